@@ -41,6 +41,11 @@ loom:
 	RUSTFLAGS="--cfg loom" CARGO_PROFILE_RELEASE_LTO=off \
 		$(CARGO) test --locked -p remora-table --lib --release --target-dir target/loom
 
+## simulate: schedules of whole syncs in a simulated world, for long; ARGS="--hours 8", ARGS="--seed 7"
+.PHONY: simulate
+simulate:
+	$(CARGO) run --release --locked -p remora-agent --features simulation --example simulate -- $(ARGS)
+
 ## bench: the measurements behind docs/benchmarks.md and the README, into bench/runs; ARGS="--only sync"
 .PHONY: bench
 bench: build

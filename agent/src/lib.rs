@@ -36,11 +36,15 @@ pub mod generate;
 mod lanes;
 pub mod load;
 pub mod module_file;
+#[cfg(any(test, feature = "simulation"))]
+mod mutation;
 pub mod probe;
 pub mod progress;
 pub mod replica;
 pub mod server;
 mod signals;
+#[cfg(any(test, feature = "simulation"))]
+pub mod simulation;
 pub mod source;
 pub mod status;
 mod tasks;

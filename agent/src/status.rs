@@ -67,6 +67,16 @@ fn table(report: &StatusReport) -> String {
         plural(totals.replicas_done),
         Size::bytes(totals.bytes_served)
     ));
+    if totals.snapshots_failed > 0 {
+        text.push_str(&format!(
+            "           {} snapshot{} failed\n",
+            totals.snapshots_failed,
+            plural(totals.snapshots_failed)
+        ));
+    }
+    if !report.last_failure.is_empty() {
+        text.push_str(&format!("failed     the last snapshot: {}\n", report.last_failure));
+    }
     if !report.replicas.is_empty() {
         text.push_str(&replicas(&report.replicas));
     }

@@ -43,6 +43,19 @@ pub trait Exporter: Send + Sync {
     /// [`Error::AlreadyExported`] if the name is in use.
     fn export(&self, id: RegionId, memory: Arc<Memory>) -> Result<(), Error>;
 
+    /// Readies memory that will be exported, so that [`export`](Exporter::export) is quick. It may take as long as to
+    /// touch all of the memory. Does nothing if the transport needs no preparation.
+    ///
+    /// # Errors
+    /// As for [`export`](Exporter::export).
+    fn prepare(&self, _memory: &Arc<Memory>) -> Result<(), Error> {
+        Ok(())
+    }
+
+    /// Lets go of memory that was [prepared](Exporter::prepare) and will not be exported again. Regions that are
+    /// exported stay so until they are revoked.
+    fn forget(&self, _memory: &Arc<Memory>) {}
+
     /// Revokes a region. Reads in flight fail with `Denied(Revoked)`, or with `PeerGone` if the reason cannot be sent;
     /// the connections that read the region are closed. Does nothing if the region is not exported.
     fn revoke(&self, id: RegionId);

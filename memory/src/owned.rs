@@ -71,8 +71,10 @@ impl Memory {
             .or_else(|_| rustix::fs::memfd_create(name, flags))
             .map_err(Error::system("creating a memory"))?;
         rustix::fs::ftruncate(&fd, file_length).map_err(Error::system("setting the length of a memory"))?;
-        // A reader with a read-only descriptor must not reopen it for writing through /proc.
-        rustix::fs::fchmod(&fd, Mode::RUSR).map_err(Error::system("making a memory read-only for others"))?;
+        // A process with a read-only descriptor must not reopen it for writing through /proc. A process with any
+        // descriptor may reopen it for reading, also as another user: a writer's claim needs that (`View::claim`).
+        let mode = Mode::RUSR | Mode::RGRP | Mode::ROTH;
+        rustix::fs::fchmod(&fd, mode).map_err(Error::system("making a memory read-only for others"))?;
         let seal = |seals| rustix::fs::fcntl_add_seals(&fd, seals);
         seal(SealFlags::SHRINK | SealFlags::GROW).map_err(Error::system("sealing a memory"))?;
         let mapping = Mapping::new(&Sealed::check(fd.as_fd(), length)?, true)?;

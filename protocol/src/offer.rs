@@ -3,10 +3,10 @@
 use std::fmt;
 
 use remora_redis::ReplId;
-use remora_wire::codec::{Bytes, List, Maybe, Name};
+use remora_wire::codec::{Bytes, List, Maybe, Name, Text};
 use remora_wire::{codes, record};
 
-use crate::bounds::{MAX_ADDRESS_BYTES, MAX_KEY_BYTES, MAX_KEYS, MAX_NAME_BYTES};
+use crate::bounds::{MAX_ADDRESS_BYTES, MAX_KEY_BYTES, MAX_KEYS, MAX_NAME_BYTES, MAX_TEXT_BYTES};
 use crate::join::Upstream;
 use crate::replid::DigitsIfKnown;
 
@@ -36,6 +36,8 @@ pub struct Offer {
     pub write_rate: u64,
     /// The replica to read the snapshot's slots from; `None`: the source.
     pub upstream: Option<Upstream>,
+    /// What may make this sync fail although nothing forbids it, for people; empty if nothing is known.
+    pub warning: String,
 }
 
 record!(Offer {
@@ -50,6 +52,7 @@ record!(Offer {
     backlog_bytes: u64,
     write_rate: u64,
     upstream: Maybe<Upstream>,
+    warning: Text<MAX_TEXT_BYTES>,
 });
 
 /// The shape of one table, and how to reach it.

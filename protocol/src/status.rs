@@ -5,7 +5,7 @@ use remora_wire::codec::{List, Maybe, Name, Text};
 use remora_wire::{codes, record};
 use serde::{Serialize, Serializer};
 
-use crate::bounds::{MAX_ADDRESS_BYTES, MAX_NAME_BYTES, MAX_REPLICAS, MAX_WHY_BYTES, MAX_ZONE_BYTES};
+use crate::bounds::{MAX_ADDRESS_BYTES, MAX_NAME_BYTES, MAX_REPLICAS, MAX_TEXT_BYTES, MAX_WHY_BYTES, MAX_ZONE_BYTES};
 use crate::progress::Phase;
 use crate::replid;
 
@@ -24,6 +24,8 @@ pub struct StatusReport {
     pub replicas: Vec<ReplicaStatus>,
     /// Totals since the source started.
     pub totals: Totals,
+    /// Why the last snapshot failed; empty if it did not.
+    pub last_failure: String,
 }
 
 record!(StatusReport {
@@ -33,6 +35,7 @@ record!(StatusReport {
     generation: Maybe<GenerationStatus>,
     replicas: List<ReplicaStatus, MAX_REPLICAS>,
     totals: Totals,
+    last_failure: Text<MAX_TEXT_BYTES>,
 });
 
 /// The generation that a source holds.
@@ -179,10 +182,12 @@ record!(ReplicaStatus {
 pub struct Totals {
     /// Snapshots taken from the server.
     pub snapshots_taken: u64,
+    /// Attempts to take a snapshot that failed, before or after it began.
+    pub snapshots_failed: u64,
     /// Replicas that finished successfully.
     pub replicas_done: u64,
     /// Bytes of tables that replicas have read.
     pub bytes_served: u64,
 }
 
-record!(Totals { snapshots_taken: u64, replicas_done: u64, bytes_served: u64 });
+record!(Totals { snapshots_taken: u64, snapshots_failed: u64, replicas_done: u64, bytes_served: u64 });

@@ -89,9 +89,9 @@ fn announces() -> impl Strategy<Value = Announce> {
 }
 
 fn offers() -> impl Strategy<Value = Message> {
-    let rest = (names(), names(), option::of(upstreams()));
+    let rest = (names(), names(), option::of(upstreams()), names());
     (any::<[u64; 4]>(), option::of(replids()), tables(), tables(), announces(), rest).prop_map(
-        |(numbers, replid, snapshot, journal, primary, (server, run_id, upstream))| {
+        |(numbers, replid, snapshot, journal, primary, (server, run_id, upstream, warning))| {
             let [generation, offset, backlog_bytes, write_rate] = numbers;
             Message::Offer(Offer {
                 generation,
@@ -105,6 +105,7 @@ fn offers() -> impl Strategy<Value = Message> {
                 backlog_bytes,
                 write_rate,
                 upstream,
+                warning,
             })
         },
     )
@@ -168,10 +169,12 @@ fn generations() -> impl Strategy<Value = GenerationStatus> {
 }
 
 fn statuses() -> impl Strategy<Value = Message> {
-    (names(), names(), names(), option::of(generations()), vec(replicas(), 0..4), any::<[u64; 3]>()).prop_map(
-        |(source, server, role, generation, replicas, [snapshots_taken, replicas_done, bytes_served])| {
-            let totals = Totals { snapshots_taken, replicas_done, bytes_served };
-            Message::Status(StatusReport { source, server, role, generation, replicas, totals })
+    let texts = (names(), names(), names(), names());
+    (texts, option::of(generations()), vec(replicas(), 0..4), any::<[u64; 4]>()).prop_map(
+        |((source, server, role, last_failure), generation, replicas, numbers)| {
+            let [snapshots_taken, snapshots_failed, replicas_done, bytes_served] = numbers;
+            let totals = Totals { snapshots_taken, snapshots_failed, replicas_done, bytes_served };
+            Message::Status(StatusReport { source, server, role, generation, replicas, totals, last_failure })
         },
     )
 }
@@ -250,6 +253,7 @@ fn status(replicas: Vec<ReplicaStatus>) -> Message {
         generation: None,
         replicas,
         totals: Totals::default(),
+        last_failure: String::new(),
     })
 }
 

@@ -346,6 +346,11 @@ impl Sender {
         }
     }
 
+    /// Closes the conversation for all clones, once what is queued is sent.
+    pub fn close(&self) {
+        self.channel.0.close();
+    }
+
     /// Sends what is queued, closes the conversation, and waits up to a second for the peer to read the last message.
     pub async fn finish(self, receiver: Receiver) {
         let mut failure = self.failure.clone();

@@ -12,6 +12,8 @@
 use remora_redis::ReplId;
 use remora_redis::resp::Frame;
 
+#[cfg(any(test, feature = "simulation"))]
+use crate::mutation::Mutation;
 use crate::server::{Client, Facts, Server, ServerError};
 
 /// The server and one connection to it. A new connection replaces one that is closed or out of step.
@@ -52,6 +54,10 @@ impl Control {
     /// A connection on which a command can be sent: the present one, or a new one if the server has closed it or an
     /// earlier command failed on it.
     pub(super) async fn client(&mut self) -> Result<&mut Client, ServerError> {
+        #[cfg(any(test, feature = "simulation"))]
+        if Mutation::ClosedConnectionKept.is_active() {
+            return Ok(&mut self.client);
+        }
         if !self.client.is_usable() {
             self.client = self.server.connect().await?;
             tracing::debug!(server = %self.server.url(), "reconnected to the server");
@@ -94,6 +100,10 @@ impl Control {
     /// Asks the server which primary it follows, and fails unless the answer is as expected.
     pub(super) async fn still_ours(&mut self, expected: Expected<'_>) -> Result<Facts, NotOurs> {
         let facts = self.facts().await?;
+        #[cfg(any(test, feature = "simulation"))]
+        if Mutation::NoLook.is_active() {
+            return Ok(facts);
+        }
         match taken_over(&facts, expected) {
             None => Ok(facts),
             Some(how) => Err(NotOurs::TakenOver(how)),

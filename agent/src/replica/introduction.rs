@@ -5,7 +5,6 @@
 
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
 use std::time::Duration;
 
 use remora_fabric::{Handover, View, shm::Place};
@@ -27,8 +26,8 @@ pub(super) struct GrantedMemory {
 pub(super) struct Introduction {
     /// The number of the introduction, so that a late answer is not taken for another's.
     pub(super) number: u64,
-    handover: Handover,
-    descriptors: Vec<OwnedFd>,
+    /// The descriptors, and the socket over which they pass. `None` in a simulation, which has no memory to pass.
+    means: Option<(Handover, Vec<OwnedFd>)>,
     ticket: [u8; TICKET_BYTES],
     length: u64,
 }
@@ -63,25 +62,38 @@ pub(super) fn prepare(view: &View, number: u64) -> Result<(GrantedMemory, Introd
     let memory = view.reopen_read_only().or_else(|_| view.as_fd().try_clone_to_owned());
     let descriptors = vec![memory.map_err(|error| text(&error))?, page];
     let handover = Handover::bind(&Place::Abstract).map_err(|error| text(&error))?;
-    Ok((GrantedMemory { ticket, tally }, Introduction { number, handover, descriptors, ticket, length: view.length() }))
+    Ok((
+        GrantedMemory { ticket, tally },
+        Introduction { number, means: Some((handover, descriptors)), ticket, length: view.length() },
+    ))
 }
 
 impl Introduction {
+    /// An introduction without memory.
+    #[cfg(any(test, feature = "simulation"))]
+    pub(super) fn simulated(number: u64) -> Introduction {
+        Introduction { number, means: None, ticket: [0; TICKET_BYTES], length: 0 }
+    }
+
     /// Sends the command, and passes the descriptors. The server removes its keys.
     pub(super) async fn perform(self, client: &mut Client) -> Result<Answer, String> {
-        let Introduction { handover, descriptors, ticket, length, .. } = self;
+        let Introduction { means, ticket, length, .. } = self;
         let ticket: String = ticket.iter().map(|byte| format!("{byte:02x}")).collect();
-        let handover = Arc::new(handover);
-        let (address, secret, length) = (handover.address(), handover.secret(), length.to_string());
-        let giving = tokio::task::spawn_blocking(move || {
-            let descriptors: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
-            handover.give(&descriptors, HANDOVER_LIMIT)
+        let (mut address, mut secret, length) = (String::new(), String::new(), length.to_string());
+        let giving = means.map(|(handover, descriptors)| {
+            (address, secret) = (handover.address(), handover.secret());
+            tokio::task::spawn_blocking(move || {
+                let descriptors: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
+                handover.give(&descriptors, HANDOVER_LIMIT)
+            })
         });
         let command = ["REMORA.LOAD", &address, &secret, &ticket, &length, "FLUSH"];
         let frame = client.command_within(ANSWER_LIMIT, &command).await.map_err(|error| error.to_string())?;
-        match giving.await {
-            Ok(given) => given.map_err(|error| error.to_string())?,
-            Err(error) => return Err(error.to_string()),
+        if let Some(giving) = giving {
+            match giving.await {
+                Ok(given) => given.map_err(|error| error.to_string())?,
+                Err(error) => return Err(error.to_string()),
+            }
         }
         match field(&frame, b"idle_times").as_deref() {
             Some("yes") => Ok(Answer { idle_times: true }),

@@ -31,7 +31,7 @@ mod link;
 mod link_failure;
 mod link_login;
 mod locality;
-mod machine;
+pub(crate) mod machine;
 mod meter;
 mod pacer;
 mod parts;
@@ -47,12 +47,16 @@ mod tls;
 mod unread;
 mod upstream;
 
+#[cfg(any(test, feature = "simulation"))]
+pub(crate) use self::driver::simulated;
+
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use remora_redis::resp::Frame;
 use tokio::sync::oneshot;
+use tokio::time::Instant;
 
 use self::control::Control;
 use self::driver::{Driver, Setup};
@@ -100,6 +104,9 @@ async fn prepare(args: ReplicaArgs) -> Result<Option<Driver>, Failure> {
     let primary = preflight::primary(&args, &server, &target, &plan, source.address()).await?;
     preflight::refuse_to_overwrite(&args, &server, &target)?;
     warn_of_a_small_backlog(&plan);
+    if !plan.warning.is_empty() {
+        tracing::warn!("{}", plan.warning);
+    }
     if args.dry_run {
         progress::say(&format!(
             "{} ({}) can become a replica of {}:{} ({}); nothing was touched",

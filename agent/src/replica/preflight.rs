@@ -6,8 +6,10 @@
 use std::fs::File;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
+use std::time::Duration;
 
 use remora_protocol::Offer;
+use tokio::time::Instant;
 
 use super::link_login::{LinkLogin, PrimaryLogin};
 use super::record::{LOGIN, Record};
@@ -149,6 +151,32 @@ pub(super) struct Primary {
     /// The primary with the login of the replica's server, where the agent asks the primary itself whether it would
     /// continue the server: it is another server than the one that the source captures, and tells its position.
     pub(super) asked: Option<Server>,
+    /// The same login, for another look before the first change.
+    server: Server,
+    /// When it was compared with the replica's server.
+    compared: Instant,
+}
+
+/// How long the preflight may be ago until the primary is compared once more before the first change. A wait for a
+/// snapshot is longer.
+const COMPARED_FOR: Duration = Duration::from_secs(1);
+
+impl Primary {
+    /// Compares the primary with the replica's server once more, if the preflight was not just now: clients may have
+    /// used another database since, or a module was loaded. A primary that does not answer is not an obstacle.
+    pub(super) async fn compare_again(&self, target: &Target, url: &ServerUrl) -> Result<(), Failure> {
+        if self.compared.elapsed() < COMPARED_FOR {
+            return Ok(());
+        }
+        let facts = async { Facts::read(&mut self.server.connect().await?).await };
+        match facts.await {
+            Ok(facts) => check_contents(&facts, target, url),
+            Err(error) => {
+                tracing::debug!("{error}; the primary is not compared again");
+                Ok(())
+            }
+        }
+    }
 }
 
 /// Finds the primary, and checks that it accepts the replica's server and that it is the right one.
@@ -175,10 +203,9 @@ pub(super) async fn primary(
         Ok(facts) => {
             check_identity(&facts, target, plan, &host, port)?;
             check_format(&facts, target, server.url())?;
-            check_databases(&facts, target, server.url())?;
-            check_modules(&facts, target, server.url())?;
+            check_contents(&facts, target, server.url())?;
             if facts.run_id.as_deref() != Some(plan.run_id.as_str()) {
-                asked = Some(primary_server);
+                asked = Some(primary_server.clone());
             }
         }
         Err(ServerError::Refused { kind: RefusalKind::NoPerm, .. }) => {
@@ -189,7 +216,7 @@ pub(super) async fn primary(
         }
         Err(error) => return Err(refused(error)),
     }
-    Ok(Primary { host, port, asked })
+    Ok(Primary { host, port, asked, server: primary_server, compared: Instant::now() })
 }
 
 /// The source's host, as this agent reaches it. It stands for the primary's host if the source's server has only a
@@ -254,6 +281,12 @@ fn check_format(facts: &Facts, target: &Target, url: &ServerUrl) -> Result<(), F
              kind"
         ))),
     }
+}
+
+/// Refuses a server that cannot hold what the primary holds.
+fn check_contents(facts: &Facts, target: &Target, url: &ServerUrl) -> Result<(), Failure> {
+    check_databases(facts, target, url)?;
+    check_modules(facts, target, url)
 }
 
 /// Refuses a server that has fewer databases than the primary uses. A server that loads a key of a database that it

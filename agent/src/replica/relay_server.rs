@@ -274,7 +274,8 @@ impl Lender {
         }
         // A copy is lent once: nothing is kept registered beyond that.
         let address = self.address;
-        let opened = tokio::task::spawn_blocking(move || transports::exporters::rdma(&offer, address, &[])).await;
+        let open = move || transports::exporters::rdma(&offer, address, READERS_LIMIT, &[]);
+        let opened = tokio::task::spawn_blocking(open).await;
         match opened {
             Ok(Ok(Some(exporter))) => self.exporters.insert(0, exporter),
             Ok(Ok(None)) => {}

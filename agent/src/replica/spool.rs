@@ -111,6 +111,7 @@ impl Spool {
     /// The slots that a folder holds, if any, of whichever snapshot. Reads and verifies all of them.
     pub(super) fn find(folder: &Path) -> Option<Spool> {
         let snapshot = read_snapshot(&Folder::open(folder).ok()?)?;
+        tracing::info!(folder = %folder.display(), "verifying the slots in the state folder");
         Spool::open(folder, &snapshot).ok()
     }
 

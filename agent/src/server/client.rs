@@ -111,6 +111,10 @@ impl Server {
             }
             Place::Tcp { host, port, .. } => (host.as_str(), *port),
         };
+        #[cfg(any(test, feature = "simulation"))]
+        if let Some(connected) = super::simulated::connect(host, port).await {
+            return connected.map(Stream::Simulated).map_err(|cause| self.unreachable(cause));
+        }
         let tcp = TcpStream::connect((host, port)).await.map_err(|cause| self.unreachable(cause))?;
         // Commands are small, and each waits for its answer. To hold them back until a packet is full would only add
         // delay.

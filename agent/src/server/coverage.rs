@@ -28,6 +28,8 @@ impl Facts {
         if backlog.covers(next) && room >= needed {
             return Ok(());
         }
+        let advised = needed.max(end.saturating_sub(offset)).saturating_mul(2);
+        let advised = advised.checked_next_power_of_two().unwrap_or(u64::MAX);
         Err(format!(
             "the primary's backlog of {} holds offsets {} to {}, the replica is at {offset}, and clients write {}/s: set \
              repl-backlog-size to {} or more on the primary",
@@ -35,7 +37,7 @@ impl Facts {
             backlog.first,
             end,
             Size::bytes(rate),
-            Size::bytes(needed.max(end.saturating_sub(offset)).saturating_mul(2).next_power_of_two())
+            Size::bytes(advised)
         ))
     }
 

@@ -20,6 +20,8 @@ mod credentials;
 mod error;
 mod facts;
 pub(crate) mod module;
+#[cfg(any(test, feature = "simulation"))]
+pub(crate) mod simulated;
 mod stream;
 mod tls;
 mod url;

@@ -14,6 +14,9 @@ use tokio::{
 };
 use tokio_rustls::client::TlsStream;
 
+#[cfg(any(test, feature = "simulation"))]
+use super::simulated::SimulatedStream;
+
 /// TLS over TCP, as a client.
 pub type TlsConnection = TlsStream<TcpStream>;
 
@@ -26,6 +29,9 @@ pub enum Stream {
     Unix(UnixStream),
     /// TLS over TCP. It is boxed because its state takes a kilobyte; the others are a descriptor.
     Tls(Box<TlsConnection>),
+    /// A connection of a simulation.
+    #[cfg(any(test, feature = "simulation"))]
+    Simulated(SimulatedStream),
 }
 
 /// A [`Stream`] without tokio.
@@ -52,6 +58,8 @@ impl Stream {
                 Ok(Raw::Socket(stream.into()))
             }
             Self::Tls(stream) => Ok(Raw::Tls(stream)),
+            #[cfg(any(test, feature = "simulation"))]
+            Self::Simulated(_) => Err(io::ErrorKind::Unsupported.into()),
         }
     }
 
@@ -62,6 +70,8 @@ impl Stream {
             Self::Tcp(stream) => stream.as_fd(),
             Self::Unix(stream) => stream.as_fd(),
             Self::Tls(stream) => stream.get_ref().0.as_fd(),
+            #[cfg(any(test, feature = "simulation"))]
+            Self::Simulated(stream) => return stream.is_silent(),
         };
         let looked = rustix::net::recv(socket, &mut [0_u8; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT);
         looked.is_err_and(|error| error == rustix::io::Errno::AGAIN)
@@ -73,6 +83,8 @@ impl Stream {
             Self::Tcp(stream) => Some(stream),
             Self::Tls(stream) => Some(stream.get_ref().0),
             Self::Unix(_) => None,
+            #[cfg(any(test, feature = "simulation"))]
+            Self::Simulated(_) => None,
         }
     }
 }
@@ -83,6 +95,8 @@ impl AsyncRead for Stream {
             Self::Tcp(stream) => Pin::new(stream).poll_read(cx, buffer),
             Self::Unix(stream) => Pin::new(stream).poll_read(cx, buffer),
             Self::Tls(stream) => Pin::new(stream).poll_read(cx, buffer),
+            #[cfg(any(test, feature = "simulation"))]
+            Self::Simulated(stream) => Pin::new(stream).poll_read(cx, buffer),
         }
     }
 }
@@ -93,6 +107,8 @@ impl AsyncWrite for Stream {
             Self::Tcp(stream) => Pin::new(stream).poll_write(cx, bytes),
             Self::Unix(stream) => Pin::new(stream).poll_write(cx, bytes),
             Self::Tls(stream) => Pin::new(stream).poll_write(cx, bytes),
+            #[cfg(any(test, feature = "simulation"))]
+            Self::Simulated(stream) => Pin::new(stream).poll_write(cx, bytes),
         }
     }
 
@@ -101,6 +117,8 @@ impl AsyncWrite for Stream {
             Self::Tcp(stream) => Pin::new(stream).poll_flush(cx),
             Self::Unix(stream) => Pin::new(stream).poll_flush(cx),
             Self::Tls(stream) => Pin::new(stream).poll_flush(cx),
+            #[cfg(any(test, feature = "simulation"))]
+            Self::Simulated(stream) => Pin::new(stream).poll_flush(cx),
         }
     }
 
@@ -109,6 +127,8 @@ impl AsyncWrite for Stream {
             Self::Tcp(stream) => Pin::new(stream).poll_shutdown(cx),
             Self::Unix(stream) => Pin::new(stream).poll_shutdown(cx),
             Self::Tls(stream) => Pin::new(stream).poll_shutdown(cx),
+            #[cfg(any(test, feature = "simulation"))]
+            Self::Simulated(stream) => Pin::new(stream).poll_shutdown(cx),
         }
     }
 }

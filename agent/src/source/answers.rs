@@ -9,7 +9,7 @@ use crate::args::HostPort;
 use crate::server::{Client, Facts, Place, Server, ServerUrl};
 
 /// An offer without tables, for a dry run.
-pub(super) fn plan_of(facts: &Facts, primary: Announce, write_rate: u64) -> Offer {
+pub(crate) fn plan_of(facts: &Facts, primary: Announce, write_rate: u64) -> Offer {
     let nothing =
         || TableOffer { generation: 0, first_offset: 0, slot_size: 0, slots: 0, retained: false, keys: Vec::new() };
     Offer {
@@ -24,12 +24,13 @@ pub(super) fn plan_of(facts: &Facts, primary: Announce, write_rate: u64) -> Offe
         backlog_bytes: facts.backlog.map_or(0, |backlog| backlog.size),
         write_rate,
         upstream: None,
+        warning: String::new(),
     }
 }
 
 /// The address at which a replica's server reaches the primary: `told`, or else the server's own address. The host is
 /// empty if that address is valid on this host only.
-pub(super) fn announce(told: Option<&HostPort>, url: &ServerUrl, facts: &Facts) -> Announce {
+pub(crate) fn announce(told: Option<&HostPort>, url: &ServerUrl, facts: &Facts) -> Announce {
     let source_sees_as = url.to_string();
     if let Some(told) = told {
         let tls = url.is_tls();
@@ -49,7 +50,7 @@ pub(super) fn announce(told: Option<&HostPort>, url: &ServerUrl, facts: &Facts) 
 }
 
 /// The primary's format that a server with this name and version (`Valkey 9.1.2`) reads.
-pub(super) fn format_for(facts: &Facts, server: &str) -> Format {
+pub(crate) fn format_for(facts: &Facts, server: &str) -> Format {
     let major = server.strip_prefix("Valkey ").and_then(|version| version.split('.').next()?.parse::<u32>().ok());
     match facts.own_format() {
         Some(own) if major.is_none_or(|major| major < own.major) => Format::Shared,
@@ -59,7 +60,7 @@ pub(super) fn format_for(facts: &Facts, server: &str) -> Format {
 
 /// Replaces an unspecified host (0.0.0.0 or ::), at which a replica lends its slots, by the host from which it
 /// connected.
-pub(super) fn as_others_reach_it(relays: Relays, seen: std::net::SocketAddr) -> Relays {
+pub(crate) fn as_others_reach_it(relays: Relays, seen: std::net::SocketAddr) -> Relays {
     let serves_at = match relays.serves_at.parse::<std::net::SocketAddr>() {
         Ok(address) if address.ip().is_unspecified() => {
             std::net::SocketAddr::new(seen.ip(), address.port()).to_string()
@@ -73,7 +74,7 @@ pub(super) fn as_others_reach_it(relays: Relays, seen: std::net::SocketAddr) -> 
 
 /// Whether the primary would continue `history` after `offset`, with room for the stream that it writes during the
 /// hand-off.
-pub(super) fn hand_off_answer(facts: &Facts, history: Option<ReplId>, offset: u64, rate: u64) -> Message {
+pub(crate) fn hand_off_answer(facts: &Facts, history: Option<ReplId>, offset: u64, rate: u64) -> Message {
     let Some(history) = history else {
         return not_covered("this source has given the replica no snapshot and no stream".into());
     };
@@ -83,12 +84,12 @@ pub(super) fn hand_off_answer(facts: &Facts, history: Option<ReplId>, offset: u6
     }
 }
 
-pub(super) fn not_covered(text: String) -> Message {
+pub(crate) fn not_covered(text: String) -> Message {
     Message::HandOffAnswer { covered: false, text }
 }
 
 /// Reads the server's facts over a connection that is opened when first needed and again after a failure.
-pub(super) async fn ask(client: &Mutex<Option<Client>>, server: &Server) -> Result<Facts, crate::server::ServerError> {
+pub(crate) async fn ask(client: &Mutex<Option<Client>>, server: &Server) -> Result<Facts, crate::server::ServerError> {
     let mut client = client.lock().await;
     if let Some(open) = client.as_mut() {
         if let Ok(facts) = Facts::read(open).await {
@@ -134,6 +135,19 @@ mod tests {
         assert!(!covered("a", 20), "the backlog does not reach back");
         assert!(!covered("b", 101), "beyond the end of the former history");
         assert!(!covered("c", 100));
+    }
+
+    #[test]
+    fn no_offset_of_a_replica_and_no_figure_of_the_server_overflows() {
+        assert!(!answer(&primary(), Some(replid("a")), u64::MAX).0);
+        assert!(!answer(&primary(), Some(replid("b")), u64::MAX).0);
+        let backlog = Backlog { active: true, size: u64::MAX, first: u64::MAX, held: u64::MAX };
+        let facts = Facts { backlog: Some(backlog), ..primary() };
+        assert!(!answer(&facts, Some(replid("a")), 7).0);
+        match hand_off_answer(&primary(), Some(replid("a")), 120, u64::MAX) {
+            Message::HandOffAnswer { covered, .. } => assert!(!covered),
+            other => panic!("{}", other.name()),
+        }
     }
 
     #[test]

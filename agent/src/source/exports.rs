@@ -4,7 +4,7 @@ use std::num::NonZeroU64;
 use std::sync::Arc;
 
 use remora_fabric::shm::{ShmExporter, ShmOptions};
-use remora_fabric::tcp::{SendMode, TcpExporter, TcpOptions};
+use remora_fabric::tcp::{MAX_LANES_PER_SESSION, SendMode, TcpExporter, TcpOptions};
 use remora_fabric::{Exporter, Memory, RegionId};
 
 use super::machine::Session;
@@ -37,36 +37,48 @@ impl Exports {
             }
         }
         let (rdma, memories) = (args.rdma.clone(), vec![tables.snapshot.0.clone(), tables.journal.0.clone()]);
-        let rdma = tokio::task::spawn_blocking(move || transports::exporters::rdma(&rdma, listen, &memories)).await;
+        let replicas = args.max_replicas as usize;
+        let open = move || transports::exporters::rdma(&rdma, listen, replicas, &memories);
+        let rdma = tokio::task::spawn_blocking(open).await;
         exporters
             .extend(rdma.map_err(|error| Failure::local(format!("the search for RDMA devices failed: {error}")))??);
         exporters.push(tcp);
         Ok(Exports { exporters })
     }
 
-    /// Exports `memory` over every transport.
-    pub(super) fn export(&self, id: RegionId, memory: &Arc<Memory>) -> Result<(), Failure> {
-        for exporter in &self.exporters {
-            exporter
-                .export(id, memory.clone())
-                .map_err(|error| Failure::local(format!("cannot export a table over {}: {error}", exporter.kind())))?;
-        }
-        Ok(())
-    }
-
-    /// Exports `memory` over each transport that accepts it.
+    /// Exports `memory` over each transport that accepts it. One transport may fail alone, for example RDMA at the
+    /// limit of locked memory. Replicas then get no key of it, and read over another one.
     ///
     /// # Errors
     /// No transport accepts it.
-    pub(super) fn export_by_any(&self, id: RegionId, memory: &Arc<Memory>) -> Result<(), remora_fabric::Error> {
+    pub(super) fn export(&self, id: RegionId, memory: &Arc<Memory>) -> Result<(), remora_fabric::Error> {
         let mut exported = Err(remora_fabric::Error::NotExported(id));
         for exporter in &self.exporters {
             match exporter.export(id, memory.clone()) {
                 Ok(()) => exported = Ok(()),
-                Err(error) => tracing::warn!(transport = %exporter.kind(), %error, "cannot export the probe region"),
+                Err(error) => {
+                    let transport = exporter.kind();
+                    tracing::warn!(%transport, region = %id, %error, "cannot export a region over this transport; replicas use another one");
+                }
             }
         }
         exported
+    }
+
+    /// Readies new memory with each transport, so that exporting it is quick. To register it with an RDMA device takes
+    /// as long as to touch all of it: do not call it in the source's loop.
+    pub(super) fn prepare(&self, memory: &Arc<Memory>) {
+        for exporter in &self.exporters {
+            if let Err(error) = exporter.prepare(memory) {
+                tracing::warn!(transport = %exporter.kind(), %error, "cannot prepare new memory for this transport");
+            }
+        }
+    }
+
+    /// Lets go of memory that will not be exported again, in the background: to release the pages takes time.
+    pub(super) fn forget_in_background(&self, memory: Arc<Memory>) {
+        let exports = self.clone();
+        tokio::task::spawn_blocking(move || exports.exporters.iter().for_each(|exporter| exporter.forget(&memory)));
     }
 
     /// Revokes read access to this region.
@@ -110,6 +122,88 @@ pub(super) fn tcp_exporter(args: &SourceArgs, address: std::net::SocketAddr) -> 
     };
     let upload_rate = args.upload_limit.and_then(|limit| NonZeroU64::new(limit.get()));
     let congestion = args.tcp_congestion.clone();
-    let options = TcpOptions { send, congestion, upload_rate, ..TcpOptions::default() };
+    let defaults = TcpOptions::default();
+    // Without this a source would admit replicas that no transport serves, and a window would wait for them.
+    let served_lanes = defaults.served_lanes.max(args.max_replicas as usize * MAX_LANES_PER_SESSION);
+    let options = TcpOptions { send, congestion, upload_rate, served_lanes, ..defaults };
     TcpExporter::new(options, Some(address)).map_err(|error| Failure::refused(error.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::sync::Mutex;
+
+    use remora_fabric::{Error, Pages, RegionKey, Secret, TransportKind};
+
+    use super::*;
+
+    /// A transport that refuses every region, as RDMA does at the limit of locked memory.
+    #[derive(Default)]
+    struct Refusing {
+        calls: Mutex<Vec<&'static str>>,
+    }
+
+    impl Refusing {
+        fn called(&self, name: &'static str) {
+            self.calls.lock().unwrap().push(name);
+        }
+    }
+
+    impl Exporter for Refusing {
+        fn kind(&self) -> TransportKind {
+            TransportKind::Verbs
+        }
+
+        fn export(&self, _: RegionId, _: Arc<Memory>) -> Result<(), Error> {
+            self.called("export");
+            Err(Error::Misuse("refused"))
+        }
+
+        fn prepare(&self, _: &Arc<Memory>) -> Result<(), Error> {
+            self.called("prepare");
+            Err(Error::Misuse("refused"))
+        }
+
+        fn forget(&self, _: &Arc<Memory>) {
+            self.called("forget");
+        }
+
+        fn revoke(&self, _: RegionId) {}
+
+        fn grant(&self, _: u64, _: Secret) {}
+
+        fn withdraw(&self, _: u64) {}
+
+        fn key(&self, id: RegionId) -> Result<RegionKey, Error> {
+            Err(Error::NotExported(id))
+        }
+
+        fn bytes_served(&self) -> u64 {
+            0
+        }
+    }
+
+    const ID: RegionId = RegionId { generation: 1, region: 0 };
+
+    #[tokio::test]
+    async fn a_transport_that_fails_alone_leaves_the_others() {
+        let memory = Arc::new(Memory::create("test", 4096, Pages::Small).unwrap());
+        let address = "127.0.0.1:1".parse().unwrap();
+        let refusing = Arc::new(Refusing::default());
+        let tcp = Arc::new(TcpExporter::new(TcpOptions::default(), Some(address)).unwrap());
+        let exports = Exports { exporters: vec![refusing.clone(), tcp] };
+        exports.prepare(&memory);
+        exports.export(ID, &memory).unwrap();
+        assert_eq!(exports.keys(ID).len(), 1, "the key of TCP");
+        exports.forget_in_background(memory.clone());
+        while refusing.calls.lock().unwrap().len() < 3 {
+            tokio::task::yield_now().await;
+        }
+        assert_eq!(*refusing.calls.lock().unwrap(), ["prepare", "export", "forget"]);
+
+        let none = Exports { exporters: vec![refusing] };
+        assert!(none.export(ID, &memory).is_err(), "no replica could read it");
+    }
 }

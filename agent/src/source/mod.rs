@@ -9,6 +9,8 @@
 //!
 //! - [`machine`] decides, without I/O. Start there.
 //! - [`capture`] speaks PSYNC with the server and fills the tables.
+//! - [`captures`] starts captures and handles their events; [`output_buffer`] knows the limit of what the primary holds
+//!   back for a source.
 //! - [`gauge`] holds the figures that the capture threads show while they run.
 //! - [`tables`] is the memory, and [`exports`] the transports that export it. [`probe_region`] exports scratch memory
 //!   for `remora probe`.
@@ -18,21 +20,22 @@
 //! - `conversation::listener` tells control connections from data lanes on the source's one port.
 //! - This file connects them and performs the machine's actions.
 
-mod answers;
-mod capture;
+pub(crate) mod answers;
+pub(crate) mod capture;
+mod captures;
 mod exports;
-mod gauge;
-mod machine;
+pub(crate) mod gauge;
+pub(crate) mod machine;
+mod output_buffer;
 mod probe_region;
 mod rate;
 mod status;
 mod tables;
 mod threads;
-mod topology;
+pub(crate) mod topology;
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use remora_fabric::RegionId;
@@ -41,13 +44,14 @@ use remora_table::Origin;
 use tokio::sync::{Mutex, mpsc};
 
 use self::answers::{announce, as_others_reach_it, ask, format_for, hand_off_answer, not_covered, plan_of};
-use self::capture::{CaptureEvent, MethodHistory, ModuleRules, Plan};
+use self::capture::{CaptureEvent, MethodHistory, ModuleRules};
 use self::exports::{Exports, tcp_exporter};
 use self::gauge::Gauge;
-use self::machine::{Action, Event, Format, Machine, Report, Resume, Rules, Session};
+use self::machine::{Action, Event, Machine, Report, Resume, Rules, Session};
+use self::output_buffer::{OutputBuffer, OutputWatch};
 use self::probe_region::ProbeRegion;
 use self::rate::Rate;
-use self::tables::{JOURNAL_REGION, SNAPSHOT_REGION, Tables, first_generation};
+use self::tables::{JOURNAL_REGION, SNAPSHOT_REGION, Tables, expected, first_generation};
 use self::threads::Threads;
 use self::topology::{Assignment, Joining, Topology};
 use crate::args::SourceArgs;
@@ -58,7 +62,6 @@ use crate::exit::Failure;
 use crate::lanes::LANES_LABEL;
 use crate::server::{Client, Facts, Server, Task};
 use crate::signals::Signals;
-use crate::units::Size;
 
 /// Runs a source until SIGINT or SIGTERM stops it.
 ///
@@ -138,8 +141,11 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         threads: Threads::default(),
         client: Arc::new(Mutex::new(None)),
         rate: Rate::default(),
+        output: OutputWatch::default(),
         probe_region: ProbeRegion::default(),
     };
+    // The first look at the write rate. Later ones measure from it.
+    source.learn();
     Ok((source, Mailboxes { incoming: inbox, captured: captures }, listener))
 }
 
@@ -152,7 +158,7 @@ pub(crate) enum Incoming {
     /// The connection of that peer has ended.
     Left { session: Session, fault: Fault },
     /// Fresh facts of the server.
-    Learned(Box<Facts>),
+    Learned(Box<(Facts, OutputBuffer)>),
     /// The facts for this replica's plan are there: fresh ones, or the last known if the server did not answer in time.
     PlanReady(Session),
     /// The probe region was exported, or why it was not.
@@ -194,6 +200,7 @@ struct Source {
     /// One connection for questions to the server, opened when first needed and again after a failure.
     client: Arc<Mutex<Option<Client>>>,
     rate: Rate,
+    output: OutputWatch,
     probe_region: ProbeRegion,
 }
 
@@ -238,7 +245,11 @@ impl Source {
             Incoming::Arrived(connection) => self.welcome(connection),
             Incoming::Said { session, message } => self.said(session, *message),
             Incoming::Left { session, fault } => self.left(session, &fault),
-            Incoming::Learned(facts) => self.facts = *facts,
+            Incoming::Learned(learned) => {
+                let (facts, buffer) = *learned;
+                self.output.learned(Instant::now(), &facts, buffer);
+                self.facts = facts;
+            }
             Incoming::PlanReady(session) => {
                 let plan = self.plan();
                 self.send(session, Message::Offer(plan));
@@ -334,7 +345,9 @@ impl Source {
     fn send(&mut self, session: Session, message: Message) {
         let Some(peer) = self.sessions.get(&session) else { return };
         if let Err(error) = peer.sender.try_send(message) {
-            tracing::debug!(%error, "cannot queue a message");
+            // Without this message the replica might wait for it without end. When its connection ends, it joins again.
+            tracing::warn!(session, %error, "cannot queue a message for a replica; closing its connection");
+            peer.sender.close();
         }
     }
 
@@ -352,7 +365,9 @@ impl Source {
             Action::Capture { generation, with_stream, fresh } => {
                 // The thread of an earlier capture may still run until it ends. It must not reuse further slots.
                 self.gauge.allow_retiring(0);
-                self.tables.prepare(&self.args, &self.facts, fresh)?;
+                if let Some(replaced) = self.tables.prepare(&self.args, &self.facts, fresh)? {
+                    self.exports.forget_in_background(replaced);
+                }
                 self.start_capture(generation, with_stream)?;
             }
             Action::AllowRetiring { below } => self.gauge.allow_retiring(below),
@@ -382,66 +397,6 @@ impl Source {
             Action::StopCapture { generation } => self.threads.stop(generation),
         }
         Ok(())
-    }
-
-    fn start_capture(&mut self, generation: u64, with_stream: bool) -> Result<(), Failure> {
-        let own_format = self.machine.status().snapshot.is_some_and(|snapshot| snapshot.format == Format::Own);
-        let plan = Plan {
-            generation,
-            server: self.server.clone(),
-            reader_version: self.facts.own_format().filter(|_| own_format).map(|version| version.to_string()),
-            snapshot: self.tables.snapshot.clone(),
-            retained: self.tables.retained,
-            journal: with_stream.then(|| self.tables.journal.clone()),
-            module: self.module_rules.clone(),
-            module_failed_lately: self.method_history.module_failed_lately(Instant::now()),
-            gauge: self.gauge.clone(),
-            events: self.captured.clone(),
-            stop: Arc::new(AtomicBool::new(false)),
-            runtime: tokio::runtime::Handle::current(),
-        };
-        tracing::info!(generation, with_stream, "requesting a snapshot from the server");
-        self.threads.start(plan)
-    }
-
-    /// Logs a capture's event, and exports the tables when a snapshot begins. Called before the machine gets the event.
-    fn capture_says(&mut self, event: &CaptureEvent) -> Result<(), Failure> {
-        match event {
-            CaptureEvent::Started { generation, replid, offset } => {
-                tracing::info!(generation, %replid, offset, "snapshot started");
-                let follows = self.threads.follows_stream(*generation);
-                self.export(*generation, SNAPSHOT_REGION)?;
-                if follows {
-                    self.export(*generation, JOURNAL_REGION)?;
-                }
-                self.learn();
-            }
-            CaptureEvent::Completed { generation, bytes } => {
-                let seconds = self.gauge.began().map_or(0.0, |began| began.elapsed().as_secs_f64());
-                let rate = Size::bytes((*bytes as f64 / seconds.max(1e-9)) as u64);
-                tracing::info!(generation, size = %Size::bytes(*bytes), method = %self.gauge.method(), "snapshot completed in {seconds:.3} s ({rate}/s)");
-            }
-            CaptureEvent::ModuleFailed => self.method_history.module_failed(Instant::now()),
-            CaptureEvent::Failed { generation, error } => {
-                self.tables.outgrown |= matches!(error, capture::CaptureError::Outgrown);
-                tracing::warn!(generation, %error, "snapshot failed");
-            }
-            CaptureEvent::StreamResumed => tracing::info!("replication stream resumed"),
-            CaptureEvent::HistoryChanged { generation, from, to, at } => {
-                tracing::warn!(
-                    generation, old = %from, new = %to, offset = at,
-                    "the server's replication history changed (a promotion, a failover or a restart): the stream of the old history \
-                     ends at this offset; replicas that have loaded are handed over to the primary, the others get a new snapshot"
-                );
-                self.learn();
-            }
-            CaptureEvent::StreamLost { text } => tracing::warn!(%text, "replication stream lost"),
-        }
-        Ok(())
-    }
-
-    fn export(&self, generation: u64, region: u32) -> Result<(), Failure> {
-        self.exports.export(RegionId { generation, region }, self.tables.memory(region))
     }
 
     /// Grants a session read access to all exported regions.
@@ -525,7 +480,12 @@ impl Source {
     /// An offer without tables, for a dry run.
     fn plan(&self) -> Offer {
         let primary = announce(self.args.announce.as_ref(), self.server.url(), &self.facts);
-        plan_of(&self.facts, primary, self.rate.bytes_per_second())
+        let plan = plan_of(&self.facts, primary, self.rate.bytes_per_second());
+        // The primary holds the stream back only for a capture that takes both.
+        let holds_back = self.machine.status().stream.is_none() && self.tables.is_windowed_for(&self.facts);
+        let expected = expected(&self.facts, self.tables.snapshot.1);
+        let warning = if holds_back { self.output.warning(expected, self.tables.ring()) } else { String::new() };
+        Offer { warning, ..plan }
     }
 
     /// Answers with fresh facts of the server, which may have restarted or failed over since the last snapshot. If the
@@ -542,9 +502,11 @@ impl Source {
     fn learn(&self) -> tokio::task::JoinHandle<()> {
         let (client, server, incoming) = (self.client.clone(), self.server.clone(), self.incoming.clone());
         tokio::spawn(async move {
-            if let Ok(facts) = ask(&client, &server).await {
-                let _ = incoming.send(Incoming::Learned(Box::new(facts))).await;
-            }
+            let Ok(facts) = ask(&client, &server).await else { return };
+            let mut client = client.lock().await;
+            let Some(client) = client.as_mut() else { return };
+            let buffer = OutputBuffer::read(client, &facts).await;
+            let _ = incoming.send(Incoming::Learned(Box::new((facts, buffer)))).await;
         })
     }
 

@@ -143,7 +143,7 @@ fn create(id: RegionId, exports: &Exports) -> Result<(), Error> {
     for (page, offset) in (0..REGION_BYTES).step_by(PAGE_BYTES).enumerate() {
         memory.fill(offset..offset + PAGE_BYTES as u64, (page % 251) as u8)?;
     }
-    exports.export_by_any(id, &memory)
+    exports.export(id, &memory)
 }
 
 /// The region's number, beside the two of the tables.

@@ -23,9 +23,11 @@ pub(super) fn report(source: &Source) -> StatusReport {
             .collect(),
         totals: Totals {
             snapshots_taken: status.snapshots_taken,
+            snapshots_failed: status.failures.total(),
             replicas_done: status.replicas_done,
             bytes_served: source.exports.bytes_served(),
         },
+        last_failure: status.failures.last().to_owned(),
     }
 }
 

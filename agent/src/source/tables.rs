@@ -57,16 +57,34 @@ impl Tables {
 
     /// Prepares the snapshot's memory for another generation. With `fresh`, a reader may still use the current memory.
     /// The reader keeps it, and it is freed when the last reader closes it.
-    pub(super) fn prepare(&mut self, args: &SourceArgs, facts: &Facts, fresh: bool) -> Result<(), Failure> {
+    ///
+    /// Returns the memory that is no longer used, if it was replaced.
+    pub(super) fn prepare(
+        &mut self,
+        args: &SourceArgs,
+        facts: &Facts,
+        fresh: bool,
+    ) -> Result<Option<Arc<Memory>>, Failure> {
+        let mut replaced = None;
         if fresh && self.retained {
             let slot_size = self.snapshot.1.slot_size;
             let budget = self.snapshot.0.length();
             tracing::debug!(memory = %args.memory, "a replica disconnected while it was reading; allocating new memory for the snapshot");
-            self.snapshot = table("remora-snapshot", budget, slot_size, module_writes(args))?;
+            let fresh = table("remora-snapshot", budget, slot_size, module_writes(args))?;
+            replaced = Some(std::mem::replace(&mut self.snapshot, fresh).0);
         }
-        let ring = u64::from(self.snapshot.1.slot_size) * u64::from(self.snapshot.1.slots);
-        self.retained = !self.outgrown && expected(facts, self.snapshot.1) <= ring;
-        Ok(())
+        self.retained = !self.is_windowed_for(facts);
+        Ok(replaced)
+    }
+
+    /// Whether a snapshot of this server is larger than its table, so that slots are reused.
+    pub(super) fn is_windowed_for(&self, facts: &Facts) -> bool {
+        self.outgrown || expected(facts, self.snapshot.1) > self.ring()
+    }
+
+    /// The bytes of all slots of the snapshot.
+    pub(super) fn ring(&self) -> u64 {
+        u64::from(self.snapshot.1.slot_size) * u64::from(self.snapshot.1.slots)
     }
 
     /// The memory of a region.
@@ -91,7 +109,7 @@ impl Tables {
 
 /// An upper estimate of the snapshot's size in bytes, from the server's INFO. Data take more bytes in memory than in a
 /// snapshot, except for large values, which take about as many.
-fn expected(facts: &Facts, geometry: Geometry) -> u64 {
+pub(super) fn expected(facts: &Facts, geometry: Geometry) -> u64 {
     let dataset = facts.used_memory_dataset.or(facts.used_memory).unwrap_or(0);
     dataset + dataset / 16 + 2 * u64::from(geometry.slot_size)
 }

@@ -4,13 +4,14 @@
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
-use remora_fabric::verbs::{VerbsExporter, VerbsOptions};
+use remora_fabric::verbs::{MAX_CONNECTIONS, VerbsExporter, VerbsOptions};
 use remora_fabric::{Error, Exporter, Memory};
 
 use crate::args::{RdmaEnd, RdmaOffer};
 use crate::exit::Failure;
 
-/// Opens an RDMA exporter and registers `memories` with it. If this host has no usable RDMA, a log line says why.
+/// Opens an RDMA exporter for this many readers and registers `memories` with it. If this host has no usable RDMA, a
+/// log line says why.
 ///
 /// It listens at the given addresses, or else at that of `listen`. If no option names RDMA, its absence is not an
 /// error: replicas then read over TCP. It blocks, because registration backs all of the memory with pages.
@@ -20,6 +21,7 @@ use crate::exit::Failure;
 pub(crate) fn rdma(
     wanted: &RdmaOffer,
     listen: SocketAddr,
+    replicas: usize,
     memories: &[Arc<Memory>],
 ) -> Result<Option<Arc<dyn Exporter>>, Failure> {
     if wanted.no_rdma {
@@ -30,7 +32,7 @@ pub(crate) fn rdma(
         tracing::debug!("RDMA is not offered: --listen accepts connections of this host only");
         return Ok(None);
     }
-    match open(wanted, listen, memories) {
+    match open(wanted, listen, replicas, memories) {
         Ok(exporter) => {
             let (devices, addresses) = (exporter.devices().join(", "), exporter.addresses());
             tracing::info!(%devices, ?addresses, "RDMA is offered");
@@ -44,12 +46,21 @@ pub(crate) fn rdma(
     }
 }
 
-fn open(wanted: &RdmaOffer, listen: SocketAddr, memories: &[Arc<Memory>]) -> Result<VerbsExporter, Error> {
+fn open(
+    wanted: &RdmaOffer,
+    listen: SocketAddr,
+    replicas: usize,
+    memories: &[Arc<Memory>],
+) -> Result<VerbsExporter, Error> {
     let RdmaEnd { rdma_traffic_class: traffic_class, rdma_service_level: service_level, .. } = wanted.end;
-    let iwarp = wanted.end.is_named();
-    let options = VerbsOptions { traffic_class, service_level, iwarp, ..VerbsOptions::default() };
     let named = wanted.end.addresses()?;
     let hosts: Vec<IpAddr> = if named.is_empty() { vec![listen.ip()] } else { named };
+    // A reader has one connection per region and address. It may reconnect before its old ones are found closed.
+    let connections = replicas * REGIONS * hosts.len() * 2;
+    let defaults = VerbsOptions::default();
+    let connections = connections.clamp(defaults.connections, MAX_CONNECTIONS);
+    let iwarp = wanted.end.is_named();
+    let options = VerbsOptions { traffic_class, service_level, connections, iwarp, ..defaults };
     // RDMA has ports of its own, so TCP's number is nearly always free there and easy to remember. (iWARP uses TCP's
     // ports, so it is not free there.)
     let at = |port| hosts.iter().map(|host| SocketAddr::new(*host, port)).collect::<Vec<_>>();
@@ -58,6 +69,9 @@ fn open(wanted: &RdmaOffer, listen: SocketAddr, memories: &[Arc<Memory>]) -> Res
     memories.iter().try_for_each(|memory| exporter.prepare(memory))?;
     Ok(exporter)
 }
+
+/// The regions that each reader reads: the snapshot and the journal.
+const REGIONS: usize = 2;
 
 /// Any free port.
 const ANY_PORT: u16 = 0;

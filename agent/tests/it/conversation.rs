@@ -58,7 +58,8 @@ impl Dispatcher for Pretender {
             role: "no role".into(),
             generation: None,
             replicas: Vec::new(),
-            totals: Totals { snapshots_taken: 7, replicas_done: 0, bytes_served: 0 },
+            totals: Totals { snapshots_taken: 7, ..Totals::default() },
+            last_failure: String::new(),
         };
         connection.send(encoded(&Words::Status(report))).unwrap();
     }
@@ -80,6 +81,45 @@ fn a_plain_messenger_asks_a_source_and_is_answered() {
         assert_eq!((report.replicas.len(), report.generation), (0, None));
         assert!(report.server.contains(&primary.port().to_string()), "{}", report.server);
     }
+    source.stop();
+}
+
+/// Stops reading with its first message.
+struct Stuck(Mutex<mpsc::Receiver<()>>);
+
+impl Dispatcher for Stuck {
+    fn message(&self, _: &Connection, _: Delivery) {
+        let _ = self.0.lock().unwrap().recv();
+    }
+}
+
+/// A replica whose offer was dropped because its queue was full would wait for it without end.
+#[test]
+fn a_peer_that_reads_nothing_is_cut_off_when_its_queue_is_full() {
+    let Some(_) = require::redis() else { return };
+    let (stage, primary) = (Stage::new(), Server::start(Kind::Redis7).unwrap());
+    let mut source = stage.source(&primary.url(), &["--no-shm"]);
+    let (unblock, blocked) = mpsc::channel();
+    let stuck = Arc::new(Stuck(Mutex::new(blocked)));
+    let messenger = Messenger::new(Policy::lossy_client(), &plain(&stage), stuck).unwrap();
+    let connection = messenger.connect(&Address::Tcp(source.address));
+    let over = Arc::new(AtomicBool::new(false));
+    let stop = over.clone();
+    let asking = std::thread::spawn(move || {
+        while !stop.load(Ordering::Relaxed) {
+            if connection.send(encoded(&Words::StatusQuery)).is_err() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+    });
+    let cut = source.agent.wait_for_line("closing its connection", LONG);
+    over.store(true, Ordering::Relaxed);
+    drop(unblock);
+    asking.join().unwrap();
+    cut.unwrap();
+    // Others are served.
+    let (address, token) = (source.address.to_string(), stage.token.display().to_string());
+    says(&stage.end(&["status", "--source", &address, "--token-file", &token], 0), &["snapshot"]);
     source.stop();
 }
 

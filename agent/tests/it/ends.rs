@@ -150,6 +150,25 @@ fn a_replica_whose_sync_is_stopped_follows_its_former_primary_again() {
 }
 
 #[test]
+fn the_former_primary_is_known_also_to_the_agent_after_one_that_was_killed() {
+    for kind in require::kinds() {
+        let (_primary, source) = large_source(kind);
+        let former = primary(kind).start().unwrap();
+        fill_keys(&former, 50, "former");
+        let server = Server::start(kind).unwrap();
+        server.replicate(&former).unwrap();
+        server.wait_for_link(LONG).unwrap();
+        let (mut killed, _) = in_the_middle(&source, &server, &[]);
+        killed.kill().unwrap();
+        let (mut agent, _) = in_the_middle(&source, &server, &[]);
+        agent.signal(Signal::INT).unwrap();
+        says(&ends(&mut agent, INTERRUPTED), &["follows its former primary", &former.address().to_string()]);
+        server.wait_for_link(LONG).unwrap();
+        assert_same_data(&former, &server);
+    }
+}
+
+#[test]
 fn a_server_that_loads_beside_its_data_keeps_them_when_the_source_is_gone_for_good() {
     for kind in require::kinds() {
         let (_primary, mut source) = large_source(kind);

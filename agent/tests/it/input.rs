@@ -530,6 +530,66 @@ fn a_server_with_fewer_databases_than_the_primary_uses_is_refused_before_anythin
 }
 
 #[test]
+fn a_database_that_the_primary_uses_only_while_the_agent_waits_is_found_before_anything_is_touched() {
+    for kind in require::kinds() {
+        let stage = Stage::new();
+        let primary = quick(kind).config("rdb-key-save-delay", 15_000).start().unwrap();
+        fill_keys(&primary, 200, "x");
+        let server = Server::builder(kind).databases(4).start().unwrap();
+        let source = stage.source(&primary.url(), &[]);
+        // The primary runs a child for another purpose: the source has no snapshot to offer before it ends.
+        let mut client = primary.client().unwrap();
+        client.ok(&["BGSAVE"]).unwrap();
+        let mut agent = stage.replica(&server.url(), source.address, &[]);
+        agent.wait_for_line("waiting:", LONG).unwrap();
+        client.ok(&["SELECT", "4"]).unwrap();
+        client.ok(&["SET", "a", "1"]).unwrap();
+        says(&ends(&mut agent, 3), &["databases 5 or more", "not touched"]);
+        assert_untouched(&server);
+    }
+}
+
+/// Slots of 8 GiB of zeros, which take no room on the disk and seconds to verify.
+fn large_spool(folder: &std::path::Path) {
+    const SLOT: u32 = 4 << 20;
+    const SLOTS: u64 = 2048;
+    std::fs::create_dir_all(folder).unwrap();
+    std::fs::set_permissions(folder, PermissionsExt::from_mode(0o700)).unwrap();
+    let origin = format!(r#"{{"generation":1,"replid":"{}","offset":0,"slot_size":{SLOT}}}"#, "a".repeat(40));
+    std::fs::write(folder.join("origin.json"), origin).unwrap();
+    std::fs::File::create(folder.join("slots")).unwrap().set_len(SLOTS * u64::from(SLOT)).unwrap();
+    let crc = |bytes: &[u8]| remora_fabric::memory::crc::crc32c_append(0, bytes);
+    let of_a_slot = crc(&vec![0; SLOT as usize]);
+    let mut records = Vec::new();
+    for number in 0..SLOTS {
+        let mut record =
+            [number.to_le_bytes().as_slice(), &SLOT.to_le_bytes(), &of_a_slot.to_le_bytes(), &[0; 12]].concat();
+        let sum = crc(&record);
+        record.extend(sum.to_le_bytes());
+        records.extend(record);
+    }
+    std::fs::write(folder.join("held"), records).unwrap();
+}
+
+#[test]
+fn an_agent_that_verifies_a_large_state_folder_can_be_stopped_meanwhile() {
+    let Some(kind) = require::redis() else { return };
+    let stage = Stage::new();
+    let (primary, server) = (quick(kind).start().unwrap(), Server::start(kind).unwrap());
+    fill_keys(&primary, 10, "x");
+    let source = stage.source(&primary.url(), &[]);
+    let state = stage.path("state");
+    large_spool(std::path::Path::new(&state));
+    let mut agent = stage.replica(&server.url(), source.address, &["--state-dir", &state]);
+    agent.wait_for_line("verifying the slots", LONG).unwrap();
+    agent.signal(Signal::TERM).unwrap();
+    let output = ends(&mut agent, 7);
+    says(&output, &["stopped by SIGTERM", "nothing was touched"]);
+    assert!(!output.contains("listening for the link of"), "it was not stopped before it had verified all:\n{output}");
+    assert_untouched(&server);
+}
+
+#[test]
 fn two_agents_never_work_on_one_server_or_with_one_state_folder() {
     let Some(kind) = require::redis() else { return };
     let stage = Stage::new();

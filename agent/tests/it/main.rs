@@ -19,6 +19,8 @@ mod many;
 mod memory;
 mod module;
 mod module_load;
+mod module_memory;
+mod primary;
 mod probe;
 mod rdma;
 mod relay;

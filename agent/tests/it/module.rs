@@ -11,7 +11,7 @@ use rustix::process::Signal;
 use crate::kit::{Flood, LONG, Source, load, number, primary, syncs};
 
 /// A primary that has the module.
-fn with_module(kind: Kind) -> Builder {
+pub(crate) fn with_module(kind: Kind) -> Builder {
     primary(kind).module("").unwrap()
 }
 
@@ -28,7 +28,7 @@ fn module_fact(server: &Server, name: &str) -> String {
 }
 
 /// The method by which the source says that it took its snapshot.
-fn method(source: &mut Source) -> String {
+pub(crate) fn method(source: &mut Source) -> String {
     let line = source.agent.wait_for_line("snapshot completed", LONG).unwrap();
     line.split("method=").nth(1).unwrap_or_default().to_owned()
 }

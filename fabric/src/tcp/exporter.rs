@@ -12,8 +12,8 @@
 //! - The thread of each lane is either in `lanes`, with its socket, or in `ended`, to be joined.
 //! - A lane that is served has a grant and an exported region: removing either closes the lane before the lock is
 //!   released.
-//! - There are at most [`MAX_LANES`] lanes. [`UNPROVED`] bounds those without a proof, by address and in all: the
-//!   oldest of them is closed when another connection needs its place.
+//! - There are at most [`TcpOptions::served_lanes`] lanes. [`UNPROVED`] bounds those without a proof, by address and in
+//!   all: the oldest of them is closed when another connection needs its place.
 //!
 //! The lock is never held during a system call that could block. A lane's thread takes it three times.
 
@@ -30,7 +30,7 @@ use std::{
 };
 
 use super::{
-    TcpOptions, handshake,
+    MAX_LANES_PER_SESSION, TcpOptions, handshake,
     handshake::Responder,
     key,
     pacer::Pacer,
@@ -178,7 +178,7 @@ impl Shared {
         let ended = self.server().take_ended();
         ended.into_iter().for_each(join);
         let mut server = self.server();
-        let Some(place) = server.place_for(&stream) else {
+        let Some(place) = server.place_for(&stream, self.options.served_lanes) else {
             drop(server);
             // 48 bytes fit a connection on which nothing was sent before, so this does not wait.
             let soon = Deadline::after(Duration::from_millis(100));
@@ -290,9 +290,10 @@ impl Server {
         }
     }
 
-    /// A place for one more connection's handshake. Closes the connection that gives way to it.
-    fn place_for(&mut self, stream: &TcpStream) -> Option<u64> {
-        if self.closed || self.lanes.len() >= MAX_LANES {
+    /// A place for one more connection's handshake, if there are at most `limit` lanes. Closes the connection that
+    /// gives way to it.
+    fn place_for(&mut self, stream: &TcpStream, limit: usize) -> Option<u64> {
+        if self.closed || self.lanes.len() >= limit {
             return None;
         }
         let Verdict::Admitted { place, instead } = self.unproved.admit(Instant::now(), stream.peer_addr().ok()?.ip())
@@ -412,16 +413,9 @@ fn join(thread: JoinHandle<()>) {
     }
 }
 
-/// Maximum number of lanes. Each takes a thread, 96 KiB of buffer and some kernel memory. Further readers are told to
-/// retry later. 256 = 32 replicas × 2 regions × 4 lanes, or 128 replicas with one lane per region.
-pub(super) const MAX_LANES: usize = 256;
-
 /// Maximum number of lanes that have not proved a session, each a thread. One address has half of them: a host with
 /// many replicas opens many lanes at once.
 pub(super) const UNPROVED: Limits = Limits { total: 64, per_address: 32 };
-
-/// Lanes per session: 2 regions × 4 lanes, twice, because a reader may reconnect before its old lanes are found closed.
-pub(super) const MAX_LANES_PER_SESSION: usize = 16;
 
 /// Pause after a failed accept(2), so that the loop does not spin when descriptors have run out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);

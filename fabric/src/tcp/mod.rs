@@ -71,6 +71,9 @@ pub struct TcpOptions {
     /// Source: bytes per second of large reads, all lanes together; `None` for no limit. A rate slightly below that of
     /// the link keeps other traffic on it from queueing behind them.
     pub upload_rate: Option<NonZeroU64>,
+    /// Source: maximum number of lanes of all readers, 1 to [`MAX_SERVED_LANES`]. Each takes a thread, 96 KiB of buffer
+    /// and some kernel memory. Further readers are told to retry later.
+    pub served_lanes: usize,
     /// Reader: time limit to connect all lanes.
     pub connect_timeout: Duration,
     /// Both: time limit of the whole handshake of a lane, also for a connection that sends nothing, or byte by byte.
@@ -90,6 +93,8 @@ impl Default for TcpOptions {
             congestion: None,
             send: SendMode::Copy,
             upload_rate: None,
+            // 32 readers × 2 regions × 4 lanes, or 128 readers with one lane per region.
+            served_lanes: 256,
             connect_timeout: Duration::from_secs(10),
             handshake_timeout: Duration::from_secs(5),
             stall_timeout: Duration::from_secs(10),
@@ -106,6 +111,9 @@ impl TcpOptions {
         }
         if !(1..=MAX_DEPTH).contains(&self.depth) {
             return Err(Error::Misuse("tcp depth: choose 1 to 256 outstanding reads"));
+        }
+        if !(1..=MAX_SERVED_LANES).contains(&self.served_lanes) {
+            return Err(Error::Misuse("tcp served lanes: choose 1 to 16384"));
         }
         let times = [self.connect_timeout, self.handshake_timeout, self.stall_timeout, self.drain_timeout];
         if times.iter().any(|time| *time < SHORTEST_TIMEOUT || *time > LONGEST_TIMEOUT) {
@@ -126,6 +134,13 @@ pub enum SendMode {
     /// than the answer that announces them, which the table above can handle.
     File,
 }
+
+/// Maximum of [`TcpOptions::served_lanes`]: more threads than any machine should have.
+pub const MAX_SERVED_LANES: usize = 16_384;
+
+/// Lanes per session that a source serves: 2 regions × 4 lanes, twice, because a reader may reconnect before its old
+/// lanes are found closed.
+pub const MAX_LANES_PER_SESSION: usize = 16;
 
 /// Maximum number of lanes per peer: beyond four, the processor is the limit and not the flow.
 pub const MAX_LANES_PER_PEER: u8 = 4;

@@ -15,7 +15,7 @@ use std::{
 use proptest::prelude::*;
 
 use super::{
-    exporter::{MAX_LANES_PER_SESSION, UNPROVED},
+    exporter::UNPROVED,
     handshake::Responder,
     key,
     socket::Deadline,
@@ -191,6 +191,16 @@ fn silent_connections_have_a_part_of_the_places_and_do_not_keep_a_reader_out() {
 fn a_session_has_no_more_lanes_than_its_share() {
     let world = World::new(TcpOptions { lanes: 4, ..quick() });
     let peers: Vec<_> = (0..MAX_LANES_PER_SESSION / 4).map(|_| world.connect().unwrap()).collect();
+    assert!(matches!(world.connect().err(), Some(Error::Refused(Denial::Busy))));
+    drop(peers);
+    world.wait_for_lanes(0);
+    assert!(world.connect().is_ok());
+}
+
+#[test]
+fn a_source_serves_as_many_lanes_as_its_options_say() {
+    let world = World::new(TcpOptions { served_lanes: 3, ..quick() });
+    let peers: Vec<_> = (0..3).map(|_| world.connect().unwrap()).collect();
     assert!(matches!(world.connect().err(), Some(Error::Refused(Denial::Busy))));
     drop(peers);
     world.wait_for_lanes(0);
@@ -409,6 +419,8 @@ fn options_outside_their_range_are_refused() {
         TcpOptions { lanes: 0, ..quick() },
         TcpOptions { lanes: 5, ..quick() },
         TcpOptions { depth: 0, ..quick() },
+        TcpOptions { served_lanes: 0, ..quick() },
+        TcpOptions { served_lanes: MAX_SERVED_LANES + 1, ..quick() },
         TcpOptions { depth: MAX_DEPTH + 1, ..quick() },
         TcpOptions { stall_timeout: Duration::ZERO, ..quick() },
         TcpOptions { stall_timeout: Duration::MAX, ..quick() },

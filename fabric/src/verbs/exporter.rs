@@ -76,17 +76,6 @@ impl VerbsExporter {
         &self.devices
     }
 
-    /// Registers `memory` now and keeps it registered as long as this exporter exists, so that exporting it is fast.
-    /// Backs all of it with pages, which stay in place.
-    ///
-    /// # Errors
-    /// [`Error::NoRdma`] if the locked-memory limit is too low; [`Error::System`].
-    pub fn prepare(&self, memory: &Arc<Memory>) -> Result<(), Error> {
-        let exported = self.register(memory)?;
-        self.shared.server().regions.cache(exported);
-        Ok(())
-    }
-
     /// The devices, for tests of failures.
     #[cfg(test)]
     pub(super) fn raw_devices(&self) -> Vec<Arc<Device>> {
@@ -119,8 +108,28 @@ impl Exporter for VerbsExporter {
         self.shared.server().regions.export(id, exported)
     }
 
+    /// Registers `memory` now and keeps it registered until it is [forgotten](Exporter::forget), so that exporting it
+    /// is fast. Backs all of it with pages, which stay in place.
+    ///
+    /// # Errors
+    /// [`Error::NoRdma`] if the locked-memory limit is too low; [`Error::System`].
+    fn prepare(&self, memory: &Arc<Memory>) -> Result<(), Error> {
+        if self.shared.server().regions.cached(memory).is_some() {
+            return Ok(());
+        }
+        let exported = self.register(memory)?;
+        self.shared.server().regions.cache(exported);
+        Ok(())
+    }
+
+    fn forget(&self, memory: &Arc<Memory>) {
+        let forgotten = self.shared.server().regions.forget(memory);
+        // Without holding the lock: removing a registration unpins all its pages.
+        drop(forgotten);
+    }
+
     /// When this returns, the connections are closed and with them the right to read. The registration is removed,
-    /// unless it is [cached](VerbsExporter::prepare) for the next region of the same memory.
+    /// unless it was [prepared](Exporter::prepare) for the next region of the same memory.
     fn revoke(&self, id: RegionId) {
         let region = self.shared.server().revoke(id);
         // Without holding the lock: removing a registration unpins all its pages.

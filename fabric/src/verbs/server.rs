@@ -156,6 +156,11 @@ impl Regions {
         self.cached.push(exported);
     }
 
+    /// Stops keeping memory registered, and returns its registrations. Regions of it stay open.
+    pub(super) fn forget(&mut self, memory: &Arc<Memory>) -> Vec<Exported> {
+        self.cached.extract_if(.., |exported| Arc::ptr_eq(&exported.memory, memory)).collect()
+    }
+
     /// The registrations of memory that is kept registered.
     pub(super) fn cached(&self, memory: &Arc<Memory>) -> Option<Exported> {
         self.cached.iter().find(|exported| Arc::ptr_eq(&exported.memory, memory)).cloned()

@@ -516,6 +516,10 @@ mod in_the_machine {
         assert_eq!(peer.post_read(&[read(1, 0, REGION_BYTES as u32)]).unwrap(), 1);
         assert_eq!(settle(&mut peer, 1)[0].result, Ok(REGION_BYTES as u32));
         assert_same(&sink, &memory);
+        exporter.revoke(ID);
+        assert!(Arc::strong_count(&memory) > 1, "prepared memory stays registered for the next region");
+        exporter.forget(&memory);
+        assert_eq!(Arc::strong_count(&memory), 1, "forgotten memory is not pinned");
     }
 }
 

@@ -23,9 +23,10 @@ pub(super) enum Age {
     Frequency(u8),
 }
 
-/// The first nine bytes.
-pub(super) fn put_magic(out: &mut Vec<u8>, version: u16) {
-    out.extend_from_slice(magic(u32::from(version)).as_bytes());
+/// The first nine bytes. `None`: no snapshot has this version.
+pub(super) fn put_magic(out: &mut Vec<u8>, version: u16) -> Option<()> {
+    out.extend_from_slice(magic(u32::from(version))?.as_bytes());
+    Some(())
 }
 
 /// One field of the header.
@@ -101,7 +102,7 @@ mod tests {
     fn a_header_is_read_back_as_the_servers_own() {
         for (version, begins) in [(10, b"REDIS0010"), (80, b"VALKEY080")] {
             let mut out = Vec::new();
-            put_magic(&mut out, version);
+            put_magic(&mut out, version).unwrap();
             put_field(&mut out, "repl-id", &[b'a'; 40]);
             put_field(&mut out, "repl-offset", b"77");
             put_field(&mut out, "repl-stream-db", b"3");

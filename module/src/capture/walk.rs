@@ -111,7 +111,7 @@ impl Walk<'_> {
         }
         let version = reply.as_bytes().and_then(record::dump_version).ok_or(CaptureError::NoAnswer("FUNCTION DUMP"))?;
         self.out.format(version);
-        record::put_magic(&mut self.out.small, version);
+        record::put_magic(&mut self.out.small, version).ok_or(CaptureError::NoAnswer("FUNCTION DUMP"))?;
         let database = point.database.to_string();
         let offset = point.offset.to_string();
         let fields: [(&str, &[u8]); 3] = [

@@ -27,7 +27,9 @@ impl Writer {
     /// # Panics
     /// If the version has more than the three digits that Valkey's magic has room for.
     pub fn new(version: u32) -> Writer {
-        Writer { bytes: magic(version).into_bytes() }
+        let magic = magic(version);
+        assert!(magic.is_some(), "no snapshot has version {version}");
+        Writer { bytes: magic.unwrap_or_default().into_bytes() }
     }
 
     /// Adds an auxiliary field. Fields must come before the first database.
@@ -92,15 +94,13 @@ pub fn put_length(out: &mut Vec<u8>, length: u64) {
     }
 }
 
-/// The nine bytes at the beginning of a snapshot of this version; from 80 on with Valkey's magic.
-///
-/// # Panics
-/// If the version has more than the three digits that Valkey's magic has room for.
-pub fn magic(version: u32) -> String {
-    assert!(version < 1000, "no snapshot has version {version}");
+/// The nine bytes at the beginning of a snapshot of this version; from 80 on with Valkey's magic. `None` if the version
+/// has more than the three digits that Valkey's magic has room for.
+pub fn magic(version: u32) -> Option<String> {
     match version {
-        FIRST_VALKEY_VERSION.. => format!("VALKEY{version:03}"),
-        _ => format!("REDIS{version:04}"),
+        1000.. => None,
+        FIRST_VALKEY_VERSION.. => Some(format!("VALKEY{version:03}")),
+        _ => Some(format!("REDIS{version:04}")),
     }
 }
 

@@ -19,6 +19,8 @@ mod coverage;
 mod relay;
 mod server;
 mod session;
+#[cfg(any(test, feature = "simulation"))]
+pub(crate) mod simulated;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

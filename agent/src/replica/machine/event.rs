@@ -9,43 +9,43 @@ use crate::exit::Failure;
 
 /// What the machine must know once.
 #[derive(Clone, Debug)]
-pub(in crate::replica) struct Rules {
+pub(crate) struct Rules {
     /// How long to try again while the source or the server is unreachable (`--retry-for`).
-    pub(in crate::replica) retry_for: Duration,
+    pub(crate) retry_for: Duration,
     /// How long other replicas may read slots here after the end of the sync (`--linger`).
-    pub(in crate::replica) linger: Duration,
+    pub(crate) linger: Duration,
     /// Feed the server until stopped (`--stay`).
-    pub(in crate::replica) stay: bool,
+    pub(crate) stay: bool,
     /// Keys that the server holds may be removed (`--replace`).
-    pub(in crate::replica) replace: bool,
+    pub(crate) replace: bool,
     /// The server's address, for messages.
-    pub(in crate::replica) server: String,
+    pub(crate) server: String,
     /// The source's address, for messages.
-    pub(in crate::replica) source: String,
+    pub(crate) source: String,
     /// The primary's address, for messages.
-    pub(in crate::replica) primary: String,
+    pub(crate) primary: String,
     /// The server's run id at the preflight.
-    pub(in crate::replica) run_id: Option<String>,
+    pub(crate) run_id: Option<String>,
 }
 
 /// Readings of the delivery and the relay at the moment of an event.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(in crate::replica) struct Reading {
+pub(crate) struct Reading {
     /// The server holds the whole snapshot.
-    pub(in crate::replica) loaded: bool,
+    pub(crate) loaded: bool,
     /// Bytes of payloads that were given to the server since the sync began.
-    pub(in crate::replica) bytes_delivered: u64,
+    pub(crate) bytes_delivered: u64,
     /// Offset of the last byte of the stream that has arrived.
-    pub(in crate::replica) stream_fetched: u64,
+    pub(crate) stream_fetched: u64,
     /// Offset of the last byte of the stream that was given to the server.
-    pub(in crate::replica) stream_delivered: u64,
+    pub(crate) stream_delivered: u64,
     /// Other replicas that read slots here.
-    pub(in crate::replica) readers: usize,
+    pub(crate) readers: usize,
 }
 
 /// What happened.
 #[derive(Clone, Debug)]
-pub(in crate::replica) enum Event {
+pub(crate) enum Event {
     /// Time has passed.
     Tick,
     /// A signal asks the agent to stop.
@@ -62,7 +62,7 @@ pub(in crate::replica) enum Event {
 
 /// A report of the session with the source.
 #[derive(Clone, Debug)]
-pub(in crate::replica) enum SourceEvent {
+pub(crate) enum SourceEvent {
     /// A new session began, as the machine asked.
     Connected,
     /// A new session could not be established.
@@ -81,27 +81,27 @@ pub(in crate::replica) enum SourceEvent {
 
 /// Why the source cannot be used at present.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::replica) struct Loss {
+pub(crate) struct Loss {
     /// Another attempt may succeed without an operator.
-    pub(in crate::replica) passes: bool,
+    pub(crate) passes: bool,
     /// The source ended the session because the server took nothing.
-    pub(in crate::replica) stalled: bool,
-    pub(in crate::replica) failure: Failure,
+    pub(crate) stalled: bool,
+    pub(crate) failure: Failure,
 }
 
 /// How the tables are read.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::replica) struct Tables {
+pub(crate) struct Tables {
     /// The offer that they belong to.
-    pub(in crate::replica) offer: Box<Offer>,
-    pub(in crate::replica) transport: TransportKind,
+    pub(crate) offer: Box<Offer>,
+    pub(crate) transport: TransportKind,
     /// Why no better transport is used; empty if there is none.
-    pub(in crate::replica) why: String,
+    pub(crate) why: String,
 }
 
 impl Tables {
     /// Logs how the tables are read, where that differs from `before`.
-    pub(super) fn log_what_is_new(&self, before: Option<&Tables>) {
+    pub(crate) fn log_what_is_new(&self, before: Option<&Tables>) {
         let Tables { offer, transport, why } = self;
         if before.is_some_and(|before| before.transport == *transport && before.why == *why) {
             return;
@@ -116,7 +116,7 @@ impl Tables {
 
 /// A report of the delivery thread.
 #[derive(Clone, Debug)]
-pub(in crate::replica) enum DeliveryEvent {
+pub(crate) enum DeliveryEvent {
     /// The server has connected to the link and sent `PSYNC`.
     Asked,
     /// The server's module must be given memory.
@@ -139,7 +139,7 @@ pub(in crate::replica) enum DeliveryEvent {
 
 /// One thing that the server's task does at a time. Each is answered by the [`Report`] of the same name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::replica) enum Job {
+pub(crate) enum Job {
     /// Check that the server is as it was found, set what loading from the link needs, and look for the module.
     Prepare { after_restart: bool },
     /// Point the server at the link; `from_nothing`: with a replication position that no primary knows.
@@ -172,14 +172,14 @@ pub(in crate::replica) enum Job {
 
 /// An address that the server may follow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::replica) enum Followed {
+pub(crate) enum Followed {
     Link,
     Primary,
 }
 
 /// The state in which a server is left after a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::replica) enum Leaving {
+pub(crate) enum Leaving {
     /// It was never pointed at the link.
     Untouched,
     /// Another client has taken it over.
@@ -192,7 +192,7 @@ pub(in crate::replica) enum Leaving {
 
 /// The result of a [`Job`].
 #[derive(Clone, Debug)]
-pub(in crate::replica) enum Report {
+pub(crate) enum Report {
     /// `true` if the server's module can load the snapshot.
     Prepared(Result<bool, Lapse>),
     Followed(Result<(), NotFollowed>),
@@ -218,7 +218,7 @@ pub(in crate::replica) enum Report {
 
 impl Report {
     /// Whether this is the report of that job.
-    pub(super) fn answers(&self, job: Job) -> bool {
+    pub(crate) fn answers(&self, job: Job) -> bool {
         matches!(
             (self, job),
             (Report::Prepared(_), Job::Prepare { .. })
@@ -239,7 +239,7 @@ impl Report {
     }
 
     /// Another client has taken the server over.
-    pub(super) fn is_take_over(&self) -> bool {
+    pub(crate) fn is_take_over(&self) -> bool {
         let lapse = match self {
             Report::Prepared(Err(lapse))
             | Report::Followed(Err(NotFollowed::Failed { lapse, .. }))
@@ -256,7 +256,7 @@ impl Report {
 
 /// Why a job on the server was not carried out.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::replica) enum Lapse {
+pub(crate) enum Lapse {
     /// Another client has changed the server; the text goes on behind the server's name.
     TakenOver(String),
     Failed(Failure),
@@ -264,7 +264,7 @@ pub(in crate::replica) enum Lapse {
 
 /// Why the server was not pointed at the link.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::replica) enum NotFollowed {
+pub(crate) enum NotFollowed {
     /// The server permits no transaction. It was not changed.
     NoTransaction(String),
     /// It failed; `told` if the server may follow the link nevertheless.
@@ -273,7 +273,7 @@ pub(in crate::replica) enum NotFollowed {
 
 /// The result of [`Job::Introduce`].
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::replica) enum Introduced {
+pub(crate) enum Introduced {
     /// The module has answered, and the delivery gets the answer; `emptied`: the server's keys are gone.
     Done {
         emptied: bool,
@@ -290,18 +290,18 @@ pub(in crate::replica) enum Introduced {
 
 /// The server, seen over a new connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::replica) struct Look {
-    pub(in crate::replica) run_id: Option<String>,
-    pub(in crate::replica) follows: Follows,
-    pub(in crate::replica) loading: bool,
-    pub(in crate::replica) keys: u64,
+pub(crate) struct Look {
+    pub(crate) run_id: Option<String>,
+    pub(crate) follows: Follows,
+    pub(crate) loading: bool,
+    pub(crate) keys: u64,
     /// What keeps a server that follows the link from coming to it, as far as that is known.
-    pub(in crate::replica) trouble: String,
+    pub(crate) trouble: String,
 }
 
 /// What the server follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::replica) enum Follows {
+pub(crate) enum Follows {
     Nothing,
     Link,
     Another,
@@ -309,26 +309,26 @@ pub(in crate::replica) enum Follows {
 
 /// The server's link to the primary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::replica) struct PrimaryLink {
+pub(crate) struct PrimaryLink {
     /// The server follows the primary.
-    pub(in crate::replica) is_followed: bool,
-    pub(in crate::replica) up: bool,
+    pub(crate) is_followed: bool,
+    pub(crate) up: bool,
     /// The server takes a full copy.
-    pub(in crate::replica) syncing: bool,
-    pub(in crate::replica) offset: u64,
+    pub(crate) syncing: bool,
+    pub(crate) offset: u64,
 }
 
 /// The server did not answer a question.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::replica) struct NoAnswer {
+pub(crate) struct NoAnswer {
     /// It may answer later without an operator.
-    pub(in crate::replica) passes: bool,
-    pub(in crate::replica) failure: Failure,
+    pub(crate) passes: bool,
+    pub(crate) failure: Failure,
 }
 
 /// An action for the driver. The driver must not wait: a long operation reports an [`Event`].
 #[derive(Clone, Debug, PartialEq)]
-pub(in crate::replica) enum Action {
+pub(crate) enum Action {
     /// Connect to the source; ends with [`SourceEvent::Connected`] or [`SourceEvent::Unreachable`].
     ConnectSource,
     /// Ask the source for what is still needed.

@@ -110,6 +110,10 @@ impl HandOff {
     /// The server is taking a full copy of the primary, or was. Its own replication is in charge of its data from then
     /// on: the agent must not point it anywhere else.
     pub(super) fn takes_full_copy(&self) -> bool {
+        #[cfg(any(test, feature = "simulation"))]
+        if crate::mutation::Mutation::FullCopyAborted.is_active() {
+            return false;
+        }
         self.takes_full_copy
     }
 
@@ -125,6 +129,10 @@ impl HandOff {
     }
 
     fn limit(&self, rules: &Rules, stopping: bool) -> Duration {
+        #[cfg(any(test, feature = "simulation"))]
+        if crate::mutation::Mutation::FullCopyAborted.is_active() {
+            return HAND_OFF_LIMIT;
+        }
         if self.takes_full_copy && !stopping { rules.retry_for.max(HAND_OFF_LIMIT) } else { HAND_OFF_LIMIT }
     }
 

@@ -50,7 +50,7 @@ use std::time::Instant;
 use remora_protocol::Phase;
 
 use self::ending::{Ending, HandedOver};
-pub(super) use self::event::{
+pub(crate) use self::event::{
     Action, DeliveryEvent, Event, Followed, Follows, Introduced, Job, Lapse, Leaving, Look, Loss, NoAnswer,
     NotFollowed, PrimaryLink, Reading, Report, Rules, SourceEvent, Tables,
 };
@@ -71,7 +71,7 @@ const HAND_OFFS_LIMIT: u32 = 3;
 /// The replica's decisions: events go in, actions come out.
 // Larger than the bound: a method for each thing that an event can bring. What a concern can decide alone is its
 // type's.
-pub(super) struct Replica {
+pub(crate) struct Replica {
     rules: Rules,
     reading: Reading,
     state: State,
@@ -92,7 +92,7 @@ pub(super) struct Replica {
 
 impl Replica {
     /// Starts a sync over a new session with the source.
-    pub(super) fn begin(now: Instant, rules: Rules, backoff: Backoff) -> Replica {
+    pub(crate) fn begin(now: Instant, rules: Rules, backoff: Backoff) -> Replica {
         let run_id = rules.run_id.clone();
         let mut replica = Replica {
             rules,
@@ -115,7 +115,7 @@ impl Replica {
     }
 
     /// Handles one event.
-    pub(super) fn handle(&mut self, now: Instant, reading: Reading, event: Event) {
+    pub(crate) fn handle(&mut self, now: Instant, reading: Reading, event: Event) {
         self.reading = reading;
         match event {
             Event::Tick => {}
@@ -129,12 +129,12 @@ impl Replica {
     }
 
     /// The next action. The driver polls until there is none.
-    pub(super) fn poll_action(&mut self) -> Option<Action> {
+    pub(crate) fn poll_action(&mut self) -> Option<Action> {
         self.actions.pop_front()
     }
 
     /// When [`Event::Tick`] is due. `None` if only an event continues the run.
-    pub(super) fn deadline(&self) -> Option<Instant> {
+    pub(crate) fn deadline(&self) -> Option<Instant> {
         let of_state = match &self.state {
             State::Ending(ending) => return ending.deadline(),
             State::HandingOff(hand_off) => return hand_off.deadline(),
@@ -148,17 +148,17 @@ impl Replica {
     // ---- what others may see ----
 
     /// The phase that the source is sent; `None` after a failure, when nothing more is sent.
-    pub(super) fn phase(&self) -> Option<Phase> {
+    pub(crate) fn phase(&self) -> Option<Phase> {
         self.state.phase()
     }
 
     /// What the delivery reads, or has read.
-    pub(super) fn tables(&self) -> Option<&Tables> {
+    pub(crate) fn tables(&self) -> Option<&Tables> {
         self.tables.as_ref()
     }
 
     /// Whether the server was pointed at the link.
-    pub(super) fn follows_link(&self) -> bool {
+    pub(crate) fn follows_link(&self) -> bool {
         self.server.follows_link()
     }
 
@@ -166,12 +166,12 @@ impl Replica {
         &self.moments
     }
 
-    pub(super) fn interruptions(&self) -> u32 {
+    pub(crate) fn interruptions(&self) -> u32 {
         self.interruptions
     }
 
     /// The offset at which the server was found in step with the primary; 0 before.
-    pub(super) fn hand_off_offset(&self) -> u64 {
+    pub(crate) fn hand_off_offset(&self) -> u64 {
         self.hand_off_offset
     }
 
@@ -226,6 +226,9 @@ impl Replica {
         if loss.stalled {
             self.supply.stalled = true;
             self.actions.push_back(Action::GiveUpLoad);
+            if self.state == State::Loading {
+                self.slots_wanted();
+            }
         }
         self.come_again(now, loss.passes, loss.failure);
     }
@@ -285,9 +288,10 @@ impl Replica {
         self.supply.attached();
         self.actions.push_back(Action::Attach { attempt });
         tables.log_what_is_new(self.tables.as_ref());
-        self.tables = Some(tables);
-        if self.state == State::Waiting {
-            self.state = State::Transfer;
+        let generation = tables.offer.generation;
+        let before = self.tables.replace(tables).map(|before| before.offer.generation);
+        if self.state == State::Waiting || before != Some(generation) {
+            self.slots_wanted();
         }
         self.server.begin();
     }
@@ -355,6 +359,15 @@ impl Replica {
                 self.join();
             }
             DeliveryEvent::Fatal { failure } => self.fail(failure),
+        }
+    }
+
+    /// The source must keep slots for this replica again, also if all slots of an earlier snapshot had arrived: in the
+    /// phase `Load` the source would wait for no progress, and a windowed snapshot would come to a stop.
+    fn slots_wanted(&mut self) {
+        if matches!(self.state, State::Waiting | State::Loading) && !self.reading.loaded {
+            self.state = State::Transfer;
+            self.moments.fetched = None;
         }
     }
 

@@ -37,6 +37,7 @@ pub(super) fn offer(generation: u64) -> Box<Offer> {
         backlog_bytes: 100,
         write_rate: 0,
         upstream: None,
+        warning: String::new(),
     })
 }
 
@@ -410,6 +411,18 @@ fn the_delivery_is_ordered_to_use_the_module_before_the_server_is_pointed_at_the
     // Where the server permits no transaction, the order is taken back before the server is told.
     let actions = play.report(Report::Followed(Err(NotFollowed::NoTransaction("no".into()))));
     assert_eq!(actions, [Action::UseModule(false), Action::Server(Job::Follow { from_nothing: false })]);
+}
+
+#[test]
+fn a_snapshot_that_is_lost_after_its_last_slot_arrived_is_read_from_its_beginning() {
+    let mut play = Play::with(rules());
+    play.offered();
+    play.delivery(DeliveryEvent::Fetched);
+    assert_eq!(play.machine.phase(), Some(Phase::Load));
+    play.delivery(DeliveryEvent::FeedLost { failure: failure("revoked") });
+    play.on(Event::Source(SourceEvent::Offer(offer(2))));
+    play.on(Event::Tables { attempt: 2, connected: Ok(tables(2)) });
+    assert_eq!(play.machine.phase(), Some(Phase::Transfer), "the source keeps no slots for a replica that loads");
 }
 
 #[test]

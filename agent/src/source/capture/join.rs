@@ -61,7 +61,7 @@ impl Capture {
             let text = "the server sent its part from a file, which other clients may have received as well";
             return Err(CaptureError::Module(text.into()));
         };
-        let mut joint = Joint::new(mark, expected);
+        let mut joint = Joint::new(mark, expected)?;
         let mut buffer = vec![0; READ_BYTES];
         let mut silence = self.silence(DURING);
         let mut whole = joint.take(early)?;
@@ -103,9 +103,16 @@ const END_BYTES: usize = 1 + CHECKSUM_BYTES + MARK_BYTES as usize;
 const CHECKSUM_BYTES: usize = 8;
 
 impl Joint {
-    fn new(mark: [u8; MARK_BYTES as usize], expected: &Expected) -> Joint {
-        let magic = magic(u32::try_from(expected.written.format).unwrap_or(0));
-        Joint { mark: EofMark::new(mark), magic, database: expected.database, head: Some(Vec::new()), held: Vec::new() }
+    /// # Errors
+    /// The child reported a format that no snapshot has: its page is memory of the server's process.
+    fn new(mark: [u8; MARK_BYTES as usize], expected: &Expected) -> Result<Joint, CaptureError> {
+        let format = expected.written.format;
+        let magic = u32::try_from(format).ok().and_then(magic);
+        let magic = magic.ok_or_else(|| {
+            CaptureError::Module(format!("its child reported the format {format}, which no snapshot has"))
+        })?;
+        let (mark, database) = (EofMark::new(mark), expected.database);
+        Ok(Joint { mark, magic, database, head: Some(Vec::new()), held: Vec::new() })
     }
 
     /// Takes bytes that were received. True if they end the server's part.
@@ -192,7 +199,7 @@ mod tests {
     }
 
     fn joined(bytes: &[u8], cuts: &[usize], expected: &Expected) -> Result<Vec<u8>, CaptureError> {
-        let mut joint = Joint::new(MARK, expected);
+        let mut joint = Joint::new(MARK, expected)?;
         let (mut out, mut rest, mut whole) = (Vec::new(), bytes, false);
         for cut in cuts.iter().copied().chain([usize::MAX]) {
             let (now, later) = rest.split_at(cut.min(rest.len()));
@@ -217,6 +224,14 @@ mod tests {
             let out = joined(&sent(&body), &cuts, &expected(10, Some(3))).unwrap();
             let wanted = [b"\xFA\x0erepl-stream-db\x013", &body[..], b"\xFF\0\0\0\0\0\0\0\0"].concat();
             prop_assert_eq!(out, wanted);
+        }
+    }
+
+    #[test]
+    fn a_format_that_no_snapshot_has_is_refused() {
+        for format in [1000, 0x1_0000_000A, u64::MAX] {
+            let error = joined(&sent(b"\xFE\0"), &[], &expected(format, None)).unwrap_err();
+            assert!(error.to_string().contains(&format!("the format {format}")), "{error}");
         }
     }
 

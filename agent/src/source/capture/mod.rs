@@ -37,7 +37,7 @@
 mod join;
 mod method;
 mod plan;
-mod psync_link;
+pub(crate) mod psync_link;
 #[cfg(test)]
 mod scripted;
 mod snapshot;
@@ -75,11 +75,12 @@ impl Capture {
         Capture { plan, stop, silence_limit: SILENCE_LIMIT }
     }
 
-    /// Runs the capture to its end. It is meant to be the body of a thread.
+    /// Runs the capture to its end. It is meant to be the body of a thread. A panic, which is a bug, ends the snapshot
+    /// or the stream with an event as any other error does: the source's loop would wait for it without end.
     pub(crate) fn run(self) {
-        match self.take_snapshot() {
+        match caught(|| self.take_snapshot()).unwrap_or_else(|text| Err(CaptureError::Panicked(text))) {
             Ok(Following::AnotherCapture) => {}
-            Ok(Following::ThisThread(follower)) => follower.run(),
+            Ok(Following::ThisThread(follower)) => self.follow(|| follower.run()),
             Ok(Following::OwnThread(thread)) => {
                 let _ = thread.join();
             }
@@ -87,6 +88,13 @@ impl Capture {
                 self.plan.gauge.snapshot_ended(State::Aborted);
                 self.report(CaptureEvent::Failed { generation: self.plan.generation, error });
             }
+        }
+    }
+
+    /// Runs the body of the thread that follows the stream.
+    fn follow(&self, body: impl FnOnce()) {
+        if let Err(text) = caught(body) {
+            self.report(CaptureEvent::StreamLost { text: format!("the thread that follows it panicked: {text}") });
         }
     }
 
@@ -109,4 +117,13 @@ impl Capture {
     fn silence(&self, during: &'static str) -> Silence {
         Silence { since: Instant::now(), limit: self.silence_limit, during }
     }
+}
+
+/// Runs `body`, and returns the message of its panic as an error.
+fn caught<T>(body: impl FnOnce() -> T) -> Result<T, String> {
+    // What a panic leaves behind is not used again: the table is aborted or revoked, and the connection closed.
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)).map_err(|panic| {
+        let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+        text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
+    })
 }

@@ -13,6 +13,8 @@ use tokio::sync::mpsc::UnboundedSender;
 use super::method::ModuleRules;
 use crate::server::{Server, ServerError, Task};
 use crate::source::gauge::Gauge;
+use crate::source::output_buffer::{OutputLimit, REMEDY};
+use crate::units::Size;
 
 /// What one capture is given.
 #[derive(Clone)]
@@ -29,6 +31,9 @@ pub(crate) struct Plan {
     /// Whether readers were promised that no slot of the snapshot is reused. The capture fails if it would have to
     /// reuse one.
     pub(crate) retained: bool,
+    /// Readies new memory for the snapshot, before the server is asked for it. It may take long: RDMA registers all of
+    /// the memory.
+    pub(crate) prepare: Arc<dyn Fn() + Send + Sync>,
     /// The memory for the journal. `None` if another capture already follows the stream.
     pub(crate) journal: Option<(Arc<Memory>, Geometry)>,
     /// What a module in the server may be asked to do.
@@ -77,6 +82,13 @@ pub(crate) enum CaptureError {
     /// The link to the server broke.
     #[error("the link to the server broke during the {during}: {cause}")]
     Link { during: &'static str, cause: String },
+    /// The server closed the link because it held back too much of the stream.
+    #[error(
+        "the server closed the connection: after {} s it held back {} that clients had written, and its client-output-buffer-limit for \
+         replicas is {limit}; {REMEDY}",
+        .took.as_secs(), Size::bytes(*.held)
+    )]
+    OutputBuffer { held: u64, took: Duration, limit: OutputLimit },
     /// The module in the server did not do what it was armed for. The next attempt does without it.
     #[error("the module in the server: {0}")]
     Module(String),
@@ -90,6 +102,9 @@ pub(crate) enum CaptureError {
     /// The snapshot is larger than expected, and its readers were promised that no slot is reused.
     #[error("the snapshot is larger than the server's INFO (used_memory_dataset) suggests; the next one is windowed")]
     Outgrown,
+    /// A bug of the source. Another attempt may not meet it.
+    #[error("the thread that takes the snapshot panicked, which is a bug of remora; please report it: {0}")]
+    Panicked(String),
     /// The table refused a call: a bug of the source.
     #[error(transparent)]
     Table(#[from] remora_table::Error),
@@ -105,8 +120,10 @@ impl CaptureError {
             CaptureError::Server(error) => error.is_passing(),
             CaptureError::Psync(error) => error.is_temporary(),
             CaptureError::Link { .. }
+            | CaptureError::OutputBuffer { .. }
             | CaptureError::Outgrown
             | CaptureError::Module(_)
+            | CaptureError::Panicked(_)
             | CaptureError::HistoryChanged { .. } => true,
             CaptureError::HistoryGone | CaptureError::Table(_) | CaptureError::Stopped => false,
         }

@@ -75,6 +75,7 @@ impl Rig {
             reader_version: None,
             snapshot: table("test-snapshot"),
             retained: true,
+            prepare: Arc::new(|| {}),
             journal: Some(table("test-journal")),
             module: Arc::new(rules),
             module_failed_lately: false,

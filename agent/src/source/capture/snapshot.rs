@@ -12,6 +12,8 @@ use super::Capture;
 use super::plan::{CaptureError, CaptureEvent};
 use super::psync_link::Announced;
 use super::socket::{Received, Socket};
+use crate::server::Facts;
+use crate::source::output_buffer::OutputBuffer;
 
 /// Pause of a writer whose ring is full, before it checks again whether a slot was retired.
 const RETIRE_POLL: Duration = Duration::from_micros(500);
@@ -55,6 +57,28 @@ impl Capture {
         self.plan.gauge.snapshot_began(replid, offset, journal.is_some());
         self.report(CaptureEvent::Started { generation: self.plan.generation, replid, offset });
         Ok(journal)
+    }
+
+    /// The error of a snapshot that the server sends before the stream, on one connection: if the link broke because
+    /// the server held back too much of the stream, the error says so.
+    pub(super) fn explained(&self, error: CaptureError) -> CaptureError {
+        let is_broken = matches!(error, CaptureError::Link { during: DURING, .. });
+        if !is_broken || self.plan.journal.is_none() {
+            return error;
+        }
+        let took = self.plan.gauge.capture_time();
+        let asked = self.wait_for(async {
+            let mut client = self.plan.server.connect().await?;
+            let facts = Facts::read(&mut client).await?;
+            let buffer = OutputBuffer::read(&mut client, &facts).await;
+            Ok((facts.offset.unwrap_or(0), buffer))
+        });
+        let Ok((offset, buffer)) = asked else { return error };
+        let held = offset.saturating_sub(self.plan.gauge.snapshot_offset());
+        match buffer.reached(held, took) {
+            Some(limit) => CaptureError::OutputBuffer { held, took, limit },
+            None => error,
+        }
     }
 
     fn identity(&self, kind: Kind, replid: ReplId, first_offset: u64) -> Identity {

@@ -88,7 +88,7 @@ impl Follower {
         let Follower { capture, socket, journal } = self;
         let link = |cause: io::Error| CaptureError::Link { during: DURING, cause: cause.to_string() };
         let mut buffer = vec![0; STREAM_READ_BYTES];
-        let mut acks = AckClock::new(capture.plan.gauge.snapshot_offset());
+        let mut acks = AckClock::new();
         // The primary sends a PING every `repl-ping-replica-period`, 10 s by default.
         let mut silence = capture.silence(DURING);
         loop {
@@ -157,16 +157,19 @@ impl Follower {
 /// wait long before they begin again.
 const RESUME_LIMIT: Duration = Duration::from_secs(60);
 
+/// The offset that a source acknowledges. It is less than the offset of every write, so `WAIT` never counts a source,
+/// which keeps writes in memory only and cannot be promoted.
+const ACKED_OFFSET: u64 = 0;
+
 /// When to send the primary an acknowledgement.
 ///
 /// The primary starts to send the stream only at an ACK that arrives *after* it has reaped its child, and one sent too
 /// early has no effect. So ACKs are sent quickly until the stream's first byte arrives, then once a second, as replicas
 /// do.
 ///
-/// The offset acknowledged is always that of the snapshot. A source is no durable copy of anything: an ACK that
-/// followed the stream would let `WAIT` count it as one.
+/// The acknowledged offset is always [`ACKED_OFFSET`]. The servers use the time of an ACK and its arrival for
+/// everything that keeps a connection alive, and its offset only to count replicas (`WAIT`, `FAILOVER`, `SHUTDOWN`).
 struct AckClock {
-    offset: u64,
     last: Option<Instant>,
     began: Instant,
     stream_began: bool,
@@ -176,8 +179,8 @@ impl AckClock {
     const EVERY: Duration = Duration::from_secs(1);
     const EAGER_FOR: Duration = Duration::from_secs(5);
 
-    fn new(offset: u64) -> Self {
-        AckClock { offset, last: None, began: Instant::now(), stream_began: false }
+    fn new() -> Self {
+        AckClock { last: None, began: Instant::now(), stream_began: false }
     }
 
     fn stream_began(&mut self) {
@@ -193,7 +196,7 @@ impl AckClock {
         }
         self.last = Some(now);
         let mut bytes = Vec::new();
-        client::ack(&mut bytes, self.offset);
+        client::ack(&mut bytes, ACKED_OFFSET);
         Some(bytes)
     }
 }
@@ -203,11 +206,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn acks_come_quickly_until_the_stream_does_and_never_move() {
-        let mut clock = AckClock::new(77);
+    fn acks_come_quickly_until_the_stream_does_and_acknowledge_no_write() {
+        let mut clock = AckClock::new();
         let now = Instant::now();
         let first = clock.due(now).expect("the first is due at once");
-        assert!(first.windows(2).any(|w| w == b"77"));
+        assert!(first.ends_with(b"ACK\r\n$1\r\n0\r\n"));
         assert!(clock.due(now).is_none());
         assert!(clock.due(now + TICK).is_some());
         clock.stream_began();

@@ -3,6 +3,7 @@
 
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -59,7 +60,7 @@ fn a_broken_stream_is_resumed_at_the_next_byte_until_the_history_changes() {
         let payload = [format!("$EOF:{MARK}\r\n").as_bytes(), &bytes, MARK.as_bytes()].concat();
         stream.write_all(&payload).unwrap();
         // The acknowledgement after which a server begins to send the stream.
-        assert_eq!(command(&mut stream).unwrap(), "REPLCONF ACK 77");
+        assert_eq!(command(&mut stream).unwrap(), "REPLCONF ACK 0");
         stream.write_all(b"*1\r\n$4\r\nPING\r\n").unwrap();
         wait_for_journal(rig, 91);
         drop(stream);
@@ -96,6 +97,23 @@ fn a_stream_that_the_server_cannot_continue_is_lost() {
     let reported = rig.reported();
     assert_eq!(reported[..2], ["started at 77", "completed with 5 bytes"]);
     assert!(reported[2].starts_with("StreamLost") && reported[2].contains("backlog"), "{}", reported[2]);
+}
+
+/// The source's loop waits for an event of each capture, and would wait without end for a thread that has panicked.
+#[test]
+fn a_panic_is_reported_as_a_failed_snapshot_or_a_lost_stream() {
+    let mut rig = Rig::new();
+    rig.capture.plan.prepare = Arc::new(|| panic!("the first bug"));
+    rig.capture.clone().run();
+    let reported = rig.reported();
+    assert_eq!(reported.len(), 1, "{reported:?}");
+    for part in ["failed: ", "panicked", "the first bug"] {
+        assert!(reported[0].contains(part), "{part}: {}", reported[0]);
+    }
+    let number = 2;
+    rig.capture.follow(|| panic!("bug number {number}"));
+    let reported = rig.reported();
+    assert!(reported[0].starts_with("StreamLost") && reported[0].contains("bug number 2"), "{reported:?}");
 }
 
 /// Answers the two handshakes of a snapshot and a stream side by side.

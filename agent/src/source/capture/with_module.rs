@@ -41,6 +41,7 @@ use super::psync_link::{PsyncLink, broken};
 use super::stream::{Follower, Following};
 use crate::args::ModuleCapture;
 use crate::server::{Client, Facts, Role, module};
+use crate::source::tables::expected;
 use crate::units::Size;
 
 /// How an attempt with the module fails.
@@ -69,12 +70,15 @@ struct Chosen {
     least_bytes: u64,
     /// Whether the server is a primary or a replica itself.
     role: Option<Role>,
+    /// For [`Work::Walk`]: an upper estimate of the snapshot's size in bytes.
+    expected: u64,
 }
 
 impl Capture {
     /// Takes the snapshot in the best way that the server offers: with the module if it has one that may be used,
     /// otherwise as the server sends it to replicas.
     pub(super) fn take_snapshot(&self) -> Result<Following, CaptureError> {
+        (self.plan.prepare)();
         let claim = self.claim()?;
         let gauge = &self.plan.gauge;
         gauge.set_method(Method::Psync);
@@ -123,6 +127,15 @@ impl Capture {
         }
     }
 
+    /// Backs the first `bytes` of the snapshot's slots with pages. A page counts for the control group of the process
+    /// that touches it first. If that were the server's child, the source's table would count against the memory limit
+    /// of the server's container.
+    fn touch(&self, bytes: u64) -> Result<(), remora_table::Error> {
+        let (memory, geometry) = &self.plan.snapshot;
+        let end = geometry.data_offset().saturating_add(bytes);
+        Ok(memory.prefault(0..end.min(memory.length()))?)
+    }
+
     /// Finds the module, and decides what it is to do. `None`: the capture does without it.
     fn choose(&self) -> Option<Chosen> {
         let rules = &self.plan.module;
@@ -154,7 +167,8 @@ impl Capture {
         let work = best(rules.choice, &facts, self.plan.reader_version.is_some(), least_bytes);
         let (average, long) = (Size::bytes(average(&facts)), Size::bytes(least_bytes));
         tracing::info!(?work, keys = facts.keys(), %average, %long, "the server has the module");
-        Some(Chosen { client, work, least_bytes, role: facts.role })
+        let expected = expected(&facts, self.plan.snapshot.1);
+        Some(Chosen { client, work, least_bytes, role: facts.role, expected })
     }
 
     /// The server writes the snapshot, and the module keeps it from compressing.
@@ -179,6 +193,7 @@ impl Capture {
         // A primary's stream begins with a SELECT. A replica forwards its primary's stream unchanged, so there the
         // database counts.
         let counts = chosen.role == Some(Role::Replica);
+        self.touch(chosen.expected).map_err(before)?;
         let armed = Armed::new(self, chosen)?;
         let live = AtomicBool::new(false);
         armed.attended(&live, || {
@@ -198,7 +213,7 @@ impl Capture {
             let point = armed.page.fork_point().map_err(CaptureError::from)?;
             let database = point.filter(|_| counts).map(|point| point.database);
             let expected = join::Expected { payload: payload?, written, database };
-            self.receive_rest(&mut socket, &expected, &early)?;
+            self.receive_rest(&mut socket, &expected, &early).map_err(|error| self.explained(error))?;
             Ok(match journal {
                 Some(journal) => Following::ThisThread(Box::new(Follower::new(self, socket, journal))),
                 None => Following::AnotherCapture,
@@ -260,9 +275,9 @@ impl<'c> Armed<'c> {
         let (capture, page) = (self.capture, &self.page);
         thread::scope(|scope| {
             scope.spawn(|| capture.attend(page, live, &over));
-            let done = work();
-            over.store(true, Ordering::Relaxed);
-            done
+            // The scope waits for that thread, also after a panic.
+            let _over = SetOnDrop(&over);
+            work()
         })
     }
 
@@ -357,6 +372,15 @@ impl Drop for Armed<'_> {
     }
 }
 
+/// Sets a flag when it is dropped.
+struct SetOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for SetOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 impl Capture {
     /// Beats on the page, passes the machine's decisions to it and the child's figures to the gauge, until `over` is
     /// set.
@@ -377,10 +401,20 @@ impl Capture {
                 if !plan.retained {
                     page.allow_retiring(plan.gauge.retire_below());
                 }
-                plan.gauge.snapshot_written(&page.writer_status());
+                let status = page.writer_status();
+                self.touch_ahead(status.received);
+                plan.gauge.snapshot_written(&status);
             }
             thread::sleep(POLL);
         }
+    }
+
+    /// Backs the pages that the child will write next, if the snapshot is larger than it was expected to be.
+    fn touch_ahead(&self, received: u64) {
+        let (memory, geometry) = &self.plan.snapshot;
+        let start = geometry.data_offset().saturating_add(received).min(memory.length());
+        // The child touches what cannot be touched here. Pages below the highest one that was touched cost nothing.
+        let _ = memory.prefault(start..start.saturating_add(TOUCH_AHEAD_BYTES).min(memory.length()));
     }
 
     /// Whether the child would have to reuse a slot, although readers were promised that none is reused.
@@ -419,6 +453,9 @@ const BEGIN_LIMIT: Duration = Duration::from_secs(10);
 
 /// How long a cancelled child may take to end. It checks at each value, and at each 8 KiB of small ones.
 const CLAIM_LIMIT: Duration = Duration::from_secs(10);
+
+/// How far ahead of the child pages are touched: many times more than it writes between two looks.
+const TOUCH_AHEAD_BYTES: u64 = 32 << 20;
 
 /// How often progress is passed on and slots are released.
 const POLL: Duration = Duration::from_millis(2);

@@ -32,7 +32,7 @@ impl Capture {
     /// Takes the snapshot. The stream follows over the same connection.
     pub(super) fn take_announced(&self, announced: Announced) -> Result<Following, CaptureError> {
         let (taking, journal) = self.begin(&announced)?;
-        let socket = taking.fill(announced)?;
+        let socket = taking.fill(announced).map_err(|error| self.explained(error))?;
         Ok(match journal {
             Some(journal) => Following::ThisThread(Box::new(Follower::new(self, socket, journal))),
             None => Following::AnotherCapture,
@@ -46,7 +46,8 @@ impl Capture {
         let Some(journal) = journal else { return Ok(Following::AnotherCapture) };
         let abandoned = Arc::new(AtomicBool::new(false));
         let follower = Follower::new(self, stream, journal).until(abandoned.clone());
-        let following = thread::Builder::new().name("stream".into()).spawn(move || follower.run());
+        let capture = self.clone();
+        let following = thread::Builder::new().name("stream".into()).spawn(move || capture.follow(|| follower.run()));
         let following = following.map_err(|cause| CaptureError::Link {
             during: stream::DURING,
             cause: format!("no thread for it: {cause}"),

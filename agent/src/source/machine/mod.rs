@@ -24,6 +24,7 @@
 //! One thread decides for all replicas. It handles a few small events per second for each of them.
 
 mod event;
+mod failures;
 mod record;
 #[cfg(test)]
 mod replay;
@@ -42,6 +43,7 @@ use super::gauge::Reading;
 use crate::backoff::Backoff;
 
 pub(crate) use self::event::{Action, Event, Format, Report, Resume, Rules, Session};
+pub(crate) use self::failures::Failures;
 pub(crate) use self::record::{Replica, Snapshot, Stage};
 
 /// A stream whose history the primary has left. Its journal holds every byte of the old history that the source
@@ -79,9 +81,10 @@ pub(crate) struct Machine {
     eager: bool,
     /// When the last replica left, or the source began.
     idle_since: Instant,
-    /// When the next capture may begin after one that failed, and why it failed.
+    /// When the next capture may begin after one that failed, and what to tell the replicas that wait for it.
     retry: Option<(Instant, String)>,
     backoff: Backoff,
+    failures: Failures,
     /// The writer may reuse the slots of the current snapshot below this one.
     retire_below: u64,
     snapshots_taken: u64,
@@ -99,6 +102,7 @@ pub(crate) struct Status<'a> {
     pub(crate) replicas: &'a BTreeMap<Session, Replica>,
     pub(crate) snapshots_taken: u64,
     pub(crate) replicas_done: u64,
+    pub(crate) failures: &'a Failures,
 }
 
 impl<'a> Status<'a> {
@@ -138,6 +142,7 @@ impl Machine {
             idle_since: now,
             retry: None,
             backoff,
+            failures: Failures::default(),
             retire_below: 0,
             snapshots_taken: 0,
             replicas_done: 0,
@@ -153,6 +158,7 @@ impl Machine {
             replicas: &self.replicas,
             snapshots_taken: self.snapshots_taken,
             replicas_done: self.replicas_done,
+            failures: &self.failures,
         }
     }
 
@@ -170,6 +176,9 @@ impl Machine {
                 let gone = self.replicas.remove(&session);
                 self.unfinished |= !done && gone.is_some_and(|replica| replica.is_reading());
                 self.idle_since = now;
+                if self.replicas.is_empty() {
+                    self.failures.forgive(now, &mut self.retry);
+                }
             }
             Event::Capture(event) => self.captured(now, event, &mut actions),
             Event::Tick => {}
@@ -247,6 +256,7 @@ impl Machine {
                     snapshot.stage = Stage::Sealed { origin, bytes };
                 }
                 self.backoff.reset();
+                self.failures.succeeded();
             }
             CaptureEvent::Failed { generation, error } => {
                 self.capture_failed(now, generation, &error, actions);
@@ -278,17 +288,18 @@ impl Machine {
     }
 
     fn capture_failed(&mut self, now: Instant, generation: u64, error: &CaptureError, actions: &mut Vec<Action>) {
-        if self.current(generation).is_none() {
-            return;
-        }
+        let Some(snapshot) = self.current(generation) else { return };
+        let has_forked = snapshot.origin().is_some();
         let text = error.to_string();
-        if self.stream.is_some_and(|stream| stream.generation == generation) {
-            self.stream = None;
-        }
+        self.failures.count(has_forked, &text);
         self.forget_snapshot(&text, actions);
+        // The stream of this capture ended with it. The journal's memory is used again by the next one.
+        if self.stream.take_if(|stream| stream.generation == generation).is_some() {
+            actions.push(Action::EndStream { generation });
+        }
         if error.is_transient() {
-            let pause = self.backoff.next();
-            self.retry = Some((now + pause, text));
+            let pause = self.backoff.next().max(self.failures.pause());
+            self.retry = Some((now + pause, self.failures.describe(&text, pause)));
         } else if !matches!(error, CaptureError::Stopped) {
             for session in self.waiting() {
                 self.replicas.remove(&session);
@@ -386,8 +397,8 @@ impl Machine {
         self.finish_ending(now, actions);
         self.drop_stalled(now, actions);
         self.allow_retiring(actions);
-        self.serve_waiting(now, actions);
         self.release_unused(now, actions);
+        self.serve_waiting(now, actions);
     }
 
     /// Lets the writer reuse slots that every reader has passed, but only once the ring is full: until then the next
@@ -521,8 +532,7 @@ impl Machine {
         if let Some((at, text)) = &self.retry
             && now < *at
         {
-            let text = format!("the last attempt to take a snapshot failed ({text}); the source tries again soon");
-            return Some((WaitCause::LastAttemptFailed, text));
+            return Some((WaitCause::LastAttemptFailed, text.clone()));
         }
         if self.ending.is_some() {
             let text = "the primary's history has changed; a snapshot of the new one follows as soon as the last replicas of the \
@@ -559,27 +569,38 @@ impl Machine {
     }
 
     /// Releases what no replica uses: a capture whose ring is full holds up the primary, and a snapshot that is too old
-    /// to be offered, or a stream, costs the primary a connection.
+    /// to be offered, or a stream, costs the primary a connection. A full ring also holds up the replicas that wait:
+    /// its first slots are gone, so that none of them can begin with it.
     fn release_unused(&mut self, now: Instant, actions: &mut Vec<Action>) {
-        if !self.replicas.is_empty() {
+        let is_idle = self.replicas.is_empty();
+        let Some(snapshot) = &self.snapshot else {
+            if is_idle {
+                // A later snapshot failed, and the replicas that waited for another one have left.
+                self.end_stream("no replica uses the stream any more", actions);
+            }
+            return;
+        };
+        let generation = snapshot.generation;
+        if self.replicas.values().any(|replica| replica.generation == Some(generation)) {
             return;
         }
-        let Some(snapshot) = &self.snapshot else { return };
         let alone = now.duration_since(self.idle_since);
         let stuck = matches!(snapshot.stage, Stage::Open { .. })
             && self.reading.writer_waits > 0
             && alone > self.rules.stall_limit;
-        let old = now.duration_since(snapshot.asked) > self.rules.max_age;
-        let overrun = snapshot.is_sealed()
+        let old = is_idle && now.duration_since(snapshot.asked) > self.rules.max_age;
+        let overrun = is_idle
+            && snapshot.is_sealed()
             && snapshot.origin().is_some_and(|origin| self.reading.journal_first > origin.offset + 1);
         if !(stuck || old || overrun) {
             return;
         }
         if !snapshot.is_sealed() {
-            actions.push(Action::StopCapture { generation: snapshot.generation });
+            actions.push(Action::StopCapture { generation });
         }
         self.forget_snapshot("no replica uses the snapshot any more", actions);
-        if let Some(stream) = self.stream.take() {
+        // Replicas that have loaded an earlier snapshot may still follow a stream that began with that one.
+        if let Some(stream) = self.stream.take_if(|stream| is_idle || stream.generation == generation) {
             actions.push(Action::EndStream { generation: stream.generation });
         }
     }

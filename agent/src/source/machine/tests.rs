@@ -271,6 +271,64 @@ fn a_capture_that_breaks_is_tried_again_after_a_pause_and_its_readers_are_told()
 }
 
 #[test]
+fn failures_after_a_fork_are_counted_and_each_pause_is_longer() {
+    let mut bench = Bench::new();
+    bench.join(1);
+    let mut pauses = Vec::new();
+    for generation in FIRST..FIRST + 12 {
+        bench.started(generation, replid(1), 10);
+        let actions = bench.failed(generation, link_error());
+        assert!(
+            actions.contains(&Action::EndStream { generation }),
+            "the stream of the capture ends with it: {actions:?}"
+        );
+        let failed = bench.now;
+        while begins(&bench.after(Duration::from_millis(500))).is_none() {}
+        pauses.push((bench.now - failed).as_secs());
+    }
+    assert!(pauses[0] <= 1, "{pauses:?}");
+    let doubled: Vec<u64> = pauses[1..].iter().map(|pause| pause.next_power_of_two().min(600)).collect();
+    assert_eq!(doubled, [2, 4, 8, 16, 32, 64, 128, 256, 512, 600, 600], "{pauses:?}");
+    assert_eq!(bench.machine.status().failures.total(), 12);
+    assert!(bench.machine.status().failures.last().contains("gone"));
+
+    // The replicas that wait are told the count and the cause.
+    bench.started(FIRST + 12, replid(1), 10);
+    let told = bench.failed(FIRST + 12, link_error());
+    let says = |action: &Action| matches!(action, Action::Wait { text, .. } if text.contains("13 snapshots in a row") && text.contains("gone"));
+    assert!(told.iter().any(says), "{told:?}");
+
+    // A replica that joins after all have left was started by its operator, and does not wait for ten minutes.
+    bench.event(Event::Gone { session: 1, done: false });
+    bench.join(2);
+    assert_eq!(begins(&bench.after(Duration::from_secs(5))), Some((FIRST + 13, true)));
+    bench.started(FIRST + 13, replid(1), 10);
+    bench.completed(FIRST + 13);
+    assert_eq!((bench.machine.status().failures.total(), bench.machine.status().failures.last()), (13, ""));
+}
+
+#[test]
+fn failures_before_a_fork_cost_the_primary_little_and_pause_a_few_seconds() {
+    let mut bench = Bench::new();
+    bench.join(1);
+    for generation in FIRST..FIRST + 12 {
+        bench.failed(generation, link_error());
+        assert_eq!(begins(&bench.after(Duration::from_secs(5))), Some((generation + 1, true)));
+    }
+}
+
+#[test]
+fn a_stream_ends_if_a_later_snapshot_failed_and_no_replica_is_left() {
+    let mut bench = Bench::with_snapshot();
+    bench.now += RULES.max_age + Duration::from_secs(1);
+    assert_eq!(begins(&bench.join(2)), Some((FIRST + 1, false)), "the stream is used again");
+    bench.failed(FIRST + 1, link_error());
+    assert_eq!(bench.event(Event::Gone { session: 2, done: false }), [Action::EndStream { generation: FIRST }]);
+    bench.now += Duration::from_secs(10);
+    assert_eq!(begins(&bench.join(3)), Some((FIRST + 2, true)));
+}
+
+#[test]
 fn a_server_that_refuses_is_not_asked_again_and_waiting_replicas_are_told_why() {
     let mut bench = Bench::new();
     bench.join(1);
@@ -323,6 +381,27 @@ fn one_replica_too_many_is_refused_and_touches_nothing() {
     // A replica that has joined may ask again.
     let actions = bench.join(2);
     assert!(!actions.iter().any(|action| matches!(action, Action::Drop { .. })), "{actions:?}");
+}
+
+#[test]
+fn a_full_ring_without_a_reader_makes_way_for_a_replica_that_cannot_begin_with_it() {
+    let mut bench = Bench::new();
+    bench.join(1);
+    bench.started(FIRST, replid(1), 1000);
+    bench.progress(1, Phase::Transfer, 4);
+    (bench.reading.published, bench.reading.retired, bench.reading.writer_waits) = (8, 4, 1);
+    bench.event(Event::Gone { session: 1, done: false });
+    let actions = bench.join(2);
+    assert!(matches!(actions[..], [Action::Wait { session: 2, cause: WaitCause::Busy, .. }]), "{actions:?}");
+    assert_eq!(bench.after(RULES.stall_limit), [], "its reader may come back");
+    let actions = bench.after(Duration::from_secs(1));
+    let ended = [
+        Action::StopCapture { generation: FIRST },
+        Action::RevokeSnapshot { generation: FIRST },
+        Action::EndStream { generation: FIRST },
+    ];
+    assert_eq!(actions[..3], ended, "{actions:?}");
+    assert_eq!(begins(&actions), Some((FIRST + 1, true)));
 }
 
 #[test]

@@ -49,7 +49,7 @@ const AHEAD_SLOTS: u64 = 8;
 
 /// The replicas that take part in one snapshot, and their upstreams. The module docs state the invariants.
 #[derive(Default)]
-pub(super) struct Topology {
+pub(crate) struct Topology {
     generation: u64,
     nodes: BTreeMap<Session, Node>,
     /// Replicas that have lent wrong bytes. No replica reads from them.
@@ -107,24 +107,24 @@ impl Rate {
 
 /// A replica's new upstream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Assignment {
-    pub(super) reader: Session,
+pub(crate) struct Assignment {
+    pub(crate) reader: Session,
     /// The peer to read from; `None`: the source.
-    pub(super) from: Option<Session>,
+    pub(crate) from: Option<Session>,
 }
 
 /// How a replica joins.
 #[derive(Clone, Debug)]
-pub(super) struct Joining {
-    pub(super) serves: bool,
-    pub(super) zone: String,
+pub(crate) struct Joining {
+    pub(crate) serves: bool,
+    pub(crate) zone: String,
     /// The first slot that the replica needs.
-    pub(super) first: u64,
+    pub(crate) first: u64,
 }
 
 impl Topology {
     /// A replica is offered the snapshot of `generation`. Returns the peer that it is to read from; `None`: the source.
-    pub(super) fn join(
+    pub(crate) fn join(
         &mut self,
         now: Instant,
         generation: u64,
@@ -159,7 +159,7 @@ impl Topology {
     }
 
     /// A replica reports its progress and the number of bytes that it has received.
-    pub(super) fn progress(&mut self, now: Instant, session: Session, at: Relaying, bytes: u64, is_done: bool) {
+    pub(crate) fn progress(&mut self, now: Instant, session: Session, at: Relaying, bytes: u64, is_done: bool) {
         let Some(node) = self.nodes.get_mut(&session) else { return };
         (node.oldest, node.held, node.is_full) = (at.oldest, at.held, at.is_full);
         (node.last_seen, node.is_silent) = (now, false);
@@ -169,7 +169,7 @@ impl Topology {
     }
 
     /// A replica can no longer read from this peer. Returns the new upstreams.
-    pub(super) fn lost(&mut self, reader: Session, peer: Session, cause: LossCause) -> Vec<Assignment> {
+    pub(crate) fn lost(&mut self, reader: Session, peer: Session, cause: LossCause) -> Vec<Assignment> {
         let Some(node) = self.nodes.get_mut(&reader) else { return Vec::new() };
         node.lost.insert(peer);
         let was_read = node.from == Some(peer);
@@ -184,18 +184,18 @@ impl Topology {
     }
 
     /// A replica has left, or no longer serves. Returns the new upstreams of its readers.
-    pub(super) fn gone(&mut self, session: Session) -> Vec<Assignment> {
+    pub(crate) fn gone(&mut self, session: Session) -> Vec<Assignment> {
         let orphans = self.forget(session);
         self.place(orphans)
     }
 
     /// The snapshot was revoked: forgets all replicas.
-    pub(super) fn clear(&mut self) {
+    pub(crate) fn clear(&mut self) {
         *self = Topology::default();
     }
 
     /// Time has passed, and the source has published this many slots. Returns new upstreams.
-    pub(super) fn tick(&mut self, now: Instant, published: u64) -> Vec<Assignment> {
+    pub(crate) fn tick(&mut self, now: Instant, published: u64) -> Vec<Assignment> {
         let mut moved = self.leave_silent(now);
         let readers: Vec<(Session, Session)> =
             self.nodes.iter().filter_map(|(&reader, node)| Some((reader, node.from?))).collect();
@@ -230,12 +230,12 @@ impl Topology {
     }
 
     /// The peer that this replica reads from; `None`: it reads from the source or not at all.
-    pub(super) fn reads_from(&self, session: Session) -> Option<Session> {
+    pub(crate) fn reads_from(&self, session: Session) -> Option<Session> {
         self.nodes.get(&session)?.from
     }
 
     /// The oldest slot that this replica can lend, and whether it lends slots at all.
-    pub(super) fn lends(&self, session: Session) -> (u64, bool) {
+    pub(crate) fn lends(&self, session: Session) -> (u64, bool) {
         self.nodes.get(&session).map_or((0, false), |node| (node.oldest, node.serves))
     }
 
@@ -250,7 +250,7 @@ impl Topology {
         };
         let waits = !node.is_done && !node.is_full && node.held >= above.held.saturating_sub(1);
         let has_low_rate = above.rate.bytes_per_second.is_some_and(|rate| rate < (self.best_rate / SLOW_PART).max(1));
-        let is_behind = !above.is_done && ahead >= above.held + AHEAD_SLOTS;
+        let is_behind = !above.is_done && ahead >= above.held.saturating_add(AHEAD_SLOTS);
         waits && is_behind && has_low_rate && !self.swapped.contains(&(peer, reader))
     }
 

@@ -3,6 +3,8 @@
 use std::fmt::{self, Write as _};
 use std::fs::{self, OpenOptions};
 use std::net::{IpAddr, Ipv4Addr};
+use std::os::unix::fs::chown;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -27,6 +29,7 @@ pub struct Builder {
     pub(super) lab_password: String,
     pub(super) host: Option<Host>,
     pub(super) start_time: Duration,
+    user: Option<u32>,
 }
 
 impl Builder {
@@ -41,6 +44,7 @@ impl Builder {
             lab_password: String::new(),
             host: None,
             start_time: START_TIME,
+            user: None,
         }
     }
 
@@ -115,6 +119,13 @@ impl Builder {
         self
     }
 
+    /// Runs the server as the user and group with this number, which needs root rights. The program and the libraries
+    /// that it loads must be readable for that user.
+    pub fn as_user(mut self, user: u32) -> Builder {
+        self.user = Some(user);
+        self
+    }
+
     /// Sets how long the server may take until it answers; needed if it first loads a large file.
     pub fn start_time(mut self, time: Duration) -> Builder {
         self.start_time = time;
@@ -148,6 +159,9 @@ impl Builder {
         let ports = Ports::find(self)?;
         let path = folder.path().join(CONFIG_FILE);
         fs::write(&path, self.configuration(folder.path(), &ports)).doing(|| format!("write {}", path.display()))?;
+        for owned in self.user.into_iter().flat_map(|_| [folder.path(), &path]) {
+            chown(owned, self.user, self.user).doing(|| format!("change the owner of {}", owned.display()))?;
+        }
         let process = self.launch(folder.path())?;
         let mut server = Server { plan: self.clone(), folder, process, ports };
         server.wait_until_ready(Instant::now() + self.start_time)?;
@@ -164,6 +178,9 @@ impl Builder {
         command.arg(folder.join(CONFIG_FILE)).current_dir(folder).stdin(Stdio::null()).stdout(log).stderr(errors);
         if let Some(host) = &self.host {
             host.enter(&mut command)?;
+        }
+        if let Some(user) = self.user {
+            command.uid(user).gid(user);
         }
         Process::start(self.kind.to_string(), command).map(|(process, _)| process)
     }

@@ -15,8 +15,8 @@ const REWRITE_CALLS: &str = "cmdstat_config|rewrite";
 impl Keeper {
     /// Notes how often the file has been written, before the first change. What an agent before us noted for a server
     /// that still follows its link stays: the file may have been written since.
-    pub(super) async fn note_rewrites(&mut self) -> Result<(), Failure> {
-        if self.target.unfinished && self.record.rewrites().is_some() {
+    pub(super) async fn note_rewrites(&mut self, after_restart: bool) -> Result<(), Failure> {
+        if self.target.unfinished && !after_restart && self.record.rewrites().is_some() {
             return Ok(());
         }
         let run_id = self.target.facts.run_id.clone();

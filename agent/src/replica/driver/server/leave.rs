@@ -1,6 +1,6 @@
 //! The ends of a sync: in which state the server is left, and the text that describes it.
 
-use std::time::Instant;
+use tokio::time::Instant;
 
 use super::{Before, Keeper, is_copying};
 use crate::args::OnFailure;
@@ -96,7 +96,12 @@ impl Keeper {
             Ok(left) => left,
             Err(NotOurs::TakenOver(how)) => {
                 let settings = self.put_settings_back().await;
-                format!("the server {how}; it is left as it is, with what it had loaded until then{settings}")
+                match self.is_as_before().await {
+                    true => format!("the server does not follow the link, and is as it was before the sync{settings}"),
+                    false => {
+                        format!("the server {how}; it is left as it is, with what it had loaded until then{settings}")
+                    }
+                }
             }
             Err(NotOurs::Unknown(error)) => {
                 let holds = if self.keeps_its_data() { "holds what it held before" } else { "is not whole" };
@@ -116,6 +121,14 @@ impl Keeper {
     /// Whether what the server held before the sync is still there and whole. The delivery must have ended.
     fn keeps_its_data(&self) -> bool {
         self.before.is_kept(&self.watched.meter)
+    }
+
+    /// Whether the server follows what it followed before, and has its data. The command to follow the link may never
+    /// have reached it.
+    async fn is_as_before(&mut self) -> bool {
+        let Ok(facts) = self.control.facts().await else { return false };
+        let primary = facts.link.map(|link| (link.host, link.port));
+        self.keeps_its_data() && facts.run_id == self.before.run_id && primary == self.before.primary
     }
 
     async fn try_to_give_back(&mut self) -> Result<String, NotOurs> {

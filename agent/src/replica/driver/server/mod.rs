@@ -13,12 +13,13 @@ mod module;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use remora_redis::ReplId;
 use remora_redis::resp::Frame;
 use tokio::sync::Notify;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::time::Instant;
 
 use crate::args::ReplicaArgs;
 use crate::exit::{Code, Failure};
@@ -107,6 +108,7 @@ async fn run(mut keeper: Keeper, mut work: UnboundedReceiver<Work>, tell: Unboun
             Work::Introduce(introduction) => {
                 let number = introduction.number;
                 tokio::select! {
+                    biased;
                     (outcome, answer) = keeper.introduce(introduction) => Done {
                         report: Report::Introduced { number, outcome },
                         answer: answer.map(|answer| (number, answer)),
@@ -204,10 +206,11 @@ impl Keeper {
             self.target.facts = facts;
         }
         self.look_again().await?;
+        self.primary.compare_again(&self.target, self.control.server().url()).await?;
         if !after_restart {
             self.note_what_it_was();
         }
-        self.note_rewrites().await?;
+        self.note_rewrites(after_restart).await?;
         let mut way = self.target.diskless_load.clone();
         if let Some(before) = self.target.diskless_load.clone() {
             // Straight from the link, without a file, where there is nothing to lose by it.

@@ -1,6 +1,6 @@
 //! The server's module: whether it can be used, and how it receives memory.
 
-use std::time::Instant;
+use tokio::time::Instant;
 
 use super::Keeper;
 use crate::args::ModuleLoad;
@@ -90,6 +90,13 @@ impl Keeper {
     /// empties it. A server that does not permit that was not changed.
     pub(super) async fn give_up_the_position(&mut self) -> Result<(), NotFollowed> {
         let (host, port) = self.link();
+        #[cfg(any(test, feature = "simulation"))]
+        if crate::mutation::Mutation::PositionKept.is_active() {
+            let client = self.control.client().await;
+            let client = client.map_err(|error| NotFollowed::Failed { lapse: error.into(), told: false })?;
+            let followed = client.command(&["REPLICAOF", &host, &port.to_string()]).await;
+            return followed.map(drop).map_err(|error| NotFollowed::Failed { lapse: error.into(), told: true });
+        }
         let began = Instant::now();
         loop {
             match self.control.follow_from_nothing((&host, port)).await {
@@ -117,7 +124,10 @@ impl Keeper {
             Ok(facts) => facts,
             Err(lapse) => return (Introduced::Failed(lapse), None),
         };
-        if self.worthless.is_none() || facts.replid != self.worthless {
+        let is_worthless = self.worthless.is_some() && facts.replid == self.worthless;
+        #[cfg(any(test, feature = "simulation"))]
+        let is_worthless = is_worthless || crate::mutation::Mutation::PositionKept.is_active();
+        if !is_worthless {
             // The server has been in step since, with us or with its primary.
             return match self.give_up_the_position().await {
                 Ok(()) => (Introduced::AgainFromNothing, None),

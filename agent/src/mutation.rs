@@ -1,0 +1,37 @@
+//! Mutation: known faults that a test can put back into the product, one at a time.
+//!
+//! Each hook stands where the product decides, and only tests and the simulation contain it. The simulation must find
+//! every one of them: see `docs/testing.md`.
+
+use std::cell::Cell;
+
+/// A fault that the product once had.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mutation {
+    /// The server is emptied while its replication position is still valid: a primary then continues an empty server.
+    PositionKept,
+    /// The primary's promotion is undone: the agent does not look whom the server follows before it changes that.
+    NoLook,
+    /// `+CONTINUE` with another replid is taken for the same history.
+    OtherHistoryIgnored,
+    /// A control connection that the server has closed is used on.
+    ClosedConnectionKept,
+    /// The hand-off ends the full copy that the server takes by itself.
+    FullCopyAborted,
+}
+
+thread_local! {
+    static ACTIVE: Cell<Option<Mutation>> = const { Cell::new(None) };
+}
+
+impl Mutation {
+    /// Whether this fault is put back in this thread.
+    pub(crate) fn is_active(self) -> bool {
+        ACTIVE.get() == Some(self)
+    }
+
+    /// Puts this fault back in this thread, or none.
+    pub(crate) fn set(mutation: Option<Mutation>) {
+        ACTIVE.set(mutation);
+    }
+}

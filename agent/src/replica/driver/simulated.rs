@@ -1,0 +1,111 @@
+//! Simulated: the parts of a replica agent that speak with its server, for a simulation: the preflight, and the server's
+//! task with everything behind it. Product builds do not contain this module.
+
+use std::future::Future;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use remora_protocol::Offer;
+use remora_redis::psync::server::Access;
+use tokio::sync::oneshot;
+
+use super::server::{Keeper, ServerTask, Watched, Work};
+use crate::args::ReplicaArgs;
+use crate::exit::Failure;
+use crate::replica::control::Control;
+use crate::replica::introduction::Introduction;
+use crate::replica::link_failure::LinkFailure;
+use crate::replica::machine::{Job, Report, Rules};
+use crate::replica::meter::Meter;
+use crate::replica::preflight;
+use crate::replica::record::Record;
+use crate::server::Task;
+
+/// What the preflight gives.
+pub(crate) struct Prepared {
+    pub(crate) server: ServerHandle,
+    pub(crate) rules: Rules,
+    /// Kind and version of the server.
+    pub(crate) kind: String,
+    /// The password that the link asks for.
+    pub(crate) secret: String,
+}
+
+/// The server's task.
+pub(crate) struct ServerHandle {
+    task: ServerTask,
+    meter: Arc<Meter>,
+}
+
+impl ServerHandle {
+    /// How much of payloads the delivery has given to the server.
+    pub(crate) fn gave(&self, bytes: u64, the_end: bool) {
+        self.meter.bytes_given.set(bytes);
+        self.meter.end_given.set(the_end.into());
+    }
+
+    pub(crate) fn give(&self, job: Job) {
+        self.task.give(match job {
+            Job::Introduce { number } => Work::Introduce(Introduction::simulated(number)),
+            job => Work::Job(job),
+        });
+    }
+
+    pub(crate) fn cancel(&self) {
+        self.task.cancel();
+    }
+
+    /// The next report, and whether the module took what it was introduced to.
+    pub(crate) fn poll_report(&mut self, cx: &mut Context<'_>) -> Poll<(Report, bool)> {
+        let done = pin!(self.task.done());
+        done.poll(cx).map(|done| (done.report, done.answer.is_some_and(|(_, answer)| answer.is_ok())))
+    }
+}
+
+/// Does what an agent does before it changes anything. `plan` is the source's answer to the question for a plan.
+///
+/// # Errors
+/// Why the server is not suitable.
+pub(crate) async fn prepare(
+    args: ReplicaArgs,
+    folder: &Path,
+    link: SocketAddr,
+    source: SocketAddr,
+    plan: oneshot::Receiver<Offer>,
+) -> Result<Prepared, Failure> {
+    let server = args.server.open(Task::Replica)?;
+    let mut client = server.connect().await?;
+    let mut record = Record::open(Some(folder), &server.url().to_string())?;
+    record.put_back_but_the_login(&mut client).await?;
+    let target = preflight::target(&server, &mut client, &record, false).await?;
+    if !target.unfinished {
+        record.put_back(&mut client).await?;
+    }
+    let Ok(plan) = plan.await else { return Err(Failure::local("the source was lost")) };
+    let primary = preflight::primary(&args, &server, &target, &plan, source).await?;
+    preflight::refuse_to_overwrite(&args, &server, &target)?;
+    let rules = Rules {
+        retry_for: args.retry_for,
+        linger: args.relay.linger,
+        stay: args.stay,
+        replace: args.replace,
+        server: server.url().to_string(),
+        source: args.source.to_string(),
+        primary: format!("{}:{}", primary.host, primary.port),
+        run_id: target.facts.run_id.clone(),
+    };
+    let (kind, access) = (target.facts.name(), target.link_login.access());
+    let secret = match access {
+        Access::Secret(secret) | Access::User { password: secret, .. } => secret,
+        Access::Open => String::new(),
+    };
+    let control = Control::new(server, client);
+    let meter = Arc::new(Meter::default());
+    let watched = Watched { meter: meter.clone(), link_failure: LinkFailure::default() };
+    let keeper = Keeper::new(args.into(), control, record, target, primary, link, watched);
+    let server = ServerHandle { task: ServerTask::start(keeper), meter };
+    Ok(Prepared { server, rules, kind, secret })
+}

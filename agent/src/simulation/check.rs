@@ -1,0 +1,199 @@
+//! Check: what must hold in every schedule.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::oracle::Content;
+use super::plan::FIRST_REPLICA;
+use super::replica_agent::ReplicaAgent;
+use super::server::Changed;
+use super::wire::{Address, ServerId};
+use super::world::{Change, World};
+
+/// The time between an agent's look at a server and its change there. Both are commands on one connection; a server that
+/// is loading refuses the second for a while.
+const LOOK_LASTS: Duration = Duration::from_millis(300);
+
+/// How long an agent may take from its signal to its end.
+pub(super) const STOP_LIMIT: Duration = Duration::from_secs(75);
+
+/// How long a server may follow the link of an agent that has ended.
+const LEFT_LIMIT: Duration = Duration::from_secs(3);
+
+/// A server whose connections were cut by force within this time before an agent's end may have been out of its reach.
+const OUT_OF_REACH: Duration = Duration::from_secs(60);
+
+/// See the module's text.
+#[derive(Default)]
+pub(super) struct Watch {
+    /// When the operator took a server over, and the number of agents by then.
+    taken_over: BTreeMap<ServerId, (Duration, usize)>,
+    /// When an agent last looked whom its server follows.
+    looked: BTreeMap<(usize, ServerId), Duration>,
+    /// When a server or its clients were last ended by force.
+    out_of_reach: BTreeMap<ServerId, Duration>,
+    /// When an agent first changed a server, and what the server held then.
+    touched: BTreeMap<(usize, ServerId), (Duration, Content)>,
+    /// When an agent began to hand its server over.
+    handing_over: BTreeMap<(usize, ServerId), Duration>,
+}
+
+impl Watch {
+    pub(super) fn taken_over(&mut self, world: &World, id: ServerId, agents: usize) {
+        self.taken_over.insert(id, (world.now, agents));
+    }
+
+    pub(super) fn is_taken_over(&self, id: ServerId) -> bool {
+        self.taken_over.contains_key(&id)
+    }
+
+    /// The server is an agent's again.
+    pub(super) fn given_back(&mut self, id: ServerId) {
+        self.taken_over.remove(&id);
+    }
+
+    pub(super) fn out_of_reach(&mut self, world: &World, id: ServerId) {
+        self.out_of_reach.insert(id, world.now);
+    }
+
+    /// A client has changed a server.
+    pub(super) fn changed(&mut self, world: &World, agents: &[ReplicaAgent], change: &Change) -> Result<(), String> {
+        let Some(number) = change.agent else { return Ok(()) };
+        let (id, now) = (change.server, world.now);
+        let key = (number, id);
+        match &change.changed {
+            Changed::Looked => {
+                self.looked.insert(key, now);
+                return Ok(());
+            }
+            Changed::Nothing | Changed::Setting => return Ok(()),
+            Changed::Follows { .. } | Changed::Emptied => {}
+        }
+        let Some(agent) = agents.get(number) else { return Ok(()) };
+        self.full_copy_was_left(world, agent, change)?;
+        let held = world.server(id).content;
+        let untouched = self.touched.insert(key, (now, held)).is_none_or(|before| {
+            self.touched.insert(key, before);
+            false
+        });
+        let Some(&(since, before)) = self.taken_over.get(&id) else { return Ok(()) };
+        let as_found = matches!(&change.changed, Changed::Follows { before, .. } if *before == agent.found);
+        if number >= before || (untouched && as_found) {
+            return Ok(());
+        }
+        let look = self.looked.get(&key).copied().unwrap_or_default();
+        let (server, command) = (id.0, &change.command);
+        if look > since {
+            return Err(format!(
+                "agent {number} says {command} to server {server}, which the operator took over before the agent's last look"
+            ));
+        }
+        if now > look + LOOK_LASTS {
+            return Err(format!(
+                "agent {number} says {command} to server {server}, which the operator took over, without a look right before"
+            ));
+        }
+        // Between a look and the change there is time for a command of the operator, which is then undone.
+        self.taken_over.remove(&id);
+        Ok(())
+    }
+
+    /// A server that takes a full copy of its primary is left alone for as long as the agent was told to bear.
+    fn full_copy_was_left(&mut self, world: &World, agent: &ReplicaAgent, change: &Change) -> Result<(), String> {
+        let Changed::Follows { before, was_copying } = &change.changed else { return Ok(()) };
+        let link = format!("REPLICAOF {} {}", agent.link.host, agent.link.port);
+        let key = (agent.index, change.server);
+        if change.command != link {
+            self.handing_over.insert(key, world.now);
+            return Ok(());
+        }
+        let Some(&since) = self.handing_over.get(&key) else { return Ok(()) };
+        let bears = agent.options.args.retry_for.saturating_sub(Duration::from_secs(2));
+        let is_early = world.now < since + bears && agent.stopped.is_none();
+        if *was_copying && is_early && before.as_ref() != Some(&agent.link) {
+            let (number, server) = (agent.index, change.server.0);
+            return Err(format!("agent {number} ends the full copy that server {server} takes by itself"));
+        }
+        Ok(())
+    }
+
+    /// What every server says of itself is true.
+    pub(super) fn servers(world: &World) -> Result<(), String> {
+        for server in world.servers.iter().filter(|server| server.is_up()) {
+            let expected = world.oracle.expected(server.replid, server.offset);
+            if expected != Some(server.content) {
+                return Err(format!(
+                    "server {} says that it is in step at offset {} of {}, and holds {:x?} instead of {expected:x?}",
+                    server.traits.id.0, server.offset, server.replid, server.content
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Agents end after their signal, and leave no server behind on their link.
+    pub(super) fn agents(&self, world: &World, agents: &[ReplicaAgent]) -> Result<(), String> {
+        for agent in agents {
+            let number = agent.index;
+            if agent.ended == Some(world.now) {
+                self.ended(world, agent)?;
+            }
+            if let (Some(stopped), None) = (agent.stopped, agent.ended)
+                && world.now > stopped + STOP_LIMIT
+            {
+                return Err(format!("agent {number} was told to stop {STOP_LIMIT:?} ago and runs"));
+            }
+            let Some(ended) = agent.ended.filter(|_| !agent.killed) else { continue };
+            let server = world.server(agent.options.server);
+            let follows = server.alive && server.follows.as_ref() == Some(&agent.link);
+            let cut = self.out_of_reach.get(&agent.options.server);
+            let was_in_reach = cut.is_none_or(|&cut| cut + OUT_OF_REACH < ended);
+            if follows && was_in_reach && world.now > ended + LEFT_LIMIT {
+                let outcome = &agent.outcome;
+                return Err(format!(
+                    "server {} follows agent {number}, which has ended: {outcome:?}",
+                    agent.options.server.0
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// What an agent says at its end of the data that it leaves is true.
+    pub(super) fn ended(&self, world: &World, agent: &ReplicaAgent) -> Result<(), String> {
+        let (number, id) = (agent.index, agent.options.server);
+        let Some(&(since, held)) = self.touched.get(&(number, id)) else { return Ok(()) };
+        let says = |text: &str| matches!(&agent.outcome, Some(Err(failure)) if failure.message.contains(text));
+        let restarted = self.out_of_reach.get(&id).is_some_and(|&cut| cut >= since);
+        let is_as_before = world.server(id).content == held;
+        if says("holds what it held before") && !is_as_before && !restarted && !self.is_taken_over(id) {
+            return Err(format!("agent {number} says that server {} holds what it held before, which is not so", id.0));
+        }
+        Ok(())
+    }
+
+    /// Whether every server is an exact replica of the primary at this address, or fed by an agent that stays.
+    pub(super) fn all_is_well(world: &World, primary: &Address, agents: &[ReplicaAgent]) -> Result<(), String> {
+        let feeds = |agent: &ReplicaAgent| world.server(agent.options.server).follows.as_ref() == Some(&agent.link);
+        let is_at_work = |agent: &&ReplicaAgent| agent.is_running() && !(agent.options.args.stay && feeds(agent));
+        if let Some(agent) = agents.iter().find(is_at_work) {
+            return Err(format!("agent {} is still at work long after the last fault", agent.index));
+        }
+        for server in &world.servers[FIRST_REPLICA..] {
+            let fed = agents.iter().any(|agent| agent.is_running() && server.follows.as_ref() == Some(&agent.link));
+            let follows = server.follows.as_ref() == Some(primary) || fed;
+            let last = agents.iter().rfind(|agent| agent.options.server == server.traits.id);
+            let was_interrupted = last.is_some_and(ReplicaAgent::was_interrupted);
+            if was_interrupted && server.follows.is_none() {
+                continue; // the signal came before it had loaded, and the agent has detached it
+            }
+            if !server.is_up() || !follows {
+                return Err(format!(
+                    "server {} is not in step long after the last fault: it follows {:?}",
+                    server.traits.id.0, server.follows
+                ));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,34 @@
+//! Simulation of whole syncs: servers, agents, clock and network in one process, driven by a seed.
+//!
+//! ```text
+//!   seed ──▶ Plan ──▶ Simulation::run ──▶ events in the order of their times ──▶ checks after each
+//!                          │
+//!        World: clock, network, memory, model servers, oracle
+//!        SourceAgent: the real machine; actors in the place of its captures
+//!        ReplicaAgent: the real machine, preflight, record and server's task; an actor in the place of the delivery
+//! ```
+//!
+//! A server that says "up, at offset X of history H" must hold exactly what a primary recorded in the [`oracle`] at X of
+//! H. [`check`] has the other things that must hold. The same seed gives the same schedule.
+//!
+//! `docs/testing.md` says how to run it, what is modelled, and what is not.
+
+#[cfg(test)]
+mod against_real;
+mod check;
+mod delivery;
+mod explore;
+mod memory;
+mod operator;
+mod oracle;
+mod plan;
+mod replica_agent;
+mod run;
+mod server;
+mod source_agent;
+#[cfg(test)]
+mod tests;
+mod wire;
+mod world;
+
+pub use self::explore::{Summary, explain, explore};

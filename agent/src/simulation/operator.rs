@@ -1,0 +1,311 @@
+//! Operator: faults, and what people and their scripts do to servers and agents while a sync goes on.
+
+use std::time::Duration;
+
+use clap::Parser;
+use remora_fabric::sim::Random;
+
+use super::check::{STOP_LIMIT, Watch};
+use super::plan::{Act, FIRST_REPLICA, PRIMARY, ReplicaPlan, SECOND, Trap, UNREST, address};
+use super::replica_agent::{ReplicaAgent, ReplicaOptions, SOURCE};
+use super::run::Simulation;
+use super::source_agent::SourceAgent;
+use super::wire::{Host, ServerId};
+use super::world::Event;
+use crate::args::ReplicaArgs;
+
+/// How often it is looked whether all is well after the unrest, and how long that may take.
+const LOOK_EVERY: Duration = Duration::from_secs(5);
+const WELL_LIMIT: Duration = Duration::from_secs(600);
+
+/// How long servers may take to go on by themselves after the last agent was told to stop.
+const FINAL_LIMIT: Duration = Duration::from_secs(60);
+
+/// The command line of an agent.
+#[derive(Parser)]
+struct CommandLine {
+    #[command(flatten)]
+    args: ReplicaArgs,
+}
+
+fn arguments(id: ServerId, plan: &ReplicaPlan, replace: bool) -> ReplicaArgs {
+    let (server, source) = (format!("redis://beside-{}:6379", id.0), format!("{}:{}", SOURCE.0, SOURCE.1));
+    let retry = format!("{}s", plan.retry_for);
+    let mut line = vec!["replica", "--server", &server, "--source", &source, "--token-file", "token"];
+    line.extend(["--retry-for", &retry]);
+    if plan.stay {
+        line.push("--stay");
+    }
+    if replace {
+        line.push("--replace");
+    }
+    if plan.keep_on_failure {
+        line.extend(["--on-failure", "detached"]);
+    }
+    match CommandLine::try_parse_from(line) {
+        Ok(line) => line.args,
+        Err(error) => unreachable!("{error}"),
+    }
+}
+
+impl Simulation {
+    /// The operator does the next thing.
+    pub(super) fn operate(&mut self, number: usize) {
+        let act = match self.plan.acts.get(number) {
+            Some(&(_, act)) => act,
+            None => return,
+        };
+        if let Some(until) = of(act).and_then(|id| self.world.blocked(id)) {
+            return self.world.at(until, Event::Operator(number));
+        }
+        self.world.log(|| format!("OPERATOR {act:?}"));
+        self.do_it(act);
+    }
+
+    fn later(&mut self, pause: Duration, act: Act) {
+        let time = self.world.now + pause;
+        self.plan.acts.push((time, act));
+        self.world.at(time, Event::Operator(self.plan.acts.len() - 1));
+    }
+
+    /// Faults that follow a job.
+    pub(super) fn spring_traps(&mut self) {
+        for (server, job) in std::mem::take(&mut self.world.jobs) {
+            let is_it = |trap: &Trap| trap.server == server && trap.job == job;
+            if self.world.now >= UNREST {
+                return;
+            }
+            if let Some(at) = self.plan.traps.iter().position(is_it) {
+                let trap = self.plan.traps.swap_remove(at);
+                self.world.count(&format!("trap: {job}"));
+                trap.acts.into_iter().for_each(|(pause, act)| self.later(pause, act));
+            }
+        }
+    }
+
+    fn do_it(&mut self, act: Act) {
+        let name = format!("{act:?}");
+        self.world.count(&format!("act: {}", name.split('(').next().unwrap_or_default()));
+        match act {
+            Act::StartAgent(id) => self.start_agent(id),
+            Act::StopAgent(id) => self.with_agent(id, ReplicaAgent::stop),
+            Act::KillAgent(id) => self.with_agent(id, ReplicaAgent::kill),
+            Act::KillClients(id) => {
+                if let Some(agent) = self.agent_of(id) {
+                    self.watch.out_of_reach(&self.world, id);
+                    self.world.kill_clients(agent);
+                }
+            }
+            Act::BreakLane(id) => self.with_agent(id, ReplicaAgent::lose_feed),
+            Act::Promote(id) => self.point(id, None),
+            Act::PointAtPrimary(id) => self.point(id, Some(PRIMARY)),
+            Act::PointAtSecond(id) => self.point(id, Some(SECOND)),
+            Act::Restart(id) | Act::Crash(id) => {
+                self.watch.out_of_reach(&self.world, id);
+                // A server that was promoted and restarts looks like one that only restarted.
+                self.watch.given_back(id);
+                self.world.stop_server(id, matches!(act, Act::Restart(_)));
+            }
+            Act::StartServer(id) => {
+                self.watch.out_of_reach(&self.world, id);
+                if !self.world.server(id).alive {
+                    self.world.on(id, |server, step| server.restart(step));
+                }
+            }
+            Act::Save(id) => self.world.servers[id.0].save(),
+            Act::SwitchRoles => {
+                self.point(SECOND, None);
+                self.point(PRIMARY, Some(SECOND));
+            }
+            Act::SwitchBack => {
+                self.point(PRIMARY, None);
+                self.point(SECOND, Some(PRIMARY));
+            }
+            Act::StopSource | Act::KillSource => {
+                let world = &mut self.world;
+                let killed = act == Act::KillSource;
+                self.sources.iter_mut().for_each(|source| source.stop(world, killed));
+            }
+            Act::StartSource => self.start_source(),
+            Act::CutConnection => {
+                let open = self.world.open_connections();
+                if !open.is_empty() {
+                    let at = self.world.draw.below(open.len() as u64) as usize;
+                    self.world.cut_connection(open[at]);
+                }
+            }
+            Act::CutHosts => {
+                let number = self.world.servers.len() as u64;
+                let one = ServerId(self.world.draw.below(number) as usize);
+                let other = ServerId(self.world.draw.below(number) as usize);
+                let other = if one == other { Host::Source } else { Host::Server(other) };
+                let time = self.world.millis(20_000);
+                self.world.cut(Host::Server(one), other, time);
+            }
+            Act::Burst => (0..100).for_each(|_| self.write(PRIMARY)),
+            Act::FlushPrimary => {
+                let command = [8, super::oracle::FLUSH, 0, 0, 0, 0, 0, 0];
+                self.world.on(PRIMARY, |server, step| server.write(&command, step));
+            }
+            Act::Quiet => self.quiet(),
+            Act::Look => self.look(),
+            Act::StopAll => {
+                for number in FIRST_REPLICA..self.world.servers.len() {
+                    self.with_agent(ServerId(number), ReplicaAgent::stop);
+                }
+                self.later(FINAL_LIMIT + STOP_LIMIT, Act::Final);
+                self.later(LOOK_EVERY, Act::Look);
+            }
+            Act::Final => self.last_look(),
+        }
+    }
+
+    // ---- agents ----
+
+    fn agent_of(&self, id: ServerId) -> Option<usize> {
+        self.replicas.iter().rposition(|agent| agent.options.server == id && agent.is_running())
+    }
+
+    fn with_agent(&mut self, id: ServerId, what: impl FnOnce(&mut ReplicaAgent, &mut super::world::World)) {
+        if let Some(agent) = self.agent_of(id) {
+            what(&mut self.replicas[agent], &mut self.world);
+        }
+    }
+
+    fn start_agent(&mut self, id: ServerId) {
+        if self.agent_of(id).is_some() {
+            return;
+        }
+        self.watch.given_back(id);
+        let plan = self.plan.replicas[id.0 - FIRST_REPLICA].clone();
+        // After the unrest nothing is to be refused.
+        let replace = plan.follows_before || self.world.now >= UNREST;
+        let args = arguments(id, &plan, replace);
+        let folder = self.folder.clone();
+        let number = self.replicas.len();
+        let agent = ReplicaAgent::start(&mut self.world, number, ReplicaOptions { server: id, args, folder });
+        self.replicas.push(agent);
+    }
+
+    fn start_source(&mut self) {
+        if self.sources.iter().any(|source| source.is_running) {
+            return;
+        }
+        if !self.world.server(self.plan.source.captured).alive {
+            return self.later(Duration::from_secs(2), Act::StartSource);
+        }
+        let source = SourceAgent::start(&mut self.world, self.sources.len(), self.plan.source.clone());
+        self.sources.push(source);
+    }
+
+    // ---- servers ----
+
+    /// `REPLICAOF` by hand.
+    fn point(&mut self, id: ServerId, to: Option<ServerId>) {
+        let server = self.world.server(id);
+        if !server.alive || server.is_loading() {
+            return;
+        }
+        let to = to.map(address);
+        if id.0 >= FIRST_REPLICA && server.follows != to {
+            self.watch.taken_over(&self.world, id, self.replicas.len());
+        }
+        self.world.on(id, |server, step| server.replicaof(to, step));
+        self.write(id);
+    }
+
+    fn write(&mut self, id: ServerId) {
+        let length = 8 + self.world.draw.below(40) as usize;
+        let mut command = vec![0; length];
+        self.world.draw.fill(&mut command);
+        (command[0], command[1]) = (length as u8, 1);
+        self.world.on(id, |server, step| server.write(&command, step));
+    }
+
+    /// The clients of every primary write, and come again.
+    pub(super) fn writes(&mut self) {
+        for number in 0..self.world.servers.len() {
+            if number == PRIMARY.0 || !self.world.one_in(4) {
+                // A replica refuses it, and so does a server that nobody but an agent uses.
+                let is_used = number < FIRST_REPLICA || self.watch.is_taken_over(ServerId(number));
+                if is_used {
+                    self.write(ServerId(number));
+                }
+            }
+        }
+        let pause = self.world.millis(2 * self.plan.write_every);
+        self.world.after(pause + Duration::from_millis(1), Event::Write);
+    }
+
+    // ---- after the unrest ----
+
+    /// Puts right what the operator did. From here on nothing happens but writes.
+    fn quiet(&mut self) {
+        self.world.heal();
+        // With so low a limit a slow snapshot never succeeds.
+        self.world.servers.iter_mut().for_each(|server| server.traits.output_limit = 1 << 20);
+        for number in 0..self.world.servers.len() {
+            self.do_it(Act::StartServer(ServerId(number)));
+        }
+        self.do_it(Act::SwitchBack);
+        self.do_it(Act::StartSource);
+        self.later(LOOK_EVERY, Act::Look);
+    }
+
+    /// Starts agents for servers that are not in step; ends the schedule when all are.
+    fn look(&mut self) {
+        let primary = address(PRIMARY);
+        let is_late = self.world.now > UNREST + WELL_LIMIT;
+        let is_stopping = self.plan.acts.iter().any(|(_, act)| *act == Act::StopAll);
+        match Watch::all_is_well(&self.world, &primary, &self.replicas) {
+            Ok(()) if is_stopping => {
+                if self.replicas.iter().all(|agent| !agent.is_running()) {
+                    return self.last_look();
+                }
+            }
+            Ok(()) => return self.later(Duration::from_millis(500), Act::StopAll),
+            Err(text) if is_late && !is_stopping => return self.found(text),
+            Err(_) if !is_stopping => self.help(),
+            Err(_) => {}
+        }
+        self.later(LOOK_EVERY, Act::Look);
+    }
+
+    /// Starts an agent for each server that has none and is not in step.
+    fn help(&mut self) {
+        for number in FIRST_REPLICA..self.world.servers.len() {
+            let id = ServerId(number);
+            let server = self.world.server(id);
+            let is_well = server.is_up() && server.follows == Some(address(PRIMARY));
+            // One that takes a full copy by itself is left alone.
+            let helps_itself = server.is_copying() && server.follows == Some(address(PRIMARY));
+            if !is_well && !helps_itself && self.agent_of(id).is_none() {
+                self.start_agent(id);
+            }
+        }
+    }
+
+    fn last_look(&mut self) {
+        if let Err(text) = Watch::all_is_well(&self.world, &address(PRIMARY), &self.replicas) {
+            return self.found(text);
+        }
+        if self.replicas.iter().any(ReplicaAgent::is_running) {
+            return self.found("an agent runs long after it was told to stop".to_string());
+        }
+        self.is_over = true;
+    }
+}
+
+/// The server that an act is about.
+fn of(act: Act) -> Option<ServerId> {
+    match act {
+        Act::Promote(id) | Act::PointAtPrimary(id) | Act::PointAtSecond(id) | Act::Save(id) => Some(id),
+        _ => None,
+    }
+}
+
+/// A stream of seeds that follows from one.
+pub(super) fn seeds(first: u64) -> impl Iterator<Item = u64> {
+    let mut random = Random::new(first);
+    std::iter::repeat_with(move || random.next())
+}

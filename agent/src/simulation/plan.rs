@@ -1,0 +1,272 @@
+//! Plan: what a seed chooses: the servers, how the agents are started, and what the operator does when.
+
+use std::time::Duration;
+
+use remora_fabric::sim::Random;
+
+use super::source_agent::SourceOptions;
+use super::wire::{Address, ServerId};
+
+/// The server whose data the others are to get.
+pub(super) const PRIMARY: ServerId = ServerId(0);
+
+/// A replica of it that no agent touches. A source may stand beside it.
+pub(super) const SECOND: ServerId = ServerId(1);
+
+/// The servers that agents make replicas, from this number on.
+pub(super) const FIRST_REPLICA: usize = 2;
+
+/// The part of a schedule in which the operator does things.
+pub(super) const UNREST: Duration = Duration::from_secs(60);
+
+/// One thing that the operator does, or that happens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Act {
+    StartAgent(ServerId),
+    StopAgent(ServerId),
+    KillAgent(ServerId),
+    /// All connections of an agent to its server end.
+    KillClients(ServerId),
+    /// The lane over which an agent reads breaks.
+    BreakLane(ServerId),
+    /// `REPLICAOF NO ONE`, and writes.
+    Promote(ServerId),
+    /// `REPLICAOF` the primary, by hand.
+    PointAtPrimary(ServerId),
+    /// `REPLICAOF` the second server, by hand.
+    PointAtSecond(ServerId),
+    /// `SHUTDOWN SAVE`, and a start.
+    Restart(ServerId),
+    /// A kill, and a start.
+    Crash(ServerId),
+    StartServer(ServerId),
+    /// `BGSAVE`.
+    Save(ServerId),
+    /// The primary becomes a replica of the second server, which is promoted.
+    SwitchRoles,
+    SwitchBack,
+    StopSource,
+    KillSource,
+    StartSource,
+    /// Any connection breaks.
+    CutConnection,
+    /// Two hosts do not reach each other.
+    CutHosts,
+    /// Many writes at once.
+    Burst,
+    FlushPrimary,
+    Quiet,
+    /// Whether all is well by now.
+    Look,
+    StopAll,
+    Final,
+}
+
+/// How one replica's server and its agents are.
+#[derive(Clone, Debug)]
+pub(super) struct ReplicaPlan {
+    pub(super) module: bool,
+    pub(super) valkey: bool,
+    pub(super) idle_limit: Duration,
+    pub(super) pace: Duration,
+    /// It is a replica of the primary before its first agent starts.
+    pub(super) follows_before: bool,
+    /// It holds other keys before.
+    pub(super) has_keys: bool,
+    pub(super) stay: bool,
+    pub(super) keep_on_failure: bool,
+    pub(super) retry_for: u64,
+}
+
+/// See the module's text.
+#[derive(Clone, Debug)]
+pub(super) struct Plan {
+    pub(super) backlog: usize,
+    pub(super) output_limit: usize,
+    pub(super) slots: u64,
+    pub(super) pace: Duration,
+    pub(super) write_every: u64,
+    pub(super) source: SourceOptions,
+    pub(super) replicas: Vec<ReplicaPlan>,
+    pub(super) acts: Vec<(Duration, Act)>,
+    pub(super) traps: Vec<Trap>,
+}
+
+/// Something that happens soon after an agent has begun with a job on its server.
+#[derive(Clone, Debug)]
+pub(super) struct Trap {
+    pub(super) server: ServerId,
+    /// The job's name.
+    pub(super) job: &'static str,
+    /// What happens, and how long after.
+    pub(super) acts: Vec<(Duration, Act)>,
+}
+
+/// The jobs at which faults are placed.
+const JOBS: [&str; 9] = [
+    "Prepare",
+    "Follow",
+    "Introduce",
+    "AskOffset",
+    "Settle",
+    "PointAtPrimary",
+    "AskPrimaryLink",
+    "ReturnToLink",
+    "Leave",
+];
+
+pub(super) fn address(id: ServerId) -> Address {
+    Address { host: format!("10.0.0.{}", id.0 + 1), port: 6379 }
+}
+
+impl Plan {
+    /// The plan of a seed.
+    pub(super) fn of(seed: u64) -> Plan {
+        let mut draw = Random::split(seed, 0);
+        let mut chance = |number: u64| draw.below(number) == 0;
+        let beside_second = chance(4);
+        let (eager, retained, small_journal, young) = (chance(3), !chance(4), chance(6), chance(5));
+        let source = SourceOptions {
+            captured: if beside_second { SECOND } else { PRIMARY },
+            announce: address(PRIMARY),
+            eager,
+            room: 8 + draw.below(20),
+            retained,
+            journal: if small_journal { 2000 } else { 100_000 },
+            max_age: Duration::from_secs(if young { 10 } else { 300 }),
+        };
+        let number = 1 + draw.below(3) as usize;
+        let replicas: Vec<ReplicaPlan> = (0..number).map(|_| ReplicaPlan::drawn(&mut draw)).collect();
+        let acts = acts(&mut draw, number);
+        let traps = (0..draw.below(4)).map(|_| Trap::drawn(&mut draw, number)).collect();
+        let slow = draw.below(5) == 0;
+        Plan {
+            backlog: [1500, 6000, 40_000][draw.below(3) as usize],
+            output_limit: if draw.below(5) == 0 { 1500 } else { 1 << 20 },
+            slots: 3 + draw.below(25),
+            pace: Duration::from_millis(if slow { 300 + draw.below(1500) } else { 1 + draw.below(80) }),
+            write_every: 40 + draw.below(200),
+            source,
+            replicas,
+            acts,
+            traps,
+        }
+    }
+}
+
+impl Trap {
+    fn drawn(draw: &mut Random, replicas: usize) -> Trap {
+        let server = ServerId(FIRST_REPLICA + draw.below(replicas as u64) as usize);
+        let job = JOBS[draw.below(JOBS.len() as u64) as usize];
+        let most = if draw.below(3) == 0 { 4000 } else { 50 };
+        let time = Duration::from_millis(draw.below(most));
+        let soon = time + Duration::from_millis(1 + draw.below(3000));
+        let acts = match draw.below(11) {
+            0..=2 => vec![(time, Act::KillAgent(server)), (soon, Act::PointAtPrimary(server))],
+            3 => vec![(time, Act::StopAgent(server))],
+            4 => vec![(time, Act::Promote(server)), (soon, Act::StopAgent(server))],
+            5 => vec![(time, Act::Crash(server)), (soon, Act::StartServer(server))],
+            6 => vec![(time, Act::Restart(PRIMARY)), (soon, Act::StartServer(PRIMARY))],
+            7 | 8 => vec![(time, Act::Crash(PRIMARY)), (soon, Act::StartServer(PRIMARY))],
+            9 => vec![(time, Act::KillSource), (soon, Act::StartSource)],
+            _ => vec![(time, Act::KillClients(server))],
+        };
+        Trap { server, job, acts }
+    }
+}
+
+impl ReplicaPlan {
+    fn drawn(draw: &mut Random) -> ReplicaPlan {
+        let mut chance = |number: u64| draw.below(number) == 0;
+        let (module, valkey, idle, stay, keep) = (chance(3), chance(2), chance(3), chance(3), chance(4));
+        let follows_before = chance(2);
+        let has_keys = chance(4);
+        ReplicaPlan {
+            module,
+            valkey,
+            idle_limit: Duration::from_secs(if idle { 3 + draw.below(4) } else { 0 }),
+            pace: Duration::from_millis(if draw.below(6) == 0 { 400 + draw.below(2000) } else { 1 + draw.below(60) }),
+            follows_before,
+            has_keys,
+            stay,
+            keep_on_failure: keep,
+            retry_for: [5, 30, 120][draw.below(3) as usize],
+        }
+    }
+}
+
+/// What happens during the unrest.
+fn acts(draw: &mut Random, replicas: usize) -> Vec<(Duration, Act)> {
+    let mut acts = vec![];
+    let mut at = |time: Duration, act: Act| acts.push((time, act));
+    let millis = |draw: &mut Random, most: u64| Duration::from_millis(draw.below(most));
+    let source = millis(draw, 3000);
+    at(source, Act::StartSource);
+    for number in 0..replicas {
+        let time = Duration::from_secs(1) + millis(draw, 12_000);
+        at(time, Act::StartAgent(ServerId(FIRST_REPLICA + number)));
+    }
+    let number = draw.below(9);
+    for _ in 0..number {
+        let time = Duration::from_secs(2) + millis(draw, 50_000);
+        let of = ServerId(FIRST_REPLICA + draw.below(replicas as u64) as usize);
+        let soon = time + millis(draw, 6000);
+        match draw.below(26) {
+            0 => at(time, Act::StopAgent(of)),
+            // Stopped, killed or pointed elsewhere at once: what an operator's script does.
+            1 | 2 => {
+                at(time, Act::Promote(of));
+                let end = if draw.below(2) == 0 { Act::StopAgent(of) } else { Act::KillAgent(of) };
+                at(time + millis(draw, 3000), end);
+            }
+            3..=6 => {
+                at(time, Act::KillAgent(of));
+                let next = if draw.below(3) == 0 { Act::StartAgent(of) } else { Act::PointAtPrimary(of) };
+                at(time + millis(draw, 3000), next);
+            }
+            7 => at(time, Act::KillClients(of)),
+            8 => at(time, Act::BreakLane(of)),
+            9 => at(time, Act::Promote(of)),
+            10 => {
+                at(time, if draw.below(2) == 0 { Act::PointAtPrimary(of) } else { Act::PointAtSecond(of) });
+                at(time + millis(draw, 3000), Act::StopAgent(of));
+            }
+            11 => {
+                at(time, Act::Restart(of));
+                at(soon, Act::StartServer(of));
+            }
+            12 => {
+                at(time, Act::Crash(of));
+                at(soon, Act::StartServer(of));
+            }
+            13..=15 => {
+                at(time, Act::Restart(PRIMARY));
+                at(soon, Act::StartServer(PRIMARY));
+            }
+            16 => {
+                at(time, Act::Crash(PRIMARY));
+                at(soon, Act::StartServer(PRIMARY));
+            }
+            17 => at(time, Act::Save(PRIMARY)),
+            18 => {
+                at(time, Act::SwitchRoles);
+                at(soon + millis(draw, 10_000), Act::SwitchBack);
+            }
+            19 => {
+                at(time, Act::Promote(SECOND));
+                at(soon + millis(draw, 10_000), Act::PointAtPrimary(SECOND));
+            }
+            20 => {
+                let end = if draw.below(2) == 0 { Act::StopSource } else { Act::KillSource };
+                at(time, end);
+                at(soon, Act::StartSource);
+            }
+            21 | 22 => at(time, Act::CutConnection),
+            23 => at(time, Act::CutHosts),
+            24 => at(time, Act::Burst),
+            _ => at(time, Act::FlushPrimary),
+        }
+    }
+    acts.push((UNREST, Act::Quiet));
+    acts
+}

@@ -1,0 +1,375 @@
+//! Server: a small model of a Redis or Valkey server, as a primary and as a replica.
+//!
+//! It is a pure state machine: commands, messages and timers go in, [`Effect`]s come out. What it models follows
+//! `replication.c`: replid and second replid, offset, backlog, cached primary, the answers to `PSYNC`, forks, the two
+//! ways to load, restarts and promotions. `docs/testing.md` says what it leaves out, and a test compares it with real
+//! servers.
+//!
+//! The two facts on which faults of agents depend:
+//! - A replica that leaves its primary caches its position. It drops it when it applies another payload, and
+//!   `FLUSHALL`, `FLUSHDB` and a module that removes keys do not touch it.
+//! - A primary that becomes a replica caches its own position.
+
+mod commands;
+mod follow;
+#[cfg(test)]
+pub(super) mod pair;
+mod serve;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+use remora_fabric::sim::Random;
+use remora_redis::ReplId;
+
+pub(super) use self::commands::{Changed, Session};
+use self::follow::Link;
+#[cfg(test)]
+pub(super) use self::serve::Answer;
+pub(super) use self::serve::WINDOW;
+use self::serve::{Fork, Reader};
+use super::oracle::{Content, FLUSH, Oracle};
+use super::wire::{Address, Conn, Effect, Message, ServerId, Timer};
+
+/// How often a server looks after its links and its idle clients.
+pub(super) const CRON: Duration = Duration::from_secs(1);
+
+/// What does not change in a server's life.
+#[derive(Clone, Debug)]
+pub(super) struct Traits {
+    pub(super) id: ServerId,
+    pub(super) address: Address,
+    /// Valkey knows `flush-before-load`, and Redis 7.0 does not.
+    pub(super) valkey: bool,
+    /// It has our module.
+    pub(super) module: bool,
+    pub(super) backlog_bytes: usize,
+    /// `client-output-buffer-limit replica`.
+    pub(super) output_limit: usize,
+    /// `timeout`; zero: idle clients stay.
+    pub(super) idle_limit: Duration,
+    /// `replicaof` in its file.
+    pub(super) follows: Option<Address>,
+    /// How long one slot of a snapshot takes it to write, and to load.
+    pub(super) pace: Duration,
+    /// How many slots a snapshot of it has.
+    pub(super) slots: u64,
+}
+
+/// The part of the stream that is kept for partial resynchronisations.
+#[derive(Clone, Debug)]
+pub(super) struct Backlog {
+    pub(super) first: u64,
+    pub(super) bytes: VecDeque<u8>,
+}
+
+impl Backlog {
+    fn at(offset: u64) -> Backlog {
+        Backlog { first: offset + 1, bytes: VecDeque::new() }
+    }
+
+    fn push(&mut self, bytes: &[u8], limit: usize) {
+        self.bytes.extend(bytes);
+        let excess = self.bytes.len().saturating_sub(limit);
+        self.bytes.drain(..excess);
+        self.first += excess as u64;
+    }
+
+    /// Whether a replica whose next byte is `next` can go on.
+    fn covers(&self, next: u64) -> bool {
+        next >= self.first && next <= self.first + self.bytes.len() as u64
+    }
+
+    fn from(&self, next: u64) -> Vec<u8> {
+        self.bytes.iter().skip((next - self.first) as usize).copied().collect()
+    }
+}
+
+/// An RDB file on the server's disk.
+#[derive(Clone, Copy, Debug)]
+struct Saved {
+    content: Content,
+    /// `repl-id` and `repl-offset`.
+    history: Option<(ReplId, u64)>,
+}
+
+/// What a server needs of the world around it for one step.
+pub(super) struct Step<'a> {
+    pub(super) oracle: &'a mut Oracle,
+    pub(super) effects: Vec<Effect>,
+}
+
+impl Step<'_> {
+    pub(super) fn send(&mut self, conn: Conn, message: Message) {
+        self.effects.push(Effect::Send(conn, message));
+    }
+}
+
+/// See the module's text.
+// Larger than the bound: one server's state, of which each field exists in the servers' sources too.
+pub(super) struct Server {
+    pub(super) traits: Traits,
+    ids: Random,
+    /// Counts the starts of the process.
+    run: u64,
+    pub(super) alive: bool,
+    pub(super) replid: ReplId,
+    /// The second replid, and the first offset that is not in both histories.
+    pub(super) former: Option<(ReplId, u64)>,
+    pub(super) offset: u64,
+    backlog: Option<Backlog>,
+    /// The position that it left its last primary with.
+    cached: Option<(ReplId, u64)>,
+    pub(super) content: Content,
+    /// The beginning of a command of the stream.
+    rest: Vec<u8>,
+    pub(super) follows: Option<Address>,
+    link: Link,
+    attempt: u64,
+    readers: BTreeMap<Conn, Reader>,
+    fork: Option<Fork>,
+    forks: u64,
+    fork_is_due: bool,
+    settings: BTreeMap<String, String>,
+    saved: Option<Saved>,
+    /// How many full copies it has given, and has applied.
+    pub(super) full_copies: (u64, u64),
+}
+
+impl Server {
+    /// A server that was just started, with nothing in it.
+    pub(super) fn start(traits: Traits, seed: u64, step: &mut Step<'_>) -> Server {
+        let mut ids = Random::new(seed);
+        let replid = fresh_id(&mut ids);
+        let mut server = Server {
+            traits,
+            ids,
+            run: 0,
+            alive: false,
+            replid,
+            former: None,
+            offset: 0,
+            backlog: None,
+            cached: None,
+            content: Content::EMPTY,
+            rest: Vec::new(),
+            follows: None,
+            link: Link::Down,
+            attempt: 0,
+            readers: BTreeMap::new(),
+            fork: None,
+            forks: 0,
+            fork_is_due: false,
+            settings: BTreeMap::new(),
+            saved: None,
+            full_copies: (0, 0),
+        };
+        server.restart(step);
+        server
+    }
+
+    // ---- the process ----
+
+    /// `SHUTDOWN SAVE`, or a kill without a word. Every connection of the process ends.
+    pub(super) fn stop(&mut self, saves: bool) {
+        if saves && !self.is_loading() {
+            self.save();
+        }
+        self.alive = false;
+    }
+
+    /// `BGSAVE`.
+    pub(super) fn save(&mut self) {
+        let is_primary = self.follows.is_none();
+        let history = match (is_primary, &self.link) {
+            (true, _) => self.backlog.as_ref().map(|_| (self.replid, self.offset)),
+            (false, Link::Up { .. }) => Some((self.replid, self.offset)),
+            (false, _) => self.cached,
+        };
+        self.saved = Some(Saved { content: self.content, history });
+    }
+
+    /// Starts the process again.
+    pub(super) fn restart(&mut self, step: &mut Step<'_>) {
+        self.run += 1;
+        self.alive = true;
+        self.replid = fresh_id(&mut self.ids);
+        (self.former, self.offset, self.backlog, self.cached) = (None, 0, None, None);
+        (self.readers, self.fork, self.fork_is_due) = (BTreeMap::new(), None, false);
+        self.rest.clear();
+        self.settings = [("repl-diskless-load", "disabled"), ("masterauth", ""), ("masteruser", "")]
+            .map(|(name, value)| (name.to_string(), value.to_string()))
+            .into();
+        self.follows.clone_from(&self.traits.follows);
+        self.link = Link::Down;
+        self.content = self.saved.map_or(Content::EMPTY, |saved| saved.content);
+        if let Some((replid, offset)) = self.saved.and_then(|saved| saved.history) {
+            self.offset = offset;
+            self.backlog = Some(Backlog::at(offset));
+            if self.follows.is_none() {
+                self.former = Some((replid, offset + 1));
+                step.oracle.begin(self.replid, Some((replid, offset)), offset, self.content);
+            } else {
+                self.replid = replid;
+                self.cached = Some((replid, offset));
+            }
+        } else {
+            step.oracle.begin(self.replid, None, 0, self.content);
+        }
+        step.effects.push(Effect::After(CRON, Timer::Cron { run: self.run }));
+        if self.follows.is_some() {
+            self.dial(step);
+        }
+    }
+
+    /// The random name of this run of the process.
+    pub(super) fn run_id(&self) -> String {
+        format!("run{}of{}", self.run, self.traits.id.0)
+    }
+
+    // ---- writes ----
+
+    /// A client writes, if it may.
+    pub(super) fn write(&mut self, command: &[u8], step: &mut Step<'_>) {
+        if !self.alive || self.follows.is_some() || self.is_loading() {
+            return;
+        }
+        self.content = self.content.after(command);
+        if self.backlog.is_none() {
+            // Nothing counts the bytes: a first replica gets a new history.
+            return step.oracle.begin(self.replid, None, self.offset, self.content);
+        }
+        self.offset += command.len() as u64;
+        step.oracle.wrote(self.replid, self.offset, self.content);
+        self.pass_on(command, step);
+    }
+
+    fn flush(&mut self, step: &mut Step<'_>) {
+        self.write(&[8, FLUSH, 0, 0, 0, 0, 0, 0], step);
+    }
+
+    /// Puts bytes of the stream into the backlog, and gives them to the replicas.
+    fn pass_on(&mut self, bytes: &[u8], step: &mut Step<'_>) {
+        if let Some(backlog) = &mut self.backlog {
+            backlog.push(bytes, self.traits.backlog_bytes);
+        }
+        self.feed_readers(bytes, step);
+    }
+
+    // ---- roles ----
+
+    /// `REPLICAOF`; `None`: `NO ONE`.
+    pub(super) fn replicaof(&mut self, to: Option<Address>, step: &mut Step<'_>) {
+        if self.follows == to {
+            return;
+        }
+        let was_primary = self.follows.is_none();
+        self.leave_the_link(step);
+        match to {
+            None => {
+                self.cached = None;
+                self.follows = None;
+                self.shift_id(step);
+            }
+            Some(address) => {
+                self.follows = Some(address);
+                if was_primary {
+                    self.cached = Some((self.replid, self.offset));
+                    self.backlog.get_or_insert_with(|| Backlog::at(self.offset));
+                }
+                self.dial(step);
+            }
+        }
+    }
+
+    /// A new history begins where the present one is.
+    fn shift_id(&mut self, step: &mut Step<'_>) {
+        let before = (self.replid, self.offset);
+        self.former = Some((self.replid, self.offset + 1));
+        self.replid = fresh_id(&mut self.ids);
+        step.oracle.begin(self.replid, Some(before), self.offset, self.content);
+        self.drop_readers(step);
+    }
+
+    // ---- what others see ----
+
+    /// Whether it loads a snapshot and refuses most commands.
+    pub(super) fn is_loading(&self) -> bool {
+        self.link.is_loading()
+    }
+
+    /// Whether it says that its link to its primary is up.
+    pub(super) fn is_up(&self) -> bool {
+        self.alive && self.follows.is_some() && matches!(self.link, Link::Up { .. })
+    }
+
+    /// Whether a snapshot is on its way to it.
+    pub(super) fn is_copying(&self) -> bool {
+        self.link.is_copying()
+    }
+
+    fn keys(&self) -> u64 {
+        if self.content == Content::EMPTY { 0 } else { 5 }
+    }
+
+    // ---- events ----
+
+    /// A message on a connection of this server.
+    pub(super) fn receive(&mut self, conn: Conn, message: Message, step: &mut Step<'_>) {
+        if !self.alive {
+            return;
+        }
+        match message {
+            Message::Psync { history, snapshot_only, .. } => self.asked(conn, history, snapshot_only, step),
+            Message::Ack { .. } => self.acknowledged(conn, step),
+            Message::Room => self.has_room(conn, step),
+            other => self.primary_said(conn, other, step),
+        }
+    }
+
+    /// A connection has ended.
+    pub(super) fn closed(&mut self, conn: Conn, step: &mut Step<'_>) {
+        if !self.alive {
+            return;
+        }
+        if self.readers.remove(&conn).is_some() {
+            self.next_slot(step);
+        } else if self.link.conn() == Some(conn) {
+            self.leave_the_link(step);
+        }
+    }
+
+    /// A time has come.
+    pub(super) fn timer(&mut self, timer: Timer, step: &mut Step<'_>) {
+        if !self.alive {
+            return;
+        }
+        match timer {
+            Timer::Cron { run } if run == self.run => {
+                self.look_after_the_link(step);
+                self.drop_silent(step);
+                step.effects.push(Effect::After(CRON, timer));
+            }
+            Timer::Fork { run } if run == self.run => self.begin_fork(step),
+            Timer::Slot { fork } if self.fork.as_ref().is_some_and(|present| present.number == fork) => {
+                self.slot_is_due(step);
+            }
+            Timer::Loaded { conn } => self.loaded(conn, step),
+            Timer::Cron { .. } | Timer::Fork { .. } | Timer::Slot { .. } => {}
+        }
+    }
+}
+
+fn fresh_id(ids: &mut Random) -> ReplId {
+    let mut text = String::new();
+    while text.len() < 40 {
+        text.push_str(&format!("{:016x}", ids.next()));
+    }
+    text.truncate(40);
+    match text.parse() {
+        Ok(id) => id,
+        Err(error) => unreachable!("{error}"),
+    }
+}

@@ -1,0 +1,577 @@
+//! Source agent: the real machine of a source, and actors in the place of its captures.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+use remora_fabric::TransportKind;
+use remora_protocol::{Announce, Message as Said, Offer, Outcome, RefusalCode, TableOffer};
+use remora_redis::ReplId;
+use remora_redis::info::Info;
+
+use super::memory::{Journal, Snapshot};
+use super::wire::{Address, Conn, End, Host, Message, ServerId};
+use super::world::{Event, World, shown};
+use crate::backoff::Backoff;
+use crate::server::Facts;
+use crate::source::answers::{hand_off_answer, not_covered, plan_of};
+use crate::source::capture::psync_link::is_same_history;
+use crate::source::capture::{CaptureError, CaptureEvent};
+use crate::source::gauge::Reading;
+use crate::source::machine::{Action, Event as Input, Format, Machine, Report, Resume, Rules, Session};
+
+/// How often the machine is given the time: half as often as in the product, for twice the schedules.
+const TICK: Duration = Duration::from_millis(100);
+
+/// How long a broken stream is resumed, as in the product.
+const RESUME_LIMIT: Duration = Duration::from_secs(60);
+
+/// How a source was started.
+#[derive(Clone, Debug)]
+pub(super) struct SourceOptions {
+    pub(super) captured: ServerId,
+    pub(super) announce: Address,
+    pub(super) eager: bool,
+    /// Slots that its memory holds, and whether it promises that they stay.
+    pub(super) room: u64,
+    pub(super) retained: bool,
+    pub(super) journal: usize,
+    pub(super) max_age: Duration,
+}
+
+struct Peer {
+    conn: Conn,
+    done: bool,
+}
+
+/// Where a capture is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    Connecting,
+    Asked,
+    Snapshot,
+    Following,
+    /// The stream broke: the next attempt to resume it is due, or is being made.
+    Pausing,
+    Resuming,
+}
+
+struct Capture {
+    generation: u64,
+    with_stream: bool,
+    stage: Stage,
+    conn: Option<Conn>,
+    /// Slots for which the table has no room.
+    waiting: VecDeque<u64>,
+    whole: bool,
+    replid: Option<ReplId>,
+    backoff: Backoff,
+    broke: Duration,
+}
+
+/// See the module's text.
+pub(super) struct SourceAgent {
+    pub(super) index: usize,
+    pub(super) options: SourceOptions,
+    pub(super) is_running: bool,
+    machine: Machine,
+    sessions: BTreeMap<Session, Peer>,
+    facts: Facts,
+    captures: BTreeMap<u64, Capture>,
+    next_number: u64,
+    reading: Reading,
+    retained: bool,
+    journal: Option<u64>,
+}
+
+impl SourceAgent {
+    pub(super) fn start(world: &mut World, index: usize, options: SourceOptions) -> SourceAgent {
+        let rules = Rules { max_age: options.max_age, max_replicas: 8, stall_limit: Duration::from_secs(20) };
+        let backoff = Backoff::seeded(world.draw.next());
+        let first_generation = (index as u64 + 1) * 1000;
+        let machine = Machine::new(world.instant(), rules, backoff, first_generation, options.eager);
+        let facts = facts(world, options.captured);
+        world.after(TICK, Event::Source(index, 0));
+        let retained = options.retained;
+        SourceAgent {
+            index,
+            options,
+            is_running: true,
+            machine,
+            sessions: BTreeMap::new(),
+            facts,
+            captures: BTreeMap::new(),
+            next_number: 1,
+            reading: Reading::default(),
+            retained,
+            journal: None,
+        }
+    }
+
+    /// Ends the agent: by a signal, or killed.
+    pub(super) fn stop(&mut self, world: &mut World, killed: bool) {
+        if !self.is_running {
+            return;
+        }
+        if !killed {
+            let conns: Vec<Conn> = self.sessions.values().map(|peer| peer.conn).collect();
+            for conn in conns {
+                let text = "the source is being stopped".to_string();
+                self.say_on(world, conn, Said::Refused { code: RefusalCode::Stopping, text });
+            }
+        }
+        self.is_running = false;
+        world.end_all(End::Source(self.index));
+        let jobs: Vec<u64> = self.captures.keys().copied().collect();
+        jobs.into_iter().for_each(|job| world.end_all(End::Capture(self.index, job)));
+        self.captures.clear();
+        world.memories.revoke_all(self.index);
+    }
+
+    // ---- sessions ----
+
+    pub(super) fn accept(&mut self, conn: Conn) {
+        self.next_number += 1;
+        self.sessions.insert(self.next_number, Peer { conn, done: false });
+    }
+
+    fn session_of(&self, conn: Conn) -> Option<Session> {
+        self.sessions.iter().find(|(_, peer)| peer.conn == conn).map(|(&session, _)| session)
+    }
+
+    fn say_on(&self, world: &mut World, conn: Conn, message: Said) {
+        world.send(conn, End::Source(self.index), Message::Agents(Box::new(message)));
+    }
+
+    fn say(&self, world: &mut World, session: Session, message: Said) {
+        if let Some(peer) = self.sessions.get(&session) {
+            self.say_on(world, peer.conn, message);
+        }
+    }
+
+    pub(super) fn said(&mut self, world: &mut World, conn: Conn, message: Said) {
+        let Some(session) = self.session_of(conn) else { return };
+        let event = match message {
+            Said::Join(join) if join.plan_only => {
+                if self.reaches_the_server(world) {
+                    self.facts = facts(world, self.options.captured);
+                }
+                let plan = self.plan();
+                return self.say(world, session, Said::Offer(plan));
+            }
+            Said::Join(join) => {
+                let resume = join.resume.map(|resume| Resume {
+                    generation: resume.generation,
+                    held_slots: resume.held_slots,
+                    loaded: resume.loaded.then_some((resume.replid, resume.next_byte)),
+                });
+                let (name, address) = (join.name, String::new());
+                Input::Joined { session, name, address, resume, reads: Format::Shared }
+            }
+            Said::Progress(progress) => {
+                if self.machine.status().offered(session) != Some(progress.generation) {
+                    return;
+                }
+                let at = Report {
+                    phase: progress.phase,
+                    transport: progress.transport,
+                    slots_below: progress.slots_below,
+                    slots_held: progress.slots_held,
+                    bytes: progress.bytes,
+                    applied_offset: progress.applied_offset,
+                };
+                Input::Progress { session, at }
+            }
+            Said::HandOffQuery { offset, .. } => {
+                let answer = if self.reaches_the_server(world) {
+                    let facts = facts(world, self.options.captured);
+                    hand_off_answer(&facts, self.machine.status().history_of(session), offset, 0)
+                } else {
+                    not_covered("the primary does not answer".into())
+                };
+                return self.say(world, session, answer);
+            }
+            Said::Leave { outcome, .. } => {
+                if let Some(peer) = self.sessions.get_mut(&session) {
+                    peer.done = true;
+                }
+                Input::Gone { session, done: outcome == Outcome::HandedOver }
+            }
+            _ => return,
+        };
+        self.apply(world, event);
+    }
+
+    pub(super) fn left(&mut self, world: &mut World, conn: Conn) {
+        let Some(session) = self.session_of(conn) else { return };
+        let done = self.sessions.remove(&session).is_some_and(|peer| peer.done);
+        if !done {
+            self.apply(world, Input::Gone { session, done: false });
+        }
+    }
+
+    fn reaches_the_server(&self, world: &World) -> bool {
+        let id = self.options.captured;
+        world.server(id).alive && world.cut_until(Host::Source, Host::Server(id)).is_none()
+    }
+
+    fn plan(&self) -> Offer {
+        let Address { host, port } = self.options.announce.clone();
+        let primary = Announce { host, port, tls: false, source_sees_as: String::new() };
+        plan_of(&self.facts, primary, 0)
+    }
+
+    // ---- the machine ----
+
+    fn apply(&mut self, world: &mut World, event: Input) {
+        if !matches!(event, Input::Progress { .. }) {
+            world.log(|| format!("source {}: {}", self.index, shown(&event)));
+        }
+        let (now, reading) = (world.instant(), self.reading());
+        let reading = self.with_tables(world, reading);
+        for action in self.machine.apply(now, reading, event) {
+            world.log(|| format!("source {}:     {action:?}", self.index));
+            self.perform(world, action);
+        }
+    }
+
+    fn reading(&self) -> Reading {
+        self.reading
+    }
+
+    fn with_tables(&mut self, world: &World, mut reading: Reading) -> Reading {
+        if let Some(generation) = self.machine.status().generation()
+            && let Some(snapshot) = world.memories.snapshots.get(&(self.index, generation))
+        {
+            (reading.published, reading.retired) = (snapshot.published(), snapshot.retired);
+        }
+        if let Some(journal) =
+            self.journal.and_then(|generation| world.memories.journals.get(&(self.index, generation)))
+        {
+            (reading.journal_first, reading.journal_end) = (journal.first, journal.end());
+        }
+        self.reading = reading;
+        reading
+    }
+
+    fn perform(&mut self, world: &mut World, action: Action) {
+        let index = self.index;
+        match action {
+            Action::Capture { generation, with_stream, .. } => self.capture(world, generation, with_stream),
+            Action::Offer { session } => self.offer(world, session),
+            Action::Wait { session, cause, text } => self.say(world, session, Said::Waiting { cause, text }),
+            Action::Drop { session, code, text } => {
+                self.say(world, session, Said::Refused { code, text });
+                if let Some(peer) = self.sessions.get_mut(&session) {
+                    peer.done = true;
+                }
+            }
+            Action::GenerationGone { session, generation, text } => {
+                self.say(world, session, Said::GenerationGone { generation, text });
+            }
+            Action::RevokeSnapshot { generation } => {
+                world.memories.snapshots.remove(&(index, generation));
+            }
+            Action::EndStream { generation } => {
+                world.memories.journals.remove(&(index, generation));
+                self.end_captures(world, |capture| capture.with_stream);
+                self.journal = None;
+            }
+            Action::StopCapture { generation } => self.end_captures(world, |capture| capture.generation == generation),
+            Action::AllowRetiring { below } => {
+                if let Some(generation) = self.machine.status().generation() {
+                    if let Some(snapshot) = world.memories.snapshots.get_mut(&(index, generation)) {
+                        snapshot.retire(below);
+                    }
+                    self.fill(world, generation);
+                }
+            }
+        }
+    }
+
+    fn end_captures(&mut self, world: &mut World, which: impl Fn(&Capture) -> bool) {
+        let ended: Vec<u64> = self.captures.iter().filter(|(_, capture)| which(capture)).map(|(&job, _)| job).collect();
+        for job in ended {
+            self.captures.remove(&job);
+            world.end_all(End::Capture(self.index, job));
+        }
+    }
+
+    fn offer(&self, world: &mut World, session: Session) {
+        let (Some(snapshot), Some(stream)) = (self.machine.status().snapshot, self.machine.status().stream) else {
+            return;
+        };
+        let Some(origin) = snapshot.origin() else { return };
+        let table = |origin: remora_table::Origin| TableOffer {
+            generation: origin.generation,
+            first_offset: origin.offset,
+            slot_size: 4096,
+            slots: 8,
+            retained: self.retained,
+            keys: Vec::new(),
+        };
+        let offer = Offer {
+            generation: origin.generation,
+            replid: Some(origin.history),
+            offset: origin.offset,
+            snapshot: table(origin),
+            journal: table(stream),
+            ..self.plan()
+        };
+        self.say(world, session, Said::Offer(offer));
+    }
+
+    // ---- captures ----
+
+    fn capture(&mut self, world: &mut World, generation: u64, with_stream: bool) {
+        self.next_number += 1;
+        let capture = Capture {
+            generation,
+            with_stream,
+            stage: Stage::Connecting,
+            conn: None,
+            waiting: VecDeque::new(),
+            whole: false,
+            replid: None,
+            backoff: Backoff::seeded(world.draw.next()),
+            broke: Duration::ZERO,
+        };
+        self.captures.insert(self.next_number, capture);
+        self.dial(world, self.next_number);
+    }
+
+    fn dial(&self, world: &mut World, job: u64) {
+        let to = world.server(self.options.captured).traits.address.clone();
+        world.dial(End::Capture(self.index, job), to, job);
+    }
+
+    /// The connection of a capture is there, or could not be made.
+    pub(super) fn dialed(&mut self, world: &mut World, job: u64, conn: Option<Conn>) {
+        let me = End::Capture(self.index, job);
+        let Some(capture) = self.captures.get_mut(&job) else {
+            return conn.into_iter().for_each(|conn| world.close(conn, me));
+        };
+        let Some(conn) = conn else { return self.broke(world, job, "no connection") };
+        capture.conn = Some(conn);
+        let history = match (capture.stage, capture.replid) {
+            (Stage::Resuming, Some(replid)) => {
+                let journal = world.memories.journals.get(&(self.index, capture.generation));
+                journal.map(|journal| (replid, journal.end() + 1))
+            }
+            _ => None,
+        };
+        if capture.stage == Stage::Connecting {
+            capture.stage = Stage::Asked;
+        }
+        let snapshot_only = !capture.with_stream;
+        world.send(conn, me, Message::Psync { history, login: String::new(), snapshot_only });
+    }
+
+    fn event(&mut self, world: &mut World, event: CaptureEvent) {
+        match &event {
+            CaptureEvent::Started { .. } | CaptureEvent::HistoryChanged { .. } if self.reaches_the_server(world) => {
+                self.facts = facts(world, self.options.captured);
+            }
+            CaptureEvent::Failed { error: CaptureError::Outgrown, .. } => self.retained = false,
+            _ => {}
+        }
+        world.count(&format!("capture: {}", name(&event)));
+        self.apply(world, Input::Capture(event));
+    }
+
+    /// A capture ends with this error.
+    fn fail(&mut self, world: &mut World, job: u64, error: CaptureError) {
+        let Some(capture) = self.captures.remove(&job) else { return };
+        world.end_all(End::Capture(self.index, job));
+        let generation = capture.generation;
+        let event = match (capture.stage, error) {
+            (Stage::Following | Stage::Pausing | Stage::Resuming, CaptureError::HistoryChanged { from, to, at }) => {
+                CaptureEvent::HistoryChanged { generation, from, to, at }
+            }
+            (Stage::Following | Stage::Pausing | Stage::Resuming, error) => {
+                CaptureEvent::StreamLost { text: error.to_string() }
+            }
+            (_, error) => CaptureEvent::Failed { generation, error },
+        };
+        self.event(world, event);
+    }
+
+    /// The connection of a capture broke, or could not be made.
+    fn broke(&mut self, world: &mut World, job: u64, cause: &str) {
+        let now = world.now;
+        let Some(capture) = self.captures.get_mut(&job) else { return };
+        capture.conn = None;
+        match capture.stage {
+            Stage::Following => {
+                capture.broke = now;
+                capture.stage = Stage::Resuming;
+                self.dial(world, job);
+            }
+            Stage::Resuming if now < capture.broke + RESUME_LIMIT => {
+                capture.stage = Stage::Pausing;
+                let pause = capture.backoff.next();
+                world.after(pause, Event::Source(self.index, job));
+            }
+            _ => self.fail(world, job, CaptureError::Link { during: "snapshot", cause: cause.to_string() }),
+        }
+    }
+
+    pub(super) fn closed(&mut self, world: &mut World, job: u64, conn: Conn) {
+        if self.captures.get(&job).is_some_and(|capture| capture.conn == Some(conn)) {
+            let whole = self.captures.get(&job).is_some_and(|capture| capture.whole);
+            // The server closes the connection behind a snapshot without a stream.
+            if !whole || self.captures.get(&job).is_some_and(|capture| capture.with_stream) {
+                self.broke(world, job, "closed");
+            }
+        }
+    }
+
+    pub(super) fn receive(&mut self, world: &mut World, job: u64, conn: Conn, message: Message) {
+        let key = |generation| (self.index, generation);
+        let Some(capture) = self.captures.get_mut(&job).filter(|capture| capture.conn == Some(conn)) else { return };
+        let generation = capture.generation;
+        match message {
+            Message::FullResync { .. } if capture.stage == Stage::Resuming => {
+                self.fail(world, job, CaptureError::HistoryGone);
+            }
+            Message::FullResync { replid, offset } => {
+                (capture.stage, capture.replid) = (Stage::Snapshot, Some(replid));
+                let with_stream = capture.with_stream;
+                let room = if self.retained { self.options.room * 4 } else { self.options.room };
+                world.memories.snapshots.insert(key(generation), Snapshot::new(room));
+                self.reading = Reading { published: 0, retired: 0, writer_waits: 0, ..self.reading };
+                if with_stream {
+                    let journal = Journal::new(offset + 1, self.options.journal);
+                    world.memories.journals.insert(key(generation), journal);
+                    self.journal = Some(generation);
+                }
+                self.event(world, CaptureEvent::Started { generation, replid, offset });
+            }
+            Message::Slot(slot) => {
+                capture.waiting.push_back(slot);
+                self.fill(world, generation);
+            }
+            Message::End => {
+                capture.whole = true;
+                self.fill(world, generation);
+            }
+            Message::Continue { replid } if capture.stage == Stage::Resuming => {
+                let Some(asked) = capture.replid else { return };
+                let at = world.memories.journals.get(&key(generation)).map_or(0, Journal::end);
+                match is_same_history(asked, replid, at) {
+                    Ok(()) => {
+                        capture.stage = Stage::Following;
+                        capture.backoff.reset();
+                        self.event(world, CaptureEvent::StreamResumed);
+                    }
+                    Err(error) => self.fail(world, job, error),
+                }
+            }
+            Message::Stream(bytes) => {
+                if let Some(journal) = world.memories.journals.get_mut(&key(generation)) {
+                    journal.append(&bytes);
+                }
+            }
+            Message::Later => {
+                world.close(conn, End::Capture(self.index, job));
+                self.broke(world, job, "not now");
+            }
+            _ => {}
+        }
+    }
+
+    /// Writes slots that have come into the table, as far as it has room.
+    fn fill(&mut self, world: &mut World, generation: u64) {
+        let index = self.index;
+        let running = self.captures.iter_mut();
+        let Some((&job, capture)) = running
+            .into_iter()
+            .find(|(_, capture)| capture.generation == generation && capture.stage == Stage::Snapshot)
+        else {
+            return;
+        };
+        let Some(snapshot) = world.memories.snapshots.get_mut(&(index, generation)) else { return };
+        let mut took = 0;
+        while let Some(&slot) = capture.waiting.front() {
+            if snapshot.is_full() {
+                if self.retained {
+                    return self.fail(world, job, CaptureError::Outgrown);
+                }
+                self.reading.writer_waits += 1;
+                break;
+            }
+            snapshot.push(slot);
+            capture.waiting.pop_front();
+            took += 1;
+        }
+        let is_done = capture.whole && capture.waiting.is_empty();
+        let (conn, with_stream) = (capture.conn, capture.with_stream);
+        if is_done {
+            snapshot.end = Some(snapshot.published());
+            capture.stage = Stage::Following;
+        }
+        if let Some(conn) = conn {
+            for _ in 0..took {
+                world.send(conn, End::Capture(index, job), Message::Room);
+            }
+        }
+        if !is_done {
+            return;
+        }
+        match (conn, with_stream) {
+            (Some(conn), true) => world.send(conn, End::Capture(index, job), Message::Ack { offset: 0 }),
+            _ => {
+                self.captures.remove(&job);
+                world.end_all(End::Capture(index, job));
+            }
+        }
+        let bytes = world.memories.snapshots.get(&(index, generation)).map_or(0, Snapshot::published);
+        self.event(world, CaptureEvent::Completed { generation, bytes });
+    }
+
+    // ---- time ----
+
+    pub(super) fn wake(&mut self, world: &mut World, number: u64) {
+        if !self.is_running {
+            return;
+        }
+        if number == 0 {
+            self.tick(world);
+            return world.after(TICK, Event::Source(self.index, 0));
+        }
+        if let Some(capture) = self.captures.get_mut(&number)
+            && capture.stage == Stage::Pausing
+        {
+            capture.stage = Stage::Resuming;
+            self.dial(world, number);
+        }
+    }
+
+    fn tick(&mut self, world: &mut World) {
+        let reading = self.with_tables(world, self.reading);
+        let now = world.instant();
+        for action in self.machine.apply(now, reading, Input::Tick) {
+            world.log(|| format!("source {}:     {action:?}", self.index));
+            self.perform(world, action);
+        }
+    }
+}
+
+/// What a server says of itself.
+fn facts(world: &World, id: ServerId) -> Facts {
+    Facts::from_info(&Info::parse(world.server(id).info().as_bytes()))
+}
+
+/// How replicas read in this world.
+pub(super) const TRANSPORT: TransportKind = TransportKind::Tcp;
+
+fn name(event: &CaptureEvent) -> &'static str {
+    match event {
+        CaptureEvent::Started { .. } => "started",
+        CaptureEvent::Completed { .. } => "completed",
+        CaptureEvent::ModuleFailed => "module failed",
+        CaptureEvent::Failed { .. } => "failed",
+        CaptureEvent::StreamResumed => "stream resumed",
+        CaptureEvent::HistoryChanged { .. } => "history changed",
+        CaptureEvent::StreamLost { .. } => "stream lost",
+    }
+}

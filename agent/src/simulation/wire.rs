@@ -1,0 +1,110 @@
+//! Wire: names of things in the simulated world, and the messages on its connections.
+
+use std::time::Duration;
+
+use remora_redis::ReplId;
+
+/// A server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct ServerId(pub(super) usize);
+
+/// A connection. Numbers are never used twice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Conn(pub(super) u64);
+
+/// A host and a port.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Address {
+    pub(super) host: String,
+    pub(super) port: u16,
+}
+
+impl std::fmt::Display for Address {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}:{}", self.host, self.port)
+    }
+}
+
+/// What is said on a connection: between two servers, or a server and an agent in the place of one, and between agents.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Message {
+    /// `PSYNC`. `history`: the replid, and the offset of the next byte wanted. `login`: the password that came before.
+    /// `snapshot_only`: no stream follows.
+    Psync { history: Option<(ReplId, u64)>, login: String, snapshot_only: bool },
+    /// `REPLCONF ACK`.
+    Ack { offset: u64 },
+    /// The reader has room for another slot: stands for the window of TCP.
+    Room,
+    /// `+FULLRESYNC`.
+    FullResync { replid: ReplId, offset: u64 },
+    /// A part of a snapshot.
+    Slot(u64),
+    /// The mark behind a snapshot.
+    End,
+    /// `+CONTINUE`.
+    Continue { replid: ReplId },
+    /// `-NOMASTERLINK` or `-LOADING`.
+    Later,
+    /// Bytes of the stream.
+    Stream(Vec<u8>),
+    /// What agents say to each other.
+    Agents(Box<remora_protocol::Message>),
+}
+
+/// What a server wants done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Effect {
+    Send(Conn, Message),
+    Close(Conn),
+    /// Connect to this address, and report the connection or its failure to this attempt.
+    Dial {
+        to: Address,
+        attempt: u64,
+    },
+    After(Duration, Timer),
+    /// The server answers no command for this time.
+    Block(Duration),
+}
+
+/// What a server waits for. Each names what it is for, so that one that is out of date has no effect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Timer {
+    /// Once a second.
+    Cron { run: u64 },
+    /// The fork for the replicas that wait.
+    Fork { run: u64 },
+    /// The next slot of a snapshot.
+    Slot { fork: u64 },
+    /// The snapshot has been loaded.
+    Loaded { conn: Conn },
+}
+
+/// An end of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum End {
+    Server(ServerId),
+    /// The link on which a replica agent plays the primary of this server.
+    Link(usize, ServerId),
+    /// A replica agent's session with the source.
+    Replica(usize, ServerId),
+    /// The source's end of such sessions.
+    Source(usize),
+    /// A capture of a source.
+    Capture(usize, u64),
+}
+
+/// A host. Each server has one, together with the replica agents beside it; the sources share one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Host {
+    Server(ServerId),
+    Source,
+}
+
+impl End {
+    pub(super) fn host(self) -> Host {
+        match self {
+            End::Server(server) | End::Link(_, server) | End::Replica(_, server) => Host::Server(server),
+            End::Source(_) | End::Capture(..) => Host::Source,
+        }
+    }
+}

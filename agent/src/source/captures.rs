@@ -1,0 +1,79 @@
+//! Captures, as the source's loop starts them, and what it does about their events.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+use remora_fabric::RegionId;
+
+use super::Source;
+use super::capture::{CaptureError, CaptureEvent, Plan};
+use super::machine::Format;
+use super::tables::{JOURNAL_REGION, SNAPSHOT_REGION};
+use crate::exit::Failure;
+use crate::units::Size;
+
+impl Source {
+    pub(super) fn start_capture(&mut self, generation: u64, with_stream: bool) -> Result<(), Failure> {
+        let own_format = self.machine.status().snapshot.is_some_and(|snapshot| snapshot.format == Format::Own);
+        let (exports, memory) = (self.exports.clone(), self.tables.snapshot.0.clone());
+        let plan = Plan {
+            generation,
+            server: self.server.clone(),
+            reader_version: self.facts.own_format().filter(|_| own_format).map(|version| version.to_string()),
+            snapshot: self.tables.snapshot.clone(),
+            retained: self.tables.retained,
+            prepare: Arc::new(move || exports.prepare(&memory)),
+            journal: with_stream.then(|| self.tables.journal.clone()),
+            module: self.module_rules.clone(),
+            module_failed_lately: self.method_history.module_failed_lately(Instant::now()),
+            gauge: self.gauge.clone(),
+            events: self.captured.clone(),
+            stop: Arc::new(AtomicBool::new(false)),
+            runtime: tokio::runtime::Handle::current(),
+        };
+        tracing::info!(generation, with_stream, "requesting a snapshot from the server");
+        self.threads.start(plan)
+    }
+
+    /// Logs a capture's event, and exports the tables when a snapshot begins. Called before the machine gets the event.
+    pub(super) fn capture_says(&mut self, event: &CaptureEvent) -> Result<(), Failure> {
+        match event {
+            CaptureEvent::Started { generation, replid, offset } => {
+                tracing::info!(generation, %replid, offset, "snapshot started");
+                let follows = self.threads.follows_stream(*generation);
+                self.export(*generation, SNAPSHOT_REGION)?;
+                if follows {
+                    self.export(*generation, JOURNAL_REGION)?;
+                }
+                self.learn();
+            }
+            CaptureEvent::Completed { generation, bytes } => {
+                let seconds = self.gauge.began().map_or(0.0, |began| began.elapsed().as_secs_f64());
+                let rate = Size::bytes((*bytes as f64 / seconds.max(1e-9)) as u64);
+                tracing::info!(generation, size = %Size::bytes(*bytes), method = %self.gauge.method(), "snapshot completed in {seconds:.3} s ({rate}/s)");
+            }
+            CaptureEvent::ModuleFailed => self.method_history.module_failed(Instant::now()),
+            CaptureEvent::Failed { generation, error } => {
+                self.tables.outgrown |= matches!(error, CaptureError::Outgrown);
+                tracing::warn!(generation, %error, "snapshot failed");
+            }
+            CaptureEvent::StreamResumed => tracing::info!("replication stream resumed"),
+            CaptureEvent::HistoryChanged { generation, from, to, at } => {
+                tracing::warn!(
+                    generation, old = %from, new = %to, offset = at,
+                    "the server's replication history changed (a promotion, a failover or a restart): the stream of the old history \
+                     ends at this offset; replicas that have loaded are handed over to the primary, the others get a new snapshot"
+                );
+                self.learn();
+            }
+            CaptureEvent::StreamLost { text } => tracing::warn!(%text, "replication stream lost"),
+        }
+        Ok(())
+    }
+
+    fn export(&self, generation: u64, region: u32) -> Result<(), Failure> {
+        let exported = self.exports.export(RegionId { generation, region }, self.tables.memory(region));
+        exported.map_err(|error| Failure::local(format!("cannot export a table over any transport: {error}")))
+    }
+}

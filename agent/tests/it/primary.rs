@@ -1,0 +1,159 @@
+//! What the primary sees of a source: a replica that acknowledges nothing, and that may be slower than its limits
+//! allow.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+
+use remora_lab::server::{Builder, wait_until};
+use remora_lab::{Kind, Server, assert_same_data, require};
+
+use crate::kit::{LONG, Source, ends, fill, number, primary, says, syncs};
+
+/// Waits until the primary has one replica, to which it sends its stream, and returns the line that describes it.
+fn online(primary: &Server) -> String {
+    wait_until("the primary to send the source its stream", LONG, || {
+        let line = primary.fact("slave0").unwrap_or_default();
+        Ok(if line.contains("state=online") { Ok(line) } else { Err(line) })
+    })
+    .unwrap()
+}
+
+/// Makes the primary write a replication stream, which it does from its first replica on. The writes of a primary that
+/// never had one are at offset 0, which every replica has acknowledged.
+fn give_a_backlog(primary: &Server) {
+    let first = Server::start(primary.kind()).unwrap();
+    first.replicate(primary).unwrap();
+    first.wait_for_link(LONG).unwrap();
+    drop(first);
+    wait_until("the primary to have no replica", LONG, || {
+        let left = primary.fact("connected_slaves")?;
+        Ok(if left == "0" { Ok(()) } else { Err(left) })
+    })
+    .unwrap();
+}
+
+/// `WAIT` counts a replica whose last acknowledged offset is at least that of the client's last write. A source that
+/// acknowledges the offset of its snapshot is counted for the writes before the snapshot, although it keeps them in
+/// memory only and cannot be promoted. So it acknowledges offset 0.
+fn wait_never_counts_a_source(builder: Builder) {
+    // A primary drops a replica that has acknowledged nothing for `repl-timeout`. A PING every second moves the offset.
+    let primary = builder.config("repl-timeout", 4).config("repl-ping-replica-period", 1).start().unwrap();
+    let mut client = primary.client().unwrap();
+    give_a_backlog(&primary);
+    client.ok(&["SET", "before", "the snapshot"]).unwrap();
+    assert!(number(&primary, "master_repl_offset") > 0);
+    let mut source = Source::start(&primary, &["--memory", "16MiB", "--eager"]);
+    source.wait_for_snapshot();
+    online(&primary);
+    assert_eq!(client.int(&["WAIT", "1", "1000"]).unwrap(), 0, "counted for a write before the snapshot");
+    client.ok(&["SET", "after", "the snapshot"]).unwrap();
+    assert_eq!(client.int(&["WAIT", "1", "1000"]).unwrap(), 0, "counted for a write after the snapshot");
+
+    // A source that resumes its stream acknowledges nothing either.
+    client.call(&["CLIENT", "KILL", "TYPE", "replica"]).unwrap();
+    source.agent.wait_for_line("replication stream resumed", LONG).unwrap();
+    online(&primary);
+    assert_eq!(client.int(&["WAIT", "1", "6000"]).unwrap(), 0, "counted after the stream was resumed");
+
+    // Those six seconds were longer than `repl-timeout`: the acknowledgements keep the connection alive.
+    assert!(online(&primary).contains("offset=0,"), "{}", online(&primary));
+    assert_eq!(source.agent.output().matches("the stream broke").count(), 1, "{}", source.agent.output());
+
+    // A server that was handed over counts.
+    let replica = Server::start(primary.kind()).unwrap();
+    source.replicate(&replica, &[]);
+    assert_same_data(&primary, &replica);
+    assert_eq!(client.int(&["WAIT", "1", "10000"]).unwrap(), 1, "the replica is counted");
+}
+
+#[test]
+fn wait_on_redis_never_counts_a_source() {
+    let Some(kind) = require::redis() else { return };
+    wait_never_counts_a_source(primary(kind));
+}
+
+#[test]
+fn wait_on_valkey_never_counts_a_source() {
+    let Some(kind) = require::valkey() else { return };
+    wait_never_counts_a_source(primary(kind));
+}
+
+#[test]
+fn wait_on_a_valkey_that_offers_two_channels_never_counts_a_source() {
+    let Some(kind) = require::valkey() else { return };
+    wait_never_counts_a_source(primary(kind).config("dual-channel-replication-enabled", "yes"));
+}
+
+/// Writes the same large value again and again, until dropped.
+struct Flood {
+    over: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Flood {
+    fn start(primary: &Server) -> Flood {
+        let over = Arc::new(AtomicBool::new(false));
+        let (mut client, stop) = (primary.client().unwrap(), over.clone());
+        let thread = thread::spawn(move || {
+            let value = "x".repeat(256 << 10);
+            while !stop.load(Ordering::Relaxed) {
+                client.ok(&["SET", "flood", &value]).unwrap();
+            }
+        });
+        Flood { over, thread: Some(thread) }
+    }
+}
+
+impl Drop for Flood {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::Relaxed);
+        self.thread.take().unwrap().join().unwrap();
+    }
+}
+
+/// The primary holds the stream back for a windowed capture, in the output buffer of its connection. No attempt can
+/// succeed under these writes, and each one forks.
+fn an_output_buffer_that_is_too_small_is_named_and_not_met_without_end(kind: Kind) {
+    let limited =
+        primary(kind).config("client-output-buffer-limit", "replica 8mb 0 0").config("repl-backlog-size", "1mb");
+    let primary = limited.start().unwrap();
+    fill(&primary, 48, 1);
+    let server = Server::start(kind).unwrap();
+    let source = Source::start(&primary, &["--memory", "16MiB", "--slot-size", "64KiB"]);
+    let flood = Flood::start(&primary);
+
+    // The plan says it before anything is touched.
+    let mut plan = source.replica(&server, &["--dry-run"]);
+    let planned = ends(&mut plan, 0);
+    says(
+        &planned,
+        &["does not fit in the source's memory", "client-output-buffer-limit for replicas is 8 MiB", "raise the limit"],
+    );
+    assert_eq!(syncs(&primary).0, 0);
+
+    let slow = ["--download-limit", "2MiB", "--transport", "tcp", "--retry-for", "5s"];
+    let mut agent = source.replica(&server, &slow);
+    let failed = ends(&mut agent, 5);
+    drop(flood);
+    says(&failed, &["snapshots in a row failed", "client-output-buffer-limit for replicas is 8 MiB"]);
+    says(&source.agent.output(), &["snapshot failed", "held back", "client-output-buffer-limit for replicas is 8 MiB"]);
+    let forks = syncs(&primary).0;
+    assert!((2..=6).contains(&forks), "{forks} forks");
+    let status = source.status();
+    assert_eq!(status["totals"]["snapshots_failed"].as_u64(), Some(forks));
+    assert!(status["last_failure"].as_str().unwrap().contains("client-output-buffer-limit"), "{status}");
+    says(&source.drawn_status(), &[&format!("{forks} snapshots failed"), "client-output-buffer-limit"]);
+}
+
+#[test]
+fn an_output_buffer_of_redis_that_is_too_small_is_named_and_not_met_without_end() {
+    let Some(kind) = require::redis() else { return };
+    an_output_buffer_that_is_too_small_is_named_and_not_met_without_end(kind);
+}
+
+#[test]
+fn an_output_buffer_of_valkey_that_is_too_small_is_named_and_not_met_without_end() {
+    let Some(kind) = require::valkey() else { return };
+    an_output_buffer_that_is_too_small_is_named_and_not_met_without_end(kind);
+}
