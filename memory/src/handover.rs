@@ -154,8 +154,8 @@ pub fn take(address: &str, secret: &str, within: Duration) -> Result<Vec<OwnedFd
     }
 }
 
-/// Checks that a descriptor is a memfd without huge pages. If the system has no huge page left for a hole, the access to
-/// it kills the process by SIGBUS.
+/// Checks that a descriptor is a memfd without huge pages. If the system has no huge page left for a hole, the access
+/// to it kills the process by SIGBUS.
 fn check(descriptor: &OwnedFd) -> Result<(), Error> {
     rustix::fs::fcntl_get_seals(descriptor).map_err(|_| Error::Unsealed("it is not a memfd"))?;
     let about = rustix::fs::fstatfs(descriptor).map_err(Error::system("asking for the file system of a memory"))?;

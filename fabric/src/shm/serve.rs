@@ -9,8 +9,8 @@
 //! ```
 //!
 //! No call blocks on a reader: the sockets are non-blocking, every packet is smaller than an empty connection's buffer,
-//! and a connection whose handshake takes too long is closed. Packets are received without the lock, and connections and
-//! received descriptors are closed on another thread, as closing a descriptor that a peer has sent can block.
+//! and a connection whose handshake takes too long is closed. Packets are received without the lock, and connections
+//! and received descriptors are closed on another thread, as closing a descriptor that a peer has sent can block.
 
 use std::{
     os::fd::{AsFd, OwnedFd},

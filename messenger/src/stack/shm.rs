@@ -18,9 +18,9 @@
 //!   once per sleep. Each of the two stores is sequentially consistent with the load after it, so that at least one end
 //!   sees the other's.
 //! - The socket also reports the end of the peer's process.
-//! - A listener accepts connections of its own user, of root, and of the group that may enter the socket's folder. What a
-//!   peer sends cannot block a thread: descriptors other than the peer's memory, and connections, are closed on a thread
-//!   of their own.
+//! - A listener accepts connections of its own user, of root, and of the group that may enter the socket's folder. What
+//!   a peer sends cannot block a thread: descriptors other than the peer's memory, and connections, are closed on a
+//!   thread of their own.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
