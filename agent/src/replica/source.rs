@@ -178,7 +178,7 @@ impl Sinks {
 }
 
 fn create(name: &str, length: u64) -> Result<Arc<Memory>, Failure> {
-    Memory::create(name, length, Pages::Small).map(Arc::new).map_err(|error| {
+    Memory::create_single_writer(name, length, Pages::Small).map(Arc::new).map_err(|error| {
         Failure::local(format!(
             "{length} bytes of memory for receive buffers cannot be allocated: {error}; give a smaller --memory"
         ))
