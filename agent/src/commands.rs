@@ -8,7 +8,7 @@
 use std::{io::IsTerminal, process::ExitCode};
 
 use clap::Parser;
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::process::{DumpableBehavior, Resource, Rlimit, getrlimit, set_dumpable_behavior, setrlimit};
 use tracing_subscriber::EnvFilter;
 
 use crate::{
@@ -24,6 +24,7 @@ pub fn main() -> ExitCode {
     let cli = Cli::parse();
     progress::configure(cli.global.quiet);
     start_logging(&cli.global);
+    protect_memory();
     raise_descriptor_limit();
     match run(cli.command) {
         Ok(()) => ExitCode::SUCCESS,
@@ -31,6 +32,14 @@ pub fn main() -> ExitCode {
             progress::say(&format!("remora: {failure}"));
             failure.into()
         }
+    }
+}
+
+/// Keeps other processes of this user from reading the process's memory and descriptors, by ptrace(2) or /proc, and the
+/// system from writing a core dump. Both would contain the data set and the token. Root still has access.
+fn protect_memory() {
+    if let Err(error) = set_dumpable_behavior(DumpableBehavior::NotDumpable) {
+        tracing::warn!(%error, "other processes of this user can read this process's memory");
     }
 }
 

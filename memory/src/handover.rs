@@ -13,35 +13,41 @@
 //! ```
 
 use std::{
+    collections::VecDeque,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     time::{Duration, Instant},
 };
 
-use crate::{Error, Place, local, wait_readable};
+use rustix::io::Errno;
+
+use crate::{
+    Error, Place,
+    local::{self, Admits, Listener, PeerSocket},
+    wait::wait_readable_any,
+};
 
 /// An offer of descriptors to the process that knows its address and its secret.
 pub struct Handover {
-    listener: OwnedFd,
-    address: local::Address,
+    listener: Listener,
     secret: [u8; SECRET_BYTES],
 }
 
 impl Handover {
-    /// Starts listening. In a folder the socket is a file, which processes of another network namespace can reach;
-    /// otherwise the socket has an abstract name.
+    /// Starts listening. The taker is often a server of another user, so that every process that reaches the socket may
+    /// connect: the secret proves the right one.
     ///
     /// # Errors
     /// [`Error::System`].
     pub fn bind(place: &Place) -> Result<Handover, Error> {
-        let (listener, address) = local::listen(place)?;
+        let listener = Listener::bind(place, Admits::Everyone)?;
         let mut secret = [0; SECRET_BYTES];
         local::random(&mut secret)?;
-        Ok(Handover { listener, address, secret })
+        Ok(Handover { listener, secret })
     }
 
     /// The address: `@name`, or the path of a file.
     pub fn address(&self) -> String {
-        self.address.name()
+        self.listener.address().name()
     }
 
     /// The secret that the taker must send, in hexadecimal digits.
@@ -49,38 +55,66 @@ impl Handover {
         self.secret.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// Waits for the taker and sends the descriptors. Connections without the secret are closed.
+    /// Waits for the taker and sends the descriptors. Connections without the secret are closed. One that sends nothing
+    /// delays no other: all are waited for at once, and the oldest gives way if there are too many.
     ///
     /// # Errors
     /// [`Error::TimedOut`] if the taker does not connect in time; [`Error::System`].
     pub fn give(&self, descriptors: &[BorrowedFd<'_>], within: Duration) -> Result<(), Error> {
         let deadline = Instant::now() + within;
-        let late = || Error::TimedOut { what: "the process that takes over the memory", after: within };
+        let mut silent = VecDeque::new();
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() || !wait_readable(self.listener.as_fd(), left)? {
-                return Err(late());
+            if left.is_zero() || !wait_readable_any(self.sockets(&silent), left)? {
+                return Err(Error::TimedOut { what: "the process that takes over the memory", after: within });
             }
-            let Some(taker) = local::accept(&self.listener).map_err(Error::system("accepting a local connection"))?
-            else {
-                continue;
-            };
-            match local::receive_by(&taker, deadline, within) {
-                Ok(packet) if equal(packet.bytes(), &self.secret) => return hand(&taker, descriptors),
-                Ok(_) | Err(Error::Protocol(_)) => tracing::warn!("a process without the secret asked for a handover"),
-                Err(error) => return Err(error),
+            if let Some(taker) = self.proved(&mut silent) {
+                return hand(&taker, descriptors);
+            }
+            self.accept_into(&mut silent)?;
+        }
+    }
+
+    fn sockets<'s>(&'s self, silent: &'s VecDeque<PeerSocket>) -> impl Iterator<Item = BorrowedFd<'s>> {
+        std::iter::once(self.listener.as_fd()).chain(silent.iter().map(AsFd::as_fd))
+    }
+
+    /// The connection that has sent the secret. Those that have sent anything else are closed.
+    fn proved(&self, silent: &mut VecDeque<PeerSocket>) -> Option<PeerSocket> {
+        for _ in 0..silent.len() {
+            let taker = silent.pop_front()?;
+            match local::receive(&taker) {
+                Err(Errno::AGAIN) => silent.push_back(taker),
+                Ok(packet) if equal(packet.bytes(), &self.secret) => return Some(taker),
+                _ => tracing::debug!("a process without the secret asked for a handover"),
             }
         }
+        None
+    }
+
+    /// Accepts waiting connections, a bounded number of them.
+    fn accept_into(&self, silent: &mut VecDeque<PeerSocket>) -> Result<(), Error> {
+        for _ in 0..SILENT_MAX {
+            match self.listener.accept() {
+                Ok(Some(taker)) => silent.push_back(taker),
+                Ok(None) => break,
+                Err(errno) => return Err(Error::system("accepting a local connection")(errno)),
+            }
+            if silent.len() > SILENT_MAX {
+                silent.pop_front();
+            }
+        }
+        Ok(())
     }
 }
 
 impl Drop for Handover {
     fn drop(&mut self) {
-        self.address.remove();
+        self.listener.address().remove();
     }
 }
 
-fn hand(taker: &OwnedFd, descriptors: &[BorrowedFd<'_>]) -> Result<(), Error> {
+fn hand(taker: &PeerSocket, descriptors: &[BorrowedFd<'_>]) -> Result<(), Error> {
     let count = descriptors.len() as u8;
     for descriptor in descriptors {
         // Each packet carries the number of descriptors, so that the taker notices a missing one.
@@ -99,20 +133,36 @@ pub fn take(address: &str, secret: &str, within: Duration) -> Result<Vec<OwnedFd
     let address = local::Address::parse(address).ok_or(Error::Misuse("an address is @name or an absolute path"))?;
     let secret = parse_secret(secret).ok_or(Error::Misuse("the secret is not 32 hexadecimal digits"))?;
     let deadline = Instant::now() + within;
-    let socket = local::connect(&address, deadline)?;
+    let socket = PeerSocket::from(local::connect(&address, deadline)?);
     local::send(&socket, &secret, None).map_err(Error::system("sending the secret of a handover"))?;
     let mut taken = Vec::new();
     loop {
-        let packet = local::receive_by(&socket, deadline, within)?;
+        let mut packet = local::receive_by(&socket, deadline, within)?;
         let count = packet.bytes().first().copied().filter(|count| *count <= DESCRIPTORS_MAX).unwrap_or(0);
-        let Some(descriptor) = packet.descriptor else {
+        let Some(descriptor) = packet.take_descriptor() else {
             return Err(Error::Protocol("a handover packet has no descriptor"));
         };
+        if let Err(error) = check(&descriptor) {
+            // Closing anything but a memfd could block the caller.
+            local::close_elsewhere(descriptor);
+            return Err(error);
+        }
         taken.push(descriptor);
         if taken.len() >= usize::from(count) {
             return Ok(taken);
         }
     }
+}
+
+/// Checks that a descriptor is a memfd without huge pages. If the system has no huge page left for a hole, the access
+/// to it kills the process by SIGBUS.
+fn check(descriptor: &OwnedFd) -> Result<(), Error> {
+    rustix::fs::fcntl_get_seals(descriptor).map_err(|_| Error::Unsealed("it is not a memfd"))?;
+    let about = rustix::fs::fstatfs(descriptor).map_err(Error::system("asking for the file system of a memory"))?;
+    if about.f_type as u64 == HUGETLBFS_MAGIC {
+        return Err(Error::Unsealed("it has huge pages (hugetlbfs): give one of base pages"));
+    }
+    Ok(())
 }
 
 fn parse_secret(text: &str) -> Option<[u8; SECRET_BYTES]> {
@@ -133,6 +183,12 @@ fn equal(shown: &[u8], secret: &[u8; SECRET_BYTES]) -> bool {
 
 /// Bytes of a secret: too many to guess in the seconds that an offer lasts.
 const SECRET_BYTES: usize = 16;
+
+/// `f_type` of hugetlbfs, from the kernel's `magic.h`.
+const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
+
+/// Connections that have not sent anything yet. The taker sends its secret at once.
+const SILENT_MAX: usize = 64;
 
 /// The maximum number of descriptors in one handover. A table needs two or three.
 const DESCRIPTORS_MAX: u8 = 8;
@@ -200,6 +256,44 @@ mod tests {
         assert!(matches!(none, Err(Error::TimedOut { .. })));
         let silent = take(&handover.address(), &handover.secret(), Duration::from_millis(20));
         assert!(matches!(silent, Err(Error::TimedOut { .. })));
+    }
+
+    #[test]
+    fn silent_connections_do_not_delay_the_taker() {
+        for place in [Place::Abstract, Place::Private] {
+            let memories = memories();
+            let handover = Handover::bind(&place).unwrap();
+            let (address, secret) = (handover.address(), handover.secret());
+            let strangers = std::thread::spawn(move || {
+                let at = local::Address::parse(&address).unwrap();
+                let connect = |_| local::connect(&at, Instant::now() + SOON).unwrap();
+                let silent: Vec<OwnedFd> = (0..2 * SILENT_MAX).map(connect).collect();
+                let taken = take(&address, &secret, SOON);
+                (silent, taken)
+            });
+            let begun = Instant::now();
+            handover.give(&[memories[0].as_fd()], SOON).unwrap();
+            assert!(begun.elapsed() < SOON / 2, "{:?}", begun.elapsed());
+            assert_eq!(strangers.join().unwrap().1.unwrap().len(), 1);
+        }
+    }
+
+    #[test]
+    fn memory_with_huge_pages_is_refused() {
+        use rustix::fs::{MemfdFlags, SealFlags};
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+        let Ok(huge) = rustix::fs::memfd_create("huge", flags) else {
+            println!("the system has no huge pages");
+            return;
+        };
+        rustix::fs::ftruncate(&huge, 2 << 20).unwrap();
+        rustix::fs::fcntl_add_seals(&huge, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).unwrap();
+        let handover = Handover::bind(&Place::Private).unwrap();
+        let (address, secret) = (handover.address(), handover.secret());
+        let taker = std::thread::spawn(move || take(&address, &secret, SOON));
+        handover.give(&[huge.as_fd()], SOON).unwrap();
+        let refused = taker.join().unwrap().unwrap_err();
+        assert!(matches!(refused, Error::Unsealed(_)) && refused.to_string().contains("hugetlbfs"), "{refused}");
     }
 
     #[test]

@@ -28,21 +28,26 @@
 //! The first access to each 4 KiB page of each mapping costs microseconds, even if the page already exists.
 //! [`Memory::prefault`] and [`View::populate`] pay this in advance.
 //!
-//! The seal `F_SEAL_FUTURE_WRITE` would keep every other process from mapping the memory writable. It is not used: it
-//! also forbids `FALLOC_FL_PUNCH_HOLE` to the owner (EPERM, tried on Linux 6.18), which [`Memory::release`] needs.
-//! Instead the file has mode `0444`, and readers get a descriptor that is open for reading only
-//! ([`View::reopen_read_only`]). The file has no name: only a process that was given a descriptor can reopen it.
+//! Readers get a descriptor that is open for reading only ([`View::reopen_read_only`]), and the file has mode `0444`
+//! and no name: only a process that was given a descriptor can reopen it, and another user's process for reading only.
+//! A process of the same user can change the mode and write, unless the memory has the seal `F_SEAL_FUTURE_WRITE`
+//! ([`Memory::create_single_writer`]). That seal also forbids `FALLOC_FL_PUNCH_HOLE` to the owner (EPERM, tried on
+//! Linux 6.18), which [`Memory::release`] needs, and a server's module cannot write such a memory. Mappings are not
+//! part of core dumps.
 
 #![deny(unsafe_code)]
 
 mod bounds;
+mod closer;
 pub mod crc;
 mod error;
+mod folder;
 pub mod handover;
 pub mod local;
 #[allow(unsafe_code)] // the only module that dereferences mapped addresses
 mod mapping;
 mod owned;
+mod passing;
 mod sealed;
 mod view;
 mod wait;

@@ -18,20 +18,27 @@ use rustix::{
     net::{
         AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
         SendFlags, SocketAddrUnix, SocketFlags, SocketType,
-        sockopt::{Timeout, set_socket_timeout},
+        sockopt::{Timeout, set_socket_timeout, socket_peercred},
     },
 };
 
-use crate::{Error, wait_readable};
+pub use crate::closer::{PeerSocket, close_elsewhere};
+use crate::{Error, folder, passing, wait_readable};
 
 /// Where a socket is bound.
+///
+/// A file has mode 0600, or 0660 in a folder that its group may enter and other users may not. It is removed on drop.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub enum Place {
-    /// An abstract name with a random part: no file, nothing to clean up, visible in one network namespace.
+    /// A file with a random name in a folder of this user: `$XDG_RUNTIME_DIR/remora`, `/run/remora`, or
+    /// `remora-<user id>` in the folder for temporary files, whichever can be used first. A folder that does not exist
+    /// is created with mode 0700. A folder of another user, or one that every user can write to, is not used.
     #[default]
+    Private,
+    /// An abstract name with a random part: no file, nothing to clean up, visible in one network namespace. Every
+    /// process of that namespace can see the name and connect.
     Abstract,
-    /// A file with a random name in this folder, which containers can share. It is removed on drop. Its mode follows
-    /// the umask: a reader needs the right to write to the file and to enter the folder.
+    /// A file with a random name in this folder, which containers can share.
     Folder(PathBuf),
 }
 
@@ -94,16 +101,122 @@ impl std::fmt::Display for Address {
     }
 }
 
-/// Binds a socket to a random name and listens.
-///
-/// # Errors
-/// [`Error::System`].
-pub fn listen(place: &Place) -> Result<(OwnedFd, Address), Error> {
-    let address = random_address(place)?;
+/// A listening socket.
+pub struct Listener {
+    socket: OwnedFd,
+    address: Address,
+    admits: Admits,
+}
+
+/// Whose connections a listener accepts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Admits {
+    /// Those of root, of the listener's user, and of the group that the mode of the socket's file admits.
+    Us,
+    /// Those of every process that reaches the socket, for a protocol that proves the peer's right by its first packet.
+    Everyone,
+}
+
+impl Listener {
+    /// Binds a socket to a random name and listens.
+    ///
+    /// Peers cannot attach descriptors to their packets, where the system can refuse them (Linux 6.16).
+    ///
+    /// # Errors
+    /// [`Error::System`].
+    pub fn bind(place: &Place, admits: Admits) -> Result<Listener, Error> {
+        let (socket, address) = bind(place)?;
+        let listener = Listener::new(socket, address, admits, LISTEN_BACKLOG)?;
+        // An older kernel does not have the option. The descriptors are then received and closed elsewhere.
+        let _ = listener.set_pass_rights(false);
+        Ok(listener)
+    }
+
+    /// Listens at a bound socket of packets, and gives its file a mode. Peers can attach descriptors to their packets.
+    ///
+    /// # Errors
+    /// [`Error::System`].
+    pub fn new(socket: OwnedFd, address: Address, admits: Admits, backlog: i32) -> Result<Listener, Error> {
+        let mut admits = admits;
+        // Before it listens: no process can connect until then.
+        if let Address::File(path) = &address
+            && folder::restrict(Path::new(OsStr::from_bytes(path)))?
+        {
+            // The system has checked the connecting process against the mode, with all of its groups.
+            admits = Admits::Everyone;
+        }
+        rustix::net::listen(&socket, backlog).map_err(Error::system("listening on a local socket"))?;
+        Ok(Listener { socket, address, admits })
+    }
+
+    /// Says whether peers may attach descriptors to their packets.
+    ///
+    /// # Errors
+    /// Linux before 6.16 does not have the option.
+    pub fn set_pass_rights(&self, allowed: bool) -> std::io::Result<()> {
+        passing::set_pass_rights(&self.socket, allowed)
+    }
+
+    /// The address.
+    pub fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// Accepts the next connection of an admitted process; `None` if none is waiting, or many others were closed.
+    /// Nothing is received from a
+    /// process that is not admitted.
+    ///
+    /// # Errors
+    /// What `accept(2)` reports.
+    pub fn accept(&self) -> Result<Option<PeerSocket>, Errno> {
+        for _ in 0..REFUSED_PER_CALL {
+            let peer = match rustix::net::accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+                Ok(socket) => PeerSocket::from(socket),
+                // The last two: the connecting process has closed the connection in the meantime.
+                Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return Ok(None),
+                Err(errno) => return Err(errno),
+            };
+            let user = socket_peercred(&peer)?.uid;
+            if self.admits == Admits::Everyone || user.is_root() || user == rustix::process::geteuid() {
+                return Ok(Some(peer));
+            }
+            tracing::debug!(user = user.as_raw(), "a connection of another user to a local socket is closed");
+        }
+        Ok(None)
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+/// Binds a socket to a random name, in the first folder that permits it.
+fn bind(place: &Place) -> Result<(OwnedFd, Address), Error> {
+    let folders = match place {
+        Place::Private => folder::private_folders()?,
+        Place::Folder(folder) => vec![folder.clone()],
+        Place::Abstract => Vec::new(),
+    };
+    let name = random_name()?;
+    let file = |folder: &PathBuf| Address::File(path_bytes(&folder.join(format!("{name}.sock"))));
+    let mut addresses: Vec<Address> = folders.iter().map(file).collect();
+    if addresses.is_empty() {
+        addresses.push(Address::Abstract(name.into_bytes()));
+    }
     let socket = packet_socket(SocketFlags::NONBLOCK)?;
-    rustix::net::bind(&socket, &address.to_socket()?).map_err(Error::system("binding a local socket"))?;
-    rustix::net::listen(&socket, LISTEN_BACKLOG).map_err(Error::system("listening on a local socket"))?;
-    Ok((socket, address))
+    let mut failed = None;
+    for address in addresses {
+        let bound = address
+            .to_socket()
+            .and_then(|at| rustix::net::bind(&socket, &at).map_err(Error::system("binding a local socket")));
+        match bound {
+            Ok(()) => return Ok((socket, address)),
+            Err(error) => failed = Some(error),
+        }
+    }
+    Err(failed.unwrap_or(Error::Misuse("a local socket without an address")))
 }
 
 /// Connects before the deadline.
@@ -119,19 +232,6 @@ pub fn connect(address: &Address, deadline: Instant) -> Result<OwnedFd, Error> {
         Ok(()) => Ok(socket),
         Err(Errno::AGAIN) => Err(Error::TimedOut { what: "the other end of a local socket", after: left }),
         Err(errno) => Err(Error::Unreachable { what: address.to_string(), source: errno.into() }),
-    }
-}
-
-/// Accepts the next connection; `None` if none is waiting.
-///
-/// # Errors
-/// What `accept(2)` reports.
-pub fn accept(listener: &OwnedFd) -> Result<Option<OwnedFd>, Errno> {
-    match rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
-        Ok(socket) => Ok(Some(socket)),
-        // The last two: the connecting process has closed the connection in the meantime.
-        Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => Ok(None),
-        Err(errno) => Err(errno),
     }
 }
 
@@ -156,8 +256,13 @@ pub fn send(socket: impl AsFd, packet: &[u8], descriptor: Option<BorrowedFd<'_>>
 pub struct Packet {
     bytes: [u8; PACKET_MAX_BYTES],
     length: usize,
-    /// The attached descriptor, closed on exec.
-    pub descriptor: Option<OwnedFd>,
+    descriptor: Option<OwnedFd>,
+}
+
+impl Drop for Packet {
+    fn drop(&mut self) {
+        self.descriptor.take().into_iter().for_each(close_elsewhere);
+    }
 }
 
 impl Packet {
@@ -165,9 +270,15 @@ impl Packet {
     pub fn bytes(&self) -> &[u8] {
         self.bytes.get(..self.length).unwrap_or_default()
     }
+
+    /// Takes the attached descriptor, closed on exec. One that is not taken is closed on another thread.
+    pub fn take_descriptor(&mut self) -> Option<OwnedFd> {
+        self.descriptor.take()
+    }
 }
 
-/// Receives one packet. It never blocks. All descriptors but the first are closed.
+/// Receives one packet. It never blocks. All descriptors but the first are closed, on another
+/// thread: closing one can block.
 ///
 /// # Errors
 /// `Errno::AGAIN` if there is no packet; otherwise what `recvmsg(2)` reports.
@@ -180,26 +291,33 @@ pub fn receive(socket: impl AsFd) -> Result<Packet, Errno> {
 
 fn receive_once(socket: impl AsFd) -> Result<Packet, Errno> {
     let mut bytes = [0; PACKET_MAX_BYTES];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    // Room for all that a packet can have: the system would close the others within this call.
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_PER_PACKET_MAX))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
     let received = rustix::io::retry_on_intr(|| {
         rustix::net::recvmsg(&socket, &mut [IoSliceMut::new(&mut bytes)], &mut ancillary, flags)
     })?;
-    let descriptor = ancillary.drain().find_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
-        _ => None,
-    });
-    Ok(Packet { bytes, length: received.bytes.min(PACKET_MAX_BYTES), descriptor })
+    let mut packet = Packet { bytes, length: received.bytes.min(PACKET_MAX_BYTES), descriptor: None };
+    for message in ancillary.drain() {
+        let RecvAncillaryMessage::ScmRights(descriptors) = message else { continue };
+        for descriptor in descriptors {
+            match packet.descriptor {
+                None => packet.descriptor = Some(descriptor),
+                Some(_) => close_elsewhere(descriptor),
+            }
+        }
+    }
+    Ok(packet)
 }
 
 /// Receives one packet before the deadline.
 ///
 /// # Errors
 /// [`Error::TimedOut`]; [`Error::Protocol`] if the connection ends; [`Error::System`].
-pub fn receive_by(socket: &OwnedFd, deadline: Instant, after: Duration) -> Result<Packet, Error> {
+pub fn receive_by(socket: impl AsFd, deadline: Instant, after: Duration) -> Result<Packet, Error> {
     loop {
-        match receive(socket) {
+        match receive(&socket) {
             Err(Errno::AGAIN) => {}
             Ok(packet) if packet.bytes().is_empty() => {
                 return Err(Error::Protocol("the other end closed the connection during the handshake"));
@@ -223,14 +341,10 @@ pub fn random(bytes: &mut [u8]) -> Result<(), Error> {
 }
 
 /// A random name: two sources never collide, and no process can bind it in advance.
-fn random_address(place: &Place) -> Result<Address, Error> {
+fn random_name() -> Result<String, Error> {
     let mut number = [0; 16];
     random(&mut number)?;
-    let name = format!("remora-{:032x}", u128::from_le_bytes(number));
-    match place {
-        Place::Abstract => Ok(Address::Abstract(name.into_bytes())),
-        Place::Folder(folder) => Ok(Address::File(path_bytes(&folder.join(name + ".sock")))),
-    }
+    Ok(format!("remora-{:032x}", u128::from_le_bytes(number)))
 }
 
 fn path_bytes(path: &Path) -> Vec<u8> {
@@ -248,3 +362,9 @@ pub const PACKET_MAX_BYTES: usize = 128;
 
 /// Connections that can wait to be accepted. Further ones wait in `connect`, up to their time-out.
 const LISTEN_BACKLOG: i32 = 64;
+
+/// The system's own limit (`SCM_MAX_FD`).
+const DESCRIPTORS_PER_PACKET_MAX: usize = 253;
+
+/// Connections of other users that one call closes.
+const REFUSED_PER_CALL: usize = 64;

@@ -51,7 +51,10 @@ impl Mapping {
         let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), size, protection, MapFlags::SHARED, file.fd(), 0) };
         let base = base.map_err(Error::system("mapping a memory"))?;
         let base = NonNull::new(base.cast()).ok_or(Error::Misuse("the system mapped a memory at address 0"))?;
-        Ok(Mapping { base, size, writable })
+        let mapping = Mapping { base, size, writable };
+        // A core dump would write the data set to a disk. Without the advice only the dump is larger.
+        let _ = mapping.span(0, mapping.size()).map(|whole| whole.advise(Advice::LinuxDontDump));
+        Ok(mapping)
     }
 
     /// Length in bytes.
@@ -179,8 +182,8 @@ impl Span<'_> {
         let ahead = self.start.as_ptr() as usize % page;
         let first = self.start.as_ptr().wrapping_sub(ahead);
         // SAFETY: The range is from the start of the span's first page to the end of the span, inside the mapping,
-        // which starts at a page. The callers pass POPULATE_READ, POPULATE_WRITE, HUGEPAGE or DONTNEED; none of them
-        // changes the content of a shared mapping of a file.
+        // which starts at a page. The callers pass POPULATE_READ, POPULATE_WRITE, HUGEPAGE, DONTDUMP or DONTNEED; none
+        // of them changes the content of a shared mapping of a file.
         unsafe { rustix::mm::madvise(first.cast(), self.length + ahead, advice) }?;
         Ok(())
     }

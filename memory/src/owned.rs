@@ -26,38 +26,64 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Creates a memory of `length` zero bytes that no pages back yet. `name` appears in `/proc/*/maps`.
+    /// Creates a memory of `length` zero bytes that no pages back yet. `name` appears in `/proc/*/maps`. Processes that
+    /// get its descriptor for writing can write it ([`Memory::adopt`]).
     ///
     /// # Errors
     /// [`Error::System`]; [`Error::Misuse`] for a length of 0 or above the address space.
     pub fn create(name: &str, length: u64, pages: Pages) -> Result<Memory, Error> {
+        Memory::create_or_small(name, length, pages, Writers::Handover)
+    }
+
+    /// Creates a memory as [`Memory::create`], which only the mapping of this value can write: the seal
+    /// `F_SEAL_FUTURE_WRITE` forbids all others, of this and other processes, whatever their user. It needs Linux 5.1;
+    /// older systems ignore the wish.
+    ///
+    /// [`Memory::release`] fails for it, unless it has huge pages.
+    ///
+    /// # Errors
+    /// As for [`Memory::create`].
+    pub fn create_single_writer(name: &str, length: u64, pages: Pages) -> Result<Memory, Error> {
+        Memory::create_or_small(name, length, pages, Writers::Only)
+    }
+
+    fn create_or_small(name: &str, length: u64, pages: Pages, writers: Writers) -> Result<Memory, Error> {
         if pages == Pages::Huge {
-            match Memory::create_of(name, length, Pages::Huge) {
+            match Memory::create_of(name, length, Pages::Huge, writers) {
                 Ok(memory) => return Ok(memory),
                 Err(error) => {
                     tracing::info!(name, length, %error, "no huge pages for this memory: using base pages")
                 }
             }
         }
-        Memory::create_of(name, length, Pages::Small)
+        Memory::create_of(name, length, Pages::Small, writers)
     }
 
-    fn create_of(name: &str, length: u64, pages: Pages) -> Result<Memory, Error> {
+    fn create_of(name: &str, length: u64, pages: Pages, writers: Writers) -> Result<Memory, Error> {
         let mut flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let mut file_length = length;
         if pages == Pages::Huge {
             flags |= MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
             file_length = length.checked_next_multiple_of(HUGE_PAGE_BYTES).unwrap_or(length);
         }
-        let fd = rustix::fs::memfd_create(name, flags).map_err(Error::system("creating a memory"))?;
+        // Linux before 6.3 does not have the flag. It keeps the memory from being executed.
+        let fd = rustix::fs::memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL)
+            .or_else(|_| rustix::fs::memfd_create(name, flags))
+            .map_err(Error::system("creating a memory"))?;
         rustix::fs::ftruncate(&fd, file_length).map_err(Error::system("setting the length of a memory"))?;
         // A process with a read-only descriptor must not reopen it for writing through /proc. A process with any
         // descriptor may reopen it for reading, also as another user: a writer's claim needs that (`View::claim`).
         let mode = Mode::RUSR | Mode::RGRP | Mode::ROTH;
         rustix::fs::fchmod(&fd, mode).map_err(Error::system("making a memory read-only for others"))?;
-        let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
-        rustix::fs::fcntl_add_seals(&fd, seals).map_err(Error::system("sealing a memory"))?;
+        let seal = |seals| rustix::fs::fcntl_add_seals(&fd, seals);
+        seal(SealFlags::SHRINK | SealFlags::GROW).map_err(Error::system("sealing a memory"))?;
         let mapping = Mapping::new(&Sealed::check(fd.as_fd(), length)?, true)?;
+        if writers == Writers::Only
+            && let Err(errno) = seal(SealFlags::FUTURE_WRITE)
+        {
+            tracing::debug!(%errno, "the system has no seal against further writers");
+        }
+        seal(SealFlags::SEAL).map_err(Error::system("sealing a memory"))?;
         if pages == Pages::Small {
             // A hint: most systems give shared memory no huge pages this way (`shmem_enabled` is `never`).
             let _ = mapping.span_mut(0, length)?.advise(Advice::LinuxHugepage);
@@ -103,6 +129,8 @@ impl Memory {
     /// Zeroes the range and returns its whole pages to the system, for every mapping of it.
     ///
     /// Do not use it for memory that is registered with an RDMA device, which would keep the old pages.
+    ///
+    /// The system refuses it for [`Memory::create_single_writer`] (`EPERM`).
     ///
     /// Huge pages are zeroed but kept: if the system had none left to fill the hole, a reader's access would kill the
     /// reader.
@@ -238,6 +266,15 @@ impl std::fmt::Debug for Memory {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Memory").field("length", &self.length()).field("pages", &self.view.pages()).finish()
     }
+}
+
+/// Who can write a memory.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Writers {
+    /// Its own mapping only.
+    Only,
+    /// Every process that its descriptor is handed to.
+    Handover,
 }
 
 /// Checks the ordering of a store. The standard library panics on any other.

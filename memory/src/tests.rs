@@ -324,3 +324,32 @@ fn a_descriptor_for_reading_gives_no_way_to_write() {
     let mode = rustix::fs::fstat(window.as_fd()).unwrap().st_mode & 0o777;
     assert_eq!(mode, 0o444, "no other process can reopen it for writing");
 }
+
+#[test]
+fn a_single_writer_memory_is_written_by_no_other_mapping() {
+    use rustix::fs::{Mode, OFlags};
+    let memory = Memory::create_single_writer("single", 4096, Pages::Small).unwrap();
+    memory.write(0, b"ours").unwrap();
+    let reader = memory.reopen_read_only().unwrap();
+    // A process of the same user can change the mode and open the memory for writing.
+    rustix::fs::fchmod(&reader, Mode::RUSR | Mode::WUSR).unwrap();
+    let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&reader));
+    let writer = rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).unwrap();
+    assert_eq!(rustix::io::pwrite(&writer, b"theirs", 0), Err(rustix::io::Errno::PERM));
+    assert!(matches!(Memory::adopt(writer, 4096), Err(Error::System { .. })));
+    memory.write(0, b"still").unwrap();
+    memory.prefault(0..4096).unwrap();
+    let mut bytes = [0; 5];
+    memory.open_view().unwrap().read(0, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"still");
+}
+
+#[test]
+fn mappings_are_not_part_of_core_dumps() {
+    let memory = Memory::create("remora-no-dump", 4096, Pages::Small).unwrap();
+    let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let address = format!("{:x}-", memory.base_address().as_ptr() as usize);
+    let ours = maps.lines().skip_while(|line| !line.starts_with(&address));
+    let flags = ours.into_iter().find(|line| line.starts_with("VmFlags:")).unwrap();
+    assert!(flags.split(' ').any(|flag| flag == "dd"), "{flags}");
+}

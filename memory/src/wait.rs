@@ -1,4 +1,4 @@
-//! Waiting for one descriptor, with a bound.
+//! Waiting for descriptors, with a bound.
 
 use std::{
     os::fd::BorrowedFd,
@@ -14,12 +14,21 @@ use crate::Error;
 /// # Errors
 /// [`Error::System`] if `poll(2)` fails.
 pub fn wait_readable(fd: BorrowedFd<'_>, timeout: Duration) -> Result<bool, Error> {
+    wait_readable_any(std::iter::once(fd), timeout)
+}
+
+/// Sleeps until one of the descriptors is readable, as [`wait_readable`].
+pub(crate) fn wait_readable_any<'f>(
+    fds: impl Iterator<Item = BorrowedFd<'f>>,
+    timeout: Duration,
+) -> Result<bool, Error> {
+    let mut polled: Vec<PollFd<'_>> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
     // A longer time-out would not fit a timespec or an Instant.
     let deadline = Instant::now() + timeout.min(LONGEST_WAIT);
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         let timespec = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
-        match rustix::event::poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&timespec)) {
+        match rustix::event::poll(&mut polled, Some(&timespec)) {
             Ok(ready) => return Ok(ready > 0),
             Err(rustix::io::Errno::INTR) => continue,
             Err(errno) => return Err(Error::system("waiting for a descriptor")(errno)),

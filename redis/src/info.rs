@@ -10,6 +10,7 @@ use std::str::FromStr;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Info {
     fields: BTreeMap<String, String>,
+    modules: Vec<String>,
 }
 
 /// One `slaveN:` line of a primary: an attached replica.
@@ -28,9 +29,9 @@ pub struct Replica {
 }
 
 impl Info {
-    /// Parses the text. If a name occurs twice, the last value counts.
+    /// Parses the text. If a name occurs twice, the last value counts; `module` lines are all kept.
     pub fn parse(text: &[u8]) -> Info {
-        let fields = text
+        let fields: Vec<(String, String)> = text
             .split(|byte| *byte == b'\n')
             .map(|line| line.strip_suffix(b"\r").unwrap_or(line))
             .filter(|line| !line.starts_with(b"#"))
@@ -41,7 +42,9 @@ impl Info {
                 Some((String::from_utf8_lossy(name).into_owned(), String::from_utf8_lossy(value).into_owned()))
             })
             .collect();
-        Info { fields }
+        let modules = fields.iter().filter(|(name, _)| name == "module").filter_map(|(_, line)| module_name(line));
+        let modules = modules.map(str::to_owned).collect();
+        Info { fields: fields.into_iter().collect(), modules }
     }
 
     /// The value of a field.
@@ -59,10 +62,20 @@ impl Info {
         self.fields.iter().map(|(name, value)| (name.as_str(), value.as_str()))
     }
 
+    /// The names of the modules that the server has loaded, in its order. There is a line named `module` for each.
+    pub fn modules(&self) -> &[String] {
+        &self.modules
+    }
+
     /// The replicas attached to this server, ordered by the names of their fields.
     pub fn replicas(&self) -> impl Iterator<Item = Replica> + '_ {
         self.fields.iter().filter(|(name, _)| is_replica(name)).filter_map(|(_, line)| Replica::parse(line))
     }
+}
+
+/// The name in `name=search,ver=20811,api=1,...`.
+fn module_name(line: &str) -> Option<&str> {
+    line.split(',').find_map(|pair| pair.strip_prefix("name="))
 }
 
 impl Replica {

@@ -15,8 +15,8 @@
 //! - [`private`] keeps other users from what is written to disk.
 //! - [`introduction`] gives memory to a server that has our module.
 //! - [`source`] is the conversation with the source agent.
-//! - [`relayed`] reads slots from other replicas and [`serving`] lends them; [`upstream`] is the connection to another
-//!   one, [`limit`] the rate.
+//! - [`relay_reader`] reads slots from other replicas and [`relay_server`] lends them; [`upstream`] is the connection
+//!   to another one, [`limit`] the rate.
 //! - [`machine`] decides, without I/O, what follows from each event on the way from joining to the hand-off; [`driver`]
 //!   carries it out, and owns the tasks. [`report`] says where the time went.
 

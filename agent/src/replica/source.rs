@@ -29,6 +29,10 @@ pub(super) struct Source {
 /// Time limit for a plan, which the source has ready.
 const PLAN_LIMIT: Duration = Duration::from_secs(10);
 
+/// How long to try again if the first connection is closed during its handshake. A server of another protocol may close
+/// it too, so the limit is short.
+const CLOSED_LIMIT: Duration = Duration::from_secs(30);
+
 impl Source {
     pub(super) async fn connect(args: &ReplicaArgs, token: &Token) -> Result<Source, crate::conversation::Error> {
         let address = (args.source.host.as_str(), args.source.port);
@@ -36,12 +40,18 @@ impl Source {
         Ok(Source { connection })
     }
 
-    /// The first connection. Retries while the source refuses it as busy; any other error is returned at once.
+    /// The first connection. Retries while the source refuses it as busy, and for a short time if the source closes it:
+    /// a source whose port is flooded may do so. Any other error is returned at once.
     pub(super) async fn connect_first(args: &ReplicaArgs, token: &Token) -> Result<Source, crate::conversation::Error> {
         let (began, mut backoff) = (Instant::now(), Backoff::from_system());
         loop {
+            let limit = |fault: &Fault| match fault {
+                Fault::Busy => args.retry_for,
+                Fault::ClosedEarly => args.retry_for.min(CLOSED_LIMIT),
+                _ => Duration::ZERO,
+            };
             match Source::connect(args, token).await {
-                Err(error) if matches!(error.fault, Fault::Busy) && began.elapsed() < args.retry_for => {
+                Err(error) if began.elapsed() < limit(&error.fault) => {
                     let pause = backoff.next();
                     tracing::warn!("the source {error}; trying again in {} ms", pause.as_millis());
                     tokio::time::sleep(pause).await;
@@ -178,7 +188,7 @@ impl Sinks {
 }
 
 fn create(name: &str, length: u64) -> Result<Arc<Memory>, Failure> {
-    Memory::create(name, length, Pages::Small).map(Arc::new).map_err(|error| {
+    Memory::create_single_writer(name, length, Pages::Small).map(Arc::new).map_err(|error| {
         Failure::local(format!(
             "{length} bytes of memory for receive buffers cannot be allocated: {error}; give a smaller --memory"
         ))

@@ -93,7 +93,7 @@ impl Facts {
             allocator: info.get("mem_allocator").map(str::to_owned),
             databases: databases(info),
             libraries: info.number("number_of_libraries"),
-            modules: modules(info),
+            modules: info.modules().to_vec(),
             backlog: Backlog::of(info),
             connected_replicas: info.number("connected_slaves"),
         }
@@ -349,12 +349,6 @@ fn family_and_version(info: &Info) -> (Family, Option<Version>) {
     (Family::Redis, info.get("redis_version").and_then(|text| text.parse().ok()))
 }
 
-/// The names of the modules, one a line: `module:name=search,ver=20811,...`.
-fn modules(info: &Info) -> Vec<String> {
-    let lines = info.iter().filter(|(name, _)| *name == "module").map(|(_, line)| line);
-    lines.filter_map(|line| line.strip_prefix("name=")?.split(',').next()).map(str::to_owned).collect()
-}
-
 fn flag(info: &Info, field: &str) -> Option<bool> {
     info.number::<i64>(field).map(|number| number != 0)
 }
@@ -402,6 +396,19 @@ mod tests {
 
     fn server(text: &str) -> Facts {
         Facts::from_info(&Info::parse(text.replace(' ', "\n").as_bytes()))
+    }
+
+    #[test]
+    fn modules_that_a_replica_lacks_are_known_but_for_those_without_data() {
+        let line = |name: &str| format!("module:name={name},ver=1,api=1,filters=0,usedby=[],using=[],options=[]");
+        let with = |names: &[&str]| server(&names.iter().map(|name| line(name)).collect::<Vec<_>>().join(" "));
+        let primary = with(&["search", "remora", "lua", "ReJSON"]);
+        assert_eq!(primary.modules, ["search", "remora", "lua", "ReJSON"]);
+        assert_eq!(primary.modules_missing_at(&with(&[])), ["search", "ReJSON"]);
+        assert_eq!(primary.modules_missing_at(&with(&["ReJSON", "bf"])), ["search"]);
+        assert!(primary.modules_missing_at(&primary).is_empty() && with(&[]).modules_missing_at(&primary).is_empty());
+        assert_eq!(primary.highest_database(), None);
+        assert_eq!(Facts::from_info(&Info::parse(VALKEY_REPLICA.as_bytes())).highest_database(), Some(11));
     }
 
     #[test]

@@ -25,7 +25,7 @@ trait Servers {
     /// `REPLICAOF` the other server, and waits for the link.
     fn follow(&mut self, at: usize);
     /// `REPLICAOF` an address at which nothing listens.
-    fn follow_nobody(&mut self, at: usize);
+    fn follow_nowhere(&mut self, at: usize);
     /// `REPLICAOF NO ONE`.
     fn promote(&mut self, at: usize);
     /// Removes all keys of a replica and leaves its position.
@@ -77,30 +77,30 @@ fn in_step(servers: &mut dyn Servers) {
 
 fn away_and_back(servers: &mut dyn Servers) -> Seen {
     in_step(servers);
-    servers.follow_nobody(1);
+    servers.follow_nowhere(1);
     servers.write(0, 5);
     back(servers)
 }
 
 fn emptied(servers: &mut dyn Servers) -> Seen {
     in_step(servers);
-    servers.follow_nobody(1);
+    servers.follow_nowhere(1);
     servers.empty(1);
     back(servers)
 }
 
 fn detached_and_emptied(servers: &mut dyn Servers) -> Seen {
     in_step(servers);
-    servers.follow_nobody(1);
+    servers.follow_nowhere(1);
     servers.promote(1);
-    servers.follow_nobody(1);
+    servers.follow_nowhere(1);
     servers.empty(1);
     back(servers)
 }
 
 fn overrun(servers: &mut dyn Servers) -> Seen {
     in_step(servers);
-    servers.follow_nobody(1);
+    servers.follow_nowhere(1);
     servers.write(0, 600);
     back(servers)
 }
@@ -174,7 +174,7 @@ impl Servers for Model {
         self.pair.follow(at, Some(1 - at));
     }
 
-    fn follow_nobody(&mut self, at: usize) {
+    fn follow_nowhere(&mut self, at: usize) {
         self.pair.follow(at, Some(7));
     }
 
@@ -272,7 +272,7 @@ impl Servers for Real {
         self.wait(at);
     }
 
-    fn follow_nobody(&mut self, at: usize) {
+    fn follow_nowhere(&mut self, at: usize) {
         self.call(at, &["REPLICAOF", "127.0.0.1", "1"]);
     }
 

@@ -226,7 +226,7 @@ impl Simulation {
     pub(super) fn writes(&mut self) {
         for number in 0..self.world.servers.len() {
             if number == PRIMARY.0 || !self.world.one_in(4) {
-                // A replica refuses it, and so does a server that nobody but an agent uses.
+                // A replica refuses it, and only agents use the servers of replicas until the operator does.
                 let is_used = number < FIRST_REPLICA || self.watch.is_taken_over(ServerId(number));
                 if is_used {
                     self.write(ServerId(number));

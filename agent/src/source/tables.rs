@@ -6,7 +6,7 @@ use remora_fabric::{Memory, Pages, RegionId};
 use remora_protocol::TableOffer;
 use remora_table::Geometry;
 
-use crate::args::SourceArgs;
+use crate::args::{ModuleCapture, SourceArgs};
 use crate::exit::Failure;
 use crate::server::Facts;
 use crate::units::Size;
@@ -39,8 +39,9 @@ impl Tables {
             return Err(Failure::refused(text));
         }
         let slot = |size: u64| u32::try_from(size).unwrap_or(u32::MAX);
-        let snapshot = table("remora-snapshot", total - journal, slot(args.slot_size().get()))?;
-        let journal = table("remora-journal", journal, JOURNAL_SLOT.min(slot(journal / 8).next_power_of_two() / 2))?;
+        let snapshot = table("remora-snapshot", total - journal, slot(args.slot_size().get()), module_writes(args))?;
+        let journal =
+            table("remora-journal", journal, JOURNAL_SLOT.min(slot(journal / 8).next_power_of_two() / 2), false)?;
         let touch = snapshot.1.data_offset() + expected(facts, snapshot.1);
         let memory = snapshot.0.clone();
         let touch = touch.min(memory.length());
@@ -69,7 +70,7 @@ impl Tables {
             let slot_size = self.snapshot.1.slot_size;
             let budget = self.snapshot.0.length();
             tracing::debug!(memory = %args.memory, "a replica disconnected while it was reading; allocating new memory for the snapshot");
-            let fresh = table("remora-snapshot", budget, slot_size)?;
+            let fresh = table("remora-snapshot", budget, slot_size, module_writes(args))?;
             replaced = Some(std::mem::replace(&mut self.snapshot, fresh).0);
         }
         self.retained = !self.is_windowed_for(facts);
@@ -120,10 +121,16 @@ const JOURNAL_SHARE: u64 = 4;
 /// overwritten, large enough that readers load entries seldom.
 const JOURNAL_SLOT: u32 = 1 << 20;
 
-fn table(name: &str, budget: u64, slot_size: u32) -> Result<(Arc<Memory>, Geometry), Failure> {
+/// Whether the server's module may write the snapshot.
+fn module_writes(args: &SourceArgs) -> bool {
+    args.module_capture != ModuleCapture::Off
+}
+
+fn table(name: &str, budget: u64, slot_size: u32, module_writes: bool) -> Result<(Arc<Memory>, Geometry), Failure> {
     let geometry = Geometry::within(budget, slot_size)
         .map_err(|error| Failure::refused(format!("--memory is too small for its slots: {error}")))?;
-    let memory = Memory::create(name, geometry.memory_len(), Pages::Small).map_err(no_memory)?;
+    let create = if module_writes { Memory::create } else { Memory::create_single_writer };
+    let memory = create(name, geometry.memory_len(), Pages::Small).map_err(no_memory)?;
     Ok((Arc::new(memory), geometry))
 }
 

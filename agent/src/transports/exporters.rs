@@ -59,7 +59,8 @@ fn open(
     let connections = replicas * REGIONS * hosts.len() * 2;
     let defaults = VerbsOptions::default();
     let connections = connections.clamp(defaults.connections, MAX_CONNECTIONS);
-    let options = VerbsOptions { traffic_class, service_level, connections, ..defaults };
+    let iwarp = wanted.end.is_named();
+    let options = VerbsOptions { traffic_class, service_level, connections, iwarp, ..defaults };
     // RDMA has ports of its own, so TCP's number is nearly always free there and easy to remember. (iWARP uses TCP's
     // ports, so it is not free there.)
     let at = |port| hosts.iter().map(|host| SocketAddr::new(*host, port)).collect::<Vec<_>>();

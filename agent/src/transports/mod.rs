@@ -6,7 +6,7 @@
 //!   replica  shm ─▶ verbs ─▶ tcp      the first over which the tables can be read, or the requested one
 //! ```
 //!
-//! - [`offered`]: the source's RDMA. [`taken`]: the replica's choice.
+//! - [`exporters`]: the source's RDMA. [`connectors`]: the replica's choice.
 //! - [`devices`]: the command that reports on this host's transports.
 
 pub(crate) mod connectors;

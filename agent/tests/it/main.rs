@@ -4,10 +4,10 @@
 
 mod kit;
 
+mod broken;
 mod cli;
 mod combinations;
 mod conversation;
-mod damage;
 mod ends;
 mod exact;
 mod handoff;
@@ -21,6 +21,7 @@ mod memory;
 mod module;
 mod module_load;
 mod module_memory;
+mod module_rules;
 mod primary;
 mod probe;
 mod rdma;

@@ -62,8 +62,8 @@ impl Connector for ShmConnector {
         let address = key::address(key, &BootId::of_this_host()?)?;
         let deadline = Instant::now() + self.timeout;
         let socket = local::connect(&address, deadline)?;
-        let packet = Handshake { socket: &socket, secret, deadline, timeout: self.timeout }.run(key, session)?;
-        let memory = packet.descriptor.ok_or(Error::Protocol("the welcome has no memory attached"))?;
+        let mut packet = Handshake { socket: &socket, secret, deadline, timeout: self.timeout }.run(key, session)?;
+        let memory = packet.take_descriptor().ok_or(Error::Protocol("the welcome has no memory attached"))?;
         let view = View::open(memory, key.length())?;
         Ok(Box::new(ShmPeer::new(socket, Arc::new(view), sink)?))
     }

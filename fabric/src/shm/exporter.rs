@@ -9,8 +9,8 @@ use std::{
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::{
-    ShmOptions,
-    key::{self, BootId},
+    Place, ShmOptions,
+    key::{self, BootId, Namespace},
     serve,
     server::{Server, Shared},
 };
@@ -18,7 +18,7 @@ use crate::{
     error::{Denial, Error},
     memory::{
         Memory,
-        local::{self, Address},
+        local::{Address, Admits, Listener},
     },
     region::{RegionId, RegionKey, Secret, TransportKind},
     transport::Exporter,
@@ -29,6 +29,8 @@ pub struct ShmExporter {
     shared: Arc<Shared>,
     address: Address,
     boot_id: BootId,
+    /// Where the address is meant for one network namespace.
+    namespace: Option<Namespace>,
     owner: Option<JoinHandle<()>>,
 }
 
@@ -40,16 +42,27 @@ impl ShmExporter {
     /// exist, be writable, and have a short path.
     pub fn bind(options: ShmOptions) -> Result<ShmExporter, Error> {
         options.check()?;
+        let listener = Listener::bind(&options.place, Admits::Us)?;
+        ShmExporter::over(listener, &options)
+    }
+
+    /// Serves the connections of this listener.
+    pub(super) fn over(listener: Listener, options: &ShmOptions) -> Result<ShmExporter, Error> {
+        let address = listener.address().clone();
+        // The file is removed if a step fails.
+        ShmExporter::start(listener, options).inspect_err(|_| address.remove())
+    }
+
+    fn start(listener: Listener, options: &ShmOptions) -> Result<ShmExporter, Error> {
         let boot_id = BootId::of_this_host()?;
+        let namespace = if options.place == Place::Private { Some(Namespace::of_this_process()?) } else { None };
         let stop =
             eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("creating an eventfd"))?;
-        let (listener, address) = local::listen(&options.place)?;
-        // From here on the exporter's drop removes the socket's file if a later step fails.
+        let address = listener.address().clone();
         let server = Server::new(options.connections, options.handshake_timeout);
         let shared = Arc::new(Shared { server: Mutex::new(server), stop });
-        let mut exporter = ShmExporter { shared, address, boot_id, owner: None };
-        exporter.owner = Some(serve::start(exporter.shared.clone(), listener)?);
-        Ok(exporter)
+        let owner = Some(serve::start(shared.clone(), listener)?);
+        Ok(ShmExporter { shared, address, boot_id, namespace, owner })
     }
 }
 
@@ -81,7 +94,7 @@ impl Exporter for ShmExporter {
 
     fn key(&self, id: RegionId) -> Result<RegionKey, Error> {
         let length = self.shared.server().region_length(id).ok_or(Error::NotExported(id))?;
-        key::make(id, length, &self.boot_id, &self.address)
+        key::make(id, length, &self.boot_id, self.namespace.as_ref(), &self.address)
     }
 
     /// Always 0: readers copy the bytes themselves, without a trace here.

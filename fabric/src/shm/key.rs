@@ -1,11 +1,12 @@
 //! The body of a [`RegionKey`] of this transport: which host, and which socket. No I/O except reading the host's boot
-//! id.
+//! id and the number of the process's network namespace.
 //!
 //! ```text
 //!   boot id 36 (text) │ place 1 (0 abstract, 1 file) │ name, to the end
+//!   boot id 36 (text) │ place 1 (2 file for one network namespace) │ namespace 8 │ name, to the end
 //! ```
 
-use std::fs;
+use std::{fs, os::unix::fs::MetadataExt};
 
 use crate::{
     error::Error,
@@ -31,13 +32,35 @@ impl BootId {
     }
 }
 
-/// Encodes a key.
-pub(super) fn make(id: RegionId, length: u64, boot_id: &BootId, address: &Address) -> Result<RegionKey, Error> {
+/// A network namespace of this host. Hosts of a test network have one each, and share the file system.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Namespace(u64);
+
+impl Namespace {
+    /// The network namespace of this process.
+    pub(super) fn of_this_process() -> Result<Namespace, Error> {
+        let about =
+            fs::metadata(NAMESPACE_FILE).map_err(Error::system("asking for the network namespace under /proc"))?;
+        Ok(Namespace(about.ino()))
+    }
+}
+
+/// Encodes a key. With a namespace, only processes of that namespace can use it.
+pub(super) fn make(
+    id: RegionId,
+    length: u64,
+    boot_id: &BootId,
+    namespace: Option<&Namespace>,
+    address: &Address,
+) -> Result<RegionKey, Error> {
+    let number = namespace.map(|namespace| namespace.0.to_le_bytes());
     let (place, name) = match address {
         Address::Abstract(name) => (PLACE_ABSTRACT, name),
+        Address::File(path) if number.is_some() => (PLACE_FILE_OF_NAMESPACE, path),
         Address::File(path) => (PLACE_FILE, path),
     };
-    let body = [boot_id.0.as_bytes(), &[place], name].concat();
+    let number = if place == PLACE_FILE_OF_NAMESPACE { number.unwrap_or_default().to_vec() } else { Vec::new() };
+    let body = [boot_id.0.as_bytes(), &[place], &number, name].concat();
     Ok(RegionKey::new(TransportKind::Shm, id, length, &body)?)
 }
 
@@ -53,6 +76,16 @@ pub(super) fn address(key: &RegionKey, ours: &BootId) -> Result<Address, Error> 
     match rest.split_first() {
         Some((&PLACE_ABSTRACT, name)) => Ok(Address::Abstract(name.to_vec())),
         Some((&PLACE_FILE, path)) => Ok(Address::File(path.to_vec())),
+        Some((&PLACE_FILE_OF_NAMESPACE, rest)) => {
+            let (number, path) =
+                rest.split_first_chunk().ok_or(KeyError::Body("its network namespace is cut short"))?;
+            let (theirs_in, ours_in) = (Namespace(u64::from_le_bytes(*number)), Namespace::of_this_process()?);
+            if theirs_in != ours_in {
+                let named = |namespace: Namespace| format!("{}, in the network namespace {}", ours.0, namespace.0);
+                return Err(Error::NotThisHost { theirs: named(theirs_in), ours: named(ours_in) });
+            }
+            Ok(Address::File(path.to_vec()))
+        }
         _ => Err(KeyError::Body("the kind of its socket is unknown").into()),
     }
 }
@@ -62,6 +95,8 @@ const BOOT_ID_FILE: &str = "/proc/sys/kernel/random/boot_id";
 const BOOT_ID_BYTES: usize = 36;
 const PLACE_ABSTRACT: u8 = 0;
 const PLACE_FILE: u8 = 1;
+const PLACE_FILE_OF_NAMESPACE: u8 = 2;
+const NAMESPACE_FILE: &str = "/proc/self/ns/net";
 
 /// For the fuzz targets: the address in a key survives encoding, if the key is of this host.
 #[cfg(any(test, feature = "fuzzing"))]
@@ -69,7 +104,9 @@ pub(crate) fn check_key(key: &RegionKey) {
     let Some(Ok(here)) = key.body().get(..BOOT_ID_BYTES).map(BootId::parse) else { return };
     let Ok(at) = address(key, &here) else { return };
     let _ = at.to_socket();
-    assert_eq!(make(key.id(), key.length(), &here, &at).ok().as_ref(), Some(key));
+    let for_namespace = key.body().get(BOOT_ID_BYTES) == Some(&PLACE_FILE_OF_NAMESPACE);
+    let namespace = if for_namespace { Namespace::of_this_process().ok() } else { None };
+    assert_eq!(make(key.id(), key.length(), &here, namespace.as_ref(), &at).ok().as_ref(), Some(key));
 }
 
 #[cfg(test)]
@@ -86,15 +123,27 @@ mod tests {
     fn an_address_comes_back_out_of_its_key() {
         let here = BootId::of_this_host().unwrap();
         for place in [Address::Abstract(b"remora-1".to_vec()), Address::File(b"/run/remora.sock".to_vec())] {
-            let key = make(ID, 4096, &here, &place).unwrap();
-            assert_eq!(address(&key, &here).unwrap(), place);
+            for namespace in [None, Some(Namespace::of_this_process().unwrap())] {
+                let key = make(ID, 4096, &here, namespace.as_ref(), &place).unwrap();
+                assert_eq!(address(&key, &here).unwrap(), place);
+            }
         }
+    }
+
+    #[test]
+    fn a_private_file_of_another_network_namespace_is_not_this_host() {
+        let here = BootId::of_this_host().unwrap();
+        let file = Address::File(b"/run/remora/a.sock".to_vec());
+        let key = make(ID, 4096, &here, Some(&Namespace(1)), &file).unwrap();
+        let error = address(&key, &here).unwrap_err();
+        assert!(matches!(error, Error::NotThisHost { .. }), "{error}");
+        assert!(error.to_string().contains("in the network namespace 1,"), "{error}");
     }
 
     #[test]
     fn a_key_of_another_host_is_refused_before_anything_is_tried() {
         let there = BootId::parse(b"00000000-1111-2222-3333-444444444444").unwrap();
-        let key = make(ID, 4096, &there, &Address::Abstract(b"remora-1".to_vec())).unwrap();
+        let key = make(ID, 4096, &there, None, &Address::Abstract(b"remora-1".to_vec())).unwrap();
         let error = address(&key, &BootId::of_this_host().unwrap()).unwrap_err();
         assert!(matches!(error, Error::NotThisHost { .. }));
         assert!(error.to_string().contains("not on the same host"), "{error}");

@@ -18,6 +18,10 @@
 //! - `connector`: makes connections. `peer`: the reader's data path.
 //! - `key`: the body of a [`RegionKey`](crate::RegionKey) of this transport.
 //!
+//! **Who can connect:** see [`Place`]. A connection without a proof uses none of the places of readers, and nothing
+//! that a peer sends can block a thread: descriptors that it attaches are refused by the system, or closed on a thread
+//! of their own, as are its connections.
+//!
 //! After the welcome the connection carries nothing until it ends. The source ends it when the region is revoked, the
 //! grant is withdrawn or the source exits; the reader notices at its next [`Peer::poll`](crate::Peer::poll).
 //!
@@ -55,7 +59,8 @@ use crate::error::Error;
 pub struct ShmOptions {
     /// Where the socket is bound.
     pub place: Place,
-    /// Maximum number of connections, 1 to [`MAX_CONNECTIONS`]; further ones are refused as `Busy`.
+    /// Maximum number of connections that have proved their session, 1 to [`MAX_CONNECTIONS`]; further ones are refused
+    /// as `Busy`.
     pub connections: usize,
     /// Time limit of a reader's whole handshake; the connection is then closed.
     pub handshake_timeout: Duration,
@@ -63,7 +68,7 @@ pub struct ShmOptions {
 
 impl Default for ShmOptions {
     fn default() -> Self {
-        ShmOptions { place: Place::Abstract, connections: 256, handshake_timeout: Duration::from_secs(5) }
+        ShmOptions { place: Place::default(), connections: 256, handshake_timeout: Duration::from_secs(5) }
     }
 }
 

@@ -9,10 +9,11 @@
 //! ```
 //!
 //! No call blocks on a reader: the sockets are non-blocking, every packet is smaller than an empty connection's buffer,
-//! and a connection whose handshake takes too long is closed.
+//! and a connection whose handshake takes too long is closed. Packets are received without the lock, and connections
+//! and received descriptors are closed on another thread, as closing a descriptor that a peer has sent can block.
 
 use std::{
-    os::fd::OwnedFd,
+    os::fd::{AsFd, OwnedFd},
     sync::Arc,
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -20,21 +21,21 @@ use std::{
 
 use rustix::{event::epoll, io::Errno};
 
-use super::server::{ReaderConnection, Shared, Stage, refuse};
+use super::server::{Shared, WatchedSocket, refuse};
 use crate::{
     error::{Denial, Error},
-    memory::local,
+    memory::local::{self, Listener, PeerSocket},
 };
 
 /// Starts the thread.
-pub(super) fn start(shared: Arc<Shared>, listener: OwnedFd) -> Result<JoinHandle<()>, Error> {
+pub(super) fn start(shared: Arc<Shared>, listener: Listener) -> Result<JoinHandle<()>, Error> {
     let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::system("creating an epoll instance"))?;
     watch(&epoll, &shared.stop, STOP).map_err(Error::system("watching an eventfd"))?;
     watch(&epoll, &listener, LISTENER).map_err(Error::system("watching a local socket"))?;
     thread::Builder::new()
         .name("remora-shm".into())
         .spawn(move || {
-            Owner { shared: &shared, epoll, listener }.run();
+            Owner { shared: &shared, epoll: Arc::new(epoll), listener }.run();
             shared.server().readers.clear();
         })
         .map_err(Error::system("starting a thread"))
@@ -43,8 +44,8 @@ pub(super) fn start(shared: Arc<Shared>, listener: OwnedFd) -> Result<JoinHandle
 /// What only the thread uses.
 struct Owner<'a> {
     shared: &'a Shared,
-    epoll: OwnedFd,
-    listener: OwnedFd,
+    epoll: Arc<OwnedFd>,
+    listener: Listener,
 }
 
 impl Owner<'_> {
@@ -61,7 +62,7 @@ impl Owner<'_> {
                 match event.data.u64() {
                     STOP => return,
                     LISTENER => self.accept(),
-                    number => self.shared.server().on_packet(number),
+                    number => self.receive(number),
                 }
             }
             self.shared.server().cut_late(Instant::now());
@@ -71,7 +72,7 @@ impl Owner<'_> {
     /// Accepts waiting connections, up to the limit of one turn.
     fn accept(&self) {
         for _ in 0..EVENTS_PER_TURN {
-            match local::accept(&self.listener) {
+            match self.listener.accept() {
                 Ok(Some(reader)) => self.admit(reader),
                 Ok(None) => return,
                 Err(error) => {
@@ -84,22 +85,26 @@ impl Owner<'_> {
         }
     }
 
-    fn admit(&self, reader: OwnedFd) {
-        let mut server = self.shared.server();
-        let number = server.next_number;
-        if server.readers.len() >= server.max_connections {
+    fn admit(&self, reader: PeerSocket) {
+        let (number, full) = self.shared.server().next_reader();
+        if full {
             return refuse(&reader, Denial::Busy);
         }
         if let Err(error) = watch(&self.epoll, &reader, number) {
             return tracing::warn!(%error, "shm: cannot watch a connection");
         }
-        server.next_number += 1;
-        let deadline = Instant::now() + server.handshake_timeout;
-        server.readers.insert(number, ReaderConnection { socket: reader, stage: Stage::AwaitingHello { deadline } });
+        self.shared.server().admit(number, WatchedSocket::new(reader, self.epoll.clone()), Instant::now());
+    }
+
+    /// Receives a packet of a reader, or the end of its connection, without the lock.
+    fn receive(&self, number: u64) {
+        let Some(socket) = self.shared.server().socket(number) else { return };
+        let packet = local::receive(&*socket);
+        self.shared.server().on_packet(number, packet);
     }
 }
 
-fn watch(epoll: &OwnedFd, fd: &OwnedFd, number: u64) -> Result<(), Errno> {
+fn watch(epoll: &OwnedFd, fd: impl AsFd, number: u64) -> Result<(), Errno> {
     epoll::add(epoll, fd, epoll::EventData::new_u64(number), epoll::EventFlags::IN | epoll::EventFlags::RDHUP)
 }
 

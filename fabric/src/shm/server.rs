@@ -2,19 +2,22 @@
 
 use std::{
     collections::HashMap,
-    os::fd::{AsFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
-use rustix::{event::Timespec, io::Errno};
+use rustix::{
+    event::{Timespec, epoll},
+    io::Errno,
+};
 
 use super::wire::{self, Shm};
 use crate::{
     auth::{self, PROOF_BYTES},
     error::{Denial, Error},
     lane_handshake::{Format, Hello, Refusal, Source},
-    memory::local,
+    memory::local::{self, Packet, PeerSocket},
     region::{RegionId, Secret},
 };
 
@@ -41,9 +44,9 @@ pub(super) struct Server {
     pub(super) readers: HashMap<u64, ReaderConnection>,
     /// Readers are numbered in the order of their connections. No number is used twice, so that an event for a closed
     /// connection finds none.
-    pub(super) next_number: u64,
-    pub(super) max_connections: usize,
-    pub(super) handshake_timeout: Duration,
+    next_number: u64,
+    max_connections: usize,
+    handshake_timeout: Duration,
 }
 
 struct Region {
@@ -52,11 +55,39 @@ struct Region {
 }
 
 pub(super) struct ReaderConnection {
-    pub(super) socket: OwnedFd,
-    pub(super) stage: Stage,
+    socket: Arc<WatchedSocket>,
+    stage: Stage,
 }
 
-pub(super) enum Stage {
+/// A reader's socket in the thread's epoll instance. Dropping it never blocks.
+pub(super) struct WatchedSocket {
+    socket: PeerSocket,
+    epoll: Arc<OwnedFd>,
+}
+
+impl WatchedSocket {
+    /// Wraps a socket that the epoll instance watches.
+    pub(super) fn new(socket: PeerSocket, epoll: Arc<OwnedFd>) -> WatchedSocket {
+        WatchedSocket { socket, epoll }
+    }
+}
+
+impl AsFd for WatchedSocket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+impl Drop for WatchedSocket {
+    fn drop(&mut self) {
+        // The descriptor is closed later, and would report the end of the connection until then.
+        if let Err(error) = epoll::delete(&*self.epoll, &self.socket) {
+            tracing::debug!(%error, "shm: a connection was not watched");
+        }
+    }
+}
+
+enum Stage {
     AwaitingHello { deadline: Instant },
     AwaitingProof { deadline: Instant, handshake: Source<Shm> },
     Reading { session: u64, id: RegionId },
@@ -103,7 +134,7 @@ impl Server {
         self.readers.retain(|_, reader| match reader.stage {
             Stage::Reading { session, id } if chosen(session, id) => {
                 // If it cannot be sent, the end of the connection tells the reader enough.
-                let _ = local::send(&reader.socket, &wire::farewell(reason), None);
+                let _ = local::send(&*reader.socket, &wire::farewell(reason), None);
                 false
             }
             _ => true,
@@ -122,14 +153,37 @@ impl Server {
         self.readers.retain(|_, reader| reader.deadline().is_none_or(|deadline| deadline > now));
     }
 
+    /// The number of the next reader, and whether all places for readers are taken.
+    pub(super) fn next_reader(&mut self) -> (u64, bool) {
+        let number = self.next_number;
+        self.next_number += 1;
+        (number, self.all_places_taken())
+    }
+
+    /// Admits a connection that has sent nothing yet. If there are too many of these, the oldest gives way.
+    pub(super) fn admit(&mut self, number: u64, socket: WatchedSocket, now: Instant) {
+        let unproved = self.readers.iter().filter(|(_, reader)| reader.deadline().is_some()).map(|(number, _)| *number);
+        let (count, oldest) = unproved.fold((0, u64::MAX), |(count, oldest), number| (count + 1, number.min(oldest)));
+        if count >= UNPROVED_MAX {
+            self.readers.remove(&oldest);
+        }
+        let stage = Stage::AwaitingHello { deadline: now + self.handshake_timeout };
+        self.readers.insert(number, ReaderConnection { socket: Arc::new(socket), stage });
+    }
+
+    /// The socket of a reader, to receive from it without the lock.
+    pub(super) fn socket(&self, number: u64) -> Option<Arc<WatchedSocket>> {
+        self.readers.get(&number).map(|reader| reader.socket.clone())
+    }
+
     /// Handles a packet of a reader, or the end of its connection.
-    pub(super) fn on_packet(&mut self, number: u64) {
+    pub(super) fn on_packet(&mut self, number: u64, packet: Result<Packet, Errno>) {
+        if matches!(packet, Err(Errno::AGAIN)) {
+            return;
+        }
+        // Its region or session may have been revoked in the meantime.
         let Some(mut reader) = self.readers.remove(&number) else { return };
-        let packet = match local::receive(&reader.socket) {
-            Ok(packet) => packet,
-            Err(Errno::AGAIN) => return drop(self.readers.insert(number, reader)),
-            Err(_) => return,
-        };
+        let Ok(packet) = packet else { return };
         if let Some(stage) = self.next_stage(&reader, packet.bytes()) {
             reader.stage = stage;
             self.readers.insert(number, reader);
@@ -149,12 +203,12 @@ impl Server {
     fn greet(&self, reader: &ReaderConnection, packet: &[u8], deadline: Instant) -> Option<Stage> {
         match Source::challenge(packet, &auth::nonce().ok()?) {
             Ok((handshake, challenge)) => {
-                local::send(&reader.socket, &challenge, None).ok()?;
+                local::send(&*reader.socket, &challenge, None).ok()?;
                 Some(Stage::AwaitingProof { deadline, handshake })
             }
             Err(rejected) => {
                 tracing::debug!(error = %rejected.error, "shm: a connection was rejected");
-                local::send(&reader.socket, &rejected.answer?, None).ok()?;
+                local::send(&*reader.socket, &rejected.answer?, None).ok()?;
                 None
             }
         }
@@ -165,12 +219,12 @@ impl Server {
         let &Hello { session, id, .. } = handshake.hello();
         match self.judge(proof, handshake) {
             Ok((region, welcome)) => {
-                local::send(&reader.socket, &welcome, Some(region.read_only.as_fd())).ok()?;
+                local::send(&*reader.socket, &welcome, Some(region.read_only.as_fd())).ok()?;
                 Some(Stage::Reading { session, id })
             }
             Err(denial) => {
                 tracing::info!(session, region = %id, %denial, "shm: a reader was refused");
-                let _ = local::send(&reader.socket, &Shm::denial(denial), None);
+                let _ = local::send(&*reader.socket, &Shm::denial(denial), None);
                 None
             }
         }
@@ -181,11 +235,16 @@ impl Server {
         let hello = handshake.hello();
         let proved = handshake.examine(proof, self.grants.get(&hello.session))?;
         match self.regions.get(&hello.id) {
+            Some(_) if self.all_places_taken() => Err(Denial::Busy),
             Some(_) if self.readers_of(hello.session) >= READERS_PER_SESSION => Err(Denial::Busy),
             Some(region) => Ok((region, proved.welcome(&region.length))),
             None if self.regions.keys().any(|id| id.region == hello.id.region) => Err(Denial::Stale),
             None => Err(Denial::Unknown),
         }
+    }
+
+    fn all_places_taken(&self) -> bool {
+        self.readers.values().filter(|reader| reader.deadline().is_none()).count() >= self.max_connections
     }
 
     fn readers_of(&self, session: u64) -> usize {
@@ -207,7 +266,7 @@ impl ReaderConnection {
 
 /// Refuses a connection before its hello. A received hello is discarded first: closing a connection with unread packets
 /// would make the system discard the refusal.
-pub(super) fn refuse(reader: &OwnedFd, denial: Denial) {
+pub(super) fn refuse(reader: &PeerSocket, denial: Denial) {
     let Some(refusal) = Shm::refusal(Refusal::Denied(denial)) else { return };
     let _ = local::receive(reader);
     let _ = local::send(reader, &refusal, None);
@@ -218,3 +277,5 @@ pub(super) const FIRST_READER: u64 = 2;
 /// Connections per session, so that one session cannot take all: 2 regions, and room for a reader that reconnects
 /// before its old connections are found closed.
 const READERS_PER_SESSION: usize = 16;
+/// Connections that have not proved their session yet. A handshake takes microseconds.
+const UNPROVED_MAX: usize = 64;

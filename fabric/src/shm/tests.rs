@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used)]
 
 use std::{
-    os::fd::OwnedFd,
+    os::fd::{AsFd, OwnedFd},
     sync::Arc,
     thread,
     time::{Duration, Instant},
@@ -20,7 +20,7 @@ use crate::{
     lane_handshake::{Format, Hello},
     memory::{
         Memory, Pages,
-        local::{self, Address},
+        local::{self, Address, Admits, Listener},
     },
     region::{RegionId, RegionKey, Secret},
     transport::{Completion, Connector, Exporter, Peer, ReadRequest},
@@ -52,9 +52,9 @@ fn connect_raw(exporter: &ShmExporter) -> OwnedFd {
     local::connect(&address, Instant::now() + Duration::from_secs(5)).unwrap()
 }
 
-fn receive(socket: &OwnedFd) -> Result<Vec<u8>, Error> {
+fn receive(socket: impl AsFd) -> Result<Vec<u8>, Error> {
     let patience = Duration::from_secs(10);
-    let packet = local::receive_by(socket, Instant::now() + patience, patience)?;
+    let packet = local::receive_by(&socket, Instant::now() + patience, patience)?;
     Ok(packet.bytes().to_vec())
 }
 
@@ -145,11 +145,18 @@ fn one_session_can_not_take_all_connections() {
     drop(peers);
 }
 
+/// A listener that is not an exporter, and its address.
+fn listen() -> (Listener, Address) {
+    let listener = Listener::bind(&Place::Abstract, Admits::Us).unwrap();
+    let address = listener.address().clone();
+    (listener, address)
+}
+
 /// Answers one reader as an exporter without the secret would, and passes `memory`.
-fn impostor(listener: OwnedFd, memory: Arc<Memory>, proof: [u8; 32]) -> thread::JoinHandle<()> {
+fn impostor(listener: Listener, memory: Arc<Memory>, proof: [u8; 32]) -> thread::JoinHandle<()> {
     thread::spawn(move || {
         let reader = loop {
-            match local::accept(&listener).unwrap() {
+            match listener.accept().unwrap() {
                 Some(reader) => break reader,
                 None => thread::sleep(Duration::from_millis(1)),
             }
@@ -163,8 +170,8 @@ fn impostor(listener: OwnedFd, memory: Arc<Memory>, proof: [u8; 32]) -> thread::
 
 #[test]
 fn memory_of_an_impostor_is_not_taken() {
-    let (listener, address) = local::listen(&Place::Abstract).unwrap();
-    let key = key::make(ID, SIZE, &BootId::of_this_host().unwrap(), &address).unwrap();
+    let (listener, address) = listen();
+    let key = key::make(ID, SIZE, &BootId::of_this_host().unwrap(), None, &address).unwrap();
     let impostor = impostor(listener, memory(), [0; 32]);
     let refused = connect(&key).err().unwrap();
     assert!(matches!(refused, Error::Impostor), "{refused}");
@@ -173,11 +180,11 @@ fn memory_of_an_impostor_is_not_taken() {
 
 #[test]
 fn another_version_is_named() {
-    let (listener, address) = local::listen(&Place::Abstract).unwrap();
-    let key = key::make(ID, SIZE, &BootId::of_this_host().unwrap(), &address).unwrap();
+    let (listener, address) = listen();
+    let key = key::make(ID, SIZE, &BootId::of_this_host().unwrap(), None, &address).unwrap();
     let newer = thread::spawn(move || {
         let reader = loop {
-            match local::accept(&listener).unwrap() {
+            match listener.accept().unwrap() {
                 Some(reader) => break reader,
                 None => thread::sleep(Duration::from_millis(1)),
             }
@@ -194,8 +201,8 @@ fn another_version_is_named() {
 
 #[test]
 fn a_source_that_accepts_and_says_nothing_is_given_up() {
-    let (_listener, address) = local::listen(&Place::Abstract).unwrap();
-    let key = key::make(ID, SIZE, &BootId::of_this_host().unwrap(), &address).unwrap();
+    let (_listener, address) = listen();
+    let key = key::make(ID, SIZE, &BootId::of_this_host().unwrap(), None, &address).unwrap();
     let connector = ShmConnector::with_timeout(Duration::from_millis(50));
     let given_up = connector.connect(&key, 1, &SECRET, memory()).err().unwrap();
     assert!(matches!(given_up, Error::TimedOut { .. }), "{given_up}");
@@ -262,4 +269,133 @@ fn options_out_of_range_are_refused() {
     ] {
         assert!(matches!(ShmExporter::bind(options), Err(Error::Misuse(_))));
     }
+}
+
+/// A TCP connection whose last `close` takes [`LINGER`]: it waits for bytes that its peer does not take.
+fn lingering() -> (OwnedFd, std::net::TcpStream) {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut full = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let silent = listener.accept().unwrap().0;
+    full.set_nonblocking(true).unwrap();
+    while std::io::Write::write(&mut full, &[0; 1 << 16]).is_ok() {}
+    rustix::net::sockopt::set_socket_linger(&full, Some(LINGER)).unwrap();
+    full.set_nonblocking(false).unwrap();
+    (full.into(), silent)
+}
+
+/// Long enough that an exporter that waits for it is noticed.
+const LINGER: Duration = Duration::from_secs(5);
+
+/// An exporter whose peers can attach descriptors, as before Linux 6.16.
+fn exporter_without_the_option() -> (ShmExporter, Arc<Memory>) {
+    let options = ShmOptions::default();
+    let listener = Listener::bind(&options.place, Admits::Us).unwrap();
+    let _ = listener.set_pass_rights(true);
+    let exporter = ShmExporter::over(listener, &options).unwrap();
+    let memory = memory();
+    exporter.export(ID, memory.clone()).unwrap();
+    exporter.grant(1, SECRET);
+    (exporter, memory)
+}
+
+#[test]
+fn a_lingering_descriptor_delays_no_reader_and_no_owner() {
+    let (exporter, memory) = exporter_without_the_option();
+    let mut strangers = Vec::new();
+    // In a packet that is received, and in one that is still queued when the connection is closed.
+    for packets in [1, 2] {
+        let (full, silent) = lingering();
+        let connection = connect_raw(&exporter);
+        local::send(&connection, b"not a hello", Some(full.as_fd())).unwrap();
+        for _ in 1..packets {
+            // Fails if the exporter has closed the connection already.
+            let _ = local::send(&connection, b"not a hello", Some(full.as_fd()));
+        }
+        // The exporter's copy is now the last one, unless it was faster.
+        drop(full);
+        strangers.push((connection, silent));
+    }
+    // The exporter receives and closes in this time.
+    thread::sleep(Duration::from_millis(100));
+    let begun = Instant::now();
+    let another = RegionId { generation: 2, region: 1 };
+    exporter.export(another, memory).unwrap();
+    exporter.grant(2, SECRET);
+    exporter.withdraw(2);
+    exporter.revoke(another);
+    connect(&exporter.key(ID).unwrap()).unwrap();
+    drop(exporter);
+    assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
+}
+
+#[test]
+fn a_descriptor_of_a_reader_is_refused_where_the_system_can() {
+    let (exporter, memory) = exporter(ShmOptions::default());
+    match local::send(connect_raw(&exporter), b"x", Some(memory.as_fd())) {
+        Err(refused) => assert_eq!(refused, rustix::io::Errno::PERM),
+        Ok(()) => println!("Linux before 6.16 cannot refuse descriptors"),
+    }
+}
+
+#[test]
+fn silent_connections_leave_room_for_readers() {
+    let (exporter, _memory) = exporter(ShmOptions::default());
+    let silent: Vec<_> = (0..300).map(|_| connect_raw(&exporter)).collect();
+    let begun = Instant::now();
+    connect(&exporter.key(ID).unwrap()).unwrap();
+    assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
+    drop(silent);
+}
+
+/// What a process of another user receives after a valid hello to this socket. Only root can start one.
+fn as_another_user(address: &Address) -> Option<String> {
+    use std::os::unix::process::CommandExt;
+    if !rustix::process::geteuid().is_root() {
+        println!("not root: cannot act as another user");
+        return None;
+    }
+    let hello = Shm::hello(&Hello { lane: 0, session: 1, id: ID, nonce: [0; 32] });
+    let script = format!(
+        "import socket\n\
+         s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n\
+         s.settimeout(10)\n\
+         try:\n\
+         \ts.connect({:?}.replace('@', '\\0', 1))\n\
+         \ts.send(bytes({hello:?}))\n\
+         \tprint(len(s.recv(128)))\n\
+         except OSError as error:\n\
+         \tprint(type(error).__name__)\n",
+        address.name()
+    );
+    let mut stranger = std::process::Command::new("python3");
+    stranger.args(["-c", &script]).uid(65534).gid(65534).current_dir("/");
+    Some(String::from_utf8(stranger.output().unwrap().stdout).unwrap().trim().to_owned())
+}
+
+#[test]
+fn a_process_of_another_user_is_not_even_answered() {
+    for place in [Place::Private, Place::Abstract] {
+        let (exporter, _memory) = exporter(ShmOptions { place: place.clone(), ..ShmOptions::default() });
+        let here = BootId::of_this_host().unwrap();
+        let Some(answer) = as_another_user(&key::address(&exporter.key(ID).unwrap(), &here).unwrap()) else { return };
+        let expected: &[&str] = match place {
+            Place::Abstract => &["0", "BrokenPipeError", "ConnectionResetError"],
+            _ => &["PermissionError"],
+        };
+        assert!(expected.contains(&answer.as_str()), "{place:?}: {answer}");
+    }
+}
+
+#[test]
+fn the_default_folder_and_socket_are_closed_to_other_users() {
+    use std::os::unix::{ffi::OsStrExt, fs::PermissionsExt};
+    let (exporter, _memory) = exporter(ShmOptions::default());
+    let here = BootId::of_this_host().unwrap();
+    let Address::File(path) = key::address(&exporter.key(ID).unwrap(), &here).unwrap() else { panic!("no file") };
+    let path = std::path::Path::new(std::ffi::OsStr::from_bytes(&path)).to_owned();
+    let mode = |path: &std::path::Path| path.metadata().unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode(&path) & 0o007, 0);
+    assert_eq!(mode(path.parent().unwrap()) & 0o002, 0);
+    drop(exporter);
+    assert!(!path.exists());
 }

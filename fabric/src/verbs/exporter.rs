@@ -53,6 +53,10 @@ impl VerbsExporter {
             listeners.push(id);
         }
         let contexts = contexts(&listeners, devices)?;
+        for context in &contexts {
+            let device = context.device();
+            permit(device.name(), device.is_iwarp(), options.iwarp)?;
+        }
         let listeners = bound.iter().zip(listeners).map(|(address, id)| Listener::new(*address, id)).collect();
         let names = contexts.iter().map(|context| context.device().name().to_owned()).collect();
         let server = Server::new(options, events, listeners, contexts);
@@ -185,6 +189,32 @@ fn contexts(listeners: &[Id], all: Vec<Arc<Device>>) -> Result<Vec<DeviceContext
     devices.iter().map(DeviceContext::new).collect()
 }
 
+/// Fails for an iWARP device that the caller has not asked for.
+fn permit(device: &str, is_iwarp: bool, asked: bool) -> Result<(), Error> {
+    if !is_iwarp || asked {
+        return Ok(());
+    }
+    Err(Error::NoRdma {
+        what: format!("{device} is an iWARP device, on which a connection can read before it proves its session"),
+        cure: format!("to use it on a network without strangers, name it: --rdma-device {device}"),
+    })
+}
+
 fn unreachable(address: SocketAddr, source: std::io::Error) -> Error {
     Error::Unreachable { what: format!("an RDMA device with the address {address}"), source }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn an_iwarp_device_is_used_only_if_it_is_asked_for() {
+        permit("mlx5_0", false, false).unwrap();
+        permit("siw0", true, true).unwrap();
+        let refused = permit("siw0", true, VerbsOptions::default().iwarp).unwrap_err().to_string();
+        assert!(refused.contains("siw0 is an iWARP device") && refused.contains("--rdma-device siw0"), "{refused}");
+    }
 }

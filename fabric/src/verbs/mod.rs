@@ -102,6 +102,9 @@ pub struct VerbsOptions {
     pub stall_timeout: Duration,
     /// Source: maximum number of connections, 1 to [`MAX_CONNECTIONS`].
     pub connections: usize,
+    /// Source: whether it may listen on iWARP devices. There, unproved connections can read a region whose key they
+    /// guess: such a device connects by itself, and takes no rights after that.
+    pub iwarp: bool,
 }
 
 impl Default for VerbsOptions {
@@ -127,6 +130,7 @@ impl Default for VerbsOptions {
             handshake_timeout: Duration::from_secs(5),
             stall_timeout: Duration::from_secs(10),
             connections: 256,
+            iwarp: false,
         }
     }
 }

@@ -17,26 +17,30 @@
 //!   end that produces, or consumes for an end that is `short` of room, reads `asleep` afterwards and wakes the peer
 //!   once per sleep. Each of the two stores is sequentially consistent with the load after it, so that at least one end
 //!   sees the other's.
-//! - The socket also reports the death of the peer's process.
+//! - The socket also reports the end of the peer's process.
+//! - A listener accepts connections of its own user, of root, and of the group that may enter the socket's folder. What
+//!   a peer sends cannot block a thread: descriptors other than the peer's memory, and connections, are closed on a
+//!   thread of their own.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
+use remora_memory::local::{self, Admits, PeerSocket};
 use remora_memory::{Memory, Pages, View};
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 
 use super::{Address, Link, Listener};
 
 /// A connection by shared memory.
 pub struct ShmLink {
-    socket: OwnedFd,
+    socket: PeerSocket,
     path: PathBuf,
     ours: Memory,
     /// The peer's memory, once it was handed over.
@@ -62,10 +66,10 @@ impl ShmLink {
     pub(super) fn call(path: &Path) -> io::Result<ShmLink> {
         let socket = socket()?;
         rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
-        ShmLink::over(socket, path)
+        ShmLink::over(socket.into(), path)
     }
 
-    fn over(socket: OwnedFd, path: &Path) -> io::Result<ShmLink> {
+    fn over(socket: PeerSocket, path: &Path) -> io::Result<ShmLink> {
         let ours = Memory::create("remora-messenger", RING_AT + RING_BYTES, Pages::Small)?;
         hand_over(&socket, ours.reopen_read_only()?.as_fd())?;
         Ok(ShmLink {
@@ -139,15 +143,13 @@ impl ShmLink {
     /// again.
     fn hush(&mut self) -> io::Result<()> {
         self.slept = false;
-        loop {
-            match rustix::net::recv(&self.socket, &mut [0; 8], RecvFlags::DONTWAIT) {
-                Ok((_, 0)) | Err(Errno::CONNRESET) => self.ended = true,
-                Err(Errno::INTR) => continue,
-                Ok(_) | Err(Errno::AGAIN) => {}
-                Err(error) => return Err(error.into()),
-            }
-            return Ok(());
+        match local::receive(&self.socket) {
+            Err(Errno::CONNRESET) => self.ended = true,
+            Ok(packet) if packet.bytes().is_empty() => self.ended = true,
+            Ok(_) | Err(Errno::AGAIN) => {}
+            Err(error) => return Err(error.into()),
         }
+        Ok(())
     }
 
     fn set_short(&mut self, short: bool) -> io::Result<()> {
@@ -256,7 +258,7 @@ fn places(position: u64, length: usize) -> impl Iterator<Item = (u64, std::ops::
 
 /// A listening unix socket. Its file is removed with it.
 pub struct ShmListener {
-    socket: OwnedFd,
+    listener: local::Listener,
     path: PathBuf,
 }
 
@@ -272,18 +274,24 @@ impl ShmListener {
             }
             other => other?,
         }
-        rustix::net::listen(&socket, BACKLOG)?;
-        Ok(ShmListener { socket, path: path.to_owned() })
+        let address = local::Address::File(path.as_os_str().as_bytes().to_vec());
+        match local::Listener::new(socket, address, Admits::Us, BACKLOG) {
+            Ok(listener) => Ok(ShmListener { listener, path: path.to_owned() }),
+            Err(error) => {
+                let _ = std::fs::remove_file(path); // the file of this bind
+                Err(error.into())
+            }
+        }
     }
 }
 
 impl Listener for ShmListener {
     fn descriptor(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
+        self.listener.as_fd()
     }
 
     fn accept(&mut self) -> io::Result<Box<dyn Link>> {
-        let socket = rustix::net::accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)?;
+        let socket = self.listener.accept()?.ok_or(io::ErrorKind::WouldBlock)?;
         Ok(Box::new(ShmLink::over(socket, &self.path)?))
     }
 
@@ -303,7 +311,7 @@ fn socket() -> io::Result<OwnedFd> {
     Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
 }
 
-fn hand_over(socket: &OwnedFd, memory: BorrowedFd<'_>) -> io::Result<()> {
+fn hand_over(socket: &PeerSocket, memory: BorrowedFd<'_>) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     let passengers = [memory];
@@ -314,20 +322,21 @@ fn hand_over(socket: &OwnedFd, memory: BorrowedFd<'_>) -> io::Result<()> {
     Ok(())
 }
 
-fn be_handed(socket: &OwnedFd) -> io::Result<OwnedFd> {
-    let mut hello = [0; HELLO.len()];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
-    let received = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut hello)], &mut ancillary, flags)?;
-    if received.bytes == 0 {
+fn be_handed(socket: &PeerSocket) -> io::Result<OwnedFd> {
+    let mut packet = local::receive(socket)?;
+    if packet.bytes().is_empty() {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
-    let passenger = ancillary.drain().find_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(mut passengers) => passengers.next(),
-        _ => None,
-    });
-    passenger.filter(|_| hello == HELLO).ok_or_else(broken)
+    if packet.bytes() != HELLO {
+        return Err(broken());
+    }
+    let memory = packet.take_descriptor().ok_or_else(broken)?;
+    // Closing anything else could block this thread.
+    if rustix::fs::fcntl_get_seals(&memory).is_err() {
+        local::close_elsewhere(memory);
+        return Err(broken());
+    }
+    Ok(memory)
 }
 
 fn broken() -> io::Error {
@@ -429,5 +438,55 @@ mod tests {
         one.ours.store_u64(PRODUCED_AT, RING_BYTES + 2, Ordering::SeqCst).unwrap();
         let error = other.receive(&mut [IoSliceMut::new(&mut [0; 8])]).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+    }
+
+    /// A TCP connection whose last `close` waits for minutes: it lingers, with bytes that its peer does not take.
+    fn lingering() -> (OwnedFd, std::net::TcpStream) {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut full = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let silent = listener.accept().unwrap().0;
+        full.set_nonblocking(true).unwrap();
+        while io::Write::write(&mut full, &[0; 1 << 16]).is_ok() {}
+        let linger = Some(std::time::Duration::from_secs(60));
+        rustix::net::sockopt::set_socket_linger(&full, linger).unwrap();
+        full.set_nonblocking(false).unwrap();
+        (full.into(), silent)
+    }
+
+    #[test]
+    fn a_lingering_descriptor_of_a_peer_delays_no_other() {
+        let path = std::env::temp_dir().join(format!("remora-shm-linger-{}", std::process::id()));
+        let mut listener = ShmListener::bind(&path).unwrap();
+        let mut silents = Vec::new();
+        let mut attackers = Vec::new();
+        // As the memory, as a wake-up, and with a packet that is never read.
+        for packets in [1, 2] {
+            let (full, silent) = lingering();
+            let attacker = socket().unwrap();
+            rustix::net::connect(&attacker, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+            for _ in 0..packets {
+                local::send(&attacker, &HELLO, Some(full.as_fd())).unwrap();
+            }
+            silents.push(silent);
+            attackers.push(attacker);
+        }
+        let begun = std::time::Instant::now();
+        for _ in 0..2 {
+            let mut link = listener.accept().unwrap();
+            assert!(link.receive(&mut [IoSliceMut::new(&mut [0; 8])]).is_err());
+        }
+        let mut one = ShmLink::call(&path).unwrap();
+        let mut other = listener.accept().unwrap();
+        one.send(&[IoSlice::new(b"x")]).unwrap();
+        assert_eq!(other.receive(&mut [IoSliceMut::new(&mut [0; 8])]).unwrap(), 1);
+        assert!(begun.elapsed() < std::time::Duration::from_secs(1), "{:?}", begun.elapsed());
+    }
+
+    #[test]
+    fn only_the_user_of_a_listener_may_connect() {
+        use std::os::unix::fs::PermissionsExt;
+        let path = std::env::temp_dir().join(format!("remora-shm-mode-{}", std::process::id()));
+        let _listener = ShmListener::bind(&path).unwrap();
+        assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);
     }
 }

@@ -11,6 +11,7 @@ use super::plain::{Piece, random_mark};
 use super::referenced::{ReferencedPayload, Turn};
 use super::server_link::{ServerLink, Stage};
 use crate::replica::introduction::{self, Answer};
+use crate::replica::parts::FeedError;
 
 impl Delivery {
     /// Orders the memory of this slot, and of all that follow, to be given to the server's module.
@@ -40,13 +41,21 @@ impl Delivery {
         tracing::info!("the server's module loads long strings out of shared memory");
         self.meter.by_module.set(1);
         let mark = random_mark();
-        if let Ok(payload) = ReferencedPayload::new(now, mark, shown, answer, slot) {
-            self.promise(mark, Stage::Referenced(Box::new(payload)));
-        } else {
-            self.by_module = false;
-            self.drop_link("the first slot of the snapshot could not be parsed", true);
-            self.begin_again();
+        match ReferencedPayload::new(now, mark, shown, answer, slot) {
+            Ok(payload) => drop(self.promise(mark, Stage::Referenced(Box::new(payload)))),
+            Err(WriteError::Damaged(error)) => self.damaged(error),
+            Err(_) => {
+                self.by_module = false;
+                self.drop_link("the first slot of the snapshot could not be parsed", true);
+                self.begin_again();
+            }
         }
+    }
+
+    /// Ends the delivery: the source's memory has other bytes than the source wrote.
+    pub(super) fn damaged(&mut self, error: FeedError) {
+        self.drop_link("a slot of the source's memory is damaged", false);
+        self.tell(Notice::Damaged { error });
     }
 
     fn go_by_the_link(&mut self, now: Instant, slot: Slot, why: &str) {

@@ -388,6 +388,10 @@ impl Delivery {
                 self.lose_feed(Instant::now(), error);
                 true
             }
+            Err(WriteError::Damaged(error)) => {
+                self.damaged(error);
+                true
+            }
             Err(WriteError::Module(text)) => {
                 self.by_module = false;
                 self.meter.by_module.set(0);

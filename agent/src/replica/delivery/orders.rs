@@ -64,6 +64,8 @@ pub(in crate::replica) enum Notice {
     PeerLost(Lost),
     /// The server's request needs another feed.
     FeedWanted,
+    /// A slot in the source's memory is damaged.
+    Damaged { error: FeedError },
     /// The delivery cannot continue.
     Fatal { text: String },
 }

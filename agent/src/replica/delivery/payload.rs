@@ -11,6 +11,8 @@ pub(super) const WRITE_PIECE: usize = 1 << 20;
 pub(super) enum WriteError {
     Link(io::Error),
     Feed(FeedError),
+    /// A slot of the source's own memory is damaged: reading it again would give the same bytes.
+    Damaged(FeedError),
     /// The server's module refused, or cannot be sent this.
     Module(String),
 }

@@ -341,6 +341,10 @@ impl Driver {
         let event = match notice {
             None => fatal("the delivery ended unexpectedly; this is a bug of remora".into()),
             Some(Notice::Fatal { text }) => fatal(text),
+            Some(Notice::Damaged { error }) => {
+                let text = format!("{error}; restart remora source, which then takes a new snapshot");
+                DeliveryEvent::Fatal { failure: Failure::new(Code::SyncFailed, text) }
+            }
             Some(Notice::Asked) => DeliveryEvent::Asked,
             Some(Notice::Introduce(introduction)) => {
                 let number = introduction.number;

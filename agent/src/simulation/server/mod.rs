@@ -199,9 +199,14 @@ impl Server {
         (self.former, self.offset, self.backlog, self.cached) = (None, 0, None, None);
         (self.readers, self.fork, self.fork_is_due) = (BTreeMap::new(), None, false);
         self.rest.clear();
-        self.settings = [("repl-diskless-load", "disabled"), ("masterauth", ""), ("masteruser", "")]
-            .map(|(name, value)| (name.to_string(), value.to_string()))
-            .into();
+        let settings = [
+            ("repl-diskless-load", "disabled"),
+            ("masterauth", ""),
+            ("masteruser", ""),
+            ("replica-read-only", "yes"),
+            ("databases", "16"),
+        ];
+        self.settings = settings.map(|(name, value)| (name.to_string(), value.to_string())).into();
         self.follows.clone_from(&self.traits.follows);
         self.link = Link::Down;
         self.content = self.saved.map_or(Content::EMPTY, |saved| saved.content);

@@ -39,9 +39,12 @@ impl Failures {
         self.last = None;
     }
 
-    /// The last replica has left. The next one was started by an operator who may have removed the cause, so it does
-    /// not wait for the end of a long pause.
-    pub(super) fn forgive(&mut self, now: Instant, retry: &mut Option<(Instant, String)>) {
+    /// A replica has gone, and `left` others remain. If it was the last one, the next was started by an operator who
+    /// may have removed the cause, so it does not wait for the end of a long pause.
+    pub(super) fn replica_left(&mut self, left: usize, now: Instant, retry: &mut Option<(Instant, String)>) {
+        if left > 0 {
+            return;
+        }
         self.forks_in_a_row = 0;
         if let Some((at, _)) = retry {
             *at = (*at).min(now + FORGIVEN_PAUSE);

@@ -176,9 +176,7 @@ impl Machine {
                 let gone = self.replicas.remove(&session);
                 self.unfinished |= !done && gone.is_some_and(|replica| replica.is_reading());
                 self.idle_since = now;
-                if self.replicas.is_empty() {
-                    self.failures.forgive(now, &mut self.retry);
-                }
+                self.failures.replica_left(self.replicas.len(), now, &mut self.retry);
             }
             Event::Capture(event) => self.captured(now, event, &mut actions),
             Event::Tick => {}
@@ -568,15 +566,13 @@ impl Machine {
         actions.push(Action::Capture { generation, with_stream, fresh });
     }
 
-    /// Releases what no replica uses: a capture whose ring is full holds up the primary, and a snapshot that is too old
-    /// to be offered, or a stream, costs the primary a connection. A full ring also holds up the replicas that wait:
-    /// its first slots are gone, so that none of them can begin with it.
+    /// Releases what no replica uses: a full ring holds up the primary, and waiting replicas that lack its first slots;
+    /// a snapshot that is too old to be offered, or a stream, costs the primary a connection.
     fn release_unused(&mut self, now: Instant, actions: &mut Vec<Action>) {
         let is_idle = self.replicas.is_empty();
         let Some(snapshot) = &self.snapshot else {
             if is_idle {
-                // A later snapshot failed, and the replicas that waited for another one have left.
-                self.end_stream("no replica uses the stream any more", actions);
+                self.end_stream("the last snapshot failed, and no replica uses the stream any more", actions);
             }
             return;
         };
@@ -584,15 +580,13 @@ impl Machine {
         if self.replicas.values().any(|replica| replica.generation == Some(generation)) {
             return;
         }
-        let alone = now.duration_since(self.idle_since);
         let stuck = matches!(snapshot.stage, Stage::Open { .. })
             && self.reading.writer_waits > 0
-            && alone > self.rules.stall_limit;
-        let old = is_idle && now.duration_since(snapshot.asked) > self.rules.max_age;
-        let overrun = is_idle
-            && snapshot.is_sealed()
+            && now.duration_since(self.idle_since) > self.rules.stall_limit;
+        let old = now.duration_since(snapshot.asked) > self.rules.max_age;
+        let overrun = snapshot.is_sealed()
             && snapshot.origin().is_some_and(|origin| self.reading.journal_first > origin.offset + 1);
-        if !(stuck || old || overrun) {
+        if !(stuck || (is_idle && (old || overrun))) {
             return;
         }
         if !snapshot.is_sealed() {

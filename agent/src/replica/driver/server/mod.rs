@@ -404,7 +404,10 @@ impl Keeper {
 
     async fn return_to_link(&mut self) -> Result<(), Lapse> {
         let facts = self.verify(Followed::Primary).await?;
-        if is_copying(&facts) {
+        let copies = is_copying(&facts);
+        #[cfg(any(test, feature = "simulation"))]
+        let copies = copies && !crate::mutation::Mutation::FullCopyAborted.is_active();
+        if copies {
             // It began since it was last looked at. To point the server elsewhere would abort the copy.
             let (host, port) = (&self.primary.host, self.primary.port);
             let text = format!("the server does not go on where it was at the primary {host}:{port}; its log says why");
