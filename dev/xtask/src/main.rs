@@ -14,7 +14,8 @@
 //!
 //! - [`demo`]: the demonstration. **Start here.** [`show`]: the display while it runs; [`table`]: the table at its end.
 //! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: generates or compares the RDMA libraries' types.
-//! - [`scale`]: the table of the topology's model. [`net`]: a test network with hosts, servers and agents. [`stop`]: Ctrl-C leaves nothing behind.
+//! - [`scale`]: the table of the topology's model. [`net`]: a test network with hosts, servers and agents. [`stop`]:
+//!   Ctrl-C leaves nothing behind.
 #![forbid(unsafe_code)]
 
 mod bench;

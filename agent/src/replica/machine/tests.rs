@@ -500,8 +500,8 @@ fn a_source_that_is_lost_is_tried_again_until_retry_for_is_over() {
     assert_eq!(failure.message, "it is gone; tried for 10 s (--retry-for); the server was detached and emptied");
 }
 
-/// A path that damages slots: every feed connects, and is lost after 100 ms. Gives back what followed the last loss, and
-/// the time since the first one.
+/// A path that damages slots: every feed connects, and is lost after 100 ms. Gives back what followed the last loss,
+/// and the time since the first one.
 fn damaged(play: &mut Play, losses: u32, mut between: impl FnMut(&mut Play)) -> (Vec<Action>, Duration) {
     let began = play.now;
     let mut actions = Vec::new();

@@ -2,8 +2,8 @@
 //! decides only; it does no I/O and reads no clock.
 //!
 //! ```text
-//!   source ──▶ a ──▶ b ──▶ c          by default, a chain: the bytes leave the source once, and each replica's network carries them
-//!                                      once in and once out
+//!   source ──▶ a ──▶ b ──▶ c          by default, a chain: the bytes leave the source once, and each replica's network
+//!                                      carries them once in and once out
 //!   source ──▶ a ─┬▶ b                 a second reader only if zones or a loss require it
 //!                 └▶ c
 //! ```
@@ -14,21 +14,22 @@
 //! - No replica reads from a peer that does not serve, is silent, has lent wrong bytes to any reader, was lost to this
 //!   reader, no longer holds the slot that the reader needs next, or holds less than the reader.
 //! - No replica has more than [`MAX_READERS`] readers.
-//! - A replica that could read from a peer does not read from the source, unless it began there, or it left a slow peer.
+//! - A replica that could read from a peer does not read from the source, unless it began there, or it left a slow
+//!   peer.
 //!
 //! A *splice* keeps one chain through several zones. If a joiner's zone has no free peer but one that feeds a reader in
-//! another zone, the joiner takes the place of that reader, which then reads from the joiner. So each network link still
-//! carries the bytes once in and once out, and each zone's uplink too.
+//! another zone, the joiner takes the place of that reader, which then reads from the joiner. So each network link
+//! still carries the bytes once in and once out, and each zone's uplink too.
 //!
 //! A *swap* repairs a chain that is slow somewhere. A reader changes places with its peer if it has all slots that the
 //! peer has, while the source has more, and the peer is slower than another reader of this snapshot has been. So a
 //! replica behind a bad link, or with a slow server, moves to the end of the chain. Each pair is swapped at most once,
 //! so two replicas that are slow for other reasons are not swapped endlessly.
 //!
-//! A reader that lends nothing cannot be swapped. It *leaves* a slow peer for another one or for the source. If no reader
-//! of this snapshot was ever faster, the source's link could be the slow one, and a second copy through it would slow
-//! down all replicas. So the reader first *tries* the source for a moment, one reader at a time, and returns to its peer
-//! if the source is not clearly faster.
+//! A reader that lends nothing cannot be swapped. It *leaves* a slow peer for another one or for the source. If no
+//! reader of this snapshot was ever faster, the source's link could be the slow one, and a second copy through it would
+//! slow down all replicas. So the reader first *tries* the source for a moment, one reader at a time, and returns to
+//! its peer if the source is not clearly faster.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -402,8 +403,8 @@ impl Topology {
         reader != joiner && is_entry && lends && new.oldest <= node.held && new.held >= node.held
     }
 
-    /// The number of readers that a joiner must share a peer with, first without the silent ones: they read nothing, but
-    /// may come back.
+    /// The number of readers that a joiner must share a peer with, first without the silent ones: they read nothing,
+    /// but may come back.
     fn shares(&self, joiner: Session, peer: Session) -> (usize, usize) {
         let readers = self.readers_of(peer).filter(|&reader| !self.gives_way(reader, peer, joiner));
         readers.fold((0, 0), |(active, all), reader| {

@@ -282,7 +282,8 @@ impl World {
         host.has_joined && !host.is_dead && host.done.is_none() && host.connects <= self.now && is_fed
     }
 
-    /// The cables that a host's flow goes through. Numbers: the source's, the hosts' in and out, the uplinks' in and out.
+    /// The cables that a host's flow goes through. Numbers: the source's, the hosts' in and out, the uplinks' in and
+    /// out.
     fn cables(&self, number: usize) -> Vec<usize> {
         let (host, hosts, racks) = (&self.hosts[number], self.hosts.len(), self.plan.racks + 1);
         let (out, rack) = match host.from {
