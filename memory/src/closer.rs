@@ -5,38 +5,59 @@
 //! The receiver's `close` is then the last one. Closing a socket with unread packets closes their descriptors too.
 
 use std::{
+    collections::VecDeque,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::{
-        OnceLock,
-        mpsc::{self, Sender},
-    },
+    sync::{Mutex, MutexGuard, PoisonError},
     thread,
 };
 
 use rustix::net::Shutdown;
 
-/// Closes a descriptor later, on another thread. The call never blocks.
+/// Descriptors to be closed, and whether a thread closes them now.
+static CLOSER: Mutex<Closer> = Mutex::new(Closer { waiting: VecDeque::new(), is_running: false });
+
+struct Closer {
+    waiting: VecDeque<OwnedFd>,
+    is_running: bool,
+}
+
+/// Closes a descriptor later, on another thread, which ends when no descriptor waits. The call never blocks.
 ///
 /// The queue has no limit of its own: each entry is an open descriptor, and the process has a limit of these.
 pub fn close_elsewhere(descriptor: OwnedFd) {
-    static CLOSER: OnceLock<Option<Sender<OwnedFd>>> = OnceLock::new();
-    // Without a thread the descriptor is closed here.
-    if let Some(closer) = CLOSER.get_or_init(start) {
-        let _ = closer.send(descriptor);
+    let mut closer = closer();
+    closer.waiting.push_back(descriptor);
+    if closer.is_running {
+        return;
+    }
+    match thread::Builder::new().name("remora-close".into()).spawn(close_all) {
+        Ok(_) => closer.is_running = true,
+        Err(error) => {
+            tracing::warn!(%error, "cannot start the thread that closes descriptors of other processes");
+            let waiting = std::mem::take(&mut closer.waiting);
+            // Closing may block, so the lock is free meanwhile.
+            drop(closer);
+            drop(waiting);
+        }
     }
 }
 
-fn start() -> Option<Sender<OwnedFd>> {
-    let (sender, descriptors) = mpsc::channel::<OwnedFd>();
-    let closer =
-        thread::Builder::new().name("remora-close".into()).spawn(move || descriptors.into_iter().for_each(drop));
-    match closer {
-        Ok(_) => Some(sender),
-        Err(error) => {
-            tracing::warn!(%error, "cannot start the thread that closes descriptors of other processes");
-            None
-        }
+fn close_all() {
+    while let Some(descriptor) = next() {
+        drop(descriptor);
     }
+}
+
+/// The next descriptor to close. `None` ends the thread.
+fn next() -> Option<OwnedFd> {
+    let mut closer = closer();
+    let next = closer.waiting.pop_front();
+    closer.is_running = next.is_some();
+    next
+}
+
+fn closer() -> MutexGuard<'static, Closer> {
+    CLOSER.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A connection to a process that may be hostile. Dropping it ends the connection at once, and closes the descriptor on

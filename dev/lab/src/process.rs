@@ -6,7 +6,7 @@
 //! time-out leaves no server behind. The kernel's "parent" is the *thread* that forked, and the test harness ends a
 //! thread with every test. So one thread forks all children, the nursery, which runs as long as the process.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
 use std::net::{SocketAddr, TcpStream};
@@ -248,8 +248,9 @@ pub fn memfds(pid: u32) -> io::Result<Vec<Memfd>> {
     Ok(found.into_values().collect())
 }
 
-/// The TCP connections of a process to `peer`, in the order of their descriptors. Each is a second descriptor of the
-/// same socket: `shutdown` breaks the connection of that process.
+/// The TCP connections of a process to `peer`, in the order of their descriptors. Each is another descriptor of the
+/// same socket: `shutdown` breaks the connection of that process. A connection of which the process holds several
+/// descriptors is returned once.
 pub fn connections(pid: u32, peer: SocketAddr) -> Result<Vec<TcpStream>> {
     let failed = |error: Errno| Error::Io {
         doing: format!("could not take a descriptor of process {pid}"),
@@ -263,7 +264,8 @@ pub fn connections(pid: u32, peer: SocketAddr) -> Result<Vec<TcpStream>> {
     // A descriptor may be closed meanwhile, or be something other than a connection: then it is ignored.
     let taken = numbers.into_iter().filter_map(|number| pidfd_getfd(&process, number, PidfdGetfdFlags::empty()).ok());
     let streams = taken.map(TcpStream::from).filter(|stream| stream.peer_addr().is_ok_and(|address| address == peer));
-    Ok(streams.collect())
+    let mut seen = BTreeSet::new();
+    Ok(streams.filter(|stream| seen.insert(stream.local_addr().ok())).collect())
 }
 
 /// An exit status as text: "exit status 3", "killed by signal 9".
