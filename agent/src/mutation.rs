@@ -10,7 +10,7 @@ use std::cell::Cell;
 pub(crate) enum Mutation {
     /// The server is emptied while its replication position is still valid: a primary then continues an empty server.
     PositionKept,
-    /// The primary's promotion is undone: the agent does not look whom the server follows before it changes that.
+    /// The primary's promotion is undone: the agent changes the server's primary without a look at the present one.
     NoLook,
     /// `+CONTINUE` with another replid is taken for the same history.
     OtherHistoryIgnored,

@@ -28,7 +28,7 @@ const OUT_OF_REACH: Duration = Duration::from_secs(60);
 pub(super) struct Watch {
     /// When the operator took a server over, and the number of agents by then.
     taken_over: BTreeMap<ServerId, (Duration, usize)>,
-    /// When an agent last looked whom its server follows.
+    /// When an agent last asked which primary its server follows.
     looked: BTreeMap<(usize, ServerId), Duration>,
     /// When a server or its clients were last ended by force.
     out_of_reach: BTreeMap<ServerId, Duration>,

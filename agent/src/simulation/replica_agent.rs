@@ -75,7 +75,7 @@ pub(super) struct ReplicaAgent {
     pub(super) stopped: Option<Duration>,
     pub(super) ended: Option<Duration>,
     pub(super) killed: bool,
-    /// Whom its server followed when it was started.
+    /// The primary that its server followed when it was started.
     pub(super) found: Option<Address>,
     pub(super) outcome: Option<Result<(), Failure>>,
 }

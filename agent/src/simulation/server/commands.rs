@@ -23,7 +23,7 @@ pub(crate) struct Session {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Changed {
     Nothing,
-    /// The client looked whom the server follows.
+    /// The client asked which primary the server follows.
     Looked,
     /// `REPLICAOF`; `before`: whether a full copy from its primary was under way.
     Follows {

@@ -122,7 +122,7 @@ impl Server {
         }
     }
 
-    /// Whether a payload is loaded as it comes; else it is first written to a file.
+    /// Whether a payload is loaded while it arrives. If not, it is written to a file first.
     fn loads_from_the_link(&self) -> bool {
         match self.settings.get("repl-diskless-load").map(String::as_str) {
             Some("flush-before-load") => true,

@@ -54,11 +54,11 @@ struct Plan {
     source: f64,
     hosts: Vec<f64>,
     uplink: f64,
-    /// One in so many hosts has a cable of a tenth of the rate; 0: none.
+    /// One in this number of hosts has a cable of a tenth of the rate; 0 for no host.
     slow_part: usize,
-    /// One in so many joins when half of the time of one is over; 0: none.
+    /// One in this number joins when half of the time of one is over; 0 for no host.
     late_part: usize,
-    /// One in so many ends in the middle, at a different time each; half of them without closing a connection.
+    /// One in this number ends in the middle, each at another time; half of them without closing a connection.
     dead_part: usize,
 }
 
