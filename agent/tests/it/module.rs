@@ -65,6 +65,8 @@ fn every_type_with_any_bytes_in_sixteen_databases_arrives_by_a_walk() {
         let mut source = walking(&primary, &["--memory", "64MiB"]);
         source.replicate(&replica, &[]);
         assert_same_data(&primary, &replica);
+        // The replica may be done before the primary has noticed the end of its child.
+        wait_until_idle(&primary);
 
         assert_eq!(method(&mut source), "the module");
         assert_eq!(source.status()["generation"]["capture"], "the module");
@@ -181,6 +183,7 @@ fn keeps_times_and_ages(kind: Kind, policy: &str, command: &str) {
     let ages = ["soon", "list late"].map(|key| (key, age(&primary, key)));
     let mut source = walking(&primary, &["--memory", "64MiB"]);
     source.replicate(&replica, &[]);
+    wait_until_idle(&primary);
     assert_eq!((method(&mut source).as_str(), module_fact(&primary, "last_keys").as_str()), ("the module", "2"));
     assert_same_data(&primary, &replica);
     for (key, wanted) in ages {
@@ -207,6 +210,8 @@ fn expired_keys_that_the_server_has_not_removed_are_left_to_the_server() {
         thread::sleep(Duration::from_millis(300));
         let mut source = walking(&primary, &["--memory", "64MiB"]);
         source.replicate(&replica, &[]);
+        // The replica may be done before the primary has noticed the end of its child.
+        wait_until_idle(&primary);
         assert_eq!((method(&mut source).as_str(), module_fact(&primary, "last_keys").as_str()), ("the module", "1"));
         let keys = |server: &Server| server.client().unwrap().int(&["DBSIZE"]).unwrap();
         assert_eq!((keys(&primary), keys(&replica)), (3, 3), "both servers still have the expired keys");
