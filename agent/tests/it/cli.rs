@@ -43,6 +43,15 @@ fn help_goes_to_stdout_and_ends_well_and_mistakes_go_to_stderr() {
 }
 
 #[test]
+fn a_name_that_could_change_what_a_terminal_shows_is_refused() {
+    let args = ["replica", "--token-file", "token", "--source", "db1:7379", "--server", "redis://db2", "--name"];
+    let output = remora(&[&args[..], &["evil\u{1b}[31m\nINFO forged"]].concat());
+    assert_eq!(output.status.code(), Some(2));
+    let said = stderr(&output);
+    assert!(said.contains("--name") && said.contains("printable"), "{said}");
+}
+
+#[test]
 fn a_server_that_is_not_there_is_named_with_its_own_exit_code() {
     // Bound and closed again: no process listens there.
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();

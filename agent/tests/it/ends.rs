@@ -11,7 +11,9 @@ use remora_lab::server::wait_until;
 use remora_lab::{Address, Agent, Client, Kind, Net, Server, assert_same_data, require, tls};
 use rustix::process::Signal;
 
-use crate::kit::{LONG, Source, Stage, ends, fill_keys, load, number, primary, says, succeeds, syncs};
+use crate::kit::{
+    LONG, Source, Stage, Way, ends, fill_keys, follows, load, number, primary, says, succeeds, syncs, way_of_loading,
+};
 
 /// The exit code of a sync that failed after the server had been touched.
 const SYNC_FAILED: i32 = 6;
@@ -21,11 +23,6 @@ const INTERRUPTED: i32 = 7;
 
 /// An address that no host answers at (RFC 5737).
 const NOWHERE: (&str, &str) = ("192.0.2.1", "6379");
-
-/// `host:port` of the primary that a server follows.
-fn follows(server: &Server) -> String {
-    format!("{}:{}", server.fact("master_host").unwrap(), server.fact("master_port").unwrap())
-}
 
 fn get(server: &Server, key: &str) -> String {
     server.client().unwrap().text(&["GET", key]).unwrap()
@@ -81,24 +78,6 @@ fn a_server_that_does_not_accept_the_links_certificate_is_given_back_and_the_cau
 
 // ---- old data that are still whole ----
 
-/// How a server takes its snapshot.
-#[derive(Debug, PartialEq)]
-enum Way {
-    /// Into a file first: its old data are whole until the file is.
-    File,
-    /// Directly from the link.
-    Link,
-}
-
-fn way_of_loading(server: &Server) -> Result<Way, String> {
-    let (syncing, loading) = (server.fact("master_sync_in_progress"), server.fact("loading"));
-    match (syncing.as_deref(), loading.as_deref()) {
-        (Ok("1"), Ok("0")) => Ok(Way::File),
-        (_, Ok("1")) => Ok(Way::Link),
-        state => Err(format!("{state:?}")),
-    }
-}
-
 /// A slow sync of `server`, in the middle of its snapshot.
 fn in_the_middle(source: &Source, server: &Server, more: &[&str]) -> (Agent, Way) {
     let slow = ["--replace", "--module-load", "off", "--download-limit", "4MiB", "--transport", "tcp"];
@@ -116,15 +95,21 @@ fn large_source(kind: Kind) -> (Server, Source) {
     (primary, source)
 }
 
+/// Another primary with a few keys, and a replica of it by the servers' own replication.
+fn replica_of_another(kind: Kind) -> (Server, Server) {
+    let former = primary(kind).start().unwrap();
+    fill_keys(&former, 50, "former");
+    let server = Server::start(kind).unwrap();
+    server.replicate(&former).unwrap();
+    server.wait_for_link(LONG).unwrap();
+    (former, server)
+}
+
 #[test]
 fn a_replica_whose_sync_is_stopped_follows_its_former_primary_again() {
     for kind in require::kinds() {
         let (_primary, source) = large_source(kind);
-        let former = primary(kind).start().unwrap();
-        fill_keys(&former, 50, "former");
-        let server = Server::start(kind).unwrap();
-        server.replicate(&former).unwrap();
-        server.wait_for_link(LONG).unwrap();
+        let (former, server) = replica_of_another(kind);
         let before = syncs(&former);
         let (mut agent, way) = in_the_middle(&source, &server, &[]);
         fill_keys(&former, 60, "later");
@@ -153,11 +138,7 @@ fn a_replica_whose_sync_is_stopped_follows_its_former_primary_again() {
 fn the_former_primary_is_known_also_to_the_agent_after_one_that_was_killed() {
     for kind in require::kinds() {
         let (_primary, source) = large_source(kind);
-        let former = primary(kind).start().unwrap();
-        fill_keys(&former, 50, "former");
-        let server = Server::start(kind).unwrap();
-        server.replicate(&former).unwrap();
-        server.wait_for_link(LONG).unwrap();
+        let (former, server) = replica_of_another(kind);
         let (mut killed, _) = in_the_middle(&source, &server, &[]);
         killed.kill().unwrap();
         let (mut agent, _) = in_the_middle(&source, &server, &[]);

@@ -9,31 +9,14 @@ use remora_lab::server::{Builder, wait_until};
 use remora_lab::{Agent, Host, Kind, Net, Server, Tls, assert_same_data, require, scratch, tls};
 use remora_redis::resp::Frame;
 
-use crate::kit::{LONG, Source, Stage, ends, fill_keys, load_slowly, number, says, succeeds};
+use crate::kit::{
+    LONG, Source, Stage, assert_untouched, ends, fill_keys, follows, load_slowly, number, quick, says, succeeds,
+};
 
 const PASSWORD: &str = "correct-horse";
 
-/// A server that takes a snapshot at once when asked.
-fn quick(kind: Kind) -> Builder {
-    Server::builder(kind).config("repl-diskless-sync-delay", 0)
-}
-
 fn one_of(kind: Option<Kind>) -> Option<(Kind, Stage)> {
     kind.map(|kind| (kind, Stage::new()))
-}
-
-/// `host:port` of the primary that a server follows.
-fn follows(server: &Server) -> String {
-    format!("{}:{}", server.fact("master_host").unwrap(), server.fact("master_port").unwrap())
-}
-
-/// Asserts that the server is unchanged: a primary without replicas, which never got the command to follow another
-/// server.
-fn assert_untouched(server: &Server, primary: &Server) {
-    assert_eq!(server.fact("role").unwrap(), "master");
-    assert_eq!(server.configured("repl-diskless-load").unwrap(), "disabled");
-    assert!(!server.log().contains("REPLICAOF"), "{}", server.log());
-    assert_eq!(number(primary, "sync_full"), 0);
 }
 
 #[test]
@@ -63,7 +46,8 @@ fn a_wrong_announcement_is_found_out_before_anything_is_touched() {
         let said = ends(&mut stage.replica(&replica.url(), source.address, &[]), 3);
         says(&said, &[&announced]);
         says(&said, words);
-        assert_untouched(&replica, &primary);
+        assert_untouched(&replica);
+        assert_eq!(number(&primary, "sync_full"), 0);
     }
 }
 
@@ -145,7 +129,8 @@ fn a_masterauth_that_is_missing_wrong_or_too_much_is_named_before_anything_is_to
             let said = ends(&mut stage.replica(&replica.url(), source.address, &[]), 3);
             says(&said, words);
             says(&said, &[&replica.address().to_string(), &primary.address().to_string()]);
-            assert_untouched(&replica, &primary);
+            assert_untouched(&replica);
+            assert_eq!(number(&primary, "sync_full"), 0);
         }
     }
 }
@@ -215,13 +200,15 @@ fn tls_that_does_not_fit_is_refused_before_anything_is_touched() {
     let replica = start(Server::builder(kind));
     let said = ends(&mut stage.replica(&replica.url(), source.address, &[]), 3);
     says(&said, &["tls-replication yes", "--link-cert", &replica.address().to_string()]);
-    assert_untouched(&replica, &primary);
+    assert_untouched(&replica);
+    assert_eq!(number(&primary, "sync_full"), 0);
 
     // The primary is known by its TLS port, and this server would connect to it without TLS.
     let plain = Server::start(kind).unwrap();
     let said = ends(&mut stage.replica(&plain.url(), source.address, &[]), 3);
     says(&said, &["tls-replication", "--announce", &format!("127.0.0.1:{}", primary.tls_port().unwrap())]);
-    assert_untouched(&plain, &primary);
+    assert_untouched(&plain);
+    assert_eq!(number(&primary, "sync_full"), 0);
 }
 
 #[test]
@@ -234,7 +221,8 @@ fn a_plain_port_is_refused_for_a_server_that_replicates_by_tls() {
     let source = stage.source(&primary.url(), &[]);
     let said = ends(&mut stage.replica(&replica.url(), source.address, &link), 3);
     says(&said, &["tls-replication", "--announce", &primary.address().to_string()]);
-    assert_untouched(&replica, &primary);
+    assert_untouched(&replica);
+    assert_eq!(number(&primary, "sync_full"), 0);
 }
 
 fn path(path: &std::path::Path) -> String {

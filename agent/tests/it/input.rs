@@ -9,30 +9,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use remora_lab::server::{Builder, wait_until};
 use remora_lab::{Agent, Kind, Random, Server, assert_same_data, require, scratch};
 use rustix::process::Signal;
 
-use crate::kit::{LONG, Stage, ends, fill, fill_keys, load_slowly, number, says, succeeds};
-
-/// A server that takes a snapshot at once when asked.
-fn quick(kind: Kind) -> Builder {
-    Server::builder(kind).config("repl-diskless-sync-delay", 0)
-}
-
-fn assert_untouched(server: &Server) {
-    assert_eq!(server.fact("role").unwrap(), "master");
-    assert_eq!(server.configured("repl-diskless-load").unwrap(), "disabled");
-    assert!(!server.log().contains("REPLICAOF"), "{}", server.log());
-}
-
-fn wait_until_loading(server: &Server) {
-    wait_until("the server to load", LONG, || {
-        let loading = server.info("persistence")?.get("loading").unwrap_or_default().to_owned();
-        Ok(if loading == "1" { Ok(()) } else { Err(loading) })
-    })
-    .unwrap();
-}
+use crate::kit::{
+    LONG, Stage, assert_untouched, ends, fill, fill_keys, load_slowly, number, quick, says, succeeds,
+    wait_until_loading,
+};
 
 /// A server that becomes a replica of `primary` by the servers' own replication, and loads for about three seconds.
 fn busy_loading(kind: Kind, primary: &Server) -> Server {

@@ -13,15 +13,12 @@ use remora_lab::server::{Builder, wait_until};
 use remora_lab::{Agent, Kind, Net, Server, assert_same_data, require};
 use rustix::process::Signal;
 
-use crate::kit::{LONG, Source, Stage, ends, fill_keys, load_slowly, number, says, succeeds};
+use crate::kit::{
+    LONG, Source, Stage, ends, fill_keys, load_slowly, number, quick, says, succeeds, wait_until_loading,
+};
 
 /// The primary's password.
 const PASSWORD: &str = "s3cret-primary";
-
-/// A server that takes a snapshot at once when asked.
-fn quick(kind: Kind) -> Builder {
-    Server::builder(kind).config("repl-diskless-sync-delay", 0)
-}
 
 /// A primary with a password and some keys, a source, and a server that knows the password.
 struct Guarded {
@@ -61,14 +58,6 @@ impl Guarded {
         assert_eq!(self.replica.fact("master_port").unwrap(), self.primary.port().to_string());
         assert_eq!(self.login(), PASSWORD);
     }
-}
-
-fn wait_until_loading(server: &Server) {
-    wait_until("the server to load", LONG, || {
-        let loading = server.info("persistence")?.get("loading").unwrap_or_default().to_owned();
-        Ok(if loading == "1" { Ok(()) } else { Err(loading) })
-    })
-    .unwrap();
 }
 
 /// Where the agent listens for its server.

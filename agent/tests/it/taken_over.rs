@@ -8,7 +8,7 @@ use remora_lab::server::wait_until;
 use remora_lab::{Agent, Client, Kind, Server, assert_same_data, fill_every_type, require};
 use rustix::process::Signal;
 
-use crate::kit::{LONG, Source, load, number, primary, syncs};
+use crate::kit::{LONG, Source, Way, ends, load, number, primary, syncs, way_of_loading};
 
 /// The exit code of a sync that failed after the server had been touched.
 const SYNC_FAILED: i32 = 6;
@@ -32,12 +32,6 @@ fn staying(kind: Kind, server: Server) -> (Server, Source, Server, Agent) {
     (primary, source, server, agent)
 }
 
-fn ends_with(agent: &mut Agent, code: i32) -> String {
-    let status = agent.wait(LONG).unwrap();
-    assert_eq!(status.code(), Some(code), "{}", agent.output());
-    agent.output()
-}
-
 /// The first word of ROLE.
 fn role(server: &Server) -> String {
     server.fact("role").unwrap()
@@ -51,7 +45,7 @@ fn a_promotion_is_not_undone_when_the_agent_is_stopped_at_once() {
         client.ok(&["REPLICAOF", "NO", "ONE"]).unwrap();
         client.ok(&["SET", "only-here", "1"]).unwrap();
         agent.signal(Signal::TERM).unwrap();
-        let said = ends_with(&mut agent, SYNC_FAILED);
+        let said = ends(&mut agent, SYNC_FAILED);
         assert!(said.contains("was detached meanwhile") && said.contains("left as it is"), "{said}");
         assert_eq!(role(&server), "master");
         assert_eq!(client.text(&["GET", "only-here"]).unwrap(), "1");
@@ -66,7 +60,7 @@ fn a_promotion_is_not_undone_when_the_source_is_lost_at_once() {
         client.ok(&["REPLICAOF", "NO", "ONE"]).unwrap();
         client.ok(&["SET", "only-here", "1"]).unwrap();
         source.agent.kill().unwrap();
-        ends_with(&mut agent, SYNC_FAILED);
+        ends(&mut agent, SYNC_FAILED);
         assert_eq!(role(&server), "master");
         assert_eq!(client.text(&["GET", "only-here"]).unwrap(), "1");
     }
@@ -80,28 +74,10 @@ fn a_server_that_was_pointed_at_another_primary_stays_with_it_when_the_agent_is_
         let (_primary, _source, server, mut agent) = staying(kind, Server::start(kind).unwrap());
         server.replicate(&other).unwrap();
         agent.signal(Signal::TERM).unwrap();
-        let said = ends_with(&mut agent, SYNC_FAILED);
+        let said = ends(&mut agent, SYNC_FAILED);
         assert!(said.contains(&format!("was told to follow 127.0.0.1:{}", other.port())), "{said}");
         server.wait_for_link(LONG).unwrap();
         assert_same_data(&other, &server);
-    }
-}
-
-/// How a server takes its snapshot.
-#[derive(Debug, PartialEq)]
-enum Way {
-    /// Into a file first: it accepts REPLICAOF meanwhile.
-    File,
-    /// Directly from the link: it refuses every command meanwhile.
-    Link,
-}
-
-fn way_of_loading(server: &Server) -> Result<Way, String> {
-    let (syncing, loading) = (server.fact("master_sync_in_progress"), server.fact("loading"));
-    match (syncing.as_deref(), loading.as_deref()) {
-        (Ok("1"), Ok("0")) => Ok(Way::File),
-        (_, Ok("1")) => Ok(Way::Link),
-        state => Err(format!("{state:?}")),
     }
 }
 
@@ -125,7 +101,7 @@ fn a_server_that_was_pointed_elsewhere_during_its_load_by_file_is_not_emptied() 
         }
         server.replicate(&other).unwrap();
         agent.signal(Signal::INT).unwrap();
-        ends_with(&mut agent, 7);
+        ends(&mut agent, 7);
         server.wait_for_link(LONG).unwrap();
         assert_eq!(server.fact("master_port").unwrap(), other.port().to_string());
         assert_same_data(&other, &server);
@@ -144,7 +120,7 @@ fn a_server_that_was_written_to_while_the_agent_waited_is_not_overwritten() {
         let mut agent = source.replica(&server, &[]);
         agent.wait_for_line("waiting:", LONG).unwrap();
         server.client().unwrap().ok(&["SET", "fresh", "1"]).unwrap();
-        let said = ends_with(&mut agent, REFUSED);
+        let said = ends(&mut agent, REFUSED);
         assert!(said.contains("--replace") && said.contains("not touched"), "{said}");
         assert_eq!(server.client().unwrap().text(&["GET", "fresh"]).unwrap(), "1");
         assert_eq!(

@@ -51,9 +51,3 @@ fn set_all(server: &Server, pairs: impl Iterator<Item = (String, Vec<u8>)>) {
         assert!(answer.as_error().is_none(), "{answer:?}");
     }
 }
-
-/// Makes loading so slow on this server that a test can interfere: `microseconds` for each key.
-pub(crate) fn load_slowly(server: &Server, microseconds: u32) {
-    server.configure("loading-process-events-interval-bytes", "1024").unwrap();
-    server.configure("key-load-delay", &microseconds.to_string()).unwrap();
-}

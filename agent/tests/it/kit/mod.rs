@@ -5,6 +5,7 @@
 
 mod agents;
 mod data;
+mod server;
 
 use std::time::Duration;
 
@@ -13,7 +14,10 @@ use remora_lab::workload::Options;
 use remora_lab::{Agent, Kind, Server, Workload};
 
 pub(crate) use agents::{Source, Stage, ends, says, succeeds};
-pub(crate) use data::{fill, fill_keys, load, load_slowly, load_small};
+pub(crate) use data::{fill, fill_keys, load, load_small};
+pub(crate) use server::{
+    Way, assert_untouched, follows, load_slowly, number, quick, syncs, wait_until_loading, way_of_loading,
+};
 
 /// Time limit that only a broken machine exceeds.
 pub(crate) const LONG: Duration = Duration::from_secs(90);
@@ -24,7 +28,7 @@ pub(crate) const BACKLOG: &str = "256mb";
 /// A primary for tests: it takes a snapshot at once when asked (by default it waits five seconds for further replicas),
 /// and its backlog is large enough for a hand-off under full load.
 pub(crate) fn primary(kind: Kind) -> Builder {
-    Server::builder(kind).config("repl-diskless-sync-delay", 0).config("repl-backlog-size", BACKLOG)
+    quick(kind).config("repl-backlog-size", BACKLOG)
 }
 
 /// Writes every kind of change, at a rate that a small journal survives even if its readers pause for seconds now and
@@ -64,14 +68,4 @@ impl Flood {
         assert!(self.0.ended().unwrap().is_none(), "redis-benchmark has ended: {}", self.0.output());
         self.0.kill().unwrap();
     }
-}
-
-/// A number from a server's `INFO`.
-pub(crate) fn number(server: &Server, name: &str) -> u64 {
-    server.fact(name).unwrap().parse().unwrap()
-}
-
-/// How many full copies the primary has made, and how many partial resynchronisations.
-pub(crate) fn syncs(primary: &Server) -> (u64, u64) {
-    (number(primary, "sync_full"), number(primary, "sync_partial_ok"))
 }
