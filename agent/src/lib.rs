@@ -33,6 +33,7 @@ pub mod commands;
 pub mod conversation;
 pub mod exit;
 pub mod generate;
+mod growth;
 mod lanes;
 pub mod load;
 pub mod module_file;

@@ -162,9 +162,8 @@ impl Listener {
         &self.address
     }
 
-    /// Accepts the next connection of an admitted process; `None` if none is waiting, or many others were closed.
-    /// Nothing is received from a
-    /// process that is not admitted.
+    /// Accepts the next connection of an admitted process; `None` if no connection is waiting, or if many others
+    /// were closed. Nothing is received from a process that is not admitted.
     ///
     /// # Errors
     /// What `accept(2)` reports.

@@ -8,6 +8,7 @@
 use std::fmt;
 use std::time::{Duration, Instant};
 
+use crate::growth::Growth;
 use crate::server::{Client, Facts};
 use crate::units::Size;
 
@@ -124,7 +125,7 @@ pub(crate) const REMEDY: &str = "raise the limit on the primary, give the source
 #[derive(Default)]
 pub(super) struct OutputWatch {
     buffer: Option<OutputBuffer>,
-    last: Option<(Instant, u64)>,
+    growth: Growth,
     /// Bytes per second between the last two looks.
     rate: u64,
 }
@@ -136,20 +137,12 @@ impl OutputWatch {
     /// The server was asked.
     pub(super) fn learned(&mut self, now: Instant, facts: &Facts, buffer: OutputBuffer) {
         self.buffer = Some(buffer);
-        let Some(offset) = facts.offset else { return };
-        match self.last {
-            Some((then, _)) if now.duration_since(then) < Self::SPAN => {}
-            Some((then, before)) => {
-                let seconds = now.duration_since(then).as_secs_f64();
-                // A server that restarted or changed its history may have a lower offset.
-                self.rate = (offset.saturating_sub(before) as f64 / seconds) as u64;
-                self.last = Some((now, offset));
-            }
-            None => self.last = Some((now, offset)),
+        if let Some(rate) = facts.offset.and_then(|offset| self.growth.look(now, offset, Self::SPAN)) {
+            self.rate = rate as u64;
         }
     }
 
-    /// A warning for the plan of a replica. Empty if there is none.
+    /// A warning for the plan of a replica; empty if the plan needs no warning.
     pub(super) fn warning(&self, expected: u64, ring: u64) -> String {
         self.buffer.map_or_else(String::new, |buffer| buffer.warning(expected, ring, self.rate))
     }

@@ -2,10 +2,12 @@
 
 use std::time::{Duration, Instant};
 
+use crate::growth::Growth;
+
 /// How fast the stream has grown in the last few seconds.
 #[derive(Default)]
 pub(super) struct Rate {
-    last: Option<(Instant, u64)>,
+    growth: Growth,
     bytes_per_second: f64,
 }
 
@@ -15,16 +17,11 @@ impl Rate {
 
     /// Takes the stream's offset at a time.
     pub(super) fn sample(&mut self, now: Instant, position: u64) {
-        match self.last {
-            Some((then, _)) if now.duration_since(then) < Self::SPAN => {}
-            Some((then, before)) => {
-                let fresh = position.saturating_sub(before) as f64 / now.duration_since(then).as_secs_f64();
-                // The first sample of a new journal gives no rate: offsets are absolute.
-                let fresh = if before == 0 { 0.0 } else { fresh };
-                self.bytes_per_second = (self.bytes_per_second + fresh) / 2.0;
-                self.last = Some((now, position));
-            }
-            None => self.last = Some((now, position)),
+        let is_new = self.growth.last() == Some(0);
+        if let Some(fresh) = self.growth.look(now, position, Self::SPAN) {
+            // The first sample of a new journal gives no rate: offsets are absolute.
+            let fresh = if is_new { 0.0 } else { fresh };
+            self.bytes_per_second = (self.bytes_per_second + fresh) / 2.0;
         }
     }
 

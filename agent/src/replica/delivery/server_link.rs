@@ -227,7 +227,7 @@ impl ServerLink {
         }
     }
 
-    /// Writes some of the stream. `None` if the server does not take it now, or if there is none.
+    /// Writes some of the stream. `None` if the server does not take it now, or if nothing of it waits.
     pub(super) fn write_stream(&mut self, stream: &mut Stream) -> io::Result<Option<stream::Wrote>> {
         if !self.takes_the_stream() {
             return Ok(None);

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use remora_redis::ReplId;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
+use crate::growth::Growth;
 use crate::server::{Client, Facts, Server, ServerError};
 use crate::tasks::AbortOnDrop;
 
@@ -47,7 +48,7 @@ impl Coverage {
     pub(super) fn start(primary: Server) -> Coverage {
         let (questions, asked) = unbounded_channel();
         let (tell, answers) = unbounded_channel();
-        let task = tokio::spawn(run(Asker { primary, client: None, seen: None }, asked, tell));
+        let task = tokio::spawn(run(Asker { primary, client: None, growth: Growth::default() }, asked, tell));
         Coverage { questions, answers, asked: 0, _task: AbortOnDrop::new(&task) }
     }
 
@@ -87,8 +88,8 @@ async fn run(mut asker: Asker, mut questions: UnboundedReceiver<Question>, tell:
 struct Asker {
     primary: Server,
     client: Option<Client>,
-    /// The primary's offset, and when it was there: for the write rate.
-    seen: Option<(Instant, u64)>,
+    /// The primary's offset, for the write rate.
+    growth: Growth,
 }
 
 impl Asker {
@@ -116,17 +117,7 @@ impl Asker {
 
     /// Bytes that the primary's clients have written per second since it was last asked.
     fn rate(&mut self, now: Instant, offset: Option<u64>) -> Option<u64> {
-        let offset = offset?;
-        let Some((then, before)) = self.seen else {
-            self.seen = Some((now, offset));
-            return None;
-        };
-        let time = now.duration_since(then);
-        if time < RATE_TIME {
-            return None;
-        }
-        self.seen = Some((now, offset));
-        Some((offset.saturating_sub(before) as f64 / time.as_secs_f64()) as u64)
+        self.growth.look(now, offset?, RATE_TIME).map(|rate| rate as u64)
     }
 }
 
@@ -141,7 +132,7 @@ mod tests {
     fn the_write_rate_is_the_primarys_own_once_it_was_asked_twice() {
         let url = "redis://127.0.0.1:1".parse().unwrap();
         let primary = Server::new(url, Credentials::default(), &TlsOptions::default(), Task::Replica).unwrap();
-        let mut asker = Asker { primary, client: None, seen: None };
+        let mut asker = Asker { primary, client: None, growth: Growth::default() };
         let start = Instant::now();
         assert_eq!(asker.rate(start, None), None);
         assert_eq!(asker.rate(start, Some(1000)), None);

@@ -128,7 +128,7 @@ impl Replica {
         self.settle(now);
     }
 
-    /// The next action. The driver polls until there is none.
+    /// The next action. The driver polls until it gets `None`.
     pub(crate) fn poll_action(&mut self) -> Option<Action> {
         self.actions.pop_front()
     }
