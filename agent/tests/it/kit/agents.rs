@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::Arc;
 
 use remora_lab::server::wait_until;
@@ -167,8 +167,9 @@ impl Source {
         if let Some(host) = &self.host {
             host.enter(&mut command).unwrap();
         }
-        let printed = command.stderr(Stdio::inherit()).output().unwrap();
-        assert!(printed.status.success(), "remora status: {}", printed.status);
+        let printed = command.output().unwrap();
+        let said = String::from_utf8_lossy(&printed.stderr);
+        assert!(printed.status.success(), "remora status: {}\n{said}", printed.status);
         String::from_utf8(printed.stdout).unwrap()
     }
 
