@@ -270,8 +270,8 @@ impl Agents {
         if let Some(source) = &self.source {
             check_for_panics("the source", &source.agent.output())?;
         }
-        let running = self.replicas.iter().flatten();
-        running.map(|run| check_for_panics(&run.name, &run.agent.output())).collect()
+        let mut running = self.replicas.iter().flatten();
+        running.try_for_each(|run| check_for_panics(&run.name, &run.agent.output()))
     }
 
     /// Keeps the output of the agents that run.

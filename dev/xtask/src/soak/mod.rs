@@ -29,7 +29,7 @@ use remora_lab::{Kind, Random, random, scratch};
 use self::agents::Agents;
 use self::group::Group;
 use self::report::{Finding, History, Totals};
-use self::script::{Event, Plan, Who, events_until_rest, pause};
+use self::script::{Event, Plan, events_until_rest, pause};
 use crate::demo::Which;
 use crate::show::Screen;
 use crate::stop;
@@ -223,14 +223,6 @@ impl Soak<'_, '_> {
             return Ok(());
         }
         self.agents.start_source(self.group.captured(beside_standby), self.history)
-    }
-
-    /// The name of a server and what it is.
-    fn named(&self, who: Who) -> String {
-        match who {
-            Who::Seat(seat) => seat.to_string(),
-            Who::Primary | Who::Standby => format!("{}, {who}", self.group.name(who)),
-        }
     }
 }
 

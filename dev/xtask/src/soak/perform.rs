@@ -132,21 +132,21 @@ impl Soak<'_, '_> {
     }
 
     /// A standby that is loading cannot be promoted, and one without a link would lose more than an operator accepts.
-    fn wait_for_standby(&mut self) -> Result<()> {
-        self.until("the standby's link to the primary", STANDBY_TIME, |soak| {
+    pub(super) fn wait_for_standby(&mut self, within: Duration) -> Result<()> {
+        self.until("the standby's link to the primary", within, |soak| {
             let standing = soak.group.standing(Who::Standby)?;
             Ok(if standing.is_up { Ok(()) } else { Err(format!("{standing:?}")) })
         })
     }
 
     fn promote(&mut self, overlap: Duration) -> Result<()> {
-        self.wait_for_standby()?;
+        self.wait_for_standby(STANDBY_TIME)?;
         self.promote_standby(overlap)?;
         self.follow_primary(Who::Standby)
     }
 
-    /// Promotes the standby. The former primary takes writes for `overlap`, which the new one never gets, and is not told
-    /// anything.
+    /// Promotes the standby. The former primary takes writes for `overlap`, which the new one never gets. The caller
+    /// demotes it.
     fn promote_standby(&mut self, overlap: Duration) -> Result<()> {
         self.until("the standby to accept REPLICAOF NO ONE", COMMAND_TIME, |soak| {
             let done = soak.group.tell(Who::Standby, &["REPLICAOF", "NO", "ONE"])?;
@@ -161,7 +161,7 @@ impl Soak<'_, '_> {
 
     fn cut(&mut self, time: Duration, promote: bool) -> Result<()> {
         if promote {
-            self.wait_for_standby()?;
+            self.wait_for_standby(STANDBY_TIME)?;
         }
         self.group.cut(true)?;
         if !self.group.has_network() {
@@ -226,6 +226,6 @@ pub(super) const TAKEN_KEY: &str = "soak:taken-over";
 const RESTART_TIME: Duration = Duration::from_secs(60);
 const COMMAND_TIME: Duration = Duration::from_secs(60);
 
-/// Time limit for the link of the standby: it notices after `repl-timeout` that its primary is gone, and may need a full
-/// copy.
+/// Time limit for the link of the standby: it notices after `repl-timeout` that its primary is gone, and may need a
+/// full copy.
 const STANDBY_TIME: Duration = Duration::from_secs(120);

@@ -33,10 +33,7 @@ impl Soak<'_, '_> {
         self.agents.check_for_panics()?;
         self.check_taken()?;
         let begun = Instant::now();
-        self.until("the standby's link to the primary", SETTLE_TIME, |soak| {
-            let standing = soak.group.standing(Who::Standby)?;
-            Ok(if standing.is_up { Ok(()) } else { Err(format!("{standing:?}")) })
-        })?;
+        self.wait_for_standby(SETTLE_TIME)?;
         for seat in Seat::ALL {
             self.settle(seat)?;
         }
@@ -117,8 +114,8 @@ impl Soak<'_, '_> {
         self.look()?;
         let (primary, server) = (self.group.server(Who::Primary), self.group.server(who));
         let agreement = same_data(primary, server, CALM_TIME).map_err(|error| {
-            let native = if who == Who::Standby { " (a replica of the servers' own)" } else { "" };
-            format!("{}{native}: {error}", self.named(who))
+            let native = if who == Who::Standby { ", a replica of the servers' own" } else { "" };
+            format!("{}{native}: {error}", self.group.name(who))
         })?;
         self.totals.comparisons += 1;
         Ok(format!("{} equal at {}", self.group.name(who), agreement.offset))

@@ -361,8 +361,8 @@ pub(super) struct Plan {
     pub(super) repl_timeout: u64,
     /// `repl-diskless-load` of C and D.
     pub(super) diskless_load: [&'static str; 2],
-    /// Whether the agents of C and D have a `--state-dir`. The record file is in it, so it stays the same for all agents
-    /// of a server.
+    /// Whether the agents of C and D have a `--state-dir`. The record file is in it, so it stays the same for all
+    /// agents of a server.
     pub(super) state_dirs: [bool; 2],
     /// `--upload-limit` of the source, so that transfers over TCP take seconds.
     pub(super) upload_limit: Option<&'static str>,
