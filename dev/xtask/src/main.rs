@@ -14,8 +14,8 @@
 //! Nothing here is part of the product. `remora_bench` does the measuring; this crate starts it and shows the results.
 //!
 //! - [`demo`]: the demonstration. **Start here.** [`show`]: the display while it runs; [`table`]: the table at its end.
-//! - [`soak`]: the long run. [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: generates or compares the RDMA
-//!   libraries' types.
+//! - [`soak`]: the long run under a script of faults.
+//! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: generates or compares the RDMA libraries' types.
 //! - [`scale`]: the table of the topology's model. [`net`]: a test network with hosts, servers and agents. [`stop`]:
 //!   Ctrl-C leaves nothing behind.
 #![forbid(unsafe_code)]
