@@ -110,7 +110,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     }
     // Dropped, it would remove what the findings refer to.
     let _ = temporary.keep();
-    Err(format!("{} findings, described above; logs in {}", totals.findings.len(), folder.display()).into())
+    Err(format!("{}, described above; logs in {}", totals.found(), folder.display()).into())
 }
 
 /// Plays one group to its end: the time is over, or the number of events.

@@ -91,6 +91,14 @@ impl Totals {
         *counts.entry(what).or_default() += 1;
     }
 
+    /// The number of findings, in words.
+    pub(super) fn found(&self) -> String {
+        match self.findings.len() {
+            1 => "1 finding".to_owned(),
+            count => format!("{count} findings"),
+        }
+    }
+
     /// The summary that is printed at the end.
     pub(super) fn text(&self) -> String {
         let rows = |counts: Vec<(String, u64)>| -> Vec<Vec<String>> {
@@ -109,12 +117,12 @@ impl Totals {
         let events: u64 = self.events.values().sum();
         let _ = writeln!(
             text,
-            "{events} events, {} rests, {} comparisons of all data, {} runs of remora verify, {} commands written, {} findings",
+            "{events} events, {} rests, {} comparisons of all data, {} runs of remora verify, {} commands written, {}",
             self.rests,
             self.comparisons,
             self.verified,
             self.commands,
-            self.findings.len()
+            self.found()
         );
         for Finding { again, what, logs } in &self.findings {
             let _ = writeln!(text, "\nFINDING: {what}\n  again: {again}\n  logs: {}", logs.display());
@@ -136,7 +144,15 @@ mod tests {
         let (again, what, logs) = ("--seed 7".to_owned(), "C differs".to_owned(), PathBuf::from("/tmp/x"));
         totals.findings.push(Finding { again, what, logs });
         let text = totals.text();
-        for part in ["FLUSHALL", "2 events, 3 rests", "replica: exit code 6", "C differs", "--seed 7", "/tmp/x"] {
+        for part in [
+            "FLUSHALL",
+            "2 events, 3 rests",
+            "written, 1 finding\n",
+            "replica: exit code 6",
+            "C differs",
+            "--seed 7",
+            "/tmp/x",
+        ] {
             assert!(text.contains(part), "{part:?} is not in:\n{text}");
         }
     }
