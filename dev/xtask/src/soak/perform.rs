@@ -16,7 +16,9 @@ impl Soak<'_, '_> {
     pub(super) fn perform(&mut self, event: &Event) -> Result<()> {
         match event {
             Event::Start(seat, how) => self.start_or_stop(*seat, how),
-            Event::StartBoth(how) => self.start_both(how),
+            Event::StartBoth(how) => Seat::ALL
+                .into_iter()
+                .try_for_each(|seat| if self.agents.runs(seat) { Ok(()) } else { self.start_agent(seat, how) }),
             Event::Stop(seat) => self.start_or_stop(*seat, &How::plain()),
             Event::Kill(seat, pause, how) => self.kill_agent(*seat, *pause, how),
             Event::PauseAgent(seat, pause) => {
@@ -76,12 +78,22 @@ impl Soak<'_, '_> {
             }
             Event::Fill => self.group.fill(&mut self.random),
             Event::Set(setting, pause) => self.set(*setting, *pause),
-            Event::Reshard => {
-                let moved = self.group.reshard(&mut self.random)?;
-                self.history.note(&format!("  {moved} keys moved"));
-                Ok(())
-            }
+            Event::Reshard => self.reshard(),
         }
+    }
+
+    /// Moves keys to and fro while a replica is made.
+    fn reshard(&mut self) -> Result<()> {
+        if !self.agents.runs(Seat::C) {
+            self.start_agent(Seat::C, &How::plain())?;
+        }
+        let mut moved = 0;
+        for _ in 0..MOVES {
+            moved += self.group.reshard(&mut self.random)?;
+            self.pass(MOVE_PAUSE)?;
+        }
+        self.history.note(&format!("  {moved} keys moved"));
+        Ok(())
     }
 
     fn start_or_stop(&mut self, seat: Seat, how: &How) -> Result<()> {
@@ -98,15 +110,6 @@ impl Soak<'_, '_> {
         // From here on the server is the agent's again, if it is given `--replace`.
         self.taken[seat.index()] &= !how.replace;
         self.agents.start(seat, self.group.server(Who::Seat(seat)), how, self.history)
-    }
-
-    fn start_both(&mut self, how: &How) -> Result<()> {
-        for seat in Seat::ALL {
-            if !self.agents.runs(seat) {
-                self.start_agent(seat, how)?;
-            }
-        }
-        Ok(())
     }
 
     fn kill_agent(&mut self, seat: Seat, pause: Duration, how: &How) -> Result<()> {
@@ -221,6 +224,10 @@ impl Soak<'_, '_> {
 
 /// The key that an operator writes to a server that was taken over.
 pub(super) const TAKEN_KEY: &str = "soak:taken-over";
+
+/// How often keys are moved to and fro, and the pause in between: together about the time of a sync.
+const MOVES: u32 = 5;
+const MOVE_PAUSE: Duration = Duration::from_millis(200);
 
 /// Time limit for a shutdown that saves some 50 MB on a busy machine, and for a command that a loading server refuses.
 const RESTART_TIME: Duration = Duration::from_secs(60);
