@@ -511,8 +511,8 @@ const SILENCE_LIMIT: Duration = Duration::from_secs(10);
 /// ([`MAX_PAYLOAD_BYTES`]) is sent only on request.
 const SEND_QUEUE: usize = 64;
 
-/// Messages that may be received and not yet taken by the owner; beyond this the peer is not read. As many as the peer's
-/// send queue holds.
+/// Messages that may be received and not yet taken by the owner; beyond this the peer is not read. As many as the
+/// peer's send queue holds.
 const MAILBOX_MESSAGES: usize = 64;
 
 /// Bytes of the messages that a client has received and its owner has not yet taken: two of the longest.

@@ -1,7 +1,7 @@
 //! Descriptors: whether this process may open as many as the replicas of `--max-replicas` need.
 //!
-//! A source that runs out of them in the middle of its work rejects replicas, and cannot even connect to its own server.
-//! So it refuses to start instead. The process has raised its soft limit to the hard one by then.
+//! A source that runs out of them in the middle of its work rejects replicas, and cannot even connect to its own
+//! server. So it refuses to start instead. The process has raised its soft limit to the hard one by then.
 
 use rustix::process::{Resource, getrlimit};
 

@@ -20,8 +20,8 @@ use crate::tasks::AbortOnDrop;
 /// How long the last messages may take, the closing of the session included.
 const LEAVE_LIMIT: Duration = Duration::from_secs(3);
 
-/// How often a report that says nothing new is sent. The source assigns other upstreams to the readers of a replica that
-/// reports nothing for two seconds.
+/// How often a report that says nothing new is sent. The source assigns other upstreams to the readers of a replica
+/// that reports nothing for two seconds.
 const UNCHANGED_EVERY: Duration = Duration::from_millis(500);
 
 /// The newest report, and when it was made.

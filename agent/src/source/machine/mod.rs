@@ -22,8 +22,9 @@
 //! tests in `replay.rs` check both after every event of random runs.
 //!
 //! One thread decides for all replicas, and a replica reports its progress up to 20 times a second. So a report costs
-//! the same however many replicas there are, unless it changes more than the replica's position ([`Machine::progress`]).
-//! Time and the tables' readings take effect at the next [`Event::Tick`], which looks at every replica.
+//! the same however many replicas there are, unless it changes more than the replica's position
+//! ([`Machine::progress`]). Time and the tables' readings take effect at the next [`Event::Tick`], which looks at every
+//! replica.
 
 mod event;
 mod failures;

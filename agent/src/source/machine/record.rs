@@ -135,8 +135,8 @@ impl Slowest {
         self.below
     }
 
-    /// A reader went on from slot `from` to slot `to`. Returns `false` if it was the last of the slowest: another one is
-    /// the slowest now.
+    /// A reader went on from slot `from` to slot `to`. Returns `false` if it was the last of the slowest: another one
+    /// is the slowest now.
     pub(super) fn moved(&mut self, from: u64, to: u64) -> bool {
         if from == self.below && to > from {
             self.readers = self.readers.saturating_sub(1);
