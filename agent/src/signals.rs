@@ -31,6 +31,14 @@ impl Signals {
     }
 }
 
+/// Requests to read files again (SIGHUP). From this call on the signal no longer ends the process.
+///
+/// # Errors
+/// The system refused the handler.
+pub(crate) fn hangups() -> Result<Signal, Failure> {
+    signal(SignalKind::hangup()).map_err(|error| Failure::local(format!("SIGHUP cannot be caught: {error}")))
+}
+
 /// Runs `work` until it ends or a signal stops it. `left` describes the state in which a signal leaves things; it ends
 /// the error's text.
 ///

@@ -15,7 +15,7 @@ use crate::Error;
 /// can change.
 ///
 /// # Errors
-/// [`Error::System`] if there is none. It names each folder and says why it was rejected.
+/// [`Error::System`] if no folder can be used. The error names each folder and says why it was rejected.
 pub(crate) fn private_folders() -> Result<Vec<PathBuf>, Error> {
     let mut rejected = Vec::new();
     let mut usable = Vec::new();

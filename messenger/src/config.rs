@@ -3,9 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use remora_wire::Token;
-
 use crate::handshake::Versions;
+use crate::keyring::Keyring;
 use crate::stack::rdma::RdmaOptions;
 use crate::stack::tls::TlsOptions;
 
@@ -16,9 +15,9 @@ pub struct Options {
     pub workers: usize,
     /// Whether bodies have checksums. They are left out only where both ends ask for that.
     pub summed: bool,
-    /// The secret that both ends share. With a token frames are sealed, unless `sealed` is false at both ends. Without
+    /// The secrets that both ends share. With a token frames are sealed, unless `sealed` is false at both ends. Without
     /// one every peer is accepted.
-    pub token: Option<Arc<Token>>,
+    pub keys: Option<Arc<Keyring>>,
     /// The versions of the owner's protocol that this end speaks. The ends agree on the newest common one.
     pub versions: Versions,
     /// Whether frames have seals if there is a token.
@@ -54,7 +53,7 @@ impl Default for Options {
         Options {
             workers: 1,
             summed: true,
-            token: None,
+            keys: None,
             versions: Versions::only(1),
             sealed: true,
             polling: Polling::Event,
@@ -70,7 +69,7 @@ impl Default for Options {
 /// What this end brings into every handshake.
 #[derive(Debug, Clone)]
 pub(crate) struct HandshakeConfig {
-    pub(crate) token: Arc<Token>,
+    pub(crate) keys: Arc<Keyring>,
     pub(crate) versions: Versions,
     pub(crate) summed: bool,
     pub(crate) sealed: bool,

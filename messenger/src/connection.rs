@@ -67,6 +67,8 @@ pub struct Negotiated {
     pub key: [u8; 32],
     /// The version of the owner's protocol.
     pub version: u16,
+    /// The mark of the token that both ends proved, at this end.
+    pub mark: u16,
     /// The address of this end, as the peer sees it; `None` where the transport has no addresses.
     pub local: Option<SocketAddr>,
 }

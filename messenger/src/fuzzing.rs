@@ -143,8 +143,8 @@ pub fn handshake(bytes: &[u8]) {
         let opening = Opening { versions: Versions::only(2), features: 0, nonce: [7; 32] };
         let (now, limit) = (Instant::now(), Duration::from_secs(1));
         let mut end = match role {
-            Role::Caller => Handshake::caller(&token, opening, now, limit),
-            Role::Called => Handshake::called(&token, opening, 1, now, limit),
+            Role::Caller => Handshake::caller(vec![&token], opening, now, limit),
+            Role::Called => Handshake::called(vec![&token], opening, 1, now, limit),
         };
         for piece in bytes.chunks(7) {
             if end.handle_input(piece).is_err() {

@@ -60,6 +60,7 @@
 //! - [`message`], [`dispatcher`], [`connection`], [`messenger`], [`config`]: the owner's side of the layer.
 //! - [`session`]: the state machine of a session, pure. It numbers, acknowledges, replays, resumes, and detects resets.
 //! - [`handshake`]: how the two ends of a link prove to each other that they hold the same token; pure.
+//! - [`keyring`]: the tokens of an endpoint.
 //! - [`signal`], [`frame`], [`seal`]: the bytes that the ends exchange; pure.
 //! - [`buffer`], [`throttle`]: memory for received data, and bounds on what is under way.
 //! - `worker`, `common`, `registry`, [`stack`]: the thread that moves bytes between links and sessions, and the links.
@@ -80,6 +81,7 @@ pub mod frame;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
 pub mod handshake;
+pub mod keyring;
 pub mod message;
 pub mod messenger;
 pub mod policy;
@@ -95,6 +97,7 @@ pub use buffer::{Buffer, Pool};
 pub use config::{Options, Polling};
 pub use connection::{Connection, Negotiated, SendError};
 pub use dispatcher::Dispatcher;
+pub use keyring::{Key, Keyring};
 pub use message::{Arrival, Delivery, Message};
 pub use messenger::Messenger;
 pub use policy::Policy;

@@ -13,6 +13,7 @@ use crate::common::Common;
 use crate::config::{HandshakeConfig, Options};
 use crate::connection::{Connection, Mailbox};
 use crate::dispatcher::Dispatcher;
+use crate::keyring::Keyring;
 use crate::policy::Policy;
 use crate::registry::Name;
 use crate::signal::Entity;
@@ -35,13 +36,16 @@ impl Messenger {
     pub fn new(policy: Policy, options: &Options, dispatcher: Arc<dyn Dispatcher>) -> io::Result<Messenger> {
         let mut entity = [0; 8];
         getrandom::fill(&mut entity).map_err(|error| io::Error::other(error.to_string()))?;
-        let open = || Token::new(OPEN_TOKEN).map(Arc::new).map_err(|error| io::Error::other(error.to_string()));
-        let sealed = options.sealed && options.token.is_some();
-        let token = options.token.clone().map_or_else(open, Ok)?;
+        let open = || match Token::new(OPEN_TOKEN) {
+            Ok(token) => Ok(Arc::new(Keyring::only(Arc::new(token)))),
+            Err(error) => Err(io::Error::other(error.to_string())),
+        };
+        let sealed = options.sealed && options.keys.is_some();
+        let keys = options.keys.clone().map_or_else(open, Ok)?;
         let common = Arc::new(Common {
             entity: Entity(u64::from_le_bytes(entity)),
             policy,
-            handshake: HandshakeConfig { token, versions: options.versions, summed: options.summed, sealed },
+            handshake: HandshakeConfig { keys, versions: options.versions, summed: options.summed, sealed },
             polling: options.polling,
             stacks: Stacks::new(options.tls.clone(), options.rdma.clone()),
             dispatcher,

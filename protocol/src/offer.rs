@@ -127,6 +127,8 @@ pub enum RefusalCode {
     /// The journal does not reach back to the replica's offset: it must follow the primary itself, or load a new
     /// snapshot.
     HistoryGone,
+    /// The peer's token does not permit the request.
+    NotPermitted,
 }
 
 impl RefusalCode {
@@ -134,7 +136,7 @@ impl RefusalCode {
     pub fn may_pass(self) -> bool {
         match self {
             RefusalCode::Busy | RefusalCode::Stopping | RefusalCode::Stalled => true,
-            RefusalCode::PrimaryRefuses | RefusalCode::HistoryGone => false,
+            RefusalCode::PrimaryRefuses | RefusalCode::HistoryGone | RefusalCode::NotPermitted => false,
         }
     }
 }
@@ -147,6 +149,7 @@ impl fmt::Display for RefusalCode {
             RefusalCode::Stalled => "stalled",
             RefusalCode::PrimaryRefuses => "the primary refuses",
             RefusalCode::HistoryGone => "history gone",
+            RefusalCode::NotPermitted => "not permitted",
         })
     }
 }
@@ -157,6 +160,7 @@ codes!(RefusalCode is "refusal" {
     2 => Stalled,
     3 => PrimaryRefuses,
     4 => HistoryGone,
+    5 => NotPermitted,
 });
 
 /// The keys of a region, one per transport.

@@ -185,8 +185,14 @@ fn small_ones() -> impl Strategy<Value = Message> {
     let outcomes = prop::sample::select(vec![HandedOver, Stopped, Failed]);
     let causes = prop::sample::select(vec![LossCause::Gone, LossCause::Lied, LossCause::Passed, LossCause::Refused]);
     let waits = prop::sample::select(vec![WaitCause::NotYet, WaitCause::Busy, WaitCause::LastAttemptFailed]);
-    let refusals =
-        prop::sample::select(vec![RefusalCode::Busy, RefusalCode::Stopping, Stalled, PrimaryRefuses, HistoryGone]);
+    let refusals = prop::sample::select(vec![
+        RefusalCode::Busy,
+        RefusalCode::Stopping,
+        Stalled,
+        PrimaryRefuses,
+        HistoryGone,
+        NotPermitted,
+    ]);
     prop_oneof![
         Just(Message::StatusQuery),
         Just(Message::ProbeQuery),

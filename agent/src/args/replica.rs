@@ -25,9 +25,10 @@ pub struct ReplicaArgs {
     #[arg(long, value_name = "HOST:PORT", help_heading = "Source")]
     pub source: HostPort,
 
-    /// File with the secret that the agent shares with the source.
-    #[arg(long, value_name = "FILE", help_heading = "Source")]
-    pub token_file: PathBuf,
+    /// File with the secret that the agent shares with the source. May be repeated: the agent proves the first token to
+    /// the source and to other replicas, and lends its slots to replicas with any of them.
+    #[arg(long = "token-file", value_name = "FILE", required = true, help_heading = "Source")]
+    pub token_files: Vec<PathBuf>,
 
     /// Name to appear under in `remora status` and the source's log. Default: the server's address.
     #[arg(long, value_name = "NAME", value_parser = parse_name, help_heading = "Source")]

@@ -18,6 +18,7 @@ pub mod error;
 pub(crate) mod listener;
 mod post;
 mod rejections;
+pub(crate) mod tokens;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -29,7 +30,7 @@ use remora_messenger::handshake::{self, Versions};
 use remora_messenger::message::{self, Delivery};
 use remora_messenger::policy::Policy;
 use remora_messenger::stack::Address;
-use remora_messenger::{Messenger, Options as MessengerOptions};
+use remora_messenger::{Keyring, Messenger, Options as MessengerOptions};
 use remora_protocol::{
     MAX_CLIENT_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, Message, NEWEST_VERSION, OLDEST_VERSION, REFUSED_AS_BUSY, Side,
 };
@@ -41,6 +42,7 @@ use tokio::time::timeout;
 
 pub use self::error::{Error, Fault, Result};
 use self::post::{Introduced, Post};
+pub use self::tokens::Role;
 pub use remora_wire::{Token, derive};
 
 /// Time limits and sizes of a conversation. The defaults are for agents; tests use shorter limits.
@@ -104,7 +106,7 @@ pub async fn connect(addr: impl ToSocketAddrs, token: &Token, options: &Options)
         Ok(Err(error)) => return Err(Fault::Unresolved(Arc::new(error)).of("the source")),
         Err(_) => return Err(too_slow("looking up the address", options.connect_timeout).of("the source")),
     };
-    let engine = Engine::start(Side::Client, token, options)?;
+    let engine = Engine::start(Side::Client, keyring_of(token)?, options)?;
     let no_address = std::io::Error::other("the name has no address");
     let mut last = Fault::Unresolved(Arc::new(no_address)).of("the source");
     for address in addresses {
@@ -142,7 +144,7 @@ impl Caller {
     /// # Errors
     /// The system provides no thread or no random bytes.
     pub fn new(token: &Token, options: &Options) -> Result<Caller> {
-        Engine::start(Side::Client, token, options).map(Caller)
+        Engine::start(Side::Client, keyring_of(token)?, options).map(Caller)
     }
 
     /// Connects to a source. One call after the other: outcomes are told apart by the source's address.
@@ -159,12 +161,20 @@ impl Caller {
 pub struct Endpoint(Arc<Engine>);
 
 impl Endpoint {
-    /// Starts the messenger.
+    /// Starts the messenger. Peers with this token have [`Role::Replica`].
     ///
     /// # Errors
     /// The system provides no thread or no random bytes.
     pub fn new(token: &Token, options: &Options) -> Result<Endpoint> {
-        Engine::start(Side::Server, token, options).map(Endpoint)
+        Endpoint::with_keyring(keyring_of(token)?, options)
+    }
+
+    /// Starts the messenger. The mark of each key is that of a [`Role`].
+    ///
+    /// # Errors
+    /// The system provides no thread or no random bytes.
+    pub(crate) fn with_keyring(keyring: Arc<Keyring>, options: &Options) -> Result<Endpoint> {
+        Engine::start(Side::Server, keyring, options).map(Endpoint)
     }
 
     /// Performs the handshake on an accepted connection. No byte may have been read from the stream, but it may have
@@ -193,10 +203,9 @@ struct Engine {
 }
 
 impl Engine {
-    fn start(side: Side, token: &Token, options: &Options) -> Result<Arc<Engine>> {
-        let token = Token::new(token.bytes()).map_err(|error| Fault::NoRandomness(error.to_string()).of("this end"))?;
+    fn start(side: Side, keyring: Arc<Keyring>, options: &Options) -> Result<Arc<Engine>> {
         let messenger_options =
-            MessengerOptions { token: Some(Arc::new(token)), versions: VERSIONS, ..MessengerOptions::default() };
+            MessengerOptions { keys: Some(keyring), versions: VERSIONS, ..MessengerOptions::default() };
         let post = Arc::new(Post::new(side, options));
         let messenger = Messenger::new(options.policy(side), &messenger_options, post.clone());
         let messenger = messenger.map_err(|error| Fault::io("starting a messenger", error).of("this end"))?;
@@ -249,6 +258,7 @@ impl Engine {
             local: negotiated.local.unwrap_or(peer),
             session: (negotiated.number, negotiated.key),
             version: negotiated.version,
+            role: Role::of_mark(negotiated.mark),
             engine: self.clone(),
         });
         let channel = Arc::new(ClosesOnDrop(channel));
@@ -292,6 +302,11 @@ impl Connection {
     /// The protocol version that both ends speak.
     pub fn version(&self) -> u16 {
         self.sender.facts.version
+    }
+
+    /// What the peer may ask for.
+    pub fn role(&self) -> Role {
+        self.sender.facts.role
     }
 
     /// The address of the other end.
@@ -477,6 +492,7 @@ struct Facts {
     /// The session's number and key.
     session: (u64, [u8; 32]),
     version: u16,
+    role: Role,
     /// Kept alive while the conversation is open.
     engine: Arc<Engine>,
 }
@@ -485,6 +501,11 @@ impl std::fmt::Debug for Facts {
     fn fmt(&self, to: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(to, "session {} with {}", self.session.0, self.peer)
     }
+}
+
+fn keyring_of(token: &Token) -> Result<Arc<Keyring>> {
+    let token = Token::new(token.bytes()).map_err(|error| Fault::NoRandomness(error.to_string()).of("this end"))?;
+    Ok(Arc::new(Keyring::only(Arc::new(token))))
 }
 
 fn too_slow(doing: &'static str, limit: Duration) -> Fault {

@@ -51,7 +51,6 @@ mod upstream;
 pub(crate) use self::driver::simulated;
 
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::Duration;
 
 use remora_redis::resp::Frame;
@@ -63,7 +62,7 @@ use self::driver::{Driver, Setup};
 use self::record::Record;
 use self::spool::Spool;
 use crate::args::ReplicaArgs;
-use crate::conversation::Token;
+use crate::conversation::tokens::TokenFiles;
 use crate::exit::Failure;
 use crate::progress;
 use crate::server::{Client, RefusalKind, ServerError, Task};
@@ -83,8 +82,7 @@ pub async fn run(args: ReplicaArgs) -> Result<(), Failure> {
 
 /// Does everything that comes before the first change; `None` after a dry run.
 async fn prepare(args: ReplicaArgs) -> Result<Option<Driver>, Failure> {
-    let token = Token::read_file(&args.token_file).map_err(|error| Failure::refused(error.to_string()))?;
-    let token = Arc::new(token);
+    let tokens = TokenFiles::read(&args.token_files, &[])?;
     let server = args.server.open(Task::Replica)?;
     let link_tls = tls::server_config(&args)?;
     let mut client = server.connect().await?;
@@ -99,7 +97,7 @@ async fn prepare(args: ReplicaArgs) -> Result<Option<Driver>, Failure> {
         // what may listen there now.
         record.put_back(&mut client).await?;
     }
-    let mut source = source::Source::connect_first(&args, &token).await.map_err(source::failure)?;
+    let mut source = source::Source::connect_first(&args, &tokens.first()).await.map_err(source::failure)?;
     let plan = source.plan(&args, &target).await?;
     let primary = preflight::primary(&args, &server, &target, &plan, source.address()).await?;
     preflight::refuse_to_overwrite(&args, &server, &target)?;
@@ -123,7 +121,7 @@ async fn prepare(args: ReplicaArgs) -> Result<Option<Driver>, Failure> {
         None => None,
     };
     let control = Control::new(server, client);
-    let setup = Setup { args, token, control, record, target, primary, source, link_tls, spool };
+    let setup = Setup { args, tokens, control, record, target, primary, source, link_tls, spool };
     Driver::begin(setup).await.map(Some)
 }
 

@@ -18,6 +18,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use remora_fabric::shm::{ShmExporter, ShmOptions};
 use remora_fabric::tcp::{SendMode, TcpExporter, TcpOptions};
 use remora_fabric::{Exporter, Memory, RegionId};
+use remora_messenger::Keyring;
 use remora_protocol::{Message, RefusalCode, TableOffer};
 use remora_table::Geometry;
 use tokio::sync::mpsc;
@@ -25,7 +26,7 @@ use tokio::task::JoinHandle;
 
 use crate::args::RdmaOffer;
 use crate::conversation::listener::{self, Listener};
-use crate::conversation::{Connection, Endpoint, Options, Sender, Token, derive};
+use crate::conversation::{Connection, Endpoint, Options, Sender, derive};
 use crate::exit::Failure;
 use crate::lanes::LANES_LABEL;
 use crate::transports;
@@ -94,7 +95,7 @@ impl RelayServer {
     /// The address cannot be bound.
     pub(super) async fn open(
         listen: SocketAddr,
-        token: Arc<Token>,
+        keyring: Arc<Keyring>,
         limits: UploadLimits,
     ) -> Result<RelayServer, Failure> {
         let port = listener::bind(listen, "this replica agent", "--peer-listen").await?;
@@ -102,7 +103,7 @@ impl RelayServer {
         let tcp = TcpExporter::new(options, Some(port.1)).map_err(|error| Failure::local(error.to_string()))?;
         let tcp = Arc::new(tcp);
         let (incoming, inbox) = mpsc::channel(INCOMING_LIMIT);
-        let conversations = Endpoint::new(&token, &Options::default());
+        let conversations = Endpoint::with_keyring(keyring, &Options::default());
         let conversations = conversations.map_err(|error| Failure::local(format!("no conversations: {error}")))?;
         let door = listener::start(port, conversations, tcp.clone(), incoming.clone());
         let mut exporters: Vec<Arc<dyn Exporter>> = Vec::new();

@@ -59,11 +59,12 @@ use self::topology::{Assignment, Joining, Topology};
 use crate::args::SourceArgs;
 use crate::backoff::Backoff;
 use crate::conversation::listener;
-use crate::conversation::{Connection, Endpoint, Fault, Options, Sender, Token, derive};
+use crate::conversation::tokens::TokenFiles;
+use crate::conversation::{Connection, Endpoint, Fault, Options, Role, Sender, derive};
 use crate::exit::Failure;
 use crate::lanes::LANES_LABEL;
 use crate::server::{Client, Facts, Server, Task};
-use crate::signals::Signals;
+use crate::signals::{self, Signals};
 
 /// Runs a source until SIGINT or SIGTERM stops it.
 ///
@@ -93,7 +94,7 @@ struct Mailboxes {
 
 /// Opens everything that a source needs, and reports that it is ready.
 async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listener), Failure> {
-    let token = Token::read_file(&args.token_file).map_err(|error| Failure::refused(error.to_string()))?;
+    let tokens = TokenFiles::read(&args.token_files, &args.monitor_token_files)?;
     descriptors::check(args.max_replicas)?;
     let server = args.server.open(Task::Source)?;
     let facts = Facts::read(&mut server.connect().await?).await?;
@@ -109,7 +110,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     let (captured, captures) = mpsc::unbounded_channel();
     let port = listener::bind(args.listen, "the source", "--listen").await?;
     let tcp = Arc::new(tcp_exporter(&args, port.1)?);
-    let conversations = Endpoint::new(&token, &Options::default());
+    let conversations = Endpoint::with_keyring(tokens.keyring(), &Options::default());
     let conversations =
         conversations.map_err(|error| Failure::local(format!("cannot set up control connections: {error}")))?;
     let listener = listener::start(port, conversations, tcp.clone(), incoming.clone());
@@ -129,6 +130,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     let module_rules = Arc::new(ModuleRules::new(&args));
     let source = Source {
         args,
+        tokens,
         module_rules,
         method_history: MethodHistory::default(),
         server,
@@ -186,6 +188,7 @@ const LEARN_LIMIT: Duration = Duration::from_secs(3);
 /// The driver: it owns what the source has, and performs the machine's actions.
 struct Source {
     args: SourceArgs,
+    tokens: TokenFiles,
     server: Server,
     facts: Facts,
     tables: Tables,
@@ -212,6 +215,8 @@ struct Peer {
     sender: Sender,
     address: std::net::SocketAddr,
     key: [u8; 32],
+    /// What it may ask for.
+    role: Role,
     done: bool,
     /// Why the peer uses no better transport, as it reported.
     transport_why: String,
@@ -221,6 +226,7 @@ struct Peer {
 
 impl Source {
     async fn run(mut self, mut mailboxes: Mailboxes, mut signals: Signals) -> Result<(), Failure> {
+        let mut hangups = signals::hangups()?;
         let mut tick = tokio::time::interval(TICK);
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
@@ -236,11 +242,19 @@ impl Source {
                     let moved = self.topology.tick(Instant::now(), self.gauge.published_slots());
                     self.assign(&moved);
                 }
+                Some(()) = hangups.recv() => self.read_tokens_again(),
                 _ = signals.next() => break,
             }
         }
         self.stop().await;
         Ok(())
+    }
+
+    fn read_tokens_again(&self) {
+        match self.tokens.read_again() {
+            Ok(()) => tracing::info!("token files read again"),
+            Err(error) => tracing::error!(%error, "the tokens read before stay valid"),
+        }
     }
 
     fn receive(&mut self, incoming: Incoming) {
@@ -263,9 +277,10 @@ impl Source {
 
     fn welcome(&mut self, connection: Connection) {
         let (session, address, key) = (connection.session(), connection.peer_addr(), connection.session_key());
+        let role = connection.role();
         let (sender, receiver) = connection.split();
-        self.sessions
-            .insert(session, Peer { sender, address, key, done: false, transport_why: String::new(), relays: None });
+        let peer = Peer { sender, address, key, role, done: false, transport_why: String::new(), relays: None };
+        self.sessions.insert(session, peer);
         listener::listen_to(receiver, self.incoming.clone(), move |heard| match heard {
             Ok(message) => Incoming::Said { session, message: Box::new(message) },
             Err(error) => Incoming::Left { session, fault: error.fault },
@@ -273,6 +288,13 @@ impl Source {
     }
 
     fn said(&mut self, session: Session, message: Message) {
+        let Some(peer) = self.sessions.get_mut(&session) else { return };
+        if !peer.role.may_send(&message) {
+            peer.done = true;
+            tracing::warn!(address = %peer.address, request = message.name(), "refused: the peer's token is for monitoring");
+            let text = "the token permits the status only; use the token of the replicas".to_owned();
+            return self.send(session, Message::Refused { code: RefusalCode::NotPermitted, text });
+        }
         let event = match message {
             Message::Join(join) if join.plan_only => return self.send_plan(session),
             Message::ProbeQuery => return self.probe_requested(session),

@@ -13,7 +13,7 @@ use remora_fabric::memory::crc;
 use remora_lab::server::wait_until;
 use remora_lab::{Kind, Server, assert_same_data, require};
 use remora_messenger::handshake::{self, Versions};
-use remora_messenger::{Address, Connection, Delivery, Dispatcher, Message, Messenger, Options, Policy};
+use remora_messenger::{Address, Connection, Delivery, Dispatcher, Keyring, Message, Messenger, Options, Policy};
 use remora_protocol::{Message as Words, NEWEST_VERSION, OLDEST_VERSION, StatusReport, Totals};
 use rustix::process::Signal;
 
@@ -21,7 +21,7 @@ use crate::kit::{LONG, Stage, fill, primary as quick_primary, says, succeeds};
 
 fn plain(stage: &Stage) -> Options {
     Options {
-        token: Some(Arc::new(Token::read_file(&stage.token).unwrap())),
+        keys: Some(Arc::new(Keyring::only(Arc::new(Token::read_file(&stage.token).unwrap())))),
         versions: Versions { oldest: OLDEST_VERSION, newest: NEWEST_VERSION },
         ..Options::default()
     }

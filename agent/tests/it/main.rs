@@ -31,4 +31,5 @@ mod server;
 mod stay;
 mod strangers;
 mod taken_over;
+mod tokens;
 mod verify;

@@ -142,7 +142,13 @@ fn described(client: &mut Client, key: &[u8]) -> Result<String> {
     let kind = client.text(&[b"TYPE".as_slice(), key])?;
     let encoding = client.text(&[b"OBJECT".as_slice(), b"ENCODING", key]).unwrap_or_default();
     let left = client.int(&[b"PTTL".as_slice(), key])?;
-    Ok(if kind == "none" { "missing".into() } else { format!("{kind} ({encoding}, pttl {left})") })
+    let mut fields = String::new();
+    if kind == "hash" {
+        // Expired fields count for HLEN as long as they are stored, but HKEYS does not show them.
+        let (stored, live) = (client.int(&[b"HLEN".as_slice(), key])?, client.list(&[b"HKEYS".as_slice(), key])?.len());
+        fields = format!(", {stored} fields stored, {live} live");
+    }
+    Ok(if kind == "none" { "missing".into() } else { format!("{kind} ({encoding}, pttl {left}{fields})") })
 }
 
 /// Keys with a different time of expiry. A key that expires at this moment is ignored.

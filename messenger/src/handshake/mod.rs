@@ -114,13 +114,16 @@ pub struct Opening {
     pub nonce: [u8; 32],
 }
 
-/// The handshake of one end. `T` is how it holds the token: by reference, or shared.
+/// The handshake of one end. `T` is how it holds its tokens: by reference, or shared.
 ///
 /// Pass received bytes to [`Handshake::handle_input`]. Send what [`Handshake::take_output`] returns, also after an
 /// error: it may be a refusal. [`Handshake::poll_established`] says when the handshake is complete. Call
 /// [`Handshake::handle_timeout`] at the deadline.
 pub struct Handshake<T> {
-    token: T,
+    /// The tokens of this end; at least one.
+    tokens: Vec<T>,
+    /// The token that this end proves. A called end learns from the caller's proof which one it is.
+    chosen: usize,
     role: Role,
     opening: Opening,
     state: State,
@@ -157,9 +160,12 @@ struct Agreed {
 }
 
 impl<T: Deref<Target = Token>> Handshake<T> {
-    /// The end that connects and sends first.
-    pub fn caller(token: T, opening: Opening, now: Instant, limit: Duration) -> Self {
-        let mut this = Handshake::new(token, Role::Caller, opening, now, limit);
+    /// The end that connects and sends first. It proves the first of its tokens.
+    ///
+    /// # Panics
+    /// If there is no token.
+    pub fn caller(tokens: Vec<T>, opening: Opening, now: Instant, limit: Duration) -> Self {
+        let mut this = Handshake::new(tokens, Role::Caller, opening, now, limit);
         let hello = Hello {
             oldest: this.opening.versions.oldest,
             newest: this.opening.versions.newest,
@@ -171,16 +177,21 @@ impl<T: Deref<Target = Token>> Handshake<T> {
         this
     }
 
-    /// The end that was connected to. It chooses the session's number.
-    pub fn called(token: T, opening: Opening, session: u64, now: Instant, limit: Duration) -> Self {
-        let mut this = Handshake::new(token, Role::Called, opening, now, limit);
+    /// The end that was connected to. It chooses the session's number, and accepts a proof of any of its tokens.
+    ///
+    /// # Panics
+    /// If there is no token.
+    pub fn called(tokens: Vec<T>, opening: Opening, session: u64, now: Instant, limit: Duration) -> Self {
+        let mut this = Handshake::new(tokens, Role::Called, opening, now, limit);
         this.state = State::WantHello(session);
         this
     }
 
-    fn new(token: T, role: Role, opening: Opening, now: Instant, limit: Duration) -> Handshake<T> {
+    fn new(tokens: Vec<T>, role: Role, opening: Opening, now: Instant, limit: Duration) -> Handshake<T> {
+        assert!(!tokens.is_empty(), "a handshake needs a token");
         Handshake {
-            token,
+            tokens,
+            chosen: 0,
             role,
             opening,
             state: State::WantChallenge,
@@ -238,6 +249,11 @@ impl<T: Deref<Target = Token>> Handshake<T> {
                 None
             }
         }
+    }
+
+    /// The token that both ends proved, once the handshake is complete.
+    pub fn proved(&self) -> &T {
+        &self.tokens[self.chosen]
     }
 
     /// Bytes held that belong to no frame yet.
@@ -337,20 +353,23 @@ impl<T: Deref<Target = Token>> Handshake<T> {
 
     fn check_proof(&mut self, frame: &Frame) -> Result<(), HandshakeError> {
         let peer = self.role.peer();
-        if !verify(self.token.bytes(), &[proof_label(peer), &self.transcript], &frame.payload) {
-            return Err(HandshakeError::WrongToken { said_by_peer: false });
-        }
+        let proves = |token: &T| verify(token.bytes(), &[proof_label(peer), &self.transcript], &frame.payload);
+        let proved = match self.role {
+            Role::Caller => proves(&self.tokens[self.chosen]).then_some(self.chosen),
+            Role::Called => self.tokens.iter().position(proves),
+        };
+        self.chosen = proved.ok_or(HandshakeError::WrongToken { said_by_peer: false })?;
         self.heard(frame);
         Ok(())
     }
 
     fn say_proof(&mut self) {
-        let proof = proof(self.token.bytes(), &[proof_label(self.role), &self.transcript]);
+        let proof = proof(self.proved().bytes(), &[proof_label(self.role), &self.transcript]);
         self.say(PROOF, proof.to_vec());
     }
 
     fn establish(&mut self, agreed: Agreed) {
-        let key = proof(self.token.bytes(), &[LABEL_SESSION_KEY, &self.transcript]);
+        let key = proof(self.proved().bytes(), &[LABEL_SESSION_KEY, &self.transcript]);
         self.state = State::Done(Box::new(Established {
             role: self.role,
             session: agreed.session,

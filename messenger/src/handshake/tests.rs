@@ -21,11 +21,11 @@ fn opening(nonce: u8) -> Opening {
 }
 
 fn client(token: &Token) -> Handshake<&Token> {
-    Handshake::caller(token, opening(1), Instant::now(), LIMIT)
+    Handshake::caller(vec![token], opening(1), Instant::now(), LIMIT)
 }
 
 fn server(token: &Token) -> Handshake<&Token> {
-    Handshake::called(token, opening(2), 77, Instant::now(), LIMIT)
+    Handshake::called(vec![token], opening(2), 77, Instant::now(), LIMIT)
 }
 
 /// The outcome at both ends, and everything that each of them sent.
@@ -99,7 +99,7 @@ fn both_ends_agree_on_the_same_session() {
 fn features_are_those_that_both_have() {
     let token = good();
     let mine = Opening { features: 0b0011, ..opening(1) };
-    let client = Handshake::caller(&token, mine, Instant::now(), LIMIT);
+    let client = Handshake::caller(vec![&token], mine, Instant::now(), LIMIT);
     let met = meet(client, server(&token), None);
     assert_eq!(met.client.unwrap().unwrap().features(), 0b0010);
     assert_eq!(met.server.unwrap().unwrap().features(), 0b0010);
@@ -155,11 +155,39 @@ fn a_proof_sent_back_to_its_maker_is_worthless() {
 }
 
 #[test]
+fn a_called_end_accepts_each_of_its_tokens_and_knows_which_one_was_proved() {
+    let tokens = [good(), token("another token of it")];
+    let two = || Handshake::called(tokens.iter().collect(), opening(2), 77, Instant::now(), LIMIT);
+    let mut keys = Vec::new();
+    for (index, held) in tokens.iter().enumerate() {
+        let mut called = two();
+        let mut caller = client(held);
+        called.handle_input(&caller.take_output()).unwrap();
+        caller.handle_input(&called.take_output()).unwrap();
+        called.handle_input(&caller.take_output()).unwrap();
+        caller.handle_input(&called.take_output()).unwrap();
+        assert!(std::ptr::eq(*called.proved(), &raw const tokens[index]));
+        let [at_caller, at_called] = [&mut caller, &mut called].map(|end| end.poll_established().unwrap().key());
+        assert_eq!(at_caller, at_called);
+        keys.push(at_caller);
+    }
+    assert_ne!(keys[0], keys[1]);
+    let unknown = token("a token of nobody here");
+    assert!(matches!(meet(client(&unknown), two(), None).server, Err(HandshakeError::WrongToken { .. })));
+    // A caller with two tokens proves the first one, and takes no proof of the second one.
+    let mut caller = Handshake::caller(tokens.iter().collect(), opening(1), Instant::now(), LIMIT);
+    let mut other = server(&tokens[1]);
+    other.handle_input(&caller.take_output()).unwrap();
+    caller.handle_input(&other.take_output()).unwrap();
+    assert!(matches!(other.handle_input(&caller.take_output()), Err(HandshakeError::WrongToken { .. })));
+}
+
+#[test]
 fn a_recorded_client_does_not_get_in_again() {
     let token = good();
     let recorded = meet(client(&token), server(&token), None).from_client;
     let later = Opening { nonce: [3; 32], ..opening(2) };
-    let mut server = Handshake::called(&token, later, 78, Instant::now(), LIMIT);
+    let mut server = Handshake::called(vec![&token], later, 78, Instant::now(), LIMIT);
     let fault = server.handle_input(&recorded).unwrap_err();
     assert!(matches!(fault, HandshakeError::WrongToken { .. }), "{fault}");
 }
@@ -257,7 +285,7 @@ fn the_newest_common_version_is_chosen_and_no_common_one_is_an_error_at_both_end
     assert_eq!(versions(1, 1).common(versions(2, 5)), None);
     let token = good();
     let newer = Opening { versions: versions(3, 4), ..opening(1) };
-    let met = meet(Handshake::caller(&token, newer, Instant::now(), LIMIT), server(&token), None);
+    let met = meet(Handshake::caller(vec![&token], newer, Instant::now(), LIMIT), server(&token), None);
     let (client, server) = (met.client.unwrap_err(), met.server.unwrap_err());
     assert!(client.to_string().contains("speaks version 2, this end 3 to 4"), "{client}");
     assert!(server.to_string().contains("speaks version 3 to 4, this end 2"), "{server}");
@@ -267,7 +295,7 @@ fn the_newest_common_version_is_chosen_and_no_common_one_is_an_error_at_both_end
 fn a_called_end_that_chooses_an_older_version_than_it_must_is_rejected() {
     let mine = good();
     let newer = Opening { versions: Versions { oldest: 1, newest: 2 }, ..opening(1) };
-    let mut end = Handshake::caller(&mine, newer, Instant::now(), LIMIT);
+    let mut end = Handshake::caller(vec![&mine], newer, Instant::now(), LIMIT);
     let mut bytes = MAGIC.to_vec();
     let challenge = Challenge { version: 1, oldest: 1, newest: 2, features: 0, nonce: [9; 32], session: 5 };
     Frame::plain(CHALLENGE, payload(|out| Challenge::put(&challenge, out))).encode(&mut bytes);
@@ -326,7 +354,7 @@ fn a_refusal_of_the_owner_arrives_with_its_code_and_its_text() {
 fn a_handshake_has_a_deadline_that_input_does_not_move() {
     let token = good();
     let begun = Instant::now();
-    let mut end = Handshake::called(&token, opening(2), 77, begun, LIMIT);
+    let mut end = Handshake::called(vec![&token], opening(2), 77, begun, LIMIT);
     assert_eq!(end.deadline(), begun + LIMIT);
     end.handle_input(&MAGIC).unwrap();
     assert_eq!(end.deadline(), begun + LIMIT);

@@ -2,10 +2,7 @@
 //! a link only knows which session it serves.
 
 use std::io::{self, IoSlice, IoSliceMut};
-use std::sync::Arc;
 use std::time::Instant;
-
-use remora_wire::Token;
 
 use super::Context;
 use super::keys::SessionKey;
@@ -15,6 +12,7 @@ use crate::connection::Negotiated;
 use crate::error::LinkError;
 use crate::frame::{Limits, Preamble, Reader, Writer};
 use crate::handshake::{Established, Handshake, Opening, Role};
+use crate::keyring::Key;
 use crate::seal::Seals;
 use crate::signal::{Label, Signal};
 use crate::stack::Link;
@@ -32,6 +30,8 @@ pub(crate) struct LinkState {
     pub(super) held: Vec<u8>,
     /// What the handshake settled, until a session has it.
     pub(super) negotiated: Option<Box<Negotiated>>,
+    /// The mark of the key that the handshake proved.
+    mark: u16,
     /// When the phase must be over.
     pub(super) deadline: Option<Instant>,
     /// Since when the peer has not taken any of the bytes written for it.
@@ -57,7 +57,7 @@ pub(super) enum Phase {
     /// That session's connect has not completed.
     Calling(SessionKey),
     /// Both ends prove themselves. `output` is still to be sent; `session` is the one that called, if this end did.
-    Handshaking { handshake: Box<Handshake<Arc<Token>>>, output: Vec<u8>, session: Option<SessionKey> },
+    Handshaking { handshake: Box<Handshake<Key>>, output: Vec<u8>, session: Option<SessionKey> },
     /// The handshake is complete, and the peer has not said yet which session it means.
     Unbound,
     /// The link of that session.
@@ -85,6 +85,7 @@ impl LinkState {
             incoming: None,
             held: Vec::new(),
             negotiated: None,
+            mark: 0,
             deadline: Some(deadline),
             stuck_since: None,
             timer: None,
@@ -149,10 +150,10 @@ impl LinkState {
     ) -> Result<(), LinkError> {
         let opening = Opening { versions: config.versions, features: config.features(), nonce: random()? };
         let limit = self.deadline.map_or(std::time::Duration::ZERO, |deadline| deadline.saturating_duration_since(now));
-        let token = Arc::clone(&config.token);
+        let keys = config.keys.keys();
         let mut handshake = match session {
-            Some(_) => Handshake::caller(token, opening, now, limit),
-            None => Handshake::called(token, opening, u64::from_le_bytes(random()?), now, limit),
+            Some(_) => Handshake::caller(keys, opening, now, limit),
+            None => Handshake::called(keys, opening, u64::from_le_bytes(random()?), now, limit),
         };
         let output = handshake.take_output();
         self.phase = Phase::Handshaking { handshake: Box::new(handshake), output, session };
@@ -174,6 +175,7 @@ impl LinkState {
                 }
             }
             if let Some(established) = handshake.poll_established() {
+                self.mark = handshake.proved().mark();
                 return Ok(Some(established));
             }
             let mut piece = [0; HANDSHAKE_PIECE_BYTES];
@@ -204,6 +206,7 @@ impl LinkState {
             number: established.session(),
             key: established.key(),
             version: established.version(),
+            mark: self.mark,
             local: self.link.local(),
         }));
         self.held = established.take_rest();

@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::Duration;
 
-use remora_messenger::{Address, Options, Policy, Token};
+use remora_messenger::{Address, Key, Keyring, Options, Policy, Token};
 
 use crate::kit::*;
 
@@ -54,7 +54,10 @@ fn unauthenticated_connections_beyond_the_limit_are_dropped() {
 
 #[test]
 fn only_a_peer_with_the_token_is_accepted_and_its_frames_are_sealed() {
-    let with = |token: &[u8]| Options { token: Some(Arc::new(Token::new(token).unwrap())), ..Options::default() };
+    let with = |token: &[u8]| {
+        let keys = Keyring::only(Arc::new(Token::new(token).unwrap()));
+        Options { keys: Some(Arc::new(keys)), ..Options::default() }
+    };
     let server = end_with(
         Policy::stateless_server(),
         &with(b"0123456789abcdef"),
@@ -82,4 +85,34 @@ fn messages_arrive_without_checksums_if_both_ends_want_that() {
         client.messenger.connect(&address).send(numbered(1)).unwrap();
         until("an answer", || client.recorder.received() == [1]);
     }
+}
+
+#[test]
+fn every_token_of_a_keyring_is_accepted_until_it_is_replaced_and_sessions_go_on() {
+    let key = |text: &[u8], mark| Key::new(Arc::new(Token::new(text).unwrap()), mark);
+    let (old, new) = (key(b"the former token", 1), key(b"the token to come", 2));
+    let keyring = Arc::new(Keyring::new(vec![old.clone(), new.clone()]).unwrap());
+    let options = Options { keys: Some(keyring.clone()), ..Options::default() };
+    let server = end_with(Policy::stateless_server(), &options, Recorder { echoes: true, ..Recorder::default() });
+    let address = server.messenger.listen(&anywhere()).unwrap();
+    let with = |key: &Key| {
+        let keys = Keyring::new(vec![key.clone()]).unwrap();
+        let options = Options { keys: Some(Arc::new(keys)), ..Options::default() };
+        end_with(Policy::lossy_client(), &options, Recorder::default())
+    };
+    let (former, present) = (with(&old), with(&new));
+    let session = former.messenger.connect(&address);
+    session.send(numbered(1)).unwrap();
+    until("an answer to the former token", || former.recorder.received() == [1]);
+    present.messenger.connect(&address).send(numbered(2)).unwrap();
+    until("an answer to the new token", || present.recorder.received() == [2]);
+
+    keyring.replace(vec![new]).unwrap();
+    session.send(numbered(3)).unwrap();
+    until("an answer in the session that was open before", || former.recorder.received() == [1, 3]);
+    let late = with(&old);
+    late.messenger.connect(&address).send(numbered(4)).unwrap();
+    until("the end", || matches!(late.recorder.callbacks()[..], [Callback::Reset { continues: false, .. }]));
+    assert_eq!(server.recorder.received(), [1, 2, 3]);
+    assert!(keyring.replace(Vec::new()).is_err());
 }

@@ -52,6 +52,7 @@ use super::upstream::Said;
 use crate::args::ReplicaArgs;
 use crate::backoff::Backoff;
 use crate::conversation::Token;
+use crate::conversation::tokens::TokenFiles;
 use crate::exit::{Code, Failure};
 use crate::progress;
 use crate::tasks::AbortOnDrop;
@@ -110,7 +111,7 @@ struct Facts {
 /// The start of a sync.
 pub(super) struct Setup {
     pub(super) args: ReplicaArgs,
-    pub(super) token: Arc<Token>,
+    pub(super) tokens: TokenFiles,
     pub(super) control: Control,
     pub(super) record: Record,
     pub(super) target: Target,
@@ -136,7 +137,7 @@ enum Flow {
 impl Driver {
     /// Opens the link and starts the tasks. Changes nothing on the server yet.
     pub(super) async fn begin(setup: Setup) -> Result<Driver, Failure> {
-        let Setup { args, token, control, record, target, primary, source, link_tls, spool } = setup;
+        let Setup { args, tokens, control, record, target, primary, source, link_tls, spool } = setup;
         let no_handler = |error| Failure::local(format!("signals can't be caught: {error}"));
         let signals = (
             signal(SignalKind::interrupt()).map_err(no_handler)?,
@@ -179,14 +180,14 @@ impl Driver {
             run_id: target.facts.run_id.clone(),
         };
         let name = args.name.clone().unwrap_or_else(|| facts.server.clone());
-        let relay = Relay::open(args.clone(), token.clone(), name, meter.clone(), &source).await?;
+        let relay = Relay::open(args.clone(), &tokens, name, meter.clone(), &source).await?;
         let way = source.way(&args);
         let coverage = primary.asked.clone().map(Coverage::start);
         let watched = Watched { meter: meter.clone(), link_failure };
         let keeper = Keeper::new(args.clone(), control, record, target, primary, link, watched);
         let now = Instant::now();
         Ok(Driver {
-            token,
+            token: tokens.first(),
             machine: Replica::begin(now, rules, Backoff::from_system()),
             facts,
             session: Some(Session::start(source, way)),

@@ -7,6 +7,7 @@ use remora_protocol::{LossCause, Message, Offer, Relaying, Relays, Upstream};
 
 use crate::args::{RdmaOffer, ReplicaArgs, TransportChoice};
 use crate::conversation::Token;
+use crate::conversation::tokens::TokenFiles;
 use crate::exit::Failure;
 use crate::replica::meter::Meter;
 use crate::replica::relay_reader::{Lost, ReadFrom};
@@ -44,7 +45,7 @@ impl Relay {
     /// Begins to listen for other replicas, if slots are to be lent.
     pub(super) async fn open(
         args: Arc<ReplicaArgs>,
-        token: Arc<Token>,
+        tokens: &TokenFiles,
         name: String,
         meter: Arc<Meter>,
         source: &Source,
@@ -66,11 +67,11 @@ impl Relay {
             let listen = options.peer_listen.unwrap_or_else(|| (source.local_address().ip(), 0).into());
             let limits =
                 UploadLimits { in_all: bytes(options.upload_limit), per_peer: bytes(options.upload_limit_per_peer) };
-            Some(RelayServer::open(listen, token.clone(), limits).await?)
+            Some(RelayServer::open(listen, tokens.keyring(), limits).await?)
         } else {
             None
         };
-        Ok(Relay { args, token, name, meter, takes_part, serving, copy: None, upstream: None })
+        Ok(Relay { args, token: tokens.first(), name, meter, takes_part, serving, copy: None, upstream: None })
     }
 
     /// What the source needs to know. `None` if no slots pass between this replica and others.

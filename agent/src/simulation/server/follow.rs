@@ -9,7 +9,7 @@ use crate::simulation::wire::{Conn, Effect, Message, Timer};
 /// A replica's link to its primary.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Link {
-    /// There is none; it is tried again at the next cron.
+    /// The replica has no link. It connects again at its next cron.
     Down,
     Dialing,
     /// `PSYNC` was sent.
