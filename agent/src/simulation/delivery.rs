@@ -168,7 +168,7 @@ impl Delivery {
 
     pub(super) fn give_up(&mut self, world: &mut World) {
         if !self.loaded {
-            self.drop_link(world, "the source has put us out", false);
+            self.drop_link(world, "the source has put us out", true);
         }
     }
 
@@ -177,7 +177,7 @@ impl Delivery {
         if self.origin != Some(feed.origin) && !self.loaded {
             let has_begun = matches!(&self.link, Some(Link { stage: Stage::Payload { .. } | Stage::Streaming, .. }));
             if has_begun {
-                self.drop_link(world, "the snapshot that it was loading is gone", false);
+                self.drop_link(world, "the snapshot that it was loading is gone", true);
             }
             self.stream.clear();
             self.begin_again();
@@ -212,7 +212,7 @@ impl Delivery {
                     return world.close(conn, self.agent);
                 }
                 if self.link.is_some() {
-                    self.drop_link(world, "the server made another", true);
+                    self.drop_link(world, "the server made another", false);
                 }
                 self.link = Some(Link { conn, stage: Stage::Asked, room: WINDOW, has_loaded: false, is_held: false });
                 self.asked(world, history);
@@ -233,11 +233,11 @@ impl Delivery {
 
     pub(super) fn closed(&mut self, world: &mut World, conn: Conn) {
         if self.is_present(conn) {
-            self.drop_link(world, "the server closed it", true);
+            self.drop_link(world, "the server closed it", false);
         }
     }
 
-    fn drop_link(&mut self, world: &mut World, why: &str, tell: bool) {
+    fn drop_link(&mut self, world: &mut World, why: &str, is_ours: bool) {
         let Some(link) = self.link.take() else { return };
         world.close(link.conn, self.agent);
         let loading = match link.stage {
@@ -248,9 +248,7 @@ impl Delivery {
         if loading || matches!(link.stage, Stage::Introducing(_)) {
             self.begin_again();
         }
-        if tell {
-            self.tell(DeliveryEvent::LinkLost { text: why.to_string(), loading });
-        }
+        self.tell(DeliveryEvent::LinkLost { text: why.to_string(), loading: loading && !is_ours });
     }
 
     fn begin_again(&mut self) {
@@ -356,7 +354,7 @@ impl Delivery {
             matches!(&self.link, Some(Link { stage: Stage::Introducing(_) | Stage::Payload { refers: true }, .. }));
         if refers {
             self.by_module = false;
-            self.drop_link(world, "the memory that it was loading from is gone", true);
+            self.drop_link(world, "the memory that it was loading from is gone", false);
         }
     }
 

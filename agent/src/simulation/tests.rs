@@ -16,11 +16,16 @@ const LEAST_SCHEDULES: u64 = 200;
 const FOUND_WITHIN: Duration = Duration::from_secs(180);
 
 /// Seeds that once found a fault, and which.
-const FOUND: [(u64, &str); 4] = [
+const FOUND: [(u64, &str); 6] = [
     (4_474_298_603_552_836_524, "a full ring without a reader held up the next replica for ever"),
     (16_555_945_931_975_370_203, "a snapshot that began again was read in the phase Load, and its window stood still"),
     (9_911_429_021_584_333_846, "a server that had loaded a snapshot was said to hold what it held before"),
     (13_993_092_097_711_418_162, "as the second, with a smaller window"),
+    (
+        11_168_514_840_210_456_975,
+        "an agent that closed the link of a server, which was promoted just then, waited for ever",
+    ),
+    (4_563_113_557_085_440_407, "as the fifth, with a killed agent"),
 ];
 
 #[test]

@@ -4,12 +4,12 @@ use std::time::Instant;
 
 use remora_table::Slot;
 
-use super::Delivery;
 use super::orders::Notice;
 use super::payload::WriteError;
 use super::plain::{Piece, random_mark};
 use super::referenced::{ReferencedPayload, Turn};
 use super::server_link::{ServerLink, Stage};
+use super::{Cause, Delivery};
 use crate::replica::introduction::{self, Answer};
 use crate::replica::parts::FeedError;
 
@@ -46,7 +46,7 @@ impl Delivery {
             Err(WriteError::Damaged(error)) => self.damaged(error),
             Err(_) => {
                 self.by_module = false;
-                self.drop_link("the first slot of the snapshot could not be parsed", true);
+                self.drop_link("the first slot of the snapshot could not be parsed", Cause::Broken);
                 self.begin_again();
             }
         }
@@ -54,7 +54,7 @@ impl Delivery {
 
     /// Ends the delivery: the source's memory has other bytes than the source wrote.
     pub(super) fn damaged(&mut self, error: FeedError) {
-        self.drop_link("a slot of the source's memory is damaged", false);
+        self.drop_link("a slot of the source's memory is damaged", Cause::Ours);
         self.tell(Notice::Damaged { error });
     }
 

@@ -94,6 +94,15 @@ enum Turned {
     Ended,
 }
 
+/// Why the server's link is closed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Cause {
+    /// The delivery has no more use for it: there is another snapshot to load.
+    Ours,
+    /// The server closed it, or it cannot go on.
+    Broken,
+}
+
 impl Delivery {
     fn new(now: Instant, setup: Setup, control: Control) -> Delivery {
         Delivery {
@@ -164,7 +173,7 @@ impl Delivery {
                 Ok(Order::Attach(feed)) => self.attach(now, feed)?,
                 Ok(Order::ReadFrom(from)) => self.input.read_from(now, from),
                 Ok(Order::GiveUp) if self.at.loaded => {}
-                Ok(Order::GiveUp) => self.drop_link("the source has put us out", false),
+                Ok(Order::GiveUp) => self.drop_link("the source has put us out", Cause::Ours),
                 Ok(Order::Hold) => self.link.iter_mut().for_each(ServerLink::hold),
                 Ok(Order::UseModule(used)) => self.by_module = used,
                 Ok(Order::Introduced { number, answer }) => self.introduced(now, number, answer),
@@ -184,7 +193,7 @@ impl Delivery {
         let is_same = self.at.snapshot == Some(feed.id);
         if !is_same && !self.at.loaded {
             if self.link.as_ref().is_some_and(ServerLink::has_begun) {
-                self.drop_link("the snapshot that it was loading is gone", false);
+                self.drop_link("the snapshot that it was loading is gone", Cause::Ours);
             }
             self.begin_snapshot(&feed)?;
         }
@@ -216,7 +225,7 @@ impl Delivery {
         };
         tracing::debug!(peer = %newcomer.peer, "the server's link came");
         if self.link.is_some() {
-            self.drop_link("the server made another", true);
+            self.drop_link("the server made another", Cause::Broken);
         }
         self.ready.link = true;
         let (replid, offset) = (newcomer.replid, newcomer.offset);
@@ -225,7 +234,8 @@ impl Delivery {
         true
     }
 
-    fn drop_link(&mut self, why: &str, tell: bool) {
+    /// Closes the server's link and reports that, so that a server that does not come back is looked at.
+    fn drop_link(&mut self, why: &str, cause: Cause) {
         let Some(link) = self.link.take() else { return };
         let (reached, slots) = link.close();
         slots.into_iter().for_each(|slot| self.input.give_back(slot));
@@ -237,9 +247,8 @@ impl Delivery {
         if reached == Reached::Introduction || (loading && self.input.spool().is_none()) {
             self.begin_again();
         }
-        if tell {
-            self.tell(Notice::LinkLost { text: why.to_string(), loading });
-        }
+        let loading = loading && cause == Cause::Broken;
+        self.tell(Notice::LinkLost { text: why.to_string(), loading });
     }
 
     /// Starts over: the server needs the whole snapshot again, and the slots it had are not kept.
@@ -257,7 +266,7 @@ impl Delivery {
                 return false;
             }
             Read::Ended(why) => {
-                self.drop_link(&why, true);
+                self.drop_link(&why, Cause::Broken);
                 return true;
             }
             Read::Something => {}
@@ -290,7 +299,7 @@ impl Delivery {
         let Some(link) = &mut self.link else { return };
         if !link.takes_a_mark() {
             let why = "it can't load a snapshot whose length is not known yet (no capa eof): it is too old";
-            return self.drop_link(why, true);
+            return self.drop_link(why, Cause::Broken);
         }
         link.wait(now);
     }
@@ -368,7 +377,7 @@ impl Delivery {
         if self.link.as_ref().is_some_and(ServerLink::refers_to_memory) {
             self.by_module = false;
             self.meter.by_module.set(0);
-            self.drop_link("the memory that it was loading from is gone", true);
+            self.drop_link("the memory that it was loading from is gone", Cause::Broken);
         }
     }
 
@@ -379,12 +388,12 @@ impl Delivery {
         match self.try_write() {
             Ok(moved) => moved,
             Err(WriteError::Link(error)) => {
-                self.drop_link(&error.to_string(), true);
+                self.drop_link(&error.to_string(), Cause::Broken);
                 true
             }
             Err(WriteError::Feed(error)) => {
                 // The payload may contain overwritten bytes. Without the mark the server discards it.
-                self.drop_link("a slot was overwritten while it was being used", true);
+                self.drop_link("a slot was overwritten while it was being used", Cause::Broken);
                 self.lose_feed(Instant::now(), error);
                 true
             }
@@ -396,7 +405,7 @@ impl Delivery {
                 self.by_module = false;
                 self.meter.by_module.set(0);
                 tracing::warn!("loading out of shared memory failed: {text}; the snapshot goes by the link");
-                self.drop_link("the module could not load it", true);
+                self.drop_link("the module could not load it", Cause::Broken);
                 true
             }
         }

@@ -383,6 +383,24 @@ fn a_server_that_goes_on_elsewhere_in_the_stream_needs_another_feed() {
 }
 
 #[test]
+fn a_link_that_is_closed_for_another_snapshot_is_reported() {
+    let mut world = World::new(None);
+    let source = Source::with(&world.network, 5, &content(9000));
+    let server = world.server("? -1");
+    let feed = source.feed(&world.network);
+    world.order(Order::Attach(feed));
+    world.settle();
+    world.reported();
+    // The server has the payload and has acknowledged nothing: it loads.
+    let other = Source::with(&world.network, 6, &content(9000));
+    let feed = other.feed(&world.network);
+    world.order(Order::Attach(feed));
+    world.settle();
+    assert_eq!(world.reported()[0], "LinkLost", "otherwise a server that does not come back is never looked at");
+    server.wait_for_the_end();
+}
+
+#[test]
 fn a_server_that_asks_for_everything_again_is_no_longer_loaded() {
     let mut world = World::new(None);
     let bytes = content(9000);

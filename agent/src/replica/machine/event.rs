@@ -129,7 +129,8 @@ pub(crate) enum DeliveryEvent {
     PayloadSent,
     /// The server acknowledged an offset: it has loaded the snapshot.
     Loaded,
-    /// The server's link ended; `loading` if this was in the middle of the snapshot.
+    /// The server's link ended; `loading` if it broke in the middle of the snapshot. A link that the delivery itself
+    /// closed, because there is another snapshot to load, did not break.
     LinkLost { text: String, loading: bool },
     /// The tables can no longer be read.
     FeedLost { failure: Failure },
