@@ -1,5 +1,6 @@
 //! `remora status`: what a source holds and which replicas read from it, as a table or as JSON.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
 use remora_protocol::{GenerationState, GenerationStatus, Message, ReplicaStatus, StatusReport};
@@ -82,30 +83,52 @@ fn table(report: &StatusReport) -> String {
     }
     if report.replicas.iter().any(|replica| replica.serves || replica.reads_from.is_some()) {
         text.push_str("\nsource\n");
-        branch(&report.replicas, None, "", &mut text);
+        Tree::of(&report.replicas).branch(None, 0, "", &mut text);
     }
     text
 }
 
-/// Draws the replicas that read from `from`, each with its own readers below it.
-fn branch(replicas: &[ReplicaStatus], from: Option<u64>, indent: &str, text: &mut String) {
-    // A replica whose upstream has just left is drawn below the source until it is assigned another one.
-    let is_known = |session: u64| replicas.iter().any(|replica| replica.session == session);
-    let above = |replica: &ReplicaStatus| replica.reads_from.filter(|session| is_known(*session));
-    let readers: Vec<&ReplicaStatus> = replicas.iter().filter(|replica| above(replica) == from).collect();
-    for (number, reader) in readers.iter().enumerate() {
-        let is_last = number + 1 == readers.len();
-        let (edge, below) = if is_last { ("└─", "   ") } else { ("├─", "│  ") };
-        text.push_str(&format!("{indent}{edge} {}{}\n", reader.name, lends(reader)));
-        // The source forms no rings, and its report is of one moment.
-        if indent.chars().count() < DEEPEST {
-            branch(replicas, Some(reader.session), &format!("{indent}{below}"), text);
+/// The replicas by the replica that they read from; `None`: the source.
+struct Tree<'a> {
+    readers: HashMap<Option<u64>, Vec<&'a ReplicaStatus>>,
+    names: HashMap<u64, &'a str>,
+}
+
+impl<'a> Tree<'a> {
+    fn of(replicas: &'a [ReplicaStatus]) -> Tree<'a> {
+        let names: HashMap<u64, &str> =
+            replicas.iter().map(|replica| (replica.session, replica.name.as_str())).collect();
+        let mut readers = HashMap::<_, Vec<_>>::new();
+        for replica in replicas {
+            // A replica whose upstream has just left is drawn below the source until it is assigned another one.
+            let above = replica.reads_from.filter(|session| names.contains_key(session));
+            readers.entry(above).or_default().push(replica);
+        }
+        Tree { readers, names }
+    }
+
+    /// Draws the replicas that read from `from`, each with its own readers below it. Each is drawn once, so that a
+    /// damaged report with a ring ends too.
+    fn branch(&mut self, from: Option<u64>, level: usize, indent: &str, text: &mut String) {
+        let readers = self.readers.remove(&from).unwrap_or_default();
+        let above = from.and_then(|from| self.names.get(&from).copied());
+        for (number, reader) in readers.iter().enumerate() {
+            let is_last = number + 1 == readers.len();
+            let (edge, below) = if is_last { ("└─", "   ") } else { ("├─", "│  ") };
+            let upstream = match above {
+                Some(name) if level >= INDENTED_LEVELS => format!("  reads from {name},"),
+                _ => String::new(),
+            };
+            text.push_str(&format!("{indent}{edge} {}{upstream}{}\n", reader.name, lends(reader)));
+            let below = if level < INDENTED_LEVELS { format!("{indent}{below}") } else { indent.to_owned() };
+            self.branch(Some(reader.session), level + 1, &below, text);
         }
     }
 }
 
-/// The most characters of indent: as many levels as there may be replicas, and a bound for a damaged report.
-const DEEPEST: usize = 3 * remora_protocol::MAX_REPLICAS;
+/// Levels of the tree that are indented. One chain may have a thousand, and would be a thousand times three columns
+/// wide. A replica below these levels has the name of the one that it reads from.
+const INDENTED_LEVELS: usize = 24;
 
 /// What other replicas can read from this one, as text.
 fn lends(replica: &ReplicaStatus) -> String {
@@ -214,7 +237,7 @@ mod tests {
         (east.zone, east.oldest_slot) = ("east".into(), 3);
         let all = [replica(1, "a", None), replica(2, "b", Some(1)), replica(3, "c", Some(2)), east];
         let mut text = String::new();
-        branch(&all, None, "", &mut text);
+        Tree::of(&all).branch(None, 0, "", &mut text);
         let drawn = "\
 └─ a  lends 10 slots
    ├─ b  lends 10 slots
@@ -227,10 +250,22 @@ mod tests {
     #[test]
     fn one_whose_peer_is_gone_hangs_below_the_source_and_a_ring_ends() {
         let mut text = String::new();
-        branch(&[replica(1, "a", Some(9))], None, "", &mut text);
+        Tree::of(&[replica(1, "a", Some(9))]).branch(None, 0, "", &mut text);
         assert_eq!(text, "└─ a  lends 10 slots\n");
         let ring = [replica(1, "a", Some(2)), replica(2, "b", Some(1))];
-        branch(&ring, Some(1), "", &mut text);
+        Tree::of(&ring).branch(Some(1), 0, "", &mut text);
         assert!(text.lines().count() <= 2 + remora_protocol::MAX_REPLICAS);
+    }
+
+    #[test]
+    fn a_chain_of_a_thousand_is_drawn_in_lines_of_a_usual_width() {
+        let from = |session: u64| session.checked_sub(1).filter(|above| *above > 0);
+        let all: Vec<_> = (1..=1000).map(|session| replica(session, &format!("db{session}"), from(session))).collect();
+        let mut text = String::new();
+        Tree::of(&all).branch(None, 0, "", &mut text);
+        assert_eq!(text.lines().count(), 1000);
+        assert!(text.lines().all(|line| line.chars().count() < 140), "{text}");
+        assert!(text.contains("└─ db24  lends 10 slots\n"), "{text}");
+        assert!(text.contains("└─ db1000  reads from db999,  lends 10 slots\n"), "{text}");
     }
 }

@@ -11,7 +11,11 @@ pub const REFUSED_AS_BUSY: u8 = 3;
 
 /// The longest body of a message, in bytes. The longest message is a status that lists [`MAX_REPLICAS`] replicas;
 /// `message.rs` asserts at compile time that it fits.
-pub const MAX_PAYLOAD_BYTES: u32 = 512 * 1024;
+pub const MAX_PAYLOAD_BYTES: u32 = 1024 * 1024;
+
+/// The longest body of a message that a client sends, in bytes. A source may have [`MAX_REPLICAS`] conversations, so it
+/// accepts no more than the longest message of a client; `message.rs` asserts at compile time that each of them fits.
+pub const MAX_CLIENT_PAYLOAD_BYTES: u32 = 4 * 1024;
 
 /// Longest name of a replica, of a server or of a version, in bytes.
 pub const MAX_NAME_BYTES: usize = 128;
@@ -35,5 +39,5 @@ pub const MAX_KEYS: usize = 8;
 /// Longest key of a region, in bytes: an address, a socket's name or a memory key, and some numbers.
 pub const MAX_KEY_BYTES: usize = 1024;
 
-/// Greatest number of replicas in a status report. A source that serves more lists the first ones.
-pub const MAX_REPLICAS: usize = 512;
+/// Greatest number of replicas that a source serves, and so of replicas in a status report.
+pub const MAX_REPLICAS: usize = 1024;

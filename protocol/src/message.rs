@@ -4,7 +4,7 @@ use std::fmt;
 
 use remora_wire::codec::{Codec, Malformed, Maybe, Name, Reader, Text, TooLarge};
 
-use crate::bounds::{MAX_NAME_BYTES, MAX_PAYLOAD_BYTES, MAX_TEXT_BYTES};
+use crate::bounds::{MAX_CLIENT_PAYLOAD_BYTES, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES, MAX_TEXT_BYTES};
 use crate::join::{Join, Upstream};
 use crate::offer::{Keys, Offer, RefusalCode, TableOffer, WaitCause};
 use crate::progress::{LossCause, Outcome, Progress};
@@ -358,8 +358,9 @@ const _: () = {
     let most = MAX_PAYLOAD_BYTES as usize;
     assert!(StatusReport::MAX_BYTES <= most);
     assert!(Offer::MAX_BYTES <= most);
+    assert!(Keys::MAX_BYTES <= most);
+    let most = MAX_CLIENT_PAYLOAD_BYTES as usize;
     assert!(Join::MAX_BYTES <= most);
     assert!(Progress::MAX_BYTES <= most);
-    assert!(Keys::MAX_BYTES <= most);
     assert!(Sentence::MAX_BYTES + 32 <= most); // the small messages: a text and at most three numbers
 };

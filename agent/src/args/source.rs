@@ -33,8 +33,9 @@ pub struct SourceArgs {
     #[arg(long, value_name = "HOST:PORT", help_heading = "Serving")]
     pub announce: Option<HostPort>,
 
-    /// Maximum number of replica agents joined at the same time; the source makes further ones wait.
-    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=512), help_heading = "Serving")]
+    /// Maximum number of replica agents joined at the same time; the source makes further ones wait. Each needs four
+    /// descriptors of the source.
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=MOST_REPLICAS), help_heading = "Serving")]
     pub max_replicas: u32,
 
     /// Memory for the snapshot and the journal together; at least 16MiB. A snapshot that fits is kept whole and serves
@@ -212,6 +213,9 @@ const DEFAULT_SLOT: u64 = 1 << 20;
 
 /// The most slots that a table has by default: a directory of 16 MiB.
 const MOST_DEFAULT_SLOTS: u64 = 1 << 18;
+
+/// The most replicas of one source: a status report lists no more.
+const MOST_REPLICAS: i64 = remora_protocol::MAX_REPLICAS as i64;
 
 fn parse_memory(text: &str) -> Result<Size, String> {
     let size: Size = text.parse().map_err(|error: crate::units::UnitError| error.to_string())?;

@@ -31,7 +31,9 @@ use remora_messenger::message::{self, Delivery};
 use remora_messenger::policy::Policy;
 use remora_messenger::stack::Address;
 use remora_messenger::{Keyring, Messenger, Options as MessengerOptions};
-use remora_protocol::{MAX_PAYLOAD_BYTES, Message, NEWEST_VERSION, OLDEST_VERSION, REFUSED_AS_BUSY, Side};
+use remora_protocol::{
+    MAX_CLIENT_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, Message, NEWEST_VERSION, OLDEST_VERSION, REFUSED_AS_BUSY, Side,
+};
 use remora_wire::Malformed;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpStream, ToSocketAddrs};
@@ -76,10 +78,15 @@ impl Options {
             Side::Client => (Policy::lossy_client(), self.connect_timeout),
             Side::Server => (Policy::stateless_server(), self.handshake_timeout),
         };
+        // A server has many conversations, so each of them may hold little of its memory.
+        let (longest, mailbox_bytes) = match side {
+            Side::Client => (MAX_PAYLOAD_BYTES, CLIENT_MAILBOX_BYTES),
+            Side::Server => (MAX_CLIENT_PAYLOAD_BYTES, SERVER_MAILBOX_BYTES),
+        };
         Policy {
             send_messages: self.send_queue.max(1),
-            receive_each: Some((MAILBOX_MESSAGES, MAILBOX_BYTES)),
-            limits: Limits { front: MAX_PAYLOAD_BYTES, data: 0 },
+            receive_each: Some((MAILBOX_MESSAGES, mailbox_bytes)),
+            limits: Limits { front: longest, data: 0 },
             opening_limit,
             ping_after: self.ping_after,
             silence_limit: self.silence_limit,
@@ -124,6 +131,29 @@ pub async fn turn_away(mut stream: TcpStream) {
         std::io::Result::Ok(())
     };
     let _ = timeout(LINGER, said).await; // best effort: the outcome does not matter
+}
+
+/// The connecting end of many conversations, which share one messenger with one thread. [`connect`] starts a messenger
+/// for each. The conversations may outlive it.
+#[derive(Debug)]
+pub struct Caller(Arc<Engine>);
+
+impl Caller {
+    /// Starts the messenger.
+    ///
+    /// # Errors
+    /// The system provides no thread or no random bytes.
+    pub fn new(token: &Token, options: &Options) -> Result<Caller> {
+        Engine::start(Side::Client, keyring_of(token)?, options).map(Caller)
+    }
+
+    /// Connects to a source. One call after the other: outcomes are told apart by the source's address.
+    ///
+    /// # Errors
+    /// As [`connect`].
+    pub async fn call(&mut self, source: SocketAddr) -> Result<Connection> {
+        self.0.call(source).await.map_err(|fault| fault.of(source))
+    }
 }
 
 /// The accepting end of conversations. The conversations may outlive it.
@@ -502,10 +532,16 @@ const SILENCE_LIMIT: Duration = Duration::from_secs(10);
 /// ([`MAX_PAYLOAD_BYTES`]) is sent only on request.
 const SEND_QUEUE: usize = 64;
 
-/// Messages, and their bytes, that may be received and not yet taken by the owner; beyond this the peer is not read. As
-/// many messages as the peer's send queue holds, and two of the longest.
+/// Messages that may be received and not yet taken by the owner; beyond this the peer is not read. As many as the
+/// peer's send queue holds.
 const MAILBOX_MESSAGES: usize = 64;
-const MAILBOX_BYTES: usize = 1 << 20;
+
+/// Bytes of the messages that a client has received and its owner has not yet taken: two of the longest.
+const CLIENT_MAILBOX_BYTES: usize = 2 * MAX_PAYLOAD_BYTES as usize;
+
+/// The same at a server, which may have a thousand conversations: [`MAILBOX_MESSAGES`] of a usual length, or 16 of the
+/// longest.
+const SERVER_MAILBOX_BYTES: usize = 16 * MAX_CLIENT_PAYLOAD_BYTES as usize;
 
 /// How long the last message may take to be read.
 const LINGER: Duration = Duration::from_secs(1);

@@ -3,7 +3,7 @@
 use std::num::NonZeroU64;
 use std::sync::Arc;
 
-use remora_fabric::shm::{ShmExporter, ShmOptions};
+use remora_fabric::shm::{MAX_CONNECTIONS, ShmExporter, ShmOptions};
 use remora_fabric::tcp::{MAX_LANES_PER_SESSION, SendMode, TcpExporter, TcpOptions};
 use remora_fabric::{Exporter, Memory, RegionId};
 
@@ -29,7 +29,7 @@ impl Exports {
     ) -> Result<Exports, Failure> {
         let mut exporters: Vec<Arc<dyn Exporter>> = Vec::new();
         if !args.no_shm {
-            match ShmExporter::bind(ShmOptions::default()) {
+            match ShmExporter::bind(shm_options(args)) {
                 Ok(shm) => exporters.push(Arc::new(shm)),
                 Err(error) => {
                     tracing::warn!(%error, "cannot offer shared memory; replicas on this host will use TCP")
@@ -113,6 +113,16 @@ impl Exports {
         self.exporters.iter().map(|exporter| exporter.bytes_served()).sum()
     }
 }
+
+/// Each replica of this host has a connection to each region. It may reconnect before its old ones are found closed.
+fn shm_options(args: &SourceArgs) -> ShmOptions {
+    let defaults = ShmOptions::default();
+    let connections = args.max_replicas as usize * 2 * REGIONS_PER_REPLICA;
+    ShmOptions { connections: connections.clamp(defaults.connections, MAX_CONNECTIONS), ..defaults }
+}
+
+/// The regions that a replica reads: the snapshot and the journal.
+const REGIONS_PER_REPLICA: usize = 2;
 
 /// The exporter for lanes over TCP. Its keys name `address` for readers to connect to.
 pub(super) fn tcp_exporter(args: &SourceArgs, address: std::net::SocketAddr) -> Result<TcpExporter, Failure> {

@@ -16,6 +16,7 @@
 //!   for `remora probe`.
 //! - [`answers`] describes the primary and whether it continues a history; [`rate`] measures how fast it writes;
 //!   [`status`] is for `remora status`.
+//! - [`descriptors`] checks the limit of open descriptors.
 //! - [`topology`] decides which replica reads the snapshot from which other one.
 //! - `conversation::listener` tells control connections from data lanes on the source's one port.
 //! - This file connects them and performs the machine's actions.
@@ -23,6 +24,7 @@
 pub(crate) mod answers;
 pub(crate) mod capture;
 mod captures;
+mod descriptors;
 mod exports;
 pub(crate) mod gauge;
 pub(crate) mod machine;
@@ -93,6 +95,7 @@ struct Mailboxes {
 /// Opens everything that a source needs, and reports that it is ready.
 async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listener), Failure> {
     let tokens = TokenFiles::read(&args.tokens.token_files, &args.tokens.monitor_token_files)?;
+    descriptors::check(args.max_replicas)?;
     let server = args.server.open(Task::Source)?;
     let facts = Facts::read(&mut server.connect().await?).await?;
     if facts.cluster_enabled == Some(true) {

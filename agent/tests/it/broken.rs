@@ -9,7 +9,8 @@ use remora_lab::server::{Builder, wait_until};
 use remora_lab::{Agent, Kind, Server, assert_same_data, process, require};
 
 use crate::kit::{
-    BACKLOG, LONG, Source, ends, fill_keys, load, load_slowly, load_small, number, primary, says, succeeds, syncs,
+    BACKLOG, LONG, Source, ends, fill_keys, kinds_and_module, load, load_slowly, load_small, number, primary, says,
+    succeeds, syncs,
 };
 
 const MIB: u64 = 1 << 20;
@@ -69,7 +70,7 @@ fn a_control_connection_that_breaks_is_opened_again_and_no_slot_is_sent_twice() 
 
 #[test]
 fn a_server_whose_load_breaks_three_times_is_reported_and_left_empty() {
-    for (kind, module) in require::kinds().into_iter().flat_map(|kind| [(kind, false), (kind, true)]) {
+    for (kind, module) in kinds_and_module() {
         let (primary, replica) = (primary(kind).start().unwrap(), server(kind, module).start().unwrap());
         // Too short for the module: the server loads them itself.
         load_small(&primary, 4000, 100);
@@ -124,7 +125,7 @@ fn damage(source: &Agent) {
 #[test]
 fn a_damaged_slot_reaches_no_server_over_any_transport() {
     let Some(()) = require::root() else { return };
-    for (kind, module) in require::kinds().into_iter().flat_map(|kind| [(kind, false), (kind, true)]) {
+    for (kind, module) in kinds_and_module() {
         for transport in ["shm", "tcp"] {
             let (primary, replica) = (primary(kind).start().unwrap(), server(kind, module).start().unwrap());
             load(&primary, 12, MIB);
@@ -243,7 +244,7 @@ fn load_part(primary: &Server, part: u32) {
 
 #[test]
 fn a_server_with_less_maxmemory_than_the_data_still_gets_all_of_it() {
-    for (kind, module) in require::kinds().into_iter().flat_map(|kind| [(kind, false), (kind, true)]) {
+    for (kind, module) in kinds_and_module() {
         let primary = primary(kind).start().unwrap();
         load(&primary, 16, MIB);
         let small = server(kind, module).max_memory(4 * MIB).config("maxmemory-policy", "allkeys-lru");

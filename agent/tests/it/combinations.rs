@@ -1,10 +1,9 @@
 //! The module at the source, at the replica, at both, at neither: the replica is exact in each case, whatever is
 //! written meanwhile.
 
-use remora_lab::server::Builder;
 use remora_lab::{Kind, Server, assert_same_data, fill_every_type, require};
 
-use crate::kit::{LONG, Source, load, primary, steady_writer, syncs};
+use crate::kit::{LONG, Source, load, primary, steady_writer, syncs, with_or_without};
 
 /// Commands that the writer must send before the replica is made, and again before it is compared.
 const WRITES_MEANWHILE: u64 = 3_000;
@@ -22,10 +21,6 @@ const COMBINATIONS: [Combination; 4] = [
     Combination { source: false, replica: true },
     Combination { source: true, replica: true },
 ];
-
-fn with_or_without(builder: Builder, module: bool) -> Server {
-    if module { builder.module("").unwrap().start() } else { builder.start() }.unwrap()
-}
 
 fn every_combination_is_exact(kind: Kind) {
     for (at, transport) in COMBINATIONS.into_iter().flat_map(|at| ["shm", "tcp"].map(|transport| (at, transport))) {

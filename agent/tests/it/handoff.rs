@@ -10,7 +10,8 @@ use remora_lab::{Agent, Host, Kind, Net, Server, Tls, assert_same_data, require,
 use remora_redis::resp::Frame;
 
 use crate::kit::{
-    LONG, Source, Stage, assert_untouched, ends, fill_keys, follows, load_slowly, number, quick, says, succeeds,
+    LONG, Source, Stage, assert_untouched, ends, fill_keys, follows, kinds_and_module, load_slowly, load_small, number,
+    quick, says, succeeds, wait_until_loading, with_or_without,
 };
 
 const PASSWORD: &str = "correct-horse";
@@ -291,10 +292,10 @@ fn wait_for_growth(source: &Source) {
 
 #[test]
 fn a_server_that_has_loaded_when_the_primary_restarts_is_left_to_its_own_replication() {
-    for kind in require::kinds() {
+    for (kind, module) in kinds_and_module() {
         let stage = Stage::new();
-        let (mut primary, replica) =
-            (quick(kind).config("repl-backlog-size", "16kb").start().unwrap(), Server::start(kind).unwrap());
+        let mut primary = with_or_without(quick(kind).config("repl-backlog-size", "16kb"), module);
+        let replica = with_or_without(Server::builder(kind), module);
         fill_keys(&primary, 1000, "old");
         let source = stage.source(&primary.url(), &["--eager"]);
         let (_, writer) = steady_writer(&primary);
@@ -308,6 +309,51 @@ fn a_server_that_has_loaded_when_the_primary_restarts_is_left_to_its_own_replica
         assert_same_data(&primary, &replica);
         assert_eq!(replica.client().unwrap().int(&["DBSIZE"]).unwrap(), 50);
     }
+}
+
+/// Time limit for three hand-offs that fail, of which each has 20 s.
+const THREE_HAND_OFFS: Duration = Duration::from_secs(150);
+
+#[test]
+fn a_server_that_its_primary_refuses_three_times_keeps_its_data_and_is_continued_later() {
+    // Both at once, since each waits for a minute.
+    thread::scope(|scope| {
+        for (kind, module) in require::kinds().into_iter().zip([false, true]) {
+            scope.spawn(move || is_refused_three_times(kind, module));
+        }
+    });
+}
+
+fn is_refused_three_times(kind: Kind, module: bool) {
+    let stage = Stage::new();
+    let primary = with_or_without(quick(kind).user("follower", "pw", "-@all +psync +replconf +ping"), module);
+    let replica = with_or_without(Server::builder(kind).master_auth(Some("follower"), "pw"), module);
+    fill_keys(&primary, 1000, "x");
+    load_small(&primary, 2000, 100);
+    load_slowly(&replica, 1000);
+    let source = stage.source(&primary.url(), &[]);
+    let mut agent = stage.replica(&replica.url(), source.address, &[]);
+    wait_until_loading(&replica);
+    // The agent has made sure before that the primary accepts the server.
+    primary.client().unwrap().ok(&["ACL", "SETUSER", "follower", "off"]).unwrap();
+    let status = agent.wait(THREE_HAND_OFFS).unwrap();
+    let said = agent.output();
+    assert_eq!(status.code(), Some(6), "{said}");
+    let count = |words: &str| said.matches(words).count();
+    assert_eq!(count("handing the server over"), 3, "{said}");
+    assert_eq!(count("back to our link, to try again"), 2, "{said}");
+    says(said.lines().last().unwrap(), &["holds the whole data set", &primary.address().to_string()]);
+
+    // As docs/operating.md says: it follows the primary by itself, with its own settings.
+    assert_eq!(follows(&replica), primary.address().to_string());
+    assert_eq!(replica.configured("masterauth").unwrap(), "pw");
+    assert_eq!(replica.configured("repl-diskless-load").unwrap(), "disabled");
+    let mut client = primary.client().unwrap();
+    client.ok(&["SET", "after", "all"]).unwrap();
+    client.ok(&["ACL", "SETUSER", "follower", "on"]).unwrap();
+    replica.wait_for_link(LONG).unwrap();
+    assert_same_data(&primary, &replica);
+    assert_eq!((number(&primary, "sync_full"), number(&primary, "sync_partial_ok")), (1, 1));
 }
 
 /// A primary and a replica of it, made by the servers' own replication.

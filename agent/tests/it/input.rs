@@ -13,9 +13,14 @@ use remora_lab::{Agent, Kind, Random, Server, assert_same_data, require, scratch
 use rustix::process::Signal;
 
 use crate::kit::{
-    LONG, Stage, assert_untouched, ends, fill, fill_keys, load_slowly, number, quick, says, succeeds,
-    wait_until_loading,
+    LONG, Stage, assert_untouched, ends, fill, fill_keys, kinds_and_module, load_slowly, load_small, number, quick,
+    says, succeeds, wait_until_loading, with_or_without,
 };
+
+/// A primary that takes a snapshot at once, and an empty server. Both have the module, or neither has.
+fn primary_and_server(kind: Kind, module: bool) -> (Server, Server) {
+    (with_or_without(quick(kind), module), with_or_without(Server::builder(kind), module))
+}
 
 /// A server that becomes a replica of `primary` by the servers' own replication, and loads for about three seconds.
 fn busy_loading(kind: Kind, primary: &Server) -> Server {
@@ -228,9 +233,9 @@ fn the_primary_itself_is_refused_as_a_replica_with_or_without_data() {
 
 #[test]
 fn a_server_with_data_is_replaced_only_with_the_option_for_it() {
-    for kind in require::kinds() {
+    for (kind, module) in kinds_and_module() {
         let stage = Stage::new();
-        let (primary, replica) = (quick(kind).start().unwrap(), Server::start(kind).unwrap());
+        let (primary, replica) = primary_and_server(kind, module);
         fill_keys(&primary, 100, "x");
         replica.client().unwrap().ok(&["SET", "old", "1"]).unwrap();
         let source = stage.source(&primary.url(), &[]);
@@ -429,10 +434,14 @@ fn missing_memory_is_reported_before_anything_is_touched() {
 
 #[test]
 fn an_agent_that_is_stopped_while_its_server_loads_leaves_it_as_was_chosen() {
-    for kind in require::kinds() {
+    for (kind, module) in kinds_and_module() {
         let stage = Stage::new();
-        let (primary, replica) = (quick(kind).start().unwrap(), Server::start(kind).unwrap());
+        let (primary, replica) = primary_and_server(kind, module);
         fill_keys(&primary, 3000, "x");
+        if module {
+            // The module loads long strings without a pause; the server loads the short ones.
+            load_small(&primary, 3000, 100);
+        }
         load_slowly(&replica, 1000);
         let source = stage.source(&primary.url(), &[]);
         let cases: [(Signal, &str, &[&str], &str); 2] = [
@@ -480,9 +489,9 @@ fn a_dry_run_touches_nothing_and_finds_what_would_be_in_the_way() {
 
 #[test]
 fn functions_of_a_server_without_keys_are_not_replaced_without_being_asked_to() {
-    for kind in require::kinds() {
+    for (kind, module) in kinds_and_module() {
         let stage = Stage::new();
-        let (primary, server) = (quick(kind).start().unwrap(), Server::start(kind).unwrap());
+        let (primary, server) = primary_and_server(kind, module);
         fill_keys(&primary, 10, "x");
         let code = "#!lua name=mine\nredis.register_function('mine', function() return 1 end)";
         server.client().unwrap().text(&["FUNCTION", "LOAD", code]).unwrap();

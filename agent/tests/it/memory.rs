@@ -3,7 +3,7 @@
 use remora_lab::server::wait_until;
 use remora_lab::{Agent, Kind, Server, assert_same_data, require};
 
-use crate::kit::{LONG, Source, load, primary};
+use crate::kit::{LONG, Source, load, primary, with_or_without};
 
 const MIB: u64 = 1 << 20;
 
@@ -32,10 +32,17 @@ fn a_valkey_four_times_as_large_as_the_memory_passes_through_it() {
 }
 
 fn four_times_the_memory(kind: Kind) {
+    for module in [false, true] {
+        passes_through(kind, module);
+    }
+}
+
+/// The primary and both replicas' servers have the module, or none has.
+fn passes_through(kind: Kind, module: bool) {
     // Time for both to join the same snapshot: no replica can join a window late.
-    let primary = primary(kind).config("repl-diskless-sync-delay", 1).start().unwrap();
+    let primary = with_or_without(primary(kind).config("repl-diskless-sync-delay", 1), module);
     load(&primary, 32, 4 * MIB);
-    let servers = [Server::start(kind).unwrap(), Server::start(kind).unwrap()];
+    let servers = [(); 2].map(|()| with_or_without(Server::builder(kind), module));
     let source = Source::start(&primary, &["--memory", "32MiB"]);
     let mut agents = [
         source.replica(&servers[0], &["--memory", "32MiB", "--transport", "shm"]),
@@ -55,21 +62,25 @@ fn four_times_the_memory(kind: Kind) {
 
 #[test]
 fn a_small_replica_agent_reads_a_large_table_in_place() {
-    a_small_replica_agent_reads(40, 256 * MIB, false);
+    for module in [false, true] {
+        a_small_replica_agent_reads(40, 256 * MIB, false, module);
+    }
 }
 
 #[test]
 fn a_small_replica_agent_reads_through_a_large_window() {
-    a_small_replica_agent_reads(64, 256 * MIB, true);
+    for module in [false, true] {
+        a_small_replica_agent_reads(64, 256 * MIB, true, module);
+    }
 }
 
-fn a_small_replica_agent_reads(values: u64, memory: u64, windowed: bool) {
+fn a_small_replica_agent_reads(values: u64, memory: u64, windowed: bool, module: bool) {
     let Some(kind) = require::valkey() else { return };
-    let primary = primary(kind).start().unwrap();
+    let primary = with_or_without(primary(kind), module);
     load(&primary, values, 4 * MIB);
     let source = Source::start(&primary, &["--memory", &memory.to_string()]);
     for transport in ["shm", "tcp"] {
-        let server = Server::start(kind).unwrap();
+        let server = with_or_without(Server::builder(kind), module);
         let agent = source.replicate(&server, &["--memory", "16MiB", "--transport", transport]);
         assert!(agent.peak_memory() <= 16 * MIB + OWN, "{transport}: {} bytes resident", agent.peak_memory());
         assert_eq!(source.status()["generation"]["windowed"].as_bool(), Some(windowed));

@@ -5,7 +5,7 @@ use remora_lab::workload::Options;
 use remora_lab::{Agent, Kind, Server, Workload, assert_same_data, fill_every_type, random, require};
 use rustix::process::Signal;
 
-use crate::kit::{LONG, Source, primary, syncs};
+use crate::kit::{LONG, Source, kinds_and_module, primary, syncs, with_or_without};
 
 /// A primary with every type in it, a source, and a server that follows it through an agent that stays.
 struct Staying {
@@ -17,7 +17,13 @@ struct Staying {
 
 impl Staying {
     fn start(kind: Kind, transport: &str) -> Staying {
-        let (primary, server) = (primary(kind).start().unwrap(), Server::start(kind).unwrap());
+        Staying::start_with(kind, transport, false)
+    }
+
+    /// The primary and the server have the module, or neither has.
+    fn start_with(kind: Kind, transport: &str, module: bool) -> Staying {
+        let (primary, server) =
+            (with_or_without(primary(kind), module), with_or_without(Server::builder(kind), module));
         fill_every_type(&mut primary.client().unwrap(), 31).unwrap();
         let source = Source::start(&primary, &["--memory", "128MiB"]);
         let mut agent = source.replica(&server, &["--stay", "--transport", transport]);
@@ -79,8 +85,8 @@ fn a_server_that_is_fed_equals_an_idle_primary_without_a_hand_off() {
 
 #[test]
 fn when_the_source_is_killed_the_server_goes_to_the_primary_without_loss() {
-    for kind in require::kinds() {
-        let mut fed = Staying::start(kind, "auto");
+    for (kind, module) in kinds_and_module() {
+        let mut fed = Staying::start_with(kind, "auto", module);
         let before = syncs(&fed.primary);
         let writer = fed.writer();
         writer.wait_for(WRITES_PER_SECOND / 2);
@@ -113,8 +119,8 @@ fn when_the_source_is_stopped_and_started_again_the_server_goes_to_the_primary_w
 
 #[test]
 fn a_server_that_loses_its_link_continues_at_its_offset() {
-    for kind in require::kinds() {
-        let fed = Staying::start(kind, "auto");
+    for (kind, module) in kinds_and_module() {
+        let fed = Staying::start_with(kind, "auto", module);
         let before = syncs(&fed.primary);
         let writer = fed.writer();
         writer.wait_for(WRITES_PER_SECOND / 2);
@@ -130,8 +136,8 @@ fn a_server_that_loses_its_link_continues_at_its_offset() {
 
 #[test]
 fn a_server_that_restarts_without_its_data_is_filled_again() {
-    for kind in require::kinds() {
-        let mut fed = Staying::start(kind, "auto");
+    for (kind, module) in kinds_and_module() {
+        let mut fed = Staying::start_with(kind, "auto", module);
         let port = fed.server.fact("master_port").unwrap();
         fed.server.restart().unwrap();
         // The server has lost the address of its primary: its operator, or its configuration file, sets it again.

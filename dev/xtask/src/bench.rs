@@ -95,8 +95,18 @@ fn build(target: &Path) -> Result<()> {
 const RUNS: &str = "bench/runs";
 
 /// Separate programs, and the parts of [`SUITE`].
-const NAMES: [&str; 9] =
-    ["read_bandwidth", "read_latency", "full_sync", "follow_lag", "messenger", "devices", "sync", "feel", "scaling"];
+const NAMES: [&str; 10] = [
+    "read_bandwidth",
+    "read_latency",
+    "full_sync",
+    "follow_lag",
+    "messenger",
+    "devices",
+    "sync",
+    "feel",
+    "scaling",
+    "conversations",
+];
 
 /// Further runs of a program besides the one with its default arguments, each kept separately. For the messenger:
 /// beside other libraries, on a busy machine, with one thing changed at a time, over shared memory, over RDMA in an
@@ -129,7 +139,7 @@ const MOST_MINUTES: u64 = 31 * 24 * 60;
 
 /// The program that prints the tables, and its parts that measure.
 const SUITE: &str = "remora-bench";
-const PARTS: [&str; 5] = ["messenger", "devices", "sync", "feel", "scaling"];
+const PARTS: [&str; 6] = ["messenger", "devices", "sync", "feel", "scaling", "conversations"];
 
 #[cfg(test)]
 mod tests {

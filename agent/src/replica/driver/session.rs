@@ -1,9 +1,10 @@
 //! The session with the source: a task that sends what it is given and reports what arrives.
 //!
 //! Messages are few and keep their order. Reports of progress are many and each makes the one before it void, so only
-//! the newest waits to be sent: a source that reads slowly costs no memory here.
+//! the newest waits to be sent: a source that reads slowly costs no memory here. A report that says what the last one
+//! said is sent twice a second only: a source may have a thousand replicas that stay.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use remora_protocol::{Message, Progress, RefusalCode};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -19,10 +20,17 @@ use crate::tasks::AbortOnDrop;
 /// How long the last messages may take, the closing of the session included.
 const LEAVE_LIMIT: Duration = Duration::from_secs(3);
 
+/// How often a report that says nothing new is sent. The source assigns other upstreams to the readers of a replica
+/// that reports nothing for two seconds.
+const UNCHANGED_EVERY: Duration = Duration::from_millis(500);
+
+/// The newest report, and when it was made.
+type Newest = Option<(Progress, Instant)>;
+
 /// The driver's end. Dropping it ends the session without a last message.
 pub(super) struct Session {
     messages: UnboundedSender<Outgoing>,
-    progress: watch::Sender<Option<Progress>>,
+    progress: watch::Sender<Newest>,
     events: UnboundedReceiver<Received>,
     way: Way,
     task: JoinHandle<()>,
@@ -57,9 +65,10 @@ impl Session {
         let _ = self.messages.send(Outgoing::Message(message));
     }
 
-    /// Sends this report as soon as there is room, unless there is a newer one by then.
+    /// Sends this report as soon as there is room, unless there is a newer one by then, or it says nothing new.
     pub(super) fn report(&self, progress: Progress) {
-        self.progress.send_replace(Some(progress));
+        let now = Instant::now();
+        self.progress.send_if_modified(|newest| is_due(newest, progress, now));
     }
 
     /// The parameters for connecting to offered tables.
@@ -92,7 +101,7 @@ async fn run(
     sender: Sender,
     mut receiver: Receiver,
     mut queued: UnboundedReceiver<Outgoing>,
-    mut newest: watch::Receiver<Option<Progress>>,
+    mut newest: watch::Receiver<Newest>,
     tell: UnboundedSender<Received>,
 ) {
     loop {
@@ -127,11 +136,22 @@ async fn run(
 }
 
 /// Sends the newest report.
-async fn report(sender: &Sender, newest: &mut watch::Receiver<Option<Progress>>) {
+async fn report(sender: &Sender, newest: &mut watch::Receiver<Newest>) {
     let progress = newest.borrow_and_update().clone();
-    if let Some(progress) = progress {
+    if let Some((progress, _)) = progress {
         let _ = sender.send(Message::Progress(progress)).await;
     }
+}
+
+/// Whether this report is to be sent. It replaces the newest one then.
+fn is_due(newest: &mut Newest, progress: Progress, now: Instant) -> bool {
+    let is_known = newest
+        .as_ref()
+        .is_some_and(|(known, sent)| *known == progress && now.saturating_duration_since(*sent) < UNCHANGED_EVERY);
+    if !is_known {
+        *newest = Some((progress, now));
+    }
+    !is_known
 }
 
 /// The meaning of a conversation's error for the sync.
@@ -144,4 +164,32 @@ fn loss(error: Error) -> Loss {
 /// proved that it holds the token, so any host on the way could have sent its refusal.
 pub(super) fn unreachable(error: Error) -> Loss {
     Loss { passes: true, ..loss(error) }
+}
+
+#[cfg(test)]
+mod tests {
+    use remora_protocol::Phase;
+
+    use super::*;
+
+    #[test]
+    fn a_report_that_says_nothing_new_is_sent_twice_a_second() {
+        let at = |applied_offset| Progress {
+            generation: 1,
+            phase: Phase::Stay,
+            transport: None,
+            transport_why: String::new(),
+            slots_below: 0,
+            slots_held: 0,
+            bytes: 0,
+            applied_offset,
+            relaying: None,
+        };
+        let (mut newest, begin) = (None, Instant::now());
+        let times = (0..60).map(|turn| begin + Duration::from_millis(50 * turn));
+        let sent = times.clone().filter(|now| is_due(&mut newest, at(7), *now)).count();
+        assert_eq!(sent, 6, "in three seconds");
+        let sent = times.enumerate().filter(|(turn, now)| is_due(&mut newest, at(8 + *turn as u64), *now)).count();
+        assert_eq!(sent, 60, "each says something new");
+    }
 }

@@ -21,7 +21,10 @@
 //! could be begun for it*, and *a slot is reused only after every replica it was promised to has received it*. The
 //! tests in `replay.rs` check both after every event of random runs.
 //!
-//! One thread decides for all replicas. It handles a few small events per second for each of them.
+//! One thread decides for all replicas, and a replica reports its progress up to 20 times a second. So a report costs
+//! the same however many replicas there are, unless it changes more than the replica's position
+//! ([`Machine::progress`]). Time and the tables' readings take effect at the next [`Event::Tick`], which looks at every
+//! replica.
 
 mod event;
 mod failures;
@@ -44,7 +47,8 @@ use crate::backoff::Backoff;
 
 pub(crate) use self::event::{Action, Event, Format, Report, Resume, Rules, Session};
 pub(crate) use self::failures::Failures;
-pub(crate) use self::record::{Replica, Snapshot, Stage};
+use self::record::Slowest;
+pub(crate) use self::record::{Replica, Snapshot, Stage, Status};
 
 /// A stream whose history the primary has left. Its journal holds every byte of the old history that the source
 /// received, and stays readable until the replicas that have the whole snapshot have applied it.
@@ -77,6 +81,10 @@ pub(crate) struct Machine {
     /// A stream that has ended and is still read. No other stream begins meanwhile: both would use the same memory.
     ending: Option<Ending>,
     replicas: BTreeMap<Session, Replica>,
+    /// The readers that have passed the fewest slots.
+    slowest: Slowest,
+    /// Whether a replica waits.
+    has_waiting: bool,
     next_generation: u64,
     eager: bool,
     /// When the last replica left, or the source began.
@@ -94,39 +102,6 @@ pub(crate) struct Machine {
     unfinished: bool,
 }
 
-/// The part of the machine's state that others may see.
-#[derive(Clone, Copy)]
-pub(crate) struct Status<'a> {
-    pub(crate) snapshot: Option<&'a Snapshot>,
-    pub(crate) stream: Option<Origin>,
-    pub(crate) replicas: &'a BTreeMap<Session, Replica>,
-    pub(crate) snapshots_taken: u64,
-    pub(crate) replicas_done: u64,
-    pub(crate) failures: &'a Failures,
-}
-
-impl<'a> Status<'a> {
-    /// The generation that this replica was offered last; `None` while it waits.
-    pub(crate) fn offered(&self, session: Session) -> Option<u64> {
-        self.replicas.get(&session)?.generation
-    }
-
-    /// The history of the stream that this replica was offered last.
-    pub(crate) fn history_of(&self, session: Session) -> Option<ReplId> {
-        self.replicas.get(&session)?.history
-    }
-
-    /// The generation of the current snapshot.
-    pub(crate) fn generation(&self) -> Option<u64> {
-        self.snapshot.map(|snapshot| snapshot.generation)
-    }
-
-    /// A joined replica.
-    pub(crate) fn replica(&self, session: Session) -> Option<&'a Replica> {
-        self.replicas.get(&session)
-    }
-}
-
 impl Machine {
     /// Creates the machine of a source. `first_generation` must be higher than all generations of its earlier runs.
     pub(crate) fn new(now: Instant, rules: Rules, backoff: Backoff, first_generation: u64, eager: bool) -> Machine {
@@ -137,6 +112,8 @@ impl Machine {
             stream: None,
             ending: None,
             replicas: BTreeMap::new(),
+            slowest: Slowest::default(),
+            has_waiting: false,
             next_generation: first_generation,
             eager,
             idle_since: now,
@@ -170,7 +147,12 @@ impl Machine {
             Event::Joined { session, name, address, resume, reads } => {
                 self.join(now, session, (name, address), resume, reads, &mut actions);
             }
-            Event::Progress { session, at } => self.progress(now, session, at),
+            Event::Progress { session, at } => {
+                if !self.progress(now, session, at) {
+                    self.allow_retiring(&mut actions);
+                    return actions;
+                }
+            }
             Event::Gone { session, done } => {
                 self.replicas_done += u64::from(done);
                 let gone = self.replicas.remove(&session);
@@ -222,8 +204,11 @@ impl Machine {
         self.replicas.insert(session, replica);
     }
 
-    fn progress(&mut self, now: Instant, session: Session, at: Report) {
-        let Some(replica) = self.replicas.get_mut(&session) else { return };
+    /// Notes a report. Returns whether it may have changed more than the replica's position and rate, so that all
+    /// replicas have to be looked at.
+    fn progress(&mut self, now: Instant, session: Session, at: Report) -> bool {
+        let Some(replica) = self.replicas.get_mut(&session) else { return false };
+        let (was_reading, before) = (replica.is_reading(), replica.at.slots_below);
         let span = now.duration_since(replica.last_seen).as_secs_f64();
         if span > 0.0 {
             let rate = at.bytes.saturating_sub(replica.at.bytes) as f64 / span;
@@ -240,6 +225,18 @@ impl Machine {
         let slots_below = at.slots_below.max(replica.at.slots_below);
         replica.at = Report { slots_below, ..at };
         replica.last_seen = now;
+        let is_reading = replica.is_reading();
+        let has_ended = |ending: &Ending| {
+            replica.generation.is_some() && replica.has_loaded() && replica.at.applied_offset >= ending.at
+        };
+        let may_retry = self.has_waiting && self.retry.as_ref().is_some_and(|(at, _)| *at <= now);
+        if is_reading != was_reading || may_retry || self.ending.as_ref().is_some_and(has_ended) {
+            return true;
+        }
+        if is_reading && !self.slowest.moved(before, slots_below) {
+            self.slowest = Slowest::of(&self.replicas);
+        }
+        false
     }
 
     fn captured(&mut self, now: Instant, event: CaptureEvent, actions: &mut Vec<Action>) {
@@ -394,9 +391,11 @@ impl Machine {
     fn settle(&mut self, now: Instant, actions: &mut Vec<Action>) {
         self.finish_ending(now, actions);
         self.drop_stalled(now, actions);
+        self.slowest = Slowest::of(&self.replicas);
         self.allow_retiring(actions);
         self.release_unused(now, actions);
         self.serve_waiting(now, actions);
+        self.slowest = Slowest::of(&self.replicas);
     }
 
     /// Lets the writer reuse slots that every reader has passed, but only once the ring is full: until then the next
@@ -405,9 +404,7 @@ impl Machine {
         if self.reading.writer_waits == 0 {
             return;
         }
-        let reading = self.replicas.values().filter(|replica| replica.is_reading());
-        let passed = reading.map(|replica| replica.at.slots_below).min();
-        let below = passed.unwrap_or(0);
+        let below = self.slowest.below();
         if below > self.retire_below {
             self.retire_below = below;
             actions.push(Action::AllowRetiring { below });
@@ -466,6 +463,7 @@ impl Machine {
                 unserved.push(session);
             }
         }
+        self.has_waiting = !unserved.is_empty();
         let first_wanted = self.eager && self.snapshots_taken == 0 && self.snapshot.is_none();
         if unserved.is_empty() && !first_wanted {
             return;

@@ -1,5 +1,6 @@
 //! The machine's records of the snapshot, the stream and each replica. Others see them through a shared reference only.
 
+use std::collections::BTreeMap;
 use std::time::Instant;
 
 use remora_fabric::TransportKind;
@@ -7,7 +8,8 @@ use remora_protocol::{Phase, WaitCause};
 use remora_redis::ReplId;
 use remora_table::Origin;
 
-use super::event::{Format, Report, Resume};
+use super::event::{Format, Report, Resume, Session};
+use super::failures::Failures;
 
 /// One snapshot, from the request to its end.
 pub(crate) struct Snapshot {
@@ -104,5 +106,74 @@ impl Replica {
     /// Whether it still needs slots of the snapshot.
     pub(super) fn is_reading(&self) -> bool {
         self.generation.is_some() && matches!(self.at.phase, Phase::Waiting | Phase::Transfer)
+    }
+}
+
+/// The readers that have passed the fewest slots: the writer of a full ring waits for them. Kept up to date with each
+/// report, so that a report need not look at all replicas.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Slowest {
+    /// They need no slot below this one; 0 if no replica reads.
+    below: u64,
+    readers: usize,
+}
+
+impl Slowest {
+    /// The slowest of these replicas.
+    pub(super) fn of(replicas: &BTreeMap<Session, Replica>) -> Slowest {
+        let reading = replicas.values().filter(|replica| replica.is_reading()).map(|replica| replica.at.slots_below);
+        reading.fold(Slowest::default(), |slowest, below| match slowest {
+            Slowest { readers: 0, .. } => Slowest { below, readers: 1 },
+            Slowest { below: least, readers } if below == least => Slowest { below, readers: readers + 1 },
+            Slowest { below: least, .. } if below < least => Slowest { below, readers: 1 },
+            slowest => slowest,
+        })
+    }
+
+    /// Every reader has passed the slots below this one. No reader: 0.
+    pub(super) fn below(self) -> u64 {
+        self.below
+    }
+
+    /// A reader went on from slot `from` to slot `to`. Returns `false` if it was the last of the slowest: another one
+    /// is the slowest now.
+    pub(super) fn moved(&mut self, from: u64, to: u64) -> bool {
+        if from == self.below && to > from {
+            self.readers = self.readers.saturating_sub(1);
+        }
+        self.readers > 0
+    }
+}
+
+/// The part of the machine's state that others may see.
+#[derive(Clone, Copy)]
+pub(crate) struct Status<'a> {
+    pub(crate) snapshot: Option<&'a Snapshot>,
+    pub(crate) stream: Option<Origin>,
+    pub(crate) replicas: &'a BTreeMap<Session, Replica>,
+    pub(crate) snapshots_taken: u64,
+    pub(crate) replicas_done: u64,
+    pub(crate) failures: &'a Failures,
+}
+
+impl<'a> Status<'a> {
+    /// The generation that this replica was offered last; `None` while it waits.
+    pub(crate) fn offered(&self, session: Session) -> Option<u64> {
+        self.replicas.get(&session)?.generation
+    }
+
+    /// The history of the stream that this replica was offered last.
+    pub(crate) fn history_of(&self, session: Session) -> Option<ReplId> {
+        self.replicas.get(&session)?.history
+    }
+
+    /// The generation of the current snapshot.
+    pub(crate) fn generation(&self) -> Option<u64> {
+        self.snapshot.map(|snapshot| snapshot.generation)
+    }
+
+    /// A joined replica.
+    pub(crate) fn replica(&self, session: Session) -> Option<&'a Replica> {
+        self.replicas.get(&session)
     }
 }

@@ -224,6 +224,9 @@ impl Play {
             assert!(has_passed, "{session} still needs a slot that may be reused\n{}", self.told);
         }
         assert!(machine.status().replicas.len() <= RULES.max_replicas, "{}", self.told);
+        let all = &machine.replicas;
+        assert_eq!(machine.slowest, Slowest::of(all), "the slowest readers are not up to date\n{}", self.told);
+        assert_eq!(machine.has_waiting, !waiting.is_empty(), "{}", self.told);
     }
 }
 

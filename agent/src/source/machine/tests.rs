@@ -553,3 +553,35 @@ fn a_loaded_replica_whose_stream_is_lost_causes_no_other_snapshot() {
     let actions = bench.event(Event::Capture(CaptureEvent::StreamLost { text: "gone".into() }));
     assert_eq!((sent_away(&actions), begins(&actions)), (vec![2], None), "{actions:?}");
 }
+
+/// The least time of `rounds` rounds in which each of `replicas` readers of a full ring moves on `MOVES` times, per
+/// report.
+fn time_of_a_report(replicas: usize) -> Duration {
+    const ROUNDS: u64 = 5;
+    const MOVES: u64 = 4;
+    let mut bench = Bench::with(Rules { max_replicas: replicas, ..RULES }, false);
+    let sessions = 1..=replicas as u64;
+    for session in sessions.clone() {
+        bench.join(session);
+    }
+    assert_eq!(offers(&bench.started(FIRST, replid(1), 10)).len(), replicas);
+    (bench.reading.published, bench.reading.writer_waits) = (u64::MAX, 1);
+    let round = |round: u64| {
+        let began = Instant::now();
+        for to in 1..=MOVES {
+            for session in sessions.clone() {
+                bench.progress(session, Phase::Transfer, round * MOVES + to);
+            }
+            assert_eq!(bench.retire_below, round * MOVES + to);
+        }
+        began.elapsed() / (MOVES * replicas as u64) as u32
+    };
+    (0..ROUNDS).map(round).min().unwrap()
+}
+
+#[test]
+fn a_report_costs_as_much_among_a_thousand_replicas_as_among_ten() {
+    let (few, many) = (time_of_a_report(10), time_of_a_report(1000));
+    // A look at all replicas would cost a hundred times as much.
+    assert!(many < few * 12, "{few:?} for a report of one of 10, {many:?} for one of 1000");
+}

@@ -30,6 +30,10 @@
 //! reader of this snapshot was ever faster, the source's link could be the slow one, and a second copy through it would
 //! slow down all replicas. So the reader first *tries* the source for a moment, one reader at a time, and returns to
 //! its peer if the source is not clearly faster.
+//!
+//! A reader that has become far slower than it was, although its peer has more, tries the source in the same way.
+//! Either its peer lends slowly or its own link has become slow, and a swap would put a slow link in front of a fast
+//! one.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -53,6 +57,10 @@ const SILENT_AFTER: Duration = Duration::from_secs(2);
 
 /// A peer is slow if it receives less than 1/SLOW_PART of the best rate that any reader of this snapshot has reached.
 const SLOW_PART: u64 = 2;
+
+/// A reader is fed slowly if it receives less than 1/SLOWLY_FED_PART of the best rate that it has reached itself,
+/// although its peer has more. A peer with two readers gives each of them half of what it could.
+const SLOWLY_FED_PART: u64 = 4;
 
 /// How many more slots others must have before a peer counts as slow. Fewer may be on their way to it.
 const AHEAD_SLOTS: u64 = 8;
@@ -98,7 +106,7 @@ struct Trial {
     began: Instant,
     /// Bytes that the reader had received.
     bytes: u64,
-    /// Bytes per second that the peer received before.
+    /// Bytes per second that the reader received before.
     rate: u64,
 }
 
@@ -124,7 +132,7 @@ struct Node {
     is_done: bool,
     /// Peers that it does not read from any more: they were lost, or too slow.
     lost: BTreeSet<Session>,
-    /// Since when it has had all slots of its slow peer.
+    /// Since when it has had all slots of its slow peer, or has been fed slowly.
     starved: Option<Instant>,
 }
 
@@ -133,6 +141,8 @@ struct Node {
 struct Rate {
     since: Option<(Instant, u64)>,
     bytes_per_second: Option<u64>,
+    /// The highest so far.
+    best: u64,
 }
 
 /// The time over which a rate is measured: long enough for a few slots on a slow link, since only whole slots count.
@@ -143,7 +153,9 @@ impl Rate {
         let (then, before) = *self.since.get_or_insert((now, bytes));
         let span = now.duration_since(then);
         if span >= RATE_SPAN {
-            self.bytes_per_second = Some((bytes.saturating_sub(before) as f64 / span.as_secs_f64()) as u64);
+            let rate = (bytes.saturating_sub(before) as f64 / span.as_secs_f64()) as u64;
+            self.best = self.best.max(rate);
+            self.bytes_per_second = Some(rate);
             self.since = Some((now, bytes));
         }
     }
@@ -303,8 +315,13 @@ impl Topology {
             Some(from) => from.held,
             None => published,
         };
-        let waits = !node.is_done && !node.is_full && node.held >= above.held.saturating_sub(1);
+        let needs_more = !node.is_done && !node.is_full;
+        let waits = needs_more && node.held >= above.held.saturating_sub(1);
         let is_behind = !above.is_done && ahead >= above.held.saturating_add(AHEAD_SLOTS);
+        let is_fed_slowly = |rate: u64| rate < node.rate.best / SLOWLY_FED_PART;
+        if needs_more && !waits && node.rate.bytes_per_second.is_some_and(is_fed_slowly) {
+            return Pace::Unclear;
+        }
         let Some(rate) = above.rate.bytes_per_second else { return Pace::Good };
         if !waits || !is_behind || self.swapped.contains(&(peer, reader)) {
             Pace::Good
@@ -349,7 +366,9 @@ impl Topology {
         let may_try = self.trial.is_none() && self.no_trial_until.is_none_or(|until| until <= now);
         let Some(node) = self.nodes.get(&reader).filter(|_| may_try) else { return Vec::new() };
         let Some(peer) = node.from else { return Vec::new() };
-        let rate = self.nodes.get(&peer).and_then(|above| above.rate.bytes_per_second).unwrap_or(0);
+        // A reader that has all slots of its peer is as fast as the peer is.
+        let rates = [self.nodes.get(&peer), Some(node)].map(|node| node?.rate.bytes_per_second);
+        let rate = rates.into_iter().flatten().min().unwrap_or(0);
         self.trial = Some(Trial { reader, peer, began: now, bytes: node.bytes, rate });
         self.set(reader, None);
         vec![Assignment { reader, from: None }]
@@ -508,7 +527,8 @@ enum Pace {
     Good,
     /// Far slower than another reader has been.
     Slow,
-    /// No reader has been faster. Only a trial shows whether the peer or the source's link is slow.
+    /// No reader has been faster, or the reader has become slow although the peer has more. Only a trial shows whether
+    /// the source is faster.
     Unclear,
 }
 

@@ -237,6 +237,39 @@ fn a_reader_that_lends_nothing_returns_to_its_peer_if_the_source_is_no_faster() 
     assert_eq!((0..30).flat_map(|_| second(&mut bench, [10, 10])).count(), 0);
 }
 
+/// Two replicas that lend, of which the second reads from the first. Both have received 100 slots a second for a while.
+fn fed_well() -> Bench {
+    let mut bench = Bench::chain(2);
+    for _ in 0..4 {
+        assert_eq!(second(&mut bench, [100, 90]), []);
+    }
+    bench
+}
+
+#[test]
+fn a_reader_that_its_peer_feeds_slowly_tries_the_source_and_stays_there_if_it_is_faster() {
+    let mut bench = fed_well();
+    // Its peer receives as much as before, and has more than the reader.
+    let moved: Vec<_> = (0..6).flat_map(|_| second(&mut bench, [100, 10])).collect();
+    assert_eq!(moved, [assigned(2, None)]);
+    assert_eq!((0..20).flat_map(|_| second(&mut bench, [100, 80])).count(), 0);
+    assert_eq!(bench.topology.reads_from(2), None);
+}
+
+#[test]
+fn a_reader_whose_own_link_has_become_slow_returns_to_its_peer() {
+    let mut bench = fed_well();
+    let moved: Vec<_> = (0..9).flat_map(|_| second(&mut bench, [100, 10])).collect();
+    assert_eq!(moved, [assigned(2, None), assigned(2, Some(1))]);
+    assert_eq!((0..30).flat_map(|_| second(&mut bench, [100, 10])).count(), 0);
+}
+
+#[test]
+fn a_reader_that_shares_its_peer_with_another_one_is_not_fed_slowly() {
+    let mut bench = fed_well();
+    assert_eq!((0..30).flat_map(|_| second(&mut bench, [100, 40])).count(), 0);
+}
+
 #[test]
 fn a_joiner_takes_the_place_of_a_reader_in_another_zone_and_feeds_it() {
     let mut bench = Bench::new();

@@ -16,7 +16,8 @@ use remora_lab::{Agent, Kind, Server, Workload};
 pub(crate) use agents::{Source, Stage, ends, says, succeeds};
 pub(crate) use data::{fill, fill_keys, load, load_small};
 pub(crate) use server::{
-    Way, assert_untouched, follows, load_slowly, number, quick, syncs, wait_until_loading, way_of_loading,
+    Way, assert_untouched, follows, kinds_and_module, load_slowly, number, quick, syncs, wait_until_loading,
+    way_of_loading, with_or_without,
 };
 
 /// Time limit that only a broken machine exceeds.

@@ -1,13 +1,23 @@
 //! What the tests set, wait for and look at on a server.
 
 use remora_lab::server::{Builder, wait_until};
-use remora_lab::{Kind, Server};
+use remora_lab::{Kind, Server, require};
 
 use super::LONG;
 
 /// A server that takes a snapshot at once when asked.
 pub(crate) fn quick(kind: Kind) -> Builder {
     Server::builder(kind).config("repl-diskless-sync-delay", 0)
+}
+
+/// Each kind of server, without the module and with it.
+pub(crate) fn kinds_and_module() -> impl Iterator<Item = (Kind, bool)> {
+    require::kinds().into_iter().flat_map(|kind| [(kind, false), (kind, true)])
+}
+
+/// Starts the server, with the module or without.
+pub(crate) fn with_or_without(builder: Builder, module: bool) -> Server {
+    if module { builder.module("").unwrap().start() } else { builder.start() }.unwrap()
 }
 
 /// A number from a server's `INFO`.

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use remora_lab::{Agent, Host, Net, Server, Shape, assert_same_data, require};
 
-use crate::kit::{Stage, fill, succeeds};
+use crate::kit::{LONG, Stage, fill, succeeds};
 
 /// Random data in the primary, in MiB.
 const MEBIBYTES: usize = 24;
@@ -54,6 +54,53 @@ fn three_replicas_behind_one_cable_take_about_as_long_as_one() {
     for (_, server) in &sites {
         assert_same_data(&primary, server);
     }
+}
+
+/// The cable of a lender that slows down. It is never silent.
+const SLOW_CABLE: u64 = CABLE / 20;
+
+/// Slots that the lender holds when its reader joins, and that the reader holds when the lender slows down, of 384. The
+/// source knows the reader's rate by then.
+const SLOTS_BEFORE: [u64; 2] = [16, 160];
+
+/// Time limit for the reader after that. The source needs two seconds to notice, and the rest of the snapshot two more
+/// at the reader's limit; behind the slow lender it would take over twenty.
+const MOVED_LIMIT: Duration = Duration::from_secs(14);
+
+#[test]
+fn a_reader_whose_lender_slows_down_in_the_middle_moves_and_finishes_in_time() {
+    let Some(()) = require::namespaces() else { return };
+    let Some(kind) = require::valkey() else { return };
+    let net = Net::new().unwrap();
+    let here = net.host("primary").unwrap();
+    let primary = Server::builder(kind).on(&here).config("repl-diskless-sync-delay", 0).start().unwrap();
+    fill(&primary, MEBIBYTES, 2);
+    here.shape(Shape::rate(CABLE)).unwrap();
+    let stage = Stage::new();
+    let mut source = stage.source_on(&here, &primary.url(), &["--eager"]);
+    source.wait_for_snapshot();
+    let (lender, reader) = (site(&net, kind, 1), site(&net, kind, 2));
+    let start = |site: &(Host, Server), name: &str, slots: u64| {
+        // Slowly enough for both to be in the middle.
+        let more = ["--download-limit", "6MiB", "--name", name];
+        let agent = stage.replica_on(&site.0, &site.1.url(), source.address, &more);
+        let status = source.wait_for_status("a replica to hold some slots", |status| {
+            super::replica(status, name).is_some_and(|at| at["slots_held"].as_u64() >= Some(slots))
+        });
+        (agent, status)
+    };
+    let (_lending, _) = start(&lender, "lender", SLOTS_BEFORE[0]);
+    let (mut reading, status) = start(&reader, "reader", SLOTS_BEFORE[1]);
+    let of = |name: &str, field: &str| super::replica(&status, name).unwrap()[field].clone();
+    assert_eq!(of("reader", "reads_from"), of("lender", "session"), "{status}");
+    lender.0.shape(Shape::rate(SLOW_CABLE)).unwrap();
+    let began = Instant::now();
+    succeeds(&mut reading, &reader.1);
+    let took = began.elapsed();
+    println!("{took:?} after the lender slowed down");
+    assert!(took < MOVED_LIMIT, "{took:?}; the source:\n{}", source.agent.output());
+    source.agent.wait_for_line("replica assigned a different upstream", LONG).unwrap();
+    assert_same_data(&primary, &reader.1);
 }
 
 /// Waits until the last agent has made its server a replica, and returns how long that took.

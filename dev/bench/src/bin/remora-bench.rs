@@ -10,7 +10,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use remora_bench::messenger;
-use remora_bench::suite::{devices, feel, report, scaling, syncs};
+use remora_bench::suite::{conversations, devices, feel, report, scaling, syncs};
 use remora_bench::sync::Result;
 
 /// Measures, keeps and prints the tables of the benchmarks page.
@@ -31,6 +31,8 @@ enum Command {
     Feel(feel::Options),
     /// Measure the cost against the size of the data set, and of its values.
     Scaling(scaling::Options),
+    /// Measure what many control conversations cost a source.
+    Conversations(conversations::Options),
     /// Measure requests per second and latency of the messenger and its rivals.
     Messenger(Box<messenger::options::Options>),
     /// Write tables and plots from kept runs into docs/benchmarks.md.
@@ -43,6 +45,7 @@ fn main() -> Result<ExitCode> {
         Command::Sync(options) => syncs::run(&options),
         Command::Feel(options) => feel::run(&options),
         Command::Scaling(options) => scaling::run(&options),
+        Command::Conversations(options) => conversations::run(&options),
         Command::Messenger(options) => messenger::rate::run(&options),
         Command::Report(options) => report::run(&options),
     }?;

@@ -95,6 +95,10 @@ fn cell(value: &Value) -> String {
         Value::Null => String::new(),
         Value::String(text) => text.replace(',', ""),
         Value::Array(items) => items.iter().map(cell).collect::<Vec<_>>().join(" "),
+        Value::Object(fields) => {
+            let named = fields.iter().map(|(name, value)| format!("{name}={}", cell(value)));
+            named.collect::<Vec<_>>().join(" ")
+        }
         other => other.to_string(),
     }
 }

@@ -5,6 +5,7 @@
 //!   sync      N replicas by every method over every network    sync::Scene on a Place
 //!   feel      what the primary's clients notice          the same, under load::Load
 //!   scaling   cost against size of data, size of values        the same, N = 1
+//!   conversations   N control conversations at one source      crowd::Crowd
 //!      │
 //!      ▼ Kept: bench/runs/<date>-<machine>-bench_<name>[-label]/{README.md, raw.csv, run.json, summary.md}
 //!   report    tables and plots from kept runs, into docs/benchmarks.md
@@ -13,9 +14,10 @@
 //! `messenger` is a subcommand as well, but is implemented in [`crate::messenger`].
 //!
 //! [`crate::sync`] runs the syncs, the same as for `full_sync` and the demo. This module chooses the networks, and
-//! records and prints the results. Only `devices`, `sync`, `feel` and `scaling` measure figures, and they write them at
-//! once. `report` measures none, so tables can be made again from any kept run.
+//! records and prints the results. Only `devices`, `sync`, `feel`, `scaling` and `conversations` measure figures, and
+//! they write them at once. `report` measures none, so tables can be made again from any kept run.
 
+pub mod conversations;
 pub mod devices;
 pub mod feel;
 pub mod kept;

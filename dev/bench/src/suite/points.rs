@@ -119,6 +119,58 @@ pub struct ScalingPoint {
     pub equal: Option<bool>,
 }
 
+/// One round of `conversations` with one number of them.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ConversationsPoint {
+    /// Name and version of the server.
+    pub server: String,
+    /// Number of conversations.
+    pub replicas: u32,
+    /// The round, from 0.
+    pub round: usize,
+    /// Seconds from the first connect until the last conversation had the source's offer.
+    pub join_seconds: f64,
+    /// While every conversation reports progress 20 times a second.
+    pub receiving: ConversationsLoad,
+    /// While every conversation has nothing new to report.
+    pub staying: ConversationsLoad,
+    /// Open descriptors of the source.
+    pub descriptors: u64,
+    /// Threads of the source.
+    pub threads: u64,
+    /// Resident memory of the source, including its table, in bytes.
+    pub resident: u64,
+    /// Private memory of the source, in bytes.
+    pub private: u64,
+    /// The same before the first conversation.
+    pub private_before: u64,
+    /// Peak of the source's resident memory, in bytes.
+    pub peak: u64,
+    /// Wall seconds of the command `remora status --json`.
+    pub status_seconds: f64,
+    /// Wall seconds of a real replica without conversations.
+    pub alone_seconds: f64,
+    /// The same while every conversation reports progress 20 times a second.
+    pub beside_seconds: f64,
+    /// The same while every conversation has nothing new to report.
+    pub beside_staying_seconds: f64,
+    /// Wall seconds until the source lists no replica after all have left.
+    pub leave_seconds: f64,
+}
+
+/// The source under conversations, per second.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub struct ConversationsLoad {
+    /// Processor seconds of the source.
+    pub cpu: f64,
+    /// Processor seconds of the process that holds the conversations.
+    pub crowd_cpu: f64,
+    /// Reports that the source received.
+    pub reports: f64,
+    /// Messages that the source sent.
+    pub answers: f64,
+}
+
 /// One figure of `devices`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct DevicePoint {

@@ -136,6 +136,24 @@ impl Source {
         data_bytes: u64,
         limit: Option<u64>,
     ) -> Result<Source> {
+        let limit = limit.map(|limit| limit.to_string());
+        let more: Vec<&str> = limit.iter().flat_map(|limit| ["--upload-limit", limit]).collect();
+        Source::launch(program, server, folder, data_bytes, &more)
+    }
+
+    /// Starts a source with places for this many replicas, and with small slots.
+    pub(crate) fn start_for(
+        program: &Program,
+        server: &Server,
+        folder: &Path,
+        data_bytes: u64,
+        replicas: u32,
+    ) -> Result<Source> {
+        let more = ["--max-replicas", &replicas.to_string(), "--slot-size", "64KiB"];
+        Source::launch(program, server, folder, data_bytes, &more)
+    }
+
+    fn launch(program: &Program, server: &Server, folder: &Path, data_bytes: u64, more: &[&str]) -> Result<Source> {
         let token = scratch::token_file(folder)?;
         let memory = format!("{}MiB", ((data_bytes * 2) >> 20) + 2 * JOURNAL_MIB);
         let journal = format!("{JOURNAL_MIB}MiB");
@@ -144,9 +162,7 @@ impl Source {
         enter(server, &mut command)?;
         command.args(["source", "--server", &server.url(), "--listen", &listen, "--token-file"]).arg(&token);
         command.args(["--memory", &memory, "--journal-memory", &journal]);
-        if let Some(limit) = limit {
-            command.args(["--upload-limit", &limit.to_string()]);
-        }
+        command.args(more);
         let mut agent = Agent::run(command)?;
         let line = agent.wait_for_line("listening=", START_TIME)?;
         let words = line.split_whitespace().find_map(|word| word.strip_prefix("listening="));
@@ -158,6 +174,21 @@ impl Source {
     /// Processor seconds since its start.
     pub fn cpu(&self) -> Result<f64> {
         Ok(self.agent.cpu_seconds()?)
+    }
+
+    /// Its process id.
+    pub(crate) fn pid(&self) -> u32 {
+        self.agent.pid()
+    }
+
+    /// The address on which it listens.
+    pub(crate) fn address(&self) -> Result<SocketAddr> {
+        Ok(self.address.parse()?)
+    }
+
+    /// The file with its token.
+    pub(crate) fn token(&self) -> &Path {
+        &self.token
     }
 
     /// The output of `remora status` for it.

@@ -85,6 +85,20 @@ fn remora_bench_compares_its_syncs_over_a_network_and_under_load() {
 }
 
 #[test]
+fn a_source_is_measured_under_conversations() {
+    let Some(_) = require::valkey() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().display().to_string();
+    let few = ["--replicas", "40", "--rounds", "1", "--seconds", "1", "--values", "4", "--out", &out];
+    run(env!("CARGO_BIN_EXE_remora-bench"), &[&["conversations"], &few[..]].concat(), &[0]);
+    let report = kept(folder.path());
+    let point = &report["points"][0];
+    let reports = point["receiving"]["reports"].as_f64().unwrap();
+    assert!(point["replicas"] == 40 && reports > 40.0, "{point}");
+    assert!(point["descriptors"].as_u64() > Some(40), "{point}");
+}
+
+#[test]
 fn the_lag_is_measured_on_replicas_that_are_equal_afterwards() {
     let Some(_) = require::valkey() else { return };
     run(env!("CARGO_BIN_EXE_follow_lag"), &["--rounds", "1", "--seconds", "1", "--rates", "500"], &[0]);

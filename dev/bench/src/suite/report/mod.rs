@@ -19,7 +19,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::kept::{self, Kept};
-use super::{devices, feel, scaling, syncs};
+use super::{conversations, devices, feel, scaling, syncs};
 use crate::sync::Result;
 
 /// Command-line arguments.
@@ -57,6 +57,9 @@ pub fn run(options: &Options) -> Result<bool> {
     let runs = kept::newest::<scaling::Point>(&options.runs, "scaling")?;
     let plots = plots::scaling(&bare(&runs), &options.plots)?;
     let page = splice(&page, "scaling", &section.text(&runs, tables::scaling(&bare(&runs)), &plots))?;
+
+    let runs = kept::newest::<conversations::Point>(&options.runs, "conversations")?;
+    let page = splice(&page, "conversations", &section.text(&runs, tables::conversations(&bare(&runs)), &[]))?;
 
     let runs = kept::newest::<syncs::Point>(&options.runs, "sync")?;
     let plots = plots::sync(&bare(&runs), &options.plots)?;

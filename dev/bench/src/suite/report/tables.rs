@@ -6,7 +6,7 @@ use clap::ValueEnum;
 
 use crate::Spread;
 use crate::suite::points::name_of;
-use crate::suite::{Kept, devices, feel, points, scaling, syncs};
+use crate::suite::{Kept, conversations, devices, feel, points, scaling, syncs};
 use crate::sync::Method;
 
 /// Figures that are compared with one another: of one server, one network, one size, one run.
@@ -284,6 +284,45 @@ pub fn scaling(runs: &[&Kept<scaling::Point>]) -> String {
     out
 }
 
+/// The table of `conversations`.
+pub fn conversations(runs: &[&Kept<conversations::Point>]) -> String {
+    let mut out = String::from(CONVERSATIONS_EXPLAINED);
+    for kept in runs {
+        let mut numbers: Vec<u32> = kept.points.iter().map(|point| point.replicas).collect();
+        numbers.sort_unstable();
+        numbers.dedup();
+        let Some(server) = kept.points.first().map(|point| &point.server) else { continue };
+        let _ = writeln!(out, "\n### {server}, loopback\n\n{CONVERSATIONS_HEAD}");
+        for replicas in numbers {
+            let median = |figure: fn(&conversations::Point) -> f64| {
+                let of = kept.points.iter().filter(|point| point.replicas == replicas);
+                Spread::of(of.map(figure)).map_or(f64::NAN, |spread| spread.median)
+            };
+            let kib = |bytes: u64| bytes as f64 / 1024.0;
+            let per_replica = median(|point| point.private.saturating_sub(point.private_before) as f64) / 1024.0;
+            let _ = writeln!(
+                out,
+                "| {replicas} | {:.2} | {:.0} | {:.3} | {:.0} | {:.3} | {:.0} | {:.0} | {:.0} | {:.1} | {:.0} | {:.2} | {:.2} | {:.2} | {:.2} |",
+                median(|point| point.join_seconds),
+                median(|point| point.receiving.reports),
+                median(|point| point.receiving.cpu),
+                median(|point| point.staying.reports),
+                median(|point| point.staying.cpu),
+                median(|point| point.descriptors as f64),
+                median(|point| point.threads as f64),
+                kib(median(|point| point.peak as f64) as u64) / 1024.0,
+                per_replica / f64::from(replicas),
+                median(|point| point.status_seconds) * 1000.0,
+                median(|point| point.alone_seconds),
+                median(|point| point.beside_seconds / point.alone_seconds),
+                median(|point| point.beside_staying_seconds / point.alone_seconds),
+                median(|point| point.leave_seconds),
+            );
+        }
+    }
+    out
+}
+
 fn slopes(out: &mut String, points: &[&scaling::Point]) {
     for method in order() {
         let of: Vec<(f64, f64)> = (points.iter().filter(|point| point.method == method))
@@ -351,6 +390,18 @@ const SCALING_EXPLAINED: &str = "Medians over the rounds, in brackets the least 
 const SCALING_HEAD: &str = "\
 | method | GiB | values of | wall s | s/GiB | primary CPU s/GiB | others CPU s/GiB | primary MiB | source MiB |
 |---|---:|---:|---:|---:|---:|---:|---:|---:|";
+
+const CONVERSATIONS_EXPLAINED: &str = "\
+Medians over the rounds. *join*: from the first connect until the last conversation had the source's offer. *receiving*: each conversation reports
+one more slot 20 times a second, as a replica does that receives; *staying*: it has nothing new to report, and does so twice a second. *CPU*: processor
+seconds of the source per second. *peak MiB* includes the table; *KiB each*: private memory of the source for each conversation. *status*: the command
+`remora status --json`, as a process. *alone*: a real replica over shared memory without the conversations; *beside*: the same with them, as a
+multiple, while they are receiving and while they are staying. *leave*: until the source lists none of them.
+";
+
+const CONVERSATIONS_HEAD: &str = "\
+| N | join s | receiving: reports/s | CPU s/s | staying: reports/s | CPU s/s | descriptors | threads | peak MiB | KiB each | status ms | alone s | beside receiving | beside staying | leave s |
+|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|";
 
 #[cfg(test)]
 pub(super) mod tests {
