@@ -1,7 +1,7 @@
 //! Exactness: whatever is written while a replica is made, afterwards the replica and the primary are equal byte for
 //! byte, at the same offset, and the primary has made one copy in all.
 
-use remora_lab::server::wait_until;
+use remora_lab::server::{Builder, wait_until};
 use remora_lab::{Kind, Server, Workload, assert_same_data, fill_every_type, require};
 
 use crate::kit::{Flood, LONG, Source, Stage, primary, syncs};
@@ -81,6 +81,32 @@ fn replicas_of_a_valkey_that_offers_two_channels_are_exact_under_every_kind_of_w
     let primary = primary(kind).config("dual-channel-replication-enabled", "yes").start().unwrap();
     // The stream on the second channel counts as one.
     two_replicas_of(primary, kind, 1);
+}
+
+#[test]
+fn the_stream_of_a_captured_replica_continues_in_the_database_that_it_is_in() {
+    for (kind, channels) in [(require::redis(), ""), (require::valkey(), "no"), (require::valkey(), "yes")] {
+        let Some(kind) = kind else { continue };
+        let quiet = || primary(kind).config("repl-ping-replica-period", 3600);
+        let with = |builder: Builder| match channels {
+            "" => builder,
+            channels => builder.config("dual-channel-replication-enabled", channels),
+        };
+        let (top, captured) = (with(quiet()).start().unwrap(), with(quiet()).start().unwrap());
+        captured.replicate(&top).unwrap();
+        captured.wait_for_link(LONG).unwrap();
+        let mut client = top.client().unwrap();
+        client.ok(&["SELECT", "8"]).unwrap();
+        client.ok(&["SET", "before", "1"]).unwrap();
+        assert_same_data(&top, &captured);
+        // A replica passes its primary's stream on as it is: no SELECT follows for a new replica.
+        let source = Source::start(&captured, &["--memory", "64MiB", "--announce", &top.address().to_string()]);
+        let server = Server::start(kind).unwrap();
+        let mut agent = source.replica(&server, &["--stay"]);
+        agent.wait_for_line("in step; staying", LONG).unwrap();
+        client.ok(&["SET", "after", "1"]).unwrap();
+        assert_same_data(&top, &server);
+    }
 }
 
 #[test]

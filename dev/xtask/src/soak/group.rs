@@ -51,18 +51,20 @@ impl Group {
             .ok()
             .map(|net| Ok::<_, remora_lab::Error>([net.host("left")?, net.host("right")?]))
             .transpose()?;
-        let server = |side: usize, module: bool, load: &str, delay: u64| -> Result<Server> {
+        // With `load`: a server that Remora makes a replica of, and how it loads.
+        let server = |side: usize, module: bool, load: Option<&str>| -> Result<Server> {
             let mut builder = Server::builder(kind)
                 .config("repl-diskless-sync-delay", 0)
                 .config("repl-backlog-size", plan.backlog)
                 .config("repl-timeout", plan.repl_timeout)
                 .config("repl-ping-replica-period", 2)
-                .config("repl-diskless-load", load)
-                .config("key-load-delay", delay)
+                .config("repl-diskless-load", load.unwrap_or("disabled"))
+                .config("key-load-delay", load.map_or(0, |_| plan.load_delay))
                 .config("loading-process-events-interval-bytes", 64 << 10);
-            if kind == Kind::Valkey9 {
-                builder =
-                    builder.config("dual-channel-replication-enabled", if plan.dual_channel { "yes" } else { "no" });
+            // Not C and D: they can follow a server that is a replica, and a Valkey that takes a full copy of a replica
+            // over two channels differs from it (docs/testing.md, at its end).
+            if plan.dual_channel && load.is_none() {
+                builder = builder.config("dual-channel-replication-enabled", "yes");
             }
             if let Some(hosts) = &hosts {
                 builder = builder.on(&hosts[side]);
@@ -73,9 +75,9 @@ impl Group {
             Ok(builder.start()?)
         };
         let ([a, b, c, d], [load_c, load_d]) = (plan.modules, plan.diskless_load);
-        let pair = [server(0, a, "disabled", 0)?, server(1, b, "disabled", 0)?];
-        let replicas = [server(0, c, load_c, plan.load_delay)?, server(1, d, load_d, plan.load_delay)?];
-        let neighbor = server(0, false, "disabled", 0)?;
+        let pair = [server(0, a, None)?, server(1, b, None)?];
+        let replicas = [server(0, c, Some(load_c))?, server(1, d, Some(load_d))?];
+        let neighbor = server(0, false, None)?;
         pair[1].replicate(&pair[0])?;
         Ok(Group { hosts, pair, primary: 0, replicas, neighbor, writer: None, writes_per_second, commands: 0 })
     }

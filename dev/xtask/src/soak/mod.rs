@@ -86,12 +86,18 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let each = time / count;
     screen.say(&format!("soak: seed {seed}, {} minutes, logs in {}", options.minutes, folder.display()));
     let mut totals = Totals::default();
-    for (number, kind) in (0..count).zip(kinds.iter().copied().cycle()) {
+    for (number, kind) in (0..).zip(kinds.iter().copied().cycle()) {
+        // Groups that a finding has ended leave time for others.
+        let left = time.saturating_sub(begun.elapsed());
+        if number >= count && (options.events.is_some() || totals.findings.is_empty() || left < LEAST_TIME) {
+            break;
+        }
+        let each = if number < count { each } else { each.min(left) };
         let seed = seed.wrapping_add(number.into());
         let logs = folder.join(format!("group-{}", number + 1));
         let mut history = History::new(&screen, begun, &logs)?;
         let again = again(options, kind, seed, each);
-        history.note(&format!("group {} of {count}: {kind}, seed {seed}; alone: {again}", number + 1));
+        history.note(&format!("group {}: {kind}, seed {seed}; alone: {again}", number + 1));
         let played = play(options, program.path(), kind, seed, each, &mut history, &mut totals);
         stop::check()?;
         if let Err(error) = played {
@@ -262,6 +268,9 @@ fn minutes(text: &str) -> std::result::Result<f64, String> {
 
 /// How long a group is played at most. A new one has other settings, and fresh logs of a size that can be read.
 const GROUP_TIME: Duration = Duration::from_secs(600);
+
+/// A group that is played for a shorter time has hardly begun.
+const LEAST_TIME: Duration = Duration::from_secs(30);
 
 /// A week. More is taken for a typing error.
 const MOST_MINUTES: f64 = 7.0 * 24.0 * 60.0;

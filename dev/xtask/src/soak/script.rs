@@ -368,7 +368,7 @@ pub(super) struct Plan {
     pub(super) upload_limit: Option<&'static str>,
     /// `key-load-delay` of C and D in microseconds for each key, so that loads take seconds.
     pub(super) load_delay: u64,
-    /// Whether Valkey sends snapshot and stream over two connections.
+    /// Whether A and B send snapshot and stream over two connections, which only Valkey can.
     pub(super) dual_channel: bool,
     /// `--memory` of the source. The small one holds no snapshot, so snapshots are windowed.
     pub(super) source_memory: &'static str,
