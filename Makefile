@@ -46,6 +46,12 @@ loom:
 simulate:
 	$(CARGO) run --release --locked -p remora-agent --features simulation --example simulate -- $(ARGS)
 
+# With the profile of the tests: overflow checks and debug assertions find more than speed does.
+## soak: servers and agents for an hour under a random script of faults, compared again and again; ARGS="--minutes 60 --seed N"
+.PHONY: soak
+soak: setup
+	$(CARGO) run --locked -p xtask -- soak $(ARGS)
+
 ## bench: the measurements behind docs/benchmarks.md and the README, into bench/runs; ARGS="--only sync"
 .PHONY: bench
 bench: build

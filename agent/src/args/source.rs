@@ -24,17 +24,9 @@ pub struct SourceArgs {
     #[arg(long, value_name = "ADDR:PORT", default_value = "127.0.0.1:7379", help_heading = "Serving")]
     pub listen: SocketAddr,
 
-    /// File with the secret that source and replicas share: at least 16 bytes, for its owner and group only. It never
-    /// crosses the network. Make one by: head -c 32 /dev/urandom | base64. May be repeated: a replica needs one of the
-    /// tokens. To change the token without a gap, give two files, write the new token to one of them, and send SIGHUP:
-    /// the source reads its token files again.
-    #[arg(long = "token-file", value_name = "FILE", required = true, help_heading = "Serving")]
-    pub token_files: Vec<PathBuf>,
-
-    /// File with a secret for monitoring: `remora status` with this token gets the status, and every other request is
-    /// refused. May be repeated.
-    #[arg(long = "monitor-token-file", value_name = "FILE", help_heading = "Serving")]
-    pub monitor_token_files: Vec<PathBuf>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub tokens: TokenArgs,
 
     /// Address of the primary as the replicas' servers reach it, for the hand-off. Default: the server's own address;
     /// if that is loopback or a socket, the host at which a replica reached this source.
@@ -125,6 +117,22 @@ pub struct SourceArgs {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub rdma: RdmaOffer,
+}
+
+/// The token files of a source.
+#[derive(Clone, Debug, Args)]
+pub struct TokenArgs {
+    /// File with the secret that source and replicas share: at least 16 bytes, for its owner and group only. It never
+    /// crosses the network. Make one by: head -c 32 /dev/urandom | base64. May be repeated: a replica needs one of the
+    /// tokens. To change the token without a gap, give two files, write the new token to one of them, and send SIGHUP:
+    /// the source reads its token files again.
+    #[arg(long = "token-file", value_name = "FILE", required = true, help_heading = "Serving")]
+    pub token_files: Vec<PathBuf>,
+
+    /// File with a secret for monitoring: `remora status` with this token gets the status, and every other request is
+    /// refused. May be repeated.
+    #[arg(long = "monitor-token-file", value_name = "FILE", help_heading = "Serving")]
+    pub monitor_token_files: Vec<PathBuf>,
 }
 
 /// What the module does for a snapshot.

@@ -68,13 +68,15 @@ impl TokenFiles {
         Ok(TokenFiles { files, first, keyring: Arc::new(keyring) })
     }
 
-    /// Reads the files again. New connections need the tokens in them; conversations that are open go on.
-    ///
-    /// # Errors
-    /// As [`TokenFiles::read`]; the tokens read before stay valid.
-    pub(crate) fn read_again(&self) -> Result<(), Failure> {
-        let keys = keys(&self.files)?;
-        self.keyring.replace(keys).map_err(|count| Failure::refused(count.to_string()))
+    /// Reads the files again, and logs the outcome. New connections need the tokens in them; conversations that are
+    /// open go on. If a file cannot be used, the tokens read before stay valid.
+    pub(crate) fn read_again(&self) {
+        let replaced = keys(&self.files)
+            .and_then(|keys| self.keyring.replace(keys).map_err(|count| Failure::refused(count.to_string())));
+        match replaced {
+            Ok(()) => tracing::info!("token files read again"),
+            Err(error) => tracing::error!(%error, "the tokens read before stay valid"),
+        }
     }
 
     /// The token that this agent proves where it connects.

@@ -94,7 +94,7 @@ struct Mailboxes {
 
 /// Opens everything that a source needs, and reports that it is ready.
 async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listener), Failure> {
-    let tokens = TokenFiles::read(&args.token_files, &args.monitor_token_files)?;
+    let tokens = TokenFiles::read(&args.tokens.token_files, &args.tokens.monitor_token_files)?;
     descriptors::check(args.max_replicas)?;
     let server = args.server.open(Task::Source)?;
     let facts = Facts::read(&mut server.connect().await?).await?;
@@ -242,19 +242,12 @@ impl Source {
                     let moved = self.topology.tick(Instant::now(), self.gauge.published_slots());
                     self.assign(&moved);
                 }
-                Some(()) = hangups.recv() => self.read_tokens_again(),
+                Some(()) = hangups.recv() => self.tokens.read_again(),
                 _ = signals.next() => break,
             }
         }
         self.stop().await;
         Ok(())
-    }
-
-    fn read_tokens_again(&self) {
-        match self.tokens.read_again() {
-            Ok(()) => tracing::info!("token files read again"),
-            Err(error) => tracing::error!(%error, "the tokens read before stay valid"),
-        }
     }
 
     fn receive(&mut self, incoming: Incoming) {

@@ -2,6 +2,8 @@
 //! promoted. Replicas must get nothing of the new history under the replid of the old one, and must not need a full
 //! copy.
 
+use std::time::Duration;
+
 use remora_lab::server::wait_until;
 use remora_lab::{Agent, Kind, Server, assert_same_data, fill_every_type, require};
 use rustix::process::Signal;
@@ -77,6 +79,30 @@ fn a_primary_that_is_shut_down_and_started_again_continues_its_replicas() {
         assert_eq!(number(&primary, "sync_full"), 0, "{kind}: a full copy since the restart");
         source.agent.wait_for_line(CHANGED, LONG).unwrap();
         assert_eq!(server.fact("master_port").unwrap(), primary.port().to_string());
+    }
+}
+
+/// Well below the minute for which a source tries to resume a broken stream.
+const SOON: Duration = Duration::from_secs(30);
+
+#[test]
+fn a_primary_that_starts_again_with_older_data_is_not_asked_again_and_again_for_the_old_stream() {
+    for kind in require::kinds() {
+        let mut primary = filled(kind);
+        primary.client().unwrap().ok(&["SAVE"]).unwrap();
+        let mut source = Source::start(&primary, &["--memory", "128MiB"]);
+        let (server, mut agent) = staying(&source, kind);
+        set(&primary, "0", "not saved");
+        assert_same_data(&primary, &server);
+        // Valkey cannot write the data for a replica that does not say its version, since fields of hashes expire: it
+        // answers +FULLRESYNC and closes the connection.
+        primary.restart().unwrap();
+        source.agent.wait_for_line("no longer reaches back", SOON).unwrap();
+        agent.wait_for_success(LONG).unwrap();
+        assert_same_data(&primary, &server);
+        assert!(!exists(&server, "0", "not saved"), "{kind}");
+        // The answer to the source, and the copy for the server.
+        assert!(number(&primary, "sync_full") <= 2, "{kind}: {}", primary.log());
     }
 }
 

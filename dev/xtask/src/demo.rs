@@ -47,15 +47,20 @@ pub(crate) struct Options {
     json: Option<PathBuf>,
 }
 
+/// The kinds of server to use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Which {
+pub(crate) enum Which {
+    /// Redis 7.
     Redis,
+    /// Valkey 9.1.
     Valkey,
+    /// One after the other.
     Both,
 }
 
 impl Which {
-    fn kinds(self) -> Vec<Kind> {
+    /// Them, in order.
+    pub(crate) fn kinds(self) -> Vec<Kind> {
         match self {
             Which::Redis => vec![Kind::Redis7],
             Which::Valkey => vec![Kind::Valkey9],

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   demo            replicas by Remora and by the servers' own replication, side by side, in one table
+//!   soak            restarts, promotes, freezes and cuts off servers and agents for an hour, and compares all data
 //!   bench           runs the programs of dev/bench and keeps the results in bench/runs
 //!   net             hosts with cables of a known rate, to cut, slow down and make lossy; servers and agents in them
 //!   bindings        generates the types of the RDMA libraries from their headers; rarely needed
@@ -13,6 +14,7 @@
 //! Nothing here is part of the product. `remora_bench` does the measuring; this crate starts it and shows the results.
 //!
 //! - [`demo`]: the demonstration. **Start here.** [`show`]: the display while it runs; [`table`]: the table at its end.
+//! - [`soak`]: the long run under a script of faults.
 //! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: generates or compares the RDMA libraries' types.
 //! - [`scale`]: the table of the topology's model. [`net`]: a test network with hosts, servers and agents. [`stop`]:
 //!   Ctrl-C leaves nothing behind.
@@ -24,6 +26,7 @@ mod demo;
 mod net;
 mod scale;
 mod show;
+mod soak;
 mod stop;
 mod table;
 
@@ -45,6 +48,8 @@ struct Cli {
 enum Command {
     /// Make replicas with Remora and with the servers' own replication, and print one table.
     Demo(demo::Options),
+    /// Run servers and agents for a long time under a random script of faults, and compare all data.
+    Soak(soak::Options),
     /// Run the benchmarks and keep their results.
     Bench(bench::Options),
     /// Hosts of a test network, with servers and agents in them. Needs root.
@@ -76,6 +81,7 @@ enum Command {
 fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Demo(options) => stop::or_run(move || demo::run(&options)),
+        Command::Soak(options) => stop::or_run(move || soak::run(&options)),
         Command::Bench(options) => stop::or_run(move || bench::run(&options)),
         Command::Net(command) => net::run(command),
         Command::Bindings(options) => bindings::run(&options),

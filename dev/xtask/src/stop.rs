@@ -3,6 +3,7 @@
 //!
 //! `kill -9` cannot be handled: the kernel ends the processes, and their folders stay in the temporary folder.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use std::{fmt, fs};
 
@@ -50,11 +51,20 @@ pub(crate) fn or_run(work: impl FnOnce() -> Result<()> + Send + 'static) -> Resu
                 () = tokio::time::sleep(AGAIN_EVERY), if stopped.is_some() => {}
             }
             if stopped.is_some() {
+                IS_STOPPED.store(true, Ordering::Relaxed);
                 end_children_of(getpid());
             }
         }
     })
 }
+
+/// Fails if a signal has stopped the work, for work that could go on without its processes.
+pub(crate) fn check() -> Result<()> {
+    if IS_STOPPED.load(Ordering::Relaxed) { Err("stopped by a signal".into()) } else { Ok(()) }
+}
+
+/// Whether a signal has stopped the work of this process.
+static IS_STOPPED: AtomicBool = AtomicBool::new(false);
 
 /// Kills all children of a process and their descendants (each of ours leads a process group).
 fn end_children_of(parent: Pid) {

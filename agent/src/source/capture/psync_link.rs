@@ -115,6 +115,23 @@ impl PsyncLink {
         }
     }
 
+    /// Drives a handshake that requests the stream from an offset on, and returns the replid of the history from there
+    /// on. `None` if the server takes a snapshot instead.
+    ///
+    /// Does not wait for that snapshot: the server may need minutes for it, or close the connection because it cannot
+    /// write it. The caller closes the connection, which ends the snapshot.
+    pub(super) fn continued(&mut self) -> Result<Option<ReplId>, CaptureError> {
+        loop {
+            match self.next_event()? {
+                Event::Continue { replid } => return Ok(Some(replid)),
+                Event::FullResync { .. } | Event::Channel { .. } | Event::Payload(_) | Event::TwoChannels => {
+                    return Ok(None);
+                }
+                Event::Handshaken | Event::KeepAlive => {}
+            }
+        }
+    }
+
     /// The next event. Events that only show that the server is alive are left out.
     pub(super) fn next_event(&mut self) -> Result<Event, CaptureError> {
         self.next_event_while(|| false)

@@ -13,7 +13,7 @@ use remora_table::JournalWriter;
 
 use super::Capture;
 use super::plan::{CaptureError, CaptureEvent, TICK};
-use super::psync_link::{Opening, PsyncLink, is_same_history};
+use super::psync_link::{PsyncLink, is_same_history};
 use super::socket::Socket;
 use crate::backoff::Backoff;
 
@@ -142,14 +142,10 @@ impl Follower {
 
     /// Replaces the connection by one whose handshake requests the journal's next byte of `history`.
     fn resume_over(&mut self, mut link: PsyncLink, history: ReplId) -> Result<(), CaptureError> {
-        match link.opening()? {
-            Opening::Continue { replid } => {
-                is_same_history(history, replid, self.journal.end_offset() - 1)?;
-                self.socket = link.into_stream();
-                Ok(())
-            }
-            _ => Err(CaptureError::HistoryGone),
-        }
+        let replid = link.continued()?.ok_or(CaptureError::HistoryGone)?;
+        is_same_history(history, replid, self.journal.end_offset() - 1)?;
+        self.socket = link.into_stream();
+        Ok(())
     }
 }
 

@@ -99,6 +99,22 @@ fn a_stream_that_the_server_cannot_continue_is_lost() {
     assert!(reported[2].starts_with("StreamLost") && reported[2].contains("backlog"), "{}", reported[2]);
 }
 
+#[test]
+fn a_stream_is_lost_as_soon_as_the_server_begins_a_snapshot_instead() {
+    let mut rig = Rig::new();
+    run(&mut rig, |_, listener| {
+        let mut stream = accept(listener, &[CAPABILITIES, FULL[2]]);
+        stream.write_all(b"$5\r\nREDIS").unwrap();
+        drop(stream);
+        let psync = format!("PSYNC {HISTORY} 78");
+        let mut stream = accept(listener, &[FULL[1], (&psync, FULL[2].1)]);
+        // The server writes the snapshot to its disk meanwhile, or fails to write it.
+        assert_eq!(command(&mut stream), None, "the source closes the connection and asks for nothing more");
+    });
+    let reported = rig.reported();
+    assert!(reported[2].starts_with("StreamLost") && reported[2].contains("backlog"), "{}", reported[2]);
+}
+
 /// The source's loop waits for an event of each capture, and would wait without end for a thread that has panicked.
 #[test]
 fn a_panic_is_reported_as_a_failed_snapshot_or_a_lost_stream() {

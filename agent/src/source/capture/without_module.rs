@@ -99,13 +99,9 @@ impl Capture {
         let (replid, offset) = (snapshot.replid, snapshot.offset);
         let channel = Channel::Stream { snapshot_client: client };
         let mut stream = stream.again(Options { resume: Some((replid, offset + 1)), channel, ..Options::default() });
-        match stream.opening()? {
-            Opening::Continue { replid: now } => {
-                is_same_history(replid, now, offset)?;
-                Ok(Opened::Two { snapshot, stream: stream.into_stream() })
-            }
-            _ => Err(out_of_place("another snapshot")),
-        }
+        let now = stream.continued()?.ok_or_else(|| out_of_place("another snapshot"))?;
+        is_same_history(replid, now, offset)?;
+        Ok(Opened::Two { snapshot, stream: stream.into_stream() })
     }
 
     /// The options of a handshake for a snapshot.

@@ -8,6 +8,7 @@ use std::fmt;
 use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::process::ExitStatus;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -234,6 +235,11 @@ impl Server {
     /// Kills the process with SIGKILL. Its folder stays until the server is dropped.
     pub fn kill(&mut self) -> Result<()> {
         self.process.kill().map(drop)
+    }
+
+    /// How the server ended, if it has ended.
+    pub fn ended(&mut self) -> Result<Option<ExitStatus>> {
+        self.process.ended()
     }
 
     /// Ends the server as an operator would (SIGTERM) and waits. The server may first wait for its replicas.

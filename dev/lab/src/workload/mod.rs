@@ -101,11 +101,15 @@ impl Workload {
         self.sent.load(Ordering::Relaxed)
     }
 
+    /// Whether the writer has ended by itself: its connection broke.
+    pub fn is_over(&self) -> bool {
+        self.writer.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
     /// Waits until the writer has sent `commands` more commands, or has failed.
     pub fn wait_for(&self, commands: u64) {
         let goal = self.commands() + commands;
-        let over = || self.writer.as_ref().is_none_or(JoinHandle::is_finished);
-        while self.commands() < goal && !over() {
+        while self.commands() < goal && !self.is_over() {
             thread::sleep(Duration::from_millis(5));
         }
     }

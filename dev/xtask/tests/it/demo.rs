@@ -1,24 +1,17 @@
-//! The demonstration runs to its end, with a little data.
-#![allow(clippy::unwrap_used)]
-
-use std::process::Command;
+//! The demonstration runs to its end.
 
 use remora_lab::require;
+
+use crate::xtask;
 
 #[test]
 fn the_demo_makes_equal_replicas_by_every_method_and_prints_a_table() {
     let Some(_) = require::valkey() else { return };
     let folder = tempfile::tempdir().unwrap();
     let json = folder.path().join("demo.json");
-    let mut demo = Command::new(env!("CARGO_BIN_EXE_xtask"));
-    demo.args(["demo", "--size", "8MiB", "--server", "valkey", "--replicas", "2", "--writes", "200", "--json"])
-        .arg(&json);
-    // The tests of the agents have built it, in the same run of cargo; if not, the demo builds it.
-    let remora = std::env::current_exe().unwrap().parent().unwrap().parent().unwrap().join("remora");
-    if remora.exists() {
-        demo.env("REMORA", remora);
-    }
-    let ran = demo.output().unwrap();
+    let mut demo =
+        xtask(&["demo", "--size", "8MiB", "--server", "valkey", "--replicas", "2", "--writes", "200", "--json"]);
+    let ran = demo.arg(&json).output().unwrap();
     let said = format!("{}\n{}", String::from_utf8_lossy(&ran.stdout), String::from_utf8_lossy(&ran.stderr));
     assert!(ran.status.success(), "{}: {said}", ran.status);
     assert!(said.contains("Transports of this machine"), "{said}");
