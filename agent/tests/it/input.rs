@@ -410,10 +410,10 @@ fn a_full_state_directory_ends_the_sync_and_nothing_else() {
     assert_eq!(number(&primary, "sync_full"), 1);
 }
 
-/// Runs `remora` with an address space of `kibibytes` KiB.
-fn with_little_memory(stage: &Stage, kibibytes: u32, args: &[&str]) -> Agent {
+/// Runs `remora` within this limit of the shell's `ulimit`.
+fn within(stage: &Stage, limit: &str, args: &[&str]) -> Agent {
     let mut command = std::process::Command::new("sh");
-    command.args(["-c", &format!("ulimit -v {kibibytes} && exec \"$0\" \"$@\"")]);
+    command.args(["-c", &format!("ulimit {limit} && exec \"$0\" \"$@\"")]);
     command.arg(stage.remora(&[]).get_program()).args(args).env("XDG_STATE_HOME", stage.folder());
     Agent::run(command).unwrap()
 }
@@ -427,9 +427,24 @@ fn missing_memory_is_reported_before_anything_is_touched() {
     let url = server.url();
     let args =
         ["source", "--server", &url, "--token-file", &token, "--listen", "127.0.0.1:0", "--memory", "8GiB", "--eager"];
-    let said = ends(&mut with_little_memory(&stage, 2 << 20, &args), 8);
+    let said = ends(&mut within(&stage, "-v 2097152", &args), 8);
     says(&said, &["memory", "give a smaller --memory"]);
     assert_eq!(number(&server, "sync_full"), 0);
+}
+
+#[test]
+fn a_limit_of_descriptors_that_is_too_low_for_the_replicas_is_named() {
+    let Some(kind) = require::valkey() else { return };
+    let stage = Stage::new();
+    let server = Server::start(kind).unwrap();
+    let (url, token) = (server.url(), stage.token.display().to_string());
+    let args = ["source", "--server", &url, "--token-file", &token, "--listen", "127.0.0.1:0"];
+    let many = [&args[..], &["--max-replicas", "1024"]].concat();
+    let said = ends(&mut within(&stage, "-n 1024", &many), 8);
+    says(&said, &["--max-replicas 1024", "4352", "1024 (RLIMIT_NOFILE)", "at most 192"]);
+    assert_eq!(number(&server, "sync_full"), 0);
+    // The default number fits into the usual limit.
+    within(&stage, "-n 1024", &args).wait_for_line("source ready", LONG).unwrap();
 }
 
 #[test]

@@ -19,7 +19,7 @@ use remora_agent::conversation::{Caller, Connection, Options, Token};
 use remora_protocol::{Join, Message, Offer, Outcome, Phase, Progress, Relaying, Relays};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::runtime::Runtime;
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::time::{MissedTickBehavior, interval, sleep};
 
 use crate::sync::Result;
 
@@ -37,6 +37,9 @@ const STAYING_EVERY: Duration = Duration::from_millis(500);
 
 /// Time limit for all members to be offered the snapshot, and for all to leave.
 const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Pause after the source had no place for a handshake.
+const AGAIN_AFTER: Duration = Duration::from_millis(50);
 
 /// How often the crowd looks whether its members are where they should be.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
@@ -146,8 +149,16 @@ impl Shared {
 
 /// Opens these conversations, one after the other.
 async fn call_all(mut caller: Caller, source: SocketAddr, numbers: Vec<usize>, shared: &Arc<Shared>) -> Result<()> {
+    let began = Instant::now();
     for number in numbers {
-        let connection = caller.call(source).await?;
+        let connection = loop {
+            match caller.call(source).await {
+                Ok(connection) => break connection,
+                // Replica agents try again too.
+                Err(error) if error.fault.may_pass() && began.elapsed() < PATIENCE => sleep(AGAIN_AFTER).await,
+                Err(error) => return Err(error.into()),
+            }
+        };
         let shared = shared.clone();
         tokio::spawn(async move {
             if let Err(error) = Member::default().run(number, connection, &shared).await {
