@@ -56,7 +56,8 @@ pub fn same_data(primary: &Server, replica: &Server, within: Duration) -> Result
 /// Valkey's digest leaves out hash fields that have expired at that moment. So two exact servers that compute their
 /// digests one after the other may differ, as long as fields expire. Hence the primary's digest is taken before and
 /// after the replica's: the replica's must equal one of the two. If the primary's two digests are equal, no field
-/// expired in between, and another digest of the replica is a true difference.
+/// expired in between, and another digest of the replica is a true difference. If they are not, the servers are
+/// compared key by key.
 fn at_rest(one: &mut Client, other: &mut Client, within: Duration) -> Result<(Agreement, bool)> {
     wait_until("the replica to reach its primary's offset", within, || {
         let (here, there) = (place(one)?, place(other)?);
@@ -69,11 +70,37 @@ fn at_rest(one: &mut Client, other: &mut Client, within: Duration) -> Result<(Ag
             return Ok(Err("both moved on while they were compared".into()));
         }
         let same = copy == before || copy == after;
-        if !same && before != after {
+        let some_expired = before != after;
+        let same = same || some_expired && different_keys(one, other, 1)?.is_empty();
+        if !same && some_expired {
             return Ok(Err("fields of hashes expired while they were compared".into()));
+        }
+        if !same && remove_empty_hashes(one)? > 0 {
+            return Ok(Err("the primary held empty hashes".into()));
         }
         Ok(Ok((Agreement { replid: here.replid, offset: here.offset, digest: copy }, same)))
     })
+}
+
+/// Deletes the primary's hashes without fields, and returns how many there were.
+///
+/// Valkey 9 rarely keeps such a key after the last field of a hash has expired. Its snapshots leave it out, so its own
+/// replicas do not have it either.
+fn remove_empty_hashes(primary: &mut Client) -> Result<u64> {
+    let mut removed = 0;
+    for database in databases(primary)?.into_keys() {
+        each_batch(primary, database, |primary, keys| {
+            let types = ask_each(primary, database, &["TYPE"], keys)?;
+            let hashes = keys.iter().zip(types).filter(|(_, kind)| kind.as_str() == Some("hash"));
+            let hashes: Vec<Vec<u8>> = hashes.map(|(key, _)| key.clone()).collect();
+            let lengths = ask_each(primary, database, &["HLEN"], &hashes)?;
+            for (key, _) in hashes.iter().zip(lengths).filter(|(_, length)| *length == Frame::Integer(0)) {
+                removed += primary.int(&[b"DEL".as_slice(), key])? as u64;
+            }
+            Ok(true)
+        })?;
+    }
+    Ok(removed)
 }
 
 /// The differences as text.
@@ -130,7 +157,10 @@ fn compare_database(one: &mut Client, other: &mut Client, db: u32, most: usize, 
     each_batch(one, db, |one, keys| {
         let left = ask_each(one, db, &["DEBUG", "DIGEST-VALUE"], keys)?;
         let right = ask_each(other, db, &["DEBUG", "DIGEST-VALUE"], keys)?;
-        for (key, _) in keys.iter().zip(left.iter().zip(&right)).filter(|(_, (left, right))| left != right) {
+        // Again, as a field may have expired meanwhile.
+        let again = ask_each(one, db, &["DEBUG", "DIGEST-VALUE"], keys)?;
+        let pairs = keys.iter().zip(left.iter().zip(&again).zip(&right));
+        for (key, _) in pairs.filter(|(_, ((left, again), right))| left != right && again != right) {
             let (here, there) = (described(one, key)?, described(other, key)?);
             note(found, most, format!("db {db}, {}: {here} at the primary, {there} at the replica", shown_bytes(key)));
         }
