@@ -82,6 +82,11 @@ fuzz-check:
 features:
 	$(CARGO) clippy --quiet --locked -p remora-fabric --no-default-features -- -D warnings
 
+## audit: known vulnerabilities in the crates that are used; skipped, with a line, without cargo-deny and its database
+.PHONY: audit
+audit:
+	@dev/audit
+
 ## clean: remove what was built and downloaded
 .PHONY: clean
 clean:

@@ -79,6 +79,7 @@ async fn dispatch(command: Command) -> Result<(), Failure> {
         Command::Verify(args) => until_signal(crate::verify::run(args), ": nothing was changed on the servers").await,
         Command::Load(args) => until_signal(crate::load::run(args), ": the keys written so far are still there").await,
         Command::Module(args) => crate::module_file::run(&args),
+        Command::Token(args) => crate::token::run(&args),
         Command::Generate(args) => crate::generate::run(&args),
     }
 }

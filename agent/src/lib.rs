@@ -49,6 +49,7 @@ pub mod simulation;
 pub mod source;
 pub mod status;
 mod tasks;
+pub mod token;
 pub mod transports;
 pub mod units;
 pub mod verify;

@@ -17,13 +17,13 @@ impl Token {
     /// Reads the token from a file: its content without trailing line ends.
     ///
     /// # Errors
-    /// [`TokenError`]: the file cannot be read, its mode lets other users read or change it, or its length is out of
-    /// bounds.
+    /// [`TokenError`]: the file cannot be read, another user owns it, its mode lets other users read or change it, or
+    /// its content cannot be a token.
     pub fn read_file(path: impl AsRef<Path>) -> Result<Token, TokenError> {
         let path = path.as_ref();
         let unreadable = |error| TokenError::Unreadable { path: path.to_owned(), error };
         let file = File::open(path).map_err(unreadable)?;
-        check_mode(path, &file.metadata().map_err(unreadable)?)?;
+        check_access(path, &file.metadata().map_err(unreadable)?, rustix::process::geteuid().as_raw())?;
         let mut token = Token(Vec::with_capacity(READ_BYTES)); // allocated at once: growing would leave copies behind
         file.take(READ_BYTES as u64).read_to_end(&mut token.0).map_err(unreadable)?;
         while token.0.last().is_some_and(|byte| b"\r\n".contains(byte)) {
@@ -35,7 +35,7 @@ impl Token {
     /// Makes a token from bytes in memory.
     ///
     /// # Errors
-    /// [`TokenError::Length`].
+    /// [`TokenError::Length`] or [`TokenError::Weak`].
     pub fn new(bytes: &[u8]) -> Result<Token, TokenError> {
         Token(bytes.to_vec()).checked("the token")
     }
@@ -46,10 +46,18 @@ impl Token {
     }
 
     fn checked(self, name: &str) -> Result<Token, TokenError> {
-        if (MIN_BYTES..=MAX_BYTES).contains(&self.0.len()) {
-            return Ok(self);
+        if !(MIN_BYTES..=MAX_BYTES).contains(&self.0.len()) {
+            return Err(TokenError::Length { name: name.to_owned(), length: self.0.len() });
         }
-        Err(TokenError::Length { name: name.to_owned(), length: self.0.len() })
+        let mut distinct = self.0.clone();
+        distinct.sort_unstable();
+        distinct.dedup();
+        let (found, copy) = (distinct.len(), Token(distinct)); // the copy is overwritten too
+        drop(copy);
+        if found < MIN_DISTINCT {
+            return Err(TokenError::Weak { name: name.to_owned(), distinct: found });
+        }
+        Ok(self)
     }
 }
 
@@ -88,10 +96,31 @@ pub enum TokenError {
         /// Its permission bits.
         mode: u32,
     },
-    /// The token is too short to be secret, or too long.
+    /// The file belongs to a user who could replace the token: neither the user of this process nor root.
     #[error(
-        "{name}: a token has {MIN_BYTES} to {MAX_BYTES} bytes, this one has {length}; create one with: head -c 32 /dev/urandom | base64"
+        "token file {} belongs to the user {owner}, who can change it, and this process runs as {user}: chown {user} {}",
+        path.display(), path.display()
     )]
+    Foreign {
+        /// The file.
+        path: PathBuf,
+        /// The user ID of its owner.
+        owner: u32,
+        /// The effective user ID of this process.
+        user: u32,
+    },
+    /// The token repeats few bytes and can be guessed.
+    #[error(
+        "{name}: a token has at least {MIN_DISTINCT} different bytes, this one has {distinct} and can be guessed; {REMEDY}"
+    )]
+    Weak {
+        /// The file, or "the token".
+        name: String,
+        /// The number of different bytes.
+        distinct: usize,
+    },
+    /// The token is too short to be secret, or too long.
+    #[error("{name}: a token has {MIN_BYTES} to {MAX_BYTES} bytes, this one has {length}; {REMEDY}")]
     Length {
         /// The file, or "the token".
         name: String,
@@ -100,17 +129,34 @@ pub enum TokenError {
     },
 }
 
-/// Checks that only the owner can write the file, and that only the owner and the group can read it (mode 0640).
-fn check_mode(path: &Path, facts: &std::fs::Metadata) -> Result<(), TokenError> {
-    let mode = facts.mode() & 0o7777;
-    if facts.is_file() && mode & FORBIDDEN_MODE != 0 {
+/// Checks that `user` or root owns the file, that only the owner can write it, and that only the owner and the group
+/// can read it (mode 0640).
+fn check_access(path: &Path, facts: &std::fs::Metadata, user: u32) -> Result<(), TokenError> {
+    let (mode, owner) = (facts.mode() & 0o7777, facts.uid());
+    if !facts.is_file() {
+        return Ok(()); // a pipe (`--token-file <(…)`) or a device: its mode does not say which users read it
+    }
+    if owner != user && owner != ROOT {
+        return Err(TokenError::Foreign { path: path.to_owned(), owner, user });
+    }
+    if mode & FORBIDDEN_MODE != 0 {
         return Err(TokenError::Exposed { path: path.to_owned(), mode });
     }
-    Ok(()) // a pipe (`--token-file <(…)`) or a device: its mode does not say which users read it
+    Ok(())
 }
 
 /// Shortest token, in bytes. An attacker who records one handshake can try tokens offline; 16 random bytes resist that.
 pub const MIN_BYTES: usize = 16;
+
+/// Fewest different bytes in a token. This refuses `aaaaaaaaaaaaaaaa` and `1212121212121212`, and no random token: 32
+/// random hexadecimal digits have fewer than 8 different ones once in 25 million times. Words and dates pass.
+pub const MIN_DISTINCT: usize = 8;
+
+/// What to do about a token that cannot be used.
+const REMEDY: &str = "create one with: remora token new FILE";
+
+/// The user ID of root, who can read and change every file anyway.
+const ROOT: u32 = 0;
 
 /// Longest token, in bytes. Far more than a secret needs: a longer file is probably some other file.
 pub const MAX_BYTES: usize = 1024;
@@ -169,8 +215,47 @@ mod tests {
             assert!(matches!(error, TokenError::Length { .. }), "{length}: {error}");
         }
         for length in [MIN_BYTES, MAX_BYTES] {
-            read("length", &[&vec![b'x'; length][..], b"\r\n"].concat(), 0o600).unwrap();
+            let token: Vec<u8> = (b'a'..=b'z').cycle().take(length).collect();
+            read("length", &[&token[..], b"\r\n"].concat(), 0o600).unwrap();
         }
+    }
+
+    #[test]
+    fn a_token_that_repeats_few_bytes_is_refused_with_the_cure() {
+        for weak in ["aaaaaaaaaaaaaaaa", "1212121212121212", "passpasspasspass", "abcdefgabcdefgabcdefg"] {
+            let error = read("weak", weak.as_bytes(), 0o600).unwrap_err();
+            assert!(matches!(error, TokenError::Weak { .. }), "{weak}: {error}");
+            let said = error.to_string();
+            assert!(said.contains("remora token new") && !said.contains(weak), "{said}");
+        }
+        read("weak", b"abcdefghabcdefgh", 0o600).unwrap();
+    }
+
+    #[test]
+    fn a_file_of_another_user_is_refused_with_the_cure() {
+        let path = file("owner", b"0123456789abcdef", 0o600);
+        let facts = std::fs::metadata(&path).unwrap();
+        let us = facts.uid();
+        check_access(&path, &facts, us).unwrap();
+        let judged = check_access(&path, &facts, us + 1);
+        std::fs::remove_file(&path).unwrap();
+        if us == ROOT {
+            return judged.unwrap(); // root's files are good for every user
+        }
+        let said = judged.unwrap_err().to_string();
+        assert!(said.contains(&format!("chown {} ", us + 1)), "{said}");
+    }
+
+    #[test]
+    fn root_does_not_trust_a_file_that_another_user_can_change() {
+        let path = file("root", b"0123456789abcdef", 0o600);
+        if std::os::unix::fs::chown(&path, Some(65534), None).is_err() {
+            return std::fs::remove_file(&path).unwrap(); // only root can give a file away
+        }
+        let error = Token::read_file(&path).unwrap_err();
+        std::fs::remove_file(&path).unwrap();
+        assert!(matches!(error, TokenError::Foreign { owner: 65534, .. }), "{error}");
+        assert!(error.to_string().contains("chown 0 "), "{error}");
     }
 
     #[test]

@@ -13,6 +13,7 @@ mod relay;
 mod replica;
 mod source;
 mod status;
+mod token;
 mod verify;
 
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
@@ -28,6 +29,7 @@ pub use self::{
     replica::{ModuleLoad, OnFailure, ReplicaArgs, TransportChoice},
     source::{HostPort, ModuleCapture, SendChoice, SourceArgs},
     status::StatusArgs,
+    token::{TokenAction, TokenCommandArgs},
     verify::{DigestUse, VerifyArgs},
 };
 use crate::exit::Code;
@@ -91,6 +93,9 @@ pub enum Command {
     #[command(about = "Print the path of the module for servers")]
     #[allow(missing_docs)]
     Module(ModuleArgs),
+    #[command(about = "Make the secret that a source and its replicas share")]
+    #[allow(missing_docs)]
+    Token(TokenCommandArgs),
     #[command(about = "Write shell completions or man pages")]
     #[allow(missing_docs)]
     Generate(GenerateArgs),
@@ -142,7 +147,7 @@ fn overview() -> String {
     format!(
         "\
 Two servers, one host, in five lines:
-  head -c 32 /dev/urandom | base64 > token && chmod 600 token
+  remora token new token
   remora source --server redis://127.0.0.1:6379 --token-file token &
   remora replica --server redis://127.0.0.1:6380 --source 127.0.0.1:7379 --token-file token
   remora verify --primary redis://127.0.0.1:6379 --replica redis://127.0.0.1:6380

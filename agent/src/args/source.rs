@@ -123,9 +123,9 @@ pub struct SourceArgs {
 #[derive(Clone, Debug, Args)]
 pub struct TokenArgs {
     /// File with the secret that source and replicas share: at least 16 bytes, for its owner and group only. It never
-    /// crosses the network. Make one by: head -c 32 /dev/urandom | base64. May be repeated: a replica needs one of the
-    /// tokens. To change the token without a gap, give two files, write the new token to one of them, and send SIGHUP:
-    /// the source reads its token files again.
+    /// crosses the network. Make one by: remora token new FILE. May be repeated: a replica needs one of the tokens. To
+    /// change the token without a gap, give two files, write the new token to one of them, and send SIGHUP: the source
+    /// reads its token files again.
     #[arg(long = "token-file", value_name = "FILE", required = true, help_heading = "Serving")]
     pub token_files: Vec<PathBuf>,
 

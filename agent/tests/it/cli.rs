@@ -90,3 +90,40 @@ fn completions_are_for_the_shell_asked_for() {
     let fish = stdout(&remora(&["generate", "completions", "fish"]));
     assert!(fish.contains("complete -c remora"));
 }
+
+#[test]
+fn a_new_token_is_in_a_file_for_its_owner_and_replaces_no_other() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("token");
+    let path = file.to_string_lossy().into_owned();
+    let output = remora(&["token", "new", &path]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert_eq!(std::fs::metadata(&file).unwrap().permissions().mode() & 0o7777, 0o600);
+    let token = std::fs::read_to_string(&file).unwrap();
+    assert!(!(stdout(&output) + &stderr(&output)).contains(token.trim()), "the token is shown");
+
+    let output = remora(&["token", "new", &path]);
+    assert_eq!(output.status.code(), Some(3));
+    assert!(stderr(&output).contains(&path), "{}", stderr(&output));
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), token);
+
+    let printed = remora(&["token", "new", "-"]);
+    assert!(stdout(&printed).trim().len() == token.trim().len() && stdout(&printed) != token);
+}
+
+#[test]
+fn a_token_that_can_be_guessed_is_refused_by_both_ends() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("token");
+    std::fs::write(&file, "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa\n").unwrap();
+    std::fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+    let file = file.to_string_lossy();
+    let common = ["--server", "redis://127.0.0.1:1", "--token-file", &file];
+    for end in [&["source"][..], &["replica", "--source", "127.0.0.1:1"]] {
+        let output = remora(&[end, &common].concat());
+        assert_eq!(output.status.code(), Some(3), "{}", stderr(&output));
+        let said = stderr(&output);
+        assert!(said.contains(&*file) && said.contains("remora token new") && !said.contains("aaaa"), "{said}");
+    }
+}

@@ -1,7 +1,13 @@
-//! Hosts without the token at the source's port. They cost the source little, and no replica waits for them.
+//! Processes without the token: other hosts at the source's port, and other users at the sockets of shared memory. They
+//! cost the source little, and no replica waits for them.
 
-use std::io::Write;
+use std::fs::{self, OpenOptions};
+use std::io::{BufRead, BufReader, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
+use std::os::unix::fs::FileExt;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle};
@@ -9,8 +15,9 @@ use std::time::{Duration, Instant};
 
 use remora_lab::{Kind, Server, assert_same_data, require};
 use rustix::net::{AddressFamily, SocketType, bind, connect, socket};
+use rustix::process::Signal;
 
-use crate::kit::{Source, Stage, fill_keys, primary};
+use crate::kit::{LONG, Source, Stage, fill_keys, primary};
 
 /// The strangers' address, another one than the replicas'.
 const STRANGERS: IpAddr = IpAddr::V4(Ipv4Addr::new(127, 0, 0, 2));
@@ -118,5 +125,142 @@ fn a_flood_of_connections_delays_no_replica_and_costs_few_descriptors() {
         assert_same_data(&primary, &replica);
         let rejections = source.agent.output().matches("connection rejected").count();
         assert!(rejections <= 4, "{rejections} lines about rejected connections");
+    }
+}
+
+/// A user other than the one that runs the agents, and its group.
+const ANOTHER_USER: u32 = 65534;
+
+/// Connects to the socket in its first argument and sends a descriptor whose last `close` waits for a minute: a TCP
+/// connection that lingers, with bytes that its peer does not take. Prints one line about it. Holds the connection
+/// open until stdin ends. It then exits without a `close`, which would linger.
+const LINGERER: &str = "
+import os, socket, struct, sys
+to = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+step = 'connect'
+try:
+    to.connect(sys.argv[1])
+    door = socket.create_server(('127.0.0.1', 0))
+    full = socket.create_connection(door.getsockname())
+    peer = door.accept()[0]
+    full.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 60))
+    full.setblocking(False)
+    try:
+        while True:
+            full.send(bytes(65536))
+    except BlockingIOError:
+        pass
+    step = 'send'
+    socket.send_fds(to, [b'x'], [full.fileno()])
+    full.close()
+    print('sent', flush=True)
+except OSError as error:
+    print(step + ': ' + type(error).__name__, flush=True)
+sys.stdin.read()
+os._exit(0)
+";
+
+/// A process that sends a lingering descriptor to a socket. It ends when this is dropped.
+struct Lingerer {
+    process: Child,
+    /// The line that it printed: whether it has sent the descriptor, or which step failed.
+    line: String,
+}
+
+impl Lingerer {
+    fn start(socket: &str, user: Option<u32>) -> Lingerer {
+        let mut command = Command::new("python3");
+        command.args(["-c", LINGERER, socket]).stdin(Stdio::piped()).stdout(Stdio::piped()).current_dir("/");
+        if let Some(user) = user {
+            command.uid(user).gid(user);
+        }
+        let mut process = command.spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(process.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        Lingerer { process, line: line.trim().to_owned() }
+    }
+}
+
+impl Drop for Lingerer {
+    fn drop(&mut self) {
+        drop(self.process.stdin.take());
+        let _ = self.process.wait();
+    }
+}
+
+/// The open descriptors of a process whose names contain a text, with the names.
+fn opened(process: u32, part: &str) -> Vec<(PathBuf, String)> {
+    let entries = fs::read_dir(format!("/proc/{process}/fd")).unwrap().filter_map(Result::ok);
+    let named = entries.filter_map(|entry| {
+        let name = fs::read_link(entry.path()).ok()?.to_string_lossy().into_owned();
+        name.contains(part).then_some((entry.path(), name))
+    });
+    named.collect()
+}
+
+/// The files of the local sockets on which a process listens.
+fn local_sockets(process: u32) -> Vec<String> {
+    let inodes = opened(process, "socket:[");
+    let is_ours = |inode: &str| inodes.iter().any(|(_, name)| *name == format!("socket:[{inode}]"));
+    let table = fs::read_to_string(format!("/proc/{process}/net/unix")).unwrap();
+    let rows = table.lines().map(|line| line.split_whitespace().collect::<Vec<&str>>());
+    let listening = rows.filter(|row| row.len() == 8 && row[3] == LISTENS && is_ours(row[6]));
+    listening.map(|row| row[7].to_owned()).collect()
+}
+
+/// The flags of a listening socket in `/proc/net/unix`.
+const LISTENS: &str = "00010000";
+
+#[test]
+fn a_local_process_with_a_lingering_descriptor_delays_neither_the_source_nor_a_replica() {
+    let Some(()) = require::root() else { return };
+    for kind in require::kinds() {
+        let (primary, source, replica) = setting(kind);
+        let mut running = source.replica(&replica, &["--transport", "shm", "--stay"]);
+        running.wait_for_line("in step; staying", LONG).unwrap();
+        let sockets = local_sockets(source.agent.pid());
+        assert!(!sockets.is_empty(), "the source listens on no local socket");
+        let mut lingering = Vec::new();
+        for socket in &sockets {
+            let stranger = Lingerer::start(socket, Some(ANOTHER_USER));
+            assert_eq!(stranger.line, "connect: PermissionError", "{socket}");
+            // A process of the agents' own user can connect without the token.
+            let own = Lingerer::start(socket, None);
+            assert!(["sent", "send: PermissionError"].contains(&own.line.as_str()), "{socket}: {}", own.line);
+            lingering.push(own);
+        }
+        let asked = Instant::now();
+        source.status();
+        assert!(asked.elapsed() < Duration::from_secs(1), "the status took {:?}", asked.elapsed());
+        let another = Server::start(kind).unwrap();
+        source.replicate(&another, &["--transport", "shm"]);
+        assert_same_data(&primary, &another);
+        running.signal(Signal::TERM).unwrap();
+        running.wait_for_success(LONG).unwrap();
+        drop(lingering);
+    }
+}
+
+#[test]
+fn a_descriptor_of_the_tables_that_is_kept_cannot_be_written() {
+    let Some(()) = require::root() else { return };
+    for kind in require::kinds() {
+        let server = primary(kind).start().unwrap();
+        fill_keys(&server, 1000, "value");
+        let source = Stage::new().source(&server.url(), &["--eager", "--module-capture", "off"]);
+        let replica = Server::start(kind).unwrap();
+        source.replicate(&replica, &["--transport", "shm"]);
+        let tables = opened(source.agent.pid(), "memfd:remora-");
+        assert!(tables.len() >= 2, "the source has a snapshot and a journal: {tables:?}");
+        for (path, name) in tables {
+            // Root can open the table for writing; other processes can only keep a descriptor. The kernel refuses the
+            // write itself.
+            let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+            let refused = file.write_at(b"forged", 0).unwrap_err();
+            assert_eq!(refused.raw_os_error(), Some(rustix::io::Errno::PERM.raw_os_error()), "{name}: {refused}");
+        }
+        let another = Server::start(kind).unwrap();
+        source.replicate(&another, &["--transport", "shm"]);
+        assert_same_data(&server, &another);
     }
 }

@@ -5,9 +5,11 @@
 //!   sources ──syn──▶ modules ──▶ imports: file ──▶ file, by the items it names ──▶ rooms: no circles
 //!                       ├──────▶ bounds: lines of a file, fields and methods of a type
 //!                       └──────▶ style: where module files stand, width of comments
+//!   lock files, cargo metadata ──▶ dependencies: sources, licences and versions of other crates
 //! ```
 //!
 //! - `rooms`: import circles. `bounds`: long files and large types. `style`: what rustfmt does not check.
+//! - `dependencies`: where crates of others come from, and under which licence.
 //! - `workspace`, `modules`, `imports`: shared by these.
 //!
 //! This is a separate crate, so that the check is built in seconds: it depends on none of the crates that it reads.
@@ -15,11 +17,14 @@
 #![forbid(unsafe_code)]
 
 mod bounds;
+mod dependencies;
 mod imports;
 mod modules;
 mod rooms;
 mod style;
 mod workspace;
+
+use std::path::Path;
 
 use imports::Imports;
 use modules::Modules;
@@ -67,7 +72,20 @@ pub fn check(print_ties: bool) -> Result<()> {
     if !styles.is_empty() {
         failures.push(format!("{}:\n{}", count(&styles, "place out of style"), styles.join("\n")));
     }
+    let unfit = unfit_dependencies(&workspace.root)?;
+    if !unfit.is_empty() {
+        failures.push(format!("{}:\n{}", count(&unfit, "fault of dependencies"), unfit.join("\n")));
+    }
     if failures.is_empty() { Ok(()) } else { Err(failures.join("\n\n").into()) }
+}
+
+/// What is wrong with the crates of others, those of the fuzz targets included.
+fn unfit_dependencies(root: &Path) -> Result<Vec<String>> {
+    let mut unfit = dependencies::check_licences(&workspace::licences()?);
+    for lock in ["Cargo.lock", "dev/fuzz/Cargo.lock"] {
+        unfit.extend(dependencies::check_lock(lock, &std::fs::read_to_string(root.join(lock))?));
+    }
+    Ok(unfit)
 }
 
 fn count(things: &[String], name: &str) -> String {

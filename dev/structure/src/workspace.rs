@@ -38,6 +38,9 @@ struct Metadata {
 #[derive(Deserialize)]
 struct Package {
     name: String,
+    /// The registry; `None` for a package of this repository.
+    source: Option<String>,
+    license: Option<String>,
     manifest_path: PathBuf,
     dependencies: Vec<Dependency>,
     targets: Vec<Target>,
@@ -58,14 +61,7 @@ struct Target {
 
 /// Asks cargo for the workspace.
 pub(crate) fn read() -> Result<Workspace> {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let output = Command::new(cargo)
-        .args(["metadata", "--no-deps", "--offline", "--locked", "--format-version", "1"])
-        .output()?;
-    if !output.status.success() {
-        return Err(format!("cargo metadata failed: {}", String::from_utf8_lossy(&output.stderr)).into());
-    }
-    let metadata: Metadata = serde_json::from_slice(&output.stdout)?;
+    let metadata = ask(&["--no-deps", "--offline"])?;
     let folder = |manifest: &Path| -> String {
         let folder = manifest.parent().unwrap_or(manifest);
         folder.strip_prefix(&metadata.workspace_root).unwrap_or(folder).display().to_string()
@@ -87,6 +83,31 @@ pub(crate) fn read() -> Result<Workspace> {
     let mut members: Vec<Member> = metadata.packages.iter().map(member).collect();
     members.sort_by(|one, other| one.folder.cmp(&other.folder));
     Ok(Workspace { members, root: metadata.workspace_root })
+}
+
+/// A crate of others, and its licence: an SPDX expression.
+pub(crate) struct Licensed {
+    pub(crate) name: String,
+    pub(crate) licence: Option<String>,
+}
+
+/// The crates of others that are built on this platform. Cargo downloads what is missing.
+pub(crate) fn licences() -> Result<Vec<Licensed>> {
+    let version = Command::new("rustc").arg("-vV").output()?;
+    let version = String::from_utf8_lossy(&version.stdout).into_owned();
+    let platform = version.lines().find_map(|line| line.strip_prefix("host: ")).ok_or("rustc -vV names no host")?;
+    let packages = ask(&["--filter-platform", platform])?.packages;
+    let others = packages.into_iter().filter(|package| package.source.is_some());
+    Ok(others.map(|package| Licensed { name: package.name, licence: package.license }).collect())
+}
+
+fn ask(options: &[&str]) -> Result<Metadata> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let output = Command::new(cargo).args(["metadata", "--locked", "--format-version", "1"]).args(options).output()?;
+    if !output.status.success() {
+        return Err(format!("cargo metadata failed: {}", String::from_utf8_lossy(&output.stderr)).into());
+    }
+    Ok(serde_json::from_slice(&output.stdout)?)
 }
 
 /// The crates, top floor first. Each depends on crates of lower floors only, since cargo forbids cycles.

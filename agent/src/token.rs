@@ -1,0 +1,103 @@
+//! New tokens: `remora token new`.
+
+use std::fs::OpenOptions;
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use rustix::fs::OFlags;
+
+use crate::args::{TokenAction, TokenCommandArgs};
+use crate::exit::Failure;
+
+/// Runs `remora token`.
+///
+/// # Errors
+/// The file exists or cannot be written, stdout cannot be written, or the system gives no random bytes.
+pub fn run(args: &TokenCommandArgs) -> Result<(), Failure> {
+    let TokenAction::New { file } = &args.action;
+    let token = random()?;
+    if file.as_os_str() == "-" {
+        return writeln!(io::stdout(), "{token}")
+            .map_err(|error| Failure::local(format!("cannot write to stdout: {error}")));
+    }
+    write(file, &token)
+}
+
+/// A new token: hexadecimal digits, which survive every editor, terminal and environment variable.
+fn random() -> Result<String, Failure> {
+    let mut random = [0; TOKEN_BYTES];
+    getrandom::fill(&mut random)
+        .map_err(|error| Failure::local(format!("the system gives no random bytes: {error}")))?;
+    Ok(random.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// Writes the token into a new file. A file, a symbolic link or a pipe at this path is left alone.
+fn write(path: &Path, token: &str) -> Result<(), Failure> {
+    let name = path.display();
+    let mut options = OpenOptions::new();
+    options.write(true).create_new(true).mode(MODE).custom_flags(OFlags::NOFOLLOW.bits() as i32);
+    let mut file = options.open(path).map_err(|error| match error.kind() {
+        io::ErrorKind::AlreadyExists => Failure::refused(format!(
+            "{name} exists and is left alone: agents may use the token in it; choose another file, or remove this one first"
+        )),
+        _ => Failure::local(format!("cannot create the token file {name}: {error}")),
+    })?;
+    writeln!(file, "{token}").and_then(|()| file.sync_all()).map_err(|error| {
+        // A part of a token must not be used.
+        let _ = std::fs::remove_file(path);
+        Failure::local(format!("cannot write the token file {name}: {error}"))
+    })
+}
+
+/// Random bytes in a new token: no computer can try 2^256 of them.
+const TOKEN_BYTES: usize = 32;
+
+/// The mode of a new token file: its owner alone reads and writes it.
+const MODE: u32 = 0o600;
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+    use crate::conversation::Token;
+    use crate::exit::Code;
+
+    #[test]
+    fn a_new_token_is_accepted_belongs_to_its_owner_alone_and_differs_from_the_next() {
+        let folder = tempfile::tempdir().unwrap();
+        let [one, other] = ["one", "other"].map(|name| {
+            let path = folder.path().join(name);
+            write(&path, &random().unwrap()).unwrap();
+            assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o600);
+            Token::read_file(path).unwrap()
+        });
+        assert_ne!(one.bytes(), other.bytes());
+        assert_eq!(one.bytes().len(), 2 * TOKEN_BYTES);
+    }
+
+    #[test]
+    fn what_stands_at_the_path_is_neither_overwritten_nor_followed() {
+        let folder = tempfile::tempdir().unwrap();
+        let [file, link, target] = ["file", "link", "target"].map(|name| folder.path().join(name));
+        std::fs::write(&file, "the token in use").unwrap();
+        // Planted by another user, who owns the file that the token would go to.
+        std::os::unix::fs::symlink(&target, &link).unwrap();
+        for path in [&file, &link] {
+            let failure = write(path, "new").unwrap_err();
+            assert_eq!(failure.code, Code::Refused, "{failure}");
+            assert!(failure.message.contains(&path.display().to_string()), "{failure}");
+        }
+        assert_eq!(std::fs::read_to_string(&file).unwrap(), "the token in use");
+        assert!(!target.exists());
+    }
+
+    #[test]
+    fn a_folder_that_does_not_exist_is_named() {
+        let failure = write(Path::new("/nonexistent/token"), "new").unwrap_err();
+        assert!(failure.message.contains("/nonexistent/token"), "{failure}");
+    }
+}

@@ -1,0 +1,233 @@
+//! The crates of others: where they come from, under which licence, and in how many versions.
+//!
+//! Known vulnerabilities are not looked for here: that needs a database, see `dev/audit`.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::workspace::Licensed;
+
+/// The registry that every crate of others comes from.
+const REGISTRY: &str = "registry+https://github.com/rust-lang/crates.io-index";
+
+/// Licences under which we use crates. All of them permit use in closed and open programs, and ask for a notice only.
+const LICENCES: &[&str] = &[
+    "Apache-2.0",
+    "Apache-2.0 WITH LLVM-exception",
+    "BSD-2-Clause",
+    "BSD-3-Clause",
+    "ISC",
+    "MIT",
+    "Unicode-3.0",
+    "Zlib",
+];
+
+/// Crates in several incompatible versions, and the reason. Each version is built, and each has to be kept free of
+/// known faults.
+const SEVERAL: &[(&str, &str)] = &[
+    ("bit-vec", "proptest uses two, in tests only"),
+    ("cpufeatures", "sha2 0.10 uses 0.2, random numbers of tests 0.3"),
+    ("getrandom", "ring uses 0.2, we use 0.3, tests and tempfile 0.4"),
+    ("hashbrown", "petgraph uses 0.15, indexmap 0.17; both in tools"),
+    ("r-efi", "two versions of getrandom use it, on UEFI only"),
+    ("syn", "derive macros change to 3 one after the other; none is part of the programs"),
+    ("windows-sys", "on Windows only, where Remora does not run"),
+];
+
+/// What is wrong with the crates in the text of a lock file, one line each. `file` is its name.
+pub(crate) fn check_lock(file: &str, text: &str) -> Vec<String> {
+    let locked = read_lock(text);
+    let mut wrong = Vec::new();
+    let mut versions: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
+    for Locked { name, version, source, has_checksum } in &locked {
+        let Some(source) = source else { continue }; // a crate of this repository
+        if *source != REGISTRY {
+            wrong.push(format!("{file}: {name} {version} comes from {source}; use crates.io only"));
+        } else if !has_checksum {
+            wrong.push(format!("{file}: {name} {version} has no checksum"));
+        }
+        versions.entry(name).or_default().insert(compatible(version));
+    }
+    for (name, versions) in versions {
+        if versions.len() > 1 && !SEVERAL.iter().any(|(known, _)| *known == name) {
+            let list: Vec<String> = versions.into_iter().collect();
+            wrong.push(format!(
+                "{file}: {name} is there in the versions {}; use one, or note the reason in SEVERAL of dev/structure/src/dependencies.rs",
+                list.join(", ")
+            ));
+        }
+    }
+    wrong
+}
+
+/// The crates whose licence is not in [`LICENCES`], one line each.
+pub(crate) fn check_licences(crates: &[Licensed]) -> Vec<String> {
+    let unfit = crates.iter().filter(|one| !one.licence.as_deref().is_some_and(is_allowed));
+    let line = |Licensed { name, licence }: &Licensed| {
+        let licence = licence.as_deref().unwrap_or("none in its manifest");
+        format!(
+            "{name} has the licence {licence}; do not use it, or add the licence in dev/structure/src/dependencies.rs"
+        )
+    };
+    unfit.map(line).collect()
+}
+
+/// One entry of a lock file.
+struct Locked<'a> {
+    name: &'a str,
+    version: &'a str,
+    source: Option<&'a str>,
+    has_checksum: bool,
+}
+
+/// The entries of a lock file. Cargo writes one field on each line.
+fn read_lock(text: &str) -> Vec<Locked<'_>> {
+    let read = |entry| {
+        let field = |name: &str| -> Option<&str> {
+            let lines = str::lines(entry);
+            let mut values = lines.filter_map(|line| line.strip_prefix(name)?.strip_prefix(" = \"")?.strip_suffix('"'));
+            values.next()
+        };
+        let (name, version) = (field("name")?, field("version")?);
+        Some(Locked { name, version, source: field("source"), has_checksum: field("checksum").is_some() })
+    };
+    text.split("[[package]]").filter_map(read).collect()
+}
+
+/// The part of a version that all compatible versions share: `1` of 1.2.3, `0.3` of 0.3.4, `0.0.5` of 0.0.5.
+fn compatible(version: &str) -> String {
+    let mut parts: Vec<&str> = Vec::new();
+    for part in version.split('.') {
+        parts.push(part);
+        if part != "0" {
+            break;
+        }
+    }
+    parts.join(".")
+}
+
+/// Whether [`LICENCES`] satisfies an SPDX expression. Before SPDX, crates wrote `/` for `OR`. Parentheses are supported
+/// to any depth; an expression that cannot be read is not satisfied.
+fn is_allowed(expression: &str) -> bool {
+    let spaced = expression.replace('/', " OR ").replace('(', " ( ").replace(')', " ) ");
+    let words: Vec<&str> = spaced.split_whitespace().collect();
+    let mut rest = words.as_slice();
+    either(&mut rest) == Some(true) && rest.is_empty()
+}
+
+fn either(words: &mut &[&str]) -> Option<bool> {
+    let mut allowed = both(words)?;
+    while let Some((&"OR", rest)) = words.split_first() {
+        *words = rest;
+        allowed |= both(words)?;
+    }
+    Some(allowed)
+}
+
+fn both(words: &mut &[&str]) -> Option<bool> {
+    let mut allowed = licence(words)?;
+    while let Some((&"AND", rest)) = words.split_first() {
+        *words = rest;
+        allowed &= licence(words)?;
+    }
+    Some(allowed)
+}
+
+fn licence(words: &mut &[&str]) -> Option<bool> {
+    let (&first, rest) = words.split_first()?;
+    *words = rest;
+    if first == "(" {
+        let allowed = either(words)?;
+        let (&")", rest) = words.split_first()? else { return None };
+        *words = rest;
+        return Some(allowed);
+    }
+    let mut name = first.to_owned();
+    if let [exception_follows, exception, rest @ ..] = *words
+        && *exception_follows == "WITH"
+    {
+        name = format!("{first} WITH {exception}");
+        *words = rest;
+    }
+    Some(LICENCES.contains(&name.as_str()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(name: &str, version: &str, more: &str) -> String {
+        format!("[[package]]\nname = \"{name}\"\nversion = \"{version}\"\n{more}\n")
+    }
+
+    fn from_registry(name: &str, version: &str) -> String {
+        entry(name, version, &format!("source = \"{REGISTRY}\"\nchecksum = \"abc\"\ndependencies = [\n \"x\",\n]\n"))
+    }
+
+    #[test]
+    fn a_crate_from_elsewhere_or_without_a_checksum_is_named() {
+        let good = entry("ours", "0.1.0", "") + &from_registry("one", "1.0.0") + &from_registry("other", "0.3.1");
+        assert_eq!(check_lock("lock", &good), Vec::<String>::new());
+        let git = entry("stray", "1.0.0", "source = \"git+https://example.com/stray#abc\"");
+        let bare = entry("bare", "1.0.0", &format!("source = \"{REGISTRY}\""));
+        let wrong = check_lock("lock", &(good + &git + &bare));
+        assert_eq!(wrong.len(), 2, "{wrong:?}");
+        assert!(wrong[0].contains("stray 1.0.0 comes from git+") && wrong[1].contains("bare 1.0.0 has no checksum"));
+    }
+
+    #[test]
+    fn incompatible_versions_of_a_crate_need_a_reason() {
+        let locked = |versions: &[&str]| -> Vec<String> {
+            let text: String = versions.iter().map(|version| from_registry("twice", version)).collect();
+            check_lock("lock", &text)
+        };
+        assert_eq!(locked(&["1.0.0", "1.2.0"]), Vec::<String>::new());
+        assert_eq!(locked(&["0.3.1", "0.3.2"]), Vec::<String>::new());
+        for two in [["1.0.0", "2.0.0"], ["0.3.1", "0.4.0"], ["0.0.1", "0.0.2"], ["0.9.0", "1.0.0"]] {
+            assert!(locked(&two).concat().contains("twice"), "{two:?}");
+        }
+        let known = from_registry("syn", "2.0.0") + &from_registry("syn", "3.0.0");
+        assert_eq!(check_lock("lock", &known), Vec::<String>::new());
+    }
+
+    #[test]
+    fn licences_are_read_as_expressions() {
+        let allowed = [
+            "MIT",
+            "MIT/Apache-2.0",
+            "Apache-2.0 / MIT",
+            "GPL-3.0 OR MIT",
+            "Apache-2.0 AND ISC",
+            "(MIT OR Apache-2.0) AND Unicode-3.0",
+            "Apache-2.0 WITH LLVM-exception",
+            "LGPL-2.1 OR (MIT AND (ISC OR GPL-2.0))",
+        ];
+        for expression in allowed {
+            assert!(is_allowed(expression), "{expression}");
+        }
+        let refused = [
+            "",
+            "GPL-3.0",
+            "MIT AND GPL-3.0",
+            "GPL-2.0 OR MIT AND GPL-3.0",
+            "GPL-2.0 WITH LLVM-exception",
+            "MIT OR",
+            "(MIT",
+            "MIT)",
+            "MIT ISC",
+            "MIT WITH",
+        ];
+        for expression in refused {
+            assert!(!is_allowed(expression), "{expression}");
+        }
+    }
+
+    #[test]
+    fn a_crate_without_a_fit_licence_is_named() {
+        let licensed =
+            |name: &str, licence: Option<&str>| Licensed { name: name.into(), licence: licence.map(Into::into) };
+        let crates = [licensed("good", Some("MIT")), licensed("silent", None), licensed("strict", Some("AGPL-3.0"))];
+        let wrong = check_licences(&crates);
+        assert_eq!(wrong.len(), 2, "{wrong:?}");
+        assert!(wrong[0].contains("silent") && wrong[1].contains("strict has the licence AGPL-3.0"));
+    }
+}
