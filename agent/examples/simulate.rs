@@ -4,14 +4,23 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
-use remora_agent::simulation::{explain, explore};
+use remora_agent::simulation::{Limits, explain, explore};
 
 /// The command line.
 #[derive(Parser)]
 struct Arguments {
-    /// How long to play, in hours.
-    #[arg(long, default_value_t = 1.0)]
-    hours: f64,
+    /// How long to play, in hours. Default: one hour, or as long as `--schedules` takes.
+    #[arg(long, conflicts_with = "minutes")]
+    hours: Option<f64>,
+    /// How long to play, in minutes.
+    #[arg(long)]
+    minutes: Option<f64>,
+    /// How many schedules to play.
+    #[arg(long)]
+    schedules: Option<u64>,
+    /// On how many threads to play.
+    #[arg(long, default_value_t = 1)]
+    jobs: usize,
     /// The first seed. Default: another one in each run.
     #[arg(long)]
     first: Option<u64>,
@@ -29,11 +38,23 @@ fn main() -> ExitCode {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     let first = arguments.first.unwrap_or(now.as_secs());
     println!("the first seed is {first} (--first)");
-    let summary = explore(Duration::from_secs_f64(arguments.hours * 3600.0), first, true);
+    let hours = arguments.hours.or(arguments.minutes.map(|minutes| minutes / 60.0));
+    let time = match (hours, arguments.schedules) {
+        (Some(hours), _) => Duration::try_from_secs_f64(hours * 3600.0).unwrap_or(Duration::MAX),
+        (None, Some(_)) => Duration::MAX,
+        (None, None) => Duration::from_secs(3600),
+    };
+    let limits = Limits { time, schedules: arguments.schedules.unwrap_or(u64::MAX), jobs: arguments.jobs };
+    let summary = explore(limits, first, true);
     for (what, count) in &summary.reached {
         println!("{count:>12}  {what}");
     }
-    println!("{} schedules, {} findings", summary.schedules, summary.findings.len());
+    let (seconds, rate) = (summary.took.as_secs(), summary.rate());
+    println!(
+        "{} schedules in {seconds} s, {rate:.0} per second, {} findings",
+        summary.schedules,
+        summary.findings.len()
+    );
     for (seed, finding) in &summary.findings {
         println!("REMORA_SIM_SEED={seed}: {finding}");
     }

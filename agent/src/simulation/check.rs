@@ -30,10 +30,12 @@ pub(super) struct Watch {
     taken_over: BTreeMap<ServerId, (Duration, usize)>,
     /// When an agent last asked which primary its server follows.
     looked: BTreeMap<(usize, ServerId), Duration>,
+    /// When an agent first looked whom its server follows.
+    first_looked: BTreeMap<(usize, ServerId), Duration>,
     /// When a server or its clients were last ended by force.
     out_of_reach: BTreeMap<ServerId, Duration>,
-    /// When an agent first changed a server, and what the server held then.
-    touched: BTreeMap<(usize, ServerId), (Duration, Content)>,
+    /// When an agent first changed a server, what the server held then, and how many full copies it had applied.
+    touched: BTreeMap<(usize, ServerId), (Duration, Content, u64)>,
     /// When an agent began to hand its server over.
     handing_over: BTreeMap<(usize, ServerId), Duration>,
 }
@@ -64,6 +66,7 @@ impl Watch {
         match &change.changed {
             Changed::Looked => {
                 self.looked.insert(key, now);
+                self.first_looked.entry(key).or_insert(now);
                 return Ok(());
             }
             Changed::Nothing | Changed::Setting => return Ok(()),
@@ -71,14 +74,17 @@ impl Watch {
         }
         let Some(agent) = agents.get(number) else { return Ok(()) };
         self.full_copy_was_left(world, agent, change)?;
-        let held = world.server(id).content;
-        let untouched = self.touched.insert(key, (now, held)).is_none_or(|before| {
+        let server = world.server(id);
+        let held = (now, server.content, server.full_copies.1);
+        let untouched = self.touched.insert(key, held).is_none_or(|before| {
             self.touched.insert(key, before);
             false
         });
         let Some(&(since, before)) = self.taken_over.get(&id) else { return Ok(()) };
         let as_found = matches!(&change.changed, Changed::Follows { before, .. } if *before == agent.found);
-        if number >= before || (untouched && as_found) {
+        // The agent was started before the operator's command, and found the server as the command had left it.
+        let came_later = self.first_looked.get(&key).is_some_and(|first| *first > since);
+        if number >= before || came_later || (untouched && as_found) {
             return Ok(());
         }
         let look = self.looked.get(&key).copied().unwrap_or_default();
@@ -162,10 +168,13 @@ impl Watch {
     /// What an agent says at its end of the data that it leaves is true.
     pub(super) fn ended(&self, world: &World, agent: &ReplicaAgent) -> Result<(), String> {
         let (number, id) = (agent.index, agent.options.server);
-        let Some(&(since, held)) = self.touched.get(&(number, id)) else { return Ok(()) };
+        let Some(&(since, held, copies)) = self.touched.get(&(number, id)) else { return Ok(()) };
         let says = |text: &str| matches!(&agent.outcome, Some(Err(failure)) if failure.message.contains(text));
         let restarted = self.out_of_reach.get(&id).is_some_and(|&cut| cut >= since);
-        let is_as_before = world.server(id).content == held;
+        // A server that its former primary has continued meanwhile holds what it held before, and the writes since then.
+        let server = world.server(id);
+        let is_continued = server.is_up() && server.full_copies.1 == copies;
+        let is_as_before = server.content == held || is_continued;
         if says("holds what it held before") && !is_as_before && !restarted && !self.is_taken_over(id) {
             return Err(format!("agent {number} says that server {} holds what it held before, which is not so", id.0));
         }

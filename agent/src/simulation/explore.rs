@@ -1,6 +1,7 @@
-//! Explore: many schedules, one after the other.
+//! Explore: many schedules, on one thread or on several.
 
 use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::operator::seeds;
@@ -12,45 +13,89 @@ const FINDINGS: usize = 10;
 /// How often the progress is shown.
 const SHOW_EVERY: Duration = Duration::from_secs(60);
 
+/// How much is played. The first limit that is reached ends the run.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// The time.
+    pub time: Duration,
+    /// The number of schedules.
+    pub schedules: u64,
+    /// The number of threads. They take the seeds from one stream, so that the number does not decide what is played.
+    pub jobs: usize,
+}
+
 /// What came of many schedules.
 #[derive(Clone, Debug, Default)]
 pub struct Summary {
     /// How many ran.
     pub schedules: u64,
+    /// How long they took.
+    pub took: Duration,
     /// What they reached, and how often.
     pub reached: BTreeMap<String, u64>,
     /// Seeds whose schedules violated what must hold, and how.
     pub findings: Vec<(u64, String)>,
 }
 
-/// Plays schedules whose seeds follow from `first`, for this time or until enough was found. With `shows`, it prints
-/// its progress once a minute, and the last events of each finding.
-pub fn explore(limit: Duration, first: u64, shows: bool) -> Summary {
-    let (began, mut shown) = (Instant::now(), Instant::now());
-    let mut summary = Summary::default();
-    for seed in seeds(first) {
-        if began.elapsed() >= limit || summary.findings.len() >= FINDINGS {
-            break;
+impl Summary {
+    /// The number of schedules per second.
+    pub fn rate(&self) -> f64 {
+        self.schedules as f64 / self.took.as_secs_f64().max(f64::EPSILON)
+    }
+}
+
+/// What the threads share.
+struct Progress<S> {
+    seeds: S,
+    summary: Summary,
+    shown: Instant,
+}
+
+/// Plays schedules whose seeds follow from `first`, until a limit is reached or enough was found. With `shows`, it
+/// prints its progress once a minute, and the last events of each finding.
+pub fn explore(limits: Limits, first: u64, shows: bool) -> Summary {
+    let began = Instant::now();
+    let seeds = seeds(first).take(usize::try_from(limits.schedules).unwrap_or(usize::MAX));
+    let progress = Mutex::new(Progress { seeds, summary: Summary::default(), shown: began });
+    std::thread::scope(|scope| {
+        for _ in 1..limits.jobs {
+            scope.spawn(|| work(limits, began, &progress, shows));
         }
+        work(limits, began, &progress, shows);
+    });
+    let mut summary = progress.into_inner().unwrap_or_else(PoisonError::into_inner).summary;
+    summary.took = began.elapsed();
+    summary
+}
+
+/// Plays schedules on this thread.
+fn work<S: Iterator<Item = u64>>(limits: Limits, began: Instant, progress: &Mutex<Progress<S>>, shows: bool) {
+    let locked = || progress.lock().unwrap_or_else(PoisonError::into_inner);
+    loop {
+        let mut progress = locked();
+        if progress.summary.findings.len() >= FINDINGS || began.elapsed() >= limits.time {
+            return;
+        }
+        let Some(seed) = progress.seeds.next() else { return };
+        drop(progress);
         let outcome = play(seed, None, false);
-        summary.schedules += 1;
+        if shows && outcome.finding.is_some() {
+            println!("{}", explain(seed));
+        }
+        let mut progress = locked();
+        progress.summary.schedules += 1;
         for (what, count) in outcome.counts {
-            *summary.reached.entry(what).or_default() += count;
+            *progress.summary.reached.entry(what).or_default() += count;
         }
-        if let Some(finding) = outcome.finding {
-            if shows {
-                println!("{}", explain(seed));
-            }
-            summary.findings.push((seed, finding));
-        }
-        if shows && shown.elapsed() >= SHOW_EVERY {
-            shown = Instant::now();
-            let minutes = began.elapsed().as_secs_f64() / 60.0;
+        progress.summary.findings.extend(outcome.finding.map(|finding| (seed, finding)));
+        if shows && progress.shown.elapsed() >= SHOW_EVERY {
+            progress.shown = Instant::now();
+            progress.summary.took = began.elapsed();
+            let summary = &progress.summary;
             let (number, found) = (summary.schedules, summary.findings.len());
-            println!("{number} schedules, {:.0} a minute, {found} findings", number as f64 / minutes);
+            println!("{number} schedules, {:.0} per second, {found} findings", summary.rate());
         }
     }
-    summary
 }
 
 /// Plays the schedule of a seed again and says what it finds, with the last events.

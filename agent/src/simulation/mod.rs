@@ -31,4 +31,4 @@ mod tests;
 mod wire;
 mod world;
 
-pub use self::explore::{Summary, explain, explore};
+pub use self::explore::{Limits, Summary, explain, explore};

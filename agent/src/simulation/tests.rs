@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::explore::{explain, explore};
+use super::explore::{Limits, explain, explore};
 use super::operator::seeds;
 use super::run::play;
 use crate::mutation::Mutation;
@@ -16,7 +16,7 @@ const LEAST_SCHEDULES: u64 = 200;
 const FOUND_WITHIN: Duration = Duration::from_secs(180);
 
 /// Seeds that once found a fault, and which.
-const FOUND: [(u64, &str); 6] = [
+const FOUND: [(u64, &str); 7] = [
     (4_474_298_603_552_836_524, "a full ring without a reader held up the next replica for ever"),
     (16_555_945_931_975_370_203, "a snapshot that began again was read in the phase Load, and its window stood still"),
     (9_911_429_021_584_333_846, "a server that had loaded a snapshot was said to hold what it held before"),
@@ -26,6 +26,7 @@ const FOUND: [(u64, &str); 6] = [
         "an agent that closed the link of a server, which was promoted just then, waited for ever",
     ),
     (4_563_113_557_085_440_407, "as the fifth, with a killed agent"),
+    (7_249_279_064_245_750_149, "as the fifth, with a server that crashed"),
 ];
 
 #[test]
@@ -33,7 +34,7 @@ fn what_must_hold_does_in_schedules_of_many_seeds() {
     if let Some(seed) = std::env::var("REMORA_SIM_SEED").ok().and_then(|seed| seed.parse().ok()) {
         return println!("{}", explain(seed));
     }
-    let summary = explore(LIMIT, 1, true);
+    let summary = explore(Limits { time: LIMIT, schedules: u64::MAX, jobs: 1 }, 1, true);
     println!("{} schedules: {:#?}", summary.schedules, summary.reached);
     assert!(summary.findings.is_empty(), "{:#?}", summary.findings);
     assert!(summary.schedules >= LEAST_SCHEDULES, "{} schedules", summary.schedules);
@@ -45,6 +46,15 @@ fn seeds_that_once_found_a_fault_find_nothing() {
         let finding = play(seed, None, false).finding;
         assert_eq!(finding, None, "{what}\n{}", explain(seed));
     }
+}
+
+#[test]
+fn the_number_of_threads_does_not_change_what_is_played() {
+    let [one, two] = [1, 2].map(|jobs| explore(Limits { time: LIMIT, schedules: 6, jobs }, 4, false));
+    assert_eq!((one.schedules, two.schedules), (6, 6));
+    assert_eq!((one.reached, one.findings), (two.reached, two.findings));
+    let none = explore(Limits { time: Duration::ZERO, schedules: 6, jobs: 2 }, 4, false);
+    assert_eq!(none.schedules, 0);
 }
 
 #[test]
