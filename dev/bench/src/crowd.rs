@@ -7,7 +7,7 @@
 //!
 //! The conversations are the product's own: its handshake, its session and its messages. No server and no data lane is
 //! behind them: a member reports slots that it has not read. Each says that it lends its slots and stands in one of
-//! [`ZONES`] zones, so that the source arranges all of them in one chain.
+//! 20 zones, so that the source arranges all of them in one chain.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -68,7 +68,7 @@ impl Crowd {
     /// Opens this many conversations, and waits until the source has offered its snapshot in each.
     ///
     /// # Errors
-    /// A conversation failed, or the source made a member wait for longer than [`PATIENCE`].
+    /// A conversation failed, or the source made a member wait for longer than two minutes.
     pub fn open(source: SocketAddr, token: &Path, members: usize) -> Result<Crowd> {
         let limit = getrlimit(Resource::Nofile);
         setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?;

@@ -172,7 +172,7 @@ fn a_called_end_accepts_each_of_its_tokens_and_knows_which_one_was_proved() {
         keys.push(at_caller);
     }
     assert_ne!(keys[0], keys[1]);
-    let unknown = token("a token of nobody here");
+    let unknown = token("a token that the server does not hold");
     assert!(matches!(meet(client(&unknown), two(), None).server, Err(HandshakeError::WrongToken { .. })));
     // A caller with two tokens proves the first one, and takes no proof of the second one.
     let mut caller = Handshake::caller(tokens.iter().collect(), opening(1), Instant::now(), LIMIT);
