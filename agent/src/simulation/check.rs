@@ -11,7 +11,7 @@ use super::wire::{Address, ServerId};
 use super::world::{Change, World};
 
 /// The time between an agent's look at a server and its change there. Both are commands on one connection; a server that
-/// is loading refuses the second for a while.
+/// is busy lets the second wait.
 const LOOK_LASTS: Duration = Duration::from_millis(300);
 
 /// How long an agent may take from its signal to its end.
@@ -176,7 +176,11 @@ impl Watch {
         let is_continued = server.is_up() && server.full_copies.1 == copies;
         let is_as_before = server.content == held || is_continued;
         if says("holds what it held before") && !is_as_before && !restarted && !self.is_taken_over(id) {
-            return Err(format!("agent {number} says that server {} holds what it held before, which is not so", id.0));
+            return Err(format!(
+                "agent {number} says that server {} holds what it held before, which is not so: it held {held:x?} at {since:?}, \
+                 and holds {:x?}",
+                id.0, server.content
+            ));
         }
         Ok(())
     }

@@ -52,7 +52,7 @@ impl Content {
     }
 }
 
-fn mixed(number: u64) -> u64 {
+pub(super) fn mixed(number: u64) -> u64 {
     let number = (number ^ (number >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     let number = (number ^ (number >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
     number ^ (number >> 31)
@@ -61,7 +61,7 @@ fn mixed(number: u64) -> u64 {
 /// See the module's text.
 #[derive(Default)]
 pub(super) struct Oracle {
-    contents: BTreeMap<(ReplId, u64), Content>,
+    contents: BTreeMap<ReplId, BTreeMap<u64, Content>>,
     /// The history before each one, and the last offset that both share.
     before: BTreeMap<ReplId, (ReplId, u64)>,
 }
@@ -72,26 +72,28 @@ impl Oracle {
         if let Some(before) = before {
             self.before.insert(replid, before);
         }
-        self.contents.insert((replid, offset), content);
+        self.wrote(replid, offset, content);
     }
 
     /// A primary has executed a write that ends at `offset`.
     pub(super) fn wrote(&mut self, replid: ReplId, offset: u64, content: Content) {
-        self.contents.insert((replid, offset), content);
+        self.contents.entry(replid).or_default().insert(offset, content);
     }
 
     /// What a server at this offset of this history holds. `None`: no primary has written it.
     pub(super) fn expected(&self, mut replid: ReplId, offset: u64) -> Option<Content> {
+        let at = |replid: &ReplId| self.contents.get(replid).and_then(|written| written.get(&offset)).copied();
         // As many steps as there are histories, so that the search ends whatever was recorded.
         for _ in 0..=self.before.len() {
+            if let Some(content) = at(&replid) {
+                return Some(content);
+            }
             match self.before.get(&replid) {
-                Some(&(before, last)) if offset <= last && !self.contents.contains_key(&(replid, offset)) => {
-                    replid = before;
-                }
-                _ => break,
+                Some(&(before, last)) if offset <= last => replid = before,
+                _ => return None,
             }
         }
-        self.contents.get(&(replid, offset)).copied()
+        None
     }
 }
 

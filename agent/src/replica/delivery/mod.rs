@@ -31,6 +31,8 @@ mod poller;
 mod reference_plan;
 mod referenced;
 mod server_link;
+#[cfg(any(test, feature = "simulation"))]
+pub(crate) mod simulated;
 mod stream;
 #[cfg(test)]
 mod tests;
@@ -82,6 +84,24 @@ struct Delivery {
     /// Number of introductions so far.
     introductions: u64,
     ready: Readiness,
+    clock: Clock,
+}
+
+/// The time: the system's, unless a simulation has set it.
+#[derive(Default)]
+struct Clock {
+    #[cfg(any(test, feature = "simulation"))]
+    set: Option<Instant>,
+}
+
+impl Clock {
+    fn now(&self) -> Instant {
+        #[cfg(any(test, feature = "simulation"))]
+        if let Some(now) = self.set {
+            return now;
+        }
+        Instant::now()
+    }
 }
 
 /// The result of one turn.
@@ -117,6 +137,7 @@ impl Delivery {
             by_module: false,
             introductions: 0,
             ready: Readiness::all(now),
+            clock: Clock::default(),
         }
     }
 
@@ -129,7 +150,7 @@ impl Delivery {
     /// Runs until the delivery is ordered to end. The error says why it cannot continue.
     fn turns(&mut self) -> Result<(), String> {
         loop {
-            match self.turn(Instant::now())? {
+            match self.turn(self.clock.now())? {
                 Turned::Moved => {}
                 Turned::Idle => self.wait(),
                 Turned::Ended => return Ok(()),
@@ -394,7 +415,7 @@ impl Delivery {
             Err(WriteError::Feed(error)) => {
                 // The payload may contain overwritten bytes. Without the mark the server discards it.
                 self.drop_link("a slot was overwritten while it was being used", Cause::Broken);
-                self.lose_feed(Instant::now(), error);
+                self.lose_feed(self.clock.now(), error);
                 true
             }
             Err(WriteError::Damaged(error)) => {
@@ -418,7 +439,7 @@ impl Delivery {
             if !link.flush()? {
                 return Ok(moved);
             }
-            let now = Instant::now();
+            let now = self.clock.now();
             let wrote = match &link.stage {
                 Stage::Asked => self.begin_payload(now),
                 Stage::Introducing { .. } => link.keep_alive(now),
@@ -474,7 +495,10 @@ impl Delivery {
             }
             let Stage::Plain(payload) = &mut link.stage else { return Ok(None) };
             let number = payload.next_slot();
-            if self.input.is_whole_at(number) && !payload.lends() {
+            let is_whole = self.input.is_whole_at(number);
+            #[cfg(any(test, feature = "simulation"))]
+            let is_whole = is_whole || (number > 0 && crate::mutation::Mutation::PayloadEndedEarly.is_active());
+            if is_whole && !payload.lends() {
                 let mark = *payload.mark();
                 return Ok(Some(self.end_payload(&mark)));
             }

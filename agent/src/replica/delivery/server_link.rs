@@ -237,6 +237,10 @@ impl ServerLink {
 
     /// The server has loaded its payload, or needed none, and waits for the stream.
     fn takes_the_stream(&self) -> bool {
+        #[cfg(any(test, feature = "simulation"))]
+        if crate::mutation::Mutation::StreamBeforeTheAck.is_active() {
+            return matches!(self.stage, Stage::Streaming) && !self.held;
+        }
         matches!(self.stage, Stage::Streaming) && self.has_loaded && !self.held
     }
 
