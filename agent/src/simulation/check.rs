@@ -99,8 +99,10 @@ impl Watch {
                 "agent {number} says {command} to server {server}, which the operator took over, without a look right before"
             ));
         }
-        // Between a look and the change there is time for a command of the operator, which is then undone.
+        // Between a look and the change there is time for a command of the operator, which is then undone. What the
+        // operator wrote is there.
         self.taken_over.remove(&id);
+        self.touched.insert(key, held);
         Ok(())
     }
 
