@@ -271,6 +271,11 @@ impl Deliver for Delivery {
     fn attach(&mut self, world: &mut World, feed: AnyFeed) {
         let AnyFeed::Model(mut feed) = feed else { return };
         self.abandon_memory(world);
+        if self.loaded && self.origin.is_some_and(|origin| origin.replid != feed.origin.replid) {
+            self.feed = None;
+            let failure = Failure::new(Code::Source, "its stream is of another history");
+            return self.tell(DeliveryEvent::FeedLost { failure });
+        }
         if self.origin != Some(feed.origin) && !self.loaded {
             let has_begun = matches!(&self.link, Some(Link { stage: Stage::Payload { .. } | Stage::Streaming, .. }));
             if has_begun {
@@ -474,7 +479,7 @@ impl Delivery {
         let (Some(origin), Some(link)) = (self.origin, &mut self.link) else { return };
         let Origin { replid, offset, .. } = origin;
         world.send(link.conn, self.agent, Message::FullResync { replid, offset });
-        link.stage = Stage::Payload { refers };
+        (link.stage, link.is_held) = (Stage::Payload { refers }, false);
         self.given += 10;
         self.bytes_delivered = 0;
     }

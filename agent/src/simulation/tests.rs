@@ -17,7 +17,7 @@ const LEAST_SCHEDULES: u64 = 200;
 const FOUND_WITHIN: Duration = Duration::from_secs(180);
 
 /// Seeds that once found a fault, and which.
-const FOUND: [(u64, &str); 10] = [
+const FOUND: [(u64, &str); 12] = [
     (4_474_298_603_552_836_524, "a full ring without a reader held up the next replica for ever"),
     (16_555_945_931_975_370_203, "a snapshot that began again was read in the phase Load, and its window stood still"),
     (9_911_429_021_584_333_846, "a server that had loaded a snapshot was said to hold what it held before"),
@@ -34,6 +34,8 @@ const FOUND: [(u64, &str); 10] = [
     ),
     (7_225_482_857_048_614_238, "a stopped agent waited --retry-for for a full copy that its server took"),
     (18_380_026_408_176_979_787, "REPLICAOF was repeated to a loading server, which was promoted meanwhile"),
+    (10_127_402_616_368_650_530, "a server that had loaded got the stream of the history after its own"),
+    (1_870_137_823_949_232_611, "a server that came back empty on its way to the primary got no source any more"),
 ];
 
 #[test]

@@ -219,10 +219,21 @@ impl Delivery {
             self.begin_snapshot(&feed)?;
         }
         self.link.iter_mut().for_each(|link| link.lay_down(now));
-        if let Err(error) = self.input.attach(now, feed, &self.at) {
+        if let Err(error) = self.continued_by(&feed).and_then(|()| self.input.attach(now, feed, &self.at)) {
             self.tell(Notice::FeedLost { error });
         }
         Ok(())
+    }
+
+    /// A server that has loaded a snapshot gets the stream of that history only. The source may have offered another
+    /// one before it knew that the server has loaded.
+    fn continued_by(&self, feed: &Feed) -> Result<(), FeedError> {
+        match self.history().filter(|_| self.at.loaded) {
+            Some(loaded) if loaded != feed.id.origin.history => {
+                Err(FeedError::OtherHistory { loaded, feed: feed.id.origin.history })
+            }
+            _ => Ok(()),
+        }
     }
 
     fn begin_snapshot(&mut self, feed: &Feed) -> Result<(), String> {

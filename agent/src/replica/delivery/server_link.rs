@@ -156,6 +156,8 @@ impl ServerLink {
 
     /// Promises the server a payload that ends with a mark.
     pub(super) fn begin_payload(&mut self, replid: &ReplId, offset: u64, mark: [u8; 40], stage: Stage) {
+        // A server that is filled again did not go to the primary.
+        self.held = false;
         self.role.full_resync(replid, offset);
         self.role.payload(&Payload::Mark(mark));
         self.stage = stage;
