@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use remora_wire::Token;
+use rustls::ServerConfig;
 
 use crate::buffer::Pool;
 use crate::common::Common;
@@ -18,7 +19,8 @@ use crate::policy::Policy;
 use crate::registry::Name;
 use crate::signal::Entity;
 use crate::stack::posix::TcpLink;
-use crate::stack::{Address, Stacks};
+use crate::stack::tls::TlsLink;
+use crate::stack::{Address, Link, Stacks};
 use crate::throttle::Throttle;
 use crate::worker::{Command, Handle, LinkState};
 
@@ -87,7 +89,18 @@ impl Messenger {
     /// # Errors
     /// The error of the system.
     pub fn adopt(&self, stream: std::net::TcpStream) -> io::Result<()> {
-        let link = Box::new(TcpLink::adopt(stream)?);
+        self.take(Box::new(TcpLink::adopt(stream)?))
+    }
+
+    /// As [`Messenger::adopt`], with TLS on the connection: this end is TLS's server.
+    ///
+    /// # Errors
+    /// The error of the system, or of rustls.
+    pub fn adopt_tls(&self, stream: std::net::TcpStream, config: &Arc<ServerConfig>) -> io::Result<()> {
+        self.take(Box::new(TlsLink::accept(TcpLink::adopt(stream)?, config)?))
+    }
+
+    fn take(&self, link: Box<dyn Link>) -> io::Result<()> {
         self.common.serving.store(true, Ordering::Release);
         let called = LinkState::called(link, &self.common, Instant::now());
         let link = called.map_err(|broken| io::Error::other(broken.to_string()))?;

@@ -26,10 +26,12 @@
 //! - The session's key depends on the token and the whole handshake, both proofs included. No part of it crosses the
 //!   wire.
 //! - Everything after the handshake is sealed with keys derived from the session's key ([`crate::seal`]).
+//! - On a link that is a secure channel, the proofs and the key also depend on the channel ([`Handshake::bind`]). An
+//!   attacker in the middle who terminates the channel at both ends has two channels, so neither proof is valid.
 //! - A called end that fails sends at most one `Refuse`. It is not authenticated: the caller only shows it in the
 //!   error's text.
 //!
-//! Nothing is encrypted. See `docs/protocol.md`.
+//! The handshake encrypts nothing; the link below it may. See `docs/protocol.md`.
 
 pub mod error;
 pub mod frame;
@@ -130,8 +132,9 @@ pub struct Handshake<T> {
     /// Number of bytes of the peer's [`MAGIC`] received so far.
     magic_received: usize,
     decoder: Decoder,
-    /// Every byte of both directions so far, in order.
+    /// The channel, if the link is one, then every byte of both directions so far, in order.
     transcript: Vec<u8>,
+    is_bound: bool,
     output: Vec<u8>,
     deadline: Instant,
     limit: Duration,
@@ -198,10 +201,25 @@ impl<T: Deref<Target = Token>> Handshake<T> {
             magic_received: 0,
             decoder: Decoder::new(MAX_HANDSHAKE_PAYLOAD_BYTES),
             transcript: Vec::new(),
+            is_bound: false,
             output: Vec::new(),
             deadline: now + limit,
             limit,
         }
+    }
+
+    /// Makes the proofs and the key depend on the secure channel that carries the handshake. `binding` is a value that
+    /// only the two ends of that channel share, such as the `tls-exporter` of RFC 9266. Both ends of a channel must call
+    /// this once, before the first call of [`Handshake::handle_input`].
+    pub fn bind(&mut self, binding: &[u8; BINDING_BYTES]) {
+        debug_assert!(!self.is_bound, "a handshake has one channel");
+        self.transcript.splice(0..0, LABEL_CHANNEL.iter().chain(binding).copied());
+        self.is_bound = true;
+    }
+
+    /// Whether [`Handshake::bind`] was called.
+    pub fn is_bound(&self) -> bool {
+        self.is_bound
     }
 
     /// Handles received bytes.
@@ -579,6 +597,13 @@ pub const FIRST_OWNER_REFUSAL: u8 = 3;
 const LABEL_CLIENT_PROOF: &[u8] = b"remora control: client proof\0";
 const LABEL_SERVER_PROOF: &[u8] = b"remora control: server proof\0";
 const LABEL_SESSION_KEY: &[u8] = b"remora control: session key\0";
+
+/// Comes before a channel's binding in the transcript. Without a channel the transcript begins with [`MAGIC`], so the two
+/// cannot be confused.
+const LABEL_CHANNEL: &[u8] = b"tls-exporter\0";
+
+/// Length of a channel's binding.
+pub const BINDING_BYTES: usize = 32;
 
 #[cfg(test)]
 mod tests;

@@ -183,6 +183,37 @@ fn a_called_end_accepts_each_of_its_tokens_and_knows_which_one_was_proved() {
 }
 
 #[test]
+fn ends_of_one_channel_agree_and_ends_of_two_do_not() {
+    let token = good();
+    let bound = |mut end: Handshake<&'static Token>, channel: Option<u8>| {
+        channel.inspect(|byte| end.bind(&[*byte; BINDING_BYTES]));
+        end
+    };
+    let token: &'static Token = Box::leak(Box::new(token));
+    let met = |at_client, at_server| meet(bound(client(token), at_client), bound(server(token), at_server), None);
+    let same = met(Some(1), Some(1));
+    let [key, other] = [same.client, same.server].map(|end| end.unwrap().unwrap().key());
+    assert_eq!(key, other);
+    assert_ne!(met(Some(2), Some(2)).client.unwrap().unwrap().key(), key);
+    for (at_client, at_server) in [(Some(1), Some(2)), (Some(1), None), (None, Some(1))] {
+        let Met { client, server, .. } = met(at_client, at_server);
+        assert!(matches!(server, Err(HandshakeError::WrongToken { said_by_peer: false })));
+        assert!(matches!(client, Err(HandshakeError::WrongToken { said_by_peer: true })));
+    }
+    // An impostor that answers with the proof of its own channel is no server either.
+    let (mut caller, mut called) = (bound(client(token), Some(1)), bound(server(token), Some(2)));
+    let mut second = bound(client(token), Some(2));
+    called.handle_input(&second.take_output()).unwrap();
+    caller.take_output();
+    let challenge = called.take_output();
+    second.handle_input(&challenge).unwrap();
+    called.handle_input(&second.take_output()).unwrap();
+    caller.handle_input(&challenge).unwrap();
+    let error = caller.handle_input(&called.take_output()).unwrap_err();
+    assert!(matches!(error, HandshakeError::WrongToken { said_by_peer: false }), "{error}");
+}
+
+#[test]
 fn a_recorded_client_does_not_get_in_again() {
     let token = good();
     let recorded = meet(client(&token), server(&token), None).from_client;

@@ -22,6 +22,8 @@ use std::str::FromStr;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
+use crate::handshake::BINDING_BYTES;
+
 /// A connection of a transport. No call blocks: what is not possible now is [`io::ErrorKind::WouldBlock`].
 pub trait Link: Send {
     /// Becomes readable when there may be something to receive, or room to send again. While connecting: readable or
@@ -49,6 +51,15 @@ pub trait Link: Send {
     /// Whether the link holds back bytes that it took: call `send` when the descriptor is writable.
     fn has_unsent(&self) -> bool {
         false
+    }
+
+    /// A value that only the two ends of this link share, if the link is a secure channel (RFC 9266). The handshake's
+    /// proofs cover it. Called once bytes have been received.
+    ///
+    /// # Errors
+    /// The link is a secure channel that has no such value.
+    fn channel_binding(&self) -> io::Result<Option<[u8; BINDING_BYTES]>> {
+        Ok(None)
     }
 
     /// The peer's address.

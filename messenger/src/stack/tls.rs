@@ -1,6 +1,7 @@
-//! TLS over TCP: the secure mode. It encrypts, which seals do not, and peers may authenticate by certificates. The
+//! TLS 1.3 over TCP: the secure mode. It encrypts, which seals do not, and peers may authenticate by certificates. The
 //! layer's handshake runs inside; where TLS authenticates both ends, seals may be left out
-//! ([`crate::Options::sealed`]).
+//! ([`crate::Options::sealed`]). The proofs of the handshake are bound to the TLS session ([`Link::channel_binding`]),
+//! so ends that share a token need no certificates that the other end can check.
 //!
 //! A worker must know two things that a socket does not have:
 //!
@@ -14,10 +15,11 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use rustls::pki_types::ServerName;
-use rustls::{ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection};
+use rustls::{ClientConfig, ClientConnection, Connection, ProtocolVersion, ServerConfig, ServerConnection};
 
 use super::posix::{TcpLink, TcpListener};
 use super::{Address, Link, Listener};
+use crate::handshake::BINDING_BYTES;
 
 /// Settings of `tls:` addresses. The owner chooses certificates, authorities and versions in rustls's own
 /// configurations.
@@ -52,7 +54,7 @@ impl TlsLink {
         Ok(TlsLink { tcp: TcpLink::call(peer)?, tls: tls.into(), ended: false, broke: None })
     }
 
-    fn accept(tcp: TcpLink, config: &Arc<ServerConfig>) -> io::Result<TlsLink> {
+    pub(crate) fn accept(tcp: TcpLink, config: &Arc<ServerConfig>) -> io::Result<TlsLink> {
         let tls = ServerConnection::new(config.clone()).map_err(io::Error::other)?;
         Ok(TlsLink { tcp, tls: tls.into(), ended: false, broke: None })
     }
@@ -181,6 +183,16 @@ impl Link for TlsLink {
         }
     }
 
+    fn channel_binding(&self) -> io::Result<Option<[u8; BINDING_BYTES]>> {
+        if self.tls.protocol_version() != Some(ProtocolVersion::TLSv1_3) {
+            // Without the extended master secret, two sessions of TLS 1.2 can be made to share this value.
+            let text = "the peer speaks TLS 1.2: a link needs TLS 1.3, which binds the proofs to it";
+            return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+        }
+        let exported = self.tls.export_keying_material([0; BINDING_BYTES], BINDING_LABEL, None);
+        exported.map(Some).map_err(io::Error::other)
+    }
+
     fn local(&self) -> Option<SocketAddr> {
         self.tcp.local()
     }
@@ -255,6 +267,9 @@ fn missing(what: &str, which: &str) -> io::Error {
     let text = format!("no TLS configuration to {what} with: set Options::tls.{which}");
     io::Error::new(io::ErrorKind::InvalidInput, text)
 }
+
+/// The exporter's label, by RFC 9266. That RFC passes an empty context, which is the same as none in TLS 1.3.
+const BINDING_LABEL: &[u8] = b"EXPORTER-Channel-Binding";
 
 /// More than one read of the socket can decrypt to: the rest of a record, and what rustls reads at once; two of the
 /// longest records.

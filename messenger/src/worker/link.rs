@@ -182,6 +182,12 @@ impl LinkState {
             match self.link.receive(&mut [IoSliceMut::new(&mut piece)]) {
                 Ok(0) => return Err(LinkError::Ended),
                 Ok(count) => {
+                    // Received bytes mean that a secure channel is complete.
+                    if !handshake.is_bound()
+                        && let Some(binding) = self.link.channel_binding().map_err(LinkError::Io)?
+                    {
+                        handshake.bind(&binding);
+                    }
                     let outcome = handshake.handle_input(&piece[..count]);
                     output.extend(handshake.take_output());
                     if let Err(error) = outcome {

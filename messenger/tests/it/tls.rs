@@ -1,18 +1,23 @@
 //! The shared cases over TLS: every size, cuts, a receiver that holds messages; and peers that are rejected.
 
-use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::io::{ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use remora_lab::tls::{Tls, certificates};
 use remora_messenger::stack::tls::TlsOptions;
-use remora_messenger::{Address, Options, Policy, SendError};
+use remora_messenger::{Address, Keyring, Options, Policy, SendError};
+use remora_wire::Token;
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::ring::default_provider;
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::server::WebPkiClientVerifier;
-use rustls::{ClientConfig, RootCertStore, ServerConfig};
+use rustls::{
+    ClientConfig, ClientConnection, DigitallySignedStruct, RootCertStore, ServerConfig, ServerConnection,
+    SignatureScheme,
+};
 
 use crate::alike;
 use crate::kit::*;
@@ -99,6 +104,132 @@ fn nothing_crosses_unencrypted_and_a_peer_without_a_certificate_is_rejected() {
     until("the end", || matches!(connection.send(numbered(1)), Err(SendError::Over(_))));
     assert!(connection.link_error().unwrap().to_string().contains("certificate"), "{:?}", connection.link_error());
     assert!(server.recorder.received().is_empty());
+}
+
+/// Accepts every certificate.
+#[derive(Debug)]
+struct Anyone;
+
+impl ServerCertVerifier for Anyone {
+    fn verify_server_cert(
+        &self,
+        _: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        _: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        Ok(HandshakeSignatureValid::assertion())
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        Ok(HandshakeSignatureValid::assertion())
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        default_provider().signature_verification_algorithms.supported_schemes()
+    }
+}
+
+/// Options of an end that has the token, and takes every certificate: the token alone authenticates.
+fn throw_away(folder: &tempfile::TempDir) -> Options {
+    let (server, _) = certificates(folder.path(), &[]).unwrap();
+    let provider = Arc::new(default_provider());
+    let versions = [&rustls::version::TLS13];
+    let (certificates, key) = chain(&server);
+    let server = ServerConfig::builder_with_provider(provider.clone()).with_protocol_versions(&versions).unwrap();
+    let server = server.with_no_client_auth().with_single_cert(certificates, key).unwrap();
+    let client = ClientConfig::builder_with_provider(provider).with_protocol_versions(&versions).unwrap();
+    let client = client.dangerous().with_custom_certificate_verifier(Arc::new(Anyone)).with_no_client_auth();
+    let tls = TlsOptions { client: Some(Arc::new(client)), server_name: None, server: Some(Arc::new(server)) };
+    let token = Arc::new(Token::new(b"the token of both ends, long").unwrap());
+    Options { tls, keys: Some(Arc::new(Keyring::only(token))), ..Options::default() }
+}
+
+/// Passes the decrypted bytes between two TLS sessions, and returns what it read.
+fn eavesdrop(listener: &TcpListener, server: SocketAddr, tls: &TlsOptions) -> Vec<u8> {
+    let near = listener.accept().unwrap().0;
+    let far = TcpStream::connect(server).unwrap();
+    for socket in [&near, &far] {
+        socket.set_read_timeout(Some(Duration::from_millis(20))).unwrap();
+    }
+    let mut near = rustls::StreamOwned::new(ServerConnection::new(tls.server.clone().unwrap()).unwrap(), near);
+    let name = ServerName::try_from("localhost").unwrap();
+    let mut far = rustls::StreamOwned::new(ClientConnection::new(tls.client.clone().unwrap(), name).unwrap(), far);
+    let mut seen = Vec::new();
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while Instant::now() < deadline {
+        if !pass(&mut near, &mut far, &mut seen) || !pass(&mut far, &mut near, &mut seen) {
+            break;
+        }
+    }
+    seen
+}
+
+/// Passes on what there is. Returns `false` at the end.
+fn pass(from: &mut impl Read, to: &mut impl Write, seen: &mut Vec<u8>) -> bool {
+    let mut piece = [0; 4096];
+    match from.read(&mut piece) {
+        Ok(0) => false,
+        Ok(count) => {
+            seen.extend_from_slice(&piece[..count]);
+            to.write_all(&piece[..count]).and_then(|()| to.flush()).is_ok()
+        }
+        Err(error) => matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted),
+    }
+}
+
+#[test]
+fn an_attacker_who_terminates_tls_in_the_middle_fails_both_proofs() {
+    let folder = tempfile::tempdir().unwrap();
+    let options = throw_away(&folder);
+    let server = end_with(Policy::stateless_server(), &options, Recorder::default());
+    let Address::Tls(at) = server.messenger.listen(&anywhere()).unwrap() else { panic!("not a TLS address") };
+    // Directly: a conversation.
+    let client = end_with(Policy::lossy_client(), &options, Recorder::default());
+    let connection = client.messenger.connect(&Address::Tls(at));
+    connection.send(numbered(1)).unwrap();
+    until("the message", || server.recorder.received() == [1]);
+    // Through the attacker, who has certificates that both ends take: none.
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let middle = listener.local_addr().unwrap();
+    let tls = throw_away(&tempfile::tempdir().unwrap()).tls;
+    let attacker = std::thread::spawn(move || eavesdrop(&listener, at, &tls));
+    let connection = client.messenger.connect(&Address::Tls(middle));
+    until("the end", || matches!(connection.send(numbered(2)), Err(SendError::Over(_))));
+    let error = connection.link_error().unwrap().to_string();
+    assert!(error.contains("token"), "{error}");
+    let seen = attacker.join().unwrap();
+    assert!(seen.windows(8).any(|bytes| bytes == b"REMORA\r\n"), "the attacker passed the handshake on");
+    assert_eq!(server.recorder.received(), [1]);
+}
+
+#[test]
+fn an_accepted_socket_is_adopted_with_tls() {
+    let folder = tempfile::tempdir().unwrap();
+    let options = throw_away(&folder);
+    let server = end_with(Policy::stateless_server(), &options, Recorder::default());
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let client = end_with(Policy::lossy_client(), &options, Recorder::default());
+    let connection = client.messenger.connect(&Address::Tls(listener.local_addr().unwrap()));
+    let config = options.tls.server.clone().unwrap();
+    server.messenger.adopt_tls(listener.accept().unwrap().0, &config).unwrap();
+    connection.send(numbered(7)).unwrap();
+    until("the message", || server.recorder.received() == [7]);
 }
 
 #[test]
