@@ -6,13 +6,20 @@ use std::{
     sync::Arc,
 };
 
-use super::{TcpOptions, TcpPeer, handshake::HelloSent, key, lane::Lane, socket, socket::Deadline};
+use rustls::{ClientConfig, pki_types::ServerName};
+
+use super::{
+    TcpOptions, TcpPeer, handshake::HelloSent, key, lane::Lane, socket, socket::Deadline, stream::Stream,
+    stream::TlsStream,
+};
 use crate::{Connector, Error, Memory, Peer, RegionKey, Secret, TransportKind, auth, lane_handshake::Hello};
 
 /// Connects to sources over TCP.
 pub struct TcpConnector {
     options: TcpOptions,
     fallback_host: Option<SocketAddr>,
+    tls: Option<Arc<ClientConfig>>,
+    server_name: Option<ServerName<'static>>,
 }
 
 impl TcpConnector {
@@ -23,7 +30,15 @@ impl TcpConnector {
     /// [`Error::Misuse`] for options out of range.
     pub fn new(options: TcpOptions, fallback_host: Option<SocketAddr>) -> Result<TcpConnector, Error> {
         options.check()?;
-        Ok(TcpConnector { options, fallback_host })
+        Ok(TcpConnector { options, fallback_host, tls: None, server_name: None })
+    }
+
+    /// Uses TLS 1.3 on every lane. The source's certificate must be for `name`, or without one for the address that is
+    /// connected to, if the configuration checks names. The proofs of a lane depend on its TLS session, so a
+    /// configuration need not check certificates.
+    #[must_use]
+    pub fn with_tls(self, config: Arc<ClientConfig>, name: Option<ServerName<'static>>) -> TcpConnector {
+        TcpConnector { tls: Some(config), server_name: name, ..self }
     }
 
     /// As [`Connector::connect`], but returns the [`TcpPeer`] itself.
@@ -39,9 +54,9 @@ impl TcpConnector {
         TcpPeer::new(key.id(), sink, lanes, &self.options)
     }
 
-    fn dial(&self, address: SocketAddr) -> Result<Vec<TcpStream>, Error> {
+    fn dial(&self, address: SocketAddr) -> Result<Vec<Box<dyn Stream>>, Error> {
         let deadline = Deadline::after(self.options.connect_timeout);
-        let mut streams = Vec::new();
+        let mut streams: Vec<Box<dyn Stream>> = Vec::new();
         for _ in 0..self.options.lanes {
             let stream =
                 TcpStream::connect_timeout(&address, deadline.left()?).map_err(|source| match source.kind() {
@@ -51,18 +66,31 @@ impl TcpConnector {
                     _ => Error::Unreachable { what: format!("the source's data port at {address}"), source },
                 })?;
             socket::prepare(&stream, &self.options)?;
-            streams.push(stream);
+            streams.push(match &self.tls {
+                None => Box::new(stream),
+                Some(config) => {
+                    let name = self.server_name.clone().unwrap_or(ServerName::IpAddress(address.ip().into()));
+                    Box::new(TlsStream::client(stream, config.clone(), name)?)
+                }
+            });
         }
         Ok(streams)
     }
 
     /// Each step is done on all lanes before the next step, so that the round trips overlap.
-    fn shake_hands(&self, streams: &[TcpStream], key: &RegionKey, session: u64, secret: &Secret) -> Result<(), Error> {
+    fn shake_hands(
+        &self,
+        streams: &[Box<dyn Stream>],
+        key: &RegionKey,
+        session: u64,
+        secret: &Secret,
+    ) -> Result<(), Error> {
         let deadline = Deadline::after(self.options.handshake_timeout);
-        let hello = |(lane, stream)| {
-            HelloSent::hello(stream, deadline, &Hello { lane, session, id: key.id(), nonce: auth::nonce()? })
-        };
-        let greeted: Vec<_> = (0u8..).zip(streams).map(hello).collect::<Result<_, Error>>()?;
+        let mut greeted = Vec::new();
+        for (lane, stream) in (0u8..).zip(streams) {
+            let hello = Hello { lane, session, id: key.id(), nonce: auth::nonce()? };
+            greeted.push(HelloSent::hello(&**stream, deadline, &hello)?);
+        }
         let answered: Vec<_> = greeted.into_iter().map(|lane| lane.prove(secret)).collect::<Result<_, _>>()?;
         for lane in answered {
             if lane.finish()? != key.length() {
