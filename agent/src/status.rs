@@ -20,7 +20,9 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 pub async fn run(args: StatusArgs) -> Result<(), Failure> {
     let token = Token::read_file(&args.token_file).map_err(|error| Failure::refused(error.to_string()))?;
     let address = (args.source.host.as_str(), args.source.port);
-    let mut connection = crate::conversation::connect(address, &token, &Options::default()).await.map_err(denied)?;
+    let mut connection = crate::conversation::connect(address, &token, &Options::secured(args.security.security))
+        .await
+        .map_err(denied)?;
     loop {
         let report = ask(&mut connection, &args).await?;
         if args.json {

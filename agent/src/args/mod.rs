@@ -11,6 +11,7 @@ mod probe;
 mod rdma;
 mod relay;
 mod replica;
+mod security;
 mod source;
 mod status;
 mod token;
@@ -27,6 +28,7 @@ pub use self::{
     rdma::{CompletionChoice, RdmaEnd, RdmaOffer, RdmaRead},
     relay::RelayArgs,
     replica::{ModuleLoad, OnFailure, ReplicaArgs, TransportChoice},
+    security::SecurityArgs,
     source::{HostPort, ModuleCapture, SendChoice, SourceArgs},
     status::StatusArgs,
     token::{TokenAction, TokenCommandArgs},

@@ -5,7 +5,7 @@ use std::{net::IpAddr, path::PathBuf, time::Duration};
 use clap::{Args, ValueEnum};
 use remora_wire::is_printable;
 
-use super::{HostPort, RdmaRead, RelayArgs};
+use super::{HostPort, RdmaRead, RelayArgs, SecurityArgs};
 use crate::{
     exit::{self, Code},
     server::{ServerArgs, Task},
@@ -29,6 +29,10 @@ pub struct ReplicaArgs {
     /// the source and to other replicas, and lends its slots to replicas with any of them.
     #[arg(long = "token-file", value_name = "FILE", required = true, help_heading = "Source")]
     pub token_files: Vec<PathBuf>,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub security: SecurityArgs,
 
     /// Name to appear under in `remora status` and the source's log. Default: the server's address.
     #[arg(long, value_name = "NAME", value_parser = parse_name, help_heading = "Source")]

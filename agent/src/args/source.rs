@@ -4,7 +4,7 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use clap::{Args, ValueEnum};
 
-use super::{RdmaOffer, relay::parse_rate};
+use super::{RdmaOffer, SecurityArgs, relay::parse_rate};
 use crate::{
     exit::{self, Code},
     server::{ServerArgs, Task},
@@ -27,6 +27,10 @@ pub struct SourceArgs {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub tokens: TokenArgs,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub security: SecurityArgs,
 
     /// Address of the primary as the replicas' servers reach it, for the hand-off. Default: the server's own address;
     /// if that is loopback or a socket, the host at which a replica reached this source.

@@ -4,7 +4,7 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::Args;
 
-use super::HostPort;
+use super::{HostPort, SecurityArgs};
 use crate::{
     exit::{self, Code},
     units::parse_duration,
@@ -21,6 +21,10 @@ pub struct StatusArgs {
     /// File with the secret that this command shares with the source.
     #[arg(long, value_name = "FILE")]
     pub token_file: PathBuf,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub security: SecurityArgs,
 
     /// Print one JSON object instead of the table.
     #[arg(long)]

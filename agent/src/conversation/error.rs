@@ -102,6 +102,12 @@ pub enum Fault {
         "closed the connection during the handshake: it is stopping, or it is not a Remora agent; its log may say more"
     )]
     ClosedEarly,
+    /// The connection ended before the handshake inside TLS was complete.
+    #[error(
+        "closed the connection during the handshake: it is stopping, or it does not speak TLS; give all agents the same \
+         --security, and see its log"
+    )]
+    ClosedTls,
     /// The connection ended. This never means success: a peer that is done sends [`remora_protocol::Message::Leave`],
     /// which cannot be forged.
     #[error("closed the connection")]
@@ -171,6 +177,7 @@ impl Fault {
             | Fault::PeerSilent { .. }
             | Fault::PeerNotReading { .. }
             | Fault::ClosedEarly
+            | Fault::ClosedTls
             | Fault::Closed
             | Fault::Io { .. }
             | Fault::NoRandomness(_)

@@ -8,7 +8,8 @@
 //! ```
 //!
 //! Control connections and data lanes are separate connections that share the port, so a firewall needs one rule. Their
-//! first eight bytes tell them apart; the listener peeks at these bytes and leaves them in the socket.
+//! first eight bytes tell them apart, or with TLS the ALPN protocol in the client's first message. The listener peeks
+//! at these bytes and leaves them in the socket.
 //!
 //! Any host can connect, so the listener bounds what a stranger costs. A connection without a proof has one of
 //! [`GREETINGS`] places, of which each address has a part ([`remora_fabric::admission`]). A connection that sends
@@ -24,6 +25,7 @@ use std::time::{Duration, Instant};
 
 use remora_fabric::admission::{Admission, Limits, Verdict};
 use remora_fabric::tcp::{LANE_MAGIC, TcpExporter};
+use remora_messenger::handshake::MAGIC;
 use remora_protocol::Message;
 use rustix::io::Errno;
 use rustix::net::{Shutdown, shutdown};
@@ -32,6 +34,7 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio::task::{AbortHandle, JoinHandle};
 
 use super::rejections::Rejections;
+use super::security::{self, ClientHello, Purpose};
 use super::{Connection, Endpoint, Error, Receiver};
 use crate::exit::Failure;
 
@@ -43,7 +46,10 @@ const GREETINGS: Limits = Limits { total: 64, per_address: 32 };
 /// closed without a reason.
 const TURNED_AWAY_LIMIT: usize = 16;
 
-/// Time limit for the first eight bytes of a connection.
+/// Bytes of a connection that are looked at: TLS's first message, of which an agent's has some 300 bytes.
+const FIRST_WORD_BYTES: usize = 4096;
+
+/// Time limit for the first bytes of a connection: eight, or TLS's first message.
 const FIRST_WORD_LIMIT: Duration = Duration::from_secs(5);
 
 /// The first and the longest pause between two looks at a connection that has sent a part of its first eight bytes.
@@ -233,10 +239,30 @@ async fn greet<T: From<Connection>>(
     lanes: &TcpExporter,
     incoming: &mpsc::Sender<T>,
 ) -> Result<(), String> {
-    if is_lane(&stream).await? {
+    let Opening { purpose, is_tls } = first_word(&stream).await?;
+    let tls = conversations.tls();
+    match (is_tls, tls.is_some()) {
+        (true, false) => {
+            return Err("it speaks TLS: start this agent with --security token, or it with none".to_owned());
+        }
+        (false, true) => {
+            let mut first = [0];
+            let is_agent = matches!(stream.peek(&mut first).await, Ok(1)) && first[0] == MAGIC[0];
+            if purpose == Purpose::Control && is_agent {
+                super::refuse_plaintext(stream).await;
+            }
+            return Err("it does not speak TLS: start it with --security token".to_owned());
+        }
+        _ => {}
+    }
+    if purpose == Purpose::Lane {
         let stream = stream.into_std().map_err(|error| error.to_string())?;
         stream.set_nonblocking(false).map_err(|error| error.to_string())?;
-        return lanes.adopt(stream).map_err(|error| error.to_string());
+        let adopted = match tls {
+            Some(config) => lanes.adopt_tls(stream, config.clone()),
+            None => lanes.adopt(stream),
+        };
+        return adopted.map_err(|error| error.to_string());
     }
     let connection = conversations.accept(stream).await.map_err(|error| error.to_string())?;
     incoming.send(connection.into()).await.map_err(|_| "this agent is stopping".to_string())
@@ -260,25 +286,54 @@ pub(crate) fn listen_to<T: Send + 'static>(
     });
 }
 
-/// Whether a connection is a data lane.
-async fn is_lane(stream: &TcpStream) -> Result<bool, String> {
-    let mut magic = [0; LANE_MAGIC.len()];
+/// What a connection is, by its first bytes.
+#[derive(Debug, PartialEq, Eq)]
+struct Opening {
+    purpose: Purpose,
+    is_tls: bool,
+}
+
+/// What these first bytes say; `None` if more are needed.
+fn opening(bytes: &[u8]) -> Result<Option<Opening>, String> {
+    let plain = |purpose| Ok(Some(Opening { purpose, is_tls: false }));
+    if security::begins_tls(bytes) {
+        return match security::read_client_hello(bytes)? {
+            ClientHello::For(purpose) => Ok(Some(Opening { purpose, is_tls: true })),
+            ClientHello::Incomplete if bytes.len() >= FIRST_WORD_BYTES => {
+                Err(format!("its TLS greeting is longer than {FIRST_WORD_BYTES} bytes"))
+            }
+            ClientHello::Incomplete => Ok(None),
+        };
+    }
+    let length = bytes.len().min(LANE_MAGIC.len());
+    match bytes[..length] == LANE_MAGIC[..length] {
+        true if length == LANE_MAGIC.len() => plain(Purpose::Lane),
+        true => Ok(None),
+        // A magic that differs already need not be complete.
+        false => plain(Purpose::Control),
+    }
+}
+
+/// Reads a connection's first bytes without taking them.
+async fn first_word(stream: &TcpStream) -> Result<Opening, String> {
     let peek = async {
+        let mut bytes = vec![0; FIRST_WORD_BYTES];
         let mut pause = PEEK_PAUSES.0;
         loop {
-            let n = stream.peek(&mut magic).await?;
-            // A magic that differs already need not be complete.
-            if n == magic.len() || n == 0 || magic[..n] != LANE_MAGIC[..n] {
-                return io::Result::Ok(n);
+            let n = stream.peek(&mut bytes).await.map_err(|error| error.to_string())?;
+            if n == 0 {
+                return Ok(Opening { purpose: Purpose::Control, is_tls: false });
             }
-            // The rest of the magic is under way. Peeking again at once would only spin.
+            if let Some(opening) = opening(&bytes[..n])? {
+                return Ok(opening);
+            }
+            // The rest is under way. Peeking again at once would only spin.
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(PEEK_PAUSES.1);
         }
     };
     match tokio::time::timeout(FIRST_WORD_LIMIT, peek).await {
-        Ok(Ok(n)) => Ok(n == magic.len() && magic == LANE_MAGIC),
-        Ok(Err(error)) => Err(error.to_string()),
+        Ok(opening) => opening,
         Err(_) => Err(format!("it sent nothing for {} s", FIRST_WORD_LIMIT.as_secs())),
     }
 }

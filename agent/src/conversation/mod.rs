@@ -18,6 +18,7 @@ pub mod error;
 pub(crate) mod listener;
 mod post;
 mod rejections;
+pub(crate) mod security;
 pub(crate) mod tokens;
 
 use std::net::SocketAddr;
@@ -30,11 +31,13 @@ use remora_messenger::handshake::{self, Versions};
 use remora_messenger::message::{self, Delivery};
 use remora_messenger::policy::Policy;
 use remora_messenger::stack::Address;
+use remora_messenger::stack::tls::TlsOptions;
 use remora_messenger::{Keyring, Messenger, Options as MessengerOptions};
 use remora_protocol::{
     MAX_CLIENT_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, Message, NEWEST_VERSION, OLDEST_VERSION, REFUSED_AS_BUSY, Side,
 };
 use remora_wire::Malformed;
+use rustls::ServerConfig;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpStream, ToSocketAddrs};
 use tokio::sync::{Notify, mpsc, watch};
@@ -42,6 +45,8 @@ use tokio::time::timeout;
 
 pub use self::error::{Error, Fault, Result};
 use self::post::{Introduced, Post};
+use self::security::Purpose;
+pub use self::security::Security;
 pub use self::tokens::Role;
 pub use remora_wire::{Token, derive};
 
@@ -58,6 +63,8 @@ pub struct Options {
     pub silence_limit: Duration,
     /// Length of the send queue, in messages.
     pub send_queue: usize,
+    /// What protects the connections.
+    pub security: Security,
 }
 
 impl Default for Options {
@@ -68,11 +75,17 @@ impl Default for Options {
             ping_after: PING_AFTER,
             silence_limit: SILENCE_LIMIT,
             send_queue: SEND_QUEUE,
+            security: Security::None,
         }
     }
 }
 
 impl Options {
+    /// The defaults, with this protection.
+    pub fn secured(security: Security) -> Options {
+        Options { security, ..Options::default() }
+    }
+
     fn policy(&self, side: Side) -> Policy {
         let (policy, opening_limit) = match side {
             Side::Client => (Policy::lossy_client(), self.connect_timeout),
@@ -122,9 +135,20 @@ pub async fn connect(addr: impl ToSocketAddrs, token: &Token, options: &Options)
 
 /// Refuses a connection because there is no room for it, reads nothing from it, and closes it. The peer gets
 /// [`Fault::Busy`]. Takes at most a second.
-pub async fn turn_away(mut stream: TcpStream) {
+pub async fn turn_away(stream: TcpStream) {
+    refuse(stream, REFUSED_AS_BUSY, "").await;
+}
+
+/// Refuses a connection because it has no TLS, and closes it. The peer, which may be of an earlier version, shows the
+/// text.
+async fn refuse_plaintext(stream: TcpStream) {
+    refuse(stream, REFUSED_AS_PLAINTEXT, "this agent accepts TLS only: start the other one with --security token")
+        .await;
+}
+
+async fn refuse(mut stream: TcpStream, code: u8, text: &str) {
     let said = async {
-        stream.write_all(&handshake::refuse(REFUSED_AS_BUSY, "", VERSIONS)).await?;
+        stream.write_all(&handshake::refuse(code, text, VERSIONS)).await?;
         stream.shutdown().await?;
         let mut piece = [0; TURNED_AWAY_PIECE_BYTES];
         while stream.read(&mut piece).await? > 0 {} // closing with unread bytes would discard the refusal
@@ -177,6 +201,11 @@ impl Endpoint {
         Engine::start(Side::Server, keyring, options).map(Endpoint)
     }
 
+    /// The configuration of accepted connections, if they must have TLS.
+    pub(crate) fn tls(&self) -> Option<&Arc<ServerConfig>> {
+        self.0.server.as_ref()
+    }
+
     /// Performs the handshake on an accepted connection. No byte may have been read from the stream, but it may have
     /// been peeked at.
     ///
@@ -197,6 +226,8 @@ impl Endpoint {
 #[derive(Debug)]
 struct Engine {
     messenger: Option<Messenger>,
+    /// For accepted connections with TLS.
+    server: Option<Arc<ServerConfig>>,
     post: Arc<Post>,
     side: Side,
     options: Options,
@@ -204,27 +235,43 @@ struct Engine {
 
 impl Engine {
     fn start(side: Side, keyring: Arc<Keyring>, options: &Options) -> Result<Arc<Engine>> {
+        let failed = |error: String| Fault::io("setting up TLS", std::io::Error::other(error)).of("this end");
+        let (client, server) = match side {
+            Side::Client => {
+                let client = options.security.client(Purpose::Control);
+                (client.map_err(|error| failed(error.to_string()))?, None)
+            }
+            Side::Server => (None, options.security.server().map_err(failed)?),
+        };
+        let tls = TlsOptions { client, ..TlsOptions::default() };
         let messenger_options =
-            MessengerOptions { keys: Some(keyring), versions: VERSIONS, ..MessengerOptions::default() };
+            MessengerOptions { keys: Some(keyring), versions: VERSIONS, tls, ..MessengerOptions::default() };
         let post = Arc::new(Post::new(side, options));
         let messenger = Messenger::new(options.policy(side), &messenger_options, post.clone());
         let messenger = messenger.map_err(|error| Fault::io("starting a messenger", error).of("this end"))?;
-        Ok(Arc::new(Engine { messenger: Some(messenger), post, side, options: options.clone() }))
+        Ok(Arc::new(Engine { messenger: Some(messenger), server, post, side, options: options.clone() }))
     }
 
     async fn call(self: &Arc<Engine>, peer: SocketAddr) -> Result<Connection, Fault> {
         let limit = self.options.connect_timeout;
-        self.meet(peer, "connecting", limit, |messenger| {
-            messenger.connect(&Address::Tcp(peer));
+        let is_tls = self.options.security.is_tls();
+        let address = if is_tls { Address::Tls(peer) } else { Address::Tcp(peer) };
+        let met = self.meet(peer, "connecting", limit, |messenger| {
+            messenger.connect(&address);
             Ok(())
-        })
-        .await
+        });
+        // An agent without TLS closes the connection at its first byte.
+        met.await.map_err(|fault| if is_tls && matches!(fault, Fault::ClosedEarly) { Fault::ClosedTls } else { fault })
     }
 
     async fn greet(self: &Arc<Engine>, stream: TcpStream, peer: SocketAddr) -> Result<Connection, Fault> {
         let stream = stream.into_std().map_err(|error| Fault::io("setting up the socket", error))?;
         let limit = self.options.handshake_timeout;
-        self.meet(peer, "the handshake", limit, |messenger| messenger.adopt(stream)).await
+        self.meet(peer, "the handshake", limit, |messenger| match &self.server {
+            Some(config) => messenger.adopt_tls(stream, config),
+            None => messenger.adopt(stream),
+        })
+        .await
     }
 
     /// Begins a handshake with the peer at that address, and waits for its outcome.
@@ -545,6 +592,9 @@ const SERVER_MAILBOX_BYTES: usize = 16 * MAX_CLIENT_PAYLOAD_BYTES as usize;
 
 /// How long the last message may take to be read.
 const LINGER: Duration = Duration::from_secs(1);
+
+/// The code of a refusal because the connection has no TLS. Callers show the text of codes that they do not know.
+const REFUSED_AS_PLAINTEXT: u8 = REFUSED_AS_BUSY + 1;
 
 /// Size of a read from a peer that was refused.
 const TURNED_AWAY_PIECE_BYTES: usize = 512;

@@ -82,7 +82,7 @@ impl Post {
     }
 
     fn tell(&self, peer: &Address, outcome: Result<Introduced, Fault>) {
-        let Address::Tcp(peer) = peer else { return };
+        let (Address::Tcp(peer) | Address::Tls(peer)) = peer else { return };
         let untold = match lock(&self.expected).remove(peer) {
             Some(tell) => tell.send(outcome),
             None => Err(outcome),

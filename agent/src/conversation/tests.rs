@@ -24,6 +24,7 @@ fn impatient() -> Options {
         ping_after: TENTH,
         silence_limit: 5 * TENTH,
         send_queue: 4,
+        security: Security::None,
     }
 }
 

@@ -42,7 +42,7 @@ const OFFER_LIMIT: Duration = Duration::from_secs(20);
 pub async fn run(args: ProbeArgs) -> Result<(), Failure> {
     let token = Token::read_file(&args.token_file).map_err(|error| Failure::refused(error.to_string()))?;
     let address = (args.source.host.as_str(), args.source.port);
-    let connected = crate::conversation::connect(address, &token, &Options::default()).await;
+    let connected = crate::conversation::connect(address, &token, &Options::secured(args.security.security)).await;
     let mut connection = connected.map_err(denied)?;
     let keys = ask(&mut connection, &args).await?;
     let way = Way {
@@ -52,7 +52,12 @@ pub async fn run(args: ProbeArgs) -> Result<(), Failure> {
         keys,
     };
     let (plan, json) = (Plan::new(&args), args.json);
-    let wish = TransportChoices { choice: args.transport, lanes: args.lanes, rdma: args.rdma };
+    let wish = TransportChoices {
+        choice: args.transport,
+        lanes: args.lanes,
+        rdma: args.rdma,
+        security: args.security.security,
+    };
     let mut measuring = tokio::task::spawn_blocking(move || way.measure(&wish, &plan));
     let report = loop {
         tokio::select! {

@@ -26,7 +26,7 @@ use tokio::task::JoinHandle;
 
 use crate::args::RdmaOffer;
 use crate::conversation::listener::{self, Listener};
-use crate::conversation::{Connection, Endpoint, Options, Sender, derive};
+use crate::conversation::{Connection, Endpoint, Options, Security, Sender, derive};
 use crate::exit::Failure;
 use crate::lanes::LANES_LABEL;
 use crate::transports;
@@ -97,13 +97,14 @@ impl RelayServer {
         listen: SocketAddr,
         keyring: Arc<Keyring>,
         limits: UploadLimits,
+        security: Security,
     ) -> Result<RelayServer, Failure> {
         let port = listener::bind(listen, "this replica agent", "--peer-listen").await?;
         let options = TcpOptions { send: SendMode::File, ..TcpOptions::default() };
         let tcp = TcpExporter::new(options, Some(port.1)).map_err(|error| Failure::local(error.to_string()))?;
         let tcp = Arc::new(tcp);
         let (incoming, inbox) = mpsc::channel(INCOMING_LIMIT);
-        let conversations = Endpoint::with_keyring(keyring, &Options::default());
+        let conversations = Endpoint::with_keyring(keyring, &Options::secured(security));
         let conversations = conversations.map_err(|error| Failure::local(format!("no conversations: {error}")))?;
         let door = listener::start(port, conversations, tcp.clone(), incoming.clone());
         let mut exporters: Vec<Arc<dyn Exporter>> = Vec::new();
@@ -118,6 +119,7 @@ impl RelayServer {
         let readers = Arc::new(AtomicUsize::new(0));
         let lender = Lender {
             address,
+            security,
             exporters,
             incoming,
             limits,
@@ -174,6 +176,7 @@ struct Reader {
 
 struct Lender {
     address: SocketAddr,
+    security: Security,
     exporters: Vec<Arc<dyn Exporter>>,
     incoming: mpsc::Sender<Incoming>,
     limits: UploadLimits,
@@ -274,8 +277,8 @@ impl Lender {
             return;
         }
         // A copy is lent once: nothing is kept registered beyond that.
-        let address = self.address;
-        let open = move || transports::exporters::rdma(&offer, address, READERS_LIMIT, &[]);
+        let (address, security) = (self.address, self.security);
+        let open = move || transports::exporters::rdma(&offer, security, address, READERS_LIMIT, &[]);
         let opened = tokio::task::spawn_blocking(open).await;
         match opened {
             Ok(Ok(Some(exporter))) => self.exporters.insert(0, exporter),

@@ -36,7 +36,8 @@ const CLOSED_LIMIT: Duration = Duration::from_secs(30);
 impl Source {
     pub(super) async fn connect(args: &ReplicaArgs, token: &Token) -> Result<Source, crate::conversation::Error> {
         let address = (args.source.host.as_str(), args.source.port);
-        let connection = crate::conversation::connect(address, token, &Options::default()).await?;
+        let connection =
+            crate::conversation::connect(address, token, &Options::secured(args.security.security)).await?;
         Ok(Source { connection })
     }
 
@@ -47,7 +48,7 @@ impl Source {
         loop {
             let limit = |fault: &Fault| match fault {
                 Fault::Busy => args.retry_for,
-                Fault::ClosedEarly => args.retry_for.min(CLOSED_LIMIT),
+                Fault::ClosedEarly | Fault::ClosedTls => args.retry_for.min(CLOSED_LIMIT),
                 _ => Duration::ZERO,
             };
             match Source::connect(args, token).await {
@@ -105,7 +106,12 @@ impl Source {
 }
 
 pub(super) fn wish(args: &ReplicaArgs) -> TransportChoices {
-    TransportChoices { choice: args.transport, lanes: args.lanes, rdma: args.rdma.clone() }
+    TransportChoices {
+        choice: args.transport,
+        lanes: args.lanes,
+        rdma: args.rdma.clone(),
+        security: args.security.security,
+    }
 }
 
 /// The request for a snapshot, or for the rest of one.

@@ -96,7 +96,7 @@ async fn converse(goal: Goal, tell: &UnboundedSender<Said>) -> Result<(), Lost> 
     let gone = |error: crate::conversation::Error| lost(LossCause::Gone, error.to_string());
     let address: SocketAddr =
         goal.upstream.address.parse().map_err(|_| lost(LossCause::Refused, "has no valid address".into()))?;
-    let options = Options { connect_timeout: REACH_LIMIT, ..Options::default() };
+    let options = Options { connect_timeout: REACH_LIMIT, ..Options::secured(goal.wish.security) };
     let mut connection = crate::conversation::connect(address, &goal.token, &options).await.map_err(gone)?;
     let asked = Message::ReadPeer { generation: goal.generation, name: goal.name.clone() };
     connection.send(asked).await.map_err(gone)?;

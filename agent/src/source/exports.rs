@@ -37,8 +37,8 @@ impl Exports {
             }
         }
         let (rdma, memories) = (args.rdma.clone(), vec![tables.snapshot.0.clone(), tables.journal.0.clone()]);
-        let replicas = args.max_replicas as usize;
-        let open = move || transports::exporters::rdma(&rdma, listen, replicas, &memories);
+        let (replicas, security) = (args.max_replicas as usize, args.security.security);
+        let open = move || transports::exporters::rdma(&rdma, security, listen, replicas, &memories);
         let rdma = tokio::task::spawn_blocking(open).await;
         exporters
             .extend(rdma.map_err(|error| Failure::local(format!("the search for RDMA devices failed: {error}")))??);

@@ -9,6 +9,8 @@ use remora_fabric::verbs::{CompletionMode, VerbsConnector, VerbsOptions};
 use remora_fabric::{Connector, Error, TransportKind};
 
 use crate::args::{CompletionChoice, RdmaRead, TransportChoice};
+use crate::conversation::Security;
+use crate::conversation::security::Purpose;
 
 /// The transports that the replica may use, and their settings.
 #[derive(Clone, Debug)]
@@ -16,12 +18,15 @@ pub(crate) struct TransportChoices {
     pub(crate) choice: TransportChoice,
     pub(crate) lanes: u8,
     pub(crate) rdma: RdmaRead,
+    pub(crate) security: Security,
 }
 
 impl TransportChoices {
     /// The kinds that this end may use, best first, for the source.
     pub(crate) fn kinds(&self) -> Vec<TransportKind> {
         match self.choice {
+            // TLS does not protect RDMA.
+            TransportChoice::Auto if self.security.is_tls() => vec![TransportKind::Shm, TransportKind::Tcp],
             TransportChoice::Auto => vec![TransportKind::Shm, TransportKind::Verbs, TransportKind::Tcp],
             TransportChoice::Shm => vec![TransportKind::Shm],
             TransportChoice::Verbs => vec![TransportKind::Verbs],
@@ -43,11 +48,25 @@ impl TransportChoices {
         Ok(match kind {
             TransportKind::Shm => Box::new(ShmConnector::new()),
             TransportKind::Verbs => Box::new(self.verbs(source)?),
-            _ => Box::new(TcpConnector::new(TcpOptions { lanes: self.lanes, ..TcpOptions::default() }, Some(source))?),
+            _ => Box::new(self.tcp(source)?),
+        })
+    }
+
+    fn tcp(&self, source: SocketAddr) -> Result<TcpConnector, Error> {
+        let connector = TcpConnector::new(TcpOptions { lanes: self.lanes, ..TcpOptions::default() }, Some(source))?;
+        let tls = self.security.client(Purpose::Lane);
+        let tls =
+            tls.map_err(|error| Error::System { what: "setting up TLS", source: std::io::Error::other(error) })?;
+        Ok(match tls {
+            Some(config) => connector.with_tls(config, None),
+            None => connector,
         })
     }
 
     fn verbs(&self, source: SocketAddr) -> Result<VerbsConnector, Error> {
+        if self.security.is_tls() {
+            return Err(Error::Misuse("RDMA is not encrypted: use another transport, or --security none"));
+        }
         let rdma = &self.rdma;
         let options = VerbsOptions {
             queue_pairs: rdma.rdma_queue_pairs,

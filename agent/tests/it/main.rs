@@ -27,6 +27,7 @@ mod probe;
 mod rdma;
 mod relay;
 mod resume;
+mod security;
 mod server;
 mod stay;
 mod strangers;

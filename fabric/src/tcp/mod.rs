@@ -20,7 +20,8 @@
 //! - `handshake`: the first four messages over a stream, with deadlines.
 //! - `exporter`: regions, grants, threads and their limits. `serve`: the source's data path. `pacer`: its rate limit.
 //! - `connector`: makes connections. `peer` and `lane`: the reader's data path.
-//! - `stream`: what carries a lane, a socket or TLS on it. `socket`: options of a connection; `key`: the body of a [`RegionKey`](crate::RegionKey) of this transport.
+//! - `stream`: what carries a lane, a socket or TLS on it.
+//! - `socket`: options of a connection; `key`: the body of a [`RegionKey`](crate::RegionKey) of this transport.
 //!
 //! The reader has no receiving thread: it would have to wake the thread that wants the bytes, which on two cores shared
 //! with the source is a context switch per read. [`Peer::poll`](crate::Peer::poll) receives on the caller's thread

@@ -209,8 +209,8 @@ impl<T: Deref<Target = Token>> Handshake<T> {
     }
 
     /// Makes the proofs and the key depend on the secure channel that carries the handshake. `binding` is a value that
-    /// only the two ends of that channel share, such as the `tls-exporter` of RFC 9266. Both ends of a channel must call
-    /// this once, before the first call of [`Handshake::handle_input`].
+    /// only the two ends of that channel share, such as the `tls-exporter` of RFC 9266. Both ends of a channel must
+    /// call this once, before the first call of [`Handshake::handle_input`].
     pub fn bind(&mut self, binding: &[u8; BINDING_BYTES]) {
         debug_assert!(!self.is_bound, "a handshake has one channel");
         self.transcript.splice(0..0, LABEL_CHANNEL.iter().chain(binding).copied());
@@ -598,8 +598,8 @@ const LABEL_CLIENT_PROOF: &[u8] = b"remora control: client proof\0";
 const LABEL_SERVER_PROOF: &[u8] = b"remora control: server proof\0";
 const LABEL_SESSION_KEY: &[u8] = b"remora control: session key\0";
 
-/// Comes before a channel's binding in the transcript. Without a channel the transcript begins with [`MAGIC`], so the two
-/// cannot be confused.
+/// Comes before a channel's binding in the transcript. Without a channel the transcript begins with [`MAGIC`], so the
+/// two cannot be confused.
 const LABEL_CHANNEL: &[u8] = b"tls-exporter\0";
 
 /// Length of a channel's binding.

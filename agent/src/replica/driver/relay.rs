@@ -67,7 +67,7 @@ impl Relay {
             let listen = options.peer_listen.unwrap_or_else(|| (source.local_address().ip(), 0).into());
             let limits =
                 UploadLimits { in_all: bytes(options.upload_limit), per_peer: bytes(options.upload_limit_per_peer) };
-            Some(RelayServer::open(listen, tokens.keyring(), limits).await?)
+            Some(RelayServer::open(listen, tokens.keyring(), limits, args.security.security).await?)
         } else {
             None
         };
