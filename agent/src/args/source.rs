@@ -28,10 +28,6 @@ pub struct SourceArgs {
     #[allow(missing_docs)]
     pub tokens: TokenArgs,
 
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub security: SecurityArgs,
-
     /// Address of the primary as the replicas' servers reach it, for the hand-off. Default: the server's own address;
     /// if that is loopback or a socket, the host at which a replica reached this source.
     #[arg(long, value_name = "HOST:PORT", help_heading = "Serving")]
@@ -123,7 +119,7 @@ pub struct SourceArgs {
     pub rdma: RdmaOffer,
 }
 
-/// The token files of a source.
+/// The token files of a source, and what else protects its connections.
 #[derive(Clone, Debug, Args)]
 pub struct TokenArgs {
     /// File with the secret that source and replicas share: at least 16 bytes, for its owner and group only. It never
@@ -137,6 +133,10 @@ pub struct TokenArgs {
     /// refused. May be repeated.
     #[arg(long = "monitor-token-file", value_name = "FILE", help_heading = "Serving")]
     pub monitor_token_files: Vec<PathBuf>,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub security: SecurityArgs,
 }
 
 /// What the module does for a snapshot.

@@ -142,8 +142,12 @@ pub async fn turn_away(stream: TcpStream) {
 /// Refuses a connection because it has no TLS, and closes it. The peer, which may be of an earlier version, shows the
 /// text.
 async fn refuse_plaintext(stream: TcpStream) {
-    refuse(stream, REFUSED_AS_PLAINTEXT, "this agent accepts TLS only: start the other one with --security token")
-        .await;
+    refuse(
+        stream,
+        security::REFUSED_AS_PLAINTEXT,
+        "this agent accepts TLS only: start the other one with --security token",
+    )
+    .await;
 }
 
 async fn refuse(mut stream: TcpStream, code: u8, text: &str) {
@@ -237,10 +241,7 @@ impl Engine {
     fn start(side: Side, keyring: Arc<Keyring>, options: &Options) -> Result<Arc<Engine>> {
         let failed = |error: String| Fault::io("setting up TLS", std::io::Error::other(error)).of("this end");
         let (client, server) = match side {
-            Side::Client => {
-                let client = options.security.client(Purpose::Control);
-                (client.map_err(|error| failed(error.to_string()))?, None)
-            }
+            Side::Client => (options.security.client(Purpose::Control).map_err(failed)?, None),
             Side::Server => (None, options.security.server().map_err(failed)?),
         };
         let tls = TlsOptions { client, ..TlsOptions::default() };
@@ -592,9 +593,6 @@ const SERVER_MAILBOX_BYTES: usize = 16 * MAX_CLIENT_PAYLOAD_BYTES as usize;
 
 /// How long the last message may take to be read.
 const LINGER: Duration = Duration::from_secs(1);
-
-/// The code of a refusal because the connection has no TLS. Callers show the text of codes that they do not know.
-const REFUSED_AS_PLAINTEXT: u8 = REFUSED_AS_BUSY + 1;
 
 /// Size of a read from a peer that was refused.
 const TURNED_AWAY_PIECE_BYTES: usize = 512;

@@ -11,6 +11,7 @@
 use std::sync::Arc;
 
 use clap::ValueEnum;
+use remora_protocol::REFUSED_AS_BUSY;
 use rustls::client::Resumption;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::{WebPkiSupportedAlgorithms, ring, verify_tls12_signature, verify_tls13_signature};
@@ -74,13 +75,14 @@ impl Security {
     ///
     /// # Errors
     /// rustls's cryptography does not provide TLS 1.3.
-    pub(crate) fn client(self, purpose: Purpose) -> Result<Option<Arc<ClientConfig>>, rustls::Error> {
+    pub(crate) fn client(self, purpose: Purpose) -> Result<Option<Arc<ClientConfig>>, String> {
         if !self.is_tls() {
             return Ok(None);
         }
         let provider = Arc::new(ring::default_provider());
         let verifier = Arc::new(AnyCertificate(provider.signature_verification_algorithms));
-        let config = ClientConfig::builder_with_provider(provider).with_protocol_versions(&[&TLS13])?;
+        let config = ClientConfig::builder_with_provider(provider).with_protocol_versions(&[&TLS13]);
+        let config = config.map_err(|error| error.to_string())?;
         let mut config = config.dangerous().with_custom_certificate_verifier(verifier).with_no_client_auth();
         config.alpn_protocols = vec![purpose.protocol().to_vec()];
         config.resumption = Resumption::disabled();
@@ -169,6 +171,9 @@ impl ServerCertVerifier for AnyCertificate {
         self.0.supported_schemes()
     }
 }
+
+/// The code of a refusal because the connection has no TLS. Callers show the text of codes that they do not know.
+pub(super) const REFUSED_AS_PLAINTEXT: u8 = REFUSED_AS_BUSY + 1;
 
 /// The name in the certificate, which no end checks.
 const CERTIFICATE_NAME: &str = "remora";

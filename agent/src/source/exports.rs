@@ -37,7 +37,7 @@ impl Exports {
             }
         }
         let (rdma, memories) = (args.rdma.clone(), vec![tables.snapshot.0.clone(), tables.journal.0.clone()]);
-        let (replicas, security) = (args.max_replicas as usize, args.security.security);
+        let (replicas, security) = (args.max_replicas as usize, args.tokens.security.security);
         let open = move || transports::exporters::rdma(&rdma, security, listen, replicas, &memories);
         let rdma = tokio::task::spawn_blocking(open).await;
         exporters

@@ -110,7 +110,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     let (captured, captures) = mpsc::unbounded_channel();
     let port = listener::bind(args.listen, "the source", "--listen").await?;
     let tcp = Arc::new(tcp_exporter(&args, port.1)?);
-    let conversations = Endpoint::with_keyring(tokens.keyring(), &Options::secured(args.security.security));
+    let conversations = Endpoint::with_keyring(tokens.keyring(), &Options::secured(args.tokens.security.security));
     let conversations =
         conversations.map_err(|error| Failure::local(format!("cannot set up control connections: {error}")))?;
     let listener = listener::start(port, conversations, tcp.clone(), incoming.clone());
@@ -120,7 +120,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         server = %server.url(),
         facts = %facts.name(),
         memory = %args.memory,
-        security = args.security.security.text(),
+        security = args.tokens.security.security.text(),
         "source ready; it takes a snapshot {}",
         if args.eager { "now (--eager)" } else { "when the first replica joins" }
     );

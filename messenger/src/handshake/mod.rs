@@ -210,16 +210,11 @@ impl<T: Deref<Target = Token>> Handshake<T> {
 
     /// Makes the proofs and the key depend on the secure channel that carries the handshake. `binding` is a value that
     /// only the two ends of that channel share, such as the `tls-exporter` of RFC 9266. Both ends of a channel must
-    /// call this once, before the first call of [`Handshake::handle_input`].
+    /// call this before the first call of [`Handshake::handle_input`]. Further calls have no effect.
     pub fn bind(&mut self, binding: &[u8; BINDING_BYTES]) {
-        debug_assert!(!self.is_bound, "a handshake has one channel");
-        self.transcript.splice(0..0, LABEL_CHANNEL.iter().chain(binding).copied());
-        self.is_bound = true;
-    }
-
-    /// Whether [`Handshake::bind`] was called.
-    pub fn is_bound(&self) -> bool {
-        self.is_bound
+        if !std::mem::replace(&mut self.is_bound, true) {
+            self.transcript.splice(0..0, LABEL_CHANNEL.iter().chain(binding).copied());
+        }
     }
 
     /// Handles received bytes.

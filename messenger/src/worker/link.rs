@@ -183,9 +183,7 @@ impl LinkState {
                 Ok(0) => return Err(LinkError::Ended),
                 Ok(count) => {
                     // Received bytes mean that a secure channel is complete.
-                    if !handshake.is_bound()
-                        && let Some(binding) = self.link.channel_binding().map_err(LinkError::Io)?
-                    {
+                    if let Some(binding) = self.link.channel_binding().map_err(LinkError::Io)? {
                         handshake.bind(&binding);
                     }
                     let outcome = handshake.handle_input(&piece[..count]);
