@@ -55,7 +55,7 @@ use self::probe_region::ProbeRegion;
 use self::rate::Rate;
 use self::tables::{JOURNAL_REGION, SNAPSHOT_REGION, Tables, expected, first_generation};
 use self::threads::Threads;
-use self::topology::{Assignment, Joining, Topology};
+use self::topology::{Assignment, Joining, Topology, Witness};
 use crate::args::SourceArgs;
 use crate::backoff::Backoff;
 use crate::conversation::listener;
@@ -431,12 +431,13 @@ impl Source {
     /// remains a fallback.
     fn place_for(&mut self, generation: u64, session: Session) -> Option<Upstream> {
         let replica = self.machine.status().replica(session)?;
-        let relays = self.sessions.get(&session)?.relays.clone()?;
+        let peer = self.sessions.get(&session)?;
+        let (relays, witness) = (peer.relays.clone()?, Witness::new(peer.address.ip(), &replica.name));
         if replica.is_loaded() {
             return None;
         }
         let first = replica.held_slots(generation);
-        let joining = Joining { serves: !relays.serves_at.is_empty(), zone: relays.zone, first };
+        let joining = Joining { serves: !relays.serves_at.is_empty(), zone: relays.zone, witness, first };
         let from = self.topology.join(Instant::now(), generation, session, joining);
         let spliced = self.topology.spliced();
         self.assign(&spliced);
@@ -463,14 +464,18 @@ impl Source {
         if self.machine.status().offered(reader) != Some(generation) {
             return;
         }
+        let was_banned = self.topology.is_banned(peer);
+        let moved = self.topology.lost(reader, peer, cause);
         let name = |session| self.machine.status().replica(session).map_or("gone", |replica| replica.name.as_str());
         match cause {
+            LossCause::Lied if self.topology.is_banned(peer) && !was_banned => {
+                tracing::warn!(peer = name(peer), reader = name(reader), %text, "a second replica reports that this one lent slots that differ from the source's; no other replica will read from it");
+            }
             LossCause::Lied => {
-                tracing::warn!(peer = name(peer), reader = name(reader), %text, "a replica lent slots that differ from the source's; no other replica will read from it");
+                tracing::warn!(peer = name(peer), reader = name(reader), %text, "a replica reports that another one lent slots that differ from the source's; it will not read from it again");
             }
             _ => tracing::info!(peer = name(peer), reader = name(reader), %text, "replica lost its upstream"),
         }
-        let moved = self.topology.lost(reader, peer, cause);
         self.assign(&moved);
     }
 
