@@ -30,7 +30,7 @@ pub(super) struct Watch {
     taken_over: BTreeMap<ServerId, (Duration, usize)>,
     /// When an agent last asked which primary its server follows.
     looked: BTreeMap<(usize, ServerId), Duration>,
-    /// When an agent first looked whom its server follows.
+    /// When an agent first asked which primary its server follows.
     first_looked: BTreeMap<(usize, ServerId), Duration>,
     /// When a server or its clients were last ended by force.
     out_of_reach: BTreeMap<ServerId, Duration>,

@@ -16,7 +16,7 @@ const LEAST_SCHEDULES: u64 = 200;
 const FOUND_WITHIN: Duration = Duration::from_secs(180);
 
 /// Seeds that once found a fault, and which.
-const FOUND: [(u64, &str); 7] = [
+const FOUND: [(u64, &str); 9] = [
     (4_474_298_603_552_836_524, "a full ring without a reader held up the next replica for ever"),
     (16_555_945_931_975_370_203, "a snapshot that began again was read in the phase Load, and its window stood still"),
     (9_911_429_021_584_333_846, "a server that had loaded a snapshot was said to hold what it held before"),
@@ -27,6 +27,11 @@ const FOUND: [(u64, &str); 7] = [
     ),
     (4_563_113_557_085_440_407, "as the fifth, with a killed agent"),
     (7_249_279_064_245_750_149, "as the fifth, with a server that crashed"),
+    (
+        15_796_549_188_492_407_312,
+        "a full ring without a reader was kept for a replica that had loaded and needed the stream only",
+    ),
+    (7_225_482_857_048_614_238, "a stopped agent waited --retry-for for a full copy that its server took"),
 ];
 
 #[test]

@@ -7,8 +7,14 @@ use super::event::{Followed, Job, PrimaryLink, Report, Rules};
 /// How long a hand-off may take until the server is in step with the primary by itself.
 pub(super) const HAND_OFF_LIMIT: Duration = Duration::from_secs(20);
 
-/// Pause between two questions to a server that should be in step soon.
+/// Pause between two questions to a server that should be in step soon. Most hand-offs end within milliseconds.
 pub(super) const QUICK: Duration = Duration::from_millis(5);
+
+/// The longest pause. It costs a server that takes a full copy little.
+const LONGEST_PAUSE: Duration = Duration::from_millis(250);
+
+/// The pause is this part of the time that the hand-off has taken, so that it delays the end by this part at most.
+const PAUSE_PART: u32 = 50;
 
 /// A hand-off under way.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -62,7 +68,7 @@ impl HandOff {
                 return Some(Job::PointAtPrimary);
             }
             (Step::Pointing, Report::PointedAtPrimary(_)) | (Step::Verifying, Report::Verified(_)) => {
-                self.step = Step::Watching { next: now + QUICK };
+                self.step = self.watching(now);
             }
             _ => {} // of a job that was ordered before the hand-off began
         }
@@ -72,8 +78,13 @@ impl HandOff {
     /// Notes that the server gave no answer.
     pub(super) fn watch(&mut self, now: Instant) {
         if self.step == Step::Asking {
-            self.step = Step::Watching { next: now + QUICK };
+            self.step = self.watching(now);
         }
+    }
+
+    fn watching(&self, now: Instant) -> Step {
+        let pause = now.duration_since(self.began) / PAUSE_PART;
+        Step::Watching { next: now + pause.clamp(QUICK, LONGEST_PAUSE) }
     }
 
     /// Handles the state of the server's link to the primary.
@@ -81,7 +92,7 @@ impl HandOff {
         if self.step != Step::Asking {
             return Next::Watch;
         }
-        self.step = Step::Watching { next: now + QUICK };
+        self.step = self.watching(now);
         match link {
             PrimaryLink { is_followed: false, .. } => {
                 self.step = Step::Verifying;
@@ -122,7 +133,8 @@ impl HandOff {
         now.duration_since(self.began) < HAND_OFF_LIMIT
     }
 
-    /// The time is over. A full copy has as long as other trouble (`--retry-for`), unless the agent is to stop.
+    /// The time is over. A full copy has as long as other trouble (`--retry-for`), unless the agent is to stop:
+    /// `stopping` if a signal came during the hand-off; a signal that caused the hand-off counts as well.
     pub(super) fn is_late(&self, now: Instant, rules: &Rules, stopping: bool) -> bool {
         let is_watching = matches!(self.step, Step::Watching { .. });
         is_watching && now.duration_since(self.began) > self.limit(rules, stopping)
@@ -133,7 +145,8 @@ impl HandOff {
         if crate::mutation::Mutation::FullCopyAborted.is_active() {
             return HAND_OFF_LIMIT;
         }
-        if self.takes_full_copy && !stopping { rules.retry_for.max(HAND_OFF_LIMIT) } else { HAND_OFF_LIMIT }
+        let is_to_stop = stopping || self.because.is_some();
+        if self.takes_full_copy && !is_to_stop { rules.retry_for.max(HAND_OFF_LIMIT) } else { HAND_OFF_LIMIT }
     }
 
     pub(super) fn deadline(&self) -> Option<Instant> {

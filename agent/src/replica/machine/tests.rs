@@ -642,6 +642,31 @@ fn a_full_copy_by_the_server_itself_may_take_as_long_as_other_trouble() {
 }
 
 #[test]
+fn a_full_copy_does_not_keep_an_agent_whose_signal_caused_the_hand_off() {
+    let mut play = Play::asked(Rules { retry_for: Duration::from_secs(600), ..rules() });
+    play.on(Event::Stop { signal: "SIGTERM" });
+    play.report(Report::Settled(Ok(())));
+    play.report(Report::PointedAtPrimary(Ok(())));
+    play.wait();
+    assert_eq!(play.report(Report::PrimaryLink(Ok(COPYING))), []);
+    let actions = play.after(Duration::from_secs(21));
+    assert_eq!(actions, [Action::StopDelivery { done: false }, Action::Server(Job::Leave(Leaving::ToPrimary))]);
+}
+
+#[test]
+fn a_server_that_copies_for_long_is_asked_less_often() {
+    let mut play = Play::watching(rules());
+    let mut questions = 1;
+    let began = play.now;
+    while play.now.duration_since(began) < Duration::from_secs(15) {
+        assert_eq!(play.report(Report::PrimaryLink(Ok(COPYING))), []);
+        assert_eq!(play.wait(), [Action::Server(Job::AskPrimaryLink)]);
+        questions += 1;
+    }
+    assert!((100..400).contains(&questions), "{questions} questions in 15 s");
+}
+
+#[test]
 fn a_full_copy_that_takes_too_long_is_left_to_the_server_and_never_aborted() {
     let mut play = Play::watching(Rules { retry_for: Duration::from_secs(60), ..rules() });
     assert_eq!(play.report(Report::PrimaryLink(Ok(COPYING))), []);

@@ -87,8 +87,8 @@ pub(crate) struct Machine {
     has_waiting: bool,
     next_generation: u64,
     eager: bool,
-    /// When the last replica left, or the source began.
-    idle_since: Instant,
+    /// When a replica last needed slots of the snapshot, or its capture began.
+    unread_since: Instant,
     /// When the next capture may begin after one that failed, and what to tell the replicas that wait for it.
     retry: Option<(Instant, String)>,
     backoff: Backoff,
@@ -116,7 +116,7 @@ impl Machine {
             has_waiting: false,
             next_generation: first_generation,
             eager,
-            idle_since: now,
+            unread_since: now,
             retry: None,
             backoff,
             failures: Failures::default(),
@@ -157,7 +157,6 @@ impl Machine {
                 self.replicas_done += u64::from(done);
                 let gone = self.replicas.remove(&session);
                 self.unfinished |= !done && gone.is_some_and(|replica| replica.is_reading());
-                self.idle_since = now;
                 self.failures.replica_left(self.replicas.len(), now, &mut self.retry);
             }
             Event::Capture(event) => self.captured(now, event, &mut actions),
@@ -559,6 +558,7 @@ impl Machine {
             |replica: &Replica| replica.generation.is_none() && !replica.sent_away && replica.reads == Format::Shared;
         let format = if self.replicas.values().any(waits_for_shared) { Format::Shared } else { Format::Own };
         self.snapshot = Some(Snapshot { generation, stage: Stage::Asked, format, asked: now });
+        self.unread_since = now;
         let with_stream = self.stream.is_none();
         let fresh = std::mem::take(&mut self.unfinished);
         actions.push(Action::Capture { generation, with_stream, fresh });
@@ -575,12 +575,14 @@ impl Machine {
             return;
         };
         let generation = snapshot.generation;
-        if self.replicas.values().any(|replica| replica.generation == Some(generation)) {
+        // A replica that had loaded an earlier snapshot when it joined was offered this one for its stream only.
+        if self.replicas.values().any(Replica::is_reading) {
+            self.unread_since = now;
             return;
         }
         let stuck = matches!(snapshot.stage, Stage::Open { .. })
             && self.reading.writer_waits > 0
-            && now.duration_since(self.idle_since) > self.rules.stall_limit;
+            && now.duration_since(self.unread_since) > self.rules.stall_limit;
         let old = now.duration_since(snapshot.asked) > self.rules.max_age;
         let overrun = snapshot.is_sealed()
             && snapshot.origin().is_some_and(|origin| self.reading.journal_first > origin.offset + 1);
@@ -590,10 +592,11 @@ impl Machine {
         if !snapshot.is_sealed() {
             actions.push(Action::StopCapture { generation });
         }
-        self.forget_snapshot("no replica uses the snapshot any more", actions);
+        let text = "no replica reads the snapshot any more";
+        self.forget_snapshot(text, actions);
         // Replicas that have loaded an earlier snapshot may still follow a stream that began with that one.
-        if let Some(stream) = self.stream.take_if(|stream| is_idle || stream.generation == generation) {
-            actions.push(Action::EndStream { generation: stream.generation });
+        if self.stream.is_some_and(|stream| is_idle || stream.generation == generation) {
+            self.end_stream(text, actions);
         }
     }
 }

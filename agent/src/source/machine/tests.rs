@@ -255,6 +255,34 @@ fn a_replica_that_holds_up_a_full_ring_is_dropped_alone_and_after_its_time() {
 }
 
 #[test]
+fn a_full_ring_that_no_replica_reads_is_given_up_though_a_loaded_one_was_offered_its_stream() {
+    let mut bench = Bench::with_snapshot();
+    bench.now += RULES.max_age + Duration::from_secs(1);
+    let resume = Resume { generation: FIRST, held_slots: 9, loaded: Some((replid(1), 11)) };
+    bench.join_with(2, Some(resume));
+    assert_eq!(begins(&bench.join(3)), Some((FIRST + 1, false)));
+    bench.started(FIRST + 1, replid(1), 20);
+    // The replica with the data comes again while the snapshot of the other one is open.
+    bench.event(Event::Gone { session: 2, done: false });
+    assert_eq!(offers(&bench.join_with(4, Some(resume))), [4]);
+    bench.reading.writer_waits += 1;
+    bench.progress(3, Phase::Transfer, 3);
+    bench.after(Duration::ZERO);
+    bench.event(Event::Gone { session: 3, done: false });
+    bench.now += RULES.stall_limit / 2;
+    // It needs the first slots, which were reused. That others come and go changes nothing.
+    bench.join(5);
+    bench.event(Event::Gone { session: 5, done: false });
+    bench.join(6);
+    let actions = bench.after(RULES.stall_limit);
+    let generation = FIRST + 1;
+    assert!(actions.contains(&Action::StopCapture { generation }), "{actions:?}");
+    assert_eq!(begins(&actions), Some((FIRST + 2, false)), "{actions:?}");
+    let is_ended = |action: &Action| matches!(action, Action::EndStream { .. } | Action::GenerationGone { .. });
+    assert!(!actions.iter().any(is_ended), "the replica with the data keeps its stream: {actions:?}");
+}
+
+#[test]
 fn a_capture_that_breaks_is_tried_again_after_a_pause_and_its_readers_are_told() {
     let mut bench = Bench::new();
     bench.join(1);
