@@ -322,10 +322,12 @@ impl Server {
                 return refuse(&id, rejected.answer);
             }
         };
-        if let Err(denial) = self.make_room(&id) {
-            return refuse(&id, Verbs::refusal(Refusal::Denied(denial)));
+        let (name, peer) = (id.name(), id.peer().map(|address| address.ip()));
+        let has_room = self.readers.len() < self.options.connections;
+        match if has_room { self.unproved.enter(Instant::now(), name, peer) } else { Err(Denial::Busy) } {
+            Ok(oldest) => oldest.into_iter().for_each(|oldest| self.forget(oldest, "a newer one has its place")),
+            Err(denial) => return refuse(&id, Verbs::refusal(Refusal::Denied(denial))),
         }
-        let name = id.name();
         match self.open(id, request, handshake, &challenge) {
             Ok(reader) => drop(self.readers.insert(name, reader)),
             Err(error) => {
@@ -333,18 +335,6 @@ impl Server {
                 tracing::warn!(%error, "cannot accept a reader's RDMA connection");
             }
         }
-    }
-
-    /// Takes a place for one more connection, and closes the one that gives way to it.
-    fn make_room(&mut self, id: &Id) -> Result<(), Denial> {
-        if self.readers.len() >= self.options.connections {
-            return Err(Denial::Busy);
-        }
-        let peer = id.peer().map(|address| address.ip());
-        if let Some(oldest) = self.unproved.enter(Instant::now(), id.name(), peer)? {
-            self.forget(oldest, "it gave way to a newer connection without a proof");
-        }
-        Ok(())
     }
 
     /// Makes the source's end of the connection, without rights, and accepts. On failure the connection is dropped,
