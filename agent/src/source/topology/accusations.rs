@@ -1,7 +1,7 @@
 //! Accusations: replicas that report that a peer lent them wrong bytes, and what follows from their reports.
 //!
-//! The source does not see what one replica lends to another. A report may be false: the accuser may have bad memory, or
-//! its operator wants the others to read from the source. So a report costs the peer the accuser as a reader, and no
+//! The source does not see what one replica lends to another. A report may be false: the accuser may have bad memory,
+//! or its operator wants the others to read from the source. So a report costs the peer the accuser as a reader, and no
 //! other one. The second report, from an accuser that is independent of the first, bans the peer for all.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -36,7 +36,7 @@ impl Witness {
 
 /// The accusers of each peer.
 #[derive(Debug, Default)]
-pub(super) struct Accusations {
+pub(in crate::source) struct Accusations {
     by_peer: BTreeMap<Session, BTreeSet<Witness>>,
 }
 
@@ -50,7 +50,7 @@ impl Accusations {
     }
 
     /// Whether no replica may read from this peer.
-    pub(super) fn is_banned(&self, peer: Session) -> bool {
+    pub(in crate::source) fn is_banned(&self, peer: Session) -> bool {
         self.by_peer.get(&peer).is_some_and(|accusers| accusers.len() >= ACCUSERS_FOR_A_BAN)
     }
 

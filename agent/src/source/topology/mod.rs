@@ -88,7 +88,7 @@ pub(crate) struct Topology {
     generation: u64,
     nodes: BTreeMap<Session, Node>,
     /// Reports of replicas that have lent wrong bytes.
-    accusations: Accusations,
+    pub(super) accusations: Accusations,
     /// Pairs that have been swapped: (peer, reader).
     swapped: BTreeSet<(Session, Session)>,
     /// The most bytes per second that a reader of this generation has received.
@@ -246,8 +246,8 @@ impl Topology {
         self.best_rate = self.best_rate.max(node.rate.bytes_per_second.unwrap_or(0));
     }
 
-    /// A replica can no longer read from this peer. Returns the new upstreams. A report about a peer that the replica was
-    /// never assigned to changes nothing.
+    /// A replica can no longer read from this peer. Returns the new upstreams. A report about a peer that the replica
+    /// was never assigned to changes nothing.
     pub(crate) fn lost(&mut self, reader: Session, peer: Session, cause: LossCause) -> Vec<Assignment> {
         let Some(node) = self.nodes.get_mut(&reader).filter(|node| node.assigned.contains(&peer)) else {
             return Vec::new();
@@ -260,20 +260,12 @@ impl Topology {
         }
         if cause == LossCause::Lied {
             self.accusations.accuse(peer, &node.witness);
-            let leaves = |reader: &Session| self.nodes.get(reader).is_some_and(|node| self.is_barred(peer, node));
+            let leaves = |reader: &Session| {
+                self.nodes.get(reader).is_some_and(|node| self.accusations.bars(peer, &node.witness))
+            };
             orphans.extend(self.readers_of(peer).filter(leaves));
         }
         self.place(orphans)
-    }
-
-    /// Whether so many replicas have accused this one that no other replica reads from it.
-    pub(crate) fn is_banned(&self, peer: Session) -> bool {
-        self.accusations.is_banned(peer)
-    }
-
-    /// Whether a reader must not read from this peer because of an accusation.
-    fn is_barred(&self, peer: Session, reader: &Node) -> bool {
-        self.accusations.bars(peer, &reader.witness)
     }
 
     /// A replica has left, or no longer serves. Returns the new upstreams of its readers.
@@ -377,8 +369,11 @@ impl Topology {
     fn swap(&mut self, reader: Session, peer: Session) -> Vec<Assignment> {
         let (Some(node), Some(above)) = (self.nodes.get(&reader), self.nodes.get(&peer)) else { return Vec::new() };
         let up = above.from;
-        let up_is_open = up.is_none_or(|up| !node.lost.contains(&up) && !self.is_barred(up, node));
-        let lends = node.serves && !node.is_silent && !self.is_barred(reader, above) && !above.lost.contains(&reader);
+        let up_is_open = up.is_none_or(|up| !node.lost.contains(&up) && !self.accusations.bars(up, &node.witness));
+        let lends = node.serves
+            && !node.is_silent
+            && !self.accusations.bars(reader, &above.witness)
+            && !above.lost.contains(&reader);
         if !up_is_open || !lends || self.readers_of(reader).count() >= MAX_READERS {
             return Vec::new();
         }
@@ -414,7 +409,7 @@ impl Topology {
         let may_return =
             |above: &Node| above.serves && !above.is_silent && above.oldest <= node.held && !node.lost.contains(&peer);
         let may_return = self.nodes.get(&peer).is_some_and(may_return)
-            && !self.is_barred(peer, node)
+            && !self.accusations.bars(peer, &node.witness)
             && self.readers_of(peer).count() < MAX_READERS
             && !self.below(reader).contains(&peer);
         if measured.saturating_mul(TRIAL_GAIN.1) >= rate.saturating_mul(TRIAL_GAIN.0) {
@@ -445,7 +440,8 @@ impl Topology {
         };
         let is_entry = node.zone != above.zone && new.zone == above.zone;
         let is_free = self.readers_of(joiner).next().is_none();
-        let lends = new.serves && is_free && !self.is_barred(joiner, node) && !node.lost.contains(&joiner);
+        let lends =
+            new.serves && is_free && !self.accusations.bars(joiner, &node.witness) && !node.lost.contains(&joiner);
         reader != joiner && is_entry && lends && new.oldest <= node.held && new.held >= node.held
     }
 
@@ -494,7 +490,7 @@ impl Topology {
     fn may_read(&self, reader: Session, node: &Node, peer: Session, other: &Node) -> bool {
         other.serves
             && !other.is_silent
-            && !self.is_barred(peer, node)
+            && !self.accusations.bars(peer, &node.witness)
             && !node.lost.contains(&peer)
             && other.oldest <= node.held
             && other.held >= node.held

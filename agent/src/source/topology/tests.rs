@@ -136,10 +136,10 @@ fn a_reader_leaves_a_peer_that_it_accuses_and_the_second_accuser_bans_the_peer_f
     bench.holds(2, 2);
     bench.holds(3, 3);
     assert_eq!(bench.topology.lost(2, 1, LossCause::Lied), [assigned(2, Some(3))]);
-    assert!(!bench.topology.is_banned(1));
+    assert!(!bench.topology.accusations.is_banned(1));
     assert_eq!(bench.topology.reads_from(3), Some(1), "one accuser took the peer from another reader");
     assert_eq!(bench.topology.lost(3, 1, LossCause::Lied), [assigned(3, None)]);
-    assert!(bench.topology.is_banned(1));
+    assert!(bench.topology.accusations.is_banned(1));
     assert!([5, 6, 7].iter().all(|&session| bench.join(session, "") != Some(1)));
 }
 
@@ -409,7 +409,7 @@ proptest! {
                 prop_assert_eq!(told.get(&session).copied().flatten(), node.from, "{} after {:?}", session, operation);
                 if let Some(peer) = node.from {
                     prop_assert!(topology.nodes[&peer].serves);
-                    prop_assert!(!topology.is_barred(peer, node));
+                    prop_assert!(!topology.accusations.bars(peer, &node.witness));
                     prop_assert!(!node.lost.contains(&peer));
                 }
             }
