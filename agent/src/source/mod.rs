@@ -127,8 +127,13 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         if args.eager { "now (--eager)" } else { "when the first replica joins" }
     );
     let gauge = Arc::new(Gauge::default());
-    let rules =
-        Rules { max_age: args.max_age, max_replicas: args.max_replicas as usize, stall_limit: args.stall_timeout };
+    let rules = Rules {
+        max_age: args.max_age,
+        max_replicas: args.max_replicas as usize,
+        stall_limit: args.limits.stall_timeout,
+        fork_interval: args.limits.fork_interval,
+        slot_bytes: u64::from(tables.snapshot.1.slot_size),
+    };
     let machine = Machine::new(Instant::now(), rules, Backoff::from_system(), first_generation(), args.eager);
     let module_rules = Arc::new(ModuleRules::new(&args));
     let source = Source {

@@ -109,8 +109,7 @@ impl Source {
     /// it waits gets one plan.
     pub(super) fn send_plan(&mut self, session: Session) {
         if self.questions.is_fresh(Instant::now()) {
-            let plan = self.plan();
-            return self.send(session, Message::Offer(plan));
+            return tell_plan(self, session);
         }
         if !self.questions.plans.insert(session) {
             return;
@@ -165,11 +164,21 @@ pub(super) fn answered(source: &mut Source, answered: Answered) {
         }
         Answered::Plan(session) => {
             if source.questions.plans.remove(&session) {
-                let plan = source.plan();
-                source.send(session, Message::Offer(plan));
+                tell_plan(source, session);
             }
         }
     }
+}
+
+/// Sends a plan. It says if the source would leave the primary alone for a while before the next snapshot.
+fn tell_plan(source: &mut Source, session: Session) {
+    let mut plan = source.plan();
+    let status = source.machine.status();
+    let needs_fork = status.snapshot.is_none() || source.tables.is_windowed_for(&source.facts);
+    if let Some((_, why)) = status.forks.why_not().filter(|_| needs_fork && plan.warning.is_empty()) {
+        plan.warning = why;
+    }
+    source.send(session, Message::Offer(plan));
 }
 
 #[cfg(test)]

@@ -1,13 +1,13 @@
 //! Holders of the token that ask for too much, by intent or by bad luck. The primary pays little for it.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use remora_agent::conversation::{Connection, Options, Token, connect};
 use remora_lab::{Server, assert_same_data, require};
 use remora_protocol::{Join, Message};
 use tokio::runtime::Runtime;
 
-use crate::kit::{Source, fill_keys, primary};
+use crate::kit::{LONG, Source, fill, fill_keys, primary};
 
 /// Questions that a holder asks in a row.
 const QUESTIONS: u64 = 2000;
@@ -66,5 +66,36 @@ fn questions_without_end_cost_the_primary_few_commands_and_the_last_one_is_answe
         let replica = Server::start(kind).unwrap();
         source.replicate(&replica, &[]);
         assert_same_data(&primary, &replica);
+    }
+}
+
+/// Snapshots that a source takes without a pause.
+const AT_ONCE: u64 = 5;
+
+#[test]
+fn replicas_that_need_one_snapshot_after_the_other_wait_after_the_first_few_and_are_told_why() {
+    for kind in require::kinds() {
+        let primary = primary(kind).start().unwrap();
+        fill(&primary, 40, 1);
+        // Windowed: each replica that comes after the last one needs a snapshot of its own.
+        let source = Source::start(&primary, &["--memory", "16MiB", "--fork-interval", "20s"]);
+        let server = Server::start(kind).unwrap();
+        for _ in 0..AT_ONCE {
+            source.replicate(&server, &["--replace"]);
+        }
+        assert_eq!(source.snapshots_taken(), AT_ONCE);
+
+        let began = Instant::now();
+        let mut waiting = source.replica(&server, &["--replace", "--name", "sixth"]);
+        let why = "5 snapshots in a short time";
+        let status = source.wait_for_status("the replica to wait", |status| status["replicas"][0]["name"] == "sixth");
+        assert!(status["replicas"][0]["transport_why"].as_str().unwrap().contains(why), "{status}");
+        let drawn = source.drawn_status();
+        assert!(drawn.contains("waits: the primary has forked"), "{drawn}");
+        waiting.wait_for_success(LONG).unwrap();
+        assert!(waiting.output().contains(why), "{}", waiting.output());
+        assert!(began.elapsed() > Duration::from_secs(2), "it waited {:?} only", began.elapsed());
+        assert_eq!(source.snapshots_taken(), AT_ONCE + 1);
+        assert_same_data(&primary, &server);
     }
 }
