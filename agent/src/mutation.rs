@@ -18,6 +18,10 @@ pub(crate) enum Mutation {
     ClosedConnectionKept,
     /// The hand-off ends the full copy that the server takes by itself.
     FullCopyAborted,
+    /// The delivery ends a payload when the next slot has not arrived yet.
+    PayloadEndedEarly,
+    /// The delivery sends the stream behind the mark before the server's first ACK.
+    StreamBeforeTheAck,
 }
 
 thread_local! {

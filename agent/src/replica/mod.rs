@@ -48,6 +48,8 @@ mod unread;
 mod upstream;
 
 #[cfg(any(test, feature = "simulation"))]
+pub(crate) use self::delivery::simulated as simulated_delivery;
+#[cfg(any(test, feature = "simulation"))]
 pub(crate) use self::driver::simulated;
 
 use std::path::PathBuf;

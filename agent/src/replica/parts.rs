@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use remora_fabric::{Memory, Peer, View};
+use remora_redis::ReplId;
 use remora_table::{Expectation, Geometry, SinkLayout};
 
 /// Why a feed ended.
@@ -11,6 +12,14 @@ pub(super) enum FeedError {
     /// The table was overrun, aborted, is corrupt, or belongs to another generation.
     #[error(transparent)]
     Table(#[from] remora_table::Error),
+    /// The server has loaded a snapshot of a history that this feed does not continue.
+    #[error("its stream is of the history {feed}, and the server has loaded {loaded}")]
+    OtherHistory {
+        /// The replid of the server's data.
+        loaded: ReplId,
+        /// The replid of the feed's stream.
+        feed: ReplId,
+    },
 }
 
 /// The connections of one offer.

@@ -11,7 +11,7 @@ use super::wire::{Address, ServerId};
 use super::world::{Change, World};
 
 /// The time between an agent's look at a server and its change there. Both are commands on one connection; a server that
-/// is loading refuses the second for a while.
+/// is busy lets the second wait.
 const LOOK_LASTS: Duration = Duration::from_millis(300);
 
 /// How long an agent may take from its signal to its end.
@@ -99,8 +99,10 @@ impl Watch {
                 "agent {number} says {command} to server {server}, which the operator took over, without a look right before"
             ));
         }
-        // Between a look and the change there is time for a command of the operator, which is then undone.
+        // Between a look and the change there is time for a command of the operator, which is then undone. What the
+        // operator wrote is there.
         self.taken_over.remove(&id);
+        self.touched.insert(key, held);
         Ok(())
     }
 
@@ -176,7 +178,11 @@ impl Watch {
         let is_continued = server.is_up() && server.full_copies.1 == copies;
         let is_as_before = server.content == held || is_continued;
         if says("holds what it held before") && !is_as_before && !restarted && !self.is_taken_over(id) {
-            return Err(format!("agent {number} says that server {} holds what it held before, which is not so", id.0));
+            return Err(format!(
+                "agent {number} says that server {} holds what it held before, which is not so: it held {held:x?} at {since:?}, \
+                 and holds {:x?}",
+                id.0, server.content
+            ));
         }
         Ok(())
     }

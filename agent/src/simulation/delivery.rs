@@ -2,8 +2,9 @@
 //! reports what the thread reports. It follows `replica/delivery/mod.rs`, in slots and commands instead of bytes.
 
 use std::collections::VecDeque;
+use std::io;
 
-use remora_protocol::Offer;
+use remora_protocol::{Offer, Resume};
 use remora_redis::ReplId;
 
 use super::memory::Lost;
@@ -12,6 +13,7 @@ use super::wire::{Conn, End, Message};
 use super::world::World;
 use crate::exit::{Code, Failure};
 use crate::replica::machine::{DeliveryEvent, Reading};
+use crate::replica::simulated_delivery::Connected;
 
 /// Slots that are read ahead of the server.
 const AHEAD: usize = 8;
@@ -19,6 +21,73 @@ const AHEAD: usize = 8;
 /// Bytes of the stream that one read takes, and that may wait for the server.
 const STREAM_BYTES: usize = 2000;
 const STREAM_LIMIT: usize = 20_000;
+
+/// A delivery, as the agent around it sees one.
+pub(super) trait Deliver {
+    /// Opens the link's port, at which the server must log in with this password.
+    fn start(&mut self, world: &World, secret: String) -> io::Result<()>;
+
+    /// Whether its port is open.
+    fn is_running(&self) -> bool;
+
+    /// Whether [`Deliver::read`] is to be called now and then.
+    fn is_awake(&self) -> bool;
+
+    fn reading(&self) -> Reading;
+
+    /// What a session is continued from.
+    fn resume(&self) -> Option<Resume>;
+
+    fn slots_below(&self) -> u64;
+
+    fn slots_held(&self) -> u64;
+
+    /// Bytes of the present snapshot that were given to the server.
+    fn bytes(&self) -> u64;
+
+    fn acknowledged(&self) -> u64;
+
+    /// Bytes of payloads that the server was given since the sync began, and whether the end of one was among them.
+    fn given(&self) -> (u64, bool);
+
+    fn take_events(&mut self) -> Vec<DeliveryEvent>;
+
+    // ---- orders ----
+
+    fn stop(&mut self, world: &mut World);
+
+    fn use_module(&mut self, used: bool);
+
+    fn hold(&mut self, world: &mut World);
+
+    fn give_up(&mut self, world: &mut World);
+
+    /// Connects to the tables of an offer of this source.
+    fn connect(&mut self, world: &mut World, source: usize, offer: &Offer) -> Option<AnyFeed>;
+
+    fn attach(&mut self, world: &mut World, feed: AnyFeed);
+
+    /// What came of an introduction.
+    fn introduced(&mut self, world: &mut World, number: u64, refers: bool);
+
+    // ---- what happens to it ----
+
+    fn receive(&mut self, world: &mut World, conn: Conn, message: Message);
+
+    fn closed(&mut self, world: &mut World, conn: Conn);
+
+    /// The tables that it reads are gone, or the way to them.
+    fn lose_feed(&mut self, world: &mut World);
+
+    /// Reads what the source has. Whether there may be more at once.
+    fn read(&mut self, world: &mut World) -> bool;
+}
+
+/// What a delivery reads.
+pub(super) enum AnyFeed {
+    Model(Feed),
+    Bytes { feed: Connected, source: usize, session: u64 },
+}
 
 /// Where the snapshot begins that the server is given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,10 +135,10 @@ pub(super) struct Delivery {
     agent: End,
     secret: String,
     is_running: bool,
-    pub(super) origin: Option<Origin>,
-    pub(super) next_slot: u64,
-    pub(super) next_byte: u64,
-    pub(super) loaded: bool,
+    origin: Option<Origin>,
+    next_slot: u64,
+    next_byte: u64,
+    loaded: bool,
     feed: Option<Feed>,
     /// Slots that have arrived and were not given to the server.
     slots: VecDeque<u64>,
@@ -80,11 +149,11 @@ pub(super) struct Delivery {
     by_module: bool,
     introductions: u64,
     /// Bytes of payloads that the server was given since the sync began, and whether the end of one was among them.
-    pub(super) given: u64,
-    pub(super) end_given: bool,
+    given: u64,
+    end_given: bool,
     bytes_delivered: u64,
-    pub(super) slots_below: u64,
-    pub(super) acknowledged: u64,
+    slots_below: u64,
+    acknowledged: u64,
     stream_fetched: u64,
     events: Vec<DeliveryEvent>,
 }
@@ -116,17 +185,23 @@ impl Delivery {
             events: Vec::new(),
         }
     }
+}
 
-    pub(super) fn start(&mut self, secret: String) {
+impl Deliver for Delivery {
+    fn start(&mut self, _world: &World, secret: String) -> io::Result<()> {
         (self.secret, self.is_running) = (secret, true);
+        Ok(())
     }
 
-    /// Whether its port is open.
-    pub(super) fn is_running(&self) -> bool {
+    fn is_running(&self) -> bool {
         self.is_running
     }
 
-    pub(super) fn reading(&self) -> Reading {
+    fn is_awake(&self) -> bool {
+        self.feed.is_some()
+    }
+
+    fn reading(&self) -> Reading {
         Reading {
             loaded: self.loaded,
             bytes_delivered: self.given,
@@ -137,43 +212,70 @@ impl Delivery {
         }
     }
 
-    /// Bytes of the present snapshot that were given to the server.
-    pub(super) fn bytes(&self) -> u64 {
+    fn resume(&self) -> Option<Resume> {
+        self.origin.map(|origin| Resume {
+            generation: origin.generation,
+            held_slots: self.next_slot,
+            loaded: self.loaded,
+            replid: origin.replid,
+            next_byte: self.next_byte,
+        })
+    }
+
+    fn slots_below(&self) -> u64 {
+        self.slots_below
+    }
+
+    fn slots_held(&self) -> u64 {
+        self.slots_below
+    }
+
+    fn bytes(&self) -> u64 {
         self.bytes_delivered
     }
 
-    pub(super) fn take_events(&mut self) -> Vec<DeliveryEvent> {
-        std::mem::take(&mut self.events)
+    fn acknowledged(&self) -> u64 {
+        self.acknowledged
     }
 
-    fn tell(&mut self, event: DeliveryEvent) {
-        self.events.push(event);
+    fn given(&self) -> (u64, bool) {
+        (self.given, self.end_given)
+    }
+
+    fn take_events(&mut self) -> Vec<DeliveryEvent> {
+        std::mem::take(&mut self.events)
     }
 
     // ---- orders ----
 
-    pub(super) fn stop(&mut self, world: &mut World) {
+    fn stop(&mut self, world: &mut World) {
         self.is_running = false;
         (self.feed, self.link) = (None, None);
         world.end_all(self.agent);
     }
 
-    pub(super) fn use_module(&mut self, used: bool) {
+    fn use_module(&mut self, used: bool) {
         self.by_module = used;
     }
 
-    pub(super) fn hold(&mut self) {
+    fn hold(&mut self, _world: &mut World) {
         self.link.iter_mut().for_each(|link| link.is_held = true);
     }
 
-    pub(super) fn give_up(&mut self, world: &mut World) {
+    fn give_up(&mut self, world: &mut World) {
         if !self.loaded {
             self.drop_link(world, "the source has put us out", true);
         }
     }
 
-    pub(super) fn attach(&mut self, world: &mut World, mut feed: Feed) {
+    fn attach(&mut self, world: &mut World, feed: AnyFeed) {
+        let AnyFeed::Model(mut feed) = feed else { return };
         self.abandon_memory(world);
+        if self.loaded && self.origin.is_some_and(|origin| origin.replid != feed.origin.replid) {
+            self.feed = None;
+            let failure = Failure::new(Code::Source, "its stream is of another history");
+            return self.tell(DeliveryEvent::FeedLost { failure });
+        }
         if self.origin != Some(feed.origin) && !self.loaded {
             let has_begun = matches!(&self.link, Some(Link { stage: Stage::Payload { .. } | Stage::Streaming, .. }));
             if has_begun {
@@ -194,7 +296,7 @@ impl Delivery {
     }
 
     /// What came of an introduction.
-    pub(super) fn introduced(&mut self, world: &mut World, number: u64, refers: bool) {
+    fn introduced(&mut self, world: &mut World, number: u64, refers: bool) {
         match &mut self.link {
             Some(link) if link.stage == Stage::Introducing(number) => self.promise(world, refers),
             _ => {}
@@ -202,9 +304,14 @@ impl Delivery {
         self.turn(world);
     }
 
-    // ---- the server's link ----
+    fn connect(&mut self, world: &mut World, source: usize, offer: &Offer) -> Option<AnyFeed> {
+        world.memories.journal((source, offer.journal.generation))?;
+        Feed::new(source, offer).map(AnyFeed::Model)
+    }
 
-    pub(super) fn receive(&mut self, world: &mut World, conn: Conn, message: Message) {
+    // ---- what happens to it ----
+
+    fn receive(&mut self, world: &mut World, conn: Conn, message: Message) {
         match message {
             Message::Psync { history, login, .. } => {
                 if login != self.secret || !self.is_running {
@@ -227,14 +334,38 @@ impl Delivery {
         self.turn(world);
     }
 
-    fn is_present(&self, conn: Conn) -> bool {
-        self.link.as_ref().is_some_and(|link| link.conn == conn)
-    }
-
-    pub(super) fn closed(&mut self, world: &mut World, conn: Conn) {
+    fn closed(&mut self, world: &mut World, conn: Conn) {
         if self.is_present(conn) {
             self.drop_link(world, "the server closed it", false);
         }
+    }
+
+    fn lose_feed(&mut self, world: &mut World) {
+        self.end_feed(world, "the lane broke");
+    }
+
+    /// Reads what the source has. Whether there may be more at once.
+    fn read(&mut self, world: &mut World) -> bool {
+        let before = (self.next_byte, self.slots.len());
+        match self.try_read(world) {
+            Ok(()) => {}
+            Err(Lost(why)) => self.end_feed(world, why),
+        }
+        let moved = before != (self.next_byte, self.slots.len());
+        self.turn(world);
+        moved
+    }
+}
+
+impl Delivery {
+    fn tell(&mut self, event: DeliveryEvent) {
+        self.events.push(event);
+    }
+
+    // ---- the server's link ----
+
+    fn is_present(&self, conn: Conn) -> bool {
+        self.link.as_ref().is_some_and(|link| link.conn == conn)
     }
 
     fn drop_link(&mut self, world: &mut World, why: &str, is_ours: bool) {
@@ -300,18 +431,6 @@ impl Delivery {
 
     // ---- the input ----
 
-    /// Reads what the source has. Whether there may be more at once.
-    pub(super) fn read(&mut self, world: &mut World) -> bool {
-        let before = (self.next_byte, self.slots.len());
-        match self.try_read(world) {
-            Ok(()) => {}
-            Err(Lost(why)) => self.lose_feed(world, why),
-        }
-        let moved = before != (self.next_byte, self.slots.len());
-        self.turn(world);
-        moved
-    }
-
     fn try_read(&mut self, world: &World) -> Result<(), Lost> {
         let Some(mut feed) = self.feed else { return Ok(()) };
         if feed.reads_snapshot && self.slots.len() < AHEAD {
@@ -336,17 +455,13 @@ impl Delivery {
     }
 
     /// The feed cannot be read any more.
-    pub(super) fn lose_feed(&mut self, world: &mut World, why: &str) {
+    fn end_feed(&mut self, world: &mut World, why: &str) {
         if self.feed.is_none() {
             return;
         }
         self.abandon_memory(world);
         self.feed = None;
         self.tell(DeliveryEvent::FeedLost { failure: Failure::new(Code::Source, why) });
-    }
-
-    pub(super) fn has_feed(&self) -> bool {
-        self.feed.is_some()
     }
 
     fn abandon_memory(&mut self, world: &mut World) {
@@ -364,7 +479,7 @@ impl Delivery {
         let (Some(origin), Some(link)) = (self.origin, &mut self.link) else { return };
         let Origin { replid, offset, .. } = origin;
         world.send(link.conn, self.agent, Message::FullResync { replid, offset });
-        link.stage = Stage::Payload { refers };
+        (link.stage, link.is_held) = (Stage::Payload { refers }, false);
         self.given += 10;
         self.bytes_delivered = 0;
     }

@@ -2,11 +2,17 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
+use remora_table::Origin;
+
+use super::tables::Tables;
+
 /// The tables of all sources, by source and generation.
 #[derive(Default)]
 pub(super) struct Memories {
-    pub(super) snapshots: BTreeMap<(usize, u64), Snapshot>,
-    pub(super) journals: BTreeMap<(usize, u64), Journal>,
+    snapshots: BTreeMap<(usize, u64), Snapshot>,
+    journals: BTreeMap<(usize, u64), Journal>,
+    /// The same as real tables, if an agent of this schedule reads such.
+    pub(super) real: Option<Tables>,
 }
 
 /// The slots of one snapshot.
@@ -15,9 +21,9 @@ pub(super) struct Snapshot {
     /// Slots below this one were written over.
     pub(super) retired: u64,
     /// The number of slots, once all are there.
-    pub(super) end: Option<u64>,
+    end: Option<u64>,
     /// Slots that there is room for.
-    pub(super) room: u64,
+    room: u64,
 }
 
 /// The stream behind the snapshots.
@@ -33,7 +39,7 @@ pub(super) struct Journal {
 pub(super) struct Lost(pub(super) &'static str);
 
 impl Snapshot {
-    pub(super) fn new(room: u64) -> Snapshot {
+    fn new(room: u64) -> Snapshot {
         Snapshot { slots: VecDeque::new(), retired: 0, end: None, room }
     }
 
@@ -41,16 +47,16 @@ impl Snapshot {
         self.retired + self.slots.len() as u64
     }
 
-    pub(super) fn is_full(&self) -> bool {
+    fn is_full(&self) -> bool {
         self.slots.len() as u64 >= self.room
     }
 
-    pub(super) fn push(&mut self, slot: u64) {
+    fn push(&mut self, slot: u64) {
         self.slots.push_back(slot);
     }
 
     /// Lets the writer use the slots below this one again.
-    pub(super) fn retire(&mut self, below: u64) {
+    fn retire(&mut self, below: u64) {
         while self.retired < below && self.slots.pop_front().is_some() {
             self.retired += 1;
         }
@@ -65,7 +71,7 @@ impl Snapshot {
 }
 
 impl Journal {
-    pub(super) fn new(first: u64, room: usize) -> Journal {
+    fn new(first: u64, room: usize) -> Journal {
         Journal { first, bytes: VecDeque::new(), room }
     }
 
@@ -74,7 +80,7 @@ impl Journal {
         self.first + self.bytes.len() as u64 - 1
     }
 
-    pub(super) fn append(&mut self, bytes: &[u8]) {
+    fn append(&mut self, bytes: &[u8]) {
         self.bytes.extend(bytes);
         let excess = self.bytes.len().saturating_sub(self.room);
         self.bytes.drain(..excess);
@@ -83,6 +89,82 @@ impl Journal {
 }
 
 impl Memories {
+    // ---- the source ----
+
+    pub(super) fn begin_snapshot(&mut self, key: (usize, u64), origin: Origin, room: u64) {
+        self.snapshots.insert(key, Snapshot::new(room));
+        if let Some(real) = &mut self.real {
+            real.begin_snapshot(key, origin, room);
+        }
+    }
+
+    pub(super) fn snapshot(&self, key: (usize, u64)) -> Option<&Snapshot> {
+        self.snapshots.get(&key)
+    }
+
+    /// Writes one slot. `Some(false)`: the table has no room.
+    pub(super) fn push(&mut self, key: (usize, u64), slot: u64) -> Option<bool> {
+        let snapshot = self.snapshots.get_mut(&key)?;
+        if snapshot.is_full() {
+            return Some(false);
+        }
+        snapshot.push(slot);
+        if let Some(real) = &mut self.real {
+            assert!(real.push(key, slot), "the model of the table has room, and the table has none");
+        }
+        Some(true)
+    }
+
+    pub(super) fn retire(&mut self, key: (usize, u64), below: u64) {
+        self.snapshots.get_mut(&key).into_iter().for_each(|snapshot| snapshot.retire(below));
+        self.real.iter_mut().for_each(|real| real.retire(key, below));
+    }
+
+    /// All slots are there.
+    pub(super) fn finish(&mut self, key: (usize, u64)) {
+        if let Some(snapshot) = self.snapshots.get_mut(&key) {
+            snapshot.end = Some(snapshot.published());
+        }
+        if let Some(real) = &mut self.real {
+            assert!(real.finish(key), "a table with all its slots could not be sealed");
+        }
+    }
+
+    pub(super) fn revoke_snapshot(&mut self, key: (usize, u64)) {
+        self.snapshots.remove(&key);
+        self.real.iter_mut().for_each(|real| real.revoke_snapshot(key));
+    }
+
+    /// The stream begins behind the origin's offset.
+    pub(super) fn begin_journal(&mut self, key: (usize, u64), origin: Origin, room: usize) {
+        self.journals.insert(key, Journal::new(origin.offset + 1, room));
+        self.real.iter_mut().for_each(|real| real.begin_journal(key, origin, room));
+    }
+
+    pub(super) fn journal(&self, key: (usize, u64)) -> Option<&Journal> {
+        self.journals.get(&key)
+    }
+
+    pub(super) fn append(&mut self, key: (usize, u64), bytes: &[u8]) {
+        let Some(journal) = self.journals.get_mut(&key) else { return };
+        journal.append(bytes);
+        self.real.iter_mut().for_each(|real| real.append(key, bytes));
+    }
+
+    pub(super) fn revoke_journal(&mut self, key: (usize, u64)) {
+        self.journals.remove(&key);
+        self.real.iter_mut().for_each(|real| real.revoke_journal(key));
+    }
+
+    /// All that a source has lent.
+    pub(super) fn revoke_all(&mut self, source: usize) {
+        self.snapshots.retain(|&(of, _), _| of != source);
+        self.journals.retain(|&(of, _), _| of != source);
+        self.real.iter_mut().for_each(|real| real.revoke_all(source));
+    }
+
+    // ---- readers ----
+
     /// Slots from this one on, and the number of all slots once it is known.
     pub(super) fn slots(&self, key: (usize, u64), from: u64, most: usize) -> Result<(Vec<u64>, Option<u64>), Lost> {
         let snapshot = self.snapshots.get(&key).ok_or(Lost("the snapshot was revoked"))?;
@@ -96,11 +178,5 @@ impl Memories {
             return Err(Lost("the journal does not hold this offset"));
         }
         Ok(journal.bytes.iter().skip((next - journal.first) as usize).take(most).copied().collect())
-    }
-
-    /// All that a source has lent.
-    pub(super) fn revoke_all(&mut self, source: usize) {
-        self.snapshots.retain(|&(of, _), _| of != source);
-        self.journals.retain(|&(of, _), _| of != source);
     }
 }

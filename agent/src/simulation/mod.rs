@@ -5,7 +5,8 @@
 //!                          │
 //!        World: clock, network, memory, model servers, oracle
 //!        SourceAgent: the real machine; actors in the place of its captures
-//!        ReplicaAgent: the real machine, preflight, record and server's task; an actor in the place of the delivery
+//!        ReplicaAgent: the real machine, preflight, record and server's task; an actor in the place of the delivery,
+//!        or the real delivery between real tables and a socket
 //! ```
 //!
 //! A server that says "up, at offset X of history H" must hold exactly what a primary recorded in the [`oracle`] at X of
@@ -15,6 +16,7 @@
 
 #[cfg(test)]
 mod against_real;
+mod bytes;
 mod check;
 mod delivery;
 mod explore;
@@ -26,6 +28,7 @@ mod replica_agent;
 mod run;
 mod server;
 mod source_agent;
+mod tables;
 #[cfg(test)]
 mod tests;
 mod wire;

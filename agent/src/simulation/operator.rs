@@ -183,7 +183,8 @@ impl Simulation {
         let args = arguments(id, &plan, replace);
         let folder = self.folder.clone();
         let number = self.replicas.len();
-        let agent = ReplicaAgent::start(&mut self.world, number, ReplicaOptions { server: id, args, folder });
+        let agent =
+            ReplicaAgent::start(&mut self.world, number, ReplicaOptions { server: id, args, folder, mode: plan.mode });
         self.replicas.push(agent);
     }
 
@@ -207,7 +208,10 @@ impl Simulation {
             return;
         }
         let to = to.map(address);
-        if id.0 >= FIRST_REPLICA && server.follows != to {
+        if id.0 >= FIRST_REPLICA {
+            if server.follows == to {
+                return; // nothing that an agent could notice
+            }
             self.watch.taken_over(&self.world, id, self.replicas.len());
         }
         self.world.on(id, |server, step| server.replicaof(to, step));

@@ -35,12 +35,12 @@ impl Content {
         if number == 0 { self.0 } else { mixed(self.0 ^ number.wrapping_mul(0x2545_F491_4F6C_DD1D)) }
     }
 
-    /// The data set of a server that has loaded these slots: the snapshot's if all of them are of one snapshot and in
-    /// order, and else one that no server may have.
-    pub(super) fn of_slots(slots: &[u64]) -> Content {
-        let Some(&first) = slots.first() else { return Content::EMPTY };
-        let whole = Content(first);
-        if slots.iter().zip(0..).all(|(&slot, number)| slot == whole.slot(number)) {
+    /// The data set of a server that has loaded these slots: the snapshot's if all of them are of one snapshot, in order
+    /// and `total` in number, and else one that no server may have.
+    pub(super) fn of_slots(slots: &[u64], total: u64) -> Content {
+        let whole = Content(slots.first().copied().unwrap_or(0));
+        let is_whole = slots.len() as u64 == total;
+        if is_whole && slots.iter().zip(0..).all(|(&slot, number)| slot == whole.slot(number)) {
             return whole;
         }
         Content::broken(slots)
@@ -52,7 +52,7 @@ impl Content {
     }
 }
 
-fn mixed(number: u64) -> u64 {
+pub(super) fn mixed(number: u64) -> u64 {
     let number = (number ^ (number >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     let number = (number ^ (number >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
     number ^ (number >> 31)
@@ -61,7 +61,7 @@ fn mixed(number: u64) -> u64 {
 /// See the module's text.
 #[derive(Default)]
 pub(super) struct Oracle {
-    contents: BTreeMap<(ReplId, u64), Content>,
+    contents: BTreeMap<ReplId, BTreeMap<u64, Content>>,
     /// The history before each one, and the last offset that both share.
     before: BTreeMap<ReplId, (ReplId, u64)>,
 }
@@ -72,26 +72,28 @@ impl Oracle {
         if let Some(before) = before {
             self.before.insert(replid, before);
         }
-        self.contents.insert((replid, offset), content);
+        self.wrote(replid, offset, content);
     }
 
     /// A primary has executed a write that ends at `offset`.
     pub(super) fn wrote(&mut self, replid: ReplId, offset: u64, content: Content) {
-        self.contents.insert((replid, offset), content);
+        self.contents.entry(replid).or_default().insert(offset, content);
     }
 
     /// What a server at this offset of this history holds. `None`: no primary has written it.
     pub(super) fn expected(&self, mut replid: ReplId, offset: u64) -> Option<Content> {
+        let at = |replid: &ReplId| self.contents.get(replid).and_then(|written| written.get(&offset)).copied();
         // As many steps as there are histories, so that the search ends whatever was recorded.
         for _ in 0..=self.before.len() {
+            if let Some(content) = at(&replid) {
+                return Some(content);
+            }
             match self.before.get(&replid) {
-                Some(&(before, last)) if offset <= last && !self.contents.contains_key(&(replid, offset)) => {
-                    replid = before;
-                }
-                _ => break,
+                Some(&(before, last)) if offset <= last => replid = before,
+                _ => return None,
             }
         }
-        self.contents.get(&(replid, offset)).copied()
+        None
     }
 }
 
@@ -110,10 +112,11 @@ mod tests {
         assert_ne!(content, Content::EMPTY.after(&two).after(&one));
         assert_eq!(content.after(&[4, FLUSH, 0, 0]), Content::EMPTY);
         let slots: Vec<u64> = (0..5).map(|number| content.slot(number)).collect();
-        assert_eq!(Content::of_slots(&slots), content);
-        assert_ne!(Content::of_slots(&[slots[0], slots[2], slots[1]]), content);
+        assert_eq!(Content::of_slots(&slots, 5), content);
+        assert_ne!(Content::of_slots(&slots[..4], 5), content);
+        assert_ne!(Content::of_slots(&[slots[0], slots[2], slots[1]], 3), content);
         let other = content.after(&one);
-        assert_ne!(Content::of_slots(&[slots[0], other.slot(1)]), content);
+        assert_ne!(Content::of_slots(&[slots[0], other.slot(1)], 2), content);
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use remora_fabric::sim::Random;
 
+use super::replica_agent::Mode;
 use super::source_agent::SourceOptions;
 use super::wire::{Address, ServerId};
 
@@ -76,6 +77,7 @@ pub(super) struct ReplicaPlan {
     pub(super) stay: bool,
     pub(super) keep_on_failure: bool,
     pub(super) retry_for: u64,
+    pub(super) mode: Mode,
 }
 
 /// See the module's text.
@@ -102,6 +104,9 @@ pub(super) struct Trap {
     pub(super) acts: Vec<(Duration, Act)>,
 }
 
+/// One schedule in this many has agents with a real delivery.
+const BYTES_ONE_IN: u64 = 16;
+
 /// The jobs at which faults are placed.
 const JOBS: [&str; 9] = [
     "Prepare",
@@ -120,6 +125,11 @@ pub(super) fn address(id: ServerId) -> Address {
 }
 
 impl Plan {
+    /// Whether an agent has the real delivery.
+    pub(super) fn has_a_real_delivery(&self) -> bool {
+        self.replicas.iter().any(|replica| replica.mode != Mode::Model)
+    }
+
     /// The plan of a seed.
     pub(super) fn of(seed: u64) -> Plan {
         let mut draw = Random::split(seed, 0);
@@ -136,7 +146,8 @@ impl Plan {
             max_age: Duration::from_secs(if young { 10 } else { 300 }),
         };
         let number = 1 + draw.below(3) as usize;
-        let replicas: Vec<ReplicaPlan> = (0..number).map(|_| ReplicaPlan::drawn(&mut draw)).collect();
+        let mut replicas: Vec<ReplicaPlan> = (0..number).map(|_| ReplicaPlan::drawn(&mut draw)).collect();
+        draw_modes(seed, &mut replicas);
         let acts = acts(&mut draw, number);
         let traps = (0..draw.below(4)).map(|_| Trap::drawn(&mut draw, number)).collect();
         let slow = draw.below(5) == 0;
@@ -150,6 +161,20 @@ impl Plan {
             replicas,
             acts,
             traps,
+        }
+    }
+}
+
+/// Chooses the agents with a real delivery. Their schedules take much longer, so that most schedules have none.
+fn draw_modes(seed: u64, replicas: &mut [ReplicaPlan]) {
+    let mut draw = Random::split(seed, 3);
+    if draw.below(BYTES_ONE_IN) > 0 {
+        return;
+    }
+    for replica in replicas {
+        let (bytes, spool) = (draw.below(4) > 0, draw.below(3) == 0);
+        if bytes {
+            replica.mode = Mode::Bytes { spool };
         }
     }
 }
@@ -191,6 +216,7 @@ impl ReplicaPlan {
             stay,
             keep_on_failure: keep,
             retry_for: [5, 30, 120][draw.below(3) as usize],
+            mode: Mode::Model,
         }
     }
 }

@@ -8,11 +8,12 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use remora_protocol::{Join, Message as Said, Offer, Progress, Resume};
+use remora_protocol::{Join, Message as Said, Offer, Progress};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-use super::delivery::{Delivery, Feed};
+use super::bytes::ByteDelivery;
+use super::delivery::{AnyFeed, Deliver, Delivery};
 use super::source_agent::TRANSPORT;
 use super::wire::{Address, Conn, End, Message, ServerId};
 use super::world::{Event, World, shown};
@@ -47,6 +48,16 @@ pub(super) struct ReplicaOptions {
     pub(super) args: ReplicaArgs,
     /// Where the record of changed settings is kept.
     pub(super) folder: PathBuf,
+    pub(super) mode: Mode,
+}
+
+/// What stands in the place of the delivery thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Mode {
+    /// An actor that moves numbers of slots.
+    Model,
+    /// The real delivery, which reads real tables; `spool`: with a folder of slots that outlive the agent.
+    Bytes { spool: bool },
 }
 
 enum Stage {
@@ -63,10 +74,10 @@ pub(super) struct ReplicaAgent {
     stage: Stage,
     session: Option<Conn>,
     attempt: u64,
-    delivery: Delivery,
+    delivery: Box<dyn Deliver>,
     /// Tables that are being connected, and those that were not attached yet.
     connecting: Vec<(u64, Box<Offer>)>,
-    tables: Option<(u64, Feed)>,
+    tables: Option<(u64, AnyFeed)>,
     /// The source's incarnation behind the present session.
     source: usize,
     tick: Option<Duration>,
@@ -97,6 +108,14 @@ impl ReplicaAgent {
         let work = tokio::spawn(async move { prepare(args, &folder, link, source, plan).await });
         let end = AbortOnDrop::new(&work);
         let server = options.server;
+        let link_end = End::Link(index, server);
+        let delivery: Box<dyn Deliver> = match options.mode {
+            Mode::Model => Box::new(Delivery::new(link_end)),
+            Mode::Bytes { spool } => {
+                let spool = spool.then(|| options.folder.join(format!("spool-{}", server.0)));
+                Box::new(ByteDelivery::new(link_end, spool))
+            }
+        };
         let mut agent = ReplicaAgent {
             index,
             options,
@@ -104,7 +123,7 @@ impl ReplicaAgent {
             stage: Stage::Preparing { work, plan: Some(tell), _end: end },
             session: None,
             attempt: 0,
-            delivery: Delivery::new(End::Link(index, server)),
+            delivery,
             connecting: Vec::new(),
             tables: None,
             source: 0,
@@ -204,11 +223,16 @@ impl ReplicaAgent {
 
     fn begin(&mut self, world: &mut World, prepared: Prepared) {
         let Prepared { server, rules, kind, secret } = prepared;
-        self.delivery.start(secret);
+        if let Err(error) = self.delivery.start(world, secret) {
+            return self.end(world, Err(Failure::local(format!("the delivery cannot start: {error}"))));
+        }
         let backoff = Backoff::seeded(world.draw.next());
         let machine = Box::new(Replica::begin(world.instant(), rules, backoff));
         self.stage = Stage::Running { machine, server, kind };
         world.after(PROGRESS_EVERY, Event::Replica(self.index, PROGRESS));
+        if self.delivery.is_awake() {
+            self.read_after(world, Duration::from_millis(1));
+        }
         if self.session.is_none() {
             self.handle(world, Input::Source(SourceEvent::Lost(loss(true, false))));
         } else {
@@ -320,7 +344,7 @@ impl ReplicaAgent {
 
     /// The tables that it reads are gone, or the way to them.
     pub(super) fn lose_feed(&mut self, world: &mut World) {
-        self.delivery.lose_feed(world, "the lane broke");
+        self.delivery.lose_feed(world);
         self.delivery_news(world);
     }
 
@@ -388,11 +412,12 @@ impl ReplicaAgent {
             Action::UseModule(used) => self.delivery.use_module(used),
             Action::EndIntroduction { .. } => {} // the delivery is told with the report
             Action::GiveUpLoad => self.delivery.give_up(world),
-            Action::HoldStream => self.delivery.hold(),
+            Action::HoldStream => self.delivery.hold(world),
             Action::Server(job) => {
                 count_job(world, self.options.server, job);
                 if let Stage::Running { server, .. } = &self.stage {
-                    server.gave(self.delivery.given, self.delivery.end_given);
+                    let (bytes, the_end) = self.delivery.given();
+                    server.gave(bytes, the_end);
                     server.give(job);
                 }
             }
@@ -412,14 +437,7 @@ impl ReplicaAgent {
 
     fn join(&mut self, world: &mut World) {
         let Stage::Running { kind, .. } = &self.stage else { return };
-        let delivery = &self.delivery;
-        let resume = delivery.origin.map(|origin| Resume {
-            generation: origin.generation,
-            held_slots: delivery.next_slot,
-            loaded: delivery.loaded,
-            replid: origin.replid,
-            next_byte: delivery.next_byte,
-        });
+        let resume = self.delivery.resume();
         let (name, server) = (format!("replica {}", self.index), kind.clone());
         self.say(world, Said::Join(Join { name, server, resume, plan_only: false, relays: None }));
     }
@@ -429,7 +447,8 @@ impl ReplicaAgent {
         let (Some(tables), Some(phase)) = (machine.tables(), machine.phase()) else { return };
         let generation = tables.offer.generation;
         let delivery = &self.delivery;
-        if delivery.origin.is_none_or(|origin| origin.generation != generation) && !delivery.loaded {
+        let resume = delivery.resume();
+        if !resume.is_some_and(|held| held.generation == generation || held.loaded) {
             return;
         }
         let progress = Progress {
@@ -437,10 +456,10 @@ impl ReplicaAgent {
             phase,
             transport: Some(TRANSPORT.code()),
             transport_why: String::new(),
-            slots_below: delivery.slots_below,
-            slots_held: delivery.slots_below,
+            slots_below: delivery.slots_below(),
+            slots_held: delivery.slots_held(),
             bytes: delivery.bytes(),
-            applied_offset: delivery.acknowledged.max(machine.hand_off_offset()),
+            applied_offset: delivery.acknowledged().max(machine.hand_off_offset()),
             relaying: None,
         };
         self.say(world, Said::Progress(progress));
@@ -472,7 +491,7 @@ impl ReplicaAgent {
     }
 
     fn read(&mut self, world: &mut World) {
-        if !self.delivery.has_feed() {
+        if !self.delivery.is_awake() {
             return;
         }
         let moved = self.delivery.read(world);
@@ -491,10 +510,9 @@ impl ReplicaAgent {
     fn connected(&mut self, world: &mut World, attempt: u64) {
         let Some(at) = self.connecting.iter().position(|(connecting, _)| *connecting == attempt) else { return };
         let (_, offer) = self.connecting.swap_remove(at);
-        let feed = Feed::new(self.source, &offer);
-        let is_there = world.memories.journals.contains_key(&(self.source, offer.journal.generation));
+        let feed = self.delivery.connect(world, self.source, &offer);
         let connected = match feed {
-            Some(feed) if is_there && !world.one_in(30) => {
+            Some(feed) if !world.one_in(30) => {
                 self.tables = Some((attempt, feed));
                 Ok(Tables { offer, transport: TRANSPORT, why: String::new() })
             }

@@ -16,6 +16,7 @@ use super::plan::{FIRST_REPLICA, PRIMARY, Plan, SECOND, address};
 use super::replica_agent::{Done, ReplicaAgent, SOURCE};
 use super::server::Traits;
 use super::source_agent::SourceAgent;
+use super::tables::Tables;
 use super::wire::{Conn, End, Message, ServerId, Timer};
 use super::world::{Event, World};
 use crate::mutation::Mutation;
@@ -80,7 +81,10 @@ pub(super) fn play(seed: u64, mutation: Option<Mutation>, with_log: bool) -> Out
 impl Simulation {
     fn new(seed: u64, folder: PathBuf, with_log: bool) -> Simulation {
         let plan = Plan::of(seed);
-        let world = World::new(seed, Instant::now().into_std(), with_log);
+        let mut world = World::new(seed, Instant::now().into_std(), with_log);
+        if plan.has_a_real_delivery() {
+            world.memories.real = Some(Tables::new(seed));
+        }
         let mut simulation = Simulation {
             plan,
             world,

@@ -9,6 +9,7 @@ use remora_redis::ReplId;
 use remora_redis::info::Info;
 
 use super::memory::{Journal, Snapshot};
+use super::tables::{SLOT_BYTES, journal_geometry};
 use super::wire::{Address, Conn, End, Host, Message, ServerId};
 use super::world::{Event, World, shown};
 use crate::backoff::Backoff;
@@ -240,19 +241,22 @@ impl SourceAgent {
         }
     }
 
+    /// Slots that its snapshot table holds.
+    fn room(&self) -> u64 {
+        if self.retained { self.options.room * 4 } else { self.options.room }
+    }
+
     fn reading(&self) -> Reading {
         self.reading
     }
 
     fn with_tables(&mut self, world: &World, mut reading: Reading) -> Reading {
         if let Some(generation) = self.machine.status().generation()
-            && let Some(snapshot) = world.memories.snapshots.get(&(self.index, generation))
+            && let Some(snapshot) = world.memories.snapshot((self.index, generation))
         {
             (reading.published, reading.retired) = (snapshot.published(), snapshot.retired);
         }
-        if let Some(journal) =
-            self.journal.and_then(|generation| world.memories.journals.get(&(self.index, generation)))
-        {
+        if let Some(journal) = self.journal.and_then(|generation| world.memories.journal((self.index, generation))) {
             (reading.journal_first, reading.journal_end) = (journal.first, journal.end());
         }
         self.reading = reading;
@@ -275,19 +279,17 @@ impl SourceAgent {
                 self.say(world, session, Said::GenerationGone { generation, text });
             }
             Action::RevokeSnapshot { generation } => {
-                world.memories.snapshots.remove(&(index, generation));
+                world.memories.revoke_snapshot((index, generation));
             }
             Action::EndStream { generation } => {
-                world.memories.journals.remove(&(index, generation));
+                world.memories.revoke_journal((index, generation));
                 self.end_captures(world, |capture| capture.with_stream);
                 self.journal = None;
             }
             Action::StopCapture { generation } => self.end_captures(world, |capture| capture.generation == generation),
             Action::AllowRetiring { below } => {
                 if let Some(generation) = self.machine.status().generation() {
-                    if let Some(snapshot) = world.memories.snapshots.get_mut(&(index, generation)) {
-                        snapshot.retire(below);
-                    }
+                    world.memories.retire((index, generation), below);
                     self.fill(world, generation);
                 }
             }
@@ -307,11 +309,11 @@ impl SourceAgent {
             return;
         };
         let Some(origin) = snapshot.origin() else { return };
-        let table = |origin: remora_table::Origin| TableOffer {
+        let table = |origin: remora_table::Origin, slots: u32| TableOffer {
             generation: origin.generation,
             first_offset: origin.offset,
-            slot_size: 4096,
-            slots: 8,
+            slot_size: SLOT_BYTES,
+            slots,
             retained: self.retained,
             keys: Vec::new(),
         };
@@ -319,8 +321,8 @@ impl SourceAgent {
             generation: origin.generation,
             replid: Some(origin.history),
             offset: origin.offset,
-            snapshot: table(origin),
-            journal: table(stream),
+            snapshot: table(origin, self.room() as u32),
+            journal: table(stream, journal_geometry(self.options.journal).slots),
             ..self.plan()
         };
         self.say(world, session, Said::Offer(offer));
@@ -360,7 +362,7 @@ impl SourceAgent {
         capture.conn = Some(conn);
         let history = match (capture.stage, capture.replid) {
             (Stage::Resuming, Some(replid)) => {
-                let journal = world.memories.journals.get(&(self.index, capture.generation));
+                let journal = world.memories.journal((self.index, capture.generation));
                 journal.map(|journal| (replid, journal.end() + 1))
             }
             _ => None,
@@ -442,12 +444,11 @@ impl SourceAgent {
             Message::FullResync { replid, offset } => {
                 (capture.stage, capture.replid) = (Stage::Snapshot, Some(replid));
                 let with_stream = capture.with_stream;
-                let room = if self.retained { self.options.room * 4 } else { self.options.room };
-                world.memories.snapshots.insert(key(generation), Snapshot::new(room));
+                let origin = remora_table::Origin { generation, history: replid, offset };
+                world.memories.begin_snapshot(key(generation), origin, self.room());
                 self.reading = Reading { published: 0, retired: 0, writer_waits: 0, ..self.reading };
                 if with_stream {
-                    let journal = Journal::new(offset + 1, self.options.journal);
-                    world.memories.journals.insert(key(generation), journal);
+                    world.memories.begin_journal(key(generation), origin, self.options.journal);
                     self.journal = Some(generation);
                 }
                 self.event(world, CaptureEvent::Started { generation, replid, offset });
@@ -462,7 +463,7 @@ impl SourceAgent {
             }
             Message::Continue { replid } if capture.stage == Stage::Resuming => {
                 let Some(asked) = capture.replid else { return };
-                let at = world.memories.journals.get(&key(generation)).map_or(0, Journal::end);
+                let at = world.memories.journal(key(generation)).map_or(0, Journal::end);
                 match is_same_history(asked, replid, at) {
                     Ok(()) => {
                         capture.stage = Stage::Following;
@@ -473,9 +474,7 @@ impl SourceAgent {
                 }
             }
             Message::Stream(bytes) => {
-                if let Some(journal) = world.memories.journals.get_mut(&key(generation)) {
-                    journal.append(&bytes);
-                }
+                world.memories.append(key(generation), &bytes);
             }
             Message::Later => {
                 world.close(conn, End::Capture(self.index, job));
@@ -495,24 +494,24 @@ impl SourceAgent {
         else {
             return;
         };
-        let Some(snapshot) = world.memories.snapshots.get_mut(&(index, generation)) else { return };
         let mut took = 0;
         while let Some(&slot) = capture.waiting.front() {
-            if snapshot.is_full() {
-                if self.retained {
-                    return self.fail(world, job, CaptureError::Outgrown);
+            match world.memories.push((index, generation), slot) {
+                None => return,
+                Some(true) => {}
+                Some(false) if self.retained => return self.fail(world, job, CaptureError::Outgrown),
+                Some(false) => {
+                    self.reading.writer_waits += 1;
+                    break;
                 }
-                self.reading.writer_waits += 1;
-                break;
             }
-            snapshot.push(slot);
             capture.waiting.pop_front();
             took += 1;
         }
         let is_done = capture.whole && capture.waiting.is_empty();
         let (conn, with_stream) = (capture.conn, capture.with_stream);
         if is_done {
-            snapshot.end = Some(snapshot.published());
+            world.memories.finish((index, generation));
             capture.stage = Stage::Following;
         }
         if let Some(conn) = conn {
@@ -530,7 +529,7 @@ impl SourceAgent {
                 world.end_all(End::Capture(index, job));
             }
         }
-        let bytes = world.memories.snapshots.get(&(index, generation)).map_or(0, Snapshot::published);
+        let bytes = world.memories.snapshot((index, generation)).map_or(0, Snapshot::published);
         self.event(world, CaptureEvent::Completed { generation, bytes });
     }
 

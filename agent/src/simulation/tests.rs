@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::explore::{Limits, explain, explore};
 use super::operator::seeds;
+use super::plan::Plan;
 use super::run::play;
 use crate::mutation::Mutation;
 
@@ -16,7 +17,7 @@ const LEAST_SCHEDULES: u64 = 200;
 const FOUND_WITHIN: Duration = Duration::from_secs(180);
 
 /// Seeds that once found a fault, and which.
-const FOUND: [(u64, &str); 9] = [
+const FOUND: [(u64, &str); 12] = [
     (4_474_298_603_552_836_524, "a full ring without a reader held up the next replica for ever"),
     (16_555_945_931_975_370_203, "a snapshot that began again was read in the phase Load, and its window stood still"),
     (9_911_429_021_584_333_846, "a server that had loaded a snapshot was said to hold what it held before"),
@@ -32,6 +33,9 @@ const FOUND: [(u64, &str); 9] = [
         "a full ring without a reader was kept for a replica that had loaded and needed the stream only",
     ),
     (7_225_482_857_048_614_238, "a stopped agent waited --retry-for for a full copy that its server took"),
+    (18_380_026_408_176_979_787, "REPLICAOF was repeated to a loading server, which was promoted meanwhile"),
+    (10_127_402_616_368_650_530, "a server that had loaded got the stream of the history after its own"),
+    (1_870_137_823_949_232_611, "a server that came back empty on its way to the primary got no source any more"),
 ];
 
 #[test]
@@ -73,8 +77,17 @@ fn a_seed_replays() {
 
 /// The simulation finds a fault that is put back.
 fn is_found(mutation: Mutation, as_what: &str) {
+    is_found_among(mutation, as_what, |_| true);
+}
+
+/// As [`is_found`], in schedules whose agents have the real delivery.
+fn is_found_by_real_deliveries(mutation: Mutation, as_what: &str) {
+    is_found_among(mutation, as_what, Plan::has_a_real_delivery);
+}
+
+fn is_found_among(mutation: Mutation, as_what: &str, which: impl Fn(&Plan) -> bool) {
     let began = Instant::now();
-    for (number, seed) in seeds(3).enumerate() {
+    for (number, seed) in seeds(3).filter(|&seed| which(&Plan::of(seed))).enumerate() {
         if let Some(finding) = play(seed, Some(mutation), false).finding
             && finding.contains(as_what)
         {
@@ -108,4 +121,14 @@ fn a_closed_connection_that_is_kept_is_found() {
 #[test]
 fn a_full_copy_that_is_aborted_is_found() {
     is_found(Mutation::FullCopyAborted, "takes by itself");
+}
+
+#[test]
+fn a_payload_that_is_ended_early_is_found() {
+    is_found_by_real_deliveries(Mutation::PayloadEndedEarly, "says that it is in step");
+}
+
+#[test]
+fn a_stream_that_does_not_wait_for_the_ack_is_found() {
+    is_found_by_real_deliveries(Mutation::StreamBeforeTheAck, "says that it is in step");
 }

@@ -68,6 +68,8 @@ struct Connection {
     /// When the last thing arrives at each end.
     last: [Duration; 2],
     open: [bool; 2],
+    /// It was cut, and what is under way does not arrive.
+    is_lost: bool,
 }
 
 /// A client's connection to a server, on which commands are sent.
@@ -323,7 +325,7 @@ impl World {
         }
         let conn = Conn(self.number());
         let now = self.now;
-        self.conns.insert(conn, Connection { ends: [from, to], last: [now; 2], open: [true; 2] });
+        self.conns.insert(conn, Connection { ends: [from, to], last: [now; 2], open: [true; 2], is_lost: false });
         Ok(conn)
     }
 
@@ -357,8 +359,10 @@ impl World {
         self.deliver(conn, 1 - side, Event::Ended { conn, side: 1 - side });
     }
 
-    /// Breaks a connection: both ends notice.
+    /// Breaks a connection: both ends notice. What is under way arrives before, or never.
     pub(super) fn cut_connection(&mut self, conn: Conn) {
+        let is_lost = self.one_in(2);
+        self.conns.get_mut(&conn).into_iter().for_each(|connection| connection.is_lost = is_lost);
         for side in 0..2 {
             self.deliver(conn, side, Event::Ended { conn, side });
         }
@@ -385,7 +389,8 @@ impl World {
     /// The end at which something arrives, unless it has closed the connection.
     pub(super) fn arrives(&mut self, conn: Conn, side: usize, is_end: bool) -> Option<End> {
         let connection = self.conns.get_mut(&conn)?;
-        let end = connection.open[side].then_some(connection.ends[side]);
+        let is_there = connection.open[side] && (is_end || !connection.is_lost);
+        let end = is_there.then_some(connection.ends[side]);
         if is_end {
             connection.open[side] = false;
         }

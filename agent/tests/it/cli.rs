@@ -61,13 +61,18 @@ fn a_server_that_is_not_there_is_named_with_its_own_exit_code() {
     assert!(stderr(&output).contains(&url) && output.stdout.is_empty(), "{}", stderr(&output));
 }
 
+/// A file with this text and mode, and the folder that it lies in.
+fn secret_file(text: &str, mode: u32) -> (tempfile::TempDir, String) {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("secret");
+    std::fs::write(&file, text).unwrap();
+    std::fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(mode)).unwrap();
+    (folder, file.to_string_lossy().into_owned())
+}
+
 #[test]
 fn a_password_file_that_everybody_may_read_stops_it_before_anything_is_sent() {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("password");
-    std::fs::write(&file, "secret\n").unwrap();
-    std::fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o644)).unwrap();
-    let file = file.to_string_lossy();
+    let (_folder, file) = secret_file("secret\n", 0o644);
     let output = remora(&[
         "load",
         "--keys",
@@ -114,16 +119,12 @@ fn a_new_token_is_in_a_file_for_its_owner_and_replaces_no_other() {
 
 #[test]
 fn a_token_that_can_be_guessed_is_refused_by_both_ends() {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("token");
-    std::fs::write(&file, "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa\n").unwrap();
-    std::fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
-    let file = file.to_string_lossy();
+    let (_folder, file) = secret_file("aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa\n", 0o600);
     let common = ["--server", "redis://127.0.0.1:1", "--token-file", &file];
     for end in [&["source"][..], &["replica", "--source", "127.0.0.1:1"]] {
         let output = remora(&[end, &common].concat());
         assert_eq!(output.status.code(), Some(3), "{}", stderr(&output));
         let said = stderr(&output);
-        assert!(said.contains(&*file) && said.contains("remora token new") && !said.contains("aaaa"), "{said}");
+        assert!(said.contains(&file) && said.contains("remora token new") && !said.contains("aaaa"), "{said}");
     }
 }

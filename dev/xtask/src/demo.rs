@@ -101,14 +101,8 @@ struct Entry {
 pub(crate) fn run(options: &Options) -> Result<()> {
     let begun = Instant::now();
     let screen = Screen::new();
-    let program = {
-        let _busy = screen.busy("building the command remora");
-        Program::build()?
-    };
     let kinds = options.server.kinds();
-    for kind in &kinds {
-        kind.binary()?; // fail early: the work below takes minutes
-    }
+    let program = screen.build_for(&kinds)?;
     let demo = Demo { options, screen, program };
     let mut report = Report {
         machine: Machine::here(),

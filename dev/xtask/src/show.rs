@@ -5,7 +5,8 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
-use remora_bench::sync::Sight;
+use remora_bench::sync::{Program, Result, Sight};
+use remora_lab::Kind;
 
 /// The screen.
 pub(crate) struct Screen {
@@ -23,6 +24,16 @@ impl Screen {
             Some(bars) => bars.suspend(|| eprintln!("{line}")),
             None => eprintln!("{line}"),
         }
+    }
+
+    /// Builds `remora`, and fails early if a server of these kinds is not installed: the work after it takes minutes.
+    pub(crate) fn build_for(&self, kinds: &[Kind]) -> Result<Program> {
+        let _busy = self.busy("building the command remora");
+        let program = Program::build()?;
+        for kind in kinds {
+            kind.binary()?;
+        }
+        Ok(program)
     }
 
     /// Shows a spinner until it is dropped.

@@ -316,6 +316,11 @@ impl Input {
 
     // ---- waiting ----
 
+    #[cfg(any(test, feature = "simulation"))]
+    pub(super) fn feed(&self) -> Option<&Feed> {
+        self.feed.as_deref()
+    }
+
     /// Whether a read of the feed is under way.
     #[cfg(test)]
     pub(super) fn is_reading(&self) -> bool {

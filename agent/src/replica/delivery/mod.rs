@@ -31,6 +31,8 @@ mod poller;
 mod reference_plan;
 mod referenced;
 mod server_link;
+#[cfg(any(test, feature = "simulation"))]
+pub(crate) mod simulated;
 mod stream;
 #[cfg(test)]
 mod tests;
@@ -82,6 +84,24 @@ struct Delivery {
     /// Number of introductions so far.
     introductions: u64,
     ready: Readiness,
+    clock: Clock,
+}
+
+/// The time: the system's, unless a simulation has set it.
+#[derive(Default)]
+struct Clock {
+    #[cfg(any(test, feature = "simulation"))]
+    set: Option<Instant>,
+}
+
+impl Clock {
+    fn now(&self) -> Instant {
+        #[cfg(any(test, feature = "simulation"))]
+        if let Some(now) = self.set {
+            return now;
+        }
+        Instant::now()
+    }
 }
 
 /// The result of one turn.
@@ -117,6 +137,7 @@ impl Delivery {
             by_module: false,
             introductions: 0,
             ready: Readiness::all(now),
+            clock: Clock::default(),
         }
     }
 
@@ -129,7 +150,7 @@ impl Delivery {
     /// Runs until the delivery is ordered to end. The error says why it cannot continue.
     fn turns(&mut self) -> Result<(), String> {
         loop {
-            match self.turn(Instant::now())? {
+            match self.turn(self.clock.now())? {
                 Turned::Moved => {}
                 Turned::Idle => self.wait(),
                 Turned::Ended => return Ok(()),
@@ -198,10 +219,21 @@ impl Delivery {
             self.begin_snapshot(&feed)?;
         }
         self.link.iter_mut().for_each(|link| link.lay_down(now));
-        if let Err(error) = self.input.attach(now, feed, &self.at) {
+        if let Err(error) = self.continued_by(&feed).and_then(|()| self.input.attach(now, feed, &self.at)) {
             self.tell(Notice::FeedLost { error });
         }
         Ok(())
+    }
+
+    /// A server that has loaded a snapshot gets the stream of that history only. The source may have offered another
+    /// one before it knew that the server has loaded.
+    fn continued_by(&self, feed: &Feed) -> Result<(), FeedError> {
+        match self.history().filter(|_| self.at.loaded) {
+            Some(loaded) if loaded != feed.id.origin.history => {
+                Err(FeedError::OtherHistory { loaded, feed: feed.id.origin.history })
+            }
+            _ => Ok(()),
+        }
     }
 
     fn begin_snapshot(&mut self, feed: &Feed) -> Result<(), String> {
@@ -394,7 +426,7 @@ impl Delivery {
             Err(WriteError::Feed(error)) => {
                 // The payload may contain overwritten bytes. Without the mark the server discards it.
                 self.drop_link("a slot was overwritten while it was being used", Cause::Broken);
-                self.lose_feed(Instant::now(), error);
+                self.lose_feed(self.clock.now(), error);
                 true
             }
             Err(WriteError::Damaged(error)) => {
@@ -418,7 +450,7 @@ impl Delivery {
             if !link.flush()? {
                 return Ok(moved);
             }
-            let now = Instant::now();
+            let now = self.clock.now();
             let wrote = match &link.stage {
                 Stage::Asked => self.begin_payload(now),
                 Stage::Introducing { .. } => link.keep_alive(now),
@@ -474,7 +506,10 @@ impl Delivery {
             }
             let Stage::Plain(payload) = &mut link.stage else { return Ok(None) };
             let number = payload.next_slot();
-            if self.input.is_whole_at(number) && !payload.lends() {
+            let is_whole = self.input.is_whole_at(number);
+            #[cfg(any(test, feature = "simulation"))]
+            let is_whole = is_whole || (number > 0 && crate::mutation::Mutation::PayloadEndedEarly.is_active());
+            if is_whole && !payload.lends() {
                 let mark = *payload.mark();
                 return Ok(Some(self.end_payload(&mark)));
             }

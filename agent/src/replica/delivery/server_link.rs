@@ -156,6 +156,8 @@ impl ServerLink {
 
     /// Promises the server a payload that ends with a mark.
     pub(super) fn begin_payload(&mut self, replid: &ReplId, offset: u64, mark: [u8; 40], stage: Stage) {
+        // A server that is filled again did not go to the primary.
+        self.held = false;
         self.role.full_resync(replid, offset);
         self.role.payload(&Payload::Mark(mark));
         self.stage = stage;
@@ -237,6 +239,10 @@ impl ServerLink {
 
     /// The server has loaded its payload, or needed none, and waits for the stream.
     fn takes_the_stream(&self) -> bool {
+        #[cfg(any(test, feature = "simulation"))]
+        if crate::mutation::Mutation::StreamBeforeTheAck.is_active() {
+            return matches!(self.stage, Stage::Streaming) && !self.held;
+        }
         matches!(self.stage, Stage::Streaming) && self.has_loaded && !self.held
     }
 

@@ -383,6 +383,30 @@ fn a_server_that_goes_on_elsewhere_in_the_stream_needs_another_feed() {
 }
 
 #[test]
+fn a_server_that_has_loaded_gets_nothing_of_another_history() {
+    let mut world = World::new(None);
+    let source = Source::with(&world.network, 5, &content(100));
+    let mut server = world.server("? -1");
+    let feed = source.feed(&world.network);
+    world.order(Order::Attach(feed));
+    world.settle();
+    server.ack(OFFSET);
+    world.settle();
+    world.reported();
+    server.read();
+    // The offer was made before the source knew that the server has loaded.
+    let mut other = Source::with(&world.network, 6, &content(100));
+    other.journal.append(b"0123456789").unwrap();
+    let mut feed = other.feed(&world.network);
+    feed.id.origin.history = "f".repeat(40).parse().unwrap();
+    world.order(Order::Attach(feed));
+    world.settle();
+    assert_eq!(world.reported(), ["FeedLost"]);
+    assert_eq!(server.read(), b"");
+    assert!(world.handle.progress().loaded);
+}
+
+#[test]
 fn a_link_that_is_closed_for_another_snapshot_is_reported() {
     let mut world = World::new(None);
     let source = Source::with(&world.network, 5, &content(9000));

@@ -247,6 +247,8 @@ impl Replica {
             }
             Verdict::GoToPrimary => {
                 tracing::warn!("{failure}; going to the primary without the source");
+                self.supply.state = SupplyState::Idle;
+                self.supply.deferred = Some((passes, failure));
                 self.hand_off(now, "the source can't feed it any more", None);
             }
             Verdict::Fail(failure) => self.fail(failure),
@@ -284,6 +286,10 @@ impl Replica {
             Ok(_) => return self.supply.state = SupplyState::Idle,
             Err(failure) => return self.feed_lost(now, failure),
         };
+        let other_history = |before: &Tables| before.offer.replid != tables.offer.replid;
+        if self.reading.loaded && self.tables.as_ref().is_some_and(other_history) {
+            return self.hand_off(now, "the source no longer has its server's history", None);
+        }
         self.moments.offered.get_or_insert(now);
         self.supply.attached(now);
         self.actions.push_back(Action::Attach { attempt });
@@ -426,12 +432,7 @@ impl Replica {
             Report::Looked(looked) => self.looked(now, looked),
             Report::PrimaryLink(answer) => self.primary_link(now, answer),
             Report::ReturnedToLink(Ok(())) => self.returned(now),
-            Report::Settled(Ok(())) if !self.reading.loaded => {
-                // It restarted meanwhile without its data: it is filled again.
-                if matches!(self.state, State::HandingOff(_)) {
-                    self.state = State::Transfer;
-                }
-            }
+            Report::Settled(Ok(())) if !self.reading.loaded => self.settled_without_data(now),
             Report::Settled(Ok(())) | Report::PointedAtPrimary(Ok(())) | Report::Verified(Ok(())) => {
                 if let State::HandingOff(hand_off) = &mut self.state
                     && let Some(job) = hand_off.done(now, &report)
@@ -580,6 +581,21 @@ impl Replica {
         }
         let loaded = self.reading.loaded;
         self.state = if loaded { State::CatchUp(CatchUp::begin_again(now)) } else { State::Waiting };
+        self.feed_again(now);
+    }
+
+    /// The server restarted without its data before it was pointed at the primary: it is filled again.
+    fn settled_without_data(&mut self, now: Instant) {
+        let State::HandingOff(hand_off) = &self.state else { return };
+        if let Some(signal) = hand_off.because.or(self.stop) {
+            return self.fail(interrupted(signal));
+        }
+        self.state = State::Transfer;
+        self.feed_again(now);
+    }
+
+    /// The server is no longer on its way to the primary, and needs the source.
+    fn feed_again(&mut self, now: Instant) {
         if let Some((passes, failure)) = self.supply.deferred.take() {
             self.come_again(now, passes, failure);
         } else if self.supply.state == SupplyState::Idle {

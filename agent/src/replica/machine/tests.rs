@@ -628,6 +628,43 @@ fn a_server_that_loses_its_data_while_it_settles_is_not_handed_over() {
 }
 
 #[test]
+fn a_server_that_loses_its_data_on_its_way_to_the_primary_gets_the_source_back() {
+    let mut play = Play::staying();
+    play.on(Event::Source(SourceEvent::Lost(loss(true, false))));
+    play.wait();
+    play.now += Duration::from_secs(3);
+    let actions = play.on(Event::Source(SourceEvent::Unreachable(loss(true, false))));
+    assert_eq!(actions, [Action::HoldStream, Action::Server(Job::Settle)]);
+    play.reading.loaded = false;
+    assert_eq!(play.delivery(DeliveryEvent::FeedWanted), []);
+    assert_eq!(play.report(Report::Settled(Ok(()))), []);
+    assert_eq!(play.machine.phase(), Some(Phase::Transfer));
+    assert_eq!(play.wait(), [Action::ConnectSource]);
+}
+
+#[test]
+fn a_server_that_loses_its_data_after_a_signal_is_left() {
+    let mut play = Play::staying();
+    play.on(Event::Stop { signal: "SIGTERM" });
+    play.reading.loaded = false;
+    play.delivery(DeliveryEvent::FeedWanted);
+    let actions = play.report(Report::Settled(Ok(())));
+    assert_eq!(actions, [Action::StopDelivery { done: false }, Action::Server(Job::Leave(Leaving::Detached))]);
+}
+
+#[test]
+fn the_stream_of_another_history_is_not_given_to_a_server_that_has_loaded() {
+    let mut play = Play::catch_up(rules());
+    let other = |generation| Box::new(Offer { replid: "b".repeat(40).parse().ok(), ..*offer(generation) });
+    let actions = play.on(Event::Source(SourceEvent::Offer(other(2))));
+    let Some(&Action::ConnectTables { attempt, .. }) = actions.first() else { panic!("{actions:?}") };
+    let connected = Ok(Tables { offer: other(2), ..tables(2) });
+    let actions = play.on(Event::Tables { attempt, connected });
+    assert!(!actions.contains(&Action::Attach { attempt }), "{actions:?}");
+    assert!(actions.contains(&Action::HoldStream), "{actions:?}");
+}
+
+#[test]
 fn a_full_copy_by_the_server_itself_may_take_as_long_as_other_trouble() {
     let mut play = Play::watching(rules());
     let mut actions = play.report(Report::PrimaryLink(Ok(COPYING)));

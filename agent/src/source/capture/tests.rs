@@ -83,15 +83,20 @@ fn a_broken_stream_is_resumed_at_the_next_byte_until_the_history_changes() {
     assert_eq!(rig.capture.plan.gauge.journal(), (78, 105));
 }
 
+/// Sends a snapshot, breaks the connection, and answers the attempt to continue with another full copy.
+fn copied_again(listener: &TcpListener) -> TcpStream {
+    let mut stream = accept(listener, &[CAPABILITIES, FULL[2]]);
+    stream.write_all(b"$5\r\nREDIS").unwrap();
+    drop(stream);
+    let psync = format!("PSYNC {HISTORY} 78");
+    accept(listener, &[FULL[1], (&psync, FULL[2].1)])
+}
+
 #[test]
 fn a_stream_that_the_server_cannot_continue_is_lost() {
     let mut rig = Rig::new();
     run(&mut rig, |_, listener| {
-        let mut stream = accept(listener, &[CAPABILITIES, FULL[2]]);
-        stream.write_all(b"$5\r\nREDIS").unwrap();
-        drop(stream);
-        let psync = format!("PSYNC {HISTORY} 78");
-        let mut stream = accept(listener, &[FULL[1], (&psync, FULL[2].1)]);
+        let mut stream = copied_again(listener);
         stream.write_all(b"$5\r\n").unwrap();
     });
     let reported = rig.reported();
@@ -103,11 +108,7 @@ fn a_stream_that_the_server_cannot_continue_is_lost() {
 fn a_stream_is_lost_as_soon_as_the_server_begins_a_snapshot_instead() {
     let mut rig = Rig::new();
     run(&mut rig, |_, listener| {
-        let mut stream = accept(listener, &[CAPABILITIES, FULL[2]]);
-        stream.write_all(b"$5\r\nREDIS").unwrap();
-        drop(stream);
-        let psync = format!("PSYNC {HISTORY} 78");
-        let mut stream = accept(listener, &[FULL[1], (&psync, FULL[2].1)]);
+        let mut stream = copied_again(listener);
         // The server writes the snapshot to its disk meanwhile, or fails to write it.
         assert_eq!(command(&mut stream), None, "the source closes the connection and asks for nothing more");
     });

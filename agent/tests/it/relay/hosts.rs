@@ -19,6 +19,15 @@ const REPLICAS: usize = 3;
 /// times as long. Some of the time is not spent on the cable, and other tests run at the same time.
 const TOGETHER: f64 = 1.6;
 
+/// A host with a primary on it; `seed` chooses the data.
+fn primary_behind_a_cable(net: &Net, kind: remora_lab::Kind, seed: u64) -> (Host, Server) {
+    let host = net.host("primary").unwrap();
+    let primary = Server::builder(kind).on(&host).config("repl-diskless-sync-delay", 0).start().unwrap();
+    fill(&primary, MEBIBYTES, seed);
+    host.shape(Shape::rate(CABLE)).unwrap();
+    (host, primary)
+}
+
 /// A host with an empty server on it.
 fn site(net: &Net, kind: remora_lab::Kind, number: usize) -> (Host, Server) {
     let host = net.host(&format!("replica {number}")).unwrap();
@@ -32,10 +41,7 @@ fn three_replicas_behind_one_cable_take_about_as_long_as_one() {
     let Some(()) = require::namespaces() else { return };
     let Some(kind) = require::valkey() else { return };
     let net = Net::new().unwrap();
-    let here = net.host("primary").unwrap();
-    let primary = Server::builder(kind).on(&here).config("repl-diskless-sync-delay", 0).start().unwrap();
-    fill(&primary, MEBIBYTES, 1);
-    here.shape(Shape::rate(CABLE)).unwrap();
+    let (here, primary) = primary_behind_a_cable(&net, kind, 1);
     let stage = Stage::new();
     let mut source = stage.source_on(&here, &primary.url(), &["--eager"]);
     source.wait_for_snapshot();
@@ -72,10 +78,7 @@ fn a_reader_whose_lender_slows_down_in_the_middle_moves_and_finishes_in_time() {
     let Some(()) = require::namespaces() else { return };
     let Some(kind) = require::valkey() else { return };
     let net = Net::new().unwrap();
-    let here = net.host("primary").unwrap();
-    let primary = Server::builder(kind).on(&here).config("repl-diskless-sync-delay", 0).start().unwrap();
-    fill(&primary, MEBIBYTES, 2);
-    here.shape(Shape::rate(CABLE)).unwrap();
+    let (here, primary) = primary_behind_a_cable(&net, kind, 2);
     let stage = Stage::new();
     let mut source = stage.source_on(&here, &primary.url(), &["--eager"]);
     source.wait_for_snapshot();

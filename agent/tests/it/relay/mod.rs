@@ -25,6 +25,13 @@ fn servers(kind: Kind, count: usize) -> Vec<Server> {
     (0..count).map(|_| Server::start(kind).unwrap()).collect()
 }
 
+/// A primary with this many values of 1 MiB, whose snapshots begin after this many seconds.
+fn loaded(kind: Kind, delay: u64, values: u64) -> Server {
+    let primary = primary(kind).config("repl-diskless-sync-delay", delay).start().unwrap();
+    load(&primary, values, MIB);
+    primary
+}
+
 fn served(source: &Source) -> u64 {
     source.status()["totals"]["bytes_served"].as_u64().unwrap()
 }
@@ -93,8 +100,7 @@ fn four_replicas_under_load_are_exact_and_one_copy_leaves_the_source() {
 #[test]
 fn a_relay_killed_in_the_middle_costs_its_reader_only_the_slots_in_transit() {
     let Some(kind) = require::valkey() else { return };
-    let primary = primary(kind).config("repl-diskless-sync-delay", 1).start().unwrap();
-    load(&primary, 24, MIB);
+    let primary = loaded(kind, 1, 24);
     let (servers, source) = (servers(kind, 3), source(&primary));
     // One after the other, so that the chain has this order.
     let mut agents = ["first", "second", "third"].into_iter().zip(&servers).map(|(name, server)| {
@@ -151,8 +157,7 @@ fn reader_and_lender_keep_the_limits_and_the_status_draws_the_chain() {
 }
 
 fn keeps_the_limit(kind: Kind, limit: &str) {
-    let primary = primary(kind).config("repl-diskless-sync-delay", 1).start().unwrap();
-    load(&primary, 12, MIB);
+    let primary = loaded(kind, 1, 12);
     let (servers, source) = (servers(kind, 2), source(&primary));
     let head = ["--name", "head", "--zone", "east", limit, "4MiB", "--stay"];
     let mut first = source.replica(&servers[0], &[&FAR[..], &head].concat());
@@ -229,8 +234,7 @@ fn a_stranger_at_a_relays_port_gets_no_slot_and_changes_nothing() {
 #[test]
 fn a_replica_that_lends_nothing_leaves_a_slow_peer_for_the_source() {
     let Some(kind) = require::valkey() else { return };
-    let primary = primary(kind).config("repl-diskless-sync-delay", 0).start().unwrap();
-    load(&primary, 48, MIB);
+    let primary = loaded(kind, 0, 48);
     let (servers, source) = (servers(kind, 2), source(&primary));
     let _slow = source.replica(&servers[0], &[&FAR[..], &["--name", "slow", "--download-limit", "1MiB"]].concat());
     wait_for_slots(&source, "slow", 4);
@@ -265,8 +269,7 @@ fn replicas_that_do_not_lend_all_read_from_the_source() {
 #[test]
 fn replicas_feed_each_other_what_passes_through_a_window_at_the_source() {
     let Some(kind) = require::valkey() else { return };
-    let primary = primary(kind).config("repl-diskless-sync-delay", 1).start().unwrap();
-    load(&primary, 96, MIB);
+    let primary = loaded(kind, 1, 96);
     let source = Source::start(&primary, &["--memory", "40MiB", "--slot-size", "1MiB"]);
     let servers = servers(kind, 3);
     let before = served(&source);
@@ -286,8 +289,7 @@ fn replicas_feed_each_other_what_passes_through_a_window_at_the_source() {
 #[test]
 fn a_relay_of_a_window_that_is_killed_costs_its_reader_only_slots_in_transit() {
     let Some(kind) = require::valkey() else { return };
-    let primary = primary(kind).config("repl-diskless-sync-delay", 1).start().unwrap();
-    load(&primary, 96, MIB);
+    let primary = loaded(kind, 1, 96);
     let source = Source::start(&primary, &["--memory", "40MiB", "--slot-size", "256KiB"]);
     let servers = servers(kind, 2);
     // Both read slowly enough for the test to find out which of them lends.
@@ -319,8 +321,7 @@ fn a_relay_of_a_window_that_is_killed_costs_its_reader_only_slots_in_transit() {
 #[test]
 fn a_small_relay_lends_a_window_and_its_reader_still_gets_all() {
     let Some(kind) = require::valkey() else { return };
-    let primary = primary(kind).config("repl-diskless-sync-delay", 1).start().unwrap();
-    load(&primary, 48, MIB);
+    let primary = loaded(kind, 1, 48);
     let (servers, source) = (servers(kind, 3), source(&primary));
     let mut agents: Vec<Agent> =
         servers.iter().map(|server| source.replica(server, &[&FAR[..], &["--memory", "16MiB"]].concat())).collect();

@@ -23,7 +23,7 @@ mod script;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use remora_bench::sync::{Program, Result};
+use remora_bench::sync::Result;
 use remora_lab::{Kind, Random, random, scratch};
 
 use self::agents::Agents;
@@ -70,14 +70,8 @@ pub(crate) struct Options {
 pub(crate) fn run(options: &Options) -> Result<()> {
     let begun = Instant::now();
     let screen = Screen::new();
-    let program = {
-        let _busy = screen.busy("building the command remora");
-        Program::build()?
-    };
     let kinds = options.server.kinds();
-    for kind in &kinds {
-        kind.binary()?;
-    }
+    let program = screen.build_for(&kinds)?;
     let seed = options.seed.unwrap_or_else(|| random::seed("soak"));
     let temporary = scratch::folder("soak")?;
     let folder = options.logs.clone().unwrap_or_else(|| temporary.path().to_owned());

@@ -21,6 +21,7 @@ use tokio::sync::Notify;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::Instant;
 
+use self::module::Standing;
 use crate::args::ReplicaArgs;
 use crate::exit::{Code, Failure};
 use crate::replica::control::{Control, Expected, NotOurs};
@@ -30,10 +31,10 @@ use crate::replica::machine::{
     Followed, Follows, Introduced, Job, Lapse, Look, NoAnswer, NotFollowed, PrimaryLink, Report,
 };
 use crate::replica::meter::Meter;
-use crate::replica::once_settled;
 use crate::replica::preflight::{self, Primary, Target};
 use crate::replica::record::Record;
-use crate::server::{Client, Facts, ServerError};
+use crate::replica::{SETTLE_LIMIT, SETTLE_POLL};
+use crate::server::{Client, Facts, RefusalKind, ServerError};
 use crate::tasks::AbortOnDrop;
 
 /// How long a server may take to answer over a new connection.
@@ -41,7 +42,7 @@ const LOOK_LIMIT: Duration = Duration::from_secs(3);
 
 /// How long the stream is held back for the server to come to the end of what it was given: some megabytes in its
 /// socket.
-const SETTLE_LIMIT: Duration = Duration::from_millis(500);
+const DRAIN_LIMIT: Duration = Duration::from_millis(500);
 
 /// Pause between two looks at a server that settles.
 const SETTLE_LOOK: Duration = Duration::from_millis(5);
@@ -259,6 +260,11 @@ impl Keeper {
     /// Looks at the server just before it is changed. The preflight may be long ago, and the server may have been
     /// written to, promoted or pointed elsewhere since.
     async fn look_again(&mut self) -> Result<(), Failure> {
+        self.still_as_found().await?;
+        preflight::refuse_to_overwrite(&self.args, self.control.server(), &self.target)
+    }
+
+    async fn still_as_found(&mut self) -> Result<(), Failure> {
         let url = self.control.server().url().to_string();
         match self.control.still_ours(Expected::AsFound(&self.target.facts)).await {
             Ok(facts) => self.target.facts = facts,
@@ -270,7 +276,7 @@ impl Keeper {
                 return Err(Failure::refused(text));
             }
         }
-        preflight::refuse_to_overwrite(&self.args, self.control.server(), &self.target)
+        Ok(())
     }
 
     async fn follow_the_link(&mut self, from_nothing: bool) -> Result<(), NotFollowed> {
@@ -279,15 +285,21 @@ impl Keeper {
         self.look_again().await.map_err(failed(false))?;
         let (host, port) = self.link();
         if from_nothing {
-            return self.give_up_the_position().await;
+            return self.give_up_the_position(Standing::AsFound).await;
         }
-        let client = self.control.client().await.map_err(|error| failed(false)(error.into()))?;
-        match once_settled(client, &["REPLICAOF", &host, &port.to_string()]).await {
-            Ok(_) => Ok(()),
-            Err(error) => {
-                let told = !matches!(error, ServerError::Refused { .. });
-                Err(failed(told)(error.into()))
+        let (port, began) = (port.to_string(), Instant::now());
+        loop {
+            let client = self.control.client().await.map_err(|error| failed(false)(error.into()))?;
+            match client.command(&["REPLICAOF", &host, &port]).await {
+                Ok(_) => return Ok(()),
+                Err(error) if error.refusal() == Some(RefusalKind::Loading) && began.elapsed() < SETTLE_LIMIT => {}
+                Err(error) => {
+                    let told = !matches!(error, ServerError::Refused { .. });
+                    return Err(failed(told)(error.into()));
+                }
             }
+            tokio::time::sleep(SETTLE_POLL).await;
+            self.still_as_found().await.map_err(failed(false))?;
         }
     }
 
@@ -366,7 +378,7 @@ impl Keeper {
     /// REPLICAOF at that moment discards the position where it would go on: it would ask the primary for a full copy
     /// (freeClient in networking.c caches no primary that is blocked).
     async fn settle(&mut self) -> Result<(), ServerError> {
-        let until = Instant::now() + SETTLE_LIMIT;
+        let until = Instant::now() + DRAIN_LIMIT;
         let mut before = None;
         while Instant::now() < until {
             tokio::time::sleep(SETTLE_LOOK).await;

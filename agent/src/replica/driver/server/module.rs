@@ -19,6 +19,15 @@ enum Usable {
     No(String),
 }
 
+/// Which primary a server follows while it is about to be changed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Standing {
+    /// The one that the preflight found, or none.
+    AsFound,
+    /// The agent's link.
+    AtTheLink,
+}
+
 impl Keeper {
     /// Checks whether the server has our module, and if so makes the server load from its link.
     pub(super) async fn look_for_the_module(&mut self) -> Result<bool, Failure> {
@@ -87,8 +96,9 @@ impl Keeper {
     }
 
     /// Points the server at our link and makes its replication position worthless, which must be so before the module
-    /// empties it. A server that does not permit that was not changed.
-    pub(super) async fn give_up_the_position(&mut self) -> Result<(), NotFollowed> {
+    /// empties it. A server that does not permit that was not changed. The caller has just asked the server that it
+    /// stands as `standing` says; it is asked again before each further try.
+    pub(super) async fn give_up_the_position(&mut self, standing: Standing) -> Result<(), NotFollowed> {
         let (host, port) = self.link();
         #[cfg(any(test, feature = "simulation"))]
         if crate::mutation::Mutation::PositionKept.is_active() {
@@ -111,6 +121,11 @@ impl Keeper {
                 Err(error) => return Err(NotFollowed::Failed { lapse: error.into(), told: true }),
             }
             tokio::time::sleep(SETTLE_POLL).await;
+            let asked = match standing {
+                Standing::AsFound => self.still_as_found().await.map_err(Lapse::from),
+                Standing::AtTheLink => self.verify(Followed::Link).await.map(drop),
+            };
+            asked.map_err(|lapse| NotFollowed::Failed { lapse, told: standing == Standing::AtTheLink })?;
         }
     }
 
@@ -129,7 +144,7 @@ impl Keeper {
         let is_worthless = is_worthless || crate::mutation::Mutation::PositionKept.is_active();
         if !is_worthless {
             // The server has been in step since, with us or with its primary.
-            return match self.give_up_the_position().await {
+            return match self.give_up_the_position(Standing::AtTheLink).await {
                 Ok(()) => (Introduced::AgainFromNothing, None),
                 Err(NotFollowed::NoTransaction(text)) => {
                     let why = format!("its replication position can't be made worthless: {text}");

@@ -1,0 +1,235 @@
+//! Simulated: a delivery without its thread, for a simulation, which turns its loop and sets its clock. The server's
+//! end of the link is a socket of loopback; the tables are in a simulated network. Product builds do not contain this
+//! module.
+
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+use remora_fabric::sim::Network;
+use remora_fabric::{Connector, Memory, Pages, RegionKey};
+use remora_protocol::{Offer, Resume, TableOffer};
+use remora_redis::psync::server::Access;
+use remora_table::{Expectation, Geometry, Origin, SinkLayout};
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+
+use super::orders::ends;
+use super::{Delivery, Handle, Notice, Order, Readiness, Setup, Turned};
+use crate::exit::{Code, Failure};
+use crate::replica::candidates::Candidates;
+use crate::replica::feed::Feed;
+use crate::replica::locality::Locality;
+use crate::replica::machine::{DeliveryEvent, Reading};
+use crate::replica::meter::Meter;
+use crate::replica::parts::{Part, Parts};
+use crate::replica::spool::SnapshotId;
+
+/// Bytes of the stream that may wait for the server.
+const BACKLOG_LIMIT: usize = 1 << 20;
+
+/// Buffers in a sink. Few, so that a slow server holds up the reads.
+const BUFFERS: u32 = 4;
+
+/// A feed that was connected and not attached yet.
+pub(crate) struct Connected(Box<Feed>);
+
+/// See the module's text.
+pub(crate) struct Stepped {
+    /// The thread's part, until it ends.
+    delivery: Option<Delivery>,
+    handle: Handle,
+    notices: UnboundedReceiver<Notice>,
+    meter: Arc<Meter>,
+    address: SocketAddr,
+}
+
+impl Stepped {
+    /// Opens the link's port. `secret` is the password that the link asks for, `spool` the folder of slots that outlive
+    /// the agent.
+    ///
+    /// # Errors
+    /// The system has no port, or no descriptor.
+    pub(crate) fn start(now: Instant, secret: &str, spool: Option<PathBuf>) -> io::Result<Stepped> {
+        let host = IpAddr::V4(Ipv4Addr::LOCALHOST);
+        let listener = TcpListener::bind((host, 0))?;
+        listener.set_nonblocking(true)?;
+        let address = listener.local_addr()?;
+        let locality = Locality { link_host: host, server: None, uid: None };
+        let (tell, notices) = unbounded_channel();
+        let meter = Arc::new(Meter::default());
+        let setup = Setup {
+            candidates: Candidates::new(listener, None, Access::Secret(secret.into()), locality),
+            spool,
+            found: None,
+            backlog_limit: BACKLOG_LIMIT,
+            meter: meter.clone(),
+            notices: tell,
+        };
+        let (handle, control) = ends()?;
+        let mut delivery = Delivery::new(now, setup, control);
+        delivery.clock.set = Some(now);
+        Ok(Stepped { delivery: Some(delivery), handle, notices, meter, address })
+    }
+
+    /// The link's port.
+    pub(crate) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// One turn of the loop. Returns whether anything moved. `tries` says whether the sockets may have something to
+    /// read; a try that finds nothing costs a few system calls.
+    ///
+    /// # Errors
+    /// Why the delivery cannot continue.
+    pub(crate) fn turn(&mut self, now: Instant, tries: bool) -> Result<bool, String> {
+        let Some(delivery) = &mut self.delivery else { return Ok(false) };
+        delivery.clock.set = Some(now);
+        delivery.ready = Readiness::after(now, true, tries, tries);
+        Ok(matches!(delivery.turn(now)?, Turned::Moved))
+    }
+
+    /// Ends it, as its thread does: its sockets are closed, and what it has counted remains.
+    pub(crate) fn end(&mut self) {
+        self.delivery = None;
+    }
+
+    /// Whether its port is open.
+    pub(crate) fn is_running(&self) -> bool {
+        self.delivery.is_some()
+    }
+
+    /// Whether it waits for a read of the source's memory.
+    pub(crate) fn is_reading(&self) -> bool {
+        let feed = self.delivery.as_ref().and_then(|delivery| delivery.input.feed());
+        feed.is_some_and(|feed| {
+            let snapshot = feed.snapshot.as_ref().is_some_and(|snapshot| !snapshot.is_idle());
+            snapshot || feed.journal.as_ref().is_some_and(|journal| !journal.is_idle())
+        })
+    }
+
+    /// What it has reported since the last call.
+    pub(crate) fn events(&mut self) -> Vec<DeliveryEvent> {
+        std::iter::from_fn(|| self.notices.try_recv().ok()).filter_map(event).collect()
+    }
+
+    // ---- orders ----
+
+    pub(crate) fn attach(&self, feed: Connected) {
+        self.handle.order(Order::Attach(feed.0));
+    }
+
+    pub(crate) fn give_up(&self) {
+        self.handle.order(Order::GiveUp);
+    }
+
+    pub(crate) fn hold(&self) {
+        self.handle.order(Order::Hold);
+    }
+
+    // ---- what the driver reads ----
+
+    pub(crate) fn reading(&self) -> Reading {
+        Reading {
+            loaded: self.handle.progress().loaded,
+            bytes_delivered: self.meter.bytes_given.get(),
+            slots_held: self.meter.slots_held.get(),
+            stream_fetched: self.meter.stream_fetched.get(),
+            stream_delivered: self.meter.stream_delivered.get(),
+            readers: 0,
+        }
+    }
+
+    /// What a session is continued from.
+    pub(crate) fn resume(&self) -> Option<Resume> {
+        let progress = self.handle.progress();
+        let origin = progress.snapshot?.origin;
+        let spool = self.delivery.as_ref().and_then(|delivery| delivery.input.spool());
+        let spooled = spool.map_or(0, |spool| spool.held_below());
+        Some(Resume {
+            generation: origin.generation,
+            held_slots: progress.next_slot.max(spooled),
+            loaded: progress.loaded,
+            replid: origin.history,
+            next_byte: progress.next_byte,
+        })
+    }
+
+    pub(crate) fn slots_below(&self) -> u64 {
+        self.meter.slots_below.get()
+    }
+
+    pub(crate) fn slots_held(&self) -> u64 {
+        self.meter.slots_held.get()
+    }
+
+    pub(crate) fn acknowledged(&self) -> u64 {
+        self.meter.acknowledged.get()
+    }
+
+    /// Bytes of the present snapshot that have arrived or were given to the server.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.meter.bytes_fetched.get().max(self.meter.bytes_delivered.get())
+    }
+
+    /// Bytes of payloads that the server was given, and whether the end of one was among them.
+    pub(crate) fn given(&self) -> (u64, bool) {
+        (self.meter.bytes_given.get(), self.meter.end_given.get() > 0)
+    }
+}
+
+/// The event that a notice stands for, as in the driver.
+fn event(notice: Notice) -> Option<DeliveryEvent> {
+    let fatal = |text: String| DeliveryEvent::Fatal { failure: Failure::local(text) };
+    Some(match notice {
+        Notice::Fatal { text } => fatal(text),
+        Notice::Damaged { error } => {
+            DeliveryEvent::Fatal { failure: Failure::new(Code::SyncFailed, error.to_string()) }
+        }
+        Notice::Asked => DeliveryEvent::Asked,
+        Notice::Introduce(introduction) => DeliveryEvent::Introduce { number: introduction.number },
+        Notice::Fetched => DeliveryEvent::Fetched,
+        Notice::PayloadSent => DeliveryEvent::PayloadSent,
+        Notice::Loaded => DeliveryEvent::Loaded,
+        Notice::LinkLost { text, loading } => DeliveryEvent::LinkLost { text, loading },
+        Notice::FeedLost { error } => {
+            DeliveryEvent::FeedLost { failure: Failure::new(Code::Source, error.to_string()) }
+        }
+        Notice::PeerLost(_) => return None,
+        Notice::FeedWanted => DeliveryEvent::FeedWanted,
+    })
+}
+
+/// How the regions of one offer are reached.
+pub(crate) struct Way<'a> {
+    pub(crate) network: &'a Network,
+    pub(crate) session: u64,
+    pub(crate) secret: [u8; 32],
+    pub(crate) snapshot: Option<RegionKey>,
+    pub(crate) journal: RegionKey,
+}
+
+/// Connects to the tables of an offer, as the driver's task does. Without a key for the snapshot only the stream is
+/// read.
+///
+/// # Errors
+/// The text says what could not be connected.
+pub(crate) fn connect(way: &Way<'_>, offer: &Offer) -> Result<Connected, String> {
+    let history = offer.replid.ok_or("the offer has no replid")?;
+    let part = |key: &RegionKey, table: &TableOffer| -> Result<Part, String> {
+        let geometry = Geometry { slot_size: table.slot_size, slots: table.slots };
+        let layout = SinkLayout { offset: 0, buffers: BUFFERS };
+        let sink = Memory::create("simulated-sink", layout.length(&geometry), Pages::Small);
+        let sink = Arc::new(sink.map_err(|error| error.to_string())?);
+        let peer = way.network.connector().connect(key, way.session, &way.secret, sink.clone());
+        let peer = peer.map_err(|error| error.to_string())?;
+        let origin = Origin { generation: table.generation, history, offset: table.first_offset };
+        Ok(Part { peer, sink, layout, expect: Expectation { origin, geometry }, in_place: false, copy: None })
+    };
+    let snapshot = way.snapshot.as_ref().map(|key| part(key, &offer.snapshot)).transpose()?;
+    let journal = part(&way.journal, &offer.journal)?;
+    let origin = Origin { generation: offer.generation, history, offset: offer.offset };
+    let id = SnapshotId { origin, slot_size: offer.snapshot.slot_size };
+    Ok(Connected(Box::new(Feed::new(id, Parts { snapshot, journal }))))
+}
