@@ -266,39 +266,46 @@ fn a_descriptor_of_the_tables_that_is_kept_cannot_be_written() {
 }
 
 /// Watches for local sockets of Remora without a file, as every user can, and connects to each of them [`GUESTS`] times
-/// as another user. Half of the connections stay silent, and the others send a descriptor whose last `close` waits for
-/// a minute. All stay open until stdin ends. Then prints how many sockets it has found, how many connections it has
+/// as another user. The first two connections send a descriptor whose last `close` waits for a minute, and the others
+/// stay silent. All stay open until stdin ends. Then prints how many sockets it has found, how many connections it has
 /// made, and how many descriptors it has sent.
 const HUNTER: &str = "
 import os, re, select, socket, struct, sys
-door = socket.create_server(('127.0.0.1', 0))
-full = socket.create_connection(door.getsockname())
-peer = door.accept()[0]
-full.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 60))
-full.setblocking(False)
-try:
-    while True:
-        full.send(bytes(65536))
-except BlockingIOError:
-    pass
+user, guests = int(sys.argv[1]), int(sys.argv[2])
 os.setgroups([])
-os.setgid(int(sys.argv[1]))
-os.setuid(int(sys.argv[1]))
+os.setgid(user)
+os.setuid(user)
+door = socket.create_server(('127.0.0.1', 0), backlog=128)
+peers = []
+def lingering():
+    full = socket.socket()
+    full.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    full.connect(door.getsockname())
+    peers.append(door.accept()[0])
+    full.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 60))
+    full.setblocking(False)
+    try:
+        while True:
+            full.send(bytes(65536))
+    except BlockingIOError:
+        return full
+ready = [lingering() for _ in range(64)]
 seen, held, sent = set(), [], 0
 print('watching', flush=True)
 while not select.select([sys.stdin], [], [], 0)[0]:
     with open('/proc/net/unix', 'rb') as table:
         names = set(re.findall(rb'@(remora-[0-9a-f]+)', table.read()))
     for name in names - seen:
-        for number in range(int(sys.argv[2])):
+        for number in range(guests):
             guest = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             guest.setblocking(False)
             try:
                 guest.connect(b'\\0' + name)
                 held.append(guest)
                 seen.add(name)
-                if number % 2:
-                    socket.send_fds(guest, [b'x'], [full.fileno()])
+                if number < 2 and ready:
+                    socket.send_fds(guest, [b'x'], [ready[-1].fileno()])
+                    ready.pop().close()
                     sent += 1
             except OSError:
                 pass
