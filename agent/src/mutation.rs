@@ -20,6 +20,8 @@ pub(crate) enum Mutation {
     FullCopyAborted,
     /// The delivery ends a payload when the next slot has not arrived yet.
     PayloadEndedEarly,
+    /// The delivery continues a server that asks for another offset than the one that it would send next.
+    OffsetIgnored,
     /// The delivery sends the stream behind the mark before the server's first ACK.
     StreamBeforeTheAck,
 }

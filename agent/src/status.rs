@@ -198,7 +198,9 @@ fn replicas(replicas: &[ReplicaStatus]) -> String {
             readable(Duration::from_secs(replica.joined_seconds)),
             readable(Duration::from_secs(replica.silent_seconds)),
         ));
-        if !replica.transport_why.is_empty() {
+        if replica.transport.is_empty() && !replica.transport_why.is_empty() {
+            text.push_str(&format!("{:<width$}  waits: {}\n", "", replica.transport_why));
+        } else if !replica.transport_why.is_empty() {
             text.push_str(&format!("{:<width$}  by {}, as {}\n", "", replica.transport, replica.transport_why));
         }
     }

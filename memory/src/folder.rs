@@ -11,25 +11,28 @@ use rustix::fs::{AtFlags, CWD, Gid, Mode};
 
 use crate::Error;
 
-/// The folders in which a socket may be bound, best first: those that exist, or could be created, and that no stranger
-/// can change.
+/// Calls `bind` with the first folder in which a socket may be bound: one that exists, or could be created, and that no
+/// stranger can change. If `bind` fails there, the next folder is tried. No folder is created after the one that is
+/// used.
 ///
 /// # Errors
 /// [`Error::System`] if no folder can be used. The error names each folder and says why it was rejected.
-pub(crate) fn private_folders() -> Result<Vec<PathBuf>, Error> {
+pub(crate) fn in_private_folder<T>(bind: impl FnMut(&Path) -> Result<T, Error>) -> Result<T, Error> {
+    in_first_of(candidates(), bind)
+}
+
+fn in_first_of<T>(folders: Vec<PathBuf>, mut bind: impl FnMut(&Path) -> Result<T, Error>) -> Result<T, Error> {
     let mut rejected = Vec::new();
-    let mut usable = Vec::new();
-    for folder in candidates() {
-        match prepare(&folder) {
-            Ok(()) => usable.push(folder),
-            Err(error) => rejected.push(format!("{}: {error}", folder.display())),
-        }
+    for folder in folders {
+        let why = match prepare(&folder).map(|()| bind(&folder)) {
+            Ok(Ok(bound)) => return Ok(bound),
+            Ok(Err(error)) => error.to_string(),
+            Err(error) => error.to_string(),
+        };
+        rejected.push(format!("{}: {why}", folder.display()));
     }
-    if usable.is_empty() {
-        let text = format!("{} (set XDG_RUNTIME_DIR to a folder of this user)", rejected.join("; "));
-        return Err(Error::system("looking for a folder for a local socket")(io::Error::other(text)));
-    }
-    Ok(usable)
+    let text = format!("{} (set XDG_RUNTIME_DIR to a folder of this user)", rejected.join("; "));
+    Err(Error::system("looking for a folder for a local socket")(io::Error::other(text)))
 }
 
 fn candidates() -> Vec<PathBuf> {
@@ -87,3 +90,36 @@ fn group(folder: &Metadata) -> Option<u32> {
 const FOLDER_MODE: u32 = 0o700;
 /// The user id of root.
 const ROOT: u32 = 0;
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    fn never(folder: &Path) -> Result<(), Error> {
+        Err(Error::system("binding")(io::Error::other(format!("no room in {}", folder.display()))))
+    }
+
+    #[test]
+    fn only_the_folder_that_is_used_is_created() {
+        let home = tempfile::tempdir().unwrap();
+        let folders: Vec<PathBuf> = ["a", "b", "c"].map(|name| home.path().join(name)).into();
+        std::fs::write(&folders[0], "a file where the best folder would be").unwrap();
+        let used = in_first_of(folders.clone(), |folder| Ok(folder.to_owned())).unwrap();
+        assert_eq!(used, folders[1]);
+        assert_eq!(used.metadata().unwrap().mode() & 0o777, FOLDER_MODE);
+        assert!(!folders[2].exists(), "a folder was created that is not used");
+    }
+
+    #[test]
+    fn a_folder_in_which_no_socket_can_be_bound_is_passed_over_and_named_if_it_was_the_last() {
+        let home = tempfile::tempdir().unwrap();
+        let folders: Vec<PathBuf> = ["a", "b"].map(|name| home.path().join(name)).into();
+        let pick = |folder: &Path| if folder.ends_with("a") { never(folder) } else { Ok(()) };
+        in_first_of(folders.clone(), pick).unwrap();
+        let refused = in_first_of(folders.clone(), never).unwrap_err();
+        let text = format!("{refused} {:?}", std::error::Error::source(&refused));
+        assert!(folders.iter().all(|folder| text.contains(&format!("no room in {}", folder.display()))), "{text}");
+    }
+}

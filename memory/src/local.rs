@@ -193,29 +193,19 @@ impl AsFd for Listener {
 
 /// Binds a socket to a random name, in the first folder that permits it.
 fn bind(place: &Place) -> Result<(OwnedFd, Address), Error> {
-    let folders = match place {
-        Place::Private => folder::private_folders()?,
-        Place::Folder(folder) => vec![folder.clone()],
-        Place::Abstract => Vec::new(),
-    };
     let name = random_name()?;
-    let file = |folder: &PathBuf| Address::File(path_bytes(&folder.join(format!("{name}.sock"))));
-    let mut addresses: Vec<Address> = folders.iter().map(file).collect();
-    if addresses.is_empty() {
-        addresses.push(Address::Abstract(name.into_bytes()));
-    }
     let socket = packet_socket(SocketFlags::NONBLOCK)?;
-    let mut failed = None;
-    for address in addresses {
-        let bound = address
-            .to_socket()
-            .and_then(|at| rustix::net::bind(&socket, &at).map_err(Error::system("binding a local socket")));
-        match bound {
-            Ok(()) => return Ok((socket, address)),
-            Err(error) => failed = Some(error),
-        }
-    }
-    Err(failed.unwrap_or(Error::Misuse("a local socket without an address")))
+    let bind_to = |address: Address| {
+        rustix::net::bind(&socket, &address.to_socket()?).map_err(Error::system("binding a local socket"))?;
+        Ok(address)
+    };
+    let in_folder = |folder: &Path| bind_to(Address::File(path_bytes(&folder.join(format!("{name}.sock")))));
+    let address = match place {
+        Place::Private => folder::in_private_folder(in_folder)?,
+        Place::Folder(folder) => in_folder(folder)?,
+        Place::Abstract => bind_to(Address::Abstract(name.clone().into_bytes()))?,
+    };
+    Ok((socket, address))
 }
 
 /// Connects before the deadline.

@@ -51,3 +51,7 @@ mod text;
 
 pub use refusal::Refusal;
 pub use replid::{InvalidReplId, ReplId};
+
+/// The highest replication offset: servers count offsets as signed 64-bit integers. An offset at most this high has a
+/// next one.
+pub const MAX_OFFSET: u64 = i64::MAX as u64;

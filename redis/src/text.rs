@@ -1,6 +1,8 @@
 //! Small parsers that several modules need: decimal numbers, and excerpts for error messages. Not a parser library:
 //! each function parses one line of some protocol.
 
+use crate::MAX_OFFSET;
+
 /// Bytes of a peer's data that an error message quotes: enough to recognise an HTTP status line, short enough for a
 /// log.
 pub(crate) const EXCERPT_BYTES: usize = 60;
@@ -9,6 +11,11 @@ pub(crate) const EXCERPT_BYTES: usize = 60;
 pub(crate) fn decimal_u64(digits: &[u8]) -> Option<u64> {
     let all_digits = !digits.is_empty() && digits.iter().all(u8::is_ascii_digit);
     all_digits.then(|| std::str::from_utf8(digits).ok()?.parse().ok()).flatten()
+}
+
+/// A replication offset, at most [`MAX_OFFSET`].
+pub(crate) fn offset(digits: &[u8]) -> Option<u64> {
+    decimal_u64(digits).filter(|offset| *offset <= MAX_OFFSET)
 }
 
 /// As [`decimal_u64`], with an optional minus sign.

@@ -63,11 +63,9 @@ pub struct SourceArgs {
     #[arg(long, value_name = "TIME", default_value = "1h", value_parser = parse_duration, help_heading = "Snapshot")]
     pub max_age: Duration,
 
-    /// A replica that reads nothing for this long, while others or the primary wait for it, is disconnected; only that
-    /// replica starts over. Keep it well below the primary's repl-timeout (60 s by default), after which the primary
-    /// aborts the snapshot for all.
-    #[arg(long, value_name = "TIME", default_value = "15s", value_parser = parse_duration, help_heading = "Snapshot")]
-    pub stall_timeout: Duration,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub limits: LimitArgs,
 
     /// How the module takes part in a snapshot, if the server has it (docs/module.md). `walk`: the server's fork child
     /// writes long strings directly into the source's memory, and the server writes the rest, without compressing.
@@ -117,6 +115,22 @@ pub struct SourceArgs {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub rdma: RdmaOffer,
+}
+
+/// Limits that protect the primary and the replicas from one replica.
+#[derive(Clone, Debug, Args)]
+pub struct LimitArgs {
+    /// The source takes 5 snapshots in a row without a pause. Before each further one it leaves the primary without a
+    /// fork for this long, or for as long as the last snapshot took (at most 4 minutes), so that replicas that fail in
+    /// a loop do not make the primary fork without end. 0: no pause.
+    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = parse_duration, help_heading = "Snapshot")]
+    pub fork_interval: Duration,
+
+    /// A replica that reads nothing for this long, while others or the primary wait for it, is disconnected, and so is
+    /// one that reads less than 512 KiB/s for much longer; only that replica starts over. Keep it well below the
+    /// primary's repl-timeout (60 s by default), after which the primary aborts the snapshot for all.
+    #[arg(long, value_name = "TIME", default_value = "15s", value_parser = parse_duration, help_heading = "Snapshot")]
+    pub stall_timeout: Duration,
 }
 
 /// The token files of a source, and what else protects its connections.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use remora_fabric::{Memory, Pages, Peer, RegionKey, Secret, TransportKind};
 use remora_protocol::{Join, Message, Offer, Relays, Resume, TableOffer};
-use remora_redis::ReplId;
+use remora_redis::{MAX_OFFSET, ReplId};
 use remora_table::{Expectation, Geometry, MIN_SLOTS, Origin, SinkLayout, SnapshotCopy};
 
 use super::delivery::Progress;
@@ -251,18 +251,8 @@ impl Way {
         without_snapshot: bool,
         relay: Option<&RelayWish>,
     ) -> Result<(Feed, Chosen), Failure> {
-        let geometry = |table: &TableOffer| Geometry { slot_size: table.slot_size, slots: table.slots };
-        let (snapshot, journal) = (geometry(&offer.snapshot), geometry(&offer.journal));
-        for shape in [snapshot, journal] {
-            shape.checked().map_err(|error| {
-                Failure::new(Code::Source, format!("the source {} offers no sound table: {error}", self.source))
-            })?;
-        }
-        let history = offer.replid.ok_or_else(|| {
-            let text = format!("the source {} offers generation {} without a replid", self.source, offer.generation);
-            Failure::new(Code::Source, text)
-        })?;
-        let origin = Origin { generation: offer.generation, history, offset: offer.offset };
+        let (snapshot, journal, origin) = check(offer, self.source)?;
+        let history = origin.history;
         let id = spool::SnapshotId { origin, slot_size: offer.snapshot.slot_size };
         let mut connectors = self.wish.connectors(self.source);
         let journal_sink = sinks.of(JOURNAL_BUFFERS, &journal, "remora-journal-sink")?;
@@ -333,5 +323,89 @@ impl Way {
         }
         let text = format!("the tables of {} can't be read: {}", self.source, connectors.why());
         Err(Failure::new(Code::Source, text))
+    }
+}
+
+/// The shapes of the offered tables and where the snapshot was taken, if the offer makes sense.
+fn check(offer: &Offer, source: SocketAddr) -> Result<(Geometry, Geometry, Origin), Failure> {
+    let unsound = |what: &dyn std::fmt::Display| {
+        Failure::new(Code::Source, format!("the source {source} offers no sound table: {what}"))
+    };
+    let geometry = |table: &TableOffer| Geometry { slot_size: table.slot_size, slots: table.slots };
+    let (snapshot, journal) = (geometry(&offer.snapshot), geometry(&offer.journal));
+    for shape in [snapshot, journal] {
+        shape.checked().map_err(|error| unsound(&error))?;
+    }
+    for offset in [offer.offset, offer.snapshot.first_offset, offer.journal.first_offset] {
+        if offset > MAX_OFFSET {
+            return Err(unsound(&format_args!("its replication offset {offset} is higher than any server's")));
+        }
+    }
+    let history = offer.replid.ok_or_else(|| {
+        let text = format!("the source {source} offers generation {} without a replid", offer.generation);
+        Failure::new(Code::Source, text)
+    })?;
+    Ok((snapshot, journal, Origin { generation: offer.generation, history, offset: offer.offset }))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use remora_protocol::Announce;
+
+    use super::*;
+
+    fn offer() -> Offer {
+        let table = TableOffer {
+            generation: 1,
+            first_offset: 100,
+            slot_size: 1 << 20,
+            slots: 16,
+            retained: true,
+            keys: Vec::new(),
+        };
+        Offer {
+            generation: 1,
+            replid: Some("a".repeat(40).parse().unwrap()),
+            offset: 100,
+            snapshot: table.clone(),
+            journal: table,
+            primary: Announce { host: String::new(), port: 6379, tls: false, source_sees_as: String::new() },
+            server: String::new(),
+            run_id: String::new(),
+            backlog_bytes: 0,
+            write_rate: 0,
+            upstream: None,
+            warning: String::new(),
+        }
+    }
+
+    fn from() -> SocketAddr {
+        "10.0.0.5:7379".parse().unwrap()
+    }
+
+    #[test]
+    fn an_offer_with_an_offset_that_has_no_next_one_is_refused() {
+        assert_eq!(check(&offer(), from()).unwrap().2.offset, 100);
+        let changes: [fn(&mut Offer); 3] = [
+            |offer| offer.offset = u64::MAX,
+            |offer| offer.snapshot.first_offset = u64::MAX,
+            |offer| offer.journal.first_offset = MAX_OFFSET + 1,
+        ];
+        for change in changes {
+            let mut wrong = offer();
+            change(&mut wrong);
+            let refused = check(&wrong, from()).unwrap_err().to_string();
+            assert!(refused.contains("10.0.0.5:7379") && refused.contains("replication offset"), "{refused}");
+        }
+    }
+
+    #[test]
+    fn an_offer_without_a_replid_or_with_an_impossible_shape_is_refused() {
+        assert!(check(&Offer { replid: None, ..offer() }, from()).is_err());
+        let mut wrong = offer();
+        wrong.journal.slot_size = 3;
+        assert!(check(&wrong, from()).is_err());
     }
 }

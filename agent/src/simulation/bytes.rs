@@ -79,6 +79,7 @@ impl ByteDelivery {
             heard |= !messages.is_empty() || !is_open;
             messages.into_iter().for_each(|message| world.send(conn, agent, message));
             if !is_open {
+                world.log(|| format!("{conn:?} is closed: {}", line.why));
                 world.close(conn, agent);
             }
             is_open
@@ -209,6 +210,7 @@ impl Deliver for ByteDelivery {
     }
 
     fn closed(&mut self, world: &mut World, conn: Conn) {
+        world.log(|| format!("{conn:?} is closed by the server"));
         self.lines.remove(&conn);
         self.turn(world);
     }
@@ -244,6 +246,8 @@ struct Line {
     buffer: Vec<u8>,
     /// Slots that the server has room for.
     room: u32,
+    /// Why it is closed.
+    why: String,
 }
 
 impl Line {
@@ -255,8 +259,14 @@ impl Line {
         rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::ZERO))?;
         let (replid, offset) = history.map_or(("?".to_string(), -1), |(id, next)| (id.to_string(), next as i64));
         let login = if login.is_empty() { "none" } else { login };
-        write!(socket, "AUTH {login}\r\nREPLCONF capa eof\r\nPSYNC {replid} {offset}\r\n")?;
-        Ok(Line { socket, stage: Stage::Answers, buffer: Vec::new(), room: WINDOW })
+        write!(socket, "AUTH {login}\r\nREPLCONF capa eof capa psync2\r\nPSYNC {replid} {offset}\r\n")?;
+        Ok(Line {
+            socket,
+            stage: Stage::Answers,
+            buffer: Vec::new(),
+            room: WINDOW,
+            why: "the agent has closed it".into(),
+        })
     }
 
     fn ack(&mut self, offset: u64) {
@@ -306,7 +316,10 @@ impl Line {
                         }
                         // The answers to AUTH and REPLCONF, and newlines while the payload is not ready.
                         (Some("" | "+OK"), None, None) => {}
-                        _ => return false,
+                        _ => {
+                            self.why = format!("the server does not expect {line:?}");
+                            return false;
+                        }
                     }
                 }
                 Stage::Announcement => {

@@ -35,12 +35,12 @@ impl Content {
         if number == 0 { self.0 } else { mixed(self.0 ^ number.wrapping_mul(0x2545_F491_4F6C_DD1D)) }
     }
 
-    /// The data set of a server that has loaded these slots: the snapshot's if all of them are of one snapshot and in
-    /// order, and else one that no server may have.
-    pub(super) fn of_slots(slots: &[u64]) -> Content {
-        let Some(&first) = slots.first() else { return Content::EMPTY };
-        let whole = Content(first);
-        if slots.iter().zip(0..).all(|(&slot, number)| slot == whole.slot(number)) {
+    /// The data set of a server that has loaded these slots: the snapshot's if all of them are of one snapshot, in order
+    /// and `total` in number, and else one that no server may have.
+    pub(super) fn of_slots(slots: &[u64], total: u64) -> Content {
+        let whole = Content(slots.first().copied().unwrap_or(0));
+        let is_whole = slots.len() as u64 == total;
+        if is_whole && slots.iter().zip(0..).all(|(&slot, number)| slot == whole.slot(number)) {
             return whole;
         }
         Content::broken(slots)
@@ -112,10 +112,11 @@ mod tests {
         assert_ne!(content, Content::EMPTY.after(&two).after(&one));
         assert_eq!(content.after(&[4, FLUSH, 0, 0]), Content::EMPTY);
         let slots: Vec<u64> = (0..5).map(|number| content.slot(number)).collect();
-        assert_eq!(Content::of_slots(&slots), content);
-        assert_ne!(Content::of_slots(&[slots[0], slots[2], slots[1]]), content);
+        assert_eq!(Content::of_slots(&slots, 5), content);
+        assert_ne!(Content::of_slots(&slots[..4], 5), content);
+        assert_ne!(Content::of_slots(&[slots[0], slots[2], slots[1]], 3), content);
         let other = content.after(&one);
-        assert_ne!(Content::of_slots(&[slots[0], other.slot(1)]), content);
+        assert_ne!(Content::of_slots(&[slots[0], other.slot(1)], 2), content);
     }
 
     #[test]

@@ -86,7 +86,13 @@ pub(super) struct SourceAgent {
 
 impl SourceAgent {
     pub(super) fn start(world: &mut World, index: usize, options: SourceOptions) -> SourceAgent {
-        let rules = Rules { max_age: options.max_age, max_replicas: 8, stall_limit: Duration::from_secs(20) };
+        let rules = Rules {
+            max_age: options.max_age,
+            max_replicas: 8,
+            stall_limit: Duration::from_secs(20),
+            fork_interval: Duration::from_secs(5),
+            slot_bytes: 1 << 20,
+        };
         let backoff = Backoff::seeded(world.draw.next());
         let first_generation = (index as u64 + 1) * 1000;
         let machine = Machine::new(world.instant(), rules, backoff, first_generation, options.eager);

@@ -132,3 +132,8 @@ fn a_payload_that_is_ended_early_is_found() {
 fn a_stream_that_does_not_wait_for_the_ack_is_found() {
     is_found_by_real_deliveries(Mutation::StreamBeforeTheAck, "says that it is in step");
 }
+
+#[test]
+fn a_server_that_is_continued_at_the_wrong_offset_is_found() {
+    is_found_by_real_deliveries(Mutation::OffsetIgnored, "says that it is in step");
+}

@@ -151,6 +151,16 @@ mod tests {
     }
 
     #[test]
+    fn a_hand_off_at_an_offset_that_no_server_reaches_is_not_covered() {
+        for history in ["a", "b"] {
+            for offset in [u64::MAX, u64::MAX - 1, i64::MAX as u64] {
+                let (covered, text) = answer(&primary(), Some(replid(history)), offset);
+                assert!(!covered && text.contains(&offset.to_string()), "{text}");
+            }
+        }
+    }
+
+    #[test]
     fn a_hand_off_that_is_not_covered_for_its_history_says_so() {
         let (_, text) = answer(&primary(), Some(replid("b")), 120);
         assert!(text.contains(&replid("a").to_string()) && text.contains("offset 120 of the former one"), "{text}");

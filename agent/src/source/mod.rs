@@ -14,7 +14,8 @@
 //! - [`gauge`] holds the figures that the capture threads show while they run.
 //! - [`tables`] is the memory, and [`exports`] the transports that export it. [`probe_region`] exports scratch memory
 //!   for `remora probe`.
-//! - [`answers`] describes the primary and whether it continues a history; [`rate`] measures how fast it writes;
+//! - [`answers`] describes the primary and whether it continues a history; [`questions`] bounds how often replicas make
+//!   the source ask it; [`rate`] measures how fast it writes;
 //!   [`status`] is for `remora status`.
 //! - [`descriptors`] checks the limit of open descriptors.
 //! - [`topology`] decides which replica reads the snapshot from which other one.
@@ -30,6 +31,7 @@ pub(crate) mod gauge;
 pub(crate) mod machine;
 mod output_buffer;
 mod probe_region;
+mod questions;
 mod rate;
 mod status;
 mod tables;
@@ -45,17 +47,18 @@ use remora_protocol::{LossCause, Message, Offer, Phase, RefusalCode, Relays, Ups
 use remora_table::Origin;
 use tokio::sync::{Mutex, mpsc};
 
-use self::answers::{announce, as_others_reach_it, ask, format_for, hand_off_answer, not_covered, plan_of};
+use self::answers::{announce, as_others_reach_it, format_for, plan_of};
 use self::capture::{CaptureEvent, MethodHistory, ModuleRules};
 use self::exports::{Exports, tcp_exporter};
 use self::gauge::Gauge;
 use self::machine::{Action, Event, Machine, Report, Resume, Rules, Session};
 use self::output_buffer::{OutputBuffer, OutputWatch};
 use self::probe_region::ProbeRegion;
+use self::questions::{Answered, Questions};
 use self::rate::Rate;
 use self::tables::{JOURNAL_REGION, SNAPSHOT_REGION, Tables, expected, first_generation};
 use self::threads::Threads;
-use self::topology::{Assignment, Joining, Topology};
+use self::topology::{Assignment, Joining, Topology, Witness};
 use crate::args::SourceArgs;
 use crate::backoff::Backoff;
 use crate::conversation::listener;
@@ -125,8 +128,13 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         if args.eager { "now (--eager)" } else { "when the first replica joins" }
     );
     let gauge = Arc::new(Gauge::default());
-    let rules =
-        Rules { max_age: args.max_age, max_replicas: args.max_replicas as usize, stall_limit: args.stall_timeout };
+    let rules = Rules {
+        max_age: args.max_age,
+        max_replicas: args.max_replicas as usize,
+        stall_limit: args.limits.stall_timeout,
+        fork_interval: args.limits.fork_interval,
+        slot_bytes: u64::from(tables.snapshot.1.slot_size),
+    };
     let machine = Machine::new(Instant::now(), rules, Backoff::from_system(), first_generation(), args.eager);
     let module_rules = Arc::new(ModuleRules::new(&args));
     let source = Source {
@@ -146,6 +154,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         sessions: HashMap::new(),
         threads: Threads::default(),
         client: Arc::new(Mutex::new(None)),
+        questions: Questions::default(),
         rate: Rate::default(),
         output: OutputWatch::default(),
         probe_region: ProbeRegion::default(),
@@ -165,8 +174,8 @@ pub(crate) enum Incoming {
     Left { session: Session, fault: Fault },
     /// Fresh facts of the server.
     Learned(Box<(Facts, OutputBuffer)>),
-    /// The facts for this replica's plan are there: fresh ones, or the last known if the server did not answer in time.
-    PlanReady(Session),
+    /// The primary has answered a question that the source asked for replicas.
+    Answered(Answered),
     /// The probe region was exported, or why it was not.
     ProbeRegionReady { id: RegionId, exported: Result<(), remora_fabric::Error> },
 }
@@ -182,9 +191,6 @@ const INCOMING_LIMIT: usize = 1024;
 
 /// How often the machine is given the time and a reading of the gauge without another event.
 const TICK: Duration = Duration::from_millis(50);
-
-/// How long a replica's plan waits for fresh facts of the server: well below the time that replicas wait for a plan.
-const LEARN_LIMIT: Duration = Duration::from_secs(3);
 
 /// The driver: it owns what the source has, and performs the machine's actions.
 struct Source {
@@ -206,6 +212,7 @@ struct Source {
     method_history: MethodHistory,
     /// One connection for questions to the server, opened when first needed and again after a failure.
     client: Arc<Mutex<Option<Client>>>,
+    questions: Questions,
     rate: Rate,
     output: OutputWatch,
     probe_region: ProbeRegion,
@@ -259,12 +266,10 @@ impl Source {
             Incoming::Learned(learned) => {
                 let (facts, buffer) = *learned;
                 self.output.learned(Instant::now(), &facts, buffer);
+                self.questions.learned(Instant::now());
                 self.facts = facts;
             }
-            Incoming::PlanReady(session) => {
-                let plan = self.plan();
-                self.send(session, Message::Offer(plan));
-            }
+            Incoming::Answered(answered) => questions::answered(self, answered),
             Incoming::ProbeRegionReady { id, exported } => self.probe_region_ready(id, exported),
         }
     }
@@ -353,6 +358,7 @@ impl Source {
         self.assign(&moved);
         self.exports.withdraw(session);
         self.probe_left(session);
+        self.questions.left(session);
         if !peer.done {
             if self.machine.status().replica(session).is_some() {
                 tracing::warn!(address = %peer.address, %fault, "replica disconnected");
@@ -432,12 +438,13 @@ impl Source {
     /// remains a fallback.
     fn place_for(&mut self, generation: u64, session: Session) -> Option<Upstream> {
         let replica = self.machine.status().replica(session)?;
-        let relays = self.sessions.get(&session)?.relays.clone()?;
+        let peer = self.sessions.get(&session)?;
+        let (relays, witness) = (peer.relays.clone()?, Witness::new(peer.address.ip(), &replica.name));
         if replica.is_loaded() {
             return None;
         }
         let first = replica.held_slots(generation);
-        let joining = Joining { serves: !relays.serves_at.is_empty(), zone: relays.zone, first };
+        let joining = Joining { serves: !relays.serves_at.is_empty(), zone: relays.zone, witness, first };
         let from = self.topology.join(Instant::now(), generation, session, joining);
         let spliced = self.topology.spliced();
         self.assign(&spliced);
@@ -464,14 +471,18 @@ impl Source {
         if self.machine.status().offered(reader) != Some(generation) {
             return;
         }
+        let was_banned = self.topology.accusations.is_banned(peer);
+        let moved = self.topology.lost(reader, peer, cause);
         let name = |session| self.machine.status().replica(session).map_or("gone", |replica| replica.name.as_str());
         match cause {
+            LossCause::Lied if self.topology.accusations.is_banned(peer) && !was_banned => {
+                tracing::warn!(peer = name(peer), reader = name(reader), %text, "a second replica reports that this one lent slots that differ from the source's; no other replica will read from it");
+            }
             LossCause::Lied => {
-                tracing::warn!(peer = name(peer), reader = name(reader), %text, "a replica lent slots that differ from the source's; no other replica will read from it");
+                tracing::warn!(peer = name(peer), reader = name(reader), %text, "a replica reports that another one lent slots that differ from the source's; it will not read from it again");
             }
             _ => tracing::info!(peer = name(peer), reader = name(reader), %text, "replica lost its upstream"),
         }
-        let moved = self.topology.lost(reader, peer, cause);
         self.assign(&moved);
     }
 
@@ -507,41 +518,6 @@ impl Source {
         let expected = expected(&self.facts, self.tables.snapshot.1);
         let warning = if holds_back { self.output.warning(expected, self.tables.ring()) } else { String::new() };
         Offer { warning, ..plan }
-    }
-
-    /// Answers with fresh facts of the server, which may have restarted or failed over since the last snapshot. If the
-    /// server does not answer within [`LEARN_LIMIT`], the last known facts are sent.
-    fn send_plan(&self, session: Session) {
-        let (learning, incoming) = (self.learn(), self.incoming.clone());
-        tokio::spawn(async move {
-            let _ = tokio::time::timeout(LEARN_LIMIT, learning).await;
-            let _ = incoming.send(Incoming::PlanReady(session)).await;
-        });
-    }
-
-    /// Reads the server's facts in the background.
-    fn learn(&self) -> tokio::task::JoinHandle<()> {
-        let (client, server, incoming) = (self.client.clone(), self.server.clone(), self.incoming.clone());
-        tokio::spawn(async move {
-            let Ok(facts) = ask(&client, &server).await else { return };
-            let mut client = client.lock().await;
-            let Some(client) = client.as_mut() else { return };
-            let buffer = OutputBuffer::read(client, &facts).await;
-            let _ = incoming.send(Incoming::Learned(Box::new((facts, buffer)))).await;
-        })
-    }
-
-    fn answer_hand_off(&mut self, session: Session, offset: u64) {
-        let Some(peer) = self.sessions.get(&session) else { return };
-        let (client, server, sender) = (self.client.clone(), self.server.clone(), peer.sender.clone());
-        let (rate, history) = (self.rate.bytes_per_second(), self.machine.status().history_of(session));
-        tokio::spawn(async move {
-            let answer = match ask(&client, &server).await {
-                Ok(facts) => hand_off_answer(&facts, history, offset, rate),
-                Err(error) => not_covered(format!("the primary does not answer: {error}")),
-            };
-            let _ = sender.send(answer).await;
-        });
     }
 
     /// Tells the replicas that the source stops, and ends the capture threads.

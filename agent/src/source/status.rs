@@ -69,7 +69,10 @@ fn replica_status(source: &Source, session: Session, replica: &Replica, now: Ins
         name: replica.name.clone(),
         address: replica.address.clone(),
         transport: replica.transport_name(),
-        transport_why: source.sessions.get(&session).map(|peer| peer.transport_why.clone()).unwrap_or_default(),
+        transport_why: match replica.waits_because() {
+            Some(why) => why.to_owned(),
+            None => source.sessions.get(&session).map(|peer| peer.transport_why.clone()).unwrap_or_default(),
+        },
         phase: replica.at.phase,
         slots_held: held,
         percent_permille: (held.min(slots) * 1000 / slots) as u16,

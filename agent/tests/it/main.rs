@@ -12,6 +12,7 @@ mod ends;
 mod exact;
 mod handoff;
 mod history;
+mod holders;
 mod input;
 mod late_joiner;
 mod link;

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use remora_lab::{Kind, Server, assert_same_data, require};
+use remora_lab::{Host, Kind, Net, Server, assert_same_data, require};
 use rustix::net::{AddressFamily, SocketType, bind, connect, socket};
 use rustix::process::Signal;
 
@@ -262,5 +262,145 @@ fn a_descriptor_of_the_tables_that_is_kept_cannot_be_written() {
         let another = Server::start(kind).unwrap();
         source.replicate(&another, &["--transport", "shm"]);
         assert_same_data(&server, &another);
+    }
+}
+
+/// Watches for local sockets of Remora without a file, as every user can, and connects to each of them [`GUESTS`] times
+/// as another user. The first two connections send a descriptor whose last `close` waits for a minute, and the others
+/// stay silent. All stay open until stdin ends. Then prints how many sockets it has found, how many connections it has
+/// made, and how many descriptors it has sent.
+const HUNTER: &str = "
+import os, re, select, socket, struct, sys
+user, guests = int(sys.argv[1]), int(sys.argv[2])
+os.setgroups([])
+os.setgid(user)
+os.setuid(user)
+door = socket.create_server(('127.0.0.1', 0), backlog=128)
+peers = []
+def lingering():
+    full = socket.socket()
+    full.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    full.connect(door.getsockname())
+    peers.append(door.accept()[0])
+    full.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 60))
+    full.setblocking(False)
+    try:
+        while True:
+            full.send(bytes(65536))
+    except BlockingIOError:
+        return full
+ready = [lingering() for _ in range(64)]
+seen, held, sent = set(), [], 0
+print('watching', flush=True)
+while not select.select([sys.stdin], [], [], 0)[0]:
+    with open('/proc/net/unix', 'rb') as table:
+        names = set(re.findall(rb'@(remora-[0-9a-f]+)', table.read()))
+    for name in names - seen:
+        for number in range(guests):
+            guest = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            guest.setblocking(False)
+            try:
+                guest.connect(b'\\0' + name)
+                held.append(guest)
+                seen.add(name)
+                if number < 2 and ready:
+                    socket.send_fds(guest, [b'x'], [ready[-1].fileno()])
+                    ready.pop().close()
+                    sent += 1
+            except OSError:
+                pass
+print(len(seen), len(held), sent, flush=True)
+os._exit(0)
+";
+
+/// Connections of a [`Hunter`] to each socket: as many as wait for an answer there at the same time.
+const GUESTS: u32 = 64;
+
+/// A process of another user that connects to every socket without a file. It ends when this is dropped.
+struct Hunter {
+    process: Child,
+    output: BufReader<std::process::ChildStdout>,
+}
+
+/// What a [`Hunter`] has done.
+#[derive(Debug)]
+struct Hunt {
+    sockets: u32,
+    connections: u32,
+    descriptors: u32,
+}
+
+impl Hunter {
+    /// Starts it on that host, and returns when it watches.
+    fn start(host: &Host) -> Hunter {
+        let mut command = Command::new("python3");
+        command.args(["-c", HUNTER, &ANOTHER_USER.to_string(), &GUESTS.to_string()]).current_dir("/");
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        host.enter(&mut command).unwrap();
+        let mut process = command.spawn().unwrap();
+        let mut hunter = Hunter { output: BufReader::new(process.stdout.take().unwrap()), process };
+        assert_eq!(hunter.line(), "watching");
+        hunter
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.output.read_line(&mut line).unwrap();
+        line.trim().to_owned()
+    }
+
+    /// Ends the hunt.
+    fn end(mut self) -> Hunt {
+        drop(self.process.stdin.take());
+        let line = self.line();
+        let numbers: Vec<u32> = line.split(' ').map(|number| number.parse().unwrap()).collect();
+        Hunt { sockets: numbers[0], connections: numbers[1], descriptors: numbers[2] }
+    }
+}
+
+impl Drop for Hunter {
+    fn drop(&mut self) {
+        drop(self.process.stdin.take());
+        let _ = self.process.wait();
+    }
+}
+
+/// Syncs after which a hunter must have found a socket. A handover takes some milliseconds.
+const SYNCS: usize = 8;
+
+/// The longest time of a sync of 1,000 small keys while a hunter is at work. A lingering descriptor alone would hold it
+/// up for a minute.
+const HUNTED_LIMIT: Duration = Duration::from_secs(20);
+
+#[test]
+fn a_local_process_at_the_sockets_of_the_module_keeps_it_neither_from_the_capture_nor_from_the_load() {
+    let Some(()) = require::namespaces() else { return };
+    for kind in require::kinds() {
+        let net = Net::new().unwrap();
+        let host = net.host("both").unwrap();
+        let server = primary(kind).on(&host).module("").unwrap().start().unwrap();
+        fill_keys(&server, 1000, &"value ".repeat(1000));
+        let replica = Server::builder(kind).on(&host).module("").unwrap().start().unwrap();
+        let stage = Stage::new();
+        let hunter = Hunter::start(&host);
+        for _ in 0..SYNCS {
+            // A new source each time, so that there is a handover for the capture too.
+            let mut source = stage.source_on(&host, &server.url(), &["--eager", "--module-capture", "walk"]);
+            let began = Instant::now();
+            let completed = source.agent.wait_for_line("snapshot completed", LONG).unwrap();
+            assert!(completed.contains("method=the module"), "{}", source.agent.output());
+            let mut agent =
+                stage.replica_on(&host, &replica.url(), source.address, &["--transport", "shm", "--replace"]);
+            agent.wait_for_success(LONG).unwrap();
+            assert!(agent.output().contains("out of shared memory"), "{}", agent.output());
+            source.status();
+            assert!(began.elapsed() < HUNTED_LIMIT, "capture and sync took {:?}", began.elapsed());
+            assert_same_data(&server, &replica);
+            source.stop();
+        }
+        let hunt = hunter.end();
+        println!("{hunt:?}");
+        assert!(hunt.sockets > 0 && hunt.connections > 0, "the stranger found no socket: {hunt:?}");
+        assert!(hunt.descriptors <= hunt.connections);
     }
 }

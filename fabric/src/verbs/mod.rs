@@ -39,6 +39,7 @@ mod lane;
 mod peer;
 mod serve;
 mod server;
+mod unproved;
 mod wire;
 
 #[cfg(test)]

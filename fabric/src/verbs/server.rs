@@ -13,7 +13,7 @@
 //!   region.
 //! - A reader's connection has one receive posted (the proof) and sends at most one message (the welcome): two
 //!   completions, for which its queue has room.
-//! - A reader's connection in another stage has a deadline.
+//! - A reader's connection in another stage has a deadline, and one of the places in [`Unproved`].
 //! - A failed device has no context, no readers and no registrations here. Its addresses are listened at again as soon
 //!   as possible.
 
@@ -35,6 +35,7 @@ use remora_rdma::{
 use super::{
     VerbsOptions,
     handshake::{INCOMING, OUTGOING, buffer},
+    unproved::Unproved,
     wire::{Grant, Verbs},
 };
 use crate::{
@@ -185,6 +186,8 @@ pub(super) struct Server {
     options: VerbsOptions,
     /// By the name of each connection's id.
     readers: HashMap<usize, ReaderConnection>,
+    /// Those of them that are not in the stage `Reading`.
+    unproved: Unproved,
     pub(super) regions: Regions,
     grants: HashMap<u64, Secret>,
     contexts: Vec<DeviceContext>,
@@ -218,6 +221,7 @@ impl Server {
         Server {
             options,
             readers: HashMap::new(),
+            unproved: Unproved::new(),
             regions: Regions::default(),
             grants: HashMap::new(),
             contexts,
@@ -318,19 +322,19 @@ impl Server {
                 return refuse(&id, rejected.answer);
             }
         };
-        if !self.has_room() {
-            return refuse(&id, Verbs::refusal(Refusal::Denied(Denial::Busy)));
+        let (name, peer) = (id.name(), id.peer().map(|address| address.ip()));
+        let has_room = self.readers.len() < self.options.connections;
+        match if has_room { self.unproved.enter(Instant::now(), name, peer) } else { Err(Denial::Busy) } {
+            Ok(oldest) => oldest.into_iter().for_each(|oldest| self.forget(oldest, "a newer one has its place")),
+            Err(denial) => return refuse(&id, Verbs::refusal(Refusal::Denied(denial))),
         }
         match self.open(id, request, handshake, &challenge) {
-            Ok(reader) => drop(self.readers.insert(reader.id.name(), reader)),
-            Err(error) => tracing::warn!(%error, "cannot accept a reader's RDMA connection"),
+            Ok(reader) => drop(self.readers.insert(name, reader)),
+            Err(error) => {
+                self.unproved.leave(name);
+                tracing::warn!(%error, "cannot accept a reader's RDMA connection");
+            }
         }
-    }
-
-    /// Whether one more connection may be made.
-    fn has_room(&self) -> bool {
-        let unproved = self.readers.values().filter(|reader| !matches!(reader.stage, Stage::Reading)).count();
-        self.readers.len() < self.options.connections && unproved < MAX_UNPROVED
     }
 
     /// Makes the source's end of the connection, without rights, and accepts. On failure the connection is dropped,
@@ -406,6 +410,9 @@ impl Server {
         let is_in = admitted.is_ok();
         let answer = admitted.unwrap_or_else(Verbs::denial);
         let until = Instant::now() + self.options.handshake_timeout;
+        if is_in {
+            self.unproved.leave(name);
+        }
         let Some(reader) = self.readers.get_mut(&name) else { return };
         reader.stage = if is_in { Stage::Reading } else { Stage::Refused { until } };
         if let Err(error) = reader.answer(&answer) {
@@ -450,13 +457,15 @@ impl Server {
 
     fn forget(&mut self, name: usize, why: &str) {
         if let Some(reader) = self.readers.remove(&name) {
+            self.unproved.leave(name);
             tracing::debug!(session = reader.handshake.hello().session, region = %reader.handshake.hello().id, why, "a queue pair has ended");
             reader.id.disconnect();
         }
     }
 
     fn cut(&mut self, which: impl Fn(&ReaderConnection) -> bool) {
-        for (_, reader) in self.readers.extract_if(|_, reader| which(reader)) {
+        for (name, reader) in self.readers.extract_if(|_, reader| which(reader)) {
+            self.unproved.leave(name);
             // Notifies the reader first, so that it need not find out by its retries.
             reader.id.disconnect();
         }
@@ -579,10 +588,6 @@ const WELCOME: u64 = 2;
 
 /// Completions per reader: one receive and one send, doubled.
 const READER_COMPLETIONS: u32 = 4;
-
-/// Connections without a proof. They can thus not exclude readers with a grant: each of them ends at the handshake
-/// time-out.
-const MAX_UNPROVED: usize = 64;
 
 /// Connections per session: 2 regions × 8 queue pairs, twice, because a reader may reconnect before its old ones are
 /// found closed.

@@ -172,7 +172,7 @@ impl Server {
             return;
         }
         self.full_copies.1 += 1;
-        self.content = Content::of_slots(&copying.slots);
+        self.content = Content::of_slots(&copying.slots, self.traits.slots);
         (self.replid, self.offset) = (copying.replid, copying.offset);
         self.former = None;
         self.backlog = Some(Backlog::at(self.offset));

@@ -19,6 +19,10 @@ pub(crate) struct Rules {
     pub(crate) max_replicas: usize,
     /// How long a replica may hold up the writer of a windowed snapshot.
     pub(crate) stall_limit: Duration,
+    /// The shortest mean time between two forks of the primary, after the first few; zero: no limit.
+    pub(crate) fork_interval: Duration,
+    /// Size of a slot.
+    pub(crate) slot_bytes: u64,
 }
 
 /// What happened.

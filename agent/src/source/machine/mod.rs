@@ -28,9 +28,12 @@
 
 mod event;
 mod failures;
+mod forks;
+mod pace;
 mod record;
 #[cfg(test)]
 mod replay;
+mod stalls;
 #[cfg(test)]
 mod tests;
 
@@ -47,6 +50,8 @@ use crate::backoff::Backoff;
 
 pub(crate) use self::event::{Action, Event, Format, Report, Resume, Rules, Session};
 pub(crate) use self::failures::Failures;
+pub(crate) use self::forks::Forks;
+use self::pace::Pace;
 use self::record::Slowest;
 pub(crate) use self::record::{Replica, Snapshot, Stage, Status};
 
@@ -93,6 +98,7 @@ pub(crate) struct Machine {
     retry: Option<(Instant, String)>,
     backoff: Backoff,
     failures: Failures,
+    forks: Forks,
     /// The writer may reuse the slots of the current snapshot below this one.
     retire_below: u64,
     snapshots_taken: u64,
@@ -106,6 +112,7 @@ impl Machine {
     /// Creates the machine of a source. `first_generation` must be higher than all generations of its earlier runs.
     pub(crate) fn new(now: Instant, rules: Rules, backoff: Backoff, first_generation: u64, eager: bool) -> Machine {
         Machine {
+            forks: Forks::new(now, rules.fork_interval),
             rules,
             reading: Reading::default(),
             snapshot: None,
@@ -136,12 +143,14 @@ impl Machine {
             snapshots_taken: self.snapshots_taken,
             replicas_done: self.replicas_done,
             failures: &self.failures,
+            forks: &self.forks,
         }
     }
 
     /// Handles one event, restores the invariant, and returns the actions to perform, in order.
     pub(crate) fn apply(&mut self, now: Instant, reading: Reading, event: Event) -> Vec<Action> {
         self.reading = reading;
+        self.forks.look(now, self.snapshot.as_ref().is_some_and(Snapshot::is_open));
         let mut actions = Vec::new();
         match event {
             Event::Joined { session, name, address, resume, reads } => {
@@ -195,6 +204,7 @@ impl Machine {
             resume,
             reads,
             moved: now,
+            pace: Pace::default(),
             told: None,
             history: None,
             advanced: now,
@@ -268,6 +278,7 @@ impl Machine {
     }
 
     fn started(&mut self, origin: Origin, actions: &mut Vec<Action>) {
+        self.forks.forked();
         let Some(snapshot) = self.current(origin.generation) else { return };
         snapshot.stage = Stage::Open(origin);
         self.snapshots_taken += 1;
@@ -410,31 +421,16 @@ impl Machine {
         }
     }
 
-    /// Drops replicas that take no slot for longer than the limit while the writer of a windowed snapshot, or replicas
-    /// that need the next snapshot, wait for them.
+    /// Drops replicas that take no slot, or too few, while the writer of a windowed snapshot, or replicas that need the
+    /// next snapshot, wait for them.
     fn drop_stalled(&mut self, now: Instant, actions: &mut Vec<Action>) {
-        let Reading { published, retired, .. } = self.reading;
         let Some(snapshot) = &self.snapshot else { return };
-        let writer_waits = self.reading.writer_waits > 0 && !snapshot.is_sealed();
-        let others_wait = snapshot.is_sealed() && self.waiting().iter().any(|&session| !self.can_serve(now, session));
-        let limit = self.rules.stall_limit;
-        let in_the_way = |replica: &Replica| {
-            let below = replica.at.slots_below;
-            below < published && (others_wait || (writer_waits && below <= retired))
-        };
-        let is_stalled = |replica: &Replica| {
-            replica.is_reading() && now.duration_since(replica.moved) > limit && in_the_way(replica)
-        };
-        let stalled = self.replicas.iter().filter(|(_, replica)| is_stalled(replica));
-        let stalled: Vec<Session> = stalled.map(|(&session, _)| session).collect();
-        for session in stalled {
+        let is_sealed = snapshot.is_sealed();
+        let others_wait = is_sealed && self.waiting().iter().any(|&session| !self.can_serve(now, session));
+        let given = (&self.rules, self.reading);
+        for (session, text) in stalls::find(now, given, (is_sealed, others_wait), &mut self.replicas) {
             self.replicas.remove(&session);
             self.unfinished = true;
-            let text = format!(
-                "the replica took no slot for {} s while the source's table was full or others waited for the next snapshot; give \
-                 the source more --memory or the replica a faster server, or raise --stall-timeout on the source",
-                limit.as_secs()
-            );
             actions.push(Action::Drop { session, code: RefusalCode::Stalled, text });
         }
     }
@@ -495,7 +491,7 @@ impl Machine {
             let slots_below = held.map_or(0, |resume| resume.held_slots);
             let phase = if replica.is_loaded() { Phase::CatchUp } else { Phase::Waiting };
             replica.at = Report { slots_below, phase, ..Report::NOTHING };
-            replica.moved = now;
+            (replica.moved, replica.pace) = (now, Pace::from(slots_below));
             actions.push(Action::Offer { session });
         }
     }
@@ -534,11 +530,15 @@ impl Machine {
                         old one have gone to the primary";
             return Some((WaitCause::Busy, text.to_string()));
         }
-        let snapshot = self.snapshot.as_ref()?;
-        match snapshot.stage {
-            Stage::Asked => Some((WaitCause::NotYet, "the primary is preparing a snapshot".to_string())),
-            _ if !self.replicas.values().any(Replica::is_reading) && snapshot.is_sealed() => None,
-            _ => {
+        match &self.snapshot {
+            None => self.forks.why_not(),
+            Some(Snapshot { stage: Stage::Asked, .. }) => {
+                Some((WaitCause::NotYet, "the primary is preparing a snapshot".to_string()))
+            }
+            Some(snapshot) if !self.replicas.values().any(Replica::is_reading) && snapshot.is_sealed() => {
+                self.forks.why_not()
+            }
+            Some(_) => {
                 let text = "the current snapshot no longer has its first slots, and other replicas still read it; the next one follows \
                             when they are done";
                 Some((WaitCause::Busy, text.to_string()))

@@ -10,6 +10,8 @@ use remora_table::Origin;
 
 use super::event::{Format, Report, Resume, Session};
 use super::failures::Failures;
+use super::forks::Forks;
+use super::pace::Pace;
 
 /// One snapshot, from the request to its end.
 pub(crate) struct Snapshot {
@@ -44,6 +46,11 @@ impl Snapshot {
         self.asked
     }
 
+    /// Whether the primary has forked for it and slots are still being filled.
+    pub(super) fn is_open(&self) -> bool {
+        matches!(self.stage, Stage::Open(_))
+    }
+
     pub(super) fn is_sealed(&self) -> bool {
         matches!(self.stage, Stage::Sealed { .. })
     }
@@ -66,6 +73,8 @@ pub(crate) struct Replica {
     pub(super) reads: Format,
     /// When it last took a slot or entered another phase.
     pub(super) moved: Instant,
+    /// How late it is as a reader that others wait for.
+    pub(super) pace: Pace,
     /// Why it waits, as it was told last.
     pub(super) told: Option<(WaitCause, String)>,
     /// The history of the stream in its last offer.
@@ -81,6 +90,11 @@ impl Replica {
     pub(crate) fn transport_name(&self) -> String {
         let kind = self.at.transport.and_then(TransportKind::from_code);
         kind.map(|kind| kind.name().to_string()).unwrap_or_default()
+    }
+
+    /// Why it waits for a snapshot, as it was told; `None` if it has one.
+    pub(crate) fn waits_because(&self) -> Option<&str> {
+        self.told.as_ref().filter(|_| self.generation.is_none()).map(|(_, text)| text.as_str())
     }
 
     /// The number of slots of this generation that it held when it joined, from the first one without a gap.
@@ -154,6 +168,7 @@ pub(crate) struct Status<'a> {
     pub(crate) snapshots_taken: u64,
     pub(crate) replicas_done: u64,
     pub(crate) failures: &'a Failures,
+    pub(crate) forks: &'a Forks,
 }
 
 impl<'a> Status<'a> {

@@ -12,7 +12,13 @@ use remora_redis::ReplId;
 
 use super::*;
 
-const RULES: Rules = Rules { max_age: Duration::from_secs(300), max_replicas: 4, stall_limit: Duration::from_secs(20) };
+const RULES: Rules = Rules {
+    max_age: Duration::from_secs(300),
+    max_replicas: 4,
+    stall_limit: Duration::from_secs(20),
+    fork_interval: Duration::from_secs(5),
+    slot_bytes: 1 << 20,
+};
 
 /// The number of events in one run.
 const EVENTS: usize = 400;

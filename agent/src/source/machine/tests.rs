@@ -9,8 +9,13 @@ use remora_redis::ReplId;
 use super::*;
 use crate::source::capture::{CaptureError, CaptureEvent};
 
-const RULES: Rules =
-    Rules { max_age: Duration::from_secs(3600), max_replicas: 3, stall_limit: Duration::from_secs(60) };
+const RULES: Rules = Rules {
+    max_age: Duration::from_secs(3600),
+    max_replicas: 3,
+    stall_limit: Duration::from_secs(60),
+    fork_interval: Duration::from_secs(30),
+    slot_bytes: 1 << 20,
+};
 
 const FIRST: u64 = 100;
 
@@ -252,6 +257,67 @@ fn a_replica_that_holds_up_a_full_ring_is_dropped_alone_and_after_its_time() {
     let actions = bench.after(Duration::from_secs(1));
     assert!(matches!(&actions[..], [Action::Drop { session: 2, code: RefusalCode::Stalled, .. }]), "{actions:?}");
     assert_eq!(bench.retire_below, 9);
+}
+
+/// A replica that reads a full ring takes one slot in each `period` for an hour. Returns when it was dropped.
+fn dropped_after(period: Duration) -> Option<Duration> {
+    let mut bench = Bench::new();
+    bench.join(1);
+    bench.started(FIRST, replid(1), 10);
+    let begin = bench.now;
+    while bench.now < begin + Duration::from_secs(3600) {
+        let passed = (bench.now - begin).as_millis() / period.as_millis();
+        let passed = u64::try_from(passed).unwrap();
+        bench.progress(1, Phase::Transfer, passed);
+        bench.reading = Reading { published: passed + 8, retired: passed, writer_waits: 1, ..bench.reading };
+        let actions = bench.after(Duration::from_millis(100));
+        if actions.iter().any(|action| matches!(action, Action::Drop { code: RefusalCode::Stalled, .. })) {
+            return Some(bench.now - begin);
+        }
+    }
+    None
+}
+
+#[test]
+fn a_replica_that_renews_its_place_by_a_slot_now_and_then_loses_it_and_one_behind_a_slow_link_does_not() {
+    // 10 Mb/s, and two replicas that share it.
+    for millis in [850, 1700] {
+        assert_eq!(dropped_after(Duration::from_millis(millis)), None, "a slot in {millis} ms");
+    }
+    for seconds in [4, 14, 59] {
+        let dropped = dropped_after(Duration::from_secs(seconds)).expect("it holds up the others for an hour");
+        assert!(dropped < 10 * RULES.stall_limit, "a slot in {seconds} s: dropped after {dropped:?}");
+    }
+}
+
+#[test]
+fn a_replica_that_joins_again_and_again_makes_the_primary_fork_a_few_times_and_then_at_intervals() {
+    let mut bench = Bench::new();
+    let (mut taken, begin) = (Vec::new(), bench.now);
+    for session in 1..2000 {
+        // The window has lost its first slots when it comes back after a second.
+        let mut actions = bench.join(session);
+        actions.extend(bench.after(Duration::from_millis(500)));
+        if let Some((generation, _)) = begins(&actions) {
+            taken.push(bench.now - begin);
+            bench.started(generation, replid(1), 10);
+            bench.completed(generation);
+            bench.reading.retired = 5;
+        } else {
+            let told = actions.iter().find_map(|action| match action {
+                Action::Wait { cause, text, .. } => Some((*cause, text.clone())),
+                _ => None,
+            });
+            let (cause, text) = told.expect("it is told why it waits");
+            assert!(cause == WaitCause::Busy && text.contains("--fork-interval"), "{text}");
+        }
+        bench.event(Event::Gone { session, done: false });
+        bench.after(Duration::from_millis(500));
+    }
+    let first = taken.iter().filter(|at| **at < Duration::from_secs(10)).count();
+    assert_eq!(first, 5, "the first ones do not wait: {taken:?}");
+    let spaced = 2000 / RULES.fork_interval.as_secs() as usize;
+    assert!((5 + spaced - 3..=5 + spaced + 1).contains(&taken.len()), "{} forks in 2000 s", taken.len());
 }
 
 #[test]

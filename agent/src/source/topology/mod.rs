@@ -11,8 +11,8 @@
 //! Invariants, after every event:
 //!
 //! - Following `from` from any replica ends at the source: there are no rings.
-//! - No replica reads from a peer that does not serve, is silent, has lent wrong bytes to any reader, was lost to this
-//!   reader, no longer holds the slot that the reader needs next, or holds less than the reader.
+//! - No replica reads from a peer that does not serve, is silent, is barred for it by an accusation ([`accusations`]),
+//!   was lost to this reader, no longer holds the slot that the reader needs next, or holds less than the reader.
 //! - No replica has more than [`MAX_READERS`] readers.
 //! - A replica that could read from a peer does not read from the source, unless it began there, or it left a slow
 //!   peer.
@@ -35,11 +35,15 @@
 //! Either its peer lends slowly or its own link has become slow, and a swap would put a slow link in front of a fast
 //! one.
 
+mod accusations;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use remora_protocol::{LossCause, Relaying};
 
+use self::accusations::Accusations;
+pub(crate) use self::accusations::Witness;
 use super::machine::Session;
 
 /// The most readers of one peer. One makes a chain; the second is for another zone's first reader, and for replicas
@@ -83,8 +87,8 @@ const TRIAL_GAIN: (u64, u64) = (3, 2);
 pub(crate) struct Topology {
     generation: u64,
     nodes: BTreeMap<Session, Node>,
-    /// Replicas that have lent wrong bytes. No replica reads from them.
-    liars: BTreeSet<Session>,
+    /// Reports of replicas that have lent wrong bytes.
+    pub(super) accusations: Accusations,
     /// Pairs that have been swapped: (peer, reader).
     swapped: BTreeSet<(Session, Session)>,
     /// The most bytes per second that a reader of this generation has received.
@@ -115,8 +119,12 @@ struct Trial {
 struct Node {
     serves: bool,
     zone: String,
+    /// As which it accuses others.
+    witness: Witness,
     /// The peer that it reads from; `None`: the source.
     from: Option<Session>,
+    /// Every peer that it was assigned to. It can have lost no other one.
+    assigned: BTreeSet<Session>,
     /// The oldest slot that it can lend.
     oldest: u64,
     /// It holds all slots from `oldest` to below this one.
@@ -174,6 +182,8 @@ pub(crate) struct Assignment {
 pub(crate) struct Joining {
     pub(crate) serves: bool,
     pub(crate) zone: String,
+    /// As which the replica accuses others.
+    pub(crate) witness: Witness,
     /// The first slot that the replica needs.
     pub(crate) first: u64,
 }
@@ -193,12 +203,14 @@ impl Topology {
         // A replica that joins again keeps its readers. They notice themselves whether it still has the slots that they
         // need.
         self.set(session, None);
-        let lost = self.nodes.remove(&session).map(|node| node.lost).unwrap_or_default();
-        let Joining { serves, zone, first } = joining;
+        let (lost, assigned) = self.nodes.remove(&session).map(|node| (node.lost, node.assigned)).unwrap_or_default();
+        let Joining { serves, zone, witness, first } = joining;
         let node = Node {
             serves,
             zone,
+            witness,
             from: None,
+            assigned,
             oldest: first,
             held: first,
             rate: Rate::default(),
@@ -234,17 +246,24 @@ impl Topology {
         self.best_rate = self.best_rate.max(node.rate.bytes_per_second.unwrap_or(0));
     }
 
-    /// A replica can no longer read from this peer. Returns the new upstreams.
+    /// A replica can no longer read from this peer. Returns the new upstreams. A report about a peer that the replica
+    /// was never assigned to changes nothing.
     pub(crate) fn lost(&mut self, reader: Session, peer: Session, cause: LossCause) -> Vec<Assignment> {
-        let Some(node) = self.nodes.get_mut(&reader) else { return Vec::new() };
+        let Some(node) = self.nodes.get_mut(&reader).filter(|node| node.assigned.contains(&peer)) else {
+            return Vec::new();
+        };
         node.lost.insert(peer);
         let was_read = node.from == Some(peer);
         let mut orphans = BTreeSet::new();
         if was_read {
             orphans.insert(reader);
         }
-        if cause == LossCause::Lied && self.liars.insert(peer) {
-            orphans.extend(self.readers_of(peer));
+        if cause == LossCause::Lied {
+            self.accusations.accuse(peer, &node.witness);
+            let leaves = |reader: &Session| {
+                self.nodes.get(reader).is_some_and(|node| self.accusations.bars(peer, &node.witness))
+            };
+            orphans.extend(self.readers_of(peer).filter(leaves));
         }
         self.place(orphans)
     }
@@ -350,8 +369,11 @@ impl Topology {
     fn swap(&mut self, reader: Session, peer: Session) -> Vec<Assignment> {
         let (Some(node), Some(above)) = (self.nodes.get(&reader), self.nodes.get(&peer)) else { return Vec::new() };
         let up = above.from;
-        let up_is_open = up.is_none_or(|up| !node.lost.contains(&up) && !self.liars.contains(&up));
-        let lends = node.serves && !node.is_silent && !self.liars.contains(&reader) && !above.lost.contains(&reader);
+        let up_is_open = up.is_none_or(|up| !node.lost.contains(&up) && !self.accusations.bars(up, &node.witness));
+        let lends = node.serves
+            && !node.is_silent
+            && !self.accusations.bars(reader, &above.witness)
+            && !above.lost.contains(&reader);
         if !up_is_open || !lends || self.readers_of(reader).count() >= MAX_READERS {
             return Vec::new();
         }
@@ -387,7 +409,7 @@ impl Topology {
         let may_return =
             |above: &Node| above.serves && !above.is_silent && above.oldest <= node.held && !node.lost.contains(&peer);
         let may_return = self.nodes.get(&peer).is_some_and(may_return)
-            && !self.liars.contains(&peer)
+            && !self.accusations.bars(peer, &node.witness)
             && self.readers_of(peer).count() < MAX_READERS
             && !self.below(reader).contains(&peer);
         if measured.saturating_mul(TRIAL_GAIN.1) >= rate.saturating_mul(TRIAL_GAIN.0) {
@@ -418,7 +440,8 @@ impl Topology {
         };
         let is_entry = node.zone != above.zone && new.zone == above.zone;
         let is_free = self.readers_of(joiner).next().is_none();
-        let lends = new.serves && is_free && !self.liars.contains(&joiner) && !node.lost.contains(&joiner);
+        let lends =
+            new.serves && is_free && !self.accusations.bars(joiner, &node.witness) && !node.lost.contains(&joiner);
         reader != joiner && is_entry && lends && new.oldest <= node.held && new.held >= node.held
     }
 
@@ -467,7 +490,7 @@ impl Topology {
     fn may_read(&self, reader: Session, node: &Node, peer: Session, other: &Node) -> bool {
         other.serves
             && !other.is_silent
-            && !self.liars.contains(&peer)
+            && !self.accusations.bars(peer, &node.witness)
             && !node.lost.contains(&peer)
             && other.oldest <= node.held
             && other.held >= node.held
@@ -502,6 +525,7 @@ impl Topology {
             readers.remove(&reader);
         }
         if let Some(peer) = from {
+            node.assigned.insert(peer);
             self.readers.entry(peer).or_default().insert(reader);
         }
     }

@@ -216,7 +216,9 @@ impl World {
                 }
                 Shape::NoZones | Shape::Zones => {
                     let zone = if self.plan.shape == Shape::Zones { rack.to_string() } else { String::new() };
-                    let from = self.topology.join(time, 1, session, Joining { serves: true, zone, first: 0 });
+                    let witness = Witness::new([10, 0, 0, 1].into(), "");
+                    let joining = Joining { serves: true, zone, witness, first: 0 };
+                    let from = self.topology.join(time, 1, session, joining);
                     let spliced = self.topology.spliced();
                     self.hosts[number].from = self.at(from);
                     self.assign(&spliced);

@@ -28,7 +28,7 @@ impl Bench {
     }
 
     fn join(&mut self, session: Session, zone: &str) -> Option<Session> {
-        let joining = Joining { serves: true, zone: zone.into(), first: 0 };
+        let joining = Joining { serves: true, zone: zone.into(), witness: witness(session), first: 0 };
         self.topology.join(self.now, GENERATION, session, joining)
     }
 
@@ -44,6 +44,11 @@ impl Bench {
         self.now += time;
         self.topology.tick(self.now, published)
     }
+}
+
+/// A replica on a host of its own.
+fn witness(session: Session) -> Witness {
+    Witness::new([10, 0, 0, session as u8].into(), "replica")
 }
 
 fn assigned(reader: Session, from: Option<Session>) -> Assignment {
@@ -73,7 +78,7 @@ fn a_late_joiner_reads_from_a_peer_without_readers() {
 fn no_replica_reads_from_one_that_does_not_serve() {
     let mut bench = Bench::new();
     let now = bench.now;
-    let silent = Joining { serves: false, zone: String::new(), first: 0 };
+    let silent = Joining { serves: false, zone: String::new(), witness: witness(1), first: 0 };
     assert_eq!(bench.topology.join(now, GENERATION, 1, silent.clone()), None);
     assert_eq!(bench.join(2, ""), None);
     assert_eq!(bench.topology.join(now, GENERATION, 3, silent), Some(2));
@@ -84,7 +89,7 @@ fn a_replica_that_begins_does_not_read_from_a_peer_without_the_first_slots() {
     let mut bench = Bench::chain(1);
     bench.says(1, Relaying { oldest: 3, held: 9, ..Relaying::default() }, 0, false);
     assert_eq!(bench.join(2, ""), None);
-    let resuming = Joining { serves: true, zone: String::new(), first: 4 };
+    let resuming = Joining { serves: true, zone: String::new(), witness: witness(9), first: 4 };
     assert_eq!(bench.topology.join(bench.now, GENERATION, 3, resuming), Some(1));
 }
 
@@ -120,15 +125,46 @@ fn a_peer_that_one_reader_lost_may_still_serve_others_but_not_that_one() {
 }
 
 #[test]
-fn no_replica_reads_from_one_that_has_lent_wrong_bytes() {
-    let mut bench = Bench::chain(3);
-    assert_eq!(bench.topology.lost(3, 2, LossCause::Refused), [assigned(3, Some(1))]);
+fn a_reader_leaves_a_peer_that_it_accuses_and_the_second_accuser_bans_the_peer_for_all() {
+    let mut bench = Bench::chain(4);
+    for (reader, peer) in [(3, 2), (4, 3)] {
+        bench.topology.lost(reader, peer, LossCause::Refused);
+    }
+    // 2 and 3 read from 1, and 4 from 2.
+    assert_eq!([2, 3, 4].map(|session| bench.topology.reads_from(session)), [Some(1), Some(1), Some(2)]);
     bench.holds(1, 10);
     bench.holds(2, 2);
     bench.holds(3, 3);
-    // The replica that holds more slots becomes the head, and the other one reads from it.
-    assert_eq!(bench.topology.lost(2, 1, LossCause::Lied), [assigned(3, None), assigned(2, Some(3))]);
-    assert_eq!(bench.join(4, ""), Some(2));
+    assert_eq!(bench.topology.lost(2, 1, LossCause::Lied), [assigned(2, Some(3))]);
+    assert!(!bench.topology.accusations.is_banned(1));
+    assert_eq!(bench.topology.reads_from(3), Some(1), "one accuser took the peer from another reader");
+    assert_eq!(bench.topology.lost(3, 1, LossCause::Lied), [assigned(3, None)]);
+    assert!(bench.topology.accusations.is_banned(1));
+    assert!([5, 6, 7].iter().all(|&session| bench.join(session, "") != Some(1)));
+}
+
+#[test]
+fn a_replica_that_accuses_again_after_it_has_connected_again_is_still_one_accuser() {
+    let mut bench = Bench::new();
+    bench.join(1, "");
+    let (now, whole) = (bench.now, Relaying { held: 10, ..Relaying::default() });
+    bench.says(1, whole, 0, true);
+    let joining = |session| Joining { serves: false, zone: String::new(), witness: witness(session), first: 0 };
+    assert_eq!(bench.topology.join(now, GENERATION, 2, joining(2)), Some(1));
+    assert_eq!(bench.topology.lost(2, 1, LossCause::Lied), [assigned(2, None)]);
+    bench.topology.gone(2);
+    // The same host under another number: it is not assigned to the peer again, and its reports count for nothing.
+    assert_eq!(bench.topology.join(now, GENERATION, 3, joining(2)), None);
+    assert_eq!(bench.topology.lost(3, 1, LossCause::Lied), []);
+    assert_eq!(bench.topology.join(now, GENERATION, 4, joining(4)), Some(1));
+}
+
+#[test]
+fn replicas_of_one_host_are_one_witness_except_on_the_sources_host() {
+    let [far, near] = ["10.0.0.7", "::ffff:127.0.0.1"].map(|address| address.parse().unwrap());
+    assert_eq!(Witness::new(far, "a"), Witness::new(far, "b"));
+    assert_ne!(Witness::new(near, "a"), Witness::new(near, "b"));
+    assert_eq!(Witness::new(near, "a"), Witness::new("127.0.0.1".parse().unwrap(), "a"));
 }
 
 #[test]
@@ -136,7 +172,11 @@ fn the_loss_of_a_peer_that_was_not_read_changes_nothing() {
     let mut bench = Bench::chain(3);
     assert_eq!(bench.topology.lost(3, 1, LossCause::Gone), []);
     assert_eq!(bench.topology.lost(9, 1, LossCause::Gone), []);
+    // A report about a peer that the source never assigned bans no peer, however many replicas send it.
+    assert_eq!(bench.topology.lost(3, 1, LossCause::Lied), []);
+    assert_eq!(bench.topology.lost(1, 3, LossCause::Lied), []);
     assert_eq!(bench.topology.reads_from(3), Some(2));
+    assert_eq!(bench.topology.reads_from(2), Some(1));
 }
 
 #[test]
@@ -194,7 +234,7 @@ fn a_reader_that_waits_for_its_own_server_says_nothing_about_its_peer() {
 /// A peer at 10 slots a second, and its reader, which lends nothing.
 fn behind_a_crawling_peer() -> Bench {
     let mut bench = Bench::chain(1);
-    let joining = Joining { serves: false, zone: String::new(), first: 0 };
+    let joining = Joining { serves: false, zone: String::new(), witness: witness(9), first: 0 };
     assert_eq!(bench.topology.join(bench.now, GENERATION, 2, joining), Some(1));
     bench
 }
@@ -290,7 +330,7 @@ fn a_joiner_takes_the_place_of_a_reader_in_another_zone_and_feeds_it() {
 #[test]
 fn another_snapshot_begins_with_an_empty_topology() {
     let mut bench = Bench::chain(3);
-    let joining = || Joining { serves: true, zone: String::new(), first: 0 };
+    let joining = || Joining { serves: true, zone: String::new(), witness: witness(1), first: 0 };
     assert_eq!(bench.topology.join(bench.now, GENERATION + 1, 3, joining()), None);
     assert_eq!(bench.topology.join(bench.now, GENERATION + 1, 1, joining()), Some(3));
 }
@@ -323,7 +363,7 @@ fn apply(bench: &mut Bench, operation: &Operation) -> Vec<Assignment> {
     match *operation {
         Operation::Join { session, zone, first } => {
             let serves = session % 4 != 0;
-            let joining = Joining { serves, zone: zone.to_string(), first };
+            let joining = Joining { serves, zone: zone.to_string(), witness: witness(session % 6), first };
             let joined = assigned(session, bench.topology.join(bench.now, GENERATION, session, joining));
             [vec![joined], bench.topology.spliced()].concat()
         }
@@ -369,7 +409,7 @@ proptest! {
                 prop_assert_eq!(told.get(&session).copied().flatten(), node.from, "{} after {:?}", session, operation);
                 if let Some(peer) = node.from {
                     prop_assert!(topology.nodes[&peer].serves);
-                    prop_assert!(!topology.liars.contains(&peer));
+                    prop_assert!(!topology.accusations.bars(peer, &node.witness));
                     prop_assert!(!node.lost.contains(&peer));
                 }
             }

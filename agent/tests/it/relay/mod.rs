@@ -351,13 +351,26 @@ fn a_peer_with_wrong_bytes_is_dropped_and_named_and_none_of_them_arrives() {
     assert!(said.contains("liar") && said.contains("checksum"), "{said}");
     honest.wait_for_success(LONG).unwrap();
     assert_same_data(&primary, &server);
+    // It left the liar at once: its own report was enough for that.
+    assert_eq!(liar.readers(), 1);
     let named = source.agent.output();
     assert!(named.contains("lent slots that differ from the source's") && named.contains("liar"), "{named}");
+    assert!(!named.contains("no other replica will read from it"), "one report banned a replica: {named}");
+
+    // One report may be false, so the next replica is still sent there. Its report is the second one.
+    let next = Server::start(kind).unwrap();
+    let second = source.replicate(&next, &[&FAR[..], &["--name", "second"]].concat());
+    assert!(second.output().contains("bytes that are not the source's"), "{}", second.output());
+    assert_same_data(&primary, &next);
+    assert_eq!(liar.readers(), 2);
+    let named = source.agent.output();
+    assert!(named.contains("no other replica will read from it"), "{named}");
 
     // The source assigns it to no reader any more.
     let another = Server::start(kind).unwrap();
     let later = source.replicate(&another, &FAR);
     assert!(!later.output().contains("liar"), "{}", later.output());
     assert_same_data(&primary, &another);
+    assert_eq!(liar.readers(), 2);
     assert!(liar.readers() > 0, "no replica has read from it");
 }

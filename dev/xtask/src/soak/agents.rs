@@ -109,6 +109,8 @@ impl Agents {
         let (token, url) = (self.token.display().to_string(), captured.server.url());
         let mut args = vec!["source", "--server", &url, "--listen", &listen, "--token-file", &token];
         args.extend(["--memory", self.memory, "--slot-size", "256KiB", "--stall-timeout", STALL_TIMEOUT]);
+        // The script makes replicas come and fail far more often than operators do.
+        args.extend(["--fork-interval", "0"]);
         if let Some(limit) = self.upload_limit {
             args.extend(["--upload-limit", limit]);
         }

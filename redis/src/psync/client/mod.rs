@@ -290,7 +290,7 @@ impl Client {
         match words.as_slice() {
             [b"+FULLRESYNC", replid, offset] => {
                 let replid = ReplId::parse(replid).map_err(|_| unexpected())?;
-                let offset = text::decimal_u64(offset).ok_or_else(unexpected)?;
+                let offset = text::offset(offset).ok_or_else(unexpected)?;
                 self.events.push_back(Event::FullResync { replid, offset });
                 self.step = Step::PayloadHeader;
             }
@@ -319,7 +319,7 @@ impl Client {
         let [offset, replid, _database, client] = words.as_slice() else { return Err(unexpected()) };
         let event = Event::Channel {
             replid: ReplId::parse(replid).map_err(|_| unexpected())?,
-            offset: text::decimal_u64(offset).ok_or_else(unexpected)?,
+            offset: text::offset(offset).ok_or_else(unexpected)?,
             client: text::decimal_u64(client).ok_or_else(unexpected)?,
         };
         self.events.push_back(event);

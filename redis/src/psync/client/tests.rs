@@ -106,6 +106,20 @@ fn a_payload_of_known_length_is_understood() {
 }
 
 #[test]
+fn an_offset_that_has_no_next_one_is_refused() {
+    for (offset, is_valid) in [(crate::MAX_OFFSET, true), (crate::MAX_OFFSET + 1, false), (u64::MAX, false)] {
+        let mut client = at_psync(Options::default());
+        let handled = client.handle_input(format!("+FULLRESYNC {REPLID} {offset}\r\n").as_bytes());
+        assert_eq!(handled.is_ok(), is_valid, "{handled:?}");
+
+        let mut channel = Client::new(Options { channel: Channel::Snapshot, ..Options::default() });
+        channel.handle_input(b"+PONG\r\n+OK\r\n").unwrap();
+        let handled = channel.handle_input(format!("$ENDOFF:{offset} {REPLID} 0 77\r\n").as_bytes());
+        assert_eq!(handled.is_ok(), is_valid, "{handled:?}");
+    }
+}
+
+#[test]
 fn a_partial_resync_ends_at_the_first_byte_of_the_stream() {
     for (answer, named) in [("+CONTINUE\r\n".to_owned(), REPLID), (format!("+CONTINUE {OTHER}\r\n"), OTHER)] {
         let mut client = at_psync(resuming());

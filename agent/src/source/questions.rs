@@ -1,0 +1,231 @@
+//! Questions of replicas that the source answers with fresh facts of the primary: whether it would continue the
+//! replica's stream, and the plan of a dry run.
+//!
+//! ```text
+//!   HandOffQuery ──▶ waiting ── the source is not asking ──▶ INFO at the primary ──▶ all answered ── PACE ──▶ next batch
+//!                       │ one for each session: a later question replaces the earlier one
+//!   Join, plan only ──▶ one at a time for each session; answered at once if the facts are younger than FRESH
+//! ```
+//!
+//! So the primary is asked at most once in [`PACE`] for all hand-offs together, and what waits here is bounded by the
+//! number of sessions, however often the replicas ask.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use remora_protocol::Message;
+use remora_redis::ReplId;
+
+use super::answers::{ask, hand_off_answer, not_covered};
+use super::machine::Session;
+use super::output_buffer::OutputBuffer;
+use super::{Incoming, Source};
+use crate::server::{Facts, ServerError};
+
+/// The shortest time between two questions to the primary about hand-offs: little beside a hand-off, and long beside
+/// the time that `INFO` takes. The questions of many replicas that arrive meanwhile are answered together.
+const PACE: Duration = Duration::from_millis(50);
+
+/// Facts younger than this are fresh enough for a plan.
+const FRESH: Duration = Duration::from_millis(100);
+
+/// How long a replica's plan waits for fresh facts of the server: well below the time that replicas wait for a plan.
+const LEARN_LIMIT: Duration = Duration::from_secs(3);
+
+/// Whether the primary would continue this history after this offset, while clients write at this rate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct HandOff {
+    offset: u64,
+    history: Option<ReplId>,
+    rate: u64,
+}
+
+/// The questions that are asked together, and their sessions.
+type Batch = BTreeMap<Session, HandOff>;
+
+/// The questions that wait for an answer.
+#[derive(Debug, Default)]
+pub(super) struct Questions {
+    /// Questions for the next batch.
+    waiting: Batch,
+    /// Whether the primary is being asked, or was asked less than [`PACE`] ago.
+    is_busy: bool,
+    /// Sessions that wait for a plan.
+    plans: BTreeSet<Session>,
+    /// When the source's facts were read last.
+    learned: Option<Instant>,
+}
+
+impl Questions {
+    /// Notes a session's question in place of its earlier one. Returns the batch to ask the primary about, if it may be
+    /// asked now.
+    fn put(&mut self, session: Session, question: HandOff) -> Option<Batch> {
+        self.waiting.insert(session, question);
+        if self.is_busy { None } else { self.next() }
+    }
+
+    /// The primary may be asked again. Returns the batch to ask it about, if questions wait.
+    fn next(&mut self) -> Option<Batch> {
+        self.is_busy = !self.waiting.is_empty();
+        self.is_busy.then(|| std::mem::take(&mut self.waiting))
+    }
+
+    /// A session has ended.
+    pub(super) fn left(&mut self, session: Session) {
+        self.waiting.remove(&session);
+        self.plans.remove(&session);
+    }
+
+    /// The source has fresh facts.
+    pub(super) fn learned(&mut self, now: Instant) {
+        self.learned = Some(now);
+    }
+
+    fn is_fresh(&self, now: Instant) -> bool {
+        self.learned.is_some_and(|learned| now.saturating_duration_since(learned) < FRESH)
+    }
+}
+
+/// What a task that asks the primary reports to the source's loop.
+pub(crate) enum Answered {
+    /// The facts of the server for these questions, or why it did not answer.
+    HandOffs { batch: Batch, facts: Result<Box<Facts>, ServerError> },
+    /// [`PACE`] has passed since that answer.
+    AskAgain,
+    /// The facts for this replica's plan are there: fresh ones, or the last known if the server did not answer in time.
+    Plan(Session),
+}
+
+impl Source {
+    /// Answers as soon as the primary has answered the source.
+    pub(super) fn answer_hand_off(&mut self, session: Session, offset: u64) {
+        let (rate, history) = (self.rate.bytes_per_second(), self.machine.status().history_of(session));
+        let batch = self.questions.put(session, HandOff { offset, history, rate });
+        ask_about(self, batch);
+    }
+
+    /// Answers with fresh facts of the server, which may have restarted or failed over since the last snapshot. If the
+    /// server does not answer within [`LEARN_LIMIT`], the last known facts are sent. A session that asks again while
+    /// it waits gets one plan.
+    pub(super) fn send_plan(&mut self, session: Session) {
+        if self.questions.is_fresh(Instant::now()) {
+            return tell_plan(self, session);
+        }
+        if !self.questions.plans.insert(session) {
+            return;
+        }
+        let (learning, incoming) = (self.learn(), self.incoming.clone());
+        tokio::spawn(async move {
+            let _ = tokio::time::timeout(LEARN_LIMIT, learning).await;
+            let _ = incoming.send(Incoming::Answered(Answered::Plan(session))).await;
+        });
+    }
+
+    /// Reads the server's facts in the background.
+    pub(super) fn learn(&self) -> tokio::task::JoinHandle<()> {
+        let (client, server, incoming) = (self.client.clone(), self.server.clone(), self.incoming.clone());
+        tokio::spawn(async move {
+            let Ok(facts) = ask(&client, &server).await else { return };
+            let mut client = client.lock().await;
+            let Some(client) = client.as_mut() else { return };
+            let buffer = OutputBuffer::read(client, &facts).await;
+            let _ = incoming.send(Incoming::Learned(Box::new((facts, buffer)))).await;
+        })
+    }
+}
+
+/// Asks the primary, if there is a batch to ask about.
+fn ask_about(source: &Source, batch: Option<Batch>) {
+    let Some(batch) = batch else { return };
+    let (client, server, incoming) = (source.client.clone(), source.server.clone(), source.incoming.clone());
+    tokio::spawn(async move {
+        let facts = ask(&client, &server).await.map(Box::new);
+        let _ = incoming.send(Incoming::Answered(Answered::HandOffs { batch, facts })).await;
+        tokio::time::sleep(PACE).await;
+        let _ = incoming.send(Incoming::Answered(Answered::AskAgain)).await;
+    });
+}
+
+/// Sends the answers to the replicas that asked, and asks the primary again where questions wait.
+pub(super) fn answered(source: &mut Source, answered: Answered) {
+    match answered {
+        Answered::HandOffs { batch, facts } => {
+            for (session, HandOff { offset, history, rate }) in batch {
+                let answer = match &facts {
+                    Ok(facts) => hand_off_answer(facts, history, offset, rate),
+                    Err(error) => not_covered(format!("the primary does not answer: {error}")),
+                };
+                source.send(session, answer);
+            }
+        }
+        Answered::AskAgain => {
+            let batch = source.questions.next();
+            ask_about(source, batch);
+        }
+        Answered::Plan(session) => {
+            if source.questions.plans.remove(&session) {
+                tell_plan(source, session);
+            }
+        }
+    }
+}
+
+/// Sends a plan. It says if the source would leave the primary alone for a while before the next snapshot.
+fn tell_plan(source: &mut Source, session: Session) {
+    let mut plan = source.plan();
+    let status = source.machine.status();
+    let needs_fork = status.snapshot.is_none() || source.tables.is_windowed_for(&source.facts);
+    if let Some((_, why)) = status.forks.why_not().filter(|_| needs_fork && plan.warning.is_empty()) {
+        plan.warning = why;
+    }
+    source.send(session, Message::Offer(plan));
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    fn at(offset: u64) -> HandOff {
+        HandOff { offset, history: None, rate: 0 }
+    }
+
+    #[test]
+    fn a_question_is_asked_at_once_and_those_that_come_meanwhile_are_asked_together() {
+        let mut questions = Questions::default();
+        assert_eq!(questions.put(1, at(10)), Some(Batch::from([(1, at(10))])));
+        for session in 2..5 {
+            assert_eq!(questions.put(session, at(20)), None);
+        }
+        assert_eq!(questions.next().unwrap().len(), 3);
+        assert_eq!(questions.next(), None);
+        assert_eq!(questions.put(2, at(30)), Some(Batch::from([(2, at(30))])));
+    }
+
+    #[test]
+    fn a_session_that_asks_without_end_has_one_question_waiting_and_it_is_the_latest() {
+        let mut questions = Questions::default();
+        questions.put(1, at(0)).unwrap();
+        (1..=10_000).for_each(|offset| assert_eq!(questions.put(1, at(offset)), None));
+        questions.put(2, at(7));
+        assert_eq!(questions.next(), Some(Batch::from([(1, at(10_000)), (2, at(7))])));
+    }
+
+    #[test]
+    fn a_session_that_has_left_is_not_asked_for() {
+        let mut questions = Questions::default();
+        questions.put(1, at(0)).unwrap();
+        questions.put(2, at(0));
+        questions.left(2);
+        assert_eq!(questions.next(), None);
+    }
+
+    #[test]
+    fn facts_are_fresh_for_a_moment() {
+        let (mut questions, now) = (Questions::default(), Instant::now());
+        assert!(!questions.is_fresh(now));
+        questions.learned(now);
+        assert!(questions.is_fresh(now + FRESH / 2) && !questions.is_fresh(now + FRESH));
+    }
+}

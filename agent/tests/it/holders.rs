@@ -1,0 +1,101 @@
+//! Holders of the token that ask for too much, by intent or by bad luck. The primary pays little for it.
+
+use std::time::{Duration, Instant};
+
+use remora_agent::conversation::{Connection, Options, Token, connect};
+use remora_lab::{Server, assert_same_data, require};
+use remora_protocol::{Join, Message};
+use tokio::runtime::Runtime;
+
+use crate::kit::{LONG, Source, fill, fill_keys, primary};
+
+/// Questions that a holder asks in a row.
+const QUESTIONS: u64 = 2000;
+
+/// The most commands that these questions may cost the primary: those of a few batches, and the source's own.
+const COMMANDS: u64 = 150;
+
+/// How often a server has executed `INFO`.
+fn infos(server: &Server) -> u64 {
+    let info = server.info("commandstats").unwrap();
+    let line = info.get("cmdstat_info").unwrap_or("calls=0,");
+    line.strip_prefix("calls=").and_then(|rest| rest.split(',').next()?.parse().ok()).unwrap()
+}
+
+/// A connection with the token of the replicas.
+async fn authenticated(source: &Source) -> Connection {
+    let token = Token::read_file(source.token()).unwrap();
+    connect(&source.address.to_string(), &token, &Options::default()).await.unwrap()
+}
+
+/// Sends a question [`QUESTIONS`] times, and returns the number of answers, the last of which came a second ago.
+async fn ask(source: &Source, question: &Message) -> usize {
+    let (sender, mut receiver) = authenticated(source).await.split();
+    let answers = tokio::spawn(async move {
+        let mut answers = 0;
+        while let Ok(Ok(_)) = tokio::time::timeout(Duration::from_secs(1), receiver.receive()).await {
+            answers += 1;
+        }
+        answers
+    });
+    for _ in 0..QUESTIONS {
+        // The source closes the connection of a peer that reads slower than it asks.
+        if sender.send(question.clone()).await.is_err() {
+            break;
+        }
+    }
+    answers.await.unwrap()
+}
+
+#[test]
+fn questions_without_end_cost_the_primary_few_commands_and_the_last_one_is_answered() {
+    for kind in require::kinds() {
+        let primary = primary(kind).start().unwrap();
+        fill_keys(&primary, 100, "value");
+        let source = Source::start(&primary, &["--eager"]);
+        let plan =
+            Join { name: "plan".into(), server: "Valkey 9.1".into(), resume: None, plan_only: true, relays: None };
+        for question in [Message::HandOffQuery { generation: 0, offset: 7 }, Message::Join(plan)] {
+            let before = infos(&primary);
+            let answers = Runtime::new().unwrap().block_on(ask(&source, &question));
+            assert!(answers > 0, "no answer to {}", question.name());
+            let cost = infos(&primary) - before;
+            println!("{QUESTIONS} times {} cost the primary {cost} times INFO", question.name());
+            assert!(cost <= COMMANDS, "{QUESTIONS} times {} cost the primary {cost} times INFO", question.name());
+        }
+        let replica = Server::start(kind).unwrap();
+        source.replicate(&replica, &[]);
+        assert_same_data(&primary, &replica);
+    }
+}
+
+/// Snapshots that a source takes without a pause.
+const AT_ONCE: u64 = 5;
+
+#[test]
+fn replicas_that_need_one_snapshot_after_the_other_wait_after_the_first_few_and_are_told_why() {
+    for kind in require::kinds() {
+        let primary = primary(kind).start().unwrap();
+        fill(&primary, 40, 1);
+        // Windowed: each replica that comes after the last one needs a snapshot of its own.
+        let source = Source::start(&primary, &["--memory", "16MiB", "--fork-interval", "20s"]);
+        let server = Server::start(kind).unwrap();
+        for _ in 0..AT_ONCE {
+            source.replicate(&server, &["--replace"]);
+        }
+        assert_eq!(source.snapshots_taken(), AT_ONCE);
+
+        let began = Instant::now();
+        let mut waiting = source.replica(&server, &["--replace", "--name", "sixth"]);
+        let why = "5 snapshots in a short time";
+        let status = source.wait_for_status("the replica to wait", |status| status["replicas"][0]["name"] == "sixth");
+        assert!(status["replicas"][0]["transport_why"].as_str().unwrap().contains(why), "{status}");
+        let drawn = source.drawn_status();
+        assert!(drawn.contains("waits: the primary has forked"), "{drawn}");
+        waiting.wait_for_success(LONG).unwrap();
+        assert!(waiting.output().contains(why), "{}", waiting.output());
+        assert!(began.elapsed() > Duration::from_secs(2), "it waited {:?} only", began.elapsed());
+        assert_eq!(source.snapshots_taken(), AT_ONCE + 1);
+        assert_same_data(&primary, &server);
+    }
+}
