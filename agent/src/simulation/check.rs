@@ -84,7 +84,12 @@ impl Watch {
         let as_found = matches!(&change.changed, Changed::Follows { before, .. } if *before == agent.found);
         // The agent was started before the operator's command, and found the server as the command had left it.
         let came_later = self.first_looked.get(&key).is_some_and(|first| *first > since);
-        if number >= before || came_later || (untouched && as_found) {
+        if untouched && as_found {
+            // The operator has made it again what the agent found, so it is the agent's from now on.
+            self.taken_over.remove(&id);
+            return Ok(());
+        }
+        if number >= before || came_later {
             return Ok(());
         }
         let look = self.looked.get(&key).copied().unwrap_or_default();
