@@ -5,8 +5,9 @@ use std::net::TcpStream;
 use std::time::Duration;
 
 use remora_lab::{Server, assert_same_data, require};
+use rustix::process::Signal;
 
-use crate::kit::{LONG, Stage, assert_untouched, fill_keys, number, primary, says};
+use crate::kit::{LONG, Source, Stage, assert_untouched, fill_keys, number, primary, says};
 
 const TLS: [&str; 2] = ["--security", "token"];
 
@@ -27,6 +28,26 @@ fn a_replica_over_tls_is_exact_and_status_and_probe_use_tls_too() {
     says(&stage.end(&[&probe[..], &common].concat(), 0), &["tcp"]);
     let rdma = ["probe", "--transport", "verbs"];
     says(&stage.end(&[&rdma[..], &common].concat(), 5), &["RDMA is not encrypted"]);
+}
+
+#[test]
+fn replicas_feed_each_other_over_tls() {
+    let Some(kind) = require::redis() else { return };
+    let primary = primary(kind).start().unwrap();
+    let servers = [Server::start(kind).unwrap(), Server::start(kind).unwrap()];
+    fill_keys(&primary, 20_000, &"a value ".repeat(100));
+    let source = Source::start(&primary, &[&TLS[..], &["--memory", "128MiB", "--slot-size", "128KiB"]].concat());
+    let far = [&TLS[..], &["--transport", "tcp"]].concat();
+    let mut lender = source.replica(&servers[0], &[&far[..], &["--stay"]].concat());
+    lender.wait_for_line("in step; staying", LONG).unwrap();
+    let mut reader = source.replica(&servers[1], &far);
+    reader.wait_for_success(LONG).unwrap();
+    assert!(reader.output().contains("reading slots from another replica"), "{}", reader.output());
+    lender.signal(Signal::TERM).unwrap();
+    lender.wait_for_success(LONG).unwrap();
+    for server in &servers {
+        assert_same_data(&primary, server);
+    }
 }
 
 #[test]
