@@ -18,6 +18,9 @@ struct Arguments {
     /// How many schedules to play.
     #[arg(long)]
     schedules: Option<u64>,
+    /// Play each schedule twice: one that is not the same both times is a finding.
+    #[arg(long)]
+    twice: bool,
     /// On how many threads to play.
     #[arg(long, default_value_t = 1)]
     jobs: usize,
@@ -44,7 +47,8 @@ fn main() -> ExitCode {
         (None, Some(_)) => Duration::MAX,
         (None, None) => Duration::from_secs(3600),
     };
-    let limits = Limits { time, schedules: arguments.schedules.unwrap_or(u64::MAX), jobs: arguments.jobs };
+    let Arguments { schedules, jobs, twice, .. } = arguments;
+    let limits = Limits { time, schedules: schedules.unwrap_or(u64::MAX), jobs, twice };
     let summary = explore(limits, first, true);
     for (what, count) in &summary.reached {
         println!("{count:>12}  {what}");

@@ -6,7 +6,9 @@ use std::time::Duration;
 use remora_protocol::{GenerationState, GenerationStatus, Message, ReplicaStatus, StatusReport};
 
 use crate::args::StatusArgs;
-use crate::conversation::{Connection, Options, Token};
+use crate::conversation::certificate_roles::CertificateRoles;
+use crate::conversation::tokens::Credentials;
+use crate::conversation::{Connection, Error};
 use crate::exit::{Code, Failure};
 use crate::units::{Size, readable};
 
@@ -18,11 +20,9 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 /// # Errors
 /// The token file is not usable, or the source cannot be reached, refuses the request or does not answer.
 pub async fn run(args: StatusArgs) -> Result<(), Failure> {
-    let token = Token::read_file(&args.token_file).map_err(|error| Failure::refused(error.to_string()))?;
-    let address = (args.source.host.as_str(), args.source.port);
-    let mut connection = crate::conversation::connect(address, &token, &Options::secured(args.security.security))
-        .await
-        .map_err(denied)?;
+    let security = args.security.open_for(&args.expected, CertificateRoles::default())?;
+    let credentials = Credentials::read(args.token_file.as_ref(), security, args.expected.source_key)?;
+    let mut connection = credentials.connect(&args.source.host, args.source.port).await.map_err(Error::of_source)?;
     loop {
         let report = ask(&mut connection, &args).await?;
         if args.json {
@@ -37,10 +37,10 @@ pub async fn run(args: StatusArgs) -> Result<(), Failure> {
 }
 
 async fn ask(connection: &mut Connection, args: &StatusArgs) -> Result<StatusReport, Failure> {
-    connection.send(Message::StatusQuery).await.map_err(denied)?;
+    connection.send(Message::StatusQuery).await.map_err(Error::of_source)?;
     let answer = async {
         loop {
-            if let Message::Status(report) = connection.receive().await.map_err(denied)? {
+            if let Message::Status(report) = connection.receive().await.map_err(Error::of_source)? {
                 return Ok(report);
             }
         }
@@ -49,10 +49,6 @@ async fn ask(connection: &mut Connection, args: &StatusArgs) -> Result<StatusRep
         let text = format!("the source {} did not answer within {} s", args.source, ANSWER_LIMIT.as_secs());
         Err(Failure::new(Code::Source, text))
     })
-}
-
-fn denied(error: crate::conversation::Error) -> Failure {
-    Failure::new(Code::Source, format!("the source {error}"))
 }
 
 fn table(report: &StatusReport) -> String {
@@ -183,12 +179,12 @@ fn describe(generation: &GenerationStatus, text: &mut String) {
 fn replicas(replicas: &[ReplicaStatus]) -> String {
     let width = replicas.iter().map(|replica| replica.name.chars().count()).max().unwrap_or(0).max("replica".len());
     let mut text = format!(
-        "\n{:<width$}  {:<9} {:<5} {:>7} {:>12} {:>12} {:>8} {:>7}\n",
-        "replica", "phase", "by", "percent", "rate", "lag", "joined", "silent"
+        "\n{:<width$}  {:<9} {:<5} {:>7} {:>12} {:>12} {:>8} {:>7}  {}\n",
+        "replica", "phase", "by", "percent", "rate", "lag", "joined", "silent", "protection"
     );
     for replica in replicas {
         text.push_str(&format!(
-            "{:<width$}  {:<9} {:<5} {:>6.1}% {:>12} {:>12} {:>8} {:>7}\n",
+            "{:<width$}  {:<9} {:<5} {:>6.1}% {:>12} {:>12} {:>8} {:>7}  {}\n",
             replica.name,
             replica.phase,
             replica.transport,
@@ -197,6 +193,7 @@ fn replicas(replicas: &[ReplicaStatus]) -> String {
             Size::bytes(replica.journal_lag_bytes).to_string(),
             readable(Duration::from_secs(replica.joined_seconds)),
             readable(Duration::from_secs(replica.silent_seconds)),
+            replica.protection,
         ));
         if replica.transport.is_empty() && !replica.transport_why.is_empty() {
             text.push_str(&format!("{:<width$}  waits: {}\n", "", replica.transport_why));
@@ -219,6 +216,7 @@ mod tests {
             address: String::new(),
             transport: "tcp".into(),
             transport_why: String::new(),
+            protection: "plaintext".into(),
             phase: Phase::Transfer,
             slots_held: 10,
             percent_permille: 0,

@@ -8,6 +8,7 @@ use std::path::Path;
 use rustix::fs::OFlags;
 
 use crate::args::{TokenAction, TokenCommandArgs};
+use crate::conversation::Identity;
 use crate::exit::Failure;
 
 /// Runs `remora token`.
@@ -15,13 +16,23 @@ use crate::exit::Failure;
 /// # Errors
 /// The file exists or cannot be written, stdout cannot be written, or the system gives no random bytes.
 pub fn run(args: &TokenCommandArgs) -> Result<(), Failure> {
-    let TokenAction::New { file } = &args.action;
+    let file = match &args.action {
+        TokenAction::New { file } => file,
+        TokenAction::Identity { file } => {
+            let identity = Identity::new()?;
+            write(file, identity.to_pem().trim_end())?;
+            return print(&identity.public().to_string());
+        }
+    };
     let token = random()?;
     if file.as_os_str() == "-" {
-        return writeln!(io::stdout(), "{token}")
-            .map_err(|error| Failure::local(format!("cannot write to stdout: {error}")));
+        return print(&token);
     }
     write(file, &token)
+}
+
+fn print(text: &str) -> Result<(), Failure> {
+    writeln!(io::stdout(), "{text}").map_err(|error| Failure::local(format!("cannot write to stdout: {error}")))
 }
 
 /// A new token: hexadecimal digits, which survive every editor, terminal and environment variable.
@@ -39,7 +50,7 @@ fn write(path: &Path, token: &str) -> Result<(), Failure> {
     options.write(true).create_new(true).mode(MODE).custom_flags(OFlags::NOFOLLOW.bits() as i32);
     let mut file = options.open(path).map_err(|error| match error.kind() {
         io::ErrorKind::AlreadyExists => Failure::refused(format!(
-            "{name} exists and is left alone: agents may use the token in it; choose another file, or remove this one first"
+            "{name} exists and is left alone: agents may use what is in it; choose another file, or remove this one first"
         )),
         _ => Failure::local(format!("cannot create the token file {name}: {error}")),
     })?;

@@ -97,29 +97,33 @@ impl<F: Format> Reader<F> {
     ///
     /// # Errors
     /// [`Error::Refused`] if the source refuses; [`Error::Protocol`], [`Error::Version`].
-    pub(crate) fn prove(mut self, challenge: &[u8], secret: &Secret) -> Result<(Proving<F>, [u8; PROOF_BYTES]), Error> {
+    pub(crate) fn prove<'s>(
+        mut self,
+        challenge: &[u8],
+        secret: &'s Secret,
+    ) -> Result<(Proving<'s, F>, [u8; PROOF_BYTES]), Error> {
         F::parse_challenge(challenge)?;
         self.transcript.add(challenge, F::CHALLENGE_BYTES)?;
         let proof = auth::prove(secret, F::READER, &self.transcript.0);
-        Ok((Proving { transcript: self.transcript, secret: *secret, format: PhantomData }, proof))
+        Ok((Proving { transcript: self.transcript, secret, format: PhantomData }, proof))
     }
 }
 
 /// The reader's end, which has proved its session.
-pub(crate) struct Proving<F> {
+pub(crate) struct Proving<'s, F> {
     transcript: Transcript,
-    secret: Secret,
+    secret: &'s Secret,
     format: PhantomData<F>,
 }
 
-impl<F: Format> Proving<F> {
+impl<F: Format> Proving<'_, F> {
     /// Checks the source's proof, and returns what it tells of the region.
     ///
     /// # Errors
     /// [`Error::Refused`] if the source refuses, [`Error::Impostor`] if its proof is wrong, [`Error::Protocol`].
     pub(crate) fn finish(self, welcome: &[u8]) -> Result<F::Grant, Error> {
         let (grant, proof) = F::parse_welcome(welcome)?;
-        if auth::verify(&self.secret, F::SOURCE, &self.transcript.0, &proof) { Ok(grant) } else { Err(Error::Impostor) }
+        if auth::verify(self.secret, F::SOURCE, &self.transcript.0, &proof) { Ok(grant) } else { Err(Error::Impostor) }
     }
 }
 

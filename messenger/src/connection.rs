@@ -71,6 +71,9 @@ pub struct Negotiated {
     pub mark: u16,
     /// The address of this end, as the peer sees it; `None` where the transport has no addresses.
     pub local: Option<SocketAddr>,
+    /// The certificate of the peer, in DER, if it has presented one in TLS. rustls's configuration says which are
+    /// accepted.
+    pub certificate: Option<Box<[u8]>>,
 }
 
 impl fmt::Debug for Negotiated {

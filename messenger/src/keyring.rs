@@ -71,6 +71,12 @@ impl Keyring {
         Ok(())
     }
 
+    /// The token that this endpoint proves where it calls.
+    pub fn first(&self) -> Arc<Token> {
+        // There is one: no keyring is made or changed without `check`.
+        self.0.read().unwrap_or_else(PoisonError::into_inner)[0].token()
+    }
+
     /// The present keys, in order.
     pub(crate) fn keys(&self) -> Vec<Key> {
         self.0.read().unwrap_or_else(PoisonError::into_inner).clone()

@@ -1,10 +1,10 @@
 //! Versions, and the bounds of every list, name and text.
 
 /// Oldest version of this protocol that this build speaks.
-pub const OLDEST_VERSION: u16 = 3;
+pub const OLDEST_VERSION: u16 = 4;
 
 /// Newest version of this protocol that this build speaks. The crate's documentation says what each version changed.
-pub const NEWEST_VERSION: u16 = 3;
+pub const NEWEST_VERSION: u16 = 4;
 
 /// Code of a refusal in the handshake: the server has no room for another conversation.
 pub const REFUSED_AS_BUSY: u8 = 3;
@@ -33,11 +33,17 @@ pub const MAX_TEXT_BYTES: usize = 1024;
 /// replica.
 pub const MAX_WHY_BYTES: usize = 400;
 
+/// Longest description of what protects a replica's data, in bytes: some words, as a status report has one per replica.
+pub const MAX_PROTECTION_BYTES: usize = 32;
+
 /// Greatest number of keys of a table: one per transport.
 pub const MAX_KEYS: usize = 8;
 
 /// Longest key of a region, in bytes: an address, a socket's name or a memory key, and some numbers.
 pub const MAX_KEY_BYTES: usize = 1024;
+
+/// Longest key of a sealed table, in bytes: an algorithm's number of one byte and a secret of 32, and room for others.
+pub const MAX_SEAL_BYTES: usize = 64;
 
 /// Greatest number of replicas that a source serves, and so of replicas in a status report.
 pub const MAX_REPLICAS: usize = 1024;

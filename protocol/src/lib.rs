@@ -28,11 +28,13 @@
 //! unknown kind as the mark of a newer peer; a payload that ends early or late is malformed. `docs/protocol.md`
 //! describes every byte, and what the protocol protects against and what not.
 //!
-//! Messages never carry slots, journal bytes or secrets. A region key says where memory is; reading it takes a secret
+//! Messages never carry slots or journal bytes. The only secret in one is the key of a sealed table in an offer, which
+//! only a connection with TLS carries. A region key says where memory is; reading it takes a secret
 //! that both ends derive from the session's key ([`remora_wire::derive()`]).
 //!
 //! # Versions, newest first
 //!
+//! - 4: an offer has the keys of sealed tables; a status report says what protects the data of each replica.
 //! - 3: Waiting says its cause in a code; fields that no receiver read are gone.
 //! - 2: on the message layer. Heartbeat is gone, as the layer pings.
 //! - 1: the same messages in frames of their own.

@@ -6,7 +6,7 @@ use remora_redis::ReplId;
 use remora_wire::codec::{Bytes, List, Maybe, Name, Text};
 use remora_wire::{codes, record};
 
-use crate::bounds::{MAX_ADDRESS_BYTES, MAX_KEY_BYTES, MAX_KEYS, MAX_NAME_BYTES, MAX_TEXT_BYTES};
+use crate::bounds::{MAX_ADDRESS_BYTES, MAX_KEY_BYTES, MAX_KEYS, MAX_NAME_BYTES, MAX_SEAL_BYTES, MAX_TEXT_BYTES};
 use crate::join::Upstream;
 use crate::replid::DigitsIfKnown;
 
@@ -72,9 +72,20 @@ pub struct TableOffer {
     /// One key per transport that both ends support; opaque to this protocol. At most [`MAX_KEYS`] of at most
     /// [`MAX_KEY_BYTES`].
     pub keys: Vec<Vec<u8>>,
+    /// The number of an algorithm and the secret of the table's keys, if the transports to other hosts export a sealed
+    /// table; otherwise empty. Only an encrypted connection carries it.
+    pub seal: Vec<u8>,
 }
 
-record!(TableOffer { generation: u64, first_offset: u64, slot_size: u32, slots: u32, retained: bool, keys: Keys });
+record!(TableOffer {
+    generation: u64,
+    first_offset: u64,
+    slot_size: u32,
+    slots: u32,
+    retained: bool,
+    keys: Keys,
+    seal: Bytes<MAX_SEAL_BYTES>,
+});
 
 /// The primary's address, as far as the source knows it.
 #[derive(Debug, Clone, PartialEq, Eq)]

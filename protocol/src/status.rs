@@ -5,7 +5,10 @@ use remora_wire::codec::{List, Maybe, Name, Text};
 use remora_wire::{codes, record};
 use serde::{Serialize, Serializer};
 
-use crate::bounds::{MAX_ADDRESS_BYTES, MAX_NAME_BYTES, MAX_REPLICAS, MAX_TEXT_BYTES, MAX_WHY_BYTES, MAX_ZONE_BYTES};
+use crate::bounds::{
+    MAX_ADDRESS_BYTES, MAX_NAME_BYTES, MAX_PROTECTION_BYTES, MAX_REPLICAS, MAX_TEXT_BYTES, MAX_WHY_BYTES,
+    MAX_ZONE_BYTES,
+};
 use crate::progress::Phase;
 use crate::replid;
 
@@ -129,6 +132,8 @@ pub struct ReplicaStatus {
     pub transport: String,
     /// Why no better transport is used; empty if none is better.
     pub transport_why: String,
+    /// What protects the data that it reads, or before it reads what protects its conversation with the source.
+    pub protection: String,
     /// What it is doing.
     pub phase: Phase,
     /// Slots of the snapshot that it holds.
@@ -162,6 +167,7 @@ record!(ReplicaStatus {
     address: Name<MAX_ADDRESS_BYTES>,
     transport: Name<16>,
     transport_why: Text<MAX_WHY_BYTES>,
+    protection: Name<MAX_PROTECTION_BYTES>,
     phase: Phase,
     slots_held: u64,
     percent_permille: u16,

@@ -70,13 +70,9 @@ fn progress() -> impl Strategy<Value = Message> {
 fn tables() -> impl Strategy<Value = TableOffer> {
     let keys = vec(vec(any::<u8>(), 0..50), 0..=MAX_KEYS);
     let numbers = (any::<[u64; 2]>(), any::<[u32; 2]>(), any::<bool>());
-    (numbers, keys).prop_map(|(([generation, first_offset], [slot_size, slots], retained), keys)| TableOffer {
-        generation,
-        first_offset,
-        slot_size,
-        slots,
-        retained,
-        keys,
+    let seal = vec(any::<u8>(), 0..=MAX_SEAL_BYTES);
+    (numbers, keys, seal).prop_map(|(([generation, first_offset], [slot_size, slots], retained), keys, seal)| {
+        TableOffer { generation, first_offset, slot_size, slots, retained, keys, seal }
     })
 }
 
@@ -114,8 +110,8 @@ fn offers() -> impl Strategy<Value = Message> {
 
 fn replicas() -> impl Strategy<Value = ReplicaStatus> {
     let relay = (any::<[u64; 2]>(), any::<Option<u64>>(), any::<bool>(), "[a-z]{0,32}");
-    (names(), names(), ("[a-z]{0,16}", names()), phases(), any::<[u64; 6]>(), any::<u16>(), relay).prop_map(
-        |(name, address, (transport, transport_why), phase, numbers, percent_permille, relay)| {
+    (names(), names(), ("[a-z]{0,16}", names(), "[a-z]{0,32}"), phases(), any::<[u64; 6]>(), any::<u16>(), relay)
+        .prop_map(|(name, address, (transport, transport_why, protection), phase, numbers, percent_permille, relay)| {
             let [slots_held, rate_bytes_per_s, journal_lag_bytes, applied_offset, joined_seconds, silent_seconds] =
                 numbers;
             let ([session, oldest_slot], reads_from, serves, zone) = relay;
@@ -124,6 +120,7 @@ fn replicas() -> impl Strategy<Value = ReplicaStatus> {
                 address,
                 transport,
                 transport_why,
+                protection,
                 phase,
                 slots_held,
                 percent_permille,
@@ -138,8 +135,7 @@ fn replicas() -> impl Strategy<Value = ReplicaStatus> {
                 oldest_slot,
                 zone,
             }
-        },
-    )
+        })
 }
 
 fn generations() -> impl Strategy<Value = GenerationStatus> {
@@ -236,6 +232,7 @@ fn replica() -> ReplicaStatus {
         address: "a".repeat(MAX_ADDRESS_BYTES),
         transport: "t".repeat(16),
         transport_why: "w".repeat(MAX_WHY_BYTES),
+        protection: "p".repeat(MAX_PROTECTION_BYTES),
         phase: Phase::Stay,
         slots_held: 0,
         percent_permille: 1000,

@@ -28,6 +28,13 @@ pub enum Error {
         /// CRC-32C of the bytes read.
         got: u32,
     },
+    /// What was read of a sealed table was not written by its source, or not for this place: the network, a relay or a
+    /// transport is at fault. Nothing of it was used.
+    #[error("{what} of the sealed table is not what its source wrote: it was changed on its way")]
+    Forged {
+        /// What was read: "slot 5", "the entry of slot 5", "the progress line", "the record at stream offset 5".
+        what: String,
+    },
     /// The source has aborted this generation. Ask it for another.
     #[error("the source has aborted generation {generation}: ask it for a new one")]
     Aborted {

@@ -1,25 +1,49 @@
 //! What a reader expects of a table, and whether the table agrees.
 
+use std::sync::Arc;
+
 use crate::{
     error::Error,
     layout::{Geometry, HEAD_BYTES, Head, Identity, Kind},
     origin::Origin,
+    seal::{Seal, SealKey},
 };
 
 /// The content of the source's offer. A reader trusts nothing in the memory before it has found the same there.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct Expectation {
     /// Where the table offered begins.
     pub origin: Origin,
     /// The shape offered: all addresses are computed from it.
     pub geometry: Geometry,
+    /// How the table is opened; `None`: it is plain.
+    pub seal: Option<Arc<Seal>>,
 }
 
 impl Expectation {
+    /// A plain table.
+    pub fn plain(origin: Origin, geometry: Geometry) -> Expectation {
+        Expectation { origin, geometry, seal: None }
+    }
+
+    /// A table of this kind that is sealed with this key.
+    ///
+    /// # Errors
+    /// As for [`Seal::new`].
+    pub fn sealed(kind: Kind, origin: Origin, geometry: Geometry, key: &SealKey) -> Result<Expectation, Error> {
+        let seal = Arc::new(Seal::new(key, &Identity { kind, origin })?);
+        Ok(Expectation { origin, geometry, seal: Some(seal) })
+    }
+
+    pub(crate) fn seal(&self) -> Option<&Seal> {
+        self.seal.as_deref()
+    }
+
     /// Whether these first bytes of a memory are those of the expected table.
     pub(crate) fn check(&self, bytes: &[u8; HEAD_BYTES], kind: Kind) -> Result<(), Error> {
         let found = Head::parse(bytes)?;
-        let want = Head { identity: Identity { kind, origin: self.origin }, geometry: self.geometry };
+        let algorithm = self.seal().map(Seal::algorithm);
+        let want = Head { identity: Identity { kind, origin: self.origin }, geometry: self.geometry, algorithm };
         if found == want {
             return Ok(());
         }
@@ -30,5 +54,6 @@ impl Expectation {
 fn describe(head: &Head) -> String {
     let Identity { kind, origin } = &head.identity;
     let Geometry { slot_size, slots } = head.geometry;
-    format!("{kind:?} {origin} ({slots} slots of {slot_size} bytes)")
+    let sealed = head.algorithm.map_or(String::new(), |algorithm| format!(", sealed by {algorithm:?}"));
+    format!("{kind:?} {origin} ({slots} slots of {slot_size} bytes{sealed})")
 }

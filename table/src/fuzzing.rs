@@ -17,8 +17,10 @@ use remora_fabric::{Completion, Error as FabricError, Memory, Pages, Peer, ReadE
 use remora_redis::ReplId;
 
 use crate::{
-    Expectation, Geometry, Identity, JournalReader, Kind, MIN_SLOTS, Origin, SinkLayout, SnapshotReader,
+    Algorithm, Expectation, Geometry, Identity, JournalReader, Kind, MIN_SLOTS, Origin, Seal, SealKey, SinkLayout,
+    SnapshotReader,
     layout::{self, AT_HEAD_CHECK, Entry, HEAD_BYTES, Head, LINE_OFFSET, Line},
+    seal::SlotSeal,
     server_pages::{
         capture_page::{CAPTURE_PAGE_BYTES, CapturePage},
         load_page::{LOAD_PAGE_BYTES, LoadPage},
@@ -29,10 +31,11 @@ use crate::{
 pub type Body = fn(&[u8]);
 
 /// All bodies, with the names of their fuzz targets and seed folders.
-pub const TARGETS: [(&str, Body); 5] = [
+pub const TARGETS: [(&str, Body); 6] = [
     ("table_head", head),
     ("table_entries", entries),
     ("table_readers", readers),
+    ("table_sealed_readers", sealed_readers),
     ("table_capture_page", capture_page),
     ("table_load_page", load_page),
 ];
@@ -54,13 +57,14 @@ pub fn head(data: &[u8]) {
 pub fn entries(data: &[u8]) {
     let mut words = Words(data);
     while !words.0.is_empty() {
-        let entry = checked([words.next(), words.next(), words.next(), 0]);
-        if let Some(parsed) = Entry::from_words(entry) {
-            assert_eq!(parsed.to_words(), entry);
+        let [sequence, position, packed, check] = checked([words.next(), words.next(), words.next(), 0]);
+        let entry = [sequence, position, packed, check, 0, 0, 0, 0];
+        if let Some(parsed) = Entry::from_words(entry, None) {
+            assert_eq!(parsed.to_words(None), entry);
         }
         let line = checked([words.next(), words.next(), words.next(), words.next(), 0]);
-        if let Some(parsed) = Line::from_words(line) {
-            assert_eq!(parsed.to_words(), line);
+        if let Some(parsed) = Line::from_words(line, None) {
+            assert_eq!(parsed.to_words(None), line);
         }
     }
 }
@@ -68,20 +72,31 @@ pub fn entries(data: &[u8]) {
 /// Readers of a table with any line, entries and bytes end with an error or wait; what they deliver has the bytes that
 /// its checksum is of, and is in order. The first byte selects the reader and whether it reads in place.
 pub fn readers(data: &[u8]) {
+    read(data, false);
+}
+
+/// The same for readers of a sealed table. The attacker has the key, as every reader does: the MACs of line and entries
+/// are right, and the tags of half of the slots.
+pub fn sealed_readers(data: &[u8]) {
+    read(data, true);
+}
+
+fn read(data: &[u8], is_sealed: bool) {
     let Some((choice, data)) = data.split_first() else { return };
     let kind = if choice & 1 == 0 { Kind::Snapshot } else { Kind::Journal };
-    let Some(region) = table(kind, data) else { return };
+    let expect = expectation(is_sealed.then_some(kind));
+    let Some(region) = table(kind, data, expect.seal()) else { return };
     let (Some(sink), Ok(view)) = (memory(LAYOUT.length(&GEOMETRY)), region.open_view()) else { return };
     let view = (choice & 2 != 0).then(|| Arc::new(view));
     let peer = PlainPeer { region, sink: Arc::clone(&sink), done: Vec::new() };
     match kind {
-        Kind::Snapshot => read_snapshot(view, sink, peer),
-        Kind::Journal => read_journal(view, sink, peer, u64::from(*choice >> 2)),
+        Kind::Snapshot => read_snapshot(view, sink, peer, expect),
+        Kind::Journal => read_journal(view, sink, peer, expect, u64::from(*choice >> 2)),
     }
 }
 
-fn read_snapshot(view: Option<Arc<View>>, sink: Arc<Memory>, mut peer: PlainPeer) {
-    let Ok(mut reader) = SnapshotReader::new(view, sink, LAYOUT, expectation(), |_| false) else { return };
+fn read_snapshot(view: Option<Arc<View>>, sink: Arc<Memory>, mut peer: PlainPeer, expect: Expectation) {
+    let Ok(mut reader) = SnapshotReader::new(view, sink, LAYOUT, expect, |_| false) else { return };
     let mut next = 0;
     for _ in 0..ROUNDS {
         if reader.pump(&mut peer).is_err() {
@@ -101,8 +116,8 @@ fn read_snapshot(view: Option<Arc<View>>, sink: Arc<Memory>, mut peer: PlainPeer
     }
 }
 
-fn read_journal(view: Option<Arc<View>>, sink: Arc<Memory>, mut peer: PlainPeer, start: u64) {
-    let Ok(mut reader) = JournalReader::new(view, sink, LAYOUT, expectation(), start) else { return };
+fn read_journal(view: Option<Arc<View>>, sink: Arc<Memory>, mut peer: PlainPeer, expect: Expectation, start: u64) {
+    let Ok(mut reader) = JournalReader::new(view, sink, LAYOUT, expect, start) else { return };
     let mut next = start;
     for _ in 0..ROUNDS {
         if reader.pump(&mut peer).is_err() {
@@ -145,29 +160,50 @@ const LAYOUT: SinkLayout = SinkLayout { offset: 0, buffers: 2 };
 /// How often a reader is called: more often than a table of that many slots has news.
 const ROUNDS: usize = 64;
 
-fn expectation() -> Expectation {
+/// `sealed`: the kind of a table that is sealed.
+fn expectation(sealed: Option<Kind>) -> Expectation {
     let history = ReplId::try_from([b'a'; 40]).unwrap_or_else(|error| panic!("{error}"));
-    Expectation { origin: Origin { generation: 7, history, offset: 1000 }, geometry: GEOMETRY }
+    let origin = Origin { generation: 7, history, offset: 1000 };
+    let Some(kind) = sealed else { return Expectation::plain(origin, GEOMETRY) };
+    let key = SealKey::new(Algorithm::Aes256Gcm, [7; SealKey::SECRET_BYTES]);
+    Expectation::sealed(kind, origin, GEOMETRY, &key).unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// A table with the right head, and a line and entries of the input's words. The slots repeat the whole input.
-fn table(kind: Kind, data: &[u8]) -> Option<Arc<Memory>> {
+fn table(kind: Kind, data: &[u8], seal: Option<&Seal>) -> Option<Arc<Memory>> {
     let memory = memory(GEOMETRY.memory_len())?;
-    let identity = Identity { kind, origin: expectation().origin };
-    memory.write(0, &Head { identity, geometry: GEOMETRY }.to_bytes()).ok()?;
+    let identity = Identity { kind, origin: expectation(None).origin };
+    let algorithm = seal.map(Seal::algorithm);
+    memory.write(0, &Head { identity, geometry: GEOMETRY, algorithm }.to_bytes()).ok()?;
     let mut words = Words(data);
-    let line = checked([words.next(), words.next(), words.next(), words.next(), 0]);
+    let line = [words.next(), words.next(), words.next(), words.next(), 0];
+    let line = seal.map_or_else(|| checked(line), |seal| with_mac(line, seal, b"line"));
     store(&memory, LINE_OFFSET, &line)?;
     for number in 0..u64::from(GEOMETRY.slots) {
         let slot: Vec<u8> = data.iter().copied().cycle().take(if data.is_empty() { 0 } else { 4096 }).collect();
-        memory.write(GEOMETRY.slot_offset(number), &slot).ok()?;
+        let mut slot = slot;
         let mut entry = [words.next(), words.next(), words.next(), 0];
         // Half of the entries have the checksum of their bytes.
         let length = usize::try_from(entry[2] & 0xffff_ffff).unwrap_or(usize::MAX);
-        if let (0, Some(bytes)) = (entry[2] >> 63, slot.get(..length)) {
+        let mut sealed = SlotSeal::default();
+        if let (0, Some(bytes)) = (entry[2] >> 63, slot.get_mut(..length)) {
+            if let Some(seal) = seal {
+                sealed = seal.seal_slot((entry[0] >> 1).wrapping_sub(1), bytes).ok()?;
+            }
             entry[2] = length as u64 | u64::from(crc::crc32c(bytes)) << 32;
         }
-        store(&memory, GEOMETRY.entry_offset(number), &checked(entry))?;
+        memory.write(GEOMETRY.slot_offset(number), &slot).ok()?;
+        let at = GEOMETRY.entry_offset(number);
+        match seal {
+            None => store(&memory, at, &checked(entry))?,
+            Some(seal) => {
+                let [sequence, position, packed, _] = entry;
+                let [tag, digest] = [sealed.tag, sealed.digest].map(u128::from_le_bytes);
+                let [tag, digest] = [tag, digest].map(|number| [number as u64, (number >> 64) as u64]);
+                let words = [sequence, position, packed, tag[0], tag[1], digest[0], digest[1], 0];
+                store(&memory, at, &with_mac(words, seal, b"entry"))?;
+            }
+        }
     }
     Some(memory)
 }
@@ -192,6 +228,14 @@ fn store(memory: &Memory, at: u64, words: &[u64]) -> Option<()> {
 fn checked<const N: usize>(mut words: [u64; N]) -> [u64; N] {
     if let Some((last, others)) = words.split_last_mut() {
         *last = layout::check(others);
+    }
+    words
+}
+
+/// The words with the MAC in the last one.
+fn with_mac<const N: usize>(mut words: [u64; N], seal: &Seal, label: &[u8]) -> [u64; N] {
+    if let Some((last, others)) = words.split_last_mut() {
+        *last = seal.mac(label, others);
     }
     words
 }
@@ -297,7 +341,7 @@ mod tests {
                 let place = place.index(data.len());
                 fill(&mut data[place..], &word.to_le_bytes());
             }
-            if TARGETS[target].0 == "table_readers" {
+            if TARGETS[target].0.ends_with("readers") {
                 data[0] = choice;
             }
             (target, data)
@@ -315,13 +359,14 @@ mod tests {
     /// A seed that the readers refuse at its first word would exercise little.
     #[test]
     fn the_seeds_of_the_readers_deliver() {
-        let deliver = |name: &str| {
-            let data = seeds("table_readers").into_iter().find(|(path, _)| path.ends_with(name)).unwrap().1;
+        let deliver = |target: &str, name: &str| {
+            let data = seeds(target).into_iter().find(|(path, _)| path.ends_with(name)).unwrap().1;
             let kind = if data[0] & 1 == 0 { Kind::Snapshot } else { Kind::Journal };
-            let region = table(kind, &data[1..]).unwrap();
+            let expect = expectation(target.contains("sealed").then_some(kind));
+            let region = table(kind, &data[1..], expect.seal()).unwrap();
             let sink = memory(LAYOUT.length(&GEOMETRY)).unwrap();
             let mut peer = PlainPeer { region, sink: Arc::clone(&sink), done: Vec::new() };
-            let mut reader = SnapshotReader::new(None, sink, LAYOUT, expectation(), |_| false).unwrap();
+            let mut reader = SnapshotReader::new(None, sink, LAYOUT, expect, |_| false).unwrap();
             let mut delivered = 0;
             for _ in 0..ROUNDS {
                 reader.pump(&mut peer).unwrap();
@@ -332,6 +377,7 @@ mod tests {
             }
             delivered
         };
-        assert_eq!(deliver("two-slots"), 2);
+        assert_eq!(deliver("table_readers", "two-slots"), 2);
+        assert_eq!(deliver("table_sealed_readers", "two-slots"), 2);
     }
 }

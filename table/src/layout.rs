@@ -14,19 +14,28 @@
 //! There is no invariant for entries of slots that are not published, and none for the bytes of a slot outside its
 //! content: memory is used for one table after the other and is not cleared in between. A reader looks at neither.
 //!
-//! Invariants of a sealed snapshot besides: `end == published`, the lengths of its slots add up to `end`, and every
+//! Version 1 is a plain table, version 2 a sealed one: its slots and records are ciphertext (`seal`), and the checks
+//! of its line and entries are MACs. The rest is the same.
+//!
+//! (The state [`State::Sealed`] is another thing: it says that a stream is complete.)
+//!
+//! Invariants of a complete snapshot besides: `end == published`, the lengths of its slots add up to `end`, and every
 //! slot but the last is full.
 
 use remora_fabric::memory::crc;
 use remora_redis::ReplId;
 
 use crate::error::Error;
+pub use crate::identity::{Identity, Kind};
 use crate::origin::Origin;
+use crate::seal::{Algorithm, DIGEST_BYTES, Seal, SlotSeal, TAG_BYTES};
 
 /// The first eight bytes of every table.
 pub const MAGIC: [u8; 8] = *b"REMORATB";
-/// The version of the layout in this file. A reader refuses any other.
+/// The version of the layout of plain tables. A reader refuses any that is not here.
 pub const LAYOUT_VERSION: u32 = 1;
+/// The version of the layout of sealed tables.
+pub const SEALED_LAYOUT_VERSION: u32 = 2;
 
 /// Bytes of the superblock: one page, so that the directory begins on the next.
 pub const SUPERBLOCK_BYTES: u64 = 4096;
@@ -41,6 +50,8 @@ pub const LINE_BYTES: usize = 64;
 pub const ENTRY_BYTES: usize = 64;
 /// Bytes before each record of a journal: its length and its CRC-32C.
 pub const RECORD_HEADER_BYTES: u32 = 8;
+/// Bytes before each record of a sealed journal: the cipher's tag as well.
+pub const SEALED_RECORD_HEADER_BYTES: u32 = RECORD_HEADER_BYTES + TAG_BYTES as u32;
 
 /// Smallest slot in bytes: one page, the unit in which memory is touched and returned to the system.
 pub const MIN_SLOT_BYTES: u32 = 4096;
@@ -68,32 +79,31 @@ const AT_DATA_OFFSET: usize = 32;
 const AT_FIRST_OFFSET: usize = 40;
 const AT_REPLID: usize = 48;
 pub(crate) const AT_HEAD_CHECK: usize = 88;
+// After the check, so that it is the same for both versions. A reader compares it with the offer.
+const AT_ALGORITHM: usize = 92;
 
 /// Words of the progress line: published, retired, end, state, check.
 pub(crate) const LINE_WORDS: usize = 5;
-/// Words of an entry: sequence, position, length and CRC, check.
+/// Words of an entry of a plain table: sequence, position, length and CRC, check.
 pub(crate) const ENTRY_WORDS: usize = 4;
+/// Words of an entry of a sealed table: sequence, position, length and CRC, tag (2), digest (2), check.
+pub(crate) const SEALED_ENTRY_WORDS: usize = 8;
+
+/// Words of an entry. The first [`ENTRY_WORDS`] or all of them are used.
+pub(crate) type EntryWords = [u64; SEALED_ENTRY_WORDS];
 
 const _: () = {
-    assert!(AT_REPLID + 40 == AT_HEAD_CHECK && AT_HEAD_CHECK + 4 <= HEAD_BYTES);
+    assert!(AT_REPLID + 40 == AT_HEAD_CHECK && AT_HEAD_CHECK + 4 == AT_ALGORITHM && AT_ALGORITHM + 4 <= HEAD_BYTES);
     assert!(HEAD_BYTES as u64 == LINE_OFFSET);
     assert!(LINE_OFFSET.is_multiple_of(LINE_BYTES as u64), "the line must not straddle two cache lines");
     assert!(LINE_OFFSET + LINE_BYTES as u64 <= SUPERBLOCK_BYTES);
-    assert!(LINE_WORDS * 8 <= LINE_BYTES && ENTRY_WORDS * 8 <= ENTRY_BYTES);
+    assert!(LINE_WORDS * 8 <= LINE_BYTES && SEALED_ENTRY_WORDS * 8 == ENTRY_BYTES);
+    assert!(TAG_BYTES == 16 && DIGEST_BYTES == 16);
     assert!(SUPERBLOCK_BYTES.is_multiple_of(PAGE_BYTES) && (MIN_SLOT_BYTES as u64).is_multiple_of(PAGE_BYTES));
-    assert!(RECORD_HEADER_BYTES < MIN_SLOT_BYTES);
+    assert!(SEALED_RECORD_HEADER_BYTES < MIN_SLOT_BYTES);
     // Words are stored and loaded in native byte order, and must be little endian for readers on other hosts.
     assert!(cfg!(target_endian = "little"), "the table is written by plain stores: little-endian machines only");
 };
-
-/// What a table holds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Kind {
-    /// A finite stream: the bytes of an RDB.
-    Snapshot,
-    /// An endless stream: the replication stream after the snapshot.
-    Journal,
-}
 
 /// The state of a table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -192,27 +202,21 @@ impl Geometry {
     }
 }
 
-/// The identity of a table. No two tables of one source share it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Identity {
-    /// Snapshot or journal.
-    pub kind: Kind,
-    /// Where it begins.
-    pub origin: Origin,
-}
-
 /// The constant part of the superblock.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Head {
     pub(crate) identity: Identity,
     pub(crate) geometry: Geometry,
+    /// How the table is sealed; `None`: it is plain.
+    pub(crate) algorithm: Option<Algorithm>,
 }
 
 impl Head {
     pub(crate) fn to_bytes(&self) -> [u8; HEAD_BYTES] {
         let mut bytes = [0; HEAD_BYTES];
         put(&mut bytes, AT_MAGIC, &MAGIC);
-        put(&mut bytes, AT_VERSION, &LAYOUT_VERSION.to_le_bytes());
+        let version = if self.algorithm.is_some() { SEALED_LAYOUT_VERSION } else { LAYOUT_VERSION };
+        put(&mut bytes, AT_VERSION, &version.to_le_bytes());
         put(&mut bytes, AT_KIND, &self.identity.kind.code().to_le_bytes());
         put(&mut bytes, AT_GENERATION, &self.identity.origin.generation.to_le_bytes());
         put(&mut bytes, AT_SLOT_SIZE, &self.geometry.slot_size.to_le_bytes());
@@ -222,6 +226,7 @@ impl Head {
         put(&mut bytes, AT_REPLID, self.identity.origin.history.as_bytes());
         let check = crc::crc32c(&bytes[..AT_HEAD_CHECK]);
         put(&mut bytes, AT_HEAD_CHECK, &check.to_le_bytes());
+        put(&mut bytes, AT_ALGORITHM, &self.algorithm.map_or(0, Algorithm::code).to_le_bytes());
         bytes
     }
 
@@ -230,10 +235,10 @@ impl Head {
             return Err(Error::Layout("not a table: its first bytes are not the magic".into()));
         }
         let version = get_u32(bytes, AT_VERSION);
-        if version != LAYOUT_VERSION {
+        if ![LAYOUT_VERSION, SEALED_LAYOUT_VERSION].contains(&version) {
             return Err(Error::Layout(format!(
-                "the table has layout version {version}, this program reads {LAYOUT_VERSION}: use the same release \
-                 on both ends"
+                "the table has layout version {version}, this program reads {LAYOUT_VERSION} and \
+                 {SEALED_LAYOUT_VERSION}: use the same release on both ends"
             )));
         }
         if get_u32(bytes, AT_HEAD_CHECK) != crc::crc32c(&bytes[..AT_HEAD_CHECK]) {
@@ -254,15 +259,19 @@ impl Head {
         let origin =
             Origin { generation: get_u64(bytes, AT_GENERATION), history, offset: get_u64(bytes, AT_FIRST_OFFSET) };
         let identity = Identity { kind: Kind::from_code(get_u32(bytes, AT_KIND))?, origin };
-        Ok(Head { identity, geometry })
+        let algorithm = match version {
+            SEALED_LAYOUT_VERSION => Some(Algorithm::from_code(get_u32(bytes, AT_ALGORITHM))?),
+            _ => None,
+        };
+        Ok(Head { identity, geometry, algorithm })
     }
 }
 
 /// The variable part of the superblock.
 ///
-/// Its last word is a checksum of the others. The writer stores word by word, and a transport may copy the line in
-/// pieces (a socket's buffer can end in the middle of a word). So a line whose check fails was caught in the middle of
-/// a change: read it again.
+/// Its last word is a checksum of the others, in a sealed table a MAC. The writer stores word by word, and a transport
+/// may copy the line in pieces (a socket's buffer can end in the middle of a word). So a line whose check fails was
+/// caught in the middle of a change: read it again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Line {
     /// A table position: slot number × slot size + bytes published in the open slot.
@@ -277,24 +286,24 @@ pub(crate) struct Line {
 impl Line {
     pub(crate) const NEW: Line = Line { published: 0, retired: 0, end: None, state: State::Open };
 
-    pub(crate) fn to_words(self) -> [u64; LINE_WORDS] {
+    pub(crate) fn to_words(self, seal: Option<&Seal>) -> [u64; LINE_WORDS] {
         let mut words = [self.published, self.retired, self.end.unwrap_or(END_UNKNOWN), self.state.code(), 0];
-        words[LINE_WORDS - 1] = check(&words[..LINE_WORDS - 1]);
+        words[LINE_WORDS - 1] = line_check(seal, &words[..LINE_WORDS - 1]);
         words
     }
 
     /// `None`: caught in the middle of a change.
-    pub(crate) fn from_words(words: [u64; LINE_WORDS]) -> Option<Line> {
+    pub(crate) fn from_words(words: [u64; LINE_WORDS], seal: Option<&Seal>) -> Option<Line> {
         let [published, retired, end, state, found] = words;
-        if found != check(&words[..LINE_WORDS - 1]) {
+        if found != line_check(seal, &words[..LINE_WORDS - 1]) {
             return None;
         }
         let end = (end != END_UNKNOWN).then_some(end);
         Some(Line { published, retired, end, state: State::from_code(state)? })
     }
 
-    pub(crate) fn from_bytes(bytes: &[u8; LINE_BYTES]) -> Option<Line> {
-        Line::from_words(words(bytes))
+    pub(crate) fn from_bytes(bytes: &[u8; LINE_BYTES], seal: Option<&Seal>) -> Option<Line> {
+        Line::from_words(words(bytes), seal)
     }
 }
 
@@ -311,42 +320,65 @@ pub(crate) struct Entry {
     pub(crate) position: u64,
     /// Content bytes of a snapshot's slot; 0 in a journal, where the records have lengths.
     pub(crate) length: u32,
-    /// CRC-32C of those bytes; 0 in a journal, whose records have their own.
+    /// CRC-32C of those bytes as they are in the slot; 0 in a journal, whose records have their own.
     pub(crate) crc: u32,
+    /// Zeros in a plain table and in a journal, whose records have their own tags.
+    pub(crate) seal: SlotSeal,
 }
 
 impl Entry {
     pub(crate) fn writing(number: u64) -> Entry {
-        Entry { number, writing: true, position: 0, length: 0, crc: 0 }
+        Entry { number, writing: true, position: 0, length: 0, crc: 0, seal: SlotSeal::default() }
     }
 
-    pub(crate) fn to_words(self) -> [u64; ENTRY_WORDS] {
+    /// The words, as many as an entry of the table has. `seal`: that of a sealed table.
+    pub(crate) fn to_words(self, seal: Option<&Seal>) -> EntryWords {
         let sequence = (self.number + 1) << 1 | u64::from(self.writing);
-        let mut words = [sequence, self.position, u64::from(self.length) | u64::from(self.crc) << 32, 0];
-        words[ENTRY_WORDS - 1] = check(&words[..ENTRY_WORDS - 1]);
+        let mut words: EntryWords = [0; SEALED_ENTRY_WORDS];
+        words[..3].copy_from_slice(&[sequence, self.position, u64::from(self.length) | u64::from(self.crc) << 32]);
+        if seal.is_some() {
+            words[3..5].copy_from_slice(&pair(&self.seal.tag));
+            words[5..7].copy_from_slice(&pair(&self.seal.digest));
+        }
+        let last = entry_words(seal) - 1;
+        words[last] = entry_check(seal, &words[..last]);
         words
     }
 
     /// `None`: never written, or caught in the middle of a change.
-    pub(crate) fn from_words(words: [u64; ENTRY_WORDS]) -> Option<Entry> {
-        let [sequence, position, packed, found] = words;
-        if found != check(&words[..ENTRY_WORDS - 1]) {
+    pub(crate) fn from_words(words: EntryWords, seal: Option<&Seal>) -> Option<Entry> {
+        let [sequence, position, packed, ..] = words;
+        let last = entry_words(seal) - 1;
+        if words[last] != entry_check(seal, &words[..last]) {
             return None;
         }
+        let parts = |_| SlotSeal { tag: unpair(words[3], words[4]), digest: unpair(words[5], words[6]) };
+        let slot_seal = seal.map_or_else(SlotSeal::default, parts);
         let number = (sequence >> 1).checked_sub(1)?;
         let [length, crc] = [packed as u32, (packed >> 32) as u32];
-        Some(Entry { number, writing: sequence & 1 == 1, position, length, crc })
+        Some(Entry { number, writing: sequence & 1 == 1, position, length, crc, seal: slot_seal })
     }
 
-    pub(crate) fn from_bytes(bytes: &[u8; ENTRY_BYTES]) -> Option<Entry> {
-        Entry::from_words(words(bytes))
+    pub(crate) fn from_bytes(bytes: &[u8; ENTRY_BYTES], seal: Option<&Seal>) -> Option<Entry> {
+        Entry::from_words(words(bytes), seal)
     }
 }
 
-/// The header before the bytes of a journal's record.
+/// Words of an entry in a table that is sealed, or is not.
+pub(crate) fn entry_words(seal: Option<&Seal>) -> usize {
+    if seal.is_some() { SEALED_ENTRY_WORDS } else { ENTRY_WORDS }
+}
+
+/// Bytes before a record in a journal that is sealed, or is not.
+pub(crate) fn record_header_bytes(seal: Option<&Seal>) -> u32 {
+    if seal.is_some() { SEALED_RECORD_HEADER_BYTES } else { RECORD_HEADER_BYTES }
+}
+
+/// The header before the bytes of a journal's record. In a sealed journal, the cipher's tag follows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RecordHeader {
     pub(crate) length: u32,
+    /// CRC-32C of the bytes as they are in the slot.
     pub(crate) crc: u32,
 }
 
@@ -360,23 +392,6 @@ impl RecordHeader {
 
     pub(crate) fn from_bytes(bytes: &[u8; RECORD_HEADER_BYTES as usize]) -> RecordHeader {
         RecordHeader { length: get_u32(bytes, 0), crc: get_u32(bytes, 4) }
-    }
-}
-
-impl Kind {
-    fn code(self) -> u32 {
-        match self {
-            Kind::Snapshot => 1,
-            Kind::Journal => 2,
-        }
-    }
-
-    fn from_code(code: u32) -> Result<Kind, Error> {
-        match code {
-            1 => Ok(Kind::Snapshot),
-            2 => Ok(Kind::Journal),
-            other => Err(Error::Layout(format!("unknown kind of table: {other}"))),
-        }
     }
 }
 
@@ -399,6 +414,16 @@ impl State {
     }
 }
 
+/// The check of a line, from its other words.
+fn line_check(seal: Option<&Seal>, words: &[u64]) -> u64 {
+    seal.map_or_else(|| check(words), |seal| seal.mac(b"line", words))
+}
+
+/// The check of an entry, from its other words.
+fn entry_check(seal: Option<&Seal>, words: &[u64]) -> u64 {
+    seal.map_or_else(|| check(words), |seal| seal.mac(b"entry", words))
+}
+
 /// CRC-32C of words in their memory representation.
 pub(crate) fn check(words: &[u64]) -> u64 {
     let crc = words.iter().fold(0, |crc, word| crc::crc32c_append(crc, &word.to_le_bytes()));
@@ -408,6 +433,15 @@ pub(crate) fn check(words: &[u64]) -> u64 {
 /// The first `N` words of a cache line.
 fn words<const N: usize>(bytes: &[u8; 64]) -> [u64; N] {
     std::array::from_fn(|i| get_u64(bytes, i * 8))
+}
+
+fn pair(bytes: &[u8; 16]) -> [u64; 2] {
+    let number = u128::from_le_bytes(*bytes);
+    [number as u64, (number >> 64) as u64]
+}
+
+fn unpair(low: u64, high: u64) -> [u8; 16] {
+    (u128::from(low) | u128::from(high) << 64).to_le_bytes()
 }
 
 fn put(bytes: &mut [u8], at: usize, field: &[u8]) {
@@ -440,6 +474,7 @@ mod tests {
         Head {
             identity: Identity { kind: Kind::Snapshot, origin },
             geometry: Geometry { slot_size: 0x40_0000, slots: 3 },
+            algorithm: None,
         }
     }
 
@@ -481,25 +516,32 @@ mod tests {
     #[test]
     fn the_line_has_these_very_words() {
         let open = Line { published: 0x2a, retired: 7, end: None, state: State::Open };
-        assert_eq!(open.to_words()[..4], [0x2a, 7, u64::MAX, 1]);
+        assert_eq!(open.to_words(None)[..4], [0x2a, 7, u64::MAX, 1]);
         let sealed = Line { end: Some(0x2a), state: State::Sealed, ..open };
-        assert_eq!(sealed.to_words()[..4], [0x2a, 7, 0x2a, 2]);
+        assert_eq!(sealed.to_words(None)[..4], [0x2a, 7, 0x2a, 2]);
         // CRC-32C of the 32 bytes before it, as any other implementation computes it.
-        let bytes: Vec<u8> = sealed.to_words()[..4].iter().flat_map(|word| word.to_le_bytes()).collect();
-        assert_eq!(sealed.to_words()[4], u64::from(crc::crc32c(&bytes)));
+        let bytes: Vec<u8> = sealed.to_words(None)[..4].iter().flat_map(|word| word.to_le_bytes()).collect();
+        assert_eq!(sealed.to_words(None)[4], u64::from(crc::crc32c(&bytes)));
     }
 
     #[test]
     fn an_entry_has_these_very_words() {
-        let entry = Entry { number: 5, writing: false, position: 0x1122, length: 0x10, crc: 0xaabbccdd };
-        assert_eq!(entry.to_words()[..3], [12, 0x1122, 0xaabbccdd_00000010]);
-        assert_eq!(Entry::writing(5).to_words()[0], 13);
+        let entry = Entry {
+            number: 5,
+            writing: false,
+            position: 0x1122,
+            length: 0x10,
+            crc: 0xaabbccdd,
+            seal: SlotSeal::default(),
+        };
+        assert_eq!(entry.to_words(None)[..3], [12, 0x1122, 0xaabbccdd_00000010]);
+        assert_eq!(Entry::writing(5).to_words(None)[0], 13);
     }
 
     #[test]
     fn zeroed_memory_says_nothing() {
-        assert_eq!(Line::from_bytes(&[0; LINE_BYTES]), None);
-        assert_eq!(Entry::from_bytes(&[0; ENTRY_BYTES]), None);
+        assert_eq!(Line::from_bytes(&[0; LINE_BYTES], None), None);
+        assert_eq!(Entry::from_bytes(&[0; ENTRY_BYTES], None), None);
         assert!(matches!(Head::parse(&[0; HEAD_BYTES]), Err(Error::Layout(_))));
     }
 
@@ -529,11 +571,11 @@ mod tests {
             a in (any::<u64>(), any::<u64>()), b in (any::<u64>(), any::<u64>()), cut in 0usize..=40,
         ) {
             let line = |(published, retired)| Line { published, retired, end: None, state: State::Open };
-            let bytes = |line: Line| line.to_words().map(u64::to_le_bytes).concat();
+            let bytes = |line: Line| line.to_words(None).map(u64::to_le_bytes).concat();
             let mut mixed = [0; LINE_BYTES];
             mixed[..cut].copy_from_slice(&bytes(line(a))[..cut]);
             mixed[cut..40].copy_from_slice(&bytes(line(b))[cut..]);
-            let found = Line::from_bytes(&mixed);
+            let found = Line::from_bytes(&mixed, None);
             prop_assert!(found.is_none() || found == Some(line(a)) || found == Some(line(b)));
         }
 
@@ -541,8 +583,8 @@ mod tests {
         fn entries_come_back_as_they_were(
             number in 0..u64::MAX / 4, writing: bool, position: u64, length: u32, crc: u32,
         ) {
-            let entry = Entry { number, writing, position, length, crc };
-            prop_assert_eq!(Entry::from_words(entry.to_words()), Some(entry));
+            let entry = Entry { number, writing, position, length, crc, seal: SlotSeal::default() };
+            prop_assert_eq!(Entry::from_words(entry.to_words(None), None), Some(entry));
         }
 
         #[test]

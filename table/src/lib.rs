@@ -21,11 +21,13 @@
 //!
 //! * [`layout`]: every byte of a table, and its invariants. **Start here.**
 //! * `publish`: the order in which words are stored and loaded; the part that loom checks.
-//! * [`snapshot`]: a finite stream: its writer, its reader over a peer or in place, and the copy from which others
-//!   read.
+//! * [`seal`]: ciphertext for readers on other hosts, made once.
+//! * [`snapshot`]: a finite stream: its writer, its sealer, its reader over a peer or in place, and the copy from which
+//!   others read.
 //! * [`journal`]: an endless stream of records.
 //! * [`server_pages`]: pages on which a process of a server gets its instructions and reports its progress.
-//! * `reads`, [`expectation`]: shared by the two readers. [`origin`]: where a table begins.
+//! * `reads`, [`expectation`]: shared by the two readers. [`identity`], [`origin`]: which table it is, and
+//!   where it begins.
 //! * [`error`]: errors, grouped by who can act on them.
 //!
 //! `docs/table.md` describes the same with drawings and the measurements behind it.
@@ -36,22 +38,28 @@ pub mod error;
 pub mod expectation;
 #[cfg(all(any(test, feature = "fuzzing"), not(loom)))]
 pub mod fuzzing;
+pub mod identity;
 pub mod journal;
 pub mod layout;
 pub mod origin;
 mod publish;
 mod reads;
+pub mod seal;
 pub mod server_pages;
 pub mod snapshot;
 
 pub use error::Error;
 pub use expectation::Expectation;
+pub use identity::{Identity, Kind};
 pub use journal::{Chunk, JournalReader, JournalWriter};
-pub use layout::{Geometry, Identity, Kind, MIN_SLOTS, State};
+pub use layout::{Geometry, MIN_SLOTS, State};
 pub use origin::Origin;
+pub use seal::{Algorithm, Seal, SealKey};
 pub use server_pages::capture_page::CapturePage;
 pub use server_pages::load_page::LoadPage;
-pub use snapshot::{Loss, Place, Progress, SinkLayout, Slot, SnapshotCopy, SnapshotReader, SnapshotWriter, Turn};
+pub use snapshot::{
+    Loss, Place, Progress, SinkLayout, Slot, SnapshotCopy, SnapshotReader, SnapshotSealer, SnapshotWriter, Turn,
+};
 
 #[cfg(all(test, not(loom)))]
 mod tests;

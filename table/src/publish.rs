@@ -17,13 +17,15 @@
 //! Because of the two fences, a reader that copied a byte of the next lap also sees the mark that was stored before it.
 //! The CRC is the second line of defence: it would detect a transport that breaks this order.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering::{self, Acquire, Release};
 
 use remora_fabric::{Memory, View};
 
 use crate::{
     error::Error,
-    layout::{ENTRY_WORDS, Entry, Geometry, LINE_OFFSET, LINE_WORDS, Line, State},
+    layout::{Entry, EntryWords, Geometry, LINE_OFFSET, LINE_WORDS, Line, SEALED_ENTRY_WORDS, State, entry_words},
+    seal::Seal,
 };
 
 /// Words that other processes read while we write them.
@@ -41,21 +43,23 @@ pub(crate) trait CellsMut: Cells {
 pub(crate) struct Publisher<C> {
     cells: C,
     geometry: Geometry,
+    /// That of a sealed table.
+    seal: Option<Arc<Seal>>,
     line: Line,
 }
 
 impl<C: CellsMut> Publisher<C> {
     /// Starts with an empty, open table, before any reader has access. The directory may hold anything: readers load an
     /// entry only for a slot below `published`, and `begin` and `complete` have stored it by then.
-    pub(crate) fn new(cells: C, geometry: Geometry) -> Result<Publisher<C>, Error> {
-        let publisher = Publisher { cells, geometry, line: Line::NEW };
+    pub(crate) fn new(cells: C, geometry: Geometry, seal: Option<Arc<Seal>>) -> Result<Publisher<C>, Error> {
+        let publisher = Publisher { cells, geometry, seal, line: Line::NEW };
         publisher.store_line()?;
         Ok(publisher)
     }
 
-    /// Continues where another writer of the same table has stopped for good.
+    /// Continues where another writer of the same plain table has stopped for good.
     pub(crate) fn resume(cells: C, geometry: Geometry, line: Line) -> Publisher<C> {
-        Publisher { cells, geometry, line }
+        Publisher { cells, geometry, seal: None, line }
     }
 
     pub(crate) fn line(&self) -> &Line {
@@ -105,7 +109,7 @@ impl<C: CellsMut> Publisher<C> {
 
     fn store_line(&self) -> Result<(), Error> {
         // Each word with release: a reader that loads any of them also sees what was stored before it.
-        for (i, word) in (0..).zip(self.line.to_words()) {
+        for (i, word) in (0..).zip(self.line.to_words(self.seal.as_deref())) {
             self.cells.store(LINE_OFFSET + i * 8, word, Release)?;
         }
         Ok(())
@@ -113,7 +117,8 @@ impl<C: CellsMut> Publisher<C> {
 
     fn store_entry(&self, entry: Entry) -> Result<(), Error> {
         let at = self.geometry.entry_offset(entry.number);
-        for (i, word) in (0..).zip(entry.to_words()) {
+        let words = entry.to_words(self.seal.as_deref());
+        for (i, word) in (0..).zip(words.iter().copied().take(entry_words(self.seal.as_deref()))) {
             self.cells.store(at + i * 8, word, Release)?;
         }
         Ok(())
@@ -121,30 +126,40 @@ impl<C: CellsMut> Publisher<C> {
 }
 
 /// The progress line. `None`: caught in the middle of a change; load it again.
-pub(crate) fn load_line(cells: &impl Cells) -> Result<Option<Line>, Error> {
+pub(crate) fn load_line(cells: &impl Cells, seal: Option<&Seal>) -> Result<Option<Line>, Error> {
     let mut words = [0; LINE_WORDS];
     for (i, word) in (0..).zip(words.iter_mut()) {
         *word = cells.load(LINE_OFFSET + i * 8, Acquire)?;
     }
-    Ok(Line::from_words(words))
+    Ok(Line::from_words(words, seal))
 }
 
 /// The entry at the place of slot `number`, of any lap. `None`: caught in the middle of a change; load it again.
-pub(crate) fn load_entry(cells: &impl Cells, geometry: &Geometry, number: u64) -> Result<Option<Entry>, Error> {
+pub(crate) fn load_entry(
+    cells: &impl Cells,
+    geometry: &Geometry,
+    number: u64,
+    seal: Option<&Seal>,
+) -> Result<Option<Entry>, Error> {
     let at = geometry.entry_offset(number);
-    let mut words = [0; ENTRY_WORDS];
-    for (i, word) in (0..).zip(words.iter_mut()) {
+    let mut words: EntryWords = [0; SEALED_ENTRY_WORDS];
+    for (i, word) in (0..).zip(words.iter_mut().take(entry_words(seal))) {
         *word = cells.load(at + i * 8, Acquire)?;
     }
-    Ok(Entry::from_words(words))
+    Ok(Entry::from_words(words, seal))
 }
 
 /// The entry, loaded after everything that this thread has copied from the slot so far: if it still names the slot, the
 /// copies are of that slot.
-pub(crate) fn load_entry_again(cells: &impl Cells, geometry: &Geometry, number: u64) -> Result<Option<Entry>, Error> {
+pub(crate) fn load_entry_again(
+    cells: &impl Cells,
+    geometry: &Geometry,
+    number: u64,
+    seal: Option<&Seal>,
+) -> Result<Option<Entry>, Error> {
     // Pairs with the writer's fence in `begin`.
     cells.fence(Acquire);
-    load_entry(cells, geometry, number)
+    load_entry(cells, geometry, number, seal)
 }
 
 impl Cells for &View {
@@ -183,7 +198,8 @@ mod loom_tests {
     use loom::sync::{Arc, atomic::AtomicU64};
 
     use super::*;
-    use crate::layout::SUPERBLOCK_BYTES;
+    use crate::layout::{ENTRY_WORDS, SUPERBLOCK_BYTES};
+    use crate::seal::SlotSeal;
 
     /// A table of two slots whose content is two words each: only the words that the protocol uses exist.
     #[derive(Clone)]
@@ -244,7 +260,8 @@ mod loom_tests {
         for word in 0..DATA_WORDS {
             publisher.cells.data(number, word).store(content(number, word), Relaxed);
         }
-        let entry = Entry { number, writing: false, position: number * 16, length: 16, crc: 0 };
+        let entry =
+            Entry { number, writing: false, position: number * 16, length: 16, crc: 0, seal: SlotSeal::default() };
         publisher.complete(entry).unwrap();
         publisher.publish((number + 1) * 4096).unwrap();
     }
@@ -268,13 +285,13 @@ mod loom_tests {
     fn what_is_below_published_is_there() {
         model(|| {
             let cells = Small::new();
-            let mut publisher = Publisher::new(cells.clone(), GEOMETRY).unwrap();
+            let mut publisher = Publisher::new(cells.clone(), GEOMETRY, None).unwrap();
             let writer = loom::thread::spawn(move || write_slot(&mut publisher, 0));
-            if let Some(line) = load_line(&cells).unwrap() {
+            if let Some(line) = load_line(&cells, None).unwrap() {
                 if line.published > 0 {
                     assert_eq!(line.published, 4096);
                     assert_eq!(copy(&cells, 0), right(0));
-                    let entry = load_entry(&cells, &GEOMETRY, 0).unwrap().unwrap();
+                    let entry = load_entry(&cells, &GEOMETRY, 0, None).unwrap().unwrap();
                     assert_eq!((entry.number, entry.writing, entry.length), (0, false, 16));
                 }
             }
@@ -286,12 +303,12 @@ mod loom_tests {
     fn a_slot_overwritten_while_copied_is_never_accepted() {
         model(|| {
             let cells = Small::new();
-            let mut publisher = Publisher::new(cells.clone(), GEOMETRY).unwrap();
+            let mut publisher = Publisher::new(cells.clone(), GEOMETRY, None).unwrap();
             write_slot(&mut publisher, 0);
             write_slot(&mut publisher, 1);
             let writer = loom::thread::spawn(move || write_slot(&mut publisher, 2));
             let copied = copy(&cells, 0);
-            if let Some(entry) = load_entry_again(&cells, &GEOMETRY, 0).unwrap() {
+            if let Some(entry) = load_entry_again(&cells, &GEOMETRY, 0, None).unwrap() {
                 if entry.number == 0 && !entry.writing {
                     assert_eq!(copied, right(0));
                 }
@@ -304,12 +321,12 @@ mod loom_tests {
     fn a_line_caught_in_the_middle_of_a_change_is_seen_as_such() {
         model(|| {
             let cells = Small::new();
-            let mut publisher = Publisher::new(cells.clone(), GEOMETRY).unwrap();
+            let mut publisher = Publisher::new(cells.clone(), GEOMETRY, None).unwrap();
             let writer = loom::thread::spawn(move || {
                 write_slot(&mut publisher, 0);
                 publisher.seal().unwrap();
             });
-            if let Some(line) = load_line(&cells).unwrap() {
+            if let Some(line) = load_line(&cells, None).unwrap() {
                 assert!(line.published == 0 || line.published == 4096);
                 assert_eq!(line.state == State::Sealed, line.end == Some(4096));
             }
@@ -323,11 +340,11 @@ mod loom_tests {
     fn an_entry_checked_before_the_copy_proves_nothing() {
         model(|| {
             let cells = Small::new();
-            let mut publisher = Publisher::new(cells.clone(), GEOMETRY).unwrap();
+            let mut publisher = Publisher::new(cells.clone(), GEOMETRY, None).unwrap();
             write_slot(&mut publisher, 0);
             write_slot(&mut publisher, 1);
             let writer = loom::thread::spawn(move || write_slot(&mut publisher, 2));
-            let entry = load_entry(&cells, &GEOMETRY, 0).unwrap();
+            let entry = load_entry(&cells, &GEOMETRY, 0, None).unwrap();
             let copied = copy(&cells, 0);
             if entry.is_some_and(|entry| entry.number == 0 && !entry.writing) {
                 assert_eq!(copied, right(0), "torn");

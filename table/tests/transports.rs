@@ -86,7 +86,7 @@ fn origin() -> Origin {
 }
 
 fn expect() -> Expectation {
-    Expectation { origin: origin(), geometry: GEOMETRY }
+    Expectation::plain(origin(), GEOMETRY)
 }
 
 /// `length` bytes that differ from those at any other position.

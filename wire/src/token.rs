@@ -2,10 +2,9 @@
 //! wire, and people need not remember it.
 
 use std::fmt;
-use std::fs::File;
-use std::io::{self, Read};
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+
+use crate::secret_file::{self, SecretFileError};
 
 /// A token. Debug output hides it, and it is overwritten when dropped.
 ///
@@ -21,11 +20,8 @@ impl Token {
     /// its content cannot be a token.
     pub fn read_file(path: impl AsRef<Path>) -> Result<Token, TokenError> {
         let path = path.as_ref();
-        let unreadable = |error| TokenError::Unreadable { path: path.to_owned(), error };
-        let file = File::open(path).map_err(unreadable)?;
-        check_access(path, &file.metadata().map_err(unreadable)?, rustix::process::geteuid().as_raw())?;
-        let mut token = Token(Vec::with_capacity(READ_BYTES)); // allocated at once: growing would leave copies behind
-        file.take(READ_BYTES as u64).read_to_end(&mut token.0).map_err(unreadable)?;
+        let read = secret_file::read(path, READ_BYTES);
+        let mut token = Token(read.map_err(|error| TokenError::File { path: path.to_owned(), error })?);
         while token.0.last().is_some_and(|byte| b"\r\n".contains(byte)) {
             token.0.pop();
         }
@@ -77,37 +73,13 @@ impl Drop for Token {
 /// Why a token cannot be used. The operator has to fix every one of these.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenError {
-    /// The file does not exist or may not be read.
+    /// The file cannot be read, or others could have read or changed it.
     #[error("token file {}: {error}", path.display())]
-    Unreadable {
+    File {
         /// The file.
         path: PathBuf,
-        /// The error of the system.
-        error: io::Error,
-    },
-    /// The mode of the file lets other users read or change it.
-    #[error(
-        "token file {} (mode {mode:04o}) can be read or changed by others: chmod 600 {}",
-        path.display(), path.display()
-    )]
-    Exposed {
-        /// The file.
-        path: PathBuf,
-        /// Its permission bits.
-        mode: u32,
-    },
-    /// The file belongs to a user who could replace the token: neither the user of this process nor root.
-    #[error(
-        "token file {} belongs to the user {owner}, who can change it, and this process runs as {user}: chown {user} {}",
-        path.display(), path.display()
-    )]
-    Foreign {
-        /// The file.
-        path: PathBuf,
-        /// The user ID of its owner.
-        owner: u32,
-        /// The effective user ID of this process.
-        user: u32,
+        /// The reason.
+        error: SecretFileError,
     },
     /// The token repeats few bytes and can be guessed.
     #[error(
@@ -129,22 +101,6 @@ pub enum TokenError {
     },
 }
 
-/// Checks that `user` or root owns the file, that only the owner can write it, and that only the owner and the group
-/// can read it (mode 0640).
-fn check_access(path: &Path, facts: &std::fs::Metadata, user: u32) -> Result<(), TokenError> {
-    let (mode, owner) = (facts.mode() & 0o7777, facts.uid());
-    if !facts.is_file() {
-        return Ok(()); // a pipe (`--token-file <(…)`) or a device: its mode does not say which users read it
-    }
-    if owner != user && owner != ROOT {
-        return Err(TokenError::Foreign { path: path.to_owned(), owner, user });
-    }
-    if mode & FORBIDDEN_MODE != 0 {
-        return Err(TokenError::Exposed { path: path.to_owned(), mode });
-    }
-    Ok(())
-}
-
 /// Shortest token, in bytes. An attacker who records one handshake can try tokens offline; 16 random bytes resist that.
 pub const MIN_BYTES: usize = 16;
 
@@ -155,17 +111,11 @@ pub const MIN_DISTINCT: usize = 8;
 /// What to do about a token that cannot be used.
 const REMEDY: &str = "create one with: remora token new FILE";
 
-/// The user ID of root, who can read and change every file anyway.
-const ROOT: u32 = 0;
-
 /// Longest token, in bytes. Far more than a secret needs: a longer file is probably some other file.
 pub const MAX_BYTES: usize = 1024;
 
 /// The longest token, a `\r\n`, and one byte that shows that the file is longer.
 const READ_BYTES: usize = MAX_BYTES + 3;
-
-/// Permission bits that are not allowed: read by others, written by others, written by the group.
-const FORBIDDEN_MODE: u32 = 0o026;
 
 #[cfg(test)]
 mod tests {
@@ -200,7 +150,10 @@ mod tests {
     fn a_file_that_others_may_read_or_change_is_refused_with_the_cure() {
         for mode in [0o644, 0o604, 0o602, 0o620, 0o660, 0o666] {
             let error = read("mode", b"0123456789abcdef", mode).unwrap_err();
-            assert!(matches!(error, TokenError::Exposed { mode: found, .. } if found == mode));
+            assert!(matches!(
+                error,
+                TokenError::File { error: SecretFileError::Exposed { mode: found, .. }, .. } if found == mode
+            ));
             assert!(error.to_string().contains("chmod 600 "), "{error}");
         }
         for mode in [0o600, 0o400, 0o640] {
@@ -232,21 +185,6 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_another_user_is_refused_with_the_cure() {
-        let path = file("owner", b"0123456789abcdef", 0o600);
-        let facts = std::fs::metadata(&path).unwrap();
-        let us = facts.uid();
-        check_access(&path, &facts, us).unwrap();
-        let judged = check_access(&path, &facts, us + 1);
-        std::fs::remove_file(&path).unwrap();
-        if us == ROOT {
-            return judged.unwrap(); // root's files are good for every user
-        }
-        let said = judged.unwrap_err().to_string();
-        assert!(said.contains(&format!("chown {} ", us + 1)), "{said}");
-    }
-
-    #[test]
     fn root_does_not_trust_a_file_that_another_user_can_change() {
         let path = file("root", b"0123456789abcdef", 0o600);
         if std::os::unix::fs::chown(&path, Some(65534), None).is_err() {
@@ -254,7 +192,8 @@ mod tests {
         }
         let error = Token::read_file(&path).unwrap_err();
         std::fs::remove_file(&path).unwrap();
-        assert!(matches!(error, TokenError::Foreign { owner: 65534, .. }), "{error}");
+        let is_foreign = matches!(error, TokenError::File { error: SecretFileError::Foreign { owner: 65534, .. }, .. });
+        assert!(is_foreign, "{error}");
         assert!(error.to_string().contains("chown 0 "), "{error}");
     }
 

@@ -28,7 +28,7 @@ pub use self::{
     rdma::{CompletionChoice, RdmaEnd, RdmaOffer, RdmaRead},
     relay::RelayArgs,
     replica::{ModuleLoad, OnFailure, ReplicaArgs, TransportChoice},
-    security::SecurityArgs,
+    security::{MonitorNameArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs},
     source::{HostPort, ModuleCapture, SendChoice, SourceArgs},
     status::StatusArgs,
     token::{TokenAction, TokenCommandArgs},

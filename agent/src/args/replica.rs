@@ -5,7 +5,7 @@ use std::{net::IpAddr, path::PathBuf, time::Duration};
 use clap::{Args, ValueEnum};
 use remora_wire::is_printable;
 
-use super::{HostPort, RdmaRead, RelayArgs, SecurityArgs};
+use super::{HostPort, RdmaRead, RelayArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs};
 use crate::{
     exit::{self, Code},
     server::{ServerArgs, Task},
@@ -26,13 +26,22 @@ pub struct ReplicaArgs {
     pub source: HostPort,
 
     /// File with the secret that the agent shares with the source. May be repeated: the agent proves the first token to
-    /// the source and to other replicas, and lends its slots to replicas with any of them.
-    #[arg(long = "token-file", value_name = "FILE", required = true, help_heading = "Source")]
+    /// the source and to other replicas, and lends its slots to replicas with any of them. Needed unless the source
+    /// has `--security mtls` and no token.
+    #[arg(long = "token-file", value_name = "FILE", required_unless_present = "cert", help_heading = "Source")]
     pub token_files: Vec<PathBuf>,
 
     #[command(flatten)]
     #[allow(missing_docs)]
     pub security: SecurityArgs,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub readers: ReplicaNameArgs,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub expected: SourceKeyArgs,
 
     /// Name to appear under in `remora status` and the source's log. Default: the server's address.
     #[arg(long, value_name = "NAME", value_parser = parse_name, help_heading = "Source")]
@@ -188,6 +197,9 @@ Examples:
   Check first whether it would work:
     remora replica --dry-run --server redis://127.0.0.1:6380 \\
       --source 10.0.0.5:7379 --token-file token
+  With certificates instead of a token:
+    remora replica --server redis://127.0.0.1:6380 --source db1:7379 \\
+      --security mtls --cert replica.pem --key replica.key --ca ca.pem
   A server with old data, and a large snapshot over an unreliable link:
     remora replica --server redis://127.0.0.1:6380 --source 10.0.0.5:7379 \\
       --token-file token --replace --state-dir /var/lib/remora --retry-for 1h

@@ -4,9 +4,11 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use clap::{Args, ValueEnum};
 
-use super::{RdmaOffer, SecurityArgs, relay::parse_rate};
+use super::{MonitorNameArgs, RdmaOffer, ReplicaNameArgs, SecurityArgs, relay::parse_rate};
 use crate::{
-    exit::{self, Code},
+    conversation::certificate_roles::CertificateRoles,
+    conversation::{Identity, Mode, Security},
+    exit::{self, Code, Failure},
     server::{ServerArgs, Task},
     units::{Size, parse_duration},
 };
@@ -40,7 +42,7 @@ pub struct SourceArgs {
 
     /// Memory for the snapshot and the journal together; at least 16MiB. A snapshot that fits is kept whole and serves
     /// late joiners too. A larger one is windowed: the source reuses slots that every joined replica has read, at the
-    /// pace of the slowest one.
+    /// pace of the slowest one. It holds all twice if data are encrypted: plain for this host, and ciphertext.
     #[arg(long, value_name = "SIZE", default_value = "1GiB", value_parser = parse_memory, help_heading = "Memory")]
     pub memory: Size,
 
@@ -139,8 +141,8 @@ pub struct TokenArgs {
     /// File with the secret that source and replicas share: at least 16 bytes, for its owner and group only. It never
     /// crosses the network. Make one by: remora token new FILE. May be repeated: a replica needs one of the tokens. To
     /// change the token without a gap, give two files, write the new token to one of them, and send SIGHUP: the source
-    /// reads its token files again.
-    #[arg(long = "token-file", value_name = "FILE", required = true, help_heading = "Serving")]
+    /// reads its token files again. With `--security mtls` a token is not needed.
+    #[arg(long = "token-file", value_name = "FILE", required_unless_present = "cert", help_heading = "Serving")]
     pub token_files: Vec<PathBuf>,
 
     /// File with a secret for monitoring: `remora status` with this token gets the status, and every other request is
@@ -151,6 +153,42 @@ pub struct TokenArgs {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub security: SecurityArgs,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub replicas: ReplicaNameArgs,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub monitors: MonitorNameArgs,
+
+    /// File with the private key of this source (Ed25519, PEM), by which replicas know it: --source-key. Make one by:
+    /// remora token identity FILE. Without it, each holder of the token can pose as the source.
+    #[arg(long, value_name = "FILE", help_heading = "Security")]
+    pub identity: Option<PathBuf>,
+}
+
+impl TokenArgs {
+    /// What protects the source's connections.
+    ///
+    /// # Errors
+    /// Options contradict each other, or a file cannot be used.
+    pub(crate) fn open_security(&self) -> Result<Security, Failure> {
+        let (replicas, monitors) = (self.replicas.replica_names.clone(), self.monitors.monitor_names.clone());
+        let security = self.security.open(CertificateRoles { replicas, monitors })?;
+        let Some(file) = &self.identity else { return Ok(security) };
+        match self.security.security {
+            Some(Mode::None) => Err(Failure::new(Code::Usage, "--identity needs TLS: omit --security none")),
+            Some(Mode::Mtls) => {
+                Err(Failure::new(Code::Usage, "--identity goes with the token; --security mtls has certificates"))
+            }
+            _ => {
+                let identity = Identity::read(file)?;
+                tracing::info!("replicas know this source by: --source-key {}", identity.public());
+                Ok(security.with_identity(identity))
+            }
+        }
+    }
 }
 
 /// What the module does for a snapshot.
@@ -271,6 +309,9 @@ Examples:
   ready before the first replica joins:
     remora source --server redis://127.0.0.1:6379 --user remora --password-file pw \\
       --listen 10.0.0.5:7379 --token-file token --memory 8GiB --eager
+  Serve others with certificates instead of a token:
+    remora source --server redis://127.0.0.1:6379 --listen 10.0.0.5:7379 \\
+      --security mtls --cert source.pem --key source.key --ca ca.pem
   From a server with TLS, which the replicas reach as db1:6390:
     remora source --server rediss://db1:6390 --tls-ca ca.pem --announce db1:6390 \\
       --token-file token

@@ -4,7 +4,7 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::Args;
 
-use super::{HostPort, SecurityArgs};
+use super::{HostPort, SecurityArgs, SourceKeyArgs};
 use crate::{
     exit::{self, Code},
     units::parse_duration,
@@ -18,13 +18,18 @@ pub struct StatusArgs {
     #[arg(long, value_name = "HOST:PORT")]
     pub source: HostPort,
 
-    /// File with the secret that this command shares with the source.
-    #[arg(long, value_name = "FILE")]
-    pub token_file: PathBuf,
+    /// File with the secret that this command shares with the source. Needed unless the source has `--security mtls`
+    /// and no token.
+    #[arg(long, value_name = "FILE", required_unless_present = "cert")]
+    pub token_file: Option<PathBuf>,
 
     #[command(flatten)]
     #[allow(missing_docs)]
     pub security: SecurityArgs,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub expected: SourceKeyArgs,
 
     /// Print one JSON object instead of the table.
     #[arg(long)]

@@ -24,6 +24,13 @@ pub enum TokenAction {
         #[arg(value_name = "FILE")]
         file: PathBuf,
     },
+    /// Write a new key of a source into a file that only its owner can read, and print the public half, which replicas
+    /// are given by --source-key.
+    Identity {
+        /// The file, which must not exist yet.
+        #[arg(value_name = "FILE")]
+        file: PathBuf,
+    },
 }
 
 const ABOUT: &str = "\
@@ -37,6 +44,8 @@ fn more() -> String {
         "\
 Examples:
   remora token new token
+  A key by which replicas know their source, though others hold the token too:
+    remora token identity source.key
   As a secret of another system:
     remora token new - | kubectl create secret generic remora --from-file=token=/dev/stdin
 

@@ -9,6 +9,8 @@ use remora_messenger::handshake::{HandshakeError, Versions};
 use remora_protocol::{DecodeError, REFUSED_AS_BUSY, RefusalCode, Side};
 use remora_wire::{Malformed, TooLarge};
 
+use crate::exit::{Code, Failure};
+
 /// A [`Fault`] and the peer that it happened with.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{peer}: {fault}")]
@@ -17,6 +19,17 @@ pub struct Error {
     pub peer: String,
     /// The failure.
     pub fault: Fault,
+}
+
+impl Error {
+    /// The failure of a command that needs the source.
+    pub(crate) fn of_source(self) -> Failure {
+        let code = match self.fault {
+            Fault::PlaintextNetwork(_) => Code::Refused,
+            _ => Code::Source,
+        };
+        Failure::new(code, format!("the source {self}"))
+    }
 }
 
 /// The result of an operation on a conversation.
@@ -32,6 +45,12 @@ pub enum Fault {
         /// What the peer seems to be, as the end of a sentence that begins with "it".
         looks_like: String,
     },
+    /// The connection would have no TLS.
+    #[error("is not on this host: this {0}")]
+    PlaintextNetwork(&'static str),
+    /// One end does not accept the other end's certificate.
+    #[error("{0}")]
+    Certificate(String),
     /// The two ends have no version of the protocol in common.
     #[error("speaks version {theirs} of the control protocol, this end {ours}: upgrade the older of the two")]
     NoCommonVersion {
@@ -165,6 +184,8 @@ impl Fault {
     pub fn may_pass(&self) -> bool {
         match self {
             Fault::NotRemora { .. }
+            | Fault::PlaintextNetwork(_)
+            | Fault::Certificate(_)
             | Fault::NoCommonVersion { .. }
             | Fault::WrongToken { .. }
             | Fault::UnknownMessage { .. }

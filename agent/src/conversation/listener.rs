@@ -8,8 +8,8 @@
 //! ```
 //!
 //! Control connections and data lanes are separate connections that share the port, so a firewall needs one rule. Their
-//! first eight bytes tell them apart, or with TLS the ALPN protocol in the client's first message. The listener peeks
-//! at these bytes and leaves them in the socket.
+//! first eight bytes tell them apart, and only conversations have TLS. The listener peeks at these bytes and leaves
+//! them in the socket.
 //!
 //! Any host can connect, so the listener bounds what a stranger costs. A connection without a proof has one of
 //! [`GREETINGS`] places, of which each address has a part ([`remora_fabric::admission`]). A connection that sends
@@ -33,9 +33,10 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::{AbortHandle, JoinHandle};
 
+use super::control_tls;
+use super::refusal;
 use super::rejections::Rejections;
-use super::security::{self, ClientHello, Purpose};
-use super::{Connection, Endpoint, Error, Receiver};
+use super::{Connection, Endpoint, Error, Receiver, Security};
 use crate::exit::Failure;
 
 /// Connections that may be in their handshake at once: enough for a burst of replicas, and a bound for a flood of other
@@ -46,10 +47,7 @@ const GREETINGS: Limits = Limits { total: 64, per_address: 32 };
 /// closed without a reason.
 const TURNED_AWAY_LIMIT: usize = 16;
 
-/// Bytes of a connection that are looked at: TLS's first message, of which an agent's has some 300 bytes.
-const FIRST_WORD_BYTES: usize = 4096;
-
-/// Time limit for the first bytes of a connection: eight, or TLS's first message.
+/// Time limit for the first eight bytes of a connection.
 const FIRST_WORD_LIMIT: Duration = Duration::from_secs(5);
 
 /// The first and the longest pause between two looks at a connection that has sent a part of its first eight bytes.
@@ -78,7 +76,16 @@ impl Drop for Listener {
 
 /// Binds the port. The address returned has the actual port if any free one was requested. `who` listens, as `option`
 /// says: both are for the error's text.
-pub(crate) async fn bind(listen: SocketAddr, who: &str, option: &str) -> Result<(TcpListener, SocketAddr), Failure> {
+///
+/// # Errors
+/// The address cannot be bound, or connections to it would not be protected.
+pub(crate) async fn bind(
+    listen: SocketAddr,
+    security: &Security,
+    who: &str,
+    option: &str,
+) -> Result<(TcpListener, SocketAddr), Failure> {
+    security.check(listen.ip()).map_err(|why| Failure::refused(format!("{who} at {option} {listen} {why}")))?;
     let closed = |error: std::io::Error| {
         Failure::local(format!("{who} cannot listen on {listen}: {error}; set another address with {option}"))
     };
@@ -117,7 +124,7 @@ where
                 doorway.rejections.add(|| tracing::warn!(%peer, "connection rejected: too many handshakes at once"));
                 if let Ok(permit) = turned_away.clone().try_acquire_owned() {
                     tokio::spawn(async move {
-                        super::turn_away(stream).await;
+                        refusal::turn_away(stream).await;
                         drop(permit);
                     });
                 }
@@ -239,32 +246,31 @@ async fn greet<T: From<Connection>>(
     lanes: &TcpExporter,
     incoming: &mpsc::Sender<T>,
 ) -> Result<(), String> {
-    let Opening { purpose, is_tls } = first_word(&stream).await?;
-    let tls = conversations.tls();
-    match (is_tls, tls.is_some()) {
-        (true, false) => {
-            return Err("it speaks TLS: start this agent with --security token, or it with none".to_owned());
+    let (opening, peer) = (first_word(&stream).await?, stream.peer_addr().map_err(|error| error.to_string())?);
+    let security = conversations.security();
+    match opening {
+        // Its proof needs no TLS, and what it reads is sealed, or both ends are on loopback, or plaintext is meant.
+        Opening::Lane => {
+            let stream = stream.into_std().map_err(|error| error.to_string())?;
+            stream.set_nonblocking(false).map_err(|error| error.to_string())?;
+            return lanes.adopt(stream).map_err(|error| error.to_string());
         }
-        (false, true) => {
+        Opening::Tls if conversations.tls().is_none() => {
+            return Err("it speaks TLS: start this agent without --security none, or it with that option".to_owned());
+        }
+        Opening::Plain if security.needs_tls(peer.ip()) => {
+            let option = security.option();
             let mut first = [0];
             let is_agent = matches!(stream.peek(&mut first).await, Ok(1)) && first[0] == MAGIC[0];
-            if purpose == Purpose::Control && is_agent {
-                super::refuse_plaintext(stream).await;
+            if is_agent {
+                refusal::refuse_plaintext(stream, option).await;
             }
-            return Err("it does not speak TLS: start it with --security token".to_owned());
+            return Err(format!("it does not speak TLS: start it with --security {option}"));
         }
-        _ => {}
+        Opening::Tls | Opening::Plain => {}
     }
-    if purpose == Purpose::Lane {
-        let stream = stream.into_std().map_err(|error| error.to_string())?;
-        stream.set_nonblocking(false).map_err(|error| error.to_string())?;
-        let adopted = match tls {
-            Some(config) => lanes.adopt_tls(stream, config.clone()),
-            None => lanes.adopt(stream),
-        };
-        return adopted.map_err(|error| error.to_string());
-    }
-    let connection = conversations.accept(stream).await.map_err(|error| error.to_string())?;
+    let is_tls = opening == Opening::Tls;
+    let connection = conversations.accept(stream, is_tls).await.map_err(|error| error.to_string())?;
     incoming.send(connection.into()).await.map_err(|_| "this agent is stopping".to_string())
 }
 
@@ -287,44 +293,41 @@ pub(crate) fn listen_to<T: Send + 'static>(
 }
 
 /// What a connection is, by its first bytes.
-#[derive(Debug, PartialEq, Eq)]
-struct Opening {
-    purpose: Purpose,
-    is_tls: bool,
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Opening {
+    /// A data lane.
+    Lane,
+    /// A conversation with TLS.
+    Tls,
+    /// A conversation without TLS, or something else.
+    Plain,
 }
 
 /// What these first bytes say; `None` if more are needed.
-fn opening(bytes: &[u8]) -> Result<Option<Opening>, String> {
-    let plain = |purpose| Ok(Some(Opening { purpose, is_tls: false }));
-    if security::begins_tls(bytes) {
-        return match security::read_client_hello(bytes)? {
-            ClientHello::For(purpose) => Ok(Some(Opening { purpose, is_tls: true })),
-            ClientHello::Incomplete if bytes.len() >= FIRST_WORD_BYTES => {
-                Err(format!("its TLS greeting is longer than {FIRST_WORD_BYTES} bytes"))
-            }
-            ClientHello::Incomplete => Ok(None),
-        };
+fn opening(bytes: &[u8]) -> Option<Opening> {
+    if bytes.first() == Some(&control_tls::FIRST_BYTE) {
+        return Some(Opening::Tls);
     }
     let length = bytes.len().min(LANE_MAGIC.len());
     match bytes[..length] == LANE_MAGIC[..length] {
-        true if length == LANE_MAGIC.len() => plain(Purpose::Lane),
-        true => Ok(None),
+        true if length == LANE_MAGIC.len() => Some(Opening::Lane),
+        true => None,
         // A magic that differs already need not be complete.
-        false => plain(Purpose::Control),
+        false => Some(Opening::Plain),
     }
 }
 
 /// Reads a connection's first bytes without taking them.
 async fn first_word(stream: &TcpStream) -> Result<Opening, String> {
     let peek = async {
-        let mut bytes = vec![0; FIRST_WORD_BYTES];
+        let mut bytes = [0; LANE_MAGIC.len()];
         let mut pause = PEEK_PAUSES.0;
         loop {
             let n = stream.peek(&mut bytes).await.map_err(|error| error.to_string())?;
             if n == 0 {
-                return Ok(Opening { purpose: Purpose::Control, is_tls: false });
+                return Ok(Opening::Plain);
             }
-            if let Some(opening) = opening(&bytes[..n])? {
+            if let Some(opening) = opening(&bytes[..n]) {
                 return Ok(opening);
             }
             // The rest is under way. Peeking again at once would only spin.
@@ -335,5 +338,22 @@ async fn first_word(stream: &TcpStream) -> Result<Opening, String> {
     match tokio::time::timeout(FIRST_WORD_LIMIT, peek).await {
         Ok(opening) => opening,
         Err(_) => Err(format!("it sent nothing for {} s", FIRST_WORD_LIMIT.as_secs())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_bytes_tell_lanes_and_conversations_apart_as_soon_as_they_can() {
+        for length in 0..LANE_MAGIC.len() {
+            assert_eq!(opening(&LANE_MAGIC[..length]), None, "{length}");
+        }
+        assert_eq!(opening(&LANE_MAGIC), Some(Opening::Lane));
+        assert_eq!((opening(&MAGIC[..1]), opening(&MAGIC[..2])), (None, Some(Opening::Plain)));
+        assert_eq!(opening(b"GET / HT"), Some(Opening::Plain));
+        assert_eq!(opening(&[control_tls::FIRST_BYTE]), Some(Opening::Tls));
+        assert!(![MAGIC[0], LANE_MAGIC[0]].contains(&control_tls::FIRST_BYTE));
     }
 }

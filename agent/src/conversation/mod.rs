@@ -9,15 +9,23 @@
 //!   (an owner that does not call `receive` holds the mailbox full: its peer is not read, and waits)
 //! ```
 //!
-//! Sessions are lossy ([`Policy::lossy_client`], [`Policy::stateless_server`]): an agent whose link breaks connects
+//! Sessions are lossy ([`remora_messenger::policy::Policy::lossy_client`]): an agent whose link breaks connects
 //! again and reports its state anew, which says more than a replay. The layer's pings come from the worker's thread.
 //! They prove that the peer's process and the network work, but not that the peer makes progress:
 //! [`remora_protocol::Progress`] proves that.
 
+pub(crate) mod certificate_roles;
+pub(crate) mod certificates;
+mod control_tls;
 pub mod error;
+mod identity;
 pub(crate) mod listener;
+mod options;
 mod post;
+mod protection;
+mod refusal;
 mod rejections;
+mod role;
 pub(crate) mod security;
 pub(crate) mod tokens;
 
@@ -25,88 +33,31 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use remora_messenger::connection::{Connection as Channel, SendError};
-use remora_messenger::frame::Limits;
-use remora_messenger::handshake::{self, Versions};
+use remora_messenger::connection::{Connection as Channel, Negotiated, SendError};
+use remora_messenger::handshake::Versions;
 use remora_messenger::message::{self, Delivery};
-use remora_messenger::policy::Policy;
 use remora_messenger::stack::Address;
 use remora_messenger::stack::tls::TlsOptions;
 use remora_messenger::{Keyring, Messenger, Options as MessengerOptions};
-use remora_protocol::{
-    MAX_CLIENT_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, Message, NEWEST_VERSION, OLDEST_VERSION, REFUSED_AS_BUSY, Side,
-};
+use remora_protocol::{Message, NEWEST_VERSION, OLDEST_VERSION, Side};
 use remora_wire::Malformed;
 use rustls::ServerConfig;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpStream, ToSocketAddrs};
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::timeout;
 
+use self::certificates::Certificates;
 pub use self::error::{Error, Fault, Result};
+pub(crate) use self::identity::Identity;
+pub use self::identity::SourceKey;
+pub use self::options::Options;
 use self::post::{Introduced, Post};
-use self::security::Purpose;
-pub use self::security::Security;
-pub use self::tokens::Role;
+pub(crate) use self::protection::Protection;
+pub use self::refusal::turn_away;
+pub use self::role::Role;
+pub use self::security::{Mode, Security};
+use self::tokens::keyring_of;
 pub use remora_wire::{Token, derive};
-
-/// Time limits and sizes of a conversation. The defaults are for agents; tests use shorter limits.
-#[derive(Debug, Clone)]
-pub struct Options {
-    /// Time limit for connecting, handshake included, for each address of a name.
-    pub connect_timeout: Duration,
-    /// Time limit for the handshake of an accepted connection, from its first byte to the open session.
-    pub handshake_timeout: Duration,
-    /// Silence after which the peer is sent a ping.
-    pub ping_after: Duration,
-    /// How long the peer may send nothing, or read nothing, before the conversation ends. Several times `ping_after`.
-    pub silence_limit: Duration,
-    /// Length of the send queue, in messages.
-    pub send_queue: usize,
-    /// What protects the connections.
-    pub security: Security,
-}
-
-impl Default for Options {
-    fn default() -> Options {
-        Options {
-            connect_timeout: CONNECT_TIMEOUT,
-            handshake_timeout: HANDSHAKE_TIMEOUT,
-            ping_after: PING_AFTER,
-            silence_limit: SILENCE_LIMIT,
-            send_queue: SEND_QUEUE,
-            security: Security::None,
-        }
-    }
-}
-
-impl Options {
-    /// The defaults, with this protection.
-    pub fn secured(security: Security) -> Options {
-        Options { security, ..Options::default() }
-    }
-
-    fn policy(&self, side: Side) -> Policy {
-        let (policy, opening_limit) = match side {
-            Side::Client => (Policy::lossy_client(), self.connect_timeout),
-            Side::Server => (Policy::stateless_server(), self.handshake_timeout),
-        };
-        // A server has many conversations, so each of them may hold little of its memory.
-        let (longest, mailbox_bytes) = match side {
-            Side::Client => (MAX_PAYLOAD_BYTES, CLIENT_MAILBOX_BYTES),
-            Side::Server => (MAX_CLIENT_PAYLOAD_BYTES, SERVER_MAILBOX_BYTES),
-        };
-        Policy {
-            send_messages: self.send_queue.max(1),
-            receive_each: Some((MAILBOX_MESSAGES, mailbox_bytes)),
-            limits: Limits { front: longest, data: 0 },
-            opening_limit,
-            ping_after: self.ping_after,
-            silence_limit: self.silence_limit,
-            ..policy
-        }
-    }
-}
 
 /// Connects to a source. Both ends prove to each other that they hold the token.
 ///
@@ -131,34 +82,6 @@ pub async fn connect(addr: impl ToSocketAddrs, token: &Token, options: &Options)
         }
     }
     Err(last)
-}
-
-/// Refuses a connection because there is no room for it, reads nothing from it, and closes it. The peer gets
-/// [`Fault::Busy`]. Takes at most a second.
-pub async fn turn_away(stream: TcpStream) {
-    refuse(stream, REFUSED_AS_BUSY, "").await;
-}
-
-/// Refuses a connection because it has no TLS, and closes it. The peer, which may be of an earlier version, shows the
-/// text.
-async fn refuse_plaintext(stream: TcpStream) {
-    refuse(
-        stream,
-        security::REFUSED_AS_PLAINTEXT,
-        "this agent accepts TLS only: start the other one with --security token",
-    )
-    .await;
-}
-
-async fn refuse(mut stream: TcpStream, code: u8, text: &str) {
-    let said = async {
-        stream.write_all(&handshake::refuse(code, text, VERSIONS)).await?;
-        stream.shutdown().await?;
-        let mut piece = [0; TURNED_AWAY_PIECE_BYTES];
-        while stream.read(&mut piece).await? > 0 {} // closing with unread bytes would discard the refusal
-        std::io::Result::Ok(())
-    };
-    let _ = timeout(LINGER, said).await; // best effort: the outcome does not matter
 }
 
 /// The connecting end of many conversations, which share one messenger with one thread. [`connect`] starts a messenger
@@ -205,13 +128,18 @@ impl Endpoint {
         Engine::start(Side::Server, keyring, options).map(Endpoint)
     }
 
-    /// The configuration of accepted connections, if they must have TLS.
-    pub(crate) fn tls(&self) -> Option<&Arc<ServerConfig>> {
-        self.0.server.as_ref()
+    /// The configuration of accepted connections with TLS, if there can be any.
+    pub(crate) fn tls(&self) -> Option<Arc<ServerConfig>> {
+        self.0.server_config()
     }
 
-    /// Performs the handshake on an accepted connection. No byte may have been read from the stream, but it may have
-    /// been peeked at.
+    /// What must protect the connections.
+    pub(crate) fn security(&self) -> &Security {
+        &self.0.options.security
+    }
+
+    /// Performs the handshake on an accepted connection, with or without TLS. No byte may have been read from the
+    /// stream, but it may have been peeked at.
     ///
     /// A peer that has not authenticated holds at most one small frame of memory, for at most
     /// [`Options::handshake_timeout`]. The caller limits how many such peers there are; see [`turn_away`].
@@ -219,10 +147,10 @@ impl Endpoint {
     /// # Errors
     /// As [`connect`]. A peer whose operator can fix the failure is told the reason; any other connection is closed
     /// without an answer.
-    pub async fn accept(&self, stream: TcpStream) -> Result<Connection> {
+    pub async fn accept(&self, stream: TcpStream, is_tls: bool) -> Result<Connection> {
         let peer =
             stream.peer_addr().map_err(|error| Fault::io("asking for the peer's address", error).of("a peer"))?;
-        self.0.greet(stream, peer).await.map_err(|fault| fault.of(peer))
+        self.0.greet(stream, peer, is_tls).await.map_err(|fault| fault.of(peer))
     }
 }
 
@@ -230,7 +158,7 @@ impl Endpoint {
 #[derive(Debug)]
 struct Engine {
     messenger: Option<Messenger>,
-    /// For accepted connections with TLS.
+    /// For accepted connections with TLS, unless the files of certificates decide.
     server: Option<Arc<ServerConfig>>,
     post: Arc<Post>,
     side: Side,
@@ -241,10 +169,10 @@ impl Engine {
     fn start(side: Side, keyring: Arc<Keyring>, options: &Options) -> Result<Arc<Engine>> {
         let failed = |error: String| Fault::io("setting up TLS", std::io::Error::other(error)).of("this end");
         let (client, server) = match side {
-            Side::Client => (options.security.client(Purpose::Control).map_err(failed)?, None),
+            Side::Client => (options.security.client(options.source_key).map_err(failed)?, None),
             Side::Server => (None, options.security.server().map_err(failed)?),
         };
-        let tls = TlsOptions { client, ..TlsOptions::default() };
+        let tls = TlsOptions { client, server_name: options.peer_name.clone(), ..TlsOptions::default() };
         let messenger_options =
             MessengerOptions { keys: Some(keyring), versions: VERSIONS, tls, ..MessengerOptions::default() };
         let post = Arc::new(Post::new(side, options));
@@ -255,9 +183,11 @@ impl Engine {
 
     async fn call(self: &Arc<Engine>, peer: SocketAddr) -> Result<Connection, Fault> {
         let limit = self.options.connect_timeout;
-        let is_tls = self.options.security.is_tls();
+        let security = &self.options.security;
+        security.check(peer.ip()).map_err(Fault::PlaintextNetwork)?;
+        let is_tls = security.needs_tls(peer.ip()) || self.options.source_key.is_some();
         let address = if is_tls { Address::Tls(peer) } else { Address::Tcp(peer) };
-        let met = self.meet(peer, "connecting", limit, |messenger| {
+        let met = self.meet(peer, is_tls, "connecting", limit, |messenger| {
             messenger.connect(&address);
             Ok(())
         });
@@ -265,20 +195,27 @@ impl Engine {
         met.await.map_err(|fault| if is_tls && matches!(fault, Fault::ClosedEarly) { Fault::ClosedTls } else { fault })
     }
 
-    async fn greet(self: &Arc<Engine>, stream: TcpStream, peer: SocketAddr) -> Result<Connection, Fault> {
+    async fn greet(self: &Arc<Engine>, stream: TcpStream, peer: SocketAddr, is_tls: bool) -> Result<Connection, Fault> {
         let stream = stream.into_std().map_err(|error| Fault::io("setting up the socket", error))?;
         let limit = self.options.handshake_timeout;
-        self.meet(peer, "the handshake", limit, |messenger| match &self.server {
+        let config = self.server_config().filter(|_| is_tls);
+        self.meet(peer, is_tls, "the handshake", limit, |messenger| match &config {
             Some(config) => messenger.adopt_tls(stream, config),
-            None => messenger.adopt(stream),
+            _ => messenger.adopt(stream),
         })
         .await
+    }
+
+    fn server_config(&self) -> Option<Arc<ServerConfig>> {
+        let current = || self.options.security.certificates().map(Certificates::server);
+        self.server.as_ref().map(|made| current().unwrap_or_else(|| made.clone()))
     }
 
     /// Begins a handshake with the peer at that address, and waits for its outcome.
     async fn meet(
         self: &Arc<Engine>,
         peer: SocketAddr,
+        is_tls: bool,
         doing: &'static str,
         limit: Duration,
         begin: impl FnOnce(&Messenger) -> std::io::Result<()>,
@@ -294,10 +231,19 @@ impl Engine {
             Ok(Err(_)) => return Err(Fault::ClosedEarly),
             Err(_) => return Err(too_slow(doing, limit)),
         };
-        Ok(self.start_conversation(peer, introduced))
+        Ok(self.start_conversation(peer, is_tls, introduced))
     }
 
-    fn start_conversation(self: &Arc<Engine>, peer: SocketAddr, introduced: Introduced) -> Connection {
+    /// What the peer of a conversation may ask for.
+    fn role_of(&self, negotiated: &Negotiated) -> Role {
+        let of_token = Role::of_mark(negotiated.mark);
+        match self.options.security.certificates().filter(|_| self.side == Side::Server) {
+            Some(certificates) => of_token.and(certificates.role_of(negotiated.certificate.as_deref())),
+            None => of_token,
+        }
+    }
+
+    fn start_conversation(self: &Arc<Engine>, peer: SocketAddr, is_tls: bool, introduced: Introduced) -> Connection {
         let Introduced { channel, negotiated, mailbox, failure } = introduced;
         tracing::debug!(%peer, session = negotiated.number, "handshake complete");
         let facts = Arc::new(Facts {
@@ -306,7 +252,8 @@ impl Engine {
             local: negotiated.local.unwrap_or(peer),
             session: (negotiated.number, negotiated.key),
             version: negotiated.version,
-            role: Role::of_mark(negotiated.mark),
+            role: self.role_of(&negotiated),
+            protection: self.options.security.protection(peer.ip(), is_tls),
             engine: self.clone(),
         });
         let channel = Arc::new(ClosesOnDrop(channel));
@@ -355,6 +302,11 @@ impl Connection {
     /// What the peer may ask for.
     pub fn role(&self) -> Role {
         self.sender.facts.role
+    }
+
+    /// What protects the bytes of this connection.
+    pub(crate) fn protection(&self) -> Protection {
+        self.sender.facts.protection
     }
 
     /// The address of the other end.
@@ -541,6 +493,7 @@ struct Facts {
     session: (u64, [u8; 32]),
     version: u16,
     role: Role,
+    protection: Protection,
     /// Kept alive while the conversation is open.
     engine: Arc<Engine>,
 }
@@ -551,11 +504,6 @@ impl std::fmt::Debug for Facts {
     }
 }
 
-fn keyring_of(token: &Token) -> Result<Arc<Keyring>> {
-    let token = Token::new(token.bytes()).map_err(|error| Fault::NoRandomness(error.to_string()).of("this end"))?;
-    Ok(Arc::new(Keyring::only(Arc::new(token))))
-}
-
 fn too_slow(doing: &'static str, limit: Duration) -> Fault {
     Fault::TimedOut { doing, limit }
 }
@@ -563,39 +511,8 @@ fn too_slow(doing: &'static str, limit: Duration) -> Fault {
 /// The versions of the protocol that this end speaks.
 const VERSIONS: Versions = Versions { oldest: OLDEST_VERSION, newest: NEWEST_VERSION };
 
-/// A SYN is repeated after 1, 3 and 7 seconds. A host that has not answered by then is down.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Two round trips and four hashes take milliseconds. The rest is for an agent that gets no processor time.
-const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// A ping costs about a hundred bytes a second on an idle connection.
-const PING_AFTER: Duration = Duration::from_secs(1);
-
-/// Nine unanswered pings. Several times longer than TCP takes to repair a lost packet, and short enough that a source
-/// soon frees what it keeps for a dead replica.
-const SILENCE_LIMIT: Duration = Duration::from_secs(10);
-
-/// Length of the send queue, in messages: many seconds' worth. Most have less than a hundred bytes; the longest
-/// ([`MAX_PAYLOAD_BYTES`]) is sent only on request.
-const SEND_QUEUE: usize = 64;
-
-/// Messages that may be received and not yet taken by the owner; beyond this the peer is not read. As many as the
-/// peer's send queue holds.
-const MAILBOX_MESSAGES: usize = 64;
-
-/// Bytes of the messages that a client has received and its owner has not yet taken: two of the longest.
-const CLIENT_MAILBOX_BYTES: usize = 2 * MAX_PAYLOAD_BYTES as usize;
-
-/// The same at a server, which may have a thousand conversations: [`MAILBOX_MESSAGES`] of a usual length, or 16 of the
-/// longest.
-const SERVER_MAILBOX_BYTES: usize = 16 * MAX_CLIENT_PAYLOAD_BYTES as usize;
-
 /// How long the last message may take to be read.
 const LINGER: Duration = Duration::from_secs(1);
-
-/// Size of a read from a peer that was refused.
-const TURNED_AWAY_PIECE_BYTES: usize = 512;
 
 #[cfg(test)]
 mod tests;

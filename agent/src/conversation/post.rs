@@ -16,7 +16,7 @@ use remora_messenger::stack::Address;
 use remora_protocol::Side;
 use tokio::sync::{mpsc, oneshot, watch};
 
-use super::{Fault, Options};
+use super::{Fault, Options, certificates};
 /// The receiver of the messenger's callbacks.
 pub(super) struct Post {
     /// Tasks that wait for a handshake with the peer at that address. A listener has one connection from an address at
@@ -107,7 +107,10 @@ impl Post {
         match broken {
             LinkError::Ended | LinkError::Cut => closed,
             LinkError::Io(error) if is_gone(error) => closed,
-            LinkError::Io(error) => Fault::io("reading or writing", copy(error)),
+            LinkError::Io(error) => match certificates::explain(error) {
+                Some(text) => Fault::Certificate(text),
+                None => Fault::io("reading or writing", copy(error)),
+            },
             LinkError::Unreachable(error) => Fault::Unreachable(Arc::new(copy(error))),
             LinkError::TooSlow(_) if early => Fault::TimedOut { doing: "the handshake", limit: self.opening_limit },
             LinkError::TooSlow(_) => Fault::PeerNotReading { limit: self.silence_limit },

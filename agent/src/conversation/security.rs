@@ -1,152 +1,225 @@
 //! What protects the connections between agents: control connections and data lanes.
 //!
-//! With [`Security::Token`] every connection is TLS 1.3, and identities come from the token. The end that listens makes
-//! a certificate when it starts, and the end that connects does not check whose it is. The proofs inside depend on the
-//! TLS session instead ([`remora_messenger::stack::Link::channel_binding`]), so an attacker in the middle, who has two
-//! sessions, fails them.
+//! With [`Mode::Token`], and by default with every address that is not loopback, connections have TLS 1.3, and
+//! identities come from the token. The end that listens makes a certificate when it starts, and the end that connects
+//! does not check whose it is. The proofs inside depend on the TLS session instead
+//! ([`remora_messenger::stack::Link::channel_binding`]), so an attacker in the middle, who has two sessions, fails
+//! them.
 //!
-//! The ALPN protocol tells control connections from data lanes: the listener reads it from the client's first message,
-//! which it only peeks at.
+//! With [`Mode::Mtls`] both ends present certificates and check those of the other end ([`super::certificates`]).
+//!
+//! Data lanes have no TLS. Their proofs derive from a conversation, and what they carry to other hosts is sealed.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use clap::ValueEnum;
-use remora_protocol::REFUSED_AS_BUSY;
-use rustls::client::Resumption;
+use rcgen::{CertificateParams, KeyPair};
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::{WebPkiSupportedAlgorithms, ring, verify_tls12_signature, verify_tls13_signature};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
-use rustls::server::Acceptor;
 use rustls::version::TLS13;
-use rustls::{ClientConfig, DigitallySignedStruct, ServerConfig, SignatureScheme};
+use rustls::{CertificateError, ClientConfig, DigitallySignedStruct, ServerConfig, SignatureScheme};
 
-/// What protects the connections between agents.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub enum Security {
+use super::certificates::Certificates;
+use super::control_tls;
+use super::identity::{Identity, SourceKey};
+use super::protection::{Protection, is_loopback};
+
+/// The values of `--security`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Mode {
     /// Only the proofs and seals of the control connection: the data can be read and changed on the network.
-    #[default]
     None,
     /// TLS 1.3, authenticated by the token.
     Token,
+    /// TLS 1.3 with certificates of both ends, and by the token where one is given.
+    Mtls,
 }
 
-/// What a connection is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Purpose {
-    /// Messages between agents.
-    Control,
-    /// Bytes of the tables.
-    Lane,
-}
-
-impl Purpose {
-    fn protocol(self) -> &'static [u8] {
-        match self {
-            Purpose::Control => b"remora/control",
-            Purpose::Lane => b"remora/lane",
-        }
-    }
-}
-
-/// The first message of a TLS client, as far as it has arrived.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum ClientHello {
-    /// More bytes are needed.
-    Incomplete,
-    /// A connection for this purpose.
-    For(Purpose),
+/// What must protect the connections of an agent. The default depends on the other end's address: nothing for loopback,
+/// which no other host can read, and TLS for every other address.
+#[derive(Clone, Debug, Default)]
+pub struct Security {
+    mode: Option<Mode>,
+    /// Connections to other hosts without TLS are meant.
+    plaintext_network: bool,
+    /// For [`Mode::Mtls`] only.
+    certificates: Option<Arc<Certificates>>,
+    /// The name that peers' certificates must be for, in place of the address by which they are reached.
+    peer_name: Option<String>,
+    /// The key that this end proves where it listens, for [`Mode::Token`] and the default.
+    identity: Option<Arc<Identity>>,
 }
 
 impl Security {
-    /// Whether connections have TLS.
-    pub(crate) fn is_tls(self) -> bool {
-        self == Security::Token
+    /// What `--security` and `--plaintext-network` say, without certificates.
+    pub fn new(mode: Option<Mode>, plaintext_network: bool) -> Security {
+        Security { mode, plaintext_network, ..Security::default() }
     }
 
-    /// What it is, for logs.
-    pub(crate) fn text(self) -> &'static str {
-        match self {
-            Security::None => "none: the data are not encrypted",
-            Security::Token => "TLS 1.3, authenticated by the token",
+    /// TLS with these certificates for every address.
+    pub(crate) fn mtls(certificates: Certificates, peer_name: Option<String>) -> Security {
+        let certificates = Some(Arc::new(certificates));
+        Security { mode: Some(Mode::Mtls), certificates, peer_name, ..Security::default() }
+    }
+
+    /// The same, where this end proves that key.
+    #[must_use]
+    pub(crate) fn with_identity(self, identity: Identity) -> Security {
+        Security { identity: Some(Arc::new(identity)), ..self }
+    }
+
+    /// The certificates of this end, if it has any.
+    pub(crate) fn certificates(&self) -> Option<&Certificates> {
+        self.certificates.as_deref()
+    }
+
+    /// The name that the certificate of an agent must be for if it is reached by this host name or address; `None`:
+    /// names are not checked.
+    pub(super) fn name_of(&self, host: &str) -> Option<String> {
+        let name = self.peer_name.as_deref().unwrap_or(host);
+        self.certificates.as_ref().map(|_| name.to_owned())
+    }
+
+    /// Whether connections between this end and that address have TLS.
+    pub(crate) fn needs_tls(&self, address: IpAddr) -> bool {
+        match self.mode {
+            Some(Mode::None) => false,
+            Some(Mode::Token | Mode::Mtls) => true,
+            None => !is_loopback(address),
         }
     }
 
-    /// The configuration of connections for this purpose; `None` without TLS.
+    /// Whether connections between this end and that address may be made.
+    ///
+    /// # Errors
+    /// They would have no TLS, and the address is not loopback. The text begins with a verb.
+    pub(crate) fn check(&self, address: IpAddr) -> Result<(), &'static str> {
+        let is_plain = !self.needs_tls(address) && !is_loopback(address);
+        if is_plain && !self.plaintext_network { Err(PLAINTEXT_REFUSED) } else { Ok(()) }
+    }
+
+    /// Whether what a source with this address exports to other hosts is ciphertext. Then data lanes and RDMA need no
+    /// protection of their own.
+    pub fn seals_tables(&self, listen: IpAddr) -> bool {
+        self.needs_tls(listen)
+    }
+
+    /// Whether data that are not sealed may be read from that address.
+    pub(crate) fn permits_plain_data(&self, address: IpAddr) -> bool {
+        let needs_tls = matches!(self.mode, Some(Mode::Token | Mode::Mtls));
+        !needs_tls && (is_loopback(address) || self.plaintext_network)
+    }
+
+    /// Whether data that are not sealed may cross the network, by RDMA too.
+    pub(crate) fn permits_plain_network(&self) -> bool {
+        self.plaintext_network
+    }
+
+    /// The value of `--security` that other agents need for connections with TLS.
+    pub(super) fn option(&self) -> &'static str {
+        if self.certificates.is_some() { "mtls" } else { "token" }
+    }
+
+    /// What protects a connection with that address.
+    pub(super) fn protection(&self, peer: IpAddr, is_tls: bool) -> Protection {
+        match is_tls {
+            true if self.certificates.is_some() => Protection::Certificates,
+            true => Protection::Token,
+            false if is_loopback(peer) => Protection::Loopback,
+            false => Protection::Plaintext,
+        }
+    }
+
+    /// What it is at a port with this address, for logs.
+    pub(crate) fn text(&self, listen: IpAddr) -> &'static str {
+        match self.mode {
+            Some(Mode::None) => "none: the data are not encrypted",
+            Some(Mode::Token) => "TLS 1.3, token",
+            Some(Mode::Mtls) => "TLS 1.3, certificates",
+            None if is_loopback(listen) => "plaintext on loopback",
+            None => "TLS 1.3, token; plaintext on loopback",
+        }
+    }
+
+    /// The configuration of control connections; `None` if none of them has TLS. The peer must hold that key, if one is
+    /// given and certificates do not say who it is.
     ///
     /// # Errors
     /// rustls's cryptography does not provide TLS 1.3.
-    pub(crate) fn client(self, purpose: Purpose) -> Result<Option<Arc<ClientConfig>>, String> {
-        if !self.is_tls() {
+    pub(crate) fn client(&self, expected: Option<SourceKey>) -> Result<Option<Arc<ClientConfig>>, String> {
+        if self.mode == Some(Mode::None) {
             return Ok(None);
         }
+        if let Some(certificates) = &self.certificates {
+            return Ok(Some(certificates.client()));
+        }
         let provider = Arc::new(ring::default_provider());
-        let verifier = Arc::new(AnyCertificate(provider.signature_verification_algorithms));
+        let verifier = Arc::new(AnyCertificate { algorithms: provider.signature_verification_algorithms, expected });
         let config = ClientConfig::builder_with_provider(provider).with_protocol_versions(&[&TLS13]);
         let config = config.map_err(|error| error.to_string())?;
         let mut config = config.dangerous().with_custom_certificate_verifier(verifier).with_no_client_auth();
-        config.alpn_protocols = vec![purpose.protocol().to_vec()];
-        config.resumption = Resumption::disabled();
+        control_tls::of_client(&mut config);
         Ok(Some(Arc::new(config)))
     }
 
-    /// The configuration of a port, with a new certificate; `None` without TLS.
+    /// The configuration of a port, with a new certificate unless there are [`Security::certificates`]; `None` if none
+    /// of its connections has TLS.
     ///
     /// # Errors
     /// No certificate can be made.
-    pub(crate) fn server(self) -> Result<Option<Arc<ServerConfig>>, String> {
-        if !self.is_tls() {
+    pub(crate) fn server(&self) -> Result<Option<Arc<ServerConfig>>, String> {
+        if self.mode == Some(Mode::None) {
             return Ok(None);
         }
+        if let Some(certificates) = &self.certificates {
+            return Ok(Some(certificates.server()));
+        }
         let failed = |error: &dyn std::fmt::Display| format!("cannot make a certificate for TLS: {error}");
-        let made = rcgen::generate_simple_self_signed([CERTIFICATE_NAME.to_owned()]).map_err(|error| failed(&error))?;
-        let key = PrivateKeyDer::try_from(made.signing_key.serialize_der()).map_err(|error| failed(&error))?;
+        let throw_away;
+        let key = match &self.identity {
+            Some(identity) => identity.key(),
+            None => {
+                throw_away = KeyPair::generate().map_err(|error| failed(&error))?;
+                &throw_away
+            }
+        };
+        let made = CertificateParams::new([CERTIFICATE_NAME.to_owned()]).and_then(|params| params.self_signed(key));
+        let made = made.map_err(|error| failed(&error))?;
+        let key = PrivateKeyDer::try_from(key.serialize_der()).map_err(|error| failed(&error))?;
         let config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
             .with_protocol_versions(&[&TLS13])
-            .and_then(|config| config.with_no_client_auth().with_single_cert(vec![made.cert.der().clone()], key));
+            .and_then(|config| config.with_no_client_auth().with_single_cert(vec![made.der().clone()], key));
         let mut config = config.map_err(|error| failed(&error))?;
-        config.alpn_protocols = [Purpose::Control, Purpose::Lane].map(|purpose| purpose.protocol().to_vec()).into();
-        config.send_tls13_tickets = 0;
+        control_tls::of_port(&mut config);
         Ok(Some(Arc::new(config)))
     }
 }
 
-/// Whether these first bytes of a connection begin a record of TLS's handshake.
-pub(super) fn begins_tls(bytes: &[u8]) -> bool {
-    bytes.iter().zip([0x16, 0x03]).all(|(byte, expected)| *byte == expected) && !bytes.is_empty()
-}
-
-/// Reads the first bytes of a TLS client.
-///
-/// # Errors
-/// Why they are not the beginning of a connection of an agent.
-pub(super) fn read_client_hello(mut bytes: &[u8]) -> Result<ClientHello, String> {
-    let mut acceptor = Acceptor::default();
-    while !bytes.is_empty() {
-        acceptor.read_tls(&mut bytes).map_err(|error| error.to_string())?;
-    }
-    let accepted = acceptor.accept().map_err(|(error, _)| format!("its TLS greeting is not valid: {error}"))?;
-    let Some(accepted) = accepted else { return Ok(ClientHello::Incomplete) };
-    let hello = accepted.client_hello();
-    let mut protocols = hello.alpn().into_iter().flatten();
-    let purpose = protocols
-        .find_map(|name| [Purpose::Control, Purpose::Lane].into_iter().find(|purpose| purpose.protocol() == name));
-    purpose.map(ClientHello::For).ok_or_else(|| "it speaks TLS, but it is not a Remora agent".to_owned())
-}
-
-/// Accepts every certificate, and checks that the peer has its key. Who the peer is follows from the proofs inside.
+/// Accepts every certificate, or every one of that key, and checks that the peer has its key. Who the peer is otherwise
+/// follows from the proofs inside.
 #[derive(Debug)]
-struct AnyCertificate(WebPkiSupportedAlgorithms);
+struct AnyCertificate {
+    algorithms: WebPkiSupportedAlgorithms,
+    expected: Option<SourceKey>,
+}
 
 impl ServerCertVerifier for AnyCertificate {
     fn verify_server_cert(
         &self,
-        _: &CertificateDer<'_>,
+        certificate: &CertificateDer<'_>,
         _: &[CertificateDer<'_>],
         _: &ServerName<'_>,
         _: &[u8],
         _: UnixTime,
     ) -> Result<ServerCertVerified, rustls::Error> {
-        Ok(ServerCertVerified::assertion())
+        match self.expected {
+            Some(expected) if !expected.is_of(certificate) => {
+                Err(CertificateError::ApplicationVerificationFailure.into())
+            }
+            _ => Ok(ServerCertVerified::assertion()),
+        }
     }
 
     fn verify_tls12_signature(
@@ -155,7 +228,7 @@ impl ServerCertVerifier for AnyCertificate {
         certificate: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_tls12_signature(message, certificate, signed, &self.0)
+        verify_tls12_signature(message, certificate, signed, &self.algorithms)
     }
 
     fn verify_tls13_signature(
@@ -164,59 +237,17 @@ impl ServerCertVerifier for AnyCertificate {
         certificate: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_tls13_signature(message, certificate, signed, &self.0)
+        verify_tls13_signature(message, certificate, signed, &self.algorithms)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.0.supported_schemes()
+        self.algorithms.supported_schemes()
     }
 }
 
-/// The code of a refusal because the connection has no TLS. Callers show the text of codes that they do not know.
-pub(super) const REFUSED_AS_PLAINTEXT: u8 = REFUSED_AS_BUSY + 1;
+/// Why a connection is not made.
+const PLAINTEXT_REFUSED: &str = "would send the data over the network without encryption, as --security none asks for: omit \
+    --security for TLS, or add --plaintext-network if this is meant";
 
 /// The name in the certificate, which no end checks.
 const CERTIFICATE_NAME: &str = "remora";
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-
-    use rustls::ClientConnection;
-
-    use super::*;
-
-    fn hello(purpose: Purpose) -> Vec<u8> {
-        let config = Security::Token.client(purpose).unwrap().unwrap();
-        let mut client = ClientConnection::new(config, ServerName::try_from("127.0.0.1").unwrap()).unwrap();
-        let mut bytes = Vec::new();
-        client.write_tls(&mut bytes).unwrap();
-        bytes
-    }
-
-    #[test]
-    fn the_purpose_is_known_as_soon_as_the_first_message_is_there_and_not_before() {
-        for purpose in [Purpose::Control, Purpose::Lane] {
-            let bytes = hello(purpose);
-            assert!(begins_tls(&bytes) && begins_tls(&bytes[..1]));
-            for length in 0..bytes.len() {
-                assert_eq!(read_client_hello(&bytes[..length]), Ok(ClientHello::Incomplete), "{length}");
-            }
-            assert_eq!(read_client_hello(&bytes), Ok(ClientHello::For(purpose)));
-        }
-        assert!(!begins_tls(b"") && !begins_tls(b"REMORA\r\n") && !begins_tls(&[0x16, 0x01]));
-    }
-
-    #[test]
-    fn bytes_that_are_no_greeting_of_an_agent_are_refused() {
-        assert!(read_client_hello(&[0x16, 0x03, 0x01, 0x00, 0x04, 0xff, 0x00, 0x00, 0x00]).is_err());
-        let provider = Arc::new(ring::default_provider());
-        let verifier = Arc::new(AnyCertificate(provider.signature_verification_algorithms));
-        let config = ClientConfig::builder_with_provider(provider).with_protocol_versions(&[&TLS13]).unwrap();
-        let config = config.dangerous().with_custom_certificate_verifier(verifier).with_no_client_auth();
-        let mut client = ClientConnection::new(Arc::new(config), ServerName::try_from("a.host").unwrap()).unwrap();
-        let mut bytes = Vec::new();
-        client.write_tls(&mut bytes).unwrap();
-        assert!(read_client_hello(&bytes).unwrap_err().contains("not a Remora agent"));
-    }
-}

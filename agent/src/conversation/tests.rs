@@ -5,6 +5,7 @@
 use super::*;
 use remora_messenger::handshake::MAGIC;
 use remora_protocol::{Outcome, RefusalCode, WaitCause};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 use tokio::time::{Instant, sleep};
 
@@ -24,7 +25,9 @@ fn impatient() -> Options {
         ping_after: TENTH,
         silence_limit: 5 * TENTH,
         send_queue: 4,
-        security: Security::None,
+        security: Security::default(),
+        peer_name: None,
+        source_key: None,
     }
 }
 
@@ -40,7 +43,7 @@ async fn listener() -> (TcpListener, SocketAddr) {
 async fn pair(client: Token, server: Token) -> (Result<Connection>, Result<Connection>) {
     let (listener, address) = listener().await;
     let endpoint = Endpoint::new(&server, &Options::default()).unwrap();
-    let accepting = async { endpoint.accept(listener.accept().await.unwrap().0).await };
+    let accepting = async { endpoint.accept(listener.accept().await.unwrap().0, false).await };
     let options = Options::default();
     tokio::join!(connect(address, &client, &options), accepting)
 }
@@ -55,7 +58,7 @@ async fn talking_through(client: &Options, server: &Options) -> (Connection, Con
     let ((near, near_address), (far, far_address)) = (listener().await, listener().await);
     let token = token();
     let endpoint = Endpoint::new(&token, server).unwrap();
-    let accepting = async { endpoint.accept(far.accept().await.unwrap().0).await };
+    let accepting = async { endpoint.accept(far.accept().await.unwrap().0, false).await };
     let between = async {
         let mut near = near.accept().await.unwrap().0;
         let mut far = TcpStream::connect(far_address).await.unwrap();
@@ -73,7 +76,7 @@ async fn server_receives(bytes: &[u8]) -> (Fault, Vec<u8>) {
     let mut stranger = TcpStream::connect(address).await.unwrap();
     stranger.write_all(bytes).await.unwrap();
     let mut answer = Vec::new();
-    let accepting = async { endpoint.accept(listener.accept().await.unwrap().0).await };
+    let accepting = async { endpoint.accept(listener.accept().await.unwrap().0, false).await };
     let (outcome, read) = tokio::join!(accepting, stranger.read_to_end(&mut answer));
     drop(read); // unread bytes make the close a reset
     (outcome.unwrap_err().fault, answer)
@@ -114,7 +117,7 @@ async fn two_ends_with_one_token_exchange_messages() {
     let (mut client, mut server) = talking().await;
     assert_eq!(client.session(), server.session());
     assert_eq!(client.session_key(), server.session_key());
-    assert_eq!((client.version(), server.version()), (3, 3));
+    assert_eq!((client.version(), server.version()), (NEWEST_VERSION, NEWEST_VERSION));
     assert_eq!(client.peer_addr(), server.local_addr());
     assert_eq!(client.local_addr(), server.peer_addr());
     client.send(leave("the end")).await.unwrap();
@@ -150,7 +153,7 @@ async fn one_endpoint_has_many_conversations_each_with_a_number_and_a_key_of_its
     let (token, options) = (token(), Options::default());
     let (mut sessions, mut held) = (Vec::new(), Vec::new());
     for number in 0..5 {
-        let accepting = async { endpoint.accept(listener.accept().await.unwrap().0).await };
+        let accepting = async { endpoint.accept(listener.accept().await.unwrap().0, false).await };
         let (client, server) = tokio::join!(connect(address, &token, &options), accepting);
         let (mut client, mut server) = (client.unwrap(), server.unwrap());
         assert_eq!((client.session(), client.session_key()), (server.session(), server.session_key()));
@@ -376,7 +379,7 @@ async fn a_greeting_that_dribbles_is_cut_at_its_limit() {
         }
     };
     let begun = Instant::now();
-    let accepting = async { endpoint.accept(listener.accept().await.unwrap().0).await };
+    let accepting = async { endpoint.accept(listener.accept().await.unwrap().0, false).await };
     let (outcome, ()) = tokio::join!(accepting, dribble);
     let fault = outcome.unwrap_err().fault;
     assert!(matches!(fault, Fault::TimedOut { doing: "the handshake", .. }), "{fault}");

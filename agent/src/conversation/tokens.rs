@@ -5,47 +5,66 @@ use std::sync::Arc;
 
 use remora_messenger::keyring::MAX_KEYS;
 use remora_messenger::{Key, Keyring};
-use remora_protocol::Message;
+use tokio::net::ToSocketAddrs;
 
-use super::Token;
+use super::role::Role;
+use super::{Connection, Error, Fault, Options, Security, SourceKey, Token};
 use crate::exit::Failure;
+use crate::signals;
+use crate::tasks::AbortOnDrop;
 
-/// What a peer may ask for. It follows from the token that the peer proved.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Role {
-    /// Everything: the peer may become a replica.
-    Replica,
-    /// The status, and nothing else. No byte of the data set is in it.
-    Monitor,
+/// What an agent needs to connect to another one.
+#[derive(Clone, Debug)]
+pub(crate) struct Credentials {
+    tokens: Arc<Keyring>,
+    pub(crate) security: Security,
+    /// The key that the source must hold; `None`: any.
+    source_key: Option<SourceKey>,
 }
 
-impl Role {
-    /// Whether a peer with this role may send this message.
-    pub(crate) fn may_send(self, message: &Message) -> bool {
-        match self {
-            Role::Replica => true,
-            Role::Monitor => matches!(message, Message::StatusQuery | Message::Leave { .. }),
-        }
+impl Credentials {
+    /// Connects to the source at this host name or address.
+    ///
+    /// # Errors
+    /// As [`connect`](super::connect).
+    pub(crate) async fn connect(&self, host: &str, port: u16) -> Result<Connection, Error> {
+        let options = Options { source_key: self.source_key, ..self.options(host) };
+        self.connect_with((host, port), &options).await
     }
 
-    fn mark(self) -> u16 {
-        match self {
-            Role::Replica => 0,
-            Role::Monitor => 1,
-        }
+    /// Connects with these options, and proves the token that is in the first file now.
+    ///
+    /// # Errors
+    /// As [`connect`](super::connect).
+    pub(crate) async fn connect_with(&self, to: impl ToSocketAddrs, options: &Options) -> Result<Connection, Error> {
+        super::connect(to, &self.tokens.first(), options).await
     }
 
-    /// The role with this mark. A mark of no role permits the least.
-    pub(super) fn of_mark(mark: u16) -> Role {
-        if mark == Role::Replica.mark() { Role::Replica } else { Role::Monitor }
+    /// The usual options for another replica at this host name or address.
+    pub(crate) fn options(&self, host: &str) -> Options {
+        Options { peer_name: self.security.name_of(host), ..Options::secured(self.security.clone()) }
+    }
+
+    /// Reads the token file of a command.
+    ///
+    /// # Errors
+    /// The file cannot be used, or none was named, and no certificate proves who this agent is.
+    pub(crate) fn read(
+        token: Option<&PathBuf>,
+        security: Security,
+        source_key: Option<SourceKey>,
+    ) -> Result<Credentials, Failure> {
+        let files: Vec<PathBuf> = token.into_iter().cloned().collect();
+        Ok(TokenFiles::read(&files, &[], security)?.credentials(source_key))
     }
 }
 
 /// The token files of an agent that listens.
+#[derive(Clone)]
 pub(crate) struct TokenFiles {
     files: Vec<(PathBuf, Role)>,
-    first: Arc<Token>,
     keyring: Arc<Keyring>,
+    security: Security,
 }
 
 impl TokenFiles {
@@ -53,24 +72,26 @@ impl TokenFiles {
     /// those of monitors.
     ///
     /// # Errors
-    /// A file cannot be used, two files hold the same token, or there are more than [`MAX_KEYS`].
-    pub(crate) fn read(replicas: &[PathBuf], monitors: &[PathBuf]) -> Result<TokenFiles, Failure> {
+    /// A file cannot be used, two files hold the same token, there are more than [`MAX_KEYS`], or none was named for
+    /// replicas, and no certificate proves who a peer is.
+    pub(crate) fn read(replicas: &[PathBuf], monitors: &[PathBuf], security: Security) -> Result<TokenFiles, Failure> {
+        if replicas.is_empty() && security.certificates().is_none() {
+            return Err(Failure::refused("no token file: give one with --token-file"));
+        }
         let replicas = replicas.iter().map(|path| (path.clone(), Role::Replica));
         let monitors = monitors.iter().map(|path| (path.clone(), Role::Monitor));
         let files: Vec<(PathBuf, Role)> = replicas.chain(monitors).collect();
-        let keys = keys(&files)?;
-        let first = keys
-            .first()
-            .map(Key::token)
-            .ok_or_else(|| Failure::refused("no token file: give one with --token-file"))?;
-        let keyring = Keyring::new(keys)
+        let keyring = Keyring::new(keys(&files)?)
             .map_err(|count| Failure::refused(format!("{count}; give at most {MAX_KEYS} token files in all")))?;
-        Ok(TokenFiles { files, first, keyring: Arc::new(keyring) })
+        Ok(TokenFiles { files, keyring: Arc::new(keyring), security })
     }
 
-    /// Reads the files again, and logs the outcome. New connections need the tokens in them; conversations that are
-    /// open go on. If a file cannot be used, the tokens read before stay valid.
+    /// Reads the files again, those of certificates too, and logs the outcome. New connections need what is in them;
+    /// conversations that are open go on. If a file cannot be used, what was read before stays valid.
     pub(crate) fn read_again(&self) {
+        if let Some(certificates) = self.security.certificates() {
+            certificates.read_again();
+        }
         let replaced = keys(&self.files)
             .and_then(|keys| self.keyring.replace(keys).map_err(|count| Failure::refused(count.to_string())));
         match replaced {
@@ -79,15 +100,40 @@ impl TokenFiles {
         }
     }
 
-    /// The token that this agent proves where it connects.
-    pub(crate) fn first(&self) -> Arc<Token> {
-        self.first.clone()
+    /// Reads the files again on each SIGHUP, until the returned owner of the task is dropped.
+    ///
+    /// # Errors
+    /// The system refused a handler.
+    pub(crate) fn read_again_on_hangup(&self) -> Result<AbortOnDrop, Failure> {
+        let (mut hangups, files) = (signals::hangups()?, self.clone());
+        let task = tokio::spawn(async move {
+            while hangups.recv().await.is_some() {
+                files.read_again();
+            }
+        });
+        Ok(AbortOnDrop::new(&task))
+    }
+
+    /// What this agent proves where it connects: the first token, and its certificate.
+    pub(crate) fn credentials(&self, source_key: Option<SourceKey>) -> Credentials {
+        Credentials { tokens: self.keyring.clone(), security: self.security.clone(), source_key }
+    }
+
+    /// What protects connections.
+    pub(crate) fn security(&self) -> &Security {
+        &self.security
     }
 
     /// All tokens, for an [`Endpoint`](super::Endpoint).
     pub(crate) fn keyring(&self) -> Arc<Keyring> {
         self.keyring.clone()
     }
+}
+
+/// A keyring with this token only, of [`Role::Replica`].
+pub(super) fn keyring_of(token: &Token) -> Result<Arc<Keyring>, Error> {
+    let token = Token::new(token.bytes()).map_err(|error| Fault::NoRandomness(error.to_string()).of("this end"))?;
+    Ok(Arc::new(Keyring::only(Arc::new(token))))
 }
 
 fn keys(files: &[(PathBuf, Role)]) -> Result<Vec<Key>, Failure> {
@@ -101,5 +147,13 @@ fn keys(files: &[(PathBuf, Role)]) -> Result<Vec<Key>, Failure> {
         }
         keys.push(Key::new(Arc::new(token), role.mark()));
     }
+    if !files.iter().any(|(_, role)| *role == Role::Replica) {
+        let known = Token::new(KNOWN_TOKEN).map_err(|error| Failure::local(error.to_string()))?;
+        keys.push(Key::new(Arc::new(known), Role::Replica.mark()));
+    }
     Ok(keys)
 }
+
+/// The token of agents whose certificates prove who they are, and that were given no token file. It is not secret: the
+/// session's key depends on the TLS session too, which only the two ends know.
+const KNOWN_TOKEN: &[u8] = b"remora: certificates prove who the ends are";

@@ -24,7 +24,9 @@ use remora_fabric::{Connector, Error, Memory, Pages, RegionKey, Secret, Transpor
 use remora_protocol::Message;
 
 use crate::args::ProbeArgs;
-use crate::conversation::{Connection, Options, Token, derive};
+use crate::conversation::certificate_roles::CertificateRoles;
+use crate::conversation::tokens::Credentials;
+use crate::conversation::{Connection, derive};
 use crate::exit::{Code, Failure};
 use crate::lanes::LANES_LABEL;
 use crate::transports::connectors::TransportChoices;
@@ -34,16 +36,18 @@ use self::measure::{Cell, Plan};
 /// How long the source may take to create its region: it touches 64 MiB, and registers them with an RDMA device.
 const OFFER_LIMIT: Duration = Duration::from_secs(20);
 
+/// The region holds no data, so it may be read as if it were sealed.
+const HOLDS_NO_DATA: bool = true;
+
 /// Measures, and prints the result on stdout.
 ///
 /// # Errors
 /// The token file is not usable, the source cannot be reached or refuses the request, or no transport could be
 /// measured.
 pub async fn run(args: ProbeArgs) -> Result<(), Failure> {
-    let token = Token::read_file(&args.token_file).map_err(|error| Failure::refused(error.to_string()))?;
-    let address = (args.source.host.as_str(), args.source.port);
-    let connected = crate::conversation::connect(address, &token, &Options::secured(args.security.security)).await;
-    let mut connection = connected.map_err(denied)?;
+    let security = args.security.open_for(&args.expected, CertificateRoles::default())?;
+    let credentials = Credentials::read(args.token_file.as_ref(), security, args.expected.source_key)?;
+    let mut connection = credentials.connect(&args.source.host, args.source.port).await.map_err(denied)?;
     let keys = ask(&mut connection, &args).await?;
     let way = Way {
         session: connection.session(),
@@ -52,12 +56,8 @@ pub async fn run(args: ProbeArgs) -> Result<(), Failure> {
         keys,
     };
     let (plan, json) = (Plan::new(&args), args.json);
-    let wish = TransportChoices {
-        choice: args.transport,
-        lanes: args.lanes,
-        rdma: args.rdma,
-        security: args.security.security,
-    };
+    let wish =
+        TransportChoices { choice: args.transport, lanes: args.lanes, rdma: args.rdma, security: credentials.security };
     let mut measuring = tokio::task::spawn_blocking(move || way.measure(&wish, &plan));
     let report = loop {
         tokio::select! {
@@ -94,7 +94,7 @@ async fn ask(connection: &mut Connection, args: &ProbeArgs) -> Result<Vec<Region
 }
 
 fn denied(error: crate::conversation::Error) -> Failure {
-    Failure::new(Code::Source, format!("the source {error}"))
+    error.of_source()
 }
 
 /// How to connect to the region.
@@ -129,7 +129,7 @@ impl Way {
     fn measure(&self, wish: &TransportChoices, plan: &Plan) -> Result<Report, Failure> {
         let sink = self.sink(plan)?;
         let deadline = Instant::now() + plan.limit;
-        let transports = wish.each(self.source).into_iter().map(|(kind, connector)| {
+        let transports = wish.each(self.source, HOLDS_NO_DATA).into_iter().map(|(kind, connector)| {
             let outcome = connector.and_then(|connector| self.transport(&*connector, &sink, plan, deadline));
             (kind, outcome.unwrap_or_else(|error| Outcome::Unusable(error.to_string())))
         });

@@ -112,9 +112,22 @@ impl Control {
 
     /// Points the server at a primary, if the server is still as expected at this moment.
     pub(super) async fn follow(&mut self, primary: (&str, u16), expected: Expected<'_>) -> Result<(), NotOurs> {
-        self.still_ours(expected).await?;
+        self.follow_if(primary, expected, |_| true).await.map(drop)
+    }
+
+    /// As [`Control::follow`], if `may` agrees with what the server says at this moment. Returns whether it did.
+    pub(super) async fn follow_if(
+        &mut self,
+        primary: (&str, u16),
+        expected: Expected<'_>,
+        may: impl Fn(&Facts) -> bool,
+    ) -> Result<bool, NotOurs> {
+        let facts = self.still_ours(expected).await?;
+        if !may(&facts) {
+            return Ok(false);
+        }
         self.command(&["REPLICAOF", primary.0, &primary.1.to_string()]).await?;
-        Ok(())
+        Ok(true)
     }
 
     /// Points the server at `link` and makes its replication position worthless on the way. Returns the replication

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use remora_fabric::Peer;
-use remora_table::{JournalReader, Progress, Slot, SnapshotCopy, SnapshotReader};
+use remora_table::{JournalReader, Progress, Seal, Slot, SnapshotCopy, SnapshotReader};
 
 use super::meter::Meter;
 use super::parts::{FeedError, Mapped, Parts};
@@ -32,10 +32,16 @@ impl Feed {
         Feed { id, snapshot: None, journal: None, parts: Some(parts) }
     }
 
+    /// What the slots of the snapshot are sealed with, before its reader is created.
+    pub(super) fn seal(&self) -> Option<Arc<Seal>> {
+        self.parts.as_ref()?.snapshot.as_ref()?.expect.seal.clone()
+    }
+
     /// Creates the reader of the snapshot, from slot `first` on, without the slots that are `held`. `kept` is the copy
     /// of a former feed, which is continued if it is in the same memory.
     pub(super) fn begin_snapshot(
         &mut self,
+        now: Instant,
         first: u64,
         held: impl Fn(u64) -> bool + Send + 'static,
         kept: Option<Box<RelayReader>>,
@@ -51,7 +57,7 @@ impl Feed {
                 }
                 None => {
                     let copy = SnapshotCopy::create(part.sink, plan.own, part.expect, first)?;
-                    Box::new(RelayReader::new(Instant::now(), copy, part.peer, plan))
+                    Box::new(RelayReader::new(now, copy, part.peer, plan))
                 }
             };
             self.snapshot = Some(SnapshotFeed::RelayReader(relayed));
@@ -190,11 +196,11 @@ impl SnapshotFeed {
     }
 
     /// The copy, which outlives the feed.
-    pub(super) fn into_relayed(self) -> Option<Box<RelayReader>> {
+    pub(super) fn into_relayed(self, now: Instant) -> Option<Box<RelayReader>> {
         match self {
             SnapshotFeed::Direct(_) => None,
             SnapshotFeed::RelayReader(mut relayed) => {
-                relayed.disconnect();
+                relayed.disconnect(now);
                 Some(relayed)
             }
         }

@@ -64,6 +64,7 @@ use self::driver::{Driver, Setup};
 use self::record::Record;
 use self::spool::Spool;
 use crate::args::ReplicaArgs;
+use crate::conversation::certificate_roles::CertificateRoles;
 use crate::conversation::tokens::TokenFiles;
 use crate::exit::Failure;
 use crate::progress;
@@ -76,15 +77,22 @@ use crate::units::Size;
 /// # Errors
 /// Why the server is not a replica; the message says in which state it was left.
 pub async fn run(args: ReplicaArgs) -> Result<(), Failure> {
-    match until_signal(prepare(args), ": nothing was touched").await? {
+    let roles = CertificateRoles { replicas: args.readers.replica_names.clone(), monitors: Vec::new() };
+    let tokens = TokenFiles::read(&args.token_files, &[], args.security.open_for(&args.expected, roles)?)?;
+    let _rereading = tokens.read_again_on_hangup()?;
+    match until_signal(prepare(args, tokens), ": nothing was touched").await? {
         Some(driver) => driver.run().await,
         None => Ok(()),
     }
 }
 
 /// Does everything that comes before the first change; `None` after a dry run.
-async fn prepare(args: ReplicaArgs) -> Result<Option<Driver>, Failure> {
-    let tokens = TokenFiles::read(&args.token_files, &[])?;
+async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -> Result<Option<Driver>, Failure> {
+    let credentials = tokens.credentials(args.expected.source_key);
+    if let Some(listen) = args.relay.peer_listen {
+        let refused = |why| Failure::refused(format!("this replica agent at --peer-listen {listen} {why}"));
+        credentials.security.check(listen.ip()).map_err(refused)?;
+    }
     let server = args.server.open(Task::Replica)?;
     let link_tls = tls::server_config(&args)?;
     let mut client = server.connect().await?;
@@ -99,7 +107,7 @@ async fn prepare(args: ReplicaArgs) -> Result<Option<Driver>, Failure> {
         // what may listen there now.
         record.put_back(&mut client).await?;
     }
-    let mut source = source::Source::connect_first(&args, &tokens.first()).await.map_err(source::failure)?;
+    let mut source = source::Source::connect_first(&args, &credentials).await.map_err(source::failure)?;
     let plan = source.plan(&args, &target).await?;
     let primary = preflight::primary(&args, &server, &target, &plan, source.address()).await?;
     preflight::refuse_to_overwrite(&args, &server, &target)?;

@@ -103,10 +103,10 @@ impl RelayReader {
     }
 
     /// Closes the connection to the source, and the one to the peer if no slots are missing.
-    pub(super) fn disconnect(&mut self) {
+    pub(super) fn disconnect(&mut self, now: Instant) {
         self.source = None;
         if self.copy.is_whole() {
-            self.await_word(Instant::now());
+            self.await_word(now);
         }
     }
 
@@ -173,6 +173,7 @@ impl RelayReader {
 
     /// Runs one turn. If the peer was lost, disconnects from it and returns the reason.
     pub(super) fn pump(&mut self, now: Instant) -> Result<Option<Lost>, FeedError> {
+        self.copy.check()?;
         if self.copy.is_whole() {
             return Ok(None);
         }

@@ -26,7 +26,7 @@ use tokio::task::JoinHandle;
 
 use crate::args::RdmaOffer;
 use crate::conversation::listener::{self, Listener};
-use crate::conversation::{Connection, Endpoint, Options, Security, Sender, derive};
+use crate::conversation::{Connection, Endpoint, Options, Protection, Security, Sender, derive};
 use crate::exit::Failure;
 use crate::lanes::LANES_LABEL;
 use crate::transports;
@@ -97,14 +97,14 @@ impl RelayServer {
         listen: SocketAddr,
         keyring: Arc<Keyring>,
         limits: UploadLimits,
-        security: Security,
+        security: &Security,
     ) -> Result<RelayServer, Failure> {
-        let port = listener::bind(listen, "this replica agent", "--peer-listen").await?;
+        let port = listener::bind(listen, security, "this replica agent", "--peer-listen").await?;
         let options = TcpOptions { send: SendMode::File, ..TcpOptions::default() };
         let tcp = TcpExporter::new(options, Some(port.1)).map_err(|error| Failure::local(error.to_string()))?;
         let tcp = Arc::new(tcp);
         let (incoming, inbox) = mpsc::channel(INCOMING_LIMIT);
-        let conversations = Endpoint::with_keyring(keyring, &Options::secured(security));
+        let conversations = Endpoint::with_keyring(keyring, &Options::secured(security.clone()));
         let conversations = conversations.map_err(|error| Failure::local(format!("no conversations: {error}")))?;
         let door = listener::start(port, conversations, tcp.clone(), incoming.clone());
         let mut exporters: Vec<Arc<dyn Exporter>> = Vec::new();
@@ -119,7 +119,6 @@ impl RelayServer {
         let readers = Arc::new(AtomicUsize::new(0));
         let lender = Lender {
             address,
-            security,
             exporters,
             incoming,
             limits,
@@ -167,6 +166,8 @@ impl From<Connection> for Incoming {
 struct Reader {
     sender: Sender,
     key: [u8; 32],
+    /// What protects the conversation, and the slots unless they are read by shared memory or RDMA.
+    protection: Protection,
     name: String,
     /// The generation that it asked for; `None` before.
     wants: Option<u64>,
@@ -176,7 +177,6 @@ struct Reader {
 
 struct Lender {
     address: SocketAddr,
-    security: Security,
     exporters: Vec<Arc<dyn Exporter>>,
     incoming: mpsc::Sender<Incoming>,
     limits: UploadLimits,
@@ -220,14 +220,15 @@ impl Lender {
     }
 
     fn welcome(&mut self, connection: Connection) {
-        let (session, key) = (connection.session(), connection.session_key());
+        let (session, key, protection) = (connection.session(), connection.session_key(), connection.protection());
         let (sender, receiver) = connection.split();
         if self.readers.len() >= READERS_LIMIT {
             let text = format!("{READERS_LIMIT} replicas read here already");
             let _ = sender.try_send(Message::Refused { code: RefusalCode::Busy, text });
             return;
         }
-        self.readers.insert(session, Reader { sender, key, name: String::new(), wants: None, told: None });
+        let reader = Reader { sender, key, protection, name: String::new(), wants: None, told: None };
+        self.readers.insert(session, reader);
         listener::listen_to(receiver, self.incoming.clone(), move |heard| match heard {
             Ok(message) => Incoming::Said { session, message: Box::new(message) },
             Err(_) => Incoming::Left { session },
@@ -266,6 +267,8 @@ impl Lender {
             slots: lending.own.slots,
             retained: lending.keeps_all,
             keys: keys.map(|key| key.as_bytes().to_vec()).collect(),
+            // A copy of a sealed table is sealed like the source's, whose offer has the key.
+            seal: Vec::new(),
         };
         self.table = Some((id, offer));
     }
@@ -277,8 +280,8 @@ impl Lender {
             return;
         }
         // A copy is lent once: nothing is kept registered beyond that.
-        let (address, security) = (self.address, self.security);
-        let open = move || transports::exporters::rdma(&offer, security, address, READERS_LIMIT, &[]);
+        let address = self.address;
+        let open = move || transports::exporters::rdma(&offer, address, READERS_LIMIT, &[]);
         let opened = tokio::task::spawn_blocking(open).await;
         match opened {
             Ok(Ok(Some(exporter))) => self.exporters.insert(0, exporter),
@@ -303,7 +306,7 @@ impl Lender {
             if reader.told.is_none() {
                 let secret = derive(&reader.key, LANES_LABEL);
                 self.exporters.iter().for_each(|exporter| exporter.grant(session, secret));
-                tracing::info!(reader = %reader.name, "downstream replica connected");
+                tracing::info!(reader = %reader.name, protection = %reader.protection, "downstream replica connected");
             }
             reader.told = Some(rate);
             let message = Message::PeerOffer { generation: id.generation, table: offer.clone(), rate };

@@ -7,16 +7,18 @@ use std::time::{Duration, Instant};
 use remora_fabric::{Memory, Pages, Peer, RegionKey, Secret, TransportKind};
 use remora_protocol::{Join, Message, Offer, Relays, Resume, TableOffer};
 use remora_redis::{MAX_OFFSET, ReplId};
-use remora_table::{Expectation, Geometry, MIN_SLOTS, Origin, SinkLayout, SnapshotCopy};
+use remora_table::{Expectation, Geometry, Kind, MIN_SLOTS, Origin, SealKey, SinkLayout, SnapshotCopy};
 
 use super::delivery::Progress;
 use super::feed::Feed;
+use super::machine::Tables;
 use super::parts::{CopyPlan, Part, Parts};
 use super::preflight::Target;
 use super::spool;
 use crate::args::ReplicaArgs;
 use crate::backoff::Backoff;
-use crate::conversation::{Connection, Fault, Options, Receiver, Sender, Token, derive};
+use crate::conversation::tokens::Credentials;
+use crate::conversation::{Connection, Fault, Protection, Receiver, Security, Sender, derive};
 use crate::exit::{Code, Failure};
 use crate::lanes::LANES_LABEL;
 use crate::transports::connectors::{Connectors, TransportChoices};
@@ -24,6 +26,7 @@ use crate::transports::connectors::{Connectors, TransportChoices};
 /// A session with the source.
 pub(super) struct Source {
     connection: Connection,
+    security: Security,
 }
 
 /// Time limit for a plan, which the source has ready.
@@ -34,16 +37,20 @@ const PLAN_LIMIT: Duration = Duration::from_secs(10);
 const CLOSED_LIMIT: Duration = Duration::from_secs(30);
 
 impl Source {
-    pub(super) async fn connect(args: &ReplicaArgs, token: &Token) -> Result<Source, crate::conversation::Error> {
-        let address = (args.source.host.as_str(), args.source.port);
-        let connection =
-            crate::conversation::connect(address, token, &Options::secured(args.security.security)).await?;
-        Ok(Source { connection })
+    pub(super) async fn connect(
+        args: &ReplicaArgs,
+        credentials: &Credentials,
+    ) -> Result<Source, crate::conversation::Error> {
+        let connection = credentials.connect(&args.source.host, args.source.port).await?;
+        Ok(Source { connection, security: credentials.security.clone() })
     }
 
     /// The first connection. Retries while the source refuses it as busy, and for a short time if the source closes it:
     /// a source whose port is flooded may do so. Any other error is returned at once.
-    pub(super) async fn connect_first(args: &ReplicaArgs, token: &Token) -> Result<Source, crate::conversation::Error> {
+    pub(super) async fn connect_first(
+        args: &ReplicaArgs,
+        credentials: &Credentials,
+    ) -> Result<Source, crate::conversation::Error> {
         let (began, mut backoff) = (Instant::now(), Backoff::from_system());
         loop {
             let limit = |fault: &Fault| match fault {
@@ -51,7 +58,7 @@ impl Source {
                 Fault::ClosedEarly | Fault::ClosedTls => args.retry_for.min(CLOSED_LIMIT),
                 _ => Duration::ZERO,
             };
-            match Source::connect(args, token).await {
+            match Source::connect(args, credentials).await {
                 Err(error) if began.elapsed() < limit(&error.fault) => {
                     let pause = backoff.next();
                     tracing::warn!("the source {error}; trying again in {} ms", pause.as_millis());
@@ -96,22 +103,12 @@ impl Source {
 
     /// The parameters for connecting to offered tables, for a thread that can block.
     pub(super) fn way(&self, args: &ReplicaArgs) -> Way {
-        Way {
-            session: self.connection.session(),
-            secret: derive(&self.connection.session_key(), LANES_LABEL),
-            source: self.connection.peer_addr(),
-            wish: wish(args),
-        }
+        Way::new(&self.connection, wish(args, &self.security))
     }
 }
 
-pub(super) fn wish(args: &ReplicaArgs) -> TransportChoices {
-    TransportChoices {
-        choice: args.transport,
-        lanes: args.lanes,
-        rdma: args.rdma.clone(),
-        security: args.security.security,
-    }
+pub(super) fn wish(args: &ReplicaArgs, security: &Security) -> TransportChoices {
+    TransportChoices { choice: args.transport, lanes: args.lanes, rdma: args.rdma.clone(), security: security.clone() }
 }
 
 /// The request for a snapshot, or for the rest of one.
@@ -144,7 +141,7 @@ fn join(args: &ReplicaArgs, server: &str, resume: Option<Resume>) -> Join {
 
 /// The failure of a sync whose source cannot be reached or refuses.
 pub(super) fn failure(error: crate::conversation::Error) -> Failure {
-    Failure::new(Code::Source, format!("the source {error}"))
+    error.of_source()
 }
 
 /// Receive buffers. Each feed gets new ones, since a server may still read what the last feed lent to its socket.
@@ -179,13 +176,16 @@ impl Sinks {
     }
 
     /// The shape of a copy of this table: as many slots as the snapshot's share of the memory holds, or as few as are
-    /// needed if no other replica reads them. `None` if not even a small ring fits.
-    fn copy(&self, snapshot: &Geometry, serves: bool) -> Option<Geometry> {
+    /// needed if no other replica reads them. A copy of a sealed table also needs buffers in which slots are opened.
+    /// `None` if not even a small ring fits.
+    fn copy(&self, snapshot: &Geometry, serves: bool, is_sealed: bool) -> Option<Geometry> {
         let share = self.budget * SNAPSHOT_SHARE.0 / SNAPSHOT_SHARE.1;
-        let within = Geometry::within(share, snapshot.slot_size).ok()?;
+        let for_copy = if is_sealed { share / 5 * 4 } else { share };
+        let within = Geometry::within(for_copy, snapshot.slot_size).ok()?;
         let most = if serves { snapshot.slots } else { self.buffers(snapshot.slot_size).max(MIN_SLOTS) };
         let own = Geometry { slots: within.slots.min(most), ..within };
-        (SnapshotCopy::memory_len(&own) <= share).then_some(own)
+        let opening = if is_sealed { SnapshotCopy::opening_len(&own) } else { 0 };
+        (SnapshotCopy::memory_len(&own) + opening <= share).then_some(own)
     }
 
     fn of(&self, buffers: u32, geometry: &Geometry, name: &str) -> Result<Arc<Memory>, Failure> {
@@ -218,6 +218,8 @@ pub(super) struct Way {
     session: u64,
     secret: Secret,
     source: SocketAddr,
+    /// What protects the session.
+    protection: Protection,
     wish: TransportChoices,
 }
 
@@ -225,22 +227,44 @@ pub(super) struct Way {
 pub(super) struct Chosen {
     pub(super) kind: TransportKind,
     pub(super) why: String,
+    /// What protects the data that is read.
+    pub(super) protection: Protection,
     /// The copy that the slots go into, and whether its memory is new.
     pub(super) copy: Option<(Arc<Memory>, Geometry, bool)>,
 }
 
+impl Chosen {
+    /// How the tables of this offer are read.
+    pub(super) fn tables(&self, offer: Box<Offer>) -> Tables {
+        Tables { offer, transport: self.kind, why: self.why.clone(), protection: self.protection }
+    }
+}
+
 impl Way {
-    pub(super) fn new(session: u64, secret: Secret, source: SocketAddr, wish: TransportChoices) -> Way {
-        Way { session, secret, source, wish }
+    /// The way to the tables that this connection's peer offers.
+    pub(super) fn new(connection: &Connection, wish: TransportChoices) -> Way {
+        Way {
+            session: connection.session(),
+            secret: derive(&connection.session_key(), LANES_LABEL),
+            source: connection.peer_addr(),
+            protection: connection.protection(),
+            wish,
+        }
     }
 
-    /// Connects to one table. Blocks, within the transports' time-outs.
+    /// What protects data that is read over this transport.
+    pub(super) fn protection(&self, kind: TransportKind, is_sealed: bool) -> Protection {
+        self.protection.of_data(kind, is_sealed, self.source.ip())
+    }
+
+    /// Connects to the copy of a table, which is sealed if the table is. Blocks, within the transports' time-outs.
     pub(super) fn reach(
         &self,
         table: &TableOffer,
+        is_sealed: bool,
         sink: &Arc<Memory>,
     ) -> Result<(Box<dyn Peer>, TransportKind), Failure> {
-        self.connect(&mut self.wish.connectors(self.source), table, sink)
+        self.connect(&mut self.wish.connectors(self.source, is_sealed), table, sink)
     }
 
     /// Connects to the offered tables. Blocks, within the transports' time-outs.
@@ -254,11 +278,13 @@ impl Way {
         let (snapshot, journal, origin) = check(offer, self.source)?;
         let history = origin.history;
         let id = spool::SnapshotId { origin, slot_size: offer.snapshot.slot_size };
-        let mut connectors = self.wish.connectors(self.source);
+        let is_sealed = !offer.snapshot.seal.is_empty() && !offer.journal.seal.is_empty();
+        let mut connectors = self.wish.connectors(self.source, is_sealed);
         let journal_sink = sinks.of(JOURNAL_BUFFERS, &journal, "remora-journal-sink")?;
-        let (journal_peer, mut kind) = self.connect(&mut connectors, &offer.journal, &journal_sink)?;
+        let (journal_peer, journal_kind) = self.connect(&mut connectors, &offer.journal, &journal_sink)?;
+        let mut kind = journal_kind;
         let relay = relay.filter(|_| kind != TransportKind::Shm && !without_snapshot);
-        let copy = relay.and_then(|relay| Some((relay, sinks.copy(&snapshot, relay.serves)?)));
+        let copy = relay.and_then(|relay| Some((relay, sinks.copy(&snapshot, relay.serves, is_sealed)?)));
         let (mut chosen_copy, mut snapshot_part) = (None, None);
         if let Some((relay, own)) = copy {
             let length = SnapshotCopy::memory_len(&own);
@@ -268,7 +294,8 @@ impl Way {
             let peer;
             (peer, kind) = self.connect(&mut connectors, &offer.snapshot, &memory)?;
             let plan = CopyPlan { own, download_rate: relay.download_rate, retained: offer.snapshot.retained };
-            let part = self.part(peer, memory.clone(), 1, snapshot, &offer.snapshot, history);
+            let table = self.expect(Kind::Snapshot, kind, &offer.snapshot, history)?;
+            let part = part(peer, memory.clone(), 1, table, false);
             snapshot_part = Some(Part { copy: Some(plan), ..part });
             chosen_copy = Some((memory, own, is_new));
         } else if !without_snapshot {
@@ -276,25 +303,44 @@ impl Way {
             let sink = sinks.of(buffers, &snapshot, "remora-sink")?;
             let peer;
             (peer, kind) = self.connect(&mut connectors, &offer.snapshot, &sink)?;
-            snapshot_part = Some(self.part(peer, sink, buffers, snapshot, &offer.snapshot, history));
+            let table = self.expect(Kind::Snapshot, kind, &offer.snapshot, history)?;
+            snapshot_part = Some(part(peer, sink, buffers, table, offer.snapshot.retained));
         }
-        let journal_part = self.part(journal_peer, journal_sink, JOURNAL_BUFFERS, journal, &offer.journal, history);
-        let chosen = Chosen { kind, why: connectors.why(), copy: chosen_copy };
+        let table = self.expect(Kind::Journal, journal_kind, &offer.journal, history)?;
+        let journal_part = part(journal_peer, journal_sink, JOURNAL_BUFFERS, table, offer.journal.retained);
+        let protection = self.protection(kind, is_sealed);
+        let chosen = Chosen { kind, why: connectors.why(), protection, copy: chosen_copy };
         Ok((Feed::new(id, Parts { snapshot: snapshot_part, journal: journal_part }), chosen))
     }
 
-    fn part(
+    /// What to expect of a table that is read over this transport. Shared memory of this host has the plain table, and
+    /// every other transport the sealed one, if there is one.
+    fn expect(
         &self,
-        peer: Box<dyn Peer>,
-        sink: Arc<Memory>,
-        buffers: u32,
-        geometry: Geometry,
+        kind: Kind,
+        transport: TransportKind,
         table: &TableOffer,
         history: ReplId,
-    ) -> Part {
+    ) -> Result<Expectation, Failure> {
         let origin = Origin { generation: table.generation, history, offset: table.first_offset };
-        let expect = Expectation { origin, geometry };
-        Part { peer, sink, layout: SinkLayout { offset: 0, buffers }, expect, in_place: table.retained, copy: None }
+        let geometry = Geometry { slot_size: table.slot_size, slots: table.slots };
+        let may_be_plain = match transport {
+            TransportKind::Shm => true,
+            _ if !table.seal.is_empty() => false,
+            TransportKind::Verbs => self.wish.security.permits_plain_network(),
+            _ => self.wish.security.permits_plain_data(self.source.ip()),
+        };
+        if may_be_plain {
+            return Ok(Expectation::plain(origin, geometry));
+        }
+        let sealed = SealKey::from_bytes(&table.seal).and_then(|key| Expectation::sealed(kind, origin, geometry, &key));
+        sealed.map_err(|error| {
+            let text = format!(
+                "the source {} offers no sealed table that can be read: {error}; start it with --security token",
+                self.source
+            );
+            Failure::new(Code::Source, text)
+        })
     }
 
     /// Tries the connectors, best first, and returns which one connected. One that fails is not tried again for
@@ -324,6 +370,10 @@ impl Way {
         let text = format!("the tables of {} can't be read: {}", self.source, connectors.why());
         Err(Failure::new(Code::Source, text))
     }
+}
+
+fn part(peer: Box<dyn Peer>, sink: Arc<Memory>, buffers: u32, expect: Expectation, in_place: bool) -> Part {
+    Part { peer, sink, layout: SinkLayout { offset: 0, buffers }, expect, in_place, copy: None }
 }
 
 /// The shapes of the offered tables and where the snapshot was taken, if the offer makes sense.
@@ -364,6 +414,7 @@ mod tests {
             slots: 16,
             retained: true,
             keys: Vec::new(),
+            seal: Vec::new(),
         };
         Offer {
             generation: 1,

@@ -5,7 +5,10 @@
 //!   origin.json      which snapshot the slots belong to
 //!   slots            slot n at n * slot_size; a file with holes
 //!   held             one record of 32 bytes for each slot held, in the order in which they came
+//!   tags             if the slots are ciphertext: the tag of slot n at n * 16
 //! ```
+//!
+//! The slots of a sealed table are kept as ciphertext. Its key is not kept: the next agent gets it from the source.
 //!
 //! A slot's record is written after its bytes. A later agent uses the record only if the bytes match its checksum. So a
 //! torn write, a full disk or a power cut never produces a wrong slot. The files are not synced to the disk: they have
@@ -19,9 +22,11 @@ use std::fs::File;
 use std::io::{self, BufReader, Read, Write};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::Arc;
 
 use remora_fabric::{View, memory::crc};
-use remora_table::Origin;
+use remora_table::seal::TAG_BYTES;
+use remora_table::{Origin, Seal};
 use serde::{Deserialize, Serialize};
 
 use super::private::Folder;
@@ -42,16 +47,17 @@ struct OriginFile {
     replid: String,
     offset: u64,
     slot_size: u32,
-}
-
-impl From<&SnapshotId> for OriginFile {
-    fn from(snapshot: &SnapshotId) -> OriginFile {
-        let Origin { generation, history, offset } = snapshot.origin;
-        OriginFile { generation, replid: history.to_string(), offset, slot_size: snapshot.slot_size }
-    }
+    /// Whether the slots are ciphertext.
+    #[serde(default)]
+    sealed: bool,
 }
 
 impl OriginFile {
+    fn new(snapshot: &SnapshotId, sealed: bool) -> OriginFile {
+        let Origin { generation, history, offset } = snapshot.origin;
+        OriginFile { generation, replid: history.to_string(), offset, slot_size: snapshot.slot_size, sealed }
+    }
+
     /// The snapshot. `None` if the replid is not one.
     fn snapshot(&self) -> Option<SnapshotId> {
         let origin = Origin { generation: self.generation, history: self.replid.parse().ok()?, offset: self.offset };
@@ -76,6 +82,10 @@ pub(super) struct Spool {
     snapshot: SnapshotId,
     slots: File,
     index: File,
+    /// If the slots are ciphertext.
+    tags: Option<File>,
+    /// What encrypts them, once the source has said it.
+    seal: Option<Arc<Seal>>,
     /// The records by slot number. A map grows with the number of records, and not with the numbers in a damaged file.
     held: BTreeMap<u64, Held>,
     /// The first slot that is not held.
@@ -95,24 +105,38 @@ const ORIGIN_LIMIT: u64 = 4096;
 const READ_PIECE: usize = 256 * 1024;
 
 impl Spool {
-    /// Opens the spool in `folder` for `snapshot`. Deletes slots of another snapshot.
-    pub(super) fn open(folder: &Path, snapshot: &SnapshotId) -> io::Result<Spool> {
+    /// Opens the spool in `folder` for `snapshot`. Deletes slots of another snapshot. With `seal`, slots are kept as
+    /// ciphertext.
+    pub(super) fn open(folder: &Path, snapshot: &SnapshotId, seal: Option<Arc<Seal>>) -> io::Result<Spool> {
         let folder = Folder::open(folder)?;
-        if read_snapshot(&folder).as_ref() != Some(snapshot) {
+        if read_snapshot(&folder) != Some((*snapshot, seal.is_some())) {
             remove_files(&folder)?;
-            folder.replace("origin.json", &serde_json::to_vec_pretty(&OriginFile::from(snapshot))?)?;
+            let origin = OriginFile::new(snapshot, seal.is_some());
+            folder.replace("origin.json", &serde_json::to_vec_pretty(&origin)?)?;
         }
+        Spool::load(folder, snapshot, seal.is_some(), seal)
+    }
+
+    fn load(folder: Folder, snapshot: &SnapshotId, is_sealed: bool, seal: Option<Arc<Seal>>) -> io::Result<Spool> {
         let (slots, index) = (folder.file("slots")?, folder.file("held")?);
-        let mut spool = Spool { folder, snapshot: *snapshot, slots, index, held: BTreeMap::new(), below: 0 };
+        let tags = is_sealed.then(|| folder.file("tags")).transpose()?;
+        let held = BTreeMap::new();
+        let mut spool = Spool { folder, snapshot: *snapshot, slots, index, tags, seal, held, below: 0 };
         spool.believe_what_fits()?;
         Ok(spool)
     }
 
+    /// The slots, if they are kept as `seal` wants: plain without it, and ciphertext with it.
+    pub(super) fn with_seal(self, seal: Option<Arc<Seal>>) -> Option<Spool> {
+        (self.tags.is_some() == seal.is_some()).then_some(Spool { seal, ..self })
+    }
+
     /// The slots that a folder holds, if any, of whichever snapshot. Reads and verifies all of them.
     pub(super) fn find(folder: &Path) -> Option<Spool> {
-        let snapshot = read_snapshot(&Folder::open(folder).ok()?)?;
+        let opened = Folder::open(folder).ok()?;
+        let (snapshot, is_sealed) = read_snapshot(&opened)?;
         tracing::info!(folder = %folder.display(), "verifying the slots in the state folder");
-        Spool::open(folder, &snapshot).ok()
+        Spool::load(opened, &snapshot, is_sealed, None).ok()
     }
 
     /// The snapshot whose slots are held.
@@ -156,15 +180,38 @@ impl Spool {
         Ok(Some(crc))
     }
 
-    /// Writes a slot's bytes, read from `view` at `offset`. The slot counts as held after
-    /// [`remember`](Self::remember). Between the two calls the caller checks that the source has not reused the bytes.
-    pub(super) fn store(&self, record: Held, view: &View, offset: u64) -> io::Result<()> {
+    /// Writes a slot's bytes, read from `view` at `offset`, and returns the record of what was written. The slot counts
+    /// as held after [`remember`](Self::remember). Between the two calls the caller checks that the source has not
+    /// reused the bytes.
+    pub(super) fn store(&self, record: Held, view: &View, offset: u64) -> io::Result<Held> {
+        if let (Some(tags), Some(seal)) = (&self.tags, &self.seal) {
+            let mut bytes = vec![0; record.length as usize];
+            view.read(offset, &mut bytes).map_err(io::Error::other)?;
+            let tag = seal.seal_kept(record.number, &mut bytes).map_err(io::Error::other)?;
+            self.slots.write_all_at(&bytes, self.place(record.number))?;
+            tags.write_all_at(&tag, record.number * TAG_BYTES as u64)?;
+            return Ok(Held { crc: crc::crc32c(&bytes), ..record });
+        }
         let (mut done, length) = (0, record.length as usize);
         while done < length {
             let at = self.place(record.number) + done as u64;
             done += view.write_at(&self.slots, at, offset + done as u64, length - done)?;
         }
-        Ok(())
+        Ok(record)
+    }
+
+    /// The plain bytes of a held slot, if slots are kept as ciphertext. `None`: they are as they are in the file.
+    ///
+    /// # Errors
+    /// The files cannot be read, or have other bytes than were kept.
+    pub(super) fn opened(&self, record: &Held) -> io::Result<Option<Vec<u8>>> {
+        let Some(tags) = &self.tags else { return Ok(None) };
+        let seal = self.seal.as_ref().ok_or_else(|| io::Error::other("the source has not said its key"))?;
+        let (mut bytes, mut tag) = (vec![0; record.length as usize], [0; TAG_BYTES]);
+        self.slots.read_exact_at(&mut bytes, self.place(record.number))?;
+        tags.read_exact_at(&mut tag, record.number * TAG_BYTES as u64)?;
+        seal.open_kept(record.number, &tag, &mut bytes).map_err(io::Error::other)?;
+        Ok(Some(bytes))
     }
 
     /// Appends the slot's record. From then on this agent and later ones hold the slot.
@@ -209,13 +256,14 @@ impl Spool {
     }
 }
 
-fn read_snapshot(folder: &Folder) -> Option<SnapshotId> {
+/// Which snapshot the slots belong to, and whether they are ciphertext.
+fn read_snapshot(folder: &Folder) -> Option<(SnapshotId, bool)> {
     let file: OriginFile = serde_json::from_slice(&folder.read("origin.json", ORIGIN_LIMIT).ok()??).ok()?;
-    file.snapshot()
+    Some((file.snapshot()?, file.sealed))
 }
 
 fn remove_files(folder: &Folder) -> io::Result<()> {
-    ["origin.json", "held", "slots"].iter().try_for_each(|name| folder.remove(name))
+    ["origin.json", "held", "slots", "tags"].iter().try_for_each(|name| folder.remove(name))
 }
 
 /// Reads the next record. Returns `false` if the file has no further whole record.
@@ -252,6 +300,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use remora_fabric::{Memory, Pages};
+    use remora_table::{Algorithm, Identity, Kind, SealKey};
 
     use super::*;
 
@@ -272,7 +321,7 @@ mod tests {
         memory.write(0, &vec![byte; length as usize]).unwrap();
         let crc = memory.crc32c(0..u64::from(length)).unwrap();
         let held = Held { number, length, crc };
-        spool.store(held, memory, 0).unwrap();
+        let held = spool.store(held, memory, 0).unwrap();
         spool.remember(held).unwrap();
     }
 
@@ -280,27 +329,27 @@ mod tests {
     fn slots_are_held_after_the_agent_is_gone_but_not_for_another_snapshot() {
         let folder = tempfile::tempdir().unwrap();
         let memory = Memory::create("spool-test", u64::from(SLOT), Pages::Small).unwrap();
-        let mut spool = Spool::open(folder.path(), &snapshot(1)).unwrap();
+        let mut spool = Spool::open(folder.path(), &snapshot(1), None).unwrap();
         for number in [0, 1, 3] {
             slot(&mut spool, &memory, number, SLOT - number as u32);
         }
         assert_eq!(spool.held_below(), 2);
         drop(spool);
 
-        let spool = Spool::open(folder.path(), &snapshot(1)).unwrap();
+        let spool = Spool::open(folder.path(), &snapshot(1), None).unwrap();
         assert_eq!(spool.held_below(), 2);
         assert_eq!(spool.get(3).unwrap().length, SLOT - 3);
         assert_eq!(spool.get(2), None);
         assert_eq!(look(folder.path()).unwrap(), (snapshot(1), 2));
 
-        let other = Spool::open(folder.path(), &snapshot(2)).unwrap();
+        let other = Spool::open(folder.path(), &snapshot(2), None).unwrap();
         assert_eq!(other.held_below(), 0);
     }
 
     #[test]
     fn a_folder_that_names_no_valid_replid_holds_nothing() {
         let folder = tempfile::tempdir().unwrap();
-        Spool::open(folder.path(), &snapshot(1)).unwrap();
+        Spool::open(folder.path(), &snapshot(1), None).unwrap();
         assert_eq!(look(folder.path()).map(|(snapshot, _)| snapshot), Some(snapshot(1)));
         let path = folder.path().join("origin.json");
         let right = std::fs::read_to_string(&path).unwrap();
@@ -314,26 +363,57 @@ mod tests {
     fn a_slot_whose_bytes_changed_on_disk_is_not_believed() {
         let folder = tempfile::tempdir().unwrap();
         let memory = Memory::create("spool-test", u64::from(SLOT), Pages::Small).unwrap();
-        let mut spool = Spool::open(folder.path(), &snapshot(1)).unwrap();
+        let mut spool = Spool::open(folder.path(), &snapshot(1), None).unwrap();
         slot(&mut spool, &memory, 0, SLOT);
         slot(&mut spool, &memory, 1, SLOT);
         spool.slots.write_all_at(b"x", 77).unwrap();
         drop(spool);
-        let spool = Spool::open(folder.path(), &snapshot(1)).unwrap();
+        let spool = Spool::open(folder.path(), &snapshot(1), None).unwrap();
         assert_eq!((spool.get(0), spool.held_below()), (None, 0));
         assert!(spool.get(1).is_some());
+    }
+
+    fn seal(secret: u8) -> Arc<Seal> {
+        let identity = Identity { kind: Kind::Snapshot, origin: snapshot(1).origin };
+        let key = SealKey::new(Algorithm::best(), [secret; SealKey::SECRET_BYTES]);
+        Arc::new(Seal::new(&key, &identity).unwrap())
+    }
+
+    #[test]
+    fn slots_of_a_sealed_table_are_ciphertext_on_disk_and_are_opened_with_the_sources_key_only() {
+        let folder = tempfile::tempdir().unwrap();
+        let memory = Memory::create("spool-test", u64::from(SLOT), Pages::Small).unwrap();
+        let mut spool = Spool::open(folder.path(), &snapshot(1), Some(seal(7))).unwrap();
+        slot(&mut spool, &memory, 0, SLOT);
+        slot(&mut spool, &memory, 1, 100);
+        drop(spool);
+        let on_disk = std::fs::read(folder.path().join("slots")).unwrap();
+        assert!(!on_disk.windows(8).any(|bytes| bytes == [1; 8] || bytes == [2; 8]));
+
+        // The next agent verifies the slots, and opens them when it has the key.
+        let found = || Spool::find(folder.path()).unwrap();
+        assert_eq!(found().held_below(), 2);
+        let record = found().get(1).unwrap();
+        assert!(found().opened(&record).is_err() && found().with_seal(None).is_none());
+        let spool = found().with_seal(Some(seal(7))).unwrap();
+        assert_eq!(spool.opened(&record).unwrap().unwrap(), [2; 100]);
+        let other = found().with_seal(Some(seal(8))).unwrap();
+        assert!(other.opened(&record).unwrap_err().to_string().contains("slot 1"));
+        // Ciphertext is not taken for plain slots.
+        assert_eq!(Spool::open(folder.path(), &snapshot(1), None).unwrap().held_below(), 0);
+        assert!(!folder.path().join("tags").exists());
     }
 
     #[test]
     fn half_a_record_and_garbage_in_the_index_are_passed_over() {
         let folder = tempfile::tempdir().unwrap();
         let memory = Memory::create("spool-test", u64::from(SLOT), Pages::Small).unwrap();
-        let mut spool = Spool::open(folder.path(), &snapshot(1)).unwrap();
+        let mut spool = Spool::open(folder.path(), &snapshot(1), None).unwrap();
         slot(&mut spool, &memory, 0, 100);
         let end = spool.index.metadata().unwrap().len();
         spool.index.write_all_at(&[0xEE; RECORD + 7], end).unwrap();
         drop(spool);
-        let spool = Spool::open(folder.path(), &snapshot(1)).unwrap();
+        let spool = Spool::open(folder.path(), &snapshot(1), None).unwrap();
         assert_eq!(spool.held_below(), 1);
     }
 
@@ -341,13 +421,13 @@ mod tests {
     fn a_record_with_a_large_number_takes_no_more_room_than_another() {
         let folder = tempfile::tempdir().unwrap();
         let memory = Memory::create("spool-test", u64::from(SLOT), Pages::Small).unwrap();
-        let mut spool = Spool::open(folder.path(), &snapshot(1)).unwrap();
+        let mut spool = Spool::open(folder.path(), &snapshot(1), None).unwrap();
         slot(&mut spool, &memory, 0, 100);
         // An empty slot has no bytes in the file, and its checksum is known.
         let forged = encode(&Held { number: SLOTS_LIMIT - 1, length: 0, crc: 0 });
         spool.index.write_all_at(&forged, RECORD as u64).unwrap();
         drop(spool);
-        let spool = Spool::open(folder.path(), &snapshot(1)).unwrap();
+        let spool = Spool::open(folder.path(), &snapshot(1), None).unwrap();
         assert_eq!((spool.held_below(), spool.held.len()), (1, 1));
     }
 
@@ -361,7 +441,7 @@ mod tests {
             std::os::unix::fs::symlink(&target, state.join(name)).unwrap();
         }
         let memory = Memory::create("spool-test", u64::from(SLOT), Pages::Small).unwrap();
-        let mut spool = Spool::open(&state, &snapshot(1)).unwrap();
+        let mut spool = Spool::open(&state, &snapshot(1), None).unwrap();
         slot(&mut spool, &memory, 0, 100);
         assert_eq!(std::fs::read(&target).unwrap(), b"precious");
         for name in ["slots", "held", "origin.json"] {

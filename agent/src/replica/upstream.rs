@@ -20,13 +20,14 @@ use tokio::task::AbortHandle;
 
 use super::relay_reader::{Lost, ReadFrom, Reading};
 use super::source::Way;
-use crate::conversation::{Connection, Options, Token, derive};
-use crate::lanes::LANES_LABEL;
+use crate::conversation::tokens::Credentials;
+use crate::conversation::{Connection, Options, Protection};
+use crate::exit::Failure;
 use crate::transports::connectors::TransportChoices;
 
 /// Which peer to read, and into which memory.
 pub(super) struct Goal {
-    pub(super) token: Arc<Token>,
+    pub(super) credentials: Credentials,
     pub(super) upstream: Upstream,
     pub(super) generation: u64,
     /// The name of this replica.
@@ -35,6 +36,8 @@ pub(super) struct Goal {
     /// The memory of this replica's copy.
     pub(super) memory: Arc<Memory>,
     pub(super) slot_size: u32,
+    /// The copy holds ciphertext, as the source's table does.
+    pub(super) is_sealed: bool,
 }
 
 /// A report of a conversation.
@@ -96,8 +99,8 @@ async fn converse(goal: Goal, tell: &UnboundedSender<Said>) -> Result<(), Lost> 
     let gone = |error: crate::conversation::Error| lost(LossCause::Gone, error.to_string());
     let address: SocketAddr =
         goal.upstream.address.parse().map_err(|_| lost(LossCause::Refused, "has no valid address".into()))?;
-    let options = Options { connect_timeout: REACH_LIMIT, ..Options::secured(goal.wish.security) };
-    let mut connection = crate::conversation::connect(address, &goal.token, &options).await.map_err(gone)?;
+    let options = Options { connect_timeout: REACH_LIMIT, ..goal.credentials.options(&address.ip().to_string()) };
+    let mut connection = goal.credentials.connect_with(address, &options).await.map_err(gone)?;
     let asked = Message::ReadPeer { generation: goal.generation, name: goal.name.clone() };
     connection.send(asked).await.map_err(gone)?;
     let offered = tokio::time::timeout(OFFER_LIMIT, offer(&mut connection, goal.generation)).await;
@@ -108,13 +111,14 @@ async fn converse(goal: Goal, tell: &UnboundedSender<Said>) -> Result<(), Lost> 
     if table.slot_size != goal.slot_size {
         return Err(lost(LossCause::Refused, "offers slots of another size".into()));
     }
-    let secret = derive(&connection.session_key(), LANES_LABEL);
-    let way = Way::new(connection.session(), secret, address, goal.wish.clone());
-    let (reading, kind) = reach(&goal, way, table, rate).await.map_err(|text| lost(LossCause::Gone, text))?;
+    let way = Way::new(&connection, goal.wish.clone());
+    let (reading, kind, protection) =
+        reach(&goal, way, table, rate).await.map_err(|text| lost(LossCause::Gone, text))?;
     tracing::info!(
         peer = %goal.upstream.name,
         address = %goal.upstream.address,
         transport = kind.name(),
+        %protection,
         "reading slots from another replica"
     );
     let _ = tell.send(Said::ReadFrom(ReadFrom::Peer(reading)));
@@ -140,9 +144,19 @@ async fn offer(connection: &mut Connection, wanted: u64) -> Result<(TableOffer, 
 }
 
 /// Connects to the offered copy, over the best transport that both ends have.
-async fn reach(goal: &Goal, way: Way, table: TableOffer, rate: u64) -> Result<(Reading, TransportKind), String> {
+async fn reach(
+    goal: &Goal,
+    way: Way,
+    table: TableOffer,
+    rate: u64,
+) -> Result<(Reading, TransportKind, Protection), String> {
     let (memory, slots) = (goal.memory.clone(), table.slots);
-    let connecting = tokio::task::spawn_blocking(move || way.reach(&table, &memory));
-    let (peer, kind) = connecting.await.map_err(|error| error.to_string())?.map_err(|failure| failure.message)?;
-    Ok((Reading { session: goal.upstream.session, peer, slots, rate }, kind))
+    let is_sealed = goal.is_sealed;
+    let connecting = tokio::task::spawn_blocking(move || {
+        let (peer, kind) = way.reach(&table, is_sealed, &memory)?;
+        Ok((peer, kind, way.protection(kind, is_sealed)))
+    });
+    let reached: Result<_, Failure> = connecting.await.map_err(|error| error.to_string())?;
+    let (peer, kind, protection) = reached.map_err(|failure| failure.message)?;
+    Ok((Reading { session: goal.upstream.session, peer, slots, rate }, kind, protection))
 }

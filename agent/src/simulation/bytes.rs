@@ -13,17 +13,18 @@ use std::net::TcpStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use remora_protocol::{Offer, Resume};
+use remora_protocol::{Message as Said, Offer, Relaying, Relays, Resume, Upstream};
 use remora_redis::ReplId;
 
 use super::delivery::{AnyFeed, Deliver};
+use super::relay::{Relay, RelayPlan};
 use super::server::WINDOW;
 use super::tables::{SLOT_BYTES, slot_of};
 use super::wire::{Conn, End, Message};
 use super::world::World;
 use crate::exit::Failure;
 use crate::replica::machine::{DeliveryEvent, Reading};
-use crate::replica::simulated_delivery::Stepped;
+use crate::replica::simulated_delivery::{Stepped, Whence};
 
 /// Turns of the loop at one moment. A read of the simulated network takes up to twenty.
 const TURNS: usize = 200;
@@ -40,13 +41,39 @@ pub(super) struct ByteDelivery {
     lines: BTreeMap<Conn, Line>,
     /// Where it reads, for a fault that cuts it off.
     lane: Option<(usize, u64)>,
+    relay: Option<Relay>,
+    /// What the source is to be told.
+    words: Vec<Said>,
     failure: Option<DeliveryEvent>,
 }
 
 impl ByteDelivery {
-    pub(super) fn new(agent: End, spool: Option<PathBuf>) -> ByteDelivery {
-        let (secret, lines) = (String::new(), BTreeMap::new());
-        ByteDelivery { agent, secret, spool, stepped: None, lines, lane: None, failure: None }
+    pub(super) fn new(agent: End, spool: Option<PathBuf>, relay: Option<RelayPlan>) -> ByteDelivery {
+        ByteDelivery {
+            agent,
+            secret: String::new(),
+            spool,
+            stepped: None,
+            lines: BTreeMap::new(),
+            lane: None,
+            relay: relay.map(|plan| Relay::new(agent, plan)),
+            words: Vec::new(),
+            failure: None,
+        }
+    }
+
+    fn read_from(&self, whence: Option<Whence>) {
+        if let (Some(stepped), Some(whence)) = (&self.stepped, whence) {
+            stepped.read_from(whence);
+        }
+    }
+
+    /// Looks at the lender: it may have a copy to read, or be gone.
+    fn relay_turn(&mut self, world: &mut World) {
+        let Some(relay) = &mut self.relay else { return };
+        let news = relay.look(world);
+        self.words.extend(news.word);
+        self.read_from(news.whence);
     }
 
     /// Turns the loop until nothing moves any more. Returns whether it stopped before that.
@@ -91,15 +118,17 @@ impl ByteDelivery {
     fn end(&mut self, world: &mut World) {
         self.stepped.iter_mut().for_each(Stepped::end);
         self.lane = None;
+        self.relay.iter_mut().for_each(|relay| relay.close(world));
         self.lines.clear();
         world.end_all(self.agent);
     }
 }
 
 impl Deliver for ByteDelivery {
-    fn start(&mut self, world: &World, secret: String) -> io::Result<()> {
+    fn start(&mut self, world: &mut World, secret: String) -> io::Result<()> {
         self.stepped = Some(Stepped::start(world.instant(), &secret, self.spool.clone())?);
         self.secret = secret;
+        self.relay.iter().for_each(|relay| relay.open(world));
         Ok(())
     }
 
@@ -120,7 +149,9 @@ impl Deliver for ByteDelivery {
     }
 
     fn slots_below(&self) -> u64 {
-        self.stepped.as_ref().map_or(0, Stepped::slots_below)
+        let Some(stepped) = &self.stepped else { return 0 };
+        let (used, held) = (stepped.slots_below(), stepped.slots_held());
+        self.relay.as_ref().map_or(used, |relay| relay.slots_below(used, held))
     }
 
     fn slots_held(&self) -> u64 {
@@ -141,6 +172,12 @@ impl Deliver for ByteDelivery {
 
     fn take_events(&mut self) -> Vec<DeliveryEvent> {
         let events = self.stepped.as_mut().map(Stepped::events).unwrap_or_default();
+        if let (Some(relay), Some(stepped)) = (&mut self.relay, &mut self.stepped) {
+            self.words.extend(stepped.losses().into_iter().filter_map(|lost| relay.lost(lost)));
+            if events.iter().any(|event| matches!(event, DeliveryEvent::Fetched)) {
+                relay.leave_upstream();
+            }
+        }
         events.into_iter().chain(self.failure.take()).collect()
     }
 
@@ -165,9 +202,14 @@ impl Deliver for ByteDelivery {
 
     fn connect(&mut self, world: &mut World, source: usize, offer: &Offer) -> Option<AnyFeed> {
         let loaded = self.reading().loaded;
-        let connected = world.memories.real.as_mut()?.connect(source, offer, loaded);
+        let kept = self.stepped.as_ref().and_then(|stepped| stepped.kept_copy(offer.generation));
+        let copy = self.relay.as_ref().map(|relay| relay.wish(kept));
+        let connected = world.memories.real.as_mut()?.connect(source, offer, loaded, copy);
         match connected {
-            Ok((feed, session)) => Some(AnyFeed::Bytes { feed, source, session }),
+            Ok((feed, session)) => {
+                let (feed, offer) = (Box::new(feed), Box::new(offer.clone()));
+                Some(AnyFeed::Bytes { feed, offer, source, session })
+            }
             Err(text) => {
                 world.log(|| format!("the tables cannot be connected: {text}"));
                 None
@@ -176,11 +218,14 @@ impl Deliver for ByteDelivery {
     }
 
     fn attach(&mut self, world: &mut World, feed: AnyFeed) {
-        let AnyFeed::Bytes { feed, source, session } = feed else { return };
-        self.stepped.iter().for_each(|_| self.lane = Some((source, session)));
-        if let Some(stepped) = &self.stepped {
-            stepped.attach(feed);
-        }
+        let AnyFeed::Bytes { mut feed, offer, source, session } = feed else { return };
+        let Some(stepped) = &self.stepped else { return };
+        self.lane = Some((source, session));
+        let (loaded, copied) = (stepped.reading().loaded, feed.copy.take());
+        stepped.attach(*feed);
+        let relay = self.relay.as_mut();
+        let whence = relay.and_then(|relay| relay.attached(world, &offer, copied, loaded));
+        self.read_from(whence);
         self.turn(world);
     }
 
@@ -223,7 +268,30 @@ impl Deliver for ByteDelivery {
     }
 
     fn read(&mut self, world: &mut World) -> bool {
+        self.relay_turn(world);
         self.turn(world)
+    }
+
+    // ---- slots that agents pass on to each other ----
+
+    fn relays(&self) -> Option<Relays> {
+        self.relay.as_ref().map(Relay::introduction)
+    }
+
+    fn relaying(&self) -> Option<Relaying> {
+        let relay = self.relay.as_ref().filter(|relay| relay.has_a_copy());
+        relay.and(self.stepped.as_ref()).map(Stepped::relaying)
+    }
+
+    fn assigned(&mut self, world: &mut World, generation: u64, upstream: Option<Upstream>) {
+        let relay = self.relay.as_mut();
+        let whence = relay.and_then(|relay| relay.assigned(world, generation, upstream));
+        self.read_from(whence);
+        self.turn(world);
+    }
+
+    fn take_words(&mut self) -> Vec<Said> {
+        std::mem::take(&mut self.words)
     }
 }
 

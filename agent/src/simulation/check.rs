@@ -1,6 +1,6 @@
 //! Check: what must hold in every schedule.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::oracle::Content;
@@ -30,6 +30,8 @@ pub(super) struct Watch {
     taken_over: BTreeMap<ServerId, (Duration, usize)>,
     /// When an agent last asked which primary its server follows.
     looked: BTreeMap<(usize, ServerId), Duration>,
+    /// The servers that took a full copy at that moment.
+    seen_copying: BTreeSet<(usize, ServerId)>,
     /// When an agent first asked which primary its server follows.
     first_looked: BTreeMap<(usize, ServerId), Duration>,
     /// When a server or its clients were last ended by force.
@@ -66,6 +68,11 @@ impl Watch {
         match &change.changed {
             Changed::Looked => {
                 self.looked.insert(key, now);
+                if world.server(id).is_copying() {
+                    self.seen_copying.insert(key);
+                } else {
+                    self.seen_copying.remove(&key);
+                }
                 self.first_looked.entry(key).or_insert(now);
                 return Ok(());
             }
@@ -111,7 +118,8 @@ impl Watch {
         Ok(())
     }
 
-    /// A server that takes a full copy of its primary is left alone for as long as the agent was told to bear.
+    /// A server that takes a full copy of its primary is left alone for as long as the agent was told to bear. A copy can
+    /// begin between the agent's look and its command.
     fn full_copy_was_left(&mut self, world: &World, agent: &ReplicaAgent, change: &Change) -> Result<(), String> {
         let Changed::Follows { before, was_copying } = &change.changed else { return Ok(()) };
         let link = format!("REPLICAOF {} {}", agent.link.host, agent.link.port);
@@ -123,7 +131,8 @@ impl Watch {
         let Some(&since) = self.handing_over.get(&key) else { return Ok(()) };
         let bears = agent.options.args.retry_for.saturating_sub(Duration::from_secs(2));
         let is_early = world.now < since + bears && agent.stopped.is_none();
-        if *was_copying && is_early && before.as_ref() != Some(&agent.link) {
+        let was_seen = *was_copying && self.seen_copying.contains(&key);
+        if was_seen && is_early && before.as_ref() != Some(&agent.link) {
             let (number, server) = (agent.index, change.server.0);
             return Err(format!("agent {number} ends the full copy that server {server} takes by itself"));
         }
@@ -131,8 +140,9 @@ impl Watch {
     }
 
     /// What every server says of itself is true.
-    pub(super) fn servers(world: &World) -> Result<(), String> {
-        for server in world.servers.iter().filter(|server| server.is_up()) {
+    pub(super) fn servers(world: &mut World) -> Result<(), String> {
+        let touched = std::mem::take(&mut world.touched);
+        for server in touched.into_iter().map(|id| world.server(id)).filter(|server| server.is_up()) {
             let expected = world.oracle.expected(server.replid, server.offset);
             if expected != Some(server.content) {
                 return Err(format!(

@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::io;
 
-use remora_protocol::{Offer, Resume};
+use remora_protocol::{Message as Said, Offer, Relaying, Relays, Resume, Upstream};
 use remora_redis::ReplId;
 
 use super::memory::Lost;
@@ -25,7 +25,7 @@ const STREAM_LIMIT: usize = 20_000;
 /// A delivery, as the agent around it sees one.
 pub(super) trait Deliver {
     /// Opens the link's port, at which the server must log in with this password.
-    fn start(&mut self, world: &World, secret: String) -> io::Result<()>;
+    fn start(&mut self, world: &mut World, secret: String) -> io::Result<()>;
 
     /// Whether its port is open.
     fn is_running(&self) -> bool;
@@ -81,12 +81,32 @@ pub(super) trait Deliver {
 
     /// Reads what the source has. Whether there may be more at once.
     fn read(&mut self, world: &mut World) -> bool;
+
+    // ---- slots that agents pass on to each other ----
+
+    /// How it takes part; `None`: it does not.
+    fn relays(&self) -> Option<Relays> {
+        None
+    }
+
+    /// What it reports of its part.
+    fn relaying(&self) -> Option<Relaying> {
+        None
+    }
+
+    /// The source has assigned this lender for this generation; `None`: the source itself.
+    fn assigned(&mut self, _world: &mut World, _generation: u64, _upstream: Option<Upstream>) {}
+
+    /// What the source is to be told.
+    fn take_words(&mut self) -> Vec<Said> {
+        Vec::new()
+    }
 }
 
 /// What a delivery reads.
 pub(super) enum AnyFeed {
     Model(Feed),
-    Bytes { feed: Connected, source: usize, session: u64 },
+    Bytes { feed: Box<Connected>, offer: Box<Offer>, source: usize, session: u64 },
 }
 
 /// Where the snapshot begins that the server is given.
@@ -188,7 +208,7 @@ impl Delivery {
 }
 
 impl Deliver for Delivery {
-    fn start(&mut self, _world: &World, secret: String) -> io::Result<()> {
+    fn start(&mut self, _world: &mut World, secret: String) -> io::Result<()> {
         (self.secret, self.is_running) = (secret, true);
         Ok(())
     }

@@ -20,6 +20,8 @@ pub struct Limits {
     pub time: Duration,
     /// The number of schedules.
     pub schedules: u64,
+    /// Whether each schedule is played twice. One that is not the same both times is a finding.
+    pub twice: bool,
     /// The number of threads. They take the seeds from one stream, so that the number does not decide what is played.
     pub jobs: usize,
 }
@@ -78,7 +80,10 @@ fn work<S: Iterator<Item = u64>>(limits: Limits, began: Instant, progress: &Mute
         }
         let Some(seed) = progress.seeds.next() else { return };
         drop(progress);
-        let outcome = play(seed, None, false);
+        let mut outcome = play(seed, None, false);
+        if limits.twice {
+            outcome.finding = outcome.finding.or_else(|| difference(&outcome.counts, &play(seed, None, false).counts));
+        }
         if shows && outcome.finding.is_some() {
             println!("{}", explain(seed));
         }
@@ -96,6 +101,14 @@ fn work<S: Iterator<Item = u64>>(limits: Limits, began: Instant, progress: &Mute
             println!("{number} schedules, {:.0} per second, {found} findings", summary.rate());
         }
     }
+}
+
+/// How the second play of a schedule differed from the first.
+fn difference(first: &BTreeMap<String, u64>, second: &BTreeMap<String, u64>) -> Option<String> {
+    let names = first.keys().chain(second.keys());
+    let counts = |name: &String| (first.get(name).copied(), second.get(name).copied());
+    let other = names.map(|name| (name, counts(name))).find(|(_, (one, two))| one != two);
+    other.map(|(name, (one, two))| format!("the seed does not replay: {name} {one:?} times, and then {two:?} times"))
 }
 
 /// Plays the schedule of a seed again and says what it finds, with the last events.

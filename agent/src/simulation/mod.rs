@@ -16,14 +16,18 @@
 
 #[cfg(test)]
 mod against_real;
+mod assignments;
 mod bytes;
 mod check;
 mod delivery;
 mod explore;
+mod liar;
 mod memory;
 mod operator;
 mod oracle;
 mod plan;
+mod queue;
+mod relay;
 mod replica_agent;
 mod run;
 mod server;

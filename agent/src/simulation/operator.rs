@@ -10,6 +10,7 @@ use super::plan::{Act, FIRST_REPLICA, PRIMARY, ReplicaPlan, SECOND, Trap, UNREST
 use super::replica_agent::{ReplicaAgent, ReplicaOptions, SOURCE};
 use super::run::Simulation;
 use super::source_agent::SourceAgent;
+use super::tables::Tables;
 use super::wire::{Host, ServerId};
 use super::world::Event;
 use crate::args::ReplicaArgs;
@@ -237,7 +238,7 @@ impl Simulation {
                 }
             }
         }
-        let pause = self.world.millis(2 * self.plan.write_every);
+        let pause = self.world.millis(2 * self.plan.write_every) * self.world.calm_factor();
         self.world.after(pause + Duration::from_millis(1), Event::Write);
     }
 
@@ -246,6 +247,7 @@ impl Simulation {
     /// Puts right what the operator did. From here on nothing happens but writes.
     fn quiet(&mut self) {
         self.world.heal();
+        self.world.memories.real.iter().for_each(Tables::calm);
         // With so low a limit a slow snapshot never succeeds.
         self.world.servers.iter_mut().for_each(|server| server.traits.output_limit = 1 << 20);
         for number in 0..self.world.servers.len() {

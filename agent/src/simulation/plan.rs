@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use remora_fabric::sim::Random;
 
+use super::relay::RelayPlan;
 use super::replica_agent::Mode;
 use super::source_agent::SourceOptions;
 use super::wire::{Address, ServerId};
@@ -107,6 +108,9 @@ pub(super) struct Trap {
 /// One schedule in this many has agents with a real delivery.
 const BYTES_ONE_IN: u64 = 16;
 
+/// Of these, one in this many has agents that pass slots on to each other.
+const RELAYS_ONE_IN: u64 = 2;
+
 /// The jobs at which faults are placed.
 const JOBS: [&str; 9] = [
     "Prepare",
@@ -128,6 +132,12 @@ impl Plan {
     /// Whether an agent has the real delivery.
     pub(super) fn has_a_real_delivery(&self) -> bool {
         self.replicas.iter().any(|replica| replica.mode != Mode::Model)
+    }
+
+    /// Whether agents pass slots on to each other.
+    #[cfg(test)]
+    pub(super) fn has_relays(&self) -> bool {
+        self.replicas.iter().any(|replica| matches!(replica.mode, Mode::Bytes { relay: Some(_), .. }))
     }
 
     /// The plan of a seed.
@@ -171,11 +181,25 @@ fn draw_modes(seed: u64, replicas: &mut [ReplicaPlan]) {
     if draw.below(BYTES_ONE_IN) > 0 {
         return;
     }
-    for replica in replicas {
+    for replica in replicas.iter_mut() {
         let (bytes, spool) = (draw.below(4) > 0, draw.below(3) == 0);
         if bytes {
-            replica.mode = Mode::Bytes { spool };
+            replica.mode = Mode::Bytes { spool, relay: None };
         }
+    }
+    let mut draw = Random::split(seed, 4);
+    if draw.below(RELAYS_ONE_IN) > 0 {
+        return;
+    }
+    // All take part, so that there are chains.
+    for replica in replicas {
+        let relay = RelayPlan {
+            lends: draw.below(4) > 0,
+            lies: draw.below(5) == 0,
+            slots: 2 + draw.below(30) as u32,
+            zone: if draw.below(4) == 0 { "far" } else { "" },
+        };
+        replica.mode = Mode::Bytes { spool: false, relay: Some(relay) };
     }
 }
 

@@ -14,11 +14,13 @@ use tokio::task::JoinHandle;
 
 use super::bytes::ByteDelivery;
 use super::delivery::{AnyFeed, Deliver, Delivery};
+use super::relay::RelayPlan;
 use super::source_agent::TRANSPORT;
 use super::wire::{Address, Conn, End, Message, ServerId};
 use super::world::{Event, World, shown};
 use crate::args::ReplicaArgs;
 use crate::backoff::Backoff;
+use crate::conversation::Protection;
 use crate::exit::{Code, Failure};
 use crate::replica::machine::{
     Action, DeliveryEvent, Event as Input, Introduced, Job, Loss, Replica, Report, SourceEvent, Tables,
@@ -56,8 +58,9 @@ pub(super) struct ReplicaOptions {
 pub(super) enum Mode {
     /// An actor that moves numbers of slots.
     Model,
-    /// The real delivery, which reads real tables; `spool`: with a folder of slots that outlive the agent.
-    Bytes { spool: bool },
+    /// The real delivery, which reads real tables; `spool`: with a folder of slots that outlive the agent; `relay`: it
+    /// passes slots on.
+    Bytes { spool: bool, relay: Option<RelayPlan> },
 }
 
 enum Stage {
@@ -83,6 +86,8 @@ pub(super) struct ReplicaAgent {
     tick: Option<Duration>,
     /// A read of the tables is under way.
     reads: bool,
+    /// Its tasks may have something to do: it began or ended a moment ago.
+    stirs: bool,
     pub(super) stopped: Option<Duration>,
     pub(super) ended: Option<Duration>,
     pub(super) killed: bool,
@@ -111,9 +116,9 @@ impl ReplicaAgent {
         let link_end = End::Link(index, server);
         let delivery: Box<dyn Deliver> = match options.mode {
             Mode::Model => Box::new(Delivery::new(link_end)),
-            Mode::Bytes { spool } => {
+            Mode::Bytes { spool, relay } => {
                 let spool = spool.then(|| options.folder.join(format!("spool-{}", server.0)));
-                Box::new(ByteDelivery::new(link_end, spool))
+                Box::new(ByteDelivery::new(link_end, spool, relay))
             }
         };
         let mut agent = ReplicaAgent {
@@ -129,6 +134,7 @@ impl ReplicaAgent {
             source: 0,
             tick: None,
             reads: false,
+            stirs: true,
             stopped: None,
             ended: None,
             killed: false,
@@ -185,8 +191,24 @@ impl ReplicaAgent {
         self.delivery.stop(world);
         world.end_all(self.session_end());
         self.stage = Stage::Ended;
+        self.stirs = true;
         self.ended = Some(world.now);
         self.outcome = Some(outcome);
+    }
+
+    /// Whether its tasks have nothing to do until it is told something.
+    pub(super) fn rests(&self) -> bool {
+        let is_waiting = match &self.stage {
+            Stage::Preparing { .. } => true,
+            Stage::Running { server, .. } => server.is_at_work(),
+            Stage::Ended => false,
+        };
+        !is_waiting && !self.stirs
+    }
+
+    /// The runtime has run all tasks that could go on.
+    pub(super) fn settle(&mut self) {
+        self.stirs = false;
     }
 
     /// What its tasks have done.
@@ -229,6 +251,7 @@ impl ReplicaAgent {
         let backoff = Backoff::seeded(world.draw.next());
         let machine = Box::new(Replica::begin(world.instant(), rules, backoff));
         self.stage = Stage::Running { machine, server, kind };
+        self.stirs = true;
         world.after(PROGRESS_EVERY, Event::Replica(self.index, PROGRESS));
         if self.delivery.is_awake() {
             self.read_after(world, Duration::from_millis(1));
@@ -314,6 +337,10 @@ impl ReplicaAgent {
         let event = match message {
             Said::Waiting { cause, text } => SourceEvent::Waiting { cause, text },
             Said::Offer(offer) => SourceEvent::Offer(Box::new(offer)),
+            Said::ReadFrom { generation, upstream } => {
+                self.delivery.assigned(world, generation, upstream);
+                return self.delivery_news(world);
+            }
             Said::GenerationGone { generation, text } => SourceEvent::GenerationGone { generation, text },
             Said::HandOffAnswer { covered, text } => SourceEvent::HandOffAnswer { covered, text },
             Said::Refused { code, .. } => {
@@ -351,6 +378,9 @@ impl ReplicaAgent {
     fn delivery_news(&mut self, world: &mut World) {
         for event in self.delivery.take_events() {
             self.handle(world, Input::Delivery(event));
+        }
+        for word in self.delivery.take_words() {
+            self.say(world, word);
         }
     }
 
@@ -415,7 +445,7 @@ impl ReplicaAgent {
             Action::HoldStream => self.delivery.hold(world),
             Action::Server(job) => {
                 count_job(world, self.options.server, job);
-                if let Stage::Running { server, .. } = &self.stage {
+                if let Stage::Running { server, .. } = &mut self.stage {
                     let (bytes, the_end) = self.delivery.given();
                     server.gave(bytes, the_end);
                     server.give(job);
@@ -439,7 +469,7 @@ impl ReplicaAgent {
         let Stage::Running { kind, .. } = &self.stage else { return };
         let resume = self.delivery.resume();
         let (name, server) = (format!("replica {}", self.index), kind.clone());
-        self.say(world, Said::Join(Join { name, server, resume, plan_only: false, relays: None }));
+        self.say(world, Said::Join(Join { name, server, resume, plan_only: false, relays: self.delivery.relays() }));
     }
 
     fn tell_progress(&mut self, world: &mut World) {
@@ -460,7 +490,7 @@ impl ReplicaAgent {
             slots_held: delivery.slots_held(),
             bytes: delivery.bytes(),
             applied_offset: delivery.acknowledged().max(machine.hand_off_offset()),
-            relaying: None,
+            relaying: delivery.relaying(),
         };
         self.say(world, Said::Progress(progress));
     }
@@ -496,7 +526,7 @@ impl ReplicaAgent {
         }
         let moved = self.delivery.read(world);
         let most = if moved { 4 } else { READ_PACE };
-        let pause = world.millis(most);
+        let pause = if moved { world.millis(most) } else { world.millis(most) * world.calm_factor() };
         self.read_after(world, pause + Duration::from_millis(1));
         self.delivery_news(world);
     }
@@ -514,7 +544,7 @@ impl ReplicaAgent {
         let connected = match feed {
             Some(feed) if !world.one_in(30) => {
                 self.tables = Some((attempt, feed));
-                Ok(Tables { offer, transport: TRANSPORT, why: String::new() })
+                Ok(Tables { offer, transport: TRANSPORT, why: String::new(), protection: Protection::Plaintext })
             }
             _ => Err(Failure::new(Code::Source, "the tables cannot be connected")),
         };

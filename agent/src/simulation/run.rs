@@ -141,8 +141,8 @@ impl Simulation {
 
     async fn run(&mut self, mut wanted: UnboundedReceiver<Wanted>) {
         let start = Instant::now();
+        let mut elapsed = Duration::ZERO;
         while !self.is_over && self.finding.is_none() {
-            let elapsed = start.elapsed();
             while let Some(event) = self.world.next_event(elapsed) {
                 self.happen(event);
                 if self.is_over || self.finding.is_some() {
@@ -154,13 +154,26 @@ impl Simulation {
                 self.finding = Some(format!("the schedule does not end within {TIME_LIMIT:?} of its time"));
                 return;
             }
+            if self.replicas.iter().all(ReplicaAgent::rests) {
+                // No task has anything to do before the next event, so that the runtime is not asked.
+                elapsed = runtime_time(next);
+                continue;
+            }
+            if let Some(behind) = elapsed.checked_sub(start.elapsed()).filter(|behind| !behind.is_zero()) {
+                tokio::time::advance(behind).await;
+            }
             let woken = tokio::select! {
                 biased;
                 Some(wanted) = wanted.recv() => Woken::Wanted(wanted),
                 (agent, done) = reports(&mut self.replicas) => Woken::Done(agent, done),
-                () = tokio::time::sleep_until(start + next) => continue,
+                () = tokio::time::sleep_until(start + next) => {
+                    elapsed = start.elapsed();
+                    self.replicas.iter_mut().for_each(ReplicaAgent::settle);
+                    continue;
+                }
             };
-            self.world.now = self.world.now.max(start.elapsed());
+            elapsed = start.elapsed();
+            self.world.now = self.world.now.max(elapsed);
             match woken {
                 Woken::Wanted(Wanted::Attention) => self.world.read_clients(),
                 Woken::Wanted(Wanted::Connection { host, port, answer }) => self.wants_client(&host, port, answer),
@@ -301,7 +314,7 @@ impl Simulation {
             }
         }
         self.spring_traps();
-        if let Err(text) = Watch::servers(&self.world) {
+        if let Err(text) = Watch::servers(&mut self.world) {
             return self.found(text);
         }
         if let Err(text) = self.watch.agents(&self.world, &self.replicas) {
@@ -313,6 +326,11 @@ impl Simulation {
         self.world.log(|| format!("FOUND {text}"));
         self.finding.get_or_insert(text);
     }
+}
+
+/// The time at which the runtime ends a pause: whole milliseconds.
+fn runtime_time(time: Duration) -> Duration {
+    Duration::from_millis(time.as_nanos().div_ceil(1_000_000) as u64)
 }
 
 enum Woken {

@@ -8,6 +8,7 @@ use remora_protocol::{Announce, Message as Said, Offer, Outcome, RefusalCode, Ta
 use remora_redis::ReplId;
 use remora_redis::info::Info;
 
+use super::assignments::Assignments;
 use super::memory::{Journal, Snapshot};
 use super::tables::{SLOT_BYTES, journal_geometry};
 use super::wire::{Address, Conn, End, Host, Message, ServerId};
@@ -74,7 +75,8 @@ pub(super) struct SourceAgent {
     pub(super) index: usize,
     pub(super) options: SourceOptions,
     pub(super) is_running: bool,
-    machine: Machine,
+    pub(super) machine: Machine,
+    pub(super) assignments: Assignments,
     sessions: BTreeMap<Session, Peer>,
     facts: Facts,
     captures: BTreeMap<u64, Capture>,
@@ -104,6 +106,7 @@ impl SourceAgent {
             options,
             is_running: true,
             machine,
+            assignments: Assignments::default(),
             sessions: BTreeMap::new(),
             facts,
             captures: BTreeMap::new(),
@@ -149,7 +152,7 @@ impl SourceAgent {
         world.send(conn, End::Source(self.index), Message::Agents(Box::new(message)));
     }
 
-    fn say(&self, world: &mut World, session: Session, message: Said) {
+    pub(super) fn say(&self, world: &mut World, session: Session, message: Said) {
         if let Some(peer) = self.sessions.get(&session) {
             self.say_on(world, peer.conn, message);
         }
@@ -172,12 +175,14 @@ impl SourceAgent {
                     loaded: resume.loaded.then_some((resume.replid, resume.next_byte)),
                 });
                 let (name, address) = (join.name, String::new());
+                self.assignments.introduce(world, conn, session, join.relays);
                 Input::Joined { session, name, address, resume, reads: Format::Shared }
             }
             Said::Progress(progress) => {
                 if self.machine.status().offered(session) != Some(progress.generation) {
                     return;
                 }
+                self.relaying(world, session, &progress);
                 let at = Report {
                     phase: progress.phase,
                     transport: progress.transport,
@@ -187,6 +192,9 @@ impl SourceAgent {
                     applied_offset: progress.applied_offset,
                 };
                 Input::Progress { session, at }
+            }
+            Said::PeerLost { generation, session: peer, cause, .. } => {
+                return self.peer_lost(world, session, generation, peer, cause);
             }
             Said::HandOffQuery { offset, .. } => {
                 let answer = if self.reaches_the_server(world) {
@@ -211,6 +219,7 @@ impl SourceAgent {
     pub(super) fn left(&mut self, world: &mut World, conn: Conn) {
         let Some(session) = self.session_of(conn) else { return };
         let done = self.sessions.remove(&session).is_some_and(|peer| peer.done);
+        self.lends_no_more(world, session);
         if !done {
             self.apply(world, Input::Gone { session, done: false });
         }
@@ -274,11 +283,13 @@ impl SourceAgent {
                 if let Some(peer) = self.sessions.get_mut(&session) {
                     peer.done = true;
                 }
+                self.lends_no_more(world, session);
             }
             Action::GenerationGone { session, generation, text } => {
                 self.say(world, session, Said::GenerationGone { generation, text });
             }
             Action::RevokeSnapshot { generation } => {
+                self.no_assignments();
                 world.memories.revoke_snapshot((index, generation));
             }
             Action::EndStream { generation } => {
@@ -304,7 +315,9 @@ impl SourceAgent {
         }
     }
 
-    fn offer(&self, world: &mut World, session: Session) {
+    fn offer(&mut self, world: &mut World, session: Session) {
+        let Some(generation) = self.machine.status().generation() else { return };
+        let upstream = self.place_for(world, generation, session);
         let (Some(snapshot), Some(stream)) = (self.machine.status().snapshot, self.machine.status().stream) else {
             return;
         };
@@ -315,6 +328,7 @@ impl SourceAgent {
             slot_size: SLOT_BYTES,
             slots,
             retained: self.retained,
+            seal: Vec::new(),
             keys: Vec::new(),
         };
         let offer = Offer {
@@ -323,6 +337,7 @@ impl SourceAgent {
             offset: origin.offset,
             snapshot: table(origin, self.room() as u32),
             journal: table(stream, journal_geometry(self.options.journal).slots),
+            upstream,
             ..self.plan()
         };
         self.say(world, session, Said::Offer(offer));
@@ -541,7 +556,7 @@ impl SourceAgent {
         }
         if number == 0 {
             self.tick(world);
-            return world.after(TICK, Event::Source(self.index, 0));
+            return world.after(TICK * world.calm_factor(), Event::Source(self.index, 0));
         }
         if let Some(capture) = self.captures.get_mut(&number)
             && capture.stage == Stage::Pausing
@@ -558,6 +573,7 @@ impl SourceAgent {
             world.log(|| format!("source {}:     {action:?}", self.index));
             self.perform(world, action);
         }
+        self.look_at_assignments(world);
     }
 }
 

@@ -5,12 +5,14 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use remora_fabric::sim::{Chance, Faults, Network, SimExporter};
-use remora_fabric::{Exporter, Memory, Pages, RegionId};
+use remora_fabric::{Connector, Exporter, Memory, Pages, Peer, RegionId};
 use remora_protocol::Offer;
 use remora_table::{Geometry, Identity, JournalWriter, Kind, Origin, SnapshotWriter};
 
+use super::liar::Liar;
 use super::oracle::mixed;
-use crate::replica::simulated_delivery::{Connected, Way, connect};
+use super::wire::Host;
+use crate::replica::simulated_delivery::{Connected, CopyWish, Way, connect};
 
 /// Bytes of a slot, the least that a table can have. One message of a model server fills one slot.
 pub(super) const SLOT_BYTES: u32 = 4096;
@@ -34,7 +36,36 @@ pub(super) struct Tables {
     exporters: BTreeMap<usize, SimExporter>,
     snapshots: BTreeMap<Key, SnapshotWriter>,
     journals: BTreeMap<Key, JournalWriter>,
+    /// What agents lend to each other, by agent.
+    lenders: BTreeMap<usize, Lender>,
     sessions: u64,
+}
+
+/// An agent at whose port others ask for its copy.
+struct Lender {
+    host: Host,
+    exporter: SimExporter,
+    /// Its readers get wrong bytes.
+    lies: bool,
+    copy: Option<LentCopy>,
+    regions: u32,
+}
+
+/// A copy that is lent.
+#[derive(Clone, Copy)]
+struct LentCopy {
+    region: RegionId,
+    slots: u32,
+}
+
+/// What a lender answers.
+pub(super) enum Lent {
+    /// There is no such lender any more.
+    Gone,
+    /// It has no copy of this generation yet.
+    NotYet,
+    /// The way to its copy, and the slots that this has.
+    Copy(Box<dyn Peer>, u32),
 }
 
 impl Tables {
@@ -47,8 +78,14 @@ impl Tables {
             exporters: BTreeMap::new(),
             snapshots: BTreeMap::new(),
             journals: BTreeMap::new(),
+            lenders: BTreeMap::new(),
             sessions: 0,
         }
+    }
+
+    /// The unrest is over: connections that are made from now on are not lost.
+    pub(super) fn calm(&self) {
+        self.network.calm();
     }
 
     fn table(&mut self, (source, generation): Key, region: u32, geometry: Geometry) -> Option<Arc<Memory>> {
@@ -128,7 +165,13 @@ impl Tables {
     ///
     /// # Errors
     /// The text says what could not be connected.
-    pub(super) fn connect(&mut self, source: usize, offer: &Offer, loaded: bool) -> Result<(Connected, u64), String> {
+    pub(super) fn connect(
+        &mut self,
+        source: usize,
+        offer: &Offer,
+        loaded: bool,
+        copy: Option<CopyWish>,
+    ) -> Result<(Connected, u64), String> {
         let exporter = self.exporters.get(&source).ok_or("the source is gone")?;
         self.sessions += 1;
         exporter.grant(self.sessions, SECRET);
@@ -137,8 +180,51 @@ impl Tables {
         };
         let snapshot = if loaded { None } else { Some(key(offer.snapshot.generation, SNAPSHOT)?) };
         let journal = key(offer.journal.generation, JOURNAL)?;
-        let way = Way { network: &self.network, session: self.sessions, secret: SECRET, snapshot, journal };
+        let way = Way { network: &self.network, session: self.sessions, secret: SECRET, snapshot, journal, copy };
         Ok((connect(&way, offer)?, self.sessions))
+    }
+
+    // ---- lenders ----
+
+    /// Opens the port at which an agent lends its copy.
+    pub(super) fn open_lender(&mut self, agent: usize, host: Host, lies: bool) {
+        let exporter = self.network.exporter();
+        self.lenders.insert(agent, Lender { host, exporter, lies, copy: None, regions: 0 });
+    }
+
+    /// The agent is gone, and all connections to its copy with it.
+    pub(super) fn close_lender(&mut self, agent: usize) {
+        self.lenders.remove(&agent);
+    }
+
+    /// Lends this copy from now on, in place of the one before.
+    pub(super) fn lend(&mut self, agent: usize, generation: u64, memory: Arc<Memory>, slots: u32) {
+        let Some(lender) = self.lenders.get_mut(&agent) else { return };
+        if let Some(former) = lender.copy.take() {
+            lender.exporter.revoke(former.region);
+        }
+        lender.regions += 1;
+        let region = RegionId { generation, region: lender.regions };
+        lender.copy = lender.exporter.export(region, memory).ok().map(|()| LentCopy { region, slots });
+    }
+
+    /// Where an agent lends; `None`: it does not, or not any more.
+    pub(super) fn host_of_lender(&self, agent: usize) -> Option<Host> {
+        self.lenders.get(&agent).map(|lender| lender.host)
+    }
+
+    /// Asks a lender for its copy of this generation, which is read into this memory.
+    pub(super) fn borrow(&mut self, agent: usize, generation: u64, sink: &Arc<Memory>) -> Lent {
+        let Some(lender) = self.lenders.get(&agent) else { return Lent::Gone };
+        let Some(copy) = lender.copy.filter(|copy| copy.region.generation == generation) else { return Lent::NotYet };
+        self.sessions += 1;
+        lender.exporter.grant(self.sessions, SECRET);
+        let Ok(key) = lender.exporter.key(copy.region) else { return Lent::Gone };
+        match self.network.connector().connect(&key, self.sessions, &SECRET, sink.clone()) {
+            Ok(peer) if lender.lies => Lent::Copy(Box::new(Liar::new(peer, sink.clone())), copy.slots),
+            Ok(peer) => Lent::Copy(peer, copy.slots),
+            Err(_) => Lent::Gone,
+        }
     }
 
     /// Ends the connections of a session.

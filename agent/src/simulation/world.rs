@@ -3,7 +3,7 @@
 //! Messages of one connection keep their order; those of different connections overtake each other. What falls on the
 //! same microsecond happens in an order that the seed decides.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use remora_fabric::sim::Random;
@@ -11,6 +11,8 @@ use remora_redis::resp::{self, CommandDecoder, Limits};
 
 use super::memory::Memories;
 use super::oracle::Oracle;
+use super::plan::UNREST;
+use super::queue::Queue;
 use super::server::{Changed, Server, Session, Step, Traits};
 use super::wire::{Address, Conn, Effect, End, Host, Message, ServerId, Timer};
 use crate::server::simulated::ServerEnd;
@@ -20,6 +22,9 @@ const LOG_LINES: usize = 300;
 
 /// How long a connection attempt takes that finds no way.
 const NO_WAY: Duration = Duration::from_secs(2);
+
+/// See [`World::calm_factor`].
+const CALM_FACTOR: u32 = 3;
 
 /// What happens at a time.
 #[derive(Debug)]
@@ -99,8 +104,7 @@ pub(super) struct Change {
 pub(super) struct World {
     pub(super) now: Duration,
     began: Instant,
-    queue: BTreeMap<(Duration, u64, u64), Event>,
-    events: u64,
+    queue: Queue<Event>,
     ties: Random,
     pub(super) draw: Random,
     pub(super) servers: Vec<Server>,
@@ -111,9 +115,13 @@ pub(super) struct World {
     next_number: u64,
     /// Pairs of hosts between which nothing gets through, until that time.
     cuts: Vec<(Host, Host, Duration)>,
+    /// An empty list, which is used again and again.
+    effects: Vec<Effect>,
     /// Until when a server does nothing.
     blocked: BTreeMap<ServerId, Duration>,
     pub(super) changes: Vec<Change>,
+    /// Servers to which something was done since the last check.
+    pub(super) touched: BTreeSet<ServerId>,
     /// Jobs on servers that were begun.
     pub(super) jobs: Vec<(ServerId, String)>,
     pub(super) counts: BTreeMap<String, u64>,
@@ -125,8 +133,7 @@ impl World {
         World {
             now: Duration::ZERO,
             began,
-            queue: BTreeMap::new(),
-            events: 0,
+            queue: Queue::new(),
             ties: Random::split(seed, 1),
             draw: Random::split(seed, 2),
             servers: Vec::new(),
@@ -136,8 +143,10 @@ impl World {
             clients: BTreeMap::new(),
             next_number: 1,
             cuts: Vec::new(),
+            effects: Vec::new(),
             blocked: BTreeMap::new(),
             changes: Vec::new(),
+            touched: BTreeSet::new(),
             jobs: Vec::new(),
             counts: BTreeMap::new(),
             log: with_log.then(VecDeque::new),
@@ -156,23 +165,26 @@ impl World {
     }
 
     pub(super) fn at(&mut self, time: Duration, event: Event) {
-        self.events += 1;
         let tie = self.ties.next();
-        self.queue.insert((time.max(self.now), tie, self.events), event);
+        self.queue.add(time.max(self.now), tie, event);
     }
 
     /// As [`World::at`], and in the order of the calls.
     pub(super) fn in_order_at(&mut self, time: Duration, event: Event) {
-        self.events += 1;
-        self.queue.insert((time.max(self.now), 0, self.events), event);
+        self.queue.add(time.max(self.now), 0, event);
     }
 
     pub(super) fn after(&mut self, pause: Duration, event: Event) {
         self.at(self.now + pause, event);
     }
 
+    /// By how much longer the pauses are of what happens all the time. After the unrest the servers only get in step.
+    pub(super) fn calm_factor(&self) -> u32 {
+        if self.now < UNREST { 1 } else { CALM_FACTOR }
+    }
+
     pub(super) fn next_time(&self) -> Option<Duration> {
-        self.queue.first_key_value().map(|(&(time, ..), _)| time)
+        self.queue.next_time()
     }
 
     /// The next event that is due at this time.
@@ -180,7 +192,7 @@ impl World {
         if self.next_time()? > until {
             return None;
         }
-        let ((time, ..), event) = self.queue.pop_first()?;
+        let (time, event) = self.queue.pop()?;
         self.now = self.now.max(time);
         Some(event)
     }
@@ -240,15 +252,16 @@ impl World {
 
     /// Does something with a server, and carries out what follows.
     pub(super) fn on<T>(&mut self, id: ServerId, what: impl FnOnce(&mut Server, &mut Step<'_>) -> T) -> T {
-        let mut step = Step { oracle: &mut self.oracle, effects: Vec::new() };
+        let mut step = Step { oracle: &mut self.oracle, effects: std::mem::take(&mut self.effects) };
         let done = what(&mut self.servers[id.0], &mut step);
+        self.touched.insert(id);
         let effects = step.effects;
         self.carry_out(id, effects);
         done
     }
 
-    fn carry_out(&mut self, id: ServerId, effects: Vec<Effect>) {
-        for effect in effects {
+    fn carry_out(&mut self, id: ServerId, mut effects: Vec<Effect>) {
+        for effect in effects.drain(..) {
             match effect {
                 Effect::Send(conn, message) => self.send(conn, End::Server(id), message),
                 Effect::Close(conn) => self.close(conn, End::Server(id)),
@@ -259,6 +272,7 @@ impl World {
                 }
             }
         }
+        self.effects = effects;
     }
 
     /// Until when a server does nothing.

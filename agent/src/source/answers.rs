@@ -10,8 +10,15 @@ use crate::server::{Client, Facts, Place, Server, ServerUrl};
 
 /// An offer without tables, for a dry run.
 pub(crate) fn plan_of(facts: &Facts, primary: Announce, write_rate: u64) -> Offer {
-    let nothing =
-        || TableOffer { generation: 0, first_offset: 0, slot_size: 0, slots: 0, retained: false, keys: Vec::new() };
+    let nothing = || TableOffer {
+        generation: 0,
+        first_offset: 0,
+        slot_size: 0,
+        slots: 0,
+        retained: false,
+        keys: Vec::new(),
+        seal: Vec::new(),
+    };
     Offer {
         generation: 0,
         replid: facts.replid,

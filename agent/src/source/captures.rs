@@ -16,7 +16,7 @@ use crate::units::Size;
 impl Source {
     pub(super) fn start_capture(&mut self, generation: u64, with_stream: bool) -> Result<(), Failure> {
         let own_format = self.machine.status().snapshot.is_some_and(|snapshot| snapshot.format == Format::Own);
-        let (exports, memory) = (self.exports.clone(), self.tables.snapshot.0.clone());
+        let (exports, memory) = (self.exports.clone(), self.tables.memory(SNAPSHOT_REGION));
         let plan = Plan {
             generation,
             server: self.server.clone(),
@@ -25,6 +25,11 @@ impl Source {
             retained: self.tables.retained,
             prepare: Arc::new(move || exports.prepare(&memory)),
             journal: with_stream.then(|| self.tables.journal.clone()),
+            sealed: self.tables.sealed.as_ref().map(|sealed| {
+                let id = |region| RegionId { generation, region };
+                let snapshot = sealed.table(id(SNAPSHOT_REGION), &sealed.snapshot);
+                (snapshot, sealed.table(id(JOURNAL_REGION), &sealed.journal))
+            }),
             module: self.module_rules.clone(),
             module_failed_lately: self.method_history.module_failed_lately(Instant::now()),
             gauge: self.gauge.clone(),
@@ -73,7 +78,7 @@ impl Source {
     }
 
     fn export(&self, generation: u64, region: u32) -> Result<(), Failure> {
-        let exported = self.exports.export(RegionId { generation, region }, self.tables.memory(region));
+        let exported = self.exports.export(RegionId { generation, region }, &self.tables.memory(region));
         exported.map_err(|error| Failure::local(format!("cannot export a table over any transport: {error}")))
     }
 }

@@ -1,15 +1,17 @@
 //! The transports that export the tables' memory to replicas.
 
+use std::net::IpAddr;
 use std::num::NonZeroU64;
 use std::sync::Arc;
 
 use remora_fabric::shm::{MAX_CONNECTIONS, ShmExporter, ShmOptions};
 use remora_fabric::tcp::{MAX_LANES_PER_SESSION, SendMode, TcpExporter, TcpOptions};
-use remora_fabric::{Exporter, Memory, RegionId};
+use remora_fabric::{Exporter, Memory, RegionId, TransportKind};
 
 use super::machine::Session;
-use super::tables::Tables;
-use crate::args::{SendChoice, SourceArgs};
+use super::tables::{Exported, JOURNAL_REGION, SNAPSHOT_REGION, Tables};
+use crate::args::{RdmaOffer, SendChoice, SourceArgs};
+use crate::conversation::Security;
 use crate::exit::Failure;
 use crate::transports;
 
@@ -23,6 +25,7 @@ impl Exports {
     /// Opens all transports that the arguments allow and this host has. `tcp` comes last.
     pub(super) async fn open(
         args: &SourceArgs,
+        security: &Security,
         listen: std::net::SocketAddr,
         tables: &Tables,
         tcp: Arc<TcpExporter>,
@@ -36,9 +39,9 @@ impl Exports {
                 }
             }
         }
-        let (rdma, memories) = (args.rdma.clone(), vec![tables.snapshot.0.clone(), tables.journal.0.clone()]);
-        let (replicas, security) = (args.max_replicas as usize, args.tokens.security.security);
-        let open = move || transports::exporters::rdma(&rdma, security, listen, replicas, &memories);
+        let memories = [SNAPSHOT_REGION, JOURNAL_REGION].map(|region| tables.memory(region).remote);
+        let (rdma, replicas) = (allowed_rdma(&args.rdma, security, listen.ip())?, args.max_replicas as usize);
+        let open = move || transports::exporters::rdma(&rdma, listen, replicas, &memories);
         let rdma = tokio::task::spawn_blocking(open).await;
         exporters
             .extend(rdma.map_err(|error| Failure::local(format!("the search for RDMA devices failed: {error}")))??);
@@ -51,10 +54,10 @@ impl Exports {
     ///
     /// # Errors
     /// No transport accepts it.
-    pub(super) fn export(&self, id: RegionId, memory: &Arc<Memory>) -> Result<(), remora_fabric::Error> {
+    pub(super) fn export(&self, id: RegionId, memory: &Exported) -> Result<(), remora_fabric::Error> {
         let mut exported = Err(remora_fabric::Error::NotExported(id));
         for exporter in &self.exporters {
-            match exporter.export(id, memory.clone()) {
+            match exporter.export(id, memory_for(&**exporter, memory).clone()) {
                 Ok(()) => exported = Ok(()),
                 Err(error) => {
                     let transport = exporter.kind();
@@ -67,18 +70,20 @@ impl Exports {
 
     /// Readies new memory with each transport, so that exporting it is quick. To register it with an RDMA device takes
     /// as long as to touch all of it: do not call it in the source's loop.
-    pub(super) fn prepare(&self, memory: &Arc<Memory>) {
+    pub(super) fn prepare(&self, memory: &Exported) {
         for exporter in &self.exporters {
-            if let Err(error) = exporter.prepare(memory) {
+            if let Err(error) = exporter.prepare(memory_for(&**exporter, memory)) {
                 tracing::warn!(transport = %exporter.kind(), %error, "cannot prepare new memory for this transport");
             }
         }
     }
 
     /// Lets go of memory that will not be exported again, in the background: to release the pages takes time.
-    pub(super) fn forget_in_background(&self, memory: Arc<Memory>) {
+    pub(super) fn forget_in_background(&self, memory: Exported) {
         let exports = self.clone();
-        tokio::task::spawn_blocking(move || exports.exporters.iter().for_each(|exporter| exporter.forget(&memory)));
+        tokio::task::spawn_blocking(move || {
+            exports.exporters.iter().for_each(|exporter| exporter.forget(memory_for(&**exporter, &memory)));
+        });
     }
 
     /// Revokes read access to this region.
@@ -114,6 +119,11 @@ impl Exports {
     }
 }
 
+/// The memory of a region that this transport exports.
+fn memory_for<'m>(exporter: &dyn Exporter, memory: &'m Exported) -> &'m Arc<Memory> {
+    if exporter.kind() == TransportKind::Shm { &memory.local } else { &memory.remote }
+}
+
 /// Each replica of this host has a connection to each region. It may reconnect before its old ones are found closed.
 fn shm_options(args: &SourceArgs) -> ShmOptions {
     let defaults = ShmOptions::default();
@@ -139,13 +149,26 @@ pub(super) fn tcp_exporter(args: &SourceArgs, address: std::net::SocketAddr) -> 
     TcpExporter::new(options, Some(address)).map_err(|error| Failure::refused(error.to_string()))
 }
 
+/// The RDMA that the source may offer: none, unless its tables are sealed, or plaintext is meant.
+fn allowed_rdma(wanted: &RdmaOffer, security: &Security, listen: IpAddr) -> Result<RdmaOffer, Failure> {
+    if security.seals_tables(listen) || security.permits_plain_network() {
+        return Ok(wanted.clone());
+    }
+    if wanted.end.is_named() && !wanted.no_rdma {
+        let text = "RDMA would not be encrypted: give --security token, or --security none --plaintext-network if this is \
+            meant, or omit --rdma-address and --rdma-device";
+        return Err(Failure::refused(text));
+    }
+    Ok(RdmaOffer { no_rdma: true, ..wanted.clone() })
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
 
     use std::sync::Mutex;
 
-    use remora_fabric::{Error, Pages, RegionKey, Secret, TransportKind};
+    use remora_fabric::{Error, Pages, RegionKey, Secret};
 
     use super::*;
 
@@ -204,6 +227,7 @@ mod tests {
         let refusing = Arc::new(Refusing::default());
         let tcp = Arc::new(TcpExporter::new(TcpOptions::default(), Some(address)).unwrap());
         let exports = Exports { exporters: vec![refusing.clone(), tcp] };
+        let memory = Exported::plain(&memory);
         exports.prepare(&memory);
         exports.export(ID, &memory).unwrap();
         assert_eq!(exports.keys(ID).len(), 1, "the key of TCP");

@@ -5,7 +5,7 @@
 //! if a value is old. Only the tables themselves are exact.
 
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use remora_redis::ReplId;
@@ -23,7 +23,7 @@ pub(crate) struct Reading {
     pub(crate) retired: u64,
     /// How many times the writer found its ring full.
     pub(crate) writer_waits: u64,
-    /// Offsets of the journal's oldest and newest byte.
+    /// Offsets of the journal's oldest byte, and of its newest one or one that follows at once.
     pub(crate) journal_first: u64,
     pub(crate) journal_end: u64,
 }
@@ -40,6 +40,9 @@ pub(crate) struct Gauge {
     waits: AtomicU64,
     method: AtomicU8,
     retire_below: AtomicU64,
+    /// Whether slots are sealed, and below which number they are.
+    is_sealing: AtomicBool,
+    sealed_slots: AtomicU64,
     journal_first: AtomicU64,
     journal_end: AtomicU64,
     // Rarely used: set once per capture.
@@ -100,7 +103,7 @@ impl Gauge {
         self.waits.fetch_add(1, Relaxed);
     }
 
-    /// Shows the offsets of the oldest and the newest byte in the journal.
+    /// Shows the offsets of the oldest and the newest byte in the journal. The newest is shown before readers have it.
     pub(super) fn journal_at(&self, first: u64, end: u64) {
         self.journal_first.store(first, Relaxed);
         self.journal_end.store(end, Relaxed);
@@ -157,8 +160,21 @@ impl Gauge {
         self.retired_slots.load(Relaxed)
     }
 
+    /// The writer may reuse slots below this number: no replica needs them, and they are sealed.
     pub(super) fn retire_below(&self) -> u64 {
-        self.retire_below.load(Relaxed)
+        let sealed = if self.is_sealing.load(Relaxed) { self.sealed_slots.load(Relaxed) } else { u64::MAX };
+        self.retire_below.load(Relaxed).min(sealed)
+    }
+
+    /// A thread begins to seal the snapshot.
+    pub(super) fn sealing_begins(&self) {
+        self.sealed_slots.store(0, Relaxed);
+        self.is_sealing.store(true, Relaxed);
+    }
+
+    /// All slots below this number are sealed.
+    pub(super) fn sealed(&self, below: u64) {
+        self.sealed_slots.store(below, Relaxed);
     }
 
     /// Replication offsets of the oldest and the newest byte that the journal holds.

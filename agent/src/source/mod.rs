@@ -12,8 +12,8 @@
 //! - [`captures`] starts captures and handles their events; [`output_buffer`] knows the limit of what the primary holds
 //!   back for a source.
 //! - [`gauge`] holds the figures that the capture threads show while they run.
-//! - [`tables`] is the memory, and [`exports`] the transports that export it. [`probe_region`] exports scratch memory
-//!   for `remora probe`.
+//! - [`tables`] is the memory, [`sealing`] its sealed part, and [`exports`] the transports that export it.
+//!   [`probe_region`] exports scratch memory for `remora probe`.
 //! - [`answers`] describes the primary and whether it continues a history; [`questions`] bounds how often replicas make
 //!   the source ask it; [`rate`] measures how fast it writes;
 //!   [`status`] is for `remora status`.
@@ -33,6 +33,7 @@ mod output_buffer;
 mod probe_region;
 mod questions;
 mod rate;
+pub(crate) mod sealing;
 mod status;
 mod tables;
 mod threads;
@@ -42,7 +43,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use remora_fabric::RegionId;
+use remora_fabric::{RegionId, TransportKind};
 use remora_protocol::{LossCause, Message, Offer, Phase, RefusalCode, Relays, Upstream};
 use remora_table::Origin;
 use tokio::sync::{Mutex, mpsc};
@@ -63,7 +64,7 @@ use crate::args::SourceArgs;
 use crate::backoff::Backoff;
 use crate::conversation::listener;
 use crate::conversation::tokens::TokenFiles;
-use crate::conversation::{Connection, Endpoint, Fault, Options, Role, Sender, derive};
+use crate::conversation::{Connection, Endpoint, Fault, Options, Protection, Role, Sender, derive};
 use crate::exit::Failure;
 use crate::lanes::LANES_LABEL;
 use crate::server::{Client, Facts, Server, Task};
@@ -97,7 +98,8 @@ struct Mailboxes {
 
 /// Opens everything that a source needs, and reports that it is ready.
 async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listener), Failure> {
-    let tokens = TokenFiles::read(&args.tokens.token_files, &args.tokens.monitor_token_files)?;
+    let security = args.tokens.open_security()?;
+    let tokens = TokenFiles::read(&args.tokens.token_files, &args.tokens.monitor_token_files, security.clone())?;
     descriptors::check(args.max_replicas)?;
     let server = args.server.open(Task::Source)?;
     let facts = Facts::read(&mut server.connect().await?).await?;
@@ -108,22 +110,22 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
             server.url()
         )));
     }
-    let tables = Tables::create(&args, &facts).await?;
+    let tables = Tables::create(&args, &facts, security.seals_tables(args.listen.ip())).await?;
     let (incoming, inbox) = mpsc::channel(INCOMING_LIMIT);
     let (captured, captures) = mpsc::unbounded_channel();
-    let port = listener::bind(args.listen, "the source", "--listen").await?;
+    let port = listener::bind(args.listen, &security, "the source", "--listen").await?;
     let tcp = Arc::new(tcp_exporter(&args, port.1)?);
-    let conversations = Endpoint::with_keyring(tokens.keyring(), &Options::secured(args.tokens.security.security));
+    let conversations = Endpoint::with_keyring(tokens.keyring(), &Options::secured(security.clone()));
     let conversations =
         conversations.map_err(|error| Failure::local(format!("cannot set up control connections: {error}")))?;
     let listener = listener::start(port, conversations, tcp.clone(), incoming.clone());
-    let exports = Exports::open(&args, listener.address(), &tables, tcp).await?;
+    let exports = Exports::open(&args, &security, listener.address(), &tables, tcp).await?;
     tracing::info!(
         listening = %listener.address(),
         server = %server.url(),
         facts = %facts.name(),
         memory = %args.memory,
-        security = args.tokens.security.security.text(),
+        security = security.text(listener.address().ip()),
         "source ready; it takes a snapshot {}",
         if args.eager { "now (--eager)" } else { "when the first replica joins" }
     );
@@ -225,11 +227,20 @@ struct Peer {
     key: [u8; 32],
     /// What it may ask for.
     role: Role,
+    /// What protects the conversation.
+    protection: Protection,
     done: bool,
     /// Why the peer uses no better transport, as it reported.
     transport_why: String,
     /// How the peer lends its slots to other replicas, with its address as they reach it.
     relays: Option<Relays>,
+}
+
+impl Peer {
+    /// What protects the data that it reads over this transport, or its conversation as long as it reads nothing.
+    fn data_protection(&self, transport: Option<TransportKind>, is_sealed: bool) -> Protection {
+        transport.map_or(self.protection, |kind| self.protection.of_data(kind, is_sealed, self.address.ip()))
+    }
 }
 
 impl Source {
@@ -276,9 +287,10 @@ impl Source {
 
     fn welcome(&mut self, connection: Connection) {
         let (session, address, key) = (connection.session(), connection.peer_addr(), connection.session_key());
-        let role = connection.role();
+        let (role, protection) = (connection.role(), connection.protection());
         let (sender, receiver) = connection.split();
-        let peer = Peer { sender, address, key, role, done: false, transport_why: String::new(), relays: None };
+        let transport_why = String::new();
+        let peer = Peer { sender, address, key, role, protection, done: false, transport_why, relays: None };
         self.sessions.insert(session, peer);
         listener::listen_to(receiver, self.incoming.clone(), move |heard| match heard {
             Ok(message) => Incoming::Said { session, message: Box::new(message) },
@@ -290,8 +302,8 @@ impl Source {
         let Some(peer) = self.sessions.get_mut(&session) else { return };
         if !peer.role.may_send(&message) {
             peer.done = true;
-            tracing::warn!(address = %peer.address, request = message.name(), "refused: the peer's token is for monitoring");
-            let text = "the token permits the status only; use the token of the replicas".to_owned();
+            tracing::warn!(address = %peer.address, request = message.name(), "refused: the peer may ask for the status only");
+            let text = "the token or the certificate permits the status only; use that of a replica".to_owned();
             return self.send(session, Message::Refused { code: RefusalCode::NotPermitted, text });
         }
         let event = match message {
@@ -303,7 +315,14 @@ impl Source {
                 peer.relays = join.relays.map(|relays| as_others_reach_it(relays, peer.address));
                 let address = peer.address.to_string();
                 let name = if join.name.is_empty() { address.clone() } else { join.name };
-                tracing::info!(replica = %name, %address, server = %join.server, resumes = join.resume.is_some(), "replica joined");
+                tracing::info!(
+                    replica = %name,
+                    %address,
+                    server = %join.server,
+                    resumes = join.resume.is_some(),
+                    protection = %peer.protection,
+                    "replica joined"
+                );
                 let resume = join.resume.map(|resume| Resume {
                     generation: resume.generation,
                     held_slots: resume.held_slots,
@@ -317,9 +336,15 @@ impl Source {
                 return;
             }
             Message::Progress(progress) => {
-                if let Some(peer) = self.sessions.get_mut(&session) {
-                    peer.transport_why = progress.transport_why;
+                let transport = progress.transport.and_then(TransportKind::from_code);
+                let before = self.machine.status().replica(session);
+                if let (Some(kind), Some(replica)) = (transport, before)
+                    && replica.transport() != transport
+                {
+                    let protection = peer.protection.of_data(kind, self.tables.sealed.is_some(), peer.address.ip());
+                    tracing::info!(replica = %replica.name, transport = kind.name(), %protection, "replica reads");
                 }
+                peer.transport_why = progress.transport_why;
                 if let Some(at) = progress.relaying {
                     let is_done = progress.phase > Phase::Transfer;
                     self.topology.progress(Instant::now(), session, at, progress.bytes, is_done);

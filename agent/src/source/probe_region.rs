@@ -16,6 +16,7 @@ use remora_protocol::{Message, RefusalCode};
 
 use super::exports::Exports;
 use super::machine::Session;
+use super::tables::Exported;
 use super::{Incoming, Source};
 
 /// The state of the region, and the sessions that use it.
@@ -143,7 +144,7 @@ fn create(id: RegionId, exports: &Exports) -> Result<(), Error> {
     for (page, offset) in (0..REGION_BYTES).step_by(PAGE_BYTES).enumerate() {
         memory.fill(offset..offset + PAGE_BYTES as u64, (page % 251) as u8)?;
     }
-    exports.export(id, &memory)
+    exports.export(id, &Exported::plain(&memory))
 }
 
 /// The region's number, beside the two of the tables.

@@ -35,7 +35,6 @@ fn generation_status(source: &Source) -> Option<GenerationStatus> {
     let snapshot = source.machine.status().snapshot?;
     let origin = snapshot.origin()?;
     let (first, end) = source.gauge.journal();
-    let memory = [&source.tables.snapshot.0, &source.tables.journal.0];
     Some(GenerationStatus {
         generation: origin.generation,
         replid: origin.history,
@@ -50,7 +49,7 @@ fn generation_status(source: &Source) -> Option<GenerationStatus> {
         published_slots: source.gauge.published_slots(),
         retired_slots: source.gauge.retired_slots(),
         windowed: source.gauge.retired_slots() > 0,
-        memory_bytes: memory.iter().filter_map(|memory| memory.resident().ok()).sum(),
+        memory_bytes: source.tables.resident(),
         memory_limit: source.args.memory.get(),
         age_seconds: snapshot.asked().elapsed().as_secs(),
         journal_first: first,
@@ -64,15 +63,19 @@ fn replica_status(source: &Source, session: Session, replica: &Replica, now: Ins
     let slots = source.gauge.published_slots().max(1);
     let held = replica.at.slots_held;
     let (oldest_slot, serves) = source.topology.lends(session);
-    let relays = source.sessions.get(&session).and_then(|peer| peer.relays.as_ref());
+    let peer = source.sessions.get(&session);
+    let relays = peer.and_then(|peer| peer.relays.as_ref());
     ReplicaStatus {
         name: replica.name.clone(),
         address: replica.address.clone(),
-        transport: replica.transport_name(),
+        transport: replica.transport().map(|kind| kind.name().to_owned()).unwrap_or_default(),
         transport_why: match replica.waits_because() {
             Some(why) => why.to_owned(),
-            None => source.sessions.get(&session).map(|peer| peer.transport_why.clone()).unwrap_or_default(),
+            None => peer.map(|peer| peer.transport_why.clone()).unwrap_or_default(),
         },
+        protection: peer
+            .map(|peer| peer.data_protection(replica.transport(), source.tables.sealed.is_some()).to_string())
+            .unwrap_or_default(),
         phase: replica.at.phase,
         slots_held: held,
         percent_permille: (held.min(slots) * 1000 / slots) as u16,

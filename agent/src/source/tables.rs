@@ -6,6 +6,7 @@ use remora_fabric::{Memory, Pages, RegionId};
 use remora_protocol::TableOffer;
 use remora_table::Geometry;
 
+use super::sealing::SealedTables;
 use crate::args::{ModuleCapture, SourceArgs};
 use crate::exit::Failure;
 use crate::server::Facts;
@@ -16,10 +17,28 @@ pub(super) const SNAPSHOT_REGION: u32 = 0;
 /// The region number of the journal.
 pub(super) const JOURNAL_REGION: u32 = 1;
 
+/// The memory of a region.
+#[derive(Clone)]
+pub(super) struct Exported {
+    /// What this host's shared memory exports.
+    pub(super) local: Arc<Memory>,
+    /// What the transports to other hosts export: the same, or ciphertext.
+    pub(super) remote: Arc<Memory>,
+}
+
+impl Exported {
+    /// The same memory over every transport.
+    pub(super) fn plain(memory: &Arc<Memory>) -> Exported {
+        Exported { local: memory.clone(), remote: memory.clone() }
+    }
+}
+
 /// The memory of the two tables, which one generation after the other uses.
 pub(super) struct Tables {
     pub(super) snapshot: (Arc<Memory>, Geometry),
     pub(super) journal: (Arc<Memory>, Geometry),
+    /// What replicas on other hosts read instead; `None`: they read these.
+    pub(super) sealed: Option<SealedTables>,
     /// Whether no slot of the current snapshot is reused ([`TableOffer::retained`]).
     pub(super) retained: bool,
     /// A snapshot was larger than the server's INFO suggested. Later snapshots are windowed.
@@ -27,7 +46,8 @@ pub(super) struct Tables {
 }
 
 impl Tables {
-    pub(super) async fn create(args: &SourceArgs, facts: &Facts) -> Result<Tables, Failure> {
+    /// `is_sealed`: replicas on other hosts read ciphertext.
+    pub(super) async fn create(args: &SourceArgs, facts: &Facts, is_sealed: bool) -> Result<Tables, Failure> {
         let total = args.memory.get();
         let journal = args.journal_memory.map_or(total / JOURNAL_SHARE, Size::get);
         if journal >= total {
@@ -39,20 +59,36 @@ impl Tables {
             return Err(Failure::refused(text));
         }
         let slot = |size: u64| u32::try_from(size).unwrap_or(u32::MAX);
-        let snapshot = table("remora-snapshot", total - journal, slot(args.slot_size().get()), module_writes(args))?;
+        // The sealed tables take half of it.
+        let copies = if is_sealed { 2 } else { 1 };
+        let (snapshot, journal) = ((total - journal) / copies, journal / copies);
+        let snapshot = table("remora-snapshot", snapshot, slot(args.slot_size().get()), module_writes(args))?;
         let journal =
             table("remora-journal", journal, JOURNAL_SLOT.min(slot(journal / 8).next_power_of_two() / 2), false)?;
+        let sealed = match is_sealed {
+            true => {
+                let [snapshot, journal] = [("remora-sealed", &snapshot), ("remora-sealed-journal", &journal)]
+                    .map(|(name, (_, geometry))| sealed_memory(name, geometry));
+                Some(SealedTables::new(snapshot?, journal?)?)
+            }
+            false => None,
+        };
         let touch = snapshot.1.data_offset() + expected(facts, snapshot.1);
         let memory = snapshot.0.clone();
+        let sealed_memory = sealed.as_ref().map(|sealed| sealed.snapshot.clone());
         let touch = touch.min(memory.length());
         tracing::debug!(bytes = touch, "prefaulting the snapshot's memory");
-        let touched = tokio::task::spawn_blocking(move || memory.prefault(0..touch)).await;
+        let touched = tokio::task::spawn_blocking(move || {
+            memory.prefault(0..touch)?;
+            sealed_memory.map_or(Ok(()), |memory| memory.prefault(0..touch))
+        });
+        let touched = touched.await;
         match touched {
             Ok(Ok(())) => {}
             Ok(Err(error)) => return Err(no_memory(error)),
             Err(error) => return Err(no_memory(error)),
         }
-        Ok(Tables { snapshot, journal, retained: false, outgrown: false })
+        Ok(Tables { snapshot, journal, sealed, retained: false, outgrown: false })
     }
 
     /// Prepares the snapshot's memory for another generation. With `fresh`, a reader may still use the current memory.
@@ -64,14 +100,19 @@ impl Tables {
         args: &SourceArgs,
         facts: &Facts,
         fresh: bool,
-    ) -> Result<Option<Arc<Memory>>, Failure> {
+    ) -> Result<Option<Exported>, Failure> {
         let mut replaced = None;
         if fresh && self.retained {
             let slot_size = self.snapshot.1.slot_size;
             let budget = self.snapshot.0.length();
             tracing::debug!(memory = %args.memory, "a replica disconnected while it was reading; allocating new memory for the snapshot");
             let fresh = table("remora-snapshot", budget, slot_size, module_writes(args))?;
-            replaced = Some(std::mem::replace(&mut self.snapshot, fresh).0);
+            let former = self.memory(SNAPSHOT_REGION);
+            if let Some(sealed) = &mut self.sealed {
+                sealed.snapshot = sealed_memory("remora-sealed", &fresh.1)?;
+            }
+            self.snapshot = fresh;
+            replaced = Some(former);
         }
         self.retained = !self.is_windowed_for(facts);
         Ok(replaced)
@@ -88,8 +129,18 @@ impl Tables {
     }
 
     /// The memory of a region.
-    pub(super) fn memory(&self, region: u32) -> &Arc<Memory> {
-        if region == SNAPSHOT_REGION { &self.snapshot.0 } else { &self.journal.0 }
+    pub(super) fn memory(&self, region: u32) -> Exported {
+        let (plain, _) = if region == SNAPSHOT_REGION { &self.snapshot } else { &self.journal };
+        let sealed = self.sealed.as_ref();
+        let sealed = sealed.map(|sealed| if region == SNAPSHOT_REGION { &sealed.snapshot } else { &sealed.journal });
+        Exported { local: plain.clone(), remote: sealed.unwrap_or(plain).clone() }
+    }
+
+    /// Bytes of memory that the tables use.
+    pub(super) fn resident(&self) -> u64 {
+        let plain = [&self.snapshot.0, &self.journal.0];
+        let sealed = self.sealed.iter().flat_map(|sealed| [&sealed.snapshot, &sealed.journal]);
+        plain.into_iter().chain(sealed).filter_map(|memory| memory.resident().ok()).sum()
     }
 
     /// The offer of a table to its readers. `keys`: where it is, for each transport.
@@ -103,6 +154,7 @@ impl Tables {
             slots: geometry.slots,
             retained: is_snapshot && self.retained,
             keys,
+            seal: self.sealed.as_ref().map(|sealed| sealed.key(id).to_bytes().to_vec()).unwrap_or_default(),
         }
     }
 }
@@ -132,6 +184,11 @@ fn table(name: &str, budget: u64, slot_size: u32, module_writes: bool) -> Result
     let create = if module_writes { Memory::create } else { Memory::create_single_writer };
     let memory = create(name, geometry.memory_len(), Pages::Small).map_err(no_memory)?;
     Ok((Arc::new(memory), geometry))
+}
+
+/// Memory for ciphertext, which only this process writes.
+fn sealed_memory(name: &str, geometry: &Geometry) -> Result<Arc<Memory>, Failure> {
+    Memory::create_single_writer(name, geometry.memory_len(), Pages::Small).map(Arc::new).map_err(no_memory)
 }
 
 fn no_memory(error: impl std::fmt::Display) -> Failure {

@@ -10,7 +10,6 @@ use remora_fabric::{Connector, Error, TransportKind};
 
 use crate::args::{CompletionChoice, RdmaRead, TransportChoice};
 use crate::conversation::Security;
-use crate::conversation::security::Purpose;
 
 /// The transports that the replica may use, and their settings.
 #[derive(Clone, Debug)]
@@ -18,6 +17,7 @@ pub(crate) struct TransportChoices {
     pub(crate) choice: TransportChoice,
     pub(crate) lanes: u8,
     pub(crate) rdma: RdmaRead,
+    /// What protects the control connections, and whether tables must be sealed.
     pub(crate) security: Security,
 }
 
@@ -25,8 +25,6 @@ impl TransportChoices {
     /// The kinds that this end may use, best first, for the source.
     pub(crate) fn kinds(&self) -> Vec<TransportKind> {
         match self.choice {
-            // TLS does not protect RDMA.
-            TransportChoice::Auto if self.security.is_tls() => vec![TransportKind::Shm, TransportKind::Tcp],
             TransportChoice::Auto => vec![TransportKind::Shm, TransportKind::Verbs, TransportKind::Tcp],
             TransportChoice::Shm => vec![TransportKind::Shm],
             TransportChoice::Verbs => vec![TransportKind::Verbs],
@@ -34,38 +32,37 @@ impl TransportChoices {
         }
     }
 
-    /// The connectors to a source at the address `source`, best first.
-    pub(crate) fn connectors(&self, source: SocketAddr) -> Connectors {
-        Connectors { candidates: self.each(source).into(), passed_over: Vec::new() }
+    /// The connectors to a source at the address `source`, best first. `is_sealed`: what they read is ciphertext.
+    pub(crate) fn connectors(&self, source: SocketAddr, is_sealed: bool) -> Connectors {
+        Connectors { candidates: self.each(source, is_sealed).into(), passed_over: Vec::new() }
     }
 
     /// The connector of each transport to a source at the address `source`, or why there is none.
-    pub(crate) fn each(&self, source: SocketAddr) -> Vec<Candidate> {
-        self.kinds().into_iter().map(|kind| (kind, self.connector(kind, source))).collect()
+    pub(crate) fn each(&self, source: SocketAddr, is_sealed: bool) -> Vec<Candidate> {
+        self.kinds().into_iter().map(|kind| (kind, self.connector(kind, source, is_sealed))).collect()
     }
 
-    fn connector(&self, kind: TransportKind, source: SocketAddr) -> Result<Box<dyn Connector>, Error> {
+    fn connector(&self, kind: TransportKind, source: SocketAddr, is_sealed: bool) -> Result<Box<dyn Connector>, Error> {
         Ok(match kind {
             TransportKind::Shm => Box::new(ShmConnector::new()),
-            TransportKind::Verbs => Box::new(self.verbs(source)?),
-            _ => Box::new(self.tcp(source)?),
+            TransportKind::Verbs => Box::new(self.verbs(source, is_sealed)?),
+            _ => Box::new(self.tcp(source, is_sealed)?),
         })
     }
 
-    fn tcp(&self, source: SocketAddr) -> Result<TcpConnector, Error> {
+    fn tcp(&self, source: SocketAddr, is_sealed: bool) -> Result<TcpConnector, Error> {
         let connector = TcpConnector::new(TcpOptions { lanes: self.lanes, ..TcpOptions::default() }, Some(source))?;
-        let tls = self.security.client(Purpose::Lane);
-        let tls =
-            tls.map_err(|error| Error::System { what: "setting up TLS", source: std::io::Error::other(error) })?;
-        Ok(match tls {
-            Some(config) => connector.with_tls(config, None),
-            None => connector,
-        })
+        // The region's key names the address, which need not be that of the conversation.
+        let security = self.security.clone();
+        Ok(connector.with_check(move |address| match is_sealed || security.permits_plain_data(address) {
+            true => Ok(()),
+            false => Err(Error::Misuse(NOT_SEALED)),
+        }))
     }
 
-    fn verbs(&self, source: SocketAddr) -> Result<VerbsConnector, Error> {
-        if self.security.is_tls() {
-            return Err(Error::Misuse("RDMA is not encrypted: use another transport, or --security none"));
+    fn verbs(&self, source: SocketAddr, is_sealed: bool) -> Result<VerbsConnector, Error> {
+        if !is_sealed && !self.security.permits_plain_network() {
+            return Err(Error::Misuse(NOT_SEALED));
         }
         let rdma = &self.rdma;
         let options = VerbsOptions {
@@ -123,3 +120,7 @@ impl Connectors {
 /// How long RDMA may take to connect before the next transport is tried. A lost request is repeated once, after about 4
 /// s.
 const CONNECT_LIMIT: std::time::Duration = std::time::Duration::from_secs(6);
+
+/// Why a transport is not used.
+const NOT_SEALED: &str = "the data would not be encrypted: start the source with --security token, or both ends with \
+    --security none --plaintext-network";

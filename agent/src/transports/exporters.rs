@@ -8,7 +8,6 @@ use remora_fabric::verbs::{MAX_CONNECTIONS, VerbsExporter, VerbsOptions};
 use remora_fabric::{Error, Exporter, Memory};
 
 use crate::args::{RdmaEnd, RdmaOffer};
-use crate::conversation::Security;
 use crate::exit::Failure;
 
 /// Opens an RDMA exporter for this many readers and registers `memories` with it. If this host has no usable RDMA, a
@@ -18,10 +17,9 @@ use crate::exit::Failure;
 /// error: replicas then read over TCP. It blocks, because registration backs all of the memory with pages.
 ///
 /// # Errors
-/// `--rdma-address` or `--rdma-device` was given, and RDMA is not available or `--security` excludes it.
+/// `--rdma-address` or `--rdma-device` was given, and RDMA is not available.
 pub(crate) fn rdma(
     wanted: &RdmaOffer,
-    security: Security,
     listen: SocketAddr,
     replicas: usize,
     memories: &[Arc<Memory>],
@@ -30,14 +28,6 @@ pub(crate) fn rdma(
         return Ok(None);
     }
     let is_asked = wanted.end.is_named();
-    if security.is_tls() {
-        if is_asked {
-            let text = "RDMA is not encrypted: omit --rdma-address and --rdma-device, or give --security none";
-            return Err(Failure::refused(text));
-        }
-        tracing::info!("RDMA is not offered: TLS does not protect it (--security token)");
-        return Ok(None);
-    }
     if !is_asked && listen.ip().is_loopback() {
         tracing::debug!("RDMA is not offered: --listen accepts connections of this host only");
         return Ok(None);

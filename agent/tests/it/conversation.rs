@@ -153,9 +153,9 @@ fn a_peer_with_only_the_older_framing_is_refused_with_the_versions() {
     stream.write_all(&hello).unwrap();
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer).unwrap();
-    // Magic, preamble, and a refusal: no common version, versions 3 to 3.
-    assert_eq!(answer.get(20..25), Some(&[1, 3, 0, 3, 0][..]), "{answer:?}");
-    source.agent.wait_for_line("speaks version 1 of the control protocol, this end 3", LONG).unwrap();
+    // Magic, preamble, and a refusal: no common version, versions 4 to 4.
+    assert_eq!(answer.get(20..25), Some(&[1, 4, 0, 4, 0][..]), "{answer:?}");
+    source.agent.wait_for_line("speaks version 1 of the control protocol, this end 4", LONG).unwrap();
     source.stop();
 }
 

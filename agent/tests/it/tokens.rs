@@ -21,9 +21,9 @@ fn a_token_for_monitoring_gets_the_status_and_nothing_else() {
     says(&said, &["snapshot   none"]);
 
     let said = stage.end(&[&["replica", "--server", &server.url()][..], &with_monitor].concat(), 5);
-    says(&said, &["the token permits the status only"]);
+    says(&said, &["the token or the certificate permits the status only"]);
     let said = stage.end(&[&["probe", "--transport", "tcp"][..], &with_monitor].concat(), 5);
-    says(&said, &["the token permits the status only"]);
+    says(&said, &["the token or the certificate permits the status only"]);
     assert_eq!(syncs(&primary), before, "no snapshot was taken");
     assert_eq!(server.fact("role").unwrap(), "master");
     assert!(source.status()["generation"].is_null());
@@ -68,6 +68,37 @@ fn a_token_is_replaced_while_the_source_runs_and_conversations_go_on() {
     writer.wait_for(500);
     writer.stop().unwrap();
     assert_same_data(&primary, &server);
+    staying.signal(Signal::TERM).unwrap();
+    staying.wait_for_success(LONG).unwrap();
+    assert_same_data(&primary, &server);
+}
+
+#[test]
+fn a_replica_that_stays_reads_its_token_again_and_joins_a_source_that_knows_only_the_new_one() {
+    let Some(kind) = require::redis() else { return };
+    let (primary, server, stage) = (primary(kind).start().unwrap(), Server::start(kind).unwrap(), Stage::new());
+    fill_keys(&primary, 100, "value");
+    let token = stage.secret("rotated", "the first of two tokens");
+    let start = |listen: &str| {
+        let args = ["source", "--server", &primary.url(), "--listen", listen, "--token-file", &token];
+        let mut source = stage.start(None, &args);
+        let ready = source.wait_for_line("source ready", LONG).unwrap();
+        let address = ready.split("listening=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap().to_owned();
+        (source, address)
+    };
+    let (mut source, address) = start("127.0.0.1:0");
+    let args = ["replica", "--server", &server.url(), "--source", &address, "--token-file", &token, "--stay"];
+    let mut staying = stage.start(None, &args);
+    staying.wait_for_line("in step; staying", LONG).unwrap();
+
+    stage.secret("rotated", "a token of the next year");
+    staying.signal(Signal::HUP).unwrap();
+    staying.wait_for_line("token files read again", LONG).unwrap();
+    source.signal(Signal::TERM).unwrap();
+    source.wait_for_success(LONG).unwrap();
+    let (source, _) = start(&address);
+    staying.wait_for_line("in step; staying", LONG).unwrap();
+    drop(source);
     staying.signal(Signal::TERM).unwrap();
     staying.wait_for_success(LONG).unwrap();
     assert_same_data(&primary, &server);

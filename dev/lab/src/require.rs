@@ -78,6 +78,11 @@ pub fn redis_benchmark() -> Option<()> {
     runs("redis-benchmark")
 }
 
+/// tcpdump, which records the packets on a network device.
+pub fn tcpdump() -> Option<()> {
+    runs("tcpdump")
+}
+
 fn runs(program: &str) -> Option<()> {
     let found = std::process::Command::new(program).arg("--version").output();
     let found = found.is_ok_and(|output| output.status.success());

@@ -53,14 +53,16 @@ impl Connector for SimConnector {
         let mut state = self.shared.state();
         state.peers += 1;
         let mut random = Random::split(self.shared.seed, state.peers);
-        let lost = random.happens(self.shared.faults.failed_connect);
+        let faults = &self.shared.faults;
+        let faults = if state.is_calm { faults.lossless() } else { faults.clone() };
+        let lost = random.happens(faults.failed_connect);
         let source = state.sources.get_mut(number).and_then(Option::as_mut).filter(|_| !lost);
         let source = source.ok_or_else(|| Error::Unreachable {
             what: format!("simulated source {number}"),
             source: io::ErrorKind::ConnectionRefused.into(),
         })?;
         let admission = source.admit(session, secret, key.id()).map_err(Error::Refused)?;
-        let lane = Lane::new(admission, sink.clone(), self.shared.faults.clone(), random)?;
+        let lane = Lane::new(admission, sink.clone(), faults, random)?;
         let (peer, lane) = SimPeer::new(lane, sink)?;
         source.note(session, key.id(), &lane);
         Ok(Box::new(peer))

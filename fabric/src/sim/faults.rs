@@ -60,6 +60,17 @@ impl Faults {
         Faults { delay_steps: 1..=20, shuffle: true, torn_read: Chance::percent(50), ..Faults::none() }
     }
 
+    /// The same, and nothing is lost.
+    pub(super) fn lossless(&self) -> Faults {
+        Faults {
+            lost_answer: Chance::NEVER,
+            lost_peer: Chance::NEVER,
+            revoked_region: Chance::NEVER,
+            failed_connect: Chance::NEVER,
+            ..self.clone()
+        }
+    }
+
     /// A network on which a peer rarely survives a few hundred reads.
     pub fn hostile() -> Faults {
         Faults {

@@ -62,6 +62,11 @@ impl Network {
         self.shared.seed
     }
 
+    /// Connections that are made from now on lose nothing.
+    pub fn calm(&self) {
+        self.shared.state().is_calm = true;
+    }
+
     /// A new source on this network.
     pub fn exporter(&self) -> SimExporter {
         SimExporter::new(self.shared.clone())
@@ -97,6 +102,8 @@ struct State {
     sources: Vec<Option<Source>>,
     /// Peers so far: each gets its own random numbers.
     peers: u64,
+    /// New peers lose nothing.
+    is_calm: bool,
 }
 
 impl Shared {

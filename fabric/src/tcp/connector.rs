@@ -2,25 +2,22 @@
 
 use std::{
     io,
-    net::{SocketAddr, TcpStream},
+    net::{IpAddr, SocketAddr, TcpStream},
     sync::Arc,
 };
 
-use rustls::{ClientConfig, pki_types::ServerName};
-
-use super::{
-    TcpOptions, TcpPeer, handshake::HelloSent, key, lane::Lane, socket, socket::Deadline, stream::Stream,
-    stream::TlsStream,
-};
+use super::{TcpOptions, TcpPeer, handshake::HelloSent, key, lane::Lane, socket, socket::Deadline};
 use crate::{Connector, Error, Memory, Peer, RegionKey, Secret, TransportKind, auth, lane_handshake::Hello};
 
 /// Connects to sources over TCP.
 pub struct TcpConnector {
     options: TcpOptions,
     fallback_host: Option<SocketAddr>,
-    tls: Option<Arc<ClientConfig>>,
-    server_name: Option<ServerName<'static>>,
+    check: Box<Check>,
 }
+
+/// Refuses addresses that lanes may not be connected to.
+type Check = dyn Fn(IpAddr) -> Result<(), Error> + Send + Sync;
 
 impl TcpConnector {
     /// A connector. `fallback_host` is the address by which the messenger reached the source; it replaces the host in
@@ -30,15 +27,14 @@ impl TcpConnector {
     /// [`Error::Misuse`] for options out of range.
     pub fn new(options: TcpOptions, fallback_host: Option<SocketAddr>) -> Result<TcpConnector, Error> {
         options.check()?;
-        Ok(TcpConnector { options, fallback_host, tls: None, server_name: None })
+        Ok(TcpConnector { options, fallback_host, check: Box::new(|_| Ok(())) })
     }
 
-    /// Uses TLS 1.3 on every lane. The source's certificate must be for `name`, or without one for the address that is
-    /// connected to, if the configuration checks names. The proofs of a lane depend on its TLS session, so a
-    /// configuration need not check certificates.
+    /// Connects to addresses only that `check` does not refuse. The address comes from the region's key, so it can be
+    /// another one than that of the conversation. An error is that of [`Connector::connect`].
     #[must_use]
-    pub fn with_tls(self, config: Arc<ClientConfig>, name: Option<ServerName<'static>>) -> TcpConnector {
-        TcpConnector { tls: Some(config), server_name: name, ..self }
+    pub fn with_check(self, check: impl Fn(IpAddr) -> Result<(), Error> + Send + Sync + 'static) -> TcpConnector {
+        TcpConnector { check: Box::new(check), ..self }
     }
 
     /// As [`Connector::connect`], but returns the [`TcpPeer`] itself.
@@ -47,6 +43,7 @@ impl TcpConnector {
     /// Those of [`Connector::connect`].
     pub fn open(&self, key: &RegionKey, session: u64, secret: &Secret, sink: Arc<Memory>) -> Result<TcpPeer, Error> {
         let address = key::address(key, self.fallback_host)?;
+        (self.check)(address.ip())?;
         let streams = self.dial(address)?;
         self.shake_hands(&streams, key, session, secret)?;
         let lanes = streams.into_iter().map(Lane::new).collect::<io::Result<_>>();
@@ -54,9 +51,9 @@ impl TcpConnector {
         TcpPeer::new(key.id(), sink, lanes, &self.options)
     }
 
-    fn dial(&self, address: SocketAddr) -> Result<Vec<Box<dyn Stream>>, Error> {
+    fn dial(&self, address: SocketAddr) -> Result<Vec<TcpStream>, Error> {
         let deadline = Deadline::after(self.options.connect_timeout);
-        let mut streams: Vec<Box<dyn Stream>> = Vec::new();
+        let mut streams = Vec::new();
         for _ in 0..self.options.lanes {
             let stream =
                 TcpStream::connect_timeout(&address, deadline.left()?).map_err(|source| match source.kind() {
@@ -66,31 +63,18 @@ impl TcpConnector {
                     _ => Error::Unreachable { what: format!("the source's data port at {address}"), source },
                 })?;
             socket::prepare(&stream, &self.options)?;
-            streams.push(match &self.tls {
-                None => Box::new(stream),
-                Some(config) => {
-                    let name = self.server_name.clone().unwrap_or(ServerName::IpAddress(address.ip().into()));
-                    Box::new(TlsStream::client(stream, config.clone(), name)?)
-                }
-            });
+            streams.push(stream);
         }
         Ok(streams)
     }
 
     /// Each step is done on all lanes before the next step, so that the round trips overlap.
-    fn shake_hands(
-        &self,
-        streams: &[Box<dyn Stream>],
-        key: &RegionKey,
-        session: u64,
-        secret: &Secret,
-    ) -> Result<(), Error> {
+    fn shake_hands(&self, streams: &[TcpStream], key: &RegionKey, session: u64, secret: &Secret) -> Result<(), Error> {
         let deadline = Deadline::after(self.options.handshake_timeout);
-        let mut greeted = Vec::new();
-        for (lane, stream) in (0u8..).zip(streams) {
-            let hello = Hello { lane, session, id: key.id(), nonce: auth::nonce()? };
-            greeted.push(HelloSent::hello(&**stream, deadline, &hello)?);
-        }
+        let hello = |(lane, stream)| {
+            HelloSent::hello(stream, deadline, &Hello { lane, session, id: key.id(), nonce: auth::nonce()? })
+        };
+        let greeted: Vec<_> = (0u8..).zip(streams).map(hello).collect::<Result<_, Error>>()?;
         let answered: Vec<_> = greeted.into_iter().map(|lane| lane.prove(secret)).collect::<Result<_, _>>()?;
         for lane in answered {
             if lane.finish()? != key.length() {

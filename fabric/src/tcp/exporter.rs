@@ -29,8 +29,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustls::ServerConfig;
-
 use super::{
     MAX_LANES_PER_SESSION, TcpOptions, handshake,
     handshake::Responder,
@@ -39,7 +37,6 @@ use super::{
     serve::{LaneServer, Region},
     socket,
     socket::Deadline,
-    stream::{Stream, TlsStream, bound_secret},
 };
 use crate::admission::{Admission, Limits, Verdict};
 use crate::{Denial, Error, Exporter, Memory, RegionId, RegionKey, Secret, TransportKind, lane_handshake::Hello};
@@ -76,16 +73,7 @@ impl TcpExporter {
     /// # Errors
     /// [`Error::System`] if a thread cannot be started or a socket option cannot be set.
     pub fn adopt(&self, stream: TcpStream) -> Result<(), Error> {
-        self.shared.adopt(stream, None)
-    }
-
-    /// As [`TcpExporter::adopt`], with TLS 1.3 on the connection: this end is TLS's server. If there are too many
-    /// lanes, the connection is closed without an answer.
-    ///
-    /// # Errors
-    /// Those of [`TcpExporter::adopt`], and [`Error::System`] if the configuration cannot be used.
-    pub fn adopt_tls(&self, stream: TcpStream, config: Arc<ServerConfig>) -> Result<(), Error> {
-        self.shared.adopt(stream, Some(config))
+        self.shared.adopt(stream)
     }
 
     /// Listens on `address` and adopts all connections, until dropped. Returns the address; port 0 selects a free port.
@@ -93,19 +81,7 @@ impl TcpExporter {
     /// # Errors
     /// What the system reports for the address.
     pub fn listen(&self, address: impl ToSocketAddrs) -> io::Result<SocketAddr> {
-        self.listen_with(address, None)
-    }
-
-    /// As [`TcpExporter::listen`], with TLS on every connection.
-    ///
-    /// # Errors
-    /// What the system reports for the address.
-    pub fn listen_tls(&self, address: impl ToSocketAddrs, config: Arc<ServerConfig>) -> io::Result<SocketAddr> {
-        self.listen_with(address, Some(config))
-    }
-
-    fn listen_with(&self, address: impl ToSocketAddrs, tls: Option<Arc<ServerConfig>>) -> io::Result<SocketAddr> {
-        let listener = Listener::start(TcpListener::bind(address)?, self.shared.clone(), tls)?;
+        let listener = Listener::start(TcpListener::bind(address)?, self.shared.clone())?;
         let address = listener.address;
         self.shared.server().advertised.get_or_insert(address);
         lock(&self.listeners).push(listener);
@@ -197,16 +173,13 @@ struct Shared {
 }
 
 impl Shared {
-    fn adopt(self: &Arc<Self>, stream: TcpStream, tls: Option<Arc<ServerConfig>>) -> Result<(), Error> {
+    fn adopt(self: &Arc<Self>, stream: TcpStream) -> Result<(), Error> {
         socket::prepare(&stream, &self.options)?;
         let ended = self.server().take_ended();
         ended.into_iter().for_each(join);
         let mut server = self.server();
         let Some(place) = server.place_for(&stream, self.options.served_lanes) else {
             drop(server);
-            if tls.is_some() {
-                return Ok(()); // a refusal would need a handshake of TLS, for which there is no thread
-            }
             // 48 bytes fit a connection on which nothing was sent before, so this does not wait.
             let soon = Deadline::after(Duration::from_millis(100));
             handshake::refuse_connection(&stream, Denial::Busy, soon);
@@ -215,16 +188,11 @@ impl Shared {
         let number = server.next_lane;
         server.next_lane += 1;
         let stream = Arc::new(stream);
-        let carrier: Result<Box<dyn Stream>, Error> = match tls {
-            None => Ok(Box::new(stream.clone())),
-            Some(config) => TlsStream::server(stream.clone(), config).map(|tls| Box::new(tls) as _),
-        };
-        let carrier = carrier.inspect_err(|_| server.unproved.leave(place))?;
-        let shared = self.clone();
+        let (shared, lane_stream) = (self.clone(), stream.clone());
         // Under the lock: the thread cannot remove the lane before it is inserted.
         let thread = std::thread::Builder::new()
             .name(format!("tcp-lane-{number}"))
-            .spawn(move || shared.run_lane(number, &*carrier))
+            .spawn(move || shared.run_lane(number, lane_stream))
             .map_err(Error::system("starting a thread for a data lane"));
         match thread {
             Ok(thread) => server.lanes.insert(number, Lane { stream, thread, place, reader: None }),
@@ -237,21 +205,20 @@ impl Shared {
     }
 
     /// The main function of a lane's thread.
-    fn run_lane(&self, number: u64, stream: &dyn Stream) {
-        if let Err(error) = self.serve_lane(number, stream) {
+    fn run_lane(&self, number: u64, stream: Arc<TcpStream>) {
+        if let Err(error) = self.serve_lane(number, &stream) {
             tracing::debug!(lane = number, %error, "a data lane was refused");
         }
         // Not by dropping the socket: the server holds it too, until the next line.
-        socket::cut(stream.socket());
+        socket::cut(&stream);
         self.server().leave(number);
     }
 
-    fn serve_lane(&self, number: u64, stream: &dyn Stream) -> Result<(), Error> {
+    fn serve_lane(&self, number: u64, stream: &TcpStream) -> Result<(), Error> {
         let responder = Responder::challenge(stream, Deadline::after(self.options.handshake_timeout))?;
         let &Hello { session, id, .. } = responder.hello();
         let secret = self.server().grants.get(&session).copied();
-        let bound = secret.map(|secret| bound_secret(stream, &secret)).transpose()?;
-        let examined = responder.examine(bound.as_ref())?;
+        let examined = responder.examine(secret.as_ref())?;
         let admitted = examined.and_then(|proved| {
             let region = self.server().admit(number, session, secret.as_ref(), id)?;
             Ok((proved, region))
@@ -399,12 +366,11 @@ struct Listener {
 }
 
 impl Listener {
-    fn start(socket: TcpListener, shared: Arc<Shared>, tls: Option<Arc<ServerConfig>>) -> io::Result<Listener> {
+    fn start(socket: TcpListener, shared: Arc<Shared>) -> io::Result<Listener> {
         let address = socket.local_addr()?;
         let accepting = socket.try_clone()?;
-        let thread = std::thread::Builder::new()
-            .name("tcp-accept".into())
-            .spawn(move || accept_all(&accepting, &shared, tls.as_ref()))?;
+        let thread =
+            std::thread::Builder::new().name("tcp-accept".into()).spawn(move || accept_all(&accepting, &shared))?;
         Ok(Listener { address, socket, thread: Some(thread) })
     }
 }
@@ -417,11 +383,11 @@ impl Drop for Listener {
     }
 }
 
-fn accept_all(listener: &TcpListener, shared: &Arc<Shared>, tls: Option<&Arc<ServerConfig>>) {
+fn accept_all(listener: &TcpListener, shared: &Arc<Shared>) {
     loop {
         match listener.accept() {
             Ok((stream, peer)) => {
-                if let Err(error) = shared.adopt(stream, tls.cloned()) {
+                if let Err(error) = shared.adopt(stream) {
                     tracing::warn!(%peer, %error, "cannot serve a data connection");
                 }
             }

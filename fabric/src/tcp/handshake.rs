@@ -1,9 +1,10 @@
 //! The handshake of a lane over a TCP stream, both ends, each step against a deadline. What is said is
 //! `lane_handshake`'s machine.
 
+use std::net::TcpStream;
+
 use super::{
     socket::Deadline,
-    stream::{Stream, bound_secret},
     wire::{Tcp, WELCOME_BYTES},
 };
 use crate::{
@@ -14,25 +15,25 @@ use crate::{
 
 /// The reader's end, which has said hello. The steps are separate, so that the round trips of several lanes overlap.
 pub(super) struct HelloSent<'a> {
-    stream: &'a dyn Stream,
+    stream: &'a TcpStream,
     deadline: Deadline,
     reader: Reader<Tcp>,
 }
 
 impl<'a> HelloSent<'a> {
     /// Says hello.
-    pub(super) fn hello(stream: &'a dyn Stream, deadline: Deadline, hello: &Hello) -> Result<HelloSent<'a>, Error> {
+    pub(super) fn hello(stream: &'a TcpStream, deadline: Deadline, hello: &Hello) -> Result<HelloSent<'a>, Error> {
         let (reader, bytes) = Reader::hello(hello);
         deadline.write(stream, &bytes)?;
         Ok(HelloSent { stream, deadline, reader })
     }
 
     /// Receives the challenge and sends the proof.
-    pub(super) fn prove(self, secret: &Secret) -> Result<ProofSent<'a>, Error> {
+    pub(super) fn prove(self, secret: &'a Secret) -> Result<ProofSent<'a>, Error> {
         let HelloSent { stream, deadline, reader } = self;
         let mut bytes = [0; Tcp::CHALLENGE_BYTES];
         deadline.read(stream, &mut bytes)?;
-        let (reader, proof) = reader.prove(&bytes, &bound_secret(stream, secret)?)?;
+        let (reader, proof) = reader.prove(&bytes, secret)?;
         deadline.write(stream, &proof)?;
         Ok(ProofSent { stream, deadline, reader })
     }
@@ -40,9 +41,9 @@ impl<'a> HelloSent<'a> {
 
 /// The reader's end, which has proved its session.
 pub(super) struct ProofSent<'a> {
-    stream: &'a dyn Stream,
+    stream: &'a TcpStream,
     deadline: Deadline,
-    reader: Proving<Tcp>,
+    reader: Proving<'a, Tcp>,
 }
 
 impl ProofSent<'_> {
@@ -56,14 +57,14 @@ impl ProofSent<'_> {
 
 /// The source's end, which has received the hello and sent the challenge.
 pub(super) struct Responder<'a> {
-    stream: &'a dyn Stream,
+    stream: &'a TcpStream,
     deadline: Deadline,
     source: Source<Tcp>,
 }
 
 impl<'a> Responder<'a> {
     /// Receives the hello and sends the challenge, or says why not.
-    pub(super) fn challenge(stream: &'a dyn Stream, deadline: Deadline) -> Result<Responder<'a>, Error> {
+    pub(super) fn challenge(stream: &'a TcpStream, deadline: Deadline) -> Result<Responder<'a>, Error> {
         let mut bytes = [0; Tcp::HELLO_BYTES];
         deadline.read(stream, &mut bytes)?;
         match Source::challenge(&bytes, &auth::nonce()?) {
@@ -105,7 +106,7 @@ impl<'a> Responder<'a> {
 }
 
 /// Refuses a connection before its hello, if the reader still listens.
-pub(super) fn refuse_connection(stream: &dyn Stream, denial: Denial, deadline: Deadline) {
+pub(super) fn refuse_connection(stream: &TcpStream, denial: Denial, deadline: Deadline) {
     if let Some(refusal) = Tcp::refusal(Refusal::Denied(denial)) {
         let _ = deadline.write(stream, &refusal);
     }

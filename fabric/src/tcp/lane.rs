@@ -11,18 +11,21 @@
 //! While bytes go through the inbox, no more is received than headers and small reads, so that no byte of a large read
 //! is copied twice.
 
-use std::{collections::VecDeque, io, net::TcpStream};
+use std::{
+    collections::VecDeque,
+    io::{self, Read, Write},
+    net::TcpStream,
+};
 
 use super::{
     socket,
-    stream::{Stream, TlsStream},
     wire::{Answer, Request, Status, TAG_LANE},
 };
 use crate::{Denial, Memory, ReadError};
 
 /// A connection of a peer. Its socket is non-blocking.
 pub(super) struct Lane {
-    stream: Box<dyn Stream>,
+    stream: TcpStream,
     /// Requests that the socket has not accepted yet; almost always empty.
     outbox: Vec<u8>,
     /// Requests that wait for the window, in order.
@@ -56,10 +59,9 @@ pub(super) struct Expected {
 
 impl Lane {
     /// A lane after its handshake.
-    pub(super) fn new(stream: Box<dyn Stream>) -> io::Result<Lane> {
-        let socket = stream.socket();
-        socket.set_nonblocking(true)?;
-        let is_same_host = socket.local_addr()?.ip() == socket.peer_addr()?.ip();
+    pub(super) fn new(stream: TcpStream) -> io::Result<Lane> {
+        stream.set_nonblocking(true)?;
+        let is_same_host = stream.local_addr()?.ip() == stream.peer_addr()?.ip();
         let window = if is_same_host { SAME_HOST_WINDOW_BYTES } else { u64::MAX };
         Ok(Lane {
             stream,
@@ -75,8 +77,8 @@ impl Lane {
         })
     }
 
-    pub(super) fn socket(&self) -> &TcpStream {
-        self.stream.socket()
+    pub(super) fn stream(&self) -> &TcpStream {
+        &self.stream
     }
 
     /// Bytes requested that have not arrived.
@@ -86,13 +88,8 @@ impl Lane {
 
     /// Whether requests wait for room in the socket, if that has changed since the last call.
     pub(super) fn became_clogged(&mut self) -> Option<bool> {
-        let is_clogged = self.is_clogged();
-        let before = std::mem::replace(&mut self.was_clogged, is_clogged);
+        let before = std::mem::replace(&mut self.was_clogged, !self.outbox.is_empty());
         (before != self.was_clogged).then_some(self.was_clogged)
-    }
-
-    fn is_clogged(&self) -> bool {
-        !self.outbox.is_empty() || self.stream.tls().is_some_and(TlsStream::has_unsent)
     }
 
     /// Queues a request. [`Lane::flush`] sends it.
@@ -111,12 +108,9 @@ impl Lane {
             self.in_flight += u64::from(request.length);
             self.outbox.extend(request.encode());
         }
-        if let Some(tls) = self.stream.tls() {
-            let _ = tls.push(); // receive() finds the end
-        }
         let mut sent = 0;
         while let Some(rest) = self.outbox.get(sent..).filter(|rest| !rest.is_empty()) {
-            match self.stream.send(rest, false) {
+            match self.stream.write(rest) {
                 Ok(count) => sent += count,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
@@ -139,12 +133,10 @@ impl Lane {
         loop {
             self.empty_inbox(sink, &mut done)?;
             let nothing_more_to_come = received > 0 && self.expected.is_empty();
-            // The descriptor does not show bytes that TLS holds, so these are taken beyond the budget.
-            let is_held = received >= budget || nothing_more_to_come;
-            if is_held && self.stream.tls().is_none() {
+            if received >= budget || nothing_more_to_come {
                 return Ok(received > 0);
             }
-            match self.receive_once(sink, is_held, &mut done) {
+            match self.receive_once(sink, &mut done) {
                 Ok(Received { count, was_all: false }) => {
                     received += count;
                     self.flush();
@@ -164,43 +156,29 @@ impl Lane {
         }
     }
 
-    /// One system call: into the sink in the middle of a large piece, otherwise into the inbox. With `is_held` none:
-    /// only bytes that TLS holds.
+    /// One system call: into the sink in the middle of a large piece, otherwise into the inbox.
     fn receive_once(
         &mut self,
         sink: &Memory,
-        is_held: bool,
         done: &mut impl FnMut(usize, Result<(), Denial>),
     ) -> io::Result<Received> {
         let (wanted, count) = match self.expected.front() {
             Some(front) if self.piece_left as usize > SMALL_BYTES => {
                 let wanted = self.piece_left as usize;
-                let (offset, tls) = (front.sink_offset, self.stream.tls());
-                let count = match tls {
-                    None => sink.receive(self.stream.socket(), offset, wanted)?,
-                    Some(_) => self.decrypt(sink, offset, wanted, is_held)?,
-                };
+                let count = sink.receive(&self.stream, front.sink_offset, wanted)?;
                 self.received_bytes(count as u32, done);
                 (wanted, count)
             }
             _ => {
                 let room = self.inbox.room(self.inbox_demand());
-                (room.len(), receive(&*self.stream, room, is_held).inspect(|count| self.inbox.end += count)?)
+                (room.len(), self.stream.read(room).inspect(|count| self.inbox.end += count)?)
             }
         };
         if count == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
         // Less than there was room for: the socket is empty, and another system call would return nothing.
-        Ok(Received { count, was_all: count < wanted && self.stream.tls().is_none() })
-    }
-
-    /// Decrypts bytes of a large piece into the sink.
-    fn decrypt(&self, sink: &Memory, offset: u64, wanted: usize, is_held: bool) -> io::Result<usize> {
-        let mut record = [0; RECORD_BYTES];
-        let count = receive(&*self.stream, &mut record[..wanted.min(RECORD_BYTES)], is_held)?;
-        sink.write(offset, &record[..count]).map_err(io::Error::other)?;
-        Ok(count)
+        Ok(Received { count, was_all: count < wanted })
     }
 
     /// Bytes to receive into the inbox: the next header, and all small answers up to the next large one's header.
@@ -304,14 +282,7 @@ impl Lane {
 
     /// Ends the connection, which wakes its users.
     pub(super) fn cut(&self) {
-        socket::cut(self.stream.socket());
-    }
-}
-
-fn receive(stream: &dyn Stream, into: &mut [u8], is_held: bool) -> io::Result<usize> {
-    match stream.tls() {
-        Some(tls) if is_held => tls.receive_held(into),
-        _ => stream.receive(into),
+        socket::cut(&self.stream);
     }
 }
 
@@ -374,6 +345,3 @@ const SMALL_BYTES: usize = 16 << 10;
 
 /// Room for sixteen answers of 4 KiB with their headers, and one more small one. Per lane.
 const INBOX_BYTES: usize = 96 << 10;
-
-/// Bytes of the longest record of TLS.
-const RECORD_BYTES: usize = 16 << 10;

@@ -1,8 +1,8 @@
-//! The transport for all networks: reads over TCP connections, with TLS if the owner wants it.
+//! The transport for all networks: reads over plain TCP connections.
 //!
 //! The reader requests ranges of one region, and the source answers each in order, so that the reader controls the
 //! flow, as with RDMA. Control and data never share a connection; a data connection is called a *lane*. The start of a
-//! lane is authenticated; the bytes after that are neither encrypted nor signed, except by TLS.
+//! lane is authenticated; the bytes after that are neither encrypted nor signed.
 //!
 //! ```text
 //!   TcpExporter ── adopt / listen                         TcpConnector ── connect
@@ -20,7 +20,6 @@
 //! - `handshake`: the first four messages over a stream, with deadlines.
 //! - `exporter`: regions, grants, threads and their limits. `serve`: the source's data path. `pacer`: its rate limit.
 //! - `connector`: makes connections. `peer` and `lane`: the reader's data path.
-//! - `stream`: what carries a lane, a socket or TLS on it.
 //! - `socket`: options of a connection; `key`: the body of a [`RegionKey`](crate::RegionKey) of this transport.
 //!
 //! The reader has no receiving thread: it would have to wake the thread that wants the bytes, which on two cores shared
@@ -36,7 +35,6 @@ mod pacer;
 mod peer;
 mod serve;
 mod socket;
-mod stream;
 mod wire;
 
 #[cfg(test)]

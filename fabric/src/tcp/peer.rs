@@ -53,14 +53,14 @@ impl TcpPeer {
                 .map_err(Error::system("watching a data lane"))
         };
         watch(stall.as_fd())?;
-        lanes.iter().try_for_each(|lane| watch(lane.socket().as_fd()))?;
+        lanes.iter().try_for_each(|lane| watch(lane.stream().as_fd()))?;
         Ok(TcpPeer { id, sink, lanes, slots: Slots::new(options.depth), next_tag: 0, readiness, stall, retired: None })
     }
 
     /// The congestion control at this end of the lanes, by its kernel name. That of the source, which sends the bytes,
     /// may differ: [`TcpExporter::effective_congestion`](super::TcpExporter::effective_congestion).
     pub fn effective_congestion(&self) -> Option<String> {
-        self.lanes.first().and_then(|lane| socket::congestion(lane.socket()).ok())
+        self.lanes.first().and_then(|lane| socket::congestion(lane.stream()).ok())
     }
 
     /// Splits a read into parts and queues them on lanes.
@@ -84,7 +84,7 @@ impl TcpPeer {
             let room = if is_clogged { epoll::EventFlags::OUT } else { epoll::EventFlags::empty() };
             // Fails only for a descriptor that is not watched; the stall timer would still expire.
             let flags = epoll::EventFlags::IN | room;
-            let changed = epoll::modify(&self.readiness, lane.socket(), epoll::EventData::new_u64(0), flags);
+            let changed = epoll::modify(&self.readiness, lane.stream(), epoll::EventData::new_u64(0), flags);
             debug_assert!(changed.is_ok(), "each lane is watched from the beginning");
         }
     }

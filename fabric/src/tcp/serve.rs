@@ -10,6 +10,8 @@
 
 use std::{
     io::{self, Read},
+    net::TcpStream,
+    os::fd::AsFd,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -17,11 +19,12 @@ use std::{
     time::{Duration, Instant},
 };
 
+use rustix::net::SendFlags;
+
 use super::{
     SLOWEST_DRAIN_BYTES, SendMode,
     pacer::Pacer,
     socket,
-    stream::{Stream, TlsStream},
     wire::{Answer, PIECE_BYTES, Request, Status, TAG_LANE},
 };
 use crate::{Denial, Memory, RegionId};
@@ -54,7 +57,7 @@ pub(super) enum Ended {
 
 /// Answers the requests of one lane until it ends.
 pub(super) struct LaneServer<'a> {
-    stream: &'a dyn Stream,
+    stream: &'a TcpStream,
     region: &'a Region,
     mode: SendMode,
     drain_timeout: Duration,
@@ -65,7 +68,7 @@ pub(super) struct LaneServer<'a> {
 
 impl<'a> LaneServer<'a> {
     pub(super) fn new(
-        stream: &'a dyn Stream,
+        stream: &'a TcpStream,
         region: &'a Region,
         mode: SendMode,
         drain_timeout: Duration,
@@ -91,7 +94,7 @@ impl<'a> LaneServer<'a> {
         };
         if let Some(status) = last_word {
             self.outbox.extend(Answer { tag: TAG_LANE, status, length: 0 }.encode());
-            let _ = self.flush(false);
+            let _ = self.flush(SendFlags::empty());
             self.hang_up();
         }
         if self.is_revoked() { Ended::Revoked } else { ended }
@@ -100,15 +103,15 @@ impl<'a> LaneServer<'a> {
     /// Ends the lane so that sent bytes still arrive: closing a socket with unread requests resets the connection,
     /// which discards unsent bytes.
     fn hang_up(&self) {
-        let mut stream = self.stream.socket();
-        socket::cut(stream);
+        socket::cut(self.stream);
         let mut unread = [0; INBOX_BYTES];
+        let mut stream = self.stream;
         while matches!(stream.read(&mut unread), Ok(1..)) {}
     }
 
     fn serve(&mut self) -> Result<std::convert::Infallible, Ended> {
-        self.stream.socket().set_read_timeout(None)?;
-        self.stream.socket().set_write_timeout(Some(self.drain_timeout))?;
+        self.stream.set_read_timeout(None)?;
+        self.stream.set_write_timeout(Some(self.drain_timeout))?;
         let mut inbox = [0; INBOX_BYTES];
         let mut filled = 0;
         loop {
@@ -118,7 +121,7 @@ impl<'a> LaneServer<'a> {
             for request in requests {
                 self.answer(Request::decode(request))?;
             }
-            self.flush(false)?;
+            self.flush(SendFlags::empty())?;
             let done = requests.len() * Request::BYTES;
             inbox.copy_within(done..filled, 0);
             filled -= done;
@@ -128,10 +131,11 @@ impl<'a> LaneServer<'a> {
     /// Receives at least one byte of requests. A lane may be idle between two requests, but not in the middle of one.
     fn receive(&self, into: &mut [u8], inside_request: bool) -> Result<usize, Ended> {
         if inside_request {
-            self.stream.socket().set_read_timeout(Some(self.drain_timeout))?;
+            self.stream.set_read_timeout(Some(self.drain_timeout))?;
         }
         let received = loop {
-            match self.stream.receive(into) {
+            let mut stream = self.stream;
+            match stream.read(into) {
                 Ok(0) => return Err(Ended::HungUp),
                 Ok(count) => break count,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
@@ -142,7 +146,7 @@ impl<'a> LaneServer<'a> {
             }
         };
         if inside_request {
-            self.stream.socket().set_read_timeout(None)?;
+            self.stream.set_read_timeout(None)?;
         }
         Ok(received)
     }
@@ -162,7 +166,7 @@ impl<'a> LaneServer<'a> {
     /// Writes header and bytes to the outbox.
     fn answer_small(&mut self, request: Request) -> Result<(), Ended> {
         if self.outbox.len() + Answer::BYTES + SMALL_BYTES > OUTBOX_BYTES {
-            self.flush(true)?;
+            self.flush(SendFlags::MORE)?;
         }
         self.put_header(Answer { tag: request.tag, status: Status::Good, length: request.length })?;
         let begin = self.outbox.len();
@@ -182,7 +186,7 @@ impl<'a> LaneServer<'a> {
             }
             let length = (request.length - sent).min(PIECE_BYTES);
             self.put_header(Answer { tag: request.tag, status: Status::Good, length })?;
-            self.flush(true)?;
+            self.flush(SendFlags::MORE)?;
             self.send_region(request.offset + u64::from(sent), length as usize)?;
             sent += length;
         }
@@ -201,10 +205,9 @@ impl<'a> LaneServer<'a> {
                 pacer.wait(left, || self.is_revoked());
             }
             let began = Instant::now();
-            let result = match (self.stream.tls(), self.mode) {
-                (Some(tls), _) => self.encrypt(tls, at, left),
-                (None, SendMode::Copy) => self.region.memory.send(self.stream.socket(), at, left),
-                (None, SendMode::File) => self.region.memory.send_file(self.stream.socket(), at, left),
+            let result = match self.mode {
+                SendMode::Copy => self.region.memory.send(self.stream, at, left),
+                SendMode::File => self.region.memory.send_file(self.stream, at, left),
             };
             let count = self.drained(result, left, began)?;
             self.served.fetch_add(count as u64, Ordering::Relaxed);
@@ -213,31 +216,21 @@ impl<'a> LaneServer<'a> {
         Ok(())
     }
 
-    /// Encrypts and sends bytes of the region, at most a part of `length`.
-    fn encrypt(&self, tls: &TlsStream, offset: u64, length: usize) -> io::Result<usize> {
-        let mut part = [0; TLS_PART_BYTES];
-        let part = &mut part[..length.min(TLS_PART_BYTES)];
-        self.region.memory.read(offset, part).map_err(io::Error::from)?;
-        tls.send(part, false)
-    }
-
     fn put_header(&mut self, answer: Answer) -> Result<(), Ended> {
         if self.outbox.len() + Answer::BYTES > OUTBOX_BYTES {
-            self.flush(true)?;
+            self.flush(SendFlags::MORE)?;
         }
         self.outbox.extend(answer.encode());
         Ok(())
     }
 
-    /// Sends the outbox. With `more` the kernel may wait for the bytes that follow immediately.
-    fn flush(&mut self, more: bool) -> Result<(), Ended> {
+    /// Sends the outbox. With `MORE` the kernel may wait for the bytes that follow immediately.
+    fn flush(&mut self, flags: SendFlags) -> Result<(), Ended> {
         let mut sent = 0;
         while let Some(rest) = self.outbox.get(sent..).filter(|rest| !rest.is_empty()) {
             let began = Instant::now();
-            sent += self.drained(self.stream.send(rest, more), rest.len(), began)?;
-        }
-        if !more && let Some(tls) = self.stream.tls() {
-            self.drained(tls.push().map(|()| 0), 0, Instant::now())?;
+            let result = rustix::net::send(self.stream.as_fd(), rest, flags | SendFlags::NOSIGNAL);
+            sent += self.drained(result.map_err(io::Error::from), rest.len(), began)?;
         }
         self.outbox.clear();
         Ok(())
@@ -274,6 +267,3 @@ const OUTBOX_BYTES: usize = 96 << 10;
 
 /// Room for 64 requests, four times the usual depth; further ones wait in the kernel's buffer.
 const INBOX_BYTES: usize = 64 * Request::BYTES;
-
-/// Bytes of a region that are encrypted at once: two of the longest records.
-const TLS_PART_BYTES: usize = 32 << 10;

@@ -1,7 +1,7 @@
 //! Options of a lane's connection, and reads and writes with a deadline.
 
 use std::{
-    io,
+    io::{self, Read, Write},
     net::{Shutdown, TcpStream},
     num::NonZeroU64,
     os::fd::AsRawFd,
@@ -11,7 +11,7 @@ use std::{
 
 use socket2::{SockRef, TcpKeepalive};
 
-use super::{TcpOptions, stream::Stream};
+use super::TcpOptions;
 use crate::Error;
 
 /// Sets the options of both ends. SO_RCVBUF and SO_SNDBUF are not set: either disables the system's own tuning, and
@@ -75,10 +75,10 @@ impl Deadline {
     }
 
     /// Fills `into`, however slowly bytes arrive.
-    pub(super) fn read(self, stream: &dyn Stream, mut into: &mut [u8]) -> Result<(), Error> {
+    pub(super) fn read(self, mut stream: &TcpStream, mut into: &mut [u8]) -> Result<(), Error> {
         while !into.is_empty() {
-            stream.socket().set_read_timeout(Some(self.left()?)).map_err(Error::system("setting a time-out"))?;
-            match stream.receive(into) {
+            stream.set_read_timeout(Some(self.left()?)).map_err(Error::system("setting a time-out"))?;
+            match stream.read(into) {
                 Ok(0) => return Err(Error::Protocol("it closed the connection during the handshake")),
                 Ok(count) => into = into.get_mut(count..).unwrap_or_default(),
                 Err(error) if is_try_again(&error) => continue,
@@ -89,10 +89,10 @@ impl Deadline {
     }
 
     /// Writes all of `bytes`.
-    pub(super) fn write(self, stream: &dyn Stream, mut bytes: &[u8]) -> Result<(), Error> {
+    pub(super) fn write(self, mut stream: &TcpStream, mut bytes: &[u8]) -> Result<(), Error> {
         while !bytes.is_empty() {
-            stream.socket().set_write_timeout(Some(self.left()?)).map_err(Error::system("setting a time-out"))?;
-            match stream.send(bytes, false) {
+            stream.set_write_timeout(Some(self.left()?)).map_err(Error::system("setting a time-out"))?;
+            match stream.write(bytes) {
                 Ok(count) => bytes = bytes.get(count..).unwrap_or_default(),
                 Err(error) if is_try_again(&error) => continue,
                 Err(error) => return Err(Error::system("writing the handshake of a data lane")(error)),
@@ -146,7 +146,6 @@ fn choose_congestion(socket: &SockRef<'_>, name: &str) {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
-    use std::io::{Read, Write};
     use std::net::TcpListener;
 
     use super::*;

@@ -110,6 +110,22 @@ proptest! {
     }
 }
 
+/// The key is the source's word: it may name any address.
+#[test]
+fn an_address_that_the_owner_refuses_is_not_connected_to() {
+    let world = World::at("127.0.0.2:0", quick());
+    let connect = |allowed: &'static str| {
+        let connector = TcpConnector::new(quick(), None).unwrap().with_check(move |address| {
+            let is_allowed = address.to_string() == allowed;
+            if is_allowed { Ok(()) } else { Err(Error::Misuse("not there")) }
+        });
+        connector.open(&world.key(), SESSION, &SECRET, world.sink.clone())
+    };
+    assert!(matches!(connect("127.0.0.1").err(), Some(Error::Misuse("not there"))));
+    assert_eq!(world.exporter.lanes(), 0);
+    connect("127.0.0.2").unwrap();
+}
+
 #[test]
 fn a_wrong_secret_and_an_unknown_session_get_the_same_answer() {
     let world = World::new(quick());

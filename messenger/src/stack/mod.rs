@@ -62,6 +62,12 @@ pub trait Link: Send {
         Ok(None)
     }
 
+    /// The certificate that the peer has presented, in DER, if the link is a secure channel in which peers do. Known
+    /// once bytes have been received.
+    fn peer_certificate(&self) -> Option<&[u8]> {
+        None
+    }
+
     /// The peer's address.
     fn peer(&self) -> Address;
 

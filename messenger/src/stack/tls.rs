@@ -193,6 +193,10 @@ impl Link for TlsLink {
         exported.map(Some).map_err(io::Error::other)
     }
 
+    fn peer_certificate(&self) -> Option<&[u8]> {
+        self.tls.peer_certificates()?.first().map(AsRef::as_ref)
+    }
+
     fn local(&self) -> Option<SocketAddr> {
         self.tcp.local()
     }
@@ -203,10 +207,12 @@ impl Link for TlsLink {
 }
 
 impl Drop for TlsLink {
-    /// Sends a close_notify, if it can be sent at once.
+    /// Sends a close_notify, if it can be sent at once. A stranger who has not finished the TLS handshake gets nothing.
     fn drop(&mut self) {
-        self.tls.send_close_notify();
-        let _ = self.push();
+        if !self.tls.is_handshaking() {
+            self.tls.send_close_notify();
+            let _ = self.push();
+        }
     }
 }
 

@@ -212,6 +212,7 @@ impl LinkState {
             version: established.version(),
             mark: self.mark,
             local: self.link.local(),
+            certificate: self.link.peer_certificate().map(Into::into),
         }));
         self.held = established.take_rest();
     }

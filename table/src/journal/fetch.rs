@@ -22,7 +22,8 @@ use super::{
 use crate::{
     error::Error,
     layout::{ENTRY_BYTES, Entry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line},
-    reads::{Purpose, Reads, caught_in_change},
+    reads::{Purpose, Reads, caught_in_change, the_entry, the_line},
+    seal::Seal,
     snapshot::SinkLayout,
 };
 
@@ -182,13 +183,13 @@ impl Fetch {
         self.line_asked = false;
         let mut bytes = [0; LINE_BYTES];
         self.sink.read(self.layout.line(), &mut bytes)?;
-        match Line::from_bytes(&bytes) {
+        match Line::from_bytes(&bytes, track.expect.seal()) {
             Some(line) => {
                 self.caught = 0;
                 track.learn(line);
                 Ok(())
             }
-            None => caught_in_change(&mut self.caught),
+            None => caught_in_change(&mut self.caught, track.expect.seal(), the_line),
         }
     }
 
@@ -197,8 +198,9 @@ impl Fetch {
         let Some(search) = &mut self.search else {
             return Ok(());
         };
-        let Some(entry) = read_entry(&self.sink, self.layout.probe())? else {
-            return caught_in_change(&mut self.caught);
+        let seal = track.expect.seal();
+        let Some(entry) = read_entry(&self.sink, self.layout.probe(), seal)? else {
+            return caught_in_change(&mut self.caught, seal, || the_entry(search.probe().unwrap_or(0)));
         };
         if let Some(number) = search.probe() {
             self.caught = 0;
@@ -228,7 +230,7 @@ impl Fetch {
     }
 
     fn handle_entry(&mut self, index: u8, track: &Track) -> Result<(), Error> {
-        let entry = read_entry(&self.sink, self.layout.entry(index))?;
+        let entry = read_entry(&self.sink, self.layout.entry(index), track.expect.seal())?;
         let Some(buffer) = self.buffers.get_mut(usize::from(index)) else {
             return Ok(());
         };
@@ -242,7 +244,8 @@ impl Fetch {
                 Ok(())
             }
             _ => {
-                caught_in_change(&mut buffer.caught)?;
+                let slot = buffer.slot;
+                caught_in_change(&mut buffer.caught, track.expect.seal(), || the_entry(slot))?;
                 let offset = track.expect.geometry.entry_offset(buffer.slot);
                 self.reads.queue(
                     Purpose::Entry { buffer: index },
@@ -277,14 +280,16 @@ impl Fetch {
             return Ok(false);
         }
         buffer.check_position(&cursor)?;
-        let window = Window { memory: &self.sink, base, slot_size: geometry.slot_size, limit: buffer.vouched };
+        let is_sealed = track.expect.seal.is_some();
+        let window =
+            Window { memory: &self.sink, base, slot_size: geometry.slot_size, limit: buffer.vouched, is_sealed };
         let copied = window.copy(cursor.inner)?;
         let Err(damage) = track.accept(copied, &window) else {
             buffer.again = false;
             return Ok(true);
         };
         if buffer.again {
-            return Err(Error::Corrupt { slot: cursor.slot, want: damage.want, got: damage.got });
+            return Err(damage.of(cursor.slot));
         }
         // Read again over the wire, with what has been published since; but only after the present round has completed.
         if buffer.round == Round::Idle {
@@ -318,8 +323,8 @@ impl Buffer {
     }
 }
 
-fn read_entry(sink: &Memory, offset: u64) -> Result<Option<Entry>, Error> {
+fn read_entry(sink: &Memory, offset: u64, seal: Option<&Seal>) -> Result<Option<Entry>, Error> {
     let mut bytes = [0; ENTRY_BYTES];
     sink.read(offset, &mut bytes)?;
-    Ok(Entry::from_bytes(&bytes))
+    Ok(Entry::from_bytes(&bytes, seal))
 }

@@ -13,7 +13,7 @@ use crate::{
     error::Error,
     layout::{Entry, Geometry, HEAD_BYTES, Kind, Line},
     publish::{load_entry, load_entry_again, load_line},
-    reads::{caught_in_change, from_peer},
+    reads::{caught_in_change, from_peer, the_line},
 };
 
 pub(super) struct InPlace {
@@ -38,12 +38,12 @@ impl InPlace {
         peer.poll(&mut self.completions).map_err(from_peer)?;
         self.completions.clear();
         self.check_head(track)?;
-        match load_line(&&*self.view)? {
+        match load_line(&&*self.view, None)? {
             Some(line) => {
                 self.caught = 0;
                 track.learn(line);
             }
-            None => caught_in_change(&mut self.caught)?,
+            None => caught_in_change(&mut self.caught, None, the_line)?,
         }
         if let (None, Some(line)) = (track.place, track.line) {
             self.find(track, &line)?;
@@ -74,7 +74,7 @@ impl InPlace {
         };
         while let Some(number) = search.probe() {
             // The entry of a published slot changes for one reason only: the next lap.
-            let entry = load_entry(&&*self.view, geometry, number)?.unwrap_or(Entry::writing(number));
+            let entry = load_entry(&&*self.view, geometry, number, None)?.unwrap_or(Entry::writing(number));
             search.answer(number, &entry);
         }
         track.begin(search.found()?);
@@ -87,6 +87,7 @@ impl InPlace {
             base: track.expect.geometry.slot_offset(cursor.slot),
             slot_size: track.expect.geometry.slot_size,
             limit: track.limit(cursor.slot),
+            is_sealed: false,
         };
         let copied = self.copy(track, &cursor, &window)?;
         if track.accept(copied, &window).is_ok() {
@@ -94,13 +95,13 @@ impl InPlace {
         }
         let copied = self.copy(track, &cursor, &window)?;
         let slot = cursor.slot;
-        track.accept(copied, &window).map_err(|damage| Error::Corrupt { slot, want: damage.want, got: damage.got })
+        track.accept(copied, &window).map_err(|damage| damage.of(slot))
     }
 
     /// Records that are proved to be of the cursor's slot: the entry still names it after they were copied.
     fn copy(&self, track: &Track, cursor: &Cursor, window: &Window<'_>) -> Result<Copied, Error> {
         let copied = window.copy(cursor.inner)?;
-        let entry = load_entry_again(&&*self.view, &track.expect.geometry, cursor.slot)?;
+        let entry = load_entry_again(&&*self.view, &track.expect.geometry, cursor.slot, None)?;
         match entry {
             Some(entry) if cursor.is_of(&entry) => Ok(copied),
             _ => Err(track.overrun(cursor.slot)),

@@ -7,7 +7,8 @@ use remora_fabric::{View, memory::crc};
 
 use crate::{
     error::Error,
-    layout::{RECORD_HEADER_BYTES, RecordHeader},
+    layout::{RECORD_HEADER_BYTES, RecordHeader, SEALED_RECORD_HEADER_BYTES},
+    seal::{Seal, TAG_BYTES},
 };
 
 /// A chunk is closed once it has this many bytes: enough that its fixed cost is small, few enough to be passed on soon.
@@ -22,30 +23,57 @@ pub(super) struct Window<'a> {
     pub(super) slot_size: u32,
     /// Bytes of the slot that are published and present.
     pub(super) limit: u32,
+    /// The records are ciphertext, and have tags.
+    pub(super) is_sealed: bool,
 }
 
 /// Records that were copied and not verified yet.
 pub(super) struct Copied {
     pub(super) bytes: Vec<u8>,
-    /// The end of each record in `bytes`, and the CRC-32C in its header.
-    records: Vec<(usize, u32)>,
+    records: Vec<Record>,
     /// Offset in the slot of the next record.
     pub(super) inner: u32,
     /// The invalid header that ended the copy, if there was one.
     malformed: Option<RecordHeader>,
 }
 
+/// One of them.
+struct Record {
+    /// Its end in the bytes.
+    end: usize,
+    /// The CRC-32C in its header.
+    crc: u32,
+    /// Zeros in a plain journal.
+    tag: [u8; TAG_BYTES],
+}
+
 /// What is wrong with copied records.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Damage {
-    pub(super) want: u32,
-    pub(super) got: u32,
+pub(super) enum Damage {
+    /// The CRC-32C in the header, and that of the bytes.
+    Checksum { want: u32, got: u32 },
+    /// The record whose first byte has this offset was not sealed by the source.
+    Forged { offset: u64 },
+}
+
+impl Damage {
+    /// The error, for a slot that was read again.
+    pub(super) fn of(self, slot: u64) -> Error {
+        match self {
+            Damage::Checksum { want, got } => Error::Corrupt { slot, want, got },
+            Damage::Forged { offset } => Error::Forged { what: format!("the record at stream offset {offset}") },
+        }
+    }
 }
 
 impl Window<'_> {
     /// Whether no record begins at `inner`, now or later.
     pub(super) fn is_slot_end(&self, inner: u32) -> bool {
-        self.slot_size.saturating_sub(inner) <= RECORD_HEADER_BYTES
+        self.slot_size.saturating_sub(inner) <= self.header_bytes()
+    }
+
+    fn header_bytes(&self) -> u32 {
+        if self.is_sealed { SEALED_RECORD_HEADER_BYTES } else { RECORD_HEADER_BYTES }
     }
 
     /// Copies records from `inner` on, up to the limit or until the chunk is full.
@@ -60,37 +88,47 @@ impl Window<'_> {
                 copied.malformed = Some(header);
                 break;
             };
+            let mut tag = [0; TAG_BYTES];
+            let at = self.base + u64::from(copied.inner);
+            if self.is_sealed {
+                self.memory.read(at + u64::from(RECORD_HEADER_BYTES), &mut tag)?;
+            }
             let start = copied.bytes.len();
             copied.bytes.resize(start + header.length as usize, 0);
-            let at = self.base + u64::from(copied.inner) + u64::from(RECORD_HEADER_BYTES);
-            self.memory.read(at, &mut copied.bytes[start..])?;
-            copied.records.push((copied.bytes.len(), header.crc));
+            self.memory.read(at + u64::from(self.header_bytes()), &mut copied.bytes[start..])?;
+            copied.records.push(Record { end: copied.bytes.len(), crc: header.crc, tag });
             copied.inner = next;
         }
         Ok(copied)
     }
 
     fn end_of(&self, inner: u32, header: &RecordHeader) -> Option<u32> {
-        let end = inner.checked_add(RECORD_HEADER_BYTES)?.checked_add(header.length)?;
+        let end = inner.checked_add(self.header_bytes())?.checked_add(header.length)?;
         (header.length > 0 && end <= self.limit).then_some(end)
     }
 }
 
 impl Copied {
-    /// Checks each record's CRC. Call it only after the slot has proved not to be overwritten.
-    pub(super) fn check(&self) -> Result<(), Damage> {
+    /// Checks each record's CRC, and opens the records of a sealed journal. The first of them has the offset `offset`.
+    /// Call it only after the slot has proved not to be overwritten.
+    pub(super) fn check(&mut self, seal: Option<&Seal>, mut offset: u64) -> Result<(), Damage> {
         let mut start = 0;
-        for &(end, want) in &self.records {
-            let got = crc::crc32c(&self.bytes[start..end]);
+        for &Record { end, crc: want, ref tag } in &self.records {
+            let bytes = &mut self.bytes[start..end];
+            let got = crc::crc32c(bytes);
             if got != want {
-                return Err(Damage { want, got });
+                return Err(Damage::Checksum { want, got });
             }
+            if let Some(seal) = seal {
+                seal.open_record(offset, tag, bytes).map_err(|_| Damage::Forged { offset })?;
+            }
+            offset = offset.saturating_add((end - start) as u64);
             start = end;
         }
         match self.malformed {
             None => Ok(()),
             // There is no CRC to compare; the one in the header identifies the record well enough.
-            Some(header) => Err(Damage { want: header.crc, got: 0 }),
+            Some(header) => Err(Damage::Checksum { want: header.crc, got: 0 }),
         }
     }
 }
@@ -105,7 +143,7 @@ mod tests {
     use super::*;
 
     fn window(memory: &Memory, limit: u32) -> Window<'_> {
-        Window { memory, base: 0, slot_size: 4096, limit }
+        Window { memory, base: 0, slot_size: 4096, limit, is_sealed: false }
     }
 
     proptest! {
@@ -130,7 +168,8 @@ mod tests {
         let header = RecordHeader { length: 5, crc: crc::crc32c(b"hello") };
         memory.write(0, &header.to_bytes()).unwrap();
         memory.write(8, b"hellp").unwrap();
-        let copied = window(&memory, 13).copy(0).unwrap();
-        assert_eq!(copied.check(), Err(Damage { want: header.crc, got: crc::crc32c(b"hellp") }));
+        let mut copied = window(&memory, 13).copy(0).unwrap();
+        let damage = Damage::Checksum { want: header.crc, got: crc::crc32c(b"hellp") };
+        assert_eq!(copied.check(None, 1), Err(damage));
     }
 }

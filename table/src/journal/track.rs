@@ -90,12 +90,12 @@ impl Track {
     }
 
     /// Takes records that were copied from the cursor on and are known to be of its slot.
-    pub(super) fn accept(&mut self, copied: Copied, window: &Window<'_>) -> Result<(), Damage> {
+    pub(super) fn accept(&mut self, mut copied: Copied, window: &Window<'_>) -> Result<(), Damage> {
         let Some(cursor) = &mut self.place else {
             return Ok(());
         };
-        copied.check()?;
         let offset = cursor.offset;
+        copied.check(self.expect.seal(), offset)?;
         cursor.offset = cursor.offset.saturating_add(copied.bytes.len() as u64);
         cursor.inner = copied.inner;
         if window.is_slot_end(cursor.inner) {

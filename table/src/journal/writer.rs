@@ -6,8 +6,9 @@ use remora_fabric::{Memory, memory::crc};
 
 use crate::{
     error::Error,
-    layout::{Entry, Geometry, Identity, Kind, RECORD_HEADER_BYTES, RecordHeader, State},
+    layout::{Entry, Geometry, Identity, Kind, RECORD_HEADER_BYTES, RecordHeader, State, record_header_bytes},
     publish::Publisher,
+    seal::{Seal, SealKey, SlotSeal},
     snapshot::lay_out,
 };
 
@@ -24,6 +25,10 @@ pub struct JournalWriter {
     used: u32,
     /// Replication offset of the next byte.
     end_offset: u64,
+    /// That of a sealed journal.
+    seal: Option<Arc<Seal>>,
+    /// Where a record is while it is sealed.
+    scratch: Vec<u8>,
 }
 
 impl JournalWriter {
@@ -35,14 +40,38 @@ impl JournalWriter {
     /// [`Error::Layout`] if the geometry is outside its limits or the memory too small for it, [`Error::Misuse`] if the
     /// identity is that of a snapshot.
     pub fn create(memory: Arc<Memory>, geometry: Geometry, identity: Identity) -> Result<JournalWriter, Error> {
+        Self::with_seal(memory, geometry, identity, None)
+    }
+
+    /// Creates an empty journal whose records are ciphertext. `key` must not have been used before.
+    ///
+    /// # Errors
+    /// As for [`create`](Self::create).
+    pub fn create_sealed(
+        memory: Arc<Memory>,
+        geometry: Geometry,
+        identity: Identity,
+        key: &SealKey,
+    ) -> Result<JournalWriter, Error> {
+        let seal = Arc::new(Seal::new(key, &identity)?);
+        Self::with_seal(memory, geometry, identity, Some(seal))
+    }
+
+    fn with_seal(
+        memory: Arc<Memory>,
+        geometry: Geometry,
+        identity: Identity,
+        seal: Option<Arc<Seal>>,
+    ) -> Result<JournalWriter, Error> {
         if identity.kind != Kind::Journal {
             return Err(Error::Misuse("the identity of a journal must have the kind Journal"));
         }
         let end_offset = identity.origin.offset.saturating_add(1);
-        let publisher = lay_out(&memory, geometry, identity)?;
+        let publisher = lay_out(&memory, geometry, identity, seal.clone())?;
         // As if a slot before the first were full: the first append opens the first slot.
         let used = geometry.slot_size;
-        Ok(JournalWriter { memory, geometry, publisher, positions: VecDeque::new(), opened: 0, used, end_offset })
+        let (positions, scratch) = (VecDeque::new(), Vec::new());
+        Ok(JournalWriter { memory, geometry, publisher, positions, opened: 0, used, end_offset, seal, scratch })
     }
 
     /// Appends bytes of the stream; readers may take them at once.
@@ -94,7 +123,7 @@ impl JournalWriter {
 
     /// Bytes of a record that fit into the open slot, after the header.
     fn room(&self) -> u32 {
-        (self.geometry.slot_size - self.used).saturating_sub(RECORD_HEADER_BYTES)
+        (self.geometry.slot_size - self.used).saturating_sub(record_header_bytes(self.seal.as_deref()))
     }
 
     fn open_slot(&mut self) -> Result<(), Error> {
@@ -107,7 +136,8 @@ impl JournalWriter {
         self.publisher.begin(number)?;
         // The records have their own lengths and CRCs, so the entry is complete before the first of them.
         let position = self.end_offset;
-        self.publisher.complete(Entry { number, writing: false, position, length: 0, crc: 0 })?;
+        let entry = Entry { number, writing: false, position, length: 0, crc: 0, seal: SlotSeal::default() };
+        self.publisher.complete(entry)?;
         self.positions.push_back(position);
         self.opened += 1;
         self.used = 0;
@@ -115,12 +145,23 @@ impl JournalWriter {
     }
 
     fn append_record(&mut self, bytes: &[u8]) -> Result<(), Error> {
-        let header = RecordHeader { length: bytes.len() as u32, crc: crc::crc32c(bytes) };
         let slot = self.opened - 1;
         let at = self.geometry.slot_offset(slot) + u64::from(self.used);
+        let header_bytes = record_header_bytes(self.seal.as_deref());
+        let stored = match &self.seal {
+            None => bytes,
+            Some(seal) => {
+                self.scratch.clear();
+                self.scratch.extend_from_slice(bytes);
+                let tag = seal.seal_record(self.end_offset, &mut self.scratch)?;
+                self.memory.write(at + u64::from(RECORD_HEADER_BYTES), &tag)?;
+                &self.scratch
+            }
+        };
+        let header = RecordHeader { length: stored.len() as u32, crc: crc::crc32c(stored) };
         self.memory.write(at, &header.to_bytes())?;
-        self.memory.write(at + u64::from(RECORD_HEADER_BYTES), bytes)?;
-        self.used += RECORD_HEADER_BYTES + header.length;
+        self.memory.write(at + u64::from(header_bytes), stored)?;
+        self.used += header_bytes + header.length;
         self.end_offset += u64::from(header.length);
         self.publisher.publish(self.geometry.start_of(slot) + u64::from(self.used))
     }

@@ -14,7 +14,9 @@
 //!
 //! Our own table has the layout of the source's, with as many slots as the memory can hold. Invariants:
 //!
-//! - A slot of our own table is published only if its bytes have the checksum in the source's own entry.
+//! - A slot of our own table is published only if its bytes have the checksum in the source's own entry, and the
+//!   digest if the table is sealed. A copy of a sealed table is ciphertext, with the source's own entries; slots are
+//!   opened elsewhere for our own use (`opening`).
 //! - A slot's place is reused only after everyone to whom *we* delivered it has released it. A reader on another host
 //!   detects the reuse by `retired` and the entry, as with every table. While the ring has space for all slots, no
 //!   place is written twice.
@@ -26,9 +28,11 @@ use std::sync::Arc;
 use remora_fabric::{Memory, Peer};
 
 use super::{
+    opening::{Opened, Opening, forged_slot},
     pieces::Pieces,
     slot::{Holder, Lent, Place, Progress, Slot},
     source_entries::{Front, SmallPlace, SourceEntries},
+    turn::{Loss, Turn},
     verdict::{Verdict, Wanted},
     writer::lay_out,
 };
@@ -39,46 +43,6 @@ use crate::{
     publish::Publisher,
     reads::{Purpose, READ_BYTES, Reads},
 };
-
-/// What one call of [`SnapshotCopy::pump`] is allowed to do.
-#[derive(Debug, Clone, Copy)]
-pub struct Turn {
-    /// Lines may be read again to look for news. Not at every turn: each such read costs both ends a small read.
-    pub look: bool,
-    /// Slots are requested while this is above 0, and their bytes are subtracted: the last read may take it below 0.
-    pub allowance: i64,
-}
-
-impl Turn {
-    /// Without any limit.
-    pub const FREE: Turn = Turn { look: true, allowance: i64::MAX };
-}
-
-/// Why nothing more can be read from a peer. The copy continues with another peer.
-#[derive(Debug, thiserror::Error)]
-pub enum Loss {
-    /// The peer is gone, or does not answer.
-    #[error("{0}")]
-    Gone(Error),
-    /// The bytes are not those that the source wrote, though the peer had not overwritten them.
-    #[error("slot {slot} has the checksum {got:#010x}, the source's entry has {want:#010x}")]
-    Lied {
-        /// Number of the slot.
-        slot: u64,
-        /// CRC-32C in the source's own entry.
-        want: u32,
-        /// CRC-32C of the peer's bytes.
-        got: u32,
-    },
-    /// The peer no longer holds the slot that we need next.
-    #[error("it no longer holds slot {slot} (the oldest it holds is {oldest})")]
-    Passed {
-        /// The slot that was wanted.
-        slot: u64,
-        /// The oldest slot that it holds.
-        oldest: u64,
-    },
-}
 
 /// The source of the bytes of slots.
 enum Way {
@@ -122,6 +86,10 @@ pub struct SnapshotCopy {
     /// The next slot for our own use.
     delivered: u64,
     lent: Arc<Lent>,
+    /// Of a sealed table: where slots are opened.
+    opening: Option<Opening>,
+    /// Why a slot cannot be opened.
+    failed: Option<Error>,
     /// Bytes of slots that have arrived, including those discarded.
     arrived: u64,
     /// The last turn found nothing more to request.
@@ -132,6 +100,11 @@ impl SnapshotCopy {
     /// Bytes that a copy of this shape takes: the table, and behind it a place for small reads.
     pub fn memory_len(own: &Geometry) -> u64 {
         own.memory_len() + SMALL_BYTES
+    }
+
+    /// Bytes that a copy of a sealed table takes besides.
+    pub fn opening_len(own: &Geometry) -> u64 {
+        Opening::memory_len(own)
     }
 
     /// Creates an empty copy of the expected table in `memory`, from slot `first` on. The memory must not hold a table
@@ -157,7 +130,8 @@ impl SnapshotCopy {
             return Err(Error::Misuse("the memory for a copy holds a table already"));
         }
         let identity = Identity { kind: Kind::Snapshot, origin: expect.origin };
-        let mut publisher = lay_out(&memory, own, identity)?;
+        let mut publisher = lay_out(&memory, own, identity, expect.seal.clone())?;
+        let opening = expect.seal.as_ref().map(|seal| Opening::new(seal, &own)).transpose()?;
         publisher.publish(own.start_of(first))?;
         publisher.retire(first)?;
         let works = (READ_AHEAD_BYTES / own.slot_bytes() + 1).clamp(2, MOST_WORKS);
@@ -177,6 +151,8 @@ impl SnapshotCopy {
             landed: BTreeMap::new(),
             delivered: first,
             lent: Arc::default(),
+            opening,
+            failed: None,
             arrived: 0,
             starved: false,
         })
@@ -247,6 +223,7 @@ impl SnapshotCopy {
         peer: Option<&mut (dyn Peer + '_)>,
         turn: &mut Turn,
     ) -> Result<Option<Loss>, Error> {
+        self.check()?;
         if self.is_whole() {
             return Ok(None);
         }
@@ -295,9 +272,15 @@ impl SnapshotCopy {
         }
     }
 
-    /// Whether everything that the present source of slots has published was requested.
+    /// Whether everything that is wanted and that the present source of slots has published was requested. A slot that
+    /// was lost can be one that the present source does not have yet.
     fn is_exhausted(&self) -> bool {
-        self.lost.is_empty() && self.next >= self.front_of_way().map_or(0, Front::published)
+        self.first_wanted() >= self.front_of_way().map_or(0, Front::published)
+    }
+
+    /// The number of the slot that is requested next.
+    fn first_wanted(&self) -> u64 {
+        self.lost.first().copied().unwrap_or(self.next)
     }
 
     fn front_of_way(&self) -> Option<&Front> {
@@ -352,8 +335,14 @@ impl SnapshotCopy {
         let (number, got) = (work.wanted.number, work.pieces.crc());
         // The entry was there when the slot was requested, and is dropped only when the slot is published.
         let Some(entry) = self.source_entries.entry(number).copied() else { return Ok(None) };
-        match work.wanted.judge(Some(entry), got, &self.own)? {
-            Verdict::Right => {
+        let verdict = work.wanted.judge(Some(entry), got, &self.own)?;
+        let bytes = (&**self.memory, at..at + u64::from(work.wanted.length));
+        let has_digest = match &mut self.opening {
+            Some(opening) if matches!(verdict, Verdict::Right) => opening.is_right(&entry.seal, bytes)?,
+            _ => true,
+        };
+        match verdict {
+            Verdict::Right if has_digest => {
                 self.works[usize::from(index)] = None;
                 self.landed.insert(number, entry);
                 self.publish()?;
@@ -364,6 +353,7 @@ impl SnapshotCopy {
                     front.ask(&mut self.peer, true);
                 }
             }
+            _ if work.again && !has_digest => return Err(forged_slot(number)),
             _ if work.again => return Err(Error::Corrupt { slot: number, want: entry.crc, got }),
             _ => {
                 work.again = true;
@@ -427,7 +417,7 @@ impl SnapshotCopy {
 
     /// The next slot to get, after its place was made free.
     fn next_wanted(&mut self) -> Result<Option<Wanted>, Error> {
-        let number = self.lost.first().copied().unwrap_or(self.next);
+        let number = self.first_wanted();
         let published = self.front_of_way().map_or(0, Front::published);
         let Some(entry) = self.source_entries.entry(number).filter(|_| number < published) else { return Ok(None) };
         let wanted = Wanted { number, position: entry.position, length: entry.length };
@@ -457,18 +447,31 @@ impl SnapshotCopy {
         }
         let position = self.own.start_of(number);
         let length = (self.publisher.line().published - position).min(self.own.slot_bytes()) as u32;
-        let crc = crate::publish::load_entry(&self.memory, &self.own, number).ok().flatten().map_or(0, |e| e.crc);
+        let seal = self.source_entries.front.expect.seal();
+        let entry = crate::publish::load_entry(&self.memory, &self.own, number, seal).ok().flatten()?;
+        let mut at = self.own.slot_offset(number);
+        let (mut crc, lent) = (entry.crc, Arc::clone(&self.lent));
+        let memory = match &mut self.opening {
+            None => Holder::Copy(Arc::clone(&self.memory), lent),
+            Some(opening) => {
+                let opened = opening.open(number, &entry.seal, (&self.memory, at..at + u64::from(length)));
+                let opened = opened.map_err(|error| self.failed = Some(error)).ok()??;
+                (at, crc) = (opened.at, opened.crc);
+                let Opened { memory, buffer, .. } = opened;
+                Holder::Opened { memory, lent, _buffer: buffer }
+            }
+        };
         self.delivered += 1;
         self.lent.lend(number);
-        Some(Slot {
-            number,
-            position,
-            length,
-            crc,
-            place: Place::Sink(self.own.slot_offset(number)),
-            memory: Holder::Copy(Arc::clone(&self.memory), Arc::clone(&self.lent)),
-            geometry: self.own,
-        })
+        Some(Slot { number, position, length, crc, place: Place::Sink(at), memory, geometry: self.own })
+    }
+
+    /// Whether all slots that were to be delivered could be opened.
+    ///
+    /// # Errors
+    /// [`Error::Forged`]: one of them could not.
+    pub fn check(&mut self) -> Result<(), Error> {
+        self.failed.take().map_or(Ok(()), Err)
     }
 
     /// The caller has used the slot.
@@ -481,6 +484,10 @@ impl SnapshotCopy {
     pub fn rewind(&mut self, first: u64) -> bool {
         if first < self.oldest() || first > self.held() || (first < self.delivered && !self.keeps_all()) {
             return false;
+        }
+        if let Some(opening) = &mut self.opening {
+            let Ok(renewed) = opening.renewed(&self.own) else { return false };
+            *opening = renewed;
         }
         self.delivered = first;
         true

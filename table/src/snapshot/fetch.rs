@@ -19,6 +19,7 @@ use std::sync::Arc;
 use remora_fabric::{Memory, Peer};
 
 use super::{
+    opening::open_slot,
     pieces::Pieces,
     plan::Plan,
     sink::SinkLayout,
@@ -28,7 +29,8 @@ use super::{
 use crate::{
     error::Error,
     layout::{ENTRY_BYTES, Entry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line},
-    reads::{Purpose, Reads, caught_in_change},
+    reads::{Purpose, Reads, caught_in_change, the_entry, the_line},
+    seal::SlotSeal,
 };
 
 pub(super) struct Fetch {
@@ -40,6 +42,8 @@ pub(super) struct Fetch {
     line_asked: bool,
     /// How many times in a row the line was caught in the middle of a change.
     line_caught: u32,
+    /// Where a slot of a sealed table is while it is opened.
+    scratch: Vec<u8>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -74,6 +78,7 @@ impl Fetch {
             head: Head::Unread,
             line_asked: false,
             line_caught: 0,
+            scratch: Vec::new(),
         }
     }
 
@@ -163,12 +168,12 @@ impl Fetch {
         self.line_asked = false;
         let mut bytes = [0; LINE_BYTES];
         self.sink.read(self.layout.line(), &mut bytes)?;
-        match Line::from_bytes(&bytes) {
+        match Line::from_bytes(&bytes, plan.expect.seal()) {
             Some(line) => {
                 self.line_caught = 0;
                 plan.learn(line)
             }
-            None => caught_in_change(&mut self.line_caught),
+            None => caught_in_change(&mut self.line_caught, plan.expect.seal(), the_line),
         }
     }
 
@@ -191,10 +196,15 @@ impl Fetch {
         let Some(Buffer::Busy(work)) = self.buffers.get_mut(usize::from(index)) else {
             return Ok(());
         };
-        match work.wanted.judge(Entry::from_bytes(&bytes), work.pieces.crc(), plan.geometry())? {
-            Verdict::Right => self.keep(index, plan),
+        let entry = Entry::from_bytes(&bytes, plan.expect.seal());
+        match work.wanted.judge(entry, work.pieces.crc(), plan.geometry())? {
+            Verdict::Right => {
+                let seal = entry.map(|entry| entry.seal).unwrap_or_default();
+                return self.keep(index, &seal, plan);
+            }
             Verdict::Unclear => {
-                caught_in_change(&mut work.caught)?;
+                let number = work.wanted.number;
+                caught_in_change(&mut work.caught, plan.expect.seal(), || the_entry(number))?;
                 let offset = plan.geometry().entry_offset(work.wanted.number);
                 self.reads.queue(
                     Purpose::Entry { buffer: index },
@@ -214,22 +224,29 @@ impl Fetch {
         Ok(())
     }
 
-    fn keep(&mut self, index: u8, plan: &mut Plan) {
+    /// Delivers a slot whose bytes are right. A slot of a sealed table is opened where it is.
+    fn keep(&mut self, index: u8, seal: &SlotSeal, plan: &mut Plan) -> Result<(), Error> {
         let Some(buffer) = self.buffers.get_mut(usize::from(index)) else {
-            return;
+            return Ok(());
         };
         if let Buffer::Busy(Work { wanted, pieces, .. }) = std::mem::replace(buffer, Buffer::Kept) {
-            let place = Place::Sink(self.layout.buffer(index, plan.geometry()));
+            let at = self.layout.buffer(index, plan.geometry());
+            let mut crc = pieces.crc();
+            if let Some(opener) = plan.expect.seal() {
+                let from = at..at + u64::from(wanted.length);
+                crc = open_slot(opener, wanted.number, seal, (&self.sink, from), (&self.sink, at), &mut self.scratch)?;
+            }
             plan.deliver(Slot {
                 number: wanted.number,
                 position: wanted.position,
                 length: wanted.length,
-                crc: pieces.crc(),
-                place,
+                crc,
+                place: Place::Sink(at),
                 memory: Holder::Sink(Arc::clone(&self.sink), index),
                 geometry: *plan.geometry(),
             });
         }
+        Ok(())
     }
 }
 

@@ -19,7 +19,7 @@ use crate::{
     error::Error,
     layout::{Geometry, HEAD_BYTES, Kind},
     publish::{load_entry_again, load_line},
-    reads::{caught_in_change, from_peer},
+    reads::{caught_in_change, from_peer, the_line},
 };
 
 pub(super) struct InPlace {
@@ -70,12 +70,12 @@ impl InPlace {
         peer.poll(&mut self.completions).map_err(from_peer)?;
         self.completions.clear();
         self.check_head(plan)?;
-        match load_line(&&*self.view)? {
+        match load_line(&&*self.view, None)? {
             Some(line) => {
                 self.caught = 0;
                 plan.learn(line)?;
             }
-            None => caught_in_change(&mut self.caught)?,
+            None => caught_in_change(&mut self.caught, None, the_line)?,
         }
         // One slot at a time: the caller may have a socket to feed in between.
         if self.work.is_none() && plan.ready() < self.ahead {
@@ -115,7 +115,7 @@ impl InPlace {
 
     /// Delivers a slot by its entry alone.
     fn believe(&mut self, wanted: Wanted, plan: &mut Plan) -> Result<(), Error> {
-        let entry = load_entry_again(&&*self.view, plan.geometry(), wanted.number)?;
+        let entry = load_entry_again(&&*self.view, plan.geometry(), wanted.number, None)?;
         let crc = entry.map_or(0, |entry| entry.crc);
         self.work = Some(Work { wanted, crc, again: true });
         Ok(())

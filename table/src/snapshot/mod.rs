@@ -11,18 +11,23 @@
 mod copy;
 mod fetch;
 mod in_place;
+mod opening;
 mod pieces;
 mod plan;
 mod reader;
+mod sealer;
 mod sink;
 mod slot;
 mod source_entries;
+mod turn;
 mod verdict;
 mod writer;
 
-pub use copy::{Loss, SnapshotCopy, Turn};
+pub use copy::SnapshotCopy;
 pub use reader::SnapshotReader;
+pub use sealer::SnapshotSealer;
 pub use sink::SinkLayout;
 pub use slot::{Place, Progress, Slot};
+pub use turn::{Loss, Turn};
 pub use writer::SnapshotWriter;
 pub(crate) use writer::lay_out;

@@ -53,6 +53,8 @@ impl SnapshotReader {
     ) -> Result<SnapshotReader, Error> {
         let geometry = expect.geometry.checked()?;
         layout.check(&sink, &geometry)?;
+        // A sealed table is opened in the sink.
+        let view = view.filter(|_| expect.seal.is_none());
         let in_place = view.map(|view| InPlace::new(view, &geometry, layout.buffers)).transpose()?;
         Ok(SnapshotReader {
             plan: Plan::new(expect, Box::new(held)),
@@ -82,6 +84,7 @@ impl SnapshotReader {
         if let Some(lost) = self.in_place.take().and_then(|in_place| in_place.under_way()) {
             self.plan.lost(vec![lost]);
         }
+        let view = view.filter(|_| self.plan.expect.seal.is_none());
         let in_place = view.map(|view| InPlace::new(view, self.plan.geometry(), buffers)).transpose()?;
         self.in_place = if self.unchanging { in_place.map(InPlace::unchanging) } else { in_place };
         Ok(())
@@ -115,7 +118,7 @@ impl SnapshotReader {
         self.lent = self.lent.saturating_sub(1);
         match &slot.memory {
             Holder::Sink(_, buffer) => self.fetch.free(*buffer),
-            Holder::View(_) | Holder::Copy(..) => slot.release_alone()?,
+            Holder::View(_) | Holder::Copy(..) | Holder::Opened { .. } => slot.release_alone()?,
         }
         Ok(())
     }

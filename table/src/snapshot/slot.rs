@@ -10,7 +10,10 @@ use std::{
 
 use remora_fabric::{Memory, View};
 
-use super::verdict::{Wanted, judge_now};
+use super::{
+    opening::Buffer,
+    verdict::{Wanted, judge_now},
+};
 use crate::{
     error::Error,
     layout::{Geometry, State},
@@ -53,7 +56,7 @@ impl Slot {
     pub fn release_alone(self) -> Result<(), Error> {
         match &self.memory {
             Holder::Sink(..) => Ok(()),
-            Holder::Copy(_, lent) => {
+            Holder::Copy(_, lent) | Holder::Opened { lent, .. } => {
                 lent.give_back(self.number);
                 Ok(())
             }
@@ -66,7 +69,7 @@ impl Slot {
         let (Place::Sink(offset) | Place::View(offset)) = self.place;
         let range = offset..offset + u64::from(self.length);
         match &self.memory {
-            Holder::Sink(memory, _) | Holder::Copy(memory, _) => (memory, range),
+            Holder::Sink(memory, _) | Holder::Copy(memory, _) | Holder::Opened { memory, .. } => (memory, range),
             Holder::View(view) => (view, range),
         }
     }
@@ -79,6 +82,12 @@ pub(super) enum Holder {
     Sink(Arc<Memory>, u8),
     /// A table of our own, and the accounts of the slots in use.
     Copy(Arc<Memory>, Arc<Lent>),
+    /// A buffer in which a slot of a sealed copy was opened. It becomes free when the slot is dropped.
+    Opened {
+        memory: Arc<Memory>,
+        lent: Arc<Lent>,
+        _buffer: Buffer,
+    },
     View(Arc<View>),
 }
 

@@ -17,7 +17,7 @@ use crate::{
     error::Error,
     expectation::Expectation,
     layout::{ENTRY_BYTES, Entry, Geometry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line, State},
-    reads::{Purpose, Reads, caught_in_change},
+    reads::{Purpose, Reads, caught_in_change, the_entry, the_line},
 };
 
 /// Entries in one read: a page of them.
@@ -111,8 +111,8 @@ impl Front {
         self.line_asked = false;
         let mut bytes = [0; LINE_BYTES];
         sink.read(self.place.line(), &mut bytes)?;
-        let Some(line) = Line::from_bytes(&bytes) else {
-            caught_in_change(&mut self.caught)?;
+        let Some(line) = Line::from_bytes(&bytes, self.expect.seal()) else {
+            caught_in_change(&mut self.caught, self.expect.seal(), the_line)?;
             self.ask(reads, true);
             return Ok(());
         };
@@ -199,13 +199,13 @@ impl SourceEntries {
         for (number, at) in asked.zip((self.batch_at..).step_by(ENTRY_BYTES)) {
             let mut bytes = [0; ENTRY_BYTES];
             sink.read(at, &mut bytes)?;
-            let entry = Entry::from_bytes(&bytes);
+            let entry = Entry::from_bytes(&bytes, self.front.expect.seal());
             if let Some(entry) = entry.filter(|entry| entry.number > number) {
                 let oldest = (entry.number + 1).saturating_sub(u64::from(self.geometry().slots));
                 return Err(Error::slot_overrun(number, oldest));
             }
             let Some(entry) = entry.filter(|entry| entry.number == number && !entry.writing) else {
-                return caught_in_change(&mut self.caught);
+                return caught_in_change(&mut self.caught, self.front.expect.seal(), || the_entry(number));
             };
             self.caught = 0;
             self.check(&entry)?;

@@ -56,7 +56,7 @@ impl Wanted {
 /// Whether bytes with this CRC, taken before this call, are those of the slot: `None`, or the CRC that they should
 /// have.
 pub(super) fn judge_now(view: &View, wanted: &Wanted, crc: u32, geometry: &Geometry) -> Result<Option<u32>, Error> {
-    match wanted.judge(load_entry_again(&view, geometry, wanted.number)?, crc, geometry)? {
+    match wanted.judge(load_entry_again(&view, geometry, wanted.number, None)?, crc, geometry)? {
         Verdict::Right => Ok(None),
         Verdict::Damaged { want } => Ok(Some(want)),
         // Words of a mapping are never torn, and the entry of a published slot changes for one reason only: the next

@@ -22,6 +22,7 @@ use crate::{
     error::Error,
     layout::{Entry, Geometry, Head, Identity, Kind, State},
     publish::{Publisher, load_line},
+    seal::{Seal, SlotSeal},
 };
 
 /// Memory is first touched in steps of this many bytes, ahead of the bytes: one call for 256 pages instead of 256
@@ -75,7 +76,7 @@ impl SnapshotWriter {
             // With more, a ring of two slots could never publish its first.
             return Err(Error::Misuse("hold_back exceeds the size of a slot"));
         }
-        let publisher = lay_out(&memory, geometry, identity)?;
+        let publisher = lay_out(&memory, geometry, identity, None)?;
         Ok(SnapshotWriter {
             memory,
             geometry,
@@ -98,7 +99,7 @@ impl SnapshotWriter {
     pub fn resume(memory: Arc<Memory>, geometry: Geometry, received: u64) -> Result<SnapshotWriter, Error> {
         let geometry = geometry.checked()?;
         let (slot, inside) = (received / geometry.slot_bytes(), received % geometry.slot_bytes());
-        let line = load_line(&memory)?.filter(|line| line.state == State::Open);
+        let line = load_line(&memory, None)?.filter(|line| line.state == State::Open);
         let line = line.filter(|line| line.published == geometry.start_of(slot));
         let Some(line) = line else {
             return Err(Error::Layout(format!(
@@ -294,7 +295,8 @@ impl SnapshotWriter {
         let number = (self.summed - 1) / self.geometry.slot_bytes();
         let position = self.geometry.start_of(number);
         let length = (self.summed - position) as u32;
-        self.publisher.complete(Entry { number, writing: false, position, length, crc: self.crc })?;
+        let entry = Entry { number, writing: false, position, length, crc: self.crc, seal: SlotSeal::default() };
+        self.publisher.complete(entry)?;
         self.publisher.publish(self.summed)?;
         self.crc = 0;
         Ok(())
@@ -306,6 +308,7 @@ pub(crate) fn lay_out(
     memory: &Arc<Memory>,
     geometry: Geometry,
     identity: Identity,
+    seal: Option<Arc<Seal>>,
 ) -> Result<Publisher<Arc<Memory>>, Error> {
     let geometry = geometry.checked()?;
     let wanted = geometry.memory_len();
@@ -317,6 +320,7 @@ pub(crate) fn lay_out(
             memory.length()
         )));
     }
-    memory.write(0, &Head { identity, geometry }.to_bytes())?;
-    Publisher::new(Arc::clone(memory), geometry)
+    let algorithm = seal.as_deref().map(Seal::algorithm);
+    memory.write(0, &Head { identity, geometry, algorithm }.to_bytes())?;
+    Publisher::new(Arc::clone(memory), geometry, seal)
 }

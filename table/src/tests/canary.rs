@@ -66,7 +66,7 @@ fn accepted_and_wrong(trust: Trust) -> (u64, u64) {
 fn judge(sink: &Memory, slot: u64) -> (bool, bool, Vec<u8>) {
     let mut entry = [0; ENTRY_BYTES];
     sink.read(0, &mut entry).unwrap();
-    let right_slot = Entry::from_bytes(&entry).is_some_and(|entry| entry.number == slot && !entry.writing);
+    let right_slot = Entry::from_bytes(&entry, None).is_some_and(|entry| entry.number == slot && !entry.writing);
     let mut bytes = vec![0; 4096];
     sink.read(4096, &mut bytes).unwrap();
     let content = bytes.split_off(RECORD_HEADER_BYTES as usize);

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use remora_fabric::{Memory, memory::crc};
 
 use super::{
-    Random, expect, for_seeds, identity, memory,
+    Random, expect, expect_sealed, for_seeds, identity, key, memory,
     peer::{Faults, TornPeer},
 };
-use crate::{Error, Geometry, Kind, Loss, SnapshotCopy, SnapshotWriter, Turn};
+use crate::{Error, Expectation, Geometry, Kind, Loss, SnapshotCopy, SnapshotSealer, SnapshotWriter, Turn};
 
 const SOURCE: Geometry = Geometry { slot_size: 4096, slots: 64 };
 
@@ -16,17 +16,35 @@ const SOURCE: Geometry = Geometry { slot_size: 4096, slots: 64 };
 const MANY: u32 = 20_000;
 
 struct Origin {
+    /// What readers read: the sealed table with odd seeds.
     region: Arc<Memory>,
     writer: SnapshotWriter,
+    sealer: Option<SnapshotSealer>,
     bytes: Vec<u8>,
 }
 
 impl Origin {
     fn new(geometry: Geometry, slots: u64, seed: u64) -> Origin {
-        let region = memory(geometry.memory_len());
-        let writer = SnapshotWriter::create(Arc::clone(&region), geometry, identity(Kind::Snapshot), 0).unwrap();
+        let (plain, sealed) = (memory(geometry.memory_len()), memory(geometry.memory_len()));
+        let writer = SnapshotWriter::create(Arc::clone(&plain), geometry, identity(Kind::Snapshot), 0).unwrap();
         let bytes = Random(seed).bytes((slots * 4096 - 100) as usize);
-        Origin { region, writer, bytes }
+        if seed.is_multiple_of(2) {
+            return Origin { region: plain, writer, sealer: None, bytes };
+        }
+        let sealer =
+            SnapshotSealer::create(plain, Arc::clone(&sealed), geometry, identity(Kind::Snapshot), &key()).unwrap();
+        Origin { region: sealed, writer, sealer: Some(sealer), bytes }
+    }
+
+    fn expect(&self) -> Expectation {
+        let geometry = self.writer.geometry();
+        if self.sealer.is_some() { expect_sealed(Kind::Snapshot, geometry) } else { expect(geometry) }
+    }
+
+    fn seal(&mut self) {
+        if let Some(sealer) = &mut self.sealer {
+            while sealer.pump().unwrap() {}
+        }
     }
 
     /// Writes up to that many slots in total; ends with the last one.
@@ -37,6 +55,7 @@ impl Origin {
         if to == self.bytes.len() {
             self.writer.finish(0).unwrap();
         }
+        self.seal();
     }
 
     fn whole(slots: u64, seed: u64) -> Origin {
@@ -59,7 +78,7 @@ impl Reader {
     fn new(origin: &Origin, own_slots: u32, faults: Faults, seed: u64) -> Reader {
         let own = Geometry { slots: own_slots, ..SOURCE };
         let memory = memory(SnapshotCopy::memory_len(&own));
-        let copy = SnapshotCopy::create(Arc::clone(&memory), own, expect(origin.writer.geometry()), 0).unwrap();
+        let copy = SnapshotCopy::create(Arc::clone(&memory), own, origin.expect(), 0).unwrap();
         let source = TornPeer::new(&origin.region, &memory, faults, seed);
         Reader { copy, memory, source, peer: None, taken: Vec::new() }
     }
@@ -184,7 +203,7 @@ fn a_peer_with_other_bytes_is_found_out_and_none_of_them_is_delivered() {
 #[test]
 fn a_peer_that_forges_its_own_entry_too_is_found_out_by_the_sources() {
     let origin = Origin::whole(4, 1);
-    let forged = Origin::whole(4, 2);
+    let forged = Origin::whole(4, 3);
     let mut reader = Reader::new(&origin, 64, Faults::NONE, 2);
     // A complete and valid table of its own, under the identity of the source's.
     reader.read_from(&forged.region, 64, Faults::NONE, 3);
@@ -222,6 +241,27 @@ fn a_small_copy_is_a_window_whose_readers_learn_that_they_were_passed() {
     late.copy.read_from_source();
     assert!(late.run().is_none());
     assert_eq!(late.taken, origin.bytes);
+}
+
+#[test]
+fn a_slot_that_was_lost_is_awaited_from_a_peer_that_does_not_have_it_yet() {
+    let origin = Origin::whole(30, 5);
+    let mut passed = Reader::new(&origin, 4, Faults::NONE, 5);
+    passed.copy.read_from_source();
+    assert!(passed.run().is_none());
+    let mut reader = Reader::new(&origin, 64, Faults::NONE, 6);
+    reader.read_from(&passed.memory, 4, Faults::NONE, 7);
+    assert!(matches!(reader.run(), Some(Loss::Passed { slot: 0, .. })));
+
+    let mut next = Reader::new(&origin, 64, Faults::NONE, 8);
+    reader.read_from(&next.memory, 64, Faults::NONE, 9);
+    for _ in 0..MANY / 10 {
+        assert!(reader.turn(&mut Turn::FREE.clone()).unwrap().is_none());
+    }
+    next.copy.read_from_source();
+    assert!(next.run().is_none());
+    assert!(reader.run().is_none());
+    assert_eq!(reader.taken, origin.bytes);
 }
 
 #[test]
@@ -330,7 +370,7 @@ fn memory_that_holds_something_is_not_taken_for_a_copy() {
     let origin = Origin::whole(4, 5);
     let own = Geometry { slots: 4, ..SOURCE };
     let used = memory(SnapshotCopy::memory_len(&own));
-    let create = || SnapshotCopy::create(Arc::clone(&used), own, expect(origin.writer.geometry()), 0);
+    let create = || SnapshotCopy::create(Arc::clone(&used), own, origin.expect(), 0);
     create().unwrap();
     assert!(matches!(create(), Err(Error::Misuse(_))));
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use remora_fabric::{Memory, Peer, View, sim};
 
 use super::{
-    FIRST_OFFSET, Random, expect, for_seeds, identity,
+    FIRST_OFFSET, Random, expect, expect_sealed, for_seeds, identity, key,
     peer::{Faults, Trouble, Wire},
     sink, used_memory,
 };
@@ -48,6 +48,8 @@ struct Model {
     geometry: Geometry,
     memory: Arc<Memory>,
     writer: JournalWriter,
+    /// With half of the seeds.
+    is_sealed: bool,
     /// The oracle: everything that was appended; its first byte has the offset `FIRST_OFFSET + 1`.
     truth: Vec<u8>,
     readers: Vec<Reader>,
@@ -72,12 +74,18 @@ impl Model {
         let geometry = Geometry { slot_size: 4096, slots: 2 + random.below(6) as u32 };
         let memory = used_memory(&geometry, &mut random);
         let wire = Wire::new(&memory, trouble, seed);
-        let writer = JournalWriter::create(Arc::clone(&memory), geometry, identity(Kind::Journal)).unwrap();
+        let (is_sealed, table, identity) = (!seed.is_multiple_of(2), Arc::clone(&memory), identity(Kind::Journal));
+        let writer = match is_sealed {
+            true => JournalWriter::create_sealed(table, geometry, identity, &key()),
+            false => JournalWriter::create(table, geometry, identity),
+        };
+        let writer = writer.unwrap();
         let mut model = Model {
             random,
             geometry,
             memory,
             writer,
+            is_sealed,
             truth: Vec::new(),
             readers: Vec::new(),
             wire,
@@ -97,7 +105,8 @@ impl Model {
         let next = self.writer.first_offset() + self.random.below(held + 1);
         let (sink, layout) = sink(self.geometry, 1 + self.random.below(3) as u32);
         let view = (index == READERS - 1).then(|| Arc::new(self.memory.open_view().unwrap()));
-        let reader = JournalReader::new(view.clone(), Arc::clone(&sink), layout, expect(self.geometry), next).unwrap();
+        let expect = if self.is_sealed { expect_sealed(Kind::Journal, self.geometry) } else { expect(self.geometry) };
+        let reader = JournalReader::new(view.clone(), Arc::clone(&sink), layout, expect, next).unwrap();
         let peer = self.wire.connect(&sink, self.random.next());
         Reader { reader, peer, sink, view, next, overrun: false }
     }

@@ -11,6 +11,7 @@ mod copy;
 mod examples;
 mod journal_model;
 mod peer;
+mod sealed;
 mod snapshot_model;
 mod threads;
 
@@ -20,8 +21,9 @@ use std::sync::atomic::Ordering::Relaxed;
 use remora_fabric::{Memory, Pages};
 use remora_redis::ReplId;
 
-use crate::layout::{Entry, LINE_OFFSET, Line};
-use crate::{Expectation, Geometry, Identity, Kind, Origin, SinkLayout, State};
+use crate::layout::{ENTRY_WORDS, Entry, LINE_OFFSET, Line};
+use crate::seal::SlotSeal;
+use crate::{Algorithm, Expectation, Geometry, Identity, Kind, Origin, SealKey, SinkLayout, State};
 
 pub(super) const FIRST_OFFSET: u64 = 1000;
 
@@ -34,7 +36,16 @@ fn origin() -> Origin {
 }
 
 pub(super) fn expect(geometry: Geometry) -> Expectation {
-    Expectation { origin: origin(), geometry }
+    Expectation::plain(origin(), geometry)
+}
+
+/// What readers of the table that is sealed with [`key`] expect.
+pub(super) fn expect_sealed(kind: Kind, geometry: Geometry) -> Expectation {
+    Expectation::sealed(kind, origin(), geometry, &key()).unwrap()
+}
+
+pub(super) fn key() -> SealKey {
+    SealKey::new(Algorithm::best(), [7; SealKey::SECRET_BYTES])
 }
 
 pub(super) fn memory(length: u64) -> Arc<Memory> {
@@ -46,17 +57,26 @@ pub(super) fn used_memory(geometry: &Geometry, random: &mut Random) -> Arc<Memor
     let memory = memory(geometry.memory_len());
     memory.write(0, &random.bytes(geometry.memory_len() as usize)).unwrap();
     let line = Line { published: random.below(1 << 20), retired: random.below(64), end: None, state: State::Open };
-    for (at, word) in (LINE_OFFSET..).step_by(8).zip(line.to_words()) {
+    for (at, word) in (LINE_OFFSET..).step_by(8).zip(line.to_words(None)) {
         memory.store_u64(at, word, Relaxed).unwrap();
     }
     for place in 0..u64::from(geometry.slots) {
         let number = place + u64::from(geometry.slots) * random.below(5);
         let (position, length) = (random.below(1 << 20), random.below(4097) as u32);
-        let entry = Entry { number, writing: random.one_in(4), position, length, crc: random.next() as u32 };
+        let entry = Entry {
+            number,
+            writing: random.one_in(4),
+            position,
+            length,
+            crc: random.next() as u32,
+            seal: SlotSeal::default(),
+        };
         if random.one_in(3) {
             continue;
         }
-        for (at, word) in (geometry.entry_offset(number)..).step_by(8).zip(entry.to_words()) {
+        for (at, word) in
+            (geometry.entry_offset(number)..).step_by(8).zip(entry.to_words(None).into_iter().take(ENTRY_WORDS))
+        {
             memory.store_u64(at, word, Relaxed).unwrap();
         }
     }

@@ -5,11 +5,11 @@ use std::{collections::HashSet, sync::Arc};
 use remora_fabric::{Memory, Peer, View, sim};
 
 use super::{
-    Random, expect, for_seeds, identity,
+    Random, expect, expect_sealed, for_seeds, identity, key,
     peer::{Faults, Trouble, Wire},
     sink, used_memory,
 };
-use crate::{Error, Geometry, Kind, Place, Slot, SnapshotReader, SnapshotWriter, State};
+use crate::{Error, Geometry, Kind, Place, Slot, SnapshotReader, SnapshotSealer, SnapshotWriter, State};
 
 /// The possible operations, drawn at random one after the other.
 #[derive(Debug, Clone, Copy)]
@@ -57,6 +57,8 @@ struct Model {
     geometry: Geometry,
     memory: Arc<Memory>,
     writer: SnapshotWriter,
+    /// With half of the seeds, readers that do not read in place read a sealed table.
+    sealer: Option<SnapshotSealer>,
     /// Bytes that the writer holds back; a writer that holds none back gets its bytes by `append`.
     hold_back: u32,
     /// The oracle: everything that was received.
@@ -83,14 +85,21 @@ impl Model {
         let mut random = Random(seed);
         let geometry = Geometry { slot_size: 4096, slots: 2 + random.below(6) as u32 };
         let memory = used_memory(&geometry, &mut random);
-        let wire = Wire::new(&memory, trouble, seed);
+        let is_sealed = !seed.is_multiple_of(2);
+        let sealed = used_memory(&geometry, &mut random);
+        let wire = Wire::new(if is_sealed { &sealed } else { &memory }, trouble, seed);
         let hold_back = if random.one_in(3) { 0 } else { HOLD_BACK };
         let writer =
             SnapshotWriter::create(Arc::clone(&memory), geometry, identity(Kind::Snapshot), hold_back).unwrap();
+        let sealer = is_sealed.then(|| {
+            let identity = identity(Kind::Snapshot);
+            SnapshotSealer::create(Arc::clone(&memory), sealed, geometry, identity, &key()).unwrap()
+        });
         let mut model = Model {
             geometry,
             memory,
             writer,
+            sealer,
             hold_back,
             truth: Vec::new(),
             trim: random.below(u64::from(hold_back) + 1),
@@ -111,10 +120,12 @@ impl Model {
         let view = (index == READERS - 1).then(|| Arc::new(self.memory.open_view().unwrap()));
         let held: HashSet<u64> = (0..100).filter(|_| self.random.one_in(10)).collect();
         let is_held = held.clone();
-        let reader =
-            SnapshotReader::new(view.clone(), Arc::clone(&sink), layout, expect(self.geometry), move |number| {
-                is_held.contains(&number)
-            });
+        let expect = match &self.sealer {
+            Some(_) if view.is_none() => expect_sealed(Kind::Snapshot, self.geometry),
+            _ => expect(self.geometry),
+        };
+        let is_held = move |number: u64| is_held.contains(&number);
+        let reader = SnapshotReader::new(view.clone(), Arc::clone(&sink), layout, expect, is_held);
         let peer = self.wire.connect(&sink, self.random.next());
         Reader { reader: reader.unwrap(), peer, sink, view, held, lent: Vec::new(), passed: 0, overrun: false }
     }
@@ -128,6 +139,16 @@ impl Model {
             Operation::Pump { reader } => self.pump(reader),
             Operation::Take { reader } => self.take(reader),
             Operation::Release { reader } => self.release(reader),
+        }
+        self.seal();
+    }
+
+    /// Seals what is complete, before the writer may reuse it.
+    fn seal(&mut self) {
+        if let Some(sealer) = &mut self.sealer {
+            while sealer.pump().unwrap() {}
+            assert_eq!(sealer.sealed_slots(), self.writer.published_slots());
+            assert_eq!(sealer.state(), self.writer.state());
         }
     }
 
@@ -240,6 +261,7 @@ impl Model {
     /// Writes until the readers have enough, then lets all of them finish.
     fn settle(&mut self) {
         self.finish();
+        self.seal();
         for index in 0..READERS {
             let mut pumps = 0;
             while !self.readers[index].overrun && !self.readers[index].reader.is_complete() {

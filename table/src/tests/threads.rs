@@ -71,7 +71,7 @@ fn a_reader_in_place_is_passed_but_never_fooled() {
 /// Where the newest slot begins, as far as visible from outside.
 fn newest(region: &Arc<remora_fabric::Memory>, geometry: Geometry) -> u64 {
     loop {
-        let entries = [0, 1].map(|slot| crate::publish::load_entry(region, &geometry, slot).unwrap());
+        let entries = [0, 1].map(|slot| crate::publish::load_entry(region, &geometry, slot, None).unwrap());
         let newest = entries.into_iter().flatten().filter(|entry| !entry.writing).map(|entry| entry.position).max();
         if let Some(newest) = newest {
             return newest;

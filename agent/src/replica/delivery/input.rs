@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use remora_fabric::Memory;
-use remora_table::Slot;
+use remora_table::{Seal, Slot};
 use rustix::event::PollFlags;
 
 use super::orders::Progress;
@@ -37,6 +37,8 @@ pub(super) struct Input {
     spool: Option<Spool>,
     /// The slots that an earlier agent has left, until a snapshot begins.
     found: Option<Spool>,
+    /// Why a slot of the spool cannot be used.
+    fault: Option<String>,
     /// Whether the whole snapshot has arrived.
     fetched: bool,
     snapshot_due: Instant,
@@ -71,6 +73,7 @@ impl Input {
             kept: None,
             spool: None,
             found,
+            fault: None,
             fetched: false,
             snapshot_due: now,
             journal_due: now,
@@ -128,7 +131,7 @@ impl Input {
     ///
     /// # Errors
     /// The spool cannot be used: the text says why and what to do.
-    pub(super) fn begin_snapshot(&mut self, id: &SnapshotId) -> Result<(), String> {
+    pub(super) fn begin_snapshot(&mut self, id: &SnapshotId, seal: Option<Arc<Seal>>) -> Result<(), String> {
         self.fetched = false;
         self.count_from_nothing();
         self.meter.slots_total.set(0);
@@ -137,9 +140,10 @@ impl Input {
         if let Some(folder) = &self.folder {
             // To open a spool reads all that it holds: not again for what was read already.
             let ready = self.spool.take().or(self.found.take()).filter(|spool| spool.snapshot() == *id);
+            let ready = ready.and_then(|spool| spool.with_seal(seal.clone()));
             let spool = match ready {
                 Some(spool) => spool,
-                None => Spool::open(folder, id).map_err(|cause| spool_error(folder, &cause))?,
+                None => Spool::open(folder, id, seal).map_err(|cause| spool_error(folder, &cause))?,
             };
             for number in 0..spool.held_below() {
                 self.meter.bytes_fetched.add(spool.get(number).map_or(0, |held| u64::from(held.length)));
@@ -153,12 +157,12 @@ impl Input {
 
     /// Reads from this feed, from the slot and offset that the delivery has reached.
     pub(super) fn attach(&mut self, now: Instant, mut feed: Box<Feed>, at: &Progress) -> Result<(), FeedError> {
-        self.keep_the_copy();
+        self.keep_the_copy(now);
         if !at.loaded {
             // Without a spool all slots below the next one have gone to the server. With one they may have to go again.
             let held = self.spool.as_ref().map(Spool::held).unwrap_or_default();
             let first = if self.spool.is_some() { 0 } else { at.next_slot };
-            feed.begin_snapshot(first, move |number: u64| held.contains(&number), self.kept.take())?;
+            feed.begin_snapshot(now, first, move |number: u64| held.contains(&number), self.kept.take())?;
         }
         feed.begin_journal(at.next_byte)?;
         self.feed = Some(feed);
@@ -167,14 +171,14 @@ impl Input {
     }
 
     /// Ends the feed and keeps its copy.
-    pub(super) fn lose_feed(&mut self) {
-        self.keep_the_copy();
+    pub(super) fn lose_feed(&mut self, now: Instant) {
+        self.keep_the_copy(now);
         self.feed = None;
     }
 
     /// Starts over: the server needs the whole snapshot again, and the slots it had are not kept.
-    pub(super) fn begin_again(&mut self) {
-        self.keep_the_copy();
+    pub(super) fn begin_again(&mut self, now: Instant) {
+        self.keep_the_copy(now);
         // The server may still read what it was lent: only a copy that never writes a slot twice can be used again.
         self.kept = self.kept.take().and_then(|mut kept| kept.rewind().then_some(kept));
         self.feed = None;
@@ -183,8 +187,8 @@ impl Input {
     }
 
     /// Notes that the server has the whole snapshot. From now on only the journal is read.
-    pub(super) fn end_snapshot(&mut self) {
-        self.keep_the_copy();
+    pub(super) fn end_snapshot(&mut self, now: Instant) {
+        self.keep_the_copy(now);
         if let Some(feed) = &mut self.feed {
             feed.snapshot = None;
         }
@@ -198,8 +202,8 @@ impl Input {
         }
     }
 
-    fn keep_the_copy(&mut self) {
-        let relayed = self.feed.as_mut().and_then(|feed| feed.snapshot.take()?.into_relayed());
+    fn keep_the_copy(&mut self, now: Instant) {
+        let relayed = self.feed.as_mut().and_then(|feed| feed.snapshot.take()?.into_relayed(now));
         if relayed.is_some() {
             self.kept = relayed;
         }
@@ -217,7 +221,15 @@ impl Input {
     /// The slot of this number, if it has arrived.
     pub(super) fn next_piece(&mut self, number: u64) -> Option<Piece> {
         if let Some(spool) = &self.spool {
-            return spool.get(number).map(Piece::Spooled);
+            let held = spool.get(number)?;
+            return match spool.opened(&held) {
+                Ok(None) => Some(Piece::Spooled(held)),
+                Ok(Some(bytes)) => Some(Piece::Opened(bytes)),
+                Err(cause) => {
+                    self.fault = Some(self.folder.as_deref().map_or(cause.to_string(), |at| spool_error(at, &cause)));
+                    None
+                }
+            };
         }
         let slot = self.next_slot()?;
         assert_eq!(slot.number, number, "the reader gives slots in order, from the first that was asked for");
@@ -259,6 +271,9 @@ impl Input {
 
     /// Reads what has arrived of the snapshot.
     pub(super) fn fetch_snapshot(&mut self, now: Instant) -> Result<Fetched, InputError> {
+        if let Some(text) = self.fault.take() {
+            return Err(InputError::Spool(text));
+        }
         let Some(snapshot) = self.feed.as_mut().and_then(|feed| feed.snapshot.as_mut()) else {
             return Ok(Fetched::default());
         };
@@ -384,7 +399,7 @@ fn spool_slot(
         None => InputError::Spool(cause.to_string()),
     };
     let (view, range) = slot.bytes();
-    spool.store(held, view, range.start).map_err(error)?;
+    let held = spool.store(held, view, range.start).map_err(error)?;
     snapshot.release(slot).map_err(|error| InputError::Feed(error.into()))?;
     spool.remember(held).map_err(error)
 }

@@ -240,7 +240,7 @@ impl Delivery {
         self.stream.clear();
         let next_byte = feed.id.origin.offset + 1;
         self.at = Progress { snapshot: Some(feed.id), next_byte, ..Progress::default() };
-        self.input.begin_snapshot(&feed.id)
+        self.input.begin_snapshot(&feed.id, feed.seal())
     }
 
     // ---- the server's link ----
@@ -286,7 +286,7 @@ impl Delivery {
     /// Starts over: the server needs the whole snapshot again, and the slots it had are not kept.
     fn begin_again(&mut self) {
         self.at.next_slot = 0;
-        self.input.begin_again();
+        self.input.begin_again(self.clock.now());
     }
 
     /// Reads what the server sent.
@@ -353,7 +353,7 @@ impl Delivery {
         if is_elsewhere {
             self.stream.clear();
             self.at.next_byte = offset;
-            self.input.lose_feed();
+            self.input.lose_feed(self.clock.now());
             self.tell(Notice::FeedWanted);
         }
     }
@@ -401,7 +401,7 @@ impl Delivery {
 
     fn lose_feed(&mut self, now: Instant, error: FeedError) {
         self.abandon_memory();
-        self.input.lose_feed();
+        self.input.lose_feed(now);
         self.link.iter_mut().for_each(|link| link.lay_down(now));
         self.tell(Notice::FeedLost { error });
     }
@@ -537,7 +537,7 @@ impl Delivery {
         let Some(link) = &mut self.link else { return 0 };
         self.meter.end_given.set(1);
         link.end_payload(end);
-        self.input.end_snapshot();
+        self.input.end_snapshot(self.clock.now());
         self.tell(Notice::PayloadSent);
         end.len()
     }

@@ -34,7 +34,10 @@ pub(super) struct PlainPayload {
 /// A slot on its way to the server.
 pub(super) enum Piece {
     Fresh(Slot),
+    /// As it is in the file of the spool.
     Spooled(Held),
+    /// Out of the spool, decrypted.
+    Opened(Vec<u8>),
 }
 
 impl Piece {
@@ -42,6 +45,8 @@ impl Piece {
         match self {
             Piece::Fresh(slot) => slot.length,
             Piece::Spooled(held) => held.length,
+            // A slot's length fits.
+            Piece::Opened(bytes) => bytes.len() as u32,
         }
     }
 }
@@ -158,6 +163,7 @@ impl PlainPayload {
     ) -> io::Result<Wrote> {
         let Some(piece) = &self.piece else { return Ok(Wrote::Nothing) };
         let length = (piece.length() - self.written).min(WRITE_PIECE as u32) as usize;
+        let written = self.written as usize;
         let wrote = match piece {
             Piece::Fresh(slot) => {
                 let (view, range) = slot.bytes();
@@ -168,6 +174,7 @@ impl PlainPayload {
                     link.write_view(view, start, length)?
                 }
             }
+            Piece::Opened(bytes) => link.write(&bytes[written..written + length])?,
             Piece::Spooled(held) => {
                 let Some(spool) = spool else { return Ok(Wrote::Nothing) };
                 link.write_file(spool.file(), spool.place(held.number) + u64::from(self.written), length)?

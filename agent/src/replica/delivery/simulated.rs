@@ -9,10 +9,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use remora_fabric::sim::Network;
-use remora_fabric::{Connector, Memory, Pages, RegionKey};
-use remora_protocol::{Offer, Resume, TableOffer};
+use remora_fabric::{Connector, Memory, Pages, Peer, RegionKey};
+use remora_protocol::{LossCause, Offer, Relaying, Resume, TableOffer};
 use remora_redis::psync::server::Access;
-use remora_table::{Expectation, Geometry, Origin, SinkLayout};
+use remora_table::{Expectation, Geometry, Origin, SinkLayout, SnapshotCopy};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::orders::ends;
@@ -23,7 +23,8 @@ use crate::replica::feed::Feed;
 use crate::replica::locality::Locality;
 use crate::replica::machine::{DeliveryEvent, Reading};
 use crate::replica::meter::Meter;
-use crate::replica::parts::{Part, Parts};
+use crate::replica::parts::{CopyPlan, Part, Parts};
+use crate::replica::relay_reader::{Lost, ReadFrom, Reading as PeerReading};
 use crate::replica::spool::SnapshotId;
 
 /// Bytes of the stream that may wait for the server.
@@ -33,7 +34,34 @@ const BACKLOG_LIMIT: usize = 1 << 20;
 const BUFFERS: u32 = 4;
 
 /// A feed that was connected and not attached yet.
-pub(crate) struct Connected(Box<Feed>);
+pub(crate) struct Connected {
+    feed: Box<Feed>,
+    /// The copy that its slots go into.
+    pub(crate) copy: Option<Copied>,
+}
+
+/// A copy from which other replicas can read.
+pub(crate) struct Copied {
+    pub(crate) memory: Arc<Memory>,
+    pub(crate) own: Geometry,
+    /// It continues no copy of a former feed.
+    pub(crate) is_new: bool,
+}
+
+/// From where slots are read, as the driver orders it.
+pub(crate) enum Whence {
+    Awaited,
+    Source,
+    Peer { session: u64, peer: Box<dyn Peer>, slots: u32 },
+    Left { session: u64 },
+}
+
+/// A peer that cannot be read any more.
+pub(crate) struct PeerLost {
+    pub(crate) session: u64,
+    pub(crate) cause: LossCause,
+    pub(crate) text: String,
+}
 
 /// See the module's text.
 pub(crate) struct Stepped {
@@ -43,6 +71,7 @@ pub(crate) struct Stepped {
     notices: UnboundedReceiver<Notice>,
     meter: Arc<Meter>,
     address: SocketAddr,
+    losses: Vec<PeerLost>,
 }
 
 impl Stepped {
@@ -70,7 +99,7 @@ impl Stepped {
         let (handle, control) = ends()?;
         let mut delivery = Delivery::new(now, setup, control);
         delivery.clock.set = Some(now);
-        Ok(Stepped { delivery: Some(delivery), handle, notices, meter, address })
+        Ok(Stepped { delivery: Some(delivery), handle, notices, meter, address, losses: Vec::new() })
     }
 
     /// The link's port.
@@ -111,13 +140,34 @@ impl Stepped {
 
     /// What it has reported since the last call.
     pub(crate) fn events(&mut self) -> Vec<DeliveryEvent> {
-        std::iter::from_fn(|| self.notices.try_recv().ok()).filter_map(event).collect()
+        let mut events = Vec::new();
+        while let Ok(notice) = self.notices.try_recv() {
+            match notice {
+                Notice::PeerLost(Lost { session, cause, text }) => self.losses.push(PeerLost { session, cause, text }),
+                notice => events.extend(event(notice)),
+            }
+        }
+        events
+    }
+
+    /// The peers that it has lost since the last call. To be asked after [`Stepped::events`].
+    pub(crate) fn losses(&mut self) -> Vec<PeerLost> {
+        std::mem::take(&mut self.losses)
     }
 
     // ---- orders ----
 
     pub(crate) fn attach(&self, feed: Connected) {
-        self.handle.order(Order::Attach(feed.0));
+        self.handle.order(Order::Attach(feed.feed));
+    }
+
+    pub(crate) fn read_from(&self, whence: Whence) {
+        self.handle.order(Order::ReadFrom(match whence {
+            Whence::Awaited => ReadFrom::Awaited,
+            Whence::Source => ReadFrom::Source,
+            Whence::Peer { session, peer, slots } => ReadFrom::Peer(PeerReading { session, peer, slots, rate: 0 }),
+            Whence::Left { session } => ReadFrom::Left { session },
+        }));
     }
 
     pub(crate) fn give_up(&self) {
@@ -147,13 +197,31 @@ impl Stepped {
         let origin = progress.snapshot?.origin;
         let spool = self.delivery.as_ref().and_then(|delivery| delivery.input.spool());
         let spooled = spool.map_or(0, |spool| spool.held_below());
+        let copied = progress.copy.map_or(0, |_| self.meter.slots_held.get());
         Some(Resume {
             generation: origin.generation,
-            held_slots: progress.next_slot.max(spooled),
+            held_slots: progress.next_slot.max(spooled).max(copied),
             loaded: progress.loaded,
             replid: origin.history,
             next_byte: progress.next_byte,
         })
+    }
+
+    /// The memory of the copy that a feed of this generation can continue.
+    pub(crate) fn kept_copy(&self, generation: u64) -> Option<Arc<Memory>> {
+        let progress = self.handle.progress();
+        progress.copy.filter(|_| progress.snapshot.is_some_and(|id| id.origin.generation == generation))
+    }
+
+    /// What it reports of its part in passing slots on.
+    pub(crate) fn relaying(&self) -> Relaying {
+        let reads_from = self.meter.reads_from.get();
+        Relaying {
+            reads_from: (reads_from != 0).then_some(reads_from),
+            oldest: self.meter.copy_oldest.get(),
+            held: self.meter.slots_held.get(),
+            is_full: self.meter.copy_full.get() > 0,
+        }
     }
 
     pub(crate) fn slots_below(&self) -> u64 {
@@ -208,6 +276,15 @@ pub(crate) struct Way<'a> {
     pub(crate) secret: [u8; 32],
     pub(crate) snapshot: Option<RegionKey>,
     pub(crate) journal: RegionKey,
+    pub(crate) copy: Option<CopyWish>,
+}
+
+/// A copy that slots are to go into.
+pub(crate) struct CopyWish {
+    /// Slots that it has room for, at most.
+    pub(crate) slots: u32,
+    /// The memory of one that can be continued.
+    pub(crate) kept: Option<Arc<Memory>>,
 }
 
 /// Connects to the tables of an offer, as the driver's task does. Without a key for the snapshot only the stream is
@@ -217,19 +294,44 @@ pub(crate) struct Way<'a> {
 /// The text says what could not be connected.
 pub(crate) fn connect(way: &Way<'_>, offer: &Offer) -> Result<Connected, String> {
     let history = offer.replid.ok_or("the offer has no replid")?;
-    let part = |key: &RegionKey, table: &TableOffer| -> Result<Part, String> {
+    let part = |key: &RegionKey, table: &TableOffer, sink: Arc<Memory>, layout: SinkLayout| -> Result<Part, String> {
         let geometry = Geometry { slot_size: table.slot_size, slots: table.slots };
-        let layout = SinkLayout { offset: 0, buffers: BUFFERS };
-        let sink = Memory::create("simulated-sink", layout.length(&geometry), Pages::Small);
-        let sink = Arc::new(sink.map_err(|error| error.to_string())?);
         let peer = way.network.connector().connect(key, way.session, &way.secret, sink.clone());
         let peer = peer.map_err(|error| error.to_string())?;
         let origin = Origin { generation: table.generation, history, offset: table.first_offset };
-        Ok(Part { peer, sink, layout, expect: Expectation { origin, geometry }, in_place: false, copy: None })
+        Ok(Part { peer, sink, layout, expect: Expectation::plain(origin, geometry), in_place: false, copy: None })
     };
-    let snapshot = way.snapshot.as_ref().map(|key| part(key, &offer.snapshot)).transpose()?;
-    let journal = part(&way.journal, &offer.journal)?;
+    let buffers = |table: &TableOffer| -> Result<(Arc<Memory>, SinkLayout), String> {
+        let geometry = Geometry { slot_size: table.slot_size, slots: table.slots };
+        let layout = SinkLayout { offset: 0, buffers: BUFFERS };
+        Ok((memory("simulated-sink", layout.length(&geometry))?, layout))
+    };
+    let (mut snapshot, mut copy) = (None, None);
+    match (&way.snapshot, &way.copy) {
+        (None, _) => {}
+        (Some(key), None) => {
+            let (sink, layout) = buffers(&offer.snapshot)?;
+            snapshot = Some(part(key, &offer.snapshot, sink, layout)?);
+        }
+        (Some(key), Some(wish)) => {
+            let TableOffer { slot_size, slots, retained, .. } = offer.snapshot;
+            let own = Geometry { slot_size, slots: slots.min(wish.slots) };
+            let length = SnapshotCopy::memory_len(&own);
+            let kept = wish.kept.clone().filter(|kept| kept.length() == length);
+            let is_new = kept.is_none();
+            let memory = kept.map_or_else(|| memory("simulated-copy", length), Ok)?;
+            let part = part(key, &offer.snapshot, memory.clone(), SinkLayout { offset: 0, buffers: 1 })?;
+            snapshot = Some(Part { copy: Some(CopyPlan { own, download_rate: 0, retained }), ..part });
+            copy = Some(Copied { memory, own, is_new });
+        }
+    }
+    let (sink, layout) = buffers(&offer.journal)?;
+    let journal = part(&way.journal, &offer.journal, sink, layout)?;
     let origin = Origin { generation: offer.generation, history, offset: offer.offset };
     let id = SnapshotId { origin, slot_size: offer.snapshot.slot_size };
-    Ok(Connected(Box::new(Feed::new(id, Parts { snapshot, journal }))))
+    Ok(Connected { feed: Box::new(Feed::new(id, Parts { snapshot, journal })), copy })
+}
+
+fn memory(name: &str, length: u64) -> Result<Arc<Memory>, String> {
+    Memory::create(name, length, Pages::Small).map(Arc::new).map_err(|error| error.to_string())
 }

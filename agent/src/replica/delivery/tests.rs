@@ -83,7 +83,7 @@ impl Source {
             let layout = SinkLayout { offset: 0, buffers: 4 };
             let sink = memory(layout.length(&GEOMETRY));
             let peer = network.connector().connect(&key, 1, &SECRET, sink.clone()).unwrap();
-            let expect = Expectation { origin: origin(self.generation), geometry: GEOMETRY };
+            let expect = Expectation::plain(origin(self.generation), GEOMETRY);
             Part { peer, sink, layout, expect, in_place: false, copy: None }
         };
         let id = SnapshotId { origin: origin(self.generation), slot_size: GEOMETRY.slot_size };

@@ -40,7 +40,7 @@ use super::delivery::{self, Handle, Notice, Order};
 use super::feed::Feed;
 use super::introduction::{Answer, Introduction};
 use super::locality::Locality;
-use super::machine::{Action, DeliveryEvent, Event, Job, Reading, Replica, Rules, SourceEvent, Tables};
+use super::machine::{Action, DeliveryEvent, Event, Job, Reading, Replica, Rules, SourceEvent};
 use super::meter::Meter;
 use super::preflight::{Primary, Target};
 use super::record::Record;
@@ -51,8 +51,7 @@ use super::spool::{SnapshotId, Spool};
 use super::upstream::Said;
 use crate::args::ReplicaArgs;
 use crate::backoff::Backoff;
-use crate::conversation::Token;
-use crate::conversation::tokens::TokenFiles;
+use crate::conversation::tokens::{Credentials, TokenFiles};
 use crate::exit::{Code, Failure};
 use crate::progress;
 use crate::tasks::AbortOnDrop;
@@ -64,7 +63,7 @@ const LOOK_EVERY: Duration = PROGRESS_EVERY;
 /// Carries out what the machine decides, and reports to it what happened.
 pub(super) struct Driver {
     args: Arc<ReplicaArgs>,
-    token: Arc<Token>,
+    credentials: Credentials,
     machine: Replica,
     facts: Facts,
     session: Option<Session>,
@@ -187,7 +186,7 @@ impl Driver {
         let keeper = Keeper::new(args.clone(), control, record, target, primary, link, watched);
         let now = Instant::now();
         Ok(Driver {
-            token: tokens.first(),
+            credentials: tokens.credentials(args.expected.source_key),
             machine: Replica::begin(now, rules, Backoff::from_system()),
             facts,
             session: Some(Session::start(source, way)),
@@ -326,7 +325,7 @@ impl Driver {
             }
             Connected::Source(Err(error)) => Some(Event::Source(SourceEvent::Unreachable(unreachable(error)))),
             Connected::Tables { attempt, offer, result: Ok((feed, chosen)) } => {
-                let tables = Tables { offer: offer.clone(), transport: chosen.kind, why: chosen.why.clone() };
+                let tables = chosen.tables(offer.clone());
                 self.tables = Some((attempt, feed, chosen, offer));
                 Some(Event::Tables { attempt, connected: Ok(tables) })
             }
@@ -449,9 +448,9 @@ impl Driver {
     }
 
     fn connect_source(&mut self) {
-        let (args, token, tell) = (self.args.clone(), self.token.clone(), self.connecting.0.clone());
+        let (args, credentials, tell) = (self.args.clone(), self.credentials.clone(), self.connecting.0.clone());
         let task = tokio::spawn(async move {
-            let connected = Source::connect(&args, &token).await;
+            let connected = Source::connect(&args, &credentials).await;
             let _ = tell.send(Connected::Source(connected));
         });
         self.calling = Some(AbortOnDrop::new(&task));

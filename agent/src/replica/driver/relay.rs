@@ -6,8 +6,7 @@ use remora_fabric::{Memory, TransportKind};
 use remora_protocol::{LossCause, Message, Offer, Relaying, Relays, Upstream};
 
 use crate::args::{RdmaOffer, ReplicaArgs, TransportChoice};
-use crate::conversation::Token;
-use crate::conversation::tokens::TokenFiles;
+use crate::conversation::tokens::{Credentials, TokenFiles};
 use crate::exit::Failure;
 use crate::replica::meter::Meter;
 use crate::replica::relay_reader::{Lost, ReadFrom};
@@ -19,7 +18,7 @@ use crate::units::Size;
 /// This replica's part in passing slots on: the peer that it reads from, and the copy that it lends.
 pub(super) struct Relay {
     args: Arc<ReplicaArgs>,
-    token: Arc<Token>,
+    credentials: Credentials,
     /// The name by which other replicas know this one.
     name: String,
     meter: Arc<Meter>,
@@ -37,6 +36,8 @@ struct Copying {
     generation: u64,
     memory: Arc<Memory>,
     slot_size: u32,
+    /// Whether it holds ciphertext.
+    is_sealed: bool,
     /// Whether the source reuses slots that all readers have passed.
     in_window: bool,
 }
@@ -67,11 +68,12 @@ impl Relay {
             let listen = options.peer_listen.unwrap_or_else(|| (source.local_address().ip(), 0).into());
             let limits =
                 UploadLimits { in_all: bytes(options.upload_limit), per_peer: bytes(options.upload_limit_per_peer) };
-            Some(RelayServer::open(listen, tokens.keyring(), limits, args.security.security).await?)
+            Some(RelayServer::open(listen, tokens.keyring(), limits, tokens.security()).await?)
         } else {
             None
         };
-        Ok(Relay { args, token: tokens.first(), name, meter, takes_part, serving, copy: None, upstream: None })
+        let credentials = tokens.credentials(None);
+        Ok(Relay { args, credentials, name, meter, takes_part, serving, copy: None, upstream: None })
     }
 
     /// What the source needs to know. `None` if no slots pass between this replica and others.
@@ -111,9 +113,19 @@ impl Relay {
             return None;
         };
         let (generation, first_offset) = (offer.snapshot.generation, offer.snapshot.first_offset);
+        let is_sealed = !offer.snapshot.seal.is_empty();
         if is_new {
             self.upstream = None;
-            if let Some(serving) = &self.serving {
+            let may_lend = |serving: &&RelayServer| {
+                let may = is_sealed || self.credentials.security.permits_plain_data(serving.address().ip());
+                if !may {
+                    tracing::warn!(
+                        "nothing is lent to other replicas: the source's tables are not sealed (--security token)"
+                    );
+                }
+                may
+            };
+            if let Some(serving) = self.serving.as_ref().filter(may_lend) {
                 let by_rdma = chosen.kind == TransportKind::Verbs;
                 let rdma = by_rdma.then(|| RdmaOffer { no_rdma: false, end: self.args.rdma.end.clone() });
                 let keeps_all = offer.snapshot.retained && own.slots >= offer.snapshot.slots;
@@ -121,7 +133,7 @@ impl Relay {
             }
         }
         let in_window = !offer.snapshot.retained;
-        self.copy = Some(Copying { generation, memory, slot_size: own.slot_size, in_window });
+        self.copy = Some(Copying { generation, memory, slot_size: own.slot_size, is_sealed, in_window });
         self.read_from(offer.upstream.clone())
     }
 
@@ -141,13 +153,14 @@ impl Relay {
             return None; // slots are read from there already
         }
         let goal = Goal {
-            token: self.token.clone(),
+            credentials: self.credentials.clone(),
             upstream: upstream.clone(),
             generation: copy.generation,
             name: self.name.clone(),
-            wish: wish(&self.args),
+            wish: wish(&self.args, &self.credentials.security),
             memory: copy.memory.clone(),
             slot_size: copy.slot_size,
+            is_sealed: copy.is_sealed,
         };
         self.upstream = Some((upstream, upstream::begin(goal)));
         Some(ReadFrom::Awaited)

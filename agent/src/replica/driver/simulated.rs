@@ -37,6 +37,8 @@ pub(crate) struct Prepared {
 /// The server's task.
 pub(crate) struct ServerHandle {
     task: ServerTask,
+    /// Jobs that were not reported on.
+    jobs: u64,
     meter: Arc<Meter>,
 }
 
@@ -47,11 +49,17 @@ impl ServerHandle {
         self.meter.end_given.set(the_end.into());
     }
 
-    pub(crate) fn give(&self, job: Job) {
+    pub(crate) fn give(&mut self, job: Job) {
+        self.jobs += 1;
         self.task.give(match job {
             Job::Introduce { number } => Work::Introduce(Introduction::simulated(number)),
             job => Work::Job(job),
         });
+    }
+
+    /// Whether a job is not reported on.
+    pub(crate) fn is_at_work(&self) -> bool {
+        self.jobs > 0
     }
 
     pub(crate) fn cancel(&self) {
@@ -61,7 +69,10 @@ impl ServerHandle {
     /// The next report, and whether the module took what it was introduced to.
     pub(crate) fn poll_report(&mut self, cx: &mut Context<'_>) -> Poll<(Report, bool)> {
         let done = pin!(self.task.done());
-        done.poll(cx).map(|done| (done.report, done.answer.is_some_and(|(_, answer)| answer.is_ok())))
+        done.poll(cx).map(|done| {
+            self.jobs = self.jobs.saturating_sub(1);
+            (done.report, done.answer.is_some_and(|(_, answer)| answer.is_ok()))
+        })
     }
 }
 
@@ -106,6 +117,6 @@ pub(crate) async fn prepare(
     let meter = Arc::new(Meter::default());
     let watched = Watched { meter: meter.clone(), link_failure: LinkFailure::default() };
     let keeper = Keeper::new(args.into(), control, record, target, primary, link, watched);
-    let server = ServerHandle { task: ServerTask::start(keeper), meter };
+    let server = ServerHandle { task: ServerTask::start(keeper), jobs: 0, meter };
     Ok(Prepared { server, rules, kind, secret })
 }

@@ -5,6 +5,7 @@ use std::time::Duration;
 use remora_fabric::TransportKind;
 use remora_protocol::{Message, Offer, WaitCause};
 
+use crate::conversation::Protection;
 use crate::exit::Failure;
 
 /// What the machine must know once.
@@ -99,12 +100,13 @@ pub(crate) struct Tables {
     pub(crate) transport: TransportKind,
     /// Why no better transport is used; empty if there is none.
     pub(crate) why: String,
+    pub(crate) protection: Protection,
 }
 
 impl Tables {
     /// Logs how the tables are read, where that differs from `before`.
     pub(crate) fn log_what_is_new(&self, before: Option<&Tables>) {
-        let Tables { offer, transport, why } = self;
+        let Tables { offer, transport, why, protection } = self;
         if before.is_some_and(|before| before.transport == *transport && before.why == *why) {
             return;
         }
@@ -112,7 +114,8 @@ impl Tables {
             tracing::warn!(now = transport.name(), why, "RDMA to the source has ended; going on by another transport");
         }
         let (generation, offset) = (offer.generation, offer.offset);
-        tracing::info!(transport = transport.name(), why, generation, offset, "reading the source's tables");
+        let transport = transport.name();
+        tracing::info!(transport, why, %protection, generation, offset, "reading the source's tables");
     }
 }
 

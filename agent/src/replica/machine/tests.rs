@@ -8,6 +8,7 @@ use remora_fabric::TransportKind;
 use remora_protocol::{Announce, Offer, TableOffer, WaitCause};
 
 use super::*;
+use crate::conversation::Protection;
 
 pub(super) fn rules() -> Rules {
     Rules {
@@ -23,8 +24,15 @@ pub(super) fn rules() -> Rules {
 }
 
 pub(super) fn offer(generation: u64) -> Box<Offer> {
-    let table =
-        || TableOffer { generation, first_offset: 1, slot_size: 4096, slots: 8, retained: true, keys: Vec::new() };
+    let table = || TableOffer {
+        generation,
+        first_offset: 1,
+        slot_size: 4096,
+        slots: 8,
+        retained: true,
+        keys: Vec::new(),
+        seal: Vec::new(),
+    };
     Box::new(Offer {
         generation,
         replid: "a".repeat(40).parse().ok(),
@@ -42,7 +50,8 @@ pub(super) fn offer(generation: u64) -> Box<Offer> {
 }
 
 pub(super) fn tables(generation: u64) -> Tables {
-    Tables { offer: offer(generation), transport: TransportKind::Tcp, why: String::new() }
+    let protection = Protection::Plaintext;
+    Tables { offer: offer(generation), transport: TransportKind::Tcp, why: String::new(), protection }
 }
 
 pub(super) fn failure(text: &str) -> Failure {

@@ -21,6 +21,7 @@ use remora_table::server_pages::capture_page::WriterStatus;
 
 use super::Capture;
 use super::plan::CaptureError;
+use super::sealing::Sealing;
 use super::snapshot::{DURING, MARK_BYTES, Taking, pause_after};
 use super::socket::Socket;
 
@@ -42,10 +43,11 @@ impl Capture {
         socket: &mut Socket,
         expected: &Expected,
         early: &[u8],
+        sealing: Option<Sealing>,
     ) -> Result<(), CaptureError> {
         let (memory, geometry) = &self.plan.snapshot;
         let writer = SnapshotWriter::resume(memory.clone(), *geometry, expected.written.received)?;
-        let mut taking = Taking::new(self, writer);
+        let mut taking = Taking::new(self, writer, sealing);
         self.append_rest(&mut taking, socket, expected, early)?;
         taking.complete(0)
     }

@@ -32,14 +32,17 @@
 //! - `plan`: what a capture is given, reports and fails with. `method`: how it takes the snapshot.
 //! - `with_module` and `without_module`: the two ways; `join` appends the server's part to the part that its child
 //!   wrote.
-//! - `psync_link` drives every handshake; `snapshot` and `stream` fill the tables; `socket` is the connection.
+//! - `psync_link` drives every handshake; `snapshot` and `stream` fill the tables, `sealing` and `journal`
+//!   the sealed ones; `socket` is the connection.
 
 mod join;
+mod journal;
 mod method;
 mod plan;
 pub(crate) mod psync_link;
 #[cfg(test)]
 mod scripted;
+mod sealing;
 mod snapshot;
 mod socket;
 mod stream;

@@ -14,6 +14,7 @@ use super::method::ModuleRules;
 use crate::server::{Server, ServerError, Task};
 use crate::source::gauge::Gauge;
 use crate::source::output_buffer::{OutputLimit, REMEDY};
+use crate::source::sealing::SealedTable;
 use crate::units::Size;
 
 /// What one capture is given.
@@ -36,6 +37,8 @@ pub(crate) struct Plan {
     pub(crate) prepare: Arc<dyn Fn() + Send + Sync>,
     /// The memory for the journal. `None` if another capture already follows the stream.
     pub(crate) journal: Option<(Arc<Memory>, Geometry)>,
+    /// The sealed snapshot and the sealed journal. `None`: replicas on other hosts read the plain ones.
+    pub(crate) sealed: Option<(SealedTable, SealedTable)>,
     /// What a module in the server may be asked to do.
     pub(crate) module: Arc<ModuleRules>,
     /// Whether the module failed a short time ago ([`MethodHistory`](super::MethodHistory)). It is not asked then.

@@ -10,10 +10,11 @@ use std::thread;
 use std::time::Duration;
 
 use remora_fabric::shm::Place;
-use remora_fabric::{Memory, Pages};
+use remora_fabric::sim::{Faults, Network};
+use remora_fabric::{Connector, Exporter, Memory, Pages, RegionId};
 use remora_redis::ReplId;
 use remora_table::layout::LINE_OFFSET;
-use remora_table::{Geometry, State};
+use remora_table::{Algorithm, Expectation, Geometry, Kind, Origin, SealKey, SinkLayout, SnapshotReader, State};
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
@@ -24,6 +25,7 @@ use super::socket::Socket;
 use crate::args::ModuleCapture;
 use crate::server::{Credentials, Server, Stream, Task, TlsOptions};
 use crate::source::gauge::Gauge;
+use crate::source::sealing::SealedTable;
 
 /// A time that only a broken machine exceeds.
 pub(super) const LONG: Duration = Duration::from_secs(30);
@@ -55,6 +57,12 @@ fn table(name: &str) -> (Arc<Memory>, Geometry) {
     (Arc::new(Memory::create(name, geometry.memory_len(), Pages::Small).unwrap()), geometry)
 }
 
+/// The memory of a sealed table, zeroed, with a key.
+fn sealed(name: &str, secret: u8) -> SealedTable {
+    let key = SealKey::new(Algorithm::best(), [secret; SealKey::SECRET_BYTES]);
+    SealedTable { memory: table(name).0, key }
+}
+
 /// A capture and what it reports.
 pub(super) struct Rig {
     pub(super) capture: Capture,
@@ -63,7 +71,7 @@ pub(super) struct Rig {
 }
 
 impl Rig {
-    /// A capture with a journal, whose snapshot may not reuse a slot.
+    /// A capture with a journal, whose snapshot may not reuse a slot. Both tables are also sealed.
     pub(super) fn new() -> Rig {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let (sender, events) = unbounded_channel();
@@ -77,6 +85,7 @@ impl Rig {
             retained: true,
             prepare: Arc::new(|| {}),
             journal: Some(table("test-journal")),
+            sealed: Some((sealed("test-sealed", 1), sealed("test-sealed-journal", 2))),
             module: Arc::new(rules),
             module_failed_lately: false,
             gauge: Arc::new(Gauge::default()),
@@ -123,9 +132,50 @@ impl Rig {
         })
     }
 
-    /// The state that readers see in the snapshot's table, and the position of its end, if it has one.
+    /// The state that readers see in the snapshot's table, and the position of its end, if it has one. While the sealed
+    /// table is still open, it is open.
+    #[track_caller]
     pub(super) fn snapshot_state(&self) -> (State, Option<u64>) {
-        let memory = &self.capture.plan.snapshot.0;
+        // In this order: the sealed table is never ahead of the plain one.
+        let sealed = self.capture.plan.sealed.as_ref().map(|(sealed, _)| self.state_of(&sealed.memory));
+        let plain = self.state_of(&self.capture.plan.snapshot.0);
+        let Some(sealed) = sealed else { return plain };
+        assert!(
+            sealed == plain || sealed.0 == State::Open,
+            "the sealed table says {sealed:?}, the plain one {plain:?}"
+        );
+        sealed
+    }
+
+    /// The bytes of the sealed snapshot, as a replica reads them.
+    pub(super) fn sealed_bytes(&self) -> Vec<u8> {
+        const ID: RegionId = RegionId { generation: 5, region: 0 };
+        let (sealed, _) = self.capture.plan.sealed.as_ref().unwrap();
+        let geometry = self.capture.plan.snapshot.1;
+        let network = Network::new(1, Faults::honest());
+        let (exporter, layout) = (network.exporter(), SinkLayout { offset: 0, buffers: 2 });
+        exporter.export(ID, sealed.memory.clone()).unwrap();
+        exporter.grant(1, [1; 32]);
+        let sink = Arc::new(Memory::create("test-sink", layout.length(&geometry), Pages::Small).unwrap());
+        let mut peer = network.connector().connect(&exporter.key(ID).unwrap(), 1, &[1; 32], sink.clone()).unwrap();
+        let origin = Origin { generation: 5, history: history(), offset: 77 };
+        let expect = Expectation::sealed(Kind::Snapshot, origin, geometry, &sealed.key).unwrap();
+        let mut reader = SnapshotReader::new(None, sink, layout, expect, |_| false).unwrap();
+        let mut read = Vec::new();
+        while !reader.is_complete() {
+            reader.pump(&mut *peer).unwrap();
+            while let Some(slot) = reader.next_slot() {
+                let (view, range) = slot.bytes();
+                let mut bytes = vec![0; slot.length as usize];
+                view.read(range.start, &mut bytes).unwrap();
+                read.extend(bytes);
+                reader.release(slot).unwrap();
+            }
+        }
+        read
+    }
+
+    fn state_of(&self, memory: &Memory) -> (State, Option<u64>) {
         let word = |number: u64| {
             let mut bytes = [0; 8];
             memory.read(LINE_OFFSET + number * 8, &mut bytes).unwrap();

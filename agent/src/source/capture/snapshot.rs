@@ -6,11 +6,13 @@ use remora_fabric::Memory;
 use remora_redis::ReplId;
 use remora_redis::psync::Payload;
 use remora_redis::psync::client::EofMark;
-use remora_table::{Identity, JournalWriter, Kind, Origin, SnapshotWriter, State};
+use remora_table::{Identity, Kind, Origin, SnapshotWriter, State};
 
 use super::Capture;
+use super::journal::Journal;
 use super::plan::{CaptureError, CaptureEvent};
 use super::psync_link::Announced;
+use super::sealing::Sealing;
 use super::socket::{Received, Socket};
 use crate::server::Facts;
 use crate::source::output_buffer::OutputBuffer;
@@ -35,28 +37,24 @@ pub(super) const MARK_BYTES: u32 = 40;
 
 impl Capture {
     /// Creates the tables, and reports that replicas may read them.
-    pub(super) fn begin(&self, announced: &Announced) -> Result<(Taking<'_>, Option<JournalWriter>), CaptureError> {
+    pub(super) fn begin(&self, announced: &Announced) -> Result<(Taking<'_>, Option<Journal>), CaptureError> {
         let Announced { replid, offset, payload, .. } = announced;
         let (memory, geometry) = &self.plan.snapshot;
         let hold_back = if matches!(payload, Payload::Mark(_)) { MARK_BYTES } else { 0 };
         let identity = self.identity(Kind::Snapshot, *replid, *offset);
         let writer = SnapshotWriter::create(memory.clone(), *geometry, identity, hold_back)?;
-        Ok((Taking::new(self, writer), self.begun(*replid, *offset)?))
+        let Begun { journal, sealing } = self.begun(*replid, *offset)?;
+        Ok((Taking::new(self, writer, sealing), journal))
     }
 
-    /// The snapshot's table exists: creates the journal, unless another capture writes one, and reports that replicas
-    /// may read.
-    pub(super) fn begun(&self, replid: ReplId, offset: u64) -> Result<Option<JournalWriter>, CaptureError> {
-        let journal = match &self.plan.journal {
-            Some((memory, geometry)) => {
-                let identity = self.identity(Kind::Journal, replid, offset);
-                Some(JournalWriter::create(memory.clone(), *geometry, identity)?)
-            }
-            None => None,
-        };
+    /// The snapshot's table exists: creates the journal, unless another capture writes one, begins to seal, and reports
+    /// that replicas may read.
+    pub(super) fn begun(&self, replid: ReplId, offset: u64) -> Result<Begun, CaptureError> {
+        let journal = Journal::create(&self.plan, &self.identity(Kind::Journal, replid, offset))?;
+        let sealing = Sealing::begin(&self.plan, self.identity(Kind::Snapshot, replid, offset))?;
         self.plan.gauge.snapshot_began(replid, offset, journal.is_some());
         self.report(CaptureEvent::Started { generation: self.plan.generation, replid, offset });
-        Ok(journal)
+        Ok(Begun { journal, sealing })
     }
 
     /// The error of a snapshot that the server sends before the stream, on one connection: if the link broke because
@@ -86,21 +84,31 @@ impl Capture {
     }
 }
 
+/// What begins with a snapshot.
+pub(super) struct Begun {
+    /// `None` if another capture follows the stream.
+    pub(super) journal: Option<Journal>,
+    /// `None` if replicas on other hosts read the plain table.
+    pub(super) sealing: Option<Sealing>,
+}
+
 /// A snapshot that is being written. Its table is aborted when this is dropped, unless the snapshot was completed.
 pub(super) struct Taking<'c> {
     capture: &'c Capture,
     writer: SnapshotWriter,
+    sealing: Option<Sealing>,
     is_complete: bool,
 }
 
 impl<'c> Taking<'c> {
-    pub(super) fn new(capture: &'c Capture, writer: SnapshotWriter) -> Taking<'c> {
-        Taking { capture, writer, is_complete: false }
+    pub(super) fn new(capture: &'c Capture, writer: SnapshotWriter, sealing: Option<Sealing>) -> Taking<'c> {
+        Taking { capture, writer, sealing, is_complete: false }
     }
 
     /// Seals the snapshot without its last `trim` bytes, and reports it to the source's loop.
     pub(super) fn complete(mut self, trim: u64) -> Result<(), CaptureError> {
         let bytes = self.writer.finish(trim)?;
+        self.sealing.take().map_or(Ok(()), Sealing::finish)?;
         self.is_complete = true;
         let plan = &self.capture.plan;
         plan.gauge.snapshot_at(&self.writer);
@@ -286,6 +294,7 @@ mod tests {
         let length = bytes.len();
         assert_eq!(rig.snapshot_state(), (State::Sealed, Some(length as u64)));
         assert!(rig.snapshot_bytes(length) == bytes, "the table holds other bytes");
+        assert!(rig.sealed_bytes() == bytes, "the sealed table holds other bytes");
         assert_eq!(rig.reported(), ["started at 77".to_owned(), format!("completed with {length} bytes")]);
     }
 
@@ -404,18 +413,20 @@ mod tests {
     #[test]
     fn what_is_appended_is_all_there_and_an_incomplete_snapshot_is_aborted() {
         let bytes = content(SOME_BYTES);
-        let rig = Rig::new();
+        let mut rig = Rig::new();
+        // Only the writer is tried here: no thread seals what it writes.
+        rig.capture.plan.sealed = None;
         let (memory, geometry) = rig.capture.plan.snapshot.clone();
         let create = || {
             let replid = super::super::scripted::history();
             let identity = rig.capture.identity(Kind::Snapshot, replid, 77);
             SnapshotWriter::create(memory.clone(), geometry, identity, 0).unwrap()
         };
-        let mut taking = Taking::new(&rig.capture, create());
+        let mut taking = Taking::new(&rig.capture, create(), None);
         taking.append(&bytes).unwrap();
         drop(taking);
         assert_eq!(rig.snapshot_state(), (State::Aborted, None));
-        let mut taking = Taking::new(&rig.capture, create());
+        let mut taking = Taking::new(&rig.capture, create(), None);
         taking.append(&bytes).unwrap();
         taking.complete(0).unwrap();
         assert_eq!(rig.snapshot_state(), (State::Sealed, Some(bytes.len() as u64)));

@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 
 use remora_redis::ReplId;
 use remora_redis::psync::client;
-use remora_table::JournalWriter;
 
 use super::Capture;
+use super::journal::Journal;
 use super::plan::{CaptureError, CaptureEvent, TICK};
 use super::psync_link::{PsyncLink, is_same_history};
 use super::socket::Socket;
@@ -37,11 +37,11 @@ pub(super) enum Following {
 pub(super) struct Follower {
     capture: Capture,
     socket: Socket,
-    journal: JournalWriter,
+    journal: Journal,
 }
 
 impl Follower {
-    pub(super) fn new(capture: &Capture, socket: Socket, journal: JournalWriter) -> Follower {
+    pub(super) fn new(capture: &Capture, socket: Socket, journal: Journal) -> Follower {
         Follower { capture: capture.clone(), socket, journal }
     }
 
@@ -97,8 +97,7 @@ impl Follower {
                 socket.write_all(&ack).map_err(link)?;
             }
             if let Some(n) = silence.check(socket.read(&mut buffer))? {
-                journal.append(&buffer[..n])?;
-                capture.plan.gauge.journal_at(journal.first_offset(), journal.end_offset() - 1);
+                journal.append(&buffer[..n], &capture.plan.gauge)?;
                 acks.stream_began();
             }
         }

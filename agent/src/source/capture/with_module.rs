@@ -38,6 +38,7 @@ use super::join;
 use super::method::{Method, average, best, long_from};
 use super::plan::{CaptureError, CaptureEvent, SILENCE_LIMIT};
 use super::psync_link::{PsyncLink, broken};
+use super::snapshot::Begun;
 use super::stream::{Follower, Following};
 use crate::args::ModuleCapture;
 use crate::server::{Client, Facts, Role, module};
@@ -203,7 +204,7 @@ impl Capture {
                 return Ok(armed.untouched(link, replid, offset)?);
             }
             self.plan.gauge.set_method(Method::Walked);
-            let journal = self.begun(replid, offset)?;
+            let Begun { journal, sealing } = self.begun(replid, offset)?;
             live.store(true, Ordering::Release);
             let payload = armed.first_byte(&mut link);
             live.store(false, Ordering::Release);
@@ -213,7 +214,8 @@ impl Capture {
             let point = armed.page.fork_point().map_err(CaptureError::from)?;
             let database = point.filter(|_| counts).map(|point| point.database);
             let expected = join::Expected { payload: payload?, written, database };
-            self.receive_rest(&mut socket, &expected, &early).map_err(|error| self.explained(error))?;
+            let rest = self.receive_rest(&mut socket, &expected, &early, sealing);
+            rest.map_err(|error| self.explained(error))?;
             Ok(match journal {
                 Some(journal) => Following::ThisThread(Box::new(Follower::new(self, socket, journal))),
                 None => Following::AnotherCapture,

@@ -26,6 +26,7 @@
 //! ([`Machine::progress`]). Time and the tables' readings take effect at the next [`Event::Tick`], which looks at every
 //! replica.
 
+mod ending;
 mod event;
 mod failures;
 mod forks;
@@ -48,6 +49,7 @@ use super::capture::{CaptureError, CaptureEvent};
 use super::gauge::Reading;
 use crate::backoff::Backoff;
 
+use self::ending::{ENDING_LIMIT, Ending, UNMOVED_LIMIT};
 pub(crate) use self::event::{Action, Event, Format, Report, Resume, Rules, Session};
 pub(crate) use self::failures::Failures;
 pub(crate) use self::forks::Forks;
@@ -55,25 +57,9 @@ use self::pace::Pace;
 use self::record::Slowest;
 pub(crate) use self::record::{Replica, Snapshot, Stage, Status};
 
-/// A stream whose history the primary has left. Its journal holds every byte of the old history that the source
-/// received, and stays readable until the replicas that have the whole snapshot have applied it.
-struct Ending {
-    /// The generation that began the stream.
-    generation: u64,
-    /// Offset of the last byte.
-    at: u64,
-    since: Instant,
-    /// Why it ended, to be sent to the replicas.
-    text: String,
-}
-
-/// How long the replicas of an ended history may take to apply the rest of it while others wait for a snapshot of the
-/// new one. A server that was in step acknowledges all of it within a second.
-const ENDING_LIMIT: Duration = Duration::from_secs(10);
-
-/// How long such a replica may acknowledge nothing new before it is sent to the primary. Servers acknowledge once a
-/// second. The end of a broken stream may be a part of a command or transaction, which a server never acknowledges.
-const UNMOVED_LIMIT: Duration = Duration::from_secs(3);
+/// How long a stream without replicas is kept for one whose connection broke. A replica tries again for as long, by
+/// default (`--retry-for`).
+const RETURN_LIMIT: Duration = Duration::from_secs(60);
 
 /// The source's decision state. The module docs describe its states and invariants.
 pub(crate) struct Machine {
@@ -94,6 +80,8 @@ pub(crate) struct Machine {
     eager: bool,
     /// When a replica last needed slots of the snapshot, or its capture began.
     unread_since: Instant,
+    /// When a replica last disconnected without saying that it is done. It may come back.
+    lost_at: Option<Instant>,
     /// When the next capture may begin after one that failed, and what to tell the replicas that wait for it.
     retry: Option<(Instant, String)>,
     backoff: Backoff,
@@ -124,6 +112,7 @@ impl Machine {
             next_generation: first_generation,
             eager,
             unread_since: now,
+            lost_at: None,
             retry: None,
             backoff,
             failures: Failures::default(),
@@ -165,7 +154,10 @@ impl Machine {
             Event::Gone { session, done } => {
                 self.replicas_done += u64::from(done);
                 let gone = self.replicas.remove(&session);
-                self.unfinished |= !done && gone.is_some_and(|replica| replica.is_reading());
+                self.unfinished |= !done && gone.as_ref().is_some_and(Replica::is_reading);
+                if !done && gone.is_some_and(|replica| replica.generation.is_some()) {
+                    self.lost_at = Some(now);
+                }
                 self.failures.replica_left(self.replicas.len(), now, &mut self.retry);
             }
             Event::Capture(event) => self.captured(now, event, &mut actions),
@@ -586,7 +578,8 @@ impl Machine {
         let old = now.duration_since(snapshot.asked) > self.rules.max_age;
         let overrun = snapshot.is_sealed()
             && snapshot.origin().is_some_and(|origin| self.reading.journal_first > origin.offset + 1);
-        if !(stuck || (is_idle && (old || overrun))) {
+        let may_return = self.lost_at.is_some_and(|lost| now.duration_since(lost) < RETURN_LIMIT);
+        if !(stuck || (is_idle && !may_return && (old || overrun))) {
             return;
         }
         if !snapshot.is_sealed() {

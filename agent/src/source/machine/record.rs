@@ -86,10 +86,9 @@ pub(crate) struct Replica {
 }
 
 impl Replica {
-    /// The name of the transport over which it reads; empty until it does.
-    pub(crate) fn transport_name(&self) -> String {
-        let kind = self.at.transport.and_then(TransportKind::from_code);
-        kind.map(|kind| kind.name().to_string()).unwrap_or_default()
+    /// The transport over which it reads; `None` until it does.
+    pub(crate) fn transport(&self) -> Option<TransportKind> {
+        self.at.transport.and_then(TransportKind::from_code)
     }
 
     /// Why it waits for a snapshot, as it was told; `None` if it has one.

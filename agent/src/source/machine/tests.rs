@@ -176,7 +176,31 @@ fn a_snapshot_that_is_too_old_makes_way_for_another_in_the_same_stream() {
 }
 
 #[test]
-fn memory_is_used_again_only_when_nobody_may_still_read_it() {
+fn a_replica_whose_connection_breaks_finds_its_stream_again_though_the_snapshot_is_of_no_use_any_more() {
+    for done in [false, true] {
+        let mut bench = Bench::with_snapshot();
+        bench.join(2);
+        bench.progress(2, Phase::Stay, u64::MAX);
+        // The journal does not reach back to the snapshot.
+        bench.journal_at(500, 9000);
+        bench.event(Event::Gone { session: 2, done });
+        bench.after(RETURN_LIMIT / 2);
+        let revoked = Action::RevokeSnapshot { generation: FIRST };
+        if done {
+            assert!(bench.machine.stream.is_none());
+            continue;
+        }
+        let resume = Resume { generation: FIRST, held_slots: 0, loaded: Some((replid(1), 9001)) };
+        assert_eq!(offers(&bench.join_with(3, Some(resume))), [3]);
+        bench.event(Event::Gone { session: 3, done });
+        assert!(!bench.after(RETURN_LIMIT - Duration::from_secs(1)).contains(&revoked));
+        assert!(bench.after(Duration::from_secs(2)).contains(&revoked));
+        assert!(bench.machine.stream.is_none());
+    }
+}
+
+#[test]
+fn memory_is_used_again_only_when_no_reader_is_left() {
     let fresh = |bench: &mut Bench| {
         bench.after(RULES.max_age + Duration::from_secs(1));
         bench.join(9).iter().find_map(|action| match action {
@@ -613,7 +637,7 @@ fn replicas_of_an_ended_history_hold_up_the_others_for_a_while_only() {
     for _ in 0..20 {
         applied += 1;
         bench.now += Duration::from_secs(1);
-        assert_eq!(bench.applied(2, Phase::CatchUp, applied), [], "it moves, and nobody waits");
+        assert_eq!(bench.applied(2, Phase::CatchUp, applied), [], "it moves, and no replica waits");
     }
     let actions = bench.join(3);
     assert_eq!(sent_away(&actions), [2], "{actions:?}");

@@ -31,9 +31,9 @@
 //! slow down all replicas. So the reader first *tries* the source for a moment, one reader at a time, and returns to
 //! its peer if the source is not clearly faster.
 //!
-//! A reader that has become far slower than it was, although its peer has more, tries the source in the same way.
-//! Either its peer lends slowly or its own link has become slow, and a swap would put a slow link in front of a fast
-//! one.
+//! A reader that has become far slower than it was, or gets nothing, although its peer has more, tries the source in
+//! the same way. Either its peer lends slowly or its own link has become slow, and a swap would put a slow link in
+//! front of a fast one.
 
 mod accusations;
 
@@ -62,8 +62,8 @@ const SILENT_AFTER: Duration = Duration::from_secs(2);
 /// A peer is slow if it receives less than 1/SLOW_PART of the best rate that any reader of this snapshot has reached.
 const SLOW_PART: u64 = 2;
 
-/// A reader is fed slowly if it receives less than 1/SLOWLY_FED_PART of the best rate that it has reached itself,
-/// although its peer has more. A peer with two readers gives each of them half of what it could.
+/// A reader is fed slowly if it receives nothing, or less than 1/SLOWLY_FED_PART of the best rate that it has reached
+/// itself, although its peer has more. A peer with two readers gives each of them half of what it could.
 const SLOWLY_FED_PART: u64 = 4;
 
 /// How many more slots others must have before a peer counts as slow. Fewer may be on their way to it.
@@ -337,7 +337,7 @@ impl Topology {
         let needs_more = !node.is_done && !node.is_full;
         let waits = needs_more && node.held >= above.held.saturating_sub(1);
         let is_behind = !above.is_done && ahead >= above.held.saturating_add(AHEAD_SLOTS);
-        let is_fed_slowly = |rate: u64| rate < node.rate.best / SLOWLY_FED_PART;
+        let is_fed_slowly = |rate: u64| rate < (node.rate.best / SLOWLY_FED_PART).max(1);
         if needs_more && !waits && node.rate.bytes_per_second.is_some_and(is_fed_slowly) {
             return Pace::Unclear;
         }

@@ -297,6 +297,13 @@ fn a_reader_that_its_peer_feeds_slowly_tries_the_source_and_stays_there_if_it_is
 }
 
 #[test]
+fn a_reader_that_its_peer_has_never_fed_tries_the_source() {
+    let mut bench = Bench::chain(2);
+    let moved: Vec<_> = (0..8).flat_map(|_| second(&mut bench, [100, 0])).collect();
+    assert_eq!(moved, [assigned(2, None)]);
+}
+
+#[test]
 fn a_reader_whose_own_link_has_become_slow_returns_to_its_peer() {
     let mut bench = fed_well();
     let moved: Vec<_> = (0..9).flat_map(|_| second(&mut bench, [100, 10])).collect();

@@ -108,6 +108,8 @@ pub(crate) struct Source {
     pub(crate) address: SocketAddr,
     stage: Stage,
     host: Option<Host>,
+    /// Its options that say what protects connections, which the other end must have too.
+    security: Vec<String>,
 }
 
 impl Source {
@@ -122,7 +124,15 @@ impl Source {
         let mut agent = stage.start(host, &[&args, more].concat());
         let ready = agent.wait_for_line("source ready", LONG).unwrap();
         let address = ready.split("listening=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap();
-        Source { agent, address: address.parse().unwrap(), stage, host: host.cloned() }
+        let mut security = Vec::new();
+        for option in ["--security", "--cert", "--key", "--ca"] {
+            if let Some(at) = more.iter().position(|given| *given == option) {
+                security.extend(more[at..].iter().take(2).map(|option| (*option).to_owned()));
+            }
+        }
+        security
+            .extend(more.iter().filter(|option| **option == "--plaintext-network").map(|option| (*option).to_owned()));
+        Source { agent, address: address.parse().unwrap(), stage, host: host.cloned(), security }
     }
 
     /// Stops it as an operator would, and starts it again at the same address, with the default memory and slots.
@@ -162,7 +172,8 @@ impl Source {
 
     fn printed_status(&self, more: &[&str]) -> String {
         let (address, token) = (self.address.to_string(), self.stage.token.display().to_string());
-        let args = [&["status", "--source", &address, "--token-file", &token], more].concat();
+        let security: Vec<&str> = self.security.iter().map(String::as_str).collect();
+        let args = [&["status", "--source", &address, "--token-file", &token], &security[..], more].concat();
         let mut command = self.stage.remora(&args);
         if let Some(host) = &self.host {
             host.enter(&mut command).unwrap();

@@ -1,17 +1,18 @@
 //! A replica that joins with the right token, claims to hold the whole snapshot, and lends a table that is valid in
-//! itself, but all of its bytes are invented.
+//! itself, but all of its bytes are invented. If the source's table is sealed, it seals them with the same key, which it
+//! has from its offer.
 
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
-use remora_agent::conversation::{Connection, Endpoint, Options, Token, derive};
+use remora_agent::conversation::{Connection, Endpoint, Options, Security, Token, derive};
 use remora_fabric::tcp::{LANE_MAGIC, TcpExporter, TcpOptions};
 use remora_fabric::{Exporter, Memory, Pages, RegionId};
 use remora_protocol::{Join, Message, Offer, Phase, Progress, Relaying, Relays, TableOffer};
-use remora_table::{Geometry, Identity, Kind, Origin, SnapshotWriter};
+use remora_table::{Geometry, Identity, Kind, Origin, SealKey, SnapshotSealer, SnapshotWriter};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Runtime;
 
@@ -28,11 +29,12 @@ struct Lie {
     exporter: Arc<TcpExporter>,
     token: Arc<Token>,
     readers: Arc<AtomicUsize>,
+    security: Security,
 }
 
 impl Liar {
     /// Joins the source, and returns when it has received the offer and lends its own table.
-    pub(crate) fn start(source: SocketAddr, token: &Path) -> Liar {
+    pub(crate) fn start(source: SocketAddr, token: &Path, security: Security) -> Liar {
         let runtime = Runtime::new().unwrap();
         let (source, token) = (source.to_string(), Arc::new(Token::read_file(token).unwrap()));
         let readers = Arc::new(AtomicUsize::new(0));
@@ -40,8 +42,8 @@ impl Liar {
         runtime.block_on(async move {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
             let address = listener.local_addr().unwrap();
-            let (connection, offer) = join(&source, &token, address).await;
-            let lie = make(&offer, address, token, counted);
+            let (connection, offer) = join(&source, &token, address, security.clone()).await;
+            let lie = make(&offer, address, token, counted, security);
             tokio::spawn(listen(listener, Arc::new(lie)));
             boast(connection, offer.generation).await;
         });
@@ -54,8 +56,9 @@ impl Liar {
     }
 }
 
-async fn join(source: &str, token: &Token, address: SocketAddr) -> (Connection, Offer) {
-    let mut connection = remora_agent::conversation::connect(source, token, &Options::default()).await.unwrap();
+async fn join(source: &str, token: &Token, address: SocketAddr, security: Security) -> (Connection, Offer) {
+    let options = Options::secured(security);
+    let mut connection = remora_agent::conversation::connect(source, token, &options).await.unwrap();
     let join = Join {
         name: "liar".into(),
         server: "Valkey 9.1".into(),
@@ -72,20 +75,29 @@ async fn join(source: &str, token: &Token, address: SocketAddr) -> (Connection, 
 }
 
 /// A complete table with the source's identity and other bytes.
-fn make(offer: &Offer, address: SocketAddr, token: Arc<Token>, readers: Arc<AtomicUsize>) -> Lie {
-    let TableOffer { generation, first_offset, slot_size, slots, .. } = offer.snapshot.clone();
+fn make(offer: &Offer, address: SocketAddr, token: Arc<Token>, readers: Arc<AtomicUsize>, security: Security) -> Lie {
+    let TableOffer { generation, first_offset, slot_size, slots, seal, .. } = offer.snapshot.clone();
     let geometry = Geometry { slot_size, slots };
-    let memory = Arc::new(Memory::create("liar", geometry.memory_len(), Pages::Small).unwrap());
+    let memory = || Arc::new(Memory::create("liar", geometry.memory_len(), Pages::Small).unwrap());
     let origin = Origin { generation, history: offer.replid.unwrap(), offset: first_offset };
     let identity = Identity { kind: Kind::Snapshot, origin };
-    let mut writer = SnapshotWriter::create(memory.clone(), geometry, identity, 0).unwrap();
+    let plain = memory();
+    let mut writer = SnapshotWriter::create(plain.clone(), geometry, identity.clone(), 0).unwrap();
     writer.append(&vec![0x5a; 16 << 20]).unwrap();
+    let mut lent = plain.clone();
+    assert_eq!(seal.is_empty(), !security.seals_tables(Ipv4Addr::LOCALHOST.into()));
+    if !seal.is_empty() {
+        lent = memory();
+        let key = SealKey::from_bytes(&seal).unwrap();
+        let mut sealer = SnapshotSealer::create(plain, lent.clone(), geometry, identity, &key).unwrap();
+        while sealer.pump().unwrap() {}
+    }
     let exporter = Arc::new(TcpExporter::new(TcpOptions::default(), Some(address)).unwrap());
     let id = RegionId { generation, region: 99 };
-    exporter.export(id, memory).unwrap();
+    exporter.export(id, lent).unwrap();
     let keys = vec![exporter.key(id).unwrap().as_bytes().to_vec()];
-    let offer = TableOffer { generation, first_offset, slot_size, slots, retained: true, keys };
-    Lie { id, offer, exporter, token, readers }
+    let offer = TableOffer { generation, first_offset, slot_size, slots, retained: true, keys, seal: Vec::new() };
+    Lie { id, offer, exporter, token, readers, security }
 }
 
 /// Claims more slots than any other replica, and keeps running.
@@ -128,8 +140,9 @@ async fn greet(stream: TcpStream, lie: Arc<Lie>) {
         stream.set_nonblocking(false).unwrap();
         return lie.exporter.adopt(stream).unwrap();
     }
-    let conversations = Endpoint::new(&lie.token, &Options::default()).unwrap();
-    let mut connection = conversations.accept(stream).await.unwrap();
+    let conversations = Endpoint::new(&lie.token, &Options::secured(lie.security.clone())).unwrap();
+    let is_tls = lie.security.seals_tables(Ipv4Addr::LOCALHOST.into());
+    let mut connection = conversations.accept(stream, is_tls).await.unwrap();
     while let Ok(message) = connection.receive().await {
         if let Message::ReadPeer { generation, .. } = message {
             assert_eq!(generation, lie.id.generation);

@@ -7,6 +7,7 @@ mod stranger;
 use std::time::{Duration, Instant};
 
 use liar::Liar;
+use remora_agent::conversation::{Mode, Security};
 use remora_lab::{Agent, Kind, Server, Workload, assert_same_data, fill_every_type, require};
 use rustix::process::Signal;
 use serde_json::Value;
@@ -340,13 +341,25 @@ fn a_small_relay_lends_a_window_and_its_reader_still_gets_all() {
 
 #[test]
 fn a_peer_with_wrong_bytes_is_dropped_and_named_and_none_of_them_arrives() {
+    is_dropped_and_named(None);
+}
+
+/// The peer has the key of the sealed table, and seals other bytes with it.
+#[test]
+fn a_peer_that_seals_wrong_bytes_is_dropped_and_named_and_none_of_them_arrives() {
+    is_dropped_and_named(Some(Mode::Token));
+}
+
+fn is_dropped_and_named(mode: Option<Mode>) {
     let Some(kind) = require::valkey() else { return };
     let primary = primary(kind).start().unwrap();
     load(&primary, 8, MIB);
-    let source = source(&primary);
-    let liar = Liar::start(source.address, source.token());
+    let secured: &[&str] = if mode.is_some() { &["--security", "token"] } else { &[] };
+    let far = &[&FAR[..], secured].concat();
+    let source = Source::start(&primary, &[&["--memory", "128MiB", "--slot-size", "128KiB"], secured].concat());
+    let liar = Liar::start(source.address, source.token(), Security::new(mode, false));
     let server = Server::start(kind).unwrap();
-    let mut honest = source.replica(&server, &[&FAR[..], &["--name", "honest"]].concat());
+    let mut honest = source.replica(&server, &[&far[..], &["--name", "honest"]].concat());
     let said = honest.wait_for_line("bytes that are not the source's", LONG).unwrap();
     assert!(said.contains("liar") && said.contains("checksum"), "{said}");
     honest.wait_for_success(LONG).unwrap();
@@ -359,7 +372,7 @@ fn a_peer_with_wrong_bytes_is_dropped_and_named_and_none_of_them_arrives() {
 
     // One report may be false, so the next replica is still sent there. Its report is the second one.
     let next = Server::start(kind).unwrap();
-    let second = source.replicate(&next, &[&FAR[..], &["--name", "second"]].concat());
+    let second = source.replicate(&next, &[&far[..], &["--name", "second"]].concat());
     assert!(second.output().contains("bytes that are not the source's"), "{}", second.output());
     assert_same_data(&primary, &next);
     assert_eq!(liar.readers(), 2);
@@ -368,7 +381,7 @@ fn a_peer_with_wrong_bytes_is_dropped_and_named_and_none_of_them_arrives() {
 
     // The source assigns it to no reader any more.
     let another = Server::start(kind).unwrap();
-    let later = source.replicate(&another, &FAR);
+    let later = source.replicate(&another, far);
     assert!(!later.output().contains("liar"), "{}", later.output());
     assert_same_data(&primary, &another);
     assert_eq!(liar.readers(), 2);

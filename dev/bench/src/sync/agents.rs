@@ -18,6 +18,8 @@ pub struct Program {
     path: PathBuf,
     /// Whether its replicas can feed each other, which is whether it knows the option.
     serves_peers: bool,
+    /// Whether it uses TLS between hosts unless an option says otherwise.
+    has_tls: bool,
 }
 
 impl Program {
@@ -47,13 +49,19 @@ impl Program {
 
     fn at(path: PathBuf) -> Result<Program> {
         let help = Command::new(&path).args(["replica", "--help"]).output()?;
-        let serves_peers = String::from_utf8_lossy(&help.stdout).contains(SERVE_PEERS);
-        Ok(Program { path, serves_peers })
+        let help = String::from_utf8_lossy(&help.stdout);
+        Ok(Program { serves_peers: help.contains(SERVE_PEERS), has_tls: help.contains(PLAINTEXT[2]), path })
     }
 
     /// Whether its replicas can feed each other.
     pub fn serves_peers(&self) -> bool {
         self.serves_peers
+    }
+
+    /// Options of agents beside that server. Own replication is measured without TLS, so Remora is too.
+    fn security(&self, server: &Server) -> &'static [&'static str] {
+        let needs_none = server.address().ip().is_loopback() || !self.has_tls;
+        if needs_none { &[] } else { &PLAINTEXT }
     }
 
     /// Its path.
@@ -105,7 +113,7 @@ impl Program {
         enter(server, &mut command)?;
         command.args(["--log-level", "warn", "replica", "--server", &server.url(), "--source", &source.address]);
         command.args(["--transport", transport, "--name", name, "--token-file"]).arg(&source.token);
-        command.args(more);
+        command.args(self.security(server)).args(more);
         Ok(Agent::run(command)?)
     }
 }
@@ -118,6 +126,8 @@ pub struct Source {
     token: PathBuf,
     folder: PathBuf,
     program: PathBuf,
+    /// Options that other commands need to speak with it.
+    security: &'static [&'static str],
     host: Option<Host>,
 }
 
@@ -162,13 +172,14 @@ impl Source {
         enter(server, &mut command)?;
         command.args(["source", "--server", &server.url(), "--listen", &listen, "--token-file"]).arg(&token);
         command.args(["--memory", &memory, "--journal-memory", &journal]);
-        command.args(more);
+        command.args(program.security(server)).args(more);
         let mut agent = Agent::run(command)?;
         let line = agent.wait_for_line("listening=", START_TIME)?;
         let words = line.split_whitespace().find_map(|word| word.strip_prefix("listening="));
         let address = words.ok_or("the source did not say where it listens")?.to_owned();
+        let security = program.security(server);
         let (folder, program, host) = (folder.to_owned(), program.path.clone(), server.host().cloned());
-        Ok(Source { agent, address, token, folder, program, host })
+        Ok(Source { agent, address, token, folder, program, security, host })
     }
 
     /// Processor seconds since its start.
@@ -198,6 +209,7 @@ impl Source {
         if let Some(host) = &self.host {
             host.enter(&mut command)?;
         }
+        command.args(self.security);
         Ok(serde_json::from_slice(&command.output()?.stdout)?)
     }
 
@@ -288,6 +300,9 @@ fn enter(server: &Server, command: &mut Command) -> Result<()> {
 fn os(text: &str) -> &std::ffi::OsStr {
     text.as_ref()
 }
+
+/// No TLS between hosts.
+const PLAINTEXT: [&str; 3] = ["--security", "none", "--plaintext-network"];
 
 const SERVE_PEERS: &str = "--serve-peers";
 const NO_SERVE_PEERS: &str = "--no-serve-peers";

@@ -415,20 +415,26 @@ impl Keeper {
     }
 
     async fn return_to_link(&mut self) -> Result<(), Lapse> {
+        // A copy that began since the server was last looked at: to point the server elsewhere would abort it.
         let facts = self.verify(Followed::Primary).await?;
-        let copies = is_copying(&facts);
-        #[cfg(any(test, feature = "simulation"))]
-        let copies = copies && !crate::mutation::Mutation::FullCopyAborted.is_active();
-        if copies {
-            // It began since it was last looked at. To point the server elsewhere would abort the copy.
-            let (host, port) = (&self.primary.host, self.primary.port);
-            let text = format!("the server does not go on where it was at the primary {host}:{port}; its log says why");
-            return Err(Lapse::Failed(Failure::new(Code::SyncFailed, text)));
+        if !may_leave_primary(&facts) {
+            return Err(self.copies_by_itself());
         }
         self.give_login().await?;
-        let (link, primary) = (self.link(), &self.primary);
-        self.control.follow((&link.0, link.1), Expected::OneOf(&[(&primary.host, primary.port)])).await?;
+        let (link, primary) = (self.link(), Expected::OneOf(&[(&self.primary.host, self.primary.port)]));
+        if !self.control.follow_if((&link.0, link.1), primary, may_leave_primary).await? {
+            // The primary must be logged in to again.
+            self.record.put_the_login_back(self.control.client().await?).await?;
+            return Err(self.copies_by_itself());
+        }
         Ok(())
+    }
+
+    /// The server has found out by itself that it needs a full copy of the primary.
+    fn copies_by_itself(&self) -> Lapse {
+        let (host, port) = (&self.primary.host, self.primary.port);
+        let text = format!("the server does not go on where it was at the primary {host}:{port}; its log says why");
+        Lapse::Failed(Failure::new(Code::SyncFailed, text))
     }
 }
 
@@ -446,6 +452,15 @@ async fn state_of_its_link(client: &mut Client) -> Option<String> {
 /// Whether a server is taking a full copy of the primary that it follows: receiving or loading it.
 fn is_copying(facts: &Facts) -> bool {
     facts.loading == Some(true) || facts.link.as_ref().is_some_and(|link| link.syncing == Some(true))
+}
+
+/// Whether a server that follows its primary can be pointed elsewhere.
+fn may_leave_primary(facts: &Facts) -> bool {
+    #[cfg(any(test, feature = "simulation"))]
+    if crate::mutation::Mutation::FullCopyAborted.is_active() {
+        return true;
+    }
+    !is_copying(facts)
 }
 
 impl From<NotOurs> for Lapse {

@@ -1,0 +1,79 @@
+//! The journal of a capture: the plain one, and the sealed one if replicas on other hosts read ciphertext.
+
+use remora_table::{Identity, JournalWriter};
+
+use super::plan::{CaptureError, Plan};
+use crate::source::gauge::Gauge;
+
+/// The journals, which hold the same stream.
+pub(crate) struct Journal {
+    plain: JournalWriter,
+    sealed: Option<JournalWriter>,
+}
+
+impl Journal {
+    /// Creates the journal, unless another capture writes one.
+    pub(super) fn create(plan: &Plan, identity: &Identity) -> Result<Option<Journal>, CaptureError> {
+        let Some((memory, geometry)) = &plan.journal else { return Ok(None) };
+        let plain = JournalWriter::create(memory.clone(), *geometry, identity.clone())?;
+        let sealed = plan.sealed.as_ref().map(|(_, sealed)| {
+            JournalWriter::create_sealed(sealed.memory.clone(), *geometry, identity.clone(), &sealed.key)
+        });
+        Ok(Some(Journal { plain, sealed: sealed.transpose()? }))
+    }
+
+    /// Appends bytes of the stream; readers may take them at once. The gauge shows them before: a replica whose server
+    /// has them may ask at once for what follows, and must not be taken for one that is ahead of the stream.
+    pub(super) fn append(&mut self, bytes: &[u8], gauge: &Gauge) -> Result<(), remora_table::Error> {
+        let end = self.end_offset() + bytes.len() as u64;
+        gauge.journal_at(self.first_offset(), end - 1);
+        self.plain.append(bytes)?;
+        self.sealed.as_mut().map_or(Ok(()), |sealed| sealed.append(bytes))?;
+        gauge.journal_at(self.first_offset(), end - 1);
+        Ok(())
+    }
+
+    /// Aborts the journal: readers take what it holds and then find it aborted.
+    pub(super) fn abort(&mut self) {
+        self.plain.abort();
+        if let Some(sealed) = &mut self.sealed {
+            sealed.abort();
+        }
+    }
+
+    /// Replication offset of the oldest byte that every reader can still read.
+    pub(super) fn first_offset(&self) -> u64 {
+        let sealed = self.sealed.as_ref().map_or(0, JournalWriter::first_offset);
+        self.plain.first_offset().max(sealed)
+    }
+
+    /// Replication offset of the byte that will be appended next.
+    pub(super) fn end_offset(&self) -> u64 {
+        self.plain.end_offset()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use remora_table::{Kind, Origin};
+
+    use super::super::scripted::{Rig, history};
+    use super::*;
+
+    #[test]
+    fn bytes_are_shown_before_a_reader_can_have_them() {
+        let rig = Rig::new();
+        let (plan, gauge) = (&rig.capture.plan, &rig.capture.plan.gauge);
+        let identity =
+            Identity { kind: Kind::Journal, origin: Origin { generation: 5, history: history(), offset: 77 } };
+        let mut journal = Journal::create(plan, &identity).unwrap().unwrap();
+        journal.append(b"PING", gauge).unwrap();
+        assert_eq!(gauge.journal(), (78, 81));
+        // The tables take nothing any more.
+        journal.abort();
+        journal.append(b"PING", gauge).unwrap_err();
+        assert_eq!(gauge.journal(), (78, 85));
+    }
+}

@@ -1,0 +1,291 @@
+//! An attacker on the way between a replica and its source: a proxy that changes, cuts, repeats or swaps what the source
+//! sends. It knows neither the token nor the key of the tables. Needs root, for network namespaces.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use remora_fabric::tcp::LANE_MAGIC;
+use remora_lab::server::wait_until;
+use remora_lab::{Agent, Host, Kind, Net, Server, assert_same_data, require};
+use rustix::process::Signal;
+
+use crate::kit::{LONG, Source, Stage, assert_untouched, ends, fill_keys, number, primary, says, steady_writer};
+
+/// What is done to the bytes from the source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Deed {
+    /// A bit is turned.
+    Change,
+    /// The connection ends.
+    Cut,
+    /// A piece arrives twice.
+    Repeat,
+    /// The two halves of a piece change places.
+    Swap,
+}
+
+/// Which connections are attacked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Target {
+    Conversations,
+    Lanes,
+}
+
+/// An attack on pieces of what arrives behind this byte of a connection.
+#[derive(Clone, Copy, Debug)]
+struct Attack {
+    target: Target,
+    deed: Deed,
+    at: usize,
+}
+
+/// Without end.
+const ALWAYS: u32 = u32::MAX;
+
+/// What the proxy's threads share.
+struct Shared {
+    host: Host,
+    source: SocketAddr,
+    /// The attack, and on how many pieces.
+    attack: Mutex<Option<(Attack, u32)>>,
+    /// Attacks so far.
+    done: AtomicU32,
+    over: AtomicBool,
+}
+
+/// A running proxy.
+struct Proxy {
+    address: SocketAddr,
+    shared: Arc<Shared>,
+    accepting: Option<JoinHandle<()>>,
+}
+
+impl Proxy {
+    /// Listens on that host at the source's port: the source's keys name no host, so lanes lead to where the conversation
+    /// does.
+    fn start(host: &Host, source: SocketAddr, attack: Option<(Attack, u32)>) -> Proxy {
+        let address = SocketAddr::new(host.address(), source.port());
+        let listener = host.within(|| TcpListener::bind(address)).unwrap().unwrap();
+        let (host, attack) = (host.clone(), Mutex::new(attack));
+        let shared = Arc::new(Shared { host, source, attack, done: AtomicU32::new(0), over: AtomicBool::new(false) });
+        let ours = shared.clone();
+        let accepting = thread::spawn(move || {
+            for reader in listener.incoming().flatten() {
+                if ours.over.load(Ordering::Relaxed) {
+                    return;
+                }
+                let ours = ours.clone();
+                thread::spawn(move || join(&reader, &ours));
+            }
+        });
+        Proxy { address, shared, accepting: Some(accepting) }
+    }
+
+    /// Attacks one more piece, of connections that are open already too.
+    fn attack(&self, attack: Attack) {
+        *self.shared.attack.lock().unwrap() = Some((attack, 1));
+    }
+
+    fn attacks(&self) -> u32 {
+        self.shared.done.load(Ordering::Relaxed)
+    }
+
+    /// Waits until there have been that many attacks on what the agent receives.
+    fn wait_for_attacks(&self, count: u32, agent: &Agent) {
+        wait_until("the attack", LONG, || {
+            let done = self.attacks();
+            Ok(if done >= count { Ok(()) } else { Err(format!("{done} attacks; {}", agent.output())) })
+        })
+        .unwrap();
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.shared.over.store(true, Ordering::Relaxed);
+        let _ = self.shared.host.within(|| TcpStream::connect(self.address));
+        self.accepting.take().map(JoinHandle::join);
+    }
+}
+
+impl Shared {
+    /// The attack, if it fits and is not over.
+    fn next(&self, fits: impl Fn(&Attack) -> bool) -> Option<Attack> {
+        let mut attack = self.attack.lock().unwrap();
+        let (attack, left) = attack.as_mut().filter(|(attack, left)| *left > 0 && fits(attack))?;
+        *left -= 1;
+        self.done.fetch_add(1, Ordering::Relaxed);
+        Some(*attack)
+    }
+}
+
+/// Joins a connection with one to the source, until one of the two ends.
+fn join(reader: &TcpStream, shared: &Arc<Shared>) {
+    let mut first = [0; LANE_MAGIC.len()];
+    let Ok(Ok(source)) = shared.host.within(|| TcpStream::connect(shared.source)) else { return };
+    let Ok(_) = (&mut &*reader).read_exact(&mut first) else { return };
+    let target = if first == LANE_MAGIC { Target::Lanes } else { Target::Conversations };
+    if (&source).write_all(&first).is_err() {
+        return;
+    }
+    thread::scope(|threads| {
+        threads.spawn(|| pass(reader, &source, |_| true));
+        let mut passed = 0;
+        pass(&source, reader, |piece| {
+            passed += piece.len();
+            let fits = |attack: &Attack| attack.target == target && passed > attack.at && piece.len() > 1;
+            let Some(attack) = shared.next(fits) else { return true };
+            let length = piece.len();
+            match attack.deed {
+                // The last byte: what arrives behind it does not say whether it is right.
+                Deed::Change => piece[length - 1] ^= 0x10,
+                Deed::Cut => return false,
+                Deed::Repeat => piece.extend_from_within(..),
+                Deed::Swap => piece.rotate_left(length / 2),
+            }
+            true
+        });
+    });
+}
+
+/// Passes bytes on, after `attack` has seen them, until it says that this is the end.
+fn pass(mut from: &TcpStream, mut to: &TcpStream, mut attack: impl FnMut(&mut Vec<u8>) -> bool) {
+    let mut buffer = vec![0; 64 << 10];
+    while let Ok(count @ 1..) = from.read(&mut buffer) {
+        let mut piece = buffer[..count].to_vec();
+        if !attack(&mut piece) || to.write_all(&piece).is_err() {
+            break;
+        }
+    }
+    let _ = (to.shutdown(Shutdown::Both), from.shutdown(Shutdown::Both));
+}
+
+/// A primary with its source, a host for the proxy, and one for the replicas.
+struct Scene {
+    primary: Server,
+    source: Source,
+    between: Host,
+    there: Host,
+    kind: Kind,
+    stage: Stage,
+    _net: Net,
+}
+
+impl Scene {
+    fn new(keys: usize) -> Option<Scene> {
+        require::namespaces()?;
+        let kind = require::redis()?;
+        let (stage, net) = (Stage::new(), Net::new().unwrap());
+        let [here, between, there] = ["source", "proxy", "replica"].map(|name| net.host(name).unwrap());
+        let primary = primary(kind).on(&here).start().unwrap();
+        fill_keys(&primary, keys, &"a value ".repeat(100));
+        let url = primary.url();
+        let mut source =
+            stage.source_at("0.0.0.0:0", Some(&here), &url, &["--announce", url.strip_prefix("redis://")?]);
+        source.address.set_ip(here.address());
+        Some(Scene { primary, source, between, there, kind, stage, _net: net })
+    }
+
+    fn server(&self) -> Server {
+        Server::builder(self.kind).on(&self.there).start().unwrap()
+    }
+
+    fn proxy(&self, attack: Option<(Attack, u32)>) -> Proxy {
+        Proxy::start(&self.between, self.source.address, attack)
+    }
+
+    /// A replica agent behind the proxy.
+    fn replica(&self, server: &Server, proxy: &Proxy, more: &[&str]) -> Agent {
+        self.stage.replica_on(&self.there, &server.url(), proxy.address, more)
+    }
+}
+
+/// Values of some 10 MB in 160 slots.
+const KEYS: usize = 12_000;
+
+/// An attack on one lane, in its handshake, head, line, entries or slots: the sync goes on with the next lane.
+#[test]
+fn a_sync_goes_on_exactly_after_an_attack_on_one_of_its_lanes() {
+    let Some(scene) = Scene::new(KEYS) else { return };
+    let mut interrupted = 0;
+    for deed in [Deed::Change, Deed::Cut, Deed::Repeat, Deed::Swap] {
+        for at in [0, 300, 5_000, 3_000_000] {
+            let attack = Attack { target: Target::Lanes, deed, at };
+            let (server, proxy) = (scene.server(), scene.proxy(Some((attack, 1))));
+            let mut agent = scene.replica(&server, &proxy, &[]);
+            agent.wait_for_success(LONG).unwrap();
+            assert!(proxy.attacks() > 0, "{attack:?} did not take place");
+            assert_same_data(&scene.primary, &server);
+            interrupted += usize::from(agent.output().contains("trying again in"));
+        }
+    }
+    // A byte that was changed once is right when it is read again, over the same lane.
+    assert!(interrupted >= 12, "{interrupted} of 16 attacks cost the lane");
+}
+
+/// Every lane is attacked: the agent names the reason and gives up, and the server has none of the snapshot.
+#[test]
+fn an_attack_on_every_lane_ends_the_sync_with_its_name_and_leaves_the_server_empty() {
+    let Some(scene) = Scene::new(KEYS) else { return };
+    let attack = Attack { target: Target::Lanes, deed: Deed::Change, at: 5_000 };
+    let (server, proxy) = (scene.server(), scene.proxy(Some((attack, ALWAYS))));
+    let mut agent = scene.replica(&server, &proxy, &["--retry-for", "2s"]);
+    let began = Instant::now();
+    let said = ends(&mut agent, 5);
+    assert!(began.elapsed() < Duration::from_secs(30), "it took {:?}", began.elapsed());
+    says(&said, &["tried for 2 s (--retry-for)"]);
+    assert!(["was changed on its way", "is damaged"].iter().any(|name| said.contains(name)), "{said}");
+    assert!(proxy.attacks() > 0);
+    assert_eq!(server.client().unwrap().int(&["DBSIZE"]).unwrap(), 0, "{said}");
+    scene.stage.replica_on(&scene.there, &server.url(), scene.source.address, &[]).wait_for_success(LONG).unwrap();
+    assert_same_data(&scene.primary, &server);
+}
+
+/// The first conversation either begins or it does not, and then the agent ends and has touched nothing.
+#[test]
+fn an_attack_on_the_first_conversation_changes_no_message() {
+    let Some(scene) = Scene::new(1_000) else { return };
+    for deed in [Deed::Change, Deed::Cut, Deed::Repeat, Deed::Swap] {
+        for at in [0, 1_200] {
+            let attack = Attack { target: Target::Conversations, deed, at };
+            let (server, proxy) = (scene.server(), scene.proxy(Some((attack, 1))));
+            let mut agent = scene.replica(&server, &proxy, &[]);
+            let status = agent.wait(LONG).unwrap();
+            assert!(proxy.attacks() > 0, "{attack:?} did not take place");
+            match status.code() {
+                Some(0) => drop(assert_same_data(&scene.primary, &server)),
+                Some(5) => assert_untouched(&server),
+                _ => panic!("{attack:?}: {}", agent.output()),
+            }
+        }
+    }
+}
+
+/// A replica that stays reads the journal while clients write, and reports its progress.
+#[test]
+fn an_attack_on_a_staying_replica_changes_no_command_and_no_message() {
+    let Some(scene) = Scene::new(1_000) else { return };
+    let (server, proxy) = (scene.server(), scene.proxy(None));
+    let mut agent = scene.replica(&server, &proxy, &["--stay"]);
+    agent.wait_for_line("in step; staying", LONG).unwrap();
+    let writer = steady_writer(&scene.primary);
+    let mut attacks = 0;
+    for target in [Target::Lanes, Target::Conversations] {
+        for deed in [Deed::Change, Deed::Swap, Deed::Repeat, Deed::Cut] {
+            attacks += 1;
+            proxy.attack(Attack { target, deed, at: 0 });
+            proxy.wait_for_attacks(attacks, &agent);
+            thread::sleep(Duration::from_secs(1));
+        }
+    }
+    writer.stop().unwrap();
+    assert_same_data(&scene.primary, &server);
+    assert_eq!(number(&scene.primary, "sync_full"), 1, "{}", agent.output());
+    agent.signal(Signal::TERM).unwrap();
+    agent.wait_for_success(LONG).unwrap();
+    assert_same_data(&scene.primary, &server);
+}
