@@ -1,0 +1,357 @@
+//! Driver: the thread that has a volume open. It feeds [`Writer`] with requests, answers and the time, and carries out
+//! what it decides. It decides nothing that the rules are about.
+//!
+//! Requests are begun in the order in which they were submitted. If a server has no room for the next write, that write
+//! waits, and everything behind it.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use remora_messenger::{Address, Buffer, Connection, Delivery, Message, Messenger};
+
+use super::remote::Remote;
+use super::request::{Completion, Op, Request};
+use super::{ClientOptions, Event, Shared};
+use crate::layout::Entry;
+use crate::link;
+use crate::message::{self, Answer, ServerId};
+use crate::shape::{BLOCK_BYTES, Shape};
+use crate::store::sums;
+use crate::version::Version;
+use crate::wire::{Call, Mode, Reply, Run};
+use crate::writer::{Action, End, Writer};
+
+/// See the module's text.
+pub(super) struct Driver {
+    shape: Shape,
+    id: u64,
+    copy_limit: Duration,
+    messenger: Messenger,
+    events: Receiver<Event>,
+    writer: Writer,
+    remotes: Vec<Remote>,
+    /// Submitted, and not begun.
+    queue: VecDeque<Op>,
+    /// The last write that was begun.
+    last: Version,
+    writes: BTreeMap<Version, Write>,
+    reads: HashMap<u64, Read>,
+    /// Flushes, with the write for whose acknowledgement they wait.
+    flushes: VecDeque<(Version, Completion)>,
+    opened: Option<SyncSender<Result<(), End>>>,
+    shared: Arc<Shared>,
+    is_over: bool,
+}
+
+/// A write under way. Its message is the same for each server.
+struct Write {
+    message: Message,
+    completion: Completion,
+}
+
+/// A read under way.
+struct Read {
+    run: Run,
+    data: Bytes,
+    completion: Completion,
+}
+
+impl Driver {
+    pub(super) fn new(
+        shape: Shape,
+        servers: &[Address],
+        options: &ClientOptions,
+        messenger: Messenger,
+        events: Receiver<Event>,
+        opened: SyncSender<Result<(), End>>,
+        shared: Arc<Shared>,
+    ) -> Driver {
+        let now = Instant::now();
+        let id = getrandom::u64().unwrap_or_else(|_| std::process::id().into());
+        Driver {
+            shape,
+            id,
+            copy_limit: options.copy_limit,
+            messenger,
+            events,
+            writer: Writer::open(shape.copies(), id),
+            remotes: servers.iter().map(|address| Remote::new(address.clone(), now)).collect(),
+            queue: VecDeque::new(),
+            last: Version::NONE,
+            writes: BTreeMap::new(),
+            reads: HashMap::new(),
+            flushes: VecDeque::new(),
+            opened: Some(opened),
+            shared,
+            is_over: false,
+        }
+    }
+
+    /// Until the volume is closed, or ends. What is then under way is dropped, and so completed with the reason.
+    pub(super) fn run(mut self) {
+        self.carry_out();
+        while !self.is_over {
+            match self.events.recv_timeout(LOOK_AGAIN) {
+                Ok(event) => self.happened(event),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => break,
+            }
+            // What is there already costs no wait. Bounded, so that time limits are looked at.
+            for _ in 0..EVENTS_AT_ONCE {
+                self.begin();
+                self.carry_out();
+                let Ok(event) = self.events.try_recv() else { break };
+                self.happened(event);
+            }
+            self.look_at_the_time();
+            self.begin();
+            self.carry_out();
+        }
+    }
+
+    fn happened(&mut self, event: Event) {
+        match event {
+            Event::Submitted(op) => self.queue.push_back(op),
+            Event::Answered(connection, delivery) => self.answered(&connection, delivery),
+            Event::Over(connection) => {
+                if let Some(server) = self.server_at(&connection) {
+                    self.lost(server, "the connection is over");
+                }
+            }
+            Event::Close => self.is_over = true,
+        }
+    }
+
+    // ---- requests ----
+
+    /// Begins what was submitted, as far as the servers have room.
+    fn begin(&mut self) {
+        while self.writer.is_serving()
+            && let Some(op) = self.queue.pop_front()
+        {
+            match &op.request {
+                Request::Write { data, .. } if !self.has_room(data.len() as u64) => return self.queue.push_front(op),
+                _ => self.begin_one(op),
+            }
+            self.carry_out();
+        }
+    }
+
+    fn has_room(&self, bytes: u64) -> bool {
+        self.remotes.iter().all(|remote| remote.has_room(bytes))
+    }
+
+    fn begin_one(&mut self, Op { request, sums, completion }: Op) {
+        match request {
+            Request::Write { runs, data } => {
+                let (Some(version), Some(holder)) = (self.writer.write(), self.writer.holder()) else {
+                    return; // the generation has no more numbers: the write is dropped, and so fails
+                };
+                self.last = version;
+                // A request that was checked fits a message.
+                let message = link::call(&Call::Write { holder, version, runs, sums }, data).unwrap_or_default();
+                self.writes.insert(version, Write { message, completion });
+            }
+            Request::Read(run) => {
+                if let Some(number) = self.writer.read() {
+                    self.reads.insert(number, Read { run, data: Bytes::new(), completion });
+                }
+            }
+            Request::Flush if self.writer.acknowledged() >= self.last => completion.succeed(Bytes::new()),
+            Request::Flush => self.flushes.push_back((self.last, completion)),
+        }
+    }
+
+    // ---- what the rules decide ----
+
+    fn carry_out(&mut self) {
+        while let Some(action) = self.writer.poll_action() {
+            match action {
+                Action::Send(server, request) => self.send(server, request),
+                Action::Disconnect(server) => {
+                    self.remote(server, |remote, now| remote.disconnect(now));
+                }
+                Action::Serving { .. } => {
+                    tracing::info!(volume = %self.shape.volume(), "the volume is open");
+                    if let Some(opened) = self.opened.take() {
+                        let _ = opened.send(Ok(())); // the caller waits for it
+                    }
+                }
+                Action::Acknowledge(version) => self.acknowledged(version),
+                Action::Read(number) => {
+                    if let Some(read) = self.reads.remove(&number) {
+                        read.completion.succeed(read.data);
+                    }
+                }
+                Action::End(end) => self.ended(end),
+            }
+        }
+        let members = self.writer.members().fold(0, |bits, server| bits | 1 << server.0);
+        self.shared.members.store(members, Ordering::Relaxed);
+    }
+
+    fn acknowledged(&mut self, through: Version) {
+        while let Some(first) = self.writes.first_entry().filter(|write| *write.key() <= through) {
+            first.remove().completion.succeed(Bytes::new());
+        }
+        while self.flushes.front().is_some_and(|(version, _)| *version <= through)
+            && let Some((_, flush)) = self.flushes.pop_front()
+        {
+            flush.succeed(Bytes::new());
+        }
+    }
+
+    fn ended(&mut self, end: End) {
+        tracing::warn!(volume = %self.shape.volume(), %end, under_way = self.writes.len(), "the volume has ended");
+        let _ = self.shared.end.set(end); // ends once
+        self.is_over = true;
+        if let Some(opened) = self.opened.take() {
+            let _ = opened.send(Err(end)); // the caller waits for it
+        }
+    }
+
+    fn send(&mut self, server: ServerId, request: message::Request) {
+        let call = match request {
+            message::Request::Ask => {
+                self.connect(server);
+                Call::Open { shape: self.shape, mode: Mode::Write, writer: self.id }
+            }
+            message::Request::Promise(holder) => Call::Promise(holder),
+            message::Request::CatchUp { holder, lender, since } => {
+                let lender = self.remotes.get(lender.0).map(|remote| remote.address().to_string());
+                Call::CatchUp { holder, since, lender: lender.unwrap_or_default() }
+            }
+            message::Request::Mark(holder) => Call::Mark(holder),
+            message::Request::Confirm { holder, question } => Call::Confirm { holder, question },
+            message::Request::Read { holder, number } => {
+                let Some(read) = self.reads.get(&number) else { return };
+                Call::Read { holder, number, run: read.run }
+            }
+            message::Request::Write { version, .. } => {
+                let Some(message) = self.writes.get(&version).map(|write| write.message.clone()) else { return };
+                let is_sent = self.remote(server, |remote, now| remote.write(version, message, now));
+                return self.unless(is_sent, server);
+            }
+        };
+        let message = link::call(&call, Bytes::new()).ok();
+        let is_sent = message.is_some_and(|message| self.remote(server, |remote, now| remote.send(message, now)));
+        self.unless(is_sent, server);
+    }
+
+    fn unless(&mut self, is_sent: bool, server: ServerId) {
+        if !is_sent {
+            self.lost(server, "it cannot be sent to");
+        }
+    }
+
+    // ---- servers ----
+
+    fn connect(&mut self, server: ServerId) {
+        let Some(remote) = self.remotes.get_mut(server.0) else { return };
+        remote.connected(self.messenger.connect(remote.address()));
+    }
+
+    /// Does something with a server. `false` if there is no such server.
+    fn remote(&mut self, server: ServerId, does: impl FnOnce(&mut Remote, Instant) -> bool) -> bool {
+        self.remotes.get_mut(server.0).is_some_and(|remote| does(remote, Instant::now()))
+    }
+
+    /// The server of a connection; `None` if it was given up.
+    fn server_at(&self, connection: &Connection) -> Option<ServerId> {
+        self.remotes.iter().position(|remote| remote.is_at(connection)).map(ServerId)
+    }
+
+    fn lost(&mut self, server: ServerId, why: &str) {
+        let Some(remote) = self.remotes.get_mut(server.0) else { return };
+        tracing::info!(server = %remote.address(), why, "a copy is left out");
+        remote.disconnect(Instant::now());
+        self.writer.lost(server);
+    }
+
+    fn answered(&mut self, connection: &Connection, delivery: Delivery) {
+        let Some(server) = self.server_at(connection) else { return };
+        let reply = match link::decode_reply(&delivery) {
+            Ok(reply) => reply,
+            Err(error) => return self.lost(server, &error.to_string()),
+        };
+        let is_answer = !matches!(reply, Reply::Progress { .. });
+        self.remote(server, |remote, now| {
+            remote.heard(is_answer, now);
+            true
+        });
+        if let Reply::Standing { room, .. } | Reply::Written { room, .. } = reply {
+            self.remote(server, |remote, _| {
+                remote.grant(room);
+                true
+            });
+        }
+        match reply {
+            Reply::Standing { standing, .. } => self.writer.answered(server, Answer::Standing(standing)),
+            Reply::Promised(standing) => self.writer.answered(server, Answer::Promised(standing)),
+            Reply::Fenced { by } => self.writer.answered(server, Answer::Fenced { by }),
+            Reply::Confirmed { question } => self.writer.answered(server, Answer::Confirmed { question }),
+            Reply::Progress { compared } => tracing::debug!(?server, compared, "a copy catches up"),
+            Reply::Whole { applied } => {
+                self.applied(server, applied);
+                self.remote(server, |remote, _| {
+                    remote.is_whole();
+                    true
+                });
+                self.writer.answered(server, Answer::Whole { applied });
+            }
+            Reply::Written { applied, .. } => {
+                self.applied(server, applied);
+                self.writer.answered(server, Answer::Written { applied });
+            }
+            Reply::Data { number, entries } => self.read(server, number, &entries, delivery.data),
+            Reply::Refused { text, .. } => self.lost(server, &text),
+            Reply::Created | Reply::Lent { .. } => self.lost(server, "it answers what it was not asked"),
+        }
+    }
+
+    fn applied(&mut self, server: ServerId, applied: Version) {
+        self.remote(server, |remote, _| {
+            remote.applied(applied);
+            true
+        });
+    }
+
+    /// Blocks have arrived. They are checked against what their writer said of them.
+    fn read(&mut self, server: ServerId, number: u64, entries: &[Entry], mut data: Buffer) {
+        let Some(read) = self.reads.get_mut(&number) else { return };
+        let is_right = |(entry, crc): (&Entry, u32)| !entry.is_written() || entry.crc == crc;
+        if entries.len() != read.run.count as usize || !entries.iter().zip(sums(&data)).all(is_right) {
+            return self.lost(server, "the blocks that it sent are not those of their entries");
+        }
+        for (entry, block) in entries.iter().zip(data.chunks_exact_mut(BLOCK_BYTES)) {
+            if !entry.is_written() {
+                block.fill(0);
+            }
+        }
+        read.data = data.into();
+        let newest = entries.iter().map(|entry| entry.version).max().unwrap_or_default();
+        self.writer.answered(server, Answer::Read { number, newest });
+    }
+
+    fn look_at_the_time(&mut self) {
+        let now = Instant::now();
+        for number in 0..self.remotes.len() {
+            let Some(remote) = self.remotes.get(number) else { continue };
+            if remote.is_overdue(self.copy_limit, now) {
+                self.lost(ServerId(number), "it did not answer in time");
+            } else if self.writer.is_serving() && remote.is_due(now) {
+                self.writer.take_back(ServerId(number));
+            }
+        }
+    }
+}
+
+/// How often time limits are looked at. Much shorter than any of them.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
+
+/// Events between two looks at the time: some milliseconds' worth.
+const EVENTS_AT_ONCE: usize = 1024;

@@ -1,0 +1,337 @@
+//! Client: a volume as its one writer has it open. Requests are submitted and completed, in order and pipelined.
+//!
+//! ```text
+//!   callers ── submit ──▶ channel ──▶ Driver: one thread, owns everything      ── messages ──▶ servers
+//!      ▲                                 │  Writer (the rules)                    ◀─ answers ──
+//!      ╰────────── completion ───────────╯  Remote (one per server: what is under way, time limits)
+//! ```
+//!
+//! - `request`: what can be asked, and how it is completed. **Start here.**
+//! - `driver`: carries out what [`crate::writer`] decides.
+//! - `remote`: one server, as the driver sees it.
+//! - `long`: requests of any length, as several.
+//!
+//! A write is completed when as many copies as must hold it have applied it, a read when everything that it returns is
+//! acknowledged, a flush when every write that was submitted before is. A read returns every write that was submitted
+//! before it. Once the volume has ended (another writer has opened it, or no copy is left), every request fails.
+
+mod driver;
+mod long;
+mod remote;
+mod request;
+
+use std::io;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::mpsc::{self, Sender};
+use std::sync::{Arc, OnceLock};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use bytes::Bytes;
+use remora_messenger::{Address, Connection, Delivery, Dispatcher, Messenger, Refusal, Throttle};
+
+use self::driver::Driver;
+pub use self::request::Request;
+use self::request::{Completion, Op};
+use crate::link::{self, Security};
+use crate::message::ServerId;
+use crate::shape::{Copies, Shape};
+use crate::wire::{Call, Cause, MOST_BLOCKS, Reply, Run};
+use crate::writer::End;
+
+/// Settings of a client.
+#[derive(Clone, Debug)]
+pub struct ClientOptions {
+    /// What protects the connections to servers.
+    pub security: Security,
+    /// How long a server may leave a question unanswered. Then it is left out, until it answers again.
+    pub copy_limit: Duration,
+}
+
+impl Default for ClientOptions {
+    fn default() -> ClientOptions {
+        ClientOptions { security: Security::default(), copy_limit: COPY_LIMIT }
+    }
+}
+
+/// Why a request failed, or a volume could not be opened.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum Error {
+    /// The volume has ended. What was acknowledged is safe; open the volume again.
+    #[error(transparent)]
+    Ended(#[from] End),
+    /// The volume was closed by this process.
+    #[error("the volume is closed")]
+    Closed,
+    /// The volume ends before these blocks.
+    #[error("the volume has {blocks} blocks: blocks {} to {} are beyond its end", run.first, run.blocks().end)]
+    OutOfBounds {
+        /// The blocks that were asked for.
+        run: Run,
+        /// The blocks of the volume.
+        blocks: u64,
+    },
+    /// The request is not of whole blocks, of none, or of too many.
+    #[error("a request has 1 to {MOST_BLOCKS} whole blocks, and as many runs as a message takes")]
+    Misuse,
+    /// There are not as many servers as copies.
+    #[error("the volume has {copies} copies, and {servers} servers were given")]
+    Servers {
+        /// Copies of the volume.
+        copies: usize,
+        /// Servers that were given.
+        servers: usize,
+    },
+    /// A server refused to make a copy, or did not answer.
+    #[error("{server}: {why}")]
+    NotCreated {
+        /// The server.
+        server: String,
+        /// Its reason.
+        why: String,
+    },
+    /// The system provides no thread.
+    #[error("starting a client: {0}")]
+    System(Arc<io::Error>),
+}
+
+/// A volume that this process has open for writing.
+#[derive(Debug)]
+pub struct Volume {
+    shape: Shape,
+    events: Sender<Event>,
+    throttle: Arc<Throttle>,
+    shared: Arc<Shared>,
+    driver: Option<JoinHandle<()>>,
+}
+
+/// What the driver says of the volume.
+#[derive(Debug, Default)]
+struct Shared {
+    end: OnceLock<End>,
+    /// A bit for each server whose copy is whole and gets every write.
+    members: AtomicU8,
+}
+
+const _: () = assert!(Copies::MOST <= u8::BITS as usize);
+
+/// What happens to the driver.
+enum Event {
+    Submitted(Op),
+    Answered(Connection, Delivery),
+    Over(Connection),
+    Close,
+}
+
+/// The messenger's callbacks, as events.
+struct Post(Sender<Event>);
+
+impl Post {
+    fn post(&self, event: Event) {
+        let _ = self.0.send(event); // the volume may have ended
+    }
+}
+
+impl Dispatcher for Post {
+    fn message(&self, connection: &Connection, delivery: Delivery) {
+        self.post(Event::Answered(connection.clone(), delivery));
+    }
+
+    fn reset(&self, connection: &Connection, _: usize, _: bool) {
+        self.post(Event::Over(connection.clone()));
+    }
+
+    fn closed(&self, connection: &Connection) {
+        self.post(Event::Over(connection.clone()));
+    }
+
+    fn refused(&self, connection: &Connection, _: Refusal) {
+        self.post(Event::Over(connection.clone()));
+    }
+}
+
+impl Volume {
+    /// Makes the copies of a new volume. Its identity must be new: [`new_id`].
+    ///
+    /// # Errors
+    /// [`Error::NotCreated`] for the first server that did not make its copy. Those before it have made theirs.
+    pub fn create(shape: Shape, servers: &[Address], options: &ClientOptions) -> Result<(), Error> {
+        count(shape, servers)?;
+        let (post, events) = mpsc::channel();
+        let messenger = messenger(options, post)?;
+        for server in servers {
+            let refused = |why: String| Error::NotCreated { server: server.to_string(), why };
+            let call = link::call(&Call::Create { shape }, Bytes::new()).map_err(|error| refused(error.to_string()))?;
+            let connection = messenger.connect(server);
+            connection.send(call).map_err(|error| refused(error.to_string()))?;
+            match events.recv_timeout(options.copy_limit) {
+                Ok(Event::Answered(_, delivery)) => match link::decode_reply(&delivery) {
+                    Ok(Reply::Created) => {}
+                    Ok(Reply::Refused { cause: Cause::Shape | Cause::NoMemory | Cause::Misuse, text }) => {
+                        return Err(refused(text));
+                    }
+                    other => return Err(refused(format!("an answer to another question: {other:?}"))),
+                },
+                Ok(_) => {
+                    let why = connection.link_error().map(|error| error.to_string());
+                    return Err(refused(why.unwrap_or_else(|| "the connection is over".into())));
+                }
+                Err(_) => return Err(refused(format!("no answer within {:?}", options.copy_limit))),
+            }
+        }
+        Ok(())
+    }
+
+    /// Opens a volume for writing. From then on no earlier writer writes. Waits until the volume can be used, or it is
+    /// known why not: each server has [`ClientOptions::copy_limit`] for each answer.
+    ///
+    /// # Errors
+    /// [`Error::Ended`] says which copies are missing.
+    pub fn open(shape: Shape, servers: &[Address], options: &ClientOptions) -> Result<Volume, Error> {
+        count(shape, servers)?;
+        let (post, events) = mpsc::channel();
+        let messenger = messenger(options, post.clone())?;
+        let (opened, is_open) = mpsc::sync_channel(1);
+        let shared = Arc::<Shared>::default();
+        let driver = Driver::new(shape, servers, options, messenger, events, opened, Arc::clone(&shared));
+        let thread = std::thread::Builder::new().name("volume".into()).spawn(|| driver.run());
+        let driver = Some(thread.map_err(system)?);
+        let throttle = Throttle::new(MOST_REQUESTS, MOST_BYTES);
+        let volume = Volume { shape, events: post, throttle, shared, driver };
+        match is_open.recv() {
+            Ok(Ok(())) => Ok(volume),
+            Ok(Err(end)) => Err(Error::Ended(end)),
+            Err(_) => Err(Error::Closed),
+        }
+    }
+
+    /// The volume.
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    /// Why the volume has ended; `None` while it is open.
+    pub fn end(&self) -> Option<End> {
+        self.shared.end.get().copied()
+    }
+
+    /// The servers whose copies are whole and get every write, by their place in the list that the volume was opened
+    /// with. The others are being taken back, or cannot be reached.
+    pub fn members(&self) -> Vec<ServerId> {
+        let members = self.shared.members.load(Ordering::Relaxed);
+        (0..self.shape.copies().number()).filter(|number| members & 1 << number != 0).map(ServerId).collect()
+    }
+
+    /// Submits a request, and waits only while too many are under way. `done` is called once, from the volume's own
+    /// thread, and must not block: with the blocks that were read, or nothing, or the error.
+    ///
+    /// # Errors
+    /// The request is not one for this volume; `done` is not called.
+    pub fn submit(
+        &self,
+        request: Request,
+        done: impl FnOnce(Result<Bytes, Error>) + Send + 'static,
+    ) -> Result<(), Error> {
+        let bytes = request.check(self.shape)?;
+        let permit = loop {
+            let thread = std::thread::current();
+            if let Some(permit) = self.throttle.take_or_wait(bytes, move || thread.unpark()) {
+                break permit;
+            }
+            if let Some(end) = self.end() {
+                return Err(Error::Ended(end));
+            }
+            std::thread::park_timeout(LOOK_AGAIN);
+        };
+        let completion = Completion::new(Box::new(done), Arc::clone(&self.shared), permit);
+        // If the volume has ended, the event is dropped, and its request completed with the reason.
+        let _ = self.events.send(Event::Submitted(Op::new(request, completion)));
+        Ok(())
+    }
+
+    /// Submits a request, and waits for its completion.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub fn request(&self, request: Request) -> Result<Bytes, Error> {
+        let (done, is_done) = mpsc::sync_channel(1);
+        self.submit(request, move |result| {
+            let _ = done.send(result); // the other end waits below
+        })?;
+        is_done.recv().unwrap_or(Err(Error::Closed))
+    }
+
+    /// Writes whole blocks.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub fn write(&self, first: u64, data: impl Into<Bytes>) -> Result<(), Error> {
+        self.request(Request::write(first, data)).map(drop)
+    }
+
+    /// Reads blocks.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub fn read(&self, first: u64, count: u32) -> Result<Bytes, Error> {
+        self.request(Request::Read(Run { first, count }))
+    }
+
+    /// Waits until every write that was submitted is acknowledged.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub fn flush(&self) -> Result<(), Error> {
+        self.request(Request::Flush).map(drop)
+    }
+}
+
+impl Drop for Volume {
+    /// Ends the driver. What was not acknowledged may or may not be written.
+    fn drop(&mut self) {
+        let _ = self.events.send(Event::Close); // it may have ended already
+        if let Some(driver) = self.driver.take() {
+            let _ = driver.join(); // a panic was reported where it happened
+        }
+    }
+}
+
+/// A new identity for a volume.
+///
+/// # Errors
+/// The system has no random bytes.
+pub fn new_id() -> Result<crate::shape::VolumeId, Error> {
+    let mut id = [0; 16];
+    getrandom::fill(&mut id).map_err(|error| system(io::Error::from(error)))?;
+    Ok(crate::shape::VolumeId(id))
+}
+
+fn messenger(options: &ClientOptions, post: Sender<Event>) -> Result<Messenger, Error> {
+    let settings = link::options(&options.security, 1, MOST_SESSIONS);
+    Messenger::new(link::client_policy(), &settings, Arc::new(Post(post))).map_err(system)
+}
+
+fn count(shape: Shape, servers: &[Address]) -> Result<(), Error> {
+    let (copies, servers) = (shape.copies().number(), servers.len());
+    if copies == servers { Ok(()) } else { Err(Error::Servers { copies, servers }) }
+}
+
+fn system(error: io::Error) -> Error {
+    Error::System(Arc::new(error))
+}
+
+/// Shorter than a Redis server's patience with its disk, and longer than a host is busy with something else. GlusterFS
+/// waits 42 seconds.
+const COPY_LIMIT: Duration = Duration::from_secs(5);
+
+/// Requests under way, in all states: more than any queue of a block device.
+const MOST_REQUESTS: usize = 4096;
+
+/// Bytes of requests under way: twice what one server lets a writer have.
+const MOST_BYTES: usize = 32 << 20;
+
+/// One per server, and those that have just ended.
+const MOST_SESSIONS: usize = 64;
+
+/// How often a caller that waits checks whether the volume has ended.
+const LOOK_AGAIN: Duration = Duration::from_millis(100);

@@ -1,0 +1,220 @@
+//! Remote: one server, as the driver sees it. What it was sent, since when it owes an answer, and when it is tried
+//! again.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use remora_messenger::{Address, Connection, Message};
+
+use crate::link::LEAST_ROOM;
+use crate::version::Version;
+use crate::wire::Room;
+
+/// See the module's text.
+pub(super) struct Remote {
+    address: Address,
+    connection: Option<Connection>,
+    /// Answers that it owes.
+    owed: u64,
+    /// When it was last heard of, or asked while it owed nothing.
+    heard: Instant,
+    /// Writes that it has not applied yet, with their bytes.
+    writes: VecDeque<(Version, u64)>,
+    bytes: u64,
+    room: Room,
+    /// When it may be tried again.
+    next_try: Instant,
+    pause: Duration,
+}
+
+impl Remote {
+    pub(super) fn new(address: Address, now: Instant) -> Remote {
+        Remote {
+            address,
+            connection: None,
+            owed: 0,
+            heard: now,
+            writes: VecDeque::new(),
+            bytes: 0,
+            room: LEAST_ROOM,
+            next_try: now,
+            pause: FIRST_PAUSE,
+        }
+    }
+
+    pub(super) fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// Whether this is its present connection.
+    pub(super) fn is_at(&self, connection: &Connection) -> bool {
+        self.connection.as_ref() == Some(connection)
+    }
+
+    /// A new connection.
+    pub(super) fn connected(&mut self, connection: Connection) {
+        self.connection = Some(connection);
+        (self.owed, self.bytes) = (0, 0);
+        self.writes.clear();
+        self.room = LEAST_ROOM;
+    }
+
+    /// Sends a question. Returns whether there was a way.
+    pub(super) fn send(&mut self, message: Message, now: Instant) -> bool {
+        if self.owed == 0 {
+            self.heard = now;
+        }
+        self.owed += 1;
+        self.connection.as_ref().is_some_and(|connection| connection.send(message).is_ok())
+    }
+
+    /// Sends a write.
+    pub(super) fn write(&mut self, version: Version, message: Message, now: Instant) -> bool {
+        let bytes = message.data.len() as u64;
+        self.writes.push_back((version, bytes));
+        self.bytes += bytes;
+        self.send(message, now)
+    }
+
+    /// Whether a write of so many bytes can be sent. One can if nothing is under way. A server that gets no writes has
+    /// room.
+    pub(super) fn has_room(&self, bytes: u64) -> bool {
+        let is_idle = self.writes.is_empty() || self.connection.is_none();
+        is_idle || (self.bytes + bytes <= self.room.bytes && self.writes.len() < self.room.writes as usize)
+    }
+
+    /// It was heard of. `is_answer`: it owes one answer less.
+    pub(super) fn heard(&mut self, is_answer: bool, now: Instant) {
+        self.heard = now;
+        if is_answer {
+            self.owed = self.owed.saturating_sub(1);
+        }
+    }
+
+    /// It says what may be under way.
+    pub(super) fn grant(&mut self, room: Room) {
+        self.room = room;
+    }
+
+    /// It has applied every write up to this one.
+    pub(super) fn applied(&mut self, applied: Version) {
+        while self.writes.front().is_some_and(|(version, _)| *version <= applied)
+            && let Some((_, bytes)) = self.writes.pop_front()
+        {
+            self.bytes -= bytes;
+        }
+    }
+
+    /// Its copy is whole: if it is lost again, it is tried again soon.
+    pub(super) fn is_whole(&mut self) {
+        self.pause = FIRST_PAUSE;
+    }
+
+    /// Ends its connection. It is tried again after a pause, which grows each time. Returns whether there was one.
+    pub(super) fn disconnect(&mut self, now: Instant) -> bool {
+        let Some(connection) = self.connection.take() else { return false };
+        connection.abort();
+        (self.owed, self.bytes) = (0, 0);
+        self.writes.clear();
+        self.next_try = now + self.pause;
+        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
+        true
+    }
+
+    /// Whether it should be tried again.
+    pub(super) fn is_due(&self, now: Instant) -> bool {
+        self.connection.is_none() && now >= self.next_try
+    }
+
+    /// Whether it owes an answer for longer than this.
+    pub(super) fn is_overdue(&self, limit: Duration, now: Instant) -> bool {
+        self.connection.is_some() && self.owed > 0 && now.saturating_duration_since(self.heard) > limit
+    }
+}
+
+/// A process that was restarted is back after a few of these.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+
+/// A host that boots is taken back within this time.
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::sync::Arc;
+
+    use remora_messenger::{Delivery, Dispatcher, Messenger};
+
+    use super::*;
+    use crate::link::{self, Security};
+    use crate::version::Generation;
+
+    struct Silent;
+
+    impl Dispatcher for Silent {
+        fn message(&self, _: &Connection, _: Delivery) {}
+    }
+
+    /// A server at an address where none is, with a connection.
+    fn remote() -> (Messenger, Remote, Instant) {
+        let options = link::options(&Security::default(), 1, 1);
+        let messenger = Messenger::new(link::client_policy(), &options, Arc::new(Silent)).unwrap();
+        let address: Address = "tcp:127.0.0.1:1".parse().unwrap();
+        let now = Instant::now();
+        let mut remote = Remote::new(address.clone(), now);
+        remote.connected(messenger.connect(&address));
+        (messenger, remote, now)
+    }
+
+    #[test]
+    fn what_is_under_way_stays_within_the_room() {
+        let (_messenger, mut remote, now) = remote();
+        remote.grant(Room { bytes: 10_000, writes: 3 });
+        let mut version = Generation::NONE.next().unwrap().start();
+        let mut write = |remote: &mut Remote, bytes: usize| {
+            version = version.next().unwrap();
+            remote.write(version, Message::default().with_data(vec![0; bytes]), now);
+            version
+        };
+        assert!(remote.has_room(1 << 20), "one write always has room");
+        let first = write(&mut remote, 6000);
+        assert!(remote.has_room(4000) && !remote.has_room(4001));
+        let second = write(&mut remote, 1000);
+        write(&mut remote, 1000);
+        assert!(!remote.has_room(1), "as many writes as may be under way");
+        remote.applied(first);
+        assert!(remote.has_room(8000) && !remote.has_room(8001));
+        remote.grant(Room { bytes: 1000, writes: 3 });
+        assert!(!remote.has_room(1), "less room than is under way");
+        remote.applied(second);
+        remote.disconnect(now);
+        assert!(remote.has_room(u64::MAX), "a server that gets no writes holds nobody up");
+    }
+
+    #[test]
+    fn a_server_that_owes_nothing_is_never_late_and_pauses_grow_until_its_copy_is_whole() {
+        let (messenger, mut remote, now) = remote();
+        let limit = Duration::from_secs(5);
+        let later = now + Duration::from_secs(60);
+        assert!(!remote.is_overdue(limit, later));
+        remote.send(Message::default(), now);
+        assert!(!remote.is_overdue(limit, now + limit) && remote.is_overdue(limit, now + limit * 2));
+        remote.heard(false, now + limit); // progress
+        assert!(!remote.is_overdue(limit, now + limit * 2) && remote.is_overdue(limit, later));
+        remote.heard(true, later);
+        assert!(!remote.is_overdue(limit, later + limit * 2), "it was answered");
+        let mut pauses = Vec::new();
+        for _ in 0..9 {
+            assert!(remote.disconnect(now) && !remote.is_due(now));
+            assert!(!remote.disconnect(now), "it has no connection");
+            pauses.push((remote.next_try - now).as_millis());
+            assert!(remote.is_due(remote.next_try));
+            remote.connected(messenger.connect(&remote.address().clone()));
+        }
+        assert_eq!(pauses, [100, 200, 400, 800, 1600, 3200, 5000, 5000, 5000]);
+        remote.is_whole();
+        remote.disconnect(now);
+        assert_eq!(remote.next_try - now, FIRST_PAUSE);
+    }
+}

@@ -1,0 +1,109 @@
+//! Request: what a caller wants of a volume, and its completion.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use remora_messenger::Permit;
+
+use super::{Error, Shared};
+use crate::layout::Layout;
+use crate::shape::{BLOCK_BYTES, Shape};
+use crate::store::sums;
+use crate::wire::{MOST_BLOCKS, MOST_RUNS, Run};
+
+/// What a caller wants of a volume.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Request {
+    /// Write these blocks: all of them or, if the process dies, perhaps none.
+    Write {
+        /// Where they belong.
+        runs: Vec<Run>,
+        /// The blocks, run by run.
+        data: Bytes,
+    },
+    /// Read these blocks.
+    Read(Run),
+    /// Complete when every write that was submitted before is acknowledged.
+    Flush,
+}
+
+impl Request {
+    /// A write of neighbouring blocks.
+    pub fn write(first: u64, data: impl Into<Bytes>) -> Request {
+        let data = data.into();
+        let count = u32::try_from(data.len() / BLOCK_BYTES).unwrap_or(u32::MAX);
+        Request::Write { runs: vec![Run { first, count }], data }
+    }
+
+    /// Checks the request, and returns how many bytes it moves.
+    pub(super) fn check(&self, shape: Shape) -> Result<usize, Error> {
+        let check = |run: &Run| {
+            let is_inside = Layout::of(shape).has(run.first, run.count.into());
+            if is_inside { Ok(()) } else { Err(Error::OutOfBounds { run: *run, blocks: shape.blocks() }) }
+        };
+        let blocks = match self {
+            Request::Write { runs, data } => {
+                runs.iter().try_for_each(check)?;
+                let blocks = runs.iter().map(|run| run.count as usize).sum();
+                let is_whole = data.len() == blocks * BLOCK_BYTES && runs.iter().all(|run| run.count > 0);
+                if is_whole && runs.len() <= MOST_RUNS { blocks } else { return Err(Error::Misuse) }
+            }
+            Request::Read(run) => {
+                check(run)?;
+                run.count as usize
+            }
+            Request::Flush => return Ok(0),
+        };
+        if (1..=MOST_BLOCKS).contains(&blocks) { Ok(blocks * BLOCK_BYTES) } else { Err(Error::Misuse) }
+    }
+}
+
+/// Called once, with the result.
+pub(super) type Done = Box<dyn FnOnce(Result<Bytes, Error>) + Send>;
+
+/// The end of a request. One that is dropped says that the volume has ended, so that no caller waits for ever.
+pub(super) struct Completion {
+    done: Option<Done>,
+    shared: Arc<Shared>,
+    /// Its share of what may be under way.
+    _permit: Permit,
+}
+
+impl Completion {
+    pub(super) fn new(done: Done, shared: Arc<Shared>, permit: Permit) -> Completion {
+        Completion { done: Some(done), shared, _permit: permit }
+    }
+
+    /// The request is done.
+    pub(super) fn succeed(mut self, data: Bytes) {
+        if let Some(done) = self.done.take() {
+            done(Ok(data));
+        }
+    }
+}
+
+impl Drop for Completion {
+    fn drop(&mut self) {
+        if let Some(done) = self.done.take() {
+            done(Err(self.shared.end.get().map_or(Error::Closed, |&end| Error::Ended(end))));
+        }
+    }
+}
+
+/// A request on its way to the driver.
+pub(super) struct Op {
+    pub(super) request: Request,
+    /// The checksum of each block that is written. They are computed by the caller's thread.
+    pub(super) sums: Vec<u32>,
+    pub(super) completion: Completion,
+}
+
+impl Op {
+    pub(super) fn new(request: Request, completion: Completion) -> Op {
+        let sums = match &request {
+            Request::Write { data, .. } => sums(data).collect(),
+            _ => Vec::new(),
+        };
+        Op { request, sums, completion }
+    }
+}

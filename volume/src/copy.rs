@@ -1,0 +1,218 @@
+//! Copy: the rules of a server. Whom it obeys, which writes it applies, and when its copy is whole.
+//!
+//! ```text
+//!            CatchUp                     all blocks were compared, and what the lender
+//!   Empty ─────────────▶ Behind ───────▶ had applied is applied ───────▶ Whole ── Write ──▶ Whole
+//!                          ▲                                                │
+//!                          ╰──────────────────── CatchUp ───────────────────╯
+//! ```
+
+use crate::message::{Holder, Standing, State};
+#[cfg(test)]
+use crate::mutant::Mutant;
+use crate::version::{Generation, Version};
+
+/// Why a server does not do what a writer asks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// It obeys another writer.
+    #[error("the server obeys the writer of generation {by}")]
+    Fenced {
+        /// That writer's generation.
+        by: Generation,
+    },
+    /// The copy cannot do that in its state, or writes are missing before this one. The writer must take the copy back.
+    #[error("the copy is not where the writer takes it to be")]
+    OutOfStep,
+}
+
+/// A catch-up under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct CatchUp {
+    holder: Holder,
+    /// The highest version that the lender had applied when blocks were taken from it.
+    seen: Version,
+}
+
+/// The state of one copy. The blocks are elsewhere.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Copy {
+    standing: Standing,
+    catch_up: Option<CatchUp>,
+}
+
+impl Copy {
+    /// A copy of a volume that was just created, without any write.
+    pub fn created() -> Copy {
+        Copy { standing: Standing { state: State::Whole, ..Standing::default() }, catch_up: None }
+    }
+
+    /// What the server says of it.
+    pub fn standing(&self) -> Standing {
+        self.standing
+    }
+
+    /// Obeys no writer below this one any more. A generation is promised to one writer only: the versions of two would
+    /// be the same for different writes.
+    ///
+    /// # Errors
+    /// The server has promised to obey another writer.
+    pub fn promise(&mut self, holder: Holder) -> Result<Standing, Refusal> {
+        self.obey(holder)?;
+        Ok(self.standing)
+    }
+
+    /// Whether the server obeys this writer.
+    ///
+    /// # Errors
+    /// It obeys another one.
+    pub fn confirm(&self, holder: Holder) -> Result<(), Refusal> {
+        #[cfg(test)]
+        if Mutant::NothingPromised.is_active() {
+            return Ok(());
+        }
+        match self.standing.promised {
+            Some(promised) if promised == holder => Ok(()),
+            Some(Holder { generation: by, .. }) => Err(Refusal::Fenced { by }),
+            None => Err(Refusal::OutOfStep),
+        }
+    }
+
+    fn obey(&mut self, holder: Holder) -> Result<(), Refusal> {
+        if let Some(promised) = self.standing.promised
+            && promised != holder
+        {
+            let is_newer = holder.generation > promised.generation;
+            #[cfg(test)]
+            let is_newer = is_newer
+                || Mutant::NothingPromised.is_active()
+                || (Mutant::GenerationShared.is_active() && holder.generation == promised.generation);
+            if !is_newer {
+                return Err(Refusal::Fenced { by: promised.generation });
+            }
+        }
+        if self.standing.promised != Some(holder) {
+            self.standing.promised = Some(holder);
+            // What another writer has begun is not finished under this one.
+            self.catch_up = None;
+        }
+        Ok(())
+    }
+
+    /// Begins to catch up: the copy is behind, and gets every write after `since`.
+    ///
+    /// # Errors
+    /// The server obeys another writer.
+    pub fn begin_catch_up(&mut self, holder: Holder, since: Version) -> Result<(), Refusal> {
+        self.obey(holder)?;
+        self.standing.state = State::Behind;
+        self.standing.applied = since;
+        #[cfg(test)]
+        if Mutant::ClaimForgotten.is_active() {
+            self.standing.claim = Version::NONE;
+        }
+        self.catch_up = Some(CatchUp { holder, seen: since });
+        Ok(())
+    }
+
+    /// Whether this copy can lend blocks to one that gets every write after `since`: what is not sent there must be
+    /// applied here. Returns the version up to which it is whole.
+    ///
+    /// # Errors
+    /// It obeys another writer, or is not whole up to `since`.
+    pub fn lend(&self, holder: Holder, since: Version) -> Result<Version, Refusal> {
+        self.confirm(holder)?;
+        let has_it = self.standing.applied >= since;
+        #[cfg(test)]
+        let has_it = has_it || Mutant::LenderTooEarly.is_active();
+        if self.standing.state != State::Whole || !has_it {
+            return Err(Refusal::OutOfStep);
+        }
+        Ok(self.standing.applied)
+    }
+
+    /// Whether a block of the lender, which is whole up to `applied`, replaces ours. A block that the present writer
+    /// wrote later stays; anything else becomes the lender's, also if ours has the higher version: that is then the
+    /// write of an earlier writer that was neither acknowledged nor read.
+    ///
+    /// # Errors
+    /// No catch-up is under way.
+    pub fn takes(&mut self, ours: Version, theirs: Version, applied: Version) -> Result<bool, Refusal> {
+        let catch_up = self.catch_up.as_mut().ok_or(Refusal::OutOfStep)?;
+        catch_up.seen = catch_up.seen.max(applied);
+        let is_newer = ours.generation() == catch_up.holder.generation && ours > theirs;
+        Ok(!is_newer)
+    }
+
+    /// All blocks were compared. Returns whether the copy is whole: if a lent block can be of a write that was not
+    /// applied here yet, it will be after that write.
+    pub fn try_complete(&mut self) -> bool {
+        let Some(CatchUp { seen, .. }) = self.catch_up else { return false };
+        let is_whole = self.standing.applied >= seen;
+        #[cfg(test)]
+        let is_whole = is_whole || Mutant::WholeTooEarly.is_active();
+        if is_whole {
+            self.catch_up = None;
+            self.standing.state = State::Whole;
+            self.raise_claim();
+        }
+        is_whole
+    }
+
+    /// Notes that the writer's generation begins here.
+    ///
+    /// # Errors
+    /// The server obeys another writer, or the copy is not whole.
+    pub fn mark(&mut self, holder: Holder) -> Result<Version, Refusal> {
+        self.confirm(holder)?;
+        let start = holder.generation.start();
+        if self.standing.state != State::Whole || self.standing.applied > start {
+            return Err(Refusal::OutOfStep);
+        }
+        self.standing.applied = start;
+        self.raise_claim();
+        Ok(start)
+    }
+
+    /// Notes that the next write of this writer is being applied.
+    ///
+    /// # Errors
+    /// The server obeys another writer, or writes before this one are missing.
+    pub fn write(&mut self, holder: Holder, version: Version) -> Result<(), Refusal> {
+        self.confirm(holder)?;
+        let takes_writes = self.standing.state == State::Whole || self.catch_up.is_some();
+        let is_next = self.standing.applied.next() == Some(version);
+        #[cfg(test)]
+        let is_next = is_next || Mutant::NotMarked.is_active() || Mutant::NothingPromised.is_active();
+        if !takes_writes || !is_next {
+            return Err(Refusal::OutOfStep);
+        }
+        self.standing.applied = version;
+        if self.standing.state == State::Whole {
+            self.raise_claim();
+        }
+        Ok(())
+    }
+
+    /// Whether this writer may read the copy's blocks.
+    ///
+    /// # Errors
+    /// The server obeys another writer, or the copy is not whole.
+    pub fn read(&self, holder: Holder) -> Result<(), Refusal> {
+        self.confirm(holder)?;
+        let is_whole = self.standing.state == State::Whole;
+        #[cfg(test)]
+        let is_whole = is_whole || Mutant::ReadBehind.is_active();
+        if is_whole { Ok(()) } else { Err(Refusal::OutOfStep) }
+    }
+
+    /// A block of the copy is damaged: it lacks the write of that block, and is behind until it is taken back.
+    pub fn damaged(&mut self) {
+        self.standing.state = State::Behind;
+        self.catch_up = None;
+    }
+
+    fn raise_claim(&mut self) {
+        self.standing.claim = self.standing.claim.max(self.standing.applied);
+    }
+}

@@ -1,0 +1,350 @@
+//! Layout: where things are in the memory of a copy, and what their bytes mean. One copy is one region.
+//!
+//! ```text
+//! 0                       4096                      next page
+//! │ superblock │ line │ … │ entries: 16 bytes each  │ blocks: 4096 bytes each │      integers are little-endian
+//! ```
+//!
+//! - [`Superblock`]: what of the volume never changes.
+//! - [`Line`]: how the copy stands: what its server says by message, for a reader that asks no server.
+//! - [`Entry`]: which write a block is of, and its checksum.
+//!
+//! What a reader relies on, in whatever order and pieces the bytes reach it: an entry that is not being written, whose
+//! own check holds, and whose checksum is that of the block's bytes. At the moment at which the entry was read, the
+//! memory held a block with that checksum, and the bytes are equal to it. So the read took place at that moment.
+//!
+//! Words are stored and loaded atomically. Everything else is judged by a checksum.
+
+use remora_fabric::memory::crc::{crc32c, crc32c_append};
+
+use crate::message::{Holder, Standing, State};
+use crate::shape::{BLOCK_BYTES, Copies, Shape, VolumeId};
+use crate::version::{Generation, Version};
+
+/// Bytes of an entry.
+pub const ENTRY_BYTES: usize = 16;
+
+/// Where the line begins: a cache line of its own.
+pub const LINE_AT: u64 = 128;
+
+/// Bytes of the line.
+pub const LINE_BYTES: usize = 8 * LINE_WORDS;
+
+/// Words of the line.
+pub(crate) const LINE_WORDS: usize = 6;
+
+/// Where the entries begin, and the unit to which they are rounded up.
+const PAGE_BYTES: u64 = 4096;
+
+/// First bytes of every copy.
+const MAGIC: [u8; 8] = *b"REMORAVO";
+
+/// Changes with every change of this file's layout.
+const LAYOUT_VERSION: u32 = 1;
+
+/// Bit of an entry's version: the block is being written.
+const BUSY: u64 = 1 << 63;
+
+/// The offsets in a copy of so many blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layout {
+    blocks: u64,
+}
+
+impl Layout {
+    /// The layout of a copy of this volume.
+    pub fn of(shape: Shape) -> Layout {
+        Layout { blocks: shape.blocks() }
+    }
+
+    /// The number of blocks.
+    pub fn blocks(self) -> u64 {
+        self.blocks
+    }
+
+    /// Whether the volume has all of these blocks.
+    pub fn has(self, first: u64, count: u64) -> bool {
+        first.checked_add(count).is_some_and(|end| end <= self.blocks)
+    }
+
+    /// The offset of a block's entry.
+    pub fn entry_at(self, block: u64) -> u64 {
+        PAGE_BYTES + block * ENTRY_BYTES as u64
+    }
+
+    /// The offset of a block.
+    pub fn block_at(self, block: u64) -> u64 {
+        self.entry_at(self.blocks).next_multiple_of(PAGE_BYTES) + block * BLOCK_BYTES as u64
+    }
+
+    /// Bytes of the region.
+    pub fn length(self) -> u64 {
+        self.block_at(self.blocks)
+    }
+}
+
+/// What of the volume never changes, at the beginning of each copy.
+///
+/// ```text
+/// 0       8        12          16       32       40          44       48
+/// │ magic │ layout │ (0)       │ volume │ blocks │ copies    │ hold   │ CRC-32C of bytes 0 to 47 │
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Superblock(pub Shape);
+
+/// Bytes of the superblock.
+pub const SUPERBLOCK_BYTES: usize = 52;
+
+const _: () = assert!(SUPERBLOCK_BYTES as u64 <= LINE_AT && LINE_AT + LINE_BYTES as u64 <= PAGE_BYTES);
+
+/// Why a region is not a copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum LayoutError {
+    /// It does not begin as a copy does.
+    #[error("not a copy of a volume: its first bytes are not the magic")]
+    Magic,
+    /// It has another layout.
+    #[error("the copy has layout {0}, this program reads {LAYOUT_VERSION}: use the same release on all hosts")]
+    Version(u32),
+    /// Its superblock is damaged.
+    #[error("the superblock of the copy is damaged")]
+    Damaged,
+}
+
+impl Superblock {
+    /// The bytes in memory.
+    pub fn to_bytes(self) -> [u8; SUPERBLOCK_BYTES] {
+        let Superblock(shape) = self;
+        let mut bytes = [0; SUPERBLOCK_BYTES];
+        let mut at = 0;
+        let mut put = |field: &[u8]| {
+            bytes[at..at + field.len()].copy_from_slice(field);
+            at += field.len();
+        };
+        put(&MAGIC);
+        put(&LAYOUT_VERSION.to_le_bytes());
+        put(&[0; 4]);
+        put(&shape.volume().0);
+        put(&shape.blocks().to_le_bytes());
+        put(&(shape.copies().number() as u32).to_le_bytes());
+        put(&(shape.copies().hold() as u32).to_le_bytes());
+        let check = crc32c(&bytes[..SUPERBLOCK_BYTES - 4]);
+        bytes[SUPERBLOCK_BYTES - 4..].copy_from_slice(&check.to_le_bytes());
+        bytes
+    }
+
+    /// Parses the bytes of a region's beginning.
+    ///
+    /// # Errors
+    /// [`LayoutError`].
+    pub fn parse(bytes: &[u8; SUPERBLOCK_BYTES]) -> Result<Superblock, LayoutError> {
+        let mut rest = bytes.as_slice();
+        if take(&mut rest) != MAGIC {
+            return Err(LayoutError::Magic);
+        }
+        let version = u32::from_le_bytes(take(&mut rest));
+        if version != LAYOUT_VERSION {
+            return Err(LayoutError::Version(version));
+        }
+        let _: [u8; 4] = take(&mut rest);
+        let volume = VolumeId(take(&mut rest));
+        let blocks = u64::from_le_bytes(take(&mut rest));
+        let [copies, hold]: [usize; 2] = std::array::from_fn(|_| u32::from_le_bytes(take(&mut rest)) as usize);
+        let check = u32::from_le_bytes(take(&mut rest));
+        let shape = Copies::new(copies, hold).and_then(|copies| Shape::new(volume, blocks, copies));
+        let shape = shape.filter(|_| check == crc32c(&bytes[..SUPERBLOCK_BYTES - 4]));
+        shape.map(Superblock).ok_or(LayoutError::Damaged)
+    }
+}
+
+/// The next field of bytes whose length was checked. Beyond the end it is zeros.
+fn take<const N: usize>(rest: &mut &[u8]) -> [u8; N] {
+    let Some((field, after)) = rest.split_first_chunk() else { return [0; N] };
+    *rest = after;
+    *field
+}
+
+/// How the copy stands.
+///
+/// ```text
+/// generation promised, 0: none │ its writer │ claim │ applied │ state │ CRC-32C of the five words      eight bytes each
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Line(pub Standing);
+
+impl Line {
+    /// The words in memory.
+    pub(crate) fn to_words(self) -> [u64; LINE_WORDS] {
+        let Line(standing) = self;
+        let (generation, writer) =
+            standing.promised.map_or((0, 0), |holder| (u64::from(holder.generation.number()), holder.writer));
+        let state = match standing.state {
+            State::Empty => 0,
+            State::Behind => 1,
+            State::Whole => 2,
+        };
+        let mut words = [generation, writer, standing.claim.word(), standing.applied.word(), state, 0];
+        words[LINE_WORDS - 1] = line_check(&words);
+        words
+    }
+
+    /// `None`: it was read in the middle of a change, or is damaged.
+    pub(crate) fn from_words(words: [u64; LINE_WORDS]) -> Option<Line> {
+        let [generation, writer, claim, applied, state, check] = words;
+        if check != line_check(&words) {
+            return None;
+        }
+        let generation = u32::try_from(generation).ok().and_then(Generation::from_number)?;
+        let state = match state {
+            0 => State::Empty,
+            1 => State::Behind,
+            2 => State::Whole,
+            _ => return None,
+        };
+        Some(Line(Standing {
+            state,
+            promised: (generation != Generation::NONE).then_some(Holder { generation, writer }),
+            claim: Version::from_word(claim)?,
+            applied: Version::from_word(applied)?,
+        }))
+    }
+}
+
+fn line_check(words: &[u64; LINE_WORDS]) -> u64 {
+    let sum = words[..LINE_WORDS - 1].iter().fold(0, |sum, word| crc32c_append(sum, &word.to_le_bytes()));
+    u64::from(sum)
+}
+
+/// Which write a block is of.
+///
+/// ```text
+/// 0         8                     12                                16
+/// │ version │ CRC-32C of the block │ CRC-32C of the 12 bytes before │      highest bit of the version: being written
+/// ```
+///
+/// All zeros: the block was never written, and reads as zeros whatever its bytes are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Entry {
+    /// The last write of the block; [`Version::NONE`] before the first.
+    pub version: Version,
+    /// CRC-32C of the block; 0 before the first write.
+    pub crc: u32,
+}
+
+impl Entry {
+    /// The entry of a block that was never written.
+    pub const NONE: Entry = Entry { version: Version::NONE, crc: 0 };
+
+    /// Whether the block was written.
+    pub fn is_written(self) -> bool {
+        self.version != Version::NONE
+    }
+
+    /// The words in memory.
+    pub(crate) fn to_words(self) -> [u64; 2] {
+        if !self.is_written() {
+            return [0, 0];
+        }
+        let version = self.version.word();
+        [version, u64::from(self.crc) | u64::from(entry_check(version, self.crc)) << 32]
+    }
+
+    /// The first word while the block is being written.
+    pub(crate) fn busy_word(self) -> u64 {
+        self.version.word() | BUSY
+    }
+
+    /// `None`: the block is being written, or the entry was read in the middle of a change, or it is damaged.
+    pub(crate) fn from_words([version, sums]: [u64; 2]) -> Option<Entry> {
+        if [version, sums] == [0, 0] {
+            return Some(Entry::NONE);
+        }
+        let (crc, check) = (sums as u32, (sums >> 32) as u32);
+        let version = Version::from_word(version).filter(|version| *version != Version::NONE)?;
+        (check == entry_check(version.word(), crc)).then_some(Entry { version, crc })
+    }
+
+    /// Reads an entry from the bytes of a region.
+    pub(crate) fn from_bytes(bytes: &[u8; ENTRY_BYTES]) -> Option<Entry> {
+        let mut rest = bytes.as_slice();
+        Entry::from_words(std::array::from_fn(|_| u64::from_le_bytes(take(&mut rest))))
+    }
+
+    /// Whether these are the bytes of the block.
+    pub(crate) fn is_of(self, block: &[u8]) -> bool {
+        crc32c(block) == self.crc
+    }
+}
+
+fn entry_check(version: u64, crc: u32) -> u32 {
+    crc32c_append(crc32c(&version.to_le_bytes()), &crc.to_le_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn shapes() -> impl Strategy<Value = Shape> {
+        (any::<[u8; 16]>(), 1..=1_u64 << 32, 1..=5_usize, 1..=5_usize)
+            .prop_filter_map("more hold", |(id, blocks, n, m)| Shape::new(VolumeId(id), blocks, Copies::new(n, m)?))
+    }
+
+    fn versions() -> impl Strategy<Value = Version> {
+        any::<u64>().prop_map(|word| Version::from_word(word >> 1).unwrap())
+    }
+
+    fn standings() -> impl Strategy<Value = Standing> {
+        let state = prop::sample::select(vec![State::Empty, State::Behind, State::Whole]);
+        (state, any::<Option<(u32, u64)>>(), versions(), versions()).prop_map(|(state, promised, claim, applied)| {
+            let promised = promised.map(|(number, writer)| {
+                let generation = Generation::from_number(number % Generation::LAST.number() + 1).unwrap();
+                Holder { generation, writer }
+            });
+            Standing { state, promised, claim, applied }
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn superblocks_and_lines_and_entries_come_back(shape in shapes(), standing in standings(), version in versions(), crc: u32) {
+            prop_assert_eq!(Superblock::parse(&Superblock(shape).to_bytes()), Ok(Superblock(shape)));
+            prop_assert_eq!(Line::from_words(Line(standing).to_words()), Some(Line(standing)));
+            let entry = if version == Version::NONE { Entry::NONE } else { Entry { version, crc } };
+            prop_assert_eq!(Entry::from_words(entry.to_words()), Some(entry));
+            prop_assert_eq!(Entry::from_words([entry.busy_word(), entry.to_words()[1]]), None);
+        }
+
+        #[test]
+        fn a_changed_bit_is_found(shape in shapes(), standing in standings(), bit: prop::sample::Index) {
+            let mut bytes = Superblock(shape).to_bytes();
+            let at = bit.index(bytes.len() * 8);
+            bytes[at / 8] ^= 1 << (at % 8);
+            prop_assert!(Superblock::parse(&bytes).is_err());
+            let mut words = Line(standing).to_words();
+            let at = bit.index(LINE_WORDS * 64);
+            words[at / 64] ^= 1 << (at % 64);
+            prop_assert_eq!(Line::from_words(words), None);
+        }
+
+        #[test]
+        fn any_bytes_are_an_entry_or_not_one_but_never_a_panic(bytes: [u8; ENTRY_BYTES], words: [u64; LINE_WORDS]) {
+            let _ = (Entry::from_bytes(&bytes), Line::from_words(words));
+        }
+
+        /// Entries and blocks neither overlap nor leave the region.
+        #[test]
+        fn parts_follow_each_other(shape in shapes()) {
+            let layout = Layout::of(shape);
+            let last = shape.blocks() - 1;
+            prop_assert!(layout.entry_at(0) >= LINE_AT + LINE_BYTES as u64);
+            prop_assert!(layout.entry_at(last) + ENTRY_BYTES as u64 <= layout.block_at(0));
+            prop_assert_eq!(layout.block_at(0) % PAGE_BYTES, 0);
+            prop_assert_eq!(layout.block_at(last) + BLOCK_BYTES as u64, layout.length());
+            prop_assert!(layout.has(last, 1) && !layout.has(last, 2) && !layout.has(u64::MAX, 2));
+        }
+    }
+}

@@ -1,0 +1,55 @@
+//! The volume: numbered blocks in the memory of one to several servers, changed by one writer at a time.
+//!
+//! ```text
+//!   writer ── Write 1, 2, 3, … ──▶ server: copy, a prefix of what the writer said
+//!     │   ───── the same ────────▶ server: copy
+//!     ╰─────── the same ─────────▶ server: copy that is behind ◀── blocks that it lacks ── a copy that has them
+//! ```
+//!
+//! The rules decide, and do no I/O:
+//!
+//! - [`version`]: the order of all writes. **Start here.**
+//! - [`copy`]: what a server promises, applies and refuses.
+//! - [`writer`]: how a writer opens the volume, writes, and takes copies back.
+//! - [`message`]: what the two say to each other.
+//!
+//! The blocks of a copy are memory that others may read while it is written:
+//!
+//! - [`shape`]: what of a volume never changes; [`layout`]: where things are in a copy's region.
+//! - [`store`]: the owner's end of a region; [`reader`]: the other one, one-sided or in place.
+//!
+//! What carries the rules out, over the network:
+//!
+//! - [`wire`]: the messages as bytes, and what the network needs beside the rules; `link`: how they use the messenger.
+//! - [`server`]: the memory of a host, lent to volumes.
+//! - [`client`]: a volume as its one writer has it open.
+//!
+//! What holds after every event, whichever process dies and whatever is lost on the way, as long as fewer servers than
+//! must hold a write forget what they held:
+//!
+//! - A write that was acknowledged is in what every later writer opens, and so is a write that was read.
+//! - Each whole copy is a prefix of one history of writes.
+//! - A writer that another one has replaced acknowledges nothing more.
+//!
+//! `tests/schedules.rs` plays random schedules against these sentences, and finds each of the rules missing if it is
+//! taken out.
+#![forbid(unsafe_code)]
+
+pub mod client;
+pub mod copy;
+pub mod layout;
+mod link;
+pub mod message;
+#[cfg(test)]
+mod mutant;
+pub mod reader;
+pub mod server;
+pub mod shape;
+pub mod store;
+#[cfg(test)]
+mod tests;
+pub mod version;
+pub mod wire;
+pub mod writer;
+
+pub use link::Security;

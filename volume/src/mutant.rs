@@ -1,0 +1,46 @@
+//! Mutants: rules that a test can take out, one at a time. The schedules must find each one missing.
+
+use std::cell::Cell;
+
+/// A rule that is taken out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mutant {
+    /// A copy that caught up half forgets at which version it was whole.
+    ClaimForgotten,
+    /// Servers obey every writer.
+    NothingPromised,
+    /// A writer serves before the copies are marked with its generation.
+    NotMarked,
+    /// The promise of a server that has lost its memory counts.
+    EmptyCounts,
+    /// A server that has lost its memory is taken in although the others were not asked.
+    NotConfirmed,
+    /// A copy lends before it has applied what the borrower is not sent.
+    LenderTooEarly,
+    /// A copy is called whole before it has applied what its lender had applied.
+    WholeTooEarly,
+    /// A write is acknowledged at one copy less.
+    AcknowledgedEarly,
+    /// Two writers can have the same generation.
+    GenerationShared,
+    /// What was read is given out before it is acknowledged.
+    ReadUnacknowledged,
+    /// A copy that is behind is read.
+    ReadBehind,
+}
+
+thread_local! {
+    static ACTIVE: Cell<Option<Mutant>> = const { Cell::new(None) };
+}
+
+impl Mutant {
+    /// Whether this rule is taken out in this thread.
+    pub(crate) fn is_active(self) -> bool {
+        ACTIVE.get() == Some(self)
+    }
+
+    /// Takes this rule out in this thread, or none.
+    pub(crate) fn set(mutant: Option<Mutant>) {
+        ACTIVE.set(mutant);
+    }
+}

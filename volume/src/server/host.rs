@@ -1,0 +1,212 @@
+//! Host: finds the volume of a connection, and shares the memory among volumes.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use bytes::Bytes;
+use remora_messenger::error::LinkError;
+use remora_messenger::{Address, Connection, Delivery, Dispatcher, Refusal};
+
+use super::ServerOptions;
+use super::answers::{answer, refuse};
+use super::borrower::Borrower;
+use super::budget::Budget;
+use super::slot::{Done, Slot};
+use crate::link::{self, LEAST_ROOM, MOST_ROOM, Security};
+use crate::message::{Standing, State};
+use crate::shape::{Shape, VolumeId};
+use crate::wire::{Call, Cause, Mode, Reply, Room};
+
+/// See the module's text.
+pub(super) struct Host {
+    slots: Mutex<HashMap<VolumeId, Arc<Slot>>>,
+    /// The volume of each connection, by the connection's number.
+    connections: Mutex<HashMap<u64, Arc<Slot>>>,
+    /// Connections of writers, which share the staging memory.
+    writers: AtomicUsize,
+    budget: Arc<Budget>,
+    staging: u64,
+    security: Security,
+    is_stopping: Arc<AtomicBool>,
+    borrowers: Mutex<Vec<JoinHandle<()>>>,
+}
+
+impl Host {
+    pub(super) fn new(options: &ServerOptions) -> Host {
+        Host {
+            slots: Mutex::default(),
+            connections: Mutex::default(),
+            writers: AtomicUsize::new(0),
+            budget: Budget::new(options.memory),
+            staging: options.staging,
+            security: options.security.clone(),
+            is_stopping: Arc::default(),
+            borrowers: Mutex::default(),
+        }
+    }
+
+    pub(super) fn standing(&self, volume: VolumeId) -> Option<Standing> {
+        let slot = lock(&self.slots).get(&volume).cloned();
+        slot.map(|slot| slot.lock().standing())
+    }
+
+    /// Tells the borrowers to end.
+    pub(super) fn stop(&self) {
+        self.is_stopping.store(true, Ordering::Release);
+    }
+
+    /// Waits for the borrowers, which were told to end.
+    pub(super) fn join(&self) {
+        for borrower in lock(&self.borrowers).drain(..) {
+            let _ = borrower.join(); // a panic was reported where it happened
+        }
+    }
+
+    /// Each writer's share of the staging memory.
+    fn room(&self) -> Room {
+        let share = self.staging / self.writers.load(Ordering::Relaxed).max(1) as u64;
+        let bytes = share.clamp(LEAST_ROOM.bytes, MOST_ROOM.bytes);
+        Room { bytes, writes: MOST_ROOM.writes }
+    }
+
+    fn open(&self, connection: &Connection, shape: Shape, mode: Mode, writer: u64) {
+        let slot = {
+            let mut slots = lock(&self.slots);
+            Arc::clone(slots.entry(shape.volume()).or_insert_with(|| Arc::new(Slot::unknown(shape))))
+        };
+        let is_first = lock(&self.connections).insert(connection.id(), Arc::clone(&slot)).is_none();
+        if !is_first {
+            return refuse(connection, Cause::Misuse, "the connection is open already");
+        }
+        let mut state = slot.lock();
+        if state.shape() != shape {
+            return refuse(connection, Cause::Shape, OTHER_SHAPE);
+        }
+        if mode == Mode::Write {
+            self.writers.fetch_add(1, Ordering::Relaxed);
+        }
+        let replaced = state.open(connection, mode, writer);
+        answer(connection, &Reply::Standing { standing: state.standing(), room: self.room() }, Bytes::new());
+        drop(state);
+        for earlier in replaced {
+            tracing::info!(peer = %earlier.peer(), "a writer has a newer connection: the earlier one is ended");
+            earlier.abort();
+        }
+    }
+
+    fn create(&self, connection: &Connection, shape: Shape) {
+        let slot = {
+            let mut slots = lock(&self.slots);
+            Arc::clone(slots.entry(shape.volume()).or_insert_with(|| Arc::new(Slot::unknown(shape))))
+        };
+        let mut state = slot.lock();
+        if state.shape() != shape {
+            return refuse(connection, Cause::Shape, OTHER_SHAPE);
+        }
+        let done = state.create(&self.budget);
+        let is_unused = state.is_unused();
+        drop(state);
+        if is_unused {
+            lock(&self.slots).remove(&shape.volume());
+        }
+        match done {
+            Done::Answer(reply, data) => answer(connection, &reply, data),
+            Done::Refused(cause, text) => refuse(connection, cause, &text),
+            Done::Borrow { .. } => {}
+        }
+    }
+
+    /// Everything but the first call of a connection.
+    fn call(&self, connection: &Connection, call: Call, delivery: &Delivery) {
+        let Some(slot) = lock(&self.connections).get(&connection.id()).cloned() else {
+            return refuse(connection, Cause::Misuse, "the first message of a connection must be Open");
+        };
+        let mut state = slot.lock();
+        if !state.has(connection) {
+            return; // it was replaced by a newer connection, and is about to end
+        }
+        // Answered with the lock held: answers leave in the order of what they report.
+        let done = state.execute(connection, call, &delivery.data, self.room(), &self.budget);
+        if state.standing().state == State::Behind {
+            slot.notify();
+        }
+        match done {
+            Done::Answer(reply, data) => answer(connection, &reply, data),
+            Done::Refused(cause, text) => refuse(connection, cause, &text),
+            Done::Borrow { number, holder, since, lender } => {
+                drop(state);
+                let Ok(lender) = lender.parse::<Address>() else {
+                    return refuse(connection, Cause::Misuse, "the lender's address is not an address");
+                };
+                let writer = connection.clone();
+                let (security, is_stopping) = (self.security.clone(), Arc::clone(&self.is_stopping));
+                let borrower = Borrower { slot, number, holder, since, lender, writer, security, is_stopping };
+                self.begin(borrower);
+            }
+        }
+    }
+
+    fn begin(&self, borrower: Borrower) {
+        let mut borrowers = lock(&self.borrowers);
+        borrowers.retain(|borrower| !borrower.is_finished());
+        let connection = borrower.writer.clone();
+        match std::thread::Builder::new().name("volume-borrower".into()).spawn(|| borrower.run()) {
+            Ok(thread) => borrowers.push(thread),
+            Err(error) => refuse(&connection, Cause::NoMemory, &format!("no thread for a catch-up: {error}")),
+        }
+    }
+
+    fn ended(&self, connection: &Connection) {
+        let Some(slot) = lock(&self.connections).remove(&connection.id()) else { return };
+        let mut slots = lock(&self.slots);
+        let mut state = slot.lock();
+        if state.end(connection) == Some(Mode::Write) {
+            self.writers.fetch_sub(1, Ordering::Relaxed);
+        }
+        if state.is_unused() {
+            slots.remove(&state.shape().volume());
+        }
+    }
+}
+
+impl Dispatcher for Host {
+    fn message(&self, connection: &Connection, delivery: Delivery) {
+        match link::decode_call(&delivery) {
+            Ok(Call::Open { shape, mode, writer }) => self.open(connection, shape, mode, writer),
+            Ok(Call::Create { shape }) => self.create(connection, shape),
+            Ok(call) => self.call(connection, call, &delivery),
+            Err(error) => refuse(connection, Cause::Misuse, &error.to_string()),
+        }
+    }
+
+    fn reset(&self, connection: &Connection, _: usize, _: bool) {
+        self.ended(connection);
+    }
+
+    fn closed(&self, connection: &Connection) {
+        self.ended(connection);
+    }
+
+    fn refused(&self, connection: &Connection, _: Refusal) {
+        self.ended(connection);
+    }
+
+    fn rejected(&self, peer: &Address, why: &LinkError) {
+        tracing::info!(%peer, %why, "a connection was rejected");
+    }
+}
+
+const OTHER_SHAPE: &str = "the volume has another size, or another number of copies, here";
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl fmt::Debug for Host {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Host({} volumes)", lock(&self.slots).len())
+    }
+}

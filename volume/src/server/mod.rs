@@ -1,0 +1,111 @@
+//! Server: lends the memory of its host to volumes. It obeys the rules of [`crate::copy`], and knows no other server
+//! until a writer names one from which a copy takes what it lacks.
+//!
+//! ```text
+//!   messenger's workers ── Host: which connection is for which volume
+//!                            │
+//!                            ▼ one lock per volume
+//!                          Slot: the copy's rules, its store, its connections ◀── Borrower: a thread per catch-up
+//! ```
+//!
+//! - `host`: connections, and the memory that volumes share.
+//! - `slot`: one volume. Every call of a connection is done here, in order, and answered.
+//! - `borrower`: brings a copy up to date from another server.
+//!
+//! Who ends what: the [`Server`] its messenger's workers and the borrowers' threads. A borrower ends by itself when its
+//! copy is whole, or when its writer's connection is over.
+
+mod answers;
+mod borrower;
+mod budget;
+mod host;
+mod slot;
+
+use std::io;
+use std::sync::Arc;
+
+use remora_messenger::{Address, Messenger};
+
+use self::host::Host;
+use crate::link::{self, Security};
+use crate::shape::VolumeId;
+
+/// Settings of a server.
+#[derive(Clone, Debug)]
+pub struct ServerOptions {
+    /// Bytes of memory for copies.
+    pub memory: u64,
+    /// Bytes that all writers together may have under way here.
+    pub staging: u64,
+    /// What protects connections, to clients and between servers.
+    pub security: Security,
+    /// Threads that serve connections.
+    pub workers: usize,
+}
+
+impl Default for ServerOptions {
+    fn default() -> ServerOptions {
+        ServerOptions { memory: MEMORY_BYTES, staging: STAGING_BYTES, security: Security::default(), workers: WORKERS }
+    }
+}
+
+/// A running server. Dropping it ends it, and with it the copies.
+#[derive(Debug)]
+pub struct Server {
+    host: Arc<Host>,
+    messenger: Option<Messenger>,
+    address: Address,
+}
+
+impl Server {
+    /// Starts a server.
+    ///
+    /// # Errors
+    /// The address cannot be listened at, or the system provides no thread.
+    pub fn start(address: &Address, options: &ServerOptions) -> io::Result<Server> {
+        let host = Arc::new(Host::new(options));
+        let settings = link::options(&options.security, options.workers, MAX_SESSIONS);
+        let messenger = Messenger::new(link::server_policy(), &settings, Arc::<Host>::clone(&host))?;
+        let address = messenger.listen(address)?;
+        Ok(Server { host, messenger: Some(messenger), address })
+    }
+
+    /// Where it listens, with the port that the system chose.
+    pub fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// How its copy of a volume stands; `None` if it holds none.
+    pub fn standing(&self, volume: VolumeId) -> Option<crate::message::Standing> {
+        self.host.standing(volume)
+    }
+
+    /// Ends all connections and threads.
+    pub fn stop(mut self) {
+        self.end();
+    }
+
+    fn end(&mut self) {
+        self.host.stop();
+        drop(self.messenger.take()); // no call arrives after this, so no further borrower begins
+        self.host.join();
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// A modest part of a server's memory. Operators give more.
+const MEMORY_BYTES: u64 = 1 << 30;
+
+/// Sixteen writers with all the room that one can have.
+const STAGING_BYTES: u64 = 256 << 20;
+
+/// One does checksums while another one receives.
+const WORKERS: usize = 2;
+
+/// A volume has one writer and at most four borrowers: enough for some hundred volumes.
+const MAX_SESSIONS: usize = 1024;

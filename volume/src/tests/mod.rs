@@ -1,0 +1,5 @@
+//! Random schedules against the rules, and the rules taken out one at a time; readers against torn reads.
+
+mod schedules;
+mod torn;
+mod world;

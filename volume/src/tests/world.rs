@@ -1,0 +1,489 @@
+//! World: a few servers, writers that open the volume one after the other or at once, and a network that delays and
+//! breaks. Every message is a message of the product's machines; the blocks are versions instead of bytes.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use remora_lab::Random;
+
+use crate::copy::{Copy, Refusal};
+use crate::message::{Answer, Holder, Request, ServerId, State};
+use crate::shape::Copies;
+use crate::version::{Generation, Version};
+use crate::writer::{Action, Writer};
+
+/// Blocks of the volume: few, so that writes meet.
+const BLOCKS: u64 = 3;
+
+/// Writers of one schedule.
+const WRITERS: usize = 6;
+
+/// What a copy has in each block.
+type Content = BTreeMap<u64, Version>;
+
+struct Server {
+    copy: Copy,
+    blocks: Content,
+    pull: Option<Pull>,
+}
+
+/// A catch-up under way.
+struct Pull {
+    holder: Holder,
+    lender: ServerId,
+    since: Version,
+    left: Vec<u64>,
+    writer: usize,
+}
+
+struct Process {
+    writer: Writer,
+    is_alive: bool,
+    /// Servers to which it finds no way any more.
+    cut: BTreeSet<ServerId>,
+}
+
+/// A read under way.
+struct Read {
+    block: u64,
+    /// What it must return at least: what its writer has written before, and what was acknowledged or read before.
+    floor: Version,
+    /// What the last server answered.
+    answer: Version,
+}
+
+#[derive(Default)]
+struct Link {
+    requests: VecDeque<Request>,
+    answers: VecDeque<Answer>,
+}
+
+/// See the module's text.
+pub(super) struct World {
+    random: Random,
+    copies: Copies,
+    servers: Vec<Server>,
+    writers: Vec<Process>,
+    links: BTreeMap<(usize, ServerId), Link>,
+    /// Which block each write changed.
+    writes: BTreeMap<Version, u64>,
+    /// What the volume held when a generation began.
+    opened: BTreeMap<Generation, Content>,
+    serving: BTreeSet<Generation>,
+    /// The last version of each block that was acknowledged or read.
+    seen: Content,
+    /// The reads under way, by writer and number.
+    reads: BTreeMap<(usize, u64), Read>,
+    /// What was reached, and how often.
+    pub(super) counts: BTreeMap<&'static str, u64>,
+}
+
+impl World {
+    pub(super) fn new(seed: u64, copies: Copies) -> World {
+        let server = |_| Server { copy: Copy::created(), blocks: Content::new(), pull: None };
+        World {
+            random: Random::new(seed),
+            copies,
+            servers: (0..copies.number()).map(server).collect(),
+            writers: Vec::new(),
+            links: BTreeMap::new(),
+            writes: BTreeMap::new(),
+            opened: BTreeMap::new(),
+            serving: BTreeSet::new(),
+            seen: Content::new(),
+            reads: BTreeMap::new(),
+            counts: BTreeMap::new(),
+        }
+    }
+
+    /// Plays this many steps.
+    ///
+    /// # Errors
+    /// What does not hold.
+    pub(super) fn play(&mut self, steps: usize) -> Result<(), String> {
+        for _ in 0..steps {
+            self.step()?;
+        }
+        Ok(())
+    }
+
+    fn step(&mut self) -> Result<(), String> {
+        if self.writers.is_empty() {
+            self.open();
+        }
+        match self.random.below(1000) {
+            0..=11 => self.open(),
+            12..=19 => self.kill(),
+            20..=25 => self.forget(),
+            26..=27 => self.damage(),
+            28..=39 => self.break_link(),
+            40..=45 => self.cut(),
+            46..=79 => self.take_back(),
+            80..=199 => self.write(),
+            200..=249 => self.read(),
+            250..=449 => self.pull()?,
+            450..=729 => self.deliver_request()?,
+            _ => self.deliver_answer(),
+        }
+        self.carry_out()?;
+        self.check_copies()
+    }
+
+    fn count(&mut self, what: &'static str) {
+        *self.counts.entry(what).or_default() += 1;
+    }
+
+    fn any<T: std::marker::Copy>(&mut self, things: &[T]) -> Option<T> {
+        things.get(self.random.below(things.len() as u64) as usize).copied()
+    }
+
+    fn any_writer(&mut self) -> Option<usize> {
+        let alive: Vec<usize> = (0..self.writers.len()).filter(|&number| self.writers[number].is_alive).collect();
+        self.any(&alive)
+    }
+
+    fn any_server(&mut self) -> ServerId {
+        ServerId(self.random.below(self.servers.len() as u64) as usize)
+    }
+
+    // ---- writers ----
+
+    fn open(&mut self) {
+        if self.writers.len() >= WRITERS {
+            return;
+        }
+        let writer = Writer::open(self.copies, self.random.word());
+        let mut cut = BTreeSet::new();
+        for number in 0..self.servers.len() {
+            if self.random.one_in(4) {
+                cut.insert(ServerId(number));
+            }
+        }
+        self.writers.push(Process { writer, is_alive: true, cut });
+    }
+
+    /// A process ends. What it has sent may arrive, or not.
+    fn kill(&mut self) {
+        let Some(number) = self.any_writer() else { return };
+        self.writers[number].is_alive = false;
+        let drops = self.random.one_in(2);
+        for (_, link) in self.links.range_mut((number, ServerId(0))..(number + 1, ServerId(0))) {
+            link.answers.clear();
+            if drops {
+                link.requests.clear();
+            }
+        }
+    }
+
+    fn write(&mut self) {
+        let Some(number) = self.any_writer() else { return };
+        let block = self.random.below(BLOCKS);
+        if let Some(version) = self.writers[number].writer.write() {
+            self.writes.insert(version, block);
+        }
+    }
+
+    fn read(&mut self) {
+        let Some(writer) = self.any_writer() else { return };
+        let block = self.random.below(BLOCKS);
+        let Some(generation) = self.writers[writer].writer.generation() else { return };
+        let Some(number) = self.writers[writer].writer.read() else { return };
+        let opened = self.opened.get(&generation).and_then(|content| content.get(&block)).copied();
+        let written =
+            self.writes.range(generation.start()..).take_while(|(version, _)| version.generation() == generation);
+        let written = written.filter(|&(_, &at)| at == block).map(|(&version, _)| version).max();
+        let floor = opened.max(written).unwrap_or_default();
+        self.reads.insert((writer, number), Read { block, floor, answer: Version::NONE });
+    }
+
+    fn take_back(&mut self) {
+        let Some(number) = self.any_writer() else { return };
+        let server = self.any_server();
+        if !self.writers[number].cut.contains(&server) {
+            self.writers[number].writer.take_back(server);
+        }
+    }
+
+    // ---- the network ----
+
+    fn break_link(&mut self) {
+        let Some(number) = self.any_writer() else { return };
+        let server = self.any_server();
+        self.lose(number, server);
+    }
+
+    /// From now on a writer does not reach some servers.
+    fn cut(&mut self) {
+        let Some(number) = self.any_writer() else { return };
+        for server in (0..self.servers.len()).map(ServerId) {
+            if self.random.one_in(2) {
+                self.writers[number].cut.insert(server);
+                self.lose(number, server);
+            }
+        }
+    }
+
+    fn lose(&mut self, number: usize, server: ServerId) {
+        self.drop_link(number, server);
+        self.writers[number].writer.lost(server);
+    }
+
+    fn drop_link(&mut self, number: usize, server: ServerId) {
+        self.links.remove(&(number, server));
+        if !self.random.one_in(3) {
+            let server = &mut self.servers[server.0];
+            server.pull.take_if(|pull| pull.writer == number);
+        }
+    }
+
+    fn deliver_request(&mut self) -> Result<(), String> {
+        let waiting: Vec<_> =
+            self.links.iter().filter(|(_, link)| !link.requests.is_empty()).map(|(&way, _)| way).collect();
+        let Some((number, server)) = self.any(&waiting) else { return Ok(()) };
+        let request = self.links.get_mut(&(number, server)).and_then(|link| link.requests.pop_front());
+        let Some(request) = request else { return Ok(()) };
+        match self.execute(number, server, request)? {
+            Ok(Some(answer)) => self.answer(number, server, answer),
+            Ok(None) => {}
+            Err(Refusal::Fenced { by }) => self.answer(number, server, Answer::Fenced { by }),
+            // The server closes the connection.
+            Err(Refusal::OutOfStep) => self.lose(number, server),
+        }
+        Ok(())
+    }
+
+    fn answer(&mut self, number: usize, server: ServerId, answer: Answer) {
+        if let Some(link) = self.links.get_mut(&(number, server)) {
+            link.answers.push_back(answer);
+        }
+    }
+
+    fn deliver_answer(&mut self) {
+        let waiting: Vec<_> =
+            self.links.iter().filter(|(_, link)| !link.answers.is_empty()).map(|(&way, _)| way).collect();
+        let Some((number, server)) = self.any(&waiting) else { return };
+        let answer = self.links.get_mut(&(number, server)).and_then(|link| link.answers.pop_front());
+        if let Some(answer) = answer.filter(|_| self.writers[number].is_alive) {
+            if let Answer::Read { number: read, newest } = answer
+                && let Some(read) = self.reads.get_mut(&(number, read))
+            {
+                read.answer = newest;
+            }
+            self.writers[number].writer.answered(server, answer);
+        }
+    }
+
+    /// Does what the writers want done.
+    fn carry_out(&mut self) -> Result<(), String> {
+        for number in 0..self.writers.len() {
+            while let Some(action) = self.writers[number].writer.poll_action() {
+                if !self.writers[number].is_alive {
+                    continue;
+                }
+                match action {
+                    Action::Send(server, _) if self.writers[number].cut.contains(&server) => self.lose(number, server),
+                    Action::Send(server, request) => {
+                        self.links.entry((number, server)).or_default().requests.push_back(request);
+                    }
+                    Action::Disconnect(server) => self.drop_link(number, server),
+                    Action::Serving { .. } => self.serving(number)?,
+                    Action::Acknowledge(version) => self.acknowledged(version)?,
+                    Action::Read(read) => self.given_out(number, read)?,
+                    Action::End(_) => {
+                        self.count("a writer ended");
+                        self.writers[number].is_alive = false;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    // ---- servers ----
+
+    /// A memory server starts without its memory. A volume lives through that as long as fewer servers forget than must
+    /// hold a write, and enough whole copies are left for the next write.
+    fn forget(&mut self) {
+        let whole =
+            (0..self.servers.len()).filter(|&number| self.servers[number].copy.standing().state == State::Whole);
+        let whole: Vec<usize> = whole.collect();
+        let (number, hold) = (self.copies.number(), self.copies.hold());
+        if whole.len() <= hold.max(number - hold + 1) {
+            return;
+        }
+        let Some(number) = self.any(&whole) else { return };
+        self.count("a server forgot");
+        self.servers[number] = Server { copy: Copy::default(), blocks: Content::new(), pull: None };
+        for writer in 0..self.writers.len() {
+            self.lose(writer, ServerId(number));
+        }
+    }
+
+    /// A block is found damaged.
+    fn damage(&mut self) {
+        let number = self.any_server().0;
+        let block = self.random.below(BLOCKS);
+        let Server { copy, blocks, .. } = &mut self.servers[number];
+        if copy.standing().state == State::Whole {
+            copy.damaged();
+            blocks.remove(&block);
+            self.count("a block was damaged");
+        }
+    }
+
+    fn execute(
+        &mut self,
+        number: usize,
+        server: ServerId,
+        request: Request,
+    ) -> Result<Result<Option<Answer>, Refusal>, String> {
+        let at = &mut self.servers[server.0];
+        Ok(match request {
+            Request::Ask => Ok(Some(Answer::Standing(at.copy.standing()))),
+            Request::Promise(holder) => at.copy.promise(holder).map(|standing| Some(Answer::Promised(standing))),
+            Request::Confirm { holder, question } => {
+                at.copy.confirm(holder).map(|()| Some(Answer::Confirmed { question }))
+            }
+            Request::CatchUp { holder, lender, since } => at.copy.begin_catch_up(holder, since).map(|()| {
+                at.pull = Some(Pull { holder, lender, since, left: (0..BLOCKS).collect(), writer: number });
+                None
+            }),
+            Request::Mark(holder) => match at.copy.mark(holder) {
+                Ok(applied) => {
+                    let content = at.blocks.clone();
+                    let first = self.opened.entry(holder.generation).or_insert_with(|| content.clone());
+                    if *first != content {
+                        return Err(format!("generation {} begins with {first:?} and {content:?}", holder.generation));
+                    }
+                    Ok(Some(Answer::Written { applied }))
+                }
+                Err(refusal) => Err(refusal),
+            },
+            Request::Read { holder, number: read } => at.copy.read(holder).map(|()| {
+                let block = self.reads.get(&(number, read)).map(|read| read.block);
+                let newest = block.and_then(|block| at.blocks.get(&block)).copied().unwrap_or_default();
+                Some(Answer::Read { number: read, newest })
+            }),
+            Request::Write { holder, version } => at.copy.write(holder, version).map(|()| {
+                if let Some(&block) = self.writes.get(&version) {
+                    at.blocks.insert(block, version);
+                }
+                Some(Answer::Written { applied: version })
+            }),
+        })
+    }
+
+    /// A copy that is behind takes the next block.
+    fn pull(&mut self) -> Result<(), String> {
+        let pulling: Vec<usize> =
+            (0..self.servers.len()).filter(|&number| self.servers[number].pull.is_some()).collect();
+        let Some(number) = self.any(&pulling) else { return Ok(()) };
+        let Some(mut pull) = self.servers[number].pull.take() else { return Ok(()) };
+        let lender = &self.servers[pull.lender.0];
+        if let Some(block) = pull.left.last().copied() {
+            match lender.copy.lend(pull.holder, pull.since) {
+                Ok(applied) => {
+                    let theirs = lender.blocks.get(&block).copied();
+                    let borrower = &mut self.servers[number];
+                    let ours = borrower.blocks.get(&block).copied().unwrap_or_default();
+                    match borrower.copy.takes(ours, theirs.unwrap_or_default(), applied) {
+                        Ok(true) => {
+                            borrower.blocks.remove(&block);
+                            borrower.blocks.extend(theirs.map(|theirs| (block, theirs)));
+                        }
+                        Ok(false) => {}
+                        Err(_) => return Ok(()),
+                    }
+                    pull.left.pop();
+                }
+                Err(Refusal::Fenced { by }) => {
+                    self.answer(pull.writer, ServerId(number), Answer::Fenced { by });
+                    return Ok(());
+                }
+                Err(Refusal::OutOfStep) => {}
+            }
+        } else if self.servers[number].copy.try_complete() {
+            self.count("a copy caught up");
+            let applied = self.servers[number].copy.standing().applied;
+            self.answer(pull.writer, ServerId(number), Answer::Whole { applied });
+            return Ok(());
+        }
+        self.servers[number].pull = Some(pull);
+        Ok(())
+    }
+
+    // ---- what must hold ----
+
+    fn serving(&mut self, number: usize) -> Result<(), String> {
+        self.count("a writer serves");
+        let Some(generation) = self.writers[number].writer.generation() else { return Ok(()) };
+        if !self.serving.insert(generation) {
+            return Err(format!("two writers serve with generation {generation}"));
+        }
+        self.check_openings()?;
+        // It reads everything. What was read once must not go back.
+        let content = self.opened.get(&generation).cloned().unwrap_or_default();
+        for (block, version) in content {
+            let seen = self.seen.entry(block).or_default();
+            *seen = version.max(*seen);
+        }
+        Ok(())
+    }
+
+    fn acknowledged(&mut self, version: Version) -> Result<(), String> {
+        self.count("an acknowledgement");
+        let generation = version.generation();
+        for (&write, &block) in self.writes.range(generation.start()..=version) {
+            let seen = self.seen.entry(block).or_default();
+            *seen = write.max(*seen);
+        }
+        // An answer can arrive after a later writer has begun. The write itself was before that.
+        self.check_openings()
+    }
+
+    /// A read returns every write that was sent before it, and nothing that can be lost.
+    fn given_out(&mut self, writer: usize, number: u64) -> Result<(), String> {
+        let Some(Read { block, floor, answer }) = self.reads.remove(&(writer, number)) else {
+            return Err(format!("a read was given out twice: {number} of writer {writer}"));
+        };
+        self.count("a read");
+        if answer < floor {
+            return Err(format!("block {block} was read at {answer}, and {floor} was written before"));
+        }
+        let seen = self.seen.entry(block).or_default();
+        *seen = answer.max(*seen);
+        self.check_openings()
+    }
+
+    /// No later writer lacks a write that was acknowledged or read.
+    fn check_openings(&self) -> Result<(), String> {
+        for generation in &self.serving {
+            let Some(content) = self.opened.get(generation) else { continue };
+            for (block, &seen) in self.seen.iter().filter(|(_, seen)| seen.generation() < *generation) {
+                let has = content.get(block).copied().unwrap_or_default();
+                if has < seen {
+                    return Err(format!("block {block} was seen at {seen}, and generation {generation} opened {has}"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Each whole copy is a prefix of its history.
+    fn check_copies(&self) -> Result<(), String> {
+        for (number, server) in self.servers.iter().enumerate() {
+            let standing = server.copy.standing();
+            let generation = standing.applied.generation();
+            if standing.state != State::Whole || generation == Generation::NONE {
+                continue;
+            }
+            let mut expected = self.opened.get(&generation).cloned().unwrap_or_default();
+            let written = self.writes.range(generation.start()..=standing.applied);
+            expected.extend(written.map(|(&version, &block)| (block, version)));
+            if expected != server.blocks {
+                let (applied, blocks) = (standing.applied, &server.blocks);
+                return Err(format!("server {number} is whole at {applied} with {blocks:?} instead of {expected:?}"));
+            }
+        }
+        Ok(())
+    }
+}

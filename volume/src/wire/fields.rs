@@ -1,0 +1,128 @@
+//! Fields: the encodings of what messages consist of.
+
+use remora_wire::codec::{Codec, Maybe, Reader};
+use remora_wire::{Malformed, TooLarge, codes, record};
+
+use crate::layout::Entry;
+use crate::message::{Holder, Standing, State};
+use crate::shape::{Copies, Shape, VolumeId};
+use crate::version::{Generation, Version};
+
+/// Neighbouring blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// The first one.
+    pub first: u64,
+    /// How many.
+    pub count: u32,
+}
+
+record!(Run { first: u64, count: u32 });
+
+impl Run {
+    /// The blocks' numbers. A run that goes beyond the last number ends there.
+    pub fn blocks(self) -> std::ops::Range<u64> {
+        self.first..self.first.saturating_add(u64::from(self.count))
+    }
+}
+
+/// How much a writer may have sent and not yet heard of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// Bytes of blocks.
+    pub bytes: u64,
+    /// Messages.
+    pub writes: u32,
+}
+
+record!(Room { bytes: u64, writes: u32 });
+
+/// What a connection is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Its client opens the volume, writes and reads.
+    Write,
+    /// Its client is a server that takes blocks which its own copy lacks.
+    Borrow,
+}
+
+codes!(Mode is "mode" { 1 => Write, 2 => Borrow });
+
+/// Why a server does not do what it was asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cause {
+    /// The copy is not where the client takes it to be.
+    OutOfStep,
+    /// The lender has not yet applied what the borrower is not sent: ask again.
+    NotYet,
+    /// It has a volume of this identity with another shape, or has it already.
+    Shape,
+    /// It has no memory for the copy.
+    NoMemory,
+    /// A block is damaged, where it is or on its way.
+    Damaged,
+    /// The request is not one for this connection, or not within its bounds.
+    Misuse,
+}
+
+codes!(Cause is "cause" { 1 => OutOfStep, 2 => NotYet, 3 => Shape, 4 => NoMemory, 5 => Damaged, 6 => Misuse });
+
+codes!(State is "state" { 0 => Empty, 1 => Behind, 2 => Whole });
+
+record!(Holder { generation: Generation, writer: u64 });
+
+record!(Standing { state: State, promised: Maybe<Holder>, claim: Version, applied: Version });
+
+record!(Entry { version: Version, crc: u32 });
+
+impl Codec for Generation {
+    type Value = Generation;
+    const MAX_BYTES: usize = 4;
+
+    fn put(value: &Generation, out: &mut Vec<u8>) -> Result<(), TooLarge> {
+        u32::put(&value.number(), out)
+    }
+
+    fn take(from: &mut Reader<'_>) -> Result<Generation, Malformed> {
+        Generation::from_number(u32::take(from)?).ok_or(Malformed::Invalid { what: "generation" })
+    }
+}
+
+impl Codec for Version {
+    type Value = Version;
+    const MAX_BYTES: usize = 8;
+
+    fn put(value: &Version, out: &mut Vec<u8>) -> Result<(), TooLarge> {
+        u64::put(&value.word(), out)
+    }
+
+    fn take(from: &mut Reader<'_>) -> Result<Version, Malformed> {
+        Version::from_word(u64::take(from)?).ok_or(Malformed::Invalid { what: "version" })
+    }
+}
+
+/// The identity 16, the number of blocks 8, the numbers of copies and of those that hold a write, 1 each.
+impl Codec for Shape {
+    type Value = Shape;
+    const MAX_BYTES: usize = 16 + 8 + 1 + 1;
+
+    fn put(value: &Shape, out: &mut Vec<u8>) -> Result<(), TooLarge> {
+        <[u8; 16]>::put(&value.volume().0, out)?;
+        u64::put(&value.blocks(), out)?;
+        for count in [value.copies().number(), value.copies().hold()] {
+            u8::put(&(count as u8), out)?; // at most `Copies::MOST`
+        }
+        Ok(())
+    }
+
+    fn take(from: &mut Reader<'_>) -> Result<Shape, Malformed> {
+        let (volume, blocks) = (VolumeId(<[u8; 16]>::take(from)?), u64::take(from)?);
+        let (number, hold) = (u8::take(from)?, u8::take(from)?);
+        let copies = Copies::new(number.into(), hold.into());
+        copies
+            .and_then(|copies| Shape::new(volume, blocks, copies))
+            .ok_or(Malformed::Invalid { what: "volume's shape" })
+    }
+}
+
+const _: () = assert!(Copies::MOST <= u8::MAX as usize);

@@ -1,0 +1,81 @@
+//! Some servers in this process, and volumes on them.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use remora_messenger::{Address, Keyring, Token};
+use remora_volume::Security;
+use remora_volume::client::{ClientOptions, Error, Volume, new_id};
+use remora_volume::message::State;
+use remora_volume::server::{Server, ServerOptions};
+use remora_volume::shape::{Copies, Shape};
+
+pub fn keys() -> Option<Arc<Keyring>> {
+    let token = Token::new(b"a token of these tests, 0123456789").unwrap();
+    Some(Arc::new(Keyring::only(Arc::new(token))))
+}
+
+pub fn security() -> Security {
+    Security { keys: keys(), ..Security::default() }
+}
+
+pub fn options() -> ClientOptions {
+    ClientOptions { security: security(), copy_limit: Duration::from_secs(2) }
+}
+
+pub fn server_options() -> ServerOptions {
+    ServerOptions { security: security(), ..ServerOptions::default() }
+}
+
+/// Waits for a condition.
+pub fn until(what: &str, holds: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while !holds() {
+        assert!(Instant::now() < deadline, "not within 30 s: {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Servers of one volume.
+pub struct Cluster {
+    pub shape: Shape,
+    pub servers: Vec<Option<Server>>,
+    pub addresses: Vec<Address>,
+}
+
+impl Cluster {
+    /// Starts servers, and creates the volume on them.
+    pub fn new(number: usize, hold: usize, blocks: u64) -> Cluster {
+        let shape = Shape::new(new_id().unwrap(), blocks, Copies::new(number, hold).unwrap()).unwrap();
+        let anywhere = "tcp:127.0.0.1:0".parse().unwrap();
+        let servers: Vec<_> = (0..number).map(|_| Server::start(&anywhere, &server_options()).unwrap()).collect();
+        let addresses: Vec<_> = servers.iter().map(|server| server.address().clone()).collect();
+        Volume::create(shape, &addresses, &options()).unwrap();
+        Cluster { shape, servers: servers.into_iter().map(Some).collect(), addresses }
+    }
+
+    pub fn open(&self) -> Result<Volume, Error> {
+        Volume::open(self.shape, &self.addresses, &options())
+    }
+
+    /// Ends a server, and its memory with it.
+    pub fn end(&mut self, number: usize) {
+        self.servers[number].take().unwrap().stop();
+    }
+
+    /// Starts it again at the same address, without its memory.
+    pub fn start(&mut self, number: usize) {
+        let server = Server::start(&self.addresses[number], &server_options()).unwrap();
+        self.servers[number] = Some(server);
+    }
+
+    pub fn is_whole(&self, number: usize) -> bool {
+        let standing = self.servers[number].as_ref().and_then(|server| server.standing(self.shape.volume()));
+        standing.is_some_and(|standing| standing.state == State::Whole)
+    }
+
+    pub fn applied(&self, number: usize) -> remora_volume::version::Version {
+        let standing = self.servers[number].as_ref().and_then(|server| server.standing(self.shape.volume()));
+        standing.unwrap().applied
+    }
+}

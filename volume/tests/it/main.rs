@@ -1,0 +1,10 @@
+//! Servers and clients with real messengers: in one process, and as processes that are killed and stopped.
+#![allow(clippy::unwrap_used, unreachable_pub)]
+
+mod calls;
+mod cluster;
+mod faults;
+mod pattern;
+mod processes;
+mod tls;
+mod usage;

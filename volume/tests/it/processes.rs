@@ -1,0 +1,191 @@
+//! Servers as processes of their own: killed, stopped and continued, while a checking writer goes on.
+
+use std::io::{BufRead, BufReader, Read};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use remora_lab::process::Process;
+use remora_messenger::Address;
+use remora_volume::client::{ClientOptions, Volume, new_id};
+use remora_volume::server::Server;
+use remora_volume::shape::{Copies, Shape};
+use rustix::process::Signal;
+
+use crate::cluster::{options, server_options, until};
+use crate::pattern::Checker;
+
+/// Tells a process of this test's program that it is a server, and where it listens.
+const LISTEN: &str = "REMORA_VOLUME_TEST_LISTEN";
+
+/// Not a test: the server of the tests below, which start this program again. Without their variable it does nothing.
+#[test]
+fn a_server_for_the_other_tests() {
+    let Ok(address) = std::env::var(LISTEN) else { return };
+    let server = Server::start(&address.parse().unwrap(), &server_options()).unwrap();
+    println!("\nlistening {}", server.address());
+    let _ = std::io::stdin().read(&mut [0]); // until it is killed, or the test ends
+}
+
+struct Remote {
+    process: Process,
+    address: Address,
+}
+
+impl Remote {
+    fn start(address: &str) -> Remote {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "processes::a_server_for_the_other_tests", "--nocapture", "--test-threads=1"]);
+        command.env(LISTEN, address).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let (process, pipes) = Process::start("a volume's server", command).unwrap();
+        let mut lines = BufReader::new(pipes.stdout.unwrap()).lines();
+        let address = lines.find_map(|line| line.unwrap().strip_prefix("listening ").map(str::to_owned)).unwrap();
+        std::thread::spawn(move || lines.for_each(drop)); // ends with the process
+        Remote { process, address: address.parse().unwrap() }
+    }
+}
+
+struct Remotes {
+    shape: Shape,
+    servers: Vec<Remote>,
+}
+
+impl Remotes {
+    fn new(blocks: u64) -> Remotes {
+        let shape = Shape::new(new_id().unwrap(), blocks, Copies::new(3, 2).unwrap()).unwrap();
+        let servers: Vec<_> = (0..3).map(|_| Remote::start("tcp:127.0.0.1:0")).collect();
+        let remotes = Remotes { shape, servers };
+        Volume::create(shape, &remotes.addresses(), &options()).unwrap();
+        remotes
+    }
+
+    fn addresses(&self) -> Vec<Address> {
+        self.servers.iter().map(|server| server.address.clone()).collect()
+    }
+
+    fn open(&self, options: &ClientOptions) -> Volume {
+        Volume::open(self.shape, &self.addresses(), options).unwrap()
+    }
+
+    fn kill(&mut self, number: usize) {
+        self.servers[number].process.kill().unwrap();
+    }
+
+    fn restart(&mut self, number: usize) {
+        let address = self.servers[number].address.to_string();
+        self.servers[number] = Remote::start(&address);
+    }
+}
+
+/// How long a write took.
+fn took(volume: &Volume, checker: &mut Checker) -> Duration {
+    let began = Instant::now();
+    assert!(checker.write(volume));
+    volume.flush().unwrap();
+    began.elapsed()
+}
+
+/// Writes for a while. Returns the longest time that an acknowledged write took.
+fn write_for(volume: &Volume, checker: &mut Checker, time: Duration) -> Duration {
+    let until = Instant::now() + time;
+    let mut longest = Duration::ZERO;
+    while Instant::now() < until {
+        longest = longest.max(took(volume, checker));
+    }
+    longest
+}
+
+/// Waits until every copy is whole, while writes go on.
+fn all_are_whole(volume: &Volume, checker: &mut Checker) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while volume.members().len() < 3 {
+        assert!(Instant::now() < deadline, "a copy was not taken back within 30 s: {:?}", volume.members());
+        took(volume, checker);
+    }
+}
+
+#[test]
+fn a_killed_server_is_hardly_noticed_and_taken_back_without_its_memory() {
+    let mut servers = Remotes::new(2000);
+    let mut checker = Checker::new(11);
+    let volume = servers.open(&options());
+    for number in [0, 1, 2] {
+        write_for(&volume, &mut checker, Duration::from_millis(300));
+        let longest = std::thread::scope(|scope| {
+            let (volume, checker) = (&volume, &mut checker);
+            let writer = scope.spawn(move || write_for(volume, checker, Duration::from_millis(600)));
+            std::thread::sleep(Duration::from_millis(200));
+            servers.kill(number);
+            writer.join().unwrap()
+        });
+        println!("longest write while server {number} was killed: {longest:?}");
+        assert!(longest < Duration::from_secs(1), "{longest:?}");
+        checker.check(&volume);
+        servers.restart(number);
+        all_are_whole(&volume, &mut checker);
+        checker.check(&volume);
+    }
+    let ledger = checker.ledger.lock().unwrap();
+    println!("{} writes acknowledged", ledger.acknowledgements);
+    assert!(ledger.failures.is_empty());
+}
+
+#[test]
+fn a_server_that_hangs_is_left_out_in_time_and_taken_back() {
+    let mut servers = Remotes::new(2000);
+    let mut checker = Checker::new(12);
+    let options = options();
+    let volume = servers.open(&options);
+    write_for(&volume, &mut checker, Duration::from_millis(300));
+    assert_eq!(volume.members().len(), 3);
+    servers.servers[0].process.signal(Signal::STOP).unwrap();
+    // The other two hold each write, until as much is under way at the one that hangs as it has room for. From then on
+    // writes wait until it is left out.
+    let longest = write_for(&volume, &mut checker, options.copy_limit + Duration::from_secs(1));
+    println!("longest write while a server hung: {longest:?}");
+    assert!(longest < options.copy_limit + Duration::from_millis(500), "{longest:?}");
+    assert_eq!(volume.members().len(), 2);
+    checker.check(&volume);
+    servers.servers[0].process.signal(Signal::CONT).unwrap();
+    all_are_whole(&volume, &mut checker);
+    checker.check(&volume);
+    assert!(checker.ledger.lock().unwrap().failures.is_empty());
+}
+
+/// A read that was sent to a server that hangs is answered by another one.
+#[test]
+fn a_read_at_a_server_that_hangs_takes_the_time_limit_and_not_longer() {
+    let mut servers = Remotes::new(100);
+    let mut checker = Checker::new(13);
+    let options = options();
+    let volume = servers.open(&options);
+    write_for(&volume, &mut checker, Duration::from_millis(100));
+    for number in [0, 1, 2] {
+        servers.servers[number].process.signal(Signal::STOP).unwrap();
+        let began = Instant::now();
+        checker.check(&volume);
+        assert!(began.elapsed() < options.copy_limit + Duration::from_secs(1), "{:?}", began.elapsed());
+        servers.servers[number].process.signal(Signal::CONT).unwrap();
+        all_are_whole(&volume, &mut checker);
+    }
+}
+
+/// The replaced writer is cut off from nothing: it still reaches every server.
+#[test]
+fn a_writer_that_hangs_while_it_is_replaced_acknowledges_nothing_more() {
+    let servers = Remotes::new(500);
+    let mut checker = Checker::new(14);
+    let first = servers.open(&options());
+    (0..500).for_each(|_| assert!(checker.write(&first)));
+    let second = servers.open(&options());
+    let acknowledged = checker.ledger.lock().unwrap().acknowledgements;
+    (0..50).for_each(|_| {
+        checker.write(&first);
+    });
+    until("the first writer has ended", || first.end().is_some());
+    drop(first);
+    let ledger = checker.ledger.lock().unwrap();
+    // Between the promise and this count some of the first 500 may have been acknowledged, and none after.
+    assert!(ledger.acknowledgements <= 500 && ledger.acknowledgements >= acknowledged);
+    drop(ledger);
+    checker.check(&second);
+}
