@@ -189,8 +189,10 @@ impl Watch {
         let says = |text: &str| matches!(&agent.outcome, Some(Err(failure)) if failure.message.contains(text));
         let restarted = self.out_of_reach.get(&id).is_some_and(|&cut| cut >= since);
         // A server that its former primary has continued meanwhile holds what it held before, and the writes since then.
+        // The link may be down again.
         let server = world.server(id);
-        let is_continued = server.is_up() && server.full_copies.1 == copies;
+        let is_exact = world.oracle.expected(server.replid, server.offset) == Some(server.content);
+        let is_continued = is_exact && server.full_copies.1 == copies;
         let is_as_before = server.content == held || is_continued;
         if says("holds what it held before") && !is_as_before && !restarted && !self.is_taken_over(id) {
             return Err(format!(
