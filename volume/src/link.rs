@@ -4,14 +4,15 @@
 //! back. A session that resumed would hide a server that was restarted without its memory until it is asked, and a
 //! killed process for as long as reconnects are tried.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use bytes::Bytes;
 use remora_messenger::frame::Limits;
 use remora_messenger::handshake::Versions;
 use remora_messenger::stack::tls::TlsOptions;
-use remora_messenger::{Delivery, Keyring, Message, Options, Policy};
-use remora_wire::TooLarge;
+use remora_messenger::{Address, Connection, Delivery, Keyring, Message, Options, Policy};
+use remora_wire::{TooLarge, derive};
 
 use crate::wire::{Call, DecodeError, MAX_DATA_BYTES, MAX_FRONT_BYTES, Reply, Room, VERSION};
 
@@ -86,3 +87,19 @@ pub(crate) fn decode_reply(delivery: &Delivery) -> Result<Reply, DecodeError> {
 pub(crate) fn decode_call(delivery: &Delivery) -> Result<Call, DecodeError> {
     Call::decode(delivery.kind, &delivery.front, delivery.data.len())
 }
+
+/// The host and port of an address, if it is one of a network.
+pub(crate) fn socket_address(address: &Address) -> Option<SocketAddr> {
+    match address {
+        Address::Tcp(address) | Address::Tls(address) | Address::Rdma(address) => Some(*address),
+        Address::Shm(_) => None,
+    }
+}
+
+/// What proves to a server's exporters that a reader is the client of this connection; `None` before its handshake.
+pub(crate) fn region_secret(connection: &Connection) -> Option<[u8; 32]> {
+    connection.negotiated().map(|negotiated| derive(&negotiated.key, REGION_LABEL))
+}
+
+/// What the secret of a grant is derived for.
+const REGION_LABEL: &[u8] = b"remora volume regions";

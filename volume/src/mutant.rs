@@ -27,6 +27,12 @@ pub(crate) enum Mutant {
     ReadUnacknowledged,
     /// A copy that is behind is read.
     ReadBehind,
+    /// A region is read although its copy may lack a write of the blocks.
+    LookTooEarly,
+    /// What was read out of a region counts, whomever its server obeys.
+    LineIgnored,
+    /// The line is read before the blocks.
+    LineFirst,
 }
 
 thread_local! {

@@ -17,6 +17,7 @@ use remora_fabric::{Completion, Error as FabricError, Peer, ReadError, ReadReque
 use crate::layout::{ENTRY_BYTES, Entry, LINE_AT, LINE_BYTES, LINE_WORDS, Layout, Line};
 use crate::message::Standing;
 use crate::shape::BLOCK_BYTES;
+use crate::version::Version;
 
 /// How often blocks are read before the reader gives up. A block is torn for as long as one write of it takes, so even
 /// the second attempt is rare.
@@ -56,6 +57,13 @@ pub enum ReaderError {
     Memory(#[from] memory::Error),
 }
 
+impl ReaderError {
+    /// Whether the reader is of no more use. After the other ones it is: the blocks were being written.
+    pub fn is_final(&self) -> bool {
+        !matches!(self, ReaderError::OutOfBounds { .. } | ReaderError::Torn { .. } | ReaderError::TornLine)
+    }
+}
+
 /// Whether these bytes are a block at one moment. A block that was never written becomes zeros.
 fn judge(entry: Option<Entry>, block: &mut [u8]) -> Option<Entry> {
     let entry = entry?;
@@ -64,6 +72,46 @@ fn judge(entry: Option<Entry>, block: &mut [u8]) -> Option<Entry> {
         return Some(entry);
     }
     entry.is_of(block).then_some(entry)
+}
+
+/// What was found in a region.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Found {
+    /// Which write each block is of.
+    pub entries: Vec<Entry>,
+    /// How the copy stood. The line is read after the blocks, on each transport that completes the reads of a
+    /// connection in their order. So its server obeyed the line's writer when the blocks were read, if that writer
+    /// began before.
+    pub line: Standing,
+}
+
+impl Found {
+    /// The last write of any of the blocks.
+    pub fn newest(&self) -> Version {
+        self.entries.iter().map(|entry| entry.version).max().unwrap_or_default()
+    }
+}
+
+/// Blocks to be read.
+#[derive(Debug)]
+pub struct Wanted<'a> {
+    /// The first one.
+    pub first: u64,
+    /// Where they are put; its length says how many.
+    pub into: &'a mut [u8],
+}
+
+/// Where a run of blocks arrives in the sink: blocks, entries, line.
+#[derive(Clone, Copy)]
+struct Place {
+    first: u64,
+    count: u64,
+    at: u64,
+}
+
+/// Bytes that so many blocks take in a sink.
+fn sink_bytes(blocks: u64) -> u64 {
+    blocks * (ENTRY_BYTES + BLOCK_BYTES) as u64 + LINE_BYTES as u64
 }
 
 /// Reads a copy of this host in place.
@@ -95,11 +143,22 @@ impl InPlace {
         Err(ReaderError::TornLine)
     }
 
-    /// Copies a block out, and returns which write it is of.
+    /// Copies blocks out, as many as `into` has room for, and then the line.
+    ///
+    /// # Errors
+    /// [`ReaderError::Torn`], [`ReaderError::TornLine`], [`ReaderError::OutOfBounds`].
+    pub fn blocks(&self, first: u64, into: &mut [u8]) -> Result<Found, ReaderError> {
+        let blocks = (first..).zip(into.chunks_exact_mut(BLOCK_BYTES));
+        let entries = blocks.map(|(block, into)| self.block(block, into)).collect::<Result<_, _>>()?;
+        fence(Ordering::Acquire); // no word of the line before the last byte of a block
+        Ok(Found { entries, line: self.line()? })
+    }
+
+    /// Copies a block of [`BLOCK_BYTES`] out, and returns which write it is of.
     ///
     /// # Errors
     /// [`ReaderError::Torn`], [`ReaderError::OutOfBounds`].
-    pub fn block(&self, block: u64, into: &mut [u8; BLOCK_BYTES]) -> Result<Entry, ReaderError> {
+    pub fn block(&self, block: u64, into: &mut [u8]) -> Result<Entry, ReaderError> {
         if !self.layout.has(block, 1) {
             return Err(ReaderError::OutOfBounds { first: block, count: 1 });
         }
@@ -122,65 +181,87 @@ pub struct OneSided {
     peer: Box<dyn Peer>,
     sink: Arc<Memory>,
     layout: Layout,
-    most: u64,
 }
 
 impl OneSided {
-    /// The memory into which reads of up to `most` blocks arrive. Connect a peer to it.
+    /// The memory into which reads of up to `most` blocks arrive, or several of fewer ones. Connect a peer to it.
     ///
     /// # Errors
     /// The system has no memory of that length.
     pub fn sink(most: u64) -> Result<Arc<Memory>, memory::Error> {
-        let length = most * (ENTRY_BYTES + BLOCK_BYTES) as u64 + LINE_BYTES as u64;
-        Ok(Arc::new(Memory::create("remora-volume-sink", length, Pages::Small)?))
+        Ok(Arc::new(Memory::create("remora-volume-sink", sink_bytes(most), Pages::Small)?))
     }
 
     /// A reader of a copy of this layout, through a peer that was connected to a [`OneSided::sink`].
     pub fn new(peer: Box<dyn Peer>, sink: Arc<Memory>, layout: Layout) -> OneSided {
-        let most = sink.length().saturating_sub(LINE_BYTES as u64) / (ENTRY_BYTES + BLOCK_BYTES) as u64;
-        OneSided { peer, sink, layout, most }
+        OneSided { peer, sink, layout }
     }
 
     /// Reads blocks into `into`, which has room for `count` of them. Returns their entries, and how the copy stood.
     ///
     /// # Errors
-    /// [`ReaderError`]. After [`ReaderError::Fabric`] and [`ReaderError::TimedOut`] the reader is of no more use.
-    pub fn blocks(
+    /// [`ReaderError`]. After [`ReaderError::is_final`] ones the reader is of no more use.
+    pub fn blocks(&mut self, first: u64, into: &mut [u8], limit: Duration) -> Result<Found, ReaderError> {
+        let mut found = self.several(&mut [Wanted { first, into }], limit)?;
+        found.pop().unwrap_or(Err(ReaderError::TornLine))
+    }
+
+    /// Reads several runs of blocks in one round trip, as far as one of them is not torn. Together they must fit the
+    /// sink.
+    ///
+    /// # Errors
+    /// For each run those that concern it alone, [`ReaderError::Torn`] and [`ReaderError::TornLine`]; for all of them
+    /// as for [`OneSided::blocks`].
+    pub fn several(
         &mut self,
-        first: u64,
-        into: &mut [u8],
+        wanted: &mut [Wanted<'_>],
         limit: Duration,
-    ) -> Result<(Vec<Entry>, Standing), ReaderError> {
-        let count = (into.len() / BLOCK_BYTES) as u64;
-        if count > self.most || !self.layout.has(first, count) {
-            return Err(ReaderError::OutOfBounds { first, count });
+    ) -> Result<Vec<Result<Found, ReaderError>>, ReaderError> {
+        let mut at = 0;
+        let mut places = Vec::with_capacity(wanted.len());
+        for Wanted { first, into } in wanted.iter() {
+            let (first, count) = (*first, (into.len() / BLOCK_BYTES) as u64);
+            if !self.layout.has(first, count) || at + sink_bytes(count) > self.sink.length() {
+                return Err(ReaderError::OutOfBounds { first, count });
+            }
+            places.push(Place { first, count, at });
+            at += sink_bytes(count);
         }
         let deadline = Instant::now() + limit;
-        let mut torn = ReaderError::TornLine;
+        let mut results: Vec<_> = wanted.iter().map(|_| Err(ReaderError::TornLine)).collect();
+        let mut due: Vec<usize> = (0..wanted.len()).collect();
         for _ in 0..TRIES {
-            self.fetch(first, count, deadline, limit)?;
-            match self.judge(first, into)? {
-                Ok(found) => return Ok(found),
-                Err(why) => torn = why,
+            let requests: Vec<ReadRequest> = due.iter().flat_map(|&number| self.requests(places[number])).collect();
+            self.fetch(&requests, deadline, limit)?;
+            for &number in &due {
+                results[number] = self.judge(places[number], wanted[number].into)?;
+            }
+            due.retain(|&number| results[number].is_err());
+            if due.is_empty() {
+                break;
             }
         }
-        Err(torn)
+        Ok(results)
+    }
+
+    /// The reads of one run. The line comes last, and is so read last: see [`Found`].
+    fn requests(&self, Place { first, count, at }: Place) -> [ReadRequest; 3] {
+        let [blocks, entries] = [BLOCK_BYTES, ENTRY_BYTES].map(|bytes| count * bytes as u64);
+        let reads = [
+            (self.layout.block_at(first), blocks, at),
+            (self.layout.entry_at(first), entries, at + blocks),
+            (LINE_AT, LINE_BYTES as u64, at + blocks + entries),
+        ];
+        reads.map(|(offset, length, sink_offset)| ReadRequest {
+            tag: 0,
+            offset,
+            length: length as u32, // a part of a sink
+            sink_offset,
+        })
     }
 
     /// Reads everything once.
-    fn fetch(&mut self, first: u64, count: u64, deadline: Instant, limit: Duration) -> Result<(), ReaderError> {
-        let [blocks, entries] = [BLOCK_BYTES, ENTRY_BYTES].map(|bytes| count * bytes as u64);
-        let reads = [
-            (self.layout.block_at(first), blocks, 0),
-            (self.layout.entry_at(first), entries, blocks),
-            (LINE_AT, LINE_BYTES as u64, blocks + entries),
-        ];
-        let requests = reads.map(|(offset, length, sink_offset)| ReadRequest {
-            tag: 0,
-            offset,
-            length: length as u32, // `most` blocks of a sink
-            sink_offset,
-        });
+    fn fetch(&mut self, requests: &[ReadRequest], deadline: Instant, limit: Duration) -> Result<(), ReaderError> {
         let (mut posted, mut completed) = (0, 0);
         let mut completions: Vec<Completion> = Vec::with_capacity(requests.len());
         while completed < requests.len() {
@@ -202,26 +283,25 @@ impl OneSided {
     }
 
     /// Judges what has arrived. The inner error says what was torn.
-    #[allow(clippy::type_complexity)] // two kinds of error: the connection's, and a torn read, which is repeated
-    fn judge(&self, first: u64, into: &mut [u8]) -> Result<Result<(Vec<Entry>, Standing), ReaderError>, ReaderError> {
-        let blocks = into.len() as u64;
-        let count = into.len() / BLOCK_BYTES;
-        let mut entries = Vec::with_capacity(count);
-        self.sink.read(0, into)?;
-        for (number, block) in into.chunks_exact_mut(BLOCK_BYTES).enumerate() {
+    fn judge(&self, place: Place, into: &mut [u8]) -> Result<Result<Found, ReaderError>, ReaderError> {
+        let entries_at = place.at + into.len() as u64;
+        let line_at = entries_at + place.count * ENTRY_BYTES as u64;
+        let mut entries = Vec::with_capacity(place.count as usize);
+        self.sink.read(place.at, into)?;
+        for (number, block) in (0..).zip(into.chunks_exact_mut(BLOCK_BYTES)) {
             let mut bytes = [0; ENTRY_BYTES];
-            self.sink.read(blocks + (number * ENTRY_BYTES) as u64, &mut bytes)?;
+            self.sink.read(entries_at + number * ENTRY_BYTES as u64, &mut bytes)?;
             let Some(entry) = judge(Entry::from_bytes(&bytes), block) else {
-                return Ok(Err(ReaderError::Torn { block: first + number as u64 }));
+                return Ok(Err(ReaderError::Torn { block: place.first + number }));
             };
             entries.push(entry);
         }
         let mut words = [0; LINE_WORDS];
-        for (number, word) in words.iter_mut().enumerate() {
+        for (at, word) in (line_at..).step_by(8).zip(&mut words) {
             let mut bytes = [0; 8];
-            self.sink.read(blocks + (count * ENTRY_BYTES + number * 8) as u64, &mut bytes)?;
+            self.sink.read(at, &mut bytes)?;
             *word = u64::from_le_bytes(bytes);
         }
-        Ok(Line::from_words(words).map(|Line(standing)| (entries, standing)).ok_or(ReaderError::TornLine))
+        Ok(Line::from_words(words).map(|Line(line)| Found { entries, line }).ok_or(ReaderError::TornLine))
     }
 }

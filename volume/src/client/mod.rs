@@ -9,6 +9,8 @@
 //! - `request`: what can be asked, and how it is completed. **Start here.**
 //! - `driver`: carries out what [`crate::writer`] decides.
 //! - `remote`: one server, as the driver sees it.
+//! - `here`: reads that a caller's thread answers itself.
+//! - `regions`: copies that are read without asking their servers.
 //! - `long`: requests of any length, as several.
 //!
 //! A write is completed when as many copies as must hold it have applied it, a read when everything that it returns is
@@ -16,21 +18,27 @@
 //! before it. Once the volume has ended (another writer has opened it, or no copy is left), every request fails.
 
 mod driver;
+mod here;
 mod long;
+mod regions;
 mod remote;
 mod request;
 
+use std::fmt;
 use std::io;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use bytes::Bytes;
+use remora_fabric::TransportKind;
 use remora_messenger::{Address, Connection, Delivery, Dispatcher, Messenger, Refusal, Throttle};
 
 use self::driver::Driver;
+use self::here::{Here, UnderWay};
+use self::regions::News;
 pub use self::request::Request;
 use self::request::{Completion, Op};
 use crate::link::{self, Security};
@@ -46,12 +54,52 @@ pub struct ClientOptions {
     pub security: Security,
     /// How long a server may leave a question unanswered. Then it is left out, until it answers again.
     pub copy_limit: Duration,
+    /// How blocks are read.
+    pub reads: Reads,
 }
 
 impl Default for ClientOptions {
     fn default() -> ClientOptions {
-        ClientOptions { security: Security::default(), copy_limit: COPY_LIMIT }
+        ClientOptions { security: Security::default(), copy_limit: COPY_LIMIT, reads: Reads::default() }
     }
+}
+
+/// How blocks are read. A read that a faster way does not answer is always asked for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Reads {
+    /// By asking a server.
+    Asked,
+    /// In the memory of a server that runs on this host, if one does.
+    #[default]
+    Here,
+    /// Also in the memory of servers on other hosts, if they permit it. The blocks are neither encrypted nor
+    /// authenticated on their way.
+    Anywhere,
+    /// Only so, for measurements: not in the memory of this host.
+    Far,
+}
+
+impl Reads {
+    /// The transports, nearest first.
+    fn transports(self) -> &'static [TransportKind] {
+        match self {
+            Reads::Asked => &[],
+            Reads::Here => &[TransportKind::Shm],
+            Reads::Anywhere => &[TransportKind::Shm, TransportKind::Tcp],
+            Reads::Far => &[TransportKind::Tcp],
+        }
+    }
+}
+
+/// How many reads were answered, and how.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ReadCounts {
+    /// Out of memory of this host, without a message.
+    pub here: u64,
+    /// Out of memory of another host, without its server.
+    pub far: u64,
+    /// By a server.
+    pub asked: u64,
 }
 
 /// Why a request failed, or a volume could not be opened.
@@ -106,11 +154,27 @@ pub struct Volume {
 }
 
 /// What the driver says of the volume.
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct Shared {
     end: OnceLock<End>,
     /// A bit for each server whose copy is whole and gets every write.
     members: AtomicU8,
+    counts: Counts,
+    regions: Arc<Here>,
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Shared").field("end", &self.end).field("counts", &self.counts).finish_non_exhaustive()
+    }
+}
+
+/// As [`ReadCounts`].
+#[derive(Debug, Default)]
+struct Counts {
+    here: AtomicU64,
+    far: AtomicU64,
+    asked: AtomicU64,
 }
 
 const _: () = assert!(Copies::MOST <= u8::BITS as usize);
@@ -120,6 +184,8 @@ enum Event {
     Submitted(Op),
     Answered(Connection, Delivery),
     Over(Connection),
+    /// Of the region of the server at this connection.
+    Region(Connection, News),
     Close,
 }
 
@@ -193,7 +259,7 @@ impl Volume {
         let messenger = messenger(options, post.clone())?;
         let (opened, is_open) = mpsc::sync_channel(1);
         let shared = Arc::<Shared>::default();
-        let driver = Driver::new(shape, servers, options, messenger, events, opened, Arc::clone(&shared));
+        let driver = Driver::new(shape, servers, options, messenger, (post.clone(), events), opened, &shared);
         let thread = std::thread::Builder::new().name("volume".into()).spawn(|| driver.run());
         let driver = Some(thread.map_err(system)?);
         let throttle = Throttle::new(MOST_REQUESTS, MOST_BYTES);
@@ -222,6 +288,13 @@ impl Volume {
         (0..self.shape.copies().number()).filter(|number| members & 1 << number != 0).map(ServerId).collect()
     }
 
+    /// How its reads were answered so far.
+    pub fn read_counts(&self) -> ReadCounts {
+        let Counts { here, far, asked } = &self.shared.counts;
+        let [here, far, asked] = [here, far, asked].map(|count| count.load(Ordering::Relaxed));
+        ReadCounts { here, far, asked }
+    }
+
     /// Submits a request, and waits only while too many are under way. `done` is called once, from the volume's own
     /// thread, and must not block: with the blocks that were read, or nothing, or the error.
     ///
@@ -243,10 +316,26 @@ impl Volume {
             }
             std::thread::park_timeout(LOOK_AGAIN);
         };
-        let completion = Completion::new(Box::new(done), Arc::clone(&self.shared), permit);
+        let under_way = match &request {
+            Request::Write { runs, .. } => Some(UnderWay::new(&self.shared.regions, runs.clone())),
+            _ => None,
+        };
+        let completion = Completion::new(Box::new(done), Arc::clone(&self.shared), permit, under_way);
         // If the volume has ended, the event is dropped, and its request completed with the reason.
         let _ = self.events.send(Event::Submitted(Op::new(request, completion)));
         Ok(())
+    }
+
+    /// Reads blocks in this thread, without waiting, if they are in memory of this host and no write of them is under
+    /// way. `None`: submit the read.
+    ///
+    /// # Errors
+    /// As for [`Volume::submit`].
+    pub fn try_read(&self, run: Run) -> Result<Option<Bytes>, Error> {
+        Request::Read(run).check(self.shape)?;
+        let data = self.shared.regions.read(run);
+        self.shared.counts.here.fetch_add(data.is_some().into(), Ordering::Relaxed);
+        Ok(data)
     }
 
     /// Submits a request, and waits for its completion.
@@ -254,6 +343,11 @@ impl Volume {
     /// # Errors
     /// [`Error`].
     pub fn request(&self, request: Request) -> Result<Bytes, Error> {
+        if let Request::Read(run) = request
+            && let Some(data) = self.try_read(run)?
+        {
+            return Ok(data);
+        }
         let (done, is_done) = mpsc::sync_channel(1);
         self.submit(request, move |result| {
             let _ = done.send(result); // the other end waits below

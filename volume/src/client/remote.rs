@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use remora_messenger::{Address, Connection, Message};
 
+use super::regions::Region;
 use crate::link::LEAST_ROOM;
 use crate::version::Version;
 use crate::wire::Room;
@@ -25,6 +26,9 @@ pub(super) struct Remote {
     /// When it may be tried again.
     next_try: Instant,
     pause: Duration,
+    /// Whether it was asked for the region of its copy.
+    is_attached: bool,
+    region: Option<Region>,
 }
 
 impl Remote {
@@ -39,6 +43,8 @@ impl Remote {
             room: LEAST_ROOM,
             next_try: now,
             pause: FIRST_PAUSE,
+            is_attached: false,
+            region: None,
         }
     }
 
@@ -54,6 +60,7 @@ impl Remote {
     /// A new connection.
     pub(super) fn connected(&mut self, connection: Connection) {
         self.connection = Some(connection);
+        (self.is_attached, self.region) = (false, None);
         (self.owed, self.bytes) = (0, 0);
         self.writes.clear();
         self.room = LEAST_ROOM;
@@ -114,11 +121,37 @@ impl Remote {
     pub(super) fn disconnect(&mut self, now: Instant) -> bool {
         let Some(connection) = self.connection.take() else { return false };
         connection.abort();
+        self.region = None;
         (self.owed, self.bytes) = (0, 0);
         self.writes.clear();
         self.next_try = now + self.pause;
         self.pause = (self.pause * 2).min(LONGEST_PAUSE);
         true
+    }
+
+    /// The first write that it has not applied yet.
+    pub(super) fn first_unapplied(&self) -> Option<Version> {
+        self.writes.front().map(|(version, _)| *version)
+    }
+
+    /// Whether it must be asked for its region: once for each connection.
+    pub(super) fn attach(&mut self) -> bool {
+        !std::mem::replace(&mut self.is_attached, self.connection.is_some()) && self.connection.is_some()
+    }
+
+    /// The region of its copy can be read, or cannot any more.
+    pub(super) fn open_region(&mut self, region: Option<Region>) {
+        self.region = region;
+    }
+
+    /// The region of its copy, if it can be read.
+    pub(super) fn region(&self) -> Option<&Region> {
+        self.region.as_ref()
+    }
+
+    /// Whether it owes nothing, and was not heard of for this long.
+    pub(super) fn is_silent(&self, time: Duration, now: Instant) -> bool {
+        self.connection.is_some() && self.owed == 0 && now.saturating_duration_since(self.heard) > time
     }
 
     /// Whether it should be tried again.

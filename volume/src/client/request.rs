@@ -5,6 +5,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use remora_messenger::Permit;
 
+use super::here::UnderWay;
 use super::{Error, Shared};
 use crate::layout::Layout;
 use crate::shape::{BLOCK_BYTES, Shape};
@@ -67,15 +68,18 @@ pub(super) struct Completion {
     shared: Arc<Shared>,
     /// Its share of what may be under way.
     _permit: Permit,
+    /// Of a write: its blocks are not read in place. Ends before the caller learns of the end.
+    under_way: Option<UnderWay>,
 }
 
 impl Completion {
-    pub(super) fn new(done: Done, shared: Arc<Shared>, permit: Permit) -> Completion {
-        Completion { done: Some(done), shared, _permit: permit }
+    pub(super) fn new(done: Done, shared: Arc<Shared>, permit: Permit, under_way: Option<UnderWay>) -> Completion {
+        Completion { done: Some(done), shared, _permit: permit, under_way }
     }
 
     /// The request is done.
     pub(super) fn succeed(mut self, data: Bytes) {
+        self.under_way = None;
         if let Some(done) = self.done.take() {
             done(Ok(data));
         }
@@ -84,6 +88,7 @@ impl Completion {
 
 impl Drop for Completion {
     fn drop(&mut self) {
+        self.under_way = None;
         if let Some(done) = self.done.take() {
             done(Err(self.shared.end.get().map_or(Error::Closed, |&end| Error::Ended(end))));
         }

@@ -14,7 +14,8 @@ use super::ServerOptions;
 use super::answers::{answer, refuse};
 use super::borrower::Borrower;
 use super::budget::Budget;
-use super::slot::{Done, Slot};
+use super::exports::Exports;
+use super::slot::{Done, Means, Slot};
 use crate::link::{self, LEAST_ROOM, MOST_ROOM, Security};
 use crate::message::{Standing, State};
 use crate::shape::{Shape, VolumeId};
@@ -28,6 +29,7 @@ pub(super) struct Host {
     /// Connections of writers, which share the staging memory.
     writers: AtomicUsize,
     budget: Arc<Budget>,
+    exports: Exports,
     staging: u64,
     security: Security,
     is_stopping: Arc<AtomicBool>,
@@ -35,12 +37,13 @@ pub(super) struct Host {
 }
 
 impl Host {
-    pub(super) fn new(options: &ServerOptions) -> Host {
+    pub(super) fn new(options: &ServerOptions, exports: Exports) -> Host {
         Host {
             slots: Mutex::default(),
             connections: Mutex::default(),
             writers: AtomicUsize::new(0),
             budget: Budget::new(options.memory),
+            exports,
             staging: options.staging,
             security: options.security.clone(),
             is_stopping: Arc::default(),
@@ -88,7 +91,7 @@ impl Host {
         if mode == Mode::Write {
             self.writers.fetch_add(1, Ordering::Relaxed);
         }
-        let replaced = state.open(connection, mode, writer);
+        let replaced = state.open(connection, mode, writer, &self.exports);
         answer(connection, &Reply::Standing { standing: state.standing(), room: self.room() }, Bytes::new());
         drop(state);
         for earlier in replaced {
@@ -106,7 +109,7 @@ impl Host {
         if state.shape() != shape {
             return refuse(connection, Cause::Shape, OTHER_SHAPE);
         }
-        let done = state.create(&self.budget);
+        let done = state.create(&self.budget, &self.exports);
         let is_unused = state.is_unused();
         drop(state);
         if is_unused {
@@ -129,7 +132,8 @@ impl Host {
             return; // it was replaced by a newer connection, and is about to end
         }
         // Answered with the lock held: answers leave in the order of what they report.
-        let done = state.execute(connection, call, &delivery.data, self.room(), &self.budget);
+        let means = Means { room: self.room(), budget: &self.budget, exports: &self.exports };
+        let done = state.execute(connection, call, &delivery.data, means);
         if state.standing().state == State::Behind {
             slot.notify();
         }
@@ -163,7 +167,7 @@ impl Host {
         let Some(slot) = lock(&self.connections).remove(&connection.id()) else { return };
         let mut slots = lock(&self.slots);
         let mut state = slot.lock();
-        if state.end(connection) == Some(Mode::Write) {
+        if state.end(connection, &self.exports) == Some(Mode::Write) {
             self.writers.fetch_sub(1, Ordering::Relaxed);
         }
         if state.is_unused() {

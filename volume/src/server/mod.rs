@@ -10,6 +10,7 @@
 //!
 //! - `host`: connections, and the memory that volumes share.
 //! - `slot`: one volume. Every call of a connection is done here, in order, and answered.
+//! - `exports`: the regions of copies, readable for their writers.
 //! - `borrower`: brings a copy up to date from another server.
 //!
 //! Who ends what: the [`Server`] its messenger's workers and the borrowers' threads. A borrower ends by itself when its
@@ -18,6 +19,7 @@
 mod answers;
 mod borrower;
 mod budget;
+mod exports;
 mod host;
 mod slot;
 
@@ -26,6 +28,7 @@ use std::sync::Arc;
 
 use remora_messenger::{Address, Messenger};
 
+use self::exports::Exports;
 use self::host::Host;
 use crate::link::{self, Security};
 use crate::shape::VolumeId;
@@ -41,11 +44,23 @@ pub struct ServerOptions {
     pub security: Security,
     /// Threads that serve connections.
     pub workers: usize,
+    /// Whether writers on this host may read copies in place.
+    pub shm: bool,
+    /// The port at which writers on other hosts may read copies without asking, at the server's address; 0 is any port.
+    /// `None`: they ask. These reads are neither encrypted nor authenticated, except that the reader proves its right.
+    pub lanes: Option<u16>,
 }
 
 impl Default for ServerOptions {
     fn default() -> ServerOptions {
-        ServerOptions { memory: MEMORY_BYTES, staging: STAGING_BYTES, security: Security::default(), workers: WORKERS }
+        ServerOptions {
+            memory: MEMORY_BYTES,
+            staging: STAGING_BYTES,
+            security: Security::default(),
+            workers: WORKERS,
+            shm: true,
+            lanes: None,
+        }
     }
 }
 
@@ -63,7 +78,7 @@ impl Server {
     /// # Errors
     /// The address cannot be listened at, or the system provides no thread.
     pub fn start(address: &Address, options: &ServerOptions) -> io::Result<Server> {
-        let host = Arc::new(Host::new(options));
+        let host = Arc::new(Host::new(options, Exports::open(address, options)));
         let settings = link::options(&options.security, options.workers, MAX_SESSIONS);
         let messenger = Messenger::new(link::server_policy(), &settings, Arc::<Host>::clone(&host))?;
         let address = messenger.listen(address)?;

@@ -5,9 +5,11 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
+use remora_fabric::RegionId;
 use remora_messenger::Connection;
 
 use super::budget::{Budget, Grant};
+use super::exports::Exports;
 use crate::copy::{Copy, Refusal};
 use crate::layout::{Entry, Layout};
 use crate::message::{Holder, Standing};
@@ -31,6 +33,8 @@ pub(super) struct State {
     store: Option<Store>,
     /// The memory of the store.
     grant: Option<Grant>,
+    /// The name by which the store can be read; `None` if it cannot.
+    region: Option<RegionId>,
     sessions: Vec<Session>,
     /// Catch-ups that were begun. Only the last one counts.
     catch_ups: u64,
@@ -40,6 +44,17 @@ struct Session {
     connection: Connection,
     mode: Mode,
     writer: u64,
+    /// Whether it may read the region.
+    reads: bool,
+}
+
+/// What a call can use of the host.
+#[derive(Clone, Copy)]
+pub(super) struct Means<'a> {
+    /// What the writer may have under way.
+    pub(super) room: Room,
+    pub(super) budget: &'a Arc<Budget>,
+    pub(super) exports: &'a Exports,
 }
 
 /// What follows from a call.
@@ -70,8 +85,8 @@ impl From<Refusal> for Done {
 impl Slot {
     /// A volume of which this server has no copy.
     pub(super) fn unknown(shape: Shape) -> Slot {
-        let state =
-            State { shape, copy: Copy::default(), store: None, grant: None, sessions: Vec::new(), catch_ups: 0 };
+        let (copy, sessions) = (Copy::default(), Vec::new());
+        let state = State { shape, copy, store: None, grant: None, region: None, sessions, catch_ups: 0 };
         Slot { state: Mutex::new(state), changed: Condvar::new() }
     }
 
@@ -108,11 +123,18 @@ impl State {
 
     /// Adds a connection. Returns those that it replaces: earlier ones of the same writer, whose calls must not take
     /// place after those of the new one.
-    pub(super) fn open(&mut self, connection: &Connection, mode: Mode, writer: u64) -> Vec<Connection> {
+    pub(super) fn open(
+        &mut self,
+        connection: &Connection,
+        mode: Mode,
+        writer: u64,
+        exports: &Exports,
+    ) -> Vec<Connection> {
         let is_replaced =
             |session: &mut Session| mode == Mode::Write && session.mode == Mode::Write && session.writer == writer;
-        let replaced = self.sessions.extract_if(.., is_replaced).map(|session| session.connection).collect();
-        self.sessions.push(Session { connection: connection.clone(), mode, writer });
+        let replaced: Vec<_> = self.sessions.extract_if(.., is_replaced).map(|session| session.connection).collect();
+        replaced.iter().for_each(|earlier| exports.withdraw(earlier));
+        self.sessions.push(Session { connection: connection.clone(), mode, writer, reads: false });
         replaced
     }
 
@@ -126,20 +148,44 @@ impl State {
     }
 
     /// Removes a connection.
-    pub(super) fn end(&mut self, connection: &Connection) -> Option<Mode> {
+    pub(super) fn end(&mut self, connection: &Connection, exports: &Exports) -> Option<Mode> {
         let mode = self.mode(connection);
+        exports.withdraw(connection);
         self.sessions.retain(|session| session.connection != *connection);
         mode
+    }
+
+    /// Lets a writer that the server obeys read the region of the copy.
+    fn attach(&mut self, connection: &Connection, holder: Holder, exports: &Exports) -> Result<Done, Refusal> {
+        self.copy.confirm(holder)?;
+        let session = self.sessions.iter_mut().find(|session| session.connection == *connection);
+        let keys = match (session, self.region) {
+            (Some(session), Some(region)) if session.writer == holder.writer => {
+                session.reads = true;
+                exports.grant(connection, region)
+            }
+            _ => Vec::new(),
+        };
+        Ok(answer(Reply::Attached { session: connection.id(), keys }))
+    }
+
+    /// Takes the region from writers that the server does not obey any more.
+    fn detach(&mut self, exports: &Exports) {
+        let obeyed = self.copy.standing().promised.map(|holder| holder.writer);
+        for session in self.sessions.iter_mut().filter(|session| session.reads && Some(session.writer) != obeyed) {
+            session.reads = false;
+            exports.withdraw(&session.connection);
+        }
     }
 
     // ---- the copy ----
 
     /// Makes the copy of a new volume.
-    pub(super) fn create(&mut self, budget: &Arc<Budget>) -> Done {
+    pub(super) fn create(&mut self, budget: &Arc<Budget>, exports: &Exports) -> Done {
         if self.store.is_some() {
             return Done::Refused(Cause::Shape, "the server has a copy of this volume already".into());
         }
-        if let Err(text) = self.allocate(budget) {
+        if let Err(text) = self.allocate(budget, exports) {
             return Done::Refused(Cause::NoMemory, text);
         }
         self.copy = Copy::created();
@@ -148,10 +194,11 @@ impl State {
     }
 
     /// Makes memory for a copy that this server does not have.
-    fn allocate(&mut self, budget: &Arc<Budget>) -> Result<(), String> {
+    fn allocate(&mut self, budget: &Arc<Budget>, exports: &Exports) -> Result<(), String> {
         let grant = budget.take(Layout::of(self.shape).length()).ok_or(NO_MEMORY)?;
-        self.store = Some(Store::create(self.shape).map_err(|error| error.to_string())?);
-        self.grant = Some(grant);
+        let store = Store::create(self.shape).map_err(|error| error.to_string())?;
+        self.region = exports.export(store.memory());
+        (self.store, self.grant) = (Some(store), Some(grant));
         Ok(())
     }
 
@@ -163,14 +210,8 @@ impl State {
     }
 
     /// Does what a client asks.
-    pub(super) fn execute(
-        &mut self,
-        connection: &Connection,
-        call: Call,
-        data: &[u8],
-        room: Room,
-        budget: &Arc<Budget>,
-    ) -> Done {
+    pub(super) fn execute(&mut self, connection: &Connection, call: Call, data: &[u8], means: Means<'_>) -> Done {
+        let Means { room, exports, .. } = means;
         let mode = self.mode(connection);
         let done = match call {
             Call::Lend { holder, since, run, with_blocks } => self.lend(holder, since, run, with_blocks),
@@ -182,14 +223,16 @@ impl State {
             Call::Confirm { holder, question } => {
                 self.copy.confirm(holder).map(|()| answer(Reply::Confirmed { question }))
             }
-            Call::CatchUp { holder, since, lender } => self.begin_catch_up(holder, since, lender, budget),
+            Call::CatchUp { holder, since, lender } => self.begin_catch_up(holder, since, lender, means),
             Call::Write { holder, version, runs, sums } => self.write(holder, version, &runs, &sums, data, room),
             Call::Read { holder, number, run } => self.read(holder, number, run),
+            Call::Attach(holder) => self.attach(connection, holder, exports),
             Call::Open { .. } | Call::Create { .. } => {
                 Ok(Done::Refused(Cause::Misuse, "not on this connection".into()))
             }
         };
         self.say();
+        self.detach(exports);
         done.unwrap_or_else(Done::from)
     }
 
@@ -206,10 +249,10 @@ impl State {
         holder: Holder,
         since: Version,
         lender: String,
-        budget: &Arc<Budget>,
+        means: Means<'_>,
     ) -> Result<Done, Refusal> {
         if self.store.is_none()
-            && let Err(text) = self.allocate(budget)
+            && let Err(text) = self.allocate(means.budget, means.exports)
         {
             return Ok(Done::Refused(Cause::NoMemory, text));
         }

@@ -46,7 +46,9 @@ fn nothing_that_was_acknowledged_or_read_is_ever_lost() {
         }
         println!("{kind:?}: {played} schedules, {counts:?}");
         assert!(
-            ["a writer serves", "an acknowledgement", "a read"].iter().all(|what| counts.contains_key(what)),
+            ["a writer serves", "an acknowledgement", "a read", "a look", "a look at once"]
+                .iter()
+                .all(|what| counts.contains_key(what)),
             "{counts:?}"
         );
     }
@@ -121,4 +123,19 @@ fn a_read_that_is_given_out_early_is_found() {
 #[test]
 fn a_read_of_a_copy_that_is_behind_is_found() {
     is_found(Mutant::ReadBehind);
+}
+
+#[test]
+fn a_look_at_a_copy_that_lacks_a_write_is_found() {
+    is_found(Mutant::LookTooEarly);
+}
+
+#[test]
+fn a_look_that_ignores_the_line_is_found() {
+    is_found(Mutant::LineIgnored);
+}
+
+#[test]
+fn a_line_that_is_read_before_the_blocks_is_found() {
+    is_found(Mutant::LineFirst);
 }

@@ -14,7 +14,7 @@ use remora_lab::random::seed;
 
 use crate::layout::Entry;
 use crate::message::{Standing, State};
-use crate::reader::{InPlace, OneSided, ReaderError};
+use crate::reader::{Found, InPlace, OneSided, ReaderError};
 use crate::shape::{BLOCK_BYTES, Copies, Shape, VolumeId};
 use crate::store::{Store, sums};
 use crate::version::{Generation, Version};
@@ -174,7 +174,7 @@ fn a_one_sided_read_is_of_one_moment_or_says_that_it_was_torn() {
             let before = writer.lock().unwrap().lengths();
             let mut bytes = vec![0xaa; count as usize * BLOCK_BYTES];
             match reader.blocks(block, &mut bytes, LIMIT) {
-                Ok((entries, standing)) => {
+                Ok(Found { entries, line: standing }) => {
                     right += 1;
                     assert!(standing.applied <= writer.lock().unwrap().last);
                     for (block, (entry, bytes)) in (block..).zip(entries.iter().zip(bytes.chunks(BLOCK_BYTES))) {

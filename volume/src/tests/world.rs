@@ -6,10 +6,11 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use remora_lab::Random;
 
 use crate::copy::{Copy, Refusal};
-use crate::message::{Answer, Holder, Request, ServerId, State};
+use crate::message::{Answer, Holder, Request, ServerId, Standing, State};
+use crate::mutant::Mutant;
 use crate::shape::Copies;
 use crate::version::{Generation, Version};
-use crate::writer::{Action, Writer};
+use crate::writer::{Action, Nearness, Seen, Writer, may_be_given_out};
 
 /// Blocks of the volume: few, so that writes meet.
 const BLOCKS: u64 = 3;
@@ -47,8 +48,23 @@ struct Read {
     block: u64,
     /// What it must return at least: what its writer has written before, and what was acknowledged or read before.
     floor: Version,
-    /// What the last server answered.
+    /// What the last server answered, or what was seen of it.
     answer: Version,
+    /// Whether the copy obeyed the reader's writer at that moment.
+    obeyed: bool,
+}
+
+/// A read out of a region under way: first the block, then the line.
+struct Look {
+    writer: usize,
+    number: u64,
+    server: ServerId,
+    /// Of a read that is given out at once: the block, what is acknowledged, and the line before it.
+    at_once: Option<(u64, Version, Option<Standing>)>,
+    /// The region of a server that has forgotten it, as it was: it may still be mapped.
+    ghost: Option<(Standing, Content)>,
+    block: Option<(Version, bool)>,
+    line: Option<Standing>,
 }
 
 #[derive(Default)]
@@ -73,6 +89,7 @@ pub(super) struct World {
     seen: Content,
     /// The reads under way, by writer and number.
     reads: BTreeMap<(usize, u64), Read>,
+    looks: Vec<Look>,
     /// What was reached, and how often.
     pub(super) counts: BTreeMap<&'static str, u64>,
 }
@@ -91,6 +108,7 @@ impl World {
             serving: BTreeSet::new(),
             seen: Content::new(),
             reads: BTreeMap::new(),
+            looks: Vec::new(),
             counts: BTreeMap::new(),
         }
     }
@@ -120,7 +138,10 @@ impl World {
             46..=79 => self.take_back(),
             80..=199 => self.write(),
             200..=249 => self.read(),
-            250..=449 => self.pull()?,
+            250..=269 => self.open_region(),
+            270..=279 => self.look_at_once(),
+            280..=339 => self.look()?,
+            340..=449 => self.pull()?,
             450..=729 => self.deliver_request()?,
             _ => self.deliver_answer(),
         }
@@ -186,13 +207,94 @@ impl World {
         let Some(writer) = self.any_writer() else { return };
         let block = self.random.below(BLOCKS);
         let Some(generation) = self.writers[writer].writer.generation() else { return };
-        let Some(number) = self.writers[writer].writer.read() else { return };
+        let floor = self.floor(generation, block);
+        let Some(number) = self.writers[writer].writer.read(floor) else { return };
+        self.reads.insert((writer, number), Read { block, floor, answer: Version::NONE, obeyed: true });
+    }
+
+    /// The last write of a block that the writer of a generation has made or found.
+    fn floor(&self, generation: Generation, block: u64) -> Version {
         let opened = self.opened.get(&generation).and_then(|content| content.get(&block)).copied();
         let written =
             self.writes.range(generation.start()..).take_while(|(version, _)| version.generation() == generation);
         let written = written.filter(|&(_, &at)| at == block).map(|(&version, _)| version).max();
-        let floor = opened.max(written).unwrap_or_default();
-        self.reads.insert((writer, number), Read { block, floor, answer: Version::NONE });
+        opened.max(written).unwrap_or_default()
+    }
+
+    /// A writer can read the region of a server from now on.
+    fn open_region(&mut self) {
+        let Some(writer) = self.any_writer() else { return };
+        let server = self.any_server();
+        let nearness = if self.random.one_in(2) { Nearness::Here } else { Nearness::Far };
+        self.writers[writer].writer.region_opened(server, nearness);
+    }
+
+    /// A read out of a region takes its next step.
+    fn look(&mut self) -> Result<(), String> {
+        let number = self.random.below(self.looks.len().max(1) as u64) as usize;
+        let Some(look) = self.looks.get_mut(number) else { return Ok(()) };
+        let Look { writer, number: read, server, .. } = *look;
+        let is_first = matches!(look.at_once, Some((_, _, None)));
+        let at = &self.servers[server.0];
+        let (standing, blocks) =
+            look.ghost.as_ref().map_or((at.copy.standing(), &at.blocks), |(standing, blocks)| (*standing, blocks));
+        if let (true, Some((_, _, before))) = (is_first, &mut look.at_once) {
+            *before = Some(standing);
+        } else if look.line.is_none() && (look.block.is_some() || Mutant::LineFirst.is_active()) {
+            look.line = Some(standing);
+        } else if look.block.is_none() {
+            let asked = self.reads.get(&(writer, read)).map_or(0, |read| read.block);
+            let block = look.at_once.map_or(asked, |(block, ..)| block);
+            let obeyed = standing.promised == self.writers[writer].writer.holder();
+            look.block = Some((blocks.get(&block).copied().unwrap_or_default(), obeyed));
+        } else {
+            let look = self.looks.swap_remove(number);
+            if look.at_once.is_some() { self.seen_at_once(&look)? } else { self.seen(&look) }
+        }
+        Ok(())
+    }
+
+    /// A caller's thread begins to read a block out of a region: if it has no write under way.
+    fn look_at_once(&mut self) {
+        let Some(writer) = self.any_writer() else { return };
+        let (server, block) = (self.any_server(), self.random.below(BLOCKS));
+        let Process { writer: rules, .. } = &self.writers[writer];
+        let Some(generation) = rules.generation().filter(|_| rules.is_serving()) else { return };
+        let (acknowledged, is_member) = (rules.acknowledged(), rules.members().any(|member| member == server));
+        let mut later = self.writes.range(acknowledged..).filter(|(version, _)| version.generation() == generation);
+        let is_quiet = !later.any(|(&version, &at)| at == block && version > acknowledged);
+        if is_member && is_quiet {
+            let at_once = Some((block, acknowledged, None));
+            let look = Look {
+                writer,
+                number: self.floor(generation, block).word(),
+                server,
+                at_once,
+                ghost: None,
+                block: None,
+                line: None,
+            };
+            self.looks.push(look);
+        }
+    }
+
+    /// What a caller's thread has seen is given out, or not.
+    fn seen_at_once(&mut self, look: &Look) -> Result<(), String> {
+        let (Some((block, acknowledged, Some(before))), Some((newest, obeyed)), Some(line)) =
+            (look.at_once, look.block, look.line)
+        else {
+            return Ok(());
+        };
+        let Process { writer, is_alive, .. } = &self.writers[look.writer];
+        // What has ended, or left the server out, reads there no more.
+        let is_open = *is_alive && writer.members().any(|member| member == look.server);
+        let Some(holder) = writer.holder().filter(|_| is_open) else { return Ok(()) };
+        if !may_be_given_out(holder, acknowledged, before, Seen { newest, line }) {
+            return Ok(());
+        }
+        self.count("a look at once");
+        let floor = Version::from_word(look.number).unwrap_or_default();
+        self.is_right(&Read { block, floor, answer: newest, obeyed })
     }
 
     fn take_back(&mut self) {
@@ -201,6 +303,20 @@ impl World {
         if !self.writers[number].cut.contains(&server) {
             self.writers[number].writer.take_back(server);
         }
+    }
+
+    /// What was seen in a region, if its reader lives.
+    fn seen(&mut self, look: &Look) {
+        let Look { writer, number, server, block, line, .. } = *look;
+        if !self.writers[writer].is_alive {
+            return;
+        }
+        let seen = block.zip(line).map(|((newest, _), line)| Seen { newest, line });
+        let counts = self.writers[writer].writer.looked(server, number, seen);
+        if let (true, Some((answer, obeyed)), Some(read)) = (counts, block, self.reads.get_mut(&(writer, number))) {
+            (read.answer, read.obeyed) = (answer, obeyed);
+        }
+        self.count(if counts { "a look" } else { "a look in vain" });
     }
 
     // ---- the network ----
@@ -266,7 +382,7 @@ impl World {
             if let Answer::Read { number: read, newest } = answer
                 && let Some(read) = self.reads.get_mut(&(number, read))
             {
-                read.answer = newest;
+                (read.answer, read.obeyed) = (newest, true);
             }
             self.writers[number].writer.answered(server, answer);
         }
@@ -287,6 +403,18 @@ impl World {
                     Action::Disconnect(server) => self.drop_link(number, server),
                     Action::Serving { .. } => self.serving(number)?,
                     Action::Acknowledge(version) => self.acknowledged(version)?,
+                    Action::Look(server, read) => {
+                        let look = Look {
+                            writer: number,
+                            number: read,
+                            server,
+                            at_once: None,
+                            ghost: None,
+                            block: None,
+                            line: None,
+                        };
+                        self.looks.push(look);
+                    }
                     Action::Read(read) => self.given_out(number, read)?,
                     Action::End(_) => {
                         self.count("a writer ended");
@@ -312,6 +440,17 @@ impl World {
         }
         let Some(number) = self.any(&whole) else { return };
         self.count("a server forgot");
+        let Server { copy, blocks, .. } = &self.servers[number];
+        let ghost = (copy.standing(), blocks.clone());
+        let (ghosts, others) = self.looks.drain(..).partition(|look| look.server.0 == number && look.ghost.is_none());
+        self.looks = others;
+        for look in Vec::<Look>::into_iter(ghosts) {
+            if self.random.one_in(2) || look.at_once.is_some() {
+                self.looks.push(Look { ghost: Some(ghost.clone()), ..look });
+            } else {
+                self.seen(&Look { block: None, ..look });
+            }
+        }
         self.servers[number] = Server { copy: Copy::default(), blocks: Content::new(), pull: None };
         for writer in 0..self.writers.len() {
             self.lose(writer, ServerId(number));
@@ -442,10 +581,18 @@ impl World {
 
     /// A read returns every write that was sent before it, and nothing that can be lost.
     fn given_out(&mut self, writer: usize, number: u64) -> Result<(), String> {
-        let Some(Read { block, floor, answer }) = self.reads.remove(&(writer, number)) else {
+        let Some(read) = self.reads.remove(&(writer, number)) else {
             return Err(format!("a read was given out twice: {number} of writer {writer}"));
         };
         self.count("a read");
+        self.is_right(&read)
+    }
+
+    fn is_right(&mut self, read: &Read) -> Result<(), String> {
+        let Read { block, floor, answer, obeyed } = *read;
+        if !obeyed {
+            return Err(format!("block {block} was read at a copy that obeyed another writer"));
+        }
         if answer < floor {
             return Err(format!("block {block} was read at {answer}, and {floor} was written before"));
         }

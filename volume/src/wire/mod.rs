@@ -6,7 +6,8 @@
 //!     │ ◀───────────────────── Standing{standing, room} │
 //!     │ Promise · CatchUp · Mark · Write · Confirm ───▶ │        handled in order, and so answered;
 //!     │ Read ─────────────────────────────────────────▶ │        a read sees every write before it
-//!     │ ◀── Promised · Progress, Whole · Written · Confirmed · Data · Fenced · Refused
+//!     │ Attach ───────────────────────────────────────▶ │        from then on it may read the region, too
+//!     │ ◀── Promised · Progress, Whole · Written · Confirmed · Data · Attached · Fenced · Refused
 //!
 //!   client (server whose copy is behind)              server (lender)
 //!     │ Open{shape, Borrow, …}, Lend ────────────────▶ │
@@ -23,7 +24,7 @@ pub mod fuzzing;
 #[cfg(test)]
 mod tests;
 
-use remora_wire::codec::{Codec, List, Name, Reader, Text};
+use remora_wire::codec::{Bytes, Codec, List, Name, Reader, Text};
 use remora_wire::{Malformed, TooLarge};
 
 pub use self::fields::{Cause, Mode, Room, Run};
@@ -50,6 +51,12 @@ pub const MAX_ADDRESS_BYTES: usize = 280;
 
 /// Longest explanation, in bytes. A longer one is truncated.
 pub const MAX_TEXT_BYTES: usize = 400;
+
+/// Longest key of a region, in bytes: the fabric's own bound.
+pub const MAX_KEY_BYTES: usize = 512;
+
+/// The most keys of a region: one for each transport of the fabric.
+pub const MOST_KEYS: usize = 4;
 
 /// The longest front, in bytes.
 pub const MAX_FRONT_BYTES: usize = 64 + List::<Entry, MOST_ENTRIES>::MAX_BYTES;
@@ -125,6 +132,8 @@ pub enum Call {
         /// Whether the blocks themselves are wanted.
         with_blocks: bool,
     },
+    /// May this writer read the copy's region? Answered by [`Reply::Attached`].
+    Attach(Holder),
 }
 
 /// What a server answers.
@@ -182,6 +191,13 @@ pub enum Reply {
         /// An entry for each block.
         entries: Vec<Entry>,
     },
+    /// To [`Call::Attach`]. While this connection lasts and the server obeys its writer, the region can be read.
+    Attached {
+        /// The reader's name at the server's exporters.
+        session: u64,
+        /// The region's keys, one for each transport over which it can be read: [`remora_fabric::RegionKey`].
+        keys: Vec<Vec<u8>>,
+    },
     /// The server does not do it.
     Refused {
         /// The reason, for programs.
@@ -213,6 +229,7 @@ pub enum DecodeError {
 type Runs = List<Run, MOST_RUNS>;
 type Sums = List<u32, MOST_BLOCKS>;
 type Entries = List<Entry, MOST_ENTRIES>;
+type Keys = List<Bytes<MAX_KEY_BYTES>, MOST_KEYS>;
 type Sentence = Text<MAX_TEXT_BYTES>;
 type Address = Name<MAX_ADDRESS_BYTES>;
 
@@ -272,6 +289,10 @@ impl Call {
                 bool::put(with_blocks, out)?;
                 9
             }
+            Call::Attach(holder) => {
+                Holder::put(holder, out)?;
+                10
+            }
         })
     }
 
@@ -308,6 +329,7 @@ impl Call {
                 let run = bounded(run, if with_blocks { MOST_BLOCKS } else { MOST_ENTRIES })?;
                 Call::Lend { holder, since, run, with_blocks }
             }
+            10 => Call::Attach(Holder::take(from)?),
             kind => return Err(DecodeError::Kind(kind)),
         };
         reader.finish()?;
@@ -383,6 +405,11 @@ impl Reply {
                 Sentence::put(text, out)?;
                 43
             }
+            Reply::Attached { session, keys } => {
+                u64::put(session, out)?;
+                Keys::put(keys, out)?;
+                44
+            }
         })
     }
 
@@ -405,6 +432,7 @@ impl Reply {
             41 => Reply::Data { number: u64::take(from)?, entries: Entries::take(from)? },
             42 => Reply::Lent { applied: Version::take(from)?, entries: Entries::take(from)? },
             43 => Reply::Refused { cause: Cause::take(from)?, text: Sentence::take(from)? },
+            44 => Reply::Attached { session: u64::take(from)?, keys: Keys::take(from)? },
             kind => return Err(DecodeError::Kind(kind)),
         };
         reader.finish()?;

@@ -73,6 +73,7 @@ fn calls() -> impl Strategy<Value = Call> {
             number,
             run
         }),
+        holders().prop_map(Call::Attach),
         lend.prop_map(|(holder, since, run, with_blocks)| Call::Lend { holder, since, run, with_blocks }),
     ]
 }
@@ -91,6 +92,8 @@ fn replies() -> impl Strategy<Value = Reply> {
         any::<u64>().prop_map(|question| Reply::Confirmed { question }),
         (any::<u64>(), entries()).prop_map(|(number, entries)| Reply::Data { number, entries }),
         (versions(), entries()).prop_map(|(applied, entries)| Reply::Lent { applied, entries }),
+        (any::<u64>(), vec(vec(any::<u8>(), 0..MAX_KEY_BYTES), 0..=MOST_KEYS))
+            .prop_map(|(session, keys)| Reply::Attached { session, keys }),
         (cause, "[^\\p{C}\\p{Zl}\\p{Zp}]{0,30}").prop_map(|(cause, text)| Reply::Refused { cause, text }),
     ]
 }
@@ -206,5 +209,5 @@ fn the_seeds_hold_every_kind_of_message() {
     kinds.dedup();
     kinds.sort_unstable();
     kinds.dedup();
-    assert_eq!(kinds, (1..=9).chain(33..=43).collect::<Vec<u16>>());
+    assert_eq!(kinds, (1..=10).chain(33..=44).collect::<Vec<u16>>());
 }

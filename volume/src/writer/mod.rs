@@ -21,6 +21,7 @@ use std::collections::VecDeque;
 
 use self::parts::{Part, Parts};
 use self::reading::Reads;
+pub use self::reading::{Nearness, Seen, may_be_given_out};
 use crate::message::{Answer, Holder, Request, ServerId};
 use crate::shape::Copies;
 use crate::version::{Generation, Version};
@@ -39,7 +40,9 @@ pub enum Action {
     },
     /// Every write up to this one is held by as many copies as must hold it.
     Acknowledge(Version),
-    /// What was answered to this read may be given to the reader.
+    /// Read the blocks of this read out of the region of that server, and the line after them: [`Writer::looked`].
+    Look(ServerId, u64),
+    /// What was answered to this read, or seen, may be given to the reader.
     Read(u64),
     /// Nothing more can be done.
     End(End),

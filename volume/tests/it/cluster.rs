@@ -20,7 +20,7 @@ pub fn security() -> Security {
 }
 
 pub fn options() -> ClientOptions {
-    ClientOptions { security: security(), copy_limit: Duration::from_secs(2) }
+    ClientOptions { security: security(), copy_limit: Duration::from_secs(2), ..ClientOptions::default() }
 }
 
 pub fn server_options() -> ServerOptions {
@@ -46,9 +46,13 @@ pub struct Cluster {
 impl Cluster {
     /// Starts servers, and creates the volume on them.
     pub fn new(number: usize, hold: usize, blocks: u64) -> Cluster {
+        Cluster::with(number, hold, blocks, &server_options())
+    }
+
+    pub fn with(number: usize, hold: usize, blocks: u64, server_options: &ServerOptions) -> Cluster {
         let shape = Shape::new(new_id().unwrap(), blocks, Copies::new(number, hold).unwrap()).unwrap();
         let anywhere = "tcp:127.0.0.1:0".parse().unwrap();
-        let servers: Vec<_> = (0..number).map(|_| Server::start(&anywhere, &server_options()).unwrap()).collect();
+        let servers: Vec<_> = (0..number).map(|_| Server::start(&anywhere, server_options).unwrap()).collect();
         let addresses: Vec<_> = servers.iter().map(|server| server.address().clone()).collect();
         Volume::create(shape, &addresses, &options()).unwrap();
         Cluster { shape, servers: servers.into_iter().map(Some).collect(), addresses }

@@ -105,6 +105,7 @@ fn a_wrong_token_opens_nothing() {
     let options = remora_volume::client::ClientOptions {
         security: remora_volume::Security::default(),
         copy_limit: Duration::from_secs(1),
+        ..Default::default()
     };
     let opened = remora_volume::client::Volume::open(cluster.shape, &cluster.addresses, &options);
     assert!(matches!(opened, Err(Error::Ended(End::TooFew { found: 0, needed: 1 }))));

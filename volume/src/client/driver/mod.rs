@@ -2,12 +2,15 @@
 //! what it decides. It decides nothing that the rules are about.
 //!
 //! Requests are begun in the order in which they were submitted. If a server has no room for the next write, that write
-//! waits, and everything behind it.
+//! waits, and everything behind it. `looking`: reads that are answered without a message.
+
+mod looking;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -15,7 +18,7 @@ use remora_messenger::{Address, Buffer, Connection, Delivery, Message, Messenger
 
 use super::remote::Remote;
 use super::request::{Completion, Op, Request};
-use super::{ClientOptions, Event, Shared};
+use super::{ClientOptions, Event, Reads, Shared};
 use crate::layout::Entry;
 use crate::link;
 use crate::message::{self, Answer, ServerId};
@@ -26,19 +29,27 @@ use crate::wire::{Call, Mode, Reply, Run};
 use crate::writer::{Action, End, Writer};
 
 /// See the module's text.
+// Larger than the bound: a method for each event and each action, in the files named after what they are about.
 pub(super) struct Driver {
     shape: Shape,
     id: u64,
     copy_limit: Duration,
+    reads_by: Reads,
     messenger: Messenger,
     events: Receiver<Event>,
+    /// Another end of it, for threads that read regions.
+    post: Sender<Event>,
     writer: Writer,
     remotes: Vec<Remote>,
+    /// Threads that open or read regions.
+    readers: Vec<JoinHandle<()>>,
     /// Submitted, and not begun.
     queue: VecDeque<Op>,
     /// The last write that was begun.
     last: Version,
     writes: BTreeMap<Version, Write>,
+    /// The writes that some server has not applied yet, in their order.
+    unapplied: VecDeque<(Version, Vec<Run>)>,
     reads: HashMap<u64, Read>,
     /// Flushes, with the write for whose acknowledgement they wait.
     flushes: VecDeque<(Version, Completion)>,
@@ -66,9 +77,9 @@ impl Driver {
         servers: &[Address],
         options: &ClientOptions,
         messenger: Messenger,
-        events: Receiver<Event>,
+        (post, events): (Sender<Event>, Receiver<Event>),
         opened: SyncSender<Result<(), End>>,
-        shared: Arc<Shared>,
+        shared: &Arc<Shared>,
     ) -> Driver {
         let now = Instant::now();
         let id = getrandom::u64().unwrap_or_else(|_| std::process::id().into());
@@ -76,17 +87,21 @@ impl Driver {
             shape,
             id,
             copy_limit: options.copy_limit,
+            reads_by: options.reads,
             messenger,
             events,
+            post,
             writer: Writer::open(shape.copies(), id),
             remotes: servers.iter().map(|address| Remote::new(address.clone(), now)).collect(),
+            readers: Vec::new(),
             queue: VecDeque::new(),
             last: Version::NONE,
             writes: BTreeMap::new(),
+            unapplied: VecDeque::new(),
             reads: HashMap::new(),
             flushes: VecDeque::new(),
             opened: Some(opened),
-            shared,
+            shared: Arc::clone(shared),
             is_over: false,
         }
     }
@@ -111,6 +126,10 @@ impl Driver {
             self.begin();
             self.carry_out();
         }
+        self.remotes.clear(); // ends the threads below
+        for reader in self.readers.drain(..) {
+            let _ = reader.join(); // a panic was reported where it happened
+        }
     }
 
     fn happened(&mut self, event: Event) {
@@ -122,6 +141,7 @@ impl Driver {
                     self.lost(server, "the connection is over");
                 }
             }
+            Event::Region(connection, news) => self.region(&connection, news),
             Event::Close => self.is_over = true,
         }
     }
@@ -152,12 +172,13 @@ impl Driver {
                     return; // the generation has no more numbers: the write is dropped, and so fails
                 };
                 self.last = version;
+                self.unapplied.push_back((version, runs.clone()));
                 // A request that was checked fits a message.
                 let message = link::call(&Call::Write { holder, version, runs, sums }, data).unwrap_or_default();
                 self.writes.insert(version, Write { message, completion });
             }
             Request::Read(run) => {
-                if let Some(number) = self.writer.read() {
+                if let Some(number) = self.writer.read(self.last_write_of(run)) {
                     self.reads.insert(number, Read { run, data: Bytes::new(), completion });
                 }
             }
@@ -173,15 +194,18 @@ impl Driver {
             match action {
                 Action::Send(server, request) => self.send(server, request),
                 Action::Disconnect(server) => {
+                    self.shared.regions.close(server);
                     self.remote(server, |remote, now| remote.disconnect(now));
                 }
                 Action::Serving { .. } => {
                     tracing::info!(volume = %self.shape.volume(), "the volume is open");
+                    self.shared.regions.acknowledged(self.writer.acknowledged());
                     if let Some(opened) = self.opened.take() {
                         let _ = opened.send(Ok(())); // the caller waits for it
                     }
                 }
                 Action::Acknowledge(version) => self.acknowledged(version),
+                Action::Look(server, number) => self.look(server, number),
                 Action::Read(number) => {
                     if let Some(read) = self.reads.remove(&number) {
                         read.completion.succeed(read.data);
@@ -195,6 +219,7 @@ impl Driver {
     }
 
     fn acknowledged(&mut self, through: Version) {
+        self.shared.regions.acknowledged(through);
         while let Some(first) = self.writes.first_entry().filter(|write| *write.key() <= through) {
             first.remove().completion.succeed(Bytes::new());
         }
@@ -207,6 +232,7 @@ impl Driver {
 
     fn ended(&mut self, end: End) {
         tracing::warn!(volume = %self.shape.volume(), %end, under_way = self.writes.len(), "the volume has ended");
+        self.shared.regions.close_all();
         let _ = self.shared.end.set(end); // ends once
         self.is_over = true;
         if let Some(opened) = self.opened.take() {
@@ -229,6 +255,7 @@ impl Driver {
             message::Request::Confirm { holder, question } => Call::Confirm { holder, question },
             message::Request::Read { holder, number } => {
                 let Some(read) = self.reads.get(&number) else { return };
+                self.shared.counts.asked.fetch_add(1, Ordering::Relaxed);
                 Call::Read { holder, number, run: read.run }
             }
             message::Request::Write { version, .. } => {
@@ -269,6 +296,8 @@ impl Driver {
         let Some(remote) = self.remotes.get_mut(server.0) else { return };
         tracing::info!(server = %remote.address(), why, "a copy is left out");
         remote.disconnect(Instant::now());
+        self.shared.regions.close(server);
+        self.forget_applied();
         self.writer.lost(server);
     }
 
@@ -308,6 +337,7 @@ impl Driver {
                 self.writer.answered(server, Answer::Written { applied });
             }
             Reply::Data { number, entries } => self.read(server, number, &entries, delivery.data),
+            Reply::Attached { session, keys } => self.open_region(connection, session, keys),
             Reply::Refused { text, .. } => self.lost(server, &text),
             Reply::Created | Reply::Lent { .. } => self.lost(server, "it answers what it was not asked"),
         }
@@ -318,6 +348,15 @@ impl Driver {
             remote.applied(applied);
             true
         });
+        self.forget_applied();
+    }
+
+    /// Forgets the writes that every server has applied which gets writes.
+    fn forget_applied(&mut self) {
+        let first = self.remotes.iter().filter_map(Remote::first_unapplied).min();
+        while self.unapplied.front().is_some_and(|(version, _)| first.is_none_or(|first| *version < first)) {
+            self.unapplied.pop_front();
+        }
     }
 
     /// Blocks have arrived. They are checked against what their writer said of them.
@@ -345,10 +384,28 @@ impl Driver {
                 self.lost(ServerId(number), "it did not answer in time");
             } else if self.writer.is_serving() && remote.is_due(now) {
                 self.writer.take_back(ServerId(number));
+            } else if remote.is_silent(BEAT, now) {
+                self.beat(ServerId(number));
             }
+        }
+        self.attach();
+    }
+
+    /// Asks a server that owes nothing whether it still obeys this writer. So a server that hangs is noticed, and a
+    /// later writer, although only regions are read.
+    fn beat(&mut self, server: ServerId) {
+        if let Some(holder) = self.writer.holder().filter(|_| self.writer.is_serving()) {
+            self.send(server, message::Request::Confirm { holder, question: NO_QUESTION });
         }
     }
 }
+
+/// How long a server may be silent before it is asked something: together with the limit for answers, this is how long
+/// blocks of a server that hangs are read in its memory.
+const BEAT: Duration = Duration::from_secs(1);
+
+/// A question whose answer changes nothing. Those of the rules have numbers from 1.
+const NO_QUESTION: u64 = 0;
 
 /// How often time limits are looked at. Much shorter than any of them.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
