@@ -1,4 +1,5 @@
-//! Handshake: fixed newstyle negotiation, option by option. It takes bytes, and says what to answer and what comes next.
+//! Handshake: fixed newstyle negotiation, option by option. It takes bytes, and says what to answer and what comes
+//! next.
 //!
 //! ```text
 //!   greeting ─▶ client's flags ─▶ option ─▶ option ─▶ … ─▶ GO or EXPORT_NAME ─▶ transmission
@@ -8,7 +9,7 @@
 //! - What was negotiated before TLS does not count inside it, and no byte that was sent in the clear is read after it
 //!   (the fault of CVE-2021-3716).
 //! - Whatever can be answered is answered, and the client goes on. The connection ends only if the client does not
-//!   speak the protocol, exceeds a limit, or asks by `EXPORT_NAME`, to which no refusal exists, for what it cannot have.
+//!   speak the protocol, exceeds a limit, or asks for what it cannot have by `EXPORT_NAME`, which cannot be refused.
 
 mod option;
 #[cfg(test)]
