@@ -14,6 +14,7 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::time::{Duration, Instant};
 
 use remora_fabric::shm::{ShmExporter, ShmOptions};
 use remora_fabric::tcp::{SendMode, TcpExporter, TcpOptions};
@@ -84,6 +85,10 @@ const INCOMING_LIMIT: usize = 64;
 /// Limit of simultaneous readers: more than the source assigns to one replica, so that new readers can come before lost
 /// ones are noticed.
 const READERS_LIMIT: usize = 8;
+
+/// How long a peer that has connected may take to say what it wants to read. It knows that before it connects. Silent
+/// peers would otherwise keep readers out.
+const ASK_LIMIT: Duration = Duration::from_secs(10);
 
 /// The first region number that is used here: lower numbers are the source's.
 const FIRST_REGION: u32 = 16;
@@ -169,6 +174,7 @@ struct Reader {
     /// What protects the conversation, and the slots unless they are read by shared memory or RDMA.
     protection: Protection,
     name: String,
+    came: Instant,
     /// The generation that it asked for; `None` before.
     wants: Option<u64>,
     /// The rate that it was last sent; `None` before it was offered the copy.
@@ -196,9 +202,27 @@ impl Lender {
                     Some(lending) => self.lend(lending).await,
                     None => return,
                 },
+                () = until(self.next_silent()) => self.turn_silent_away(Instant::now()),
             }
             self.tell();
         }
+    }
+
+    /// When the first peer has been silent for too long.
+    fn next_silent(&self) -> Option<Instant> {
+        self.readers.values().filter(|reader| reader.wants.is_none()).map(|reader| reader.came + ASK_LIMIT).min()
+    }
+
+    fn turn_silent_away(&mut self, now: Instant) {
+        let is_late = |reader: &Reader| reader.wants.is_none() && reader.came + ASK_LIMIT <= now;
+        self.readers.retain(|_, reader| {
+            if is_late(reader) {
+                let text = format!("no request within {} s", ASK_LIMIT.as_secs());
+                let _ = reader.sender.try_send(Message::Refused { code: RefusalCode::Busy, text });
+                reader.sender.close();
+            }
+            !is_late(reader)
+        });
     }
 
     fn receive(&mut self, incoming: Incoming) {
@@ -227,7 +251,8 @@ impl Lender {
             let _ = sender.try_send(Message::Refused { code: RefusalCode::Busy, text });
             return;
         }
-        let reader = Reader { sender, key, protection, name: String::new(), wants: None, told: None };
+        let reader =
+            Reader { sender, key, protection, came: Instant::now(), name: String::new(), wants: None, told: None };
         self.readers.insert(session, reader);
         listener::listen_to(receiver, self.incoming.clone(), move |heard| match heard {
             Ok(message) => Incoming::Said { session, message: Box::new(message) },
@@ -314,6 +339,14 @@ impl Lender {
                 tracing::debug!(%error, "a message could not be queued");
             }
         }
+    }
+}
+
+/// Waits until then; `None`: without end.
+async fn until(then: Option<Instant>) {
+    match then {
+        Some(then) => tokio::time::sleep_until(then.into()).await,
+        None => std::future::pending().await,
     }
 }
 

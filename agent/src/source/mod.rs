@@ -363,7 +363,7 @@ impl Source {
                 return self.peer_lost(session, generation, peer, cause, &text);
             }
             Message::HandOffQuery { offset, .. } => return self.answer_hand_off(session, offset),
-            Message::StatusQuery => return self.send(session, Message::Status(status::report(self))),
+            Message::StatusQuery => return questions::send_status(self, session),
             Message::Leave { outcome, text } => {
                 tracing::info!(session, ?outcome, %text, "replica left");
                 let done = outcome == remora_protocol::Outcome::HandedOver;

@@ -5,6 +5,7 @@
 //!   HandOffQuery ──▶ waiting ── the source is not asking ──▶ INFO at the primary ──▶ all answered ── PACE ──▶ next batch
 //!                       │ one for each session: a later question replaces the earlier one
 //!   Join, plan only ──▶ one at a time for each session; answered at once if the facts are younger than FRESH
+//!   StatusQuery ──▶ answered at once, or PACE after the last report to this session; one waits for each session
 //! ```
 //!
 //! So the primary is asked at most once in [`PACE`] for all hand-offs together, and what waits here is bounded by the
@@ -19,7 +20,7 @@ use remora_redis::ReplId;
 use super::answers::{ask, hand_off_answer, not_covered};
 use super::machine::Session;
 use super::output_buffer::OutputBuffer;
-use super::{Incoming, Source};
+use super::{Incoming, Source, status};
 use crate::server::{Facts, ServerError};
 
 /// The shortest time between two questions to the primary about hand-offs: little beside a hand-off, and long beside
@@ -52,11 +53,40 @@ pub(super) struct Questions {
     is_busy: bool,
     /// Sessions that wait for a plan.
     plans: BTreeSet<Session>,
+    /// The sessions that have asked for the status.
+    reports: BTreeMap<Session, Report>,
     /// When the source's facts were read last.
     learned: Option<Instant>,
 }
 
+/// What a session gets of the status.
+#[derive(Clone, Copy, Debug)]
+struct Report {
+    /// When it got the last report, or gets the next one.
+    at: Instant,
+    /// It waits for that report.
+    waits: bool,
+}
+
 impl Questions {
+    /// A session asks for the status. Returns how long its report must wait; `None` if it waits for one already.
+    fn report(&mut self, session: Session, now: Instant) -> Option<Duration> {
+        let last = self.reports.get(&session);
+        if last.is_some_and(|last| last.waits) {
+            return None;
+        }
+        let at = last.map_or(now, |last| now.max(last.at + PACE));
+        self.reports.insert(session, Report { at, waits: at > now });
+        Some(at.saturating_duration_since(now))
+    }
+
+    /// A session gets the report that it waits for.
+    fn reported(&mut self, session: Session) {
+        if let Some(report) = self.reports.get_mut(&session) {
+            report.waits = false;
+        }
+    }
+
     /// Notes a session's question in place of its earlier one. Returns the batch to ask the primary about, if it may be
     /// asked now.
     fn put(&mut self, session: Session, question: HandOff) -> Option<Batch> {
@@ -74,6 +104,7 @@ impl Questions {
     pub(super) fn left(&mut self, session: Session) {
         self.waiting.remove(&session);
         self.plans.remove(&session);
+        self.reports.remove(&session);
     }
 
     /// The source has fresh facts.
@@ -94,6 +125,8 @@ pub(crate) enum Answered {
     AskAgain,
     /// The facts for this replica's plan are there: fresh ones, or the last known if the server did not answer in time.
     Plan(Session),
+    /// The time of this session's report has come.
+    Report(Session),
 }
 
 impl Source {
@@ -134,6 +167,21 @@ impl Source {
     }
 }
 
+/// Sends the status, at most once in [`PACE`] to a session: a report names every replica.
+pub(super) fn send_status(source: &mut Source, session: Session) {
+    match source.questions.report(session, Instant::now()) {
+        None => {}
+        Some(Duration::ZERO) => source.send(session, Message::Status(status::report(source))),
+        Some(pause) => {
+            let incoming = source.incoming.clone();
+            tokio::spawn(async move {
+                tokio::time::sleep(pause).await;
+                let _ = incoming.send(Incoming::Answered(Answered::Report(session))).await;
+            });
+        }
+    }
+}
+
 /// Asks the primary, if there is a batch to ask about.
 fn ask_about(source: &Source, batch: Option<Batch>) {
     let Some(batch) = batch else { return };
@@ -166,6 +214,10 @@ pub(super) fn answered(source: &mut Source, answered: Answered) {
             if source.questions.plans.remove(&session) {
                 tell_plan(source, session);
             }
+        }
+        Answered::Report(session) => {
+            source.questions.reported(session);
+            source.send(session, Message::Status(status::report(source)));
         }
     }
 }
@@ -219,6 +271,20 @@ mod tests {
         questions.put(2, at(0));
         questions.left(2);
         assert_eq!(questions.next(), None);
+    }
+
+    #[test]
+    fn a_session_that_asks_for_the_status_without_end_gets_a_report_now_and_then() {
+        let (mut questions, now) = (Questions::default(), Instant::now());
+        assert_eq!(questions.report(1, now), Some(Duration::ZERO));
+        assert_eq!(questions.report(2, now), Some(Duration::ZERO), "each session for itself");
+        let soon = now + PACE / 5;
+        assert_eq!(questions.report(1, soon), Some(PACE - PACE / 5));
+        (0..10_000).for_each(|_| assert_eq!(questions.report(1, soon), None, "one report waits"));
+        questions.reported(1);
+        assert_eq!(questions.report(1, now + PACE), Some(PACE), "counted from the report that waited");
+        questions.reported(1);
+        assert_eq!(questions.report(1, now + 3 * PACE), Some(Duration::ZERO));
     }
 
     #[test]

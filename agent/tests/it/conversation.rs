@@ -107,7 +107,7 @@ fn a_peer_that_reads_nothing_is_cut_off_when_its_queue_is_full() {
     let stop = over.clone();
     let asking = std::thread::spawn(move || {
         while !stop.load(Ordering::Relaxed) {
-            if connection.send(encoded(&Words::StatusQuery)).is_err() {
+            if connection.send(encoded(&Words::ProbeQuery)).is_err() {
                 std::thread::sleep(Duration::from_millis(1));
             }
         }

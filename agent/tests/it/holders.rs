@@ -69,6 +69,61 @@ fn questions_without_end_cost_the_primary_few_commands_and_the_last_one_is_answe
     }
 }
 
+/// The report names every replica, so it is not made for each question.
+#[test]
+fn a_peer_that_asks_for_the_status_without_end_gets_twenty_reports_a_second() {
+    let Some(kind) = require::redis() else { return };
+    let primary = primary(kind).start().unwrap();
+    let source = Source::start(&primary, &[]);
+    let began = Instant::now();
+    let answers = Runtime::new().unwrap().block_on(ask(&source, &Message::StatusQuery));
+    let most = began.elapsed().as_millis() / 50 + 2;
+    assert!(answers >= 2, "the first question, and those that came after it");
+    assert!(answers as u128 <= most, "{answers} answers, and {most} would be allowed");
+    source.stop();
+}
+
+/// Connections that a lender serves at a time.
+const SEATS: usize = 8;
+
+#[test]
+fn silent_holders_of_the_token_keep_the_seats_of_a_lender_for_ten_seconds_only() {
+    let Some(kind) = require::redis() else { return };
+    let (primary, server) = (primary(kind).start().unwrap(), Server::start(kind).unwrap());
+    fill_keys(&primary, 100, "value");
+    let source = Source::start(&primary, &["--no-shm"]);
+    let mut lender = source.replica(&server, &["--stay", "--transport", "tcp"]);
+    let line = lender.wait_for_line("lending slots to other replicas", LONG).unwrap();
+    let port = line.split("listening=").nth(1).and_then(|rest| rest.split_whitespace().next()).unwrap().to_owned();
+    lender.wait_for_line("in step; staying", LONG).unwrap();
+    let token = Token::read_file(source.token()).unwrap();
+    let options = Options::default();
+    Runtime::new().unwrap().block_on(async {
+        let mut silent = Vec::new();
+        for _ in 0..SEATS {
+            silent.push(connect(&port, &token, &options).await.unwrap());
+        }
+        let hears = async |connection: &mut Connection| {
+            tokio::time::timeout(Duration::from_secs(20), connection.receive()).await.expect("no answer in 20 s")
+        };
+        let began = Instant::now();
+        let mut late = connect(&port, &token, &options).await.unwrap();
+        let refused = hears(&mut late).await;
+        assert!(refused.is_err_and(|error| error.to_string().contains("8 replicas read here")));
+        for connection in &mut silent {
+            let refused = hears(connection).await;
+            assert!(refused.is_err_and(|error| error.to_string().contains("no request within 10 s")));
+        }
+        assert!(began.elapsed() > Duration::from_secs(8), "they were given {:?} only", began.elapsed());
+        // The seats are free.
+        let generation = source.generation();
+        let mut reader = connect(&port, &token, &options).await.unwrap();
+        reader.send(Message::ReadPeer { generation, name: "reader".into() }).await.unwrap();
+        let offered = hears(&mut reader).await;
+        assert!(matches!(offered, Ok(Message::PeerOffer { .. })), "{offered:?}");
+    });
+}
+
 /// Snapshots that a source takes without a pause.
 const AT_ONCE: u64 = 5;
 

@@ -4,6 +4,7 @@
 //! Tests for the machine are ignored on the host. The last test boots the machine once and runs them there.
 
 mod capture;
+mod forging;
 
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -19,20 +20,17 @@ use crate::kit::{Source, Stage, fill, load_slowly, says, succeeds};
 const SOURCE_NODE: u8 = 1;
 const REPLICA_NODES: [u8; 3] = [0, 2, 3];
 
-/// RDMA is not encrypted, so both ends must say that this is meant.
-const PLAINTEXT: [&str; 3] = ["--security", "none", "--plaintext-network"];
-
 fn source(stage: &Stage, primary: &Server, more: &[&str]) -> Source {
     // Replicas reach the primary at this address too; on one host they would prefer shared memory to RDMA.
     let announce = format!("127.0.0.1:{}", primary.port());
     let listen = format!("{}:0", RdmaVm::address(SOURCE_NODE));
-    let more = [&["--no-shm", "--announce", &announce], &PLAINTEXT[..], more].concat();
+    let more = [&["--no-shm", "--announce", &announce], more].concat();
     stage.source_at(&listen, None, &primary.url(), &more)
 }
 
 fn replica(stage: &Stage, server: &Server, source: &Source, node: u8, more: &[&str]) -> Agent {
     let address = RdmaVm::address(node).to_string();
-    let more = [&["--rdma-address", &address], &PLAINTEXT[..], more].concat();
+    let more = [&["--rdma-address", &address], more].concat();
     stage.replica(&server.url(), source.address, &more)
 }
 
@@ -170,12 +168,11 @@ fn a_probe_measures_rdma_to_a_source_and_a_device_can_be_named() {
     let (stage, primary) = (Stage::new(), Server::start(Kind::Redis7).unwrap());
     let announce = format!("127.0.0.1:{}", primary.port());
     let more = ["--no-shm", "--announce", &announce, "--rdma-device", "rxe1", "--rdma-service-level", "3"];
-    let more = [&more[..], &PLAINTEXT].concat();
     let source = stage.source_at(&format!("{}:0", RdmaVm::address(SOURCE_NODE)), None, &primary.url(), &more);
     let (address, token) = (source.address.to_string(), stage.token.display().to_string());
     let what = ["--transport", "verbs", "--rdma-device", "rxe0", "--rdma-port", "1", "--rdma-traffic-class", "104"];
     let small = ["--json", "--time", "50ms", "--sizes", "8,64KiB,4MiB", "--depths", "1,16"];
-    let args = [&["probe", "--source", &address, "--token-file", &token][..], &PLAINTEXT, &what, &small].concat();
+    let args = [&["probe", "--source", &address, "--token-file", &token][..], &what, &small].concat();
     let printed = stage.remora(&args).stderr(Stdio::inherit()).output().unwrap();
     assert!(printed.status.success());
     let report: serde_json::Value = serde_json::from_slice(&printed.stdout).unwrap();
@@ -189,7 +186,7 @@ fn a_probe_measures_rdma_to_a_source_and_a_device_can_be_named() {
     }
     // A missing device is an error if it was named in the options, and the error lists the devices that exist.
     let wrong = ["--transport", "verbs", "--rdma-device", "mlx5_0"];
-    let args = [&["probe", "--source", &address, "--token-file", &token][..], &PLAINTEXT, &wrong].concat();
+    let args = [&["probe", "--source", &address, "--token-file", &token][..], &wrong].concat();
     let printed = stage.remora(&args).output().unwrap();
     assert_eq!(printed.status.code(), Some(5));
     says(&String::from_utf8_lossy(&printed.stdout), &["mlx5_0", "rxe0 port 1 (10.77.0.1)"]);
@@ -209,8 +206,8 @@ fn cable(node: u8, plugged: bool) {
 fn the_job_is_done_over_rdma_in_the_virtual_machine() {
     let Some(_) = require::redis() else { return };
     let Some(machine) = require::rdma_vm() else { return };
-    let passed = machine.nodes(4).limit(Duration::from_secs(280)).run_ignored_tests("rdma::", 1);
-    assert_eq!(passed, 5);
+    let passed = machine.nodes(4).limit(Duration::from_secs(420)).run_ignored_tests("rdma::", 1);
+    assert_eq!(passed, 7);
 }
 
 #[test]
