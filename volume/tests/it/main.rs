@@ -4,6 +4,7 @@
 mod calls;
 mod cluster;
 mod faults;
+mod nbd;
 mod pattern;
 mod processes;
 mod tls;

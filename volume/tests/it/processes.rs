@@ -26,8 +26,8 @@ fn a_server_for_the_other_tests() {
     let _ = std::io::stdin().read(&mut [0]); // until it is killed, or the test ends
 }
 
-struct Remote {
-    process: Process,
+pub struct Remote {
+    pub process: Process,
     address: Address,
 }
 
@@ -44,13 +44,13 @@ impl Remote {
     }
 }
 
-struct Remotes {
-    shape: Shape,
-    servers: Vec<Remote>,
+pub struct Remotes {
+    pub shape: Shape,
+    pub servers: Vec<Remote>,
 }
 
 impl Remotes {
-    fn new(blocks: u64) -> Remotes {
+    pub fn new(blocks: u64) -> Remotes {
         let shape = Shape::new(new_id().unwrap(), blocks, Copies::new(3, 2).unwrap()).unwrap();
         let servers: Vec<_> = (0..3).map(|_| Remote::start("tcp:127.0.0.1:0")).collect();
         let remotes = Remotes { shape, servers };
@@ -58,19 +58,19 @@ impl Remotes {
         remotes
     }
 
-    fn addresses(&self) -> Vec<Address> {
+    pub fn addresses(&self) -> Vec<Address> {
         self.servers.iter().map(|server| server.address.clone()).collect()
     }
 
-    fn open(&self, options: &ClientOptions) -> Volume {
+    pub fn open(&self, options: &ClientOptions) -> Volume {
         Volume::open(self.shape, &self.addresses(), options).unwrap()
     }
 
-    fn kill(&mut self, number: usize) {
+    pub fn kill(&mut self, number: usize) {
         self.servers[number].process.kill().unwrap();
     }
 
-    fn restart(&mut self, number: usize) {
+    pub fn restart(&mut self, number: usize) {
         let address = self.servers[number].address.to_string();
         self.servers[number] = Remote::start(&address);
     }
