@@ -5,6 +5,7 @@ mod calls;
 mod cluster;
 mod faults;
 mod looks;
+mod nbd;
 mod pattern;
 mod processes;
 mod tls;
