@@ -4,8 +4,10 @@
 mod calls;
 mod cluster;
 mod faults;
+mod link;
 mod looks;
 mod pattern;
 mod processes;
 mod tls;
 mod usage;
+mod windows;
