@@ -23,6 +23,7 @@
 //! - [`wire`]: the messages as bytes, and what the network needs beside the rules; `link`: how they use the messenger.
 //! - [`server`]: the memory of a host, lent to volumes.
 //! - [`client`]: a volume as its one writer has it open.
+//! - [`nbd`]: such a volume as a block device, for clients of the NBD protocol.
 //!
 //! What holds after every event, whichever process dies and whatever is lost on the way, as long as fewer servers than
 //! must hold a write forget what they held:
@@ -42,6 +43,7 @@ mod link;
 pub mod message;
 #[cfg(test)]
 mod mutant;
+pub mod nbd;
 pub mod reader;
 pub mod server;
 pub mod shape;

@@ -83,6 +83,15 @@ pub fn tcpdump() -> Option<()> {
     runs("tcpdump")
 }
 
+/// Clients of NBD: libnbd's, QEMU's, and fio with its engine for NBD.
+pub fn nbd_clients() -> Option<()> {
+    ["nbdinfo", "nbdcopy", "qemu-img", "qemu-io", "fio"].into_iter().try_for_each(runs)?;
+    let engines = std::process::Command::new("fio").arg("--enghelp").output();
+    let has_nbd =
+        engines.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).lines().any(|l| l.trim() == "nbd"));
+    if has_nbd { Some(()) } else { skip("needs fio with its engine for NBD, as Debian builds it") }
+}
+
 fn runs(program: &str) -> Option<()> {
     let found = std::process::Command::new(program).arg("--version").output();
     let found = found.is_ok_and(|output| output.status.success());

@@ -6,6 +6,7 @@ mod cluster;
 mod faults;
 mod link;
 mod looks;
+mod nbd;
 mod pattern;
 mod processes;
 mod tls;

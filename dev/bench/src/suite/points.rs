@@ -42,6 +42,9 @@ pub struct SyncPoint {
     pub replicas_cpu: f64,
     /// Processor seconds of all agents, or of the copier.
     pub agents_cpu: f64,
+    /// Processor seconds of the source agent, which are part of those; `None` in runs before 2026-11-24.
+    #[serde(default)]
+    pub source_cpu: Option<f64>,
     /// Peak of the primary's private memory, including what its child copied, in bytes.
     pub peak_memory: u64,
     /// Peak memory of the source agent, in bytes.

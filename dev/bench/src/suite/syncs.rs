@@ -60,6 +60,7 @@ impl Point {
             primary_cpu: outcome.primary_cpu,
             replicas_cpu: outcome.replica_cpu.iter().sum(),
             agents_cpu: outcome.agents_cpu,
+            source_cpu: Some(outcome.source_cpu),
             peak_memory: outcome.peak_memory,
             source_memory: outcome.source_memory,
             agent_memory: outcome.agent_memory.clone(),
@@ -224,7 +225,7 @@ fn copies(replicas: usize) -> u64 {
 }
 
 /// All methods that differ from others; each is asked whether it applies.
-const METHODS: [Method; 11] = [
+const METHODS: [Method; 13] = [
     Method::OwnDefault,
     Method::OwnBest,
     Method::OwnTogether,
@@ -233,7 +234,9 @@ const METHODS: [Method; 11] = [
     Method::Copier,
     Method::RemoraShm,
     Method::RemoraTcp,
+    Method::RemoraTcpSealed,
     Method::RemoraRelay,
+    Method::RemoraRelaySealed,
     Method::RemoraRelayKilled,
     Method::RemoraModuleRelay,
 ];

@@ -58,10 +58,15 @@ impl Program {
         self.serves_peers
     }
 
-    /// Options of agents beside that server. Own replication is measured without TLS, so Remora is too.
-    fn security(&self, server: &Server) -> &'static [&'static str] {
-        let needs_none = server.address().ip().is_loopback() || !self.has_tls;
-        if needs_none { &[] } else { &PLAINTEXT }
+    /// Options of agents beside that server. Own replication is measured without TLS, so Remora is too, unless the method
+    /// is about encryption.
+    fn security(&self, server: &Server, is_sealed: bool) -> &'static [&'static str] {
+        match server.address().ip().is_loopback() {
+            _ if !self.has_tls => &[],
+            _ if is_sealed => &SEALED,
+            true => &[],
+            false => &PLAINTEXT,
+        }
     }
 
     /// Its path.
@@ -113,7 +118,7 @@ impl Program {
         enter(server, &mut command)?;
         command.args(["--log-level", "warn", "replica", "--server", &server.url(), "--source", &source.address]);
         command.args(["--transport", transport, "--name", name, "--token-file"]).arg(&source.token);
-        command.args(self.security(server)).args(more);
+        command.args(source.security).args(more);
         Ok(Agent::run(command)?)
     }
 }
@@ -135,20 +140,23 @@ impl Source {
     /// Starts a source beside that server and waits until it is ready. `data_bytes`: the approximate size of its
     /// snapshot. The source gets memory for all of it, so that late joiners find it; replica agents have the default.
     pub fn start(program: &Program, server: &Server, folder: &Path, data_bytes: u64) -> Result<Source> {
-        Source::start_limited(program, server, folder, data_bytes, None)
+        let security = program.security(server, false);
+        Source::launch(program, server, folder, data_bytes, security, &[])
     }
 
-    /// Starts a source that sends no more than `limit` bytes per second over TCP.
-    pub(crate) fn start_limited(
+    /// Starts a source for that method. It may limit the bytes that leave the source by a cable of that rate.
+    pub(crate) fn start_by(
+        method: Method,
         program: &Program,
         server: &Server,
         folder: &Path,
         data_bytes: u64,
-        limit: Option<u64>,
+        cable: Option<u64>,
     ) -> Result<Source> {
-        let limit = limit.map(|limit| limit.to_string());
+        let limit = method.upload_limit(cable).map(|limit| limit.to_string());
         let more: Vec<&str> = limit.iter().flat_map(|limit| ["--upload-limit", limit]).collect();
-        Source::launch(program, server, folder, data_bytes, &more)
+        let security = program.security(server, method.is_sealed());
+        Source::launch(program, server, folder, data_bytes, security, &more)
     }
 
     /// Starts a source with places for this many replicas, and with small slots.
@@ -160,24 +168,32 @@ impl Source {
         replicas: u32,
     ) -> Result<Source> {
         let more = ["--max-replicas", &replicas.to_string(), "--slot-size", "64KiB"];
-        Source::launch(program, server, folder, data_bytes, &more)
+        Source::launch(program, server, folder, data_bytes, program.security(server, false), &more)
     }
 
-    fn launch(program: &Program, server: &Server, folder: &Path, data_bytes: u64, more: &[&str]) -> Result<Source> {
+    fn launch(
+        program: &Program,
+        server: &Server,
+        folder: &Path,
+        data_bytes: u64,
+        security: &'static [&'static str],
+        more: &[&str],
+    ) -> Result<Source> {
         let token = scratch::token_file(folder)?;
-        let memory = format!("{}MiB", ((data_bytes * 2) >> 20) + 2 * JOURNAL_MIB);
-        let journal = format!("{JOURNAL_MIB}MiB");
+        // A sealed table holds everything a second time.
+        let copies = if security == SEALED { 2 } else { 1 };
+        let memory = format!("{}MiB", copies * (((data_bytes * 2) >> 20) + 2 * JOURNAL_MIB));
+        let journal = format!("{}MiB", copies * JOURNAL_MIB);
         let listen = SocketAddr::new(server.address().ip(), 0).to_string();
         let mut command = Command::new(&program.path);
         enter(server, &mut command)?;
         command.args(["source", "--server", &server.url(), "--listen", &listen, "--token-file"]).arg(&token);
         command.args(["--memory", &memory, "--journal-memory", &journal]);
-        command.args(program.security(server)).args(more);
+        command.args(security).args(more);
         let mut agent = Agent::run(command)?;
         let line = agent.wait_for_line("listening=", START_TIME)?;
         let words = line.split_whitespace().find_map(|word| word.strip_prefix("listening="));
         let address = words.ok_or("the source did not say where it listens")?.to_owned();
-        let security = program.security(server);
         let (folder, program, host) = (folder.to_owned(), program.path.clone(), server.host().cloned());
         Ok(Source { agent, address, token, folder, program, security, host })
     }
@@ -300,6 +316,9 @@ fn enter(server: &Server, command: &mut Command) -> Result<()> {
 fn os(text: &str) -> &std::ffi::OsStr {
     text.as_ref()
 }
+
+/// What is the default between hosts, on loopback too.
+const SEALED: [&str; 2] = ["--security", "token"];
 
 /// No TLS between hosts.
 const PLAINTEXT: [&str; 3] = ["--security", "none", "--plaintext-network"];

@@ -28,8 +28,12 @@ pub enum Method {
     RemoraShm,
     /// Remora over TCP, each replica from the source.
     RemoraTcp,
+    /// As [`Method::RemoraTcp`], and encrypted as it is between hosts by default: sealed tables, TLS for conversations.
+    RemoraTcpSealed,
     /// Remora over TCP, with replicas that feed each other.
     RemoraRelay,
+    /// As [`Method::RemoraRelay`], and encrypted as it is between hosts by default.
+    RemoraRelaySealed,
     /// As [`Method::RemoraRelay`], and the source leaves some of the cable free, with `--upload-limit`.
     RemoraRelayGentle,
     /// As [`Method::RemoraRelay`]; a replica that others read from is killed when it holds half of the snapshot.
@@ -60,7 +64,9 @@ impl Method {
             Method::RemoraDefault => "Remora, defaults",
             Method::RemoraShm => "Remora shm, best",
             Method::RemoraTcp => "Remora tcp, best",
+            Method::RemoraTcpSealed => "Remora tcp, best, sealed",
             Method::RemoraRelay => "Remora tcp, relay",
+            Method::RemoraRelaySealed => "Remora tcp, relay, sealed",
             Method::RemoraRelayGentle => "Remora tcp, relay, upload limited",
             Method::RemoraRelayKilled => "Remora tcp, relay, one killed",
             Method::RemoraModule => "Remora shm, module",
@@ -92,6 +98,7 @@ impl Method {
             Method::RemoraShm | Method::RemoraLate | Method::RemoraModule => Some("shm"),
             Method::RemoraTcp | Method::RemoraModuleRelay | Method::RemoraModuleRelayGentle => Some("tcp"),
             Method::RemoraRelay | Method::RemoraRelayGentle | Method::RemoraRelayKilled => Some("tcp"),
+            Method::RemoraTcpSealed | Method::RemoraRelaySealed => Some("tcp"),
             Method::OwnDefault | Method::OwnBest | Method::OwnTogether | Method::OwnDual => None,
             Method::Copier | Method::CopierOneByOne => None,
         }
@@ -100,11 +107,18 @@ impl Method {
     /// Whether replicas feed each other, if the program has the option.
     pub fn serves_peers(self) -> Option<bool> {
         match self {
-            Method::RemoraTcp => Some(false),
+            Method::RemoraTcp | Method::RemoraTcpSealed => Some(false),
+            Method::RemoraRelaySealed => Some(true),
             Method::RemoraRelay | Method::RemoraRelayGentle | Method::RemoraRelayKilled => Some(true),
             Method::RemoraModuleRelay | Method::RemoraModuleRelayGentle => Some(true),
             _ => None,
         }
+    }
+
+    /// Whether tables are sealed and conversations have TLS. The servers' own replication is measured without TLS, and
+    /// so are all other methods.
+    pub fn is_sealed(self) -> bool {
+        matches!(self, Method::RemoraTcpSealed | Method::RemoraRelaySealed)
     }
 
     /// The source's upload limit in bytes per second, for a cable of `cable` bytes per second with all headers.

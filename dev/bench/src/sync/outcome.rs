@@ -28,6 +28,8 @@ pub struct Outcome {
     /// Processor time of the source agent from its start (including the touching of its memory) and of all replica
     /// agents; for a copier, that of its threads.
     pub agents_cpu: f64,
+    /// Processor time of the source agent, which [`Outcome::agents_cpu`] includes; 0 without a source.
+    pub source_cpu: f64,
     /// The phases of the last replica.
     pub phases: Phases,
     /// Bytes that left the primary.

@@ -152,9 +152,8 @@ impl Scene {
         self.prepare(trial)?;
         let replicas = self.empty_servers(trial)?;
         if trial.method.is_ours() && self.source.is_none() {
-            let limit = trial.method.upload_limit(self.place.cable());
-            let (folder, bytes) = (self.folder.path(), self.shape.bytes());
-            let source = Source::start_limited(&self.program, &self.primary, folder, bytes, limit)?;
+            let (folder, bytes, cable) = (self.folder.path(), self.shape.bytes(), self.place.cable());
+            let source = Source::start_by(trial.method, &self.program, &self.primary, folder, bytes, cable)?;
             self.source = Some(source);
         }
         touch_memory(self.shape.bytes().saturating_mul(trial.replicas as u64));
@@ -425,6 +424,7 @@ impl Meter {
             primary_cpu: primary.cpu,
             replica_cpu: replicas.iter().map(|costs| costs.cpu).collect(),
             agents_cpu: took.agents_cpu + source_cpu,
+            source_cpu,
             phases,
             primary_bytes: primary.sent.max(received),
             host_bytes: host_bytes.transpose()?,

@@ -94,6 +94,13 @@ impl Group<'_> {
         most.map_or("–".to_owned(), |bytes| format!("{:.0}", *bytes as f64 / f64::from(1 << 20)))
     }
 
+    /// The median of the source agent's processor seconds.
+    fn source_cpu(&self, method: Method, replicas: usize) -> String {
+        let of = self.points.iter().filter(|point| point.method == method && point.replicas == replicas);
+        let spread = method.is_ours().then(|| Spread::of(of.filter_map(|point| point.source_cpu))).flatten();
+        spread.map_or("–".to_owned(), |spread| format!("{:.2}", spread.median))
+    }
+
     fn equality(&self, method: Method, replicas: usize) -> &'static str {
         let of = self.points.iter().filter(|point| point.method == method && point.replicas == replicas);
         let looked: Vec<bool> = of.filter_map(|point| point.equal).collect();
@@ -123,7 +130,7 @@ impl Group<'_> {
                 let ratio = best.map_or("–".to_owned(), |best| format!("{:.2}", last.median / best.median));
                 let _ = writeln!(
                     out,
-                    "| {replicas} | {} | {} | {ratio} | {} | {} / {} / {} / {} | {} | {} | {} | {} | {} | {} | {} |",
+                    "| {replicas} | {} | {} | {ratio} | {} | {} / {} / {} / {} | {} | {} | {} | {} | {} | {} | {} | {} |",
                     self.name(method),
                     with_range(last),
                     median(|point| point.first_seconds, 2),
@@ -134,6 +141,7 @@ impl Group<'_> {
                     median(|point| point.sent as f64 / 1e6, 0),
                     median(|point| point.sent as f64 / point.bytes as f64, 2),
                     median(|point| point.primary_cpu, 2),
+                    self.source_cpu(method, replicas),
                     median(|point| point.peak_memory as f64 / f64::from(1 << 20), 0),
                     median(|point| point.source_memory as f64 / f64::from(1 << 20), 0),
                     self.agent_memory(method, replicas),
@@ -366,15 +374,15 @@ const SYNC_EXPLAINED: &str = "\
 Medians over the rounds, in brackets the least and the greatest value. *ratio*: the median of *last replica s* divided by that of the
 server's own method with the least median at the same N. The four phases (snapshot / transfer / load / catch-up) are those of the last replica and add up to its time. If the server loads
 while the bytes arrive, its loading is in *transfer*. *out*: bytes out of the primary's host over its cable, of all programs (on loopback:
-out of the primary's process), and as a multiple of the data set. *CPU*: of the primary and its fork child. *memory*: the peak of the
+out of the primary's process), and as a multiple of the data set. *CPU*: of the primary and its fork child, and of the source agent from its start, with the first touch of its memory. *memory*: the peak of the
 primary's private memory, of the source agent beside it, including its table, and of the largest replica agent, including the slots that it
 keeps for others (–: not recorded). *memory for all*: each replica agent had `--memory` for the whole data set and 256 MiB more; without
 these words it had the default.
 ";
 
 const SYNC_HEAD: &str = "\
-| N | method | last replica s | ratio | first s | phases s | out MB | × data | primary CPU s | primary MiB | source MiB | replica agent MiB | equal |
-|---:|---|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|---|";
+| N | method | last replica s | ratio | first s | phases s | out MB | × data | primary CPU s | source CPU s | primary MiB | source MiB | replica agent MiB | equal |
+|---:|---|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---|";
 
 const FEEL_EXPLAINED: &str = "\
 GETs, and one SET in ten commands, of 1 KiB at a steady rate, from before the first replica began until the last had caught up; medians
@@ -432,6 +440,7 @@ pub(super) mod tests {
             primary_cpu: 1.0,
             replicas_cpu: 1.0,
             agents_cpu: 0.0,
+            source_cpu: None,
             peak_memory: 1 << 30,
             source_memory: 0,
             agent_memory: Vec::new(),

@@ -27,6 +27,7 @@ pub(super) fn table(syncs: &[&Kept<syncs::Point>], felt: &[&Kept<feel::Point>]) 
         String::from("| target | where | bound | reached: median (least–most) | |\n|---|---|---:|---:|---|\n");
     let mut targets: Vec<Target> =
         groups(syncs).iter().filter(|group| group.is_shaped()).flat_map(Group::targets).collect();
+    targets.extend(groups(syncs).iter().flat_map(Group::of_sealing));
     targets.extend(of_feeling(&cells(felt)));
     for Target { what, where_, ratio, bound } in targets {
         let (words, is_reached) = match bound {
@@ -83,6 +84,37 @@ impl Group<'_> {
         targets
     }
 
+    /// Encryption: against the same method without it, and what a further replica costs the source.
+    fn of_sealing(&self) -> Vec<Target> {
+        let (sealed, plain) = (Method::RemoraTcpSealed, Method::RemoraTcp);
+        let most = if self.is_shaped() { SEALED_MOST } else { SEALED_LOOPBACK_MOST };
+        let against = self.ratio((sealed, 1), (plain, 1), |point| point.seconds).map(|ratio| Target {
+            what: "1 replica, sealed, against plaintext".into(),
+            where_: self.title(),
+            ratio,
+            bound: Bound::Most(most),
+        });
+        let of = |replicas: usize| {
+            self.points
+                .iter()
+                .filter(move |point| point.method == Method::RemoraRelaySealed && point.replicas == replicas)
+        };
+        let more = of(8).filter_map(|many| {
+            let one = of(1).find(|one| one.round == many.round)?;
+            let gibibytes = many.bytes as f64 / f64::from(1 << 30);
+            Some((many.source_cpu? - one.source_cpu?) / gibibytes)
+        });
+        let more = Spread::of(more).map(|ratio| Target {
+            what:
+                "processor seconds of the source for 8 replicas, sealed, with relay, beyond those for one, for each GiB"
+                    .into(),
+            where_: self.title(),
+            ratio,
+            bound: Bound::Most(FURTHER_CPU_MOST),
+        });
+        against.into_iter().chain(more).collect()
+    }
+
     /// The ratios of the rounds that have both.
     fn ratio(
         &self,
@@ -124,6 +156,15 @@ fn of_feeling(cells: &[Cell<'_>]) -> Vec<Target> {
     };
     cells.iter().filter(is_ours).filter_map(target).collect()
 }
+
+/// Target: the time of one replica with sealed tables, in multiples of plaintext, over a cable.
+const SEALED_MOST: f64 = 1.02;
+
+/// The same over loopback, where the processors are the limit.
+const SEALED_LOOPBACK_MOST: f64 = 1.25;
+
+/// Target: processor seconds of the source for each GiB, for seven replicas more.
+const FURTHER_CPU_MOST: f64 = 0.1;
 
 /// Target: the time of N replicas, in multiples of the time of one.
 const FLAT: [(usize, f64); 2] = [(3, 1.10), (8, 1.25)];

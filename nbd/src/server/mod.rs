@@ -1,0 +1,250 @@
+//! Server: listens, and has a thread for each connection.
+//!
+//! - `listener`: a socket with an address, and who may open it.
+//! - `connection`: one client, from its first byte to its last. **Start here.**
+
+mod connection;
+mod listener;
+
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use rustls::ServerConfig;
+
+use self::connection::Served;
+use self::listener::{Listener, Waker};
+use crate::device::Device;
+use crate::export::Export;
+use crate::outbox::Outbox;
+use crate::protocol::MAX_STRING_BYTES;
+use crate::stream;
+
+/// Where a server listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Address {
+    /// A socket of this host. Only its owner can open it. Its folder is made if it is missing, for its owner only.
+    Unix(PathBuf),
+    /// A port. Every host that reaches it can read and write what is exported, unless TLS asks for certificates.
+    Tcp(SocketAddr),
+}
+
+impl std::fmt::Display for Address {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Address::Unix(path) => write!(f, "unix:{}", path.display()),
+            Address::Tcp(address) => write!(f, "tcp:{address}"),
+        }
+    }
+}
+
+/// Settings of a server.
+#[derive(Clone, Debug)]
+pub struct ServerOptions {
+    /// Where it listens.
+    pub address: Address,
+    /// Certificates. With them TLS is required, without them there is none.
+    pub tls: Option<Arc<ServerConfig>>,
+    /// Connections at a time. One more is closed at once.
+    pub most_connections: usize,
+}
+
+impl ServerOptions {
+    /// Without TLS, with [`MOST_CONNECTIONS`].
+    pub fn new(address: Address) -> ServerOptions {
+        ServerOptions { address, tls: None, most_connections: MOST_CONNECTIONS }
+    }
+}
+
+/// A device, and what clients call it.
+#[derive(Clone)]
+pub struct Offer {
+    /// Its name. The first one is found without a name, too.
+    pub name: String,
+    /// A sentence for people; may be empty.
+    pub description: String,
+    /// The device.
+    pub device: Arc<dyn Device>,
+}
+
+/// Why a server does not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The address cannot be used.
+    #[error("listening at {address}: {error}")]
+    Listen {
+        /// The address.
+        address: Address,
+        /// The system's reason.
+        error: io::Error,
+    },
+    /// Something that is to be exported is not right.
+    #[error("the export {name:?}: {why}")]
+    Export {
+        /// Its name.
+        name: String,
+        /// What to change.
+        why: &'static str,
+    },
+    /// The system provides no thread.
+    #[error("starting a thread: {0}")]
+    Thread(io::Error),
+}
+
+/// A server. It ends when it is dropped: connections are closed, and their threads have ended. A request that a
+/// device takes its time with delays that.
+pub struct Server {
+    address: Address,
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    served: Served,
+    most_connections: usize,
+    is_over: AtomicBool,
+    running: Mutex<Vec<Running>>,
+    waker: Waker,
+}
+
+struct Running {
+    socket: Arc<OwnedFd>,
+    /// Set when negotiation has ended.
+    outbox: Arc<OnceLock<Arc<Outbox>>>,
+    thread: JoinHandle<()>,
+}
+
+impl Running {
+    /// Ends it: all that waits for the client returns, and so does all that waits for the device's answers.
+    fn end(&self) {
+        stream::shut_down(&self.socket);
+        if let Some(outbox) = self.outbox.get() {
+            outbox.end();
+        }
+    }
+}
+
+impl Server {
+    /// Starts to serve.
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub fn start(offers: Vec<Offer>, options: &ServerOptions) -> Result<Server, StartError> {
+        let exports = offers.iter().map(export).collect::<Result<Vec<_>, _>>()?;
+        if let Some(twice) =
+            exports.iter().enumerate().find(|(at, one)| exports[..*at].iter().any(|e| e.name == one.name))
+        {
+            return Err(StartError::Export { name: twice.1.name.clone(), why: "two exports have this name" });
+        }
+        if exports.is_empty() {
+            return Err(StartError::Export { name: String::new(), why: "there is nothing to export" });
+        }
+        let failed = |error| StartError::Listen { address: options.address.clone(), error };
+        let listener = Listener::bind(&options.address).map_err(failed)?;
+        let address = listener.address().map_err(failed)?;
+        let devices = offers.into_iter().map(|offer| offer.device).collect();
+        let shared = Arc::new(Shared {
+            served: Served { exports: exports.into(), devices, tls: options.tls.clone() },
+            most_connections: options.most_connections,
+            is_over: AtomicBool::new(false),
+            running: Mutex::default(),
+            waker: Waker::new().map_err(StartError::Thread)?,
+        });
+        let accepting = Arc::clone(&shared);
+        let thread = std::thread::Builder::new().name("nbd-accept".into()).spawn(move || accept(&listener, &accepting));
+        Ok(Server { address, shared, thread: Some(thread.map_err(StartError::Thread)?) })
+    }
+
+    /// Where it listens: with the port that the system chose.
+    pub fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// Connections that are open.
+    pub fn connections(&self) -> usize {
+        self.shared.running().iter().filter(|running| !running.thread.is_finished()).count()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.shared.is_over.store(true, Ordering::Release);
+        self.shared.waker.wake();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join(); // a panic was reported where it happened
+        }
+        let running = std::mem::take(&mut *self.shared.running());
+        running.iter().for_each(Running::end);
+        for running in running {
+            let _ = running.thread.join(); // as above
+        }
+    }
+}
+
+impl Shared {
+    fn running(&self) -> MutexGuard<'_, Vec<Running>> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn serve(self: &Arc<Shared>, socket: OwnedFd, peer: &str) -> io::Result<()> {
+        let mut running = self.running();
+        running.retain(|running| !running.thread.is_finished());
+        if running.len() >= self.most_connections {
+            return Err(io::Error::other(format!("{} connections are open, and more are not allowed", running.len())));
+        }
+        stream::limit_send(&socket, SEND_LIMIT)?;
+        let (socket, outbox) = (Arc::new(socket), Arc::default());
+        let (shared, peer) = (Arc::clone(self), peer.to_owned());
+        let (own, own_outbox) = (Arc::clone(&socket), Arc::clone(&outbox));
+        let thread = std::thread::Builder::new().name("nbd".into()).spawn(move || {
+            let result = connection::serve(Arc::clone(&own), &shared.served, &own_outbox);
+            stream::shut_down(&own); // the server still has it
+            match result {
+                Ok(()) => tracing::debug!(peer, "an NBD client has ended its connection"),
+                Err(_) if shared.is_over.load(Ordering::Acquire) => {}
+                Err(why) => tracing::warn!(peer, "the connection of an NBD client has ended: {why}"),
+            }
+        })?;
+        running.push(Running { socket, outbox, thread });
+        Ok(())
+    }
+}
+
+fn accept(listener: &Listener, shared: &Arc<Shared>) {
+    while !shared.is_over.load(Ordering::Acquire) {
+        let accepted = match listener.accept(&shared.waker) {
+            Ok(Some((socket, peer))) => shared.serve(socket, &peer),
+            Ok(None) => Ok(()),
+            Err(error) => Err(error),
+        };
+        if let Err(error) = accepted {
+            tracing::warn!("an NBD connection was not accepted: {error}");
+            std::thread::sleep(AFTER_AN_ERROR);
+        }
+    }
+}
+
+fn export(offer: &Offer) -> Result<Export, StartError> {
+    let geometry = offer.device.geometry();
+    let is_long = offer.name.len().max(offer.description.len()) > MAX_STRING_BYTES;
+    let why = if is_long { Some("the name or the description is longer than 4096 bytes") } else { geometry.misuse() };
+    match why {
+        Some(why) => Err(StartError::Export { name: offer.name.clone(), why }),
+        None => Ok(Export { name: offer.name.clone(), description: offer.description.clone(), geometry }),
+    }
+}
+
+/// Connections of one server: clients open one to sixteen. Each has a thread and 320 KiB, and requests of up to
+/// 64 MiB.
+pub const MOST_CONNECTIONS: usize = 64;
+
+/// How long a client may take none of its answers. A virtual machine that is stopped for longer connects again.
+const SEND_LIMIT: Duration = Duration::from_secs(60);
+
+/// Without descriptors or memory, accepting would fail again at once.
+const AFTER_AN_ERROR: Duration = Duration::from_millis(20);

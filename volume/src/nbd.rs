@@ -1,0 +1,273 @@
+//! A volume as a block device, by the NBD protocol.
+//!
+//! Blocks of 4 KiB. A write is answered when as many copies as must hold it have applied it, and a flush when every
+//! write before it is. Zeros and trims are writes of zeros: a copy's region has memory for every block. What is longer
+//! than one write of the volume is several: if this process dies, a part of it may be there, as with any disk.
+//!
+//! When the volume has ended, requests fail with `ESHUTDOWN`, and the reason is logged once.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use remora_nbd::device::{Answer, Later, Payload};
+use remora_nbd::reply::{Errno, Failure};
+use remora_nbd::request::Zero;
+use remora_nbd::server::StartError;
+use remora_nbd::{Address, Device, Geometry, Offer, Server, ServerOptions};
+
+use crate::client::{Error, Request, Volume};
+use crate::shape::BLOCK_BYTES;
+use crate::wire::{MOST_BLOCKS, Run};
+
+/// A volume that is served. When it is dropped, connections end first, and then the volume.
+pub struct VolumeServer {
+    device: Arc<VolumeDevice>,
+    /// `None` while it is dropped.
+    server: Option<Server>,
+}
+
+impl VolumeServer {
+    /// Serves a volume under this name.
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub fn start(volume: Volume, name: &str, options: &ServerOptions) -> Result<VolumeServer, StartError> {
+        let device = Arc::new(VolumeDevice::new(volume));
+        let shape = device.volume.shape();
+        let copies = shape.copies().number();
+        let description = format!("a volume of {} blocks of {BLOCK_BYTES} bytes, {copies} copies", shape.blocks());
+        let offer = Offer { name: name.to_owned(), description, device: Arc::clone(&device) as Arc<dyn Device> };
+        let server = Some(Server::start(vec![offer], options)?);
+        Ok(VolumeServer { device, server })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> Option<&Address> {
+        self.server.as_ref().map(Server::address)
+    }
+
+    /// The volume.
+    pub fn volume(&self) -> &Volume {
+        &self.device.volume
+    }
+}
+
+impl Drop for VolumeServer {
+    fn drop(&mut self) {
+        // A connection may wait for a volume that waits for its servers.
+        self.device.close();
+        self.server = None;
+    }
+}
+
+/// A volume as a device.
+pub struct VolumeDevice {
+    volume: Volume,
+    shared: Arc<Shared>,
+}
+
+/// What requests under way have in common.
+#[derive(Default)]
+struct Shared {
+    /// Bytes of parts that were submitted and are not done.
+    under_way: Mutex<usize>,
+    changed: Condvar,
+    is_closed: AtomicBool,
+    /// The volume's end was logged.
+    is_told: AtomicBool,
+}
+
+impl VolumeDevice {
+    /// The device. Nothing else submits requests to its volume.
+    pub fn new(volume: Volume) -> VolumeDevice {
+        VolumeDevice { volume, shared: Arc::default() }
+    }
+
+    /// From now on, no call waits for the volume, and every request fails.
+    pub fn close(&self) {
+        self.shared.is_closed.store(true, Ordering::Release);
+        let under_way = self.shared.under_way();
+        self.shared.changed.notify_all();
+        drop(under_way);
+    }
+
+    /// Submits the parts of one change, and then a flush if it must be safe. `later` is answered after the last one.
+    fn change(&self, at: u64, parts: impl ExactSizeIterator<Item = Bytes>, fua: bool, later: Later) {
+        let number = parts.len();
+        let joined = Joined::new(number + usize::from(fua), false, later, &self.shared);
+        for (part, data) in parts.enumerate() {
+            self.submit(part, Request::write(block(at) + (part * MOST_BLOCKS) as u64, data), &joined);
+        }
+        // It is submitted after the parts, so it is done when they are.
+        if fua {
+            self.submit(number, Request::Flush, &joined);
+        }
+    }
+
+    fn submit(&self, part: usize, request: Request, joined: &Arc<Joined>) {
+        let bytes = match &request {
+            Request::Write { data, .. } => data.len(),
+            Request::Read(run) => run.count as usize * BLOCK_BYTES,
+            Request::Flush => 0,
+        };
+        if !self.shared.wait_for_room(bytes, &self.volume) {
+            return joined.completed(part, Err(Error::Closed));
+        }
+        let done = Arc::clone(joined);
+        let submitted = self.volume.submit(request, move |result| {
+            done.shared.done(bytes);
+            done.completed(part, result);
+        });
+        if let Err(error) = submitted {
+            self.shared.done(bytes);
+            joined.completed(part, Err(error));
+        }
+    }
+
+    fn zeros(&self, at: u64, length: u32, fua: bool, answer: Answer<'_>) {
+        let (length, most) = (length as usize, ZEROS.len());
+        let parts = (0..length.div_ceil(most)).map(|part| ZEROS.slice(..most.min(length - part * most)));
+        self.change(at, parts, fua, answer.later());
+    }
+}
+
+impl Device for VolumeDevice {
+    fn geometry(&self) -> Geometry {
+        Geometry::of_blocks(self.volume.shape().blocks() * BLOCK_BYTES as u64, BLOCK_BYTES as u32)
+    }
+
+    fn read(&self, at: u64, length: u32, answer: Answer<'_>) {
+        let (first, count) = (block(at), block(length.into()));
+        let parts = count.div_ceil(MOST_BLOCKS as u64);
+        let joined = Joined::new(parts as usize, true, answer.later(), &self.shared);
+        for part in 0..parts {
+            let before = part * MOST_BLOCKS as u64;
+            let run = Run { first: first + before, count: (count - before).min(MOST_BLOCKS as u64) as u32 };
+            self.submit(part as usize, Request::Read(run), &joined);
+        }
+    }
+
+    fn write(&self, at: u64, data: Payload<'_>, fua: bool, answer: Answer<'_>) {
+        let data = data.into_bytes();
+        let starts = (0..data.len()).step_by(ZEROS.len());
+        let parts = starts.map(|start| data.slice(start..data.len().min(start + ZEROS.len())));
+        self.change(at, parts, fua, answer.later());
+    }
+
+    fn zero(&self, at: u64, length: u32, how: Zero, answer: Answer<'_>) {
+        self.zeros(at, length, how.fua, answer);
+    }
+
+    fn trim(&self, at: u64, length: u32, fua: bool, answer: Answer<'_>) {
+        self.zeros(at, length, fua, answer);
+    }
+
+    fn flush(&self, answer: Answer<'_>) {
+        let joined = Joined::new(1, false, answer.later(), &self.shared);
+        self.submit(0, Request::Flush, &joined);
+    }
+}
+
+impl Shared {
+    /// Waits until so many bytes may be submitted. The volume itself then never makes its caller wait, which could not
+    /// be ended. Returns whether requests are submitted at all.
+    fn wait_for_room(&self, bytes: usize, volume: &Volume) -> bool {
+        let is_closed = || self.is_closed.load(Ordering::Acquire);
+        let mut under_way = self.under_way();
+        // A volume that has ended answers at once.
+        while !is_closed() && *under_way + bytes > MOST_BYTES && volume.end().is_none() {
+            let waited = self.changed.wait_timeout(under_way, LOOK_AGAIN);
+            under_way = waited.map_or_else(|poison| poison.into_inner().0, |(under_way, _)| under_way);
+        }
+        if is_closed() {
+            return false;
+        }
+        *under_way += bytes;
+        true
+    }
+
+    fn done(&self, bytes: usize) {
+        *self.under_way() -= bytes;
+        self.changed.notify_one();
+    }
+
+    fn under_way(&self) -> MutexGuard<'_, usize> {
+        self.under_way.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What a client is told, and, the first time that the volume has ended, the log.
+    fn failure(&self, error: &Error) -> Failure {
+        let errno = match error {
+            Error::Ended(_) | Error::Closed => Errno::Shutdown,
+            Error::OutOfBounds { .. } | Error::Misuse => Errno::Invalid,
+            _ => Errno::Io,
+        };
+        if matches!(error, Error::Ended(_)) && !self.is_told.swap(true, Ordering::Relaxed) {
+            tracing::error!("NBD clients get no answer from this volume any more: {error}");
+        }
+        Failure::new(errno, error.to_string())
+    }
+}
+
+/// Several requests with one answer.
+struct Joined {
+    is_read: bool,
+    state: Mutex<State>,
+    shared: Arc<Shared>,
+}
+
+struct State {
+    /// What each has read; empty for the others.
+    data: Vec<Bytes>,
+    left: usize,
+    /// The first one.
+    error: Option<Error>,
+    later: Option<Later>,
+}
+
+impl Joined {
+    fn new(parts: usize, is_read: bool, later: Later, shared: &Arc<Shared>) -> Arc<Joined> {
+        let state = State { data: vec![Bytes::new(); parts], left: parts, error: None, later: Some(later) };
+        Arc::new(Joined { is_read, state: Mutex::new(state), shared: Arc::clone(shared) })
+    }
+
+    /// One of them is done.
+    fn completed(&self, part: usize, result: Result<Bytes, Error>) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.left -= 1;
+        match (result, state.data.get_mut(part)) {
+            (Ok(read), Some(data)) => *data = read,
+            (Err(error), _) => _ = state.error.get_or_insert(error),
+            _ => {}
+        }
+        if state.left > 0 {
+            return;
+        }
+        let (data, error, later) = (std::mem::take(&mut state.data), state.error.take(), state.later.take());
+        drop(state);
+        match (error, later) {
+            (None, Some(later)) if self.is_read => later.data(data),
+            (None, Some(later)) => later.done(),
+            (Some(error), Some(later)) => later.fail(&self.shared.failure(&error)),
+            (_, None) => {}
+        }
+    }
+}
+
+/// The block at which a byte is, or the blocks of so many bytes. Requests are of whole blocks.
+fn block(bytes: u64) -> u64 {
+    bytes / BLOCK_BYTES as u64
+}
+
+/// The longest write of a volume, of zeros.
+static ZEROS: LazyLock<Bytes> = LazyLock::new(|| vec![0; MOST_BLOCKS * BLOCK_BYTES].into());
+
+/// Bytes that are submitted at a time: less than what the volume takes without waiting.
+const MOST_BYTES: usize = 24 << 20;
+
+const _: () = assert!(MOST_BYTES >= MOST_BLOCKS * BLOCK_BYTES);
+
+/// How often a call that waits checks whether the volume has ended.
+const LOOK_AGAIN: Duration = Duration::from_millis(100);

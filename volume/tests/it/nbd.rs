@@ -1,0 +1,172 @@
+//! A volume on three server processes, as a block device: what fio and QEMU find while servers are killed.
+
+use std::fs;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use remora_lab::process::Process;
+use remora_lab::{Random, require, scratch};
+use remora_nbd::{Address, ServerOptions};
+use remora_volume::nbd::VolumeServer;
+use rustix::process::Signal;
+use tempfile::TempDir;
+
+use crate::cluster::{options, until};
+use crate::processes::Remotes;
+
+const BLOCKS: u64 = 8192; // 32 MiB
+
+struct Served {
+    remotes: Remotes,
+    server: VolumeServer,
+    folder: TempDir,
+}
+
+impl Served {
+    fn new() -> Served {
+        let remotes = Remotes::new(BLOCKS);
+        let folder = scratch::folder("volume-nbd").unwrap();
+        let address = Address::Unix(folder.path().join("nbd/socket"));
+        let volume = remotes.open(&options());
+        let server = VolumeServer::start(volume, "volume", &ServerOptions::new(address)).unwrap();
+        Served { remotes, server, folder }
+    }
+
+    fn uri(&self) -> String {
+        format!("nbd+unix:///volume?socket={}", self.folder.path().join("nbd/socket").display())
+    }
+
+    fn start(&self, program: &str, arguments: &[&str]) -> Tool {
+        Tool::start(self.folder.path(), program, arguments)
+    }
+
+    fn run(&self, program: &str, arguments: &[&str]) -> String {
+        self.start(program, arguments).succeeds()
+    }
+
+    fn is_whole(&self) {
+        until("every copy is whole again", || self.server.volume().members().len() == 3);
+    }
+}
+
+/// A program that runs.
+struct Tool {
+    name: String,
+    process: Process,
+    said: std::path::PathBuf,
+}
+
+impl Tool {
+    fn start(folder: &Path, program: &str, arguments: &[&str]) -> Tool {
+        let name = format!("{program} {arguments:?}");
+        let said = folder.join(format!("{program}.said"));
+        let file = fs::File::create(&said).unwrap();
+        let mut command = Command::new(program);
+        command.args(arguments).current_dir(folder).stdin(Stdio::null());
+        command.stdout(file.try_clone().unwrap()).stderr(file);
+        Tool { process: Process::start(program, command).unwrap().0, name, said }
+    }
+
+    fn ends(mut self) -> (bool, String) {
+        let status = self.process.wait(Duration::from_secs(30)).unwrap();
+        let said = fs::read_to_string(&self.said).unwrap_or_default();
+        (status.unwrap_or_else(|| panic!("{} runs for more than 30 s: {said}", self.name)).success(), said)
+    }
+
+    fn succeeds(self) -> String {
+        let name = self.name.clone();
+        let (is_well, said) = self.ends();
+        assert!(is_well, "{name}: {said}");
+        said
+    }
+}
+
+#[test]
+fn fio_and_qemu_find_what_they_wrote_while_servers_are_killed_and_come_back() {
+    let Some(()) = require::nbd_clients() else { return };
+    let mut served = Served::new();
+    let uri = served.uri();
+    let image = served.folder.path().join("image");
+    let mut content = Random::new(remora_lab::random::seed("image")).bytes(32 << 20);
+    content[12 << 20..20 << 20].fill(0);
+    fs::write(&image, content).unwrap();
+
+    // Half of it is written with checksums, for two seconds, of which one server lacks a part, and read back.
+    let target = format!("--uri={uri}");
+    let common =
+        ["--name=x", "--ioengine=nbd", "--thread", "--verify=crc32c", "--verify_fatal=1", "--verify_state_save=0"];
+    let shape = ["--rw=randwrite", "--bsrange=4k-64k", "--blockalign=4k", "--iodepth=16", "--offset=16m", "--size=16m"];
+    let fio = served.start("fio", &[&common[..], &shape, &["--rate=8m", "--fsync=64", &target]].concat());
+    std::thread::sleep(Duration::from_millis(700));
+    served.remotes.kill(0);
+    until("its copy is left out", || served.server.volume().members().len() == 2);
+    std::thread::sleep(Duration::from_millis(300));
+    served.remotes.restart(0);
+    served.is_whole();
+    let said = fio.succeeds();
+    assert!(said.contains("err= 0"), "{said}");
+
+    // An image is written while another server is gone, and compared while the third one is.
+    served.remotes.kill(1);
+    served.run("nbdcopy", &["--connections=3", "--flush", "image", &uri]);
+    served.remotes.restart(1);
+    served.is_whole();
+    served.remotes.kill(2);
+    let said = served.run("qemu-img", &["compare", "-f", "raw", "-F", "raw", "image", &uri]);
+    assert!(said.contains("identical"), "{said}");
+}
+
+#[test]
+fn a_volume_that_another_writer_has_opened_answers_that_it_is_shut_down() {
+    let Some(()) = require::nbd_clients() else { return };
+    let served = Served::new();
+    let uri = served.uri();
+    let zeros = ["-f", "raw", "-c", "write -P 5 0 64k", "-c", "write -z 4k 8k", "-c", "discard 32k 4k", "-c", "flush"];
+    let reads = ["-c", "read -P 5 0 4k", "-c", "read -P 0 4k 8k", "-c", "read -P 5 12k 20k", "-c", "read -P 0 32k 4k"];
+    let said = served.run("qemu-io", &[&zeros[..], &["-d", "unmap"], &reads, &[&uri]].concat());
+    assert!(!said.contains("failed"), "{said}");
+    let other = served.remotes.open(&options());
+    let (_, said) = served.start("qemu-io", &["-f", "raw", "-c", "write -P 6 0 64k", &uri]).ends();
+    assert!(said.contains("shutdown"), "{said}");
+    assert_eq!(other.read(0, 1).unwrap(), vec![5; 4096]);
+    assert!(served.server.volume().end().is_some());
+}
+
+/// Two of three servers hang, so nothing is acknowledged and the client's requests wait. The end of the device does
+/// not.
+#[test]
+fn a_device_ends_although_its_volume_waits() {
+    let mut served = Served::new();
+    let Some(Address::Unix(socket)) = served.server.address().cloned() else { panic!("a unix socket") };
+    for server in &mut served.remotes.servers[1..] {
+        server.process.signal(Signal::STOP).unwrap();
+    }
+    let client = write_a_lot(&socket);
+    std::thread::sleep(Duration::from_millis(300));
+    let Served { remotes, server, folder } = served;
+    let began = Instant::now();
+    drop(server);
+    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    client.join().unwrap();
+    drop((remotes, folder));
+}
+
+/// A client that writes more than the volume takes without acknowledging it.
+fn write_a_lot(socket: &Path) -> std::thread::JoinHandle<()> {
+    use std::io::{Read, Write};
+    let mut stream = UnixStream::connect(socket).unwrap();
+    std::thread::spawn(move || {
+        let mut said = [0; 18 + 8 + 2];
+        stream.read_exact(&mut said[..18]).unwrap();
+        // Flags, and the old way to choose the first export: without zeros behind the answer.
+        stream.write_all(&[&3u32.to_be_bytes()[..], b"IHAVEOPT", &[0, 0, 0, 1, 0, 0, 0, 0]].concat()).unwrap();
+        stream.read_exact(&mut said[18..]).unwrap();
+        let mut write = Vec::new();
+        let request = remora_nbd::request::Request { flags: 0, command: 1, cookie: 1, offset: 0, length: 1 << 20 };
+        request.encode(&mut write);
+        write.resize(write.len() + (1 << 20), 7);
+        while stream.write_all(&write).is_ok() {} // until the server ends
+    })
+}
