@@ -443,8 +443,9 @@ const COPY_LIMIT: Duration = Duration::from_secs(5);
 /// Requests under way, in all states: twice what one server lets a writer have.
 const MOST_REQUESTS: usize = 2 * MOST_ROOM.writes as usize;
 
-/// Bytes of requests under way, while windows are small: reads count as well, and no window grows by them.
-const LEAST_SUBMITTED_BYTES: usize = 4 * LEAST_ROOM.bytes as usize;
+/// Bytes of requests that can be submitted without waiting, while windows are small: reads count as well, and no window
+/// grows by them.
+pub const LEAST_SUBMITTED_BYTES: usize = 8 * LEAST_ROOM.bytes as usize;
 
 /// One per server, and those that have just ended.
 const MOST_SESSIONS: usize = 64;
