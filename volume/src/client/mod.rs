@@ -13,6 +13,7 @@
 //! - `regions`: copies that are read without asking their servers.
 //! - `window`: how much may be under way at a server.
 //! - `long`: requests of any length, as several.
+//! - `once`: making a volume, and asking how its copies stand, without opening it.
 //!
 //! A write is completed when as many copies as must hold it have applied it, a read when everything that it returns is
 //! acknowledged, a flush when every write that was submitted before is. A read returns every write that was submitted
@@ -21,6 +22,7 @@
 mod driver;
 mod here;
 mod long;
+mod once;
 mod regions;
 mod remote;
 mod request;
@@ -47,7 +49,7 @@ pub use self::window::{NotAWindow, WindowSize};
 use crate::link::{self, LEAST_ROOM, MOST_ROOM, Security};
 use crate::message::ServerId;
 use crate::shape::{Copies, Shape};
-use crate::wire::{Call, Cause, MOST_BLOCKS, Reply, Run};
+use crate::wire::{MOST_BLOCKS, Run};
 use crate::writer::End;
 
 /// Settings of a client.
@@ -235,37 +237,6 @@ impl Dispatcher for Post {
 }
 
 impl Volume {
-    /// Makes the copies of a new volume. Its identity must be new: [`new_id`].
-    ///
-    /// # Errors
-    /// [`Error::NotCreated`] for the first server that did not make its copy. Those before it have made theirs.
-    pub fn create(shape: Shape, servers: &[Address], options: &ClientOptions) -> Result<(), Error> {
-        count(shape, servers)?;
-        let (post, events) = mpsc::channel();
-        let messenger = messenger(options, post)?;
-        for server in servers {
-            let refused = |why: String| Error::NotCreated { server: server.to_string(), why };
-            let call = link::call(&Call::Create { shape }, Bytes::new()).map_err(|error| refused(error.to_string()))?;
-            let connection = messenger.connect(server);
-            connection.send(call).map_err(|error| refused(error.to_string()))?;
-            match events.recv_timeout(options.copy_limit) {
-                Ok(Event::Answered(_, delivery)) => match link::decode_reply(&delivery) {
-                    Ok(Reply::Created) => {}
-                    Ok(Reply::Refused { cause: Cause::Shape | Cause::NoMemory | Cause::Misuse, text }) => {
-                        return Err(refused(text));
-                    }
-                    other => return Err(refused(format!("an answer to another question: {other:?}"))),
-                },
-                Ok(_) => {
-                    let why = connection.link_error().map(|error| error.to_string());
-                    return Err(refused(why.unwrap_or_else(|| "the connection is over".into())));
-                }
-                Err(_) => return Err(refused(format!("no answer within {:?}", options.copy_limit))),
-            }
-        }
-        Ok(())
-    }
-
     /// Opens a volume for writing. From then on no earlier writer writes. Waits until the volume can be used, or it is
     /// known why not: each server has [`ClientOptions::copy_limit`] for each answer.
     ///
