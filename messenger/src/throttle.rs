@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// The bound, shared by everything that it counts.
 pub struct Throttle {
     max_messages: u64,
-    max_bytes: u64,
+    max_bytes: AtomicU64,
     /// Messages in the upper bits, bytes in the lower [`BYTE_BITS`]: both are taken and given back in one step.
     under_way: AtomicU64,
     /// The number of wakers, which is read without the lock whenever a share is given back.
@@ -27,7 +27,7 @@ impl Throttle {
     pub fn new(max_messages: usize, max_bytes: usize) -> Arc<Throttle> {
         Arc::new(Throttle {
             max_messages: max_messages.min(MAX_MESSAGES) as u64,
-            max_bytes: max_bytes.min(MAX_BYTES) as u64,
+            max_bytes: AtomicU64::new(max_bytes.min(MAX_BYTES) as u64),
             under_way: AtomicU64::new(0),
             waiting: AtomicUsize::new(0),
             waiters: Mutex::default(),
@@ -39,7 +39,7 @@ impl Throttle {
         let share = ONE_MESSAGE + bytes.min(MAX_BYTES) as u64;
         let taken = self.under_way.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |held| {
             let (messages, bytes) = ((held + share) >> BYTE_BITS, (held + share) & (ONE_MESSAGE - 1));
-            let fits = messages <= self.max_messages && bytes <= self.max_bytes;
+            let fits = messages <= self.max_messages && bytes <= self.max_bytes.load(Ordering::Relaxed);
             (fits || held == 0).then_some(held + share)
         });
         taken.is_ok().then(|| Permit { throttle: Arc::clone(self), share })
@@ -54,6 +54,19 @@ impl Throttle {
         self.waiting.fetch_add(1, Ordering::SeqCst);
         // A share that was given back between the two attempts has called no waker: try again.
         self.take(bytes) // if this succeeds, the waker is called for nothing: harmless and rare
+    }
+
+    /// Changes the bound on bytes. What is under way stays so; a smaller bound counts for what follows.
+    pub fn resize(&self, max_bytes: usize) {
+        let before = self.max_bytes.swap(max_bytes.min(MAX_BYTES) as u64, Ordering::SeqCst);
+        if max_bytes as u64 > before {
+            self.wake();
+        }
+    }
+
+    /// The bound on bytes.
+    pub fn max_bytes(&self) -> usize {
+        self.max_bytes.load(Ordering::Relaxed) as usize
     }
 
     /// Messages and bytes under way.
@@ -86,7 +99,8 @@ impl Throttle {
 impl fmt::Debug for Throttle {
     fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (messages, bytes) = self.under_way();
-        write!(to, "Throttle({messages}/{} messages, {bytes}/{} bytes)", self.max_messages, self.max_bytes)
+        let (max_messages, max_bytes) = (self.max_messages, self.max_bytes.load(Ordering::Relaxed));
+        write!(to, "Throttle({messages}/{max_messages} messages, {bytes}/{max_bytes} bytes)")
     }
 }
 
@@ -131,6 +145,22 @@ mod tests {
         assert!(throttle.take(60).is_some());
         drop(second);
         assert_eq!(throttle.under_way(), (0, 0));
+    }
+
+    #[test]
+    fn a_bound_can_be_changed_and_a_larger_one_wakes() {
+        let throttle = Throttle::new(5, 100);
+        let held = throttle.take(80);
+        throttle.resize(50);
+        assert!(throttle.take(1).is_none(), "more is under way than the new bound");
+        let woken = Arc::new(AtomicUsize::new(0));
+        let count = Arc::clone(&woken);
+        let wake = move || _ = count.fetch_add(1, Ordering::SeqCst);
+        assert!(throttle.take_or_wait(60, wake).is_none());
+        throttle.resize(140);
+        assert_eq!(woken.load(Ordering::SeqCst), 1);
+        assert!(throttle.take(60).is_some());
+        drop(held);
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use remora_messenger::Address;
-use remora_volume::client::{ClientOptions, Error, Reads, Request, Volume, new_id};
+use remora_volume::client::{ClientOptions, Error, Reads, Request, Volume, WindowSize, new_id};
 use remora_volume::server::{Server, ServerOptions};
 use remora_volume::shape::{BLOCK_BYTES, Copies, Shape};
 use remora_volume::wire::Run;
@@ -39,15 +39,23 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         ("read 1 MiB, 8 at a time", 8, 256, true),
         ("write 4 KiB, one at a time", 1, 1, false),
         ("write 4 KiB, 32 at a time", 32, 1, false),
+        ("write 4 KiB, 1024 at a time", 1024, 1, false),
         ("write 1 MiB, one at a time", 1, 256, false),
         ("write 1 MiB, 8 at a time", 8, 256, false),
+        ("write 1 MiB, 32 at a time", 32, 256, false),
     ] {
         println!("{what}");
-        let ways: &[Reads] = if is_read { &[Reads::Asked, Reads::Far, Reads::Here] } else { &[Reads::Asked] };
+        let reading = |reads| (format!("{reads:?}"), ClientOptions { reads, ..Default::default() });
+        let writing = |window: WindowSize| (window.to_string(), ClientOptions { window, ..Default::default() });
+        let ways = if is_read {
+            [Reads::Asked, Reads::Far, Reads::Here].map(reading)
+        } else {
+            [WindowSize::Fixed(32), WindowSize::Fixed(1024), WindowSize::Adaptive].map(writing)
+        };
         let mut rates = vec![Vec::new(); ways.len()];
         for _ in 0..ROUNDS {
             for (way, rates) in ways.iter().zip(&mut rates) {
-                let volume = Volume::open(shape, &addresses, &ClientOptions { reads: *way, ..Default::default() })?;
+                let volume = Volume::open(shape, &addresses, &way.1)?;
                 volume.read(0, 1)?;
                 std::thread::sleep(Duration::from_millis(50)); // until regions are open
                 rates.push(rate(&volume, depth, blocks, is_read)?);
@@ -56,8 +64,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         for (way, mut rates) in ways.iter().zip(rates) {
             rates.sort_by(f64::total_cmp);
             let (median, mib) = (rates[rates.len() / 2], f64::from(blocks) * BLOCK_BYTES as f64 / (1 << 20) as f64);
-            let way = if is_read { format!("{way:?}") } else { "inline".into() };
-            println!("  {way:8} {median:9.0}/s  {:7.0} MiB/s  {:7.1} µs each", median * mib, 1e6 / median);
+            println!("  {:10} {median:9.0}/s  {:7.0} MiB/s  {:7.1} µs each", way.0, median * mib, 1e6 / median);
         }
     }
     println!("read in the caller's thread");

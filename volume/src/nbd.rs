@@ -17,7 +17,7 @@ use remora_nbd::request::Zero;
 use remora_nbd::server::StartError;
 use remora_nbd::{Address, Device, Geometry, Offer, Server, ServerOptions};
 
-use crate::client::{Error, Request, Volume};
+use crate::client::{Error, LEAST_SUBMITTED_BYTES, Request, Volume};
 use crate::shape::BLOCK_BYTES;
 use crate::wire::{MOST_BLOCKS, Run};
 
@@ -267,7 +267,7 @@ static ZEROS: LazyLock<Bytes> = LazyLock::new(|| vec![0; MOST_BLOCKS * BLOCK_BYT
 /// Bytes that are submitted at a time: less than what the volume takes without waiting.
 const MOST_BYTES: usize = 24 << 20;
 
-const _: () = assert!(MOST_BYTES >= MOST_BLOCKS * BLOCK_BYTES);
+const _: () = assert!(MOST_BYTES >= MOST_BLOCKS * BLOCK_BYTES && MOST_BYTES < LEAST_SUBMITTED_BYTES);
 
 /// How often a call that waits checks whether the volume has ended.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);

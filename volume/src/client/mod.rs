@@ -11,6 +11,7 @@
 //! - `remote`: one server, as the driver sees it.
 //! - `here`: reads that a caller's thread answers itself.
 //! - `regions`: copies that are read without asking their servers.
+//! - `window`: how much may be under way at a server.
 //! - `long`: requests of any length, as several.
 //! - `once`: making a volume, and asking how its copies stand, without opening it.
 //!
@@ -25,6 +26,7 @@ mod once;
 mod regions;
 mod remote;
 mod request;
+mod window;
 
 use std::fmt;
 use std::io;
@@ -43,7 +45,8 @@ use self::here::{Here, UnderWay};
 use self::regions::News;
 pub use self::request::Request;
 use self::request::{Completion, Op};
-use crate::link::{self, Security};
+pub use self::window::{NotAWindow, WindowSize};
+use crate::link::{self, LEAST_ROOM, MOST_ROOM, Security};
 use crate::message::ServerId;
 use crate::shape::{Copies, Shape};
 use crate::wire::{MOST_BLOCKS, Run};
@@ -58,11 +61,14 @@ pub struct ClientOptions {
     pub copy_limit: Duration,
     /// How blocks are read.
     pub reads: Reads,
+    /// How many writes may be under way at each server.
+    pub window: WindowSize,
 }
 
 impl Default for ClientOptions {
     fn default() -> ClientOptions {
-        ClientOptions { security: Security::default(), copy_limit: COPY_LIMIT, reads: Reads::default() }
+        let (reads, window) = (Reads::default(), WindowSize::default());
+        ClientOptions { security: Security::default(), copy_limit: COPY_LIMIT, reads, window }
     }
 }
 
@@ -150,19 +156,31 @@ pub enum Error {
 pub struct Volume {
     shape: Shape,
     events: Sender<Event>,
-    throttle: Arc<Throttle>,
     shared: Arc<Shared>,
     driver: Option<JoinHandle<()>>,
 }
 
 /// What the driver says of the volume.
-#[derive(Default)]
 struct Shared {
+    /// Bounds what is submitted and not completed. It grows and shrinks with the windows.
+    submitted: Arc<Throttle>,
     end: OnceLock<End>,
     /// A bit for each server whose copy is whole and gets every write.
     members: AtomicU8,
     counts: Counts,
     regions: Arc<Here>,
+}
+
+impl Default for Shared {
+    fn default() -> Shared {
+        Shared {
+            submitted: Throttle::new(MOST_REQUESTS, LEAST_SUBMITTED_BYTES),
+            end: OnceLock::new(),
+            members: AtomicU8::new(0),
+            counts: Counts::default(),
+            regions: Arc::default(),
+        }
+    }
 }
 
 impl fmt::Debug for Shared {
@@ -233,8 +251,7 @@ impl Volume {
         let driver = Driver::new(shape, servers, options, messenger, (post.clone(), events), opened, &shared);
         let thread = std::thread::Builder::new().name("volume".into()).spawn(|| driver.run());
         let driver = Some(thread.map_err(system)?);
-        let throttle = Throttle::new(MOST_REQUESTS, MOST_BYTES);
-        let volume = Volume { shape, events: post, throttle, shared, driver };
+        let volume = Volume { shape, events: post, shared, driver };
         match is_open.recv() {
             Ok(Ok(())) => Ok(volume),
             Ok(Err(end)) => Err(Error::Ended(end)),
@@ -259,6 +276,11 @@ impl Volume {
         (0..self.shape.copies().number()).filter(|number| members & 1 << number != 0).map(ServerId).collect()
     }
 
+    /// Bytes that may be submitted and not completed at present.
+    pub fn submitted_limit(&self) -> usize {
+        self.shared.submitted.max_bytes()
+    }
+
     /// How its reads were answered so far.
     pub fn read_counts(&self) -> ReadCounts {
         let Counts { here, far, asked } = &self.shared.counts;
@@ -279,7 +301,7 @@ impl Volume {
         let bytes = request.check(self.shape)?;
         let permit = loop {
             let thread = std::thread::current();
-            if let Some(permit) = self.throttle.take_or_wait(bytes, move || thread.unpark()) {
+            if let Some(permit) = self.shared.submitted.take_or_wait(bytes, move || thread.unpark()) {
                 break permit;
             }
             if let Some(end) = self.end() {
@@ -389,11 +411,12 @@ fn system(error: io::Error) -> Error {
 /// waits 42 seconds.
 const COPY_LIMIT: Duration = Duration::from_secs(5);
 
-/// Requests under way, in all states: more than any queue of a block device.
-const MOST_REQUESTS: usize = 4096;
+/// Requests under way, in all states: twice what one server lets a writer have.
+const MOST_REQUESTS: usize = 2 * MOST_ROOM.writes as usize;
 
-/// Bytes of requests under way: twice what one server lets a writer have.
-const MOST_BYTES: usize = 32 << 20;
+/// Bytes of requests that can be submitted without waiting, while windows are small: reads count as well, and no window
+/// grows by them.
+pub const LEAST_SUBMITTED_BYTES: usize = 8 * LEAST_ROOM.bytes as usize;
 
 /// One per server, and those that have just ended.
 const MOST_SESSIONS: usize = 64;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use remora_messenger::{Address, Connection, Message};
 
 use super::regions::Region;
-use crate::link::LEAST_ROOM;
+use super::window::{Ask, Window, WindowSize};
 use crate::version::Version;
 use crate::wire::Room;
 
@@ -19,10 +19,11 @@ pub(super) struct Remote {
     owed: u64,
     /// When it was last heard of, or asked while it owed nothing.
     heard: Instant,
-    /// Writes that it has not applied yet, with their bytes.
-    writes: VecDeque<(Version, u64)>,
+    /// Writes that it has not applied yet, with their bytes, and when they were sent.
+    writes: VecDeque<(Version, u64, Instant)>,
     bytes: u64,
-    room: Room,
+    size: WindowSize,
+    window: Window,
     /// When it may be tried again.
     next_try: Instant,
     pause: Duration,
@@ -32,7 +33,7 @@ pub(super) struct Remote {
 }
 
 impl Remote {
-    pub(super) fn new(address: Address, now: Instant) -> Remote {
+    pub(super) fn new(address: Address, size: WindowSize, now: Instant) -> Remote {
         Remote {
             address,
             connection: None,
@@ -40,7 +41,8 @@ impl Remote {
             heard: now,
             writes: VecDeque::new(),
             bytes: 0,
-            room: LEAST_ROOM,
+            size,
+            window: Window::new(size, now),
             next_try: now,
             pause: FIRST_PAUSE,
             is_attached: false,
@@ -58,12 +60,12 @@ impl Remote {
     }
 
     /// A new connection.
-    pub(super) fn connected(&mut self, connection: Connection) {
+    pub(super) fn connected(&mut self, connection: Connection, now: Instant) {
         self.connection = Some(connection);
         (self.is_attached, self.region) = (false, None);
         (self.owed, self.bytes) = (0, 0);
         self.writes.clear();
-        self.room = LEAST_ROOM;
+        self.window = Window::new(self.size, now);
     }
 
     /// Sends a question. Returns whether there was a way.
@@ -78,16 +80,32 @@ impl Remote {
     /// Sends a write.
     pub(super) fn write(&mut self, version: Version, message: Message, now: Instant) -> bool {
         let bytes = message.data.len() as u64;
-        self.writes.push_back((version, bytes));
+        self.writes.push_back((version, bytes, now));
         self.bytes += bytes;
+        self.window.sent(self.under_way());
         self.send(message, now)
     }
 
-    /// Whether a write of so many bytes can be sent. One can if nothing is under way. A server that gets no writes has
-    /// room.
-    pub(super) fn has_room(&self, bytes: u64) -> bool {
-        let is_idle = self.writes.is_empty() || self.connection.is_none();
-        is_idle || (self.bytes + bytes <= self.room.bytes && self.writes.len() < self.room.writes as usize)
+    /// Whether a write of so many bytes can be sent; one that cannot is noted. A server that gets no writes has room.
+    pub(super) fn has_room(&mut self, bytes: u64) -> bool {
+        let out = self.under_way();
+        self.connection.is_none() || self.window.has_room(out, bytes)
+    }
+
+    /// What it has not applied yet.
+    fn under_way(&self) -> Room {
+        Room { bytes: self.bytes, writes: u32::try_from(self.writes.len()).unwrap_or(u32::MAX) }
+    }
+
+    /// What it must be asked about its window.
+    pub(super) fn ask(&mut self, now: Instant) -> Option<Ask> {
+        let out = self.under_way();
+        self.connection.as_ref().and_then(|_| self.window.poll(out, now))
+    }
+
+    /// Its window; `None` while it has no connection.
+    pub(super) fn window(&mut self) -> Option<&mut Window> {
+        self.connection.as_ref().map(|_| &mut self.window)
     }
 
     /// It was heard of. `is_answer`: it owes one answer less.
@@ -98,17 +116,13 @@ impl Remote {
         }
     }
 
-    /// It says what may be under way.
-    pub(super) fn grant(&mut self, room: Room) {
-        self.room = room;
-    }
-
     /// It has applied every write up to this one.
-    pub(super) fn applied(&mut self, applied: Version) {
-        while self.writes.front().is_some_and(|(version, _)| *version <= applied)
-            && let Some((_, bytes)) = self.writes.pop_front()
+    pub(super) fn applied(&mut self, applied: Version, now: Instant) {
+        while self.writes.front().is_some_and(|(version, ..)| *version <= applied)
+            && let Some((_, bytes, sent)) = self.writes.pop_front()
         {
             self.bytes -= bytes;
+            self.window.applied(bytes, now.saturating_duration_since(sent));
         }
     }
 
@@ -131,7 +145,7 @@ impl Remote {
 
     /// The first write that it has not applied yet.
     pub(super) fn first_unapplied(&self) -> Option<Version> {
-        self.writes.front().map(|(version, _)| *version)
+        self.writes.front().map(|(version, ..)| *version)
     }
 
     /// Whether it must be asked for its region: once for each connection.
@@ -195,32 +209,34 @@ mod tests {
         let messenger = Messenger::new(link::client_policy(), &options, Arc::new(Silent)).unwrap();
         let address: Address = "tcp:127.0.0.1:1".parse().unwrap();
         let now = Instant::now();
-        let mut remote = Remote::new(address.clone(), now);
-        remote.connected(messenger.connect(&address));
+        let mut remote = Remote::new(address.clone(), WindowSize::Fixed(3), now);
+        remote.connected(messenger.connect(&address), now);
         (messenger, remote, now)
     }
 
     #[test]
     fn what_is_under_way_stays_within_the_room() {
         let (_messenger, mut remote, now) = remote();
-        remote.grant(Room { bytes: 10_000, writes: 3 });
+        let grant = |remote: &mut Remote, bytes| remote.window().unwrap().granted(Room { bytes, writes: 3 });
+        let (all, some) = (10 << 20, 6 << 20);
+        grant(&mut remote, all);
         let mut version = Generation::NONE.next().unwrap().start();
         let mut write = |remote: &mut Remote, bytes: usize| {
             version = version.next().unwrap();
             remote.write(version, Message::default().with_data(vec![0; bytes]), now);
             version
         };
-        assert!(remote.has_room(1 << 20), "one write always has room");
-        let first = write(&mut remote, 6000);
-        assert!(remote.has_room(4000) && !remote.has_room(4001));
-        let second = write(&mut remote, 1000);
-        write(&mut remote, 1000);
+        assert!(remote.has_room(1 << 30), "one write always has room");
+        let first = write(&mut remote, 6 << 20);
+        assert!(remote.has_room(4 << 20) && !remote.has_room((4 << 20) + 1));
+        let second = write(&mut remote, 3 << 20);
+        write(&mut remote, 1 << 20);
         assert!(!remote.has_room(1), "as many writes as may be under way");
-        remote.applied(first);
-        assert!(remote.has_room(8000) && !remote.has_room(8001));
-        remote.grant(Room { bytes: 1000, writes: 3 });
-        assert!(!remote.has_room(1), "less room than is under way");
-        remote.applied(second);
+        remote.applied(first, now);
+        assert!(remote.has_room(some) && !remote.has_room(some + 1));
+        grant(&mut remote, 4 << 20);
+        assert!(!remote.has_room(1), "no more room than is under way");
+        remote.applied(second, now);
         remote.disconnect(now);
         assert!(remote.has_room(u64::MAX), "a server that gets no writes holds nobody up");
     }
@@ -243,7 +259,7 @@ mod tests {
             assert!(!remote.disconnect(now), "it has no connection");
             pauses.push((remote.next_try - now).as_millis());
             assert!(remote.is_due(remote.next_try));
-            remote.connected(messenger.connect(&remote.address().clone()));
+            remote.connected(messenger.connect(&remote.address().clone()), now);
         }
         assert_eq!(pauses, [100, 200, 400, 800, 1600, 3200, 5000, 5000, 5000]);
         remote.is_whole();

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
@@ -16,6 +16,7 @@ use super::borrower::Borrower;
 use super::budget::Budget;
 use super::exports::Exports;
 use super::slot::{Done, Means, Slot};
+use super::staging::Staging;
 use crate::link::{self, LEAST_ROOM, MOST_ROOM, Security};
 use crate::message::{Standing, State};
 use crate::shape::{Shape, VolumeId};
@@ -26,11 +27,10 @@ pub(super) struct Host {
     slots: Mutex<HashMap<VolumeId, Arc<Slot>>>,
     /// The volume of each connection, by the connection's number.
     connections: Mutex<HashMap<u64, Arc<Slot>>>,
-    /// Connections of writers, which share the staging memory.
-    writers: AtomicUsize,
+    /// What writers may have under way here.
+    staging: Mutex<Staging>,
     budget: Arc<Budget>,
     exports: Exports,
-    staging: u64,
     security: Security,
     is_stopping: Arc<AtomicBool>,
     borrowers: Mutex<Vec<JoinHandle<()>>>,
@@ -41,10 +41,9 @@ impl Host {
         Host {
             slots: Mutex::default(),
             connections: Mutex::default(),
-            writers: AtomicUsize::new(0),
+            staging: Mutex::new(Staging::new(options.staging)),
             budget: Budget::new(options.memory),
             exports,
-            staging: options.staging,
             security: options.security.clone(),
             is_stopping: Arc::default(),
             borrowers: Mutex::default(),
@@ -68,11 +67,24 @@ impl Host {
         }
     }
 
-    /// Each writer's share of the staging memory.
-    fn room(&self) -> Room {
-        let share = self.staging / self.writers.load(Ordering::Relaxed).max(1) as u64;
-        let bytes = share.clamp(LEAST_ROOM.bytes, MOST_ROOM.bytes);
-        Room { bytes, writes: MOST_ROOM.writes }
+    pub(super) fn staging(&self) -> (u64, u64) {
+        lock(&self.staging).held()
+    }
+
+    /// What a writer is told with each answer.
+    fn room(&self, connection: &Connection) -> Room {
+        Room { bytes: lock(&self.staging).told(connection.id()), writes: MOST_ROOM.writes }
+    }
+
+    /// A writer asks how much it may have under way. That concerns no volume.
+    fn window(&self, connection: &Connection, wants: Room, obeys: Room) {
+        match lock(&self.staging).ask(connection.id(), wants.bytes, obeys.bytes) {
+            Some(bytes) => {
+                let room = Room { bytes, writes: wants.writes.clamp(1, MOST_ROOM.writes) };
+                answer(connection, &Reply::Granted(room), Bytes::new());
+            }
+            None => refuse(connection, Cause::Misuse, "this connection is not a writer's"),
+        }
     }
 
     fn open(&self, connection: &Connection, shape: Shape, mode: Mode, writer: u64) {
@@ -88,11 +100,11 @@ impl Host {
         if state.shape() != shape {
             return refuse(connection, Cause::Shape, OTHER_SHAPE);
         }
-        if mode == Mode::Write {
-            self.writers.fetch_add(1, Ordering::Relaxed);
+        if mode == Mode::Write && !lock(&self.staging).enter(connection.id()) {
+            return refuse(connection, Cause::NoMemory, NO_STAGING);
         }
         let replaced = state.open(connection, mode, writer, &self.exports);
-        answer(connection, &Reply::Standing { standing: state.standing(), room: self.room() }, Bytes::new());
+        answer(connection, &Reply::Standing { standing: state.standing(), room: LEAST_ROOM }, Bytes::new());
         drop(state);
         for earlier in replaced {
             tracing::info!(peer = %earlier.peer(), "a writer has a newer connection: the earlier one is ended");
@@ -132,7 +144,7 @@ impl Host {
             return; // it was replaced by a newer connection, and is about to end
         }
         // Answered with the lock held: answers leave in the order of what they report.
-        let means = Means { room: self.room(), budget: &self.budget, exports: &self.exports };
+        let means = Means { room: self.room(connection), budget: &self.budget, exports: &self.exports };
         let done = state.execute(connection, call, &delivery.data, means);
         if state.standing().state == State::Behind {
             slot.notify();
@@ -164,12 +176,11 @@ impl Host {
     }
 
     fn ended(&self, connection: &Connection) {
+        lock(&self.staging).leave(connection.id());
         let Some(slot) = lock(&self.connections).remove(&connection.id()) else { return };
         let mut slots = lock(&self.slots);
         let mut state = slot.lock();
-        if state.end(connection, &self.exports) == Some(Mode::Write) {
-            self.writers.fetch_sub(1, Ordering::Relaxed);
-        }
+        state.end(connection, &self.exports);
         if state.is_unused() {
             slots.remove(&state.shape().volume());
         }
@@ -181,6 +192,7 @@ impl Dispatcher for Host {
         match link::decode_call(&delivery) {
             Ok(Call::Open { shape, mode, writer }) => self.open(connection, shape, mode, writer),
             Ok(Call::Create { shape }) => self.create(connection, shape),
+            Ok(Call::Window { wants, obeys }) => self.window(connection, wants, obeys),
             Ok(call) => self.call(connection, call, &delivery),
             Err(error) => refuse(connection, Cause::Misuse, &error.to_string()),
         }
@@ -202,6 +214,8 @@ impl Dispatcher for Host {
         tracing::info!(%peer, %why, "a connection was rejected");
     }
 }
+
+const NO_STAGING: &str = "the server has as many writers as its memory for writes under way permits: give it more";
 
 const OTHER_SHAPE: &str = "the volume has another size, or another number of copies, here";
 

@@ -11,6 +11,7 @@
 //! - `host`: connections, and the memory that volumes share.
 //! - `slot`: one volume. Every call of a connection is done here, in order, and answered.
 //! - `exports`: the regions of copies, readable for their writers.
+//! - `staging`: what writers may have under way.
 //! - `borrower`: brings a copy up to date from another server.
 //!
 //! Who ends what: the [`Server`] its messenger's workers and the borrowers' threads. A borrower ends by itself when its
@@ -22,6 +23,7 @@ mod budget;
 mod exports;
 mod host;
 mod slot;
+mod staging;
 
 use std::io;
 use std::sync::Arc;
@@ -38,7 +40,7 @@ use crate::shape::VolumeId;
 pub struct ServerOptions {
     /// Bytes of memory for copies.
     pub memory: u64,
-    /// Bytes that all writers together may have under way here.
+    /// Bytes that all writers together may have under way here: at least 4 MiB for each.
     pub staging: u64,
     /// What protects connections, to clients and between servers.
     pub security: Security,
@@ -95,6 +97,11 @@ impl Server {
         self.host.standing(volume)
     }
 
+    /// Bytes that writers may have under way here at present, and the most that it ever was.
+    pub fn staging(&self) -> (u64, u64) {
+        self.host.staging()
+    }
+
     /// Ends all connections and threads.
     pub fn stop(mut self) {
         self.end();
@@ -116,7 +123,7 @@ impl Drop for Server {
 /// A modest part of a server's memory. Operators give more.
 const MEMORY_BYTES: u64 = 1 << 30;
 
-/// Sixteen writers with all the room that one can have.
+/// Eight writers with all the room that one can have, or 64 with the least.
 const STAGING_BYTES: u64 = 256 << 20;
 
 /// One does checksums while another one receives.

@@ -148,11 +148,9 @@ impl State {
     }
 
     /// Removes a connection.
-    pub(super) fn end(&mut self, connection: &Connection, exports: &Exports) -> Option<Mode> {
-        let mode = self.mode(connection);
+    pub(super) fn end(&mut self, connection: &Connection, exports: &Exports) {
         exports.withdraw(connection);
         self.sessions.retain(|session| session.connection != *connection);
-        mode
     }
 
     /// Lets a writer that the server obeys read the region of the copy.
@@ -227,7 +225,7 @@ impl State {
             Call::Write { holder, version, runs, sums } => self.write(holder, version, &runs, &sums, data, room),
             Call::Read { holder, number, run } => self.read(holder, number, run),
             Call::Attach(holder) => self.attach(connection, holder, exports),
-            Call::Open { .. } | Call::Create { .. } => {
+            Call::Open { .. } | Call::Create { .. } | Call::Window { .. } => {
                 Ok(Done::Refused(Cause::Misuse, "not on this connection".into()))
             }
         };

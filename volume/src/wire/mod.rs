@@ -7,7 +7,8 @@
 //!     │ Promise · CatchUp · Mark · Write · Confirm ───▶ │        handled in order, and so answered;
 //!     │ Read ─────────────────────────────────────────▶ │        a read sees every write before it
 //!     │ Attach ───────────────────────────────────────▶ │        from then on it may read the region, too
-//!     │ ◀── Promised · Progress, Whole · Written · Confirmed · Data · Attached · Fenced · Refused
+//!     │ Window ───────────────────────────────────────▶ │        how much may be under way
+//!     │ ◀── Promised · Progress, Whole · Written · Confirmed · Data · Attached · Granted · Fenced · Refused
 //!
 //!   client (server whose copy is behind)              server (lender)
 //!     │ Open{shape, Borrow, …}, Lend ────────────────▶ │
@@ -134,6 +135,13 @@ pub enum Call {
     },
     /// May this writer read the copy's region? Answered by [`Reply::Attached`].
     Attach(Holder),
+    /// How much may be under way? Answered by [`Reply::Granted`]. A client has one such question at a time.
+    Window {
+        /// What would be of use.
+        wants: Room,
+        /// What the client does not exceed until it is answered.
+        obeys: Room,
+    },
 }
 
 /// What a server answers.
@@ -143,7 +151,7 @@ pub enum Reply {
     Standing {
         /// How the copy stands.
         standing: Standing,
-        /// What the client may send.
+        /// What the client may have under way.
         room: Room,
     },
     /// To [`Call::Create`].
@@ -169,7 +177,8 @@ pub enum Reply {
     Written {
         /// The last write that was applied.
         applied: Version,
-        /// What the client may have under way from now on.
+        /// What the client may have under way. Less than was granted: the server asks for some of it back. More is
+        /// granted to a question only.
         room: Room,
     },
     /// See [`crate::message::Answer::Confirmed`].
@@ -198,6 +207,8 @@ pub enum Reply {
         /// The region's keys, one for each transport over which it can be read: [`remora_fabric::RegionKey`].
         keys: Vec<Vec<u8>>,
     },
+    /// To [`Call::Window`].
+    Granted(Room),
     /// The server does not do it.
     Refused {
         /// The reason, for programs.
@@ -293,6 +304,11 @@ impl Call {
                 Holder::put(holder, out)?;
                 10
             }
+            Call::Window { wants, obeys } => {
+                Room::put(wants, out)?;
+                Room::put(obeys, out)?;
+                11
+            }
         })
     }
 
@@ -330,6 +346,7 @@ impl Call {
                 Call::Lend { holder, since, run, with_blocks }
             }
             10 => Call::Attach(Holder::take(from)?),
+            11 => Call::Window { wants: Room::take(from)?, obeys: Room::take(from)? },
             kind => return Err(DecodeError::Kind(kind)),
         };
         reader.finish()?;
@@ -410,6 +427,10 @@ impl Reply {
                 Keys::put(keys, out)?;
                 44
             }
+            Reply::Granted(room) => {
+                Room::put(room, out)?;
+                45
+            }
         })
     }
 
@@ -433,6 +454,7 @@ impl Reply {
             42 => Reply::Lent { applied: Version::take(from)?, entries: Entries::take(from)? },
             43 => Reply::Refused { cause: Cause::take(from)?, text: Sentence::take(from)? },
             44 => Reply::Attached { session: u64::take(from)?, keys: Keys::take(from)? },
+            45 => Reply::Granted(Room::take(from)?),
             kind => return Err(DecodeError::Kind(kind)),
         };
         reader.finish()?;

@@ -74,6 +74,7 @@ fn calls() -> impl Strategy<Value = Call> {
             run
         }),
         holders().prop_map(Call::Attach),
+        (rooms(), rooms()).prop_map(|(wants, obeys)| Call::Window { wants, obeys }),
         lend.prop_map(|(holder, since, run, with_blocks)| Call::Lend { holder, since, run, with_blocks }),
     ]
 }
@@ -84,6 +85,7 @@ fn replies() -> impl Strategy<Value = Reply> {
     prop_oneof![
         (standings(), rooms()).prop_map(|(standing, room)| Reply::Standing { standing, room }),
         Just(Reply::Created),
+        rooms().prop_map(Reply::Granted),
         standings().prop_map(Reply::Promised),
         generations().prop_map(|by| Reply::Fenced { by }),
         any::<u64>().prop_map(|compared| Reply::Progress { compared }),
@@ -209,5 +211,5 @@ fn the_seeds_hold_every_kind_of_message() {
     kinds.dedup();
     kinds.sort_unstable();
     kinds.dedup();
-    assert_eq!(kinds, (1..=10).chain(33..=44).collect::<Vec<u16>>());
+    assert_eq!(kinds, (1..=11).chain(33..=45).collect::<Vec<u16>>());
 }

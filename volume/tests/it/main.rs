@@ -4,9 +4,11 @@
 mod calls;
 mod cluster;
 mod faults;
+mod link;
 mod looks;
 mod nbd;
 mod pattern;
 mod processes;
 mod tls;
 mod usage;
+mod windows;

@@ -18,7 +18,8 @@ use remora_messenger::{Address, Buffer, Connection, Delivery, Message, Messenger
 
 use super::remote::Remote;
 use super::request::{Completion, Op, Request};
-use super::{ClientOptions, Event, Reads, Shared};
+use super::window::Ask;
+use super::{ClientOptions, Event, LEAST_SUBMITTED_BYTES, Reads, Shared};
 use crate::layout::Entry;
 use crate::link;
 use crate::message::{self, Answer, ServerId};
@@ -92,7 +93,7 @@ impl Driver {
             events,
             post,
             writer: Writer::open(shape.copies(), id),
-            remotes: servers.iter().map(|address| Remote::new(address.clone(), now)).collect(),
+            remotes: servers.iter().map(|address| Remote::new(address.clone(), options.window, now)).collect(),
             readers: Vec::new(),
             queue: VecDeque::new(),
             last: Version::NONE,
@@ -161,8 +162,10 @@ impl Driver {
         }
     }
 
-    fn has_room(&self, bytes: u64) -> bool {
-        self.remotes.iter().all(|remote| remote.has_room(bytes))
+    fn has_room(&mut self, bytes: u64) -> bool {
+        // Each of them notes whether it is one that has none.
+        let full = self.remotes.iter_mut().filter_map(|remote| (!remote.has_room(bytes)).then_some(()));
+        full.count() == 0
     }
 
     fn begin_one(&mut self, Op { request, sums, completion }: Op) {
@@ -279,7 +282,7 @@ impl Driver {
 
     fn connect(&mut self, server: ServerId) {
         let Some(remote) = self.remotes.get_mut(server.0) else { return };
-        remote.connected(self.messenger.connect(remote.address()));
+        remote.connected(self.messenger.connect(remote.address()), Instant::now());
     }
 
     /// Does something with a server. `false` if there is no such server.
@@ -312,17 +315,19 @@ impl Driver {
             remote.heard(is_answer, now);
             true
         });
-        if let Reply::Standing { room, .. } | Reply::Written { room, .. } = reply {
-            self.remote(server, |remote, _| {
-                remote.grant(room);
-                true
-            });
+        if let Some(window) = self.remotes.get_mut(server.0).and_then(Remote::window) {
+            match reply {
+                Reply::Written { room, .. } => window.told(room.bytes),
+                Reply::Granted(room) => window.granted(room),
+                _ => {}
+            }
         }
         match reply {
             Reply::Standing { standing, .. } => self.writer.answered(server, Answer::Standing(standing)),
             Reply::Promised(standing) => self.writer.answered(server, Answer::Promised(standing)),
             Reply::Fenced { by } => self.writer.answered(server, Answer::Fenced { by }),
             Reply::Confirmed { question } => self.writer.answered(server, Answer::Confirmed { question }),
+            Reply::Granted(_) => self.resize(),
             Reply::Progress { compared } => tracing::debug!(?server, compared, "a copy catches up"),
             Reply::Whole { applied } => {
                 self.applied(server, applied);
@@ -344,8 +349,8 @@ impl Driver {
     }
 
     fn applied(&mut self, server: ServerId, applied: Version) {
-        self.remote(server, |remote, _| {
-            remote.applied(applied);
+        self.remote(server, |remote, now| {
+            remote.applied(applied, now);
             true
         });
         self.forget_applied();
@@ -389,6 +394,28 @@ impl Driver {
             }
         }
         self.attach();
+        if self.writer.is_serving() {
+            self.ask_for_room(now);
+        }
+    }
+
+    /// Asks the servers for larger windows, or gives some of them back.
+    fn ask_for_room(&mut self, now: Instant) {
+        for number in 0..self.remotes.len() {
+            let ask = self.remotes.get_mut(number).and_then(|remote| remote.ask(now));
+            let call = ask.map(|Ask { wants, obeys }| link::call(&Call::Window { wants, obeys }, Bytes::new()));
+            if let Some(Ok(message)) = call {
+                let is_sent = self.remote(ServerId(number), |remote, now| remote.send(message, now));
+                self.unless(is_sent, ServerId(number));
+            }
+        }
+    }
+
+    /// Callers may submit as much as the windows take, and as much again.
+    fn resize(&mut self) {
+        let windows = self.remotes.iter_mut().filter_map(Remote::window);
+        let bytes = windows.map(|window| window.bytes()).max().unwrap_or_default();
+        self.shared.submitted.resize(LEAST_SUBMITTED_BYTES.max(bytes as usize * 2));
     }
 
     /// Asks a server that owes nothing whether it still obeys this writer. So a server that hangs is noticed, and a
