@@ -1,7 +1,7 @@
-//! Rates of a volume on this host: servers and the client in one process, connected over loopback. Each way of reading
-//! and writing is measured in turn, several times, and the medians are shown.
+//! Rates of a volume on this host: servers and the client in one process, connected over loopback, or by shared memory.
+//! Each way of reading and writing is measured in turn, several times, and the medians are shown.
 //!
-//! `cargo run --release -p remora-volume --example rates`
+//! `cargo run --release -p remora-volume --example rates [shm]`
 
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -24,9 +24,14 @@ const BLOCKS: u64 = 64 * 1024;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let options = ServerOptions { lanes: Some(0), ..ServerOptions::default() };
-    let anywhere: Address = "tcp:127.0.0.1:0".parse()?;
-    let servers: Result<Vec<_>, _> = (0..3).map(|_| Server::start(&anywhere, &options)).collect();
-    let servers = servers?;
+    let by_shm = std::env::args().nth(1).as_deref() == Some("shm");
+    let folder = tempfile::tempdir()?;
+    let mut servers = Vec::new();
+    for number in 0..3 {
+        let socket = folder.path().join(number.to_string());
+        let address = if by_shm { Address::Shm(socket) } else { "tcp:127.0.0.1:0".parse()? };
+        servers.push(Server::start(&address, &options)?);
+    }
     let addresses: Vec<Address> = servers.iter().map(|server| server.address().clone()).collect();
     let copies = Copies::new(3, 2).ok_or("three copies, of which two hold a write")?;
     let shape = Shape::new(new_id()?, BLOCKS, copies).ok_or("the shape of a volume")?;

@@ -78,7 +78,8 @@ impl Host {
 
     /// A writer asks how much it may have under way. That concerns no volume.
     fn window(&self, connection: &Connection, wants: Room, obeys: Room) {
-        match lock(&self.staging).ask(connection.id(), wants.bytes, obeys.bytes) {
+        let held = lock(&self.staging).ask(connection.id(), wants.bytes, obeys.bytes);
+        match held {
             Some(bytes) => {
                 let room = Room { bytes, writes: wants.writes.clamp(1, MOST_ROOM.writes) };
                 answer(connection, &Reply::Granted(room), Bytes::new());

@@ -34,6 +34,8 @@ struct Pull {
     since: Version,
     left: Vec<u64>,
     writer: usize,
+    /// The link by which it was begun, and is answered.
+    link: u64,
 }
 
 struct Process {
@@ -69,6 +71,8 @@ struct Look {
 
 #[derive(Default)]
 struct Link {
+    /// A number of its own. A writer's next link to the server has another one.
+    number: u64,
     requests: VecDeque<Request>,
     answers: VecDeque<Answer>,
 }
@@ -80,6 +84,8 @@ pub(super) struct World {
     servers: Vec<Server>,
     writers: Vec<Process>,
     links: BTreeMap<(usize, ServerId), Link>,
+    /// Links that were made.
+    made: u64,
     /// Which block each write changed.
     writes: BTreeMap<Version, u64>,
     /// What the volume held when a generation began.
@@ -103,6 +109,7 @@ impl World {
             servers: (0..copies.number()).map(server).collect(),
             writers: Vec::new(),
             links: BTreeMap::new(),
+            made: 0,
             writes: BTreeMap::new(),
             opened: BTreeMap::new(),
             serving: BTreeSet::new(),
@@ -373,6 +380,13 @@ impl World {
         }
     }
 
+    /// Tells the writer of a catch-up, if the link is still the one by which it was begun.
+    fn answer_pull(&mut self, pull: &Pull, server: ServerId, answer: Answer) {
+        if self.links.get(&(pull.writer, server)).is_some_and(|link| link.number == pull.link) {
+            self.answer(pull.writer, server, answer);
+        }
+    }
+
     fn deliver_answer(&mut self) {
         let waiting: Vec<_> =
             self.links.iter().filter(|(_, link)| !link.answers.is_empty()).map(|(&way, _)| way).collect();
@@ -398,7 +412,12 @@ impl World {
                 match action {
                     Action::Send(server, _) if self.writers[number].cut.contains(&server) => self.lose(number, server),
                     Action::Send(server, request) => {
-                        self.links.entry((number, server)).or_default().requests.push_back(request);
+                        let made = &mut self.made;
+                        let link = self.links.entry((number, server)).or_insert_with(|| {
+                            *made += 1;
+                            Link { number: *made, ..Link::default() }
+                        });
+                        link.requests.push_back(request);
                     }
                     Action::Disconnect(server) => self.drop_link(number, server),
                     Action::Serving { .. } => self.serving(number)?,
@@ -475,15 +494,20 @@ impl World {
         server: ServerId,
         request: Request,
     ) -> Result<Result<Option<Answer>, Refusal>, String> {
+        let link = self.links.get(&(number, server)).map_or(0, |link| link.number);
         let at = &mut self.servers[server.0];
         Ok(match request {
-            Request::Ask => Ok(Some(Answer::Standing(at.copy.standing()))),
+            Request::Ask => {
+                // A newer link of a writer ends the earlier one, and what was begun by it.
+                at.pull.take_if(|pull| pull.writer == number);
+                Ok(Some(Answer::Standing(at.copy.standing())))
+            }
             Request::Promise(holder) => at.copy.promise(holder).map(|standing| Some(Answer::Promised(standing))),
             Request::Confirm { holder, question } => {
                 at.copy.confirm(holder).map(|()| Some(Answer::Confirmed { question }))
             }
             Request::CatchUp { holder, lender, since } => at.copy.begin_catch_up(holder, since).map(|()| {
-                at.pull = Some(Pull { holder, lender, since, left: (0..BLOCKS).collect(), writer: number });
+                at.pull = Some(Pull { holder, lender, since, left: (0..BLOCKS).collect(), writer: number, link });
                 None
             }),
             Request::Mark(holder) => match at.copy.mark(holder) {
@@ -535,7 +559,7 @@ impl World {
                     pull.left.pop();
                 }
                 Err(Refusal::Fenced { by }) => {
-                    self.answer(pull.writer, ServerId(number), Answer::Fenced { by });
+                    self.answer_pull(&pull, ServerId(number), Answer::Fenced { by });
                     return Ok(());
                 }
                 Err(Refusal::OutOfStep) => {}
@@ -543,7 +567,7 @@ impl World {
         } else if self.servers[number].copy.try_complete() {
             self.count("a copy caught up");
             let applied = self.servers[number].copy.standing().applied;
-            self.answer(pull.writer, ServerId(number), Answer::Whole { applied });
+            self.answer_pull(&pull, ServerId(number), Answer::Whole { applied });
             return Ok(());
         }
         self.servers[number].pull = Some(pull);
