@@ -80,6 +80,8 @@ async fn dispatch(command: Command) -> Result<(), Failure> {
         Command::Load(args) => until_signal(crate::load::run(args), ": the keys written so far are still there").await,
         Command::Module(args) => crate::module_file::run(&args),
         Command::Token(args) => crate::token::run(&args),
+        // Servers and clients of volumes catch signals themselves.
+        Command::Volume(args) => crate::volume::run(args).await,
         Command::Generate(args) => crate::generate::run(&args),
     }
 }

@@ -28,11 +28,15 @@ pub enum Code {
     Local = 8,
     /// Some keys changed faster than they could be compared; all others are the same.
     Undecided = 9,
+    /// Too few servers of a volume answer, or they refuse the request.
+    Volume = 10,
+    /// Another writer has opened the volume. A service manager must not restart this one.
+    Replaced = 11,
 }
 
 impl Code {
     /// All codes, in order.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 11] = [
         Self::Differs,
         Self::Usage,
         Self::Refused,
@@ -42,6 +46,8 @@ impl Code {
         Self::Interrupted,
         Self::Local,
         Self::Undecided,
+        Self::Volume,
+        Self::Replaced,
     ];
 
     /// The exit status of the process.
@@ -67,6 +73,8 @@ impl Code {
             Self::Undecided => {
                 "verify: some keys or libraries changed faster than they could be compared, all others are the same"
             }
+            Self::Volume => "volume: too few of its servers answer, or a server refuses the request",
+            Self::Replaced => "volume: another writer has opened it; do not restart this one without need",
         }
     }
 }

@@ -22,6 +22,7 @@
 //! - [`source`], [`replica`], [`status`]: the job.
 //! - [`transports`]: which transports to the memory there are, and the command that reports them; [`probe`] measures
 //!   them.
+//! - [`volume`]: block devices in the memory of other hosts, as commands.
 //! - [`verify`], [`load`], [`module_file`], [`generate`]: further commands.
 #![forbid(unsafe_code)]
 // The docs of the two ends name private items: read them in the source, or with `--document-private-items`.
@@ -53,3 +54,4 @@ pub mod token;
 pub mod transports;
 pub mod units;
 pub mod verify;
+pub mod volume;

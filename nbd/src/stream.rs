@@ -78,6 +78,14 @@ impl Stream {
         }
     }
 
+    /// Receives what has arrived: `None` if that is nothing. Only of a plain stream.
+    pub(crate) fn receive_now(&self, into: &mut [u8]) -> io::Result<Option<usize>> {
+        match receive(&self.socket, into, RecvFlags::DONTWAIT) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
+            other => other.map(Some),
+        }
+    }
+
     /// As [`Stream::receive`], behind what is there, and no more than the vector's capacity. Nothing is written twice.
     pub(crate) fn receive_behind(&self, into: &mut Vec<u8>) -> io::Result<usize> {
         if let Some(tls) = &self.tls {

@@ -16,6 +16,7 @@ mod source;
 mod status;
 mod token;
 mod verify;
+mod volume;
 
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 
@@ -33,6 +34,7 @@ pub use self::{
     status::StatusArgs,
     token::{TokenAction, TokenCommandArgs},
     verify::{DigestUse, VerifyArgs},
+    volume::{CreateArgs, NbdArgs, ServeArgs, VolumeAction, VolumeArgs, VolumeSecurityArgs, VolumeStatusArgs},
 };
 use crate::exit::Code;
 
@@ -98,6 +100,9 @@ pub enum Command {
     #[command(about = "Make the secret that a source and its replicas share")]
     #[allow(missing_docs)]
     Token(TokenCommandArgs),
+    #[command(about = "Block devices in the memory of other hosts")]
+    #[allow(missing_docs)]
+    Volume(VolumeArgs),
     #[command(about = "Write shell completions or man pages")]
     #[allow(missing_docs)]
     Generate(GenerateArgs),

@@ -82,6 +82,11 @@ impl Security {
         self.certificates.as_ref().map(|_| name.to_owned())
     }
 
+    /// The name that peers' certificates must be for, if an option gives it.
+    pub(crate) fn given_name(&self) -> Option<String> {
+        self.peer_name.clone()
+    }
+
     /// Whether connections between this end and that address have TLS.
     pub(crate) fn needs_tls(&self, address: IpAddr) -> bool {
         match self.mode {

@@ -38,4 +38,5 @@ mod strangers;
 mod taken_over;
 mod tokens;
 mod verify;
+mod volume;
 mod wire;

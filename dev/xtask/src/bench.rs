@@ -95,9 +95,10 @@ fn build(target: &Path) -> Result<()> {
 const RUNS: &str = "bench/runs";
 
 /// Separate programs, and the parts of [`SUITE`].
-const NAMES: [&str; 10] = [
+const NAMES: [&str; 11] = [
     "read_bandwidth",
     "read_latency",
+    "nbd_requests",
     "full_sync",
     "follow_lag",
     "messenger",

@@ -57,6 +57,7 @@ pub(super) fn serve(socket: Arc<OwnedFd>, served: &Served, published: &OnceLock<
         buffer: vec![0; BUFFER_BYTES].into(),
         start: 0,
         end: early.len(),
+        is_busy: false,
     };
     connection.buffer[..early.len()].copy_from_slice(&early);
     let result = connection.run();
@@ -131,6 +132,8 @@ struct Connection<'a> {
     buffer: Box<[u8]>,
     start: usize,
     end: usize,
+    /// The client sends its requests one soon after the other.
+    is_busy: bool,
 }
 
 enum End {
@@ -232,6 +235,11 @@ impl Connection<'_> {
     }
 
     /// Receives more, and waits for it. `false`: the client has closed the connection.
+    ///
+    /// A client that has just got an answer often has its next request ready within microseconds. To sleep and be woken
+    /// costs both ends more than that. So the thread looks a few times, and lets others run meanwhile: on a busy
+    /// processor that is the client, which then sends several requests before this thread runs again. With 32 requests
+    /// under way this halved the processor time of a request, and the number of calls of the system.
     fn receive(&mut self) -> Result<bool, Ended> {
         if self.start == self.end {
             (self.start, self.end) = (0, 0);
@@ -239,7 +247,18 @@ impl Connection<'_> {
             self.buffer.copy_within(self.start..self.end, 0);
             (self.start, self.end) = (0, self.end - self.start);
         }
-        let received = self.outbox.stream().receive(&mut self.buffer[self.end..])?;
+        let (stream, room) = (self.outbox.stream(), &mut self.buffer[self.end..]);
+        let began = Instant::now();
+        // A client that waits for an answer sends nothing.
+        while self.is_busy && !self.outbox.has_under_way() && began.elapsed() < LOOK_FOR {
+            if let Some(received) = stream.receive_now(room)? {
+                self.end += received;
+                return Ok(received > 0);
+            }
+            std::thread::yield_now();
+        }
+        let received = stream.receive(room)?;
+        self.is_busy = stream.is_plain() && began.elapsed() < BUSY;
         self.end += received;
         Ok(received > 0)
     }
@@ -276,6 +295,13 @@ const SHORT_BYTES: usize = 64 << 10;
 
 /// Answers that are sent without waiting for the next request's.
 const BATCH_BYTES: usize = 64 << 10;
+
+/// How long a thread looks for the next request of a busy client before it sleeps: as long as sleeping and being woken
+/// take. An idle client costs nothing, since it is not busy.
+const LOOK_FOR: Duration = Duration::from_micros(20);
+
+/// A client is busy if the next request came within this time. Then looking costs a tenth of a processor at most.
+const BUSY: Duration = Duration::from_micros(200);
 
 /// Memory for answers that is kept. Reads of 32 MiB are rare.
 const KEPT_BYTES: usize = 4 << 20;

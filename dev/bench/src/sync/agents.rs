@@ -58,8 +58,8 @@ impl Program {
         self.serves_peers
     }
 
-    /// Options of agents beside that server. Own replication is measured without TLS, so Remora is too, unless the method
-    /// is about encryption.
+    /// Options of agents beside that server. Own replication is measured without TLS, so Remora is too, unless the
+    /// method is about encryption.
     fn security(&self, server: &Server, is_sealed: bool) -> &'static [&'static str] {
         match server.address().ip().is_loopback() {
             _ if !self.has_tls => &[],

@@ -112,3 +112,10 @@ fn reads_are_measured_beside_their_rivals() {
     run(env!("CARGO_BIN_EXE_read_bandwidth"), &bandwidth, &[0, 1]);
     run(env!("CARGO_BIN_EXE_read_latency"), &[&small[..], &["--sizes", "4096"]].concat(), &[0, 1]);
 }
+
+#[test]
+fn nbd_requests_are_measured_beside_nbdkit() {
+    let Some(()) = require::nbd_clients() else { return };
+    let small = ["--rounds", "1", "--millis", "100", "--device-mib", "16", "--depths", "4"];
+    run(env!("CARGO_BIN_EXE_nbd_requests"), &small, &[0, 1]);
+}

@@ -1,0 +1,164 @@
+//! The arguments of `remora volume`.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, Subcommand};
+
+use super::{HostPort, SecurityArgs};
+use crate::exit::{self, Code};
+use crate::units::{Size, parse_duration};
+
+/// The arguments of `remora volume`.
+#[derive(Clone, Debug, Args)]
+#[command(long_about = ABOUT, after_long_help = more())]
+pub struct VolumeArgs {
+    #[command(subcommand)]
+    #[allow(missing_docs)]
+    pub action: VolumeAction,
+}
+
+/// The subcommands of `remora volume`.
+#[derive(Clone, Debug, Subcommand)]
+pub enum VolumeAction {
+    /// Lend memory of this host to volumes, until stopped. The copies end with it.
+    Serve(ServeArgs),
+    /// Make a new volume on these servers, and write what a client must know into a new file.
+    Create(CreateArgs),
+    /// Show how the copies of a volume stand.
+    Status(VolumeStatusArgs),
+    /// Open a volume for writing, and serve it as a block device by NBD, until stopped. No earlier writer writes from
+    /// then on.
+    Nbd(NbdArgs),
+}
+
+/// What protects the connections between a client and the servers of a volume.
+#[derive(Clone, Debug, Args)]
+pub struct VolumeSecurityArgs {
+    /// File with the secret that clients and servers of volumes share: `remora token new` makes it. A holder can open
+    /// every volume of a server.
+    #[arg(long, value_name = "FILE", required_unless_present = "cert", help_heading = "Security")]
+    pub token_file: Option<PathBuf>,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub security: SecurityArgs,
+}
+
+/// The arguments of `remora volume serve`.
+#[derive(Clone, Debug, Args)]
+pub struct ServeArgs {
+    /// Where clients and other servers connect.
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:7480")]
+    pub listen: SocketAddr,
+
+    /// Memory for copies. It is taken when a volume is made here.
+    #[arg(long, value_name = "SIZE", default_value = "1GiB", help_heading = "Memory")]
+    pub memory: Size,
+
+    /// What all clients together may have under way here, in bytes of writes.
+    #[arg(long, value_name = "SIZE", default_value = "256MiB", help_heading = "Memory")]
+    pub staging: Size,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub protection: VolumeSecurityArgs,
+}
+
+/// The arguments of `remora volume create`.
+#[derive(Clone, Debug, Args)]
+pub struct CreateArgs {
+    /// The file to write, which must not exist: identity, size and servers of the volume. It holds no secret. Every
+    /// host that shall open the volume needs a copy of it.
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+
+    /// Size of the volume, a multiple of 4 KiB. Each server takes that much memory, and 1/256 of it.
+    #[arg(long, value_name = "SIZE")]
+    pub size: Size,
+
+    /// The servers, one to five: each holds a copy.
+    #[arg(long, value_name = "HOST:PORT", value_delimiter = ',', required = true)]
+    pub servers: Vec<HostPort>,
+
+    /// How many copies must hold a write before it is acknowledged. Default: more than half of them.
+    #[arg(long, value_name = "N")]
+    pub acknowledge: Option<usize>,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub protection: VolumeSecurityArgs,
+}
+
+/// The arguments of `remora volume status`.
+#[derive(Clone, Debug, Args)]
+pub struct VolumeStatusArgs {
+    /// The volume's file, as `remora volume create` wrote it.
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+
+    /// Print one JSON object instead of the table.
+    #[arg(long)]
+    pub json: bool,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub protection: VolumeSecurityArgs,
+}
+
+/// The arguments of `remora volume nbd`.
+#[derive(Clone, Debug, Args)]
+pub struct NbdArgs {
+    /// The volume's file, as `remora volume create` wrote it.
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+
+    /// The socket at which NBD clients connect. Only this user can open it.
+    #[arg(long, value_name = "PATH", required_unless_present = "listen", conflicts_with = "listen")]
+    pub socket: Option<PathBuf>,
+
+    /// The address at which NBD clients connect instead. Loopback only: every process of this host can then read and
+    /// write the volume.
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub listen: Option<SocketAddr>,
+
+    /// The name by which NBD clients ask for the device. They find it without a name, too.
+    #[arg(long, value_name = "NAME", default_value = "")]
+    pub export: String,
+
+    /// How long a server may leave a question unanswered before the volume goes on without it.
+    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = parse_duration)]
+    pub copy_timeout: Duration,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub protection: VolumeSecurityArgs,
+}
+
+const ABOUT: &str = "\
+Block devices in the memory of other hosts.
+
+A volume has one to five copies, each in the memory of one server, and one writer at a time. A write is acknowledged when enough copies \
+hold it, so none is lost with a server. If the writer's host dies, another one opens the volume: the servers obey the newest writer only.";
+
+fn more() -> String {
+    format!(
+        "\
+Examples:
+  Three servers on this host, for a try:
+    remora token new token
+    for port in 7480 7481 7482; do
+      remora volume serve --listen 127.0.0.1:$port --token-file token &
+    done
+    remora volume create data.volume --size 512MiB --token-file token \\
+      --servers 127.0.0.1:7480,127.0.0.1:7481,127.0.0.1:7482
+    remora volume nbd data.volume --socket /run/user/0/data.nbd --token-file token &
+    nbdinfo nbd+unix:///?socket=/run/user/0/data.nbd
+  Which copies are whole:
+    remora volume status data.volume --token-file token
+
+{}",
+        exit::help_table(&[Code::Usage, Code::Refused, Code::Interrupted, Code::Local, Code::Volume, Code::Replaced])
+    )
+}

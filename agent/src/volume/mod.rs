@@ -1,0 +1,34 @@
+//! `remora volume`: blocks in the memory of other hosts, as [`remora_volume`] keeps them.
+//!
+//! - `file`: what a client must know of a volume. **Start here.**
+//! - `servers`: what protects connections, and where the servers of a volume are.
+//! - `serve`, `create`, `status`, `nbd`: the subcommands.
+
+mod create;
+mod file;
+mod nbd;
+mod serve;
+mod servers;
+mod status;
+
+use crate::args::{VolumeAction, VolumeArgs};
+use crate::exit::Failure;
+
+/// Runs `remora volume`.
+///
+/// # Errors
+/// What the subcommand says.
+pub async fn run(args: VolumeArgs) -> Result<(), Failure> {
+    match args.action {
+        VolumeAction::Serve(args) => serve::run(args).await,
+        VolumeAction::Create(args) => blocking(move || create::run(&args)).await,
+        VolumeAction::Status(args) => blocking(move || status::run(&args)).await,
+        VolumeAction::Nbd(args) => nbd::run(args).await,
+    }
+}
+
+/// Runs work that waits for servers. It has time limits of its own.
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, Failure> + Send + 'static) -> Result<T, Failure> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.unwrap_or_else(|error| Err(Failure::local(format!("a thread of this command failed: {error}"))))
+}

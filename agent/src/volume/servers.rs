@@ -1,0 +1,82 @@
+//! What protects the connections between the clients and servers of volumes, and where the servers are.
+
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::sync::Arc;
+
+use remora_messenger::Address;
+use remora_messenger::stack::tls::TlsOptions;
+use remora_volume::Security;
+
+use crate::args::{HostPort, VolumeSecurityArgs};
+use crate::conversation;
+use crate::conversation::certificate_roles::CertificateRoles;
+use crate::conversation::tokens::TokenFiles;
+use crate::exit::{Code, Failure};
+
+/// The ALPN protocol of volumes. The ports of sources and lenders have another one.
+const PROTOCOL: &[u8] = b"remora/volume";
+
+/// What the options of a command say about protection.
+pub(super) struct Protection {
+    pub(super) tokens: TokenFiles,
+    security: conversation::Security,
+}
+
+impl Protection {
+    /// Reads the files.
+    ///
+    /// # Errors
+    /// The options contradict each other, or a file cannot be used.
+    pub(super) fn read(args: &VolumeSecurityArgs) -> Result<Protection, Failure> {
+        let security = args.security.open(CertificateRoles::default())?;
+        let files: Vec<_> = args.token_file.iter().cloned().collect();
+        Ok(Protection { tokens: TokenFiles::read(&files, &[], security.clone())?, security })
+    }
+
+    /// The same for connections.
+    ///
+    /// # Errors
+    /// No certificate can be made.
+    pub(super) fn of_connections(&self) -> Result<Security, Failure> {
+        let mut client = self.security.client(None).map_err(Failure::local)?;
+        let mut server = self.security.server().map_err(Failure::local)?;
+        if let Some(config) = client.as_mut().map(Arc::make_mut) {
+            config.alpn_protocols = vec![PROTOCOL.to_vec()];
+        }
+        if let Some(config) = server.as_mut().map(Arc::make_mut) {
+            config.alpn_protocols = vec![PROTOCOL.to_vec()];
+        }
+        let tls = TlsOptions { client, server, server_name: self.security.given_name() };
+        Ok(Security { keys: Some(self.tokens.keyring()), tls })
+    }
+
+    /// Where an end listens, or connects to: with TLS, or without.
+    ///
+    /// # Errors
+    /// The connections would not be protected.
+    pub(super) fn address(&self, what: &str, address: SocketAddr) -> Result<Address, Failure> {
+        self.security.check(address.ip()).map_err(|why| Failure::refused(format!("{what} {address} {why}")))?;
+        Ok(if self.security.needs_tls(address.ip()) { Address::Tls(address) } else { Address::Tcp(address) })
+    }
+
+    /// What protects connections to a port there, for logs.
+    pub(super) fn text(&self, listen: SocketAddr) -> &'static str {
+        self.security.text(listen.ip())
+    }
+
+    /// Where the servers are.
+    ///
+    /// # Errors
+    /// A name has no address, or a connection would not be protected.
+    pub(super) fn servers(&self, servers: &[HostPort]) -> Result<Vec<Address>, Failure> {
+        servers.iter().map(|server| self.address("the volume's server", resolve(server)?)).collect()
+    }
+}
+
+fn resolve(server: &HostPort) -> Result<SocketAddr, Failure> {
+    let failed = |why: &dyn std::fmt::Display| {
+        Failure::new(Code::Volume, format!("the volume's server {server} has no address: {why}"))
+    };
+    let mut found = (server.host.as_str(), server.port).to_socket_addrs().map_err(|error| failed(&error))?;
+    found.next().ok_or_else(|| failed(&"the name is unknown"))
+}
