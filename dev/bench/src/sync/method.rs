@@ -28,12 +28,8 @@ pub enum Method {
     RemoraShm,
     /// Remora over TCP, each replica from the source.
     RemoraTcp,
-    /// As [`Method::RemoraTcp`], and encrypted as it is between hosts by default: sealed tables, TLS for conversations.
-    RemoraTcpSealed,
     /// Remora over TCP, with replicas that feed each other.
     RemoraRelay,
-    /// As [`Method::RemoraRelay`], and encrypted as it is between hosts by default.
-    RemoraRelaySealed,
     /// As [`Method::RemoraRelay`], and the source leaves some of the cable free, with `--upload-limit`.
     RemoraRelayGentle,
     /// As [`Method::RemoraRelay`]; a replica that others read from is killed when it holds half of the snapshot.
@@ -46,6 +42,10 @@ pub enum Method {
     RemoraModuleRelayGentle,
     /// A replica that joins the snapshot which [`Method::RemoraShm`] has left at the source.
     RemoraLate,
+    /// As [`Method::RemoraTcp`], and encrypted as it is between hosts by default: sealed tables, TLS for conversations.
+    RemoraTcpSealed,
+    /// As [`Method::RemoraRelay`], and encrypted as it is between hosts by default.
+    RemoraRelaySealed,
 }
 
 /// A line of configuration: name and value.
