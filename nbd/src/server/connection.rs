@@ -239,7 +239,7 @@ impl Connection<'_> {
     /// A client that has just got an answer often has its next request ready within microseconds. To sleep and be woken
     /// costs both ends more than that. So the thread looks a few times, and lets others run meanwhile: on a busy
     /// processor that is the client, which then sends several requests before this thread runs again. With 32 requests
-    /// under way this halved the processor time of a request, and the number of calls of the system.
+    /// under way this halved the processor time of a request.
     fn receive(&mut self) -> Result<bool, Ended> {
         if self.start == self.end {
             (self.start, self.end) = (0, 0);

@@ -2,11 +2,11 @@
 //!
 //! The client is fio with its engine for NBD, which is libnbd, over a unix socket of this host. All servers run during
 //! the whole benchmark, as processes of their own. Each round measures every case of all in turn, and the one that is
-//! first changes with each round. nbdkit has sixteen threads for a connection; with one it is faster if requests come
-//! one at a time, and slower otherwise, so it is measured with both.
+//! first changes with each round. nbdkit has sixteen threads for a connection by default; it is measured with one
+//! thread, too.
 //!
-//! fio needs about as much processor time for a request as a server does, so a server that needs none would have
-//! less than twice the rate at depth 32. The processor time of both ends stands beside the rate.
+//! fio needs more processor time for a request than our server does, so the client limits the rate. The processor time
+//! of both ends stands beside the rate.
 //!
 //! ```text
 //! cargo run --release -p remora-bench --bin nbd_requests -- --rounds 5 --out bench/runs
