@@ -78,8 +78,9 @@ impl Feed {
     /// Creates the reader of the journal, from stream offset `next_byte` on.
     pub(super) fn begin_journal(&mut self, next_byte: u64) -> Result<(), FeedError> {
         let Some(Parts { journal: part, .. }) = self.parts.take() else { return Ok(()) };
+        let bytes = part.expect.geometry.memory_len();
         let reader = JournalReader::new(part.peer.view(), part.sink, part.layout, part.expect, next_byte)?;
-        self.journal = Some(JournalFeed { reader, peer: part.peer });
+        self.journal = Some(JournalFeed { reader, peer: part.peer, bytes });
         Ok(())
     }
 }
@@ -211,6 +212,8 @@ impl SnapshotFeed {
 pub(super) struct JournalFeed {
     pub(super) reader: JournalReader,
     peer: Box<dyn Peer>,
+    /// Bytes of the journal's region.
+    pub(super) bytes: u64,
 }
 
 impl JournalFeed {

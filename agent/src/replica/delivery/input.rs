@@ -24,6 +24,14 @@ use crate::replica::spool::{Held, SnapshotId, Spool};
 const PACE_FIRST: Duration = Duration::from_micros(100);
 const PACE_LAST: Duration = Duration::from_millis(2);
 
+/// The longest pause between two polls of the journal while slots of the snapshot are missing. The server can take nothing
+/// of the stream yet, so the journal is read only to keep up with it. At [`PACE_LAST`] eight readers cost the source half a
+/// processor second within twenty.
+const PACE_BEFORE: Duration = Duration::from_millis(20);
+
+/// Bytes of the stream in a second that must not overrun the journal in such a pause: more than a primary replicates.
+const FASTEST_STREAM: u64 = 2_000_000_000;
+
 /// Interval at which a snapshot that is still being written is polled.
 const SNAPSHOT_PACE: Duration = Duration::from_micros(500);
 
@@ -300,6 +308,9 @@ impl Input {
         }
         let all = !self.fetched && snapshot.is_fetched();
         self.fetched |= all;
+        if all {
+            self.journal_due = now;
+        }
         Ok(Fetched { moved: moved || lost.is_some(), lost, all })
     }
 
@@ -325,7 +336,8 @@ impl Input {
             relayed.stream_took(took);
         }
         self.journal_pace = if next.is_some() { PACE_FIRST } else { (self.journal_pace * 2).min(PACE_LAST) };
-        self.journal_due = now + self.journal_pace;
+        let awaits_slots = feed.snapshot.as_ref().is_some_and(|snapshot| !snapshot.is_fetched());
+        self.journal_due = now + if awaits_slots { pace_before(journal.bytes) } else { self.journal_pace };
         Ok(next)
     }
 
@@ -386,6 +398,12 @@ impl Input {
     }
 }
 
+/// The pause between two polls of a journal of so many bytes while slots are missing: the fastest stream fills half of it
+/// at most.
+fn pace_before(journal_bytes: u64) -> Duration {
+    Duration::from_secs_f64(journal_bytes as f64 / 2.0 / FASTEST_STREAM as f64).clamp(PACE_LAST, PACE_BEFORE)
+}
+
 /// Stores one slot. The slot counts as held only after a second check that the source has not overwritten it.
 fn spool_slot(
     spool: &mut Spool,
@@ -412,4 +430,15 @@ fn spool_error(folder: &Path, cause: &io::Error) -> String {
         _ => "check the folder and its file system",
     };
     format!("the state directory {} can't be used: {cause}; {cure}", folder.display())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_small_journal_is_polled_more_often_before_the_snapshot_is_here() {
+        let millis = |bytes: u64| pace_before(bytes).as_millis();
+        assert_eq!([millis(4 << 20), millis(64 << 20), millis(1 << 30)], [2, 16, 20]);
+    }
 }

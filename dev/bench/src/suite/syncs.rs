@@ -61,6 +61,7 @@ impl Point {
             replicas_cpu: outcome.replica_cpu.iter().sum(),
             agents_cpu: outcome.agents_cpu,
             source_cpu: Some(outcome.source_cpu),
+            source_ready_cpu: Some(outcome.source_ready_cpu),
             peak_memory: outcome.peak_memory,
             source_memory: outcome.source_memory,
             agent_memory: outcome.agent_memory.clone(),

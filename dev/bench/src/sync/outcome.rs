@@ -30,6 +30,8 @@ pub struct Outcome {
     pub agents_cpu: f64,
     /// Processor time of the source agent, which [`Outcome::agents_cpu`] includes; 0 without a source.
     pub source_cpu: f64,
+    /// The part of it that the source had used when it was ready: nearly all of it the first touch of its memory.
+    pub source_ready_cpu: f64,
     /// The phases of the last replica.
     pub phases: Phases,
     /// Bytes that left the primary.

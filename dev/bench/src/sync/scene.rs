@@ -158,7 +158,8 @@ impl Scene {
         }
         touch_memory(self.shape.bytes().saturating_mul(trial.replicas as u64));
         let writer = trial.writes.map(|rate| self.writer(rate)).transpose()?;
-        let mut meter = Meter::begin(&self.primary, &replicas, self.late_source_cpu(trial)?)?;
+        let ready_cpu = self.source.as_ref().map_or(Ok(0.0), Source::cpu)?;
+        let mut meter = Meter::begin(&self.primary, &replicas, self.late_source_cpu(trial)?, ready_cpu)?;
         let mut took = match trial.method {
             Method::Copier => self.by_copier(&replicas, Pace::Pipelined)?,
             Method::CopierOneByOne => self.by_copier(&replicas, Pace::OneByOne)?,
@@ -375,12 +376,13 @@ struct Meter {
     primary: (Client, Costs),
     replicas: Vec<(Client, Costs)>,
     source_cpu: f64,
+    source_ready_cpu: f64,
     peak: Peak,
     cable: Option<(Host, Traffic)>,
 }
 
 impl Meter {
-    fn begin(primary: &Server, replicas: &[Server], source_cpu: f64) -> Result<Meter> {
+    fn begin(primary: &Server, replicas: &[Server], source_cpu: f64, source_ready_cpu: f64) -> Result<Meter> {
         let read = |server: &Server| -> Result<(Client, Costs)> {
             let mut client = server.client()?;
             let costs = Costs::read(&mut client)?;
@@ -391,6 +393,7 @@ impl Meter {
             primary: read(primary)?,
             replicas: replicas.iter().map(read).collect::<Result<_>>()?,
             source_cpu,
+            source_ready_cpu,
             peak: Peak::watch(primary.pid()),
             cable: primary.host().map(cable).transpose()?,
         })
@@ -425,6 +428,7 @@ impl Meter {
             replica_cpu: replicas.iter().map(|costs| costs.cpu).collect(),
             agents_cpu: took.agents_cpu + source_cpu,
             source_cpu,
+            source_ready_cpu: self.source_ready_cpu - self.source_cpu,
             phases,
             primary_bytes: primary.sent.max(received),
             host_bytes: host_bytes.transpose()?,

@@ -306,6 +306,7 @@ mod tests {
             replica_cpu: vec![1.0; replicas],
             agents_cpu: 0.0,
             source_cpu: 0.0,
+            source_ready_cpu: 0.0,
             phases: Phases { transfer: seconds, ..Phases::default() },
             primary_bytes: 1_000_000,
             host_bytes: None,

@@ -441,6 +441,7 @@ pub(super) mod tests {
             replicas_cpu: 1.0,
             agents_cpu: 0.0,
             source_cpu: None,
+            source_ready_cpu: None,
             peak_memory: 1 << 30,
             source_memory: 0,
             agent_memory: Vec::new(),

@@ -102,11 +102,12 @@ impl Group<'_> {
         let more = of(8).filter_map(|many| {
             let one = of(1).find(|one| one.round == many.round)?;
             let gibibytes = many.bytes as f64 / f64::from(1 << 30);
-            Some((many.source_cpu? - one.source_cpu?) / gibibytes)
+            let used = |point: &syncs::Point| Some(point.source_cpu? - point.source_ready_cpu.unwrap_or_default());
+            Some((used(many)? - used(one)?) / gibibytes)
         });
         let more = Spread::of(more).map(|ratio| Target {
             what:
-                "processor seconds of the source for 8 replicas, sealed, with relay, beyond those for one, for each GiB"
+                "processor seconds of the source from when it is ready, for 8 replicas, sealed, with relay, beyond those for one, for each GiB"
                     .into(),
             where_: self.title(),
             ratio,
