@@ -47,6 +47,14 @@ impl Copy {
         Copy { standing: Standing { state: State::Whole, ..Standing::default() }, catch_up: None }
     }
 
+    /// A copy that a server finds in its store. `is_cut`: what was not synced may be missing.
+    pub fn recovered(standing: Standing, is_cut: bool) -> Copy {
+        let is_cut = is_cut || standing.is_cut;
+        #[cfg(test)]
+        let is_cut = is_cut && !Mutant::CutUnsaid.is_active();
+        Copy { standing: Standing { is_cut, ..standing }, catch_up: None }
+    }
+
     /// What the server says of it.
     pub fn standing(&self) -> Standing {
         self.standing
@@ -163,13 +171,15 @@ impl Copy {
     ///
     /// # Errors
     /// The server obeys another writer, or the copy is not whole.
-    pub fn mark(&mut self, holder: Holder) -> Result<Version, Refusal> {
+    pub fn mark(&mut self, holder: Holder, may_lack_tail: bool) -> Result<Version, Refusal> {
         self.confirm(holder)?;
         let start = holder.generation.start();
         if self.standing.state != State::Whole || self.standing.applied > start {
             return Err(Refusal::OutOfStep);
         }
         self.standing.applied = start;
+        // This writer may end before it has said so. Then the next one must.
+        self.standing.is_cut = may_lack_tail;
         self.raise_claim();
         Ok(start)
     }
@@ -189,6 +199,7 @@ impl Copy {
         }
         self.standing.applied = version;
         if self.standing.state == State::Whole {
+            self.standing.is_cut = false; // its writer has said what may be missing before it wrote
             self.raise_claim();
         }
         Ok(())

@@ -164,7 +164,7 @@ fn take<const N: usize>(rest: &mut &[u8]) -> [u8; N] {
     *field
 }
 
-/// How the copy stands.
+/// How the copy stands. Whether its power was cut concerns writers that open it, and they ask.
 ///
 /// ```text
 /// generation promised, 0: none │ its writer │ claim │ applied │ state │ CRC-32C of the five words      eight bytes each
@@ -206,6 +206,7 @@ impl Line {
             promised: (generation != Generation::NONE).then_some(Holder { generation, writer }),
             claim: Version::from_word(claim)?,
             applied: Version::from_word(applied)?,
+            is_cut: false,
         }))
     }
 }
@@ -304,7 +305,7 @@ mod tests {
                 let generation = Generation::from_number(number % Generation::LAST.number() + 1).unwrap();
                 Holder { generation, writer }
             });
-            Standing { state, promised, claim, applied }
+            Standing { state, promised, claim, applied, is_cut: false }
         })
     }
 

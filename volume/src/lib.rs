@@ -48,6 +48,8 @@ pub mod reader;
 pub mod server;
 pub mod shape;
 pub mod store;
+#[cfg(test)] // until servers have stores
+mod tail;
 #[cfg(test)]
 mod tests;
 pub mod version;

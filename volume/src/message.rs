@@ -38,6 +38,9 @@ pub struct Standing {
     pub claim: Version,
     /// The last write that was applied.
     pub applied: Version,
+    /// The server's power was cut, and with it went what its store had not synced: the copy is a prefix, and may lack
+    /// writes that it has answered. Until a writer that has said so writes.
+    pub is_cut: bool,
 }
 
 impl Standing {
@@ -65,7 +68,12 @@ pub enum Request {
         since: Version,
     },
     /// The copy is whole, and the holder's first write follows. Answered by [`Answer::Written`].
-    Mark(Holder),
+    Mark {
+        /// Who asks.
+        holder: Holder,
+        /// The generation may begin without what was lost with the power of servers: [`Standing::is_cut`].
+        may_lack_tail: bool,
+    },
     /// Apply this write. Answered by [`Answer::Written`].
     Write {
         /// Who writes.
@@ -73,6 +81,8 @@ pub enum Request {
         /// The next version of the holder.
         version: Version,
     },
+    /// Answer once everything that was applied is durable. Answered by [`Answer::Written`].
+    Flush(Holder),
     /// Is the holder still the one whom the server obeys? Answered by [`Answer::Confirmed`].
     Confirm {
         /// Who asks.
@@ -111,6 +121,9 @@ pub enum Answer {
     Written {
         /// The last write that was applied.
         applied: Version,
+        /// The copy is whole up to this version whatever happens to its server's process and power. A copy that has no
+        /// store says what it has applied: it gets no safer.
+        durable: Version,
     },
     /// To [`Request::Confirm`].
     Confirmed {

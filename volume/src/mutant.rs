@@ -33,6 +33,16 @@ pub(crate) enum Mutant {
     LineIgnored,
     /// The line is read before the blocks.
     LineFirst,
+    /// A promise is answered before it is durable.
+    PromiseNotDurable,
+    /// A flush is completed when the writes are durable at one copy less.
+    FlushedEarly,
+    /// What is applied counts as durable at a copy with a store.
+    AppliedIsDurable,
+    /// A copy that may lack writes since its power was cut does not say so.
+    CutUnsaid,
+    /// A copy is whole in the store before its blocks are.
+    WholeBeforeBlocks,
 }
 
 thread_local! {
@@ -40,6 +50,12 @@ thread_local! {
 }
 
 impl Mutant {
+    /// Whether only copies with a store obey the rule.
+    pub(crate) fn is_about_stores(self) -> bool {
+        use Mutant::{AppliedIsDurable, CutUnsaid, FlushedEarly, PromiseNotDurable, WholeBeforeBlocks};
+        matches!(self, PromiseNotDurable | FlushedEarly | AppliedIsDurable | CutUnsaid | WholeBeforeBlocks)
+    }
+
     /// Whether this rule is taken out in this thread.
     pub(crate) fn is_active(self) -> bool {
         ACTIVE.get() == Some(self)

@@ -217,7 +217,14 @@ impl State {
                 return Done::Refused(Cause::Misuse, "this connection is for loans".into());
             }
             Call::Promise(holder) => self.promise(holder),
-            Call::Mark(holder) => self.copy.mark(holder).map(|applied| answer(Reply::Written { applied, room })),
+            Call::Mark { holder, may_lack_tail } => self
+                .copy
+                .mark(holder, may_lack_tail)
+                .map(|applied| answer(Reply::Written { applied, durable: applied, room })),
+            Call::Flush(holder) => self.copy.confirm(holder).map(|()| {
+                let applied = self.copy.standing().applied;
+                answer(Reply::Written { applied, durable: applied, room })
+            }),
             Call::Confirm { holder, question } => {
                 self.copy.confirm(holder).map(|()| answer(Reply::Confirmed { question }))
             }
@@ -281,7 +288,7 @@ impl State {
         for ((block, &crc), bytes) in blocks.zip(wanted).zip(data.chunks_exact(BLOCK_BYTES)) {
             store.put(block, Entry { version, crc }, bytes);
         }
-        Ok(answer(Reply::Written { applied: version, room }))
+        Ok(answer(Reply::Written { applied: version, durable: version, room }))
     }
 
     fn read(&mut self, holder: Holder, number: u64, run: Run) -> Result<Done, Refusal> {

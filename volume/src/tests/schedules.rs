@@ -24,8 +24,8 @@ fn copies((number, hold): (usize, usize)) -> Copies {
 }
 
 /// Plays a seed. Returns what does not hold.
-fn play(seed: u64, copies: Copies, counts: &mut BTreeMap<&'static str, u64>) -> Option<String> {
-    let mut world = World::new(seed, copies);
+fn play(seed: u64, copies: Copies, stores: bool, counts: &mut BTreeMap<&'static str, u64>) -> Option<String> {
+    let mut world = World::new(seed, copies, stores);
     let finding = world.play(STEPS).err();
     for (what, count) in world.counts {
         *counts.entry(what).or_default() += count;
@@ -35,12 +35,21 @@ fn play(seed: u64, copies: Copies, counts: &mut BTreeMap<&'static str, u64>) -> 
 
 #[test]
 fn nothing_that_was_acknowledged_or_read_is_ever_lost() {
+    nothing_is_lost(false);
+}
+
+#[test]
+fn nothing_that_was_flushed_is_ever_lost_and_no_other_loss_is_unsaid() {
+    nothing_is_lost(true);
+}
+
+fn nothing_is_lost(stores: bool) {
     let first = remora_lab::random::seed("schedules");
     for kind in KINDS {
         let (began, mut played, mut counts) = (Instant::now(), 0, BTreeMap::new());
         while began.elapsed() < LIMIT {
             let seed = first.wrapping_add(played);
-            let finding = play(seed, copies(kind), &mut counts);
+            let finding = play(seed, copies(kind), stores, &mut counts);
             assert_eq!(finding, None, "REMORA_SEED={seed} plays it again, as the first of its kind {kind:?}");
             played += 1;
         }
@@ -48,7 +57,8 @@ fn nothing_that_was_acknowledged_or_read_is_ever_lost() {
         assert!(
             ["a writer serves", "an acknowledgement", "a read", "a look", "a look at once"]
                 .iter()
-                .all(|what| counts.contains_key(what)),
+                .all(|what| counts.contains_key(what))
+                && (!stores || ["a power cut", "a flush"].iter().all(|what| counts.contains_key(what))),
             "{counts:?}"
         );
     }
@@ -57,13 +67,18 @@ fn nothing_that_was_acknowledged_or_read_is_ever_lost() {
 /// A rule that is taken out is found missing.
 fn is_found(mutant: Mutant) {
     let began = Instant::now();
+    let stores = mutant.is_about_stores();
     for seed in 0_u64.. {
         let kind = [(3, 2), (5, 3), (3, 2), (2, 1)][(seed % 4) as usize];
         Mutant::set(Some(mutant));
-        let finding = play(seed, copies(kind), &mut BTreeMap::new());
+        let finding = play(seed, copies(kind), stores, &mut BTreeMap::new());
         Mutant::set(None);
         if let Some(finding) = finding {
-            assert_eq!(play(seed, copies(kind), &mut BTreeMap::new()), None, "the seed {seed} finds another fault");
+            assert_eq!(
+                play(seed, copies(kind), stores, &mut BTreeMap::new()),
+                None,
+                "the seed {seed} finds another fault"
+            );
             return println!("{mutant:?} after {seed} schedules: {finding}");
         }
         assert!(began.elapsed() < FOUND_WITHIN, "{mutant:?} was not found in {seed} schedules");
@@ -138,4 +153,29 @@ fn a_look_that_ignores_the_line_is_found() {
 #[test]
 fn a_line_that_is_read_before_the_blocks_is_found() {
     is_found(Mutant::LineFirst);
+}
+
+#[test]
+fn a_promise_that_is_not_durable_is_found() {
+    is_found(Mutant::PromiseNotDurable);
+}
+
+#[test]
+fn a_flush_that_is_complete_early_is_found() {
+    is_found(Mutant::FlushedEarly);
+}
+
+#[test]
+fn a_store_that_is_believed_before_it_is_synced_is_found() {
+    is_found(Mutant::AppliedIsDurable);
+}
+
+#[test]
+fn a_power_cut_that_is_not_said_is_found() {
+    is_found(Mutant::CutUnsaid);
+}
+
+#[test]
+fn a_copy_that_is_whole_before_its_blocks_is_found() {
+    is_found(Mutant::WholeBeforeBlocks);
 }

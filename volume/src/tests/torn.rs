@@ -78,7 +78,7 @@ impl Writer {
             _ => self.store.finish(self.block, entry(self.block, version)),
         }
         let applied = self.last;
-        self.store.set_line(Standing { state: State::Whole, promised: None, claim: applied, applied });
+        self.store.set_line(Standing { state: State::Whole, promised: None, claim: applied, applied, is_cut: false });
         self.step += 1;
     }
 

@@ -9,6 +9,7 @@ use crate::copy::{Copy, Refusal};
 use crate::message::{Answer, Holder, Request, ServerId, Standing, State};
 use crate::mutant::Mutant;
 use crate::shape::Copies;
+use crate::tail::Tail;
 use crate::version::{Generation, Version};
 use crate::writer::{Action, Nearness, Seen, Writer, may_be_given_out};
 
@@ -25,6 +26,39 @@ struct Server {
     copy: Copy,
     blocks: Content,
     pull: Option<Pull>,
+    /// `None`: it has memory only.
+    store: Option<Disk>,
+}
+
+/// A server's store.
+struct Disk {
+    tail: Tail<Waiting>,
+    /// The copy before each event that is not durable, and after the last one.
+    before: VecDeque<(Copy, Content)>,
+    last: (Copy, Content),
+}
+
+/// An answer that waits until what it says is durable.
+struct Waiting {
+    writer: usize,
+    link: u64,
+    holder: Holder,
+    is_promise: bool,
+}
+
+impl Server {
+    fn new(copy: Copy, has_store: bool) -> Server {
+        let tail = Tail::at(0, copy.standing());
+        let store = has_store.then(|| Disk { tail, before: VecDeque::new(), last: (copy, Content::new()) });
+        Server { copy, blocks: Content::new(), pull: None, store }
+    }
+
+    /// What the copy says is durable.
+    fn durable(&self) -> Version {
+        let applied = self.copy.standing().applied;
+        let store = self.store.as_ref().filter(|_| !Mutant::AppliedIsDurable.is_active());
+        store.map_or(applied, |store| store.tail.durable())
+    }
 }
 
 /// A catch-up under way.
@@ -91,6 +125,10 @@ pub(super) struct World {
     /// What the volume held when a generation began.
     opened: BTreeMap<Generation, Content>,
     serving: BTreeSet<Generation>,
+    /// Generations that began without what may have been acknowledged and never flushed.
+    lossy: BTreeSet<Generation>,
+    /// The last version of each block that was flushed.
+    flushed: Content,
     /// The last version of each block that was acknowledged or read.
     seen: Content,
     /// The reads under way, by writer and number.
@@ -101,8 +139,8 @@ pub(super) struct World {
 }
 
 impl World {
-    pub(super) fn new(seed: u64, copies: Copies) -> World {
-        let server = |_| Server { copy: Copy::created(), blocks: Content::new(), pull: None };
+    pub(super) fn new(seed: u64, copies: Copies, stores: bool) -> World {
+        let server = |_| Server::new(Copy::created(), stores);
         World {
             random: Random::new(seed),
             copies,
@@ -113,6 +151,8 @@ impl World {
             writes: BTreeMap::new(),
             opened: BTreeMap::new(),
             serving: BTreeSet::new(),
+            lossy: BTreeSet::new(),
+            flushed: Content::new(),
             seen: Content::new(),
             reads: BTreeMap::new(),
             looks: Vec::new(),
@@ -140,7 +180,9 @@ impl World {
             12..=19 => self.kill(),
             20..=25 => self.forget(),
             26..=27 => self.damage(),
-            28..=39 => self.break_link(),
+            28..=33 => self.break_link(),
+            34..=35 => self.cut_power(),
+            36..=39 => self.flush(),
             40..=45 => self.cut(),
             46..=79 => self.take_back(),
             80..=199 => self.write(),
@@ -148,11 +190,13 @@ impl World {
             250..=269 => self.open_region(),
             270..=279 => self.look_at_once(),
             280..=339 => self.look()?,
-            340..=449 => self.pull()?,
+            340..=419 => self.pull()?,
+            420..=449 => self.sync(),
             450..=729 => self.deliver_request()?,
             _ => self.deliver_answer(),
         }
         self.carry_out()?;
+        self.note_events();
         self.check_copies()
     }
 
@@ -207,6 +251,13 @@ impl World {
         let block = self.random.below(BLOCKS);
         if let Some(version) = self.writers[number].writer.write() {
             self.writes.insert(version, block);
+        }
+    }
+
+    fn flush(&mut self) {
+        let Some(number) = self.any_writer() else { return };
+        if self.writers[number].writer.is_serving() {
+            self.writers[number].writer.flush();
         }
     }
 
@@ -420,8 +471,9 @@ impl World {
                         link.requests.push_back(request);
                     }
                     Action::Disconnect(server) => self.drop_link(number, server),
-                    Action::Serving { .. } => self.serving(number)?,
+                    Action::Serving { may_lack_tail, .. } => self.serving(number, may_lack_tail)?,
                     Action::Acknowledge(version) => self.acknowledged(version)?,
+                    Action::Flushed(version) => self.flushed(version)?,
                     Action::Look(server, read) => {
                         let look = Look {
                             writer: number,
@@ -447,18 +499,8 @@ impl World {
 
     // ---- servers ----
 
-    /// A memory server starts without its memory. A volume lives through that as long as fewer servers forget than must
-    /// hold a write, and enough whole copies are left for the next write.
-    fn forget(&mut self) {
-        let whole =
-            (0..self.servers.len()).filter(|&number| self.servers[number].copy.standing().state == State::Whole);
-        let whole: Vec<usize> = whole.collect();
-        let (number, hold) = (self.copies.number(), self.copies.hold());
-        if whole.len() <= hold.max(number - hold + 1) {
-            return;
-        }
-        let Some(number) = self.any(&whole) else { return };
-        self.count("a server forgot");
+    /// The process of a server is gone. Its region may still be mapped, as it was.
+    fn leave_ghosts(&mut self, number: usize) {
         let Server { copy, blocks, .. } = &self.servers[number];
         let ghost = (copy.standing(), blocks.clone());
         let (ghosts, others) = self.looks.drain(..).partition(|look| look.server.0 == number && look.ghost.is_none());
@@ -470,9 +512,102 @@ impl World {
                 self.seen(&Look { block: None, ..look });
             }
         }
-        self.servers[number] = Server { copy: Copy::default(), blocks: Content::new(), pull: None };
+    }
+
+    /// A memory server starts without its memory. A volume lives through that as long as fewer servers forget than must
+    /// hold a write, and enough whole copies are left for the next write.
+    fn forget(&mut self) {
+        let whole =
+            (0..self.servers.len()).filter(|&number| self.servers[number].copy.standing().state == State::Whole);
+        let whole: Vec<usize> = whole.collect();
+        let (number, hold) = (self.copies.number(), self.copies.hold());
+        if whole.len() <= hold.max(number - hold + 1) {
+            return;
+        }
+        let Some(number) = self.any(&whole) else { return };
+        // A disk is replaced when what the others hold is safe.
+        (0..self.servers.len()).for_each(|other| self.sync_one(other));
+        self.count("a server forgot");
+        self.leave_ghosts(number);
+        let has_store = self.servers[number].store.is_some();
+        self.servers[number] = Server::new(Copy::default(), has_store);
         for writer in 0..self.writers.len() {
             self.lose(writer, ServerId(number));
+        }
+    }
+
+    /// What has changed at a server is the next event of its store.
+    fn note_event(&mut self, number: usize) {
+        let Server { copy, blocks, store, .. } = &mut self.servers[number];
+        let Some(Disk { tail, before, last }) = store else { return };
+        if (&last.0, &last.1) != (copy, blocks) {
+            tail.append(copy.standing());
+            before.push_back(std::mem::replace(last, (*copy, blocks.clone())));
+        }
+    }
+
+    fn note_events(&mut self) {
+        (0..self.servers.len()).for_each(|number| self.note_event(number));
+    }
+
+    /// The answer, unless it must wait until what it says is durable.
+    fn once_durable(&mut self, number: usize, waiting: Waiting, answer: Answer, is_early: bool) -> Option<Answer> {
+        match &mut self.servers[number].store {
+            Some(store) if !is_early => store.tail.wait(waiting).map(|_| answer),
+            _ => Some(answer),
+        }
+    }
+
+    /// What a server has done becomes durable.
+    fn sync(&mut self) {
+        let number = self.any_server().0;
+        self.sync_one(number);
+    }
+
+    fn sync_one(&mut self, number: usize) {
+        let Some(Disk { tail, before, .. }) = &mut self.servers[number].store else { return };
+        before.clear();
+        for Waiting { writer, link, holder, is_promise } in tail.sync(tail.appended()) {
+            let server = &self.servers[number];
+            let standing = server.copy.standing();
+            let answer = match server.copy.confirm(holder) {
+                Ok(()) if is_promise => Answer::Promised(standing),
+                Ok(()) => Answer::Written { applied: standing.applied, durable: server.durable() },
+                Err(Refusal::Fenced { by }) => Answer::Fenced { by },
+                Err(Refusal::OutOfStep) => continue,
+            };
+            if self.links.get(&(writer, ServerId(number))).is_some_and(|at| at.number == link) {
+                self.answer(writer, ServerId(number), answer);
+            }
+        }
+    }
+
+    /// Some servers lose power, or their processes end: then their system keeps what they have written.
+    fn cut_power(&mut self) {
+        let is_process = self.random.one_in(4);
+        for number in 0..self.servers.len() {
+            let Some(store) = self.servers[number].store.as_ref().filter(|_| self.random.one_in(2)) else { continue };
+            let kept = self.random.below(store.before.len() as u64 + 1) as usize;
+            let (mut copy, blocks) = match store.before.get(kept).filter(|_| !is_process) {
+                Some((copy, blocks)) => (*copy, blocks.clone()),
+                None => store.last.clone(),
+            };
+            if Mutant::WholeBeforeBlocks.is_active() {
+                copy = store.last.0;
+            }
+            self.count(if is_process { "a process ended" } else { "a power cut" });
+            self.leave_ghosts(number);
+            // A server without a copy has no folder either.
+            let copy = match copy.standing().state {
+                State::Empty => copy,
+                _ => Copy::recovered(copy.standing(), !is_process),
+            };
+            let tail = Tail::at(0, copy.standing());
+            let store = Disk { tail, before: VecDeque::new(), last: (copy, blocks.clone()) };
+            self.servers[number] = Server { copy, blocks, pull: None, store: Some(store) };
+            for writer in 0..self.writers.len() {
+                self.lose(writer, ServerId(number));
+            }
         }
     }
 
@@ -502,7 +637,19 @@ impl World {
                 at.pull.take_if(|pull| pull.writer == number);
                 Ok(Some(Answer::Standing(at.copy.standing())))
             }
-            Request::Promise(holder) => at.copy.promise(holder).map(|standing| Some(Answer::Promised(standing))),
+            Request::Promise(holder) => at.copy.promise(holder).map(|standing| {
+                self.note_event(server.0);
+                let waiting = Waiting { writer: number, link, holder, is_promise: true };
+                let is_early = Mutant::PromiseNotDurable.is_active();
+                self.once_durable(server.0, waiting, Answer::Promised(standing), is_early)
+            }),
+            Request::Flush(holder) => {
+                let applied = at.copy.standing().applied;
+                at.copy.confirm(holder).map(|()| {
+                    let waiting = Waiting { writer: number, link, holder, is_promise: false };
+                    self.once_durable(server.0, waiting, Answer::Written { applied, durable: applied }, false)
+                })
+            }
             Request::Confirm { holder, question } => {
                 at.copy.confirm(holder).map(|()| Some(Answer::Confirmed { question }))
             }
@@ -510,14 +657,17 @@ impl World {
                 at.pull = Some(Pull { holder, lender, since, left: (0..BLOCKS).collect(), writer: number, link });
                 None
             }),
-            Request::Mark(holder) => match at.copy.mark(holder) {
+            Request::Mark { holder, may_lack_tail } => match at.copy.mark(holder, may_lack_tail) {
                 Ok(applied) => {
                     let content = at.blocks.clone();
                     let first = self.opened.entry(holder.generation).or_insert_with(|| content.clone());
                     if *first != content {
                         return Err(format!("generation {} begins with {first:?} and {content:?}", holder.generation));
                     }
-                    Ok(Some(Answer::Written { applied }))
+                    self.note_event(server.0);
+                    let waiting = Waiting { writer: number, link, holder, is_promise: false };
+                    let answer = Answer::Written { applied, durable: applied };
+                    Ok(self.once_durable(server.0, waiting, answer, false))
                 }
                 Err(refusal) => Err(refusal),
             },
@@ -526,12 +676,16 @@ impl World {
                 let newest = block.and_then(|block| at.blocks.get(&block)).copied().unwrap_or_default();
                 Some(Answer::Read { number: read, newest })
             }),
-            Request::Write { holder, version } => at.copy.write(holder, version).map(|()| {
-                if let Some(&block) = self.writes.get(&version) {
-                    at.blocks.insert(block, version);
+            Request::Write { holder, version } => match at.copy.write(holder, version) {
+                Ok(()) => {
+                    if let Some(&block) = self.writes.get(&version) {
+                        at.blocks.insert(block, version);
+                    }
+                    self.note_event(server.0);
+                    Ok(Some(Answer::Written { applied: version, durable: self.servers[server.0].durable() }))
                 }
-                Some(Answer::Written { applied: version })
-            }),
+                Err(refusal) => Err(refusal),
+            },
         })
     }
 
@@ -576,11 +730,15 @@ impl World {
 
     // ---- what must hold ----
 
-    fn serving(&mut self, number: usize) -> Result<(), String> {
+    fn serving(&mut self, number: usize, may_lack_tail: bool) -> Result<(), String> {
         self.count("a writer serves");
         let Some(generation) = self.writers[number].writer.generation() else { return Ok(()) };
         if !self.serving.insert(generation) {
             return Err(format!("two writers serve with generation {generation}"));
+        }
+        if may_lack_tail {
+            self.count("an opening that may lack a tail");
+            self.lossy.insert(generation);
         }
         self.check_openings()?;
         // It reads everything. What was read once must not go back.
@@ -600,6 +758,18 @@ impl World {
             *seen = write.max(*seen);
         }
         // An answer can arrive after a later writer has begun. The write itself was before that.
+        self.check_openings()
+    }
+
+    fn flushed(&mut self, version: Version) -> Result<(), String> {
+        self.count("a flush");
+        let generation = version.generation();
+        let mut content = self.opened.get(&generation).cloned().unwrap_or_default();
+        content.extend(self.writes.range(generation.start()..=version).map(|(&write, &block)| (block, write)));
+        for (block, write) in content {
+            let flushed = self.flushed.entry(block).or_default();
+            *flushed = write.max(*flushed);
+        }
         self.check_openings()
     }
 
@@ -629,7 +799,16 @@ impl World {
     fn check_openings(&self) -> Result<(), String> {
         for generation in &self.serving {
             let Some(content) = self.opened.get(generation) else { continue };
-            for (block, &seen) in self.seen.iter().filter(|(_, seen)| seen.generation() < *generation) {
+            for (block, &flushed) in self.flushed.iter().filter(|(_, flushed)| flushed.generation() < *generation) {
+                let has = content.get(block).copied().unwrap_or_default();
+                if has < flushed {
+                    return Err(format!("block {block} was flushed at {flushed}, and {generation} opened {has}"));
+                }
+            }
+            // What was there before a loss that was said may be missing from then on.
+            let since = self.lossy.range(..=generation).last().copied().unwrap_or_default();
+            let expected = self.seen.iter().filter(|(_, seen)| (since..*generation).contains(&seen.generation()));
+            for (block, &seen) in expected {
                 let has = content.get(block).copied().unwrap_or_default();
                 if has < seen {
                     return Err(format!("block {block} was seen at {seen}, and generation {generation} opened {has}"));

@@ -63,15 +63,17 @@ pub enum Cause {
     Damaged,
     /// The request is not one for this connection, or not within its bounds.
     Misuse,
+    /// Its store has failed, and the copy with it.
+    Lost,
 }
 
-codes!(Cause is "cause" { 1 => OutOfStep, 2 => NotYet, 3 => Shape, 4 => NoMemory, 5 => Damaged, 6 => Misuse });
+codes!(Cause is "cause" { 1 => OutOfStep, 2 => NotYet, 3 => Shape, 4 => NoMemory, 5 => Damaged, 6 => Misuse, 7 => Lost });
 
 codes!(State is "state" { 0 => Empty, 1 => Behind, 2 => Whole });
 
 record!(Holder { generation: Generation, writer: u64 });
 
-record!(Standing { state: State, promised: Maybe<Holder>, claim: Version, applied: Version });
+record!(Standing { state: State, promised: Maybe<Holder>, claim: Version, applied: Version, is_cut: bool });
 
 record!(Entry { version: Version, crc: u32 });
 

@@ -35,7 +35,7 @@ use crate::shape::{BLOCK_BYTES, Shape};
 use crate::version::{Generation, Version};
 
 /// The version of these messages, for the messenger's handshake.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 
 /// The most blocks in the data of a message: 4 MiB. Enough that heads cost nothing, and little enough that a message
 /// delays the next one by milliseconds only.
@@ -94,7 +94,12 @@ pub enum Call {
         lender: String,
     },
     /// See [`crate::message::Request::Mark`].
-    Mark(Holder),
+    Mark {
+        /// Who asks.
+        holder: Holder,
+        /// Whether the generation may begin without a tail.
+        may_lack_tail: bool,
+    },
     /// See [`crate::message::Request::Write`]. The data are the blocks, run by run.
     Write {
         /// Who writes.
@@ -106,6 +111,8 @@ pub enum Call {
         /// The CRC-32C of each block.
         sums: Vec<u32>,
     },
+    /// See [`crate::message::Request::Flush`].
+    Flush(Holder),
     /// See [`crate::message::Request::Confirm`].
     Confirm {
         /// Who asks.
@@ -177,6 +184,8 @@ pub enum Reply {
     Written {
         /// The last write that was applied.
         applied: Version,
+        /// The copy is whole up to this version whatever happens to its server.
+        durable: Version,
         /// What the client may have under way. Less than was granted: the server asks for some of it back. More is
         /// granted to a question only.
         room: Room,
@@ -271,8 +280,9 @@ impl Call {
                 Address::put(lender, out)?;
                 4
             }
-            Call::Mark(holder) => {
+            Call::Mark { holder, may_lack_tail } => {
                 Holder::put(holder, out)?;
+                bool::put(may_lack_tail, out)?;
                 5
             }
             Call::Write { holder, version, runs, sums } => {
@@ -309,6 +319,10 @@ impl Call {
                 Room::put(obeys, out)?;
                 11
             }
+            Call::Flush(holder) => {
+                Holder::put(holder, out)?;
+                12
+            }
         })
     }
 
@@ -326,7 +340,7 @@ impl Call {
             4 => {
                 Call::CatchUp { holder: Holder::take(from)?, since: Version::take(from)?, lender: Address::take(from)? }
             }
-            5 => Call::Mark(Holder::take(from)?),
+            5 => Call::Mark { holder: Holder::take(from)?, may_lack_tail: bool::take(from)? },
             6 => Call::Write {
                 holder: Holder::take(from)?,
                 version: Version::take(from)?,
@@ -347,6 +361,7 @@ impl Call {
             }
             10 => Call::Attach(Holder::take(from)?),
             11 => Call::Window { wants: Room::take(from)?, obeys: Room::take(from)? },
+            12 => Call::Flush(Holder::take(from)?),
             kind => return Err(DecodeError::Kind(kind)),
         };
         reader.finish()?;
@@ -398,8 +413,9 @@ impl Reply {
                 Version::put(applied, out)?;
                 38
             }
-            Reply::Written { applied, room } => {
+            Reply::Written { applied, durable, room } => {
                 Version::put(applied, out)?;
+                Version::put(durable, out)?;
                 Room::put(room, out)?;
                 39
             }
@@ -448,7 +464,9 @@ impl Reply {
             36 => Reply::Fenced { by: Generation::take(from)? },
             37 => Reply::Progress { compared: u64::take(from)? },
             38 => Reply::Whole { applied: Version::take(from)? },
-            39 => Reply::Written { applied: Version::take(from)?, room: Room::take(from)? },
+            39 => {
+                Reply::Written { applied: Version::take(from)?, durable: Version::take(from)?, room: Room::take(from)? }
+            }
             40 => Reply::Confirmed { question: u64::take(from)? },
             41 => Reply::Data { number: u64::take(from)?, entries: Entries::take(from)? },
             42 => Reply::Lent { applied: Version::take(from)?, entries: Entries::take(from)? },

@@ -25,8 +25,8 @@ fn holders() -> impl Strategy<Value = Holder> {
 
 fn standings() -> impl Strategy<Value = Standing> {
     let state = prop::sample::select(vec![State::Empty, State::Behind, State::Whole]);
-    (state, proptest::option::of(holders()), versions(), versions())
-        .prop_map(|(state, promised, claim, applied)| Standing { state, promised, claim, applied })
+    (state, proptest::option::of(holders()), versions(), versions(), any::<bool>())
+        .prop_map(|(state, promised, claim, applied, is_cut)| Standing { state, promised, claim, applied, is_cut })
 }
 
 fn shapes() -> impl Strategy<Value = Shape> {
@@ -65,7 +65,7 @@ fn calls() -> impl Strategy<Value = Call> {
             since,
             lender
         }),
-        holders().prop_map(Call::Mark),
+        (holders(), any::<bool>()).prop_map(|(holder, may_lack_tail)| Call::Mark { holder, may_lack_tail }),
         writes(),
         (holders(), any::<u64>()).prop_map(|(holder, question)| Call::Confirm { holder, question }),
         (holders(), any::<u64>(), runs(MOST_BLOCKS as u32)).prop_map(|(holder, number, run)| Call::Read {
@@ -74,6 +74,7 @@ fn calls() -> impl Strategy<Value = Call> {
             run
         }),
         holders().prop_map(Call::Attach),
+        holders().prop_map(Call::Flush),
         (rooms(), rooms()).prop_map(|(wants, obeys)| Call::Window { wants, obeys }),
         lend.prop_map(|(holder, since, run, with_blocks)| Call::Lend { holder, since, run, with_blocks }),
     ]
@@ -81,7 +82,7 @@ fn calls() -> impl Strategy<Value = Call> {
 
 fn replies() -> impl Strategy<Value = Reply> {
     use Cause::*;
-    let cause = prop::sample::select(vec![OutOfStep, NotYet, Shape, NoMemory, Damaged, Misuse]);
+    let cause = prop::sample::select(vec![OutOfStep, NotYet, Shape, NoMemory, Damaged, Misuse, Lost]);
     prop_oneof![
         (standings(), rooms()).prop_map(|(standing, room)| Reply::Standing { standing, room }),
         Just(Reply::Created),
@@ -90,7 +91,11 @@ fn replies() -> impl Strategy<Value = Reply> {
         generations().prop_map(|by| Reply::Fenced { by }),
         any::<u64>().prop_map(|compared| Reply::Progress { compared }),
         versions().prop_map(|applied| Reply::Whole { applied }),
-        (versions(), rooms()).prop_map(|(applied, room)| Reply::Written { applied, room }),
+        (versions(), versions(), rooms()).prop_map(|(applied, durable, room)| Reply::Written {
+            applied,
+            durable,
+            room
+        }),
         any::<u64>().prop_map(|question| Reply::Confirmed { question }),
         (any::<u64>(), entries()).prop_map(|(number, entries)| Reply::Data { number, entries }),
         (versions(), entries()).prop_map(|(applied, entries)| Reply::Lent { applied, entries }),
@@ -211,5 +216,5 @@ fn the_seeds_hold_every_kind_of_message() {
     kinds.dedup();
     kinds.sort_unstable();
     kinds.dedup();
-    assert_eq!(kinds, (1..=11).chain(33..=45).collect::<Vec<u16>>());
+    assert_eq!(kinds, (1..=12).chain(33..=45).collect::<Vec<u16>>());
 }

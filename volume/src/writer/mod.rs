@@ -10,8 +10,9 @@
 //! ```
 //!
 //! - `opening`: from the first question to the mark.
-//! - `serving`: writes, acknowledgements, copies that come and go. `reading`: reads.
+//! - `serving`: writes, acknowledgements, copies that come and go. `reading`: reads. `flushing`: what is durable.
 
+mod flushing;
 mod opening;
 mod parts;
 mod reading;
@@ -19,6 +20,7 @@ mod serving;
 
 use std::collections::VecDeque;
 
+use self::flushing::Flushing;
 use self::parts::{Part, Parts};
 use self::reading::Reads;
 pub use self::reading::{Nearness, Seen, may_be_given_out};
@@ -37,9 +39,14 @@ pub enum Action {
     Serving {
         /// The copy from which all others were levelled.
         source: ServerId,
+        /// So many servers have lost power, or did not answer, that writes may be missing which were acknowledged and
+        /// never flushed. What is there is what the volume held at one moment, at or after the last flush.
+        may_lack_tail: bool,
     },
     /// Every write up to this one is held by as many copies as must hold it.
     Acknowledge(Version),
+    /// Every write up to this one is durable at as many copies as must hold it.
+    Flushed(Version),
     /// Read the blocks of this read out of the region of that server, and the line after them: [`Writer::looked`].
     Look(ServerId, u64),
     /// What was answered to this read, or seen, may be given to the reader.
@@ -107,6 +114,9 @@ pub struct Writer {
     /// The number of the last question for the others.
     questions: u64,
     reads: Reads,
+    flushing: Flushing,
+    /// See [`Action::Serving`].
+    may_lack_tail: bool,
     actions: VecDeque<Action>,
 }
 
@@ -124,6 +134,8 @@ impl Writer {
             acknowledged: Version::NONE,
             questions: 0,
             reads: Reads::default(),
+            flushing: Flushing::default(),
+            may_lack_tail: false,
             actions: VecDeque::new(),
         };
         for number in 0..copies.number() {
@@ -189,6 +201,7 @@ impl Writer {
                     return self.end(End::NoCopyLeft);
                 }
                 self.reads.lost(server);
+                self.flushing.lost(server);
                 self.acknowledge();
                 self.go_on_reading();
             }

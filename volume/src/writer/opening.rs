@@ -13,7 +13,10 @@ impl Writer {
             (Part::Asked, Answer::Standing(standing)) => Part::Answered(standing),
             (Part::Promising, Answer::Promised(standing)) => Part::Promised(standing),
             (Part::Levelling, Answer::Whole { .. }) => Part::Level,
-            (Part::Marking, Answer::Written { applied }) => Part::Member(applied),
+            (Part::Marking, Answer::Written { applied, durable }) => {
+                self.flushing.answered(server, applied, durable);
+                Part::Member(applied)
+            }
             _ => return,
         };
         self.parts.set(server, part);
@@ -81,6 +84,9 @@ impl Writer {
         if best.applied < claim {
             return self.end(End::NoWholeCopy { claim });
         }
+        // Of all servers that have it, one is then among these, or has lost it with its power.
+        let certain = promised.iter().filter(|(_, standing)| !standing.is_cut).count();
+        self.may_lack_tail = certain < self.copies.number() - self.copies.hold() + 1;
         self.phase = Phase::Levelling { source };
         self.parts.set(source, Part::Level);
         for (server, standing) in promised.into_iter().filter(|&(server, _)| server != source) {
@@ -110,7 +116,7 @@ impl Writer {
                 continue;
             }
             self.parts.set(server, Part::Marking);
-            self.send(server, Request::Mark(holder));
+            self.send(server, Request::Mark { holder, may_lack_tail: self.may_lack_tail });
         }
         #[cfg(test)]
         self.go_on();
@@ -124,7 +130,8 @@ impl Writer {
         }
         self.phase = Phase::Serving;
         (self.last, self.acknowledged) = (holder.generation.start(), holder.generation.start());
-        self.actions.push_back(Action::Serving { source });
+        self.actions.push_back(Action::Serving { source, may_lack_tail: self.may_lack_tail });
+        self.flushed();
     }
 
     /// Ends if too few were found.

@@ -232,6 +232,11 @@ mod tests {
     use crate::message::Answer;
     use crate::shape::Copies;
 
+    /// An answer of a server without a store.
+    fn written(applied: Version) -> Answer {
+        Answer::Written { applied, durable: applied }
+    }
+
     /// A writer with one copy, whose region can be read.
     fn looking() -> (Writer, Holder) {
         let copies = Copies::new(1, 1).unwrap_or_else(|| unreachable!("one copy"));
@@ -240,7 +245,7 @@ mod tests {
         writer.answered(server, Answer::Standing(whole));
         writer.answered(server, Answer::Promised(whole));
         let holder = writer.holder().unwrap_or_else(|| unreachable!("it has promised"));
-        writer.answered(server, Answer::Written { applied: holder.generation.start() });
+        writer.answered(server, written(holder.generation.start()));
         writer.region_opened(server, Nearness::Here);
         while writer.poll_action().is_some() {}
         (writer, holder)
@@ -264,9 +269,10 @@ mod tests {
         // A later write was seen: it must be acknowledged first.
         writer.looked(server, number, Some(Seen { newest: write, line: line(Some(holder), State::Whole) }));
         assert_eq!(writer.poll_action(), None);
-        writer.answered(server, Answer::Written { applied: write });
+        writer.answered(server, written(write));
         assert_eq!(writer.poll_action(), Some(Action::Acknowledge(write)));
         assert_eq!(writer.poll_action(), Some(Action::Read(number)));
+        assert_eq!(writer.poll_action(), Some(Action::Flushed(write)));
         let number = writer.read(write).unwrap_or_default();
         assert_eq!(writer.poll_action(), Some(Action::Look(server, number)));
     }

@@ -42,10 +42,14 @@ impl Writer {
                 let must_confirm = must_confirm && !Mutant::NotConfirmed.is_active();
                 if must_confirm { self.ask_the_others(server) } else { self.begin_catch_up(server) }
             }
-            (Part::Behind, Answer::Whole { applied }) | (Part::Member(_), Answer::Written { applied }) => {
-                self.parts.set(server, Part::Member(applied));
-                self.acknowledge();
-                self.go_on_reading();
+            (Part::Behind, Answer::Whole { applied }) => {
+                // Nothing is known to be durable here.
+                self.flushing.answered(server, applied, Version::NONE);
+                self.is_at(server, applied);
+            }
+            (Part::Member(_), Answer::Written { applied, durable }) => {
+                self.flushing.answered(server, applied, durable);
+                self.is_at(server, applied);
             }
             (_, Answer::Read { number, newest }) => {
                 self.reads.answered(server, number, newest);
@@ -54,6 +58,14 @@ impl Writer {
             (_, Answer::Confirmed { question }) => self.confirmed(server, question),
             _ => {}
         }
+    }
+
+    /// A member has applied every write up to this one.
+    fn is_at(&mut self, server: ServerId, applied: Version) {
+        self.parts.set(server, Part::Member(applied));
+        self.acknowledge();
+        self.go_on_reading();
+        self.go_on_flushing();
     }
 
     /// A server has lost its memory, and does not know whether it has promised to obey another writer. That writer
@@ -112,6 +124,11 @@ mod tests {
     use super::*;
     use crate::message::{Holder, Standing, State};
 
+    /// An answer of a server without a store.
+    fn written(applied: Version) -> Answer {
+        Answer::Written { applied, durable: applied }
+    }
+
     fn sent(writer: &mut Writer) -> Vec<(usize, Request)> {
         std::iter::from_fn(|| writer.poll_action())
             .filter_map(|action| match action {
@@ -134,7 +151,7 @@ mod tests {
         }
         let generation = writer.generation().unwrap_or_default();
         for server in [0, 1] {
-            writer.answered(ServerId(server), Answer::Written { applied: generation.start() });
+            writer.answered(ServerId(server), written(generation.start()));
         }
         assert!(writer.is_serving());
         sent(&mut writer);
@@ -147,13 +164,14 @@ mod tests {
         let [one, two] = [writer.write(), writer.write()].map(Option::unwrap_or_default);
         let to = |version| [0, 1].map(|server| (server, Request::Write { holder, version }));
         assert_eq!(sent(&mut writer), [to(one), to(two)].concat());
-        writer.answered(ServerId(0), Answer::Written { applied: two });
+        writer.answered(ServerId(0), written(two));
         assert_eq!(writer.poll_action(), None);
-        writer.answered(ServerId(1), Answer::Written { applied: one });
+        writer.answered(ServerId(1), written(one));
         assert_eq!((writer.poll_action(), writer.acknowledged()), (Some(Action::Acknowledge(one)), one));
+        assert_eq!(writer.poll_action(), Some(Action::Flushed(one)));
         // The other one is not heard of any more, and what it had applied does not count any more.
         writer.lost(ServerId(0));
-        writer.answered(ServerId(1), Answer::Written { applied: two });
+        writer.answered(ServerId(1), written(two));
         assert_eq!((writer.poll_action(), writer.acknowledged()), (None, one));
     }
 

@@ -121,10 +121,13 @@ fn what_is_out_of_step_or_out_of_bounds_is_refused() {
     };
     Hand::new(server).is_refused(&Call::Promise(holder()), 0, Cause::Misuse);
     open().is_refused(&Call::Open { shape: cluster.shape, mode: Mode::Write, writer: 6 }, 0, Cause::Misuse);
-    open().is_refused(&Call::Mark(holder()), 0, Cause::OutOfStep);
+    open().is_refused(&Call::Mark { holder: holder(), may_lack_tail: false }, 0, Cause::OutOfStep);
     promised().is_refused(&write(0, SUM_OF_ZEROS), 1, Cause::OutOfStep); // before the mark
     let marked = promised();
-    assert!(matches!(marked.ask(&Call::Mark(holder()), 0), Some(Reply::Written { .. })));
+    assert!(matches!(
+        marked.ask(&Call::Mark { holder: holder(), may_lack_tail: false }, 0),
+        Some(Reply::Written { .. })
+    ));
     marked.is_refused(&write(10, SUM_OF_ZEROS), 1, Cause::Misuse);
     promised().is_refused(&write(u64::MAX, SUM_OF_ZEROS), 1, Cause::Misuse);
     promised().is_refused(&write(3, SUM_OF_ZEROS + 1), 1, Cause::Damaged);
@@ -306,7 +309,10 @@ fn a_write_that_the_lender_does_not_have_is_undone() {
     let server = cluster.servers[0].as_ref().unwrap();
     let first = Hand::open(server, cluster.shape, Mode::Write);
     assert!(matches!(first.ask(&Call::Promise(holder()), 0), Some(Reply::Promised(_))));
-    assert!(matches!(first.ask(&Call::Mark(holder()), 0), Some(Reply::Written { .. })));
+    assert!(matches!(
+        first.ask(&Call::Mark { holder: holder(), may_lack_tail: false }, 0),
+        Some(Reply::Written { .. })
+    ));
     assert!(matches!(first.ask(&write(1, SUM_OF_ZEROS), 1), Some(Reply::Written { .. })));
     let holder = Holder { generation: holder().generation.next().unwrap(), writer: 5 };
     let second = Hand::open(server, cluster.shape, Mode::Write);

@@ -52,7 +52,7 @@ pub(super) struct Driver {
     /// The writes that some server has not applied yet, in their order.
     unapplied: VecDeque<(Version, Vec<Run>)>,
     reads: HashMap<u64, Read>,
-    /// Flushes, with the write for whose acknowledgement they wait.
+    /// Flushes, with the write that must be durable and acknowledged.
     flushes: VecDeque<(Version, Completion)>,
     opened: Option<SyncSender<Result<(), End>>>,
     shared: Arc<Shared>,
@@ -185,8 +185,13 @@ impl Driver {
                     self.reads.insert(number, Read { run, data: Bytes::new(), completion });
                 }
             }
-            Request::Flush if self.writer.acknowledged() >= self.last => completion.succeed(Bytes::new()),
-            Request::Flush => self.flushes.push_back((self.last, completion)),
+            Request::Flush => {
+                let through = self.writer.flush();
+                match self.writer.flushed_through().min(self.writer.acknowledged()) >= through {
+                    true => completion.succeed(Bytes::new()),
+                    false => self.flushes.push_back((through, completion)),
+                }
+            }
         }
     }
 
@@ -200,14 +205,18 @@ impl Driver {
                     self.shared.regions.close(server);
                     self.remote(server, |remote, now| remote.disconnect(now));
                 }
-                Action::Serving { .. } => {
+                Action::Serving { may_lack_tail, .. } => {
                     tracing::info!(volume = %self.shape.volume(), "the volume is open");
+                    if may_lack_tail {
+                        tracing::warn!(volume = %self.shape.volume(), "{LACKS_TAIL}");
+                    }
                     self.shared.regions.acknowledged(self.writer.acknowledged());
                     if let Some(opened) = self.opened.take() {
                         let _ = opened.send(Ok(())); // the caller waits for it
                     }
                 }
                 Action::Acknowledge(version) => self.acknowledged(version),
+                Action::Flushed(_) => self.complete_flushes(),
                 Action::Look(server, number) => self.look(server, number),
                 Action::Read(number) => {
                     if let Some(read) = self.reads.remove(&number) {
@@ -226,6 +235,11 @@ impl Driver {
         while let Some(first) = self.writes.first_entry().filter(|write| *write.key() <= through) {
             first.remove().completion.succeed(Bytes::new());
         }
+        self.complete_flushes();
+    }
+
+    fn complete_flushes(&mut self) {
+        let through = self.writer.flushed_through().min(self.writer.acknowledged());
         while self.flushes.front().is_some_and(|(version, _)| *version <= through)
             && let Some((_, flush)) = self.flushes.pop_front()
         {
@@ -254,7 +268,8 @@ impl Driver {
                 let lender = self.remotes.get(lender.0).map(|remote| remote.address().to_string());
                 Call::CatchUp { holder, since, lender: lender.unwrap_or_default() }
             }
-            message::Request::Mark(holder) => Call::Mark(holder),
+            message::Request::Mark { holder, may_lack_tail } => Call::Mark { holder, may_lack_tail },
+            message::Request::Flush(holder) => Call::Flush(holder),
             message::Request::Confirm { holder, question } => Call::Confirm { holder, question },
             message::Request::Read { holder, number } => {
                 let Some(read) = self.reads.get(&number) else { return };
@@ -337,9 +352,9 @@ impl Driver {
                 });
                 self.writer.answered(server, Answer::Whole { applied });
             }
-            Reply::Written { applied, .. } => {
+            Reply::Written { applied, durable, .. } => {
                 self.applied(server, applied);
-                self.writer.answered(server, Answer::Written { applied });
+                self.writer.answered(server, Answer::Written { applied, durable });
             }
             Reply::Data { number, entries } => self.read(server, number, &entries, delivery.data),
             Reply::Attached { session, keys } => self.open_region(connection, session, keys),
@@ -430,6 +445,9 @@ impl Driver {
 /// How long a server may be silent before it is asked something: together with the limit for answers, this is how long
 /// blocks of a server that hangs are read in its memory.
 const BEAT: Duration = Duration::from_secs(1);
+
+const LACKS_TAIL: &str = "servers have lost power, or do not answer: writes that were acknowledged and never flushed may be missing; what \
+is there is what the volume held at one moment, at or after the last flush";
 
 /// A question whose answer changes nothing. Those of the rules have numbers from 1.
 const NO_QUESTION: u64 = 0;
