@@ -24,9 +24,9 @@ use crate::replica::spool::{Held, SnapshotId, Spool};
 const PACE_FIRST: Duration = Duration::from_micros(100);
 const PACE_LAST: Duration = Duration::from_millis(2);
 
-/// The longest pause between two polls of the journal while slots of the snapshot are missing. The server can take nothing
-/// of the stream yet, so the journal is read only to keep up with it. At [`PACE_LAST`] eight readers cost the source half a
-/// processor second within twenty.
+/// The longest pause between two polls of the journal while slots of the snapshot are missing. The server can take
+/// nothing of the stream yet, so the journal is read only to keep up with it. At [`PACE_LAST`] eight readers cost the
+/// source half a processor second within twenty.
 const PACE_BEFORE: Duration = Duration::from_millis(20);
 
 /// Bytes of the stream in a second that must not overrun the journal in such a pause: more than a primary replicates.
@@ -398,8 +398,8 @@ impl Input {
     }
 }
 
-/// The pause between two polls of a journal of so many bytes while slots are missing: the fastest stream fills half of it
-/// at most.
+/// The pause between two polls of a journal of this length while slots are missing: the fastest stream fills half of
+/// it at most.
 fn pace_before(journal_bytes: u64) -> Duration {
     Duration::from_secs_f64(journal_bytes as f64 / 2.0 / FASTEST_STREAM as f64).clamp(PACE_LAST, PACE_BEFORE)
 }

@@ -46,8 +46,8 @@ pub struct SyncPoint {
     /// Processor seconds of the source agent, which are part of those; `None` in runs before 2026-11-24.
     #[serde(default)]
     pub source_cpu: Option<f64>,
-    /// The part of it that the source had used when it was ready: nearly all of it the first touch of its memory. `None`
-    /// in the runs before this was recorded.
+    /// The part of it that the source had used when it was ready: nearly all of it the first touch of its memory.
+    /// `None` in runs that did not record it.
     #[serde(default)]
     pub source_ready_cpu: Option<f64>,
     /// Peak of the primary's private memory, including what its child copied, in bytes.
