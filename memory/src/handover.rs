@@ -13,12 +13,12 @@
 //! ```
 
 use std::{
-    collections::VecDeque,
+    collections::{HashMap, VecDeque},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     time::{Duration, Instant},
 };
 
-use rustix::io::Errno;
+use rustix::{io::Errno, net::sockopt::socket_peercred};
 
 use crate::{
     Error, Place,
@@ -56,7 +56,8 @@ impl Handover {
     }
 
     /// Waits for the taker and sends the descriptors. Connections without the secret are closed. One that sends nothing
-    /// delays no other: all are waited for at once, and the oldest gives way if there are too many.
+    /// delays no other: all are waited for at once. If there are too many, the oldest of the user with the most gives
+    /// way, so that no user can displace the taker of another one.
     ///
     /// # Errors
     /// [`Error::TimedOut`] if the taker does not connect in time; [`Error::System`].
@@ -75,36 +76,60 @@ impl Handover {
         }
     }
 
-    fn sockets<'s>(&'s self, silent: &'s VecDeque<PeerSocket>) -> impl Iterator<Item = BorrowedFd<'s>> {
-        std::iter::once(self.listener.as_fd()).chain(silent.iter().map(AsFd::as_fd))
+    fn sockets<'s>(&'s self, silent: &'s VecDeque<Silent>) -> impl Iterator<Item = BorrowedFd<'s>> {
+        std::iter::once(self.listener.as_fd()).chain(silent.iter().map(|peer| peer.socket.as_fd()))
     }
 
     /// The connection that has sent the secret. Those that have sent anything else are closed.
-    fn proved(&self, silent: &mut VecDeque<PeerSocket>) -> Option<PeerSocket> {
+    fn proved(&self, silent: &mut VecDeque<Silent>) -> Option<PeerSocket> {
         for _ in 0..silent.len() {
-            let taker = silent.pop_front()?;
-            match local::receive(&taker) {
-                Err(Errno::AGAIN) => silent.push_back(taker),
-                Ok(packet) if equal(packet.bytes(), &self.secret) => return Some(taker),
-                _ => tracing::debug!("a process without the secret asked for a handover"),
+            let peer = silent.pop_front()?;
+            match local::receive(&peer.socket) {
+                Err(Errno::AGAIN) => silent.push_back(peer),
+                Ok(packet) if equal(packet.bytes(), &self.secret) => return Some(peer.socket),
+                _ => tracing::debug!(user = peer.user, "a process without the secret asked for a handover"),
             }
         }
         None
     }
 
     /// Accepts waiting connections, a bounded number of them.
-    fn accept_into(&self, silent: &mut VecDeque<PeerSocket>) -> Result<(), Error> {
+    fn accept_into(&self, silent: &mut VecDeque<Silent>) -> Result<(), Error> {
         for _ in 0..SILENT_MAX {
-            match self.listener.accept() {
-                Ok(Some(taker)) => silent.push_back(taker),
-                Ok(None) => break,
-                Err(errno) => return Err(Error::system("accepting a local connection")(errno)),
+            match self.listener.accept().map_err(Error::system("accepting a local connection"))? {
+                Some(socket) => silent.push_back(Silent::new(socket)?),
+                None => break,
             }
             if silent.len() > SILENT_MAX {
-                silent.pop_front();
+                remove_oldest_of_the_busiest(silent);
             }
         }
         Ok(())
+    }
+}
+
+/// A connection that has not sent anything yet.
+struct Silent {
+    socket: PeerSocket,
+    user: u32,
+}
+
+impl Silent {
+    fn new(socket: PeerSocket) -> Result<Silent, Error> {
+        let peer = socket_peercred(&socket).map_err(Error::system("asking for the user of a local connection"))?;
+        Ok(Silent { user: peer.uid.as_raw(), socket })
+    }
+}
+
+/// Removes the oldest connection of the user that has the most.
+fn remove_oldest_of_the_busiest(silent: &mut VecDeque<Silent>) {
+    let mut connections: HashMap<u32, usize> = HashMap::new();
+    for peer in silent.iter() {
+        *connections.entry(peer.user).or_default() += 1;
+    }
+    let busiest = connections.into_iter().max_by_key(|&(_, count)| count).map(|(user, _)| user);
+    if let Some(oldest) = silent.iter().position(|peer| Some(peer.user) == busiest) {
+        silent.remove(oldest);
     }
 }
 
@@ -197,6 +222,8 @@ const DESCRIPTORS_MAX: u8 = 8;
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use rustix::net::{AddressFamily, SocketFlags, SocketType};
+
     use super::*;
     use crate::{Memory, Pages};
 
@@ -276,6 +303,23 @@ mod tests {
             assert!(begun.elapsed() < SOON / 2, "{:?}", begun.elapsed());
             assert_eq!(strangers.join().unwrap().1.unwrap().len(), 1);
         }
+    }
+
+    #[test]
+    fn the_user_with_the_most_connections_gives_way_and_the_taker_of_another_stays() {
+        let silent = |user| {
+            let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
+            let (socket, _) = rustix::net::socketpair(family, kind, SocketFlags::CLOEXEC, None).unwrap();
+            Silent { socket: PeerSocket::from(socket), user }
+        };
+        // The taker came first, before the flood: it is the oldest of all.
+        let mut waiting = VecDeque::from([silent(1)]);
+        waiting.extend((0..SILENT_MAX).map(|_| silent(2)));
+        remove_oldest_of_the_busiest(&mut waiting);
+        let users: Vec<u32> = waiting.iter().map(|peer| peer.user).collect();
+        assert_eq!(users[0], 1);
+        assert_eq!(users.len(), SILENT_MAX);
+        assert!(users[1..].iter().all(|user| *user == 2));
     }
 
     #[test]
