@@ -28,3 +28,6 @@ pub(crate) const OPTION_HANDLE_IO_ERRORS: i32 = 1;
 pub(crate) const OPTION_NO_IMPLICIT_SIGNAL_MODIFIED: i32 = 1 << 1;
 /// `REDISMODULE_OPTIONS_HANDLE_REPL_ASYNC_LOAD`: we tolerate that old data is served while new data is loaded.
 pub(crate) const OPTION_HANDLE_REPL_ASYNC_LOAD: i32 = 1 << 2;
+/// `VALKEYMODULE_OPTIONS_HANDLE_ATOMIC_SLOT_MIGRATION`: we tolerate `CLUSTER MIGRATESLOTS`, which Valkey 9 refuses
+/// otherwise. Redis does not have it.
+pub(crate) const OPTION_HANDLE_ATOMIC_SLOT_MIGRATION: i32 = 1 << 5;

@@ -59,7 +59,11 @@ impl Module for Remora {
         context.register_info::<Remora>();
         // We tolerate a snapshot that breaks off, and old data being served beside new data: otherwise the server would
         // no longer load from its link.
-        context.set_module_options(api::OPTION_HANDLE_IO_ERRORS | api::OPTION_HANDLE_REPL_ASYNC_LOAD);
+        let options = api::OPTION_HANDLE_IO_ERRORS | api::OPTION_HANDLE_REPL_ASYNC_LOAD;
+        // Slots may move: the source takes no snapshot while its server imports some, and a server in cluster mode is
+        // not loaded by the module.
+        let moves_slots = if context.is_valkey() { api::OPTION_HANDLE_ATOMIC_SLOT_MIGRATION } else { 0 };
+        context.set_module_options(options | moves_slots);
         // A server does not unload a module that has a type, and the loading half needs a type.
         let capture_only = arguments.iter().any(|argument| argument.as_bytes() == CAPTURE_ONLY);
         let loads = capture_only || (command::<load::arm::Load>(context) && load::register(context));

@@ -50,8 +50,8 @@ pub(super) async fn target(
     let facts = Facts::read(client).await?;
     if facts.cluster_enabled == Some(true) {
         return Err(Failure::refused(format!(
-            "the server {url} runs in cluster mode, where REPLICAOF is refused; delivery by a dump file that the server starts \
-             from is to come and will be the way for clusters"
+            "the server {url} runs in cluster mode, where servers refuse REPLICAOF, so it cannot be made a replica yet; a server with \
+             cluster-enabled no can become a replica of a primary in cluster mode"
         )));
     }
     let unfinished = facts.link.as_ref().is_some_and(|link| record.is_our_link(&link.host, link.port));

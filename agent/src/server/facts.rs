@@ -137,6 +137,11 @@ impl Facts {
         self.version.filter(|version| self.family == Family::Valkey && version.major >= 9)
     }
 
+    /// Whether the server can import slots of a cluster by `CLUSTER MIGRATESLOTS`: Valkey from 9 on, in cluster mode.
+    pub fn may_import_slots(&self) -> bool {
+        self.cluster_enabled == Some(true) && self.own_format().is_some()
+    }
+
     /// Why a replica with these facts cannot load the snapshots of this primary: their RDB format is newer than the
     /// replica reads. `None` if it can load them, or if that is unknown. The numbers are those of `RDB_VERSION` in
     /// rdb.h of either server.

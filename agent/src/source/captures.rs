@@ -21,6 +21,7 @@ impl Source {
             generation,
             server: self.server.clone(),
             reader_version: self.facts.own_format().filter(|_| own_format).map(|version| version.to_string()),
+            may_import_slots: self.facts.may_import_slots(),
             snapshot: self.tables.snapshot.clone(),
             retained: self.tables.retained,
             prepare: Arc::new(move || exports.prepare(&memory)),

@@ -103,13 +103,6 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     descriptors::check(args.max_replicas)?;
     let server = args.server.open(Task::Source)?;
     let facts = Facts::read(&mut server.connect().await?).await?;
-    if facts.cluster_enabled == Some(true) {
-        return Err(Failure::refused(format!(
-            "the server {} runs in cluster mode, where servers refuse REPLICAOF; delivery by a dump file, for clusters, is not \
-             available yet: name a server with cluster-enabled no",
-            server.url()
-        )));
-    }
     let tables = Tables::create(&args, &facts, security.seals_tables(args.listen.ip())).await?;
     let (incoming, inbox) = mpsc::channel(INCOMING_LIMIT);
     let (captured, captures) = mpsc::unbounded_channel();

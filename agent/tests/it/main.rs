@@ -6,6 +6,7 @@ mod kit;
 
 mod broken;
 mod cli;
+mod cluster;
 mod combinations;
 mod conversation;
 mod ends;

@@ -86,6 +86,11 @@ impl<'s> Context<'s> {
         unsafe { (server().set_module_options)(self.raw(), options) };
     }
 
+    /// Whether the server is Valkey 8 or later: it offers its functions under names of its own too.
+    pub(crate) fn is_valkey(&self) -> bool {
+        server().set_module_options_of_valkey.is_some()
+    }
+
     /// Ends this process, which must be a fork child, with a failure: its server discards what it has saved so far.
     /// Does nothing in the server's own process.
     pub(crate) fn fail_child(&self) {

@@ -194,6 +194,8 @@ functions! {
     optional {
         // Redis 7.4, Valkey 8.
         add_acl_category = "RedisModule_AddACLCategory": unsafe extern "C" fn(*mut RawContext, *const c_char) -> c_int,
+        // Valkey 8. Not called: Redis has the same function under its own name only.
+        set_module_options_of_valkey = "ValkeyModule_SetModuleOptions": unsafe extern "C" fn(*mut RawContext, c_int),
         // Redis 7.2, Valkey 7.2.
         set_acl_categories = "RedisModule_SetCommandACLCategories": unsafe extern "C" fn(*mut RawCommand, *const c_char) -> c_int,
     }

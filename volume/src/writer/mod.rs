@@ -39,8 +39,8 @@ pub enum Action {
     Serving {
         /// The copy from which all others were levelled.
         source: ServerId,
-        /// So many servers have lost power, or did not answer, that writes may be missing which were acknowledged and
-        /// never flushed. What is there is what the volume held at one moment, at or after the last flush.
+        /// Too many servers have lost power or did not answer: writes that were acknowledged and never flushed may be
+        /// missing. What is there is what the volume held at one moment, at or after the last flush.
         may_lack_tail: bool,
     },
     /// Every write up to this one is held by as many copies as must hold it.

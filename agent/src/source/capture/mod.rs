@@ -31,10 +31,11 @@
 //!
 //! - `plan`: what a capture is given, reports and fails with. `method`: how it takes the snapshot.
 //! - `with_module` and `without_module`: the two ways; `join` appends the server's part to the part that its child
-//!   wrote.
+//!   wrote. `imports` keeps snapshots from a time when the server imported slots of a cluster from being used.
 //! - `psync_link` drives every handshake; `snapshot` and `stream` fill the tables, `sealing` and `journal`
 //!   the sealed ones; `socket` is the connection.
 
+mod imports;
 mod join;
 mod journal;
 mod method;
@@ -51,6 +52,7 @@ mod tests;
 mod with_module;
 mod without_module;
 
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use remora_table::State;
@@ -70,18 +72,22 @@ pub(crate) struct Capture {
     stop: Stop,
     /// The longest silence of the server that the capture accepts.
     silence_limit: Duration,
+    /// Imports of slots that were over before the snapshot was requested, by their names.
+    imports_over: BTreeSet<Vec<u8>>,
 }
 
 impl Capture {
     pub(crate) fn new(plan: Plan) -> Capture {
         let stop = Stop::new(plan.stop.clone());
-        Capture { plan, stop, silence_limit: SILENCE_LIMIT }
+        Capture { plan, stop, silence_limit: SILENCE_LIMIT, imports_over: BTreeSet::new() }
     }
 
     /// Runs the capture to its end. It is meant to be the body of a thread. A panic, which is a bug, ends the snapshot
     /// or the stream with an event as any other error does: the source's loop would wait for it without end.
     pub(crate) fn run(self) {
-        match caught(|| self.take_snapshot()).unwrap_or_else(|text| Err(CaptureError::Panicked(text))) {
+        match caught(|| self.without_imports()?.take_snapshot())
+            .unwrap_or_else(|text| Err(CaptureError::Panicked(text)))
+        {
             Ok(Following::AnotherCapture) => {}
             Ok(Following::ThisThread(follower)) => self.follow(|| follower.run()),
             Ok(Following::OwnThread(thread)) => {

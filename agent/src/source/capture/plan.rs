@@ -27,6 +27,8 @@ pub(crate) struct Plan {
     /// The server version that the capture claims, so that the server writes its own format. `None`: the server writes
     /// the format that all readers know.
     pub(crate) reader_version: Option<String>,
+    /// Whether the server can import slots: Valkey from 9 on, in cluster mode.
+    pub(crate) may_import_slots: bool,
     /// The memory for the snapshot's table.
     pub(crate) snapshot: (Arc<Memory>, Geometry),
     /// Whether readers were promised that no slot of the snapshot is reused. The capture fails if it would have to
@@ -102,6 +104,12 @@ pub(crate) enum CaptureError {
     /// follows another primary, or was shut down and started again.
     #[error("the server's history changed from {from} to {to} after offset {at}")]
     HistoryChanged { from: ReplId, to: ReplId, at: u64 },
+    /// A snapshot from now would hold keys that are not the server's yet.
+    #[error(
+        "the server imports the slots {slots} (CLUSTER MIGRATESLOTS); a snapshot can be taken when CLUSTER GETSLOTMIGRATIONS \
+         says that the import is over"
+    )]
+    ImportsSlots { slots: String },
     /// The snapshot is larger than expected, and its readers were promised that no slot is reused.
     #[error("the snapshot is larger than the server's INFO (used_memory_dataset) suggests; the next one is windowed")]
     Outgrown,
@@ -124,6 +132,7 @@ impl CaptureError {
             CaptureError::Psync(error) => error.is_temporary(),
             CaptureError::Link { .. }
             | CaptureError::OutputBuffer { .. }
+            | CaptureError::ImportsSlots { .. }
             | CaptureError::Outgrown
             | CaptureError::Module(_)
             | CaptureError::Panicked(_)

@@ -81,6 +81,7 @@ impl Rig {
             generation: 5,
             server: Server::new(url, Credentials::default(), &TlsOptions::default(), Task::Source).unwrap(),
             reader_version: None,
+            may_import_slots: false,
             snapshot: table("test-snapshot"),
             retained: true,
             prepare: Arc::new(|| {}),

@@ -1,0 +1,173 @@
+//! Primaries in cluster mode: replicas without cluster mode are made of them while slots move.
+
+use remora_lab::server::wait_until;
+use remora_lab::{Agent, Client, Kind, Server, assert_same_data, require};
+use remora_redis::resp::Frame;
+
+use crate::kit::{LONG, Source, fill_keys, kinds_and_module, primary, quick, succeeds, syncs, with_or_without};
+
+/// Two primaries that know each other.
+struct Pair {
+    /// It has all slots.
+    full: Server,
+    /// It has no slot yet.
+    empty: Server,
+}
+
+impl Pair {
+    fn start(kind: Kind, module: bool) -> Pair {
+        let [full, empty] = [(); 2].map(|()| with_or_without(primary(kind).cluster(), module));
+        let mut client = full.client().unwrap();
+        client.ok(&["CLUSTER", "ADDSLOTSRANGE", "0", "16383"]).unwrap();
+        let (host, port) = (empty.address().ip().to_string(), empty.port().to_string());
+        // The port of the cluster's bus is not the usual one.
+        let bus = empty.configured("cluster-port").unwrap();
+        client.ok(&["CLUSTER", "MEET", &host, &port, &bus]).unwrap();
+        for server in [&full, &empty] {
+            wait_until("the cluster to be well", LONG, || {
+                let info = server.client()?.text(&["CLUSTER", "INFO"])?;
+                let is_well = info.contains("cluster_state:ok") && info.contains("cluster_known_nodes:2");
+                Ok(if is_well { Ok(()) } else { Err(info) })
+            })
+            .unwrap();
+        }
+        Pair { full, empty }
+    }
+
+    /// Moves a slot as `redis-cli --cluster reshard` does, and returns how many keys it has moved.
+    fn reshard(&self, slot: u32) -> usize {
+        let (mut from, mut to) = (self.full.client().unwrap(), self.empty.client().unwrap());
+        let (from_id, to_id) = (id(&mut from), id(&mut to));
+        let (host, port) = (self.empty.address().ip().to_string(), self.empty.port().to_string());
+        let slot = slot.to_string();
+        to.ok(&["CLUSTER", "SETSLOT", &slot, "IMPORTING", &from_id]).unwrap();
+        from.ok(&["CLUSTER", "SETSLOT", &slot, "MIGRATING", &to_id]).unwrap();
+        let mut moved = 0;
+        loop {
+            let keys = keys_in_slot(&mut from, &slot);
+            if keys.is_empty() {
+                break;
+            }
+            moved += keys.len();
+            let head = ["MIGRATE", &host, &port, "", "0", "5000", "KEYS"].map(|word| word.as_bytes().to_vec());
+            from.ok(&head.into_iter().chain(keys).collect::<Vec<_>>()).unwrap();
+        }
+        for client in [&mut to, &mut from] {
+            client.ok(&["CLUSTER", "SETSLOT", &slot, "NODE", &to_id]).unwrap();
+        }
+        moved
+    }
+
+    /// Moves these slots at once, and does not wait for the end.
+    fn migrate(&self, first: u32, last: u32) {
+        let to = id(&mut self.empty.client().unwrap());
+        let slots = [first.to_string(), last.to_string()];
+        let command = ["CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", &slots[0], &slots[1], "NODE", &to];
+        self.full.client().unwrap().ok(&command).unwrap();
+    }
+
+    /// Waits until no slot is on its way, and returns how the last migration ended.
+    fn settled(&self) -> String {
+        wait_until("the end of the migration", LONG, || {
+            let state = migration(&self.full)?;
+            Ok(if ["success", "failed", "cancelled"].contains(&state.as_str()) { Ok(state) } else { Err(state) })
+        })
+        .unwrap()
+    }
+}
+
+fn id(client: &mut Client) -> String {
+    client.text(&["CLUSTER", "MYID"]).unwrap()
+}
+
+fn keys_in_slot(client: &mut Client, slot: &str) -> Vec<Vec<u8>> {
+    let keys = client.list(&["CLUSTER", "GETKEYSINSLOT", slot, "100"]).unwrap();
+    keys.iter().filter_map(|key| key.as_bytes().map(<[u8]>::to_vec)).collect()
+}
+
+/// The state of the newest migration that the server takes part in.
+fn migration(server: &Server) -> remora_lab::Result<String> {
+    let jobs = server.client()?.list(&["CLUSTER", "GETSLOTMIGRATIONS"])?;
+    let Some(Frame::Array(fields)) = jobs.first() else { return Ok(String::new()) };
+    let state = fields.chunks_exact(2).find(|pair| pair[0].as_str() == Some("state"));
+    Ok(state.and_then(|pair| pair[1].as_str()).unwrap_or_default().to_owned())
+}
+
+#[test]
+fn replicas_are_made_of_both_primaries_while_slots_move_between_them() {
+    for (kind, module) in kinds_and_module() {
+        let pair = Pair::start(kind, module);
+        fill_keys(&pair.full, KEYS, "value");
+        let sources = [&pair.full, &pair.empty].map(|server| Source::start(server, &["--upload-limit", "2MiB"]));
+        let servers = [(); 2].map(|()| with_or_without(quick(kind), module));
+        let mut agents: Vec<Agent> = sources
+            .iter()
+            .zip(&servers)
+            .map(|(source, server)| source.replica(server, &["--transport", "tcp"]))
+            .collect();
+        let (mut moved, mut slots) = (0, 0..16_384);
+        while agents.iter_mut().any(|agent| agent.ended().unwrap().is_none()) {
+            moved += slots.next().map_or(0, |slot| pair.reshard(slot));
+        }
+        for (agent, server) in agents.iter_mut().zip(&servers) {
+            succeeds(agent, server);
+        }
+        // In step, they follow the servers' own replication.
+        moved += slots.by_ref().take(200).map(|slot| pair.reshard(slot)).sum::<usize>();
+        assert!(moved > 0 && moved < KEYS, "{moved} keys were moved");
+        assert_same_data(&pair.full, &servers[0]);
+        assert_same_data(&pair.empty, &servers[1]);
+        assert_eq!((syncs(&pair.full).0, syncs(&pair.empty).0), (1, 1), "one full copy each: the source's");
+    }
+}
+
+#[test]
+fn no_snapshot_is_used_that_was_taken_while_the_server_imported_slots() {
+    let Some(kind) = require::valkey() else { return };
+    for (module, begins_after_the_request) in [(false, false), (false, true), (true, false)] {
+        let mut pair = Pair::start(kind, module);
+        fill_keys(&pair.full, KEYS, "value");
+        // The server forks so many seconds after it was asked for a snapshot.
+        pair.empty.configure("repl-diskless-sync-delay", if begins_after_the_request { "3" } else { "0" }).unwrap();
+        let asked = begins_after_the_request.then(|| {
+            let mut source = Source::start(&pair.empty, &["--eager"]);
+            source.agent.wait_for_line("requesting a snapshot", LONG).unwrap();
+            wait_until("the server to be asked", LONG, || {
+                let waiting = pair.empty.fact("connected_slaves")?;
+                Ok(if waiting == "1" { Ok(()) } else { Err(waiting) })
+            })
+            .unwrap();
+            source
+        });
+        pair.migrate(0, 8_000);
+        wait_until("the import to begin", LONG, || {
+            let state = migration(&pair.empty)?;
+            Ok(if state.is_empty() { Err(state) } else { Ok(()) })
+        })
+        .unwrap();
+        // It cannot go on.
+        pair.full.pause().unwrap();
+        let mut source = asked.unwrap_or_else(|| Source::start(&pair.empty, &["--eager"]));
+        source.agent.wait_for_line("imports the slots 0-8000", LONG).unwrap();
+        pair.full.resume().unwrap();
+        let ended = pair.settled();
+        let server = with_or_without(quick(kind), module);
+        source.replicate(&server, &[]);
+        assert_same_data(&pair.empty, &server);
+        println!("module {module}: the migration ended with {ended}");
+
+        // An import is in the stream. Whether it succeeds or not, the replica follows.
+        for (first, last, cancelled) in [(8_001, 12_000, true), (8_001, 12_000, false)] {
+            pair.migrate(first, last);
+            if cancelled {
+                let _ = pair.full.client().unwrap().call(&["CLUSTER", "CANCELSLOTMIGRATIONS"]);
+            }
+            pair.settled();
+            assert_same_data(&pair.empty, &server);
+        }
+        assert_eq!(pair.settled(), "success", "with the module too, Valkey moves slots");
+    }
+}
+
+/// Keys of half a kilobyte: at 2 MiB/s, a sync of them takes a second.
+const KEYS: usize = 4_000;
