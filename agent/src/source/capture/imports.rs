@@ -1,7 +1,7 @@
 //! Slots that a server in cluster mode imports while a snapshot is taken.
 //!
 //! Valkey 9 moves slots as a whole (`CLUSTER MIGRATESLOTS`). A snapshot from the time of an import holds keys that do
-//! not belong to the server yet, and an opcode that only servers in cluster mode load. So no such snapshot is used: none
+//! not belong to the server yet, and an opcode that only servers in cluster mode load. No such snapshot is used: none
 //! is requested during an import, and one is thrown away if an import has begun before the server forked. An import
 //! that begins later is in the stream, and replicas follow it.
 
