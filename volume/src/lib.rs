@@ -38,6 +38,8 @@
 
 pub mod client;
 pub mod copy;
+#[allow(dead_code)] // until servers have stores
+mod disk;
 pub mod layout;
 mod link;
 pub mod message;

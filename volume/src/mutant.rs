@@ -43,6 +43,16 @@ pub(crate) enum Mutant {
     CutUnsaid,
     /// A copy is whole in the store before its blocks are.
     WholeBeforeBlocks,
+    /// Segments are removed before the extents are synced.
+    ExtentsNotSynced,
+    /// What is behind the end of the journal stays there.
+    TailNotCleared,
+    /// A record that was synced and is not readable is taken for the end of the journal.
+    RotIsTheEnd,
+    /// A store whose sync has failed is believed by the next process.
+    LostIsBelieved,
+    /// The name of a new segment is not made durable.
+    NameNotSynced,
 }
 
 thread_local! {

@@ -92,6 +92,11 @@ impl Store {
         self.store_words(at, &[version]);
     }
 
+    /// The copy lacks this block from now on.
+    pub(crate) fn lack(&self, block: u64) {
+        self.begin(block, Entry::NONE);
+    }
+
     /// The entry of a block; `None` if the copy lacks the block.
     pub fn entry(&self, block: u64) -> Option<Entry> {
         let at = self.layout.entry_at(block);

@@ -1,0 +1,38 @@
+//! Disk: the store of a copy: what a server keeps of it in files, so that it has it again after its end.
+//!
+//! ```text
+//!   event ─▶ record in the journal ─▶ memory ─▶ answer            one pwrite; the page cache outlives the process
+//!                  │ fdatasync, for all records so far             `durable` advances; promises and marks are answered
+//!                  ▼
+//!            a segment is full ─▶ checkpoint: its blocks go to the extents, fdatasync, the segment is removed
+//! ```
+//!
+//! - `record`: an event as bytes: how the copy stands after it, and the blocks that it changed. **Start here.**
+//! - `superblock`: what recovery begins with: which segment is needed, and how the store was left.
+//! - `files`: what a store asks of its folder; `folder`: the system's; `root`: the folders of a server's copies.
+//! - `journal`: appends, and knows what is synced.
+//! - `checkpoint`: moves blocks from the journal's segments to the extents.
+//! - `recovery`: finds the copy again.
+//!
+//! What holds:
+//!
+//! - A copy that is found again is the copy as it was after one event, at or after the last one that was synced.
+//! - A block in the extents that is torn is in the journal still: a segment is removed after the extents are synced.
+//! - What was synced and is not readable any more is not taken for the end of the journal: the copy is behind.
+//! - After an error of a write or a sync nothing is believed: the store is marked as lost, and the copy is.
+//!
+//! Assumed of the device: what was synced stays, also if a neighbouring sector is written when the power fails.
+
+pub(crate) mod checkpoint;
+pub(crate) mod extents;
+pub(crate) mod files;
+pub(crate) mod folder;
+pub(crate) mod journal;
+pub(crate) mod record;
+pub(crate) mod recovery;
+pub(crate) mod root;
+#[cfg(test)]
+mod simulated;
+pub(crate) mod superblock;
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,242 @@
+//! Recovery: a new store, and the copy that a store has.
+//!
+//! ```text
+//!   sync everything ─▶ superblock ─▶ extents into memory ─▶ records, in order, up to the first that is none
+//!     ─▶ what is behind it is cleared ─▶ a new segment says how the copy stands ─▶ superblock
+//! ```
+//!
+//! The sync comes first: an error that no earlier process was told is told to this one, before it reads from the page
+//! cache what is not durable.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use super::extents;
+use super::files::{Failure, Files, Name};
+use super::journal::{Journal, write_superblock};
+use super::record::{Head, MAX_HEAD_BYTES, UNIT};
+use super::superblock::{SLOT_BYTES, Superblock};
+use crate::layout::Layout;
+use crate::message::{Standing, State};
+use crate::shape::Shape;
+use crate::store::Store;
+
+/// A copy that was found.
+#[derive(Debug)]
+pub(crate) struct Found<F> {
+    pub(crate) journal: Journal<F>,
+    /// How it stands. If blocks of it are missing, it is behind.
+    pub(crate) standing: Standing,
+    /// The power was cut, and may have taken events that were not synced.
+    pub(crate) is_cut: bool,
+    /// What was wrong, for the log.
+    pub(crate) lacks: Option<String>,
+    /// The last event that was found.
+    #[cfg_attr(not(test), allow(dead_code))]
+    pub(crate) last: u64,
+}
+
+/// Makes a store of a copy that stands like this, with no block written.
+///
+/// # Errors
+/// [`Failure`].
+pub(crate) fn create<F: Files>(
+    files: Arc<F>,
+    shape: Shape,
+    length: u64,
+    (store, boot): (u64, [u8; 16]),
+    standing: Standing,
+) -> Result<Journal<F>, Failure> {
+    let failed = |name| {
+        let files = Arc::clone(&files);
+        move |error| Failure::of(&*files, name, &error)
+    };
+    let extents = extents::length(Layout::of(shape));
+    files.create(Name::Extents, extents).map_err(failed(Name::Extents))?;
+    files.create(Name::Superblock, 2 * SLOT_BYTES as u64).map_err(failed(Name::Superblock))?;
+    let (is_clean, is_lost) = (false, false);
+    let superblock = Superblock { counter: 1, store, shape, base: 1, synced: 0, boot, is_clean, is_lost, scrubbed: 0 };
+    let journal = Journal::begin(Arc::clone(&files), superblock, length, 1, (0, 1), standing, BTreeSet::new())?;
+    files.sync(Name::Extents).map_err(failed(Name::Extents))?;
+    // Last: before it there is no store.
+    write_superblock(&*files, superblock)?;
+    files.sync_folder().map_err(failed(Name::Superblock))?;
+    Ok(journal)
+}
+
+/// Of which volume a store is.
+///
+/// # Errors
+/// It cannot be read, or has no superblock.
+pub(crate) fn superblock(files: &impl Files) -> Result<Superblock, Failure> {
+    let mut bytes = vec![0; 2 * SLOT_BYTES];
+    let read = files.read(Name::Superblock, 0, &mut bytes);
+    let has = read.map_err(|error| Failure::of(files, Name::Superblock, &error))?;
+    let newest = Superblock::newest(&bytes[..has]);
+    newest.ok_or_else(|| Failure::damaged(files, Name::Superblock, "it is damaged, or of another release"))
+}
+
+/// Finds the copy again, and goes on with its journal. `memory` gets its blocks.
+///
+/// # Errors
+/// Nothing of it can be believed.
+pub(crate) fn recover<F: Files>(
+    files: Arc<F>,
+    boot: [u8; 16],
+    length: u64,
+    memory: &Store,
+) -> Result<Found<F>, Failure> {
+    let segments = files.segments().map_err(|error| Failure::of(&*files, Name::Segment(0), &error))?;
+    for name in [Name::Superblock, Name::Extents].into_iter().chain(segments.iter().copied().map(Name::Segment)) {
+        files.sync(name).map_err(|error| Failure::of_sync(&*files, name, &error))?;
+    }
+    files.sync_folder().map_err(|error| Failure::of_sync(&*files, Name::Superblock, &error))?;
+    let mut superblock = superblock(&*files)?;
+    if superblock.is_lost {
+        return Err(Failure::damaged(&*files, Name::Superblock, "a write or a sync has failed earlier"));
+    }
+    extents::load(&*files, memory);
+    let end = replay(&*files, superblock, memory)?;
+    let Some(standing) = end.standing else {
+        return Err(Failure::damaged(&*files, Name::Segment(superblock.base), "its first record is damaged"));
+    };
+    let known = end.known_synced.max(superblock.synced);
+    #[cfg(test)]
+    let known = if crate::mutant::Mutant::RotIsTheEnd.is_active() { 0 } else { known };
+    let missing = (0..memory.layout().blocks()).filter(|&block| memory.entry(block).is_none()).count();
+    let lacks = if known > end.last {
+        Some(format!("events {} to {known} were synced, and are not readable", end.last + 1))
+    } else {
+        (missing > 0).then(|| format!("{missing} blocks do not have their checksums"))
+    };
+    let is_cut = !superblock.is_clean && superblock.boot != boot;
+    let standing = Standing {
+        state: if lacks.is_some() { State::Behind } else { standing.state },
+        is_cut: standing.is_cut || is_cut,
+        ..standing
+    };
+    if known > end.last {
+        // First, or a recovery that is interrupted would take what is cleared for what was never there.
+        superblock = Superblock { counter: superblock.counter + 1, synced: known, ..superblock };
+        write_superblock(&*files, superblock)?;
+    }
+    cut_off(&*files, &segments, superblock.base, &end)?;
+    let sequences = (end.last, end.last.max(known) + 1);
+    let mut journal =
+        Journal::begin(Arc::clone(&files), superblock, length, end.segment + 1, sequences, standing, end.dirty)?;
+    // Both slots: if one rots, the other must not say that the server had ended in peace.
+    for _ in 0..2 {
+        let superblock = journal.next_superblock(|superblock| (superblock.boot, superblock.is_clean) = (boot, false));
+        write_superblock(&*files, superblock)?;
+    }
+    Ok(Found { journal, standing, is_cut, lacks, last: end.last })
+}
+
+/// Where the journal ends.
+struct End {
+    standing: Option<Standing>,
+    last: u64,
+    segment: u64,
+    at: u64,
+    /// Blocks that are newer than in the extents.
+    dirty: BTreeSet<u64>,
+    /// What readable records behind the end say was synced.
+    known_synced: u64,
+}
+
+/// Brings what the journal holds into memory.
+fn replay(files: &impl Files, superblock: Superblock, memory: &Store) -> Result<End, Failure> {
+    let base = superblock.base;
+    let mut end = End { standing: None, last: 0, segment: base, at: 0, dirty: BTreeSet::new(), known_synced: 0 };
+    let (mut segment, mut at) = (base, 0);
+    loop {
+        match record(files, superblock.store, segment, at)? {
+            Some((head, blocks)) if end.standing.is_none() || head.previous == end.last => {
+                let Some(changes) = head.with_blocks(&blocks) else { break };
+                if !changes.iter().all(|&(block, ..)| memory.layout().has(block, 1)) {
+                    break;
+                }
+                for (block, entry, bytes) in changes {
+                    memory.put(block, entry, bytes);
+                    end.dirty.insert(block);
+                }
+                at += head.record_bytes() as u64;
+                (end.standing, end.last, end.segment, end.at) = (Some(head.standing), head.sequence, segment, at);
+            }
+            // The next record may not have fitted.
+            None if at > 0 => (segment, at) = (segment + 1, 0),
+            _ => break,
+        }
+    }
+    // Records behind the end, whose blocks may be missing.
+    let mut from = end.at;
+    for segment in end.segment.. {
+        let Some(known) = known_synced(files, superblock.store, segment, from)? else { break };
+        end.known_synced = end.known_synced.max(known);
+        from = 0;
+    }
+    Ok(end)
+}
+
+/// The record at this place, with its blocks; `None` if there is none.
+fn record(files: &impl Files, store: u64, segment: u64, at: u64) -> Result<Option<(Head, Vec<u8>)>, Failure> {
+    let name = Name::Segment(segment);
+    let read = |at, bytes: usize| {
+        let mut into = vec![0; bytes];
+        let has = files.read(name, at, &mut into).or_else(|error| match error.kind() {
+            std::io::ErrorKind::NotFound => Ok(0),
+            _ => Err(Failure::of(files, name, &error)),
+        })?;
+        into.truncate(has);
+        Ok(into)
+    };
+    let Some((head, record)) = Head::lengths(&read(at, UNIT)?) else { return Ok(None) };
+    let bytes = read(at, record)?;
+    let parsed = Head::parse(&bytes).filter(|head| (head.store, head.segment) == (store, segment));
+    Ok(parsed.filter(|_| bytes.len() == record).map(|parsed| (parsed, bytes[head..].to_vec())))
+}
+
+/// The highest event that a record of a segment, from an offset on, says was synced. `None`: there is no such segment.
+fn known_synced(files: &impl Files, store: u64, segment: u64, from: u64) -> Result<Option<u64>, Failure> {
+    let name = Name::Segment(segment);
+    let (mut known, mut at) = (0, from);
+    let mut window = vec![0; SCAN_BYTES + MAX_HEAD_BYTES];
+    loop {
+        let has = match files.read(name, at, &mut window) {
+            Ok(has) => has,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(Failure::of(files, name, &error)),
+        };
+        let step = has.min(SCAN_BYTES);
+        for start in (0..step).step_by(UNIT) {
+            let head = Head::parse(&window[start..has]);
+            if let Some(head) = head.filter(|head| (head.store, head.segment) == (store, segment)) {
+                known = known.max(head.synced);
+            }
+        }
+        if has <= SCAN_BYTES {
+            return Ok(Some(known));
+        }
+        at += SCAN_BYTES as u64;
+    }
+}
+
+/// Clears what is behind the end, so that no later recovery takes it for a part of the journal, and removes segments
+/// that are not needed.
+fn cut_off(files: &impl Files, segments: &[u64], base: u64, end: &End) -> Result<(), Failure> {
+    let name = Name::Segment(end.segment);
+    #[cfg(test)]
+    if crate::mutant::Mutant::TailNotCleared.is_active() {
+        return Ok(());
+    }
+    files.clear(name, end.at).map_err(|error| Failure::of_sync(files, name, &error))?;
+    for &segment in segments.iter().filter(|&&segment| segment < base || segment > end.segment) {
+        let name = Name::Segment(segment);
+        files.remove(name).map_err(|error| Failure::of_sync(files, name, &error))?;
+    }
+    files.sync(name).map_err(|error| Failure::of_sync(files, name, &error))?;
+    files.sync_folder().map_err(|error| Failure::of_sync(files, name, &error))
+}
+
+/// What is searched for records at once.
+const SCAN_BYTES: usize = 1 << 20;
