@@ -59,8 +59,9 @@ struct Work {
     from_peer: bool,
     /// Read from the source for the second time.
     again: bool,
-    /// Its bytes were wrong: the peer's line is read once more, to find out whether the peer has just overwritten them.
-    suspect: bool,
+    /// Its bytes were wrong, and had this CRC. The peer's line is read once more, to find out whether the peer has just
+    /// overwritten them.
+    suspect: Option<u32>,
 }
 
 /// The copy of one snapshot. See the module docs.
@@ -328,32 +329,39 @@ impl SnapshotCopy {
         let Some(Some(work)) = self.works.get_mut(usize::from(index)) else { return Ok(None) };
         let at = self.own.slot_offset(work.wanted.number);
         self.arrived += work.pieces.land(piece);
-        work.pieces.sum(&self.memory, at)?;
+        // The digest of a slot of a sealed table says more than its sum.
+        if self.opening.is_none() {
+            work.pieces.sum(&self.memory, at)?;
+        }
         if !work.pieces.are_here() {
             return Ok(None);
         }
-        let (number, got) = (work.wanted.number, work.pieces.crc());
+        let number = work.wanted.number;
         // The entry was there when the slot was requested, and is dropped only when the slot is published.
         let Some(entry) = self.source_entries.entry(number).copied() else { return Ok(None) };
-        let verdict = work.wanted.judge(Some(entry), got, &self.own)?;
-        let bytes = (&**self.memory, at..at + u64::from(work.wanted.length));
-        let has_digest = match &mut self.opening {
-            Some(opening) if matches!(verdict, Verdict::Right) => opening.is_right(&entry.seal, bytes)?,
-            _ => true,
+        let place = at..at + u64::from(work.wanted.length);
+        let bytes = (&**self.memory, place.clone());
+        let has_digest = self.opening.as_mut().map(|opening| opening.is_right(&entry.seal, bytes)).transpose()?;
+        let got = match has_digest {
+            None => work.pieces.crc(),
+            Some(true) => entry.crc,
+            Some(false) => self.memory.crc32c(place)?,
         };
-        match verdict {
-            Verdict::Right if has_digest => {
+        // Damaged bytes have another sum, and forged ones may have this one.
+        let is_forged = has_digest == Some(false) && got == entry.crc;
+        match work.wanted.judge(Some(entry), got, &self.own)? {
+            Verdict::Right if !is_forged => {
                 self.works[usize::from(index)] = None;
                 self.landed.insert(number, entry);
                 self.publish()?;
             }
             _ if work.from_peer => {
-                work.suspect = true;
+                work.suspect = Some(got);
                 if let Way::Peer(front) = &mut self.way {
                     front.ask(&mut self.peer, true);
                 }
             }
-            _ if work.again && !has_digest => return Err(forged_slot(number)),
+            _ if work.again && is_forged => return Err(forged_slot(number)),
             _ if work.again => return Err(Error::Corrupt { slot: number, want: entry.crc, got }),
             _ => {
                 work.again = true;
@@ -367,8 +375,8 @@ impl SnapshotCopy {
     /// A line that was read after the wrong bytes tells whether the peer has overwritten them meanwhile, which it may.
     fn judge_suspects(&self) -> Option<Loss> {
         let retired = self.front_of_way().and_then(Front::line).map_or(0, |line| line.retired);
-        let suspect = self.works.iter().flatten().find(|work| work.suspect)?;
-        let (slot, got) = (suspect.wanted.number, suspect.pieces.crc());
+        let suspects = self.works.iter().flatten();
+        let (slot, got) = suspects.filter_map(|work| Some((work.wanted.number, work.suspect?))).next()?;
         if retired > slot {
             return Some(Loss::Passed { slot, oldest: retired });
         }
@@ -409,7 +417,7 @@ impl SnapshotCopy {
             };
             // At most `MOST_WORKS`, which fits the type.
             let pieces = Pieces::ask(reads, index as u8, geometry.slot_offset(number), wanted.length, to);
-            self.works[index] = Some(Work { wanted, pieces, from_peer, again: false, suspect: false });
+            self.works[index] = Some(Work { wanted, pieces, from_peer, again: false, suspect: None });
         }
         self.starved = false;
         Ok(())
@@ -450,13 +458,14 @@ impl SnapshotCopy {
         let seal = self.source_entries.front.expect.seal();
         let entry = crate::publish::load_entry(&self.memory, &self.own, number, seal).ok().flatten()?;
         let mut at = self.own.slot_offset(number);
-        let (mut crc, lent) = (entry.crc, Arc::clone(&self.lent));
+        let (mut crc, lent) = (Some(entry.crc), Arc::clone(&self.lent));
         let memory = match &mut self.opening {
             None => Holder::Copy(Arc::clone(&self.memory), lent),
             Some(opening) => {
                 let opened = opening.open(number, &entry.seal, (&self.memory, at..at + u64::from(length)));
                 let opened = opened.map_err(|error| self.failed = Some(error)).ok()??;
-                (at, crc) = (opened.at, opened.crc);
+                // The entry has the sum of the ciphertext.
+                (at, crc) = (opened.at, None);
                 let Opened { memory, buffer, .. } = opened;
                 Holder::Opened { memory, lent, _buffer: buffer }
             }

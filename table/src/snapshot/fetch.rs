@@ -28,9 +28,9 @@ use super::{
 };
 use crate::{
     error::Error,
-    layout::{ENTRY_BYTES, Entry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line},
+    layout::{ENTRY_BYTES, Entry, Geometry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line},
     reads::{Purpose, Reads, caught_in_change, the_entry, the_line},
-    seal::SlotSeal,
+    seal::Seal,
 };
 
 pub(super) struct Fetch {
@@ -187,7 +187,8 @@ impl Fetch {
             let offset = plan.geometry().entry_offset(work.wanted.number);
             self.reads.queue(Purpose::Entry { buffer: index }, offset, ENTRY_BYTES as u32, self.layout.entry(index));
         }
-        work.pieces.sum(&self.sink, at)
+        // The tag of a slot of a sealed table says more than its sum, and is checked when the slot is opened.
+        if plan.expect.seal().is_some() { Ok(()) } else { work.pieces.sum(&self.sink, at) }
     }
 
     fn handle_entry(&mut self, index: u8, plan: &mut Plan) -> Result<(), Error> {
@@ -197,11 +198,15 @@ impl Fetch {
             return Ok(());
         };
         let entry = Entry::from_bytes(&bytes, plan.expect.seal());
-        match work.wanted.judge(entry, work.pieces.crc(), plan.geometry())? {
-            Verdict::Right => {
-                let seal = entry.map(|entry| entry.seal).unwrap_or_default();
-                return self.keep(index, &seal, plan);
+        let at = self.layout.buffer(index, plan.geometry());
+        let verdict = match (plan.expect.seal(), entry) {
+            (Some(seal), Some(entry)) => {
+                open_in_place(seal, &entry, &work.wanted, (&self.sink, at), plan.geometry(), &mut self.scratch)?
             }
+            _ => work.wanted.judge(entry, work.pieces.crc(), plan.geometry())?,
+        };
+        match verdict {
+            Verdict::Right => self.keep(index, plan),
             Verdict::Unclear => {
                 let number = work.wanted.number;
                 caught_in_change(&mut work.caught, plan.expect.seal(), || the_entry(number))?;
@@ -214,7 +219,8 @@ impl Fetch {
                 );
             }
             Verdict::Damaged { want } if work.again => {
-                return Err(Error::Corrupt { slot: work.wanted.number, want, got: work.pieces.crc() });
+                let got = self.sink.crc32c(at..at + u64::from(work.wanted.length))?;
+                return Err(Error::Corrupt { slot: work.wanted.number, want, got });
             }
             Verdict::Damaged { .. } => {
                 work.again = true;
@@ -224,29 +230,41 @@ impl Fetch {
         Ok(())
     }
 
-    /// Delivers a slot whose bytes are right. A slot of a sealed table is opened where it is.
-    fn keep(&mut self, index: u8, seal: &SlotSeal, plan: &mut Plan) -> Result<(), Error> {
-        let Some(buffer) = self.buffers.get_mut(usize::from(index)) else {
-            return Ok(());
-        };
+    /// Delivers a slot whose bytes are right, and were decrypted if the table is sealed.
+    fn keep(&mut self, index: u8, plan: &mut Plan) {
+        let Some(buffer) = self.buffers.get_mut(usize::from(index)) else { return };
         if let Buffer::Busy(Work { wanted, pieces, .. }) = std::mem::replace(buffer, Buffer::Kept) {
-            let at = self.layout.buffer(index, plan.geometry());
-            let mut crc = pieces.crc();
-            if let Some(opener) = plan.expect.seal() {
-                let from = at..at + u64::from(wanted.length);
-                crc = open_slot(opener, wanted.number, seal, (&self.sink, from), (&self.sink, at), &mut self.scratch)?;
-            }
             plan.deliver(Slot {
                 number: wanted.number,
                 position: wanted.position,
                 length: wanted.length,
-                crc,
-                place: Place::Sink(at),
+                crc: plan.expect.seal().is_none().then(|| pieces.crc()),
+                place: Place::Sink(self.layout.buffer(index, plan.geometry())),
                 memory: Holder::Sink(Arc::clone(&self.sink), index),
                 geometry: *plan.geometry(),
             });
         }
-        Ok(())
+    }
+}
+
+/// Decrypts a slot of a sealed table where it is, and judges it. Its tag says more than its sum, which is computed only
+/// if the tag is wrong: bytes that were damaged have another sum.
+fn open_in_place(
+    seal: &Seal,
+    entry: &Entry,
+    wanted: &Wanted,
+    (sink, at): (&Memory, u64),
+    geometry: &Geometry,
+    scratch: &mut Vec<u8>,
+) -> Result<Verdict, Error> {
+    let verdict = wanted.judge(Some(*entry), entry.crc, geometry)?;
+    if !matches!(verdict, Verdict::Right) {
+        return Ok(verdict);
+    }
+    let place = at..at + u64::from(wanted.length);
+    match open_slot(seal, wanted.number, &entry.seal, (sink, place.clone()), (sink, at), scratch) {
+        Err(Error::Forged { .. }) if sink.crc32c(place)? != entry.crc => Ok(Verdict::Damaged { want: entry.crc }),
+        opened => opened.map(|()| Verdict::Right),
     }
 }
 

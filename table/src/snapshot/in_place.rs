@@ -149,7 +149,7 @@ impl InPlace {
             number: wanted.number,
             position: wanted.position,
             length: wanted.length,
-            crc,
+            crc: Some(crc),
             place: Place::View(plan.geometry().slot_offset(wanted.number)),
             memory: Holder::View(Arc::clone(&self.view)),
             geometry: *plan.geometry(),

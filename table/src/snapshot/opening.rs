@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use remora_fabric::{Memory, Pages, View, memory::crc};
+use remora_fabric::{Memory, Pages, View};
 
 use crate::{
     error::Error,
@@ -12,8 +12,7 @@ use crate::{
     seal::{Seal, SlotSeal},
 };
 
-/// Decrypts slot `number`, which is at `from`, to `to`. Returns the CRC-32C of the plain bytes. If the slot is not what
-/// its source sealed, nothing is written.
+/// Decrypts slot `number`, which is at `from`, to `to`. If the slot is not what its source sealed, nothing is written.
 pub(super) fn open_slot(
     seal: &Seal,
     number: u64,
@@ -21,13 +20,12 @@ pub(super) fn open_slot(
     from: (&View, Range<u64>),
     to: (&Memory, u64),
     scratch: &mut Vec<u8>,
-) -> Result<u32, Error> {
+) -> Result<(), Error> {
     let (view, range) = from;
     scratch.resize((range.end - range.start) as usize, 0);
     view.read(range.start, scratch)?;
     seal.open_slot(number, slot_seal, scratch).map_err(|_| forged_slot(number))?;
-    to.0.write(to.1, scratch)?;
-    Ok(crc::crc32c(scratch))
+    Ok(to.0.write(to.1, scratch)?)
 }
 
 pub(super) fn forged_slot(number: u64) -> Error {
@@ -65,7 +63,6 @@ pub(super) struct Opening {
 pub(super) struct Opened {
     pub(super) memory: Arc<Memory>,
     pub(super) at: u64,
-    pub(super) crc: u32,
     pub(super) buffer: Buffer,
 }
 
@@ -97,8 +94,8 @@ impl Opening {
     ) -> Result<Option<Opened>, Error> {
         let Some(buffer) = self.free.take() else { return Ok(None) };
         let at = buffer.number * self.slot_bytes;
-        let crc = open_slot(&self.seal, number, slot_seal, from, (&self.memory, at), &mut self.scratch)?;
-        Ok(Some(Opened { memory: Arc::clone(&self.memory), at, crc, buffer }))
+        open_slot(&self.seal, number, slot_seal, from, (&self.memory, at), &mut self.scratch)?;
+        Ok(Some(Opened { memory: Arc::clone(&self.memory), at, buffer }))
     }
 
     /// Whether the ciphertext in this range has the digest that its source gave it.

@@ -40,10 +40,10 @@ pub struct Slot {
     pub position: u64,
     /// Bytes of content.
     pub length: u32,
-    /// CRC-32C of those bytes.
-    pub crc: u32,
     /// Location of the bytes.
     pub place: Place,
+    /// The CRC-32C of those bytes, if they were verified by it. Those of a sealed table were verified by their tag.
+    pub(super) crc: Option<u32>,
     pub(super) memory: Holder,
     pub(super) geometry: Geometry,
 }
@@ -62,6 +62,15 @@ impl Slot {
             }
             Holder::View(view) => release_view(view, &self.geometry, &self),
         }
+    }
+
+    /// The CRC-32C of the bytes. It is computed here if the slot was decrypted.
+    ///
+    /// # Errors
+    /// [`Error::Fabric`]: the memory cannot be read.
+    pub fn crc(&self) -> Result<u32, Error> {
+        let (view, range) = self.bytes();
+        self.crc.map_or_else(|| Ok(view.crc32c(range)?), Ok)
     }
 
     /// The memory that holds the bytes, and their range in it.
@@ -94,14 +103,15 @@ pub(super) enum Holder {
 /// The caller has used `slot` in the source's memory: checks that it was intact until now.
 fn release_view(view: &View, geometry: &Geometry, slot: &Slot) -> Result<(), Error> {
     let wanted = Wanted { number: slot.number, position: slot.position, length: slot.length };
-    let verdict = judge_now(view, &wanted, slot.crc, geometry);
+    let got = slot.crc()?;
+    let verdict = judge_now(view, &wanted, got, geometry);
     let (_, range) = slot.bytes();
     // The pages are removed from our mapping, so that our resident memory stays bounded; the source keeps the
     // content.
     view.forget(range);
     match verdict? {
         None => Ok(()),
-        Some(want) => Err(Error::Corrupt { slot: slot.number, want, got: slot.crc }),
+        Some(want) => Err(Error::Corrupt { slot: slot.number, want, got }),
     }
 }
 

@@ -52,7 +52,7 @@ fn read_all(reader: &mut SnapshotReader, peer: &mut dyn Peer) -> Result<Vec<u8>,
             let (memory, range) = slot.bytes();
             let mut content = vec![0; slot.length as usize];
             memory.read(range.start, &mut content)?;
-            assert_eq!(crc::crc32c(&content), slot.crc);
+            assert_eq!(crc::crc32c(&content), slot.crc().unwrap());
             bytes.extend(content);
             reader.release(slot)?;
         }

@@ -411,7 +411,8 @@ fn spool_slot(
     slot: Slot,
     folder: Option<&Path>,
 ) -> Result<(), InputError> {
-    let held = Held { number: slot.number, length: slot.length, crc: slot.crc };
+    let crc = slot.crc().map_err(|error| InputError::Feed(error.into()))?;
+    let held = Held { number: slot.number, length: slot.length, crc };
     let error = |cause: io::Error| match folder {
         Some(folder) => InputError::Spool(spool_error(folder, &cause)),
         None => InputError::Spool(cause.to_string()),

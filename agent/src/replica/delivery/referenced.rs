@@ -59,10 +59,11 @@ const WHOLE_SLOTS: u64 = LENT_MAX as u64 / 2;
 fn check_in_place(slot: &Slot) -> Result<(), WriteError> {
     let (view, place) = slot.bytes();
     let got = view.crc32c(place).map_err(|error| WriteError::Module(error.to_string()))?;
-    if got == slot.crc {
+    let want = slot.crc().map_err(|error| WriteError::Module(error.to_string()))?;
+    if got == want {
         return Ok(());
     }
-    let error = remora_table::Error::Corrupt { slot: slot.number, want: slot.crc, got };
+    let error = remora_table::Error::Corrupt { slot: slot.number, want, got };
     Err(WriteError::Damaged(error.into()))
 }
 
