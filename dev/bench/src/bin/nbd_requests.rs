@@ -1,4 +1,8 @@
-//! Requests per second of the NBD server with a device in memory, against `nbdkit memory`, by the same client.
+//! Requests per second of the NBD server with a device in memory, and with a volume, against `nbdkit memory`, by the
+//! same client.
+//!
+//! A volume has its copies in server processes of their own on this host, which take the blocks over shared memory. One
+//! has a single copy, and one three, of which two hold a write before it is answered.
 //!
 //! The client is fio with its engine for NBD, which is libnbd, over a unix socket of this host. All servers run during
 //! the whole benchmark, as processes of their own. Each round measures every case of all in turn, and the one that is
@@ -24,6 +28,9 @@ use clap::Parser;
 use remora_bench::{Run, Sample, bytes, cpu};
 use remora_lab::process::Process;
 use remora_nbd::{Address, Offer, Server, ServerOptions, memory::MemoryDevice};
+use remora_volume::client::{ClientOptions, Volume, new_id};
+use remora_volume::nbd::VolumeServer;
+use remora_volume::shape::{BLOCK_BYTES, Copies, Shape};
 use serde_json::Value;
 
 /// Requests per second of our NBD server and of nbdkit, by fio.
@@ -60,6 +67,9 @@ fn main() -> Result<ExitCode, Failure> {
     let mut run = Run::new("nbd_requests", "requests/s");
     let folder = remora_lab::scratch::folder("bench-nbd")?;
     let mut servers = vec![Rival::ours(folder.path(), &options)?];
+    for (name, copies, held) in VOLUMES {
+        servers.push(Rival::volume(name, (copies, held), folder.path(), &options)?);
+    }
     for (name, threads) in RIVALS {
         match Rival::nbdkit(name, threads, folder.path(), &options) {
             Ok(rival) => servers.push(rival),
@@ -81,9 +91,13 @@ fn main() -> Result<ExitCode, Failure> {
         }
     }
     for case in cases(&options) {
-        for rival in &servers[1..] {
-            let promise = if case.size == 4096 { case.promise() } else { None };
+        let promise = if case.size == 4096 { case.promise() } else { None };
+        for rival in servers.iter().filter(|server| RIVALS.iter().any(|(name, _)| *name == server.name)) {
             run.compare((OURS, &case.name()), (rival.name, &case.name()), promise);
+            for (name, copies, _) in VOLUMES {
+                let promise = promise.filter(|_| copies == 1);
+                run.compare((name, &case.name()), (rival.name, &case.name()), promise);
+            }
         }
     }
     run.finish(options.out.as_deref(), options.json.as_deref())?;
@@ -93,14 +107,34 @@ fn main() -> Result<ExitCode, Failure> {
 /// The same program again, as the server: until its standard input ends.
 fn be_the_server_if_asked() -> Result<(), Failure> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [first, path, size] = &arguments[..] else { return Ok(()) };
-    if first != SERVE {
-        return Ok(());
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    match words[..] {
+        [SERVE, path, size] => {
+            let device = Arc::new(MemoryDevice::new(size.parse()?));
+            let offer = Offer { name: String::new(), description: String::new(), device };
+            until_stdin_ends(Server::start(vec![offer], &ServerOptions::new(Address::Unix(path.into())))?)
+        }
+        [SERVE_COPY, path] => {
+            let place = remora_messenger::Address::Shm(path.into());
+            until_stdin_ends(remora_volume::server::Server::start(&place, &Default::default())?)
+        }
+        [SERVE_VOLUME, path, size, held, ref copies @ ..] => {
+            let places: Vec<_> = copies.iter().map(|copy| remora_messenger::Address::Shm(copy.into())).collect();
+            let held = Copies::new(copies.len(), held.parse()?).ok_or("the copies of a volume")?;
+            let blocks = size.parse::<u64>()? / BLOCK_BYTES as u64;
+            let shape = Shape::new(new_id()?, blocks, held).ok_or("the shape of a volume")?;
+            Volume::create(shape, &places, &ClientOptions::default())?;
+            let volume = Volume::open(shape, &places, &ClientOptions::default())?;
+            until_stdin_ends(VolumeServer::start(volume, "", &ServerOptions::new(Address::Unix(path.into())))?)
+        }
+        _ => Ok(()),
     }
-    let device = Arc::new(MemoryDevice::new(size.parse()?));
-    let offer = Offer { name: String::new(), description: String::new(), device };
-    let _server = Server::start(vec![offer], &ServerOptions::new(Address::Unix(path.into())))?;
+}
+
+/// Keeps `server` until this process's standard input ends, and then ends the process.
+fn until_stdin_ends<S>(server: S) -> Result<(), Failure> {
     io::stdin().read_to_end(&mut Vec::new())?;
+    drop(server);
     std::process::exit(0);
 }
 
@@ -136,6 +170,8 @@ impl Case {
 struct Rival {
     name: &'static str,
     process: Process,
+    /// The servers of a volume's copies.
+    copies: Vec<Process>,
     socket: PathBuf,
 }
 
@@ -147,6 +183,27 @@ impl Rival {
         Rival::start(OURS, command, socket)
     }
 
+    /// A volume with so many copies, and so many that hold a write before it is answered.
+    fn volume(
+        name: &'static str,
+        (copies, held): (usize, usize),
+        folder: &Path,
+        options: &Options,
+    ) -> Result<Rival, Failure> {
+        let mut command = Command::new(std::env::current_exe()?);
+        let socket = folder.join(format!("volume-{copies}"));
+        command.arg(SERVE_VOLUME).arg(&socket).args([(options.device_mib << 20).to_string(), held.to_string()]);
+        let mut servers = Vec::new();
+        for number in 0..copies {
+            let copy = folder.join(format!("copy-{copies}-{number}"));
+            let mut server = Command::new(std::env::current_exe()?);
+            server.arg(SERVE_COPY).arg(&copy);
+            servers.push(listening("a copy's server", server, &copy)?);
+            command.arg(copy);
+        }
+        Ok(Rival { copies: servers, ..Rival::start(name, command, socket)? })
+    }
+
     fn nbdkit(name: &'static str, threads: u32, folder: &Path, options: &Options) -> Result<Rival, Failure> {
         let socket = folder.join(format!("nbdkit-{threads}"));
         let mut command = Command::new("nbdkit");
@@ -156,17 +213,18 @@ impl Rival {
     }
 
     /// Starts it, and waits until it listens.
-    fn start(name: &'static str, mut command: Command, socket: PathBuf) -> Result<Rival, Failure> {
-        command.stdin(Stdio::piped()).stdout(Stdio::null());
-        let (mut process, _) = Process::start(name, command)?;
-        let until = Instant::now() + START_LIMIT;
-        while !socket.exists() {
-            if process.ended()?.is_some() || Instant::now() > until {
-                return Err(format!("{name} does not listen at {}", socket.display()).into());
-            }
-            std::thread::sleep(Duration::from_millis(5));
+    fn start(name: &'static str, command: Command, socket: PathBuf) -> Result<Rival, Failure> {
+        let process = listening(name, command, &socket)?;
+        Ok(Rival { name, process, copies: Vec::new(), socket })
+    }
+
+    /// Processor seconds of its processes so far.
+    fn cpu_seconds(&self) -> Result<f64, Failure> {
+        let mut seconds = self.process.cpu_seconds()?;
+        for copy in &self.copies {
+            seconds += copy.cpu_seconds()?;
         }
-        Ok(Rival { name, process, socket })
+        Ok(seconds)
     }
 
     /// Writes everything once, so that no case pays for memory that is touched for the first time.
@@ -185,7 +243,7 @@ impl Rival {
             format!("--runtime={}ms", options.millis),
             "--time_based".to_owned(),
         ];
-        let (server_before, client_before) = (self.process.cpu_seconds()?, cpu::of_ended_children()?);
+        let (server_before, client_before) = (self.cpu_seconds()?, cpu::of_ended_children()?);
         let said = self.fio(folder, &words.each_ref().map(String::as_str))?;
         let client = (cpu::of_ended_children()? - client_before).as_secs_f64();
         let figures = &said["jobs"][0][verb];
@@ -196,7 +254,7 @@ impl Rival {
             round,
             value: number("iops")?,
             reader_cpu_seconds: client,
-            source_cpu_seconds: self.process.cpu_seconds()? - server_before,
+            source_cpu_seconds: self.cpu_seconds()? - server_before,
             gigabytes: number("io_bytes")? / 1e9,
         })
     }
@@ -215,13 +273,37 @@ impl Rival {
     }
 }
 
-const OURS: &str = "ours";
+/// Starts a server, and waits until it listens at this socket.
+fn listening(name: &str, mut command: Command, socket: &Path) -> Result<Process, Failure> {
+    command.stdin(Stdio::piped()).stdout(Stdio::null());
+    let (mut process, _) = Process::start(name, command)?;
+    let until = Instant::now() + START_LIMIT;
+    while !socket.exists() {
+        if process.ended()?.is_some() || Instant::now() > until {
+            return Err(format!("{name} does not listen at {}", socket.display()).into());
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(process)
+}
+
+const OURS: &str = "ours, memory";
+
+/// Volumes: copies, and how many of them hold a write before it is answered.
+const VOLUMES: [(&str, usize, usize); 2] = [("volume, one copy", 1, 1), ("volume, three copies", 3, 2)];
 
 /// nbdkit with its device in memory, and its threads for a connection. Sixteen is what it has by default.
 const RIVALS: [(&str, u32); 2] = [("nbdkit memory", 16), ("nbdkit memory, one thread", 1)];
 
 /// First argument of the server's process; then its socket, and bytes.
 const SERVE: &str = "--serve-memory";
+
+/// First argument of the process that serves a volume; then its socket, bytes, how many copies hold a write, and the
+/// sockets of their servers.
+const SERVE_VOLUME: &str = "--serve-volume";
+
+/// First argument of the process of a copy's server; then its socket.
+const SERVE_COPY: &str = "--serve-copy";
 
 /// Targets: requests per second in multiples of nbdkit's.
 const ONE_AT_LEAST: f64 = 1.0;
