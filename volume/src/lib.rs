@@ -38,7 +38,6 @@
 
 pub mod client;
 pub mod copy;
-#[allow(dead_code)] // until servers have stores
 mod disk;
 pub mod layout;
 mod link;
@@ -50,7 +49,6 @@ pub mod reader;
 pub mod server;
 pub mod shape;
 pub mod store;
-#[cfg(test)] // until servers have stores
 mod tail;
 #[cfg(test)]
 mod tests;

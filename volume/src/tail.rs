@@ -41,11 +41,13 @@ impl<W> Tail<W> {
     }
 
     /// The last event.
+    #[cfg(test)]
     pub(crate) fn appended(&self) -> u64 {
         self.appended
     }
 
     /// The last event that is durable.
+    #[cfg(test)]
     pub(crate) fn synced(&self) -> u64 {
         self.synced
     }

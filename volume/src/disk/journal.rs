@@ -252,11 +252,6 @@ impl<F: Files> Journal<F> {
         self.superblock
     }
 
-    /// When all blocks were last read and checked.
-    pub(crate) fn scrubbed(&self) -> u64 {
-        self.superblock.scrubbed
-    }
-
     /// Says in the files that nothing in them is to be believed, so that no later process of this system does: what a
     /// sync has lost is still in the page cache, and looks whole. After a power cut the files are what is durable.
     pub(crate) fn lose(&mut self) {

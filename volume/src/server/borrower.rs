@@ -50,11 +50,16 @@ enum Failure {
     Fenced(Generation),
     /// The lender cannot lend.
     Lender(String),
+    /// The store here has no space.
+    Full(String),
 }
 
 impl From<Abandoned> for Failure {
-    fn from(_: Abandoned) -> Failure {
-        Failure::Abandoned
+    fn from(abandoned: Abandoned) -> Failure {
+        match abandoned {
+            Abandoned::Replaced => Failure::Abandoned,
+            Abandoned::Full(text) => Failure::Full(text),
+        }
     }
 }
 
@@ -68,6 +73,7 @@ impl Borrower {
             }
             Err(Failure::Abandoned) => tracing::debug!(lender = %self.lender, "a catch-up was abandoned"),
             Err(Failure::Fenced(by)) => answer(&self.writer, &Reply::Fenced { by }, Bytes::new()),
+            Err(Failure::Full(text)) => refuse(&self.writer, Cause::NoMemory, &text),
             Err(Failure::Lender(text)) => {
                 tracing::info!(lender = %self.lender, text, "a catch-up failed");
                 refuse(&self.writer, Cause::OutOfStep, &format!("catching up from {}: {text}", self.lender));

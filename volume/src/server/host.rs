@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -15,11 +16,17 @@ use super::answers::{answer, refuse};
 use super::borrower::Borrower;
 use super::budget::Budget;
 use super::exports::Exports;
+use super::kept::{Kept, Stores};
 use super::slot::{Done, Means, Slot};
 use super::staging::Staging;
+use crate::copy::Copy;
+use crate::disk::files::Failure;
+use crate::disk::recovery;
+use crate::layout::Layout;
 use crate::link::{self, LEAST_ROOM, MOST_ROOM, Security};
 use crate::message::{Standing, State};
 use crate::shape::{Shape, VolumeId};
+use crate::store::Store;
 use crate::wire::{Call, Cause, Mode, Reply, Room};
 
 /// See the module's text.
@@ -31,22 +38,85 @@ pub(super) struct Host {
     staging: Mutex<Staging>,
     budget: Arc<Budget>,
     exports: Exports,
+    /// `None`: copies are in memory only.
+    stores: Option<Arc<Stores>>,
     security: Security,
     is_stopping: Arc<AtomicBool>,
     borrowers: Mutex<Vec<JoinHandle<()>>>,
 }
 
 impl Host {
-    pub(super) fn new(options: &ServerOptions, exports: Exports) -> Host {
-        Host {
+    /// With the copies that are in its stores.
+    pub(super) fn new(options: &ServerOptions, exports: Exports) -> io::Result<Host> {
+        let stores = options.store.as_deref().map(Stores::open).transpose()?;
+        let host = Host {
             slots: Mutex::default(),
             connections: Mutex::default(),
             staging: Mutex::new(Staging::new(options.staging)),
             budget: Budget::new(options.memory),
             exports,
+            stores,
             security: options.security.clone(),
             is_stopping: Arc::default(),
             borrowers: Mutex::default(),
+        };
+        if let Some(stores) = &host.stores {
+            host.recover(stores)?;
+        }
+        Ok(host)
+    }
+
+    /// Brings the copies of the stores into memory. A store that cannot be believed is one that this server has not.
+    fn recover(&self, stores: &Arc<Stores>) -> io::Result<()> {
+        for (volume, folder) in stores.found()? {
+            let path = folder.folder().display().to_string();
+            let shape = match recovery::superblock(&folder) {
+                Ok(superblock) if superblock.shape.volume() == volume => superblock.shape,
+                Ok(_) => {
+                    tracing::error!(path, "the folder has the store of another volume: it is left alone");
+                    continue;
+                }
+                Err(failure) => {
+                    tracing::error!(path, %failure, "a copy is lost");
+                    continue;
+                }
+            };
+            let grant = self.budget.take(Layout::of(shape).length());
+            let grant = grant.ok_or_else(|| io::Error::other(format!("no memory for the copy in {path}: {MORE}")))?;
+            let memory = Store::create(shape).map_err(|error| io::Error::other(error.to_string()))?;
+            match stores.recover(folder, &memory) {
+                Ok((kept, standing, is_cut)) => {
+                    let copy = Copy::recovered(standing, is_cut);
+                    let slot = Slot::recovered(memory, grant, kept, copy, &self.exports);
+                    lock(&self.slots).insert(volume, Arc::new(slot));
+                }
+                // With space it would be found: it must not count as lost.
+                Err(failure @ Failure::Full { .. }) => return Err(io::Error::other(failure.to_string())),
+                Err(failure) => tracing::error!(path, %failure, "a copy is lost"),
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn stores(&self) -> Option<&Arc<Stores>> {
+        self.stores.as_ref()
+    }
+
+    pub(super) fn slots(&self) -> Vec<Arc<Slot>> {
+        lock(&self.slots).values().cloned().collect()
+    }
+
+    pub(super) fn stopping(&self) -> &AtomicBool {
+        &self.is_stopping
+    }
+
+    /// Leaves the stores in peace. No call arrives any more.
+    pub(super) fn close_stores(&self) {
+        for slot in self.slots() {
+            let mut state = slot.lock();
+            if let Some(Err(failure)) = state.kept().map(Kept::close) {
+                state.lose(&failure);
+            }
         }
     }
 
@@ -122,7 +192,7 @@ impl Host {
         if state.shape() != shape {
             return refuse(connection, Cause::Shape, OTHER_SHAPE);
         }
-        let done = state.create(&self.budget, &self.exports);
+        let done = state.create(&self.budget, &self.exports, self.stores.as_ref());
         let is_unused = state.is_unused();
         drop(state);
         if is_unused {
@@ -131,7 +201,7 @@ impl Host {
         match done {
             Done::Answer(reply, data) => answer(connection, &reply, data),
             Done::Refused(cause, text) => refuse(connection, cause, &text),
-            Done::Borrow { .. } => {}
+            Done::Later | Done::Borrow { .. } => {}
         }
     }
 
@@ -145,7 +215,8 @@ impl Host {
             return; // it was replaced by a newer connection, and is about to end
         }
         // Answered with the lock held: answers leave in the order of what they report.
-        let means = Means { room: self.room(connection), budget: &self.budget, exports: &self.exports };
+        let (room, stores) = (self.room(connection), self.stores.as_ref());
+        let means = Means { room, budget: &self.budget, exports: &self.exports, stores };
         let done = state.execute(connection, call, &delivery.data, means);
         if state.standing().state == State::Behind {
             slot.notify();
@@ -153,6 +224,7 @@ impl Host {
         match done {
             Done::Answer(reply, data) => answer(connection, &reply, data),
             Done::Refused(cause, text) => refuse(connection, cause, &text),
+            Done::Later => {}
             Done::Borrow { number, holder, since, lender } => {
                 drop(state);
                 let Ok(lender) = lender.parse::<Address>() else {
@@ -215,6 +287,8 @@ impl Dispatcher for Host {
         tracing::info!(%peer, %why, "a connection was rejected");
     }
 }
+
+const MORE: &str = "give the server at least as much as before";
 
 const NO_STAGING: &str = "the server has as many writers as its memory for writes under way permits: give it more";
 

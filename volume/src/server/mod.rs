@@ -12,9 +12,10 @@
 //! - `slot`: one volume. Every call of a connection is done here, in order, and answered.
 //! - `exports`: the regions of copies, readable for their writers.
 //! - `staging`: what writers may have under way.
+//! - `kept`: a copy's store, and who waits for it; `keeper`: the threads that sync, and make checkpoints.
 //! - `borrower`: brings a copy up to date from another server.
 //!
-//! Who ends what: the [`Server`] its messenger's workers and the borrowers' threads. A borrower ends by itself when its
+//! Who ends what: the [`Server`] its messenger's workers, the borrowers' threads and the keeper's. A borrower ends by itself when its
 //! copy is whole, or when its writer's connection is over.
 
 mod answers;
@@ -22,11 +23,15 @@ mod borrower;
 mod budget;
 mod exports;
 mod host;
+mod keeper;
+mod kept;
 mod slot;
 mod staging;
 
 use std::io;
+use std::path::PathBuf;
 use std::sync::Arc;
+use std::thread::JoinHandle;
 
 use remora_messenger::{Address, Messenger};
 
@@ -51,6 +56,9 @@ pub struct ServerOptions {
     /// The port at which writers on other hosts may read copies without asking, at the server's address; 0 is any port.
     /// `None`: they ask. These reads are neither encrypted nor authenticated, except that the reader proves its right.
     pub lanes: Option<u16>,
+    /// The folder for the copies' stores: what a server has there it has again after it was started again. `None`: the
+    /// copies end with the server.
+    pub store: Option<PathBuf>,
 }
 
 impl Default for ServerOptions {
@@ -62,29 +70,33 @@ impl Default for ServerOptions {
             workers: WORKERS,
             shm: true,
             lanes: None,
+            store: None,
         }
     }
 }
 
-/// A running server. Dropping it ends it, and with it the copies.
+/// A running server. Dropping it ends it, and with it the copies that have no store.
 #[derive(Debug)]
 pub struct Server {
     host: Arc<Host>,
     messenger: Option<Messenger>,
     address: Address,
+    keepers: Vec<JoinHandle<()>>,
 }
 
 impl Server {
     /// Starts a server.
     ///
     /// # Errors
-    /// The address cannot be listened at, or the system provides no thread.
+    /// The address cannot be listened at, the system provides no thread, or the stores cannot be used.
     pub fn start(address: &Address, options: &ServerOptions) -> io::Result<Server> {
-        let host = Arc::new(Host::new(options, Exports::open(address, options)));
+        let host = Arc::new(Host::new(options, Exports::open(address, options))?);
         let settings = link::options(&options.security, options.workers, MAX_SESSIONS);
         let messenger = Messenger::new(link::server_policy(), &settings, Arc::<Host>::clone(&host))?;
         let address = messenger.listen(address)?;
-        Ok(Server { host, messenger: Some(messenger), address })
+        let keepers = host.stores().map(|stores| keeper::start(&host, stores)).transpose()?;
+        let keepers = keepers.into_iter().flatten().collect();
+        Ok(Server { host, messenger: Some(messenger), address, keepers })
     }
 
     /// Where it listens, with the port that the system chose.
@@ -111,6 +123,12 @@ impl Server {
         self.host.stop();
         drop(self.messenger.take()); // no call arrives after this, so no further borrower begins
         self.host.join();
+        if !self.keepers.is_empty() {
+            for keeper in self.keepers.drain(..) {
+                let _ = keeper.join(); // a panic was reported where it happened
+            }
+            self.host.close_stores();
+        }
     }
 }
 

@@ -8,9 +8,15 @@ use bytes::Bytes;
 use remora_fabric::RegionId;
 use remora_messenger::Connection;
 
+use super::answers;
 use super::budget::{Budget, Grant};
 use super::exports::Exports;
+use super::kept::{Kept, Stores, Waiter};
 use crate::copy::{Copy, Refusal};
+use crate::disk::checkpoint::{Batch, Checkpoint};
+use crate::disk::files::Failure;
+use crate::disk::folder::Folder;
+use crate::disk::journal::Sync;
 use crate::layout::{Entry, Layout};
 use crate::message::{Holder, Standing};
 use crate::shape::{BLOCK_BYTES, Shape};
@@ -31,6 +37,8 @@ pub(super) struct State {
     copy: Copy,
     /// `None`: this server has no copy, or has forgotten it.
     store: Option<Store>,
+    /// What it keeps of the copy in files; `None`: nothing.
+    kept: Option<Kept>,
     /// The memory of the store.
     grant: Option<Grant>,
     /// The name by which the store can be read; `None` if it cannot.
@@ -55,6 +63,8 @@ pub(super) struct Means<'a> {
     pub(super) room: Room,
     pub(super) budget: &'a Arc<Budget>,
     pub(super) exports: &'a Exports,
+    /// `None`: copies are in memory only.
+    pub(super) stores: Option<&'a Arc<Stores>>,
 }
 
 /// What follows from a call.
@@ -63,6 +73,8 @@ pub(super) enum Done {
     Answer(Reply, Bytes),
     /// It is refused, and its connection ended.
     Refused(Cause, String),
+    /// It is answered when what it says is durable, or was answered.
+    Later,
     /// A borrower must be started. It answers.
     Borrow { number: u64, holder: Holder, since: Version, lender: String },
 }
@@ -71,6 +83,8 @@ pub(super) enum Done {
 pub(super) enum Abandoned {
     /// Its writer has gone or has begun another catch-up, or the server obeys another writer.
     Replaced,
+    /// The store has no space for what it takes.
+    Full(String),
 }
 
 impl From<Refusal> for Done {
@@ -82,12 +96,32 @@ impl From<Refusal> for Done {
     }
 }
 
+impl From<Done> for Abandoned {
+    fn from(done: Done) -> Abandoned {
+        match done {
+            Done::Refused(_, text) => Abandoned::Full(text),
+            _ => Abandoned::Replaced,
+        }
+    }
+}
+
 impl Slot {
     /// A volume of which this server has no copy.
     pub(super) fn unknown(shape: Shape) -> Slot {
         let (copy, sessions) = (Copy::default(), Vec::new());
-        let state = State { shape, copy, store: None, grant: None, region: None, sessions, catch_ups: 0 };
+        let state = State { shape, copy, store: None, kept: None, grant: None, region: None, sessions, catch_ups: 0 };
         Slot { state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    /// A volume whose copy was found in its store.
+    pub(super) fn recovered(store: Store, grant: Grant, kept: Kept, copy: Copy, exports: &Exports) -> Slot {
+        let slot = Slot::unknown(store.shape());
+        let mut state = slot.lock();
+        state.region = exports.export(store.memory());
+        (state.copy, state.store, state.grant, state.kept) = (copy, Some(store), Some(grant), Some(kept));
+        state.say();
+        drop(state);
+        slot
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
@@ -179,22 +213,30 @@ impl State {
     // ---- the copy ----
 
     /// Makes the copy of a new volume.
-    pub(super) fn create(&mut self, budget: &Arc<Budget>, exports: &Exports) -> Done {
+    pub(super) fn create(&mut self, budget: &Arc<Budget>, exports: &Exports, stores: Option<&Arc<Stores>>) -> Done {
         if self.store.is_some() {
             return Done::Refused(Cause::Shape, "the server has a copy of this volume already".into());
         }
-        if let Err(text) = self.allocate(budget, exports) {
+        let copy = Copy::created();
+        if let Err(text) = self.allocate(copy.standing(), budget, exports, stores) {
             return Done::Refused(Cause::NoMemory, text);
         }
-        self.copy = Copy::created();
+        self.copy = copy;
         self.say();
         answer(Reply::Created)
     }
 
-    /// Makes memory for a copy that this server does not have.
-    fn allocate(&mut self, budget: &Arc<Budget>, exports: &Exports) -> Result<(), String> {
+    /// Makes memory for a copy that this server does not have, and a store that says that it stands like this.
+    fn allocate(
+        &mut self,
+        standing: Standing,
+        budget: &Arc<Budget>,
+        exports: &Exports,
+        stores: Option<&Arc<Stores>>,
+    ) -> Result<(), String> {
         let grant = budget.take(Layout::of(self.shape).length()).ok_or(NO_MEMORY)?;
         let store = Store::create(self.shape).map_err(|error| error.to_string())?;
+        self.kept = stores.map(|stores| stores.make(self.shape, standing)).transpose()?;
         self.region = exports.export(store.memory());
         (self.store, self.grant) = (Some(store), Some(grant));
         Ok(())
@@ -216,15 +258,11 @@ impl State {
             _ if mode != Some(Mode::Write) => {
                 return Done::Refused(Cause::Misuse, "this connection is for loans".into());
             }
-            Call::Promise(holder) => self.promise(holder),
-            Call::Mark { holder, may_lack_tail } => self
-                .copy
-                .mark(holder, may_lack_tail)
-                .map(|applied| answer(Reply::Written { applied, durable: applied, room })),
-            Call::Flush(holder) => self.copy.confirm(holder).map(|()| {
-                let applied = self.copy.standing().applied;
-                answer(Reply::Written { applied, durable: applied, room })
-            }),
+            Call::Promise(holder) => self.promise(connection, holder, room),
+            Call::Mark { holder, may_lack_tail } => self.mark(connection, holder, may_lack_tail, room),
+            Call::Flush(holder) => {
+                self.copy.confirm(holder).map(|()| self.once_durable(connection, holder, false, room))
+            }
             Call::Confirm { holder, question } => {
                 self.copy.confirm(holder).map(|()| answer(Reply::Confirmed { question }))
             }
@@ -242,11 +280,25 @@ impl State {
     }
 
     /// A server without a copy promises nothing: it could not remember it.
-    fn promise(&mut self, holder: Holder) -> Result<Done, Refusal> {
+    fn promise(&mut self, connection: &Connection, holder: Holder, room: Room) -> Result<Done, Refusal> {
         if self.store.is_none() {
             return Err(Refusal::OutOfStep);
         }
-        self.copy.promise(holder).map(|standing| answer(Reply::Promised(standing)))
+        let mut next = self.copy;
+        next.promise(holder)?;
+        Ok(match self.commit(next, &[], &[]) {
+            Ok(()) => self.once_durable(connection, holder, true, room),
+            Err(done) => done,
+        })
+    }
+
+    fn mark(&mut self, connection: &Connection, holder: Holder, may_lack: bool, room: Room) -> Result<Done, Refusal> {
+        let mut next = self.copy;
+        next.mark(holder, may_lack)?;
+        Ok(match self.commit(next, &[], &[]) {
+            Ok(()) => self.once_durable(connection, holder, false, room),
+            Err(done) => done,
+        })
     }
 
     fn begin_catch_up(
@@ -256,12 +308,16 @@ impl State {
         lender: String,
         means: Means<'_>,
     ) -> Result<Done, Refusal> {
-        if self.store.is_none()
-            && let Err(text) = self.allocate(means.budget, means.exports)
-        {
+        let mut next = self.copy;
+        next.begin_catch_up(holder, since)?;
+        if self.store.is_some() {
+            if let Err(done) = self.commit(next, &[], &[]) {
+                return Ok(done);
+            }
+        } else if let Err(text) = self.allocate(next.standing(), means.budget, means.exports, means.stores) {
             return Ok(Done::Refused(Cause::NoMemory, text));
         }
-        self.copy.begin_catch_up(holder, since)?;
+        self.copy = next;
         self.catch_ups += 1;
         Ok(Done::Borrow { number: self.catch_ups, holder, since, lender })
     }
@@ -283,12 +339,19 @@ impl State {
         if !sums(data).eq(wanted.iter().copied()) {
             return Ok(Done::Refused(Cause::Damaged, format!("a block of write {version} was damaged on its way")));
         }
-        self.copy.write(holder, version)?;
+        let mut next = self.copy;
+        next.write(holder, version)?;
         let blocks = runs.iter().flat_map(|run| run.blocks());
-        for ((block, &crc), bytes) in blocks.zip(wanted).zip(data.chunks_exact(BLOCK_BYTES)) {
-            store.put(block, Entry { version, crc }, bytes);
+        let changes: Vec<_> = blocks.zip(wanted).map(|(block, &crc)| (block, Entry { version, crc })).collect();
+        if let Err(done) = self.commit(next, &changes, &[data]) {
+            return Ok(done);
         }
-        Ok(answer(Reply::Written { applied: version, durable: version, room }))
+        if let Some(store) = &self.store {
+            for (&(block, entry), bytes) in changes.iter().zip(data.chunks_exact(BLOCK_BYTES)) {
+                store.put(block, entry, bytes);
+            }
+        }
+        Ok(answer(Reply::Written { applied: version, durable: self.durable(), room }))
     }
 
     fn read(&mut self, holder: Holder, number: u64, run: Run) -> Result<Done, Refusal> {
@@ -329,9 +392,107 @@ impl State {
         };
         taken.map_err(|damaged| {
             tracing::error!(volume = %self.shape.volume(), %damaged, "the copy must be taken back");
-            self.copy.damaged();
+            self.damaged();
             Done::Refused(Cause::Damaged, damaged.to_string())
         })
+    }
+
+    /// A block is damaged: the copy is behind.
+    pub(super) fn damaged(&mut self) {
+        let mut next = self.copy;
+        next.damaged();
+        match self.commit(next, &[], &[]) {
+            // If the store has no space for that, it has the block.
+            Err(Done::Refused(..)) | Ok(()) => self.copy = next,
+            Err(_) => {}
+        }
+    }
+
+    // ---- the store ----
+
+    /// The copy becomes this, with these blocks: first in the store. The blocks in memory are the caller's. `Err`: it
+    /// does not become it.
+    fn commit(&mut self, next: Copy, changes: &[(u64, Entry)], blocks: &[&[u8]]) -> Result<(), Done> {
+        let is_event = !changes.is_empty() || next.standing() != self.copy.standing();
+        if let Some(kept) = self.kept.as_mut().filter(|_| is_event) {
+            match kept.append(next.standing(), changes, blocks) {
+                Ok(()) => {}
+                Err(failure @ Failure::Full { .. }) => {
+                    tracing::error!(volume = %self.shape.volume(), %failure, "the copy was not changed");
+                    return Err(Done::Refused(Cause::NoMemory, failure.to_string()));
+                }
+                Err(failure) => {
+                    self.lose(&failure);
+                    return Err(Done::Later);
+                }
+            }
+        }
+        self.copy = next;
+        Ok(())
+    }
+
+    /// Up to which version the copy is whole whatever happens; without a store: what is applied.
+    fn durable(&self) -> Version {
+        self.kept.as_ref().map_or(self.copy.standing().applied, Kept::durable)
+    }
+
+    /// Answers once everything so far is durable.
+    fn once_durable(&mut self, connection: &Connection, holder: Holder, is_promise: bool, room: Room) -> Done {
+        let waiter = Waiter { connection: connection.clone(), holder, is_promise, room };
+        let ready = match &mut self.kept {
+            Some(kept) => kept.wait(waiter),
+            None => Some(waiter),
+        };
+        ready.map_or(Done::Later, |waiter| self.reached(&waiter))
+    }
+
+    /// What is said now that it is durable. Another writer may have come since it was asked.
+    fn reached(&self, waiter: &Waiter) -> Done {
+        let standing = self.copy.standing();
+        match self.copy.confirm(waiter.holder) {
+            Ok(()) if waiter.is_promise => answer(Reply::Promised(standing)),
+            Ok(()) => answer(Reply::Written { applied: standing.applied, durable: self.durable(), room: waiter.room }),
+            Err(refusal) => Done::from(refusal),
+        }
+    }
+
+    /// The store of the copy.
+    pub(super) fn kept(&mut self) -> Option<&mut Kept> {
+        self.kept.as_mut()
+    }
+
+    /// The store was synced: those that waited for it are answered.
+    pub(super) fn synced(&mut self, sync: &Sync<Folder>) {
+        let waiters = self.kept.as_mut().map(|kept| kept.synced(sync)).unwrap_or_default();
+        for waiter in waiters.into_iter().filter(|waiter| self.has(&waiter.connection)) {
+            match self.reached(&waiter) {
+                Done::Answer(reply, data) => answers::answer(&waiter.connection, &reply, data),
+                Done::Refused(cause, text) => answers::refuse(&waiter.connection, cause, &text),
+                Done::Later | Done::Borrow { .. } => {}
+            }
+        }
+    }
+
+    /// The next blocks for the extents.
+    pub(super) fn next_batch(&self, checkpoint: &mut Checkpoint<Folder>) -> Batch {
+        let (Some(kept), Some(store)) = (&self.kept, &self.store) else { return Batch::new() };
+        kept.next_batch(checkpoint, store)
+    }
+
+    /// The store has failed, and the copy is lost with it: nothing of what it has promised can be kept. The server is
+    /// one without a copy, until a writer gives it one.
+    pub(super) fn lose(&mut self, failure: &Failure) {
+        tracing::error!(volume = %self.shape.volume(), %failure, "the copy is lost");
+        if let Some(kept) = &mut self.kept {
+            kept.lose();
+        }
+        self.copy = Copy::default();
+        self.say(); // its region may still be mapped
+        (self.store, self.kept, self.grant, self.region) = (None, None, None, None);
+        self.catch_ups += 1;
+        for session in &self.sessions {
+            answers::refuse(&session.connection, Cause::Lost, &failure.to_string());
+        }
     }
 
     // ---- a catch-up ----
@@ -352,16 +513,23 @@ impl State {
         applied: Version,
     ) -> Result<Vec<u64>, Abandoned> {
         self.expect(number, writer)?;
-        let mut needed = Vec::new();
+        let (mut needed, mut unwritten) = (Vec::new(), Vec::new());
         for (block, &their) in (first..).zip(theirs) {
             let ours = self.store.as_ref().and_then(|store| store.entry(block));
             let is_taken = self.takes(ours, their, applied)?;
             if !is_taken || ours == Some(their) {
                 continue;
             }
-            match &self.store {
-                Some(store) if !their.is_written() => store.put(block, their, &[0; BLOCK_BYTES]),
-                _ => needed.push(block),
+            if their.is_written() {
+                needed.push(block);
+            } else {
+                unwritten.push((block, their));
+            }
+        }
+        self.commit(self.copy, &unwritten, &[]).map_err(Abandoned::from)?;
+        for (block, entry) in unwritten {
+            if let Some(store) = &self.store {
+                store.put(block, entry, &[0; BLOCK_BYTES]);
             }
         }
         Ok(needed)
@@ -377,12 +545,20 @@ impl State {
         data: &[u8],
     ) -> Result<(), Abandoned> {
         self.expect(number, writer)?;
+        let mut taken = Vec::new();
         for ((block, &their), bytes) in (first..).zip(theirs).zip(data.chunks_exact(BLOCK_BYTES)) {
             let ours = self.store.as_ref().and_then(|store| store.entry(block));
-            if self.takes(ours, their, applied)?
-                && let Some(store) = &self.store
-            {
-                store.put(block, their, bytes);
+            if self.takes(ours, their, applied)? {
+                taken.push((block, their, bytes));
+            }
+        }
+        let changes: Vec<_> = taken.iter().map(|&(block, entry, _)| (block, entry)).collect();
+        let written = taken.iter().filter(|(_, entry, _)| entry.is_written());
+        let blocks: Vec<_> = written.map(|&(.., bytes)| bytes).collect();
+        self.commit(self.copy, &changes, &blocks).map_err(Abandoned::from)?;
+        for (block, entry, bytes) in taken {
+            if let Some(store) = &self.store {
+                store.put(block, entry, bytes);
             }
         }
         Ok(())
@@ -396,9 +572,11 @@ impl State {
     /// All blocks were compared. Returns the version up to which the copy is whole, if it is.
     pub(super) fn try_complete(&mut self, number: u64, writer: &Connection) -> Result<Option<Version>, Abandoned> {
         self.expect(number, writer)?;
-        if !self.copy.try_complete() {
+        let mut next = self.copy;
+        if !next.try_complete() {
             return Ok(None);
         }
+        self.commit(next, &[], &[]).map_err(Abandoned::from)?;
         self.say();
         Ok(Some(self.copy.standing().applied))
     }

@@ -1,13 +1,14 @@
 //! Servers as processes of their own: killed, stopped and continued, while a checking writer goes on.
 
 use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use remora_lab::process::Process;
 use remora_messenger::Address;
 use remora_volume::client::{ClientOptions, Volume, new_id};
-use remora_volume::server::Server;
+use remora_volume::server::{Server, ServerOptions};
 use remora_volume::shape::{Copies, Shape};
 use rustix::process::Signal;
 
@@ -17,11 +18,15 @@ use crate::pattern::Checker;
 /// Tells a process of this test's program that it is a server, and where it listens.
 const LISTEN: &str = "REMORA_VOLUME_TEST_LISTEN";
 
+/// And where its stores are, if it has some.
+const STORE: &str = "REMORA_VOLUME_TEST_STORE";
+
 /// Not a test: the server of the tests below, which start this program again. Without their variable it does nothing.
 #[test]
 fn a_server_for_the_other_tests() {
     let Ok(address) = std::env::var(LISTEN) else { return };
-    let server = Server::start(&address.parse().unwrap(), &server_options()).unwrap();
+    let options = ServerOptions { store: std::env::var_os(STORE).map(Into::into), ..server_options() };
+    let server = Server::start(&address.parse().unwrap(), &options).unwrap();
     println!("\nlistening {}", server.address());
     let _ = std::io::stdin().read(&mut [0]); // until it is killed, or the test ends
 }
@@ -32,10 +37,14 @@ pub struct Remote {
 }
 
 impl Remote {
-    fn start(address: &str) -> Remote {
+    fn start(address: &str, store: Option<&Path>) -> Remote {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "processes::a_server_for_the_other_tests", "--nocapture", "--test-threads=1"]);
-        command.env(LISTEN, address).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command
+            .envs(store.map(|store| (STORE, store)))
+            .env(LISTEN, address)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
         let (process, pipes) = Process::start("a volume's server", command).unwrap();
         let mut lines = BufReader::new(pipes.stdout.unwrap()).lines();
         let address = lines.find_map(|line| line.unwrap().strip_prefix("listening ").map(str::to_owned)).unwrap();
@@ -47,15 +56,28 @@ impl Remote {
 pub struct Remotes {
     pub shape: Shape,
     pub servers: Vec<Remote>,
+    /// The folder in which each has its stores.
+    stores: Option<PathBuf>,
 }
 
 impl Remotes {
     pub fn new(blocks: u64) -> Remotes {
+        Remotes::with(blocks, None)
+    }
+
+    pub fn with(blocks: u64, stores: Option<&Path>) -> Remotes {
         let shape = Shape::new(new_id().unwrap(), blocks, Copies::new(3, 2).unwrap()).unwrap();
-        let servers: Vec<_> = (0..3).map(|_| Remote::start("tcp:127.0.0.1:0")).collect();
-        let remotes = Remotes { shape, servers };
+        let mut remotes = Remotes { shape, servers: Vec::new(), stores: stores.map(Into::into) };
+        for number in 0..3 {
+            let server = Remote::start("tcp:127.0.0.1:0", remotes.store(number).as_deref());
+            remotes.servers.push(server);
+        }
         Volume::create(shape, &remotes.addresses(), &options()).unwrap();
         remotes
+    }
+
+    fn store(&self, number: usize) -> Option<PathBuf> {
+        self.stores.as_ref().map(|stores| stores.join(number.to_string()))
     }
 
     pub fn addresses(&self) -> Vec<Address> {
@@ -72,7 +94,7 @@ impl Remotes {
 
     pub fn restart(&mut self, number: usize) {
         let address = self.servers[number].address.to_string();
-        self.servers[number] = Remote::start(&address);
+        self.servers[number] = Remote::start(&address, self.store(number).as_deref());
     }
 }
 
@@ -85,7 +107,7 @@ fn took(volume: &Volume, checker: &mut Checker) -> Duration {
 }
 
 /// Writes for a while. Returns the longest time that an acknowledged write took.
-fn write_for(volume: &Volume, checker: &mut Checker, time: Duration) -> Duration {
+pub fn write_for(volume: &Volume, checker: &mut Checker, time: Duration) -> Duration {
     let until = Instant::now() + time;
     let mut longest = Duration::ZERO;
     while Instant::now() < until {
@@ -95,7 +117,7 @@ fn write_for(volume: &Volume, checker: &mut Checker, time: Duration) -> Duration
 }
 
 /// Waits until every copy is whole, while writes go on.
-fn all_are_whole(volume: &Volume, checker: &mut Checker) {
+pub fn all_are_whole(volume: &Volume, checker: &mut Checker) {
     let deadline = Instant::now() + Duration::from_secs(30);
     while volume.members().len() < 3 {
         assert!(Instant::now() < deadline, "a copy was not taken back within 30 s: {:?}", volume.members());

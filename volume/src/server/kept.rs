@@ -1,0 +1,224 @@
+//! Kept: the store of one copy, and who waits for it; and what the stores of a server share.
+
+use std::io;
+use std::path::Path;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use remora_messenger::Connection;
+
+use crate::disk::checkpoint::{Batch, Checkpoint};
+use crate::disk::files::Failure;
+use crate::disk::folder::Folder;
+use crate::disk::journal::{Journal, Sync, write_superblock};
+use crate::disk::recovery::{self, Found};
+use crate::disk::root::Root;
+use crate::disk::superblock::Superblock;
+use crate::layout::{Entry, Layout};
+use crate::message::{Holder, Standing};
+use crate::shape::{Shape, VolumeId};
+use crate::store::Store;
+use crate::tail::Tail;
+use crate::version::Version;
+use crate::wire::Room;
+
+/// The folder of a server's stores.
+#[derive(Debug)]
+pub(super) struct Stores {
+    root: Root,
+    /// Somebody waits for a sync.
+    is_awaited: Mutex<bool>,
+    awaited: Condvar,
+}
+
+impl Stores {
+    pub(super) fn open(path: &Path) -> io::Result<Arc<Stores>> {
+        let root = Root::open(path)?;
+        Ok(Arc::new(Stores { root, is_awaited: Mutex::new(false), awaited: Condvar::new() }))
+    }
+
+    /// The stores that are there.
+    pub(super) fn found(&self) -> io::Result<Vec<(VolumeId, Folder)>> {
+        self.root.stores()
+    }
+
+    /// A new store for a copy without any written block.
+    pub(super) fn make(self: &Arc<Stores>, shape: Shape, standing: Standing) -> Result<Kept, String> {
+        let folder = self
+            .root
+            .make(shape.volume())
+            .map_err(|error| format!("no folder for the copy in {}: {error}", self.root.path().display()))?;
+        let files = Arc::new(folder);
+        let length = Journal::<Folder>::segment_bytes(Layout::of(shape));
+        let number = getrandom::u64().map_err(|error| error.to_string())?;
+        let made = recovery::create(Arc::clone(&files), shape, length, (number, self.root.boot()), standing);
+        let journal = made.map_err(|failure| {
+            self.root.remove(shape.volume());
+            failure.to_string()
+        })?;
+        Ok(Kept::new(self, files, journal, number, standing))
+    }
+
+    /// The copy in a folder. Its blocks go to this memory.
+    pub(super) fn recover(
+        self: &Arc<Stores>,
+        folder: Folder,
+        memory: &Store,
+    ) -> Result<(Kept, Standing, bool), Failure> {
+        let files = Arc::new(folder);
+        let length = Journal::<Folder>::segment_bytes(memory.layout());
+        let Found { journal, standing, is_cut, lacks, last } =
+            recovery::recover(Arc::clone(&files), self.root.boot(), length, memory)?;
+        let volume = memory.shape().volume();
+        match lacks {
+            Some(why) => tracing::error!(%volume, why, "the store of a copy is damaged: the copy must be taken back"),
+            None => tracing::info!(%volume, applied = %standing.applied, last, is_cut, "a copy was found in its store"),
+        }
+        let number = getrandom::u64().unwrap_or_default();
+        Ok((Kept::new(self, files, journal, number, standing), standing, is_cut))
+    }
+
+    /// A sync is wanted at once.
+    pub(super) fn wake(&self) {
+        *self.is_awaited.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.awaited.notify_one();
+    }
+
+    /// Waits until a sync is wanted, for up to `limit`.
+    pub(super) fn wait(&self, limit: Duration) {
+        let mut is_awaited = self.is_awaited.lock().unwrap_or_else(PoisonError::into_inner);
+        if !*is_awaited {
+            is_awaited = match self.awaited.wait_timeout(is_awaited, limit) {
+                Ok((guard, _)) => guard,
+                Err(error) => error.into_inner().0,
+            };
+        }
+        *is_awaited = false;
+    }
+}
+
+/// An answer that waits until everything so far is durable.
+pub(super) struct Waiter {
+    pub(super) connection: Connection,
+    pub(super) holder: Holder,
+    pub(super) is_promise: bool,
+    pub(super) room: Room,
+}
+
+/// The store of one copy. The copy's lock guards it.
+pub(super) struct Kept {
+    stores: Arc<Stores>,
+    files: Arc<Folder>,
+    journal: Journal<Folder>,
+    tail: Tail<Waiter>,
+    /// A store that is made again has another one.
+    number: u64,
+    /// When the last sync began.
+    synced_at: Instant,
+    /// A checkpoint waits for a sync.
+    is_wanted: bool,
+}
+
+impl Kept {
+    fn new(
+        stores: &Arc<Stores>,
+        files: Arc<Folder>,
+        journal: Journal<Folder>,
+        number: u64,
+        standing: Standing,
+    ) -> Kept {
+        let tail = Tail::at(journal.appended(), standing);
+        let (stores, synced_at) = (Arc::clone(stores), Instant::now());
+        Kept { stores, files, journal, tail, number, synced_at, is_wanted: false }
+    }
+
+    pub(super) fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Up to which version the copy is whole whatever happens.
+    pub(super) fn durable(&self) -> Version {
+        self.tail.durable()
+    }
+
+    /// Appends an event.
+    pub(super) fn append(
+        &mut self,
+        standing: Standing,
+        changes: &[(u64, Entry)],
+        blocks: &[&[u8]],
+    ) -> Result<(), Failure> {
+        let event = self.journal.append(standing, changes, blocks)?;
+        let appended = self.tail.append(standing);
+        debug_assert_eq!(event, appended, "the journal and its tail count the same events");
+        Ok(())
+    }
+
+    /// This waits until everything so far is durable. `Some`: it is.
+    pub(super) fn wait(&mut self, waiter: Waiter) -> Option<Waiter> {
+        let ready = self.tail.wait(waiter);
+        if ready.is_none() {
+            self.stores.wake();
+        }
+        ready
+    }
+
+    /// What must be synced now: at once if an answer waits, and else after a while.
+    pub(super) fn begin_sync(&mut self, now: Instant) -> Option<Sync<Folder>> {
+        let is_due = now.saturating_duration_since(self.synced_at) >= SYNC_EVERY;
+        if !is_due && !self.is_wanted && !self.tail.is_awaited() {
+            return None;
+        }
+        (self.synced_at, self.is_wanted) = (now, false);
+        self.journal.begin_sync()
+    }
+
+    /// It was synced. Returns those that waited for it.
+    pub(super) fn synced(&mut self, sync: &Sync<Folder>) -> Vec<Waiter> {
+        self.journal.synced(sync);
+        self.tail.sync(sync.through)
+    }
+
+    /// Those that wait, and will not be answered.
+    pub(super) fn lose(&mut self) {
+        self.journal.lose();
+    }
+
+    // ---- checkpoints ----
+
+    pub(super) fn begin_checkpoint(&mut self) -> Option<(Checkpoint<Folder>, Superblock)> {
+        self.journal.begin_checkpoint()
+    }
+
+    pub(super) fn next_batch(&self, checkpoint: &mut Checkpoint<Folder>, store: &Store) -> Batch {
+        checkpoint.next(&self.journal, store)
+    }
+
+    /// The last event. [`Kept::is_synced`] will hold soon.
+    pub(super) fn want_sync(&mut self) -> u64 {
+        self.is_wanted = true;
+        self.stores.wake();
+        self.journal.appended()
+    }
+
+    pub(super) fn is_synced(&self, event: u64) -> bool {
+        self.journal.is_synced(event)
+    }
+
+    pub(super) fn journal(&mut self) -> &mut Journal<Folder> {
+        &mut self.journal
+    }
+
+    /// The server ends in peace. No event follows.
+    pub(super) fn close(&mut self) -> Result<(), Failure> {
+        if let Some(sync) = self.journal.begin_sync() {
+            sync.run()?;
+            self.synced(&sync);
+        }
+        let superblock = self.journal.next_superblock(|superblock| superblock.is_clean = true);
+        write_superblock(&*self.files, superblock)
+    }
+}
+
+/// What was answered is durable after this and one sync, although no client has asked for it.
+pub(super) const SYNC_EVERY: Duration = Duration::from_millis(100);
