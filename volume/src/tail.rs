@@ -1,7 +1,7 @@
 //! Tail: what a copy has done and its store has not made durable yet.
 //!
-//! Everything that changes a copy is an event in its journal, in order. So what a power cut leaves is the copy as it was
-//! after one of them, at or after the last one that was synced. What must not be undone is answered once it is synced.
+//! Everything that changes a copy is an event in its journal, in order. So what a power cut leaves is the copy as it
+//! was after one of them, at or after the last one that was synced. What must not be undone is answered once it is.
 
 use std::collections::VecDeque;
 

@@ -22,7 +22,7 @@ pub struct VolumeArgs {
 /// The subcommands of `remora volume`.
 #[derive(Clone, Debug, Subcommand)]
 pub enum VolumeAction {
-    /// Lend memory of this host to volumes, until stopped. The copies end with it.
+    /// Lend memory of this host to volumes, until stopped. The copies end with it, unless it has a store.
     Serve(ServeArgs),
     /// Make a new volume on these servers, and write what a client must know into a new file.
     Create(CreateArgs),
@@ -56,6 +56,12 @@ pub struct ServeArgs {
     /// Memory for copies. It is taken when a volume is made here.
     #[arg(long, value_name = "SIZE", default_value = "1GiB", help_heading = "Memory")]
     pub memory: Size,
+
+    /// Folder in which copies are kept, too: a server that is started again with it has them again. It is made if it is
+    /// missing. Each copy takes its size there, and its journal up to a quarter more while it is written: 16 MiB at
+    /// least, and usually 192 MiB at most. Without it, copies are in memory only.
+    #[arg(long, value_name = "FOLDER", help_heading = "Memory")]
+    pub store: Option<PathBuf>,
 
     /// What all clients together may have under way here, in bytes of writes.
     #[arg(long, value_name = "SIZE", default_value = "256MiB", help_heading = "Memory")]
@@ -155,6 +161,8 @@ Examples:
       --servers 127.0.0.1:7480,127.0.0.1:7481,127.0.0.1:7482
     remora volume nbd data.volume --socket /run/user/0/data.nbd --token-file token &
     nbdinfo nbd+unix:///?socket=/run/user/0/data.nbd
+  Servers that have their copies again after a power cut:
+    remora volume serve --listen 10.0.0.1:7480 --store /var/lib/remora --token-file token
   Which copies are whole:
     remora volume status data.volume --token-file token
 

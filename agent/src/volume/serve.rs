@@ -1,5 +1,7 @@
 //! `remora volume serve`.
 
+use std::io::ErrorKind;
+
 use remora_messenger::Address;
 use remora_volume::server::{Server, ServerOptions};
 
@@ -18,19 +20,26 @@ pub(super) async fn run(args: ServeArgs) -> Result<(), Failure> {
     let protection = Protection::read(&args.protection)?;
     let _rereading = protection.tokens.read_again_on_hangup()?;
     let (listen, security) = (protection.address("--listen", args.listen)?, protection.of_connections()?);
-    let options =
-        ServerOptions { memory: args.memory.get(), staging: args.staging.get(), security, ..ServerOptions::default() };
-    let server = Server::start(&listen, &options).map_err(|error| {
-        Failure::local(format!("cannot listen on {}: {error}; set another address with --listen", args.listen))
+    let (memory, staging) = (args.memory.get(), args.staging.get());
+    let options = ServerOptions { memory, staging, security, store: args.store.clone(), ..ServerOptions::default() };
+    let server = blocking(move || Ok(Server::start(&listen, &options))).await?.map_err(|error| match error.kind() {
+        ErrorKind::AddrInUse | ErrorKind::AddrNotAvailable => {
+            Failure::local(format!("cannot listen on {}: {error}; set another address with --listen", args.listen))
+        }
+        _ => Failure::local(format!("cannot start the server at {}: {error}", args.listen)),
     })?;
     let address = match server.address() {
         Address::Tcp(address) | Address::Tls(address) => *address,
         _ => args.listen,
     };
     let protection = protection.text(args.listen);
-    tracing::info!(listening = %address, memory = %args.memory, protection, "volume server ready");
+    let store = args.store.as_ref().map_or("none".to_owned(), |store| store.display().to_string());
+    tracing::info!(listening = %address, memory = %args.memory, protection, store, "volume server ready");
     let signal = signals.next().await;
-    tracing::info!("stopped by {signal}: the copies in this server's memory are gone");
+    match args.store {
+        Some(_) => tracing::info!("stopped by {signal}: the copies are in {store}"),
+        None => tracing::info!("stopped by {signal}: the copies in this server's memory are gone"),
+    }
     blocking(move || {
         server.stop();
         Ok(())

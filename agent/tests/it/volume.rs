@@ -45,7 +45,16 @@ impl Scene {
     }
 
     fn serve(&self, listen: &str) -> (Agent, String) {
-        let mut server = self.start(&["serve", "--listen", listen, "--memory", "64MiB"]);
+        self.serve_with(&["serve", "--listen", listen, "--memory", "64MiB"])
+    }
+
+    /// A server whose copies are in this folder, too.
+    fn serve_kept(&self, listen: &str, store: &str) -> (Agent, String) {
+        self.serve_with(&["serve", "--listen", listen, "--memory", "64MiB", "--store", store])
+    }
+
+    fn serve_with(&self, args: &[&str]) -> (Agent, String) {
+        let mut server = self.start(args);
         let line = server.wait_for_line("volume server ready", LONG).unwrap();
         let address = line.split("listening=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap().to_owned();
         (server, address)
@@ -116,6 +125,40 @@ fn a_volume_is_made_written_taken_over_and_shown_by_commands() {
     scene.servers[2].kill().unwrap();
     says(&scene.end(&["status", &file], 10), &["1 servers that hold the volume answer, and 2 are needed"]);
     says(&scene.end(&["nbd", &file, "--socket", &two, "--copy-timeout", "1s"], 10), &[&file, "2 are needed"]);
+}
+
+#[test]
+fn servers_with_stores_have_the_volume_again_after_all_of_them_were_killed() {
+    let Some(()) = require::nbd_clients() else { return };
+    let mut scene = Scene::new(None, &[]);
+    let addresses = scene.addresses.clone();
+    let restart = |scene: &mut Scene| {
+        for (number, address) in addresses.iter().enumerate() {
+            scene.servers[number].kill().unwrap();
+            let store = scene.stage.path(&format!("stores/{number}"));
+            (scene.servers[number], _) = scene.serve_kept(address, &store);
+            says(&scene.servers[number].output(), &[&format!("store=\"{store}\"")]);
+        }
+    };
+    restart(&mut scene); // those of the scene have no stores
+    let file = scene.create("kept.volume");
+    let socket = scene.socket("kept");
+    let mut nbd = scene.nbd(&file, &socket);
+    qemu_io(&socket, &["write -P 7 0 1M", "flush", "write -P 8 1M 1M"]).unwrap();
+    nbd.kill().unwrap();
+    restart(&mut scene);
+    says(&scene.end(&["status", &file], 0), &["whole ", "writer 1"]);
+    // The same folder is not for two servers.
+    let store = scene.stage.path("stores/0");
+    let refused = scene.end(&["serve", "--listen", "127.0.0.1:0", "--store", &store], 8);
+    says(&refused, &["another server has its stores there", "--store"]);
+
+    let mut nbd = scene.nbd(&file, &socket);
+    qemu_io(&socket, &["read -P 7 0 1M", "read -P 8 1M 1M"]).unwrap();
+    nbd.signal(Signal::TERM).unwrap();
+    ends(&mut nbd, 0);
+    scene.servers[0].signal(Signal::TERM).unwrap();
+    says(&ends(&mut scene.servers[0], 0), &["the copies are in", &store]);
 }
 
 #[test]

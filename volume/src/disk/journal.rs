@@ -39,7 +39,8 @@ pub(crate) struct Journal<F> {
 pub(super) struct Due {
     /// The segment that is the first one needed after it.
     pub(super) base: u64,
-    /// The first event of that segment. When it is durable, so is everything before it.
+    /// An event of that segment, the first one if not a later one: no block below was changed after it. When it is
+    /// durable, so is everything before it.
     pub(super) event: u64,
     /// Blocks that were changed before; `None` once it is under way.
     pub(super) blocks: Option<BTreeSet<u64>>,
@@ -240,8 +241,14 @@ impl<F: Files> Journal<F> {
 
     /// The checkpoint is complete, or was given up: then these blocks are still to be moved.
     pub(super) fn end_checkpoint(&mut self, left: BTreeSet<u64>) {
+        let was_given_up = !left.is_empty();
         self.due = None;
         self.dirty.extend(left);
+        if !was_given_up && self.segment > self.superblock.base {
+            // Segments became full meanwhile.
+            let blocks = Some(std::mem::take(&mut self.dirty));
+            self.due = Some(Due { base: self.segment, event: self.appended, blocks });
+        }
     }
 
     /// The superblock as it is to be written next. Each one that was taken is written.

@@ -15,8 +15,8 @@
 //! - `kept`: a copy's store, and who waits for it; `keeper`: the threads that sync, and make checkpoints.
 //! - `borrower`: brings a copy up to date from another server.
 //!
-//! Who ends what: the [`Server`] its messenger's workers, the borrowers' threads and the keeper's. A borrower ends by itself when its
-//! copy is whole, or when its writer's connection is over.
+//! Who ends what: the [`Server`] its messenger's workers, the borrowers' threads and the keeper's. A borrower ends by
+//! itself when its copy is whole, or when its writer's connection is over.
 
 mod answers;
 mod borrower;

@@ -32,6 +32,7 @@ pub(super) struct Slot {
 }
 
 /// What the lock guards.
+// Larger than the bound: a method for each call, for each step of a catch-up, and for each of the store.
 pub(super) struct State {
     shape: Shape,
     copy: Copy,
