@@ -32,11 +32,13 @@ pub enum Code {
     Volume = 10,
     /// Another writer has opened the volume. A service manager must not restart this one.
     Replaced = 11,
+    /// Another writer has the volume open, and is at work. Nothing was changed.
+    InUse = 12,
 }
 
 impl Code {
     /// All codes, in order.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Differs,
         Self::Usage,
         Self::Refused,
@@ -48,6 +50,7 @@ impl Code {
         Self::Undecided,
         Self::Volume,
         Self::Replaced,
+        Self::InUse,
     ];
 
     /// The exit status of the process.
@@ -75,6 +78,7 @@ impl Code {
             }
             Self::Volume => "volume: too few of its servers answer, or a server refuses the request",
             Self::Replaced => "volume: another writer has opened it; do not restart this one without need",
+            Self::InUse => "volume: another writer is at work, and --take-over was not given; nothing was changed",
         }
     }
 }

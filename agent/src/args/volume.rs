@@ -29,7 +29,7 @@ pub enum VolumeAction {
     /// Show how the copies of a volume stand.
     Status(VolumeStatusArgs),
     /// Open a volume for writing, and serve it as a block device by NBD, until stopped. No earlier writer writes from
-    /// then on.
+    /// then on; one that is still at work is replaced only with `--take-over`.
     Nbd(NbdArgs),
 }
 
@@ -133,6 +133,11 @@ pub struct NbdArgs {
     #[arg(long, value_name = "NAME", default_value = "")]
     pub export: String,
 
+    /// Open the volume although another writer is at work. That one writes no more, and ends. Without this option the
+    /// command ends with code 12 if a server has heard another writer within the last 10 seconds.
+    #[arg(long)]
+    pub take_over: bool,
+
     /// How long a server may leave a question unanswered before the volume goes on without it.
     #[arg(long, value_name = "TIME", default_value = "5s", value_parser = parse_duration)]
     pub copy_timeout: Duration,
@@ -167,6 +172,14 @@ Examples:
     remora volume status data.volume --token-file token
 
 {}",
-        exit::help_table(&[Code::Usage, Code::Refused, Code::Interrupted, Code::Local, Code::Volume, Code::Replaced])
+        exit::help_table(&[
+            Code::Usage,
+            Code::Refused,
+            Code::Interrupted,
+            Code::Local,
+            Code::Volume,
+            Code::Replaced,
+            Code::InUse
+        ])
     )
 }

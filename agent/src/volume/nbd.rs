@@ -32,6 +32,7 @@ pub(super) async fn run(args: NbdArgs) -> Result<(), Failure> {
     let options = ClientOptions {
         security: protection.of_connections()?,
         copy_limit: args.copy_timeout,
+        take_over: args.take_over,
         ..ClientOptions::default()
     };
     let opening = name.clone();
@@ -87,6 +88,10 @@ fn not_loopback(listen: Option<SocketAddr>) -> String {
 
 /// How a volume ended, and what to do.
 fn failure(name: &str, error: &Error) -> Failure {
-    let code = if matches!(error, Error::Ended(End::Fenced { .. })) { Code::Replaced } else { Code::Volume };
-    Failure::new(code, format!("the volume {name}: {error}"))
+    let (code, cure) = match error {
+        Error::Ended(End::Fenced { .. }) => (Code::Replaced, ""),
+        Error::InUse { .. } => (Code::InUse, "; --take-over replaces it at once"),
+        _ => (Code::Volume, ""),
+    };
+    Failure::new(code, format!("the volume {name}: {error}{cure}"))
 }

@@ -72,7 +72,11 @@ impl Scene {
     }
 
     fn nbd(&self, file: &str, socket: &str) -> Agent {
-        let mut nbd = self.start(&["nbd", file, "--socket", socket, "--copy-timeout", "1s"]);
+        self.nbd_with(file, socket, &[])
+    }
+
+    fn nbd_with(&self, file: &str, socket: &str, more: &[&str]) -> Agent {
+        let mut nbd = self.start(&[&["nbd", file, "--socket", socket, "--copy-timeout", "1s"], more].concat());
         nbd.wait_for_line("volume open", LONG).unwrap();
         nbd
     }
@@ -104,7 +108,11 @@ fn a_volume_is_made_written_taken_over_and_shown_by_commands() {
     says(&scene.end(&["status", &file], 0), &["unknown ", &scene.addresses[0]]);
 
     // Another one opens it: the first is told, and ends with a code of its own.
-    let mut second = scene.nbd(&file, &two);
+    // But only if it is told to, since the first one is at work.
+    let refused = scene.end(&["nbd", &file, "--socket", &two], 12);
+    says(&refused, &[&file, "another writer is at work", "--take-over"]);
+    qemu_io(&one, &["write -P 8 1M 4k", "flush"]).unwrap();
+    let mut second = scene.nbd_with(&file, &two, &["--take-over"]);
     assert!(qemu_io(&one, &["write -P 9 0 4k", "flush"]).is_err());
     says(&ends(&mut first, 11), &["another writer has opened the volume, with generation 2"]);
     qemu_io(&two, &["read -P 7 0 1M", "read -P 8 1M 1M"]).unwrap();
@@ -119,6 +127,11 @@ fn a_volume_is_made_written_taken_over_and_shown_by_commands() {
     .unwrap();
     second.signal(Signal::TERM).unwrap();
     says(&ends(&mut second, 0), &["what was acknowledged is in the volume"]);
+
+    // A writer that was killed is not at work.
+    let mut third = scene.nbd(&file, &one);
+    third.kill().unwrap();
+    drop(scene.nbd(&file, &two));
 
     // Two of three are gone, and one of them remembered everything: too few to open it.
     scene.servers[1].kill().unwrap();

@@ -63,12 +63,14 @@ pub struct ClientOptions {
     pub reads: Reads,
     /// How many writes may be under way at each server.
     pub window: WindowSize,
+    /// Whether the volume is opened although another writer is at work, which then ends.
+    pub take_over: bool,
 }
 
 impl Default for ClientOptions {
     fn default() -> ClientOptions {
         let (reads, window) = (Reads::default(), WindowSize::default());
-        ClientOptions { security: Security::default(), copy_limit: COPY_LIMIT, reads, window }
+        ClientOptions { security: Security::default(), copy_limit: COPY_LIMIT, reads, window, take_over: true }
     }
 }
 
@@ -116,6 +118,17 @@ pub enum Error {
     /// The volume has ended. What was acknowledged is safe; open the volume again.
     #[error(transparent)]
     Ended(#[from] End),
+    /// Another writer is at work, and was not to be replaced. Nothing was changed.
+    #[error(
+        "another writer is at work: {server} heard it {} ms ago; nothing was changed; stop it, or wait until it has said nothing for {} s",
+        silent.as_millis(), AT_WORK.as_secs()
+    )]
+    InUse {
+        /// The server that says so.
+        server: String,
+        /// How long it has not heard that writer.
+        silent: Duration,
+    },
     /// The volume was closed by this process.
     #[error("the volume is closed")]
     Closed,
@@ -254,7 +267,7 @@ impl Volume {
         let volume = Volume { shape, events: post, shared, driver };
         match is_open.recv() {
             Ok(Ok(())) => Ok(volume),
-            Ok(Err(end)) => Err(Error::Ended(end)),
+            Ok(Err(error)) => Err(error),
             Err(_) => Err(Error::Closed),
         }
     }
@@ -410,6 +423,10 @@ fn system(error: io::Error) -> Error {
 /// Shorter than a Redis server's patience with its disk, and longer than a host is busy with something else. GlusterFS
 /// waits 42 seconds.
 const COPY_LIMIT: Duration = Duration::from_secs(5);
+
+/// A writer that was heard within this time is at work. It says something each second, and a busy host lets it wait for
+/// a few.
+pub const AT_WORK: Duration = Duration::from_secs(10);
 
 /// Requests under way, in all states: twice what one server lets a writer have.
 const MOST_REQUESTS: usize = 2 * MOST_ROOM.writes as usize;

@@ -175,7 +175,9 @@ impl Host {
             return refuse(connection, Cause::NoMemory, NO_STAGING);
         }
         let replaced = state.open(connection, mode, writer, &self.exports);
-        answer(connection, &Reply::Standing { standing: state.standing(), room: LEAST_ROOM }, Bytes::new());
+        let writer_silent = state.writer_silent(writer).map(|silent| silent.as_millis().try_into().unwrap_or(u32::MAX));
+        let (standing, room) = (state.standing(), LEAST_ROOM);
+        answer(connection, &Reply::Standing { standing, room, writer_silent }, Bytes::new());
         drop(state);
         for earlier in replaced {
             tracing::info!(peer = %earlier.peer(), "a writer has a newer connection: the earlier one is ended");

@@ -2,7 +2,7 @@
 //! take place one after the other, each as a whole.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use remora_fabric::RegionId;
@@ -53,6 +53,8 @@ struct Session {
     connection: Connection,
     mode: Mode,
     writer: u64,
+    /// When its last call arrived.
+    heard: Instant,
     /// Whether it may read the region.
     reads: bool,
 }
@@ -169,8 +171,16 @@ impl State {
             |session: &mut Session| mode == Mode::Write && session.mode == Mode::Write && session.writer == writer;
         let replaced: Vec<_> = self.sessions.extract_if(.., is_replaced).map(|session| session.connection).collect();
         replaced.iter().for_each(|earlier| exports.withdraw(earlier));
-        self.sessions.push(Session { connection: connection.clone(), mode, writer, reads: false });
+        let heard = Instant::now();
+        self.sessions.push(Session { connection: connection.clone(), mode, writer, heard, reads: false });
         replaced
+    }
+
+    /// How long the writer that the server obeys has been silent. `None`: it is not connected, or it is `asking`.
+    pub(super) fn writer_silent(&self, asking: u64) -> Option<Duration> {
+        let obeyed = self.copy.standing().promised?.writer;
+        let of_it = |session: &&Session| session.mode == Mode::Write && session.writer == obeyed && obeyed != asking;
+        self.sessions.iter().filter(of_it).map(|session| session.heard.elapsed()).min()
     }
 
     /// Whether a connection is open and was not replaced.
@@ -253,7 +263,11 @@ impl State {
     /// Does what a client asks.
     pub(super) fn execute(&mut self, connection: &Connection, call: Call, data: &[u8], means: Means<'_>) -> Done {
         let Means { room, exports, .. } = means;
-        let mode = self.mode(connection);
+        let session = self.sessions.iter_mut().find(|session| session.connection == *connection);
+        let mode = session.map(|session| {
+            session.heard = Instant::now();
+            session.mode
+        });
         let done = match call {
             Call::Lend { holder, since, run, with_blocks } => self.lend(holder, since, run, with_blocks),
             _ if mode != Some(Mode::Write) => {

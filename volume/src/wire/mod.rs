@@ -25,7 +25,7 @@ pub mod fuzzing;
 #[cfg(test)]
 mod tests;
 
-use remora_wire::codec::{Bytes, Codec, List, Name, Reader, Text};
+use remora_wire::codec::{Bytes, Codec, List, Maybe, Name, Reader, Text};
 use remora_wire::{Malformed, TooLarge};
 
 pub use self::fields::{Cause, Mode, Room, Run};
@@ -35,7 +35,7 @@ use crate::shape::{BLOCK_BYTES, Shape};
 use crate::version::{Generation, Version};
 
 /// The version of these messages, for the messenger's handshake.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 
 /// The most blocks in the data of a message: 4 MiB. Enough that heads cost nothing, and little enough that a message
 /// delays the next one by milliseconds only.
@@ -160,6 +160,9 @@ pub enum Reply {
         standing: Standing,
         /// What the client may have under way.
         room: Room,
+        /// Milliseconds since the writer that the server obeys has said something. `None`: it is not connected here, or
+        /// it is the client itself.
+        writer_silent: Option<u32>,
     },
     /// To [`Call::Create`].
     Created,
@@ -391,9 +394,10 @@ impl Reply {
     /// [`TooLarge`]: a list exceeds its bound.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<u16, TooLarge> {
         Ok(match self {
-            Reply::Standing { standing, room } => {
+            Reply::Standing { standing, room, writer_silent } => {
                 Standing::put(standing, out)?;
                 Room::put(room, out)?;
+                Maybe::<u32>::put(writer_silent, out)?;
                 33
             }
             Reply::Created => 34,
@@ -458,7 +462,11 @@ impl Reply {
         let mut reader = Reader::new(front);
         let from = &mut reader;
         let reply = match kind {
-            33 => Reply::Standing { standing: Standing::take(from)?, room: Room::take(from)? },
+            33 => Reply::Standing {
+                standing: Standing::take(from)?,
+                room: Room::take(from)?,
+                writer_silent: Maybe::<u32>::take(from)?,
+            },
             34 => Reply::Created,
             35 => Reply::Promised(Standing::take(from)?),
             36 => Reply::Fenced { by: Generation::take(from)? },

@@ -84,7 +84,11 @@ fn replies() -> impl Strategy<Value = Reply> {
     use Cause::*;
     let cause = prop::sample::select(vec![OutOfStep, NotYet, Shape, NoMemory, Damaged, Misuse, Lost]);
     prop_oneof![
-        (standings(), rooms()).prop_map(|(standing, room)| Reply::Standing { standing, room }),
+        (standings(), rooms(), any::<Option<u32>>()).prop_map(|(standing, room, writer_silent)| Reply::Standing {
+            standing,
+            room,
+            writer_silent
+        }),
         Just(Reply::Created),
         rooms().prop_map(Reply::Granted),
         standings().prop_map(Reply::Promised),

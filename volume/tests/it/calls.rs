@@ -243,7 +243,7 @@ impl SlowLender {
         let (borrower, open) = self.call().unwrap();
         assert!(matches!(open, Call::Open { mode: Mode::Borrow, .. }));
         let room = Room { bytes: 0, writes: 0 };
-        reply(&borrower, &Reply::Standing { standing: Standing::default(), room }, 0);
+        reply(&borrower, &Reply::Standing { standing: Standing::default(), room, writer_silent: None }, 0);
         let (borrower, lend) = self.call().unwrap();
         assert!(matches!(lend, Call::Lend { with_blocks: false, .. }), "{lend:?}");
         borrower

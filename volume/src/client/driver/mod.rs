@@ -19,7 +19,7 @@ use remora_messenger::{Address, Buffer, Connection, Delivery, Message, Messenger
 use super::remote::Remote;
 use super::request::{Completion, Op, Request};
 use super::window::Ask;
-use super::{ClientOptions, Event, LEAST_SUBMITTED_BYTES, Reads, Shared};
+use super::{AT_WORK, ClientOptions, Error, Event, LEAST_SUBMITTED_BYTES, Reads, Shared};
 use crate::layout::Entry;
 use crate::link;
 use crate::message::{self, Answer, ServerId};
@@ -54,7 +54,9 @@ pub(super) struct Driver {
     reads: HashMap<u64, Read>,
     /// Flushes, with the write that must be durable and acknowledged.
     flushes: VecDeque<(Version, Completion)>,
-    opened: Option<SyncSender<Result<(), End>>>,
+    opened: Option<SyncSender<Result<(), Error>>>,
+    /// Whether the volume is opened although another writer is at work.
+    takes_over: bool,
     shared: Arc<Shared>,
     is_over: bool,
 }
@@ -79,7 +81,7 @@ impl Driver {
         options: &ClientOptions,
         messenger: Messenger,
         (post, events): (Sender<Event>, Receiver<Event>),
-        opened: SyncSender<Result<(), End>>,
+        opened: SyncSender<Result<(), Error>>,
         shared: &Arc<Shared>,
     ) -> Driver {
         let now = Instant::now();
@@ -102,6 +104,7 @@ impl Driver {
             reads: HashMap::new(),
             flushes: VecDeque::new(),
             opened: Some(opened),
+            takes_over: options.take_over,
             shared: Arc::clone(shared),
             is_over: false,
         }
@@ -253,7 +256,7 @@ impl Driver {
         let _ = self.shared.end.set(end); // ends once
         self.is_over = true;
         if let Some(opened) = self.opened.take() {
-            let _ = opened.send(Err(end)); // the caller waits for it
+            let _ = opened.send(Err(Error::Ended(end))); // the caller waits for it
         }
     }
 
@@ -338,7 +341,10 @@ impl Driver {
             }
         }
         match reply {
-            Reply::Standing { standing, .. } => self.writer.answered(server, Answer::Standing(standing)),
+            Reply::Standing { standing, writer_silent, .. } => match self.other_writer(writer_silent) {
+                Some(silent) => self.give_way(server, silent),
+                None => self.writer.answered(server, Answer::Standing(standing)),
+            },
             Reply::Promised(standing) => self.writer.answered(server, Answer::Promised(standing)),
             Reply::Fenced { by } => self.writer.answered(server, Answer::Fenced { by }),
             Reply::Confirmed { question } => self.writer.answered(server, Answer::Confirmed { question }),
@@ -360,6 +366,22 @@ impl Driver {
             Reply::Attached { session, keys } => self.open_region(connection, session, keys),
             Reply::Refused { text, .. } => self.lost(server, &text),
             Reply::Created | Reply::Lent { .. } => self.lost(server, "it answers what it was not asked"),
+        }
+    }
+
+    /// How long another writer has been silent that is at work, and which this one respects: until it has asked for a
+    /// turn of its own.
+    fn other_writer(&self, silent: Option<u32>) -> Option<Duration> {
+        let silent = Duration::from_millis(silent?.into());
+        (!self.takes_over && self.writer.holder().is_none() && silent < AT_WORK).then_some(silent)
+    }
+
+    /// Ends before anything was asked of the servers.
+    fn give_way(&mut self, server: ServerId, silent: Duration) {
+        self.is_over = true;
+        let server = self.remotes.get(server.0).map(|remote| remote.address().to_string()).unwrap_or_default();
+        if let Some(opened) = self.opened.take() {
+            let _ = opened.send(Err(Error::InUse { server, silent })); // the caller waits for it
         }
     }
 
