@@ -118,6 +118,10 @@ impl Files for Folder {
     }
 
     fn sync(&self, name: Name) -> io::Result<()> {
+        #[cfg(test)]
+        if failing::is_below(&self.path) {
+            return Err(io::Error::other("the device has failed in a test"));
+        }
         self.file(name)?.sync_data()
     }
 
@@ -137,3 +141,21 @@ impl Files for Folder {
 
 /// Bytes below which one call of the system is cheaper than not to copy them.
 const COPIED: usize = 128 << 10;
+
+/// Lets a test fail the syncs of a folder's stores.
+#[cfg(test)]
+pub(crate) mod failing {
+    use std::path::{Path, PathBuf};
+    use std::sync::{Mutex, PoisonError};
+
+    static FOLDER: Mutex<Option<PathBuf>> = Mutex::new(None);
+
+    pub(crate) fn set(folder: Option<&Path>) {
+        *FOLDER.lock().unwrap_or_else(PoisonError::into_inner) = folder.map(Into::into);
+    }
+
+    pub(super) fn is_below(path: &Path) -> bool {
+        let folder = FOLDER.lock().unwrap_or_else(PoisonError::into_inner);
+        folder.as_ref().is_some_and(|folder| path.starts_with(folder))
+    }
+}

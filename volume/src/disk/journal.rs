@@ -230,6 +230,20 @@ impl<F: Files> Journal<F> {
         self.dirty.contains(&block)
     }
 
+    /// Whether the extents have the last write of a block.
+    pub(super) fn is_moved(&self, block: u64) -> bool {
+        let is_due = self.due.as_ref().is_some_and(|due| match &due.blocks {
+            Some(blocks) => blocks.contains(&block),
+            None => true, // it is being moved
+        });
+        !is_due && !self.dirty.contains(&block)
+    }
+
+    /// When all blocks were last read and checked, in seconds since 1970; 0: never.
+    pub(crate) fn scrubbed(&self) -> u64 {
+        self.superblock.scrubbed
+    }
+
     pub(super) fn due(&mut self) -> Option<&mut Due> {
         self.due.as_mut()
     }

@@ -13,6 +13,7 @@
 //! - `journal`: appends, and knows what is synced.
 //! - `checkpoint`: moves blocks from the journal's segments to the extents.
 //! - `recovery`: finds the copy again.
+//! - `scrub`: reads what no client reads, before it is needed.
 //!
 //! What holds:
 //!
@@ -31,6 +32,7 @@ pub(crate) mod journal;
 pub(crate) mod record;
 pub(crate) mod recovery;
 pub(crate) mod root;
+pub(crate) mod scrub;
 #[cfg(test)]
 mod simulated;
 pub(crate) mod superblock;

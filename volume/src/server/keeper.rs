@@ -1,14 +1,16 @@
 //! Keeper: the two threads of a server with stores. One syncs, for every answer that waits at once. The other one moves
-//! blocks from the journals to the extents. Neither holds a copy's lock while it waits for the device.
+//! blocks from the journals to the extents, and scrubs. Neither holds a copy's lock while it waits for the device.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::host::Host;
 use super::kept::{SYNC_EVERY, Stores};
 use super::slot::{Slot, State};
-use crate::disk::files::Failure;
+use crate::disk::files::{Failure, Files, Name};
+use crate::disk::journal::write_superblock;
+use crate::disk::scrub::{self, Findings};
 
 /// Syncs until the server ends.
 pub(super) fn sync(host: &Host, stores: &Stores) {
@@ -37,11 +39,12 @@ fn sync_one(slot: &Slot) {
     }
 }
 
-/// Makes checkpoints until the server ends.
+/// Makes checkpoints until the server ends, and scrubs between them.
 pub(super) fn checkpoint(host: &Host) {
     while !host.is_stopping() {
         for slot in host.slots() {
             checkpoint_one(host, &slot);
+            scrub_some(&slot);
         }
         std::thread::sleep(LOOK_AGAIN);
     }
@@ -100,6 +103,44 @@ fn checkpoint_one(host: &Host, slot: &Slot) {
         }
         (Err(failure), _) => state.lose(&failure),
         (Ok(_), None) => {}
+    }
+}
+
+/// Reads some blocks, if a scrub is due.
+fn scrub_some(slot: &Slot) {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    let mut state = slot.lock();
+    let Some((kept, memory)) = state.kept_and_memory() else { return };
+    let layout = memory.layout();
+    let Some(blocks) = kept.to_scrub(layout.blocks(), now) else { return };
+    let (number, files, through) = (kept.number(), Arc::clone(kept.files()), blocks.end);
+    let mut findings = Findings::default();
+    let moved = scrub::in_memory(kept.journal(), memory, blocks, &mut findings);
+    if !findings.damaged.is_empty() {
+        state.found_damaged(&findings.damaged);
+    }
+    drop(state);
+    let bad = scrub::in_extents(&*files, layout, &moved);
+    let mut state = slot.lock();
+    let Some((kept, memory)) = state.kept_and_memory().filter(|(kept, _)| kept.number() == number) else { return };
+    let repaired = scrub::repair(kept.journal(), memory, &bad, &mut findings);
+    if !findings.repaired.is_empty() {
+        let blocks = &findings.repaired;
+        tracing::error!(file = files.path(Name::Extents), ?blocks, "blocks were damaged in a store, and are repaired");
+    }
+    let superblock = kept.scrubbed(through, layout.blocks(), now);
+    drop(state);
+    let written = superblock.map(|superblock| write_superblock(&*files, superblock)).transpose();
+    if let Err(failure) = repaired.and(written) {
+        let mut state = slot.lock();
+        if state.kept().is_some_and(|kept| kept.number() == number) {
+            match failure {
+                Failure::Full { .. } => tracing::warn!(%failure, "a damaged block could not be written again"),
+                Failure::Lost { .. } => state.lose(&failure),
+            }
+        }
+    } else if superblock.is_some() {
+        tracing::info!(file = files.path(Name::Extents), "all blocks of a copy were read and checked");
     }
 }
 

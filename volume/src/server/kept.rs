@@ -117,6 +117,8 @@ pub(super) struct Kept {
     synced_at: Instant,
     /// A checkpoint waits for a sync.
     is_wanted: bool,
+    /// The block at which the scrub goes on.
+    scrubbing: u64,
 }
 
 impl Kept {
@@ -129,7 +131,7 @@ impl Kept {
     ) -> Kept {
         let tail = Tail::at(journal.appended(), standing);
         let (stores, synced_at) = (Arc::clone(stores), Instant::now());
-        Kept { stores, files, journal, tail, number, synced_at, is_wanted: false }
+        Kept { stores, files, journal, tail, number, synced_at, is_wanted: false, scrubbing: 0 }
     }
 
     pub(super) fn number(&self) -> u64 {
@@ -209,6 +211,24 @@ impl Kept {
         &mut self.journal
     }
 
+    // ---- scrubs ----
+
+    pub(super) fn files(&self) -> &Arc<Folder> {
+        &self.files
+    }
+
+    /// The blocks that are to be read now, of a copy of so many; `None`: the last scrub is not long ago.
+    pub(super) fn to_scrub(&self, blocks: u64, now: u64) -> Option<std::ops::Range<u64>> {
+        let is_due = now.saturating_sub(self.journal.scrubbed()) >= SCRUB_EVERY.as_secs();
+        (is_due || self.scrubbing > 0).then(|| self.scrubbing..blocks.min(self.scrubbing + SCRUBBED_AT_ONCE))
+    }
+
+    /// These were read. At the end this superblock says so.
+    pub(super) fn scrubbed(&mut self, through: u64, blocks: u64, now: u64) -> Option<Superblock> {
+        self.scrubbing = if through < blocks { through } else { 0 };
+        (self.scrubbing == 0).then(|| self.journal.next_superblock(|superblock| superblock.scrubbed = now))
+    }
+
     /// The server ends in peace. No event follows.
     pub(super) fn close(&mut self) -> Result<(), Failure> {
         if let Some(sync) = self.journal.begin_sync() {
@@ -222,3 +242,9 @@ impl Kept {
 
 /// What was answered is durable after this and one sync, although no client has asked for it.
 pub(super) const SYNC_EVERY: Duration = Duration::from_millis(100);
+
+/// A copy is scrubbed once a day.
+const SCRUB_EVERY: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// 1 MiB, ten times a second: a copy of 1 GiB in 100 seconds.
+const SCRUBBED_AT_ONCE: u64 = 256;

@@ -27,6 +27,8 @@ mod keeper;
 mod kept;
 mod slot;
 mod staging;
+#[cfg(test)]
+mod tests;
 
 use std::io;
 use std::path::PathBuf;

@@ -1,6 +1,8 @@
 //! Slot: one volume at this server. The copy's rules, its blocks and its connections are behind one lock, so that calls
 //! take place one after the other, each as a whole.
 
+mod failing;
+
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -494,20 +496,9 @@ impl State {
         kept.next_batch(checkpoint, store)
     }
 
-    /// The store has failed, and the copy is lost with it: nothing of what it has promised can be kept. The server is
-    /// one without a copy, until a writer gives it one.
-    pub(super) fn lose(&mut self, failure: &Failure) {
-        tracing::error!(volume = %self.shape.volume(), %failure, "the copy is lost");
-        if let Some(kept) = &mut self.kept {
-            kept.lose();
-        }
-        self.copy = Copy::default();
-        self.say(); // its region may still be mapped
-        (self.store, self.kept, self.grant, self.region) = (None, None, None, None);
-        self.catch_ups += 1;
-        for session in &self.sessions {
-            answers::refuse(&session.connection, Cause::Lost, &failure.to_string());
-        }
+    /// The store with the blocks in memory.
+    pub(super) fn kept_and_memory(&mut self) -> Option<(&mut Kept, &Store)> {
+        self.kept.as_mut().zip(self.store.as_ref())
     }
 
     // ---- a catch-up ----
