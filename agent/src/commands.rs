@@ -77,6 +77,7 @@ async fn dispatch(command: Command) -> Result<(), Failure> {
             until_signal(crate::probe::run(args), ": the figures measured so far are not shown").await
         }
         Command::Verify(args) => until_signal(crate::verify::run(args), ": nothing was changed on the servers").await,
+        Command::Ready(args) => until_signal(crate::ready::run(args), "").await,
         Command::Load(args) => until_signal(crate::load::run(args), ": the keys written so far are still there").await,
         Command::Module(args) => crate::module_file::run(&args),
         Command::Token(args) => crate::token::run(&args),

@@ -34,11 +34,13 @@ pub enum Code {
     Replaced = 11,
     /// Another writer has the volume open, and is at work. Nothing was changed.
     InUse = 12,
+    /// A server is not ready for work.
+    NotReady = 13,
 }
 
 impl Code {
     /// All codes, in order.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Differs,
         Self::Usage,
         Self::Refused,
@@ -51,6 +53,7 @@ impl Code {
         Self::Volume,
         Self::Replaced,
         Self::InUse,
+        Self::NotReady,
     ];
 
     /// The exit status of the process.
@@ -79,6 +82,7 @@ impl Code {
             Self::Volume => "volume: too few of its servers answer, or a server refuses the request",
             Self::Replaced => "volume: another writer has opened it; do not restart this one without need",
             Self::InUse => "volume: another writer is at work, and --take-over was not given; nothing was changed",
+            Self::NotReady => "ready: the server is not ready for work",
         }
     }
 }

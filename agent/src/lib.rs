@@ -23,7 +23,7 @@
 //! - [`transports`]: which transports to the memory there are, and the command that reports them; [`probe`] measures
 //!   them.
 //! - [`volume`]: block devices in the memory of other hosts, as commands.
-//! - [`verify`], [`load`], [`module_file`], [`generate`]: further commands.
+//! - [`verify`], [`ready`], [`load`], [`module_file`], [`generate`]: further commands.
 #![forbid(unsafe_code)]
 // The docs of the two ends name private items: read them in the source, or with `--document-private-items`.
 #![allow(rustdoc::private_intra_doc_links)]
@@ -42,6 +42,7 @@ pub mod module_file;
 mod mutation;
 pub mod probe;
 pub mod progress;
+pub mod ready;
 pub mod replica;
 pub mod server;
 mod signals;

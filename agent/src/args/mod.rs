@@ -9,6 +9,7 @@ mod load;
 mod module;
 mod probe;
 mod rdma;
+mod ready;
 mod relay;
 mod replica;
 mod security;
@@ -27,6 +28,7 @@ pub use self::{
     module::{ModuleArgs, ModuleQuestion},
     probe::ProbeArgs,
     rdma::{CompletionChoice, RdmaEnd, RdmaOffer, RdmaRead},
+    ready::ReadyArgs,
     relay::RelayArgs,
     replica::{ModuleLoad, OnFailure, ReplicaArgs, TransportChoice},
     security::{MonitorNameArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs},
@@ -91,6 +93,9 @@ pub enum Command {
     #[command(about = "Compare the data of two servers completely")]
     #[allow(missing_docs)]
     Verify(VerifyArgs),
+    #[command(about = "Say whether a server is ready for work, by the exit code")]
+    #[allow(missing_docs)]
+    Ready(ReadyArgs),
     #[command(about = "Fill a server with test data")]
     #[allow(missing_docs)]
     Load(LoadArgs),

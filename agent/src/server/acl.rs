@@ -13,11 +13,13 @@ pub enum Task {
     Verify,
     /// `remora load`.
     Load,
+    /// `remora ready`, on a server and its primary.
+    Ready,
 }
 
 impl Task {
     /// All tasks.
-    pub const ALL: [Self; 4] = [Self::Source, Self::Replica, Self::Verify, Self::Load];
+    pub const ALL: [Self; 5] = [Self::Source, Self::Replica, Self::Verify, Self::Load, Self::Ready];
 
     /// The command that does the task.
     pub const fn command(self) -> &'static str {
@@ -26,6 +28,7 @@ impl Task {
             Self::Replica => "remora replica",
             Self::Verify => "remora verify",
             Self::Load => "remora load",
+            Self::Ready => "remora ready",
         }
     }
 
@@ -37,6 +40,7 @@ impl Task {
             Self::Replica => "+ping +info +replicaof +config|get +config|set +flushall",
             Self::Verify => "~* +@read +ping +info +select +scan +memory|usage +function|list +debug",
             Self::Load => "~* +@write +ping +info +select",
+            Self::Ready => "+ping +info",
         }
     }
 
@@ -45,7 +49,7 @@ impl Task {
         match self {
             Self::Source => {
                 "without +config|get settings that would get in the way are found out only when they do; with the module in the \
-                 server: +remora.status +remora.arm +remora.disarm, and +module|load for --load-module"
+                 server: +remora.status +remora.arm +remora.disarm, and +module|load for --load-module; beside Valkey 9 in cluster mode: +cluster|getslotmigrations"
             }
             Self::Replica => {
                 "+flushall is not needed with --on-failure detached; +config|set is not needed where the server has a masterauth, which \
@@ -56,6 +60,7 @@ impl Task {
                 "without +debug it reads and compares every value; without +memory|usage it reads each value in pieces"
             }
             Self::Load => "",
+            Self::Ready => "on a replica's primary too, unless --link-only is given",
         }
     }
 

@@ -30,6 +30,7 @@ mod mtls;
 mod primary;
 mod probe;
 mod rdma;
+mod ready;
 mod relay;
 mod resume;
 mod security;
