@@ -12,18 +12,22 @@
 //! - `slot`: one volume. Every call of a connection is done here, in order, and answered.
 //! - `exports`: the regions of copies, readable for their writers.
 //! - `staging`: what writers may have under way.
-//! - `borrower`: brings a copy up to date from another server.
+//! - `borrower`: brings a copy up to date from another server; `caller`: asks another server.
+//! - `puller`: takes large writes out of their writer's memory; `upstream`: or out of another server's.
 //!
-//! Who ends what: the [`Server`] its messenger's workers and the borrowers' threads. A borrower ends by itself when its
-//! copy is whole, or when its writer's connection is over.
+//! Who ends what: the [`Server`] its messenger's workers and the threads of borrowers and pullers. A borrower ends by
+//! itself when its copy is whole, or when its writer's connection is over; a puller with that connection.
 
 mod answers;
 mod borrower;
 mod budget;
+mod caller;
 mod exports;
 mod host;
+mod puller;
 mod slot;
 mod staging;
+mod upstream;
 
 use std::io;
 use std::sync::Arc;
@@ -80,7 +84,7 @@ impl Server {
     /// # Errors
     /// The address cannot be listened at, or the system provides no thread.
     pub fn start(address: &Address, options: &ServerOptions) -> io::Result<Server> {
-        let host = Arc::new(Host::new(options, Exports::open(address, options)));
+        let host = Host::new(options, Exports::open(address, options));
         let settings = link::options(&options.security, options.workers, MAX_SESSIONS);
         let messenger = Messenger::new(link::server_policy(), &settings, Arc::<Host>::clone(&host))?;
         let address = messenger.listen(address)?;

@@ -11,17 +11,22 @@ use remora_volume::server::Server;
 use remora_volume::shape::{Copies, Shape};
 use rustix::process::Signal;
 
-use crate::cluster::{options, server_options, until};
+use crate::cluster::{far_options, options, server_options, until};
 use crate::pattern::Checker;
 
 /// Tells a process of this test's program that it is a server, and where it listens.
 const LISTEN: &str = "REMORA_VOLUME_TEST_LISTEN";
 
+/// Tells it that no memory is shared with it: what is not in messages is read over TCP.
+const FAR: &str = "REMORA_VOLUME_TEST_FAR";
+
 /// Not a test: the server of the tests below, which start this program again. Without their variable it does nothing.
 #[test]
 fn a_server_for_the_other_tests() {
     let Ok(address) = std::env::var(LISTEN) else { return };
-    let server = Server::start(&address.parse().unwrap(), &server_options()).unwrap();
+    let is_far = std::env::var(FAR).is_ok();
+    let options = if is_far { far_options() } else { server_options() };
+    let server = Server::start(&address.parse().unwrap(), &options).unwrap();
     println!("\nlistening {}", server.address());
     let _ = std::io::stdin().read(&mut [0]); // until it is killed, or the test ends
 }
@@ -32,10 +37,13 @@ pub struct Remote {
 }
 
 impl Remote {
-    fn start(address: &str) -> Remote {
+    fn start(address: &str, is_far: bool) -> Remote {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "processes::a_server_for_the_other_tests", "--nocapture", "--test-threads=1"]);
         command.env(LISTEN, address).stdin(Stdio::piped()).stdout(Stdio::piped());
+        if is_far {
+            command.env(FAR, "");
+        }
         let (process, pipes) = Process::start("a volume's server", command).unwrap();
         let mut lines = BufReader::new(pipes.stdout.unwrap()).lines();
         let address = lines.find_map(|line| line.unwrap().strip_prefix("listening ").map(str::to_owned)).unwrap();
@@ -46,14 +54,24 @@ impl Remote {
 
 pub struct Remotes {
     pub shape: Shape,
+    is_far: bool,
     pub servers: Vec<Remote>,
 }
 
 impl Remotes {
     pub fn new(blocks: u64) -> Remotes {
+        Remotes::start(blocks, false)
+    }
+
+    /// Servers that share no memory with the writer and with each other.
+    pub fn far(blocks: u64) -> Remotes {
+        Remotes::start(blocks, true)
+    }
+
+    fn start(blocks: u64, is_far: bool) -> Remotes {
         let shape = Shape::new(new_id().unwrap(), blocks, Copies::new(3, 2).unwrap()).unwrap();
-        let servers: Vec<_> = (0..3).map(|_| Remote::start("tcp:127.0.0.1:0")).collect();
-        let remotes = Remotes { shape, servers };
+        let servers: Vec<_> = (0..3).map(|_| Remote::start("tcp:127.0.0.1:0", is_far)).collect();
+        let remotes = Remotes { shape, is_far, servers };
         Volume::create(shape, &remotes.addresses(), &options()).unwrap();
         remotes
     }
@@ -72,7 +90,7 @@ impl Remotes {
 
     pub fn restart(&mut self, number: usize) {
         let address = self.servers[number].address.to_string();
-        self.servers[number] = Remote::start(&address);
+        self.servers[number] = Remote::start(&address, self.is_far);
     }
 }
 
@@ -85,7 +103,7 @@ fn took(volume: &Volume, checker: &mut Checker) -> Duration {
 }
 
 /// Writes for a while. Returns the longest time that an acknowledged write took.
-fn write_for(volume: &Volume, checker: &mut Checker, time: Duration) -> Duration {
+pub fn write_for(volume: &Volume, checker: &mut Checker, time: Duration) -> Duration {
     let until = Instant::now() + time;
     let mut longest = Duration::ZERO;
     while Instant::now() < until {
@@ -95,7 +113,7 @@ fn write_for(volume: &Volume, checker: &mut Checker, time: Duration) -> Duration
 }
 
 /// Waits until every copy is whole, while writes go on.
-fn all_are_whole(volume: &Volume, checker: &mut Checker) {
+pub fn all_are_whole(volume: &Volume, checker: &mut Checker) {
     let deadline = Instant::now() + Duration::from_secs(30);
     while volume.members().len() < 3 {
         assert!(Instant::now() < deadline, "a copy was not taken back within 30 s: {:?}", volume.members());
