@@ -21,6 +21,7 @@
 //! What carries the rules out, over the network:
 //!
 //! - [`wire`]: the messages as bytes, and what the network needs beside the rules; `link`: how they use the messenger.
+//! - `outbox`: memory out of which servers pull large writes; `lane`: connections to such memory.
 //! - [`server`]: the memory of a host, lent to volumes.
 //! - [`client`]: a volume as its one writer has it open.
 //! - [`nbd`]: such a volume as a block device, for clients of the NBD protocol.
@@ -39,12 +40,14 @@
 pub mod client;
 pub mod copy;
 mod disk;
+mod lane;
 pub mod layout;
 mod link;
 pub mod message;
 #[cfg(test)]
 mod mutant;
 pub mod nbd;
+mod outbox;
 pub mod reader;
 pub mod server;
 pub mod shape;

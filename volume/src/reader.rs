@@ -232,7 +232,7 @@ impl OneSided {
         let mut due: Vec<usize> = (0..wanted.len()).collect();
         for _ in 0..TRIES {
             let requests: Vec<ReadRequest> = due.iter().flat_map(|&number| self.requests(places[number])).collect();
-            self.fetch(&requests, deadline, limit)?;
+            fetch(&mut *self.peer, &requests, deadline.saturating_duration_since(Instant::now()), || true)?;
             for &number in &due {
                 results[number] = self.judge(places[number], wanted[number].into)?;
             }
@@ -260,28 +260,6 @@ impl OneSided {
         })
     }
 
-    /// Reads everything once.
-    fn fetch(&mut self, requests: &[ReadRequest], deadline: Instant, limit: Duration) -> Result<(), ReaderError> {
-        let (mut posted, mut completed) = (0, 0);
-        let mut completions: Vec<Completion> = Vec::with_capacity(requests.len());
-        while completed < requests.len() {
-            posted += self.peer.post_read(&requests[posted..])?;
-            self.peer.poll(&mut completions)?;
-            for completion in completions.drain(..) {
-                completion.result?;
-                completed += 1;
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if completed < requests.len() {
-                if left.is_zero() {
-                    return Err(ReaderError::TimedOut(limit));
-                }
-                self.peer.wait(left)?;
-            }
-        }
-        Ok(())
-    }
-
     /// Judges what has arrived. The inner error says what was torn.
     fn judge(&self, place: Place, into: &mut [u8]) -> Result<Result<Found, ReaderError>, ReaderError> {
         let entries_at = place.at + into.len() as u64;
@@ -305,3 +283,37 @@ impl OneSided {
         Ok(Line::from_words(words).map(|Line(line)| Found { entries, line }).ok_or(ReaderError::TornLine))
     }
 }
+
+/// Makes these reads, each once. `goes_on` is asked from time to time whether to wait on.
+///
+/// # Errors
+/// [`ReaderError::is_final`] ones, and [`ReaderError::TimedOut`] also if it should not go on.
+pub(crate) fn fetch(
+    peer: &mut dyn Peer,
+    requests: &[ReadRequest],
+    limit: Duration,
+    goes_on: impl Fn() -> bool,
+) -> Result<(), ReaderError> {
+    let deadline = Instant::now() + limit;
+    let (mut posted, mut completed) = (0, 0);
+    let mut completions: Vec<Completion> = Vec::with_capacity(requests.len());
+    while completed < requests.len() {
+        posted += peer.post_read(&requests[posted..])?;
+        peer.poll(&mut completions)?;
+        for completion in completions.drain(..) {
+            completion.result?;
+            completed += 1;
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        if completed < requests.len() {
+            if left.is_zero() || !goes_on() {
+                return Err(ReaderError::TimedOut(limit));
+            }
+            peer.wait(left.min(LOOK_AGAIN))?;
+        }
+    }
+    Ok(())
+}
+
+/// How often a reader that waits looks whether it should go on.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);

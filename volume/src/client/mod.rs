@@ -11,6 +11,7 @@
 //! - `remote`: one server, as the driver sees it.
 //! - `here`: reads that a caller's thread answers itself.
 //! - `regions`: copies that are read without asking their servers.
+//! - `outgoing`: memory out of which servers pull large writes.
 //! - `window`: how much may be under way at a server.
 //! - `long`: requests of any length, as several.
 //! - `once`: making a volume, and asking how its copies stand, without opening it.
@@ -23,6 +24,7 @@ mod driver;
 mod here;
 mod long;
 mod once;
+mod outgoing;
 mod regions;
 mod remote;
 mod request;
@@ -42,6 +44,7 @@ use remora_messenger::{Address, Connection, Delivery, Dispatcher, Messenger, Ref
 
 use self::driver::Driver;
 use self::here::{Here, UnderWay};
+pub use self::outgoing::{NotAWay, Writes};
 use self::regions::News;
 pub use self::request::Request;
 use self::request::{Completion, Op};
@@ -61,6 +64,8 @@ pub struct ClientOptions {
     pub copy_limit: Duration,
     /// How blocks are read.
     pub reads: Reads,
+    /// How blocks are written.
+    pub writes: Writes,
     /// How many writes may be under way at each server.
     pub window: WindowSize,
     /// Whether the volume is opened although another writer is at work, which then ends.
@@ -69,8 +74,14 @@ pub struct ClientOptions {
 
 impl Default for ClientOptions {
     fn default() -> ClientOptions {
-        let (reads, window) = (Reads::default(), WindowSize::default());
-        ClientOptions { security: Security::default(), copy_limit: COPY_LIMIT, reads, window, take_over: true }
+        ClientOptions {
+            security: Security::default(),
+            copy_limit: COPY_LIMIT,
+            reads: Reads::default(),
+            writes: Writes::default(),
+            window: WindowSize::default(),
+            take_over: true,
+        }
     }
 }
 
@@ -110,6 +121,17 @@ pub struct ReadCounts {
     pub far: u64,
     /// By a server.
     pub asked: u64,
+}
+
+/// How servers got writes. A write counts once for each server.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WriteCounts {
+    /// With their blocks.
+    pub inline: u64,
+    /// Without them: the server pulls.
+    pub pulled: u64,
+    /// Bytes of both kinds of messages, and of what was pulled over a network out of this process's memory.
+    pub bytes: u64,
 }
 
 /// Why a request failed, or a volume could not be opened.
@@ -202,12 +224,17 @@ impl fmt::Debug for Shared {
     }
 }
 
-/// As [`ReadCounts`].
+/// As [`ReadCounts`] and [`WriteCounts`].
 #[derive(Debug, Default)]
 struct Counts {
     here: AtomicU64,
     far: AtomicU64,
     asked: AtomicU64,
+    inline: AtomicU64,
+    pulled: AtomicU64,
+    /// Bytes of writes in messages, and bytes that were pulled.
+    sent: AtomicU64,
+    served: AtomicU64,
 }
 
 const _: () = assert!(Copies::MOST <= u8::BITS as usize);
@@ -296,9 +323,16 @@ impl Volume {
 
     /// How its reads were answered so far.
     pub fn read_counts(&self) -> ReadCounts {
-        let Counts { here, far, asked } = &self.shared.counts;
+        let Counts { here, far, asked, .. } = &self.shared.counts;
         let [here, far, asked] = [here, far, asked].map(|count| count.load(Ordering::Relaxed));
         ReadCounts { here, far, asked }
+    }
+
+    /// How its writes got to the servers so far.
+    pub fn write_counts(&self) -> WriteCounts {
+        let Counts { inline, pulled, sent, served, .. } = &self.shared.counts;
+        let [inline, pulled, sent, served] = [inline, pulled, sent, served].map(|count| count.load(Ordering::Relaxed));
+        WriteCounts { inline, pulled, bytes: sent + served }
     }
 
     /// Submits a request, and waits only while too many are under way. `done` is called once, from the volume's own

@@ -14,14 +14,12 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Duration;
 
-use remora_fabric::shm::ShmConnector;
-use remora_fabric::tcp::{TcpConnector, TcpOptions};
-use remora_fabric::{Connector, Peer, RegionKey, TransportKind};
+use remora_fabric::{Memory, Peer};
 use remora_messenger::Connection;
 
 use super::{Event, Reads};
+use crate::lane::Lane;
 use crate::layout::Layout;
-use crate::link;
 use crate::reader::{Found, InPlace, OneSided, ReaderError, Wanted};
 use crate::shape::BLOCK_BYTES;
 use crate::wire::{MOST_BLOCKS, Run};
@@ -80,45 +78,25 @@ impl Opening {
     }
 
     /// Connects by the nearest transport that both ends have.
-    fn open(&self) -> Option<(Box<dyn Peer>, Arc<remora_fabric::Memory>)> {
-        let secret = link::region_secret(&self.connection)?;
-        let keys: Vec<RegionKey> = self.keys.iter().filter_map(|key| RegionKey::from_bytes(key.clone()).ok()).collect();
-        for kind in self.reads.transports() {
-            let Some(key) = keys.iter().find(|key| key.transport() == *kind) else { continue };
-            // A server that answers in place needs no sink, and a memory without touched pages costs nothing.
-            let opened = OneSided::sink(MOST_BLOCKS as u64).map_err(|error| error.to_string()).and_then(|sink| {
-                let peer = self.connector(*kind)?.connect(key, self.session, &secret, Arc::clone(&sink));
-                Ok((peer.map_err(|error| error.to_string())?, sink))
-            });
-            match opened {
-                Ok(_) if key.length() != self.layout.length() => {
-                    tracing::warn!(server = %self.connection.peer(), "a region is not a copy of the volume");
-                }
-                Ok(opened) => {
-                    tracing::info!(server = %self.connection.peer(), transport = %kind, "a copy is read without asking");
-                    return Some(opened);
-                }
-                Err(error) => {
-                    tracing::debug!(server = %self.connection.peer(), transport = %kind, error, "a copy cannot be read");
-                }
-            }
-        }
-        None
-    }
-
-    fn connector(&self, kind: TransportKind) -> Result<Box<dyn Connector>, String> {
-        if kind == TransportKind::Shm {
-            return Ok(Box::new(ShmConnector::with_timeout(CONNECT_LIMIT)));
-        }
-        let options = TcpOptions {
+    fn open(&self) -> Option<(Box<dyn Peer>, Arc<Memory>)> {
+        let lane = Lane {
+            transports: self.reads.transports(),
+            length: self.layout.length(),
             depth: DEPTH,
-            connect_timeout: CONNECT_LIMIT,
-            handshake_timeout: CONNECT_LIMIT,
-            stall_timeout: READ_LIMIT,
-            ..TcpOptions::default()
+            connect_limit: CONNECT_LIMIT,
+            read_limit: READ_LIMIT,
         };
-        let tcp = TcpConnector::new(options, link::socket_address(self.connection.peer()));
-        tcp.map(|tcp| Box::new(tcp) as Box<dyn Connector>).map_err(|error| error.to_string())
+        // A server that answers in place needs no sink, and a memory without touched pages costs nothing.
+        let opened = OneSided::sink(MOST_BLOCKS as u64).map_err(|error| error.to_string()).and_then(|sink| {
+            let peer = lane.connect(&self.connection, (self.session, &self.keys), &sink)?;
+            Ok((peer, sink))
+        });
+        let server = self.connection.peer();
+        match &opened {
+            Ok(_) => tracing::info!(%server, "a copy is read without asking"),
+            Err(error) => tracing::debug!(%server, error, "a copy cannot be read without asking"),
+        }
+        opened.ok()
     }
 
     /// Reads what the driver wants, until it wants no more or the region cannot be read.

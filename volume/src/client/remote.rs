@@ -30,6 +30,10 @@ pub(super) struct Remote {
     /// Whether it was asked for the region of its copy.
     is_attached: bool,
     region: Option<Region>,
+    /// Whether it was offered the outbox, whether it pulls from there, and whether other servers can follow it.
+    is_offered: bool,
+    pulls: bool,
+    lends: bool,
 }
 
 impl Remote {
@@ -47,6 +51,9 @@ impl Remote {
             pause: FIRST_PAUSE,
             is_attached: false,
             region: None,
+            is_offered: false,
+            pulls: false,
+            lends: false,
         }
     }
 
@@ -63,6 +70,7 @@ impl Remote {
     pub(super) fn connected(&mut self, connection: Connection, now: Instant) {
         self.connection = Some(connection);
         (self.is_attached, self.region) = (false, None);
+        (self.is_offered, self.pulls, self.lends) = (false, false, false);
         (self.owed, self.bytes) = (0, 0);
         self.writes.clear();
         self.window = Window::new(self.size, now);
@@ -77,9 +85,8 @@ impl Remote {
         self.connection.as_ref().is_some_and(|connection| connection.send(message).is_ok())
     }
 
-    /// Sends a write.
-    pub(super) fn write(&mut self, version: Version, message: Message, now: Instant) -> bool {
-        let bytes = message.data.len() as u64;
+    /// Sends a write of so many bytes, which are in the message or to be pulled.
+    pub(super) fn write(&mut self, version: Version, (message, bytes): (Message, u64), now: Instant) -> bool {
         self.writes.push_back((version, bytes, now));
         self.bytes += bytes;
         self.window.sent(self.under_way());
@@ -136,6 +143,7 @@ impl Remote {
         let Some(connection) = self.connection.take() else { return false };
         connection.abort();
         self.region = None;
+        (self.pulls, self.lends) = (false, false);
         (self.owed, self.bytes) = (0, 0);
         self.writes.clear();
         self.next_try = now + self.pause;
@@ -151,6 +159,35 @@ impl Remote {
     /// Whether it must be asked for its region: once for each connection.
     pub(super) fn attach(&mut self) -> bool {
         !std::mem::replace(&mut self.is_attached, self.connection.is_some()) && self.connection.is_some()
+    }
+
+    /// Its connection, if it must be offered the outbox: once for each.
+    pub(super) fn offer(&mut self) -> Option<Connection> {
+        let connection = self.connection.clone().filter(|_| !self.is_offered)?;
+        self.is_offered = true;
+        Some(connection)
+    }
+
+    /// It can pull from the outbox, and others from it; or not.
+    pub(super) fn reached(&mut self, pulls: bool, lends: bool) {
+        (self.pulls, self.lends) = (pulls, lends);
+    }
+
+    pub(super) fn pulls(&self) -> bool {
+        self.pulls
+    }
+
+    pub(super) fn lends(&self) -> bool {
+        self.lends
+    }
+
+    pub(super) fn connection(&self) -> Option<&Connection> {
+        self.connection.as_ref()
+    }
+
+    /// The last write that it was sent, if it has not applied it.
+    pub(super) fn last_sent(&self) -> Option<Version> {
+        self.writes.back().map(|(version, ..)| *version)
     }
 
     /// The region of its copy can be read, or cannot any more.
@@ -223,7 +260,7 @@ mod tests {
         let mut version = Generation::NONE.next().unwrap().start();
         let mut write = |remote: &mut Remote, bytes: usize| {
             version = version.next().unwrap();
-            remote.write(version, Message::default().with_data(vec![0; bytes]), now);
+            remote.write(version, (Message::default(), bytes as u64), now);
             version
         };
         assert!(remote.has_room(1 << 30), "one write always has room");

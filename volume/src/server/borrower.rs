@@ -11,16 +11,16 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use remora_messenger::{Address, Buffer, Connection, Delivery, Dispatcher, Messenger, Refusal};
+use remora_messenger::{Address, Buffer, Connection};
 
 use super::answers::{answer, refuse};
+use super::caller::{Caller, LOOK_AGAIN};
 use super::slot::{Abandoned, Slot};
 use crate::layout::Entry;
-use crate::link::{self, Security};
+use crate::link::Security;
 use crate::message::Holder;
 use crate::shape::BLOCK_BYTES;
 use crate::store::sums;
@@ -52,6 +52,12 @@ enum Failure {
     Lender(String),
     /// The store here has no space.
     Full(String),
+}
+
+impl From<String> for Failure {
+    fn from(text: String) -> Failure {
+        Failure::Lender(text)
+    }
 }
 
 impl From<Abandoned> for Failure {
@@ -100,7 +106,7 @@ impl Borrower {
                 self.slot.lock().take((self.number, &self.writer), run.first, &theirs, applied, &data)?;
             }
             first += u64::from(count);
-            lender.compared = first;
+            lender.report.compared = first;
         }
         self.complete(&mut lender)?;
         Ok(taken)
@@ -115,7 +121,7 @@ impl Borrower {
                 answer(&self.writer, &Reply::Whole { applied }, Bytes::new());
                 return Ok(());
             }
-            lender.report()?;
+            lender.report.due()?;
             state = self.slot.wait(state, LOOK_AGAIN);
         }
     }
@@ -136,46 +142,21 @@ fn runs(blocks: &[u64], most: u32) -> Vec<Run> {
 /// The connection to the lender. One question at a time.
 struct Lender<'a> {
     borrower: &'a Borrower,
-    connection: Connection,
-    events: Receiver<Event>,
+    caller: Caller,
+    report: Report<'a>,
+}
+
+/// What the writer is told from time to time.
+struct Report<'a> {
+    borrower: &'a Borrower,
     compared: u64,
     reported: Instant,
-    _messenger: Messenger,
-}
-
-enum Event {
-    Delivery(Delivery),
-    Over,
-}
-
-struct Post(Sender<Event>);
-
-impl Dispatcher for Post {
-    fn message(&self, _: &Connection, delivery: Delivery) {
-        let _ = self.0.send(Event::Delivery(delivery)); // the borrower may have ended
-    }
-
-    fn reset(&self, _: &Connection, _: usize, _: bool) {
-        let _ = self.0.send(Event::Over);
-    }
-
-    fn closed(&self, _: &Connection) {
-        let _ = self.0.send(Event::Over);
-    }
-
-    fn refused(&self, _: &Connection, _: Refusal) {
-        let _ = self.0.send(Event::Over);
-    }
 }
 
 impl<'a> Lender<'a> {
     fn connect(borrower: &'a Borrower) -> Result<Lender<'a>, Failure> {
-        let (post, events) = mpsc::channel();
-        let options = link::options(&borrower.security, 1, 1);
-        let messenger = Messenger::new(link::client_policy(), &options, Arc::new(Post(post)));
-        let messenger = messenger.map_err(|error| Failure::Lender(error.to_string()))?;
-        let connection = messenger.connect(&borrower.lender);
-        Ok(Lender { borrower, connection, events, compared: 0, reported: Instant::now(), _messenger: messenger })
+        let caller = Caller::connect(&borrower.lender, &borrower.security)?;
+        Ok(Lender { borrower, caller, report: Report { borrower, compared: 0, reported: Instant::now() } })
     }
 
     /// Entries of these blocks, what the lender had applied, and the blocks. Asks again while the lender has not
@@ -200,30 +181,13 @@ impl<'a> Lender<'a> {
 
     /// The answer to a question.
     fn ask(&mut self, call: &Call) -> Result<(Reply, Buffer), Failure> {
-        let message = link::call(call, Bytes::new()).map_err(|error| Failure::Lender(error.to_string()))?;
-        self.connection.send(message).map_err(|error| Failure::Lender(error.to_string()))?;
-        let deadline = Instant::now() + LENDER_LIMIT;
-        loop {
-            self.report()?;
-            match self.events.recv_timeout(LOOK_AGAIN) {
-                Ok(Event::Delivery(delivery)) => {
-                    let reply = link::decode_reply(&delivery).map_err(|error| Failure::Lender(error.to_string()))?;
-                    return Ok((reply, delivery.data));
-                }
-                Ok(Event::Over) | Err(RecvTimeoutError::Disconnected) => {
-                    let why = self.connection.link_error().map(|error| error.to_string());
-                    return Err(Failure::Lender(why.unwrap_or_else(|| "the connection is over".into())));
-                }
-                Err(RecvTimeoutError::Timeout) if Instant::now() >= deadline => {
-                    return Err(Failure::Lender(format!("no answer within {LENDER_LIMIT:?}")));
-                }
-                Err(RecvTimeoutError::Timeout) => {}
-            }
-        }
+        self.caller.ask(call, LENDER_LIMIT, || self.report.due())
     }
+}
 
+impl Report<'_> {
     /// Says to the writer from time to time that the catch-up goes on, and checks whether it should.
-    fn report(&mut self) -> Result<(), Failure> {
+    fn due(&mut self) -> Result<(), Failure> {
         if self.borrower.is_stopping.load(Ordering::Acquire) {
             return Err(Failure::Abandoned);
         }
@@ -260,9 +224,6 @@ const LENDER_LIMIT: Duration = Duration::from_secs(4);
 
 /// Pause before a lender that is behind is asked again: some round trips.
 const NOT_YET_PAUSE: Duration = Duration::from_millis(2);
-
-/// How often a waiting borrower checks whether it should end.
-const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 /// Several times within the time for which a writer waits for a server.
 const REPORT_EVERY: Duration = Duration::from_millis(500);

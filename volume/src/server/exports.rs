@@ -59,6 +59,11 @@ impl Exports {
         is_exported.then_some(id)
     }
 
+    /// Ends what [`Exports::export`] began.
+    pub(super) fn revoke(&self, region: RegionId) {
+        self.exporters.iter().for_each(|exporter| exporter.revoke(region));
+    }
+
     /// Lets the client of a connection read. Returns the keys of the region, one for each transport.
     pub(super) fn grant(&self, connection: &Connection, region: RegionId) -> Vec<Vec<u8>> {
         let Some(secret) = link::region_secret(connection) else { return Vec::new() };

@@ -4,10 +4,11 @@ use std::collections::HashMap;
 use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 
 use bytes::Bytes;
+use remora_fabric::TransportKind;
 use remora_messenger::error::LinkError;
 use remora_messenger::{Address, Connection, Delivery, Dispatcher, Refusal};
 
@@ -17,6 +18,7 @@ use super::borrower::Borrower;
 use super::budget::Budget;
 use super::exports::Exports;
 use super::kept::{Kept, Stores};
+use super::puller::{Puller, Pulling};
 use super::slot::{Done, Means, Slot};
 use super::staging::Staging;
 use crate::copy::Copy;
@@ -41,15 +43,22 @@ pub(super) struct Host {
     /// `None`: copies are in memory only.
     stores: Option<Arc<Stores>>,
     security: Security,
+    /// The transports by which this server reads memory elsewhere.
+    transports: &'static [TransportKind],
     is_stopping: Arc<AtomicBool>,
-    borrowers: Mutex<Vec<JoinHandle<()>>>,
+    /// Borrowers, and those that pull.
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    /// Those that pull, by the numbers of their writers' connections.
+    pullers: Mutex<HashMap<u64, Arc<Puller>>>,
+    /// Itself, for threads.
+    me: Weak<Host>,
 }
 
 impl Host {
     /// With the copies that are in its stores.
-    pub(super) fn new(options: &ServerOptions, exports: Exports) -> io::Result<Host> {
+    pub(super) fn new(options: &ServerOptions, exports: Exports) -> io::Result<Arc<Host>> {
         let stores = options.store.as_deref().map(Stores::open).transpose()?;
-        let host = Host {
+        let host = Arc::new_cyclic(|me| Host {
             slots: Mutex::default(),
             connections: Mutex::default(),
             staging: Mutex::new(Staging::new(options.staging)),
@@ -57,9 +66,12 @@ impl Host {
             exports,
             stores,
             security: options.security.clone(),
+            transports: if options.shm { &[TransportKind::Shm, TransportKind::Tcp] } else { &[TransportKind::Tcp] },
             is_stopping: Arc::default(),
-            borrowers: Mutex::default(),
-        };
+            threads: Mutex::default(),
+            pullers: Mutex::default(),
+            me: Weak::clone(me),
+        });
         if let Some(stores) = &host.stores {
             host.recover(stores)?;
         }
@@ -106,10 +118,6 @@ impl Host {
         lock(&self.slots).values().cloned().collect()
     }
 
-    pub(super) fn stopping(&self) -> &AtomicBool {
-        &self.is_stopping
-    }
-
     /// Leaves the stores in peace. No call arrives any more.
     pub(super) fn close_stores(&self) {
         for slot in self.slots() {
@@ -120,20 +128,47 @@ impl Host {
         }
     }
 
+    pub(super) fn budget(&self) -> &Arc<Budget> {
+        &self.budget
+    }
+
+    pub(super) fn exports(&self) -> &Exports {
+        &self.exports
+    }
+
+    pub(super) fn security(&self) -> &Security {
+        &self.security
+    }
+
+    pub(super) fn transports(&self) -> &'static [TransportKind] {
+        self.transports
+    }
+
+    pub(super) fn is_stopping(&self) -> bool {
+        self.is_stopping.load(Ordering::Acquire)
+    }
+
+    /// The volume of a connection.
+    pub(super) fn shape_of(&self, connection: &Connection) -> Option<Shape> {
+        let slot = lock(&self.connections).get(&connection.id()).cloned();
+        slot.map(|slot| slot.lock().shape())
+    }
+
     pub(super) fn standing(&self, volume: VolumeId) -> Option<Standing> {
         let slot = lock(&self.slots).get(&volume).cloned();
         slot.map(|slot| slot.lock().standing())
     }
 
-    /// Tells the borrowers to end.
+    /// Tells the threads to end.
     pub(super) fn stop(&self) {
         self.is_stopping.store(true, Ordering::Release);
     }
 
-    /// Waits for the borrowers, which were told to end.
+    /// Waits for the threads, which were told to end.
     pub(super) fn join(&self) {
-        for borrower in lock(&self.borrowers).drain(..) {
-            let _ = borrower.join(); // a panic was reported where it happened
+        let threads = std::mem::take(&mut *lock(&self.threads));
+        for thread in threads {
+            let _ = thread.join(); // a panic was reported where it happened
         }
     }
 
@@ -200,6 +235,10 @@ impl Host {
         if is_unused {
             lock(&self.slots).remove(&shape.volume());
         }
+        self.done(connection, done);
+    }
+
+    fn done(&self, connection: &Connection, done: Done) {
         match done {
             Done::Answer(reply, data) => answer(connection, &reply, data),
             Done::Refused(cause, text) => refuse(connection, cause, &text),
@@ -208,7 +247,7 @@ impl Host {
     }
 
     /// Everything but the first call of a connection.
-    fn call(&self, connection: &Connection, call: Call, delivery: &Delivery) {
+    pub(super) fn call(&self, connection: &Connection, call: Call, data: &[u8]) {
         let Some(slot) = lock(&self.connections).get(&connection.id()).cloned() else {
             return refuse(connection, Cause::Misuse, "the first message of a connection must be Open");
         };
@@ -219,14 +258,16 @@ impl Host {
         // Answered with the lock held: answers leave in the order of what they report.
         let (room, stores) = (self.room(connection), self.stores.as_ref());
         let means = Means { room, budget: &self.budget, exports: &self.exports, stores };
-        let done = state.execute(connection, call, &delivery.data, means);
+        if let Call::Follow(holder) = call {
+            let puller = state.connection_of(holder).and_then(|writer| lock(&self.pullers).get(&writer).cloned());
+            let followed = state.follow(connection, puller.and_then(|puller| puller.follow()), &self.exports);
+            return self.done(connection, followed);
+        }
+        let done = state.execute(connection, call, data, means);
         if state.standing().state == State::Behind {
             slot.notify();
         }
         match done {
-            Done::Answer(reply, data) => answer(connection, &reply, data),
-            Done::Refused(cause, text) => refuse(connection, cause, &text),
-            Done::Later => {}
             Done::Borrow { number, holder, since, lender } => {
                 drop(state);
                 let Ok(lender) = lender.parse::<Address>() else {
@@ -235,23 +276,59 @@ impl Host {
                 let writer = connection.clone();
                 let (security, is_stopping) = (self.security.clone(), Arc::clone(&self.is_stopping));
                 let borrower = Borrower { slot, number, holder, since, lender, writer, security, is_stopping };
-                self.begin(borrower);
+                self.begin("volume-borrower", connection, || borrower.run());
             }
+            done => self.done(connection, done),
         }
     }
 
-    fn begin(&self, borrower: Borrower) {
-        let mut borrowers = lock(&self.borrowers);
-        borrowers.retain(|borrower| !borrower.is_finished());
-        let connection = borrower.writer.clone();
-        match std::thread::Builder::new().name("volume-borrower".into()).spawn(|| borrower.run()) {
-            Ok(thread) => borrowers.push(thread),
-            Err(error) => refuse(&connection, Cause::NoMemory, &format!("no thread for a catch-up: {error}")),
+    /// Begins a thread for a writer.
+    fn begin(&self, name: &str, writer: &Connection, does: impl FnOnce() + Send + 'static) {
+        let mut threads = lock(&self.threads);
+        threads.retain(|thread| !thread.is_finished());
+        match std::thread::Builder::new().name(name.into()).spawn(does) {
+            Ok(thread) => threads.push(thread),
+            Err(error) => refuse(writer, Cause::NoMemory, &format!("no thread: {error}")),
+        }
+    }
+
+    /// A writer offers its outbox.
+    fn offer(&self, connection: &Connection, session: u64, keys: Vec<Vec<u8>>) {
+        let is_open = lock(&self.connections).contains_key(&connection.id());
+        let mut pullers = lock(&self.pullers);
+        if !is_open || pullers.contains_key(&connection.id()) {
+            return refuse(connection, Cause::Misuse, "an outbox is offered once, on a connection that is open");
+        }
+        let (Some(host), Ok(puller)) = (self.me.upgrade(), Puller::new(self)) else {
+            return answer(connection, &Reply::Reached { pulls: false, lends: false }, Bytes::new());
+        };
+        let puller = Arc::new(puller);
+        pullers.insert(connection.id(), Arc::clone(&puller));
+        let pulling = Pulling { host, puller, connection: connection.clone(), session, keys };
+        self.begin("volume-puller", connection, || pulling.run());
+    }
+
+    /// A call that takes place after the earlier ones of its connection.
+    fn in_order(&self, connection: &Connection, call: Call, delivery: Delivery) {
+        let puller = lock(&self.pullers).get(&connection.id()).cloned();
+        let now = match puller {
+            Some(puller) => puller.queued(call, delivery),
+            None if matches!(call, Call::Pull { .. }) => {
+                return refuse(connection, Cause::Misuse, "a write can be pulled once an outbox was offered");
+            }
+            None => Some((call, delivery)),
+        };
+        if let Some((call, delivery)) = now {
+            self.call(connection, call, &delivery.data);
         }
     }
 
     fn ended(&self, connection: &Connection) {
         lock(&self.staging).leave(connection.id());
+        let puller = lock(&self.pullers).remove(&connection.id());
+        if let Some(region) = puller.and_then(|puller| puller.end()) {
+            self.exports.revoke(region);
+        }
         let Some(slot) = lock(&self.connections).remove(&connection.id()) else { return };
         let mut slots = lock(&self.slots);
         let mut state = slot.lock();
@@ -268,7 +345,8 @@ impl Dispatcher for Host {
             Ok(Call::Open { shape, mode, writer }) => self.open(connection, shape, mode, writer),
             Ok(Call::Create { shape }) => self.create(connection, shape),
             Ok(Call::Window { wants, obeys }) => self.window(connection, wants, obeys),
-            Ok(call) => self.call(connection, call, &delivery),
+            Ok(Call::Offer { session, keys }) => self.offer(connection, session, keys),
+            Ok(call) => self.in_order(connection, call, delivery),
             Err(error) => refuse(connection, Cause::Misuse, &error.to_string()),
         }
     }

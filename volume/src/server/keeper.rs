@@ -1,7 +1,6 @@
 //! Keeper: the two threads of a server with stores. One syncs, for every answer that waits at once. The other one moves
 //! blocks from the journals to the extents, and scrubs. Neither holds a copy's lock while it waits for the device.
 
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -156,12 +155,6 @@ pub(super) fn start(host: &Arc<Host>, stores: &Arc<Stores>) -> std::io::Result<[
             let _ = sync.join(); // a panic was reported where it happened
             Err(error)
         }
-    }
-}
-
-impl Host {
-    pub(super) fn is_stopping(&self) -> bool {
-        self.stopping().load(Ordering::Acquire)
     }
 }
 

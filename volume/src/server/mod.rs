@@ -13,22 +13,27 @@
 //! - `exports`: the regions of copies, readable for their writers.
 //! - `staging`: what writers may have under way.
 //! - `kept`: a copy's store, and who waits for it; `keeper`: the threads that sync, and make checkpoints.
-//! - `borrower`: brings a copy up to date from another server.
+//! - `borrower`: brings a copy up to date from another server; `caller`: asks another server.
+//! - `puller`: takes large writes out of their writer's memory; `upstream`: or out of another server's.
 //!
-//! Who ends what: the [`Server`] its messenger's workers, the borrowers' threads and the keeper's. A borrower ends by
-//! itself when its copy is whole, or when its writer's connection is over.
+//! Who ends what: the [`Server`] its messenger's workers, the threads of borrowers and pullers, and the keeper's. A
+//! borrower ends by itself when its copy is whole, or when its writer's connection is over; a puller with that
+//! connection.
 
 mod answers;
 mod borrower;
 mod budget;
+mod caller;
 mod exports;
 mod host;
 mod keeper;
 mod kept;
+mod puller;
 mod slot;
 mod staging;
 #[cfg(test)]
 mod tests;
+mod upstream;
 
 use std::io;
 use std::path::PathBuf;
@@ -92,7 +97,7 @@ impl Server {
     /// # Errors
     /// The address cannot be listened at, the system provides no thread, or the stores cannot be used.
     pub fn start(address: &Address, options: &ServerOptions) -> io::Result<Server> {
-        let host = Arc::new(Host::new(options, Exports::open(address, options))?);
+        let host = Host::new(options, Exports::open(address, options))?;
         let settings = link::options(&options.security, options.workers, MAX_SESSIONS);
         let messenger = Messenger::new(link::server_policy(), &settings, Arc::<Host>::clone(&host))?;
         let address = messenger.listen(address)?;

@@ -8,11 +8,16 @@
 //!     │ Read ─────────────────────────────────────────▶ │        a read sees every write before it
 //!     │ Attach ───────────────────────────────────────▶ │        from then on it may read the region, too
 //!     │ Window ───────────────────────────────────────▶ │        how much may be under way
-//!     │ ◀── Promised · Progress, Whole · Written · Confirmed · Data · Attached · Granted · Fenced · Refused
+//!     │ Offer, Pull ──────────────────────────────────▶ │        it takes a write's blocks from the writer's memory
+//!     │ ◀── Promised · Progress, Whole · Written · Confirmed · Data · Attached · Granted · Reached · Fenced · Refused
 //!
 //!   client (server whose copy is behind)              server (lender)
 //!     │ Open{shape, Borrow, …}, Lend ────────────────▶ │
 //!     │ ◀────────────────────────────── Standing, Lent │
+//!
+//!   client (server that takes bytes along a chain)    server before it in the chain
+//!     │ Open{shape, Borrow, …}, Follow ──────────────▶ │
+//!     │ ◀────────────────────────── Standing, Attached │
 //! ```
 //!
 //! The kind of a message is its kind at the messenger, its fields are the front, and blocks are the data. A message
@@ -149,6 +154,31 @@ pub enum Call {
         /// What the client does not exceed until it is answered.
         obeys: Room,
     },
+    /// Can the server read the writer's outbox? Answered by [`Reply::Reached`], once for each connection.
+    Offer {
+        /// The server's name at the writer's exporters.
+        session: u64,
+        /// The outbox's keys, one for each transport.
+        keys: Vec<Vec<u8>>,
+    },
+    /// As [`Call::Write`], without data: the blocks are in the writer's outbox.
+    Pull {
+        /// Who writes.
+        holder: Holder,
+        /// The next version of the holder.
+        version: Version,
+        /// Where the blocks belong.
+        runs: Vec<Run>,
+        /// The CRC-32C of each block.
+        sums: Vec<u32>,
+        /// Where in the outbox they are. A server's staging has them at the same place.
+        at: u64,
+        /// The address of a server out of whose staging they can be taken instead; empty: none.
+        source: String,
+    },
+    /// May this server read the staging into which that one pulls the writes of this writer? Answered by
+    /// [`Reply::Attached`].
+    Follow(Holder),
 }
 
 /// What a server answers.
@@ -212,7 +242,8 @@ pub enum Reply {
         /// An entry for each block.
         entries: Vec<Entry>,
     },
-    /// To [`Call::Attach`]. While this connection lasts and the server obeys its writer, the region can be read.
+    /// To [`Call::Attach`] and [`Call::Follow`]. While this connection lasts and the server obeys its writer, the region
+    /// can be read.
     Attached {
         /// The reader's name at the server's exporters.
         session: u64,
@@ -221,6 +252,13 @@ pub enum Reply {
     },
     /// To [`Call::Window`].
     Granted(Room),
+    /// To [`Call::Offer`].
+    Reached {
+        /// Whether the server can pull from the outbox.
+        pulls: bool,
+        /// Whether other servers can follow it.
+        lends: bool,
+    },
     /// The server does not do it.
     Refused {
         /// The reason, for programs.
@@ -326,6 +364,24 @@ impl Call {
                 Holder::put(holder, out)?;
                 12
             }
+            Call::Offer { session, keys } => {
+                u64::put(session, out)?;
+                Keys::put(keys, out)?;
+                13
+            }
+            Call::Pull { holder, version, runs, sums, at, source } => {
+                Holder::put(holder, out)?;
+                Version::put(version, out)?;
+                Runs::put(runs, out)?;
+                Sums::put(sums, out)?;
+                u64::put(at, out)?;
+                Address::put(source, out)?;
+                14
+            }
+            Call::Follow(holder) => {
+                Holder::put(holder, out)?;
+                15
+            }
         })
     }
 
@@ -365,10 +421,20 @@ impl Call {
             10 => Call::Attach(Holder::take(from)?),
             11 => Call::Window { wants: Room::take(from)?, obeys: Room::take(from)? },
             12 => Call::Flush(Holder::take(from)?),
+            13 => Call::Offer { session: u64::take(from)?, keys: Keys::take(from)? },
+            14 => Call::Pull {
+                holder: Holder::take(from)?,
+                version: Version::take(from)?,
+                runs: Runs::take(from)?,
+                sums: Sums::take(from)?,
+                at: u64::take(from)?,
+                source: Address::take(from)?,
+            },
+            15 => Call::Follow(Holder::take(from)?),
             kind => return Err(DecodeError::Kind(kind)),
         };
         reader.finish()?;
-        if let Call::Write { runs, sums, .. } = &call {
+        if let Call::Write { runs, sums, .. } | Call::Pull { runs, sums, .. } = &call {
             let said = runs.iter().map(|run| run.count as usize).sum();
             if said != sums.len() || runs.is_empty() || runs.iter().any(|run| run.count == 0) {
                 return Err(DecodeError::Data { found: data, said });
@@ -451,6 +517,11 @@ impl Reply {
                 Room::put(room, out)?;
                 45
             }
+            Reply::Reached { pulls, lends } => {
+                bool::put(pulls, out)?;
+                bool::put(lends, out)?;
+                46
+            }
         })
     }
 
@@ -481,6 +552,7 @@ impl Reply {
             43 => Reply::Refused { cause: Cause::take(from)?, text: Sentence::take(from)? },
             44 => Reply::Attached { session: u64::take(from)?, keys: Keys::take(from)? },
             45 => Reply::Granted(Room::take(from)?),
+            46 => Reply::Reached { pulls: bool::take(from)?, lends: bool::take(from)? },
             kind => return Err(DecodeError::Kind(kind)),
         };
         reader.finish()?;

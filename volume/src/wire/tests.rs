@@ -46,6 +46,10 @@ fn entries() -> impl Strategy<Value = Vec<Entry>> {
     vec((versions(), any::<u32>()).prop_map(|(version, crc)| Entry { version, crc }), 1..40)
 }
 
+fn keys() -> impl Strategy<Value = Vec<Vec<u8>>> {
+    vec(vec(any::<u8>(), 0..MAX_KEY_BYTES), 0..=MOST_KEYS)
+}
+
 fn writes() -> impl Strategy<Value = Call> {
     (holders(), versions(), vec(runs(60), 1..=MOST_RUNS)).prop_map(|(holder, version, runs)| {
         let sums = (0..runs.iter().map(|run| run.count).sum()).collect();
@@ -76,6 +80,12 @@ fn calls() -> impl Strategy<Value = Call> {
         holders().prop_map(Call::Attach),
         holders().prop_map(Call::Flush),
         (rooms(), rooms()).prop_map(|(wants, obeys)| Call::Window { wants, obeys }),
+        (any::<u64>(), keys()).prop_map(|(session, keys)| Call::Offer { session, keys }),
+        (writes(), any::<u64>(), "[^\\p{C}\\p{Zl}\\p{Zp}]{0,30}").prop_map(|(write, at, source)| match write {
+            Call::Write { holder, version, runs, sums } => Call::Pull { holder, version, runs, sums, at, source },
+            other => other,
+        }),
+        holders().prop_map(Call::Follow),
         lend.prop_map(|(holder, since, run, with_blocks)| Call::Lend { holder, since, run, with_blocks }),
     ]
 }
@@ -103,8 +113,8 @@ fn replies() -> impl Strategy<Value = Reply> {
         any::<u64>().prop_map(|question| Reply::Confirmed { question }),
         (any::<u64>(), entries()).prop_map(|(number, entries)| Reply::Data { number, entries }),
         (versions(), entries()).prop_map(|(applied, entries)| Reply::Lent { applied, entries }),
-        (any::<u64>(), vec(vec(any::<u8>(), 0..MAX_KEY_BYTES), 0..=MOST_KEYS))
-            .prop_map(|(session, keys)| Reply::Attached { session, keys }),
+        (any::<bool>(), any::<bool>()).prop_map(|(pulls, lends)| Reply::Reached { pulls, lends }),
+        (any::<u64>(), keys()).prop_map(|(session, keys)| Reply::Attached { session, keys }),
         (cause, "[^\\p{C}\\p{Zl}\\p{Zp}]{0,30}").prop_map(|(cause, text)| Reply::Refused { cause, text }),
     ]
 }
@@ -148,7 +158,7 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes_are_a_message_or_an_error(kind in 0..48_u16, blocks in 0..4_u16, front in vec(any::<u8>(), 0..200)) {
+    fn any_bytes_are_a_message_or_an_error(kind in 0..50_u16, blocks in 0..4_u16, front in vec(any::<u8>(), 0..200)) {
         fuzzing::message(&[&kind.to_le_bytes()[..], &blocks.to_le_bytes()[..], &front].concat());
     }
 }
@@ -220,5 +230,5 @@ fn the_seeds_hold_every_kind_of_message() {
     kinds.dedup();
     kinds.sort_unstable();
     kinds.dedup();
-    assert_eq!(kinds, (1..=12).chain(33..=45).collect::<Vec<u16>>());
+    assert_eq!(kinds, (1..=15).chain(33..=46).collect::<Vec<u16>>());
 }

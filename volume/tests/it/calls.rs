@@ -18,8 +18,8 @@ use crate::cluster::{Cluster, keys, server_options};
 use crate::pattern::content;
 
 /// A connection by hand.
-struct Hand {
-    connection: Connection,
+pub struct Hand {
+    pub connection: Connection,
     replies: Receiver<Option<Reply>>,
     _messenger: Messenger,
 }
@@ -47,38 +47,38 @@ impl Dispatcher for Post {
 }
 
 impl Hand {
-    fn new(server: &Server) -> Hand {
+    pub fn new(server: &Server) -> Hand {
         let (post, replies) = mpsc::channel();
         let options = Options { keys: keys(), versions: Versions::only(VERSION), ..Options::default() };
         let messenger = Messenger::new(Policy::lossy_client(), &options, Arc::new(Post(Mutex::new(post)))).unwrap();
         Hand { connection: messenger.connect(server.address()), replies, _messenger: messenger }
     }
 
-    fn open(server: &Server, shape: Shape, mode: Mode) -> Hand {
+    pub fn open(server: &Server, shape: Shape, mode: Mode) -> Hand {
         let hand = Hand::new(server);
         assert!(matches!(hand.ask(&Call::Open { shape, mode, writer: 5 }, 0), Some(Reply::Standing { .. })));
         hand
     }
 
-    fn post(&self, call: &Call) {
+    pub fn post(&self, call: &Call) {
         let mut front = Vec::new();
         let kind = call.encode(&mut front).unwrap();
         self.send(kind, front, Vec::new());
     }
 
     /// The answer to a call with so many blocks of zeros; `None`: the connection was ended.
-    fn ask(&self, call: &Call, blocks: usize) -> Option<Reply> {
+    pub fn ask(&self, call: &Call, blocks: usize) -> Option<Reply> {
         let mut front = Vec::new();
         let kind = call.encode(&mut front).unwrap();
         self.send(kind, front, vec![0; blocks * BLOCK_BYTES]);
         self.hear()
     }
 
-    fn send(&self, kind: u16, front: Vec<u8>, data: Vec<u8>) {
+    pub fn send(&self, kind: u16, front: Vec<u8>, data: Vec<u8>) {
         let _ = self.connection.send(Message::new(0, kind, front).with_data(data)); // it may have ended
     }
 
-    fn hear(&self) -> Option<Reply> {
+    pub fn hear(&self) -> Option<Reply> {
         loop {
             match self.replies.recv_timeout(Duration::from_secs(10)).expect("an answer, or the end, within ten seconds")
             {
@@ -88,7 +88,7 @@ impl Hand {
         }
     }
 
-    fn is_refused(&self, call: &Call, blocks: usize, why: Cause) {
+    pub fn is_refused(&self, call: &Call, blocks: usize, why: Cause) {
         match self.ask(call, blocks) {
             Some(Reply::Refused { cause, .. }) => assert_eq!(cause, why, "{call:?}"),
             other => panic!("{call:?}: {other:?}"),
@@ -98,9 +98,9 @@ impl Hand {
 }
 
 /// CRC-32C of a block of zeros.
-const SUM_OF_ZEROS: u32 = 0x98f9_4189;
+pub const SUM_OF_ZEROS: u32 = 0x98f9_4189;
 
-fn holder() -> Holder {
+pub fn holder() -> Holder {
     Holder { generation: Generation::from_number(9).unwrap(), writer: 5 }
 }
 

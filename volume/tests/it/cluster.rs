@@ -27,8 +27,13 @@ pub fn server_options() -> ServerOptions {
     ServerOptions { security: security(), ..ServerOptions::default() }
 }
 
+/// Of a server that shares no memory with others, and can be read over TCP.
+pub fn far_options() -> ServerOptions {
+    ServerOptions { shm: false, lanes: Some(0), ..server_options() }
+}
+
 /// Waits for a condition.
-pub fn until(what: &str, holds: impl Fn() -> bool) {
+pub fn until(what: &str, mut holds: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(30);
     while !holds() {
         assert!(Instant::now() < deadline, "not within 30 s: {what}");
@@ -69,7 +74,11 @@ impl Cluster {
 
     /// Starts it again at the same address, without its memory.
     pub fn start(&mut self, number: usize) {
-        let server = Server::start(&self.addresses[number], &server_options()).unwrap();
+        self.start_with(number, &server_options());
+    }
+
+    pub fn start_with(&mut self, number: usize, options: &ServerOptions) {
+        let server = Server::start(&self.addresses[number], options).unwrap();
         self.servers[number] = Some(server);
     }
 

@@ -9,6 +9,7 @@ mod looks;
 mod nbd;
 mod pattern;
 mod processes;
+mod pulls;
 mod stores;
 mod tls;
 mod usage;

@@ -41,19 +41,26 @@ pub struct Checker {
     pub ledger: Arc<Mutex<Ledger>>,
     random: Random,
     next: u64,
+    /// The most blocks of a write.
+    most: u64,
 }
 
 impl Checker {
     pub fn new(seed: u64) -> Checker {
-        Checker { ledger: Arc::default(), random: Random::new(seed), next: 1 }
+        Checker::of(seed, 8)
     }
 
-    /// Submits a write of up to eight blocks. Returns whether the volume still took it.
+    /// A writer of up to so many blocks at once.
+    pub fn of(seed: u64, most: u64) -> Checker {
+        Checker { ledger: Arc::default(), random: Random::new(seed), next: 1, most }
+    }
+
+    /// Submits a write. Returns whether the volume still took it.
     pub fn write(&mut self, volume: &Volume) -> bool {
         let number = self.next;
         self.next += 1;
         let blocks = volume.shape().blocks();
-        let count = self.random.between(1, 8.min(blocks));
+        let count = self.random.between(1, self.most.min(blocks));
         let first = self.random.below(blocks - count + 1);
         let data: Vec<u8> = (first..first + count).flat_map(|block| content(block, number)).collect();
         for block in first..first + count {

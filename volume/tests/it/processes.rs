@@ -12,7 +12,7 @@ use remora_volume::server::{Server, ServerOptions};
 use remora_volume::shape::{Copies, Shape};
 use rustix::process::Signal;
 
-use crate::cluster::{options, server_options, until};
+use crate::cluster::{far_options, options, server_options, until};
 use crate::pattern::Checker;
 
 /// Tells a process of this test's program that it is a server, and where it listens.
@@ -21,11 +21,16 @@ const LISTEN: &str = "REMORA_VOLUME_TEST_LISTEN";
 /// And where its stores are, if it has some.
 const STORE: &str = "REMORA_VOLUME_TEST_STORE";
 
+/// Tells it that no memory is shared with it: what is not in messages is read over TCP.
+const FAR: &str = "REMORA_VOLUME_TEST_FAR";
+
 /// Not a test: the server of the tests below, which start this program again. Without their variable it does nothing.
 #[test]
 fn a_server_for_the_other_tests() {
     let Ok(address) = std::env::var(LISTEN) else { return };
-    let options = ServerOptions { store: std::env::var_os(STORE).map(Into::into), ..server_options() };
+    let is_far = std::env::var(FAR).is_ok();
+    let options = if is_far { far_options() } else { server_options() };
+    let options = ServerOptions { store: std::env::var_os(STORE).map(Into::into), ..options };
     let server = Server::start(&address.parse().unwrap(), &options).unwrap();
     println!("\nlistening {}", server.address());
     let _ = std::io::stdin().read(&mut [0]); // until it is killed, or the test ends
@@ -37,11 +42,12 @@ pub struct Remote {
 }
 
 impl Remote {
-    fn start(address: &str, store: Option<&Path>) -> Remote {
+    fn start(address: &str, is_far: bool, store: Option<&Path>) -> Remote {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "processes::a_server_for_the_other_tests", "--nocapture", "--test-threads=1"]);
         command
             .envs(store.map(|store| (STORE, store)))
+            .envs(is_far.then_some((FAR, "")))
             .env(LISTEN, address)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped());
@@ -55,6 +61,7 @@ impl Remote {
 
 pub struct Remotes {
     pub shape: Shape,
+    is_far: bool,
     pub servers: Vec<Remote>,
     /// The folder in which each has its stores.
     stores: Option<PathBuf>,
@@ -62,14 +69,23 @@ pub struct Remotes {
 
 impl Remotes {
     pub fn new(blocks: u64) -> Remotes {
-        Remotes::with(blocks, None)
+        Remotes::start(blocks, false, None)
+    }
+
+    /// Servers that share no memory with the writer and with each other.
+    pub fn far(blocks: u64) -> Remotes {
+        Remotes::start(blocks, true, None)
     }
 
     pub fn with(blocks: u64, stores: Option<&Path>) -> Remotes {
+        Remotes::start(blocks, false, stores)
+    }
+
+    fn start(blocks: u64, is_far: bool, stores: Option<&Path>) -> Remotes {
         let shape = Shape::new(new_id().unwrap(), blocks, Copies::new(3, 2).unwrap()).unwrap();
-        let mut remotes = Remotes { shape, servers: Vec::new(), stores: stores.map(Into::into) };
+        let mut remotes = Remotes { shape, is_far, servers: Vec::new(), stores: stores.map(Into::into) };
         for number in 0..3 {
-            let server = Remote::start("tcp:127.0.0.1:0", remotes.store(number).as_deref());
+            let server = Remote::start("tcp:127.0.0.1:0", is_far, remotes.store(number).as_deref());
             remotes.servers.push(server);
         }
         Volume::create(shape, &remotes.addresses(), &options()).unwrap();
@@ -94,7 +110,7 @@ impl Remotes {
 
     pub fn restart(&mut self, number: usize) {
         let address = self.servers[number].address.to_string();
-        self.servers[number] = Remote::start(&address, self.store(number).as_deref());
+        self.servers[number] = Remote::start(&address, self.is_far, self.store(number).as_deref());
     }
 }
 

@@ -97,7 +97,7 @@ impl Driver {
     /// The last write of any of these blocks that some server has not applied yet.
     pub(super) fn last_write_of(&self, run: Run) -> Version {
         let overlaps = |other: &Run| other.first < run.blocks().end && run.first < other.blocks().end;
-        let last = self.unapplied.iter().rev().find(|(_, runs)| runs.iter().any(overlaps));
-        last.map_or(Version::NONE, |(version, _)| *version)
+        let last = self.unapplied.iter().rev().find(|write| write.runs.iter().any(overlaps));
+        last.map_or(Version::NONE, |write| write.version)
     }
 }

@@ -2,9 +2,11 @@
 //! what it decides. It decides nothing that the rules are about.
 //!
 //! Requests are begun in the order in which they were submitted. If a server has no room for the next write, that write
-//! waits, and everything behind it. `looking`: reads that are answered without a message.
+//! waits, and everything behind it. `looking`: reads that are answered without a message; `pulling`: writes whose
+//! blocks are not in the message.
 
 mod looking;
+mod pulling;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
@@ -16,10 +18,11 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use remora_messenger::{Address, Buffer, Connection, Delivery, Message, Messenger};
 
+use super::outgoing::Outgoing;
 use super::remote::Remote;
 use super::request::{Completion, Op, Request};
 use super::window::Ask;
-use super::{AT_WORK, ClientOptions, Error, Event, LEAST_SUBMITTED_BYTES, Reads, Shared};
+use super::{AT_WORK, ClientOptions, Error, Event, LEAST_SUBMITTED_BYTES, Reads, Shared, Writes};
 use crate::layout::Entry;
 use crate::link;
 use crate::message::{self, Answer, ServerId};
@@ -36,6 +39,9 @@ pub(super) struct Driver {
     id: u64,
     copy_limit: Duration,
     reads_by: Reads,
+    writes_by: Writes,
+    /// `None`: blocks are in the messages.
+    outgoing: Option<Outgoing>,
     messenger: Messenger,
     events: Receiver<Event>,
     /// Another end of it, for threads that read regions.
@@ -49,8 +55,10 @@ pub(super) struct Driver {
     /// The last write that was begun.
     last: Version,
     writes: BTreeMap<Version, Write>,
+    /// The last write that each server was sent which gets writes.
+    sent: Version,
     /// The writes that some server has not applied yet, in their order.
-    unapplied: VecDeque<(Version, Vec<Run>)>,
+    unapplied: VecDeque<Unapplied>,
     reads: HashMap<u64, Read>,
     /// Flushes, with the write that must be durable and acknowledged.
     flushes: VecDeque<(Version, Completion)>,
@@ -61,10 +69,23 @@ pub(super) struct Driver {
     is_over: bool,
 }
 
-/// A write under way. Its message is the same for each server.
+/// A write under way.
 struct Write {
-    message: Message,
+    runs: Vec<Run>,
+    sums: Vec<u32>,
+    data: Bytes,
+    /// Where in the outbox its blocks are.
+    place: Option<u64>,
+    /// The message with its blocks, once a server was sent it.
+    inline: Option<Message>,
     completion: Completion,
+}
+
+/// A write that some server has not applied yet.
+struct Unapplied {
+    version: Version,
+    runs: Vec<Run>,
+    has_place: bool,
 }
 
 /// A read under way.
@@ -91,6 +112,8 @@ impl Driver {
             id,
             copy_limit: options.copy_limit,
             reads_by: options.reads,
+            writes_by: options.writes,
+            outgoing: Outgoing::open(options.writes, servers),
             messenger,
             events,
             post,
@@ -100,6 +123,7 @@ impl Driver {
             queue: VecDeque::new(),
             last: Version::NONE,
             writes: BTreeMap::new(),
+            sent: Version::NONE,
             unapplied: VecDeque::new(),
             reads: HashMap::new(),
             flushes: VecDeque::new(),
@@ -174,14 +198,14 @@ impl Driver {
     fn begin_one(&mut self, Op { request, sums, completion }: Op) {
         match request {
             Request::Write { runs, data } => {
-                let (Some(version), Some(holder)) = (self.writer.write(), self.writer.holder()) else {
+                let Some(version) = self.writer.write() else {
                     return; // the generation has no more numbers: the write is dropped, and so fails
                 };
                 self.last = version;
-                self.unapplied.push_back((version, runs.clone()));
-                // A request that was checked fits a message.
-                let message = link::call(&Call::Write { holder, version, runs, sums }, data).unwrap_or_default();
-                self.writes.insert(version, Write { message, completion });
+                let is_pulled = self.remotes.iter().any(|remote| remote.pulls());
+                let place = self.outgoing.as_mut().filter(|_| is_pulled).and_then(|outgoing| outgoing.put(&data));
+                self.unapplied.push_back(Unapplied { version, runs: runs.clone(), has_place: place.is_some() });
+                self.writes.insert(version, Write { runs, sums, data, place, inline: None, completion });
             }
             Request::Read(run) => {
                 if let Some(number) = self.writer.read(self.last_write_of(run)) {
@@ -206,6 +230,7 @@ impl Driver {
                 Action::Send(server, request) => self.send(server, request),
                 Action::Disconnect(server) => {
                     self.shared.regions.close(server);
+                    self.withdraw(server);
                     self.remote(server, |remote, now| remote.disconnect(now));
                 }
                 Action::Serving { may_lack_tail, .. } => {
@@ -229,6 +254,7 @@ impl Driver {
                 Action::End(end) => self.ended(end),
             }
         }
+        self.sent = self.last;
         let members = self.writer.members().fold(0, |bits, server| bits | 1 << server.0);
         self.shared.members.store(members, Ordering::Relaxed);
     }
@@ -279,8 +305,8 @@ impl Driver {
                 self.shared.counts.asked.fetch_add(1, Ordering::Relaxed);
                 Call::Read { holder, number, run: read.run }
             }
-            message::Request::Write { version, .. } => {
-                let Some(message) = self.writes.get(&version).map(|write| write.message.clone()) else { return };
+            message::Request::Write { version, holder } => {
+                let Some(message) = self.message_of(server, holder, version) else { return };
                 let is_sent = self.remote(server, |remote, now| remote.write(version, message, now));
                 return self.unless(is_sent, server);
             }
@@ -314,9 +340,10 @@ impl Driver {
     }
 
     fn lost(&mut self, server: ServerId, why: &str) {
-        let Some(remote) = self.remotes.get_mut(server.0) else { return };
+        let Some(remote) = self.remotes.get(server.0) else { return };
         tracing::info!(server = %remote.address(), why, "a copy is left out");
-        remote.disconnect(Instant::now());
+        self.withdraw(server);
+        self.remote(server, |remote, now| remote.disconnect(now));
         self.shared.regions.close(server);
         self.forget_applied();
         self.writer.lost(server);
@@ -349,6 +376,9 @@ impl Driver {
             Reply::Fenced { by } => self.writer.answered(server, Answer::Fenced { by }),
             Reply::Confirmed { question } => self.writer.answered(server, Answer::Confirmed { question }),
             Reply::Granted(_) => self.resize(),
+            Reply::Reached { pulls, lends } => {
+                self.remotes[server.0].reached(pulls, lends);
+            }
             Reply::Progress { compared } => tracing::debug!(?server, compared, "a copy catches up"),
             Reply::Whole { applied } => {
                 self.applied(server, applied);
@@ -396,9 +426,15 @@ impl Driver {
     /// Forgets the writes that every server has applied which gets writes.
     fn forget_applied(&mut self) {
         let first = self.remotes.iter().filter_map(Remote::first_unapplied).min();
-        while self.unapplied.front().is_some_and(|(version, _)| first.is_none_or(|first| *version < first)) {
-            self.unapplied.pop_front();
+        let mut freed = 0;
+        // Not one that is still being sent.
+        let is_over = |version: Version| version <= self.sent && first.is_none_or(|first| version < first);
+        while self.unapplied.front().is_some_and(|write| is_over(write.version)) {
+            if self.unapplied.pop_front().is_some_and(|write| write.has_place) {
+                freed += 1;
+            }
         }
+        (0..freed).for_each(|_| self.free_place());
     }
 
     /// Blocks have arrived. They are checked against what their writer said of them.
@@ -431,6 +467,8 @@ impl Driver {
             }
         }
         self.attach();
+        self.offer();
+        self.count_served();
         if self.writer.is_serving() {
             self.ask_for_room(now);
         }

@@ -214,6 +214,23 @@ impl State {
         Ok(answer(Reply::Attached { session: connection.id(), keys }))
     }
 
+    /// The number of the connection of a writer that the server obeys.
+    pub(super) fn connection_of(&self, holder: Holder) -> Option<u64> {
+        self.copy.confirm(holder).ok()?;
+        let is_its = |session: &&Session| session.mode == Mode::Write && session.writer == holder.writer;
+        self.sessions.iter().find(is_its).map(|session| session.connection.id())
+    }
+
+    /// Lets another server read the staging of a writer that both obey.
+    pub(super) fn follow(&mut self, connection: &Connection, staging: Option<RegionId>, exports: &Exports) -> Done {
+        let session = self.sessions.iter_mut().find(|session| session.connection == *connection);
+        let (Some(session), Some(staging)) = (session, staging) else {
+            return Done::Refused(Cause::OutOfStep, "the server pulls no writes of this writer".into());
+        };
+        session.reads = true;
+        answer(Reply::Attached { session: connection.id(), keys: exports.grant(connection, staging) })
+    }
+
     /// Takes the region from writers that the server does not obey any more.
     fn detach(&mut self, exports: &Exports) {
         let obeyed = self.copy.standing().promised.map(|holder| holder.writer);
@@ -287,9 +304,12 @@ impl State {
             Call::Write { holder, version, runs, sums } => self.write(holder, version, &runs, &sums, data, room),
             Call::Read { holder, number, run } => self.read(holder, number, run),
             Call::Attach(holder) => self.attach(connection, holder, exports),
-            Call::Open { .. } | Call::Create { .. } | Call::Window { .. } => {
-                Ok(Done::Refused(Cause::Misuse, "not on this connection".into()))
-            }
+            Call::Open { .. }
+            | Call::Create { .. }
+            | Call::Window { .. }
+            | Call::Offer { .. }
+            | Call::Pull { .. }
+            | Call::Follow(_) => Ok(Done::Refused(Cause::Misuse, "not on this connection".into())),
         };
         self.say();
         self.detach(exports);
@@ -353,8 +373,10 @@ impl State {
         if !runs.iter().all(|run| store.layout().has(run.first, run.count.into())) {
             return Ok(beyond_the_end());
         }
-        if !sums(data).eq(wanted.iter().copied()) {
-            return Ok(Done::Refused(Cause::Damaged, format!("a block of write {version} was damaged on its way")));
+        let mut found = runs.iter().flat_map(|run| run.blocks()).zip(sums(data).zip(wanted));
+        if let Some((block, _)) = found.find(|(_, (found, wanted))| found != *wanted) {
+            let text = format!("block {block} of write {version} was damaged on its way");
+            return Ok(Done::Refused(Cause::Damaged, text));
         }
         let mut next = self.copy;
         next.write(holder, version)?;
