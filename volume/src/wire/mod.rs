@@ -242,8 +242,8 @@ pub enum Reply {
         /// An entry for each block.
         entries: Vec<Entry>,
     },
-    /// To [`Call::Attach`] and [`Call::Follow`]. While this connection lasts and the server obeys its writer, the region
-    /// can be read.
+    /// To [`Call::Attach`] and [`Call::Follow`]. While this connection lasts and the server obeys its writer, the
+    /// region can be read.
     Attached {
         /// The reader's name at the server's exporters.
         session: u64,
