@@ -30,10 +30,17 @@ pub(super) struct Remote {
     /// Whether it was asked for the region of its copy.
     is_attached: bool,
     region: Option<Region>,
-    /// Whether it was offered the outbox, whether it pulls from there, and whether other servers can follow it.
+    outbox: Outbox,
+}
+
+/// How the server stands to the outbox of this process.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Outbox {
     is_offered: bool,
-    pulls: bool,
-    lends: bool,
+    /// It takes the blocks of large writes from there.
+    pub(super) pulls: bool,
+    /// Other servers can take them from it.
+    pub(super) lends: bool,
 }
 
 impl Remote {
@@ -51,9 +58,7 @@ impl Remote {
             pause: FIRST_PAUSE,
             is_attached: false,
             region: None,
-            is_offered: false,
-            pulls: false,
-            lends: false,
+            outbox: Outbox::default(),
         }
     }
 
@@ -61,16 +66,11 @@ impl Remote {
         &self.address
     }
 
-    /// Whether this is its present connection.
-    pub(super) fn is_at(&self, connection: &Connection) -> bool {
-        self.connection.as_ref() == Some(connection)
-    }
-
     /// A new connection.
     pub(super) fn connected(&mut self, connection: Connection, now: Instant) {
         self.connection = Some(connection);
         (self.is_attached, self.region) = (false, None);
-        (self.is_offered, self.pulls, self.lends) = (false, false, false);
+        self.outbox = Outbox::default();
         (self.owed, self.bytes) = (0, 0);
         self.writes.clear();
         self.window = Window::new(self.size, now);
@@ -142,8 +142,7 @@ impl Remote {
     pub(super) fn disconnect(&mut self, now: Instant) -> bool {
         let Some(connection) = self.connection.take() else { return false };
         connection.abort();
-        self.region = None;
-        (self.pulls, self.lends) = (false, false);
+        (self.region, self.outbox) = (None, Outbox::default());
         (self.owed, self.bytes) = (0, 0);
         self.writes.clear();
         self.next_try = now + self.pause;
@@ -163,24 +162,21 @@ impl Remote {
 
     /// Its connection, if it must be offered the outbox: once for each.
     pub(super) fn offer(&mut self) -> Option<Connection> {
-        let connection = self.connection.clone().filter(|_| !self.is_offered)?;
-        self.is_offered = true;
+        let connection = self.connection.clone().filter(|_| !self.outbox.is_offered)?;
+        self.outbox.is_offered = true;
         Some(connection)
     }
 
     /// It can pull from the outbox, and others from it; or not.
     pub(super) fn reached(&mut self, pulls: bool, lends: bool) {
-        (self.pulls, self.lends) = (pulls, lends);
+        self.outbox = Outbox { is_offered: true, pulls, lends };
     }
 
-    pub(super) fn pulls(&self) -> bool {
-        self.pulls
+    pub(super) fn outbox(&self) -> Outbox {
+        self.outbox
     }
 
-    pub(super) fn lends(&self) -> bool {
-        self.lends
-    }
-
+    /// Its present connection.
     pub(super) fn connection(&self) -> Option<&Connection> {
         self.connection.as_ref()
     }

@@ -128,30 +128,8 @@ impl Host {
         }
     }
 
-    pub(super) fn budget(&self) -> &Arc<Budget> {
-        &self.budget
-    }
-
-    pub(super) fn exports(&self) -> &Exports {
-        &self.exports
-    }
-
-    pub(super) fn security(&self) -> &Security {
-        &self.security
-    }
-
-    pub(super) fn transports(&self) -> &'static [TransportKind] {
-        self.transports
-    }
-
     pub(super) fn is_stopping(&self) -> bool {
         self.is_stopping.load(Ordering::Acquire)
-    }
-
-    /// The volume of a connection.
-    pub(super) fn shape_of(&self, connection: &Connection) -> Option<Shape> {
-        let slot = lock(&self.connections).get(&connection.id()).cloned();
-        slot.map(|slot| slot.lock().shape())
     }
 
     pub(super) fn standing(&self, volume: VolumeId) -> Option<Standing> {
@@ -294,17 +272,29 @@ impl Host {
 
     /// A writer offers its outbox.
     fn offer(&self, connection: &Connection, session: u64, keys: Vec<Vec<u8>>) {
-        let is_open = lock(&self.connections).contains_key(&connection.id());
+        let slot = lock(&self.connections).get(&connection.id()).cloned();
+        let shape = slot.map(|slot| slot.lock().shape());
         let mut pullers = lock(&self.pullers);
-        if !is_open || pullers.contains_key(&connection.id()) {
+        let Some(shape) = shape.filter(|_| !pullers.contains_key(&connection.id())) else {
             return refuse(connection, Cause::Misuse, "an outbox is offered once, on a connection that is open");
-        }
-        let (Some(host), Ok(puller)) = (self.me.upgrade(), Puller::new(self)) else {
+        };
+        let (Some(host), Ok(puller)) = (self.me.upgrade(), Puller::new(&self.budget, &self.exports)) else {
             return answer(connection, &Reply::Reached { pulls: false, lends: false }, Bytes::new());
         };
         let puller = Arc::new(puller);
         pullers.insert(connection.id(), Arc::clone(&puller));
-        let pulling = Pulling { host, puller, connection: connection.clone(), session, keys };
+        let writer = connection.clone();
+        let pulling = Pulling {
+            puller,
+            connection: connection.clone(),
+            shape,
+            session,
+            keys,
+            security: self.security.clone(),
+            transports: self.transports,
+            is_stopping: Arc::clone(&self.is_stopping),
+            call: Box::new(move |call, data| host.call(&writer, call, data)),
+        };
         self.begin("volume-puller", connection, || pulling.run());
     }
 

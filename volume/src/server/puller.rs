@@ -20,14 +20,15 @@ use remora_fabric::{Memory, Pages, Peer, ReadRequest, RegionId, TransportKind};
 use remora_messenger::{Connection, Delivery};
 
 use super::answers::{answer, refuse};
-use super::budget::Grant;
-use super::host::Host;
-use super::upstream::Upstream;
+use super::budget::{Budget, Grant};
+use super::exports::Exports;
+use super::upstream::{Link, Upstream};
 use crate::lane::Lane;
+use crate::link::Security;
 use crate::message::Holder;
 use crate::outbox::{PROGRESS_AT, REACH_LIMIT, REGION_BYTES, has_place};
 use crate::reader::fetch;
-use crate::shape::BLOCK_BYTES;
+use crate::shape::{BLOCK_BYTES, Shape};
 use crate::store::sums;
 use crate::version::Version;
 use crate::wire::{Call, Cause, Reply};
@@ -53,8 +54,8 @@ struct Queue {
 }
 
 impl Puller {
-    pub(super) fn new(host: &Host) -> Result<Puller, String> {
-        let grant = host.budget().take(REGION_BYTES).ok_or("the server has no memory left to pull into")?;
+    pub(super) fn new(budget: &Arc<Budget>, exports: &Exports) -> Result<Puller, String> {
+        let grant = budget.take(REGION_BYTES).ok_or("the server has no memory left to pull into")?;
         let staging = Memory::create("remora-volume-staging", REGION_BYTES, Pages::Small);
         let staging = Arc::new(staging.map_err(|error| error.to_string())?);
         Ok(Puller {
@@ -62,7 +63,7 @@ impl Puller {
             changed: Condvar::new(),
             is_over: AtomicBool::new(false),
             is_followed: AtomicBool::new(false),
-            region: host.exports().export(&staging),
+            region: exports.export(&staging),
             staging,
             _grant: grant,
         })
@@ -116,12 +117,19 @@ impl Puller {
 
 /// The thread.
 pub(super) struct Pulling {
-    pub(super) host: Arc<Host>,
     pub(super) puller: Arc<Puller>,
+    /// The writer's connection, and the volume that it has open.
     pub(super) connection: Connection,
+    pub(super) shape: Shape,
     /// This server's name at the writer's exporters, and the keys of the outbox.
     pub(super) session: u64,
     pub(super) keys: Vec<Vec<u8>>,
+    pub(super) security: Security,
+    /// The transports by which this server reads memory elsewhere.
+    pub(super) transports: &'static [TransportKind],
+    pub(super) is_stopping: Arc<AtomicBool>,
+    /// Does a call, with its blocks.
+    pub(super) call: Box<dyn Fn(Call, &[u8]) + Send>,
 }
 
 /// A write whose blocks are elsewhere.
@@ -135,7 +143,7 @@ struct Pull<'a> {
 
 impl Pulling {
     pub(super) fn run(self) {
-        let lane = lane(self.host.transports());
+        let lane = lane(self.transports);
         let peer = lane.connect(&self.connection, (self.session, &self.keys), &self.puller.staging);
         if let Err(why) = &peer {
             tracing::info!(peer = %self.connection.peer(), why, "a writer's outbox cannot be reached: it writes inline");
@@ -146,12 +154,12 @@ impl Pulling {
         let (mut upstream, mut data) = (Upstream::default(), Vec::new());
         while let Some((call, delivery)) = self.puller.next(|| self.goes_on()) {
             let Call::Pull { holder, version, runs, sums, at, source } = call else {
-                self.host.call(&self.connection, call, &delivery.data);
+                (self.call)(call, &delivery.data);
                 continue;
             };
             let pull = Pull { holder, version, sums: &sums, at, source: &source };
             match self.pull(&mut *peer, &mut upstream, &pull, &mut data) {
-                Ok(()) => self.host.call(&self.connection, Call::Write { holder, version, runs, sums }, &data),
+                Ok(()) => (self.call)(Call::Write { holder, version, runs, sums }, &data),
                 Err((cause, text)) => {
                     refuse(&self.connection, cause, &text);
                     return self.refuse_all();
@@ -170,7 +178,7 @@ impl Pulling {
     }
 
     fn goes_on(&self) -> bool {
-        !self.puller.is_over.load(Ordering::Acquire) && !self.host.is_stopping()
+        !self.puller.is_over.load(Ordering::Acquire) && !self.is_stopping.load(Ordering::Acquire)
     }
 
     /// Brings the blocks of a write into `data`. Those of the outbox are checked by the one who applies them.
@@ -230,15 +238,13 @@ impl Pulling {
         checked
     }
 
-    fn link(&self, pull: &Pull<'_>) -> Result<super::upstream::Link, String> {
-        let (host, goes_on) = (&self.host, || self.goes_on());
-        let shape = host.shape_of(&self.connection).ok_or("the connection is over")?;
-        let lane = lane(host.transports());
-        super::upstream::Link::open(
-            (shape, pull.holder),
+    fn link(&self, pull: &Pull<'_>) -> Result<Link, String> {
+        let goes_on = || self.goes_on();
+        Link::open(
+            (self.shape, pull.holder),
             pull.source,
-            host.security(),
-            &lane,
+            &self.security,
+            &lane(self.transports),
             (&self.puller.staging, &goes_on),
         )
     }

@@ -202,7 +202,7 @@ impl Driver {
                     return; // the generation has no more numbers: the write is dropped, and so fails
                 };
                 self.last = version;
-                let is_pulled = self.remotes.iter().any(|remote| remote.pulls());
+                let is_pulled = self.remotes.iter().any(|remote| remote.outbox().pulls);
                 let place = self.outgoing.as_mut().filter(|_| is_pulled).and_then(|outgoing| outgoing.put(&data));
                 self.unapplied.push_back(Unapplied { version, runs: runs.clone(), has_place: place.is_some() });
                 self.writes.insert(version, Write { runs, sums, data, place, inline: None, completion });
@@ -336,7 +336,7 @@ impl Driver {
 
     /// The server of a connection; `None` if it was given up.
     fn server_at(&self, connection: &Connection) -> Option<ServerId> {
-        self.remotes.iter().position(|remote| remote.is_at(connection)).map(ServerId)
+        self.remotes.iter().position(|remote| remote.connection() == Some(connection)).map(ServerId)
     }
 
     fn lost(&mut self, server: ServerId, why: &str) {

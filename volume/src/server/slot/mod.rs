@@ -1,6 +1,7 @@
 //! Slot: one volume at this server. The copy's rules, its blocks and its connections are behind one lock, so that calls
 //! take place one after the other, each as a whole.
 
+mod catch_up;
 mod failing;
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -10,6 +11,7 @@ use bytes::Bytes;
 use remora_fabric::RegionId;
 use remora_messenger::Connection;
 
+pub(in crate::server) use self::catch_up::Abandoned;
 use super::answers;
 use super::budget::{Budget, Grant};
 use super::exports::Exports;
@@ -34,7 +36,7 @@ pub(super) struct Slot {
 }
 
 /// What the lock guards.
-// Larger than the bound: a method for each call, for each step of a catch-up, and for each of the store.
+// Larger than the bound: a method for each call, for each of the store, and for each connection.
 pub(super) struct State {
     shape: Shape,
     copy: Copy,
@@ -84,28 +86,11 @@ pub(super) enum Done {
     Borrow { number: u64, holder: Holder, since: Version, lender: String },
 }
 
-/// Why a borrower must end.
-pub(super) enum Abandoned {
-    /// Its writer has gone or has begun another catch-up, or the server obeys another writer.
-    Replaced,
-    /// The store has no space for what it takes.
-    Full(String),
-}
-
 impl From<Refusal> for Done {
     fn from(refusal: Refusal) -> Done {
         match refusal {
             Refusal::Fenced { by } => Done::Answer(Reply::Fenced { by }, Bytes::new()),
             Refusal::OutOfStep => Done::Refused(Cause::OutOfStep, refusal.to_string()),
-        }
-    }
-}
-
-impl From<Done> for Abandoned {
-    fn from(done: Done) -> Abandoned {
-        match done {
-            Done::Refused(_, text) => Abandoned::Full(text),
-            _ => Abandoned::Replaced,
         }
     }
 }
@@ -338,27 +323,6 @@ impl State {
         })
     }
 
-    fn begin_catch_up(
-        &mut self,
-        holder: Holder,
-        since: Version,
-        lender: String,
-        means: Means<'_>,
-    ) -> Result<Done, Refusal> {
-        let mut next = self.copy;
-        next.begin_catch_up(holder, since)?;
-        if self.store.is_some() {
-            if let Err(done) = self.commit(next, &[], &[]) {
-                return Ok(done);
-            }
-        } else if let Err(text) = self.allocate(next.standing(), means.budget, means.exports, means.stores) {
-            return Ok(Done::Refused(Cause::NoMemory, text));
-        }
-        self.copy = next;
-        self.catch_ups += 1;
-        Ok(Done::Borrow { number: self.catch_ups, holder, since, lender })
-    }
-
     /// Applies a write, all of it or nothing.
     fn write(
         &mut self,
@@ -521,92 +485,6 @@ impl State {
     /// The store with the blocks in memory.
     pub(super) fn kept_and_memory(&mut self) -> Option<(&mut Kept, &Store)> {
         self.kept.as_mut().zip(self.store.as_ref())
-    }
-
-    // ---- a catch-up ----
-
-    /// Whether this catch-up is the present one, and its writer is there.
-    fn expect(&self, number: u64, writer: &Connection) -> Result<&Store, Abandoned> {
-        let is_present = self.catch_ups == number && self.has(writer);
-        self.store.as_ref().filter(|_| is_present).ok_or(Abandoned::Replaced)
-    }
-
-    /// Compares entries of the lender, which had applied `applied`, with those here. Returns the blocks that are
-    /// needed. Blocks that were never written there become so here.
-    pub(super) fn compare(
-        &mut self,
-        (number, writer): (u64, &Connection),
-        first: u64,
-        theirs: &[Entry],
-        applied: Version,
-    ) -> Result<Vec<u64>, Abandoned> {
-        self.expect(number, writer)?;
-        let (mut needed, mut unwritten) = (Vec::new(), Vec::new());
-        for (block, &their) in (first..).zip(theirs) {
-            let ours = self.store.as_ref().and_then(|store| store.entry(block));
-            let is_taken = self.takes(ours, their, applied)?;
-            if !is_taken || ours == Some(their) {
-                continue;
-            }
-            if their.is_written() {
-                needed.push(block);
-            } else {
-                unwritten.push((block, their));
-            }
-        }
-        self.commit(self.copy, &unwritten, &[]).map_err(Abandoned::from)?;
-        for (block, entry) in unwritten {
-            if let Some(store) = &self.store {
-                store.put(block, entry, &[0; BLOCK_BYTES]);
-            }
-        }
-        Ok(needed)
-    }
-
-    /// Takes blocks of the lender, whose checksums are right.
-    pub(super) fn take(
-        &mut self,
-        (number, writer): (u64, &Connection),
-        first: u64,
-        theirs: &[Entry],
-        applied: Version,
-        data: &[u8],
-    ) -> Result<(), Abandoned> {
-        self.expect(number, writer)?;
-        let mut taken = Vec::new();
-        for ((block, &their), bytes) in (first..).zip(theirs).zip(data.chunks_exact(BLOCK_BYTES)) {
-            let ours = self.store.as_ref().and_then(|store| store.entry(block));
-            if self.takes(ours, their, applied)? {
-                taken.push((block, their, bytes));
-            }
-        }
-        let changes: Vec<_> = taken.iter().map(|&(block, entry, _)| (block, entry)).collect();
-        let written = taken.iter().filter(|(_, entry, _)| entry.is_written());
-        let blocks: Vec<_> = written.map(|&(.., bytes)| bytes).collect();
-        self.commit(self.copy, &changes, &blocks).map_err(Abandoned::from)?;
-        for (block, entry, bytes) in taken {
-            if let Some(store) = &self.store {
-                store.put(block, entry, bytes);
-            }
-        }
-        Ok(())
-    }
-
-    fn takes(&mut self, ours: Option<Entry>, theirs: Entry, applied: Version) -> Result<bool, Abandoned> {
-        let ours = ours.map_or(Version::NONE, |entry| entry.version); // a damaged block is taken
-        self.copy.takes(ours, theirs.version, applied).map_err(|_| Abandoned::Replaced)
-    }
-
-    /// All blocks were compared. Returns the version up to which the copy is whole, if it is.
-    pub(super) fn try_complete(&mut self, number: u64, writer: &Connection) -> Result<Option<Version>, Abandoned> {
-        self.expect(number, writer)?;
-        let mut next = self.copy;
-        if !next.try_complete() {
-            return Ok(None);
-        }
-        self.commit(next, &[], &[]).map_err(Abandoned::from)?;
-        self.say();
-        Ok(Some(self.copy.standing().applied))
     }
 }
 
