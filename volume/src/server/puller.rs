@@ -115,6 +115,9 @@ impl Puller {
     }
 }
 
+/// Does a call, with its blocks.
+pub(super) type Perform = dyn Fn(Call, &[u8]) + Send;
+
 /// The thread.
 pub(super) struct Pulling {
     pub(super) puller: Arc<Puller>,
@@ -128,8 +131,7 @@ pub(super) struct Pulling {
     /// The transports by which this server reads memory elsewhere.
     pub(super) transports: &'static [TransportKind],
     pub(super) is_stopping: Arc<AtomicBool>,
-    /// Does a call, with its blocks.
-    pub(super) call: Box<dyn Fn(Call, &[u8]) + Send>,
+    pub(super) call: Box<Perform>,
 }
 
 /// A write whose blocks are elsewhere.
