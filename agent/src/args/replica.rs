@@ -218,7 +218,8 @@ Examples:
             Code::Source,
             Code::SyncFailed,
             Code::Interrupted,
-            Code::Local
+            Code::Local,
+            Code::TakenOver
         ])
     )
 }

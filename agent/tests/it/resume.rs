@@ -287,7 +287,7 @@ fn a_server_that_another_client_takes_over_meanwhile_is_left_to_it() {
         Ok(answer.map_err(|error| error.to_string()))
     })
     .unwrap();
-    let said = ends(&mut agent, 6);
+    let said = ends(&mut agent, 14);
     says(&said, &["was told to follow", &other.port().to_string(), "the server is left as it is"]);
     replica.wait_for_link(LONG).unwrap();
     assert_same_data(&other, &replica);

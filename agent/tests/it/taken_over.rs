@@ -10,8 +10,8 @@ use rustix::process::Signal;
 
 use crate::kit::{LONG, Source, Way, ends, load, number, primary, syncs, way_of_loading};
 
-/// The exit code of a sync that failed after the server had been touched.
-const SYNC_FAILED: i32 = 6;
+/// The exit code of a sync whose server another client has taken over, whatever else happened.
+const TAKEN_OVER: i32 = 14;
 
 /// The exit code of a refusal before anything was touched.
 const REFUSED: i32 = 3;
@@ -45,7 +45,7 @@ fn a_promotion_is_not_undone_when_the_agent_is_stopped_at_once() {
         client.ok(&["REPLICAOF", "NO", "ONE"]).unwrap();
         client.ok(&["SET", "only-here", "1"]).unwrap();
         agent.signal(Signal::TERM).unwrap();
-        let said = ends(&mut agent, SYNC_FAILED);
+        let said = ends(&mut agent, TAKEN_OVER);
         assert!(said.contains("was detached meanwhile") && said.contains("left as it is"), "{said}");
         assert_eq!(role(&server), "master");
         assert_eq!(client.text(&["GET", "only-here"]).unwrap(), "1");
@@ -60,7 +60,7 @@ fn a_promotion_is_not_undone_when_the_source_is_lost_at_once() {
         client.ok(&["REPLICAOF", "NO", "ONE"]).unwrap();
         client.ok(&["SET", "only-here", "1"]).unwrap();
         source.agent.kill().unwrap();
-        ends(&mut agent, SYNC_FAILED);
+        ends(&mut agent, TAKEN_OVER);
         assert_eq!(role(&server), "master");
         assert_eq!(client.text(&["GET", "only-here"]).unwrap(), "1");
     }
@@ -74,7 +74,7 @@ fn a_server_that_was_pointed_at_another_primary_stays_with_it_when_the_agent_is_
         let (_primary, _source, server, mut agent) = staying(kind, Server::start(kind).unwrap());
         server.replicate(&other).unwrap();
         agent.signal(Signal::TERM).unwrap();
-        let said = ends(&mut agent, SYNC_FAILED);
+        let said = ends(&mut agent, TAKEN_OVER);
         assert!(said.contains(&format!("was told to follow 127.0.0.1:{}", other.port())), "{said}");
         server.wait_for_link(LONG).unwrap();
         assert_same_data(&other, &server);
@@ -101,7 +101,8 @@ fn a_server_that_was_pointed_elsewhere_during_its_load_by_file_is_not_emptied() 
         }
         server.replicate(&other).unwrap();
         agent.signal(Signal::INT).unwrap();
-        ends(&mut agent, 7);
+        let said = ends(&mut agent, TAKEN_OVER);
+        assert!(said.contains("stopped by SIGINT") && said.contains("was told to follow"), "{said}");
         server.wait_for_link(LONG).unwrap();
         assert_eq!(server.fact("master_port").unwrap(), other.port().to_string());
         assert_same_data(&other, &server);
@@ -127,6 +128,29 @@ fn a_server_that_was_written_to_while_the_agent_waited_is_not_overwritten() {
             (role(&server), server.configured("repl-diskless-load").unwrap()),
             ("master".into(), "disabled".into())
         );
+    }
+}
+
+#[test]
+fn a_server_that_was_pointed_elsewhere_while_the_agent_waited_is_not_touched() {
+    for kind in require::kinds() {
+        let other = primary(kind).start().unwrap();
+        fill(&other, 10);
+        let primary = primary(kind).config("rdb-key-save-delay", 20_000).start().unwrap();
+        fill(&primary, 200);
+        let server = Server::start(kind).unwrap();
+        let source = Source::start(&primary, &["--memory", "64MiB"]);
+        // The primary runs a child for another purpose: the source has no snapshot to offer before it ends.
+        primary.client().unwrap().ok(&["BGSAVE"]).unwrap();
+        let mut agent = source.replica(&server, &["--replace"]);
+        agent.wait_for_line("waiting:", LONG).unwrap();
+        server.replicate(&other).unwrap();
+        server.wait_for_link(LONG).unwrap();
+        let said = ends(&mut agent, TAKEN_OVER);
+        assert!(said.contains("was told to follow") && said.contains("not touched"), "{said}");
+        assert_eq!(server.fact("master_port").unwrap(), other.port().to_string());
+        assert_eq!(server.configured("repl-diskless-load").unwrap(), "disabled");
+        assert_same_data(&other, &server);
     }
 }
 

@@ -86,9 +86,13 @@ impl Ending {
         actions: &mut VecDeque<Action>,
     ) {
         match (&*self, report) {
-            (Ending::Leaving { failure, .. }, Report::Left(text)) => {
-                let outcome = Err(failure.clone().and(&text));
-                self.fail(failure.clone(), outcome, actions);
+            (Ending::Leaving { failure, .. }, Report::Left(left)) => {
+                let mut told = failure.clone().and(&left.text);
+                if left.taken_over {
+                    // Whatever ended the sync: a service manager must not set an agent on this server again.
+                    told.code = Code::TakenOver;
+                }
+                self.fail(failure.clone(), Err(told), actions);
             }
             (Ending::Leaving { failure, .. }, Report::Ended) => {
                 self.fail(failure.clone(), Err(failure.clone()), actions);

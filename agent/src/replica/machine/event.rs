@@ -216,8 +216,7 @@ pub(crate) enum Report {
     PrimaryLink(Result<PrimaryLink, NoAnswer>),
     ReturnedToLink(Result<(), Lapse>),
     Finished(Result<(), Failure>),
-    /// The text describes the server's state.
-    Left(String),
+    Left(Left),
     /// The task has ended without being asked to, which is a bug.
     Ended,
 }
@@ -257,6 +256,27 @@ impl Report {
             _ => return false,
         };
         matches!(lapse, Lapse::TakenOver(_))
+    }
+}
+
+/// The state in which the server was left.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Left {
+    /// Describes the state.
+    pub(crate) text: String,
+    /// It was left as it is because another client has taken it over.
+    pub(crate) taken_over: bool,
+}
+
+impl Left {
+    /// A server that was put in order.
+    pub(crate) fn in_order(text: impl Into<String>) -> Left {
+        Left { text: text.into(), taken_over: false }
+    }
+
+    /// A server that another client has taken over.
+    pub(crate) fn as_it_is(text: impl Into<String>) -> Left {
+        Left { text: text.into(), taken_over: true }
     }
 }
 

@@ -51,7 +51,7 @@ use remora_protocol::Phase;
 
 use self::ending::{Ending, HandedOver};
 pub(crate) use self::event::{
-    Action, DeliveryEvent, Event, Followed, Follows, Introduced, Job, Lapse, Leaving, Look, Loss, NoAnswer,
+    Action, DeliveryEvent, Event, Followed, Follows, Introduced, Job, Lapse, Leaving, Left, Look, Loss, NoAnswer,
     NotFollowed, PrimaryLink, Reading, Report, Rules, SourceEvent, Tables,
 };
 use self::hand_off::{HAND_OFF_LIMIT, HandOff, Next};
@@ -504,7 +504,7 @@ impl Replica {
             Ok(()) => {}
             Err(Lapse::TakenOver(how)) => {
                 self.server.give_up();
-                self.fail(Failure::new(Code::SyncFailed, format!("the server {} {how}", self.rules.server)));
+                self.fail(Failure::new(Code::TakenOver, format!("the server {} {how}", self.rules.server)));
             }
             Err(Lapse::Failed(failure)) => self.fail(failure),
         }

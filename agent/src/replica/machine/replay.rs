@@ -55,6 +55,8 @@ struct World {
     delivery_ended: bool,
     /// Another client was reported to have taken the server over.
     taken_over: bool,
+    /// It was left as it is for that reason.
+    left_alone: bool,
     generation: u64,
     end: Option<Result<(), Failure>>,
     /// Events and actions, as text.
@@ -79,6 +81,7 @@ impl World {
             uses_module: false,
             delivery_ended: false,
             taken_over: false,
+            left_alone: false,
             generation: 1,
             end: None,
             log: String::new(),
@@ -115,7 +118,11 @@ impl World {
                 Action::Server(job) => self.order(job),
                 Action::CancelIntroduction => assert!(matches!(self.job, Some(Job::Introduce { .. }))),
                 Action::StopDelivery { .. } => self.delivery_ended = true,
-                Action::End { outcome, .. } => self.end = Some(outcome),
+                Action::End { outcome, .. } => {
+                    let code = outcome.as_ref().err().map(|failure| failure.code);
+                    assert!(!self.left_alone || code == Some(Code::TakenOver), "{outcome:?} of a server taken over");
+                    self.end = Some(outcome);
+                }
                 Action::EndIntroduction { .. }
                 | Action::TellProgress
                 | Action::GiveUpLoad
@@ -310,7 +317,13 @@ impl World {
             }),
             Job::ReturnToLink => Report::ReturnedToLink(outcome(self)),
             Job::Finish => Report::Finished(answer(0).map(drop)),
-            Job::Leave(_) => Report::Left("the server was left".into()),
+            Job::Leave(how) => {
+                // The task may find only now that another client was there.
+                self.taken_over |= how != Leaving::Untouched && self.draw.one_in(8);
+                let taken_over = self.taken_over && how != Leaving::Untouched;
+                self.left_alone = taken_over;
+                Report::Left(Left { text: "the server was left".into(), taken_over })
+            }
         })
     }
 }

@@ -225,7 +225,7 @@ impl Play {
 
     fn ended(rules: Rules) -> Play {
         let mut play = Play::leaving(rules);
-        let actions = play.report(Report::Left("the server was detached and emptied".into()));
+        let actions = play.report(Report::Left(Left::in_order("the server was detached and emptied")));
         assert!(matches!(actions.as_slice(), [Action::End { outcome: Err(_), .. }]), "{actions:?}");
         play
     }
@@ -357,7 +357,7 @@ fn events() -> Vec<(&'static str, Event)> {
         ("ReturnedToLink, taken over", Event::Server(R::ReturnedToLink(Err(taken_over())))),
         ("Finished", Event::Server(R::Finished(Ok(())))),
         ("Finished, failed", Event::Server(R::Finished(Err(refused())))),
-        ("Left", Event::Server(R::Left("left".into()))),
+        ("Left", Event::Server(R::Left(Left::in_order("left")))),
         ("Task ended", Event::Server(R::Ended)),
     ]
 }
@@ -504,7 +504,7 @@ fn a_source_that_is_lost_is_tried_again_until_retry_for_is_over() {
     assert_eq!(actions.last(), Some(&Action::Server(Job::Leave(Leaving::Detached))));
     let took = play.now - began;
     assert!(took > Duration::from_secs(10) && took < Duration::from_secs(16), "{took:?}");
-    let actions = play.report(Report::Left("the server was detached and emptied".into()));
+    let actions = play.report(Report::Left(Left::in_order("the server was detached and emptied")));
     let Some(Action::End { outcome: Err(failure), .. }) = actions.first() else { panic!("{actions:?}") };
     assert_eq!(failure.message, "it is gone; tried for 10 s (--retry-for); the server was detached and emptied");
 }
@@ -534,7 +534,7 @@ fn damage_that_does_not_stop_ends_after_retry_for_though_every_feed_connects() {
     let (actions, took) = damaged(&mut play, 1000, |play| play.reading.stream_fetched += 100);
     assert_eq!(actions.last(), Some(&Action::Server(Job::Leave(Leaving::Detached))));
     assert!(took > Duration::from_secs(10) && took < Duration::from_secs(16), "{took:?}");
-    let actions = play.report(Report::Left("the server was detached and emptied".into()));
+    let actions = play.report(Report::Left(Left::in_order("the server was detached and emptied")));
     let Some(Action::End { outcome: Err(failure), .. }) = actions.first() else { panic!("{actions:?}") };
     let text = "slot 0 is damaged; tried for 10 s (--retry-for); the server was detached and emptied";
     assert_eq!((failure.code, failure.message.as_str()), (Code::Source, text));
@@ -723,7 +723,7 @@ fn a_full_copy_that_takes_too_long_is_left_to_the_server_and_never_aborted() {
     play.now += Duration::from_secs(2);
     let actions = play.on(Event::Tick);
     assert_eq!(actions, [Action::StopDelivery { done: false }, Action::Server(Job::Leave(Leaving::ToPrimary))]);
-    let actions = play.report(Report::Left("it copies".into()));
+    let actions = play.report(Report::Left(Left::in_order("it copies")));
     let Some(Action::End { outcome: Err(failure), .. }) = actions.last() else { panic!("{actions:?}") };
     assert_eq!(failure.code, Code::SyncFailed);
     assert!(failure.message.contains("is taking a full copy"), "{failure}");
@@ -739,7 +739,7 @@ fn never_comes(mut play: Play) -> (Failure, u64) {
             let report = match job {
                 Job::Look => Report::Looked(Ok(look(Follows::Link))),
                 Job::GiveLogin => Report::LoginGiven(Ok(())),
-                Job::Leave(Leaving::Detached) => Report::Left("given back".into()),
+                Job::Leave(Leaving::Detached) => Report::Left(Left::in_order("given back")),
                 other => panic!("{other:?}"),
             };
             actions = play.report(report);
@@ -884,6 +884,18 @@ fn a_server_that_was_seen_taken_over_while_the_sync_failed_is_left_as_it_is() {
     assert_eq!(actions, [Action::StopDelivery { done: false }]);
     let actions = play.report(Report::Verified(Err(taken_over())));
     assert_eq!(actions, [Action::Server(Job::Leave(Leaving::AsItIs))]);
+    let actions = play.report(Report::Left(Left::as_it_is("it is left as it is")));
+    let Some(Action::End { outcome: Err(failure), .. }) = actions.first() else { panic!("{actions:?}") };
+    assert_eq!((failure.code, failure.message.as_str()), (Code::TakenOver, "disk full; it is left as it is"));
+}
+
+#[test]
+fn a_take_over_that_is_found_after_a_signal_has_the_code_of_a_take_over() {
+    let mut play = Play::leaving(rules());
+    let actions = play.report(Report::Left(Left::as_it_is("it was promoted and is left as it is")));
+    let Some(Action::End { outcome: Err(failure), .. }) = actions.first() else { panic!("{actions:?}") };
+    assert_eq!(failure.code, Code::TakenOver);
+    assert_eq!(failure.message, "stopped by SIGTERM; it was promoted and is left as it is");
 }
 
 #[test]

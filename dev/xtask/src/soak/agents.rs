@@ -356,7 +356,7 @@ fn ended(
 /// Whether docs/operating.md allows this end of a `remora replica`.
 fn is_documented(status: ExitStatus, asked: bool, killed: bool) -> bool {
     match status.code() {
-        Some(0 | 3 | 4 | 5 | 6 | 8) => true,
+        Some(0 | 3 | 4 | 5 | 6 | 8 | 14) => true,
         Some(7) => asked,
         Some(_) => false,
         None => killed,
@@ -420,10 +420,10 @@ mod tests {
     #[test]
     fn only_documented_ends_are_accepted() {
         let exit = |code: i32| ExitStatus::from_raw(code << 8);
-        for code in [0, 3, 4, 5, 6, 8] {
+        for code in [0, 3, 4, 5, 6, 8, 14] {
             assert!(is_documented(exit(code), false, false), "{code}");
         }
-        for code in [1, 2, 9, 101, 134] {
+        for code in [1, 2, 9, 13, 101, 134] {
             assert!(!is_documented(exit(code), true, true), "{code}");
         }
         assert!(is_documented(exit(7), true, false) && !is_documented(exit(7), false, false));

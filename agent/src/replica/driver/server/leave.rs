@@ -5,7 +5,7 @@ use tokio::time::Instant;
 use super::{Before, Keeper, is_copying};
 use crate::args::OnFailure;
 use crate::replica::control::{Expected, NotOurs};
-use crate::replica::machine::{Followed, Lapse, Leaving};
+use crate::replica::machine::{Followed, Lapse, Leaving, Left};
 use crate::replica::meter::Meter;
 use crate::replica::{SETTLE_LIMIT, SETTLE_POLL};
 use crate::server::{Facts, ServerError};
@@ -32,33 +32,34 @@ impl Keeper {
         Ok(())
     }
 
-    /// Leaves the server in a safe state after a failure. Returns a text that follows the failure's.
-    pub(super) async fn leave(&mut self, how: Leaving) -> String {
-        let left = self.leave_so(how).await;
+    /// Leaves the server in a safe state after a failure. Returns the state, whose text follows the failure's.
+    pub(super) async fn leave(&mut self, how: Leaving) -> Left {
+        let mut left = self.leave_so(how).await;
         if how == Leaving::Untouched {
             return left;
         }
-        left + &self.write_the_file_again().await
+        left.text += &self.write_the_file_again().await;
+        left
     }
 
-    async fn leave_so(&mut self, how: Leaving) -> String {
+    async fn leave_so(&mut self, how: Leaving) -> Left {
         match how {
             Leaving::Untouched => {
                 let settings = self.put_settings_back_but_a_dead_links_login().await;
-                format!("the server was not touched{settings}")
+                Left::in_order(format!("the server was not touched{settings}"))
             }
-            Leaving::AsItIs => format!("the server is left as it is{}", self.put_settings_back().await),
+            Leaving::AsItIs => Left::as_it_is(format!("the server is left as it is{}", self.put_settings_back().await)),
             Leaving::ToPrimary => self.leave_to_the_primary().await,
             Leaving::Detached => self.give_back().await,
         }
     }
 
     /// Points a server at the primary whose data set was complete. Its own replication fetches the rest.
-    async fn leave_to_the_primary(&mut self) -> String {
+    async fn leave_to_the_primary(&mut self) -> Left {
         let told = self.point_at_the_primary_from_either().await;
         let settings = self.put_settings_back().await;
         let primary = format!("{}:{}", self.primary.host, self.primary.port);
-        match told {
+        Left::in_order(match told {
             Ok(Arrived::Told) => {
                 format!("the server holds a whole data set and was told to follow {primary} by itself{settings}")
             }
@@ -67,13 +68,15 @@ impl Keeper {
                 "the server follows {primary} and is taking a full copy of the primary by itself, which replaces the data \
                  that it holds{settings}"
             ),
-            Err(NotOurs::TakenOver(how)) => format!("the server {how} and is left as it is{settings}"),
+            Err(NotOurs::TakenOver(how)) => {
+                return Left::as_it_is(format!("the server {how} and is left as it is{settings}"));
+            }
             Err(NotOurs::Unknown(error)) => format!(
                 "the server holds a whole data set, and could not be told to follow {primary} ({error}): where it still \
                  follows our closed link {}, REPLICAOF makes it follow the primary{settings}",
                 self.link
             ),
-        }
+        })
     }
 
     async fn point_at_the_primary_from_either(&mut self) -> Result<Arrived, NotOurs> {
@@ -91,15 +94,17 @@ impl Keeper {
 
     /// The snapshot was not loaded. The server gets its former primary back, where it had one, and keeps its data where
     /// they are whole. It must not be taken for a replica of this primary, nor for a primary with all the keys.
-    async fn give_back(&mut self) -> String {
-        match self.try_to_give_back().await {
-            Ok(left) => left,
+    async fn give_back(&mut self) -> Left {
+        Left::in_order(match self.try_to_give_back().await {
+            Ok(left) => return left,
             Err(NotOurs::TakenOver(how)) => {
                 let settings = self.put_settings_back().await;
                 match self.is_as_before().await {
                     true => format!("the server does not follow the link, and is as it was before the sync{settings}"),
                     false => {
-                        format!("the server {how}; it is left as it is, with what it had loaded until then{settings}")
+                        return Left::as_it_is(format!(
+                            "the server {how}; it is left as it is, with what it had loaded until then{settings}"
+                        ));
                     }
                 }
             }
@@ -115,7 +120,7 @@ impl Keeper {
                     self.link
                 )
             }
-        }
+        })
     }
 
     /// Whether what the server held before the sync is still there and whole. The delivery must have ended.
@@ -131,7 +136,7 @@ impl Keeper {
         self.keeps_its_data() && facts.run_id == self.before.run_id && primary == self.before.primary
     }
 
-    async fn try_to_give_back(&mut self) -> Result<String, NotOurs> {
+    async fn try_to_give_back(&mut self) -> Result<Left, NotOurs> {
         let link = self.link();
         let facts = self.control.still_ours(Expected::OneOf(&[(&link.0, link.1)])).await?;
         let is_kept = self.keeps_its_data() && facts.run_id == self.before.run_id;
@@ -142,14 +147,14 @@ impl Keeper {
                 self.record.put_the_login_back(self.control.client().await?).await?;
                 self.leave_the_link(&[&host, &port.to_string()]).await?;
                 let settings = self.put_settings_back().await;
-                Ok(format!(
+                Ok(Left::in_order(format!(
                     "the server follows its former primary {host}:{port} again and holds what it held before{settings}"
-                ))
+                )))
             }
             (true, None) => {
                 self.leave_the_link(&["NO", "ONE"]).await?;
                 let settings = self.put_settings_back().await;
-                Ok(format!("the server was detached and holds what it held before{settings}"))
+                Ok(Left::in_order(format!("the server was detached and holds what it held before{settings}")))
             }
             (false, former) => self.detach(former).await,
         }
@@ -173,7 +178,7 @@ impl Keeper {
     }
 
     /// The server's old data are gone, and the new ones are not whole.
-    async fn detach(&mut self, former: Option<(String, u16)>) -> Result<String, NotOurs> {
+    async fn detach(&mut self, former: Option<(String, u16)>) -> Result<Left, NotOurs> {
         let before = self.leave_the_link(&["NO", "ONE"]).await?;
         let began = Instant::now();
         while self.control.facts().await?.loading == Some(true) && began.elapsed() < SETTLE_LIMIT {
@@ -186,27 +191,31 @@ impl Keeper {
                 0 => "is empty".to_string(),
                 keys => format!("holds {keys} keys, perhaps not whole, open to writes"),
             };
-            return Ok(format!("the server was detached and {holds}{settings}"));
+            return Ok(Left::in_order(format!("the server was detached and {holds}{settings}")));
         }
         if let Err(error) = self.control.command(&["FLUSHALL"]).await {
-            return Ok(format!(
+            return Ok(Left::in_order(format!(
                 "the server was detached, but could not be emptied ({error}): it holds {keys} keys, perhaps not whole, open to \
                  writes{settings}"
-            ));
+            )));
         }
-        let Some((host, port)) = former else { return Ok(format!("the server was detached and emptied{settings}")) };
+        let Some((host, port)) = former else {
+            return Ok(Left::in_order(format!("the server was detached and emptied{settings}")));
+        };
         // Its position was given up by NO ONE: no primary continues it on nothing.
-        Ok(match self.control.follow((&host, port), Expected::NoPrimary(&before)).await {
+        Ok(Left::in_order(match self.control.follow((&host, port), Expected::NoPrimary(&before)).await {
             Ok(()) => format!(
                 "the server was emptied and follows its former primary {host}:{port} again, which sends it a full copy\
                  {settings}"
             ),
-            Err(NotOurs::TakenOver(how)) => format!("the server was detached and emptied, and {how}{settings}"),
+            Err(NotOurs::TakenOver(how)) => {
+                return Ok(Left::as_it_is(format!("the server was detached and emptied, and {how}{settings}")));
+            }
             Err(NotOurs::Unknown(error)) => format!(
                 "the server was detached and emptied, and could not be told to follow its former primary {host}:{port} \
                  ({error}){settings}"
             ),
-        })
+        }))
     }
 
     /// A server that follows the link needs the link's login.

@@ -273,7 +273,7 @@ impl Keeper {
                 let text = format!(
                     "the server {url} {how}, while the agent waited for a snapshot; start it again if it is still wanted"
                 );
-                return Err(Failure::refused(text));
+                return Err(Failure::new(Code::TakenOver, text));
             }
         }
         Ok(())
