@@ -5,7 +5,8 @@
 //! So before each command that changes the server (`REPLICAOF`, `FLUSHALL`, `CONFIG SET`) the agent asks it which
 //! primary it follows *now*, and compares the answer with what the agent expects. [`taken_over`] decides, without I/O;
 //! [`Control::still_ours`] asks. One round trip lies between the answer and the command ([`Control::follow`]), or the
-//! five of a transaction: the servers offer no command that checks and changes in one step.
+//! five of a transaction: the servers offer no command that checks and changes in one step. A command whose answer was
+//! lost is only sent again after another look.
 //!
 //! Not here: what is changed and when ([`super::driver`]), and how it is put back ([`super::record`]).
 
@@ -75,8 +76,8 @@ impl Control {
         self.client = client;
     }
 
-    /// Sends one command that does no harm when it is carried out twice: it is sent once more, on a new connection, if
-    /// the connection is lost under it.
+    /// Sends one command that changes neither what the server follows nor its keys. It is sent once more, on a new
+    /// connection, if the connection is lost under it.
     pub(super) async fn command(&mut self, command: &[&str]) -> Result<Frame, ServerError> {
         match self.client().await?.command(command).await {
             Err(ServerError::Lost { .. }) => self.client().await?.command(command).await,
@@ -100,19 +101,51 @@ impl Control {
     /// Asks the server which primary it follows, and fails unless the answer is as expected.
     pub(super) async fn still_ours(&mut self, expected: Expected<'_>) -> Result<Facts, NotOurs> {
         let facts = self.facts().await?;
-        #[cfg(any(test, feature = "simulation"))]
-        if Mutation::NoLook.is_active() {
-            return Ok(facts);
-        }
-        match taken_over(&facts, expected) {
-            None => Ok(facts),
-            Some(how) => Err(NotOurs::TakenOver(how)),
+        if_ours(&facts, expected)?;
+        Ok(facts)
+    }
+
+    /// Sends a command that changes the server, on the connection over which the server was just asked whether it is
+    /// ours, and never over another one.
+    pub(super) async fn command_after_look(&mut self, command: &[&str]) -> Result<Frame, ServerError> {
+        self.client.command(command).await
+    }
+
+    /// Sends a command that changes the server, if the server is still as expected at this moment, and if `may` agrees
+    /// with what it says. Returns what the server was just before; `None` if `may` did not agree.
+    ///
+    /// If the connection is lost under the command, the server may have carried it out, and other clients may have
+    /// changed the server since. So the server is asked once more, over a new connection: nothing is left to do if it
+    /// `is_done`, and the command is sent again only to a server that is still as expected.
+    async fn change(
+        &mut self,
+        command: &[&str],
+        expected: Expected<'_>,
+        may: impl Fn(&Facts) -> bool,
+        is_done: impl Fn(&Facts) -> bool,
+    ) -> Result<Option<Facts>, NotOurs> {
+        let mut before_the_loss = None;
+        loop {
+            let facts = self.facts().await?;
+            if before_the_loss.is_some() && is_done(&facts) {
+                return Ok(before_the_loss);
+            }
+            if_ours(&facts, expected)?;
+            if !may(&facts) {
+                return Ok(None);
+            }
+            match self.command_after_look(command).await {
+                Ok(_) => return Ok(Some(facts)),
+                Err(ServerError::Lost { .. }) if before_the_loss.is_none() => before_the_loss = Some(facts),
+                Err(error) => return Err(error.into()),
+            }
         }
     }
 
-    /// Points the server at a primary, if the server is still as expected at this moment.
-    pub(super) async fn follow(&mut self, primary: (&str, u16), expected: Expected<'_>) -> Result<(), NotOurs> {
-        self.follow_if(primary, expected, |_| true).await.map(drop)
+    /// Points the server at a primary, if the server is still as expected at this moment. Returns what the server was
+    /// just before.
+    pub(super) async fn follow(&mut self, primary: (&str, u16), expected: Expected<'_>) -> Result<Facts, NotOurs> {
+        Ok(self.point_at(primary, expected, |_| true).await?.unwrap_or_default())
     }
 
     /// As [`Control::follow`], if `may` agrees with what the server says at this moment. Returns whether it did.
@@ -122,12 +155,32 @@ impl Control {
         expected: Expected<'_>,
         may: impl Fn(&Facts) -> bool,
     ) -> Result<bool, NotOurs> {
-        let facts = self.still_ours(expected).await?;
-        if !may(&facts) {
-            return Ok(false);
-        }
-        self.command(&["REPLICAOF", primary.0, &primary.1.to_string()]).await?;
-        Ok(true)
+        Ok(self.point_at(primary, expected, may).await?.is_some())
+    }
+
+    async fn point_at(
+        &mut self,
+        primary: (&str, u16),
+        expected: Expected<'_>,
+        may: impl Fn(&Facts) -> bool,
+    ) -> Result<Option<Facts>, NotOurs> {
+        let port = primary.1.to_string();
+        let is_done = |facts: &Facts| followed(facts) == Some(primary);
+        self.change(&["REPLICAOF", primary.0, &port], expected, may, is_done).await
+    }
+
+    /// Detaches the server (`REPLICAOF NO ONE`). Returns what the server was just before.
+    ///
+    /// If the connection is lost under the command, a server that follows no primary afterwards counts as taken over:
+    /// another client may have promoted it just then, and the agent must not go on to remove its keys.
+    pub(super) async fn detach(&mut self, expected: Expected<'_>) -> Result<Facts, NotOurs> {
+        let before = self.change(&["REPLICAOF", "NO", "ONE"], expected, |_| true, |_| false).await?;
+        Ok(before.unwrap_or_default())
+    }
+
+    /// Removes all keys of the server.
+    pub(super) async fn empty(&mut self, expected: Expected<'_>) -> Result<(), NotOurs> {
+        self.change(&["FLUSHALL"], expected, |_| true, |_| false).await.map(drop)
     }
 
     /// Points the server at `link` and makes its replication position worthless on the way. Returns the replication
@@ -141,7 +194,8 @@ impl Control {
     pub(super) async fn follow_from_nothing(&mut self, link: (&str, u16)) -> Result<ReplId, ServerError> {
         let port = link.1.to_string();
         let follow = ["REPLICAOF", link.0, port.as_str()];
-        let client = self.client().await?;
+        // The connection of the look that the caller has just taken.
+        let client = &mut self.client;
         // Alone first: were MULTI refused in a pipeline, the commands behind it would be carried out one by one.
         client.command(&["MULTI"]).await?;
         for command in [&follow, &["REPLICAOF", "NO", "ONE"], &follow] {
@@ -179,12 +233,29 @@ impl From<ServerError> for NotOurs {
     }
 }
 
+/// Fails unless the server with these facts is as expected.
+fn if_ours(facts: &Facts, expected: Expected<'_>) -> Result<(), NotOurs> {
+    #[cfg(any(test, feature = "simulation"))]
+    if Mutation::NoLook.is_active() {
+        return Ok(());
+    }
+    match taken_over(facts, expected) {
+        None => Ok(()),
+        Some(how) => Err(NotOurs::TakenOver(how)),
+    }
+}
+
+/// The primary that the server follows.
+fn followed(facts: &Facts) -> Option<(&str, u16)> {
+    facts.link.as_ref().map(|link| (link.host.as_str(), link.port))
+}
+
 /// What another client did to the server, if it no longer follows the expected primary.
 pub(super) fn taken_over(facts: &Facts, expected: Expected<'_>) -> Option<String> {
-    let follows = facts.link.as_ref().map(|link| (link.host.as_str(), link.port));
+    let follows = followed(facts);
     let (as_expected, before) = match expected {
         Expected::AsFound(found) => {
-            let same = follows == found.link.as_ref().map(|link| (link.host.as_str(), link.port));
+            let same = follows == followed(found);
             (same && facts.run_id == found.run_id, Some(found))
         }
         Expected::OneOf(addresses) => (follows.is_some_and(|address| addresses.contains(&address)), None),
@@ -204,9 +275,17 @@ pub(super) fn taken_over(facts: &Facts, expected: Expected<'_>) -> Option<String
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::sync::{Arc, Mutex};
+
     use remora_redis::info::Info;
+    use remora_redis::resp::{Decoder, Limits};
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpListener;
 
     use super::*;
+    use crate::server::{Credentials, Task, TlsOptions};
 
     fn facts(run: &str, follows: Option<(&str, u16)>) -> Facts {
         let role = match follows {
@@ -254,5 +333,126 @@ mod tests {
             taken_over(&restarted, Expected::NoPrimary(&link)).as_deref(),
             Some("restarted meanwhile and follows no primary")
         );
+    }
+
+    // ---- a connection that is lost under a command ----
+
+    /// What happens at a server when its first command that changes it arrives, besides the loss of the connection.
+    #[derive(Clone, Copy)]
+    enum Lost {
+        /// The server carries it out.
+        Answer,
+        /// The server does not get it, and from then on follows this.
+        Command { then_follows: Option<(&'static str, u16)> },
+    }
+
+    /// A server that loses the connection of its first command of a change. Gives back its control connection, and the
+    /// changes that it has carried out or was sent.
+    async fn losing(follows: Option<(&'static str, u16)>, lost: Lost) -> (Control, Arc<Mutex<Vec<String>>>) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("redis://{}", listener.local_addr().unwrap()).parse().unwrap();
+        let sent = Arc::new(Mutex::new(Vec::new()));
+        let log = sent.clone();
+        tokio::spawn(async move {
+            let mut follows = follows.map(|(host, port)| (host.to_string(), port));
+            while let Ok((mut stream, _)) = listener.accept().await {
+                let mut decoder = Decoder::new(Limits::default());
+                let mut bytes = [0; 4096];
+                'connection: loop {
+                    while let Some(Frame::Array(words)) = decoder.next_frame().unwrap() {
+                        let words: Vec<String> = words
+                            .into_iter()
+                            .map(|word| match word {
+                                Frame::Bulk(word) => String::from_utf8(word).unwrap(),
+                                other => panic!("{other:?}"),
+                            })
+                            .collect();
+                        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+                        let answer = match words.as_slice() {
+                            ["PING"] => "+PONG\r\n".to_string(),
+                            ["INFO", ..] => {
+                                let role = match &follows {
+                                    None => "role:master\r\n".to_string(),
+                                    Some((host, port)) => {
+                                        format!("role:slave\r\nmaster_host:{host}\r\nmaster_port:{port}\r\n")
+                                    }
+                                };
+                                let text = format!("run_id:a\r\n{role}");
+                                format!("${}\r\n{text}\r\n", text.len())
+                            }
+                            ["CONFIG", ..] => "*0\r\n".to_string(),
+                            change => {
+                                log.lock().unwrap().push(change.join(" "));
+                                let is_first = log.lock().unwrap().len() == 1;
+                                if let (true, Lost::Command { then_follows }) = (is_first, lost) {
+                                    follows = then_follows.map(|(host, port)| (host.to_string(), port));
+                                    break 'connection;
+                                }
+                                match change {
+                                    ["REPLICAOF", "NO", "ONE"] => follows = None,
+                                    ["REPLICAOF", host, port] => {
+                                        follows = Some((host.to_string(), port.parse().unwrap()));
+                                    }
+                                    _ => {}
+                                }
+                                if is_first {
+                                    break 'connection;
+                                }
+                                "+OK\r\n".to_string()
+                            }
+                        };
+                        stream.write_all(answer.as_bytes()).await.unwrap();
+                    }
+                    match stream.read(&mut bytes).await {
+                        Ok(0) | Err(_) => break,
+                        Ok(count) => decoder.feed(&bytes[..count]),
+                    }
+                }
+            }
+        });
+        let server = Server::new(url, Credentials::default(), &TlsOptions::default(), Task::Replica).unwrap();
+        let client = server.connect().await.unwrap();
+        (Control::new(server, client), sent)
+    }
+
+    #[tokio::test]
+    async fn a_server_that_is_promoted_while_the_connection_is_lost_is_not_told_again() {
+        let at_the_link = Expected::OneOf(&[LINK]);
+        let lost = Lost::Command { then_follows: None };
+        let (mut control, sent) = losing(Some(LINK), lost).await;
+        let told = control.follow(PRIMARY, at_the_link).await;
+        assert!(matches!(told, Err(NotOurs::TakenOver(how)) if how.contains("was detached meanwhile")));
+        assert_eq!(*sent.lock().unwrap(), ["REPLICAOF 10.0.0.1 6379"]);
+
+        // Also where the agent meant to detach it: the keys would be removed next.
+        let (mut control, sent) = losing(Some(LINK), lost).await;
+        assert!(matches!(control.detach(at_the_link).await, Err(NotOurs::TakenOver(_))));
+        assert_eq!(*sent.lock().unwrap(), ["REPLICAOF NO ONE"]);
+    }
+
+    #[tokio::test]
+    async fn a_server_that_is_pointed_elsewhere_while_the_connection_is_lost_keeps_its_keys() {
+        let lost = Lost::Command { then_follows: Some(("10.0.0.9", 6379)) };
+        let (mut control, sent) = losing(None, lost).await;
+        let emptied = control.empty(Expected::NoPrimary(&facts("a", None))).await;
+        assert!(matches!(emptied, Err(NotOurs::TakenOver(how)) if how == "was told to follow 10.0.0.9:6379 meanwhile"));
+        assert_eq!(*sent.lock().unwrap(), ["FLUSHALL"]);
+    }
+
+    #[tokio::test]
+    async fn a_command_is_sent_again_to_a_server_that_is_still_as_expected() {
+        let (mut control, sent) = losing(Some(LINK), Lost::Command { then_follows: Some(LINK) }).await;
+        control.follow(PRIMARY, Expected::OneOf(&[LINK])).await.unwrap();
+        assert_eq!(*sent.lock().unwrap(), ["REPLICAOF 10.0.0.1 6379"; 2]);
+        let (mut control, sent) = losing(None, Lost::Command { then_follows: None }).await;
+        control.empty(Expected::NoPrimary(&facts("a", None))).await.unwrap();
+        assert_eq!(*sent.lock().unwrap(), ["FLUSHALL"; 2]);
+    }
+
+    #[tokio::test]
+    async fn a_command_whose_answer_alone_was_lost_is_not_sent_again() {
+        let (mut control, sent) = losing(Some(LINK), Lost::Answer).await;
+        control.follow(PRIMARY, Expected::OneOf(&[LINK])).await.unwrap();
+        assert_eq!(*sent.lock().unwrap(), ["REPLICAOF 10.0.0.1 6379"]);
     }
 }

@@ -145,14 +145,14 @@ impl Keeper {
                 // Straight from the link, so that its replication position stays valid, if it is. The login before: a
                 // server whose login changes during a handshake takes the answers for those to other commands.
                 self.record.put_the_login_back(self.control.client().await?).await?;
-                self.leave_the_link(&[&host, &port.to_string()]).await?;
+                self.leave_the_link(Some((&host, port))).await?;
                 let settings = self.put_settings_back().await;
                 Ok(Left::in_order(format!(
                     "the server follows its former primary {host}:{port} again and holds what it held before{settings}"
                 )))
             }
             (true, None) => {
-                self.leave_the_link(&["NO", "ONE"]).await?;
+                self.leave_the_link(None).await?;
                 let settings = self.put_settings_back().await;
                 Ok(Left::in_order(format!("the server was detached and holds what it held before{settings}")))
             }
@@ -160,18 +160,22 @@ impl Keeper {
         }
     }
 
-    /// Sends `REPLICAOF` with these words to a server that follows the link, as soon as the server accepts it: one that
-    /// is loading refuses commands until it has noticed that its link is gone. Gives back what the server was then.
-    async fn leave_the_link(&mut self, primary: &[&str; 2]) -> Result<Facts, NotOurs> {
+    /// Points a server that follows the link at this primary, or detaches it, as soon as the server accepts that: one
+    /// that is loading refuses commands until it has noticed that its link is gone. Gives back what the server was
+    /// just before.
+    async fn leave_the_link(&mut self, primary: Option<(&str, u16)>) -> Result<Facts, NotOurs> {
         let began = Instant::now();
         let link = self.link();
+        let at_the_link = [(link.0.as_str(), link.1)];
+        let at_the_link = Expected::OneOf(&at_the_link);
         loop {
-            let facts = self.control.still_ours(Expected::OneOf(&[(&link.0, link.1)])).await?;
-            match self.control.command(&["REPLICAOF", primary[0], primary[1]]).await {
-                Ok(_) => return Ok(facts),
-                Err(error) if began.elapsed() > SETTLE_LIMIT => return Err(error.into()),
-                Err(error @ ServerError::Unreachable { .. }) => return Err(error.into()),
-                Err(_) => {}
+            let left = match primary {
+                Some(primary) => self.control.follow(primary, at_the_link).await,
+                None => self.control.detach(at_the_link).await,
+            };
+            match left {
+                Err(NotOurs::Unknown(error)) if began.elapsed() < SETTLE_LIMIT && !is_unreachable(&error) => {}
+                left => return left,
             }
             tokio::time::sleep(SETTLE_POLL).await;
         }
@@ -179,7 +183,7 @@ impl Keeper {
 
     /// The server's old data are gone, and the new ones are not whole.
     async fn detach(&mut self, former: Option<(String, u16)>) -> Result<Left, NotOurs> {
-        let before = self.leave_the_link(&["NO", "ONE"]).await?;
+        let before = self.leave_the_link(None).await?;
         let began = Instant::now();
         while self.control.facts().await?.loading == Some(true) && began.elapsed() < SETTLE_LIMIT {
             tokio::time::sleep(SETTLE_POLL).await;
@@ -193,7 +197,8 @@ impl Keeper {
             };
             return Ok(Left::in_order(format!("the server was detached and {holds}{settings}")));
         }
-        if let Err(error) = self.control.command(&["FLUSHALL"]).await {
+        if let Err(not_ours) = self.control.empty(Expected::NoPrimary(&before)).await {
+            let NotOurs::Unknown(error) = not_ours else { return Err(not_ours) };
             return Ok(Left::in_order(format!(
                 "the server was detached, but could not be emptied ({error}): it holds {keys} keys, perhaps not whole, open to \
                  writes{settings}"
@@ -204,7 +209,7 @@ impl Keeper {
         };
         // Its position was given up by NO ONE: no primary continues it on nothing.
         Ok(Left::in_order(match self.control.follow((&host, port), Expected::NoPrimary(&before)).await {
-            Ok(()) => format!(
+            Ok(_) => format!(
                 "the server was emptied and follows its former primary {host}:{port} again, which sends it a full copy\
                  {settings}"
             ),
@@ -255,6 +260,10 @@ impl Before {
         let is_given_all = meter.end_given.get() > 0;
         !self.emptied && (!is_given || (self.loads_aside && !is_given_all))
     }
+}
+
+fn is_unreachable(error: &ServerError) -> bool {
+    matches!(error, ServerError::Unreachable { .. })
 }
 
 fn said_of(put_back: Result<(), ServerError>) -> String {

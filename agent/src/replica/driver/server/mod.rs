@@ -289,8 +289,7 @@ impl Keeper {
         }
         let (port, began) = (port.to_string(), Instant::now());
         loop {
-            let client = self.control.client().await.map_err(|error| failed(false)(error.into()))?;
-            match client.command(&["REPLICAOF", &host, &port]).await {
+            match self.control.command_after_look(&["REPLICAOF", &host, &port]).await {
                 Ok(_) => return Ok(()),
                 Err(error) if error.refusal() == Some(RefusalKind::Loading) && began.elapsed() < SETTLE_LIMIT => {}
                 Err(error) => {
