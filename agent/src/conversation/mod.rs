@@ -24,7 +24,7 @@ mod options;
 mod post;
 mod protection;
 mod refusal;
-mod rejections;
+pub(crate) mod rejections;
 mod role;
 pub(crate) mod security;
 pub(crate) mod tokens;

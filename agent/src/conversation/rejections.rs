@@ -8,7 +8,7 @@ const QUIET: Duration = Duration::from_secs(10);
 
 /// Logs rejections. During a flood it logs the first one, and every ten seconds how many there were.
 #[derive(Default)]
-pub(super) struct Rejections(Mutex<Count>);
+pub(crate) struct Rejections(Mutex<Count>);
 
 #[derive(Debug, Default)]
 struct Count {
@@ -20,7 +20,7 @@ struct Count {
 
 impl Rejections {
     /// Calls `log` for a rejection, unless another one was logged shortly before.
-    pub(super) fn add(&self, log: impl FnOnce()) {
+    pub(crate) fn add(&self, log: impl FnOnce()) {
         let more = self.0.lock().unwrap_or_else(PoisonError::into_inner).add(Instant::now());
         let Some(more) = more else { return };
         if more > 0 {

@@ -28,6 +28,7 @@ use super::link::Link;
 use super::link_failure::LinkFailure;
 use super::locality::Locality;
 use super::unread::owner;
+use crate::conversation::rejections::Rejections;
 
 /// Connections that may wait at a time. A server makes one.
 const PLACES: usize = 4;
@@ -56,6 +57,9 @@ pub(super) struct Candidates {
     /// Whether the log has a warning about a wrong password. A second one would let a stranger fill the log.
     warned: bool,
     failure: LinkFailure,
+    /// Connections that were closed before they had logged in.
+    strangers: u64,
+    rejections: Rejections,
 }
 
 struct Candidate {
@@ -91,12 +95,27 @@ impl Candidates {
         locality: Locality,
     ) -> Candidates {
         let failure = LinkFailure::default();
-        Candidates { listener, tls, access, locality, waiting: Vec::new(), warned: false, failure }
+        Candidates {
+            listener,
+            tls,
+            access,
+            locality,
+            waiting: Vec::new(),
+            warned: false,
+            failure,
+            strangers: 0,
+            rejections: Rejections::default(),
+        }
     }
 
     /// Where it is noted why a connection did not become the link.
     pub(super) fn failure(&self) -> LinkFailure {
         self.failure.clone()
+    }
+
+    /// How many connections were closed before they had logged in.
+    pub(super) fn strangers(&self) -> u64 {
+        self.strangers
     }
 
     /// Continues all conversations without waiting. Returns the first that became the server's link; call it again for
@@ -160,13 +179,13 @@ impl Candidates {
     /// Gives a connection a place, or closes it.
     fn admit(&mut self, socket: TcpStream, peer: SocketAddr, now: Instant) {
         if let Some(uid) = self.stranger(&socket, peer) {
-            tracing::debug!(%peer, uid, "a connection to the link is closed: another user's than the server's");
+            self.stranger_closed(peer, &format!("it is another user's than the server's (uid {uid})"));
             return;
         }
         let is_expected = self.locality.expects(peer.ip());
         if self.waiting.len() >= PLACES {
             let Some(at) = self.to_give_way(is_expected, now) else {
-                tracing::debug!(%peer, "a connection to the link is closed: {PLACES} wait already");
+                self.stranger_closed(peer, &format!("{PLACES} wait already"));
                 return;
             };
             let candidate = self.waiting.remove(at);
@@ -183,7 +202,7 @@ impl Candidates {
                 written: 0,
             }),
             Err(error) => {
-                tracing::debug!(%peer, %error, "a connection to the link is closed");
+                self.stranger_closed(peer, &error.to_string());
                 self.failure.note(peer, &error.to_string());
             }
         }
@@ -209,9 +228,14 @@ impl Candidates {
 
     fn closed(&mut self, candidate: &Candidate, why: &str) {
         let peer = candidate.peer;
-        tracing::debug!(%peer, "a connection to the link is closed: {why}");
-        let is_refused = candidate.role.refused_logins() > 0 && !candidate.role.is_authenticated();
-        self.failure.note(peer, if is_refused { "it gave a wrong password" } else { why });
+        if candidate.role.is_authenticated() {
+            tracing::debug!(%peer, "a connection to the link is closed: {why}");
+            return self.failure.note(peer, why);
+        }
+        let is_refused = candidate.role.refused_logins() > 0;
+        let why = if is_refused { "it gave a wrong password" } else { why };
+        self.stranger_closed(peer, why);
+        self.failure.note(peer, why);
         if is_refused && !self.warned {
             self.warned = true;
             tracing::warn!(
@@ -220,6 +244,15 @@ impl Candidates {
                  masterauth"
             );
         }
+    }
+
+    /// Counts a connection that was closed before it had logged in, and names its address in the log. During a flood
+    /// the log has a line every ten seconds.
+    fn stranger_closed(&mut self, peer: SocketAddr, why: &str) {
+        self.strangers += 1;
+        self.rejections.add(|| {
+            tracing::info!(%peer, "a connection to the link's port was closed before it had logged in: {why}");
+        });
     }
 }
 
@@ -329,6 +362,7 @@ mod tests {
         assert_eq!(candidates.due(), Some(now + TIME_LIMIT));
         assert!(turn(&mut candidates, now + TIME_LIMIT).is_none());
         assert!(candidates.waiting.is_empty() && candidates.due().is_none());
+        assert_eq!(candidates.strangers(), 1, "the talker has logged in");
         assert!(said(&mut silent).1 && said(&mut talker).1);
     }
 
@@ -342,6 +376,7 @@ mod tests {
         assert!(turn(&mut candidates, now).is_none());
         assert_eq!(candidates.waiting.len(), PLACES);
         assert!(excess.iter_mut().all(|peer| said(peer).1) && held.iter_mut().all(|peer| !said(peer).1));
+        assert_eq!(candidates.strangers(), 20);
         assert_eq!(candidates.fds().count(), 1 + PLACES);
     }
 

@@ -40,6 +40,8 @@ pub(super) struct Meter {
     pub(super) stream_delivered: Count,
     /// The last byte of the stream that the server acknowledged.
     pub(super) acknowledged: Count,
+    /// Connections to the link's port that were closed before they had logged in.
+    pub(super) strangers: Count,
 }
 
 impl Meter {

@@ -66,6 +66,8 @@ pub(super) struct Summary {
     pub(super) total_seconds: f64,
     /// How often the feed or the link was lost.
     pub(super) interruptions: u32,
+    /// Connections to the link's port that were closed before they had logged in.
+    pub(super) strangers: u64,
 }
 
 impl Summary {
@@ -101,7 +103,7 @@ impl Summary {
             0 => "after the last slot had arrived".into(),
             bytes => format!("by the server's module, {} out of shared memory", Size::bytes(bytes)),
         };
-        vec![
+        let mut lines = vec![
             format!("{} is a replica of {} at {}:{}", self.server, self.primary, self.replid, self.hand_off_offset),
             line("snapshot", self.snapshot_seconds, format!("at offset {}", self.snapshot_offset)),
             line("transfer", self.transfer_seconds, transfer),
@@ -109,7 +111,13 @@ impl Summary {
             line("catch-up", self.catch_up_seconds, format!("{} of the stream", Size::bytes(self.stream_bytes))),
             line("hand-off", self.hand_off_seconds, format!("at offset {}", self.hand_off_offset)),
             line("in all", self.total_seconds, interruptions(self.interruptions)),
-        ]
+        ];
+        match self.strangers {
+            0 => {}
+            1 => lines.push("  1 connection to the link's port was closed before it had logged in".into()),
+            n => lines.push(format!("  {n} connections to the link's port were closed before they had logged in")),
+        }
+        lines
     }
 }
 
@@ -156,6 +164,7 @@ mod tests {
             hand_off_seconds: 0.0,
             total_seconds: 0.0,
             interruptions: 0,
+            strangers: 0,
         };
         summary.time(&moments, start + Duration::from_millis(500));
         let sum = summary.snapshot_seconds

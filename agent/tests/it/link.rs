@@ -157,6 +157,42 @@ fn strangers_at_the_link_of_a_server_that_is_fed_change_nothing() {
     }
 }
 
+#[test]
+fn strangers_at_the_link_are_named_in_the_log_and_counted_in_the_summary() {
+    for kind in require::kinds() {
+        let guarded = Guarded::new(kind, 100);
+        let summary = guarded.stage.path("summary.json");
+        let mut agent = guarded.agent(&["--stay", "--json", &summary]);
+        let link = link_of(&mut agent);
+        agent.wait_for_line("in step; staying", LONG).unwrap();
+        let is_first = !agent.output().contains("before it had logged in");
+        let stranger = TcpStream::connect(link).unwrap();
+        let name = stranger.local_addr().unwrap();
+        drop(stranger);
+        if is_first {
+            let line = agent.wait_for_line("before it had logged in", LONG).unwrap();
+            says(&line, &["INFO", &format!("peer={name}")]);
+        }
+        for _ in 0..2 {
+            drop(TcpStream::connect(link).unwrap());
+        }
+        // The server's next connection comes behind theirs.
+        guarded.replica.client().unwrap().call(&["CLIENT", "KILL", "TYPE", "master"]).unwrap();
+        guarded.primary.client().unwrap().ok(&["SET", "meanwhile", "1"]).unwrap();
+        wait_until("a write to arrive", LONG, || {
+            let value = guarded.replica.client()?.text(&["GET", "meanwhile"]);
+            Ok(value.map(drop).map_err(|error| error.to_string()))
+        })
+        .unwrap();
+        agent.signal(Signal::TERM).unwrap();
+        agent.wait_for_success(LONG).unwrap();
+        says(&agent.output(), &["connections to the link's port were closed before they had logged in"]);
+        let summary: serde_json::Value = serde_json::from_slice(&std::fs::read(&summary).unwrap()).unwrap();
+        assert!(summary["strangers"].as_u64().is_some_and(|count| count >= 3), "{summary}");
+        guarded.assert_handed_over();
+    }
+}
+
 /// A user other than the one that runs the tests' servers and agents.
 const ANOTHER_USER: u32 = 65534;
 
@@ -174,7 +210,7 @@ fn a_process_of_another_user_is_disconnected_before_it_sends_anything() {
         let answers = stranger.output().unwrap();
         assert!(answers.stdout.is_empty());
         let line = agent.wait_for_line("another user's than the server's", LONG).unwrap();
-        says(&line, &[&ANOTHER_USER.to_string()]);
+        says(&line, &["peer=127.0.0.1:", &format!("uid {ANOTHER_USER}")]);
     }
 }
 

@@ -251,7 +251,9 @@ impl Delivery {
         if !self.ready.candidates {
             return false;
         }
-        let Some(newcomer) = self.candidates.turn(now) else {
+        let newcomer = self.candidates.turn(now);
+        self.meter.strangers.set(self.candidates.strangers());
+        let Some(newcomer) = newcomer else {
             self.ready.candidates = false;
             return false;
         };

@@ -594,6 +594,7 @@ impl Driver {
             hand_off_seconds: 0.0,
             total_seconds: 0.0,
             interruptions: self.machine.interruptions(),
+            strangers: self.meter.strangers.get(),
         };
         summary.time(moments, moments.handed_over.unwrap_or_else(Instant::now));
         summary
