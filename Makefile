@@ -11,7 +11,7 @@ export PATH := $(PATH):$(HOME)/.cargo/bin
 ## help: this list
 .PHONY: help
 help:
-	@sed -n 's/^## //p' $(MAKEFILE_LIST) | awk -F': ' '{ printf "  make %-9s %s\n", $$1, $$2 }'
+	@sed -n 's/^## //p' $(MAKEFILE_LIST) | awk -F': ' '{ printf "  make %-15s %s\n", $$1, $$2 }'
 
 ## setup: prepare this machine (packages, Rust check, the Valkey server); the other targets call it
 .PHONY: setup
@@ -45,6 +45,15 @@ loom:
 .PHONY: simulate
 simulate:
 	$(CARGO) run --release --locked -p remora-agent --features simulation --example simulate -- $(ARGS)
+
+# Three tests, one after the other, on every processor.
+SECONDS ?= 1200
+JOBS ?= $(shell nproc)
+## simulate-volume: the volume's schedules and its simulated device, for long; SECONDS=9600 for each of three tests
+.PHONY: simulate-volume
+simulate-volume:
+	REMORA_PLAY_SECONDS=$(SECONDS) REMORA_PLAY_JOBS=$(JOBS) $(CARGO) test --release --locked -p remora-volume --lib -- \
+		--nocapture --test-threads=1 nothing_that_was_ a_copy_is_found_as_it_was_at_or_after_the_last_sync
 
 # With the profile of the tests: overflow checks and debug assertions find more than speed does.
 ## soak: servers and agents for an hour under a random script of faults, compared again and again; ARGS="--minutes 60 --seed N"

@@ -21,6 +21,7 @@
 //! What carries the rules out, over the network:
 //!
 //! - [`wire`]: the messages as bytes, and what the network needs beside the rules; `link`: how they use the messenger.
+//! - `overlap`: what requests of several blocks have in common.
 //! - `outbox`: memory out of which servers pull large writes; `lane`: connections to such memory.
 //! - [`server`]: the memory of a host, lent to volumes.
 //! - [`client`]: a volume as its one writer has it open.
@@ -48,6 +49,7 @@ pub mod message;
 mod mutant;
 pub mod nbd;
 mod outbox;
+mod overlap;
 pub mod reader;
 pub mod server;
 pub mod shape;

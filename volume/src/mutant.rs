@@ -33,8 +33,20 @@ pub(crate) enum Mutant {
     LineIgnored,
     /// The line is read before the blocks.
     LineFirst,
+    /// A read and a write have a block in common only if the first block of the one is in the other.
+    OverlapOfFirst,
+    /// Only the first run of a write counts.
+    FirstRunOnly,
+    /// The newest of several blocks is the first one.
+    NewestOfFirst,
     /// A promise is answered before it is durable.
     PromiseNotDurable,
+    /// A mark is answered before it is durable, as if it were.
+    MarkNotDurable,
+    /// A power cut takes the claim of a copy that is behind.
+    ClaimNotDurable,
+    /// What a copy has caught up counts as durable although its store has not said so.
+    BehindCounts,
     /// A flush is completed when the writes are durable at one copy less.
     FlushedEarly,
     /// What is applied counts as durable at a copy with a store.
@@ -62,8 +74,10 @@ thread_local! {
 impl Mutant {
     /// Whether only copies with a store obey the rule.
     pub(crate) fn is_about_stores(self) -> bool {
-        use Mutant::{AppliedIsDurable, CutUnsaid, FlushedEarly, PromiseNotDurable, WholeBeforeBlocks};
-        matches!(self, PromiseNotDurable | FlushedEarly | AppliedIsDurable | CutUnsaid | WholeBeforeBlocks)
+        use Mutant::{AppliedIsDurable, BehindCounts, ClaimNotDurable, CutUnsaid, FlushedEarly, MarkNotDurable};
+        use Mutant::{PromiseNotDurable, WholeBeforeBlocks};
+        matches!(self, PromiseNotDurable | MarkNotDurable | ClaimNotDurable | BehindCounts)
+            || matches!(self, FlushedEarly | AppliedIsDurable | CutUnsaid | WholeBeforeBlocks)
     }
 
     /// Whether this rule is taken out in this thread.

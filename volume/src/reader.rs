@@ -16,6 +16,7 @@ use remora_fabric::{Completion, Error as FabricError, Peer, ReadError, ReadReque
 
 use crate::layout::{ENTRY_BYTES, Entry, LINE_AT, LINE_BYTES, LINE_WORDS, Layout, Line};
 use crate::message::Standing;
+use crate::overlap::newest;
 use crate::shape::BLOCK_BYTES;
 use crate::version::Version;
 
@@ -88,7 +89,7 @@ pub struct Found {
 impl Found {
     /// The last write of any of the blocks.
     pub fn newest(&self) -> Version {
-        self.entries.iter().map(|entry| entry.version).max().unwrap_or_default()
+        newest(self.entries.iter().map(|entry| entry.version))
     }
 }
 

@@ -18,10 +18,11 @@ use crate::message::{Standing, State};
 use crate::mutant::Mutant;
 use crate::shape::{BLOCK_BYTES, Copies, Shape, VolumeId};
 use crate::store::Store;
+use crate::tests::plays::{self, play_for};
 use crate::version::{Generation, Version};
 
-/// How long plays are played.
-const LIMIT: Duration = Duration::from_secs(6);
+/// How long plays are played, if [`plays::time`] is not told otherwise.
+const USUAL: Duration = Duration::from_secs(8);
 
 /// Lives of one store.
 const LIVES: usize = 5;
@@ -419,13 +420,7 @@ fn play(seed: u64, counts: &mut BTreeMap<&'static str, u64>) -> Option<String> {
 #[test]
 fn a_copy_is_found_as_it_was_at_or_after_the_last_sync() {
     let first = remora_lab::random::seed("stores");
-    let (began, mut played, mut counts) = (Instant::now(), 0, BTreeMap::new());
-    while began.elapsed() < LIMIT {
-        let seed = first.wrapping_add(played);
-        let finding = play(seed, &mut counts);
-        assert_eq!(finding, None, "REMORA_SEED={seed} plays it again");
-        played += 1;
-    }
+    let (played, counts) = play_for(plays::time(USUAL), first, "a store", play);
     println!("{played} plays, {counts:?}");
     let reached = [
         "a checkpoint",

@@ -1,26 +1,35 @@
 //! World: a few servers, writers that open the volume one after the other or at once, and a network that delays and
-//! breaks. Every message is a message of the product's machines; the blocks are versions instead of bytes.
+//! breaks. Every message is a message of the product's machines; the blocks are versions instead of bytes. Writes
+//! are of one or two runs of blocks, and reads are of a run.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::ops::Bound;
 
 use remora_lab::Random;
 
 use crate::copy::{Copy, Refusal};
 use crate::message::{Answer, Holder, Request, ServerId, Standing, State};
 use crate::mutant::Mutant;
+use crate::overlap::{last_write_of, newest, overlap};
 use crate::shape::Copies;
 use crate::tail::Tail;
 use crate::version::{Generation, Version};
+use crate::wire::Run;
 use crate::writer::{Action, Nearness, Seen, Writer, may_be_given_out};
 
 /// Blocks of the volume: few, so that writes meet.
-const BLOCKS: u64 = 3;
+const BLOCKS: u64 = 4;
 
 /// Writers of one schedule.
 const WRITERS: usize = 6;
 
 /// What a copy has in each block.
 type Content = BTreeMap<u64, Version>;
+
+/// What a copy has in these blocks.
+fn versions(content: &Content, run: Run) -> Vec<Version> {
+    run.blocks().map(|block| content.get(&block).copied().unwrap_or_default()).collect()
+}
 
 struct Server {
     copy: Copy,
@@ -81,26 +90,49 @@ struct Process {
 
 /// A read under way.
 struct Read {
-    block: u64,
-    /// What it must return at least: what its writer has written before, and what was acknowledged or read before.
-    floor: Version,
+    run: Run,
+    /// What it must return of each block at least: what its writer has written before, or found.
+    floors: Vec<Version>,
     /// What the last server answered, or what was seen of it.
-    answer: Version,
-    /// Whether the copy obeyed the reader's writer at that moment.
+    answer: Vec<Version>,
+    /// Whether the copy obeyed the reader's writer at each of these moments.
     obeyed: bool,
 }
 
-/// A read out of a region under way: first the block, then the line.
+/// A read out of a region under way: first the blocks, in any order, then the line.
 struct Look {
     writer: usize,
     number: u64,
     server: ServerId,
-    /// Of a read that is given out at once: the block, what is acknowledged, and the line before it.
-    at_once: Option<(u64, Version, Option<Standing>)>,
+    run: Run,
+    /// Of a read that is given out at once.
+    at_once: Option<AtOnce>,
     /// The region of a server that has forgotten it, as it was: it may still be mapped.
     ghost: Option<(Standing, Content)>,
-    block: Option<(Version, bool)>,
+    /// The blocks that were read, and whether the server obeyed the reader's writer when each of them was.
+    blocks: BTreeMap<u64, (Version, bool)>,
     line: Option<Standing>,
+}
+
+/// Of a read that a caller's thread gives out at once.
+struct AtOnce {
+    /// What it must return of each block at least.
+    floors: Vec<Version>,
+    acknowledged: Version,
+    /// The line before the blocks.
+    before: Option<Standing>,
+}
+
+impl Look {
+    fn is_read(&self) -> bool {
+        self.blocks.len() == self.run.count as usize
+    }
+
+    /// What was read, and whether the server obeyed at each moment.
+    fn found(&self) -> (Vec<Version>, bool) {
+        let versions = self.blocks.values().map(|&(version, _)| version).collect();
+        (versions, self.blocks.values().all(|&(_, obeyed)| obeyed))
+    }
 }
 
 #[derive(Default)]
@@ -108,7 +140,8 @@ struct Link {
     /// A number of its own. A writer's next link to the server has another one.
     number: u64,
     requests: VecDeque<Request>,
-    answers: VecDeque<Answer>,
+    /// With the blocks that were read, if that was asked.
+    answers: VecDeque<(Answer, Vec<Version>)>,
 }
 
 /// See the module's text.
@@ -120,8 +153,8 @@ pub(super) struct World {
     links: BTreeMap<(usize, ServerId), Link>,
     /// Links that were made.
     made: u64,
-    /// Which block each write changed.
-    writes: BTreeMap<Version, u64>,
+    /// Which blocks each write changed.
+    writes: BTreeMap<Version, Vec<Run>>,
     /// What the volume held when a generation began.
     opened: BTreeMap<Generation, Content>,
     serving: BTreeSet<Generation>,
@@ -248,10 +281,25 @@ impl World {
 
     fn write(&mut self) {
         let Some(number) = self.any_writer() else { return };
-        let block = self.random.below(BLOCKS);
-        if let Some(version) = self.writers[number].writer.write() {
-            self.writes.insert(version, block);
+        let mut runs = vec![self.any_run()];
+        // Another run behind it, if there is room.
+        let rest = runs.iter().map(|run| run.blocks().end).sum::<u64>();
+        if rest < BLOCKS && self.random.one_in(3) {
+            let first = self.random.between(rest, BLOCKS - 1);
+            runs.push(Run { first, count: self.random.between(1, BLOCKS - first) as u32 });
+            let turned = self.random.one_in(2);
+            runs.rotate_left(turned.into());
         }
+        if let Some(version) = self.writers[number].writer.write() {
+            self.writes.insert(version, runs);
+        }
+    }
+
+    /// Some neighbouring blocks; often one.
+    fn any_run(&mut self) -> Run {
+        let first = self.random.below(BLOCKS);
+        let most = if self.random.one_in(2) { 1 } else { BLOCKS - first };
+        Run { first, count: self.random.between(1, most) as u32 }
     }
 
     fn flush(&mut self) {
@@ -263,20 +311,34 @@ impl World {
 
     fn read(&mut self) {
         let Some(writer) = self.any_writer() else { return };
-        let block = self.random.below(BLOCKS);
+        let run = self.any_run();
         let Some(generation) = self.writers[writer].writer.generation() else { return };
-        let floor = self.floor(generation, block);
-        let Some(number) = self.writers[writer].writer.read(floor) else { return };
-        self.reads.insert((writer, number), Read { block, floor, answer: Version::NONE, obeyed: true });
+        let (floors, after) = (self.floors(generation, run), last_write_of(run, self.writes_of(generation)));
+        let Some(number) = self.writers[writer].writer.read(after.unwrap_or_default()) else { return };
+        let read = Read { run, floors, answer: Vec::new(), obeyed: true };
+        self.reads.insert((writer, number), read);
     }
 
-    /// The last write of a block that the writer of a generation has made or found.
-    fn floor(&self, generation: Generation, block: u64) -> Version {
-        let opened = self.opened.get(&generation).and_then(|content| content.get(&block)).copied();
-        let written =
-            self.writes.range(generation.start()..).take_while(|(version, _)| version.generation() == generation);
-        let written = written.filter(|&(_, &at)| at == block).map(|(&version, _)| version).max();
-        opened.max(written).unwrap_or_default()
+    /// The writes of a generation, in their order.
+    fn writes_of(&self, generation: Generation) -> impl DoubleEndedIterator<Item = (Version, &[Run])> {
+        let end = generation.next().map_or(Bound::Unbounded, |next| Bound::Excluded(next.start()));
+        let writes = self.writes.range((Bound::Included(generation.start()), end));
+        writes.map(|(&version, runs)| (version, &runs[..]))
+    }
+
+    /// The blocks that writes up to this one have changed in its generation, each with the write.
+    fn changes(&self, through: Version) -> impl Iterator<Item = (u64, Version)> {
+        let writes = self.writes_of(through.generation()).take_while(move |&(version, _)| version <= through);
+        writes.flat_map(|(version, runs)| runs.iter().flat_map(|run| run.blocks()).map(move |block| (block, version)))
+    }
+
+    /// The last write of each block that the writer of a generation has made or found.
+    fn floors(&self, generation: Generation, run: Run) -> Vec<Version> {
+        let mut content = self.opened.get(&generation).cloned().unwrap_or_default();
+        if let Some((last, _)) = self.writes_of(generation).next_back() {
+            content.extend(self.changes(last));
+        }
+        versions(&content, run)
     }
 
     /// A writer can read the region of a server from now on.
@@ -291,55 +353,47 @@ impl World {
     fn look(&mut self) -> Result<(), String> {
         let number = self.random.below(self.looks.len().max(1) as u64) as usize;
         let Some(look) = self.looks.get_mut(number) else { return Ok(()) };
-        let Look { writer, number: read, server, .. } = *look;
-        let is_first = matches!(look.at_once, Some((_, _, None)));
-        let at = &self.servers[server.0];
+        let at = &self.servers[look.server.0];
         let (standing, blocks) =
             look.ghost.as_ref().map_or((at.copy.standing(), &at.blocks), |(standing, blocks)| (*standing, blocks));
-        if let (true, Some((_, _, before))) = (is_first, &mut look.at_once) {
+        if let Some(AtOnce { before: before @ None, .. }) = &mut look.at_once {
             *before = Some(standing);
-        } else if look.line.is_none() && (look.block.is_some() || Mutant::LineFirst.is_active()) {
+        } else if look.line.is_none() && (look.is_read() || Mutant::LineFirst.is_active()) {
             look.line = Some(standing);
-        } else if look.block.is_none() {
-            let asked = self.reads.get(&(writer, read)).map_or(0, |read| read.block);
-            let block = look.at_once.map_or(asked, |(block, ..)| block);
-            let obeyed = standing.promised == self.writers[writer].writer.holder();
-            look.block = Some((blocks.get(&block).copied().unwrap_or_default(), obeyed));
+        } else if !look.is_read() {
+            let left: Vec<u64> = look.run.blocks().filter(|block| !look.blocks.contains_key(block)).collect();
+            let block = left[self.random.below(left.len() as u64) as usize];
+            let obeyed = standing.promised == self.writers[look.writer].writer.holder();
+            look.blocks.insert(block, (blocks.get(&block).copied().unwrap_or_default(), obeyed));
         } else {
             let look = self.looks.swap_remove(number);
-            if look.at_once.is_some() { self.seen_at_once(&look)? } else { self.seen(&look) }
+            if look.at_once.is_some() { self.seen_at_once(look)? } else { self.seen(&look) }
         }
         Ok(())
     }
 
-    /// A caller's thread begins to read a block out of a region: if it has no write under way.
+    /// A caller's thread begins to read blocks out of a region: if they have no write under way.
     fn look_at_once(&mut self) {
         let Some(writer) = self.any_writer() else { return };
-        let (server, block) = (self.any_server(), self.random.below(BLOCKS));
+        let (server, run) = (self.any_server(), self.any_run());
         let Process { writer: rules, .. } = &self.writers[writer];
         let Some(generation) = rules.generation().filter(|_| rules.is_serving()) else { return };
         let (acknowledged, is_member) = (rules.acknowledged(), rules.members().any(|member| member == server));
-        let mut later = self.writes.range(acknowledged..).filter(|(version, _)| version.generation() == generation);
-        let is_quiet = !later.any(|(&version, &at)| at == block && version > acknowledged);
+        let touches = |(version, runs): (Version, &[Run])| {
+            version > acknowledged && runs.iter().any(|&other| overlap(run, other))
+        };
+        let is_quiet = !self.writes_of(generation).any(touches);
         if is_member && is_quiet {
-            let at_once = Some((block, acknowledged, None));
-            let look = Look {
-                writer,
-                number: self.floor(generation, block).word(),
-                server,
-                at_once,
-                ghost: None,
-                block: None,
-                line: None,
-            };
-            self.looks.push(look);
+            let at_once = Some(AtOnce { floors: self.floors(generation, run), acknowledged, before: None });
+            let blocks = BTreeMap::new();
+            self.looks.push(Look { writer, number: 0, server, run, at_once, ghost: None, blocks, line: None });
         }
     }
 
     /// What a caller's thread has seen is given out, or not.
-    fn seen_at_once(&mut self, look: &Look) -> Result<(), String> {
-        let (Some((block, acknowledged, Some(before))), Some((newest, obeyed)), Some(line)) =
-            (look.at_once, look.block, look.line)
+    fn seen_at_once(&mut self, look: Look) -> Result<(), String> {
+        let (answer, obeyed) = look.found();
+        let (Some(AtOnce { floors, acknowledged, before: Some(before) }), Some(line)) = (look.at_once, look.line)
         else {
             return Ok(());
         };
@@ -347,12 +401,12 @@ impl World {
         // What has ended, or left the server out, reads there no more.
         let is_open = *is_alive && writer.members().any(|member| member == look.server);
         let Some(holder) = writer.holder().filter(|_| is_open) else { return Ok(()) };
-        if !may_be_given_out(holder, acknowledged, before, Seen { newest, line }) {
+        let seen = Seen { newest: newest(answer.iter().copied()), line };
+        if !may_be_given_out(holder, acknowledged, before, seen) {
             return Ok(());
         }
         self.count("a look at once");
-        let floor = Version::from_word(look.number).unwrap_or_default();
-        self.is_right(&Read { block, floor, answer: newest, obeyed })
+        self.is_right(&Read { run: look.run, floors, answer, obeyed })
     }
 
     fn take_back(&mut self) {
@@ -365,13 +419,14 @@ impl World {
 
     /// What was seen in a region, if its reader lives.
     fn seen(&mut self, look: &Look) {
-        let Look { writer, number, server, block, line, .. } = *look;
+        let Look { writer, number, server, line, .. } = *look;
         if !self.writers[writer].is_alive {
             return;
         }
-        let seen = block.zip(line).map(|((newest, _), line)| Seen { newest, line });
+        let (answer, obeyed) = look.found();
+        let seen = line.filter(|_| look.is_read()).map(|line| Seen { newest: newest(answer.iter().copied()), line });
         let counts = self.writers[writer].writer.looked(server, number, seen);
-        if let (true, Some((answer, obeyed)), Some(read)) = (counts, block, self.reads.get_mut(&(writer, number))) {
+        if let (true, Some(_), Some(read)) = (counts, seen, self.reads.get_mut(&(writer, number))) {
             (read.answer, read.obeyed) = (answer, obeyed);
         }
         self.count(if counts { "a look" } else { "a look in vain" });
@@ -396,7 +451,7 @@ impl World {
         }
     }
 
-    fn lose(&mut self, number: usize, server: ServerId) {
+    pub(super) fn lose(&mut self, number: usize, server: ServerId) {
         self.drop_link(number, server);
         self.writers[number].writer.lost(server);
     }
@@ -415,8 +470,9 @@ impl World {
         let Some((number, server)) = self.any(&waiting) else { return Ok(()) };
         let request = self.links.get_mut(&(number, server)).and_then(|link| link.requests.pop_front());
         let Some(request) = request else { return Ok(()) };
+        let blocks = self.blocks_of(number, server, request);
         match self.execute(number, server, request)? {
-            Ok(Some(answer)) => self.answer(number, server, answer),
+            Ok(Some(answer)) => self.answer_with(number, server, answer, blocks),
             Ok(None) => {}
             Err(Refusal::Fenced { by }) => self.answer(number, server, Answer::Fenced { by }),
             // The server closes the connection.
@@ -426,9 +482,20 @@ impl World {
     }
 
     fn answer(&mut self, number: usize, server: ServerId, answer: Answer) {
+        self.answer_with(number, server, answer, Vec::new());
+    }
+
+    fn answer_with(&mut self, number: usize, server: ServerId, answer: Answer, blocks: Vec<Version>) {
         if let Some(link) = self.links.get_mut(&(number, server)) {
-            link.answers.push_back(answer);
+            link.answers.push_back((answer, blocks));
         }
+    }
+
+    /// What a server has in the blocks that a request asks for.
+    fn blocks_of(&self, number: usize, server: ServerId, request: Request) -> Vec<Version> {
+        let Request::Read { number: read, .. } = request else { return Vec::new() };
+        let run = self.reads.get(&(number, read)).map(|read| read.run);
+        run.map(|run| versions(&self.servers[server.0].blocks, run)).unwrap_or_default()
     }
 
     /// Tells the writer of a catch-up, if the link is still the one by which it was begun.
@@ -443,11 +510,11 @@ impl World {
             self.links.iter().filter(|(_, link)| !link.answers.is_empty()).map(|(&way, _)| way).collect();
         let Some((number, server)) = self.any(&waiting) else { return };
         let answer = self.links.get_mut(&(number, server)).and_then(|link| link.answers.pop_front());
-        if let Some(answer) = answer.filter(|_| self.writers[number].is_alive) {
-            if let Answer::Read { number: read, newest } = answer
+        if let Some((answer, blocks)) = answer.filter(|_| self.writers[number].is_alive) {
+            if let Answer::Read { number: read, .. } = answer
                 && let Some(read) = self.reads.get_mut(&(number, read))
             {
-                (read.answer, read.obeyed) = (newest, true);
+                (read.answer, read.obeyed) = (blocks, true);
             }
             self.writers[number].writer.answered(server, answer);
         }
@@ -475,15 +542,9 @@ impl World {
                     Action::Acknowledge(version) => self.acknowledged(version)?,
                     Action::Flushed(version) => self.flushed(version)?,
                     Action::Look(server, read) => {
-                        let look = Look {
-                            writer: number,
-                            number: read,
-                            server,
-                            at_once: None,
-                            ghost: None,
-                            block: None,
-                            line: None,
-                        };
+                        let run = self.reads.get(&(number, read)).map_or(Run { first: 0, count: 1 }, |read| read.run);
+                        let (at_once, ghost, blocks, line) = (None, None, BTreeMap::new(), None);
+                        let look = Look { writer: number, number: read, server, run, at_once, ghost, blocks, line };
                         self.looks.push(look);
                     }
                     Action::Read(read) => self.given_out(number, read)?,
@@ -509,7 +570,7 @@ impl World {
             if self.random.one_in(2) || look.at_once.is_some() {
                 self.looks.push(Look { ghost: Some(ghost.clone()), ..look });
             } else {
-                self.seen(&Look { block: None, ..look });
+                self.seen(&Look { blocks: BTreeMap::new(), ..look });
             }
         }
     }
@@ -564,7 +625,7 @@ impl World {
         self.sync_one(number);
     }
 
-    fn sync_one(&mut self, number: usize) {
+    pub(super) fn sync_one(&mut self, number: usize) {
         let Some(Disk { tail, before, .. }) = &mut self.servers[number].store else { return };
         before.clear();
         for Waiting { writer, link, holder, is_promise } in tail.sync(tail.appended()) {
@@ -588,7 +649,15 @@ impl World {
         for number in 0..self.servers.len() {
             let Some(store) = self.servers[number].store.as_ref().filter(|_| self.random.one_in(2)) else { continue };
             let kept = self.random.below(store.before.len() as u64 + 1) as usize;
-            let (mut copy, blocks) = match store.before.get(kept).filter(|_| !is_process) {
+            self.end_server(number, Some(kept), is_process);
+        }
+    }
+
+    /// A server loses its power, and is as it was after this event of those that are not durable; or its process ends.
+    fn end_server(&mut self, number: usize, kept: Option<usize>, is_process: bool) {
+        if let Some(store) = &self.servers[number].store {
+            let kept = kept.filter(|_| !is_process).and_then(|kept| store.before.get(kept));
+            let (mut copy, blocks) = match kept {
                 Some((copy, blocks)) => (*copy, blocks.clone()),
                 None => store.last.clone(),
             };
@@ -600,6 +669,9 @@ impl World {
             // A server without a copy has no folder either.
             let copy = match copy.standing().state {
                 State::Empty => copy,
+                State::Behind if !is_process && Mutant::ClaimNotDurable.is_active() => {
+                    Copy::recovered(Standing { claim: Version::NONE, ..copy.standing() }, true)
+                }
                 _ => Copy::recovered(copy.standing(), !is_process),
             };
             let tail = Tail::at(0, copy.standing());
@@ -667,20 +739,19 @@ impl World {
                     self.note_event(server.0);
                     let waiting = Waiting { writer: number, link, holder, is_promise: false };
                     let answer = Answer::Written { applied, durable: applied };
-                    Ok(self.once_durable(server.0, waiting, answer, false))
+                    Ok(self.once_durable(server.0, waiting, answer, Mutant::MarkNotDurable.is_active()))
                 }
                 Err(refusal) => Err(refusal),
             },
             Request::Read { holder, number: read } => at.copy.read(holder).map(|()| {
-                let block = self.reads.get(&(number, read)).map(|read| read.block);
-                let newest = block.and_then(|block| at.blocks.get(&block)).copied().unwrap_or_default();
+                let run = self.reads.get(&(number, read)).map(|read| read.run);
+                let newest = newest(run.map(|run| versions(&at.blocks, run)).unwrap_or_default());
                 Some(Answer::Read { number: read, newest })
             }),
             Request::Write { holder, version } => match at.copy.write(holder, version) {
                 Ok(()) => {
-                    if let Some(&block) = self.writes.get(&version) {
-                        at.blocks.insert(block, version);
-                    }
+                    let runs = self.writes.get(&version).into_iter().flatten();
+                    at.blocks.extend(runs.flat_map(|run| run.blocks()).map(|block| (block, version)));
                     self.note_event(server.0);
                     Ok(Some(Answer::Written { applied: version, durable: self.servers[server.0].durable() }))
                 }
@@ -728,6 +799,58 @@ impl World {
         Ok(())
     }
 
+    // ---- schedules that were thought of ----
+
+    /// A writer opens the volume, without these servers.
+    pub(super) fn begin(&mut self, cut: &[usize]) {
+        let writer = Writer::open(self.copies, self.random.word());
+        let cut = cut.iter().map(|&number| ServerId(number)).collect();
+        self.writers.push(Process { writer, is_alive: true, cut });
+    }
+
+    /// All that is under way arrives. What these servers do becomes durable; copies that are behind catch up or wait.
+    pub(super) fn go_on(&mut self, syncing: &[usize], pulls: bool) -> Result<(), String> {
+        for _ in 0..100 {
+            self.carry_out()?;
+            self.deliver_request()?;
+            self.deliver_answer();
+            if pulls {
+                self.pull()?;
+            }
+            self.note_events();
+            self.check_copies()?;
+            syncing.iter().for_each(|&number| self.sync_one(number));
+        }
+        self.carry_out()
+    }
+
+    pub(super) fn write_block(&mut self, writer: usize, block: u64) {
+        if let Some(version) = self.writers[writer].writer.write() {
+            self.writes.insert(version, vec![Run { first: block, count: 1 }]);
+        }
+    }
+
+    pub(super) fn flush_of(&mut self, writer: usize) {
+        self.writers[writer].writer.flush();
+    }
+
+    pub(super) fn reach_again(&mut self, writer: usize, server: usize) {
+        let Process { writer, cut, .. } = &mut self.writers[writer];
+        cut.remove(&ServerId(server));
+        writer.take_back(ServerId(server));
+    }
+
+    /// A writer ends, and what it has sent does not arrive.
+    pub(super) fn die(&mut self, writer: usize) {
+        self.writers[writer].is_alive = false;
+        self.links.retain(|(number, _), _| *number != writer);
+    }
+
+    /// A server is as it was after this event of those that are not durable; `None`: after the last one.
+    pub(super) fn lose_power(&mut self, server: usize, kept: Option<usize>) {
+        self.end_server(server, kept, false);
+    }
+
     // ---- what must hold ----
 
     fn serving(&mut self, number: usize, may_lack_tail: bool) -> Result<(), String> {
@@ -752,8 +875,8 @@ impl World {
 
     fn acknowledged(&mut self, version: Version) -> Result<(), String> {
         self.count("an acknowledgement");
-        let generation = version.generation();
-        for (&write, &block) in self.writes.range(generation.start()..=version) {
+        let changes: Vec<_> = self.changes(version).collect();
+        for (block, write) in changes {
             let seen = self.seen.entry(block).or_default();
             *seen = write.max(*seen);
         }
@@ -765,7 +888,7 @@ impl World {
         self.count("a flush");
         let generation = version.generation();
         let mut content = self.opened.get(&generation).cloned().unwrap_or_default();
-        content.extend(self.writes.range(generation.start()..=version).map(|(&write, &block)| (block, write)));
+        content.extend(self.changes(version));
         for (block, write) in content {
             let flushed = self.flushed.entry(block).or_default();
             *flushed = write.max(*flushed);
@@ -783,15 +906,17 @@ impl World {
     }
 
     fn is_right(&mut self, read: &Read) -> Result<(), String> {
-        let Read { block, floor, answer, obeyed } = *read;
-        if !obeyed {
-            return Err(format!("block {block} was read at a copy that obeyed another writer"));
+        let Read { run, floors, answer, obeyed } = read;
+        if !obeyed || answer.len() != run.count as usize {
+            return Err(format!("{run:?} was read as {answer:?} at a copy that obeyed another writer"));
         }
-        if answer < floor {
-            return Err(format!("block {block} was read at {answer}, and {floor} was written before"));
+        for ((block, &answer), &floor) in run.blocks().zip(answer).zip(floors) {
+            if answer < floor {
+                return Err(format!("block {block} was read at {answer}, and {floor} was written before"));
+            }
+            let seen = self.seen.entry(block).or_default();
+            *seen = answer.max(*seen);
         }
-        let seen = self.seen.entry(block).or_default();
-        *seen = answer.max(*seen);
         self.check_openings()
     }
 
@@ -827,8 +952,7 @@ impl World {
                 continue;
             }
             let mut expected = self.opened.get(&generation).cloned().unwrap_or_default();
-            let written = self.writes.range(generation.start()..=standing.applied);
-            expected.extend(written.map(|(&version, &block)| (block, version)));
+            expected.extend(self.changes(standing.applied));
             if expected != server.blocks {
                 let (applied, blocks) = (standing.applied, &server.blocks);
                 return Err(format!("server {number} is whole at {applied} with {blocks:?} instead of {expected:?}"));

@@ -18,7 +18,7 @@ mod parts;
 mod reading;
 mod serving;
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use self::flushing::Flushing;
 use self::parts::{Part, Parts};
@@ -113,6 +113,8 @@ pub struct Writer {
     acknowledged: Version,
     /// The number of the last question for the others.
     questions: u64,
+    /// The lenders that were given to a server which is not whole yet.
+    tried: BTreeMap<ServerId, BTreeSet<ServerId>>,
     reads: Reads,
     flushing: Flushing,
     /// See [`Action::Serving`].
@@ -133,6 +135,7 @@ impl Writer {
             last: Version::NONE,
             acknowledged: Version::NONE,
             questions: 0,
+            tried: BTreeMap::new(),
             reads: Reads::default(),
             flushing: Flushing::default(),
             may_lack_tail: false,

@@ -43,8 +43,12 @@ impl Writer {
                 if must_confirm { self.ask_the_others(server) } else { self.begin_catch_up(server) }
             }
             (Part::Behind, Answer::Whole { applied }) => {
+                self.tried.remove(&server);
                 // Nothing is known to be durable here.
-                self.flushing.answered(server, applied, Version::NONE);
+                let durable = Version::NONE;
+                #[cfg(test)]
+                let durable = if Mutant::BehindCounts.is_active() { applied } else { durable };
+                self.flushing.answered(server, applied, durable);
                 self.is_at(server, applied);
             }
             (Part::Member(_), Answer::Written { applied, durable }) => {
@@ -96,12 +100,24 @@ impl Writer {
     }
 
     fn begin_catch_up(&mut self, server: ServerId) {
-        // The one that is ahead can lend soonest.
-        let (Some(holder), Some((_, lender))) = (self.holder, self.parts.members().into_iter().max()) else {
+        let (Some(holder), Some(lender)) = (self.holder, self.lender_for(server)) else {
             return self.leave_out(server);
         };
         self.parts.set(server, Part::Behind);
         self.send(server, Request::CatchUp { holder, lender, since: self.last });
+    }
+
+    /// The member that is ahead can lend soonest. But the borrower may not reach it: each one is tried before one is
+    /// tried again.
+    fn lender_for(&mut self, server: ServerId) -> Option<ServerId> {
+        let members = self.parts.members();
+        let tried = self.tried.entry(server).or_default();
+        if members.iter().all(|(_, member)| tried.contains(member)) {
+            tried.clear();
+        }
+        let (_, lender) = members.into_iter().filter(|(_, member)| !tried.contains(member)).max()?;
+        tried.insert(lender);
+        Some(lender)
     }
 
     /// Acknowledges what enough copies have applied.
@@ -156,6 +172,20 @@ mod tests {
         assert!(writer.is_serving());
         sent(&mut writer);
         (writer, Holder { generation, writer: 77 })
+    }
+
+    #[test]
+    fn a_copy_is_taken_from_each_member_before_one_is_tried_again() {
+        let (mut writer, holder) = serving();
+        let since = holder.generation.start();
+        let behind = Standing { state: State::Behind, ..Standing::default() };
+        for lender in [1, 0, 1, 0] {
+            writer.take_back(ServerId(2));
+            writer.answered(ServerId(2), Answer::Standing(behind));
+            let catch_up = Request::CatchUp { holder, lender: ServerId(lender), since };
+            assert_eq!(sent(&mut writer), [(2, Request::Ask), (2, catch_up)]);
+            writer.lost(ServerId(2));
+        }
     }
 
     #[test]

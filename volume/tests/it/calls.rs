@@ -186,23 +186,84 @@ fn a_server_takes_no_more_memory_than_it_was_given() {
     assert_eq!(Hand::new(&server).ask(&create(shape(4, 300)), 0), Some(Reply::Created));
 }
 
-/// Anything at all ends the connection that sent it, and nothing else.
+/// A call of every kind, as a client would send it that is not the volume's writer, and its blocks.
+fn calls(shape: Shape) -> Vec<(Call, usize)> {
+    let (holder, version, run) = (holder(), holder().generation.start().next().unwrap(), Run { first: 3, count: 2 });
+    let (runs, sums, since) = (vec![run], vec![SUM_OF_ZEROS; 2], Version::NONE);
+    let room = Room { bytes: 9 << 20, writes: 99 };
+    let keys = vec![vec![7; 40]; 2];
+    vec![
+        (Call::Open { shape, mode: Mode::Borrow, writer: 5 }, 0),
+        (Call::Create { shape }, 0),
+        (Call::Promise(holder), 0),
+        (Call::CatchUp { holder, since, lender: "tcp:127.0.0.1:1".into() }, 0),
+        (Call::Mark { holder, may_lack_tail: false }, 0),
+        (Call::Write { holder, version, runs: runs.clone(), sums: sums.clone() }, 2),
+        (Call::Confirm { holder, question: 3 }, 0),
+        (Call::Read { holder, number: 3, run }, 0),
+        (Call::Lend { holder, since, run, with_blocks: true }, 0),
+        (Call::Attach(holder), 0),
+        (Call::Window { wants: room, obeys: room }, 0),
+        (Call::Flush(holder), 0),
+        (Call::Offer { session: 1, keys }, 0),
+        (Call::Pull { holder, version, runs, sums, at: 0, source: String::new() }, 0),
+        (Call::Follow(holder), 0),
+    ]
+}
+
+/// Whether these are the bytes of a call by which a client of the token may replace the writer.
+fn replaces(kind: u16, front: &[u8], data: usize) -> bool {
+    matches!(Call::decode(kind, front, data), Ok(Call::Promise(_) | Call::CatchUp { .. }))
+}
+
+/// Anything at all ends the connection that sent it, and nothing else: random bytes of any kind of message, calls of
+/// which bytes were changed, and calls that a client may not make, before it has said which volume it means and after.
 #[test]
 fn garbage_harms_nobody_else() {
     let cluster = Cluster::new(1, 1, 100);
     let volume = cluster.open().unwrap();
     volume.write(3, content(3, 1)).unwrap();
     let mut random = Random::new(remora_lab::random::seed("garbage"));
-    for _ in 0..200 {
-        let hand = Hand::open(cluster.servers[0].as_ref().unwrap(), cluster.shape, Mode::Borrow);
+    let (calls, mut answers) = (calls(cluster.shape), 0);
+    for round in 0..600 {
+        let server = cluster.servers[0].as_ref().unwrap();
+        let hand = match round % 3 {
+            0 => Hand::new(server),
+            1 => Hand::open(server, cluster.shape, Mode::Borrow),
+            _ => Hand::open(server, cluster.shape, Mode::Write),
+        };
         for _ in 0..random.between(1, 4) {
-            let kind = random.below(12) as u16;
-            let length = [0, 8, 12, 20, 26, 33, 40][random.below(7) as usize];
-            let front = random.bytes(length);
-            hand.send(kind, front, vec![0; random.below(3) as usize * BLOCK_BYTES]);
+            let (kind, data);
+            let mut front = Vec::new();
+            if random.one_in(3) {
+                kind = random.below(64) as u16; // of clients, of servers, and of neither
+                let length = [0, 8, 12, 20, 26, 33, 40][random.below(7) as usize];
+                front = random.bytes(length);
+                data = random.below(3) as usize;
+            } else {
+                let (call, blocks) = &calls[random.below(calls.len() as u64) as usize];
+                (kind, data) = (call.encode(&mut front).unwrap(), *blocks);
+                for _ in 0..random.below(3) {
+                    let at = random.below(front.len() as u64) as usize;
+                    match random.below(4) {
+                        0 => front.truncate(at.max(1)),
+                        1 => front.push(at as u8),
+                        _ => front[at] ^= 1 << random.below(8),
+                    }
+                }
+            }
+            if !replaces(kind, &front, data * BLOCK_BYTES) {
+                hand.send(kind, front, vec![0; data * BLOCK_BYTES]);
+            }
         }
-        assert!(hand.hear().is_none_or(|reply| matches!(reply, Reply::Refused { .. } | Reply::Fenced { .. })));
+        // Whatever was answered: this is no message, and so the end.
+        hand.send(0, Vec::new(), Vec::new());
+        while hand.hear().is_some() {
+            answers += 1;
+        }
     }
+    println!("{answers} answers");
+    assert!(answers > 0 && volume.end().is_none());
     assert!(volume.read(3, 1).unwrap() == content(3, 1));
     volume.write(4, content(4, 1)).unwrap();
 }

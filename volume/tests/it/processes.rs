@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use remora_lab::Host;
 use remora_lab::process::Process;
 use remora_messenger::Address;
 use remora_volume::client::{ClientOptions, Volume, new_id};
@@ -42,8 +43,9 @@ pub struct Remote {
 }
 
 impl Remote {
-    fn start(address: &str, is_far: bool, store: Option<&Path>) -> Remote {
+    fn start(address: &str, is_far: bool, store: Option<&Path>, host: Option<&Host>) -> Remote {
         let mut command = Command::new(std::env::current_exe().unwrap());
+        host.iter().for_each(|host| host.enter(&mut command).unwrap());
         command.args(["--exact", "processes::a_server_for_the_other_tests", "--nocapture", "--test-threads=1"]);
         command
             .envs(store.map(|store| (STORE, store)))
@@ -65,30 +67,41 @@ pub struct Remotes {
     pub servers: Vec<Remote>,
     /// The folder in which each has its stores.
     stores: Option<PathBuf>,
+    /// The host of each, if it has one of its own.
+    hosts: Vec<Host>,
 }
 
 impl Remotes {
     pub fn new(blocks: u64) -> Remotes {
-        Remotes::start(blocks, false, None)
+        Remotes::start(blocks, false, None, &[])
     }
 
     /// Servers that share no memory with the writer and with each other.
     pub fn far(blocks: u64) -> Remotes {
-        Remotes::start(blocks, true, None)
+        Remotes::start(blocks, true, None, &[])
     }
 
     pub fn with(blocks: u64, stores: Option<&Path>) -> Remotes {
-        Remotes::start(blocks, false, stores)
+        Remotes::start(blocks, false, stores, &[])
     }
 
-    fn start(blocks: u64, is_far: bool, stores: Option<&Path>) -> Remotes {
+    /// Servers on hosts of a test network, and the volume made by another one.
+    pub fn on(hosts: &[Host], stores: Option<&Path>, blocks: u64) -> Remotes {
+        Remotes::start(blocks, true, stores, hosts)
+    }
+
+    fn start(blocks: u64, is_far: bool, stores: Option<&Path>, hosts: &[Host]) -> Remotes {
         let shape = Shape::new(new_id().unwrap(), blocks, Copies::new(3, 2).unwrap()).unwrap();
-        let mut remotes = Remotes { shape, is_far, servers: Vec::new(), stores: stores.map(Into::into) };
+        let (stores, hosts) = (stores.map(Into::into), hosts.to_vec());
+        let mut remotes = Remotes { shape, is_far, servers: Vec::new(), stores, hosts };
         for number in 0..3 {
-            let server = Remote::start("tcp:127.0.0.1:0", is_far, remotes.store(number).as_deref());
+            let host = remotes.hosts.get(number);
+            let ip = host.map_or("127.0.0.1".into(), |host| host.address().to_string());
+            let server = Remote::start(&format!("tcp:{ip}:0"), is_far, remotes.store(number).as_deref(), host);
             remotes.servers.push(server);
         }
-        Volume::create(shape, &remotes.addresses(), &options()).unwrap();
+        let create = || Volume::create(shape, &remotes.addresses(), &options()).unwrap();
+        remotes.hosts.first().map_or_else(create, |host| host.within(create).unwrap());
         remotes
     }
 
@@ -110,7 +123,8 @@ impl Remotes {
 
     pub fn restart(&mut self, number: usize) {
         let address = self.servers[number].address.to_string();
-        self.servers[number] = Remote::start(&address, self.is_far, self.store(number).as_deref());
+        let (store, host) = (self.store(number), self.hosts.get(number));
+        self.servers[number] = Remote::start(&address, self.is_far, store.as_deref(), host);
     }
 }
 

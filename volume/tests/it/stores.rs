@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Duration;
 
 use remora_lab::require;
@@ -58,6 +59,42 @@ fn a_killed_server_comes_back_with_its_copy_and_is_taken_back_under_load() {
         checker.check(&volume);
     }
     assert!(checker.ledger.lock().unwrap().failures.is_empty());
+}
+
+/// With one copy left nothing is acknowledged. The two that were killed have their copies again, and are taken back.
+#[test]
+fn writes_wait_while_two_servers_are_gone_and_go_on_when_they_are_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut servers = Remotes::with(2000, Some(folder.path()));
+    let mut checker = Checker::new(23);
+    let volume = servers.open(&options());
+    let ledger = Arc::clone(&checker.ledger);
+    let acknowledgements = || ledger.lock().unwrap().acknowledgements;
+    for killed in [[0, 1], [1, 2], [2, 0]] {
+        std::thread::scope(|scope| {
+            let (volume, writer, began) = (&volume, &mut checker, acknowledgements());
+            scope.spawn(move || {
+                write_for(volume, writer, Duration::from_millis(600));
+                (0..500).for_each(|_| assert!(writer.write(volume)));
+                write_for(volume, writer, Duration::from_millis(300));
+            });
+            until("something is written", || acknowledgements() > began + 20);
+            killed.iter().for_each(|&number| servers.kill(number));
+            until("two servers are left out", || volume.members().len() == 1);
+            let before = acknowledgements();
+            std::thread::sleep(Duration::from_millis(300));
+            assert_eq!(acknowledgements(), before);
+            killed.iter().for_each(|&number| servers.restart(number));
+            until("writes go on", || acknowledgements() > before);
+        });
+        assert!(acknowledgements() > 500);
+        all_are_whole(&volume, &mut checker);
+        checker.check(&volume);
+    }
+    assert!(checker.ledger.lock().unwrap().failures.is_empty());
+    drop(volume);
+    let volume = servers.open(&options());
+    checker.check(&volume);
 }
 
 /// A volume with one copy, whose server has its store in this folder.

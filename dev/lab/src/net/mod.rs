@@ -149,6 +149,25 @@ impl Host {
         self.inner.switch.space.ip(&["link", "set", &self.inner.port, "up"])
     }
 
+    /// From now on nothing passes between this host and another one, both ways, and neither end is notified. Both still
+    /// reach every other host.
+    pub fn cut_from(&self, other: &Host) -> Result<()> {
+        for (from, to) in [(self, other), (other, self)] {
+            // A permanent neighbour whose address no host has: what is sent to it, no host takes.
+            let neighbour = ["neigh", "replace", &to.inner.address.to_string(), "lladdr", NO_HOST];
+            from.inner.space.ip(&[&neighbour[..], &["dev", CABLE, "nud", "permanent"]].concat())?;
+        }
+        Ok(())
+    }
+
+    /// Ends what [`Host::cut_from`] has begun.
+    pub fn heal_from(&self, other: &Host) -> Result<()> {
+        for (from, to) in [(self, other), (other, self)] {
+            from.inner.space.ip(&["neigh", "del", &to.inner.address.to_string(), "dev", CABLE])?;
+        }
+        Ok(())
+    }
+
     /// Limits the cable's rate, both ways. Each call replaces the one before; [`Shape::default`] removes the limit.
     pub fn shape(&self, shape: Shape) -> Result<()> {
         for (space, device) in self.ends() {
@@ -214,6 +233,9 @@ const MOST_HOSTS: u8 = 200;
 
 /// The name of the bridge in its namespace.
 const BRIDGE: &str = "switch";
+
+/// A hardware address that no host has.
+const NO_HOST: &str = "02:00:00:00:00:00";
 
 /// The name of a host's end of its cable.
 const CABLE: &str = "eth0";

@@ -51,6 +51,22 @@ fn a_cut_cable_takes_the_link_between_two_servers_down_and_a_mended_one_brings_i
 }
 
 #[test]
+fn two_hosts_can_be_cut_from_each_other_and_from_no_other_host() {
+    let Some(()) = require::namespaces() else { return };
+    let net = Net::new().unwrap();
+    let [one, two, three] = ["one", "two", "three"].map(|name| net.host(name).unwrap());
+    let listener = two.within(|| std::net::TcpListener::bind((two.address(), 0)).unwrap()).unwrap();
+    let address = listener.local_addr().unwrap();
+    let reach = move || std::net::TcpStream::connect_timeout(&address, Duration::from_millis(300)).is_ok();
+    let reached = || [&one, &three].map(|host| host.within(reach).unwrap());
+    assert_eq!(reached(), [true, true]);
+    one.cut_from(&two).unwrap();
+    assert_eq!(reached(), [false, true]);
+    one.heal_from(&two).unwrap();
+    assert_eq!(reached(), [true, true]);
+}
+
+#[test]
 fn hosts_are_isolated_from_this_machine_and_from_other_networks() {
     let Some(()) = require::namespaces() else { return };
     let Some(kind) = require::redis() else { return };

@@ -11,6 +11,7 @@ use crate::client::regions::{Job, News, Opening, Region};
 use crate::layout::Layout;
 use crate::link;
 use crate::message::ServerId;
+use crate::overlap::last_write_of;
 use crate::reader::Found;
 use crate::shape::BLOCK_BYTES;
 use crate::version::Version;
@@ -96,8 +97,7 @@ impl Driver {
 
     /// The last write of any of these blocks that some server has not applied yet.
     pub(super) fn last_write_of(&self, run: Run) -> Version {
-        let overlaps = |other: &Run| other.first < run.blocks().end && run.first < other.blocks().end;
-        let last = self.unapplied.iter().rev().find(|write| write.runs.iter().any(overlaps));
-        last.map_or(Version::NONE, |write| write.version)
+        let writes = self.unapplied.iter().map(|write| (write.version, &write.runs[..]));
+        last_write_of(run, writes).unwrap_or_default()
     }
 }

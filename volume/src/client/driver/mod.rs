@@ -26,6 +26,7 @@ use super::{AT_WORK, ClientOptions, Error, Event, LEAST_SUBMITTED_BYTES, Reads, 
 use crate::layout::Entry;
 use crate::link;
 use crate::message::{self, Answer, ServerId};
+use crate::overlap::newest;
 use crate::shape::{BLOCK_BYTES, Shape};
 use crate::store::sums;
 use crate::version::Version;
@@ -450,7 +451,7 @@ impl Driver {
             }
         }
         read.data = data.into();
-        let newest = entries.iter().map(|entry| entry.version).max().unwrap_or_default();
+        let newest = newest(entries.iter().map(|entry| entry.version));
         self.writer.answered(server, Answer::Read { number, newest });
     }
 
