@@ -59,6 +59,31 @@ pub(crate) fn check_lock(file: &str, text: &str) -> Vec<String> {
     wrong
 }
 
+/// The crates of others that `other` locks in a version that `first` has not, though it has the crate, one line each.
+/// Both are the name and the text of a lock file. A fuzz target in another workspace says something about a program
+/// only if both are built of the same code.
+pub(crate) fn check_same(first: (&str, &str), other: (&str, &str)) -> Vec<String> {
+    let mut versions: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    for Locked { name, version, .. } in read_lock(first.1) {
+        versions.entry(name).or_default().insert(version);
+    }
+    let mut wrong = Vec::new();
+    for Locked { name, version, .. } in read_lock(other.1) {
+        if let Some(known) = versions.get(name)
+            && !known.contains(version)
+        {
+            let known: Vec<&str> = known.iter().copied().collect();
+            wrong.push(format!(
+                "{}: {name} is there in the version {version}, but {} has {}; change it with `cargo update --precise`",
+                other.0,
+                first.0,
+                known.join(" and ")
+            ));
+        }
+    }
+    wrong
+}
+
 /// The crates whose licence is not in [`LICENCES`], one line each.
 pub(crate) fn check_licences(crates: &[Licensed]) -> Vec<String> {
     let unfit = crates.iter().filter(|one| !one.licence.as_deref().is_some_and(is_allowed));
@@ -187,6 +212,21 @@ mod tests {
         }
         let known = from_registry("syn", "2.0.0") + &from_registry("syn", "3.0.0");
         assert_eq!(check_lock("lock", &known), Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_crate_in_both_lock_files_has_the_same_versions() {
+        let first = from_registry("one", "1.9.0") + &from_registry("two", "0.2.0") + &from_registry("two", "0.3.1");
+        let check = |other: &str| check_same(("first", &first), ("other", other));
+        assert_eq!(check(&(from_registry("one", "1.9.0") + &from_registry("two", "0.3.1"))), Vec::<String>::new());
+        assert_eq!(check(&from_registry("only here", "1.0.0")), Vec::<String>::new());
+        let wrong = check(&(from_registry("one", "1.10.0") + &from_registry("two", "0.3.2")));
+        assert_eq!(wrong.len(), 2, "{wrong:?}");
+        assert!(wrong[0].starts_with("other: one is there in the version 1.10.0, but first has 1.9.0;"), "{wrong:?}");
+        assert!(
+            wrong[1].starts_with("other: two is there in the version 0.3.2, but first has 0.2.0 and 0.3.1;"),
+            "{wrong:?}"
+        );
     }
 
     #[test]

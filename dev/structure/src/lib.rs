@@ -82,9 +82,12 @@ pub fn check(print_ties: bool) -> Result<()> {
 /// What is wrong with the crates of others, those of the fuzz targets included.
 fn unfit_dependencies(root: &Path) -> Result<Vec<String>> {
     let mut unfit = dependencies::check_licences(&workspace::licences()?);
-    for lock in ["Cargo.lock", "dev/fuzz/Cargo.lock"] {
-        unfit.extend(dependencies::check_lock(lock, &std::fs::read_to_string(root.join(lock))?));
+    let read = |file| Ok::<_, std::io::Error>((file, std::fs::read_to_string(root.join(file))?));
+    let (programs, fuzzed) = (read("Cargo.lock")?, read("dev/fuzz/Cargo.lock")?);
+    for (file, text) in [&programs, &fuzzed] {
+        unfit.extend(dependencies::check_lock(file, text));
     }
+    unfit.extend(dependencies::check_same((programs.0, &programs.1), (fuzzed.0, &fuzzed.1)));
     Ok(unfit)
 }
 
