@@ -219,7 +219,7 @@ impl Kept {
 
     /// The blocks that are to be read now, of a copy of so many; `None`: the last scrub is not long ago.
     pub(super) fn to_scrub(&self, blocks: u64, now: u64) -> Option<std::ops::Range<u64>> {
-        let is_due = now.saturating_sub(self.journal.scrubbed()) >= SCRUB_EVERY.as_secs();
+        let is_due = is_scrub_due(self.journal.scrubbed(), now);
         (is_due || self.scrubbing > 0).then(|| self.scrubbing..blocks.min(self.scrubbing + SCRUBBED_AT_ONCE))
     }
 
@@ -240,6 +240,12 @@ impl Kept {
     }
 }
 
+/// Whether a copy is to be scrubbed at `now` that was last scrubbed at `last`, in seconds of the wall clock. A clock
+/// that was set back says that `last` is still to come: how long ago it was is not known, so the copy is scrubbed.
+fn is_scrub_due(last: u64, now: u64) -> bool {
+    now.checked_sub(last).is_none_or(|since| since >= SCRUB_EVERY.as_secs())
+}
+
 /// What was answered is durable after this and one sync, although no client has asked for it.
 pub(super) const SYNC_EVERY: Duration = Duration::from_millis(100);
 
@@ -248,3 +254,18 @@ const SCRUB_EVERY: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// 1 MiB, ten times a second: a copy of 1 GiB in 100 seconds.
 const SCRUBBED_AT_ONCE: u64 = 256;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_copy_is_scrubbed_once_a_day_and_after_the_clock_was_set_back() {
+        let (day, last) = (SCRUB_EVERY.as_secs(), 1_000_000_000);
+        assert!(!is_scrub_due(last, last));
+        assert!(!is_scrub_due(last, last + day - 1));
+        assert!(is_scrub_due(last, last + day));
+        assert!(is_scrub_due(last, last - 1));
+        assert!(is_scrub_due(0, last), "it was never scrubbed");
+    }
+}
