@@ -41,4 +41,5 @@ mod taken_over;
 mod tokens;
 mod verify;
 mod volume;
+mod volume_ways;
 mod wire;

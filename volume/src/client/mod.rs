@@ -10,7 +10,7 @@
 //! - `driver`: carries out what [`crate::writer`] decides.
 //! - `remote`: one server, as the driver sees it.
 //! - `here`: reads that a caller's thread answers itself.
-//! - `regions`: copies that are read without asking their servers.
+//! - `reads`: the ways to read; `regions`: copies that are read without asking their servers.
 //! - `outgoing`: memory out of which servers pull large writes.
 //! - `window`: how much may be under way at a server.
 //! - `long`: requests of any length, as several.
@@ -25,6 +25,7 @@ mod here;
 mod long;
 mod once;
 mod outgoing;
+mod reads;
 mod regions;
 mod remote;
 mod request;
@@ -39,12 +40,12 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use bytes::Bytes;
-use remora_fabric::TransportKind;
 use remora_messenger::{Address, Connection, Delivery, Dispatcher, Messenger, Refusal, Throttle};
 
 use self::driver::Driver;
 use self::here::{Here, UnderWay};
 pub use self::outgoing::{NotAWay, Writes};
+pub use self::reads::{NotAWayToRead, Reads};
 use self::regions::News;
 pub use self::request::Request;
 use self::request::{Completion, Op};
@@ -81,33 +82,6 @@ impl Default for ClientOptions {
             writes: Writes::default(),
             window: WindowSize::default(),
             take_over: true,
-        }
-    }
-}
-
-/// How blocks are read. A read that a faster way does not answer is always asked for.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Reads {
-    /// By asking a server.
-    Asked,
-    /// In the memory of a server that runs on this host, if one does.
-    #[default]
-    Here,
-    /// Also in the memory of servers on other hosts, if they permit it. The blocks are neither encrypted nor
-    /// authenticated on their way.
-    Anywhere,
-    /// Only so, for measurements: not in the memory of this host.
-    Far,
-}
-
-impl Reads {
-    /// The transports, nearest first.
-    fn transports(self) -> &'static [TransportKind] {
-        match self {
-            Reads::Asked => &[],
-            Reads::Here => &[TransportKind::Shm],
-            Reads::Anywhere => &[TransportKind::Shm, TransportKind::Tcp],
-            Reads::Far => &[TransportKind::Tcp],
         }
     }
 }
