@@ -10,6 +10,7 @@ mod nbd;
 mod pattern;
 mod processes;
 mod pulls;
+mod questions;
 mod stores;
 mod tls;
 mod usage;
