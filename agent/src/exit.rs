@@ -36,11 +36,13 @@ pub enum Code {
     InUse = 12,
     /// A server is not ready for work.
     NotReady = 13,
+    /// A copy of a volume is damaged, and was not taken back.
+    Damaged = 14,
 }
 
 impl Code {
     /// All codes, in order.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::Differs,
         Self::Usage,
         Self::Refused,
@@ -54,6 +56,7 @@ impl Code {
         Self::Replaced,
         Self::InUse,
         Self::NotReady,
+        Self::Damaged,
     ];
 
     /// The exit status of the process.
@@ -83,6 +86,7 @@ impl Code {
             Self::Replaced => "volume: another writer has opened it; do not restart this one without need",
             Self::InUse => "volume: another writer is at work, and --take-over was not given; nothing was changed",
             Self::NotReady => "ready: the server is not ready for work",
+            Self::Damaged => "volume scrub: a copy is damaged and was not taken back; remora volume repair does it",
         }
     }
 }

@@ -29,6 +29,13 @@ pub enum VolumeAction {
     Create(CreateArgs),
     /// Show how the copies of a volume stand.
     Status(VolumeStatusArgs),
+    /// Have every block of each copy read and checked, beside a writer's work.
+    Scrub(ScrubArgs),
+    /// Open a volume for writing until all of its copies are whole: copies that lack writes take them from one that has
+    /// them. Nothing is served, and no server is replaced by another one.
+    Repair(RepairArgs),
+    /// Remove a volume: its copies at all servers, with their stores, and then its file. What it held is lost.
+    Remove(RemoveArgs),
     /// Open a volume for writing, and serve it as a block device by NBD, until stopped. No earlier writer writes from
     /// then on; one that is still at work is replaced only with `--take-over`.
     Nbd(NbdArgs),
@@ -119,6 +126,61 @@ pub struct VolumeStatusArgs {
     /// Print one JSON object instead of the table.
     #[arg(long)]
     pub json: bool,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub protection: VolumeSecurityArgs,
+}
+
+/// The arguments of `remora volume scrub`.
+#[derive(Clone, Debug, Args)]
+pub struct ScrubArgs {
+    /// The volume's file, as `remora volume create` wrote it.
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub protection: VolumeSecurityArgs,
+}
+
+/// The arguments of `remora volume repair`.
+#[derive(Clone, Debug, Args)]
+pub struct RepairArgs {
+    /// The volume's file, as `remora volume create` wrote it.
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+
+    /// Open the volume although another writer is at work. That one writes no more, and ends; it would have taken the
+    /// copies back itself. Without this option the command ends with code 12 if a server has heard another writer
+    /// within the last 10 seconds.
+    #[arg(long)]
+    pub take_over: bool,
+
+    /// How long a server may leave a question unanswered before it is tried again.
+    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = parse_duration)]
+    pub copy_timeout: Duration,
+
+    /// How long no copy may get any further before the command gives up.
+    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = parse_duration)]
+    pub wait: Duration,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub protection: VolumeSecurityArgs,
+}
+
+/// The arguments of `remora volume remove`.
+#[derive(Clone, Debug, Args)]
+pub struct RemoveArgs {
+    /// The volume's file, as `remora volume create` wrote it. It is removed when no server has a copy any more.
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+
+    /// Remove the volume although a writer is at work. That one writes no more, and ends. Without this option the
+    /// command ends with code 12, and changes nothing, if a server has heard a writer within the last 10 seconds.
+    #[arg(long)]
+    pub take_over: bool,
 
     #[command(flatten)]
     #[allow(missing_docs)]
@@ -240,8 +302,11 @@ Examples:
       --tls-cert server.pem --tls-key server.key --tls-ca ca.pem
   Servers that have their copies again after a power cut:
     remora volume serve --listen 10.0.0.1:7480 --store /var/lib/remora --token-file token
-  Which copies are whole:
+  Which copies are whole, and how far those are that catch up:
     remora volume status data.volume --token-file token
+  Is any block damaged? If one is, and no writer takes the copy back:
+    remora volume scrub data.volume --token-file token
+    remora volume repair data.volume --token-file token
 
 {}",
         exit::help_table(&[
@@ -251,7 +316,8 @@ Examples:
             Code::Local,
             Code::Volume,
             Code::Replaced,
-            Code::InUse
+            Code::InUse,
+            Code::Damaged
         ])
     )
 }

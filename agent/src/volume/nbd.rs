@@ -7,10 +7,10 @@ use std::time::Duration;
 use remora_nbd::{Address, ServerOptions};
 use remora_volume::client::{ClientOptions, Error, ReadCounts, Volume, WriteCounts};
 use remora_volume::nbd::VolumeServer;
-use remora_volume::writer::End;
 use rustls::ServerConfig;
 
 use super::blocking;
+use super::failure::failure;
 use super::file::VolumeFile;
 use super::servers::Protection;
 use crate::args::{NbdArgs, NbdTlsArgs, WaysArgs};
@@ -128,16 +128,6 @@ fn tls(args: &NbdTlsArgs) -> Result<Option<Arc<ServerConfig>>, Failure> {
     let mut config = Certificates::read(files, CertificateRoles::default())?.server();
     Arc::make_mut(&mut config).alpn_protocols.clear(); // NBD has none
     Ok(Some(config))
-}
-
-/// How a volume ended, and what to do.
-fn failure(name: &str, error: &Error) -> Failure {
-    let (code, cure) = match error {
-        Error::Ended(End::Fenced { .. }) => (Code::Replaced, ""),
-        Error::InUse { .. } => (Code::InUse, "; --take-over replaces it at once"),
-        _ => (Code::Volume, ""),
-    };
-    Failure::new(code, format!("the volume {name}: {error}{cure}"))
 }
 
 #[cfg(test)]
