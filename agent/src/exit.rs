@@ -38,6 +38,8 @@ pub enum Code {
     NotReady = 13,
     /// Another client has taken the replica's server over. A service manager must not restart this agent.
     TakenOver = 14,
+    /// A copy of a volume is damaged, and was not taken back.
+    Damaged = 15,
 }
 
 impl Code {
@@ -57,6 +59,7 @@ impl Code {
         Self::InUse,
         Self::NotReady,
         Self::TakenOver,
+        Self::Damaged,
     ];
 
     /// The exit status of the process.
@@ -89,6 +92,7 @@ impl Code {
             Self::TakenOver => {
                 "taken over: another client promoted the replica's server or pointed it elsewhere, and the agent left that in place"
             }
+            Self::Damaged => "volume scrub: a copy is damaged and was not taken back; remora volume repair does it",
         }
     }
 }

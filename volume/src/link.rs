@@ -6,6 +6,7 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use remora_messenger::frame::Limits;
@@ -95,6 +96,10 @@ pub(crate) fn socket_address(address: &Address) -> Option<SocketAddr> {
         Address::Shm(_) => None,
     }
 }
+
+/// A writer that was heard within this time is at work. It says something each second, and a busy host lets it wait for
+/// a few.
+pub const AT_WORK: Duration = Duration::from_secs(10);
 
 /// What proves to a server's exporters that a reader is the client of this connection; `None` before its handshake.
 pub(crate) fn region_secret(connection: &Connection) -> Option<[u8; 32]> {

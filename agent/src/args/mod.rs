@@ -36,7 +36,10 @@ pub use self::{
     status::StatusArgs,
     token::{TokenAction, TokenCommandArgs},
     verify::{DigestUse, VerifyArgs},
-    volume::{CreateArgs, NbdArgs, ServeArgs, VolumeAction, VolumeArgs, VolumeSecurityArgs, VolumeStatusArgs},
+    volume::{
+        CreateArgs, NbdArgs, NbdTlsArgs, RemoveArgs, RepairArgs, ScrubArgs, ServeArgs, VolumeAction, VolumeArgs,
+        VolumeSecurityArgs, VolumeStatusArgs, WaysArgs,
+    },
 };
 use crate::exit::Code;
 

@@ -6,7 +6,7 @@ use clap::Args;
 use rustls::pki_types::ServerName;
 
 use crate::conversation::certificate_roles::CertificateRoles;
-use crate::conversation::certificates::{CertificateFiles, Certificates};
+use crate::conversation::certificates::{CertificateFiles, Certificates, MTLS_OPTIONS};
 use crate::conversation::{Mode, Security, SourceKey};
 use crate::exit::{Code, Failure};
 
@@ -105,7 +105,8 @@ impl SecurityArgs {
                 if self.plaintext_network {
                     return usage(PLAINTEXT_ALONE);
                 }
-                let files = CertificateFiles { chain: cert.clone(), key: key.clone(), authorities: ca.clone() };
+                let (chain, key, authorities) = (cert.clone(), key.clone(), ca.clone());
+                let files = CertificateFiles { chain, key, authorities, options: MTLS_OPTIONS };
                 Ok(Security::mtls(Certificates::read(files, roles)?, self.peer_name.clone()))
             }
             (Some(Mode::Mtls), ..) => usage("--security mtls needs --cert, --key and --ca"),

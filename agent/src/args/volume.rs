@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
+use remora_volume::client::{Reads, WindowSize, Writes};
 
 use super::{HostPort, SecurityArgs};
 use crate::exit::{self, Code};
@@ -28,6 +29,13 @@ pub enum VolumeAction {
     Create(CreateArgs),
     /// Show how the copies of a volume stand.
     Status(VolumeStatusArgs),
+    /// Have every block of each copy read and checked, beside a writer's work.
+    Scrub(ScrubArgs),
+    /// Open a volume for writing until all of its copies are whole: copies that lack writes take them from one that has
+    /// them. Nothing is served, and no server is replaced by another one.
+    Repair(RepairArgs),
+    /// Remove a volume: its copies at all servers, with their stores, and then its file. What it held is lost.
+    Remove(RemoveArgs),
     /// Open a volume for writing, and serve it as a block device by NBD, until stopped. No earlier writer writes from
     /// then on; one that is still at work is replaced only with `--take-over`.
     Nbd(NbdArgs),
@@ -66,6 +74,17 @@ pub struct ServeArgs {
     /// What all clients together may have under way here, in bytes of writes.
     #[arg(long, value_name = "SIZE", default_value = "256MiB", help_heading = "Memory")]
     pub staging: Size,
+
+    /// The port, at the address of `--listen`, at which writers on other hosts read blocks without asking
+    /// (`nbd --reads anywhere`), and other servers take writes along a chain (`nbd --writes chain`); 0 is any port.
+    /// What goes over it is not encrypted: unless `--listen` is loopback, it needs `--security none` and
+    /// `--plaintext-network`. Without it, they ask.
+    #[arg(long, value_name = "PORT", help_heading = "Ways")]
+    pub lanes: Option<u16>,
+
+    /// Share no memory with the writers on this host: they ask for each block.
+    #[arg(long, help_heading = "Ways")]
+    pub no_shm: bool,
 
     #[command(flatten)]
     #[allow(missing_docs)]
@@ -113,6 +132,61 @@ pub struct VolumeStatusArgs {
     pub protection: VolumeSecurityArgs,
 }
 
+/// The arguments of `remora volume scrub`.
+#[derive(Clone, Debug, Args)]
+pub struct ScrubArgs {
+    /// The volume's file, as `remora volume create` wrote it.
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub protection: VolumeSecurityArgs,
+}
+
+/// The arguments of `remora volume repair`.
+#[derive(Clone, Debug, Args)]
+pub struct RepairArgs {
+    /// The volume's file, as `remora volume create` wrote it.
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+
+    /// Open the volume although another writer is at work. That one writes no more, and ends; it would have taken the
+    /// copies back itself. Without this option the command ends with code 12 if a server has heard another writer
+    /// within the last 10 seconds.
+    #[arg(long)]
+    pub take_over: bool,
+
+    /// How long a server may leave a question unanswered before it is tried again.
+    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = parse_duration)]
+    pub copy_timeout: Duration,
+
+    /// How long no copy may get any further before the command gives up.
+    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = parse_duration)]
+    pub wait: Duration,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub protection: VolumeSecurityArgs,
+}
+
+/// The arguments of `remora volume remove`.
+#[derive(Clone, Debug, Args)]
+pub struct RemoveArgs {
+    /// The volume's file, as `remora volume create` wrote it. It is removed when no server has a copy any more.
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+
+    /// Remove the volume although a writer is at work. That one writes no more, and ends. Without this option the
+    /// command ends with code 12, and changes nothing, if a server has heard a writer within the last 10 seconds.
+    #[arg(long)]
+    pub take_over: bool,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub protection: VolumeSecurityArgs,
+}
+
 /// The arguments of `remora volume nbd`.
 #[derive(Clone, Debug, Args)]
 pub struct NbdArgs {
@@ -120,14 +194,19 @@ pub struct NbdArgs {
     #[arg(value_name = "FILE")]
     pub file: PathBuf,
 
-    /// The socket at which NBD clients connect. Only this user can open it.
-    #[arg(long, value_name = "PATH", required_unless_present = "listen", conflicts_with = "listen")]
+    /// The socket at which NBD clients connect. Only this user can open it. Default: `remora/NAME.nbd` in
+    /// `$XDG_RUNTIME_DIR`, or in /run for root, where NAME is that of the volume's file without its ending.
+    #[arg(long, value_name = "PATH", conflicts_with = "listen")]
     pub socket: Option<PathBuf>,
 
-    /// The address at which NBD clients connect instead. Loopback only: every process of this host can then read and
-    /// write the volume.
+    /// The address at which NBD clients connect instead. Without TLS it must be loopback, and every process of this
+    /// host can then read and write the volume.
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub listen: Option<SocketAddr>,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub tls: NbdTlsArgs,
 
     /// The name by which NBD clients ask for the device. They find it without a name, too.
     #[arg(long, value_name = "NAME", default_value = "")]
@@ -144,7 +223,59 @@ pub struct NbdArgs {
 
     #[command(flatten)]
     #[allow(missing_docs)]
+    pub ways: WaysArgs,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
     pub protection: VolumeSecurityArgs,
+}
+
+/// TLS for NBD clients.
+#[derive(Clone, Debug, Args)]
+pub struct NbdTlsArgs {
+    /// TLS 1.3 at `--listen`, which may then be any address: the certificate of this end (PEM), then those between it
+    /// and its authority. Clients without TLS are refused.
+    #[arg(
+        long,
+        value_name = "FILE",
+        conflicts_with = "socket",
+        requires = "listen",
+        requires = "tls_key",
+        requires = "tls_ca",
+        help_heading = "TLS for NBD clients"
+    )]
+    pub tls_cert: Option<PathBuf>,
+
+    /// The private key (PEM) of that certificate, which other users may not read.
+    #[arg(long, value_name = "FILE", requires = "tls_cert", help_heading = "TLS for NBD clients")]
+    pub tls_key: Option<PathBuf>,
+
+    /// The certificates (PEM) of the authorities that sign those of NBD clients: a client needs one.
+    #[arg(long, value_name = "FILE", requires = "tls_cert", help_heading = "TLS for NBD clients")]
+    pub tls_ca: Option<PathBuf>,
+}
+
+/// How blocks get to the servers, and back.
+#[derive(Clone, Debug, Args)]
+pub struct WaysArgs {
+    /// How many writes may be under way at each server, as far as it has room: `adaptive` grows and shrinks with what
+    /// is of use, `fixed:N` is N writes.
+    #[arg(long, value_name = "SIZE", default_value = "adaptive", help_heading = "Ways")]
+    pub window: WindowSize,
+
+    /// How blocks are read. `asked`: from a server. `here`: in the memory of a server on this host, if one runs here.
+    /// `anywhere`: also in the memory of servers on other hosts that have `--lanes`. `far`: only there, for
+    /// measurements. The last two are not encrypted: with servers on other hosts they need `--security none` and
+    /// `--plaintext-network`.
+    #[arg(long, value_name = "HOW", default_value = "here", help_heading = "Ways")]
+    pub reads: Reads,
+
+    /// How the blocks of writes of 64 KiB and more get to the servers. `inline`: in messages. `here`: servers on this
+    /// host take them out of this process's memory. `pulled`: servers on other hosts as well. `chain`: each server
+    /// takes them from the one before it, which needs `--lanes`. The last two are not encrypted: with servers on other
+    /// hosts they need `--security none` and `--plaintext-network`.
+    #[arg(long, value_name = "HOW", default_value = "inline", help_heading = "Ways")]
+    pub writes: Writes,
 }
 
 const ABOUT: &str = "\
@@ -166,10 +297,16 @@ Examples:
       --servers 127.0.0.1:7480,127.0.0.1:7481,127.0.0.1:7482
     remora volume nbd data.volume --socket /run/user/0/data.nbd --token-file token &
     nbdinfo nbd+unix:///?socket=/run/user/0/data.nbd
+  NBD clients on other hosts, with certificates:
+    remora volume nbd data.volume --listen 10.0.0.1:10809 --token-file token \
+      --tls-cert server.pem --tls-key server.key --tls-ca ca.pem
   Servers that have their copies again after a power cut:
     remora volume serve --listen 10.0.0.1:7480 --store /var/lib/remora --token-file token
-  Which copies are whole:
+  Which copies are whole, and how far those are that catch up:
     remora volume status data.volume --token-file token
+  Is any block damaged? If one is, and no writer takes the copy back:
+    remora volume scrub data.volume --token-file token
+    remora volume repair data.volume --token-file token
 
 {}",
         exit::help_table(&[
@@ -179,7 +316,8 @@ Examples:
             Code::Local,
             Code::Volume,
             Code::Replaced,
-            Code::InUse
+            Code::InUse,
+            Code::Damaged
         ])
     )
 }

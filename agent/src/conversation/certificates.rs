@@ -32,7 +32,12 @@ pub(crate) struct CertificateFiles {
     pub(crate) key: PathBuf,
     /// The authorities that are trusted. Several, while one replaces another.
     pub(crate) authorities: PathBuf,
+    /// The options that name the three files, for errors.
+    pub(crate) options: [&'static str; 3],
 }
+
+/// The options of `--security mtls`.
+pub(crate) const MTLS_OPTIONS: [&str; 3] = ["--cert", "--key", "--ca"];
 
 /// The certificates in use.
 #[derive(Debug)]
@@ -77,7 +82,7 @@ impl Certificates {
     }
 
     /// The configuration of a port.
-    pub(super) fn server(&self) -> Arc<ServerConfig> {
+    pub(crate) fn server(&self) -> Arc<ServerConfig> {
         self.configs().server
     }
 
@@ -94,24 +99,25 @@ impl Certificates {
 
 impl Configs {
     fn read(files: &CertificateFiles, roles: &CertificateRoles) -> Result<Configs, Failure> {
-        let CertificateFiles { chain: chain_file, key: key_file, authorities } = files;
-        let chain = certificates(chain_file, "--cert")?;
-        let key = private_key(key_file)?;
-        let roots = Arc::new(roots(authorities)?);
+        let CertificateFiles { chain: chain_file, key: key_file, authorities, options } = files;
+        let [chain_option, key_option, authorities_option] = *options;
+        let chain = certificates(chain_file, chain_option)?;
+        let key = private_key(key_file, key_option)?;
+        let roots = Arc::new(roots(authorities, authorities_option)?);
         let provider = Arc::new(ring::default_provider());
         check_pair(files, &chain, &key, &provider)?;
-        let unusable = |error: &dyn std::fmt::Display| unusable(authorities, "--ca", error);
+        let unusable = |error: &dyn std::fmt::Display| unusable(authorities, authorities_option, error);
         let clients = WebPkiClientVerifier::builder_with_provider(roots.clone(), provider.clone()).build();
         let clients = clients.map_err(|error| unusable(&error))?;
         match clients.verify_client_cert(&chain[0], &chain[1..], UnixTime::now()) {
             Err(rustls::Error::InvalidCertificate(why)) if is_untimely(&why) => {
-                return Err(self::unusable(chain_file, "--cert", &why));
+                return Err(self::unusable(chain_file, chain_option, &why));
             }
             // Peers may trust other authorities than this end does, as while one replaces another.
             Err(rustls::Error::InvalidCertificate(CertificateError::UnknownIssuer)) => {
                 tracing::warn!(
-                    "no authority in {} (--ca) has signed the certificate in {} (--cert): peers with the same \
-                     authorities refuse it",
+                    "no authority in {} ({authorities_option}) has signed the certificate in {} ({chain_option}): \
+                     peers with the same authorities refuse it",
                     authorities.display(),
                     chain_file.display()
                 );
@@ -124,14 +130,14 @@ impl Configs {
             .map_err(not_set_up)?
             .with_root_certificates(roots)
             .with_client_auth_cert(chain.clone(), key.clone_key())
-            .map_err(|error| self::unusable(chain_file, "--cert", &error))?;
+            .map_err(|error| self::unusable(chain_file, chain_option, &error))?;
         control_tls::of_client(&mut client);
         let mut server = ServerConfig::builder_with_provider(provider.clone())
             .with_protocol_versions(&[&TLS13])
             .map_err(not_set_up)?
             .with_client_cert_verifier(Arc::new(WithRole::new(clients, roles.clone())))
             .with_single_cert(chain, key)
-            .map_err(|error| self::unusable(chain_file, "--cert", &error))?;
+            .map_err(|error| self::unusable(chain_file, chain_option, &error))?;
         control_tls::of_port(&mut server);
         Ok(Configs { client: Arc::new(client), server: Arc::new(server) })
     }
@@ -150,8 +156,8 @@ fn certificates(path: &Path, option: &str) -> Result<Vec<CertificateDer<'static>
     if read.is_empty() { Err(unusable(&"it holds no certificate in PEM")) } else { Ok(read) }
 }
 
-fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, Failure> {
-    PrivateKeyDer::from_pem_slice(&read_secret(path, "--key")?).map_err(|error| unusable(path, "--key", &error))
+fn private_key(path: &Path, option: &str) -> Result<PrivateKeyDer<'static>, Failure> {
+    PrivateKeyDer::from_pem_slice(&read_secret(path, option)?).map_err(|error| unusable(path, option, &error))
 }
 
 /// Reads a file with a private key.
@@ -164,10 +170,10 @@ pub(super) fn read_secret(path: &Path, option: &str) -> Result<Vec<u8>, Failure>
     if bytes.len() > FILE_BYTES { Err(unusable(&TOO_LONG)) } else { Ok(bytes) }
 }
 
-fn roots(path: &Path) -> Result<RootCertStore, Failure> {
+fn roots(path: &Path, option: &str) -> Result<RootCertStore, Failure> {
     let mut roots = RootCertStore::empty();
-    for certificate in certificates(path, "--ca")? {
-        roots.add(certificate).map_err(|error| unusable(path, "--ca", &error))?;
+    for certificate in certificates(path, option)? {
+        roots.add(certificate).map_err(|error| unusable(path, option, &error))?;
     }
     Ok(roots)
 }
@@ -181,12 +187,14 @@ fn check_pair(
     match CertifiedKey::from_der(chain.to_vec(), key.clone_key(), provider) {
         Ok(_) => Ok(()),
         Err(rustls::Error::InconsistentKeys(_)) => Err(Failure::refused(format!(
-            "the private key in {} (--key) is not that of the certificate in {} (--cert): give the two files that were \
-             made together",
+            "the private key in {} ({}) is not that of the certificate in {} ({}): give the two files that were made \
+             together",
             files.key.display(),
-            files.chain.display()
+            files.options[1],
+            files.chain.display(),
+            files.options[0]
         ))),
-        Err(error) => Err(unusable(&files.key, "--key", &error)),
+        Err(error) => Err(unusable(&files.key, files.options[1], &error)),
     }
 }
 

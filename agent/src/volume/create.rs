@@ -29,8 +29,7 @@ pub(super) fn run(args: &CreateArgs) -> Result<(), Failure> {
     file.write(&args.file)?;
     if let Err(error) = Volume::create(shape, &servers, &options) {
         let _ = std::fs::remove_file(&args.file);
-        let text = "servers before it have made a copy that no client will use: its memory is free again when they end";
-        return Err(Failure::new(Code::Volume, format!("the volume was not made: {error}")).and(text));
+        return Err(Failure::new(Code::Volume, format!("the volume was not made: {error}")));
     }
     let hold = shape.copies().hold();
     progress::say(&format!("{}: {}, {copies} copies, writes acknowledged at {hold}", args.file.display(), args.size));

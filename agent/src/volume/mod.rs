@@ -2,11 +2,16 @@
 //!
 //! - `file`: what a client must know of a volume. **Start here.**
 //! - `servers`: what protects connections, and where the servers of a volume are.
-//! - `serve`, `create`, `status`, `nbd`: the subcommands.
+//! - `serve`, `create`, `status`, `scrub`, `repair`, `remove`, `nbd`: the subcommands.
+//! - `failure`: how a volume ended, and what to do.
 
 mod create;
+mod failure;
 mod file;
 mod nbd;
+mod remove;
+mod repair;
+mod scrub;
 mod serve;
 mod servers;
 mod status;
@@ -23,6 +28,9 @@ pub async fn run(args: VolumeArgs) -> Result<(), Failure> {
         VolumeAction::Serve(args) => serve::run(args).await,
         VolumeAction::Create(args) => blocking(move || create::run(&args)).await,
         VolumeAction::Status(args) => blocking(move || status::run(&args)).await,
+        VolumeAction::Scrub(args) => blocking(move || scrub::run(&args)).await,
+        VolumeAction::Repair(args) => repair::run(args).await,
+        VolumeAction::Remove(args) => blocking(move || remove::run(&args)).await,
         VolumeAction::Nbd(args) => nbd::run(args).await,
     }
 }

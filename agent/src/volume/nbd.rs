@@ -1,17 +1,21 @@
 //! `remora volume nbd`.
 
-use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use remora_nbd::{Address, ServerOptions};
-use remora_volume::client::{ClientOptions, Error, Volume};
+use remora_volume::client::{ClientOptions, Error, ReadCounts, Volume, WriteCounts};
 use remora_volume::nbd::VolumeServer;
-use remora_volume::writer::End;
+use rustls::ServerConfig;
 
 use super::blocking;
+use super::failure::failure;
 use super::file::VolumeFile;
 use super::servers::Protection;
-use crate::args::NbdArgs;
+use crate::args::{NbdArgs, NbdTlsArgs, WaysArgs};
+use crate::conversation::certificate_roles::CertificateRoles;
+use crate::conversation::certificates::{CertificateFiles, Certificates};
 use crate::exit::{Code, Failure};
 use crate::signals::Signals;
 
@@ -28,19 +32,27 @@ pub(super) async fn run(args: NbdArgs) -> Result<(), Failure> {
     let _rereading = protection.tokens.read_again_on_hangup()?;
     let VolumeFile { shape, servers } = VolumeFile::read(&args.file)?;
     let name = args.file.display().to_string();
-    let door = door(&args)?;
+    let mut door = ServerOptions::new(door(&args)?);
+    door.tls = tls(&args.tls)?;
+    let WaysArgs { window, reads, writes } = args.ways;
     let options = ClientOptions {
         security: protection.of_connections()?,
         copy_limit: args.copy_timeout,
         take_over: args.take_over,
-        ..ClientOptions::default()
+        window,
+        reads,
+        writes,
     };
     let opening = name.clone();
     let opened = blocking(move || {
         let servers = protection.servers(&servers)?;
+        for (option, is_plain) in [("--reads", reads.is_plain()), ("--writes", writes.is_plain())] {
+            if is_plain {
+                protection.check_plain(option, &servers)?;
+            }
+        }
         let volume = Volume::open(shape, &servers, &options).map_err(|error| failure(&opening, &error))?;
-        VolumeServer::start(volume, &args.export, &ServerOptions::new(door))
-            .map_err(|error| Failure::local(error.to_string()))
+        VolumeServer::start(volume, &args.export, &door).map_err(|error| Failure::local(error.to_string()))
     });
     let server = tokio::select! {
         opened = opened => opened?,
@@ -64,6 +76,9 @@ pub(super) async fn run(args: NbdArgs) -> Result<(), Failure> {
             }
         }
     };
+    let (ReadCounts { here, far, asked }, WriteCounts { inline, pulled, .. }) =
+        (server.volume().read_counts(), server.volume().write_counts());
+    tracing::info!(here, far, asked, inline, pulled, "how blocks were read and written");
     blocking(move || {
         drop(server);
         Ok(())
@@ -76,22 +91,60 @@ pub(super) async fn run(args: NbdArgs) -> Result<(), Failure> {
 fn door(args: &NbdArgs) -> Result<Address, Failure> {
     match (&args.socket, args.listen) {
         (Some(path), _) => Ok(Address::Unix(path.clone())),
-        (None, Some(listen)) if listen.ip().to_canonical().is_loopback() => Ok(Address::Tcp(listen)),
-        (None, listen) => Err(Failure::refused(not_loopback(listen))),
+        (None, Some(listen)) if args.tls.tls_cert.is_some() || listen.ip().to_canonical().is_loopback() => {
+            Ok(Address::Tcp(listen))
+        }
+        (None, Some(listen)) => Err(Failure::refused(format!(
+            "--listen {listen} is not loopback: NBD clients there would need no secret; use --tls-cert, --socket, or \
+             loopback"
+        ))),
+        (None, None) => {
+            let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+            let folder = socket_folder(runtime, rustix::process::geteuid().is_root())?;
+            let name = args.file.file_stem().unwrap_or(args.file.as_os_str());
+            let mut name = name.to_owned();
+            name.push(".nbd");
+            Ok(Address::Unix(folder.join(name)))
+        }
     }
 }
 
-fn not_loopback(listen: Option<SocketAddr>) -> String {
-    let listen = listen.map_or(String::new(), |listen| format!(" {listen}"));
-    format!("--listen{listen} is not loopback: NBD clients there would need no secret; use --socket, or loopback")
+/// The folder for sockets that only this user reaches. The server makes it if it is missing.
+fn socket_folder(runtime: Option<PathBuf>, is_root: bool) -> Result<PathBuf, Failure> {
+    match runtime.filter(|folder| folder.is_absolute()) {
+        Some(folder) => Ok(folder.join("remora")),
+        None if is_root => Ok("/run/remora".into()),
+        None => Err(Failure::refused("this user has no XDG_RUNTIME_DIR: say with --socket where NBD clients connect")),
+    }
 }
 
-/// How a volume ended, and what to do.
-fn failure(name: &str, error: &Error) -> Failure {
-    let (code, cure) = match error {
-        Error::Ended(End::Fenced { .. }) => (Code::Replaced, ""),
-        Error::InUse { .. } => (Code::InUse, "; --take-over replaces it at once"),
-        _ => (Code::Volume, ""),
+/// What NBD clients must have; `None`: nothing.
+fn tls(args: &NbdTlsArgs) -> Result<Option<Arc<ServerConfig>>, Failure> {
+    let NbdTlsArgs { tls_cert: Some(chain), tls_key: Some(key), tls_ca: Some(authorities) } = args.clone() else {
+        return Ok(None);
     };
-    Failure::new(code, format!("the volume {name}: {error}{cure}"))
+    let options = ["--tls-cert", "--tls-key", "--tls-ca"];
+    let files = CertificateFiles { chain, key, authorities, options };
+    let mut config = Certificates::read(files, CertificateRoles::default())?.server();
+    Arc::make_mut(&mut config).alpn_protocols.clear(); // NBD has none
+    Ok(Some(config))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn a_socket_without_a_path_is_in_the_folder_of_its_user() {
+        let folder = |runtime: Option<&str>, is_root| socket_folder(runtime.map(PathBuf::from), is_root);
+        assert_eq!(folder(Some("/run/user/7"), false).unwrap(), Path::new("/run/user/7/remora"));
+        assert_eq!(folder(None, true).unwrap(), Path::new("/run/remora"));
+        for runtime in [None, Some("relative")] {
+            assert!(folder(runtime, false).unwrap_err().message.contains("--socket"));
+        }
+    }
 }

@@ -21,7 +21,18 @@ pub(super) async fn run(args: ServeArgs) -> Result<(), Failure> {
     let _rereading = protection.tokens.read_again_on_hangup()?;
     let (listen, security) = (protection.address("--listen", args.listen)?, protection.of_connections()?);
     let (memory, staging) = (args.memory.get(), args.staging.get());
-    let options = ServerOptions { memory, staging, security, store: args.store.clone(), ..ServerOptions::default() };
+    if args.lanes.is_some() {
+        protection.check_plain("--lanes", std::slice::from_ref(&listen))?;
+    }
+    let options = ServerOptions {
+        memory,
+        staging,
+        security,
+        shm: !args.no_shm,
+        lanes: args.lanes,
+        store: args.store.clone(),
+        ..ServerOptions::default()
+    };
     let server = blocking(move || Ok(Server::start(&listen, &options))).await?.map_err(|error| match error.kind() {
         ErrorKind::AddrInUse | ErrorKind::AddrNotAvailable => {
             Failure::local(format!("cannot listen on {}: {error}; set another address with --listen", args.listen))

@@ -59,6 +59,24 @@ impl Protection {
         Ok(if self.security.needs_tls(address.ip()) { Address::Tls(address) } else { Address::Tcp(address) })
     }
 
+    /// Checks that nothing which is not encrypted crosses the network without need. `what` names the option.
+    ///
+    /// # Errors
+    /// One of the addresses is not loopback, and `--plaintext-network` was not given.
+    pub(super) fn check_plain(&self, what: &str, addresses: &[Address]) -> Result<(), Failure> {
+        let of_network = addresses.iter().find(|address| match address {
+            Address::Tcp(at) | Address::Tls(at) | Address::Rdma(at) => !at.ip().to_canonical().is_loopback(),
+            Address::Shm(_) => false,
+        });
+        match of_network {
+            Some(address) if !self.security.permits_plain_network() => Err(Failure::refused(format!(
+                "{what} would carry blocks without encryption between this host and {address}; omit it, or give \
+                 --security none and --plaintext-network"
+            ))),
+            _ => Ok(()),
+        }
+    }
+
     /// What protects connections to a port there, for logs.
     pub(super) fn text(&self, listen: SocketAddr) -> &'static str {
         self.security.text(listen.ip())

@@ -43,4 +43,6 @@ mod taken_over;
 mod tokens;
 mod verify;
 mod volume;
+mod volume_keep;
+mod volume_ways;
 mod wire;

@@ -8,16 +8,16 @@ use rustix::process::Signal;
 use crate::kit::{LONG, Stage, ends, says};
 
 /// Three servers of a volume, and what its commands need.
-struct Scene {
-    stage: Stage,
+pub(crate) struct Scene {
+    pub(crate) stage: Stage,
     host: Option<Host>,
-    servers: Vec<Agent>,
-    addresses: Vec<String>,
+    pub(crate) servers: Vec<Agent>,
+    pub(crate) addresses: Vec<String>,
     more: Vec<String>,
 }
 
 impl Scene {
-    fn new(host: Option<&Host>, more: &[&str]) -> Scene {
+    pub(crate) fn new(host: Option<&Host>, more: &[&str]) -> Scene {
         let (stage, host) = (Stage::new(), host.cloned());
         let more = more.iter().map(|option| (*option).to_owned()).collect();
         let mut scene = Scene { stage, host, servers: Vec::new(), addresses: Vec::new(), more };
@@ -36,24 +36,34 @@ impl Scene {
         ["volume"].into_iter().chain(args.iter().copied()).chain(["--token-file", token]).chain(more).collect()
     }
 
-    fn start(&self, args: &[&str]) -> Agent {
-        self.stage.start(self.host.as_ref(), &self.args(args))
+    pub(crate) fn start(&self, args: &[&str]) -> Agent {
+        self.start_with(args, |_| {})
     }
 
-    fn end(&self, args: &[&str], code: i32) -> String {
+    /// Starts a command of which something else is changed first.
+    pub(crate) fn start_with(&self, args: &[&str], change: impl FnOnce(&mut Command)) -> Agent {
+        let mut command = self.stage.remora(&self.args(args));
+        change(&mut command);
+        if let Some(host) = &self.host {
+            host.enter(&mut command).unwrap();
+        }
+        Agent::run(command).unwrap()
+    }
+
+    pub(crate) fn end(&self, args: &[&str], code: i32) -> String {
         ends(&mut self.start(args), code)
     }
 
-    fn serve(&self, listen: &str) -> (Agent, String) {
+    pub(crate) fn serve(&self, listen: &str) -> (Agent, String) {
         self.serve_with(&["serve", "--listen", listen, "--memory", "64MiB"])
     }
 
     /// A server whose copies are in this folder, too.
-    fn serve_kept(&self, listen: &str, store: &str) -> (Agent, String) {
+    pub(crate) fn serve_kept(&self, listen: &str, store: &str) -> (Agent, String) {
         self.serve_with(&["serve", "--listen", listen, "--memory", "64MiB", "--store", store])
     }
 
-    fn serve_with(&self, args: &[&str]) -> (Agent, String) {
+    pub(crate) fn serve_with(&self, args: &[&str]) -> (Agent, String) {
         let mut server = self.start(args);
         let line = server.wait_for_line("volume server ready", LONG).unwrap();
         let address = line.split("listening=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap().to_owned();
@@ -61,21 +71,21 @@ impl Scene {
     }
 
     /// Makes a volume, and returns the path of its file.
-    fn create(&self, name: &str) -> String {
+    pub(crate) fn create(&self, name: &str) -> String {
         let (file, servers) = (self.stage.path(name), self.addresses.join(","));
         says(&self.end(&["create", &file, "--size", "16MiB", "--servers", &servers], 0), &["3 copies", "at 2"]);
         file
     }
 
-    fn socket(&self, name: &str) -> String {
+    pub(crate) fn socket(&self, name: &str) -> String {
         self.stage.path(&format!("nbd/{name}"))
     }
 
-    fn nbd(&self, file: &str, socket: &str) -> Agent {
+    pub(crate) fn nbd(&self, file: &str, socket: &str) -> Agent {
         self.nbd_with(file, socket, &[])
     }
 
-    fn nbd_with(&self, file: &str, socket: &str, more: &[&str]) -> Agent {
+    pub(crate) fn nbd_with(&self, file: &str, socket: &str, more: &[&str]) -> Agent {
         let mut nbd = self.start(&[&["nbd", file, "--socket", socket, "--copy-timeout", "1s"], more].concat());
         nbd.wait_for_line("volume open", LONG).unwrap();
         nbd
@@ -83,7 +93,7 @@ impl Scene {
 }
 
 /// Runs commands of qemu-io on the device. Returns what it says if it succeeds.
-fn qemu_io(socket: &str, commands: &[&str]) -> Result<String, String> {
+pub(crate) fn qemu_io(socket: &str, commands: &[&str]) -> Result<String, String> {
     let mut run = Command::new("timeout");
     run.args(["60", "qemu-io", "-f", "raw"]).args(commands.iter().flat_map(|command| ["-c", command]));
     let ran = run.arg(format!("nbd+unix:///?socket={socket}")).output().unwrap();

@@ -10,11 +10,11 @@
 //! - `driver`: carries out what [`crate::writer`] decides.
 //! - `remote`: one server, as the driver sees it.
 //! - `here`: reads that a caller's thread answers itself.
-//! - `regions`: copies that are read without asking their servers.
+//! - `reads`: the ways to read; `regions`: copies that are read without asking their servers.
 //! - `outgoing`: memory out of which servers pull large writes.
 //! - `window`: how much may be under way at a server.
 //! - `long`: requests of any length, as several.
-//! - `once`: making a volume, and asking how its copies stand, without opening it.
+//! - `once`: what is asked without opening a volume: to make it, how its copies stand, to scrub or remove them.
 //!
 //! A write is completed when as many copies as must hold it have applied it, a read when everything that it returns is
 //! acknowledged, a flush when every write that was submitted before is. A read returns every write that was submitted
@@ -25,6 +25,7 @@ mod here;
 mod long;
 mod once;
 mod outgoing;
+mod reads;
 mod regions;
 mod remote;
 mod request;
@@ -39,16 +40,18 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use bytes::Bytes;
-use remora_fabric::TransportKind;
 use remora_messenger::{Address, Connection, Delivery, Dispatcher, Messenger, Refusal, Throttle};
 
 use self::driver::Driver;
 use self::here::{Here, UnderWay};
+pub use self::once::Left;
 pub use self::outgoing::{NotAWay, Writes};
+pub use self::reads::{NotAWayToRead, Reads};
 use self::regions::News;
 pub use self::request::Request;
 use self::request::{Completion, Op};
 pub use self::window::{NotAWindow, WindowSize};
+pub use crate::link::AT_WORK;
 use crate::link::{self, LEAST_ROOM, MOST_ROOM, Security};
 use crate::message::ServerId;
 use crate::shape::{Copies, Shape};
@@ -81,33 +84,6 @@ impl Default for ClientOptions {
             writes: Writes::default(),
             window: WindowSize::default(),
             take_over: true,
-        }
-    }
-}
-
-/// How blocks are read. A read that a faster way does not answer is always asked for.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Reads {
-    /// By asking a server.
-    Asked,
-    /// In the memory of a server that runs on this host, if one does.
-    #[default]
-    Here,
-    /// Also in the memory of servers on other hosts, if they permit it. The blocks are neither encrypted nor
-    /// authenticated on their way.
-    Anywhere,
-    /// Only so, for measurements: not in the memory of this host.
-    Far,
-}
-
-impl Reads {
-    /// The transports, nearest first.
-    fn transports(self) -> &'static [TransportKind] {
-        match self {
-            Reads::Asked => &[],
-            Reads::Here => &[TransportKind::Shm],
-            Reads::Anywhere => &[TransportKind::Shm, TransportKind::Tcp],
-            Reads::Far => &[TransportKind::Tcp],
         }
     }
 }
@@ -174,12 +150,14 @@ pub enum Error {
         servers: usize,
     },
     /// A server refused to make a copy, or did not answer.
-    #[error("{server}: {why}")]
+    #[error("{server}: {why}{left}")]
     NotCreated {
         /// The server.
         server: String,
         /// Its reason.
         why: String,
+        /// Servers that have made a copy and could not be told to remove it.
+        left: Left,
     },
     /// The system provides no thread.
     #[error("starting a client: {0}")]
@@ -202,6 +180,8 @@ struct Shared {
     end: OnceLock<End>,
     /// A bit for each server whose copy is whole and gets every write.
     members: AtomicU8,
+    /// Blocks that the catch-up of each copy has compared; [`NO_CATCH_UP`]: none is under way.
+    compared: [AtomicU64; Copies::MOST],
     counts: Counts,
     regions: Arc<Here>,
 }
@@ -212,6 +192,7 @@ impl Default for Shared {
             submitted: Throttle::new(MOST_REQUESTS, LEAST_SUBMITTED_BYTES),
             end: OnceLock::new(),
             members: AtomicU8::new(0),
+            compared: [const { AtomicU64::new(NO_CATCH_UP) }; Copies::MOST],
             counts: Counts::default(),
             regions: Arc::default(),
         }
@@ -314,6 +295,12 @@ impl Volume {
     pub fn members(&self) -> Vec<ServerId> {
         let members = self.shared.members.load(Ordering::Relaxed);
         (0..self.shape.copies().number()).filter(|number| members & 1 << number != 0).map(ServerId).collect()
+    }
+
+    /// How many blocks the catch-up of a copy has compared, as far as its server has said. `None`: none is under way.
+    pub fn compared(&self, server: ServerId) -> Option<u64> {
+        let compared = self.shared.compared.get(server.0)?.load(Ordering::Relaxed);
+        (compared != NO_CATCH_UP).then_some(compared)
     }
 
     /// Bytes that may be submitted and not completed at present.
@@ -458,10 +445,6 @@ fn system(error: io::Error) -> Error {
 /// waits 42 seconds.
 const COPY_LIMIT: Duration = Duration::from_secs(5);
 
-/// A writer that was heard within this time is at work. It says something each second, and a busy host lets it wait for
-/// a few.
-pub const AT_WORK: Duration = Duration::from_secs(10);
-
 /// Requests under way, in all states: twice what one server lets a writer have.
 const MOST_REQUESTS: usize = 2 * MOST_ROOM.writes as usize;
 
@@ -471,6 +454,9 @@ pub const LEAST_SUBMITTED_BYTES: usize = 8 * LEAST_ROOM.bytes as usize;
 
 /// One per server, and those that have just ended.
 const MOST_SESSIONS: usize = 64;
+
+/// Beyond the blocks of any volume.
+const NO_CATCH_UP: u64 = u64::MAX;
 
 /// How often a caller that waits checks whether the volume has ended.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);

@@ -1,33 +1,39 @@
 //! Once: one question to servers, without opening the volume.
 
+use std::fmt;
 use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use remora_messenger::{Address, Connection, Messenger};
 
-use super::{ClientOptions, Error, Event, Volume, count, messenger};
+use super::{AT_WORK, ClientOptions, Error, Event, Volume, count, messenger};
 use crate::link;
 use crate::message::Standing;
 use crate::shape::Shape;
-use crate::wire::{Call, Mode, Reply};
+use crate::wire::{Call, Findings, Reply, Status};
 
 impl Volume {
     /// Makes the copies of a new volume, one after the other. Its identity must be new: [`super::new_id`].
     ///
     /// # Errors
-    /// [`Error::NotCreated`] for the first server that did not make its copy. Those before it have made theirs.
+    /// [`Error::NotCreated`] for the first server that did not make its copy. Those before it have removed theirs, as
+    /// far as they answer.
     pub fn create(shape: Shape, servers: &[Address], options: &ClientOptions) -> Result<(), Error> {
         count(shape, servers)?;
         let mut asker = Asker::new(options)?;
-        for server in servers {
-            let refused = |why: String| Error::NotCreated { server: server.to_string(), why };
-            match asker.ask(std::slice::from_ref(server), &Call::Create { shape }).pop() {
-                Some(Ok(Reply::Created)) => {}
-                Some(Ok(other)) => return Err(refused(unexpected(&other))),
-                Some(Err(why)) => return Err(refused(why)),
-                None => return Err(refused("it was not asked".into())),
-            }
+        for (number, server) in servers.iter().enumerate() {
+            let why = match asker.ask(std::slice::from_ref(server), &Call::Create { shape }).pop() {
+                Some(Ok(Reply::Created)) => continue,
+                Some(Ok(other)) => unexpected(&other),
+                Some(Err(why)) => why,
+                None => "it was not asked".into(),
+            };
+            let made = &servers[..number];
+            let removed = asker.ask(made, &Call::Remove { shape, takes_over: false });
+            let left = made.iter().zip(removed).filter(|(_, removed)| !matches!(removed, Ok(Reply::Removed { .. })));
+            let left = left.map(|(server, _)| server.to_string()).collect();
+            return Err(Error::NotCreated { server: server.to_string(), why, left: Left(left) });
         }
         Ok(())
     }
@@ -41,13 +47,87 @@ impl Volume {
         servers: &[Address],
         options: &ClientOptions,
     ) -> Result<Vec<Result<Standing, String>>, Error> {
+        let statuses = Volume::statuses(shape, servers, options)?;
+        Ok(statuses.into_iter().map(|status| status.map(|status| status.standing)).collect())
+    }
+
+    /// As [`Volume::standings`], with what is under way and what is used of each server.
+    ///
+    /// # Errors
+    /// As for [`Volume::standings`].
+    pub fn statuses(
+        shape: Shape,
+        servers: &[Address],
+        options: &ClientOptions,
+    ) -> Result<Vec<Result<Status, String>>, Error> {
         count(shape, servers)?;
-        // As a borrower, which has no room of its own and replaces no connection.
-        let call = Call::Open { shape, mode: Mode::Borrow, writer: 0 };
-        let answers = Asker::new(options)?.ask(servers, &call).into_iter();
+        let answers = Asker::new(options)?.ask(servers, &Call::Status { shape }).into_iter();
         Ok(answers
             .map(|answer| match answer? {
-                Reply::Standing { standing, .. } => Ok(standing),
+                Reply::Status(status) => Ok(*status),
+                other => Err(unexpected(&other)),
+            })
+            .collect())
+    }
+
+    /// Has every block of each copy read and checked, at all servers at once, beside the writer's work. `progress` is
+    /// called with the number of a server and what it has found so far. Returns what each has found, or why it does not
+    /// say.
+    ///
+    /// # Errors
+    /// As for [`Volume::standings`].
+    pub fn scrub(
+        shape: Shape,
+        servers: &[Address],
+        options: &ClientOptions,
+        mut progress: impl FnMut(usize, Findings),
+    ) -> Result<Vec<Result<Findings, String>>, Error> {
+        count(shape, servers)?;
+        let mut asker = Asker::new(options)?;
+        asker.limit = SCRUB_LIMIT;
+        let answers = asker.ask_until(servers, &Call::Scrub { shape }, |server, reply| match reply {
+            Reply::Scrubbing(findings) => {
+                progress(server, *findings);
+                findings.is_complete
+            }
+            _ => true,
+        });
+        Ok(answers
+            .into_iter()
+            .map(|answer| match answer? {
+                Reply::Scrubbing(findings) => Ok(findings),
+                other => Err(unexpected(&other)),
+            })
+            .collect())
+    }
+
+    /// Removes the copies of a volume, with their stores. A writer that is at work is ended first, if that is wanted.
+    /// Says of each server whether it had one, or why it may still have it.
+    ///
+    /// # Errors
+    /// [`Error::InUse`] if a writer is at work, unless [`ClientOptions::take_over`]: then nothing was removed.
+    /// Otherwise as for [`Volume::standings`].
+    pub fn remove(
+        shape: Shape,
+        servers: &[Address],
+        options: &ClientOptions,
+    ) -> Result<Vec<Result<bool, String>>, Error> {
+        let takes_over = options.take_over;
+        let statuses = Volume::statuses(shape, servers, options)?;
+        for (server, status) in servers.iter().zip(&statuses) {
+            let silent = status.as_ref().ok().and_then(|status| status.writer_silent);
+            let silent = silent.map(|silent| Duration::from_millis(silent.into()));
+            if let Some(silent) = silent.filter(|silent| !takes_over && *silent < AT_WORK) {
+                return Err(Error::InUse { server: server.to_string(), silent });
+            }
+        }
+        if statuses.iter().flatten().any(|status| status.writer_silent.is_some()) {
+            replace_writer(shape, servers, options);
+        }
+        let answers = Asker::new(options)?.ask(servers, &Call::Remove { shape, takes_over }).into_iter();
+        Ok(answers
+            .map(|answer| match answer? {
+                Reply::Removed { was_there } => Ok(was_there),
                 other => Err(unexpected(&other)),
             })
             .collect())
@@ -77,36 +157,98 @@ impl Asker {
 
     /// Asks all of them at once. Each has the same time to answer.
     fn ask(&mut self, servers: &[Address], call: &Call) -> Vec<Result<Reply, String>> {
-        let until = Instant::now() + self.limit;
-        let asked: Vec<_> = servers.iter().map(|server| self.send(server, call)).collect();
-        let mut answers: Vec<Option<Result<Reply, String>>> =
-            asked.iter().map(|asked| asked.as_ref().err().map(|why| Err(why.clone()))).collect();
-        while answers.contains(&None) {
-            let left = until.saturating_duration_since(Instant::now());
-            let Ok(event) = self.events.recv_timeout(left) else { break };
-            let (connection, answer) = match event {
-                Event::Answered(connection, delivery) => {
+        self.ask_until(servers, call, |_, _| true)
+    }
+
+    /// As [`Asker::ask`], of a question that has several answers: `is_last` says which is the last one of a server.
+    /// Each has its time anew after each answer.
+    fn ask_until(
+        &mut self,
+        servers: &[Address],
+        call: &Call,
+        mut is_last: impl FnMut(usize, &Reply) -> bool,
+    ) -> Vec<Result<Reply, String>> {
+        let mut asked: Vec<Asked> = servers.iter().map(|server| self.send(server, call)).collect();
+        let late = format!("no answer within {:?}", self.limit);
+        loop {
+            let now = Instant::now();
+            for one in asked.iter_mut().filter(|one| one.until <= now) {
+                one.answer.get_or_insert_with(|| Err(late.clone()));
+            }
+            let Some(until) = asked.iter().filter(|one| one.answer.is_none()).map(|one| one.until).min() else { break };
+            let (connection, answer) = match self.events.recv_timeout(until.saturating_duration_since(now)) {
+                Ok(Event::Answered(connection, delivery)) => {
                     (connection, link::decode_reply(&delivery).map_err(|error| error.to_string()))
                 }
-                Event::Over(connection) => {
+                Ok(Event::Over(connection)) => {
                     let why = connection.link_error().map(|error| error.to_string());
                     (connection, Err(why.unwrap_or_else(|| "the connection is over".into())))
                 }
                 _ => continue,
             };
-            let of = asked.iter().position(|asked| asked.as_ref().is_ok_and(|asked| *asked == connection));
-            if let Some(slot) = of.and_then(|at| answers.get_mut(at)) {
-                slot.get_or_insert(answer);
+            let of = asked.iter_mut().enumerate().find(|(_, one)| one.connection.as_ref() == Some(&connection));
+            let Some((number, one)) = of.filter(|(_, one)| one.answer.is_none()) else { continue };
+            one.until = Instant::now() + self.limit;
+            if answer.as_ref().map_or(true, |reply| is_last(number, reply)) {
+                one.answer = Some(answer);
             }
         }
-        let late = || Err(format!("no answer within {:?}", self.limit));
-        answers.into_iter().map(|answer| answer.unwrap_or_else(late)).collect()
+        for connection in asked.iter().filter_map(|one| one.connection.as_ref()) {
+            connection.abort();
+        }
+        asked.into_iter().map(|one| one.answer.unwrap_or(Err(late.clone()))).collect()
     }
 
-    fn send(&self, server: &Address, call: &Call) -> Result<Connection, String> {
-        let message = link::call(call, Bytes::new()).map_err(|error| error.to_string())?;
-        let connection = self.messenger.connect(server);
-        connection.send(message).map_err(|error| error.to_string())?;
-        Ok(connection)
+    fn send(&self, server: &Address, call: &Call) -> Asked {
+        let until = Instant::now() + self.limit;
+        let sent = link::call(call, Bytes::new()).map_err(|error| error.to_string()).and_then(|message| {
+            let connection = self.messenger.connect(server);
+            connection.send(message).map_err(|error| error.to_string())?;
+            Ok(connection)
+        });
+        match sent {
+            Ok(connection) => Asked { connection: Some(connection), until, answer: None },
+            Err(why) => Asked { connection: None, until, answer: Some(Err(why)) },
+        }
     }
 }
+
+/// A question to one server.
+struct Asked {
+    connection: Option<Connection>,
+    until: Instant,
+    /// The last answer, or why there is none.
+    answer: Option<Result<Reply, String>>,
+}
+
+/// Ends a writer that is at work, so that it does not take copies back that were removed.
+fn replace_writer(shape: Shape, servers: &[Address], options: &ClientOptions) {
+    match Volume::open(shape, servers, options) {
+        Ok(volume) => {
+            std::thread::sleep(TOLD_WITHIN);
+            drop(volume);
+        }
+        Err(error) => {
+            tracing::warn!(volume = %shape.volume(), %error, "the writer at work could not be replaced before the removal");
+        }
+    }
+}
+
+/// A writer that has nothing to do asks each second, and so learns that it was replaced.
+const TOLD_WITHIN: Duration = Duration::from_secs(2);
+
+/// Servers on which a volume that was not made still has copies.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Left(pub Vec<String>);
+
+impl fmt::Display for Left {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0.is_empty() {
+            return Ok(());
+        }
+        write!(f, "; {} may keep a copy that no client will use, until its server is restarted", self.0.join(" and "))
+    }
+}
+
+/// A server that scrubs says how far it is several times a second. During a checkpoint it does not.
+const SCRUB_LIMIT: Duration = Duration::from_secs(60);

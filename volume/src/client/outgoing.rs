@@ -42,6 +42,13 @@ pub struct NotAWay;
 const WAYS: [(Writes, &str); 4] =
     [(Writes::Inline, "inline"), (Writes::Here, "here"), (Writes::Pulled, "pulled"), (Writes::Chain, "chain")];
 
+impl Writes {
+    /// Whether blocks cross the network without encryption if a server is on another host.
+    pub fn is_plain(self) -> bool {
+        matches!(self, Writes::Pulled | Writes::Chain)
+    }
+}
+
 impl FromStr for Writes {
     type Err = NotAWay;
 

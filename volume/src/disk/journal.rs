@@ -231,7 +231,7 @@ impl<F: Files> Journal<F> {
     }
 
     /// Whether the extents have the last write of a block.
-    pub(super) fn is_moved(&self, block: u64) -> bool {
+    pub(crate) fn is_moved(&self, block: u64) -> bool {
         let is_due = self.due.as_ref().is_some_and(|due| match &due.blocks {
             Some(blocks) => blocks.contains(&block),
             None => true, // it is being moved

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{FlockOperation, OFlags, flock};
 
 use super::folder::Folder;
+use super::recovery;
 use crate::shape::VolumeId;
 
 /// See the module's text.
@@ -81,6 +82,26 @@ impl Root {
         Ok(Folder::at(&path))
     }
 
+    /// Removes the folder of a copy that is forgotten. Returns whether there was one. A folder of this name that has
+    /// the store of another volume is left alone.
+    ///
+    /// # Errors
+    /// It cannot be removed. The text names it.
+    pub(crate) fn remove_all(&self, volume: VolumeId) -> io::Result<bool> {
+        let path = self.path.join(volume.to_string());
+        let failed = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
+        let is_other = recovery::superblock(&Folder::at(&path)).is_ok_and(|found| found.shape.volume() != volume);
+        if is_other {
+            return Ok(false);
+        }
+        match std::fs::remove_dir_all(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+            removed => removed.map_err(failed)?,
+        }
+        File::open(&self.path).and_then(|folder| folder.sync_all()).map_err(failed)?;
+        Ok(true)
+    }
+
     /// Removes the folder of a copy that was not made, as far as that is possible.
     pub(crate) fn remove(&self, volume: VolumeId) {
         let _ = std::fs::remove_dir_all(self.path.join(volume.to_string()));
@@ -115,7 +136,6 @@ mod tests {
 
     use super::*;
     use crate::disk::files::{Failure, Files, Name};
-    use crate::disk::recovery;
     use crate::layout::Entry;
     use crate::message::{Standing, State};
     use crate::shape::{BLOCK_BYTES, Copies, Shape};

@@ -17,10 +17,10 @@ pub(crate) struct Findings {
     pub(crate) damaged: Vec<u64>,
 }
 
-/// Blocks of which the extents must have the last write, out of these. To be called with the copy's lock held; the
-/// blocks that are damaged in memory are found here.
-pub(crate) fn in_memory<F: Files>(
-    journal: &Journal<F>,
+/// Blocks of which the extents must have the last write, out of these: `is_moved` says it of each. To be called with
+/// the copy's lock held; the blocks that are damaged in memory are found here.
+pub(crate) fn in_memory(
+    is_moved: impl Fn(u64) -> bool,
     store: &Store,
     blocks: std::ops::Range<u64>,
     findings: &mut Findings,
@@ -32,7 +32,7 @@ pub(crate) fn in_memory<F: Files>(
             continue; // the copy lacks it already, and is behind
         }
         match store.get(block, &mut bytes) {
-            Ok(_) if journal.is_moved(block) => moved.push(block),
+            Ok(_) if is_moved(block) => moved.push(block),
             Ok(_) => {}
             Err(_) => findings.damaged.push(block),
         }

@@ -73,7 +73,9 @@ impl Borrower {
     /// Catches up, and tells the writer.
     pub(super) fn run(self) {
         let began = Instant::now();
-        match self.catch_up() {
+        let result = self.catch_up();
+        self.slot.lock().end_catch_up(self.number);
+        match result {
             Ok(blocks) => {
                 tracing::info!(lender = %self.lender, blocks, took = ?began.elapsed(), "a copy has caught up")
             }

@@ -19,7 +19,7 @@ use super::budget::Budget;
 use super::exports::Exports;
 use super::kept::{Kept, Stores};
 use super::puller::{Puller, Pulling};
-use super::slot::{Done, Means, Slot};
+use super::slot::{Done, Means, Slot, millis};
 use super::staging::Staging;
 use crate::copy::Copy;
 use crate::disk::files::Failure;
@@ -29,9 +29,10 @@ use crate::link::{self, LEAST_ROOM, MOST_ROOM, Security};
 use crate::message::{Standing, State};
 use crate::shape::{Shape, VolumeId};
 use crate::store::Store;
-use crate::wire::{Call, Cause, Mode, Reply, Room};
+use crate::wire::{Call, Cause, Mode, Reply, Room, Used};
 
 /// See the module's text.
+// Larger than the bound: a method for each call that concerns no single copy, and for what its threads need.
 pub(super) struct Host {
     slots: Mutex<HashMap<VolumeId, Arc<Slot>>>,
     /// The volume of each connection, by the connection's number.
@@ -171,13 +172,33 @@ impl Host {
         }
     }
 
+    /// What the copies and the writers use.
+    pub(super) fn used(&self) -> (Used, Used) {
+        (self.budget.used(), lock(&self.staging).used())
+    }
+
+    pub(super) fn exports(&self) -> &Exports {
+        &self.exports
+    }
+
+    pub(super) fn slot_of(&self, volume: VolumeId) -> Option<Arc<Slot>> {
+        lock(&self.slots).get(&volume).cloned()
+    }
+
+    /// The slot of a volume. A volume that is not known here gets one.
+    pub(super) fn slot_or_unknown(&self, shape: Shape) -> Arc<Slot> {
+        let mut slots = lock(&self.slots);
+        Arc::clone(slots.entry(shape.volume()).or_insert_with(|| Arc::new(Slot::unknown(shape))))
+    }
+
+    /// Notes that a connection is for this volume. `false`: it is for one already.
+    pub(super) fn connect(&self, connection: &Connection, slot: &Arc<Slot>) -> bool {
+        lock(&self.connections).insert(connection.id(), Arc::clone(slot)).is_none()
+    }
+
     fn open(&self, connection: &Connection, shape: Shape, mode: Mode, writer: u64) {
-        let slot = {
-            let mut slots = lock(&self.slots);
-            Arc::clone(slots.entry(shape.volume()).or_insert_with(|| Arc::new(Slot::unknown(shape))))
-        };
-        let is_first = lock(&self.connections).insert(connection.id(), Arc::clone(&slot)).is_none();
-        if !is_first {
+        let slot = self.slot_or_unknown(shape);
+        if !self.connect(connection, &slot) {
             return refuse(connection, Cause::Misuse, "the connection is open already");
         }
         let mut state = slot.lock();
@@ -188,7 +209,7 @@ impl Host {
             return refuse(connection, Cause::NoMemory, NO_STAGING);
         }
         let replaced = state.open(connection, mode, writer, &self.exports);
-        let writer_silent = state.writer_silent(writer).map(|silent| silent.as_millis().try_into().unwrap_or(u32::MAX));
+        let writer_silent = state.writer_silent(writer).map(millis);
         let (standing, room) = (state.standing(), LEAST_ROOM);
         answer(connection, &Reply::Standing { standing, room, writer_silent }, Bytes::new());
         drop(state);
@@ -199,10 +220,7 @@ impl Host {
     }
 
     fn create(&self, connection: &Connection, shape: Shape) {
-        let slot = {
-            let mut slots = lock(&self.slots);
-            Arc::clone(slots.entry(shape.volume()).or_insert_with(|| Arc::new(Slot::unknown(shape))))
-        };
+        let slot = self.slot_or_unknown(shape);
         let mut state = slot.lock();
         if state.shape() != shape {
             return refuse(connection, Cause::Shape, OTHER_SHAPE);
@@ -211,12 +229,20 @@ impl Host {
         let is_unused = state.is_unused();
         drop(state);
         if is_unused {
-            lock(&self.slots).remove(&shape.volume());
+            self.forget(shape.volume(), &slot);
         }
         self.done(connection, done);
     }
 
-    fn done(&self, connection: &Connection, done: Done) {
+    /// Forgets a volume that was unused, if it still is.
+    pub(super) fn forget(&self, volume: VolumeId, slot: &Arc<Slot>) {
+        let mut slots = lock(&self.slots);
+        if slots.get(&volume).is_some_and(|known| Arc::ptr_eq(known, slot)) && slot.lock().is_unused() {
+            slots.remove(&volume);
+        }
+    }
+
+    pub(super) fn done(&self, connection: &Connection, done: Done) {
         match done {
             Done::Answer(reply, data) => answer(connection, &reply, data),
             Done::Refused(cause, text) => refuse(connection, cause, &text),
@@ -334,6 +360,9 @@ impl Dispatcher for Host {
         match link::decode_call(&delivery) {
             Ok(Call::Open { shape, mode, writer }) => self.open(connection, shape, mode, writer),
             Ok(Call::Create { shape }) => self.create(connection, shape),
+            Ok(Call::Status { shape }) => self.status(connection, shape),
+            Ok(Call::Scrub { shape }) => self.scrub(connection, shape),
+            Ok(Call::Remove { shape, takes_over }) => self.remove(connection, shape, takes_over),
             Ok(Call::Window { wants, obeys }) => self.window(connection, wants, obeys),
             Ok(Call::Offer { session, keys }) => self.offer(connection, session, keys),
             Ok(call) => self.in_order(connection, call, delivery),
@@ -362,7 +391,7 @@ const MORE: &str = "give the server at least as much as before";
 
 const NO_STAGING: &str = "the server has as many writers as its memory for writes under way permits: give it more";
 
-const OTHER_SHAPE: &str = "the volume has another size, or another number of copies, here";
+pub(super) const OTHER_SHAPE: &str = "the volume has another size, or another number of copies, here";
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)

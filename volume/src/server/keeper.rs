@@ -1,7 +1,9 @@
-//! Keeper: the two threads of a server with stores. One syncs, for every answer that waits at once. The other one moves
-//! blocks from the journals to the extents, and scrubs. Neither holds a copy's lock while it waits for the device.
+//! Keeper: the threads that keep copies right. One scrubs, and with stores moves blocks from the journals to the
+//! extents. With stores, another one syncs, for every answer that waits at once. Neither holds a copy's lock while it
+//! waits for the device.
 
 use std::sync::{Arc, MutexGuard};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::host::Host;
@@ -38,14 +40,23 @@ fn sync_one(slot: &Slot) {
     }
 }
 
-/// Makes checkpoints until the server ends, and scrubs between them.
-pub(super) fn checkpoint(host: &Host) {
+/// Scrubs until the server ends, and makes checkpoints between.
+pub(super) fn keep(host: &Host) {
+    let mut next_round = Instant::now();
     while !host.is_stopping() {
-        for slot in host.slots() {
-            checkpoint_one(host, &slot);
-            scrub_some(&slot);
+        let now = Instant::now();
+        let is_round = now >= next_round;
+        if is_round {
+            next_round = now + LOOK_AGAIN;
         }
-        std::thread::sleep(LOOK_AGAIN);
+        let mut is_asked = false;
+        for slot in host.slots() {
+            if is_round {
+                checkpoint_one(host, &slot);
+            }
+            is_asked |= scrub_some(&slot, is_round);
+        }
+        std::thread::sleep(if is_asked { PIECE_PAUSE } else { LOOK_AGAIN });
     }
 }
 
@@ -105,29 +116,34 @@ fn checkpoint_one(host: &Host, slot: &Slot) {
     }
 }
 
-/// Reads some blocks, if a scrub is due.
-fn scrub_some(slot: &Slot) {
+/// Reads some blocks, if a scrub is due in this round, or a client waits for it. Returns whether one does.
+fn scrub_some(slot: &Slot, is_round: bool) -> bool {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
     let mut state = slot.lock();
-    let Some((kept, memory)) = state.kept_and_memory() else { return };
-    let layout = memory.layout();
-    let Some(blocks) = kept.to_scrub(layout.blocks(), now) else { return };
-    let (number, files, through) = (kept.number(), Arc::clone(kept.files()), blocks.end);
-    let mut findings = Findings::default();
-    let moved = scrub::in_memory(kept.journal(), memory, blocks, &mut findings);
-    if !findings.damaged.is_empty() {
-        state.found_damaged(&findings.damaged);
+    if !is_round && !state.is_scrub_asked() {
+        return false;
     }
+    let Some(piece) = state.next_piece(now) else { return false };
+    let mut findings = Findings::default();
+    let moved = state.scrub_memory(piece.clone(), &mut findings);
+    let Some((kept, memory)) = state.kept_and_memory() else {
+        state.scrubbed(&piece, &findings, now);
+        return state.is_scrub_asked();
+    };
+    let (number, files, layout) = (kept.number(), Arc::clone(kept.files()), memory.layout());
     drop(state);
     let bad = scrub::in_extents(&*files, layout, &moved);
     let mut state = slot.lock();
-    let Some((kept, memory)) = state.kept_and_memory().filter(|(kept, _)| kept.number() == number) else { return };
+    let Some((kept, memory)) = state.kept_and_memory().filter(|(kept, _)| kept.number() == number) else {
+        return false; // it was lost meanwhile
+    };
     let repaired = scrub::repair(kept.journal(), memory, &bad, &mut findings);
     if !findings.repaired.is_empty() {
         let blocks = &findings.repaired;
         tracing::error!(file = files.path(Name::Extents), ?blocks, "blocks were damaged in a store, and are repaired");
     }
-    let superblock = kept.scrubbed(through, layout.blocks(), now);
+    let superblock = state.scrubbed(&piece, &findings, now);
+    let is_asked = state.is_scrub_asked();
     drop(state);
     let written = superblock.map(|superblock| write_superblock(&*files, superblock)).transpose();
     if let Err(failure) = repaired.and(written) {
@@ -138,28 +154,36 @@ fn scrub_some(slot: &Slot) {
                 Failure::Lost { .. } => state.lose(&failure),
             }
         }
-    } else if superblock.is_some() {
-        tracing::info!(file = files.path(Name::Extents), "all blocks of a copy were read and checked");
     }
+    is_asked
 }
 
-/// Threads of the keeper.
-pub(super) fn start(host: &Arc<Host>, stores: &Arc<Stores>) -> std::io::Result<[std::thread::JoinHandle<()>; 2]> {
-    let (syncing, shared, stores) = (Arc::clone(host), Arc::clone(host), Arc::clone(stores));
+/// Threads of the keeper: one that scrubs, and with stores one that syncs.
+pub(super) fn start(host: &Arc<Host>) -> std::io::Result<Vec<JoinHandle<()>>> {
     let spawn = |name: &str, run: Box<dyn FnOnce() + Send>| std::thread::Builder::new().name(name.into()).spawn(run);
-    let sync = spawn("volume-sync", Box::new(move || sync(&syncing, &stores)))?;
-    match spawn("volume-checkpoint", Box::new(move || checkpoint(&shared))) {
-        Ok(checkpoint) => Ok([sync, checkpoint]),
-        Err(error) => {
-            host.stop();
-            let _ = sync.join(); // a panic was reported where it happened
-            Err(error)
+    let shared = Arc::clone(host);
+    let mut threads = vec![spawn("volume-keeper", Box::new(move || keep(&shared)))?];
+    if let Some(stores) = host.stores() {
+        let (shared, stores) = (Arc::clone(host), Arc::clone(stores));
+        match spawn("volume-sync", Box::new(move || sync(&shared, &stores))) {
+            Ok(thread) => threads.push(thread),
+            Err(error) => {
+                host.stop();
+                for thread in threads {
+                    let _ = thread.join(); // a panic was reported where it happened
+                }
+                return Err(error);
+            }
         }
     }
+    Ok(threads)
 }
 
-/// How often the checkpoints' thread looks whether one is due: a segment takes longer to fill.
+/// How often it is looked whether a checkpoint or a scrub is due: a segment takes longer to fill.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
 /// While a checkpoint waits for a sync, which takes some of these.
 const SYNC_PAUSE: Duration = Duration::from_millis(2);
+
+/// Between two pieces of a scrub for which a client waits: writers get the copy's lock meanwhile.
+const PIECE_PAUSE: Duration = Duration::from_millis(1);

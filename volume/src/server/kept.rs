@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use remora_messenger::Connection;
 
+use super::scrubbing::SCRUB_EVERY;
 use crate::disk::checkpoint::{Batch, Checkpoint};
 use crate::disk::files::Failure;
 use crate::disk::folder::Folder;
@@ -78,6 +79,11 @@ impl Stores {
         Ok((Kept::new(self, files, journal, number, standing), standing, is_cut))
     }
 
+    /// Removes the folder of a copy that is forgotten. Returns whether there was one.
+    pub(super) fn remove(&self, volume: VolumeId) -> io::Result<bool> {
+        self.root.remove_all(volume)
+    }
+
     /// A sync is wanted at once.
     pub(super) fn wake(&self) {
         *self.is_awaited.lock().unwrap_or_else(PoisonError::into_inner) = true;
@@ -117,8 +123,6 @@ pub(super) struct Kept {
     synced_at: Instant,
     /// A checkpoint waits for a sync.
     is_wanted: bool,
-    /// The block at which the scrub goes on.
-    scrubbing: u64,
 }
 
 impl Kept {
@@ -131,7 +135,7 @@ impl Kept {
     ) -> Kept {
         let tail = Tail::at(journal.appended(), standing);
         let (stores, synced_at) = (Arc::clone(stores), Instant::now());
-        Kept { stores, files, journal, tail, number, synced_at, is_wanted: false, scrubbing: 0 }
+        Kept { stores, files, journal, tail, number, synced_at, is_wanted: false }
     }
 
     pub(super) fn number(&self) -> u64 {
@@ -217,16 +221,14 @@ impl Kept {
         &self.files
     }
 
-    /// The blocks that are to be read now, of a copy of so many; `None`: the last scrub is not long ago.
-    pub(super) fn to_scrub(&self, blocks: u64, now: u64) -> Option<std::ops::Range<u64>> {
-        let is_due = now.saturating_sub(self.journal.scrubbed()) >= SCRUB_EVERY.as_secs();
-        (is_due || self.scrubbing > 0).then(|| self.scrubbing..blocks.min(self.scrubbing + SCRUBBED_AT_ONCE))
+    /// Whether the last scrub is a day ago.
+    pub(super) fn is_scrub_due(&self, now: u64) -> bool {
+        is_scrub_due(self.journal.scrubbed(), now)
     }
 
-    /// These were read. At the end this superblock says so.
-    pub(super) fn scrubbed(&mut self, through: u64, blocks: u64, now: u64) -> Option<Superblock> {
-        self.scrubbing = if through < blocks { through } else { 0 };
-        (self.scrubbing == 0).then(|| self.journal.next_superblock(|superblock| superblock.scrubbed = now))
+    /// All blocks were read: this superblock says so.
+    pub(super) fn scrubbed(&mut self, now: u64) -> Superblock {
+        self.journal.next_superblock(|superblock| superblock.scrubbed = now)
     }
 
     /// The server ends in peace. No event follows.
@@ -240,11 +242,26 @@ impl Kept {
     }
 }
 
+/// Whether a copy is to be scrubbed at `now` that was last scrubbed at `last`, in seconds of the wall clock. A clock
+/// that was set back says that `last` is still to come: how long ago it was is not known, so the copy is scrubbed.
+fn is_scrub_due(last: u64, now: u64) -> bool {
+    now.checked_sub(last).is_none_or(|since| since >= SCRUB_EVERY.as_secs())
+}
+
 /// What was answered is durable after this and one sync, although no client has asked for it.
 pub(super) const SYNC_EVERY: Duration = Duration::from_millis(100);
 
-/// A copy is scrubbed once a day.
-const SCRUB_EVERY: Duration = Duration::from_secs(24 * 60 * 60);
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-/// 1 MiB, ten times a second: a copy of 1 GiB in 100 seconds.
-const SCRUBBED_AT_ONCE: u64 = 256;
+    #[test]
+    fn a_copy_is_scrubbed_once_a_day_and_after_the_clock_was_set_back() {
+        let (day, last) = (SCRUB_EVERY.as_secs(), 1_000_000_000);
+        assert!(!is_scrub_due(last, last));
+        assert!(!is_scrub_due(last, last + day - 1));
+        assert!(is_scrub_due(last, last + day));
+        assert!(is_scrub_due(last, last - 1));
+        assert!(is_scrub_due(0, last), "it was never scrubbed");
+    }
+}

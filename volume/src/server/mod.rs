@@ -12,7 +12,9 @@
 //! - `slot`: one volume. Every call of a connection is done here, in order, and answered.
 //! - `exports`: the regions of copies, readable for their writers.
 //! - `staging`: what writers may have under way.
-//! - `kept`: a copy's store, and who waits for it; `keeper`: the threads that sync, and make checkpoints.
+//! - `kept`: a copy's store, and who waits for it; `keeper`: the threads that sync, make checkpoints, and scrub;
+//!   `scrubbing`: how far that is.
+//! - `questions`: what clients ask of a volume without opening it.
 //! - `borrower`: brings a copy up to date from another server; `caller`: asks another server.
 //! - `puller`: takes large writes out of their writer's memory; `upstream`: or out of another server's.
 //!
@@ -29,6 +31,10 @@ mod host;
 mod keeper;
 mod kept;
 mod puller;
+#[cfg(test)]
+mod question_tests;
+mod questions;
+mod scrubbing;
 mod slot;
 mod staging;
 #[cfg(test)]
@@ -101,8 +107,7 @@ impl Server {
         let settings = link::options(&options.security, options.workers, MAX_SESSIONS);
         let messenger = Messenger::new(link::server_policy(), &settings, Arc::<Host>::clone(&host))?;
         let address = messenger.listen(address)?;
-        let keepers = host.stores().map(|stores| keeper::start(&host, stores)).transpose()?;
-        let keepers = keepers.into_iter().flatten().collect();
+        let keepers = keeper::start(&host)?;
         Ok(Server { host, messenger: Some(messenger), address, keepers })
     }
 
@@ -130,12 +135,10 @@ impl Server {
         self.host.stop();
         drop(self.messenger.take()); // no call arrives after this, so no further borrower begins
         self.host.join();
-        if !self.keepers.is_empty() {
-            for keeper in self.keepers.drain(..) {
-                let _ = keeper.join(); // a panic was reported where it happened
-            }
-            self.host.close_stores();
+        for keeper in self.keepers.drain(..) {
+            let _ = keeper.join(); // a panic was reported where it happened
         }
+        self.host.close_stores();
     }
 }
 

@@ -15,6 +15,7 @@
 use std::collections::BTreeMap;
 
 use crate::link::{LEAST_ROOM, MOST_ROOM};
+use crate::wire::Used;
 
 /// See the module's text.
 #[derive(Debug)]
@@ -82,6 +83,11 @@ impl Staging {
     /// What all writers together hold, and the most that they ever held.
     pub(super) fn held(&self) -> (u64, u64) {
         (self.held, self.most_held)
+    }
+
+    /// How much of it the writers hold.
+    pub(super) fn used(&self) -> Used {
+        Used { bytes: self.held, most: self.bytes }
     }
 
     /// What grants beyond the least are taken from. The rest is for writers that come.

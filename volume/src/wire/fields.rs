@@ -63,11 +63,74 @@ pub enum Cause {
     Damaged,
     /// The request is not one for this connection, or not within its bounds.
     Misuse,
-    /// Its store has failed, and the copy with it.
+    /// Its store has failed, and the copy with it; or the copy was removed.
     Lost,
+    /// A writer is at work.
+    InUse,
 }
 
-codes!(Cause is "cause" { 1 => OutOfStep, 2 => NotYet, 3 => Shape, 4 => NoMemory, 5 => Damaged, 6 => Misuse, 7 => Lost });
+codes!(Cause is "cause" {
+    1 => OutOfStep, 2 => NotYet, 3 => Shape, 4 => NoMemory, 5 => Damaged, 6 => Misuse, 7 => Lost, 8 => InUse
+});
+
+/// How much of something is used.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Used {
+    /// Bytes that are used.
+    pub bytes: u64,
+    /// Bytes that there are.
+    pub most: u64,
+}
+
+record!(Used { bytes: u64, most: u64 });
+
+/// What a server says of a copy and of itself to someone who watches.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Status {
+    /// How the copy stands.
+    pub standing: Standing,
+    /// The copy is whole up to this version whatever happens to its server.
+    pub durable: Version,
+    /// Whether the copy has a store.
+    pub has_store: bool,
+    /// Milliseconds since the writer that the server obeys has said something. `None`: it is not connected here.
+    pub writer_silent: Option<u32>,
+    /// Blocks that the catch-up under way has compared. `None`: none is under way.
+    pub compared: Option<u64>,
+    /// Blocks that the scrub under way has read. `None`: none is under way.
+    pub scrubbed: Option<u64>,
+    /// The server's memory for copies and stagings, of all volumes.
+    pub memory: Used,
+    /// What all writers together may have under way at the server.
+    pub staging: Used,
+}
+
+record!(Status {
+    standing: Standing,
+    durable: Version,
+    has_store: bool,
+    writer_silent: Maybe<u32>,
+    compared: Maybe<u64>,
+    scrubbed: Maybe<u64>,
+    memory: Used,
+    staging: Used,
+});
+
+/// What a scrub has found so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Findings {
+    /// Blocks that were read.
+    pub read: u64,
+    /// Blocks that were damaged in the store, and were written again out of memory.
+    pub repaired: u64,
+    /// Blocks that are damaged in memory. The copy is behind, and takes them from another one when a writer takes it
+    /// back.
+    pub damaged: u64,
+    /// Whether all blocks were read.
+    pub is_complete: bool,
+}
+
+record!(Findings { read: u64, repaired: u64, damaged: u64, is_complete: bool });
 
 codes!(State is "state" { 0 => Empty, 1 => Behind, 2 => Whole });
 

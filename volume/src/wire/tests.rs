@@ -8,8 +8,9 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::*;
-use crate::message::State;
-use crate::shape::{Copies, VolumeId};
+use crate::message::{Holder, Standing, State};
+use crate::shape::{Copies, Shape, VolumeId};
+use crate::version::{Generation, Version};
 
 fn versions() -> impl Strategy<Value = Version> {
     any::<u64>().prop_map(|word| Version::from_word(word >> 1).unwrap())
@@ -86,13 +87,26 @@ fn calls() -> impl Strategy<Value = Call> {
             other => other,
         }),
         holders().prop_map(Call::Follow),
+        shapes().prop_map(|shape| Call::Status { shape }),
+        shapes().prop_map(|shape| Call::Scrub { shape }),
+        (shapes(), any::<bool>()).prop_map(|(shape, takes_over)| Call::Remove { shape, takes_over }),
         lend.prop_map(|(holder, since, run, with_blocks)| Call::Lend { holder, since, run, with_blocks }),
     ]
 }
 
+fn statuses() -> impl Strategy<Value = Status> {
+    let of_copy = (standings(), versions(), any::<bool>(), any::<Option<u32>>());
+    let under_way = (any::<Option<u64>>(), any::<Option<u64>>());
+    (of_copy, under_way, any::<[u64; 4]>()).prop_map(|(of_copy, (compared, scrubbed), used)| {
+        let (standing, durable, has_store, writer_silent) = of_copy;
+        let [memory, staging] = [[used[0], used[1]], [used[2], used[3]]].map(|[bytes, most]| Used { bytes, most });
+        Status { standing, durable, has_store, writer_silent, compared, scrubbed, memory, staging }
+    })
+}
+
 fn replies() -> impl Strategy<Value = Reply> {
     use Cause::*;
-    let cause = prop::sample::select(vec![OutOfStep, NotYet, Shape, NoMemory, Damaged, Misuse, Lost]);
+    let cause = prop::sample::select(vec![OutOfStep, NotYet, Shape, NoMemory, Damaged, Misuse, Lost, InUse]);
     prop_oneof![
         (standings(), rooms(), any::<Option<u32>>()).prop_map(|(standing, room, writer_silent)| Reply::Standing {
             standing,
@@ -115,6 +129,11 @@ fn replies() -> impl Strategy<Value = Reply> {
         (versions(), entries()).prop_map(|(applied, entries)| Reply::Lent { applied, entries }),
         (any::<bool>(), any::<bool>()).prop_map(|(pulls, lends)| Reply::Reached { pulls, lends }),
         (any::<u64>(), keys()).prop_map(|(session, keys)| Reply::Attached { session, keys }),
+        statuses().prop_map(|status| Reply::Status(Box::new(status))),
+        (any::<[u64; 3]>(), any::<bool>()).prop_map(|([read, repaired, damaged], is_complete)| {
+            Reply::Scrubbing(Findings { read, repaired, damaged, is_complete })
+        }),
+        any::<bool>().prop_map(|was_there| Reply::Removed { was_there }),
         (cause, "[^\\p{C}\\p{Zl}\\p{Zp}]{0,30}").prop_map(|(cause, text)| Reply::Refused { cause, text }),
     ]
 }
@@ -230,5 +249,5 @@ fn the_seeds_hold_every_kind_of_message() {
     kinds.dedup();
     kinds.sort_unstable();
     kinds.dedup();
-    assert_eq!(kinds, (1..=15).chain(33..=46).collect::<Vec<u16>>());
+    assert_eq!(kinds, (1..=17).chain([19]).chain(33..=49).collect::<Vec<u16>>());
 }

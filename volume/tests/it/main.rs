@@ -11,6 +11,7 @@ mod networks;
 mod pattern;
 mod processes;
 mod pulls;
+mod questions;
 mod stores;
 mod tls;
 mod usage;

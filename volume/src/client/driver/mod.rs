@@ -2,9 +2,10 @@
 //! what it decides. It decides nothing that the rules are about.
 //!
 //! Requests are begun in the order in which they were submitted. If a server has no room for the next write, that write
-//! waits, and everything behind it. `looking`: reads that are answered without a message; `pulling`: writes whose
-//! blocks are not in the message.
+//! waits, and everything behind it. `catching_up`: what is said of copies that are taken back; `looking`: reads that
+//! are answered without a message; `pulling`: writes whose blocks are not in the message.
 
+mod catching_up;
 mod looking;
 mod pulling;
 
@@ -231,6 +232,7 @@ impl Driver {
                 Action::Send(server, request) => self.send(server, request),
                 Action::Disconnect(server) => {
                     self.shared.regions.close(server);
+                    self.catch_up_ends(server);
                     self.withdraw(server);
                     self.remote(server, |remote, now| remote.disconnect(now));
                 }
@@ -295,6 +297,7 @@ impl Driver {
             }
             message::Request::Promise(holder) => Call::Promise(holder),
             message::Request::CatchUp { holder, lender, since } => {
+                self.catch_up_begins(server);
                 let lender = self.remotes.get(lender.0).map(|remote| remote.address().to_string());
                 Call::CatchUp { holder, since, lender: lender.unwrap_or_default() }
             }
@@ -346,6 +349,7 @@ impl Driver {
         self.withdraw(server);
         self.remote(server, |remote, now| remote.disconnect(now));
         self.shared.regions.close(server);
+        self.catch_up_ends(server);
         self.forget_applied();
         self.writer.lost(server);
     }
@@ -380,13 +384,14 @@ impl Driver {
             Reply::Reached { pulls, lends } => {
                 self.remotes[server.0].reached(pulls, lends);
             }
-            Reply::Progress { compared } => tracing::debug!(?server, compared, "a copy catches up"),
+            Reply::Progress { compared } => self.catch_up_goes_on(server, compared),
             Reply::Whole { applied } => {
                 self.applied(server, applied);
                 self.remote(server, |remote, _| {
                     remote.is_whole();
                     true
                 });
+                self.catch_up_is_complete(server);
                 self.writer.answered(server, Answer::Whole { applied });
             }
             Reply::Written { applied, durable, .. } => {
@@ -396,7 +401,9 @@ impl Driver {
             Reply::Data { number, entries } => self.read(server, number, &entries, delivery.data),
             Reply::Attached { session, keys } => self.open_region(connection, session, keys),
             Reply::Refused { text, .. } => self.lost(server, &text),
-            Reply::Created | Reply::Lent { .. } => self.lost(server, "it answers what it was not asked"),
+            Reply::Created | Reply::Lent { .. } | Reply::Status(_) | Reply::Scrubbing(_) | Reply::Removed { .. } => {
+                self.lost(server, "it answers what it was not asked")
+            }
         }
     }
 

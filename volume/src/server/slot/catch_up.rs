@@ -49,6 +49,7 @@ impl State {
         }
         self.copy = next;
         self.catch_ups += 1;
+        self.compared = Some(0);
         Ok(Done::Borrow { number: self.catch_ups, holder, since, lender })
     }
 
@@ -87,6 +88,7 @@ impl State {
                 store.put(block, entry, &[0; BLOCK_BYTES]);
             }
         }
+        self.compared = Some(first + theirs.len() as u64);
         Ok(needed)
     }
 
@@ -119,6 +121,13 @@ impl State {
         Ok(())
     }
 
+    /// A catch-up is over, whatever became of it.
+    pub(in crate::server) fn end_catch_up(&mut self, number: u64) {
+        if self.catch_ups == number {
+            self.compared = None;
+        }
+    }
+
     fn takes(&mut self, ours: Option<Entry>, theirs: Entry, applied: Version) -> Result<bool, Abandoned> {
         let ours = ours.map_or(Version::NONE, |entry| entry.version); // a damaged block is taken
         self.copy.takes(ours, theirs.version, applied).map_err(|_| Abandoned::Replaced)
@@ -137,6 +146,7 @@ impl State {
         }
         self.commit(next, &[], &[]).map_err(Abandoned::from)?;
         self.say();
+        self.compared = None;
         Ok(Some(self.copy.standing().applied))
     }
 }

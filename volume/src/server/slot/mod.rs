@@ -3,6 +3,7 @@
 
 mod catch_up;
 mod failing;
+mod scrub;
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -16,6 +17,7 @@ use super::answers;
 use super::budget::{Budget, Grant};
 use super::exports::Exports;
 use super::kept::{Kept, Stores, Waiter};
+use super::scrubbing::Scrubbing;
 use crate::copy::{Copy, Refusal};
 use crate::disk::checkpoint::{Batch, Checkpoint};
 use crate::disk::files::Failure;
@@ -26,7 +28,7 @@ use crate::message::{Holder, Standing};
 use crate::shape::{BLOCK_BYTES, Shape};
 use crate::store::{Damaged, Store, sums};
 use crate::version::Version;
-use crate::wire::{Call, Cause, Mode, Reply, Room, Run};
+use crate::wire::{Call, Cause, Mode, Reply, Room, Run, Status};
 
 /// See the module's text.
 pub(super) struct Slot {
@@ -51,6 +53,9 @@ pub(super) struct State {
     sessions: Vec<Session>,
     /// Catch-ups that were begun. Only the last one counts.
     catch_ups: u64,
+    /// Blocks that the catch-up under way has compared.
+    compared: Option<u64>,
+    scrubbing: Scrubbing,
 }
 
 struct Session {
@@ -99,7 +104,9 @@ impl Slot {
     /// A volume of which this server has no copy.
     pub(super) fn unknown(shape: Shape) -> Slot {
         let (copy, sessions) = (Copy::default(), Vec::new());
-        let state = State { shape, copy, store: None, kept: None, grant: None, region: None, sessions, catch_ups: 0 };
+        let (catch_ups, compared, scrubbing) = (0, None, Scrubbing::new());
+        let (store, kept, grant, region) = (None, None, None, None);
+        let state = State { shape, copy, store, kept, grant, region, sessions, catch_ups, compared, scrubbing };
         Slot { state: Mutex::new(state), changed: Condvar::new() }
     }
 
@@ -136,6 +143,19 @@ impl State {
 
     pub(super) fn standing(&self) -> Standing {
         self.copy.standing()
+    }
+
+    /// The same, and what is under way.
+    pub(super) fn status(&self) -> Status {
+        Status {
+            standing: self.standing(),
+            durable: self.durable(),
+            has_store: self.kept.is_some(),
+            writer_silent: self.writer_silent(NO_WRITER).map(millis),
+            compared: self.compared,
+            scrubbed: self.scrubbing.under_way(),
+            ..Status::default()
+        }
     }
 
     /// Whether the volume can be forgotten.
@@ -183,6 +203,7 @@ impl State {
     pub(super) fn end(&mut self, connection: &Connection, exports: &Exports) {
         exports.withdraw(connection);
         self.sessions.retain(|session| session.connection != *connection);
+        self.scrubbing.leave(connection);
     }
 
     /// Lets a writer that the server obeys read the region of the copy.
@@ -254,6 +275,7 @@ impl State {
         self.kept = stores.map(|stores| stores.make(self.shape, standing)).transpose()?;
         self.region = exports.export(store.memory());
         (self.store, self.grant) = (Some(store), Some(grant));
+        self.scrubbing = Scrubbing::new();
         Ok(())
     }
 
@@ -294,7 +316,10 @@ impl State {
             | Call::Window { .. }
             | Call::Offer { .. }
             | Call::Pull { .. }
-            | Call::Follow(_) => Ok(Done::Refused(Cause::Misuse, "not on this connection".into())),
+            | Call::Follow(_)
+            | Call::Status { .. }
+            | Call::Scrub { .. }
+            | Call::Remove { .. } => Ok(Done::Refused(Cause::Misuse, "not on this connection".into())),
         };
         self.say();
         self.detach(exports);
@@ -482,6 +507,12 @@ impl State {
         kept.next_batch(checkpoint, store)
     }
 
+    /// The blocks in memory.
+    #[cfg(test)]
+    pub(super) fn memory(&self) -> Option<&Store> {
+        self.store.as_ref()
+    }
+
     /// The store with the blocks in memory.
     pub(super) fn kept_and_memory(&mut self) -> Option<(&mut Kept, &Store)> {
         self.kept.as_mut().zip(self.store.as_ref())
@@ -495,5 +526,13 @@ fn answer(reply: Reply) -> Done {
 fn beyond_the_end() -> Done {
     Done::Refused(Cause::Misuse, "the volume ends before these blocks".into())
 }
+
+/// The milliseconds of a message.
+pub(super) fn millis(time: Duration) -> u32 {
+    time.as_millis().try_into().unwrap_or(u32::MAX)
+}
+
+/// A number that no writer is likely to have: of a client that does not write.
+pub(super) const NO_WRITER: u64 = 0;
 
 const NO_MEMORY: &str = "the server has no memory left for this copy: give it more, or choose another server";

@@ -1,0 +1,79 @@
+//! Questions: what clients ask of a volume without opening it, each on a connection of its own: how its copy stands, a
+//! scrub of it, its removal.
+
+use bytes::Bytes;
+use remora_messenger::Connection;
+
+use super::answers::{answer, refuse};
+use super::host::{Host, OTHER_SHAPE};
+use super::slot::NO_WRITER;
+use crate::link::AT_WORK;
+use crate::shape::Shape;
+use crate::wire::{Cause, Reply, Status};
+
+impl Host {
+    /// How the copy of a volume stands, and what is used of the server. It may have none.
+    pub(super) fn status(&self, connection: &Connection, shape: Shape) {
+        let of_copy = match self.slot_of(shape.volume()) {
+            Some(slot) => {
+                let state = slot.lock();
+                if state.shape() != shape {
+                    return refuse(connection, Cause::Shape, OTHER_SHAPE);
+                }
+                state.status()
+            }
+            None => Status::default(),
+        };
+        let (memory, staging) = self.used();
+        answer(connection, &Reply::Status(Box::new(Status { memory, staging, ..of_copy })), Bytes::new());
+    }
+
+    /// Has the copy scrubbed. The keeper's thread answers.
+    pub(super) fn scrub(&self, connection: &Connection, shape: Shape) {
+        let Some(slot) = self.slot_of(shape.volume()) else {
+            return refuse(connection, Cause::OutOfStep, "the server has no copy of this volume");
+        };
+        if !self.connect(connection, &slot) {
+            return refuse(connection, Cause::Misuse, "the connection is open already");
+        }
+        let mut state = slot.lock();
+        if state.shape() != shape {
+            return refuse(connection, Cause::Shape, OTHER_SHAPE);
+        }
+        let done = state.ask_for_scrub(connection);
+        drop(state);
+        self.done(connection, done);
+    }
+
+    /// Forgets the copy, and removes its store.
+    pub(super) fn remove(&self, connection: &Connection, shape: Shape, takes_over: bool) {
+        let slot = self.slot_or_unknown(shape);
+        let mut state = slot.lock();
+        if state.shape() != shape {
+            return refuse(connection, Cause::Shape, OTHER_SHAPE);
+        }
+        let silent = state.writer_silent(NO_WRITER).filter(|silent| !takes_over && *silent < AT_WORK);
+        if let Some(silent) = silent {
+            let text = format!("a writer is at work, heard {} ms ago: the copy is left alone", silent.as_millis());
+            return refuse(connection, Cause::InUse, &text);
+        }
+        let was_there = state.remove(self.exports());
+        // With the lock held: no new copy gets a folder meanwhile.
+        let removed = self.stores().map_or(Ok(false), |stores| stores.remove(shape.volume()));
+        let is_unused = state.is_unused();
+        drop(state);
+        if is_unused {
+            self.forget(shape.volume(), &slot);
+        }
+        match removed {
+            Ok(had_folder) => {
+                answer(connection, &Reply::Removed { was_there: was_there || had_folder }, Bytes::new());
+            }
+            Err(error) => {
+                tracing::error!(%error, "the store of a copy that is forgotten is left: remove it by hand");
+                let text = format!("the copy is forgotten, and what is left of its store cannot be removed: {error}");
+                refuse(connection, Cause::Lost, &text);
+            }
+        }
+    }
+}

@@ -1,0 +1,321 @@
+//! Call: what a client asks.
+
+use remora_wire::TooLarge;
+use remora_wire::codec::{Bytes, Codec, List, Name, Reader};
+
+use super::{
+    DecodeError, MAX_ADDRESS_BYTES, MAX_KEY_BYTES, MOST_BLOCKS, MOST_ENTRIES, MOST_KEYS, MOST_RUNS, Mode, Room, Run,
+    bounded, expect,
+};
+use crate::message::Holder;
+use crate::shape::Shape;
+use crate::version::Version;
+
+/// What a client asks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Call {
+    /// The first message of a connection: which volume, and what for. Answered by [`super::Reply::Standing`].
+    Open {
+        /// The volume.
+        shape: Shape,
+        /// What the connection is for.
+        mode: Mode,
+        /// The client's random number. A later connection of it replaces an earlier one.
+        writer: u64,
+    },
+    /// Make an empty copy of a new volume. Answered by [`super::Reply::Created`].
+    Create {
+        /// The volume.
+        shape: Shape,
+    },
+    /// See [`crate::message::Request::Promise`].
+    Promise(Holder),
+    /// See [`crate::message::Request::CatchUp`].
+    CatchUp {
+        /// Who asks.
+        holder: Holder,
+        /// The last version before the writes that follow.
+        since: Version,
+        /// The address of the lender.
+        lender: String,
+    },
+    /// See [`crate::message::Request::Mark`].
+    Mark {
+        /// Who asks.
+        holder: Holder,
+        /// Whether the generation may begin without a tail.
+        may_lack_tail: bool,
+    },
+    /// See [`crate::message::Request::Write`]. The data are the blocks, run by run.
+    Write {
+        /// Who writes.
+        holder: Holder,
+        /// The next version of the holder.
+        version: Version,
+        /// Where the blocks belong.
+        runs: Vec<Run>,
+        /// The CRC-32C of each block.
+        sums: Vec<u32>,
+    },
+    /// See [`crate::message::Request::Flush`].
+    Flush(Holder),
+    /// See [`crate::message::Request::Confirm`].
+    Confirm {
+        /// Who asks.
+        holder: Holder,
+        /// The number of the question.
+        question: u64,
+    },
+    /// See [`crate::message::Request::Read`]. Answered by [`super::Reply::Data`].
+    Read {
+        /// Who asks.
+        holder: Holder,
+        /// The number of the read.
+        number: u64,
+        /// The blocks.
+        run: Run,
+    },
+    /// The entries of these blocks, of a copy that has applied `since`. Answered by [`super::Reply::Lent`].
+    Lend {
+        /// The writer for whom the borrower catches up.
+        holder: Holder,
+        /// What the lender must have applied.
+        since: Version,
+        /// The blocks.
+        run: Run,
+        /// Whether the blocks themselves are wanted.
+        with_blocks: bool,
+    },
+    /// May this writer read the copy's region? Answered by [`super::Reply::Attached`].
+    Attach(Holder),
+    /// How much may be under way? Answered by [`super::Reply::Granted`]. A client has one such question at a time.
+    Window {
+        /// What would be of use.
+        wants: Room,
+        /// What the client does not exceed until it is answered.
+        obeys: Room,
+    },
+    /// Can the server read the writer's outbox? Answered by [`super::Reply::Reached`], once for each connection.
+    Offer {
+        /// The server's name at the writer's exporters.
+        session: u64,
+        /// The outbox's keys, one for each transport.
+        keys: Vec<Vec<u8>>,
+    },
+    /// As [`Call::Write`], without data: the blocks are in the writer's outbox.
+    Pull {
+        /// Who writes.
+        holder: Holder,
+        /// The next version of the holder.
+        version: Version,
+        /// Where the blocks belong.
+        runs: Vec<Run>,
+        /// The CRC-32C of each block.
+        sums: Vec<u32>,
+        /// Where in the outbox they are. A server's staging has them at the same place.
+        at: u64,
+        /// The address of a server out of whose staging they can be taken instead; empty: none.
+        source: String,
+    },
+    /// May this server read the staging into which that one pulls the writes of this writer? Answered by
+    /// [`super::Reply::Attached`].
+    Follow(Holder),
+    /// How do the copy and its server stand? Answered by [`super::Reply::Status`], also by a server without a copy.
+    Status {
+        /// The volume.
+        shape: Shape,
+    },
+    /// Read every block of the copy and check it. Answered by [`super::Reply::Scrubbing`] from time to time, and at the
+    /// end.
+    Scrub {
+        /// The volume.
+        shape: Shape,
+    },
+    /// Forget the copy, and remove its store. Answered by [`super::Reply::Removed`].
+    Remove {
+        /// The volume.
+        shape: Shape,
+        /// Whether the copy is removed although a writer is at work.
+        takes_over: bool,
+    },
+}
+
+type Runs = List<Run, MOST_RUNS>;
+type Sums = List<u32, MOST_BLOCKS>;
+type Keys = List<Bytes<MAX_KEY_BYTES>, MOST_KEYS>;
+type Address = Name<MAX_ADDRESS_BYTES>;
+
+impl Call {
+    /// Appends the fields to `out` and returns the kind.
+    ///
+    /// # Errors
+    /// [`TooLarge`]: a list or an address exceeds its bound.
+    pub fn encode(&self, out: &mut Vec<u8>) -> Result<u16, TooLarge> {
+        Ok(match self {
+            Call::Open { shape, mode, writer } => {
+                Shape::put(shape, out)?;
+                Mode::put(mode, out)?;
+                u64::put(writer, out)?;
+                1
+            }
+            Call::Create { shape } => {
+                Shape::put(shape, out)?;
+                2
+            }
+            Call::Promise(holder) => {
+                Holder::put(holder, out)?;
+                3
+            }
+            Call::CatchUp { holder, since, lender } => {
+                Holder::put(holder, out)?;
+                Version::put(since, out)?;
+                Address::put(lender, out)?;
+                4
+            }
+            Call::Mark { holder, may_lack_tail } => {
+                Holder::put(holder, out)?;
+                bool::put(may_lack_tail, out)?;
+                5
+            }
+            Call::Write { holder, version, runs, sums } => {
+                Holder::put(holder, out)?;
+                Version::put(version, out)?;
+                Runs::put(runs, out)?;
+                Sums::put(sums, out)?;
+                6
+            }
+            Call::Confirm { holder, question } => {
+                Holder::put(holder, out)?;
+                u64::put(question, out)?;
+                7
+            }
+            Call::Read { holder, number, run } => {
+                Holder::put(holder, out)?;
+                u64::put(number, out)?;
+                Run::put(run, out)?;
+                8
+            }
+            Call::Lend { holder, since, run, with_blocks } => {
+                Holder::put(holder, out)?;
+                Version::put(since, out)?;
+                Run::put(run, out)?;
+                bool::put(with_blocks, out)?;
+                9
+            }
+            Call::Attach(holder) => {
+                Holder::put(holder, out)?;
+                10
+            }
+            Call::Window { wants, obeys } => {
+                Room::put(wants, out)?;
+                Room::put(obeys, out)?;
+                11
+            }
+            Call::Flush(holder) => {
+                Holder::put(holder, out)?;
+                12
+            }
+            Call::Offer { session, keys } => {
+                u64::put(session, out)?;
+                Keys::put(keys, out)?;
+                13
+            }
+            Call::Pull { holder, version, runs, sums, at, source } => {
+                Holder::put(holder, out)?;
+                Version::put(version, out)?;
+                Runs::put(runs, out)?;
+                Sums::put(sums, out)?;
+                u64::put(at, out)?;
+                Address::put(source, out)?;
+                14
+            }
+            Call::Follow(holder) => {
+                Holder::put(holder, out)?;
+                15
+            }
+            Call::Status { shape } => {
+                Shape::put(shape, out)?;
+                16
+            }
+            Call::Scrub { shape } => {
+                Shape::put(shape, out)?;
+                17
+            }
+            Call::Remove { shape, takes_over } => {
+                Shape::put(shape, out)?;
+                bool::put(takes_over, out)?;
+                19
+            }
+        })
+    }
+
+    /// Reads a message of a client that has `data` bytes of blocks.
+    ///
+    /// # Errors
+    /// [`DecodeError`].
+    pub fn decode(kind: u16, front: &[u8], data: usize) -> Result<Call, DecodeError> {
+        let mut reader = Reader::new(front);
+        let from = &mut reader;
+        let call = match kind {
+            1 => Call::Open { shape: Shape::take(from)?, mode: Mode::take(from)?, writer: u64::take(from)? },
+            2 => Call::Create { shape: Shape::take(from)? },
+            3 => Call::Promise(Holder::take(from)?),
+            4 => {
+                Call::CatchUp { holder: Holder::take(from)?, since: Version::take(from)?, lender: Address::take(from)? }
+            }
+            5 => Call::Mark { holder: Holder::take(from)?, may_lack_tail: bool::take(from)? },
+            6 => Call::Write {
+                holder: Holder::take(from)?,
+                version: Version::take(from)?,
+                runs: Runs::take(from)?,
+                sums: Sums::take(from)?,
+            },
+            7 => Call::Confirm { holder: Holder::take(from)?, question: u64::take(from)? },
+            8 => Call::Read {
+                holder: Holder::take(from)?,
+                number: u64::take(from)?,
+                run: bounded(Run::take(from)?, MOST_BLOCKS)?,
+            },
+            9 => {
+                let (holder, since) = (Holder::take(from)?, Version::take(from)?);
+                let (run, with_blocks) = (Run::take(from)?, bool::take(from)?);
+                let run = bounded(run, if with_blocks { MOST_BLOCKS } else { MOST_ENTRIES })?;
+                Call::Lend { holder, since, run, with_blocks }
+            }
+            10 => Call::Attach(Holder::take(from)?),
+            11 => Call::Window { wants: Room::take(from)?, obeys: Room::take(from)? },
+            12 => Call::Flush(Holder::take(from)?),
+            13 => Call::Offer { session: u64::take(from)?, keys: Keys::take(from)? },
+            14 => Call::Pull {
+                holder: Holder::take(from)?,
+                version: Version::take(from)?,
+                runs: Runs::take(from)?,
+                sums: Sums::take(from)?,
+                at: u64::take(from)?,
+                source: Address::take(from)?,
+            },
+            15 => Call::Follow(Holder::take(from)?),
+            16 => Call::Status { shape: Shape::take(from)? },
+            17 => Call::Scrub { shape: Shape::take(from)? },
+            19 => Call::Remove { shape: Shape::take(from)?, takes_over: bool::take(from)? },
+            kind => return Err(DecodeError::Kind(kind)),
+        };
+        reader.finish()?;
+        if let Call::Write { runs, sums, .. } | Call::Pull { runs, sums, .. } = &call {
+            let said = runs.iter().map(|run| run.count as usize).sum();
+            if said != sums.len() || runs.is_empty() || runs.iter().any(|run| run.count == 0) {
+                return Err(DecodeError::Data { found: data, said });
+            }
+        }
+        expect(data, call.blocks())?;
+        Ok(call)
+    }
+
+    /// The blocks that its data hold.
+    pub(super) fn blocks(&self) -> usize {
+        match self {
+            Call::Write { sums, .. } => sums.len(),
+            _ => 0,
+        }
+    }
+}
