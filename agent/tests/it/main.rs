@@ -11,6 +11,7 @@ mod combinations;
 mod conversation;
 mod ends;
 mod exact;
+mod expect_primary;
 mod forging;
 mod handoff;
 mod history;

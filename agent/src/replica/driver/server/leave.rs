@@ -55,9 +55,17 @@ impl Keeper {
 
     /// Points a server at the primary whose data set was complete. Its own replication fetches the rest.
     async fn leave_to_the_primary(&mut self) -> String {
+        let primary = format!("{}:{}", self.primary.host, self.primary.port);
+        if let Err(failure) = self.check_the_password().await {
+            tracing::warn!("{failure}");
+            let settings = self.put_settings_back().await;
+            return format!(
+                "the server holds a whole data set, still follows our closed link {}, and was not told to follow {primary}{settings}",
+                self.link
+            );
+        }
         let told = self.point_at_the_primary_from_either().await;
         let settings = self.put_settings_back().await;
-        let primary = format!("{}:{}", self.primary.host, self.primary.port);
         match told {
             Ok(Arrived::Told) => {
                 format!("the server holds a whole data set and was told to follow {primary} by itself{settings}")
