@@ -13,6 +13,7 @@ mod ends;
 mod exact;
 mod expect_primary;
 mod forging;
+mod grants;
 mod handoff;
 mod history;
 mod holders;
