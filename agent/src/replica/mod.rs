@@ -80,8 +80,10 @@ use crate::units::Size;
 /// # Errors
 /// Why the server is not a replica; the message says in which state it was left.
 pub async fn run(args: ReplicaArgs) -> Result<(), Failure> {
-    let roles = CertificateRoles { replicas: args.readers.replica_names.clone(), monitors: Vec::new() };
-    let tokens = TokenFiles::read(&args.token_files, &[], args.security.open_for(&args.expected, roles)?)?;
+    let roles = CertificateRoles { replicas: args.readers.replica_names.clone(), ..CertificateRoles::default() };
+    let security = args.security.open_for(&args.expected, roles)?;
+    let security = args.relay.lender.apply(&args.security, security)?;
+    let tokens = TokenFiles::read(&args.token_files, &[], security)?;
     let _rereading = tokens.read_again_on_hangup()?;
     match until_signal(prepare(args, tokens), ": nothing was touched").await? {
         Some(driver) => driver.run().await,

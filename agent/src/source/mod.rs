@@ -99,7 +99,7 @@ struct Mailboxes {
 /// Opens everything that a source needs, and reports that it is ready.
 async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listener), Failure> {
     let security = args.tokens.open_security()?;
-    let tokens = TokenFiles::read(&args.tokens.token_files, &args.tokens.monitor_token_files, security.clone())?;
+    let tokens = args.tokens.read(security.clone())?;
     descriptors::check(args.max_replicas)?;
     let server = args.server.open(Task::Source)?;
     let facts = Facts::read(&mut server.connect().await?).await?;
@@ -328,8 +328,8 @@ impl Source {
         let Some(peer) = self.sessions.get_mut(&session) else { return };
         if !peer.role.may_send(&message) {
             peer.done = true;
-            tracing::warn!(address = %peer.address, request = message.name(), "refused: the peer may ask for the status only");
-            let text = "the token or the certificate permits the status only; use that of a replica".to_owned();
+            tracing::warn!(address = %peer.address, request = message.name(), permits = peer.role.permits(), "refused: the peer's role does not permit it");
+            let text = format!("the token or the certificate permits {}; use that of a replica", peer.role.permits());
             return self.send(session, Message::Refused { code: RefusalCode::NotPermitted, text });
         }
         let event = match message {
