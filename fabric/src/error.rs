@@ -215,7 +215,7 @@ pub enum Denial {
     Revoked = 3,
     /// The region does not exist.
     Unknown = 4,
-    /// The session has no grant, or its proof is wrong.
+    /// The session has no grant for the region, or its proof is wrong.
     NotGranted = 5,
     /// The source has its maximum number of connections.
     Busy = 6,
@@ -248,7 +248,7 @@ impl fmt::Display for Denial {
             Denial::Stale => "the region belongs to another generation: ask for a new key",
             Denial::Revoked => "the region was revoked: ask for a new key",
             Denial::Unknown => "the region does not exist: ask for a new key",
-            Denial::NotGranted => "the session has no grant, or could not prove it",
+            Denial::NotGranted => "the session has no grant for the region, or could not prove it",
             Denial::Busy => "the source has too many connections: retry later",
         })
     }

@@ -20,6 +20,7 @@
 //! - [`memory`]: [`Memory`], which this process writes, and [`View`], which is read-only. A crate of its own. **Start
 //!   here.**
 //! - [`region`]: names of exported memory: [`RegionId`], [`RegionKey`], and the [`Secret`] that grants access.
+//! - [`grants`]: which sessions may read which regions.
 //! - [`transport`]: the three traits of every transport: [`Exporter`], [`Connector`], [`Peer`].
 //! - [`admission`]: which connections may wait for their proof, when strangers connect too.
 //! - [`auth`] and `lane_handshake`: how a data connection proves its session; one machine for `shm`, `tcp` and `verbs`.
@@ -35,6 +36,7 @@ pub mod auth;
 pub mod error;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
+pub mod grants;
 mod lane_handshake;
 mod outstanding;
 pub mod region;
@@ -47,6 +49,7 @@ pub mod transport;
 pub mod verbs;
 
 pub use error::{Denial, Error, ReadError};
+pub use grants::Regions;
 pub use memory::{Claim, Handover, Memory, Pages, View, handover};
 pub use region::{KeyError, RegionId, RegionKey, Secret, TransportKind};
 pub use remora_memory as memory;

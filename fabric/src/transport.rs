@@ -3,7 +3,7 @@
 //! ```text
 //!   source                               reader
 //!   Exporter::export(id, memory)
-//!   Exporter::grant(session, secret)
+//!   Exporter::grant(session, secret, regions)
 //!   Exporter::key(id) ─────messenger───▶ Connector::connect(key, session, secret, sink)
 //!                                          └▶ Peer   post_read ─▶ … ─▶ poll
 //!                                                      ▲                 │ Ok: bytes have arrived in the sink
@@ -27,6 +27,7 @@ pub use remora_memory::wait_readable;
 
 use crate::{
     error::{Error, ReadError},
+    grants::Regions,
     memory::{Memory, View},
     region::{RegionId, RegionKey, Secret, TransportKind},
 };
@@ -37,7 +38,7 @@ pub trait Exporter: Send + Sync {
     /// The transport.
     fn kind(&self) -> TransportKind;
 
-    /// Makes `memory` readable under the name `id`, for every session that has a grant.
+    /// Makes `memory` readable under the name `id`, for every session that has a grant for it.
     ///
     /// # Errors
     /// [`Error::AlreadyExported`] if the name is in use.
@@ -60,8 +61,9 @@ pub trait Exporter: Send + Sync {
     /// the connections that read the region are closed. Does nothing if the region is not exported.
     fn revoke(&self, id: RegionId);
 
-    /// Lets a session that proves knowledge of `secret` read every exported region. A second grant replaces the secret.
-    fn grant(&self, session: u64, secret: Secret);
+    /// Lets a session that proves knowledge of `secret` read these regions, which need not be exported yet. A second
+    /// grant replaces the first: connections that it would not admit are closed.
+    fn grant(&self, session: u64, secret: Secret, regions: Regions);
 
     /// Revokes the grant and closes the session's connections.
     fn withdraw(&self, session: u64);
@@ -85,9 +87,9 @@ pub trait Connector: Send + Sync {
     ///
     /// # Errors
     /// [`Error::WrongTransport`], [`Error::Key`], [`Error::NotThisHost`]: the key is not for this connector.
-    /// [`Error::Unreachable`], [`Error::TimedOut`]: no source answers. [`Error::Refused`]: there is no grant
-    /// (`NotGranted`, also for a wrong secret; the two are not told apart), the key is of another generation (`Stale`),
-    /// or the region does not exist (`Unknown`).
+    /// [`Error::Unreachable`], [`Error::TimedOut`]: no source answers. [`Error::Refused`]: there is no grant for this
+    /// region (`NotGranted`, also for a wrong secret; the two are not told apart), the key is of another generation
+    /// (`Stale`), or the region does not exist (`Unknown`).
     fn connect(
         &self,
         key: &RegionKey,

@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use remora_fabric::tcp::{TcpConnector, TcpExporter, TcpOptions};
-use remora_fabric::{Connector, Exporter, Memory, Pages, RegionId};
+use remora_fabric::{Connector, Exporter, Memory, Pages, RegionId, Regions};
 use remora_redis::ReplId;
 use remora_table::{
     Algorithm, Error, Expectation, Geometry, Identity, JournalReader, JournalWriter, Kind, Origin, SealKey, SinkLayout,
@@ -121,7 +121,7 @@ fn read(kind: Kind, region: &Arc<Memory>, attack: Attack) -> (Vec<u8>, Option<Er
     let hidden = TcpExporter::new(options.clone(), None).unwrap();
     let source = hidden.listen("127.0.0.1:0").unwrap();
     hidden.export(ID, Arc::clone(region)).unwrap();
-    hidden.grant(SESSION, SECRET);
+    hidden.grant(SESSION, SECRET, Regions::All);
     let proxy = proxy(attack, source, &over);
     // Its key differs from the source's in the address only: it leads to the proxy.
     let shown = TcpExporter::new(options.clone(), Some(proxy.local_addr().unwrap())).unwrap();

@@ -12,7 +12,7 @@ use std::{
 };
 
 use remora_fabric::{
-    Connector, Exporter, Memory, Pages, Peer, RegionId,
+    Connector, Exporter, Memory, Pages, Peer, RegionId, Regions,
     memory::crc,
     shm::{ShmConnector, ShmExporter, ShmOptions},
     sim::{Faults, Network},
@@ -64,7 +64,7 @@ fn sim() -> Ends {
 impl Ends {
     fn lend(&self, region: &Arc<Memory>) {
         self.exporter.export(ID, Arc::clone(region)).unwrap();
-        self.exporter.grant(SESSION, SECRET);
+        self.exporter.grant(SESSION, SECRET, Regions::All);
     }
 
     fn connect(&self, sink: &Arc<Memory>) -> Box<dyn Peer> {

@@ -4,6 +4,7 @@ use std::{net::SocketAddr, time::Duration};
 
 use clap::Args;
 
+use super::security::LenderNameArgs;
 use crate::units::{Size, parse_duration};
 
 /// How a replica lends slots to other replicas.
@@ -45,6 +46,10 @@ pub struct RelayArgs {
     /// exits earlier if no replica reads from it.
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_duration, help_heading = "Other replicas")]
     pub linger: Duration,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub lender: LenderNameArgs,
 }
 
 /// The lowest rate: below it a slot of the default size takes longer than its reader waits for a byte of it.

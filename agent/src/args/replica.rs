@@ -43,6 +43,13 @@ pub struct ReplicaArgs {
     #[allow(missing_docs)]
     pub expected: SourceKeyArgs,
 
+    /// The address at which the source must announce the primary. The agent and the server connect to no other one. May
+    /// be repeated, for each primary that is expected. Needed if the server has a password for its primary
+    /// (`masterauth`) and the primary is neither at the source's own address nor what the server follows already,
+    /// unless --source-key or `--security mtls` proves that the source is the right one.
+    #[arg(long = "expect-primary", value_name = "HOST:PORT", help_heading = "Security")]
+    pub expected_primaries: Vec<HostPort>,
+
     /// Name to appear under in `remora status` and the source's log. Default: the server's address.
     #[arg(long, value_name = "NAME", value_parser = parse_name, help_heading = "Source")]
     pub name: Option<String>,

@@ -39,8 +39,8 @@ pub struct SecurityArgs {
     #[arg(long, value_name = "FILE", help_heading = "Security")]
     pub ca: Option<PathBuf>,
 
-    /// For `mtls`: the name that the certificates of source and lending replicas must be for. Default: the host in
-    /// --source, and the IP address of a replica that lends slots.
+    /// For `mtls`: the name that the certificates of source and lending replicas must be for, where no option names
+    /// that of the one or the other. Default: the host in --source, and the IP address of a replica that lends slots.
     #[arg(long, value_name = "NAME", help_heading = "Security")]
     pub peer_name: Option<String>,
 }
@@ -52,6 +52,34 @@ pub struct SourceKeyArgs {
     /// token without that key cannot pose as the source. The conversation has TLS then, on loopback too.
     #[arg(long, value_name = "KEY", help_heading = "Security")]
     pub source_key: Option<SourceKey>,
+
+    /// For `mtls`: the name that the source's certificate must be for. Default: that of --peer-name, or the host in
+    /// --source. If no other agent's certificate is for this name, none of them can pose as the source.
+    #[arg(long, value_name = "NAME", value_parser = parse_name_of_peer, help_heading = "Security")]
+    pub source_name: Option<String>,
+}
+
+/// Which replicas a replica reads from.
+#[derive(Clone, Debug, Default, Args)]
+pub struct LenderNameArgs {
+    /// For `mtls`: the name that the certificates of replicas that lend slots to this one must be for. Default: that of
+    /// --peer-name, or the IP address of the replica.
+    #[arg(long, value_name = "NAME", value_parser = parse_name_of_peer, help_heading = "Security")]
+    pub lender_name: Option<String>,
+}
+
+impl LenderNameArgs {
+    /// Adds the name to what the other options say.
+    ///
+    /// # Errors
+    /// These are not for certificates.
+    pub(crate) fn apply(&self, given: &SecurityArgs, security: Security) -> Result<Security, Failure> {
+        match (&self.lender_name, given.security) {
+            (None, _) => Ok(security),
+            (Some(name), Some(Mode::Mtls)) => Ok(security.with_lender_name(name.clone())),
+            _ => usage("--lender-name goes with --security mtls only"),
+        }
+    }
 }
 
 /// Which certificates may become replicas.
@@ -63,17 +91,27 @@ pub struct ReplicaNameArgs {
     pub replica_names: Vec<ServerName<'static>>,
 }
 
-/// Which certificates may ask for the status only.
+/// Which certificates may ask for the status, or measure, and no more.
 #[derive(Clone, Debug, Default, Args)]
 pub struct MonitorNameArgs {
     /// For `mtls`: a name (DNS or IP address) in the certificates of monitors: `remora status` with such a certificate
     /// gets the status, and every other request is refused. May be repeated.
     #[arg(long = "monitor-name", value_name = "NAME", value_parser = parse_certificate_name, help_heading = "Security")]
     pub monitor_names: Vec<ServerName<'static>>,
+
+    /// For `mtls`: a name (DNS or IP address) in the certificates of those who measure: `remora probe` and `remora
+    /// status` work with such a certificate, and every other request is refused. May be repeated.
+    #[arg(long = "probe-name", value_name = "NAME", value_parser = parse_certificate_name, help_heading = "Security")]
+    pub probe_names: Vec<ServerName<'static>>,
 }
 
 fn parse_certificate_name(text: &str) -> Result<ServerName<'static>, String> {
     ServerName::try_from(text.to_owned()).map_err(|_| "is neither a DNS name nor an IP address".to_owned())
+}
+
+/// The same, as an option for the end that connects.
+fn parse_name_of_peer(text: &str) -> Result<String, String> {
+    parse_certificate_name(text).map(|_| text.to_owned())
 }
 
 impl SecurityArgs {
@@ -87,7 +125,10 @@ impl SecurityArgs {
             (Some(_), Some(Mode::Mtls)) => {
                 usage("--source-key goes with the token; --security mtls checks certificates")
             }
-            _ => self.open(roles),
+            (None, mode) if source.source_name.is_some() && mode != Some(Mode::Mtls) => {
+                usage("--source-name goes with --security mtls only")
+            }
+            _ => Ok(self.open(roles)?.with_source_name(source.source_name.clone())),
         }
     }
 
@@ -96,9 +137,8 @@ impl SecurityArgs {
     /// # Errors
     /// They contradict each other, or a file cannot be used.
     pub(crate) fn open(&self, roles: CertificateRoles) -> Result<Security, Failure> {
-        let has_roles = !roles.replicas.is_empty() || !roles.monitors.is_empty();
-        if has_roles && self.security != Some(Mode::Mtls) {
-            return usage("--replica-name and --monitor-name go with --security mtls only");
+        if !roles.is_empty() && self.security != Some(Mode::Mtls) {
+            return usage("--replica-name, --probe-name and --monitor-name go with --security mtls only");
         }
         match (self.security, &self.cert, &self.key, &self.ca) {
             (Some(Mode::Mtls), Some(cert), Some(key), Some(ca)) => {

@@ -7,7 +7,8 @@ use clap::{Args, ValueEnum};
 use super::{MonitorNameArgs, RdmaOffer, ReplicaNameArgs, SecurityArgs, relay::parse_rate};
 use crate::{
     conversation::certificate_roles::CertificateRoles,
-    conversation::{Identity, Mode, Security},
+    conversation::tokens::TokenFiles,
+    conversation::{Identity, Mode, Role, Security},
     exit::{self, Code, Failure},
     server::{ServerArgs, Task},
     units::{Size, parse_duration},
@@ -150,6 +151,11 @@ pub struct TokenArgs {
     #[arg(long = "monitor-token-file", value_name = "FILE", help_heading = "Serving")]
     pub monitor_token_files: Vec<PathBuf>,
 
+    /// File with a secret for measurements: `remora probe` and `remora status` work with this token, and every other
+    /// request is refused. May be repeated.
+    #[arg(long = "probe-token-file", value_name = "FILE", help_heading = "Serving")]
+    pub probe_token_files: Vec<PathBuf>,
+
     #[command(flatten)]
     #[allow(missing_docs)]
     pub security: SecurityArgs,
@@ -169,13 +175,23 @@ pub struct TokenArgs {
 }
 
 impl TokenArgs {
+    /// Reads the token files.
+    ///
+    /// # Errors
+    /// As [`TokenFiles::read`].
+    pub(crate) fn read(&self, security: Security) -> Result<TokenFiles, Failure> {
+        let others = [(Role::Probe, &self.probe_token_files[..]), (Role::Monitor, &self.monitor_token_files)];
+        TokenFiles::read(&self.token_files, &others, security)
+    }
+
     /// What protects the source's connections.
     ///
     /// # Errors
     /// Options contradict each other, or a file cannot be used.
     pub(crate) fn open_security(&self) -> Result<Security, Failure> {
         let (replicas, monitors) = (self.replicas.replica_names.clone(), self.monitors.monitor_names.clone());
-        let security = self.security.open(CertificateRoles { replicas, monitors })?;
+        let probers = self.monitors.probe_names.clone();
+        let security = self.security.open(CertificateRoles { replicas, probers, monitors })?;
         let Some(file) = &self.identity else { return Ok(security) };
         match self.security.security {
             Some(Mode::None) => Err(Failure::new(Code::Usage, "--identity needs TLS: omit --security none")),

@@ -1,7 +1,7 @@
 //! What peers may ask for by the names in their certificates, with `--security mtls`.
 //!
 //! A port checks a peer's certificate in two steps: an authority has signed it (rustls), and it is for a name with a
-//! role. Which of the two roles that is, the conversation asks again once the handshake is complete.
+//! role. Which role that is, the conversation asks again once the handshake is complete.
 
 use std::fmt;
 use std::sync::Arc;
@@ -18,20 +18,29 @@ use super::role::Role;
 /// The names that give certificates a role.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct CertificateRoles {
-    /// Of replicas; empty: every certificate that is not a monitor's.
+    /// Of replicas; empty: every certificate that has no other role.
     pub(crate) replicas: Vec<ServerName<'static>>,
+    /// Of those that may measure.
+    pub(crate) probers: Vec<ServerName<'static>>,
     /// Of monitors.
     pub(crate) monitors: Vec<ServerName<'static>>,
 }
 
 impl CertificateRoles {
+    /// Whether no name has a role.
+    pub(crate) fn is_empty(&self) -> bool {
+        [&self.replicas, &self.probers, &self.monitors].iter().all(|names| names.is_empty())
+    }
+
     /// The role of a peer with this certificate, which an authority has signed; `None`: it has no name with a role. A
-    /// certificate with names of both roles is a replica's.
+    /// certificate with names of several roles has the one that permits most.
     pub(super) fn role_of(&self, certificate: &CertificateDer<'_>) -> Option<Role> {
         let certificate = ParsedCertificate::try_from(certificate).ok()?;
         let is_for = |names: &[ServerName<'_>]| names.iter().any(|name| verify_server_name(&certificate, name).is_ok());
         if is_for(&self.replicas) {
             Some(Role::Replica)
+        } else if is_for(&self.probers) {
+            Some(Role::Probe)
         } else if is_for(&self.monitors) {
             Some(Role::Monitor)
         } else {
@@ -100,7 +109,7 @@ struct NoRole;
 
 impl fmt::Display for NoRole {
     fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
-        to.write_str("it is for no name in --replica-name or --monitor-name")
+        to.write_str("it is for no name in --replica-name, --probe-name or --monitor-name")
     }
 }
 

@@ -218,7 +218,8 @@ pub(super) fn explain(error: &std::io::Error) -> Option<String> {
                 .to_owned(),
             C::NotValidForName | C::NotValidForNameContext { .. } => {
                 format!(
-                    "presents a certificate for another name ({why}): give --source by a name in it, or --peer-name"
+                    "presents a certificate for another name ({why}): give --source by a name in it, or the name that it must have \
+                     by --source-name, --lender-name or --peer-name"
                 )
             }
             C::ApplicationVerificationFailure => {

@@ -46,10 +46,18 @@ pub struct Security {
     plaintext_network: bool,
     /// For [`Mode::Mtls`] only.
     certificates: Option<Arc<Certificates>>,
-    /// The name that peers' certificates must be for, in place of the address by which they are reached.
-    peer_name: Option<String>,
+    names: PeerNames,
     /// The key that this end proves where it listens, for [`Mode::Token`] and the default.
     identity: Option<Arc<Identity>>,
+}
+
+/// The names that the certificates of other ends must be for, in place of the addresses by which they are reached.
+#[derive(Clone, Debug, Default)]
+struct PeerNames {
+    source: Option<String>,
+    lender: Option<String>,
+    /// Of both, where they have no name of their own here.
+    both: Option<String>,
 }
 
 impl Security {
@@ -61,7 +69,8 @@ impl Security {
     /// TLS with these certificates for every address.
     pub(crate) fn mtls(certificates: Certificates, peer_name: Option<String>) -> Security {
         let certificates = Some(Arc::new(certificates));
-        Security { mode: Some(Mode::Mtls), certificates, peer_name, ..Security::default() }
+        let names = PeerNames { both: peer_name, ..PeerNames::default() };
+        Security { mode: Some(Mode::Mtls), certificates, names, ..Security::default() }
     }
 
     /// The same, where this end proves that key.
@@ -70,21 +79,44 @@ impl Security {
         Security { identity: Some(Arc::new(identity)), ..self }
     }
 
+    /// The same, where the certificate of a source must be for that name, if there is one.
+    #[must_use]
+    pub(crate) fn with_source_name(mut self, name: Option<String>) -> Security {
+        self.names.source = name;
+        self
+    }
+
+    /// The same, where the certificate of a replica that lends slots must be for that name.
+    #[must_use]
+    pub(crate) fn with_lender_name(mut self, name: String) -> Security {
+        self.names.lender = Some(name);
+        self
+    }
+
     /// The certificates of this end, if it has any.
     pub(crate) fn certificates(&self) -> Option<&Certificates> {
         self.certificates.as_deref()
     }
 
-    /// The name that the certificate of an agent must be for if it is reached by this host name or address; `None`:
+    /// The name that the certificate of a source must be for if it is reached by this host name or address; `None`:
     /// names are not checked.
-    pub(super) fn name_of(&self, host: &str) -> Option<String> {
-        let name = self.peer_name.as_deref().unwrap_or(host);
+    pub(super) fn name_of_source(&self, host: &str) -> Option<String> {
+        self.name(self.names.source.as_deref(), host)
+    }
+
+    /// The same of a replica that lends slots.
+    pub(super) fn name_of_lender(&self, host: &str) -> Option<String> {
+        self.name(self.names.lender.as_deref(), host)
+    }
+
+    fn name(&self, own: Option<&str>, host: &str) -> Option<String> {
+        let name = own.or(self.names.both.as_deref()).unwrap_or(host);
         self.certificates.as_ref().map(|_| name.to_owned())
     }
 
-    /// The name that peers' certificates must be for, if an option gives it.
+    /// The name that all peers' certificates must be for, if an option gives it.
     pub(crate) fn given_name(&self) -> Option<String> {
-        self.peer_name.clone()
+        self.names.both.clone()
     }
 
     /// Whether connections between this end and that address have TLS.

@@ -28,7 +28,8 @@ impl Credentials {
     /// # Errors
     /// As [`connect`](super::connect).
     pub(crate) async fn connect(&self, host: &str, port: u16) -> Result<Connection, Error> {
-        let options = Options { source_key: self.source_key, ..self.options(host) };
+        let peer_name = self.security.name_of_source(host);
+        let options = Options { source_key: self.source_key, peer_name, ..Options::secured(self.security.clone()) };
         self.connect_with((host, port), &options).await
     }
 
@@ -40,9 +41,9 @@ impl Credentials {
         super::connect(to, &self.tokens.first(), options).await
     }
 
-    /// The usual options for another replica at this host name or address.
-    pub(crate) fn options(&self, host: &str) -> Options {
-        Options { peer_name: self.security.name_of(host), ..Options::secured(self.security.clone()) }
+    /// The usual options for a replica that lends slots at this host name or address.
+    pub(crate) fn options_for_lender(&self, host: &str) -> Options {
+        Options { peer_name: self.security.name_of_lender(host), ..Options::secured(self.security.clone()) }
     }
 
     /// Reads the token file of a command.
@@ -69,18 +70,22 @@ pub(crate) struct TokenFiles {
 
 impl TokenFiles {
     /// Reads the files: those of replicas, of which the first is the one that this agent proves where it connects, and
-    /// those of monitors.
+    /// those of other roles.
     ///
     /// # Errors
     /// A file cannot be used, two files hold the same token, there are more than [`MAX_KEYS`], or none was named for
     /// replicas, and no certificate proves who a peer is.
-    pub(crate) fn read(replicas: &[PathBuf], monitors: &[PathBuf], security: Security) -> Result<TokenFiles, Failure> {
+    pub(crate) fn read(
+        replicas: &[PathBuf],
+        others: &[(Role, &[PathBuf])],
+        security: Security,
+    ) -> Result<TokenFiles, Failure> {
         if replicas.is_empty() && security.certificates().is_none() {
             return Err(Failure::refused("no token file: give one with --token-file"));
         }
         let replicas = replicas.iter().map(|path| (path.clone(), Role::Replica));
-        let monitors = monitors.iter().map(|path| (path.clone(), Role::Monitor));
-        let files: Vec<(PathBuf, Role)> = replicas.chain(monitors).collect();
+        let others = others.iter().flat_map(|(role, paths)| paths.iter().map(|path| (path.clone(), *role)));
+        let files: Vec<(PathBuf, Role)> = replicas.chain(others).collect();
         let keyring = Keyring::new(keys(&files)?)
             .map_err(|count| Failure::refused(format!("{count}; give at most {MAX_KEYS} token files in all")))?;
         Ok(TokenFiles { files, keyring: Arc::new(keyring), security })

@@ -235,7 +235,7 @@ mod tests {
     use std::sync::Arc;
 
     use remora_fabric::shm::{ShmConnector, ShmExporter, ShmOptions};
-    use remora_fabric::{Connector, Exporter, Memory, Pages, RegionId};
+    use remora_fabric::{Connector, Exporter, Memory, Pages, RegionId, Regions};
 
     use super::*;
 
@@ -249,7 +249,7 @@ mod tests {
         let exporter = ShmExporter::bind(ShmOptions::default()).unwrap();
         let id = RegionId { generation: 1, region: 2 };
         exporter.export(id, Arc::new(Memory::create("region", REGION, Pages::Small).unwrap())).unwrap();
-        exporter.grant(1, [1; 32]);
+        exporter.grant(1, [1; 32], Regions::All);
         let sink = Memory::create("sink", plan(Duration::ZERO).sink_bytes(), Pages::Small).unwrap();
         let peer = ShmConnector::new().connect(&exporter.key(id).unwrap(), 1, &[1; 32], Arc::new(sink)).unwrap();
         (exporter, peer)

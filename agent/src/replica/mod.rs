@@ -6,8 +6,9 @@
 //!    touched)     └─ retry ◀┘ source or feed lost: goes on at the first slot  └─▶ --stay: goes on relaying
 //! ```
 //!
-//! - [`preflight`] finds foreseeable failures before anything is changed; [`control`] is the connection that changes
-//!   the server, and checks whether no other client has taken the server over; [`record`] notes each changed setting.
+//! - [`preflight`] finds foreseeable failures before anything is changed; [`known_primary`] says whether the primary
+//!   may be given the server's password; [`control`] is the connection that changes the server, and checks whether no
+//!   other client has taken the server over; [`record`] notes each changed setting.
 //! - [`delivery`] plays the primary towards the server, on a thread of its own. It uses [`feed`] with its [`parts`],
 //!   [`link`], [`unread`], [`pacer`], [`spool`] and [`meter`]. [`candidates`] keeps other processes from the server's
 //!   link, [`link_login`] is how the server proves itself there, [`link_failure`] says why a connection did not become
@@ -26,6 +27,7 @@ mod delivery;
 mod driver;
 mod feed;
 mod introduction;
+mod known_primary;
 mod limit;
 mod link;
 mod link_failure;
@@ -61,6 +63,7 @@ use tokio::time::Instant;
 
 use self::control::Control;
 use self::driver::{Driver, Setup};
+use self::known_primary::KnownPrimaries;
 use self::record::Record;
 use self::spool::Spool;
 use crate::args::ReplicaArgs;
@@ -77,8 +80,10 @@ use crate::units::Size;
 /// # Errors
 /// Why the server is not a replica; the message says in which state it was left.
 pub async fn run(args: ReplicaArgs) -> Result<(), Failure> {
-    let roles = CertificateRoles { replicas: args.readers.replica_names.clone(), monitors: Vec::new() };
-    let tokens = TokenFiles::read(&args.token_files, &[], args.security.open_for(&args.expected, roles)?)?;
+    let roles = CertificateRoles { replicas: args.readers.replica_names.clone(), ..CertificateRoles::default() };
+    let security = args.security.open_for(&args.expected, roles)?;
+    let security = args.relay.lender.apply(&args.security, security)?;
+    let tokens = TokenFiles::read(&args.token_files, &[], security)?;
     let _rereading = tokens.read_again_on_hangup()?;
     match until_signal(prepare(args, tokens), ": nothing was touched").await? {
         Some(driver) => driver.run().await,
@@ -109,7 +114,8 @@ async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -> Result<Option<Driver>
     }
     let mut source = source::Source::connect_first(&args, &credentials).await.map_err(source::failure)?;
     let plan = source.plan(&args, &target).await?;
-    let primary = preflight::primary(&args, &server, &target, &plan, source.address()).await?;
+    let known = KnownPrimaries::of(&args, target.followed(&record), source.address());
+    let primary = preflight::primary(&args, &server, &target, &plan, &known, source.address()).await?;
     preflight::refuse_to_overwrite(&args, &server, &target)?;
     warn_of_a_small_backlog(&plan);
     if !plan.warning.is_empty() {

@@ -11,6 +11,7 @@ use std::time::Duration;
 use remora_protocol::Offer;
 use tokio::time::Instant;
 
+use super::known_primary::{KnownPrimaries, Trust};
 use super::link_login::{LinkLogin, PrimaryLogin};
 use super::record::{LOGIN, Record};
 use crate::args::ReplicaArgs;
@@ -37,6 +38,16 @@ pub(super) struct Target {
     databases: Option<u32>,
     /// Whether it follows the link of a killed agent. What it holds is then the rest of an unfinished sync.
     pub(super) unfinished: bool,
+}
+
+impl Target {
+    /// The primary that the server followed before the sync.
+    pub(super) fn followed(&self, record: &Record) -> Option<(String, u16)> {
+        match &self.facts.link {
+            _ if self.unfinished => record.former(),
+            link => link.as_ref().map(|link| (link.host.clone(), link.port)),
+        }
+    }
 }
 
 /// Examines the replica's server, and whether it can follow a link.
@@ -83,7 +94,7 @@ pub(super) async fn target(
 }
 
 /// The server's login to its primary, without what an earlier agent may have left there.
-async fn login(client: &mut Client, record: &Record) -> Result<PrimaryLogin, ServerError> {
+pub(super) async fn login(client: &mut Client, record: &Record) -> Result<PrimaryLogin, ServerError> {
     let user = match client.config_get("masteruser").await? {
         None => client.config_get("primaryuser").await?,
         user => user,
@@ -151,6 +162,8 @@ pub(super) struct Primary {
     /// The primary with the login of the replica's server, where the agent asks the primary itself whether it would
     /// continue the server: it is another server than the one that the source captures, and tells its position.
     pub(super) asked: Option<Server>,
+    /// Whether the server's password may be sent there.
+    pub(super) trust: Trust,
     /// The same login, for another look before the first change.
     server: Server,
     /// When it was compared with the replica's server.
@@ -185,6 +198,7 @@ pub(super) async fn primary(
     server: &Server,
     target: &Target,
     plan: &Offer,
+    known: &KnownPrimaries,
     source: SocketAddr,
 ) -> Result<Primary, Failure> {
     if plan.run_id == target.facts.run_id.clone().unwrap_or_default() && !plan.run_id.is_empty() {
@@ -195,6 +209,11 @@ pub(super) async fn primary(
     }
     let host = if plan.primary.host.is_empty() { source_host(args, source) } else { plan.primary.host.clone() };
     let port = plan.primary.port;
+    let trust = known.trust(&host, port).map_err(Failure::refused)?;
+    // Before the connection, which would send the password.
+    if let (Trust::NoPassword(why), Some(_)) = (&trust, &target.login.password) {
+        return Err(Failure::refused(why.clone()));
+    }
     let refused = |error: ServerError| no_entry(&error, server.url(), (&host, port, plan.primary.tls), target);
     let primary_server = as_the_server_would(args, target, &host, port)?;
     let mut client = primary_server.connect().await.map_err(refused)?;
@@ -216,7 +235,7 @@ pub(super) async fn primary(
         }
         Err(error) => return Err(refused(error)),
     }
-    Ok(Primary { host, port, asked, server: primary_server, compared: Instant::now() })
+    Ok(Primary { host, port, asked, trust, server: primary_server, compared: Instant::now() })
 }
 
 /// The source's host, as this agent reaches it. It stands for the primary's host if the source's server has only a

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use remora_fabric::shm::{ShmExporter, ShmOptions};
 use remora_fabric::tcp::{SendMode, TcpExporter, TcpOptions};
-use remora_fabric::{Exporter, Memory, RegionId};
+use remora_fabric::{Exporter, Memory, RegionId, Regions};
 use remora_messenger::Keyring;
 use remora_protocol::{Message, RefusalCode, TableOffer};
 use remora_table::Geometry;
@@ -330,7 +330,8 @@ impl Lender {
             }
             if reader.told.is_none() {
                 let secret = derive(&reader.key, LANES_LABEL);
-                self.exporters.iter().for_each(|exporter| exporter.grant(session, secret));
+                let regions = Regions::only([*id]);
+                self.exporters.iter().for_each(|exporter| exporter.grant(session, secret, regions.clone()));
                 tracing::info!(reader = %reader.name, protection = %reader.protection, "downstream replica connected");
             }
             reader.told = Some(rate);

@@ -99,7 +99,8 @@ async fn converse(goal: Goal, tell: &UnboundedSender<Said>) -> Result<(), Lost> 
     let gone = |error: crate::conversation::Error| lost(LossCause::Gone, error.to_string());
     let address: SocketAddr =
         goal.upstream.address.parse().map_err(|_| lost(LossCause::Refused, "has no valid address".into()))?;
-    let options = Options { connect_timeout: REACH_LIMIT, ..goal.credentials.options(&address.ip().to_string()) };
+    let options =
+        Options { connect_timeout: REACH_LIMIT, ..goal.credentials.options_for_lender(&address.ip().to_string()) };
     let mut connection = goal.credentials.connect_with(address, &options).await.map_err(gone)?;
     let asked = Message::ReadPeer { generation: goal.generation, name: goal.name.clone() };
     connection.send(asked).await.map_err(gone)?;

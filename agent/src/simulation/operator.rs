@@ -11,7 +11,7 @@ use super::replica_agent::{ReplicaAgent, ReplicaOptions, SOURCE};
 use super::run::Simulation;
 use super::source_agent::SourceAgent;
 use super::tables::Tables;
-use super::wire::{Host, ServerId};
+use super::wire::{Address, Host, ServerId};
 use super::world::Event;
 use crate::args::ReplicaArgs;
 
@@ -32,7 +32,10 @@ struct CommandLine {
 fn arguments(id: ServerId, plan: &ReplicaPlan, replace: bool) -> ReplicaArgs {
     let (server, source) = (format!("redis://beside-{}:6379", id.0), format!("{}:{}", SOURCE.0, SOURCE.1));
     let retry = format!("{}s", plan.retry_for);
+    let Address { host, port } = address(PRIMARY);
+    let primary = format!("{host}:{port}");
     let mut line = vec!["replica", "--server", &server, "--source", &source, "--token-file", "token"];
+    line.extend(["--expect-primary", &primary]);
     line.extend(["--retry-for", &retry]);
     if plan.stay {
         line.push("--stay");

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use remora_fabric::sim::{Chance, Faults, Network, SimExporter};
-use remora_fabric::{Connector, Exporter, Memory, Pages, Peer, RegionId};
+use remora_fabric::{Connector, Exporter, Memory, Pages, Peer, RegionId, Regions};
 use remora_protocol::Offer;
 use remora_table::{Geometry, Identity, JournalWriter, Kind, Origin, SnapshotWriter};
 
@@ -174,7 +174,9 @@ impl Tables {
     ) -> Result<(Connected, u64), String> {
         let exporter = self.exporters.get(&source).ok_or("the source is gone")?;
         self.sessions += 1;
-        exporter.grant(self.sessions, SECRET);
+        let region = |generation: u64, region: u32| RegionId { generation, region };
+        let regions = [region(offer.snapshot.generation, SNAPSHOT), region(offer.journal.generation, JOURNAL)];
+        exporter.grant(self.sessions, SECRET, Regions::only(regions));
         let key = |generation: u64, region: u32| {
             exporter.key(RegionId { generation, region }).map_err(|error| error.to_string())
         };
@@ -218,7 +220,7 @@ impl Tables {
         let Some(lender) = self.lenders.get(&agent) else { return Lent::Gone };
         let Some(copy) = lender.copy.filter(|copy| copy.region.generation == generation) else { return Lent::NotYet };
         self.sessions += 1;
-        lender.exporter.grant(self.sessions, SECRET);
+        lender.exporter.grant(self.sessions, SECRET, Regions::only([copy.region]));
         let Ok(key) = lender.exporter.key(copy.region) else { return Lent::Gone };
         match self.network.connector().connect(&key, self.sessions, &SECRET, sink.clone()) {
             Ok(peer) if lender.lies => Lent::Copy(Box::new(Liar::new(peer, sink.clone())), copy.slots),

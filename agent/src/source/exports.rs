@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use remora_fabric::shm::{MAX_CONNECTIONS, ShmExporter, ShmOptions};
 use remora_fabric::tcp::{MAX_LANES_PER_SESSION, SendMode, TcpExporter, TcpOptions};
-use remora_fabric::{Exporter, Memory, RegionId, TransportKind};
+use remora_fabric::{Exporter, Memory, RegionId, Regions, TransportKind};
 
 use super::machine::Session;
 use super::tables::{Exported, JOURNAL_REGION, SNAPSHOT_REGION, Tables};
@@ -97,9 +97,9 @@ impl Exports {
         tokio::task::spawn_blocking(move || exports.revoke(id));
     }
 
-    /// Grants a session read access to all exported regions.
-    pub(super) fn grant(&self, session: Session, secret: [u8; 32]) {
-        self.exporters.iter().for_each(|exporter| exporter.grant(session, secret));
+    /// Grants a session read access to these regions, in place of those that it had.
+    pub(super) fn grant(&self, session: Session, secret: [u8; 32], regions: &Regions) {
+        self.exporters.iter().for_each(|exporter| exporter.grant(session, secret, regions.clone()));
     }
 
     /// Withdraws a session's read access and closes its lanes.
@@ -209,7 +209,7 @@ mod tests {
 
         fn revoke(&self, _: RegionId) {}
 
-        fn grant(&self, _: u64, _: Secret) {}
+        fn grant(&self, _: u64, _: Secret, _: Regions) {}
 
         fn withdraw(&self, _: u64) {}
 

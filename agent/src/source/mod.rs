@@ -43,7 +43,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use remora_fabric::{RegionId, TransportKind};
+use remora_fabric::{RegionId, Regions, TransportKind};
 use remora_protocol::{LossCause, Message, Offer, Phase, RefusalCode, Relays, Upstream};
 use remora_table::Origin;
 use tokio::sync::{Mutex, mpsc};
@@ -99,7 +99,7 @@ struct Mailboxes {
 /// Opens everything that a source needs, and reports that it is ready.
 async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listener), Failure> {
     let security = args.tokens.open_security()?;
-    let tokens = TokenFiles::read(&args.tokens.token_files, &args.tokens.monitor_token_files, security.clone())?;
+    let tokens = args.tokens.read(security.clone())?;
     descriptors::check(args.max_replicas)?;
     let server = args.server.open(Task::Source)?;
     let facts = Facts::read(&mut server.connect().await?).await?;
@@ -227,9 +227,32 @@ struct Peer {
     transport_why: String,
     /// How the peer lends its slots to other replicas, with its address as they reach it.
     relays: Option<Relays>,
+    /// What it was offered, and may read.
+    readable: Readable,
+}
+
+/// The regions that a session may read: those that it was offered last.
+#[derive(Default)]
+struct Readable {
+    /// The snapshot and the journal of an offer.
+    tables: Option<[RegionId; 2]>,
+    /// Memory to measure with.
+    probe: Option<RegionId>,
+}
+
+impl Readable {
+    fn regions(&self) -> Regions {
+        Regions::only(self.tables.into_iter().flatten().chain(self.probe))
+    }
 }
 
 impl Peer {
+    /// Changes what it may read. Call it before the message that offers the regions.
+    fn grant(&mut self, session: Session, exports: &Exports, change: impl FnOnce(&mut Readable)) {
+        change(&mut self.readable);
+        exports.grant(session, derive(&self.key, LANES_LABEL), &self.readable.regions());
+    }
+
     /// What protects the data that it reads over this transport, or its conversation as long as it reads nothing.
     fn data_protection(&self, transport: Option<TransportKind>, is_sealed: bool) -> Protection {
         transport.map_or(self.protection, |kind| self.protection.of_data(kind, is_sealed, self.address.ip()))
@@ -283,7 +306,17 @@ impl Source {
         let (role, protection) = (connection.role(), connection.protection());
         let (sender, receiver) = connection.split();
         let transport_why = String::new();
-        let peer = Peer { sender, address, key, role, protection, done: false, transport_why, relays: None };
+        let peer = Peer {
+            sender,
+            address,
+            key,
+            role,
+            protection,
+            done: false,
+            transport_why,
+            relays: None,
+            readable: Readable::default(),
+        };
         self.sessions.insert(session, peer);
         listener::listen_to(receiver, self.incoming.clone(), move |heard| match heard {
             Ok(message) => Incoming::Said { session, message: Box::new(message) },
@@ -295,16 +328,14 @@ impl Source {
         let Some(peer) = self.sessions.get_mut(&session) else { return };
         if !peer.role.may_send(&message) {
             peer.done = true;
-            tracing::warn!(address = %peer.address, request = message.name(), "refused: the peer may ask for the status only");
-            let text = "the token or the certificate permits the status only; use that of a replica".to_owned();
+            tracing::warn!(address = %peer.address, request = message.name(), permits = peer.role.permits(), "refused: the peer's role does not permit it");
+            let text = format!("the token or the certificate permits {}; use that of a replica", peer.role.permits());
             return self.send(session, Message::Refused { code: RefusalCode::NotPermitted, text });
         }
         let event = match message {
             Message::Join(join) if join.plan_only => return self.send_plan(session),
             Message::ProbeQuery => return self.probe_requested(session),
             Message::Join(join) => {
-                self.grant(session);
-                let Some(peer) = self.sessions.get_mut(&session) else { return };
                 peer.relays = join.relays.map(|relays| as_others_reach_it(relays, peer.address));
                 let address = peer.address.to_string();
                 let name = if join.name.is_empty() { address.clone() } else { join.name };
@@ -421,7 +452,7 @@ impl Source {
                 self.send(session, Message::Refused { code, text });
                 self.exports.withdraw(session);
                 if let Some(peer) = self.sessions.get_mut(&session) {
-                    peer.done = true;
+                    (peer.done, peer.readable) = (true, Readable::default());
                 }
                 let moved = self.topology.gone(session);
                 self.assign(&moved);
@@ -440,12 +471,6 @@ impl Source {
             Action::StopCapture { generation } => self.threads.stop(generation),
         }
         Ok(())
-    }
-
-    /// Grants a session read access to all exported regions.
-    fn grant(&self, session: Session) {
-        let Some(peer) = self.sessions.get(&session) else { return };
-        self.exports.grant(session, derive(&peer.key, LANES_LABEL));
     }
 
     // ---- answers ----
@@ -511,16 +536,18 @@ impl Source {
             return;
         };
         let Some(origin) = snapshot.origin() else { return };
-        let table = |origin: Origin, region| {
-            let id = RegionId { generation: origin.generation, region };
-            self.tables.offer(id, origin.offset, self.exports.keys(id))
-        };
+        let id = |origin: Origin, region| RegionId { generation: origin.generation, region };
+        let tables = [id(origin, SNAPSHOT_REGION), id(stream, JOURNAL_REGION)];
+        let Some(peer) = self.sessions.get_mut(&session) else { return };
+        peer.grant(session, &self.exports, |readable| readable.tables = Some(tables));
+        let table = |origin: Origin, id| self.tables.offer(id, origin.offset, self.exports.keys(id));
+        let [snapshot, journal] = tables;
         let offer = Offer {
             generation: origin.generation,
             replid: Some(origin.history),
             offset: origin.offset,
-            snapshot: table(origin, SNAPSHOT_REGION),
-            journal: table(stream, JOURNAL_REGION),
+            snapshot: table(origin, snapshot),
+            journal: table(stream, journal),
             upstream,
             ..self.plan()
         };

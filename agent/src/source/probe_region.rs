@@ -6,7 +6,8 @@
 //! ```
 //!
 //! The region is memory beyond `--memory`: [`REGION_BYTES`], shared by all sessions that measure at a time, and none
-//! while no session does. Read access to it is granted per session, as for tables.
+//! while no session does. Read access to it is granted with its offer, per session, as for tables. A session that
+//! measures gets no access to these.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -93,7 +94,6 @@ impl ProbeRegion {
 impl Source {
     /// A session requests memory to measure with.
     pub(super) fn probe_requested(&mut self, session: Session) {
-        self.grant(session);
         match self.probe_region.requested(session) {
             Request::Create(id) => {
                 let (exports, incoming) = (self.exports.clone(), self.incoming.clone());
@@ -104,7 +104,7 @@ impl Source {
                 });
             }
             Request::Wait => {}
-            Request::Offer(id) => self.send(session, Message::ProbeOffer { keys: self.exports.keys(id) }),
+            Request::Offer(id) => self.offer_probe_region(session, id),
         }
     }
 
@@ -113,15 +113,19 @@ impl Source {
         let waiting = self.probe_region.created(exported.is_ok().then_some(id));
         match (waiting, exported) {
             (None, _) => self.exports.revoke_in_background(id),
-            (Some(waiting), Ok(())) => waiting
-                .into_iter()
-                .for_each(|session| self.send(session, Message::ProbeOffer { keys: self.exports.keys(id) })),
+            (Some(waiting), Ok(())) => waiting.into_iter().for_each(|session| self.offer_probe_region(session, id)),
             (Some(waiting), Err(error)) => {
                 let text = format!("the source cannot provide memory to measure with: {error}");
                 let refusal = Message::Refused { code: RefusalCode::Busy, text };
                 waiting.into_iter().for_each(|session| self.send(session, refusal.clone()));
             }
         }
+    }
+
+    fn offer_probe_region(&mut self, session: Session, id: RegionId) {
+        let Some(peer) = self.sessions.get_mut(&session) else { return };
+        peer.grant(session, &self.exports, |readable| readable.probe = Some(id));
+        self.send(session, Message::ProbeOffer { keys: self.exports.keys(id) });
     }
 
     /// A session has ended that may have measured.

@@ -179,15 +179,19 @@ fn a_certificate_that_is_not_accepted_is_explained_at_both_ends_and_nothing_is_t
 }
 
 #[test]
-fn the_names_in_certificates_say_who_may_read_the_data_and_who_the_status_only() {
+fn the_names_in_certificates_say_who_may_read_the_data_who_may_measure_and_who_gets_the_status_only() {
     let Some(kind) = require::redis() else { return };
     let (primary, server, stage) = (primary(kind).start().unwrap(), Server::start(kind).unwrap(), Stage::new());
     fill_keys(&primary, 100, "value");
     let authority = Authority::new(stage.folder(), "ca").unwrap();
-    let [of_source, of_replica, of_monitor, of_other] = [HOST, "replica.invalid", "monitor.invalid", "other.invalid"]
-        .map(|name| authority.sign(name, &[name]).unwrap());
-    let names =
-        ["--replica-name", "replica.invalid", "--replica-name", "10.1.2.3", "--monitor-name", "monitor.invalid"];
+    let [of_source, of_replica, of_prober, of_monitor, of_other] =
+        [HOST, "replica.invalid", "prober.invalid", "monitor.invalid", "other.invalid"]
+            .map(|name| authority.sign(name, &[name]).unwrap());
+    let names = [
+        ["--replica-name", "replica.invalid", "--replica-name", "10.1.2.3"],
+        ["--monitor-name", "monitor.invalid", "--probe-name", "prober.invalid"],
+    ]
+    .concat();
     let given = options(&of_source);
     let mut source = stage.source(&primary.url(), &[&words(&given)[..], &names].concat());
     let token = stage.token.display().to_string();
@@ -201,15 +205,76 @@ fn the_names_in_certificates_say_who_may_read_the_data_and_who_the_status_only()
         let said = ends(&mut start(&stage, command, &source, &of_monitor), 5);
         says(&said, &["the token or the certificate permits the status only"]);
     }
+    for command in [&status, &probe] {
+        ends(&mut start(&stage, command, &source, &of_prober), 0);
+    }
+    let said = ends(&mut start(&stage, &replica, &source, &of_prober), 5);
+    says(&said, &["the token or the certificate permits the status and measurements only"]);
     let said = ends(&mut start(&stage, &status, &source, &of_other), 5);
     assert!(said.contains("refuses the certificate of this end") || said.contains("see its log"), "{said}");
-    source.agent.wait_for_line("it is for no name in --replica-name or --monitor-name", LONG).unwrap();
+    source.agent.wait_for_line("it is for no name in --replica-name, --probe-name or --monitor-name", LONG).unwrap();
     assert_untouched(&server);
     assert_eq!(number(&primary, "sync_full"), 0);
 
     let mut agent = start(&stage, &replica, &source, &of_replica);
     agent.wait_for_success(LONG).unwrap();
     assert_same_data(&primary, &server);
+}
+
+/// All agents share a name, as `--peer-name` is for. The attacker has the certificate of a replica that lends slots, which
+/// is valid for servers.
+#[test]
+fn with_names_of_their_own_a_replicas_certificate_is_neither_the_sources_nor_another_lenders() {
+    const SHARED: &str = "agents.invalid";
+    let Some(kind) = require::redis() else { return };
+    let [primary, forged] = [(); 2].map(|()| primary(kind).start().unwrap());
+    let (servers, stage) = ([(); 3].map(|()| Server::start(kind).unwrap()), Stage::new());
+    fill_keys(&primary, 20_000, &"a value ".repeat(100));
+    fill_keys(&forged, 10, "forged");
+    let authority = Authority::new(stage.folder(), "ca").unwrap();
+    let [of_source, of_lender, of_replica] = ["source", "lender", "replica"]
+        .map(|name| authority.sign(name, &[SHARED, &format!("{name}.invalid")]).unwrap());
+    let shared = ["--peer-name", SHARED];
+    let source_name = ["--source-name", "source.invalid"];
+
+    let (mut impostor, address) = source_without_token(&stage, &forged, &of_replica);
+    let given = options(&of_lender);
+    let status =
+        |more: &[&str], code| stage.end(&[&["status", "--source", &address], &words(&given)[..], more].concat(), code);
+    status(&shared, 0); // who shares a name may stand in for another
+    for more in [&source_name[..], &[&shared[..], &source_name].concat()] {
+        says(&status(more, 5), &["certificate for another name", "source.invalid", "--source-name"]);
+    }
+    let (url, lent) = (servers[0].url(), ["replica", "--retry-for", "0", "--source", &address, "--server"]);
+    let deceived = [&lent[..], &[&url], &words(&given), &shared, &source_name].concat();
+    says(&stage.end(&deceived, 5), &["certificate for another name"]);
+    assert_untouched(&servers[0]);
+    impostor.signal(Signal::TERM).unwrap();
+    impostor.wait_for_success(LONG).unwrap();
+
+    let (mut source, address) = source_without_token(&stage, &primary, &of_source);
+    let replica = |server: &Server, files: &Tls, more: &[&str]| {
+        let (url, given) = (server.url(), options(files));
+        let args = ["replica", "--server", &url, "--source", &address, "--transport", "tcp"];
+        stage.start(None, &[&args[..], &words(&given), &shared, &source_name, more].concat())
+    };
+    let mut lender = replica(&servers[0], &of_lender, &["--stay"]);
+    lender.wait_for_line("in step; staying", LONG).unwrap();
+    // The lender's certificate is not for the name that this reader expects, so it reads from the source.
+    let mut reader = replica(&servers[1], &of_replica, &["--lender-name", "other.invalid", "--no-serve-peers"]);
+    reader.wait_for_success(LONG).unwrap();
+    assert!(!reader.output().contains("reading slots from another replica"), "{}", reader.output());
+    says(&source.output(), &["certificate for another name", "--lender-name"]);
+    let mut reader = replica(&servers[2], &of_replica, &["--lender-name", "lender.invalid"]);
+    reader.wait_for_line("reading slots from another replica", LONG).unwrap();
+    reader.wait_for_success(LONG).unwrap();
+    for agent in [&mut lender, &mut source] {
+        agent.signal(Signal::TERM).unwrap();
+        agent.wait_for_success(LONG).unwrap();
+    }
+    for server in &servers {
+        assert_same_data(&primary, server);
+    }
 }
 
 #[test]
@@ -221,6 +286,10 @@ fn roles_of_certificates_need_certificates() {
     says(&stage.end(&[&source[..], &common].concat(), 2), &["--monitor-name", "--security mtls"]);
     let replica = ["replica", "--source", "127.0.0.1:9", "--replica-name", "replica.invalid"];
     says(&stage.end(&[&replica[..], &common].concat(), 2), &["--replica-name", "--security mtls"]);
+    for option in ["--source-name", "--lender-name"] {
+        let replica = ["replica", "--source", "127.0.0.1:9", option, "name.invalid"];
+        says(&stage.end(&[&replica[..], &common].concat(), 2), &[option, "--security mtls"]);
+    }
     let no_name = ["source", "--listen", "127.0.0.1:0", "--replica-name", "no name"];
     says(&stage.end(&[&no_name[..], &common].concat(), 2), &["neither a DNS name nor an IP address"]);
 }

@@ -34,6 +34,33 @@ fn a_token_for_monitoring_gets_the_status_and_nothing_else() {
 }
 
 #[test]
+fn a_token_for_measurements_probes_and_gets_the_status_and_nothing_else() {
+    let Some(kind) = require::redis() else { return };
+    let (primary, server, stage) = (primary(kind).start().unwrap(), Server::start(kind).unwrap(), Stage::new());
+    fill_keys(&primary, 100, "value");
+    let prober = stage.secret("prober", "a token for measurements");
+    let monitor = stage.secret("monitor", MONITOR);
+    let before = syncs(&primary);
+    let source = stage.source(&primary.url(), &["--probe-token-file", &prober, "--monitor-token-file", &monitor]);
+    let address = source.address.to_string();
+    let with = |token: &str| ["--source".to_owned(), address.clone(), "--token-file".to_owned(), token.to_owned()];
+    let end = |command: &[&str], token: &str, code| {
+        let given = with(token);
+        stage.end(&[command, &given.each_ref().map(String::as_str)].concat(), code)
+    };
+    let probe = ["probe", "--transport", "tcp", "--sizes", "64KiB", "--depths", "4", "--time", "10ms"];
+    says(&end(&probe, &prober, 0), &["tcp"]);
+    says(&end(&["status"], &prober, 0), &["snapshot   none"]);
+    says(&end(&probe, &monitor, 5), &["permits the status only"]);
+    let said = end(&["replica", "--server", &server.url()], &prober, 5);
+    says(&said, &["the token or the certificate permits the status and measurements only"]);
+    assert_eq!(syncs(&primary), before, "no snapshot was taken");
+    assert_eq!(server.fact("role").unwrap(), "master");
+    source.replicate(&server, &[]);
+    assert_same_data(&primary, &server);
+}
+
+#[test]
 fn a_token_is_replaced_while_the_source_runs_and_conversations_go_on() {
     let Some(kind) = require::redis() else { return };
     let (primary, server, stage) = (primary(kind).start().unwrap(), Server::start(kind).unwrap(), Stage::new());

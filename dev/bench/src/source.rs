@@ -14,7 +14,7 @@ use std::{
 };
 
 use remora_fabric::{
-    Connector, Error, Exporter, Memory, Pages, Peer, RegionId, RegionKey, Secret,
+    Connector, Error, Exporter, Memory, Pages, Peer, RegionId, RegionKey, Regions, Secret,
     shm::{ShmConnector, ShmExporter, ShmOptions},
     tcp::{SendMode, TcpConnector, TcpExporter, TcpOptions},
     verbs::{CompletionMode, VerbsConnector, VerbsExporter, VerbsOptions},
@@ -180,7 +180,7 @@ fn be_the_source(wish: &str) -> Result<(), Box<dyn std::error::Error>> {
     exporters.extend(verbs.iter().map(|verbs| verbs as &dyn Exporter));
     for exporter in exporters {
         exporter.export(ID, region.clone())?;
-        exporter.grant(SESSION, SECRET);
+        exporter.grant(SESSION, SECRET, Regions::All);
     }
     let plain = TcpListener::bind("127.0.0.1:0")?;
     let place = Place {

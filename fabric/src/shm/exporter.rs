@@ -16,6 +16,7 @@ use super::{
 };
 use crate::{
     error::{Denial, Error},
+    grants::Regions,
     memory::{
         Memory,
         local::{Address, Admits, Listener},
@@ -82,13 +83,15 @@ impl Exporter for ShmExporter {
         server.cut_readers(Denial::Revoked, |_, region| region == id);
     }
 
-    fn grant(&self, session: u64, secret: Secret) {
-        self.shared.server().grant(session, secret);
+    fn grant(&self, session: u64, secret: Secret, regions: Regions) {
+        let mut server = self.shared.server();
+        let closes = server.grants.insert(session, secret, regions);
+        server.cut_readers(Denial::NotGranted, |reader, id| reader == session && closes(id));
     }
 
     fn withdraw(&self, session: u64) {
         let mut server = self.shared.server();
-        server.forget_session(session);
+        server.grants.remove(session);
         server.cut_readers(Denial::NotGranted, |reader, _| reader == session);
     }
 

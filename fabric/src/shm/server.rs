@@ -16,9 +16,10 @@ use super::wire::{self, Shm};
 use crate::{
     auth::{self, PROOF_BYTES},
     error::{Denial, Error},
+    grants::Grants,
     lane_handshake::{Format, Hello, Refusal, Source},
     memory::local::{self, Packet, PeerSocket},
-    region::{RegionId, Secret},
+    region::RegionId,
 };
 
 /// What the exporter and its thread share.
@@ -40,7 +41,7 @@ impl Shared {
 /// Regions, grants, and reader connections.
 pub(super) struct Server {
     regions: HashMap<RegionId, Region>,
-    grants: HashMap<u64, Secret>,
+    pub(super) grants: Grants,
     pub(super) readers: HashMap<u64, ReaderConnection>,
     /// Readers are numbered in the order of their connections. No number is used twice, so that an event for a closed
     /// connection finds none.
@@ -97,7 +98,7 @@ impl Server {
     pub(super) fn new(max_connections: usize, handshake_timeout: Duration) -> Server {
         Server {
             regions: HashMap::new(),
-            grants: HashMap::new(),
+            grants: Grants::default(),
             readers: HashMap::new(),
             next_number: FIRST_READER,
             max_connections,
@@ -119,14 +120,6 @@ impl Server {
 
     pub(super) fn region_length(&self, id: RegionId) -> Option<u64> {
         self.regions.get(&id).map(|region| region.length)
-    }
-
-    pub(super) fn grant(&mut self, session: u64, secret: Secret) {
-        self.grants.insert(session, secret);
-    }
-
-    pub(super) fn forget_session(&mut self, session: u64) {
-        self.grants.remove(&session);
     }
 
     /// Sends a farewell to the readers that `chosen` selects by session and region, and closes their connections.
@@ -233,7 +226,8 @@ impl Server {
     /// Checks the proof first: a reader is told what there is only after it has proved its session.
     fn judge(&self, proof: &[u8; PROOF_BYTES], handshake: &Source<Shm>) -> Result<(&Region, Vec<u8>), Denial> {
         let hello = handshake.hello();
-        let proved = handshake.examine(proof, self.grants.get(&hello.session))?;
+        let proved = handshake.examine(proof, self.grants.secret(hello.session))?;
+        self.grants.permit(hello.session, hello.id)?;
         match self.regions.get(&hello.id) {
             Some(_) if self.all_places_taken() => Err(Denial::Busy),
             Some(_) if self.readers_of(hello.session) >= READERS_PER_SESSION => Err(Denial::Busy),

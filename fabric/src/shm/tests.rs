@@ -16,7 +16,7 @@ use super::{
     *,
 };
 use crate::{
-    Denial,
+    Denial, Regions,
     lane_handshake::{Format, Hello},
     memory::{
         Memory, Pages,
@@ -38,7 +38,7 @@ fn exporter(options: ShmOptions) -> (ShmExporter, Arc<Memory>) {
     let exporter = ShmExporter::bind(options).unwrap();
     let memory = memory();
     exporter.export(ID, memory.clone()).unwrap();
-    exporter.grant(1, SECRET);
+    exporter.grant(1, SECRET, Regions::All);
     (exporter, memory)
 }
 
@@ -140,7 +140,7 @@ fn one_session_can_not_take_all_connections() {
     let key = exporter.key(ID).unwrap();
     let peers: Vec<_> = (0..16).map(|_| connect(&key).unwrap()).collect();
     assert!(matches!(connect(&key).err().unwrap(), Error::Refused(Denial::Busy)));
-    exporter.grant(2, SECRET);
+    exporter.grant(2, SECRET, Regions::All);
     assert!(ShmConnector::new().connect(&key, 2, &SECRET, memory()).is_ok(), "there is room for others");
     drop(peers);
 }
@@ -294,7 +294,7 @@ fn exporter_without_the_option() -> (ShmExporter, Arc<Memory>) {
     let exporter = ShmExporter::over(listener, &options).unwrap();
     let memory = memory();
     exporter.export(ID, memory.clone()).unwrap();
-    exporter.grant(1, SECRET);
+    exporter.grant(1, SECRET, Regions::All);
     (exporter, memory)
 }
 
@@ -320,7 +320,7 @@ fn a_lingering_descriptor_delays_no_reader_and_no_owner() {
     let begun = Instant::now();
     let another = RegionId { generation: 2, region: 1 };
     exporter.export(another, memory).unwrap();
-    exporter.grant(2, SECRET);
+    exporter.grant(2, SECRET, Regions::All);
     exporter.withdraw(2);
     exporter.revoke(another);
     connect(&exporter.key(ID).unwrap()).unwrap();

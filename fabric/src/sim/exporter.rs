@@ -15,6 +15,7 @@ use super::{
 use crate::{
     auth,
     error::{Denial, Error, ReadError},
+    grants::{Grants, Regions},
     memory::Memory,
     region::{RegionId, RegionKey, Secret, TransportKind},
     transport::Exporter,
@@ -31,7 +32,7 @@ pub struct SimExporter {
 /// A source as the network sees it.
 pub(super) struct Source {
     regions: HashMap<RegionId, Arc<Memory>>,
-    grants: HashMap<u64, Secret>,
+    grants: Grants,
     readers: Vec<ReaderConnection>,
     served: Arc<AtomicU64>,
 }
@@ -46,7 +47,7 @@ impl SimExporter {
     pub(super) fn new(shared: Arc<Shared>) -> SimExporter {
         let served = Arc::new(AtomicU64::new(0));
         let source =
-            Source { regions: HashMap::new(), grants: HashMap::new(), readers: Vec::new(), served: served.clone() };
+            Source { regions: HashMap::new(), grants: Grants::default(), readers: Vec::new(), served: served.clone() };
         let mut state = shared.state();
         let number = state.sources.len();
         state.sources.push(Some(source));
@@ -82,13 +83,16 @@ impl Exporter for SimExporter {
         });
     }
 
-    fn grant(&self, session: u64, secret: Secret) {
-        self.with(|source| source.grants.insert(session, secret));
+    fn grant(&self, session: u64, secret: Secret, regions: Regions) {
+        self.with(|source| {
+            let closes = source.grants.insert(session, secret, regions);
+            source.cut(Denial::NotGranted, |reader| reader.session == session && closes(reader.id));
+        });
     }
 
     fn withdraw(&self, session: u64) {
         self.with(|source| {
-            source.grants.remove(&session);
+            source.grants.remove(session);
             source.cut(Denial::NotGranted, |reader| reader.session == session);
         });
     }
@@ -117,9 +121,10 @@ impl Source {
     /// Admits or refuses a reader. The proof is made and checked as on a real transport.
     pub(super) fn admit(&self, session: u64, secret: &Secret, id: RegionId) -> Result<Admission, Denial> {
         let proof = auth::prove(secret, b"sim", &session.to_le_bytes());
-        if !auth::verify_known(self.grants.get(&session), b"sim", &session.to_le_bytes(), &proof) {
+        if !auth::verify_known(self.grants.secret(session), b"sim", &session.to_le_bytes(), &proof) {
             return Err(Denial::NotGranted);
         }
+        self.grants.permit(session, id)?;
         match self.regions.get(&id) {
             Some(memory) => Ok(Admission { memory: memory.clone(), served: self.served.clone() }),
             None if self.regions.keys().any(|known| known.region == id.region) => Err(Denial::Stale),

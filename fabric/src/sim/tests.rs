@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::*;
 use crate::{
-    Denial, ReadError,
+    Denial, ReadError, Regions,
     memory::{Memory, Pages},
     region::RegionId,
     transport::{Completion, Connector, Exporter, Peer, ReadRequest},
@@ -30,7 +30,7 @@ impl World {
         let exporter = network.exporter();
         let memory = Arc::new(Memory::create("region", SIZE, Pages::Small).unwrap());
         exporter.export(ID, memory.clone()).unwrap();
-        exporter.grant(1, SECRET);
+        exporter.grant(1, SECRET, Regions::All);
         let sink = Arc::new(Memory::create("sink", SIZE, Pages::Small).unwrap());
         World { network, exporter, memory, sink }
     }

@@ -3,15 +3,15 @@
 //!
 //! ```text
 //!   adopt(stream) ─▶ thread: handshake ─▶ Server::admit ─▶ serve ─▶ Server::leave
-//!                                            ▲   under one lock: grant still the same? region exported? room?
+//!                                            ▲   under one lock: grant still the same, and for this region? exported? room?
 //!   export, revoke, grant, withdraw, drop ───┘
 //! ```
 //!
 //! What is true at every moment, by the lock around [`Server`]:
 //!
 //! - The thread of each lane is either in `lanes`, with its socket, or in `ended`, to be joined.
-//! - A lane that is served has a grant and an exported region: removing either closes the lane before the lock is
-//!   released.
+//! - A lane that is served has a grant for its region, which is exported: removing either closes the lane before the
+//!   lock is released.
 //! - There are at most [`TcpOptions::served_lanes`] lanes. [`UNPROVED`] bounds those without a proof, by address and in
 //!   all: the oldest of them is closed when another connection needs its place.
 //!
@@ -39,7 +39,10 @@ use super::{
     socket::Deadline,
 };
 use crate::admission::{Admission, Limits, Verdict};
-use crate::{Denial, Error, Exporter, Memory, RegionId, RegionKey, Secret, TransportKind, lane_handshake::Hello};
+use crate::{
+    Denial, Error, Exporter, Memory, RegionId, RegionKey, Regions, Secret, TransportKind, grants::Grants,
+    lane_handshake::Hello,
+};
 
 /// Exports regions over TCP. The owner of a listening port passes connections to [`TcpExporter::adopt`], or
 /// [`TcpExporter::listen`] accepts them.
@@ -125,16 +128,15 @@ impl Exporter for TcpExporter {
         }
     }
 
-    fn grant(&self, session: u64, secret: Secret) {
+    fn grant(&self, session: u64, secret: Secret, regions: Regions) {
         let mut server = self.shared.server();
-        if server.grants.insert(session, secret).is_some_and(|before| before != secret) {
-            server.cut(|lane| lane.belongs_to(session));
-        }
+        let closes = server.grants.insert(session, secret, regions);
+        server.cut(|lane| lane.reader.is_some_and(|(of, id)| of == session && closes(id)));
     }
 
     fn withdraw(&self, session: u64) {
         let mut server = self.shared.server();
-        server.grants.remove(&session);
+        server.grants.remove(session);
         server.cut(|lane| lane.belongs_to(session));
     }
 
@@ -217,7 +219,7 @@ impl Shared {
     fn serve_lane(&self, number: u64, stream: &TcpStream) -> Result<(), Error> {
         let responder = Responder::challenge(stream, Deadline::after(self.options.handshake_timeout))?;
         let &Hello { session, id, .. } = responder.hello();
-        let secret = self.server().grants.get(&session).copied();
+        let secret = self.server().grants.secret(session).copied();
         let examined = responder.examine(secret.as_ref())?;
         let admitted = examined.and_then(|proved| {
             let region = self.server().admit(number, session, secret.as_ref(), id)?;
@@ -247,7 +249,7 @@ impl Shared {
 struct Server {
     advertised: Option<SocketAddr>,
     regions: HashMap<RegionId, Arc<Region>>,
-    grants: HashMap<u64, Secret>,
+    grants: Grants,
     lanes: HashMap<u64, Lane>,
     /// The lanes without a proof.
     unproved: Admission,
@@ -281,7 +283,7 @@ impl Server {
         Server {
             advertised,
             regions: HashMap::new(),
-            grants: HashMap::new(),
+            grants: Grants::default(),
             lanes: HashMap::new(),
             unproved: Admission::new(UNPROVED),
             ended: Vec::new(),
@@ -315,9 +317,10 @@ impl Server {
         id: RegionId,
     ) -> Result<Arc<Region>, Denial> {
         // The grant may have been withdrawn since the proof was checked.
-        if self.closed || secret.is_none() || self.grants.get(&session) != secret {
+        if self.closed || secret.is_none() || self.grants.secret(session) != secret {
             return Err(Denial::NotGranted);
         }
+        self.grants.permit(session, id)?;
         let Some(region) = self.regions.get(&id) else {
             let is_stale = self.regions.keys().any(|known| known.region == id.region);
             return Err(if is_stale { Denial::Stale } else { Denial::Unknown });

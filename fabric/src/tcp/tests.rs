@@ -24,7 +24,8 @@ use super::{
 };
 use crate::admission::GRACE;
 use crate::{
-    Completion, Connector, Denial, Exporter, Memory, Pages, Peer, ReadError, ReadRequest, RegionId, RegionKey, Secret,
+    Completion, Connector, Denial, Exporter, Memory, Pages, Peer, ReadError, ReadRequest, RegionId, RegionKey, Regions,
+    Secret,
     lane_handshake::{Format, Hello},
     transport::wait_readable,
 };
@@ -375,9 +376,9 @@ fn dropping_the_exporter_does_not_wait_for_readers() {
 fn a_new_secret_for_a_session_cuts_the_lanes_of_the_old_one() {
     let world = World::new(quick());
     let mut peer = world.connect().unwrap();
-    world.exporter.grant(SESSION, SECRET);
+    world.exporter.grant(SESSION, SECRET, Regions::All);
     assert_eq!(peer.poll(&mut Vec::new()).unwrap(), 0, "the same secret again changes nothing");
-    world.exporter.grant(SESSION, [5; 32]);
+    world.exporter.grant(SESSION, [5; 32], Regions::All);
     world.wait_for_lanes(0);
     assert!(world.connect().is_err());
 }
@@ -499,7 +500,7 @@ impl World {
             region.write(offset, &offset.wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes()).unwrap();
         }
         exporter.export(ID, region.clone()).unwrap();
-        exporter.grant(SESSION, SECRET);
+        exporter.grant(SESSION, SECRET, Regions::All);
         let connector = TcpConnector::new(options, None).unwrap();
         let sink = Arc::new(Memory::create("sink", REGION_BYTES, Pages::Small).unwrap());
         World { exporter, connector, address, region, sink }

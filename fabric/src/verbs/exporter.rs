@@ -19,7 +19,7 @@ use super::{
     VerbsOptions, key, serve,
     server::{DeviceContext, Exported, Listener, Server, Shared},
 };
-use crate::{Error, Exporter, Memory, RegionId, RegionKey, Secret, TransportKind};
+use crate::{Error, Exporter, Memory, RegionId, RegionKey, Regions, Secret, TransportKind};
 
 /// Exports memory by RDMA. Dropping it closes all connections and ends its thread.
 pub struct VerbsExporter {
@@ -136,8 +136,8 @@ impl Exporter for VerbsExporter {
         drop(region);
     }
 
-    fn grant(&self, session: u64, secret: Secret) {
-        self.shared.server().grant(session, secret);
+    fn grant(&self, session: u64, secret: Secret, regions: Regions) {
+        self.shared.server().grant(session, secret, regions);
     }
 
     fn withdraw(&self, session: u64) {

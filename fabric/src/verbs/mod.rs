@@ -25,8 +25,11 @@
 //! - Only shared memory of our own (memfd) is registered, at both ends. When a process has registered private memory, a
 //!   fork copies all of it immediately; shared memory is never copied. `ibv_fork_init`, which would take the memory
 //!   away from the child, is not called (see `docs/rdma.md`).
-//! - There is one protection domain per exporter and device: all readers with a session hold the same token and have
-//!   the same rights.
+//! - Grants are checked at the handshake only. There is one protection domain per exporter and device, so a card reads
+//!   whatever registered memory a queue pair with rights names the key of. A session gets the key of its region in the
+//!   welcome, and no other. One that has a grant for some region, and knows the key of another one, can read that too:
+//!   from an earlier grant for the same memory (prepared memory keeps its key over generations), from a reader that
+//!   passed it on, or by guessing 32 bits. Where tables are sealed it reads ciphertext, whose key comes with the offer.
 //! - Each queue pair has credits: no more requests are posted than the send queue and the completion queue hold.
 //! - Any error retires the peer, which destroys its queue pairs: after that no card writes to the sink.
 //! - Exported memory must not be [released](crate::Memory::release): the card would keep the old pages.

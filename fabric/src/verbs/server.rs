@@ -9,8 +9,8 @@
 //!
 //! What is true at every moment:
 //!
-//! - A reader's queue pair has rights to the source's memory only in the stage `Reading`: with a grant, and an exported
-//!   region.
+//! - A reader's queue pair has rights to the source's memory only in the stage `Reading`: with a grant for its region,
+//!   which is exported. The card knows keys only, no grants: see the parent's text.
 //! - A reader's connection has one receive posted (the proof) and sends at most one message (the welcome): two
 //!   completions, for which its queue has room.
 //! - A reader's connection in another stage has a deadline, and one of the places in [`Unproved`].
@@ -39,8 +39,9 @@ use super::{
     wire::{Grant, Verbs},
 };
 use crate::{
-    Denial, Error, Memory, RegionId, Secret,
+    Denial, Error, Memory, RegionId, Regions, Secret,
     auth::{self, PROOF_BYTES},
+    grants::Grants,
     lane_handshake::{Format, Hello, Refusal, Source},
 };
 
@@ -144,14 +145,14 @@ impl DeviceContext {
 
 /// Memory that is registered with the devices.
 #[derive(Default)]
-pub(super) struct Regions {
+pub(super) struct RegisteredRegions {
     /// What readers may read.
     open: HashMap<RegionId, Exported>,
     /// Memory that stays registered between regions.
     cached: Vec<Exported>,
 }
 
-impl Regions {
+impl RegisteredRegions {
     /// Keeps memory registered, whether it is exported or not.
     pub(super) fn cache(&mut self, exported: Exported) {
         self.cached.push(exported);
@@ -188,8 +189,8 @@ pub(super) struct Server {
     readers: HashMap<usize, ReaderConnection>,
     /// Those of them that are not in the stage `Reading`.
     unproved: Unproved,
-    pub(super) regions: Regions,
-    grants: HashMap<u64, Secret>,
+    pub(super) regions: RegisteredRegions,
+    grants: Grants,
     contexts: Vec<DeviceContext>,
     listeners: Vec<Listener>,
     pub(super) events: Arc<Events>,
@@ -222,8 +223,8 @@ impl Server {
             options,
             readers: HashMap::new(),
             unproved: Unproved::new(),
-            regions: Regions::default(),
-            grants: HashMap::new(),
+            regions: RegisteredRegions::default(),
+            grants: Grants::default(),
             contexts,
             listeners,
             events,
@@ -245,12 +246,13 @@ impl Server {
         self.regions.open.remove(&id)
     }
 
-    pub(super) fn grant(&mut self, session: u64, secret: Secret) {
-        self.grants.insert(session, secret);
+    pub(super) fn grant(&mut self, session: u64, secret: Secret, regions: Regions) {
+        let closes = self.grants.insert(session, secret, regions);
+        self.cut(|reader| reader.handshake.hello().session == session && closes(reader.handshake.hello().id));
     }
 
     pub(super) fn withdraw(&mut self, session: u64) {
-        self.grants.remove(&session);
+        self.grants.remove(session);
         self.cut(|reader| reader.handshake.hello().session == session);
     }
 
@@ -269,9 +271,9 @@ impl Server {
     /// Closes everything; no reader is admitted after that.
     pub(super) fn close(&mut self) {
         self.listeners.clear();
-        self.grants.clear();
+        self.grants = Grants::default();
         self.cut(|_| true);
-        self.regions = Regions::default();
+        self.regions = RegisteredRegions::default();
     }
 
     // ---- new readers ----
@@ -426,7 +428,8 @@ impl Server {
         let &Hello { session, id, lane, .. } = reader.handshake.hello();
         let mut proof = [0; PROOF_BYTES];
         let read = reader.buffer.memory().read(INCOMING, &mut proof);
-        let proved = reader.handshake.examine(&proof, self.grants.get(&session))?;
+        let proved = reader.handshake.examine(&proof, self.grants.secret(session))?;
+        self.grants.permit(session, id)?;
         if read.is_err() || length as usize != PROOF_BYTES {
             return Err(Denial::NotGranted);
         }

@@ -17,7 +17,8 @@ use remora_rdma::{bindings as ffi, walkthrough::send_and_receive};
 
 use super::*;
 use crate::{
-    Completion, Denial, Error, Exporter, Memory, Pages, Peer, ReadError, ReadRequest, RegionId, RegionKey, Secret,
+    Completion, Denial, Error, Exporter, Memory, Pages, Peer, ReadError, ReadRequest, RegionId, RegionKey, Regions,
+    Secret,
 };
 
 const ID: RegionId = RegionId { generation: 7, region: 1 };
@@ -82,7 +83,7 @@ impl World {
             VerbsExporter::listen(options.clone(), &[SocketAddr::new(RdmaVm::address(1).into(), 0)]).unwrap();
         let memory = filled(REGION_BYTES);
         exporter.export(ID, memory.clone()).unwrap();
-        exporter.grant(SESSION, SECRET);
+        exporter.grant(SESSION, SECRET, Regions::All);
         World { exporter, memory, sink: empty(REGION_BYTES), options }
     }
 
@@ -365,7 +366,7 @@ mod in_the_machine {
         let exporter = VerbsExporter::listen(quick(), &ports).unwrap();
         let memory = filled(REGION_BYTES);
         exporter.export(ID, memory.clone()).unwrap();
-        exporter.grant(SESSION, SECRET);
+        exporter.grant(SESSION, SECRET, Regions::All);
         let options = VerbsOptions { queue_pairs: 4, connect_timeout: Duration::from_secs(3), ..quick() };
         let local = [3, 0].map(|node| RdmaVm::address(node).into()).to_vec();
         let sink = empty(REGION_BYTES);
@@ -505,7 +506,7 @@ mod in_the_machine {
         let memory = filled(REGION_BYTES);
         exporter.prepare(&memory).unwrap();
         exporter.export(ID, memory.clone()).unwrap();
-        exporter.grant(SESSION, SECRET);
+        exporter.grant(SESSION, SECRET, Regions::All);
         assert_eq!(exporter.devices().len(), 2);
         let options = VerbsOptions { queue_pairs: 4, piece_bytes: 64 << 10, ..quick() };
         let local = [0, 3].map(|node| RdmaVm::address(node).into()).to_vec();

@@ -7,7 +7,8 @@ use std::{
 };
 
 use remora_fabric::{
-    Completion, Connector, Error, Exporter, Memory, Pages, Peer, ReadError, ReadRequest, RegionId, Secret, sim::Random,
+    Completion, Connector, Error, Exporter, Memory, Pages, Peer, ReadError, ReadRequest, RegionId, Regions, Secret,
+    sim::Random,
 };
 
 /// One transport under test.
@@ -41,6 +42,8 @@ macro_rules! conformance {
             a_wrong_secret_is_refused_just_as_no_grant_is
             a_new_grant_replaces_the_old_secret
             a_withdrawn_grant_cuts_this_session_alone
+            a_reader_with_a_grant_for_one_region_cannot_read_another
+            a_narrower_grant_cuts_the_readers_of_other_regions
             a_region_revoked_mid_read_ends_the_peer
             revoking_a_region_leaves_the_readers_of_others_alone
             an_exporter_dropped_mid_read_ends_the_peer
@@ -119,7 +122,7 @@ impl World {
         memory.write(0, &truth).unwrap();
         let exporter = harness.exporter();
         exporter.export(ID, memory.clone()).unwrap();
-        exporter.grant(SESSION, SECRET);
+        exporter.grant(SESSION, SECRET, Regions::All);
         World { exporter: Some(exporter), connector: harness.connector(), memory, sink: memory_of(SIZE), truth }
     }
 
@@ -135,7 +138,7 @@ impl World {
     /// A reader of its own session, as each replica is: a transport may limit what one session holds.
     pub(crate) fn peer_of_new_session(&self, number: u64, sink: Arc<Memory>) -> Box<dyn Peer> {
         let session = SESSION + 1000 + number;
-        self.exporter().grant(session, SECRET);
+        self.exporter().grant(session, SECRET, Regions::only([ID]));
         self.peer_of(session, ID, sink)
     }
 

@@ -7,7 +7,7 @@ use std::{
 };
 
 use remora_fabric::{
-    Completion, Denial, Error, Peer, ReadError, ReadRequest, RegionId, RegionKey, TransportKind, sim::Random,
+    Completion, Denial, Error, Peer, ReadError, ReadRequest, RegionId, RegionKey, Regions, TransportKind, sim::Random,
     transport::wait_readable,
 };
 
@@ -261,7 +261,7 @@ pub(crate) fn a_wrong_secret_is_refused_just_as_no_grant_is(harness: &impl Harne
 pub(crate) fn a_new_grant_replaces_the_old_secret(harness: &impl Harness) {
     let world = World::new(harness);
     let key = world.exporter().key(ID).unwrap();
-    world.exporter().grant(SESSION, [1; 32]);
+    world.exporter().grant(SESSION, [1; 32], Regions::All);
     let error = refusal(&world, &key, SESSION, SECRET);
     assert!(matches!(error, Error::Refused(Denial::NotGranted)), "{error}");
     let mut peer = world.connector.connect(&key, SESSION, &[1; 32], world.sink.clone()).unwrap();
@@ -270,7 +270,7 @@ pub(crate) fn a_new_grant_replaces_the_old_secret(harness: &impl Harness) {
 
 pub(crate) fn a_withdrawn_grant_cuts_this_session_alone(harness: &impl Harness) {
     let world = World::new(harness);
-    world.exporter().grant(SESSION + 1, SECRET);
+    world.exporter().grant(SESSION + 1, SECRET, Regions::only([ID]));
     let mut cut = world.peer();
     let mut other = world.peer_of(SESSION + 1, ID, world.sink.clone());
     world.assert_reads(&mut *cut, 0, 100);
@@ -281,6 +281,44 @@ pub(crate) fn a_withdrawn_grant_cuts_this_session_alone(harness: &impl Harness) 
     let key = world.exporter().key(ID).unwrap();
     let error = refusal(&world, &key, SESSION, SECRET);
     assert!(matches!(error, Error::Refused(Denial::NotGranted)), "{error}");
+}
+
+/// Other memory than the world's region, as the probe region is beside the snapshot.
+const OTHER: RegionId = RegionId { region: ID.region + 1, ..ID };
+
+/// The key is not what protects the region: this reader has it.
+pub(crate) fn a_reader_with_a_grant_for_one_region_cannot_read_another(harness: &impl Harness) {
+    let world = World::new(harness);
+    world.exporter().export(OTHER, memory()).unwrap();
+    let session = SESSION + 1;
+    world.exporter().grant(session, SECRET, Regions::only([ID]));
+    let mut peer = world.peer_of(session, ID, world.sink.clone());
+    world.assert_reads(&mut *peer, 0, 100);
+    let other = world.exporter().key(OTHER).unwrap();
+    let error = refusal(&world, &other, session, SECRET);
+    assert!(matches!(error, Error::Refused(Denial::NotGranted)), "{error}");
+    // It does not learn which regions there are either.
+    world.exporter().revoke(OTHER);
+    let error = refusal(&world, &other, session, SECRET);
+    assert!(matches!(error, Error::Refused(Denial::NotGranted)), "{error}");
+
+    world.exporter().export(OTHER, world.memory.clone()).unwrap();
+    world.exporter().grant(session, SECRET, Regions::only([ID, OTHER]));
+    let mut second = world.peer_of(session, OTHER, world.sink.clone());
+    for peer in [&mut peer, &mut second] {
+        world.assert_reads(&mut **peer, 0, 100);
+    }
+}
+
+pub(crate) fn a_narrower_grant_cuts_the_readers_of_other_regions(harness: &impl Harness) {
+    let world = World::new(harness);
+    world.exporter().export(OTHER, memory()).unwrap();
+    let mut spared = world.peer();
+    let mut cut = world.peer_of(SESSION, OTHER, memory());
+    world.exporter().grant(SESSION, SECRET, Regions::only([ID]));
+    let (_, why) = until_retired(&mut *cut);
+    assert!(matches!(why, ReadError::PeerGone | ReadError::Denied(Denial::NotGranted)), "{why}");
+    world.assert_reads(&mut *spared, 0, 100);
 }
 
 // -- Ends --

@@ -4,7 +4,7 @@
 use std::{os::fd::BorrowedFd, sync::Arc};
 
 use remora_fabric::{
-    Completion, Connector, Error, Exporter, Memory, Peer, ReadError, ReadRequest, RegionId, View,
+    Completion, Connector, Error, Exporter, Memory, Peer, ReadError, ReadRequest, RegionId, Regions, View,
     sim::{self, Network, SimExporter},
 };
 
@@ -40,7 +40,7 @@ impl Wire {
                 let network = Network::new(seed, faults.clone());
                 let exporter = network.exporter();
                 exporter.export(ID, Arc::clone(region)).unwrap();
-                exporter.grant(SESSION, SECRET);
+                exporter.grant(SESSION, SECRET, Regions::All);
                 Way::Sim(network, exporter)
             }
         };

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use remora_fabric::shm::{ShmExporter, ShmOptions};
 use remora_fabric::tcp::{TcpExporter, TcpOptions};
-use remora_fabric::{Exporter, Memory, Pages, RegionId};
+use remora_fabric::{Exporter, Memory, Pages, RegionId, Regions};
 use remora_messenger::{Address, Connection};
 
 use crate::link;
@@ -99,7 +99,7 @@ impl Outgoing {
     /// Lets a server read it. Returns the keys.
     pub(super) fn grant(&self, connection: &Connection) -> Option<Vec<Vec<u8>>> {
         let secret = link::region_secret(connection)?;
-        self.exporters.iter().for_each(|exporter| exporter.grant(connection.id(), secret));
+        self.exporters.iter().for_each(|exporter| exporter.grant(connection.id(), secret, Regions::only([OUTBOX])));
         let keys = self.exporters.iter().filter_map(|exporter| exporter.key(OUTBOX).ok());
         Some(keys.map(|key| key.as_bytes().to_vec()).collect())
     }

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use remora_fabric::shm::{ShmExporter, ShmOptions};
 use remora_fabric::tcp::{TcpExporter, TcpOptions};
-use remora_fabric::{Exporter, Memory, RegionId};
+use remora_fabric::{Exporter, Memory, RegionId, Regions};
 use remora_messenger::{Address, Connection};
 
 use super::ServerOptions;
@@ -68,7 +68,7 @@ impl Exports {
     pub(super) fn grant(&self, connection: &Connection, region: RegionId) -> Vec<Vec<u8>> {
         let Some(secret) = link::region_secret(connection) else { return Vec::new() };
         for exporter in &self.exporters {
-            exporter.grant(connection.id(), secret);
+            exporter.grant(connection.id(), secret, Regions::only([region]));
         }
         let keys = self.exporters.iter().filter_map(|exporter| exporter.key(region).ok());
         keys.map(|key| key.as_bytes().to_vec()).collect()

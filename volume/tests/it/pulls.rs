@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remora_fabric::tcp::{TcpExporter, TcpOptions};
-use remora_fabric::{Exporter, Memory, Pages, RegionId};
+use remora_fabric::{Exporter, Memory, Pages, RegionId, Regions};
 use remora_volume::client::{ClientOptions, Volume, WriteCounts, Writes};
 use remora_volume::shape::BLOCK_BYTES;
 use remora_volume::wire::{Call, Cause, Mode, Reply, Run};
@@ -173,7 +173,7 @@ impl Hostile {
 
     fn offer(&self) -> Call {
         let secret = remora_wire::derive(&self.hand.connection.negotiated().unwrap().key, b"remora volume regions");
-        self.exporter.grant(7, secret);
+        self.exporter.grant(7, secret, Regions::All);
         Call::Offer { session: 7, keys: vec![self.exporter.key(OUTBOX).unwrap().as_bytes().to_vec()] }
     }
 

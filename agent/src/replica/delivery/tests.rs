@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use remora_fabric::sim::{Faults, Network, SimExporter};
-use remora_fabric::{Connector, Exporter, Memory, Pages, RegionId};
+use remora_fabric::{Connector, Exporter, Memory, Pages, RegionId, Regions};
 use remora_redis::psync::server::Access;
 use remora_table::{Expectation, Geometry, Identity, JournalWriter, Kind, SinkLayout, SnapshotCopy, SnapshotWriter};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
@@ -52,7 +52,7 @@ impl Source {
             exporter.export(RegionId { generation, region }, memory.clone()).unwrap();
             (memory, Identity { kind, origin: origin(generation) })
         };
-        exporter.grant(1, SECRET);
+        exporter.grant(1, SECRET, Regions::All);
         let (memory, identity) = table(Kind::Snapshot, 0);
         let snapshot = SnapshotWriter::create(memory, GEOMETRY, identity, 0).unwrap();
         let (memory, identity) = table(Kind::Journal, 1);

@@ -17,6 +17,7 @@ use crate::args::ReplicaArgs;
 use crate::exit::Failure;
 use crate::replica::control::Control;
 use crate::replica::introduction::Introduction;
+use crate::replica::known_primary::KnownPrimaries;
 use crate::replica::link_failure::LinkFailure;
 use crate::replica::machine::{Job, Report, Rules};
 use crate::replica::meter::Meter;
@@ -96,7 +97,8 @@ pub(crate) async fn prepare(
         record.put_back(&mut client).await?;
     }
     let Ok(plan) = plan.await else { return Err(Failure::local("the source was lost")) };
-    let primary = preflight::primary(&args, &server, &target, &plan, source).await?;
+    let known = KnownPrimaries::of(&args, target.followed(&record), source);
+    let primary = preflight::primary(&args, &server, &target, &plan, &known, source).await?;
     preflight::refuse_to_overwrite(&args, &server, &target)?;
     let rules = Rules {
         retry_for: args.retry_for,

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use remora_fabric::shm::Place;
 use remora_fabric::sim::{Faults, Network};
-use remora_fabric::{Connector, Exporter, Memory, Pages, RegionId};
+use remora_fabric::{Connector, Exporter, Memory, Pages, RegionId, Regions};
 use remora_redis::ReplId;
 use remora_table::layout::LINE_OFFSET;
 use remora_table::{Algorithm, Expectation, Geometry, Kind, Origin, SealKey, SinkLayout, SnapshotReader, State};
@@ -156,7 +156,7 @@ impl Rig {
         let network = Network::new(1, Faults::honest());
         let (exporter, layout) = (network.exporter(), SinkLayout { offset: 0, buffers: 2 });
         exporter.export(ID, sealed.memory.clone()).unwrap();
-        exporter.grant(1, [1; 32]);
+        exporter.grant(1, [1; 32], Regions::All);
         let sink = Arc::new(Memory::create("test-sink", layout.length(&geometry), Pages::Small).unwrap());
         let mut peer = network.connector().connect(&exporter.key(ID).unwrap(), 1, &[1; 32], sink.clone()).unwrap();
         let origin = Origin { generation: 5, history: history(), offset: 77 };

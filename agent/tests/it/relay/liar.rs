@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use remora_agent::conversation::{Connection, Endpoint, Options, Security, Token, derive};
 use remora_fabric::tcp::{LANE_MAGIC, TcpExporter, TcpOptions};
-use remora_fabric::{Exporter, Memory, Pages, RegionId};
+use remora_fabric::{Exporter, Memory, Pages, RegionId, Regions};
 use remora_protocol::{Join, Message, Offer, Phase, Progress, Relaying, Relays, TableOffer};
 use remora_table::{Geometry, Identity, Kind, Origin, SealKey, SnapshotSealer, SnapshotWriter};
 use tokio::net::{TcpListener, TcpStream};
@@ -147,7 +147,8 @@ async fn greet(stream: TcpStream, lie: Arc<Lie>) {
         if let Message::ReadPeer { generation, .. } = message {
             assert_eq!(generation, lie.id.generation);
             lie.readers.fetch_add(1, Relaxed);
-            lie.exporter.grant(connection.session(), derive(&connection.session_key(), b"remora data lanes"));
+            let secret = derive(&connection.session_key(), b"remora data lanes");
+            lie.exporter.grant(connection.session(), secret, Regions::only([lie.id]));
             let offer = Message::PeerOffer { generation, table: lie.offer.clone(), rate: 0 };
             connection.send(offer).await.unwrap();
         }

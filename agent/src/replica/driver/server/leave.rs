@@ -56,9 +56,18 @@ impl Keeper {
 
     /// Points a server at the primary whose data set was complete. Its own replication fetches the rest.
     async fn leave_to_the_primary(&mut self) -> Left {
+        let primary = format!("{}:{}", self.primary.host, self.primary.port);
+        if let Err(failure) = self.check_the_password().await {
+            tracing::warn!("{failure}");
+            let settings = self.put_settings_back().await;
+            return Left::in_order(format!(
+                "the server holds a whole data set, and was not told to follow {primary}; where it still follows our closed \
+                 link {}, REPLICAOF makes it follow another one{settings}",
+                self.link
+            ));
+        }
         let told = self.point_at_the_primary_from_either().await;
         let settings = self.put_settings_back().await;
-        let primary = format!("{}:{}", self.primary.host, self.primary.port);
         Left::in_order(match told {
             Ok(Arrived::Told) => {
                 format!("the server holds a whole data set and was told to follow {primary} by itself{settings}")

@@ -26,6 +26,7 @@ use crate::args::ReplicaArgs;
 use crate::exit::{Code, Failure};
 use crate::replica::control::{Control, Expected, NotOurs};
 use crate::replica::introduction::{Answer, Introduction};
+use crate::replica::known_primary::Trust;
 use crate::replica::link_failure::LinkFailure;
 use crate::replica::machine::{
     Followed, Follows, Introduced, Job, Lapse, Look, NoAnswer, NotFollowed, PrimaryLink, Report,
@@ -396,10 +397,23 @@ impl Keeper {
 
     async fn point_at_primary(&mut self) -> Result<(), Lapse> {
         self.verify(Followed::Link).await?;
+        self.check_the_password().await?;
         self.record.put_the_login_back(self.control.client().await?).await?;
         let (link, primary) = (self.link(), &self.primary);
         self.control.follow((&primary.host, primary.port), Expected::OneOf(&[(&link.0, link.1)])).await?;
         Ok(())
+    }
+
+    /// Fails if the server has got a password for its primary since the preflight, and the primary is not one that may
+    /// be given it.
+    async fn check_the_password(&mut self) -> Result<(), Failure> {
+        let Trust::NoPassword(why) = &self.primary.trust else { return Ok(()) };
+        match preflight::login(self.control.client().await?, &self.record).await?.password {
+            None => Ok(()),
+            Some(_) => {
+                Err(Failure::new(Code::SyncFailed, format!("{why}; the server had no password before the sync")))
+            }
+        }
     }
 
     async fn primary_link(&mut self) -> Result<PrimaryLink, ServerError> {

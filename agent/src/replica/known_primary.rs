@@ -1,0 +1,135 @@
+//! Which primary may be given the password of the replica's server.
+//!
+//! The source names the primary. Each holder of the token can pose as a source, and could name an address where it
+//! listens itself: both the preflight and, at the hand-off, the server send `masterauth` there. So a server with a
+//! password follows only a primary for which something other than the source's word speaks: `--expect-primary`, proof
+//! that the source is the right one, what the server followed before, or the address at which the operator expects the
+//! source.
+
+use std::net::{IpAddr, SocketAddr};
+
+use crate::args::{HostPort, ReplicaArgs};
+use crate::conversation::Mode;
+
+/// What is known about the primary without the source's word.
+#[derive(Debug)]
+pub(super) struct KnownPrimaries {
+    /// `--expect-primary`. No other primary is followed if there are any.
+    expected: Vec<HostPort>,
+    /// The source has proved by a key or a certificate that it is the right one.
+    source_is_proved: bool,
+    /// The source's host on the command line, and its address.
+    source: (String, IpAddr),
+    /// What the server followed before the sync.
+    followed: Option<(String, u16)>,
+}
+
+/// What a primary may be given.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Trust {
+    /// The server's password, if it has one.
+    Password,
+    /// No password. The text says why.
+    NoPassword(String),
+}
+
+impl KnownPrimaries {
+    /// `followed`: what the server followed before the sync. `source`: the address by which the source was reached.
+    pub(super) fn of(args: &ReplicaArgs, followed: Option<(String, u16)>, source: SocketAddr) -> KnownPrimaries {
+        KnownPrimaries {
+            expected: args.expected_primaries.clone(),
+            source_is_proved: args.expected.source_key.is_some() || args.security.security == Some(Mode::Mtls),
+            source: (args.source.host.clone(), source.ip()),
+            followed,
+        }
+    }
+
+    /// What the primary at this address may be given.
+    ///
+    /// # Errors
+    /// It must not be followed, with or without a password.
+    pub(super) fn trust(&self, host: &str, port: u16) -> Result<Trust, String> {
+        let named = HostPort { host: host.to_owned(), port };
+        if !self.expected.is_empty() {
+            if self.expected.iter().any(|expected| expected.port == port && is_same_host(&expected.host, host)) {
+                return Ok(Trust::Password);
+            }
+            let expected = self.expected.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+            return Err(format!(
+                "the source names {named} as the primary, and --expect-primary names {expected}: correct the one or the other, and do \
+                 not trust this source before"
+            ));
+        }
+        let (source_host, source_address) = &self.source;
+        let is_at_the_source = is_same_host(source_host, host) || is_same_host(&source_address.to_string(), host);
+        let is_followed =
+            self.followed.as_ref().is_some_and(|(followed, at)| *at == port && is_same_host(followed, host));
+        if self.source_is_proved || is_at_the_source || is_followed {
+            return Ok(Trust::Password);
+        }
+        Ok(Trust::NoPassword(format!(
+            "the source names {named} as the primary, which the server does not follow now and which is not the source's own address, \
+             so a source that lies could get the server's password (masterauth) there: give --expect-primary {named} if that is the \
+             primary, or --source-key"
+        )))
+    }
+}
+
+/// Whether both texts are the same address or the same name. Names are not resolved: who controls one can change what
+/// it leads to after the check.
+fn is_same_host(one: &str, other: &str) -> bool {
+    match (one.parse::<IpAddr>(), other.parse::<IpAddr>()) {
+        (Ok(one), Ok(other)) => one.to_canonical() == other.to_canonical(),
+        _ => one.eq_ignore_ascii_case(other),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    fn known() -> KnownPrimaries {
+        KnownPrimaries {
+            expected: Vec::new(),
+            source_is_proved: false,
+            source: ("db1".into(), "10.0.0.1".parse().unwrap()),
+            followed: Some(("10.0.0.7".into(), 6379)),
+        }
+    }
+
+    fn gets_the_password(known: &KnownPrimaries, host: &str, port: u16) -> bool {
+        known.trust(host, port) == Ok(Trust::Password)
+    }
+
+    #[test]
+    fn the_password_is_for_the_sources_address_and_for_what_the_server_followed_before_only() {
+        let known = known();
+        for (host, port) in [("db1", 1), ("DB1", 6379), ("10.0.0.1", 6379), ("::ffff:10.0.0.1", 1), ("10.0.0.7", 6379)]
+        {
+            assert!(gets_the_password(&known, host, port), "{host}:{port}");
+        }
+        for (host, port) in [("10.0.0.7", 6380), ("10.0.0.2", 6379), ("db2", 6379), ("db1.example", 6379), ("", 1)] {
+            let Ok(Trust::NoPassword(why)) = known.trust(host, port) else { panic!("{host}:{port}") };
+            assert!(why.contains(&format!("--expect-primary {host}:{port}")), "{why}");
+        }
+    }
+
+    #[test]
+    fn a_source_that_proved_who_it_is_may_name_any_primary() {
+        let known = KnownPrimaries { source_is_proved: true, ..known() };
+        assert!(gets_the_password(&known, "elsewhere", 6379));
+    }
+
+    #[test]
+    fn with_expect_primary_no_other_primary_is_followed_whatever_else_speaks_for_it() {
+        let expected = vec!["[fd00::1]:6379".parse().unwrap(), "db9:6390".parse().unwrap()];
+        let known = KnownPrimaries { expected, source_is_proved: true, ..known() };
+        assert!(gets_the_password(&known, "fd00:0:0::1", 6379) && gets_the_password(&known, "db9", 6390));
+        for (host, port) in [("db9", 6379), ("db1", 6379), ("10.0.0.7", 6379)] {
+            let why = known.trust(host, port).unwrap_err();
+            assert!(why.contains("[fd00::1]:6379, db9:6390") && why.contains(&format!("{host}:{port}")), "{why}");
+        }
+    }
+}
