@@ -44,7 +44,7 @@ pub enum Code {
 
 impl Code {
     /// All codes, in order.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 15] = [
         Self::Differs,
         Self::Usage,
         Self::Refused,

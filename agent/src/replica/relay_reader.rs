@@ -275,7 +275,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use remora_fabric::sim::{Faults, Network, SimExporter};
-    use remora_fabric::{Connector, Exporter, Pages, RegionId};
+    use remora_fabric::{Connector, Exporter, Pages, RegionId, Regions};
     use remora_table::{Expectation, Geometry, Identity, Kind, Origin, SnapshotWriter};
 
     use super::*;
@@ -301,7 +301,7 @@ mod tests {
         let network = Network::new(1, Faults::honest());
         let exporter = network.exporter();
         exporter.export(REGION, table).unwrap();
-        exporter.grant(1, SECRET);
+        exporter.grant(1, SECRET, Regions::All);
         let sink = Arc::new(Memory::create("copy", SnapshotCopy::memory_len(&GEOMETRY), Pages::Small).unwrap());
         let source = network.connector().connect(&exporter.key(REGION).unwrap(), 1, &SECRET, sink.clone()).unwrap();
         let copy = SnapshotCopy::create(sink, GEOMETRY, Expectation::plain(origin, GEOMETRY), 0).unwrap();

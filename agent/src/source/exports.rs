@@ -255,7 +255,7 @@ mod tests {
             });
             let mut peers = Vec::new();
             for session in 1..=REPLICAS as u64 {
-                exporter.grant(session, SECRET);
+                exporter.grant(session, SECRET, Regions::All);
                 for region in 0..REGIONS_PER_REPLICA as u32 {
                     let key = exporter.key(RegionId { region, ..ID }).unwrap();
                     peers.push(connector.open(&key, session, &SECRET, sink.clone()).unwrap());
