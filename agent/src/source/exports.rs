@@ -166,11 +166,15 @@ fn allowed_rdma(wanted: &RdmaOffer, security: &Security, listen: IpAddr) -> Resu
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use std::net::TcpListener;
     use std::sync::Mutex;
 
+    use clap::Parser;
+    use remora_fabric::tcp::TcpConnector;
     use remora_fabric::{Error, Pages, RegionKey, Secret};
 
     use super::*;
+    use crate::args::{Cli, Command};
 
     /// A transport that refuses every region, as RDMA does at the limit of locked memory.
     #[derive(Default)]
@@ -219,6 +223,45 @@ mod tests {
     }
 
     const ID: RegionId = RegionId { generation: 1, region: 0 };
+
+    /// Replicas that the source admits in the test below. With the most lanes that a replica can have, they need more
+    /// lanes than an exporter serves by default.
+    const REPLICAS: usize = 40;
+
+    /// The most lanes that a replica can have for each region (`--lanes`).
+    const LANES: u8 = 4;
+
+    const SECRET: Secret = [7; 32];
+
+    #[test]
+    fn as_many_replicas_as_are_admitted_can_read_with_the_most_lanes() {
+        let line = format!("remora source --server redis://127.0.0.1:1 --token-file t --max-replicas {REPLICAS}");
+        let Command::Source(args) = Cli::try_parse_from(line.split(' ')).unwrap().command else { panic!("{line}") };
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let exporter = Arc::new(tcp_exporter(&args, listener.local_addr().unwrap()).unwrap());
+        let lanes = REPLICAS * REGIONS_PER_REPLICA * usize::from(LANES);
+        assert!(lanes > TcpOptions::default().served_lanes, "{lanes} lanes are served anyway");
+        for region in 0..REGIONS_PER_REPLICA as u32 {
+            let memory = Memory::create("test", 4096, Pages::Small).unwrap();
+            exporter.export(RegionId { region, ..ID }, Arc::new(memory)).unwrap();
+        }
+        let connector = TcpConnector::new(TcpOptions { lanes: LANES, ..TcpOptions::default() }, None).unwrap();
+        let sink = Arc::new(Memory::create("sink", 4096, Pages::Small).unwrap());
+        let adopting = exporter.clone();
+        // It ends with its last connection, or with the tests if one is refused.
+        std::thread::spawn(move || {
+            listener.incoming().take(lanes).for_each(|stream| adopting.adopt(stream.unwrap()).unwrap());
+        });
+        let mut peers = Vec::new();
+        for session in 1..=REPLICAS as u64 {
+            exporter.grant(session, SECRET);
+            for region in 0..REGIONS_PER_REPLICA as u32 {
+                let key = exporter.key(RegionId { region, ..ID }).unwrap();
+                peers.push(connector.open(&key, session, &SECRET, sink.clone()).unwrap());
+            }
+        }
+        assert_eq!(exporter.lanes(), lanes);
+    }
 
     #[tokio::test]
     async fn a_transport_that_fails_alone_leaves_the_others() {

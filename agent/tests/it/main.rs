@@ -26,6 +26,7 @@ mod module;
 mod module_load;
 mod module_memory;
 mod module_rules;
+mod module_types;
 mod mtls;
 mod primary;
 mod probe;
