@@ -166,6 +166,11 @@ impl Deliver for ByteDelivery {
         self.stepped.as_ref().map_or(0, Stepped::acknowledged)
     }
 
+    fn within_limits(&self) -> Result<(), String> {
+        let Some(stepped) = &self.stepped else { return Ok(()) };
+        self.relay.as_ref().map_or(Ok(()), |relay| relay.within_limits(&stepped.relaying()))
+    }
+
     fn given(&self) -> (u64, bool) {
         self.stepped.as_ref().map_or((0, false), Stepped::given)
     }

@@ -154,6 +154,15 @@ impl Watch {
         Ok(())
     }
 
+    /// No memory grows beyond its limit: rings and journals of sources, and copies that are lent.
+    pub(super) fn memory(world: &World, agents: &[ReplicaAgent]) -> Result<(), String> {
+        world.memories.within_limits()?;
+        agents
+            .iter()
+            .filter(|agent| agent.is_running())
+            .try_for_each(|agent| agent.within_limits().map_err(|text| format!("agent {}: {text}", agent.index)))
+    }
+
     /// Agents end after their signal, and leave no server behind on their link.
     pub(super) fn agents(&self, world: &World, agents: &[ReplicaAgent]) -> Result<(), String> {
         for agent in agents {

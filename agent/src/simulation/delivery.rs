@@ -50,6 +50,11 @@ pub(super) trait Deliver {
     /// Bytes of payloads that the server was given since the sync began, and whether the end of one was among them.
     fn given(&self) -> (u64, bool);
 
+    /// Whether it keeps to its memory. The model of a delivery keeps nothing.
+    fn within_limits(&self) -> Result<(), String> {
+        Ok(())
+    }
+
     fn take_events(&mut self) -> Vec<DeliveryEvent>;
 
     // ---- orders ----

@@ -1,6 +1,6 @@
 //! Memory: the tables of the sources, as readers find them.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use remora_table::Origin;
 
@@ -89,6 +89,31 @@ impl Journal {
 }
 
 impl Memories {
+    /// A source keeps one snapshot and one journal, and neither grows beyond its room. The writers of the real tables
+    /// refuse what does not fit, and the model does too; that no second table lives beside is up to the source's machine.
+    pub(super) fn within_limits(&self) -> Result<(), String> {
+        let (mut snapshots, mut journals) = (BTreeSet::new(), BTreeSet::new());
+        for (&(source, generation), snapshot) in &self.snapshots {
+            if !snapshots.insert(source) {
+                return Err(format!("source {source} holds memory for two snapshots, {generation} being the second"));
+            }
+            let (slots, room) = (snapshot.slots.len(), snapshot.room);
+            if slots as u64 > room {
+                return Err(format!("the ring of source {source} holds {slots} slots and has room for {room}"));
+            }
+        }
+        for (&(source, generation), journal) in &self.journals {
+            if !journals.insert(source) {
+                return Err(format!("source {source} holds memory for two journals, {generation} being the second"));
+            }
+            let (bytes, room) = (journal.bytes.len(), journal.room);
+            if bytes > room {
+                return Err(format!("the journal of source {source} holds {bytes} bytes and has room for {room}"));
+            }
+        }
+        Ok(())
+    }
+
     // ---- the source ----
 
     pub(super) fn begin_snapshot(&mut self, key: (usize, u64), origin: Origin, room: u64) {
@@ -178,5 +203,40 @@ impl Memories {
             return Err(Lost("the journal does not hold this offset"));
         }
         Ok(journal.bytes.iter().skip((next - journal.first) as usize).take(most).copied().collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn memory_beyond_its_limit_is_found() {
+        let origin = |generation| {
+            let history = "8c1c6b2f0d6a4e7b9a0f1e2d3c4b5a6978695a4b".parse().unwrap();
+            Origin { generation, history, offset: 0 }
+        };
+        let mut memories = Memories::default();
+        memories.begin_snapshot((0, 1), origin(1), 2);
+        memories.begin_journal((0, 1), origin(1), 10);
+        memories.begin_snapshot((1, 1), origin(1), 2);
+        assert_eq!((memories.push((0, 1), 1), memories.push((0, 1), 2), memories.push((0, 1), 3)).2, Some(false));
+        memories.append((0, 1), &[5; 30]);
+        assert_eq!(memories.within_limits(), Ok(()));
+
+        // A source whose machine lets an old snapshot live beside a new one.
+        memories.begin_snapshot((0, 2), origin(2), 2);
+        assert!(memories.within_limits().is_err_and(|text| text.contains("two snapshots")));
+        memories.revoke_snapshot((0, 1));
+        assert_eq!(memories.within_limits(), Ok(()));
+        memories.begin_journal((0, 2), origin(2), 10);
+        assert!(memories.within_limits().is_err_and(|text| text.contains("two journals")));
+
+        // Slots that were written where there is no room.
+        memories.revoke_journal((0, 1));
+        (3..6).for_each(|slot| memories.snapshots.get_mut(&(0, 2)).unwrap().push(slot));
+        assert!(memories.within_limits().is_err_and(|text| text.contains("room for 2")));
     }
 }

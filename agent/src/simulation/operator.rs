@@ -135,6 +135,7 @@ impl Simulation {
                     self.world.cut_connection(open[at]);
                 }
             }
+            Act::CutLink(id) => self.world.lose_links(id),
             Act::CutHosts => {
                 let number = self.world.servers.len() as u64;
                 let one = ServerId(self.world.draw.below(number) as usize);

@@ -52,6 +52,8 @@ pub(super) enum Act {
     StartSource,
     /// Any connection breaks.
     CutConnection,
+    /// The link of a server to an agent breaks, and what is under way is lost.
+    CutLink(ServerId),
     /// Two hosts do not reach each other.
     CutHosts,
     /// Many writes at once.
@@ -134,6 +136,12 @@ impl Plan {
         self.replicas.iter().any(|replica| replica.mode != Mode::Model)
     }
 
+    /// Whether links break that a real delivery feeds for long.
+    #[cfg(test)]
+    pub(super) fn cuts_real_links(&self) -> bool {
+        self.acts.iter().any(|(_, act)| matches!(act, Act::CutLink(_)))
+    }
+
     /// Whether agents pass slots on to each other.
     #[cfg(test)]
     pub(super) fn has_relays(&self) -> bool {
@@ -158,7 +166,8 @@ impl Plan {
         let number = 1 + draw.below(3) as usize;
         let mut replicas: Vec<ReplicaPlan> = (0..number).map(|_| ReplicaPlan::drawn(&mut draw)).collect();
         draw_modes(seed, &mut replicas);
-        let acts = acts(&mut draw, number);
+        let mut acts = acts(&mut draw, number);
+        cut_links(seed, &replicas, &mut acts);
         let traps = (0..draw.below(4)).map(|_| Trap::drawn(&mut draw, number)).collect();
         let slow = draw.below(5) == 0;
         Plan {
@@ -171,6 +180,19 @@ impl Plan {
             replicas,
             acts,
             traps,
+        }
+    }
+}
+
+/// Breaks the links of servers that a real delivery feeds for long, while much is under way.
+fn cut_links(seed: u64, replicas: &[ReplicaPlan], acts: &mut Vec<(Duration, Act)>) {
+    let mut draw = Random::split(seed, 5);
+    for (replica, number) in replicas.iter().zip(FIRST_REPLICA..) {
+        let times = if replica.stay && replica.mode != Mode::Model { draw.below(4) } else { 0 };
+        for _ in 0..times {
+            let time = Duration::from_secs(12) + Duration::from_millis(draw.below(38_000));
+            acts.push((time, Act::Burst));
+            acts.push((time + Duration::from_millis(draw.below(150)), Act::CutLink(ServerId(number))));
         }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remora_fabric::Memory;
-use remora_protocol::{LossCause, Message as Said, Offer, Relays, Upstream};
+use remora_protocol::{LossCause, Message as Said, Offer, Relaying, Relays, Upstream};
 
 use super::tables::Lent;
 use super::wire::{End, Host};
@@ -186,6 +186,15 @@ impl Relay {
     /// All slots have arrived.
     pub(super) fn leave_upstream(&mut self) {
         self.upstream = None;
+    }
+
+    /// The copy has no more slots than the agent's memory has room for.
+    pub(super) fn within_limits(&self, relaying: &Relaying) -> Result<(), String> {
+        let (slots, room) = (relaying.held.saturating_sub(relaying.oldest), self.plan.slots);
+        if self.copy.is_some() && slots > u64::from(room) {
+            return Err(format!("its copy holds {slots} slots and has room for {room}"));
+        }
+        Ok(())
     }
 
     /// Whether it has a copy.

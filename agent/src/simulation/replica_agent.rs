@@ -154,6 +154,11 @@ impl ReplicaAgent {
         matches!(&self.outcome, Some(Err(failure)) if failure.code == Code::Interrupted)
     }
 
+    /// Whether its delivery keeps to its memory.
+    pub(super) fn within_limits(&self) -> Result<(), String> {
+        self.delivery.within_limits()
+    }
+
     fn session_end(&self) -> End {
         End::Replica(self.index, self.options.server)
     }

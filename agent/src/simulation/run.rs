@@ -317,6 +317,9 @@ impl Simulation {
         if let Err(text) = Watch::servers(&mut self.world) {
             return self.found(text);
         }
+        if let Err(text) = Watch::memory(&self.world, &self.replicas) {
+            return self.found(text);
+        }
         if let Err(text) = self.watch.agents(&self.world, &self.replicas) {
             self.found(text);
         }

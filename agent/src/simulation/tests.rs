@@ -10,11 +10,11 @@ use super::run::play;
 use crate::mutation::Mutation;
 
 /// How long schedules are played, and how many there must be: a tenth of what one core plays in that time.
-const LIMIT: Duration = Duration::from_secs(30);
-const LEAST_SCHEDULES: u64 = 200;
+const LIMIT: Duration = Duration::from_secs(60);
+const LEAST_SCHEDULES: u64 = 400;
 
-/// How long the search for a fault may take. It takes seconds; tests that run at the same time can make it minutes.
-const FOUND_WITHIN: Duration = Duration::from_secs(180);
+/// How long the search for a fault may take. It takes seconds, and several times as long beside other tests.
+const FOUND_WITHIN: Duration = Duration::from_secs(60);
 
 /// Seeds that once found a fault, and which.
 const FOUND: [(u64, &str); 14] = [
@@ -152,5 +152,6 @@ fn a_stream_that_does_not_wait_for_the_ack_is_found() {
 
 #[test]
 fn a_server_that_is_continued_at_the_wrong_offset_is_found() {
-    is_found_by_real_deliveries(Mutation::OffsetIgnored, "says that it is in step");
+    // The server must lose what is under way to it after it has loaded, and come back to the link.
+    is_found_among(Mutation::OffsetIgnored, "says that it is in step", Plan::cuts_real_links);
 }

@@ -376,6 +376,20 @@ impl World {
     /// Breaks a connection: both ends notice. What is under way arrives before, or never.
     pub(super) fn cut_connection(&mut self, conn: Conn) {
         let is_lost = self.one_in(2);
+        self.cut_with(conn, is_lost);
+    }
+
+    /// Breaks the links of a server to agents. What is under way is lost.
+    pub(super) fn lose_links(&mut self, id: ServerId) {
+        let is_link =
+            |connection: &Connection| connection.ends.iter().any(|end| matches!(end, End::Link(_, of) if *of == id));
+        let open = self.open_connections();
+        let links = open.into_iter().filter(|conn| self.conns.get(conn).is_some_and(is_link));
+        let links: Vec<Conn> = links.collect();
+        links.into_iter().for_each(|conn| self.cut_with(conn, true));
+    }
+
+    fn cut_with(&mut self, conn: Conn, is_lost: bool) {
         self.conns.get_mut(&conn).into_iter().for_each(|connection| connection.is_lost = is_lost);
         for side in 0..2 {
             self.deliver(conn, side, Event::Ended { conn, side });

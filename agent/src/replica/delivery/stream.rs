@@ -9,7 +9,7 @@ use remora_table::Chunk;
 pub(super) struct Stream {
     chunks: VecDeque<Chunk>,
     bytes: usize,
-    /// Bytes that may wait. One chunk more is taken: it has been read already.
+    /// Bytes that may wait. What the last turn has read comes on top: at most what the journal's buffers hold.
     limit: usize,
 }
 
