@@ -36,6 +36,7 @@ mod relay;
 mod resume;
 mod security;
 mod server;
+mod status;
 mod stay;
 mod strangers;
 mod taken_over;

@@ -3,10 +3,13 @@
 
 use std::{
     process::{Command, Output},
+    sync::atomic::{AtomicBool, Ordering},
     time::{Duration, Instant},
 };
 
-use remora_lab::{Client, Kind, Server, Workload, fill_every_type, require};
+use remora_lab::{Agent, Client, Kind, Server, Workload, fill_every_type, require};
+
+use crate::kit::{LONG, fill};
 
 /// Far above the time that replication on one host needs.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -181,6 +184,58 @@ fn under_a_writer_at_full_speed_nothing_is_called_different_but_what_is() {
         let (code, report) = found(&verify(&primary, &replica, &["--json"]));
         assert_eq!((code, &report["undecided"]), (0, &0.into()), "{kind}: {report}");
     }
+}
+
+#[test]
+fn a_key_that_never_stands_still_is_undecided_and_all_others_are_the_same() {
+    for kind in require::kinds() {
+        let (one, other) = (Server::start(kind).unwrap(), Server::start(kind).unwrap());
+        for server in [&one, &other] {
+            run(&mut server.client().unwrap(), &["SET same 1", "RPUSH list a b", "SET busy never"]);
+        }
+        // It has another value at every moment, and never the other server's. The server finds more of these commands
+        // between any two others, since the writer is always ahead of it and takes no answers.
+        run(&mut one.client().unwrap(), &["SET busy 1"]);
+        let over = AtomicBool::new(false);
+        let (code, report) = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut client = one.client().unwrap();
+                client.send(&["CLIENT", "REPLY", "OFF"]).unwrap();
+                while !over.load(Ordering::Relaxed) {
+                    (0..1000).for_each(|_| client.queue(&["INCR", "busy"]));
+                    client.flush().unwrap();
+                }
+            });
+            wait_for(|| one.client().unwrap().text(&["GET", "busy"]).unwrap() != "1");
+            let output = verify(&one, &other, &["--json", "--recheck", "2"]);
+            over.store(true, Ordering::Relaxed);
+            found(&output)
+        });
+        assert_eq!((code, &report["undecided"], &report["keys"]), (9, &1.into(), &3.into()), "{kind}: {report}");
+        assert_eq!(report["shown"], serde_json::json!([]), "{kind}: {report}");
+    }
+}
+
+/// The most memory that a comparison may use. It holds a value of each side, and each server sends a group of values of
+/// 8 MiB at a time.
+const MOST_MEMORY: u64 = 48 << 20;
+
+#[test]
+fn the_memory_of_a_comparison_does_not_grow_with_the_data() {
+    let Some(kind) = require::redis() else { return };
+    let (one, other) = (Server::start(kind).unwrap(), Server::start(kind).unwrap());
+    for server in [&one, &other] {
+        fill(server, 128, 3);
+        // One value alone is larger than the bound, too.
+        run(&mut server.client().unwrap(), &[&format!("SETRANGE long {} x", 2 * MOST_MEMORY)]);
+    }
+    let args = ["verify", "--quiet", "--json", "--digest", "never", "--primary", &one.url(), "--replica", &other.url()];
+    let mut agent = Agent::start(env!("CARGO_BIN_EXE_remora"), &args).unwrap();
+    agent.wait_for_success(LONG).unwrap();
+    let report: serde_json::Value = serde_json::from_str(&agent.stdout()).unwrap();
+    assert_eq!((&report["same"], &report["method"]), (&true.into(), &"values".into()), "{report}");
+    let most = agent.peak_memory();
+    assert!(most < MOST_MEMORY, "{} MiB for a data set of 224 MiB on each side", most >> 20);
 }
 
 #[test]
