@@ -269,3 +269,70 @@ impl RelayReader {
         self.source.as_mut().map(|source| source.arm()).into_iter().chain(peer)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use remora_fabric::sim::{Faults, Network, SimExporter};
+    use remora_fabric::{Connector, Exporter, Pages, RegionId};
+    use remora_table::{Expectation, Geometry, Identity, Kind, Origin, SnapshotWriter};
+
+    use super::*;
+
+    const GEOMETRY: Geometry = Geometry { slot_size: 4096, slots: 4 };
+    const REGION: RegionId = RegionId { generation: 1, region: 0 };
+    const SECRET: [u8; 32] = [7; 32];
+
+    /// Turns that suffice for all slots: each read of the simulated network takes some.
+    const TURNS: usize = 400;
+
+    /// A reader of a whole snapshot of four slots, and the source's memory, which it can read as long as that lives.
+    fn reader(now: Instant) -> (RelayReader, SimExporter) {
+        let history = "8c1c6b2f0d6a4e7b9a0f1e2d3c4b5a6978695a4b".parse().unwrap();
+        let origin = Origin { generation: REGION.generation, history, offset: 0 };
+        let table = Arc::new(Memory::create("table", GEOMETRY.memory_len(), Pages::Small).unwrap());
+        let identity = Identity { kind: Kind::Snapshot, origin };
+        let mut writer = SnapshotWriter::create(table.clone(), GEOMETRY, identity, 0).unwrap();
+        for _ in 0..GEOMETRY.slots {
+            writer.append(&[5; 4096]).unwrap();
+        }
+        writer.finish(0).unwrap();
+        let network = Network::new(1, Faults::honest());
+        let exporter = network.exporter();
+        exporter.export(REGION, table).unwrap();
+        exporter.grant(1, SECRET);
+        let sink = Arc::new(Memory::create("copy", SnapshotCopy::memory_len(&GEOMETRY), Pages::Small).unwrap());
+        let source = network.connector().connect(&exporter.key(REGION).unwrap(), 1, &SECRET, sink.clone()).unwrap();
+        let copy = SnapshotCopy::create(sink, GEOMETRY, Expectation::plain(origin, GEOMETRY), 0).unwrap();
+        let plan = CopyPlan { own: GEOMETRY, download_rate: 0, retained: true };
+        (RelayReader::new(now, copy, source, plan), exporter)
+    }
+
+    /// The slots that have arrived after many turns at this moment.
+    fn arrived(reader: &mut RelayReader, now: Instant) -> u64 {
+        for _ in 0..TURNS {
+            reader.pump(now).unwrap();
+        }
+        reader.copy.held()
+    }
+
+    #[test]
+    fn without_an_assignment_slots_come_from_the_source_after_six_seconds_and_not_before() {
+        let began = Instant::now();
+        let (mut reader, _source) = reader(began);
+        assert_eq!(arrived(&mut reader, began + Duration::from_secs(6)), 0);
+        assert_eq!(arrived(&mut reader, began + Duration::from_millis(6001)), u64::from(GEOMETRY.slots));
+    }
+
+    #[test]
+    fn each_wait_for_an_assignment_has_the_whole_time() {
+        let began = Instant::now();
+        let (mut reader, _source) = reader(began);
+        // A peer was assigned and is being connected. It takes as long as an assignment may.
+        let again = began + Duration::from_secs(4);
+        reader.read_from(again, ReadFrom::Awaited);
+        assert_eq!(arrived(&mut reader, began + Duration::from_secs(10)), 0);
+        assert_eq!(arrived(&mut reader, began + Duration::from_millis(10_001)), u64::from(GEOMETRY.slots));
+    }
+}
