@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use remora_lab::server::{Builder, wait_until};
 use remora_lab::{Kind, Server, assert_same_data, require};
@@ -83,6 +84,73 @@ fn wait_on_valkey_never_counts_a_source() {
 fn wait_on_a_valkey_that_offers_two_channels_never_counts_a_source() {
     let Some(kind) = require::valkey() else { return };
     wait_never_counts_a_source(primary(kind).config("dual-channel-replication-enabled", "yes"));
+}
+
+/// Starts a source of this primary, and waits until the primary sends it its stream, which has begun.
+fn attached(primary: &Server) -> Source {
+    give_a_backlog(primary);
+    primary.client().unwrap().ok(&["SET", "key", "1"]).unwrap();
+    let mut source = Source::start(primary, &["--memory", "16MiB", "--eager"]);
+    source.wait_for_snapshot();
+    online(primary);
+    source
+}
+
+/// Sends `SHUTDOWN` with these words, and waits for the primary's end. Returns how long that took.
+fn shut_down(primary: &mut Server, words: &[&str]) -> Duration {
+    let began = Instant::now();
+    primary.client().unwrap().send(&[&["SHUTDOWN", "NOSAVE"], words].concat()).unwrap();
+    let look = || Ok(primary.ended()?.ok_or("it runs".to_string()));
+    let status = wait_until("the primary to end", LONG, look).unwrap();
+    assert!(status.success(), "{status}");
+    began.elapsed()
+}
+
+#[test]
+fn a_primary_that_is_shut_down_waits_for_a_source_for_its_shutdown_timeout() {
+    for kind in require::kinds() {
+        let with_timeout = |seconds: u64| primary(kind).config("shutdown-timeout", seconds).start().unwrap();
+        let mut waits = with_timeout(3);
+        let _source = attached(&waits);
+        let took = shut_down(&mut waits, &[]);
+        // Servers count in ticks of a tenth of a second.
+        assert!(took > Duration::from_millis(2500), "{kind}: {took:?}\n{}", waits.log());
+        assert!(waits.log().contains("0 of 1 replicas are in sync"), "{kind}: {}", waits.log());
+
+        // Longer than a wait in a test may take.
+        let mut at_once = with_timeout(10 * LONG.as_secs());
+        let _source = attached(&at_once);
+        shut_down(&mut at_once, &["NOW"]);
+        let mut alone = with_timeout(10 * LONG.as_secs());
+        attached(&alone).stop();
+        shut_down(&mut alone, &[]);
+    }
+}
+
+#[test]
+fn min_replicas_to_write_counts_a_source() {
+    for kind in require::kinds() {
+        let limited = primary(kind).config("min-replicas-to-write", 1).config("min-replicas-max-lag", 4);
+        let primary = limited.start().unwrap();
+        let mut client = primary.client().unwrap();
+        let mut writes = || client.ok(&["SET", "key", "1"]).map_err(|error| error.to_string());
+        assert!(writes().is_err_and(|refused| refused.contains("NOREPLICAS")), "{kind}");
+        let source = Source::start(&primary, &["--memory", "16MiB", "--eager"]);
+        online(&primary);
+        // The primary counts in its cron, once a second.
+        wait_until("the primary to accept writes", LONG, || Ok(writes())).unwrap();
+        // It is counted by its acknowledgements, also long after it has come.
+        let until = Instant::now() + Duration::from_secs(6);
+        let mut least = u64::MAX;
+        while Instant::now() < until {
+            least = least.min(number(&primary, "min_slaves_good_slaves"));
+            thread::sleep(Duration::from_millis(200));
+        }
+        assert_eq!((least, writes()), (1, Ok(())), "{kind}");
+        source.stop();
+        wait_until("the primary to refuse writes", LONG, || Ok(writes().err().ok_or("it accepts".to_string())))
+            .unwrap();
+    }
 }
 
 /// Writes the same large value again and again, until dropped.
