@@ -238,7 +238,7 @@ mod tests {
         let line = format!("remora source --server redis://127.0.0.1:1 --token-file t --max-replicas {REPLICAS}");
         let Command::Source(args) = Cli::try_parse_from(line.split(' ')).unwrap().command else { panic!("{line}") };
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let exporter = tcp_exporter(&args, listener.local_addr().unwrap()).unwrap();
+        let exporter = Arc::new(tcp_exporter(&args, listener.local_addr().unwrap()).unwrap());
         let lanes = REPLICAS * REGIONS_PER_REPLICA * usize::from(LANES);
         assert!(lanes > TcpOptions::default().served_lanes, "{lanes} lanes are served anyway");
         for region in 0..REGIONS_PER_REPLICA as u32 {
@@ -247,22 +247,20 @@ mod tests {
         }
         let connector = TcpConnector::new(TcpOptions { lanes: LANES, ..TcpOptions::default() }, None).unwrap();
         let sink = Arc::new(Memory::create("sink", 4096, Pages::Small).unwrap());
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                for stream in listener.incoming().take(lanes) {
-                    exporter.adopt(stream.unwrap()).unwrap();
-                }
-            });
-            let mut peers = Vec::new();
-            for session in 1..=REPLICAS as u64 {
-                exporter.grant(session, SECRET, Regions::All);
-                for region in 0..REGIONS_PER_REPLICA as u32 {
-                    let key = exporter.key(RegionId { region, ..ID }).unwrap();
-                    peers.push(connector.open(&key, session, &SECRET, sink.clone()).unwrap());
-                }
-            }
-            assert_eq!(exporter.lanes(), lanes);
+        let adopting = exporter.clone();
+        // It ends with its last connection, or with the tests if one is refused.
+        std::thread::spawn(move || {
+            listener.incoming().take(lanes).for_each(|stream| adopting.adopt(stream.unwrap()).unwrap());
         });
+        let mut peers = Vec::new();
+        for session in 1..=REPLICAS as u64 {
+            exporter.grant(session, SECRET, Regions::All);
+            for region in 0..REGIONS_PER_REPLICA as u32 {
+                let key = exporter.key(RegionId { region, ..ID }).unwrap();
+                peers.push(connector.open(&key, session, &SECRET, sink.clone()).unwrap());
+            }
+        }
+        assert_eq!(exporter.lanes(), lanes);
     }
 
     #[tokio::test]
