@@ -38,6 +38,45 @@ use crate::Error;
 /// [`Error::NoRdma`], or any step that fails. The two failed completions at the end are expected and not reported as
 /// errors.
 pub fn send_and_receive(listener: IpAddr, caller: IpAddr, mut tell: impl FnMut(String)) -> Result<(), Error> {
+    let Connected { near, far, call, answer } = connect(listener, caller, &mut tell)?;
+
+    // 6. A message: bytes in a registered region, a work request that names them, and a completion on each side.
+    near.region.memory().write(0, MESSAGE)?;
+    near.pair.post_send(SEND, &near.region, 0, MESSAGE.len() as u32)?;
+    let sent = near.completion()?;
+    let received = far.completion()?;
+    tell(format!("the caller's request {} completed: {}", sent.name, status_name(sent.status)));
+    let mut bytes = vec![0; received.length as usize];
+    far.region.memory().read(0, &mut bytes)?;
+    tell(format!("the listener's request {} completed: {:?}", received.name, String::from_utf8_lossy(&bytes)));
+    if bytes != MESSAGE {
+        return Err(Error::Protocol("another message arrived than was sent"));
+    }
+
+    // 7. A message that is longer than its receive buffer. Both sides get an error, and both queue pairs fail: an error
+    //    on a reliable connection ends it, and requests posted after that are flushed.
+    near.pair.post_send(SEND, &near.region, 0, 100)?;
+    let (short, long) = (far.completion()?, near.completion()?);
+    tell(format!("a message of 100 bytes into room for {ROOM}: the listener has {:?},", status_name(short.status)));
+    tell(format!("the caller {:?}", status_name(long.status)));
+    if short.status == ffi::IBV_WC_SUCCESS || long.status == ffi::IBV_WC_SUCCESS {
+        return Err(Error::Protocol("a message that was too long got through"));
+    }
+    call.disconnect();
+    answer.disconnect();
+    Ok(())
+}
+
+/// Both sides of a connection, and their ids.
+struct Connected {
+    near: Side,
+    far: Side,
+    call: Id,
+    answer: Id,
+}
+
+/// The first five steps: a connection.
+fn connect(listener: IpAddr, caller: IpAddr, tell: &mut impl FnMut(String)) -> Result<Connected, Error> {
     let options = ConnectOptions::default();
 
     // 1. The listener. Events of the connection manager arrive on a channel; an id is one end of a connection, or a
@@ -83,32 +122,27 @@ pub fn send_and_receive(listener: IpAddr, caller: IpAddr, mut tell: impl FnMut(S
     call.establish().map_err(Error::system("establishing"))?;
     expect(&listening, ffi::RDMA_CM_EVENT_ESTABLISHED)?;
     tell("connected".into());
+    Ok(Connected { near, far, call, answer })
+}
 
-    // 6. A message: bytes in a registered region, a work request that names them, and a completion on each side.
+/// The caller's card writes into memory of the listener that is registered for reading only, and the listener's queue
+/// pair has all rights. Returns how the request has completed, and whether the memory is unchanged.
+///
+/// # Errors
+/// As [`send_and_receive`].
+#[cfg(feature = "testing")]
+pub fn write_to_readable_memory(listener: IpAddr, caller: IpAddr) -> Result<(ffi::ibv_wc_status, bool), Error> {
+    let Connected { near, far, .. } = connect(listener, caller, &mut |_| {})?;
+    let readable = Arc::new(Memory::create("readable", 4096, Pages::Small)?);
+    let region = Registration::new(far.pair.domain(), &readable, Access::RemoteRead)?;
+    far.pair.allow(ffi::IBV_ACCESS_REMOTE_READ | ffi::IBV_ACCESS_REMOTE_WRITE)?;
+    let before = readable.crc32c(0..4096)?;
     near.region.memory().write(0, MESSAGE)?;
-    near.pair.post_send(SEND, &near.region, 0, MESSAGE.len() as u32)?;
-    let sent = near.completion()?;
-    let received = far.completion()?;
-    tell(format!("the caller's request {} completed: {}", sent.name, status_name(sent.status)));
-    let mut bytes = vec![0; received.length as usize];
-    far.region.memory().read(0, &mut bytes)?;
-    tell(format!("the listener's request {} completed: {:?}", received.name, String::from_utf8_lossy(&bytes)));
-    if bytes != MESSAGE {
-        return Err(Error::Protocol("another message arrived than was sent"));
-    }
-
-    // 7. A message that is longer than its receive buffer. Both sides get an error, and both queue pairs fail: an error
-    //    on a reliable connection ends it, and requests posted after that are flushed.
-    near.pair.post_send(SEND, &near.region, 0, 100)?;
-    let (short, long) = (far.completion()?, near.completion()?);
-    tell(format!("a message of 100 bytes into room for {ROOM}: the listener has {:?},", status_name(short.status)));
-    tell(format!("the caller {:?}", status_name(long.status)));
-    if short.status == ffi::IBV_WC_SUCCESS || long.status == ffi::IBV_WC_SUCCESS {
-        return Err(Error::Protocol("a message that was too long got through"));
-    }
-    call.disconnect();
-    answer.disconnect();
-    Ok(())
+    let (address, key) = (region.remote_base(), region.remote_key());
+    let write = crate::objects::RemoteRead { name: SEND, address, key, length: MESSAGE.len() as u32, offset: 0 };
+    near.pair.post_write(&write, &near.region)?;
+    let status = near.completion()?.status;
+    Ok((status, readable.crc32c(0..4096)? == before))
 }
 
 /// The objects of one side on its device. Fields are dropped in this order: the queue pair first.

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use remora_lab::{Agent, Kind, Server, Workload, assert_same_data, fill_every_type, require};
 use rustix::process::Signal;
 
-use crate::kit::{LONG, Source, load, primary, syncs};
+use crate::kit::{LONG, Source, load, primary, syncs, with_or_without};
 
 /// Number of replicas that join at once.
 const REPLICAS: usize = 8;
@@ -160,4 +160,43 @@ fn one_of_three_stops_reading(kind: Kind) {
         assert_same_data(&primary, server);
     }
     assert!(source.agent.peak_memory() < (32 + 64) * MIB, "{}", source.agent.peak_memory());
+}
+
+/// Replicas that read from each other, with the module everywhere. The slots that a relay lends are then also the memory
+/// from which its own server loads.
+#[test]
+fn a_relay_that_is_killed_among_replicas_with_the_module_leaves_the_others_exact() {
+    for kind in require::kinds() {
+        let primary = with_or_without(primary(kind).config("repl-diskless-sync-delay", 1), true);
+        load(&primary, 32, MIB);
+        let servers: Vec<Server> = (0..4).map(|_| with_or_without(Server::builder(kind), true)).collect();
+        let source = Source::start(&primary, &["--memory", "128MiB", "--slot-size", "128KiB"]);
+        let names = ["one", "two", "three", "four"];
+        // One after the other, so that each reads from the one before it.
+        let start = |(name, server)| {
+            let more = ["--transport", "tcp", "--name", name, "--download-limit", "8MiB"];
+            let agent = source.replica(server, &more);
+            source.wait_for_status("it to read", |status| slots_of(status, name) >= Some(8));
+            agent
+        };
+        let mut agents: Vec<Agent> = names.into_iter().zip(&servers).map(start).collect();
+        let status = source.status();
+        let of = |name: &str, field: &str| {
+            let replicas = status["replicas"].as_array().unwrap().iter();
+            replicas.clone().find(|replica| replica["name"] == name).unwrap()[field].clone()
+        };
+        assert_eq!(of("three", "reads_from"), of("two", "session"), "{status}");
+        agents[1].kill().unwrap();
+        for number in [0, 2, 3] {
+            agents[number].wait_for_success(LONG).unwrap();
+            let said = agents[number].output();
+            assert!(said.contains("out of shared memory"), "its server loaded without the module: {said}");
+            assert_same_data(&primary, &servers[number]);
+        }
+        assert!(agents[2].output().contains("no more slots come from another replica"), "{}", agents[2].output());
+        let again = source.replicate(&servers[1], &["--transport", "tcp", "--replace"]);
+        assert!(again.output().contains("out of shared memory"), "{}", again.output());
+        assert_same_data(&primary, &servers[1]);
+        assert_eq!(syncs(&primary).0, 1, "one snapshot for all of them");
+    }
 }

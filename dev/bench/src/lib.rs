@@ -178,6 +178,9 @@ pub struct Run {
     pub samples: Vec<Sample>,
     /// Subject and rival with their case, and the target of the ratio, if any.
     pub comparisons: Vec<Comparison>,
+    /// Figures that have a target of their own.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub goals: Vec<Goal>,
 }
 
 /// The comparison of two subjects that were measured in turn.
@@ -199,8 +202,42 @@ pub struct Comparison {
 impl Comparison {
     /// Whether the target is met. Without figures it is not.
     fn is_kept(&self) -> bool {
-        let Some(ratio) = self.ratio else { return self.at_least.is_none() && self.at_most.is_none() };
-        self.at_least.is_none_or(|least| ratio.median >= least) && self.at_most.is_none_or(|most| ratio.median <= most)
+        is_within(self.ratio, self.at_least, self.at_most)
+    }
+}
+
+/// A figure with a target of its own, without a rival.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Goal {
+    /// The figure and its unit.
+    pub what: String,
+    /// Target: the least value.
+    pub at_least: Option<f64>,
+    /// Target: the greatest value, where less is better.
+    pub at_most: Option<f64>,
+    /// The values of the rounds.
+    pub value: Option<Spread>,
+}
+
+impl Goal {
+    /// Whether the target is met, by the median of the rounds. Without figures it is not.
+    pub fn is_kept(&self) -> bool {
+        is_within(self.value, self.at_least, self.at_most)
+    }
+}
+
+fn is_within(value: Option<Spread>, at_least: Option<f64>, at_most: Option<f64>) -> bool {
+    let Some(value) = value else { return at_least.is_none() && at_most.is_none() };
+    at_least.is_none_or(|least| value.median >= least) && at_most.is_none_or(|most| value.median <= most)
+}
+
+/// The target and whether it is met, in the words of a table.
+fn verdict(at_least: Option<f64>, at_most: Option<f64>, is_kept: bool) -> String {
+    let kept = if is_kept { "kept" } else { "**not kept**" };
+    match (at_least, at_most) {
+        (Some(least), _) => format!("≥ {least}: {kept}"),
+        (_, Some(most)) => format!("≤ {most}: {kept}"),
+        (None, None) => "–".to_owned(),
     }
 }
 
@@ -218,6 +255,7 @@ impl Run {
             notes: Vec::new(),
             samples: Vec::new(),
             comparisons: Vec::new(),
+            goals: Vec::new(),
         }
     }
 
@@ -249,9 +287,9 @@ impl Run {
         self.samples.iter().find(is_it).map(|sample| sample.value)
     }
 
-    /// Whether every target is met. A comparison without figures meets none.
+    /// Whether every target is met. A comparison or goal without figures meets none.
     pub fn keeps_promises(&self) -> bool {
-        self.comparisons.iter().all(Comparison::is_kept)
+        self.comparisons.iter().all(Comparison::is_kept) && self.goals.iter().all(Goal::is_kept)
     }
 
     /// The summary, as Markdown.
@@ -283,8 +321,9 @@ impl Run {
         out
     }
 
-    /// Appends the comparisons to `out`, as Markdown.
+    /// Appends the comparisons and the goals to `out`, as Markdown.
     pub fn summarise_comparisons(&self, out: &mut String) {
+        self.summarise_goals(out);
         if self.comparisons.is_empty() {
             return;
         }
@@ -292,15 +331,24 @@ impl Run {
         let _ = writeln!(out, "|---|---|---:|---:|---:|---|");
         for comparison in &self.comparisons {
             let Comparison { ours, rival, at_least, at_most, ratio } = comparison;
-            let kept = if comparison.is_kept() { "kept" } else { "**not kept**" };
-            let verdict = match (at_least, at_most) {
-                (Some(least), _) => format!("≥ {least}: {kept}"),
-                (_, Some(most)) => format!("≤ {most}: {kept}"),
-                (None, None) => "–".to_owned(),
-            };
+            let verdict = verdict(*at_least, *at_most, comparison.is_kept());
             let ratio = ratio
                 .map_or("– | – | –".to_owned(), |r| format!("{:.2} | {:.2} | {:.2}", r.median, r.low, r.high));
             let _ = writeln!(out, "| {} {} | {} {} | {ratio} | {verdict} |", ours.0, ours.1, rival.0, rival.1);
+        }
+    }
+
+    fn summarise_goals(&self, out: &mut String) {
+        if self.goals.is_empty() {
+            return;
+        }
+        let _ = writeln!(out, "\n| figure | median | low | high | promised |\n|---|---:|---:|---:|---|");
+        for goal in &self.goals {
+            let value = goal
+                .value
+                .map_or("– | – | –".to_owned(), |v| format!("{:.2} | {:.2} | {:.2}", v.median, v.low, v.high));
+            let verdict = verdict(goal.at_least, goal.at_most, goal.is_kept());
+            let _ = writeln!(out, "| {} | {value} | {verdict} |", goal.what);
         }
     }
 
@@ -385,6 +433,22 @@ pub fn bytes(count: u64) -> String {
     }
 }
 
+/// Memory of several agents in MiB, as a column of a table has it: of the round in which they had most together. Each
+/// is listed, in ascending order; of more than four there are the least, the greatest and the sum. `–` without any.
+pub fn memory_of_each<'a>(rounds: impl IntoIterator<Item = &'a Vec<u64>>) -> String {
+    let most = rounds.into_iter().filter(|agents| !agents.is_empty()).max_by_key(|agents| agents.iter().sum::<u64>());
+    let mut agents = most.cloned().unwrap_or_default();
+    agents.sort_unstable();
+    let mib = |bytes: u64| format!("{:.0}", bytes as f64 / f64::from(1 << 20));
+    match agents.as_slice() {
+        [] => "–".to_owned(),
+        [least, .., greatest] if agents.len() > 4 => {
+            format!("{}–{}, sum {}", mib(*least), mib(*greatest), mib(agents.iter().sum()))
+        }
+        each => each.iter().map(|bytes| mib(*bytes)).collect::<Vec<_>>().join(", "),
+    }
+}
+
 /// The first line that a command prints, or `?`.
 fn said_by(command: &str, arguments: &[&str]) -> String {
     let output = Command::new(command).args(arguments).output();
@@ -440,6 +504,23 @@ mod tests {
     }
 
     #[test]
+    fn a_goal_is_judged_by_its_median_and_without_figures_not_met() {
+        let mut run = Run::new("test", "k/s");
+        let goal = |at_least, at_most, values: &[f64]| Goal {
+            what: "rate, k/s".into(),
+            at_least,
+            at_most,
+            value: Spread::of(values.iter().copied()),
+        };
+        run.goals = vec![goal(Some(600.0), None, &[1.0, 600.0, 700.0]), goal(None, Some(3.0), &[3.0])];
+        assert!(run.keeps_promises() && run.summary().contains("| rate, k/s | 600.00 | 1.00 | 700.00 | ≥ 600: kept |"));
+        for missed in [goal(Some(600.0), None, &[599.0]), goal(None, Some(3.0), &[3.1]), goal(None, Some(3.0), &[])] {
+            run.goals = vec![missed];
+            assert!(!run.keeps_promises() && run.summary().contains("**not kept**"), "{}", run.summary());
+        }
+    }
+
+    #[test]
     fn processor_time_grows_with_work() {
         let before = cpu::of_self().unwrap();
         let mut number = 1u64;
@@ -447,6 +528,17 @@ mod tests {
             number = std::hint::black_box(number.wrapping_mul(3));
         }
         assert!(cpu::of_ended_children().is_ok());
+    }
+
+    #[test]
+    fn the_memory_of_every_agent_is_in_its_column() {
+        let mib = |agents: &[u64]| agents.iter().map(|agent| agent << 20).collect::<Vec<u64>>();
+        let rounds = [mib(&[75, 71, 70]), mib(&[99, 1, 2]), Vec::new()];
+        assert_eq!(memory_of_each(&rounds), "70, 71, 75");
+        assert_eq!(memory_of_each(&[mib(&[70])]), "70");
+        assert_eq!(memory_of_each(&[mib(&[75, 71, 70, 70, 70, 70, 70, 74])]), "70–75, sum 570");
+        assert_eq!(memory_of_each(&[]), "–");
+        assert_eq!(memory_of_each(&[Vec::new()]), "–");
     }
 
     #[test]

@@ -73,6 +73,11 @@ pub fn iperf3() -> Option<()> {
     runs("iperf3")
 }
 
+/// fio.
+pub fn fio() -> Option<()> {
+    runs("fio")
+}
+
 /// Redis's load generator. It comes with Redis.
 pub fn redis_benchmark() -> Option<()> {
     runs("redis-benchmark")

@@ -145,6 +145,15 @@ impl Lane {
         self.remote.key ^= 0x5555_5500;
     }
 
+    /// Posts a WRITE of the sink's bytes to the same place in the region, for tests. It is a request without pieces.
+    #[cfg(test)]
+    pub(super) fn post_write(&mut self, offset: u64, length: u32) {
+        let address = self.remote.base.wrapping_add(offset);
+        let write = RemoteRead { name: 0, address, key: self.remote.key, length, offset };
+        self.pair().post_write(&write, &self.sink).expect("the card accepts the request");
+        self.requests.push_back(0);
+    }
+
     #[cfg(test)]
     pub(super) fn pair(&self) -> &QueuePair {
         self.pair.as_ref().expect("a lane that has not ended has one")

@@ -114,6 +114,12 @@ impl VerbsPeer {
         self.lanes.iter_mut().for_each(Lane::spoil_key);
     }
 
+    /// Posts a WRITE of the sink's bytes to the same place in the region, for tests.
+    #[cfg(test)]
+    pub(super) fn post_write(&mut self, offset: u64, length: u32) {
+        self.lanes[0].post_write(offset, length);
+    }
+
     /// Requests that its queue pairs have posted.
     #[cfg(test)]
     pub(super) fn requests_posted(&self) -> u64 {

@@ -13,7 +13,10 @@ use std::{
 
 use remora_lab::{RdmaVm, require};
 
-use remora_rdma::{bindings as ffi, walkthrough::send_and_receive};
+use remora_rdma::{
+    bindings as ffi,
+    walkthrough::{send_and_receive, write_to_readable_memory},
+};
 
 use super::*;
 use crate::{
@@ -183,6 +186,42 @@ mod in_the_machine {
         assert_eq!(another.post_read(&[read(1, 0, REGION_BYTES as u32)]).unwrap(), 1);
         assert_eq!(settle(&mut another, 1)[0].result, Ok(REGION_BYTES as u32));
         assert_same(&world.sink, &world.memory);
+    }
+
+    /// A reader that has the session, the key and the right to read, and writes.
+    #[test]
+    #[ignore = "runs in the RDMA machine"]
+    fn a_write_of_a_reader_is_refused_and_the_memory_is_unchanged() {
+        let world = World::new(quick());
+        let mut peer = world.connect().unwrap();
+        let before = world.memory.crc32c(0..REGION_BYTES).unwrap();
+        world.sink.fill(0..REGION_BYTES, 0xEE).unwrap();
+        peer.post_write(4096, 100_000);
+        // Soft-RoCE refuses the request because of the queue pair's rights, before it looks at the region's.
+        until_retired(&mut peer);
+        assert_eq!(world.memory.crc32c(0..REGION_BYTES).unwrap(), before);
+        let mut another = world.connect().unwrap();
+        assert_eq!(another.post_read(&[read(1, 0, REGION_BYTES as u32)]).unwrap(), 1);
+        assert_eq!(settle(&mut another, 1)[0].result, Ok(REGION_BYTES as u32));
+        assert_same(&world.sink, &world.memory);
+
+        // The registration refuses it too, for itself.
+        let (status, is_unchanged) =
+            write_to_readable_memory(RdmaVm::address(1).into(), RdmaVm::address(0).into()).unwrap();
+        assert_eq!((status, is_unchanged), (ffi::IBV_WC_REM_ACCESS_ERR, true));
+    }
+
+    #[test]
+    #[ignore = "runs in the RDMA machine"]
+    fn a_locked_memory_limit_that_is_too_low_is_named_with_its_remedies() {
+        // Root may lock what it likes, by a capability.
+        let mut command = Command::new("prlimit");
+        let test = "verbs::tests::a_source_that_may_lock_little_memory";
+        command.args([&format!("--memlock={LITTLE}"), "setpriv", "--bounding-set", "-ipc_lock"]);
+        command.arg(std::env::current_exe().unwrap()).args(["--exact", test, "--ignored", "--nocapture"]);
+        let ran = command.output().unwrap();
+        let said = String::from_utf8_lossy(&ran.stdout).into_owned() + &String::from_utf8_lossy(&ran.stderr);
+        assert!(ran.status.success() && said.contains("1 passed"), "{said}");
     }
 
     #[test]
@@ -535,6 +574,22 @@ fn source_in_a_separate_process() {
     let _ = std::io::stdin().lines().next();
 }
 
+/// Bytes that [`a_source_that_may_lock_little_memory`] may lock.
+const LITTLE: u64 = 64 << 10;
+
+#[test]
+#[ignore = "started by another test, as a separate process with a low limit"]
+fn a_source_that_may_lock_little_memory() {
+    let address = SocketAddr::new(RdmaVm::address(1).into(), 0);
+    let exporter = VerbsExporter::listen(quick(), &[address]).unwrap();
+    let refused = exporter.prepare(&filled(REGION_BYTES)).unwrap_err();
+    let said = refused.to_string();
+    for words in ["4194304 bytes of memory cannot be locked", "limit is 65536 bytes", "ulimit -l", "LimitMEMLOCK"] {
+        assert!(said.contains(words), "{words:?} is not in: {said}");
+    }
+    assert!(matches!(refused, Error::NoRdma { .. }), "{refused:?}");
+}
+
 /// A source in its own process, and the key to its region.
 fn source_process() -> (Child, RegionKey) {
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -567,5 +622,5 @@ fn cable(node: u8, plugged: bool) {
 fn rights_keys_forks_and_faults_hold_in_the_virtual_machine() {
     let Some(machine) = require::rdma_vm() else { return };
     let passed = machine.nodes(4).limit(Duration::from_secs(250)).run_ignored_tests("verbs::tests::in_the_machine", 1);
-    assert_eq!(passed, 17);
+    assert_eq!(passed, 19);
 }

@@ -228,6 +228,19 @@ impl QueuePair {
         self.post(&mut request)
     }
 
+    /// Posts a WRITE from registered memory to the other end's, for tests in which the other end refuses it: the
+    /// product has no WRITE. `write` names the place there and the offset here.
+    ///
+    /// # Errors
+    /// As [`QueuePair::post_read`].
+    #[cfg(feature = "testing")]
+    pub fn post_write(&self, write: &RemoteRead, from: &Registration) -> Result<(), Error> {
+        let mut piece = from.piece(write.offset, write.length)?;
+        let mut request = work(write.name, &mut piece, ffi::IBV_WR_RDMA_WRITE);
+        request.wr.rdma = ffi::ibv_send_wr__bindgen_ty_2__bindgen_ty_1 { remote_addr: write.address, rkey: write.key };
+        self.post(&mut request)
+    }
+
     /// Moves the pair to the error state: posted requests are flushed, and complete with an error.
     pub(crate) fn fail(&self) {
         let mut attributes = no_attributes();

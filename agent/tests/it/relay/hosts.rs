@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use remora_lab::{Agent, Host, Net, Server, Shape, assert_same_data, require};
+use remora_lab::{Agent, Host, Kind, Net, Server, Shape, assert_same_data, require};
 
 use crate::kit::{LONG, Stage, fill, succeeds};
 
@@ -20,7 +20,7 @@ const REPLICAS: usize = 3;
 const TOGETHER: f64 = 1.6;
 
 /// A host with a primary on it; `seed` chooses the data.
-fn primary_behind_a_cable(net: &Net, kind: remora_lab::Kind, seed: u64) -> (Host, Server) {
+fn primary_behind_a_cable(net: &Net, kind: Kind, seed: u64) -> (Host, Server) {
     let host = net.host("primary").unwrap();
     let primary = Server::builder(kind).on(&host).config("repl-diskless-sync-delay", 0).start().unwrap();
     fill(&primary, MEBIBYTES, seed);
@@ -29,7 +29,7 @@ fn primary_behind_a_cable(net: &Net, kind: remora_lab::Kind, seed: u64) -> (Host
 }
 
 /// A host with an empty server on it.
-fn site(net: &Net, kind: remora_lab::Kind, number: usize) -> (Host, Server) {
+fn site(net: &Net, kind: Kind, number: usize) -> (Host, Server) {
     let host = net.host(&format!("replica {number}")).unwrap();
     host.shape(Shape::rate(CABLE)).unwrap();
     let server = Server::builder(kind).on(&host).start().unwrap();
@@ -76,7 +76,10 @@ const MOVED_LIMIT: Duration = Duration::from_secs(14);
 #[test]
 fn a_reader_whose_lender_slows_down_in_the_middle_moves_and_finishes_in_time() {
     let Some(()) = require::namespaces() else { return };
-    let Some(kind) = require::valkey() else { return };
+    require::kinds().into_iter().for_each(a_lender_slows_down);
+}
+
+fn a_lender_slows_down(kind: Kind) {
     let net = Net::new().unwrap();
     let (here, primary) = primary_behind_a_cable(&net, kind, 2);
     let stage = Stage::new();

@@ -100,7 +100,10 @@ fn four_replicas_under_load_are_exact_and_one_copy_leaves_the_source() {
 
 #[test]
 fn a_relay_killed_in_the_middle_costs_its_reader_only_the_slots_in_transit() {
-    let Some(kind) = require::valkey() else { return };
+    require::kinds().into_iter().for_each(a_relay_is_killed);
+}
+
+fn a_relay_is_killed(kind: Kind) {
     let primary = loaded(kind, 1, 24);
     let (servers, source) = (servers(kind, 3), source(&primary));
     // One after the other, so that the chain has this order.
@@ -128,7 +131,10 @@ fn a_relay_killed_in_the_middle_costs_its_reader_only_the_slots_in_transit() {
 
 #[test]
 fn a_late_joiner_reads_from_a_peer_that_lends_until_the_last_slot() {
-    let Some(kind) = require::redis() else { return };
+    require::kinds().into_iter().for_each(a_peer_lends_to_the_end);
+}
+
+fn a_peer_lends_to_the_end(kind: Kind) {
     let primary = primary(kind).start().unwrap();
     load(&primary, 24, MIB);
     let (servers, source) = (servers(kind, 2), source(&primary));
@@ -187,7 +193,10 @@ fn keeps_the_limit(kind: Kind, limit: &str) {
 
 #[test]
 fn a_relay_that_has_done_its_work_lingers_no_longer_than_told() {
-    let Some(kind) = require::redis() else { return };
+    require::kinds().into_iter().for_each(a_relay_lingers);
+}
+
+fn a_relay_lingers(kind: Kind) {
     let primary = primary(kind).start().unwrap();
     load(&primary, 24, MIB);
     let (servers, source) = (servers(kind, 2), source(&primary));
@@ -212,7 +221,10 @@ fn a_relay_that_has_done_its_work_lingers_no_longer_than_told() {
 
 #[test]
 fn a_stranger_at_a_relays_port_gets_no_slot_and_changes_nothing() {
-    let Some(kind) = require::valkey() else { return };
+    require::kinds().into_iter().for_each(a_stranger_comes);
+}
+
+fn a_stranger_comes(kind: Kind) {
     let primary = primary(kind).start().unwrap();
     load(&primary, 8, MIB);
     let (servers, source) = (servers(kind, 2), source(&primary));
@@ -234,7 +246,10 @@ fn a_stranger_at_a_relays_port_gets_no_slot_and_changes_nothing() {
 
 #[test]
 fn a_replica_that_lends_nothing_leaves_a_slow_peer_for_the_source() {
-    let Some(kind) = require::valkey() else { return };
+    require::kinds().into_iter().for_each(a_peer_is_slow);
+}
+
+fn a_peer_is_slow(kind: Kind) {
     let primary = loaded(kind, 0, 48);
     let (servers, source) = (servers(kind, 2), source(&primary));
     let _slow = source.replica(&servers[0], &[&FAR[..], &["--name", "slow", "--download-limit", "1MiB"]].concat());
@@ -289,7 +304,10 @@ fn replicas_feed_each_other_what_passes_through_a_window_at_the_source() {
 /// The replica that lends from a window ends: the slots that its reader lacks are still in the window.
 #[test]
 fn a_relay_of_a_window_that_is_killed_costs_its_reader_only_slots_in_transit() {
-    let Some(kind) = require::valkey() else { return };
+    require::kinds().into_iter().for_each(a_relay_of_a_window_is_killed);
+}
+
+fn a_relay_of_a_window_is_killed(kind: Kind) {
     let primary = loaded(kind, 1, 96);
     let source = Source::start(&primary, &["--memory", "40MiB", "--slot-size", "256KiB"]);
     let servers = servers(kind, 2);
@@ -341,17 +359,16 @@ fn a_small_relay_lends_a_window_and_its_reader_still_gets_all() {
 
 #[test]
 fn a_peer_with_wrong_bytes_is_dropped_and_named_and_none_of_them_arrives() {
-    is_dropped_and_named(None);
+    require::kinds().into_iter().for_each(|kind| is_dropped_and_named(kind, None));
 }
 
 /// The peer has the key of the sealed table, and seals other bytes with it.
 #[test]
 fn a_peer_that_seals_wrong_bytes_is_dropped_and_named_and_none_of_them_arrives() {
-    is_dropped_and_named(Some(Mode::Token));
+    require::kinds().into_iter().for_each(|kind| is_dropped_and_named(kind, Some(Mode::Token)));
 }
 
-fn is_dropped_and_named(mode: Option<Mode>) {
-    let Some(kind) = require::valkey() else { return };
+fn is_dropped_and_named(kind: Kind, mode: Option<Mode>) {
     let primary = primary(kind).start().unwrap();
     load(&primary, 8, MIB);
     let secured: &[&str] = if mode.is_some() { &["--security", "token"] } else { &[] };

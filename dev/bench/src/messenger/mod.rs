@@ -1,12 +1,14 @@
 //! `remora-bench messenger`: requests a second and their latency, of the messenger against raw epoll, iperf3, ZeroMQ
 //! and other ping-pong programs. Request and reply, over a number of connections, with a number of requests in flight
-//! on each. This module defines the terms; [`options`] is the command line, [`rate`] a run; [`ours`] is the messenger,
+//! on each. This module defines the terms; [`options`] is the command line, [`rate`] a run,
+//! [`goals`] what it must reach; [`ours`] is the messenger,
 //! [`raw`] its simplest rival, [`tools`] and [`zeromq`] are other people's rivals.
 //!
 //! A request ends when its whole reply has arrived. Exactly `depth` requests are in flight on each connection from the
 //! first to the last moment of the measured time. Requests in flight at the end are awaited and not counted. Every
 //! request carries all of its bytes. Neither side sleeps.
 
+mod goals;
 pub mod histogram;
 pub mod options;
 pub mod ours;
@@ -80,6 +82,19 @@ impl Outcome {
         [self.client_cpu, self.server_cpu].map(|seconds| seconds * 1e6 / self.requests.max(1) as f64)
     }
 }
+
+/// One measurement of a run.
+#[derive(Serialize, Deserialize)]
+struct Figure {
+    subject: String,
+    case: Case,
+    round: usize,
+    #[serde(flatten)]
+    outcome: Outcome,
+}
+
+/// Requests of this size and above are measured against a stream.
+const BULK_BYTES: usize = 128 * 1024;
 
 /// Content that neither compression nor zero pages make cheaper.
 pub fn content(length: usize) -> Vec<u8> {

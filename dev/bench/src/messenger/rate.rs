@@ -9,10 +9,10 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use remora_lab::RdmaVm;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 
 use super::options::{self, Options, Subject};
-use super::{Case, Outcome, ours, plots, raw, server::Server, tools, zeromq::ZeroMq};
+use super::{BULK_BYTES, Case, Figure, Outcome, goals, ours, plots, raw, server::Server, tools, zeromq::ZeroMq};
 use crate::suite::kept;
 use crate::sync::Result;
 use crate::{Run, Sample, Spread, cpu};
@@ -105,8 +105,9 @@ fn tell_idle(connections: usize, options: &Options) -> Result<bool> {
             });
         }
     }
+    goals::judge_idle(&mut run, connections);
     run.finish(options.out.as_deref(), options.json.as_deref())?;
-    Ok(true)
+    Ok(run.keeps_promises())
 }
 
 /// Runs this command in an emulated machine that has RDMA devices.
@@ -140,16 +141,6 @@ fn new_run(options: &Options) -> Run {
 
 fn server_of(options: &Options, what: &str, case: &Case) -> Result<Server> {
     Ok(Server::start(&options.for_server(what, case), options.allocator.as_deref())?)
-}
-
-/// Every figure of a run.
-#[derive(Serialize, Deserialize)]
-struct Figure {
-    subject: String,
-    case: Case,
-    round: usize,
-    #[serde(flatten)]
-    outcome: Outcome,
 }
 
 struct Bench {
@@ -279,38 +270,8 @@ impl Bench {
         self.figures.push(Figure { subject: subject.to_owned(), case: *case, round, outcome });
     }
 
-    fn compare(&mut self) {
-        for case in self.options.cases() {
-            let name = case.to_string();
-            let promised = |rival: &str| {
-                let found = TARGETS.iter().find(|(request, connections, depth, beside, _)| {
-                    (*request, *connections, *depth, *beside) == (case.request, case.connections, case.depth, rival)
-                });
-                // Targets are for quiet machines and default options, beside rivals that were requested.
-                let is_plain = !self.options.busy && self.options.workers == 1;
-                let is_asked = self.options.rivals.iter().any(|asked| asked == rival);
-                found.map(|(.., ratio)| *ratio).filter(|_| is_plain && is_asked)
-            };
-            let (raw, iperf3, zeromq) = (promised("raw"), promised("iperf3"), promised("zeromq"));
-            for stack in self.options.stacks.clone() {
-                let ours = format!("ours, {stack}");
-                let is_tcp = |least: Option<f64>| least.filter(|_| stack == "tcp");
-                self.run.compare((&ours, &name), ("raw", &name), is_tcp(raw));
-                self.run.compare((&ours, &name), ("zeromq", &name), is_tcp(zeromq));
-                self.run.compare((&ours, &name), ("ib-send", &name), None);
-                for what in &self.options.vary {
-                    self.run.compare((&format!("{ours}, {what}"), &name), (&ours, &name), None);
-                }
-                if case.request >= BULK_BYTES {
-                    self.run.compare((&ours, &name), ("iperf3", &name), is_tcp(iperf3));
-                }
-            }
-        }
-        self.run.comparisons.retain(|comparison| comparison.ratio.is_some() || comparison.at_least.is_some());
-    }
-
     fn finish(mut self) -> Result<bool> {
-        self.compare();
+        goals::judge(&mut self.run, &self.figures, &self.options);
         let summary = self.summary();
         print!("{summary}");
         let json = serde_json::to_string_pretty(&serde_json::json!({ "run": self.run, "figures": self.figures }))?;
@@ -421,20 +382,5 @@ const PROGRAM: &str = "bench_messenger";
 /// Time limit for booting an emulated machine and measuring in it.
 const EMULATED_TIME: Duration = Duration::from_secs(600);
 
-/// Requests of this size and above are measured against a stream.
-const BULK_BYTES: usize = 128 * 1024;
-
 /// Longer messages are not measured as ping-pong.
 const PING_PONG_BYTES: usize = 4096;
-
-/// Targets: the case, the rival, and the least ratio of the rates.
-const TARGETS: [(usize, usize, usize, &str, f64); 8] = [
-    (64, 1, 1, "zeromq", 2.5),
-    (64, 1, 1, "raw", 0.75),
-    (64, 16, 1, "raw", 0.75),
-    (4096, 16, 32, "raw", 0.5),
-    (131_072, 1, 32, "iperf3", 0.85),
-    (131_072, 16, 32, "iperf3", 0.85),
-    (1 << 20, 1, 32, "iperf3", 0.85),
-    (1 << 20, 16, 32, "iperf3", 0.85),
-];

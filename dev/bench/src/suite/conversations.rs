@@ -16,7 +16,7 @@ use super::report::tables;
 use super::{Common, ServerChoice, VALUE_BYTES};
 use crate::cpu;
 use crate::crowd::Crowd;
-use crate::sync::{Method, Program, Result, Source};
+use crate::sync::{Method, Program, Result, Source, difference};
 
 /// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]
@@ -38,7 +38,8 @@ pub struct Options {
     pub common: Common,
 }
 
-/// Runs the subcommand, on loopback. Returns whether every conversation stayed open.
+/// Runs the subcommand, on loopback. Returns whether every conversation stayed open, and every compared replica was
+/// equal.
 ///
 /// # Errors
 /// A primary could not be filled or the run not be kept. A failed round is noted, and the next one is tried.
@@ -57,8 +58,13 @@ pub fn run(options: &Options) -> Result<bool> {
                 kept.note(format!("{what}: left out for lack of time"));
                 continue;
             }
-            match (Trial { options, program: &program, primary: &primary }).run(*replicas) {
+            let compare = options.common.compare.is_due(round);
+            let mut trial = Trial { options, program: &program, primary: &primary, compare, differences: Vec::new() };
+            match trial.run(*replicas) {
                 Ok(point) => {
+                    for difference in &trial.differences {
+                        kept.note(format!("{what}: NOT EQUAL: {difference}"));
+                    }
                     let point = Point { server: server.clone(), round, ..point };
                     eprintln!("{what}: joined in {:.2} s, {:.3} CPU s/s", point.join_seconds, point.receiving.cpu);
                     kept.points.push(point);
@@ -72,18 +78,22 @@ pub fn run(options: &Options) -> Result<bool> {
         }
     }
     print!("{}", tables::conversations(&[&kept]));
-    Ok(failed == 0)
+    Ok(failed == 0 && kept.points.iter().all(|point| point.equal != Some(false)))
 }
 
 struct Trial<'a> {
     options: &'a Options,
     program: &'a Program,
     primary: &'a Server,
+    /// Whether each real replica is compared with the primary.
+    compare: bool,
+    /// What these comparisons found.
+    differences: Vec<String>,
 }
 
 impl Trial<'_> {
     /// One round with this many conversations, at a source of its own.
-    fn run(&self, replicas: u32) -> Result<Point> {
+    fn run(&mut self, replicas: u32) -> Result<Point> {
         let folder = scratch::folder("conversations")?;
         let bytes = self.options.values * VALUE_BYTES;
         let source = Source::start_for(self.program, self.primary, folder.path(), bytes, replicas + ROOM)?;
@@ -122,6 +132,7 @@ impl Trial<'_> {
             beside_seconds: beside,
             beside_staying_seconds: beside_staying,
             leave_seconds: began.elapsed().as_secs_f64(),
+            equal: self.compare.then_some(self.differences.is_empty()),
         })
     }
 
@@ -141,8 +152,9 @@ impl Trial<'_> {
         })
     }
 
-    /// Makes a real replica over shared memory, and returns the seconds from the start of its agent to its end.
-    fn sync(&self, source: &Source, name: &str) -> Result<f64> {
+    /// Makes a real replica over shared memory, and returns the seconds from the start of its agent to its end. It is
+    /// compared afterwards, in the rounds that compare.
+    fn sync(&mut self, source: &Source, name: &str) -> Result<f64> {
         let method = Method::RemoraShm;
         let settings = method.replica_settings(self.primary.kind()).into_iter();
         let builder = Server::builder(self.primary.kind());
@@ -150,7 +162,12 @@ impl Trial<'_> {
         let began = Instant::now();
         let mut agent = self.program.replica(&server, source, method, name)?;
         agent.finish()?;
-        Ok(began.elapsed().as_secs_f64())
+        let seconds = began.elapsed().as_secs_f64();
+        if self.compare {
+            let found = difference(self.primary, &server)?;
+            self.differences.extend(found.map(|difference| format!("the replica {name}: {difference}")));
+        }
+        Ok(seconds)
     }
 }
 

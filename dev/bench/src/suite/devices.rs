@@ -155,7 +155,7 @@ fn read_fabric(json: &Path) -> Result<Vec<Figure>> {
     let run: crate::Run = serde_json::from_slice(&std::fs::read(json)?)?;
     let figure = |sample: &crate::Sample| {
         let device = match sample.subject.as_str() {
-            "memcpy" | "iperf3" | "ib_read_bw" => format!("{}, beside the fabric's reads", sample.subject),
+            "memcpy" | "iperf3 -l" | "ib_read_bw" => format!("{}, beside the fabric's reads", sample.subject),
             transport => format!("fabric's read by {transport}"),
         };
         (device, "read_bandwidth".to_owned(), sample.round, sample.value * 1e9)

@@ -181,6 +181,7 @@ impl Here<'_> {
                 round,
                 seconds,
                 felt,
+                source_memory: outcome.as_ref().map(|outcome| outcome.source_memory).filter(|bytes| *bytes > 0),
                 agent_memory: outcome.as_ref().map(|outcome| outcome.agent_memory.clone()).unwrap_or_default(),
                 equal: outcome.as_ref().and_then(|outcome| outcome.equal),
             });

@@ -86,6 +86,9 @@ pub struct FeelPoint {
     /// What the clients noticed in that time.
     #[serde(flatten)]
     pub felt: ClientLatency,
+    /// Peak memory of the source agent, in bytes; `None` without one, and in runs that did not record it.
+    #[serde(default)]
+    pub source_memory: Option<u64>,
     /// Peak memory of each replica agent, in bytes; empty in runs before 2026-11-23.
     #[serde(default)]
     pub agent_memory: Vec<u64>,
@@ -164,6 +167,9 @@ pub struct ConversationsPoint {
     pub beside_staying_seconds: f64,
     /// Wall seconds until the source lists no replica after all have left.
     pub leave_seconds: f64,
+    /// Whether the real replicas equal the primary; `None` if that was not checked, which older runs did not.
+    #[serde(default)]
+    pub equal: Option<bool>,
 }
 
 /// The source under conversations, per second.

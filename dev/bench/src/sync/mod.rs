@@ -29,6 +29,7 @@ pub use method::{Method, Setting};
 pub use outcome::{Outcome, Phases};
 pub use place::Place;
 pub(crate) use scene::available_memory;
+pub(crate) use scene::difference;
 pub use scene::{Compare, Scene, Shape, Trial};
 pub use summary::{Samples, Taken};
 pub use watch::{Show, Sight};

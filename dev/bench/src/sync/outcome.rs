@@ -40,6 +40,8 @@ pub struct Outcome {
     pub host_bytes: Option<u64>,
     /// Peak of the primary's private memory, in bytes, and what its fork child had to copy.
     pub peak_memory: u64,
+    /// What the primary and its fork child had to copy, in bytes, as the server reports it. 0 if none was forked.
+    pub child_memory: u64,
     /// Peak memory of the source agent, including its tables; 0 without a source.
     pub source_memory: u64,
     /// Peak memory of each replica agent, including the slots that it keeps for others, in bytes.

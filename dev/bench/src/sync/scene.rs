@@ -338,18 +338,21 @@ impl Scene {
                     Err("the digests differ".to_owned())
                 }
                 Method::Copier | Method::CopierOneByOne => Ok(()),
-                _ => match compare::same_data(&self.primary, replica, COMPARE_TIME) {
-                    Ok(_) => Ok(()),
-                    Err(error @ (remora_lab::Error::Different(_) | remora_lab::Error::TooLate { .. })) => {
-                        Err(error.to_string())
-                    }
-                    Err(error) => return Err(error.into()),
-                },
+                _ => difference(&self.primary, replica)?.map_or(Ok(()), Err),
             };
             outcome.differences.extend(compared.err());
         }
         outcome.equal = Some(outcome.differences.is_empty());
         Ok(())
+    }
+}
+
+/// How the replica differs from its primary, or that it does not become equal in time; `None` if it is equal.
+pub(crate) fn difference(primary: &Server, replica: &Server) -> Result<Option<String>> {
+    match compare::same_data(primary, replica, COMPARE_TIME) {
+        Ok(_) => Ok(None),
+        Err(error @ (Error::Different(_) | Error::TooLate { .. })) => Ok(Some(error.to_string())),
+        Err(error) => Err(error.into()),
     }
 }
 
@@ -433,6 +436,7 @@ impl Meter {
             primary_bytes: primary.sent.max(received),
             host_bytes: host_bytes.transpose()?,
             peak_memory: peak + primary.copied,
+            child_memory: primary.copied,
             source_memory: source.map_or(0, Source::peak_memory),
             agent_memory: took.agent_memory,
             equal: None,

@@ -9,7 +9,7 @@ use remora_lab::Kind;
 use serde::Serialize;
 
 use super::{Method, Outcome};
-use crate::Spread;
+use crate::{Spread, memory_of_each};
 
 /// One outcome with its circumstances.
 #[derive(Clone, Debug, Serialize)]
@@ -69,7 +69,7 @@ impl Samples {
     pub fn raw(&self) -> String {
         let mut out = String::from(
             "server,shape,replicas,method,round,seconds,primary_cpu,replica_cpu,agents_cpu,snapshot,transfer,load,catch_up,\
-             primary_bytes,equal\n",
+             primary_bytes,child_memory,source_memory,agent_memory,equal\n",
         );
         for Taken { server, shape, round, outcome, .. } in &self.0 {
             let Outcome { method, replicas, seconds, primary_cpu, agents_cpu, phases, primary_bytes, equal, .. } =
@@ -77,10 +77,12 @@ impl Samples {
             let method = method.name().replace(',', "");
             let replica_cpu: f64 = outcome.replica_cpu.iter().sum();
             let equal = equal.map_or("", |equal| if equal { "yes" } else { "no" });
+            let (child, source) = (outcome.child_memory, outcome.source_memory);
+            let agents = outcome.agent_memory.iter().map(u64::to_string).collect::<Vec<_>>().join(" ");
             let _ = writeln!(
                 out,
                 "{server},{shape},{replicas},{method},{round},{seconds:.4},{primary_cpu:.4},{replica_cpu:.4},{agents_cpu:.4},\
-                 {:.4},{:.4},{:.4},{:.4},{primary_bytes},{equal}",
+                 {:.4},{:.4},{:.4},{:.4},{primary_bytes},{child},{source},{agents},{equal}",
                 phases.snapshot, phases.transfer, phases.load, phases.catch_up
             );
         }
@@ -115,7 +117,7 @@ impl Group<'_> {
             let ratio = best.and_then(|best| self.ratio(method, best, |outcome| outcome.seconds));
             let _ = writeln!(
                 out,
-                "| {} | {:.2} ({:.2}–{:.2}) | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
+                "| {} | {:.2} ({:.2}–{:.2}) | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
                 method.name(),
                 wall.median,
                 wall.low,
@@ -132,8 +134,9 @@ impl Group<'_> {
                 median(|outcome| outcome.phases.load),
                 median(|outcome| outcome.phases.catch_up),
                 median(|outcome| outcome.primary_bytes as f64 / 1e6),
+                median(|outcome| outcome.child_memory as f64 / 1e6),
                 median(|outcome| outcome.source_memory as f64 / MIB),
-                median(|outcome| outcome.agent_memory.iter().max().map_or(0.0, |most| *most as f64 / MIB)),
+                memory_of_each(self.of(method).map(|taken| &taken.outcome.agent_memory)),
                 self.equality(method),
             );
         }
@@ -177,10 +180,14 @@ impl Group<'_> {
     fn promises(&self) -> Vec<Promise> {
         let wall = |outcome: &Outcome| outcome.seconds;
         let cpu = |outcome: &Outcome| outcome.primary_cpu;
-        let against_best = |what, method: Method, most, figure: fn(&Outcome) -> f64| {
-            let best = self.best_own(figure)?;
+        let memory = |outcome: &Outcome| outcome.child_memory as f64;
+        let against = |what, method: Method, rival: Method, most, figure: fn(&Outcome) -> f64| {
             self.of(method).next()?;
-            Some(Promise { what, most, ratio: self.ratio(method, best, figure) })
+            self.of(rival).next()?;
+            Some(Promise { what, most, ratio: self.ratio(method, rival, figure) })
+        };
+        let against_best = |what, method: Method, most, figure: fn(&Outcome) -> f64| {
+            against(what, method, self.best_own(figure)?, most, figure)
         };
         let (shm, tcp) = match (self.kind, self.replicas) {
             (Kind::Valkey9, 1) => (1.2, 1.4),
@@ -215,7 +222,22 @@ impl Group<'_> {
                 ),
             ]
         });
-        promises.into_iter().chain(of_module).flatten().collect()
+        let against_defaults = DEFAULTS.iter().filter(|(shape, _)| *shape == self.shape).map(|(_, most)| {
+            against(
+                "wall time with the module beside the servers' own defaults",
+                Method::RemoraModule,
+                Method::OwnDefault,
+                *most,
+                wall,
+            )
+        });
+        let of_child = against_best(
+            "memory that the fork child copies with the module beside the least of its own",
+            Method::RemoraModule,
+            CHILD_MOST,
+            memory,
+        );
+        promises.into_iter().chain(of_module).chain(against_defaults).chain([of_child]).flatten().collect()
     }
 
     fn equality(&self, method: Method) -> &'static str {
@@ -271,6 +293,13 @@ const MODULE: [ModulePromise; 12] = [
     module("4 M × 100 B", Kind::Redis7, 3, 0.7, 1.0),
 ];
 
+/// Targets for the module at both ends: the wall time as a share of that of the servers' own replication with default
+/// settings, for each shape of the data.
+const DEFAULTS: [(&str, f64); 3] = [("256 × 3.66 MiB", 0.1), ("900 k × 1 KiB", 0.3), ("4 M × 100 B", 0.8)];
+
+/// Target: the memory that the fork child copies, as a share of what the server's own child copies.
+const CHILD_MOST: f64 = 1.0;
+
 const MIB: f64 = (1 << 20) as f64;
 
 /// Target: the share of one own sync that a late joiner may cost the primary.
@@ -283,12 +312,13 @@ divided by that of the server's own method with the least median, in the same ro
 together (the source's from its start, including the touching of its memory; for a copier, of its threads). The four phases are those
 of the last replica and add up to its wall time. If the server loads while the bytes arrive, its loading is in *transfer*. Before each
 trial, as much memory as its replicas will need is touched and freed, so that none of them pays for pages that the machine's host has
-not provided yet. *source MiB* and *agent MiB*: peak memory of the source agent, which has memory for the whole snapshot, and of the largest
-replica agent, which has the default.
+not provided yet. *child MB*: memory that the primary and its fork child had to copy, as the server reports it. *source MiB* and
+*agents MiB*: peak memory of the source agent, which has memory for the whole snapshot, and of each replica agent, which has the default, in
+the round in which they had most together (–: no agent).
 ";
 
-const HEAD: &str = "| method | wall s | ratio | primary CPU | replica CPU | agents CPU | snapshot | transfer | load | catch-up | MB out of the primary | source MiB | agent MiB | equal |
-|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|";
+const HEAD: &str = "| method | wall s | ratio | primary CPU | replica CPU | agents CPU | snapshot | transfer | load | catch-up | MB out of the primary | child MB | source MiB | agents MiB | equal |
+|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|";
 
 #[cfg(test)]
 mod tests {
@@ -311,6 +341,7 @@ mod tests {
             primary_bytes: 1_000_000,
             host_bytes: None,
             peak_memory: 0,
+            child_memory: 1 << 20,
             source_memory: 0,
             agent_memory: Vec::new(),
             equal: Some(true),
@@ -351,6 +382,39 @@ mod tests {
     }
 
     #[test]
+    fn the_module_is_judged_against_the_servers_defaults_and_by_its_childs_memory() {
+        let with_module = |seconds, memory| {
+            let mut samples = Samples(vec![
+                taken(Method::OwnDefault, 1, 0, 10.0, 9.0),
+                taken(Method::OwnBest, 1, 0, 3.0, 9.0),
+                taken(Method::RemoraModule, 1, 0, seconds, 1.0),
+            ]);
+            samples.0.iter_mut().for_each(|taken| taken.shape = "256 × 3.66 MiB".into());
+            samples.0.iter_mut().for_each(|taken| taken.outcome.child_memory = 400_000);
+            samples.0[2].outcome.child_memory = memory;
+            samples
+        };
+        assert!(with_module(0.9, 400_000).keep_promises());
+        assert!(!with_module(1.1, 400_000).keep_promises(), "0.11 of the defaults' wall time exceeds 0.1");
+        assert!(
+            !with_module(0.9, 420_000).keep_promises(),
+            "1.05 of the memory exceeds that of the server's own child"
+        );
+        let summary = with_module(0.9, 420_000).summary();
+        assert!(summary.contains("beside the servers' own defaults: 0.090 (0.090–0.090), promised at most 0.1: kept"));
+        assert!(summary.contains("1.050 (1.050–1.050), promised at most 1: **not kept**"), "{summary}");
+    }
+
+    #[test]
+    fn the_memory_of_every_agent_is_in_the_table() {
+        let mut three = taken(Method::RemoraTcp, 3, 0, 2.0, 1.0);
+        three.outcome.agent_memory = vec![75 << 20, 70 << 20, 71 << 20];
+        let summary = Samples(vec![three, taken(Method::OwnBest, 3, 0, 2.0, 1.0)]).summary();
+        assert!(summary.contains("| 1.05 | 0.00 | 70, 71, 75 | yes |"), "{summary}");
+        assert!(summary.contains("| 1.05 | 0.00 | – | yes |"), "{summary}");
+    }
+
+    #[test]
     fn a_late_joiner_that_costs_the_primary_too_much_misses_a_target() {
         let with_late =
             |cpu| Samples(vec![taken(Method::OwnBest, 1, 0, 2.0, 1.0), taken(Method::RemoraLate, 1, 0, 9.0, cpu)]);
@@ -371,7 +435,7 @@ mod tests {
         let line = raw.lines().last().unwrap_or_default();
         assert_eq!(
             line,
-            "Valkey 9,big,3,own best,1,2.0000,1.0000,3.0000,0.0000,0.0000,2.0000,0.0000,0.0000,1000000,yes"
+            "Valkey 9,big,3,own best,1,2.0000,1.0000,3.0000,0.0000,0.0000,2.0000,0.0000,0.0000,1000000,1048576,0,,yes"
         );
     }
 }

@@ -1,5 +1,5 @@
-//! Every benchmark runs once, with a little data, and every replica that it makes is compared with its primary. The
-//! figures say nothing: this is a build with debug assertions, beside other tests.
+//! Every benchmark runs once, with a little data, and every replica that it makes is compared with its primary. (The
+//! messenger's has a file of its own, [`crate::messenger`].) The figures say nothing: this is a build with debug assertions, beside other tests.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -85,6 +85,27 @@ fn remora_bench_compares_its_syncs_over_a_network_and_under_load() {
 }
 
 #[test]
+fn devices_are_measured_by_other_tools_and_the_fabric_beside_them() {
+    let Some(()) = require::iperf3().and_then(|()| require::fio()) else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().display().to_string();
+    let few = ["--no-rdma", "--disk-mib", "8", "--networks", "loopback", "--rounds", "1", "--out", &out];
+    run(env!("CARGO_BIN_EXE_remora-bench"), &[&["devices"], &few[..]].concat(), &[0]);
+    let report = kept(folder.path());
+    // What could not be measured is a note and not a failure.
+    assert_eq!(report["run"]["notes"], serde_json::json!([]), "{report}");
+    let points = report["points"].as_array().unwrap();
+    let rate = |device: &str| {
+        let point = points.iter().find(|point| point["device"].as_str().is_some_and(|name| name.starts_with(device)));
+        point.and_then(|point| point["bytes_per_second"].as_f64()).unwrap_or_else(|| panic!("{device}: {report}"))
+    };
+    for device in ["disk, write", "disk, read", "TCP, loopback", "memcpy", "iperf3", "fabric's read by shm"] {
+        assert!(rate(device) > 1e5, "{device}: {report}");
+    }
+    assert!(rate("fabric's read by tcp") > 1e5);
+}
+
+#[test]
 fn a_source_is_measured_under_conversations() {
     let Some(_) = require::valkey() else { return };
     let folder = tempfile::tempdir().unwrap();
@@ -96,6 +117,8 @@ fn a_source_is_measured_under_conversations() {
     let reports = point["receiving"]["reports"].as_f64().unwrap();
     assert!(point["replicas"] == 40 && reports > 40.0, "{point}");
     assert!(point["descriptors"].as_u64() > Some(40), "{point}");
+    // Four real replicas: before the conversations, and beside them in both of their states.
+    all_equal([point], 1);
 }
 
 #[test]

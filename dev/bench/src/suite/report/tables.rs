@@ -4,10 +4,10 @@ use std::fmt::Write as _;
 
 use clap::ValueEnum;
 
-use crate::Spread;
 use crate::suite::points::name_of;
 use crate::suite::{Kept, conversations, devices, feel, points, scaling, syncs};
 use crate::sync::Method;
+use crate::{Spread, memory_of_each};
 
 /// Figures that are compared with one another: of one server, one network, one size, one run.
 pub(super) struct Group<'a> {
@@ -87,11 +87,10 @@ impl Group<'_> {
         if roomy { format!("{}, memory for all", method.name()) } else { method.name().to_owned() }
     }
 
-    /// The greatest peak memory of a replica agent in MiB, of all rounds.
+    /// Peak memory of the replica agents in MiB.
     fn agent_memory(&self, method: Method, replicas: usize) -> String {
         let of = self.points.iter().filter(|point| point.method == method && point.replicas == replicas);
-        let most = of.flat_map(|point| &point.agent_memory).max();
-        most.map_or("–".to_owned(), |bytes| format!("{:.0}", *bytes as f64 / f64::from(1 << 20)))
+        memory_of_each(of.map(|point| &point.agent_memory))
     }
 
     /// The median of the source agent's processor seconds.
@@ -103,12 +102,7 @@ impl Group<'_> {
 
     fn equality(&self, method: Method, replicas: usize) -> &'static str {
         let of = self.points.iter().filter(|point| point.method == method && point.replicas == replicas);
-        let looked: Vec<bool> = of.filter_map(|point| point.equal).collect();
-        match looked.as_slice() {
-            [] => "–",
-            all if all.iter().all(|equal| *equal) => "yes",
-            _ => "**NO**",
-        }
+        equality(of.map(|point| point.equal))
     }
 
     pub(super) fn title(&self) -> String {
@@ -238,7 +232,7 @@ pub fn feel(runs: &[&Kept<feel::Point>]) -> String {
         }
         let _ = writeln!(
             out,
-            "| {replicas} | {} | {:.2} | {:.0} | {:.2} | {:.2} | {:.2} | {:.1} |",
+            "| {replicas} | {} | {:.2} | {:.0} | {:.2} | {:.2} | {:.2} | {:.1} | {} | {} |",
             name_of(*method),
             cell.median(|point| point.seconds),
             cell.median(|point| point.felt.per_second),
@@ -246,6 +240,9 @@ pub fn feel(runs: &[&Kept<feel::Point>]) -> String {
             cell.median(|point| point.felt.p99),
             cell.median(|point| point.felt.p999),
             cell.median(|point| point.felt.most),
+            Spread::of(cell.points.iter().filter_map(|point| Some(point.source_memory? as f64 / f64::from(1 << 20))))
+                .map_or("–".to_owned(), |spread| format!("{:.0}", spread.median)),
+            memory_of_each(cell.points.iter().map(|point| &point.agent_memory)),
         );
     }
     out
@@ -273,7 +270,7 @@ pub fn scaling(runs: &[&Kept<scaling::Point>]) -> String {
                 let gib = bytes as f64 / f64::from(1 << 30);
                 let _ = writeln!(
                     out,
-                    "| {} | {gib:.3} | {} | {} | {:.2} | {:.2} | {:.2} | {:.0} | {:.0} |",
+                    "| {} | {gib:.3} | {} | {} | {:.2} | {:.2} | {:.2} | {:.0} | {:.0} | {} |",
                     method.name(),
                     crate::bytes(value_bytes),
                     with_range(wall),
@@ -282,6 +279,7 @@ pub fn scaling(runs: &[&Kept<scaling::Point>]) -> String {
                     median(|point| point.others_cpu) / gib,
                     median(|point| point.peak_memory as f64 / f64::from(1 << 20)),
                     median(|point| point.source_memory as f64 / f64::from(1 << 20)),
+                    memory_of_each(of().map(|point| &point.agent_memory)),
                 );
             }
         }
@@ -310,7 +308,7 @@ pub fn conversations(runs: &[&Kept<conversations::Point>]) -> String {
             let per_replica = median(|point| point.private.saturating_sub(point.private_before) as f64) / 1024.0;
             let _ = writeln!(
                 out,
-                "| {replicas} | {:.2} | {:.0} | {:.3} | {:.0} | {:.3} | {:.0} | {:.0} | {:.0} | {:.1} | {:.0} | {:.2} | {:.2} | {:.2} | {:.2} |",
+                "| {replicas} | {:.2} | {:.0} | {:.3} | {:.0} | {:.3} | {:.0} | {:.0} | {:.0} | {:.1} | {:.0} | {:.2} | {:.2} | {:.2} | {:.2} | {} |",
                 median(|point| point.join_seconds),
                 median(|point| point.receiving.reports),
                 median(|point| point.receiving.cpu),
@@ -325,10 +323,20 @@ pub fn conversations(runs: &[&Kept<conversations::Point>]) -> String {
                 median(|point| point.beside_seconds / point.alone_seconds),
                 median(|point| point.beside_staying_seconds / point.alone_seconds),
                 median(|point| point.leave_seconds),
+                equality(kept.points.iter().filter(|point| point.replicas == replicas).map(|point| point.equal)),
             );
         }
     }
     out
+}
+
+/// Whether all replicas that were compared are equal, in the word of a table.
+fn equality(looked: impl Iterator<Item = Option<bool>>) -> &'static str {
+    match looked.flatten().reduce(|all, equal| all && equal) {
+        None => "–",
+        Some(true) => "yes",
+        Some(false) => "**NO**",
+    }
 }
 
 fn slopes(out: &mut String, points: &[&scaling::Point]) {
@@ -375,41 +383,44 @@ Medians over the rounds, in brackets the least and the greatest value. *ratio*: 
 server's own method with the least median at the same N. The four phases (snapshot / transfer / load / catch-up) are those of the last replica and add up to its time. If the server loads
 while the bytes arrive, its loading is in *transfer*. *out*: bytes out of the primary's host over its cable, of all programs (on loopback:
 out of the primary's process), and as a multiple of the data set. *CPU*: of the primary and its fork child, and of the source agent from its start, with the first touch of its memory. *memory*: the peak of the
-primary's private memory, of the source agent beside it, including its table, and of the largest replica agent, including the slots that it
-keeps for others (–: not recorded). *memory for all*: each replica agent had `--memory` for the whole data set and 256 MiB more; without
+primary's private memory, of the source agent beside it, including its table, and of each replica agent, including the slots that it
+keeps for others (in the round in which they had most together; of more than four agents the least, the greatest and the sum; –: not
+recorded). *memory for all*: each replica agent had `--memory` for the whole data set and 256 MiB more; without
 these words it had the default.
 ";
 
 const SYNC_HEAD: &str = "\
-| N | method | last replica s | ratio | first s | phases s | out MB | × data | primary CPU s | source CPU s | primary MiB | source MiB | replica agent MiB | equal |
+| N | method | last replica s | ratio | first s | phases s | out MB | × data | primary CPU s | source CPU s | primary MiB | source MiB | replica agents MiB | equal |
 |---:|---|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---|";
 
 const FEEL_EXPLAINED: &str = "\
 GETs, and one SET in ten commands, of 1 KiB at a steady rate, from before the first replica began until the last had caught up; medians
-over the rounds. A command that was due while the previous one was unanswered counts from when it was due.
+over the rounds. A command that was due while the previous one was unanswered counts from when it was due. *MiB*: peak memory of the source
+agent and of each replica agent (in the round in which they had most together; –: not recorded).
 ";
 
 const FEEL_HEAD: &str = "\
-| N | while | sync s | answered/s | p50 ms | p99 ms | p99.9 ms | most ms |
-|---:|---|---:|---:|---:|---:|---:|---:|";
+| N | while | sync s | answered/s | p50 ms | p99 ms | p99.9 ms | most ms | source MiB | replica agents MiB |
+|---:|---|---:|---:|---:|---:|---:|---:|---:|---|";
 
-const SCALING_EXPLAINED: &str = "Medians over the rounds, in brackets the least and the greatest value. *others*: the replica's server and all agents.\n";
+const SCALING_EXPLAINED: &str = "Medians over the rounds, in brackets the least and the greatest value. *others*: the replica's server and all agents. *MiB*: the peak of the primary's private memory, of the source agent and of the replica agent (the greatest of the rounds; –: not recorded).\n";
 
 const SCALING_HEAD: &str = "\
-| method | GiB | values of | wall s | s/GiB | primary CPU s/GiB | others CPU s/GiB | primary MiB | source MiB |
-|---|---:|---:|---:|---:|---:|---:|---:|---:|";
+| method | GiB | values of | wall s | s/GiB | primary CPU s/GiB | others CPU s/GiB | primary MiB | source MiB | replica agent MiB |
+|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|";
 
 const CONVERSATIONS_EXPLAINED: &str = "\
 Medians over the rounds. *join*: from the first connect until the last conversation had the source's offer. *receiving*: each conversation reports
 one more slot 20 times a second, as a replica does that receives; *staying*: it has nothing new to report, and does so twice a second. *CPU*: processor
 seconds of the source per second. *peak MiB* includes the table; *KiB each*: private memory of the source for each conversation. *status*: the command
 `remora status --json`, as a process. *alone*: a real replica over shared memory without the conversations; *beside*: the same with them, as a
-multiple, while they are receiving and while they are staying. *leave*: until the source lists none of them.
+multiple, while they are receiving and while they are staying. *leave*: until the source lists none of them. *equal*: the real replicas have the
+primary's data (–: not compared).
 ";
 
 const CONVERSATIONS_HEAD: &str = "\
-| N | join s | receiving: reports/s | CPU s/s | staying: reports/s | CPU s/s | descriptors | threads | peak MiB | KiB each | status ms | alone s | beside receiving | beside staying | leave s |
-|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|";
+| N | join s | receiving: reports/s | CPU s/s | staying: reports/s | CPU s/s | descriptors | threads | peak MiB | KiB each | status ms | alone s | beside receiving | beside staying | leave s | equal |
+|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|";
 
 #[cfg(test)]
 pub(super) mod tests {
@@ -464,6 +475,25 @@ pub(super) mod tests {
         let table = sync(&[&one, &other]);
         assert!(table.contains("8.50 (8.00–9.00)") && table.contains("| 99.00 |"), "{table}");
         assert!(table.contains("1 Gb/s (iperf3: 120.0 MB/s), 954 MiB, run again"), "{table}");
+    }
+
+    #[test]
+    fn the_memory_of_every_replica_agent_is_printed() {
+        let with = |method, replicas, agents: &[u64]| syncs::Point {
+            agent_memory: agents.iter().map(|mib| mib << 20).collect(),
+            ..point(method, replicas, 0, 8.0, 1)
+        };
+        let eight = [70, 71, 72, 73, 74, 75, 76, 79];
+        let points = vec![
+            with(Method::RemoraTcp, 3, &[75, 70, 71]),
+            with(Method::RemoraTcp, 8, &eight),
+            point(Method::OwnBest, 3, 0, 9.0, 1),
+        ];
+        let table = sync(&[&kept(points)]);
+        let ends = |start: &str, end: &str| table.lines().any(|line| line.starts_with(start) && line.ends_with(end));
+        assert!(ends("| 3 | Remora tcp, best |", "| 70, 71, 75 | yes |"), "{table}");
+        assert!(ends("| 8 | Remora tcp, best |", "| 70–79, sum 590 | yes |"), "{table}");
+        assert!(ends("| 3 | own, best |", "| – | yes |"), "{table}");
     }
 
     #[test]
