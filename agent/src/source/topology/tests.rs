@@ -229,8 +229,8 @@ fn at_different_times(later: u64, holds: impl Fn(u64) -> [u64; 3]) -> Option<(u6
 
 #[test]
 fn a_slow_peer_is_found_although_replicas_report_at_different_times() {
-    // After two seconds the head has a fifth of its rate, and its reader all of its slots.
-    let head = |millis: u64| millis.min(2000) / 10 + millis.saturating_sub(2000) / 50;
+    // After two seconds the head has a third of its rate, and its reader all of its slots.
+    let head = |millis: u64| millis.min(2000) / 10 + millis.saturating_sub(2000) / 30;
     for later in [10, 120, 240] {
         let (millis, moved) = at_different_times(later, |millis| [head(millis), head(millis), 1000]).unwrap();
         assert!((4000..6000).contains(&millis), "{millis}");
