@@ -198,8 +198,9 @@ mod loom_tests {
     use loom::sync::{Arc, atomic::AtomicU64};
 
     use super::*;
-    use crate::layout::{ENTRY_WORDS, SUPERBLOCK_BYTES};
-    use crate::seal::SlotSeal;
+    use crate::layout::{SEALED_ENTRY_WORDS, SUPERBLOCK_BYTES};
+    use crate::seal::{DIGEST_BYTES, SlotSeal, TAG_BYTES};
+    use crate::{Algorithm, Identity, Kind, Origin, SealKey};
 
     /// A table of two slots whose content is two words each: only the words that the protocol uses exist.
     #[derive(Clone)]
@@ -208,7 +209,7 @@ mod loom_tests {
     const GEOMETRY: Geometry = Geometry { slot_size: 4096, slots: 2 };
     const LINE_AT: usize = 0;
     const ENTRIES_AT: usize = LINE_AT + LINE_WORDS;
-    const DATA_AT: usize = ENTRIES_AT + 2 * ENTRY_WORDS;
+    const DATA_AT: usize = ENTRIES_AT + 2 * SEALED_ENTRY_WORDS;
     const DATA_WORDS: usize = 2;
 
     impl Small {
@@ -221,7 +222,7 @@ mod loom_tests {
                 LINE_AT + (offset - LINE_OFFSET) as usize / 8
             } else {
                 let [entry, byte] = [(offset - SUPERBLOCK_BYTES) / 64, (offset - SUPERBLOCK_BYTES) % 64];
-                ENTRIES_AT + entry as usize * ENTRY_WORDS + byte as usize / 8
+                ENTRIES_AT + entry as usize * SEALED_ENTRY_WORDS + byte as usize / 8
             };
             &self.0[at]
         }
@@ -260,10 +261,24 @@ mod loom_tests {
         for word in 0..DATA_WORDS {
             publisher.cells.data(number, word).store(content(number, word), Relaxed);
         }
-        let entry =
-            Entry { number, writing: false, position: number * 16, length: 16, crc: 0, seal: SlotSeal::default() };
+        let seal = publisher.seal.as_ref().map_or_else(SlotSeal::default, |_| slot_seal(number));
+        let entry = Entry { number, writing: false, position: number * 16, length: 16, crc: 0, seal };
         publisher.complete(entry).unwrap();
         publisher.publish((number + 1) * 4096).unwrap();
+    }
+
+    /// The tag and the digest of a slot, of a sealed table: any bytes, but those of no other slot.
+    fn slot_seal(number: u64) -> SlotSeal {
+        let byte = 1 + number as u8;
+        SlotSeal { tag: [byte; TAG_BYTES], digest: [byte; DIGEST_BYTES] }
+    }
+
+    type TableSeal = Option<std::sync::Arc<Seal>>;
+
+    fn sealed() -> TableSeal {
+        let key = SealKey::new(Algorithm::Aes256Gcm, [7; SealKey::SECRET_BYTES]);
+        let origin = Origin { generation: 1, history: [b'a'; 40].try_into().unwrap(), offset: 0 };
+        Some(std::sync::Arc::new(Seal::new(&key, &Identity { kind: Kind::Snapshot, origin }).unwrap()))
     }
 
     fn copy(cells: &Small, number: u64) -> [u64; DATA_WORDS] {
@@ -283,16 +298,26 @@ mod loom_tests {
 
     #[test]
     fn what_is_below_published_is_there() {
-        model(|| {
+        check_published(None);
+    }
+
+    #[test]
+    fn what_is_below_published_is_there_in_a_sealed_table() {
+        check_published(sealed());
+    }
+
+    fn check_published(seal: TableSeal) {
+        model(move || {
             let cells = Small::new();
-            let mut publisher = Publisher::new(cells.clone(), GEOMETRY, None).unwrap();
+            let mut publisher = Publisher::new(cells.clone(), GEOMETRY, seal.clone()).unwrap();
             let writer = loom::thread::spawn(move || write_slot(&mut publisher, 0));
-            if let Some(line) = load_line(&cells, None).unwrap() {
+            if let Some(line) = load_line(&cells, seal.as_deref()).unwrap() {
                 if line.published > 0 {
                     assert_eq!(line.published, 4096);
                     assert_eq!(copy(&cells, 0), right(0));
-                    let entry = load_entry(&cells, &GEOMETRY, 0, None).unwrap().unwrap();
+                    let entry = load_entry(&cells, &GEOMETRY, 0, seal.as_deref()).unwrap().unwrap();
                     assert_eq!((entry.number, entry.writing, entry.length), (0, false, 16));
+                    assert!(seal.is_none() || entry.seal == slot_seal(0));
                 }
             }
             writer.join().unwrap();
@@ -301,16 +326,26 @@ mod loom_tests {
 
     #[test]
     fn a_slot_overwritten_while_copied_is_never_accepted() {
-        model(|| {
+        check_overwritten(None);
+    }
+
+    #[test]
+    fn a_slot_of_a_sealed_table_overwritten_while_copied_is_never_accepted() {
+        check_overwritten(sealed());
+    }
+
+    fn check_overwritten(seal: TableSeal) {
+        model(move || {
             let cells = Small::new();
-            let mut publisher = Publisher::new(cells.clone(), GEOMETRY, None).unwrap();
+            let mut publisher = Publisher::new(cells.clone(), GEOMETRY, seal.clone()).unwrap();
             write_slot(&mut publisher, 0);
             write_slot(&mut publisher, 1);
             let writer = loom::thread::spawn(move || write_slot(&mut publisher, 2));
             let copied = copy(&cells, 0);
-            if let Some(entry) = load_entry_again(&cells, &GEOMETRY, 0, None).unwrap() {
+            if let Some(entry) = load_entry_again(&cells, &GEOMETRY, 0, seal.as_deref()).unwrap() {
                 if entry.number == 0 && !entry.writing {
                     assert_eq!(copied, right(0));
+                    assert!(seal.is_none() || entry.seal == slot_seal(0));
                 }
             }
             writer.join().unwrap();
@@ -319,16 +354,42 @@ mod loom_tests {
 
     #[test]
     fn a_line_caught_in_the_middle_of_a_change_is_seen_as_such() {
-        model(|| {
+        check_line(None);
+    }
+
+    #[test]
+    fn a_line_of_a_sealed_table_caught_in_the_middle_of_a_change_is_seen_as_such() {
+        check_line(sealed());
+    }
+
+    fn check_line(seal: TableSeal) {
+        model(move || {
             let cells = Small::new();
-            let mut publisher = Publisher::new(cells.clone(), GEOMETRY, None).unwrap();
+            let mut publisher = Publisher::new(cells.clone(), GEOMETRY, seal.clone()).unwrap();
             let writer = loom::thread::spawn(move || {
                 write_slot(&mut publisher, 0);
                 publisher.seal().unwrap();
             });
-            if let Some(line) = load_line(&cells, None).unwrap() {
+            if let Some(line) = load_line(&cells, seal.as_deref()).unwrap() {
                 assert!(line.published == 0 || line.published == 4096);
                 assert_eq!(line.state == State::Sealed, line.end == Some(4096));
+            }
+            writer.join().unwrap();
+        });
+    }
+
+    /// An entry caught in the middle of a change is not taken for one of either slot: its words are stored one by one.
+    #[test]
+    fn an_entry_of_a_sealed_table_caught_in_the_middle_of_a_change_is_seen_as_such() {
+        let seal = sealed();
+        model(move || {
+            let cells = Small::new();
+            let mut publisher = Publisher::new(cells.clone(), GEOMETRY, seal.clone()).unwrap();
+            write_slot(&mut publisher, 0);
+            let writer = loom::thread::spawn(move || write_slot(&mut publisher, 2));
+            if let Some(entry) = load_entry(&cells, &GEOMETRY, 0, seal.as_deref()).unwrap() {
+                assert!(entry.writing || entry.seal == slot_seal(entry.number));
+                assert!([0, 2].contains(&entry.number));
             }
             writer.join().unwrap();
         });

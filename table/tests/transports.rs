@@ -20,8 +20,8 @@ use remora_fabric::{
 };
 use remora_redis::ReplId;
 use remora_table::{
-    Error, Expectation, Geometry, Identity, JournalReader, JournalWriter, Kind, Origin, SinkLayout, SnapshotReader,
-    SnapshotWriter,
+    Algorithm, Error, Expectation, Geometry, Identity, JournalReader, JournalWriter, Kind, Origin, SealKey, SinkLayout,
+    SnapshotReader, SnapshotSealer, SnapshotWriter, State,
 };
 
 const ID: RegionId = RegionId { generation: 1, region: 0 };
@@ -85,8 +85,14 @@ fn origin() -> Origin {
     Origin { generation: 1, history: ReplId::try_from([b'f'; 40]).unwrap(), offset: FIRST_OFFSET }
 }
 
-fn expect() -> Expectation {
-    Expectation::plain(origin(), GEOMETRY)
+/// The key of a sealed table. Plain ones have none.
+fn key(algorithm: Algorithm) -> Option<SealKey> {
+    Some(SealKey::new(algorithm, [4; SealKey::SECRET_BYTES]))
+}
+
+fn expect(kind: Kind, key: Option<&SealKey>) -> Expectation {
+    let sealed = |key| Expectation::sealed(kind, origin(), GEOMETRY, key).unwrap();
+    key.map_or_else(|| Expectation::plain(origin(), GEOMETRY), sealed)
 }
 
 /// `length` bytes that differ from those at any other position.
@@ -100,11 +106,22 @@ fn content(position: u64, length: usize) -> Vec<u8> {
 }
 
 /// Writes the whole stream, as slowly as its readers need; the CRC-32C of all of it is the oracle.
-fn write_snapshot(region: &Arc<Memory>, mut writer: SnapshotWriter, passed: &AtomicU64) -> u32 {
+fn write_snapshot(
+    region: &Arc<Memory>,
+    mut writer: SnapshotWriter,
+    mut sealer: Option<SnapshotSealer>,
+    passed: &AtomicU64,
+) -> u32 {
     let mut crc = 0;
     let mark = [b'#'; 40];
     while writer.received() < STREAM_BYTES + mark.len() as u64 {
-        writer.retire(passed.load(Ordering::Acquire));
+        let passed = passed.load(Ordering::Acquire);
+        let sealed = sealer.as_mut().map(|sealer| {
+            while sealer.pump().unwrap() {}
+            sealer.sealed_slots()
+        });
+        // Slots that are not sealed yet must not be overwritten either.
+        writer.retire(sealed.map_or(passed, |sealed| sealed.min(passed)));
         let Some(space) = writer.space() else {
             std::thread::yield_now();
             continue;
@@ -123,13 +140,25 @@ fn write_snapshot(region: &Arc<Memory>, mut writer: SnapshotWriter, passed: &Ato
         writer.advance(bytes.len() as u64).unwrap();
     }
     assert_eq!(writer.finish(mark.len() as u64).unwrap(), STREAM_BYTES);
+    if let Some(sealer) = &mut sealer {
+        // The place of a slot in the sealed table is reused when the plain one has reused it, so none has to wait.
+        while sealer.pump().unwrap() {}
+        assert_eq!(sealer.state(), State::Sealed);
+    }
     crc
 }
 
-fn snapshot_over(ends: Ends, in_place: bool) {
+fn snapshot_over(ends: Ends, in_place: bool, key: Option<SealKey>) {
     let region = memory(GEOMETRY.memory_len());
     let writer = SnapshotWriter::create(Arc::clone(&region), GEOMETRY, identity(Kind::Snapshot), 40).unwrap();
-    ends.lend(&region);
+    let sealer = key.as_ref().map(|key| {
+        let (plain, sealed) = (Arc::clone(&region), memory(GEOMETRY.memory_len()));
+        ends.lend(&sealed);
+        SnapshotSealer::create(plain, sealed, GEOMETRY, identity(Kind::Snapshot), key).unwrap()
+    });
+    if sealer.is_none() {
+        ends.lend(&region);
+    }
     let layout = SinkLayout { offset: 0, buffers: 4 };
     let sink = memory(layout.length(&GEOMETRY));
     let mut peer = ends.connect(&sink);
@@ -137,9 +166,10 @@ fn snapshot_over(ends: Ends, in_place: bool) {
     assert_eq!(view.is_some(), in_place);
     let passed = Arc::new(AtomicU64::new(0));
     let (shown, written) = (Arc::clone(&passed), Arc::clone(&region));
-    let writing = std::thread::spawn(move || write_snapshot(&written, writer, &shown));
+    let writing = std::thread::spawn(move || write_snapshot(&written, writer, sealer, &shown));
 
-    let mut reader = SnapshotReader::new(view, sink, layout, expect(), |_| false).unwrap();
+    let expect = expect(Kind::Snapshot, key.as_ref());
+    let mut reader = SnapshotReader::new(view, sink, layout, expect, |_| false).unwrap();
     let (mut crc, mut bytes) = (0, 0);
     let begun = Instant::now();
     while !reader.is_complete() {
@@ -162,10 +192,15 @@ fn snapshot_over(ends: Ends, in_place: bool) {
     assert_eq!((bytes, crc), (STREAM_BYTES, writing.join().unwrap()));
 }
 
-fn journal_over(ends: Ends, in_place: bool) {
+fn journal_over(ends: Ends, in_place: bool, key: Option<SealKey>) {
     const JOURNAL_BYTES: u64 = 3 << 20;
     let region = memory(GEOMETRY.memory_len());
-    let mut writer = JournalWriter::create(Arc::clone(&region), GEOMETRY, identity(Kind::Journal)).unwrap();
+    let (table, identity) = (Arc::clone(&region), identity(Kind::Journal));
+    let writer = match &key {
+        Some(key) => JournalWriter::create_sealed(table, GEOMETRY, identity, key),
+        None => JournalWriter::create(table, GEOMETRY, identity),
+    };
+    let mut writer = writer.unwrap();
     ends.lend(&region);
     let layout = SinkLayout { offset: 0, buffers: 2 };
     let sink = memory(layout.length(&GEOMETRY));
@@ -184,7 +219,8 @@ fn journal_over(ends: Ends, in_place: bool) {
         crc
     });
 
-    let mut reader = JournalReader::new(view, sink, layout, expect(), FIRST_OFFSET + 1).unwrap();
+    let expect = expect(Kind::Journal, key.as_ref());
+    let mut reader = JournalReader::new(view, sink, layout, expect, FIRST_OFFSET + 1).unwrap();
     let (mut crc, mut next) = (0, FIRST_OFFSET + 1);
     let begun = Instant::now();
     while next < FIRST_OFFSET + 1 + JOURNAL_BYTES {
@@ -204,42 +240,72 @@ fn journal_over(ends: Ends, in_place: bool) {
 
 #[test]
 fn a_snapshot_many_times_the_ring_crosses_shared_memory_without_a_copy() {
-    snapshot_over(shm(), true);
+    snapshot_over(shm(), true, None);
 }
 
 #[test]
 fn a_snapshot_many_times_the_ring_crosses_shared_memory_by_reads() {
-    snapshot_over(shm(), false);
+    snapshot_over(shm(), false, None);
 }
 
 #[test]
 fn a_snapshot_many_times_the_ring_crosses_tcp() {
-    snapshot_over(tcp(SendMode::Copy, 1), false);
+    snapshot_over(tcp(SendMode::Copy, 1), false, None);
 }
 
 #[test]
 fn a_snapshot_many_times_the_ring_crosses_tcp_by_sendfile_and_two_lanes() {
-    snapshot_over(tcp(SendMode::File, 2), false);
+    snapshot_over(tcp(SendMode::File, 2), false, None);
 }
 
 #[test]
 fn a_snapshot_many_times_the_ring_crosses_the_simulated_network() {
-    snapshot_over(sim(), false);
+    snapshot_over(sim(), false, None);
 }
 
 #[test]
 fn a_journal_is_followed_in_shared_memory() {
-    journal_over(shm(), true);
+    journal_over(shm(), true, None);
 }
 
 #[test]
 fn a_journal_is_followed_over_tcp() {
-    journal_over(tcp(SendMode::Copy, 1), false);
+    journal_over(tcp(SendMode::Copy, 1), false, None);
 }
 
 #[test]
 fn a_journal_is_followed_over_tcp_by_sendfile() {
-    journal_over(tcp(SendMode::File, 1), false);
+    journal_over(tcp(SendMode::File, 1), false, None);
+}
+
+#[test]
+fn a_sealed_snapshot_many_times_the_ring_crosses_tcp() {
+    snapshot_over(tcp(SendMode::Copy, 1), false, key(Algorithm::Aes256Gcm));
+}
+
+#[test]
+fn a_sealed_snapshot_many_times_the_ring_crosses_tcp_by_sendfile_and_two_lanes() {
+    snapshot_over(tcp(SendMode::File, 2), false, key(Algorithm::ChaCha20Poly1305));
+}
+
+#[test]
+fn a_sealed_snapshot_many_times_the_ring_crosses_the_simulated_network() {
+    snapshot_over(sim(), false, key(Algorithm::best()));
+}
+
+#[test]
+fn a_sealed_journal_is_followed_over_tcp() {
+    journal_over(tcp(SendMode::Copy, 1), false, key(Algorithm::ChaCha20Poly1305));
+}
+
+#[test]
+fn a_sealed_journal_is_followed_over_tcp_by_sendfile() {
+    journal_over(tcp(SendMode::File, 1), false, key(Algorithm::Aes256Gcm));
+}
+
+#[test]
+fn a_sealed_journal_is_followed_over_the_simulated_network() {
+    journal_over(sim(), false, key(Algorithm::best()));
 }
 
 #[test]
@@ -250,7 +316,7 @@ fn a_region_smaller_than_the_table_offered_is_called_so() {
     let layout = SinkLayout { offset: 0, buffers: 1 };
     let sink = memory(layout.length(&GEOMETRY));
     let mut peer = ends.connect(&sink);
-    let mut reader = SnapshotReader::new(None, sink, layout, expect(), |_| false).unwrap();
+    let mut reader = SnapshotReader::new(None, sink, layout, expect(Kind::Snapshot, None), |_| false).unwrap();
     let error = (0..100).find_map(|_| reader.pump(&mut *peer).err());
     assert!(matches!(error, Some(Error::Layout(_))), "{error:?}");
 }

@@ -4,7 +4,7 @@
 use std::fs::{self, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, chown};
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use remora_lab::{Host, Kind, Net, Server, assert_same_data, require};
+use remora_lab::{Agent, Host, Kind, Net, Server, assert_same_data, require};
 use rustix::net::{AddressFamily, SocketType, bind, connect, socket};
 use rustix::process::Signal;
 
@@ -103,10 +103,20 @@ fn silent_connections_of_one_address_keep_no_replica_of_another_one_out() {
     }
 }
 
+/// The longest time from the start of a replica's agent to the end of the capture that it asks for, during a flood.
+/// A stranger that says nothing has its place for five seconds, so an agent that waited for a place would need longer.
+/// Without a flood both take some tenths of a second. On two busy cores a new process and its TLS handshake may take a
+/// second, as for a status, and the capture and the preflight need further turns.
+const JOIN_LIMIT: Duration = Duration::from_secs(4);
+
 #[test]
-fn a_flood_of_connections_delays_no_replica_and_costs_few_descriptors() {
+fn a_flood_of_connections_delays_neither_a_replica_nor_the_capture_and_costs_few_descriptors() {
     for kind in require::kinds() {
-        let (primary, source, replica) = setting(kind);
+        let primary = primary(kind).start().unwrap();
+        fill_keys(&primary, 1000, "value");
+        // It captures nothing before a replica joins.
+        let mut source = Stage::new().source(&primary.url(), &[]);
+        let replica = Server::start(kind).unwrap();
         source.status();
         let before = descriptors(&source);
         let flood = Flood::start(source.address);
@@ -120,7 +130,10 @@ fn a_flood_of_connections_delays_no_replica_and_costs_few_descriptors() {
         let rate = flood.made.load(Ordering::Relaxed) as f64 / began.elapsed().as_secs_f64();
         assert!(rate > 500.0, "the flood was {rate:.0} connections a second, which is no flood");
         assert!(most <= before + DESCRIPTORS, "{before} descriptors before, {most} during the flood");
-        source.replicate(&replica, &["--transport", "tcp"]);
+        assert_eq!(source.snapshots_taken(), 0);
+        let mut agent = source.replica(&replica, &["--transport", "tcp"]);
+        source.agent.wait_for_line("snapshot completed", JOIN_LIMIT).unwrap();
+        agent.wait_for_success(LONG).unwrap();
         drop(flood);
         assert_same_data(&primary, &replica);
         let rejections = source.agent.output().matches("connection rejected").count();
@@ -263,6 +276,66 @@ fn a_descriptor_of_the_tables_that_is_kept_cannot_be_written() {
         source.replicate(&another, &["--transport", "shm"]);
         assert_same_data(&server, &another);
     }
+}
+
+/// Opens the memory and lists the descriptors of the process in its first argument. Prints for each how that ended.
+const READER: &str = "
+import errno, os, sys
+def attempt(action):
+    try:
+        action()
+        return 'read'
+    except OSError as error:
+        return errno.errorcode[error.errno]
+folder = '/proc/' + sys.argv[1]
+print(attempt(lambda: open(folder + '/mem', 'rb')), attempt(lambda: os.listdir(folder + '/fd')))
+";
+
+/// What a process of [`ANOTHER_USER`] gets of another process: its memory, and its descriptors.
+fn read_by_another_user(process: u32) -> String {
+    let mut command = Command::new("python3");
+    command.args(["-c", READER, &process.to_string()]).current_dir("/");
+    let output = user(command).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap().trim().to_owned()
+}
+
+#[test]
+fn another_process_of_the_sources_user_reads_neither_its_memory_nor_its_descriptors() {
+    let Some(()) = require::root() else { return };
+    for kind in require::kinds() {
+        let server = primary(kind).start().unwrap();
+        fill_keys(&server, 1000, "value");
+        let stage = Stage::new();
+        // That user must be able to run the program, wherever the repository is, and owns the token. Another process
+        // copies it: a file that a child of this one, of another test, has open for writing cannot be run.
+        let program = stage.folder().join("remora");
+        let copied = Command::new("cp").arg(env!("CARGO_BIN_EXE_remora")).arg(&program).status().unwrap();
+        assert!(copied.success(), "the program could not be copied: {copied}");
+        for path in [stage.folder(), &stage.token, &program] {
+            chown(path, Some(ANOTHER_USER), Some(ANOTHER_USER)).unwrap();
+        }
+        let token = stage.token.display().to_string();
+        let mut command = Command::new(&program);
+        command.args(["source", "--server", &server.url(), "--token-file", &token, "--listen", "127.0.0.1:0"]);
+        command.args(["--eager", "--memory", "64MiB"]).env("XDG_RUNTIME_DIR", stage.folder()).current_dir("/");
+        let mut source = Agent::run(user(command)).unwrap();
+        source.wait_for_line("snapshot completed", LONG).unwrap();
+        assert_eq!(read_by_another_user(source.pid()), "EACCES EACCES");
+        // The descriptors of another program of that user can be listed: the test is able to fail.
+        let mut command = Command::new("sleep");
+        command.arg("60").current_dir("/");
+        let mut sleeper = Agent::run(user(command)).unwrap();
+        let read = read_by_another_user(sleeper.pid());
+        assert!(read.ends_with(" read"), "{read}");
+        sleeper.kill().unwrap();
+    }
+}
+
+/// The command, run by [`ANOTHER_USER`].
+fn user(mut command: Command) -> Command {
+    command.uid(ANOTHER_USER).gid(ANOTHER_USER);
+    command
 }
 
 /// Watches for local sockets of Remora without a file, as every user can, and connects to each of them [`GUESTS`] times

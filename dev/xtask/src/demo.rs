@@ -195,7 +195,9 @@ impl Report {
         let rows: Vec<Vec<String>> = self.servers.iter().flat_map(ServerReport::rows).collect();
         text.push_str(&table::lay_out(&HEAD, TEXT_COLUMNS, &rows));
         text.push_str(LEGEND);
-        text.push_str("Transports of this machine (all agents ran on it, and read by shared memory):\n");
+        text.push_str(
+            "Transports of this machine (all agents ran on it, and read by shared memory unless the row says tcp):\n",
+        );
         for (kind, verdict) in &self.transports {
             text.push_str(&format!("  {kind:<6} {verdict}\n"));
         }
@@ -273,11 +275,13 @@ fn parse_size(text: &str) -> std::result::Result<Size, String> {
     text.parse().map_err(|error: remora_agent::units::UnitError| error.to_string())
 }
 
-/// In this order: each of our methods beside the rival with the same settings of the primary.
-const METHODS: [Method; 6] = [
+/// In this order: each of our methods beside the rival with the same settings of the primary. The sealed one does what
+/// agents on several hosts do without an option: replicas feed each other with ciphertext.
+const METHODS: [Method; 7] = [
     Method::RemoraDefault,
     Method::OwnDefault,
     Method::RemoraShm,
+    Method::RemoraRelaySealed,
     Method::OwnBest,
     Method::OwnTogether,
     Method::OwnDual,
@@ -310,6 +314,7 @@ const LEGEND: &str = "
   its fork children and the writer's commands, of each replica, of all agents together (the source's from its start). Phases of
   the last replica: snapshot, until its first bytes arrive; transfer, until the last arrive (it loads meanwhile); load, the rest
   of the load; catch-up, until it has caught up. MiB out: bytes that left the primary. equal: DEBUG DIGEST, replid, offset,
-  functions, expiries.
+  functions, expiries. Sealed: as between hosts, with TLS and a token, and encrypted slots; the other rows are in plaintext, as
+  agents on loopback are by default.
 
 ";

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use remora_fabric::{Memory, memory::crc};
 
 use super::{
-    Random, expect, expect_sealed, for_seeds, identity, key, memory,
+    Random, drawn_key, expect_drawn, for_seeds, identity, memory,
     peer::{Faults, TornPeer},
 };
-use crate::{Error, Expectation, Geometry, Kind, Loss, SnapshotCopy, SnapshotSealer, SnapshotWriter, Turn};
+use crate::{Error, Expectation, Geometry, Kind, Loss, SealKey, SnapshotCopy, SnapshotSealer, SnapshotWriter, Turn};
 
 const SOURCE: Geometry = Geometry { slot_size: 4096, slots: 64 };
 
@@ -20,6 +20,7 @@ struct Origin {
     region: Arc<Memory>,
     writer: SnapshotWriter,
     sealer: Option<SnapshotSealer>,
+    key: Option<SealKey>,
     bytes: Vec<u8>,
 }
 
@@ -28,17 +29,16 @@ impl Origin {
         let (plain, sealed) = (memory(geometry.memory_len()), memory(geometry.memory_len()));
         let writer = SnapshotWriter::create(Arc::clone(&plain), geometry, identity(Kind::Snapshot), 0).unwrap();
         let bytes = Random(seed).bytes((slots * 4096 - 100) as usize);
-        if seed.is_multiple_of(2) {
-            return Origin { region: plain, writer, sealer: None, bytes };
-        }
+        let Some(key) = drawn_key(seed) else {
+            return Origin { region: plain, writer, sealer: None, key: None, bytes };
+        };
         let sealer =
-            SnapshotSealer::create(plain, Arc::clone(&sealed), geometry, identity(Kind::Snapshot), &key()).unwrap();
-        Origin { region: sealed, writer, sealer: Some(sealer), bytes }
+            SnapshotSealer::create(plain, Arc::clone(&sealed), geometry, identity(Kind::Snapshot), &key).unwrap();
+        Origin { region: sealed, writer, sealer: Some(sealer), key: Some(key), bytes }
     }
 
     fn expect(&self) -> Expectation {
-        let geometry = self.writer.geometry();
-        if self.sealer.is_some() { expect_sealed(Kind::Snapshot, geometry) } else { expect(geometry) }
+        expect_drawn(Kind::Snapshot, self.writer.geometry(), self.key.as_ref())
     }
 
     fn seal(&mut self) {
@@ -203,7 +203,8 @@ fn a_peer_with_other_bytes_is_found_out_and_none_of_them_is_delivered() {
 #[test]
 fn a_peer_that_forges_its_own_entry_too_is_found_out_by_the_sources() {
     let origin = Origin::whole(4, 1);
-    let forged = Origin::whole(4, 3);
+    // Of a seed with the same cipher.
+    let forged = Origin::whole(4, 5);
     let mut reader = Reader::new(&origin, 64, Faults::NONE, 2);
     // A complete and valid table of its own, under the identity of the source's.
     reader.read_from(&forged.region, 64, Faults::NONE, 3);

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use remora_fabric::{Memory, Peer, View, sim};
 
 use super::{
-    FIRST_OFFSET, Random, expect, expect_sealed, for_seeds, identity, key,
+    FIRST_OFFSET, Random, drawn_key, expect_drawn, for_seeds, identity,
     peer::{Faults, Trouble, Wire},
     sink, used_memory,
 };
-use crate::{Error, Geometry, JournalReader, JournalWriter, Kind};
+use crate::{Error, Geometry, JournalReader, JournalWriter, Kind, SealKey};
 
 /// The possible operations, drawn at random one after the other.
 #[derive(Debug, Clone, Copy)]
@@ -49,7 +49,7 @@ struct Model {
     memory: Arc<Memory>,
     writer: JournalWriter,
     /// With half of the seeds.
-    is_sealed: bool,
+    key: Option<SealKey>,
     /// The oracle: everything that was appended; its first byte has the offset `FIRST_OFFSET + 1`.
     truth: Vec<u8>,
     readers: Vec<Reader>,
@@ -74,10 +74,10 @@ impl Model {
         let geometry = Geometry { slot_size: 4096, slots: 2 + random.below(6) as u32 };
         let memory = used_memory(&geometry, &mut random);
         let wire = Wire::new(&memory, trouble, seed);
-        let (is_sealed, table, identity) = (!seed.is_multiple_of(2), Arc::clone(&memory), identity(Kind::Journal));
-        let writer = match is_sealed {
-            true => JournalWriter::create_sealed(table, geometry, identity, &key()),
-            false => JournalWriter::create(table, geometry, identity),
+        let (key, table, identity) = (drawn_key(seed), Arc::clone(&memory), identity(Kind::Journal));
+        let writer = match &key {
+            Some(key) => JournalWriter::create_sealed(table, geometry, identity, key),
+            None => JournalWriter::create(table, geometry, identity),
         };
         let writer = writer.unwrap();
         let mut model = Model {
@@ -85,7 +85,7 @@ impl Model {
             geometry,
             memory,
             writer,
-            is_sealed,
+            key,
             truth: Vec::new(),
             readers: Vec::new(),
             wire,
@@ -105,7 +105,7 @@ impl Model {
         let next = self.writer.first_offset() + self.random.below(held + 1);
         let (sink, layout) = sink(self.geometry, 1 + self.random.below(3) as u32);
         let view = (index == READERS - 1).then(|| Arc::new(self.memory.open_view().unwrap()));
-        let expect = if self.is_sealed { expect_sealed(Kind::Journal, self.geometry) } else { expect(self.geometry) };
+        let expect = expect_drawn(Kind::Journal, self.geometry, self.key.as_ref());
         let reader = JournalReader::new(view.clone(), Arc::clone(&sink), layout, expect, next).unwrap();
         let peer = self.wire.connect(&sink, self.random.next());
         Reader { reader, peer, sink, view, next, overrun: false }

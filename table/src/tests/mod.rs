@@ -39,6 +39,21 @@ pub(super) fn expect(geometry: Geometry) -> Expectation {
     Expectation::plain(origin(), geometry)
 }
 
+/// The key of a model's table: with half of the seeds it is plain, with a quarter each it has one of the ciphers.
+pub(super) fn drawn_key(seed: u64) -> Option<SealKey> {
+    let algorithm = match seed % 4 {
+        1 => Algorithm::Aes256Gcm,
+        3 => Algorithm::ChaCha20Poly1305,
+        _ => return None,
+    };
+    Some(SealKey::new(algorithm, [7; SealKey::SECRET_BYTES]))
+}
+
+/// What readers of a table with that key expect.
+pub(super) fn expect_drawn(kind: Kind, geometry: Geometry, key: Option<&SealKey>) -> Expectation {
+    key.map_or_else(|| expect(geometry), |key| Expectation::sealed(kind, origin(), geometry, key).unwrap())
+}
+
 /// What readers of the table that is sealed with [`key`] expect.
 pub(super) fn expect_sealed(kind: Kind, geometry: Geometry) -> Expectation {
     Expectation::sealed(kind, origin(), geometry, &key()).unwrap()

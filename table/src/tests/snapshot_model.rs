@@ -5,11 +5,11 @@ use std::{collections::HashSet, sync::Arc};
 use remora_fabric::{Memory, Peer, View, sim};
 
 use super::{
-    Random, expect, expect_sealed, for_seeds, identity, key,
+    Random, drawn_key, expect_drawn, for_seeds, identity,
     peer::{Faults, Trouble, Wire},
     sink, used_memory,
 };
-use crate::{Error, Geometry, Kind, Place, Slot, SnapshotReader, SnapshotSealer, SnapshotWriter, State};
+use crate::{Error, Geometry, Kind, Place, SealKey, Slot, SnapshotReader, SnapshotSealer, SnapshotWriter, State};
 
 /// The possible operations, drawn at random one after the other.
 #[derive(Debug, Clone, Copy)]
@@ -59,6 +59,7 @@ struct Model {
     writer: SnapshotWriter,
     /// With half of the seeds, readers that do not read in place read a sealed table.
     sealer: Option<SnapshotSealer>,
+    key: Option<SealKey>,
     /// Bytes that the writer holds back; a writer that holds none back gets its bytes by `append`.
     hold_back: u32,
     /// The oracle: everything that was received.
@@ -85,21 +86,22 @@ impl Model {
         let mut random = Random(seed);
         let geometry = Geometry { slot_size: 4096, slots: 2 + random.below(6) as u32 };
         let memory = used_memory(&geometry, &mut random);
-        let is_sealed = !seed.is_multiple_of(2);
+        let key = drawn_key(seed);
         let sealed = used_memory(&geometry, &mut random);
-        let wire = Wire::new(if is_sealed { &sealed } else { &memory }, trouble, seed);
+        let wire = Wire::new(if key.is_some() { &sealed } else { &memory }, trouble, seed);
         let hold_back = if random.one_in(3) { 0 } else { HOLD_BACK };
         let writer =
             SnapshotWriter::create(Arc::clone(&memory), geometry, identity(Kind::Snapshot), hold_back).unwrap();
-        let sealer = is_sealed.then(|| {
+        let sealer = key.as_ref().map(|key| {
             let identity = identity(Kind::Snapshot);
-            SnapshotSealer::create(Arc::clone(&memory), sealed, geometry, identity, &key()).unwrap()
+            SnapshotSealer::create(Arc::clone(&memory), sealed, geometry, identity, key).unwrap()
         });
         let mut model = Model {
             geometry,
             memory,
             writer,
             sealer,
+            key,
             hold_back,
             truth: Vec::new(),
             trim: random.below(u64::from(hold_back) + 1),
@@ -120,10 +122,8 @@ impl Model {
         let view = (index == READERS - 1).then(|| Arc::new(self.memory.open_view().unwrap()));
         let held: HashSet<u64> = (0..100).filter(|_| self.random.one_in(10)).collect();
         let is_held = held.clone();
-        let expect = match &self.sealer {
-            Some(_) if view.is_none() => expect_sealed(Kind::Snapshot, self.geometry),
-            _ => expect(self.geometry),
-        };
+        let key = self.key.as_ref().filter(|_| view.is_none());
+        let expect = expect_drawn(Kind::Snapshot, self.geometry, key);
         let is_held = move |number: u64| is_held.contains(&number);
         let reader = SnapshotReader::new(view.clone(), Arc::clone(&sink), layout, expect, is_held);
         let peer = self.wire.connect(&sink, self.random.next());

@@ -26,8 +26,8 @@ const PACE_LAST: Duration = Duration::from_millis(2);
 
 /// The longest pause between two polls of the journal while slots of the snapshot are missing. The server can take
 /// nothing of the stream yet, so the journal is read only to keep up with it. At [`PACE_LAST`] eight readers cost the
-/// source half a processor second within twenty.
-const PACE_BEFORE: Duration = Duration::from_millis(20);
+/// source half a processor second within twenty. [`pace_before`] makes it shorter for a journal that could be overrun.
+const PACE_BEFORE: Duration = Duration::from_millis(200);
 
 /// Bytes of the stream in a second that must not overrun the journal in such a pause: more than a primary replicates.
 const FASTEST_STREAM: u64 = 2_000_000_000;
@@ -440,6 +440,7 @@ mod tests {
     #[test]
     fn a_small_journal_is_polled_more_often_before_the_snapshot_is_here() {
         let millis = |bytes: u64| pace_before(bytes).as_millis();
-        assert_eq!([millis(4 << 20), millis(64 << 20), millis(1 << 30)], [2, 16, 20]);
+        let paces = [4 << 20, 64 << 20, 256 << 20, 1 << 30].map(millis);
+        assert_eq!(paces, [2, 16, 67, 200]);
     }
 }

@@ -553,7 +553,7 @@ impl Driver {
             relaying: self.relay.relaying(),
         };
         if let Some(session) = &self.session {
-            session.report(report);
+            session.report(report, tables.offer.snapshot.retained);
         }
     }
 

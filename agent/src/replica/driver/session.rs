@@ -2,11 +2,12 @@
 //!
 //! Messages are few and keep their order. Reports of progress are many and each makes the one before it void, so only
 //! the newest waits to be sent: a source that reads slowly costs no memory here. A report that says what the last one
-//! said is sent twice a second only: a source may have a thousand replicas that stay.
+//! said is sent twice a second only: a source may have a thousand replicas that stay. One that only counts slots that
+//! the source retains is sent four times a second.
 
 use std::time::{Duration, Instant};
 
-use remora_protocol::{Message, Progress, RefusalCode};
+use remora_protocol::{Message, Phase, Progress, RefusalCode};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
@@ -23,6 +24,12 @@ const LEAVE_LIMIT: Duration = Duration::from_secs(3);
 /// How often a report that says nothing new is sent. The source assigns other upstreams to the readers of a replica
 /// that reports nothing for two seconds.
 const UNCHANGED_EVERY: Duration = Duration::from_millis(500);
+
+/// How often a report is sent that counts more slots of a snapshot that the source retains, and says nothing else that
+/// is new. No writer waits for the readers of such a snapshot. Each report wakes the source: of eight replicas at
+/// twenty reports a second it took 0.4 processor seconds in fifteen. The source measures rates over a second, and
+/// compares replicas at a time of which both have told.
+const RETAINED_EVERY: Duration = Duration::from_millis(250);
 
 /// The newest report, and when it was made.
 type Newest = Option<(Progress, Instant)>;
@@ -65,10 +72,11 @@ impl Session {
         let _ = self.messages.send(Outgoing::Message(message));
     }
 
-    /// Sends this report as soon as there is room, unless there is a newer one by then, or it says nothing new.
-    pub(super) fn report(&self, progress: Progress) {
+    /// Sends this report as soon as there is room, unless there is a newer one by then, or it says too little that is
+    /// new. `is_retained`: the source keeps all slots of the snapshot that the report is about.
+    pub(super) fn report(&self, progress: Progress, is_retained: bool) {
         let now = Instant::now();
-        self.progress.send_if_modified(|newest| is_due(newest, progress, now));
+        self.progress.send_if_modified(|newest| is_due(newest, progress, is_retained, now));
     }
 
     /// The parameters for connecting to offered tables.
@@ -144,14 +152,26 @@ async fn report(sender: &Sender, newest: &mut watch::Receiver<Newest>) {
 }
 
 /// Whether this report is to be sent. It replaces the newest one then.
-fn is_due(newest: &mut Newest, progress: Progress, now: Instant) -> bool {
-    let is_known = newest
-        .as_ref()
-        .is_some_and(|(known, sent)| *known == progress && now.saturating_duration_since(*sent) < UNCHANGED_EVERY);
-    if !is_known {
+fn is_due(newest: &mut Newest, progress: Progress, is_retained: bool, now: Instant) -> bool {
+    let pause = match newest {
+        Some((known, _)) if *known == progress => UNCHANGED_EVERY,
+        Some((known, _)) if is_retained && only_counts(known, &progress) => RETAINED_EVERY,
+        _ => Duration::ZERO,
+    };
+    let is_due = newest.as_ref().is_none_or(|(_, sent)| now.saturating_duration_since(*sent) >= pause);
+    if is_due {
         *newest = Some((progress, now));
     }
-    !is_known
+    is_due
+}
+
+/// Whether a report differs from the one before only in how much of the snapshot the replica has.
+fn only_counts(before: &Progress, report: &Progress) -> bool {
+    let reads_from = |report: &Progress| report.relaying.map(|relaying| relaying.reads_from);
+    let Progress { slots_below, slots_held, bytes, relaying, .. } = report.clone();
+    matches!(report.phase, Phase::Transfer | Phase::Load)
+        && reads_from(before) == reads_from(report)
+        && *report == Progress { slots_below, slots_held, bytes, relaying, ..before.clone() }
 }
 
 /// The meaning of a conversation's error for the sync.
@@ -168,28 +188,62 @@ pub(super) fn unreachable(error: Error) -> Loss {
 
 #[cfg(test)]
 mod tests {
-    use remora_protocol::Phase;
+    use remora_protocol::Relaying;
 
     use super::*;
 
+    const REPORT: Progress = Progress {
+        generation: 1,
+        phase: Phase::Transfer,
+        transport: None,
+        transport_why: String::new(),
+        slots_below: 0,
+        slots_held: 0,
+        bytes: 0,
+        applied_offset: 0,
+        relaying: None,
+    };
+
+    /// How many of the reports that the driver makes in three seconds, one each 50 ms, are sent.
+    fn sent(newest: &mut Newest, is_retained: bool, report: impl Fn(u64) -> Progress) -> usize {
+        let begin = newest.as_ref().map_or_else(Instant::now, |(_, sent)| *sent + Duration::from_millis(50));
+        let is_sent = |turn: &u64| is_due(newest, report(*turn), is_retained, begin + Duration::from_millis(50 * turn));
+        (0..60).filter(is_sent).count()
+    }
+
     #[test]
     fn a_report_that_says_nothing_new_is_sent_twice_a_second() {
-        let at = |applied_offset| Progress {
-            generation: 1,
-            phase: Phase::Stay,
-            transport: None,
-            transport_why: String::new(),
-            slots_below: 0,
-            slots_held: 0,
-            bytes: 0,
-            applied_offset,
-            relaying: None,
-        };
-        let (mut newest, begin) = (None, Instant::now());
-        let times = (0..60).map(|turn| begin + Duration::from_millis(50 * turn));
-        let sent = times.clone().filter(|now| is_due(&mut newest, at(7), *now)).count();
-        assert_eq!(sent, 6, "in three seconds");
-        let sent = times.enumerate().filter(|(turn, now)| is_due(&mut newest, at(8 + *turn as u64), *now)).count();
-        assert_eq!(sent, 60, "each says something new");
+        let (mut newest, at) = (None, |applied_offset| Progress { phase: Phase::Stay, applied_offset, ..REPORT });
+        assert_eq!(sent(&mut newest, false, |_| at(7)), 6);
+        assert_eq!(sent(&mut newest, false, |turn| at(8 + turn)), 60, "each says something new");
+        assert_eq!(sent(&mut newest, true, |turn| at(99 + turn)), 60, "the offset is not a count of slots");
+    }
+
+    #[test]
+    fn a_report_that_counts_slots_which_the_source_retains_is_sent_four_times_a_second() {
+        let relaying = |held| Some(Relaying { held, ..Relaying::default() });
+        let at = |count| Progress { slots_held: count, bytes: count, relaying: relaying(count), ..REPORT };
+        assert_eq!(sent(&mut None, true, at), 12);
+        assert_eq!(sent(&mut None, false, at), 60, "the writer of a window waits for its readers");
+        let loads = |count| Progress { phase: Phase::Load, slots_below: count, ..REPORT };
+        assert_eq!(sent(&mut None, true, loads), 12);
+    }
+
+    #[test]
+    fn a_report_of_another_phase_or_upstream_is_sent_at_once() {
+        let upstream = |reads_from| Some(Relaying { reads_from, ..Relaying::default() });
+        let before = Progress { relaying: upstream(Some(1)), ..REPORT };
+        let news = [
+            Progress { phase: Phase::Load, ..before.clone() },
+            Progress { relaying: upstream(None), ..before.clone() },
+            Progress { relaying: None, ..before.clone() },
+            Progress { generation: 2, ..before.clone() },
+            Progress { transport: Some(1), ..before.clone() },
+        ];
+        for report in news {
+            let now = Instant::now();
+            let mut newest = Some((before.clone(), now));
+            assert!(is_due(&mut newest, report.clone(), true, now), "{report:?}");
+        }
     }
 }

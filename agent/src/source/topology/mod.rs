@@ -55,8 +55,8 @@ const MAX_READERS: usize = 2;
 const SLOW_AFTER: Duration = Duration::from_secs(2);
 
 /// How long a replica may send nothing before its readers are assigned other upstreams. It is stopped or cut off,
-/// although its connection has not failed yet. Replicas report their progress many times a second, except for a moment
-/// when they connect.
+/// although its connection has not failed yet. Replicas report their progress twice a second at least, except for a
+/// moment when they connect.
 const SILENT_AFTER: Duration = Duration::from_secs(2);
 
 /// A peer is slow if it receives less than 1/SLOW_PART of the best rate that any reader of this snapshot has reached.
@@ -100,6 +100,8 @@ pub(crate) struct Topology {
     trial: Option<Trial>,
     /// No trial begins before this time.
     no_trial_until: Option<Instant>,
+    /// The last [`tick`](Topology::tick).
+    ticked: Option<Instant>,
 }
 
 /// A reader tries whether the source is faster than its peer.
@@ -135,6 +137,10 @@ struct Node {
     is_full: bool,
     /// When it last reported its progress.
     last_seen: Instant,
+    /// When it reported before that, and what it held then.
+    before: (Instant, u64),
+    /// The slots that the source had published when it last reported.
+    published: u64,
     is_silent: bool,
     /// Whether it needs no more slots.
     is_done: bool,
@@ -142,6 +148,18 @@ struct Node {
     lost: BTreeSet<Session>,
     /// Since when it has had all slots of its slow peer, or has been fed slowly.
     starved: Option<Instant>,
+}
+
+impl Node {
+    /// The slots that it held at this time. Between its last two reports they grew evenly.
+    fn held_at(&self, time: Instant) -> u64 {
+        let (before, held) = self.before;
+        let (span, since) = (self.last_seen.saturating_duration_since(before), time.saturating_duration_since(before));
+        if since >= span {
+            return self.held;
+        }
+        held + (self.held.saturating_sub(held) as f64 * since.as_secs_f64() / span.as_secs_f64()) as u64
+    }
 }
 
 /// Bytes per second that a replica received in the last whole [`RATE_SPAN`].
@@ -217,6 +235,8 @@ impl Topology {
             bytes: 0,
             is_full: false,
             last_seen: now,
+            before: (now, first),
+            published: first,
             is_silent: false,
             is_done: false,
             lost,
@@ -238,6 +258,7 @@ impl Topology {
     /// A replica reports its progress and the number of bytes that it has received.
     pub(crate) fn progress(&mut self, now: Instant, session: Session, at: Relaying, bytes: u64, is_done: bool) {
         let Some(node) = self.nodes.get_mut(&session) else { return };
+        node.before = (node.last_seen, node.held);
         (node.oldest, node.held, node.is_full) = (at.oldest, at.held, at.is_full);
         (node.last_seen, node.is_silent) = (now, false);
         node.is_done |= is_done;
@@ -282,11 +303,14 @@ impl Topology {
     /// Time has passed, and the source has published this many slots. Returns new upstreams.
     pub(crate) fn tick(&mut self, now: Instant, published: u64) -> Vec<Assignment> {
         let mut moved = self.leave_silent(now);
+        let ticked = self.ticked.replace(now);
+        let has_reported = |node: &&mut Node| ticked.is_none_or(|ticked| node.last_seen >= ticked);
+        self.nodes.values_mut().filter(has_reported).for_each(|node| node.published = published);
         let readers: Vec<(Session, Session)> =
             self.nodes.iter().filter_map(|(&reader, node)| Some((reader, node.from?))).collect();
         let mut swaps = self.end_trial(now);
         for (reader, peer) in readers {
-            let pace = self.pace(reader, peer, published);
+            let pace = self.pace(reader, peer);
             let Some(node) = self.nodes.get_mut(&reader) else { continue };
             let waited = now.duration_since(*node.starved.get_or_insert(now));
             match pace {
@@ -327,16 +351,21 @@ impl Topology {
 
     // ---- decisions ----
 
-    /// How fast a peer is that the reader waits for.
-    fn pace(&self, reader: Session, peer: Session, published: u64) -> Pace {
+    /// How fast a peer is that the reader waits for. Replicas report at different times, and many slots may arrive
+    /// between two reports: they are compared at a time of which both have told.
+    fn pace(&self, reader: Session, peer: Session) -> Pace {
         let (Some(node), Some(above)) = (self.nodes.get(&reader), self.nodes.get(&peer)) else { return Pace::Good };
-        let ahead = match above.from.and_then(|from| self.nodes.get(&from)) {
-            Some(from) => from.held,
-            None => published,
-        };
         let needs_more = !node.is_done && !node.is_full;
-        let waits = needs_more && node.held >= above.held.saturating_sub(1);
-        let is_behind = !above.is_done && ahead >= above.held.saturating_add(AHEAD_SLOTS);
+        let time = node.last_seen.min(above.last_seen);
+        let waits = needs_more && node.held_at(time) >= above.held_at(time).saturating_sub(1);
+        let (ahead, held) = match above.from.and_then(|from| self.nodes.get(&from)) {
+            Some(from) => {
+                let time = from.last_seen.min(above.last_seen);
+                (from.held_at(time), above.held_at(time))
+            }
+            None => (above.published, above.held),
+        };
+        let is_behind = !above.is_done && ahead >= held.saturating_add(AHEAD_SLOTS);
         let is_fed_slowly = |rate: u64| rate < (node.rate.best / SLOWLY_FED_PART).max(1);
         if needs_more && !waits && node.rate.bytes_per_second.is_some_and(is_fed_slowly) {
             return Pace::Unclear;

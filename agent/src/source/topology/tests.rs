@@ -207,6 +207,47 @@ fn a_replica_behind_a_slow_link_moves_to_the_end_and_each_pair_is_swapped_once()
     }
 }
 
+/// Two replicas report every 250 ms, the reader of the other one `later` than that one. `holds` gives what each has at a
+/// number of milliseconds, and what the source has published. Returns what was assigned, and when.
+fn at_different_times(later: u64, holds: impl Fn(u64) -> [u64; 3]) -> Option<(u64, Vec<Assignment>)> {
+    let mut bench = Bench::chain(2);
+    let begin = bench.now;
+    (0..8000).step_by(10).find_map(|millis| {
+        bench.now = begin + Duration::from_millis(millis);
+        let [head, reader, published] = holds(millis);
+        if millis % 250 == 0 {
+            bench.holds(1, head);
+        }
+        if millis % 250 == later {
+            bench.holds(2, reader);
+        }
+        // Between the reports of both.
+        let moved = if millis % 50 == 40 { bench.topology.tick(bench.now, published) } else { Vec::new() };
+        (!moved.is_empty()).then_some((millis, moved))
+    })
+}
+
+#[test]
+fn a_slow_peer_is_found_although_replicas_report_at_different_times() {
+    // After two seconds the head has a third of its rate, and its reader all of its slots.
+    let head = |millis: u64| millis.min(2000) / 10 + millis.saturating_sub(2000) / 30;
+    for later in [10, 120, 240] {
+        let (millis, moved) = at_different_times(later, |millis| [head(millis), head(millis), 1000]).unwrap();
+        assert!((4000..6000).contains(&millis), "{millis}");
+        assert_eq!(moved, [assigned(2, None), assigned(1, Some(2))]);
+    }
+}
+
+#[test]
+fn a_peer_that_has_all_of_the_source_is_not_slow_although_replicas_report_at_different_times() {
+    // After two seconds the source publishes less. The head follows it closely, and the reader the head.
+    let published = |millis: u64| 20 + millis.min(2000) + millis.saturating_sub(2000) * 3 / 10;
+    for later in [10, 30, 120, 240] {
+        let holds = |millis: u64| [published(millis) - 3, published(millis) - 5, published(millis)];
+        assert_eq!(at_different_times(later, holds), None);
+    }
+}
+
 #[test]
 fn a_silent_replica_loses_its_readers_until_it_reports_again() {
     let mut bench = Bench::chain(3);
