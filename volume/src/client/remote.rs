@@ -30,7 +30,7 @@ pub(super) struct Remote {
     /// Whether it was asked for the region of its copy.
     is_attached: bool,
     region: Option<Region>,
-    outbox: Outbox,
+    pub(super) outbox: Outbox,
 }
 
 /// How the server stands to the outbox of this process.
@@ -123,6 +123,11 @@ impl Remote {
         }
     }
 
+    /// For so long until now this process could not hear it.
+    pub(super) fn excuse(&mut self, time: Duration, now: Instant) {
+        self.heard = (self.heard + time).min(now);
+    }
+
     /// It has applied every write up to this one.
     pub(super) fn applied(&mut self, applied: Version, now: Instant) {
         while self.writes.front().is_some_and(|(version, ..)| *version <= applied)
@@ -170,10 +175,6 @@ impl Remote {
     /// It can pull from the outbox, and others from it; or not.
     pub(super) fn reached(&mut self, pulls: bool, lends: bool) {
         self.outbox = Outbox { is_offered: true, pulls, lends };
-    }
-
-    pub(super) fn outbox(&self) -> Outbox {
-        self.outbox
     }
 
     /// Its present connection.
@@ -284,8 +285,12 @@ mod tests {
         assert!(!remote.is_overdue(limit, now + limit) && remote.is_overdue(limit, now + limit * 2));
         remote.heard(false, now + limit); // progress
         assert!(!remote.is_overdue(limit, now + limit * 2) && remote.is_overdue(limit, later));
+        remote.excuse(Duration::from_secs(50), later);
+        assert!(!remote.is_overdue(limit, later), "this process was stopped for 50 s of 55");
+        assert!(remote.is_overdue(limit, later + Duration::from_millis(1)));
         remote.heard(true, later);
-        assert!(!remote.is_overdue(limit, later + limit * 2), "it was answered");
+        remote.excuse(limit, later);
+        assert!(!remote.is_overdue(limit, later + limit * 2) && remote.heard == later, "it was answered");
         let mut pauses = Vec::new();
         for _ in 0..9 {
             assert!(remote.disconnect(now) && !remote.is_due(now));

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use remora_lab::process::Process;
 use remora_lab::{Random, require, scratch};
 use remora_nbd::{Address, ServerOptions};
+use remora_volume::client::Volume;
 use remora_volume::nbd::VolumeServer;
 use rustix::process::Signal;
 use tempfile::TempDir;
@@ -16,20 +17,26 @@ use tempfile::TempDir;
 use crate::cluster::{options, until};
 use crate::processes::Remotes;
 
-const BLOCKS: u64 = 8192; // 32 MiB
+pub const BLOCKS: u64 = 8192; // 32 MiB
 
-struct Served {
-    remotes: Remotes,
-    server: VolumeServer,
+pub struct Served {
+    pub remotes: Remotes,
+    pub server: VolumeServer,
     folder: TempDir,
 }
 
 impl Served {
     fn new() -> Served {
         let remotes = Remotes::new(BLOCKS);
+        let volume = remotes.open(&options());
+        Served::of(remotes, volume)
+    }
+
+    /// A device of a volume with 32 MiB, for clients of this host, wherever its servers are.
+    pub fn of(remotes: Remotes, volume: Volume) -> Served {
+        assert_eq!(remotes.shape.blocks(), BLOCKS);
         let folder = scratch::folder("volume-nbd").unwrap();
         let address = Address::Unix(folder.path().join("nbd/socket"));
-        let volume = remotes.open(&options());
         let server = VolumeServer::start(volume, "volume", &ServerOptions::new(address)).unwrap();
         Served { remotes, server, folder }
     }
@@ -46,13 +53,22 @@ impl Served {
         self.start(program, arguments).succeeds()
     }
 
-    fn is_whole(&self) {
+    /// Writes half of it at random for two seconds, with checksums, and reads it back.
+    pub fn fio(&self) -> Tool {
+        let target = format!("--uri={}", self.uri());
+        let common =
+            ["--name=x", "--ioengine=nbd", "--thread", "--verify=crc32c", "--verify_fatal=1", "--verify_state_save=0"];
+        let shape = ["--rw=randwrite", "--bsrange=4k-64k", "--blockalign=4k", "--iodepth=16", "--offset=16m"];
+        self.start("fio", &[&common[..], &shape, &["--size=16m", "--rate=8m", "--fsync=64", &target]].concat())
+    }
+
+    pub fn is_whole(&self) {
         until("every copy is whole again", || self.server.volume().members().len() == 3);
     }
 }
 
 /// A program that runs.
-struct Tool {
+pub struct Tool {
     name: String,
     process: Process,
     said: std::path::PathBuf,
@@ -75,7 +91,7 @@ impl Tool {
         (status.unwrap_or_else(|| panic!("{} runs for more than 30 s: {said}", self.name)).success(), said)
     }
 
-    fn succeeds(self) -> String {
+    pub fn succeeds(self) -> String {
         let name = self.name.clone();
         let (is_well, said) = self.ends();
         assert!(is_well, "{name}: {said}");
@@ -94,11 +110,7 @@ fn fio_and_qemu_find_what_they_wrote_while_servers_are_killed_and_come_back() {
     fs::write(&image, content).unwrap();
 
     // Half of it is written with checksums, for two seconds, of which one server lacks a part, and read back.
-    let target = format!("--uri={uri}");
-    let common =
-        ["--name=x", "--ioengine=nbd", "--thread", "--verify=crc32c", "--verify_fatal=1", "--verify_state_save=0"];
-    let shape = ["--rw=randwrite", "--bsrange=4k-64k", "--blockalign=4k", "--iodepth=16", "--offset=16m", "--size=16m"];
-    let fio = served.start("fio", &[&common[..], &shape, &["--rate=8m", "--fsync=64", &target]].concat());
+    let fio = served.fio();
     std::thread::sleep(Duration::from_millis(700));
     served.remotes.kill(0);
     until("its copy is left out", || served.server.volume().members().len() == 2);
@@ -116,6 +128,55 @@ fn fio_and_qemu_find_what_they_wrote_while_servers_are_killed_and_come_back() {
     served.remotes.kill(2);
     let said = served.run("qemu-img", &["compare", "-f", "raw", "-F", "raw", "image", &uri]);
     assert!(said.contains("identical"), "{said}");
+}
+
+/// A format with tables of its own, which are written and read back in small pieces; and an image there and back.
+#[test]
+fn a_disk_image_of_qemu_is_written_checked_and_copied_back_while_servers_are_killed() {
+    let Some(()) = require::nbd_clients() else { return };
+    let mut served = Served::new();
+    let uri = served.uri();
+    let [image, back] = ["image", "back"].map(|name| served.folder.path().join(name));
+    let mut content = Random::new(remora_lab::random::seed("image")).bytes(24 << 20);
+    content[4 << 20..9 << 20].fill(0);
+    fs::write(&image, &content).unwrap();
+    served.run("qemu-img", &["convert", "-f", "raw", "-O", "qcow2", "image", &uri]);
+    served.remotes.kill(0);
+    let said = served.run("qemu-img", &["check", "-f", "qcow2", &uri]);
+    assert!(said.contains("No errors were found"), "{said}");
+    let said = served.run("qemu-img", &["compare", "-f", "raw", "-F", "qcow2", "image", &uri]);
+    assert!(said.contains("identical"), "{said}");
+    // Pieces that are no blocks, across their borders, in the format and then below it.
+    let odd = ["-c", "write -P 3 1000 9000", "-c", "read -P 3 1000 9000", "-c", "write -z 5000 512", "-c", "flush"];
+    let seen = ["-c", "read -P 3 1000 4000", "-c", "read -P 0 5000 512", "-c", "read -P 3 5512 4488"];
+    for format in ["qcow2", "raw"] {
+        let said = served.run("qemu-io", &[&["-f", format][..], &odd, &seen, &[&uri]].concat());
+        assert!(!said.contains("failed"), "{format}: {said}");
+    }
+    served.remotes.restart(0);
+    served.is_whole();
+
+    content.resize(BLOCKS as usize * 4096, 9);
+    fs::write(&image, &content).unwrap();
+    served.run("nbdcopy", &["--flush", "image", &uri]);
+    served.remotes.kill(1);
+    served.run("nbdcopy", &[&uri, "back"]);
+    assert!(fs::read(&back).unwrap() == content, "the image is not what it was");
+}
+
+/// A server hangs while a client writes, for longer than the others wait for it.
+#[test]
+fn fio_finds_what_it_wrote_while_a_server_hangs() {
+    let Some(()) = require::nbd_clients() else { return };
+    let mut served = Served::new();
+    let fio = served.fio();
+    std::thread::sleep(Duration::from_millis(500));
+    served.remotes.servers[0].process.signal(Signal::STOP).unwrap();
+    until("its copy is left out", || served.server.volume().members().len() == 2);
+    served.remotes.servers[0].process.signal(Signal::CONT).unwrap();
+    let said = fio.succeeds();
+    assert!(said.contains("err= 0"), "{said}");
+    served.is_whole();
 }
 
 #[test]

@@ -8,6 +8,7 @@ use remora_volume::client::{ClientOptions, Error, Reads, Volume, Writes};
 use remora_volume::writer::End;
 
 use crate::cluster::{options, until};
+use crate::nbd::{self, Served};
 use crate::pattern::Checker;
 use crate::processes::{Remotes, all_are_whole, write_for};
 
@@ -97,6 +98,23 @@ fn writes_wait_while_two_servers_are_cut_off_and_go_on_when_their_cables_are_men
     write_for(&volume, &mut checker, Duration::from_millis(100));
     checker.check(&volume);
     assert!(checker.ledger.lock().unwrap().failures.is_empty());
+}
+
+/// The device is on the writer's host, and its clients are elsewhere: at its socket.
+#[test]
+fn fio_finds_what_it_wrote_while_a_server_is_cut_off() {
+    let (Some(scene), Some(())) = (Scene::new(nbd::BLOCKS), require::nbd_clients()) else { return };
+    let volume = scene.open(&scene.writer, &options());
+    let Scene { hosts, remotes, writer, .. } = scene;
+    let served = writer.within(|| Served::of(remotes, volume)).unwrap();
+    let fio = served.fio();
+    std::thread::sleep(Duration::from_millis(500));
+    hosts[1].cut().unwrap();
+    until("its copy is left out", || served.server.volume().members().len() == 2);
+    hosts[1].heal().unwrap();
+    let said = fio.succeeds();
+    assert!(said.contains("err= 0"), "{said}");
+    served.is_whole();
 }
 
 /// It is replaced while it is cut off, with writes under way. If it has waited so long that it has left every server

@@ -164,13 +164,14 @@ fn what_killed_writers_have_acknowledged_is_there_with_stores() {
 fn a_writer_is_stopped(stores: Option<&Path>) {
     let servers = Remotes::with(BLOCKS, stores);
     let mut last = 0;
-    for _ in 0..3 {
+    for pause in [0, 0, 3000].map(Duration::from_millis) {
         let mut writing = Writing::start(&servers, last + 1);
         let before = writing.one();
         std::thread::sleep(Duration::from_millis(20));
         writing.process.signal(Signal::STOP).unwrap();
         let volume = servers.open(&options());
         last = found(&volume);
+        std::thread::sleep(pause); // also for longer than servers may take to answer
         writing.process.signal(Signal::CONT).unwrap();
         let status = writing.process.wait(Duration::from_secs(30)).unwrap().expect("the writer ends");
         assert_eq!(status.code(), Some(FENCED));
@@ -181,6 +182,25 @@ fn a_writer_is_stopped(stores: Option<&Path>) {
         volume.request(request(last)).unwrap();
         assert_eq!(found(&volume), last);
     }
+}
+
+/// Its process was stopped, not its servers, which have answered meanwhile.
+#[test]
+fn a_writer_that_was_stopped_for_longer_than_servers_may_take_goes_on() {
+    let servers = Remotes::new(BLOCKS);
+    let mut writing = Writing::start(&servers, 1);
+    let mut last = writing.one();
+    // Several times, as it may hear of the servers before it looks at the time.
+    for _ in 0..3 {
+        writing.process.signal(Signal::STOP).unwrap();
+        std::thread::sleep(options().copy_limit + Duration::from_millis(500));
+        last = writing.acknowledged.try_iter().last().unwrap_or(last);
+        writing.process.signal(Signal::CONT).unwrap();
+        // More than was under way.
+        while writing.one() < last + 5000 {}
+    }
+    writing.process.kill().unwrap();
+    assert!(found(&servers.open(&options())) >= writing.last(last));
 }
 
 #[test]

@@ -68,6 +68,8 @@ pub(super) struct Driver {
     /// Whether the volume is opened although another writer is at work.
     takes_over: bool,
     shared: Arc<Shared>,
+    /// When the time was last looked at.
+    looked: Instant,
     is_over: bool,
 }
 
@@ -132,6 +134,7 @@ impl Driver {
             opened: Some(opened),
             takes_over: options.take_over,
             shared: Arc::clone(shared),
+            looked: now,
             is_over: false,
         }
     }
@@ -204,7 +207,7 @@ impl Driver {
                     return; // the generation has no more numbers: the write is dropped, and so fails
                 };
                 self.last = version;
-                let is_pulled = self.remotes.iter().any(|remote| remote.outbox().pulls);
+                let is_pulled = self.remotes.iter().any(|remote| remote.outbox.pulls);
                 let place = self.outgoing.as_mut().filter(|_| is_pulled).and_then(|outgoing| outgoing.put(&data));
                 self.unapplied.push_back(Unapplied { version, runs: runs.clone(), has_place: place.is_some() });
                 self.writes.insert(version, Write { runs, sums, data, place, inline: None, completion });
@@ -464,6 +467,11 @@ impl Driver {
 
     fn look_at_the_time(&mut self) {
         let now = Instant::now();
+        let since = now.saturating_duration_since(std::mem::replace(&mut self.looked, now));
+        if since > STOPPED {
+            // This process did not run: it has heard no server, and their answers are there or on their way.
+            self.remotes.iter_mut().for_each(|remote| remote.excuse(since, now));
+        }
         for number in 0..self.remotes.len() {
             let Some(remote) = self.remotes.get(number) else { continue };
             if remote.is_overdue(self.copy_limit, now) {
@@ -522,6 +530,10 @@ const NO_QUESTION: u64 = 0;
 
 /// How often time limits are looked at. Much shorter than any of them.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
+
+/// A process that has not looked at the time for so long was stopped, or its host was. Much longer than the events
+/// between two looks take on a busy host, and shorter than any time limit for servers.
+const STOPPED: Duration = Duration::from_millis(500);
 
 /// Events between two looks at the time: some milliseconds' worth.
 const EVENTS_AT_ONCE: usize = 1024;

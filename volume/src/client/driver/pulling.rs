@@ -41,7 +41,7 @@ impl Driver {
 
     /// The message by which a server gets a write, and the bytes of its blocks.
     pub(super) fn message_of(&mut self, server: ServerId, holder: Holder, version: Version) -> Option<(Message, u64)> {
-        let pulls = self.remotes.get(server.0).is_some_and(|remote| remote.outbox().pulls);
+        let pulls = self.remotes.get(server.0).is_some_and(|remote| remote.outbox.pulls);
         let source = self.source_of(server, version);
         let write = self.writes.get_mut(&version)?;
         let bytes = write.data.len() as u64;
@@ -72,7 +72,7 @@ impl Driver {
             return String::new();
         }
         let mut before = self.remotes.iter().take(server.0).rev();
-        let source = before.find(|remote| remote.outbox().lends && remote.last_sent() == Some(version));
+        let source = before.find(|remote| remote.outbox.lends && remote.last_sent() == Some(version));
         source.map(|source| source.address().to_string()).unwrap_or_default()
     }
 
