@@ -320,8 +320,9 @@ fn a_relay_of_a_window_is_killed(kind: Kind) {
         .collect();
     wait_for_slots(&source, "one", 40);
     wait_for_slots(&source, "two", 40);
+    // The first slots are given up a moment after both have them.
+    source.wait_for_status("the snapshot to be windowed", |status| status["generation"]["windowed"] == true);
     let status = source.status();
-    assert!(status["generation"]["windowed"].as_bool().unwrap(), "the snapshot is not windowed");
     let lends = |name| replica(&status, name).unwrap()["reads_from"].is_null();
     let (lender, reader) = if lends("one") { (0, 1) } else { (1, 0) };
     assert!(!lends(["one", "two"][reader]), "no replica lends: {status}");
