@@ -31,7 +31,7 @@ pub struct Geometry {
 }
 
 impl Geometry {
-    /// A device of so many bytes that takes whole blocks only, and knows nothing about holes.
+    /// A device of `size` bytes that takes whole blocks only, and knows nothing about holes.
     pub fn of_blocks(size: u64, block: u32) -> Geometry {
         Geometry {
             size,

@@ -19,7 +19,7 @@ pub struct MemoryDevice {
 type Page = Option<Box<[u8]>>;
 
 impl MemoryDevice {
-    /// A device of so many bytes, all zeros.
+    /// A device of `size` bytes, all zeros.
     pub fn new(size: u64) -> MemoryDevice {
         let pages = size.div_ceil(PAGE_BYTES as u64);
         MemoryDevice { size, pages: (0..pages).map(|_| RwLock::default()).collect() }

@@ -98,7 +98,7 @@ impl Outbox {
         self.under_way.load(Ordering::Relaxed) > 0
     }
 
-    /// Waits until a request of so many bytes may be under way beside the others. Any may if there are none. Returns
+    /// Waits until a request of this length may be under way beside the others. Any may if there are none. Returns
     /// whether the connection goes on.
     pub(crate) fn wait_for_room(&self, bytes: usize) -> bool {
         if !self.has_under_way() {
@@ -111,7 +111,7 @@ impl Outbox {
         !self.wait_while(self.lock(), is_full).over
     }
 
-    /// A request of so many bytes is to be answered later, by [`Outbox::post`].
+    /// A request of this length is to be answered later, by [`Outbox::post`].
     pub(crate) fn admit(&self, bytes: usize) {
         self.lock().bytes += bytes;
         self.under_way.fetch_add(1, Ordering::Relaxed);

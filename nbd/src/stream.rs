@@ -261,7 +261,7 @@ fn send_all(socket: &OwnedFd, pieces: &[&[u8]]) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether so many bytes are a part of `sent`, which is then less by them.
+/// Whether this number of bytes is a part of `sent`, which is then less by them.
 fn take(sent: &mut usize, bytes: usize) -> bool {
     let is_whole = *sent >= bytes;
     *sent -= if is_whole { bytes } else { 0 };

@@ -45,7 +45,7 @@ const LAYOUT_VERSION: u32 = 1;
 /// Bit of an entry's version: the block is being written.
 const BUSY: u64 = 1 << 63;
 
-/// The offsets in a copy of so many blocks.
+/// The offsets in a copy of this number of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     blocks: u64,

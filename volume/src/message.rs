@@ -83,7 +83,7 @@ pub enum Request {
     },
     /// Answer once everything that was applied is durable. Answered by [`Answer::Written`].
     Flush(Holder),
-    /// Is the holder still the one whom the server obeys? Answered by [`Answer::Confirmed`].
+    /// Does the server still obey the holder? Answered by [`Answer::Confirmed`].
     Confirm {
         /// Who asks.
         holder: Holder,

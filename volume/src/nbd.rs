@@ -187,8 +187,8 @@ impl Device for VolumeDevice {
 }
 
 impl Shared {
-    /// Waits until so many bytes may be submitted. The volume itself then never makes its caller wait, which could not
-    /// be ended. Returns whether requests are submitted at all.
+    /// Waits until this number of bytes may be submitted. The volume itself then never makes its caller wait, which
+    /// could not be ended. Returns whether requests are submitted at all.
     fn wait_for_room(&self, bytes: usize, volume: &Volume) -> bool {
         let is_closed = || self.is_closed.load(Ordering::Acquire);
         let mut under_way = self.under_way();
@@ -272,7 +272,7 @@ impl Joined {
     }
 }
 
-/// The block at which a byte is, or the blocks of so many bytes. Requests are of whole blocks.
+/// The block at which a byte is, or the blocks of a number of bytes. Requests are of whole blocks.
 fn block(bytes: u64) -> u64 {
     bytes / BLOCK_BYTES as u64
 }

@@ -35,7 +35,7 @@ pub(crate) const LEAST_PULLED_BYTES: usize = 64 << 10;
 /// Longest time for a connection to a region. Less than a server has for an answer.
 pub(crate) const REACH_LIMIT: Duration = Duration::from_secs(1);
 
-/// Whether a write of so many bytes can be at this place.
+/// Whether a write of this length can be at this place.
 pub(crate) fn has_place(at: u64, bytes: usize) -> bool {
     at.checked_add(bytes as u64).is_some_and(|end| end <= OUTBOX_BYTES)
 }

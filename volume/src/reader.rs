@@ -110,7 +110,7 @@ struct Place {
     at: u64,
 }
 
-/// Bytes that so many blocks take in a sink.
+/// Bytes that `blocks` blocks take in a sink.
 fn sink_bytes(blocks: u64) -> u64 {
     blocks * (ENTRY_BYTES + BLOCK_BYTES) as u64 + LINE_BYTES as u64
 }

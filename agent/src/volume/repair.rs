@@ -22,7 +22,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(100);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     Whole,
-    /// It has compared so many blocks.
+    /// The number of blocks that it has compared.
     CatchesUp(u64),
     /// Its server is tried again from time to time.
     Away,

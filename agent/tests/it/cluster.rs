@@ -127,7 +127,7 @@ fn no_snapshot_is_used_that_was_taken_while_the_server_imported_slots() {
     for (module, begins_after_the_request) in [(false, false), (false, true), (true, false)] {
         let mut pair = Pair::start(kind, module);
         fill_keys(&pair.full, KEYS, "value");
-        // The server forks so many seconds after it was asked for a snapshot.
+        // The server forks this number of seconds after it was asked for a snapshot.
         pair.empty.configure("repl-diskless-sync-delay", if begins_after_the_request { "3" } else { "0" }).unwrap();
         let asked = begins_after_the_request.then(|| {
             let mut source = Source::start(&pair.empty, &["--eager"]);

@@ -85,7 +85,7 @@ fn none_yet<T>(error: io::Error) -> io::Result<Option<T>> {
     }
 }
 
-/// Binds, and only then listens: nobody connects before the file has its mode.
+/// Binds, and only then listens: no client connects before the file has its mode.
 fn unix(path: &Path) -> io::Result<OwnedFd> {
     if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty() && !folder.exists()) {
         DirBuilder::new().recursive(true).mode(0o700).create(folder)?;

@@ -17,7 +17,7 @@
 //! - A slot of our own table is published only if its bytes have the checksum in the source's own entry, and the
 //!   digest if the table is sealed. A copy of a sealed table is ciphertext, with the source's own entries; slots are
 //!   opened elsewhere for our own use (`opening`).
-//! - A slot's place is reused only after everyone to whom *we* delivered it has released it. A reader on another host
+//! - A slot's place is reused only after every reader that *we* gave it to has released it. A reader on another host
 //!   detects the reuse by `retired` and the entry, as with every table. While the ring has space for all slots, no
 //!   place is written twice.
 //! - The loss of a peer costs the slots that were on their way from it, and nothing else.

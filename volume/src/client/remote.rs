@@ -85,7 +85,7 @@ impl Remote {
         self.connection.as_ref().is_some_and(|connection| connection.send(message).is_ok())
     }
 
-    /// Sends a write of so many bytes, which are in the message or to be pulled.
+    /// Sends a write. Its `bytes` are in the message, or are to be pulled.
     pub(super) fn write(&mut self, version: Version, (message, bytes): (Message, u64), now: Instant) -> bool {
         self.writes.push_back((version, bytes, now));
         self.bytes += bytes;
@@ -93,7 +93,7 @@ impl Remote {
         self.send(message, now)
     }
 
-    /// Whether a write of so many bytes can be sent; one that cannot is noted. A server that gets no writes has room.
+    /// Whether a write of this length can be sent; one that cannot is noted. A server that gets no writes has room.
     pub(super) fn has_room(&mut self, bytes: u64) -> bool {
         let out = self.under_way();
         self.connection.is_none() || self.window.has_room(out, bytes)
@@ -272,7 +272,7 @@ mod tests {
         assert!(!remote.has_room(1), "no more room than is under way");
         remote.applied(second, now);
         remote.disconnect(now);
-        assert!(remote.has_room(u64::MAX), "a server that gets no writes holds nobody up");
+        assert!(remote.has_room(u64::MAX), "a server that gets no writes holds up no writer");
     }
 
     #[test]

@@ -24,7 +24,7 @@ pub enum WindowSize {
     /// As many as are of use.
     #[default]
     Adaptive,
-    /// Always up to so many, of any length.
+    /// Always up to this number, of any length.
     Fixed(u32),
 }
 
@@ -262,7 +262,7 @@ const LONGEST_SPAN: Duration = Duration::from_millis(500);
 /// A rate that has risen by a tenth shows that a larger window was of use.
 const RISE: f64 = 1.1;
 
-/// The soonest answers of a span may be so many times as late as the soonest one ever. Later ones wait in a queue,
+/// The soonest answers of a span may be this many times as late as the soonest one ever. Later ones wait in a queue,
 /// which a larger window makes longer.
 const LATE: u32 = 2;
 
@@ -281,7 +281,7 @@ mod tests {
     const NOTHING: Room = Room { bytes: 0, writes: 0 };
 
     /// A server behind a link of a delay and a rate, which grants what it is asked for; and a client that always has
-    /// a write of so many bytes to send. Returns the writes that were applied in the last second.
+    /// a write of this length to send. Returns the writes that were applied in the last second.
     fn play(window: &mut Window, began: Instant, link: (Duration, f64), bytes: u64, time: u64) -> usize {
         let (delay, rate) = link;
         let mut under_way: std::collections::VecDeque<(Instant, Instant)> = Default::default();

@@ -1,7 +1,7 @@
 //! Recovery: a new store, and the copy that a store has.
 //!
 //! ```text
-//!   sync everything ─▶ superblock ─▶ extents into memory ─▶ records, in order, up to the first that is none
+//!   sync everything ─▶ superblock ─▶ extents into memory ─▶ records, in order, up to the first bytes that are not one
 //!     ─▶ what is behind it is cleared ─▶ a new segment says how the copy stands ─▶ superblock
 //! ```
 //!

@@ -27,7 +27,7 @@ use crate::wire::Room;
 #[derive(Debug)]
 pub(super) struct Stores {
     root: Root,
-    /// Somebody waits for a sync.
+    /// A client waits for a sync.
     is_awaited: Mutex<bool>,
     awaited: Condvar,
 }

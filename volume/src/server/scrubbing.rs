@@ -64,7 +64,7 @@ impl Scrubbing {
         self.ended.elapsed() >= SCRUB_EVERY
     }
 
-    /// The blocks that are to be read now, of a copy of so many.
+    /// The blocks that are to be read now, of all blocks of the copy.
     pub(super) fn next_piece(&mut self, blocks: u64, is_due: bool) -> Option<Range<u64>> {
         if self.next.is_none() && is_due {
             (self.next, self.findings) = (Some(0), Findings::default());
@@ -72,8 +72,8 @@ impl Scrubbing {
         self.next.map(|next| next..blocks.min(next + READ_AT_ONCE))
     }
 
-    /// These blocks were read, of so many, and so many of them were repaired, or are damaged. Returns whether all were,
-    /// and the client that is to be told.
+    /// The blocks of `piece` were read, and this was found. Returns whether all blocks of the copy were read, and the
+    /// client that is to be told.
     pub(super) fn read(
         &mut self,
         piece: &Range<u64>,

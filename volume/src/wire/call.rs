@@ -77,7 +77,7 @@ pub enum Call {
     },
     /// The entries of these blocks, of a copy that has applied `since`. Answered by [`super::Reply::Lent`].
     Lend {
-        /// The writer for whom the borrower catches up.
+        /// The writer that has asked the borrower to catch up.
         holder: Holder,
         /// What the lender must have applied.
         since: Version,

@@ -106,7 +106,7 @@ fn bounded(run: Run, limit: usize) -> Result<Run, Malformed> {
     }
 }
 
-/// Checks that the data are so many blocks.
+/// Checks that the data are this number of blocks.
 fn expect(found: usize, said: usize) -> Result<(), DecodeError> {
     let is_so = said <= MOST_BLOCKS && found == said * BLOCK_BYTES;
     if is_so { Ok(()) } else { Err(DecodeError::Data { found, said }) }

@@ -66,7 +66,7 @@ impl Hand {
         self.send(kind, front, Vec::new());
     }
 
-    /// The answer to a call with so many blocks of zeros; `None`: the connection was ended.
+    /// The answer to a call with this number of blocks of zeros; `None`: the connection was ended.
     pub fn ask(&self, call: &Call, blocks: usize) -> Option<Reply> {
         let mut front = Vec::new();
         let kind = call.encode(&mut front).unwrap();

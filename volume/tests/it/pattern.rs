@@ -50,7 +50,7 @@ impl Checker {
         Checker::of(seed, 8)
     }
 
-    /// A writer of up to so many blocks at once.
+    /// A writer of up to `most` blocks at once.
     pub fn of(seed: u64, most: u64) -> Checker {
         Checker { ledger: Arc::default(), random: Random::new(seed), next: 1, most }
     }

@@ -52,7 +52,7 @@ fn requests_that_are_not_for_the_volume_are_refused_and_harm_nothing() {
     assert!(volume.read(0, 1).unwrap() == content(0, 1));
 }
 
-/// Reads see the writes before them although nobody waits in between.
+/// Reads see the writes before them although the caller does not wait in between.
 #[test]
 fn requests_are_pipelined_and_take_place_in_order() {
     let cluster = Cluster::new(3, 2, 4);

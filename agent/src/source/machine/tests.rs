@@ -163,7 +163,7 @@ fn a_late_joiner_gets_the_old_snapshot_as_long_as_the_journal_reaches_back() {
 #[test]
 fn a_snapshot_that_is_too_old_makes_way_for_another_in_the_same_stream() {
     let mut bench = Bench::with_snapshot();
-    // Somebody stays, so the stream lives; the snapshot grows old.
+    // A replica stays, so the stream lives; the snapshot grows old.
     bench.join(2);
     bench.progress(2, Phase::Stay, u64::MAX);
     bench.after(RULES.max_age + Duration::from_secs(1));

@@ -183,7 +183,7 @@ impl Rival {
         Rival::start(OURS, command, socket)
     }
 
-    /// A volume with so many copies, and so many that hold a write before it is answered.
+    /// A volume with `copies` copies, of which `held` hold a write before it is answered.
     fn volume(
         name: &'static str,
         (copies, held): (usize, usize),

@@ -1,7 +1,7 @@
 //! `remora-bench messenger`: requests a second and their latency, of the messenger against raw epoll, iperf3, ZeroMQ
 //! and other ping-pong programs. Request and reply, over a number of connections, with a number of requests in flight
 //! on each. This module defines the terms; [`options`] is the command line, [`rate`] a run,
-//! [`goals`] what it must reach; [`ours`] is the messenger,
+//! `goals` what it must reach; [`ours`] is the messenger,
 //! [`raw`] its simplest rival, [`tools`] and [`zeromq`] are other people's rivals.
 //!
 //! A request ends when its whole reply has arrived. Exactly `depth` requests are in flight on each connection from the
