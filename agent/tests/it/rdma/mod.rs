@@ -131,7 +131,7 @@ fn a_link_that_fails_in_the_middle_is_reported_and_tcp_carries_the_rest() {
     let source = source(&stage, &primary, &[]);
     let server = Server::start(Kind::Redis7).unwrap();
     // Slow enough that most of it is still to come when the cable is cut.
-    load_slowly(&server, 5_000);
+    load_slowly(&server, 20_000);
     let mut agent = replica(&stage, &server, &source, REPLICA_NODES[0], &["--memory", "16MiB"]);
     source.wait_for_slots(&mut agent, 20);
     assert_eq!(source.status()["replicas"][0]["transport"], "verbs", "{}", agent.output());
