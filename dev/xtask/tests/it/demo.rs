@@ -18,7 +18,7 @@ fn the_demo_makes_equal_replicas_by_every_method_and_prints_a_table() {
     let report: serde_json::Value = serde_json::from_slice(&std::fs::read(json).unwrap()).unwrap();
     for server in report["servers"].as_array().unwrap() {
         let outcomes = server["outcomes"].as_array().unwrap();
-        assert_eq!(outcomes.len(), 6, "{server}");
+        assert_eq!(outcomes.len(), 7, "{server}");
         assert!(outcomes.iter().all(|outcome| outcome["equal"] == true), "{server}");
     }
 }
