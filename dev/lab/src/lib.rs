@@ -23,7 +23,7 @@
 //! - [`notes`]: lines about a test that appear although it passes.
 //! - [`tls`]: certificates, generated for each test.
 //! - [`net`]: hosts as network namespaces, with cables to cut, slow down and make lossy; [`iperf`] measures their
-//!   rates.
+//!   rates. [`link`]: a slow way to a server, on any kernel.
 //! - [`rdma`]: an emulated machine with RDMA devices, for tests on hosts that have none.
 //! - [`process`], [`scratch`], [`random`]: the foundations of the others.
 //!
@@ -35,6 +35,7 @@ pub mod client;
 pub mod compare;
 pub mod error;
 pub mod iperf;
+pub mod link;
 pub mod net;
 pub mod notes;
 pub mod process;

@@ -95,10 +95,11 @@ fn build(target: &Path) -> Result<()> {
 const RUNS: &str = "bench/runs";
 
 /// Separate programs, and the parts of [`SUITE`].
-const NAMES: [&str; 11] = [
+const NAMES: [&str; 12] = [
     "read_bandwidth",
     "read_latency",
     "nbd_requests",
+    "volume_requests",
     "full_sync",
     "follow_lag",
     "messenger",

@@ -4,7 +4,6 @@
 mod calls;
 mod cluster;
 mod faults;
-mod link;
 mod looks;
 mod nbd;
 mod networks;

@@ -5,12 +5,13 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use remora_lab::link::Link;
+use remora_messenger::Address;
 use remora_volume::client::{ClientOptions, Error, Request, Volume, WindowSize, new_id};
 use remora_volume::server::{Server, ServerOptions};
 use remora_volume::shape::{BLOCK_BYTES, Copies, Shape};
 
 use crate::cluster::{Cluster, options, server_options, until};
-use crate::link::Link;
 
 const MIB: u64 = 1 << 20;
 
@@ -41,14 +42,15 @@ impl Load {
 #[test]
 fn over_a_link_with_late_answers_a_window_grows_until_it_is_not_the_limit() {
     let cluster = Cluster::new(1, 1, 1000);
-    let link = Link::new(&cluster.addresses[0], Duration::from_millis(5), 60e6);
+    let Address::Tcp(server) = cluster.addresses[0] else { unreachable!("its servers listen on TCP") };
+    let link = Link::new(server, Duration::from_millis(5), 60e6).unwrap();
     let sizes = ["fixed:32", "fixed:1024", "adaptive"];
     let loads = sizes.map(|size| {
         let options = ClientOptions { window: size.parse().unwrap(), ..options() };
         // The next one would replace it, so each has a volume of its own.
         let shape = Shape::new(new_id().unwrap(), 1000, Copies::new(1, 1).unwrap()).unwrap();
         Volume::create(shape, &[cluster.addresses[0].clone()], &options).unwrap();
-        let volume = Volume::open(shape, &[link.address()], &options).unwrap();
+        let volume = Volume::open(shape, &[Address::Tcp(link.address())], &options).unwrap();
         Load { volume, completed: Arc::default() }
     });
     loads.iter().for_each(|load| _ = load.rate(Duration::from_millis(400))); // the window grows

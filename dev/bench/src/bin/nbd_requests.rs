@@ -25,12 +25,13 @@ use std::{
 };
 
 use clap::Parser;
-use remora_bench::{Run, Sample, bytes, cpu};
+use remora_bench::copies::{CopyServer, Place, new_volume};
+use remora_bench::{Run, Sample, bytes, copies, cpu};
 use remora_lab::process::Process;
 use remora_nbd::{Address, Offer, Server, ServerOptions, memory::MemoryDevice};
-use remora_volume::client::{ClientOptions, Volume, new_id};
+use remora_volume::client::{ClientOptions, Volume};
 use remora_volume::nbd::VolumeServer;
-use remora_volume::shape::{BLOCK_BYTES, Copies, Shape};
+use remora_volume::shape::BLOCK_BYTES;
 use serde_json::Value;
 
 /// Requests per second of our NBD server and of nbdkit, by fio.
@@ -62,6 +63,7 @@ struct Options {
 type Failure = Box<dyn std::error::Error>;
 
 fn main() -> Result<ExitCode, Failure> {
+    copies::be_one_if_asked()?;
     be_the_server_if_asked()?;
     let options = Options::parse();
     let mut run = Run::new("nbd_requests", "requests/s");
@@ -114,16 +116,9 @@ fn be_the_server_if_asked() -> Result<(), Failure> {
             let offer = Offer { name: String::new(), description: String::new(), device };
             until_stdin_ends(Server::start(vec![offer], &ServerOptions::new(Address::Unix(path.into())))?)
         }
-        [SERVE_COPY, path] => {
-            let place = remora_messenger::Address::Shm(path.into());
-            until_stdin_ends(remora_volume::server::Server::start(&place, &Default::default())?)
-        }
         [SERVE_VOLUME, path, size, held, ref copies @ ..] => {
             let places: Vec<_> = copies.iter().map(|copy| remora_messenger::Address::Shm(copy.into())).collect();
-            let held = Copies::new(copies.len(), held.parse()?).ok_or("the copies of a volume")?;
-            let blocks = size.parse::<u64>()? / BLOCK_BYTES as u64;
-            let shape = Shape::new(new_id()?, blocks, held).ok_or("the shape of a volume")?;
-            Volume::create(shape, &places, &ClientOptions::default())?;
+            let shape = new_volume(&places, held.parse()?, size.parse::<u64>()? / BLOCK_BYTES as u64)?;
             let volume = Volume::open(shape, &places, &ClientOptions::default())?;
             until_stdin_ends(VolumeServer::start(volume, "", &ServerOptions::new(Address::Unix(path.into())))?)
         }
@@ -171,7 +166,7 @@ struct Rival {
     name: &'static str,
     process: Process,
     /// The servers of a volume's copies.
-    copies: Vec<Process>,
+    copies: Vec<CopyServer>,
     socket: PathBuf,
 }
 
@@ -196,9 +191,7 @@ impl Rival {
         let mut servers = Vec::new();
         for number in 0..copies {
             let copy = folder.join(format!("copy-{copies}-{number}"));
-            let mut server = Command::new(std::env::current_exe()?);
-            server.arg(SERVE_COPY).arg(&copy);
-            servers.push(listening("a copy's server", server, &copy)?);
+            servers.push(CopyServer::start(&format!("shm:{}", copy.display()), Place::default())?);
             command.arg(copy);
         }
         Ok(Rival { copies: servers, ..Rival::start(name, command, socket)? })
@@ -222,7 +215,7 @@ impl Rival {
     fn cpu_seconds(&self) -> Result<f64, Failure> {
         let mut seconds = self.process.cpu_seconds()?;
         for copy in &self.copies {
-            seconds += copy.cpu_seconds()?;
+            seconds += copy.process.cpu_seconds()?;
         }
         Ok(seconds)
     }
@@ -301,9 +294,6 @@ const SERVE: &str = "--serve-memory";
 /// First argument of the process that serves a volume; then its socket, bytes, how many copies hold a write, and the
 /// sockets of their servers.
 const SERVE_VOLUME: &str = "--serve-volume";
-
-/// First argument of the process of a copy's server; then its socket.
-const SERVE_COPY: &str = "--serve-copy";
 
 /// Targets: requests per second in multiples of nbdkit's.
 const ONE_AT_LEAST: f64 = 1.0;

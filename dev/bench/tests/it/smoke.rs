@@ -60,6 +60,19 @@ fn full_sync_compares_what_every_method_makes() {
 }
 
 #[test]
+fn volume_requests_measures_every_scene() {
+    let Some(()) = require::shaping() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().display().to_string();
+    run(env!("CARGO_BIN_EXE_volume_requests"), &["--rounds", "1", "--millis", "100", "--out", &out], &[0, 1]);
+    let comparisons = kept(folder.path())["comparisons"].as_array().unwrap().clone();
+    assert_eq!(comparisons.len(), 11, "{comparisons:?}");
+    for comparison in comparisons {
+        assert!(comparison["ratio"]["median"].as_f64().unwrap() > 0.0, "{comparison}");
+    }
+}
+
+#[test]
 fn remora_bench_compares_its_syncs_over_a_network_and_under_load() {
     let Some(()) = require::shaping() else { return };
     let Some(_) = require::valkey() else { return };
