@@ -1,5 +1,5 @@
-//! Link: a slow way to a server. What passes it arrives late, and not faster than its rate. A proxy in this process, since
-//! cables with delays ([`crate::net`]) need a kernel that has them.
+//! Link: a slow way to a server. What passes it arrives late, and not faster than its rate. A proxy in this process,
+//! since cables with delays ([`crate::net`]) need a kernel that has them.
 
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};

@@ -3,8 +3,8 @@
 //! A published measurement of buffered writes over RDMA lost 30 to 58 % because 32 packets may be under way there. A
 //! packet has 128 KiB, so that is 4 MiB. A cable of 10 Gb/s whose answers are 5 ms late holds 6.25 MB. Two processors
 //! do not carry 10 Gb/s through client, link and server, so this link has 2 Gb/s and answers that are 25 ms late,
-//! which is as much under way. 32 jobs with 1 MiB each are 256 packets: more than the small window takes, and fewer than
-//! the large one.
+//! which is as much under way. 32 jobs with 1 MiB each are 256 packets: more than the small window takes, and fewer
+//! than the large one.
 
 use std::time::Duration;
 
