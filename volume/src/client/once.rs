@@ -217,7 +217,7 @@ impl Asker {
 struct Asked {
     connection: Option<Connection>,
     until: Instant,
-    /// The last answer, or why there is none.
+    /// The last answer, or why none has arrived.
     answer: Option<Result<Reply, String>>,
 }
 
@@ -246,7 +246,12 @@ impl fmt::Display for Left {
         if self.0.is_empty() {
             return Ok(());
         }
-        write!(f, "; {} may keep a copy that no client will use, until its server is restarted", self.0.join(" and "))
+        let servers = self.0.join(" and ");
+        write!(
+            f,
+            "; {servers} may keep a copy that no client will use: restart the server there, and with --store first delete \
+             the volume's folder in the store"
+        )
     }
 }
 
