@@ -18,15 +18,21 @@ help:
 setup:
 	@dev/lab/setup/setup
 
+# The developer's commands are built together with the module and run without cargo: the module is a library for C programs, which
+# needs machine code of all its crates. A program alone needs only their bitcode, so a `cargo run` of one would compile all crates again.
+TARGET := $(or $(CARGO_TARGET_DIR),target)
+RELEASE := $(CARGO) build --release --locked --target-dir $(TARGET) -p remora-agent -p remora-module
+
 ## build: the command, target/release/remora, and the module for servers beside it
 .PHONY: build
 build: setup
-	$(CARGO) build --release --locked -p remora-agent -p remora-module
+	$(RELEASE)
 
 ## demo: replicas with Remora and with the servers' own replication, side by side; ARGS="--size 100MiB --json FILE"
 .PHONY: demo
-demo: build
-	$(CARGO) run --release --locked -p xtask -- demo $(ARGS)
+demo: setup
+	$(RELEASE) -p xtask
+	CARGO=$(CARGO) $(TARGET)/release/xtask demo $(ARGS)
 
 ## test: every test; a test that this machine cannot run prints the reason (with CI=true it fails)
 .PHONY: test
@@ -63,9 +69,10 @@ soak: setup
 
 ## bench: the measurements behind docs/benchmarks.md and the README, into bench/runs; ARGS="--only sync"
 .PHONY: bench
-bench: build
+bench: setup
 	@dev/lab/setup/setup --rivals
-	$(CARGO) run --release --locked -p xtask -- bench $(ARGS)
+	$(RELEASE) -p xtask
+	CARGO=$(CARGO) $(TARGET)/release/xtask bench $(ARGS)
 
 ## check: format, lints, structure, documentation, fuzz targets and builds with fewer features
 .PHONY: check
