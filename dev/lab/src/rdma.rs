@@ -88,6 +88,29 @@ impl RdmaVm {
         machine.wait_with_output().doing(|| format!("wait for {}", self.script.display()))
     }
 
+    /// Makes a file that is a disk of 32 MiB with a system of its own, which keeps files there (`disk-init` beside the
+    /// script).
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the script cannot be started, [`Error::Missing`] with what it says.
+    pub fn make_disk(&self, file: &Path) -> Result<()> {
+        let mut command = Command::new(&self.script);
+        let made = command.arg("--disk").arg(file).output().doing(|| format!("run {}", self.script.display()))?;
+        if made.status.success() {
+            return Ok(());
+        }
+        let said = String::from_utf8_lossy(&made.stderr).trim().to_owned();
+        Err(Error::Missing { what: format!("a disk that boots ({said})"), how: "call `make setup`".into() })
+    }
+
+    /// The command that boots a machine whose only disk has this URL, as QEMU knows it. Its console is the command's
+    /// output. A signal to it is one to the machine: `SIGKILL` cuts its power.
+    pub fn boot(&self, url: &str) -> Command {
+        let mut command = Command::new(&self.script);
+        command.args(["--boot", url]);
+        command
+    }
+
     /// Runs the ignored tests of the calling program whose names begin with `prefix`, and returns how many passed.
     ///
     /// # Panics
