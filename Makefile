@@ -34,6 +34,12 @@ demo: setup
 	$(RELEASE) -p xtask
 	CARGO=$(CARGO) $(TARGET)/release/xtask demo $(ARGS)
 
+## demo-volume: a block device in the memory of three servers, while one is killed and its host hangs; ARGS="--size 1GiB --json FILE"
+.PHONY: demo-volume
+demo-volume: setup
+	$(RELEASE) -p xtask
+	CARGO=$(CARGO) $(TARGET)/release/xtask demo-volume $(ARGS)
+
 ## test: every test; a test that this machine cannot run prints the reason (with CI=true it fails)
 .PHONY: test
 test: setup

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   demo            replicas by Remora and by the servers' own replication, side by side, in one table
+//!   demo-volume     a block device in the memory of three servers, while servers and hosts fail
 //!   soak            restarts, promotes, freezes and cuts off servers and agents for an hour, and compares all data
 //!   bench           runs the programs of dev/bench and keeps the results in bench/runs
 //!   net             hosts with cables of a known rate, to cut, slow down and make lossy; servers and agents in them
@@ -14,6 +15,7 @@
 //! Nothing here is part of the product. `remora_bench` does the measuring; this crate starts it and shows the results.
 //!
 //! - [`demo`]: the demonstration. **Start here.** [`show`]: the display while it runs; [`table`]: the table at its end.
+//! - [`demo_volume`]: the demonstration of volumes.
 //! - [`soak`]: the long run under a script of faults.
 //! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: generates or compares the RDMA libraries' types.
 //! - [`scale`]: the table of the topology's model. [`net`]: a test network with hosts, servers and agents. [`stop`]:
@@ -23,6 +25,7 @@
 mod bench;
 mod bindings;
 mod demo;
+mod demo_volume;
 mod net;
 mod scale;
 mod show;
@@ -48,6 +51,8 @@ struct Cli {
 enum Command {
     /// Make replicas with Remora and with the servers' own replication, and print one table.
     Demo(demo::Options),
+    /// Use a volume of three servers while one is killed and its host hangs, and print one table.
+    DemoVolume(demo_volume::Options),
     /// Run servers and agents for a long time under a random script of faults, and compare all data.
     Soak(soak::Options),
     /// Run the benchmarks and keep their results.
@@ -81,6 +86,7 @@ enum Command {
 fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Demo(options) => stop::or_run(move || demo::run(&options)),
+        Command::DemoVolume(options) => stop::or_run(move || demo_volume::run(&options)),
         Command::Soak(options) => stop::or_run(move || soak::run(&options)),
         Command::Bench(options) => stop::or_run(move || bench::run(&options)),
         Command::Net(command) => net::run(command),

@@ -1,4 +1,4 @@
-//! The demonstration runs to its end.
+//! The demonstrations run to their end.
 
 use remora_lab::require;
 
@@ -21,4 +21,22 @@ fn the_demo_makes_equal_replicas_by_every_method_and_prints_a_table() {
         assert_eq!(outcomes.len(), 7, "{server}");
         assert!(outcomes.iter().all(|outcome| outcome["equal"] == true), "{server}");
     }
+}
+
+#[test]
+fn the_demo_of_volumes_loses_nothing_and_prints_a_table() {
+    let Some(()) = require::nbd_clients() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let json = folder.path().join("demo.json");
+    let ran = xtask(&["demo-volume", "--size", "32MiB", "--seconds", "1", "--json"]).arg(&json).output().unwrap();
+    let said = format!("{}\n{}", String::from_utf8_lossy(&ran.stdout), String::from_utf8_lossy(&ran.stderr));
+    assert!(ran.status.success(), "{}: {said}", ran.status);
+    let report: serde_json::Value = serde_json::from_slice(&std::fs::read(json).unwrap()).unwrap();
+    let rows = report["rows"].as_array().unwrap();
+    let checked = rows.iter().filter(|row| row["is_checked"] == true).count();
+    assert_eq!((rows.len(), checked), (6, 3), "{report}");
+    assert!(rows.iter().all(|row| row["per_second"].as_f64() > Some(0.0)), "{report}");
+    let refused = xtask(&["demo-volume", "--size", "1MiB"]).output().unwrap();
+    assert!(!refused.status.success());
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("not a multiple of 4 MiB"));
 }
