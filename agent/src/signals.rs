@@ -1,8 +1,9 @@
-//! Signals that end a command: SIGINT and SIGTERM.
+//! Signals that end a command, SIGINT and SIGTERM, and the one at which files are read again: SIGHUP.
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::exit::{Code, Failure};
+use crate::tasks::AbortOnDrop;
 
 /// The signals that ask a command to end. From [`Signals::catch`] on they no longer kill the process.
 pub(crate) struct Signals {
@@ -37,6 +38,20 @@ impl Signals {
 /// The system refused the handler.
 pub(crate) fn hangups() -> Result<Signal, Failure> {
     signal(SignalKind::hangup()).map_err(|error| Failure::local(format!("SIGHUP cannot be caught: {error}")))
+}
+
+/// Calls `read_again` at each request to read files again (SIGHUP), until the returned owner of the task is dropped.
+///
+/// # Errors
+/// As [`hangups`].
+pub(crate) fn on_hangup(read_again: impl Fn() + Send + 'static) -> Result<AbortOnDrop, Failure> {
+    let mut hangups = hangups()?;
+    let task = tokio::spawn(async move {
+        while hangups.recv().await.is_some() {
+            read_again();
+        }
+    });
+    Ok(AbortOnDrop::new(&task))
 }
 
 /// Runs `work` until it ends or a signal stops it. `left` describes the state in which a signal leaves things; it ends

@@ -40,14 +40,21 @@ pub fn region_key(data: &[u8]) {
     }
 }
 
-/// What is parsed as a hello, a challenge or a welcome survives encoding. The first byte selects the transport.
+/// What is parsed as a hello, a challenge, a welcome, a refusal or a farewell survives encoding. The first byte selects
+/// the transport.
 pub fn lane_handshake(data: &[u8]) {
     let Some((choice, bytes)) = data.split_first() else { return };
     match choice % 3 {
-        0 => lane_handshake::check_parsers::<shm::Shm>(bytes),
+        0 => {
+            lane_handshake::check_parsers::<shm::Shm>(bytes);
+            shm::check_farewell(bytes);
+        }
         1 => lane_handshake::check_parsers::<tcp::Tcp>(bytes),
         #[cfg(feature = "verbs")]
-        _ => lane_handshake::check_parsers::<verbs::Verbs>(bytes),
+        _ => {
+            lane_handshake::check_parsers::<verbs::Verbs>(bytes);
+            verbs::check_refusal(bytes);
+        }
         #[cfg(not(feature = "verbs"))]
         _ => {}
     }

@@ -17,7 +17,7 @@
 //! - [`device`]: what a block device must do, and how it answers: in the caller's thread, or later from any other.
 //! - [`memory`]: a device in this process's memory.
 //! - `stream`: a socket, with TLS or without. `outbox`: what waits to be sent on it.
-//! - [`server`]: listens, and has a thread for each connection.
+//! - [`server`]: listens, and has a thread for each connection. [`tls`]: its certificates.
 //!
 //! A device that answers at once is served by one thread with one `recv` and one `send` for as many requests as have
 //! arrived. One that answers later may have [`device::MOST_REQUESTS`] under way on each connection, answered in the
@@ -38,7 +38,9 @@ pub mod reply;
 pub mod request;
 pub mod server;
 mod stream;
+pub mod tls;
 
 pub use device::Device;
 pub use export::{Export, Geometry};
 pub use server::{Address, Offer, Server, ServerOptions};
+pub use tls::TlsConfig;

@@ -234,7 +234,7 @@ pub struct NbdArgs {
 #[derive(Clone, Debug, Args)]
 pub struct NbdTlsArgs {
     /// TLS 1.3 at `--listen`, which may then be any address: the certificate of this end (PEM), then those between it
-    /// and its authority. Clients without TLS are refused.
+    /// and its authority. Clients without TLS are refused. All three files are read again on SIGHUP.
     #[arg(
         long,
         value_name = "FILE",

@@ -110,13 +110,8 @@ impl TokenFiles {
     /// # Errors
     /// The system refused a handler.
     pub(crate) fn read_again_on_hangup(&self) -> Result<AbortOnDrop, Failure> {
-        let (mut hangups, files) = (signals::hangups()?, self.clone());
-        let task = tokio::spawn(async move {
-            while hangups.recv().await.is_some() {
-                files.read_again();
-            }
-        });
-        Ok(AbortOnDrop::new(&task))
+        let files = self.clone();
+        signals::on_hangup(move || files.read_again())
     }
 
     /// What this agent proves where it connects: the first token, and its certificate.

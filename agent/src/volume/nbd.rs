@@ -4,10 +4,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use remora_nbd::{Address, ServerOptions};
+use remora_nbd::{Address, ServerOptions, TlsConfig};
 use remora_volume::client::{ClientOptions, Error, ReadCounts, Volume, WriteCounts};
 use remora_volume::nbd::VolumeServer;
-use rustls::ServerConfig;
 
 use super::blocking;
 use super::failure::failure;
@@ -17,7 +16,7 @@ use crate::args::{NbdArgs, NbdTlsArgs, WaysArgs};
 use crate::conversation::certificate_roles::CertificateRoles;
 use crate::conversation::certificates::{CertificateFiles, Certificates};
 use crate::exit::{Code, Failure};
-use crate::signals::Signals;
+use crate::signals::{self, Signals};
 
 /// How often the volume's end is looked for. Clients are told at once; this only ends the process.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
@@ -33,7 +32,9 @@ pub(super) async fn run(args: NbdArgs) -> Result<(), Failure> {
     let VolumeFile { shape, servers } = VolumeFile::read(&args.file)?;
     let name = args.file.display().to_string();
     let mut door = ServerOptions::new(door(&args)?);
-    door.tls = tls(&args.tls)?;
+    let certificates = certificates(&args.tls)?;
+    door.tls = certificates.clone().map(tls);
+    let _replacing = certificates.map(|own| signals::on_hangup(move || own.read_again())).transpose()?;
     let WaysArgs { window, reads, writes } = args.ways;
     let options = ClientOptions {
         security: protection.of_connections()?,
@@ -118,16 +119,23 @@ fn socket_folder(runtime: Option<PathBuf>, is_root: bool) -> Result<PathBuf, Fai
     }
 }
 
-/// What NBD clients must have; `None`: nothing.
-fn tls(args: &NbdTlsArgs) -> Result<Option<Arc<ServerConfig>>, Failure> {
+/// The certificates for NBD clients; `None`: there is no TLS.
+fn certificates(args: &NbdTlsArgs) -> Result<Option<Arc<Certificates>>, Failure> {
     let NbdTlsArgs { tls_cert: Some(chain), tls_key: Some(key), tls_ca: Some(authorities) } = args.clone() else {
         return Ok(None);
     };
     let options = ["--tls-cert", "--tls-key", "--tls-ca"];
     let files = CertificateFiles { chain, key, authorities, options };
-    let mut config = Certificates::read(files, CertificateRoles::default())?.server();
-    Arc::make_mut(&mut config).alpn_protocols.clear(); // NBD has none
-    Ok(Some(config))
+    Ok(Some(Arc::new(Certificates::read(files, CertificateRoles::default())?)))
+}
+
+/// What a server does with them.
+fn tls(certificates: Arc<Certificates>) -> TlsConfig {
+    TlsConfig::new(move || {
+        let mut config = certificates.server();
+        Arc::make_mut(&mut config).alpn_protocols.clear(); // NBD has none
+        config
+    })
 }
 
 #[cfg(test)]

@@ -4,8 +4,8 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use remora_lab::tls::{Tls, certificates};
-use remora_lab::{Host, Net, Random, require};
+use remora_lab::tls::{Authority, Tls, certificates};
+use remora_lab::{Agent, Host, Net, Random, require};
 use rustix::process::Signal;
 
 use crate::kit::{LONG, ends, says};
@@ -87,6 +87,12 @@ fn a_device_without_a_socket_of_its_own_has_one_in_the_folder_of_its_user() {
     assert!(!Path::new(&socket).exists());
 }
 
+/// The port of `remora volume nbd`, when the volume is open.
+fn listening(nbd: &mut Agent) -> String {
+    let line = nbd.wait_for_line("volume open", LONG).unwrap();
+    line.split("listening=\"tcp:").nth(1).and_then(|rest| rest.split('"').next()).unwrap().to_owned()
+}
+
 /// Runs a client of libnbd on a host. Returns what it says, and whether it succeeds.
 fn client(host: &Host, program: &str, args: &[&str]) -> (bool, String) {
     let mut command = Command::new("timeout");
@@ -96,16 +102,51 @@ fn client(host: &Host, program: &str, args: &[&str]) -> (bool, String) {
     (ran.status.success(), String::from_utf8_lossy(&[ran.stdout, ran.stderr].concat()).into_owned())
 }
 
-/// A folder as libnbd wants it.
-fn credentials(folder: &Path, name: &str, tls: &Tls, with_certificate: bool) -> String {
-    let own = folder.join(name);
-    fs::create_dir(&own).unwrap();
-    fs::copy(&tls.ca, own.join("ca-cert.pem")).unwrap();
-    if with_certificate {
-        fs::copy(&tls.certificate, own.join("client-cert.pem")).unwrap();
-        fs::copy(&tls.key, own.join("client-key.pem")).unwrap();
+#[test]
+fn certificates_for_nbd_clients_are_replaced_by_sighup_and_a_broken_file_changes_nothing() {
+    let Some(()) = require::nbd_clients() else { return };
+    let scene = Scene::new(None, &[]);
+    let file = scene.create("data.volume");
+    let folder = scene.stage.folder();
+    let [old, new] = ["old-ca", "new-ca"].map(|name| Authority::new(folder, name).unwrap());
+    let (bundle, both) = (folder.join("bundle.pem"), folder.join("both.pem"));
+    fs::copy(&old.ca, &bundle).unwrap();
+    fs::write(&both, fs::read_to_string(&old.ca).unwrap() + &fs::read_to_string(&new.ca).unwrap()).unwrap();
+    let server = old.sign("server", &["127.0.0.1"]).unwrap();
+    // A client of each authority, and one that trusts only a server of the new one.
+    let client = |authority: &Authority, trusts: &Path, name: &str| {
+        let tls = Tls { ca: trusts.to_owned(), ..authority.sign(name, &["client.invalid"]).unwrap() };
+        tls.libnbd_folder(folder, &format!("{name}-client"), true).unwrap()
+    };
+    let (of_old, of_new, of_new_only) =
+        (client(&old, &both, "old"), client(&new, &both, "new"), client(&new, &new.ca, "new-only"));
+
+    let [cert, key, ca] = [&server.certificate, &server.key, &bundle].map(|path| path.to_str().unwrap());
+    let tls = ["--tls-cert", cert, "--tls-key", key, "--tls-ca", ca];
+    let mut nbd = scene.start(&[&["nbd", &file, "--listen", "127.0.0.1:0"], &tls[..]].concat());
+    let address = listening(&mut nbd);
+    let is_served = |folder: &str| {
+        let mut command = Command::new("timeout");
+        command.args(["60", "nbdinfo", "--size", &format!("nbds://{address}/?tls-certificates={folder}")]);
+        command.output().unwrap().status.success()
+    };
+    assert_eq!([&of_old, &of_new, &of_new_only].map(|folder| is_served(folder)), [true, false, false]);
+    let hang_up = |nbd: &mut Agent, line: &str| {
+        nbd.signal(Signal::HUP).unwrap();
+        nbd.wait_for_line(line, LONG).unwrap()
+    };
+    fs::write(&bundle, "not a certificate").unwrap();
+    says(&hang_up(&mut nbd, "the certificates read before stay in use"), &["ERROR", ca, "--tls-ca", "no certificate"]);
+    assert_eq!([&of_old, &of_new, &of_new_only].map(|folder| is_served(folder)), [true, false, false]);
+
+    let next = new.sign("next", &["127.0.0.1"]).unwrap();
+    for (from, to) in [(&next.certificate, &server.certificate), (&next.key, &server.key), (&new.ca, &bundle)] {
+        fs::copy(from, to).unwrap();
     }
-    own.display().to_string()
+    hang_up(&mut nbd, "certificate files read again");
+    assert_eq!([&of_old, &of_new, &of_new_only].map(|folder| is_served(folder)), [false, true, true]);
+    nbd.signal(Signal::TERM).unwrap();
+    ends(&mut nbd, 0);
 }
 
 #[test]
@@ -118,8 +159,8 @@ fn nbd_clients_on_other_hosts_need_tls_and_a_certificate() {
     let file = scene.create("data.volume");
     let folder = scene.stage.folder();
     let (server_tls, client_tls) = certificates(folder, &[host.address()]).unwrap();
-    let (with, without) =
-        (credentials(folder, "with", &client_tls, true), credentials(folder, "without", &client_tls, false));
+    let [with, without] = [("with", true), ("without", false)]
+        .map(|(name, has_one)| client_tls.libnbd_folder(folder, name, has_one).unwrap());
     let [cert, key, ca] = [&server_tls.certificate, &server_tls.key, &server_tls.ca].map(|path| path.to_str().unwrap());
     let listen = format!("{}:0", host.address());
     says(&scene.end(&["nbd", &file, "--listen", &listen], 3), &["not loopback", "--tls-cert"]);
@@ -133,8 +174,7 @@ fn nbd_clients_on_other_hosts_need_tls_and_a_certificate() {
     says(&refused, &["--tls-key", "is not that of the certificate"]);
 
     let mut nbd = scene.start(&[&["nbd", &file, "--listen", &listen], &tls[..]].concat());
-    let line = nbd.wait_for_line("volume open", LONG).unwrap();
-    let address = line.split("listening=\"tcp:").nth(1).and_then(|rest| rest.split('"').next()).unwrap();
+    let address = listening(&mut nbd);
     let content = Random::new(remora_lab::random::seed("volume tls")).bytes(16 << 20);
     let (there, back) = (scene.stage.path("there"), scene.stage.path("back"));
     fs::write(&there, &content).unwrap();

@@ -24,6 +24,25 @@ pub struct Tls {
     pub key: PathBuf,
 }
 
+impl Tls {
+    /// Makes a folder as libnbd's `tls-certificates` wants it, with the authority and, if it is wanted, the
+    /// certificate. Returns its path.
+    pub fn libnbd_folder(&self, folder: &Path, name: &str, with_certificate: bool) -> Result<String> {
+        let own = folder.join(name);
+        let make = || -> io::Result<()> {
+            fs::create_dir(&own)?;
+            fs::copy(&self.ca, own.join("ca-cert.pem"))?;
+            if with_certificate {
+                fs::copy(&self.certificate, own.join("client-cert.pem"))?;
+                fs::copy(&self.key, own.join("client-key.pem"))?;
+            }
+            Ok(())
+        };
+        make().doing(|| format!("make the folder {}", own.display()))?;
+        Ok(own.display().to_string())
+    }
+}
+
 /// Generates an authority in `folder`, and two certificates signed by it: one for a server on `localhost`, `127.0.0.1`
 /// or any of `addresses`, one for a client.
 pub fn certificates(folder: &Path, addresses: &[IpAddr]) -> Result<(Tls, Tls)> {

@@ -48,7 +48,7 @@ pub use exporter::ShmExporter;
 pub(crate) use key::check_key;
 pub use peer::ShmPeer;
 #[cfg(any(test, feature = "fuzzing"))]
-pub(crate) use wire::Shm;
+pub(crate) use wire::{Shm, check_farewell};
 
 pub use crate::memory::Place;
 

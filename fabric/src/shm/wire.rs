@@ -140,6 +140,14 @@ pub(super) fn farewell_reason(packet: &[u8]) -> Option<Denial> {
     }
 }
 
+/// For the fuzz target: a farewell that is valid survives encoding.
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) fn check_farewell(packet: &[u8]) {
+    if let Some(denial) = farewell_reason(packet) {
+        assert_eq!(farewell(denial), packet);
+    }
+}
+
 /// Bytes of a farewell.
 pub(super) const FAREWELL_BYTES: usize = 1;
 
@@ -187,7 +195,7 @@ mod tests {
             let _ = Shm::parse_hello(&packet);
             let _ = Shm::parse_challenge(&packet);
             let _ = Shm::parse_welcome(&packet);
-            let _ = farewell_reason(&packet);
+            check_farewell(&packet);
         }
     }
 

@@ -62,7 +62,7 @@ pub use remora_rdma::{
     report::{DeviceReport, PortReport, Report, devices},
 };
 #[cfg(any(test, feature = "fuzzing"))]
-pub(crate) use wire::Verbs;
+pub(crate) use wire::{Verbs, check_refusal};
 
 use crate::Error;
 

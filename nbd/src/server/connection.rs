@@ -9,8 +9,6 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rustls::ServerConfig;
-
 use crate::device::{Answer, Device, Payload};
 use crate::export::Export;
 use crate::export::Geometry;
@@ -19,12 +17,13 @@ use crate::outbox::Outbox;
 use crate::reply::Asked;
 use crate::request::{Broken, Op, Request};
 use crate::stream::Stream;
+use crate::tls::TlsConfig;
 
 /// What all connections of a server serve.
 pub(super) struct Served {
     pub(super) exports: Arc<[Export]>,
     pub(super) devices: Vec<Arc<dyn Device>>,
-    pub(super) tls: Option<Arc<ServerConfig>>,
+    pub(super) tls: Option<TlsConfig>,
 }
 
 /// Why a connection has ended.
@@ -99,7 +98,7 @@ fn negotiate(socket: Arc<OwnedFd>, served: &Served) -> Result<Option<(Stream, Se
                 }
             }
             Step::StartTls => {
-                let Some(config) = served.tls.clone() else { return Ok(None) };
+                let Some(config) = served.tls.as_ref().map(TlsConfig::current) else { return Ok(None) };
                 stream = Stream::encrypted(Arc::clone(&socket), config, until).map_err(Ended::Tls)?;
                 handshake.tls_started();
             }

@@ -15,8 +15,6 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use rustls::ServerConfig;
-
 use self::connection::Served;
 use self::listener::{Listener, Waker};
 use crate::device::Device;
@@ -24,6 +22,7 @@ use crate::export::Export;
 use crate::outbox::Outbox;
 use crate::protocol::MAX_STRING_BYTES;
 use crate::stream;
+use crate::tls::TlsConfig;
 
 /// Where a server listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -48,8 +47,8 @@ impl std::fmt::Display for Address {
 pub struct ServerOptions {
     /// Where it listens.
     pub address: Address,
-    /// Certificates. With them TLS is required, without them there is none.
-    pub tls: Option<Arc<ServerConfig>>,
+    /// Certificates, which may be replaced. With them TLS is required, without them there is none.
+    pub tls: Option<TlsConfig>,
     /// Connections at a time. One more is closed at once.
     pub most_connections: usize,
 }

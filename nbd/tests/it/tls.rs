@@ -1,7 +1,6 @@
 //! The server with TLS, and libnbd's clients.
 
 use std::fs;
-use std::path::Path;
 use std::sync::Arc;
 
 use remora_lab::tls::{Tls, certificates};
@@ -33,18 +32,6 @@ fn config(tls: &Tls, asks: bool) -> Arc<ServerConfig> {
     Arc::new(config.with_single_cert(vec![certificate], key).unwrap())
 }
 
-/// A folder as libnbd wants it.
-fn credentials(folder: &Path, name: &str, tls: &Tls, with_certificate: bool) -> String {
-    let own = folder.join(name);
-    fs::create_dir(&own).unwrap();
-    fs::copy(&tls.ca, own.join("ca-cert.pem")).unwrap();
-    if with_certificate {
-        fs::copy(&tls.certificate, own.join("client-cert.pem")).unwrap();
-        fs::copy(&tls.key, own.join("client-key.pem")).unwrap();
-    }
-    own.display().to_string()
-}
-
 #[test]
 fn clients_with_the_authority_copy_over_tls_and_others_get_nothing() {
     let Some(()) = require::nbd_clients() else { return };
@@ -53,11 +40,11 @@ fn clients_with_the_authority_copy_over_tls_and_others_get_nothing() {
     let (server_tls, client_tls) = certificates(folder, &[]).unwrap();
     let content = Random::new(remora_lab::random::seed("tls")).bytes(12 << 20);
     fs::write(folder.join("there"), &content).unwrap();
-    let with = credentials(folder, "with", &client_tls, true);
-    let without = credentials(folder, "without", &client_tls, false);
+    let with = client_tls.libnbd_folder(folder, "with", true).unwrap();
+    let without = client_tls.libnbd_folder(folder, "without", false).unwrap();
     for asks in [false, true] {
         let mut options = ServerOptions::new(Address::Tcp("127.0.0.1:0".parse().unwrap()));
-        options.tls = Some(config(&server_tls, asks));
+        options.tls = Some(config(&server_tls, asks).into());
         let devices = [
             offer("memory", Arc::new(MemoryDevice::new(12 << 20))),
             offer("late", Arc::new(LateDevice::new(12 << 20))),
