@@ -129,18 +129,14 @@ impl<'a> Answer<'a> {
     /// asked about is left out.
     pub fn extents(mut self, extents: impl IntoIterator<Item = Extent>) {
         self.is_given = true;
-        let extents = joined(extents, self.asked.length, if self.one { 1 } else { MOST_EXTENTS });
-        if extents.is_empty() {
-            return self.asked.fail(&WRONG_LENGTH, self.batch);
-        }
-        self.asked.extents(&extents, self.batch);
+        describe(&self.asked, self.one, extents, self.batch);
     }
 
     /// The answer is given later.
     pub fn later(mut self) -> Later {
         self.is_given = true;
         self.outbox.admit(self.room);
-        Later { asked: self.asked, room: self.room, outbox: Some(Arc::clone(self.outbox)) }
+        Later { asked: self.asked, one: self.one, room: self.room, outbox: Some(Arc::clone(self.outbox)) }
     }
 }
 
@@ -170,6 +166,8 @@ impl Sink<'_> {
 /// The answer to a request, to be given from any thread. See [`Answer`].
 pub struct Later {
     asked: Asked,
+    /// One extent, however many there are.
+    one: bool,
     room: usize,
     /// `None`: it was given.
     outbox: Option<Arc<Outbox>>,
@@ -196,6 +194,12 @@ impl Later {
         }
     }
 
+    /// What [`Device::status`] was asked for: as [`Answer::extents`].
+    pub fn extents(mut self, extents: impl IntoIterator<Item = Extent>) {
+        let one = self.one;
+        self.give(Vec::new(), |asked, out| describe(asked, one, extents, out));
+    }
+
     fn give(&mut self, data: Vec<Bytes>, say: impl FnOnce(&Asked, &mut Vec<u8>)) {
         let Some(outbox) = self.outbox.take() else { return };
         let mut head = Vec::with_capacity(HEAD_BYTES);
@@ -208,6 +212,15 @@ impl Drop for Later {
     fn drop(&mut self) {
         self.give(Vec::new(), |asked, head| asked.fail(&NO_ANSWER, head));
     }
+}
+
+/// Says what was found, or that it was nothing.
+fn describe(asked: &Asked, one: bool, extents: impl IntoIterator<Item = Extent>, out: &mut Vec<u8>) {
+    let extents = joined(extents, asked.length, if one { 1 } else { MOST_EXTENTS });
+    if extents.is_empty() {
+        return asked.fail(&WRONG_LENGTH, out);
+    }
+    asked.extents(&extents, out);
 }
 
 fn joined(extents: impl IntoIterator<Item = Extent>, length: u32, most: usize) -> Vec<Extent> {
@@ -235,3 +248,32 @@ const MOST_EXTENTS: usize = 4096;
 
 /// The head of data, the longest without a text.
 const HEAD_BYTES: usize = 32;
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// What each byte is, of so many.
+    fn bytes(extents: &[Extent], most: u32) -> Vec<u32> {
+        let bytes = extents.iter().flat_map(|extent| std::iter::repeat_n(extent.flags, extent.length as usize));
+        bytes.take(most as usize).collect()
+    }
+
+    proptest! {
+        /// A client is told the truth of a first part of what it asked about, in as few extents as there can be.
+        #[test]
+        fn extents_that_are_joined_say_the_same_of_the_first_bytes(
+            extents in prop::collection::vec((0..20_u32, 0..4_u32), 0..20), length in 1..200_u32, most in 1..8_usize
+        ) {
+            let extents: Vec<Extent> = extents.into_iter().map(|(length, flags)| Extent { length, flags }).collect();
+            let said = joined(extents.iter().copied(), length, most);
+            let (all, told) = (bytes(&extents, length), bytes(&said, u32::MAX));
+            prop_assert!(said.len() <= most && all.starts_with(&told), "{said:?}");
+            prop_assert!(said.len() == most || told.len() == all.len(), "only too many extents are left out: {said:?}");
+            let is_split = said.windows(2).any(|pair| pair[0].flags == pair[1].flags);
+            prop_assert!(!is_split && said.iter().all(|extent| extent.length > 0), "{said:?}");
+        }
+    }
+}

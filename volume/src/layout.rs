@@ -7,7 +7,7 @@
 //!
 //! - [`Superblock`]: what of the volume never changes.
 //! - [`Line`]: how the copy stands: what its server says by message, for a reader that asks no server.
-//! - [`Entry`]: which write a block is of, and its checksum.
+//! - [`Entry`]: which write a block is of, and its checksum, or that it is zeros.
 //!
 //! What a reader relies on, in whatever order and pieces the bytes reach it: an entry that is not being written, whose
 //! own check holds, and whose checksum is that of the block's bytes. At the moment at which the entry was read, the
@@ -18,6 +18,8 @@
 use remora_fabric::memory::crc::{crc32c, crc32c_append};
 
 use crate::message::{Holder, Standing, State};
+#[cfg(test)]
+use crate::mutant::Mutant;
 use crate::shape::{BLOCK_BYTES, Copies, Shape, VolumeId};
 use crate::version::{Generation, Version};
 
@@ -40,7 +42,7 @@ const PAGE_BYTES: u64 = 4096;
 const MAGIC: [u8; 8] = *b"REMORAVO";
 
 /// Changes with every change of this file's layout.
-const LAYOUT_VERSION: u32 = 1;
+const LAYOUT_VERSION: u32 = 2;
 
 /// Bit of an entry's version: the block is being written.
 const BUSY: u64 = 1 << 63;
@@ -167,8 +169,8 @@ fn take<const N: usize>(rest: &mut &[u8]) -> [u8; N] {
 /// How the copy stands. Whether its power was cut concerns writers that open it, and they ask.
 ///
 /// ```text
-/// generation promised, 0: none │ its writer │ claim │ applied │ state │ CRC-32C of the five words      eight bytes each
-/// ```
+/// generation promised, 0: none │ its writer │ claim │ applied │ state │ CRC-32C of the five words      eight bytes
+/// each ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Line(pub Standing);
 
@@ -223,22 +225,51 @@ fn line_check(words: &[u64; LINE_WORDS]) -> u64 {
 /// │ version │ CRC-32C of the block │ CRC-32C of the 12 bytes before │      highest bit of the version: being written
 /// ```
 ///
-/// All zeros: the block was never written, and reads as zeros whatever its bytes are.
+/// All zeros: the block was never written, and reads as zeros whatever its bytes are. The last checksum has all of its
+/// bits inverted: a write of zeros was the last one, and the block reads as zeros whatever its bytes are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Entry {
     /// The last write of the block; [`Version::NONE`] before the first.
     pub version: Version,
     /// CRC-32C of the block; 0 before the first write.
     pub crc: u32,
+    /// The last write was one of zeros, without bytes.
+    pub is_zero: bool,
 }
 
 impl Entry {
     /// The entry of a block that was never written.
-    pub const NONE: Entry = Entry { version: Version::NONE, crc: 0 };
+    pub const NONE: Entry = Entry { version: Version::NONE, crc: 0, is_zero: false };
+
+    /// The entry of a block that was written with bytes of this checksum.
+    pub fn of(version: Version, crc: u32) -> Entry {
+        Entry { version, crc, is_zero: false }
+    }
+
+    /// The entry of a block that was written as zeros, without bytes.
+    pub fn zeros(version: Version) -> Entry {
+        Entry { version, crc: ZEROS_CRC, is_zero: true }
+    }
 
     /// Whether the block was written.
     pub fn is_written(self) -> bool {
         self.version != Version::NONE
+    }
+
+    /// Whether the block is what its bytes are. If not, it is zeros whatever they are.
+    pub fn has_bytes(self) -> bool {
+        self.is_written() && !self.is_zero
+    }
+
+    /// What a copy that has `ours` takes of a block with this entry, which is to be its own. `None`: it lacks the block.
+    pub(crate) fn need(self, ours: Option<Entry>) -> Need {
+        match ours {
+            Some(ours) if ours == self => Need::Nothing,
+            #[cfg(test)]
+            Some(_) if self.is_zero && Mutant::ZerosNotTaken.is_active() => Need::Nothing,
+            _ if self.has_bytes() => Need::Block,
+            _ => Need::Entry,
+        }
     }
 
     /// The words in memory.
@@ -247,7 +278,9 @@ impl Entry {
             return [0, 0];
         }
         let version = self.version.word();
-        [version, u64::from(self.crc) | u64::from(entry_check(version, self.crc)) << 32]
+        let check = entry_check(version, self.crc);
+        let check = if self.is_zero { !check } else { check };
+        [version, u64::from(self.crc) | u64::from(check) << 32]
     }
 
     /// The first word while the block is being written.
@@ -262,7 +295,9 @@ impl Entry {
         }
         let (crc, check) = (sums as u32, (sums >> 32) as u32);
         let version = Version::from_word(version).filter(|version| *version != Version::NONE)?;
-        (check == entry_check(version.word(), crc)).then_some(Entry { version, crc })
+        let expected = entry_check(version.word(), crc);
+        let is_zero = check == !expected && crc == ZEROS_CRC;
+        (is_zero || check == expected).then_some(Entry { version, crc, is_zero })
     }
 
     /// Reads an entry from the bytes of a region.
@@ -271,11 +306,25 @@ impl Entry {
         Entry::from_words(std::array::from_fn(|_| u64::from_le_bytes(take(&mut rest))))
     }
 
-    /// Whether these are the bytes of the block.
+    /// Whether these are the bytes of the block, which has some.
     pub(crate) fn is_of(self, block: &[u8]) -> bool {
         crc32c(block) == self.crc
     }
 }
+
+/// What one copy takes of a block of another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Need {
+    /// It is the same.
+    Nothing,
+    /// Its entry, which says that it is zeros.
+    Entry,
+    /// Its entry and its bytes.
+    Block,
+}
+
+/// CRC-32C of a block of zeros.
+pub(crate) const ZEROS_CRC: u32 = 0x98f9_4189;
 
 fn entry_check(version: u64, crc: u32) -> u32 {
     crc32c_append(crc32c(&version.to_le_bytes()), &crc.to_le_bytes())
@@ -314,9 +363,22 @@ mod tests {
         fn superblocks_and_lines_and_entries_come_back(shape in shapes(), standing in standings(), version in versions(), crc: u32) {
             prop_assert_eq!(Superblock::parse(&Superblock(shape).to_bytes()), Ok(Superblock(shape)));
             prop_assert_eq!(Line::from_words(Line(standing).to_words()), Some(Line(standing)));
-            let entry = if version == Version::NONE { Entry::NONE } else { Entry { version, crc } };
+            let entry = if version == Version::NONE { Entry::NONE } else { Entry::of(version, crc) };
             prop_assert_eq!(Entry::from_words(entry.to_words()), Some(entry));
             prop_assert_eq!(Entry::from_words([entry.busy_word(), entry.to_words()[1]]), None);
+            let zeros = Entry::zeros(version.next().unwrap_or(version));
+            prop_assert_eq!(Entry::from_words(zeros.to_words()), Some(zeros));
+            let lies = Entry { crc, ..zeros };
+            prop_assert_eq!(Entry::from_words(lies.to_words()).is_some(), crc == ZEROS_CRC);
+        }
+
+        /// No bit makes one of the other kind.
+        #[test]
+        fn a_changed_bit_of_an_entry_is_found(version in versions(), crc: u32, is_zero: bool, bit in 0..128_usize) {
+            let version = version.next().unwrap_or(version);
+            let mut words = if is_zero { Entry::zeros(version) } else { Entry::of(version, crc) }.to_words();
+            words[bit / 64] ^= 1 << (bit % 64);
+            prop_assert_eq!(Entry::from_words(words), None);
         }
 
         #[test]
@@ -347,5 +409,10 @@ mod tests {
             prop_assert_eq!(layout.block_at(last) + BLOCK_BYTES as u64, layout.length());
             prop_assert!(layout.has(last, 1) && !layout.has(last, 2) && !layout.has(u64::MAX, 2));
         }
+    }
+
+    #[test]
+    fn zeros_have_the_checksum_of_a_block_of_zeros() {
+        assert_eq!(crc32c(&[0; BLOCK_BYTES]), ZEROS_CRC);
     }
 }

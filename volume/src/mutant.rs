@@ -39,6 +39,8 @@ pub(crate) enum Mutant {
     FirstRunOnly,
     /// The newest of several blocks is the first one.
     NewestOfFirst,
+    /// A copy that catches up takes no zeros.
+    ZerosNotTaken,
     /// A promise is answered before it is durable.
     PromiseNotDurable,
     /// A mark is answered before it is durable, as if it were.
@@ -65,6 +67,8 @@ pub(crate) enum Mutant {
     LostIsBelieved,
     /// The name of a new segment is not made durable.
     NameNotSynced,
+    /// A block of zeros in the extents is judged by its bytes, which are of a write before.
+    ZerosAreJudged,
 }
 
 thread_local! {

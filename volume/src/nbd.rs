@@ -1,8 +1,10 @@
 //! A volume as a block device, by the NBD protocol.
 //!
 //! Blocks of 4 KiB. A write is answered when as many copies as must hold it have applied it, and a flush when every
-//! write before it is. Zeros and trims are writes of zeros: a copy's region has memory for every block. What is longer
-//! than one write of the volume is several: if this process dies, a part of it may be there, as with any disk.
+//! write before it is. Zeros and trims are writes of zeros, for which no bytes are sent. Every block keeps its place in
+//! the memory and the store of each copy, so holes give none of it away, and `NO_HOLE` asks for nothing more. In block
+//! status, such blocks and those that were never written are holes. What is longer than one write of the volume is
+//! several: if this process dies, a part of it may be there, as with any disk.
 //!
 //! A read of blocks that are in memory of this host, and have no write under way, is answered at once by the
 //! connection's thread. Everything else is answered by the volume's.
@@ -10,19 +12,20 @@
 //! When the volume has ended, requests fail with `ESHUTDOWN`, and the reason is logged once.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
 use remora_nbd::device::{Answer, Later, Payload};
-use remora_nbd::reply::{Errno, Failure};
+use remora_nbd::protocol::extent_flags::{HOLE, ZERO};
+use remora_nbd::reply::{Errno, Extent, Failure};
 use remora_nbd::request::Zero;
 use remora_nbd::server::StartError;
 use remora_nbd::{Address, Device, Geometry, Offer, Server, ServerOptions};
 
-use crate::client::{Error, LEAST_SUBMITTED_BYTES, Request, Volume};
+use crate::client::{Error, LEAST_SUBMITTED_BYTES, Request, Volume, is_set};
 use crate::shape::BLOCK_BYTES;
-use crate::wire::{MOST_BLOCKS, Run};
+use crate::wire::{MOST_BLOCKS, MOST_ENTRIES, Run};
 
 /// A volume that is served. When it is dropped, connections end first, and then the volume.
 pub struct VolumeServer {
@@ -97,11 +100,11 @@ impl VolumeDevice {
     }
 
     /// Submits the parts of one change, and then a flush if it must be safe. `later` is answered after the last one.
-    fn change(&self, at: u64, parts: impl ExactSizeIterator<Item = Bytes>, fua: bool, later: Later) {
+    fn change(&self, parts: impl ExactSizeIterator<Item = Request>, fua: bool, later: Later) {
         let number = parts.len();
-        let joined = Joined::new(number + usize::from(fua), false, later, &self.shared);
-        for (part, data) in parts.enumerate() {
-            self.submit(part, Request::write(block(at) + (part * MOST_BLOCKS) as u64, data), &joined);
+        let joined = Joined::new(number + usize::from(fua), Asked::Done, later, &self.shared);
+        for (part, request) in parts.enumerate() {
+            self.submit(part, request, &joined);
         }
         // It is submitted after the parts, so it is done when they are.
         if fua {
@@ -113,7 +116,8 @@ impl VolumeDevice {
         let bytes = match &request {
             Request::Write { data, .. } => data.len(),
             Request::Read(run) => run.count as usize * BLOCK_BYTES,
-            Request::Flush => 0,
+            Request::Zero(_) => ZEROS_COUNT_AS,
+            Request::Map(_) | Request::Flush => 0,
         };
         if !self.shared.wait_for_room(bytes, &self.volume) {
             return joined.completed(part, Err(Error::Closed));
@@ -140,15 +144,15 @@ impl VolumeDevice {
     }
 
     fn zeros(&self, at: u64, length: u32, fua: bool, answer: Answer<'_>) {
-        let (length, most) = (length as usize, ZEROS.len());
-        let parts = (0..length.div_ceil(most)).map(|part| ZEROS.slice(..most.min(length - part * most)));
-        self.change(at, parts, fua, answer.later());
+        let parts = runs(at, length, MOST_ENTRIES as u32).map(Request::Zero);
+        self.change(parts, fua, answer.later());
     }
 }
 
 impl Device for VolumeDevice {
     fn geometry(&self) -> Geometry {
-        Geometry::of_blocks(self.volume.shape().blocks() * BLOCK_BYTES as u64, BLOCK_BYTES as u32)
+        let size = self.volume.shape().blocks() * BLOCK_BYTES as u64;
+        Geometry { fast_zero: true, has_status: true, ..Geometry::of_blocks(size, BLOCK_BYTES as u32) }
     }
 
     fn read(&self, at: u64, length: u32, answer: Answer<'_>) {
@@ -156,20 +160,20 @@ impl Device for VolumeDevice {
         if let Some(data) = self.read_here(first, count) {
             return answer.data(|sink| sink.put(&data));
         }
-        let parts = count.div_ceil(MOST_BLOCKS as u64);
-        let joined = Joined::new(parts as usize, true, answer.later(), &self.shared);
-        for part in 0..parts {
-            let before = part * MOST_BLOCKS as u64;
-            let run = Run { first: first + before, count: (count - before).min(MOST_BLOCKS as u64) as u32 };
-            self.submit(part as usize, Request::Read(run), &joined);
+        let parts = runs(at, length, MOST_BLOCKS as u32);
+        let joined = Joined::new(parts.len(), Asked::Blocks, answer.later(), &self.shared);
+        for (part, run) in parts.enumerate() {
+            self.submit(part, Request::Read(run), &joined);
         }
     }
 
     fn write(&self, at: u64, data: Payload<'_>, fua: bool, answer: Answer<'_>) {
         let data = data.into_bytes();
-        let starts = (0..data.len()).step_by(ZEROS.len());
-        let parts = starts.map(|start| data.slice(start..data.len().min(start + ZEROS.len())));
-        self.change(at, parts, fua, answer.later());
+        let parts = runs(at, data.len() as u32, MOST_BLOCKS as u32).map(|run| {
+            let start = (run.first * BLOCK_BYTES as u64 - at) as usize;
+            Request::write(run.first, data.slice(start..start + run.count as usize * BLOCK_BYTES))
+        });
+        self.change(parts, fua, answer.later());
     }
 
     fn zero(&self, at: u64, length: u32, how: Zero, answer: Answer<'_>) {
@@ -181,8 +185,15 @@ impl Device for VolumeDevice {
     }
 
     fn flush(&self, answer: Answer<'_>) {
-        let joined = Joined::new(1, false, answer.later(), &self.shared);
+        let joined = Joined::new(1, Asked::Done, answer.later(), &self.shared);
         self.submit(0, Request::Flush, &joined);
+    }
+
+    /// Of the first blocks, as many as the servers say at once. The client asks again behind them.
+    fn status(&self, at: u64, length: u32, answer: Answer<'_>) {
+        let count = (length / BLOCK_BYTES as u32).min(MOST_ENTRIES as u32);
+        let joined = Joined::new(1, Asked::Holes(count), answer.later(), &self.shared);
+        self.submit(0, Request::Map(Run { first: block(at), count }), &joined);
     }
 }
 
@@ -229,9 +240,20 @@ impl Shared {
 
 /// Several requests with one answer.
 struct Joined {
-    is_read: bool,
+    asked: Asked,
     state: Mutex<State>,
     shared: Arc<Shared>,
+}
+
+/// What the answer is.
+#[derive(Clone, Copy)]
+enum Asked {
+    /// That it is done.
+    Done,
+    /// Blocks.
+    Blocks,
+    /// Which of this number of blocks are holes.
+    Holes(u32),
 }
 
 struct State {
@@ -244,9 +266,9 @@ struct State {
 }
 
 impl Joined {
-    fn new(parts: usize, is_read: bool, later: Later, shared: &Arc<Shared>) -> Arc<Joined> {
+    fn new(parts: usize, asked: Asked, later: Later, shared: &Arc<Shared>) -> Arc<Joined> {
         let state = State { data: vec![Bytes::new(); parts], left: parts, error: None, later: Some(later) };
-        Arc::new(Joined { is_read, state: Mutex::new(state), shared: Arc::clone(shared) })
+        Arc::new(Joined { asked, state: Mutex::new(state), shared: Arc::clone(shared) })
     }
 
     /// One of them is done.
@@ -263,11 +285,12 @@ impl Joined {
         }
         let (data, error, later) = (std::mem::take(&mut state.data), state.error.take(), state.later.take());
         drop(state);
-        match (error, later) {
-            (None, Some(later)) if self.is_read => later.data(data),
-            (None, Some(later)) => later.done(),
-            (Some(error), Some(later)) => later.fail(&self.shared.failure(&error)),
-            (_, None) => {}
+        match (error, later, self.asked) {
+            (None, Some(later), Asked::Blocks) => later.data(data),
+            (None, Some(later), Asked::Holes(count)) => later.extents(extents(data.first(), count)),
+            (None, Some(later), Asked::Done) => later.done(),
+            (Some(error), Some(later), _) => later.fail(&self.shared.failure(&error)),
+            (_, None, _) => {}
         }
     }
 }
@@ -277,8 +300,24 @@ fn block(bytes: u64) -> u64 {
     bytes / BLOCK_BYTES as u64
 }
 
-/// The longest write of a volume, of zeros.
-static ZEROS: LazyLock<Bytes> = LazyLock::new(|| vec![0; MOST_BLOCKS * BLOCK_BYTES].into());
+/// A request's blocks as runs of at most `most` blocks.
+fn runs(at: u64, length: u32, most: u32) -> impl ExactSizeIterator<Item = Run> {
+    let (first, count) = (block(at), length / BLOCK_BYTES as u32);
+    (0..count.div_ceil(most))
+        .map(move |part| Run { first: first + u64::from(part * most), count: most.min(count - part * most) })
+}
+
+/// What the bits of a map say.
+fn extents(bits: Option<&Bytes>, count: u32) -> impl Iterator<Item = Extent> {
+    let bits = bits.cloned().unwrap_or_default();
+    (0..count as usize).map(move |block| {
+        let flags = if is_set(&bits, block) { HOLE | ZERO } else { 0 };
+        Extent { length: BLOCK_BYTES as u32, flags }
+    })
+}
+
+/// What a write of zeros counts as, in bytes: so many are submitted at a time that no call waits for the volume.
+const ZEROS_COUNT_AS: usize = 64 << 10;
 
 /// Bytes that are submitted at a time: less than what the volume takes without waiting.
 const MOST_BYTES: usize = 24 << 20;

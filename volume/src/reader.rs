@@ -65,10 +65,10 @@ impl ReaderError {
     }
 }
 
-/// Whether these bytes are a block at one moment. A block that was never written becomes zeros.
+/// Whether these bytes are a block at one moment. A block that has no bytes of its own becomes zeros.
 fn judge(entry: Option<Entry>, block: &mut [u8]) -> Option<Entry> {
     let entry = entry?;
-    if !entry.is_written() {
+    if !entry.has_bytes() {
         block.fill(0);
         return Some(entry);
     }

@@ -1,7 +1,7 @@
 //! Store: the blocks of one copy, in memory that others may read while they are written.
 //!
 //! ```text
-//!   put:   entry := version, being written ─▶ block ─▶ entry := version, checksum          then, by its owner: set_line
+//! put:   entry := version, being written ─▶ block ─▶ entry := version, checksum          then, by its owner: set_line
 //! ```
 //!
 //! A store has one writer: its owner's lock. Readers elsewhere take no lock ([`crate::reader`]).
@@ -66,11 +66,14 @@ impl Store {
         self.store_words(LINE_AT, &Line(standing).to_words());
     }
 
-    /// Writes a block of [`BLOCK_BYTES`] with its entry. A block of [`Entry::NONE`] becomes zeros.
+    /// Writes a block of [`BLOCK_BYTES`] with its entry. If that says that the block is zeros whatever its bytes are,
+    /// none are needed, and those in memory stay: no page is touched for them.
     pub fn put(&self, block: u64, entry: Entry, bytes: &[u8]) {
-        debug_assert!(self.layout.has(block, 1) && bytes.len() == BLOCK_BYTES);
+        debug_assert!(self.layout.has(block, 1) && (!entry.has_bytes() || bytes.len() == BLOCK_BYTES));
         self.begin(block, entry);
-        self.place(block, bytes);
+        if entry.has_bytes() {
+            self.place(block, bytes);
+        }
         self.finish(block, entry);
     }
 
@@ -109,7 +112,7 @@ impl Store {
     /// [`Damaged`].
     pub fn get(&self, block: u64, into: &mut [u8]) -> Result<Entry, Damaged> {
         let entry = self.entry(block).ok_or(Damaged { block })?;
-        if !entry.is_written() {
+        if !entry.has_bytes() {
             into.fill(0);
             return Ok(entry);
         }

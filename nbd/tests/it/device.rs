@@ -10,7 +10,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use remora_lab::{Random, scratch};
 use remora_nbd::device::{Answer, Later, Payload};
-use remora_nbd::reply::{Errno, Failure};
+use remora_nbd::protocol::extent_flags::{HOLE, ZERO};
+use remora_nbd::reply::{Errno, Extent, Failure};
 use remora_nbd::request::Zero;
 use remora_nbd::{Address, Device, Geometry, Offer, Server, ServerOptions};
 
@@ -146,7 +147,8 @@ impl Drop for LateDevice {
 
 impl Device for LateDevice {
     fn geometry(&self) -> Geometry {
-        Geometry::of_blocks(self.queue.content.lock().unwrap().len() as u64, 4096)
+        let size = self.queue.content.lock().unwrap().len() as u64;
+        Geometry { has_status: true, ..Geometry::of_blocks(size, 4096) }
     }
 
     fn read(&self, at: u64, length: u32, answer: Answer<'_>) {
@@ -181,6 +183,18 @@ impl Device for LateDevice {
     fn flush(&self, answer: Answer<'_>) {
         answer.done(); // what is done is in its memory
     }
+
+    /// Blocks of zeros are holes.
+    fn status(&self, at: u64, length: u32, answer: Answer<'_>) {
+        let (at, length) = (at as usize, length as usize);
+        self.post(answer.later(), move |content, later| {
+            let blocks = content[at..at + length].chunks(4096);
+            later.extents(blocks.map(|block| {
+                let flags = if block.iter().all(|byte| *byte == 0) { HOLE | ZERO } else { 0 };
+                Extent { length: block.len() as u32, flags }
+            }));
+        });
+    }
 }
 
 /// A device that does not do what it should.
@@ -211,7 +225,7 @@ impl Device for Broken {
 
     fn flush(&self, _: Answer<'_>) {}
 
-    fn status(&self, _: u64, _: u32, answer: Answer<'_>) {
-        answer.extents([]);
+    fn status(&self, at: u64, _: u32, answer: Answer<'_>) {
+        if at == 0 { answer.extents([]) } else { answer.later().extents([]) }
     }
 }

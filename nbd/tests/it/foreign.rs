@@ -50,7 +50,7 @@ fn nbdinfo_says_what_is_exported() {
     let info: Value = serde_json::from_str(&run(folder, "nbdinfo", &["--json", "--list", &serving.uri()])).unwrap();
     let exports = info["exports"].as_array().unwrap();
     assert_eq!((&info["protocol"], exports.len()), (&"newstyle-fixed".into(), 2));
-    for (export, (name, minimum, knows_holes)) in exports.iter().zip([("memory", 1, true), ("late", 4096, false)]) {
+    for (export, (name, minimum, knows_holes)) in exports.iter().zip([("memory", 1, true), ("late", 4096, true)]) {
         assert_eq!(export["export-name"], name);
         assert_eq!(export["description"], format!("the {name} of a test"));
         assert_eq!(export["export-size"], 8 * MIB);
@@ -88,15 +88,28 @@ fn nbdcopy_copies_there_and_back() {
 }
 
 #[test]
-fn nbdinfo_finds_the_holes() {
+fn nbdinfo_and_qemu_find_the_holes() {
     let Some(()) = require::nbd_clients() else { return };
-    let serving = Serving::of(Arc::new(MemoryDevice::new(8 << 20)));
-    let folder = serving.folder.path();
-    run(folder, "qemu-io", &["-f", "raw", "-c", "write -P 9 2M 1M", &serving.uri()]);
-    let map: Value = serde_json::from_str(&run(folder, "nbdinfo", &["--map", "--json", &serving.uri()])).unwrap();
-    let extents: Vec<_> = map.as_array().unwrap().iter().map(|e| (e["offset"].clone(), e["type"].clone())).collect();
-    let expected = [(0, 3), (2 * MIB, 0), (3 * MIB, 3)].map(|(at, kind)| (Value::from(at), Value::from(kind)));
-    assert_eq!(extents, expected);
+    for device in devices(8 * MIB) {
+        let serving = Serving::of(device);
+        let (folder, uri) = (serving.folder.path(), serving.uri());
+        run(folder, "qemu-io", &["-f", "raw", "-c", "write -P 9 2M 1M", &uri]);
+        let map: Value = serde_json::from_str(&run(folder, "nbdinfo", &["--map", "--json", &uri])).unwrap();
+        let extents: Vec<_> =
+            map.as_array().unwrap().iter().map(|e| (e["offset"].clone(), e["type"].clone())).collect();
+        let expected = [(0, 3), (2 * MIB, 0), (3 * MIB, 3)].map(|(at, kind)| (Value::from(at), Value::from(kind)));
+        assert_eq!(extents, expected);
+        let map = run(folder, "qemu-img", &["map", "--output=json", "-f", "raw", &uri]);
+        let map: Value = serde_json::from_str(&map).unwrap();
+        let extents: Vec<_> = map
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|e| (e["start"].clone(), e["zero"].clone(), e["data"].clone()))
+            .collect();
+        let expected = [(0, true), (2 * MIB, false), (3 * MIB, true)];
+        assert_eq!(extents, expected.map(|(at, zero)| (Value::from(at), Value::from(zero), Value::from(!zero))));
+    }
 }
 
 #[test]

@@ -46,6 +46,18 @@ fn what_was_written_is_read_and_holes_are_holes() {
     assert_eq!(client.reply(0).says, Says::Extents(extents));
 }
 
+/// A device that asks others what its holes are, and answers later.
+#[test]
+fn holes_that_are_described_later_are_described_as_those_at_once() {
+    let serving = Serving::of(Arc::new(LateDevice::new(1 << 20)));
+    let mut client = Client::new(&serving.socket, true);
+    client.write(1, 16 << 10, &[1; 8192]);
+    assert_eq!(client.reply(0).says, Says::Done);
+    assert_eq!(client.says(BLOCK_STATUS, 4096, 64 << 10), Says::Extents(vec![(12 << 10, 3)]), "only one was asked for");
+    client.ask(BLOCK_STATUS, 0, 5, 4096, 64 << 10);
+    assert_eq!(client.reply(0).says, Says::Extents(vec![(12 << 10, 3), (8 << 10, 0), (44 << 10, 3)]));
+}
+
 /// Hundreds of requests in one piece, cut anywhere, are answered, and those that are wrong harm no other.
 #[test]
 fn requests_may_arrive_in_any_pieces() {
@@ -128,6 +140,7 @@ fn a_device_that_does_not_answer_has_failed() {
         let length = if command == FLUSH { 0 } else { 512 };
         assert!(eio(client.says(command, 0, length)), "{command}");
     }
+    assert!(eio(client.says(BLOCK_STATUS, 512, 512)), "later, and nothing");
     client.write(1, 0, &[0; 512]);
     assert_eq!(client.reply(0).says, Says::ErrorWith(108, "the volume has ended".into()));
 }

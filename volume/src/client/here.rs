@@ -139,7 +139,7 @@ fn groups(run: Run) -> impl Iterator<Item = u64> {
     blocks.start / GROUP..blocks.end.div_ceil(GROUP)
 }
 
-/// Blocks of a group: a long request has at most 65 groups, and a short one disturbs few blocks.
+/// Blocks of a group: a long request has at most 65 groups, or 1025 without bytes, and a short one disturbs few blocks.
 const GROUP: u64 = 16;
 
 /// Counters: 4096, so that as many writes as can be under way seldom meet a read of other blocks. 16 KiB.

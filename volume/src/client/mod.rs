@@ -55,7 +55,7 @@ pub use crate::link::AT_WORK;
 use crate::link::{self, LEAST_ROOM, MOST_ROOM, Security};
 use crate::message::ServerId;
 use crate::shape::{Copies, Shape};
-use crate::wire::{MOST_BLOCKS, Run};
+use crate::wire::{MOST_BLOCKS, MOST_ENTRIES, Run};
 use crate::writer::End;
 
 /// Settings of a client.
@@ -102,7 +102,7 @@ pub struct ReadCounts {
 /// How servers got writes. A write counts once for each server.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WriteCounts {
-    /// With their blocks.
+    /// With their blocks, or as zeros.
     pub inline: u64,
     /// Without them: the server pulls.
     pub pulled: u64,
@@ -139,7 +139,9 @@ pub enum Error {
         blocks: u64,
     },
     /// The request is not of whole blocks, of none, or of too many.
-    #[error("a request has 1 to {MOST_BLOCKS} whole blocks, and as many runs as a message takes")]
+    #[error(
+        "a request has 1 to {MOST_BLOCKS} whole blocks, or {MOST_ENTRIES} without bytes, and as many runs as a message takes"
+    )]
     Misuse,
     /// There are not as many servers as copies.
     #[error("the volume has {copies} copies, and {servers} servers were given")]
@@ -343,10 +345,8 @@ impl Volume {
             }
             std::thread::park_timeout(LOOK_AGAIN);
         };
-        let under_way = match &request {
-            Request::Write { runs, .. } => Some(UnderWay::new(&self.shared.regions, runs.clone())),
-            _ => None,
-        };
+        let changes = request.changes();
+        let under_way = (!changes.is_empty()).then(|| UnderWay::new(&self.shared.regions, changes.to_vec()));
         let completion = Completion::new(Box::new(done), Arc::clone(&self.shared), permit, under_way);
         // If the volume has ended, the event is dropped, and its request completed with the reason.
         let _ = self.events.send(Event::Submitted(Op::new(request, completion)));
@@ -390,6 +390,23 @@ impl Volume {
         self.request(Request::write(first, data)).map(drop)
     }
 
+    /// Writes zeros, without sending any.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub fn zero(&self, first: u64, count: u32) -> Result<(), Error> {
+        self.request(Request::Zero(Run { first, count })).map(drop)
+    }
+
+    /// Says of each block whether it is known to be zeros: never written, or written by [`Request::Zero`].
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub fn map(&self, first: u64, count: u32) -> Result<Vec<bool>, Error> {
+        let bits = self.request(Request::Map(Run { first, count }))?;
+        Ok((0..count as usize).map(|block| is_set(&bits, block)).collect())
+    }
+
     /// Reads blocks.
     ///
     /// # Errors
@@ -405,6 +422,11 @@ impl Volume {
     pub fn flush(&self) -> Result<(), Error> {
         self.request(Request::Flush).map(drop)
     }
+}
+
+/// Whether the answer to [`Request::Map`] says that a block is zeros.
+pub(crate) fn is_set(bits: &[u8], block: usize) -> bool {
+    bits.get(block / 8).is_some_and(|byte| byte & 1 << (block % 8) != 0)
 }
 
 impl Drop for Volume {

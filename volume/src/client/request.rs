@@ -10,7 +10,7 @@ use super::{Error, Shared};
 use crate::layout::Layout;
 use crate::shape::{BLOCK_BYTES, Shape};
 use crate::store::sums;
-use crate::wire::{MOST_BLOCKS, MOST_RUNS, Run};
+use crate::wire::{MOST_BLOCKS, MOST_ENTRIES, MOST_RUNS, Run};
 
 /// What a caller wants of a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,8 +22,14 @@ pub enum Request {
         /// The blocks, run by run.
         data: Bytes,
     },
+    /// Write zeros: all of them or, if the process dies, perhaps none. No bytes are sent, so it may be of as many
+    /// blocks as [`MOST_ENTRIES`].
+    Zero(Run),
     /// Read these blocks.
     Read(Run),
+    /// Say which of these blocks are known to be zeros, of as many as [`MOST_ENTRIES`]. It is completed with a bit for
+    /// each block, the lowest one first.
+    Map(Run),
     /// Complete when every write that was submitted before is acknowledged.
     Flush,
 }
@@ -34,6 +40,15 @@ impl Request {
         let data = data.into();
         let count = u32::try_from(data.len() / BLOCK_BYTES).unwrap_or(u32::MAX);
         Request::Write { runs: vec![Run { first, count }], data }
+    }
+
+    /// The blocks that it changes.
+    pub(super) fn changes(&self) -> &[Run] {
+        match self {
+            Request::Write { runs, .. } => runs,
+            Request::Zero(run) => std::slice::from_ref(run),
+            Request::Read(_) | Request::Map(_) | Request::Flush => &[],
+        }
     }
 
     /// Checks the request, and returns how many bytes it moves.
@@ -52,6 +67,11 @@ impl Request {
             Request::Read(run) => {
                 check(run)?;
                 run.count as usize
+            }
+            Request::Zero(run) | Request::Map(run) => {
+                check(run)?;
+                let is_one = (1..=MOST_ENTRIES).contains(&(run.count as usize));
+                return if is_one { Ok(0) } else { Err(Error::Misuse) };
             }
             Request::Flush => return Ok(0),
         };

@@ -25,24 +25,29 @@ pub(super) fn length(layout: Layout) -> u64 {
     block_at(layout, layout.blocks())
 }
 
-/// Writes these blocks, which ascend, neighbours at once.
+/// Writes these blocks, which ascend, neighbours at once. Of those that are zeros their entries only.
 ///
 /// # Errors
 /// [`Failure`].
 pub(super) fn write(files: &impl Files, layout: Layout, blocks: &[(u64, Entry, Vec<u8>)]) -> Result<(), Failure> {
     let failed = |error| Failure::of(files, Name::Extents, &error);
-    for run in blocks.chunk_by(|(block, ..), (next, ..)| block + 1 == *next) {
-        let Some(&(first, ..)) = run.first() else { continue };
+    let is_one_run = |(block, entry, _): &(u64, Entry, _), (next, after, _): &(u64, Entry, _)| {
+        block + 1 == *next && entry.has_bytes() == after.has_bytes()
+    };
+    for run in blocks.chunk_by(is_one_run) {
+        let Some(&(first, one, _)) = run.first() else { continue };
         let words = run.iter().flat_map(|(_, entry, _)| entry.to_words());
         let entries: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
         let parts: Vec<&[u8]> = run.iter().map(|(.., bytes)| bytes.as_slice()).collect();
-        files.write(Name::Extents, block_at(layout, first), &parts).map_err(failed)?;
+        if one.has_bytes() {
+            files.write(Name::Extents, block_at(layout, first), &parts).map_err(failed)?;
+        }
         files.write(Name::Extents, entry_at(first), &[&entries]).map_err(failed)?;
     }
     Ok(())
 }
 
-/// A block with its entry; no bytes if it was never written.
+/// A block with its entry; no bytes if it is zeros.
 pub(super) type Block = (Entry, Vec<u8>);
 
 /// What is in the file for some blocks: `None` for one that has not its checksum.
@@ -52,7 +57,7 @@ pub(super) fn read(files: &impl Files, layout: Layout, first: u64, count: u64) -
     let has = files.read(Name::Extents, entry_at(first), &mut entries).map_err(failed)?;
     let entries: Vec<_> = entries[..has].chunks_exact(ENTRY_BYTES).map(entry).collect();
     let mut blocks = vec![0; count as usize * BLOCK_BYTES];
-    let is_any = entries.iter().any(|entry| entry.is_none_or(Entry::is_written));
+    let is_any = entries.iter().any(|entry| entry.is_none_or(Entry::has_bytes));
     let has = match is_any {
         true => files.read(Name::Extents, block_at(layout, first), &mut blocks).map_err(failed)?,
         false => 0,
@@ -60,8 +65,14 @@ pub(super) fn read(files: &impl Files, layout: Layout, first: u64, count: u64) -
     let mut found: Vec<_> = Vec::with_capacity(count as usize);
     for number in 0..count as usize {
         let bytes = blocks[..has].chunks_exact(BLOCK_BYTES).nth(number);
-        found.push(match entries.get(number).copied().flatten() {
-            Some(entry) if !entry.is_written() => Some((entry, Vec::new())),
+        let entry = entries.get(number).copied().flatten();
+        #[cfg(test)]
+        let entry = entry.map(|entry| match crate::mutant::Mutant::ZerosAreJudged.is_active() {
+            true => Entry { is_zero: false, ..entry },
+            false => entry,
+        });
+        found.push(match entry {
+            Some(entry) if !entry.has_bytes() => Some((entry, Vec::new())),
             Some(entry) => bytes.filter(|bytes| entry.is_of(bytes)).map(|bytes| (entry, bytes.to_vec())),
             None => None,
         });

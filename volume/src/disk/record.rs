@@ -3,7 +3,7 @@
 //! ```text
 //! 0       8       12        16       20      24      32        40         48         56       64     112   128
 //! │ magic │ check │ changes │ blocks │ flags │ store │ segment │ sequence │ previous │ synced │ line │ (0) │
-//! │ for each change: block 8, entry 16 │ (0) up to a multiple of 512 │ the blocks of the written entries │
+//! │ for each change: block 8, entry 16 │ (0) up to a multiple of 512 │ the blocks of entries that have bytes │
 //! ```
 //!
 //! The check is a CRC-32C of all that follows it in front of the blocks. The blocks have theirs in the entries, which
@@ -62,7 +62,7 @@ impl Head {
 
     /// The number of its blocks.
     pub(crate) fn blocks(&self) -> usize {
-        self.changes.iter().filter(|(_, entry)| entry.is_written()).count()
+        self.changes.iter().filter(|(_, entry)| entry.has_bytes()).count()
     }
 
     /// Bytes of the record.
@@ -124,19 +124,17 @@ impl Head {
         (head.blocks() == u32_at(bytes, 16) as usize).then_some(head)
     }
 
-    /// The changes with their blocks, which follow the head. `None`: a block has not its checksum, or is missing.
+    /// The changes with their blocks, which follow the head; no bytes for a block that is zeros. `None`: a block has
+    /// not its checksum, or is missing.
     pub(crate) fn with_blocks<'a>(&'a self, blocks: &'a [u8]) -> Option<Vec<(u64, Entry, &'a [u8])>> {
         let mut blocks = blocks.chunks_exact(BLOCK_BYTES);
         let changes = self.changes.iter().map(|&(block, entry)| {
-            let bytes = if entry.is_written() { blocks.next()? } else { &ZEROS };
-            (!entry.is_written() || entry.is_of(bytes)).then_some((block, entry, bytes))
+            let bytes = if entry.has_bytes() { blocks.next()? } else { &[] };
+            (!entry.has_bytes() || entry.is_of(bytes)).then_some((block, entry, bytes))
         });
         changes.collect()
     }
 }
-
-/// A block that was never written.
-static ZEROS: [u8; BLOCK_BYTES] = [0; BLOCK_BYTES];
 
 /// A field of bytes whose length was checked. Beyond the end it is 0.
 pub(crate) fn u32_at(bytes: &[u8], at: usize) -> u32 {
@@ -169,10 +167,11 @@ mod tests {
 
     fn heads() -> impl Strategy<Value = Head> {
         let version = || any::<u64>().prop_filter_map("the first bit is 0", |word| Version::from_word(word >> 1));
-        let change = (any::<u64>(), version(), any::<u32>()).prop_map(|(block, version, crc)| {
-            let entry = Entry { version, crc };
-            (block, if entry.is_written() { entry } else { Entry::NONE })
-        });
+        let change =
+            (any::<u64>(), version(), any::<u32>(), any::<bool>()).prop_map(|(block, version, crc, is_zero)| {
+                let entry = if is_zero { Entry::zeros(version) } else { Entry::of(version, crc) };
+                (block, if entry.is_written() { entry } else { Entry::NONE })
+            });
         (any::<[u64; 5]>(), version(), any::<bool>(), vec(change, 0..20)).prop_map(
             |(numbers, applied, is_cut, changes)| {
                 let [store, segment, sequence, previous, synced] = numbers;

@@ -15,7 +15,7 @@ use super::extents;
 use super::files::{Failure, Files, Name};
 use super::journal::{Journal, write_superblock};
 use super::record::{Head, MAX_HEAD_BYTES, UNIT};
-use super::superblock::{SLOT_BYTES, Superblock};
+use super::superblock::{LAYOUT_VERSION, SLOT_BYTES, Superblock};
 use crate::layout::Layout;
 use crate::message::{Standing, State};
 use crate::shape::Shape;
@@ -72,8 +72,16 @@ pub(crate) fn superblock(files: &impl Files) -> Result<Superblock, Failure> {
     let mut bytes = vec![0; 2 * SLOT_BYTES];
     let read = files.read(Name::Superblock, 0, &mut bytes);
     let has = read.map_err(|error| Failure::of(files, Name::Superblock, &error))?;
-    let newest = Superblock::newest(&bytes[..has]);
-    newest.ok_or_else(|| Failure::damaged(files, Name::Superblock, "it is damaged, or of another release"))
+    let bytes = &bytes[..has];
+    Superblock::newest(bytes).ok_or_else(|| {
+        let why = Superblock::other_layout(bytes).map_or("it is damaged".to_owned(), |layout| {
+            format!(
+                "it has layout {layout}, and this release reads {LAYOUT_VERSION}: serve it with the release that wrote it; a \
+                 writer that takes this server back replaces it"
+            )
+        });
+        Failure::damaged(files, Name::Superblock, &why)
+    })
 }
 
 /// Finds the copy again, and goes on with its journal. `memory` gets its blocks.

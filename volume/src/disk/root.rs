@@ -134,6 +134,8 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
     use std::sync::Arc;
 
+    use remora_fabric::memory::crc::crc32c;
+
     use super::*;
     use crate::disk::files::{Failure, Files, Name};
     use crate::layout::Entry;
@@ -161,7 +163,7 @@ mod tests {
         let files = Arc::new(root.make(VOLUME).unwrap());
         let mut journal = recovery::create(Arc::clone(&files), shape, SEGMENT, (7, root.boot()), standing).unwrap();
         let (version, bytes) = (start.next().unwrap(), vec![9; BLOCK_BYTES]);
-        let entry = Entry { version, crc: sums(&bytes).next().unwrap() };
+        let entry = Entry::of(version, sums(&bytes).next().unwrap());
         let standing = Standing { applied: version, claim: version, ..standing };
         journal.append(standing, &[(42, entry)], &[&bytes]).unwrap();
         for name in ["", "superblock", "extents", "journal-1"] {
@@ -177,6 +179,25 @@ mod tests {
         assert_eq!((volume, found.standing, found.is_cut, found.lacks), (VOLUME, standing, false, None));
         let mut read = vec![0; BLOCK_BYTES];
         assert_eq!((memory.get(42, &mut read), read), (Ok(entry), bytes));
+    }
+
+    #[test]
+    fn a_store_of_an_earlier_layout_is_refused_with_both_layouts_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = Root::open(folder.path()).unwrap();
+        let shape = Shape::new(VOLUME, 100, Copies::new(3, 2).unwrap()).unwrap();
+        let files = Arc::new(root.make(VOLUME).unwrap());
+        recovery::create(Arc::clone(&files), shape, SEGMENT, (7, root.boot()), Standing::default()).unwrap();
+        let path = files.folder().join("superblock");
+        let mut slots = std::fs::read(&path).unwrap();
+        for slot in slots.chunks_mut(4096).filter(|slot| slot[0] != 0) {
+            slot[12..16].copy_from_slice(&1_u32.to_le_bytes());
+            let check = crc32c(&slot[12..132]);
+            slot[8..12].copy_from_slice(&check.to_le_bytes());
+        }
+        std::fs::write(&path, slots).unwrap();
+        let why = recovery::superblock(&*files).unwrap_err().to_string();
+        assert!(why.contains("it has layout 1, and this release reads 2") && why.contains("superblock"), "{why}");
     }
 
     #[test]

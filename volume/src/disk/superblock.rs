@@ -20,7 +20,7 @@ const FIELDS: usize = 80 + layout::SUPERBLOCK_BYTES;
 const MAGIC: [u8; 8] = *b"REMORAST";
 
 /// Changes with every change of a store's files.
-const LAYOUT_VERSION: u32 = 1;
+pub(crate) const LAYOUT_VERSION: u32 = 2;
 
 /// Flag: the server has ended in peace, and everything is synced.
 const CLEAN: u32 = 1;
@@ -77,12 +77,14 @@ impl Superblock {
         bytes.chunks(SLOT_BYTES).filter_map(Superblock::parse).max_by_key(|superblock| superblock.counter)
     }
 
+    /// The layout of these bytes, if they are whole and of another release.
+    pub(crate) fn other_layout(bytes: &[u8]) -> Option<u32> {
+        let fields = bytes.chunks(SLOT_BYTES).filter_map(fields);
+        fields.map(|fields| u32_at(fields, 12)).find(|&layout| layout != LAYOUT_VERSION)
+    }
+
     fn parse(slot: &[u8]) -> Option<Superblock> {
-        let fields = slot.get(..FIELDS)?;
-        let is_right = fields[..8] == MAGIC && u32_at(fields, 8) == crc32c(&fields[12..]);
-        if !is_right || u32_at(fields, 12) != LAYOUT_VERSION {
-            return None;
-        }
+        let fields = fields(slot).filter(|fields| u32_at(fields, 12) == LAYOUT_VERSION)?;
         let [counter, store, base, synced] = std::array::from_fn(|number| u64_at(fields, 16 + number * 8));
         let flags = u32_at(fields, 64);
         let layout::Superblock(shape) = layout::Superblock::parse(fields.last_chunk()?).ok()?;
@@ -90,6 +92,12 @@ impl Superblock {
         let (is_clean, is_lost) = (flags & CLEAN != 0, flags & LOST != 0);
         Some(Superblock { counter, store, shape, base, synced, boot, is_clean, is_lost, scrubbed: u64_at(fields, 72) })
     }
+}
+
+/// The fields of a slot, if they have their checksum.
+fn fields(slot: &[u8]) -> Option<&[u8]> {
+    let fields = slot.get(..FIELDS)?;
+    (fields[..8] == MAGIC && u32_at(fields, 8) == crc32c(&fields[12..])).then_some(fields)
 }
 
 #[cfg(test)]
@@ -120,6 +128,12 @@ mod tests {
         assert_eq!(Superblock::newest(&bytes), Some(older));
         bytes[100] ^= 1;
         assert_eq!(Superblock::newest(&bytes), None);
-        assert_eq!(Superblock::newest(&[]), None);
+        assert_eq!((Superblock::newest(&[]), Superblock::other_layout(&bytes)), (None, None));
+        // As an earlier release has written it.
+        let mut bytes = newer.encode();
+        bytes[12..16].copy_from_slice(&1_u32.to_le_bytes());
+        let check = crc32c(&bytes[12..FIELDS]);
+        bytes[8..12].copy_from_slice(&check.to_le_bytes());
+        assert_eq!((Superblock::newest(&bytes), Superblock::other_layout(&bytes)), (None, Some(1)));
     }
 }

@@ -155,12 +155,14 @@ impl Play {
         let (mut changes, mut bytes) = (Vec::new(), Vec::new());
         for _ in 0..self.random.below(4) {
             let at = self.random.below(BLOCKS);
-            if self.random.one_in(8) {
-                changes.push((at, Entry::NONE));
-            } else {
-                let written = block(at, version);
-                changes.push((at, Entry { version, crc: crc32c(&written) }));
-                bytes.push(written);
+            match self.random.below(8) {
+                0 => changes.push((at, Entry::NONE)),
+                1 | 2 => changes.push((at, Entry::zeros(version))),
+                _ => {
+                    let written = block(at, version);
+                    changes.push((at, Entry::of(version, crc32c(&written))));
+                    bytes.push(written);
+                }
             }
         }
         let state = if self.random.one_in(10) { State::Behind } else { State::Whole };
@@ -179,8 +181,7 @@ impl Play {
         self.said.insert(event, self.durable);
         let mut parts = parts.into_iter();
         for (at, entry) in changes {
-            let zeros = &[0; BLOCK_BYTES][..];
-            self.memory.put(at, entry, if entry.is_written() { parts.next().unwrap_or(zeros) } else { zeros });
+            self.memory.put(at, entry, if entry.has_bytes() { parts.next().unwrap_or_default() } else { &[] });
             self.content.insert(at, entry);
         }
         self.standing = standing;
@@ -401,7 +402,8 @@ impl Play {
         let expected = content.get(&at).copied().unwrap_or_default();
         let mut bytes = vec![0; BLOCK_BYTES];
         let is_same = self.memory.get(at, &mut bytes) == Ok(expected);
-        is_same && (!expected.is_written() || bytes == block(at, expected.version))
+        let zeros = [0; BLOCK_BYTES].to_vec();
+        is_same && bytes == if expected.is_zero || !expected.is_written() { zeros } else { block(at, expected.version) }
     }
 }
 
@@ -475,4 +477,9 @@ fn a_store_that_is_believed_after_a_failed_sync_is_found() {
 #[test]
 fn a_segment_whose_name_is_not_synced_is_found() {
     is_found(Mutant::NameNotSynced);
+}
+
+#[test]
+fn zeros_that_are_judged_by_their_bytes_are_found() {
+    is_found(Mutant::ZerosAreJudged);
 }

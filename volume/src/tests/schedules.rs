@@ -56,7 +56,7 @@ fn nothing_is_lost(stores: bool) {
         counts.into_iter().for_each(|(what, count)| *all.entry(what).or_default() += count);
     }
     // By all kinds together: with few copies, or all needed, some are rare.
-    let reached = ["a writer serves", "an acknowledgement", "a read", "a look", "a look at once"];
+    let reached = ["a writer serves", "an acknowledgement", "a read", "a look", "a look at once", "zeros were taken"];
     let stored = ["a power cut", "a flush"];
     let is_reached = |what: &&str| all.contains_key(what);
     assert!(reached.iter().all(is_reached) && (!stores || stored.iter().all(is_reached)), "{all:?}");
@@ -161,6 +161,11 @@ fn an_overlap_that_is_looked_for_at_one_block_only_is_found() {
 #[test]
 fn a_write_of_which_one_run_counts_is_found() {
     is_found(Mutant::FirstRunOnly);
+}
+
+#[test]
+fn zeros_that_are_not_taken_are_found() {
+    is_found(Mutant::ZerosNotTaken);
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! World: a few servers, writers that open the volume one after the other or at once, and a network that delays and
 //! breaks. Every message is a message of the product's machines; the blocks are versions instead of bytes. Writes
-//! are of one or two runs of blocks, and reads are of a run.
+//! are of one or two runs of blocks, or zeros of one, and reads are of a run.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Bound;
@@ -8,6 +8,7 @@ use std::ops::Bound;
 use remora_lab::Random;
 
 use crate::copy::{Copy, Refusal};
+use crate::layout::{Entry, Need};
 use crate::message::{Answer, Holder, Request, ServerId, Standing, State};
 use crate::mutant::Mutant;
 use crate::overlap::{last_write_of, newest, overlap};
@@ -155,6 +156,8 @@ pub(super) struct World {
     made: u64,
     /// Which blocks each write changed.
     writes: BTreeMap<Version, Vec<Run>>,
+    /// Those of them that are zeros.
+    zeros: BTreeSet<Version>,
     /// What the volume held when a generation began.
     opened: BTreeMap<Generation, Content>,
     serving: BTreeSet<Generation>,
@@ -182,6 +185,7 @@ impl World {
             links: BTreeMap::new(),
             made: 0,
             writes: BTreeMap::new(),
+            zeros: BTreeSet::new(),
             opened: BTreeMap::new(),
             serving: BTreeSet::new(),
             lossy: BTreeSet::new(),
@@ -282,9 +286,10 @@ impl World {
     fn write(&mut self) {
         let Some(number) = self.any_writer() else { return };
         let mut runs = vec![self.any_run()];
+        let is_zero = self.random.one_in(4);
         // Another run behind it, if there is room.
         let rest = runs.iter().map(|run| run.blocks().end).sum::<u64>();
-        if rest < BLOCKS && self.random.one_in(3) {
+        if !is_zero && rest < BLOCKS && self.random.one_in(3) {
             let first = self.random.between(rest, BLOCKS - 1);
             runs.push(Run { first, count: self.random.between(1, BLOCKS - first) as u32 });
             let turned = self.random.one_in(2);
@@ -292,6 +297,18 @@ impl World {
         }
         if let Some(version) = self.writers[number].writer.write() {
             self.writes.insert(version, runs);
+            if is_zero {
+                self.zeros.insert(version);
+            }
+        }
+    }
+
+    /// The entry of a block of this write.
+    fn entry(&self, version: Version) -> Entry {
+        match version {
+            Version::NONE => Entry::NONE,
+            version if self.zeros.contains(&version) => Entry::zeros(version),
+            version => Entry::of(version, 0),
         }
     }
 
@@ -775,15 +792,17 @@ impl World {
             match lender.copy.lend(pull.holder, pull.since) {
                 Ok(applied) => {
                     let theirs = lender.blocks.get(&block).copied();
+                    let ours = self.servers[number].blocks.get(&block).copied().unwrap_or_default();
+                    let need = self.entry(theirs.unwrap_or_default()).need(Some(self.entry(ours)));
                     let borrower = &mut self.servers[number];
-                    let ours = borrower.blocks.get(&block).copied().unwrap_or_default();
-                    match borrower.copy.takes(ours, theirs.unwrap_or_default(), applied) {
-                        Ok(true) => {
-                            borrower.blocks.remove(&block);
-                            borrower.blocks.extend(theirs.map(|theirs| (block, theirs)));
-                        }
-                        Ok(false) => {}
+                    let is_taken = match borrower.copy.takes(ours, theirs.unwrap_or_default(), applied) {
+                        Ok(is_taken) => is_taken && need != Need::Nothing,
                         Err(_) => return Ok(()),
+                    };
+                    if is_taken {
+                        borrower.blocks.remove(&block);
+                        borrower.blocks.extend(theirs.map(|theirs| (block, theirs)));
+                        self.count(if need == Need::Block { "a block was taken" } else { "zeros were taken" });
                     }
                     pull.left.pop();
                 }

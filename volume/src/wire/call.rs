@@ -57,6 +57,15 @@ pub enum Call {
         /// The CRC-32C of each block.
         sums: Vec<u32>,
     },
+    /// As [`Call::Write`], without data: the blocks become zeros.
+    Zero {
+        /// Who writes.
+        holder: Holder,
+        /// The next version of the holder.
+        version: Version,
+        /// The blocks.
+        run: Run,
+    },
     /// See [`crate::message::Request::Flush`].
     Flush(Holder),
     /// See [`crate::message::Request::Confirm`].
@@ -68,6 +77,16 @@ pub enum Call {
     },
     /// See [`crate::message::Request::Read`]. Answered by [`super::Reply::Data`].
     Read {
+        /// Who asks.
+        holder: Holder,
+        /// The number of the read.
+        number: u64,
+        /// The blocks.
+        run: Run,
+    },
+    /// As [`Call::Read`], but which of the blocks are zeros is all that is wanted. Answered by
+    /// [`super::Reply::Mapped`].
+    Map {
         /// Who asks.
         holder: Holder,
         /// The number of the read.
@@ -246,6 +265,18 @@ impl Call {
                 bool::put(takes_over, out)?;
                 19
             }
+            Call::Zero { holder, version, run } => {
+                Holder::put(holder, out)?;
+                Version::put(version, out)?;
+                Run::put(run, out)?;
+                20
+            }
+            Call::Map { holder, number, run } => {
+                Holder::put(holder, out)?;
+                u64::put(number, out)?;
+                Run::put(run, out)?;
+                21
+            }
         })
     }
 
@@ -298,6 +329,16 @@ impl Call {
             16 => Call::Status { shape: Shape::take(from)? },
             17 => Call::Scrub { shape: Shape::take(from)? },
             19 => Call::Remove { shape: Shape::take(from)?, takes_over: bool::take(from)? },
+            20 => Call::Zero {
+                holder: Holder::take(from)?,
+                version: Version::take(from)?,
+                run: bounded(Run::take(from)?, MOST_ENTRIES)?,
+            },
+            21 => Call::Map {
+                holder: Holder::take(from)?,
+                number: u64::take(from)?,
+                run: bounded(Run::take(from)?, MOST_ENTRIES)?,
+            },
             kind => return Err(DecodeError::Kind(kind)),
         };
         reader.finish()?;

@@ -3,7 +3,7 @@
 use remora_wire::codec::{Codec, Maybe, Reader};
 use remora_wire::{Malformed, TooLarge, codes, record};
 
-use crate::layout::Entry;
+use crate::layout::{Entry, ZEROS_CRC};
 use crate::message::{Holder, Standing, State};
 use crate::shape::{Copies, Shape, VolumeId};
 use crate::version::{Generation, Version};
@@ -138,8 +138,6 @@ record!(Holder { generation: Generation, writer: u64 });
 
 record!(Standing { state: State, promised: Maybe<Holder>, claim: Version, applied: Version, is_cut: bool });
 
-record!(Entry { version: Version, crc: u32 });
-
 impl Codec for Generation {
     type Value = Generation;
     const MAX_BYTES: usize = 4;
@@ -165,6 +163,32 @@ impl Codec for Version {
         Version::from_word(u64::take(from)?).ok_or(Malformed::Invalid { what: "version" })
     }
 }
+
+/// The version 8, whose highest bit says that the block is zeros, and the checksum 4.
+impl Codec for Entry {
+    type Value = Entry;
+    const MAX_BYTES: usize = 8 + 4;
+
+    fn put(value: &Entry, out: &mut Vec<u8>) -> Result<(), TooLarge> {
+        u64::put(&(value.version.word() | if value.is_zero { ZERO } else { 0 }), out)?;
+        u32::put(&value.crc, out)
+    }
+
+    fn take(from: &mut Reader<'_>) -> Result<Entry, Malformed> {
+        let (word, crc) = (u64::take(from)?, u32::take(from)?);
+        let entry = match (Version::from_word(word), Version::from_word(word & !ZERO)) {
+            (Some(version), _) => Some(Entry::of(version, crc)),
+            (None, Some(version)) => {
+                Some(Entry::zeros(version)).filter(|_| version != Version::NONE && crc == ZEROS_CRC)
+            }
+            (None, None) => None,
+        };
+        entry.ok_or(Malformed::Invalid { what: "entry of a block" })
+    }
+}
+
+/// Bit of an entry's version in a message: the block is zeros.
+const ZERO: u64 = 1 << 63;
 
 /// The identity 16, the number of blocks 8, the numbers of copies and of those that hold a write, 1 each.
 impl Codec for Shape {

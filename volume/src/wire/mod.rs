@@ -5,11 +5,13 @@
 //!     │ Open{shape, Write, writer} ──────────────────▶ │        one connection, one volume
 //!     │ ◀───────────────────── Standing{standing, room} │
 //!     │ Promise · CatchUp · Mark · Write · Confirm ───▶ │        handled in order, and so answered;
-//!     │ Read ─────────────────────────────────────────▶ │        a read sees every write before it
+//!     │ Zero ─────────────────────────────────────────▶ │        a write without bytes
+//!     │ Read, Map ────────────────────────────────────▶ │        a read sees every write before it
 //!     │ Attach ───────────────────────────────────────▶ │        from then on it may read the region, too
 //!     │ Window ───────────────────────────────────────▶ │        how much may be under way
 //!     │ Offer, Pull ──────────────────────────────────▶ │        it takes a write's blocks from the writer's memory
-//!     │ ◀── Promised · Progress, Whole · Written · Confirmed · Data · Attached · Granted · Reached · Fenced · Refused
+//! │ ◀── Promised · Progress, Whole · Written · Confirmed · Data · Mapped · Attached · Granted · Reached · Fenced ·
+//! Refused
 //!
 //!   client (server whose copy is behind)              server (lender)
 //!     │ Open{shape, Borrow, …}, Lend ────────────────▶ │
@@ -48,7 +50,7 @@ use crate::layout::Entry;
 use crate::shape::BLOCK_BYTES;
 
 /// The version of these messages, for the messenger's handshake.
-pub const VERSION: u16 = 4;
+pub const VERSION: u16 = 5;
 
 /// The most blocks in the data of a message: 4 MiB. Enough that heads cost nothing, and little enough that a message
 /// delays the next one by milliseconds only.
@@ -57,7 +59,8 @@ pub const MOST_BLOCKS: usize = 1024;
 /// The most runs of blocks of a write: a file's data, its name, and what lies between.
 pub const MOST_RUNS: usize = 16;
 
-/// The most entries that are lent at once: those of 64 MiB. A count has 16 bits.
+/// The most entries that are lent at once, and blocks that are zeroed or mapped at once: those of 64 MiB. A count has
+/// 16 bits.
 pub const MOST_ENTRIES: usize = 16 * 1024;
 
 /// Longest address of a server, in bytes: a host name has at most 253, a port 5, and its transport some more.
@@ -71,6 +74,9 @@ pub const MAX_KEY_BYTES: usize = 512;
 
 /// The most keys of a region: one for each transport of the fabric.
 pub const MOST_KEYS: usize = 4;
+
+/// Bits for the most blocks that are mapped at once, in bytes.
+pub const MAX_MAP_BYTES: usize = MOST_ENTRIES / 8;
 
 /// The longest front, in bytes.
 pub const MAX_FRONT_BYTES: usize = 64 + List::<Entry, MOST_ENTRIES>::MAX_BYTES;

@@ -4,7 +4,8 @@ use remora_wire::TooLarge;
 use remora_wire::codec::{Bytes, Codec, List, Maybe, Reader, Text};
 
 use super::{
-    Cause, DecodeError, Findings, MAX_KEY_BYTES, MAX_TEXT_BYTES, MOST_ENTRIES, MOST_KEYS, Room, Status, expect,
+    Cause, DecodeError, Findings, MAX_KEY_BYTES, MAX_MAP_BYTES, MAX_TEXT_BYTES, MOST_ENTRIES, MOST_KEYS, Room, Status,
+    expect,
 };
 use crate::layout::Entry;
 use crate::message::Standing;
@@ -97,6 +98,15 @@ pub enum Reply {
         /// Whether the server had a copy.
         was_there: bool,
     },
+    /// To [`super::Call::Map`].
+    Mapped {
+        /// The number of the read.
+        number: u64,
+        /// The last write of any of the blocks.
+        newest: Version,
+        /// A bit for each block, the lowest one first: it has no bytes, and reads as zeros.
+        zeros: Vec<u8>,
+    },
     /// The server does not do it.
     Refused {
         /// The reason, for programs.
@@ -108,6 +118,7 @@ pub enum Reply {
 
 type Entries = List<Entry, MOST_ENTRIES>;
 type Keys = List<Bytes<MAX_KEY_BYTES>, MOST_KEYS>;
+type Zeros = Bytes<MAX_MAP_BYTES>;
 type Sentence = Text<MAX_TEXT_BYTES>;
 
 impl Reply {
@@ -191,6 +202,12 @@ impl Reply {
                 bool::put(was_there, out)?;
                 49
             }
+            Reply::Mapped { number, newest, zeros } => {
+                u64::put(number, out)?;
+                Version::put(newest, out)?;
+                Zeros::put(zeros, out)?;
+                50
+            }
         })
     }
 
@@ -225,6 +242,7 @@ impl Reply {
             47 => Reply::Status(Box::new(Status::take(from)?)),
             48 => Reply::Scrubbing(Findings::take(from)?),
             49 => Reply::Removed { was_there: bool::take(from)? },
+            50 => Reply::Mapped { number: u64::take(from)?, newest: Version::take(from)?, zeros: Zeros::take(from)? },
             kind => return Err(DecodeError::Kind(kind)),
         };
         reader.finish()?;

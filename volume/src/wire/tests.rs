@@ -44,7 +44,11 @@ fn rooms() -> impl Strategy<Value = Room> {
 }
 
 fn entries() -> impl Strategy<Value = Vec<Entry>> {
-    vec((versions(), any::<u32>()).prop_map(|(version, crc)| Entry { version, crc }), 1..40)
+    let entry = (versions(), any::<u32>(), any::<bool>()).prop_map(|(version, crc, is_zero)| match version {
+        version if is_zero && version != Version::NONE => Entry::zeros(version),
+        version => Entry::of(version, crc),
+    });
+    vec(entry, 1..40)
 }
 
 fn keys() -> impl Strategy<Value = Vec<Vec<u8>>> {
@@ -74,6 +78,16 @@ fn calls() -> impl Strategy<Value = Call> {
         writes(),
         (holders(), any::<u64>()).prop_map(|(holder, question)| Call::Confirm { holder, question }),
         (holders(), any::<u64>(), runs(MOST_BLOCKS as u32)).prop_map(|(holder, number, run)| Call::Read {
+            holder,
+            number,
+            run
+        }),
+        (holders(), versions(), runs(MOST_ENTRIES as u32)).prop_map(|(holder, version, run)| Call::Zero {
+            holder,
+            version,
+            run
+        }),
+        (holders(), any::<u64>(), runs(MOST_ENTRIES as u32)).prop_map(|(holder, number, run)| Call::Map {
             holder,
             number,
             run
@@ -134,6 +148,8 @@ fn replies() -> impl Strategy<Value = Reply> {
             Reply::Scrubbing(Findings { read, repaired, damaged, is_complete })
         }),
         any::<bool>().prop_map(|was_there| Reply::Removed { was_there }),
+        (any::<u64>(), versions(), vec(any::<u8>(), 0..=MAX_MAP_BYTES))
+            .prop_map(|(number, newest, zeros)| Reply::Mapped { number, newest, zeros }),
         (cause, "[^\\p{C}\\p{Zl}\\p{Zp}]{0,30}").prop_map(|(cause, text)| Reply::Refused { cause, text }),
     ]
 }
@@ -177,7 +193,7 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes_are_a_message_or_an_error(kind in 0..50_u16, blocks in 0..4_u16, front in vec(any::<u8>(), 0..200)) {
+    fn any_bytes_are_a_message_or_an_error(kind in 0..52_u16, blocks in 0..4_u16, front in vec(any::<u8>(), 0..200)) {
         fuzzing::message(&[&kind.to_le_bytes()[..], &blocks.to_le_bytes()[..], &front].concat());
     }
 }
@@ -214,6 +230,16 @@ fn a_write_says_what_its_data_are() {
         let kind = Call::Read { holder, number: 7, run: Run { first: 0, count } }.encode(&mut front).unwrap();
         assert_eq!(Call::decode(kind, &front, 0).is_ok(), is_read, "{count} blocks");
     }
+    let (most, too_many) = (MOST_ENTRIES as u32, MOST_ENTRIES as u32 + 1);
+    for (count, is_call) in [(0, false), (1, true), (most, true), (too_many, false)] {
+        let run = Run { first: 0, count };
+        for call in [Call::Zero { holder, version, run }, Call::Map { holder, number: 7, run }] {
+            front.clear();
+            let kind = call.encode(&mut front).unwrap();
+            assert_eq!(Call::decode(kind, &front, 0).is_ok(), is_call, "{call:?}");
+            assert!(Call::decode(kind, &front, BLOCK_BYTES).is_err(), "{call:?} with a block");
+        }
+    }
 }
 
 /// The seeds by name, in a fixed order.
@@ -249,5 +275,5 @@ fn the_seeds_hold_every_kind_of_message() {
     kinds.dedup();
     kinds.sort_unstable();
     kinds.dedup();
-    assert_eq!(kinds, (1..=17).chain([19]).chain(33..=49).collect::<Vec<u16>>());
+    assert_eq!(kinds, (1..=17).chain(19..=21).chain(33..=50).collect::<Vec<u16>>());
 }

@@ -130,6 +130,14 @@ fn what_is_out_of_step_or_out_of_bounds_is_refused() {
     ));
     marked.is_refused(&write(10, SUM_OF_ZEROS), 1, Cause::Misuse);
     promised().is_refused(&write(u64::MAX, SUM_OF_ZEROS), 1, Cause::Misuse);
+    let version = holder().generation.start().next().unwrap();
+    for run in [Run { first: 9, count: 2 }, Run { first: u64::MAX, count: 1 }] {
+        promised().is_refused(&Call::Zero { holder: holder(), version, run }, 0, Cause::Misuse);
+        promised().is_refused(&Call::Map { holder: holder(), number: 1, run }, 0, Cause::Misuse);
+    }
+    let later = version.next().unwrap();
+    let zero = Call::Zero { holder: holder(), version: later, run: Run { first: 0, count: 10 } };
+    promised().is_refused(&zero, 0, Cause::OutOfStep); // a write before it is missing
     promised().is_refused(&write(3, SUM_OF_ZEROS + 1), 1, Cause::Damaged);
     promised().is_refused(
         &Call::Read { holder: holder(), number: 1, run: Run { first: 9, count: 2 } },
@@ -200,7 +208,9 @@ fn calls(shape: Shape) -> Vec<(Call, usize)> {
         (Call::Mark { holder, may_lack_tail: false }, 0),
         (Call::Write { holder, version, runs: runs.clone(), sums: sums.clone() }, 2),
         (Call::Confirm { holder, question: 3 }, 0),
+        (Call::Zero { holder, version, run }, 0),
         (Call::Read { holder, number: 3, run }, 0),
+        (Call::Map { holder, number: 3, run }, 0),
         (Call::Lend { holder, since, run, with_blocks: true }, 0),
         (Call::Attach(holder), 0),
         (Call::Window { wants: room, obeys: room }, 0),
@@ -334,7 +344,7 @@ fn a_loan_of_an_earlier_catch_up_is_not_taken() {
     hand.post(&catch_up(5, &second));
     let late = second.question();
     let version = holder().generation.start().next().unwrap();
-    let lent = Reply::Lent { applied: version, entries: vec![Entry { version, crc: SUM_OF_ZEROS }; 3] };
+    let lent = Reply::Lent { applied: version, entries: vec![Entry::of(version, SUM_OF_ZEROS); 3] };
     reply(&early, &lent, 0);
     assert!(first.call().is_none(), "it has no further question to the first one");
     reply(&late, &lent, 0);
@@ -355,7 +365,7 @@ fn a_damaged_loan_is_not_taken() {
     hand.post(&catch_up(0, &lender));
     let borrower = lender.question();
     let version = holder().generation.start().next().unwrap();
-    let lent = Reply::Lent { applied: version, entries: vec![Entry { version, crc: 1 }; 3] };
+    let lent = Reply::Lent { applied: version, entries: vec![Entry::of(version, 1); 3] };
     reply(&borrower, &lent, 0);
     assert!(matches!(lender.call(), Some((_, Call::Lend { with_blocks: true, .. }))));
     reply(&borrower, &lent, 3);

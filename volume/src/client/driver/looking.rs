@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use remora_messenger::Connection;
 
-use super::{Driver, Ordering};
+use super::{Driver, Ordering, Read};
 use crate::client::Reads;
 use crate::client::regions::{Job, News, Opening, Region};
 use crate::layout::Layout;
@@ -74,7 +74,10 @@ impl Driver {
 
     /// Reads blocks out of a region: now if it is here, or by its thread.
     pub(super) fn look(&mut self, server: ServerId, number: u64) {
-        let Some(run) = self.reads.get(&number).map(|read| read.run) else { return };
+        let Some(&Read { run, is_map, .. }) = self.reads.get(&number) else { return };
+        if is_map {
+            return self.looked(server, number, None); // few ask for it: the server answers
+        }
         match self.remotes.get(server.0).and_then(|remote| remote.region()) {
             Some(Region::Here(reader, _)) => {
                 let mut data = vec![0; run.count as usize * BLOCK_BYTES];

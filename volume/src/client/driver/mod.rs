@@ -76,13 +76,19 @@ pub(super) struct Driver {
 /// A write under way.
 struct Write {
     runs: Vec<Run>,
-    sums: Vec<u32>,
-    data: Bytes,
+    /// `None`: zeros.
+    blocks: Option<Blocks>,
     /// Where in the outbox its blocks are.
     place: Option<u64>,
-    /// The message with its blocks, once a server was sent it.
+    /// The message with its blocks, or of zeros, once a server was sent it.
     inline: Option<Message>,
     completion: Completion,
+}
+
+/// The blocks of a write.
+struct Blocks {
+    sums: Vec<u32>,
+    data: Bytes,
 }
 
 /// A write that some server has not applied yet.
@@ -95,6 +101,8 @@ struct Unapplied {
 /// A read under way.
 struct Read {
     run: Run,
+    /// Only which of them are zeros is wanted.
+    is_map: bool,
     data: Bytes,
     completion: Completion,
 }
@@ -188,6 +196,7 @@ impl Driver {
         {
             match &op.request {
                 Request::Write { data, .. } if !self.has_room(data.len() as u64) => return self.queue.push_front(op),
+                Request::Zero(_) if !self.has_room(0) => return self.queue.push_front(op),
                 _ => self.begin_one(op),
             }
             self.carry_out();
@@ -202,21 +211,10 @@ impl Driver {
 
     fn begin_one(&mut self, Op { request, sums, completion }: Op) {
         match request {
-            Request::Write { runs, data } => {
-                let Some(version) = self.writer.write() else {
-                    return; // the generation has no more numbers: the write is dropped, and so fails
-                };
-                self.last = version;
-                let is_pulled = self.remotes.iter().any(|remote| remote.outbox.pulls);
-                let place = self.outgoing.as_mut().filter(|_| is_pulled).and_then(|outgoing| outgoing.put(&data));
-                self.unapplied.push_back(Unapplied { version, runs: runs.clone(), has_place: place.is_some() });
-                self.writes.insert(version, Write { runs, sums, data, place, inline: None, completion });
-            }
-            Request::Read(run) => {
-                if let Some(number) = self.writer.read(self.last_write_of(run)) {
-                    self.reads.insert(number, Read { run, data: Bytes::new(), completion });
-                }
-            }
+            Request::Write { runs, data } => self.begin_write(runs, Some(Blocks { sums, data }), completion),
+            Request::Zero(run) => self.begin_write(vec![run], None, completion),
+            Request::Read(run) => self.begin_read(run, false, completion),
+            Request::Map(run) => self.begin_read(run, true, completion),
             Request::Flush => {
                 let through = self.writer.flush();
                 match self.writer.flushed_through().min(self.writer.acknowledged()) >= through {
@@ -224,6 +222,24 @@ impl Driver {
                     false => self.flushes.push_back((through, completion)),
                 }
             }
+        }
+    }
+
+    fn begin_write(&mut self, runs: Vec<Run>, blocks: Option<Blocks>, completion: Completion) {
+        let Some(version) = self.writer.write() else {
+            return; // the generation has no more numbers: the write is dropped, and so fails
+        };
+        self.last = version;
+        let is_pulled = self.remotes.iter().any(|remote| remote.outbox.pulls);
+        let outgoing = self.outgoing.as_mut().filter(|_| is_pulled);
+        let place = outgoing.zip(blocks.as_ref()).and_then(|(outgoing, blocks)| outgoing.put(&blocks.data));
+        self.unapplied.push_back(Unapplied { version, runs: runs.clone(), has_place: place.is_some() });
+        self.writes.insert(version, Write { runs, blocks, place, inline: None, completion });
+    }
+
+    fn begin_read(&mut self, run: Run, is_map: bool, completion: Completion) {
+        if let Some(number) = self.writer.read(self.last_write_of(run)) {
+            self.reads.insert(number, Read { run, is_map, data: Bytes::new(), completion });
         }
     }
 
@@ -310,7 +326,8 @@ impl Driver {
             message::Request::Read { holder, number } => {
                 let Some(read) = self.reads.get(&number) else { return };
                 self.shared.counts.asked.fetch_add(1, Ordering::Relaxed);
-                Call::Read { holder, number, run: read.run }
+                let run = read.run;
+                if read.is_map { Call::Map { holder, number, run } } else { Call::Read { holder, number, run } }
             }
             message::Request::Write { version, holder } => {
                 let Some(message) = self.message_of(server, holder, version) else { return };
@@ -402,6 +419,7 @@ impl Driver {
                 self.writer.answered(server, Answer::Written { applied, durable });
             }
             Reply::Data { number, entries } => self.read(server, number, &entries, delivery.data),
+            Reply::Mapped { number, newest, zeros } => self.mapped(server, number, newest, zeros),
             Reply::Attached { session, keys } => self.open_region(connection, session, keys),
             Reply::Refused { text, .. } => self.lost(server, &text),
             Reply::Created | Reply::Lent { .. } | Reply::Status(_) | Reply::Scrubbing(_) | Reply::Removed { .. } => {
@@ -450,7 +468,7 @@ impl Driver {
 
     /// Blocks have arrived. They are checked against what their writer said of them.
     fn read(&mut self, server: ServerId, number: u64, entries: &[Entry], mut data: Buffer) {
-        let Some(read) = self.reads.get_mut(&number) else { return };
+        let Some(read) = self.reads.get_mut(&number).filter(|read| !read.is_map) else { return };
         let is_right = |(entry, crc): (&Entry, u32)| !entry.is_written() || entry.crc == crc;
         if entries.len() != read.run.count as usize || !entries.iter().zip(sums(&data)).all(is_right) {
             return self.lost(server, "the blocks that it sent are not those of their entries");
@@ -462,6 +480,16 @@ impl Driver {
         }
         read.data = data.into();
         let newest = newest(entries.iter().map(|entry| entry.version));
+        self.writer.answered(server, Answer::Read { number, newest });
+    }
+
+    /// A server has said which blocks are zeros.
+    fn mapped(&mut self, server: ServerId, number: u64, newest: Version, zeros: Vec<u8>) {
+        let Some(read) = self.reads.get_mut(&number).filter(|read| read.is_map) else { return };
+        if zeros.len() != (read.run.count as usize).div_ceil(8) {
+            return self.lost(server, "it says of other blocks than was asked which are zeros");
+        }
+        read.data = zeros.into();
         self.writer.answered(server, Answer::Read { number, newest });
     }
 

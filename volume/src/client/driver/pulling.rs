@@ -44,23 +44,28 @@ impl Driver {
         let pulls = self.remotes.get(server.0).is_some_and(|remote| remote.outbox.pulls);
         let source = self.source_of(server, version);
         let write = self.writes.get_mut(&version)?;
-        let bytes = write.data.len() as u64;
-        let (runs, sums) = (&write.runs, &write.sums);
-        let message = match write.place.filter(|_| pulls) {
-            Some(at) => {
-                let call = Call::Pull { holder, version, runs: runs.clone(), sums: sums.clone(), at, source };
+        let runs = write.runs.clone();
+        let place = write.place.filter(|_| pulls);
+        let message = match (&write.blocks, place) {
+            (Some(blocks), Some(at)) => {
+                let call = Call::Pull { holder, version, runs, sums: blocks.sums.clone(), at, source };
                 link::call(&call, Bytes::new()).ok()?
             }
             // The same for each server.
-            None if write.inline.is_some() => write.inline.clone()?,
-            None => {
-                let call = Call::Write { holder, version, runs: runs.clone(), sums: sums.clone() };
-                let message = link::call(&call, write.data.clone()).ok()?;
+            _ if write.inline.is_some() => write.inline.clone()?,
+            (Some(blocks), None) => {
+                let call = Call::Write { holder, version, runs, sums: blocks.sums.clone() };
+                let message = link::call(&call, blocks.data.clone()).ok()?;
                 write.inline.insert(message).clone()
             }
+            (None, _) => {
+                let call = Call::Zero { holder, version, run: *runs.first()? };
+                write.inline.insert(link::call(&call, Bytes::new()).ok()?).clone()
+            }
         };
+        let bytes = write.blocks.as_ref().map_or(0, |blocks| blocks.data.len() as u64);
         let counts = &self.shared.counts;
-        let count = if message.data.is_empty() { &counts.pulled } else { &counts.inline };
+        let count = if place.is_some() { &counts.pulled } else { &counts.inline };
         count.fetch_add(1, Ordering::Relaxed);
         counts.sent.fetch_add((message.front.len() + message.data.len()) as u64, Ordering::Relaxed);
         Some((message, bytes))

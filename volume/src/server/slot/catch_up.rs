@@ -5,7 +5,7 @@ use remora_messenger::Connection;
 
 use super::{Done, Means, State};
 use crate::copy::Refusal;
-use crate::layout::Entry;
+use crate::layout::{Entry, Need};
 use crate::message::Holder;
 use crate::shape::BLOCK_BYTES;
 use crate::store::Store;
@@ -60,7 +60,7 @@ impl State {
     }
 
     /// Compares entries of the lender, which had applied `applied`, with those here. Returns the blocks that are
-    /// needed. Blocks that were never written there become so here.
+    /// needed. Blocks that are zeros there become so here: no bytes of them are needed.
     pub(in crate::server) fn compare(
         &mut self,
         (number, writer): (u64, &Connection),
@@ -69,23 +69,21 @@ impl State {
         applied: Version,
     ) -> Result<Vec<u64>, Abandoned> {
         self.expect(number, writer)?;
-        let (mut needed, mut unwritten) = (Vec::new(), Vec::new());
+        let (mut needed, mut zeros) = (Vec::new(), Vec::new());
         for (block, &their) in (first..).zip(theirs) {
             let ours = self.store.as_ref().and_then(|store| store.entry(block));
             let is_taken = self.takes(ours, their, applied)?;
-            if !is_taken || ours == Some(their) {
-                continue;
-            }
-            if their.is_written() {
-                needed.push(block);
-            } else {
-                unwritten.push((block, their));
+            match their.need(ours) {
+                _ if !is_taken => {}
+                Need::Nothing => {}
+                Need::Entry => zeros.push((block, their)),
+                Need::Block => needed.push(block),
             }
         }
-        self.commit(self.copy, &unwritten, &[]).map_err(Abandoned::from)?;
-        for (block, entry) in unwritten {
+        self.commit(self.copy, &zeros, &[]).map_err(Abandoned::from)?;
+        for (block, entry) in zeros {
             if let Some(store) = &self.store {
-                store.put(block, entry, &[0; BLOCK_BYTES]);
+                store.put(block, entry, &[]);
             }
         }
         self.compared = Some(first + theirs.len() as u64);
@@ -110,8 +108,8 @@ impl State {
             }
         }
         let changes: Vec<_> = taken.iter().map(|&(block, entry, _)| (block, entry)).collect();
-        let written = taken.iter().filter(|(_, entry, _)| entry.is_written());
-        let blocks: Vec<_> = written.map(|&(.., bytes)| bytes).collect();
+        let with_bytes = taken.iter().filter(|(_, entry, _)| entry.has_bytes());
+        let blocks: Vec<_> = with_bytes.map(|&(.., bytes)| bytes).collect();
         self.commit(self.copy, &changes, &blocks).map_err(Abandoned::from)?;
         for (block, entry, bytes) in taken {
             if let Some(store) = &self.store {

@@ -25,6 +25,7 @@ use crate::disk::folder::Folder;
 use crate::disk::journal::Sync;
 use crate::layout::{Entry, Layout};
 use crate::message::{Holder, Standing};
+use crate::overlap::newest;
 use crate::shape::{BLOCK_BYTES, Shape};
 use crate::store::{Damaged, Store, sums};
 use crate::version::Version;
@@ -309,7 +310,9 @@ impl State {
             }
             Call::CatchUp { holder, since, lender } => self.begin_catch_up(holder, since, lender, means),
             Call::Write { holder, version, runs, sums } => self.write(holder, version, &runs, &sums, data, room),
+            Call::Zero { holder, version, run } => self.zero(holder, version, run, room),
             Call::Read { holder, number, run } => self.read(holder, number, run),
+            Call::Map { holder, number, run } => self.map(holder, number, run),
             Call::Attach(holder) => self.attach(connection, holder, exports),
             Call::Open { .. }
             | Call::Create { .. }
@@ -370,7 +373,7 @@ impl State {
         let mut next = self.copy;
         next.write(holder, version)?;
         let blocks = runs.iter().flat_map(|run| run.blocks());
-        let changes: Vec<_> = blocks.zip(wanted).map(|(block, &crc)| (block, Entry { version, crc })).collect();
+        let changes: Vec<_> = blocks.zip(wanted).map(|(block, &crc)| (block, Entry::of(version, crc))).collect();
         if let Err(done) = self.commit(next, &changes, &[data]) {
             return Ok(done);
         }
@@ -380,6 +383,39 @@ impl State {
             }
         }
         Ok(answer(Reply::Written { applied: version, durable: self.durable(), room }))
+    }
+
+    /// Applies a write of zeros. The blocks' bytes stay: from now on their entries say that they are zeros.
+    fn zero(&mut self, holder: Holder, version: Version, run: Run, room: Room) -> Result<Done, Refusal> {
+        let Some(store) = &self.store else { return Err(Refusal::OutOfStep) };
+        if !store.layout().has(run.first, run.count.into()) {
+            return Ok(beyond_the_end());
+        }
+        let mut next = self.copy;
+        next.write(holder, version)?;
+        let changes: Vec<_> = run.blocks().map(|block| (block, Entry::zeros(version))).collect();
+        if let Err(done) = self.commit(next, &changes, &[]) {
+            return Ok(done);
+        }
+        if let Some(store) = &self.store {
+            changes.iter().for_each(|&(block, entry)| store.put(block, entry, &[]));
+        }
+        Ok(answer(Reply::Written { applied: version, durable: self.durable(), room }))
+    }
+
+    /// Says which blocks are zeros.
+    fn map(&mut self, holder: Holder, number: u64, run: Run) -> Result<Done, Refusal> {
+        self.copy.read(holder)?;
+        Ok(self.blocks(run, false).map_or_else(
+            |done| done,
+            |(entries, _)| {
+                let newest = newest(entries.iter().map(|entry| entry.version));
+                let byte = |entries: &[Entry]| {
+                    (0..).zip(entries).fold(0, |bits, (bit, entry)| bits | u8::from(!entry.has_bytes()) << bit)
+                };
+                answer(Reply::Mapped { number, newest, zeros: entries.chunks(8).map(byte).collect() })
+            },
+        ))
     }
 
     fn read(&mut self, holder: Holder, number: u64, run: Run) -> Result<Done, Refusal> {
