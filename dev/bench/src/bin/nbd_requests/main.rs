@@ -1,8 +1,11 @@
-//! Requests per second of the NBD server with a device in memory, and with a volume, against `nbdkit memory`, by the
-//! same client.
+//! Requests per second of the NBD server with a device in memory, and with a volume, against `nbdkit memory` and
+//! GlusterFS, by the same client.
 //!
 //! A volume has its copies in server processes of their own on this host, which take the blocks over shared memory. One
 //! has a single copy, and one three, of which two hold a write before it is answered.
+//!
+//! GlusterFS has three replicas in memory of this host ([`gluster`]). It has no block device: fio uses a file in its FUSE
+//! mount, as its users do, with direct I/O and the engine libaio. Single requests are compared.
 //!
 //! The client is fio with its engine for NBD, which is libnbd, over a unix socket of this host. All servers run during
 //! the whole benchmark, as processes of their own. Each round measures every case of all in turn, and the one that is
@@ -15,6 +18,8 @@
 //! ```text
 //! cargo run --release -p remora-bench --bin nbd_requests -- --rounds 5 --out bench/runs
 //! ```
+
+mod gluster;
 
 use std::{
     io::{self, Read},
@@ -34,6 +39,8 @@ use remora_volume::nbd::VolumeServer;
 use remora_volume::shape::BLOCK_BYTES;
 use serde_json::Value;
 
+use gluster::Gluster;
+
 /// Requests per second of our NBD server and of nbdkit, by fio.
 #[derive(Parser, Debug)]
 struct Options {
@@ -47,7 +54,7 @@ struct Options {
     #[arg(long, value_delimiter = ',', default_value = "1,32")]
     depths: Vec<u32>,
     /// Sizes of a request, in bytes.
-    #[arg(long, value_delimiter = ',', default_value = "4096")]
+    #[arg(long, value_delimiter = ',', default_value = "4096,1048576")]
     sizes: Vec<u64>,
     /// Length of the device in MiB.
     #[arg(long, default_value_t = 256)]
@@ -80,6 +87,12 @@ fn main() -> Result<ExitCode, Failure> {
             }
         }
     }
+    match Gluster::start(options.device_mib) {
+        Ok(gluster) => servers.push(Rival { name: GLUSTER, copies: Vec::new(), door: Door::File(gluster) }),
+        Err(error) => {
+            run.notes.push(format!("{GLUSTER} is missing: {error}; `dev/lab/setup/setup --rivals` installs it"))
+        }
+    }
     for server in &servers {
         server.fill(folder.path(), &options)?;
     }
@@ -100,6 +113,11 @@ fn main() -> Result<ExitCode, Failure> {
                 let promise = promise.filter(|_| copies == 1);
                 run.compare((name, &case.name()), (rival.name, &case.name()), promise);
             }
+        }
+    }
+    if servers.iter().any(|server| server.name == GLUSTER) {
+        for case in cases(&options).into_iter().filter(|case| case.depth == 1) {
+            run.compare((THREE_COPIES, &case.name()), (GLUSTER, &case.name()), case.promise_beside_gluster());
         }
     }
     run.finish(options.out.as_deref(), options.json.as_deref())?;
@@ -159,15 +177,30 @@ impl Case {
             _ => None,
         }
     }
+
+    /// Of three copies: requests per second in multiples of GlusterFS's.
+    fn promise_beside_gluster(&self) -> Option<f64> {
+        match (self.size, self.writes) {
+            (4096, true) => Some(3.0),
+            (4096, false) => Some(4.0),
+            (1_048_576, true) => Some(3.0),
+            _ => None,
+        }
+    }
 }
 
 /// A server that is measured.
 struct Rival {
     name: &'static str,
-    process: Process,
     /// The servers of a volume's copies.
     copies: Vec<CopyServer>,
-    socket: PathBuf,
+    door: Door,
+}
+
+/// How fio gets to it.
+enum Door {
+    Nbd { process: Process, socket: PathBuf },
+    File(Gluster),
 }
 
 impl Rival {
@@ -208,12 +241,15 @@ impl Rival {
     /// Starts it, and waits until it listens.
     fn start(name: &'static str, command: Command, socket: PathBuf) -> Result<Rival, Failure> {
         let process = listening(name, command, &socket)?;
-        Ok(Rival { name, process, copies: Vec::new(), socket })
+        Ok(Rival { name, copies: Vec::new(), door: Door::Nbd { process, socket } })
     }
 
     /// Processor seconds of its processes so far.
     fn cpu_seconds(&self) -> Result<f64, Failure> {
-        let mut seconds = self.process.cpu_seconds()?;
+        let mut seconds = match &self.door {
+            Door::Nbd { process, .. } => process.cpu_seconds()?,
+            Door::File(gluster) => gluster.cpu_seconds()?,
+        };
         for copy in &self.copies {
             seconds += copy.process.cpu_seconds()?;
         }
@@ -254,10 +290,19 @@ impl Rival {
 
     /// Runs fio, and returns its report.
     fn fio(&self, folder: &Path, words: &[&str]) -> Result<Value, Failure> {
-        let mut command = Command::new("fio");
+        let mut command = match &self.door {
+            Door::Nbd { socket, .. } => {
+                let mut command = Command::new("fio");
+                command.arg("--ioengine=nbd").arg(format!("--uri=nbd+unix:///?socket={}", socket.display()));
+                command
+            }
+            Door::File(gluster) => gluster.fio(),
+        };
         // A thread, so that fio's processor time is that of one process.
-        command.args(["--name=x", "--ioengine=nbd", "--thread", "--output-format=json", "--randrepeat=0"]);
-        command.arg(format!("--uri=nbd+unix:///?socket={}", self.socket.display())).args(words).current_dir(folder);
+        command
+            .args(["--name=x", "--thread", "--output-format=json", "--randrepeat=0"])
+            .args(words)
+            .current_dir(folder);
         let output = command.output()?;
         let said = String::from_utf8_lossy(&output.stdout);
         let json = said.find('{').map(|at| &said[at..]).filter(|_| output.status.success());
@@ -283,7 +328,10 @@ fn listening(name: &str, mut command: Command, socket: &Path) -> Result<Process,
 const OURS: &str = "ours, memory";
 
 /// Volumes: copies, and how many of them hold a write before it is answered.
-const VOLUMES: [(&str, usize, usize); 2] = [("volume, one copy", 1, 1), ("volume, three copies", 3, 2)];
+const VOLUMES: [(&str, usize, usize); 2] = [("volume, one copy", 1, 1), (THREE_COPIES, 3, 2)];
+const THREE_COPIES: &str = "volume, three copies";
+
+const GLUSTER: &str = "GlusterFS, three replicas";
 
 /// nbdkit with its device in memory, and its threads for a connection. Sixteen is what it has by default.
 const RIVALS: [(&str, u32); 2] = [("nbdkit memory", 16), ("nbdkit memory, one thread", 1)];
