@@ -16,3 +16,4 @@ mod tls;
 mod usage;
 mod windows;
 mod writers;
+mod zeros;

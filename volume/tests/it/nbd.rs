@@ -1,6 +1,7 @@
 //! A volume on three server processes, as a block device: what fio and QEMU find while servers are killed.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -162,6 +163,99 @@ fn a_disk_image_of_qemu_is_written_checked_and_copied_back_while_servers_are_kil
     served.remotes.kill(1);
     served.run("nbdcopy", &[&uri, "back"]);
     assert!(fs::read(&back).unwrap() == content, "the image is not what it was");
+}
+
+/// What `qemu-img map` and `nbdinfo --map` say: where each extent begins, and whether it is zeros.
+fn holes(served: &Served) -> Vec<(u64, bool)> {
+    let uri = served.uri();
+    let json = |said: String| serde_json::from_str::<Vec<serde_json::Value>>(&said).unwrap();
+    let qemu = json(served.run("qemu-img", &["map", "--output=json", "-f", "raw", &uri]));
+    let qemu = qemu.iter().map(|extent| {
+        assert_eq!(extent["zero"].as_bool(), extent["data"].as_bool().map(|data| !data), "{extent}");
+        (extent["start"].as_u64().unwrap(), extent["zero"] == true)
+    });
+    let qemu: Vec<_> = qemu.collect();
+    let libnbd = json(served.run("nbdinfo", &["--map", "--json", &uri]));
+    let libnbd = libnbd.iter().map(|extent| (extent["offset"].as_u64().unwrap(), extent["type"] == 3));
+    assert_eq!(libnbd.collect::<Vec<_>>(), qemu);
+    qemu
+}
+
+#[test]
+fn a_sparse_image_is_copied_there_and_back_and_its_holes_are_found_while_servers_are_killed() {
+    let Some(()) = require::nbd_clients() else { return };
+    let mut served = Served::new();
+    let (uri, mib) = (served.uri(), 1 << 20);
+    assert_eq!(holes(&served), [(0, true)], "a new volume");
+    let [image, back] = ["image", "back"].map(|name| served.folder.path().join(name));
+    let mut random = Random::new(remora_lab::random::seed("sparse"));
+    let mut content = vec![0; 32 * mib];
+    for (from, to) in [(2 * mib, 3 * mib), (20 * mib, 20 * mib + 65536)] {
+        content[from..to].copy_from_slice(&random.bytes(to - from));
+    }
+    let sparse = [(0, true), (2, false), (3, true), (20, false)].map(|(at, zero)| (at * mib as u64, zero));
+    let sparse = [&sparse[..], &[(20 * mib as u64 + 65536, true)]].concat();
+    fs::write(&image, &content).unwrap();
+
+    // The device is full of something else before, so that zeros must be written.
+    served.run("qemu-io", &["-f", "raw", "-c", "write -P 7 0 32M", &uri]);
+    assert_eq!(holes(&served), [(0, false)]);
+    let before = served.server.volume().write_counts().bytes;
+    served.run("qemu-img", &["convert", "-n", "-f", "raw", "-O", "raw", "image", &uri]);
+    let sent = served.server.volume().write_counts().bytes - before;
+    assert!(sent < 4 * mib as u64, "{sent} bytes were sent to three servers for 1.1 MiB of data");
+    assert_eq!(holes(&served), sparse);
+
+    // Each server is new in turn. The others, and then it, say the same.
+    for number in 0..3 {
+        served.remotes.kill(number);
+        until("its copy is left out", || served.server.volume().members().len() == 2);
+        assert_eq!(holes(&served), sparse);
+        served.remotes.restart(number);
+        served.is_whole();
+    }
+    served.run("qemu-img", &["convert", "-f", "raw", "-O", "raw", &uri, "back"]);
+    assert!(fs::read(&back).unwrap() == content, "the image is not what it was");
+    let allocated = fs::metadata(&back).unwrap().blocks() * 512;
+    assert!(allocated < 8 * mib as u64, "{allocated} bytes of the copy are not holes");
+    let said = served.run("qemu-img", &["compare", "-f", "raw", "-F", "raw", "image", &uri]);
+    assert!(said.contains("identical"), "{said}");
+}
+
+/// With and without holes, at once and in parts of blocks.
+#[test]
+fn what_qemu_and_fio_have_zeroed_or_discarded_reads_as_zeros() {
+    let Some(()) = require::nbd_clients() else { return };
+    let served = Served::new();
+    let uri = served.uri();
+    let writes = ["write -P 5 0 4M", "write -z 64k 64k", "write -z -u 256k 1M", "discard 2M 1M", "write -z 3100k 1000"];
+    let reads = ["read -P 5 0 64k", "read -P 0 64k 64k", "read -P 5 128k 128k", "read -P 0 256k 1M", "read -P 0 2M 1M"];
+    let edges = ["read -P 5 3M 28k", "read -P 0 3100k 1000", "read -P 5 3175400 24", "read -P 5 3104k 900k", "flush"];
+    let commands = [&writes[..], &reads, &edges].concat();
+    let commands = commands.iter().flat_map(|command| ["-c", command]);
+    let arguments: Vec<&str> = ["-f", "raw", "-d", "unmap"].into_iter().chain(commands).chain([&uri[..]]).collect();
+    let said = served.run("qemu-io", &arguments);
+    assert!(!said.contains("failed"), "{said}");
+    let kib =
+        [(0, false), (64, true), (128, false), (256, true), (1280, false), (2048, true), (3072, false), (4096, true)];
+    assert_eq!(holes(&served), kib.map(|(at, zero)| (at << 10, zero)));
+
+    // Fio discards each block of a part at random, while it writes another part and verifies that.
+    served.run("qemu-io", &["-f", "raw", "-c", "write -P 5 8M 8M", &uri]);
+    let target = format!("--uri={uri}");
+    let trims = ["--name=x", "--ioengine=nbd", "--thread", "--rw=randtrim", "--bs=4k", "--iodepth=16"];
+    let fio = served.fio();
+    let said = served.run("qemu-io", &["-f", "raw", "-c", "read -P 5 8M 8M", &uri]);
+    assert!(!said.contains("failed"), "{said}");
+    served.run("timeout", &[&["30", "fio"][..], &trims, &["--size=6m", "--offset=9m", &target]].concat());
+    let said = fio.succeeds();
+    assert!(said.contains("err= 0"), "{said}");
+    let reads = ["-c", "read -P 5 8M 1M", "-c", "read -P 0 9M 6M", "-c", "read -P 5 15M 1M"];
+    let said = served.run("qemu-io", &[&["-f", "raw"][..], &reads, &[&uri]].concat());
+    assert!(!said.contains("failed"), "{said}");
+    let of_part = |&(at, _): &(u64, bool)| (8 << 20..16 << 20).contains(&at);
+    let part: Vec<_> = holes(&served).into_iter().filter(of_part).collect();
+    assert_eq!(part, [(8, false), (9, true), (15, false)].map(|(at, zero)| (at << 20, zero)));
 }
 
 /// A server hangs while a client writes, for longer than the others wait for it.

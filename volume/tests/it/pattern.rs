@@ -1,11 +1,12 @@
 //! A checking writer: each block says which write it is of, and the writer knows which of them were acknowledged.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 
 use remora_lab::Random;
 use remora_volume::client::{Error, Request, Volume};
 use remora_volume::shape::BLOCK_BYTES;
+use remora_volume::wire::Run;
 
 /// What block `block` holds after write `number`. Before the first one, zeros.
 pub fn content(block: u64, number: u64) -> Vec<u8> {
@@ -36,11 +37,13 @@ pub struct Ledger {
     pub failures: Vec<Error>,
 }
 
-/// A writer of random blocks.
+/// A writer of random blocks, and now and then of zeros.
 pub struct Checker {
     pub ledger: Arc<Mutex<Ledger>>,
     random: Random,
     next: u64,
+    /// Blocks that were written as zeros, with the numbers of these writes.
+    zeros: BTreeSet<(u64, u64)>,
     /// The most blocks of a write.
     most: u64,
 }
@@ -52,7 +55,7 @@ impl Checker {
 
     /// A writer of up to `most` blocks at once.
     pub fn of(seed: u64, most: u64) -> Checker {
-        Checker { ledger: Arc::default(), random: Random::new(seed), next: 1, most }
+        Checker { ledger: Arc::default(), random: Random::new(seed), next: 1, zeros: BTreeSet::new(), most }
     }
 
     /// Submits a write. Returns whether the volume still took it.
@@ -62,12 +65,17 @@ impl Checker {
         let blocks = volume.shape().blocks();
         let count = self.random.between(1, self.most.min(blocks));
         let first = self.random.below(blocks - count + 1);
-        let data: Vec<u8> = (first..first + count).flat_map(|block| content(block, number)).collect();
+        let request = if self.random.one_in(6) {
+            self.zeros.extend((first..first + count).map(|block| (block, number)));
+            Request::Zero(Run { first, count: count as u32 })
+        } else {
+            Request::write(first, (first..first + count).flat_map(|block| content(block, number)).collect::<Vec<u8>>())
+        };
         for block in first..first + count {
             self.ledger.lock().unwrap().submitted.insert(block, number);
         }
         let ledger = Arc::clone(&self.ledger);
-        let submitted = volume.submit(Request::write(first, data), move |done| {
+        let submitted = volume.submit(request, move |done| {
             let mut ledger = ledger.lock().unwrap();
             match done {
                 Ok(_) => {
@@ -84,12 +92,21 @@ impl Checker {
         submitted.is_ok()
     }
 
+    /// The write that a block is of. Zeros do not say so: they are of the last such write up to `most`.
+    fn number_of(&self, block: u64, bytes: &[u8], most: u64) -> u64 {
+        match number_of(block, bytes) {
+            0 => self.zeros.range((block, 0)..=(block, most)).next_back().map_or(0, |&(_, number)| number),
+            number => number,
+        }
+    }
+
     /// Takes what the volume holds for acknowledged, once its writer was replaced: what was under way is now either there
     /// for good, or undone for good.
     pub fn settle(&self, volume: &Volume) {
         let mut ledger = self.ledger.lock().unwrap();
         for block in 0..volume.shape().blocks() {
-            let number = number_of(block, &volume.read(block, 1).unwrap());
+            let most = ledger.submitted.get(&block).copied().unwrap_or_default();
+            let number = self.number_of(block, &volume.read(block, 1).unwrap(), most);
             ledger.acknowledged.insert(block, number);
             ledger.submitted.insert(block, number);
         }
@@ -108,9 +125,9 @@ impl Checker {
             };
             let data = volume.read(first, count).unwrap();
             for (block, bytes) in (first..).zip(data.chunks_exact(BLOCK_BYTES)) {
-                let number = number_of(block, bytes);
                 let least = acknowledged.get(&block).copied().unwrap_or_default();
                 let most = submitted.get(&block).copied().unwrap_or_default();
+                let number = self.number_of(block, bytes, most);
                 assert!((least..=most).contains(&number), "block {block} is of write {number}, not {least} to {most}");
                 written += usize::from(number > 0);
             }
