@@ -4,8 +4,8 @@
 //! A volume has its copies in server processes of their own on this host, which take the blocks over shared memory. One
 //! has a single copy, and one three, of which two hold a write before it is answered.
 //!
-//! GlusterFS has three replicas in memory of this host ([`gluster`]). It has no block device: fio uses a file in its FUSE
-//! mount, as its users do, with direct I/O and the engine libaio. Single requests are compared.
+//! GlusterFS has three replicas in memory of this host ([`gluster`]). It has no block device: fio uses a file in its
+//! FUSE mount, as its users do, with direct I/O and the engine libaio. Single requests are compared.
 //!
 //! The client is fio with its engine for NBD, which is libnbd, over a unix socket of this host. All servers run during
 //! the whole benchmark, as processes of their own. Each round measures every case of all in turn, and the one that is
