@@ -16,6 +16,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use bytes::Bytes;
 
+use super::buffers::Buffers;
 use crate::message::{Holder, ServerId};
 use crate::reader::InPlace;
 use crate::shape::BLOCK_BYTES;
@@ -30,6 +31,7 @@ pub(super) struct Here {
     /// The last write that is acknowledged, as a word. Set before any caller learns of it.
     acknowledged: AtomicU64,
     regions: RwLock<Vec<Open>>,
+    buffers: Arc<Buffers>,
 }
 
 struct Open {
@@ -47,18 +49,18 @@ impl Here {
             return None;
         }
         let acknowledged = Version::from_word(self.acknowledged.load(Ordering::SeqCst))?;
-        let mut data = vec![0; run.count as usize * BLOCK_BYTES];
+        let mut data = self.buffers.take(run.count as usize * BLOCK_BYTES);
         let is_read = |Open { reader, holder, .. }: &Open| {
             let Ok(before) = reader.line() else { return false };
             if before.applied < acknowledged {
                 return false;
             }
-            let found = reader.blocks(run.first, &mut data);
+            let found = reader.blocks(run.first, data.as_mut());
             let seen = found.map(|found| Seen { newest: found.newest(), line: found.line });
             seen.is_ok_and(|seen| may_be_given_out(*holder, acknowledged, before, seen))
         };
         let is_read = regions.iter().any(is_read);
-        is_read.then(|| data.into())
+        is_read.then(|| data.into_bytes())
     }
 
     /// Whether no write of these blocks is under way.
@@ -104,7 +106,7 @@ impl Here {
 impl Default for Here {
     fn default() -> Here {
         let under_way = (0..1 << PLACES_BITS).map(|_| AtomicU32::new(0)).collect();
-        Here { under_way, acknowledged: AtomicU64::new(0), regions: RwLock::default() }
+        Here { under_way, acknowledged: AtomicU64::new(0), regions: RwLock::default(), buffers: Arc::default() }
     }
 }
 

@@ -9,7 +9,7 @@
 //! - `request`: what can be asked, and how it is completed. **Start here.**
 //! - `driver`: carries out what [`crate::writer`] decides.
 //! - `remote`: one server, as the driver sees it.
-//! - `here`: reads that a caller's thread answers itself.
+//! - `here`: reads that a caller's thread answers itself; `buffers`: the memory into which it reads.
 //! - `reads`: the ways to read; `regions`: copies that are read without asking their servers.
 //! - `outgoing`: memory out of which servers pull large writes.
 //! - `window`: how much may be under way at a server.
@@ -20,6 +20,7 @@
 //! acknowledged, a flush when every write that was submitted before is. A read returns every write that was submitted
 //! before it. Once the volume has ended (another writer has opened it, or no copy is left), every request fails.
 
+mod buffers;
 mod driver;
 mod here;
 mod long;
