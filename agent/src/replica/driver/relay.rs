@@ -145,11 +145,12 @@ impl Relay {
 
     fn read_from(&mut self, upstream: Option<Upstream>) -> Option<ReadFrom> {
         let copy = self.copy.as_ref()?;
-        let Some(upstream) = upstream else {
-            self.upstream = None;
-            return Some(ReadFrom::Source);
-        };
-        if self.upstream.as_ref().is_some_and(|(_, conversation)| conversation.session == upstream.session) {
+        let session = upstream.as_ref().map(|upstream| upstream.session);
+        if let Some((before, _)) = self.upstream.take_if(|(_, present)| Some(present.session) != session) {
+            tracing::info!(peer = %before.name, "no more slots come from another replica: the source has said so");
+        }
+        let Some(upstream) = upstream else { return Some(ReadFrom::Source) };
+        if self.upstream.is_some() {
             return None; // slots are read from there already
         }
         let goal = Goal {
