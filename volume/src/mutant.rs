@@ -67,6 +67,8 @@ pub(crate) enum Mutant {
     LostIsBelieved,
     /// The name of a new segment is not made durable.
     NameNotSynced,
+    /// An event has the number of one before that did not happen.
+    NumberUsedAgain,
     /// A block of zeros in the extents is judged by its bytes, which are of a write before.
     ZerosAreJudged,
 }

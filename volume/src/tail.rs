@@ -27,9 +27,10 @@ impl<W> Tail<W> {
         Tail { appended: event, synced: event, whole: VecDeque::new(), durable, waiting: VecDeque::new() }
     }
 
-    /// An event was appended. Returns its number.
-    pub(crate) fn append(&mut self, standing: Standing) -> u64 {
-        self.appended += 1;
+    /// An event was appended. Events have ascending numbers.
+    pub(crate) fn append(&mut self, event: u64, standing: Standing) {
+        debug_assert!(event > self.appended, "event {event} after {}", self.appended);
+        self.appended = event;
         if standing.state == State::Whole {
             self.whole.push_back((self.appended, standing.applied));
         } else {
@@ -37,7 +38,6 @@ impl<W> Tail<W> {
             self.whole.clear();
             self.durable = Version::NONE;
         }
-        self.appended
     }
 
     /// The last event.
@@ -97,16 +97,16 @@ mod tests {
         let whole = |applied| Standing { state: State::Whole, applied, ..Standing::default() };
         let mut tail = Tail::at(4, whole(start));
         assert_eq!((tail.durable(), tail.wait("nothing")), (start, Some("nothing")));
-        let event = tail.append(whole(next));
-        assert_eq!((event, tail.durable(), tail.wait("a flush")), (5, start, None));
-        assert_eq!(tail.sync(4), Vec::<&str>::new());
-        assert_eq!((tail.sync(5), tail.durable(), tail.is_awaited()), (vec!["a flush"], next, false));
-        let behind = tail.append(Standing { state: State::Behind, ..whole(next) });
+        tail.append(6, whole(next));
+        assert_eq!((tail.durable(), tail.wait("a flush")), (start, None));
+        assert_eq!(tail.sync(5), Vec::<&str>::new());
+        assert_eq!((tail.sync(6), tail.durable(), tail.is_awaited()), (vec!["a flush"], next, false));
+        tail.append(7, Standing { state: State::Behind, ..whole(next) });
         assert_eq!(tail.durable(), Version::NONE);
-        let again = tail.append(whole(next));
-        tail.sync(behind);
+        tail.append(9, whole(next));
+        tail.sync(7);
         assert_eq!(tail.durable(), Version::NONE);
-        tail.sync(again);
-        assert_eq!((tail.durable(), tail.synced(), tail.appended()), (next, 7, 7));
+        tail.sync(9);
+        assert_eq!((tail.durable(), tail.synced(), tail.appended()), (next, 9, 9));
     }
 }

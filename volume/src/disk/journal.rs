@@ -25,6 +25,9 @@ pub(crate) struct Journal<F> {
     /// The last event, and the last one that is durable.
     appended: u64,
     synced: u64,
+    /// The number of the next event. A number is not used again, even if its event did not happen: a power cut can
+    /// bring its record back, and the events after it must not take that for the one which they follow.
+    next: u64,
     /// Segments with records that are not, and whether the name of one is not.
     unsynced: BTreeSet<Name>,
     has_new_names: bool,
@@ -99,6 +102,7 @@ impl<F: Files> Journal<F> {
             at: 0,
             appended: previous,
             synced: previous,
+            next: sequence,
             unsynced: BTreeSet::new(),
             has_new_names: true,
             is_syncing: false,
@@ -107,7 +111,7 @@ impl<F: Files> Journal<F> {
         };
         let name = Name::Segment(segment);
         journal.files.create(name, length).map_err(|error| Failure::of(&*journal.files, name, &error))?;
-        journal.put(segment, 0, sequence, standing, &[], &[])?;
+        journal.put(segment, 0, standing, &[], &[])?;
         if !dirty.is_empty() {
             journal.due = Some(Due { base: segment, event: sequence, blocks: Some(dirty) });
         }
@@ -128,6 +132,12 @@ impl<F: Files> Journal<F> {
         self.appended
     }
 
+    /// The number that the next event will have if it happens at the first attempt.
+    #[cfg(test)]
+    pub(super) fn next(&self) -> u64 {
+        self.next
+    }
+
     /// Appends an event: how the copy stands after it, what it changes, and the blocks of what is written.
     ///
     /// # Errors
@@ -139,7 +149,7 @@ impl<F: Files> Journal<F> {
         changes: &[(u64, Entry)],
         blocks: &[&[u8]],
     ) -> Result<u64, Failure> {
-        self.put(self.segment, self.at, self.appended + 1, standing, changes, blocks)?;
+        self.put(self.segment, self.at, standing, changes, blocks)?;
         Ok(self.appended)
     }
 
@@ -148,12 +158,11 @@ impl<F: Files> Journal<F> {
         &mut self,
         mut segment: u64,
         mut at: u64,
-        sequence: u64,
         standing: Standing,
         changes: &[(u64, Entry)],
         blocks: &[&[u8]],
     ) -> Result<(), Failure> {
-        let (previous, synced, store) = (self.appended, self.synced, self.superblock.store);
+        let (sequence, previous, synced, store) = (self.next, self.appended, self.synced, self.superblock.store);
         let mut head = Head { store, segment, sequence, previous, synced, standing, changes: changes.to_vec() };
         let bytes = head.record_bytes() as u64;
         let is_full = at + bytes > self.length;
@@ -174,6 +183,11 @@ impl<F: Files> Journal<F> {
             // A part that was written can be a whole record, whose end is zeros. It is gone for good before a later
             // event is durable, which may be in the next segment.
             self.unsynced.insert(name);
+            self.next += 1;
+            #[cfg(test)]
+            if crate::mutant::Mutant::NumberUsedAgain.is_active() {
+                self.next -= 1;
+            }
             self.files.clear(name, at).map_err(|error| Failure::of_sync(&*self.files, name, &error))?;
             return Err(Failure::of(&*self.files, name, &error));
         }
@@ -184,7 +198,7 @@ impl<F: Files> Journal<F> {
                 self.due = Some(Due { base: segment, event: sequence, blocks });
             }
         }
-        (self.segment, self.at, self.appended) = (segment, at + bytes, sequence);
+        (self.segment, self.at, self.appended, self.next) = (segment, at + bytes, sequence, sequence + 1);
         self.unsynced.insert(name);
         self.dirty.extend(changes.iter().map(|(block, _)| block));
         Ok(())

@@ -619,7 +619,7 @@ impl World {
         let Server { copy, blocks, store, .. } = &mut self.servers[number];
         let Some(Disk { tail, before, last }) = store else { return };
         if (&last.0, &last.1) != (copy, blocks) {
-            tail.append(copy.standing());
+            tail.append(tail.appended() + 1, copy.standing());
             before.push_back(std::mem::replace(last, (*copy, blocks.clone())));
         }
     }
