@@ -37,8 +37,8 @@ pub use self::{
     token::{TokenAction, TokenCommandArgs},
     verify::{DigestUse, VerifyArgs},
     volume::{
-        CreateArgs, NbdArgs, NbdTlsArgs, RemoveArgs, RepairArgs, ScrubArgs, ServeArgs, VolumeAction, VolumeArgs,
-        VolumeSecurityArgs, VolumeStatusArgs, WaysArgs,
+        CreateArgs, GrowArgs, NbdArgs, NbdTlsArgs, RemoveArgs, RepairArgs, ScrubArgs, ServeArgs, VolumeAction,
+        VolumeArgs, VolumeSecurityArgs, VolumeStatusArgs, WaysArgs,
     },
 };
 use crate::exit::Code;

@@ -34,6 +34,8 @@ pub enum VolumeAction {
     /// Open a volume for writing until all of its copies are whole: copies that lack writes take them from one that has
     /// them. Nothing is served, and no server is replaced by another one.
     Repair(RepairArgs),
+    /// Make a volume larger. What it holds stays, and zeros follow. No writer can have it open meanwhile.
+    Grow(GrowArgs),
     /// Remove a volume: its copies at all servers, with their stores, and then its file. What it held is lost.
     Remove(RemoveArgs),
     /// Open a volume for writing, and serve it as a block device by NBD, until stopped. No earlier writer writes from
@@ -164,6 +166,28 @@ pub struct RepairArgs {
     /// How long no copy may get any further before the command gives up.
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = parse_duration)]
     pub wait: Duration,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub protection: VolumeSecurityArgs,
+}
+
+/// The arguments of `remora volume grow`.
+#[derive(Clone, Debug, Args)]
+pub struct GrowArgs {
+    /// The volume's file, as `remora volume create` wrote it. It gets the new size. Each host that has a copy of the
+    /// file needs the new one.
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+
+    /// The new size: a multiple of 4096 bytes, and not less than now. A volume does not become smaller.
+    #[arg(long, value_name = "SIZE")]
+    pub size: Size,
+
+    /// Make the volume larger although a writer is at work. That one writes no more, and ends. Without this option the
+    /// command ends with code 12, and changes nothing, if a server has heard a writer within the last 10 seconds.
+    #[arg(long)]
+    pub take_over: bool,
 
     #[command(flatten)]
     #[allow(missing_docs)]
@@ -307,6 +331,8 @@ Examples:
   Is any block damaged? If one is, and no writer takes the copy back:
     remora volume scrub data.volume --token-file token
     remora volume repair data.volume --token-file token
+  More room; zeros follow what is there:
+    remora volume grow data.volume --size 1GiB --token-file token
 
 {}",
         exit::help_table(&[

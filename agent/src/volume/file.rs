@@ -65,6 +65,28 @@ impl VolumeFile {
         Ok(VolumeFile { shape, servers: servers.collect::<Result<_, _>>()? })
     }
 
+    /// Writes the file anew. A reader finds the earlier one or this one.
+    ///
+    /// # Errors
+    /// The earlier one is left.
+    pub(super) fn replace(&self, path: &Path) -> Result<(), Failure> {
+        let mut beside = path.as_os_str().to_owned();
+        beside.push(".new");
+        let beside = Path::new(&beside);
+        // One is left if an earlier command was interrupted.
+        match std::fs::remove_file(beside) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(Failure::local(format!("cannot remove {}: {error}", beside.display())));
+            }
+            _ => {}
+        }
+        self.write(beside)?;
+        std::fs::rename(beside, path).map_err(|error| {
+            let _ = std::fs::remove_file(beside);
+            Failure::local(format!("cannot write {}: {error}", path.display()))
+        })
+    }
+
     /// Writes a new file. What is there already is left alone.
     ///
     /// # Errors
@@ -138,6 +160,11 @@ mod tests {
         assert_eq!(VolumeFile::read(&path).unwrap(), described());
         let refused = described().write(&path).unwrap_err();
         assert!(refused.message.contains("exists"), "{refused}");
+        let larger = VolumeFile { shape: shape(VolumeId([7; 16]), 2 << 20, 3, 2).unwrap(), ..described() };
+        std::fs::write(folder.path().join("data.volume.new"), "left by a command that was interrupted").unwrap();
+        larger.replace(&path).unwrap();
+        assert_eq!(VolumeFile::read(&path).unwrap(), larger);
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
     }
 
     #[test]

@@ -2,12 +2,13 @@
 //!
 //! - `file`: what a client must know of a volume. **Start here.**
 //! - `servers`: what protects connections, and where the servers of a volume are.
-//! - `serve`, `create`, `status`, `scrub`, `repair`, `remove`, `nbd`: the subcommands.
+//! - `serve`, `create`, `status`, `scrub`, `repair`, `grow`, `remove`, `nbd`: the subcommands.
 //! - `failure`: how a volume ended, and what to do.
 
 mod create;
 mod failure;
 mod file;
+mod grow;
 mod nbd;
 mod remove;
 mod repair;
@@ -30,6 +31,7 @@ pub async fn run(args: VolumeArgs) -> Result<(), Failure> {
         VolumeAction::Status(args) => blocking(move || status::run(&args)).await,
         VolumeAction::Scrub(args) => blocking(move || scrub::run(&args)).await,
         VolumeAction::Repair(args) => repair::run(args).await,
+        VolumeAction::Grow(args) => blocking(move || grow::run(&args)).await,
         VolumeAction::Remove(args) => blocking(move || remove::run(&args)).await,
         VolumeAction::Nbd(args) => nbd::run(args).await,
     }

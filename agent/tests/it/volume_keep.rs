@@ -1,4 +1,4 @@
-//! `remora volume`: scrub, repair, remove, and what status shows of them.
+//! `remora volume`: scrub, repair, grow, remove, and what status shows of them.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead, BufReader};
@@ -96,6 +96,40 @@ fn repair_levels_servers_that_came_back_and_names_one_that_does_not_answer() {
         assert!(copy["memory_used"].as_u64().unwrap() > 16 << 20 && copy["catch_up_blocks"].is_null(), "{copy}");
         assert_eq!(copy["durable"], copy["applied"], "{copy}");
     }
+}
+
+#[test]
+fn a_volume_grows_with_its_file_but_not_under_a_writer_that_is_at_work() {
+    let Some(()) = require::nbd_clients() else { return };
+    let mut scene = Scene::new(None, &[]);
+    let file = scene.create("data.volume");
+    let socket = scene.socket("device");
+    let mut nbd = scene.nbd(&file, &socket);
+    qemu_io(&socket, &["write -P 7 0 16M", "flush"]).unwrap();
+    qemu_io(&socket, &["write -P 7 16M 4k"]).unwrap_err();
+    says(&scene.end(&["grow", &file, "--size", "20MiB"], 12), &["another writer is at work", "--take-over"]);
+    says(&scene.end(&["grow", &file, "--size", "8MiB"], 2), &["does not become smaller"]);
+    says(&scene.end(&["grow", &file, "--size", "20000001"], 2), &["--size", "multiple of 4096"]);
+    qemu_io(&socket, &["read -P 7 0 16M"]).unwrap();
+
+    // One server does not answer: the others and the file get the new size, and its name is said.
+    let (address, before) = (scene.addresses[2].clone(), fs::read_to_string(&file).unwrap());
+    scene.servers[2].kill().unwrap();
+    let left = scene.end(&["grow", &file, "--size", "20MiB", "--take-over"], 10);
+    says(&left, &["has 20971520 bytes now", "has not grown everywhere", &address, "run the command again"]);
+    ends(&mut nbd, 11);
+    (scene.servers[2], _) = scene.serve(&address);
+    let mut nbd = scene.nbd(&file, &socket);
+    qemu_io(&socket, &["read -P 7 0 16M", "read -P 0 16M 4M", "write -P 8 16M 4M", "flush"]).unwrap();
+    // It had its copy in memory only, and the writer gives it one of the new size.
+    says(&scene.end(&["grow", &file, "--size", "20MiB"], 0), &["the copy has the new size"]);
+    qemu_io(&socket, &["read -P 7 0 16M", "read -P 8 16M 4M"]).unwrap();
+    nbd.kill().unwrap();
+
+    // The file of before describes a volume that is no more.
+    let earlier = scene.socket("earlier.volume");
+    fs::write(&earlier, before).unwrap();
+    says(&scene.end(&["status", &earlier], 10), &["another size", "take its file from the host where it was"]);
 }
 
 #[test]

@@ -113,21 +113,55 @@ impl Volume {
         options: &ClientOptions,
     ) -> Result<Vec<Result<bool, String>>, Error> {
         let takes_over = options.take_over;
-        let statuses = Volume::statuses(shape, servers, options)?;
-        for (server, status) in servers.iter().zip(&statuses) {
-            let silent = status.as_ref().ok().and_then(|status| status.writer_silent);
-            let silent = silent.map(|silent| Duration::from_millis(silent.into()));
-            if let Some(silent) = silent.filter(|silent| !takes_over && *silent < AT_WORK) {
-                return Err(Error::InUse { server: server.to_string(), silent });
-            }
-        }
-        if statuses.iter().flatten().any(|status| status.writer_silent.is_some()) {
-            replace_writer(shape, servers, options);
-        }
+        end_writer(shape, servers, options)?;
         let answers = Asker::new(options)?.ask(servers, &Call::Remove { shape, takes_over }).into_iter();
         Ok(answers
             .map(|answer| match answer? {
                 Reply::Removed { was_there } => Ok(was_there),
+                other => Err(unexpected(&other)),
+            })
+            .collect())
+    }
+}
+
+impl Volume {
+    /// Makes a volume larger: its copies become those of a volume of `blocks` blocks. What it holds stays, and zeros
+    /// follow. A writer that is at work is ended first, if that is wanted. `progress` is called with the number of a
+    /// server and how many blocks it has copied. Says of each server whether it has a copy, or why it has not grown.
+    ///
+    /// It can be called again, with the shape of before or with that of after: servers that have grown say so. With
+    /// that of after twice, a writer of the new size goes on meanwhile, and takes in the servers that were missing.
+    ///
+    /// A writer of the former size and one of the new size cannot both acknowledge writes: each needs promises of
+    /// servers whose copies have its size, and these keep what they have promised as they grow.
+    ///
+    /// # Errors
+    /// [`Error::InUse`] if a writer is at work, unless [`ClientOptions::take_over`]: then nothing has grown.
+    /// Otherwise as for [`Volume::standings`].
+    pub fn grow(
+        (shape, larger): (Shape, Shape),
+        servers: &[Address],
+        options: &ClientOptions,
+        mut progress: impl FnMut(usize, u64),
+    ) -> Result<Vec<Result<bool, String>>, Error> {
+        count(larger, servers)?;
+        if shape != larger {
+            end_writer(shape, servers, options)?;
+        }
+        let mut asker = Asker::new(options)?;
+        asker.limit = GROW_LIMIT;
+        let call = Call::Grow { shape: larger, takes_over: options.take_over };
+        let answers = asker.ask_until(servers, &call, |server, reply| match reply {
+            Reply::Progress { compared } => {
+                progress(server, *compared);
+                false
+            }
+            _ => true,
+        });
+        Ok(answers
+            .into_iter()
+            .map(|answer| match answer? {
+                Reply::Grown { is_there } => Ok(is_there),
                 other => Err(unexpected(&other)),
             })
             .collect())
@@ -221,7 +255,23 @@ struct Asked {
     answer: Option<Result<Reply, String>>,
 }
 
-/// Ends a writer that is at work, so that it does not take copies back that were removed.
+/// Ends the writer that is at work, if one is and that is wanted.
+fn end_writer(shape: Shape, servers: &[Address], options: &ClientOptions) -> Result<(), Error> {
+    let statuses = Volume::statuses(shape, servers, options)?;
+    for (server, status) in servers.iter().zip(&statuses) {
+        let silent = status.as_ref().ok().and_then(|status| status.writer_silent);
+        let silent = silent.map(|silent| Duration::from_millis(silent.into()));
+        if let Some(silent) = silent.filter(|silent| !options.take_over && *silent < AT_WORK) {
+            return Err(Error::InUse { server: server.to_string(), silent });
+        }
+    }
+    if statuses.iter().flatten().any(|status| status.writer_silent.is_some()) {
+        replace_writer(shape, servers, options);
+    }
+    Ok(())
+}
+
+/// Replaces a writer that is at work, so that it learns why it ends, and takes no copy back that is removed.
 fn replace_writer(shape: Shape, servers: &[Address], options: &ClientOptions) {
     match Volume::open(shape, servers, options) {
         Ok(volume) => {
@@ -229,7 +279,7 @@ fn replace_writer(shape: Shape, servers: &[Address], options: &ClientOptions) {
             drop(volume);
         }
         Err(error) => {
-            tracing::warn!(volume = %shape.volume(), %error, "the writer at work could not be replaced before the removal");
+            tracing::warn!(volume = %shape.volume(), %error, "the writer at work could not be replaced");
         }
     }
 }
@@ -254,6 +304,10 @@ impl fmt::Display for Left {
         )
     }
 }
+
+/// A server that copies says how far it is several times a second. To make the files of a large copy, it may need a
+/// while.
+const GROW_LIMIT: Duration = Duration::from_secs(60);
 
 /// A server that scrubs says how far it is several times a second. During a checkpoint it does not.
 const SCRUB_LIMIT: Duration = Duration::from_secs(60);

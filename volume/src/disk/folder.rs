@@ -15,7 +15,7 @@ use super::files::{Files, Name};
 /// See the module's text.
 #[derive(Debug)]
 pub(crate) struct Folder {
-    path: PathBuf,
+    path: Mutex<PathBuf>,
     /// Those that were used, open.
     files: Mutex<HashMap<Name, Arc<File>>>,
 }
@@ -23,12 +23,21 @@ pub(crate) struct Folder {
 impl Folder {
     /// The files in this folder, which exists.
     pub(crate) fn at(path: &Path) -> Folder {
-        Folder { path: path.into(), files: Mutex::default() }
+        Folder { path: Mutex::new(path.into()), files: Mutex::default() }
     }
 
     /// Its path.
-    pub(crate) fn folder(&self) -> &Path {
-        &self.path
+    pub(crate) fn folder(&self) -> PathBuf {
+        self.path.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// It has this path from now on.
+    pub(super) fn moved(&self, path: PathBuf) {
+        *self.path.lock().unwrap_or_else(PoisonError::into_inner) = path;
+    }
+
+    fn path_of(&self, name: Name) -> PathBuf {
+        self.folder().join(name.to_string())
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<Name, Arc<File>>> {
@@ -40,7 +49,7 @@ impl Folder {
         if let Some(file) = files.get(&name) {
             return Ok(Arc::clone(file));
         }
-        let file = Arc::new(options().open(self.path.join(name.to_string()))?);
+        let file = Arc::new(options().open(self.path_of(name))?);
         files.insert(name, Arc::clone(&file));
         Ok(file)
     }
@@ -63,7 +72,7 @@ fn reserve(file: &File, bytes: u64) -> io::Result<()> {
 
 impl Files for Folder {
     fn create(&self, name: Name, bytes: u64) -> io::Result<()> {
-        let path = self.path.join(name.to_string());
+        let path = self.path_of(name);
         let file = options().create(true).truncate(true).open(&path)?;
         if let Err(error) = reserve(&file, bytes) {
             let _ = std::fs::remove_file(path); // its space is needed
@@ -75,7 +84,7 @@ impl Files for Folder {
 
     fn segments(&self) -> io::Result<Vec<u64>> {
         let mut numbers = Vec::new();
-        for entry in std::fs::read_dir(&self.path)? {
+        for entry in std::fs::read_dir(self.folder())? {
             if let Some(Name::Segment(number)) = entry?.file_name().to_str().and_then(Name::parse) {
                 numbers.push(number);
             }
@@ -119,23 +128,23 @@ impl Files for Folder {
 
     fn sync(&self, name: Name) -> io::Result<()> {
         #[cfg(test)]
-        if failing::is_below(&self.path) {
+        if failing::is_below(&self.folder()) {
             return Err(io::Error::other("the device has failed in a test"));
         }
         self.file(name)?.sync_data()
     }
 
     fn sync_folder(&self) -> io::Result<()> {
-        File::open(&self.path)?.sync_all()
+        File::open(self.folder())?.sync_all()
     }
 
     fn remove(&self, name: Name) -> io::Result<()> {
         self.lock().remove(&name);
-        std::fs::remove_file(self.path.join(name.to_string()))
+        std::fs::remove_file(self.path_of(name))
     }
 
     fn path(&self, name: Name) -> String {
-        self.path.join(name.to_string()).display().to_string()
+        self.path_of(name).display().to_string()
     }
 }
 

@@ -127,6 +127,11 @@ impl<F: Files> Journal<F> {
         (layout.length() / SEGMENTS_OF_A_COPY).clamp(LEAST_SEGMENT, MOST_SEGMENT).next_multiple_of(4096)
     }
 
+    /// The present segment.
+    pub(super) fn segment(&self) -> u64 {
+        self.segment
+    }
+
     /// The last event that was appended.
     pub(crate) fn appended(&self) -> u64 {
         self.appended

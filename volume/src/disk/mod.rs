@@ -13,6 +13,7 @@
 //! - `journal`: appends, and knows what is synced.
 //! - `checkpoint`: moves blocks from the journal's segments to the extents.
 //! - `recovery`: finds the copy again.
+//! - `growth`: the store of a copy that becomes larger.
 //! - `scrub`: reads what no client reads, before it is needed.
 //!
 //! What holds:
@@ -28,6 +29,7 @@ pub(crate) mod checkpoint;
 pub(crate) mod extents;
 pub(crate) mod files;
 pub(crate) mod folder;
+pub(crate) mod growth;
 pub(crate) mod journal;
 pub(crate) mod record;
 pub(crate) mod recovery;

@@ -47,16 +47,39 @@ pub(crate) fn create<F: Files>(
     (store, boot): (u64, [u8; 16]),
     standing: Standing,
 ) -> Result<Journal<F>, Failure> {
+    make_extents(&*files, shape)?;
+    complete(files, shape, length, (store, boot), standing, (1, 0))
+}
+
+/// Makes the extents of a new store, with no block written.
+///
+/// # Errors
+/// [`Failure`].
+pub(super) fn make_extents(files: &impl Files, shape: Shape) -> Result<(), Failure> {
+    let length = extents::length(Layout::of(shape));
+    files.create(Name::Extents, length).map_err(|error| Failure::of(files, Name::Extents, &error))
+}
+
+/// Makes a store of a copy that stands like this, out of its extents. The journal begins with this segment.
+///
+/// # Errors
+/// [`Failure`].
+pub(super) fn complete<F: Files>(
+    files: Arc<F>,
+    shape: Shape,
+    length: u64,
+    (store, boot): (u64, [u8; 16]),
+    standing: Standing,
+    (base, scrubbed): (u64, u64),
+) -> Result<Journal<F>, Failure> {
     let failed = |name| {
         let files = Arc::clone(&files);
         move |error| Failure::of(&*files, name, &error)
     };
-    let extents = extents::length(Layout::of(shape));
-    files.create(Name::Extents, extents).map_err(failed(Name::Extents))?;
     files.create(Name::Superblock, 2 * SLOT_BYTES as u64).map_err(failed(Name::Superblock))?;
     let (is_clean, is_lost) = (false, false);
-    let superblock = Superblock { counter: 1, store, shape, base: 1, synced: 0, boot, is_clean, is_lost, scrubbed: 0 };
-    let journal = Journal::begin(Arc::clone(&files), superblock, length, 1, (0, 1), standing, BTreeSet::new())?;
+    let superblock = Superblock { counter: 1, store, shape, base, synced: 0, boot, is_clean, is_lost, scrubbed };
+    let journal = Journal::begin(Arc::clone(&files), superblock, length, base, (0, 1), standing, BTreeSet::new())?;
     files.sync(Name::Extents).map_err(failed(Name::Extents))?;
     // Last: before it there is no store.
     write_superblock(&*files, superblock)?;

@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FlockOperation, OFlags, flock};
+use rustix::fs::{CWD, FlockOperation, OFlags, RenameFlags, flock, renameat_with};
 
 use super::folder::Folder;
 use super::recovery;
@@ -37,7 +37,21 @@ impl Root {
         let lock = options.open(path.join("lock")).map_err(|error| failed("cannot use the folder", error))?;
         flock(&lock, FlockOperation::NonBlockingLockExclusive)
             .map_err(|_| failed("cannot lock the folder", io::Error::other("another server has its stores there")))?;
-        Ok(Root { path: path.into(), boot: boot(), _lock: lock })
+        let root = Root { path: path.into(), boot: boot(), _lock: lock };
+        root.clear_growths().map_err(|error| failed("cannot use the folder", error))?;
+        Ok(root)
+    }
+
+    /// Removes what copies have left whose growth was interrupted.
+    fn clear_growths(&self) -> io::Result<()> {
+        self.sync()?; // the names that are seen are those that stay
+        for entry in std::fs::read_dir(&self.path)? {
+            let name = entry?.file_name();
+            if name.to_str().and_then(|name| name.strip_suffix(GROWTH)).and_then(volume).is_some() {
+                std::fs::remove_dir_all(self.path.join(name))?;
+            }
+        }
+        Ok(())
     }
 
     /// The folder.
@@ -72,14 +86,59 @@ impl Root {
     /// # Errors
     /// The folder cannot be made.
     pub(crate) fn make(&self, volume: VolumeId) -> io::Result<Folder> {
-        let path = self.path.join(volume.to_string());
-        match std::fs::remove_dir_all(&path) {
+        self.make_at(&self.path.join(volume.to_string()))
+    }
+
+    fn make_at(&self, path: &Path) -> io::Result<Folder> {
+        match std::fs::remove_dir_all(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
-        DirBuilder::new().mode(0o700).create(&path)?;
+        DirBuilder::new().mode(0o700).create(path)?;
         File::open(&self.path)?.sync_all()?;
-        Ok(Folder::at(&path))
+        Ok(Folder::at(path))
+    }
+
+    /// An empty folder for a copy as it will be when it has grown.
+    ///
+    /// # Errors
+    /// The folder cannot be made.
+    pub(crate) fn make_growth(&self, volume: VolumeId) -> io::Result<Folder> {
+        self.make_at(&self.growth(volume))
+    }
+
+    /// The growth takes the place of the copy, which is removed. A power cut leaves one of the two.
+    ///
+    /// # Errors
+    /// The folders keep their names.
+    pub(crate) fn exchange(&self, volume: VolumeId, copy: &Folder, growth: &Folder) -> io::Result<()> {
+        let (path, beside) = (self.path.join(volume.to_string()), self.growth(volume));
+        renameat_with(CWD, &path, CWD, &beside, RenameFlags::EXCHANGE)?;
+        copy.moved(beside);
+        growth.moved(path);
+        Ok(())
+    }
+
+    /// Returns when the names of the folders are durable.
+    ///
+    /// # Errors
+    /// It is not known which names are.
+    pub(crate) fn sync(&self) -> io::Result<()> {
+        File::open(&self.path)?.sync_all()
+    }
+
+    /// Removes the folder of a growth, or of the copy whose place it has taken. One that stays is removed when the root
+    /// is opened again.
+    pub(crate) fn remove_growth(&self, volume: VolumeId) {
+        let path = self.growth(volume);
+        if let Err(error) = std::fs::remove_dir_all(&path) {
+            let path = path.display();
+            tracing::warn!(%path, %error, "a folder that is not needed any more cannot be removed");
+        }
+    }
+
+    fn growth(&self, volume: VolumeId) -> PathBuf {
+        self.path.join(format!("{volume}{GROWTH}"))
     }
 
     /// Removes the folder of a copy that is forgotten. Returns whether there was one. A folder of this name that has
@@ -107,6 +166,9 @@ impl Root {
         let _ = std::fs::remove_dir_all(self.path.join(volume.to_string()));
     }
 }
+
+/// What the name of a growth's folder ends with.
+const GROWTH: &str = ".grown";
 
 /// The volume of a folder's name.
 fn volume(name: &str) -> Option<VolumeId> {

@@ -17,9 +17,10 @@ use super::answers::{answer, refuse};
 use super::borrower::Borrower;
 use super::budget::Budget;
 use super::exports::Exports;
+use super::growing::{Growing, Larger};
 use super::kept::{Kept, Stores};
 use super::puller::{Puller, Pulling};
-use super::slot::{Done, Means, Slot, millis};
+use super::slot::{Done, GROWS, Means, Slot, millis};
 use super::staging::Staging;
 use crate::copy::Copy;
 use crate::disk::files::Failure;
@@ -47,7 +48,7 @@ pub(super) struct Host {
     /// The transports by which this server reads memory elsewhere.
     transports: &'static [TransportKind],
     is_stopping: Arc<AtomicBool>,
-    /// Borrowers, and those that pull.
+    /// Borrowers, those that pull, and those that let a copy grow.
     threads: Mutex<Vec<JoinHandle<()>>>,
     /// Those that pull, by the numbers of their writers' connections.
     pullers: Mutex<HashMap<u64, Arc<Puller>>>,
@@ -205,6 +206,9 @@ impl Host {
         if state.shape() != shape {
             return refuse(connection, Cause::Shape, OTHER_SHAPE);
         }
+        if state.is_growing() {
+            return refuse(connection, Cause::InUse, GROWS);
+        }
         if mode == Mode::Write && !lock(&self.staging).enter(connection.id()) {
             return refuse(connection, Cause::NoMemory, NO_STAGING);
         }
@@ -286,13 +290,39 @@ impl Host {
         }
     }
 
-    /// Begins a thread for a writer.
-    fn begin(&self, name: &str, writer: &Connection, does: impl FnOnce() + Send + 'static) {
+    /// Begins a thread for a client. Returns whether there is one: else the client was refused.
+    fn begin(&self, name: &str, client: &Connection, does: impl FnOnce() + Send + 'static) -> bool {
         let mut threads = lock(&self.threads);
         threads.retain(|thread| !thread.is_finished());
         match std::thread::Builder::new().name(name.into()).spawn(does) {
-            Ok(thread) => threads.push(thread),
-            Err(error) => refuse(writer, Cause::NoMemory, &format!("no thread: {error}")),
+            Ok(thread) => {
+                threads.push(thread);
+                true
+            }
+            Err(error) => {
+                refuse(client, Cause::NoMemory, &format!("no thread: {error}"));
+                false
+            }
+        }
+    }
+
+    /// Memory, and a store if this server has stores, for a copy that has grown.
+    pub(super) fn larger(&self, shape: Shape) -> Result<Larger, String> {
+        Larger::new(shape, &self.budget, self.stores.as_ref())
+    }
+
+    /// Begins to copy a copy into a larger one.
+    pub(super) fn begin_growing(&self, client: &Connection, slot: Arc<Slot>, larger: Larger) {
+        let (of_thread, connection) = (Arc::clone(&slot), client.clone());
+        let (host, is_stopping) = (self.me.upgrade(), Arc::clone(&self.is_stopping));
+        let growing = Growing { slot: of_thread, larger, connection, is_stopping };
+        let begun = self.begin("volume-growing", client, move || {
+            if let Some(host) = host {
+                growing.run(host.exports());
+            }
+        });
+        if !begun {
+            slot.lock().end_growth();
         }
     }
 
@@ -363,6 +393,7 @@ impl Dispatcher for Host {
             Ok(Call::Status { shape }) => self.status(connection, shape),
             Ok(Call::Scrub { shape }) => self.scrub(connection, shape),
             Ok(Call::Remove { shape, takes_over }) => self.remove(connection, shape, takes_over),
+            Ok(Call::Grow { shape, takes_over }) => self.grow(connection, shape, takes_over),
             Ok(Call::Window { wants, obeys }) => self.window(connection, wants, obeys),
             Ok(Call::Offer { session, keys }) => self.offer(connection, session, keys),
             Ok(call) => self.in_order(connection, call, delivery),
@@ -391,7 +422,8 @@ const MORE: &str = "give the server at least as much as before";
 
 const NO_STAGING: &str = "the server has as many writers as its memory for writes under way permits: give it more";
 
-pub(super) const OTHER_SHAPE: &str = "the volume has another size, or another number of copies, here";
+pub(super) const OTHER_SHAPE: &str = "the volume has another size, or another number of copies, here: if it was made larger, \
+     take its file from the host where it was, and run remora volume grow again if that was interrupted";
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)

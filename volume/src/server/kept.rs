@@ -9,8 +9,9 @@ use remora_messenger::Connection;
 
 use super::scrubbing::SCRUB_EVERY;
 use crate::disk::checkpoint::{Batch, Checkpoint};
-use crate::disk::files::Failure;
+use crate::disk::files::{Failure, Name};
 use crate::disk::folder::Folder;
+use crate::disk::growth::Growth;
 use crate::disk::journal::{Journal, Sync, write_superblock};
 use crate::disk::recovery::{self, Found};
 use crate::disk::root::Root;
@@ -77,6 +78,45 @@ impl Stores {
         }
         let number = getrandom::u64().unwrap_or_default();
         Ok((Kept::new(self, files, journal, number, standing), standing, is_cut))
+    }
+
+    /// Begins the store of a copy that becomes larger.
+    pub(super) fn begin_growth(&self, shape: Shape) -> Result<Growth<Folder>, String> {
+        let folder = self.root.make_growth(shape.volume());
+        let folder = folder.map_err(|error| format!("no folder beside the copy's: {error}"))?;
+        Growth::begin(folder, shape).map_err(|failure| {
+            self.root.remove_growth(shape.volume());
+            failure.to_string()
+        })
+    }
+
+    /// A growth is given up.
+    pub(super) fn end_growth(&self, volume: VolumeId) {
+        self.root.remove_growth(volume);
+    }
+
+    /// Every block is in the growth, and the copy stands like this: it takes the place of the earlier store.
+    /// [`Failure::Lost`]: neither of the two is to be believed.
+    pub(super) fn complete_growth(
+        self: &Arc<Stores>,
+        growth: &Growth<Folder>,
+        earlier: &Kept,
+        standing: Standing,
+    ) -> Result<Kept, Failure> {
+        let volume = growth.shape().volume();
+        let number = getrandom::u64().unwrap_or_default();
+        let full = |why: String| Failure::Full { path: self.root.path().display().to_string(), why };
+        // Nothing counts yet: whatever fails here has changed nothing.
+        let made = growth.complete((number, self.root.boot()), &earlier.journal, standing);
+        let mut journal = made.map_err(|failure| full(failure.to_string()))?;
+        let exchanged = self.root.exchange(volume, &earlier.files, growth.files());
+        exchanged.map_err(|error| full(format!("two folders cannot change their names: {error}")))?;
+        if let Err(error) = self.root.sync() {
+            journal.lose();
+            return Err(Failure::of_sync(&**growth.files(), Name::Superblock, &error));
+        }
+        self.root.remove_growth(volume);
+        Ok(Kept::new(self, Arc::clone(growth.files()), journal, number, standing))
     }
 
     /// Removes the folder of a copy that is forgotten. Returns whether there was one.

@@ -14,19 +14,20 @@
 //! - `staging`: what writers may have under way.
 //! - `kept`: a copy's store, and who waits for it; `keeper`: the threads that sync, make checkpoints, and scrub;
 //!   `scrubbing`: how far that is.
-//! - `questions`: what clients ask of a volume without opening it.
+//! - `questions`: what clients ask of a volume without opening it; `growing`: copies a copy into a larger one.
 //! - `borrower`: brings a copy up to date from another server; `caller`: asks another server.
 //! - `puller`: takes large writes out of their writer's memory; `upstream`: or out of another server's.
 //!
-//! Who ends what: the [`Server`] its messenger's workers, the threads of borrowers and pullers, and the keeper's. A
-//! borrower ends by itself when its copy is whole, or when its writer's connection is over; a puller with that
-//! connection.
+//! Who ends what: the [`Server`] its messenger's workers, the threads of borrowers, pullers and growth, and the
+//! keeper's. A borrower ends by itself when its copy is whole, or when its writer's connection is over; a puller with
+//! that connection; growth when the copy is the larger one.
 
 mod answers;
 mod borrower;
 mod budget;
 mod caller;
 mod exports;
+mod growing;
 mod host;
 mod keeper;
 mod kept;

@@ -1,12 +1,12 @@
 //! Questions: what clients ask of a volume without opening it, each on a connection of its own: how its copy stands, a
-//! scrub of it, its removal.
+//! scrub of it, its removal, its growth.
 
 use bytes::Bytes;
 use remora_messenger::Connection;
 
 use super::answers::{answer, refuse};
 use super::host::{Host, OTHER_SHAPE};
-use super::slot::NO_WRITER;
+use super::slot::{GROWS, NO_WRITER, State};
 use crate::link::AT_WORK;
 use crate::shape::Shape;
 use crate::wire::{Cause, Reply, Status};
@@ -45,6 +45,52 @@ impl Host {
         self.done(connection, done);
     }
 
+    /// Whether no writer is at work with the copy, or the client consents. Otherwise the client is refused.
+    fn is_free(&self, connection: &Connection, state: &State, takes_over: bool) -> bool {
+        if state.is_growing() {
+            refuse(connection, Cause::InUse, GROWS);
+            return false;
+        }
+        let silent = state.writer_silent(NO_WRITER).filter(|silent| !takes_over && *silent < AT_WORK);
+        if let Some(silent) = silent {
+            let text = format!("a writer is at work, heard {} ms ago: the copy is left alone", silent.as_millis());
+            refuse(connection, Cause::InUse, &text);
+        }
+        silent.is_none()
+    }
+
+    /// Copies the copy into a larger one. A thread does it, and answers.
+    pub(super) fn grow(&self, connection: &Connection, shape: Shape, takes_over: bool) {
+        let slot = self.slot_or_unknown(shape);
+        let mut state = slot.lock();
+        let had = state.shape();
+        if had.copies() != shape.copies() || had.blocks() > shape.blocks() {
+            return refuse(connection, Cause::Shape, "the volume is larger, or has another number of copies, here");
+        }
+        if had != shape && !self.is_free(connection, &state, takes_over) {
+            return;
+        }
+        if had == shape || !state.is_there() {
+            let is_there = state.is_there();
+            if !is_there {
+                state.reshape(shape);
+            }
+            let is_unused = state.is_unused();
+            drop(state);
+            if is_unused {
+                self.forget(shape.volume(), &slot);
+            }
+            return answer(connection, &Reply::Grown { is_there }, Bytes::new());
+        }
+        let larger = match self.larger(shape) {
+            Ok(larger) => larger,
+            Err(why) => return refuse(connection, Cause::NoMemory, &why),
+        };
+        state.begin_growth(self.exports());
+        drop(state);
+        self.begin_growing(connection, slot, larger);
+    }
+
     /// Forgets the copy, and removes its store.
     pub(super) fn remove(&self, connection: &Connection, shape: Shape, takes_over: bool) {
         let slot = self.slot_or_unknown(shape);
@@ -52,10 +98,8 @@ impl Host {
         if state.shape() != shape {
             return refuse(connection, Cause::Shape, OTHER_SHAPE);
         }
-        let silent = state.writer_silent(NO_WRITER).filter(|silent| !takes_over && *silent < AT_WORK);
-        if let Some(silent) = silent {
-            let text = format!("a writer is at work, heard {} ms ago: the copy is left alone", silent.as_millis());
-            return refuse(connection, Cause::InUse, &text);
+        if !self.is_free(connection, &state, takes_over) {
+            return;
         }
         let was_there = state.remove(self.exports());
         // With the lock held: no new copy gets a folder meanwhile.

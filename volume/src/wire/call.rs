@@ -157,6 +157,14 @@ pub enum Call {
         /// Whether the copy is removed although a writer is at work.
         takes_over: bool,
     },
+    /// Become the copy of a larger volume. Answered by [`super::Reply::Progress`] from time to time, and by
+    /// [`super::Reply::Grown`] at the end.
+    Grow {
+        /// The volume as it is to be.
+        shape: Shape,
+        /// Whether the copy grows although a writer is at work.
+        takes_over: bool,
+    },
 }
 
 type Runs = List<Run, MOST_RUNS>;
@@ -277,6 +285,11 @@ impl Call {
                 Run::put(run, out)?;
                 21
             }
+            Call::Grow { shape, takes_over } => {
+                Shape::put(shape, out)?;
+                bool::put(takes_over, out)?;
+                22
+            }
         })
     }
 
@@ -339,6 +352,7 @@ impl Call {
                 number: u64::take(from)?,
                 run: bounded(Run::take(from)?, MOST_ENTRIES)?,
             },
+            22 => Call::Grow { shape: Shape::take(from)?, takes_over: bool::take(from)? },
             kind => return Err(DecodeError::Kind(kind)),
         };
         reader.finish()?;

@@ -22,8 +22,9 @@
 //!     │ ◀────────────────────────── Standing, Attached │
 //!
 //!   client (a command)                                server
-//!     │ Create, Status, Scrub or Remove ─────────────▶ │        a question about a volume, without opening it
+//!     │ Create, Status, Scrub, Remove or Grow ───────▶ │        a question about a volume, without opening it
 //!     │ ◀──── Created · Status · Scrubbing, … · Removed │
+//!     │ ◀─────────────────────────── Progress, … · Grown │
 //! ```
 //!
 //! - `call`: what clients ask; `reply`: what servers answer; `fields`: what both consist of.

@@ -98,6 +98,11 @@ pub enum Reply {
         /// Whether the server had a copy.
         was_there: bool,
     },
+    /// To [`super::Call::Grow`].
+    Grown {
+        /// Whether the server has a copy.
+        is_there: bool,
+    },
     /// To [`super::Call::Map`].
     Mapped {
         /// The number of the read.
@@ -208,6 +213,10 @@ impl Reply {
                 Zeros::put(zeros, out)?;
                 50
             }
+            Reply::Grown { is_there } => {
+                bool::put(is_there, out)?;
+                51
+            }
         })
     }
 
@@ -243,6 +252,7 @@ impl Reply {
             48 => Reply::Scrubbing(Findings::take(from)?),
             49 => Reply::Removed { was_there: bool::take(from)? },
             50 => Reply::Mapped { number: u64::take(from)?, newest: Version::take(from)?, zeros: Zeros::take(from)? },
+            51 => Reply::Grown { is_there: bool::take(from)? },
             kind => return Err(DecodeError::Kind(kind)),
         };
         reader.finish()?;

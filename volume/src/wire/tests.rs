@@ -104,6 +104,7 @@ fn calls() -> impl Strategy<Value = Call> {
         shapes().prop_map(|shape| Call::Status { shape }),
         shapes().prop_map(|shape| Call::Scrub { shape }),
         (shapes(), any::<bool>()).prop_map(|(shape, takes_over)| Call::Remove { shape, takes_over }),
+        (shapes(), any::<bool>()).prop_map(|(shape, takes_over)| Call::Grow { shape, takes_over }),
         lend.prop_map(|(holder, since, run, with_blocks)| Call::Lend { holder, since, run, with_blocks }),
     ]
 }
@@ -148,6 +149,7 @@ fn replies() -> impl Strategy<Value = Reply> {
             Reply::Scrubbing(Findings { read, repaired, damaged, is_complete })
         }),
         any::<bool>().prop_map(|was_there| Reply::Removed { was_there }),
+        any::<bool>().prop_map(|is_there| Reply::Grown { is_there }),
         (any::<u64>(), versions(), vec(any::<u8>(), 0..=MAX_MAP_BYTES))
             .prop_map(|(number, newest, zeros)| Reply::Mapped { number, newest, zeros }),
         (cause, "[^\\p{C}\\p{Zl}\\p{Zp}]{0,30}").prop_map(|(cause, text)| Reply::Refused { cause, text }),
@@ -275,5 +277,5 @@ fn the_seeds_hold_every_kind_of_message() {
     kinds.dedup();
     kinds.sort_unstable();
     kinds.dedup();
-    assert_eq!(kinds, (1..=17).chain(19..=21).chain(33..=50).collect::<Vec<u16>>());
+    assert_eq!(kinds, (1..=17).chain(19..=22).chain(33..=51).collect::<Vec<u16>>());
 }

@@ -191,16 +191,20 @@ fn a_block_that_rots_in_the_store_makes_the_copy_behind() {
 }
 
 /// A small file system of its own, until dropped.
-struct Small(tempfile::TempDir);
+pub struct Small(tempfile::TempDir);
 
 impl Small {
-    fn new(bytes: u64) -> Option<Small> {
+    pub fn new(bytes: u64) -> Option<Small> {
         require::root()?;
         let folder = tempfile::tempdir().unwrap();
         let mut mount = Command::new("mount");
         mount.args(["-t", "tmpfs", "-o", &format!("size={bytes},mode=0700"), "none"]).arg(folder.path());
         assert!(mount.status().unwrap().success());
         Some(Small(folder))
+    }
+
+    pub fn path(&self) -> &Path {
+        self.0.path()
     }
 }
 

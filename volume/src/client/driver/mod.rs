@@ -422,9 +422,12 @@ impl Driver {
             Reply::Mapped { number, newest, zeros } => self.mapped(server, number, newest, zeros),
             Reply::Attached { session, keys } => self.open_region(connection, session, keys),
             Reply::Refused { text, .. } => self.lost(server, &text),
-            Reply::Created | Reply::Lent { .. } | Reply::Status(_) | Reply::Scrubbing(_) | Reply::Removed { .. } => {
-                self.lost(server, "it answers what it was not asked")
-            }
+            Reply::Created
+            | Reply::Lent { .. }
+            | Reply::Status(_)
+            | Reply::Scrubbing(_)
+            | Reply::Removed { .. }
+            | Reply::Grown { .. } => self.lost(server, "it answers what it was not asked"),
         }
     }
 

@@ -3,6 +3,7 @@
 
 mod catch_up;
 mod failing;
+mod grow;
 mod scrub;
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -13,6 +14,7 @@ use remora_fabric::RegionId;
 use remora_messenger::Connection;
 
 pub(in crate::server) use self::catch_up::Abandoned;
+pub(in crate::server) use self::grow::GROWS;
 use super::answers;
 use super::budget::{Budget, Grant};
 use super::exports::Exports;
@@ -57,6 +59,8 @@ pub(super) struct State {
     /// Blocks that the catch-up under way has compared.
     compared: Option<u64>,
     scrubbing: Scrubbing,
+    /// A thread copies its blocks into a larger copy. Meanwhile it has no connections.
+    is_growing: bool,
 }
 
 struct Session {
@@ -106,8 +110,9 @@ impl Slot {
     pub(super) fn unknown(shape: Shape) -> Slot {
         let (copy, sessions) = (Copy::default(), Vec::new());
         let (catch_ups, compared, scrubbing) = (0, None, Scrubbing::new());
-        let (store, kept, grant, region) = (None, None, None, None);
-        let state = State { shape, copy, store, kept, grant, region, sessions, catch_ups, compared, scrubbing };
+        let (store, kept, grant, region, is_growing) = (None, None, None, None, false);
+        let state =
+            State { shape, copy, store, kept, grant, region, sessions, catch_ups, compared, scrubbing, is_growing };
         Slot { state: Mutex::new(state), changed: Condvar::new() }
     }
 
@@ -322,7 +327,8 @@ impl State {
             | Call::Follow(_)
             | Call::Status { .. }
             | Call::Scrub { .. }
-            | Call::Remove { .. } => Ok(Done::Refused(Cause::Misuse, "not on this connection".into())),
+            | Call::Remove { .. }
+            | Call::Grow { .. } => Ok(Done::Refused(Cause::Misuse, "not on this connection".into())),
         };
         self.say();
         self.detach(exports);

@@ -1,0 +1,103 @@
+//! Growing: the thread that copies a copy into a larger one.
+//!
+//! Until the last block is copied the copy is as it was, and so it is if the server ends before: what is left in the
+//! folder of the stores is removed at the next start. The promise that it gave, the writes that it holds and what it
+//! claims to have held stay, so each rule holds between a copy that has grown and one that has not.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use remora_messenger::Connection;
+
+use super::answers::{answer, refuse};
+use super::budget::{Budget, Grant};
+use super::exports::Exports;
+use super::kept::Stores;
+use super::slot::Slot;
+use crate::disk::folder::Folder;
+use crate::disk::growth::Growth;
+use crate::layout::Layout;
+use crate::shape::Shape;
+use crate::store::Store;
+use crate::wire::{Cause, Reply};
+
+/// A copy that is larger, and lacks blocks still.
+pub(super) struct Larger {
+    pub(super) store: Store,
+    pub(super) grant: Grant,
+    /// `None`: it is in memory only.
+    pub(super) growth: Option<(Arc<Stores>, Growth<Folder>)>,
+}
+
+impl Larger {
+    /// Without a block.
+    pub(super) fn new(shape: Shape, budget: &Arc<Budget>, stores: Option<&Arc<Stores>>) -> Result<Larger, String> {
+        let bytes = Layout::of(shape).length();
+        let grant = budget.take(bytes).ok_or_else(|| {
+            format!("the server has no memory for {bytes} bytes beside the copy as it is: give it more, by --memory")
+        })?;
+        let store = Store::create(shape).map_err(|error| error.to_string())?;
+        let begin = |stores: &Arc<Stores>| stores.begin_growth(shape).map(|growth| (Arc::clone(stores), growth));
+        let growth = stores.map(begin).transpose()?;
+        Ok(Larger { store, grant, growth })
+    }
+
+    fn give_up(self) {
+        if let Some((stores, growth)) = &self.growth {
+            stores.end_growth(growth.shape().volume());
+        }
+    }
+}
+
+/// The thread.
+pub(super) struct Growing {
+    pub(super) slot: Arc<Slot>,
+    pub(super) larger: Larger,
+    /// Who is told.
+    pub(super) connection: Connection,
+    pub(super) is_stopping: Arc<AtomicBool>,
+}
+
+impl Growing {
+    pub(super) fn run(self, exports: &Exports) {
+        let Growing { slot, larger, connection, is_stopping } = self;
+        let (mut first, mut told) = (0, Instant::now());
+        loop {
+            if is_stopping.load(Ordering::Acquire) {
+                slot.lock().end_growth();
+                return larger.give_up();
+            }
+            let Some((batch, next)) = slot.lock().grow(&larger.store, first) else { break };
+            let written = larger.growth.as_ref().map_or(Ok(()), |(_, growth)| growth.write(&batch));
+            if let Err(failure) = written {
+                slot.lock().end_growth();
+                larger.give_up();
+                return refuse(&connection, Cause::NoMemory, &failure.to_string());
+            }
+            first = next;
+            if told.elapsed() >= TELL_EVERY {
+                told = Instant::now();
+                answer(&connection, &Reply::Progress { compared: first }, Bytes::new());
+            }
+        }
+        let (shape, stores) = (larger.store.shape(), larger.growth.as_ref().map(|(stores, _)| Arc::clone(stores)));
+        let done = slot.lock().complete_growth(larger, exports);
+        match done {
+            Ok(is_there) => {
+                tracing::info!(volume = %shape.volume(), blocks = shape.blocks(), "a copy has become larger");
+                answer(&connection, &Reply::Grown { is_there }, Bytes::new());
+            }
+            Err(failure) => {
+                if let Some(stores) = stores {
+                    stores.end_growth(shape.volume());
+                }
+                refuse(&connection, Cause::NoMemory, &failure.to_string());
+            }
+        }
+    }
+}
+
+/// How often the client is told how far it is.
+const TELL_EVERY: Duration = Duration::from_millis(200);

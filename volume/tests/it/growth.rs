@@ -1,0 +1,267 @@
+//! Volumes that are made larger: at every server, at some of them first, and at servers that end meanwhile.
+
+use std::path::Path;
+use std::time::Duration;
+
+use remora_lab::Random;
+use remora_messenger::Address;
+use remora_volume::client::{ClientOptions, Error, Volume};
+use remora_volume::message::State;
+use remora_volume::server::ServerOptions;
+use remora_volume::shape::{BLOCK_BYTES, Copies, Shape};
+use remora_volume::wire::Findings;
+
+use crate::cluster::{Cluster, options, server_options, until};
+use crate::pattern::{Checker, content};
+use crate::processes::{Remotes, write_for};
+use crate::stores::Small;
+
+fn of(shape: Shape, blocks: u64) -> Shape {
+    Shape::new(shape.volume(), blocks, shape.copies()).unwrap()
+}
+
+fn with_store(folder: &Path, number: usize) -> ServerOptions {
+    ServerOptions { store: Some(folder.join(number.to_string())), ..server_options() }
+}
+
+/// Three servers, with stores if there is a folder.
+fn cluster(blocks: u64, folder: Option<&Path>) -> Cluster {
+    let Some(folder) = folder else { return Cluster::new(3, 2, blocks) };
+    let mut cluster = Cluster::new(3, 2, blocks);
+    for number in 0..3 {
+        cluster.end(number);
+        cluster.start_with(number, &with_store(folder, number));
+    }
+    Volume::create(cluster.shape, &cluster.addresses, &options()).unwrap();
+    cluster
+}
+
+fn no_writer(shape: Shape, addresses: &[Address]) {
+    until("the writer has gone", || {
+        let statuses = Volume::statuses(shape, addresses, &options()).unwrap();
+        statuses.iter().flatten().all(|status| status.writer_silent.is_none())
+    });
+}
+
+fn grow(cluster: &Cluster, blocks: u64) -> Vec<Result<bool, String>> {
+    let shapes = (cluster.shape, of(cluster.shape, blocks));
+    Volume::grow(shapes, &cluster.addresses, &options(), |_, _| {}).unwrap()
+}
+
+/// What a test writes: some blocks, then zeros over some of them.
+fn fill(volume: &Volume) {
+    for first in (0..480).step_by(20) {
+        volume.write(first, (first..first + 20).flat_map(|block| content(block, 1)).collect::<Vec<u8>>()).unwrap();
+    }
+    volume.zero(100, 50).unwrap();
+    volume.flush().unwrap();
+}
+
+fn check(volume: &Volume, blocks: u64) {
+    for first in (0..blocks).step_by(20) {
+        let expected: Vec<u8> = (first..first + 20)
+            .flat_map(|block| content(block, u64::from(block < 480 && !(100..150).contains(&block))))
+            .collect();
+        assert!(volume.read(first, 20).unwrap() == expected, "blocks from {first}");
+    }
+}
+
+#[test]
+fn a_volume_that_grows_keeps_every_block_and_its_servers_have_them_again() {
+    let folder = tempfile::tempdir().unwrap();
+    for stores in [None, Some(folder.path())] {
+        let mut cluster = cluster(500, stores);
+        let before = cluster.shape;
+        let volume = cluster.open().unwrap();
+        fill(&volume);
+        until("all have it", || volume.members().len() == 3);
+        drop(volume);
+        let promised = |cluster: &Cluster| {
+            let standings = Volume::standings(cluster.shape, &cluster.addresses, &options()).unwrap();
+            standings.into_iter().map(Result::unwrap).collect::<Vec<_>>()
+        };
+        no_writer(before, &cluster.addresses);
+        let standings = promised(&cluster);
+        assert_eq!(grow(&cluster, 1500), [Ok(true), Ok(true), Ok(true)]);
+        assert_eq!(grow(&cluster, 1500), [Ok(true), Ok(true), Ok(true)], "again");
+
+        // The size of before is refused, and what to do is said.
+        assert!(cluster.open().is_err());
+        let refused = Volume::standings(before, &cluster.addresses, &options()).unwrap()[0].clone().unwrap_err();
+        assert!(refused.contains("another size") && refused.contains("remora volume grow"), "{refused}");
+        let refused = Volume::grow((of(before, 1500), before), &cluster.addresses, &options(), |_, _| {}).unwrap();
+        assert!(refused.iter().all(|answer| answer.as_ref().unwrap_err().contains("larger")), "{refused:?}");
+
+        cluster.shape = of(before, 1500);
+        assert_eq!(promised(&cluster), standings, "what was promised and written is as before");
+        let volume = cluster.open().unwrap();
+        check(&volume, 1500);
+        volume.write(1490, content(1490, 0)).unwrap();
+        volume.write(1499, content(1499, 7)).unwrap();
+        assert!(volume.write(1500, content(1500, 7)).is_err());
+        volume.flush().unwrap();
+        until("all have it", || volume.members().len() == 3);
+        let found = Volume::scrub(cluster.shape, &cluster.addresses, &options(), |_, _| {}).unwrap();
+        let well = Findings { read: 1500, repaired: 0, damaged: 0, is_complete: true };
+        assert_eq!(found, [Ok(well), Ok(well), Ok(well)]);
+        drop(volume);
+        let Some(folder) = stores else { continue };
+
+        // All at once: nothing but the stores is left.
+        (0..3).for_each(|number| cluster.end(number));
+        for number in 0..3 {
+            let names = std::fs::read_dir(folder.join(number.to_string())).unwrap();
+            let mut names: Vec<_> = names.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+            names.sort_unstable();
+            let mut expected = vec![before.volume().to_string(), "lock".to_owned()];
+            expected.sort_unstable();
+            assert_eq!(names, expected, "the smaller store is removed");
+            // What a growth leaves that was interrupted.
+            let left = folder.join(number.to_string()).join(format!("{}.grown", before.volume()));
+            std::fs::create_dir(&left).unwrap();
+            std::fs::write(left.join("extents"), "half").unwrap();
+            cluster.start_with(number, &with_store(folder, number));
+            assert!(!left.exists());
+        }
+        let volume = cluster.open().unwrap();
+        assert!(volume.read(1499, 1).unwrap() == content(1499, 7));
+        volume.write(1499, vec![0; BLOCK_BYTES]).unwrap();
+        check(&volume, 1500);
+    }
+}
+
+#[test]
+fn a_volume_grows_under_a_writer_only_if_that_is_wanted_and_that_writer_ends() {
+    let cluster = cluster(500, None);
+    let volume = cluster.open().unwrap();
+    fill(&volume);
+    until("all have it", || volume.members().len() == 3);
+    let (larger, courteous) = (of(cluster.shape, 600), ClientOptions { take_over: false, ..options() });
+    let refused = Volume::grow((cluster.shape, larger), &cluster.addresses, &courteous, |_, _| {});
+    assert!(matches!(refused, Err(Error::InUse { .. })), "{refused:?}");
+    // Nor does a server that is asked as if it had been left behind.
+    let refused = Volume::grow((larger, larger), &cluster.addresses, &courteous, |_, _| {}).unwrap();
+    assert!(refused.iter().all(|answer| answer.as_ref().unwrap_err().contains("a writer is at work")), "{refused:?}");
+    volume.write(0, content(0, 1)).unwrap();
+    assert_eq!(volume.members().len(), 3);
+
+    let willing = ClientOptions { take_over: true, ..options() };
+    let grown = Volume::grow((cluster.shape, larger), &cluster.addresses, &willing, |_, _| {}).unwrap();
+    assert_eq!(grown, [Ok(true), Ok(true), Ok(true)]);
+    assert!(volume.write(0, content(0, 2)).is_err(), "it was replaced");
+    let volume = Volume::open(larger, &cluster.addresses, &options()).unwrap();
+    check(&volume, 600);
+}
+
+#[test]
+fn a_server_that_was_away_grows_when_it_is_back_beside_a_writer_which_takes_it_in() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut cluster = cluster(500, Some(folder.path()));
+    let volume = cluster.open().unwrap();
+    fill(&volume);
+    drop(volume);
+    cluster.end(2);
+    let grown = grow(&cluster, 700);
+    assert_eq!(grown[..2], [Ok(true), Ok(true)]);
+    assert!(grown[2].is_err(), "{grown:?}");
+    cluster.start_with(2, &with_store(folder.path(), 2));
+
+    cluster.shape = of(cluster.shape, 700);
+    let volume = cluster.open().unwrap();
+    volume.write(650, content(650, 3)).unwrap();
+    std::thread::sleep(Duration::from_millis(500));
+    assert_eq!(volume.members().len(), 2, "the third one has the size of before");
+    let courteous = ClientOptions { take_over: false, ..options() };
+    let shapes = (cluster.shape, cluster.shape);
+    let grown = Volume::grow(shapes, &cluster.addresses, &courteous, |_, _| {}).unwrap();
+    assert_eq!(grown, [Ok(true), Ok(true), Ok(true)]);
+    until("it is taken in", || volume.members().len() == 3);
+    assert!(cluster.is_whole(2));
+    volume.write(650, vec![0; BLOCK_BYTES]).unwrap();
+    check(&volume, 700);
+}
+
+/// A server without a copy has nothing to promise, and does not count.
+#[test]
+fn a_server_without_a_copy_takes_the_new_size_from_the_next_writer() {
+    let mut cluster = cluster(500, None);
+    let volume = cluster.open().unwrap();
+    fill(&volume);
+    drop(volume);
+    cluster.end(0);
+    cluster.start(0);
+    assert_eq!(grow(&cluster, 520), [Ok(false), Ok(true), Ok(true)]);
+    cluster.shape = of(cluster.shape, 520);
+    let volume = cluster.open().unwrap();
+    until("it is taken in", || volume.members().len() == 3);
+    check(&volume, 520);
+    // Other numbers of copies are another volume's.
+    let other = Shape::new(cluster.shape.volume(), 900, Copies::new(3, 1).unwrap()).unwrap();
+    let refused = Volume::grow((other, other), &cluster.addresses, &options(), |_, _| {}).unwrap();
+    assert!(refused.iter().all(Result::is_err), "{refused:?}");
+}
+
+#[test]
+fn a_full_device_refuses_the_growth_and_the_copy_is_as_before() {
+    // The copy fits, and a larger one beside it does not.
+    let Some(small) = Small::new(24 << 20) else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let mut cluster = cluster(500, Some(folder.path()));
+    cluster.end(0);
+    let shape = cluster.shape;
+    let store = ServerOptions { store: Some(small.path().into()), ..server_options() };
+    cluster.start_with(0, &store);
+    let volume = cluster.open().unwrap();
+    fill(&volume);
+    until("it is taken in", || volume.members().len() == 3);
+    drop(volume);
+    let grown = grow(&cluster, 4000);
+    let why = grown[0].as_ref().unwrap_err();
+    assert!(why.contains("no space") && why.contains("extents"), "{why}");
+    assert_eq!(grown[1..], [Ok(true), Ok(true)]);
+    assert_eq!(std::fs::read_dir(small.path()).unwrap().count(), 2, "the lock and the copy");
+    let standing = cluster.servers[0].as_ref().unwrap().standing(shape.volume()).unwrap();
+    assert_eq!(standing.state, State::Whole);
+    // So do a server's bounds.
+    let mut bounded = Cluster::with(1, 1, 500, &ServerOptions { memory: 5 << 20, ..server_options() });
+    let why = grow(&bounded, 1000)[0].clone().unwrap_err();
+    assert!(why.contains("no memory") && why.contains("--memory"), "{why}");
+    assert!(bounded.open().is_ok(), "{why}");
+    bounded.end(0);
+}
+
+/// Servers are killed while they copy. Each has one of the two sizes then, and the command is run again.
+#[test]
+fn servers_that_are_killed_while_they_grow_lose_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut servers = Remotes::with(4000, Some(folder.path()));
+    let (mut checker, mut random) = (Checker::new(61), Random::new(61));
+    let mut of_both = [0, 0];
+    for round in 1..=6_u64 {
+        let volume = servers.open(&options());
+        checker.settle(&volume);
+        write_for(&volume, &mut checker, Duration::from_millis(300));
+        volume.flush().unwrap();
+        drop(volume);
+        let (shape, larger) = (servers.shape, of(servers.shape, 4000 + 1000 * round));
+        let addresses = servers.addresses();
+        no_writer(shape, &addresses);
+        std::thread::scope(|scope| {
+            let growing = scope.spawn(|| Volume::grow((shape, larger), &addresses, &options(), |_, _| {}));
+            std::thread::sleep(Duration::from_micros(random.below(150_000)));
+            (0..3).for_each(|number| servers.kill(number));
+            let _ = growing.join().unwrap().unwrap();
+        });
+        (0..3).for_each(|number| servers.restart(number));
+        let of_before = Volume::standings(shape, &servers.addresses(), &options()).unwrap();
+        let has_grown = of_before.iter().filter(|standing| standing.is_err()).count();
+        of_both[0] += 3 - has_grown;
+        of_both[1] += has_grown;
+        let grown = Volume::grow((shape, larger), &servers.addresses(), &options(), |_, _| {}).unwrap();
+        assert_eq!(grown, [Ok(true), Ok(true), Ok(true)], "round {round}");
+        servers.shape = larger;
+        let volume = servers.open(&options());
+        assert!(checker.check(&volume) > 0);
+    }
+    println!("killed before and after the copy had the new size: {of_both:?}");
+}
