@@ -35,7 +35,7 @@ pub struct SecurityArgs {
     pub key: Option<PathBuf>,
 
     /// For `mtls`: the certificates (PEM) of the authorities that sign those of all agents. Give several in one file
-    /// while one replaces another. Source and replica read the three files again on SIGHUP.
+    /// while one replaces another. Commands that serve read the three files again on SIGHUP.
     #[arg(long, value_name = "FILE", help_heading = "Security")]
     pub ca: Option<PathBuf>,
 

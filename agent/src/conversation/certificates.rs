@@ -77,7 +77,7 @@ impl Certificates {
     }
 
     /// The configuration for connecting.
-    pub(super) fn client(&self) -> Arc<ClientConfig> {
+    pub(crate) fn client(&self) -> Arc<ClientConfig> {
         self.configs().client
     }
 

@@ -46,7 +46,6 @@ use tokio::net::{TcpStream, ToSocketAddrs};
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::timeout;
 
-use self::certificates::Certificates;
 pub use self::error::{Error, Fault, Result};
 pub(crate) use self::identity::Identity;
 pub use self::identity::SourceKey;
@@ -172,6 +171,7 @@ impl Engine {
             Side::Client => (options.security.client(options.source_key).map_err(failed)?, None),
             Side::Server => (None, options.security.server().map_err(failed)?),
         };
+        let client = client.map(Into::into);
         let tls = TlsOptions { client, server_name: options.peer_name.clone(), ..TlsOptions::default() };
         let messenger_options =
             MessengerOptions { keys: Some(keyring), versions: VERSIONS, tls, ..MessengerOptions::default() };
@@ -207,7 +207,7 @@ impl Engine {
     }
 
     fn server_config(&self) -> Option<Arc<ServerConfig>> {
-        let current = || self.options.security.certificates().map(Certificates::server);
+        let current = || self.options.security.certificates().map(|own| own.server());
         self.server.as_ref().map(|made| current().unwrap_or_else(|| made.clone()))
     }
 

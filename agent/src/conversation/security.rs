@@ -94,8 +94,8 @@ impl Security {
     }
 
     /// The certificates of this end, if it has any.
-    pub(crate) fn certificates(&self) -> Option<&Certificates> {
-        self.certificates.as_deref()
+    pub(crate) fn certificates(&self) -> Option<&Arc<Certificates>> {
+        self.certificates.as_ref()
     }
 
     /// The name that the certificate of a source must be for if it is reached by this host name or address; `None`:

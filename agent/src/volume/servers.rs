@@ -4,8 +4,9 @@ use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
 
 use remora_messenger::Address;
-use remora_messenger::stack::tls::TlsOptions;
+use remora_messenger::stack::tls::{TlsConfig, TlsOptions};
 use remora_volume::Security;
+use rustls::{ClientConfig, ServerConfig};
 
 use crate::args::{HostPort, VolumeSecurityArgs};
 use crate::conversation;
@@ -33,19 +34,24 @@ impl Protection {
         Ok(Protection { tokens: TokenFiles::read(&files, &[], security.clone())?, security })
     }
 
-    /// The same for connections.
+    /// The same for connections. New ones use the certificates that were read last.
     ///
     /// # Errors
     /// No certificate can be made.
     pub(super) fn of_connections(&self) -> Result<Security, Failure> {
-        let mut client = self.security.client(None).map_err(Failure::local)?;
-        let mut server = self.security.server().map_err(Failure::local)?;
-        if let Some(config) = client.as_mut().map(Arc::make_mut) {
-            config.alpn_protocols = vec![PROTOCOL.to_vec()];
-        }
-        if let Some(config) = server.as_mut().map(Arc::make_mut) {
-            config.alpn_protocols = vec![PROTOCOL.to_vec()];
-        }
+        let (client, server) = match self.security.certificates() {
+            Some(own) => {
+                let (of_calls, of_port) = (own.clone(), own.clone());
+                (
+                    Some(TlsConfig::new(move || of_client(of_calls.client()))),
+                    Some(TlsConfig::new(move || of_server(of_port.server()))),
+                )
+            }
+            None => (
+                self.security.client(None).map_err(Failure::local)?.map(|config| of_client(config).into()),
+                self.security.server().map_err(Failure::local)?.map(|config| of_server(config).into()),
+            ),
+        };
         let tls = TlsOptions { client, server, server_name: self.security.given_name() };
         Ok(Security { keys: Some(self.tokens.keyring()), tls })
     }
@@ -89,6 +95,18 @@ impl Protection {
     pub(super) fn servers(&self, servers: &[HostPort]) -> Result<Vec<Address>, Failure> {
         servers.iter().map(|server| self.address("the volume's server", resolve(server)?)).collect()
     }
+}
+
+/// The same configuration for connections to the servers of a volume.
+fn of_client(mut config: Arc<ClientConfig>) -> Arc<ClientConfig> {
+    Arc::make_mut(&mut config).alpn_protocols = vec![PROTOCOL.to_vec()];
+    config
+}
+
+/// The same configuration for the port of a server.
+fn of_server(mut config: Arc<ServerConfig>) -> Arc<ServerConfig> {
+    Arc::make_mut(&mut config).alpn_protocols = vec![PROTOCOL.to_vec()];
+    config
 }
 
 fn resolve(server: &HostPort) -> Result<SocketAddr, Failure> {

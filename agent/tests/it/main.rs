@@ -45,6 +45,7 @@ mod taken_over;
 mod tokens;
 mod verify;
 mod volume;
+mod volume_certificates;
 mod volume_guest;
 mod volume_keep;
 mod volume_ways;

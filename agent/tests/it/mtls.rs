@@ -14,14 +14,14 @@ use crate::kit::{LONG, Source, Stage, assert_untouched, ends, fill_keys, number,
 const HOST: &str = "127.0.0.1";
 
 /// The options of an agent with these files.
-fn options(files: &Tls) -> Vec<String> {
+pub(crate) fn options(files: &Tls) -> Vec<String> {
     let path = |path: &std::path::Path| path.display().to_string();
     ["--security", "mtls", "--cert", &path(&files.certificate), "--key", &path(&files.key), "--ca", &path(&files.ca)]
         .map(str::to_owned)
         .to_vec()
 }
 
-fn words(options: &[String]) -> Vec<&str> {
+pub(crate) fn words(options: &[String]) -> Vec<&str> {
     options.iter().map(String::as_str).collect()
 }
 

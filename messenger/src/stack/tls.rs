@@ -9,6 +9,7 @@
 //! - Decrypted bytes could stay in the link, where epoll does not see them. So no more is decrypted than the receiver
 //!   has room for at once (`ONE_READ_BYTES`), and nothing stays.
 
+use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;
@@ -26,11 +27,46 @@ use crate::handshake::BINDING_BYTES;
 #[derive(Debug, Clone, Default)]
 pub struct TlsOptions {
     /// For connecting.
-    pub client: Option<Arc<ClientConfig>>,
+    pub client: Option<TlsConfig<ClientConfig>>,
     /// The name that the server's certificate must be for; `None`: the address that is connected to.
     pub server_name: Option<String>,
     /// For listening.
-    pub server: Option<Arc<ServerConfig>>,
+    pub server: Option<TlsConfig<ServerConfig>>,
+}
+
+/// A configuration of rustls. The owner is asked for every connection, so it may replace its certificates; connections
+/// that are open go on.
+pub struct TlsConfig<C>(Arc<dyn Fn() -> Arc<C> + Send + Sync>);
+
+impl<C> TlsConfig<C> {
+    /// `config` is called for each connection, by a thread of the messenger. It must not wait.
+    pub fn new(config: impl Fn() -> Arc<C> + Send + Sync + 'static) -> TlsConfig<C> {
+        TlsConfig(Arc::new(config))
+    }
+
+    /// For a connection that begins now.
+    pub fn current(&self) -> Arc<C> {
+        (self.0)()
+    }
+}
+
+impl<C: Send + Sync + 'static> From<Arc<C>> for TlsConfig<C> {
+    /// The same for every connection.
+    fn from(config: Arc<C>) -> TlsConfig<C> {
+        TlsConfig::new(move || Arc::clone(&config))
+    }
+}
+
+impl<C> Clone for TlsConfig<C> {
+    fn clone(&self) -> TlsConfig<C> {
+        TlsConfig(Arc::clone(&self.0))
+    }
+}
+
+impl<C> fmt::Debug for TlsConfig<C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TlsConfig").finish_non_exhaustive()
+    }
 }
 
 /// A TCP connection with TLS.
@@ -45,7 +81,7 @@ pub struct TlsLink {
 
 impl TlsLink {
     pub(super) fn call(options: &TlsOptions, peer: SocketAddr) -> io::Result<TlsLink> {
-        let config = options.client.clone().ok_or_else(|| missing("connect", "client"))?;
+        let config = options.client.as_ref().ok_or_else(|| missing("connect", "client"))?.current();
         let name = match &options.server_name {
             Some(name) => ServerName::try_from(name.clone()).map_err(io::Error::other)?,
             None => ServerName::IpAddress(peer.ip().into()),
@@ -219,7 +255,7 @@ impl Drop for TlsLink {
 /// A listening TCP socket for TLS.
 pub struct TlsListener {
     tcp: TcpListener,
-    config: Arc<ServerConfig>,
+    config: TlsConfig<ServerConfig>,
 }
 
 impl TlsListener {
@@ -235,7 +271,7 @@ impl Listener for TlsListener {
     }
 
     fn accept(&mut self) -> io::Result<Box<dyn Link>> {
-        Ok(Box::new(TlsLink::accept(self.tcp.take()?, &self.config)?))
+        Ok(Box::new(TlsLink::accept(self.tcp.take()?, &self.config.current())?))
     }
 
     fn address(&self) -> Address {

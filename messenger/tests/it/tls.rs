@@ -2,11 +2,11 @@
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use remora_lab::tls::{Tls, certificates};
-use remora_messenger::stack::tls::TlsOptions;
+use remora_messenger::stack::tls::{TlsConfig, TlsOptions};
 use remora_messenger::{Address, Keyring, Options, Policy, SendError};
 use remora_wire::Token;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
@@ -48,9 +48,9 @@ fn secure() -> (tempfile::TempDir, Options) {
     let client_config =
         client_config.unwrap().with_root_certificates(authority(&client)).with_client_auth_cert(certificates, key);
     let tls = TlsOptions {
-        client: Some(Arc::new(client_config.unwrap())),
+        client: Some(Arc::new(client_config.unwrap()).into()),
         server_name: Some("localhost".to_owned()),
-        server: Some(Arc::new(server_config)),
+        server: Some(Arc::new(server_config).into()),
     };
     (folder, Options { tls, ..Options::default() })
 }
@@ -155,7 +155,8 @@ fn throw_away(folder: &tempfile::TempDir) -> Options {
     let server = server.with_no_client_auth().with_single_cert(certificates, key).unwrap();
     let client = ClientConfig::builder_with_provider(provider).with_protocol_versions(&versions).unwrap();
     let client = client.dangerous().with_custom_certificate_verifier(Arc::new(Anyone)).with_no_client_auth();
-    let tls = TlsOptions { client: Some(Arc::new(client)), server_name: None, server: Some(Arc::new(server)) };
+    let tls =
+        TlsOptions { client: Some(Arc::new(client).into()), server_name: None, server: Some(Arc::new(server).into()) };
     let token = Arc::new(Token::new(b"the token of both ends, long").unwrap());
     Options { tls, keys: Some(Arc::new(Keyring::only(token))), ..Options::default() }
 }
@@ -167,9 +168,11 @@ fn eavesdrop(listener: &TcpListener, server: SocketAddr, tls: &TlsOptions) -> Ve
     for socket in [&near, &far] {
         socket.set_read_timeout(Some(Duration::from_millis(20))).unwrap();
     }
-    let mut near = rustls::StreamOwned::new(ServerConnection::new(tls.server.clone().unwrap()).unwrap(), near);
+    let mut near =
+        rustls::StreamOwned::new(ServerConnection::new(tls.server.as_ref().unwrap().current()).unwrap(), near);
     let name = ServerName::try_from("localhost").unwrap();
-    let mut far = rustls::StreamOwned::new(ClientConnection::new(tls.client.clone().unwrap(), name).unwrap(), far);
+    let mut far =
+        rustls::StreamOwned::new(ClientConnection::new(tls.client.as_ref().unwrap().current(), name).unwrap(), far);
     let mut seen = Vec::new();
     let deadline = Instant::now() + Duration::from_secs(20);
     while Instant::now() < deadline {
@@ -226,10 +229,43 @@ fn an_accepted_socket_is_adopted_with_tls() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let client = end_with(Policy::lossy_client(), &options, Recorder::default());
     let connection = client.messenger.connect(&Address::Tls(listener.local_addr().unwrap()));
-    let config = options.tls.server.clone().unwrap();
+    let config = options.tls.server.as_ref().unwrap().current();
     server.messenger.adopt_tls(listener.accept().unwrap().0, &config).unwrap();
     connection.send(numbered(7)).unwrap();
     until("the message", || server.recorder.received() == [7]);
+}
+
+#[test]
+fn configurations_that_the_owner_replaces_are_those_of_new_connections_and_open_ones_go_on() {
+    let ((_old_folder, old), (_new_folder, new)) = (secure(), secure());
+    let current = Arc::new(Mutex::new(old.tls.clone()));
+    let (of_calls, of_port) = (current.clone(), current.clone());
+    let tls = TlsOptions {
+        client: Some(TlsConfig::new(move || of_calls.lock().unwrap().client.as_ref().unwrap().current())),
+        server: Some(TlsConfig::new(move || of_port.lock().unwrap().server.as_ref().unwrap().current())),
+        ..old.tls.clone()
+    };
+    let replaced = Options { tls, ..Options::default() };
+    let (server, client) = (
+        end_with(Policy::stateless_server(), &replaced, Recorder::default()),
+        end_with(Policy::lossy_client(), &replaced, Recorder::default()),
+    );
+    let address = server.messenger.listen(&anywhere()).unwrap();
+    let open = client.messenger.connect(&address);
+    open.send(numbered(1)).unwrap();
+    until("the first message", || server.recorder.received() == [1]);
+
+    *current.lock().unwrap() = new.tls;
+    // One that was never told of the new authority is refused, and refuses.
+    let stranger = end_with(Policy::lossy_client(), &old, Recorder::default());
+    let refused = stranger.messenger.connect(&address);
+    until("the end", || matches!(refused.send(numbered(2)), Err(SendError::Over(_))));
+    assert!(refused.link_error().unwrap().to_string().contains("certificate"), "{:?}", refused.link_error());
+    let again = end_with(Policy::lossy_client(), &replaced, Recorder::default());
+    again.messenger.connect(&address).send(numbered(3)).unwrap();
+    open.send(numbered(4)).unwrap();
+    until("both messages", || [3, 4].iter().all(|number| server.recorder.received().contains(number)));
+    assert!(!server.recorder.received().contains(&2));
 }
 
 #[test]

@@ -25,7 +25,8 @@ fn security(tls: &Tls) -> Security {
     let server = server.with_no_client_auth().with_single_cert(vec![certificate], key).unwrap();
     let client = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
     let client = client.with_root_certificates(roots).with_no_client_auth();
-    let tls = TlsOptions { client: Some(Arc::new(client)), server_name: None, server: Some(Arc::new(server)) };
+    let tls =
+        TlsOptions { client: Some(Arc::new(client).into()), server_name: None, server: Some(Arc::new(server).into()) };
     Security { keys: keys(), tls }
 }
 
