@@ -359,6 +359,12 @@ impl Entry {
         Some(Entry { number, writing: sequence & 1 == 1, position, length, crc, seal: slot_seal })
     }
 
+    /// Whether this is an entry of the place at which slot `number` has its own, of this lap or another one. One that
+    /// is not was moved there.
+    pub(crate) fn belongs_to(&self, number: u64, geometry: &Geometry) -> bool {
+        self.number.abs_diff(number).is_multiple_of(geometry.slots.into())
+    }
+
     pub(crate) fn from_bytes(bytes: &[u8; ENTRY_BYTES], seal: Option<&Seal>) -> Option<Entry> {
         Entry::from_words(words(bytes), seal)
     }

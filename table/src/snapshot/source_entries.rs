@@ -200,6 +200,7 @@ impl SourceEntries {
             let mut bytes = [0; ENTRY_BYTES];
             sink.read(at, &mut bytes)?;
             let entry = Entry::from_bytes(&bytes, self.front.expect.seal());
+            let entry = entry.filter(|entry| entry.belongs_to(number, &self.front.expect.geometry));
             if let Some(entry) = entry.filter(|entry| entry.number > number) {
                 let oldest = (entry.number + 1).saturating_sub(u64::from(self.geometry().slots));
                 return Err(Error::slot_overrun(number, oldest));

@@ -1,4 +1,4 @@
-//! An attacker who changes what replicas read by RDMA. It would have to be on the wire; the test changes the source's
+//! An attacker who changes, swaps or replays what replicas read by RDMA. It would have to be on the wire; the test changes the source's
 //! sealed memory instead, from outside the process, so that each READ returns what such an attacker would put there.
 
 use std::fs::File;
@@ -64,9 +64,79 @@ impl Table {
 
     /// Turns a bit. Done twice, nothing has changed.
     fn turn(&self, place: u64) {
-        let mut byte = [0];
-        self.memory.read_exact_at(&mut byte, self.base + place).unwrap();
-        self.memory.write_all_at(&[byte[0] ^ 0x10], self.base + place).unwrap();
+        self.put(place, &[self.bytes(place, 1)[0] ^ 0x10]);
+    }
+
+    fn bytes(&self, place: u64, length: u64) -> Vec<u8> {
+        let mut bytes = vec![0; length as usize];
+        self.memory.read_exact_at(&mut bytes, self.base + place).unwrap();
+        bytes
+    }
+
+    fn put(&self, place: u64, bytes: &[u8]) {
+        self.memory.write_all_at(bytes, self.base + place).unwrap();
+    }
+
+    /// Where the whole part is that a deed moves, and how many bytes it has.
+    fn whole(&self, part: Part) -> (u64, u64) {
+        let slot_size = self.number::<4>(24);
+        match part {
+            Part::Line => (128, 64),
+            Part::Entry(_) => (self.place(part) - 8, 64),
+            Part::Slot(_) => (self.place(part) - slot_size / 2, slot_size),
+            Part::Head | Part::Record => unreachable!("{part:?} is not moved"),
+        }
+    }
+}
+
+/// What is done to a table. Done twice, nothing has changed.
+enum Deed {
+    Turn(Part),
+    /// Two parts of a kind change places.
+    Swap(Vec<(Part, Part)>),
+    /// Parts are replaced by those of another snapshot of the same data. Its key is another one.
+    Replay(Vec<(Part, Vec<u8>)>),
+}
+
+impl Deed {
+    fn replay(other: &Table, parts: &[Part]) -> Deed {
+        let bytes = |part: &Part| {
+            let (place, length) = other.whole(*part);
+            (*part, other.bytes(place, length))
+        };
+        Deed::Replay(parts.iter().map(bytes).collect())
+    }
+
+    fn name(&self) -> String {
+        match self {
+            Deed::Turn(part) => format!("{part:?}"),
+            Deed::Swap(pairs) => format!("a swap of {pairs:?}"),
+            Deed::Replay(parts) => format!("a replay of {:?}", parts.iter().map(|(part, _)| *part).collect::<Vec<_>>()),
+        }
+    }
+
+    fn happen(&mut self, table: &Table) {
+        match self {
+            Deed::Turn(part) => table.turn(table.place(*part)),
+            Deed::Swap(pairs) => {
+                for (one, other) in pairs {
+                    let ((one, length), (other, _)) = (table.whole(*one), table.whole(*other));
+                    let (of_one, of_other) = (table.bytes(one, length), table.bytes(other, length));
+                    assert_ne!(of_one, of_other);
+                    table.put(one, &of_other);
+                    table.put(other, &of_one);
+                }
+            }
+            Deed::Replay(parts) => {
+                for (part, bytes) in parts {
+                    let (place, length) = table.whole(*part);
+                    let there = table.bytes(place, length);
+                    assert_ne!(there, *bytes);
+                    table.put(place, bytes);
+                    *bytes = there;
+                }
+            }
+        }
     }
 }
 
@@ -89,24 +159,42 @@ fn times_named(said: &str) -> usize {
 fn a_snapshot_that_is_changed_on_its_way_by_rdma_is_refused_and_read_again() {
     let (stage, primary) = (Stage::new(), primary());
     fill(&primary, 20, 5);
-    let mut source = source(&stage, &primary, &[]);
+    let [mut source, mut another] = [(); 2].map(|()| source(&stage, &primary, &[]));
     // The first replica has the snapshot made.
     let first = Server::start(Kind::Redis7).unwrap();
     succeeds(&mut replica(&stage, &first, &source, REPLICA_NODES[0], &["--transport", "verbs"]), &first);
     source.wait_for_snapshot();
     let table = Table::of(source.agent.pid(), "remora-sealed");
-    for part in [Part::Head, Part::Line, Part::Entry(3), Part::Slot(5), Part::Slot(1)] {
+
+    // The same data, sealed again.
+    let second = Server::start(Kind::Redis7).unwrap();
+    succeeds(&mut replica(&stage, &second, &another, REPLICA_NODES[0], &["--transport", "verbs"]), &second);
+    another.wait_for_snapshot();
+    let sealed_again = Table::of(another.agent.pid(), "remora-sealed");
+    assert_eq!(table.place(Part::Slot(1)), sealed_again.place(Part::Slot(1)), "both have as many slots");
+
+    let (slots, entries) = ((Part::Slot(1), Part::Slot(2)), (Part::Entry(1), Part::Entry(2)));
+    let deeds = [
+        Deed::Turn(Part::Head),
+        Deed::Turn(Part::Line),
+        Deed::Turn(Part::Entry(3)),
+        Deed::Turn(Part::Slot(1)),
+        Deed::Swap(vec![slots]),
+        Deed::Swap(vec![slots, entries]),
+        Deed::replay(&sealed_again, &[Part::Entry(3), Part::Slot(3)]),
+    ];
+    another.stop();
+    for mut deed in deeds {
         let server = Server::start(Kind::Redis7).unwrap();
-        let place = table.place(part);
-        table.turn(place);
+        deed.happen(&table);
         let options = ["--transport", "auto", "--no-serve-peers", "--memory", "16MiB"];
         let mut agent = replica(&stage, &server, &source, REPLICA_NODES[1], &options);
         wait_until_named(&agent, 1);
-        table.turn(place);
+        deed.happen(&table);
         succeeds(&mut agent, &server);
         says(&agent.output(), &["transport=\"verbs\""]);
         assert_same_data(&primary, &server);
-        println!("{part:?}: named {} times", times_named(&agent.output()));
+        println!("{}: named {} times", deed.name(), times_named(&agent.output()));
     }
     source.stop();
 }
