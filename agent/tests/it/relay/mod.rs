@@ -4,6 +4,8 @@ mod hosts;
 mod liar;
 mod stranger;
 
+use std::io::ErrorKind;
+use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use liar::Liar;
@@ -13,6 +15,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::kit::{LONG, Source, load, primary, syncs};
+use crate::link::link_of;
 
 const MIB: u64 = 1 << 20;
 
@@ -202,13 +205,23 @@ fn a_relay_lingers(kind: Kind) {
     let (servers, source) = (servers(kind, 2), source(&primary));
     let brief = ["--name", "first", "--stay", "--linger", "1s"];
     let mut first = source.replica(&servers[0], &[&FAR[..], &brief].concat());
+    let link = link_of(&mut first);
     first.wait_for_line("in step; staying", LONG).unwrap();
+    assert!(TcpStream::connect(link).is_ok(), "the server may come again");
     // Takes six seconds, so the first replica ends in the middle.
     let mut late = source.replica(&servers[1], &[&FAR[..], &["--name", "late", "--download-limit", "4MiB"]].concat());
     wait_for_slots(&source, "late", 20);
     first.signal(Signal::TERM).unwrap();
     first.wait_for_line("1 replica reads slots from here still", LONG).unwrap();
     let began = Instant::now();
+    // The server is done with the link.
+    assert_eq!(TcpStream::connect(link).unwrap_err().kind(), ErrorKind::ConnectionRefused);
+    assert_eq!(servers[0].fact("master_port").unwrap(), primary.port().to_string());
+    let cpu = first.cpu_seconds().unwrap();
+    std::thread::sleep(Duration::from_millis(500));
+    let cpu = first.cpu_seconds().unwrap() - cpu;
+    assert!(cpu < 0.25, "{cpu} s of processor time in half a second of lending 2 MiB");
+    assert!(first.ended().unwrap().is_none(), "it was to lend for a second");
     first.wait_for_success(LONG).unwrap();
     let lingered = began.elapsed();
     assert!(late.ended().unwrap().is_none(), "the reader was done before its relay ended: {lingered:?}");
