@@ -5,7 +5,7 @@ mod liar;
 mod stranger;
 
 use std::io::ErrorKind;
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use liar::Liar;
@@ -380,6 +380,28 @@ fn a_peer_with_wrong_bytes_is_dropped_and_named_and_none_of_them_arrives() {
 #[test]
 fn a_peer_that_seals_wrong_bytes_is_dropped_and_named_and_none_of_them_arrives() {
     require::kinds().into_iter().for_each(|kind| is_dropped_and_named(kind, Some(Mode::Token)));
+}
+
+/// A lender has the token, but does not choose to which hosts and ports its readers connect.
+#[test]
+fn a_lender_cannot_have_its_readers_connect_elsewhere() {
+    for kind in require::kinds() {
+        let primary = primary(kind).start().unwrap();
+        load(&primary, 8, MIB);
+        let source = Source::start(&primary, &["--memory", "128MiB", "--slot-size", "128KiB"]);
+        let trap = TcpListener::bind("127.0.0.1:0").unwrap();
+        trap.set_nonblocking(true).unwrap();
+        let leads_to = trap.local_addr().ok();
+        let liar = Liar::start_with(source.address, source.token(), Security::new(None, false), leads_to);
+        let server = Server::start(kind).unwrap();
+        let mut reader = source.replica(&server, &[&FAR[..], &["--name", "reader"]].concat());
+        let said = reader.wait_for_line("no more slots come from another replica", LONG).unwrap();
+        assert!(said.contains("liar") && said.contains("it leads to another address"), "{said}");
+        reader.wait_for_success(LONG).unwrap();
+        assert_same_data(&primary, &server);
+        assert_eq!(liar.readers(), 1);
+        assert_eq!(trap.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
+    }
 }
 
 fn is_dropped_and_named(kind: Kind, mode: Option<Mode>) {
