@@ -323,6 +323,28 @@ mod tests {
     }
 
     #[test]
+    fn silent_connections_beyond_the_limit_are_closed() {
+        let handover = Handover::bind(&Place::Abstract).unwrap();
+        let at = local::Address::parse(&handover.address()).unwrap();
+        let (mut silent, mut strangers) = (VecDeque::new(), Vec::new());
+        for _ in 0..SILENT_MAX + 8 {
+            strangers.push(local::connect(&at, Instant::now() + SOON).unwrap());
+            handover.accept_into(&mut silent).unwrap();
+        }
+        assert_eq!(silent.len(), SILENT_MAX);
+    }
+
+    #[test]
+    fn a_descriptor_that_is_no_memory_is_refused() {
+        let handover = Handover::bind(&Place::Private).unwrap();
+        let (address, secret) = (handover.address(), handover.secret());
+        let taker = std::thread::spawn(move || take(&address, &secret, SOON));
+        handover.give(&[std::fs::File::open("/proc/self/exe").unwrap().as_fd()], SOON).unwrap();
+        let refused = taker.join().unwrap().unwrap_err();
+        assert!(matches!(refused, Error::Unsealed(_)) && refused.to_string().contains("memfd"), "{refused}");
+    }
+
+    #[test]
     fn memory_with_huge_pages_is_refused() {
         use rustix::fs::{MemfdFlags, SealFlags};
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;

@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 use remora_redis::ReplId;
 use remora_redis::psync::server::{Access, Event, Options, Server as PrimaryRole};
 use rustix::event::PollFlags;
+use rustix::net::sockopt;
 use rustls::ServerConfig;
 
 use super::link::Link;
@@ -49,6 +50,8 @@ const READS_PER_TURN: usize = 4;
 /// Connections to the link's port that have not logged in and asked for a sync yet.
 pub(super) struct Candidates {
     listener: TcpListener,
+    /// Whether the listener listens: the server may come.
+    is_open: bool,
     tls: Option<Arc<ServerConfig>>,
     access: Access,
     locality: Locality,
@@ -87,7 +90,7 @@ pub(super) struct Newcomer {
 }
 
 impl Candidates {
-    /// Takes a listener in non-blocking mode.
+    /// Takes a listener in non-blocking mode, which may not listen yet.
     pub(super) fn new(
         listener: TcpListener,
         tls: Option<Arc<ServerConfig>>,
@@ -95,8 +98,10 @@ impl Candidates {
         locality: Locality,
     ) -> Candidates {
         let failure = LinkFailure::default();
+        let is_open = sockopt::socket_acceptconn(&listener).unwrap_or(true);
         Candidates {
             listener,
+            is_open,
             tls,
             access,
             locality,
@@ -106,6 +111,11 @@ impl Candidates {
             strangers: 0,
             rejections: Rejections::default(),
         }
+    }
+
+    /// The listener listens from now on.
+    pub(super) fn opened(&mut self) {
+        self.is_open = true;
     }
 
     /// Where it is noted why a connection did not become the link.
@@ -130,6 +140,9 @@ impl Candidates {
     }
 
     fn accept(&mut self, now: Instant) {
+        if !self.is_open {
+            return;
+        }
         for _ in 0..ACCEPTS_PER_TURN {
             match self.listener.accept() {
                 Ok((socket, peer)) => self.admit(socket, peer, now),
@@ -168,7 +181,8 @@ impl Candidates {
             let write = if has_more { PollFlags::OUT } else { PollFlags::empty() };
             (candidate.link.as_fd(), PollFlags::IN | write)
         });
-        std::iter::once((self.listener.as_fd(), PollFlags::IN)).chain(waiting)
+        let listener = self.is_open.then(|| (self.listener.as_fd(), PollFlags::IN));
+        listener.into_iter().chain(waiting)
     }
 
     /// The earliest deadline of a connection.

@@ -4,8 +4,12 @@
 //! the sockets of this network namespace, then the server can reach a listener on loopback, and other hosts cannot. The
 //! end of a server in a container, whose port is forwarded to this host, is in another namespace.
 
+use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
+
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use super::unread::owner;
 use crate::exit::Failure;
@@ -53,15 +57,18 @@ impl Locality {
         Locality { link_host: named.unwrap_or(self.link_host), ..self }
     }
 
-    /// Opens the port for the server's link, without waiting calls.
-    pub(super) fn listen(&self) -> Result<(TcpListener, SocketAddr), Failure> {
+    /// Takes a port for the server's link. Calls on the listener do not wait. It listens from [`LinkPort::open`] on.
+    pub(super) fn take_port(&self) -> Result<(TcpListener, LinkPort), Failure> {
         let host = self.link_host;
-        let no_port =
-            |error| Failure::local(format!("the link for the server can't listen on {host}: {error}; see --listen"));
-        let listener = TcpListener::bind((host, 0)).map_err(no_port)?;
-        listener.set_nonblocking(true).map_err(no_port)?;
-        let link = listener.local_addr().map_err(no_port)?;
-        Ok((listener, link))
+        let no_port = |error| cannot_listen(host, &error);
+        let family = if host.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, None)
+            .and_then(|socket| rustix::net::bind(&socket, &SocketAddr::new(host, 0)).map(|()| socket));
+        let listener = TcpListener::from(socket.map_err(|error| no_port(error.into()))?);
+        let address = listener.local_addr().map_err(no_port)?;
+        let closed = Some(listener.try_clone().map_err(no_port)?.into());
+        Ok((listener, LinkPort { address, closed }))
     }
 
     /// Whether a connection from this address can be the server's.
@@ -69,6 +76,46 @@ impl Locality {
         self.link_host.is_loopback() || self.server.is_none_or(|server| server == address)
     }
 }
+
+/// The port for the server's link. It belongs to the agent from the start, and refuses connections until it is open.
+pub(super) struct LinkPort {
+    address: SocketAddr,
+    /// The listener's socket, until it listens.
+    closed: Option<OwnedFd>,
+}
+
+impl LinkPort {
+    /// One that the simulation has opened.
+    #[cfg(any(test, feature = "simulation"))]
+    pub(super) fn opened(address: SocketAddr) -> LinkPort {
+        LinkPort { address, closed: None }
+    }
+
+    pub(super) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Listens, from the first call on, until the listener is dropped.
+    pub(super) fn open(&mut self) -> Result<(), Failure> {
+        let Some(socket) = &self.closed else { return Ok(()) };
+        rustix::net::listen(socket, WAITING).map_err(|error| cannot_listen(self.address.ip(), &error.into()))?;
+        self.closed = None;
+        Ok(())
+    }
+}
+
+impl fmt::Display for LinkPort {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.address.fmt(f)
+    }
+}
+
+fn cannot_listen(host: IpAddr, error: &std::io::Error) -> Failure {
+    Failure::local(format!("the link for the server can't listen on {host}: {error}; see --listen"))
+}
+
+/// Connections that the kernel holds until they are accepted, as of the standard library's listeners.
+const WAITING: i32 = 128;
 
 #[cfg(test)]
 mod tests {
@@ -90,6 +137,23 @@ mod tests {
             assert_eq!((found.link_host, found.uid), (host.parse().unwrap(), Some(us)));
             let unsure = Locality::between(here, there, None);
             assert_eq!((unsure.link_host, unsure.uid), (host.parse().unwrap(), None));
+        }
+    }
+
+    #[test]
+    fn the_port_refuses_connections_before_it_is_open_and_after_the_listener_is_gone() {
+        for host in ["127.0.0.1", "::1"] {
+            let locality = Locality { link_host: host.parse().unwrap(), server: None, uid: None };
+            let (listener, mut port) = locality.take_port().unwrap();
+            assert_eq!(port.address(), listener.local_addr().unwrap());
+            assert!(TcpStream::connect(port.address()).is_err());
+            assert!(TcpListener::bind(port.address()).is_err(), "another process takes the port");
+            port.open().unwrap();
+            port.open().unwrap();
+            let near = TcpStream::connect(port.address()).unwrap();
+            assert_eq!(listener.accept().unwrap().1, near.local_addr().unwrap());
+            drop(listener);
+            assert!(TcpStream::connect(port.address()).is_err());
         }
     }
 

@@ -218,6 +218,8 @@ pub(super) struct Way {
     session: u64,
     secret: Secret,
     source: SocketAddr,
+    /// This end's address in the session.
+    own: SocketAddr,
     /// What protects the session.
     protection: Protection,
     wish: TransportChoices,
@@ -247,6 +249,7 @@ impl Way {
             session: connection.session(),
             secret: derive(&connection.session_key(), LANES_LABEL),
             source: connection.peer_addr(),
+            own: connection.local_addr(),
             protection: connection.protection(),
             wish,
         }
@@ -257,14 +260,15 @@ impl Way {
         self.protection.of_data(kind, is_sealed, self.source.ip())
     }
 
-    /// Connects to the copy of a table, which is sealed if the table is. Blocks, within the transports' time-outs.
+    /// Connects to a lender's copy of a table, which is sealed if the table is. Blocks, within the transports'
+    /// time-outs.
     pub(super) fn reach(
         &self,
         table: &TableOffer,
         is_sealed: bool,
         sink: &Arc<Memory>,
     ) -> Result<(Box<dyn Peer>, TransportKind), Failure> {
-        self.connect(&mut self.wish.connectors(self.source, is_sealed), table, sink)
+        self.connect(&mut self.wish.connectors_to_lender(self.source, self.own, is_sealed), table, sink)
     }
 
     /// Connects to the offered tables. Blocks, within the transports' time-outs.

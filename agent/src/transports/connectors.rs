@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use remora_fabric::shm::ShmConnector;
 use remora_fabric::tcp::{TcpConnector, TcpOptions};
 use remora_fabric::verbs::{CompletionMode, VerbsConnector, VerbsOptions};
-use remora_fabric::{Connector, Error, TransportKind};
+use remora_fabric::{Connector, Error, KeyError, TransportKind};
 
 use crate::args::{CompletionChoice, RdmaRead, TransportChoice};
 use crate::conversation::Security;
@@ -37,6 +37,24 @@ impl TransportChoices {
         Connectors { candidates: self.each(source, is_sealed).into(), passed_over: Vec::new() }
     }
 
+    /// The same to a replica that lends slots at the address `lender`, in a conversation with this host's address
+    /// `own`. The source has assigned that address, and the replica's keys may lead nowhere else: TCP connects to that
+    /// address and port only, and sockets of this host are taken from a replica on this host only. Those of RDMA name
+    /// addresses of devices, of which the conversation says nothing.
+    pub(crate) fn connectors_to_lender(&self, lender: SocketAddr, own: SocketAddr, is_sealed: bool) -> Connectors {
+        let is_here = lender.ip() == own.ip() || (lender.ip().is_loopback() && own.ip().is_loopback());
+        let connector = |kind| match kind {
+            TransportKind::Shm if !is_here => Err(Error::Key(KeyError::Body(NOT_OF_THIS_HOST))),
+            TransportKind::Tcp => {
+                let connector: Box<dyn Connector> = Box::new(self.tcp(lender, Some(lender), is_sealed)?);
+                Ok(connector)
+            }
+            kind => self.connector(kind, lender, is_sealed),
+        };
+        let candidates = self.kinds().into_iter().map(|kind| (kind, connector(kind))).collect();
+        Connectors { candidates, passed_over: Vec::new() }
+    }
+
     /// The connector of each transport to a source at the address `source`, or why there is none.
     pub(crate) fn each(&self, source: SocketAddr, is_sealed: bool) -> Vec<Candidate> {
         self.kinds().into_iter().map(|kind| (kind, self.connector(kind, source, is_sealed))).collect()
@@ -46,17 +64,24 @@ impl TransportChoices {
         Ok(match kind {
             TransportKind::Shm => Box::new(ShmConnector::new()),
             TransportKind::Verbs => Box::new(self.verbs(source, is_sealed)?),
-            _ => Box::new(self.tcp(source, is_sealed)?),
+            _ => Box::new(self.tcp(source, None, is_sealed)?),
         })
     }
 
-    fn tcp(&self, source: SocketAddr, is_sealed: bool) -> Result<TcpConnector, Error> {
+    /// A connector to the end that was reached at `source`. `only`: the one address to which its keys may lead.
+    fn tcp(&self, source: SocketAddr, only: Option<SocketAddr>, is_sealed: bool) -> Result<TcpConnector, Error> {
         let connector = TcpConnector::new(TcpOptions { lanes: self.lanes, ..TcpOptions::default() }, Some(source))?;
         // The region's key names the address, which need not be that of the conversation.
         let security = self.security.clone();
-        Ok(connector.with_check(move |address| match is_sealed || security.permits_plain_data(address) {
-            true => Ok(()),
-            false => Err(Error::Misuse(NOT_SEALED)),
+        Ok(connector.with_check(move |address| {
+            let same = |only: SocketAddr| {
+                (only.ip().to_canonical(), only.port()) == (address.ip().to_canonical(), address.port())
+            };
+            match is_sealed || security.permits_plain_data(address.ip()) {
+                _ if !only.is_none_or(same) => Err(Error::Key(KeyError::Body(ELSEWHERE))),
+                true => Ok(()),
+                false => Err(Error::Misuse(NOT_SEALED)),
+            }
         }))
     }
 
@@ -121,6 +146,52 @@ impl Connectors {
 /// s.
 const CONNECT_LIMIT: std::time::Duration = std::time::Duration::from_secs(6);
 
+/// Why a lender's key is not used.
+const ELSEWHERE: &str = "it leads to another address than that of the replica that the source has assigned";
+const NOT_OF_THIS_HOST: &str = "a replica on another host has no sockets of this one";
+
 /// Why a transport is not used.
 const NOT_SEALED: &str = "the data would not be encrypted: start the source with --security token, or both ends with \
     --security none --plaintext-network";
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::sync::Arc;
+
+    use clap::Parser;
+    use remora_fabric::shm::{ShmExporter, ShmOptions};
+    use remora_fabric::{Exporter, Memory, Pages, RegionId, Regions};
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Options {
+        #[command(flatten)]
+        rdma: RdmaRead,
+    }
+
+    #[test]
+    fn a_socket_of_this_host_is_taken_from_a_lender_on_this_host_only() {
+        let rdma = Options::parse_from(["remora"]).rdma;
+        let choices = TransportChoices { choice: TransportChoice::Shm, lanes: 1, rdma, security: Security::default() };
+        let memory = || Arc::new(Memory::create("lent", 4096, Pages::Small).unwrap());
+        let exporter = ShmExporter::bind(ShmOptions::default()).unwrap();
+        let id = RegionId { generation: 1, region: 16 };
+        exporter.export(id, memory()).unwrap();
+        exporter.grant(1, [7; 32], Regions::All);
+        let key = exporter.key(id).unwrap();
+        let address = |text: &str| text.parse().unwrap();
+        let reach = |lender: &str, own: &str| {
+            let mut connectors = choices.connectors_to_lender(address(lender), address(own), true);
+            let is_read = connectors.best().is_some_and(|best| best.connect(&key, 1, &[7; 32], memory()).is_ok());
+            (is_read, connectors.why())
+        };
+        for (lender, own) in [("192.0.2.1:7", "192.0.2.1:9"), ("127.0.0.2:7", "127.0.0.1:9")] {
+            assert_eq!(reach(lender, own), (true, String::new()));
+        }
+        let (is_read, why) = reach("192.0.2.2:7", "192.0.2.1:9");
+        assert!(!is_read && why.contains("a replica on another host"), "{why}");
+    }
+}

@@ -61,7 +61,7 @@ impl Guarded {
 }
 
 /// Where the agent listens for its server.
-fn link_of(agent: &mut Agent) -> SocketAddr {
+pub(crate) fn link_of(agent: &mut Agent) -> SocketAddr {
     let line = agent.wait_for_line("listening for the link", LONG).unwrap();
     line.split("link=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap().parse().unwrap()
 }
@@ -193,6 +193,42 @@ fn strangers_at_the_link_are_named_in_the_log_and_counted_in_the_summary() {
     }
 }
 
+/// How many of a process's sockets listen for TCP connections.
+fn listening_sockets(pid: u32) -> usize {
+    let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+    let links = descriptors.filter_map(|descriptor| std::fs::read_link(descriptor.ok()?.path()).ok());
+    let sockets: Vec<String> = links.map(|link| link.display().to_string()).collect();
+    let of_host = ["tcp", "tcp6"].map(|name| std::fs::read_to_string(format!("/proc/net/{name}")).unwrap_or_default());
+    let listening = of_host.iter().flat_map(|table| table.lines()).filter(|line| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let inode = fields.get(9).map(|inode| format!("socket:[{inode}]"));
+        fields.get(3) == Some(&"0A") && inode.is_some_and(|inode| sockets.contains(&inode))
+    });
+    listening.count()
+}
+
+#[test]
+fn an_agent_that_waits_for_a_snapshot_does_not_listen_for_its_server_yet() {
+    let Some(()) = require::root() else { return };
+    for kind in require::kinds() {
+        let guarded = Guarded::with(
+            100,
+            quick(kind).require_pass(PASSWORD).config("repl-diskless-sync-delay", 2),
+            Server::builder(kind).master_auth(None, PASSWORD),
+        );
+        let mut agent = guarded.agent(&["--no-serve-peers"]);
+        guarded.source.wait_for_status("the replica to wait", |status| {
+            status["replicas"].as_array().is_some_and(|replicas| replicas.len() == 1)
+        });
+        assert_eq!(listening_sockets(agent.pid()), 0, "{}", agent.output());
+        let link = link_of(&mut agent);
+        assert!(TcpStream::connect(link).is_ok());
+        assert_eq!(listening_sockets(agent.pid()), 1, "{}", agent.output());
+        succeeds(&mut agent, &guarded.replica);
+        guarded.assert_handed_over();
+    }
+}
+
 /// A user other than the one that runs the tests' servers and agents.
 const ANOTHER_USER: u32 = 65534;
 
@@ -259,6 +295,10 @@ fn a_process_on_the_port_of_a_killed_agent_reads_only_an_expired_secret() {
         let mut agent = guarded.agent(&["--stay"]);
         let link = link_of(&mut agent);
         agent.wait_for_line("in step; staying", LONG).unwrap();
+        // A connection that was closed in the usual way would keep the port for another minute. One with unread bytes,
+        // the server's next ACK, is reset.
+        agent.signal(Signal::STOP).unwrap();
+        std::thread::sleep(Duration::from_millis(2500));
         agent.kill().unwrap();
         let secret = guarded.login();
         assert!(is_a_secret(&secret), "{secret}");

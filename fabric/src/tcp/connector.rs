@@ -2,7 +2,7 @@
 
 use std::{
     io,
-    net::{IpAddr, SocketAddr, TcpStream},
+    net::{SocketAddr, TcpStream},
     sync::Arc,
 };
 
@@ -17,7 +17,7 @@ pub struct TcpConnector {
 }
 
 /// Refuses addresses that lanes may not be connected to.
-type Check = dyn Fn(IpAddr) -> Result<(), Error> + Send + Sync;
+type Check = dyn Fn(SocketAddr) -> Result<(), Error> + Send + Sync;
 
 impl TcpConnector {
     /// A connector. `fallback_host` is the address by which the messenger reached the source; it replaces the host in
@@ -33,7 +33,7 @@ impl TcpConnector {
     /// Connects to addresses only that `check` does not refuse. The address comes from the region's key, so it can be
     /// another one than that of the conversation. An error is that of [`Connector::connect`].
     #[must_use]
-    pub fn with_check(self, check: impl Fn(IpAddr) -> Result<(), Error> + Send + Sync + 'static) -> TcpConnector {
+    pub fn with_check(self, check: impl Fn(SocketAddr) -> Result<(), Error> + Send + Sync + 'static) -> TcpConnector {
         TcpConnector { check: Box::new(check), ..self }
     }
 
@@ -43,7 +43,7 @@ impl TcpConnector {
     /// Those of [`Connector::connect`].
     pub fn open(&self, key: &RegionKey, session: u64, secret: &Secret, sink: Arc<Memory>) -> Result<TcpPeer, Error> {
         let address = key::address(key, self.fallback_host)?;
-        (self.check)(address.ip())?;
+        (self.check)(address)?;
         let streams = self.dial(address)?;
         self.shake_hands(&streams, key, session, secret)?;
         let lanes = streams.into_iter().map(Lane::new).collect::<io::Result<_>>();

@@ -196,7 +196,10 @@ impl Delivery {
                 Ok(Order::GiveUp) if self.at.loaded => {}
                 Ok(Order::GiveUp) => self.drop_link("the source has put us out", Cause::Ours),
                 Ok(Order::Hold) => self.link.iter_mut().for_each(ServerLink::hold),
-                Ok(Order::UseModule(used)) => self.by_module = used,
+                Ok(Order::UseModule(used)) => {
+                    self.candidates.opened();
+                    self.by_module = used;
+                }
                 Ok(Order::Introduced { number, answer }) => self.introduced(now, number, answer),
                 Ok(Order::Stop { done }) => {
                     self.input.remove_spool_if(done);

@@ -30,8 +30,8 @@ pub(in crate::replica) enum Order {
     GiveUp,
     /// Send the server no more of the stream until it connects again.
     Hold,
-    /// Whether to give memory to the server's module, and to refer to it in the payload. Order this before the server
-    /// is pointed at the link, since the server may ask for its payload at once.
+    /// Whether to give memory to the server's module, and to refer to it in the payload. Order this when the link's
+    /// port is open, and before the server is pointed at it: the server may ask for its payload at once.
     UseModule(bool),
     /// The result of an introduction.
     Introduced {
@@ -149,6 +149,11 @@ impl Handle {
 
     pub(in crate::replica) fn progress(&self) -> Progress {
         self.shared.read()
+    }
+
+    /// Whether the delivery was not stopped.
+    pub(in crate::replica) fn is_running(&self) -> bool {
+        self.thread.is_some()
     }
 
     /// Ends the thread and waits for its end, which takes one turn of its loop.

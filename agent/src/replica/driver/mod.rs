@@ -134,7 +134,7 @@ enum Flow {
 }
 
 impl Driver {
-    /// Opens the link and starts the tasks. Changes nothing on the server yet.
+    /// Takes a port for the link and starts the tasks. Changes nothing on the server yet.
     pub(super) async fn begin(setup: Setup) -> Result<Driver, Failure> {
         let Setup { args, tokens, control, record, target, primary, source, link_tls, spool } = setup;
         let no_handler = |error| Failure::local(format!("signals can't be caught: {error}"));
@@ -144,8 +144,7 @@ impl Driver {
         );
         let args = Arc::new(args);
         let locality = Locality::of(control.present(), target.facts.process_id).or_listen(args.listen);
-        let (listener, link) = locality.listen()?;
-        tracing::info!(%link, "listening for the link of {}", control.server().url());
+        let (listener, link) = locality.take_port()?;
         let meter = Arc::new(Meter::default());
         let sinks = Sinks::new(args.memory.get());
         let (tell, notices) = mpsc::unbounded_channel();
@@ -276,7 +275,7 @@ impl Driver {
                     Some(Event::Source(SourceEvent::HandOffAnswer { covered, text }))
                 }
                 connected = self.connecting.1.recv() => connected.and_then(|connected| self.connected(connected)),
-                notice = self.notices.recv() => self.notice(notice),
+                notice = self.notices.recv(), if self.delivery.is_running() => self.notice(notice),
                 said = self.relay.said() => {
                     self.upstream_said(said);
                     None

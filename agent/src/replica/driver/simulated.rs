@@ -19,6 +19,7 @@ use crate::replica::control::Control;
 use crate::replica::introduction::Introduction;
 use crate::replica::known_primary::KnownPrimaries;
 use crate::replica::link_failure::LinkFailure;
+use crate::replica::locality::LinkPort;
 use crate::replica::machine::{Job, Report, Rules};
 use crate::replica::meter::Meter;
 use crate::replica::preflight;
@@ -118,7 +119,7 @@ pub(crate) async fn prepare(
     let control = Control::new(server, client);
     let meter = Arc::new(Meter::default());
     let watched = Watched { meter: meter.clone(), link_failure: LinkFailure::default() };
-    let keeper = Keeper::new(args.into(), control, record, target, primary, link, watched);
+    let keeper = Keeper::new(args.into(), control, record, target, primary, LinkPort::opened(link), watched);
     let server = ServerHandle { task: ServerTask::start(keeper), jobs: 0, meter };
     Ok(Prepared { server, rules, kind, secret })
 }

@@ -99,7 +99,7 @@ impl Ending {
             }
             (Ending::Finishing(done), Report::Finished(Ok(()))) => {
                 let done = *done;
-                actions.extend([Action::StopDelivery { done: true }, Action::TellProgress, Action::Publish]);
+                actions.extend([Action::TellProgress, Action::Publish]);
                 let readers = reading.readers;
                 if readers == 0 {
                     return self.end_well(done, done.outcome(rules), rules, actions);
@@ -109,7 +109,6 @@ impl Ending {
             }
             (Ending::Finishing(done), Report::Finished(Err(failure))) => {
                 let failure = failure.and("the server is a replica now, but a setting was not put back");
-                actions.push_back(Action::StopDelivery { done: true });
                 self.end_well(*done, Err(failure), rules, actions);
             }
             (Ending::Finishing(done), Report::Ended) => {

@@ -540,6 +540,8 @@ impl Replica {
                 self.moments.handed_over = Some(now);
                 self.hand_off_offset = offset;
                 self.state = State::Ending(Ending::Finishing(HandedOver { because, offset }));
+                // It does not come to the link any more.
+                self.actions.push_back(Action::StopDelivery { done: true });
                 self.server.desk.add(Job::Finish);
             }
         }

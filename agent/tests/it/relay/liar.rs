@@ -35,6 +35,11 @@ struct Lie {
 impl Liar {
     /// Joins the source, and returns when it has received the offer and lends its own table.
     pub(crate) fn start(source: SocketAddr, token: &Path, security: Security) -> Liar {
+        Liar::start_with(source, token, security, None)
+    }
+
+    /// The same, where the offer's key leads readers to that address.
+    pub(crate) fn start_with(source: SocketAddr, token: &Path, security: Security, trap: Option<SocketAddr>) -> Liar {
         let runtime = Runtime::new().unwrap();
         let (source, token) = (source.to_string(), Arc::new(Token::read_file(token).unwrap()));
         let readers = Arc::new(AtomicUsize::new(0));
@@ -43,7 +48,10 @@ impl Liar {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
             let address = listener.local_addr().unwrap();
             let (connection, offer) = join(&source, &token, address, security.clone()).await;
-            let lie = make(&offer, address, token, counted, security);
+            let mut lie = make(&offer, address, token, counted, security);
+            if let Some(trap) = trap {
+                lie.lead_to(trap);
+            }
             tokio::spawn(listen(listener, Arc::new(lie)));
             boast(connection, offer.generation).await;
         });
@@ -53,6 +61,16 @@ impl Liar {
     /// How many connections have asked to read from it.
     pub(crate) fn readers(&self) -> usize {
         self.readers.load(Relaxed)
+    }
+}
+
+impl Lie {
+    /// Offers a key that names this address.
+    fn lead_to(&mut self, address: SocketAddr) {
+        let elsewhere = TcpExporter::new(TcpOptions::default(), Some(address)).unwrap();
+        let memory = Geometry { slot_size: self.offer.slot_size, slots: self.offer.slots }.memory_len();
+        elsewhere.export(self.id, Arc::new(Memory::create("trap", memory, Pages::Small).unwrap())).unwrap();
+        self.offer.keys = vec![elsewhere.key(self.id).unwrap().as_bytes().to_vec()];
     }
 }
 

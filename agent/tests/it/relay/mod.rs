@@ -4,6 +4,8 @@ mod hosts;
 mod liar;
 mod stranger;
 
+use std::io::ErrorKind;
+use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use liar::Liar;
@@ -13,6 +15,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::kit::{LONG, Source, load, primary, syncs};
+use crate::link::link_of;
 
 const MIB: u64 = 1 << 20;
 
@@ -202,13 +205,23 @@ fn a_relay_lingers(kind: Kind) {
     let (servers, source) = (servers(kind, 2), source(&primary));
     let brief = ["--name", "first", "--stay", "--linger", "1s"];
     let mut first = source.replica(&servers[0], &[&FAR[..], &brief].concat());
+    let link = link_of(&mut first);
     first.wait_for_line("in step; staying", LONG).unwrap();
+    assert!(TcpStream::connect(link).is_ok(), "the server may come again");
     // Takes six seconds, so the first replica ends in the middle.
     let mut late = source.replica(&servers[1], &[&FAR[..], &["--name", "late", "--download-limit", "4MiB"]].concat());
     wait_for_slots(&source, "late", 20);
     first.signal(Signal::TERM).unwrap();
     first.wait_for_line("1 replica reads slots from here still", LONG).unwrap();
     let began = Instant::now();
+    // The server is done with the link.
+    assert_eq!(TcpStream::connect(link).unwrap_err().kind(), ErrorKind::ConnectionRefused);
+    assert_eq!(servers[0].fact("master_port").unwrap(), primary.port().to_string());
+    let cpu = first.cpu_seconds().unwrap();
+    std::thread::sleep(Duration::from_millis(500));
+    let cpu = first.cpu_seconds().unwrap() - cpu;
+    assert!(cpu < 0.25, "{cpu} s of processor time in half a second of lending 2 MiB");
+    assert!(first.ended().unwrap().is_none(), "it was to lend for a second");
     first.wait_for_success(LONG).unwrap();
     let lingered = began.elapsed();
     assert!(late.ended().unwrap().is_none(), "the reader was done before its relay ended: {lingered:?}");
@@ -367,6 +380,28 @@ fn a_peer_with_wrong_bytes_is_dropped_and_named_and_none_of_them_arrives() {
 #[test]
 fn a_peer_that_seals_wrong_bytes_is_dropped_and_named_and_none_of_them_arrives() {
     require::kinds().into_iter().for_each(|kind| is_dropped_and_named(kind, Some(Mode::Token)));
+}
+
+/// A lender has the token, but does not choose to which hosts and ports its readers connect.
+#[test]
+fn a_lender_cannot_have_its_readers_connect_elsewhere() {
+    for kind in require::kinds() {
+        let primary = primary(kind).start().unwrap();
+        load(&primary, 8, MIB);
+        let source = Source::start(&primary, &["--memory", "128MiB", "--slot-size", "128KiB"]);
+        let trap = TcpListener::bind("127.0.0.1:0").unwrap();
+        trap.set_nonblocking(true).unwrap();
+        let leads_to = trap.local_addr().ok();
+        let liar = Liar::start_with(source.address, source.token(), Security::new(None, false), leads_to);
+        let server = Server::start(kind).unwrap();
+        let mut reader = source.replica(&server, &[&FAR[..], &["--name", "reader"]].concat());
+        let said = reader.wait_for_line("no more slots come from another replica", LONG).unwrap();
+        assert!(said.contains("liar") && said.contains("it leads to another address"), "{said}");
+        reader.wait_for_success(LONG).unwrap();
+        assert_same_data(&primary, &server);
+        assert_eq!(liar.readers(), 1);
+        assert_eq!(trap.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
+    }
 }
 
 fn is_dropped_and_named(kind: Kind, mode: Option<Mode>) {

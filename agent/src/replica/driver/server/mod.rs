@@ -11,7 +11,6 @@ mod config_file;
 mod leave;
 mod module;
 
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -28,6 +27,7 @@ use crate::replica::control::{Control, Expected, NotOurs};
 use crate::replica::introduction::{Answer, Introduction};
 use crate::replica::known_primary::Trust;
 use crate::replica::link_failure::LinkFailure;
+use crate::replica::locality::LinkPort;
 use crate::replica::machine::{
     Followed, Follows, Introduced, Job, Lapse, Look, NoAnswer, NotFollowed, PrimaryLink, Report,
 };
@@ -132,7 +132,7 @@ pub(super) struct Keeper {
     record: Record,
     target: Target,
     primary: Primary,
-    link: SocketAddr,
+    link: LinkPort,
     /// The replication id that the server got when its position was made worthless.
     worthless: Option<ReplId>,
     /// What the last [`Job::Look`] saw.
@@ -168,7 +168,7 @@ impl Keeper {
         record: Record,
         target: Target,
         primary: Primary,
-        link: SocketAddr,
+        link: LinkPort,
         watched: Watched,
     ) -> Keeper {
         let before = Before::default();
@@ -197,7 +197,8 @@ impl Keeper {
 
     /// The link's host and port, as commands take them.
     fn link(&self) -> (String, u16) {
-        (self.link.ip().to_string(), self.link.port())
+        let address = self.link.address();
+        (address.ip().to_string(), address.port())
     }
 
     // ---- from the preflight to the link ----
@@ -231,6 +232,8 @@ impl Keeper {
         self.give_login().await?;
         let (host, port) = self.link();
         self.record.note_link(&host, port)?;
+        self.link.open()?;
+        tracing::info!(link = %self.link, "listening for the link of {}", self.control.server().url());
         Ok(by_module)
     }
 
