@@ -1,4 +1,4 @@
-//! The RDMA options of source and replica.
+//! The RDMA options of source and replica, and of the ends of a volume.
 
 use std::net::IpAddr;
 
@@ -11,7 +11,9 @@ use crate::units::{Size, UnitError};
 #[derive(Clone, Debug, Default, Args)]
 pub struct RdmaEnd {
     /// Use the RDMA device that has this local address; may be repeated, once per port. Default: a source uses the
-    /// device with the address of --listen, a reader the one to which the system's routes lead.
+    /// device with the address of --listen, a reader the one to which the system's routes lead. A server of volumes
+    /// offers its copies only by devices that are named, and without encryption: it needs `--security none` and
+    /// `--plaintext-network` then.
     #[arg(long, value_name = "ADDR", help_heading = "RDMA")]
     pub rdma_address: Vec<IpAddr>,
 

@@ -27,6 +27,7 @@ use crate::disk::recovery;
 use crate::layout::Layout;
 use crate::link::{self, LEAST_ROOM, MOST_ROOM, Security};
 use crate::message::{Standing, State};
+use crate::rdma::Rdma;
 use crate::shape::{Shape, VolumeId};
 use crate::store::Store;
 use crate::wire::{Call, Cause, Mode, Reply, Room, Used};
@@ -44,8 +45,9 @@ pub(super) struct Host {
     /// `None`: copies are in memory only.
     stores: Option<Arc<Stores>>,
     security: Security,
-    /// The transports by which this server reads memory elsewhere.
+    /// The transports by which this server reads memory elsewhere, and its devices for it.
     transports: &'static [TransportKind],
+    rdma: Rdma,
     is_stopping: Arc<AtomicBool>,
     /// Borrowers, and those that pull.
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -68,6 +70,7 @@ impl Host {
             stores,
             security: options.security.clone(),
             transports: if options.shm { &[TransportKind::Shm, TransportKind::Tcp] } else { &[TransportKind::Tcp] },
+            rdma: options.rdma.clone(),
             is_stopping: Arc::default(),
             threads: Mutex::default(),
             pullers: Mutex::default(),
@@ -75,6 +78,7 @@ impl Host {
         });
         if let Some(stores) = &host.stores {
             host.recover(stores)?;
+            host.exports.wait();
         }
         Ok(host)
     }
@@ -318,6 +322,7 @@ impl Host {
             keys,
             security: self.security.clone(),
             transports: self.transports,
+            rdma: self.rdma.clone(),
             is_stopping: Arc::clone(&self.is_stopping),
             call: Box::new(move |call, data| host.call(&writer, call, data)),
         };

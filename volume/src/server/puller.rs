@@ -23,10 +23,11 @@ use super::answers::{answer, refuse};
 use super::budget::{Budget, Grant};
 use super::exports::Exports;
 use super::upstream::{Link, Upstream};
-use crate::lane::Lane;
+use crate::lane::{Laid, Lane};
 use crate::link::Security;
 use crate::message::Holder;
 use crate::outbox::{PROGRESS_AT, REACH_LIMIT, REGION_BYTES, has_place};
+use crate::rdma::Rdma;
 use crate::reader::fetch;
 use crate::shape::{BLOCK_BYTES, Shape};
 use crate::store::sums;
@@ -130,6 +131,7 @@ pub(super) struct Pulling {
     pub(super) security: Security,
     /// The transports by which this server reads memory elsewhere.
     pub(super) transports: &'static [TransportKind],
+    pub(super) rdma: Rdma,
     pub(super) is_stopping: Arc<AtomicBool>,
     pub(super) call: Box<Perform>,
 }
@@ -145,11 +147,15 @@ struct Pull<'a> {
 
 impl Pulling {
     pub(super) fn run(self) {
-        let lane = lane(self.transports);
-        let peer = lane.connect(&self.connection, (self.session, &self.keys), &self.puller.staging);
-        if let Err(why) = &peer {
-            tracing::info!(peer = %self.connection.peer(), why, "a writer's outbox cannot be reached: it writes inline");
+        let laid = self.lane().connect(&self.connection, (self.session, &self.keys), &self.puller.staging);
+        let writer = self.connection.peer();
+        match &laid {
+            Ok(Laid { transport, why, .. }) => {
+                tracing::info!(peer = %writer, %transport, why, "a writer's large writes are pulled");
+            }
+            Err(why) => tracing::info!(peer = %writer, why, "a writer's outbox cannot be reached: it writes inline"),
         }
+        let peer = laid.map(|laid| laid.peer);
         let lends = peer.is_ok() && self.puller.region.is_some();
         answer(&self.connection, &Reply::Reached { pulls: peer.is_ok(), lends }, Bytes::new());
         let Ok(mut peer) = peer else { return self.refuse_all() };
@@ -167,6 +173,17 @@ impl Pulling {
                     return self.refuse_all();
                 }
             }
+        }
+    }
+
+    fn lane(&self) -> Lane<'_> {
+        Lane {
+            transports: self.transports,
+            rdma: &self.rdma,
+            length: REGION_BYTES,
+            depth: 4,
+            connect_limit: REACH_LIMIT,
+            read_limit: PULL_LIMIT,
         }
     }
 
@@ -246,7 +263,7 @@ impl Pulling {
             (self.shape, pull.holder),
             pull.source,
             &self.security,
-            &lane(self.transports),
+            &self.lane(),
             (&self.puller.staging, &goes_on),
         )
     }
@@ -256,10 +273,6 @@ impl Pulling {
         let said = self.puller.staging.store_u64(PROGRESS_AT, version.word().to_le(), Ordering::Release);
         debug_assert!(said.is_ok(), "a place in the staging: {said:?}");
     }
-}
-
-fn lane(transports: &'static [TransportKind]) -> Lane<'static> {
-    Lane { transports, length: REGION_BYTES, depth: 4, connect_limit: REACH_LIMIT, read_limit: PULL_LIMIT }
 }
 
 /// Longest time for a pull: below the time for which a writer waits for a server.
