@@ -280,8 +280,8 @@ pub struct WaysArgs {
 
     /// How the blocks of writes of 64 KiB and more get to the servers. `inline`: in messages. `here`: servers on this
     /// host take them out of this process's memory. `pulled`: servers on other hosts as well. `chain`: each server
-    /// takes them from the one before it, which needs `--lanes`. The last two are not encrypted: with servers on other
-    /// hosts they need `--security none` and `--plaintext-network`.
+    /// takes them from the one before it, which needs `--lanes` or RDMA. The last two are not encrypted: with servers
+    /// on other hosts they need `--security none` and `--plaintext-network`.
     #[arg(long, value_name = "HOW", default_value = "inline", help_heading = "Ways")]
     pub writes: Writes,
 }

@@ -111,7 +111,7 @@ pub struct WriteCounts {
     pub inline: u64,
     /// Without them: the server pulls.
     pub pulled: u64,
-    /// Bytes of both kinds of messages, and of what was pulled over a network out of this process's memory.
+    /// Bytes of both kinds of messages, and of what was pulled over TCP out of this process's memory.
     pub bytes: u64,
 }
 

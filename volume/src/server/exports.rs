@@ -62,7 +62,8 @@ impl Exports {
         }
     }
 
-    /// Makes a region readable for those that have a grant; by RDMA a little later. `None`: no transport can.
+    /// Makes a region readable for those that have a grant; by RDMA a little later. `None`: no transport can. For
+    /// calls, which must not wait.
     pub(super) fn export(&self, memory: &Arc<Memory>) -> Option<RegionId> {
         let id = RegionId { generation: self.regions.fetch_add(1, Ordering::Relaxed), region: 0 };
         let mut is_exported = self.registering.is_some();
@@ -70,14 +71,16 @@ impl Exports {
             registering.export(id, memory);
         }
         for exporter in self.at_once() {
-            match exporter.export(id, Arc::clone(memory)) {
-                Ok(()) => is_exported = true,
-                Err(error) => {
-                    tracing::warn!(transport = %exporter.kind(), %error, "a copy cannot be read over this transport");
-                }
-            }
+            is_exported |= export(&**exporter, id, memory);
         }
         is_exported.then_some(id)
+    }
+
+    /// As [`Exports::export`], but when it returns, the region can be read by RDMA as well. For threads that may wait.
+    pub(super) fn export_and_wait(&self, memory: &Arc<Memory>) -> Option<RegionId> {
+        let id = RegionId { generation: self.regions.fetch_add(1, Ordering::Relaxed), region: 0 };
+        let exported = self.exporters.iter().filter(|exporter| export(&***exporter, id, memory)).count();
+        (exported > 0).then_some(id)
     }
 
     /// Ends what [`Exports::export`] began.
@@ -107,6 +110,15 @@ impl Exports {
     pub(super) fn withdraw(&self, connection: &Connection) {
         self.exporters.iter().for_each(|exporter| exporter.withdraw(connection.id()));
     }
+}
+
+/// Returns whether it can be read.
+fn export(exporter: &dyn Exporter, id: RegionId, memory: &Arc<Memory>) -> bool {
+    let exported = exporter.export(id, Arc::clone(memory));
+    if let Err(error) = &exported {
+        tracing::warn!(transport = %exporter.kind(), %error, "memory cannot be read over this transport");
+    }
+    exported.is_ok()
 }
 
 fn tcp(at: SocketAddr) -> Result<TcpExporter, String> {

@@ -12,7 +12,7 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -42,8 +42,8 @@ pub(super) struct Puller {
     /// Whether other servers read the staging.
     is_followed: AtomicBool,
     staging: Arc<Memory>,
-    /// Its name for other servers; `None`: none can read it.
-    region: Option<RegionId>,
+    /// Its name for other servers, once they can read it.
+    region: OnceLock<RegionId>,
     _grant: Grant,
 }
 
@@ -55,7 +55,7 @@ struct Queue {
 }
 
 impl Puller {
-    pub(super) fn new(budget: &Arc<Budget>, exports: &Exports) -> Result<Puller, String> {
+    pub(super) fn new(budget: &Arc<Budget>) -> Result<Puller, String> {
         let grant = budget.take(REGION_BYTES).ok_or("the server has no memory left to pull into")?;
         let staging = Memory::create("remora-volume-staging", REGION_BYTES, Pages::Small);
         let staging = Arc::new(staging.map_err(|error| error.to_string())?);
@@ -64,7 +64,7 @@ impl Puller {
             changed: Condvar::new(),
             is_over: AtomicBool::new(false),
             is_followed: AtomicBool::new(false),
-            region: exports.export(&staging),
+            region: OnceLock::new(),
             staging,
             _grant: grant,
         })
@@ -86,15 +86,14 @@ impl Puller {
     /// Another server is about to read the staging.
     pub(super) fn follow(&self) -> Option<RegionId> {
         self.is_followed.store(true, Ordering::Release);
-        self.region
+        self.region.get().copied()
     }
 
-    /// The connection is over. Returns the region, to be revoked.
-    pub(super) fn end(&self) -> Option<RegionId> {
+    /// The connection is over.
+    pub(super) fn end(&self) {
         self.is_over.store(true, Ordering::Release);
         self.queue().waiting.clear();
         self.changed.notify_all();
-        self.region
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {
@@ -132,6 +131,7 @@ pub(super) struct Pulling {
     /// The transports by which this server reads memory elsewhere.
     pub(super) transports: &'static [TransportKind],
     pub(super) rdma: Rdma,
+    pub(super) exports: Arc<Exports>,
     pub(super) is_stopping: Arc<AtomicBool>,
     pub(super) call: Box<Perform>,
 }
@@ -147,6 +147,18 @@ struct Pull<'a> {
 
 impl Pulling {
     pub(super) fn run(self) {
+        // Here, and not by the call that begins this: the staging is registered for RDMA.
+        let region = self.exports.export_and_wait(&self.puller.staging);
+        if let Some(region) = region {
+            let _ = self.puller.region.set(region); // nothing else sets it
+        }
+        self.serve();
+        if let Some(region) = region {
+            self.exports.revoke(region);
+        }
+    }
+
+    fn serve(&self) {
         let laid = self.lane().connect(&self.connection, (self.session, &self.keys), &self.puller.staging);
         let writer = self.connection.peer();
         match &laid {
@@ -156,7 +168,7 @@ impl Pulling {
             Err(why) => tracing::info!(peer = %writer, why, "a writer's outbox cannot be reached: it writes inline"),
         }
         let peer = laid.map(|laid| laid.peer);
-        let lends = peer.is_ok() && self.puller.region.is_some();
+        let lends = peer.is_ok() && self.puller.region.get().is_some();
         answer(&self.connection, &Reply::Reached { pulls: peer.is_ok(), lends }, Bytes::new());
         let Ok(mut peer) = peer else { return self.refuse_all() };
         let (mut upstream, mut data) = (Upstream::default(), Vec::new());

@@ -122,3 +122,56 @@ fn blocks_are_read_by_rdma_and_a_server_that_is_killed_is_replaced_by_another_on
     }
     assert!(field(&line, "far") >= 6 && field(&line, "here") == 0, "{line}");
 }
+
+#[test]
+#[ignore = "runs in the RDMA machine"]
+fn large_writes_are_pulled_by_rdma_by_each_server_and_along_a_chain_that_loses_one() {
+    let mut scene = Scene::new();
+    let write = |number: u64| format!("write -P {} {}k 256k", number % 250 + 1, number * 256);
+    let read = |number: u64| format!("read -P {} {}k 256k", number % 250 + 1, number * 256);
+    let commands = |numbers: std::ops::Range<u64>| {
+        let all = numbers.clone().map(write).chain(["flush".to_owned()]).chain(numbers.map(read));
+        let all: Vec<String> = all.collect();
+        qemu_io(&scene.socket, &all.iter().map(String::as_str).collect::<Vec<_>>()).unwrap();
+    };
+    // What leaves the writer's host by READs while 2 MiB are written.
+    let leaves = |numbers: std::ops::Range<u64>| {
+        let capture = Capture::start(WRITER_NODE, &scene.stage.path("wire.pcap"));
+        commands(numbers);
+        let wire = capture.stop();
+        assert!(wire.foreign.is_empty(), "neither writes nor long messages: {:x?}", wire.foreign);
+        wire.read_bytes
+    };
+    let by_rdma = |servers: &mut [Agent], what: &str| {
+        for server in servers {
+            says(&server.wait_for_line(what, LONG).unwrap(), &["transport=verbs"]);
+        }
+    };
+
+    let nbd = scene.nbd(&["--reads", "asked", "--writes", "pulled"]);
+    by_rdma(&mut scene.servers, "large writes are pulled");
+    let star = leaves(0..8);
+    let (_, line) = scene.stop(nbd);
+    assert!(star >= 3 * (2 << 20), "{star} bytes for three servers; {line}");
+    assert!(field(&line, "pulled") >= 3 * 8, "{line}");
+
+    let mut nbd = scene.nbd(&["--reads", "asked", "--writes", "chain"]);
+    by_rdma(&mut scene.servers, "large writes are pulled");
+    commands(8..9); // the chain begins with a write
+    by_rdma(&mut scene.servers[1..], "writes are pulled along a chain");
+    let chain = leaves(16..24);
+    assert!((2 << 20..4 << 20).contains(&chain), "{chain} bytes along a chain; {star} for three servers");
+
+    // The first of the chain ends, and comes back without its memory.
+    scene.servers[0].kill().unwrap();
+    commands(24..32);
+    let port = scene.addresses[0].rsplit(':').next().unwrap().parse().unwrap();
+    (scene.servers[0], _) = scene.serve(1, port);
+    by_rdma(&mut scene.servers[..1], "large writes are pulled");
+    commands(32..40);
+    let all: Vec<String> = (0..9).chain(16..40).map(read).collect();
+    qemu_io(&scene.socket, &all.iter().map(String::as_str).collect::<Vec<_>>()).unwrap();
+    says(&nbd.output(), &["RDMA is offered"]);
+    nbd.signal(Signal::TERM).unwrap();
+    ends(&mut nbd, 0);
+}

@@ -128,7 +128,7 @@ impl Driver {
             reads_by: options.reads,
             rdma: options.rdma.clone(),
             writes_by: options.writes,
-            outgoing: Outgoing::open(options.writes, servers),
+            outgoing: Outgoing::open(options.writes, &options.rdma, servers),
             messenger,
             events,
             post,
