@@ -100,9 +100,10 @@ doc:
 fuzz-check:
 	CUSTOM_LIBFUZZER_PATH=/nowhere/libfuzzer.a \
 		$(CARGO) check --quiet --locked --manifest-path dev/fuzz/Cargo.toml --target-dir target
-# `fabric` can be built without RDMA. The crates above it always have it.
+# `fabric` and `volume` can be built without reads by RDMA. The other crates above `fabric` always have them.
 features:
 	$(CARGO) clippy --quiet --locked -p remora-fabric --no-default-features -- -D warnings
+	$(CARGO) clippy --quiet --locked -p remora-volume --no-default-features -- -D warnings
 
 ## audit: known vulnerabilities in the crates that are used; skipped, with a line, without cargo-deny and its database
 .PHONY: audit

@@ -22,7 +22,7 @@
 //!
 //! - [`wire`]: the messages as bytes, and what the network needs beside the rules; `link`: how they use the messenger.
 //! - `overlap`: what requests of several blocks have in common.
-//! - `outbox`: memory out of which servers pull large writes; `lane`: connections to such memory.
+//! - `outbox`: memory out of which servers pull large writes; `lane`: connections to such memory; `rdma`: by RDMA.
 //! - [`server`]: the memory of a host, lent to volumes.
 //! - [`client`]: a volume as its one writer has it open.
 //! - [`nbd`]: such a volume as a block device, for clients of the NBD protocol.
@@ -50,6 +50,7 @@ mod mutant;
 pub mod nbd;
 mod outbox;
 mod overlap;
+mod rdma;
 pub mod reader;
 pub mod server;
 pub mod shape;
@@ -62,3 +63,4 @@ pub mod wire;
 pub mod writer;
 
 pub use link::Security;
+pub use rdma::Rdma;

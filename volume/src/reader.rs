@@ -1,18 +1,23 @@
 //! Reader: takes blocks out of a copy's region without its server. One-sided, over any transport of the fabric, or in
 //! place on the same host.
 //!
-//! Entries, blocks and the line are read in one round trip, in any order and in any pieces. A block that was read while
-//! it was written is noticed by its entry or its checksum ([`crate::layout`]), and the read is repeated. A reader that
-//! has no luck several times asks the server.
+//! Entries and blocks are read in one round trip, in any order and in any pieces. A block that was read while it was
+//! written is noticed by its entry or its checksum ([`crate::layout`]), and the read is repeated. A reader that has no
+//! luck several times asks the server.
 //!
 //! A region does not tell whether its server still obeys the reader's writer: the line does. Compare its generation.
+//! That says something of the blocks only if the line is read after them. TCP keeps that order, as it serves the reads
+//! of a connection one after the other: there all of it is one round trip. RDMA does not. One read is several READs, on
+//! several queue pairs if there are any. A card answers READs in their order, but may fetch what several of them ask
+//! for from memory in any order. Only a completion says that bytes were read. So the line is fetched by itself there,
+//! after the blocks have completed. It costs one round trip more.
 
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
 use remora_fabric::memory::{self, Memory, Pages, View};
-use remora_fabric::{Completion, Error as FabricError, Peer, ReadError, ReadRequest};
+use remora_fabric::{Completion, Error as FabricError, Peer, ReadError, ReadRequest, TransportKind};
 
 use crate::layout::{ENTRY_BYTES, Entry, LINE_AT, LINE_BYTES, LINE_WORDS, Layout, Line};
 use crate::message::Standing;
@@ -80,9 +85,8 @@ fn judge(entry: Option<Entry>, block: &mut [u8]) -> Option<Entry> {
 pub struct Found {
     /// Which write each block is of.
     pub entries: Vec<Entry>,
-    /// How the copy stood. The line is read after the blocks, on each transport that completes the reads of a
-    /// connection in their order. So its server obeyed the line's writer when the blocks were read, if that writer
-    /// began before.
+    /// How the copy stood. The line is read after the blocks. So its server obeyed the line's writer when the blocks
+    /// were read, if that writer began before.
     pub line: Standing,
 }
 
@@ -108,6 +112,21 @@ struct Place {
     first: u64,
     count: u64,
     at: u64,
+}
+
+impl Place {
+    fn entries_at(self) -> u64 {
+        self.at + self.count * BLOCK_BYTES as u64
+    }
+
+    fn line_at(self) -> u64 {
+        self.entries_at() + self.count * ENTRY_BYTES as u64
+    }
+}
+
+/// A read of a part of the region into a part of the sink.
+fn request(offset: u64, length: u64, sink_offset: u64) -> ReadRequest {
+    ReadRequest { tag: 0, offset, length: length as u32, sink_offset } // no longer than a sink
 }
 
 /// Bytes that `blocks` blocks take in a sink.
@@ -182,6 +201,8 @@ pub struct OneSided {
     peer: Box<dyn Peer>,
     sink: Arc<Memory>,
     layout: Layout,
+    /// Whether what is posted last is read last, within one round trip.
+    is_ordered: bool,
 }
 
 impl OneSided {
@@ -193,9 +214,10 @@ impl OneSided {
         Ok(Arc::new(Memory::create("remora-volume-sink", sink_bytes(most), Pages::Small)?))
     }
 
-    /// A reader of a copy of this layout, through a peer that was connected to a [`OneSided::sink`].
-    pub fn new(peer: Box<dyn Peer>, sink: Arc<Memory>, layout: Layout) -> OneSided {
-        OneSided { peer, sink, layout }
+    /// A reader of a copy of this layout, through a peer of this transport that was connected to a [`OneSided::sink`].
+    pub fn new(peer: Box<dyn Peer>, transport: TransportKind, sink: Arc<Memory>, layout: Layout) -> OneSided {
+        let is_ordered = matches!(transport, TransportKind::Tcp | TransportKind::Sim);
+        OneSided { peer, sink, layout, is_ordered }
     }
 
     /// Reads blocks into `into`, which has room for `count` of them. Returns their entries, and how the copy stood.
@@ -207,8 +229,7 @@ impl OneSided {
         found.pop().unwrap_or(Err(ReaderError::TornLine))
     }
 
-    /// Reads several runs of blocks in one round trip, as far as one of them is not torn. Together they must fit the
-    /// sink.
+    /// Reads several runs of blocks together, as far as one of them is not torn. They must fit the sink.
     ///
     /// # Errors
     /// For each run those that concern it alone, [`ReaderError::Torn`] and [`ReaderError::TornLine`]; for all of them
@@ -232,10 +253,23 @@ impl OneSided {
         let mut results: Vec<_> = wanted.iter().map(|_| Err(ReaderError::TornLine)).collect();
         let mut due: Vec<usize> = (0..wanted.len()).collect();
         for _ in 0..TRIES {
-            let requests: Vec<ReadRequest> = due.iter().flat_map(|&number| self.requests(places[number])).collect();
-            fetch(&mut *self.peer, &requests, deadline.saturating_duration_since(Instant::now()), || true)?;
+            let mut requests: Vec<ReadRequest> =
+                due.iter().flat_map(|&number| self.blocks_of(places[number])).collect();
+            // Posted last, and so read last; or fetched by itself: see the module's text.
+            let line_at = due.last().map_or(0, |&number| places[number].line_at());
+            let line = request(LINE_AT, LINE_BYTES as u64, line_at);
+            let mut fetch = |requests: &[ReadRequest]| {
+                fetch(&mut *self.peer, requests, deadline.saturating_duration_since(Instant::now()), || true)
+            };
+            if self.is_ordered {
+                requests.push(line);
+                fetch(&requests)?;
+            } else {
+                fetch(&requests)?;
+                fetch(&[line])?;
+            }
             for &number in &due {
-                results[number] = self.judge(places[number], wanted[number].into)?;
+                results[number] = self.judge(places[number], line_at, wanted[number].into)?;
             }
             due.retain(|&number| results[number].is_err());
             if due.is_empty() {
@@ -245,26 +279,19 @@ impl OneSided {
         Ok(results)
     }
 
-    /// The reads of one run. The line comes last, and is so read last: see [`Found`].
-    fn requests(&self, Place { first, count, at }: Place) -> [ReadRequest; 3] {
+    /// The reads of the blocks and entries of one run.
+    fn blocks_of(&self, place: Place) -> [ReadRequest; 2] {
+        let Place { first, count, at } = place;
         let [blocks, entries] = [BLOCK_BYTES, ENTRY_BYTES].map(|bytes| count * bytes as u64);
-        let reads = [
-            (self.layout.block_at(first), blocks, at),
-            (self.layout.entry_at(first), entries, at + blocks),
-            (LINE_AT, LINE_BYTES as u64, at + blocks + entries),
-        ];
-        reads.map(|(offset, length, sink_offset)| ReadRequest {
-            tag: 0,
-            offset,
-            length: length as u32, // a part of a sink
-            sink_offset,
-        })
+        [
+            request(self.layout.block_at(first), blocks, at),
+            request(self.layout.entry_at(first), entries, place.entries_at()),
+        ]
     }
 
-    /// Judges what has arrived. The inner error says what was torn.
-    fn judge(&self, place: Place, into: &mut [u8]) -> Result<Result<Found, ReaderError>, ReaderError> {
-        let entries_at = place.at + into.len() as u64;
-        let line_at = entries_at + place.count * ENTRY_BYTES as u64;
+    /// Judges what has arrived, with the line at `line_at`. The inner error says what was torn.
+    fn judge(&self, place: Place, line_at: u64, into: &mut [u8]) -> Result<Result<Found, ReaderError>, ReaderError> {
+        let entries_at = place.entries_at();
         let mut entries = Vec::with_capacity(place.count as usize);
         self.sink.read(place.at, into)?;
         for (number, block) in (0..).zip(into.chunks_exact_mut(BLOCK_BYTES)) {

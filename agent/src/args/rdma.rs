@@ -1,4 +1,4 @@
-//! The RDMA options of source and replica.
+//! The RDMA options of source and replica, and of the ends of a volume.
 
 use std::net::IpAddr;
 
@@ -11,7 +11,9 @@ use crate::units::{Size, UnitError};
 #[derive(Clone, Debug, Default, Args)]
 pub struct RdmaEnd {
     /// Use the RDMA device that has this local address; may be repeated, once per port. Default: a source uses the
-    /// device with the address of --listen, a reader the one to which the system's routes lead.
+    /// device with the address of --listen, a reader the one to which the system's routes lead. What belongs to
+    /// volumes (a server's copies, a writer's large writes) is offered only by devices that are named, and without
+    /// encryption: that needs `--security none` and `--plaintext-network`.
     #[arg(long, value_name = "ADDR", help_heading = "RDMA")]
     pub rdma_address: Vec<IpAddr>,
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::{Args, Subcommand};
 use remora_volume::client::{Reads, WindowSize, Writes};
 
-use super::{HostPort, SecurityArgs};
+use super::{HostPort, RdmaEnd, SecurityArgs};
 use crate::exit::{self, Code};
 use crate::units::{Size, parse_duration};
 
@@ -87,6 +87,10 @@ pub struct ServeArgs {
     /// Share no memory with the writers on this host: they ask for each block.
     #[arg(long, help_heading = "Ways")]
     pub no_shm: bool,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub rdma: RdmaEnd,
 
     #[command(flatten)]
     #[allow(missing_docs)]
@@ -251,6 +255,10 @@ pub struct NbdArgs {
 
     #[command(flatten)]
     #[allow(missing_docs)]
+    pub rdma: RdmaEnd,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
     pub protection: VolumeSecurityArgs,
 }
 
@@ -288,16 +296,16 @@ pub struct WaysArgs {
     pub window: WindowSize,
 
     /// How blocks are read. `asked`: from a server. `here`: in the memory of a server on this host, if one runs here.
-    /// `anywhere`: also in the memory of servers on other hosts that have `--lanes`. `far`: only there, for
-    /// measurements. The last two are not encrypted: with servers on other hosts they need `--security none` and
-    /// `--plaintext-network`.
+    /// `anywhere`: also in the memory of servers on other hosts, by RDMA if both ends have it, or over TCP where the
+    /// server has `--lanes`. `far`: only there, for measurements. The last two are not encrypted: with servers on other
+    /// hosts they need `--security none` and `--plaintext-network`.
     #[arg(long, value_name = "HOW", default_value = "here", help_heading = "Ways")]
     pub reads: Reads,
 
     /// How the blocks of writes of 64 KiB and more get to the servers. `inline`: in messages. `here`: servers on this
     /// host take them out of this process's memory. `pulled`: servers on other hosts as well. `chain`: each server
-    /// takes them from the one before it, which needs `--lanes`. The last two are not encrypted: with servers on other
-    /// hosts they need `--security none` and `--plaintext-network`.
+    /// takes them from the one before it, which needs `--lanes` or RDMA. The last two are not encrypted: with servers
+    /// on other hosts they need `--security none` and `--plaintext-network`.
     #[arg(long, value_name = "HOW", default_value = "inline", help_heading = "Ways")]
     pub writes: Writes,
 }
@@ -326,6 +334,9 @@ Examples:
       --tls-cert server.pem --tls-key server.key --tls-ca ca.pem
   Servers that have their copies again after a power cut:
     remora volume serve --listen 10.0.0.1:7480 --store /var/lib/remora --token-file token
+  Servers whose copies are read by RDMA, in a network without strangers:
+    remora volume serve --listen 10.0.0.1:7480 --rdma-device mlx5_0 --token-file token --security none --plaintext-network
+    remora volume nbd data.volume --reads anywhere --token-file token --security none --plaintext-network
   Which copies are whole, and how far those are that catch up:
     remora volume status data.volume --token-file token
   Is any block damaged? If one is, and no writer takes the copy back:

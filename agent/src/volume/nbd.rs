@@ -43,6 +43,7 @@ pub(super) async fn run(args: NbdArgs) -> Result<(), Failure> {
         window,
         reads,
         writes,
+        rdma: protection.rdma(&args.rdma)?,
     };
     let opening = name.clone();
     let opened = blocking(move || {

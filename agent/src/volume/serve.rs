@@ -30,6 +30,7 @@ pub(super) async fn run(args: ServeArgs) -> Result<(), Failure> {
         security,
         shm: !args.no_shm,
         lanes: args.lanes,
+        rdma: protection.rdma(&args.rdma)?,
         store: args.store.clone(),
         ..ServerOptions::default()
     };
@@ -37,6 +38,7 @@ pub(super) async fn run(args: ServeArgs) -> Result<(), Failure> {
         ErrorKind::AddrInUse | ErrorKind::AddrNotAvailable => {
             Failure::local(format!("cannot listen on {}: {error}; set another address with --listen", args.listen))
         }
+        ErrorKind::Unsupported => Failure::refused(error.to_string()),
         _ => Failure::local(format!("cannot start the server at {}: {error}", args.listen)),
     })?;
     let address = match server.address() {

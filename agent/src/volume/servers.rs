@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use remora_messenger::Address;
 use remora_messenger::stack::tls::{TlsConfig, TlsOptions};
-use remora_volume::Security;
+use remora_volume::{Rdma, Security};
 use rustls::{ClientConfig, ServerConfig};
 
-use crate::args::{HostPort, VolumeSecurityArgs};
+use crate::args::{HostPort, RdmaEnd, VolumeSecurityArgs};
 use crate::conversation;
 use crate::conversation::certificate_roles::CertificateRoles;
 use crate::conversation::tokens::TokenFiles;
@@ -81,6 +81,19 @@ impl Protection {
             ))),
             _ => Ok(()),
         }
+    }
+
+    /// The RDMA devices that the options name. Checks that what they carry may cross the network without encryption.
+    ///
+    /// # Errors
+    /// This host has no such device, or `--plaintext-network` was not given.
+    pub(super) fn rdma(&self, end: &RdmaEnd) -> Result<Rdma, Failure> {
+        let addresses = end.addresses().map_err(|error| Failure::refused(error.to_string()))?;
+        let option = if end.rdma_device.is_empty() { "--rdma-address" } else { "--rdma-device" };
+        let ports: Vec<_> = addresses.iter().map(|address| Address::Rdma(SocketAddr::new(*address, 0))).collect();
+        self.check_plain(option, &ports)?;
+        let RdmaEnd { rdma_traffic_class: traffic_class, rdma_service_level: service_level, .. } = *end;
+        Ok(Rdma { addresses, traffic_class, service_level })
     }
 
     /// What protects connections to a port there, for logs.

@@ -58,6 +58,9 @@ fn ways_that_are_not_encrypted_are_refused_between_hosts() {
     let scene = Scene::new(None, &[]);
     let serve = ["serve", "--listen", "0.0.0.0:0", "--lanes", "0"];
     says(&scene.end(&serve, 3), &["--lanes", "without encryption", "--plaintext-network"]);
+    // RDMA leaves the host, although the server listens at loopback.
+    let serve = ["serve", "--listen", "127.0.0.1:0", "--rdma-address", "192.0.2.1"];
+    says(&scene.end(&serve, 3), &["--rdma-address", "without encryption", "--plaintext-network"]);
     let file = scene.create("data.volume");
     let elsewhere = fs::read_to_string(&file).unwrap().replacen(&scene.addresses[0], "192.0.2.1:7480", 1);
     fs::write(&file, elsewhere).unwrap();

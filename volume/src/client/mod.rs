@@ -55,6 +55,7 @@ pub use self::window::{NotAWindow, WindowSize};
 pub use crate::link::AT_WORK;
 use crate::link::{self, LEAST_ROOM, MOST_ROOM, Security};
 use crate::message::ServerId;
+use crate::rdma::Rdma;
 use crate::shape::{Copies, Shape};
 use crate::wire::{MOST_BLOCKS, MOST_ENTRIES, Run};
 use crate::writer::End;
@@ -70,6 +71,8 @@ pub struct ClientOptions {
     pub reads: Reads,
     /// How blocks are written.
     pub writes: Writes,
+    /// By which devices RDMA is used, if `reads` and `writes` permit it.
+    pub rdma: Rdma,
     /// How many writes may be under way at each server.
     pub window: WindowSize,
     /// Whether the volume is opened although another writer is at work, which then ends.
@@ -83,6 +86,7 @@ impl Default for ClientOptions {
             copy_limit: COPY_LIMIT,
             reads: Reads::default(),
             writes: Writes::default(),
+            rdma: Rdma::default(),
             window: WindowSize::default(),
             take_over: true,
         }
@@ -107,7 +111,7 @@ pub struct WriteCounts {
     pub inline: u64,
     /// Without them: the server pulls.
     pub pulled: u64,
-    /// Bytes of both kinds of messages, and of what was pulled over a network out of this process's memory.
+    /// Bytes of both kinds of messages, and of what was pulled over TCP out of this process's memory.
     pub bytes: u64,
 }
 

@@ -16,6 +16,7 @@ use remora_messenger::{Address, Connection};
 
 use crate::link;
 use crate::outbox::{LEAST_PULLED_BYTES, Places, REGION_BYTES};
+use crate::rdma::Rdma;
 
 /// How the blocks of large writes (64 KiB and more) get to the servers. Smaller ones are in the messages, and so is
 /// what a server cannot pull.
@@ -26,8 +27,8 @@ pub enum Writes {
     Inline,
     /// Servers on this host take them out of this process's memory.
     Here,
-    /// Servers on other hosts as well, each for itself. The blocks are neither encrypted nor authenticated on their
-    /// way.
+    /// Servers on other hosts as well, each for itself, by RDMA or over TCP. The blocks are neither encrypted nor
+    /// authenticated on their way.
     Pulled,
     /// As `Pulled`, but each server takes them from the server before it, if that one permits it: they leave this host
     /// once.
@@ -76,17 +77,17 @@ const OUTBOX: RegionId = RegionId { generation: 0, region: 0 };
 
 impl Outgoing {
     /// Makes an outbox. `None`: blocks go inline.
-    pub(super) fn open(writes: Writes, servers: &[Address]) -> Option<Outgoing> {
-        let tcp = match writes {
+    pub(super) fn open(writes: Writes, rdma: &Rdma, servers: &[Address]) -> Option<Outgoing> {
+        let [rdma, tcp] = match writes {
             Writes::Inline => return None,
-            Writes::Here => None,
-            Writes::Pulled | Writes::Chain => Some(exporter_at(near(servers))),
+            Writes::Here => [None, None],
+            Writes::Pulled | Writes::Chain => [rdma.exporter().transpose(), Some(exporter_at(near(servers)))],
         };
         let shm = ShmExporter::bind(ShmOptions::default());
         let shm = shm.map(|shm| Box::new(shm) as Box<dyn Exporter>).map_err(|error| error.to_string());
         let memory = Memory::create("remora-volume-outbox", REGION_BYTES, Pages::Small);
         let memory = memory.map(Arc::new).map_err(|error| error.to_string()).or_warn()?;
-        let opened = [Some(shm), tcp].into_iter().flatten();
+        let opened = [Some(shm), rdma, tcp].into_iter().flatten();
         let exporters = opened.filter_map(|exporter| {
             let exporter = exporter.or_warn()?;
             exporter.export(OUTBOX, Arc::clone(&memory)).map_err(|error| error.to_string()).or_warn()?;
@@ -125,7 +126,7 @@ impl Outgoing {
         self.places.free();
     }
 
-    /// Bytes that have left over a network.
+    /// Bytes that have left over a network, except by RDMA: nothing here notices them.
     pub(super) fn served(&self) -> u64 {
         self.exporters.iter().map(|exporter| exporter.bytes_served()).sum()
     }

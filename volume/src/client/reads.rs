@@ -13,8 +13,8 @@ pub enum Reads {
     /// In the memory of a server that runs on this host, if one does.
     #[default]
     Here,
-    /// Also in the memory of servers on other hosts, if they permit it. The blocks are neither encrypted nor
-    /// authenticated on their way.
+    /// Also in the memory of servers on other hosts, if they permit it: by RDMA, or over TCP. The blocks are neither
+    /// encrypted nor authenticated on their way.
     Anywhere,
     /// Only so, for measurements: not in the memory of this host.
     Far,
@@ -34,8 +34,8 @@ impl Reads {
         match self {
             Reads::Asked => &[],
             Reads::Here => &[TransportKind::Shm],
-            Reads::Anywhere => &[TransportKind::Shm, TransportKind::Tcp],
-            Reads::Far => &[TransportKind::Tcp],
+            Reads::Anywhere => &[TransportKind::Shm, TransportKind::Verbs, TransportKind::Tcp],
+            Reads::Far => &[TransportKind::Verbs, TransportKind::Tcp],
         }
     }
 

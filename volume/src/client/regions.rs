@@ -4,7 +4,7 @@
 //!   server: Attached ──▶ Opening, a thread: connects by the nearest transport
 //!                            │ on this host                     │ over a network
 //!                            ▼                                  ▼
-//!                     Region::Here, and it ends          Region::Far: it reads, several runs in one round trip,
+//!                     Region::Here, and it ends          Region::Far: it reads, several runs together,
 //!                     (the driver reads in place)        until the driver drops its end of the channel
 //! ```
 //!
@@ -18,8 +18,9 @@ use remora_fabric::{Memory, Peer};
 use remora_messenger::Connection;
 
 use super::{Event, Reads};
-use crate::lane::Lane;
+use crate::lane::{Laid, Lane};
 use crate::layout::Layout;
+use crate::rdma::Rdma;
 use crate::reader::{Found, InPlace, OneSided, ReaderError, Wanted};
 use crate::shape::BLOCK_BYTES;
 use crate::wire::{MOST_BLOCKS, Run};
@@ -53,6 +54,7 @@ pub(super) enum News {
 pub(super) struct Opening {
     pub(super) layout: Layout,
     pub(super) reads: Reads,
+    pub(super) rdma: Rdma,
     pub(super) session: u64,
     pub(super) keys: Vec<Vec<u8>>,
     /// The connection to its server.
@@ -63,14 +65,14 @@ pub(super) struct Opening {
 impl Opening {
     /// The thread.
     pub(super) fn run(self) {
-        let Some((peer, sink)) = self.open() else { return };
+        let Some((Laid { peer, transport, .. }, sink)) = self.open() else { return };
         if let Some(view) = peer.view() {
             let reader = Arc::new(InPlace::new(view, self.layout));
             return self.say(News::Open(Region::Here(reader, peer)));
         }
         let (jobs, due) = mpsc::channel();
         self.say(News::Open(Region::Far(jobs)));
-        self.read(OneSided::new(peer, sink, self.layout), &due);
+        self.read(OneSided::new(peer, transport, sink, self.layout), &due);
     }
 
     fn say(&self, news: News) {
@@ -78,9 +80,10 @@ impl Opening {
     }
 
     /// Connects by the nearest transport that both ends have.
-    fn open(&self) -> Option<(Box<dyn Peer>, Arc<Memory>)> {
+    fn open(&self) -> Option<(Laid, Arc<Memory>)> {
         let lane = Lane {
             transports: self.reads.transports(),
+            rdma: &self.rdma,
             length: self.layout.length(),
             depth: DEPTH,
             connect_limit: CONNECT_LIMIT,
@@ -88,12 +91,14 @@ impl Opening {
         };
         // A server that answers in place needs no sink, and a memory without touched pages costs nothing.
         let opened = OneSided::sink(MOST_BLOCKS as u64).map_err(|error| error.to_string()).and_then(|sink| {
-            let peer = lane.connect(&self.connection, (self.session, &self.keys), &sink)?;
-            Ok((peer, sink))
+            let laid = lane.connect(&self.connection, (self.session, &self.keys), &sink)?;
+            Ok((laid, sink))
         });
         let server = self.connection.peer();
         match &opened {
-            Ok(_) => tracing::info!(%server, "a copy is read without asking"),
+            Ok((Laid { transport, why, .. }, _)) => {
+                tracing::info!(%server, %transport, why, "a copy is read without asking");
+            }
             Err(error) => tracing::debug!(%server, error, "a copy cannot be read without asking"),
         }
         opened.ok()
@@ -141,11 +146,11 @@ const CONNECT_LIMIT: Duration = Duration::from_secs(2);
 /// Longest time for a read without asking. Then its server is asked, and has the time that each answer has.
 const READ_LIMIT: Duration = Duration::from_secs(1);
 
-/// Runs that are read in one round trip. Each has three reads: blocks, entries, line.
+/// Runs that are read together. Each has two reads, blocks and entries, and all have the line.
 const AT_ONCE: usize = 32;
 
 /// Reads under way at a peer.
-const DEPTH: usize = AT_ONCE * 3;
+const DEPTH: usize = AT_ONCE * 2 + 1;
 
-/// Blocks that are read in one round trip: what the sink takes, whose lines are as long as some entries.
+/// Blocks that are read together: what the sink takes, whose lines are as long as some entries.
 const MOST_BLOCKS_AT_ONCE: usize = MOST_BLOCKS - AT_ONCE;

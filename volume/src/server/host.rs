@@ -28,6 +28,7 @@ use crate::disk::recovery;
 use crate::layout::Layout;
 use crate::link::{self, LEAST_ROOM, MOST_ROOM, Security};
 use crate::message::{Standing, State};
+use crate::rdma::Rdma;
 use crate::shape::{Shape, VolumeId};
 use crate::store::Store;
 use crate::wire::{Call, Cause, Mode, Reply, Room, Used};
@@ -41,12 +42,13 @@ pub(super) struct Host {
     /// What writers may have under way here.
     staging: Mutex<Staging>,
     budget: Arc<Budget>,
-    exports: Exports,
+    exports: Arc<Exports>,
     /// `None`: copies are in memory only.
     stores: Option<Arc<Stores>>,
     security: Security,
-    /// The transports by which this server reads memory elsewhere.
+    /// The transports by which this server reads memory elsewhere, and its devices for it.
     transports: &'static [TransportKind],
+    rdma: Rdma,
     is_stopping: Arc<AtomicBool>,
     /// Borrowers, those that pull, and those that let a copy grow.
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -65,10 +67,11 @@ impl Host {
             connections: Mutex::default(),
             staging: Mutex::new(Staging::new(options.staging)),
             budget: Budget::new(options.memory),
-            exports,
+            exports: Arc::new(exports),
             stores,
             security: options.security.clone(),
-            transports: if options.shm { &[TransportKind::Shm, TransportKind::Tcp] } else { &[TransportKind::Tcp] },
+            transports: transports(options.shm),
+            rdma: options.rdma.clone(),
             is_stopping: Arc::default(),
             threads: Mutex::default(),
             pullers: Mutex::default(),
@@ -76,6 +79,7 @@ impl Host {
         });
         if let Some(stores) = &host.stores {
             host.recover(stores)?;
+            host.exports.wait();
         }
         Ok(host)
     }
@@ -334,7 +338,7 @@ impl Host {
         let Some(shape) = shape.filter(|_| !pullers.contains_key(&connection.id())) else {
             return refuse(connection, Cause::Misuse, "an outbox is offered once, on a connection that is open");
         };
-        let (Some(host), Ok(puller)) = (self.me.upgrade(), Puller::new(&self.budget, &self.exports)) else {
+        let (Some(host), Ok(puller)) = (self.me.upgrade(), Puller::new(&self.budget)) else {
             return answer(connection, &Reply::Reached { pulls: false, lends: false }, Bytes::new());
         };
         let puller = Arc::new(puller);
@@ -348,6 +352,8 @@ impl Host {
             keys,
             security: self.security.clone(),
             transports: self.transports,
+            rdma: self.rdma.clone(),
+            exports: Arc::clone(&self.exports),
             is_stopping: Arc::clone(&self.is_stopping),
             call: Box::new(move |call, data| host.call(&writer, call, data)),
         };
@@ -371,9 +377,8 @@ impl Host {
 
     fn ended(&self, connection: &Connection) {
         lock(&self.staging).leave(connection.id());
-        let puller = lock(&self.pullers).remove(&connection.id());
-        if let Some(region) = puller.and_then(|puller| puller.end()) {
-            self.exports.revoke(region);
+        if let Some(puller) = lock(&self.pullers).remove(&connection.id()) {
+            puller.end();
         }
         let Some(slot) = lock(&self.connections).remove(&connection.id()) else { return };
         let mut slots = lock(&self.slots);
@@ -416,6 +421,12 @@ impl Dispatcher for Host {
     fn rejected(&self, peer: &Address, why: &LinkError) {
         tracing::info!(%peer, %why, "a connection was rejected");
     }
+}
+
+/// The transports by which a server reads, nearest first.
+fn transports(shm: bool) -> &'static [TransportKind] {
+    const ALL: &[TransportKind] = &[TransportKind::Shm, TransportKind::Verbs, TransportKind::Tcp];
+    if shm { ALL } else { &ALL[1..] }
 }
 
 const MORE: &str = "give the server at least as much as before";

@@ -10,7 +10,7 @@
 //!
 //! - `host`: connections, and the memory that volumes share.
 //! - `slot`: one volume. Every call of a connection is done here, in order, and answered.
-//! - `exports`: the regions of copies, readable for their writers.
+//! - `exports`: the regions of copies, readable for their writers; `registering`: by RDMA.
 //! - `staging`: what writers may have under way.
 //! - `kept`: a copy's store, and who waits for it; `keeper`: the threads that sync, make checkpoints, and scrub;
 //!   `scrubbing`: how far that is.
@@ -19,8 +19,8 @@
 //! - `puller`: takes large writes out of their writer's memory; `upstream`: or out of another server's.
 //!
 //! Who ends what: the [`Server`] its messenger's workers, the threads of borrowers, pullers and growth, and the
-//! keeper's. A borrower ends by itself when its copy is whole, or when its writer's connection is over; a puller with
-//! that connection; growth when the copy is the larger one.
+//! keeper's; its exports the one that registers. A borrower ends by itself when its copy is whole, or when its writer's
+//! connection is over; a puller with that connection; growth when the copy is the larger one.
 
 mod answers;
 mod borrower;
@@ -35,6 +35,7 @@ mod puller;
 #[cfg(test)]
 mod question_tests;
 mod questions;
+mod registering;
 mod scrubbing;
 mod slot;
 mod staging;
@@ -52,6 +53,7 @@ use remora_messenger::{Address, Messenger};
 use self::exports::Exports;
 use self::host::Host;
 use crate::link::{self, Security};
+use crate::rdma::Rdma;
 use crate::shape::VolumeId;
 
 /// Settings of a server.
@@ -70,6 +72,9 @@ pub struct ServerOptions {
     /// The port at which writers on other hosts may read copies without asking, at the server's address; 0 is any port.
     /// `None`: they ask. These reads are neither encrypted nor authenticated, except that the reader proves its right.
     pub lanes: Option<u16>,
+    /// By which devices copies may be read by RDMA. These reads are protected as those at `lanes`. All of `memory` that
+    /// is used for copies stays in the host's memory then.
+    pub rdma: Rdma,
     /// The folder for the copies' stores: what a server has there it has again after it was started again. `None`: the
     /// copies end with the server.
     pub store: Option<PathBuf>,
@@ -84,6 +89,7 @@ impl Default for ServerOptions {
             workers: WORKERS,
             shm: true,
             lanes: None,
+            rdma: Rdma::default(),
             store: None,
         }
     }
@@ -103,8 +109,9 @@ impl Server {
     ///
     /// # Errors
     /// The address cannot be listened at, the system provides no thread, or the stores cannot be used.
+    /// [`io::ErrorKind::Unsupported`]: RDMA cannot be offered as [`ServerOptions::rdma`] says.
     pub fn start(address: &Address, options: &ServerOptions) -> io::Result<Server> {
-        let host = Host::new(options, Exports::open(address, options))?;
+        let host = Host::new(options, Exports::open(address, options)?)?;
         let settings = link::options(&options.security, options.workers, MAX_SESSIONS);
         let messenger = Messenger::new(link::server_policy(), &settings, Arc::<Host>::clone(&host))?;
         let address = messenger.listen(address)?;

@@ -12,7 +12,7 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -23,10 +23,11 @@ use super::answers::{answer, refuse};
 use super::budget::{Budget, Grant};
 use super::exports::Exports;
 use super::upstream::{Link, Upstream};
-use crate::lane::Lane;
+use crate::lane::{Laid, Lane};
 use crate::link::Security;
 use crate::message::Holder;
 use crate::outbox::{PROGRESS_AT, REACH_LIMIT, REGION_BYTES, has_place};
+use crate::rdma::Rdma;
 use crate::reader::fetch;
 use crate::shape::{BLOCK_BYTES, Shape};
 use crate::store::sums;
@@ -41,8 +42,8 @@ pub(super) struct Puller {
     /// Whether other servers read the staging.
     is_followed: AtomicBool,
     staging: Arc<Memory>,
-    /// Its name for other servers; `None`: none can read it.
-    region: Option<RegionId>,
+    /// Its name for other servers, once they can read it.
+    region: OnceLock<RegionId>,
     _grant: Grant,
 }
 
@@ -54,7 +55,7 @@ struct Queue {
 }
 
 impl Puller {
-    pub(super) fn new(budget: &Arc<Budget>, exports: &Exports) -> Result<Puller, String> {
+    pub(super) fn new(budget: &Arc<Budget>) -> Result<Puller, String> {
         let grant = budget.take(REGION_BYTES).ok_or("the server has no memory left to pull into")?;
         let staging = Memory::create("remora-volume-staging", REGION_BYTES, Pages::Small);
         let staging = Arc::new(staging.map_err(|error| error.to_string())?);
@@ -63,7 +64,7 @@ impl Puller {
             changed: Condvar::new(),
             is_over: AtomicBool::new(false),
             is_followed: AtomicBool::new(false),
-            region: exports.export(&staging),
+            region: OnceLock::new(),
             staging,
             _grant: grant,
         })
@@ -85,15 +86,14 @@ impl Puller {
     /// Another server is about to read the staging.
     pub(super) fn follow(&self) -> Option<RegionId> {
         self.is_followed.store(true, Ordering::Release);
-        self.region
+        self.region.get().copied()
     }
 
-    /// The connection is over. Returns the region, to be revoked.
-    pub(super) fn end(&self) -> Option<RegionId> {
+    /// The connection is over.
+    pub(super) fn end(&self) {
         self.is_over.store(true, Ordering::Release);
         self.queue().waiting.clear();
         self.changed.notify_all();
-        self.region
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {
@@ -130,6 +130,8 @@ pub(super) struct Pulling {
     pub(super) security: Security,
     /// The transports by which this server reads memory elsewhere.
     pub(super) transports: &'static [TransportKind],
+    pub(super) rdma: Rdma,
+    pub(super) exports: Arc<Exports>,
     pub(super) is_stopping: Arc<AtomicBool>,
     pub(super) call: Box<Perform>,
 }
@@ -145,12 +147,28 @@ struct Pull<'a> {
 
 impl Pulling {
     pub(super) fn run(self) {
-        let lane = lane(self.transports);
-        let peer = lane.connect(&self.connection, (self.session, &self.keys), &self.puller.staging);
-        if let Err(why) = &peer {
-            tracing::info!(peer = %self.connection.peer(), why, "a writer's outbox cannot be reached: it writes inline");
+        // Here, and not by the call that begins this: the staging is registered for RDMA.
+        let region = self.exports.export_and_wait(&self.puller.staging);
+        if let Some(region) = region {
+            let _ = self.puller.region.set(region); // nothing else sets it
         }
-        let lends = peer.is_ok() && self.puller.region.is_some();
+        self.serve();
+        if let Some(region) = region {
+            self.exports.revoke(region);
+        }
+    }
+
+    fn serve(&self) {
+        let laid = self.lane().connect(&self.connection, (self.session, &self.keys), &self.puller.staging);
+        let writer = self.connection.peer();
+        match &laid {
+            Ok(Laid { transport, why, .. }) => {
+                tracing::info!(peer = %writer, %transport, why, "a writer's large writes are pulled");
+            }
+            Err(why) => tracing::info!(peer = %writer, why, "a writer's outbox cannot be reached: it writes inline"),
+        }
+        let peer = laid.map(|laid| laid.peer);
+        let lends = peer.is_ok() && self.puller.region.get().is_some();
         answer(&self.connection, &Reply::Reached { pulls: peer.is_ok(), lends }, Bytes::new());
         let Ok(mut peer) = peer else { return self.refuse_all() };
         let (mut upstream, mut data) = (Upstream::default(), Vec::new());
@@ -167,6 +185,17 @@ impl Pulling {
                     return self.refuse_all();
                 }
             }
+        }
+    }
+
+    fn lane(&self) -> Lane<'_> {
+        Lane {
+            transports: self.transports,
+            rdma: &self.rdma,
+            length: REGION_BYTES,
+            depth: 4,
+            connect_limit: REACH_LIMIT,
+            read_limit: PULL_LIMIT,
         }
     }
 
@@ -246,7 +275,7 @@ impl Pulling {
             (self.shape, pull.holder),
             pull.source,
             &self.security,
-            &lane(self.transports),
+            &self.lane(),
             (&self.puller.staging, &goes_on),
         )
     }
@@ -256,10 +285,6 @@ impl Pulling {
         let said = self.puller.staging.store_u64(PROGRESS_AT, version.word().to_le(), Ordering::Release);
         debug_assert!(said.is_ok(), "a place in the staging: {said:?}");
     }
-}
-
-fn lane(transports: &'static [TransportKind]) -> Lane<'static> {
-    Lane { transports, length: REGION_BYTES, depth: 4, connect_limit: REACH_LIMIT, read_limit: PULL_LIMIT }
 }
 
 /// Longest time for a pull: below the time for which a writer waits for a server.

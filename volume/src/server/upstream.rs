@@ -16,7 +16,7 @@ use remora_fabric::{Memory, Peer, ReadRequest};
 use remora_messenger::Address;
 
 use super::caller::Caller;
-use crate::lane::Lane;
+use crate::lane::{Laid, Lane};
 use crate::link::Security;
 use crate::message::Holder;
 use crate::outbox::{PROGRESS_AT, REACH_LIMIT, SEEN_AT};
@@ -83,8 +83,8 @@ impl Link {
         }
         match caller.ask(&Call::Follow(holder), REACH_LIMIT, ends)? {
             (Reply::Attached { session, keys }, _) => {
-                let peer = lane.connect(caller.connection(), (session, &keys), staging)?;
-                tracing::info!(server = %address, "writes are pulled along a chain");
+                let Laid { peer, transport, why } = lane.connect(caller.connection(), (session, &keys), staging)?;
+                tracing::info!(server = %address, %transport, why, "writes are pulled along a chain");
                 Ok(Link { peer, _caller: caller })
             }
             (reply, _) => Err(unexpected(reply)),

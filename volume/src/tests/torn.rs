@@ -8,12 +8,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use remora_fabric::{Completion, Error, Memory, Peer, ReadRequest, View};
+use remora_fabric::{Completion, Error, Memory, Peer, ReadRequest, TransportKind, View};
 use remora_lab::Random;
 use remora_lab::random::seed;
 
 use crate::layout::Entry;
-use crate::message::{Standing, State};
+use crate::message::{Holder, Standing, State};
 use crate::reader::{Found, InPlace, OneSided, ReaderError};
 use crate::shape::{BLOCK_BYTES, Copies, Shape, VolumeId};
 use crate::store::{Store, sums};
@@ -173,7 +173,7 @@ fn a_one_sided_read_is_of_one_moment_or_says_that_it_was_torn() {
             left: Vec::new(),
             completions: 0,
         };
-        let mut reader = OneSided::new(Box::new(peer), sink, writer.lock().unwrap().store.layout());
+        let mut reader = OneSided::new(Box::new(peer), TransportKind::Sim, sink, writer.lock().unwrap().store.layout());
         let mut random = Random::new(seed ^ 2);
         for _ in 0..40 {
             let count = random.between(1, 3);
@@ -199,6 +199,85 @@ fn a_one_sided_read_is_of_one_moment_or_says_that_it_was_torn() {
     }
     println!("{right} reads were right, {torn} were torn each time");
     assert!(right > 100 && torn > 100, "{right} right, {torn} torn");
+}
+
+/// A peer that makes the reads of a round trip last first. Between two of them another writer comes, and writes.
+struct Backwards {
+    store: Arc<Store>,
+    sink: Arc<Memory>,
+    left: Vec<ReadRequest>,
+    reads: usize,
+    /// Before which read.
+    comes_before: usize,
+}
+
+/// What the other writer writes into block 0, and how the copy stands then.
+fn replaced(store: &Store) -> Standing {
+    let generation = Generation::NONE.next().unwrap().next().unwrap();
+    let version = generation.start().next().unwrap();
+    let line = Standing {
+        state: State::Whole,
+        promised: Some(Holder { generation, writer: 2 }),
+        claim: version,
+        applied: version,
+        is_cut: false,
+    };
+    store.set_line(line); // it promises before it obeys
+    store.put(0, entry(0, version), &pattern(0, version));
+    line
+}
+
+impl Peer for Backwards {
+    fn depth(&self) -> usize {
+        8
+    }
+
+    fn post_read(&mut self, reads: &[ReadRequest]) -> Result<usize, Error> {
+        self.left.extend(reads);
+        Ok(reads.len())
+    }
+
+    fn poll(&mut self, completions: &mut Vec<Completion>) -> Result<usize, Error> {
+        let Some(ReadRequest { offset, length, sink_offset, .. }) = self.left.pop() else { return Ok(0) };
+        if self.reads == self.comes_before {
+            replaced(&self.store);
+        }
+        self.reads += 1;
+        self.store.memory().copy_to(offset..offset + u64::from(length), &self.sink, sink_offset).unwrap();
+        completions.push(Completion { tag: 0, result: Ok(length) });
+        Ok(1)
+    }
+
+    fn wait(&mut self, _: Duration) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn arm(&mut self) -> BorrowedFd<'_> {
+        View::as_fd(&self.sink)
+    }
+
+    fn view(&self) -> Option<Arc<View>> {
+        None
+    }
+
+    fn close(&mut self) {}
+}
+
+/// RDMA reads in any order what is posted together. Blocks of another writer must not come with a line from before it.
+#[test]
+fn where_reads_have_no_order_the_line_is_still_read_after_the_blocks() {
+    for comes_before in 0..4 {
+        let store = Arc::new(store());
+        let sink = OneSided::sink(1).unwrap();
+        let (layout, left) = (store.layout(), Vec::new());
+        let peer = Backwards { store: Arc::clone(&store), sink: Arc::clone(&sink), left, reads: 0, comes_before };
+        let mut reader = OneSided::new(Box::new(peer), TransportKind::Verbs, sink, layout);
+        let mut bytes = [0xaa; BLOCK_BYTES];
+        let found = reader.blocks(0, &mut bytes, LIMIT).unwrap();
+        let obeys = found.line.promised.map(|holder| holder.generation);
+        let written = found.newest().generation();
+        assert!(written == Generation::NONE || obeys == Some(written), "{comes_before}: {found:?}");
+    }
 }
 
 /// A writing thread, and readers of the same host that map the region as other processes do.

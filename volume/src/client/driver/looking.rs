@@ -39,7 +39,8 @@ impl Driver {
     pub(super) fn open_region(&mut self, connection: &Connection, session: u64, keys: Vec<Vec<u8>>) {
         self.readers.retain(|reader| !reader.is_finished());
         let (layout, reads, events) = (Layout::of(self.shape), self.reads_by, self.post.clone());
-        let opening = Opening { layout, reads, session, keys, connection: connection.clone(), events };
+        let rdma = self.rdma.clone();
+        let opening = Opening { layout, reads, rdma, session, keys, connection: connection.clone(), events };
         match std::thread::Builder::new().name("volume-reader".into()).spawn(|| opening.run()) {
             Ok(thread) => self.readers.push(thread),
             Err(error) => tracing::warn!(%error, "no thread to read a copy: its server is asked"),

@@ -28,6 +28,7 @@ use crate::layout::Entry;
 use crate::link;
 use crate::message::{self, Answer, ServerId};
 use crate::overlap::newest;
+use crate::rdma::Rdma;
 use crate::shape::{BLOCK_BYTES, Shape};
 use crate::store::sums;
 use crate::version::Version;
@@ -41,6 +42,7 @@ pub(super) struct Driver {
     id: u64,
     copy_limit: Duration,
     reads_by: Reads,
+    rdma: Rdma,
     writes_by: Writes,
     /// `None`: blocks are in the messages.
     outgoing: Option<Outgoing>,
@@ -124,8 +126,9 @@ impl Driver {
             id,
             copy_limit: options.copy_limit,
             reads_by: options.reads,
+            rdma: options.rdma.clone(),
             writes_by: options.writes,
-            outgoing: Outgoing::open(options.writes, servers),
+            outgoing: Outgoing::open(options.writes, &options.rdma, servers),
             messenger,
             events,
             post,

@@ -1,0 +1,177 @@
+//! A volume over RDMA: what `remora volume` reads and writes by it, and how it goes on without a server.
+
+use remora_lab::{Agent, RdmaVm};
+use rustix::process::Signal;
+
+use super::capture::Capture;
+use crate::kit::{LONG, Stage, ends, says};
+use crate::volume::qemu_io;
+
+/// The writer is node 0; the servers are the others.
+const WRITER_NODE: u8 = 0;
+
+/// Servers at nodes 1, 2 and 3, and a volume on them.
+struct Scene {
+    stage: Stage,
+    servers: Vec<Agent>,
+    addresses: Vec<String>,
+    file: String,
+    socket: String,
+}
+
+impl Scene {
+    fn new() -> Scene {
+        let stage = Stage::new();
+        let (file, socket) = (stage.path("data.volume"), stage.path("nbd/device"));
+        let mut scene = Scene { stage, servers: Vec::new(), addresses: Vec::new(), file, socket };
+        for node in 1..=3 {
+            let (server, address) = scene.serve(node, 0);
+            scene.servers.push(server);
+            scene.addresses.push(address);
+        }
+        let servers = scene.addresses.join(",");
+        scene.end(&["create", &scene.file, "--size", "16MiB", "--servers", &servers], 0);
+        scene.servers.iter_mut().for_each(registered);
+        scene
+    }
+
+    fn start(&self, args: &[&str]) -> Agent {
+        let token = self.stage.token.to_str().unwrap();
+        let protection = ["--token-file", token, "--security", "none", "--plaintext-network"];
+        let args = [&["volume"], args, &protection].concat();
+        Agent::run(self.stage.remora(&args)).unwrap()
+    }
+
+    fn end(&self, args: &[&str], code: i32) -> String {
+        ends(&mut self.start(args), code)
+    }
+
+    /// A server that nobody can read otherwise: it has neither shared memory nor lanes.
+    fn serve(&self, node: u8, port: u16) -> (Agent, String) {
+        let (ip, listen) = (RdmaVm::address(node).to_string(), format!("{}:{port}", RdmaVm::address(node)));
+        let args = ["serve", "--listen", &listen, "--memory", "128MiB", "--no-shm", "--rdma-address", &ip];
+        let mut server = self.start(&args);
+        let line = server.wait_for_line("volume server ready", LONG).unwrap();
+        let address = line.split("listening=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap().to_owned();
+        (server, address)
+    }
+
+    fn nbd(&self, more: &[&str]) -> Agent {
+        let ip = RdmaVm::address(WRITER_NODE).to_string();
+        let nbd = ["nbd", &self.file, "--socket", &self.socket, "--copy-timeout", "20s", "--rdma-address", &ip];
+        let mut nbd = self.start(&[&nbd[..], more].concat());
+        nbd.wait_for_line("volume open", LONG).unwrap();
+        nbd
+    }
+
+    /// Ends the writer. Returns what it has logged, and how it read and wrote.
+    fn stop(&self, mut nbd: Agent) -> (String, String) {
+        nbd.signal(Signal::TERM).unwrap();
+        let output = ends(&mut nbd, 0);
+        let line = output.lines().find(|line| line.contains("how blocks were read and written")).unwrap().to_owned();
+        (output, line)
+    }
+}
+
+/// A server's copy can be read by RDMA.
+fn registered(server: &mut Agent) {
+    server.wait_for_line("memory is registered for RDMA", LONG).unwrap();
+}
+
+/// The number that a log line gives for this field.
+#[track_caller]
+fn field(line: &str, name: &str) -> u64 {
+    let value = line.split(' ').find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+    value.and_then(|value| value.trim().parse().ok()).unwrap_or_else(|| panic!("no number {name} in: {line}"))
+}
+
+#[test]
+#[ignore = "runs in the RDMA machine"]
+fn blocks_are_read_by_rdma_and_a_server_that_is_killed_is_replaced_by_another_one() {
+    let mut scene = Scene::new();
+    let wires: Vec<Capture> =
+        (1..=3).map(|node| Capture::start(node, &scene.stage.path(&format!("{node}.pcap")))).collect();
+    let mut nbd = scene.nbd(&["--reads", "anywhere"]);
+    (0..3).for_each(|_| drop(nbd.wait_for_line("a copy is read without asking", LONG).unwrap()));
+    qemu_io(&scene.socket, &["write -P 7 0 1M", "write -P 8 1M 1M", "flush"]).unwrap();
+    // Until the last server has applied a write, its blocks are asked for.
+    for _ in 0..4 {
+        qemu_io(&scene.socket, &["read -P 7 0 1M", "read -P 8 1M 1M"]).unwrap();
+    }
+    let wires: Vec<_> = wires.into_iter().map(Capture::stop).collect();
+    for wire in &wires {
+        assert!(wire.foreign.is_empty(), "neither writes nor long messages: {:x?}", wire.foreign);
+    }
+    // The blocks themselves were answers to READs.
+    let bytes: u64 = wires.iter().map(|wire| wire.read_bytes).sum();
+    assert!(bytes >= 2 << 20, "{bytes} bytes; {}", nbd.output());
+    // Whichever server is read: two are killed in turn, and come back.
+    for number in 0..2 {
+        scene.servers[number].kill().unwrap();
+        let write = format!("write -P {} 2M 256k", 20 + number);
+        let read = format!("read -P {} 2M 256k", 20 + number);
+        qemu_io(&scene.socket, &[&write, "flush", &read, "read -P 7 0 1M", "read -P 8 1M 1M"]).unwrap();
+        let port = scene.addresses[number].rsplit(':').next().unwrap().parse().unwrap();
+        (scene.servers[number], _) = scene.serve(number as u8 + 1, port);
+        nbd.wait_for_line("a copy is read without asking", LONG).unwrap();
+        qemu_io(&scene.socket, &[&read, "read -P 8 1M 1M"]).unwrap();
+    }
+    let (output, line) = scene.stop(nbd);
+    for opened in output.lines().filter(|line| line.contains("a copy is read without asking")) {
+        says(opened, &["transport=verbs", "shm: "]);
+    }
+    assert!(field(&line, "far") >= 6 && field(&line, "here") == 0, "{line}");
+}
+
+#[test]
+#[ignore = "runs in the RDMA machine"]
+fn large_writes_are_pulled_by_rdma_by_each_server_and_along_a_chain_that_loses_one() {
+    let mut scene = Scene::new();
+    let write = |number: u64| format!("write -P {} {}k 256k", number % 250 + 1, number * 256);
+    let read = |number: u64| format!("read -P {} {}k 256k", number % 250 + 1, number * 256);
+    let commands = |numbers: std::ops::Range<u64>| {
+        let all = numbers.clone().map(write).chain(["flush".to_owned()]).chain(numbers.map(read));
+        let all: Vec<String> = all.collect();
+        qemu_io(&scene.socket, &all.iter().map(String::as_str).collect::<Vec<_>>()).unwrap();
+    };
+    // What leaves the writer's host by READs while 2 MiB are written.
+    let leaves = |numbers: std::ops::Range<u64>| {
+        let capture = Capture::start(WRITER_NODE, &scene.stage.path("wire.pcap"));
+        commands(numbers);
+        let wire = capture.stop();
+        assert!(wire.foreign.is_empty(), "neither writes nor long messages: {:x?}", wire.foreign);
+        wire.read_bytes
+    };
+    let by_rdma = |servers: &mut [Agent], what: &str| {
+        for server in servers {
+            says(&server.wait_for_line(what, LONG).unwrap(), &["transport=verbs"]);
+        }
+    };
+
+    let nbd = scene.nbd(&["--reads", "asked", "--writes", "pulled"]);
+    by_rdma(&mut scene.servers, "large writes are pulled");
+    let star = leaves(0..8);
+    let (_, line) = scene.stop(nbd);
+    assert!(star >= 3 * (2 << 20), "{star} bytes for three servers; {line}");
+    assert!(field(&line, "pulled") >= 3 * 8, "{line}");
+
+    let mut nbd = scene.nbd(&["--reads", "asked", "--writes", "chain"]);
+    by_rdma(&mut scene.servers, "large writes are pulled");
+    commands(8..9); // the chain begins with a write
+    by_rdma(&mut scene.servers[1..], "writes are pulled along a chain");
+    let chain = leaves(16..24);
+    assert!((2 << 20..4 << 20).contains(&chain), "{chain} bytes along a chain; {star} for three servers");
+
+    // The first of the chain ends, and comes back without its memory.
+    scene.servers[0].kill().unwrap();
+    commands(24..32);
+    let port = scene.addresses[0].rsplit(':').next().unwrap().parse().unwrap();
+    (scene.servers[0], _) = scene.serve(1, port);
+    by_rdma(&mut scene.servers[..1], "large writes are pulled");
+    commands(32..40);
+    let all: Vec<String> = (0..9).chain(16..40).map(read).collect();
+    qemu_io(&scene.socket, &all.iter().map(String::as_str).collect::<Vec<_>>()).unwrap();
+    says(&nbd.output(), &["RDMA is offered"]);
+    nbd.signal(Signal::TERM).unwrap();
+    ends(&mut nbd, 0);
+}
