@@ -7,7 +7,8 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use remora_lab::Agent;
 use rustix::process::Signal;
@@ -49,13 +50,19 @@ pub(crate) struct Wire {
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
+/// A recorder without packets to write for this long has written all of them.
+const SETTLED: Duration = Duration::from_millis(500);
+
+/// There may always be packets: a replica that stays reads all the time.
+const SETTLE_LIMIT: Duration = Duration::from_secs(5);
+
 impl Capture {
     /// Begins to record the node's wire.
     pub(crate) fn start(node: u8, file: &str) -> Capture {
         let mut tcpdump = Command::new("tcpdump");
         // The first bytes of each packet suffice; a large buffer, so that no packet is missed; as root, who alone can
         // write there.
-        tcpdump.args(["-i", &format!("eth{node}"), "-s", "192", "-B", "65536", "-Z", "root", "-w", file]);
+        tcpdump.args(["-i", &format!("eth{node}"), "-s", "192", "-B", "65536", "-Z", "root", "-U", "-w", file]);
         tcpdump.args(["udp", "port", "4791"]).stdin(Stdio::null());
         let mut tcpdump = Agent::run(tcpdump).unwrap();
         tcpdump.wait_for_line("listening on", PATIENCE).unwrap();
@@ -64,6 +71,16 @@ impl Capture {
 
     /// Ends the recording and parses it.
     pub(crate) fn stop(mut self) -> Wire {
+        // What it has not read yet when it ends is missing, and is not counted as dropped.
+        let written = || std::fs::metadata(&self.file).unwrap().len();
+        let (mut before, began) = (written(), Instant::now());
+        while began.elapsed() < SETTLE_LIMIT {
+            thread::sleep(SETTLED);
+            let now = written();
+            if now == std::mem::replace(&mut before, now) {
+                break;
+            }
+        }
         self.tcpdump.signal(Signal::INT).unwrap();
         self.tcpdump.wait_for_success(PATIENCE).unwrap();
         let said = self.tcpdump.output();

@@ -1,7 +1,9 @@
 //! A volume over RDMA: what `remora volume` reads and writes by it, and how it goes on without a server.
 
+use remora_lab::server::wait_until;
 use remora_lab::{Agent, RdmaVm};
 use rustix::process::Signal;
+use serde_json::Value;
 
 use super::capture::Capture;
 use crate::kit::{LONG, Stage, ends, says};
@@ -64,6 +66,21 @@ impl Scene {
         nbd
     }
 
+    /// Waits until all copies are whole and have every write. A write is answered when two of three have it, and with
+    /// two of three the volume cannot go on without a further one.
+    fn wait_until_level(&self) {
+        wait_until("all copies to have every write", LONG, || {
+            let mut status = self.start(&["status", &self.file, "--json"]);
+            ends(&mut status, 0);
+            let said: Value = serde_json::from_str(&status.stdout()).unwrap();
+            let copies = said["copies"].as_array().unwrap();
+            let is_level =
+                copies.iter().all(|copy| copy["state"] == "whole" && copy["applied"] == copies[0]["applied"]);
+            Ok(if is_level { Ok(()) } else { Err(said.to_string()) })
+        })
+        .unwrap();
+    }
+
     /// Ends the writer. Returns what it has logged, and how it read and wrote.
     fn stop(&self, mut nbd: Agent) -> (String, String) {
         nbd.signal(Signal::TERM).unwrap();
@@ -114,6 +131,7 @@ fn blocks_are_read_by_rdma_and_a_server_that_is_killed_is_replaced_by_another_on
         let port = scene.addresses[number].rsplit(':').next().unwrap().parse().unwrap();
         (scene.servers[number], _) = scene.serve(number as u8 + 1, port);
         nbd.wait_for_line("a copy is read without asking", LONG).unwrap();
+        scene.wait_until_level();
         qemu_io(&scene.socket, &[&read, "read -P 8 1M 1M"]).unwrap();
     }
     let (output, line) = scene.stop(nbd);
@@ -135,9 +153,10 @@ fn large_writes_are_pulled_by_rdma_by_each_server_and_along_a_chain_that_loses_o
         qemu_io(&scene.socket, &all.iter().map(String::as_str).collect::<Vec<_>>()).unwrap();
     };
     // What leaves the writer's host by READs while 2 MiB are written.
-    let leaves = |numbers: std::ops::Range<u64>| {
+    let leaves = |scene: &Scene, numbers: std::ops::Range<u64>| {
         let capture = Capture::start(WRITER_NODE, &scene.stage.path("wire.pcap"));
         commands(numbers);
+        scene.wait_until_level();
         let wire = capture.stop();
         assert!(wire.foreign.is_empty(), "neither writes nor long messages: {:x?}", wire.foreign);
         wire.read_bytes
@@ -150,7 +169,7 @@ fn large_writes_are_pulled_by_rdma_by_each_server_and_along_a_chain_that_loses_o
 
     let nbd = scene.nbd(&["--reads", "asked", "--writes", "pulled"]);
     by_rdma(&mut scene.servers, "large writes are pulled");
-    let star = leaves(0..8);
+    let star = leaves(&scene, 0..8);
     let (_, line) = scene.stop(nbd);
     assert!(star >= 3 * (2 << 20), "{star} bytes for three servers; {line}");
     assert!(field(&line, "pulled") >= 3 * 8, "{line}");
@@ -159,7 +178,7 @@ fn large_writes_are_pulled_by_rdma_by_each_server_and_along_a_chain_that_loses_o
     by_rdma(&mut scene.servers, "large writes are pulled");
     commands(8..9); // the chain begins with a write
     by_rdma(&mut scene.servers[1..], "writes are pulled along a chain");
-    let chain = leaves(16..24);
+    let chain = leaves(&scene, 16..24);
     assert!((2 << 20..4 << 20).contains(&chain), "{chain} bytes along a chain; {star} for three servers");
 
     // The first of the chain ends, and comes back without its memory.
