@@ -28,7 +28,20 @@ pub(super) struct Larger {
     pub(super) store: Store,
     pub(super) grant: Grant,
     /// `None`: it is in memory only.
-    pub(super) growth: Option<(Arc<Stores>, Growth<Folder>)>,
+    pub(super) beside: Option<Beside>,
+}
+
+/// The store of the larger copy. When this is dropped, the folder beside the copy's is removed, whichever of the two
+/// stores is in it then. No other growth may begin before.
+pub(super) struct Beside {
+    pub(super) stores: Arc<Stores>,
+    pub(super) growth: Growth<Folder>,
+}
+
+impl Drop for Beside {
+    fn drop(&mut self) {
+        self.stores.end_growth(self.growth.shape().volume());
+    }
 }
 
 impl Larger {
@@ -39,15 +52,11 @@ impl Larger {
             format!("the server has no memory for {bytes} bytes beside the copy as it is: give it more, by --memory")
         })?;
         let store = Store::create(shape).map_err(|error| error.to_string())?;
-        let begin = |stores: &Arc<Stores>| stores.begin_growth(shape).map(|growth| (Arc::clone(stores), growth));
-        let growth = stores.map(begin).transpose()?;
-        Ok(Larger { store, grant, growth })
-    }
-
-    fn give_up(self) {
-        if let Some((stores, growth)) = &self.growth {
-            stores.end_growth(growth.shape().volume());
-        }
+        let begin = |stores: &Arc<Stores>| {
+            let growth = stores.begin_growth(shape)?;
+            Ok::<_, String>(Beside { stores: Arc::clone(stores), growth })
+        };
+        Ok(Larger { store, grant, beside: stores.map(begin).transpose()? })
     }
 }
 
@@ -66,14 +75,14 @@ impl Growing {
         let (mut first, mut told) = (0, Instant::now());
         loop {
             if is_stopping.load(Ordering::Acquire) {
-                slot.lock().end_growth();
-                return larger.give_up();
+                drop(larger);
+                return slot.lock().end_growth();
             }
             let Some((batch, next)) = slot.lock().grow(&larger.store, first) else { break };
-            let written = larger.growth.as_ref().map_or(Ok(()), |(_, growth)| growth.write(&batch));
+            let written = larger.beside.as_ref().map_or(Ok(()), |beside| beside.growth.write(&batch));
             if let Err(failure) = written {
+                drop(larger);
                 slot.lock().end_growth();
-                larger.give_up();
                 return refuse(&connection, Cause::NoMemory, &failure.to_string());
             }
             first = next;
@@ -82,19 +91,14 @@ impl Growing {
                 answer(&connection, &Reply::Progress { compared: first }, Bytes::new());
             }
         }
-        let (shape, stores) = (larger.store.shape(), larger.growth.as_ref().map(|(stores, _)| Arc::clone(stores)));
+        let shape = larger.store.shape();
         let done = slot.lock().complete_growth(larger, exports);
         match done {
             Ok(is_there) => {
                 tracing::info!(volume = %shape.volume(), blocks = shape.blocks(), "a copy has become larger");
                 answer(&connection, &Reply::Grown { is_there }, Bytes::new());
             }
-            Err(failure) => {
-                if let Some(stores) = stores {
-                    stores.end_growth(shape.volume());
-                }
-                refuse(&connection, Cause::NoMemory, &failure.to_string());
-            }
+            Err(failure) => refuse(&connection, Cause::NoMemory, &failure.to_string()),
         }
     }
 }

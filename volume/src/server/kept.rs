@@ -90,7 +90,7 @@ impl Stores {
         })
     }
 
-    /// A growth is given up.
+    /// Removes the folder beside the copy's: a growth that is given up, or the store whose place one has taken.
     pub(super) fn end_growth(&self, volume: VolumeId) {
         self.root.remove_growth(volume);
     }
@@ -115,7 +115,6 @@ impl Stores {
             journal.lose();
             return Err(Failure::of_sync(&**growth.files(), Name::Superblock, &error));
         }
-        self.root.remove_growth(volume);
         Ok(Kept::new(self, Arc::clone(growth.files()), journal, number, standing))
     }
 

@@ -48,7 +48,7 @@ impl Scene {
         ends(&mut self.start(args), code)
     }
 
-    /// A server that nobody can read otherwise: it has neither shared memory nor lanes.
+    /// A server whose copies can be read by RDMA only: it has neither shared memory nor lanes.
     fn serve(&self, node: u8, port: u16) -> (Agent, String) {
         let (ip, listen) = (RdmaVm::address(node).to_string(), format!("{}:{port}", RdmaVm::address(node)));
         let args = ["serve", "--listen", &listen, "--memory", "128MiB", "--no-shm", "--rdma-address", &ip];

@@ -9,7 +9,7 @@ use crate::disk::files::Failure;
 use crate::message::Standing;
 use crate::server::answers;
 use crate::server::exports::Exports;
-use crate::server::growing::Larger;
+use crate::server::growing::{Beside, Larger};
 use crate::server::scrubbing::Scrubbing;
 use crate::shape::{BLOCK_BYTES, Shape};
 use crate::store::Store;
@@ -75,7 +75,7 @@ impl State {
     pub(in crate::server) fn complete_growth(&mut self, larger: Larger, exports: &Exports) -> Result<bool, Failure> {
         self.is_growing = false;
         let Some(store) = &self.store else { return Ok(false) };
-        if let (Some((stores, growth)), Some(kept)) = (&larger.growth, &self.kept) {
+        if let (Some(Beside { stores, growth }), Some(kept)) = (&larger.beside, &self.kept) {
             match stores.complete_growth(growth, kept, self.copy.standing()) {
                 Ok(kept) => self.kept = Some(kept),
                 Err(failure @ Failure::Full { .. }) => return Err(failure),
