@@ -1,13 +1,13 @@
 //! Client: a volume as its one writer has it open. Requests are submitted and completed, in order and pipelined.
 //!
 //! ```text
-//!   callers ── submit ──▶ channel ──▶ Driver: one thread, owns everything      ── messages ──▶ servers
-//!      ▲                                 │  Writer (the rules)                    ◀─ answers ──
-//!      ╰────────── completion ───────────╯  Remote (one per server: what is under way, time limits)
+//!   callers ── submit ──▶ Driver: one thread at a time runs it                 ── messages ──▶ servers
+//!      ▲                     │  Writer (the rules)                              ◀─ answers ──
+//!      ╰─── completion ──────╯  Remote (one per server: what is under way, time limits)
 //! ```
 //!
 //! - `request`: what can be asked, and how it is completed. **Start here.**
-//! - `driver`: carries out what [`crate::writer`] decides.
+//! - `driver`: carries out what [`crate::writer`] decides; `turns`: which thread runs it.
 //! - `remote`: one server, as the driver sees it.
 //! - `here`: reads that a caller's thread answers itself; `buffers`: the memory into which it reads.
 //! - `reads`: the ways to read; `regions`: copies that are read without asking their servers.
@@ -30,12 +30,13 @@ mod reads;
 mod regions;
 mod remote;
 mod request;
+mod turns;
 mod window;
 
 use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
-use std::sync::mpsc::{self, Sender};
+use std::sync::mpsc;
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -51,6 +52,7 @@ pub use self::reads::{NotAWayToRead, Reads};
 use self::regions::News;
 pub use self::request::Request;
 use self::request::{Completion, Op};
+use self::turns::Turns;
 pub use self::window::{NotAWindow, WindowSize};
 pub use crate::link::AT_WORK;
 use crate::link::{self, LEAST_ROOM, MOST_ROOM, Security};
@@ -175,9 +177,10 @@ pub enum Error {
 #[derive(Debug)]
 pub struct Volume {
     shape: Shape,
-    events: Sender<Event>,
+    turns: Arc<Turns>,
     shared: Arc<Shared>,
-    driver: Option<JoinHandle<()>>,
+    /// The thread that looks at the time.
+    keeper: Option<JoinHandle<()>>,
 }
 
 /// What the driver says of the volume.
@@ -229,7 +232,6 @@ const _: () = assert!(Copies::MOST <= u8::BITS as usize);
 
 /// What happens to the driver.
 enum Event {
-    Submitted(Op),
     Answered(Connection, Delivery),
     Over(Connection),
     /// Of the region of the server at this connection.
@@ -237,30 +239,27 @@ enum Event {
     Close,
 }
 
+/// Brings an event to the driver: the calling thread carries it out.
+type Bring = Arc<dyn Fn(Event) + Send + Sync>;
+
 /// The messenger's callbacks, as events.
-struct Post(Sender<Event>);
+struct Post<F>(F);
 
-impl Post {
-    fn post(&self, event: Event) {
-        let _ = self.0.send(event); // the volume may have ended
-    }
-}
-
-impl Dispatcher for Post {
+impl<F: Fn(Event) + Send + Sync + 'static> Dispatcher for Post<F> {
     fn message(&self, connection: &Connection, delivery: Delivery) {
-        self.post(Event::Answered(connection.clone(), delivery));
+        (self.0)(Event::Answered(connection.clone(), delivery));
     }
 
     fn reset(&self, connection: &Connection, _: usize, _: bool) {
-        self.post(Event::Over(connection.clone()));
+        (self.0)(Event::Over(connection.clone()));
     }
 
     fn closed(&self, connection: &Connection) {
-        self.post(Event::Over(connection.clone()));
+        (self.0)(Event::Over(connection.clone()));
     }
 
     fn refused(&self, connection: &Connection, _: Refusal) {
-        self.post(Event::Over(connection.clone()));
+        (self.0)(Event::Over(connection.clone()));
     }
 }
 
@@ -272,14 +271,18 @@ impl Volume {
     /// [`Error::Ended`] says which copies are missing.
     pub fn open(shape: Shape, servers: &[Address], options: &ClientOptions) -> Result<Volume, Error> {
         count(shape, servers)?;
-        let (post, events) = mpsc::channel();
-        let messenger = messenger(options, post.clone())?;
+        let turns = Turns::new();
+        let brought = Arc::clone(&turns);
+        let bring: Bring = Arc::new(move |event| brought.happened(event));
+        let to_driver = Arc::clone(&bring);
+        let messenger = messenger(options, Post(move |event| to_driver(event)))?;
         let (opened, is_open) = mpsc::sync_channel(1);
         let shared = Arc::<Shared>::default();
-        let driver = Driver::new(shape, servers, options, messenger, (post.clone(), events), opened, &shared);
-        let thread = std::thread::Builder::new().name("volume".into()).spawn(|| driver.run());
-        let driver = Some(thread.map_err(system)?);
-        let volume = Volume { shape, events: post, shared, driver };
+        let driver = Driver::new(shape, servers, options, messenger, &bring, opened, &shared);
+        let kept = Arc::clone(&turns);
+        let thread = std::thread::Builder::new().name("volume".into()).spawn(move || kept.keep(driver));
+        let keeper = Some(thread.map_err(system)?);
+        let volume = Volume { shape, turns, shared, keeper };
         match is_open.recv() {
             Ok(Ok(())) => Ok(volume),
             Ok(Err(error)) => Err(error),
@@ -329,11 +332,13 @@ impl Volume {
         WriteCounts { inline, pulled, bytes: sent + served }
     }
 
-    /// Submits a request, and waits only while too many are under way. `done` is called once, from the volume's own
-    /// thread, and must not block: with the blocks that were read, or nothing, or the error.
+    /// Submits a request, and waits only while too many are under way. `done` is called once, with the blocks that were
+    /// read, or nothing, or the error. The thread that calls it has other requests to complete: `done` must not block,
+    /// and must not drop the volume. It may submit requests. No thread calls it while it is in this function itself: a
+    /// caller may hold a lock that `done` takes, if it has fewer than [`LEAST_SUBMITTED_BYTES`] under way.
     ///
     /// # Errors
-    /// The request is not one for this volume; `done` is not called.
+    /// The request is not one for this volume, or the volume has ended; `done` is not called.
     pub fn submit(
         &self,
         request: Request,
@@ -353,9 +358,9 @@ impl Volume {
         let changes = request.changes();
         let under_way = (!changes.is_empty()).then(|| UnderWay::new(&self.shared.regions, changes.to_vec()));
         let completion = Completion::new(Box::new(done), Arc::clone(&self.shared), permit, under_way);
-        // If the volume has ended, the event is dropped, and its request completed with the reason.
-        let _ = self.events.send(Event::Submitted(Op::new(request, completion)));
-        Ok(())
+        let Some(refused) = self.turns.submit(Op::new(request, completion)) else { return Ok(()) };
+        refused.completion.forget();
+        Err(self.end().map_or(Error::Closed, Error::Ended))
     }
 
     /// Reads blocks in this thread, without waiting, if they are in memory of this host and no write of them is under
@@ -435,11 +440,11 @@ pub(crate) fn is_set(bits: &[u8], block: usize) -> bool {
 }
 
 impl Drop for Volume {
-    /// Ends the driver. What was not acknowledged may or may not be written.
+    /// Ends the driver and its threads. What was not acknowledged may or may not be written.
     fn drop(&mut self) {
-        let _ = self.events.send(Event::Close); // it may have ended already
-        if let Some(driver) = self.driver.take() {
-            let _ = driver.join(); // a panic was reported where it happened
+        self.turns.close();
+        if let Some(keeper) = self.keeper.take() {
+            let _ = keeper.join(); // a panic was reported where it happened
         }
     }
 }
@@ -454,9 +459,9 @@ pub fn new_id() -> Result<crate::shape::VolumeId, Error> {
     Ok(crate::shape::VolumeId(id))
 }
 
-fn messenger(options: &ClientOptions, post: Sender<Event>) -> Result<Messenger, Error> {
+fn messenger(options: &ClientOptions, dispatcher: impl Dispatcher + 'static) -> Result<Messenger, Error> {
     let settings = link::options(&options.security, 1, MOST_SESSIONS);
-    Messenger::new(link::client_policy(), &settings, Arc::new(Post(post))).map_err(system)
+    Messenger::new(link::client_policy(), &settings, Arc::new(dispatcher)).map_err(system)
 }
 
 fn count(shape: Shape, servers: &[Address]) -> Result<(), Error> {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use remora_messenger::{Address, Connection, Messenger};
 
-use super::{AT_WORK, ClientOptions, Error, Event, Volume, count, messenger};
+use super::{AT_WORK, ClientOptions, Error, Event, Post, Volume, count, messenger};
 use crate::link;
 use crate::message::Standing;
 use crate::shape::Shape;
@@ -186,7 +186,8 @@ struct Asker {
 impl Asker {
     fn new(options: &ClientOptions) -> Result<Asker, Error> {
         let (post, events) = mpsc::channel();
-        Ok(Asker { messenger: messenger(options, post)?, events, limit: options.copy_limit })
+        let dispatcher = Post(move |event| _ = post.send(event)); // the question may be over
+        Ok(Asker { messenger: messenger(options, dispatcher)?, events, limit: options.copy_limit })
     }
 
     /// Asks all of them at once. Each has the same time to answer.

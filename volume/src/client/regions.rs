@@ -17,7 +17,7 @@ use std::time::Duration;
 use remora_fabric::{Memory, Peer};
 use remora_messenger::Connection;
 
-use super::{Event, Reads};
+use super::{Bring, Event, Reads};
 use crate::lane::{Laid, Lane};
 use crate::layout::Layout;
 use crate::rdma::Rdma;
@@ -59,7 +59,7 @@ pub(super) struct Opening {
     pub(super) keys: Vec<Vec<u8>>,
     /// The connection to its server.
     pub(super) connection: Connection,
-    pub(super) events: Sender<Event>,
+    pub(super) bring: Bring,
 }
 
 impl Opening {
@@ -76,7 +76,7 @@ impl Opening {
     }
 
     fn say(&self, news: News) {
-        let _ = self.events.send(Event::Region(self.connection.clone(), news)); // the volume may be closed
+        (self.bring)(Event::Region(self.connection.clone(), news));
     }
 
     /// Connects by the nearest transport that both ends have.

@@ -97,12 +97,19 @@ impl Completion {
         Completion { done: Some(done), shared, _permit: permit, under_way }
     }
 
-    /// The request is done.
-    pub(super) fn succeed(mut self, data: Bytes) {
+    /// The request is done; `None`: it has failed, since the volume has ended.
+    pub(super) fn end(mut self, data: Option<Bytes>) {
         self.under_way = None;
-        if let Some(done) = self.done.take() {
+        if let Some(data) = data
+            && let Some(done) = self.done.take()
+        {
             done(Ok(data));
         }
+    }
+
+    /// The request was not submitted: its caller is told by another way.
+    pub(super) fn forget(mut self) {
+        self.done = None;
     }
 }
 

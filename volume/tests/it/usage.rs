@@ -1,6 +1,7 @@
 //! Volumes as they are used, without faults.
 
-use std::sync::mpsc;
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::Duration;
 
 use remora_volume::client::{Error, Request};
 use remora_volume::shape::BLOCK_BYTES;
@@ -72,6 +73,40 @@ fn requests_are_pipelined_and_take_place_in_order() {
     volume.flush().unwrap();
     for number in 0..3 {
         until("every copy has applied everything", || cluster.applied(number).counter() == 2000);
+    }
+}
+
+/// Reads in place and flushes of what is flushed need no answer: they are done while they are submitted. Two threads, so
+/// that each also begins requests of the other one.
+#[test]
+fn a_caller_may_hold_a_lock_that_done_takes() {
+    let cluster = Cluster::new(1, 1, 64);
+    let volume = Arc::new(cluster.open().unwrap());
+    until("the copy is read in place", || volume.read(0, 1).is_ok() && volume.read_counts().here > 0);
+    let lock = Arc::new(Mutex::new(()));
+    let (over, all_over) = mpsc::channel();
+    for caller in 0..2 {
+        let (volume, lock, over) = (Arc::clone(&volume), Arc::clone(&lock), over.clone());
+        std::thread::spawn(move || {
+            for number in 1..=500 {
+                let write = Request::write(caller, content(caller, number));
+                for request in [write, Request::Read(Run { first: caller, count: 1 }), Request::Flush] {
+                    let (done, is_done) = mpsc::channel();
+                    let (held, taken) = (lock.lock().unwrap(), Arc::clone(&lock));
+                    let submitted = volume.submit(request, move |result| {
+                        let _taken = taken.lock().unwrap();
+                        done.send(result.map(drop)).unwrap();
+                    });
+                    submitted.unwrap();
+                    drop(held);
+                    is_done.recv().unwrap().unwrap();
+                }
+            }
+            over.send(()).unwrap();
+        });
+    }
+    for _ in 0..2 {
+        all_over.recv_timeout(Duration::from_secs(60)).expect("a thread waits for itself");
     }
 }
 

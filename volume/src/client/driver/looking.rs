@@ -38,9 +38,9 @@ impl Driver {
     /// A server permits to read its copy.
     pub(super) fn open_region(&mut self, connection: &Connection, session: u64, keys: Vec<Vec<u8>>) {
         self.readers.retain(|reader| !reader.is_finished());
-        let (layout, reads, events) = (Layout::of(self.shape), self.reads_by, self.post.clone());
+        let (layout, reads, bring) = (Layout::of(self.shape), self.reads_by, Arc::clone(&self.bring));
         let rdma = self.rdma.clone();
-        let opening = Opening { layout, reads, rdma, session, keys, connection: connection.clone(), events };
+        let opening = Opening { layout, reads, rdma, session, keys, connection: connection.clone(), bring };
         match std::thread::Builder::new().name("volume-reader".into()).spawn(|| opening.run()) {
             Ok(thread) => self.readers.push(thread),
             Err(error) => tracing::warn!(%error, "no thread to read a copy: its server is asked"),

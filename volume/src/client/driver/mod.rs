@@ -1,18 +1,20 @@
-//! Driver: the thread that has a volume open. It feeds [`Writer`] with requests, answers and the time, and carries out
-//! what it decides. It decides nothing that the rules are about.
+//! Driver: has a volume open. It feeds [`Writer`] with requests, answers and the time, and carries out what it decides.
+//! It decides nothing that the rules are about, and never waits. [`super::turns`] says which thread runs it.
 //!
 //! Requests are begun in the order in which they were submitted. If a server has no room for the next write, that write
 //! waits, and everything behind it. `catching_up`: what is said of copies that are taken back; `looking`: reads that
-//! are answered without a message; `pulling`: writes whose blocks are not in the message.
+//! are answered without a message; `pulling`: writes whose blocks are not in the message; `turn`: what the thread that
+//! runs it does.
 
 mod catching_up;
 mod looking;
 mod pulling;
+mod turn;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender};
+use std::sync::mpsc::SyncSender;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -23,7 +25,7 @@ use super::outgoing::Outgoing;
 use super::remote::Remote;
 use super::request::{Completion, Op, Request};
 use super::window::Ask;
-use super::{AT_WORK, ClientOptions, Error, Event, LEAST_SUBMITTED_BYTES, Reads, Shared, Writes};
+use super::{AT_WORK, Bring, ClientOptions, Error, Event, LEAST_SUBMITTED_BYTES, Reads, Shared, Writes};
 use crate::layout::Entry;
 use crate::link;
 use crate::message::{self, Answer, ServerId};
@@ -47,9 +49,8 @@ pub(super) struct Driver {
     /// `None`: blocks are in the messages.
     outgoing: Option<Outgoing>,
     messenger: Messenger,
-    events: Receiver<Event>,
-    /// Another end of it, for threads that read regions.
-    post: Sender<Event>,
+    /// For threads that read regions.
+    bring: Bring,
     writer: Writer,
     remotes: Vec<Remote>,
     /// Threads that open or read regions.
@@ -72,6 +73,12 @@ pub(super) struct Driver {
     shared: Arc<Shared>,
     /// When the time was last looked at.
     looked: Instant,
+    /// It should be looked at soon: something has changed that decides what the servers are asked.
+    looks_soon: bool,
+    /// A caller runs the driver, whose `done` must not be called now.
+    is_for_a_caller: bool,
+    /// What was completed meanwhile.
+    handed: Vec<(Completion, Option<Bytes>)>,
     is_over: bool,
 }
 
@@ -115,7 +122,7 @@ impl Driver {
         servers: &[Address],
         options: &ClientOptions,
         messenger: Messenger,
-        (post, events): (Sender<Event>, Receiver<Event>),
+        bring: &Bring,
         opened: SyncSender<Result<(), Error>>,
         shared: &Arc<Shared>,
     ) -> Driver {
@@ -130,8 +137,7 @@ impl Driver {
             writes_by: options.writes,
             outgoing: Outgoing::open(options.writes, &options.rdma, servers),
             messenger,
-            events,
-            post,
+            bring: Arc::clone(bring),
             writer: Writer::open(shape.copies(), id),
             remotes: servers.iter().map(|address| Remote::new(address.clone(), options.window, now)).collect(),
             readers: Vec::new(),
@@ -146,39 +152,23 @@ impl Driver {
             takes_over: options.take_over,
             shared: Arc::clone(shared),
             looked: now,
+            looks_soon: false,
+            is_for_a_caller: false,
+            handed: Vec::new(),
             is_over: false,
         }
     }
 
-    /// Until the volume is closed, or ends. What is then under way is dropped, and so completed with the reason.
-    pub(super) fn run(mut self) {
-        self.carry_out();
-        while !self.is_over {
-            match self.events.recv_timeout(LOOK_AGAIN) {
-                Ok(event) => self.happened(event),
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => break,
-            }
-            // What is there already costs no wait. Bounded, so that time limits are looked at.
-            for _ in 0..EVENTS_AT_ONCE {
-                self.begin();
-                self.carry_out();
-                let Ok(event) = self.events.try_recv() else { break };
-                self.happened(event);
-            }
-            self.look_at_the_time();
-            self.begin();
-            self.carry_out();
-        }
+    /// Ends its threads. What is under way is dropped, and so completed with the reason.
+    pub(super) fn end(mut self) {
         self.remotes.clear(); // ends the threads below
         for reader in self.readers.drain(..) {
             let _ = reader.join(); // a panic was reported where it happened
         }
     }
 
-    fn happened(&mut self, event: Event) {
+    pub(super) fn happened(&mut self, event: Event) {
         match event {
-            Event::Submitted(op) => self.queue.push_back(op),
             Event::Answered(connection, delivery) => self.answered(&connection, delivery),
             Event::Over(connection) => {
                 if let Some(server) = self.server_at(&connection) {
@@ -221,7 +211,7 @@ impl Driver {
             Request::Flush => {
                 let through = self.writer.flush();
                 match self.writer.flushed_through().min(self.writer.acknowledged()) >= through {
-                    true => completion.succeed(Bytes::new()),
+                    true => self.complete(completion, Some(Bytes::new())),
                     false => self.flushes.push_back((through, completion)),
                 }
             }
@@ -230,7 +220,7 @@ impl Driver {
 
     fn begin_write(&mut self, runs: Vec<Run>, blocks: Option<Blocks>, completion: Completion) {
         let Some(version) = self.writer.write() else {
-            return; // the generation has no more numbers: the write is dropped, and so fails
+            return self.complete(completion, None); // the generation has no more numbers
         };
         self.last = version;
         let is_pulled = self.remotes.iter().any(|remote| remote.outbox.pulls);
@@ -241,8 +231,9 @@ impl Driver {
     }
 
     fn begin_read(&mut self, run: Run, is_map: bool, completion: Completion) {
-        if let Some(number) = self.writer.read(self.last_write_of(run)) {
-            self.reads.insert(number, Read { run, is_map, data: Bytes::new(), completion });
+        match self.writer.read(self.last_write_of(run)) {
+            Some(number) => _ = self.reads.insert(number, Read { run, is_map, data: Bytes::new(), completion }),
+            None => self.complete(completion, None),
         }
     }
 
@@ -264,6 +255,7 @@ impl Driver {
                         tracing::warn!(volume = %self.shape.volume(), "{LACKS_TAIL}");
                     }
                     self.shared.regions.acknowledged(self.writer.acknowledged());
+                    self.looks_soon = true;
                     if let Some(opened) = self.opened.take() {
                         let _ = opened.send(Ok(())); // the caller waits for it
                     }
@@ -273,7 +265,7 @@ impl Driver {
                 Action::Look(server, number) => self.look(server, number),
                 Action::Read(number) => {
                     if let Some(read) = self.reads.remove(&number) {
-                        read.completion.succeed(read.data);
+                        self.complete(read.completion, Some(read.data));
                     }
                 }
                 Action::End(end) => self.ended(end),
@@ -287,7 +279,8 @@ impl Driver {
     fn acknowledged(&mut self, through: Version) {
         self.shared.regions.acknowledged(through);
         while let Some(first) = self.writes.first_entry().filter(|write| *write.key() <= through) {
-            first.remove().completion.succeed(Bytes::new());
+            let completion = first.remove().completion;
+            self.complete(completion, Some(Bytes::new()));
         }
         self.complete_flushes();
     }
@@ -297,7 +290,7 @@ impl Driver {
         while self.flushes.front().is_some_and(|(version, _)| *version <= through)
             && let Some((_, flush)) = self.flushes.pop_front()
         {
-            flush.succeed(Bytes::new());
+            self.complete(flush, Some(Bytes::new()));
         }
     }
 
@@ -415,6 +408,7 @@ impl Driver {
                     true
                 });
                 self.catch_up_is_complete(server);
+                self.looks_soon = true;
                 self.writer.answered(server, Answer::Whole { applied });
             }
             Reply::Written { applied, durable, .. } => {
@@ -499,8 +493,9 @@ impl Driver {
         self.writer.answered(server, Answer::Read { number, newest });
     }
 
-    fn look_at_the_time(&mut self) {
+    pub(super) fn look_at_the_time(&mut self) {
         let now = Instant::now();
+        self.looks_soon = false;
         let since = now.saturating_duration_since(std::mem::replace(&mut self.looked, now));
         if since > STOPPED {
             // This process did not run: it has heard no server, and their answers are there or on their way.
@@ -563,11 +558,8 @@ is there is what the volume held at one moment, at or after the last flush";
 const NO_QUESTION: u64 = 0;
 
 /// How often time limits are looked at. Much shorter than any of them.
-const LOOK_AGAIN: Duration = Duration::from_millis(20);
+pub(super) const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
 /// A process that has not looked at the time for so long was stopped, or its host was. Much longer than the events
 /// between two looks take on a busy host, and shorter than any time limit for servers.
 const STOPPED: Duration = Duration::from_millis(500);
-
-/// Events between two looks at the time: some milliseconds' worth.
-const EVENTS_AT_ONCE: usize = 1024;
