@@ -48,6 +48,7 @@ mod events;
 mod queue;
 mod receipts;
 mod retries;
+mod standing;
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -353,11 +354,6 @@ impl<T> Session<T> {
         self.asked = false;
     }
 
-    /// Whether a link serves the session.
-    pub fn has_link(&self) -> bool {
-        self.link.is_some()
-    }
-
     /// When [`Session::handle_timeout`] must be called.
     pub fn deadline(&self) -> Option<Instant> {
         match self.state {
@@ -431,31 +427,6 @@ impl<T> Session<T> {
         }
     }
 
-    /// Whether the session is over.
-    pub fn is_closed(&self) -> bool {
-        self.state == State::Closed
-    }
-
-    /// Whether messages flow.
-    pub fn is_ready(&self) -> bool {
-        self.state == State::Ready
-    }
-
-    /// The link that serves the session.
-    pub fn link(&self) -> Option<LinkId> {
-        self.link
-    }
-
-    /// The cookie of this end.
-    pub fn cookie(&self) -> Cookie {
-        self.ours
-    }
-
-    /// Number of messages queued and not acknowledged (lossy: not written).
-    pub fn unacknowledged(&self) -> usize {
-        self.queue.len()
-    }
-
     fn opened(&mut self, open: Open, now: Instant) -> Result<(), Violation> {
         let is_expected = self.theirs.is_none_or(|theirs| theirs == open.from);
         if open.to != Some(self.ours) || !is_expected {
@@ -479,10 +450,12 @@ impl<T> Session<T> {
         if !self.policy.lossy {
             self.queue.release(heard);
         }
+        self.queue.note_heard(heard);
         self.queue.rewind();
     }
 
     fn acknowledge(&mut self, heard: u64) -> Result<(), Violation> {
+        self.queue.note_heard(heard);
         if self.policy.lossy {
             return Ok(());
         }

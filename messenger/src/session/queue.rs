@@ -9,11 +9,13 @@ pub(super) struct SendQueue<T> {
     first: u64,
     /// How many of the messages are written on the current link.
     written: usize,
+    /// The last message that the peer says to have received.
+    heard: u64,
 }
 
 impl<T> SendQueue<T> {
     pub(super) fn new() -> SendQueue<T> {
-        SendQueue { messages: VecDeque::new(), first: 1, written: 0 }
+        SendQueue { messages: VecDeque::new(), first: 1, written: 0, heard: 0 }
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -74,6 +76,16 @@ impl<T> SendQueue<T> {
         Some((number, message))
     }
 
+    /// The peer says that it has received messages up to that number.
+    pub(super) fn note_heard(&mut self, heard: u64) {
+        self.heard = heard;
+    }
+
+    /// Whether the peer has received every message.
+    pub(super) fn is_heard(&self) -> bool {
+        self.heard == self.last()
+    }
+
     /// Drops messages up to that number.
     pub(super) fn release(&mut self, heard: u64) {
         while self.first <= heard && self.messages.pop_front().is_some() {
@@ -96,6 +108,6 @@ impl<T> SendQueue<T> {
     /// Drops all messages, and numbers later ones from 1 again.
     pub(super) fn restart(&mut self) {
         self.clear();
-        self.first = 1;
+        (self.first, self.heard) = (1, 0);
     }
 }

@@ -545,6 +545,33 @@ fn messages_queued_together_follow_those_that_wait_and_are_dropped_when_the_sess
     assert!(letters.is_empty() && session.queue.is_empty());
 }
 
+/// The thread that sends may then write the message itself: it is the only one under way.
+#[test]
+fn a_session_is_quiet_while_the_peer_has_received_everything() {
+    for policies in
+        [[Policy::lossless_client(), Policy::stateful_server()], [Policy::lossy_client(), Policy::stateless_server()]]
+    {
+        let calm = || Chaos { talk: false, cuts: false, forgets: false };
+        let mut world = World::new(3, policies);
+        assert!(!world.nodes[0].session.as_ref().unwrap().is_quiet(), "it has no link");
+        world.run(300, calm());
+        let (now, session) = (world.now, world.nodes[0].session.as_mut().unwrap());
+        assert!(session.is_quiet());
+        session.send((0, 1), now).unwrap();
+        assert!(!session.is_quiet());
+        let link = session.link().unwrap();
+        assert!(matches!(session.poll_transmit(), Some(Outgoing::Message { number: 1, .. })));
+        assert!(!session.is_quiet(), "it may be on its way");
+        let answer = |number, heard| Label { number, heard, transaction: 0, kind: 0 };
+        session.handle_message(link, &answer(1, 0), now).unwrap();
+        assert!(!session.is_quiet(), "the peer said this before");
+        session.handle_message(link, &answer(2, 1), now).unwrap();
+        assert!(session.is_quiet());
+        session.close();
+        assert!(!session.is_quiet(), "its owner is to be told");
+    }
+}
+
 #[test]
 fn closing_sends_everything_first() {
     let mut world = World::new(3, [Policy::lossless_client(), Policy::stateful_server()]);

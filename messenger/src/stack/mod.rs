@@ -48,6 +48,12 @@ pub trait Link: Send {
     /// The link is broken, or would block.
     fn receive(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize>;
 
+    /// Whether `send` may be called while the worker sleeps on the descriptor, by another thread: it takes nothing that
+    /// has arrived.
+    fn sends_now(&self) -> bool {
+        true
+    }
+
     /// Whether the link holds back bytes that it took: call `send` when the descriptor is writable.
     fn has_unsent(&self) -> bool {
         false

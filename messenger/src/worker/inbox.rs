@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use rustix::event::{EventfdFlags, eventfd};
 
@@ -33,6 +33,12 @@ pub(crate) enum Command {
     Stop,
 }
 
+/// Sends in the calling thread, while the worker sleeps.
+pub(super) trait SendsNow: Send + Sync {
+    /// Sends what the connection has queued. `false`: the worker must. Calls no owner, and never waits.
+    fn send_now(&self, connection: &Connection) -> bool;
+}
+
 /// The queue of a worker's commands. Any thread may post; only the worker takes.
 pub(crate) struct Inbox {
     /// The worker's number in its messenger.
@@ -43,12 +49,26 @@ pub(crate) struct Inbox {
     /// Whether the worker sleeps, or is about to: a thread that posts must wake it.
     asleep: AtomicBool,
     waker: OwnedFd,
+    /// What can send while the worker sleeps.
+    desk: OnceLock<Arc<dyn SendsNow>>,
 }
 
 impl Inbox {
     pub(super) fn new(worker: usize) -> io::Result<Inbox> {
         let waker = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Inbox { worker, commands: Mutex::default(), waiting: false.into(), asleep: false.into(), waker })
+        Ok(Inbox {
+            worker,
+            commands: Mutex::default(),
+            waiting: false.into(),
+            asleep: false.into(),
+            waker,
+            desk: OnceLock::new(),
+        })
+    }
+
+    /// What can send while the worker sleeps. Set once.
+    pub(super) fn set_desk(&self, desk: Arc<dyn SendsNow>) {
+        let _ = self.desk.set(desk);
     }
 
     /// Queues a command, and wakes the worker if it sleeps.
@@ -96,6 +116,14 @@ impl Mailbox for Inbox {
     }
 
     fn request(&self, request: Request) {
-        self.post(Command::Request(request));
+        let is_sent = match &request {
+            Request::Flush(connection) if self.asleep.load(Ordering::SeqCst) => {
+                self.desk.get().is_some_and(|desk| desk.send_now(connection))
+            }
+            _ => false,
+        };
+        if !is_sent {
+            self.post(Command::Request(request));
+        }
     }
 }

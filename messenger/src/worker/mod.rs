@@ -1,5 +1,5 @@
 //! One thread with one reactor, and everything that lives on it: links, sessions and their timers. The thread waits
-//! only in epoll, and holds no lock while it calls the owner.
+//! only in epoll, and holds no lock while it calls the owner. While it sleeps, a thread that sends may use its tables.
 //!
 //! ```text
 //!            ┌──────────────────────────── a turn ────────────────────────────────┐
@@ -17,10 +17,11 @@
 //! - `tables`: what happens between links and sessions; `links`, `sessions`: the two tables, and `keys` their keys;
 //!   `link`: the state of a link.
 //! - `receive`, `transmit`: from bytes to messages, and back; `accept`: listeners; `shutdown`: how links end.
-//! - `reactor`: epoll and what it watches besides; `inbox`: commands of other threads; `timers`, `spin`: when to look,
-//!   and how long.
+//! - `reactor`: epoll and what it watches besides; `inbox`: commands of other threads; `desk`: how they send while the
+//!   worker sleeps; `timers`, `spin`: when to look, and how long.
 
 mod accept;
+mod desk;
 mod inbox;
 mod keys;
 mod link;
@@ -45,9 +46,10 @@ pub(crate) use self::inbox::{Command, Inbox};
 pub(crate) use self::link::LinkState;
 
 use self::accept::{ACCEPTS_PER_TURN, Accepted, Acceptor};
+use self::desk::Desk;
 use self::keys::SessionKey;
 use self::links::LinkTable;
-use self::reactor::{EVENTS_PER_TURN, Reactor, Ready};
+use self::reactor::{EVENTS_PER_TURN, Reactor, Ready, Sleeper};
 use self::shutdown::{LEAVING_LIMIT, LEAVING_PACE};
 use self::spin::Spin;
 use self::tables::Tables;
@@ -65,9 +67,9 @@ pub(crate) struct Handle {
 impl Handle {
     pub(crate) fn start(index: usize, common: &Arc<Common>) -> io::Result<Handle> {
         let inbox = Arc::new(Inbox::new(index)?);
-        let mut worker = Worker::new(Arc::clone(common), Arc::clone(&inbox))?;
+        let (worker, tables) = Worker::new(Arc::clone(common), Arc::clone(&inbox))?;
         let name = format!("messenger-{index}");
-        let thread = thread::Builder::new().name(name).spawn(move || worker.run())?;
+        let thread = thread::Builder::new().name(name).spawn(move || worker.run(tables))?;
         Ok(Handle { inbox, thread: Some(thread) })
     }
 
@@ -108,7 +110,8 @@ impl Context {
 }
 
 struct Worker {
-    tables: Tables,
+    desk: Arc<Desk>,
+    sleeper: Sleeper,
     acceptor: Acceptor,
     /// When transports want to be looked after.
     tend_at: Option<Instant>,
@@ -116,112 +119,99 @@ struct Worker {
 }
 
 impl Worker {
-    fn new(common: Arc<Common>, inbox: Arc<Inbox>) -> io::Result<Worker> {
-        let links = LinkTable::new(Reactor::new(Arc::clone(&inbox))?);
+    fn new(common: Arc<Common>, inbox: Arc<Inbox>) -> io::Result<(Worker, Box<Tables>)> {
+        let (desk, reactor) = (Arc::<Desk>::default(), Reactor::new(Arc::clone(&inbox))?);
+        inbox.set_desk(Arc::<Desk>::clone(&desk));
+        let (sleeper, links) = (reactor.sleeper(), LinkTable::new(reactor));
         let cx = Context { common, inbox, workers: Vec::new(), now: Instant::now() };
-        let (tables, acceptor) = (Tables::new(cx, links), Acceptor::default());
-        Ok(Worker { tables, acceptor, tend_at: None, is_stopping: false })
+        let tables = Box::new(Tables::new(cx, links));
+        Ok((Worker { desk, sleeper, acceptor: Acceptor::default(), tend_at: None, is_stopping: false }, tables))
     }
 
-    fn run(&mut self) {
+    fn run(mut self, mut tables: Box<Tables>) {
         let mut events = Vec::with_capacity(EVENTS_PER_TURN);
-        let mut spin = Spin::new(self.tables.cx.common.polling);
+        let mut spin = Spin::new(tables.cx.common.polling);
         while !self.is_stopping {
-            self.wait(&mut events, &mut spin);
-            self.tables.cx.now = Instant::now();
+            tables = self.wait(tables, &mut events, &mut spin);
+            tables.cx.now = Instant::now();
             for event in events.drain(..) {
-                self.handle(event);
-                self.execute_commands();
+                self.handle(&mut tables, event);
+                self.execute_commands(&mut tables);
             }
-            self.execute_commands();
-            self.handle_timers();
+            self.execute_commands(&mut tables);
+            self.handle_timers(&mut tables);
         }
-        self.stop();
+        self.stop(&mut tables);
     }
 
     /// Waits until there is something to do: polls for as long as that pays, then sleeps.
-    fn wait(&mut self, events: &mut Vec<epoll::Event>, spin: &mut Spin) {
-        spin.begin(self.tables.cx.now);
+    fn wait(&self, mut tables: Box<Tables>, events: &mut Vec<epoll::Event>, spin: &mut Spin) -> Box<Tables> {
+        spin.begin(tables.cx.now);
         loop {
-            if self.poll_ready() {
-                return spin.paid();
+            if poll_ready(&mut tables) {
+                spin.paid();
+                return tables;
             }
             if !spin.goes_on() {
-                return self.sleep(events);
+                return self.sleep(tables, events);
             }
-            if !spin.asks_the_system(self.tables.links.polled() == 0) {
+            if !spin.asks_the_system(tables.links.polled() == 0) {
                 std::hint::spin_loop();
                 continue;
             }
-            self.tables.links.reactor.wait(events, Some(Duration::ZERO));
+            self.sleeper.wait(events, Some(Duration::ZERO));
             if !events.is_empty() {
-                return spin.paid();
+                spin.paid();
+                return tables;
             }
-            self.tables.cx.now = Instant::now();
-            if self.next_timer().is_some_and(|next| next <= self.tables.cx.now) {
-                return;
+            tables.cx.now = Instant::now();
+            if self.next_timer(&tables).is_some_and(|next| next <= tables.cx.now) {
+                return tables;
             }
         }
     }
 
-    /// Serves polled links that have something, and returns whether there was something to do, commands included.
-    ///
-    /// Links are served at the time of the last turn or system call: a few dozen microseconds old at most, where the
-    /// clock itself would cost a twentieth of a round trip.
-    fn poll_ready(&mut self) -> bool {
-        if self.tables.cx.inbox.is_waiting() {
-            return true;
-        }
-        let mut found = false;
-        for index in 0..self.tables.links.polled() {
-            if let Some(key) = self.tables.links.poll_ready(index) {
-                self.tables.serve(key, true);
-                found = true;
+    /// Sleeps until there is something to do. Meanwhile the tables are on the desk.
+    fn sleep(&self, mut tables: Box<Tables>, events: &mut Vec<epoll::Event>) -> Box<Tables> {
+        let something_came = tables.links.arm();
+        if tables.cx.inbox.fall_asleep() && !something_came {
+            if let Some(next) = self.next_timer(&tables) {
+                tables.links.reactor.set_timer(next);
             }
+            self.desk.lay(tables);
+            self.sleeper.wait(events, None);
+            tables = self.desk.take().unwrap_or_else(|| unreachable!("only the worker takes its tables"));
         }
-        found
+        tables.cx.inbox.wake_up();
+        tables.links.disarm();
+        tables
     }
 
-    fn sleep(&mut self, events: &mut Vec<epoll::Event>) {
-        let something_came = self.tables.links.arm();
-        if self.tables.cx.inbox.fall_asleep() && !something_came {
-            let next = self.next_timer();
-            let reactor = &mut self.tables.links.reactor;
-            if let Some(next) = next {
-                reactor.set_timer(next);
-            }
-            reactor.wait(events, None);
-        }
-        self.tables.cx.inbox.wake_up();
-        self.tables.links.disarm();
-    }
-
-    fn handle(&mut self, event: epoll::Event) {
-        match self.tables.links.reactor.decode(event) {
-            Some(Ready::Listener(index)) => self.accept(index),
-            Some(Ready::Link { key, readable }) => self.tables.serve(key, readable),
+    fn handle(&mut self, tables: &mut Tables, event: epoll::Event) {
+        match tables.links.reactor.decode(event) {
+            Some(Ready::Listener(index)) => self.accept(tables, index),
+            Some(Ready::Link { key, readable }) => tables.serve(key, readable),
             None => {}
         }
     }
 
-    fn accept(&mut self, index: usize) {
+    fn accept(&mut self, tables: &mut Tables, index: usize) {
         for _ in 0..ACCEPTS_PER_TURN {
-            match self.acceptor.accept(index, &self.tables.cx) {
-                Some(Accepted::Here(link)) => self.tables.take(*link),
+            match self.acceptor.accept(index, &tables.cx) {
+                Some(Accepted::Here(link)) => tables.take(*link),
                 Some(Accepted::Elsewhere) => {}
                 None => return,
             }
         }
     }
 
-    fn execute_commands(&mut self) {
+    fn execute_commands(&mut self, tables: &mut Tables) {
         let mut commands = Vec::new();
-        self.tables.cx.inbox.take(&mut commands);
-        commands.into_iter().for_each(|command| self.execute(command));
+        tables.cx.inbox.take(&mut commands);
+        commands.into_iter().for_each(|command| self.execute(tables, command));
     }
 
-    fn execute(&mut self, command: Command) {
-        let tables = &mut self.tables;
+    fn execute(&mut self, tables: &mut Tables, command: Command) {
         match command {
             Command::Request(Request::Flush(connection)) => tables.settle(SessionKey::of(&connection)),
             Command::Room(link) => tables.make_room(link),
@@ -242,24 +232,23 @@ impl Worker {
     }
 
     /// The earliest timer of all.
-    fn next_timer(&self) -> Option<Instant> {
-        let (sessions, links) = (self.tables.sessions.next_timer(), self.tables.links.next_timer());
+    fn next_timer(&self, tables: &Tables) -> Option<Instant> {
+        let (sessions, links) = (tables.sessions.next_timer(), tables.links.next_timer());
         [sessions, links, self.tend_at].into_iter().flatten().min()
     }
 
-    fn handle_timers(&mut self) {
-        self.tables.handle_timers();
-        self.tend_at = self.tend_at.filter(|at| *at > self.tables.cx.now);
+    fn handle_timers(&mut self, tables: &mut Tables) {
+        tables.handle_timers();
+        self.tend_at = self.tend_at.filter(|at| *at > tables.cx.now);
         // Also where a link has ended in this turn, and nothing else may happen for hours.
         if self.tend_at.is_none() {
-            self.tend_at = self.tables.cx.common.stacks.tend();
+            self.tend_at = tables.cx.common.stacks.tend();
         }
     }
 
     /// Ends every session, and tells its owner. Then waits, not for long, until the peers of closed sessions have
     /// everything.
-    fn stop(&mut self) {
-        let tables = &mut self.tables;
+    fn stop(&self, tables: &mut Tables) {
         for key in tables.sessions.keys() {
             tables.with_session(key, Session::abort);
         }
@@ -271,10 +260,28 @@ impl Worker {
             if leaving.is_empty() || tables.cx.now >= until {
                 return;
             }
-            tables.links.reactor.wait(&mut events, Some(LEAVING_PACE));
+            self.sleeper.wait(&mut events, Some(LEAVING_PACE));
             leaving.into_iter().for_each(|key| tables.serve(key, true));
         }
     }
+}
+
+/// Serves polled links that have something, and returns whether there was something to do, commands included.
+///
+/// Links are served at the time of the last turn or system call: a few dozen microseconds old at most, where the
+/// clock itself would cost a twentieth of a round trip.
+fn poll_ready(tables: &mut Tables) -> bool {
+    if tables.cx.inbox.is_waiting() {
+        return true;
+    }
+    let mut found = false;
+    for index in 0..tables.links.polled() {
+        if let Some(key) = tables.links.poll_ready(index) {
+            tables.serve(key, true);
+            found = true;
+        }
+    }
+    found
 }
 
 /// What a peer without a session has failed to do.

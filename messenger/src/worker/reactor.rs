@@ -16,12 +16,24 @@ use super::link::Interest;
 
 /// See the module's documentation.
 pub(super) struct Reactor {
-    epoll: OwnedFd,
+    epoll: Arc<OwnedFd>,
     /// The inbox, whose eventfd is watched.
     inbox: Arc<Inbox>,
     timerfd: OwnedFd,
     /// When the timerfd fires, if it is set.
     timer_at: Option<Instant>,
+}
+
+/// Waits for what a reactor watches.
+pub(super) struct Sleeper(Arc<OwnedFd>);
+
+impl Sleeper {
+    /// Waits for events, for ever without a limit. An interrupted wait returns none.
+    pub(super) fn wait(&self, events: &mut Vec<epoll::Event>, limit: Option<Duration>) {
+        let limit = limit.map(timespec);
+        events.clear();
+        let _ = epoll::wait(&self.0, rustix::buffer::spare_capacity(events), limit.as_ref());
+    }
 }
 
 /// An event that the worker has to handle.
@@ -34,7 +46,7 @@ pub(super) enum Ready {
 
 impl Reactor {
     pub(super) fn new(inbox: Arc<Inbox>) -> io::Result<Reactor> {
-        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let epoll = Arc::new(epoll::create(epoll::CreateFlags::CLOEXEC)?);
         epoll::add(&epoll, inbox.waker(), epoll::EventData::new_u64(WAKER), epoll::EventFlags::IN)?;
         let timerfd = timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK)?;
         epoll::add(&epoll, &timerfd, epoll::EventData::new_u64(TIMER), epoll::EventFlags::IN)?;
@@ -58,11 +70,9 @@ impl Reactor {
         let _ = epoll::delete(&self.epoll, descriptor); // epoll has already forgotten a closed descriptor
     }
 
-    /// Waits for events, for ever without a limit. An interrupted wait returns none.
-    pub(super) fn wait(&self, events: &mut Vec<epoll::Event>, limit: Option<Duration>) {
-        let limit = limit.map(timespec);
-        events.clear();
-        let _ = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(events), limit.as_ref());
+    /// What waits for its events, also while the reactor is elsewhere.
+    pub(super) fn sleeper(&self) -> Sleeper {
+        Sleeper(Arc::clone(&self.epoll))
     }
 
     /// Makes sure that the timerfd fires no later than `next`. A timeout of epoll would serve too, but the system would

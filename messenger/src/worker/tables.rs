@@ -29,7 +29,7 @@ pub(super) struct Tables {
     pub(super) cx: Context,
     pub(super) links: LinkTable,
     pub(super) sessions: SessionTable,
-    transmitter: Transmitter,
+    pub(super) transmitter: Transmitter,
     /// Received bytes on their way into frames. One for all links, as only one is read at a time.
     buffer: Vec<u8>,
 }

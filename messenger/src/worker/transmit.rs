@@ -42,6 +42,23 @@ impl Transmitter {
             }
         }
     }
+
+    /// Sends what the owner has queued, if the peer has received everything before. Performs nothing. `false`: the
+    /// session must be settled.
+    pub(super) fn send_now(&mut self, entry: &mut SessionEntry, links: &mut LinkTable, cx: &Context) -> bool {
+        let sends_now = entry.link.and_then(|link| links.find(link)).is_some_and(|link| link.link.sends_now());
+        if !sends_now || !entry.session.is_quiet() {
+            return false;
+        }
+        self.take_queued(entry, cx);
+        // A link that breaks is found broken again by the worker, which tells the session.
+        while let Ok(more) = write(entry, links, cx) {
+            if !more {
+                return true;
+            }
+        }
+        false
+    }
 }
 
 /// Writes and sends a share. Returns whether there may be more.

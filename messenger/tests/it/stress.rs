@@ -1,8 +1,10 @@
 //! A million messages over links that are cut at random.
 
+use std::sync::Arc;
+use std::sync::mpsc::{self, Sender};
 use std::time::Duration;
 
-use remora_messenger::{Options, Policy};
+use remora_messenger::{Connection, Delivery, Dispatcher, Message, Messenger, Options, Policy};
 
 use crate::kit::*;
 
@@ -53,3 +55,50 @@ fn a_million_messages_under_random_cuts_are_neither_lost_nor_doubled_nor_out_of_
 }
 
 const CUT_ONE_IN: u64 = 2000;
+
+/// Sends each message back.
+struct Echo;
+
+impl Dispatcher for Echo {
+    fn message(&self, connection: &Connection, delivery: Delivery) {
+        connection.send(Message::new(delivery.transaction, delivery.kind, delivery.front.to_vec())).unwrap();
+    }
+}
+
+/// Gives each answer to the thread that has asked.
+struct Askers(Vec<Sender<u64>>);
+
+impl Dispatcher for Askers {
+    fn message(&self, _: &Connection, delivery: Delivery) {
+        self.0[usize::from(delivery.kind)].send(delivery.transaction).unwrap();
+    }
+}
+
+const ASKERS: usize = 6;
+const QUESTIONS: u64 = 5000;
+
+/// Each thread asks when the last answer has come, so the worker sleeps again and again, and a thread that asks often
+/// finds it so. Two connections share the worker, and three threads each connection.
+#[test]
+fn threads_that_ask_and_wait_get_every_answer() {
+    let folder = tempfile::tempdir().unwrap();
+    let options = Options { workers: 1, ..Options::default() };
+    for address in [anywhere(), format!("shm:{}", folder.path().join("socket").display()).parse().unwrap()] {
+        let server = Messenger::new(Policy::stateless_server(), &options, Arc::new(Echo)).unwrap();
+        let address = server.listen(&address).unwrap();
+        let (askers, answers): (Vec<_>, Vec<_>) = (0..ASKERS).map(|_| mpsc::channel()).unzip();
+        let client = Messenger::new(Policy::lossy_client(), &options, Arc::new(Askers(askers))).unwrap();
+        let connections = [(); 2].map(|()| client.connect(&address));
+        std::thread::scope(|scope| {
+            for (asker, answers) in answers.into_iter().enumerate() {
+                let connection = connections[asker % 2].clone();
+                scope.spawn(move || {
+                    for question in 0..QUESTIONS {
+                        connection.send(Message::new(question, asker as u16, vec![7; 100])).unwrap();
+                        assert_eq!(answers.recv_timeout(Duration::from_secs(30)), Ok(question));
+                    }
+                });
+            }
+        });
+    }
+}

@@ -13,7 +13,7 @@
 //! - **`done` is not called by a thread that submits**, so callers may hold locks which `done` takes. What a caller's
 //!   turn completes is handed to the volume's thread. This is rare: a read in place that had to wait, and a flush of
 //!   what is flushed already.
-//! - Everyone else waits for the driver, which is busy for microseconds.
+//! - The other threads wait for the driver, which is busy for microseconds.
 
 use std::collections::VecDeque;
 use std::fmt;

@@ -372,6 +372,11 @@ impl RdmaLink {
 }
 
 impl Link for RdmaLink {
+    // To find out what was sent, it takes what has arrived from the same queue.
+    fn sends_now(&self) -> bool {
+        false
+    }
+
     fn descriptor(&self) -> BorrowedFd<'_> {
         match &self.wire {
             Some(wire) => wire.as_fd(),
