@@ -41,6 +41,15 @@ pub fn root() -> Option<()> {
     if rustix::process::geteuid().is_root() { Some(()) } else { skip("needs root; run the tests as root or by sudo") }
 }
 
+/// File systems of this process: root, and the kernel's FUSE.
+pub fn fuse() -> Option<()> {
+    root()?;
+    match std::fs::OpenOptions::new().read(true).write(true).open("/dev/fuse") {
+        Ok(_) => Some(()),
+        Err(error) => skip(&format!("needs /dev/fuse ({error}); load the kernel's module `fuse`")),
+    }
+}
+
 /// Network namespaces: root, the `ip` program, and a kernel that allows them.
 pub fn namespaces() -> Option<()> {
     root()?;

@@ -1,0 +1,166 @@
+//! Device: requests and answers by `/dev/fuse`.
+//!
+//! Each thread has a descriptor of its own and reads one request at a time. It has it done, and writes the answer
+//! to the same descriptor. An answer that is given later is written by the thread that gives it.
+
+use std::io::IoSlice;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use rustix::io::Errno;
+
+use crate::abi::{IN_HEADER_BYTES, InHeader, OUT_HEADER_BYTES, op, out_header};
+use crate::answer::{Asked, LaterReplier, Replier, WRONG_LENGTH};
+use crate::dispatch;
+use crate::file_system::FileSystem;
+use crate::payload::{Buffer, Buffers, Payload, Sink, SinkPlace};
+use crate::request::{Request, operation_bytes, parse};
+
+/// A descriptor of the device.
+pub(crate) struct Channel(OwnedFd);
+
+/// What a read of the device has brought.
+pub(crate) enum Received {
+    /// A request of so many bytes.
+    Request(usize),
+    /// Nothing this time.
+    Nothing,
+    /// The file system is not mounted any more, or its connection was aborted.
+    Over,
+}
+
+impl Channel {
+    pub(crate) fn new(device: OwnedFd) -> Channel {
+        Channel(device)
+    }
+
+    pub(crate) fn device(&self) -> &OwnedFd {
+        &self.0
+    }
+
+    /// Waits for a request. Ends when the file system is unmounted or aborted.
+    pub(crate) fn receive(&self, into: &mut [u8]) -> Received {
+        match rustix::io::read(&self.0, into) {
+            Ok(length) => Received::Request(length),
+            // ENOENT: the request was withdrawn while it was read.
+            Err(Errno::INTR | Errno::AGAIN | Errno::NOENT) => Received::Nothing,
+            Err(Errno::NODEV | Errno::CONNABORTED) => Received::Over,
+            Err(errno) => {
+                tracing::error!("a request of the kernel cannot be read: {errno}");
+                Received::Over
+            }
+        }
+    }
+
+    /// Gives an answer.
+    pub(crate) fn send(&self, unique: u64, answer: Result<&[&[u8]], Errno>) {
+        let (pieces, error) = match answer {
+            Ok(pieces) => (pieces, 0),
+            Err(errno) => (&[][..], -errno.raw_os_error()),
+        };
+        match self.write(unique, error, pieces) {
+            Ok(()) => {}
+            // The process was killed meanwhile, or the file system is not mounted any more.
+            Err(Errno::NOENT | Errno::NODEV | Errno::PERM | Errno::CONNABORTED) => {}
+            Err(errno) => tracing::warn!(unique, "the kernel does not take an answer: {errno}"),
+        }
+    }
+
+    /// Writes one message: an answer, or with `unique` 0 a notification.
+    pub(crate) fn write(&self, unique: u64, error: i32, pieces: &[&[u8]]) -> Result<(), Errno> {
+        let length = OUT_HEADER_BYTES + pieces.iter().map(|piece| piece.len()).sum::<usize>();
+        let head = out_header(length, error, unique);
+        let result = match pieces {
+            [] => rustix::io::write(&self.0, &head),
+            [one] => rustix::io::writev(&self.0, &[IoSlice::new(&head), IoSlice::new(one)]),
+            several if several.len() < MOST_PIECES => {
+                let all = std::iter::once(&head[..]).chain(several.iter().copied());
+                rustix::io::writev(&self.0, &all.map(IoSlice::new).collect::<Vec<_>>())
+            }
+            several => rustix::io::writev(&self.0, &[IoSlice::new(&head), IoSlice::new(&several.concat())]),
+        };
+        result.map(|_| ())
+    }
+}
+
+/// Pieces that one call of the system can write: `UIO_MAXIOV`.
+const MOST_PIECES: usize = 1024;
+
+/// Serves requests until the file system is not mounted any more.
+pub(crate) fn serve(channel: &Arc<Channel>, file_system: &dyn FileSystem, buffers: &Arc<Buffers>) {
+    let mut buffer = buffers.take();
+    let mut replier = DeviceReplier { channel: Arc::clone(channel), filled: Vec::new() };
+    loop {
+        match channel.receive(buffer.as_mut()) {
+            Received::Request(length) => one(&mut buffer, length, file_system, &mut replier),
+            Received::Nothing => {}
+            Received::Over => return,
+        }
+    }
+}
+
+/// One request.
+fn one(buffer: &mut Buffer, length: usize, file_system: &dyn FileSystem, replier: &mut DeviceReplier) {
+    let received = &buffer.as_slice()[..length];
+    let Some(header) = InHeader::decode(received) else {
+        return tracing::error!(length, "the kernel has sent a request without a whole head");
+    };
+    let body = &received[IN_HEADER_BYTES..];
+    let split = operation_bytes(header.opcode).min(body.len());
+    let (operation, payload) = body.split_at(split);
+    if header.length as usize != length {
+        return dispatch::request(file_system, &header, Err(Errno::INVAL), replier);
+    }
+    match parse(&header, operation, payload) {
+        Ok(Request::Write(fields)) => {
+            let start = IN_HEADER_BYTES + split;
+            let data = Payload::in_buffer(buffer, start..start + fields.size as usize);
+            dispatch::write(file_system, &header, fields, data, replier);
+        }
+        // These have no answer, not even that they are wrong.
+        Err(_) if matches!(header.opcode, op::FORGET | op::BATCH_FORGET | op::INTERRUPT) => {}
+        parsed => dispatch::request(file_system, &header, parsed, replier),
+    }
+}
+
+/// Answers in the thread that has received the request.
+struct DeviceReplier {
+    channel: Arc<Channel>,
+    /// Where bytes of reads are put, as long as the longest.
+    filled: Vec<u8>,
+}
+
+impl Replier for DeviceReplier {
+    fn reply(&mut self, unique: u64, answer: Result<&[&[u8]], Errno>) {
+        self.channel.send(unique, answer);
+    }
+
+    fn fill(&mut self, asked: Asked, fill: &mut dyn FnMut(&mut Sink<'_>)) {
+        let most = asked.most.min(MOST_FILLED_BYTES);
+        if self.filled.len() < most {
+            self.filled.resize(most, 0);
+        }
+        let mut sink = Sink::new(SinkPlace::Slice(&mut self.filled[..most]), most);
+        fill(&mut sink);
+        match sink.finish() {
+            Some(length) => self.channel.send(asked.unique, Ok(&[&self.filled[..length]])),
+            None => self.channel.send(asked.unique, Err(WRONG_LENGTH)),
+        }
+    }
+
+    fn later(&mut self) -> Box<dyn LaterReplier> {
+        Box::new(DeviceLater(Arc::clone(&self.channel)))
+    }
+}
+
+/// Bytes that one read may want: 16 MiB, more than any kernel asks for.
+const MOST_FILLED_BYTES: usize = 16 << 20;
+
+/// Answers in any thread.
+struct DeviceLater(Arc<Channel>);
+
+impl LaterReplier for DeviceLater {
+    fn reply(self: Box<Self>, unique: u64, answer: Result<&[&[u8]], Errno>) {
+        self.0.send(unique, answer);
+    }
+}

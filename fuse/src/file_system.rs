@@ -1,0 +1,197 @@
+//! File system: what is asked of it.
+
+use rustix::io::Errno;
+
+use crate::answer::Answer;
+use crate::reply::{
+    Created, Data, Done, Entry, KnownAttributes, Listing, ListingPlus, Opened, Position, Statistics, Target, Written,
+};
+use crate::request::{
+    Allocate, Close, Create, Fsync, GetAttributes, Link, Lookup, MakeDirectory, MakeNode, Open, Read, ReadDirectory,
+    Remove, Rename, Seek, SetAttributes, Symlink, Write,
+};
+
+/// A file system. Requests are checked as [`crate::request`] says. Many are under way at once, from many threads.
+///
+/// What it does not have it need not mention: the methods answer `ENOSYS`, which the kernel remembers for most of
+/// them. It then does without, as the method's text says. The kernel checks permissions by the attributes, and
+/// keeps locks.
+// Larger than the bound: the protocol has so many operations.
+pub trait FileSystem: Send + Sync {
+    /// Finds a name. The kernel knows the inode once more.
+    fn lookup(&self, asked: Lookup<'_>, answer: Answer<'_, Entry>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// The kernel knows the inode so many times less. When it does not know it at all, it does not ask about it
+    /// before it has looked it up again. Not said of inodes that it knew when the file system was unmounted.
+    fn forget(&self, node: u64, lookups: u64) {
+        let _ = (node, lookups);
+    }
+
+    /// Says what is known of a file.
+    fn get_attributes(&self, asked: GetAttributes, answer: Answer<'_, KnownAttributes>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// Changes attributes, and says all of them.
+    fn set_attributes(&self, asked: SetAttributes, answer: Answer<'_, KnownAttributes>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// Says what a symbolic link says.
+    fn read_link(&self, node: u64, answer: Answer<'_, Target>) {
+        let _ = node;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// Makes a symbolic link. The kernel knows it once.
+    fn symlink(&self, asked: Symlink<'_>, answer: Answer<'_, Entry>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// Makes a file that is not opened. The kernel knows it once.
+    fn make_node(&self, asked: MakeNode<'_>, answer: Answer<'_, Entry>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// Makes a directory. The kernel knows it once.
+    fn make_directory(&self, asked: MakeDirectory<'_>, answer: Answer<'_, Entry>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// Removes a name. A file without names is there until its last handle is released and the kernel has forgotten
+    /// it.
+    fn unlink(&self, asked: Remove<'_>, answer: Answer<'_, Done>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// Removes an empty directory.
+    fn remove_directory(&self, asked: Remove<'_>, answer: Answer<'_, Done>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// Renames.
+    fn rename(&self, asked: Rename<'_>, answer: Answer<'_, Done>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// Gives an inode another name. The kernel knows it once more.
+    fn link(&self, asked: Link<'_>, answer: Answer<'_, Entry>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// Makes a regular file and opens it. The kernel knows it once. Without it, it is made by
+    /// [`FileSystem::make_node`] and then opened.
+    fn create(&self, asked: Create<'_>, answer: Answer<'_, Created>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// Opens a file; with [`crate::request::OpenFlags::truncates`] its content is thrown away. Without it, handles
+    /// are 0 and no file is released.
+    fn open(&self, asked: Open, answer: Answer<'_, Opened>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// Reads.
+    fn read(&self, asked: Read, answer: Answer<'_, Data>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// Writes.
+    fn write(&self, asked: Write<'_>, answer: Answer<'_, Written>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// A descriptor of the handle is closed; what this answers is what `close(2)` returns. A handle may have several
+    /// descriptors. Without it, closing says nothing.
+    fn flush(&self, asked: Close, answer: Answer<'_, Done>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// The handle is not used any more. No process waits for the answer.
+    fn release(&self, asked: Close, answer: Answer<'_, Done>) {
+        let _ = asked;
+        answer.give(Done);
+    }
+
+    /// Makes a file safe. Without it, `fsync(2)` succeeds.
+    fn fsync(&self, asked: Fsync, answer: Answer<'_, Done>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// Opens a directory. Without it, handles are 0 and no directory is released.
+    fn open_directory(&self, asked: Open, answer: Answer<'_, Opened>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// Lists a directory, with `.` and `..` if that is wished.
+    fn read_directory(&self, asked: ReadDirectory, answer: Answer<'_, Listing>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// Lists a directory, and says what a lookup of each entry would say. Asked instead of
+    /// [`FileSystem::read_directory`] when the kernel believes that it will need it, if the session's options allow
+    /// it.
+    fn read_directory_plus(&self, asked: ReadDirectory, answer: Answer<'_, ListingPlus>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// The handle is not used any more.
+    fn release_directory(&self, asked: Close, answer: Answer<'_, Done>) {
+        let _ = asked;
+        answer.give(Done);
+    }
+
+    /// Makes a directory's names safe. Without it, `fsync(2)` succeeds.
+    fn fsync_directory(&self, asked: Fsync, answer: Answer<'_, Done>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// Says what the file system has. The kernel may ask about any inode.
+    fn statistics(&self, node: u64, answer: Answer<'_, Statistics>) {
+        let _ = node;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// Allocates room, or gives it back. Without it, `fallocate(2)` fails with `EOPNOTSUPP`.
+    fn allocate(&self, asked: Allocate, answer: Answer<'_, Done>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// Finds data or a hole. Without it, a file is all data.
+    fn seek(&self, asked: Seek, answer: Answer<'_, Position>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// A signal waits for the process that made the request of this number. The file system may fail it with
+    /// `EINTR`, or answer it as ever. It may have been answered already, or come only now.
+    fn interrupt(&self, unique: u64) {
+        let _ = unique;
+    }
+
+    /// The session is over: no request follows. Called once, by the thread that ends the session.
+    fn destroy(&self) {}
+}

@@ -1,0 +1,59 @@
+//! File systems of this process in the kernel's tree, by the FUSE protocol.
+//!
+//! ```text
+//!   processes ── system calls ──▶ kernel ── requests ──▶ Request (pure) ──▶ FileSystem ──╮
+//!                                        ◀── answers ─── Reply (pure) ◀── at once, or later
+//!                                   by the device, or by io_uring
+//! ```
+//!
+//! What is said, and no I/O:
+//!
+//! - [`abi`]: the numbers of the protocol. [`request`]: what the kernel asks, typed and checked. [`reply`]: what
+//!   answers say, and their bytes.
+//! - [`file_system`]: what is asked of a file system. **Start here.** [`answer`]: how it answers, in the caller's
+//!   thread or later from any other. [`payload`]: where the bytes of writes and reads are.
+//! - `dispatch`: each request to its method. `negotiation`: what both ends can do.
+//!
+//! What carries it, two sisters:
+//!
+//! - `device`: threads that read `/dev/fuse`, each with a descriptor of its own (`clone`).
+//!
+//! What holds it together:
+//!
+//! - [`session`]: a file system that is mounted and served. [`mount`]: how a directory becomes one, and an ordinary
+//!   directory again. [`notify`]: what the kernel is told without asking. [`error`]: what can go wrong.
+//!
+//! [`memory`] is a file system in this process's memory.
+//!
+//! It does not know what stands behind a file system. Extended attributes are not supported, and the kernel checks
+//! permissions and keeps locks by itself.
+#![deny(unsafe_code)]
+
+pub mod abi;
+pub mod answer;
+#[allow(unsafe_code)] // one ioctl
+mod clone;
+mod device;
+mod dispatch;
+pub mod error;
+pub mod file_system;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzzing;
+pub mod memory;
+pub mod mount;
+mod negotiation;
+pub mod notify;
+pub mod payload;
+pub mod reply;
+pub mod request;
+pub mod session;
+
+pub use abi::ROOT;
+pub use answer::{Answer, Later};
+pub use error::{EndError, StartError};
+pub use file_system::FileSystem;
+pub use mount::MountOptions;
+pub use notify::Notifier;
+pub use payload::{Payload, Sink};
+pub use rustix::io::Errno;
+pub use session::{Session, SessionOptions, Transport};

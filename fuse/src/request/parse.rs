@@ -1,0 +1,258 @@
+//! Parse: requests out of bytes.
+
+use rustix::io::Errno;
+
+use super::{
+    Allocate, Caller, Close, Create, Fsync, GetAttributes, Link, Lookup, MOST_FORGOTTEN, MOST_NAME_BYTES,
+    MOST_TARGET_BYTES, MakeDirectory, MakeNode, NewTime, Open, OpenFlags, Read, ReadDirectory, Remove, Rename,
+    RenameHow, Request, Seek, SetAttributes, Symlink, WriteFields,
+};
+use crate::abi::{self, Fields, InHeader, op, set};
+use crate::reply::{FileKind, Timestamp};
+
+/// Bytes of an operation's own fields. What follows them is its payload.
+pub fn operation_bytes(opcode: u32) -> usize {
+    match opcode {
+        op::FORGET | op::RENAME | op::LINK | op::OPEN | op::OPENDIR | op::MKDIR => 8,
+        op::BATCH_FORGET | op::INTERRUPT => 8,
+        op::GETATTR | op::MKNOD | op::CREATE | op::RENAME2 | op::FSYNC | op::FSYNCDIR => 16,
+        op::RELEASE | op::RELEASEDIR | op::FLUSH | op::LSEEK => 24,
+        op::FALLOCATE => 32,
+        op::READ | op::READDIR | op::READDIRPLUS | op::WRITE => 40,
+        op::SETATTR => 88,
+        _ => 0,
+    }
+}
+
+/// Reads a request: its head, its operation's fields and what follows.
+///
+/// # Errors
+/// `ENOSYS` for an operation that is not known here; what the system says to names and lengths that cannot be.
+pub fn parse<'a>(header: &InHeader, operation: &'a [u8], payload: &'a [u8]) -> Result<Request<'a>, Errno> {
+    let wanted = operation_bytes(header.opcode);
+    let fields = Fields(operation.get(..wanted).ok_or(Errno::INVAL)?);
+    let parsed = Parser { header, fields, payload: Fields(payload) }.request();
+    parsed.unwrap_or(Err(Errno::INVAL))
+}
+
+struct Parser<'h, 'a> {
+    header: &'h InHeader,
+    fields: Fields<'a>,
+    payload: Fields<'a>,
+}
+
+impl<'a> Parser<'_, 'a> {
+    /// `None`: too few bytes.
+    fn request(mut self) -> Option<Result<Request<'a>, Errno>> {
+        let node = self.header.node;
+        let request = match self.header.opcode {
+            op::LOOKUP => self.name().map(|name| Request::Lookup(Lookup { parent: node, name })),
+            op::FORGET => Ok(Request::Forget(vec![(node, self.fields.u64()?)])),
+            op::BATCH_FORGET => return self.forget(),
+            op::GETATTR => {
+                let (flags, _, handle) = (self.fields.u32()?, self.fields.u32()?, self.fields.u64()?);
+                let handle = (flags & abi::GETATTR_FH != 0).then_some(handle);
+                Ok(Request::GetAttributes(GetAttributes { node, handle }))
+            }
+            op::SETATTR => return self.set_attributes(),
+            op::READLINK => Ok(Request::ReadLink(node)),
+            op::SYMLINK => self.symlink(),
+            op::MKNOD => return self.make_node(),
+            op::MKDIR => {
+                let (permissions, caller) = (self.fields.u32()? & PERMISSIONS, self.caller());
+                self.name()
+                    .map(|name| Request::MakeDirectory(MakeDirectory { parent: node, name, caller, permissions }))
+            }
+            op::UNLINK => self.name().map(|name| Request::Unlink(Remove { parent: node, name })),
+            op::RMDIR => self.name().map(|name| Request::RemoveDirectory(Remove { parent: node, name })),
+            op::RENAME => {
+                let new_parent = self.fields.u64()?;
+                self.rename(new_parent, 0)
+            }
+            op::RENAME2 => {
+                let (new_parent, flags) = (self.fields.u64()?, self.fields.u32()?);
+                self.rename(new_parent, flags)
+            }
+            op::LINK => {
+                let linked = self.fields.u64()?;
+                self.name().map(|name| Request::Link(Link { node: linked, parent: node, name }))
+            }
+            op::CREATE => {
+                let flags = OpenFlags(self.fields.u32()?);
+                let (permissions, caller) = (self.fields.u32()? & PERMISSIONS, self.caller());
+                self.name().map(|name| Request::Create(Create { parent: node, name, caller, permissions, flags }))
+            }
+            op::OPEN => Ok(Request::Open(Open { node, flags: OpenFlags(self.fields.u32()?) })),
+            op::OPENDIR => Ok(Request::OpenDirectory(Open { node, flags: OpenFlags(self.fields.u32()?) })),
+            op::READ => {
+                let (handle, offset, size) = self.place()?;
+                range(offset, size.into()).map(|()| Request::Read(Read { node, handle, offset, size }))
+            }
+            op::WRITE => return self.write(),
+            op::READDIR | op::READDIRPLUS => {
+                // An offset is the file system's own number.
+                let (handle, offset, size) = self.place()?;
+                let asked = ReadDirectory { node, handle, offset, size };
+                let is_plus = self.header.opcode == op::READDIRPLUS;
+                Ok(if is_plus { Request::ReadDirectoryPlus(asked) } else { Request::ReadDirectory(asked) })
+            }
+            op::FLUSH => Ok(Request::Flush(self.close()?)),
+            op::RELEASE => Ok(Request::Release(self.close()?)),
+            op::RELEASEDIR => Ok(Request::ReleaseDirectory(self.close()?)),
+            op::FSYNC => Ok(Request::Fsync(self.sync()?)),
+            op::FSYNCDIR => Ok(Request::FsyncDirectory(self.sync()?)),
+            op::STATFS => Ok(Request::Statistics(node)),
+            op::FALLOCATE => {
+                let (handle, offset, length) = (self.fields.u64()?, self.fields.u64()?, self.fields.u64()?);
+                let mode = self.fields.u32()?;
+                let is_nothing = if length == 0 { Err(Errno::INVAL) } else { Ok(()) };
+                let checked = is_nothing.and_then(|()| range(offset, length));
+                checked.map(|()| Request::Allocate(Allocate { node, handle, offset, length, mode }))
+            }
+            op::LSEEK => {
+                let (handle, offset, whence) = (self.fields.u64()?, self.fields.u64()?, self.fields.u32()?);
+                let for_data = match whence {
+                    SEEK_DATA => true,
+                    SEEK_HOLE => false,
+                    _ => return Some(Err(Errno::INVAL)),
+                };
+                range(offset, 0).map(|()| Request::Seek(Seek { node, handle, offset, for_data }))
+            }
+            op::INTERRUPT => Ok(Request::Interrupt(self.fields.u64()?)),
+            op::DESTROY => Ok(Request::Destroy),
+            _ => Err(Errno::NOSYS),
+        };
+        Some(request)
+    }
+
+    fn caller(&self) -> Caller {
+        Caller { uid: self.header.uid, gid: self.header.gid, pid: self.header.pid }
+    }
+
+    fn forget(mut self) -> Option<Result<Request<'a>, Errno>> {
+        let count = self.fields.u32()? as usize;
+        if count > MOST_FORGOTTEN || self.payload.0.len() < count.checked_mul(16)? {
+            return Some(Err(Errno::INVAL));
+        }
+        let forgotten = (0..count).map(|_| Some((self.payload.u64()?, self.payload.u64()?)));
+        Some(Ok(Request::Forget(forgotten.collect::<Option<_>>()?)))
+    }
+
+    fn set_attributes(mut self) -> Option<Result<Request<'a>, Errno>> {
+        let fields = &mut self.fields;
+        let (valid, _) = (fields.u32()?, fields.u32()?);
+        let (handle, size, _lock_owner) = (fields.u64()?, fields.u64()?, fields.u64()?);
+        let seconds = [fields.u64()?, fields.u64()?, fields.u64()?];
+        let nanoseconds = [fields.u32()?, fields.u32()?, fields.u32()?];
+        let (mode, _, uid, gid) = (fields.u32()?, fields.u32()?, fields.u32()?, fields.u32()?);
+        let has = |flag: u32| valid & flag != 0;
+        let at = |which: usize| Timestamp { seconds: seconds[which].cast_signed(), nanoseconds: nanoseconds[which] };
+        let time = |which: usize, flag: u32, now: u32| match (has(flag), has(now)) {
+            (_, true) => Some(NewTime::Now),
+            (true, false) => Some(NewTime::At(at(which))),
+            (false, false) => None,
+        };
+        let size = has(set::SIZE).then_some(size);
+        if size.is_some_and(|size| range(size, 0).is_err()) {
+            return Some(Err(Errno::FBIG));
+        }
+        if nanoseconds.iter().any(|nanoseconds| *nanoseconds >= NANOSECONDS) {
+            return Some(Err(Errno::INVAL));
+        }
+        Some(Ok(Request::SetAttributes(SetAttributes {
+            node: self.header.node,
+            handle: has(set::FH).then_some(handle),
+            caller: self.caller(),
+            permissions: has(set::MODE).then_some(mode & PERMISSIONS),
+            uid: has(set::UID).then_some(uid),
+            gid: has(set::GID).then_some(gid),
+            size,
+            accessed: time(0, set::ATIME, set::ATIME_NOW),
+            modified: time(1, set::MTIME, set::MTIME_NOW),
+            changed: has(set::CTIME).then(|| at(2)),
+        })))
+    }
+
+    fn make_node(mut self) -> Option<Result<Request<'a>, Errno>> {
+        let (mode, device, caller) = (self.fields.u32()?, self.fields.u32()?, self.caller());
+        let Some(kind) = FileKind::of_mode(mode) else { return Some(Err(Errno::INVAL)) };
+        let (parent, permissions) = (self.header.node, mode & PERMISSIONS);
+        let name = self.name();
+        Some(name.map(|name| Request::MakeNode(MakeNode { parent, name, caller, kind, permissions, device })))
+    }
+
+    fn symlink(&mut self) -> Result<Request<'a>, Errno> {
+        let (parent, caller) = (self.header.node, self.caller());
+        let name = self.name()?;
+        let target = self.string(MOST_TARGET_BYTES - 1)?;
+        Ok(Request::Symlink(Symlink { parent, name, target, caller }))
+    }
+
+    fn rename(&mut self, new_parent: u64, flags: u32) -> Result<Request<'a>, Errno> {
+        let how = match flags {
+            0 => RenameHow::Replace,
+            RENAME_NOREPLACE => RenameHow::NoReplace,
+            RENAME_EXCHANGE => RenameHow::Exchange,
+            _ => return Err(Errno::INVAL),
+        };
+        let (name, new_name) = (self.name()?, self.name()?);
+        Ok(Request::Rename(Rename { parent: self.header.node, name, new_parent, new_name, how }))
+    }
+
+    fn write(mut self) -> Option<Result<Request<'a>, Errno>> {
+        let (handle, offset, size) = self.place()?;
+        let is_from_cache = self.fields.u32()? & abi::WRITE_CACHE != 0;
+        if self.payload.0.len() < size as usize {
+            return Some(Err(Errno::INVAL));
+        }
+        let node = self.header.node;
+        let write = WriteFields { node, handle, offset, size, is_from_cache };
+        Some(range(offset, size.into()).map(|()| Request::Write(write)))
+    }
+
+    fn place(&mut self) -> Option<(u64, u64, u32)> {
+        Some((self.fields.u64()?, self.fields.u64()?, self.fields.u32()?))
+    }
+
+    fn close(&mut self) -> Option<Close> {
+        Some(Close { node: self.header.node, handle: self.fields.u64()? })
+    }
+
+    fn sync(&mut self) -> Option<Fsync> {
+        let (handle, flags) = (self.fields.u64()?, self.fields.u32()?);
+        Some(Fsync { node: self.header.node, handle, data_only: flags & abi::FSYNC_FDATASYNC != 0 })
+    }
+
+    /// The next name. See the module's text.
+    fn name(&mut self) -> Result<&'a [u8], Errno> {
+        let name = self.string(MOST_NAME_BYTES)?;
+        if name.contains(&b'/') || name == b"." || name == b".." { Err(Errno::INVAL) } else { Ok(name) }
+    }
+
+    /// The next string, which ends with a NUL.
+    fn string(&mut self, most: usize) -> Result<&'a [u8], Errno> {
+        let looked_at = &self.payload.0[..self.payload.0.len().min(most + 1)];
+        let Some(length) = looked_at.iter().position(|byte| *byte == 0) else {
+            return Err(if looked_at.len() > most { Errno::NAMETOOLONG } else { Errno::INVAL });
+        };
+        let string = self.payload.bytes(length + 1).ok_or(Errno::INVAL)?;
+        if length == 0 { Err(Errno::NOENT) } else { Ok(&string[..length]) }
+    }
+}
+
+/// Files have less than 2^63 bytes.
+fn range(offset: u64, length: u64) -> Result<(), Errno> {
+    let end = offset.checked_add(length).filter(|end| i64::try_from(*end).is_ok());
+    end.map(|_| ()).ok_or(Errno::FBIG)
+}
+
+/// The bits of a mode that are permissions.
+const PERMISSIONS: u32 = 0o7777;
+
+const NANOSECONDS: u32 = 1_000_000_000;
+
+const SEEK_DATA: u32 = 3;
+const SEEK_HOLE: u32 = 4;
+
+const RENAME_NOREPLACE: u32 = 1 << 0;
+const RENAME_EXCHANGE: u32 = 1 << 1;

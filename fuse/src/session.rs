@@ -1,0 +1,426 @@
+//! Session: a file system that is mounted and served.
+//!
+//! ```text
+//!   start ── mount ── INIT ── threads ─▶ served ── unmounted by others ─▶ over
+//!                                           │                              │
+//!                                           ╰── end, drop ─ unmount, abort ┴─▶ threads joined, destroy
+//! ```
+//!
+//! When a session ends, for whatever reason, every request under way fails and no process waits for this one any
+//! more.
+
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use remora_memory::Memory;
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+
+use crate::abi::{IN_HEADER_BYTES, InHeader, LEAST_READ_BYTES, op};
+use crate::clone::clone;
+use crate::device::{self, Channel, Received};
+use crate::error::{DEVICE, EndError, StartError};
+use crate::file_system::FileSystem;
+use crate::mount::{MountOptions, Mounted};
+use crate::negotiation::{Agreed, Offer, Wish, page_bytes};
+use crate::notify::Notifier;
+use crate::payload::Buffers;
+
+/// How a file system is served.
+#[derive(Clone)]
+pub struct SessionOptions {
+    /// How it is mounted.
+    pub mount: MountOptions,
+    /// Threads that read requests from the device, 1 to [`MOST_THREADS`]: calls of the file system that may be under
+    /// way at a time, if it waits in them.
+    pub threads: usize,
+    /// Requests come by io_uring, if the kernel has it and allows it. Otherwise a warning is logged, and they come by
+    /// the device.
+    pub ring: bool,
+    /// The longest read and write in bytes: pages up to [`MOST_REQUEST_BYTES`].
+    pub most_bytes: u32,
+    /// The kernel keeps writes in its page cache and writes them back later, many small ones together.
+    pub write_back: bool,
+    /// The file system has [`FileSystem::read_directory_plus`].
+    pub lists_attributes: bool,
+    /// Memory in which the payloads of the ring lie, so that others can read and write them there. `None`: memory of
+    /// the session's own.
+    pub memory: Option<Arc<Memory>>,
+}
+
+impl Default for SessionOptions {
+    fn default() -> SessionOptions {
+        let threads = std::thread::available_parallelism().map_or(1, usize::from).clamp(2, 8);
+        SessionOptions {
+            mount: MountOptions::default(),
+            threads,
+            ring: true,
+            most_bytes: MOST_REQUEST_BYTES,
+            write_back: false,
+            lists_attributes: false,
+            memory: None,
+        }
+    }
+}
+
+/// Threads of a session's device. Each has a buffer of [`MOST_REQUEST_BYTES`].
+pub const MOST_THREADS: usize = 64;
+
+/// The longest read and write: what Linux allows by its setting `fs.fuse.max_pages_limit`.
+pub const MOST_REQUEST_BYTES: u32 = 1 << 20;
+
+/// How requests come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Transport {
+    /// By `/dev/fuse`.
+    Device,
+    /// By io_uring.
+    Ring,
+}
+
+/// A file system that is mounted. When it is dropped, it is unmounted, even if processes use it.
+pub struct Session {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+    agreed: Agreed,
+    transport: Transport,
+    is_ended: bool,
+}
+
+/// What the session and its threads share.
+struct Shared {
+    file_system: Arc<dyn FileSystem>,
+    mounted: Mounted,
+    /// The connection's first descriptor.
+    first: Arc<Channel>,
+    /// Threads that have not ended.
+    running: Mutex<usize>,
+    changed: Condvar,
+    /// The kernel sends nothing any more.
+    is_over: AtomicBool,
+}
+
+impl Session {
+    /// Mounts a file system at a directory, and serves it.
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub fn start(
+        directory: &Path,
+        file_system: Arc<dyn FileSystem>,
+        options: &SessionOptions,
+    ) -> Result<Session, StartError> {
+        check(options)?;
+        let device = rustix::fs::open(DEVICE, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty());
+        let device = device.map_err(|errno| StartError::Device(errno.into()))?;
+        let mounted = Mounted::new(directory, std::os::fd::AsFd::as_fd(&device), &options.mount)?;
+        let first = Arc::new(Channel::new(device));
+        let shared = Shared {
+            file_system,
+            mounted,
+            first,
+            running: Mutex::new(0),
+            changed: Condvar::new(),
+            is_over: false.into(),
+        };
+        let mut session = Session {
+            shared: Arc::new(shared),
+            threads: Vec::new(),
+            agreed: Agreed { minor: 0, flags: 0, readahead_bytes: 0, most_bytes: 0 },
+            transport: Transport::Device,
+            is_ended: false,
+        };
+        // From here on, an error unmounts.
+        session.agreed = session.negotiate(options)?;
+        if options.ring {
+            tracing::warn!("requests do not come by io_uring yet: they come by the device");
+        }
+        session.start_threads(options.threads)?;
+        Ok(session)
+    }
+
+    /// Where it is mounted.
+    pub fn directory(&self) -> &Path {
+        self.shared.mounted.directory()
+    }
+
+    /// How requests come.
+    pub fn transport(&self) -> Transport {
+        self.transport
+    }
+
+    /// The longest read and write that the kernel has agreed to, in bytes.
+    pub fn most_bytes(&self) -> u32 {
+        self.agreed.most_bytes
+    }
+
+    /// Tells the kernel what has changed without it.
+    pub fn notifier(&self) -> Notifier {
+        Notifier::new(Arc::clone(&self.shared.first))
+    }
+
+    /// Waits until the file system is not mounted any more, because it was unmounted by others or its connection was
+    /// aborted, but not longer than `limit`. Returns whether it is so.
+    pub fn wait(&self, limit: Duration) -> bool {
+        self.shared.wait_while(limit, |running| running > 0 && !self.shared.is_over.load(Ordering::Acquire));
+        self.shared.is_over.load(Ordering::Acquire)
+    }
+
+    /// Unmounts it. What the kernel's page cache still has is written back first.
+    ///
+    /// # Errors
+    /// [`EndError`]: it was in use, or is still mounted. It is not served any more in each case.
+    pub fn end(mut self) -> Result<(), EndError> {
+        self.finish()
+    }
+
+    fn negotiate(&self, options: &SessionOptions) -> Result<Agreed, StartError> {
+        let failed =
+            |why: String| StartError::Negotiation { directory: self.shared.mounted.directory().to_owned(), why };
+        let mut request = vec![0; buffer_bytes(options.most_bytes)];
+        let until = Instant::now() + NEGOTIATION_LIMIT;
+        let length = loop {
+            if !self.has_request(until).map_err(|errno| failed(errno.to_string()))? {
+                return Err(failed(format!("it has asked nothing for {NEGOTIATION_LIMIT:?}")));
+            }
+            match self.shared.first.receive(&mut request) {
+                Received::Request(length) => break length,
+                Received::Nothing => {}
+                Received::Over => return Err(failed("it was unmounted at once".into())),
+            }
+        };
+        let header = InHeader::decode(&request[..length]).filter(|header| header.opcode == op::INIT);
+        let offer = header.and_then(|_| Offer::decode(&request[IN_HEADER_BYTES..length]));
+        let (Some(header), Some(offer)) = (header, offer) else {
+            return Err(failed("its first request is not INIT".into()));
+        };
+        let wish = Wish {
+            most_bytes: options.most_bytes,
+            write_back: options.write_back && !options.mount.read_only,
+            lists_attributes: options.lists_attributes,
+            ring: false,
+        };
+        let agreed = offer.agree(&wish)?;
+        let answer = agreed.encode();
+        self.shared.first.write(header.unique, 0, &[&answer]).map_err(|errno| failed(errno.to_string()))?;
+        Ok(agreed)
+    }
+
+    /// Waits for a request.
+    fn has_request(&self, until: Instant) -> Result<bool, Errno> {
+        let left = until.saturating_duration_since(Instant::now());
+        let left = Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
+        let mut polled = [PollFd::new(self.shared.first.device(), PollFlags::IN)];
+        match rustix::event::poll(&mut polled, Some(&left)) {
+            Ok(0) => Ok(false),
+            Ok(_) | Err(Errno::INTR) => Ok(true),
+            Err(errno) => Err(errno),
+        }
+    }
+
+    fn start_threads(&mut self, number: usize) -> Result<(), StartError> {
+        let buffers = Buffers::new(buffer_bytes(self.agreed.most_bytes));
+        for thread in 0..number {
+            let started = self.channel(thread).and_then(|channel| {
+                let buffers = Arc::clone(&buffers);
+                self.spawn("fuse-device", move |shared| device::serve(&channel, &*shared.file_system, &buffers))
+            });
+            let directory = || self.shared.mounted.directory().to_owned();
+            started.map_err(|source| StartError::Threads { directory: directory(), source })?;
+        }
+        Ok(())
+    }
+
+    /// A thread's descriptor. Each has its own, so that they do not share a lock in the kernel.
+    fn channel(&self, thread: usize) -> std::io::Result<Arc<Channel>> {
+        let first = &self.shared.first;
+        if thread == 0 {
+            return Ok(Arc::clone(first));
+        }
+        Ok(Arc::new(Channel::new(clone(std::os::fd::AsFd::as_fd(first.device()))?)))
+    }
+
+    fn spawn(&mut self, name: &str, serve: impl FnOnce(&Shared) + Send + 'static) -> std::io::Result<()> {
+        let shared = Arc::clone(&self.shared);
+        *self.shared.running() += 1;
+        let thread = std::thread::Builder::new().name(name.into()).spawn(move || {
+            let _ends = Ends(&shared);
+            serve(&shared);
+        });
+        match thread {
+            Ok(thread) => self.threads.push(thread),
+            Err(error) => {
+                *self.shared.running() -= 1;
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    fn finish(&mut self) -> Result<(), EndError> {
+        if std::mem::replace(&mut self.is_ended, true) {
+            return Ok(());
+        }
+        let unmounted = self.unmount();
+        let joined = self.join();
+        self.shared.file_system.destroy();
+        unmounted.and(joined)
+    }
+
+    /// Takes the mount away. Requests under way are answered before if no process uses it, and fail otherwise.
+    fn unmount(&self) -> Result<(), EndError> {
+        let directory = || self.shared.mounted.directory().to_owned();
+        let mut left = None;
+        let result = match self.shared.mounted.unmount() {
+            Ok(()) => Ok(()),
+            Err(error) if error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => {
+                let written = self.write_back(&mut left);
+                // No process is to find files here that are not served.
+                let detached = self.shared.mounted.detach();
+                match (detached, written) {
+                    (Err(source), _) => Err(EndError::Mounted { directory: directory(), source }),
+                    (Ok(()), Err(why)) => Err(EndError::Unwritten { directory: directory(), why }),
+                    (Ok(()), Ok(())) => Err(EndError::Busy { directory: directory() }),
+                }
+            }
+            Err(source) => Err(EndError::Mounted { directory: directory(), source }),
+        };
+        // Mount namespaces of other processes may still have it, or open files.
+        if self.shared.wait_while(if result.is_ok() { LAST_USE_LIMIT } else { Duration::ZERO }, |running| running > 0) {
+            return result;
+        }
+        self.shared.abort();
+        if let Some(mut process) = left {
+            let until = Instant::now() + JOIN_LIMIT;
+            while matches!(process.try_wait(), Ok(None)) && Instant::now() < until {
+                std::thread::sleep(LOOK_AGAIN);
+            }
+        }
+        result
+    }
+
+    /// Has the kernel write its page cache back, for a limited time: the file system may not answer. Another process
+    /// waits for it. If this one did and were killed, the system could not end it, as its own descriptors would keep
+    /// the connection alive that it waits for. A process that still waits is left: it ends with the connection.
+    fn write_back(&self, left: &mut Option<Child>) -> Result<(), String> {
+        if self.shared.is_over.load(Ordering::Acquire) {
+            return Err("the connection was aborted before".into());
+        }
+        let mut command = Command::new("sync");
+        command.arg("--file-system").arg(self.shared.mounted.directory());
+        let process = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
+        let mut process = process.map_err(|error| format!("the program `sync` does not start: {error}"))?;
+        let until = Instant::now() + WRITE_BACK_LIMIT;
+        loop {
+            match process.try_wait() {
+                Ok(Some(status)) if status.success() => return Ok(()),
+                Ok(Some(status)) => return Err(format!("the program `sync` has ended: {status}")),
+                Ok(None) if Instant::now() < until => std::thread::sleep(LOOK_AGAIN),
+                Ok(None) => {
+                    let _ = process.kill();
+                    *left = Some(process);
+                    return Err(format!("the file system has not done it within {WRITE_BACK_LIMIT:?}"));
+                }
+                Err(error) => return Err(error.to_string()),
+            }
+        }
+    }
+
+    fn join(&mut self) -> Result<(), EndError> {
+        if !self.shared.wait_while(JOIN_LIMIT, |running| running > 0) {
+            let threads = *self.shared.running();
+            // They have what they need of the session, and end when the call returns.
+            self.threads.clear();
+            return Err(EndError::Hangs { directory: self.shared.mounted.directory().to_owned(), threads });
+        }
+        for thread in self.threads.drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("a thread of a file system has panicked");
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        if let Err(error) = self.finish() {
+            tracing::warn!("{error}");
+        }
+    }
+}
+
+impl Shared {
+    fn abort(&self) {
+        if let Err(error) = self.mounted.abort() {
+            let directory = self.mounted.directory().display();
+            tracing::error!(%directory, "the kernel's connection cannot be aborted, and requests may hang: {error}");
+        }
+    }
+
+    /// Waits while it is so of the number of threads, but not longer than `limit`. Returns whether it is not so.
+    fn wait_while(&self, limit: Duration, mut is_so: impl FnMut(usize) -> bool) -> bool {
+        let waited = self.changed.wait_timeout_while(self.running(), limit, |running| is_so(*running));
+        let (running, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        !is_so(*running)
+    }
+
+    fn running(&self) -> MutexGuard<'_, usize> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Counts a thread until it ends.
+struct Ends<'a>(&'a Shared);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            // What the call has left behind is not known, so nothing more is asked of this file system.
+            tracing::error!(directory = %self.0.mounted.directory().display(), "a call of a file system has panicked");
+            self.0.abort();
+        }
+        self.0.is_over.store(true, Ordering::Release);
+        *self.0.running() -= 1;
+        self.0.changed.notify_all();
+    }
+}
+
+fn check(options: &SessionOptions) -> Result<(), StartError> {
+    if !(1..=MOST_THREADS).contains(&options.threads) {
+        return Err(StartError::Misuse("a session has 1 to 64 threads"));
+    }
+    let is_bytes = options.most_bytes > 0 && options.most_bytes.is_multiple_of(page_bytes());
+    if !is_bytes || options.most_bytes > MOST_REQUEST_BYTES {
+        return Err(StartError::Misuse("the longest request is of whole pages, one at least, and at most 1 MiB"));
+    }
+    Ok(())
+}
+
+/// A request with its heads; the kernel accepts no less.
+fn buffer_bytes(most_bytes: u32) -> usize {
+    (most_bytes as usize + HEADS_BYTES).max(LEAST_READ_BYTES)
+}
+
+/// What stands before the bytes of a write, with room for more.
+const HEADS_BYTES: usize = 4096;
+
+/// How long the kernel may take for its first request. It sends it when it mounts.
+const NEGOTIATION_LIMIT: Duration = Duration::from_secs(10);
+
+/// How long the connection may outlast its mount when no process of this namespace uses it.
+const LAST_USE_LIMIT: Duration = Duration::from_secs(1);
+
+/// How long the page cache may take to be written back, when a file system in use is unmounted.
+const WRITE_BACK_LIMIT: Duration = Duration::from_secs(5);
+
+/// How often it is looked whether that is done.
+const LOOK_AGAIN: Duration = Duration::from_millis(2);
+
+/// How long a call of the file system may take to return when its session ends.
+const JOIN_LIMIT: Duration = Duration::from_secs(5);

@@ -1,0 +1,235 @@
+//! How sessions end, and that no process is left waiting.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use remora_fuse::answer::{Answer, Later};
+use remora_fuse::memory::MemoryFileSystem;
+use remora_fuse::reply::{Entry, KnownAttributes};
+use remora_fuse::request::{GetAttributes, Lookup};
+use remora_fuse::{EndError, Errno, FileSystem, MountOptions, Session, SessionOptions, StartError};
+use remora_lab::{require, scratch};
+
+use crate::mounted::{Mounted, VALID, options, until};
+
+fn memory() -> Arc<MemoryFileSystem> {
+    Arc::new(MemoryFileSystem::new(VALID))
+}
+
+fn is_mounted(at: &Path) -> bool {
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
+    mounts.lines().any(|line| line.split(' ').nth(1) == at.to_str())
+}
+
+#[test]
+fn a_dropped_session_leaves_an_ordinary_directory() {
+    let Some(()) = require::fuse() else { return };
+    let mounted = Mounted::of(memory());
+    fs::write(mounted.at().join("file"), "content").unwrap();
+    let Mounted { folder, session } = mounted;
+    assert!(is_mounted(folder.path()) && !session.wait(Duration::ZERO));
+    drop(session);
+    assert!(!is_mounted(folder.path()));
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn a_file_system_in_use_is_written_back_and_taken_away() {
+    let Some(()) = require::fuse() else { return };
+    let files = memory();
+    let options = SessionOptions { write_back: true, ..options() };
+    let Mounted { folder, session } = Mounted::with(Arc::clone(&files) as Arc<dyn FileSystem>, &options);
+    let path = folder.path().join("file");
+    let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path).unwrap();
+    file.write_all_at(&[9; 10_000], 0).unwrap();
+    let began = Instant::now();
+    let ended = session.end();
+    assert!(matches!(&ended, Err(EndError::Busy { directory }) if directory == folder.path()), "{ended:?}");
+    assert!(began.elapsed() < Duration::from_secs(3), "{:?}", began.elapsed());
+    assert!(!is_mounted(folder.path()) && !path.exists());
+    assert_eq!(files.length(b"file"), Ok(10_000), "what was in the page cache alone");
+    assert!(file.sync_all().is_err() && file.metadata().is_err(), "it can be used no more");
+}
+
+#[test]
+fn it_is_noticed_when_others_unmount() {
+    let Some(()) = require::fuse() else { return };
+    let Mounted { folder, session } = Mounted::of(memory());
+    assert!(Command::new("umount").arg(folder.path()).status().unwrap().success());
+    assert!(session.wait(Duration::from_secs(10)));
+    // What is mounted there by others meanwhile is not touched.
+    let other = Session::start(folder.path(), memory(), &options()).unwrap();
+    session.end().unwrap();
+    assert!(is_mounted(folder.path()) && !other.wait(Duration::ZERO));
+}
+
+/// Names that begin with `later` are not answered; for one that begins with `now` the call does not return.
+struct Stuck {
+    kept: Mutex<Vec<Later<Entry>>>,
+    interrupted: Mutex<Vec<u64>>,
+    hanging: AtomicUsize,
+    free: Arc<Mutex<()>>,
+}
+
+impl FileSystem for Stuck {
+    fn lookup(&self, asked: Lookup<'_>, answer: Answer<'_, Entry>) {
+        match asked.name {
+            b"panic" => panic!("as a test wants"),
+            b"dropped" => drop(answer),
+            name if name.starts_with(b"later") => self.kept.lock().unwrap().push(answer.later()),
+            name if name.starts_with(b"now") => {
+                self.hanging.fetch_add(1, Ordering::Relaxed);
+                drop(self.free.lock());
+            }
+            _ => answer.fail(Errno::NOENT),
+        }
+    }
+
+    fn get_attributes(&self, asked: GetAttributes, answer: Answer<'_, KnownAttributes>) {
+        MemoryFileSystem::new(VALID).get_attributes(asked, answer);
+    }
+
+    fn interrupt(&self, unique: u64) {
+        self.interrupted.lock().unwrap().push(unique);
+        let mut kept = self.kept.lock().unwrap();
+        if let Some(place) = kept.iter().position(|later| later.unique() == unique) {
+            kept.swap_remove(place).fail(Errno::INTR);
+        }
+    }
+}
+
+fn stuck() -> (Arc<Stuck>, Arc<Mutex<()>>) {
+    let free = Arc::new(Mutex::new(()));
+    let (kept, interrupted, hanging) = (Mutex::default(), Mutex::default(), AtomicUsize::new(0));
+    (Arc::new(Stuck { kept, interrupted, hanging, free: Arc::clone(&free) }), free)
+}
+
+#[test]
+fn processes_that_wait_for_a_file_system_that_hangs_are_freed() {
+    let Some(()) = require::fuse() else { return };
+    let (file_system, free) = stuck();
+    let held = free.lock().unwrap();
+    let Mounted { folder, session } = Mounted::of(Arc::clone(&file_system) as Arc<dyn FileSystem>);
+    let wait_for = |name: String| {
+        let path = folder.path().join(name);
+        std::thread::spawn(move || fs::metadata(path))
+    };
+    let mut waiting: Vec<_> = (0..3).map(|number| wait_for(format!("later-{number}"))).collect();
+    until("they are asked", || file_system.kept.lock().unwrap().len() == 3);
+    // As many as there are threads, and one more.
+    waiting.extend((0..4).map(|number| wait_for(format!("now-{number}"))));
+    until("calls hang", || file_system.hanging.load(Ordering::Relaxed) == 3);
+    let began = Instant::now();
+    let ended = session.end();
+    assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
+    assert!(matches!(ended, Err(EndError::Unwritten { .. })), "{ended:?}");
+    assert!(!is_mounted(folder.path()));
+    for thread in waiting {
+        assert!(thread.join().unwrap().is_err());
+    }
+    // Answers that come too late go nowhere, and threads that hang no longer end.
+    file_system.kept.lock().unwrap().drain(..).for_each(|later| later.fail(Errno::NOENT));
+    drop(held);
+    until("the threads end", || Arc::strong_count(&file_system) == 1);
+}
+
+#[test]
+fn a_dropped_answer_and_a_panic_are_errors() {
+    let Some(()) = require::fuse() else { return };
+    let Mounted { folder, session } = Mounted::of(stuck().0);
+    let found = fs::metadata(folder.path().join("dropped")).unwrap_err();
+    assert_eq!(found.raw_os_error(), Some(Errno::IO.raw_os_error()));
+    assert!(fs::metadata(folder.path().join("panic")).is_err());
+    assert!(session.wait(Duration::from_secs(10)), "what a panic has left is not used");
+    assert!(fs::metadata(folder.path().join("other")).is_err());
+    drop(session);
+    assert!(!is_mounted(folder.path()));
+}
+
+#[test]
+fn a_killed_process_can_be_freed_by_an_interrupt() {
+    let Some(()) = require::fuse() else { return };
+    let (file_system, _) = stuck();
+    let mounted = Mounted::of(Arc::clone(&file_system) as Arc<dyn FileSystem>);
+    let mut process = Command::new("stat").arg(mounted.at().join("later")).stderr(Stdio::null()).spawn().unwrap();
+    until("it is asked", || file_system.kept.lock().unwrap().len() == 1);
+    process.kill().unwrap();
+    until("it is interrupted", || !file_system.interrupted.lock().unwrap().is_empty());
+    process.wait().unwrap();
+    assert!(file_system.kept.lock().unwrap().is_empty());
+}
+
+/// This test's other half: serves at the directory until it is killed.
+#[test]
+#[ignore = "run by another test"]
+fn serve_until_killed() {
+    let Some(directory) = std::env::var_os("REMORA_FUSE_AT") else { return };
+    let session = Session::start(Path::new(&directory), memory(), &options()).unwrap();
+    println!("serving");
+    while !session.wait(Duration::from_secs(1)) {}
+}
+
+#[test]
+fn what_a_killed_process_leaves_is_taken_away_by_the_next() {
+    let Some(()) = require::fuse() else { return };
+    let folder = scratch::folder("fuse").unwrap();
+    let killed = || {
+        let mut server = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "ends::serve_until_killed", "--ignored", "--nocapture"])
+            .env("REMORA_FUSE_AT", folder.path())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(server.stdout.take().unwrap()).lines();
+        assert!(lines.map_while(Result::ok).any(|line| line.contains("serving")));
+        fs::write(folder.path().join("file"), "content").unwrap();
+        let file = File::open(folder.path().join("file")).unwrap();
+        server.kill().unwrap();
+        server.wait().unwrap();
+        file
+    };
+    let file = killed();
+    assert!(file.metadata().is_err(), "no process waits for a server that is dead");
+    let found = fs::metadata(folder.path()).unwrap_err();
+    assert_eq!(found.raw_os_error(), Some(Errno::NOTCONN.raw_os_error()));
+    // Of another kind, it is not ours to take away.
+    let mount = MountOptions { subtype: "another".into(), ..MountOptions::default() };
+    let refused = Session::start(folder.path(), memory(), &SessionOptions { mount, ..options() }).err().unwrap();
+    assert!(matches!(refused, StartError::Dead { .. }), "{refused}");
+    assert!(refused.to_string().contains(&format!("umount {}", folder.path().display())), "{refused}");
+
+    let session = Session::start(folder.path(), memory(), &options()).unwrap();
+    fs::write(folder.path().join("next"), "content").unwrap();
+    session.end().unwrap();
+    assert!(!is_mounted(folder.path()), "both are gone");
+
+    drop(killed());
+    assert!(Command::new("umount").arg(folder.path()).status().unwrap().success(), "by hand");
+}
+
+#[test]
+fn what_cannot_be_mounted_is_said() {
+    let Some(()) = require::fuse() else { return };
+    let folder = scratch::folder("fuse").unwrap();
+    let missing = folder.path().join("missing");
+    let why = |at: &Path, options: &SessionOptions| Session::start(at, memory(), options).err().unwrap();
+    let error = why(&missing, &options());
+    assert!(matches!(&error, StartError::Directory { .. }) && error.to_string().contains("missing"), "{error}");
+    fs::write(&missing, "").unwrap();
+    assert!(matches!(why(&missing, &options()), StartError::Directory { .. }));
+    for options in [
+        SessionOptions { threads: 0, ..options() },
+        SessionOptions { most_bytes: 5000, ..options() },
+        SessionOptions { most_bytes: 2 << 20, ..options() },
+        SessionOptions { mount: MountOptions { subtype: "a,b".into(), ..MountOptions::default() }, ..options() },
+    ] {
+        assert!(matches!(why(folder.path(), &options), StartError::Misuse(_)));
+    }
+    assert!(!is_mounted(folder.path()));
+}
