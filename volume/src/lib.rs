@@ -26,6 +26,7 @@
 //! - [`server`]: the memory of a host, lent to volumes.
 //! - [`client`]: a volume as its one writer has it open.
 //! - [`nbd`]: such a volume as a block device, for clients of the NBD protocol.
+//! - [`names`]: the names of files in a volume, in the order of what is written. Pure.
 //!
 //! What holds after every event, whichever process dies and whatever is lost on the way, as long as fewer servers than
 //! must hold a write forget what they held:
@@ -47,6 +48,7 @@ mod link;
 pub mod message;
 #[cfg(test)]
 mod mutant;
+pub mod names;
 pub mod nbd;
 mod outbox;
 mod overlap;

@@ -1,0 +1,744 @@
+//! Random changes against a plain map from paths to what they stand for, and every prefix of what was written.
+#![allow(clippy::unwrap_used)]
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use proptest::prelude::*;
+use rustix::io::Errno;
+
+use super::layout::{Area, CLUSTER_BYTES, Geometry, Head};
+use super::record::{Found, Name, Place, Record, encode_frame, find_frame};
+use super::tree::Tree;
+use super::*;
+use crate::shape::BLOCK_BYTES;
+
+/// Blocks as a copy has them after some of the writes.
+#[derive(Clone)]
+struct Copy(Vec<u8>);
+
+impl Copy {
+    fn new(geometry: Geometry) -> Copy {
+        Copy(vec![0; (1 + 2 * geometry.area()) as usize * BLOCK_BYTES])
+    }
+
+    fn apply(&mut self, write: &BlocksToWrite) {
+        let at = write.first as usize * BLOCK_BYTES;
+        self.0[at..at + write.data.len()].copy_from_slice(&write.data);
+    }
+
+    fn load(&self) -> Result<Names, String> {
+        let head = Head::parse(&self.0[..BLOCK_BYTES]).map_err(|error| error.to_string())?;
+        let mut view = View::new(head);
+        loop {
+            let (first, most) = view.wants();
+            let count = most.min(3);
+            let at = first as usize * BLOCK_BYTES;
+            let is_more =
+                view.push(&self.0[at..at + count as usize * BLOCK_BYTES]).map_err(|error| error.to_string())?;
+            if !is_more {
+                return Names::of(view, head.geometry.blocks()).map_err(|error| error.to_string());
+            }
+            assert!(most > 0, "more than the area has");
+        }
+    }
+}
+
+/// Names, and everything that they had written.
+struct World {
+    names: Names,
+    writes: Vec<BlocksToWrite>,
+    /// The tree after this number of writes.
+    states: Vec<(usize, Tree)>,
+    now: i64,
+}
+
+fn load(writes: &[BlocksToWrite], geometry: Geometry) -> Result<Names, String> {
+    let mut copy = Copy::new(geometry);
+    writes.iter().for_each(|write| copy.apply(write));
+    copy.load()
+}
+
+impl World {
+    fn new(geometry: Geometry) -> World {
+        let writes = Names::format(geometry, &New::default(), 5);
+        let names = load(&writes, geometry).unwrap();
+        let states = vec![(writes.len(), names.tree().clone())];
+        World { names, writes, states, now: 1000 }
+    }
+
+    fn change<T>(&mut self, change: impl FnOnce(&mut Names, i64) -> Result<T, NamesError>) -> Result<T, NamesError> {
+        self.now += 1;
+        self.writes.extend(self.names.prepare());
+        let result = change(&mut self.names, self.now);
+        let written = self.names.commit();
+        if let Some(blocks) = written {
+            assert!(blocks.data.len() <= super::record::MOST_FRAME_BYTES + 2 * BLOCK_BYTES);
+            self.writes.push(blocks);
+            self.states.push((self.writes.len(), self.names.tree().clone()));
+        }
+        let step = self.names.step();
+        assert!(step.iter().map(|blocks| blocks.data.len()).sum::<usize>() <= super::writer::MOST_STEP_BYTES);
+        self.writes.extend(step);
+        result
+    }
+
+    /// Every prefix of the writes is the names after one change, the last one that it has.
+    fn check_prefixes(&self, geometry: Geometry) {
+        let mut copy = Copy::new(geometry);
+        let mut states = self.states.iter().peekable();
+        let mut expected = None;
+        for (count, write) in (1..).zip(&self.writes) {
+            copy.apply(write);
+            while states.peek().is_some_and(|(at, _)| *at <= count) {
+                expected = states.next();
+            }
+            if let Some((_, tree)) = expected {
+                let names = copy.load().unwrap_or_else(|error| panic!("after {count} writes: {error}"));
+                assert!(names.tree() == tree, "after {count} of {} writes", self.writes.len());
+            }
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Make(String, bool),
+    Link(String, String),
+    Unlink(String),
+    Rmdir(String),
+    Rename(String, String, Rename),
+    Set(String, u16),
+    Allocate(String, u64, u64),
+    Resize(String, u64),
+    Hold(String),
+    ReleaseAll,
+    Reopen,
+}
+
+fn paths() -> impl Strategy<Value = String> {
+    let name = prop::sample::select(vec!["a", "b", "c", "long-name-of-a-file"]);
+    prop::collection::vec(name, 1..4).prop_map(|names| names.join("/"))
+}
+
+fn steps() -> impl Strategy<Value = Step> {
+    let how = prop::sample::select(vec![Rename::Replace, Rename::NoReplace, Rename::Exchange]);
+    prop_oneof![
+        6 => (paths(), any::<bool>()).prop_map(|(path, is_directory)| Step::Make(path, is_directory)),
+        2 => (paths(), paths()).prop_map(|(path, to)| Step::Link(path, to)),
+        2 => paths().prop_map(Step::Unlink),
+        1 => paths().prop_map(Step::Rmdir),
+        4 => (paths(), paths(), how).prop_map(|(path, to, how)| Step::Rename(path, to, how)),
+        1 => (paths(), 0..0o10000_u16).prop_map(|(path, mode)| Step::Set(path, mode)),
+        3 => (paths(), 0..20_u64, 1..5_u64).prop_map(|(path, first, count)| Step::Allocate(path, first, count)),
+        2 => (paths(), 0..20 * CLUSTER_BYTES).prop_map(|(path, size)| Step::Resize(path, size)),
+        1 => paths().prop_map(Step::Hold),
+        1 => Just(Step::ReleaseAll),
+        1 => Just(Step::Reopen),
+    ]
+}
+
+/// A path stands for a thing; several may stand for the same file.
+#[derive(Default)]
+struct Model {
+    paths: BTreeMap<String, u64>,
+    directories: BTreeSet<u64>,
+}
+
+impl Model {
+    fn parent(path: &str) -> &str {
+        path.rsplit_once('/').map_or("", |(parent, _)| parent)
+    }
+
+    /// The root is the empty path.
+    fn find(&self, path: &str) -> Result<u64, Errno> {
+        if path.is_empty() {
+            return Ok(ROOT);
+        }
+        let parent = self.find(Model::parent(path))?;
+        if !self.directories.contains(&parent) && parent != ROOT {
+            return Err(Errno::NOTDIR);
+        }
+        self.paths.get(path).copied().ok_or(Errno::NOENT)
+    }
+
+    fn is_directory(&self, thing: u64) -> bool {
+        self.directories.contains(&thing)
+    }
+
+    fn is_empty(&self, path: &str) -> bool {
+        !self.paths.keys().any(|other| other.starts_with(&format!("{path}/")))
+    }
+
+    fn rename(&mut self, path: &str, to: &str, how: Rename) -> Result<(), Errno> {
+        let moved = self.find(path)?;
+        self.find(Model::parent(to))?;
+        let replaced = match self.find(to) {
+            Err(Errno::NOENT) => None,
+            found => Some(found?),
+        };
+        let within = |outer: &str, inner: &str| inner.starts_with(&format!("{outer}/"));
+        if self.is_directory(moved) && within(path, to) {
+            return Err(Errno::INVAL);
+        }
+        match (how, replaced) {
+            (Rename::NoReplace, Some(_)) => return Err(Errno::EXIST),
+            (Rename::Exchange, None) => return Err(Errno::NOENT),
+            (_, Some(replaced)) if replaced == moved => return Ok(()),
+            (Rename::Exchange, Some(replaced)) => {
+                if self.is_directory(replaced) && within(to, path) {
+                    return Err(Errno::INVAL);
+                }
+                let [one, other] = [self.take(path), self.take(to)];
+                self.put(to, one);
+                self.put(path, other);
+                return Ok(());
+            }
+            (_, Some(replaced)) => {
+                match (self.is_directory(moved), self.is_directory(replaced)) {
+                    (true, false) => return Err(Errno::NOTDIR),
+                    (false, true) => return Err(Errno::ISDIR),
+                    (true, true) if !self.is_empty(to) => return Err(Errno::NOTEMPTY),
+                    _ => {}
+                }
+                self.paths.remove(to);
+            }
+            (_, None) => {}
+        }
+        let taken = self.take(path);
+        self.put(to, taken);
+        Ok(())
+    }
+
+    /// A path and all below it, without its beginning.
+    fn take(&mut self, path: &str) -> Vec<(String, u64)> {
+        let below = |other: &str| {
+            other.strip_prefix(path).filter(|rest| rest.is_empty() || rest.starts_with('/')).map(String::from)
+        };
+        let found: Vec<_> = self.paths.iter().filter_map(|(other, thing)| Some((below(other)?, *thing))).collect();
+        self.paths.retain(|other, _| below(other).is_none());
+        found
+    }
+
+    fn put(&mut self, path: &str, things: Vec<(String, u64)>) {
+        self.paths.extend(things.into_iter().map(|(rest, thing)| (format!("{path}{rest}"), thing)));
+    }
+}
+
+/// The same by way of names.
+fn walk(names: &Names, path: &str) -> Result<u64, NamesError> {
+    path.split('/')
+        .filter(|name| !name.is_empty())
+        .try_fold(ROOT, |at, name| Ok(names.lookup(at, name.as_bytes())?.ino))
+}
+
+fn last(path: &str) -> &[u8] {
+    path.rsplit('/').next().unwrap_or_default().as_bytes()
+}
+
+fn collect(names: &Names, ino: u64, path: &str, into: &mut BTreeMap<String, u64>) {
+    let mut found = Vec::new();
+    names
+        .list(ino, 2, |entry| {
+            found.push((String::from_utf8(entry.name.to_vec()).unwrap(), entry.ino, entry.kind));
+            true
+        })
+        .unwrap();
+    for (name, ino, kind) in found {
+        let path = if path.is_empty() { name } else { format!("{path}/{name}") };
+        if kind == Kind::Directory {
+            collect(names, ino, &path, into);
+        }
+        into.insert(path, ino);
+    }
+}
+
+/// Carries a step out on both, and returns what each says.
+fn carry_out(world: &mut World, model: &mut Model, held: &mut Vec<u64>, step: &Step) -> [Result<(), Errno>; 2] {
+    let found = |names: &Names, path: &str| walk(names, path);
+    let (real, expected) = match step {
+        Step::Make(path, is_directory) => {
+            let kind = if *is_directory { NewKind::Directory } else { NewKind::File };
+            let new = New { kind, mode: 0o640, uid: 1, gid: 2 };
+            let made =
+                world.change(|names, now| names.create(found(names, Model::parent(path))?, last(path), new, now));
+            let expected = model.find(Model::parent(path)).and_then(|_| match model.find(path) {
+                Ok(_) => Err(Errno::EXIST),
+                Err(Errno::NOENT) => Ok(()),
+                Err(error) => Err(error),
+            });
+            if let (Ok(attr), Ok(())) = (&made, &expected) {
+                model.paths.insert(path.clone(), attr.ino);
+                if *is_directory {
+                    model.directories.insert(attr.ino);
+                }
+            }
+            (made.map(drop), expected)
+        }
+        Step::Link(path, to) => {
+            let real = world.change(|names, now| {
+                let (ino, parent) = (found(names, path)?, found(names, Model::parent(to))?);
+                names.link(ino, parent, last(to), now)
+            });
+            let expected = model.find(path).and_then(|thing| {
+                model.find(Model::parent(to))?;
+                if model.is_directory(thing) {
+                    return Err(Errno::PERM);
+                }
+                match model.find(to) {
+                    Ok(_) => Err(Errno::EXIST),
+                    Err(Errno::NOENT) => Ok(thing),
+                    Err(error) => Err(error),
+                }
+            });
+            if let Ok(thing) = expected {
+                model.paths.insert(to.clone(), thing);
+            }
+            (real.map(drop), expected.map(drop))
+        }
+        Step::Unlink(path) | Step::Rmdir(path) => {
+            let is_unlink = matches!(step, Step::Unlink(_));
+            let real = world.change(|names, now| {
+                let parent = found(names, Model::parent(path))?;
+                if is_unlink { names.unlink(parent, last(path), now) } else { names.rmdir(parent, last(path), now) }
+            });
+            let expected = model.find(path).and_then(|thing| match (is_unlink, model.is_directory(thing)) {
+                (true, true) => Err(Errno::ISDIR),
+                (false, false) => Err(Errno::NOTDIR),
+                (false, true) if !model.is_empty(path) => Err(Errno::NOTEMPTY),
+                _ => Ok(()),
+            });
+            if expected.is_ok() {
+                model.paths.remove(path);
+            }
+            (real, expected)
+        }
+        Step::Rename(path, to, how) => {
+            let real = world.change(|names, now| {
+                let parent = found(names, Model::parent(path))?;
+                names.lookup(parent, last(path))?;
+                let to_parent = found(names, Model::parent(to))?;
+                names.rename((parent, last(path)), (to_parent, last(to)), *how, now)
+            });
+            (real, model.rename(path, to, *how))
+        }
+        Step::Set(path, mode) => {
+            let set = SetAttributes { mode: Some(*mode), modified: Some(SetTime::To(7)), ..SetAttributes::default() };
+            let real = world.change(|names, now| names.set(found(names, path)?, set, now));
+            (real, model.find(path).map(drop))
+        }
+        Step::Allocate(path, first, count) => {
+            let real = world.change(|names, now| {
+                let ino = found(names, path)?;
+                names.allocate(ino, *first..first + count)?;
+                names.written(ino, (first + count) * CLUSTER_BYTES, now)?;
+                names.settle(ino) // times that are only in memory are not in any prefix
+            });
+            let expected = model.find(path);
+            (real, expected.and_then(|thing| if model.is_directory(thing) { Err(Errno::ISDIR) } else { Ok(()) }))
+        }
+        Step::Resize(path, size) => {
+            let real = world.change(|names, now| names.resize(found(names, path)?, *size, now));
+            let expected = model.find(path);
+            (real, expected.and_then(|thing| if model.is_directory(thing) { Err(Errno::ISDIR) } else { Ok(()) }))
+        }
+        Step::Hold(path) => {
+            let real = walk(&world.names, path).and_then(|ino| world.names.hold(ino).map(|attr| held.push(attr.ino)));
+            (real, model.find(path).map(drop))
+        }
+        Step::ReleaseAll => {
+            for ino in held.drain(..) {
+                world.change(|names, _| names.release(ino, 1)).unwrap();
+            }
+            (Ok(()), Ok(()))
+        }
+        Step::Reopen => {
+            held.clear();
+            let geometry = world.names.head().geometry;
+            world.names = load(&world.writes, geometry).unwrap();
+            world.change(|names, _| names.remove_orphans(100)).unwrap();
+            (Ok(()), Ok(()))
+        }
+    };
+    [real.map_err(NamesError::errno), expected]
+}
+
+/// The smallest areas, so that images are written all the time.
+fn small() -> Geometry {
+    Geometry::with_area(4096, 8).unwrap()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+
+    #[test]
+    fn names_are_what_a_map_of_paths_is_and_every_prefix_is_a_state(
+        steps in prop::collection::vec(steps(), 1..250), area in 8..20_u64,
+    ) {
+        let geometry = Geometry::with_area(4096, area).unwrap();
+        let mut world = World::new(geometry);
+        let (mut model, mut held) = (Model::default(), Vec::new());
+        for step in &steps {
+            let [real, expected] = carry_out(&mut world, &mut model, &mut held, step);
+            if real == Err(Errno::NOSPC) {
+                break; // the areas are small
+            }
+            prop_assert_eq!(real, expected, "{:?}", step);
+            let mut found = BTreeMap::new();
+            collect(&world.names, ROOT, "", &mut found);
+            prop_assert_eq!(&found, &model.paths, "{:?}", step);
+        }
+        for (path, ino) in &model.paths {
+            let attr = world.names.attr(*ino).unwrap();
+            let expected = match model.is_directory(*ino) {
+                true => {
+                    let inside = |other: &&String| Model::parent(other) == *path && model.is_directory(model.paths[*other]);
+                    2 + model.paths.keys().filter(inside).count()
+                }
+                false => model.paths.values().filter(|other| *other == ino).count(),
+            };
+            prop_assert_eq!(attr.links as usize, expected, "{}", path);
+        }
+        world.check_prefixes(geometry);
+    }
+}
+
+/// Names of many files, until images have been written several times.
+fn busy(geometry: Geometry, changes: u32) -> World {
+    let mut world = World::new(geometry);
+    let new = |kind| New { kind, mode: 0o600, uid: 0, gid: 0 };
+    let directory = world.change(|names, now| names.create(ROOT, b"d", new(NewKind::Directory), now)).unwrap().ino;
+    for number in 0..changes {
+        // The later directory has a higher number than some of the files in it.
+        if number == 30 {
+            world.change(|names, now| names.create(ROOT, b"late", new(NewKind::Directory), now)).unwrap();
+        }
+        let name = format!("file-{}", u64::from(number) % (geometry.area() * 2)).into_bytes();
+        let found = world.names.lookup(directory, &name).map(|attr| attr.ino);
+        let ino = found.or_else(|_| {
+            world.change(|names, now| names.create(directory, &name, new(NewKind::File), now)).map(|attr| attr.ino)
+        });
+        let ino = ino.unwrap();
+        let first = u64::from(number % 7) * 2;
+        world
+            .change(|names, now| {
+                names.allocate(ino, first..first + 1)?;
+                names.written(ino, u64::from(number) * 100, now)?;
+                names.settle(ino)
+            })
+            .unwrap();
+        if let Ok(late) = world.names.lookup(ROOT, b"late") {
+            let change = |names: &mut Names, now| match names.lookup(late.ino, &name) {
+                Ok(_) => names.unlink(late.ino, &name, now),
+                Err(_) => names.link(ino, late.ino, &name, now).map(drop),
+            };
+            world.change(change).unwrap();
+        }
+        match number % 11 {
+            3 => world.change(|names, now| names.unlink(directory, &name, now)).unwrap(),
+            5 => world.change(|names, _| names.unmap(ino, 1..9)).unwrap(),
+            7 => world
+                .change(|names, now| names.rename((directory, &name), (ROOT, &name), Rename::Replace, now))
+                .unwrap(),
+            _ => {}
+        }
+    }
+    world
+}
+
+#[test]
+fn images_are_written_while_names_change_and_every_prefix_is_a_state() {
+    for area in [8, 9, 12, 33] {
+        let geometry = Geometry::with_area(65536, area).unwrap();
+        let world = busy(geometry, 3000);
+        let heads = world.writes.iter().filter(|write| write.first == 0).count();
+        assert!(heads > 5, "{heads} heads with areas of {area} blocks");
+        world.check_prefixes(geometry);
+    }
+}
+
+/// In a copy the log ends at a write. Should it end anywhere else, that is noticed, or the names are those of before.
+#[test]
+fn a_log_that_is_cut_at_any_byte_is_a_prefix_or_damaged() {
+    let geometry = small();
+    let world = busy(geometry, 60);
+    let mut copy = Copy::new(geometry);
+    world.writes.iter().for_each(|write| copy.apply(write));
+    let head = Head::parse(&copy.0[..BLOCK_BYTES]).unwrap();
+    let area = geometry.area_at(head.area) as usize * BLOCK_BYTES;
+    let (mut states, mut damaged) = (0, 0);
+    for cut in head.image_bytes as usize..geometry.area_bytes() as usize {
+        let mut cut_copy = copy.clone();
+        cut_copy.0[area + cut..area + geometry.area_bytes() as usize].fill(0);
+        match cut_copy.load() {
+            Ok(names) => {
+                states += 1;
+                assert!(world.states.iter().any(|(_, tree)| tree == names.tree()), "cut at {cut}");
+            }
+            Err(_) => damaged += 1,
+        }
+    }
+    assert!(states > 100 && damaged > 100, "{states} and {damaged}");
+}
+
+#[test]
+fn a_changed_byte_of_an_area_is_damage_or_a_prefix() {
+    let geometry = small();
+    let world = busy(geometry, 60);
+    let mut copy = Copy::new(geometry);
+    world.writes.iter().for_each(|write| copy.apply(write));
+    let head = Head::parse(&copy.0[..BLOCK_BYTES]).unwrap();
+    let area = geometry.area_at(head.area) as usize * BLOCK_BYTES;
+    for at in (0..geometry.area_bytes() as usize).step_by(3) {
+        let mut damaged = copy.clone();
+        damaged.0[area + at] ^= 0x40;
+        if let Ok(names) = damaged.load() {
+            assert!(world.states.iter().any(|(_, tree)| tree == names.tree()), "byte {at}");
+        }
+    }
+}
+
+#[test]
+fn frames_of_an_earlier_lap_or_another_place_are_not_believed() {
+    let mut frame = Vec::new();
+    let place = Place { lap: 3, at: 64 };
+    encode_frame(place, 9, &[Record::Gone { ino: 4 }], &mut frame);
+    assert!(matches!(find_frame(place, &frame), Found::Frame { number: 9, .. }));
+    assert_eq!(find_frame(Place { lap: 4, ..place }, &frame), Found::Other);
+    assert_eq!(find_frame(Place { at: 65, ..place }, &frame), Found::Other);
+    assert_eq!(find_frame(place, &[0; 64]), Found::Nothing);
+    assert_eq!(find_frame(place, &frame[..20]), Found::Short(frame.len()));
+}
+
+fn attributes() -> Attributes {
+    Attributes { mode: 0o644, uid: 1, gid: 2, accessed: 3, modified: 4, changed: 5 }
+}
+
+fn made(ino: u64, kind: Kind) -> Record {
+    Record::Made { ino, kind, attributes: attributes(), target: Box::default() }
+}
+
+fn named(parent: u64, ino: u64, name: &str) -> Record {
+    let name: Name = name.as_bytes().into();
+    Record::Named { parent, ino, time: 1, name }
+}
+
+/// What a hostile log could say: each is refused, and changes nothing.
+#[test]
+fn records_that_do_not_fit_are_refused() {
+    let (directory, file) = (Kind::Directory, Kind::File);
+    let run = |first, at, count| Run { first, at, count };
+    let base = [
+        made(1, directory),
+        made(2, directory),
+        made(3, directory),
+        made(4, file),
+        named(1, 2, "d"),
+        named(2, 3, "e"),
+        named(1, 4, "f"),
+        Record::Mapped { ino: 4, run: run(0, 5, 3) },
+    ];
+    let mut tree = Tree::new(small());
+    base.iter().for_each(|record| tree.apply(record).unwrap());
+    tree.apply(&Record::Complete { next: 5 }).unwrap();
+    let clusters = small().clusters();
+    for record in [
+        made(4, file),
+        made(2, directory),
+        made(u64::MAX, file),
+        named(1, 9, "x"),
+        named(1, 4, "d"),
+        named(1, 3, "x"),
+        named(1, 1, "x"),
+        named(4, 3, "x"),
+        named(9, 4, "x"),
+        named(3, 2, "circle"),
+        named(2, 2, "self"),
+        Record::Unnamed { parent: 1, ino: 3, time: 1, name: b"d"[..].into() },
+        Record::Gone { ino: 4 },
+        Record::Gone { ino: 1 },
+        Record::Gone { ino: 9 },
+        Record::Complete { next: 9 },
+        Record::Sized { ino: 2, size: 1, time: 1 },
+        Record::Sized { ino: 4, size: MOST_FILE_BYTES + 1, time: 1 },
+        Record::Mapped { ino: 4, run: run(2, 50, 1) },
+        Record::Mapped { ino: 4, run: run(9, 7, 1) },
+        Record::Mapped { ino: 4, run: run(9, 0, 0) },
+        Record::Mapped { ino: 4, run: run(9, clusters, 1) },
+        Record::Mapped { ino: 4, run: run(9, u32::MAX, u32::MAX) },
+        Record::Mapped { ino: 4, run: run(u32::MAX, 60, 9) },
+        Record::Mapped { ino: 2, run: run(9, 60, 1) },
+        Record::Unmapped { ino: 2, first: 0, count: 1 },
+    ] {
+        let before = tree.clone();
+        assert!(tree.apply(&record).is_err(), "{record:?}");
+        assert!(tree == before, "{record:?}");
+    }
+    // A circle within an image, where entries may come before what they stand for.
+    let image = |records: &[Record]| {
+        let mut tree = Tree::new(small());
+        records.iter().try_for_each(|record| tree.apply(record))?;
+        tree.apply(&Record::Complete { next: 9 })
+    };
+    let good = [made(1, directory), named(1, 2, "d"), made(2, directory)];
+    assert_eq!(image(&good), Ok(()));
+    for more in [
+        vec![made(3, directory), made(4, directory), named(3, 4, "x"), named(4, 3, "y")],
+        vec![named(2, 1, "root")],
+        vec![named(1, 2, "again")],
+        vec![named(1, 3, "nothing")],
+        vec![made(3, directory), named(3, 4, "x"), made(4, file)],
+        vec![made(9, file)],
+        vec![
+            made(3, file),
+            made(4, file),
+            Record::Mapped { ino: 3, run: run(0, 0, 2) },
+            Record::Mapped { ino: 4, run: run(0, 1, 1) },
+        ],
+    ] {
+        let records: Vec<Record> = good.iter().cloned().chain(more).collect();
+        assert!(image(&records).is_err(), "{records:?}");
+    }
+}
+
+#[test]
+fn space_is_refused_before_anything_changes() {
+    let geometry = Geometry::with_area(8 * 2 + 16 + 160, 8).unwrap();
+    let mut world = World::new(geometry);
+    let new = New { kind: NewKind::File, mode: 0o600, uid: 0, gid: 0 };
+    let ino = world.change(|names, now| names.create(ROOT, b"f", new.clone(), now)).unwrap().ino;
+    let all = u64::from(geometry.clusters());
+    let before = world.names.tree().clone();
+    assert_eq!(world.change(|names, _| names.allocate(ino, 0..all + 1).map(drop)), Err(NamesError::NoSpace));
+    assert!(*world.names.tree() == before);
+    world.change(|names, _| names.allocate(ino, 0..all).map(drop)).unwrap();
+    assert_eq!(world.names.usage().free_blocks, 0);
+    // What is freed is there at once if it is needed.
+    world.change(|names, now| names.resize(ino, 0, now)).unwrap();
+    world.change(|names, _| names.allocate(ino, 0..all).map(drop)).unwrap();
+    // As many names as the areas have room for.
+    let mut count = 0;
+    let error = loop {
+        let name = format!("another file, number {count}").into_bytes();
+        let before = world.names.tree().clone();
+        match world.change(|names, now| names.create(ROOT, &name, new.clone(), now)) {
+            Ok(_) => count += 1,
+            Err(error) => {
+                assert!(*world.names.tree() == before);
+                break error;
+            }
+        }
+    };
+    assert_eq!(error, NamesError::NoSpace);
+    assert!((80..200).contains(&count), "{count} files");
+    // Removing works, and makes room.
+    world.change(|names, now| names.unlink(ROOT, b"another file, number 0", now)).unwrap();
+    world.change(|names, now| names.create(ROOT, b"f2", new, now)).unwrap();
+    world.check_prefixes(geometry);
+}
+
+#[test]
+fn positions_of_a_directory_stay_while_it_changes() {
+    let mut world = World::new(small());
+    let new = New { kind: NewKind::File, mode: 0o600, uid: 0, gid: 0 };
+    for number in 0..50 {
+        world.change(|names, now| names.create(ROOT, format!("{number}").as_bytes(), new.clone(), now)).unwrap();
+    }
+    let mut seen = BTreeSet::new();
+    let mut after = 0;
+    for round in 0.. {
+        let mut some = Vec::new();
+        world
+            .names
+            .list(ROOT, after, |entry| {
+                some.push((entry.name.to_vec(), entry.cookie));
+                some.len() < 7
+            })
+            .unwrap();
+        let Some((_, cookie)) = some.last() else { break };
+        after = *cookie;
+        assert!(some.iter().all(|(name, _)| seen.insert(name.clone())), "twice");
+        world.change(|names, now| names.create(ROOT, format!("new-{round}").as_bytes(), new.clone(), now)).unwrap();
+        if round == 2 {
+            // What was seen goes away.
+            let name = some[3].0.clone();
+            world.change(|names, now| names.unlink(ROOT, &name, now)).unwrap();
+        }
+    }
+    let expected = (0..50).map(|number| format!("{number}").into_bytes());
+    assert!(expected.into_iter().all(|name| seen.contains(&name)) && seen.contains(&b".."[..]));
+}
+
+#[test]
+fn a_volume_that_has_grown_has_more_clusters() {
+    let geometry = Geometry::with_area(1024, 8).unwrap();
+    let world = busy(geometry, 30);
+    let mut copy = Copy::new(geometry);
+    world.writes.iter().for_each(|write| copy.apply(write));
+    let head = Head::parse(&copy.0[..BLOCK_BYTES]).unwrap();
+    let mut view = View::new(head);
+    let at = geometry.area_at(head.area) as usize * BLOCK_BYTES;
+    assert!(!view.push(&copy.0[at..at + geometry.area_bytes() as usize]).unwrap());
+    let names = Names::of(view.clone(), 2048).unwrap();
+    let before = Names::of(view, 1024).unwrap().usage();
+    assert_eq!(names.usage().free_blocks, before.free_blocks + 1024);
+    assert_eq!(names.head().geometry.blocks(), 2048);
+}
+
+#[test]
+fn areas_are_found_by_their_numbers() {
+    assert_eq!(Area::FIRST.other().other(), Area::FIRST);
+    assert!(small().area_at(Area::FIRST) == 1 && small().area_at(Area::FIRST.other()) == 9);
+}
+
+fn records() -> impl Strategy<Value = Record> {
+    let (ino, time) = (1..8_u64, any::<i64>());
+    let name = prop::sample::select(vec!["a", "b", "c"]).prop_map(|name| Name::from(name.as_bytes()));
+    let kind = prop::sample::select(vec![Kind::File, Kind::Directory, Kind::Directory, Kind::Symlink, Kind::Fifo]);
+    let target = |kind| if kind == Kind::Symlink { Box::from(*b"target") } else { Box::default() };
+    prop_oneof![
+        4 => (ino.clone(), kind).prop_map(move |(ino, kind)| {
+            Record::Made { ino, kind, attributes: attributes(), target: target(kind) }
+        }),
+        1 => ino.clone().prop_map(|ino| Record::Gone { ino }),
+        4 => (ino.clone(), ino.clone(), time, name.clone())
+            .prop_map(|(parent, ino, time, name)| Record::Named { parent, ino, time, name }),
+        1 => (ino.clone(), ino.clone(), time, name)
+            .prop_map(|(parent, ino, time, name)| Record::Unnamed { parent, ino, time, name }),
+        1 => ino.clone().prop_map(|ino| Record::Set { ino, attributes: attributes() }),
+        1 => (ino.clone(), any::<u64>(), time).prop_map(|(ino, size, time)| Record::Sized { ino, size: size >> 12, time }),
+        2 => (ino.clone(), 0..9_u32, 0..9_u32, 0..4_u32)
+            .prop_map(|(ino, first, at, count)| Record::Mapped { ino, run: Run { first, at, count } }),
+        1 => (ino, 0..9_u32, any::<u32>()).prop_map(|(ino, first, count)| Record::Unmapped { ino, first, count }),
+    ]
+}
+
+proptest! {
+    /// What was not written by this program ends in names that are right, or is refused.
+    #[test]
+    fn any_records_are_names_or_refused(
+        image in prop::collection::vec(prop::collection::vec(records(), 1..4), 0..6),
+        log in prop::collection::vec(prop::collection::vec(records(), 1..4), 0..6),
+    ) {
+        let root = vec![made(1, Kind::Directory), made(2, Kind::Directory), named(1, 2, "d")];
+        let end = vec![Record::Complete { next: 8 }];
+        let image: Vec<_> = [root].into_iter().chain(image).chain([end]).collect();
+        fuzzing::area(&fuzzing::encode_area(&image, &log));
+    }
+
+    #[test]
+    fn any_bytes_are_names_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+        fuzzing::area(&bytes);
+        fuzzing::raw_area(&bytes);
+    }
+
+    #[test]
+    fn records_come_back(record in records()) {
+        let mut bytes = Vec::new();
+        record.encode(&mut bytes);
+        prop_assert_eq!(bytes.len(), record.bytes());
+        prop_assert_eq!(Record::decode(&mut bytes.as_slice()), Ok(record));
+        for cut in 0..bytes.len() {
+            prop_assert!(Record::decode(&mut &bytes[..cut]).is_err());
+        }
+    }
+}

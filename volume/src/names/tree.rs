@@ -1,0 +1,347 @@
+//! Tree: all inodes, directories and clusters in memory, as the records make them.
+//!
+//! Changes of this program and what is read from a volume go the same way, [`Tree::apply`]. So what is read is what was
+//! in memory. A record that does not fit is refused, and leaves everything as it was. What is always true once an image
+//! is complete:
+//!
+//! 1. A cluster belongs to one file at most.
+//! 2. An inode has as many names as there are entries that stand for it, and every entry stands for an inode.
+//! 3. Each directory but the root has one name, or none and is empty; and from each a way of parents leads to the root.
+//!
+//! An image is written while names change. While it is read, entries may stand for inodes that come later. The second
+//! and third sentence are checked at its end.
+
+use std::collections::BTreeMap;
+
+use super::clusters::Clusters;
+use super::inode::{Attributes, Body, Inode, Kind, MOST_LINKS};
+use super::layout::Geometry;
+use super::record::{Malformed, NO_TIME, Record};
+use super::runs::{Run, Space};
+
+/// The number of the root.
+pub const ROOT: u64 = 1;
+
+/// See the module's text.
+#[derive(Clone, Debug)]
+pub(crate) struct Tree {
+    pub(super) inodes: BTreeMap<u64, Box<Inode>>,
+    pub(super) clusters: Clusters,
+    /// The lowest number that no inode ever had.
+    pub(super) next: u64,
+    /// Bytes that an image takes, without frames.
+    image_bytes: u64,
+    is_complete: bool,
+    /// The time of the last change, in milliseconds. `None`: what is freed needs no rest.
+    pub(super) now_ms: Option<u64>,
+}
+
+/// The two trees have the same inodes and entries. Which of them are held, and what rests, is not compared.
+impl PartialEq for Tree {
+    fn eq(&self, other: &Tree) -> bool {
+        let is_same = |one: &Inode, other: &Inode| {
+            (&one.attributes, one.names, &one.body) == (&other.attributes, other.names, &other.body)
+        };
+        self.next == other.next
+            && self.clusters.free() == other.clusters.free()
+            && self.image_bytes == other.image_bytes
+            && self.inodes.len() == other.inodes.len()
+            && self.inodes.iter().zip(&other.inodes).all(|(one, other)| one.0 == other.0 && is_same(one.1, other.1))
+    }
+}
+
+/// Bytes of an inode in an image, beside its entries and runs.
+fn made_bytes(ino: u64, inode: &Inode) -> u64 {
+    let target = match &inode.body {
+        Body::Symlink(target) => target.clone(),
+        _ => Box::default(),
+    };
+    let made = Record::Made { ino, kind: inode.kind(), attributes: inode.attributes, target };
+    (made.bytes() + SIZED_BYTES) as u64
+}
+
+/// Bytes of a file's size in an image.
+const SIZED_BYTES: usize = 25;
+
+/// Bytes of a run in an image.
+pub(super) const RUN_BYTES: u64 = 21;
+
+/// Bytes of an entry in an image.
+pub(super) fn entry_bytes(name: &[u8]) -> u64 {
+    26 + name.len() as u64
+}
+
+impl Tree {
+    /// Without a root, before an image.
+    pub(super) fn new(geometry: Geometry) -> Tree {
+        Tree {
+            inodes: BTreeMap::new(),
+            clusters: Clusters::new(geometry.clusters()),
+            next: ROOT,
+            image_bytes: 0,
+            is_complete: false,
+            now_ms: None,
+        }
+    }
+
+    /// Whether the image was read to its end.
+    pub(super) fn is_complete(&self) -> bool {
+        self.is_complete
+    }
+
+    pub(super) fn image_bytes(&self) -> u64 {
+        self.image_bytes
+    }
+
+    pub(super) fn get(&self, ino: u64) -> Option<&Inode> {
+        self.inodes.get(&ino).map(Box::as_ref)
+    }
+
+    /// Carries out a record.
+    ///
+    /// # Errors
+    /// [`Malformed`]: it does not fit. Nothing has changed.
+    pub(super) fn apply(&mut self, record: &Record) -> Result<(), Malformed> {
+        match record {
+            Record::Made { ino, kind, attributes, target } => self.make(*ino, *kind, *attributes, target),
+            Record::Gone { ino } => self.remove(*ino),
+            Record::Named { parent, ino, time, name } => self.add_name(*parent, *ino, *time, name),
+            Record::Unnamed { parent, ino, time, name } => self.remove_name(*parent, *ino, *time, name),
+            Record::Set { ino, attributes } => {
+                self.inode(*ino)?.attributes = *attributes;
+                Ok(())
+            }
+            Record::Sized { ino, size, time } => self.resize(*ino, *size, *time),
+            Record::Mapped { ino, run } => self.map(*ino, *run),
+            Record::Unmapped { ino, first, count } => self.unmap(*ino, *first, *count),
+            Record::Complete { next } => self.complete(*next),
+        }
+    }
+
+    fn inode(&mut self, ino: u64) -> Result<&mut Inode, Malformed> {
+        self.inodes.get_mut(&ino).map(Box::as_mut).ok_or(NO_INODE)
+    }
+
+    fn make(&mut self, ino: u64, kind: Kind, attributes: Attributes, target: &[u8]) -> Result<(), Malformed> {
+        let is_new = if self.is_complete { ino >= self.next } else { ino >= ROOT && !self.inodes.contains_key(&ino) };
+        if !is_new || ino == u64::MAX || (ino == ROOT && kind != Kind::Directory) {
+            return Err(Malformed("the number of a new inode"));
+        }
+        let inode = Inode::new(kind, attributes, target.into());
+        self.image_bytes += made_bytes(ino, &inode);
+        self.inodes.insert(ino, Box::new(inode));
+        self.next = self.next.max(ino + 1);
+        Ok(())
+    }
+
+    fn remove(&mut self, ino: u64) -> Result<(), Malformed> {
+        let inode = self.get(ino).ok_or(NO_INODE)?;
+        let is_empty = !matches!(&inode.body, Body::Directory(directory) if directory.len() > 0);
+        if ino == ROOT || inode.names > 0 || !is_empty {
+            return Err(Malformed("the end of an inode that has a name"));
+        }
+        self.image_bytes -= made_bytes(ino, inode);
+        if let Some(inode) = self.inodes.remove(&ino)
+            && let Body::File { runs, .. } = inode.body
+        {
+            self.image_bytes -= runs.as_slice().len() as u64 * RUN_BYTES;
+            runs.as_slice().iter().for_each(|run| self.free(run.space()));
+        }
+        Ok(())
+    }
+
+    fn free(&mut self, space: Space) {
+        match self.now_ms {
+            Some(now_ms) => self.clusters.give_later(space, now_ms),
+            None => self.clusters.give(space),
+        }
+    }
+
+    fn add_name(&mut self, parent: u64, ino: u64, time: i64, name: &[u8]) -> Result<(), Malformed> {
+        let is_directory = match self.get(ino) {
+            Some(inode) if self.is_complete => {
+                let is_directory = inode.kind() == Kind::Directory;
+                let is_full = if is_directory { inode.names > 0 } else { inode.names >= MOST_LINKS };
+                if is_full || ino == ROOT || (is_directory && self.is_within(parent, ino)) {
+                    return Err(Malformed("another name of an inode"));
+                }
+                is_directory
+            }
+            None if self.is_complete => return Err(NO_INODE),
+            _ => false, // found at the end of the image
+        };
+        let is_complete = self.is_complete;
+        let inode = self.inode(parent)?;
+        let has_name = inode.names > 0 || parent == ROOT || !is_complete;
+        let Body::Directory(directory) = &mut inode.body else { return Err(NO_DIRECTORY) };
+        if !has_name || !directory.add(name.into(), ino) {
+            return Err(Malformed("a name that a directory cannot have"));
+        }
+        if is_directory {
+            directory.count_directory(true);
+        }
+        touch(&mut inode.attributes, time);
+        self.image_bytes += entry_bytes(name);
+        if let Some(child) = self.inodes.get_mut(&ino) {
+            if is_complete {
+                child.names += 1;
+            }
+            if let Body::Directory(directory) = &mut child.body {
+                directory.parent = parent;
+            }
+            if time != NO_TIME {
+                child.attributes.changed = time;
+            }
+        }
+        Ok(())
+    }
+
+    fn remove_name(&mut self, parent: u64, ino: u64, time: i64, name: &[u8]) -> Result<(), Malformed> {
+        let is_complete = self.is_complete;
+        let is_directory = is_complete && self.get(ino).is_some_and(|inode| inode.kind() == Kind::Directory);
+        let inode = self.inode(parent)?;
+        let Body::Directory(directory) = &mut inode.body else { return Err(NO_DIRECTORY) };
+        if !directory.remove(name, ino) {
+            return Err(Malformed("the end of a name that a directory does not have"));
+        }
+        if is_directory {
+            directory.count_directory(false);
+        }
+        touch(&mut inode.attributes, time);
+        self.image_bytes -= entry_bytes(name);
+        if let Some(child) = self.inodes.get_mut(&ino) {
+            if is_complete {
+                child.names -= 1;
+            }
+            if let Body::Directory(directory) = &mut child.body {
+                directory.parent = 0;
+            }
+            if time != NO_TIME {
+                child.attributes.changed = time;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the way from `ino` to the root leads over `over`.
+    pub(super) fn is_within(&self, ino: u64, over: u64) -> bool {
+        // A directory without entries has none within. This spares the walk for new ones.
+        if ino != over
+            && matches!(self.get(over).map(|inode| &inode.body), Some(Body::Directory(over)) if over.len() == 0)
+        {
+            return false;
+        }
+        let mut at = ino;
+        while at != over {
+            match self.get(at).map(|inode| &inode.body) {
+                Some(Body::Directory(directory)) if at != ROOT => at = directory.parent,
+                _ => return false,
+            }
+        }
+        true
+    }
+
+    fn resize(&mut self, ino: u64, size: u64, time: i64) -> Result<(), Malformed> {
+        let inode = self.inode(ino)?;
+        let Body::File { size: now, .. } = &mut inode.body else { return Err(NO_FILE) };
+        if size > super::MOST_FILE_BYTES {
+            return Err(Malformed("the size of a file"));
+        }
+        *now = size;
+        touch(&mut inode.attributes, time);
+        Ok(())
+    }
+
+    fn map(&mut self, ino: u64, run: Run) -> Result<(), Malformed> {
+        let Some(inode) = self.inodes.get_mut(&ino) else { return Err(NO_INODE) };
+        let Body::File { runs, .. } = &mut inode.body else { return Err(NO_FILE) };
+        let is_valid = run.count > 0 && run.clusters().end <= super::MOST_FILE_CLUSTERS;
+        let before = runs.as_slice().len() as u64;
+        // Both are done, or neither.
+        if !is_valid || !runs.holes(run.clusters()).eq(&[run.clusters()]) || !self.clusters.take(run.space()) {
+            return Err(Malformed("clusters of a file, which are used or not there"));
+        }
+        runs.add(run);
+        self.image_bytes = self.image_bytes + runs.as_slice().len() as u64 * RUN_BYTES - before * RUN_BYTES;
+        Ok(())
+    }
+
+    fn unmap(&mut self, ino: u64, first: u32, count: u32) -> Result<(), Malformed> {
+        let inode = self.inode(ino)?;
+        let Body::File { runs, .. } = &mut inode.body else { return Err(NO_FILE) };
+        let before = runs.as_slice().len() as u64;
+        let freed = runs.remove(u64::from(first)..u64::from(first) + u64::from(count));
+        let after = runs.as_slice().len() as u64;
+        self.image_bytes = self.image_bytes + after * RUN_BYTES - before * RUN_BYTES;
+        freed.into_iter().for_each(|run| self.free(run.space()));
+        Ok(())
+    }
+
+    /// The image was read: counts names, and checks what is always true.
+    fn complete(&mut self, next: u64) -> Result<(), Malformed> {
+        let is_first = !self.is_complete && next >= self.next && next < u64::MAX;
+        if !is_first || self.get(ROOT).is_none() {
+            return Err(Malformed("the end of an image"));
+        }
+        let mut entries = Vec::new();
+        for (parent, inode) in &self.inodes {
+            if let Body::Directory(directory) = &inode.body {
+                entries.extend(directory.after(0).map(|(_, entry)| (*parent, entry.ino)));
+            }
+        }
+        for (parent, ino) in entries {
+            let child = self.inode(ino)?;
+            child.names += 1;
+            let most = if child.kind() == Kind::Directory { 1 } else { MOST_LINKS };
+            if ino == ROOT || child.names > most {
+                return Err(Malformed("the number of an inode's names"));
+            }
+            if let Body::Directory(directory) = &mut child.body {
+                directory.parent = parent;
+                if let Body::Directory(directory) = &mut self.inode(parent)?.body {
+                    directory.count_directory(true);
+                }
+            }
+        }
+        let root = self.inode(ROOT)?;
+        root.names = 1;
+        if let Body::Directory(directory) = &mut root.body {
+            directory.parent = ROOT;
+        }
+        self.check_ways()?;
+        (self.next, self.is_complete) = (next, true);
+        Ok(())
+    }
+
+    /// Whether the root leads to each directory that has a name, and those without one are empty. Each has one name at
+    /// most, so those that the root does not lead to are a circle.
+    fn check_ways(&self) -> Result<(), Malformed> {
+        let mut named = 0;
+        for inode in self.inodes.values() {
+            if let Body::Directory(directory) = &inode.body {
+                named += usize::from(inode.names > 0);
+                if inode.names == 0 && directory.len() > 0 {
+                    return Err(Malformed("a directory with entries and without a name"));
+                }
+            }
+        }
+        let (mut open, mut reached) = (vec![ROOT], 0);
+        while let Some(ino) = open.pop() {
+            if let Some(Body::Directory(directory)) = self.get(ino).map(|inode| &inode.body) {
+                reached += 1;
+                open.extend(directory.after(0).map(|(_, entry)| entry.ino));
+            }
+        }
+        if reached == named { Ok(()) } else { Err(Malformed("a directory that is within itself")) }
+    }
+}
+
+fn touch(attributes: &mut Attributes, time: i64) {
+    if time != NO_TIME {
+        (attributes.modified, attributes.changed) = (time, time);
+    }
+}
+
+const NO_INODE: Malformed = Malformed("the number of an inode");
+const NO_DIRECTORY: Malformed = Malformed("an entry of an inode that is not a directory");
+const NO_FILE: Malformed = Malformed("a change of an inode that is not a file");
