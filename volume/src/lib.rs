@@ -27,6 +27,7 @@
 //! - [`client`]: a volume as its one writer has it open.
 //! - [`nbd`]: such a volume as a block device, for clients of the NBD protocol.
 //! - [`names`]: the names of files in a volume, in the order of what is written. Pure.
+//! - [`files`]: the files in a volume, for a mount.
 //!
 //! What holds after every event, whichever process dies and whatever is lost on the way, as long as fewer servers than
 //! must hold a write forget what they held:
@@ -42,6 +43,7 @@
 pub mod client;
 pub mod copy;
 mod disk;
+pub mod files;
 mod lane;
 pub mod layout;
 mod link;

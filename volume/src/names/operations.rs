@@ -304,6 +304,11 @@ impl Names {
         Ok(inode.attr(ino))
     }
 
+    /// Whether an inode is there and in use.
+    pub fn is_held(&self, ino: u64) -> bool {
+        self.tree().get(ino).is_some_and(|inode| inode.holds > 0)
+    }
+
     /// Gives uses back. An inode that is not held and has no name is gone.
     ///
     /// # Errors

@@ -39,9 +39,12 @@ const PACE: u64 = 8;
 /// The least that is written of an image at a time.
 const LEAST_STEP_BYTES: u64 = 4 << 10;
 
-/// The most that [`Names::step`] returns for one frame, in bytes.
+/// The most that is written of an image at a time. What is owed beyond that is written with the next frames.
+const LONGEST_STEP_BYTES: u64 = 32 << 10;
+
+/// The most that [`Names::step`] returns, in bytes. On average it is no more than 32 KiB.
 pub const MOST_STEP_BYTES: usize =
-    super::image::CHUNK_BYTES + (PACE as usize + 3) * MOST_FRAME_BYTES + 2 * crate::shape::BLOCK_BYTES;
+    super::image::CHUNK_BYTES + LONGEST_STEP_BYTES as usize + 3 * MOST_FRAME_BYTES + 2 * crate::shape::BLOCK_BYTES;
 
 impl Names {
     /// The blocks that make an empty file system, in their order, whose root is like this.
@@ -204,10 +207,12 @@ impl Names {
     pub fn step(&mut self) -> Vec<BlocksToWrite> {
         let mut writes = Vec::new();
         if self.image.is_some() || self.log.at() >= self.head.geometry.image_begins_at() {
-            let bytes = (self.owed.min(MOST_FRAME_BYTES as u64) * PACE).max(LEAST_STEP_BYTES);
+            let bytes = (self.owed * PACE).clamp(LEAST_STEP_BYTES, LONGEST_STEP_BYTES);
+            self.owed = self.owed.saturating_sub(bytes / PACE);
             self.write_image(bytes, &mut writes);
+        } else {
+            self.owed = 0;
         }
-        self.owed = 0;
         writes
     }
 

@@ -1,0 +1,247 @@
+//! Parts: which blocks a range of a file is, and which of them a change must know before it changes a part of them.
+//!
+//! What is always true, and makes this short: every block of a file's clusters has been written, and the bytes behind
+//! the end of a file are zeros. So a new cluster is written as zeros where its first write does not cover it, and a
+//! file that is cut has zeros written up to the end of its last cluster.
+
+use std::ops::Range;
+
+use bytes::{Bytes, BytesMut};
+
+use crate::names::layout::{CLUSTER_BLOCKS, CLUSTER_BYTES, Geometry};
+use crate::names::{self, Names, NamesError, SetAttributes};
+use crate::shape::BLOCK_BYTES;
+use crate::wire;
+
+pub(super) const BLOCK: u64 = BLOCK_BYTES as u64;
+
+/// A change of a file's contents.
+#[derive(Clone, Debug)]
+pub(super) enum Content {
+    /// These bytes are at this offset.
+    Write { ino: u64, offset: u64, data: Bytes },
+    /// The file has this size, and the attributes are set.
+    Resize { ino: u64, size: u64, set: SetAttributes },
+    /// The file has these clusters, and at least this size.
+    Allocate { ino: u64, clusters: Range<u64>, size: u64 },
+    /// These bytes are zeros, and take no more space than they must.
+    Punch { ino: u64, range: Range<u64> },
+}
+
+/// Neighbouring blocks of a file, which are neighbours in the volume too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Piece {
+    /// The first one, in the file.
+    pub(super) first: u64,
+    pub(super) count: u64,
+    /// The first one, in the volume; `None`: a hole.
+    pub(super) at: Option<u64>,
+}
+
+/// The pieces of these blocks of a file with these runs.
+pub(super) fn pieces(geometry: Geometry, runs: &[names::Run], blocks: Range<u64>) -> Vec<Piece> {
+    let mut pieces = Vec::with_capacity(2 * runs.len() + 1);
+    let mut at = blocks.start;
+    for run in runs {
+        let clusters = run.clusters();
+        let start = (clusters.start * CLUSTER_BLOCKS).max(blocks.start);
+        let end = (clusters.end * CLUSTER_BLOCKS).min(blocks.end);
+        if start >= end {
+            continue;
+        }
+        if at < start {
+            pieces.push(Piece { first: at, count: start - at, at: None });
+        }
+        let place = geometry.cluster_at(run.at) + (start - clusters.start * CLUSTER_BLOCKS);
+        pieces.push(Piece { first: start, count: end - start, at: Some(place) });
+        at = end;
+    }
+    if at < blocks.end {
+        pieces.push(Piece { first: at, count: blocks.end - at, at: None });
+    }
+    pieces
+}
+
+/// The clusters of blocks.
+pub(super) fn clusters_of(blocks: &Range<u64>) -> Range<u64> {
+    blocks.start / CLUSTER_BLOCKS..blocks.end.div_ceil(CLUSTER_BLOCKS)
+}
+
+/// The blocks of bytes.
+pub(super) fn blocks_of(bytes: &Range<u64>) -> Range<u64> {
+    bytes.start / BLOCK..bytes.end.div_ceil(BLOCK)
+}
+
+/// Where blocks of a file are.
+pub(super) fn find(names: &Names, ino: u64, blocks: Range<u64>) -> Result<Vec<Piece>, NamesError> {
+    let (_, runs) = names.file(ino, clusters_of(&blocks))?;
+    Ok(pieces(names.head().geometry, &runs, blocks))
+}
+
+impl Content {
+    pub(super) fn ino(&self) -> u64 {
+        match self {
+            Content::Write { ino, .. }
+            | Content::Resize { ino, .. }
+            | Content::Allocate { ino, .. }
+            | Content::Punch { ino, .. } => *ino,
+        }
+    }
+
+    /// The blocks of which it changes a part, and a part of what they hold stays: their numbers in the file, and where
+    /// they are.
+    pub(super) fn needs(&self, names: &Names) -> Result<Vec<(u64, u64)>, NamesError> {
+        let (size, _) = names.file(self.ino(), 0..0)?;
+        // What stays of the bytes before `start`, and of those from `end`.
+        let (start, end) = match self {
+            Content::Write { offset, data, .. } => (*offset, offset + data.len() as u64),
+            Content::Resize { size: new, .. } => (*new, u64::MAX),
+            Content::Punch { range, .. } => (range.start, range.end),
+            Content::Allocate { .. } => return Ok(Vec::new()),
+        };
+        let mut blocks = Vec::new();
+        if !start.is_multiple_of(BLOCK) && start / BLOCK * BLOCK < size {
+            blocks.push(start / BLOCK);
+        }
+        if !end.is_multiple_of(BLOCK) && end < size && !blocks.contains(&(end / BLOCK)) {
+            blocks.push(end / BLOCK);
+        }
+        // Nothing is cut off if a file becomes longer.
+        if matches!(self, Content::Resize { size: new, .. } if *new >= size) {
+            blocks.clear();
+        }
+        let mut needs = Vec::new();
+        for block in blocks {
+            let found = find(names, self.ino(), block..block + 1)?;
+            needs.extend(found.first().and_then(|piece| Some((block, piece.at?))));
+        }
+        Ok(needs)
+    }
+}
+
+/// Blocks that are known, by their number in the file. Those that are not are zeros.
+pub(super) struct Known(pub(super) Vec<(u64, Bytes)>);
+
+impl Known {
+    fn put(&self, block: u64, range: Range<usize>, into: &mut BytesMut) {
+        match self.0.iter().find(|(number, _)| *number == block) {
+            Some((_, data)) => into.extend_from_slice(&data[range]),
+            None => into.extend_from_slice(&ZEROS[range]),
+        }
+    }
+
+    /// Whole blocks of a file: these bytes, and what is known around them.
+    pub(super) fn around(&self, offset: u64, data: &Bytes) -> Bytes {
+        let end = offset + data.len() as u64;
+        // Less than a block.
+        let (before, after) = ((offset % BLOCK) as usize, (end % BLOCK) as usize);
+        if before == 0 && after == 0 {
+            return data.clone();
+        }
+        let mut whole = BytesMut::with_capacity(data.len() + 2 * BLOCK_BYTES);
+        self.put(offset / BLOCK, 0..before, &mut whole);
+        whole.extend_from_slice(data);
+        if after > 0 {
+            self.put(end / BLOCK, after..BLOCK_BYTES, &mut whole);
+        }
+        whole.freeze()
+    }
+
+    /// A block of which these bytes are zeros.
+    pub(super) fn without(&self, block: u64, zeros: Range<usize>) -> Bytes {
+        let mut whole = BytesMut::with_capacity(BLOCK_BYTES);
+        self.put(block, 0..zeros.start, &mut whole);
+        whole.extend_from_slice(&ZEROS[zeros.clone()]);
+        self.put(block, zeros.end..BLOCK_BYTES, &mut whole);
+        whole.freeze()
+    }
+}
+
+static ZEROS: [u8; CLUSTER_BYTES as usize] = [0; CLUSTER_BYTES as usize];
+
+/// Zeros, in pieces.
+pub(super) fn zeros(mut length: usize) -> impl Iterator<Item = Bytes> {
+    std::iter::from_fn(move || {
+        let part = length.min(ZEROS.len());
+        length -= part;
+        (part > 0).then(|| Bytes::from_static(&ZEROS[..part]))
+    })
+}
+
+/// Blocks of clusters that are new, and that a write of these blocks does not cover.
+pub(super) fn uncovered(geometry: Geometry, new: &[names::Run], written: &Range<u64>) -> Vec<wire::Run> {
+    let mut runs = Vec::new();
+    for run in new {
+        let blocks = run.clusters().start * CLUSTER_BLOCKS..run.clusters().end * CLUSTER_BLOCKS;
+        let before = blocks.start..written.start.clamp(blocks.start, blocks.end);
+        let after = written.end.clamp(blocks.start, blocks.end)..blocks.end;
+        for part in [before, after] {
+            if part.start < part.end {
+                let first = geometry.cluster_at(run.at) + (part.start - blocks.start);
+                runs.push(wire::Run { first, count: (part.end - part.start) as u32 }); // no more than a run has
+            }
+        }
+    }
+    runs
+}
+
+/// Blocks that become zeros where a range of bytes does, without the clusters that are freed for it, and without the
+/// blocks of which only a part does: where they are.
+pub(super) fn cleared(names: &Names, ino: u64, bytes: &Range<u64>) -> Result<Vec<Piece>, NamesError> {
+    let blocks = bytes.start.div_ceil(BLOCK)..bytes.end / BLOCK;
+    if blocks.start >= blocks.end {
+        return Ok(Vec::new());
+    }
+    let freed = blocks.start.div_ceil(CLUSTER_BLOCKS) * CLUSTER_BLOCKS..blocks.end / CLUSTER_BLOCKS * CLUSTER_BLOCKS;
+    let parts = if freed.start < freed.end {
+        [blocks.start..freed.start, freed.end..blocks.end]
+    } else {
+        [blocks.clone(), 0..0]
+    };
+    let mut cleared = Vec::new();
+    for part in parts.into_iter().filter(|part| part.start < part.end) {
+        cleared.extend(find(names, ino, part)?.into_iter().filter(|piece| piece.at.is_some()));
+    }
+    Ok(cleared)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn pieces_are_runs_and_holes_in_their_order() {
+        let geometry = Geometry::of(4096).unwrap();
+        let runs = [names::Run { first: 1, at: 7, count: 2 }, names::Run { first: 5, at: 3, count: 1 }];
+        let at = |cluster, block| Some(geometry.cluster_at(cluster) + block);
+        let found = pieces(geometry, &runs, 20..90);
+        let expected = [(20, 28, at(7, 4)), (48, 32, None), (80, 10, at(3, 0))];
+        assert_eq!(found, expected.map(|(first, count, at)| Piece { first, count, at }));
+        assert!(found.windows(2).all(|pair| pair[0].first + pair[0].count == pair[1].first));
+        assert_eq!(pieces(geometry, &[], 3..5), [Piece { first: 3, count: 2, at: None }]);
+    }
+
+    #[test]
+    fn what_a_write_does_not_cover_of_new_clusters_is_zeros() {
+        let geometry = Geometry::of(4096).unwrap();
+        let new = [names::Run { first: 0, at: 9, count: 2 }];
+        let at = |block, count| wire::Run { first: geometry.cluster_at(9) + block, count };
+        assert_eq!(uncovered(geometry, &new, &(3..5)), [at(0, 3), at(5, 27)]);
+        assert_eq!(uncovered(geometry, &new, &(0..32)), []);
+        assert_eq!(uncovered(geometry, &new, &(40..50)), [at(0, 32)]);
+        assert_eq!(uncovered(geometry, &new, &(0..0)), [at(0, 32)]);
+    }
+
+    #[test]
+    fn bytes_around_a_write_are_kept() {
+        let known = Known(vec![(1, Bytes::from(vec![7; BLOCK_BYTES]))]);
+        let whole = known.around(BLOCK + 10, &Bytes::from_static(b"abc"));
+        assert_eq!((whole.len(), &whole[8..15]), (BLOCK_BYTES, &b"\x07\x07abc\x07\x07"[..]));
+        let whole = known.around(BLOCK + 4090, &Bytes::from(vec![1; 10]));
+        assert_eq!((whole.len(), &whole[4089..4102]), (2 * BLOCK_BYTES, &[7, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0][..]));
+        let cut = known.without(1, 5..BLOCK_BYTES);
+        assert_eq!((cut.len(), &cut[..6]), (BLOCK_BYTES, &[7, 7, 7, 7, 7, 0][..]));
+    }
+}

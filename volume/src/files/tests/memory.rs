@@ -1,0 +1,133 @@
+//! A disk in memory, whose history is kept: what is left of it after a failure is any beginning of that.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
+
+use bytes::Bytes;
+
+use crate::client::{Error, Request};
+use crate::files::{Disk, DiskDone};
+use crate::shape::BLOCK_BYTES;
+use crate::wire::Run;
+
+pub(super) struct Memory {
+    inner: Mutex<Inner>,
+    /// Requests wait for [`Memory::finish`].
+    is_later: bool,
+}
+
+struct Inner {
+    blocks: Vec<u8>,
+    /// Every change and flush.
+    history: Vec<Request>,
+    waiting: VecDeque<(Request, DiskDone)>,
+    reads: usize,
+    is_broken: bool,
+}
+
+impl Inner {
+    fn apply(&mut self, request: &Request) -> Bytes {
+        let place = |run: &Run| {
+            let at = run.first as usize * BLOCK_BYTES;
+            at..at + run.count as usize * BLOCK_BYTES
+        };
+        match request {
+            Request::Write { runs, data } => {
+                assert!(runs.len() <= crate::wire::MOST_RUNS, "{} runs", runs.len());
+                assert!((1..=crate::wire::MOST_BLOCKS * BLOCK_BYTES).contains(&data.len()));
+                let mut data = data.clone();
+                for run in runs {
+                    let part = data.split_to(run.count as usize * BLOCK_BYTES);
+                    self.blocks[place(run)].copy_from_slice(&part);
+                }
+                assert!(data.is_empty(), "bytes without a block");
+            }
+            Request::Zero(run) => {
+                assert!((1..=crate::wire::MOST_ENTRIES).contains(&(run.count as usize)));
+                self.blocks[place(run)].fill(0);
+            }
+            Request::Read(run) => {
+                self.reads += 1;
+                return Bytes::copy_from_slice(&self.blocks[place(run)]);
+            }
+            Request::Flush => {}
+            Request::Map(_) => unreachable!("not asked for"),
+        }
+        self.history.push(request.clone());
+        Bytes::new()
+    }
+}
+
+impl Memory {
+    pub(super) fn new(blocks: u64) -> Arc<Memory> {
+        Memory::after(blocks, &[], false)
+    }
+
+    /// Requests are not done until [`Memory::finish`].
+    pub(super) fn later(blocks: u64, history: &[Request]) -> Arc<Memory> {
+        Memory::after(blocks, history, true)
+    }
+
+    /// What is left after these changes.
+    pub(super) fn after(blocks: u64, history: &[Request], is_later: bool) -> Arc<Memory> {
+        let blocks = vec![0; blocks as usize * BLOCK_BYTES];
+        let mut inner = Inner { blocks, history: Vec::new(), waiting: VecDeque::new(), reads: 0, is_broken: false };
+        history.iter().for_each(|request| _ = inner.apply(request));
+        Arc::new(Memory { inner: Mutex::new(inner), is_later })
+    }
+
+    pub(super) fn history(&self) -> Vec<Request> {
+        self.inner.lock().unwrap().history.clone()
+    }
+
+    pub(super) fn reads(&self) -> usize {
+        self.inner.lock().unwrap().reads
+    }
+
+    /// Puts garbage into blocks, as another program would have left it.
+    pub(super) fn dirty(&self, block: u64) {
+        self.inner.lock().unwrap().blocks[block as usize * BLOCK_BYTES..][..BLOCK_BYTES].fill(0xdd);
+    }
+
+    pub(super) fn break_down(&self) {
+        self.inner.lock().unwrap().is_broken = true;
+    }
+
+    pub(super) fn waiting(&self) -> usize {
+        self.inner.lock().unwrap().waiting.len()
+    }
+
+    /// Does the first of the requests that wait. Returns whether there was one.
+    pub(super) fn finish(&self) -> bool {
+        let mut inner = self.inner.lock().unwrap();
+        let Some((request, done)) = inner.waiting.pop_front() else { return false };
+        let data = inner.apply(&request);
+        drop(inner);
+        done(Ok(data));
+        true
+    }
+}
+
+impl Disk for Memory {
+    fn blocks(&self) -> u64 {
+        (self.inner.lock().unwrap().blocks.len() / BLOCK_BYTES) as u64
+    }
+
+    fn submit(&self, request: Request, done: DiskDone) {
+        let mut inner = self.inner.lock().unwrap();
+        if inner.is_broken {
+            drop(inner);
+            return done(Err(Error::Closed));
+        }
+        if self.is_later {
+            return inner.waiting.push_back((request, done));
+        }
+        let data = inner.apply(&request);
+        drop(inner);
+        done(Ok(data));
+    }
+
+    fn try_read(&self, run: Run) -> Option<Bytes> {
+        (!self.is_later).then(|| self.inner.lock().unwrap().apply(&Request::Read(run)))
+    }
+}

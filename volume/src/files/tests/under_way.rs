@@ -1,0 +1,135 @@
+//! Several callers at a time, and a disk that takes its time.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
+
+use super::*;
+
+/// A disk whose requests wait, with a file of these bytes.
+fn waiting(data: &[u8]) -> (Arc<Memory>, Arc<Files>, u64) {
+    let disk = formatted(BLOCKS);
+    let files = open(&disk);
+    let ino = files.make(ROOT, "f");
+    if !data.is_empty() {
+        files.put(ino, 0, data);
+    }
+    let later = Memory::later(BLOCKS, &disk.history());
+    let dyn_disk = Arc::clone(&later) as Arc<dyn Disk>;
+    let opening = thread::spawn(move || Files::open(dyn_disk).unwrap());
+    while !opening.is_finished() {
+        later.finish();
+    }
+    (later, Arc::new(opening.join().unwrap()), ino)
+}
+
+/// Counts answers.
+fn counted(count: &Arc<AtomicUsize>) -> impl FnOnce(Result<()>) + Send + 'static {
+    let count = Arc::clone(count);
+    move |result| {
+        result.unwrap();
+        count.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn changes_of_one_block_take_place_in_their_order() {
+    let (disk, files, ino) = waiting(&[1; 10_000]);
+    let done = Arc::new(AtomicUsize::new(0));
+    files.write(ino, 100, Bytes::from_static(b"aaaa"), counted(&done));
+    files.write(ino, 102, Bytes::from_static(b"bbbb"), counted(&done));
+    files.setattr(ino, Some(104), SetAttributes::default(), counted(&done));
+    files.write(ino, 106, Bytes::from_static(b"cc"), counted(&done));
+    assert_eq!((disk.waiting(), files.getattr(ino).unwrap().size), (1, 10_000), "the block is read first");
+    disk.finish();
+    assert_eq!((disk.waiting(), files.getattr(ino).unwrap().size, done.load(Ordering::SeqCst)), (4, 108, 0));
+    while disk.finish() {}
+    assert_eq!(done.load(Ordering::SeqCst), 4);
+    let files = reopened(BLOCKS, &disk.history());
+    assert_eq!(files.get(ino, 98, 100), b"\x01\x01aabb\0\0cc");
+}
+
+#[test]
+fn a_read_is_not_of_what_its_clusters_become_meanwhile() {
+    let (disk, files, ino) = waiting(&[1; 3_000_000]);
+    let (done, is_done) = mpsc::sync_channel(1);
+    files.read(ino, 0, 2_000_000, move |result| done.send(result).unwrap());
+    let count = Arc::new(AtomicUsize::new(0));
+    files.setattr(ino, Some(0), SetAttributes::default(), counted(&count));
+    // As much as fits, and more.
+    let blocks = files.statfs().free_blocks;
+    let refused = Arc::new(AtomicBool::new(false));
+    let is_refused = Arc::clone(&refused);
+    files.fallocate(ino, 0, blocks * BLOCK_BYTES as u64, Allocate::Grow, move |result| {
+        is_refused.store(matches!(result, Err(FilesError::Names(NamesError::NoSpace))), Ordering::SeqCst);
+    });
+    while disk.finish() {}
+    assert!(refused.load(Ordering::SeqCst), "what is being read was given to a file");
+    assert!(is_done.recv().unwrap().unwrap().concat().iter().all(|byte| *byte == 1));
+    files.fallocate(ino, 0, blocks * BLOCK_BYTES as u64, Allocate::Grow, counted(&count));
+    while disk.finish() {}
+    assert_eq!(count.load(Ordering::SeqCst), 2);
+}
+
+/// Parts of blocks, by several threads: none undoes what another one has written.
+#[test]
+fn writers_of_the_same_blocks_lose_nothing() {
+    const THREADS: u64 = 6;
+    const PART: u64 = 700;
+    let (disk, files, ino) = waiting(&[]);
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::SeqCst) {
+                if !disk.finish() {
+                    thread::yield_now();
+                }
+            }
+        });
+        let writers: Vec<_> = (0..THREADS)
+            .map(|number| {
+                let files = &files;
+                scope.spawn(move || {
+                    for part in (number..300).step_by(THREADS as usize) {
+                        let data = Bytes::from(vec![(part % 250 + 1) as u8; PART as usize]);
+                        wait(|done| files.write(ino, part * PART, data, done)).unwrap();
+                        let read = files.get(ino, part * PART, PART as u32);
+                        assert!(read.iter().all(|byte| u64::from(*byte) == part % 250 + 1), "part {part}");
+                    }
+                })
+            })
+            .collect();
+        let readers = scope.spawn(|| {
+            // A reader sees a part or zeros, and nothing beyond the end.
+            for _ in 0..300 {
+                let size = files.getattr(ino).unwrap().size;
+                let read = files.get(ino, 0, size as u32);
+                for (part, bytes) in (0..).zip(read.chunks(PART as usize)) {
+                    assert!(bytes.iter().all(|byte| *byte == 0 || u64::from(*byte) == part % 250 + 1), "part {part}");
+                }
+            }
+        });
+        writers.into_iter().for_each(|writer| writer.join().unwrap());
+        readers.join().unwrap();
+        is_over.store(true, Ordering::SeqCst);
+    });
+    let files = reopened(BLOCKS, &disk.history());
+    let data = files.all(ino);
+    assert_eq!(data.len() as u64, 300 * PART);
+    for (part, bytes) in (0..).zip(data.chunks(PART as usize)) {
+        assert!(bytes.iter().all(|byte| u64::from(*byte) == part % 250 + 1), "part {part}");
+    }
+}
+
+/// What is not answered when the files are dropped is answered then.
+#[test]
+fn every_caller_is_told_something() {
+    let (disk, files, ino) = waiting(&[1; 10_000]);
+    let told = Arc::new(AtomicUsize::new(0));
+    for offset in [100, 5000, 101, 5001] {
+        let told = Arc::clone(&told);
+        files.write(ino, offset, Bytes::from_static(b"x"), move |_| _ = told.fetch_add(1, Ordering::SeqCst));
+    }
+    drop(files);
+    while disk.finish() {}
+    assert_eq!(told.load(Ordering::SeqCst), 4);
+}
