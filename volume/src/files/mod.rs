@@ -345,6 +345,12 @@ impl Files {
         self.core.flush(caller, |_| Ok(()));
     }
 
+    /// From now on no call waits for the disk, and every call fails. For an end that cannot wait for a volume which
+    /// waits for its servers.
+    pub fn close(&self) {
+        self.core.close();
+    }
+
     fn next_unsettled(&self) -> Option<u64> {
         let state = self.core.state();
         self.core.check().ok().and_then(|()| state.names.unsettled())
