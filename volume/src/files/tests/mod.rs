@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod directory;
+mod following;
 mod memory;
 mod under_way;
 

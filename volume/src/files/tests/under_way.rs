@@ -129,7 +129,7 @@ fn a_call_that_waits_for_room_is_ended() {
         scope.spawn(|| {
             for number in 0..20 {
                 let failed = Arc::clone(&failed);
-                files.write(ino, number % 2 << 22, Bytes::from(vec![1; 4 << 20]), move |result| {
+                files.write(ino, (number % 2) << 22, Bytes::from(vec![1; 4 << 20]), move |result| {
                     failed.fetch_add(result.is_err().into(), Ordering::SeqCst);
                 });
             }
