@@ -17,6 +17,7 @@
 //! What carries it, two sisters:
 //!
 //! - `device`: threads that read `/dev/fuse`, each with a descriptor of its own (`clone`).
+//! - `ring`: threads that share queues with the kernel, each on a processor of its own.
 //!
 //! What holds it together:
 //!
@@ -46,6 +47,7 @@ pub mod notify;
 pub mod payload;
 pub mod reply;
 pub mod request;
+mod ring;
 pub mod session;
 
 pub use abi::ROOT;

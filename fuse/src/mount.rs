@@ -120,6 +120,10 @@ impl Mounted {
     }
 }
 
+fn is(error: &io::Error, errno: Errno) -> bool {
+    error.raw_os_error() == Some(errno.raw_os_error())
+}
+
 fn is_plain(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_'
 }
@@ -131,7 +135,8 @@ fn prepare(directory: &Path, subtype: &str) -> Result<PathBuf, StartError> {
     match std::fs::metadata(&found) {
         Ok(metadata) if metadata.is_dir() => Ok(found),
         Ok(_) => Err(failed(io::ErrorKind::NotADirectory.into())),
-        Err(error) if error.raw_os_error() == Some(Errno::NOTCONN.raw_os_error()) => {
+        // The second one as long as the dead process's ring is taken down.
+        Err(error) if [Errno::NOTCONN, Errno::CONNABORTED].iter().any(|errno| is(&error, *errno)) => {
             let line = Line::of(&found).map_err(failed)?;
             if line.is_none_or(|line| line.kind != format!("fuse.{subtype}")) {
                 return Err(StartError::Dead { directory: found });

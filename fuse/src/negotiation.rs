@@ -41,7 +41,6 @@ impl Offer {
         Some(Offer { major, minor, readahead_bytes, flags: low | u64::from(high) << 32 })
     }
 
-    #[allow(dead_code)] // the ring is to come
     /// Whether the kernel has its rings for us.
     pub(crate) fn has_ring(&self) -> bool {
         self.flags & init::OVER_IO_URING != 0
@@ -96,8 +95,8 @@ pub(crate) fn page_bytes() -> u32 {
     rustix::param::page_size() as u32
 }
 
-/// Requests for which no process waits, such as readahead, that may be under way: five times the kernel's default, as
-/// a volume answers over a network.
+/// Requests for which no process waits, such as readahead, that may be under way: five times the kernel's default,
+/// as a volume answers over a network.
 const MOST_BACKGROUND: u16 = 64;
 
 /// With so many, readahead pauses.

@@ -17,7 +17,6 @@ enum Place<'a> {
     Borrowed(&'a [u8]),
     /// In a buffer that can be given away instead of being copied.
     Buffer { buffer: &'a mut Buffer, range: Range<usize> },
-    #[allow(dead_code)] // the ring is to come
     /// In the caller's memory.
     Provided { memory: &'a Memory, range: Range<u64> },
 }
@@ -33,7 +32,6 @@ impl<'a> Payload<'a> {
         Payload(Place::Buffer { buffer, range })
     }
 
-    #[allow(dead_code)] // the ring is to come
     /// A range of the memory that the caller provided.
     pub(crate) fn provided(memory: &'a Memory, range: Range<u64>) -> Payload<'a> {
         Payload(Place::Provided { memory, range })
@@ -100,11 +98,7 @@ pub struct Sink<'a> {
 
 pub(crate) enum SinkPlace<'a> {
     Slice(&'a mut [u8]),
-    #[allow(dead_code)] // the ring is to come
-    Provided {
-        memory: &'a Memory,
-        at: u64,
-    },
+    Provided { memory: &'a Memory, at: u64 },
 }
 
 impl<'a> Sink<'a> {
@@ -156,8 +150,8 @@ impl<'a> Sink<'a> {
     }
 }
 
-/// Memory for requests, which is used again. New memory costs the system more than the copy into it: every page of it
-/// is mapped and filled with zeros first.
+/// Memory for requests, which is used again. New memory costs the system more than the copy into it: every page of
+/// it is mapped and filled with zeros first.
 #[derive(Debug)]
 pub(crate) struct Buffers {
     free: Mutex<Vec<Vec<u8>>>,

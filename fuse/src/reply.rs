@@ -256,8 +256,8 @@ impl ListingPlus {
         ListingPlus(Listing::new(room))
     }
 
-    /// Adds an entry. Returns whether there was room. With `known` the kernel knows the inode as by a lookup: it will
-    /// be forgotten as often. `.` and `..` are listed without.
+    /// Adds an entry. Returns whether there was room. With `known` the kernel knows the inode as by a lookup: it
+    /// will be forgotten as often. `.` and `..` are listed without.
     #[must_use = "an entry without room is to be listed by the next request"]
     pub fn push(&mut self, entry: &DirectoryEntry<'_>, known: Option<&Entry>) -> bool {
         let has_room = self.0.has_room(ENTRY_BYTES + DIRENT_BYTES + entry.name.len());

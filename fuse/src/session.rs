@@ -9,10 +9,12 @@
 //! When a session ends, for whatever reason, every request under way fails and no process waits for this one any
 //! more.
 
+use std::os::fd::AsFd;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -30,6 +32,7 @@ use crate::mount::{MountOptions, Mounted};
 use crate::negotiation::{Agreed, Offer, Wish, page_bytes};
 use crate::notify::Notifier;
 use crate::payload::Buffers;
+use crate::ring::{Mailbox, Queue, Rings};
 
 /// How a file system is served.
 #[derive(Clone)]
@@ -39,8 +42,8 @@ pub struct SessionOptions {
     /// Threads that read requests from the device, 1 to [`MOST_THREADS`]: calls of the file system that may be under
     /// way at a time, if it waits in them.
     pub threads: usize,
-    /// Requests come by io_uring, if the kernel has it and allows it. Otherwise a warning is logged, and they come by
-    /// the device.
+    /// Requests come by io_uring, if the kernel has it and allows it. Otherwise a warning is logged, and they come
+    /// by the device.
     pub ring: bool,
     /// The longest read and write in bytes: pages up to [`MOST_REQUEST_BYTES`].
     pub most_bytes: u32,
@@ -89,6 +92,8 @@ pub struct Session {
     threads: Vec<JoinHandle<()>>,
     agreed: Agreed,
     transport: Transport,
+    /// Until they have their threads.
+    queues: Vec<Queue>,
     is_ended: bool,
 }
 
@@ -103,6 +108,8 @@ struct Shared {
     changed: Condvar,
     /// The kernel sends nothing any more.
     is_over: AtomicBool,
+    /// Those of the rings, which are told so.
+    mailboxes: OnceLock<Vec<Arc<Mailbox>>>,
 }
 
 impl Session {
@@ -118,7 +125,7 @@ impl Session {
         check(options)?;
         let device = rustix::fs::open(DEVICE, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty());
         let device = device.map_err(|errno| StartError::Device(errno.into()))?;
-        let mounted = Mounted::new(directory, std::os::fd::AsFd::as_fd(&device), &options.mount)?;
+        let mounted = Mounted::new(directory, device.as_fd(), &options.mount)?;
         let first = Arc::new(Channel::new(device));
         let shared = Shared {
             file_system,
@@ -127,20 +134,23 @@ impl Session {
             running: Mutex::new(0),
             changed: Condvar::new(),
             is_over: false.into(),
+            mailboxes: OnceLock::new(),
         };
         let mut session = Session {
             shared: Arc::new(shared),
             threads: Vec::new(),
             agreed: Agreed { minor: 0, flags: 0, readahead_bytes: 0, most_bytes: 0 },
             transport: Transport::Device,
+            queues: Vec::new(),
             is_ended: false,
         };
         // From here on, an error unmounts.
-        session.agreed = session.negotiate(options)?;
-        if options.ring {
-            tracing::warn!("requests do not come by io_uring yet: they come by the device");
-        }
-        session.start_threads(options.threads)?;
+        (session.agreed, session.queues) = session.negotiate(options)?;
+        session.start_rings()?;
+        session.start_threads(match session.transport {
+            Transport::Device => options.threads,
+            Transport::Ring => 1,
+        })?;
         Ok(session)
     }
 
@@ -179,7 +189,7 @@ impl Session {
         self.finish()
     }
 
-    fn negotiate(&self, options: &SessionOptions) -> Result<Agreed, StartError> {
+    fn negotiate(&self, options: &SessionOptions) -> Result<(Agreed, Vec<Queue>), StartError> {
         let failed =
             |why: String| StartError::Negotiation { directory: self.shared.mounted.directory().to_owned(), why };
         let mut request = vec![0; buffer_bytes(options.most_bytes)];
@@ -199,16 +209,76 @@ impl Session {
         let (Some(header), Some(offer)) = (header, offer) else {
             return Err(failed("its first request is not INIT".into()));
         };
+        // What is agreed cannot be taken back, so the rings are there before.
+        let rings = if options.ring { self.rings(&offer, options) } else { None };
+        let (most_bytes, queues) = rings.map_or((options.most_bytes, Vec::new()), |r| (r.most_bytes, r.queues));
         let wish = Wish {
-            most_bytes: options.most_bytes,
+            most_bytes,
             write_back: options.write_back && !options.mount.read_only,
             lists_attributes: options.lists_attributes,
-            ring: false,
+            ring: !queues.is_empty(),
         };
         let agreed = offer.agree(&wish)?;
         let answer = agreed.encode();
         self.shared.first.write(header.unique, 0, &[&answer]).map_err(|errno| failed(errno.to_string()))?;
-        Ok(agreed)
+        Ok((agreed, queues))
+    }
+
+    /// Rings, if they are possible.
+    fn rings(&self, offer: &Offer, options: &SessionOptions) -> Option<Rings> {
+        let rings = match offer.has_ring() {
+            true => Rings::new(options.most_bytes, options.memory.as_ref()).map_err(|error| error.to_string()),
+            false => Err(format!("the kernel does not offer it (Linux 6.14, and {RING_SETTING} must be Y)")),
+        };
+        rings.map_err(|why| self.falls_back(&why)).ok()
+    }
+
+    fn falls_back(&self, why: &str) {
+        let directory = self.directory().display();
+        tracing::warn!(%directory, "requests come by {DEVICE}, which is slower, and not by io_uring: {why}");
+    }
+
+    /// Gives each ring its thread, and waits until the kernel uses them.
+    fn start_rings(&mut self) -> Result<(), StartError> {
+        let queues = std::mem::take(&mut self.queues);
+        if queues.is_empty() {
+            return Ok(());
+        }
+        let _ = self.shared.mailboxes.set(queues.iter().map(|queue| Arc::clone(queue.mailbox())).collect());
+        let (number, (sender, receiver)) = (queues.len(), channel());
+        for mut queue in queues {
+            let (sender, first) = (sender.clone(), Arc::clone(&self.shared.first));
+            let started = self.spawn("fuse-ring", move |shared| {
+                let registered = queue.register(first.device().as_fd());
+                let is_registered = registered.is_ok();
+                let _ = sender.send(registered);
+                if is_registered {
+                    queue.serve(first.device().as_fd(), &*shared.file_system);
+                }
+                // A ring may end before the connection does.
+                false
+            });
+            let directory = || self.shared.mounted.directory().to_owned();
+            started.map_err(|source| StartError::Threads { directory: directory(), source })?;
+        }
+        let until = Instant::now() + NEGOTIATION_LIMIT;
+        for _ in 0..number {
+            match receiver.recv_timeout(until.saturating_duration_since(Instant::now())) {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) => {
+                    // The kernel then uses the device for all requests.
+                    self.falls_back(&format!("the kernel refuses the rings: {error}"));
+                    self.shared.close_rings();
+                    return Ok(());
+                }
+                Err(error) => {
+                    let (directory, why) = (self.directory().to_owned(), format!("its rings do not start: {error}"));
+                    return Err(StartError::Negotiation { directory, why });
+                }
+            }
+        }
+        self.transport = Transport::Ring;
+        Ok(())
     }
 
     /// Waits for a request.
@@ -228,7 +298,10 @@ impl Session {
         for thread in 0..number {
             let started = self.channel(thread).and_then(|channel| {
                 let buffers = Arc::clone(&buffers);
-                self.spawn("fuse-device", move |shared| device::serve(&channel, &*shared.file_system, &buffers))
+                self.spawn("fuse-device", move |shared| {
+                    device::serve(&channel, &*shared.file_system, &buffers);
+                    true
+                })
             });
             let directory = || self.shared.mounted.directory().to_owned();
             started.map_err(|source| StartError::Threads { directory: directory(), source })?;
@@ -242,15 +315,16 @@ impl Session {
         if thread == 0 {
             return Ok(Arc::clone(first));
         }
-        Ok(Arc::new(Channel::new(clone(std::os::fd::AsFd::as_fd(first.device()))?)))
+        Ok(Arc::new(Channel::new(clone(first.device().as_fd())?)))
     }
 
-    fn spawn(&mut self, name: &str, serve: impl FnOnce(&Shared) + Send + 'static) -> std::io::Result<()> {
+    /// Starts a thread. It says whether the connection is over when it ends.
+    fn spawn(&mut self, name: &str, serve: impl FnOnce(&Shared) -> bool + Send + 'static) -> std::io::Result<()> {
         let shared = Arc::clone(&self.shared);
         *self.shared.running() += 1;
         let thread = std::thread::Builder::new().name(name.into()).spawn(move || {
-            let _ends = Ends(&shared);
-            serve(&shared);
+            let mut ends = Ends { shared: &shared, is_over: true };
+            ends.is_over = serve(&shared);
         });
         match thread {
             Ok(thread) => self.threads.push(thread),
@@ -363,6 +437,10 @@ impl Shared {
         }
     }
 
+    fn close_rings(&self) {
+        self.mailboxes.get().into_iter().flatten().for_each(|mailbox| mailbox.close());
+    }
+
     /// Waits while it is so of the number of threads, but not longer than `limit`. Returns whether it is not so.
     fn wait_while(&self, limit: Duration, mut is_so: impl FnMut(usize) -> bool) -> bool {
         let waited = self.changed.wait_timeout_while(self.running(), limit, |running| is_so(*running));
@@ -376,18 +454,26 @@ impl Shared {
 }
 
 /// Counts a thread until it ends.
-struct Ends<'a>(&'a Shared);
+struct Ends<'a> {
+    shared: &'a Shared,
+    /// The connection is over then.
+    is_over: bool,
+}
 
 impl Drop for Ends<'_> {
     fn drop(&mut self) {
+        let shared = self.shared;
         if std::thread::panicking() {
             // What the call has left behind is not known, so nothing more is asked of this file system.
-            tracing::error!(directory = %self.0.mounted.directory().display(), "a call of a file system has panicked");
-            self.0.abort();
+            tracing::error!(directory = %shared.mounted.directory().display(), "a call of a file system has panicked");
+            shared.abort();
         }
-        self.0.is_over.store(true, Ordering::Release);
-        *self.0.running() -= 1;
-        self.0.changed.notify_all();
+        if self.is_over {
+            shared.is_over.store(true, Ordering::Release);
+            shared.close_rings();
+        }
+        *shared.running() -= 1;
+        shared.changed.notify_all();
     }
 }
 
@@ -412,6 +498,9 @@ const HEADS_BYTES: usize = 4096;
 
 /// How long the kernel may take for its first request. It sends it when it mounts.
 const NEGOTIATION_LIMIT: Duration = Duration::from_secs(10);
+
+/// By which the kernel's administrator allows io_uring for FUSE.
+const RING_SETTING: &str = "/sys/module/fuse/parameters/enable_uring";
 
 /// How long the connection may outlast its mount when no process of this namespace uses it.
 const LAST_USE_LIMIT: Duration = Duration::from_secs(1);

@@ -42,6 +42,7 @@ pub mod process;
 pub mod random;
 pub mod rdma;
 pub mod require;
+pub mod ring_allowed;
 pub mod scratch;
 pub mod server;
 pub mod tls;

@@ -11,6 +11,7 @@
 use crate::net;
 use crate::notes::{print, this_test};
 use crate::rdma::RdmaVm;
+use crate::ring_allowed::RingAllowed;
 use crate::server::Kind;
 
 /// Redis 7.
@@ -47,6 +48,15 @@ pub fn fuse() -> Option<()> {
     match std::fs::OpenOptions::new().read(true).write(true).open("/dev/fuse") {
         Ok(_) => Some(()),
         Err(error) => skip(&format!("needs /dev/fuse ({error}); load the kernel's module `fuse`")),
+    }
+}
+
+/// File systems of this process by io_uring: the kernel has it, and allows it for as long as the value lives.
+pub fn fuse_ring() -> Option<RingAllowed> {
+    fuse()?;
+    match RingAllowed::new() {
+        Ok(allowed) => Some(allowed),
+        Err(why) => skip(&format!("needs FUSE over io_uring ({why}): Linux 6.14, and root may allow it")),
     }
 }
 

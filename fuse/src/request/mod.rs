@@ -11,7 +11,7 @@ mod parse;
 
 use crate::payload::Payload;
 use crate::reply::{FileKind, Timestamp};
-pub use parse::{operation_bytes, parse};
+pub use parse::{operation_bytes, parse, parse_write};
 
 /// The longest name, as in most file systems.
 pub const MOST_NAME_BYTES: usize = 255;

@@ -35,6 +35,23 @@ pub fn parse<'a>(header: &InHeader, operation: &'a [u8], payload: &'a [u8]) -> R
     parsed.unwrap_or(Err(Errno::INVAL))
 }
 
+/// Reads the fields of a write, of which so many bytes are there.
+///
+/// # Errors
+/// As for [`parse`].
+pub fn parse_write(header: &InHeader, operation: &[u8], length: usize) -> Result<WriteFields, Errno> {
+    let wanted = operation_bytes(op::WRITE);
+    let fields = Fields(operation.get(..wanted).ok_or(Errno::INVAL)?);
+    let mut parser = Parser { header, fields, payload: Fields(&[]) };
+    let fields = parser.place().and_then(|place| Some((place, parser.fields.u32()?)));
+    let ((handle, offset, size), flags) = fields.ok_or(Errno::INVAL)?;
+    if length < size as usize {
+        return Err(Errno::INVAL);
+    }
+    range(offset, size.into())?;
+    Ok(WriteFields { node: header.node, handle, offset, size, is_from_cache: flags & abi::WRITE_CACHE != 0 })
+}
+
 struct Parser<'h, 'a> {
     header: &'h InHeader,
     fields: Fields<'a>,
@@ -88,7 +105,7 @@ impl<'a> Parser<'_, 'a> {
                 let (handle, offset, size) = self.place()?;
                 range(offset, size.into()).map(|()| Request::Read(Read { node, handle, offset, size }))
             }
-            op::WRITE => return self.write(),
+            op::WRITE => parse_write(self.header, self.fields.0, self.payload.0.len()).map(Request::Write),
             op::READDIR | op::READDIRPLUS => {
                 // An offset is the file system's own number.
                 let (handle, offset, size) = self.place()?;
@@ -197,17 +214,6 @@ impl<'a> Parser<'_, 'a> {
         };
         let (name, new_name) = (self.name()?, self.name()?);
         Ok(Request::Rename(Rename { parent: self.header.node, name, new_parent, new_name, how }))
-    }
-
-    fn write(mut self) -> Option<Result<Request<'a>, Errno>> {
-        let (handle, offset, size) = self.place()?;
-        let is_from_cache = self.fields.u32()? & abi::WRITE_CACHE != 0;
-        if self.payload.0.len() < size as usize {
-            return Some(Err(Errno::INVAL));
-        }
-        let node = self.header.node;
-        let write = WriteFields { node, handle, offset, size, is_from_cache };
-        Some(range(offset, size.into()).map(|()| Request::Write(write)))
     }
 
     fn place(&mut self) -> Option<(u64, u64, u32)> {

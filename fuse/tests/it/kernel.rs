@@ -14,7 +14,7 @@ use crate::mounted::{Mounted, VALID, options};
 fn it_sees_what_has_changed_without_it_when_it_is_told() {
     let Some(()) = require::fuse() else { return };
     let files = Arc::new(MemoryFileSystem::new(VALID));
-    let mounted = Mounted::of(Arc::clone(&files) as Arc<dyn FileSystem>);
+    let mounted = Mounted::with(Arc::clone(&files) as Arc<dyn FileSystem>, &options());
     let path = mounted.at().join("file");
     fs::write(&path, [1; 5000]).unwrap();
     let file = File::open(&path).unwrap();

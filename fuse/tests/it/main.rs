@@ -7,3 +7,4 @@ mod kernel;
 mod late;
 mod mounted;
 mod names;
+mod ring;

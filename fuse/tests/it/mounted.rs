@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use remora_fuse::memory::MemoryFileSystem;
-use remora_fuse::{FileSystem, Session, SessionOptions};
+use remora_fuse::{FileSystem, Session, SessionOptions, Transport};
 use remora_lab::{require, scratch};
+use remora_memory::{Memory, Pages};
 
 use crate::late::Elsewhere;
 
@@ -18,10 +19,6 @@ pub struct Mounted {
 }
 
 impl Mounted {
-    pub fn of(file_system: Arc<dyn FileSystem>) -> Mounted {
-        Mounted::with(file_system, &options())
-    }
-
     pub fn with(file_system: Arc<dyn FileSystem>, options: &SessionOptions) -> Mounted {
         let folder = scratch::folder("fuse").unwrap();
         let session = Session::start(folder.path(), file_system, options).unwrap();
@@ -42,24 +39,44 @@ pub fn options() -> SessionOptions {
 /// For how long the kernel may believe what it was told.
 pub const VALID: Duration = Duration::from_secs(60);
 
-/// Runs a test with every transport, with and without the kernel's cache of writes, with a file system that answers
-/// at once and one that answers in other threads.
-pub fn in_every_way(test: impl Fn(&Path, &Arc<MemoryFileSystem>)) {
+/// Runs a test by the device, and by the ring where the kernel has it.
+pub fn by_each_transport(test: impl Fn(&SessionOptions)) {
     if require::fuse().is_none() {
         return;
     }
-    for (write_back, is_late) in [(false, false), (true, false), (false, true), (true, true)] {
-        println!("write back: {write_back}, late: {is_late}"); // shown only when the test panics
-        let files = Arc::new(MemoryFileSystem::new(VALID));
-        let served: Arc<dyn FileSystem> = if is_late {
-            Arc::new(Elsewhere::new(Arc::clone(&files) as Arc<dyn FileSystem>, 2))
-        } else {
-            Arc::clone(&files) as Arc<dyn FileSystem>
-        };
-        let mounted = Mounted::with(served, &SessionOptions { write_back, ..options() });
-        test(mounted.at(), &files);
-        mounted.session.end().unwrap();
-    }
+    test(&options());
+    let Some(_allowed) = require::fuse_ring() else { return };
+    println!("by the ring"); // shown only when the test panics
+    test(&SessionOptions { ring: true, ..options() });
+}
+
+/// Runs a test with every transport, with and without the kernel's cache of writes, with a file system that
+/// answers at once and one that answers in other threads, and with payloads in the session's memory and in the
+/// test's.
+pub fn in_every_way(test: impl Fn(&Path, &Arc<MemoryFileSystem>)) {
+    by_each_transport(|options| {
+        for (write_back, is_late, is_shared) in [
+            (false, false, false),
+            (true, false, false),
+            (false, true, false),
+            (true, true, true),
+            (false, false, true),
+        ] {
+            println!("write back: {write_back}, late: {is_late}, memory given: {is_shared}");
+            let files = Arc::new(MemoryFileSystem::new(VALID));
+            let served: Arc<dyn FileSystem> = if is_late {
+                Arc::new(Elsewhere::new(Arc::clone(&files) as Arc<dyn FileSystem>, 2))
+            } else {
+                Arc::clone(&files) as Arc<dyn FileSystem>
+            };
+            let memory = is_shared.then(|| Arc::new(Memory::create("fuse-test", 16 << 20, Pages::Small).unwrap()));
+            let mounted = Mounted::with(served, &SessionOptions { write_back, memory, ..options.clone() });
+            let expected = if options.ring { Transport::Ring } else { Transport::Device };
+            assert_eq!(mounted.session.transport(), expected);
+            test(mounted.at(), &files);
+            mounted.session.end().unwrap();
+        }
+    });
 }
 
 /// Waits for a condition.

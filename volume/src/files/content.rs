@@ -295,10 +295,12 @@ fn clear_part(
     }
     for piece in cleared(&state.names, ino, &range)? {
         if let Some(at) = piece.at {
-            zeros((piece.count * BLOCK) as usize).enumerate().for_each(|(number, part)| {
-                let at = at + number as u64 * part.len() as u64 / BLOCK;
+            let mut at = at;
+            for part in zeros((piece.count * BLOCK) as usize) {
+                let blocks = part.len() as u64 / BLOCK;
                 write.add(at, part);
-            });
+                at += blocks;
+            }
         }
     }
     Ok(last)

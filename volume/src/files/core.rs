@@ -289,6 +289,7 @@ impl Core {
     /// From now on nothing goes on, and no thread of the disk is here.
     pub(super) fn close(&self) {
         self.is_closed.store(true, Ordering::SeqCst);
+        self.gate.close();
         while self.visitors.load(Ordering::SeqCst) > 0 {
             std::thread::yield_now(); // a visitor waits for nothing
         }

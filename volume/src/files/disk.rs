@@ -42,8 +42,10 @@ impl Disk for Volume {
                 done(result);
             }
         });
-        // Then it was not called.
-        if let (Err(error), Some(done)) = (submitted, take(&done)) {
+        // Then it is not called.
+        if let Err(error) = submitted
+            && let Some(done) = take(&done)
+        {
             done(Err(error));
         }
     }

@@ -9,7 +9,8 @@
 //! - `disk`: the blocks below. **Start here.**
 //! - `core`: the lock, and what is under way; `outgoing`: requests in their order.
 //! - `parts`: which blocks a range of a file is; `content`: changes of what is in files; `reading`.
-//! - `opening`: a volume gets files, or has some. `error`: why something cannot be done.
+//! - `opening`: a volume gets files, or has some. `follower`: files on a host that only reads.
+//! - `error`: why something cannot be done.
 //!
 //! What is asked of names alone is answered at once. A change is answered when the volume has acknowledged it: then it
 //! survives what an acknowledged write of the volume survives. After [`Files::fsync`] everything before it survives
@@ -23,6 +24,7 @@ mod content;
 mod core;
 mod disk;
 mod error;
+mod follower;
 mod opening;
 mod outgoing;
 mod parts;
@@ -39,6 +41,7 @@ use self::content::check_end;
 use self::core::Core;
 pub use self::disk::{Disk, DiskDone};
 pub use self::error::FilesError;
+pub use self::follower::{Blocks, BlocksError, CopyBlocks, Follower};
 use self::parts::Content;
 use crate::names::layout::CLUSTER_BYTES;
 use crate::names::{Attr, Listed, MOST_ALLOCATED, NamesError, New, Rename, SetAttributes, Usage};
@@ -343,6 +346,12 @@ impl Files {
         }
         let caller = self.core.caller(CHANGE_BYTES, done);
         self.core.flush(caller, |_| Ok(()));
+    }
+
+    /// From now on no call waits for the disk, and every call fails. For an end that cannot wait for a volume which
+    /// waits for its servers.
+    pub fn close(&self) {
+        self.core.close();
     }
 
     fn next_unsettled(&self) -> Option<u64> {

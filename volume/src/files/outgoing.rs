@@ -56,8 +56,15 @@ impl Outgoing {
 /// completes requests with.
 #[derive(Default)]
 pub(super) struct Gate {
-    under_way: Mutex<usize>,
+    room: Mutex<Room>,
     changed: Condvar,
+}
+
+#[derive(Default)]
+struct Room {
+    under_way: usize,
+    /// Nothing waits any more.
+    is_closed: bool,
 }
 
 /// Bytes that may be under way: less than a volume takes without waiting.
@@ -67,22 +74,28 @@ const _: () =
     assert!(MOST_BYTES < LEAST_SUBMITTED_BYTES && super::MOST_WRITE_BYTES + 4 * super::CHANGE_BYTES < MOST_BYTES);
 
 impl Gate {
-    /// Waits until there is room for so many bytes.
+    /// Waits until there is room for so many bytes, or the gate is closed.
     pub(super) fn enter(&self, bytes: usize) {
-        let mut under_way = self.under_way();
-        while *under_way + bytes > MOST_BYTES {
-            under_way = self.changed.wait(under_way).unwrap_or_else(PoisonError::into_inner);
+        let mut room = self.room();
+        while room.under_way + bytes > MOST_BYTES && !room.is_closed {
+            room = self.changed.wait(room).unwrap_or_else(PoisonError::into_inner);
         }
-        *under_way += bytes;
+        room.under_way += bytes;
     }
 
     /// So many bytes are not under way any more.
     pub(super) fn leave(&self, bytes: usize) {
-        *self.under_way() -= bytes;
+        self.room().under_way -= bytes;
         self.changed.notify_all();
     }
 
-    fn under_way(&self) -> MutexGuard<'_, usize> {
-        self.under_way.lock().unwrap_or_else(PoisonError::into_inner)
+    /// From now on no thread waits.
+    pub(super) fn close(&self) {
+        self.room().is_closed = true;
+        self.changed.notify_all();
+    }
+
+    fn room(&self) -> MutexGuard<'_, Room> {
+        self.room.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

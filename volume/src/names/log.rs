@@ -140,6 +140,11 @@ impl LogReader {
         (self.at >= self.image_bytes).then_some(self.number)
     }
 
+    /// Where the last frame ends.
+    pub(super) fn at(&self) -> u64 {
+        self.at
+    }
+
     /// The blocks of the area that are needed next: the first one, and how many there are up to the area's end.
     pub(super) fn wants(&self) -> (u64, u64) {
         let first = (self.base + self.bytes.len() as u64) / BLOCK_BYTES as u64;

@@ -158,6 +158,16 @@ impl View {
         }
     }
 
+    /// Whether the image was read, and all that the log says is of it.
+    pub fn is_complete(&self) -> bool {
+        self.tree.is_complete()
+    }
+
+    /// How far it was read: the use of the area, and the place in it.
+    pub fn position(&self) -> (u64, u64) {
+        (self.head.lap, self.reader.at())
+    }
+
     /// Forgets the blocks behind the last frame: they may have been changed, and are wanted again.
     pub fn look_again(&mut self) {
         self.reader.look_again();

@@ -4,6 +4,7 @@
 mod calls;
 mod cluster;
 mod faults;
+mod files;
 mod growth;
 mod looks;
 mod nbd;

@@ -89,6 +89,12 @@ impl Memory {
         self.inner.lock().unwrap().blocks[block as usize * BLOCK_BYTES..][..BLOCK_BYTES].fill(0xdd);
     }
 
+    /// Reads a block as another host does, without a request.
+    pub(super) fn peek(&self, block: u64, into: &mut [u8]) {
+        let at = block as usize * BLOCK_BYTES;
+        into.copy_from_slice(&self.inner.lock().unwrap().blocks[at..at + into.len()]);
+    }
+
     pub(super) fn break_down(&self) {
         self.inner.lock().unwrap().is_broken = true;
     }

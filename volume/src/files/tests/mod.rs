@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod directory;
+mod following;
 mod memory;
 mod under_way;
 
@@ -230,6 +231,47 @@ fn holes_take_no_space_and_are_found() {
     assert!(data[..1000].iter().chain(&data[151_000..]).all(|byte| *byte == 1));
     assert!(data[1000..151_000].iter().all(|byte| *byte == 0));
     assert_eq!(found(0, true), Some(65_536));
+}
+
+/// Every place of both ends, in a block, a cluster and the file.
+#[test]
+fn what_is_punched_is_zeros_and_nothing_else_is() {
+    let disk = formatted(BLOCKS);
+    let files = open(&disk);
+    let ino = files.make(ROOT, "f");
+    let size = 3 * 65_536 + 5000;
+    let ends = [
+        0,
+        1,
+        4095,
+        4096,
+        4097,
+        8192,
+        61_440,
+        65_535,
+        65_536,
+        65_537,
+        69_632,
+        131_072,
+        139_264,
+        196_608,
+        200_000,
+        size,
+        size + 1,
+        300_000,
+    ];
+    for (start, end) in
+        ends.iter().flat_map(|start| ends.iter().map(move |end| (*start, *end))).filter(|(start, end)| start < end)
+    {
+        files.put(ino, 0, &vec![1; size as usize]);
+        wait(|done| files.fallocate(ino, start, end - start, Allocate::Punch, done)).unwrap();
+        let data = files.all(ino);
+        let is_right = |(at, byte): (u64, &u8)| *byte == u8::from(!(start..end).contains(&at));
+        assert!(data.len() as u64 == size && (0..).zip(&data).all(is_right), "{start} to {end}");
+        if start % 3 == 0 {
+            assert_eq!(reopened(BLOCKS, &disk.history()).all(ino), data);
+        }
+    }
 }
 
 #[test]

@@ -120,6 +120,30 @@ fn writers_of_the_same_blocks_lose_nothing() {
     }
 }
 
+/// A volume may wait for its servers for ever. An end does not.
+#[test]
+fn a_call_that_waits_for_room_is_ended() {
+    let (disk, files, ino) = waiting(&[]);
+    let failed = Arc::new(AtomicUsize::new(0));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            for number in 0..20 {
+                let failed = Arc::clone(&failed);
+                files.write(ino, (number % 2) << 22, Bytes::from(vec![1; 4 << 20]), move |result| {
+                    failed.fetch_add(result.is_err().into(), Ordering::SeqCst);
+                });
+            }
+        });
+        while disk.waiting() < 5 {
+            thread::yield_now();
+        }
+        thread::sleep(std::time::Duration::from_millis(50));
+        assert!(disk.waiting() < 200 && failed.load(Ordering::SeqCst) == 0, "no more than there is room for");
+        files.close();
+    });
+    assert!(failed.load(Ordering::SeqCst) > 10);
+}
+
 /// What is not answered when the files are dropped is answered then.
 #[test]
 fn every_caller_is_told_something() {

@@ -1,0 +1,248 @@
+//! Uring: one io_uring, with the four things that are asked of it: register a slot, commit an answer, poll a
+//! descriptor, wait.
+//!
+//! Its queues are in memory that the kernel shares. One thread uses them. An entry of the submission queue has 128
+//! bytes, which are written field by field as `linux/io_uring.h` says.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use rustix::event::PollFlags;
+use rustix::io_uring::{
+    IORING_OFF_SQ_RING, IORING_OFF_SQES, IoringEnterFlags, IoringFeatureFlags, IoringOp, IoringSetupFlags,
+    io_uring_enter, io_uring_params, io_uring_setup,
+};
+use rustix::mm::{MapFlags, ProtFlags};
+
+use super::slot::{Completion, Slot};
+
+/// An io_uring.
+pub(super) struct Uring {
+    ring: OwnedFd,
+    queues: Map,
+    entries: Map,
+    layout: Layout,
+    /// Entries that were put and that the kernel has not taken.
+    put: u32,
+}
+
+/// Numbers of entries, and where in the queues things are.
+struct Layout {
+    submissions: u32,
+    submission_tail: u32,
+    array: usize,
+    completions: u32,
+    completion_head: u32,
+    completion_tail: u32,
+    completion: usize,
+}
+
+/// `FUSE_IO_URING_CMD_REGISTER`.
+const REGISTER: u32 = 1;
+
+/// `FUSE_IO_URING_CMD_COMMIT_AND_FETCH`.
+const COMMIT_AND_FETCH: u32 = 2;
+
+/// Bytes of an entry, with `IORING_SETUP_SQE128`.
+const ENTRY_BYTES: usize = 128;
+
+/// Bytes of a completion.
+const COMPLETION_BYTES: usize = 16;
+
+impl Uring {
+    /// With room for so many entries.
+    pub(super) fn new(entries: u32) -> io::Result<Uring> {
+        let mut params = io_uring_params::default();
+        params.flags = IoringSetupFlags::SQE128;
+        // SAFETY: The kernel writes `params` alone. No flag makes it use memory or descriptors that are given there.
+        let ring = unsafe { io_uring_setup(entries, &mut params) }?;
+        if !params.features.contains(IoringFeatureFlags::SINGLE_MMAP) {
+            return Err(io::Error::new(io::ErrorKind::Unsupported, "the kernel's io_uring is older than Linux 5.4"));
+        }
+        let layout = Layout {
+            submissions: params.sq_entries,
+            submission_tail: params.sq_off.tail,
+            array: params.sq_off.array as usize,
+            completions: params.cq_entries,
+            completion_head: params.cq_off.head,
+            completion_tail: params.cq_off.tail,
+            completion: params.cq_off.cqes as usize,
+        };
+        let array_end = layout.array + layout.submissions as usize * size_of::<u32>();
+        let completion_end = layout.completion + layout.completions as usize * COMPLETION_BYTES;
+        let queues = Map::new(ring.as_fd(), array_end.max(completion_end), IORING_OFF_SQ_RING)?;
+        let entries = Map::new(ring.as_fd(), layout.submissions as usize * ENTRY_BYTES, IORING_OFF_SQES)?;
+        Ok(Uring { ring, queues, entries, layout, put: 0 })
+    }
+
+    /// Lends a slot to the kernel, for requests of a connection's queue. Returns whether it was put.
+    pub(super) fn register(&mut self, device: BorrowedFd<'_>, queue: u16, slot: &mut Slot) -> bool {
+        let Some(places) = self.has_room().then(|| slot.lend()).flatten() else { return false };
+        self.put(&command(device, REGISTER, places as u64, 2, slot.index(), queue, 0));
+        true
+    }
+
+    /// Gives the answer that is in a slot, and lends it again for the next request. Returns whether it was put.
+    pub(super) fn commit(&mut self, device: BorrowedFd<'_>, queue: u16, slot: &mut Slot, commit_id: u64) -> bool {
+        if !self.has_room() || slot.lend().is_none() {
+            return false;
+        }
+        self.put(&command(device, COMMIT_AND_FETCH, 0, 0, slot.index(), queue, commit_id));
+        true
+    }
+
+    /// Completes once the descriptor can be read. Returns whether it was put.
+    pub(super) fn poll(&mut self, descriptor: BorrowedFd<'_>, user_data: u64) -> bool {
+        let has_room = self.has_room();
+        if has_room {
+            let mut entry = entry(IoringOp::PollAdd, descriptor, user_data);
+            entry[28..32].copy_from_slice(&u32::from(PollFlags::IN.bits()).to_ne_bytes());
+            self.put(&entry);
+        }
+        has_room
+    }
+
+    /// Has the kernel take what was put, and waits for `least` completions.
+    pub(super) fn enter(&mut self, least: u32) -> io::Result<()> {
+        // SAFETY: The kernel reads entries that were put: they refer to a slot that it was lent, whose memory
+        // lives until it has completed the entry, or to a descriptor, by its number. It writes completions into
+        // `queues`, which is mapped as long as the ring is open.
+        match unsafe { io_uring_enter(&self.ring, self.put, least, IoringEnterFlags::GETEVENTS) } {
+            Ok(taken) => self.put -= taken.min(self.put),
+            Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN | rustix::io::Errno::BUSY) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+        Ok(())
+    }
+
+    /// The next completion.
+    pub(super) fn completed(&mut self) -> Option<Completion> {
+        let layout = &self.layout;
+        let (head, tail) = (self.queues.word(layout.completion_head)?, self.queues.word(layout.completion_tail)?);
+        let at = head.load(Ordering::Relaxed); // this thread alone writes it
+        if at == tail.load(Ordering::Acquire) {
+            return None;
+        }
+        let place = layout.completion + (at & (layout.completions - 1)) as usize * COMPLETION_BYTES;
+        let mut bytes = [0; COMPLETION_BYTES];
+        self.queues.copy_out(place, &mut bytes);
+        // The kernel may use the place again from now on.
+        head.store(at.wrapping_add(1), Ordering::Release);
+        let (user_data, rest) = bytes.split_at(8);
+        let user_data = user_data.try_into().map_or(u64::MAX, u64::from_ne_bytes);
+        let result = rest[..4].try_into().map_or(0, i32::from_ne_bytes);
+        // SAFETY: The kernel has put it into the completion queue, as the tail says, and it is taken once. No
+        // entry that is put here has several completions.
+        Some(unsafe { Completion::of_kernel(user_data, result) })
+    }
+
+    fn has_room(&self) -> bool {
+        self.put < self.layout.submissions
+    }
+
+    /// Puts an entry. The caller has asked for room.
+    fn put(&mut self, entry: &[u8; ENTRY_BYTES]) {
+        let layout = &self.layout;
+        let Some(tail) = self.queues.word(layout.submission_tail) else { return };
+        let at = tail.load(Ordering::Relaxed); // this thread alone writes it
+        let index = at & (layout.submissions - 1);
+        self.entries.copy_in(index as usize * ENTRY_BYTES, entry);
+        self.queues.copy_in(layout.array + index as usize * size_of::<u32>(), &index.to_ne_bytes());
+        // The kernel sees the entry before it sees the tail.
+        tail.store(at.wrapping_add(1), Ordering::Release);
+        self.put += 1;
+    }
+}
+
+fn entry(operation: IoringOp, descriptor: BorrowedFd<'_>, user_data: u64) -> [u8; ENTRY_BYTES] {
+    let mut entry = [0; ENTRY_BYTES];
+    entry[0] = operation as u8;
+    entry[4..8].copy_from_slice(&descriptor.as_raw_fd().to_ne_bytes());
+    entry[32..40].copy_from_slice(&user_data.to_ne_bytes());
+    entry
+}
+
+/// A command of FUSE: `fuse_uring_cmd_req` is at byte 48.
+fn command(
+    device: BorrowedFd<'_>,
+    command: u32,
+    address: u64,
+    length: u32,
+    index: usize,
+    queue: u16,
+    commit_id: u64,
+) -> [u8; ENTRY_BYTES] {
+    let mut entry = entry(IoringOp::UringCmd, device, index as u64);
+    entry[8..12].copy_from_slice(&command.to_ne_bytes());
+    entry[16..24].copy_from_slice(&address.to_ne_bytes());
+    entry[24..28].copy_from_slice(&length.to_ne_bytes());
+    entry[56..64].copy_from_slice(&commit_id.to_ne_bytes());
+    entry[64..66].copy_from_slice(&queue.to_ne_bytes());
+    entry
+}
+
+/// Memory of the ring that is shared with the kernel. It is accessed by copies and by atomic words, never by
+/// references to plain bytes.
+struct Map {
+    start: NonNull<u8>,
+    length: usize,
+}
+
+// SAFETY: A mapping belongs to the process, and any thread may access and remove it.
+unsafe impl Send for Map {}
+
+impl Map {
+    fn new(ring: BorrowedFd<'_>, length: usize, offset: u64) -> io::Result<Map> {
+        let (protection, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::POPULATE);
+        // SAFETY: The address is null, so the system chooses a free place and replaces no mapping. The ring is
+        // open, and has so many bytes at this offset, as its parameters say; the system refuses more.
+        let start = unsafe { rustix::mm::mmap(std::ptr::null_mut(), length, protection, flags, ring, offset) }?;
+        let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::AddrNotAvailable)?;
+        Ok(Map { start, length })
+    }
+
+    /// A word. `None` if it is not inside, or not aligned: the kernel does not give such an offset.
+    fn word(&self, offset: u32) -> Option<&AtomicU32> {
+        let offset = offset as usize;
+        if offset.checked_add(size_of::<u32>()).is_none_or(|end| end > self.length) {
+            return None;
+        }
+        let place = self.start.as_ptr().wrapping_add(offset).cast::<u32>();
+        if !place.is_aligned() {
+            return None;
+        }
+        // SAFETY: Aligned and inside the mapping, as just checked, which lives as long as the reference. This
+        // process accesses it by atomics alone, and the kernel in the same way.
+        Some(unsafe { AtomicU32::from_ptr(place) })
+    }
+
+    fn copy_in(&self, offset: usize, bytes: &[u8]) {
+        assert!(
+            offset.checked_add(bytes.len()).is_some_and(|end| end <= self.length),
+            "the kernel's queues are longer"
+        );
+        let place = self.start.as_ptr().wrapping_add(offset);
+        // SAFETY: The source is a slice, and the destination is inside the mapping, as just checked. They do not
+        // overlap, as no slice points into it. The kernel does not read these bytes before the tail says so.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), place, bytes.len()) };
+    }
+
+    fn copy_out(&self, offset: usize, into: &mut [u8]) {
+        assert!(offset.checked_add(into.len()).is_some_and(|end| end <= self.length), "the kernel's queues are longer");
+        let place = self.start.as_ptr().wrapping_add(offset);
+        // SAFETY: The source is inside the mapping, as just checked, and the destination is a slice. They do not
+        // overlap. The kernel does not write these bytes before the head says so.
+        unsafe { std::ptr::copy_nonoverlapping(place, into.as_mut_ptr(), into.len()) };
+    }
+}
+
+impl Drop for Map {
+    fn drop(&mut self) {
+        // SAFETY: `new` has mapped exactly these bytes, and no other code unmaps them. References into them borrow
+        // the map.
+        let unmapped = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.length) };
+        debug_assert!(unmapped.is_ok(), "unmapping what we mapped");
+    }
+}

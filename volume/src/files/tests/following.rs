@@ -1,0 +1,134 @@
+//! A host that only reads, while the files change.
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+
+use super::*;
+
+/// Reads block by block, so that a long read is of several moments.
+struct Looks {
+    disk: Arc<Mutex<Arc<Memory>>>,
+    history: Arc<AtomicU64>,
+}
+
+impl Blocks for Looks {
+    fn read(&mut self, first: u64, into: &mut [u8]) -> std::result::Result<u64, BlocksError> {
+        let disk = Arc::clone(&self.disk.lock().unwrap());
+        for (block, into) in (first..).zip(into.chunks_exact_mut(BLOCK_BYTES)) {
+            disk.peek(block, into);
+        }
+        Ok(self.history.load(Ordering::SeqCst))
+    }
+}
+
+fn follow(disk: &Arc<Memory>) -> Follower {
+    let looks = Looks { disk: Arc::new(Mutex::new(Arc::clone(disk))), history: Arc::default() };
+    Follower::open(Box::new(looks)).unwrap()
+}
+
+fn contents(follower: &mut Follower) -> BTreeMap<Vec<u8>, Vec<u8>> {
+    let mut found = Vec::new();
+    follower
+        .readdir(ROOT, 2, |entry| {
+            found.push((entry.name.to_vec(), entry.ino));
+            true
+        })
+        .unwrap();
+    let read =
+        |follower: &mut Follower, ino| follower.read(ino, 0, follower.getattr(ino).unwrap().size as u32).unwrap();
+    found.into_iter().map(|(name, ino)| (name, read(follower, ino))).collect()
+}
+
+#[test]
+fn what_the_writer_has_said_is_seen_with_the_next_look() {
+    let disk = formatted(1024);
+    let files = open(&disk);
+    let mut follower = follow(&disk);
+    assert!(!follower.poll().unwrap());
+    let ino = files.make(ROOT, "f");
+    files.put(ino, 100, b"hello");
+    assert!(follower.poll().unwrap() && !follower.poll().unwrap());
+    let size = follower.getattr(ino).unwrap().size;
+    assert_eq!((size, follower.read(ino, 98, 100).unwrap()), (105, b"\0\0hello".to_vec()));
+    assert_eq!(follower.statfs(), files.statfs());
+    // So many changes that images are written; some looks come in time, and some after an area was used again.
+    for round in 0..120_u64 {
+        for number in 0..40 * (round % 7) {
+            let name = format!("file-{}", number % 9);
+            match files.lookup(ROOT, name.as_bytes()) {
+                Ok(_) => wait(|done| files.unlink(ROOT, name.as_bytes(), done)).unwrap(),
+                Err(_) => {
+                    let ino = files.make(ROOT, &name);
+                    files.put(ino, number * 5000, &[round as u8; 10]);
+                }
+            }
+        }
+        follower.poll().unwrap();
+        assert_eq!(contents(&mut follower), contents(&mut follow(&disk)), "round {round}");
+        assert_eq!(follower.statfs(), files.statfs());
+    }
+}
+
+/// A file's bytes are its own, while clusters go from one file to the other all the time.
+#[test]
+fn what_is_read_is_of_the_file() {
+    let disk = formatted(1024);
+    let files = open(&disk);
+    let inodes: Vec<u64> = (0..4).map(|number| files.make(ROOT, &format!("f{number}"))).collect();
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            for round in 0..400_u64 {
+                let file = (round % 4) as usize;
+                files.cut(inodes[file], 0);
+                files.put(inodes[file], 0, &vec![file as u8 + 1; 300_000 + (round % 13) as usize * 30_000]);
+            }
+            is_over.store(true, Ordering::SeqCst);
+        });
+        let mut follower = follow(&disk);
+        let (mut round, mut bytes) = (0_usize, 0);
+        while !is_over.load(Ordering::SeqCst) {
+            let file = round % 4;
+            round += 1;
+            follower.poll().unwrap();
+            // A reader may find that the file is changed each time.
+            if let Ok(data) = follower.read(inodes[file], 10_000, 400_000) {
+                assert!(data.iter().all(|byte| usize::from(*byte) == file + 1), "round {round}");
+                bytes += data.len();
+            }
+        }
+        assert!(bytes > 1_000_000, "{bytes} bytes in {round} reads");
+    });
+}
+
+/// The next writer has undone what was seen.
+#[test]
+fn another_history_is_read_from_its_beginning() {
+    let disk = formatted(BLOCKS);
+    let files = open(&disk);
+    let ino = files.make(ROOT, "f");
+    let history = disk.history();
+    files.put(ino, 0, b"undone");
+    wait(|done| files.rename((ROOT, b"f"), (ROOT, b"g"), Rename::Replace, done)).unwrap();
+    let shown = Arc::new(Mutex::new(Arc::clone(&disk)));
+    let number = Arc::new(AtomicU64::new(1));
+    let looks = Looks { disk: Arc::clone(&shown), history: Arc::clone(&number) };
+    let mut follower = Follower::open(Box::new(looks)).unwrap();
+    assert_eq!(follower.read(ino, 0, 10).unwrap(), b"undone");
+    let other = Memory::after(BLOCKS, &history, false);
+    let files = open(&other);
+    files.put(ino, 0, b"new");
+    *shown.lock().unwrap() = other;
+    number.store(2, Ordering::SeqCst);
+    assert!(follower.poll().unwrap());
+    assert_eq!((follower.lookup(ROOT, b"f").unwrap().ino, follower.read(ino, 0, 10).unwrap()), (ino, b"new".to_vec()));
+}
+
+#[test]
+fn a_volume_without_files_is_said_to_be_one() {
+    let looks = Looks { disk: Arc::new(Mutex::new(Memory::new(1024))), history: Arc::default() };
+    let error = Follower::open(Box::new(looks)).err().unwrap();
+    assert!(matches!(error, FilesError::Head(HeadError::Empty)), "{error}");
+}
