@@ -726,12 +726,6 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes_are_names_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
-        fuzzing::area(&bytes);
-        fuzzing::raw_area(&bytes);
-    }
-
-    #[test]
     fn records_come_back(record in records()) {
         let mut bytes = Vec::new();
         record.encode(&mut bytes);
