@@ -1,5 +1,5 @@
-//! The bodies of the fuzz targets, which `cargo test` runs on every seed: any bytes must end in names or an error, never
-//! in a panic, an endless loop, or names that contradict themselves.
+//! The bodies of the fuzz targets, which `cargo test` runs on every seed: any bytes must end in names or an error,
+//! never in a panic, an endless loop, or names that contradict themselves.
 
 use super::layout::{Geometry, Head};
 use super::record::{FRAME_HEAD_BYTES, MOST_FRAME_BYTES, Place, Record, encode_frame};
@@ -18,8 +18,8 @@ fn geometry() -> Option<Geometry> {
 }
 
 /// An area, as it could be in a volume. Two bytes are where the image ends; the others are the area from its beginning.
-/// What is wrong with a checksum is seldom of interest, so the bytes are records only: each frame is a length, whose two
-/// bytes are followed by so many bytes of records.
+/// What is wrong with a checksum is seldom of interest, so the bytes are records only: each frame is a length, whose
+/// two bytes are followed by so many bytes of records.
 pub fn area(bytes: &[u8]) {
     let _ = loads(bytes); // a refusal is as good
 }
@@ -175,8 +175,8 @@ mod tests {
         }
     }
 
-    /// Seeds that are refused at once would exercise little: those whose names say nothing else are names, and they have
-    /// every kind of record.
+    /// Seeds that are refused at once would exercise little: those whose names say nothing else are names, and they
+    /// have every kind of record.
     #[test]
     fn the_seeds_are_names_of_every_kind() {
         let mut kinds = BTreeSet::new();
