@@ -350,9 +350,9 @@ impl Session {
     fn unmount(&self) -> Result<(), EndError> {
         let directory = || self.shared.mounted.directory().to_owned();
         let mut left = None;
-        let result = match self.shared.mounted.unmount() {
+        let result = match self.unmount_unused() {
             Ok(()) => Ok(()),
-            Err(error) if error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => {
+            Err(error) if is_busy(&error) => {
                 let written = self.write_back(&mut left);
                 // No process is to find files here that are not served.
                 let detached = self.shared.mounted.detach();
@@ -365,10 +365,10 @@ impl Session {
             Err(source) => Err(EndError::Mounted { directory: directory(), source }),
         };
         // Mount namespaces of other processes may still have it, or open files.
-        if self.shared.wait_while(if result.is_ok() { LAST_USE_LIMIT } else { Duration::ZERO }, |running| running > 0) {
-            return result;
+        let limit = if result.is_ok() { LAST_USE_LIMIT } else { Duration::ZERO };
+        if !self.shared.wait_while(limit, |running| running > 0) {
+            self.shared.abort();
         }
-        self.shared.abort();
         if let Some(mut process) = left {
             let until = Instant::now() + JOIN_LIMIT;
             while matches!(process.try_wait(), Ok(None)) && Instant::now() < until {
@@ -376,6 +376,18 @@ impl Session {
             }
         }
         result
+    }
+
+    /// Unmounts. Tries again for a while if it is in use: a process that starts another one shares all its open files
+    /// with it for a moment.
+    fn unmount_unused(&self) -> std::io::Result<()> {
+        let until = Instant::now() + USE_LIMIT;
+        loop {
+            match self.shared.mounted.unmount() {
+                Err(error) if is_busy(&error) && Instant::now() < until => std::thread::sleep(LOOK_AGAIN),
+                result => return result,
+            }
+        }
     }
 
     /// Has the kernel write its page cache back, for a limited time: the file system may not answer. Another process
@@ -477,6 +489,10 @@ impl Drop for Ends<'_> {
     }
 }
 
+fn is_busy(error: &std::io::Error) -> bool {
+    error.raw_os_error() == Some(Errno::BUSY.raw_os_error())
+}
+
 fn check(options: &SessionOptions) -> Result<(), StartError> {
     if !(1..=MOST_THREADS).contains(&options.threads) {
         return Err(StartError::Misuse("a session has 1 to 64 threads"));
@@ -504,6 +520,9 @@ const RING_SETTING: &str = "/sys/module/fuse/parameters/enable_uring";
 
 /// How long the connection may outlast its mount when no process of this namespace uses it.
 const LAST_USE_LIMIT: Duration = Duration::from_secs(1);
+
+/// How long a use of a mount may last that is not taken for one.
+const USE_LIMIT: Duration = Duration::from_millis(300);
 
 /// How long the page cache may take to be written back, when a file system in use is unmounted.
 const WRITE_BACK_LIMIT: Duration = Duration::from_secs(5);

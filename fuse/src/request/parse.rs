@@ -262,3 +262,118 @@ const SEEK_HOLE: u32 = 4;
 
 const RENAME_NOREPLACE: u32 = 1 << 0;
 const RENAME_EXCHANGE: u32 = 1 << 1;
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::abi::Put;
+
+    /// Reads a request whose fields are words of 4 and 8 bytes.
+    fn parsed<'a>(opcode: u32, fields: &'a [u8], payload: &'a [u8]) -> Result<Request<'a>, Errno> {
+        assert_eq!(fields.len(), operation_bytes(opcode), "operation {opcode}");
+        let header = InHeader { length: 0, opcode, unique: 1, node: NODE, uid: 3, gid: 4, pid: 5, extensions: 0 };
+        parse(&header, fields, payload)
+    }
+
+    const NODE: u64 = 77;
+    const CALLER: Caller = Caller { uid: 3, gid: 4, pid: 5 };
+
+    fn fields(put: impl FnOnce(&mut Vec<u8>)) -> Vec<u8> {
+        let mut fields = Vec::new();
+        put(&mut fields);
+        fields
+    }
+
+    fn name() -> impl Strategy<Value = Vec<u8>> {
+        prop::collection::vec(
+            any::<u8>().prop_filter("in names", |byte| !matches!(byte, 0 | b'/')),
+            1..=MOST_NAME_BYTES,
+        )
+        .prop_filter("dots", |name| name != b"." && name != b"..")
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_asked_of_names_arrives(
+            name in name(), other in name(), target in prop::collection::vec(1..=255_u8, 1..MOST_TARGET_BYTES), number: u64, mode: u32, flags in 0..3_u32
+        ) {
+            let (text, permissions) = ([&name[..], &[0]].concat(), mode & 0o7777);
+            let two = [&name[..], &[0], &other, &[0]].concat();
+            let with_target = [&name[..], &[0], &target, &[0]].concat();
+            let (name, parent) = (&name[..], NODE);
+            prop_assert_eq!(parsed(op::LOOKUP, &[], &text), Ok(Request::Lookup(Lookup { parent, name })));
+            let make = fields(|f| _ = f.put_u32(0o040_000 | permissions).put_u32(0o22));
+            let asked = MakeDirectory { parent, name, caller: CALLER, permissions };
+            prop_assert_eq!(parsed(op::MKDIR, &make, &text), Ok(Request::MakeDirectory(asked)));
+            let make = fields(|f| _ = f.put_u32(0o010_000 | permissions).put_u32(mode).put_u64(0));
+            let asked = MakeNode { parent, name, caller: CALLER, kind: FileKind::Pipe, permissions, device: mode };
+            prop_assert_eq!(parsed(op::MKNOD, &make, &text), Ok(Request::MakeNode(asked)));
+            let create = fields(|f| _ = f.put_u32(mode).put_u32(0o100_000 | permissions).put_u64(0));
+            let asked = Create { parent, name, caller: CALLER, permissions, flags: OpenFlags(mode) };
+            prop_assert_eq!(parsed(op::CREATE, &create, &text), Ok(Request::Create(asked)));
+            let asked = Link { node: number, parent, name };
+            let link = fields(|f| _ = f.put_u64(number));
+            prop_assert_eq!(parsed(op::LINK, &link, &text), Ok(Request::Link(asked)));
+            let asked = Symlink { parent, name, target: &target, caller: CALLER };
+            prop_assert_eq!(parsed(op::SYMLINK, &[], &with_target), Ok(Request::Symlink(asked)));
+            let how = [RenameHow::Replace, RenameHow::NoReplace, RenameHow::Exchange][flags as usize];
+            let asked = Rename { parent, name, new_parent: number, new_name: &other, how };
+            let rename = fields(|f| _ = f.put_u64(number).put_u32(flags).put_u32(0));
+            prop_assert_eq!(parsed(op::RENAME2, &rename, &two), Ok(Request::Rename(asked)));
+            let both = fields(|f| _ = f.put_u64(number).put_u64(3));
+            prop_assert_eq!(parsed(op::RENAME2, &both, &two), Err(Errno::INVAL), "NOREPLACE and EXCHANGE");
+        }
+
+        #[test]
+        fn what_is_asked_of_content_arrives(handle: u64, offset in 0..1_u64 << 62, size in 0..1_u32 << 20, other: u32) {
+            let place = fields(|f| _ = f.put_u64(handle).put_u64(offset).put_u32(size).put_u32(other).put_u64(0).put_u64(0));
+            let node = NODE;
+            prop_assert_eq!(parsed(op::READ, &place, &[]), Ok(Request::Read(Read { node, handle, offset, size })));
+            let is_from_cache = other & 1 != 0;
+            let written = WriteFields { node, handle, offset, size, is_from_cache };
+            let data = vec![0; size as usize];
+            prop_assert_eq!(parsed(op::WRITE, &place, &data), Ok(Request::Write(written)));
+            if size > 0 {
+                prop_assert_eq!(parsed(op::WRITE, &place, &data[1..]), Err(Errno::INVAL));
+            }
+            let allocate = fields(|f| _ = f.put_u64(handle).put_u64(offset).put_u64(u64::from(size) + 1).put_u32(other).put_u32(0));
+            let asked = Allocate { node, handle, offset, length: u64::from(size) + 1, mode: other };
+            prop_assert_eq!(parsed(op::FALLOCATE, &allocate, &[]), Ok(Request::Allocate(asked)));
+            let beyond = fields(|f| _ = f.put_u64(handle).put_u64(i64::MAX as u64).put_u32(size + 1).put_u32(0).put_u64(0).put_u64(0));
+            prop_assert_eq!(parsed(op::READ, &beyond, &[]), Err(Errno::FBIG));
+            let sync = fields(|f| _ = f.put_u64(handle).put_u32(other).put_u32(0));
+            prop_assert_eq!(parsed(op::FSYNC, &sync, &[]), Ok(Request::Fsync(Fsync { node, handle, data_only: is_from_cache })));
+        }
+
+        /// Each attribute arrives if its flag is set, and no other.
+        #[test]
+        fn attributes_arrive_as_their_flags_say(
+            valid in 0..0x800_u32, handle: u64, size in 0..1_u64 << 63, seconds: [i64; 3], nanoseconds in prop::array::uniform3(0..1_000_000_000_u32), mode: u32, uid: u32, gid: u32
+        ) {
+            let bytes = fields(|f| {
+                f.put_u32(valid).put_u32(0).put_u64(handle).put_u64(size).put_u64(0);
+                seconds.iter().for_each(|seconds| _ = f.put_u64(seconds.cast_unsigned()));
+                nanoseconds.iter().for_each(|nanoseconds| _ = f.put_u32(*nanoseconds));
+                f.put_u32(mode).put_u32(0).put_u32(uid).put_u32(gid).put_u32(0);
+            });
+            let has = |bit: u32| valid & 1 << bit != 0;
+            let at = |which: usize| Timestamp { seconds: seconds[which], nanoseconds: nanoseconds[which] };
+            let time = |which: usize, bit: u32, now: u32| match has(now) {
+                true => Some(NewTime::Now),
+                false => has(bit).then(|| NewTime::At(at(which))),
+            };
+            let expected = SetAttributes {
+                node: NODE, caller: CALLER,
+                permissions: has(0).then_some(mode & 0o7777),
+                uid: has(1).then_some(uid), gid: has(2).then_some(gid), size: has(3).then_some(size),
+                accessed: time(0, 4, 7), modified: time(1, 5, 8), handle: has(6).then_some(handle),
+                changed: has(10).then(|| at(2)),
+            };
+            prop_assert_eq!(parsed(op::SETATTR, &bytes, &[]), Ok(Request::SetAttributes(expected)));
+        }
+    }
+}

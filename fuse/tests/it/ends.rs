@@ -22,6 +22,11 @@ fn memory() -> Arc<MemoryFileSystem> {
     Arc::new(MemoryFileSystem::new(VALID))
 }
 
+/// By hand. Other tests start processes, which have their files open for a moment.
+fn unmount(at: &Path) {
+    until("it is unmounted", || Command::new("umount").arg(at).stderr(Stdio::null()).status().unwrap().success());
+}
+
 fn is_mounted(at: &Path) -> bool {
     let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
     mounts.lines().any(|line| line.split(' ').nth(1) == at.to_str())
@@ -63,7 +68,7 @@ fn a_file_system_in_use_is_written_back_and_taken_away() {
 fn it_is_noticed_when_others_unmount() {
     by_each_transport(|options| {
         let Mounted { folder, session } = Mounted::with(memory(), options);
-        assert!(Command::new("umount").arg(folder.path()).status().unwrap().success());
+        unmount(folder.path());
         assert!(session.wait(Duration::from_secs(10)));
         // What is mounted there by others meanwhile is not touched.
         let other = Session::start(folder.path(), memory(), options).unwrap();
@@ -223,7 +228,7 @@ fn what_a_killed_process_leaves_is_taken_away_by_the_next() {
         assert!(!is_mounted(folder.path()), "both are gone");
 
         drop(killed());
-        assert!(Command::new("umount").arg(folder.path()).status().unwrap().success(), "by hand");
+        unmount(folder.path());
     });
 }
 

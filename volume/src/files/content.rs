@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::{Bytes, BytesMut};
 
-use super::core::{Caller, Core, State, Waiting, now};
+use super::core::{Caller, Core, Live, State, Waiting, now};
 use super::error::FilesError;
 use super::parts::{BLOCK, Content, Known, Piece, blocks_of, cleared, clusters_of, find, uncovered, zeros};
 use crate::client::{self, Request};
@@ -70,11 +70,9 @@ impl Core {
         let mut state = self.state();
         let live = state.files.entry(content.ino()).or_default();
         let mut told = Vec::new();
-        if live.is_busy {
-            live.waiting.push_back(Waiting { content, caller });
-        } else {
-            self.begin(&mut state, Waiting { content, caller }, &mut told);
-        }
+        let ino = content.ino();
+        live.waiting.push_back(Waiting { content, caller });
+        self.begin_waiting(&mut state, ino, &mut told);
         drop(state);
         told.into_iter().for_each(|(caller, result)| caller.tell(result));
         self.submit();
@@ -126,7 +124,9 @@ impl Core {
         let ino = waiting.content.ino();
         let mut told = Vec::new();
         let mut state = self.state();
-        state.names.end_read(read);
+        if let Some(live) = state.files.get_mut(&ino) {
+            live.is_busy = false;
+        }
         match error {
             None => self.carry_out(&mut state, waiting, Known(known), &mut told),
             Some(error) => {
@@ -134,30 +134,67 @@ impl Core {
                 told.push((waiting.caller, Err(FilesError::Disk(error))));
             }
         }
-        if let Some(live) = state.files.get_mut(&ino) {
-            live.is_busy = false;
-        }
-        while let Some(live) = state.files.get_mut(&ino).filter(|live| !live.is_busy)
-            && let Some(next) = live.waiting.pop_front()
-        {
-            self.begin(&mut state, next, &mut told);
-        }
+        self.begin_waiting(&mut state, ino, &mut told);
+        self.read_is_over(&mut state, read, &mut told);
         drop(state);
         told.into_iter().for_each(|(caller, result)| caller.tell(result));
         self.submit();
     }
 
+    /// Changes of a file that have waited for another one begin.
+    fn begin_waiting(self: &Arc<Core>, state: &mut State, ino: u64, told: &mut Vec<Told>) {
+        while let Some(live) = state.files.get_mut(&ino).filter(|live| !live.is_busy)
+            && let Some(next) = live.waiting.pop_front()
+        {
+            self.begin(state, next, told);
+        }
+        let is_needless = |live: &Live| !live.is_busy && (live.last.is_none() || state.names.attr(ino).is_err());
+        if state.files.get(&ino).is_some_and(is_needless) {
+            state.files.remove(&ino);
+        }
+    }
+
+    /// A read is over. Clusters that it may have been of can be used, and changes that wait for such ones go on.
+    pub(super) fn end_read(self: &Arc<Core>, read: u64) {
+        let mut told = Vec::new();
+        let mut state = self.state();
+        self.read_is_over(&mut state, read, &mut told);
+        let has_put = !told.is_empty() || !self.has_submitted_all();
+        drop(state);
+        told.into_iter().for_each(|(caller, result)| caller.tell(result));
+        if has_put {
+            self.submit();
+        }
+    }
+
+    fn read_is_over(self: &Arc<Core>, state: &mut State, read: u64, told: &mut Vec<Told>) {
+        state.names.end_read(read);
+        for (waiting, known) in std::mem::take(&mut state.starved) {
+            let ino = waiting.content.ino();
+            if let Some(live) = state.files.get_mut(&ino) {
+                live.is_busy = false;
+            }
+            self.carry_out(state, waiting, known, told);
+            self.begin_waiting(state, ino, told);
+        }
+    }
+
     /// Carries out a change whose blocks are known.
     fn carry_out(&self, state: &mut State, waiting: Waiting, known: Known, told: &mut Vec<Told>) {
-        let Waiting { content, caller } = waiting;
         self.prepare(state);
-        let ino = content.ino();
-        let planned = match content {
-            Content::Write { offset, data, .. } => self.plan_write(state, ino, offset, &data, &known),
-            Content::Resize { size, set, .. } => plan_resize(state, ino, size, set, &known),
-            Content::Allocate { clusters, size, .. } => self.plan_allocation(state, ino, clusters, size),
-            Content::Punch { range, .. } => plan_punch(state, ino, range, &known),
+        let ino = waiting.content.ino();
+        let planned = match &waiting.content {
+            Content::Write { offset, data, .. } => self.plan_write(state, ino, *offset, data, &known),
+            Content::Resize { size, set, .. } => plan_resize(state, ino, *size, *set, &known),
+            Content::Allocate { clusters, size, .. } => self.plan_allocation(state, ino, clusters.clone(), *size),
+            Content::Punch { range, .. } => plan_punch(state, ino, range.clone(), &known),
         };
+        let is_starved = matches!(planned, Err(FilesError::Names(NamesError::NoSpace)));
+        if is_starved && state.names.has_clusters_that_are_read() {
+            state.files.entry(ino).or_default().is_busy = true;
+            return state.starved.push((waiting, known));
+        }
+        let caller = waiting.caller;
         let log = state.names.commit();
         let (mut write, last) = match planned {
             Ok(planned) => planned,

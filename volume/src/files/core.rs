@@ -19,7 +19,7 @@ use bytes::Bytes;
 use super::disk::{Disk, DiskDone};
 use super::error::FilesError;
 use super::outgoing::{Gate, Outgoing};
-use super::parts::Content;
+use super::parts::{Content, Known};
 use crate::client::{self, Request};
 use crate::names::{BlocksToWrite, Names, NamesError};
 use crate::wire::Run;
@@ -46,6 +46,8 @@ pub(super) struct Core {
 pub(super) struct State {
     pub(super) names: Names,
     pub(super) files: HashMap<u64, Live>,
+    /// Changes for which no cluster is free until a read is over, with what is known of them. Their files are busy.
+    pub(super) starved: Vec<(Waiting, Known)>,
 }
 
 /// A file whose contents were changed since it was opened.
@@ -102,7 +104,7 @@ impl<T> Drop for Caller<T> {
 impl Core {
     pub(super) fn new(names: Names, disk: &Arc<dyn Disk>) -> Core {
         Core {
-            state: Mutex::new(State { names, files: HashMap::new() }),
+            state: Mutex::new(State { names, files: HashMap::new(), starved: Vec::new() }),
             disk: Arc::downgrade(disk),
             outgoing: Outgoing::default(),
             gate: Arc::default(),

@@ -94,13 +94,11 @@ impl Core {
         // A write that is on its way to the disk is perhaps the one that has made the file longer.
         if self.has_submitted_all() {
             drop(state);
-            let read = self.read_here(&parts);
-            state = self.state();
-            if let Some(read) = read {
-                state.names.end_read(number);
-                drop(state);
+            if let Some(read) = self.read_here(&parts) {
+                self.end_read(number);
                 return caller.tell(Ok(cut(&parts, read, &range)));
             }
+            state = self.state();
         }
         let left = parts.iter().filter(|part| matches!(part, Part::Blocks(_))).count();
         let read = vec![Bytes::new(); parts.len()];
@@ -113,7 +111,7 @@ impl Core {
             let done = move |result| {
                 let Some(last) = arrived(&pending, place, result) else { return };
                 if let Some(core) = core.upgrade() {
-                    core.visit(|| core.state().names.end_read(number));
+                    core.visit(|| core.end_read(number));
                 }
                 last();
             };

@@ -118,6 +118,11 @@ impl Clusters {
         }
     }
 
+    /// Whether some of those that rest may be free once a read is over.
+    pub(super) fn wait_for_reads(&self) -> bool {
+        self.rest.count > 0 && !self.rest.reads.is_empty()
+    }
+
     /// Ends rests: those that were long enough; and if fewer than `needed` are free, earlier ones too.
     pub(super) fn end_rests(&mut self, needed: u64, now_ms: u64) {
         let first_read = self.rest.reads.keys().next().copied().unwrap_or(u64::MAX);

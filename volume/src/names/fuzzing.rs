@@ -1,10 +1,16 @@
-//! The bodies of the fuzz targets, which `cargo test` runs on every seed: any bytes must end in names or an error, never
-//! in a panic, an endless loop, or names that contradict themselves.
+//! The bodies of the fuzz targets, which `cargo test` runs on every seed: any bytes must end in names or an error,
+//! never in a panic, an endless loop, or names that contradict themselves.
 
 use super::layout::{Geometry, Head};
 use super::record::{FRAME_HEAD_BYTES, MOST_FRAME_BYTES, Place, Record, encode_frame};
 use super::{Kind, Names, ROOT, View};
 use crate::shape::BLOCK_BYTES;
+
+/// A body, and the folder of its seeds.
+pub type Target = (&'static str, fn(&[u8]));
+
+/// All of them.
+pub const TARGETS: [Target; 2] = [("names_area", area), ("names_raw_area", raw_area)];
 
 /// The least areas: an input is short.
 fn geometry() -> Option<Geometry> {
@@ -12,10 +18,15 @@ fn geometry() -> Option<Geometry> {
 }
 
 /// An area, as it could be in a volume. Two bytes are where the image ends; the others are the area from its beginning.
-/// What is wrong with a checksum is seldom of interest, so the bytes are records only: each frame is a length, whose two
-/// bytes are followed by so many bytes of records.
+/// What is wrong with a checksum is seldom of interest, so the bytes are records only: each frame is a length, whose
+/// two bytes are followed by so many bytes of records.
 pub fn area(bytes: &[u8]) {
-    let (Some(geometry), Some((end, mut rest))) = (geometry(), bytes.split_first_chunk::<2>()) else { return };
+    let _ = loads(bytes); // a refusal is as good
+}
+
+/// Whether these are names.
+fn loads(bytes: &[u8]) -> bool {
+    let (Some(geometry), Some((end, mut rest))) = (geometry(), bytes.split_first_chunk::<2>()) else { return false };
     let (image_frames, mut area, mut image_bytes, mut number) = (end[0], Vec::new(), 0, 0);
     for frame in 0_u32.. {
         let Some((length, after)) = rest.split_first_chunk::<2>() else { break };
@@ -30,7 +41,7 @@ pub fn area(bytes: &[u8]) {
     }
     area.resize(geometry.area_bytes() as usize, 0);
     let head = Head { lap: 1, last_lap: 1, image_bytes, first: FIRST, geometry, area: super::layout::Area::FIRST };
-    load(head, &area);
+    load(head, &area)
 }
 
 const FIRST: u64 = 1000;
@@ -69,21 +80,21 @@ fn put_frame(area: &mut Vec<u8>, number: u64, records: &[u8]) {
 }
 
 /// Loads names, uses them, and checks that they are the same once they were written as an image.
-fn load(head: Head, area: &[u8]) {
+fn load(head: Head, area: &[u8]) -> bool {
     let mut view = View::new(head);
     for blocks in area.chunks(3 * BLOCK_BYTES) {
         match view.push(blocks) {
-            Err(_) => return,
+            Err(_) => return false,
             Ok(true) => {}
             Ok(false) => break,
         }
     }
-    let Ok(mut names) = Names::of(view, head.geometry.blocks()) else { return };
+    let Ok(mut names) = Names::of(view, head.geometry.blocks()) else { return false };
     let mut entries = 0;
     check(&names, ROOT, 0, &mut entries);
     // All names as an image, and read again.
     if names.usage().free_inodes == 0 {
-        return;
+        return true;
     }
     let mut blocks = vec![0; (1 + 2 * head.geometry.area()) as usize * BLOCK_BYTES];
     let at = head.geometry.area_at(head.area) as usize * BLOCK_BYTES;
@@ -98,6 +109,7 @@ fn load(head: Head, area: &[u8]) {
     let pushed = again.push(&blocks[at..at + area.len()]);
     assert_eq!(pushed, Ok(false), "an image is not read");
     assert!(again.tree == *names.tree(), "an image is not what was written");
+    true
 }
 
 /// Walks all directories. A circle would not end.
@@ -129,4 +141,80 @@ pub fn encode_area(image: &[Vec<Record>], log: &[Vec<Record>]) -> Vec<u8> {
         bytes.extend_from_slice(records);
     }
     bytes
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::collections::BTreeSet;
+    use std::fs;
+    use std::path::Path;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// The seeds by name, in a fixed order.
+    fn seeds(target: &str) -> Vec<(String, Vec<u8>)> {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus").join(target);
+        let seed = |entry: fs::DirEntry| (entry.file_name().into_string().unwrap(), fs::read(entry.path()).unwrap());
+        let mut seeds: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| seed(entry.unwrap())).collect();
+        seeds.sort();
+        seeds
+    }
+
+    #[test]
+    fn every_seed_holds() {
+        for (target, body) in TARGETS {
+            assert!(seeds(target).len() >= 3);
+            for (name, bytes) in seeds(target) {
+                println!("{target} {name}"); // shown only when the body panics
+                body(&bytes);
+            }
+        }
+    }
+
+    /// Seeds that are refused at once would exercise little: those whose names say nothing else are names, and they
+    /// have every kind of record.
+    #[test]
+    fn the_seeds_are_names_of_every_kind() {
+        let mut kinds = BTreeSet::new();
+        for (name, bytes) in seeds("names_area") {
+            assert_eq!(loads(&bytes), !name.starts_with("bad-"), "{name}");
+            let mut rest = &bytes[2..];
+            while let Some((length, after)) = rest.split_first_chunk::<2>() {
+                let (mut records, after) = after.split_at(usize::from(u16::from_le_bytes(*length)));
+                rest = after;
+                while !records.is_empty() {
+                    kinds.insert(records[0]);
+                    Record::decode(&mut records).unwrap();
+                }
+            }
+        }
+        assert_eq!(kinds, (1..=9).collect());
+    }
+
+    proptest! {
+        #[test]
+        fn a_damaged_seed_holds(
+            pick in any::<prop::sample::Index>(),
+            damage in prop::collection::vec(any::<(prop::sample::Index, u8)>(), 1..8),
+        ) {
+            for (target, body) in TARGETS {
+                let seeds = seeds(target);
+                let mut bytes = pick.get(&seeds).1.clone();
+                for (at, byte) in &damage {
+                    let at = at.index(bytes.len());
+                    bytes[at] ^= byte;
+                }
+                body(&bytes);
+            }
+        }
+
+        #[test]
+        fn any_bytes_hold(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+            TARGETS.iter().for_each(|(_, body)| body(&bytes));
+        }
+    }
 }

@@ -31,8 +31,8 @@ const AREA_PART: u64 = 64;
 /// The least blocks of an area: 256 KiB, room for about a thousand files.
 const LEAST_AREA: u64 = 64;
 
-/// The most blocks of an area: 256 MiB, room for about a million files.
-const MOST_AREA: u64 = 64 << 10;
+/// The most blocks of an area: 512 MiB, room for about two million files.
+const MOST_AREA: u64 = 128 << 10;
 
 /// The least blocks of an area that a head may name. It holds a few frames.
 const LEAST_NAMED_AREA: u64 = 8;

@@ -6,7 +6,8 @@
 //! ```text
 //!   change ──▶ Names ── records ──▶ Tree (in memory)
 //!                 │ ── frame ─────▶ log, in the area in use
-//!                 ╰─ a part of ───▶ image, in the other area; complete: the head names it, and the log goes on behind it
+//!                 ╰─ a part of ───▶ image, in the other area; complete: the head names it, and the log goes on behind
+//! it
 //! ```
 //!
 //! - `tree`: inodes, directories and clusters, as the records make them. **Start here.**

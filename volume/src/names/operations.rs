@@ -93,7 +93,7 @@ impl Names {
     /// # Errors
     /// [`NamesError`].
     pub fn unlink(&mut self, parent: u64, name: &[u8], now: i64) -> Result<(), NamesError> {
-        let found = self.lookup(parent, name)?;
+        let found = self.entry(parent, name)?;
         if found.kind == Kind::Directory {
             return Err(NamesError::IsADirectory);
         }
@@ -105,7 +105,7 @@ impl Names {
     /// # Errors
     /// [`NamesError`].
     pub fn rmdir(&mut self, parent: u64, name: &[u8], now: i64) -> Result<(), NamesError> {
-        let found = self.lookup(parent, name)?;
+        let found = self.entry(parent, name)?;
         let Body::Directory(directory) = &self.tree().inode_of(found.ino)?.body else {
             return Err(NamesError::NotADirectory);
         };
@@ -126,8 +126,8 @@ impl Names {
         how: Rename,
         now: i64,
     ) -> Result<(), NamesError> {
-        let moved = self.lookup(parent, name)?;
-        let replaced = match self.lookup(to, to_name) {
+        let moved = self.entry(parent, name)?;
+        let replaced = match self.entry(to, to_name) {
             Err(NamesError::NotFound) => {
                 self.check_new_name(to, to_name)?;
                 None
@@ -340,6 +340,12 @@ impl Names {
     fn remove_name(&mut self, parent: u64, name: &[u8], ino: u64, now: i64) -> Result<(), NamesError> {
         self.record(Record::Unnamed { parent, ino, time: now, name: name.into() })?;
         self.end_if_unused(ino)
+    }
+
+    /// What an entry stands for that is to be changed. `.` and `..` are not.
+    fn entry(&self, parent: u64, name: &[u8]) -> Result<Attr, NamesError> {
+        let found = self.lookup(parent, name)?;
+        if is_name(name) { Ok(found) } else { Err(NamesError::Invalid) }
     }
 
     /// Whether a directory can have this entry, which it does not have.

@@ -127,6 +127,9 @@ impl Tree {
         if !is_new || ino == u64::MAX || (ino == ROOT && kind != Kind::Directory) {
             return Err(Malformed("the number of a new inode"));
         }
+        if self.inodes.len() as u64 >= super::MOST_INODES {
+            return Err(Malformed("the number of inodes"));
+        }
         let inode = Inode::new(kind, attributes, target.into());
         self.image_bytes += made_bytes(ino, &inode);
         self.inodes.insert(ino, Box::new(inode));

@@ -118,6 +118,11 @@ impl Names {
         self.tree.clusters.end_read(number);
     }
 
+    /// Whether there may be more free clusters once a read is over.
+    pub fn has_clusters_that_are_read(&self) -> bool {
+        self.tree.clusters.wait_for_reads()
+    }
+
     /// Carries out a record, and writes it with the next [`Names::commit`].
     pub(super) fn record(&mut self, record: Record) -> Result<(), NamesError> {
         let set = self.image.as_mut().map(|image| image.change(&self.tree, &record));
