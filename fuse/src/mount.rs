@@ -132,7 +132,10 @@ fn is_plain(byte: u8) -> bool {
 fn prepare(directory: &Path, subtype: &str) -> Result<PathBuf, StartError> {
     let failed = |source| StartError::Directory { directory: directory.to_owned(), source };
     let found = std::fs::canonicalize(directory).map_err(failed)?;
-    match std::fs::metadata(&found) {
+    // The kernel may remember the attributes of a dead process's directory, but what its file system has it always asks.
+    let looked = std::fs::metadata(&found);
+    let asked = rustix::fs::statfs(&found).map_err(io::Error::from);
+    match looked.and_then(|metadata| asked.map(|_| metadata)) {
         Ok(metadata) if metadata.is_dir() => Ok(found),
         Ok(_) => Err(failed(io::ErrorKind::NotADirectory.into())),
         // The second one as long as the dead process's ring is taken down.

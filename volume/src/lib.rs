@@ -48,6 +48,7 @@ mod lane;
 pub mod layout;
 mod link;
 pub mod message;
+pub mod mount;
 #[cfg(test)]
 mod mutant;
 pub mod names;

@@ -37,8 +37,8 @@ pub use self::{
     token::{TokenAction, TokenCommandArgs},
     verify::{DigestUse, VerifyArgs},
     volume::{
-        CreateArgs, GrowArgs, NbdArgs, NbdTlsArgs, RemoveArgs, RepairArgs, ScrubArgs, ServeArgs, VolumeAction,
-        VolumeArgs, VolumeSecurityArgs, VolumeStatusArgs, WaysArgs,
+        CreateArgs, FormatArgs, GrowArgs, MountArgs, NbdArgs, NbdTlsArgs, RemoveArgs, RepairArgs, ScrubArgs, ServeArgs,
+        VolumeAction, VolumeArgs, VolumeSecurityArgs, VolumeStatusArgs, WaysArgs, WriterArgs,
     },
 };
 use crate::exit::Code;

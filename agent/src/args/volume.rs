@@ -41,6 +41,77 @@ pub enum VolumeAction {
     /// Open a volume for writing, and serve it as a block device by NBD, until stopped. No earlier writer writes from
     /// then on; one that is still at work is replaced only with `--take-over`.
     Nbd(NbdArgs),
+    /// Make an empty file system in a volume that holds nothing.
+    Format(FormatArgs),
+    /// Open a volume for writing, and mount its files at a directory, until stopped or unmounted. No earlier writer
+    /// writes from then on; one that is still at work is replaced only with `--take-over`.
+    Mount(MountArgs),
+}
+
+/// How a volume is opened for writing.
+#[derive(Clone, Debug, Args)]
+pub struct WriterArgs {
+    /// The volume's file, as `remora volume create` wrote it.
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+
+    /// Open the volume although another writer is at work. That one writes no more, and ends. Without this option the
+    /// command ends with code 12 if a server has heard another writer within the last 10 seconds.
+    #[arg(long)]
+    pub take_over: bool,
+
+    /// How long a server may leave a question unanswered before the volume goes on without it.
+    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = parse_duration)]
+    pub copy_timeout: Duration,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub ways: WaysArgs,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub rdma: RdmaEnd,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub protection: VolumeSecurityArgs,
+}
+
+/// The arguments of `remora volume format`.
+#[derive(Clone, Debug, Args)]
+pub struct FormatArgs {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub writer: WriterArgs,
+
+    /// Make it although the volume's first blocks hold something. What the volume held is lost.
+    #[arg(long)]
+    pub force: bool,
+}
+
+/// The arguments of `remora volume mount`.
+#[derive(Clone, Debug, Args)]
+pub struct MountArgs {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub writer: WriterArgs,
+
+    /// The directory at which the files appear. What is in it is hidden meanwhile.
+    #[arg(value_name = "DIRECTORY")]
+    pub directory: PathBuf,
+
+    /// Each write goes to the servers before it is answered. Without this option the system keeps writes in its page
+    /// cache, as it does for a disk, and `fsync` waits for the servers.
+    #[arg(long)]
+    pub write_through: bool,
+
+    /// Only this user can use the files. Without this option permissions decide, as on a disk.
+    #[arg(long)]
+    pub private: bool,
+
+    /// The system asks by /dev/fuse. Without this option it asks by io_uring, which is faster, if this host permits it.
+    #[arg(long)]
+    pub no_ring: bool,
 }
 
 /// What protects the connections between a client and the servers of a volume.
@@ -218,9 +289,9 @@ pub struct RemoveArgs {
 /// The arguments of `remora volume nbd`.
 #[derive(Clone, Debug, Args)]
 pub struct NbdArgs {
-    /// The volume's file, as `remora volume create` wrote it.
-    #[arg(value_name = "FILE")]
-    pub file: PathBuf,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub writer: WriterArgs,
 
     /// The socket at which NBD clients connect. Only this user can open it. Default: `remora/NAME.nbd` in
     /// `$XDG_RUNTIME_DIR`, or in /run for root, where NAME is that of the volume's file without its ending.
@@ -239,27 +310,6 @@ pub struct NbdArgs {
     /// The name by which NBD clients ask for the device. They find it without a name, too.
     #[arg(long, value_name = "NAME", default_value = "")]
     pub export: String,
-
-    /// Open the volume although another writer is at work. That one writes no more, and ends. Without this option the
-    /// command ends with code 12 if a server has heard another writer within the last 10 seconds.
-    #[arg(long)]
-    pub take_over: bool,
-
-    /// How long a server may leave a question unanswered before the volume goes on without it.
-    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = parse_duration)]
-    pub copy_timeout: Duration,
-
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub ways: WaysArgs,
-
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub rdma: RdmaEnd,
-
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub protection: VolumeSecurityArgs,
 }
 
 /// TLS for NBD clients.

@@ -2,14 +2,18 @@
 //!
 //! - `file`: what a client must know of a volume. **Start here.**
 //! - `servers`: what protects connections, and where the servers of a volume are.
-//! - `serve`, `create`, `status`, `scrub`, `repair`, `grow`, `remove`, `nbd`: the subcommands.
+//! - `opening`: how a volume is opened for writing.
+//! - `serve`, `create`, `status`, `scrub`, `repair`, `grow`, `remove`, `nbd`, `format`, `mount`: the subcommands.
 //! - `failure`: how a volume ended, and what to do.
 
 mod create;
 mod failure;
 mod file;
+mod format;
 mod grow;
+mod mount;
 mod nbd;
+mod opening;
 mod remove;
 mod repair;
 mod scrub;
@@ -34,6 +38,8 @@ pub async fn run(args: VolumeArgs) -> Result<(), Failure> {
         VolumeAction::Grow(args) => blocking(move || grow::run(&args)).await,
         VolumeAction::Remove(args) => blocking(move || remove::run(&args)).await,
         VolumeAction::Nbd(args) => nbd::run(args).await,
+        VolumeAction::Format(args) => format::run(args).await,
+        VolumeAction::Mount(args) => mount::run(args).await,
     }
 }
 

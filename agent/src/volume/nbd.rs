@@ -5,17 +5,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remora_nbd::{Address, ServerOptions, TlsConfig};
-use remora_volume::client::{ClientOptions, Error, ReadCounts, Volume, WriteCounts};
+use remora_volume::client::{Error, ReadCounts, WriteCounts};
 use remora_volume::nbd::VolumeServer;
 
 use super::blocking;
 use super::failure::failure;
-use super::file::VolumeFile;
-use super::servers::Protection;
-use crate::args::{NbdArgs, NbdTlsArgs, WaysArgs};
+use super::opening::Opening;
+use crate::args::{NbdArgs, NbdTlsArgs};
 use crate::conversation::certificate_roles::CertificateRoles;
 use crate::conversation::certificates::{CertificateFiles, Certificates};
-use crate::exit::{Code, Failure};
+use crate::exit::Failure;
 use crate::signals::{self, Signals};
 
 /// How often the volume's end is looked for. Clients are told at once; this only ends the process.
@@ -27,42 +26,16 @@ const LOOK_AGAIN: Duration = Duration::from_millis(100);
 /// A file or an address cannot be used, the volume cannot be opened, or it has ended.
 pub(super) async fn run(args: NbdArgs) -> Result<(), Failure> {
     let mut signals = Signals::catch()?;
-    let protection = Protection::read(&args.protection)?;
-    let _rereading = protection.tokens.read_again_on_hangup()?;
-    let VolumeFile { shape, servers } = VolumeFile::read(&args.file)?;
-    let name = args.file.display().to_string();
     let mut door = ServerOptions::new(door(&args)?);
     let certificates = certificates(&args.tls)?;
     door.tls = certificates.clone().map(tls);
     let _replacing = certificates.map(|own| signals::on_hangup(move || own.read_again())).transpose()?;
-    let WaysArgs { window, reads, writes } = args.ways;
-    let options = ClientOptions {
-        security: protection.of_connections()?,
-        copy_limit: args.copy_timeout,
-        take_over: args.take_over,
-        window,
-        reads,
-        writes,
-        rdma: protection.rdma(&args.rdma)?,
-    };
-    let opening = name.clone();
-    let opened = blocking(move || {
-        let servers = protection.servers(&servers)?;
-        for (option, is_plain) in [("--reads", reads.is_plain()), ("--writes", writes.is_plain())] {
-            if is_plain {
-                protection.check_plain(option, &servers)?;
-            }
-        }
-        let volume = Volume::open(shape, &servers, &options).map_err(|error| failure(&opening, &error))?;
+    let opening = Opening::read(&args.writer)?;
+    let name = opening.name().to_owned();
+    let opened = opening.open(&mut signals, move |volume| {
         VolumeServer::start(volume, &args.export, &door).map_err(|error| Failure::local(error.to_string()))
     });
-    let server = tokio::select! {
-        opened = opened => opened?,
-        // The thread ends with the process. It has changed nothing but who may write.
-        signal = signals.next() => {
-            return Err(Failure::new(Code::Interrupted, format!("stopped by {signal} before {name} was open")));
-        }
-    };
+    let (server, _rereading) = opened.await?;
     let address = server.address().map(Address::to_string).unwrap_or_default();
     tracing::info!(volume = %name, listening = address, "volume open");
     let end = loop {
@@ -103,7 +76,8 @@ fn door(args: &NbdArgs) -> Result<Address, Failure> {
         (None, None) => {
             let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
             let folder = socket_folder(runtime, rustix::process::geteuid().is_root())?;
-            let name = args.file.file_stem().unwrap_or(args.file.as_os_str());
+            let file = &args.writer.file;
+            let name = file.file_stem().unwrap_or(file.as_os_str());
             let mut name = name.to_owned();
             name.push(".nbd");
             Ok(Address::Unix(folder.join(name)))

@@ -48,5 +48,6 @@ mod volume;
 mod volume_certificates;
 mod volume_guest;
 mod volume_keep;
+mod volume_mount;
 mod volume_ways;
 mod wire;

@@ -1,0 +1,86 @@
+//! `remora volume mount`.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use remora_fuse::SessionOptions;
+use remora_volume::client::Error;
+use remora_volume::files::FilesError;
+use remora_volume::mount::{MountError, MountedFiles, mount_options};
+use remora_volume::writer::End;
+
+use super::blocking;
+use super::failure::failure;
+use super::opening::Opening;
+use crate::args::MountArgs;
+use crate::exit::{Code, Failure};
+use crate::signals::Signals;
+
+/// How often the end of the volume or of the mount is looked for. Processes are told at once; this only ends this one.
+const LOOK_AGAIN: Duration = Duration::from_millis(100);
+
+/// Runs `remora volume mount` until a signal, until the files are unmounted, or until the volume has ended.
+///
+/// # Errors
+/// The volume or its files cannot be opened, the directory cannot be mounted at or is in use at the end, or the volume
+/// has ended.
+pub(super) async fn run(args: MountArgs) -> Result<(), Failure> {
+    let mut signals = Signals::catch()?;
+    let opening = Opening::read(&args.writer)?;
+    let name = opening.name().to_owned();
+    let options = SessionOptions {
+        mount: mount_options(&name, false, !args.private),
+        ring: !args.no_ring,
+        write_back: !args.write_through,
+        ..SessionOptions::default()
+    };
+    let (of, directory) = (name.clone(), args.directory.clone());
+    let opened = opening.open(&mut signals, move |volume| {
+        let volume = Arc::new(volume);
+        let mounted = MountedFiles::mount(Arc::clone(&volume), &directory, &options);
+        Ok((mounted.map_err(|error| mount_failure(&of, error))?, volume))
+    });
+    let ((mounted, volume), _rereading) = opened.await?;
+    let directory = args.directory.display();
+    tracing::info!(volume = %name, %directory, transport = ?mounted.transport(), "files mounted");
+    let end = loop {
+        tokio::select! {
+            signal = signals.next() => {
+                tracing::info!("stopped by {signal}: unmounting");
+                break None;
+            }
+            () = tokio::time::sleep(LOOK_AGAIN) => {
+                if let Some(end) = volume.end() {
+                    break Some(end);
+                }
+                if mounted.wait(Duration::ZERO) {
+                    tracing::info!(%directory, "unmounted");
+                    break None;
+                }
+            }
+        }
+    };
+    let ended = blocking(move || {
+        let ended = mounted.end();
+        drop(volume);
+        ended.map_err(|error| Failure::local(error.to_string()))
+    });
+    let ended = ended.await;
+    end.map_or(ended, |end: End| Err(failure(&name, &Error::Ended(end))))
+}
+
+/// Why the files of the volume with this name are not mounted, and what to do.
+fn mount_failure(name: &str, error: MountError) -> Failure {
+    match error {
+        MountError::Files(error) => files_failure(name, &error),
+        MountError::Session(error) => Failure::local(error.to_string()),
+    }
+}
+
+/// Why there are no files in the volume with this name, and what to do.
+pub(super) fn files_failure(name: &str, error: &FilesError) -> Failure {
+    match error {
+        FilesError::Disk(error) => failure(name, error),
+        _ => Failure::new(Code::Volume, format!("the volume {name}: {error}")),
+    }
+}

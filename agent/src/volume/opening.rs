@@ -1,0 +1,79 @@
+//! Opening: a volume is opened for writing, as `nbd`, `mount` and `format` do.
+
+use remora_volume::client::{ClientOptions, Volume};
+
+use super::blocking;
+use super::failure::failure;
+use super::file::VolumeFile;
+use super::servers::Protection;
+use crate::args::{WaysArgs, WriterArgs};
+use crate::exit::{Code, Failure};
+use crate::signals::Signals;
+use crate::tasks::AbortOnDrop;
+
+/// A volume that is about to be opened.
+pub(super) struct Opening {
+    name: String,
+    file: VolumeFile,
+    protection: Protection,
+    options: ClientOptions,
+    rereading: AbortOnDrop,
+}
+
+impl Opening {
+    /// Reads the files that the options name.
+    ///
+    /// # Errors
+    /// The options contradict each other, or a file cannot be used.
+    pub(super) fn read(args: &WriterArgs) -> Result<Opening, Failure> {
+        let protection = Protection::read(&args.protection)?;
+        let rereading = protection.tokens.read_again_on_hangup()?;
+        let file = VolumeFile::read(&args.file)?;
+        let WaysArgs { window, reads, writes } = args.ways;
+        let options = ClientOptions {
+            security: protection.of_connections()?,
+            copy_limit: args.copy_timeout,
+            take_over: args.take_over,
+            window,
+            reads,
+            writes,
+            rdma: protection.rdma(&args.rdma)?,
+        };
+        Ok(Opening { name: args.file.display().to_string(), file, protection, options, rereading })
+    }
+
+    /// The volume's name, for messages.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Opens the volume, and has `use_it` done with it by a thread that may wait. What is returned beside its result
+    /// keeps the files of tokens and certificates up to date.
+    ///
+    /// # Errors
+    /// A server's name is not known, the volume cannot be opened, or a signal came before.
+    pub(super) async fn open<T: Send + 'static>(
+        self,
+        signals: &mut Signals,
+        use_it: impl FnOnce(Volume) -> Result<T, Failure> + Send + 'static,
+    ) -> Result<(T, AbortOnDrop), Failure> {
+        let Opening { name, file, protection, options, rereading } = self;
+        let opening = name.clone();
+        let opened = blocking(move || {
+            let servers = protection.servers(&file.servers)?;
+            let ways = [("--reads", options.reads.is_plain()), ("--writes", options.writes.is_plain())];
+            for (option, _) in ways.iter().filter(|(_, is_plain)| *is_plain) {
+                protection.check_plain(option, &servers)?;
+            }
+            let volume = Volume::open(file.shape, &servers, &options).map_err(|error| failure(&opening, &error))?;
+            use_it(volume)
+        });
+        tokio::select! {
+            opened = opened => Ok((opened?, rereading)),
+            // The thread ends with the process. It has changed nothing but who may write.
+            signal = signals.next() => {
+                Err(Failure::new(Code::Interrupted, format!("stopped by {signal} before {name} was open")))
+            }
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! `remora volume format` and `mount`: files, and a server whose files they are.
+
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+use remora_lab::server::wait_until;
+use remora_lab::{Agent, Kind, Server, require};
+use rustix::io::Errno;
+use rustix::mount::UnmountFlags;
+use rustix::process::Signal;
+
+use crate::kit::{LONG, ends, says};
+use crate::volume::Scene;
+
+/// A directory for a mount. No mount is left there.
+struct Directory(String);
+
+impl Directory {
+    fn at(&self, name: &str) -> PathBuf {
+        Path::new(&self.0).join(name)
+    }
+
+    fn unmount(&self) {
+        assert!(Command::new("umount").arg(&self.0).status().unwrap().success());
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        let _ = rustix::mount::unmount(&*self.0, UnmountFlags::DETACH); // usually nothing is mounted there any more
+    }
+}
+
+/// Mounts the files of a volume at a directory, which it makes if it is missing.
+fn mount(scene: &Scene, file: &str, name: &str, more: &[&str]) -> (Agent, Directory) {
+    let directory = Directory(scene.stage.path(name));
+    let _ = fs::create_dir(&directory.0); // it may be there, and be what a killed process has left
+    let args = [&["mount", file, &directory.0, "--copy-timeout", "1s"], more].concat();
+    let mut mounted = scene.start(&args);
+    mounted.wait_for_line("files mounted", LONG).unwrap();
+    (mounted, directory)
+}
+
+#[test]
+fn files_are_made_written_unmounted_and_found_again_by_commands() {
+    let (Some(()), Some(())) = (require::root(), require::fuse()) else { return };
+    let scene = Scene::new(None, &[]);
+    let file = scene.create("files.volume");
+    let directory = scene.stage.path("mnt");
+    fs::create_dir(&directory).unwrap();
+    says(&scene.end(&["mount", &file, &directory], 10), &[&file, "no file system yet", "remora volume format"]);
+    says(&scene.end(&["format", &file, "--take-over"], 0), &[&file, "an empty file system"]);
+    says(&scene.end(&["format", &file, "--take-over"], 10), &[&file, "not empty", "--force"]);
+
+    let (mut mounted, directory) = mount(&scene, &file, "mnt", &["--take-over"]);
+    let at = |name: &str| directory.at(name);
+    fs::create_dir(at("folder")).unwrap();
+    let bytes: Vec<u8> = (0..3_000_000_u32).map(|at| (at * 7 / 3) as u8).collect();
+    fs::write(at("folder/large"), &bytes).unwrap();
+    fs::write(at("small"), "a few bytes").unwrap();
+    fs::rename(at("small"), at("folder/renamed")).unwrap();
+    fs::hard_link(at("folder/renamed"), at("link")).unwrap();
+    std::os::unix::fs::symlink("folder/large", at("symlink")).unwrap();
+    let changed = fs::File::options().write(true).open(at("folder/large")).unwrap();
+    changed.write_all_at(b"in the middle", 1_234_567).unwrap();
+    changed.sync_all().unwrap();
+    drop(changed);
+    mounted.signal(Signal::TERM).unwrap();
+    says(&ends(&mut mounted, 0), &["unmounting"]);
+    assert_eq!(fs::read_dir(&directory.0).unwrap().count(), 0, "an ordinary directory again");
+
+    // By /dev/fuse and without the page cache for writes. Another process unmounts it.
+    let (mut mounted, directory) = mount(&scene, &file, "mnt", &["--take-over", "--no-ring", "--write-through"]);
+    let at = |name: &str| directory.at(name);
+    let mut expected = bytes;
+    expected[1_234_567..1_234_567 + 13].copy_from_slice(b"in the middle");
+    assert!(fs::read(at("symlink")).unwrap() == expected);
+    assert_eq!(fs::read_to_string(at("link")).unwrap(), "a few bytes");
+    assert_eq!(fs::metadata(at("folder/renamed")).unwrap().len(), 11);
+    let mut names: Vec<_> = fs::read_dir(&directory.0).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    names.sort();
+    assert_eq!(names, ["folder", "link", "symlink"]);
+    directory.unmount();
+    says(&ends(&mut mounted, 0), &["unmounted"]);
+}
+
+/// Sets one key after the other, and notes those that the server has acknowledged.
+struct Client {
+    acknowledged: Arc<AtomicU64>,
+    error: Arc<Mutex<Option<String>>>,
+    thread: JoinHandle<()>,
+}
+
+impl Client {
+    fn start(server: &Server) -> Client {
+        let mut client = server.client().unwrap();
+        let (acknowledged, error) = (Arc::<AtomicU64>::default(), Arc::<Mutex<Option<String>>>::default());
+        let (count, why) = (Arc::clone(&acknowledged), Arc::clone(&error));
+        let thread = std::thread::spawn(move || {
+            for number in 1..u64::MAX {
+                let (key, value) =
+                    (format!("key:{number}"), format!("value:{number}:{}", "x".repeat(number as usize % 300)));
+                match client.ok(&["SET", &key, &value]) {
+                    Ok(()) => count.store(number, Ordering::SeqCst),
+                    Err(error) => {
+                        *why.lock().unwrap() = Some(error.to_string());
+                        return;
+                    }
+                }
+            }
+        });
+        Client { acknowledged, error, thread }
+    }
+
+    fn wait_for(&self, number: u64) {
+        wait_until("acknowledged writes", LONG, || {
+            let acknowledged = self.acknowledged.load(Ordering::SeqCst);
+            assert_eq!(*self.error.lock().unwrap(), None, "after {acknowledged} writes");
+            Ok(if acknowledged >= number { Ok(()) } else { Err(format!("{acknowledged}")) })
+        })
+        .unwrap();
+    }
+
+    /// The server has ended. Returns how many writes it had acknowledged.
+    fn end(self) -> u64 {
+        self.thread.join().unwrap();
+        self.acknowledged.load(Ordering::SeqCst)
+    }
+}
+
+fn server(kind: Kind, directory: &str) -> Server {
+    let builder = Server::builder(kind).config("dir", directory).config("appendonly", "yes");
+    builder.config("appendfsync", "always").start().unwrap()
+}
+
+/// Every write that was acknowledged is there: from the first to the last one.
+fn check(server: &Server, acknowledged: u64) {
+    let mut client = server.client().unwrap();
+    for number in 1..=acknowledged {
+        let value = client.bytes(&["GET".to_owned(), format!("key:{number}")]).unwrap();
+        let expected = format!("value:{number}:{}", "x".repeat(number as usize % 300));
+        assert!(value.as_deref() == Some(expected.as_bytes()), "key:{number} of {acknowledged}: {value:?}");
+    }
+}
+
+#[test]
+fn a_server_whose_host_dies_goes_on_elsewhere_with_every_acknowledged_write() {
+    let (Some(()), Some(())) = (require::root(), require::fuse()) else { return };
+    for kind in require::kinds() {
+        let mut scene = Scene::new(None, &[]);
+        let file = scene.create("redis.volume");
+        says(&scene.end(&["format", &file], 0), &["an empty file system"]);
+        let (mut mounted, directory) = mount(&scene, &file, "one", &["--take-over"]);
+        let mut first = server(kind, &directory.0);
+        let client = Client::start(&first);
+        client.wait_for(200);
+        // A server of the volume dies as well, and the log is rewritten meanwhile.
+        scene.servers[0].kill().unwrap();
+        first.client().unwrap().text(&["BGREWRITEAOF"]).unwrap();
+        client.wait_for(600);
+        // The host dies.
+        mounted.kill().unwrap();
+        first.kill().unwrap();
+        let acknowledged = client.end();
+        assert!(acknowledged >= 600);
+        // What is left of its mount hangs no process.
+        let left = fs::write(directory.at("new"), "").unwrap_err();
+        let is_dead = [Errno::CONNABORTED, Errno::NOTCONN].map(|errno| Some(errno.raw_os_error()));
+        assert!(is_dead.contains(&left.raw_os_error()), "{left}");
+
+        // Another host has the files as soon as it asks for them. At the same directory, which it takes over.
+        let (mut mounted, directory) = mount(&scene, &file, "one", &["--take-over"]);
+        let mut second = server(kind, &directory.0);
+        check(&second, acknowledged);
+
+        // This time the host lives on. Its server can write no more, and ends by itself; nothing that it has said is
+        // missing elsewhere.
+        second.client().unwrap().ok(&["FLUSHALL"]).unwrap();
+        let client = Client::start(&second);
+        client.wait_for(300);
+        let (mut third_mount, directory) = mount(&scene, &file, "two", &["--take-over"]);
+        says(&ends(&mut mounted, 11), &["another writer has opened the volume"]);
+        let acknowledged = client.end();
+        wait_until("the fenced server ends", LONG, || {
+            Ok(if second.ended()?.is_some() { Ok(()) } else { Err("it runs".to_owned()) })
+        })
+        .unwrap();
+        let third = server(kind, &directory.0);
+        check(&third, acknowledged);
+        drop(third);
+        third_mount.signal(Signal::TERM).unwrap();
+        ends(&mut third_mount, 0);
+    }
+}

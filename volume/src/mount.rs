@@ -1,0 +1,509 @@
+//! A volume's files as a mounted file system.
+//!
+//! [`Files`] keeps names and bytes, and [`remora_fuse`] speaks with the kernel. Here each request is said in the words
+//! of the other side. The kernel walks paths, checks permissions and keeps locks. As this is the only way to the files,
+//! the kernel may remember what it was told for as long as it likes.
+//!
+//! An inode is held once for each time that the kernel has looked it up. The kernel does not forget an inode that a
+//! process has open, so a file without a name is there until its last descriptor is closed.
+//!
+//! When the volume has ended, requests fail with `EIO`.
+
+use std::path::Path;
+use std::sync::{Arc, Weak, mpsc};
+use std::time::{Duration, Instant};
+
+use remora_fuse::reply::{
+    Attributes, Created, Data, DirectoryEntry, Done, Entry, FileKind, KnownAttributes, Listing, ListingPlus, Opened,
+    Position, Reply, Statistics, Target, Timestamp, Written,
+};
+use remora_fuse::request::{
+    Allocate, Create, Fsync, GetAttributes, Link, Lookup, MakeDirectory, MakeNode, NewTime, Open, Read, ReadDirectory,
+    Remove, Rename, RenameHow, Seek, SetAttributes, Symlink, Write,
+};
+use remora_fuse::{
+    Answer, EndError, Errno, FileSystem, Later, MountOptions, Session, SessionOptions, StartError, Transport,
+};
+
+use crate::client::Volume;
+use crate::files::{self, Files, FilesError};
+use crate::names::{self, Attr, Kind, New, NewKind, SetTime};
+use crate::shape::BLOCK_BYTES;
+
+/// Files of a volume that are mounted. When it is dropped, they are unmounted first; then the volume is closed, unless
+/// others have it.
+pub struct MountedFiles {
+    /// `None` once it has ended.
+    session: Option<Session>,
+    files: Option<Arc<Files>>,
+}
+
+impl MountedFiles {
+    /// Mounts the files of a volume.
+    ///
+    /// # Errors
+    /// [`MountError`].
+    pub fn mount(volume: Arc<Volume>, directory: &Path, options: &SessionOptions) -> Result<MountedFiles, MountError> {
+        let files = Arc::new(Files::open(volume)?);
+        let served = Arc::new(Served(Arc::downgrade(&files)));
+        let options = SessionOptions { lists_attributes: true, ..options.clone() };
+        let session = Session::start(directory, served, &options)?;
+        Ok(MountedFiles { session: Some(session), files: Some(files) })
+    }
+
+    /// Waits until they are not mounted any more, because another process has unmounted them, but not longer than
+    /// `limit`. Returns whether it is so.
+    pub fn wait(&self, limit: Duration) -> bool {
+        self.session.as_ref().is_none_or(|session| session.wait(limit))
+    }
+
+    /// How the kernel's requests come.
+    pub fn transport(&self) -> Transport {
+        self.session.as_ref().map_or(Transport::Device, Session::transport)
+    }
+
+    /// Unmounts them, and waits until everything that was written is as safe as the volume makes it.
+    ///
+    /// # Errors
+    /// [`EndError`].
+    pub fn end(mut self) -> Result<(), EndError> {
+        let ended = self.session.take().map_or(Ok(()), Session::end);
+        if let Some(files) = &self.files {
+            let (done, is_done) = mpsc::sync_channel(1);
+            files.sync(move |result| _ = done.send(result)); // the other end may have given up
+            match is_done.recv_timeout(SYNC_LIMIT) {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) => tracing::error!("what was written may not be safe: {error}"),
+                Err(_) => tracing::error!("what was written may not be safe: no answer within {SYNC_LIMIT:?}"),
+            }
+        }
+        ended
+    }
+}
+
+impl Drop for MountedFiles {
+    fn drop(&mut self) {
+        drop(self.session.take());
+        // A completion may have them for a moment. It must not be the last one: it runs in the volume's own threads.
+        let (mut files, until) = (self.files.take(), Instant::now() + LAST_COMPLETION_LIMIT);
+        while let Some(shared) = files.take() {
+            match Arc::try_unwrap(shared) {
+                Ok(last) => drop(last),
+                Err(_) if Instant::now() > until => tracing::error!("a completion has kept the files of a volume"),
+                Err(shared) => {
+                    files = Some(shared);
+                    std::thread::sleep(LOOK_AGAIN);
+                }
+            }
+        }
+    }
+}
+
+/// What the files of a volume are mounted as.
+pub fn mount_options(source: &str, read_only: bool, other_users: bool) -> MountOptions {
+    MountOptions { source: source.to_owned(), subtype: SUBTYPE.to_owned(), read_only, other_users }
+}
+
+/// Why files are not mounted.
+#[derive(Debug, thiserror::Error)]
+pub enum MountError {
+    /// The volume's files cannot be opened.
+    #[error(transparent)]
+    Files(#[from] FilesError),
+    /// They cannot be mounted.
+    #[error(transparent)]
+    Session(#[from] StartError),
+}
+
+/// The files, as the kernel asks for them. It holds them weakly: they are dropped by their owner alone.
+struct Served(Weak<Files>);
+
+impl Served {
+    fn files(&self) -> Result<Arc<Files>, Errno> {
+        self.0.upgrade().ok_or(Errno::IO)
+    }
+
+    /// Answers at once.
+    fn at_once<R: Reply>(&self, answer: Answer<'_, R>, ask: impl FnOnce(&Files) -> Result<R, FilesError>) {
+        answer.result(self.files().and_then(|files| ask(&files).map_err(|error| error.errno())));
+    }
+
+    /// Answers when the volume does.
+    fn later<R: Reply>(&self, answer: Answer<'_, R>, ask: impl FnOnce(&Files, Later<R>)) {
+        match self.files() {
+            Ok(files) => ask(&files, answer.later()),
+            Err(errno) => answer.fail(errno),
+        }
+    }
+
+    /// What a change answers that says nothing more.
+    fn change(
+        &self,
+        answer: Answer<'_, Done>,
+        ask: impl FnOnce(&Files, Box<dyn FnOnce(Result<(), FilesError>) + Send>),
+    ) {
+        self.later(answer, |files, later| ask(files, Box::new(|result| say(later, result.map(|()| Done)))));
+    }
+
+    fn make(&self, (parent, name): (u64, &[u8]), new: New, answer: Answer<'_, Entry>) {
+        self.later(answer, |files, later| {
+            files.create(parent, name, new, true, |made| say(later, made.map(|attr| entry(&attr))));
+        });
+    }
+
+    /// Changes attributes, and then answers with all of them.
+    fn set(
+        &self,
+        files: &Files,
+        (node, size): (u64, Option<u64>),
+        set: names::SetAttributes,
+        then: impl FnOnce(Result<Attr, FilesError>) + Send + 'static,
+    ) {
+        let weak = Weak::clone(&self.0);
+        files.setattr(node, size, set, move |result| {
+            let files = weak.upgrade().ok_or(FilesError::Names(names::NamesError::Stale(node)));
+            then(result.and(files).and_then(|files| files.getattr(node)));
+        });
+    }
+}
+
+impl FileSystem for Served {
+    fn lookup(&self, asked: Lookup<'_>, answer: Answer<'_, Entry>) {
+        self.at_once(answer, |files| {
+            let found = files.lookup(asked.parent, asked.name)?;
+            Ok(entry(&files.hold(found.ino)?))
+        });
+    }
+
+    fn forget(&self, node: u64, mut lookups: u64) {
+        let Ok(files) = self.files() else { return };
+        while lookups > 0 {
+            let some = u32::try_from(lookups).unwrap_or(u32::MAX);
+            files.release(node, some);
+            lookups -= u64::from(some);
+        }
+    }
+
+    fn get_attributes(&self, asked: GetAttributes, answer: Answer<'_, KnownAttributes>) {
+        self.at_once(answer, |files| Ok(known(&files.getattr(asked.node)?)));
+    }
+
+    fn set_attributes(&self, asked: SetAttributes, answer: Answer<'_, KnownAttributes>) {
+        let set = names::SetAttributes {
+            mode: asked.permissions.map(mode),
+            uid: asked.uid,
+            gid: asked.gid,
+            accessed: asked.accessed.map(time_to_set),
+            modified: asked.modified.map(time_to_set),
+        };
+        self.later(answer, |files, later| {
+            self.set(files, (asked.node, asked.size), set, |result| say(later, result.map(|attr| known(&attr))));
+        });
+    }
+
+    fn read_link(&self, node: u64, answer: Answer<'_, Target>) {
+        self.at_once(answer, |files| Ok(Target(files.readlink(node)?.into())));
+    }
+
+    fn symlink(&self, asked: Symlink<'_>, answer: Answer<'_, Entry>) {
+        let kind = NewKind::Symlink(asked.target.to_vec());
+        let new = New { kind, mode: 0o777, uid: asked.caller.uid, gid: asked.caller.gid };
+        self.make((asked.parent, asked.name), new, answer);
+    }
+
+    fn make_node(&self, asked: MakeNode<'_>, answer: Answer<'_, Entry>) {
+        let kind = match asked.kind {
+            FileKind::File => NewKind::File,
+            FileKind::Pipe => NewKind::Fifo,
+            FileKind::Socket => NewKind::Socket,
+            _ => return answer.fail(Errno::PERM), // devices are of one host
+        };
+        let new = New { kind, mode: mode(asked.permissions), uid: asked.caller.uid, gid: asked.caller.gid };
+        self.make((asked.parent, asked.name), new, answer);
+    }
+
+    fn make_directory(&self, asked: MakeDirectory<'_>, answer: Answer<'_, Entry>) {
+        let MakeDirectory { parent, name, caller, permissions } = asked;
+        let new = New { kind: NewKind::Directory, mode: mode(permissions), uid: caller.uid, gid: caller.gid };
+        self.make((parent, name), new, answer);
+    }
+
+    fn unlink(&self, asked: Remove<'_>, answer: Answer<'_, Done>) {
+        self.change(answer, |files, done| files.unlink(asked.parent, asked.name, done));
+    }
+
+    fn remove_directory(&self, asked: Remove<'_>, answer: Answer<'_, Done>) {
+        self.change(answer, |files, done| files.rmdir(asked.parent, asked.name, done));
+    }
+
+    fn rename(&self, asked: Rename<'_>, answer: Answer<'_, Done>) {
+        let how = match asked.how {
+            RenameHow::Replace => names::Rename::Replace,
+            RenameHow::NoReplace => names::Rename::NoReplace,
+            RenameHow::Exchange => names::Rename::Exchange,
+        };
+        let (from, to) = ((asked.parent, asked.name), (asked.new_parent, asked.new_name));
+        self.change(answer, |files, done| files.rename(from, to, how, done));
+    }
+
+    fn link(&self, asked: Link<'_>, answer: Answer<'_, Entry>) {
+        self.later(answer, |files, later| {
+            // The kernel knows it once more, if this is done.
+            if let Err(error) = files.hold(asked.node) {
+                return later.fail(error.errno());
+            }
+            let weak = Weak::clone(&self.0);
+            files.link(asked.node, asked.parent, asked.name, move |result| {
+                if let (Err(_), Some(files)) = (&result, weak.upgrade()) {
+                    files.release(asked.node, 1);
+                }
+                say(later, result.map(|attr| entry(&attr)));
+            });
+        });
+    }
+
+    fn create(&self, asked: Create<'_>, answer: Answer<'_, Created>) {
+        let Create { parent, name, caller, permissions, flags } = asked;
+        let new = New { kind: NewKind::File, mode: mode(permissions), uid: caller.uid, gid: caller.gid };
+        let opened = |attr: &Attr| Created { entry: entry(attr), opened: OPENED };
+        self.later(answer, |files, later| {
+            // The kernel has looked before. Another name can have come since then only by this kernel itself.
+            match files.lookup(parent, name).and_then(|found| files.hold(found.ino)) {
+                Ok(found) if flags.is_exclusive() => {
+                    files.release(found.ino, 1);
+                    later.fail(Errno::EXIST);
+                }
+                Ok(found) if flags.truncates() => {
+                    let set = names::SetAttributes::default();
+                    self.set(files, (found.ino, Some(0)), set, move |result| {
+                        say(later, result.map(|attr| opened(&attr)));
+                    });
+                }
+                Ok(found) => later.give(opened(&found)),
+                Err(_) => files.create(parent, name, new, true, move |made| say(later, made.map(|attr| opened(&attr)))),
+            }
+        });
+    }
+
+    fn open(&self, asked: Open, answer: Answer<'_, Opened>) {
+        if !asked.flags.truncates() {
+            return answer.give(OPENED);
+        }
+        self.later(answer, |files, later| {
+            let set = names::SetAttributes::default();
+            self.set(files, (asked.node, Some(0)), set, |result| say(later, result.map(|_| OPENED)));
+        });
+    }
+
+    fn read(&self, asked: Read, answer: Answer<'_, Data>) {
+        self.later(answer, |files, later| {
+            files.read(asked.node, asked.offset, asked.size, |read| say(later, read.map(Data)));
+        });
+    }
+
+    fn write(&self, asked: Write<'_>, answer: Answer<'_, Written>) {
+        let Write { node, offset, data, .. } = asked;
+        self.later(answer, |files, later| {
+            let data = data.into_bytes();
+            let written = Written(u32::try_from(data.len()).unwrap_or(u32::MAX));
+            files.write(node, offset, data, move |result| say(later, result.map(|()| written)));
+        });
+    }
+
+    fn fsync(&self, asked: Fsync, answer: Answer<'_, Done>) {
+        self.change(answer, |files, done| files.fsync(asked.node, asked.data_only, done));
+    }
+
+    fn read_directory(&self, asked: ReadDirectory, answer: Answer<'_, Listing>) {
+        let mut listing = answer.listing();
+        self.at_once(answer, |files| {
+            files.readdir(asked.node, asked.offset, |listed| {
+                let names::Listed { name, ino, kind, cookie } = listed;
+                listing.push(&DirectoryEntry { node: ino, kind: file_kind(kind), name, offset: cookie })
+            })?;
+            Ok(listing)
+        });
+    }
+
+    fn read_directory_plus(&self, asked: ReadDirectory, answer: Answer<'_, ListingPlus>) {
+        let mut listing = answer.listing();
+        self.at_once(answer, |files| {
+            // Names first, and then what is known of them, which is not asked while names are listed.
+            let mut found = Vec::new();
+            files.readdir(asked.node, asked.offset, |listed| {
+                let names::Listed { name, ino, kind, cookie } = listed;
+                found.push((
+                    name.to_vec(),
+                    DirectoryEntry { node: ino, kind: file_kind(kind), name: &[], offset: cookie },
+                ));
+                found.len() < MOST_LISTED
+            })?;
+            for (name, listed) in &found {
+                let is_dots = name == b"." || name == b"..";
+                // One that is gone meanwhile is not listed.
+                let held = if is_dots { None } else { Some(files.hold(listed.node)) };
+                let known = match held {
+                    None => None,
+                    Some(Ok(attr)) => Some(entry(&attr)),
+                    Some(Err(_)) => continue,
+                };
+                if !listing.push(&DirectoryEntry { name, ..*listed }, known.as_ref()) {
+                    if known.is_some() {
+                        files.release(listed.node, 1);
+                    }
+                    break;
+                }
+            }
+            Ok(listing)
+        });
+    }
+
+    fn fsync_directory(&self, asked: Fsync, answer: Answer<'_, Done>) {
+        self.change(answer, |files, done| files.fsync(asked.node, asked.data_only, done));
+    }
+
+    fn statistics(&self, _: u64, answer: Answer<'_, Statistics>) {
+        self.at_once(answer, |files| {
+            let usage = files.statfs();
+            Ok(Statistics {
+                block_bytes: BLOCK_BYTES as u32,
+                blocks: usage.blocks,
+                free_blocks: usage.free_blocks,
+                available_blocks: usage.free_blocks,
+                files: usage.inodes.saturating_add(usage.free_inodes),
+                free_files: usage.free_inodes,
+                name_bytes: u32::try_from(usage.name_bytes).unwrap_or(u32::MAX),
+            })
+        });
+    }
+
+    fn allocate(&self, asked: Allocate, answer: Answer<'_, Done>) {
+        let how = match asked.mode {
+            0 => files::Allocate::Grow,
+            KEEP_SIZE => files::Allocate::Keep,
+            mode if mode == PUNCH_HOLE | KEEP_SIZE => files::Allocate::Punch,
+            ZERO_RANGE => files::Allocate::ZeroGrow,
+            mode if mode == ZERO_RANGE | KEEP_SIZE => files::Allocate::ZeroKeep,
+            _ => return answer.fail(Errno::OPNOTSUPP),
+        };
+        self.change(answer, |files, done| files.fallocate(asked.node, asked.offset, asked.length, how, done));
+    }
+
+    fn seek(&self, asked: Seek, answer: Answer<'_, Position>) {
+        let found = self.files().and_then(|files| {
+            let found = files.seek(asked.node, asked.offset, !asked.for_data).map_err(|error| error.errno())?;
+            found.map(Position).ok_or(Errno::NXIO)
+        });
+        answer.result(found);
+    }
+}
+
+fn say<R: Reply>(later: Later<R>, result: Result<R, FilesError>) {
+    later.result(result.map_err(|error| error.errno()));
+}
+
+fn entry(attr: &Attr) -> Entry {
+    Entry { attributes: Some(attributes(attr)), generation: 0, name_valid: VALID, attributes_valid: VALID }
+}
+
+fn known(attr: &Attr) -> KnownAttributes {
+    KnownAttributes { attributes: attributes(attr), valid: VALID }
+}
+
+fn attributes(attr: &Attr) -> Attributes {
+    let names::Attributes { mode, uid, gid, accessed, modified, changed } = attr.attributes;
+    Attributes {
+        node: attr.ino,
+        kind: file_kind(attr.kind),
+        permissions: mode.into(),
+        links: attr.links,
+        uid,
+        gid,
+        size: attr.size,
+        blocks: attr.blocks,
+        block_bytes: BLOCK_BYTES as u32,
+        accessed: timestamp(accessed),
+        modified: timestamp(modified),
+        changed: timestamp(changed),
+    }
+}
+
+fn file_kind(kind: Kind) -> FileKind {
+    match kind {
+        Kind::File => FileKind::File,
+        Kind::Directory => FileKind::Directory,
+        Kind::Symlink => FileKind::Symlink,
+        Kind::Fifo => FileKind::Pipe,
+        Kind::Socket => FileKind::Socket,
+    }
+}
+
+/// Permissions, with the bits for set-user-id, set-group-id and sticky.
+fn mode(permissions: u32) -> u16 {
+    (permissions & 0o7777) as u16
+}
+
+fn timestamp(nanoseconds: i64) -> Timestamp {
+    let second = NANOSECONDS;
+    Timestamp { seconds: nanoseconds.div_euclid(second), nanoseconds: nanoseconds.rem_euclid(second) as u32 }
+}
+
+/// Times that do not fit are the first or the last that do, some 292 years from 1970.
+fn time_to_set(time: NewTime) -> SetTime {
+    match time {
+        NewTime::Now => SetTime::Now,
+        NewTime::At(Timestamp { seconds, nanoseconds }) => {
+            SetTime::To(seconds.saturating_mul(NANOSECONDS).saturating_add(nanoseconds.into()))
+        }
+    }
+}
+
+/// How each file is open. What the page cache has of it stays right: nothing else changes it.
+const OPENED: Opened = Opened {
+    handle: 0,
+    direct: false,
+    keeps_cache: true,
+    parallel_direct_writes: true,
+    without_flush: true,
+    caches_directory: false,
+};
+
+/// How long the kernel may use what it was told. Everything changes through it.
+const VALID: Duration = Duration::from_secs(3600);
+
+/// What the mounts are called.
+const SUBTYPE: &str = "remora-volume";
+
+/// Entries that are looked at for one listing: more than a kernel has room for in one, which is 4 KiB to 32 KiB.
+const MOST_LISTED: usize = 1024;
+
+/// How long the last flush may take: longer than the volume waits for a server.
+const SYNC_LIMIT: Duration = Duration::from_secs(30);
+
+/// How long a completion may run.
+const LAST_COMPLETION_LIMIT: Duration = Duration::from_secs(10);
+
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
+
+const NANOSECONDS: i64 = 1_000_000_000;
+
+// Of `fallocate(2)`.
+const KEEP_SIZE: u32 = 1;
+const PUNCH_HOLE: u32 = 2;
+const ZERO_RANGE: u32 = 16;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_before_1970_and_beyond_what_is_kept_are_told_apart() {
+        let back = |nanoseconds| time_to_set(NewTime::At(timestamp(nanoseconds)));
+        for nanoseconds in [0, 1, -1, 1_700_000_000_123_456_789, -1_500_000_000, i64::MIN + NANOSECONDS, i64::MAX] {
+            assert_eq!(back(nanoseconds), SetTime::To(nanoseconds), "{nanoseconds}");
+        }
+        assert_eq!(timestamp(-1), Timestamp { seconds: -1, nanoseconds: 999_999_999 });
+        let far = NewTime::At(Timestamp { seconds: i64::MAX, nanoseconds: 5 });
+        assert_eq!(time_to_set(far), SetTime::To(i64::MAX));
+    }
+}
