@@ -89,7 +89,7 @@ impl Mounted {
     /// Whether it is still there, and on top of others that are mounted at the same place.
     fn is_there(&self) -> bool {
         // The next mount may get the numbers of one that is gone.
-        let is_known = self.control.as_ref().is_none_or(Control::has_connection);
+        let is_known = self.control.as_ref().is_none_or(|control| control.under_way().is_some());
         is_known && Line::of(&self.directory).is_ok_and(|line| line.as_ref() == Some(&self.line))
     }
 
@@ -108,6 +108,11 @@ impl Mounted {
             return Ok(());
         }
         Ok(rustix::mount::unmount(&self.directory, flags)?)
+    }
+
+    /// Whether requests are under way, as far as the kernel shows it.
+    pub(crate) fn has_under_way(&self) -> bool {
+        self.control.as_ref().and_then(Control::under_way).is_some_and(|number| number > 0)
     }
 
     /// Ends the connection: every request under way and to come fails. The mount stays until it is unmounted.
@@ -185,11 +190,14 @@ impl Control {
         Ok(Control { abort, folder: open(minor.to_string(), OFlags::PATH | OFlags::DIRECTORY)? })
     }
 
-    /// Whether the connection still belongs to a mount. Its folder is not that of a later one with the same number.
-    fn has_connection(&self) -> bool {
-        let waiting = rustix::fs::openat(&self.folder, "waiting", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
+    /// Requests under way. `None`: the connection does not belong to a mount any more. Its folder is not that of a
+    /// later one with the same number.
+    fn under_way(&self) -> Option<u64> {
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+        let waiting = rustix::fs::openat(&self.folder, "waiting", flags, Mode::empty()).ok()?;
         let mut number = [0; 32];
-        waiting.is_ok_and(|waiting| rustix::io::read(waiting, &mut number).is_ok_and(|length| length > 0))
+        let length = rustix::io::read(waiting, &mut number).ok()?;
+        std::str::from_utf8(&number[..length]).ok()?.trim().parse().ok()
     }
 }
 

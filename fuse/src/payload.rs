@@ -9,7 +9,11 @@ use remora_memory::Memory;
 
 /// The bytes of a write.
 #[derive(Debug)]
-pub struct Payload<'a>(Place<'a>);
+pub struct Payload<'a> {
+    place: Place<'a>,
+    /// Memory for bytes that are kept.
+    buffers: Option<&'a Arc<Buffers>>,
+}
 
 #[derive(Debug)]
 enum Place<'a> {
@@ -24,22 +28,27 @@ enum Place<'a> {
 impl<'a> Payload<'a> {
     /// Bytes that are there until the call returns.
     pub fn borrowed(bytes: &'a [u8]) -> Payload<'a> {
-        Payload(Place::Borrowed(bytes))
+        Payload { place: Place::Borrowed(bytes), buffers: None }
     }
 
     /// A range of a buffer.
     pub(crate) fn in_buffer(buffer: &'a mut Buffer, range: Range<usize>) -> Payload<'a> {
-        Payload(Place::Buffer { buffer, range })
+        Payload { place: Place::Buffer { buffer, range }, buffers: None }
     }
 
     /// A range of the memory that the caller provided.
     pub(crate) fn provided(memory: &'a Memory, range: Range<u64>) -> Payload<'a> {
-        Payload(Place::Provided { memory, range })
+        Payload { place: Place::Provided { memory, range }, buffers: None }
+    }
+
+    /// With memory for bytes that are kept: buffers at least as long as the payload.
+    pub(crate) fn kept_in(self, buffers: &'a Arc<Buffers>) -> Payload<'a> {
+        Payload { buffers: Some(buffers), ..self }
     }
 
     /// How many bytes.
     pub fn length(&self) -> usize {
-        match &self.0 {
+        match &self.place {
             Place::Borrowed(bytes) => bytes.len(),
             Place::Buffer { range, .. } => range.len(),
             Place::Provided { range, .. } => (range.end - range.start) as usize,
@@ -48,31 +57,49 @@ impl<'a> Payload<'a> {
 
     /// The bytes, until the call returns. They are copied only out of memory that the caller provided.
     pub fn bytes(&self) -> Cow<'_, [u8]> {
-        match &self.0 {
+        match &self.place {
             Place::Borrowed(bytes) => Cow::Borrowed(bytes),
             Place::Buffer { buffer, range } => Cow::Borrowed(&buffer.data[range.clone()]),
             Place::Provided { memory, range } => Cow::Owned(copy(memory, range)),
         }
     }
 
-    /// The bytes, for as long as wanted. Long ones of the device are not copied.
+    /// The bytes, for as long as wanted. Long ones of the device are not copied, and long ones of the ring are copied
+    /// to memory that is used again.
     pub fn into_bytes(self) -> Bytes {
-        match self.0 {
-            Place::Borrowed(bytes) => Bytes::copy_from_slice(bytes),
-            Place::Buffer { buffer, range } if range.len() < LEAST_GIVEN_BYTES => {
-                Bytes::copy_from_slice(&buffer.data[range])
+        let length = self.length();
+        match (self.place, self.buffers) {
+            (Place::Buffer { buffer, range }, _) if length >= LEAST_GIVEN_BYTES => buffer.give_away().slice(range),
+            (Place::Buffer { buffer, range }, _) => Bytes::copy_from_slice(&buffer.data[range]),
+            (place, Some(buffers)) if (LEAST_GIVEN_BYTES..=buffers.length).contains(&length) => {
+                let mut buffer = buffers.take();
+                place.copy_to(&mut buffer.data[..length]);
+                Bytes::from_owner(buffer).slice(..length)
             }
-            Place::Buffer { buffer, range } => buffer.give_away().slice(range),
-            Place::Provided { memory, range } => copy(memory, &range).into(),
+            (Place::Borrowed(bytes), _) => Bytes::copy_from_slice(bytes),
+            (Place::Provided { memory, range }, _) => copy(memory, &range).into(),
         }
     }
 
     /// Where the bytes are in the memory that the caller provided ([`crate::SessionOptions::memory`]), if they are.
     /// They stay there until the write is answered.
     pub fn place(&self) -> Option<Range<u64>> {
-        match &self.0 {
+        match &self.place {
             Place::Provided { range, .. } => Some(range.clone()),
             _ => None,
+        }
+    }
+}
+
+impl Place<'_> {
+    fn copy_to(&self, into: &mut [u8]) {
+        match self {
+            Place::Borrowed(bytes) => into.copy_from_slice(bytes),
+            Place::Buffer { buffer, range } => into.copy_from_slice(&buffer.data[range.clone()]),
+            Place::Provided { memory, range } => {
+                let inside = memory.read(range.start, into);
+                debug_assert!(inside.is_ok(), "the ring has cut its places out of this memory");
+            }
         }
     }
 }

@@ -404,7 +404,7 @@ impl Session {
         let until = Instant::now() + WRITE_BACK_LIMIT;
         loop {
             match process.try_wait() {
-                Ok(Some(status)) if status.success() => return Ok(()),
+                Ok(Some(status)) if status.success() => break,
                 Ok(Some(status)) => return Err(format!("the program `sync` has ended: {status}")),
                 Ok(None) if Instant::now() < until => std::thread::sleep(LOOK_AGAIN),
                 Ok(None) => {
@@ -415,6 +415,14 @@ impl Session {
                 Err(error) => return Err(error.to_string()),
             }
         }
+        // `sync` has begun all writes, but the kernel does not wait for those of FUSE.
+        while self.shared.mounted.has_under_way() {
+            if Instant::now() >= until {
+                return Err(format!("requests were still under way after {WRITE_BACK_LIMIT:?}"));
+            }
+            std::thread::sleep(LOOK_AGAIN);
+        }
+        Ok(())
     }
 
     fn join(&mut self) -> Result<(), EndError> {

@@ -32,6 +32,7 @@ mod uring;
 
 use crate::abi::LEAST_READ_BYTES;
 use crate::negotiation::page_bytes;
+use crate::payload::Buffers;
 pub(crate) use mailbox::Mailbox;
 pub(crate) use queue::Queue;
 use slot::Room;
@@ -56,13 +57,14 @@ impl Rings {
             )));
         };
         let room_bytes = u64::from(most_bytes).max(LEAST_READ_BYTES as u64);
+        let buffers = Buffers::new(most_bytes as usize);
         let queue = |number: u16| {
             let first = u64::from(number) * depth;
             let rooms = (first..first + depth).map(|room| match memory {
                 Some(memory) => Room::provided(memory, room * room_bytes..(room + 1) * room_bytes),
                 None => Room::own(room_bytes as usize),
             });
-            Queue::new(number, rooms.collect())
+            Queue::new(number, rooms.collect(), Arc::clone(&buffers))
         };
         Ok(Rings { queues: (0..processors).map(queue).collect::<io::Result<_>>()?, most_bytes })
     }

@@ -18,7 +18,7 @@ use crate::abi::{InHeader, op};
 use crate::answer::{Asked, LaterReplier, Replier, WRONG_LENGTH};
 use crate::dispatch;
 use crate::file_system::FileSystem;
-use crate::payload::Sink;
+use crate::payload::{Buffers, Sink};
 use crate::request::{MOST_NAME_BYTES, MOST_TARGET_BYTES, parse, parse_write};
 
 /// One processor's queue.
@@ -33,6 +33,8 @@ pub(crate) struct Queue {
     names: Vec<u8>,
     /// Completions that came while it was registered.
     early: Vec<Completion>,
+    /// For long writes that a file system keeps.
+    buffers: Arc<Buffers>,
 }
 
 /// The number of the poll for news. Slots have the numbers from 0 on.
@@ -43,12 +45,12 @@ const MOST_TEXT_BYTES: usize = MOST_TARGET_BYTES + 2 * (MOST_NAME_BYTES + 1);
 
 impl Queue {
     /// A queue with a slot for each room.
-    pub(super) fn new(number: u16, rooms: Vec<Room>) -> io::Result<Queue> {
+    pub(super) fn new(number: u16, rooms: Vec<Room>, buffers: Arc<Buffers>) -> io::Result<Queue> {
         let entries = (rooms.len() as u32 + 1).next_power_of_two();
         let slots: Vec<Slot> = rooms.into_iter().enumerate().map(|(index, room)| Slot::new(index, room)).collect();
         let (uring, mailbox) = (Uring::new(entries)?, Arc::new(Mailbox::new()?));
         let (under_way, names) = (vec![None; slots.len()], Vec::with_capacity(MOST_TEXT_BYTES));
-        Ok(Queue { number, uring, slots, under_way, mailbox, names, early: Vec::new() })
+        Ok(Queue { number, uring, slots, under_way, mailbox, names, early: Vec::new(), buffers })
     }
 
     pub(crate) fn mailbox(&self) -> &Arc<Mailbox> {
@@ -151,7 +153,7 @@ impl Queue {
             let mut replier = RingReplier { mailbox, index, slot: None, given: None };
             match parse_write(&header, head.operation(), length) {
                 Ok(fields) => {
-                    let data = body.payload(fields.size as usize);
+                    let data = body.payload(fields.size as usize).kept_in(&self.buffers);
                     dispatch::write(file_system, &header, fields, data, &mut replier);
                 }
                 Err(errno) => replier.reply(header.unique, Err(errno)),

@@ -2,6 +2,7 @@
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use remora_fuse::Payload;
 use remora_fuse::answer::Answer;
@@ -15,6 +16,8 @@ type Work = Box<dyn FnOnce() + Send>;
 pub struct Elsewhere {
     inner: Arc<dyn FileSystem>,
     work: Mutex<Sender<Work>>,
+    /// How long a write takes.
+    delay: Duration,
 }
 
 impl Elsewhere {
@@ -31,7 +34,11 @@ impl Elsewhere {
                 }
             });
         }
-        Elsewhere { inner, work: Mutex::new(work) }
+        Elsewhere { inner, work: Mutex::new(work), delay: Duration::ZERO }
+    }
+
+    pub fn with_slow_writes(self, delay: Duration) -> Elsewhere {
+        Elsewhere { delay, ..self }
     }
 
     fn send(&self, work: impl FnOnce(&dyn FileSystem) + Send + 'static) {
@@ -143,8 +150,9 @@ impl FileSystem for Elsewhere {
 
     fn write(&self, asked: Write<'_>, answer: Answer<'_, Written>) {
         let Write { node, handle, offset, data, is_from_cache } = asked;
-        let (later, data) = (answer.later(), data.into_bytes());
+        let (later, data, delay) = (answer.later(), data.into_bytes(), self.delay);
         self.send(move |inner| {
+            std::thread::sleep(delay);
             let asked = Write { node, handle, offset, data: Payload::borrowed(&data), is_from_cache };
             later.answer_by(|answer| inner.write(asked, answer));
         });
