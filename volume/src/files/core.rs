@@ -166,6 +166,8 @@ impl Core {
         writes.into_iter().for_each(|BlocksToWrite { first, data }| self.put(Request::write(first, data)));
     }
 
+    // A bound for changes that are answered before they are acknowledged (`--ahead`) would be kept here: the caller is
+    // told when its last request is put, as long as fewer bytes than that are under way, and a flush waits as now.
     /// The last request of a change. Those before it are done when it is, as each copy does them in their order.
     pub(super) fn put_last<T: Send + 'static>(&self, request: Request, caller: Caller<T>, value: T) {
         let failure = Arc::clone(&self.failure);

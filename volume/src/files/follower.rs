@@ -14,7 +14,7 @@ use crate::message::State;
 use crate::names::layout::Head;
 use crate::names::record::Malformed;
 use crate::names::{Attr, Listed, NamesError, Run, Usage, View};
-use crate::reader::{OneSided, ReaderError};
+use crate::reader::{Found, InPlace, OneSided, ReaderError};
 use crate::shape::BLOCK_BYTES;
 
 use super::FilesError;
@@ -59,22 +59,33 @@ impl Blocks for CopyBlocks {
     fn read(&mut self, first: u64, into: &mut [u8]) -> Result<u64, BlocksError> {
         let mut history = None;
         for (first, part) in (first..).step_by(self.most).zip(into.chunks_mut(self.most * BLOCK_BYTES)) {
-            let found = self.reader.blocks(first, part, self.limit).map_err(|error| match error {
-                ReaderError::Torn { .. } | ReaderError::TornLine => BlocksError::Again(error.to_string()),
-                error => BlocksError::Failed(error.to_string()),
-            })?;
-            // A copy that is behind takes blocks in any order.
-            if found.line.state != State::Whole {
-                return Err(BlocksError::Again("the copy is behind: its server takes what it lacks".into()));
-            }
-            // A writer's first word is at every copy before anything of it is, and after all that it undoes.
-            let generation = u64::from(found.line.applied.generation().number());
-            if history.replace(generation).is_some_and(|before| before != generation) {
+            let found = history_of(self.reader.blocks(first, part, self.limit))?;
+            if history.replace(found).is_some_and(|before| before != found) {
                 return Err(BlocksError::Again("another writer has opened the volume".into()));
             }
         }
         Ok(history.unwrap_or_default())
     }
+}
+
+/// A copy of this host.
+impl Blocks for InPlace {
+    fn read(&mut self, first: u64, into: &mut [u8]) -> Result<u64, BlocksError> {
+        history_of(self.blocks(first, into))
+    }
+}
+
+fn history_of(found: Result<Found, ReaderError>) -> Result<u64, BlocksError> {
+    let Found { line, .. } = found.map_err(|error| match error {
+        ReaderError::Torn { .. } | ReaderError::TornLine => BlocksError::Again(error.to_string()),
+        error => BlocksError::Failed(error.to_string()),
+    })?;
+    // A copy that is behind takes blocks in any order.
+    if line.state != State::Whole {
+        return Err(BlocksError::Again("the copy is behind: its server takes what it lacks".into()));
+    }
+    // A writer's first word is at every copy before anything of it is, and after all that it undoes.
+    Ok(line.applied.generation().number().into())
 }
 
 /// The files of a volume, as one copy has them.

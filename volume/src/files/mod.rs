@@ -144,14 +144,12 @@ impl Files {
         Ok(self.core.state().names.hold(ino)?)
     }
 
-    /// Gives uses back. An inode that is not held and has no name is gone. Nothing waits for that.
+    /// Gives uses back. An inode that is not held and has no name is gone. Times that are only in memory are written.
+    /// Nothing waits for that.
     pub fn release(&self, ino: u64, count: u32) {
         let caller = self.core.caller(CHANGE_BYTES, |_| {});
         self.core.change(caller, |names, _| {
             names.release(ino, count)?;
-            if names.is_held(ino) {
-                return Ok(());
-            }
             Ok(names.settle(ino)?)
         });
         self.core.forget(ino);

@@ -456,6 +456,35 @@ fn images_are_written_while_names_change_and_every_prefix_is_a_state() {
     }
 }
 
+/// What an image has passed changes by entries that it has not passed: of a directory that comes last, and of one that it
+/// is in the middle of.
+#[test]
+fn entries_that_an_image_has_not_passed_change_what_it_has() {
+    let geometry = Geometry::with_area(65536, 16).unwrap();
+    let mut world = World::new(geometry);
+    let new = |kind| New { kind, mode: 0o600, uid: 0, gid: 0 };
+    let name = |number: u64| format!("file-{number}-{}", "x".repeat(100)).into_bytes();
+    let inodes: Vec<u64> = (0..80)
+        .map(|number| {
+            world.change(|names, now| names.create(ROOT, &name(number), new(NewKind::File), now)).unwrap().ino
+        })
+        .collect();
+    let late = world.change(|names, now| names.create(ROOT, b"late", new(NewKind::Directory), now)).unwrap().ino;
+    for round in 0..3000_u64 {
+        let number = round * 7 % 80;
+        let short = number.to_string().into_bytes();
+        let change = |names: &mut Names, now| match (round % 3, names.lookup(late, &short)) {
+            (0, _) => names
+                .rename((ROOT, &name(number)), (ROOT, &name(number + 100)), Rename::Replace, now)
+                .or_else(|_| names.rename((ROOT, &name(number + 100)), (ROOT, &name(number)), Rename::Replace, now)),
+            (_, Ok(_)) => names.unlink(late, &short, now),
+            (_, Err(_)) => names.link(inodes[number as usize], late, &short, now).map(drop),
+        };
+        world.change(change).unwrap();
+    }
+    world.check_prefixes(geometry);
+}
+
 /// In a copy the log ends at a write. Should it end anywhere else, that is noticed, or the names are those of before.
 #[test]
 fn a_log_that_is_cut_at_any_byte_is_a_prefix_or_damaged() {

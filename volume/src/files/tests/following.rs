@@ -5,7 +5,15 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
+use remora_fabric::memory::crc::crc32c;
+
 use super::*;
+use crate::layout::Entry;
+use crate::message::{Standing, State};
+use crate::reader::InPlace;
+use crate::shape::{Copies, Shape, VolumeId};
+use crate::store::Store;
+use crate::version::Generation;
 
 /// Reads block by block, so that a long read is of several moments.
 struct Looks {
@@ -124,6 +132,93 @@ fn another_history_is_read_from_its_beginning() {
     number.store(2, Ordering::SeqCst);
     assert!(follower.poll().unwrap());
     assert_eq!((follower.lookup(ROOT, b"f").unwrap().ino, follower.read(ino, 0, 10).unwrap()), (ino, b"new".to_vec()));
+}
+
+/// A disk that is a copy's region too, as a server writes it.
+struct Region {
+    memory: Arc<Memory>,
+    store: Store,
+    standing: Mutex<Standing>,
+}
+
+impl Region {
+    fn new(memory: Arc<Memory>, generation: Generation) -> Region {
+        let copies = Copies::new(1, 1).unwrap();
+        let store = Store::create(Shape::new(VolumeId([7; 16]), memory.blocks(), copies).unwrap()).unwrap();
+        let standing = Standing { state: State::Whole, applied: generation.start(), ..Standing::default() };
+        let region = Region { memory: Memory::new(memory.blocks()), store, standing: Mutex::new(standing) };
+        memory.history().into_iter().for_each(|request| region.submit(request, Box::new(|_| {})));
+        region
+    }
+
+    fn set(&self, change: impl FnOnce(&mut Standing)) {
+        let mut standing = self.standing.lock().unwrap();
+        change(&mut standing);
+        self.store.set_line(*standing);
+    }
+}
+
+impl Disk for Region {
+    fn blocks(&self) -> u64 {
+        self.memory.blocks()
+    }
+
+    fn submit(&self, request: Request, done: DiskDone) {
+        self.set(|standing| {
+            let version = standing.applied.next().unwrap();
+            match &request {
+                Request::Write { runs, data } => {
+                    let blocks = runs.iter().flat_map(|run| run.blocks()).zip(data.chunks(BLOCK_BYTES));
+                    blocks.for_each(|(block, data)| self.store.put(block, Entry::of(version, crc32c(data)), data));
+                }
+                Request::Zero(run) => run.blocks().for_each(|block| self.store.put(block, Entry::zeros(version), &[])),
+                _ => return,
+            }
+            standing.applied = version;
+        });
+        self.memory.submit(request, done);
+    }
+}
+
+#[test]
+fn a_copy_is_followed_in_its_memory() {
+    let first = Generation::NONE.next().unwrap();
+    let region = Arc::new(Region::new(formatted(1024), first));
+    let files = Files::open(Arc::clone(&region) as Arc<dyn Disk>).unwrap();
+    let reader = InPlace::new(Arc::new(region.store.memory().open_view().unwrap()), region.store.layout());
+    let mut follower = Follower::open(Box::new(reader)).unwrap();
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let ino = files.make(ROOT, "log");
+            for number in 0..3000_u64 {
+                files.put(ino, number * 100, &[(number % 250 + 1) as u8; 100]);
+            }
+            is_over.store(true, Ordering::SeqCst);
+        });
+        let (mut size, mut looks) = (0, 0);
+        while !is_over.load(Ordering::SeqCst) {
+            follower.poll().unwrap();
+            let Ok(attr) = follower.lookup(ROOT, b"log") else { continue };
+            // Never shorter, and never a size without its data.
+            assert!(attr.size >= size);
+            let data = follower.read(attr.ino, size, (attr.size - size) as u32).unwrap();
+            assert_eq!(data.len() as u64, attr.size - size);
+            for (number, part) in (size / 100..).zip(data.chunks(100)) {
+                assert!(part.iter().all(|byte| u64::from(*byte) == number % 250 + 1), "part {number}");
+            }
+            (size, looks) = (attr.size, looks + 1);
+        }
+        assert!(looks > 10, "{looks} looks");
+    });
+    // Behind: not read. Another writer: read anew.
+    region.set(|standing| standing.state = State::Behind);
+    assert!(matches!(follower.poll(), Err(FilesError::Blocks(_))));
+    region.set(|standing| {
+        (standing.state, standing.applied) = (State::Whole, first.next().unwrap().start());
+    });
+    assert!(follower.poll().unwrap());
+    assert_eq!(follower.lookup(ROOT, b"log").unwrap().size, 300_000);
 }
 
 #[test]

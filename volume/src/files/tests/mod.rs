@@ -132,6 +132,13 @@ fn whole_blocks_in_place_are_written_alone_and_without_a_copy() {
     let history = disk.history();
     assert!(matches!(history.last(), Some(Request::Flush)));
     assert_eq!(reopened(BLOCKS, &history).getattr(ino).unwrap().attributes.modified, modified);
+    // Or when it is closed.
+    files.hold(ino).unwrap();
+    files.hold(ino).unwrap();
+    files.put(ino, 0, &[3; 4096]);
+    files.release(ino, 1);
+    let modified = files.getattr(ino).unwrap().attributes.modified;
+    assert_eq!(reopened(BLOCKS, &disk.history()).getattr(ino).unwrap().attributes.modified, modified);
 }
 
 #[test]
@@ -152,6 +159,44 @@ fn a_file_that_is_open_without_a_name_stays_until_it_is_closed_or_the_writer_die
     files.release(ino, 1);
     assert_eq!((files.getattr(ino).unwrap_err().errno(), files.statfs().free_blocks), (Errno::STALE, free));
     assert_eq!(reopened(BLOCKS, &disk.history()).statfs(), files.statfs());
+}
+
+/// Whatever beginning of the writes is left, also in the middle of images and where the other area comes into use: a
+/// file has every append that was answered, and no size without its data.
+#[test]
+fn appends_are_there_at_every_cut_while_images_are_written() {
+    let disk = formatted(1024);
+    let files = open(&disk);
+    let ino = files.make(ROOT, "log");
+    let part = |number: usize| vec![(number % 251 + 1) as u8; 100];
+    let start = disk.history().len();
+    let mut answered = Vec::new();
+    for number in 0..3500 {
+        files.put(ino, number as u64 * 100, &part(number));
+        let name = format!("temp-{}-{}", number % 60, "x".repeat(200)).into_bytes();
+        let _ = match files.lookup(ROOT, &name) {
+            Ok(_) => wait(|done| files.unlink(ROOT, &name, done)),
+            Err(_) => wait(|done| files.create(ROOT, &name, new(NewKind::File), false, done)).map(drop),
+        };
+        answered.push(disk.history().len());
+    }
+    let history = disk.history();
+    let is_head = |request: &Request| matches!(request, Request::Write { runs, .. } if runs[0].first == 0);
+    let heads: Vec<usize> = (start..history.len()).filter(|at| is_head(&history[*at])).collect();
+    assert!(heads.len() >= 8, "{} heads", heads.len());
+    let near_heads = heads.iter().flat_map(|at| at.saturating_sub(3)..at + 4);
+    for cut in
+        near_heads.chain((start..=history.len()).step_by(101)).filter(|cut| (start..=history.len()).contains(cut))
+    {
+        let data = reopened(1024, &history[..cut]).all(ino);
+        let count = answered.partition_point(|at| *at <= cut);
+        assert!(
+            [count * 100, count * 100 + 100].contains(&data.len()),
+            "{} bytes, {count} answered, cut at {cut}",
+            data.len()
+        );
+        assert!(data.chunks(100).enumerate().all(|(number, found)| found == part(number)), "cut at {cut}");
+    }
 }
 
 #[test]
