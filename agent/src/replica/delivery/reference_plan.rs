@@ -84,7 +84,7 @@ pub(super) struct ReferencePlan {
     judged: bool,
     /// Bytes copied out of a slot to be looked at, and the position of the first.
     window: (u64, Vec<u8>),
-    /// The last find was a run, and more of them are likely to follow.
+    /// The last record was of a short string, and more of them are likely to follow.
     in_runs: bool,
     /// Bytes that the words of the next field refer to.
     described: u64,
@@ -274,9 +274,12 @@ impl ReferencePlan {
             Ok((taken, found)) => {
                 self.seen += taken as u64;
                 let rest = (fresh.len() - taken) as u64;
-                self.in_runs = matches!(found, Some(Found::Run(_)));
+                let is_run = matches!(found, Some(Found::Run(_)));
+                // What was looked at was too short for the whole record of a short string.
+                let cut_off = found.is_none() && (1..RUN_VALUES_BELOW).contains(&scanner.skippable());
+                self.in_runs = self.abilities.runs && (is_run || cut_off);
                 let (begins, bytes) = &mut self.window;
-                if self.in_runs && rest < CUT_OFF_BYTES && *begins + (bytes.len() as u64) < slot.bytes.end {
+                if is_run && rest < CUT_OFF_BYTES && *begins + (bytes.len() as u64) < slot.bytes.end {
                     bytes.clear();
                 }
                 self.found(found, slot);
@@ -639,6 +642,18 @@ mod tests {
                 plan.take(&memory, slot as u64..whole.len().min(slot + slot_bytes) as u64).unwrap();
             }
             let _ = plan.finish();
+        }
+    }
+
+    #[test]
+    fn strings_that_are_longer_than_the_first_look_are_in_runs_too() {
+        for length in [100, 300, 1024, 4000] {
+            let drawn: Vec<_> = (0..200_u32).map(|key| (key.to_le_bytes().to_vec(), length, false)).collect();
+            let (link, told, _) = mix(&snapshot(&drawn), 150_000, Abilities { runs: true, ..ONE_BY_ONE });
+            let by_link = strings(&[&link[..], &[OPCODE_EOF], &[0; TAIL_BYTES - 1]].concat()).len();
+            assert_eq!(told.len() + by_link, 200);
+            // The first of the snapshot, and those across the borders of slots.
+            assert!(by_link <= 3 + 200 * length / 150_000, "{length}: {by_link}");
         }
     }
 
