@@ -2,8 +2,9 @@
 //! Nothing here is unsafe.
 
 pub(crate) use crate::ffi::{
-    AuxLoad, Command, Context, Cursor, EventHandler, Flag, InfoSection, Informer, Io, Key, KeyKind, LogLevel, Module,
-    Number, OwnContext, OwnedStr, StrRef, Timer, TimerId, register_aux, warm,
+    AddError, AuxLoad, BATCH, Command, Context, Cursor, EventHandler, FastServer, Flag, FoundString, FoundValue,
+    InfoSection, Informer, Io, Key, KeyKind, LogLevel, Module, Number, OwnContext, OwnedStr, Step, StrRef, Timer,
+    TimerId, in_child, register_aux, warm,
 };
 
 /// `REDISMODULE_EVENT_PERSISTENCE`: a snapshot or a rewrite begins or has ended.

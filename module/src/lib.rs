@@ -14,7 +14,8 @@
 //!
 //! * `api`: the functions of a server: contexts, keys, strings, replies.
 //! * `capture`: the fork child writes long strings into a table and leaves the rest to its server.
-//! * `load`: loads long strings of a snapshot from an agent's memory.
+//! * `load`: loads long strings of a snapshot from an agent's memory, and runs of short ones.
+//! * `fast`: whether this build of the server is known well enough for the fast way with short strings.
 //! * `ffi`: the calls into a server. The only unsafe code.
 //!
 //! `docs/module.md` describes how to use it.
@@ -23,6 +24,7 @@
 
 mod api;
 mod capture;
+mod fast;
 #[allow(unsafe_code)]
 mod ffi;
 mod load;
@@ -41,7 +43,11 @@ impl Module for Remora {
     const VERSION: u16 = 100;
 
     fn load(context: &Context<'_>, arguments: &[StrRef<'_>]) -> bool {
-        if !armed::ALLOWED.register(context) || !armed::AGENT_TIMEOUT.register(context) || !context.load_settings() {
+        let settings = armed::ALLOWED.register(context)
+            && armed::AGENT_TIMEOUT.register(context)
+            && fast::ALLOWED.register(context)
+            && context.load_settings();
+        if !settings {
             return refuse(context, "the server rejects its settings; docs/module.md lists them");
         }
         context.add_acl_category(CATEGORY);
@@ -70,6 +76,8 @@ impl Module for Remora {
         if !loads {
             return refuse(context, "the server already has a type named RemoraRef");
         }
+        let layouts = arguments.iter().skip_while(|argument| argument.as_bytes() != LAYOUT).nth(1);
+        fast::identify(context, layouts.and_then(StrRef::as_str));
         context.log(LogLevel::Notice, concat!("remora ", env!("CARGO_PKG_VERSION"), " is ready"));
         true
     }
@@ -86,6 +94,9 @@ impl Module for Remora {
 
 /// An argument of `MODULE LOAD`: without the loading half, the module can be unloaded again.
 const CAPTURE_ONLY: &[u8] = b"capture-only";
+
+/// An argument of `MODULE LOAD`: the path of a file with the layout of one more build of a server follows.
+const LAYOUT: &[u8] = b"layout";
 
 /// The ACL category: an operator grants all commands with `+@remora`, on servers with categories of modules (Redis 7.4,
 /// Valkey 8).
@@ -116,6 +127,7 @@ impl Informer for Remora {
         section.number(c"last_keys", history.last.keys);
         section.number(c"last_micros", history.last.took_micros);
         section.text(c"last_error", &history.last_error);
+        section.text(c"fast_keys", &fast::state());
         section.text(c"load_state", load::state());
         section.number(c"loads", load::COUNTS.loads.load(Relaxed));
         section.number(c"loaded_keys", load::COUNTS.keys.load(Relaxed));

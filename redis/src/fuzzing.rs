@@ -272,6 +272,10 @@ pub fn rdb_scan(data: &[u8]) {
                 assert!(settled <= text.begins && text.begins < text.value.start && text.value.start <= text.value.end);
                 settled = text.value.end;
             }
+            rdb::Found::Run(run) => {
+                assert!(settled <= run.bytes.start && run.bytes.start < run.bytes.end);
+                settled = run.bytes.end;
+            }
             rdb::Found::End { at } => assert!(settled <= *at),
         }
     }

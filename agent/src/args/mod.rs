@@ -4,6 +4,7 @@
 //! rules. Nothing here runs a command: [`crate::commands`] does.
 
 mod devices;
+mod fast_keys;
 mod generate;
 mod load;
 mod module;
@@ -23,6 +24,7 @@ use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 
 pub use self::{
     devices::DevicesArgs,
+    fast_keys::{FastKeys, WalkArgs},
     generate::{GenerateArgs, Generated},
     load::{LoadArgs, ValueType},
     module::{ModuleArgs, ModuleQuestion},

@@ -5,7 +5,7 @@ use std::{net::IpAddr, path::PathBuf, time::Duration};
 use clap::{Args, ValueEnum};
 use remora_wire::is_printable;
 
-use super::{HostPort, RdmaRead, RelayArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs};
+use super::{FastKeys, HostPort, RdmaRead, RelayArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs};
 use crate::{
     exit::{self, Code},
     server::{ServerArgs, Task},
@@ -112,6 +112,11 @@ pub struct ReplicaArgs {
     /// possible. `off`: never. Anything that cannot be shared is sent over the replication link.
     #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Link to the server")]
     pub module_load: ModuleLoad,
+
+    /// Whether the module loads short strings by the server's own functions, many at a time (docs/module.md). `auto`:
+    /// if the server is a build that the module knows exactly, and a trial in a forked child succeeds. `off`: never.
+    #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Link to the server")]
+    pub fast_keys: FastKeys,
 
     /// Local address that the server connects to while it loads; the port is any free one and is printed. Default:
     /// loopback if the server is on this host, else the local address of the connection to the server.

@@ -4,7 +4,7 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use clap::{Args, ValueEnum};
 
-use super::{MonitorNameArgs, RdmaOffer, ReplicaNameArgs, SecurityArgs, relay::parse_rate};
+use super::{MonitorNameArgs, RdmaOffer, ReplicaNameArgs, SecurityArgs, WalkArgs, relay::parse_rate};
 use crate::{
     conversation::certificate_roles::CertificateRoles,
     conversation::tokens::TokenFiles,
@@ -78,10 +78,9 @@ pub struct SourceArgs {
     #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Snapshot")]
     pub module_capture: ModuleCapture,
 
-    /// Size from which strings are long, for `walk`. For shorter ones the module costs the server more than its own
-    /// saver does. Default: 1KiB if the server's allocator is jemalloc, else 64KiB.
-    #[arg(long, value_name = "SIZE", help_heading = "Snapshot")]
-    pub module_walk_from: Option<Size>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub walk: WalkArgs,
 
     /// Load the module into a server that does not have it (MODULE LOAD). PATH is the path of the library on the
     /// server's host; the default is the one that `remora module path` prints. The server must allow it

@@ -43,6 +43,8 @@ impl fmt::Debug for Introduction {
 pub(super) struct Answer {
     /// Whether it can set idle times.
     pub(super) idle_times: bool,
+    /// Whether it takes runs of short strings (fast keys).
+    pub(super) fast_keys: bool,
 }
 
 /// How long the server may take to fetch the descriptors: it gets the command at once, but may be busy.
@@ -95,10 +97,11 @@ impl Introduction {
                 Err(error) => return Err(error.to_string()),
             }
         }
-        match field(&frame, b"idle_times").as_deref() {
-            Some("yes") => Ok(Answer { idle_times: true }),
-            Some("no") => Ok(Answer { idle_times: false }),
-            _ => Err(format!("REMORA.LOAD was answered by {frame:?}, which does not say idle_times")),
-        }
+        let yes = |name: &[u8]| match field(&frame, name).as_deref() {
+            Some("yes") => Ok(true),
+            Some("no") => Ok(false),
+            _ => Err(format!("REMORA.LOAD was answered by {frame:?}, which does not say {}", name.escape_ascii())),
+        };
+        Ok(Answer { idle_times: yes(b"idle_times")?, fast_keys: yes(b"fast_keys")? })
     }
 }

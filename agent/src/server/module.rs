@@ -8,12 +8,19 @@ use remora_redis::resp::Frame;
 use super::{Client, RefusalKind, ServerError};
 use crate::module_file;
 
-/// Whether the server has a module of this version. If it has none and `wished` names a library, the server is told to
-/// load it first. An empty path stands for the library beside this program.
+/// What a module of this version offers for captures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Offer {
+    /// Whether a fork child may walk in the fast way.
+    pub(crate) fast_capture: bool,
+}
+
+/// What the server's module offers, if it has one of this version. If it has none and `wished` names a library, the
+/// server is told to load it first. An empty path stands for the library beside this program.
 ///
 /// # Errors
 /// The server does not answer, or its answer is unexpected.
-pub(crate) async fn find(client: &mut Client, wished: Option<&Path>) -> Result<bool, ServerError> {
+pub(crate) async fn find(client: &mut Client, wished: Option<&Path>) -> Result<Option<Offer>, ServerError> {
     let mut answer = client.command(&["REMORA.STATUS"]).await;
     if let (Err(error), Some(path)) = (&answer, wished)
         && error.refusal() == Some(RefusalKind::Unknown)
@@ -28,14 +35,15 @@ pub(crate) async fn find(client: &mut Client, wished: Option<&Path>) -> Result<b
             if !understood {
                 tracing::warn!(theirs = ?protocol, ours = MODULE_PROTOCOL, "the server's module speaks another version of the module protocol: upgrade the older of the two");
             }
-            Ok(understood)
+            let fast_capture = field(&frame, b"fast_capture").as_deref() == Some("yes");
+            Ok(understood.then_some(Offer { fast_capture }))
         }
-        Err(error) if error.refusal() == Some(RefusalKind::Unknown) => Ok(false),
+        Err(error) if error.refusal() == Some(RefusalKind::Unknown) => Ok(None),
         Err(error) if error.refusal() == Some(RefusalKind::NoPerm) => {
             tracing::warn!(
                 "the server may have the module, but the ACL user may not use it: grant +remora.status +remora.arm +remora.disarm"
             );
-            Ok(false)
+            Ok(None)
         }
         Err(error) => Err(error),
     }

@@ -12,6 +12,7 @@ mod conversation;
 mod ends;
 mod exact;
 mod expect_primary;
+mod fast_keys;
 mod forging;
 mod grants;
 mod handoff;

@@ -27,10 +27,22 @@ fn module_fact(server: &Server, name: &str) -> String {
     server.fact(&format!("remora_{name}")).unwrap()
 }
 
-/// The method by which the source says that it took its snapshot.
+/// The method by which the source says that it took its snapshot. Whether the walk was a fast one makes no difference
+/// for the tests here.
 pub(crate) fn method(source: &mut Source) -> String {
+    exact_method(source).trim_end_matches(", all strings").to_owned()
+}
+
+/// The method in the source's own words.
+pub(crate) fn exact_method(source: &mut Source) -> String {
     let line = source.agent.wait_for_line("snapshot completed", LONG).unwrap();
     line.split("method=").nth(1).unwrap_or_default().to_owned()
+}
+
+/// Every kind of server with both kinds of walks: by the module's API, and in the server's own tables.
+fn walks() -> Vec<(Kind, [&'static str; 2])> {
+    let both = |kind| ["off", "auto"].map(|fast| (kind, ["--fast-keys", fast]));
+    require::kinds().into_iter().flat_map(both).collect()
 }
 
 /// Waits until the primary has no child and its module is idle.
@@ -57,19 +69,20 @@ fn assert_unharmed(primary: &Server) {
 
 #[test]
 fn every_type_with_any_bytes_in_sixteen_databases_arrives_by_a_walk() {
-    for kind in require::kinds() {
+    for (kind, fast) in walks() {
         let primary = with_module(kind).start().unwrap();
         let replica = Server::start(kind).unwrap();
         let keys = fill_every_type(&mut primary.client().unwrap(), 21).unwrap();
         let before = syncs(&primary);
-        let mut source = walking(&primary, &["--memory", "64MiB"]);
+        let mut source = walking(&primary, &[fast[0], fast[1], "--memory", "64MiB"]);
         source.replicate(&replica, &[]);
         assert_same_data(&primary, &replica);
         // The replica may be done before the primary has noticed the end of its child.
         wait_until_idle(&primary);
 
         assert_eq!(method(&mut source), "the module");
-        assert_eq!(source.status()["generation"]["capture"], "the module");
+        let walked = if fast[1] == "auto" { "the module, all strings" } else { "the module" };
+        assert_eq!(source.status()["generation"]["capture"], walked);
         assert_eq!(module_fact(&primary, "captures_done"), "1");
         let strings: u64 = module_fact(&primary, "last_keys").parse().unwrap();
         assert!(strings > 300 && strings < keys, "{strings} of {keys} keys");
@@ -118,7 +131,9 @@ fn is_exact_under_every_kind_of_write(kind: Kind) {
         let replica = Server::start(kind).unwrap();
         // Sometimes only long strings, so that both the child and the server write strings.
         let least = if round % 3 == 2 { "1KiB" } else { "0" };
-        let args = ["--memory", "1GiB", "--module-capture", "walk", "--module-walk-from", least];
+        let fast = if round % 2 == 0 { "auto" } else { "off" };
+        let walk = ["--module-capture", "walk", "--module-walk-from", least, "--fast-keys", fast];
+        let args = [&["--memory", "1GiB"], &walk[..]].concat();
         let mut source = Source::start(&primary, &args);
         let writer = Workload::on(&primary).unwrap();
         let flood = Flood::start(&primary);
@@ -152,14 +167,14 @@ fn replicas_of_valkey_walked_under_every_kind_of_write_are_exact() {
 
 #[test]
 fn keys_keep_their_time_and_their_age() {
-    for kind in require::kinds() {
+    for (kind, fast) in walks() {
         for (policy, command) in [("allkeys-lru", "IDLETIME"), ("allkeys-lfu", "FREQ")] {
-            keeps_times_and_ages(kind, policy, command);
+            keeps_times_and_ages(kind, fast, policy, command);
         }
     }
 }
 
-fn keeps_times_and_ages(kind: Kind, policy: &str, command: &str) {
+fn keeps_times_and_ages(kind: Kind, fast: [&str; 2], policy: &str, command: &str) {
     let primary = with_module(kind).config("maxmemory-policy", policy).start().unwrap();
     let replica = Server::builder(kind).config("maxmemory-policy", policy).start().unwrap();
     let mut client = primary.client().unwrap();
@@ -181,7 +196,7 @@ fn keeps_times_and_ages(kind: Kind, policy: &str, command: &str) {
     }
     let age = |server: &Server, key: &str| server.client().unwrap().int(&["OBJECT", command, key]).unwrap();
     let ages = ["soon", "list late"].map(|key| (key, age(&primary, key)));
-    let mut source = walking(&primary, &["--memory", "64MiB"]);
+    let mut source = walking(&primary, &[fast[0], fast[1], "--memory", "64MiB"]);
     source.replicate(&replica, &[]);
     wait_until_idle(&primary);
     assert_eq!((method(&mut source).as_str(), module_fact(&primary, "last_keys").as_str()), ("the module", "2"));
@@ -197,8 +212,8 @@ fn keeps_times_and_ages(kind: Kind, policy: &str, command: &str) {
 }
 
 #[test]
-fn expired_keys_that_the_server_has_not_removed_are_left_to_the_server() {
-    for kind in require::kinds() {
+fn expired_keys_that_the_server_has_not_removed_arrive() {
+    for (kind, fast) in walks() {
         let primary = with_module(kind).start().unwrap();
         let replica = Server::start(kind).unwrap();
         let mut client = primary.client().unwrap();
@@ -208,11 +223,16 @@ fn expired_keys_that_the_server_has_not_removed_are_left_to_the_server() {
         client.int(&["PEXPIRE", "list", "1"]).unwrap();
         client.ok(&["SET", "stays", "x", "EX", "1000"]).unwrap();
         thread::sleep(Duration::from_millis(300));
-        let mut source = walking(&primary, &["--memory", "64MiB"]);
+        let mut source = walking(&primary, &[fast[0], fast[1], "--memory", "64MiB"]);
         source.replicate(&replica, &[]);
         // The replica may be done before the primary has noticed the end of its child.
         wait_until_idle(&primary);
-        assert_eq!((method(&mut source).as_str(), module_fact(&primary, "last_keys").as_str()), ("the module", "1"));
+        // The fast walk writes it as the server's saver would.
+        let written = if fast[1] == "auto" { "2" } else { "1" };
+        assert_eq!(
+            (method(&mut source).as_str(), module_fact(&primary, "last_keys").as_str()),
+            ("the module", written)
+        );
         let keys = |server: &Server| server.client().unwrap().int(&["DBSIZE"]).unwrap();
         assert_eq!((keys(&primary), keys(&replica)), (3, 3), "both servers still have the expired keys");
         // An access deletes them, and the deletion is replicated.
@@ -224,12 +244,12 @@ fn expired_keys_that_the_server_has_not_removed_are_left_to_the_server() {
 
 #[test]
 fn the_primary_keeps_the_strings_that_its_child_freed() {
-    for kind in require::kinds() {
+    for (kind, fast) in walks() {
         let primary = with_module(kind).start().unwrap();
         let mut client = primary.client().unwrap();
         fill_every_type(&mut client, 32).unwrap();
         let before = (primary.digest().unwrap(), number(&primary, "expired_keys"));
-        let mut source = walking(&primary, &["--memory", "64MiB", "--eager"]);
+        let mut source = walking(&primary, &[fast[0], fast[1], "--memory", "64MiB", "--eager"]);
         assert_eq!(method(&mut source), "the module");
         assert_eq!((primary.digest().unwrap(), number(&primary, "expired_keys")), before);
         client.ok(&["CONFIG", "RESETSTAT"]).unwrap();
@@ -243,12 +263,14 @@ fn the_primary_keeps_the_strings_that_its_child_freed() {
 
 #[test]
 fn a_window_that_is_smaller_than_the_data_is_walked_at_the_readers_pace() {
-    for kind in require::kinds() {
+    for (kind, fast) in walks() {
         let primary = with_module(kind).start().unwrap();
         let replica = Server::start(kind).unwrap();
         load(&primary, 300, 300_000);
-        let mut source =
-            Source::start(&primary, &["--memory", "16MiB", "--slot-size", "256KiB", "--module-capture", "walk"]);
+        let mut source = Source::start(
+            &primary,
+            &["--memory", "16MiB", "--slot-size", "256KiB", "--module-capture", "walk", fast[0], fast[1]],
+        );
         source.replicate(&replica, &["--memory", "16MiB"]);
         assert_eq!(method(&mut source), "the module");
         assert!(source.status()["generation"]["windowed"].as_bool().unwrap());

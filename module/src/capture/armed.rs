@@ -119,7 +119,7 @@ pub(crate) fn arm(context: &Context<'_>, address: &str, secret: &str) -> Result<
     let page = taken.next().ok_or_else(|| incomplete(1))?;
     let page = CapturePage::adopt(Memory::adopt(page, CAPTURE_PAGE_BYTES)?)?;
     let table = taken.next();
-    if page.order().work == Work::Walk && table.is_none() {
+    if page.order().work != Work::Ease && table.is_none() {
         return Err(incomplete(2));
     }
     let generation = page.order().generation;

@@ -15,7 +15,7 @@ use remora_table::server_pages::capture_page::{Stage, Work};
 
 use super::armed::{self, Armed};
 use super::error::CaptureError;
-use super::{exclusive, walk};
+use super::{exclusive, fast_walk, walk};
 use crate::api::{
     Command, Context, EVENT_PERSISTENCE, EventHandler, LogLevel, OPTION_HANDLE_IO_ERRORS,
     OPTION_HANDLE_REPL_ASYNC_LOAD, OPTION_NO_IMPLICIT_SIGNAL_MODIFIED, OwnContext, OwnedStr, PERSISTENCE_RDB_START,
@@ -110,8 +110,9 @@ fn capture(context: &Context<'_>, armed: &Armed) -> Result<(), CaptureError> {
             page.ask(&point)?;
             page.begin()?;
         }
-        Work::Walk => {
+        work @ (Work::Walk | Work::FastWalk) => {
             exclusive::check(context)?;
+            let fast = (work == Work::FastWalk).then(|| fast_walk::checked(context)).transpose()?;
             let table = armed.table.as_ref().ok_or(CaptureError::NoTable)?;
             let descriptor = table.try_clone().map_err(|error| CaptureError::System(error.to_string()))?;
             let memory = Memory::adopt(descriptor, page.order().geometry.memory_len())?;
@@ -125,7 +126,10 @@ fn capture(context: &Context<'_>, armed: &Armed) -> Result<(), CaptureError> {
                 OPTION_HANDLE_IO_ERRORS | OPTION_HANDLE_REPL_ASYNC_LOAD | OPTION_NO_IMPLICIT_SIGNAL_MODIFIED,
             );
             page.begin()?;
-            walk::run(context, page, memory.into(), &point)?;
+            match fast {
+                None => walk::run(context, page, memory.into(), &point)?,
+                Some(server) => fast_walk::run(context, page, memory.into(), &point, &server)?,
+            }
         }
     }
     page.finish();

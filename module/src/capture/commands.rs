@@ -6,7 +6,7 @@ use remora_protocol::MODULE_PROTOCOL;
 
 use super::armed;
 use crate::api::{Command, Context, StrRef};
-use crate::load;
+use crate::{fast, load};
 
 /// `REMORA.ARM address secret`: an agent offers a page, and a table, for the next snapshot.
 pub(crate) struct Arm;
@@ -64,6 +64,8 @@ impl Command for Status {
             ("protocol", MODULE_PROTOCOL.to_string()),
             ("capture", if armed::ALLOWED.get() { "yes" } else { "no" }.to_owned()),
             ("load", if load::is_registered() { "yes" } else { "no" }.to_owned()),
+            ("fast_keys", fast::state()),
+            ("fast_capture", if fast::offer_walk(context).is_ok() { "yes" } else { "no" }.to_owned()),
             ("load_state", load::state().to_owned()),
             ("state", state.to_owned()),
             ("generation", generation.map_or(String::new(), |generation| generation.to_string())),
@@ -104,7 +106,7 @@ const HELP: &[&str] = &[
     "REMORA.LOAD address secret ticket length [FLUSH] -- take memory that fields of the next snapshot refer to",
     "REMORA.STATUS -- names and values: version, protocol, state, counters",
     "REMORA.HELP -- this text",
-    "Settings: remora.capture (yes or no), remora.agent-timeout (seconds). INFO remora has the same fields as \
+    "Settings: remora.capture (yes or no), remora.fast-keys (yes or no), remora.agent-timeout (seconds). INFO remora has the same fields as \
      REMORA.STATUS.",
 ];
 

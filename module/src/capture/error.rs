@@ -31,6 +31,10 @@ pub(super) enum CaptureError {
         "the string {key:?} of database {database} was written, but could not be deleted from what the server saves"
     )]
     Undeletable { database: u32, key: String },
+    #[error("the fast walk is not offered: {0}")]
+    NoFastWalk(String),
+    #[error("the tables of database {database} have {seen} keys, and the server says {wanted}")]
+    Miscounted { database: u32, seen: u64, wanted: u64 },
     #[error(transparent)]
     Memory(#[from] remora_fabric::memory::Error),
     #[error(transparent)]

@@ -15,7 +15,9 @@
 //! - [`commands`]: the commands for agents and people.
 //! - [`child`]: the work of a fork child before its first byte. [`exclusive`]: whether anything else relies on that
 //!   child.
-//! - [`walk`]: iterates over the data set. [`output`]: writes into the table, and waits while there is no space.
+//! - [`walk`]: iterates over the data set. [`fast_walk`]: the same in the server's own tables, where its build is
+//!   known.
+//! - [`output`]: writes into the table, and waits while there is no space.
 //! - [`record`]: the encoding. [`error`]: why a capture fails.
 //!
 //! The server's own process only keeps two descriptors and checks once a second whether the agent is alive. All work is
@@ -26,6 +28,7 @@ pub(crate) mod child;
 pub(crate) mod commands;
 mod error;
 mod exclusive;
+mod fast_walk;
 mod output;
 mod record;
 mod walk;

@@ -45,8 +45,18 @@ pub(super) fn put_database(out: &mut Vec<u8>, number: u32, keys: u64, expires: u
     put_length(out, expires);
 }
 
-/// The bytes before a string's value: expiry (milliseconds since 1970), age, name, and the length of the value.
-pub(super) fn put_head(out: &mut Vec<u8>, expires_at: Option<u64>, age: Age, name: &[u8], length: usize) {
+/// The value of a string.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Value {
+    /// This number of bytes, which follow.
+    Bytes(usize),
+    /// This number, which stands for its decimal digits.
+    Number(i64),
+}
+
+/// A string up to its bytes: expiry (milliseconds since 1970), age, name, and the length of the value. A number is
+/// written as a whole.
+pub(super) fn put_head(out: &mut Vec<u8>, expires_at: Option<u64>, age: Age, name: &[u8], value: Value) {
     if let Some(milliseconds) = expires_at {
         out.push(OPCODE_EXPIRETIME_MS);
         out.extend_from_slice(&milliseconds.to_le_bytes());
@@ -61,7 +71,26 @@ pub(super) fn put_head(out: &mut Vec<u8>, expires_at: Option<u64>, age: Age, nam
     }
     out.push(TYPE_STRING);
     put_string(out, name);
-    put_length(out, length as u64);
+    match value {
+        Value::Bytes(length) => put_length(out, length as u64),
+        Value::Number(number) => put_number(out, number),
+    }
+}
+
+/// A number as servers write it: in binary, if it has at most 32 bits.
+fn put_number(out: &mut Vec<u8>, number: i64) {
+    if let Ok(number) = i8::try_from(number) {
+        out.push(0xC0);
+        out.extend_from_slice(&number.to_le_bytes());
+    } else if let Ok(number) = i16::try_from(number) {
+        out.push(0xC1);
+        out.extend_from_slice(&number.to_le_bytes());
+    } else if let Ok(number) = i32::try_from(number) {
+        out.push(0xC2);
+        out.extend_from_slice(&number.to_le_bytes());
+    } else {
+        put_string(out, number.to_string().as_bytes());
+    }
 }
 
 /// The type of a plain string.
@@ -115,10 +144,23 @@ mod tests {
 
     #[test]
     fn a_string_has_its_expiry_and_its_age_before_type_name_and_length() {
-        let bytes = written(|out| put_head(out, Some(258), Age::Idle(61_999), b"k", 3));
+        let bytes = written(|out| put_head(out, Some(258), Age::Idle(61_999), b"k", Value::Bytes(3)));
         assert_eq!(bytes, b"\xFC\x02\x01\0\0\0\0\0\0\xF8\x3D\0\x01k\x03");
-        let bytes = written(|out| put_head(out, None, Age::Frequency(7), b"key", 64));
+        let bytes = written(|out| put_head(out, None, Age::Frequency(7), b"key", Value::Bytes(64)));
         assert_eq!(bytes, b"\xF9\x07\x00\x03key\x40\x40");
+    }
+
+    #[test]
+    fn a_number_is_as_short_as_servers_write_it() {
+        for (number, bytes) in [
+            (-128, &b"\xC0\x80"[..]),
+            (300, b"\xC1\x2C\x01"),
+            (-2_147_483_648, b"\xC2\0\0\0\x80"),
+            (2_147_483_648, b"\x0A2147483648"),
+        ] {
+            let written = written(|out| put_head(out, None, Age::Unknown, b"k", Value::Number(number)));
+            assert_eq!(written, [b"\0\x01k", bytes].concat());
+        }
     }
 
     #[test]

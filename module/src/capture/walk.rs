@@ -29,7 +29,7 @@ use remora_table::server_pages::capture_page::ForkPoint;
 
 use super::error::CaptureError;
 use super::output::Output;
-use super::record::{self, Age};
+use super::record::{self, Age, Value};
 use crate::api::{Context, Cursor, Key, KeyKind, OwnedStr, StrRef};
 
 /// Writes the long strings into `memory`, and deletes them from what the server will save.
@@ -91,7 +91,7 @@ struct Walk<'w> {
 
 impl Walk<'_> {
     fn everything(&mut self, point: &ForkPoint) -> Result<(), CaptureError> {
-        self.header(point)?;
+        header(self.context, &mut self.out, point)?;
         let mut number = 0;
         while self.context.select(number) {
             if self.context.key_count() > 0 {
@@ -102,31 +102,8 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// The version is that of the server's own DUMP. `FUNCTION DUMP` gives it even if there is no key at all.
-    fn header(&mut self, point: &ForkPoint) -> Result<(), CaptureError> {
-        let dump = OwnedStr::new(self.context, b"DUMP");
-        let reply = self.context.call(c"FUNCTION", &[dump.borrow()]).ok_or(CaptureError::NoAnswer("FUNCTION DUMP"))?;
-        if let Some(text) = reply.error() {
-            return Err(CaptureError::Refused { command: "FUNCTION DUMP", text });
-        }
-        let version = reply.as_bytes().and_then(record::dump_version).ok_or(CaptureError::NoAnswer("FUNCTION DUMP"))?;
-        self.out.format(version);
-        record::put_magic(&mut self.out.small, version).ok_or(CaptureError::NoAnswer("FUNCTION DUMP"))?;
-        let database = point.database.to_string();
-        let offset = point.offset.to_string();
-        let fields: [(&str, &[u8]); 3] = [
-            ("repl-stream-db", database.as_bytes()),
-            ("repl-id", point.history.as_bytes()),
-            ("repl-offset", offset.as_bytes()),
-        ];
-        for (name, value) in fields {
-            record::put_field(&mut self.out.small, name, value);
-        }
-        Ok(())
-    }
-
     fn database(&mut self, number: u32) -> Result<(), CaptureError> {
-        let expires = self.expiring(number);
+        let expires = expiring(self.context, number);
         record::put_database(&mut self.out.small, number, self.context.key_count(), expires.unwrap_or(0));
         // In a database without expiring keys, not asking each key for its expiry saves a lookup per key.
         let may_expire = expires != Some(0);
@@ -152,13 +129,6 @@ impl Walk<'_> {
         }
     }
 
-    /// The number of expiring keys in that database, from INFO.
-    fn expiring(&self, number: u32) -> Option<u64> {
-        let info = self.context.server_info(c"keyspace")?;
-        let line = info.get(&CString::new(format!("db{number}")).ok()?)?.to_owned();
-        line.split(',').find_map(|pair| pair.strip_prefix("expires=")?.parse().ok())
-    }
-
     /// Writes the key if it is a long string, and remembers its name.
     fn key(
         &mut self,
@@ -177,7 +147,7 @@ impl Walk<'_> {
         }
         let age = self.ages.of_key(&key);
         let value = key.string().ok_or_else(|| CaptureError::Unreadable { database, key: shown(name.as_bytes()) })?;
-        record::put_head(&mut self.out.small, expires_at, age, name.as_bytes(), value.len());
+        record::put_head(&mut self.out.small, expires_at, age, name.as_bytes(), Value::Bytes(value.len()));
         self.out.put(value)?;
         self.out.key_done()?;
         written.push(OwnedStr::new(self.context, name.as_bytes()));
@@ -194,8 +164,39 @@ impl Walk<'_> {
     }
 }
 
+/// Writes the head of the snapshot. The version is that of the server's own DUMP. `FUNCTION DUMP` gives it even if
+/// there is no key at all.
+pub(super) fn header(context: &Context<'_>, out: &mut Output<'_>, point: &ForkPoint) -> Result<(), CaptureError> {
+    let dump = OwnedStr::new(context, b"DUMP");
+    let reply = context.call(c"FUNCTION", &[dump.borrow()]).ok_or(CaptureError::NoAnswer("FUNCTION DUMP"))?;
+    if let Some(text) = reply.error() {
+        return Err(CaptureError::Refused { command: "FUNCTION DUMP", text });
+    }
+    let version = reply.as_bytes().and_then(record::dump_version).ok_or(CaptureError::NoAnswer("FUNCTION DUMP"))?;
+    out.format(version);
+    record::put_magic(&mut out.small, version).ok_or(CaptureError::NoAnswer("FUNCTION DUMP"))?;
+    let database = point.database.to_string();
+    let offset = point.offset.to_string();
+    let fields: [(&str, &[u8]); 3] = [
+        ("repl-stream-db", database.as_bytes()),
+        ("repl-id", point.history.as_bytes()),
+        ("repl-offset", offset.as_bytes()),
+    ];
+    for (name, value) in fields {
+        record::put_field(&mut out.small, name, value);
+    }
+    Ok(())
+}
+
+/// The number of expiring keys in that database, from INFO.
+pub(super) fn expiring(context: &Context<'_>, number: u32) -> Option<u64> {
+    let info = context.server_info(c"keyspace")?;
+    let line = info.get(&CString::new(format!("db{number}")).ok()?)?.to_owned();
+    line.split(',').find_map(|pair| pair.strip_prefix("expires=")?.parse().ok())
+}
+
 /// A key's name for a message.
-fn shown(name: &[u8]) -> String {
+pub(super) fn shown(name: &[u8]) -> String {
     String::from_utf8_lossy(name.get(..SHOWN_BYTES).unwrap_or(name)).into_owned()
 }
 
@@ -204,14 +205,14 @@ const SHOWN_BYTES: usize = 80;
 
 /// Which age the server keeps for its keys: servers write it only where their eviction policy uses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Ages {
+pub(super) enum Ages {
     None,
     Idle,
     Frequency,
 }
 
 impl Ages {
-    fn of(context: &Context<'_>) -> Ages {
+    pub(super) fn of(context: &Context<'_>) -> Ages {
         let info = context.server_info(c"memory");
         let policy = info.as_ref().and_then(|info| info.get(c"maxmemory_policy"));
         Ages::of_policy(policy.unwrap_or_default())

@@ -136,8 +136,6 @@ impl Drop for OwnContext {
 /// The level of a line in the log.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum LogLevel {
-    /// For debugging.
-    Debug,
     /// Useful for an operator.
     Notice,
     /// Important for an operator.
@@ -147,7 +145,6 @@ pub(crate) enum LogLevel {
 impl LogLevel {
     fn name(self) -> &'static CStr {
         match self {
-            LogLevel::Debug => c"debug",
             LogLevel::Notice => c"notice",
             LogLevel::Warning => c"warning",
         }

@@ -9,7 +9,7 @@ use super::context::Context;
 use super::functions::{OK, RawContext, RawCursor, RawKey, RawServerInfo, RawString, server};
 use super::key::{Key, READ, WRITE};
 use super::reply::Reply;
-use super::string::StrRef;
+use super::string::{OwnedStr, StrRef};
 
 impl Context<'_> {
     /// Selects the database that later calls work on. False if it does not exist.
@@ -60,6 +60,14 @@ impl Context<'_> {
         };
         // SAFETY: A new reply, owned by us, that can't outlive the context, which is borrowed.
         NonNull::new(raw).map(|raw| unsafe { Reply::new(raw, true) })
+    }
+
+    /// The value of a setting of the server.
+    pub(crate) fn setting(&self, name: &str) -> Option<String> {
+        let arguments = [OwnedStr::new(self, b"GET"), OwnedStr::new(self, name.as_bytes())];
+        let reply = self.call(c"CONFIG", &arguments.each_ref().map(OwnedStr::borrow))?;
+        let value = reply.element(1)?;
+        Some(String::from_utf8_lossy(value.as_bytes()?).into_owned())
     }
 
     /// INFO of one section.

@@ -163,6 +163,7 @@ functions! {
         free_reply = "RedisModule_FreeCallReply": unsafe extern "C" fn(*mut RawReply),
         reply_type = "RedisModule_CallReplyType": unsafe extern "C" fn(*mut RawReply) -> c_int,
         reply_string = "RedisModule_CallReplyStringPtr": unsafe extern "C" fn(*mut RawReply, *mut usize) -> *const c_char,
+        reply_number = "RedisModule_CallReplyInteger": unsafe extern "C" fn(*mut RawReply) -> c_longlong,
         reply_length = "RedisModule_CallReplyLength": unsafe extern "C" fn(*mut RawReply) -> usize,
         reply_element = "RedisModule_CallReplyArrayElement": unsafe extern "C" fn(*mut RawReply, usize) -> *mut RawReply,
         get_server_info = "RedisModule_GetServerInfo": unsafe extern "C" fn(*mut RawContext, *const c_char) -> *mut RawServerInfo,

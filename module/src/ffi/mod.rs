@@ -6,6 +6,8 @@
 //!   rest of the crate ──▶ handles: Context, Key, Str, Reply … ──▶ functions.rs ──▶ server
 //! ```
 //!
+//! `fast` has the server's private functions and tables, for builds that are known exactly.
+//!
 //! `context` has the functions that need no other handle; `dataset` adds those for keys, commands and INFO, and
 //! `register` those for commands, events, timers and settings.
 //!
@@ -26,6 +28,7 @@ mod callback;
 mod context;
 mod dataset;
 mod entry;
+mod fast;
 mod functions;
 mod heap;
 mod info;
@@ -40,6 +43,7 @@ pub(crate) use callback::{Command, EventHandler, Timer};
 pub(crate) use context::{Context, LogLevel, OwnContext};
 pub(crate) use dataset::Cursor;
 pub(crate) use entry::Module;
+pub(crate) use fast::{AddError, BATCH, FastServer, FoundString, FoundValue, Step, in_child};
 pub(crate) use heap::warm;
 pub(crate) use info::{InfoSection, Informer};
 pub(crate) use io::{AuxLoad, Io, register_aux};

@@ -65,6 +65,12 @@ impl<'c> Reply<'c> {
         Some(unsafe { std::slice::from_raw_parts(start.cast(), length) })
     }
 
+    /// The number, if the reply is one.
+    pub(crate) fn integer(&self) -> Option<i64> {
+        // SAFETY: A living reply of the right kind.
+        (self.kind() == ReplyKind::Integer).then(|| unsafe { (server().reply_number)(self.raw.as_ptr()) })
+    }
+
     /// Number of elements; 0 if the reply is not an array.
     pub(crate) fn len(&self) -> usize {
         // SAFETY: A living reply of the right kind.

@@ -10,13 +10,14 @@ use remora_table::{LoadPage, server_pages::load_page::LOAD_PAGE_BYTES};
 use super::strings::Strings;
 use super::{Armed, Expired};
 use crate::api::{Command, Context, LogLevel, OwnContext, OwnedStr, StrRef};
+use crate::fast;
 
 /// `REMORA.LOAD address secret ticket length [FLUSH]`
 ///
 /// Address and secret of the handover, the ticket in the first field (hexadecimal), length of the memory in bytes.
 /// `FLUSH`: empty the server, whose data are about to be replaced in any case. The reply has names and values:
 /// `idle_times` is `yes` if the module can set the idle times of keys, and `no` if keys with idle times must come over
-/// the link.
+/// the link; `fast_keys` is `yes` if the module takes runs of short strings.
 pub(crate) struct Load;
 
 impl Command for Load {
@@ -27,11 +28,13 @@ impl Command for Load {
 
     fn run(context: &Context<'_>, arguments: &[StrRef<'_>]) {
         match arm(context, arguments) {
-            Ok(()) => {
-                let sets_them = sets_idle_times(context);
-                context.reply_array(2);
-                context.reply_bytes(b"idle_times");
-                context.reply_bytes(if sets_them { b"yes" } else { b"no" });
+            Ok(fast_keys) => {
+                let answers = [("idle_times", sets_idle_times(context)), ("fast_keys", fast_keys)];
+                context.reply_array(2 * answers.len());
+                for (name, yes) in answers {
+                    context.reply_bytes(name.as_bytes());
+                    context.reply_bytes(if yes { b"yes" } else { b"no" });
+                }
             }
             Err(error) => context.reply_error(&format!("ERR remora: {error}")),
         }
@@ -73,7 +76,8 @@ const TAKE_LIMIT: Duration = Duration::from_secs(1);
 /// minutes.
 const BEGIN_LIMIT_MILLIS: u64 = 10 * 60 * 1000;
 
-fn arm(context: &Context<'_>, arguments: &[StrRef<'_>]) -> Result<(), LoadError> {
+/// Returns whether the module takes runs.
+fn arm(context: &Context<'_>, arguments: &[StrRef<'_>]) -> Result<bool, LoadError> {
     let wanted = Wanted::parse(arguments).ok_or(LoadError::Arguments)?;
     if context.flags().is_cluster() {
         return Err(LoadError::Cluster);
@@ -90,10 +94,14 @@ fn arm(context: &Context<'_>, arguments: &[StrRef<'_>]) -> Result<(), LoadError>
     let page = LoadPage::adopt(Memory::adopt(page, LOAD_PAGE_BYTES)?)?;
     let own = OwnContext::new(context);
     make_ready(&own, wanted.flush)?;
+    let fast = fast::offer(&own);
+    let fast_keys = fast.is_ok();
+    let how = fast.as_ref().map_or_else(|why| format!("without fast keys: {why}"), |_| "with fast keys".to_owned());
     let timer = context.set_timer::<Expired>(BEGIN_LIMIT_MILLIS, 0);
-    Armed { ticket: wanted.ticket, strings: Strings::new(view), page, context: own, begun: false, timer }.put();
-    context.log(LogLevel::Debug, "memory was handed over for the next load");
-    Ok(())
+    let strings = Strings::new(view, fast.ok());
+    Armed { ticket: wanted.ticket, strings, page, context: own, begun: false, timer }.put();
+    context.log(LogLevel::Notice, &format!("remora: memory was handed over for the next load, {how}"));
+    Ok(fast_keys)
 }
 
 /// The parsed arguments.
@@ -139,7 +147,7 @@ fn hexadecimal(text: &str) -> Option<[u8; TICKET_BYTES]> {
 
 /// Makes sure that the server will load from its link, into its own data.
 fn make_ready(context: &Context<'_>, flush: bool) -> Result<(), LoadError> {
-    match setting(context, "repl-diskless-load").as_deref() {
+    match context.setting("repl-diskless-load").as_deref() {
         // The server would empty itself while its agent waits for the load: do it now.
         Some("flush-before-load") if flush => empty(context, true),
         Some("flush-before-load") => Ok(()),
@@ -154,18 +162,10 @@ fn sets_idle_times(context: &Context<'_>) -> bool {
     info.is_some_and(|info| info.get(c"server_name").is_none_or(|name| name != "valkey"))
 }
 
-/// The value of a setting of the server.
-pub(super) fn setting(context: &Context<'_>, name: &str) -> Option<String> {
-    let arguments = [OwnedStr::new(context, b"GET"), OwnedStr::new(context, name.as_bytes())];
-    let reply = context.call(c"CONFIG", &arguments.each_ref().map(OwnedStr::borrow))?;
-    let value = reply.element(1)?;
-    Some(String::from_utf8_lossy(value.as_bytes()?).into_owned())
-}
-
 /// Empties the databases one by one with FLUSHDB: FLUSHALL would also replace the server's last RDB file by an empty
 /// one.
 fn empty(context: &Context<'_>, allowed: bool) -> Result<(), LoadError> {
-    let lazy = setting(context, "replica-lazy-flush").as_deref() == Some("yes");
+    let lazy = context.setting("replica-lazy-flush").as_deref() == Some("yes");
     let how = OwnedStr::new(context, if lazy { b"ASYNC" } else { b"SYNC" });
     for database in (0..).take_while(|database| context.select(*database)) {
         match context.key_count() {

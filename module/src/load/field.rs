@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use remora_redis::rdb::reference::{Word, WordError, words};
 
 use super::strings::StringError;
-use super::{Armed, Busy, COUNTS, arm};
+use super::{Armed, Busy, COUNTS};
 use crate::api::{AuxLoad, Io, LogLevel};
 
 /// The module type that exists for these fields.
@@ -96,7 +96,7 @@ impl Armed {
         }
         // Checked again: the setting may have changed since the memory was handed over. It can't change while the
         // server is loading.
-        let way = arm::setting(&self.context, "repl-diskless-load").unwrap_or_default();
+        let way = self.context.setting("repl-diskless-load").unwrap_or_default();
         if way == "swapdb" {
             return Err(FieldError::Aside(way));
         }

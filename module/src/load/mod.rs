@@ -12,7 +12,8 @@
 //!         ◀──load page────────────────────────────────────┘ one more is done
 //! ```
 //!
-//! - [`arm`]: the command. [`field`]: the loader's callback for a field. [`strings`]: the keys.
+//! - [`arm`]: the command. [`field`]: the loader's callback for a field. [`strings`]: the keys. [`runs`]: many short
+//!   ones at a time.
 //!
 //! Conditions that this relies on:
 //!
@@ -25,6 +26,7 @@
 
 pub(crate) mod arm;
 mod field;
+mod runs;
 mod strings;
 
 use std::cell::RefCell;

@@ -1,11 +1,12 @@
-//! Creates keys from the words of a field. The only place that writes to the server's data.
+//! Creates keys from the words of a field. Only this and `runs` write to the server's data.
 
 use std::ops::Range;
 
 use remora_fabric::View;
 use remora_redis::rdb::{Usage, reference::Word};
 
-use crate::api::{Context, Key, OwnedStr, warm};
+use super::runs::{RunError, Runs};
+use crate::api::{Context, FastServer, Key, OwnedStr, warm};
 
 /// Why a word can't be executed.
 #[derive(Debug, thiserror::Error)]
@@ -22,6 +23,8 @@ pub(super) enum StringError {
     Refused(u64),
     #[error("the field has a second greeting")]
     Greeting,
+    #[error(transparent)]
+    Run(#[from] RunError),
     #[error("the snapshot refers to memory outside what was handed over: {0}")]
     Memory(#[from] remora_fabric::memory::Error),
 }
@@ -32,6 +35,7 @@ pub(super) struct Strings {
     open: Option<Open>,
     used: Used,
     heap: Heap,
+    runs: Runs,
     /// Whether the server takes a string as it is, without copying it again.
     takes_strings: bool,
     keys: u64,
@@ -54,9 +58,9 @@ struct Open {
 }
 
 impl Strings {
-    pub(super) fn new(memory: View) -> Strings {
-        let heap = Heap::default();
-        Strings { memory, open: None, used: Used::default(), heap, takes_strings: true, keys: 0, bytes: 0 }
+    pub(super) fn new(memory: View, fast: Option<FastServer>) -> Strings {
+        let (heap, runs) = (Heap::default(), Runs::new(fast));
+        Strings { memory, open: None, used: Used::default(), heap, runs, takes_strings: true, keys: 0, bytes: 0 }
     }
 
     /// Keys and bytes since the last call.
@@ -76,6 +80,16 @@ impl Strings {
                 Ok(())
             }
             Word::Piece { offset, length } => self.piece(context, offset, u64::from(length)),
+            Word::Run { database, offset, length } => {
+                if let Some(open) = &self.open {
+                    return Err(StringError::Unfinished { missing: open.length - open.filled });
+                }
+                self.used.next(&self.memory, offset, u64::from(length));
+                let (keys, bytes) = self.runs.add(context, &self.memory, database, offset, length)?;
+                self.keys += keys;
+                self.bytes += bytes;
+                Ok(())
+            }
         }
     }
 

@@ -2,5 +2,6 @@
 #![allow(clippy::unwrap_used, unreachable_pub)]
 
 mod capture;
+mod fast;
 mod load;
 mod primary;

@@ -16,6 +16,7 @@ use remora_redis::ReplId;
 use remora_redis::psync::Payload;
 use remora_redis::psync::server::{Event, Options, Server as PrimaryRole};
 use remora_redis::rdb::reference::{TICKET_BYTES, Word, field};
+use remora_redis::resp::Frame;
 use remora_table::LoadPage;
 
 /// A time that only a broken machine exceeds.
@@ -166,8 +167,13 @@ impl Shown {
         Shown { memory, page: LoadPage::create().unwrap(), ticket: [7; TICKET_BYTES] }
     }
 
-    /// Hands it to the server; returns the reply.
+    /// Hands it to the server.
     pub fn to(&self, server: &Server, more: &[&str]) -> Result<(), String> {
+        self.offered_to(server, more).map(drop)
+    }
+
+    /// Hands it to the server; returns the reply.
+    pub fn offered_to(&self, server: &Server, more: &[&str]) -> Result<Frame, String> {
         let handover = Handover::bind(&Place::Abstract).unwrap();
         let ticket: String = self.ticket.iter().map(|byte| format!("{byte:02x}")).collect();
         let (address, secret, length) = (handover.address(), handover.secret(), self.memory.length().to_string());
@@ -179,10 +185,10 @@ impl Shown {
         // If the server refuses before it takes the descriptors, the giver waits in vain.
         let given = handover.give(&[read_only.as_fd(), self.page.memory().as_fd()], Duration::from_secs(2));
         match client.receive().unwrap() {
-            remora_redis::resp::Frame::Error(text) => Err(format!("{}; {given:?}", String::from_utf8_lossy(&text))),
-            _ => {
+            Frame::Error(text) => Err(format!("{}; {given:?}", String::from_utf8_lossy(&text))),
+            reply => {
                 given.unwrap();
-                Ok(())
+                Ok(reply)
             }
         }
     }

@@ -11,6 +11,7 @@
 //! - [`Head`]: the server that wrote the snapshot, and the history and offset it belongs to.
 //! - [`Tail`]: whether the snapshot is complete.
 //! - [`Scanner`]: walks over the records and points at the long strings among them.
+//! - [`Records`]: short strings that follow each other, read in place.
 //! - [`mod@reference`]: how a server is given such a string without its bytes.
 //! - [`crc64`]: the checksum that the servers use.
 //! - [`Writer`]: small snapshots of our own: an empty data set, or a few strings for tests.
@@ -20,13 +21,15 @@ mod grammar;
 mod head;
 mod input;
 mod lzf;
+mod records;
 pub mod reference;
 mod scan;
 mod writer;
 
 pub use crc64::crc64;
 pub use head::{Head, Magic};
-pub use scan::{Found, ScanError, Scanner, Text, Usage};
+pub use records::{Content, RECORD_HEAD_BYTES_MAX, RECORD_KEY_BYTES_MAX, Record, Records, Usage};
+pub use scan::{Found, Run, ScanError, Scanner, Text};
 pub use writer::{Writer, magic, put_length};
 
 /// Slot and number of keys that follow: a hint for cluster mode.

@@ -18,6 +18,7 @@
 //! | 1 Hello | version 2, ticket 16 |
 //! | 2 Text | database 4, expires 8 (-1: never), usage kind 1 (0 none, 1 idle, 2 frequency) and value 8, length of the value 8, of the key 2, key |
 //! | 3 Piece | offset 8, length 4 |
+//! | 4 Run | database 4, offset 8, length 4 |
 
 use super::{OPCODE_MODULE_AUX, Text, Usage};
 
@@ -32,6 +33,14 @@ pub const FIELD_BYTES_MAX: usize = 64 * 1024;
 
 /// Longest string that servers let a module create, in bytes.
 pub const VALUE_BYTES_MAX: u64 = 512 << 20;
+
+/// Maximum size of a run, in bytes: the module copies a run before it reads it, so a run should fit in a second-level
+/// cache.
+pub const RUN_BYTES_MAX: u32 = 64 << 10;
+
+/// Values of the records in a run have fewer bytes than this. Longer ones go from their place to the server in one
+/// copy, which then costs more than finding the key's place does.
+pub const RUN_VALUES_BELOW: u64 = 4 << 10;
 
 /// Bytes of a ticket.
 pub const TICKET_BYTES: usize = 16;
@@ -62,6 +71,16 @@ pub enum Word<'a> {
         /// Offset of the bytes in the memory.
         offset: u64,
         /// Number of bytes.
+        length: u32,
+    },
+    /// Whole records of short strings are in the memory, as they were in the snapshot ([`super::Records`]). Only for a
+    /// server whose module says that it takes them.
+    Run {
+        /// Their database.
+        database: u32,
+        /// Offset of the first byte in the memory.
+        offset: u64,
+        /// Number of bytes, from 1 to [`RUN_BYTES_MAX`].
         length: u32,
     },
 }
@@ -102,6 +121,12 @@ impl Word<'_> {
             }
             Word::Piece { offset, length } => {
                 out.push(PIECE);
+                out.extend_from_slice(&offset.to_le_bytes());
+                out.extend_from_slice(&length.to_le_bytes());
+            }
+            Word::Run { database, offset, length } => {
+                out.push(RUN);
+                out.extend_from_slice(&database.to_le_bytes());
                 out.extend_from_slice(&offset.to_le_bytes());
                 out.extend_from_slice(&length.to_le_bytes());
             }
@@ -151,8 +176,18 @@ impl<'a> Reader<'a> {
             }
             TEXT => self.text(),
             PIECE => Ok(Word::Piece { offset: self.u64()?, length: u32::from_le_bytes(self.array()?) }),
+            RUN => self.run(),
             _ => Err(WordError::Damaged("a word of an unknown kind")),
         }
+    }
+
+    fn run(&mut self) -> Result<Word<'a>, WordError> {
+        let (database, offset) = (u32::from_le_bytes(self.array()?), self.u64()?);
+        let length = u32::from_le_bytes(self.array()?);
+        if !(1..=RUN_BYTES_MAX).contains(&length) {
+            return Err(WordError::Damaged("a run of no bytes, or of more than agents write"));
+        }
+        Ok(Word::Run { database, offset, length })
     }
 
     fn text(&mut self) -> Result<Word<'a>, WordError> {
@@ -223,6 +258,7 @@ const CUT_OFF: WordError = WordError::Damaged("a word that is cut off");
 const HELLO: u8 = 1;
 const TEXT: u8 = 2;
 const PIECE: u8 = 3;
+const RUN: u8 = 4;
 
 #[cfg(test)]
 mod tests {
@@ -237,7 +273,7 @@ mod tests {
     fn any_word() -> impl Strategy<Value = (u8, [u8; 16], Vec<u8>, u32, u64, Option<u32>, Option<(bool, u8)>)> {
         let key = proptest::collection::vec(any::<u8>(), 0..50);
         (
-            0..3_u8,
+            0..4_u8,
             any::<[u8; 16]>(),
             key,
             any::<u32>(),
@@ -259,7 +295,8 @@ mod tests {
                     expires_ms: expires.map(u64::from),
                     usage: usage.map(|(idle, n)| if idle { Usage::Idle(n.into()) } else { Usage::Frequency(n) }),
                 },
-                _ => Word::Piece { offset: *length, length: *number },
+                2 => Word::Piece { offset: *length, length: *number },
+                _ => Word::Run { database: *number, offset: *length, length: *number % RUN_BYTES_MAX + 1 },
             }).collect();
             let mut bytes = Vec::new();
             drawn.iter().for_each(|word| word.encode(&mut bytes));

@@ -16,6 +16,7 @@ use std::ops::Range;
 use super::grammar::{self, Item, TYPE_STRING};
 use super::head::read_magic;
 use super::input::{Input, Length, STRING_BYTES_MAX, Stop, malformed};
+use super::records::{Records, Usage};
 use super::{
     Error, Magic, OPCODE_EOF, OPCODE_EXPIRETIME, OPCODE_EXPIRETIME_MS, OPCODE_FREQ, OPCODE_IDLE, OPCODE_SELECTDB,
     TAIL_BYTES,
@@ -26,6 +27,8 @@ use super::{
 pub enum Found {
     /// A string of at least the requested length, neither compressed nor a number. Its value comes next.
     Text(Text),
+    /// A run of records, where the caller asked for runs ([`Scanner::of_runs`]). They have been consumed.
+    Run(Run),
     /// The end mark; the checksum follows.
     End {
         /// Position of the end mark.
@@ -50,13 +53,15 @@ pub struct Text {
     pub usage: Option<Usage>,
 }
 
-/// How a key was used, as the eviction policies count it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Usage {
-    /// Seconds since the last use.
-    Idle(u64),
-    /// A logarithmic counter of uses.
-    Frequency(u8),
+/// Whole records of short strings that follow each other ([`Records`]).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Run {
+    /// Where they are, in bytes from the start of the snapshot.
+    pub bytes: Range<u64>,
+    /// Their database.
+    pub database: u64,
+    /// How many there are.
+    pub keys: u64,
 }
 
 /// Why a scan can't continue.
@@ -84,8 +89,10 @@ pub enum ScanError {
 /// A scan of one snapshot. See the module docs.
 #[derive(Debug)]
 pub struct Scanner {
-    /// Shorter strings are not reported.
+    /// Shorter strings are not reported by themselves.
     least: u64,
+    /// Whether shorter strings are reported in runs.
+    runs: bool,
     /// Position of the next byte that is not parsed yet.
     at: u64,
     /// Bytes from `at` on that are skipped.
@@ -138,6 +145,7 @@ impl Scanner {
     pub fn new(least: u64) -> Scanner {
         Scanner {
             least,
+            runs: false,
             at: 0,
             skip: 0,
             carry: Vec::new(),
@@ -148,6 +156,11 @@ impl Scanner {
             prefix: None,
             found: None,
         }
+    }
+
+    /// Like [`Scanner::new`], and reports shorter strings too, in runs: those whose whole records are in one input.
+    pub fn of_runs(least: u64) -> Scanner {
+        Scanner { runs: true, ..Scanner::new(least) }
     }
 
     /// Bytes up to this position belong to no string that is still to be found: they may be forwarded. It lags behind
@@ -186,6 +199,11 @@ impl Scanner {
             if self.skip > 0 || rest.is_empty() || self.state == State::Ended {
                 return Ok((taken, None));
             }
+            let run = self.run(rest);
+            if run > 0 {
+                taken += run;
+                continue;
+            }
             match self.understand(rest)? {
                 Some(bytes) => taken += bytes,
                 None => {
@@ -194,6 +212,22 @@ impl Scanner {
                 }
             }
         }
+    }
+
+    /// Consumes the run at the beginning of `bytes`, if runs are reported. Returns how many bytes that took.
+    fn run(&mut self, bytes: &[u8]) -> usize {
+        let between_records = self.state == State::Records && self.stack.is_empty() && self.prefix.is_none();
+        if !self.runs || !between_records {
+            return 0;
+        }
+        let mut records = Records::new(bytes, self.least);
+        let keys = records.by_ref().count() as u64;
+        let begins = self.at;
+        self.at += records.taken() as u64;
+        if keys > 0 {
+            self.found = Some(Found::Run(Run { bytes: begins..self.at, database: self.database, keys }));
+        }
+        records.taken()
     }
 
     /// Completes the item that was cut off. Returns how many bytes that took.
@@ -401,7 +435,10 @@ mod tests {
 
     /// Everything that is found when the values are skipped instead of fed.
     fn scan(bytes: &[u8], piece: usize, least: u64) -> Result<Vec<Found>, ScanError> {
-        let mut scanner = Scanner::new(least);
+        scan_with(Scanner::new(least), bytes, piece)
+    }
+
+    fn scan_with(mut scanner: Scanner, bytes: &[u8], piece: usize) -> Result<Vec<Found>, ScanError> {
         let (mut at, mut all) = (0, Vec::new());
         while at < bytes.len() {
             let passed = scanner.skip((bytes.len() - at) as u64) as usize;
@@ -583,6 +620,47 @@ mod tests {
                 let value = &bytes[text.value.start as usize..text.value.end as usize];
                 prop_assert_eq!(value, &vec![b'v'; *length][..]);
             }
+        }
+
+        #[test]
+        fn runs_and_reports_have_every_string_once(
+            records in proptest::collection::vec((proptest::collection::vec(any::<u8>(), 0..300), 0_usize..800, any::<Option<u32>>(), any::<bool>()), 0..30),
+            piece in 1_usize..3000,
+        ) {
+            let (mut writer, mut wanted) = (Writer::new(11), Vec::new());
+            writer.select_db(7);
+            for (key, length, expires, compressed) in &records {
+                writer.string(key, vec![b'v'; *length], expires.map(u64::from));
+                wanted.push(*length);
+                if *compressed {
+                    writer.select_db(7);
+                }
+            }
+            let bytes = writer.finish();
+            let (mut found, mut alone, mut end) = (0, 0, 9);
+            for one in scan_with(Scanner::of_runs(500), &bytes, piece).unwrap() {
+                match one {
+                    Found::Run(run) => {
+                        prop_assert!(run.bytes.start >= end);
+                        let run_bytes = &bytes[run.bytes.start as usize..run.bytes.end as usize];
+                        let mut within = Records::new(run_bytes, 500);
+                        prop_assert_eq!((within.by_ref().count() as u64, run.database), (run.keys, 7));
+                        prop_assert_eq!(within.taken(), run_bytes.len());
+                        found += run.keys as usize;
+                        end = run.bytes.end;
+                    }
+                    Found::Text(text) => {
+                        prop_assert!(text.begins >= end);
+                        alone += 1;
+                        end = text.value.end;
+                    }
+                    Found::End { at } => prop_assert_eq!(at, bytes.len() as u64 - TAIL_BYTES as u64),
+                }
+            }
+            prop_assert_eq!(alone, wanted.iter().filter(|length| **length >= 500).count());
+            // Those that a piece cuts are in no run: at most one for each piece.
+            let short = wanted.len() - alone;
+            prop_assert!(found <= short && found + bytes.len() / piece + 1 >= short, "{found} of {short}");
         }
 
         #[test]

@@ -44,6 +44,8 @@ pub const CAPTURE_PAGE_BYTES: u64 = 4096;
 pub enum Work {
     /// Write the long strings into the table. The server writes everything else.
     Walk,
+    /// The same in the fast way, for a server whose module offers it: all strings, at once.
+    FastWalk,
     /// Write nothing: only make the server's own writing cheaper.
     Ease,
 }
@@ -55,7 +57,7 @@ pub enum Stage {
     Armed,
     /// The writer has stored replid and offset, and waits for the permission to begin.
     Asking,
-    /// The writer has begun. For [`Work::Walk`] the table is laid out.
+    /// The writer has begun. Unless its work was [`Work::Ease`], the table is laid out.
     Begun,
     /// The writer is done. The table is open: the orderer writes the rest ([`crate::SnapshotWriter::resume`]).
     Done,
@@ -74,7 +76,7 @@ pub struct Order {
     pub generation: u64,
     /// The table's shape.
     pub geometry: Geometry,
-    /// For [`Work::Walk`]: strings of at least this many bytes are long.
+    /// For the walks: strings of at least this many bytes are written.
     pub least_bytes: u64,
 }
 
@@ -130,6 +132,7 @@ impl CapturePage {
         let memory = Memory::create("remora-capture-page", CAPTURE_PAGE_BYTES, Pages::Small)?;
         let work = match order.work {
             Work::Walk => WORK_WALK,
+            Work::FastWalk => WORK_FAST_WALK,
             Work::Ease => WORK_EASE,
         };
         let words = [
@@ -165,6 +168,7 @@ impl CapturePage {
         }
         let work = match u64::from(work) {
             WORK_WALK => Work::Walk,
+            WORK_FAST_WALK => Work::FastWalk,
             WORK_EASE => Work::Ease,
             other => {
                 return Err(Error::Layout(format!(
@@ -371,6 +375,7 @@ const MAGIC: u64 = u64::from_le_bytes(*b"REMORABD");
 const VERSION: u64 = 2;
 const WORK_WALK: u64 = 1;
 const WORK_EASE: u64 = 2;
+const WORK_FAST_WALK: u64 = 3;
 
 const MAGIC_AT: u64 = 0;
 const WORK_AT: u64 = 8;

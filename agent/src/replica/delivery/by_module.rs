@@ -38,7 +38,8 @@ impl Delivery {
             Ok(answer) => answer,
             Err(text) => return self.go_by_the_link(now, slot, &text),
         };
-        tracing::info!("the server's module loads long strings out of shared memory");
+        let fast_keys = answer.fast_keys;
+        tracing::info!(fast_keys, "the server's module loads strings out of shared memory");
         self.meter.by_module.set(1);
         let mark = random_mark();
         match ReferencedPayload::new(now, mark, shown, answer, slot) {

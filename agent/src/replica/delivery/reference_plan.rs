@@ -17,16 +17,31 @@
 //!   counted.
 //! - The end goes out only when every slot was given back and found unchanged.
 //! - What the scanner does not understand is passed on: at worst everything.
+//!
+//! If the module takes runs, whole records of short strings are described by their place too. The record that lies
+//! across the border of two slots is passed on.
 
 use std::collections::VecDeque;
 use std::ops::Range;
 
 use remora_fabric::View;
-use remora_redis::rdb::reference::{TICKET_BYTES, Word, field};
-use remora_redis::rdb::{Found, OPCODE_EOF, Scanner, TAIL_BYTES, Text, Usage};
+use remora_redis::rdb::reference::{RUN_BYTES_MAX, RUN_VALUES_BELOW, TICKET_BYTES, Word, field};
+use remora_redis::rdb::{
+    Found, OPCODE_EOF, RECORD_HEAD_BYTES_MAX, RECORD_KEY_BYTES_MAX, Run, Scanner, TAIL_BYTES, Text, Usage,
+};
 
-/// Shorter strings are passed on: the server gains nothing by a reference to them (docs/module.md has the measurement).
-pub(super) const REFER_FROM_BYTES: u64 = 512;
+/// Shorter strings are passed on: the server gains nothing by a reference to each of them (docs/module.md has the
+/// measurement).
+const REFER_FROM_BYTES: u64 = 512;
+
+/// What the server's module can do with references.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Abilities {
+    /// It can set the idle times of keys that are referred to one by one.
+    pub(super) idle_times: bool,
+    /// It takes runs of short strings.
+    pub(super) runs: bool,
+}
 
 /// A part that is still to be written.
 #[derive(Debug, PartialEq, Eq)]
@@ -42,8 +57,7 @@ pub(super) enum Part {
 pub(super) struct ReferencePlan {
     /// `None`: the rest is passed on without being parsed.
     scanner: Option<Scanner>,
-    /// Strings with idle times may be referred to.
-    idle_times: bool,
+    abilities: Abilities,
     greeting: Vec<u8>,
     parts: VecDeque<Part>,
     /// The value that is being referred to, as far as it is still to come.
@@ -70,6 +84,10 @@ pub(super) struct ReferencePlan {
     judged: bool,
     /// Bytes copied out of a slot to be looked at, and the position of the first.
     window: (u64, Vec<u8>),
+    /// The last record was of a short string, and more of them are likely to follow.
+    in_runs: bool,
+    /// Bytes that the words of the next field refer to.
+    described: u64,
 }
 
 /// Words that are held back.
@@ -83,8 +101,17 @@ struct Open {
 /// Bytes of words at which a field is closed. The server reads about this much of its link at a time.
 const FIELD_BYTES: usize = 16 << 10;
 
+/// Bytes in runs after which a field is closed: the server executes a field at once, and should answer its clients
+/// between two of them.
+const DESCRIBED_BYTES: u64 = 2 << 20;
+
 /// Bytes that are scanned at a time. They are copied first, so they should fit into a second-level cache.
 const LOOK_BYTES: u64 = 64 << 10;
+
+const _: () = assert!(LOOK_BYTES <= RUN_BYTES_MAX as u64, "a run is not longer than what is scanned at a time");
+
+/// A rest of what is scanned that may be a record of a run that is cut off: it is scanned again, with what follows.
+const CUT_OFF_BYTES: u64 = RUN_VALUES_BELOW + (RECORD_KEY_BYTES_MAX + RECORD_HEAD_BYTES_MAX) as u64;
 
 /// Bytes that are scanned first after a value was skipped: usually the next record's head is enough. If it is not, the
 /// next scan takes twice as many.
@@ -100,15 +127,15 @@ const WORTH_PERCENT: u64 = 10;
 const MAGIC_BYTES: u64 = 9;
 
 impl ReferencePlan {
-    /// A plan for a new snapshot. `idle_times` says whether the server's module can set idle times. `least` is the
-    /// length of the shortest string that is referred to. A string of up to `whole` bytes is referred to in one piece,
-    /// after all its slots have arrived. (The slots that are not given back must have room for it.)
-    pub(super) fn new(ticket: [u8; TICKET_BYTES], idle_times: bool, least: u64, whole: u64) -> ReferencePlan {
+    /// A plan for a new snapshot. A string of up to `whole` bytes is referred to in one piece, after all its slots have
+    /// arrived. (The slots that are not given back must have room for it.)
+    pub(super) fn new(ticket: [u8; TICKET_BYTES], abilities: Abilities, whole: u64) -> ReferencePlan {
         let mut words = Vec::new();
         Word::Hello { ticket }.encode(&mut words);
+        let scanner = if abilities.runs { Scanner::of_runs(RUN_VALUES_BELOW) } else { Scanner::new(REFER_FROM_BYTES) };
         ReferencePlan {
-            scanner: Some(Scanner::new(least)),
-            idle_times,
+            scanner: Some(scanner),
+            abilities,
             greeting: field(&words),
             parts: VecDeque::new(),
             value: 0..0,
@@ -123,6 +150,8 @@ impl ReferencePlan {
             referred: 0,
             judged: false,
             window: (0, Vec::new()),
+            in_runs: false,
+            described: 0,
         }
     }
 
@@ -230,7 +259,11 @@ impl ReferencePlan {
         let (begins, bytes) = &mut self.window;
         let ends = *begins + bytes.len() as u64;
         if !(*begins..ends).contains(&self.seen) {
-            let next = if self.seen == ends { 2 * bytes.len() as u64 } else { 0 };
+            let next = match self.in_runs {
+                true => LOOK_BYTES,
+                false if self.seen == ends => 2 * bytes.len() as u64,
+                false => 0,
+            };
             let length = next.clamp(FIRST_LOOK_BYTES, LOOK_BYTES).min(slot.bytes.end - self.seen);
             *begins = self.seen;
             bytes.resize(length as usize, 0);
@@ -240,7 +273,16 @@ impl ReferencePlan {
         match scanner.feed(fresh) {
             Ok((taken, found)) => {
                 self.seen += taken as u64;
-                self.found(found);
+                let rest = (fresh.len() - taken) as u64;
+                let is_run = matches!(found, Some(Found::Run(_)));
+                // What was looked at was too short for the whole record of a short string.
+                let cut_off = found.is_none() && (1..RUN_VALUES_BELOW).contains(&scanner.skippable());
+                self.in_runs = self.abilities.runs && (is_run || cut_off);
+                let (begins, bytes) = &mut self.window;
+                if is_run && rest < CUT_OFF_BYTES && *begins + (bytes.len() as u64) < slot.bytes.end {
+                    bytes.clear();
+                }
+                self.found(found, slot);
             }
             Err(error) => {
                 // The server may know this type.
@@ -252,8 +294,9 @@ impl ReferencePlan {
         Ok(())
     }
 
-    fn found(&mut self, found: Option<Found>) {
+    fn found(&mut self, found: Option<Found>, slot: &Slot<'_>) {
         match found {
+            Some(Found::Run(run)) => self.run(&run, slot),
             Some(Found::Text(text)) if self.refers_to(&text) => {
                 self.settle(text.begins);
                 self.drop_undecided();
@@ -274,9 +317,27 @@ impl ReferencePlan {
         }
     }
 
+    /// Refers to the records of a run. A run that is not wholly in this slot, which begins with the rest of a record,
+    /// or in a database without a number for words, is passed on.
+    fn run(&mut self, run: &Run, slot: &Slot<'_>) {
+        let length = run.bytes.end - run.bytes.start;
+        let (database, bytes) = (u32::try_from(run.database), u32::try_from(length));
+        let (Ok(database), Ok(length), true) = (database, bytes, run.bytes.start >= slot.bytes.start) else {
+            return self.settle_all();
+        };
+        self.settle(run.bytes.start);
+        self.drop_undecided();
+        Word::Run { database, offset: slot.place(run.bytes.start), length }.encode(&mut self.words);
+        self.referred += u64::from(length);
+        self.described += u64::from(length);
+        if self.described >= DESCRIBED_BYTES || self.words.len() >= FIELD_BYTES {
+            self.flush_words();
+        }
+    }
+
     fn refers_to(&self, text: &Text) -> bool {
         let idle = matches!(text.usage, Some(Usage::Idle(_)));
-        Word::text(text).is_some() && (self.idle_times || !idle)
+        Word::text(text).is_some() && (self.abilities.idle_times || !idle)
     }
 
     /// Drops the bytes that were scanned and not passed on.
@@ -353,6 +414,7 @@ impl ReferencePlan {
             self.fields += 1;
             self.parts.push_back(Part::Bytes(field(&self.words)));
             self.words.clear();
+            self.described = 0;
         }
     }
 
@@ -421,31 +483,30 @@ mod tests {
 
     use proptest::prelude::*;
     use remora_fabric::{Memory, Pages};
-    use remora_redis::rdb::{Writer, reference::words};
+    use remora_redis::rdb::{Content, Records, Writer, reference::words};
 
     use super::*;
 
-    /// Short, so that small snapshots have many strings of both kinds.
-    const LEAST: u64 = 512;
+    const ONE_BY_ONE: Abilities = Abilities { idle_times: true, runs: false };
 
     /// A string that was referred to: database, key, value.
     type Told = (u32, Vec<u8>, Vec<u8>);
 
     /// The bytes of the link without fields, and the strings that the fields refer to.
-    fn mix(snapshot: &[u8], slot_bytes: usize, idle_times: bool) -> (Vec<u8>, Vec<Told>, ReferencePlan) {
-        mix_whole(snapshot, slot_bytes, idle_times, 0)
+    fn mix(snapshot: &[u8], slot_bytes: usize, abilities: Abilities) -> (Vec<u8>, Vec<Told>, ReferencePlan) {
+        mix_whole(snapshot, slot_bytes, abilities, 0)
     }
 
     /// With values of at most `whole` bytes held back until they are whole.
     fn mix_whole(
         snapshot: &[u8],
         slot_bytes: usize,
-        idle_times: bool,
+        abilities: Abilities,
         whole: u64,
     ) -> (Vec<u8>, Vec<Told>, ReferencePlan) {
         let memory = Memory::create("test", snapshot.len() as u64, Pages::Small).unwrap();
         memory.write(0, snapshot).unwrap();
-        let mut plan = ReferencePlan::new([1; TICKET_BYTES], idle_times, LEAST, whole);
+        let mut plan = ReferencePlan::new([1; TICKET_BYTES], abilities, whole);
         let (mut link, mut told) = (Vec::new(), Vec::new());
         let mut open: Option<(u32, Vec<u8>, u64, Vec<u8>)> = None;
         // For each slot, up to which field it is there; and fields so far.
@@ -466,6 +527,20 @@ mod tests {
                         for word in words(&bytes[1 + 9 + 3 + 9..bytes.len() - 1]) {
                             match word.unwrap() {
                                 Word::Hello { .. } => assert_eq!(link.len(), 9),
+                                Word::Run { database, offset, length } => {
+                                    assert!(open.is_none() && abilities.runs);
+                                    assert!(stays[offset as usize / slot_bytes] >= fields, "given back too early");
+                                    let run = &snapshot[offset as usize..offset as usize + length as usize];
+                                    let mut records = Records::new(run, RUN_VALUES_BELOW);
+                                    for record in records.by_ref() {
+                                        let (Content::Bytes(key), Content::Bytes(value)) = (record.key, record.value)
+                                        else {
+                                            panic!("a number, which this test does not write");
+                                        };
+                                        told.push((database, key.to_vec(), value.to_vec()));
+                                    }
+                                    assert_eq!(records.taken(), run.len());
+                                }
                                 Word::Text { database, key, length, .. } => {
                                     assert!(open.is_none());
                                     open = Some((database, key.to_vec(), length, Vec::new()));
@@ -511,6 +586,7 @@ mod tests {
                     let value = snapshot[text.value.start as usize..text.value.end as usize].to_vec();
                     all.insert((text.database as u32, text.key), value);
                 }
+                Some(Found::Run(run)) => panic!("not asked for: {run:?}"),
                 Some(Found::End { .. }) => return all,
                 None => {}
             }
@@ -533,15 +609,22 @@ mod tests {
             drawn in proptest::collection::vec((proptest::collection::vec(any::<u8>(), 0..40), 0_usize..3000, any::<bool>()), 0..30),
             slot_bytes in 30_usize..5000,
             held_back in 0_u64..4000,
+            runs in any::<bool>(),
         ) {
             let whole = snapshot(&drawn);
-            let (mut link, told, plan) = mix_whole(&whole, slot_bytes, true, held_back);
-            prop_assert_eq!(plan.referred(), told.iter().map(|(_, _, value)| value.len() as u64).sum::<u64>());
+            let (mut link, told, plan) = mix_whole(&whole, slot_bytes, Abilities { runs, ..ONE_BY_ONE }, held_back);
             link.extend(plan.finish().unwrap());
-            let long = |length: usize| length as u64 >= LEAST;
-            prop_assert_eq!(told.len(), drawn.iter().filter(|(_, length, _)| long(*length)).count());
             let mut loaded = strings(&link);
-            prop_assert!(loaded.values().all(|value| !long(value.len())));
+            if runs {
+                // On the link are those that lie across a border of two slots, or at the end of what is scanned at a
+                // time: the smallest of that is 256 bytes.
+                prop_assert!(loaded.len() <= whole.len() / slot_bytes.min(256) + 1);
+            } else {
+                prop_assert_eq!(plan.referred(), told.iter().map(|(_, _, value)| value.len() as u64).sum::<u64>());
+                let long = |length: usize| length as u64 >= REFER_FROM_BYTES;
+                prop_assert_eq!(told.len(), drawn.iter().filter(|(_, length, _)| long(*length)).count());
+                prop_assert!(loaded.values().all(|value| !long(value.len())));
+            }
             // Both may hold one key, the later of which stands; drawn keys seldom do.
             let doubles = told.iter().any(|(database, key, _)| loaded.contains_key(&(*database, key.clone())));
             prop_assume!(!doubles);
@@ -554,11 +637,23 @@ mod tests {
             let whole = [b"REDIS0011", &bytes[..]].concat();
             let memory = Memory::create("test", whole.len() as u64, Pages::Small).unwrap();
             memory.write(0, &whole).unwrap();
-            let mut plan = ReferencePlan::new([1; TICKET_BYTES], true, LEAST, 2000);
+            let mut plan = ReferencePlan::new([1; TICKET_BYTES], ONE_BY_ONE, 2000);
             for slot in (0..whole.len()).step_by(slot_bytes) {
                 plan.take(&memory, slot as u64..whole.len().min(slot + slot_bytes) as u64).unwrap();
             }
             let _ = plan.finish();
+        }
+    }
+
+    #[test]
+    fn strings_that_are_longer_than_the_first_look_are_in_runs_too() {
+        for length in [100, 300, 1024, 4000] {
+            let drawn: Vec<_> = (0..200_u32).map(|key| (key.to_le_bytes().to_vec(), length, false)).collect();
+            let (link, told, _) = mix(&snapshot(&drawn), 150_000, Abilities { runs: true, ..ONE_BY_ONE });
+            let by_link = strings(&[&link[..], &[OPCODE_EOF], &[0; TAIL_BYTES - 1]].concat()).len();
+            assert_eq!(told.len() + by_link, 200);
+            // The first of the snapshot, and those across the borders of slots.
+            assert!(by_link <= 3 + 200 * length / 150_000, "{length}: {by_link}");
         }
     }
 
@@ -569,7 +664,7 @@ mod tests {
         whole.extend([0x06; 5000]); // a type that was never released
         whole.extend([0xFF, 1, 2, 3, 4, 5, 6, 7, 8]);
         for slot_bytes in [40, 1000, 100_000] {
-            let (link, told, plan) = mix(&whole, slot_bytes, true);
+            let (link, told, plan) = mix(&whole, slot_bytes, ONE_BY_ONE);
             assert_eq!(told.len(), 1);
             assert!(link.ends_with(&[0x06; 5000]), "{}", link.len());
             assert_eq!(plan.finish().unwrap(), [0xFF, 0, 0, 0, 0, 0, 0, 0, 0]);
@@ -587,7 +682,7 @@ mod tests {
     fn mix_without_the_end(bytes: &[u8]) -> ReferencePlan {
         let memory = Memory::create("test", bytes.len() as u64, Pages::Small).unwrap();
         memory.write(0, bytes).unwrap();
-        let mut plan = ReferencePlan::new([1; TICKET_BYTES], true, LEAST, 2000);
+        let mut plan = ReferencePlan::new([1; TICKET_BYTES], ONE_BY_ONE, 2000);
         plan.take(&memory, 0..bytes.len() as u64).unwrap();
         plan
     }
@@ -597,8 +692,8 @@ mod tests {
         let mut bytes = b"REDIS0011\xF8\x07\x00\x01k\x44\x00".to_vec();
         bytes.extend([b'v'; 1024]);
         bytes.extend([0xFF, 0, 0, 0, 0, 0, 0, 0, 0]);
-        assert_eq!(mix(&bytes, 300, true).1.len(), 1);
-        let (link, told, _) = mix(&bytes, 300, false);
+        assert_eq!(mix(&bytes, 300, ONE_BY_ONE).1.len(), 1);
+        let (link, told, _) = mix(&bytes, 300, Abilities { idle_times: false, ..ONE_BY_ONE });
         assert_eq!((link.len(), told.len()), (bytes.len() - TAIL_BYTES, 0));
     }
 }

@@ -8,7 +8,7 @@ use remora_table::{LoadPage, Place, Slot};
 
 use super::payload::{WRITE_PIECE, WriteError};
 use super::plain::Used;
-use super::reference_plan::{Part, REFER_FROM_BYTES, ReferencePlan};
+use super::reference_plan::{Abilities, Part, ReferencePlan};
 use crate::replica::introduction::{Answer, GrantedMemory};
 use crate::replica::link::Link;
 
@@ -84,7 +84,8 @@ impl ReferencedPayload {
         first: Slot,
     ) -> Result<ReferencedPayload, WriteError> {
         let whole = if matches!(first.place, Place::View(_)) { WHOLE_SLOTS * u64::from(first.length) } else { 0 };
-        let plan = ReferencePlan::new(shown.ticket, answer.idle_times, REFER_FROM_BYTES, whole);
+        let abilities = Abilities { idle_times: answer.idle_times, runs: answer.fast_keys };
+        let plan = ReferencePlan::new(shown.ticket, abilities, whole);
         let (tally, lent) = (shown.tally, VecDeque::new());
         let mut payload = ReferencedPayload { mark, plan, tally, lent, taken: 0, parts: 0, began: now };
         payload.take(first)?;

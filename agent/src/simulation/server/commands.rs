@@ -139,7 +139,7 @@ impl Server {
                 // The module removes the keys of each database. The server's position stays as it is.
                 self.content = Content::EMPTY;
                 step.effects.push(Effect::Block(EMPTYING));
-                (Frame::Array(vec![bulk("idle_times"), bulk("yes")]), Changed::Emptied)
+                (Frame::Array(vec![bulk("idle_times"), bulk("yes"), bulk("fast_keys"), bulk("no")]), Changed::Emptied)
             }
             _ => (error("ERR unknown command"), Changed::Nothing),
         }

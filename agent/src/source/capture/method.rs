@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use remora_fabric::shm::Place;
 use remora_table::server_pages::capture_page::Work;
 
-use crate::args::{ModuleCapture, SourceArgs};
+use crate::args::{FastKeys, ModuleCapture, SourceArgs};
 use crate::server::Facts;
 use crate::units::Size;
 
@@ -22,10 +22,12 @@ pub(crate) enum Method {
     Eased,
     /// The module's part in the server's child writes long strings into the table; the rest comes by `PSYNC`.
     Walked,
+    /// As [`Method::Walked`], and all strings, in the fast way.
+    FastWalked,
 }
 
 impl Method {
-    pub(crate) const ALL: [Method; 3] = [Method::Psync, Method::Eased, Method::Walked];
+    pub(crate) const ALL: [Method; 4] = [Method::Psync, Method::Eased, Method::Walked, Method::FastWalked];
 }
 
 impl fmt::Display for Method {
@@ -34,6 +36,7 @@ impl fmt::Display for Method {
             Method::Psync => "psync",
             Method::Eased => "psync, not compressed by the module",
             Method::Walked => "the module",
+            Method::FastWalked => "the module, all strings",
         })
     }
 }
@@ -45,6 +48,8 @@ pub(crate) struct ModuleRules {
     pub(super) walk_from: Option<u64>,
     /// The library to load into a server without the module. An empty path: the library beside this program.
     pub(super) load: Option<PathBuf>,
+    /// Whether the child may walk in the fast way.
+    pub(super) fast_keys: FastKeys,
     /// Where the socket is bound over which the module fetches the table.
     pub(super) place: Place,
 }
@@ -53,8 +58,9 @@ impl ModuleRules {
     pub(crate) fn new(args: &SourceArgs) -> ModuleRules {
         ModuleRules {
             choice: args.module_capture,
-            walk_from: args.module_walk_from.map(Size::get),
+            walk_from: args.walk.module_walk_from.map(Size::get),
             load: args.load_module.clone(),
+            fast_keys: args.walk.fast_keys,
             place: args.module_socket_folder.clone().map_or(Place::Abstract, Place::Folder),
         }
     }
@@ -78,11 +84,32 @@ impl MethodHistory {
     }
 }
 
+/// What a child is asked to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Task {
+    pub(super) work: Work,
+    /// The child writes strings of at least this many bytes.
+    pub(super) least_bytes: u64,
+}
+
+impl ModuleRules {
+    /// What the module of this server is asked to do. `fast`: it offers the fast walk.
+    pub(super) fn task(&self, facts: &Facts, own_format: bool, fast: bool) -> Task {
+        let long = self.walk_from.unwrap_or_else(|| long_from(facts));
+        let fast = fast && self.fast_keys == FastKeys::Auto;
+        match best(self.choice, facts, own_format, if fast { 0 } else { long }) {
+            // In the fast way a short string costs less than the server's saver does, whatever its length.
+            Work::Walk if fast => Task { work: Work::FastWalk, least_bytes: self.walk_from.unwrap_or(0) },
+            work => Task { work, least_bytes: long },
+        }
+    }
+}
+
 /// The work that costs the server less.
 ///
 /// A walk writes the newest format that the server knows. If some readers know only an older one, the server must
 /// write.
-pub(super) fn best(choice: ModuleCapture, facts: &Facts, own_format: bool, long: u64) -> Work {
+fn best(choice: ModuleCapture, facts: &Facts, own_format: bool, long: u64) -> Work {
     if facts.own_format().is_some() && !own_format {
         return Work::Ease;
     }
@@ -96,7 +123,7 @@ pub(super) fn best(choice: ModuleCapture, facts: &Facts, own_format: bool, long:
 }
 
 /// The size in bytes from which a string counts as long on this server.
-pub(super) fn long_from(facts: &Facts) -> u64 {
+fn long_from(facts: &Facts) -> u64 {
     let has_jemalloc = facts.allocator.as_deref().is_some_and(|name| name.starts_with("jemalloc"));
     if has_jemalloc { LONG_WITH_JEMALLOC_BYTES } else { LONG_BYTES }
 }
@@ -141,6 +168,22 @@ mod tests {
         assert_eq!(best(ModuleCapture::Auto, &facts(0, 1000, redis)), Work::Ease);
         assert_eq!(best(ModuleCapture::Walk, &facts(1 << 20, 100 << 20, redis)), Work::Walk);
         assert_eq!(best(ModuleCapture::Server, &facts(10, 10 << 20, redis)), Work::Ease);
+    }
+
+    #[test]
+    fn a_fast_walk_is_chosen_where_it_is_offered_and_wished() {
+        let task = |choice, walk_from, fast_keys, offered| {
+            let (load, place) = (None, Place::Abstract);
+            let rules = ModuleRules { choice, walk_from, load, fast_keys, place };
+            rules.task(&facts(1 << 20, 100 << 20, "redis_version:7.0.15"), false, offered)
+        };
+        let small = |least_bytes| Task { work: Work::FastWalk, least_bytes };
+        assert_eq!(task(ModuleCapture::Auto, None, FastKeys::Auto, true), small(0));
+        assert_eq!(task(ModuleCapture::Walk, Some(100), FastKeys::Auto, true), small(100));
+        assert_eq!(task(ModuleCapture::Auto, None, FastKeys::Auto, false).work, Work::Ease);
+        assert_eq!(task(ModuleCapture::Auto, None, FastKeys::Off, true).work, Work::Ease);
+        assert_eq!(task(ModuleCapture::Walk, None, FastKeys::Off, true).work, Work::Walk);
+        assert_eq!(task(ModuleCapture::Server, None, FastKeys::Auto, true).work, Work::Ease);
     }
 
     #[test]

@@ -22,7 +22,7 @@ use super::Capture;
 use super::method::ModuleRules;
 use super::plan::{CaptureError, CaptureEvent, Plan, TICK};
 use super::socket::Socket;
-use crate::args::ModuleCapture;
+use crate::args::{FastKeys, ModuleCapture};
 use crate::server::{Credentials, Server, Stream, Task, TlsOptions};
 use crate::source::gauge::Gauge;
 use crate::source::sealing::SealedTable;
@@ -75,7 +75,8 @@ impl Rig {
     pub(super) fn new() -> Rig {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let (sender, events) = unbounded_channel();
-        let rules = ModuleRules { choice: ModuleCapture::Off, walk_from: None, load: None, place: Place::Abstract };
+        let (load, place) = (None, Place::Abstract);
+        let rules = ModuleRules { choice: ModuleCapture::Off, walk_from: None, load, fast_keys: FastKeys::Off, place };
         let url = "redis://127.0.0.1:1".parse().unwrap();
         let plan = Plan {
             generation: 5,

@@ -35,13 +35,14 @@ use remora_table::server_pages::capture_page::{Order, Stage, Work, WriterStatus}
 
 use super::Capture;
 use super::join;
-use super::method::{Method, average, best, long_from};
+use super::method::{Method, Task, average};
 use super::plan::{CaptureError, CaptureEvent, SILENCE_LIMIT};
 use super::psync_link::{PsyncLink, broken};
 use super::snapshot::Begun;
 use super::stream::{Follower, Following};
 use crate::args::ModuleCapture;
-use crate::server::{Client, Facts, Role, module};
+use crate::server::module::{self, Offer};
+use crate::server::{Client, Facts, Role};
 use crate::source::tables::expected;
 use crate::units::Size;
 
@@ -67,11 +68,11 @@ fn before(why: impl fmt::Display) -> ModuleError {
 struct Chosen {
     client: Client,
     work: Work,
-    /// For [`Work::Walk`]: the size in bytes from which a string is long.
+    /// For the walks: the size in bytes from which a string is written.
     least_bytes: u64,
     /// Whether the server is a primary or a replica itself.
     role: Option<Role>,
-    /// For [`Work::Walk`]: an upper estimate of the snapshot's size in bytes.
+    /// For the walks: an upper estimate of the snapshot's size in bytes.
     expected: u64,
 }
 
@@ -86,7 +87,7 @@ impl Capture {
         let Some(mut chosen) = self.choose() else { return self.take_plain_snapshot() };
         let outcome = match chosen.work {
             Work::Ease => self.ease(&mut chosen),
-            Work::Walk => {
+            Work::Walk | Work::FastWalk => {
                 // The child will claim the memory.
                 drop(claim);
                 self.walk(&mut chosen)
@@ -149,11 +150,11 @@ impl Capture {
         }
         let asked = self.wait_for(async {
             let mut client = self.plan.server.connect().await?;
-            let known = module::find(&mut client, rules.load.as_deref()).await?;
+            let offer = module::find(&mut client, rules.load.as_deref()).await?;
             let facts = Facts::read(&mut client).await?;
-            Ok((client, known, facts))
+            Ok((client, offer, facts))
         });
-        let (client, known, facts) = match asked {
+        let (client, offer, facts) = match asked {
             Ok(asked) => asked,
             Err(CaptureError::Stopped) => return None,
             Err(error) => {
@@ -161,11 +162,8 @@ impl Capture {
                 return None;
             }
         };
-        if !known {
-            return None;
-        }
-        let least_bytes = rules.walk_from.unwrap_or_else(|| long_from(&facts));
-        let work = best(rules.choice, &facts, self.plan.reader_version.is_some(), least_bytes);
+        let Offer { fast_capture } = offer?;
+        let Task { work, least_bytes } = rules.task(&facts, self.plan.reader_version.is_some(), fast_capture);
         let (average, long) = (Size::bytes(average(&facts)), Size::bytes(least_bytes));
         tracing::info!(?work, keys = facts.keys(), %average, %long, "the server has the module");
         let expected = expected(&facts, self.plan.snapshot.1);
@@ -194,6 +192,7 @@ impl Capture {
         // A primary's stream begins with a SELECT. A replica forwards its primary's stream unchanged, so there the
         // database counts.
         let counts = chosen.role == Some(Role::Replica);
+        let work = chosen.work;
         self.touch(chosen.expected).map_err(before)?;
         let armed = Armed::new(self, chosen)?;
         let live = AtomicBool::new(false);
@@ -203,7 +202,7 @@ impl Capture {
             if !armed.may_begin(&mut link, replid, offset)? {
                 return Ok(armed.untouched(link, replid, offset)?);
             }
-            self.plan.gauge.set_method(Method::Walked);
+            self.plan.gauge.set_method(if work == Work::FastWalk { Method::FastWalked } else { Method::Walked });
             let Begun { journal, sealing } = self.begun(replid, offset)?;
             live.store(true, Ordering::Release);
             let payload = armed.first_byte(&mut link);

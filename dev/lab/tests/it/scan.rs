@@ -12,6 +12,7 @@ fn scan(file: &[u8], least: u64, piece: usize) -> (Vec<Text>, u64) {
         at += taken;
         match found {
             Some(Found::Text(text)) => texts.push(text),
+            Some(Found::Run(run)) => panic!("a run where none was asked for: {run:?}"),
             Some(Found::End { at }) => return (texts, at),
             None => assert!(at < file.len(), "the end was not found"),
         }

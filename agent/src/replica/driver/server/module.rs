@@ -3,7 +3,7 @@
 use tokio::time::Instant;
 
 use super::Keeper;
-use crate::args::ModuleLoad;
+use crate::args::{FastKeys, ModuleLoad};
 use crate::exit::Failure;
 use crate::replica::introduction::{Answer, Introduction};
 use crate::replica::machine::{Followed, Introduced, Lapse, NotFollowed};
@@ -159,7 +159,9 @@ impl Keeper {
         };
         // Also where the answer does not come, or the introduction is cancelled.
         let was_emptied = std::mem::replace(&mut self.before.emptied, true);
+        let wanted = self.args.fast_keys == FastKeys::Auto;
         let answer = introduction.perform(client).await;
+        let answer = answer.map(|answer| Answer { fast_keys: answer.fast_keys && wanted, ..answer });
         // A module that refused before it removed anything has left the keys.
         let kept = answer.is_err() && self.control.facts().await.is_ok_and(|facts| facts.keys() > 0);
         self.before.emptied = was_emptied || !kept;

@@ -1,0 +1,174 @@
+//! Fast keys: the primary's fork child writes short strings out of its own tables, the replica's server adds them many at
+//! a time, and the result is as exact as without.
+
+use remora_lab::{Kind, Server, assert_same_data, fill_every_type, require};
+
+use crate::kit::{LONG, Source, load, primary, steady_writer, syncs};
+use crate::module::{exact_method as method, with_module};
+
+/// Far from now, in milliseconds since 1970.
+const FAR_MS: u64 = 4_102_444_800_000;
+
+/// A replica's server with the module.
+fn loading(kind: Kind) -> Server {
+    Server::builder(kind).module("").unwrap().start().unwrap()
+}
+
+/// Every type, many short strings of all encodings and lengths in several databases, some long ones, and expiries.
+fn fill(server: &Server) {
+    let mut client = server.client().unwrap();
+    fill_every_type(&mut client, 7).unwrap();
+    for database in [0, 3, 15] {
+        client.ok(&["SELECT", &database.to_string()]).unwrap();
+        let mut commands = Vec::new();
+        for number in 0..12_000_u64 {
+            let name = match number % 7 {
+                0 => number.to_string().into_bytes(),
+                1 => [number.to_le_bytes().as_slice(), &[0, 13, 10, 255]].concat(),
+                2 => format!("{number}{}", "k".repeat([30, 31, 32, 127, 128, 255, 256, 5000][number as usize % 8]))
+                    .into(),
+                _ => format!("key:{number}").into_bytes(),
+            };
+            let value = match number % 5 {
+                0 => number.wrapping_mul(number).to_string().into_bytes(),
+                1 => format!("-{number}").into_bytes(),
+                _ => vec![number as u8; number as usize % 600],
+            };
+            let mut command = vec![b"SET".to_vec(), name, value];
+            if number.is_multiple_of(4) {
+                command.extend([b"PXAT".to_vec(), (FAR_MS + number).to_string().into_bytes()]);
+            }
+            commands.push(command);
+        }
+        for part in commands.chunks(500) {
+            client.pipeline(part).unwrap();
+        }
+    }
+    load(server, 10, 300_000);
+}
+
+fn number_of(server: &Server, fact: &str) -> u64 {
+    server.fact(fact).unwrap().parse().unwrap()
+}
+
+fn is_exact_by(transport: &str) {
+    for kind in require::kinds() {
+        let primary = with_module(kind).start().unwrap();
+        fill(&primary);
+        let replica = loading(kind);
+        let before = syncs(&primary);
+        let mut source = Source::start(&primary, &["--memory", "64MiB", "--slot-size", "1MiB"]);
+        let writer = steady_writer(&primary);
+        writer.wait_for(2000);
+        let agent = source.replicate(&replica, &["--transport", transport]);
+        writer.wait_for(2000);
+        writer.stop().unwrap();
+        assert!(method(&mut source).starts_with("the module, all strings"), "{}", source.agent.output());
+        assert_same_data(&primary, &replica);
+        let after = syncs(&primary);
+        assert_eq!((after.0 - before.0, after.1 - before.1), (1, 1), "one copy, and one continuation");
+        assert_eq!(replica.fact("remora_fast_keys").unwrap(), "yes", "{}", agent.output());
+        // All but those that lie across a border of two slots. (The writer may empty a database before the snapshot.)
+        let (written, loaded) = (number_of(&primary, "remora_last_keys"), number_of(&replica, "remora_loaded_keys"));
+        assert!(written > 20_000 && loaded > written / 100 * 95, "{kind}: {loaded} of {written} keys");
+    }
+}
+
+#[test]
+fn a_replica_is_exact_by_shared_memory() {
+    is_exact_by("shm");
+}
+
+#[test]
+fn a_replica_is_exact_by_tcp() {
+    is_exact_by("tcp");
+}
+
+/// What the child has written is an ordinary snapshot: any server loads it.
+#[test]
+fn a_replica_without_the_module_is_exact() {
+    for kind in require::kinds() {
+        let primary = with_module(kind).start().unwrap();
+        fill(&primary);
+        let replica = Server::start(kind).unwrap();
+        let mut source = Source::start(&primary, &["--memory", "64MiB"]);
+        source.replicate(&replica, &[]);
+        assert!(method(&mut source).starts_with("the module, all strings"), "{}", source.agent.output());
+        assert_same_data(&primary, &replica);
+        // The child alone has taken keys out of its tables.
+        assert_same_data(&primary, &replica);
+        primary.client().unwrap().ok(&["SAVE"]).unwrap();
+    }
+}
+
+/// What a server without the module saves is loaded in the fast way too.
+#[test]
+fn a_primary_without_the_module_is_copied_exactly() {
+    for kind in require::kinds() {
+        let primary = primary(kind).config("rdbcompression", "no").start().unwrap();
+        fill(&primary);
+        let replica = loading(kind);
+        let source = Source::start(&primary, &["--memory", "64MiB"]);
+        source.replicate(&replica, &[]);
+        assert_same_data(&primary, &replica);
+        assert!(number_of(&replica, "remora_loaded_keys") > 35_000);
+    }
+}
+
+#[test]
+fn the_uses_of_keys_arrive() {
+    for kind in require::kinds() {
+        for (policy, question) in [("allkeys-lru", "IDLETIME"), ("allkeys-lfu", "FREQ")] {
+            let primary = with_module(kind).config("maxmemory-policy", policy).start().unwrap();
+            let mut client = primary.client().unwrap();
+            for number in 0..300 {
+                let (name, age) = (format!("key {number}"), (number % 200).to_string());
+                client.ok(&["SET", "value", "a short value"]).unwrap();
+                let payload = client.bytes(&["DUMP", "value"]).unwrap().unwrap();
+                let command = [b"RESTORE".as_slice(), name.as_bytes(), b"0", &payload];
+                let age = [if question == "FREQ" { b"FREQ".as_slice() } else { b"IDLETIME" }, age.as_bytes()];
+                client.ok(&[&command[..], &age].concat()).unwrap();
+            }
+            let replica = Server::builder(kind).module("").unwrap().config("maxmemory-policy", policy).start().unwrap();
+            let source = Source::start(&primary, &["--memory", "64MiB"]);
+            source.replicate(&replica, &[]);
+            assert_same_data(&primary, &replica);
+            let mut copy = replica.client().unwrap();
+            for number in 0..300 {
+                let command = ["OBJECT", question, &format!("key {number}")];
+                let (there, here) = (client.int(&command).unwrap(), copy.int(&command).unwrap());
+                assert!((there - here).abs() <= 10, "{kind} {policy} {number}: {there} {here}");
+            }
+            assert_eq!(replica.fact("remora_fast_keys").unwrap(), "yes");
+        }
+    }
+}
+
+#[test]
+fn either_end_can_do_without() {
+    for kind in require::kinds() {
+        let primary = with_module(kind).start().unwrap();
+        fill(&primary);
+        let replica = loading(kind);
+        let mut source = Source::start(&primary, &["--memory", "64MiB", "--fast-keys", "off"]);
+        source.replicate(&replica, &["--fast-keys", "off"]);
+        let line = source.agent.wait_for_line("snapshot completed", LONG).unwrap();
+        assert!(!line.contains("all strings"), "{line}");
+        assert_same_data(&primary, &replica);
+        assert!(number_of(&replica, "remora_loaded_keys") < 10_000);
+    }
+}
+
+/// The server refuses the fast walk when its child is asked, and saves everything itself.
+#[test]
+fn a_primary_that_withdraws_its_offer_is_copied_exactly() {
+    for kind in require::kinds() {
+        let primary = with_module(kind).config("remora.fast-keys", "no").start().unwrap();
+        fill(&primary);
+        let replica = loading(kind);
+        let mut source = Source::start(&primary, &["--memory", "64MiB"]);
+        source.replicate(&replica, &[]);
+        assert!(!method(&mut source).contains("all strings"), "{}", source.agent.output());
+        assert_same_data(&primary, &replica);
+    }
+}

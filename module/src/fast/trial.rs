@@ -1,0 +1,233 @@
+//! What a forked child tries before the server itself adds keys in the fast way: keys and values of all sizes, read
+//! back by the module's API and by commands, and compared with keys that the server's own loader made.
+
+use std::time::Duration;
+
+use remora_redis::rdb::{Content, Record};
+
+use crate::api::{BATCH, Context, FastServer, KeyKind, OwnedStr, in_child};
+
+/// How long the child may take: it needs a few hundredths of a second.
+const LIMIT: Duration = Duration::from_secs(5);
+
+/// Keys that only fill the tables, which grow several times meanwhile.
+const FILLERS: usize = 5000;
+
+/// Lengths of values, on both sides of every border that servers draw: nothing, numbers, embedded strings, the sizes of
+/// the heads of strings, long ones.
+const VALUE_BYTES: [usize; 22] =
+    [0, 1, 7, 8, 31, 32, 43, 44, 45, 46, 63, 64, 95, 96, 111, 128, 191, 255, 256, 1000, 1024, 4095];
+
+/// Lengths of keys, likewise.
+const KEY_BYTES: [usize; 10] = [3, 20, 31, 32, 64, 127, 128, 255, 256, 4096];
+
+/// How many bytes the memory of two equal keys may differ by: the C library's allocator gives what it has, up to 16
+/// bytes more than asked for, and a key has two such pieces.
+const CHUNK_BYTES: u64 = 32;
+
+/// Values that servers keep as numbers, or that only look like some.
+const NUMBERS: [&str; 9] =
+    ["0", "7", "9999", "10000", "-1", "007", "9223372036854775807", "-9223372036854775808", "9223372036854775808"];
+
+/// A time after which no test is run: 2100-01-01, in milliseconds since 1970.
+const FAR_MS: u64 = 4_102_444_800_000;
+
+/// Tries everything in a forked child. The databases must be empty.
+///
+/// # Errors
+/// What went wrong.
+pub(super) fn run(context: &Context<'_>, server: FastServer) -> Result<(), String> {
+    in_child(context, LIMIT, || Trial { context, server }.everything())
+}
+
+/// A key as it should be.
+struct Sample {
+    key: Vec<u8>,
+    value: Vec<u8>,
+    number: Option<i32>,
+    expires_ms: Option<u64>,
+}
+
+struct Trial<'t> {
+    context: &'t Context<'t>,
+    server: FastServer,
+}
+
+impl Trial<'_> {
+    fn everything(&self) -> Result<(), String> {
+        self.has_its_databases()?;
+        self.expect_keys(0)?;
+        let samples = samples();
+        let loaded = self.loaded();
+        for batch in samples.chunks(BATCH) {
+            let records: Vec<_> = batch.iter().map(Sample::record).collect();
+            self.server.add(self.context, 0, &records).map_err(|error| error.to_string())?;
+        }
+        self.expect_keys(samples.len())?;
+        if self.server.keys_in_table(0) != Some(samples.len()) {
+            return Err("the layout is wrong: the table does not have the keys that were added".into());
+        }
+        if self.loaded().checked_sub(loaded) != Some(samples.len() as u64) {
+            return Err("the server's counter of loaded keys did not follow".into());
+        }
+        self.refuses_a_duplicate(&samples)?;
+        samples.iter().try_for_each(|sample| self.is_there(sample))?;
+        // Every 97th: each costs several commands.
+        samples
+            .iter()
+            .step_by(97)
+            .chain(samples.iter().take(300))
+            .try_for_each(|sample| self.is_like_the_servers(sample))?;
+        if self.command("RANDOMKEY", &[])?.is_empty() {
+            return Err("RANDOMKEY found no key".into());
+        }
+        let (gone, left) = samples.split_at(samples.len() / 2);
+        gone.iter().try_for_each(|sample| self.delete(sample))?;
+        left.iter().try_for_each(|sample| self.is_there(sample))?;
+        left.iter().try_for_each(|sample| self.delete(sample))?;
+        self.expect_keys(0)
+    }
+
+    /// The cheapest check of a layout.
+    fn has_its_databases(&self) -> Result<(), String> {
+        let wanted = self.context.setting("databases").unwrap_or_default();
+        let has = self.server.database_count();
+        if has.to_string() != wanted {
+            return Err(format!("the layout is wrong: the server has {wanted} databases, and not {has}"));
+        }
+        match self.server.number_of(0) {
+            Some(0) => Ok(()),
+            other => Err(format!("the layout is wrong: database 0 has the number {other:?}")),
+        }
+    }
+
+    fn refuses_a_duplicate(&self, samples: &[Sample]) -> Result<(), String> {
+        let Some(first) = samples.first() else { return Ok(()) };
+        match self.server.add(self.context, 0, &[first.record()]) {
+            Err(_) => self.expect_keys(samples.len()),
+            Ok(()) => Err("a key was added twice".into()),
+        }
+    }
+
+    fn expect_keys(&self, wanted: usize) -> Result<(), String> {
+        self.context.select(0);
+        match self.context.key_count() {
+            keys if keys == wanted as u64 => Ok(()),
+            keys => Err(format!("the database has {keys} keys where {wanted} were expected")),
+        }
+    }
+
+    fn loaded(&self) -> u64 {
+        let info = self.context.server_info(c"persistence");
+        info.and_then(|info| info.number(c"rdb_last_load_keys_loaded")).unwrap_or(0)
+    }
+
+    /// The key has its value and its expiry, by the module's API.
+    fn is_there(&self, sample: &Sample) -> Result<(), String> {
+        let name = OwnedStr::new(self.context, &sample.key);
+        let mut key = self.context.open_to_write(name.borrow()).ok_or("a key could not be opened")?;
+        if key.kind() != KeyKind::String || key.expires_at() != sample.expires_ms {
+            return Err(format!("{} has another type or expiry", sample.shown()));
+        }
+        match key.string() {
+            Some(value) if value == sample.value => Ok(()),
+            _ => Err(format!("{} has another value", sample.shown())),
+        }
+    }
+
+    /// The server's own loader makes a key with a name as long, and with the same value and expiry: encoding and memory
+    /// must be the same.
+    fn is_like_the_servers(&self, sample: &Sample) -> Result<(), String> {
+        let twin = sample.twin();
+        // The sample was read by the module's API, which may have changed its encoding: it is loaded anew.
+        self.delete(sample)?;
+        self.server.add(self.context, 0, &[sample.record()]).map_err(|error| error.to_string())?;
+        let payload = self.command("DUMP", &[&sample.key])?;
+        let expiry = sample.expires_ms.unwrap_or(0).to_string();
+        self.command("RESTORE", &[&twin, expiry.as_bytes(), &payload, b"ABSTTL"])?;
+        for (command, word, tolerance) in [("OBJECT", "ENCODING", 0), ("MEMORY", "USAGE", CHUNK_BYTES)] {
+            let ask = |key: &[u8]| self.command(command, &[word.as_bytes(), key]);
+            let (fast, own) = (ask(&sample.key)?, ask(&twin)?);
+            let number = |text: &[u8]| std::str::from_utf8(text).ok().and_then(|text| text.parse::<u64>().ok());
+            let near = number(&fast).zip(number(&own)).is_some_and(|(fast, own)| fast.abs_diff(own) <= tolerance);
+            if fast != own && !near {
+                let (fast, own) =
+                    (String::from_utf8_lossy(&fast).into_owned(), String::from_utf8_lossy(&own).into_owned());
+                return Err(format!("{command} {word} of {} is {fast}, and {own} of the server's own", sample.shown()));
+            }
+        }
+        let name = OwnedStr::new(self.context, &twin);
+        self.context.open_to_write(name.borrow()).map(|mut key| key.delete());
+        Ok(())
+    }
+
+    fn delete(&self, sample: &Sample) -> Result<(), String> {
+        let name = OwnedStr::new(self.context, &sample.key);
+        let key = self.context.open_to_write(name.borrow());
+        let deleted = key.is_some_and(|mut key| key.kind() == KeyKind::String && key.delete());
+        if deleted { Ok(()) } else { Err(format!("{} could not be deleted", sample.shown())) }
+    }
+
+    /// The reply as a text.
+    fn command(&self, name: &str, arguments: &[&[u8]]) -> Result<Vec<u8>, String> {
+        let arguments: Vec<_> = arguments.iter().map(|argument| OwnedStr::new(self.context, argument)).collect();
+        let borrowed: Vec<_> = arguments.iter().map(OwnedStr::borrow).collect();
+        let name = std::ffi::CString::new(name).unwrap_or_default();
+        let reply = self.context.call(&name, &borrowed).ok_or("a command had no reply")?;
+        match (reply.error(), reply.integer()) {
+            (Some(error), _) => Err(error),
+            (None, Some(number)) => Ok(number.to_string().into_bytes()),
+            (None, None) => Ok(reply.as_bytes().unwrap_or_default().to_vec()),
+        }
+    }
+}
+
+impl Sample {
+    fn record(&self) -> Record<'_> {
+        let value = self.number.map_or(Content::Bytes(&self.value), Content::Number);
+        Record { key: Content::Bytes(&self.key), value, expires_ms: self.expires_ms, usage: None }
+    }
+
+    /// A name of the same length that no sample has.
+    fn twin(&self) -> Vec<u8> {
+        let mut name = self.key.clone();
+        if let Some(last) = name.last_mut() {
+            *last = !*last;
+        }
+        name
+    }
+
+    fn shown(&self) -> String {
+        format!("a key of {} bytes with a value of {}", self.key.len(), self.value.len())
+    }
+}
+
+fn samples() -> Vec<Sample> {
+    let mut samples = Vec::new();
+    let mut put = |key_bytes: usize, value: Vec<u8>, number: Option<i32>| {
+        let which = samples.len();
+        // Binary names, each of its own: the number of the sample is in the first three bytes.
+        let mut key: Vec<u8> = (which as u32).to_le_bytes()[..3].to_vec();
+        key.resize(key_bytes.max(3), b'k');
+        let expires_ms = (which % 3 == 0).then_some(FAR_MS + which as u64);
+        samples.push(Sample { key, value, number, expires_ms });
+    };
+    for key_bytes in KEY_BYTES {
+        for value_bytes in VALUE_BYTES {
+            put(key_bytes, vec![b'v'; value_bytes], None);
+        }
+    }
+    for text in NUMBERS {
+        for key_bytes in [3, 32, 200] {
+            put(key_bytes, text.into(), None);
+            // As servers write short numbers.
+            if let Some(number) = text.parse().ok().filter(|number: &i32| number.to_string() == text) {
+                put(key_bytes, text.into(), Some(number));
+            }
+        }
+    }
+    for filler in 0..FILLERS {
+        put(3 + filler % 30, vec![0; filler % 150], None);
+    }
+    samples
+}

@@ -1,0 +1,143 @@
+//! The server's own functions that are no part of its module API, looked up by name in the running program.
+//!
+//! Servers are linked so that modules can bind to every function (`-rdynamic`). What a function takes is not published:
+//! so these are looked up for exact builds only, whose sources say what they take (`crate::fast::layout`).
+
+use std::ffi::{c_char, c_int, c_longlong, c_uint, c_ulong, c_void};
+use std::ptr::NonNull;
+
+use libloading::os::unix::Library;
+
+use super::super::context::Context;
+use crate::fast::layout::Family;
+
+/// `sds`: the first byte of a string whose length stands before it.
+pub(super) type Sds = *mut c_char;
+/// `robj`: a key's value.
+pub(super) type Object = *mut c_void;
+/// `redisDb` or `serverDb`.
+pub(super) type Database = *mut c_void;
+
+macro_rules! symbols {
+    ($(#[$doc:meta])* $name:ident { $($field:ident = $symbol:literal: $type:ty,)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy)]
+        pub(super) struct $name {
+            $(pub(super) $field: $type,)*
+        }
+
+        impl $name {
+            /// # Errors
+            /// The name of the first function that this program does not show.
+            ///
+            /// # Safety
+            /// In this program the function of each name, if there is one, has the signature that is written here.
+            unsafe fn look_up(program: &Library) -> Result<$name, &'static str> {
+                Ok($name {
+                    $(
+                        // SAFETY: `$type` is the type of a pointer to the function of this name, by the caller.
+                        $field: unsafe { find::<$type>(program, concat!($symbol, "\0")) }.ok_or($symbol)?,
+                    )*
+                })
+            }
+        }
+    };
+}
+
+symbols! {
+    /// What both families have, with the same signatures.
+    Common {
+        new_sds = "sdsnewlen": unsafe extern "C" fn(*const c_void, usize) -> Sds,
+        free_sds = "sdsfree": unsafe extern "C" fn(Sds),
+        new_string = "createStringObject": unsafe extern "C" fn(*const c_char, usize) -> Object,
+        new_raw_string = "createRawStringObject": unsafe extern "C" fn(*const c_char, usize) -> Object,
+        new_number = "createStringObjectFromLongLongForValue": unsafe extern "C" fn(c_longlong) -> Object,
+        release = "decrRefCount": unsafe extern "C" fn(Object),
+    }
+}
+
+symbols! {
+    /// Redis 7.
+    Redis7 {
+        encode = "tryObjectEncoding": unsafe extern "C" fn(Object) -> Object,
+        hash = "dictGenHashFunction": unsafe extern "C" fn(*const c_void, usize) -> u64,
+        add = "dbAddRDBLoad": unsafe extern "C" fn(Database, Sds, Object) -> c_int,
+        set_expiry = "setExpire": unsafe extern "C" fn(*mut c_void, Database, Object, c_longlong),
+        set_usage = "objectSetLRUOrLFU": unsafe extern "C" fn(Object, c_longlong, c_longlong, c_longlong, c_int) -> c_int,
+        clock = "LRU_CLOCK": unsafe extern "C" fn() -> c_uint,
+        find = "dictFind": unsafe extern "C" fn(*mut c_void, *const c_void) -> *mut c_void,
+        idle = "estimateObjectIdleTime": unsafe extern "C" fn(Object) -> u64,
+        frequency = "LFUDecrAndReturn": unsafe extern "C" fn(Object) -> c_ulong,
+    }
+}
+
+symbols! {
+    /// Valkey 9.
+    Valkey9 {
+        encode = "tryObjectEncodingEx": unsafe extern "C" fn(Object, c_int) -> Object,
+        hash = "hashtableGenHashFunction": unsafe extern "C" fn(*const c_char, usize) -> u64,
+        table = "kvstoreGetHashtable": unsafe extern "C" fn(*mut c_void, c_int) -> *mut c_void,
+        add = "dbAddRDBLoad": unsafe extern "C" fn(Database, Sds, *mut Object) -> c_int,
+        set_expiry = "setExpire": unsafe extern "C" fn(*mut c_void, Database, Object, c_longlong) -> Object,
+        set_usage = "objectSetLRUOrLFU": unsafe extern "C" fn(Object, c_longlong, c_longlong) -> c_int,
+        key = "objectGetKey": unsafe extern "C" fn(Object) -> Sds,
+        value = "objectGetVal": unsafe extern "C" fn(Object) -> Sds,
+        expiry = "objectGetExpire": unsafe extern "C" fn(Object) -> c_longlong,
+        idle = "objectGetLRUIdleSecs": unsafe extern "C" fn(Object) -> u32,
+        frequency = "objectGetLFUFrequency": unsafe extern "C" fn(Object) -> u8,
+    }
+}
+
+/// The functions of one family.
+#[derive(Clone, Copy)]
+pub(super) enum Own {
+    Redis7(Redis7),
+    Valkey9(Valkey9),
+}
+
+/// All of them, and the server's state.
+#[derive(Clone, Copy)]
+pub(super) struct Symbols {
+    pub(super) common: Common,
+    pub(super) own: Own,
+    /// `server`: the state of the server.
+    pub(super) state: NonNull<u8>,
+}
+
+impl Symbols {
+    /// # Errors
+    /// The name of the first one that is missing.
+    ///
+    /// # Safety
+    /// The running program is a build of that family whose functions have the signatures written here.
+    pub(super) unsafe fn look_up(_context: &Context<'_>, family: Family) -> Result<Symbols, &'static str> {
+        let program = Library::this();
+        // SAFETY: Guaranteed by the caller.
+        let common = unsafe { Common::look_up(&program) }?;
+        let own = match family {
+            // SAFETY: Guaranteed by the caller.
+            Family::Redis7 => Own::Redis7(unsafe { Redis7::look_up(&program) }?),
+            // SAFETY: Guaranteed by the caller.
+            Family::Valkey9 => Own::Valkey9(unsafe { Valkey9::look_up(&program) }?),
+        };
+        // SAFETY: The address of a variable; a pointer has the size of a pointer.
+        let state = unsafe { find::<NonNull<u8>>(&program, "server\0") }.ok_or("server")?;
+        Ok(Symbols { common, own, state })
+    }
+}
+
+/// The address of that zero-terminated name, as a pointer type.
+///
+/// # Safety
+/// `F` is the type of a pointer to what has that name in this program.
+unsafe fn find<F: Copy>(program: &Library, name: &str) -> Option<F> {
+    const { assert!(size_of::<F>() == size_of::<*mut c_void>(), "a pointer") };
+    // SAFETY: The symbol is only taken as an address; nothing is called or read here.
+    let symbol = unsafe { program.get::<*mut c_void>(name.as_bytes()) }.ok()?;
+    let address = symbol.as_raw_ptr();
+    if address.is_null() {
+        return None;
+    }
+    // SAFETY: The same size (asserted above), not null, and of this type as guaranteed by the caller.
+    Some(unsafe { std::mem::transmute_copy::<*mut c_void, F>(&address) })
+}

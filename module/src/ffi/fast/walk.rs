@@ -1,0 +1,465 @@
+//! The walk of a fork child over its own copy of the server's tables, with the memory of many keys requested at once.
+//!
+//! ```text
+//!   window of buckets ──prefetch──▶ entries ──prefetch──▶ keys, objects ──prefetch──▶ values ──▶ show each string
+//!                                                                    shown and taken: out of its bucket, nothing is freed
+//! ```
+//!
+//! What the caller takes is unlinked from its bucket, so the server's saver, which iterates over the same tables
+//! afterwards, does not find it. Nothing is freed: the child ends soon. Only a fork child may do this.
+
+use std::ffi::{c_int, c_longlong, c_void};
+use std::marker::PhantomData;
+use std::ptr;
+
+use super::super::context::Context;
+use super::symbols::{Database, Object, Own, Redis7, Sds, Valkey9};
+use super::{BUCKET_BYTES, FastServer, prefetch, read, write};
+
+/// Buckets that are looked at together: a few hundred keys, whose heads fit in a first-level cache.
+const WINDOW: usize = 128;
+
+/// A string, in its place. Nothing in a fork child moves it.
+pub(crate) struct FoundString<'w> {
+    pub(crate) key: &'w [u8],
+    pub(crate) value: FoundValue<'w>,
+    /// When it expires, in milliseconds since 1970.
+    pub(crate) expires_ms: Option<i64>,
+    server: &'w FastServer,
+    object: Object,
+}
+
+/// The value of a string.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FoundValue<'w> {
+    Bytes(&'w [u8]),
+    /// A number, which stands for its decimal digits.
+    Number(i64),
+}
+
+impl FoundString<'_> {
+    /// Seconds since its last use, as the server's saver writes them.
+    pub(crate) fn idle_seconds(&self) -> u64 {
+        match self.server.symbols.own {
+            Own::Redis7(own) => own.idle_milliseconds(self.object) / 1000,
+            Own::Valkey9(own) => own.idle_seconds(self.object).into(),
+        }
+    }
+
+    /// Its counter of uses, as the server's saver writes it.
+    pub(crate) fn frequency(&self) -> u8 {
+        match self.server.symbols.own {
+            Own::Redis7(own) => own.frequency(self.object),
+            Own::Valkey9(own) => own.frequency(self.object),
+        }
+    }
+}
+
+/// What a walk has seen of a database.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Walked {
+    /// Keys of all types.
+    pub(crate) seen: usize,
+    /// Those that the caller has taken.
+    pub(crate) taken: usize,
+}
+
+/// Whether the caller of a walk has taken a string, and whether it wants more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    Take,
+    Leave,
+    Stop,
+}
+
+impl FastServer {
+    /// Shows each string of a database. What `show` takes is out of the table afterwards. Only in a fork child: nothing
+    /// happens in the server itself. `None`: the server has no such database.
+    pub(crate) fn walk(
+        &self,
+        context: &Context<'_>,
+        database: u32,
+        show: impl FnMut(&FoundString<'_>) -> Step,
+    ) -> Option<Walked> {
+        if !context.flags().is_child() && !self.in_trial {
+            return None;
+        }
+        if !context.select(database) {
+            return None;
+        }
+        let database = self.database(database)?;
+        let table = self.table(database);
+        if table.is_null() {
+            return Some(Walked::default());
+        }
+        let mut walk = Walk { server: self, table, show, walked: Walked::default(), stopped: false, lent: PhantomData };
+        for which in 0..2 {
+            match self.symbols.own {
+                Own::Redis7(own) => walk.redis_table(&own, self.expiries(database), which),
+                Own::Valkey9(own) => walk.valkey_table(&own, which),
+            }
+        }
+        Some(walk.walked)
+    }
+
+    /// Redis: the table of the keys that expire.
+    fn expiries(&self, database: Database) -> *mut c_void {
+        // SAFETY: By the build rule the address of a `dict` is there.
+        unsafe { read::<*mut c_void>(database.cast(), self.at.database_expires) }
+    }
+}
+
+/// A walk over one database.
+struct Walk<'w, F> {
+    server: &'w FastServer,
+    table: *const u8,
+    show: F,
+    walked: Walked,
+    stopped: bool,
+    lent: PhantomData<&'w u8>,
+}
+
+impl<F: FnMut(&FoundString<'_>) -> Step> Walk<'_, F> {
+    /// The buckets of one of the two tables: the address of the first, and their number.
+    fn buckets(&self, which: usize) -> (*const u8, usize) {
+        let at = &self.server.at;
+        // SAFETY: By the build rule two addresses are there.
+        let first = unsafe { read::<*const u8>(self.table, at.tables + which * size_of::<*const u8>()) };
+        // SAFETY: By the build rule two bytes are there.
+        let exponent = unsafe { read::<i8>(self.table, at.table_exponents + which) };
+        let count = u32::try_from(exponent).ok().and_then(|exponent| 1_usize.checked_shl(exponent)).unwrap_or(0);
+        if first.is_null() { (first, 0) } else { (first, count) }
+    }
+
+    /// Notes that this many keys were taken out of one of the two tables.
+    fn taken(&mut self, which: usize, taken: usize) {
+        self.walked.taken += taken;
+        let offset = self.server.at.table_used + which * size_of::<usize>();
+        // SAFETY: By the build rule two numbers are there.
+        let used = unsafe { read::<usize>(self.table, offset) };
+        // SAFETY: As above, and this is a fork child with one thread.
+        unsafe { write(self.table, offset, used.saturating_sub(taken)) };
+    }
+
+    /// Shows a string to the caller. True if the caller has taken it.
+    fn show(&mut self, found: &FoundString<'_>) -> bool {
+        if self.stopped {
+            return false;
+        }
+        match (self.show)(found) {
+            Step::Take => true,
+            Step::Leave => false,
+            Step::Stop => {
+                self.stopped = true;
+                false
+            }
+        }
+    }
+
+    // --- Redis 7: chains of entries -------------------------------------------------------------------------------
+
+    fn redis_table(&mut self, own: &Redis7, expiries: *mut c_void, which: usize) {
+        let (first, count) = self.buckets(which);
+        let server = self.server;
+        // Asked once: most data sets have none.
+        let expire = server.entries(expiries) > 0;
+        let (mut entries, mut taken) = (Vec::new(), 0);
+        for window in (0..count).step_by(WINDOW) {
+            if self.stopped {
+                break;
+            }
+            let buckets = window..count.min(window + WINDOW);
+            let place = |bucket: usize| first.wrapping_add(bucket * size_of::<*const u8>());
+            for bucket in buckets.clone() {
+                prefetch(head(place(bucket)));
+            }
+            entries.clear();
+            for bucket in buckets {
+                let mut entry = head(place(bucket));
+                while !entry.is_null() {
+                    let (key, object) = (entry_key(entry), entry_value(entry));
+                    prefetch(key.cast_const().cast::<u8>().wrapping_sub(1));
+                    prefetch(object.cast_const().cast());
+                    entries.push(Entry { bucket: place(bucket), entry, key, object });
+                    entry = entry_next(entry);
+                }
+            }
+            for entry in &entries {
+                prefetch_value(entry.object);
+            }
+            self.walked.seen += entries.len();
+            let before = taken;
+            for entry in &mut entries {
+                if kind(entry.object) != STRING {
+                    continue;
+                }
+                let expires_ms = expire.then(|| own.expiry(expiries, entry.key)).flatten();
+                let value = match encoding(entry.object) {
+                    NUMBER => FoundValue::Number(value_address(entry.object) as i64),
+                    _ => FoundValue::Bytes(sds_bytes(value_address(entry.object).cast())),
+                };
+                let key = sds_bytes(entry.key);
+                if self.show(&FoundString { key, value, expires_ms, server, object: entry.object }) {
+                    entry.entry = ptr::null();
+                    taken += 1;
+                }
+            }
+            if taken > before {
+                relink(&entries);
+            }
+        }
+        self.taken(which, taken);
+    }
+
+    // --- Valkey 9: buckets of seven -------------------------------------------------------------------------------
+
+    fn valkey_table(&mut self, own: &Valkey9, which: usize) {
+        let (first, count) = self.buckets(which);
+        let server = self.server;
+        let (mut entries, mut taken) = (Vec::new(), 0);
+        // A bucket is a line of memory with seven keys.
+        for window in (0..count).step_by(WINDOW / 4) {
+            if self.stopped {
+                break;
+            }
+            entries.clear();
+            for bucket in window..count.min(window + WINDOW / 4) {
+                let mut bucket = first.wrapping_add(bucket * BUCKET_BYTES);
+                loop {
+                    let (presence, child) = bucket_of(bucket);
+                    for position in (0..POSITIONS).filter(|position| presence & (1 << position) != 0) {
+                        let object = bucket_entry(bucket, position);
+                        prefetch(object.cast_const().cast());
+                        entries.push(Entry {
+                            bucket,
+                            entry: ptr::without_provenance(position),
+                            key: ptr::null_mut(),
+                            object,
+                        });
+                    }
+                    if child.is_null() {
+                        break;
+                    }
+                    bucket = child;
+                }
+            }
+            for entry in &entries {
+                prefetch_value(entry.object);
+            }
+            self.walked.seen += entries.len();
+            for entry in &entries {
+                if kind(entry.object) != STRING {
+                    continue;
+                }
+                let value = match encoding(entry.object) {
+                    NUMBER => FoundValue::Number(value_address(entry.object) as i64),
+                    _ => FoundValue::Bytes(sds_bytes(own.value_of(entry.object))),
+                };
+                let (key, expires_ms) = (sds_bytes(own.key_of(entry.object)), own.expiry(entry.object));
+                if self.show(&FoundString { key, value, expires_ms, server, object: entry.object }) {
+                    leave_out(entry.bucket, entry.entry.addr());
+                    taken += 1;
+                }
+            }
+        }
+        self.taken(which, taken);
+    }
+}
+
+/// An entry of a table, and where it hangs. Redis: `entry` is null once it was taken. Valkey: its position in the
+/// bucket.
+struct Entry {
+    bucket: *const u8,
+    entry: *const u8,
+    key: Sds,
+    object: Object,
+}
+
+/// Makes chains of the entries that are left, in their order. `entries` has whole chains.
+fn relink(entries: &[Entry]) {
+    for chain in entries.chunk_by(|one, other| one.bucket == other.bucket) {
+        let mut next = ptr::null();
+        for left in chain.iter().rev().filter(|entry| !entry.entry.is_null()) {
+            if entry_next(left.entry) != next {
+                // SAFETY: By the build rule the address of the next entry is there; this is a fork child.
+                unsafe { write(left.entry, ENTRY_NEXT_AT, next) };
+            }
+            next = left.entry;
+        }
+        let Some(first) = chain.first() else { continue };
+        if head(first.bucket) != next {
+            // SAFETY: The place of a bucket, which has an address; this is a fork child.
+            unsafe { write(first.bucket, 0, next) };
+        }
+    }
+}
+
+/// The first entry of a bucket, or null.
+fn head(bucket: *const u8) -> *const u8 {
+    // SAFETY: The place of a bucket in a table that exists: an address, by the build rule.
+    unsafe { read(bucket, 0) }
+}
+
+fn entry_key(entry: *const u8) -> Sds {
+    // SAFETY: An entry of a table, which begins with the address of its key.
+    unsafe { read(entry, 0) }
+}
+
+fn entry_value(entry: *const u8) -> Object {
+    // SAFETY: An entry of a table of keys: behind its key is the address of its value.
+    unsafe { read(entry, ENTRY_VALUE_AT) }
+}
+
+fn entry_next(entry: *const u8) -> *const u8 {
+    // SAFETY: An entry of a table: behind its value is the address of the next, or null.
+    unsafe { read(entry, ENTRY_NEXT_AT) }
+}
+
+/// `dictEntry`: key, value, next.
+const ENTRY_VALUE_AT: usize = 8;
+const ENTRY_NEXT_AT: usize = 16;
+
+/// Which positions of a bucket have an entry, and the bucket that continues it, or null.
+fn bucket_of(bucket: *const u8) -> (u8, *const u8) {
+    // SAFETY: A bucket of a table that exists; it begins with a byte of bits.
+    let bits = unsafe { read::<u8>(bucket, 0) };
+    if bits & CHAINED == 0 {
+        return (bits >> 1, ptr::null());
+    }
+    (bits >> 1 & LAST_POSITION_OFF, bucket_entry(bucket, POSITIONS - 1).cast_const().cast())
+}
+
+fn bucket_entry(bucket: *const u8, position: usize) -> Object {
+    // SAFETY: A bucket has seven addresses behind its bits and hashes.
+    unsafe { read(bucket, BUCKET_ENTRIES_AT + position * size_of::<Object>()) }
+}
+
+fn leave_out(bucket: *const u8, position: usize) {
+    // SAFETY: As in `bucket_of`.
+    let bits = unsafe { read::<u8>(bucket, 0) };
+    // SAFETY: As above; this is a fork child.
+    unsafe { write(bucket, 0, bits & !(2 << position)) };
+}
+
+/// Entries in a bucket; the last is the next bucket where the bucket is chained.
+const POSITIONS: usize = 7;
+const CHAINED: u8 = 1;
+const LAST_POSITION_OFF: u8 = 0b011_1111;
+const BUCKET_ENTRIES_AT: usize = 8;
+
+/// The type of a value, in the low bits of its head.
+fn kind(object: Object) -> u8 {
+    // SAFETY: A value of a table: it begins with type, encoding and age.
+    (unsafe { read::<u8>(object.cast_const().cast(), 0) }) & 0xF
+}
+
+fn encoding(object: Object) -> u8 {
+    // SAFETY: As in `kind`.
+    (unsafe { read::<u8>(object.cast_const().cast(), 0) }) >> 4
+}
+
+/// What stands where most values have the address of their data: a number itself, for a string that is one.
+fn value_address(object: Object) -> *mut c_void {
+    // SAFETY: A value of a table has at least 16 bytes.
+    unsafe { read(object.cast_const().cast(), VALUE_AT) }
+}
+
+/// Requests the bytes of a value. Where the value is embedded, what is read as its address is some of its bytes, for
+/// which a prefetch does nothing.
+fn prefetch_value(object: Object) {
+    let value: *const u8 = value_address(object).cast_const().cast();
+    prefetch(value.wrapping_sub(SDS_HEAD_BYTES_MAX / 2));
+    prefetch(value.wrapping_add(LINE_BYTES - SDS_HEAD_BYTES_MAX / 2));
+}
+
+/// `OBJ_STRING` and `OBJ_ENCODING_INT`.
+const STRING: u8 = 0;
+const NUMBER: u8 = 1;
+/// `robj`: type, encoding, age, references, and at 8 the address of the value.
+const VALUE_AT: usize = 8;
+const LINE_BYTES: usize = 64;
+const SDS_HEAD_BYTES_MAX: usize = 17;
+
+/// The bytes of a string of the server. The byte before them says how long the head is that has their number.
+fn sds_bytes<'w>(sds: Sds) -> &'w [u8] {
+    let first: *const u8 = sds.cast_const().cast();
+    // SAFETY: A string of the server: flags stand before its first byte.
+    let flags = unsafe { read::<u8>(first.wrapping_sub(1), 0) };
+    // SAFETY: The kind of the head, in the flags, says where the number of bytes is and how large.
+    let length = match flags & 7 {
+        0 => u64::from(flags >> 3),
+        // SAFETY: As above.
+        1 => u64::from(unsafe { read::<u8>(first.wrapping_sub(3), 0) }),
+        // SAFETY: As above.
+        2 => u64::from(unsafe { read::<u16>(first.wrapping_sub(5), 0) }),
+        // SAFETY: As above.
+        3 => u64::from(unsafe { read::<u32>(first.wrapping_sub(9), 0) }),
+        // SAFETY: As above.
+        _ => unsafe { read::<u64>(first.wrapping_sub(17), 0) },
+    };
+    // SAFETY: That many bytes are there, and nothing in a fork child changes or frees them.
+    unsafe { std::slice::from_raw_parts(first, length as usize) }
+}
+
+impl FastServer {
+    /// Redis: the number of entries of a table.
+    fn entries(&self, table: *mut c_void) -> usize {
+        let used = |which: usize| {
+            // SAFETY: By the build rule two numbers are there.
+            unsafe { read::<usize>(table.cast_const().cast(), self.at.table_used + which * size_of::<usize>()) }
+        };
+        if table.is_null() { 0 } else { used(0) + used(1) }
+    }
+}
+
+impl Redis7 {
+    fn expiry(&self, expiries: *mut c_void, key: Sds) -> Option<i64> {
+        // SAFETY: A table that exists, and a key; it is only looked up.
+        let entry = unsafe { (self.find)(expiries, key.cast()) };
+        // SAFETY: An entry of the table of expiries has a number behind its key.
+        (!entry.is_null()).then(|| unsafe { read::<i64>(entry.cast_const().cast(), ENTRY_VALUE_AT) })
+    }
+
+    fn idle_milliseconds(&self, object: Object) -> u64 {
+        // SAFETY: A value of a table; it is only read.
+        unsafe { (self.idle)(object) }
+    }
+
+    fn frequency(&self, object: Object) -> u8 {
+        // SAFETY: A value of a table; it is only read.
+        u8::try_from(unsafe { (self.frequency)(object) }).unwrap_or(u8::MAX)
+    }
+}
+
+impl Valkey9 {
+    fn key_of(&self, object: Object) -> Sds {
+        // SAFETY: A value of a table of keys, which embeds its key.
+        unsafe { (self.key)(object) }
+    }
+
+    fn value_of(&self, object: Object) -> Sds {
+        // SAFETY: A string of a table that is not a number.
+        unsafe { (self.value)(object) }
+    }
+
+    fn expiry(&self, object: Object) -> Option<i64> {
+        // SAFETY: A value of a table.
+        let expiry = unsafe { (self.expiry)(object) };
+        (expiry != NEVER).then_some(expiry)
+    }
+
+    fn idle_seconds(&self, object: Object) -> u32 {
+        // SAFETY: A value of a table.
+        unsafe { (self.idle)(object) }
+    }
+
+    fn frequency(&self, object: Object) -> u8 {
+        // SAFETY: A value of a table.
+        unsafe { (self.frequency)(object) }
+    }
+}
+
+/// `EXPIRY_NONE`.
+const NEVER: c_longlong = -1;
+
+const _: () = assert!(size_of::<c_int>() == 4);

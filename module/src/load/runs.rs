@@ -1,0 +1,75 @@
+//! Runs: whole records of short strings that lie in an agent's memory, added many at a time in the fast way.
+//!
+//! The agent's memory may change while it is read, so a run is copied first, and then read as records. The copy stays
+//! in the processor's cache. The agent finds out afterwards whether the memory had changed.
+
+use remora_fabric::View;
+use remora_redis::rdb::reference::{RUN_BYTES_MAX, RUN_VALUES_BELOW};
+use remora_redis::rdb::{Content, Record, Records};
+
+use crate::api::{AddError, BATCH, Context, FastServer};
+
+/// Why a run can't be added.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum RunError {
+    #[error("the field has a run of short strings, which this server was not offered for (fast_keys no)")]
+    NotOffered,
+    #[error("byte {at} of a run of {length} is not a record of a short string")]
+    NotRecords { at: usize, length: u32 },
+    #[error(transparent)]
+    Add(#[from] AddError),
+    #[error("the snapshot refers to memory outside what was handed over: {0}")]
+    Memory(#[from] remora_fabric::memory::Error),
+}
+
+/// Adds runs.
+pub(super) struct Runs {
+    server: Option<FastServer>,
+    buffer: Vec<u8>,
+}
+
+impl Runs {
+    /// `server`: its functions, if the fast way was offered.
+    pub(super) fn new(server: Option<FastServer>) -> Runs {
+        Runs { server, buffer: Vec::new() }
+    }
+
+    /// Adds the records that lie there. Returns their number, and the bytes of their values.
+    pub(super) fn add(
+        &mut self,
+        context: &Context<'_>,
+        memory: &View,
+        database: u32,
+        offset: u64,
+        length: u32,
+    ) -> Result<(u64, u64), RunError> {
+        let server = self.server.ok_or(RunError::NotOffered)?;
+        self.buffer.resize(RUN_BYTES_MAX as usize, 0);
+        let run = self.buffer.get_mut(..length as usize).unwrap_or_default();
+        memory.read(offset, run)?;
+        let mut records = Records::new(run, RUN_VALUES_BELOW);
+        let (mut keys, mut bytes) = (0, 0);
+        let mut batch: Vec<Record<'_>> = Vec::with_capacity(BATCH);
+        loop {
+            batch.clear();
+            batch.extend(records.by_ref().take(BATCH));
+            if batch.is_empty() {
+                break;
+            }
+            server.add(context, database, &batch)?;
+            keys += batch.len() as u64;
+            bytes += batch.iter().map(|record| value_bytes(&record.value)).sum::<u64>();
+        }
+        if records.taken() != run.len() {
+            return Err(RunError::NotRecords { at: records.taken(), length });
+        }
+        Ok((keys, bytes))
+    }
+}
+
+fn value_bytes(value: &Content<'_>) -> u64 {
+    match value {
+        Content::Bytes(bytes) => bytes.len() as u64,
+        Content::Number(_) => 0,
+    }
+}

@@ -1,0 +1,368 @@
+//! Fast keys: runs of short strings, loaded in the fast way by real servers and compared with servers that loaded the same
+//! snapshot by themselves.
+
+use remora_lab::server::wait_until;
+use remora_lab::{Client, Kind, Random, Server, require};
+use remora_redis::rdb::reference::{RUN_BYTES_MAX, Word};
+use remora_redis::rdb::{Records, Writer};
+use remora_redis::resp::Frame;
+
+use crate::primary::{END, LONG, Primary, Shown, fields, library, wait_for_link, with_module};
+
+/// Far from now, in milliseconds since 1970.
+const FAR_MS: u64 = 4_102_444_800_000;
+
+/// The magic of a snapshot, without a field.
+fn magic(kind: Kind) -> Vec<u8> {
+    let mut bytes = Writer::new(if kind == Kind::Redis7 { 10 } else { 11 }).finish();
+    bytes.truncate(bytes.len() - END.len());
+    bytes
+}
+
+/// Records of strings of all lengths, in a random order: short and long binary keys, keys and values that are numbers,
+/// values on both sides of every border that servers draw, some with an expiry.
+fn records(seed: u64, count: usize) -> Vec<u8> {
+    let mut random = Random::new(seed);
+    let mut writer = Writer::new(11);
+    let head = writer.clone().finish().len() - END.len();
+    for number in 0..count {
+        let expires = random.one_in(4).then_some(FAR_MS + number as u64);
+        let mut key = format!("{number}:").into_bytes();
+        match random.below(6) {
+            0 => key = number.to_string().into_bytes(),
+            1 => key.extend(random.bytes(number % 5)),
+            2 => key.extend(random.bytes([20, 31, 32, 100, 127, 128, 255, 256, 4000][number % 9])),
+            _ => key.extend(b"an ordinary key"),
+        }
+        let value = match random.below(8) {
+            0 => random.below(20_000).to_string().into_bytes(),
+            1 => format!("-{}", random.below(u64::MAX)).into_bytes(),
+            2 => random.bytes(number % 4095),
+            3 => Vec::new(),
+            _ => random.bytes(number % 150),
+        };
+        writer.string(key, value, expires);
+    }
+    let mut bytes = writer.finish();
+    bytes.truncate(bytes.len() - END.len());
+    bytes.split_off(head)
+}
+
+/// The words for these records, which are at that offset of the memory.
+fn runs(database: u32, records: &[u8], offset: usize) -> Vec<Word<'static>> {
+    let (mut words, mut at) = (Vec::new(), 0);
+    while at < records.len() {
+        let window = &records[at..records.len().min(at + RUN_BYTES_MAX as usize)];
+        let mut whole = Records::new(window, u64::MAX);
+        whole.by_ref().for_each(drop);
+        words.push(Word::Run { database, offset: (offset + at) as u64, length: whole.taken() as u32 });
+        at += whole.taken();
+    }
+    words
+}
+
+/// The server loads the parts, which belong to these databases, in the fast way.
+fn load_fast(server: &Server, parts: &[(u32, Vec<u8>)]) {
+    let all: Vec<u8> = parts.iter().flat_map(|(_, records)| records.clone()).collect();
+    let shown = Shown::of(&all);
+    let mut primary = Primary::of(server);
+    let reply = shown.offered_to(server, &[]).unwrap();
+    assert_eq!(answer(&reply, "fast_keys"), "yes", "{}", server.log());
+    primary.send(&magic(server.kind()));
+    primary.send(&shown.hello());
+    shown.wait_for(1);
+    let (mut offset, mut done) = (0, 1);
+    for (database, records) in parts {
+        let words = runs(*database, records, offset);
+        for words in words.chunks(3) {
+            primary.send(&fields(words));
+            done += 1;
+        }
+        offset += records.len();
+    }
+    shown.wait_for(done);
+    primary.end();
+    wait_for_link(server, "up");
+}
+
+/// The server loads the parts by itself.
+fn load_plainly(server: &Server, parts: &[(u32, Vec<u8>)]) {
+    let mut primary = Primary::of(server);
+    primary.send(&magic(server.kind()));
+    for (database, records) in parts {
+        primary.send(&[0xFE, u8::try_from(*database).unwrap()]);
+        primary.send(records);
+    }
+    primary.end();
+    wait_for_link(server, "up");
+}
+
+fn answer(reply: &Frame, name: &str) -> String {
+    let Frame::Array(items) = reply else { panic!("{reply:?}") };
+    let found = items.chunks(2).find(|pair| pair[0].as_bytes() == Some(name.as_bytes())).unwrap();
+    String::from_utf8_lossy(found[1].as_bytes().unwrap()).into_owned()
+}
+
+/// Two servers with the same data: loaded in the fast way, and by the server itself.
+fn pair(kind: Kind, settings: &[(&str, &str)], parts: &[(u32, Vec<u8>)]) -> (Server, Server) {
+    let start = || {
+        let builder = with_module(kind).config("enable-debug-command", "yes");
+        settings.iter().fold(builder, |builder, (name, value)| builder.config(name, value)).start().unwrap()
+    };
+    let (fast, own) = (start(), start());
+    load_fast(&fast, parts);
+    load_plainly(&own, parts);
+    assert_eq!(fast.digest().unwrap(), own.digest().unwrap());
+    (fast, own)
+}
+
+fn names(server: &Server) -> Vec<Vec<u8>> {
+    let keys = server.client().unwrap().list(&["KEYS", "*"]).unwrap();
+    keys.iter().map(|key| key.as_bytes().unwrap().to_vec()).collect()
+}
+
+#[test]
+fn a_load_of_runs_is_like_a_load_by_the_server_itself() {
+    for kind in require::kinds() {
+        let parts = [(0, records(1, 20_000)), (9, records(2, 3_000)), (2, records(3, 500))];
+        let (fast, own) = pair(kind, &[], &parts);
+        assert_eq!(fast.fact("remora_fast_keys").unwrap(), "yes");
+        assert_eq!(fast.fact("rdb_last_load_keys_loaded").unwrap(), own.fact("rdb_last_load_keys_loaded").unwrap());
+        for database in ["db0", "db2", "db9"] {
+            let facts = |server: &Server| server.fact(database).unwrap().rsplit_once(",avg_ttl").unwrap().0.to_owned();
+            assert_eq!(facts(&fast), facts(&own));
+        }
+        let used = |server: &Server| server.fact("used_memory_dataset").unwrap().parse::<f64>().unwrap();
+        let ratio = used(&fast) / used(&own);
+        assert!((0.98..1.02).contains(&ratio), "{kind}: {ratio}");
+        let (mut one, mut other) = (fast.client().unwrap(), own.client().unwrap());
+        for name in names(&own).iter().step_by(7) {
+            for question in ["ENCODING", "REFCOUNT"] {
+                let command = [b"OBJECT", question.as_bytes(), name];
+                assert_eq!(one.call(&command).unwrap(), other.call(&command).unwrap(), "{kind}: {question} {name:?}");
+            }
+            // The C library's allocator gives up to 16 bytes more than asked for, and a key has two pieces.
+            let command = [b"MEMORY", b"USAGE".as_slice(), name];
+            let (fast, own) = (one.int(&command).unwrap(), other.int(&command).unwrap());
+            assert!((fast - own).abs() <= 32, "{kind}: {fast} {own} {name:?}");
+        }
+    }
+}
+
+#[test]
+fn ages_are_set_as_the_server_sets_them() {
+    for kind in require::kinds() {
+        for (policy, question) in [("allkeys-lru", "IDLETIME"), ("volatile-lfu", "FREQ"), ("noeviction", "IDLETIME")] {
+            let mut run = Vec::new();
+            for number in 0..200_u8 {
+                let age =
+                    if policy.ends_with("lfu") { vec![0xF9, number] } else { vec![0xF8, 0x40 | number >> 6, number] };
+                let expiry = [&[0xFC][..], &FAR_MS.to_le_bytes()].concat();
+                run.extend([&expiry[..], &age, &[0, 2, b'k', number, 3], b"old"].concat());
+                run.extend([0, 2, b'n', number, 1, number]);
+            }
+            let (fast, own) = pair(kind, &[("maxmemory-policy", policy)], &[(0, run)]);
+            let (mut one, mut other) = (fast.client().unwrap(), own.client().unwrap());
+            for name in names(&own) {
+                let command = [b"OBJECT".as_slice(), question.as_bytes(), &name];
+                let (fast, own) = (one.int(&command).unwrap(), other.int(&command).unwrap());
+                assert!((fast - own).abs() <= 5, "{kind} {policy}: {fast} {own}");
+            }
+        }
+    }
+}
+
+/// A server that has loaded keys in the fast way goes on like one that has loaded them by itself.
+#[test]
+fn every_command_is_answered_alike_afterwards() {
+    for kind in require::kinds() {
+        let parts = [(0, records(4, 8_000)), (1, records(5, 1_000))];
+        let (fast, own) = pair(kind, &[], &parts);
+        for server in [&fast, &own] {
+            server.client().unwrap().ok(&["REPLICAOF", "NO", "ONE"]).unwrap();
+        }
+        let (mut one, mut other) = (fast.client().unwrap(), own.client().unwrap());
+        let mut both = |command: &[&[u8]]| {
+            // An error is an answer too.
+            let (fast, own) = (one.call(command), other.call(command));
+            let answer = |answer: Result<Frame, remora_lab::Error>| answer.map_err(|error| error.to_string());
+            assert_eq!(answer(fast), answer(own), "{kind}: {command:?}");
+        };
+        let mut random = Random::new(6);
+        let names = names(&own);
+        for round in 0..30_000_u64 {
+            let name = &names[random.below(names.len() as u64) as usize];
+            let more = &names[random.below(names.len() as u64) as usize];
+            let number = random.below(300).to_string();
+            let new = format!("new {round}");
+            match random.below(16) {
+                0 => both(&[b"DEL", name]),
+                1 => both(&[b"SET", name, more]),
+                2 => both(&[b"APPEND", name, more]),
+                3 => both(&[b"SETRANGE", name, number.as_bytes(), b"range"]),
+                4 => both(&[b"RENAME", name, more]),
+                5 => both(&[b"COPY", name, more, b"REPLACE"]),
+                6 => both(&[b"PEXPIREAT", name, b"4102444800000"]),
+                7 => both(&[b"PERSIST", name]),
+                8 => both(&[b"INCR", name]),
+                9 => both(&[b"SET", new.as_bytes(), b"new"]),
+                10 => both(&[b"GETDEL", more]),
+                11 => both(&[b"MOVE", name, b"1"]),
+                12 => both(&[b"UNLINK", name, more]),
+                13 => both(&[b"SETBIT", name, number.as_bytes(), b"1"]),
+                14 => both(&[b"PEXPIRETIME", name]),
+                _ => both(&[b"GET", name]),
+            }
+        }
+        both(&[b"DBSIZE"]);
+        assert_eq!(fast.digest().unwrap(), own.digest().unwrap());
+        both(&[b"DEBUG", b"RELOAD"]);
+        assert_eq!(fast.digest().unwrap(), own.digest().unwrap());
+        both(&[b"SWAPDB", b"0", b"1"]);
+        assert_eq!(fast.digest().unwrap(), own.digest().unwrap());
+        both(&[b"SELECT", b"1"]);
+        both(&[b"FLUSHDB", b"ASYNC"]);
+        both(&[b"FLUSHALL", b"SYNC"]);
+        both(&[b"DBSIZE"]);
+    }
+}
+
+#[test]
+fn a_loaded_server_evicts_and_expires_and_rehashes() {
+    for kind in require::kinds() {
+        let server = with_module(kind).config("maxmemory-policy", "allkeys-lru").start().unwrap();
+        load_fast(&server, &[(0, records(7, 20_000))]);
+        let mut client = server.client().unwrap();
+        client.ok(&["REPLICAOF", "NO", "ONE"]).unwrap();
+        // The tables grow, and shrink again.
+        for number in 0..60_000_u32 {
+            client.queue(&["SET".to_owned(), format!("more {number}"), "value".to_owned()]);
+        }
+        client.flush().unwrap();
+        for _ in 0..60_000 {
+            client.receive().unwrap();
+        }
+        assert_eq!(client.int(&["DBSIZE"]).unwrap(), 80_000);
+        let soon = |client: &mut Client, name: &[u8]| client.int(&[b"PEXPIRE", name, b"1"]).unwrap();
+        let expiring = names(&server).iter().take(30_000).map(|name| soon(&mut client, name)).sum::<i64>();
+        wait_until("the keys to expire", LONG, || {
+            let left = server.client()?.int(&["DBSIZE"])?;
+            Ok(if left == 80_000 - expiring { Ok(()) } else { Err(format!("{left} are left")) })
+        })
+        .unwrap();
+        let used: u64 = server.fact("used_memory").unwrap().parse().unwrap();
+        server.configure("maxmemory", &(used - (1 << 20)).to_string()).unwrap();
+        client.ok(&["SET", "one more", "value"]).unwrap();
+        wait_until("keys to be evicted", LONG, || {
+            let (used, most) = (server.fact("used_memory")?, server.fact("maxmemory")?);
+            let fits = used.parse::<u64>().ok() <= most.parse().ok();
+            Ok(if fits { Ok(()) } else { Err(format!("{used} of {most}")) })
+        })
+        .unwrap();
+        assert_ne!(server.fact("evicted_keys").unwrap(), "0");
+        client.ok(&["FLUSHALL", "ASYNC"]).unwrap();
+        assert_eq!(client.int(&["DBSIZE"]).unwrap(), 0);
+    }
+}
+
+/// Sends these words after the greeting; the load must fail for that reason.
+fn assert_run_refused(server: &Server, memory: &[u8], words: &[Word<'_>], why: &str) {
+    let shown = Shown::of(memory);
+    let mut primary = Primary::of(server);
+    shown.to(server, &[]).unwrap();
+    primary.send(&magic(server.kind()));
+    primary.send(&shown.hello());
+    shown.wait_for(1);
+    primary.send(&fields(words));
+    primary.wait_for_the_end();
+    assert!(shown.page.refusal().is_some_and(|text| text.contains(why)), "{why}: {:?}", shown.page.refusal());
+    wait_until("the server to give up", LONG, || {
+        let loading = server.fact("loading")?;
+        Ok(if loading == "0" { Ok(()) } else { Err(loading) })
+    })
+    .unwrap();
+    assert_eq!(server.client().unwrap().int(&["DBSIZE"]).unwrap(), 0);
+}
+
+#[test]
+fn an_invalid_run_fails_the_load_and_does_not_harm_the_server() {
+    for kind in require::kinds() {
+        let server = with_module(kind).start().unwrap();
+        let run = |database, offset, length| [Word::Run { database, offset, length }];
+        let twice = b"\x00\x01a\x01b\x00\x01c\x01d\x00\x01a\x01e\x00\x01f\x01g";
+        assert_run_refused(&server, twice, &run(0, 0, 20), "has the key \"a\" twice");
+        assert_run_refused(&server, twice, &run(99, 0, 20), "no database 99");
+        assert_run_refused(&server, twice, &run(0, 0, 9), "byte 5 of a run of 9 is not a record");
+        assert_run_refused(&server, b"\x04\x01h\x01\x01f\x01v", &run(0, 0, 8), "byte 0 of a run of 8");
+        assert_run_refused(&server, twice, &run(0, 5, 20), "memory outside what was handed over");
+        load_fast(&server, &[(0, records(8, 100))]);
+        assert_eq!(server.client().unwrap().int(&["DBSIZE"]).unwrap(), 100);
+    }
+}
+
+/// What `REMORA.LOAD` answers, and the state that INFO then shows.
+fn offered(server: &Server) -> (String, String) {
+    let shown = Shown::of(b"any");
+    let _primary = Primary::of(server);
+    let reply = shown.offered_to(server, &[]).unwrap();
+    (answer(&reply, "fast_keys"), server.fact("remora_fast_keys").unwrap())
+}
+
+#[test]
+fn a_server_that_is_not_known_or_not_permitted_takes_no_runs() {
+    for kind in require::kinds() {
+        let server = with_module(kind).config("remora.fast-keys", "no").start().unwrap();
+        assert_eq!(offered(&server), ("no".into(), "no: remora.fast-keys is no".into()));
+        let folder = tempfile::tempdir().unwrap();
+        let layout = folder.path().join("layout");
+        let text = std::fs::read_to_string(layout_file(kind)).unwrap();
+        // A build that is not this one, though it has the same version.
+        std::fs::write(&layout, text.replace("table.exponents", "table.exponent")).unwrap();
+        assert!(offered(&with_layout(kind, &layout)).1.contains("table.exponent"));
+        let server = with_module(kind).config("activedefrag", "no").config("key-load-delay", "1").start().unwrap();
+        assert_eq!(offered(&server).0, "no");
+        assert!(server.log().contains("without fast keys: the server delays"), "{}", server.log());
+        assert_run_refused(
+            &server,
+            b"\x00\x01a\x01b",
+            &[Word::Run { database: 0, offset: 0, length: 5 }],
+            "fast_keys no",
+        );
+    }
+}
+
+#[test]
+fn a_trial_finds_a_wrong_layout_and_the_server_lives_on() {
+    for kind in require::kinds() {
+        let text = std::fs::read_to_string(layout_file(kind)).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let layout = folder.path().join("layout");
+        for (from, to) in [
+            ("server.keys_loaded = ", "server.keys_loaded = 1"),
+            ("server.dbnum = ", "server.dbnum = 1"),
+            ("server.db = ", "server.db = 8"),
+            ("db.keys = 0", "db.keys = 24"),
+        ] {
+            assert!(text.contains(from));
+            std::fs::write(&layout, text.replace(from, to)).unwrap();
+            let server = with_layout(kind, &layout);
+            let (no, state) = offered(&server);
+            assert!(no == "no" && state.contains("a trial in a forked child failed"), "{kind} {to}: {state}");
+            assert_eq!(server.client().unwrap().text(&["PING"]).unwrap(), "PONG");
+        }
+    }
+}
+
+fn layout_file(kind: Kind) -> std::path::PathBuf {
+    let name = match kind {
+        Kind::Redis7 => "redis-7.0.15-debian12-amd64.layout",
+        Kind::Valkey9 => "valkey-9.1.2-wheel-amd64.layout",
+    };
+    std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("builds").join(name)
+}
+
+fn with_layout(kind: Kind, layout: &std::path::Path) -> Server {
+    let way = if kind == Kind::Redis7 { "on-empty-db" } else { "flush-before-load" };
+    let words = format!("{} layout {}", library().display(), layout.display());
+    Server::builder(kind).config("loadmodule", words).config("repl-diskless-load", way).start().unwrap()
+}
