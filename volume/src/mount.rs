@@ -10,9 +10,10 @@
 //! When the volume has ended, requests fail with `EIO`.
 
 use std::path::Path;
-use std::sync::{Arc, Weak, mpsc};
+use std::sync::{Arc, Mutex, PoisonError, Weak, mpsc};
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use remora_fuse::reply::{
     Attributes, Created, Data, DirectoryEntry, Done, Entry, FileKind, KnownAttributes, Listing, ListingPlus, Opened,
     Position, Reply, Statistics, Target, Timestamp, Written,
@@ -248,16 +249,12 @@ impl FileSystem for Served {
 
     fn link(&self, asked: Link<'_>, answer: Answer<'_, Entry>) {
         self.later(answer, |files, later| {
-            // The kernel knows it once more, if this is done.
-            if let Err(error) = files.hold(asked.node) {
-                return later.fail(error.errno());
-            }
             let weak = Weak::clone(&self.0);
             files.link(asked.node, asked.parent, asked.name, move |result| {
-                if let (Err(_), Some(files)) = (&result, weak.upgrade()) {
-                    files.release(asked.node, 1);
-                }
-                say(later, result.map(|attr| entry(&attr)));
+                let files = weak.upgrade().ok_or(FilesError::Names(names::NamesError::Stale(asked.node)));
+                // The kernel knows it once more.
+                let held = result.and_then(|attr| files?.hold(attr.ino));
+                say(later, held.map(|attr| entry(&attr)));
             });
         });
     }
@@ -296,9 +293,22 @@ impl FileSystem for Served {
     }
 
     fn read(&self, asked: Read, answer: Answer<'_, Data>) {
-        self.later(answer, |files, later| {
-            files.read(asked.node, asked.offset, asked.size, |read| say(later, read.map(Data)));
+        let Ok(files) = self.files() else { return answer.fail(Errno::IO) };
+        // What is in memory of this host is there when the call returns.
+        let met = Arc::new(Mutex::new(Meeting::Neither));
+        let meeting = Arc::clone(&met);
+        files.read(asked.node, asked.offset, asked.size, move |read| {
+            let mut meeting = meeting.lock().unwrap_or_else(PoisonError::into_inner);
+            match std::mem::replace(&mut *meeting, Meeting::Neither) {
+                Meeting::Asked(later) => say(later, read.map(Data)),
+                _ => *meeting = Meeting::Read(read),
+            }
         });
+        let mut met = met.lock().unwrap_or_else(PoisonError::into_inner);
+        match std::mem::replace(&mut *met, Meeting::Neither) {
+            Meeting::Read(read) => answer.result(read.map(Data).map_err(|error| error.errno())),
+            _ => *met = Meeting::Asked(answer.later()),
+        }
     }
 
     fn write(&self, asked: Write<'_>, answer: Answer<'_, Written>) {
@@ -396,6 +406,13 @@ impl FileSystem for Served {
         });
         answer.result(found);
     }
+}
+
+/// Which of the two comes first: the bytes, or the end of the call that asks for them.
+enum Meeting {
+    Neither,
+    Read(Result<Vec<Bytes>, FilesError>),
+    Asked(Later<Data>),
 }
 
 fn say<R: Reply>(later: Later<R>, result: Result<R, FilesError>) {
