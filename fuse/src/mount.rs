@@ -137,7 +137,7 @@ fn is_plain(byte: u8) -> bool {
 fn prepare(directory: &Path, subtype: &str) -> Result<PathBuf, StartError> {
     let failed = |source| StartError::Directory { directory: directory.to_owned(), source };
     let found = std::fs::canonicalize(directory).map_err(failed)?;
-    // The kernel may remember the attributes of a dead process's directory, but what its file system has it always asks.
+    // The kernel may remember the attributes of a dead process's directory. It always asks what the file system has.
     let looked = std::fs::metadata(&found);
     let asked = rustix::fs::statfs(&found).map_err(io::Error::from);
     match looked.and_then(|metadata| asked.map(|_| metadata)) {
