@@ -34,7 +34,7 @@ demo: setup
 	$(RELEASE) -p xtask
 	CARGO=$(CARGO) $(TARGET)/release/xtask demo $(ARGS)
 
-## demo-volume: a block device in the memory of three servers, while one is killed and its host hangs; ARGS="--size 1GiB --json FILE"
+## demo-volume: a block device, and a Redis server's files, in the memory of three servers while hosts fail; ARGS="--size 1GiB --json FILE"
 .PHONY: demo-volume
 demo-volume: setup
 	$(RELEASE) -p xtask

@@ -5,6 +5,7 @@
 //!                                 │ its host hangs
 //!                              another door ◀── fio: every block that was written is read and checked
 //!                                 │ the host goes on: its door must find that it is not the writer any more
+//!                              files in another volume: a Redis server whose host is killed ([`crate::demo_files`])
 //! ```
 //!
 //! As with [`crate::demo`], each figure is of one run; `make bench` has medians.
@@ -22,8 +23,9 @@ use rustix::process::Signal;
 use serde::Serialize;
 use serde_json::Value;
 
+use crate::commands::{START_LIMIT, TOKEN, ended_well, started};
 use crate::show::Screen;
-use crate::table;
+use crate::{demo_files, table};
 
 /// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]
@@ -51,6 +53,8 @@ struct Report {
     take_over_seconds: f64,
     /// The exit code of the door whose host hung.
     former_code: Option<i32>,
+    /// `None`: this machine does not permit mounts.
+    files: Option<demo_files::Report>,
 }
 
 /// What fio says of its requests.
@@ -77,7 +81,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let program = screen.build_for(&[])?;
     let mut demo = Demo::new(&screen, &program, size)?;
     let rows = demo.use_it(options.seconds)?;
-    let report = demo.take_over(rows)?;
+    let report = demo.take_over(rows, options.seconds)?;
     print!("{}", report.text());
     if let Some(path) = &options.json {
         std::fs::write(path, serde_json::to_vec_pretty(&report)?)?;
@@ -157,7 +161,7 @@ impl<'a> Demo<'a> {
     }
 
     /// The host of the door hangs, and another one opens the volume.
-    fn take_over(mut self, mut rows: Vec<Row>) -> Result<Report> {
+    fn take_over(mut self, mut rows: Vec<Row>, seconds: u8) -> Result<Report> {
         self.screen.say("the host hangs: another one opens the volume, and checks every block that was written");
         self.door.signal(Signal::STOP)?;
         let began = Instant::now();
@@ -171,7 +175,9 @@ impl<'a> Demo<'a> {
         self.screen.say("the first host goes on: it must find that it is not the writer any more");
         self.door.signal(Signal::CONT)?;
         let former_code = self.door.wait(COPY_LIMIT)?.code();
-        Ok(Report { remora: self.program.version()?, size: self.size, rows, take_over_seconds, former_code })
+        let at = (self.folder.path(), &*self.addresses.join(","));
+        let files = demo_files::run(self.screen, self.program, at, seconds)?;
+        Ok(Report { remora: self.program.version()?, size: self.size, rows, take_over_seconds, former_code, files })
     }
 
     fn row(&self, socket: &str, what: (&'static str, &'static str), at: (u64, u64), job: &[&str]) -> Result<Row> {
@@ -195,19 +201,6 @@ fn opened(program: &Program, folder: &Path, socket: &str, more: &[&str]) -> Resu
     let mut door = started(program, folder, &[&nbd[..], more].concat())?;
     door.wait_for_line("volume open", START_LIMIT)?;
     Ok(door)
-}
-
-fn started(program: &Program, folder: &Path, args: &[&str]) -> Result<Agent> {
-    let mut command = Command::new(program.path());
-    command.args(args).current_dir(folder);
-    Ok(Agent::run(command)?)
-}
-
-/// Runs a command to its end, and returns what it says.
-fn ended_well(program: &Program, folder: &Path, args: &[&str]) -> Result<String> {
-    let mut agent = started(program, folder, args)?;
-    agent.wait_for_success(START_LIMIT)?;
-    Ok(agent.stdout())
 }
 
 /// A run of fio on `length` bytes of the device from `at` on.
@@ -251,18 +244,19 @@ impl Report {
         let former = self.former_code.map_or("by a signal".to_owned(), |code| format!("with code {code}"));
         format!(
             "\n{}: a volume of {}, three copies on three servers, acknowledged at two; everything on this machine\n\n{}{LEGEND}  \
-             The other host had the volume open after {:.2} s. The door of the first one ended {former}.\n",
+             The other host had the volume open after {:.2} s. The door of the first one ended {former}.\n{}",
             self.remora,
             Size::bytes(self.size),
             table::lay_out(&HEAD, TEXT_COLUMNS, &rows),
             self.take_over_seconds,
+            self.files.as_ref().map(demo_files::Report::text).unwrap_or_default(),
         )
     }
 
     /// fio has checked the blocks. What is left is that the former writer has found that it is one.
     fn verdict(&self) -> Result<()> {
         if self.former_code == Some(FENCED) {
-            return Ok(());
+            return self.files.as_ref().map_or(Ok(()), demo_files::Report::verdict);
         }
         Err(format!("the door of the host that hung ended with {:?} instead of code {FENCED}", self.former_code).into())
     }
@@ -288,14 +282,13 @@ fn parse_size(text: &str) -> std::result::Result<Size, String> {
 
 const SERVERS: usize = 3;
 
-/// What a server needs beside the blocks: entries, writes under way.
-const SPARE_MEMORY: u64 = 64 << 20;
+/// What a server needs beside the blocks: entries, writes under way, and the volume with files.
+const SPARE_MEMORY: u64 = 128 << 20;
 
 /// A quarter of the volume is whole requests of fio, of 1 MiB at most.
 const UNIT: u64 = 4 << 20;
 
 const VOLUME: &str = "demo.volume";
-const TOKEN: &str = "--token-file";
 
 /// The sockets of the two doors, in the demonstration's folder.
 const HERE: &str = "here/nbd";
@@ -316,9 +309,6 @@ const RATE: f64 = 4000.0;
 
 /// Bytes of a single block.
 const BLOCK_BYTES: u64 = 4096;
-
-/// A command on a busy machine.
-const START_LIMIT: Duration = Duration::from_secs(60);
 
 /// A copy of the largest volume that fits the machine, or the end of a door.
 const COPY_LIMIT: Duration = Duration::from_secs(120);

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   demo            replicas by Remora and by the servers' own replication, side by side, in one table
-//!   demo-volume     a block device in the memory of three servers, while servers and hosts fail
+//!   demo-volume     a block device, and a server's files, in the memory of three servers, while hosts fail
 //!   soak            restarts, promotes, freezes and cuts off servers and agents for an hour, and compares all data
 //!   bench           runs the programs of dev/bench and keeps the results in bench/runs
 //!   net             hosts with cables of a known rate, to cut, slow down and make lossy; servers and agents in them
@@ -15,7 +15,7 @@
 //! Nothing here is part of the product. `remora_bench` does the measuring; this crate starts it and shows the results.
 //!
 //! - [`demo`]: the demonstration. **Start here.** [`show`]: the display while it runs; [`table`]: the table at its end.
-//! - [`demo_volume`]: the demonstration of volumes.
+//! - [`demo_volume`]: the demonstration of volumes; [`demo_files`]: of files in one; [`commands`]: `remora` in both.
 //! - [`soak`]: the long run under a script of faults.
 //! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: generates or compares the RDMA libraries' types.
 //! - [`scale`]: the table of the topology's model. [`net`]: a test network with hosts, servers and agents. [`stop`]:
@@ -24,7 +24,9 @@
 
 mod bench;
 mod bindings;
+mod commands;
 mod demo;
+mod demo_files;
 mod demo_volume;
 mod net;
 mod scale;

@@ -36,6 +36,10 @@ fn the_demo_of_volumes_loses_nothing_and_prints_a_table() {
     let checked = rows.iter().filter(|row| row["is_checked"] == true).count();
     assert_eq!((rows.len(), checked), (6, 3), "{report}");
     assert!(rows.iter().all(|row| row["per_second"].as_f64() > Some(0.0)), "{report}");
+    if let Some(()) = require::fuse() {
+        let files = &report["files"];
+        assert!(files["acknowledged"].as_u64() > Some(0) && files["found"] == files["acknowledged"], "{report}");
+    }
     let refused = xtask(&["demo-volume", "--size", "1MiB"]).output().unwrap();
     assert!(!refused.status.success());
     assert!(String::from_utf8_lossy(&refused.stderr).contains("not a multiple of 4 MiB"));
