@@ -10,6 +10,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use remora_fabric::shm::{ShmExporter, ShmOptions};
 use remora_fabric::tcp::{TcpExporter, TcpOptions};
@@ -55,10 +56,11 @@ impl Exports {
         Ok(Exports { exporters, registering, regions: AtomicU64::new(0) })
     }
 
-    /// Waits until everything that was exported can be read by RDMA. For the start of a server: nothing else waits.
+    /// Waits until everything that was exported can be read by RDMA, for [`REGISTERED_WITHIN`] at most. For the start of
+    /// a server: nothing else waits.
     pub(super) fn wait(&self) {
-        if let Some(registering) = &self.registering {
-            registering.wait();
+        if self.registering.as_ref().is_some_and(|registering| !registering.wait(REGISTERED_WITHIN)) {
+            tracing::warn!("memory is not yet registered for RDMA after {REGISTERED_WITHIN:?}: until then clients ask");
         }
     }
 
@@ -132,3 +134,6 @@ impl fmt::Debug for Exports {
         f.debug_list().entries(self.exporters.iter().map(|exporter| exporter.kind())).finish()
     }
 }
+
+/// A terabyte, at some tenths of a second for each GiB.
+const REGISTERED_WITHIN: Duration = Duration::from_secs(300);

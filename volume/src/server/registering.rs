@@ -12,6 +12,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use remora_fabric::{Exporter, Memory, RegionId};
 
@@ -58,12 +59,12 @@ impl Registering {
         self.shared.add(Task::Revoke(id));
     }
 
-    /// Waits until everything so far is done.
-    pub(super) fn wait(&self) {
-        let mut queue = self.shared.queue();
-        while queue.is_busy || !queue.waiting.is_empty() {
-            queue = self.shared.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
-        }
+    /// Waits until everything so far is done, but not longer than `limit`. Returns whether it is.
+    pub(super) fn wait(&self, limit: Duration) -> bool {
+        let is_at_work = |queue: &mut Queue| queue.is_busy || !queue.waiting.is_empty();
+        let waited = self.shared.changed.wait_timeout_while(self.shared.queue(), limit, is_at_work);
+        let (mut queue, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        !is_at_work(&mut queue)
     }
 }
 
@@ -178,8 +179,9 @@ mod tests {
         registering.revoke(id(1));
         registering.export(id(2), &memory);
         assert!(what.try_recv().is_err(), "nothing is registered yet, and no call has waited");
+        assert!(!registering.wait(Duration::from_millis(1)), "it has a bound");
         (0..2).for_each(|_| go_on.send(()).unwrap());
-        registering.wait();
+        assert!(registering.wait(Duration::from_secs(30)));
         let all: Vec<_> = what.try_iter().collect();
         assert_eq!(all, [("export", 1), ("revoke", 1), ("export", 2)]);
         go_on.send(()).unwrap();
