@@ -19,6 +19,9 @@ const IDLE_CPU: f64 = 0.015;
 /// How long servers are watched. A server by itself uses about three milliseconds of processor time a second.
 const IDLE_TIME: Duration = Duration::from_secs(3);
 
+/// How often they are watched: what a module costs it costs each time.
+const IDLE_WATCHES: usize = 3;
+
 #[test]
 fn an_idle_module_costs_neither_memory_nor_time() {
     for kind in require::kinds() {
@@ -31,11 +34,16 @@ fn an_idle_module_costs_neither_memory_nor_time() {
         let with = start(Server::builder(kind).module("").unwrap());
         let (bytes, more) = (number(&without, "used_memory"), number(&with, "used_memory"));
         assert!(more < bytes + IDLE_BYTES, "{kind}: {more} bytes with the module, {bytes} without");
-        let before = [&without, &with].map(|server| server.cpu_seconds().unwrap());
-        thread::sleep(IDLE_TIME);
-        let after = [&without, &with].map(|server| server.cpu_seconds().unwrap());
-        let (alone, with_it) = (after[0] - before[0], after[1] - before[1]);
-        assert!(with_it <= alone + IDLE_CPU, "{kind}: {with_it} s with an idle module, {alone} s without");
+        let watch = || {
+            let before = [&without, &with].map(|server| server.cpu_seconds().unwrap());
+            thread::sleep(IDLE_TIME);
+            let after = [&without, &with].map(|server| server.cpu_seconds().unwrap());
+            [after[0] - before[0], after[1] - before[1]]
+        };
+        // The kernel counts in ticks, and on a busy machine one more may hit either server.
+        let watched: Vec<[f64; 2]> = std::iter::repeat_with(watch).take(IDLE_WATCHES).collect();
+        let is_idle = watched.iter().any(|[alone, with_it]| with_it <= &(alone + IDLE_CPU));
+        assert!(is_idle, "{kind}: seconds without a module, and with an idle one: {watched:?}");
     }
 }
 
