@@ -56,8 +56,8 @@ impl Exports {
         Ok(Exports { exporters, registering, regions: AtomicU64::new(0) })
     }
 
-    /// Waits until everything that was exported can be read by RDMA, for [`REGISTERED_WITHIN`] at most. For the start of
-    /// a server: nothing else waits.
+    /// Waits until everything that was exported can be read by RDMA, for [`REGISTERED_WITHIN`] at most. For the start
+    /// of a server: nothing else waits.
     pub(super) fn wait(&self) {
         if self.registering.as_ref().is_some_and(|registering| !registering.wait(REGISTERED_WITHIN)) {
             tracing::warn!("memory is not yet registered for RDMA after {REGISTERED_WITHIN:?}: until then clients ask");
