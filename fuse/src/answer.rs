@@ -52,7 +52,7 @@ pub(crate) trait LaterReplier: Send {
         None
     }
 
-    /// They are there: so many from the place's start.
+    /// They are there: this number of bytes, from the place's start.
     fn landed(self: Box<Self>, unique: u64, _length: usize) {
         self.reply(unique, Err(Errno::IO));
     }

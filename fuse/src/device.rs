@@ -21,7 +21,7 @@ pub(crate) struct Channel(OwnedFd);
 
 /// What a read of the device has brought.
 pub(crate) enum Received {
-    /// A request of so many bytes.
+    /// A request of this number of bytes.
     Request(usize),
     /// Nothing this time.
     Nothing,

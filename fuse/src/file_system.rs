@@ -16,7 +16,7 @@ use crate::request::{
 /// What it does not have it need not mention: the methods answer `ENOSYS`, which the kernel remembers for most of
 /// them. It then does without, as the method's text says. The kernel checks permissions by the attributes, and
 /// keeps locks.
-// Larger than the bound: the protocol has so many operations.
+// Larger than the bound: a method for each operation of the protocol.
 pub trait FileSystem: Send + Sync {
     /// Finds a name. The kernel knows the inode once more.
     fn lookup(&self, asked: Lookup<'_>, answer: Answer<'_, Entry>) {
@@ -24,7 +24,7 @@ pub trait FileSystem: Send + Sync {
         answer.fail(Errno::NOSYS);
     }
 
-    /// The kernel knows the inode so many times less. When it does not know it at all, it does not ask about it
+    /// The kernel forgets this number of lookups. When it does not know it at all, it does not ask about it
     /// before it has looked it up again. Not said of inodes that it knew when the file system was unmounted.
     fn forget(&self, node: u64, lookups: u64) {
         let _ = (node, lookups);

@@ -99,7 +99,7 @@ pub(crate) fn page_bytes() -> u32 {
 /// as a volume answers over a network.
 const MOST_BACKGROUND: u16 = 64;
 
-/// With so many, readahead pauses.
+/// At this number of requests, readahead pauses.
 const CONGESTED: u16 = 48;
 
 #[cfg(test)]

@@ -116,8 +116,8 @@ pub struct KnownAttributes {
 /// What a name means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// Its inode, or that there is none. With [`Entry::generation`] it is unique for as long as the file system is
-    /// mounted.
+    /// Its inode; `None`: there is no such name. With [`Entry::generation`] it is unique for as long as the file system
+    /// is mounted.
     pub attributes: Option<Attributes>,
     /// Tells inodes apart that had the same number one after the other.
     pub generation: u64,

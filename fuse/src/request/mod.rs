@@ -358,7 +358,7 @@ pub struct WriteFields {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Request<'a> {
     Lookup(Lookup<'a>),
-    /// Inodes that the kernel knows so many times less. Has no answer.
+    /// Inodes, each with the number of lookups that the kernel forgets. Has no answer.
     Forget(Vec<(u64, u64)>),
     GetAttributes(GetAttributes),
     SetAttributes(SetAttributes),

@@ -35,7 +35,7 @@ pub fn parse<'a>(header: &InHeader, operation: &'a [u8], payload: &'a [u8]) -> R
     parsed.unwrap_or(Err(Errno::INVAL))
 }
 
-/// Reads the fields of a write, of which so many bytes are there.
+/// Reads the fields of a write, of which `length` bytes are there.
 ///
 /// # Errors
 /// As for [`parse`].

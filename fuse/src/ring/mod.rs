@@ -70,7 +70,7 @@ impl Rings {
     }
 }
 
-/// Slots of each processor, and the longest request, for payloads of so many bytes in all. `None`: it is too little.
+/// Slots of each processor, and the longest request, for payloads of that many bytes in all. `None`: it is too little.
 fn shape(processors: u16, most_bytes: u32, budget: u64) -> Option<(u64, u32)> {
     let each = budget / u64::from(processors.max(1));
     let room_bytes = u64::from(most_bytes).max(LEAST_READ_BYTES as u64);

@@ -248,7 +248,7 @@ impl Slot {
         self.body.get_or_insert(body);
     }
 
-    /// Writes the answer's head, for a payload of so many bytes.
+    /// Writes the answer's head, for a payload of this length.
     pub(super) fn answer(&mut self, unique: u64, error: i32, length: usize) {
         let Some(Room(Kind::Own(own))) = self.head.as_mut().filter(|_| !self.is_lent) else { return };
         let bytes = own.bytes();

@@ -52,7 +52,7 @@ const ENTRY_BYTES: usize = 128;
 const COMPLETION_BYTES: usize = 16;
 
 impl Uring {
-    /// With room for so many entries.
+    /// With room for this number of entries.
     pub(super) fn new(entries: u32) -> io::Result<Uring> {
         let mut params = io_uring_params::default();
         params.flags = IoringSetupFlags::SQE128;
