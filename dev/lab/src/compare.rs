@@ -37,6 +37,7 @@ pub fn same_data(primary: &Server, replica: &Server, within: Duration) -> Result
     let (mut one, mut other) = (primary.client()?, replica.client()?);
     // A primary full of short-lived keys writes deletions for minutes and is never idle.
     one.ok(&["DEBUG", "SET-ACTIVE-EXPIRE", "0"])?;
+    let silence = Silence::begin(primary, replica)?;
     let compared = at_rest(&mut one, &mut other, within).and_then(|(agreement, same_digest)| {
         let found = differences(&mut one, &mut other, same_digest)?;
         if found.is_empty() {
@@ -46,9 +47,39 @@ pub fn same_data(primary: &Server, replica: &Server, within: Duration) -> Result
         let heading = format!("{replica} is not an exact copy of {primary}, both at {replid} {offset}");
         Err(Error::Different(format!("{heading}:\n  {}", found.join("\n  "))))
     });
+    drop(silence);
     // If this fails, the server has ended, and the comparison fails too.
     let _ = one.ok(&["DEBUG", "SET-ACTIVE-EXPIRE", "1"]);
     compared
+}
+
+/// Two servers between which no `PING` passes until this is dropped: the digests of millions of keys take longer than
+/// the ten seconds from one to the next, and each moves the offset.
+struct Silence<'s>(Vec<(&'s Server, &'static str, String)>);
+
+/// Longer than any comparison.
+const SILENT_SECONDS: &str = "86400";
+
+impl Silence<'_> {
+    fn begin<'s>(primary: &'s Server, replica: &'s Server) -> Result<Silence<'s>> {
+        let settings = [(primary, "repl-timeout"), (replica, "repl-timeout"), (primary, "repl-ping-replica-period")];
+        let mut silence = Silence(Vec::new());
+        for (server, name) in settings {
+            let before = server.configured(name)?;
+            server.configure(name, SILENT_SECONDS)?;
+            silence.0.push((server, name, before));
+        }
+        Ok(silence)
+    }
+}
+
+impl Drop for Silence<'_> {
+    fn drop(&mut self) {
+        for (server, name, before) in self.0.drain(..).rev() {
+            // If this fails, the server has ended, and the comparison fails too.
+            let _ = server.configure(name, &before);
+        }
+    }
 }
 
 /// Waits for a moment in which both have the same offset, and returns whether their digests are equal then.
@@ -64,7 +95,8 @@ fn at_rest(one: &mut Client, other: &mut Client, within: Duration) -> Result<(Ag
         if here != there {
             return Ok(Err(format!("primary {here:?}, replica {there:?}")));
         }
-        let (before, copy, after) = (digest(one)?, digest(other)?, digest(one)?);
+        let (before, copy) = digests(one, other)?;
+        let after = if copy == before { before.clone() } else { digest(one)? };
         // The primary sends PINGs by itself: digests count only if both offsets stood still around them.
         if place(one)? != here || place(other)? != there {
             return Ok(Err("both moved on while they were compared".into()));
@@ -125,6 +157,16 @@ fn place(client: &mut Client) -> Result<Place> {
     let info = client.info("replication")?;
     let replid = info.get("master_replid").unwrap_or_default().to_owned();
     Ok(Place { replid, offset: info.number("master_repl_offset").unwrap_or_default() })
+}
+
+/// Both digests, which the servers compute at the same time.
+fn digests(one: &mut Client, other: &mut Client) -> Result<(String, String)> {
+    std::thread::scope(|scope| {
+        let computing = scope.spawn(|| digest(other));
+        let here = digest(one)?;
+        let there = computing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        Ok((here, there))
+    })
 }
 
 fn digest(client: &mut Client) -> Result<String> {
