@@ -81,7 +81,8 @@ async fn dispatch(command: Command) -> Result<(), Failure> {
         Command::Load(args) => until_signal(crate::load::run(args), ": the keys written so far are still there").await,
         Command::Module(args) => crate::module_file::run(&args),
         Command::Token(args) => crate::token::run(&args),
-        // Servers and clients of volumes catch signals themselves.
+        // Servers and clients of volumes, and mounts, catch signals themselves.
+        Command::Snapshot(args) => crate::snapshot::run(args).await,
         Command::Volume(args) => crate::volume::run(args).await,
         Command::Generate(args) => crate::generate::run(&args),
     }

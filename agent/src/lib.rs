@@ -22,6 +22,7 @@
 //! - [`source`], [`replica`], [`status`]: the job.
 //! - [`transports`]: which transports to the memory there are, and the command that reports them; [`probe`] measures
 //!   them.
+//! - [`snapshot`]: a source's snapshot as a file.
 //! - [`volume`]: block devices in the memory of other hosts, as commands.
 //! - [`verify`], [`ready`], [`load`], [`module_file`], [`generate`]: further commands.
 #![forbid(unsafe_code)]
@@ -48,6 +49,7 @@ pub mod server;
 mod signals;
 #[cfg(any(test, feature = "simulation"))]
 pub mod simulation;
+pub mod snapshot;
 pub mod source;
 pub mod status;
 mod tasks;

@@ -10,10 +10,12 @@ mod load;
 mod module;
 mod probe;
 mod rdma;
+mod read;
 mod ready;
 mod relay;
 mod replica;
 mod security;
+mod snapshot;
 mod source;
 mod status;
 mod token;
@@ -30,10 +32,12 @@ pub use self::{
     module::{ModuleArgs, ModuleQuestion},
     probe::ProbeArgs,
     rdma::{CompletionChoice, RdmaEnd, RdmaOffer, RdmaRead},
+    read::{ReadArgs, TransportChoice},
     ready::ReadyArgs,
     relay::RelayArgs,
-    replica::{ModuleLoad, OnFailure, ReplicaArgs, TransportChoice},
+    replica::{ModuleLoad, OnFailure, ReplicaArgs},
     security::{MonitorNameArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs},
+    snapshot::{SnapshotAction, SnapshotArgs, SnapshotMountArgs},
     source::{HostPort, ModuleCapture, SendChoice, SourceArgs},
     status::StatusArgs,
     token::{TokenAction, TokenCommandArgs},
@@ -113,6 +117,9 @@ pub enum Command {
     #[command(about = "Block devices in the memory of other hosts")]
     #[allow(missing_docs)]
     Volume(VolumeArgs),
+    #[command(about = "A source's snapshot as a file")]
+    #[allow(missing_docs)]
+    Snapshot(SnapshotArgs),
     #[command(about = "Write shell completions or man pages")]
     #[allow(missing_docs)]
     Generate(GenerateArgs),

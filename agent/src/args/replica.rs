@@ -1,15 +1,15 @@
 //! The arguments of `remora replica`.
 
-use std::{net::IpAddr, path::PathBuf, time::Duration};
+use std::{net::IpAddr, path::PathBuf};
 
 use clap::{Args, ValueEnum};
 use remora_wire::is_printable;
 
-use super::{FastKeys, HostPort, RdmaRead, RelayArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs};
+use super::{FastKeys, HostPort, ReadArgs, RelayArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs};
 use crate::{
     exit::{self, Code},
     server::{ServerArgs, Task},
-    units::{Size, UnitError, parse_duration},
+    units::{Size, UnitError},
 };
 
 /// The arguments of `remora replica`.
@@ -21,9 +21,9 @@ pub struct ReplicaArgs {
     #[allow(missing_docs)]
     pub server: ServerArgs,
 
-    /// Host and port of the source agent.
-    #[arg(long, value_name = "HOST:PORT", help_heading = "Source")]
-    pub source: HostPort,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub read: ReadArgs,
 
     /// File with the secret that the agent shares with the source. May be repeated: the agent proves the first token to
     /// the source and to other replicas, and lends its slots to replicas with any of them. Needed unless the source
@@ -53,24 +53,6 @@ pub struct ReplicaArgs {
     /// Name to appear under in `remora status` and the source's log. Default: the server's address.
     #[arg(long, value_name = "NAME", value_parser = parse_name, help_heading = "Source")]
     pub name: Option<String>,
-
-    /// How to read the source's memory: `shm` if both agents share a host, `verbs` (RDMA) or `tcp` between hosts;
-    /// `auto` uses the first of these over which a read works, and reports which one and why.
-    #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Source")]
-    pub transport: TransportChoice,
-
-    /// TCP connections for reading. More than one helps if a single connection does not fill the link. Several take a
-    /// larger share of the link from other traffic: clients of the primary on other hosts wait longer.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=4), help_heading = "Source")]
-    pub lanes: u8,
-
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub rdma: RdmaRead,
-
-    /// How long to retry while the source or the server is unreachable, with growing pauses. `0` tries once.
-    #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_duration, help_heading = "Source")]
-    pub retry_for: Duration,
 
     /// Keep sending the stream to the server until stopped, instead of handing it over to the primary. The primary then
     /// serves one stream for all replicas of this source.
@@ -141,19 +123,6 @@ pub struct ReplicaArgs {
     pub json: Option<PathBuf>,
 }
 
-/// The transport to read over.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum TransportChoice {
-    /// The first that works, the fastest first.
-    Auto,
-    /// Shared memory of this host.
-    Shm,
-    /// RDMA.
-    Verbs,
-    /// TCP.
-    Tcp,
-}
-
 /// Whether the server's module is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum ModuleLoad {
@@ -175,7 +144,7 @@ pub enum OnFailure {
 /// The least memory: a few slots of the default size, so that reading and loading can overlap.
 const LEAST_MEMORY: Size = Size::mebibytes(16);
 
-fn parse_name(text: &str) -> Result<String, String> {
+pub(super) fn parse_name(text: &str) -> Result<String, String> {
     match text.chars().find(|character| !is_printable(*character)) {
         Some(character) => Err(format!("a name has printable characters only, and not {character:?}")),
         None => Ok(text.to_owned()),

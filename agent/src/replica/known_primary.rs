@@ -39,7 +39,7 @@ impl KnownPrimaries {
         KnownPrimaries {
             expected: args.expected_primaries.clone(),
             source_is_proved: args.expected.source_key.is_some() || args.security.security == Some(Mode::Mtls),
-            source: (args.source.host.clone(), source.ip()),
+            source: (args.read.source.host.clone(), source.ip()),
             followed,
         }
     }

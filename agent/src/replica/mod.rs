@@ -15,7 +15,8 @@
 //!   the link, and [`locality`] finds out where the server is.
 //! - [`private`] keeps other users from what is written to disk.
 //! - [`introduction`] gives memory to a server that has our module.
-//! - [`source`] is the conversation with the source agent.
+//! - [`source`] is the conversation with the source agent, and [`session`] the task that has it. A snapshot without a
+//!   server ([`crate::snapshot`]) begins with them too.
 //! - [`relay_reader`] reads slots from other replicas and [`relay_server`] lends them; [`upstream`] is the connection
 //!   to another one, [`limit`] the rate.
 //! - [`machine`] decides, without I/O, what follows from each event on the way from joining to the hand-off; [`driver`]
@@ -36,14 +37,15 @@ mod locality;
 pub(crate) mod machine;
 mod meter;
 mod pacer;
-mod parts;
+pub(crate) mod parts;
 mod preflight;
 mod private;
 mod record;
 mod relay_reader;
 mod relay_server;
 mod report;
-mod source;
+pub(crate) mod session;
+pub(crate) mod source;
 mod spool;
 mod tls;
 mod unread;
@@ -112,8 +114,8 @@ async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -> Result<Option<Driver>
         // what may listen there now.
         record.put_back(&mut client).await?;
     }
-    let mut source = source::Source::connect_first(&args, &credentials).await.map_err(source::failure)?;
-    let plan = source.plan(&args, &target).await?;
+    let mut source = source::Source::connect_first(&args.read, &credentials).await.map_err(source::failure)?;
+    let plan = source.plan(&args.read, args.name.as_deref(), &target.facts.name()).await?;
     let known = KnownPrimaries::of(&args, target.followed(&record), source.address());
     let primary = preflight::primary(&args, &server, &target, &plan, &known, source.address()).await?;
     preflight::refuse_to_overwrite(&args, &server, &target)?;

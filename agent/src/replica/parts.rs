@@ -29,20 +29,20 @@ pub(super) struct Parts {
 }
 
 /// One connection and the table that is expected there.
-pub(super) struct Part {
-    pub(super) peer: Box<dyn Peer>,
-    pub(super) sink: Arc<Memory>,
-    pub(super) layout: SinkLayout,
-    pub(super) expect: Expectation,
+pub(crate) struct Part {
+    pub(crate) peer: Box<dyn Peer>,
+    pub(crate) sink: Arc<Memory>,
+    pub(crate) layout: SinkLayout,
+    pub(crate) expect: Expectation,
     /// Slots of a snapshot can be used in the source's memory. (Records of a journal are always copied.)
-    pub(super) in_place: bool,
+    pub(crate) in_place: bool,
     /// Set if slots go into a copy from which other replicas read.
-    pub(super) copy: Option<CopyPlan>,
+    pub(crate) copy: Option<CopyPlan>,
 }
 
 /// The copy in the part's sink.
 #[derive(Clone, Copy)]
-pub(super) struct CopyPlan {
+pub(crate) struct CopyPlan {
     /// Its shape.
     pub(super) own: Geometry,
     /// Bytes per second, for all connections; 0: no limit.
@@ -52,7 +52,7 @@ pub(super) struct CopyPlan {
 }
 
 /// The memory behind a peer, if it is mapped here and slots are copied from it.
-pub(super) struct Mapped {
+pub(crate) struct Mapped {
     view: Option<Arc<View>>,
     /// Bytes copied since its pages were last unmapped.
     copied: u64,
@@ -63,12 +63,12 @@ pub(super) struct Mapped {
 const MAPPED_LIMIT: u64 = 16 << 20;
 
 impl Mapped {
-    pub(super) fn new(view: Option<Arc<View>>) -> Mapped {
+    pub(crate) fn new(view: Option<Arc<View>>) -> Mapped {
         Mapped { view, copied: 0 }
     }
 
     /// Counts copied bytes.
-    pub(super) fn copied(&mut self, bytes: u64) {
+    pub(crate) fn copied(&mut self, bytes: u64) {
         self.copied += bytes;
         if let Some(view) = self.view.as_ref().filter(|_| self.copied >= MAPPED_LIMIT) {
             view.forget(0..view.length());

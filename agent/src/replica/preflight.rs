@@ -241,8 +241,8 @@ pub(super) async fn primary(
 /// The source's host, as this agent reaches it. It stands for the primary's host if the source's server has only a
 /// loopback address, which names another host here.
 fn source_host(args: &ReplicaArgs, source: SocketAddr) -> String {
-    match args.source.host.parse::<IpAddr>() {
-        Ok(_) => args.source.host.clone(),
+    match args.read.source.host.parse::<IpAddr>() {
+        Ok(_) => args.read.source.host.clone(),
         // A name can resolve to another address on the server's host. The address that it led to here cannot.
         Err(_) => source.ip().to_string(),
     }

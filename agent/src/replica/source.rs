@@ -13,9 +13,8 @@ use super::delivery::Progress;
 use super::feed::Feed;
 use super::machine::Tables;
 use super::parts::{CopyPlan, Part, Parts};
-use super::preflight::Target;
 use super::spool;
-use crate::args::ReplicaArgs;
+use crate::args::{ReadArgs, ReplicaArgs};
 use crate::backoff::Backoff;
 use crate::conversation::tokens::Credentials;
 use crate::conversation::{Connection, Fault, Protection, Receiver, Security, Sender, derive};
@@ -24,7 +23,7 @@ use crate::lanes::LANES_LABEL;
 use crate::transports::connectors::{Connectors, TransportChoices};
 
 /// A session with the source.
-pub(super) struct Source {
+pub(crate) struct Source {
     connection: Connection,
     security: Security,
 }
@@ -37,8 +36,8 @@ const PLAN_LIMIT: Duration = Duration::from_secs(10);
 const CLOSED_LIMIT: Duration = Duration::from_secs(30);
 
 impl Source {
-    pub(super) async fn connect(
-        args: &ReplicaArgs,
+    pub(crate) async fn connect(
+        args: &ReadArgs,
         credentials: &Credentials,
     ) -> Result<Source, crate::conversation::Error> {
         let connection = credentials.connect(&args.source.host, args.source.port).await?;
@@ -47,8 +46,8 @@ impl Source {
 
     /// The first connection. Retries while the source refuses it as busy, and for a short time if the source closes it:
     /// a source whose port is flooded may do so. Any other error is returned at once.
-    pub(super) async fn connect_first(
-        args: &ReplicaArgs,
+    pub(crate) async fn connect_first(
+        args: &ReadArgs,
         credentials: &Credentials,
     ) -> Result<Source, crate::conversation::Error> {
         let (began, mut backoff) = (Instant::now(), Backoff::from_system());
@@ -75,13 +74,13 @@ impl Source {
     }
 
     /// The address by which the source was reached.
-    pub(super) fn address(&self) -> SocketAddr {
+    pub(crate) fn address(&self) -> SocketAddr {
         self.connection.peer_addr()
     }
 
     /// Asks for what an offer would contain, without having a snapshot taken.
-    pub(super) async fn plan(&mut self, args: &ReplicaArgs, target: &Target) -> Result<Offer, Failure> {
-        let join = Join { plan_only: true, ..join(args, &target.facts.name(), None) };
+    pub(crate) async fn plan(&mut self, args: &ReadArgs, name: Option<&str>, server: &str) -> Result<Offer, Failure> {
+        let join = Join { plan_only: true, ..join(name, server, None) };
         self.connection.send(Message::Join(join)).await.map_err(failure)?;
         let answer = async {
             loop {
@@ -97,17 +96,17 @@ impl Source {
     }
 
     /// The two directions of the session, for its task.
-    pub(super) fn split(self) -> (Sender, Receiver) {
+    pub(crate) fn split(self) -> (Sender, Receiver) {
         self.connection.split()
     }
 
     /// The parameters for connecting to offered tables, for a thread that can block.
-    pub(super) fn way(&self, args: &ReplicaArgs) -> Way {
+    pub(crate) fn way(&self, args: &ReadArgs) -> Way {
         Way::new(&self.connection, wish(args, &self.security))
     }
 }
 
-pub(super) fn wish(args: &ReplicaArgs, security: &Security) -> TransportChoices {
+pub(super) fn wish(args: &ReadArgs, security: &Security) -> TransportChoices {
     TransportChoices { choice: args.transport, lanes: args.lanes, rdma: args.rdma.clone(), security: security.clone() }
 }
 
@@ -126,12 +125,13 @@ pub(super) fn join_again(
         replid: id.origin.history,
         next_byte: progress.next_byte,
     });
-    Message::Join(Join { relays, ..join(args, server, resume) })
+    Message::Join(Join { relays, ..join(args.name.as_deref(), server, resume) })
 }
 
-fn join(args: &ReplicaArgs, server: &str, resume: Option<Resume>) -> Join {
+/// A request for a snapshot: without `resume` for all of it.
+pub(crate) fn join(name: Option<&str>, server: &str, resume: Option<Resume>) -> Join {
     Join {
-        name: args.name.clone().unwrap_or_default(),
+        name: name.unwrap_or_default().to_owned(),
         server: server.to_string(),
         resume,
         plan_only: false,
@@ -140,13 +140,13 @@ fn join(args: &ReplicaArgs, server: &str, resume: Option<Resume>) -> Join {
 }
 
 /// The failure of a sync whose source cannot be reached or refuses.
-pub(super) fn failure(error: crate::conversation::Error) -> Failure {
+pub(crate) fn failure(error: crate::conversation::Error) -> Failure {
     error.of_source()
 }
 
 /// Receive buffers. Each feed gets new ones, since a server may still read what the last feed lent to its socket.
 #[derive(Clone, Copy)]
-pub(super) struct Sinks {
+pub(crate) struct Sinks {
     budget: u64,
 }
 
@@ -160,7 +160,7 @@ const SNAPSHOT_BUFFERS: u64 = 64 << 20;
 const JOURNAL_BUFFERS: u32 = 2;
 
 impl Sinks {
-    pub(super) fn new(memory: u64) -> Sinks {
+    pub(crate) fn new(memory: u64) -> Sinks {
         Sinks { budget: memory }
     }
 
@@ -214,7 +214,7 @@ pub(super) struct RelayWish {
 
 /// How to connect to the tables that a session was offered.
 #[derive(Clone)]
-pub(super) struct Way {
+pub(crate) struct Way {
     session: u64,
     secret: Secret,
     source: SocketAddr,
@@ -226,11 +226,11 @@ pub(super) struct Way {
 }
 
 /// The transport over which tables are read, and why better transports were not used (empty if none was).
-pub(super) struct Chosen {
-    pub(super) kind: TransportKind,
-    pub(super) why: String,
+pub(crate) struct Chosen {
+    pub(crate) kind: TransportKind,
+    pub(crate) why: String,
     /// What protects the data that is read.
-    pub(super) protection: Protection,
+    pub(crate) protection: Protection,
     /// The copy that the slots go into, and whether its memory is new.
     pub(super) copy: Option<(Arc<Memory>, Geometry, bool)>,
 }
@@ -303,18 +303,42 @@ impl Way {
             snapshot_part = Some(Part { copy: Some(plan), ..part });
             chosen_copy = Some((memory, own, is_new));
         } else if !without_snapshot {
-            let buffers = sinks.buffers(snapshot.slot_size);
-            let sink = sinks.of(buffers, &snapshot, "remora-sink")?;
-            let peer;
-            (peer, kind) = self.connect(&mut connectors, &offer.snapshot, &sink)?;
-            let table = self.expect(Kind::Snapshot, kind, &offer.snapshot, history)?;
-            snapshot_part = Some(part(peer, sink, buffers, table, offer.snapshot.retained));
+            let part;
+            (part, kind) = self.whole(&mut connectors, offer, &snapshot, history, sinks)?;
+            snapshot_part = Some(part);
         }
         let table = self.expect(Kind::Journal, journal_kind, &offer.journal, history)?;
         let journal_part = part(journal_peer, journal_sink, JOURNAL_BUFFERS, table, offer.journal.retained);
         let protection = self.protection(kind, is_sealed);
         let chosen = Chosen { kind, why: connectors.why(), protection, copy: chosen_copy };
         Ok((Feed::new(id, Parts { snapshot: snapshot_part, journal: journal_part }), chosen))
+    }
+
+    /// Connects to the offered snapshot alone, for a reader that has no server. Blocks, within the transports'
+    /// time-outs.
+    pub(crate) fn snapshot(&self, offer: &Offer, sinks: Sinks) -> Result<(Origin, Part, Chosen), Failure> {
+        let (snapshot, _, origin) = check(offer, self.source)?;
+        let is_sealed = !offer.snapshot.seal.is_empty();
+        let mut connectors = self.wish.connectors(self.source, is_sealed);
+        let (part, kind) = self.whole(&mut connectors, offer, &snapshot, origin.history, sinks)?;
+        let protection = self.protection(kind, is_sealed);
+        Ok((origin, part, Chosen { kind, why: connectors.why(), protection, copy: None }))
+    }
+
+    /// The connection to a snapshot whose slots are not passed on.
+    fn whole(
+        &self,
+        connectors: &mut Connectors,
+        offer: &Offer,
+        snapshot: &Geometry,
+        history: ReplId,
+        sinks: Sinks,
+    ) -> Result<(Part, TransportKind), Failure> {
+        let buffers = sinks.buffers(snapshot.slot_size);
+        let sink = sinks.of(buffers, snapshot, "remora-sink")?;
+        let (peer, kind) = self.connect(connectors, &offer.snapshot, &sink)?;
+        let table = self.expect(Kind::Snapshot, kind, &offer.snapshot, history)?;
+        Ok((part(peer, sink, buffers, table, offer.snapshot.retained), kind))
     }
 
     /// What to expect of a table that is read over this transport. Shared memory of this host has the plain table, and

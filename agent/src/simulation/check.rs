@@ -129,7 +129,7 @@ impl Watch {
             return Ok(());
         }
         let Some(&since) = self.handing_over.get(&key) else { return Ok(()) };
-        let bears = agent.options.args.retry_for.saturating_sub(Duration::from_secs(2));
+        let bears = agent.options.args.read.retry_for.saturating_sub(Duration::from_secs(2));
         let is_early = world.now < since + bears && agent.stopped.is_none();
         let was_seen = *was_copying && self.seen_copying.contains(&key);
         if was_seen && is_early && before.as_ref() != Some(&agent.link) {

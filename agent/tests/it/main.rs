@@ -39,6 +39,7 @@ mod relay;
 mod resume;
 mod security;
 mod server;
+mod snapshot_mount;
 mod status;
 mod stay;
 mod strangers;

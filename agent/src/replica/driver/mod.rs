@@ -18,7 +18,6 @@
 mod coverage;
 mod relay;
 mod server;
-mod session;
 #[cfg(any(test, feature = "simulation"))]
 pub(crate) mod simulated;
 
@@ -33,7 +32,6 @@ use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 use self::coverage::{Coverage, Question};
 use self::relay::Relay;
 use self::server::{Keeper, ServerTask, Watched, Work};
-use self::session::{Received, Session, unreachable};
 use super::candidates::Candidates;
 use super::control::Control;
 use super::delivery::{self, Handle, Notice, Order};
@@ -46,6 +44,7 @@ use super::preflight::{Primary, Target};
 use super::record::Record;
 use super::relay_reader::ReadFrom;
 use super::report::{PROGRESS_EVERY, Summary};
+use super::session::{Received, Session, unreachable};
 use super::source::{Chosen, Sinks, Source, join_again};
 use super::spool::{SnapshotId, Spool};
 use super::upstream::Said;
@@ -168,18 +167,18 @@ impl Driver {
             spooled,
         };
         let rules = Rules {
-            retry_for: args.retry_for,
+            retry_for: args.read.retry_for,
             linger: args.relay.linger,
             stay: args.stay,
             replace: args.replace,
             server: facts.server.clone(),
-            source: args.source.to_string(),
+            source: args.read.source.to_string(),
             primary: facts.primary.clone(),
             run_id: target.facts.run_id.clone(),
         };
         let name = args.name.clone().unwrap_or_else(|| facts.server.clone());
         let relay = Relay::open(args.clone(), &tokens, name, meter.clone(), &source).await?;
-        let way = source.way(&args);
+        let way = source.way(&args.read);
         let coverage = primary.asked.clone().map(Coverage::start);
         let watched = Watched { meter: meter.clone(), link_failure };
         let keeper = Keeper::new(args.clone(), control, record, target, primary, link, watched);
@@ -318,7 +317,7 @@ impl Driver {
     fn connected(&mut self, connected: Connected) -> Option<Event> {
         match connected {
             Connected::Source(Ok(source)) => {
-                let way = source.way(&self.args);
+                let way = source.way(&self.args.read);
                 self.session = Some(Session::start(source, way));
                 Some(Event::Source(SourceEvent::Connected))
             }
@@ -359,7 +358,7 @@ impl Driver {
             Some(Notice::LinkLost { text, loading }) => DeliveryEvent::LinkLost { text, loading },
             Some(Notice::FeedLost { error }) => {
                 // Whether this or the end of the session is seen first is chance: both name the source.
-                let text = format!("the source {}: {error}", self.args.source);
+                let text = format!("the source {}: {error}", self.args.read.source);
                 DeliveryEvent::FeedLost { failure: Failure::new(Code::Source, text) }
             }
             Some(Notice::PeerLost(lost)) => {
@@ -449,7 +448,7 @@ impl Driver {
     fn connect_source(&mut self) {
         let (args, credentials, tell) = (self.args.clone(), self.credentials.clone(), self.connecting.0.clone());
         let task = tokio::spawn(async move {
-            let connected = Source::connect(&args, &credentials).await;
+            let connected = Source::connect(&args.read, &credentials).await;
             let _ = tell.send(Connected::Source(connected));
         });
         self.calling = Some(AbortOnDrop::new(&task));

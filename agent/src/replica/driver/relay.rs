@@ -127,7 +127,7 @@ impl Relay {
             };
             if let Some(serving) = self.serving.as_ref().filter(may_lend) {
                 let by_rdma = chosen.kind == TransportKind::Verbs;
-                let rdma = by_rdma.then(|| RdmaOffer { no_rdma: false, end: self.args.rdma.end.clone() });
+                let rdma = by_rdma.then(|| RdmaOffer { no_rdma: false, end: self.args.read.rdma.end.clone() });
                 let keeps_all = offer.snapshot.retained && own.slots >= offer.snapshot.slots;
                 serving.lend(LentCopy { generation, memory: memory.clone(), own, first_offset, keeps_all, rdma });
             }
@@ -158,7 +158,7 @@ impl Relay {
             upstream: upstream.clone(),
             generation: copy.generation,
             name: self.name.clone(),
-            wish: wish(&self.args, &self.credentials.security),
+            wish: wish(&self.args.read, &self.credentials.security),
             memory: copy.memory.clone(),
             slot_size: copy.slot_size,
             is_sealed: copy.is_sealed,
@@ -213,7 +213,7 @@ impl Relay {
 /// On the source's host nothing is passed on: replicas there read its memory in place.
 fn takes_part(args: &ReplicaArgs, source: &Source) -> bool {
     let is_local = source.address().ip() == source.local_address().ip();
-    let may_be_far = match args.transport {
+    let may_be_far = match args.read.transport {
         TransportChoice::Shm => false,
         TransportChoice::Tcp | TransportChoice::Verbs => true,
         TransportChoice::Auto => !is_local || args.relay.serve_peers,

@@ -102,12 +102,12 @@ pub(crate) async fn prepare(
     let primary = preflight::primary(&args, &server, &target, &plan, &known, source).await?;
     preflight::refuse_to_overwrite(&args, &server, &target)?;
     let rules = Rules {
-        retry_for: args.retry_for,
+        retry_for: args.read.retry_for,
         linger: args.relay.linger,
         stay: args.stay,
         replace: args.replace,
         server: server.url().to_string(),
-        source: args.source.to_string(),
+        source: args.read.source.to_string(),
         primary: format!("{}:{}", primary.host, primary.port),
         run_id: target.facts.run_id.clone(),
     };

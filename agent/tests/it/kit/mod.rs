@@ -5,6 +5,7 @@
 
 mod agents;
 mod data;
+mod mounted;
 mod server;
 
 use std::time::Duration;
@@ -15,6 +16,7 @@ use remora_lab::{Agent, Kind, Server, Workload};
 
 pub(crate) use agents::{Source, Stage, ends, says, succeeds};
 pub(crate) use data::{fill, fill_keys, load, load_small};
+pub(crate) use mounted::Directory;
 pub(crate) use server::{
     Way, assert_untouched, follows, kinds_and_module, load_slowly, number, quick, syncs, wait_until_loading,
     way_of_loading, with_or_without,

@@ -12,10 +12,10 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
+use super::machine::Loss;
+use super::source::{Source, Way, failure};
 use crate::conversation::{Error, Fault, Receiver, Sender};
 use crate::exit::Failure;
-use crate::replica::machine::Loss;
-use crate::replica::source::{Source, Way, failure};
 use crate::tasks::AbortOnDrop;
 
 /// How long the last messages may take, the closing of the session included.
@@ -35,7 +35,7 @@ const RETAINED_EVERY: Duration = Duration::from_millis(250);
 type Newest = Option<(Progress, Instant)>;
 
 /// The driver's end. Dropping it ends the session without a last message.
-pub(super) struct Session {
+pub(crate) struct Session {
     messages: UnboundedSender<Outgoing>,
     progress: watch::Sender<Newest>,
     events: UnboundedReceiver<Received>,
@@ -51,13 +51,13 @@ enum Outgoing {
 }
 
 /// A message or the end of the session.
-pub(super) enum Received {
+pub(crate) enum Received {
     Message(Box<Message>),
     Lost(Loss),
 }
 
 impl Session {
-    pub(super) fn start(source: Source, way: Way) -> Session {
+    pub(crate) fn start(source: Source, way: Way) -> Session {
         let (sender, receiver) = source.split();
         let (messages, queued) = unbounded_channel();
         let (progress, newest) = watch::channel(None);
@@ -68,24 +68,24 @@ impl Session {
     }
 
     /// Queues a message. One that cannot be sent is dropped: the end of the session is reported.
-    pub(super) fn send(&self, message: Message) {
+    pub(crate) fn send(&self, message: Message) {
         let _ = self.messages.send(Outgoing::Message(message));
     }
 
     /// Sends this report as soon as there is room, unless there is a newer one by then, or it says too little that is
     /// new. `is_retained`: the source keeps all slots of the snapshot that the report is about.
-    pub(super) fn report(&self, progress: Progress, is_retained: bool) {
+    pub(crate) fn report(&self, progress: Progress, is_retained: bool) {
         let now = Instant::now();
         self.progress.send_if_modified(|newest| is_due(newest, progress, is_retained, now));
     }
 
     /// The parameters for connecting to offered tables.
-    pub(super) fn way(&self) -> &Way {
+    pub(crate) fn way(&self) -> &Way {
         &self.way
     }
 
     /// The next message, or the end of the session. Cancel-safe.
-    pub(super) async fn received(&mut self) -> Received {
+    pub(crate) async fn received(&mut self) -> Received {
         match self.events.recv().await {
             Some(received) => received,
             None => {
@@ -96,7 +96,7 @@ impl Session {
     }
 
     /// Sends the newest report and this message, and closes the session when they have arrived.
-    pub(super) async fn leave(self, message: Message) {
+    pub(crate) async fn leave(self, message: Message) {
         let Session { messages, task, _end: end, .. } = self;
         let _ = messages.send(Outgoing::Last(message));
         // The source may be gone, or slow: the sync is over either way.
@@ -182,7 +182,7 @@ fn loss(error: Error) -> Loss {
 
 /// The meaning of a failed attempt to connect to the source again. Another attempt may always succeed: the peer has not
 /// proved that it holds the token, so any host on the way could have sent its refusal.
-pub(super) fn unreachable(error: Error) -> Loss {
+pub(crate) fn unreachable(error: Error) -> Loss {
     Loss { passes: true, ..loss(error) }
 }
 

@@ -1,0 +1,329 @@
+//! Receiving: the conversation with a source about a snapshot without a server, until all of it has arrived.
+//!
+//! ```text
+//!   connect ── Join ──▶ Offer ──▶ Arrival ──▶ all slots ── Leave ──▶ done
+//!      ▲         ▲        │           │
+//!      ╰─ pause ─┴────────┴─ lost ────╯   the same snapshot goes on where it was; another one begins a new file
+//! ```
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use remora_protocol::{Message, Offer, Outcome, Phase, Progress, Resume};
+use tokio::sync::watch;
+use tokio::time::MissedTickBehavior;
+
+use super::arrival::{Arrival, ArrivalError};
+use super::kept::{Kept, Stage};
+use super::shelf::Shelf;
+use crate::args::ReadArgs;
+use crate::backoff::Backoff;
+use crate::conversation::tokens::Credentials;
+use crate::exit::{Code, Failure};
+use crate::progress::{Meter, Unit};
+use crate::replica::machine::Loss;
+use crate::replica::session::{Received, Session, unreachable};
+use crate::replica::source::{Chosen, Sinks, Source, failure, join};
+
+/// How often progress is shown, and told to the source.
+const LOOK_EVERY: Duration = Duration::from_millis(250);
+
+/// Memory for slots on their way: enough for the most buffers that a reader has.
+const BUFFER_MEMORY: u64 = 96 << 20;
+
+/// Receives one snapshot into a shelf.
+pub(super) struct Receiving {
+    pub(super) read: ReadArgs,
+    pub(super) credentials: Credentials,
+    /// The name that the source shows.
+    pub(super) name: String,
+    pub(super) shelf: Arc<Shelf>,
+    /// Told when `dump.rdb` is there.
+    pub(super) begun: watch::Sender<bool>,
+    /// True when it is to stop.
+    pub(super) stopped: watch::Receiver<bool>,
+}
+
+/// A snapshot that arrives.
+struct Present {
+    kept: Arc<Kept>,
+    arrival: Arrival,
+    chosen: Chosen,
+    retained: bool,
+}
+
+/// What a session waits for.
+enum News {
+    Received(Received),
+    /// The last slot has arrived, or none arrives any more.
+    Arrived(Result<(), ArrivalError>),
+    Stopped,
+    /// It is time to look how far the snapshot is.
+    Look,
+}
+
+/// How a session with the source ends.
+enum Ended {
+    Whole,
+    Stopped,
+    Lost(Loss),
+}
+
+/// Losses that follow each other without a new byte in between.
+struct Patience {
+    backoff: Backoff,
+    away_since: Option<Instant>,
+    reached: u64,
+}
+
+impl Receiving {
+    /// Runs until all has arrived, or it is stopped.
+    ///
+    /// # Errors
+    /// The source cannot be reached for too long or refuses, or the bytes cannot be kept.
+    pub(super) async fn run(mut self) -> Result<(), Failure> {
+        let mut patience = Patience { backoff: Backoff::from_system(), away_since: None, reached: 0 };
+        let mut source = Source::connect_first(&self.read, &self.credentials).await.map_err(failure)?;
+        let name = self.name.clone();
+        // A snapshot in the primary's own format: it is for a server of this kind and version.
+        let server = source.plan(&self.read, Some(&name), "").await?.server;
+        let meter = Meter::start("snapshot", Unit::Bytes, None);
+        loop {
+            match self.session(source, &server, &meter, &mut patience).await {
+                Ended::Whole => {
+                    meter.finish();
+                    return Ok(());
+                }
+                Ended::Stopped => return Ok(()),
+                Ended::Lost(loss) => match self.connect_again(loss, &mut patience).await? {
+                    Some(again) => source = again,
+                    None => return Ok(()),
+                },
+            }
+        }
+    }
+
+    /// `None`: it was stopped.
+    async fn connect_again(&mut self, mut loss: Loss, patience: &mut Patience) -> Result<Option<Source>, Failure> {
+        loop {
+            let pause = patience.lost(&self.read, &self.shelf, loss)?;
+            if is_set_within(&mut self.stopped, pause).await {
+                return Ok(None);
+            }
+            match Source::connect(&self.read, &self.credentials).await {
+                Ok(source) => return Ok(Some(source)),
+                Err(error) => loss = unreachable(error),
+            }
+        }
+    }
+
+    async fn session(&self, source: Source, server: &str, meter: &Meter, patience: &mut Patience) -> Ended {
+        let way = source.way(&self.read);
+        let mut session = Session::start(source, way);
+        session.send(self.request(server));
+        let (mut present, mut stopped) = (None, self.stopped.clone());
+        let mut looks = tokio::time::interval(LOOK_EVERY);
+        looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            let news = tokio::select! {
+                received = session.received() => News::Received(received),
+                ended = ended(&mut present) => News::Arrived(ended),
+                _ = stopped.wait_for(|stopped| *stopped) => News::Stopped,
+                _ = looks.tick() => News::Look,
+            };
+            let trouble = match news {
+                News::Received(Received::Lost(loss)) => return Ended::Lost(loss),
+                News::Received(Received::Message(message)) => {
+                    match self.heard(*message, &session, &mut present).await {
+                        Ok(()) => continue,
+                        Err(failure) => failure,
+                    }
+                }
+                News::Arrived(Ok(())) => return self.leave_whole(session, present).await,
+                News::Arrived(Err(ArrivalError::Disk(error))) => {
+                    return Ended::Lost(Loss { passes: false, stalled: false, failure: self.no_room(&error) });
+                }
+                News::Arrived(Err(ArrivalError::Table(error))) => {
+                    present = None;
+                    Failure::new(Code::Source, format!("the source {}: {error}", self.read.source))
+                }
+                News::Stopped => {
+                    drop(present);
+                    let text = "stopped before the whole snapshot had arrived".to_owned();
+                    session.leave(Message::Leave { outcome: Outcome::Stopped, text }).await;
+                    return Ended::Stopped;
+                }
+                News::Look => {
+                    self.look(&session, present.as_ref(), meter, patience);
+                    continue;
+                }
+            };
+            // The session is sound; the tables are not, or cannot be reached.
+            match patience.lost(&self.read, &self.shelf, Loss { passes: true, stalled: false, failure: trouble }) {
+                Ok(pause) => {
+                    if !is_set_within(&mut stopped, pause).await {
+                        session.send(self.request(server));
+                    }
+                }
+                Err(failure) => return Ended::Lost(Loss { passes: false, stalled: false, failure }),
+            }
+        }
+    }
+
+    /// The source has said something. The error says why its tables cannot be read.
+    async fn heard(&self, message: Message, session: &Session, present: &mut Option<Present>) -> Result<(), Failure> {
+        match message {
+            Message::Offer(offer) => {
+                *present = None;
+                *present = Some(self.begin(session, offer).await?);
+            }
+            Message::Waiting { text, .. } => tracing::info!("waiting for a snapshot: {text}"),
+            Message::GenerationGone { generation, text } => {
+                *present = None;
+                self.lose(generation, &text);
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Shows how far the snapshot is, here and to the source.
+    fn look(&self, session: &Session, present: Option<&Present>, meter: &Meter, patience: &mut Patience) {
+        let Some(present) = present else { return };
+        let reached = present.kept.reached().bytes;
+        patience.reached(reached);
+        meter.set(reached);
+        session.report(present.progress(), present.retained);
+    }
+
+    /// The request for a snapshot, or for the rest of the one that has begun to arrive.
+    fn request(&self, server: &str) -> Message {
+        let begun = self.shelf.present().filter(|(_, kept)| kept.reached().stage == Stage::Arriving);
+        let resume = begun.map(|(_, kept)| Resume {
+            generation: kept.origin.generation,
+            held_slots: kept.reached().slots,
+            loaded: false,
+            replid: kept.origin.history,
+            next_byte: kept.origin.offset + 1,
+        });
+        Message::Join(join(Some(&self.name), server, resume))
+    }
+
+    /// Connects to the tables of an offer. The snapshot that has begun to arrive goes on, or another one begins.
+    async fn begin(&self, session: &Session, offer: Offer) -> Result<Present, Failure> {
+        let (way, retained) = (session.way().clone(), offer.snapshot.retained);
+        let connecting = tokio::task::spawn_blocking(move || way.snapshot(&offer, Sinks::new(BUFFER_MEMORY)));
+        let connected = connecting.await.map_err(|error| Failure::local(format!("connecting failed: {error}")))?;
+        let (origin, part, chosen) = connected?;
+        let same = self.shelf.present().map(|(_, kept)| kept);
+        let same = same.filter(|kept| kept.origin == origin && kept.reached().stage == Stage::Arriving);
+        let kept = match same {
+            Some(kept) => kept,
+            None => self.shelf.put(origin).map_err(|error| self.no_room(&error))?,
+        };
+        tracing::info!(
+            generation = origin.generation,
+            replid = %origin.history,
+            offset = origin.offset,
+            transport = chosen.kind.name(),
+            protection = %chosen.protection,
+            from = kept.reached().bytes,
+            "the snapshot arrives"
+        );
+        let arrival = Arrival::begin(part, Arc::clone(&kept));
+        let arrival = arrival.map_err(|error| Failure::local(format!("no thread for the snapshot: {error}")))?;
+        self.begun.send_replace(true);
+        Ok(Present { kept, arrival, chosen, retained })
+    }
+
+    /// The source has withdrawn a snapshot. Another offer follows.
+    fn lose(&self, generation: u64, text: &str) {
+        let present = self.shelf.present().map(|(_, kept)| kept);
+        if let Some(kept) = present.filter(|kept| kept.origin.generation == generation) {
+            tracing::warn!("the rest of the snapshot will not come: {text}; another one begins a new file");
+            kept.lose();
+        }
+    }
+
+    async fn leave_whole(&self, session: Session, present: Option<Present>) -> Ended {
+        if let Some(present) = &present {
+            let reached = present.kept.reached();
+            tracing::info!(bytes = reached.bytes, slots = reached.slots, "the whole snapshot has arrived");
+            session.report(Progress { phase: Phase::Load, ..present.progress() }, present.retained);
+        }
+        let text = "the whole snapshot has arrived".to_owned();
+        session.leave(Message::Leave { outcome: Outcome::HandedOver, text }).await;
+        Ended::Whole
+    }
+
+    fn no_room(&self, error: &std::io::Error) -> Failure {
+        no_room(self.shelf.folder(), error)
+    }
+}
+
+/// The bytes of a snapshot cannot be kept in this folder.
+fn no_room(folder: &Path, error: &std::io::Error) -> Failure {
+    let folder = folder.display();
+    Failure::local(format!(
+        "the snapshot cannot be kept in {folder}: {error}; name a folder with room for all of it by --spool"
+    ))
+}
+
+async fn is_set_within(flag: &mut watch::Receiver<bool>, limit: Duration) -> bool {
+    tokio::time::timeout(limit, flag.wait_for(|set| *set)).await.is_ok()
+}
+
+/// Pending while no snapshot arrives.
+async fn ended(present: &mut Option<Present>) -> Result<(), ArrivalError> {
+    match present {
+        Some(present) => present.arrival.ended().await,
+        None => std::future::pending().await,
+    }
+}
+
+impl Present {
+    fn progress(&self) -> Progress {
+        let reached = self.kept.reached();
+        Progress {
+            generation: self.kept.origin.generation,
+            phase: Phase::Transfer,
+            transport: Some(self.chosen.kind.code()),
+            transport_why: self.chosen.why.clone(),
+            slots_below: reached.slots,
+            slots_held: reached.slots,
+            bytes: reached.bytes,
+            applied_offset: 0,
+            relaying: None,
+        }
+    }
+}
+
+impl Patience {
+    fn reached(&mut self, bytes: u64) {
+        if bytes > self.reached {
+            self.away_since = None;
+            self.backoff.reset();
+        }
+        self.reached = bytes;
+    }
+
+    /// The pause before the next attempt.
+    ///
+    /// # Errors
+    /// There is none: another attempt cannot succeed, or they have taken too long.
+    fn lost(&mut self, read: &ReadArgs, shelf: &Shelf, loss: Loss) -> Result<Duration, Failure> {
+        self.reached(shelf.present().map_or(0, |(_, kept)| kept.reached().bytes));
+        if !loss.passes {
+            return Err(loss.failure);
+        }
+        let away = self.away_since.get_or_insert_with(Instant::now).elapsed();
+        if away > read.retry_for {
+            let text = format!("tried for {} s (--retry-for)", read.retry_for.as_secs());
+            return Err(loss.failure.and(&text));
+        }
+        let pause = self.backoff.next();
+        tracing::warn!("{}; trying again in {} ms", loss.failure, pause.as_millis());
+        Ok(pause)
+    }
+}
