@@ -35,13 +35,13 @@ fn every_command_is_answered_alike_for_long() {
             commands += COMMANDS;
             println!("{:>5} s: {commands} commands answered alike; {kind}, seed {seed}", begun.elapsed().as_secs());
         }
-        seed += 1;
+        seed = seed.wrapping_add(1);
     }
 }
 
 /// New data, and many commands.
 fn play(kind: Kind, seed: u64) {
-    let parts = [(0, mixed(kind, seed, 8_000)), (1, records(seed + 1, 1_000))];
+    let parts = [(0, mixed(kind, seed, 8_000)), (1, records(seed.wrapping_add(1), 1_000))];
     let (fast, own) = pair(kind, &[], &parts);
     for server in [&fast, &own] {
         server.client().unwrap().ok(&["REPLICAOF", "NO", "ONE"]).unwrap();
