@@ -73,6 +73,12 @@ simulate-volume:
 soak: setup
 	$(CARGO) run --locked -p xtask -- soak $(ARGS)
 
+MINUTES ?= 60
+## twins: random commands on servers that have loaded in the fast way, and on twins that have not; MINUTES=60
+.PHONY: twins
+twins: setup
+	REMORA_TWINS_MINUTES=$(MINUTES) $(CARGO) test --locked -p remora-module --test it twins -- --ignored --nocapture
+
 ## bench: the measurements behind docs/benchmarks.md and the README, into bench/runs; ARGS="--only sync"
 .PHONY: bench
 bench: setup

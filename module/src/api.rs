@@ -2,7 +2,7 @@
 //! Nothing here is unsafe.
 
 pub(crate) use crate::ffi::{
-    AddError, AuxLoad, BATCH, Command, Context, Cursor, EventHandler, FastServer, Flag, FoundString, FoundValue,
+    AddError, AuxLoad, BATCH, Command, Context, Cursor, EventHandler, FastServer, Flag, FoundKey, FoundValue,
     InfoSection, Informer, Io, Key, KeyKind, LogLevel, Module, Number, OwnContext, OwnedStr, Step, StrRef, Timer,
     TimerId, in_child, register_aux, warm,
 };

@@ -14,8 +14,8 @@
 //!
 //! * `api`: the functions of a server: contexts, keys, strings, replies.
 //! * `capture`: the fork child writes long strings into a table and leaves the rest to its server.
-//! * `load`: loads long strings of a snapshot from an agent's memory, and runs of short ones.
-//! * `fast`: whether this build of the server is known well enough for the fast way with short strings.
+//! * `load`: loads long strings of a snapshot from an agent's memory, and runs of small values.
+//! * `fast`: whether this build of the server is known well enough for the fast way with small values.
 //! * `ffi`: the calls into a server. The only unsafe code.
 //!
 //! `docs/module.md` describes how to use it.

@@ -281,6 +281,10 @@ pub fn rdb_scan(data: &[u8]) {
     }
     let end = whole.0.iter().position(|found| matches!(found, rdb::Found::End { .. }));
     assert!(end.is_none_or(|end| end + 1 == whole.0.len()));
+    // The same bytes as a collection: its type, and its value.
+    if let Some((kind, bytes)) = data.split_first() {
+        let _ = rdb::Collection { kind: *kind, bytes }.check();
+    }
 }
 
 /// What is found, and whether it ends in an error. The excerpt in the error depends on how many bytes were present.

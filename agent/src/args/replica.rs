@@ -95,7 +95,7 @@ pub struct ReplicaArgs {
     #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Link to the server")]
     pub module_load: ModuleLoad,
 
-    /// Whether the module loads short strings by the server's own functions, many at a time (docs/module.md). `auto`:
+    /// Whether the module loads small values by the server's own functions, many at a time (docs/module.md). `auto`:
     /// if the server is a build that the module knows exactly, and a trial in a forked child succeeds. `off`: never.
     #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Link to the server")]
     pub fast_keys: FastKeys,

@@ -1,4 +1,4 @@
-//! Fast keys: the primary's fork child writes short strings out of its own tables, the replica's server adds them many at
+//! Fast keys: the primary's fork child writes small values out of its own tables, the replica's server adds them many at
 //! a time, and the result is as exact as without.
 
 use remora_lab::{Kind, Server, assert_same_data, fill_every_type, require};
@@ -14,7 +14,8 @@ fn loading(kind: Kind) -> Server {
     Server::builder(kind).module("").unwrap().start().unwrap()
 }
 
-/// Every type, many short strings of all encodings and lengths in several databases, some long ones, and expiries.
+/// Every type, many short strings of all encodings and lengths in several databases, small collections, some long
+/// strings, and expiries.
 fn fill(server: &Server) {
     let mut client = server.client().unwrap();
     fill_every_type(&mut client, 7).unwrap();
@@ -39,12 +40,38 @@ fn fill(server: &Server) {
                 command.extend([b"PXAT".to_vec(), (FAR_MS + number).to_string().into_bytes()]);
             }
             commands.push(command);
+            if number.is_multiple_of(3) {
+                commands.extend(collection(number));
+            }
         }
         for part in commands.chunks(500) {
             client.pipeline(part).unwrap();
         }
     }
     load(server, 10, 300_000);
+}
+
+/// A small hash, list, set or sorted set, in one of its encodings. Some have an expiry.
+fn collection(number: u64) -> Vec<Vec<Vec<u8>>> {
+    let name = format!("collection:{number}").into_bytes();
+    let mut command = vec![["HSET", "RPUSH", "SADD", "ZADD"][number as usize / 3 % 4].into(), name.clone()];
+    for element in 0..number % 19 + 1 {
+        if command[0] == b"ZADD" {
+            command.push(format!("{}.5", number * element % 1000).into_bytes());
+        }
+        let text = match number % 5 {
+            0 => (number * element).to_string(),
+            1 => format!("{element} {}", "long ".repeat(20)),
+            _ => format!("element {element}"),
+        };
+        command.push(text.clone().into_bytes());
+        if command[0] == b"HSET" {
+            command.push(text.into_bytes());
+        }
+    }
+    let expiry = (FAR_MS + number).to_string().into_bytes();
+    let expires = number.is_multiple_of(7).then(|| vec![b"PEXPIREAT".to_vec(), name, expiry]);
+    [command].into_iter().chain(expires).collect()
 }
 
 fn number_of(server: &Server, fact: &str) -> u64 {
@@ -63,7 +90,7 @@ fn is_exact_by(transport: &str) {
         let agent = source.replicate(&replica, &["--transport", transport]);
         writer.wait_for(2000);
         writer.stop().unwrap();
-        assert!(method(&mut source).starts_with("the module, all strings"), "{}", source.agent.output());
+        assert!(method(&mut source).starts_with("the module, fast keys"), "{}", source.agent.output());
         assert_same_data(&primary, &replica);
         let after = syncs(&primary);
         assert_eq!((after.0 - before.0, after.1 - before.1), (1, 1), "one copy, and one continuation");
@@ -93,7 +120,7 @@ fn a_replica_without_the_module_is_exact() {
         let replica = Server::start(kind).unwrap();
         let mut source = Source::start(&primary, &["--memory", "64MiB"]);
         source.replicate(&replica, &[]);
-        assert!(method(&mut source).starts_with("the module, all strings"), "{}", source.agent.output());
+        assert!(method(&mut source).starts_with("the module, fast keys"), "{}", source.agent.output());
         assert_same_data(&primary, &replica);
         // The child alone has taken keys out of its tables.
         assert_same_data(&primary, &replica);
@@ -153,7 +180,7 @@ fn either_end_can_do_without() {
         let mut source = Source::start(&primary, &["--memory", "64MiB", "--fast-keys", "off"]);
         source.replicate(&replica, &["--fast-keys", "off"]);
         let line = source.agent.wait_for_line("snapshot completed", LONG).unwrap();
-        assert!(!line.contains("all strings"), "{line}");
+        assert!(!line.contains("fast keys"), "{line}");
         assert_same_data(&primary, &replica);
         assert!(number_of(&replica, "remora_loaded_keys") < 10_000);
     }
@@ -168,7 +195,7 @@ fn a_primary_that_withdraws_its_offer_is_copied_exactly() {
         let replica = loading(kind);
         let mut source = Source::start(&primary, &["--memory", "64MiB"]);
         source.replicate(&replica, &[]);
-        assert!(!method(&mut source).contains("all strings"), "{}", source.agent.output());
+        assert!(!method(&mut source).contains("fast keys"), "{}", source.agent.output());
         assert_same_data(&primary, &replica);
     }
 }

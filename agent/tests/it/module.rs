@@ -30,7 +30,7 @@ fn module_fact(server: &Server, name: &str) -> String {
 /// The method by which the source says that it took its snapshot. Whether the walk was a fast one makes no difference
 /// for the tests here.
 pub(crate) fn method(source: &mut Source) -> String {
-    exact_method(source).trim_end_matches(", all strings").to_owned()
+    exact_method(source).trim_end_matches(", fast keys").to_owned()
 }
 
 /// The method in the source's own words.
@@ -81,7 +81,7 @@ fn every_type_with_any_bytes_in_sixteen_databases_arrives_by_a_walk() {
         wait_until_idle(&primary);
 
         assert_eq!(method(&mut source), "the module");
-        let walked = if fast[1] == "auto" { "the module, all strings" } else { "the module" };
+        let walked = if fast[1] == "auto" { "the module, fast keys" } else { "the module" };
         assert_eq!(source.status()["generation"]["capture"], walked);
         assert_eq!(module_fact(&primary, "captures_done"), "1");
         let strings: u64 = module_fact(&primary, "last_keys").parse().unwrap();

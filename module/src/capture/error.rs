@@ -25,7 +25,7 @@ pub(super) enum CaptureError {
     Refused { command: &'static str, text: String },
     #[error("the server does not report its {0}")]
     NotReported(&'static str),
-    #[error("the string {key:?} of database {database} could not be read")]
+    #[error("the key {key:?} of database {database} could not be read")]
     Unreadable { database: u32, key: String },
     #[error(
         "the string {key:?} of database {database} was written, but could not be deleted from what the server saves"

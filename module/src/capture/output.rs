@@ -51,7 +51,7 @@ impl<'b> Output<'b> {
     pub(super) fn put(&mut self, bytes: &[u8]) -> Result<(), CaptureError> {
         if bytes.len() < SMALL_BYTES {
             self.small.extend_from_slice(bytes);
-            return Ok(());
+            return if self.small.len() < SMALL_BYTES { Ok(()) } else { self.flush() };
         }
         self.flush()?;
         self.append(bytes)

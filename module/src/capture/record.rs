@@ -1,4 +1,4 @@
-//! Records of a snapshot as the servers write them: header, databases, strings. Pure: appends bytes to a buffer.
+//! Records of a snapshot as the servers write them: header, databases, keys, strings. Pure: appends bytes to a buffer.
 //!
 //! A long value is not put into the buffer: only the bytes before it are, and the caller writes the value from its own
 //! place.
@@ -45,18 +45,8 @@ pub(super) fn put_database(out: &mut Vec<u8>, number: u32, keys: u64, expires: u
     put_length(out, expires);
 }
 
-/// The value of a string.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Value {
-    /// This number of bytes, which follow.
-    Bytes(usize),
-    /// This number, which stands for its decimal digits.
-    Number(i64),
-}
-
-/// A string up to its bytes: expiry (milliseconds since 1970), age, name, and the length of the value. A number is
-/// written as a whole.
-pub(super) fn put_head(out: &mut Vec<u8>, expires_at: Option<u64>, age: Age, name: &[u8], value: Value) {
+/// A key up to its value: expiry (milliseconds since 1970), age, type, and name.
+pub(super) fn put_key(out: &mut Vec<u8>, expires_at: Option<u64>, age: Age, kind: u8, name: &[u8]) {
     if let Some(milliseconds) = expires_at {
         out.push(OPCODE_EXPIRETIME_MS);
         out.extend_from_slice(&milliseconds.to_le_bytes());
@@ -69,8 +59,22 @@ pub(super) fn put_head(out: &mut Vec<u8>, expires_at: Option<u64>, age: Age, nam
         }
         Age::Frequency(frequency) => out.extend_from_slice(&[OPCODE_FREQ, frequency]),
     }
-    out.push(TYPE_STRING);
+    out.push(kind);
     put_string(out, name);
+}
+
+/// The value of a string.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Value {
+    /// This number of bytes, which follow.
+    Bytes(usize),
+    /// This number, which stands for its decimal digits.
+    Number(i64),
+}
+
+/// A string up to its bytes. A number is written as a whole.
+pub(super) fn put_head(out: &mut Vec<u8>, expires_at: Option<u64>, age: Age, name: &[u8], value: Value) {
+    put_key(out, expires_at, age, TYPE_STRING, name);
     match value {
         Value::Bytes(length) => put_length(out, length as u64),
         Value::Number(number) => put_number(out, number),
@@ -108,6 +112,11 @@ pub(super) fn dump_version(answer: &[u8]) -> Option<u16> {
     let (_, footer) = answer.split_at_checked(answer.len().checked_sub(DUMP_FOOTER_BYTES)?)?;
     let [low, high, ..] = *footer else { return None };
     Some(u16::from_le_bytes([low, high]))
+}
+
+/// Type and value in the reply to `DUMP key`.
+pub(super) fn dumped_value(answer: &[u8]) -> Option<&[u8]> {
+    answer.get(..answer.len().checked_sub(DUMP_FOOTER_BYTES)?)
 }
 
 /// Version and checksum at the end of a `DUMP`.

@@ -164,15 +164,20 @@ impl Walk<'_> {
     }
 }
 
-/// Writes the head of the snapshot. The version is that of the server's own DUMP. `FUNCTION DUMP` gives it even if
-/// there is no key at all.
-pub(super) fn header(context: &Context<'_>, out: &mut Output<'_>, point: &ForkPoint) -> Result<(), CaptureError> {
+/// The version of the format that the server writes: that of its own DUMP. `FUNCTION DUMP` gives it even if there is no
+/// key at all.
+pub(super) fn format_version(context: &Context<'_>) -> Result<u16, CaptureError> {
     let dump = OwnedStr::new(context, b"DUMP");
     let reply = context.call(c"FUNCTION", &[dump.borrow()]).ok_or(CaptureError::NoAnswer("FUNCTION DUMP"))?;
     if let Some(text) = reply.error() {
         return Err(CaptureError::Refused { command: "FUNCTION DUMP", text });
     }
-    let version = reply.as_bytes().and_then(record::dump_version).ok_or(CaptureError::NoAnswer("FUNCTION DUMP"))?;
+    reply.as_bytes().and_then(record::dump_version).ok_or(CaptureError::NoAnswer("FUNCTION DUMP"))
+}
+
+/// Writes the head of the snapshot, and returns the version of its format.
+pub(super) fn header(context: &Context<'_>, out: &mut Output<'_>, point: &ForkPoint) -> Result<u16, CaptureError> {
+    let version = format_version(context)?;
     out.format(version);
     record::put_magic(&mut out.small, version).ok_or(CaptureError::NoAnswer("FUNCTION DUMP"))?;
     let database = point.database.to_string();
@@ -185,7 +190,7 @@ pub(super) fn header(context: &Context<'_>, out: &mut Output<'_>, point: &ForkPo
     for (name, value) in fields {
         record::put_field(&mut out.small, name, value);
     }
-    Ok(())
+    Ok(version)
 }
 
 /// The number of expiring keys in that database, from INFO.

@@ -17,7 +17,7 @@ use crate::fast;
 /// Address and secret of the handover, the ticket in the first field (hexadecimal), length of the memory in bytes.
 /// `FLUSH`: empty the server, whose data are about to be replaced in any case. The reply has names and values:
 /// `idle_times` is `yes` if the module can set the idle times of keys, and `no` if keys with idle times must come over
-/// the link; `fast_keys` is `yes` if the module takes runs of short strings.
+/// the link; `fast_keys` is `yes` if the module takes runs of small values.
 pub(crate) struct Load;
 
 impl Command for Load {

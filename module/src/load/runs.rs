@@ -1,20 +1,20 @@
-//! Runs: whole records of short strings that lie in an agent's memory, added many at a time in the fast way.
+//! Runs: whole records of small values that lie in an agent's memory, added many at a time in the fast way.
 //!
 //! The agent's memory may change while it is read, so a run is copied first, and then read as records. The copy stays
 //! in the processor's cache. The agent finds out afterwards whether the memory had changed.
 
 use remora_fabric::View;
 use remora_redis::rdb::reference::{RUN_BYTES_MAX, RUN_VALUES_BELOW};
-use remora_redis::rdb::{Content, Record, Records};
+use remora_redis::rdb::{Collection, Content, Record, Records, Value};
 
 use crate::api::{AddError, BATCH, Context, FastServer};
 
 /// Why a run can't be added.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum RunError {
-    #[error("the field has a run of short strings, which this server was not offered for (fast_keys no)")]
+    #[error("the field has a run of small values, which this server was not offered for (fast_keys no)")]
     NotOffered,
-    #[error("byte {at} of a run of {length} is not a record of a short string")]
+    #[error("byte {at} of a run of {length} is not a record of a small value")]
     NotRecords { at: usize, length: u32 },
     #[error(transparent)]
     Add(#[from] AddError),
@@ -67,9 +67,9 @@ impl Runs {
     }
 }
 
-fn value_bytes(value: &Content<'_>) -> u64 {
+fn value_bytes(value: &Value<'_>) -> u64 {
     match value {
-        Content::Bytes(bytes) => bytes.len() as u64,
-        Content::Number(_) => 0,
+        Value::String(Content::Bytes(bytes)) | Value::Collection(Collection { bytes, .. }) => bytes.len() as u64,
+        Value::String(Content::Number(_)) => 0,
     }
 }

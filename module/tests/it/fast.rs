@@ -1,4 +1,4 @@
-//! Fast keys: runs of short strings, loaded in the fast way by real servers and compared with servers that loaded the same
+//! Fast keys: runs of small values, loaded in the fast way by real servers and compared with servers that loaded the same
 //! snapshot by themselves.
 
 use remora_lab::server::wait_until;
@@ -21,7 +21,7 @@ fn magic(kind: Kind) -> Vec<u8> {
 
 /// Records of strings of all lengths, in a random order: short and long binary keys, keys and values that are numbers,
 /// values on both sides of every border that servers draw, some with an expiry.
-fn records(seed: u64, count: usize) -> Vec<u8> {
+pub(crate) fn records(seed: u64, count: usize) -> Vec<u8> {
     let mut random = Random::new(seed);
     let mut writer = Writer::new(11);
     let head = writer.clone().finish().len() - END.len();
@@ -46,6 +46,75 @@ fn records(seed: u64, count: usize) -> Vec<u8> {
     let mut bytes = writer.finish();
     bytes.truncate(bytes.len() - END.len());
     bytes.split_off(head)
+}
+
+/// Records of small collections of every type and encoding, as a server of that kind writes them. Some have an expiry.
+fn collections(kind: Kind, seed: u64, count: u64) -> Vec<u8> {
+    let mut random = Random::new(seed);
+    let server = Server::builder(kind).config("rdbcompression", "no").start().unwrap();
+    let mut client = server.client().unwrap();
+    let mut records = Vec::new();
+    for number in 0..count {
+        let name = format!("collection {number}");
+        let word = [["HSET", "RPUSH", "SADD", "ZADD"][number as usize % 4].to_owned(), name.clone()];
+        let mut command: Vec<Vec<u8>> = word.map(String::into_bytes).into();
+        // Numbers only; short words; and words that are too long for the compact encodings.
+        let style = random.below(3);
+        for element in 0..random.between(1, if style == 2 { 6 } else { 40 }) {
+            let text = |random: &mut Random, element: u64| match style {
+                0 => (random.word() as i64 >> random.below(64)).to_string().into_bytes(),
+                1 => [format!("{element} ").into_bytes(), random.bytes(number as usize % 40)].concat(),
+                _ => [format!("{element} ").into_bytes(), random.bytes(60 + number as usize % 250)].concat(),
+            };
+            if word_of(&command) == b"ZADD" {
+                let scores = ["-inf", "inf", "0", "1.5", "-3", "1e100", "12345678901"];
+                command.push(scores[random.below(7) as usize].into());
+            }
+            command.push(text(&mut random, element));
+            if word_of(&command) == b"HSET" {
+                command.push(text(&mut random, element));
+            }
+        }
+        client.int(&command).unwrap();
+        let dump = client.bytes(&["DUMP", &name]).unwrap().unwrap();
+        let (kind, value) = dump[..dump.len() - 10].split_first().unwrap();
+        if random.one_in(3) {
+            records.extend([&[0xFC][..], &(FAR_MS + number).to_le_bytes()].concat());
+        }
+        records.extend([*kind, u8::try_from(name.len()).unwrap()]);
+        records.extend([name.as_bytes(), value].concat());
+    }
+    records
+}
+
+fn word_of(command: &[Vec<u8>]) -> &[u8] {
+    &command[0]
+}
+
+/// Records in an order in which strings and collections are mixed.
+pub(crate) fn mixed(kind: Kind, seed: u64, strings: usize) -> Vec<u8> {
+    let (strings, collections) = (records(seed, strings), collections(kind, seed, strings as u64 / 4));
+    let (mut strings, mut collections) = (whole(&strings).into_iter(), whole(&collections).into_iter());
+    let mut random = Random::new(seed);
+    let mut all = Vec::new();
+    loop {
+        let next = if random.one_in(4) { collections.next() } else { strings.next() };
+        let Some(record) = next else { break };
+        all.extend_from_slice(record);
+    }
+    all.extend(strings.chain(collections).flatten());
+    all
+}
+
+/// Each record by itself.
+fn whole(bytes: &[u8]) -> Vec<&[u8]> {
+    let (mut records, mut at, mut parts) = (Records::new(bytes, u64::MAX), 0, Vec::new());
+    while records.next().is_some() {
+        parts.push(&bytes[at..records.taken()]);
+        at = records.taken();
+    }
+    assert_eq!(at, bytes.len(), "all of them are records of runs");
+    parts
 }
 
 /// The words for these records, which are at that offset of the memory.
@@ -104,7 +173,7 @@ fn answer(reply: &Frame, name: &str) -> String {
 }
 
 /// Two servers with the same data: loaded in the fast way, and by the server itself.
-fn pair(kind: Kind, settings: &[(&str, &str)], parts: &[(u32, Vec<u8>)]) -> (Server, Server) {
+pub(crate) fn pair(kind: Kind, settings: &[(&str, &str)], parts: &[(u32, Vec<u8>)]) -> (Server, Server) {
     let start = || {
         let builder = with_module(kind).config("enable-debug-command", "yes");
         settings.iter().fold(builder, |builder, (name, value)| builder.config(name, value)).start().unwrap()
@@ -116,7 +185,7 @@ fn pair(kind: Kind, settings: &[(&str, &str)], parts: &[(u32, Vec<u8>)]) -> (Ser
     (fast, own)
 }
 
-fn names(server: &Server) -> Vec<Vec<u8>> {
+pub(crate) fn names(server: &Server) -> Vec<Vec<u8>> {
     let keys = server.client().unwrap().list(&["KEYS", "*"]).unwrap();
     keys.iter().map(|key| key.as_bytes().unwrap().to_vec()).collect()
 }
@@ -124,10 +193,12 @@ fn names(server: &Server) -> Vec<Vec<u8>> {
 #[test]
 fn a_load_of_runs_is_like_a_load_by_the_server_itself() {
     for kind in require::kinds() {
-        let parts = [(0, records(1, 20_000)), (9, records(2, 3_000)), (2, records(3, 500))];
+        let parts = [(0, mixed(kind, 1, 20_000)), (9, mixed(kind, 2, 3_000)), (2, records(3, 500))];
         let (fast, own) = pair(kind, &[], &parts);
         assert_eq!(fast.fact("remora_fast_keys").unwrap(), "yes");
-        assert_eq!(fast.fact("rdb_last_load_keys_loaded").unwrap(), own.fact("rdb_last_load_keys_loaded").unwrap());
+        for counter in ["rdb_last_load_keys_loaded", "dump_payload_sanitizations"] {
+            assert_eq!(fast.fact(counter).unwrap(), own.fact(counter).unwrap(), "{counter}");
+        }
         for database in ["db0", "db2", "db9"] {
             let facts = |server: &Server| server.fact(database).unwrap().rsplit_once(",avg_ttl").unwrap().0.to_owned();
             assert_eq!(facts(&fast), facts(&own));
@@ -140,6 +211,10 @@ fn a_load_of_runs_is_like_a_load_by_the_server_itself() {
             for question in ["ENCODING", "REFCOUNT"] {
                 let command = [b"OBJECT", question.as_bytes(), name];
                 assert_eq!(one.call(&command).unwrap(), other.call(&command).unwrap(), "{kind}: {question} {name:?}");
+            }
+            // The nodes of a skip list have random heights.
+            if one.bytes(&[b"OBJECT", b"ENCODING".as_slice(), name]).unwrap().as_deref() == Some(b"skiplist") {
+                continue;
             }
             // The C library's allocator gives up to 16 bytes more than asked for, and a key has two pieces.
             let command = [b"MEMORY", b"USAGE".as_slice(), name];
@@ -160,6 +235,9 @@ fn ages_are_set_as_the_server_sets_them() {
                 let expiry = [&[0xFC][..], &FAR_MS.to_le_bytes()].concat();
                 run.extend([&expiry[..], &age, &[0, 2, b'k', number, 3], b"old"].concat());
                 run.extend([0, 2, b'n', number, 1, number]);
+                // A set of one number, and a hash of two fields.
+                run.extend([&age[..], &[11, 2, b'i', number, 10], b"\x02\0\0\0\x01\0\0\0\x07\0"].concat());
+                run.extend([&age[..], &[4, 2, b'h', number], b"\x02\x01a\x01b\x01c\x01d"].concat());
             }
             let (fast, own) = pair(kind, &[("maxmemory-policy", policy)], &[(0, run)]);
             let (mut one, mut other) = (fast.client().unwrap(), own.client().unwrap());
@@ -169,61 +247,6 @@ fn ages_are_set_as_the_server_sets_them() {
                 assert!((fast - own).abs() <= 5, "{kind} {policy}: {fast} {own}");
             }
         }
-    }
-}
-
-/// A server that has loaded keys in the fast way goes on like one that has loaded them by itself.
-#[test]
-fn every_command_is_answered_alike_afterwards() {
-    for kind in require::kinds() {
-        let parts = [(0, records(4, 8_000)), (1, records(5, 1_000))];
-        let (fast, own) = pair(kind, &[], &parts);
-        for server in [&fast, &own] {
-            server.client().unwrap().ok(&["REPLICAOF", "NO", "ONE"]).unwrap();
-        }
-        let (mut one, mut other) = (fast.client().unwrap(), own.client().unwrap());
-        let mut both = |command: &[&[u8]]| {
-            // An error is an answer too.
-            let (fast, own) = (one.call(command), other.call(command));
-            let answer = |answer: Result<Frame, remora_lab::Error>| answer.map_err(|error| error.to_string());
-            assert_eq!(answer(fast), answer(own), "{kind}: {command:?}");
-        };
-        let mut random = Random::new(6);
-        let names = names(&own);
-        for round in 0..30_000_u64 {
-            let name = &names[random.below(names.len() as u64) as usize];
-            let more = &names[random.below(names.len() as u64) as usize];
-            let number = random.below(300).to_string();
-            let new = format!("new {round}");
-            match random.below(16) {
-                0 => both(&[b"DEL", name]),
-                1 => both(&[b"SET", name, more]),
-                2 => both(&[b"APPEND", name, more]),
-                3 => both(&[b"SETRANGE", name, number.as_bytes(), b"range"]),
-                4 => both(&[b"RENAME", name, more]),
-                5 => both(&[b"COPY", name, more, b"REPLACE"]),
-                6 => both(&[b"PEXPIREAT", name, b"4102444800000"]),
-                7 => both(&[b"PERSIST", name]),
-                8 => both(&[b"INCR", name]),
-                9 => both(&[b"SET", new.as_bytes(), b"new"]),
-                10 => both(&[b"GETDEL", more]),
-                11 => both(&[b"MOVE", name, b"1"]),
-                12 => both(&[b"UNLINK", name, more]),
-                13 => both(&[b"SETBIT", name, number.as_bytes(), b"1"]),
-                14 => both(&[b"PEXPIRETIME", name]),
-                _ => both(&[b"GET", name]),
-            }
-        }
-        both(&[b"DBSIZE"]);
-        assert_eq!(fast.digest().unwrap(), own.digest().unwrap());
-        both(&[b"DEBUG", b"RELOAD"]);
-        assert_eq!(fast.digest().unwrap(), own.digest().unwrap());
-        both(&[b"SWAPDB", b"0", b"1"]);
-        assert_eq!(fast.digest().unwrap(), own.digest().unwrap());
-        both(&[b"SELECT", b"1"]);
-        both(&[b"FLUSHDB", b"ASYNC"]);
-        both(&[b"FLUSHALL", b"SYNC"]);
-        both(&[b"DBSIZE"]);
     }
 }
 
@@ -255,7 +278,8 @@ fn a_loaded_server_evicts_and_expires_and_rehashes() {
         client.ok(&["SET", "one more", "value"]).unwrap();
         wait_until("keys to be evicted", LONG, || {
             let (used, most) = (server.fact("used_memory")?, server.fact("maxmemory")?);
-            let fits = used.parse::<u64>().ok() <= most.parse().ok();
+            // INFO itself takes some memory when the server has evicted for it.
+            let fits = used.parse::<u64>().unwrap() <= most.parse::<u64>().unwrap() + (64 << 10);
             Ok(if fits { Ok(()) } else { Err(format!("{used} of {most}")) })
         })
         .unwrap();
@@ -293,10 +317,34 @@ fn an_invalid_run_fails_the_load_and_does_not_harm_the_server() {
         assert_run_refused(&server, twice, &run(0, 0, 20), "has the key \"a\" twice");
         assert_run_refused(&server, twice, &run(99, 0, 20), "no database 99");
         assert_run_refused(&server, twice, &run(0, 0, 9), "byte 5 of a run of 9 is not a record");
-        assert_run_refused(&server, b"\x04\x01h\x01\x01f\x01v", &run(0, 0, 8), "byte 0 of a run of 8");
+        assert_run_refused(&server, b"\x15\x01h\x01\x01f\x01v", &run(0, 0, 8), "byte 0 of a run of 8");
         assert_run_refused(&server, twice, &run(0, 5, 20), "memory outside what was handed over");
         load_fast(&server, &[(0, records(8, 100))]);
         assert_eq!(server.client().unwrap().int(&["DBSIZE"]).unwrap(), 100);
+    }
+}
+
+/// A server by itself ends when its loader meets such a value. Memory that changes must not do that.
+#[test]
+fn a_damaged_collection_fails_the_load_and_does_not_harm_the_server() {
+    for kind in require::kinds() {
+        let server = with_module(kind).start().unwrap();
+        for (value, why) in [
+            (&b"\x10\x01h\x08\x0E\0\0\0\x01\0\x01\xFF"[..], "its listpack"),
+            (b"\x14\x01s\x0B\x0B\0\0\0\x02\0\x01\x01\x01\x01\xFF", "an element is in it twice"),
+            (b"\x10\x01h\x0F\x0F\0\0\0\x04\0\x01\x01\x02\x01\x01\x01\x02\x01\xFF", "an element is in it twice"),
+            (b"\x11\x01z\x0E\x0E\0\0\0\x02\0\x01\x01\x83nan\x04\xFF", "a score is not a number"),
+            (b"\x12\x01l\x01\x02\x07\x07\0\0\0\0\0\xFF", "it is empty"),
+            (b"\x0B\x01i\x0C\x02\0\0\0\x02\0\0\0\x05\0\x05\0", "the order of its intset"),
+            (b"\x02\x01s\x02\x01a\x01a", "an element is in it twice"),
+            (b"\x04\x01h\x02\x01a\x01b\x01a\x01b", "an element is in it twice"),
+        ] {
+            let run = [b"\x00\x01a\x01b".as_slice(), value].concat();
+            let words = [Word::Run { database: 0, offset: 0, length: run.len() as u32 }];
+            assert_run_refused(&server, &run, &words, why);
+        }
+        load_fast(&server, &[(0, mixed(kind, 8, 100))]);
+        assert_eq!(server.client().unwrap().int(&["DBSIZE"]).unwrap(), 125);
     }
 }
 

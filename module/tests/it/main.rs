@@ -5,3 +5,4 @@ mod capture;
 mod fast;
 mod load;
 mod primary;
+mod twins;

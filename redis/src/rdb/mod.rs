@@ -11,24 +11,28 @@
 //! - [`Head`]: the server that wrote the snapshot, and the history and offset it belongs to.
 //! - [`Tail`]: whether the snapshot is complete.
 //! - [`Scanner`]: walks over the records and points at the long strings among them.
-//! - [`Records`]: short strings that follow each other, read in place.
+//! - [`Records`]: small values that follow each other, read in place. [`Collection`]: one of them that is not a string.
 //! - [`mod@reference`]: how a server is given such a string without its bytes.
 //! - [`crc64`]: the checksum that the servers use.
 //! - [`Writer`]: small snapshots of our own: an empty data set, or a few strings for tests.
 
+mod collection;
 mod crc64;
 mod grammar;
 mod head;
 mod input;
 mod lzf;
+mod reader;
 mod records;
 pub mod reference;
 mod scan;
 mod writer;
 
+pub use collection::{COLLECTION_TYPES, Collection, CollectionError};
 pub use crc64::crc64;
 pub use head::{Head, Magic};
-pub use records::{Content, RECORD_HEAD_BYTES_MAX, RECORD_KEY_BYTES_MAX, Record, Records, Usage};
+pub use reader::Content;
+pub use records::{RECORD_HEAD_BYTES_MAX, RECORD_KEY_BYTES_MAX, Record, Records, Usage, Value};
 pub use scan::{Found, Run, ScanError, Scanner, Text};
 pub use writer::{Writer, magic, put_length};
 

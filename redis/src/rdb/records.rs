@@ -1,16 +1,18 @@
-//! Records of short strings that follow each other: what most of a snapshot of small values consists of. They are read
+//! Records of small values that follow each other: what most of a snapshot of small values consists of. They are read
 //! in place, one after the other, and nothing is copied.
 //!
 //! ```text
-//!   … │ FC <time> 00 <key> <value> │ 00 <key> <value> │ F9 <freq> 00 <key> <value> │ 04 <key> <hash> │ …
-//!     ╰─────────────────── records of a run ────────────────────────────────────────╯  ends the run
+//!   … │ FC <time> 00 <key> <value> │ 10 <key> <hash> │ F9 <freq> 00 <key> <value> │ 15 <key> <stream> │ …
+//!     ╰─────────────────── records of a run ───────────────────────────────────────╯  ends the run
 //! ```
 //!
 //! A run ends at the first record that is anything else: of another type, compressed, too long, cut off or damaged. The
 //! scanner or the server's own loader then says what it is.
 
+use super::collection::{COLLECTION_TYPES, Collection};
 use super::grammar::TYPE_STRING;
 use super::input::STRING_BYTES_MAX;
+use super::reader::{Content, Reader};
 use super::{OPCODE_EXPIRETIME_MS, OPCODE_FREQ, OPCODE_IDLE};
 
 /// Bytes that a record has at most besides its key and its value: expiry, usage, type and two lengths.
@@ -19,26 +21,26 @@ pub const RECORD_HEAD_BYTES_MAX: usize = 9 + 10 + 1 + 9 + 9;
 /// Longest key of such a record, in bytes.
 pub const RECORD_KEY_BYTES_MAX: usize = STRING_BYTES_MAX;
 
-/// A key whose value is a short string.
+/// A key whose value is small.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Record<'a> {
     /// Its key.
     pub key: Content<'a>,
     /// Its value.
-    pub value: Content<'a>,
+    pub value: Value<'a>,
     /// When it expires, in milliseconds since 1970.
     pub expires_ms: Option<u64>,
     /// Idle time or use counter, if the snapshot has it.
     pub usage: Option<Usage>,
 }
 
-/// A key or a value: servers write short decimal numbers in binary.
+/// A value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Content<'a> {
-    /// The bytes.
-    Bytes(&'a [u8]),
-    /// A number, which stands for its decimal digits.
-    Number(i32),
+pub enum Value<'a> {
+    /// A string.
+    String(Content<'a>),
+    /// A hash, a list, a set or a sorted set. Nothing but its length has been looked at.
+    Collection(Collection<'a>),
 }
 
 /// How a key was used, as the eviction policies count it.
@@ -71,20 +73,25 @@ impl<'a> Records<'a> {
 
     fn record(&self, input: &mut Reader<'a>) -> Option<Record<'a>> {
         let (mut expires_ms, mut usage) = (None, None);
-        loop {
+        let kind = loop {
             match input.byte()? {
-                TYPE_STRING => break,
                 // A time before 1970 is left to the server.
                 OPCODE_EXPIRETIME_MS => {
                     expires_ms = Some(u64::try_from(i64::from_le_bytes(input.array()?)).ok()?);
                 }
                 OPCODE_IDLE => usage = Some(Usage::Idle(input.number()?)),
                 OPCODE_FREQ => usage = Some(Usage::Frequency(input.byte()?)),
-                _ => return None,
+                kind => break kind,
             }
+        };
+        if kind != TYPE_STRING && !COLLECTION_TYPES.contains(&kind) {
+            return None;
         }
         let key = input.content(STRING_BYTES_MAX + 1)?;
-        let value = input.content(self.below)?;
+        let value = match kind {
+            TYPE_STRING => Value::String(input.content(self.below)?),
+            _ => Value::Collection(Collection::read(kind, input, self.below)?),
+        };
         Some(Record { key, value, expires_ms, usage })
     }
 }
@@ -97,56 +104,6 @@ impl<'a> Iterator for Records<'a> {
         let record = self.record(&mut input)?;
         self.at = self.bytes.len() - input.rest.len();
         Some(record)
-    }
-}
-
-struct Reader<'a> {
-    rest: &'a [u8],
-}
-
-impl<'a> Reader<'a> {
-    fn byte(&mut self) -> Option<u8> {
-        let (first, rest) = self.rest.split_first()?;
-        self.rest = rest;
-        Some(*first)
-    }
-
-    fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
-        let (array, rest) = self.rest.split_first_chunk()?;
-        self.rest = rest;
-        Some(*array)
-    }
-
-    /// A length where nothing else is allowed.
-    fn number(&mut self) -> Option<u64> {
-        let first = self.byte()?;
-        self.length(first)
-    }
-
-    /// The length that begins with `first`; `None` if it is cut off, or if it is something else.
-    fn length(&mut self, first: u8) -> Option<u64> {
-        match (first >> 6, first) {
-            (0, _) => Some(u64::from(first)),
-            (1, _) => Some(u64::from(u16::from_be_bytes([first & 0x3F, self.byte()?]))),
-            (2, 0x80) => Some(u64::from(u32::from_be_bytes(self.array()?))),
-            (2, 0x81) => Some(u64::from_be_bytes(self.array()?)),
-            _ => None,
-        }
-    }
-
-    fn content(&mut self, below: usize) -> Option<Content<'a>> {
-        let number = match self.byte()? {
-            0xC0 => i32::from(i8::from_le_bytes(self.array()?)),
-            0xC1 => i32::from(i16::from_le_bytes(self.array()?)),
-            0xC2 => i32::from_le_bytes(self.array()?),
-            first => {
-                let length = usize::try_from(self.length(first)?).ok().filter(|length| *length < below)?;
-                let (bytes, rest) = self.rest.split_at_checked(length)?;
-                self.rest = rest;
-                return Some(Content::Bytes(bytes));
-            }
-        };
-        Some(Content::Number(number))
     }
 }
 
@@ -163,27 +120,47 @@ mod tests {
         Content::Bytes(text)
     }
 
+    fn string(value: Content<'_>) -> Value<'_> {
+        Value::String(value)
+    }
+
     #[test]
     fn a_run_has_every_string_with_all_that_belongs_to_it() {
         let run =
             b"\x00\x01a\x03one\xFC\x01\0\0\0\0\0\0\0\xF8\x07\x00\x01b\xC0\xFB\xF9\x09\x00\xC1\x39\x30\xC2\x01\0\0\x80";
         let mut records = Records::new(run, 10);
-        let plain = Record { key: bytes(b"a"), value: bytes(b"one"), expires_ms: None, usage: None };
+        let plain = Record { key: bytes(b"a"), value: string(bytes(b"one")), expires_ms: None, usage: None };
         assert_eq!(records.next(), Some(plain));
         let idle = Some(Usage::Idle(7));
-        let expiring = Record { key: bytes(b"b"), value: Content::Number(-5), expires_ms: Some(1), usage: idle };
+        let expiring =
+            Record { key: bytes(b"b"), value: string(Content::Number(-5)), expires_ms: Some(1), usage: idle };
         assert_eq!(records.next(), Some(expiring));
-        let (key, value) = (Content::Number(12345), Content::Number(i32::MIN + 1));
+        let (key, value) = (Content::Number(12345), string(Content::Number(i32::MIN + 1)));
         let counted = Record { key, value, expires_ms: None, usage: Some(Usage::Frequency(9)) };
         assert_eq!(records.next(), Some(counted));
         assert_eq!((records.next(), records.taken()), (None, run.len()));
     }
 
     #[test]
+    fn a_run_has_small_collections_among_its_strings() {
+        let run = b"\x00\x01a\x03one\x04\x01h\x01\x01f\x01v\xFC\x01\0\0\0\0\0\0\0\x10\x01l\x03abc\x00\x01b\x01c";
+        let mut records = Records::new(run, 10);
+        let collection = |kind, bytes| Value::Collection(Collection { kind, bytes });
+        let values: Vec<_> = records.by_ref().map(|record| (record.value, record.expires_ms)).collect();
+        let wanted = [
+            (string(bytes(b"one")), None),
+            (collection(4, &b"\x01\x01f\x01v"[..]), None),
+            (collection(16, b"\x03abc"), Some(1)),
+            (string(bytes(b"c")), None),
+        ];
+        assert_eq!((&values[..], records.taken()), (&wanted[..], run.len()));
+    }
+
+    #[test]
     fn a_run_ends_before_anything_else() {
         let one = b"\x00\x01a\x03one";
         for other in [
-            &b"\x04\x01h\x01\x01f\x01v"[..],                       // a hash
+            &b"\x0A\x01h\x05abcde"[..],                            // a ziplist of an old server
             b"\x00\x01z\xC3\x05\x28\x000\xE0\x1E\x00",             // a compressed value
             b"\x00\x01l\x0Atenletters",                            // as long as the limit
             b"\xFC\xFF\xFF\xFF\xFF\xFF\xFF\xFF\xFF\x00\x01a\x01b", // a time before 1970

@@ -73,7 +73,7 @@ pub enum Word<'a> {
         /// Number of bytes.
         length: u32,
     },
-    /// Whole records of short strings are in the memory, as they were in the snapshot ([`super::Records`]). Only for a
+    /// Whole records of small values are in the memory, as they were in the snapshot ([`super::Records`]). Only for a
     /// server whose module says that it takes them.
     Run {
         /// Their database.

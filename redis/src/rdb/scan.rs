@@ -53,7 +53,7 @@ pub struct Text {
     pub usage: Option<Usage>,
 }
 
-/// Whole records of short strings that follow each other ([`Records`]).
+/// Whole records of small values that follow each other ([`Records`]).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Run {
     /// Where they are, in bytes from the start of the snapshot.
@@ -91,7 +91,7 @@ pub enum ScanError {
 pub struct Scanner {
     /// Shorter strings are not reported by themselves.
     least: u64,
-    /// Whether shorter strings are reported in runs.
+    /// Whether smaller values are reported in runs.
     runs: bool,
     /// Position of the next byte that is not parsed yet.
     at: u64,
@@ -158,7 +158,7 @@ impl Scanner {
         }
     }
 
-    /// Like [`Scanner::new`], and reports shorter strings too, in runs: those whose whole records are in one input.
+    /// Like [`Scanner::new`], and reports smaller values too, in runs: those whose whole records are in one input.
     pub fn of_runs(least: u64) -> Scanner {
         Scanner { runs: true, ..Scanner::new(least) }
     }

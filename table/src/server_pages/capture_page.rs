@@ -44,7 +44,7 @@ pub const CAPTURE_PAGE_BYTES: u64 = 4096;
 pub enum Work {
     /// Write the long strings into the table. The server writes everything else.
     Walk,
-    /// The same in the fast way, for a server whose module offers it: all strings, at once.
+    /// The same in the fast way, for a server whose module offers it: nearly all keys, at once.
     FastWalk,
     /// Write nothing: only make the server's own writing cheaper.
     Ease,

@@ -39,7 +39,7 @@ impl Delivery {
             Err(text) => return self.go_by_the_link(now, slot, &text),
         };
         let fast_keys = answer.fast_keys;
-        tracing::info!(fast_keys, "the server's module loads strings out of shared memory");
+        tracing::info!(fast_keys, "the server's module loads values out of shared memory");
         self.meter.by_module.set(1);
         let mark = random_mark();
         match ReferencedPayload::new(now, mark, shown, answer, slot) {

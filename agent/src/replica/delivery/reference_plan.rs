@@ -18,7 +18,7 @@
 //! - The end goes out only when every slot was given back and found unchanged.
 //! - What the scanner does not understand is passed on: at worst everything.
 //!
-//! If the module takes runs, whole records of short strings are described by their place too. The record that lies
+//! If the module takes runs, whole records of small values are described by their place too. The record that lies
 //! across the border of two slots is passed on.
 
 use std::collections::VecDeque;
@@ -39,7 +39,7 @@ const REFER_FROM_BYTES: u64 = 512;
 pub(super) struct Abilities {
     /// It can set the idle times of keys that are referred to one by one.
     pub(super) idle_times: bool,
-    /// It takes runs of short strings.
+    /// It takes runs of small values.
     pub(super) runs: bool,
 }
 
@@ -84,7 +84,7 @@ pub(super) struct ReferencePlan {
     judged: bool,
     /// Bytes copied out of a slot to be looked at, and the position of the first.
     window: (u64, Vec<u8>),
-    /// The last record was of a short string, and more of them are likely to follow.
+    /// The last record was of a small value, and more of them are likely to follow.
     in_runs: bool,
     /// Bytes that the words of the next field refer to.
     described: u64,
@@ -275,7 +275,7 @@ impl ReferencePlan {
                 self.seen += taken as u64;
                 let rest = (fresh.len() - taken) as u64;
                 let is_run = matches!(found, Some(Found::Run(_)));
-                // What was looked at was too short for the whole record of a short string.
+                // What was looked at was too short for the whole record of a small value.
                 let cut_off = found.is_none() && (1..RUN_VALUES_BELOW).contains(&scanner.skippable());
                 self.in_runs = self.abilities.runs && (is_run || cut_off);
                 let (begins, bytes) = &mut self.window;
@@ -483,7 +483,7 @@ mod tests {
 
     use proptest::prelude::*;
     use remora_fabric::{Memory, Pages};
-    use remora_redis::rdb::{Content, Records, Writer, reference::words};
+    use remora_redis::rdb::{Content, Records, Value, Writer, reference::words};
 
     use super::*;
 
@@ -533,9 +533,10 @@ mod tests {
                                     let run = &snapshot[offset as usize..offset as usize + length as usize];
                                     let mut records = Records::new(run, RUN_VALUES_BELOW);
                                     for record in records.by_ref() {
-                                        let (Content::Bytes(key), Content::Bytes(value)) = (record.key, record.value)
+                                        let (Content::Bytes(key), Value::String(Content::Bytes(value))) =
+                                            (record.key, record.value)
                                         else {
-                                            panic!("a number, which this test does not write");
+                                            panic!("what this test does not write");
                                         };
                                         told.push((database, key.to_vec(), value.to_vec()));
                                     }

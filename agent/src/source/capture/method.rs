@@ -22,7 +22,7 @@ pub(crate) enum Method {
     Eased,
     /// The module's part in the server's child writes long strings into the table; the rest comes by `PSYNC`.
     Walked,
-    /// As [`Method::Walked`], and all strings, in the fast way.
+    /// As [`Method::Walked`], and nearly all keys, in the fast way.
     FastWalked,
 }
 
@@ -36,7 +36,7 @@ impl fmt::Display for Method {
             Method::Psync => "psync",
             Method::Eased => "psync, not compressed by the module",
             Method::Walked => "the module",
-            Method::FastWalked => "the module, all strings",
+            Method::FastWalked => "the module, fast keys",
         })
     }
 }

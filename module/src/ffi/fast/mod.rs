@@ -5,8 +5,8 @@
 //! (prefetch); then **each key is added by the functions that the server's own loader calls, in its order**. Of the
 //! server's private memory only the place of a database and of its table are read, and one counter is written.
 //!
-//! - `symbols`: the functions. `trial`: work in a forked child, which may crash there. `walk`: over the tables of a
-//!   fork child.
+//! - `symbols`: the functions. `values`: values of all types, over the streams of `rio`. `trial`: work in a forked
+//!   child, which may crash there. `walk`: over the tables of a fork child.
 //!
 //! The rule that every SAFETY comment here relies on, besides those of `ffi`:
 //!
@@ -14,17 +14,19 @@
 //!   (`crate::fast::layout`). Offsets and signatures were taken from that build's own sources and compiler, and a
 //!   forked child has tried them before the first use in the server itself.
 
+mod rio;
 mod symbols;
 mod trial;
+mod values;
 mod walk;
 
 pub(crate) use trial::in_child;
-pub(crate) use walk::{FoundString, FoundValue, Step};
+pub(crate) use walk::{FoundKey, FoundValue, Step};
 
 use std::ffi::{c_char, c_int, c_longlong, c_void};
 use std::ptr;
 
-use remora_redis::rdb::{Content, Record, Usage};
+use remora_redis::rdb::{CollectionError, Content, Record, Usage, Value};
 
 use self::symbols::{Common, Database, Object, Own, Redis7, Sds, Symbols, Valkey9};
 use super::context::Context;
@@ -49,7 +51,15 @@ pub(crate) enum AddError {
     Database(u32),
     #[error("the snapshot has the key {0:?} twice")]
     Duplicate(String),
+    #[error("the key {key:?}: {error}")]
+    Damaged { key: String, error: CollectionError },
+    #[error("the server did not take the value of the key {0:?}")]
+    Refused(String),
 }
+
+/// As which type a saver writes a value, as a number of the file format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SavedType(pub(crate) u8);
 
 impl FastServer {
     /// Looks the functions up.
@@ -92,7 +102,8 @@ impl FastServer {
         (!table.is_null()).then(|| used(0).wrapping_add(used(1)))
     }
 
-    /// Adds these records to that database, as the server's own loader adds them. At most [`BATCH`] of them.
+    /// Adds these records to that database, as the server's own loader adds them. At most [`BATCH`] of them. Their
+    /// bytes must not change meanwhile.
     ///
     /// # Errors
     /// [`AddError`]: some of the records may have been added.
@@ -101,9 +112,15 @@ impl FastServer {
             return Err(AddError::Database(database));
         }
         let into = self.database(database).ok_or(AddError::Database(database))?;
+        for record in records {
+            if let Value::Collection(collection) = &record.value {
+                collection.check().map_err(|error| AddError::Damaged { key: shown_key(record), error })?;
+            }
+        }
+        let number = c_int::try_from(database).unwrap_or_default();
         let added = match self.symbols.own {
-            Own::Redis7(own) => self.add_to_redis(&own, into, records),
-            Own::Valkey9(own) => self.add_to_valkey(&own, into, records),
+            Own::Redis7(own) => self.add_to_redis(&own, into, number, records),
+            Own::Valkey9(own) => self.add_to_valkey(&own, into, number, records),
         };
         self.count_loaded(records.len());
         added
@@ -164,7 +181,13 @@ impl FastServer {
 
     // --- Redis 7 --------------------------------------------------------------------------------------------------
 
-    fn add_to_redis(&self, own: &Redis7, into: Database, records: &[Record<'_>]) -> Result<(), AddError> {
+    fn add_to_redis(
+        &self,
+        own: &Redis7,
+        into: Database,
+        number: c_int,
+        records: &[Record<'_>],
+    ) -> Result<(), AddError> {
         let common = &self.symbols.common;
         let (first, mask) = self.buckets(self.table(into));
         let mut batch = [Prepared::NONE; BATCH];
@@ -173,9 +196,11 @@ impl FastServer {
             let key = bytes_of(&record.key, &mut digits);
             let bucket = first.wrapping_add((own.hash_of(key) & mask) as usize * size_of::<*const u8>());
             prefetch(bucket);
-            *prepared = Prepared { key: common.sds(key), value: own.value(common, &record.value), bucket };
+            let key = common.sds(key);
+            *prepared = Prepared { key, value: own.value(common, &record.value, key, number), bucket };
         }
         let batch = batch.get_mut(..records.len()).unwrap_or_default();
+        all_made(common, batch, records)?;
         // The entries that are in the buckets, and then their keys, with which the server compares.
         if !first.is_null() {
             let mut entries = [ptr::null(); BATCH];
@@ -195,11 +220,8 @@ impl FastServer {
             let (Some(prepared), Some(record)) = (batch.get(at), records.get(at)) else { break };
             let (key, value) = (prepared.key, prepared.value);
             if !own.added(into, key, value) {
-                for rest in batch.get(at..).unwrap_or_default() {
-                    common.free_sds(rest.key);
-                    common.release(rest.value);
-                }
-                return Err(AddError::Duplicate(shown(bytes_of(&record.key, &mut digits))));
+                common.free(batch.get(at..).unwrap_or_default());
+                return Err(AddError::Duplicate(shown_key(record)));
             }
             if let Some(expires_ms) = record.expires_ms {
                 own.expire(common, into, bytes_of(&record.key, &mut digits), expires_ms);
@@ -213,7 +235,13 @@ impl FastServer {
 
     // --- Valkey 9 -------------------------------------------------------------------------------------------------
 
-    fn add_to_valkey(&self, own: &Valkey9, into: Database, records: &[Record<'_>]) -> Result<(), AddError> {
+    fn add_to_valkey(
+        &self,
+        own: &Valkey9,
+        into: Database,
+        number: c_int,
+        records: &[Record<'_>],
+    ) -> Result<(), AddError> {
         let common = &self.symbols.common;
         let table = self.table(into);
         let (first, mask) = if table.is_null() { (ptr::null(), 0) } else { self.buckets(table) };
@@ -223,9 +251,11 @@ impl FastServer {
             let key = bytes_of(&record.key, &mut digits);
             let bucket = first.wrapping_add((own.hash_of(key) & mask) as usize * BUCKET_BYTES);
             prefetch(bucket);
-            *prepared = Prepared { key: common.sds(key), value: own.value(common, &record.value), bucket };
+            let key = common.sds(key);
+            *prepared = Prepared { key, value: own.value(common, &record.value, key, number), bucket };
         }
         let batch = batch.get_mut(..records.len()).unwrap_or_default();
+        all_made(common, batch, records)?;
         let mut outcome = Ok(());
         for (prepared, record) in batch.iter_mut().zip(records) {
             if outcome.is_err() {
@@ -239,7 +269,7 @@ impl FastServer {
                 }
             } else {
                 common.release(prepared.value);
-                outcome = Err(AddError::Duplicate(shown(bytes_of(&record.key, &mut digits))));
+                outcome = Err(AddError::Duplicate(shown_key(record)));
             }
             // The server has copied it.
             common.free_sds(prepared.key);
@@ -248,7 +278,17 @@ impl FastServer {
     }
 }
 
-/// A key and a value that were made, and the bucket into which the key goes.
+/// The server has made the value of each record. If not, all of them are freed.
+fn all_made(common: &Common, batch: &[Prepared], records: &[Record<'_>]) -> Result<(), AddError> {
+    let refused = batch.iter().zip(records).find(|(prepared, _)| prepared.value.is_null());
+    refused.map_or(Ok(()), |(_, record)| {
+        common.free(batch);
+        Err(AddError::Refused(shown_key(record)))
+    })
+}
+
+/// A key and a value that were made, and the bucket into which the key goes. The value is null if the server has
+/// refused it.
 #[derive(Clone, Copy)]
 struct Prepared {
     key: Sds,
@@ -293,24 +333,22 @@ impl Common {
         // SAFETY: A reference of the caller's, who does not use it again.
         unsafe { (self.release)(object) }
     }
+
+    /// Frees keys and values that the server has not taken.
+    fn free(&self, batch: &[Prepared]) {
+        for prepared in batch {
+            self.free_sds(prepared.key);
+            if !prepared.value.is_null() {
+                self.release(prepared.value);
+            }
+        }
+    }
 }
 
 impl Redis7 {
     fn hash_of(&self, key: &[u8]) -> u64 {
         // SAFETY: The bytes are there and are only read.
         unsafe { (self.hash)(key.as_ptr().cast(), key.len()) }
-    }
-
-    /// As `rdbLoadObject` makes it.
-    fn value(&self, common: &Common, value: &Content<'_>) -> Object {
-        match value {
-            Content::Number(number) => common.number(*number),
-            Content::Bytes(bytes) => {
-                let object = common.string(bytes);
-                // SAFETY: A string of our own; the function returns it or another in its place.
-                unsafe { (self.encode)(object) }
-            }
-        }
     }
 
     /// False if the key exists. The server takes both of them if not.
@@ -349,19 +387,6 @@ impl Valkey9 {
     fn only_table(&self, store: *mut c_void) -> *mut c_void {
         // SAFETY: A store that exists; outside of cluster mode it has one table, of number 0.
         unsafe { (self.table)(store, 0) }
-    }
-
-    /// As `rdbLoadObject` makes it.
-    fn value(&self, common: &Common, value: &Content<'_>) -> Object {
-        match value {
-            Content::Number(number) => common.number(*number),
-            Content::Bytes(bytes) => {
-                let object = common.string(bytes);
-                // SAFETY: A string of our own; the function returns it or another in its place. 0: its unused bytes
-                // stay, as in the server's loader.
-                unsafe { (self.encode)(object, 0) }
-            }
-        }
     }
 
     /// False if the key exists. The server copies the key, and takes the value or puts another in its place.
@@ -417,8 +442,10 @@ const DIGITS_BYTES: usize = 11;
 const BUCKET_BYTES: usize = 64;
 
 /// A key for a message.
-fn shown(key: &[u8]) -> String {
+fn shown_key(record: &Record<'_>) -> String {
     const SHOWN_BYTES: usize = 80;
+    let mut digits = [0; DIGITS_BYTES];
+    let key = bytes_of(&record.key, &mut digits);
     String::from_utf8_lossy(key.get(..SHOWN_BYTES).unwrap_or(key)).into_owned()
 }
 

@@ -9,6 +9,7 @@ use std::ptr::NonNull;
 use libloading::os::unix::Library;
 
 use super::super::context::Context;
+use super::rio::Rio;
 use crate::fast::layout::Family;
 
 /// `sds`: the first byte of a string whose length stands before it.
@@ -68,6 +69,9 @@ symbols! {
         find = "dictFind": unsafe extern "C" fn(*mut c_void, *const c_void) -> *mut c_void,
         idle = "estimateObjectIdleTime": unsafe extern "C" fn(Object) -> u64,
         frequency = "LFUDecrAndReturn": unsafe extern "C" fn(Object) -> c_ulong,
+        load = "rdbLoadObject": unsafe extern "C" fn(c_int, *mut Rio, Sds, c_int, *mut c_int) -> Object,
+        save_type = "rdbSaveObjectType": unsafe extern "C" fn(*mut Rio, Object) -> c_int,
+        save = "rdbSaveObject": unsafe extern "C" fn(*mut Rio, Object, Object, c_int) -> isize,
     }
 }
 
@@ -85,6 +89,9 @@ symbols! {
         expiry = "objectGetExpire": unsafe extern "C" fn(Object) -> c_longlong,
         idle = "objectGetLRUIdleSecs": unsafe extern "C" fn(Object) -> u32,
         frequency = "objectGetLFUFrequency": unsafe extern "C" fn(Object) -> u8,
+        load = "rdbLoadObject": unsafe extern "C" fn(c_int, *mut Rio, Sds, c_int, *mut c_int, c_int, c_longlong) -> Object,
+        saved_type = "rdbGetObjectType": unsafe extern "C" fn(Object, c_int) -> c_int,
+        save = "rdbSaveObject": unsafe extern "C" fn(*mut Rio, Object, Object, c_int, u8) -> isize,
     }
 }
 

@@ -1,8 +1,8 @@
 //! The walk of a fork child over its own copy of the server's tables, with the memory of many keys requested at once.
 //!
 //! ```text
-//!   window of buckets ──prefetch──▶ entries ──prefetch──▶ keys, objects ──prefetch──▶ values ──▶ show each string
-//!                                                                    shown and taken: out of its bucket, nothing is freed
+//!   window of buckets ──prefetch──▶ entries ──prefetch──▶ keys, objects ──prefetch──▶ values ──▶ show each key
+//!                                                               shown and taken: out of its bucket, nothing is freed
 //! ```
 //!
 //! What the caller takes is unlinked from its bucket, so the server's saver, which iterates over the same tables
@@ -14,13 +14,13 @@ use std::ptr;
 
 use super::super::context::Context;
 use super::symbols::{Database, Object, Own, Redis7, Sds, Valkey9};
-use super::{BUCKET_BYTES, FastServer, prefetch, read, write};
+use super::{BUCKET_BYTES, FastServer, SavedType, prefetch, read, write};
 
 /// Buckets that are looked at together: a few hundred keys, whose heads fit in a first-level cache.
 const WINDOW: usize = 128;
 
-/// A string, in its place. Nothing in a fork child moves it.
-pub(crate) struct FoundString<'w> {
+/// A key and its value, in their places. Nothing in a fork child moves them.
+pub(crate) struct FoundKey<'w> {
     pub(crate) key: &'w [u8],
     pub(crate) value: FoundValue<'w>,
     /// When it expires, in milliseconds since 1970.
@@ -29,15 +29,30 @@ pub(crate) struct FoundString<'w> {
     object: Object,
 }
 
-/// The value of a string.
+/// A value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FoundValue<'w> {
+    /// A string.
     Bytes(&'w [u8]),
-    /// A number, which stands for its decimal digits.
+    /// A string that is a number, which stands for its decimal digits.
     Number(i64),
+    /// A list, a set, a sorted set, a hash or a stream.
+    Collection,
 }
 
-impl FoundString<'_> {
+impl FoundKey<'_> {
+    /// As which type the server's saver writes a collection, in that version of the format. `None`: in a form that is
+    /// left to the saver (hashes with expiring fields).
+    pub(crate) fn saved_type(&self, version: u16) -> Option<SavedType> {
+        self.server.saved_type(self.object, version)
+    }
+
+    /// Writes a collection as the server's saver does: what follows the key in its record. False: `put` has returned
+    /// false.
+    pub(crate) fn save(&self, kind: SavedType, put: &mut dyn FnMut(&[u8]) -> bool) -> bool {
+        self.server.save(self.object, kind, put)
+    }
+
     /// Seconds since its last use, as the server's saver writes them.
     pub(crate) fn idle_seconds(&self) -> u64 {
         match self.server.symbols.own {
@@ -64,7 +79,7 @@ pub(crate) struct Walked {
     pub(crate) taken: usize,
 }
 
-/// Whether the caller of a walk has taken a string, and whether it wants more.
+/// Whether the caller of a walk has taken a key, and whether it wants more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
     Take,
@@ -73,13 +88,13 @@ pub(crate) enum Step {
 }
 
 impl FastServer {
-    /// Shows each string of a database. What `show` takes is out of the table afterwards. Only in a fork child: nothing
-    /// happens in the server itself. `None`: the server has no such database.
+    /// Shows each key of a database, except those of modules' types. What `show` takes is out of the table afterwards.
+    /// Only in a fork child: nothing happens in the server itself. `None`: the server has no such database.
     pub(crate) fn walk(
         &self,
         context: &Context<'_>,
         database: u32,
-        show: impl FnMut(&FoundString<'_>) -> Step,
+        show: impl FnMut(&FoundKey<'_>) -> Step,
     ) -> Option<Walked> {
         if !context.flags().is_child() && !self.in_trial {
             return None;
@@ -119,7 +134,7 @@ struct Walk<'w, F> {
     lent: PhantomData<&'w u8>,
 }
 
-impl<F: FnMut(&FoundString<'_>) -> Step> Walk<'_, F> {
+impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
     /// The buckets of one of the two tables: the address of the first, and their number.
     fn buckets(&self, which: usize) -> (*const u8, usize) {
         let at = &self.server.at;
@@ -141,8 +156,8 @@ impl<F: FnMut(&FoundString<'_>) -> Step> Walk<'_, F> {
         unsafe { write(self.table, offset, used.saturating_sub(taken)) };
     }
 
-    /// Shows a string to the caller. True if the caller has taken it.
-    fn show(&mut self, found: &FoundString<'_>) -> bool {
+    /// Shows a key to the caller. True if the caller has taken it.
+    fn show(&mut self, found: &FoundKey<'_>) -> bool {
         if self.stopped {
             return false;
         }
@@ -190,16 +205,15 @@ impl<F: FnMut(&FoundString<'_>) -> Step> Walk<'_, F> {
             self.walked.seen += entries.len();
             let before = taken;
             for entry in &mut entries {
-                if kind(entry.object) != STRING {
-                    continue;
-                }
-                let expires_ms = expire.then(|| own.expiry(expiries, entry.key)).flatten();
-                let value = match encoding(entry.object) {
-                    NUMBER => FoundValue::Number(value_address(entry.object) as i64),
-                    _ => FoundValue::Bytes(sds_bytes(value_address(entry.object).cast())),
+                let value = match (kind(entry.object), encoding(entry.object)) {
+                    (STRING, NUMBER) => FoundValue::Number(value_address(entry.object) as i64),
+                    (STRING, _) => FoundValue::Bytes(sds_bytes(value_address(entry.object).cast())),
+                    (COLLECTION_FIRST..=COLLECTION_LAST | STREAM, _) => FoundValue::Collection,
+                    _ => continue,
                 };
+                let expires_ms = expire.then(|| own.expiry(expiries, entry.key)).flatten();
                 let key = sds_bytes(entry.key);
-                if self.show(&FoundString { key, value, expires_ms, server, object: entry.object }) {
+                if self.show(&FoundKey { key, value, expires_ms, server, object: entry.object }) {
                     entry.entry = ptr::null();
                     taken += 1;
                 }
@@ -248,15 +262,14 @@ impl<F: FnMut(&FoundString<'_>) -> Step> Walk<'_, F> {
             }
             self.walked.seen += entries.len();
             for entry in &entries {
-                if kind(entry.object) != STRING {
-                    continue;
-                }
-                let value = match encoding(entry.object) {
-                    NUMBER => FoundValue::Number(value_address(entry.object) as i64),
-                    _ => FoundValue::Bytes(sds_bytes(own.value_of(entry.object))),
+                let value = match (kind(entry.object), encoding(entry.object)) {
+                    (STRING, NUMBER) => FoundValue::Number(value_address(entry.object) as i64),
+                    (STRING, _) => FoundValue::Bytes(sds_bytes(own.value_of(entry.object))),
+                    (COLLECTION_FIRST..=COLLECTION_LAST | STREAM, _) => FoundValue::Collection,
+                    _ => continue,
                 };
                 let (key, expires_ms) = (sds_bytes(own.key_of(entry.object)), own.expiry(entry.object));
-                if self.show(&FoundString { key, value, expires_ms, server, object: entry.object }) {
+                if self.show(&FoundKey { key, value, expires_ms, server, object: entry.object }) {
                     leave_out(entry.bucket, entry.entry.addr());
                     taken += 1;
                 }
@@ -375,6 +388,10 @@ fn prefetch_value(object: Object) {
 /// `OBJ_STRING` and `OBJ_ENCODING_INT`.
 const STRING: u8 = 0;
 const NUMBER: u8 = 1;
+/// `OBJ_LIST`, `OBJ_SET`, `OBJ_ZSET`, `OBJ_HASH`; `OBJ_STREAM`. Between them is `OBJ_MODULE`.
+const COLLECTION_FIRST: u8 = 1;
+const COLLECTION_LAST: u8 = 4;
+const STREAM: u8 = 6;
 /// `robj`: type, encoding, age, references, and at 8 the address of the value.
 const VALUE_AT: usize = 8;
 const LINE_BYTES: usize = 64;
