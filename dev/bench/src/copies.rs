@@ -9,7 +9,7 @@ use remora_volume::client::{ClientOptions, Volume, new_id};
 use remora_volume::server::{Server, ServerOptions};
 use remora_volume::shape::{Copies, Shape};
 
-type Failure = Box<dyn std::error::Error>;
+type Failure = Box<dyn std::error::Error + Send + Sync>;
 
 /// A server of copies.
 #[derive(Debug)]

@@ -17,8 +17,8 @@ pub(crate) struct Options {
     #[arg(long, value_name = "DIR", default_value = RUNS)]
     out: PathBuf,
 
-    /// Total minutes for the programs that can shorten their work (full_sync, sync, feel, scaling). The others take
-    /// half an hour. Without it everything is measured, which takes many hours.
+    /// Total minutes for the programs that can shorten their work (full_sync, sync, feel, scaling, volume). The others
+    /// take half an hour. Without it everything is measured, which takes many hours.
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u64).range(4..=MOST_MINUTES))]
     minutes: Option<u64>,
 
@@ -96,7 +96,7 @@ fn build(target: &Path) -> Result<()> {
 const RUNS: &str = "bench/runs";
 
 /// Separate programs, and the parts of [`SUITE`].
-const NAMES: [&str; 12] = [
+const NAMES: [&str; 13] = [
     "read_bandwidth",
     "read_latency",
     "nbd_requests",
@@ -109,6 +109,7 @@ const NAMES: [&str; 12] = [
     "feel",
     "scaling",
     "conversations",
+    "volume",
 ];
 
 /// Further runs of a program besides the one with its default arguments, each kept separately. For the messenger:
@@ -135,14 +136,14 @@ const WORDS: [(&str, &str); 6] = [
 ];
 
 /// Shares of a limited time.
-const SHARES: [(&str, u64); 4] = [("full_sync", 4), ("sync", 8), ("feel", 3), ("scaling", 2)];
+const SHARES: [(&str, u64); 5] = [("full_sync", 4), ("sync", 8), ("feel", 3), ("scaling", 2), ("volume", 3)];
 
 /// A month. More is taken for a typing error.
 const MOST_MINUTES: u64 = 31 * 24 * 60;
 
 /// The program that prints the tables, and its parts that measure.
 const SUITE: &str = "remora-bench";
-const PARTS: [&str; 6] = ["messenger", "devices", "sync", "feel", "scaling", "conversations"];
+const PARTS: [&str; 7] = ["messenger", "devices", "sync", "feel", "scaling", "conversations", "volume"];
 
 #[cfg(test)]
 mod tests {
@@ -152,8 +153,8 @@ mod tests {
     fn time_is_shared_among_those_that_can_leave_things_out() {
         let all: Vec<String> = NAMES.map(str::to_owned).to_vec();
         let shares: Vec<Option<u64>> =
-            ["full_sync", "sync", "feel", "scaling", "devices"].map(|name| share(170, name, &all)).to_vec();
-        assert_eq!(shares, [Some(40), Some(80), Some(30), Some(20), None]);
+            ["full_sync", "sync", "feel", "scaling", "volume", "devices"].map(|name| share(200, name, &all)).to_vec();
+        assert_eq!(shares, [Some(40), Some(80), Some(30), Some(20), Some(30), None]);
         assert_eq!(share(10, "feel", &["feel".to_owned(), "devices".to_owned()]), Some(10));
         assert_eq!(share(4, "scaling", &all), Some(1), "never zero, which some programs take for no limit");
     }

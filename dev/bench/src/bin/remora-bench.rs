@@ -3,6 +3,7 @@
 //! ```text
 //! cargo run --release -p remora-bench --bin remora-bench -- sync --networks 1gbit --servers valkey --out bench/runs
 //! cargo run --release -p remora-bench --bin remora-bench -- messenger --rounds 5 --out bench/runs
+//! cargo run --release -p remora-bench --bin remora-bench -- volume --budget-minutes 40 --out bench/runs
 //! cargo run --release -p remora-bench --bin remora-bench -- report
 //! ```
 
@@ -10,7 +11,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use remora_bench::messenger;
-use remora_bench::suite::{conversations, devices, feel, report, scaling, syncs};
+use remora_bench::suite::{conversations, devices, feel, report, scaling, syncs, volume};
 use remora_bench::sync::Result;
 
 /// Measures, keeps and prints the tables of the benchmarks page.
@@ -35,6 +36,11 @@ enum Command {
     Conversations(conversations::Options),
     /// Measure requests per second and latency of the messenger and its rivals.
     Messenger(Box<messenger::options::Options>),
+    /// Measure files of a mounted volume with three copies, and of its rivals. Needs root.
+    Volume(Box<volume::Options>),
+    /// Mount files in this process's memory: the floor of `volume`.
+    #[command(hide = true)]
+    MemoryFiles(volume::memory_files::Options),
     /// Write tables and plots from kept runs into docs/benchmarks.md.
     Report(report::Options),
 }
@@ -47,6 +53,8 @@ fn main() -> Result<ExitCode> {
         Command::Scaling(options) => scaling::run(&options),
         Command::Conversations(options) => conversations::run(&options),
         Command::Messenger(options) => messenger::rate::run(&options),
+        Command::Volume(options) => volume::run(&options),
+        Command::MemoryFiles(options) => volume::memory_files::run(&options),
         Command::Report(options) => report::run(&options),
     }?;
     Ok(if is_well { ExitCode::SUCCESS } else { ExitCode::FAILURE })

@@ -6,6 +6,7 @@
 //!   feel      what the primary's clients notice          the same, under load::Load
 //!   scaling   cost against size of data, size of values        the same, N = 1
 //!   conversations   N control conversations at one source      crowd::Crowd
+//!   volume    files of a mounted volume, and rivals          volume::Place, fio, redis-benchmark
 //!      │
 //!      ▼ Kept: bench/runs/<date>-<machine>-bench_<name>[-label]/{README.md, raw.csv, run.json, summary.md}
 //!   report    tables and plots from kept runs, into docs/benchmarks.md
@@ -14,8 +15,8 @@
 //! `messenger` is a subcommand as well, but is implemented in [`crate::messenger`].
 //!
 //! [`crate::sync`] runs the syncs, the same as for `full_sync` and the demo. This module chooses the networks, and
-//! records and prints the results. Only `devices`, `sync`, `feel`, `scaling` and `conversations` measure figures, and
-//! they write them at once. `report` measures none, so tables can be made again from any kept run.
+//! records and prints the results. Only `devices`, `sync`, `feel`, `scaling`, `conversations` and `volume` measure
+//! figures, and they write them at once. `report` measures none, so tables can be made again from any kept run.
 
 pub mod conversations;
 pub mod devices;
@@ -27,6 +28,7 @@ pub mod points;
 pub mod report;
 pub mod scaling;
 pub mod syncs;
+pub mod volume;
 
 pub use kept::Kept;
 pub use network::Network;
@@ -61,7 +63,7 @@ pub struct Common {
 
 impl Common {
     fn budget(&self) -> Budget {
-        Budget { end: self.budget_minutes.map(|minutes| Instant::now() + Duration::from_secs_f64(60.0 * minutes)) }
+        Budget::of(self.budget_minutes)
     }
 }
 
@@ -84,6 +86,11 @@ struct Budget {
 }
 
 impl Budget {
+    /// So many minutes from now; `None` is no limit.
+    fn of(minutes: Option<f64>) -> Budget {
+        Budget { end: minutes.map(|minutes| Instant::now() + Duration::from_secs_f64(60.0 * minutes)) }
+    }
+
     /// One of `of` equal parts of the remaining time. What one part does not use is left to the following ones.
     fn part(self, of: usize) -> Budget {
         let share = |end: Instant| {

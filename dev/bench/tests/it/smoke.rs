@@ -155,3 +155,38 @@ fn nbd_requests_are_measured_beside_nbdkit() {
     let small = ["--rounds", "1", "--millis", "100", "--device-mib", "16", "--depths", "4"];
     run(env!("CARGO_BIN_EXE_nbd_requests"), &small, &[0, 1]);
 }
+
+#[test]
+fn files_of_a_volume_are_measured_beside_fuse_alone() {
+    let Some(()) = require::fuse().and_then(|()| require::fio()).and_then(|()| require::redis_benchmark()) else {
+        return;
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().display().to_string();
+    let few = [
+        "volume",
+        "--rounds",
+        "1",
+        "--millis",
+        "100",
+        "--mib",
+        "16",
+        "--no-rdma",
+        "--subjects",
+        "remora-tcp,remora-shm,memory",
+    ];
+    let cells =
+        ["--blocks-kib", "4", "--jobs", "2", "--patterns", "randwrite,read", "--transport", "device", "--out", &out];
+    run(env!("CARGO_BIN_EXE_remora-bench"), &[&few[..], &cells].concat(), &[0, 1]);
+    let report = kept(folder.path());
+    let points = report["points"].as_array().unwrap();
+    let of = |subject: &str| points.iter().filter(|point| point["subject"] == subject).collect::<Vec<_>>();
+    for subject in ["Remora, TCP", "Remora, shm", "FUSE floor"] {
+        // Two of Redis, and four of fio.
+        assert_eq!(of(subject).len(), 6, "{subject}: {report}");
+        for point in of(subject) {
+            assert!(point["value"].as_f64() > Some(0.0) && point["cpu_seconds"].as_f64() > Some(0.0), "{point}");
+        }
+    }
+    assert_eq!(of("TCP").len(), 1, "new connections: {report}");
+}

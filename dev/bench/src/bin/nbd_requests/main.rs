@@ -4,8 +4,8 @@
 //! A volume has its copies in server processes of their own on this host, which take the blocks over shared memory. One
 //! has a single copy, and one three, of which two hold a write before it is answered.
 //!
-//! GlusterFS has three replicas in memory of this host ([`gluster`]). It has no block device: fio uses a file in its
-//! FUSE mount, as its users do, with direct I/O and the engine libaio. Single requests are compared.
+//! GlusterFS has three replicas in memory of this host (`dev/bench/rivals/files`). It has no block device: fio uses a
+//! file in its FUSE mount, as its users do, with direct I/O and the engine libaio. Single requests are compared.
 //!
 //! The client is fio with its engine for NBD, which is libnbd, over a unix socket of this host. All servers run during
 //! the whole benchmark, as processes of their own. Each round measures every case of all in turn, and the one that is
@@ -19,8 +19,6 @@
 //! cargo run --release -p remora-bench --bin nbd_requests -- --rounds 5 --out bench/runs
 //! ```
 
-mod gluster;
-
 use std::{
     io::{self, Read},
     path::{Path, PathBuf},
@@ -31,6 +29,7 @@ use std::{
 
 use clap::Parser;
 use remora_bench::copies::{CopyServer, Place, new_volume};
+use remora_bench::suite::volume::place;
 use remora_bench::{Run, Sample, bytes, copies, cpu};
 use remora_lab::process::Process;
 use remora_nbd::{Address, Offer, Server, ServerOptions, memory::MemoryDevice};
@@ -38,8 +37,6 @@ use remora_volume::client::{ClientOptions, Volume};
 use remora_volume::nbd::VolumeServer;
 use remora_volume::shape::BLOCK_BYTES;
 use serde_json::Value;
-
-use gluster::Gluster;
 
 /// Requests per second of our NBD server and of nbdkit, by fio.
 #[derive(Parser, Debug)]
@@ -67,7 +64,7 @@ struct Options {
     json: Option<PathBuf>,
 }
 
-type Failure = Box<dyn std::error::Error>;
+type Failure = Box<dyn std::error::Error + Send + Sync>;
 
 fn main() -> Result<ExitCode, Failure> {
     copies::be_one_if_asked()?;
@@ -87,7 +84,7 @@ fn main() -> Result<ExitCode, Failure> {
             }
         }
     }
-    match Gluster::start(options.device_mib) {
+    match place::Place::start("gluster", options.device_mib, &[]) {
         Ok(gluster) => servers.push(Rival { name: GLUSTER, copies: Vec::new(), door: Door::File(gluster) }),
         Err(error) => {
             run.notes.push(format!("{GLUSTER} is missing: {error}; `dev/lab/setup/setup --rivals` installs it"))
@@ -200,7 +197,7 @@ struct Rival {
 /// How fio gets to it.
 enum Door {
     Nbd { process: Process, socket: PathBuf },
-    File(Gluster),
+    File(place::Place),
 }
 
 impl Rival {
@@ -296,7 +293,12 @@ impl Rival {
                 command.arg("--ioengine=nbd").arg(format!("--uri=nbd+unix:///?socket={}", socket.display()));
                 command
             }
-            Door::File(gluster) => gluster.fio(),
+            Door::File(gluster) => {
+                let mut command = gluster.command("fio");
+                command.args(["--ioengine=libaio", "--direct=1"]);
+                command.arg(format!("--filename={}/data", gluster.path().display()));
+                command
+            }
         };
         // A thread, so that fio's processor time is that of one process.
         command

@@ -63,7 +63,7 @@ enum SceneName {
     Stall,
 }
 
-type Failure = Box<dyn std::error::Error>;
+type Failure = Box<dyn std::error::Error + Send + Sync>;
 
 /// Something that is set up once, and measured in each round.
 trait Scene {

@@ -19,7 +19,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::kept::{self, Kept};
-use super::{conversations, devices, feel, scaling, syncs};
+use super::{conversations, devices, feel, scaling, syncs, volume};
 use crate::sync::Result;
 
 /// Command-line arguments.
@@ -60,6 +60,10 @@ pub fn run(options: &Options) -> Result<bool> {
 
     let runs = kept::newest::<conversations::Point>(&options.runs, "conversations")?;
     let page = splice(&page, "conversations", &section.text(&runs, tables::conversations(&bare(&runs)), &[]))?;
+
+    let runs = kept::newest::<volume::Point>(&options.runs, "volume")?;
+    let plots = plots::volume(&bare(&runs), &options.plots)?;
+    let page = splice(&page, "volume", &section.text(&runs, volume::tables::tables(&bare(&runs)), &plots))?;
 
     let runs = kept::newest::<syncs::Point>(&options.runs, "sync")?;
     let plots = plots::sync(&bare(&runs), &options.plots)?;

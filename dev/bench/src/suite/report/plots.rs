@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use clap::ValueEnum;
 use plotters::style::{BLACK, RGBColor};
 
 use super::Plot;
@@ -9,7 +10,8 @@ use super::tables::{Cell, cells, groups, order, sizes};
 use crate::Spread;
 use crate::plot::{self, Axis, Line};
 use crate::suite::points::name_of;
-use crate::suite::{Kept, feel, scaling, syncs};
+use crate::suite::volume::cases::{Case, Cell as FileCell, Figures, Pattern, Subject};
+use crate::suite::{Kept, feel, scaling, syncs, volume};
 use crate::sync::{Method, Result};
 
 /// A plot before it is drawn.
@@ -115,6 +117,43 @@ pub fn scaling(runs: &[&Kept<scaling::Point>], folder: &Path) -> Result<Vec<Plot
     Ok(plots)
 }
 
+/// Draws MB/s against the number of jobs, for small and large requests past the page cache.
+///
+/// # Errors
+/// A file could not be written.
+pub fn volume(runs: &[&Kept<volume::Point>], folder: &Path) -> Result<Vec<Plot>> {
+    let Some(newest) = runs.last() else { return Ok(Vec::new()) };
+    let figures = Figures(&newest.points);
+    let mut plots = Vec::new();
+    for (pattern, block) in [
+        (Pattern::Randread, 4 << 10),
+        (Pattern::Randwrite, 4 << 10),
+        (Pattern::Read, 1 << 20),
+        (Pattern::Write, 1 << 20),
+    ] {
+        let line = |(place, subject): (usize, &Subject)| {
+            let at = |jobs: u32| {
+                let case = Case::Files(FileCell { direct: true, pattern, block, jobs }).to_string();
+                Some((f64::from(jobs), figures.spread(subject.name(), &case)?.median))
+            };
+            let points: Vec<(f64, f64)> = (1..=MOST_JOBS).filter_map(at).collect();
+            let colour = SUBJECT_COLOURS.get(place).copied().unwrap_or(BLACK);
+            (points.len() > 1).then(|| Line { name: subject.name(), colour, points })
+        };
+        let lines: Vec<Line<'static>> = Subject::value_variants().iter().enumerate().filter_map(line).collect();
+        if lines.is_empty() {
+            continue;
+        }
+        let title = format!("MB/s, {} {}, direct", pattern.word(), crate::bytes(block));
+        let mut picture = Picture::new(&title, "jobs", "MB/s", lines);
+        (picture.is_log_x, picture.is_log_y) = (true, true);
+        plots.push(
+            picture.draw(folder, &format!("volume-{}.svg", slug(&format!("{} {}", pattern.word(), block >> 10))))?,
+        );
+    }
+    Ok(plots)
+}
+
 fn line_of(method: Option<Method>, mut points: Vec<(f64, f64)>) -> Line<'static> {
     points.sort_by(|one, other| one.0.total_cmp(&other.0));
     let place = order().position(|other| Some(other) == method).unwrap_or_default();
@@ -167,6 +206,21 @@ const COLOURS: [RGBColor; 13] = [
     RGBColor(150, 60, 200),
     RGBColor(150, 210, 60),
 ];
+
+/// In the order of the subjects: ours in colour.
+const SUBJECT_COLOURS: [RGBColor; 8] = [
+    RGBColor(60, 110, 220),
+    RGBColor(220, 40, 60),
+    RGBColor(40, 140, 60),
+    RGBColor(240, 140, 40),
+    RGBColor(150, 100, 40),
+    RGBColor(150, 60, 200),
+    RGBColor(130, 130, 130),
+    RGBColor(0, 0, 0),
+];
+
+/// What the command line of `volume` takes.
+const MOST_JOBS: u32 = 64;
 
 #[cfg(test)]
 mod tests {

@@ -1,0 +1,64 @@
+//! Which findings of the measurement in [`super::seeds`] hold here, said with the figures of a run. Their two
+//! transports are RDMA and TCP; here they are shared memory and TCP, on one host.
+
+use std::fmt::Write as _;
+
+use super::cases::{Case, Cell, Figures, Pattern, Subject};
+use super::connections;
+use super::seeds::BLOCKS_KIB;
+use crate::Spread;
+
+/// One line for each finding for which there are figures.
+pub fn text(figures: Figures<'_>) -> String {
+    let mut out = String::new();
+    let reads = gain(figures, true, &[Pattern::Read, Pattern::Randread], &[1]);
+    let _ = say(&mut out, reads, "Direct reads of one thread gain 20 to 50 %", |ratio| ratio >= 1.1);
+    let writes = gain(figures, true, &[Pattern::Write, Pattern::Randwrite], &[1, 32]);
+    let _ = say(&mut out, writes, "Direct writes are a draw", |ratio| (0.9..=1.1).contains(&ratio));
+    let buffered = gain(figures, false, &[Pattern::Write], &[1, 32]);
+    let _ = say(&mut out, buffered, "Buffered sequential writes lose 30 to 58 %", |ratio| ratio <= 0.9);
+    let connect = figures.ratio(connections::EMULATED_RDMA, connections::EMULATED_TCP, connections::CASE);
+    if let Some(Spread { median, .. }) = connect {
+        let holds = if median > 1.1 { "holds" } else { "does not hold" };
+        let _ = writeln!(
+            out,
+            "- *A new RDMA connection is dear*: {holds}. In the emulated machine it takes {median:.1} times as long as one by TCP."
+        );
+    }
+    out
+}
+
+fn say(out: &mut String, ratio: Option<Spread>, claim: &str, holds: impl Fn(f64) -> bool) -> std::fmt::Result {
+    let Some(Spread { median, low, high }) = ratio else { return Ok(()) };
+    let holds = if holds(median) { "holds" } else { "does not hold" };
+    writeln!(
+        out,
+        "- *{claim}* by their faster transport: {holds} here. Shared memory reaches {median:.2} of TCP (median of the \
+         cells; {low:.2} to {high:.2})."
+    )
+}
+
+/// Shared memory in multiples of TCP, over all cells like these.
+fn gain(figures: Figures<'_>, direct: bool, patterns: &[Pattern], jobs: &[u32]) -> Option<Spread> {
+    let cells = jobs.iter().flat_map(|&jobs| patterns.iter().map(move |&pattern| (jobs, pattern)));
+    let cells = cells.flat_map(|(jobs, pattern)| {
+        BLOCKS_KIB.map(|kib| Case::Files(Cell { direct, pattern, block: kib << 10, jobs }).to_string())
+    });
+    let ratio = |case: String| figures.ratio(Subject::RemoraShm.name(), Subject::RemoraTcp.name(), &case);
+    Spread::of(cells.filter_map(|case| Some(ratio(case)?.median)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::suite::volume::cases::tests::point;
+
+    #[test]
+    fn a_finding_holds_or_not_by_the_median_of_its_cells() {
+        let case = "read 4 KiB, 1 job, direct";
+        let with = |shm| [point("Remora, shm", case, 0, shm), point("Remora, TCP", case, 0, 10.0)];
+        assert!(text(Figures(&with(13.0))).contains("holds here. Shared memory reaches 1.30"));
+        assert!(text(Figures(&with(10.0))).contains("does not hold here"));
+        assert_eq!(text(Figures(&[])), "");
+    }
+}

@@ -1,0 +1,177 @@
+//! The tables, as Markdown, from kept figures.
+
+use std::fmt::Write as _;
+
+use clap::ValueEnum;
+
+use super::cases::{Case, Cell, Figures, Pattern, Point, Subject};
+use super::{connections, findings, goals, seeds};
+use crate::suite::Kept;
+use crate::{Spread, bytes};
+
+/// All tables of these runs.
+pub fn tables(runs: &[&Kept<Point>]) -> String {
+    let mut out = String::from(EXPLAINED);
+    for kept in runs {
+        if !kept.label.is_empty() {
+            let _ = writeln!(out, "\n### Run {}", kept.label);
+        }
+        let figures = Figures(&kept.points);
+        for (title, text) in [
+            ("Targets", goals::table(figures)),
+            ("Their findings", findings::text(figures)),
+            ("Redis, `appendfsync always`", sets(figures)),
+            ("New connections", of_connections(figures)),
+        ] {
+            if text.lines().count() > if text.starts_with('|') { 2 } else { 0 } {
+                let _ = writeln!(out, "\n**{title}**\n\n{}", text.trim_end());
+            }
+        }
+        for direct in [true, false] {
+            for jobs in [1, 8, 32] {
+                files(&mut out, figures, direct, jobs);
+            }
+        }
+    }
+    out
+}
+
+fn sets(figures: Figures<'_>) -> String {
+    let mut out = String::from(
+        "| files on | 1 client: µs | p99 µs | CPU µs each | 50 clients: SETs/s | p99 µs | CPU µs each |\n|---|---:|---:|---:|---:|---:|---:|\n",
+    );
+    for subject in subjects(figures, |case| !case.ends_with("direct") && !case.ends_with("buffered")) {
+        let _ = write!(out, "| {}", subject.name());
+        for case in [Case::OneClient, Case::ManyClients].map(|case| case.to_string()) {
+            let of = || figures.of(subject.name(), &case);
+            let spread = figures.spread(subject.name(), &case);
+            let each = Spread::of(of().map(|point| 1e6 * point.cpu_seconds / point.operations));
+            let _ = write!(
+                out,
+                " | {} | {} | {}",
+                range(spread),
+                median(Spread::of(of().filter_map(|p| p.p99_us))),
+                median(each)
+            );
+        }
+        out += " |\n";
+    }
+    out
+}
+
+fn of_connections(figures: Figures<'_>) -> String {
+    let mut out =
+        String::from("| by | µs until the first answer | p99 µs | CPU µs of both ends |\n|---|---:|---:|---:|\n");
+    for subject in [connections::TCP, connections::EMULATED_TCP, connections::EMULATED_RDMA] {
+        let of = || figures.of(subject, connections::CASE);
+        let Some(spread) = figures.spread(subject, connections::CASE) else { continue };
+        let each = Spread::of(of().map(|point| 1e6 * point.cpu_seconds / point.operations));
+        let p99 = Spread::of(of().filter_map(|point| point.p99_us));
+        let _ = writeln!(out, "| {subject} | {} | {} | {} |", range(Some(spread)), median(p99), median(each));
+    }
+    out
+}
+
+/// Two tables: MB/s, and processor time.
+fn files(out: &mut String, figures: Figures<'_>, direct: bool, jobs: u32) {
+    let mut cells = Vec::new();
+    for pattern in Pattern::value_variants().iter().copied() {
+        let blocks = seeds::BLOCKS_KIB.map(|kib| Cell { direct, pattern, block: kib << 10, jobs });
+        let is_measured = |cell: &Cell| {
+            let case = Case::Files(*cell).to_string();
+            figures.0.iter().any(|point| point.case == case)
+        };
+        cells.extend(blocks.into_iter().filter(is_measured));
+    }
+    if cells.is_empty() {
+        return;
+    }
+    let (how, threads) = (if direct { "direct" } else { "buffered" }, if jobs == 1 { "job" } else { "jobs" });
+    let names = cells.iter().map(|cell| Case::Files(*cell).to_string()).collect::<Vec<_>>();
+    let subjects = subjects(figures, |case| names.iter().any(|name| name == case));
+    let heads: Vec<&str> = subjects.iter().map(|subject| subject.name()).collect();
+    let (heads, line) = (heads.join(" | "), "---:|".repeat(subjects.len()));
+    let _ = writeln!(
+        out,
+        "\n**{jobs} {threads}, {how}: MB/s**\n\n| | CubeFS RDMA | CubeFS TCP | {heads} |\n|---|---:|---:|{line}"
+    );
+    for (cell, name) in cells.iter().zip(&names) {
+        let (rdma, tcp) = seeds::of(cell).unzip();
+        let published = |figure: Option<f64>| figure.map_or("–".to_owned(), |figure| figure.to_string());
+        let ours = subjects.iter().map(|subject| range(figures.spread(subject.name(), name)));
+        let _ = writeln!(
+            out,
+            "| {} {} | {} | {} | {} |",
+            cell.pattern.word(),
+            bytes(cell.block),
+            published(rdma),
+            published(tcp),
+            ours.collect::<Vec<_>>().join(" | ")
+        );
+    }
+    let _ = writeln!(
+        out,
+        "\n**{jobs} {threads}, {how}: processor µs of a request, all processes**\n\n| | {heads} |\n|---|{line}"
+    );
+    for (cell, name) in cells.iter().zip(&names) {
+        let each = |subject: &Subject| {
+            let of = figures.of(subject.name(), name);
+            median(Spread::of(of.map(|point| 1e6 * point.cpu_seconds / point.operations)))
+        };
+        let each = subjects.iter().map(each).collect::<Vec<_>>().join(" | ");
+        let _ = writeln!(out, "| {} {} | {each} |", cell.pattern.word(), bytes(cell.block));
+    }
+}
+
+/// Those that have figures of such cases, in their order.
+fn subjects(figures: Figures<'_>, is_one: impl Fn(&str) -> bool) -> Vec<Subject> {
+    let has = |subject: &Subject| figures.0.iter().any(|point| point.subject == subject.name() && is_one(&point.case));
+    Subject::value_variants().iter().copied().filter(has).collect()
+}
+
+fn median(spread: Option<Spread>) -> String {
+    spread.map_or("–".to_owned(), |spread| short(spread.median))
+}
+
+fn range(spread: Option<Spread>) -> String {
+    let Some(Spread { median, low, high }) = spread else { return "–".to_owned() };
+    let (middle, low, high) = (short(median), short(low), short(high));
+    if low == high { middle } else { format!("{middle} ({low}–{high})") }
+}
+
+/// Three digits, or all of those before the point.
+fn short(figure: f64) -> String {
+    match figure.abs() {
+        small if small < 10.0 => format!("{figure:.2}"),
+        middle if middle < 100.0 => format!("{figure:.1}"),
+        _ => format!("{figure:.0}"),
+    }
+}
+
+const EXPLAINED: &str = "\
+Medians over the rounds, in brackets the least and the greatest value. MB are 10⁶ bytes. *CubeFS*: as published, on three machines with 40 GbE
+cards and a client of its own; all other columns are of this run, in which one host runs clients, mount and servers. *Remora*: a volume with three copies in memory, acknowledged
+at two, mounted by `remora volume mount`: *TCP* by messages only, *shm* with blocks read and taken by shared memory. *GlusterFS*: three replicas; *MooseFS*: the goal of three copies, *bindfs*:
+a directory once more; their disks are in memory. *nbdfuse*: a file in the memory of nbdkit, one copy. *FUSE floor*: a file system in the memory of one process, by Remora's own FUSE. *local disk*: a
+directory of this machine's disk. Direct: the same files again and again for the time of a measurement. Buffered: each file once, from a page cache that has been emptied of it, and with one `fsync` at the end
+of its writes.
+";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::suite::volume::cases::tests::point;
+
+    #[test]
+    fn every_measured_cell_has_a_row_with_what_was_published() {
+        let mut kept = Kept::begin("volume", None);
+        kept.points.push(point("Remora, shm", "read 1 MiB, 32 jobs, direct", 0, 1234.4));
+        kept.points.push(point("GlusterFS", "SET, 1 client", 0, 99.5));
+        let text = tables(&[&kept]);
+        assert!(text.contains("| | CubeFS RDMA | CubeFS TCP | Remora, shm |"), "{text}");
+        assert!(text.contains("| read 1 MiB | 3394 | 2820 | 1234 |"), "{text}");
+        assert!(text.contains("| read 1 MiB | 500 |"), "half a second of 1000 requests: {text}");
+        assert!(text.contains("| GlusterFS | 99.5 | – | 500 | – | – | – |"), "{text}");
+        assert!(!text.contains("buffered: MB/s") && !text.contains("Targets"), "{text}");
+    }
+}
