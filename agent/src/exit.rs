@@ -40,11 +40,13 @@ pub enum Code {
     TakenOver = 14,
     /// A copy of a volume is damaged, and was not taken back.
     Damaged = 15,
+    /// The primary would not continue a server that starts on a fetched file. The file was not put in place.
+    Stale = 16,
 }
 
 impl Code {
     /// All codes, in order.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::Differs,
         Self::Usage,
         Self::Refused,
@@ -60,6 +62,7 @@ impl Code {
         Self::NotReady,
         Self::TakenOver,
         Self::Damaged,
+        Self::Stale,
     ];
 
     /// The exit status of the process.
@@ -93,6 +96,9 @@ impl Code {
                 "taken over: another client promoted the replica's server or pointed it elsewhere, and the agent left that in place"
             }
             Self::Damaged => "volume scrub: a copy is damaged and was not taken back; remora volume repair does it",
+            Self::Stale => {
+                "fetch: the primary would not continue a server that starts on the file, which was not put in place"
+            }
         }
     }
 }

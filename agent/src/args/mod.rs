@@ -5,6 +5,7 @@
 
 mod devices;
 mod fast_keys;
+mod fetch;
 mod generate;
 mod load;
 mod module;
@@ -27,6 +28,7 @@ use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 pub use self::{
     devices::DevicesArgs,
     fast_keys::{FastKeys, WalkArgs},
+    fetch::FetchArgs,
     generate::{GenerateArgs, Generated},
     load::{LoadArgs, ValueType},
     module::{ModuleArgs, ModuleQuestion},
@@ -117,7 +119,10 @@ pub enum Command {
     #[command(about = "Block devices in the memory of other hosts")]
     #[allow(missing_docs)]
     Volume(VolumeArgs),
-    #[command(about = "A source's snapshot as a file")]
+    #[command(about = "Fetch a source's snapshot as an RDB file")]
+    #[allow(missing_docs)]
+    Fetch(FetchArgs),
+    #[command(about = "A source's snapshot as a mounted file")]
     #[allow(missing_docs)]
     Snapshot(SnapshotArgs),
     #[command(about = "Write shell completions or man pages")]

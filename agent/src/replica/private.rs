@@ -19,7 +19,7 @@ use rustix::io::Errno;
 
 /// An open folder that no other user can write to.
 #[derive(Debug)]
-pub(super) struct Folder {
+pub(crate) struct Folder {
     path: PathBuf,
     handle: OwnedFd,
 }
@@ -27,7 +27,7 @@ pub(super) struct Folder {
 /// A folder or file that another user can change or could have created.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-pub(super) struct Unsafe(String);
+pub(crate) struct Unsafe(String);
 
 /// The mode of new folders.
 const FOLDER_MODE: u32 = 0o700;
@@ -50,7 +50,7 @@ impl Folder {
     /// # Errors
     /// An error with [`Unsafe`] inside ([`is_unsafe`]) if the folder is a symbolic link, or if another user owns it or
     /// can write to it.
-    pub(super) fn open(path: &Path) -> io::Result<Folder> {
+    pub(crate) fn open(path: &Path) -> io::Result<Folder> {
         // A slash at the end would make the system follow a link.
         let path: PathBuf = path.components().collect();
         DirBuilder::new().recursive(true).mode(FOLDER_MODE).create(&path)?;
@@ -73,17 +73,17 @@ impl Folder {
     }
 
     /// The path of a file in the folder, for messages.
-    pub(super) fn path_of(&self, name: &str) -> PathBuf {
+    pub(crate) fn path_of(&self, name: &str) -> PathBuf {
         self.path.join(name)
     }
 
     /// Opens a file for reading and writing, and creates it if it is missing.
-    pub(super) fn file(&self, name: &str) -> io::Result<File> {
+    pub(crate) fn file(&self, name: &str) -> io::Result<File> {
         self.open_file(name, OFlags::RDWR | OFlags::CREATE)
     }
 
     /// Reads the first `limit` bytes of a file; `None` if the file does not exist.
-    pub(super) fn read(&self, name: &str, limit: u64) -> io::Result<Option<Vec<u8>>> {
+    pub(crate) fn read(&self, name: &str, limit: u64) -> io::Result<Option<Vec<u8>>> {
         let file = match self.open_file(name, OFlags::RDONLY) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             // The file system does not allow this name, so the file cannot exist.
@@ -96,7 +96,7 @@ impl Folder {
     }
 
     /// Replaces a file atomically, and waits until it is on the disk.
-    pub(super) fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
+    pub(crate) fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
         let fresh = format!("{name}.new");
         self.remove(&fresh)?;
         let mut file = self.open_file(&fresh, OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL)?;
@@ -106,7 +106,7 @@ impl Folder {
     }
 
     /// Removes a file. If it is a link, removes the link and not its target. A missing file is no error.
-    pub(super) fn remove(&self, name: &str) -> io::Result<()> {
+    pub(crate) fn remove(&self, name: &str) -> io::Result<()> {
         match rustix::fs::unlinkat(&self.handle, name, AtFlags::empty()) {
             Err(Errno::NOENT) => Ok(()),
             done => Ok(done?),
@@ -114,14 +114,14 @@ impl Folder {
     }
 
     /// Claims the folder for this process. `None` if another process has claimed it.
-    pub(super) fn claim(&self) -> io::Result<Option<Claim>> {
+    pub(crate) fn claim(&self) -> io::Result<Option<Claim>> {
         // Opened anew: a copy of the handle would keep the lock until the folder is closed too.
         let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
         Claim::take(rustix::fs::openat(&self.handle, ".", flags, Mode::empty())?)
     }
 
     /// Claims a file of the folder, which it creates. `None` if another process has claimed it.
-    pub(super) fn claim_file(&self, name: &str) -> io::Result<Option<Claim>> {
+    pub(crate) fn claim_file(&self, name: &str) -> io::Result<Option<Claim>> {
         Claim::take(self.file(name)?.into())
     }
 
@@ -147,7 +147,7 @@ impl Folder {
 
 /// A folder or file that no other process can claim until this value is dropped, or the process ends.
 #[derive(Debug)]
-pub(super) struct Claim {
+pub(crate) struct Claim {
     _handle: OwnedFd,
 }
 
@@ -162,7 +162,7 @@ impl Claim {
 }
 
 /// Whether the error says that a folder or file is not safe to use.
-pub(super) fn is_unsafe(error: &io::Error) -> bool {
+pub(crate) fn is_unsafe(error: &io::Error) -> bool {
     error.get_ref().is_some_and(|cause| cause.is::<Unsafe>())
 }
 

@@ -316,13 +316,14 @@ impl Way {
 
     /// Connects to the offered snapshot alone, for a reader that has no server. Blocks, within the transports'
     /// time-outs.
-    pub(crate) fn snapshot(&self, offer: &Offer, sinks: Sinks) -> Result<(Origin, Part, Chosen), Failure> {
+    pub(crate) fn snapshot(&self, offer: &Offer, sinks: Sinks) -> Result<(spool::SnapshotId, Part, Chosen), Failure> {
         let (snapshot, _, origin) = check(offer, self.source)?;
         let is_sealed = !offer.snapshot.seal.is_empty();
         let mut connectors = self.wish.connectors(self.source, is_sealed);
         let (part, kind) = self.whole(&mut connectors, offer, &snapshot, origin.history, sinks)?;
         let protection = self.protection(kind, is_sealed);
-        Ok((origin, part, Chosen { kind, why: connectors.why(), protection, copy: None }))
+        let id = spool::SnapshotId { origin, slot_size: snapshot.slot_size };
+        Ok((id, part, Chosen { kind, why: connectors.why(), protection, copy: None }))
     }
 
     /// The connection to a snapshot whose slots are not passed on.

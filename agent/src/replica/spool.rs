@@ -33,11 +33,11 @@ use super::private::Folder;
 
 /// What identifies the slots of a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct SnapshotId {
+pub(crate) struct SnapshotId {
     /// The snapshot's generation, history and offset.
-    pub(super) origin: Origin,
+    pub(crate) origin: Origin,
     /// Bytes per slot.
-    pub(super) slot_size: u32,
+    pub(crate) slot_size: u32,
 }
 
 /// The contents of `origin.json`.
@@ -67,17 +67,17 @@ impl OriginFile {
 
 /// The record of one held slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Held {
+pub(crate) struct Held {
     /// Its number in the snapshot.
-    pub(super) number: u64,
+    pub(crate) number: u64,
     /// Bytes in it.
-    pub(super) length: u32,
+    pub(crate) length: u32,
     /// CRC-32C of them.
-    pub(super) crc: u32,
+    pub(crate) crc: u32,
 }
 
 /// The slots of one snapshot, in the files of a state folder.
-pub(super) struct Spool {
+pub(crate) struct Spool {
     folder: Folder,
     snapshot: SnapshotId,
     slots: File,
@@ -107,7 +107,7 @@ const READ_PIECE: usize = 256 * 1024;
 impl Spool {
     /// Opens the spool in `folder` for `snapshot`. Deletes slots of another snapshot. With `seal`, slots are kept as
     /// ciphertext.
-    pub(super) fn open(folder: &Path, snapshot: &SnapshotId, seal: Option<Arc<Seal>>) -> io::Result<Spool> {
+    pub(crate) fn open(folder: &Path, snapshot: &SnapshotId, seal: Option<Arc<Seal>>) -> io::Result<Spool> {
         let folder = Folder::open(folder)?;
         if read_snapshot(&folder) != Some((*snapshot, seal.is_some())) {
             remove_files(&folder)?;
@@ -127,12 +127,12 @@ impl Spool {
     }
 
     /// The slots, if they are kept as `seal` wants: plain without it, and ciphertext with it.
-    pub(super) fn with_seal(self, seal: Option<Arc<Seal>>) -> Option<Spool> {
+    pub(crate) fn with_seal(self, seal: Option<Arc<Seal>>) -> Option<Spool> {
         (self.tags.is_some() == seal.is_some()).then_some(Spool { seal, ..self })
     }
 
     /// The slots that a folder holds, if any, of whichever snapshot. Reads and verifies all of them.
-    pub(super) fn find(folder: &Path) -> Option<Spool> {
+    pub(crate) fn find(folder: &Path) -> Option<Spool> {
         let opened = Folder::open(folder).ok()?;
         let (snapshot, is_sealed) = read_snapshot(&opened)?;
         tracing::info!(folder = %folder.display(), "verifying the slots in the state folder");
@@ -140,7 +140,7 @@ impl Spool {
     }
 
     /// The snapshot whose slots are held.
-    pub(super) fn snapshot(&self) -> SnapshotId {
+    pub(crate) fn snapshot(&self) -> SnapshotId {
         self.snapshot
     }
 
@@ -183,7 +183,7 @@ impl Spool {
     /// Writes a slot's bytes, read from `view` at `offset`, and returns the record of what was written. The slot counts
     /// as held after [`remember`](Self::remember). Between the two calls the caller checks that the source has not
     /// reused the bytes.
-    pub(super) fn store(&self, record: Held, view: &View, offset: u64) -> io::Result<Held> {
+    pub(crate) fn store(&self, record: Held, view: &View, offset: u64) -> io::Result<Held> {
         if let (Some(tags), Some(seal)) = (&self.tags, &self.seal) {
             let mut bytes = vec![0; record.length as usize];
             view.read(offset, &mut bytes).map_err(io::Error::other)?;
@@ -204,7 +204,7 @@ impl Spool {
     ///
     /// # Errors
     /// The files cannot be read, or have other bytes than were kept.
-    pub(super) fn opened(&self, record: &Held) -> io::Result<Option<Vec<u8>>> {
+    pub(crate) fn opened(&self, record: &Held) -> io::Result<Option<Vec<u8>>> {
         let Some(tags) = &self.tags else { return Ok(None) };
         let seal = self.seal.as_ref().ok_or_else(|| io::Error::other("the source has not said its key"))?;
         let (mut bytes, mut tag) = (vec![0; record.length as usize], [0; TAG_BYTES]);
@@ -215,7 +215,7 @@ impl Spool {
     }
 
     /// Appends the slot's record. From then on this agent and later ones hold the slot.
-    pub(super) fn remember(&mut self, record: Held) -> io::Result<()> {
+    pub(crate) fn remember(&mut self, record: Held) -> io::Result<()> {
         let end = self.index.metadata()?.len();
         self.index.write_all_at(&encode(&record), end)?;
         self.held.insert(record.number, record);
@@ -226,32 +226,32 @@ impl Spool {
     }
 
     /// The slot's record, if it is held.
-    pub(super) fn get(&self, number: u64) -> Option<Held> {
+    pub(crate) fn get(&self, number: u64) -> Option<Held> {
         self.held.get(&number).copied()
     }
 
     /// The first slot that is not held.
-    pub(super) fn held_below(&self) -> u64 {
+    pub(crate) fn held_below(&self) -> u64 {
         self.below
     }
 
     /// The numbers of the slots that are held.
-    pub(super) fn held(&self) -> BTreeSet<u64> {
+    pub(crate) fn held(&self) -> BTreeSet<u64> {
         self.held.keys().copied().collect()
     }
 
     /// The position of a slot in [`Spool::file`].
-    pub(super) fn place(&self, number: u64) -> u64 {
+    pub(crate) fn place(&self, number: u64) -> u64 {
         number * u64::from(self.snapshot.slot_size)
     }
 
     /// The file with the slots.
-    pub(super) fn file(&self) -> &File {
+    pub(crate) fn file(&self) -> &File {
         &self.slots
     }
 
     /// Deletes the files: the sync is done.
-    pub(super) fn remove(self) -> io::Result<()> {
+    pub(crate) fn remove(self) -> io::Result<()> {
         remove_files(&self.folder)
     }
 }

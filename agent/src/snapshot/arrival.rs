@@ -1,4 +1,4 @@
-//! Arrival: reads the slots of a source's snapshot into a [`Kept`], on a thread of its own.
+//! Arrival: reads the slots of a source's snapshot into a [`Keeper`], on a thread of its own.
 
 use std::io;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use remora_fabric::Peer;
 use remora_table::SnapshotReader;
 use tokio::sync::oneshot;
 
-use super::kept::Kept;
+use super::target::Keeper;
 use crate::replica::parts::{Mapped, Part};
 
 /// How long the thread sleeps at most when nothing has arrived: it adds to the time until a new slot is seen, and to
@@ -37,12 +37,12 @@ pub(super) struct Arrival {
 
 impl Arrival {
     /// Begins to read, behind what has arrived already.
-    pub(super) fn begin(part: Part, kept: Arc<Kept>) -> io::Result<Arrival> {
+    pub(super) fn begin(part: Part, kept: Arc<dyn Keeper>) -> io::Result<Arrival> {
         let stop = Arc::new(AtomicBool::new(false));
         let (tell, ended) = oneshot::channel();
         let stopped = Arc::clone(&stop);
         let thread = std::thread::Builder::new().name("snapshot".into()).spawn(move || {
-            let result = arrive(part, &kept, &stopped);
+            let result = arrive(part, &*kept, &stopped);
             _ = tell.send(result); // the owner may have gone
         })?;
         Ok(Arrival { stop, thread: Some(thread), ended })
@@ -68,7 +68,7 @@ impl Drop for Arrival {
     }
 }
 
-fn arrive(part: Part, kept: &Kept, stop: &AtomicBool) -> Result<(), ArrivalError> {
+fn arrive(part: Part, kept: &dyn Keeper, stop: &AtomicBool) -> Result<(), ArrivalError> {
     let first = kept.reached().slots;
     let mut peer = part.peer;
     let view = peer.view();
@@ -80,8 +80,7 @@ fn arrive(part: Part, kept: &Kept, stop: &AtomicBool) -> Result<(), ArrivalError
             continue;
         }
         if reader.is_complete() {
-            kept.complete();
-            return Ok(());
+            return kept.complete().map_err(ArrivalError::Disk);
         }
         peer.wait(PACE).map_err(remora_table::Error::from)?;
     }
@@ -92,19 +91,17 @@ fn arrive(part: Part, kept: &Kept, stop: &AtomicBool) -> Result<(), ArrivalError
 fn turn(
     reader: &mut SnapshotReader,
     peer: &mut dyn Peer,
-    kept: &Kept,
+    kept: &dyn Keeper,
     mapped: &mut Mapped,
 ) -> Result<bool, ArrivalError> {
     reader.pump(peer)?;
     let mut moved = false;
     while let Some(slot) = reader.next_slot() {
-        let length = slot.length;
-        let (view, range) = slot.bytes();
-        kept.write(view, range.start, length).map_err(ArrivalError::Disk)?;
+        let held = kept.keep(&slot).map_err(ArrivalError::Disk)?;
         // Only now is it known that its memory was not used for another slot meanwhile.
         reader.release(slot)?;
-        kept.add(length);
-        mapped.copied(length.into());
+        mapped.copied(held.length.into());
+        kept.add(held).map_err(ArrivalError::Disk)?;
         moved = true;
     }
     Ok(moved)

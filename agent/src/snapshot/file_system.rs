@@ -14,8 +14,9 @@ use remora_fuse::reply::{
 use remora_fuse::request::{GetAttributes, Lookup, Open, Read, ReadDirectory};
 use remora_fuse::{Answer, Errno, FileSystem, Later, ROOT};
 
-use super::kept::{Found, Kept, Reached, Stage};
+use super::kept::{Found, Kept};
 use super::shelf::Shelf;
+use super::target::{Keeper, Reached, Stage};
 
 /// The name of the file.
 pub(super) const NAME: &str = "dump.rdb";
@@ -72,7 +73,7 @@ impl Served {
 
 impl FileSystem for Served {
     fn lookup(&self, asked: Lookup<'_>, answer: Answer<'_, Entry>) {
-        let present = self.shelf.present().filter(|_| asked.parent == ROOT && asked.name == NAME.as_bytes());
+        let present = self.shelf.shown().filter(|_| asked.parent == ROOT && asked.name == NAME.as_bytes());
         let Some((node, _)) = present else { return answer.fail(Errno::NOENT) };
         match self.attributes(node) {
             Ok(known) => {
@@ -112,7 +113,7 @@ impl FileSystem for Served {
 
     fn read_directory(&self, asked: ReadDirectory, answer: Answer<'_, Listing>) {
         let mut listing = answer.listing();
-        let file = self.shelf.present().map(|(node, _)| (node, FileKind::File, NAME));
+        let file = self.shelf.shown().map(|(node, _)| (node, FileKind::File, NAME));
         let entries = [Some((ROOT, FileKind::Directory, ".")), Some((ROOT, FileKind::Directory, "..")), file];
         for (offset, (node, kind, name)) in (1..).zip(entries.into_iter().flatten()) {
             let entry = DirectoryEntry { node, kind, name: name.as_bytes(), offset };
@@ -125,7 +126,7 @@ impl FileSystem for Served {
 
     fn statistics(&self, _node: u64, answer: Answer<'_, Statistics>) {
         let bytes: u64 = self.shelf.all().iter().map(|kept| kept.reached().bytes).sum();
-        let files = self.shelf.present().map_or(1, |_| 2);
+        let files = self.shelf.shown().map_or(1, |_| 2);
         let block_bytes = PAGE as u32;
         answer.give(Statistics {
             block_bytes,

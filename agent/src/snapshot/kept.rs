@@ -16,7 +16,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 use remora_fabric::View;
-use remora_table::Origin;
+use remora_table::{Origin, Slot};
+
+use super::target::{Keeper, Reached, Stage};
+use crate::replica::spool::Held;
 
 /// The bytes of one snapshot, as they arrive.
 pub(super) struct Kept {
@@ -36,16 +39,6 @@ struct State {
     waiting: Vec<Waiting>,
     /// Readers that were interrupted before they waited.
     interrupted: VecDeque<u64>,
-}
-
-/// Whether more will come.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Stage {
-    #[default]
-    Arriving,
-    Whole,
-    /// The source has withdrawn it before all had arrived.
-    Lost,
 }
 
 /// What a reader finds.
@@ -72,14 +65,6 @@ type Tell = Box<dyn FnOnce(Found) + Send>;
 /// this many others have come: more than the requests that the kernel has under way.
 const MOST_INTERRUPTED: usize = 1024;
 
-/// How far a snapshot is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Reached {
-    pub(super) bytes: u64,
-    pub(super) slots: u64,
-    pub(super) stage: Stage,
-}
-
 impl Kept {
     /// An empty one, whose bytes will be in this folder's file system.
     pub(super) fn new(folder: &Path, origin: Origin) -> io::Result<Kept> {
@@ -87,13 +72,8 @@ impl Kept {
         Ok(Kept { origin, begun: SystemTime::now(), file, state: Mutex::default() })
     }
 
-    pub(super) fn reached(&self) -> Reached {
-        let State { arrived, slots, stage, .. } = *self.state();
-        Reached { bytes: arrived, slots, stage }
-    }
-
-    /// Writes the next slot's bytes, which count when they are [`Kept::add`]ed.
-    pub(super) fn write(&self, view: &View, offset: u64, length: u32) -> io::Result<()> {
+    /// Writes the bytes of the next slot.
+    fn write(&self, view: &View, offset: u64, length: u32) -> io::Result<()> {
         let (at, mut done) = (self.reached().bytes, 0);
         while done < u64::from(length) {
             let left = (u64::from(length) - done) as usize;
@@ -102,25 +82,11 @@ impl Kept {
         Ok(())
     }
 
-    /// Another slot of this length has arrived, and is right.
-    pub(super) fn add(&self, length: u32) {
+    /// Another slot of this length is there.
+    fn grow(&self, length: u32) {
         self.change(|state| {
             state.arrived += u64::from(length);
             state.slots += 1;
-        });
-    }
-
-    /// Everything has arrived.
-    pub(super) fn complete(&self) {
-        self.change(|state| state.stage = Stage::Whole);
-    }
-
-    /// What has not arrived will not come.
-    pub(super) fn lose(&self) {
-        self.change(|state| {
-            if state.stage == Stage::Arriving {
-                state.stage = Stage::Lost;
-            }
         });
     }
 
@@ -186,6 +152,41 @@ impl Kept {
     }
 }
 
+impl Keeper for Kept {
+    fn origin(&self) -> Origin {
+        self.origin
+    }
+
+    fn reached(&self) -> Reached {
+        let State { arrived, slots, stage, .. } = *self.state();
+        Reached { bytes: arrived, slots, stage }
+    }
+
+    fn keep(&self, slot: &Slot) -> io::Result<Held> {
+        let (view, range) = slot.bytes();
+        self.write(view, range.start, slot.length)?;
+        Ok(Held { number: slot.number, length: slot.length, crc: 0 }) // which this file has no use for
+    }
+
+    fn add(&self, held: Held) -> io::Result<()> {
+        self.grow(held.length);
+        Ok(())
+    }
+
+    fn complete(&self) -> io::Result<()> {
+        self.change(|state| state.stage = Stage::Whole);
+        Ok(())
+    }
+
+    fn lose(&self) {
+        self.change(|state| {
+            if state.stage == Stage::Arriving {
+                state.stage = Stage::Lost;
+            }
+        });
+    }
+}
+
 impl State {
     fn find(&self, at: u64) -> Option<Found> {
         match self.stage {
@@ -217,7 +218,7 @@ mod tests {
         let memory = Memory::create("slot", 4096, Pages::Small).unwrap();
         memory.write(100, bytes).unwrap();
         kept.write(&memory, 100, bytes.len() as u32).unwrap();
-        kept.add(bytes.len() as u32);
+        kept.grow(bytes.len() as u32);
     }
 
     fn asks(kept: &Arc<Kept>, reader: u64, at: u64) -> mpsc::Receiver<Found> {
@@ -239,7 +240,7 @@ mod tests {
         arrive(&kept, b"abc");
         assert_eq!(next.try_recv(), Ok(Found::Bytes(3)));
         assert!(far.try_recv().is_err());
-        kept.complete();
+        kept.complete().unwrap();
         assert_eq!(far.try_recv(), Ok(Found::End));
         assert_eq!(kept.read(5, 8).unwrap(), b"56789abc");
         assert_eq!(kept.reached(), Reached { bytes: 13, slots: 2, stage: Stage::Whole });

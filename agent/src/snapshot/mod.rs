@@ -1,135 +1,39 @@
-//! `remora snapshot mount`: a source's snapshot as a file `dump.rdb`, which can be read while it still arrives.
+//! `remora snapshot mount` and `remora fetch`: a source's snapshot without a server, as a file.
 //!
 //! ```text
-//!   source ══ slots ══▶ arrival ──▶ kept (a file without a name) ◀── file_system ◀── kernel ◀── cp, redis-check-rdb, …
-//!      └─ conversation ─ receiving
+//!   source ══ slots ══▶ arrival ──▶ target ─┬─ kept, on the shelf ◀── file_system ◀── kernel ◀── cp, redis-check-rdb, …
+//!      └─ conversation ─ receiving          ╰─ file ──▶ dump.rdb in its place
 //! ```
 //!
-//! - [`receiving`] has the conversation with the source, as a replica has it, and [`arrival`] reads the slots.
-//! - [`kept`] has the bytes and the readers that wait for them; [`shelf`] has one for each snapshot.
-//! - [`file_system`] shows them to the kernel.
+//! - [`receiving`] has the conversation with the source, as a replica has it, and [`arrival`] reads the slots into a
+//!   [`target`].
+//! - [`mount`]: [`kept`] has the bytes and the readers that wait for them, [`shelf`] has one for each snapshot, and
+//!   [`file_system`] shows them to the kernel.
+//! - [`fetch`]: [`file`](mod@file) has the slots beside the file that they become, and [`out`] is for standard output.
 //!
-//! A slot's bytes are shown when they match the source's checksum. What has arrived stays readable, whatever becomes of
-//! the source. What does not arrive is an error, and never the end of the file.
+//! A slot's bytes count when they match the source's checksum. What has arrived stays, whatever becomes of the source.
+//! What does not arrive is an error, and never the end of the file.
 
 mod arrival;
+pub mod fetch;
+mod file;
 mod file_system;
 mod kept;
+mod mount;
+mod out;
 mod receiving;
 mod shelf;
+mod target;
 
-use std::sync::Arc;
-use std::time::Duration;
-
-use remora_fuse::{MountOptions, Session, SessionOptions};
-use tokio::sync::watch;
-
-use self::file_system::{NAME, Served};
-use self::receiving::Receiving;
-use self::shelf::Shelf;
-use crate::args::{SnapshotAction, SnapshotArgs, SnapshotMountArgs};
-use crate::conversation::certificate_roles::CertificateRoles;
-use crate::conversation::tokens::Credentials;
+use crate::args::{SnapshotAction, SnapshotArgs};
 use crate::exit::Failure;
-use crate::signals::Signals;
-
-/// What the mounts are called.
-const SUBTYPE: &str = "remora-snapshot";
-
-/// How often it is looked whether the file is still mounted.
-const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
 /// Runs `remora snapshot`.
 ///
 /// # Errors
-/// As `mount`.
+/// The source cannot be reached or refuses, or the snapshot cannot be kept or mounted.
 pub async fn run(args: SnapshotArgs) -> Result<(), Failure> {
     match args.action {
-        SnapshotAction::Mount(args) => mount(args).await,
+        SnapshotAction::Mount(args) => mount::run(args).await,
     }
-}
-
-/// Runs `remora snapshot mount` until a signal, or until the file is unmounted.
-///
-/// # Errors
-/// The source cannot be reached or refuses, the bytes cannot be kept, or the directory cannot be mounted at or is in
-/// use at the end.
-async fn mount(args: SnapshotMountArgs) -> Result<(), Failure> {
-    let mut signals = Signals::catch()?;
-    let security = args.security.open_for(&args.expected, CertificateRoles::default())?;
-    let credentials = Credentials::read(args.token_file.as_ref(), security, args.expected.source_key)?;
-    let shelf = Arc::new(Shelf::new(&args.spool));
-    let (begun, mut is_begun) = watch::channel(false);
-    let (stop, stopped) = watch::channel(false);
-    let source = args.read.source.to_string();
-    let receiving = Receiving {
-        read: args.read,
-        credentials,
-        name: args.name.unwrap_or_else(|| NAME.to_owned()),
-        shelf: Arc::clone(&shelf),
-        begun,
-        stopped,
-    };
-    let mut receiving = tokio::spawn(receiving.run());
-    let mut received = None;
-    // What there is is mounted: until then there is nothing to see, and an error is simply the command's.
-    tokio::select! {
-        done = &mut receiving, if received.is_none() => received = Some(outcome(done)?),
-        _ = is_begun.wait_for(|begun| *begun) => {}
-        signal = signals.next() => {
-            tracing::info!("stopped by {signal}: nothing was mounted");
-            return end(receiving, &stop).await;
-        }
-    }
-    let options = SessionOptions {
-        mount: MountOptions { source, subtype: SUBTYPE.into(), read_only: true, other_users: false },
-        ring: !args.no_ring,
-        ..SessionOptions::default()
-    };
-    let (served, directory) = (Arc::new(Served::new(Arc::clone(&shelf))), args.directory.clone());
-    let mounting = tokio::task::spawn_blocking(move || Session::start(&directory, served, &options));
-    let mounted = mounting.await.map_err(|error| Failure::local(format!("mounting failed: {error}")))?;
-    let mounted = mounted.map_err(|error| Failure::local(error.to_string()))?;
-    let directory = args.directory.display();
-    tracing::info!(%directory, transport = ?mounted.transport(), "{NAME} is there");
-    let failed = loop {
-        tokio::select! {
-            done = &mut receiving, if received.is_none() => match outcome(done) {
-                Ok(()) => received = Some(()),
-                Err(failure) => break Some(failure),
-            },
-            signal = signals.next() => {
-                tracing::info!("stopped by {signal}: unmounting");
-                break None;
-            }
-            () = tokio::time::sleep(LOOK_AGAIN) => {
-                if mounted.wait(Duration::ZERO) {
-                    tracing::info!(%directory, "unmounted");
-                    break None;
-                }
-            }
-        }
-    };
-    // Readers that wait are told before the file goes.
-    shelf.all().iter().for_each(|kept| kept.lose());
-    let left = if received.is_none() && failed.is_none() { end(receiving, &stop).await } else { Ok(()) };
-    let unmounting = tokio::task::spawn_blocking(move || mounted.end());
-    let unmounted = unmounting.await.map_err(|error| Failure::local(format!("unmounting failed: {error}")))?;
-    let unmounted = unmounted.map_err(|error| Failure::local(error.to_string()));
-    failed.map_or(left.and(unmounted), Err)
-}
-
-type Joined = Result<Result<(), Failure>, tokio::task::JoinError>;
-
-fn outcome(done: Joined) -> Result<(), Failure> {
-    done.unwrap_or_else(|error| Err(Failure::local(format!("receiving failed: {error}; this is a bug of remora"))))
-}
-
-/// Stops what still arrives, and waits until the source knows.
-async fn end(
-    receiving: tokio::task::JoinHandle<Result<(), Failure>>,
-    stop: &watch::Sender<bool>,
-) -> Result<(), Failure> {
-    stop.send_replace(true);
-    outcome(receiving.await)
 }

@@ -1,22 +1,21 @@
-//! Receiving: the conversation with a source about a snapshot without a server, until all of it has arrived.
+//! Receiving: the conversation with a source about a snapshot without a server, until all of it has arrived, and, if
+//! that is wanted, until the primary has been asked whether it would continue from there.
 //!
 //! ```text
 //!   connect ── Join ──▶ Offer ──▶ Arrival ──▶ all slots ── Leave ──▶ done
 //!      ▲         ▲        │           │
-//!      ╰─ pause ─┴────────┴─ lost ────╯   the same snapshot goes on where it was; another one begins a new file
+//!      ╰─ pause ─┴────────┴─ lost ────╯   the same snapshot goes on where it was; another one begins anew
 //! ```
 
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use remora_protocol::{Message, Offer, Outcome, Phase, Progress, Resume};
+use remora_protocol::{Join, Message, Offer, Outcome, Phase, Progress, Resume};
 use tokio::sync::watch;
 use tokio::time::MissedTickBehavior;
 
 use super::arrival::{Arrival, ArrivalError};
-use super::kept::{Kept, Stage};
-use super::shelf::Shelf;
+use super::target::{Keeper, Stage, Target};
 use crate::args::ReadArgs;
 use crate::backoff::Backoff;
 use crate::conversation::tokens::Credentials;
@@ -29,17 +28,22 @@ use crate::replica::source::{Chosen, Sinks, Source, failure, join};
 /// How often progress is shown, and told to the source.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
+/// How long the source may take to ask the primary: it waits for an answer of its own for less.
+const ANSWER_LIMIT: Duration = Duration::from_secs(20);
+
 /// Memory for slots on their way: enough for the most buffers that a reader has.
 const BUFFER_MEMORY: u64 = 96 << 20;
 
-/// Receives one snapshot into a shelf.
+/// Receives one snapshot into a target.
 pub(super) struct Receiving {
     pub(super) read: ReadArgs,
     pub(super) credentials: Credentials,
     /// The name that the source shows.
     pub(super) name: String,
-    pub(super) shelf: Arc<Shelf>,
-    /// Told when `dump.rdb` is there.
+    pub(super) target: Arc<dyn Target>,
+    /// Whether the primary is asked at the end if it would continue from the snapshot.
+    pub(super) asks: bool,
+    /// Told when a snapshot has begun to arrive.
     pub(super) begun: watch::Sender<bool>,
     /// True when it is to stop.
     pub(super) stopped: watch::Receiver<bool>,
@@ -47,10 +51,19 @@ pub(super) struct Receiving {
 
 /// A snapshot that arrives.
 struct Present {
-    kept: Arc<Kept>,
+    kept: Arc<dyn Keeper>,
     arrival: Arrival,
     chosen: Chosen,
     retained: bool,
+}
+
+/// A snapshot that has arrived.
+pub(super) struct Arrived {
+    pub(super) kept: Arc<dyn Keeper>,
+    /// What the source says of itself and its server.
+    pub(super) plan: Offer,
+    /// Whether the primary would continue from it at this moment, or why not. `None`: it was not asked.
+    pub(super) covered: Option<Result<(), String>>,
 }
 
 /// What a session waits for.
@@ -65,7 +78,7 @@ enum News {
 
 /// How a session with the source ends.
 enum Ended {
-    Whole,
+    Whole(Box<Arrived>),
     Stopped,
     Lost(Loss),
 }
@@ -78,27 +91,28 @@ struct Patience {
 }
 
 impl Receiving {
-    /// Runs until all has arrived, or it is stopped.
+    /// Runs until all has arrived. `None`: it was stopped before.
     ///
     /// # Errors
     /// The source cannot be reached for too long or refuses, or the bytes cannot be kept.
-    pub(super) async fn run(mut self) -> Result<(), Failure> {
+    pub(super) async fn run(mut self) -> Result<Option<Arrived>, Failure> {
         let mut patience = Patience { backoff: Backoff::from_system(), away_since: None, reached: 0 };
         let mut source = Source::connect_first(&self.read, &self.credentials).await.map_err(failure)?;
         let name = self.name.clone();
         // A snapshot in the primary's own format: it is for a server of this kind and version.
-        let server = source.plan(&self.read, Some(&name), "").await?.server;
+        let plan = source.plan(&self.read, Some(&name), "").await?;
         let meter = Meter::start("snapshot", Unit::Bytes, None);
         loop {
-            match self.session(source, &server, &meter, &mut patience).await {
-                Ended::Whole => {
+            match self.session(source, &plan, &meter, &mut patience).await {
+                Ended::Whole(arrived) => {
+                    meter.set(arrived.kept.reached().bytes);
                     meter.finish();
-                    return Ok(());
+                    return Ok(Some(*arrived));
                 }
-                Ended::Stopped => return Ok(()),
+                Ended::Stopped => return Ok(None),
                 Ended::Lost(loss) => match self.connect_again(loss, &mut patience).await? {
                     Some(again) => source = again,
-                    None => return Ok(()),
+                    None => return Ok(None),
                 },
             }
         }
@@ -107,7 +121,7 @@ impl Receiving {
     /// `None`: it was stopped.
     async fn connect_again(&mut self, mut loss: Loss, patience: &mut Patience) -> Result<Option<Source>, Failure> {
         loop {
-            let pause = patience.lost(&self.read, &self.shelf, loss)?;
+            let pause = patience.lost(&self.read, &*self.target, loss)?;
             if is_set_within(&mut self.stopped, pause).await {
                 return Ok(None);
             }
@@ -118,10 +132,10 @@ impl Receiving {
         }
     }
 
-    async fn session(&self, source: Source, server: &str, meter: &Meter, patience: &mut Patience) -> Ended {
+    async fn session(&self, source: Source, plan: &Offer, meter: &Meter, patience: &mut Patience) -> Ended {
         let way = source.way(&self.read);
         let mut session = Session::start(source, way);
-        session.send(self.request(server));
+        session.send(self.request(&plan.server));
         let (mut present, mut stopped) = (None, self.stopped.clone());
         let mut looks = tokio::time::interval(LOOK_EVERY);
         looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -140,9 +154,9 @@ impl Receiving {
                         Err(failure) => failure,
                     }
                 }
-                News::Arrived(Ok(())) => return self.leave_whole(session, present).await,
+                News::Arrived(Ok(())) => return self.leave_whole(session, present, plan).await,
                 News::Arrived(Err(ArrivalError::Disk(error))) => {
-                    return Ended::Lost(Loss { passes: false, stalled: false, failure: self.no_room(&error) });
+                    return Ended::Lost(Loss { passes: false, stalled: false, failure: self.target.failure(&error) });
                 }
                 News::Arrived(Err(ArrivalError::Table(error))) => {
                     present = None;
@@ -160,10 +174,10 @@ impl Receiving {
                 }
             };
             // The session is sound; the tables are not, or cannot be reached.
-            match patience.lost(&self.read, &self.shelf, Loss { passes: true, stalled: false, failure: trouble }) {
+            match patience.lost(&self.read, &*self.target, Loss { passes: true, stalled: false, failure: trouble }) {
                 Ok(pause) => {
                     if !is_set_within(&mut stopped, pause).await {
-                        session.send(self.request(server));
+                        session.send(self.request(&plan.server));
                     }
                 }
                 Err(failure) => return Ended::Lost(Loss { passes: false, stalled: false, failure }),
@@ -199,13 +213,13 @@ impl Receiving {
 
     /// The request for a snapshot, or for the rest of the one that has begun to arrive.
     fn request(&self, server: &str) -> Message {
-        let begun = self.shelf.present().filter(|(_, kept)| kept.reached().stage == Stage::Arriving);
-        let resume = begun.map(|(_, kept)| Resume {
-            generation: kept.origin.generation,
+        let begun = self.target.present().filter(|kept| kept.reached().stage == Stage::Arriving);
+        let resume = begun.map(|kept| Resume {
+            generation: kept.origin().generation,
             held_slots: kept.reached().slots,
             loaded: false,
-            replid: kept.origin.history,
-            next_byte: kept.origin.offset + 1,
+            replid: kept.origin().history,
+            next_byte: kept.origin().offset + 1,
         });
         Message::Join(join(Some(&self.name), server, resume))
     }
@@ -215,12 +229,13 @@ impl Receiving {
         let (way, retained) = (session.way().clone(), offer.snapshot.retained);
         let connecting = tokio::task::spawn_blocking(move || way.snapshot(&offer, Sinks::new(BUFFER_MEMORY)));
         let connected = connecting.await.map_err(|error| Failure::local(format!("connecting failed: {error}")))?;
-        let (origin, part, chosen) = connected?;
-        let same = self.shelf.present().map(|(_, kept)| kept);
-        let same = same.filter(|kept| kept.origin == origin && kept.reached().stage == Stage::Arriving);
+        let (id, part, chosen) = connected?;
+        let origin = id.origin;
+        let same = self.target.present();
+        let same = same.filter(|kept| kept.origin() == origin && kept.reached().stage == Stage::Arriving);
         let kept = match same {
             Some(kept) => kept,
-            None => self.shelf.put(origin).map_err(|error| self.no_room(&error))?,
+            None => self.target.put(id).map_err(|error| self.target.failure(&error))?,
         };
         tracing::info!(
             generation = origin.generation,
@@ -239,35 +254,58 @@ impl Receiving {
 
     /// The source has withdrawn a snapshot. Another offer follows.
     fn lose(&self, generation: u64, text: &str) {
-        let present = self.shelf.present().map(|(_, kept)| kept);
-        if let Some(kept) = present.filter(|kept| kept.origin.generation == generation) {
+        let present = self.target.present();
+        if let Some(kept) = present.filter(|kept| kept.origin().generation == generation) {
             tracing::warn!("the rest of the snapshot will not come: {text}; another one begins a new file");
             kept.lose();
         }
     }
 
-    async fn leave_whole(&self, session: Session, present: Option<Present>) -> Ended {
-        if let Some(present) = &present {
-            let reached = present.kept.reached();
-            tracing::info!(bytes = reached.bytes, slots = reached.slots, "the whole snapshot has arrived");
-            session.report(Progress { phase: Phase::Load, ..present.progress() }, present.retained);
+    async fn leave_whole(&self, mut session: Session, present: Option<Present>, plan: &Offer) -> Ended {
+        let Some(present) = present else { return Ended::Stopped };
+        let reached = present.kept.reached();
+        tracing::info!(bytes = reached.bytes, slots = reached.slots, "the whole snapshot has arrived");
+        session.report(Progress { phase: Phase::Load, ..present.progress() }, present.retained);
+        let mut arrived = Arrived { kept: Arc::clone(&present.kept), plan: plan.clone(), covered: None };
+        if self.asks {
+            match tokio::time::timeout(ANSWER_LIMIT, self.ask(&mut session, &mut arrived)).await {
+                Ok(None) => {}
+                Ok(Some(loss)) => return Ended::Lost(loss),
+                Err(_) => {
+                    let text = format!("the source did not say within {} s whether it does", ANSWER_LIMIT.as_secs());
+                    arrived.covered = Some(Err(text));
+                }
+            }
         }
         let text = "the whole snapshot has arrived".to_owned();
         session.leave(Message::Leave { outcome: Outcome::HandedOver, text }).await;
-        Ended::Whole
+        Ended::Whole(Box::new(arrived))
     }
 
-    fn no_room(&self, error: &std::io::Error) -> Failure {
-        no_room(self.shelf.folder(), error)
+    /// Asks whether the primary would continue from the snapshot now, and how its server stands.
+    async fn ask(&self, session: &mut Session, arrived: &mut Arrived) -> Option<Loss> {
+        let origin = arrived.kept.origin();
+        session.send(Message::HandOffQuery { generation: origin.generation, offset: origin.offset });
+        let plan = join(Some(&self.name), &arrived.plan.server, None);
+        session.send(Message::Join(Join { plan_only: true, ..plan }));
+        let mut has_plan = false;
+        while !has_plan || arrived.covered.is_none() {
+            match session.received().await {
+                Received::Lost(loss) => return Some(loss),
+                Received::Message(message) => match *message {
+                    Message::HandOffAnswer { covered, text } => {
+                        arrived.covered = Some(if covered { Ok(()) } else { Err(text) });
+                    }
+                    Message::Offer(offer) if offer.snapshot.slots == 0 => {
+                        arrived.plan = offer;
+                        has_plan = true;
+                    }
+                    _ => {}
+                },
+            }
+        }
+        None
     }
-}
-
-/// The bytes of a snapshot cannot be kept in this folder.
-fn no_room(folder: &Path, error: &std::io::Error) -> Failure {
-    let folder = folder.display();
-    Failure::local(format!(
-        "the snapshot cannot be kept in {folder}: {error}; name a folder with room for all of it by --spool"
-    ))
 }
 
 async fn is_set_within(flag: &mut watch::Receiver<bool>, limit: Duration) -> bool {
@@ -286,7 +324,7 @@ impl Present {
     fn progress(&self) -> Progress {
         let reached = self.kept.reached();
         Progress {
-            generation: self.kept.origin.generation,
+            generation: self.kept.origin().generation,
             phase: Phase::Transfer,
             transport: Some(self.chosen.kind.code()),
             transport_why: self.chosen.why.clone(),
@@ -312,8 +350,8 @@ impl Patience {
     ///
     /// # Errors
     /// There is none: another attempt cannot succeed, or they have taken too long.
-    fn lost(&mut self, read: &ReadArgs, shelf: &Shelf, loss: Loss) -> Result<Duration, Failure> {
-        self.reached(shelf.present().map_or(0, |(_, kept)| kept.reached().bytes));
+    fn lost(&mut self, read: &ReadArgs, target: &dyn Target, loss: Loss) -> Result<Duration, Failure> {
+        self.reached(target.present().map_or(0, |kept| kept.reached().bytes));
         if !loss.passes {
             return Err(loss.failure);
         }

@@ -11,6 +11,9 @@ use remora_fuse::ROOT;
 use remora_table::Origin;
 
 use super::kept::Kept;
+use super::target::{Keeper, Target};
+use crate::exit::Failure;
+use crate::replica::spool::SnapshotId;
 
 /// The snapshots of one mount, by their inodes.
 pub(super) struct Shelf {
@@ -39,20 +42,15 @@ impl Shelf {
         Shelf { folder: folder.to_owned(), state: Mutex::new(state) }
     }
 
-    /// Where the bytes are.
-    pub(super) fn folder(&self) -> &Path {
-        &self.folder
-    }
-
     /// The snapshot that is `dump.rdb`, and its inode.
-    pub(super) fn present(&self) -> Option<(u64, Arc<Kept>)> {
+    pub(super) fn shown(&self) -> Option<(u64, Arc<Kept>)> {
         let state = self.state();
         let node = state.present?;
         state.books.get(&node).map(|book| (node, Arc::clone(&book.kept)))
     }
 
     /// A new and empty snapshot becomes `dump.rdb`. What has not arrived of the one before will not come.
-    pub(super) fn put(&self, origin: Origin) -> io::Result<Arc<Kept>> {
+    fn show(&self, origin: Origin) -> io::Result<Arc<Kept>> {
         let kept = Arc::new(Kept::new(&self.folder, origin)?);
         let mut state = self.state();
         let before = state.present.and_then(|node| state.books.get(&node).map(|book| Arc::clone(&book.kept)));
@@ -100,6 +98,23 @@ impl Shelf {
     }
 }
 
+impl Target for Shelf {
+    fn present(&self) -> Option<Arc<dyn Keeper>> {
+        self.shown().map(|(_, kept)| kept as Arc<dyn Keeper>)
+    }
+
+    fn put(&self, snapshot: SnapshotId) -> io::Result<Arc<dyn Keeper>> {
+        self.show(snapshot.origin).map(|kept| kept as Arc<dyn Keeper>)
+    }
+
+    fn failure(&self, error: &io::Error) -> Failure {
+        let folder = self.folder.display();
+        Failure::local(format!(
+            "the snapshot cannot be kept in {folder}: {error}; name a folder with room for all of it by --spool"
+        ))
+    }
+}
+
 impl State {
     /// Gives the room of old snapshots back that the kernel does not know any more.
     fn tidy(&mut self) {
@@ -119,13 +134,13 @@ mod tests {
     fn an_old_snapshot_stays_for_those_that_have_it_and_gets_nothing_of_the_next() {
         let origin = |generation| Origin { generation, history: "a".repeat(40).parse().unwrap(), offset: 0 };
         let shelf = Shelf::new(Path::new("/tmp"));
-        assert!(shelf.present().is_none());
-        shelf.put(origin(1)).unwrap();
-        let (first, _) = shelf.present().unwrap();
+        assert!(shelf.shown().is_none());
+        shelf.show(origin(1)).unwrap();
+        let (first, _) = shelf.shown().unwrap();
         shelf.look_up(first);
         shelf.look_up(first);
-        shelf.put(origin(2)).unwrap();
-        let (second, kept) = shelf.present().unwrap();
+        shelf.show(origin(2)).unwrap();
+        let (second, kept) = shelf.shown().unwrap();
         assert!(second != first && kept.origin.generation == 2);
         assert_eq!(shelf.at(first).unwrap().find(0), Some(Found::Lost));
         assert_eq!(kept.find(0), None, "it may still come");

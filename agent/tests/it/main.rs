@@ -13,6 +13,7 @@ mod ends;
 mod exact;
 mod expect_primary;
 mod fast_keys;
+mod fetch;
 mod forging;
 mod grants;
 mod handoff;

@@ -2,8 +2,6 @@
 
 use std::fs;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -11,35 +9,14 @@ use std::thread::JoinHandle;
 use remora_lab::server::wait_until;
 use remora_lab::{Agent, Kind, Server, require};
 use rustix::io::Errno;
-use rustix::mount::UnmountFlags;
 use rustix::process::Signal;
 
-use crate::kit::{LONG, ends, says};
+use crate::kit::{Directory, LONG, ends, says};
 use crate::volume::Scene;
-
-/// A directory for a mount. No mount is left there.
-struct Directory(String);
-
-impl Directory {
-    fn at(&self, name: &str) -> PathBuf {
-        Path::new(&self.0).join(name)
-    }
-
-    fn unmount(&self) {
-        assert!(Command::new("umount").arg(&self.0).status().unwrap().success());
-    }
-}
-
-impl Drop for Directory {
-    fn drop(&mut self) {
-        let _ = rustix::mount::unmount(&*self.0, UnmountFlags::DETACH); // usually nothing is mounted there any more
-    }
-}
 
 /// Mounts the files of a volume at a directory, which it makes if it is missing.
 fn mount(scene: &Scene, file: &str, name: &str, more: &[&str]) -> (Agent, Directory) {
-    let directory = Directory(scene.stage.path(name));
-    let _ = fs::create_dir(&directory.0); // it may be there, and be what a killed process has left
+    let directory = Directory::new(scene.stage.path(name));
     let args = [&["mount", file, &directory.0, "--copy-timeout", "1s"], more].concat();
     let mut mounted = scene.start(&args);
     mounted.wait_for_line("files mounted", LONG).unwrap();

@@ -1,0 +1,142 @@
+//! The arguments of `remora fetch`.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use rustix::fs::{Gid, Mode, Uid};
+
+use super::{ReadArgs, SecurityArgs, SourceKeyArgs};
+use crate::exit::{self, Code};
+use crate::units::parse_duration;
+
+/// The arguments of `remora fetch`.
+#[derive(Clone, Debug, Args)]
+#[command(long_about = ABOUT, after_long_help = more())]
+pub struct FetchArgs {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub read: ReadArgs,
+
+    /// File with the secret that this command shares with the source. Needed unless the source has `--security mtls`
+    /// and no token.
+    #[arg(long, value_name = "FILE", required_unless_present = "cert", help_heading = "Source")]
+    pub token_file: Option<PathBuf>,
+
+    /// Name to appear under in `remora status` and the source's log. Default: `fetch`.
+    #[arg(long, value_name = "NAME", value_parser = super::replica::parse_name, help_heading = "Source")]
+    pub name: Option<String>,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub security: SecurityArgs,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub expected: SourceKeyArgs,
+
+    /// Where the snapshot goes; `-`: to standard output, as it arrives. A file gets its name when it is whole, checked
+    /// and on the disk. Until then its slots are in a folder beside it, `.NAME.remora`, and a fetch that was
+    /// interrupted goes on there.
+    #[arg(long, value_name = "FILE", help_heading = "The file")]
+    pub to: PathBuf,
+
+    /// Replace a file that is there. Without this option the command refuses.
+    #[arg(long, help_heading = "The file")]
+    pub replace: bool,
+
+    /// The numbers of the user and the group that get the file. Default: those of this command.
+    #[arg(long, value_name = "UID:GID", value_parser = parse_owner, help_heading = "The file")]
+    pub owner: Option<(Uid, Gid)>,
+
+    /// The permissions of the file, in octal digits.
+    #[arg(long, value_name = "MODE", default_value = "0600", value_parser = parse_mode, help_heading = "The file")]
+    pub mode: Mode,
+
+    /// With `--to -`: folder in whose file system the snapshot is kept as it arrives, in a file without a name.
+    #[arg(long, value_name = "DIR", default_value = "/var/tmp", help_heading = "The file")]
+    pub spool: PathBuf,
+
+    /// Put the file in place although the primary would not continue a server that starts on it: a backup, or a clone.
+    #[arg(long, help_heading = "A server that starts on it")]
+    pub allow_stale: bool,
+
+    /// How long the primary must still be able to continue such a server, at the rate of its writes: the time in which
+    /// the server is started and loads the file.
+    #[arg(long, value_name = "TIME", default_value = "0s", value_parser = parse_duration, help_heading = "A server that starts on it")]
+    pub need: Duration,
+
+    /// Write a line `replicaof HOST PORT` into this file, for the server's configuration to include. A server goes on
+    /// by a partial resynchronisation only if it is a replica while it loads.
+    #[arg(long, value_name = "FILE", help_heading = "A server that starts on it")]
+    pub write_replicaof: Option<PathBuf>,
+
+    /// The server's configuration file. The command refuses if the server would not load the file (`appendonly yes`).
+    #[arg(long, value_name = "FILE", help_heading = "A server that starts on it")]
+    pub server_config: Option<PathBuf>,
+
+    /// Write the summary as JSON to this file too.
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub json: Option<PathBuf>,
+}
+
+fn parse_owner(text: &str) -> Result<(Uid, Gid), String> {
+    let numbers = text.split_once(':').and_then(|(user, group)| Some((user.parse().ok()?, group.parse().ok()?)));
+    let (user, group): (u32, u32) = numbers.ok_or("an owner has two numbers, such as 999:999")?;
+    // The highest number means "no change".
+    if user == u32::MAX || group == u32::MAX {
+        return Err("no user or group has this number".into());
+    }
+    Ok((Uid::from_raw(user), Gid::from_raw(group)))
+}
+
+fn parse_mode(text: &str) -> Result<Mode, String> {
+    let bits = u32::from_str_radix(text, 8).ok().filter(|bits| *bits <= 0o777);
+    bits.map(Mode::from_raw_mode).ok_or_else(|| "permissions have octal digits from 0 to 777, such as 0640".to_owned())
+}
+
+const ABOUT: &str = "\
+A source's snapshot as an RDB file in its place: for a server that is started on it, or as a backup.
+
+The command reads the snapshot as a replica does. Each slot is checked as it arrives, and the file's checksum at the end. A server \
+that is started on the file as a replica goes on at its offset by a partial resynchronisation, if the primary's backlog still \
+reaches back to it. The command asks the primary last, and says for how long that is so. A file that is too old is not put in place \
+(exit code 16), unless --allow-stale says that it is a backup or a clone.";
+
+fn more() -> String {
+    format!(
+        "\
+Examples:
+  Before a server starts (an init container), with a minute for it to load:
+    remora fetch --source 10.0.0.5:7379 --token-file token --to /data/dump.rdb \\
+      --owner 999:999 --need 60s --write-replicaof /data/replicaof.conf
+    redis-server /etc/redis.conf --dir /data --include /data/replicaof.conf
+  A backup:
+    remora fetch --source 10.0.0.5:7379 --token-file token --allow-stale \\
+      --to backup-$(date +%F).rdb
+  To another program:
+    remora fetch --source 10.0.0.5:7379 --token-file token --to - | zstd > backup.zst
+
+{}",
+        exit::help_table(&[Code::Usage, Code::Refused, Code::Source, Code::Interrupted, Code::Local, Code::Stale])
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn owners_are_two_numbers_and_modes_are_octal() {
+        assert_eq!(parse_owner("999:1000"), Ok((Uid::from_raw(999), Gid::from_raw(1000))));
+        for wrong in ["redis:redis", "999", "999:", "4294967295:1", "-1:1"] {
+            assert!(parse_owner(wrong).is_err(), "{wrong}");
+        }
+        assert_eq!(parse_mode("0640").unwrap(), Mode::from_raw_mode(0o640));
+        for wrong in ["u+r", "1777", "8", ""] {
+            assert!(parse_mode(wrong).is_err(), "{wrong}");
+        }
+    }
+}

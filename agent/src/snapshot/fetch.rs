@@ -1,0 +1,337 @@
+//! `remora fetch`: a source's snapshot as a file in its place, for a server that is started on it, or as a backup.
+//!
+//! ```text
+//!   slots ──▶ /data/.dump.rdb.remora/slots ── whole ──▶ checksum ──▶ on the disk ──▶ would the primary continue?
+//!                                                                                         │ yes, or --allow-stale
+//!                                                                   /data/dump.rdb ◀──────┘ no: exit code 16
+//! ```
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use remora_protocol::Offer;
+use remora_table::Origin;
+use serde::Serialize;
+use tokio::sync::watch;
+
+use super::file::{FileTarget, Placing};
+use super::mount::{Running, end, outcome};
+use super::out::write_out;
+use super::receiving::{Arrived, Receiving};
+use super::shelf::Shelf;
+use super::target::Target;
+use crate::args::FetchArgs;
+use crate::conversation::certificate_roles::CertificateRoles;
+use crate::conversation::tokens::Credentials;
+use crate::exit::{Code, Failure};
+use crate::progress;
+use crate::signals::Signals;
+use crate::units::{Size, readable};
+
+/// What `--to` says for standard output.
+const STDOUT: &str = "-";
+
+/// Runs `remora fetch`.
+///
+/// # Errors
+/// The file is refused, the source cannot be reached, there is no room, or the primary would not continue from the
+/// file.
+pub async fn run(args: FetchArgs) -> Result<(), Failure> {
+    if let Some(config) = &args.server_config {
+        check_config(config)?;
+    }
+    if args.to == Path::new(STDOUT) { to_stdout(args).await } else { to_file(args).await }
+}
+
+/// A fetch that is under way, and what stops it.
+struct Fetch {
+    signals: Signals,
+    running: Running,
+    stop: watch::Sender<bool>,
+    begun: watch::Receiver<bool>,
+}
+
+impl Fetch {
+    fn start(args: &FetchArgs, target: Arc<dyn Target>) -> Result<Fetch, Failure> {
+        let signals = Signals::catch()?;
+        let security = args.security.open_for(&args.expected, CertificateRoles::default())?;
+        let credentials = Credentials::read(args.token_file.as_ref(), security, args.expected.source_key)?;
+        let (begin, begun) = watch::channel(false);
+        let (stop, stopped) = watch::channel(false);
+        let name = args.name.clone().unwrap_or_else(|| "fetch".to_owned());
+        let read = args.read.clone();
+        let receiving = Receiving { read, credentials, name, target, asks: true, begun: begin, stopped };
+        Ok(Fetch { signals, running: tokio::spawn(receiving.run()), stop, begun })
+    }
+
+    /// Waits until the whole snapshot has arrived. `left`: what a signal leaves.
+    async fn arrived(mut self, left: &str) -> Result<Arrived, Failure> {
+        let signal = tokio::select! {
+            done = &mut self.running => match outcome(done)? {
+                Some(arrived) => return Ok(arrived),
+                None => return Err(Failure::local("the snapshot did not arrive; this is a bug of remora")),
+            },
+            signal = self.signals.next() => signal,
+        };
+        end(self.running, &self.stop).await?;
+        Err(Failure::new(Code::Interrupted, format!("stopped by {signal}{left}")))
+    }
+}
+
+async fn to_file(args: FetchArgs) -> Result<(), Failure> {
+    let began = Instant::now();
+    let (to, replaces) = (args.to.clone(), args.replace);
+    let target = blocking(move || FileTarget::open(&to, replaces)).await?;
+    let target = Arc::new(target);
+    let folder = target.folder().to_owned();
+    let left = format!("; what has arrived is in {}, and the same command goes on there", folder.display());
+    let fetch = Fetch::start(&args, Arc::clone(&target) as Arc<dyn Target>)?;
+    let arrived = fetch.arrived(&left).await?;
+    let summary = Summary::of(&args, &arrived, began);
+    if let Some(stale) = summary.stale(args.need)
+        && !args.allow_stale
+    {
+        let text = format!(
+            "{}: a server that starts on it would need a full sync: {stale}. It was not put in place, and is {}; raise \
+             repl-backlog-size at the primary, or use it as a backup with --allow-stale",
+            args.to.display(),
+            folder.join("slots").display()
+        );
+        return Err(Failure::new(Code::Stale, text));
+    }
+    let host = primary_host(&args, &arrived.plan);
+    drop(arrived);
+    let how = Placing { owner: args.owner, mode: args.mode, replaces };
+    let place = move || match Arc::into_inner(target) {
+        Some(target) => target.place(&how),
+        None => Err(Failure::local("the slots are still in use; this is a bug of remora")),
+    };
+    blocking(place).await?;
+    if let Some(file) = &args.write_replicaof {
+        let line = format!("replicaof {host} {}\n", summary.primary_port);
+        std::fs::write(file, line).map_err(|error| unwritable(file, &error))?;
+    }
+    summary.show(&args)
+}
+
+async fn to_stdout(args: FetchArgs) -> Result<(), Failure> {
+    let began = Instant::now();
+    let shelf = Arc::new(Shelf::new(&args.spool));
+    let mut fetch = Fetch::start(&args, Arc::clone(&shelf) as Arc<dyn Target>)?;
+    let (tell, mut written) = tokio::sync::oneshot::channel();
+    let (mut begun, source) = (fetch.begun.clone(), Arc::clone(&shelf));
+    let writing = async move {
+        let is_begun = begun.wait_for(|begun| *begun).await.is_ok();
+        let kept = source.shown().filter(|_| is_begun).map(|(_, kept)| kept);
+        let Some(kept) = kept else { return };
+        // A thread of its own, which the end of the process does not wait for: the pipe may take nothing more.
+        let spawned = std::thread::Builder::new()
+            .name("stdout".into())
+            .spawn(move || _ = tell.send(write_out(&kept, &mut io::stdout().lock())));
+        if let Err(error) = spawned {
+            tracing::error!("no thread for standard output: {error}");
+        }
+    };
+    tokio::spawn(writing);
+    let mut arrived = None;
+    loop {
+        tokio::select! {
+            done = &mut fetch.running, if arrived.is_none() => match outcome(done)? {
+                Some(whole) => arrived = Some(whole),
+                None => return Err(Failure::local("the snapshot did not arrive; this is a bug of remora")),
+            },
+            result = &mut written => {
+                let result = result.unwrap_or_else(|_| Err(io::Error::other("it was not written")));
+                match (result, arrived.take()) {
+                    (Ok(_), Some(arrived)) => return Summary::of(&args, &arrived, began).show(&args),
+                    // All of it has been written, and the source is just being asked about the primary.
+                    (Ok(_), None) => {
+                        let arrived = fetch.arrived("").await?;
+                        return Summary::of(&args, &arrived, began).show(&args);
+                    }
+                    (Err(error), _) => {
+                        return Err(Failure::local(format!("standard output has not got the whole snapshot: {error}")));
+                    }
+                }
+            }
+            signal = fetch.signals.next() => {
+                fetch.stop.send_replace(true);
+                let text = format!("stopped by {signal}: standard output has not got the whole snapshot");
+                return Err(Failure::new(Code::Interrupted, text));
+            }
+        }
+    }
+}
+
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, Failure> + Send + 'static) -> Result<T, Failure> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.unwrap_or_else(|error| Err(Failure::local(format!("{error}; this is a bug of remora"))))
+}
+
+fn unwritable(file: &Path, error: &io::Error) -> Failure {
+    Failure::local(format!("{} cannot be written: {error}", file.display()))
+}
+
+/// The host at which a server on this host reaches the primary.
+fn primary_host(args: &FetchArgs, plan: &Offer) -> String {
+    if plan.primary.host.is_empty() { args.read.source.host.clone() } else { plan.primary.host.clone() }
+}
+
+/// Refuses a server that would not load the file.
+fn check_config(file: &Path) -> Result<(), Failure> {
+    let text = std::fs::read_to_string(file)
+        .map_err(|error| Failure::refused(format!("{} cannot be read: {error}", file.display())))?;
+    let setting = |name: &str| {
+        let words = text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+        let last = words.rev().find(|words| words.first().is_some_and(|word| word.eq_ignore_ascii_case(name)));
+        last.map(|words| words[1..].join(" "))
+    };
+    let file = file.display();
+    if setting("appendonly").is_some_and(|value| value.trim_matches('"').eq_ignore_ascii_case("yes")) {
+        return Err(Failure::refused(format!(
+            "{file} has appendonly yes: the server would load its AOF, or nothing, and not an RDB file. Start it with \
+             appendonly no, and set it to yes by CONFIG SET when it follows its primary"
+        )));
+    }
+    let follows = ["replicaof", "slaveof"].iter().any(|name| setting(name).is_some());
+    let is_cluster = setting("cluster-enabled").is_some_and(|value| value.eq_ignore_ascii_case("yes"));
+    if !follows && !is_cluster {
+        tracing::warn!(
+            "{file} has no replicaof: a server that is no replica while it loads the file takes a full sync when it \
+             becomes one; include the file of --write-replicaof there"
+        );
+    }
+    Ok(())
+}
+
+/// What was fetched.
+#[derive(Debug, Serialize)]
+struct Summary {
+    to: PathBuf,
+    server: String,
+    primary_port: u16,
+    replid: String,
+    offset: u64,
+    bytes: u64,
+    seconds: f64,
+    /// Why the primary would not continue from the file; empty if it would.
+    not_continued_because: String,
+    /// For about this many seconds from now it would, if as much is written as lately. `None`: as long as nothing is
+    /// written.
+    headroom_seconds: Option<u64>,
+    backlog_bytes: u64,
+    write_rate: u64,
+}
+
+impl Summary {
+    fn of(args: &FetchArgs, arrived: &Arrived, began: Instant) -> Summary {
+        let Origin { history, offset, .. } = arrived.kept.origin();
+        let plan = &arrived.plan;
+        let behind = plan.offset.saturating_sub(offset);
+        let room = plan.backlog_bytes.saturating_sub(behind);
+        let covered = arrived.covered.clone().unwrap_or_else(|| Err("the primary was not asked".to_owned()));
+        Summary {
+            to: args.to.clone(),
+            server: plan.server.clone(),
+            primary_port: plan.primary.port,
+            replid: history.to_string(),
+            offset,
+            bytes: arrived.kept.reached().bytes,
+            seconds: began.elapsed().as_secs_f64(),
+            headroom_seconds: if covered.is_ok() { room.checked_div(plan.write_rate) } else { Some(0) },
+            not_continued_because: covered.err().unwrap_or_default(),
+            backlog_bytes: plan.backlog_bytes,
+            write_rate: plan.write_rate,
+        }
+    }
+
+    /// Why the file is too old for a server that starts on it; `None` if it is not.
+    fn stale(&self, need: Duration) -> Option<String> {
+        if !self.not_continued_because.is_empty() {
+            return Some(self.not_continued_because.clone());
+        }
+        let headroom = self.headroom_seconds.filter(|seconds| *seconds < need.as_secs())?;
+        Some(format!(
+            "the primary would continue from it for {} only, and --need is {} (a backlog of {}, {} written a second)",
+            readable(Duration::from_secs(headroom)),
+            readable(need),
+            Size::bytes(self.backlog_bytes),
+            Size::bytes(self.write_rate)
+        ))
+    }
+
+    fn show(&self, args: &FetchArgs) -> Result<(), Failure> {
+        let good = match (&*self.not_continued_because, self.headroom_seconds) {
+            ("", None) => "the primary continues from it as long as nothing is written".to_owned(),
+            ("", Some(seconds)) => format!(
+                "the primary continues from it for about {} (backlog {}, {} written a second)",
+                readable(Duration::from_secs(seconds)),
+                Size::bytes(self.backlog_bytes),
+                Size::bytes(self.write_rate)
+            ),
+            (why, _) => format!("a server that starts on it as a replica takes a full sync: {why}"),
+        };
+        progress::say(&format!(
+            "{}: {} of {} at {}:{}, in {:.2} s; {good}",
+            self.to.display(),
+            Size::bytes(self.bytes),
+            self.server,
+            self.replid,
+            self.offset,
+            self.seconds
+        ));
+        if let Some(file) = &args.json {
+            let json = serde_json::to_vec_pretty(self).map_err(|error| Failure::local(error.to_string()))?;
+            std::fs::write(file, json).map_err(|error| unwritable(file, &error))?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn a_server_with_an_aof_is_refused_and_other_settings_are_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("redis.conf");
+        for (text, is_refused) in [
+            ("appendonly yes\n", true),
+            ("appendonly no\nAppendOnly \"yes\"\n", true),
+            ("appendonly yes\nappendonly no\n", false),
+            ("# appendonly yes\nreplicaof a 1\n", false),
+        ] {
+            std::fs::write(&file, text).unwrap();
+            assert_eq!(check_config(&file).is_err(), is_refused, "{text}");
+        }
+        assert!(check_config(&folder.path().join("missing")).is_err());
+    }
+
+    #[test]
+    fn a_file_is_stale_if_the_primary_says_so_or_if_the_time_does_not_suffice() {
+        let summary = |why: &str, headroom_seconds| Summary {
+            to: "dump.rdb".into(),
+            server: String::new(),
+            primary_port: 6379,
+            replid: String::new(),
+            offset: 1,
+            bytes: 1,
+            seconds: 0.0,
+            not_continued_because: why.to_owned(),
+            headroom_seconds,
+            backlog_bytes: 1 << 20,
+            write_rate: 1000,
+        };
+        let minute = Duration::from_secs(60);
+        assert!(summary("gone", Some(0)).stale(Duration::ZERO).unwrap().contains("gone"));
+        assert!(summary("", Some(59)).stale(minute).unwrap().contains("--need"));
+        assert_eq!(summary("", Some(60)).stale(minute), None);
+        assert_eq!(summary("", None).stale(minute), None, "nothing is written");
+        assert_eq!(summary("", Some(0)).stale(Duration::ZERO), None);
+    }
+}
