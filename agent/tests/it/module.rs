@@ -84,8 +84,10 @@ fn every_type_with_any_bytes_in_sixteen_databases_arrives_by_a_walk() {
         let walked = if fast[1] == "auto" { "the module, fast keys" } else { "the module" };
         assert_eq!(source.status()["generation"]["capture"], walked);
         assert_eq!(module_fact(&primary, "captures_done"), "1");
-        let strings: u64 = module_fact(&primary, "last_keys").parse().unwrap();
-        assert!(strings > 300 && strings < keys, "{strings} of {keys} keys");
+        let written: u64 = module_fact(&primary, "last_keys").parse().unwrap();
+        // The fast walk leaves only hashes with expiring fields to the server, which one kind of server has.
+        let (least, most) = if fast[1] == "auto" { (keys * 9 / 10, keys) } else { (300, keys - 1) };
+        assert!((least..=most).contains(&written), "{kind}: {written} of {keys} keys");
         let after = syncs(&primary);
         assert_eq!((after.0 - before.0, after.1 - before.1), (1, 1), "one copy, one continuation");
         assert_eq!(functions(&primary), functions(&replica));
@@ -199,7 +201,9 @@ fn keeps_times_and_ages(kind: Kind, fast: [&str; 2], policy: &str, command: &str
     let mut source = walking(&primary, &[fast[0], fast[1], "--memory", "64MiB"]);
     source.replicate(&replica, &[]);
     wait_until_idle(&primary);
-    assert_eq!((method(&mut source).as_str(), module_fact(&primary, "last_keys").as_str()), ("the module", "2"));
+    // The fast walk writes the lists too.
+    let written = if fast[1] == "auto" { "4" } else { "2" };
+    assert_eq!((method(&mut source).as_str(), module_fact(&primary, "last_keys").as_str()), ("the module", written));
     assert_same_data(&primary, &replica);
     for (key, wanted) in ages {
         let found = age(&replica, key);
@@ -227,8 +231,8 @@ fn expired_keys_that_the_server_has_not_removed_arrive() {
         source.replicate(&replica, &[]);
         // The replica may be done before the primary has noticed the end of its child.
         wait_until_idle(&primary);
-        // The fast walk writes it as the server's saver would.
-        let written = if fast[1] == "auto" { "2" } else { "1" };
+        // The fast walk writes all of them, as the server's saver would.
+        let written = if fast[1] == "auto" { "3" } else { "1" };
         assert_eq!(
             (method(&mut source).as_str(), module_fact(&primary, "last_keys").as_str()),
             ("the module", written)

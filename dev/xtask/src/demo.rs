@@ -16,7 +16,7 @@ use clap::ValueEnum;
 use remora_agent::transports::devices::verdicts;
 use remora_agent::units::{Size, readable};
 use remora_bench::Machine;
-use remora_bench::sync::{Method, Outcome, Program, Result, Scene, Setting, Shape, Trial};
+use remora_bench::sync::{Content, Method, Outcome, Program, Result, Scene, Setting, Shape, Trial};
 use remora_lab::Kind;
 use serde::Serialize;
 
@@ -129,7 +129,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
 impl Options {
     fn shape(&self) -> Shape {
         let keys = (self.size.get() + VALUE_BYTES / 2) / VALUE_BYTES;
-        Shape { keys: keys.max(1), value_bytes: VALUE_BYTES, every_type: true }
+        Shape { keys: keys.max(1), value_bytes: VALUE_BYTES, content: Content::StringsAndEveryType }
     }
 }
 

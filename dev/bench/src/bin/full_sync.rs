@@ -8,6 +8,14 @@
 //! cargo run --release -p remora-bench --bin full_sync -- --rounds 5 --budget-minutes 120 --out bench/runs
 //! cargo run --release -p remora-bench --bin full_sync -- --rounds 1 --divide 50       # a look, in two minutes
 //! ```
+//!
+//! Scenes of the module (docs/module.md), each with `--methods own-best,remora-module`:
+//!
+//! ```text
+//! … --shapes mix --replicas 1 --methods own-best,own-dual,remora-module,remora-module-late    # small values of all types
+//! … --shapes small --keys 100000,1000000,5000000,20000000 --replicas 1                        # by the number of keys
+//! … --shapes small --writes 50000 --replicas 1                         # how long the fork child lives meanwhile
+//! ```
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -15,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Parser, ValueEnum};
 use remora_bench::Run;
-use remora_bench::sync::{Compare, Method, Program, Result, Samples, Scene, Shape, Taken, Trial};
+use remora_bench::sync::{Compare, Content, Method, Program, Result, Samples, Scene, Shape, Taken, Trial};
 use remora_lab::Kind;
 
 /// Full synchronisation by every method. Exits with 1 if a target is missed or a replica differs.
@@ -31,12 +39,18 @@ struct Options {
     /// Servers to measure.
     #[arg(long, value_delimiter = ',', default_value = "redis,valkey")]
     servers: Vec<ServerChoice>,
-    /// Shapes of the data: 256 × 3.66 MiB, 900 k × 1 KiB, 4 M × 100 B.
+    /// Shapes of the data: 256 × 3.66 MiB, 900 k × 1 KiB, 4 M × 100 B, 2 M small values of all types.
     #[arg(long, value_delimiter = ',', default_value = "large,medium,small")]
     shapes: Vec<ShapeChoice>,
     /// Divide the number of keys by this.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     divide: u64,
+    /// Numbers of keys, in place of the shapes' own.
+    #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..))]
+    keys: Vec<u64>,
+    /// Commands per second with which a writer changes the primary meanwhile.
+    #[arg(long)]
+    writes: Option<u64>,
     /// Numbers of replicas.
     #[arg(long, value_delimiter = ',', default_value = "1,3")]
     replicas: Vec<usize>,
@@ -65,6 +79,14 @@ enum ShapeChoice {
     Large,
     Medium,
     Small,
+    Mix,
+}
+
+/// A shape, with the number of keys if it is not the shape's own.
+#[derive(Clone, Debug)]
+struct Data {
+    shape: Shape,
+    name: String,
 }
 
 /// A method as an argument of the command line.
@@ -95,21 +117,17 @@ impl ServerChoice {
 }
 
 impl ShapeChoice {
-    fn name(self) -> &'static str {
-        match self {
-            ShapeChoice::Large => "256 × 3.66 MiB",
-            ShapeChoice::Medium => "900 k × 1 KiB",
-            ShapeChoice::Small => "4 M × 100 B",
-        }
-    }
-
-    fn shape(self, divide: u64) -> Shape {
-        let (keys, value_bytes) = match self {
-            ShapeChoice::Large => (256, 3748 << 10),
-            ShapeChoice::Medium => (900_000, 1 << 10),
-            ShapeChoice::Small => (4_000_000, 100),
+    /// `keys`: in place of its own number.
+    fn data(self, divide: u64, keys: Option<u64>) -> Data {
+        let (own, number, what, value_bytes) = match self {
+            ShapeChoice::Large => (256, "256", "× 3.66 MiB", 3748 << 10),
+            ShapeChoice::Medium => (900_000, "900 k", "× 1 KiB", 1 << 10),
+            ShapeChoice::Small => (4_000_000, "4 M", "× 100 B", 100),
+            ShapeChoice::Mix => (2_000_000, "2 M", "of all types", 0),
         };
-        Shape { keys: (keys / divide).max(1), value_bytes, every_type: false }
+        let content = if matches!(self, ShapeChoice::Mix) { Content::Mix } else { Content::Strings };
+        let name = keys.map_or_else(|| format!("{number} {what}"), |keys| format!("{keys} {what}"));
+        Data { shape: Shape { keys: keys.unwrap_or(own / divide).max(1), value_bytes, content }, name }
     }
 }
 
@@ -132,12 +150,18 @@ struct Bench {
 
 impl Bench {
     fn run_all(&mut self) -> Result<()> {
-        let scenes: Vec<(Kind, ShapeChoice)> = (self.options.servers.iter())
-            .flat_map(|server| self.options.shapes.iter().map(|shape| (server.kind(), *shape)))
-            .collect();
-        for (number, (kind, shape)) in scenes.iter().enumerate() {
+        let keys: Vec<Option<u64>> = match self.options.keys.as_slice() {
+            [] => vec![None],
+            keys => keys.iter().copied().map(Some).collect(),
+        };
+        let divide = self.options.divide;
+        let data = self.options.shapes.iter().flat_map(|shape| keys.iter().map(|keys| shape.data(divide, *keys)));
+        let data: Vec<Data> = data.collect();
+        let scenes: Vec<(Kind, &Data)> =
+            (self.options.servers.iter()).flat_map(|server| data.iter().map(|data| (server.kind(), data))).collect();
+        for (number, (kind, data)) in scenes.iter().enumerate() {
             let left = self.time_left().map(|left| left / u32::try_from(scenes.len() - number).unwrap_or(1));
-            self.scene(*kind, *shape, left.map(|left| Instant::now() + left))?;
+            self.scene(*kind, data, left.map(|left| Instant::now() + left))?;
         }
         Ok(())
     }
@@ -148,20 +172,20 @@ impl Bench {
     }
 
     /// Runs all rounds on one primary.
-    fn scene(&mut self, kind: Kind, shape: ShapeChoice, deadline: Option<Instant>) -> Result<()> {
-        eprintln!("{kind}, {}: filling a primary", shape.name());
+    fn scene(&mut self, kind: Kind, data: &Data, deadline: Option<Instant>) -> Result<()> {
+        eprintln!("{kind}, {}: filling a primary", data.name);
         let middle = deadline.map(|deadline| Instant::now() + deadline.saturating_duration_since(Instant::now()) / 2);
-        let mut scene = Scene::set(&self.program, kind, shape.shape(self.options.divide))?;
+        let mut scene = Scene::set(&self.program, kind, data.shape)?;
         let server = format!("{kind} ({})", scene.primary().version()?);
         let mut longest = Duration::ZERO;
         for round in 0..self.options.rounds {
             if round > 0 && deadline.is_some_and(|deadline| Instant::now() + longest > deadline) {
                 let left = self.options.rounds - round;
-                self.note(format!("{server}, {}: the last {left} rounds left out for want of time", shape.name()));
+                self.note(format!("{server}, {}: the last {left} rounds left out for want of time", data.name));
                 break;
             }
             let begun = Instant::now();
-            self.round(&mut scene, &server, shape, round, middle.zip(deadline))?;
+            self.round(&mut scene, &server, &data.name, round, middle.zip(deadline))?;
             longest = longest.max(begun.elapsed());
         }
         Ok(())
@@ -177,7 +201,7 @@ impl Bench {
         &mut self,
         scene: &mut Scene,
         server: &str,
-        shape: ShapeChoice,
+        shape: &str,
         round: usize,
         times: Option<(Instant, Instant)>,
     ) -> Result<()> {
@@ -186,12 +210,12 @@ impl Bench {
         for replicas in self.options.replicas.clone() {
             for method in self.order(round).into_iter().filter(|method| method.applies(kind, replicas)) {
                 if times.is_some_and(|(_, deadline)| Instant::now() > deadline) {
-                    let what = format!("{server}, {}, N = {replicas}, {}", shape.name(), method.name());
+                    let what = format!("{server}, {shape}, N = {replicas}, {}", method.name());
                     self.note(format!("{what}, round {}: left out for want of time", round + 1));
                     continue;
                 }
                 let compare = compare && times.is_none_or(|(middle, _)| Instant::now() < middle);
-                let trial = Trial { method, replicas, writes: None, compare };
+                let trial = Trial { method, replicas, writes: self.options.writes, compare };
                 let outcome = scene.play(&trial, &|_, _| {})?;
                 eprintln!(
                     "round {} of {}: N = {replicas}, {}: {:.2} s{}",
@@ -201,7 +225,7 @@ impl Bench {
                     outcome.seconds,
                     if outcome.equal == Some(false) { ", NOT EQUAL" } else { "" }
                 );
-                let (server, shape) = (server.to_owned(), shape.name().to_owned());
+                let (server, shape) = (server.to_owned(), shape.to_owned());
                 self.samples.0.push(Taken { server, kind, shape, round, outcome });
             }
         }
@@ -211,20 +235,27 @@ impl Bench {
     /// The order of the methods in a round: each round begins with another one. A late joiner follows those whose
     /// snapshot it joins.
     fn order(&self, round: usize) -> Vec<Method> {
-        let is_late = |method: &Method| *method == Method::RemoraLate;
         let (late, mut others): (Vec<Method>, Vec<Method>) =
-            self.options.methods.iter().map(|name| name.0).partition(is_late);
+            self.options.methods.iter().map(|name| name.0).partition(|method| method.joins().is_some());
         let count = others.len().max(1);
         others.rotate_left(round % count);
-        let place =
-            others.iter().position(|method| *method == Method::RemoraShm).map_or(others.len(), |place| place + 1);
-        others.splice(place..place, late);
+        for late in late {
+            let first = others.iter().position(|method| Some(*method) == late.joins());
+            others.insert(first.map_or(others.len(), |place| place + 1), late);
+        }
         others
     }
 
     fn finish(mut self) -> Result<ExitCode> {
         if self.options.divide > 1 {
             self.run.notes.push(format!("Only a {}th of the keys: do not quote these figures.", self.options.divide));
+        }
+        if let Some(rate) = self.options.writes {
+            let achieved = self.samples.0.iter().map(|taken| taken.outcome.writes_per_second);
+            let least = achieved.fold(f64::INFINITY, f64::min);
+            let text =
+                format!("A writer sent {rate} commands a second to the primary; it achieved {least:.0} at least.");
+            self.run.notes.push(text);
         }
         let notes: String = self.run.notes.iter().map(|note| format!("\n> {note}\n")).collect();
         let summary = self.samples.summary() + &notes;
@@ -246,7 +277,7 @@ impl Bench {
 }
 
 /// Every choice.
-const METHODS: [Method; 10] = [
+const METHODS: [Method; 11] = [
     Method::OwnDefault,
     Method::OwnBest,
     Method::OwnTogether,
@@ -257,4 +288,5 @@ const METHODS: [Method; 10] = [
     Method::RemoraLate,
     Method::RemoraTcp,
     Method::RemoraModule,
+    Method::RemoraModuleLate,
 ];

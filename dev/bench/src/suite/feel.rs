@@ -18,7 +18,7 @@ pub use super::points::FeelPoint as Point;
 use super::points::name_of;
 use super::report::tables;
 use super::{Common, ServerChoice, VALUE_BYTES};
-use crate::sync::{Method, Outcome, Place, Program, Result, Scene, Shape, Trial};
+use crate::sync::{Content, Method, Outcome, Place, Program, Result, Scene, Shape, Trial};
 
 /// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]
@@ -75,7 +75,7 @@ pub fn run(options: &Options) -> Result<bool> {
         for server in &options.servers {
             let place = if options.shared_processors { network.place(most) } else { network.place_apart(most) }?;
             kept.links.push(network.measure(&place)?);
-            let shape = Shape { keys: options.values, value_bytes: VALUE_BYTES, every_type: false };
+            let shape = Shape { keys: options.values, value_bytes: VALUE_BYTES, content: Content::Strings };
             eprintln!("{network}: filling a primary");
             let mut scene = Scene::at(&place, &program, server.kind(), shape)?;
             Load::prepare(scene.primary())?;

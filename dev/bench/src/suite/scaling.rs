@@ -7,7 +7,7 @@ use super::kept::Kept;
 pub use super::points::ScalingPoint as Point;
 use super::report::tables;
 use super::{Common, ServerChoice};
-use crate::sync::{Method, Program, Result, Scene, Shape, Trial, available_memory};
+use crate::sync::{Content, Method, Program, Result, Scene, Shape, Trial, available_memory};
 
 /// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]
@@ -47,7 +47,7 @@ pub fn run(options: &Options) -> Result<bool> {
     for (grows, bytes, value_bytes) in sizes.chain(values) {
         let budget = budget.part(left);
         left -= 1;
-        let shape = Shape { keys: (bytes / value_bytes).clamp(1, MOST_KEYS), value_bytes, every_type: false };
+        let shape = Shape { keys: (bytes / value_bytes).clamp(1, MOST_KEYS), value_bytes, content: Content::Strings };
         let what = format!("{} in values of {}", crate::bytes(shape.bytes()), crate::bytes(value_bytes));
         if shape.bytes() * COPIES > available_memory().unwrap_or(u64::MAX) {
             kept.note(format!("{what}: left out for lack of memory"));

@@ -11,7 +11,7 @@ use super::network::Network;
 pub use super::points::SyncPoint as Point;
 use super::report::tables;
 use super::{Budget, Common, ServerChoice, VALUE_BYTES};
-use crate::sync::{Method, Outcome, Phases, Program, Result, Scene, Shape, Trial, available_memory};
+use crate::sync::{Content, Method, Outcome, Phases, Program, Result, Scene, Shape, Trial, available_memory};
 
 /// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]
@@ -116,7 +116,7 @@ impl Bench<'_> {
         let link = network.measure(&place)?;
         eprintln!("{network}: iperf3 {:.1} MB/s; filling a primary", link.bytes_per_second / 1e6);
         self.kept.links.push(link);
-        let shape = Shape { keys: self.values(network, most), value_bytes: VALUE_BYTES, every_type: false };
+        let shape = Shape { keys: self.values(network, most), value_bytes: VALUE_BYTES, content: Content::Strings };
         let mut scene = Scene::at(&place, &self.program, server.kind(), shape)?;
         let name = format!("{} ({})", server.kind(), scene.primary().version()?);
         let mut wanted = 0;

@@ -42,6 +42,8 @@ pub enum Method {
     RemoraModuleRelayGentle,
     /// A replica that joins the snapshot which [`Method::RemoraShm`] has left at the source.
     RemoraLate,
+    /// A replica with the module that joins the snapshot which [`Method::RemoraModule`] has left at the source.
+    RemoraModuleLate,
     /// As [`Method::RemoraTcp`], and encrypted as it is between hosts by default: sealed tables, TLS for conversations.
     RemoraTcpSealed,
     /// As [`Method::RemoraRelay`], and encrypted as it is between hosts by default.
@@ -73,6 +75,7 @@ impl Method {
             Method::RemoraModuleRelay => "Remora tcp, relay, module",
             Method::RemoraModuleRelayGentle => "Remora tcp, relay, module, upload limited",
             Method::RemoraLate => "Remora shm, late joiner",
+            Method::RemoraModuleLate => "Remora shm, module, late joiner",
         }
     }
 
@@ -88,7 +91,17 @@ impl Method {
 
     /// Whether the servers load our module. For all other methods they run without it.
     pub fn has_module(self) -> bool {
-        matches!(self, Method::RemoraModule | Method::RemoraModuleRelay | Method::RemoraModuleRelayGentle)
+        use Method::{RemoraModule, RemoraModuleLate, RemoraModuleRelay, RemoraModuleRelayGentle};
+        matches!(self, RemoraModule | RemoraModuleLate | RemoraModuleRelay | RemoraModuleRelayGentle)
+    }
+
+    /// The method whose snapshot a late joiner joins.
+    pub fn joins(self) -> Option<Method> {
+        match self {
+            Method::RemoraLate => Some(Method::RemoraShm),
+            Method::RemoraModuleLate => Some(Method::RemoraModule),
+            _ => None,
+        }
     }
 
     /// The transport of `remora replica`.
@@ -96,6 +109,7 @@ impl Method {
         match self {
             Method::RemoraDefault => Some("auto"),
             Method::RemoraShm | Method::RemoraLate | Method::RemoraModule => Some("shm"),
+            Method::RemoraModuleLate => Some("shm"),
             Method::RemoraTcp | Method::RemoraModuleRelay | Method::RemoraModuleRelayGentle => Some("tcp"),
             Method::RemoraRelay | Method::RemoraRelayGentle | Method::RemoraRelayKilled => Some("tcp"),
             Method::RemoraTcpSealed | Method::RemoraRelaySealed => Some("tcp"),
@@ -139,7 +153,7 @@ impl Method {
             Method::OwnTogether => replicas > 1,
             // The relay, a replica that reads from it, and one from which that one can continue.
             Method::RemoraRelayKilled => replicas > 2,
-            Method::RemoraLate => replicas == 1,
+            Method::RemoraLate | Method::RemoraModuleLate => replicas == 1,
             _ => true,
         }
     }

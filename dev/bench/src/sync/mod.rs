@@ -13,6 +13,7 @@
 //! true primary is up, and it has reached the primary's offset of that moment). [`Method`] says what differs.
 
 mod agents;
+mod child;
 mod copier;
 mod costs;
 mod lost;
@@ -30,7 +31,7 @@ pub use outcome::{Outcome, Phases};
 pub use place::Place;
 pub(crate) use scene::available_memory;
 pub(crate) use scene::difference;
-pub use scene::{Compare, Scene, Shape, Trial};
+pub use scene::{Compare, Content, Scene, Shape, Trial};
 pub use summary::{Samples, Taken};
 pub use watch::{Show, Sight};
 

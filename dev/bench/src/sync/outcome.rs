@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Method;
 
+// Larger than the bound: each field is a figure of its own.
 /// One sync of N replicas by one method. All times are in seconds.
 #[derive(Clone, Debug, Serialize)]
 pub struct Outcome {
@@ -42,6 +43,12 @@ pub struct Outcome {
     pub peak_memory: u64,
     /// What the primary and its fork child had to copy, in bytes, as the server reports it. 0 if none was forked.
     pub child_memory: u64,
+    /// How long the primary had a fork child.
+    pub child_seconds: f64,
+    /// Memory that each replica's server uses afterwards (`used_memory`), in bytes.
+    pub replica_memory: Vec<u64>,
+    /// Commands per second that the writer achieved; 0 without a writer.
+    pub writes_per_second: f64,
     /// Peak memory of the source agent, including its tables; 0 without a source.
     pub source_memory: u64,
     /// Peak memory of each replica agent, including the slots that it keeps for others, in bytes.

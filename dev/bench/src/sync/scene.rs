@@ -7,12 +7,13 @@ use std::time::{Duration, Instant};
 use clap::ValueEnum;
 use remora_lab::net::Traffic;
 use remora_lab::server::{module_library, wait_until};
-use remora_lab::workload::{Options, Workload, fill_every_type};
+use remora_lab::workload::{MIX_BYTES, Options, Workload, fill_every_type, fill_mix};
 use remora_lab::{Client, Error, Host, Kind, Server, compare, scratch};
 use tempfile::TempDir;
 
 use super::Result;
 use super::agents::{self, Program, Source};
+use super::child::ChildWatch;
 use super::copier::{self, Copied, Pace};
 use super::costs::Costs;
 use super::lost::Lost;
@@ -23,21 +24,33 @@ use super::place::{self, Place};
 use super::watch::{Show, Watch};
 use crate::cpu;
 
-/// The data of a primary: strings of random bytes.
+/// The data of a primary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
-    /// Number of strings.
+    /// Number of keys.
     pub keys: u64,
-    /// Bytes of each.
+    /// Bytes of each string; not for the mix.
     pub value_bytes: u64,
-    /// Whether a small set of every type, in 16 databases, is added.
-    pub every_type: bool,
+    /// What the keys hold.
+    pub content: Content,
+}
+
+/// What the keys of a primary hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Content {
+    /// Strings of random bytes.
+    Strings,
+    /// The same, and a small set of every type in 16 databases.
+    StringsAndEveryType,
+    /// Small values of all types ([`fill_mix`]).
+    Mix,
 }
 
 impl Shape {
     /// Bytes of all values.
     pub fn bytes(&self) -> u64 {
-        self.keys.saturating_mul(self.value_bytes)
+        let each = if self.content == Content::Mix { MIX_BYTES } else { self.value_bytes };
+        self.keys.saturating_mul(each)
     }
 }
 
@@ -86,6 +99,8 @@ pub struct Scene {
     /// Values to restore after a trial.
     changed: Vec<Setting>,
     source: Option<Source>,
+    /// The method for which the source was started.
+    source_of: Option<Method>,
     folder: TempDir,
 }
 
@@ -101,9 +116,13 @@ impl Scene {
         let who = if place.primary().is_some() { "yes" } else { "local" };
         let builder = Server::builder(kind).config("enable-module-command", who);
         let primary = place::on(builder, place.primary()).start()?;
-        program.load(&primary, shape.keys, shape.value_bytes)?;
-        if shape.every_type {
-            fill_every_type(&mut primary.client()?, DATA_SEED)?;
+        match shape.content {
+            Content::Strings => program.load(&primary, shape.keys, shape.value_bytes)?,
+            Content::StringsAndEveryType => {
+                program.load(&primary, shape.keys, shape.value_bytes)?;
+                fill_every_type(&mut primary.client()?, DATA_SEED)?;
+            }
+            Content::Mix => fill_mix(&mut primary.client()?, shape.keys, DATA_SEED)?,
         }
         let folder = scratch::folder("scene")?;
         Ok(Scene {
@@ -113,6 +132,7 @@ impl Scene {
             primary,
             changed: Vec::new(),
             source: None,
+            source_of: None,
             folder,
         })
     }
@@ -146,17 +166,18 @@ impl Scene {
         show: &Show<'_>,
         then: &mut dyn FnMut(&Outcome) -> Result<()>,
     ) -> Result<Outcome> {
-        if trial.method == Method::RemoraLate && self.source.is_none() {
-            self.play(&Trial { method: Method::RemoraShm, compare: false, ..*trial }, show)?;
+        if let Some(first) = trial.method.joins().filter(|first| self.source_of != Some(*first)) {
+            self.play(&Trial { method: first, compare: false, ..*trial }, show)?;
         }
         self.prepare(trial)?;
         let replicas = self.empty_servers(trial)?;
         if trial.method.is_ours() && self.source.is_none() {
             let (folder, bytes, cable) = (self.folder.path(), self.shape.bytes(), self.place.cable());
             let source = Source::start_by(trial.method, &self.program, &self.primary, folder, bytes, cable)?;
-            self.source = Some(source);
+            (self.source, self.source_of) = (Some(source), Some(trial.method));
         }
         touch_memory(self.shape.bytes().saturating_mul(trial.replicas as u64));
+        let began = Instant::now();
         let writer = trial.writes.map(|rate| self.writer(rate)).transpose()?;
         let ready_cpu = self.source.as_ref().map_or(Ok(0.0), Source::cpu)?;
         let mut meter = Meter::begin(&self.primary, &replicas, self.late_source_cpu(trial)?, ready_cpu)?;
@@ -171,7 +192,7 @@ impl Scene {
         let killed = took.killed.take();
         let mut outcome = meter.end(trial, took, self.source.as_ref())?;
         if let Some(writer) = writer {
-            writer.stop()?;
+            outcome.writes_per_second = writer.stop()?.commands as f64 / began.elapsed().as_secs_f64();
         }
         then(&outcome)?;
         if trial.compare {
@@ -184,8 +205,8 @@ impl Scene {
 
     /// Waits until the primary has no replicas, then applies the settings of the method.
     fn prepare(&mut self, trial: &Trial) -> Result<()> {
-        if trial.method != Method::RemoraLate {
-            self.source = None;
+        if trial.method.joins().is_none() {
+            (self.source, self.source_of) = (None, None);
         }
         for (name, value) in std::mem::take(&mut self.changed).into_iter().rev() {
             self.primary.configure(name, &value)?;
@@ -195,7 +216,7 @@ impl Scene {
             self.primary.configure(name, &value)?;
         }
         // For a late joiner, the source itself is the one replica that stays.
-        let left = u32::from(trial.method == Method::RemoraLate);
+        let left = u32::from(trial.method.joins().is_some());
         let mut client = self.primary.client()?;
         wait_until("the primary to be idle", REST_TIME, || {
             let connected = client.info("replication")?.number::<u32>("connected_slaves");
@@ -244,7 +265,7 @@ impl Scene {
     /// What the source used before a late joiner: that was for the earlier replicas.
     fn late_source_cpu(&self, trial: &Trial) -> Result<f64> {
         match &self.source {
-            Some(source) if trial.method == Method::RemoraLate => source.cpu(),
+            Some(source) if trial.method.joins().is_some() => source.cpu(),
             _ => Ok(0.0),
         }
     }
@@ -381,6 +402,7 @@ struct Meter {
     source_cpu: f64,
     source_ready_cpu: f64,
     peak: Peak,
+    child: ChildWatch,
     cable: Option<(Host, Traffic)>,
 }
 
@@ -398,6 +420,7 @@ impl Meter {
             source_cpu,
             source_ready_cpu,
             peak: Peak::watch(primary.pid()),
+            child: ChildWatch::begin(primary.pid()),
             cable: primary.host().map(cable).transpose()?,
         })
     }
@@ -408,6 +431,10 @@ impl Meter {
         let mut replicas = Vec::new();
         for (client, before) in &mut self.replicas {
             replicas.push(Costs::read(client)?.since(*before));
+        }
+        let mut replica_memory = Vec::new();
+        for (client, _) in &mut self.replicas {
+            replica_memory.push(client.info("memory")?.number("used_memory").unwrap_or_default());
         }
         let (client, before) = &mut self.primary;
         // A child counts once it has ended and its parent has noticed.
@@ -437,6 +464,9 @@ impl Meter {
             host_bytes: host_bytes.transpose()?,
             peak_memory: peak + primary.copied,
             child_memory: primary.copied,
+            child_seconds: self.child.end(),
+            replica_memory,
+            writes_per_second: 0.0,
             source_memory: source.map_or(0, Source::peak_memory),
             agent_memory: took.agent_memory,
             equal: None,

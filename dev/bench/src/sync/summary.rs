@@ -69,7 +69,7 @@ impl Samples {
     pub fn raw(&self) -> String {
         let mut out = String::from(
             "server,shape,replicas,method,round,seconds,primary_cpu,replica_cpu,agents_cpu,snapshot,transfer,load,catch_up,\
-             primary_bytes,child_memory,source_memory,agent_memory,equal\n",
+             primary_bytes,child_memory,source_memory,agent_memory,equal,child_seconds,replica_memory,writes_per_second\n",
         );
         for Taken { server, shape, round, outcome, .. } in &self.0 {
             let Outcome { method, replicas, seconds, primary_cpu, agents_cpu, phases, primary_bytes, equal, .. } =
@@ -78,11 +78,13 @@ impl Samples {
             let replica_cpu: f64 = outcome.replica_cpu.iter().sum();
             let equal = equal.map_or("", |equal| if equal { "yes" } else { "no" });
             let (child, source) = (outcome.child_memory, outcome.source_memory);
-            let agents = outcome.agent_memory.iter().map(u64::to_string).collect::<Vec<_>>().join(" ");
+            let words = |numbers: &[u64]| numbers.iter().map(u64::to_string).collect::<Vec<_>>().join(" ");
+            let (agents, replicas_use) = (words(&outcome.agent_memory), words(&outcome.replica_memory));
+            let (lived, writes) = (outcome.child_seconds, outcome.writes_per_second);
             let _ = writeln!(
                 out,
                 "{server},{shape},{replicas},{method},{round},{seconds:.4},{primary_cpu:.4},{replica_cpu:.4},{agents_cpu:.4},\
-                 {:.4},{:.4},{:.4},{:.4},{primary_bytes},{child},{source},{agents},{equal}",
+                 {:.4},{:.4},{:.4},{:.4},{primary_bytes},{child},{source},{agents},{equal},{lived:.3},{replicas_use},{writes:.0}",
                 phases.snapshot, phases.transfer, phases.load, phases.catch_up
             );
         }
@@ -117,7 +119,7 @@ impl Group<'_> {
             let ratio = best.and_then(|best| self.ratio(method, best, |outcome| outcome.seconds));
             let _ = writeln!(
                 out,
-                "| {} | {:.2} ({:.2}–{:.2}) | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
+                "| {} | {:.2} ({:.2}–{:.2}) | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
                 method.name(),
                 wall.median,
                 wall.low,
@@ -135,6 +137,8 @@ impl Group<'_> {
                 median(|outcome| outcome.phases.catch_up),
                 median(|outcome| outcome.primary_bytes as f64 / 1e6),
                 median(|outcome| outcome.child_memory as f64 / 1e6),
+                median(|outcome| outcome.child_seconds),
+                median(|outcome| mean(&outcome.replica_memory) / 1e6),
                 median(|outcome| outcome.source_memory as f64 / MIB),
                 memory_of_each(self.of(method).map(|taken| &taken.outcome.agent_memory)),
                 self.equality(method),
@@ -194,6 +198,27 @@ impl Group<'_> {
             (Kind::Redis7, 1) => (1.05, 1.2),
             _ => (1.0, 1.0),
         };
+        let of_memory = against(
+            "memory of a replica's server with the module beside one that loaded by itself",
+            Method::RemoraModule,
+            Method::OwnBest,
+            MEMORY_MOST,
+            |outcome| mean(&outcome.replica_memory),
+        );
+        let of_late_module = [
+            against_best(
+                "wall time of a late joiner with the module beside the best of its own",
+                Method::RemoraModuleLate,
+                LATE_MODULE_WALL_MOST,
+                wall,
+            ),
+            against_best(
+                "a late joiner's processor time at the primary, with the module, beside one of its own",
+                Method::RemoraModuleLate,
+                LATE_MOST,
+                cpu,
+            ),
+        ];
         let promises = [
             against_best("wall time by shm beside the best of its own", Method::RemoraShm, shm, wall),
             against_best("wall time by tcp beside the best of its own", Method::RemoraTcp, tcp, wall),
@@ -237,7 +262,8 @@ impl Group<'_> {
             CHILD_MOST,
             memory,
         );
-        promises.into_iter().chain(of_module).chain(against_defaults).chain([of_child]).flatten().collect()
+        let promises = promises.into_iter().chain(of_module).chain(against_defaults);
+        promises.chain([of_child, of_memory]).chain(of_late_module).flatten().collect()
     }
 
     fn equality(&self, method: Method) -> &'static str {
@@ -278,7 +304,7 @@ const fn module(shape: &'static str, kind: Kind, replicas: usize, wall: f64, cpu
 }
 
 /// Targets for the module at both ends.
-const MODULE: [ModulePromise; 12] = [
+const MODULE: [ModulePromise; 14] = [
     module("256 × 3.66 MiB", Kind::Valkey9, 1, 0.5, 0.3),
     module("256 × 3.66 MiB", Kind::Redis7, 1, 0.4, 0.3),
     module("256 × 3.66 MiB", Kind::Valkey9, 3, 0.35, 0.3),
@@ -291,6 +317,8 @@ const MODULE: [ModulePromise; 12] = [
     module("4 M × 100 B", Kind::Redis7, 1, 0.8, 1.0),
     module("4 M × 100 B", Kind::Valkey9, 3, 0.8, 1.0),
     module("4 M × 100 B", Kind::Redis7, 3, 0.7, 1.0),
+    module("2 M of all types", Kind::Valkey9, 1, 0.75, 0.8),
+    module("2 M of all types", Kind::Redis7, 1, 0.75, 0.8),
 ];
 
 /// Targets for the module at both ends: the wall time as a share of that of the servers' own replication with default
@@ -302,6 +330,16 @@ const CHILD_MOST: f64 = 1.0;
 
 const MIB: f64 = (1 << 20) as f64;
 
+/// Target: the memory of a replica's server, as a share of that of one that loaded by itself.
+const MEMORY_MOST: f64 = 1.02;
+
+/// Target: the wall time of a late joiner with the module, as a share of an own sync.
+const LATE_MODULE_WALL_MOST: f64 = 0.4;
+
+fn mean(numbers: &[u64]) -> f64 {
+    numbers.iter().sum::<u64>() as f64 / numbers.len().max(1) as f64
+}
+
 /// Target: the share of one own sync that a late joiner may cost the primary.
 const LATE_MOST: f64 = 0.02;
 
@@ -312,13 +350,14 @@ divided by that of the server's own method with the least median, in the same ro
 together (the source's from its start, including the touching of its memory; for a copier, of its threads). The four phases are those
 of the last replica and add up to its wall time. If the server loads while the bytes arrive, its loading is in *transfer*. Before each
 trial, as much memory as its replicas will need is touched and freed, so that none of them pays for pages that the machine's host has
-not provided yet. *child MB*: memory that the primary and its fork child had to copy, as the server reports it. *source MiB* and
+not provided yet. *child MB*: memory that the primary and its fork child had to copy, as the server reports it; *child s*: how long it had one; *replica MB*: memory that a replica's server
+uses afterwards (`used_memory`), on average. *source MiB* and
 *agents MiB*: peak memory of the source agent, which has memory for the whole snapshot, and of each replica agent, which has the default, in
 the round in which they had most together (–: no agent).
 ";
 
-const HEAD: &str = "| method | wall s | ratio | primary CPU | replica CPU | agents CPU | snapshot | transfer | load | catch-up | MB out of the primary | child MB | source MiB | agents MiB | equal |
-|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|";
+const HEAD: &str = "| method | wall s | ratio | primary CPU | replica CPU | agents CPU | snapshot | transfer | load | catch-up | MB out of the primary | child MB | child s | replica MB | source MiB | agents MiB | equal |
+|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|";
 
 #[cfg(test)]
 mod tests {
@@ -342,6 +381,9 @@ mod tests {
             host_bytes: None,
             peak_memory: 0,
             child_memory: 1 << 20,
+            child_seconds: 0.5,
+            replica_memory: vec![2_000_000; replicas],
+            writes_per_second: 0.0,
             source_memory: 0,
             agent_memory: Vec::new(),
             equal: Some(true),
@@ -410,8 +452,8 @@ mod tests {
         let mut three = taken(Method::RemoraTcp, 3, 0, 2.0, 1.0);
         three.outcome.agent_memory = vec![75 << 20, 70 << 20, 71 << 20];
         let summary = Samples(vec![three, taken(Method::OwnBest, 3, 0, 2.0, 1.0)]).summary();
-        assert!(summary.contains("| 1.05 | 0.00 | 70, 71, 75 | yes |"), "{summary}");
-        assert!(summary.contains("| 1.05 | 0.00 | – | yes |"), "{summary}");
+        assert!(summary.contains("| 1.05 | 0.50 | 2.00 | 0.00 | 70, 71, 75 | yes |"), "{summary}");
+        assert!(summary.contains("| 1.05 | 0.50 | 2.00 | 0.00 | – | yes |"), "{summary}");
     }
 
     #[test]
@@ -435,7 +477,7 @@ mod tests {
         let line = raw.lines().last().unwrap_or_default();
         assert_eq!(
             line,
-            "Valkey 9,big,3,own best,1,2.0000,1.0000,3.0000,0.0000,0.0000,2.0000,0.0000,0.0000,1000000,1048576,0,,yes"
+            "Valkey 9,big,3,own best,1,2.0000,1.0000,3.0000,0.0000,0.0000,2.0000,0.0000,0.0000,1000000,1048576,0,,yes,0.500,2000000 2000000 2000000,0"
         );
     }
 }

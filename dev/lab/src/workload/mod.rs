@@ -12,6 +12,7 @@
 
 mod commands;
 mod fill;
+mod mix;
 mod operations;
 
 use std::collections::BTreeMap;
@@ -28,6 +29,7 @@ use crate::random;
 use crate::server::Server;
 
 pub use fill::{fill_every_type, key_count};
+pub use mix::{MIX_BYTES, fill_mix};
 
 /// How a writer writes.
 #[derive(Clone, Debug)]

@@ -5,8 +5,10 @@
 //!                                                               shown and taken: out of its bucket, nothing is freed
 //! ```
 //!
-//! What the caller takes is unlinked from its bucket, so the server's saver, which iterates over the same tables
-//! afterwards, does not find it. Nothing is freed: the child ends soon. Only a fork child may do this.
+//! What the caller takes is out of the table afterwards, so the server's saver, which iterates over the same tables,
+//! does not find it. Mostly everything is taken: then the table is made an empty one at the end, and no bucket is
+//! written, which would be a copy of its page. From the first window on in which something is left, what was taken is
+//! unlinked from its bucket. Nothing is freed: the child ends soon. Only a fork child may do this.
 
 use std::ffi::{c_int, c_longlong, c_void};
 use std::marker::PhantomData;
@@ -146,6 +148,22 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
         if first.is_null() { (first, 0) } else { (first, count) }
     }
 
+    /// Whether keys that are taken may stay in their buckets until the table is made an empty one. A table that grows
+    /// has two parts, and is an empty one only if both are.
+    fn may_defer(&self) -> bool {
+        // SAFETY: By the build rule a `long` is there: the position of a rehash, or -1.
+        (unsafe { read::<isize>(self.table, self.server.at.table_rehash) }) < 0
+    }
+
+    /// Makes one of the two tables an empty one: all of its keys were taken.
+    fn forget(&self, which: usize) {
+        let at = &self.server.at;
+        // SAFETY: By the build rule two addresses are there; this is a fork child with one thread.
+        unsafe { write(self.table, at.tables + which * size_of::<*const u8>(), ptr::null::<u8>()) };
+        // SAFETY: By the build rule two bytes are there; -1 is the exponent of a table that does not exist.
+        unsafe { write(self.table, at.table_exponents + which, -1_i8) };
+    }
+
     /// Notes that this many keys were taken out of one of the two tables.
     fn taken(&mut self, which: usize, taken: usize) {
         self.walked.taken += taken;
@@ -178,7 +196,7 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
         let server = self.server;
         // Asked once: most data sets have none.
         let expire = server.entries(expiries) > 0;
-        let (mut entries, mut taken) = (Vec::new(), 0);
+        let (mut entries, mut taken, mut deferred) = (Vec::new(), 0, self.may_defer() && count > 0);
         for window in (0..count).step_by(WINDOW) {
             if self.stopped {
                 break;
@@ -195,7 +213,7 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
                     let (key, object) = (entry_key(entry), entry_value(entry));
                     prefetch(key.cast_const().cast::<u8>().wrapping_sub(1));
                     prefetch(object.cast_const().cast());
-                    entries.push(Entry { bucket: place(bucket), entry, key, object });
+                    entries.push(Entry { bucket: place(bucket), entry, key, object, is_taken: false });
                     entry = entry_next(entry);
                 }
             }
@@ -214,13 +232,20 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
                 let expires_ms = expire.then(|| own.expiry(expiries, entry.key)).flatten();
                 let key = sds_bytes(entry.key);
                 if self.show(&FoundKey { key, value, expires_ms, server, object: entry.object }) {
-                    entry.entry = ptr::null();
+                    entry.is_taken = true;
                     taken += 1;
                 }
             }
-            if taken > before {
+            if deferred && taken - before < entries.len() {
+                deferred = false;
+                (0..window).for_each(|bucket| unlink_all(place(bucket)));
+            }
+            if !deferred && taken > before {
                 relink(&entries);
             }
+        }
+        if deferred {
+            self.forget(which);
         }
         self.taken(which, taken);
     }
@@ -230,7 +255,8 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
     fn valkey_table(&mut self, own: &Valkey9, which: usize) {
         let (first, count) = self.buckets(which);
         let server = self.server;
-        let (mut entries, mut taken) = (Vec::new(), 0);
+        let (mut entries, mut taken, mut deferred) = (Vec::new(), 0, self.may_defer() && count > 0);
+        let place = |bucket: usize| first.wrapping_add(bucket * BUCKET_BYTES);
         // A bucket is a line of memory with seven keys.
         for window in (0..count).step_by(WINDOW / 4) {
             if self.stopped {
@@ -238,7 +264,7 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
             }
             entries.clear();
             for bucket in window..count.min(window + WINDOW / 4) {
-                let mut bucket = first.wrapping_add(bucket * BUCKET_BYTES);
+                let mut bucket = place(bucket);
                 loop {
                     let (presence, child) = bucket_of(bucket);
                     for position in (0..POSITIONS).filter(|position| presence & (1 << position) != 0) {
@@ -249,6 +275,7 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
                             entry: ptr::without_provenance(position),
                             key: ptr::null_mut(),
                             object,
+                            is_taken: false,
                         });
                     }
                     if child.is_null() {
@@ -261,7 +288,8 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
                 prefetch_value(entry.object);
             }
             self.walked.seen += entries.len();
-            for entry in &entries {
+            let before = taken;
+            for entry in &mut entries {
                 let value = match (kind(entry.object), encoding(entry.object)) {
                     (STRING, NUMBER) => FoundValue::Number(value_address(entry.object) as i64),
                     (STRING, _) => FoundValue::Bytes(sds_bytes(own.value_of(entry.object))),
@@ -270,29 +298,48 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
                 };
                 let (key, expires_ms) = (sds_bytes(own.key_of(entry.object)), own.expiry(entry.object));
                 if self.show(&FoundKey { key, value, expires_ms, server, object: entry.object }) {
-                    leave_out(entry.bucket, entry.entry.addr());
+                    entry.is_taken = true;
                     taken += 1;
                 }
             }
+            if deferred && taken - before < entries.len() {
+                deferred = false;
+                (0..window).for_each(|bucket| leave_all_out(place(bucket)));
+            }
+            if !deferred {
+                let taken = entries.iter().filter(|entry| entry.is_taken);
+                taken.for_each(|entry| leave_out(entry.bucket, entry.entry.addr()));
+            }
+        }
+        if deferred {
+            self.forget(which);
         }
         self.taken(which, taken);
     }
 }
 
-/// An entry of a table, and where it hangs. Redis: `entry` is null once it was taken. Valkey: its position in the
-/// bucket.
+/// An entry of a table, and where it hangs. Valkey: `entry` is its position in the bucket.
 struct Entry {
     bucket: *const u8,
     entry: *const u8,
     key: Sds,
     object: Object,
+    is_taken: bool,
+}
+
+/// Redis: everything in a bucket was taken.
+fn unlink_all(bucket: *const u8) {
+    if !head(bucket).is_null() {
+        // SAFETY: The place of a bucket, which has an address; this is a fork child.
+        unsafe { write(bucket, 0, ptr::null::<u8>()) };
+    }
 }
 
 /// Makes chains of the entries that are left, in their order. `entries` has whole chains.
 fn relink(entries: &[Entry]) {
     for chain in entries.chunk_by(|one, other| one.bucket == other.bucket) {
         let mut next = ptr::null();
-        for left in chain.iter().rev().filter(|entry| !entry.entry.is_null()) {
+        for left in chain.iter().rev().filter(|entry| !entry.is_taken) {
             if entry_next(left.entry) != next {
                 // SAFETY: By the build rule the address of the next entry is there; this is a fork child.
                 unsafe { write(left.entry, ENTRY_NEXT_AT, next) };
@@ -352,6 +399,15 @@ fn leave_out(bucket: *const u8, position: usize) {
     let bits = unsafe { read::<u8>(bucket, 0) };
     // SAFETY: As above; this is a fork child.
     unsafe { write(bucket, 0, bits & !(2 << position)) };
+}
+
+/// Everything in a bucket, and in those that continue it, was taken.
+fn leave_all_out(bucket: *const u8) {
+    // SAFETY: As in `bucket_of`.
+    if unsafe { read::<u8>(bucket, 0) } != 0 {
+        // SAFETY: As above; this is a fork child.
+        unsafe { write(bucket, 0, 0_u8) };
+    }
 }
 
 /// Entries in a bucket; the last is the next bucket where the bucket is chained.
