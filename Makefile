@@ -67,6 +67,13 @@ simulate-volume:
 	REMORA_PLAY_SECONDS=$(SECONDS) REMORA_PLAY_JOBS=$(JOBS) $(CARGO) test --release --locked -p remora-volume --lib -- \
 		--nocapture --test-threads=1 nothing_that_was_ a_copy_is_found_as_it_was_at_or_after_the_last_sync
 
+## cut-volume: hosts whose server writes into a volume lose their cable, a hundred times (ROUNDS=100) for each kind of server, and how long a host with a log of a gigabyte takes to be replaced
+.PHONY: cut-volume
+cut-volume: ROUNDS ?= 100
+cut-volume: setup
+	REMORA_CABLE_ROUNDS=$(ROUNDS) REMORA_TAKE_OVER_BYTES=1000000000 $(CARGO) test --release --locked -p remora-agent --test it -- \
+		--nocapture --test-threads=1 volume_hosts::a_host_
+
 # With the profile of the tests: overflow checks and debug assertions find more than speed does.
 ## soak: servers and agents for an hour under a random script of faults, compared again and again; ARGS="--minutes 60 --seed N"
 .PHONY: soak

@@ -22,9 +22,11 @@
 //!
 //! - [`wire`]: the messages as bytes, and what the network needs beside the rules; `link`: how they use the messenger.
 //! - `overlap`: what requests of several blocks have in common.
+//! - `caller`: one question at a time, of a server to another one, or of a host that only reads.
 //! - `outbox`: memory out of which servers pull large writes; `lane`: connections to such memory; `rdma`: by RDMA.
 //! - [`server`]: the memory of a host, lent to volumes.
 //! - [`client`]: a volume as its one writer has it open.
+//! - [`read_only`]: a volume as a host reads it that does not write.
 //! - [`nbd`]: such a volume as a block device, for clients of the NBD protocol.
 //! - [`names`]: the names of files in a volume, in the order of what is written. Pure.
 //! - [`files`]: the files in a volume, for a mount.
@@ -40,6 +42,7 @@
 //! taken out.
 #![forbid(unsafe_code)]
 
+mod caller;
 pub mod client;
 pub mod copy;
 mod disk;
@@ -53,9 +56,11 @@ pub mod mount;
 mod mutant;
 pub mod names;
 pub mod nbd;
+
 mod outbox;
 mod overlap;
 mod rdma;
+pub mod read_only;
 pub mod reader;
 pub mod server;
 pub mod shape;

@@ -220,6 +220,22 @@ impl OneSided {
         OneSided { peer, sink, layout, is_ordered }
     }
 
+    /// How the copy stands.
+    ///
+    /// # Errors
+    /// As for [`OneSided::blocks`].
+    pub fn line(&mut self, limit: Duration) -> Result<Standing, ReaderError> {
+        let deadline = Instant::now() + limit;
+        for _ in 0..TRIES {
+            let left = deadline.saturating_duration_since(Instant::now());
+            fetch(&mut *self.peer, &[request(LINE_AT, LINE_BYTES as u64, 0)], left, || true)?;
+            if let Some(line) = self.line_at(0)? {
+                return Ok(line);
+            }
+        }
+        Err(ReaderError::TornLine)
+    }
+
     /// Reads blocks into `into`, which has room for `count` of them. Returns their entries, and how the copy stood.
     ///
     /// # Errors
@@ -302,13 +318,18 @@ impl OneSided {
             };
             entries.push(entry);
         }
+        Ok(self.line_at(line_at)?.map(|line| Found { entries, line }).ok_or(ReaderError::TornLine))
+    }
+
+    /// The line that has arrived there; `None`: it was being written.
+    fn line_at(&self, line_at: u64) -> Result<Option<Standing>, ReaderError> {
         let mut words = [0; LINE_WORDS];
         for (at, word) in (line_at..).step_by(8).zip(&mut words) {
             let mut bytes = [0; 8];
             self.sink.read(at, &mut bytes)?;
             *word = u64::from_le_bytes(bytes);
         }
-        Ok(Line::from_words(words).map(|Line(line)| Found { entries, line }).ok_or(ReaderError::TornLine))
+        Ok(Line::from_words(words).map(|Line(line)| line))
     }
 }
 

@@ -44,7 +44,8 @@ pub enum VolumeAction {
     /// Make an empty file system in a volume that holds nothing.
     Format(FormatArgs),
     /// Open a volume for writing, and mount its files at a directory, until stopped or unmounted. No earlier writer
-    /// writes from then on; one that is still at work is replaced only with `--take-over`.
+    /// writes from then on; one that is still at work is replaced only with `--take-over`. With `--read-only` the
+    /// writer goes on, and the files cannot be changed at this mount.
     Mount(MountArgs),
 }
 
@@ -100,6 +101,12 @@ pub struct MountArgs {
     #[arg(value_name = "DIRECTORY")]
     pub directory: PathBuf,
 
+    /// Mount the files read-only, beside a writer on another host, as many times as wanted. Neither the writer nor,
+    /// beyond their memory, the servers take part in a read: `--reads` says how the memory of a server is read. What
+    /// the writer has changed is seen about a second later at most.
+    #[arg(long, conflicts_with_all = ["take_over", "write_through"])]
+    pub read_only: bool,
+
     /// Each write goes to the servers before it is answered. Without this option the system keeps writes in its page
     /// cache, as it does for a disk, and `fsync` waits for the servers.
     #[arg(long)]
@@ -148,14 +155,15 @@ pub struct ServeArgs {
     #[arg(long, value_name = "SIZE", default_value = "256MiB", help_heading = "Memory")]
     pub staging: Size,
 
-    /// The port, at the address of `--listen`, at which writers on other hosts read blocks without asking
-    /// (`nbd --reads anywhere`), and other servers take writes along a chain (`nbd --writes chain`); 0 is any port.
+    /// The port, at the address of `--listen`, at which clients on other hosts read blocks without asking
+    /// (`--reads anywhere`), and other servers take writes along a chain (`nbd --writes chain`); 0 is any port.
     /// What goes over it is not encrypted: unless `--listen` is loopback, it needs `--security none` and
     /// `--plaintext-network`. Without it, they ask.
     #[arg(long, value_name = "PORT", help_heading = "Ways")]
     pub lanes: Option<u16>,
 
-    /// Share no memory with the writers on this host: they ask for each block.
+    /// Share no memory with the clients on this host: writers ask for each block, and read-only mounts need another
+    /// way.
     #[arg(long, help_heading = "Ways")]
     pub no_shm: bool,
 
@@ -387,6 +395,11 @@ Examples:
   Servers whose copies are read by RDMA, in a network without strangers:
     remora volume serve --listen 10.0.0.1:7480 --rdma-device mlx5_0 --token-file token --security none --plaintext-network
     remora volume nbd data.volume --reads anywhere --token-file token --security none --plaintext-network
+  Files, for this host alone to write, and for other hosts to read:
+    remora volume format data.volume --token-file token
+    remora volume mount data.volume /srv/data --token-file token
+    remora volume mount data.volume /srv/data --read-only --reads anywhere --token-file token \
+      --security none --plaintext-network
   Which copies are whole, and how far those are that catch up:
     remora volume status data.volume --token-file token
   Is any block damaged? If one is, and no writer takes the copy back:

@@ -1,12 +1,13 @@
 //! `remora volume mount`.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use remora_fuse::SessionOptions;
 use remora_volume::client::Error;
 use remora_volume::files::FilesError;
-use remora_volume::mount::{MountError, MountedFiles, mount_options};
+use remora_volume::mount::{FollowedFiles, MountError, MountedFiles, mount_options};
 use remora_volume::writer::End;
 
 use super::blocking;
@@ -29,12 +30,22 @@ pub(super) async fn run(args: MountArgs) -> Result<(), Failure> {
     let opening = Opening::read(&args.writer)?;
     let name = opening.name().to_owned();
     let options = SessionOptions {
-        mount: mount_options(&name, false, !args.private),
+        mount: mount_options(&name, args.read_only, !args.private),
         ring: !args.no_ring,
         write_back: !args.write_through,
         ..SessionOptions::default()
     };
     let (of, directory) = (name.clone(), args.directory.clone());
+    if args.read_only {
+        let opened = opening.open_read_only(&mut signals, move |volume| {
+            FollowedFiles::mount(Box::new(volume), &directory, &options).map_err(|error| mount_failure(&of, error))
+        });
+        let (mounted, _rereading) = opened.await?;
+        tracing::info!(volume = %name, directory = %args.directory.display(), transport = ?mounted.transport(),
+            "files mounted read-only");
+        until_over(&mut signals, &args.directory, || None, |limit| mounted.wait(limit)).await;
+        return blocking(move || mounted.end().map_err(|error| Failure::local(error.to_string()))).await;
+    }
     let opened = opening.open(&mut signals, move |volume| {
         let volume = Arc::new(volume);
         let mounted = MountedFiles::mount(Arc::clone(&volume), &directory, &options);
@@ -43,23 +54,7 @@ pub(super) async fn run(args: MountArgs) -> Result<(), Failure> {
     let ((mounted, volume), _rereading) = opened.await?;
     let directory = args.directory.display();
     tracing::info!(volume = %name, %directory, transport = ?mounted.transport(), "files mounted");
-    let end = loop {
-        tokio::select! {
-            signal = signals.next() => {
-                tracing::info!("stopped by {signal}: unmounting");
-                break None;
-            }
-            () = tokio::time::sleep(LOOK_AGAIN) => {
-                if let Some(end) = volume.end() {
-                    break Some(end);
-                }
-                if mounted.wait(Duration::ZERO) {
-                    tracing::info!(%directory, "unmounted");
-                    break None;
-                }
-            }
-        }
-    };
+    let end = until_over(&mut signals, &args.directory, || volume.end(), |limit| mounted.wait(limit)).await;
     let ended = blocking(move || {
         let ended = mounted.end();
         drop(volume);
@@ -69,11 +64,38 @@ pub(super) async fn run(args: MountArgs) -> Result<(), Failure> {
     end.map_or(ended, |end: End| Err(failure(&name, &Error::Ended(end))))
 }
 
+/// Waits for a signal, for the end of the mount, or for that of the volume, which is returned.
+async fn until_over(
+    signals: &mut Signals,
+    directory: &Path,
+    end: impl Fn() -> Option<End>,
+    wait: impl Fn(Duration) -> bool,
+) -> Option<End> {
+    loop {
+        tokio::select! {
+            signal = signals.next() => {
+                tracing::info!("stopped by {signal}: unmounting");
+                return None;
+            }
+            () = tokio::time::sleep(LOOK_AGAIN) => {
+                if let Some(end) = end() {
+                    return Some(end);
+                }
+                if wait(Duration::ZERO) {
+                    tracing::info!(directory = %directory.display(), "unmounted");
+                    return None;
+                }
+            }
+        }
+    }
+}
+
 /// Why the files of the volume with this name are not mounted, and what to do.
 fn mount_failure(name: &str, error: MountError) -> Failure {
     match error {
         MountError::Files(error) => files_failure(name, &error),
         MountError::Session(error) => Failure::local(error.to_string()),
+        MountError::Thread(_) => Failure::local(error.to_string()),
     }
 }
 

@@ -1,6 +1,9 @@
-//! Opening: a volume is opened for writing, as `nbd`, `mount` and `format` do.
+//! Opening: a volume is opened for writing, as `nbd`, `mount` and `format` do, or for reading alone.
 
-use remora_volume::client::{ClientOptions, Volume};
+use remora_messenger::Address;
+use remora_volume::client::{ClientOptions, Reads, Volume};
+use remora_volume::read_only::{ReadOnly, ReadOnlyOptions};
+use remora_volume::shape::Shape;
 
 use super::blocking;
 use super::failure::failure;
@@ -57,16 +60,46 @@ impl Opening {
         signals: &mut Signals,
         use_it: impl FnOnce(Volume) -> Result<T, Failure> + Send + 'static,
     ) -> Result<(T, AbortOnDrop), Failure> {
+        let name = self.name.clone();
+        let opened = self.open_by(signals, move |shape, servers, options| {
+            use_it(Volume::open(shape, servers, options).map_err(|error| failure(&name, &error))?)
+        });
+        opened.await
+    }
+
+    /// The same for reading alone.
+    ///
+    /// # Errors
+    /// As for [`Opening::open`].
+    pub(super) async fn open_read_only<T: Send + 'static>(
+        self,
+        signals: &mut Signals,
+        use_it: impl FnOnce(ReadOnly) -> Result<T, Failure> + Send + 'static,
+    ) -> Result<(T, AbortOnDrop), Failure> {
+        let name = self.name.clone();
+        let opened = self.open_by(signals, move |shape, servers, options| {
+            let ClientOptions { security, reads, rdma, copy_limit: limit, .. } = options.clone();
+            let opened = ReadOnly::open(shape, servers, &ReadOnlyOptions { security, reads, rdma, limit });
+            let cure = if reads == Reads::Here { ELSEWHERE } else { "" };
+            use_it(opened.map_err(|error| Failure::new(Code::Volume, format!("the volume {name}: {error}{cure}")))?)
+        });
+        opened.await
+    }
+
+    /// Does that by a thread that may wait, until a signal comes.
+    async fn open_by<T: Send + 'static>(
+        self,
+        signals: &mut Signals,
+        open: impl FnOnce(Shape, &[Address], &ClientOptions) -> Result<T, Failure> + Send + 'static,
+    ) -> Result<(T, AbortOnDrop), Failure> {
         let Opening { name, file, protection, options, rereading } = self;
-        let opening = name.clone();
         let opened = blocking(move || {
             let servers = protection.servers(&file.servers)?;
             let ways = [("--reads", options.reads.is_plain()), ("--writes", options.writes.is_plain())];
             for (option, _) in ways.iter().filter(|(_, is_plain)| *is_plain) {
                 protection.check_plain(option, &servers)?;
             }
-            let volume = Volume::open(file.shape, &servers, &options).map_err(|error| failure(&opening, &error))?;
-            use_it(volume)
+            open(file.shape, &servers, &options)
         });
         tokio::select! {
             opened = opened => Ok((opened?, rereading)),
@@ -77,3 +110,6 @@ impl Opening {
         }
     }
 }
+
+/// What to do if no server of this host can be read.
+const ELSEWHERE: &str = "; servers on other hosts are read with --reads anywhere, and need --lanes or RDMA";

@@ -50,6 +50,7 @@ mod verify;
 mod volume;
 mod volume_certificates;
 mod volume_guest;
+mod volume_hosts;
 mod volume_keep;
 mod volume_mount;
 mod volume_ways;

@@ -67,14 +67,14 @@ fn files_are_made_written_unmounted_and_found_again_by_commands() {
 }
 
 /// Sets one key after the other, and notes those that the server has acknowledged.
-struct Client {
+pub(crate) struct Client {
     acknowledged: Arc<AtomicU64>,
     error: Arc<Mutex<Option<String>>>,
     thread: JoinHandle<()>,
 }
 
 impl Client {
-    fn start(server: &Server) -> Client {
+    pub(crate) fn start(server: &Server) -> Client {
         let mut client = server.client().unwrap();
         let (acknowledged, error) = (Arc::<AtomicU64>::default(), Arc::<Mutex<Option<String>>>::default());
         let (count, why) = (Arc::clone(&acknowledged), Arc::clone(&error));
@@ -94,7 +94,7 @@ impl Client {
         Client { acknowledged, error, thread }
     }
 
-    fn wait_for(&self, number: u64) {
+    pub(crate) fn wait_for(&self, number: u64) {
         wait_until("acknowledged writes", LONG, || {
             let acknowledged = self.acknowledged.load(Ordering::SeqCst);
             assert_eq!(*self.error.lock().unwrap(), None, "after {acknowledged} writes");
@@ -103,8 +103,13 @@ impl Client {
         .unwrap();
     }
 
+    /// How many writes were acknowledged so far.
+    pub(crate) fn acknowledged(&self) -> u64 {
+        self.acknowledged.load(Ordering::SeqCst)
+    }
+
     /// The server has ended. Returns how many writes it had acknowledged.
-    fn end(self) -> u64 {
+    pub(crate) fn end(self) -> u64 {
         self.thread.join().unwrap();
         self.acknowledged.load(Ordering::SeqCst)
     }
@@ -116,7 +121,7 @@ fn server(kind: Kind, directory: &str) -> Server {
 }
 
 /// Every write that was acknowledged is there: from the first to the last one.
-fn check(server: &Server, acknowledged: u64) {
+pub(crate) fn check(server: &Server, acknowledged: u64) {
     let mut client = server.client().unwrap();
     for number in 1..=acknowledged {
         let value = client.bytes(&["GET".to_owned(), format!("key:{number}")]).unwrap();

@@ -30,7 +30,7 @@ const WAYS: [(Reads, &str); 4] =
 
 impl Reads {
     /// The transports, nearest first.
-    pub(super) fn transports(self) -> &'static [TransportKind] {
+    pub(crate) fn transports(self) -> &'static [TransportKind] {
         match self {
             Reads::Asked => &[],
             Reads::Here => &[TransportKind::Shm],

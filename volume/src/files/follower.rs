@@ -14,8 +14,9 @@ use crate::message::State;
 use crate::names::layout::Head;
 use crate::names::record::Malformed;
 use crate::names::{Attr, Listed, NamesError, Run, Usage, View};
-use crate::reader::{Found, InPlace, OneSided, ReaderError};
+use crate::reader::{Found, InPlace, ReaderError};
 use crate::shape::BLOCK_BYTES;
+use crate::version::Version;
 
 use super::FilesError;
 use super::parts::{Piece, blocks_of, clusters_of, pieces};
@@ -41,33 +42,6 @@ pub trait Blocks: Send {
     fn read(&mut self, first: u64, into: &mut [u8]) -> Result<u64, BlocksError>;
 }
 
-/// A copy that is read over the fabric.
-pub struct CopyBlocks {
-    reader: OneSided,
-    most: usize,
-    limit: Duration,
-}
-
-impl CopyBlocks {
-    /// Reads by this reader, whose sink has room for so many blocks; each read within this time.
-    pub fn new(reader: OneSided, most: usize, limit: Duration) -> CopyBlocks {
-        CopyBlocks { reader, most: most.max(1), limit }
-    }
-}
-
-impl Blocks for CopyBlocks {
-    fn read(&mut self, first: u64, into: &mut [u8]) -> Result<u64, BlocksError> {
-        let mut history = None;
-        for (first, part) in (first..).step_by(self.most).zip(into.chunks_mut(self.most * BLOCK_BYTES)) {
-            let found = history_of(self.reader.blocks(first, part, self.limit))?;
-            if history.replace(found).is_some_and(|before| before != found) {
-                return Err(BlocksError::Again("another writer has opened the volume".into()));
-            }
-        }
-        Ok(history.unwrap_or_default())
-    }
-}
-
 /// A copy of this host.
 impl Blocks for InPlace {
     fn read(&mut self, first: u64, into: &mut [u8]) -> Result<u64, BlocksError> {
@@ -84,8 +58,13 @@ fn history_of(found: Result<Found, ReaderError>) -> Result<u64, BlocksError> {
     if line.state != State::Whole {
         return Err(BlocksError::Again("the copy is behind: its server takes what it lacks".into()));
     }
-    // A writer's first word is at every copy before anything of it is, and after all that it undoes.
-    Ok(line.applied.generation().number().into())
+    Ok(history(line.applied))
+}
+
+/// The history to which a whole copy belongs that has applied this write. A writer's first word is at every copy before
+/// anything of it is, and after all that it undoes.
+pub(crate) fn history(applied: Version) -> u64 {
+    applied.generation().number().into()
 }
 
 /// The files of a volume, as one copy has them.

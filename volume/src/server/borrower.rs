@@ -17,8 +17,8 @@ use bytes::Bytes;
 use remora_messenger::{Address, Buffer, Connection};
 
 use super::answers::{answer, refuse};
-use super::caller::{Caller, LOOK_AGAIN};
 use super::slot::{Abandoned, Slot};
+use crate::caller::{Caller, LOOK_AGAIN};
 use crate::layout::Entry;
 use crate::link::Security;
 use crate::message::Holder;

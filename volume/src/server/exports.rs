@@ -1,9 +1,9 @@
-//! Exports: the regions of copies, as the writers of the volumes read them without asking.
+//! Exports: the regions of copies, as the writers of the volumes, and hosts that only read, read them without asking.
 //!
 //! A writer that asks gets a grant for its connection, with the keys of its copy's region. The secret of the grant is
 //! derived from the key of the connection's session, and so known to the two ends only. The grant is withdrawn when the
 //! connection is over, or when the server promises to obey another writer: a reader over a network is cut off then,
-//! and one on this host reads so in the region's line.
+//! and one on this host reads so in the region's line. The grant of a client that only reads ends with its connection.
 
 use std::fmt;
 use std::io;

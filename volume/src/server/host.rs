@@ -20,7 +20,7 @@ use super::exports::Exports;
 use super::growing::{Growing, Larger};
 use super::kept::{Kept, Stores};
 use super::puller::{Puller, Pulling};
-use super::slot::{Done, GROWS, Means, Slot, millis};
+use super::slot::{Done, GROWS, Means, ONLY_READS, Slot, millis};
 use super::staging::Staging;
 use crate::copy::Copy;
 use crate::disk::files::Failure;
@@ -216,6 +216,9 @@ impl Host {
         if mode == Mode::Write && !lock(&self.staging).enter(connection.id()) {
             return refuse(connection, Cause::NoMemory, NO_STAGING);
         }
+        if mode == Mode::Read && state.readers() >= MOST_READERS {
+            return refuse(connection, Cause::NoMemory, &format!("{MOST_READERS} hosts read this copy already"));
+        }
         let replaced = state.open(connection, mode, writer, &self.exports);
         let writer_silent = state.writer_silent(writer).map(millis);
         let (standing, room) = (state.standing(), LEAST_ROOM);
@@ -375,6 +378,29 @@ impl Host {
         }
     }
 
+    /// Whether a connection is for reading: then it asks nothing of the server itself.
+    fn only_reads(&self, connection: &Connection) -> bool {
+        let slot = lock(&self.connections).get(&connection.id()).cloned();
+        slot.is_some_and(|slot| slot.lock().is_for(connection, Mode::Read))
+    }
+
+    /// A call that is done by the server, and not by one of its copies.
+    fn of_server(&self, connection: &Connection, call: Call) {
+        if self.only_reads(connection) {
+            return refuse(connection, Cause::Misuse, ONLY_READS);
+        }
+        match call {
+            Call::Create { shape } => self.create(connection, shape),
+            Call::Status { shape } => self.status(connection, shape),
+            Call::Scrub { shape } => self.scrub(connection, shape),
+            Call::Remove { shape, takes_over } => self.remove(connection, shape, takes_over),
+            Call::Grow { shape, takes_over } => self.grow(connection, shape, takes_over),
+            Call::Window { wants, obeys } => self.window(connection, wants, obeys),
+            Call::Offer { session, keys } => self.offer(connection, session, keys),
+            _ => {} // the others are a copy's
+        }
+    }
+
     fn ended(&self, connection: &Connection) {
         lock(&self.staging).leave(connection.id());
         if let Some(puller) = lock(&self.pullers).remove(&connection.id()) {
@@ -394,13 +420,15 @@ impl Dispatcher for Host {
     fn message(&self, connection: &Connection, delivery: Delivery) {
         match link::decode_call(&delivery) {
             Ok(Call::Open { shape, mode, writer }) => self.open(connection, shape, mode, writer),
-            Ok(Call::Create { shape }) => self.create(connection, shape),
-            Ok(Call::Status { shape }) => self.status(connection, shape),
-            Ok(Call::Scrub { shape }) => self.scrub(connection, shape),
-            Ok(Call::Remove { shape, takes_over }) => self.remove(connection, shape, takes_over),
-            Ok(Call::Grow { shape, takes_over }) => self.grow(connection, shape, takes_over),
-            Ok(Call::Window { wants, obeys }) => self.window(connection, wants, obeys),
-            Ok(Call::Offer { session, keys }) => self.offer(connection, session, keys),
+            Ok(
+                call @ (Call::Create { .. }
+                | Call::Status { .. }
+                | Call::Scrub { .. }
+                | Call::Remove { .. }
+                | Call::Grow { .. }
+                | Call::Window { .. }
+                | Call::Offer { .. }),
+            ) => self.of_server(connection, call),
             Ok(call) => self.in_order(connection, call, delivery),
             Err(error) => refuse(connection, Cause::Misuse, &error.to_string()),
         }
@@ -430,6 +458,10 @@ fn transports(shm: bool) -> &'static [TransportKind] {
 }
 
 const MORE: &str = "give the server at least as much as before";
+
+/// Hosts that read a copy at once. Each takes a place at an exporter, which has 256, and leaves the others to writers
+/// and servers.
+const MOST_READERS: usize = 128;
 
 const NO_STAGING: &str = "the server has as many writers as its memory for writes under way permits: give it more";
 

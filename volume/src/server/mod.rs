@@ -15,7 +15,7 @@
 //! - `kept`: a copy's store, and who waits for it; `keeper`: the threads that sync, make checkpoints, and scrub;
 //!   `scrubbing`: how far that is.
 //! - `questions`: what clients ask of a volume without opening it; `growing`: copies a copy into a larger one.
-//! - `borrower`: brings a copy up to date from another server; `caller`: asks another server.
+//! - `borrower`: brings a copy up to date from another server.
 //! - `puller`: takes large writes out of their writer's memory; `upstream`: or out of another server's.
 //!
 //! Who ends what: the [`Server`] its messenger's workers, the threads of borrowers, pullers and growth, and the
@@ -25,7 +25,6 @@
 mod answers;
 mod borrower;
 mod budget;
-mod caller;
 mod exports;
 mod growing;
 mod host;
@@ -67,9 +66,9 @@ pub struct ServerOptions {
     pub security: Security,
     /// Threads that serve connections.
     pub workers: usize,
-    /// Whether writers on this host may read copies in place.
+    /// Whether clients on this host may read copies in place.
     pub shm: bool,
-    /// The port at which writers on other hosts may read copies without asking, at the server's address; 0 is any port.
+    /// The port at which clients on other hosts may read copies without asking, at the server's address; 0 is any port.
     /// `None`: they ask. These reads are neither encrypted nor authenticated, except that the reader proves its right.
     pub lanes: Option<u16>,
     /// By which devices copies may be read by RDMA. These reads are protected as those at `lanes`. All of `memory` that

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use remora_messenger::Address;
 
-use super::caller::Caller;
 use super::slot::Slot;
 use super::{Server, ServerOptions};
+use crate::caller::Caller;
 use crate::client::{ClientOptions, Volume, new_id};
 use crate::link::Security;
 use crate::message::{ServerId, State};

@@ -119,8 +119,8 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
+    use crate::caller::Caller;
     use crate::link::Security;
-    use crate::server::caller::Caller;
 
     #[test]
     fn a_scrub_reads_every_block_once_and_then_waits_for_its_day() {

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use remora_fabric::{Memory, Peer, ReadRequest};
 use remora_messenger::Address;
 
-use super::caller::Caller;
+use crate::caller::Caller;
 use crate::lane::{Laid, Lane};
 use crate::link::Security;
 use crate::message::Holder;

@@ -165,6 +165,9 @@ pub enum Call {
         /// Whether the copy grows although a writer is at work.
         takes_over: bool,
     },
+    /// May this client, which only reads, read the copy's region? Answered by [`super::Reply::Attached`], without keys
+    /// if there is no copy.
+    Look,
 }
 
 type Runs = List<Run, MOST_RUNS>;
@@ -290,6 +293,7 @@ impl Call {
                 bool::put(takes_over, out)?;
                 22
             }
+            Call::Look => 23,
         })
     }
 
@@ -353,6 +357,7 @@ impl Call {
                 run: bounded(Run::take(from)?, MOST_ENTRIES)?,
             },
             22 => Call::Grow { shape: Shape::take(from)?, takes_over: bool::take(from)? },
+            23 => Call::Look,
             kind => return Err(DecodeError::Kind(kind)),
         };
         reader.finish()?;

@@ -44,9 +44,11 @@ pub enum Mode {
     Write,
     /// Its client is a server that takes blocks which its own copy lacks.
     Borrow,
+    /// Its client reads the copy's region, and asks nothing else.
+    Read,
 }
 
-codes!(Mode is "mode" { 1 => Write, 2 => Borrow });
+codes!(Mode is "mode" { 1 => Write, 2 => Borrow, 3 => Read });
 
 /// Why a server does not do what it was asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

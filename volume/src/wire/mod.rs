@@ -21,6 +21,10 @@
 //!     │ Open{shape, Borrow, …}, Follow ──────────────▶ │
 //!     │ ◀────────────────────────── Standing, Attached │
 //!
+//!   client (a host that only reads)                   server
+//!     │ Open{shape, Read, …}, Look ──────────────────▶ │        from then on it may read the region, and only that
+//!     │ ◀────────────────────────── Standing, Attached │
+//!
 //!   client (a command)                                server
 //!     │ Create, Status, Scrub, Remove or Grow ───────▶ │        a question about a volume, without opening it
 //!     │ ◀──── Created · Status · Scrubbing, … · Removed │
@@ -51,7 +55,7 @@ use crate::layout::Entry;
 use crate::shape::BLOCK_BYTES;
 
 /// The version of these messages, for the messenger's handshake.
-pub const VERSION: u16 = 5;
+pub const VERSION: u16 = 6;
 
 /// The most blocks in the data of a message: 4 MiB. Enough that heads cost nothing, and little enough that a message
 /// delays the next one by milliseconds only.

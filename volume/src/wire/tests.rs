@@ -63,7 +63,7 @@ fn writes() -> impl Strategy<Value = Call> {
 }
 
 fn calls() -> impl Strategy<Value = Call> {
-    let mode = prop::sample::select(vec![Mode::Write, Mode::Borrow]);
+    let mode = prop::sample::select(vec![Mode::Write, Mode::Borrow, Mode::Read]);
     let lend = (holders(), versions(), runs(MOST_BLOCKS as u32), any::<bool>());
     prop_oneof![
         (shapes(), mode, any::<u64>()).prop_map(|(shape, mode, writer)| Call::Open { shape, mode, writer }),
@@ -105,6 +105,7 @@ fn calls() -> impl Strategy<Value = Call> {
         shapes().prop_map(|shape| Call::Scrub { shape }),
         (shapes(), any::<bool>()).prop_map(|(shape, takes_over)| Call::Remove { shape, takes_over }),
         (shapes(), any::<bool>()).prop_map(|(shape, takes_over)| Call::Grow { shape, takes_over }),
+        Just(Call::Look),
         lend.prop_map(|(holder, since, run, with_blocks)| Call::Lend { holder, since, run, with_blocks }),
     ]
 }
@@ -172,8 +173,10 @@ proptest! {
         let data = call.blocks() * BLOCK_BYTES;
         prop_assert_eq!(Call::decode(kind, &front, data), Ok(call));
         prop_assert!(front.len() <= MAX_FRONT_BYTES);
-        let cut = cut.index(front.len());
-        prop_assert!(Call::decode(kind, &front[..cut], data).is_err());
+        if !front.is_empty() {
+            let cut = cut.index(front.len());
+            prop_assert!(Call::decode(kind, &front[..cut], data).is_err());
+        }
         prop_assert!(Call::decode(kind, &front, data + 1).is_err());
         front.push(0);
         prop_assert!(Call::decode(kind, &front, data).is_err());
@@ -277,5 +280,5 @@ fn the_seeds_hold_every_kind_of_message() {
     kinds.dedup();
     kinds.sort_unstable();
     kinds.dedup();
-    assert_eq!(kinds, (1..=17).chain(19..=22).chain(33..=51).collect::<Vec<u16>>());
+    assert_eq!(kinds, (1..=17).chain(19..=23).chain(33..=51).collect::<Vec<u16>>());
 }

@@ -195,8 +195,8 @@ fn a_server_takes_no_more_memory_than_it_was_given() {
 }
 
 /// A call of every kind, as a client would send it that is not the volume's writer, and its blocks.
-fn calls(shape: Shape) -> Vec<(Call, usize)> {
-    let (holder, version, run) = (holder(), holder().generation.start().next().unwrap(), Run { first: 3, count: 2 });
+pub fn calls_of(shape: Shape, holder: Holder) -> Vec<(Call, usize)> {
+    let (version, run) = (holder.generation.start().next().unwrap(), Run { first: 3, count: 2 });
     let (runs, sums, since) = (vec![run], vec![SUM_OF_ZEROS; 2], Version::NONE);
     let room = Room { bytes: 9 << 20, writes: 99 };
     let keys = vec![vec![7; 40]; 2];
@@ -234,12 +234,13 @@ fn garbage_harms_nobody_else() {
     let volume = cluster.open().unwrap();
     volume.write(3, content(3, 1)).unwrap();
     let mut random = Random::new(remora_lab::random::seed("garbage"));
-    let (calls, mut answers) = (calls(cluster.shape), 0);
+    let (calls, mut answers) = (calls_of(cluster.shape, holder()), 0);
     for round in 0..600 {
         let server = cluster.servers[0].as_ref().unwrap();
-        let hand = match round % 3 {
+        let hand = match round % 4 {
             0 => Hand::new(server),
             1 => Hand::open(server, cluster.shape, Mode::Borrow),
+            2 => Hand::open(server, cluster.shape, Mode::Read),
             _ => Hand::open(server, cluster.shape, Mode::Write),
         };
         for _ in 0..random.between(1, 4) {

@@ -20,25 +20,25 @@ fn wait<T: Send + 'static>(ask: impl FnOnce(Box<dyn FnOnce(Result<T, FilesError>
     is_done.recv().unwrap()
 }
 
-fn open(cluster: &Cluster) -> (Arc<Volume>, Files) {
+pub fn open(cluster: &Cluster) -> (Arc<Volume>, Files) {
     let volume = Arc::new(cluster.open().unwrap());
     let files = Files::open(Arc::clone(&volume) as Arc<dyn Disk>).unwrap();
     (volume, files)
 }
 
-fn formatted(cluster: &Cluster) -> (Arc<Volume>, Files) {
+pub fn formatted(cluster: &Cluster) -> (Arc<Volume>, Files) {
     let volume = Arc::new(cluster.open().unwrap());
     Files::format(&*volume, &New::default(), false).unwrap();
     let files = Files::open(Arc::clone(&volume) as Arc<dyn Disk>).unwrap();
     (volume, files)
 }
 
-fn make(files: &Files, name: &str) -> u64 {
+pub fn make(files: &Files, name: &str) -> u64 {
     let new = New { kind: NewKind::File, mode: 0o600, uid: 0, gid: 0 };
     wait(|done| files.create(ROOT, name.as_bytes(), new, false, done)).unwrap().ino
 }
 
-fn put(files: &Files, ino: u64, offset: u64, data: &[u8]) -> Result<(), FilesError> {
+pub fn put(files: &Files, ino: u64, offset: u64, data: &[u8]) -> Result<(), FilesError> {
     wait(|done| files.write(ino, offset, Bytes::copy_from_slice(data), done))
 }
 

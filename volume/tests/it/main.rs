@@ -13,6 +13,7 @@ mod pattern;
 mod processes;
 mod pulls;
 mod questions;
+mod read_only;
 mod stores;
 mod tls;
 mod usage;

@@ -69,7 +69,7 @@ struct Session {
     writer: u64,
     /// When its last call arrived.
     heard: Instant,
-    /// Whether it may read the region.
+    /// Whether it may read a region as long as the server obeys its writer.
     reads: bool,
 }
 
@@ -233,8 +233,27 @@ impl State {
         self.sessions.iter().find(is_its).map(|session| session.connection.id())
     }
 
+    /// Whether a connection is for this and nothing else.
+    pub(super) fn is_for(&self, connection: &Connection, mode: Mode) -> bool {
+        self.mode(connection) == Some(mode)
+    }
+
+    /// Connections of clients that only read.
+    pub(super) fn readers(&self) -> usize {
+        self.sessions.iter().filter(|session| session.mode == Mode::Read).count()
+    }
+
+    /// Lets a client that only reads read the region of the copy, whichever writer the server obeys.
+    fn look(&mut self, connection: &Connection, exports: &Exports) -> Done {
+        let keys = self.region.map(|region| exports.grant(connection, region)).unwrap_or_default();
+        answer(Reply::Attached { session: connection.id(), keys })
+    }
+
     /// Lets another server read the staging of a writer that both obey.
     pub(super) fn follow(&mut self, connection: &Connection, staging: Option<RegionId>, exports: &Exports) -> Done {
+        if !self.is_for(connection, Mode::Borrow) {
+            return Done::Refused(Cause::Misuse, "this connection is not for loans".into());
+        }
         let session = self.sessions.iter_mut().find(|session| session.connection == *connection);
         let (Some(session), Some(staging)) = (session, staging) else {
             return Done::Refused(Cause::OutOfStep, "the server pulls no writes of this writer".into());
@@ -301,6 +320,8 @@ impl State {
             session.mode
         });
         let done = match call {
+            Call::Look if mode == Some(Mode::Read) => Ok(self.look(connection, exports)),
+            _ if mode == Some(Mode::Read) => return Done::Refused(Cause::Misuse, ONLY_READS.into()),
             Call::Lend { holder, since, run, with_blocks } => self.lend(holder, since, run, with_blocks),
             _ if mode != Some(Mode::Write) => {
                 return Done::Refused(Cause::Misuse, "this connection is for loans".into());
@@ -328,7 +349,8 @@ impl State {
             | Call::Status { .. }
             | Call::Scrub { .. }
             | Call::Remove { .. }
-            | Call::Grow { .. } => Ok(Done::Refused(Cause::Misuse, "not on this connection".into())),
+            | Call::Grow { .. }
+            | Call::Look => Ok(Done::Refused(Cause::Misuse, "not on this connection".into())),
         };
         self.say();
         self.detach(exports);
@@ -576,5 +598,8 @@ pub(super) fn millis(time: Duration) -> u32 {
 
 /// A number that no writer is likely to have: of a client that does not write.
 pub(super) const NO_WRITER: u64 = 0;
+
+/// What a connection for reading is told that asks anything else.
+pub(super) const ONLY_READS: &str = "this connection is for reading the copy's region";
 
 const NO_MEMORY: &str = "the server has no memory left for this copy: give it more, or choose another server";

@@ -1,7 +1,7 @@
-//! Caller: a server's connection to another server. One question at a time.
+//! Caller: a connection to a server, of another one or of a host that only reads. One question at a time.
 
 use std::sync::Arc;
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -11,7 +11,7 @@ use crate::link::{self, Security};
 use crate::wire::{Call, Reply};
 
 /// See the module's text.
-pub(super) struct Caller {
+pub(crate) struct Caller {
     connection: Connection,
     events: Receiver<Event>,
     _messenger: Messenger,
@@ -44,7 +44,7 @@ impl Dispatcher for Post {
 
 impl Caller {
     /// Begins to connect. The first answer shows whether that was possible.
-    pub(super) fn connect(address: &Address, security: &Security) -> Result<Caller, String> {
+    pub(crate) fn connect(address: &Address, security: &Security) -> Result<Caller, String> {
         let (post, events) = mpsc::channel();
         let options = link::options(security, 1, 1);
         let messenger = Messenger::new(link::client_policy(), &options, Arc::new(Post(post)));
@@ -52,12 +52,23 @@ impl Caller {
         Ok(Caller { connection: messenger.connect(address), events, _messenger: messenger })
     }
 
-    pub(super) fn connection(&self) -> &Connection {
+    pub(crate) fn connection(&self) -> &Connection {
         &self.connection
     }
 
+    /// Why the connection is over; `None` while it is not. Not to be called while a question is open.
+    pub(crate) fn why_over(&self) -> Option<String> {
+        let is_over = matches!(self.events.try_recv(), Ok(_) | Err(TryRecvError::Disconnected));
+        is_over.then(|| self.why())
+    }
+
+    fn why(&self) -> String {
+        let why = self.connection.link_error().map(|error| error.to_string());
+        why.unwrap_or_else(|| "the connection is over".into())
+    }
+
     /// The answer to a question, within `limit`. `goes_on` is asked from time to time whether to wait on.
-    pub(super) fn ask<E: From<String>>(
+    pub(crate) fn ask<E: From<String>>(
         &self,
         call: &Call,
         limit: Duration,
@@ -74,10 +85,7 @@ impl Caller {
                     let reply = link::decode_reply(&delivery).map_err(|error| error.to_string())?;
                     return Ok((reply, delivery.data));
                 }
-                Ok(Event::Over) | Err(RecvTimeoutError::Disconnected) => {
-                    let why = self.connection.link_error().map(|error| error.to_string());
-                    return Err(why.unwrap_or_else(|| "the connection is over".into()).into());
-                }
+                Ok(Event::Over) | Err(RecvTimeoutError::Disconnected) => return Err(self.why().into()),
                 Err(RecvTimeoutError::Timeout) if left.is_zero() => {
                     return Err(format!("no answer within {limit:?}").into());
                 }
@@ -88,4 +96,4 @@ impl Caller {
 }
 
 /// How often a caller that waits checks whether it should end.
-pub(super) const LOOK_AGAIN: Duration = Duration::from_millis(50);
+pub(crate) const LOOK_AGAIN: Duration = Duration::from_millis(50);

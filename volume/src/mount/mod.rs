@@ -8,6 +8,11 @@
 //! process has open, so a file without a name is there until its last descriptor is closed.
 //!
 //! When the volume has ended, requests fail with `EIO`.
+//!
+//! - `words`: what both sides call things. `read_only`: the same files on a host that does not write.
+
+mod read_only;
+mod words;
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError, Weak, mpsc};
@@ -15,21 +20,22 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use remora_fuse::reply::{
-    Attributes, Created, Data, DirectoryEntry, Done, Entry, FileKind, KnownAttributes, Listing, ListingPlus, Opened,
-    Position, Reply, Statistics, Target, Timestamp, Written,
+    Created, Data, DirectoryEntry, Done, Entry, FileKind, KnownAttributes, Listing, ListingPlus, Opened, Position,
+    Reply, Statistics, Target, Written,
 };
 use remora_fuse::request::{
-    Allocate, Create, Fsync, GetAttributes, Link, Lookup, MakeDirectory, MakeNode, NewTime, Open, Read, ReadDirectory,
-    Remove, Rename, RenameHow, Seek, SetAttributes, Symlink, Write,
+    Allocate, Create, Fsync, GetAttributes, Link, Lookup, MakeDirectory, MakeNode, Open, Read, ReadDirectory, Remove,
+    Rename, RenameHow, Seek, SetAttributes, Symlink, Write,
 };
 use remora_fuse::{
     Answer, EndError, Errno, FileSystem, Later, MountOptions, Session, SessionOptions, StartError, Transport,
 };
 
+pub use self::read_only::FollowedFiles;
+use self::words::{entry, file_kind, known, mode, statistics, time_to_set};
 use crate::client::Volume;
 use crate::files::{self, Files, FilesError};
-use crate::names::{self, Attr, Kind, New, NewKind, SetTime};
-use crate::shape::BLOCK_BYTES;
+use crate::names::{self, Attr, New, NewKind};
 
 /// Files of a volume that are mounted. When it is dropped, they are unmounted first; then the volume is closed, unless
 /// others have it.
@@ -114,6 +120,9 @@ pub enum MountError {
     /// They cannot be mounted.
     #[error(transparent)]
     Session(#[from] StartError),
+    /// The system provides no thread.
+    #[error("following the files of a volume: {0}")]
+    Thread(std::io::Error),
 }
 
 /// The files, as the kernel asks for them. It holds them weakly: they are dropped by their owner alone.
@@ -148,7 +157,7 @@ impl Served {
 
     fn make(&self, (parent, name): (u64, &[u8]), new: New, answer: Answer<'_, Entry>) {
         self.later(answer, |files, later| {
-            files.create(parent, name, new, true, |made| say(later, made.map(|attr| entry(&attr))));
+            files.create(parent, name, new, true, |made| say(later, made.map(|attr| entry(&attr, VALID))));
         });
     }
 
@@ -172,7 +181,7 @@ impl FileSystem for Served {
     fn lookup(&self, asked: Lookup<'_>, answer: Answer<'_, Entry>) {
         self.at_once(answer, |files| {
             let found = files.lookup(asked.parent, asked.name)?;
-            Ok(entry(&files.hold(found.ino)?))
+            Ok(entry(&files.hold(found.ino)?, VALID))
         });
     }
 
@@ -186,7 +195,7 @@ impl FileSystem for Served {
     }
 
     fn get_attributes(&self, asked: GetAttributes, answer: Answer<'_, KnownAttributes>) {
-        self.at_once(answer, |files| Ok(known(&files.getattr(asked.node)?)));
+        self.at_once(answer, |files| Ok(known(&files.getattr(asked.node)?, VALID)));
     }
 
     fn set_attributes(&self, asked: SetAttributes, answer: Answer<'_, KnownAttributes>) {
@@ -198,7 +207,7 @@ impl FileSystem for Served {
             modified: asked.modified.map(time_to_set),
         };
         self.later(answer, |files, later| {
-            self.set(files, (asked.node, asked.size), set, |result| say(later, result.map(|attr| known(&attr))));
+            self.set(files, (asked.node, asked.size), set, |result| say(later, result.map(|attr| known(&attr, VALID))));
         });
     }
 
@@ -254,7 +263,7 @@ impl FileSystem for Served {
                 let files = weak.upgrade().ok_or(FilesError::Names(names::NamesError::Stale(asked.node)));
                 // The kernel knows it once more.
                 let held = result.and_then(|attr| files?.hold(attr.ino));
-                say(later, held.map(|attr| entry(&attr)));
+                say(later, held.map(|attr| entry(&attr, VALID)));
             });
         });
     }
@@ -262,7 +271,7 @@ impl FileSystem for Served {
     fn create(&self, asked: Create<'_>, answer: Answer<'_, Created>) {
         let Create { parent, name, caller, permissions, flags } = asked;
         let new = New { kind: NewKind::File, mode: mode(permissions), uid: caller.uid, gid: caller.gid };
-        let opened = |attr: &Attr| Created { entry: entry(attr), opened: OPENED };
+        let opened = |attr: &Attr| Created { entry: entry(attr, VALID), opened: OPENED };
         self.later(answer, |files, later| {
             // The kernel has looked before. Another name can have come since then only by this kernel itself.
             match files.lookup(parent, name).and_then(|found| files.hold(found.ino)) {
@@ -354,7 +363,7 @@ impl FileSystem for Served {
                 let held = if is_dots { None } else { Some(files.hold(listed.node)) };
                 let known = match held {
                     None => None,
-                    Some(Ok(attr)) => Some(entry(&attr)),
+                    Some(Ok(attr)) => Some(entry(&attr, VALID)),
                     Some(Err(_)) => continue,
                 };
                 if !listing.push(&DirectoryEntry { name, ..*listed }, known.as_ref()) {
@@ -373,18 +382,7 @@ impl FileSystem for Served {
     }
 
     fn statistics(&self, _: u64, answer: Answer<'_, Statistics>) {
-        self.at_once(answer, |files| {
-            let usage = files.statfs();
-            Ok(Statistics {
-                block_bytes: BLOCK_BYTES as u32,
-                blocks: usage.blocks,
-                free_blocks: usage.free_blocks,
-                available_blocks: usage.free_blocks,
-                files: usage.inodes.saturating_add(usage.free_inodes),
-                free_files: usage.free_inodes,
-                name_bytes: u32::try_from(usage.name_bytes).unwrap_or(u32::MAX),
-            })
-        });
+        self.at_once(answer, |files| Ok(statistics(&files.statfs())));
     }
 
     fn allocate(&self, asked: Allocate, answer: Answer<'_, Done>) {
@@ -419,62 +417,6 @@ fn say<R: Reply>(later: Later<R>, result: Result<R, FilesError>) {
     later.result(result.map_err(|error| error.errno()));
 }
 
-fn entry(attr: &Attr) -> Entry {
-    Entry { attributes: Some(attributes(attr)), generation: 0, name_valid: VALID, attributes_valid: VALID }
-}
-
-fn known(attr: &Attr) -> KnownAttributes {
-    KnownAttributes { attributes: attributes(attr), valid: VALID }
-}
-
-fn attributes(attr: &Attr) -> Attributes {
-    let names::Attributes { mode, uid, gid, accessed, modified, changed } = attr.attributes;
-    Attributes {
-        node: attr.ino,
-        kind: file_kind(attr.kind),
-        permissions: mode.into(),
-        links: attr.links,
-        uid,
-        gid,
-        size: attr.size,
-        blocks: attr.blocks,
-        block_bytes: BLOCK_BYTES as u32,
-        accessed: timestamp(accessed),
-        modified: timestamp(modified),
-        changed: timestamp(changed),
-    }
-}
-
-fn file_kind(kind: Kind) -> FileKind {
-    match kind {
-        Kind::File => FileKind::File,
-        Kind::Directory => FileKind::Directory,
-        Kind::Symlink => FileKind::Symlink,
-        Kind::Fifo => FileKind::Pipe,
-        Kind::Socket => FileKind::Socket,
-    }
-}
-
-/// Permissions, with the bits for set-user-id, set-group-id and sticky.
-fn mode(permissions: u32) -> u16 {
-    (permissions & 0o7777) as u16
-}
-
-fn timestamp(nanoseconds: i64) -> Timestamp {
-    let second = NANOSECONDS;
-    Timestamp { seconds: nanoseconds.div_euclid(second), nanoseconds: nanoseconds.rem_euclid(second) as u32 }
-}
-
-/// Times that do not fit are the first or the last that do, some 292 years from 1970.
-fn time_to_set(time: NewTime) -> SetTime {
-    match time {
-        NewTime::Now => SetTime::Now,
-        NewTime::At(Timestamp { seconds, nanoseconds }) => {
-            SetTime::To(seconds.saturating_mul(NANOSECONDS).saturating_add(nanoseconds.into()))
-        }
-    }
-}
-
 /// How each file is open. What the page cache has of it stays right: nothing else changes it.
 const OPENED: Opened = Opened {
     handle: 0,
@@ -502,25 +444,7 @@ const LAST_COMPLETION_LIMIT: Duration = Duration::from_secs(10);
 
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
-const NANOSECONDS: i64 = 1_000_000_000;
-
 // Of `fallocate(2)`.
 const KEEP_SIZE: u32 = 1;
 const PUNCH_HOLE: u32 = 2;
 const ZERO_RANGE: u32 = 16;
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn times_before_1970_and_beyond_what_is_kept_are_told_apart() {
-        let back = |nanoseconds| time_to_set(NewTime::At(timestamp(nanoseconds)));
-        for nanoseconds in [0, 1, -1, 1_700_000_000_123_456_789, -1_500_000_000, i64::MIN + NANOSECONDS, i64::MAX] {
-            assert_eq!(back(nanoseconds), SetTime::To(nanoseconds), "{nanoseconds}");
-        }
-        assert_eq!(timestamp(-1), Timestamp { seconds: -1, nanoseconds: 999_999_999 });
-        let far = NewTime::At(Timestamp { seconds: i64::MAX, nanoseconds: 5 });
-        assert_eq!(time_to_set(far), SetTime::To(i64::MAX));
-    }
-}
