@@ -157,6 +157,9 @@ fn describe(generation: &GenerationStatus, text: &mut String) {
         generation.capture,
         readable(Duration::from_secs(generation.age_seconds)),
     ));
+    if !generation.no_fast_keys.is_empty() {
+        text.push_str(&format!("           without fast keys: {}\n", generation.no_fast_keys));
+    }
     text.push_str(&format!(
         "           {}:{}{}\n",
         generation.replid,
@@ -200,6 +203,9 @@ fn replicas(replicas: &[ReplicaStatus]) -> String {
         } else if !replica.transport_why.is_empty() {
             text.push_str(&format!("{:<width$}  by {}, as {}\n", "", replica.transport, replica.transport_why));
         }
+        if !replica.no_fast_keys.is_empty() {
+            text.push_str(&format!("{:<width$}  without fast keys: {}\n", "", replica.no_fast_keys));
+        }
     }
     text
 }
@@ -216,6 +222,7 @@ mod tests {
             address: String::new(),
             transport: "tcp".into(),
             transport_why: String::new(),
+            no_fast_keys: String::new(),
             protection: "plaintext".into(),
             phase: Phase::Transfer,
             slots_held: 10,

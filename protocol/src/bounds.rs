@@ -1,17 +1,17 @@
 //! Versions, and the bounds of every list, name and text.
 
 /// Oldest version of this protocol that this build speaks.
-pub const OLDEST_VERSION: u16 = 4;
+pub const OLDEST_VERSION: u16 = 5;
 
 /// Newest version of this protocol that this build speaks. The crate's documentation says what each version changed.
-pub const NEWEST_VERSION: u16 = 4;
+pub const NEWEST_VERSION: u16 = 5;
 
 /// Code of a refusal in the handshake: the server has no room for another conversation.
 pub const REFUSED_AS_BUSY: u8 = 3;
 
 /// The longest body of a message, in bytes. The longest message is a status that lists [`MAX_REPLICAS`] replicas;
 /// `message.rs` asserts at compile time that it fits.
-pub const MAX_PAYLOAD_BYTES: u32 = 1024 * 1024;
+pub const MAX_PAYLOAD_BYTES: u32 = 2 * 1024 * 1024;
 
 /// The longest body of a message that a client sends, in bytes. A source may have [`MAX_REPLICAS`] conversations, so it
 /// accepts no more than the longest message of a client; `message.rs` asserts at compile time that each of them fits.
@@ -29,8 +29,8 @@ pub const MAX_ADDRESS_BYTES: usize = 280;
 /// Longest explanation, in bytes. A longer one is truncated.
 pub const MAX_TEXT_BYTES: usize = 1024;
 
-/// Longest explanation of a transport, in bytes. A longer one is truncated. Short, as a status report has one per
-/// replica.
+/// Longest explanation of a transport, or of why there are no fast keys, in bytes. A longer one is truncated. Short, as
+/// a status report has both per replica.
 pub const MAX_WHY_BYTES: usize = 400;
 
 /// Longest description of what protects a replica's data, in bytes: some words, as a status report has one per replica.

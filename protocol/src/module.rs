@@ -5,7 +5,7 @@
 ///
 /// Versions, newest first:
 ///
-/// - 5: runs have small collections among their strings.
+/// - 5: runs have small collections among their strings; `fast_keys` and `fast_capture` are `yes`, or `no` and why.
 /// - 4: `REMORA.LOAD` answers whether the module takes runs of short strings (`fast_keys`), and `REMORA.STATUS` whether
 ///   its fork child writes them (`fast_capture`).
 /// - 3: `REMORA.LOAD` answers names and values (`idle_times`) where it answered `OK` or `OK NOIDLE`.

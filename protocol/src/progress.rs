@@ -19,6 +19,8 @@ pub struct Progress {
     pub transport: Option<u8>,
     /// Why no better transport is used; empty if none is better.
     pub transport_why: String,
+    /// Why its server does not load small values in the fast way; empty if it does, or if that is not decided yet.
+    pub no_fast_keys: String,
     /// It will never need slots below this number again: they may be retired.
     pub slots_below: u64,
     /// Slots of the snapshot that it holds.
@@ -36,6 +38,7 @@ record!(Progress {
     phase: Phase,
     transport: Maybe<u8>,
     transport_why: Text<MAX_WHY_BYTES>,
+    no_fast_keys: Text<MAX_WHY_BYTES>,
     slots_below: u64,
     slots_held: u64,
     bytes: u64,

@@ -79,6 +79,8 @@ pub struct GenerationStatus {
     pub capture_millis: u64,
     /// The method of the capture, in words.
     pub capture: String,
+    /// Why the server does not write small values in the fast way; empty if it does.
+    pub no_fast_keys: String,
 }
 
 record!(GenerationStatus {
@@ -99,6 +101,7 @@ record!(GenerationStatus {
     journal_end: u64,
     capture_millis: u64,
     capture: Name<MAX_NAME_BYTES>,
+    no_fast_keys: Text<MAX_WHY_BYTES>,
 });
 
 /// Serializes a value as it is printed.
@@ -132,6 +135,8 @@ pub struct ReplicaStatus {
     pub transport: String,
     /// Why no better transport is used; empty if none is better.
     pub transport_why: String,
+    /// Why its server does not load small values in the fast way; empty if it does, or if that is not decided yet.
+    pub no_fast_keys: String,
     /// What protects the data that it reads, or before it reads what protects its conversation with the source.
     pub protection: String,
     /// What it is doing.
@@ -167,6 +172,7 @@ record!(ReplicaStatus {
     address: Name<MAX_ADDRESS_BYTES>,
     transport: Name<16>,
     transport_why: Text<MAX_WHY_BYTES>,
+    no_fast_keys: Text<MAX_WHY_BYTES>,
     protection: Name<MAX_PROTECTION_BYTES>,
     phase: Phase,
     slots_held: u64,

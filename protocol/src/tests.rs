@@ -49,14 +49,15 @@ fn phases() -> impl Strategy<Value = Phase> {
 }
 
 fn progress() -> impl Strategy<Value = Message> {
-    (any::<[u64; 5]>(), phases(), any::<Option<u8>>(), names(), option::of(relaying())).prop_map(
-        |(numbers, phase, transport, transport_why, relaying)| {
+    (any::<[u64; 5]>(), phases(), any::<Option<u8>>(), [names(), names()], option::of(relaying())).prop_map(
+        |(numbers, phase, transport, [transport_why, no_fast_keys], relaying)| {
             let [generation, slots_below, slots_held, bytes, applied_offset] = numbers;
             Message::Progress(Progress {
                 generation,
                 phase,
                 transport,
                 transport_why,
+                no_fast_keys,
                 slots_below,
                 slots_held,
                 bytes,
@@ -110,39 +111,59 @@ fn offers() -> impl Strategy<Value = Message> {
 
 fn replicas() -> impl Strategy<Value = ReplicaStatus> {
     let relay = (any::<[u64; 2]>(), any::<Option<u64>>(), any::<bool>(), "[a-z]{0,32}");
-    (names(), names(), ("[a-z]{0,16}", names(), "[a-z]{0,32}"), phases(), any::<[u64; 6]>(), any::<u16>(), relay)
-        .prop_map(|(name, address, (transport, transport_why, protection), phase, numbers, percent_permille, relay)| {
-            let [slots_held, rate_bytes_per_s, journal_lag_bytes, applied_offset, joined_seconds, silent_seconds] =
-                numbers;
-            let ([session, oldest_slot], reads_from, serves, zone) = relay;
-            ReplicaStatus {
+    (
+        names(),
+        names(),
+        ("[a-z]{0,16}", names(), names(), "[a-z]{0,32}"),
+        phases(),
+        any::<[u64; 6]>(),
+        any::<u16>(),
+        relay,
+    )
+        .prop_map(
+            |(
                 name,
                 address,
-                transport,
-                transport_why,
-                protection,
+                (transport, transport_why, no_fast_keys, protection),
                 phase,
-                slots_held,
+                numbers,
                 percent_permille,
-                rate_bytes_per_s,
-                journal_lag_bytes,
-                applied_offset,
-                joined_seconds,
-                silent_seconds,
-                session,
-                reads_from,
-                serves,
-                oldest_slot,
-                zone,
-            }
-        })
+                relay,
+            )| {
+                let [slots_held, rate_bytes_per_s, journal_lag_bytes, applied_offset, joined_seconds, silent_seconds] =
+                    numbers;
+                let ([session, oldest_slot], reads_from, serves, zone) = relay;
+                ReplicaStatus {
+                    name,
+                    address,
+                    transport,
+                    transport_why,
+                    no_fast_keys,
+                    protection,
+                    phase,
+                    slots_held,
+                    percent_permille,
+                    rate_bytes_per_s,
+                    journal_lag_bytes,
+                    applied_offset,
+                    joined_seconds,
+                    silent_seconds,
+                    session,
+                    reads_from,
+                    serves,
+                    oldest_slot,
+                    zone,
+                }
+            },
+        )
 }
 
 fn generations() -> impl Strategy<Value = GenerationStatus> {
     use GenerationState::*;
     let state = prop::sample::select(vec![Capturing, Complete]);
     let numbers = any::<[u64; 13]>();
-    (numbers, replids(), state, any::<bool>(), names()).prop_map(|(n, replid, state, windowed, capture)| {
+    (numbers, replids(), state, any::<bool>(), [names(), names()]).prop_map(|(n, replid, state, windowed, texts)| {
+        let [capture, no_fast_keys] = texts;
         GenerationStatus {
             generation: n[0],
             replid,
@@ -161,6 +182,7 @@ fn generations() -> impl Strategy<Value = GenerationStatus> {
             journal_end: n[11],
             capture_millis: n[12],
             capture,
+            no_fast_keys,
         }
     })
 }
@@ -232,6 +254,7 @@ fn replica() -> ReplicaStatus {
         address: "a".repeat(MAX_ADDRESS_BYTES),
         transport: "t".repeat(16),
         transport_why: "w".repeat(MAX_WHY_BYTES),
+        no_fast_keys: "f".repeat(MAX_WHY_BYTES),
         protection: "p".repeat(MAX_PROTECTION_BYTES),
         phase: Phase::Stay,
         slots_held: 0,

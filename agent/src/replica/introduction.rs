@@ -12,7 +12,7 @@ use remora_redis::rdb::reference::TICKET_BYTES;
 use remora_table::LoadPage;
 
 use crate::server::Client;
-use crate::server::module::field;
+use crate::server::module::{field, yes_or_why};
 
 /// The delivery's half of an introduction: the memory that the server's module was given.
 pub(super) struct GrantedMemory {
@@ -39,12 +39,12 @@ impl fmt::Debug for Introduction {
 }
 
 /// What the server's module answered.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Answer {
     /// Whether it can set idle times.
     pub(super) idle_times: bool,
-    /// Whether it takes runs of short strings (fast keys).
-    pub(super) fast_keys: bool,
+    /// Whether it takes runs of small values (fast keys), or why not.
+    pub(super) fast_keys: Result<(), String>,
 }
 
 /// How long the server may take to fetch the descriptors: it gets the command at once, but may be busy.
@@ -97,11 +97,11 @@ impl Introduction {
                 Err(error) => return Err(error.to_string()),
             }
         }
-        let yes = |name: &[u8]| match field(&frame, name).as_deref() {
-            Some("yes") => Ok(true),
-            Some("no") => Ok(false),
-            _ => Err(format!("REMORA.LOAD was answered by {frame:?}, which does not say {}", name.escape_ascii())),
+        let idle_times = match field(&frame, b"idle_times").as_deref() {
+            Some("yes") => true,
+            Some("no") => false,
+            _ => return Err(format!("REMORA.LOAD was answered by {frame:?}, which does not say idle_times")),
         };
-        Ok(Answer { idle_times: yes(b"idle_times")?, fast_keys: yes(b"fast_keys")? })
+        Ok(Answer { idle_times, fast_keys: yes_or_why(field(&frame, b"fast_keys").as_deref()) })
     }
 }

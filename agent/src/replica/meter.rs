@@ -1,9 +1,10 @@
 //! Meter: the delivery's progress, for the progress bar, the source and the hand-off.
 //!
-//! Plain atomics, all written by the delivery thread. Bytes and slots count the snapshot; offsets are replication
-//! offsets.
+//! Plain atomics, all written by the delivery thread, and one text, which the server's keeper writes. Bytes and slots
+//! count the snapshot; offsets are replication offsets.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
 
 /// Counters that the delivery thread writes and other tasks read.
 #[derive(Default)]
@@ -28,6 +29,8 @@ pub(super) struct Meter {
     pub(super) by_module: Count,
     /// Bytes that it loaded from there.
     pub(super) referred: Count,
+    /// Why the server does not load in the fast way; empty if it does, or if that is not decided yet.
+    no_fast_keys: Mutex<String>,
     /// The oldest slot of a copy that others may read.
     pub(super) copy_oldest: Count,
     /// 1 while a copy waits for its own server.
@@ -45,6 +48,15 @@ pub(super) struct Meter {
 }
 
 impl Meter {
+    /// Why the server does not load in the fast way; empty if it does.
+    pub(super) fn set_no_fast_keys(&self, why: &str) {
+        why.clone_into(&mut self.no_fast_keys.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    pub(super) fn no_fast_keys(&self) -> String {
+        self.no_fast_keys.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     /// Counts bytes of a payload that the server was given, and returns their number.
     pub(super) fn give(&self, bytes: usize) -> usize {
         self.bytes_given.add(bytes as u64);

@@ -197,6 +197,7 @@ mod tests {
         phase: Phase::Transfer,
         transport: None,
         transport_why: String::new(),
+        no_fast_keys: String::new(),
         slots_below: 0,
         slots_held: 0,
         bytes: 0,

@@ -9,10 +9,10 @@ use super::{Client, RefusalKind, ServerError};
 use crate::module_file;
 
 /// What a module of this version offers for captures.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Offer {
-    /// Whether a fork child may walk in the fast way.
-    pub(crate) fast_capture: bool,
+    /// Whether a fork child may walk in the fast way, or why not.
+    pub(crate) fast_capture: Result<(), String>,
 }
 
 /// What the server's module offers, if it has one of this version. If it has none and `wished` names a library, the
@@ -35,7 +35,7 @@ pub(crate) async fn find(client: &mut Client, wished: Option<&Path>) -> Result<O
             if !understood {
                 tracing::warn!(theirs = ?protocol, ours = MODULE_PROTOCOL, "the server's module speaks another version of the module protocol: upgrade the older of the two");
             }
-            let fast_capture = field(&frame, b"fast_capture").as_deref() == Some("yes");
+            let fast_capture = yes_or_why(field(&frame, b"fast_capture").as_deref());
             Ok(understood.then_some(Offer { fast_capture }))
         }
         Err(error) if error.refusal() == Some(RefusalKind::Unknown) => Ok(None),
@@ -70,6 +70,15 @@ pub(crate) fn field(frame: &Frame, name: &[u8]) -> Option<String> {
     match pair {
         [_, Frame::Bulk(value)] => Some(String::from_utf8_lossy(value).into_owned()),
         _ => None,
+    }
+}
+
+/// What the module says about fast keys: `yes`, or `no: ` and the reason.
+pub(crate) fn yes_or_why(answer: Option<&str>) -> Result<(), String> {
+    match answer {
+        Some("yes") => Ok(()),
+        Some(text) => Err(text.strip_prefix("no: ").unwrap_or(text).to_owned()),
+        None => Err("the module does not say".to_owned()),
     }
 }
 

@@ -491,6 +491,7 @@ impl ReplicaAgent {
             phase,
             transport: Some(TRANSPORT.code()),
             transport_why: String::new(),
+            no_fast_keys: String::new(),
             slots_below: delivery.slots_below(),
             slots_held: delivery.slots_held(),
             bytes: delivery.bytes(),

@@ -47,6 +47,7 @@ pub(crate) struct Gauge {
     journal_end: AtomicU64,
     // Rarely used: set once per capture.
     replid: Mutex<Option<ReplId>>,
+    no_fast_keys: Mutex<String>,
     began: Mutex<Option<Instant>>,
 }
 
@@ -89,6 +90,16 @@ impl Gauge {
 
     pub(super) fn method(&self) -> Method {
         Method::ALL.into_iter().find(|method| *method as u8 == self.method.load(Relaxed)).unwrap_or_default()
+    }
+
+    /// Why the snapshot is not taken in the fast way.
+    pub(super) fn set_no_fast_keys(&self, why: impl Into<String>) {
+        *lock(&self.no_fast_keys) = why.into();
+    }
+
+    /// Why the snapshot is not taken in the fast way; empty if it is.
+    pub(super) fn no_fast_keys(&self) -> String {
+        lock(&self.no_fast_keys).clone()
     }
 
     /// The snapshot was sealed or aborted.

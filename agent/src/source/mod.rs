@@ -225,6 +225,8 @@ struct Peer {
     done: bool,
     /// Why the peer uses no better transport, as it reported.
     transport_why: String,
+    /// Why its server does not load in the fast way.
+    no_fast_keys: String,
     /// How the peer lends its slots to other replicas, with its address as they reach it.
     relays: Option<Relays>,
     /// What it was offered, and may read.
@@ -314,6 +316,7 @@ impl Source {
             protection,
             done: false,
             transport_why,
+            no_fast_keys: String::new(),
             relays: None,
             readable: Readable::default(),
         };
@@ -369,6 +372,7 @@ impl Source {
                     tracing::info!(replica = %replica.name, transport = kind.name(), %protection, "replica reads");
                 }
                 peer.transport_why = progress.transport_why;
+                peer.no_fast_keys = progress.no_fast_keys;
                 if let Some(at) = progress.relaying {
                     let is_done = progress.phase > Phase::Transfer;
                     self.topology.progress(Instant::now(), session, at, progress.bytes, is_done);

@@ -56,6 +56,7 @@ fn generation_status(source: &Source) -> Option<GenerationStatus> {
         journal_end: end + 1,
         capture_millis: source.gauge.capture_time().as_millis() as u64,
         capture: source.gauge.method().to_string(),
+        no_fast_keys: source.gauge.no_fast_keys(),
     })
 }
 
@@ -73,6 +74,7 @@ fn replica_status(source: &Source, session: Session, replica: &Replica, now: Ins
             Some(why) => why.to_owned(),
             None => peer.map(|peer| peer.transport_why.clone()).unwrap_or_default(),
         },
+        no_fast_keys: peer.map(|peer| peer.no_fast_keys.clone()).unwrap_or_default(),
         protection: peer
             .map(|peer| peer.data_protection(replica.transport(), source.tables.sealed.is_some()).to_string())
             .unwrap_or_default(),

@@ -199,3 +199,40 @@ fn a_primary_that_withdraws_its_offer_is_copied_exactly() {
         assert_same_data(&primary, &replica);
     }
 }
+
+/// What keeps an end from using fast keys is in the source's status, for itself and for each replica.
+#[test]
+fn a_status_says_why_there_are_no_fast_keys() {
+    for kind in require::kinds() {
+        let primary = with_module(kind).config("remora.fast-keys", "no").start().unwrap();
+        fill(&primary);
+        let forbidding = || Server::builder(kind).module("").unwrap().config("remora.fast-keys", "no").start().unwrap();
+        let cases = [
+            (forbidding(), "auto", "remora.fast-keys is no"),
+            (loading(kind), "off", "--fast-keys is off"),
+            (Server::start(kind).unwrap(), "auto", "the server does not have the module"),
+        ];
+        let source = Source::start(&primary, &["--memory", "64MiB"]);
+        let stays = |status: &serde_json::Value| status["replicas"][0]["phase"] == "stay";
+        for (server, how, why) in &cases {
+            let mut agent = source.replica(server, &["--stay", "--fast-keys", how]);
+            let status = source.wait_for_status("the replica to stay", stays);
+            assert_eq!(status["replicas"][0]["no_fast_keys"], *why, "{kind}: {status}");
+            assert_eq!(status["generation"]["no_fast_keys"], "remora.fast-keys is no", "{kind}: {status}");
+            let drawn = source.drawn_status();
+            for line in ["without fast keys: remora.fast-keys is no".to_owned(), format!("without fast keys: {why}")] {
+                assert!(drawn.contains(&line), "{kind}: {drawn}");
+            }
+            agent.kill().unwrap();
+            source
+                .wait_for_status("the replica to be gone", |status| status["replicas"].as_array().unwrap().is_empty());
+        }
+        let primary = with_module(kind).start().unwrap();
+        fill(&primary);
+        let (source, server) = (Source::start(&primary, &["--memory", "64MiB"]), loading(kind));
+        let _agent = source.replica(&server, &["--stay"]);
+        let status = source.wait_for_status("the replica to stay", stays);
+        let none = (status["replicas"][0]["no_fast_keys"] == "", status["generation"]["no_fast_keys"] == "");
+        assert_eq!(none, (true, true), "{kind}: {status}");
+    }
+}

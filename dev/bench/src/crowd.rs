@@ -241,6 +241,7 @@ impl Member {
             phase: if stays { Phase::Stay } else { Phase::Transfer },
             transport: None,
             transport_why: String::new(),
+            no_fast_keys: String::new(),
             slots_below: self.slots,
             slots_held: self.slots,
             bytes: self.slots * u64::from(offer.snapshot.slot_size),

@@ -65,7 +65,7 @@ impl Command for Status {
             ("capture", if armed::ALLOWED.get() { "yes" } else { "no" }.to_owned()),
             ("load", if load::is_registered() { "yes" } else { "no" }.to_owned()),
             ("fast_keys", fast::state()),
-            ("fast_capture", if fast::offer_walk(context).is_ok() { "yes" } else { "no" }.to_owned()),
+            ("fast_capture", fast::offer_walk(context).map_or_else(|why| format!("no: {why}"), |_| "yes".to_owned())),
             ("load_state", load::state().to_owned()),
             ("state", state.to_owned()),
             ("generation", generation.map_or(String::new(), |generation| generation.to_string())),

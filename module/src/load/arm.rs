@@ -17,7 +17,7 @@ use crate::fast;
 /// Address and secret of the handover, the ticket in the first field (hexadecimal), length of the memory in bytes.
 /// `FLUSH`: empty the server, whose data are about to be replaced in any case. The reply has names and values:
 /// `idle_times` is `yes` if the module can set the idle times of keys, and `no` if keys with idle times must come over
-/// the link; `fast_keys` is `yes` if the module takes runs of small values.
+/// the link; `fast_keys` is `yes` if the module takes runs of small values, or `no` and why.
 pub(crate) struct Load;
 
 impl Command for Load {
@@ -29,11 +29,13 @@ impl Command for Load {
     fn run(context: &Context<'_>, arguments: &[StrRef<'_>]) {
         match arm(context, arguments) {
             Ok(fast_keys) => {
-                let answers = [("idle_times", sets_idle_times(context)), ("fast_keys", fast_keys)];
+                let idle_times = if sets_idle_times(context) { "yes" } else { "no" };
+                let fast_keys = fast_keys.map_or_else(|why| format!("no: {why}"), |()| "yes".to_owned());
+                let answers = [("idle_times", idle_times), ("fast_keys", fast_keys.as_str())];
                 context.reply_array(2 * answers.len());
-                for (name, yes) in answers {
+                for (name, value) in answers {
                     context.reply_bytes(name.as_bytes());
-                    context.reply_bytes(if yes { b"yes" } else { b"no" });
+                    context.reply_bytes(value.as_bytes());
                 }
             }
             Err(error) => context.reply_error(&format!("ERR remora: {error}")),
@@ -76,8 +78,8 @@ const TAKE_LIMIT: Duration = Duration::from_secs(1);
 /// minutes.
 const BEGIN_LIMIT_MILLIS: u64 = 10 * 60 * 1000;
 
-/// Returns whether the module takes runs.
-fn arm(context: &Context<'_>, arguments: &[StrRef<'_>]) -> Result<bool, LoadError> {
+/// Returns whether the module takes runs, or why not.
+fn arm(context: &Context<'_>, arguments: &[StrRef<'_>]) -> Result<Result<(), String>, LoadError> {
     let wanted = Wanted::parse(arguments).ok_or(LoadError::Arguments)?;
     if context.flags().is_cluster() {
         return Err(LoadError::Cluster);
@@ -95,7 +97,7 @@ fn arm(context: &Context<'_>, arguments: &[StrRef<'_>]) -> Result<bool, LoadErro
     let own = OwnContext::new(context);
     make_ready(&own, wanted.flush)?;
     let fast = fast::offer(&own);
-    let fast_keys = fast.is_ok();
+    let fast_keys = fast.as_ref().map(drop).map_err(String::clone);
     let how = fast.as_ref().map_or_else(|why| format!("without fast keys: {why}"), |_| "with fast keys".to_owned());
     let timer = context.set_timer::<Expired>(BEGIN_LIMIT_MILLIS, 0);
     let strings = Strings::new(view, fast.ok());

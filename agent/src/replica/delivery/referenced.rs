@@ -84,7 +84,7 @@ impl ReferencedPayload {
         first: Slot,
     ) -> Result<ReferencedPayload, WriteError> {
         let whole = if matches!(first.place, Place::View(_)) { WHOLE_SLOTS * u64::from(first.length) } else { 0 };
-        let abilities = Abilities { idle_times: answer.idle_times, runs: answer.fast_keys };
+        let abilities = Abilities { idle_times: answer.idle_times, runs: answer.fast_keys.is_ok() };
         let plan = ReferencePlan::new(shown.ticket, abilities, whole);
         let (tally, lent) = (shown.tally, VecDeque::new());
         let mut payload = ReferencedPayload { mark, plan, tally, lent, taken: 0, parts: 0, began: now };

@@ -544,6 +544,7 @@ impl Driver {
             phase,
             transport: Some(tables.transport.code()),
             transport_why: tables.why.clone(),
+            no_fast_keys: self.meter.no_fast_keys(),
             slots_below: self.relay.slots_below(),
             slots_held: self.meter.slots_held.get(),
             bytes: self.meter.bytes_fetched.get().max(self.meter.bytes_delivered.get()),

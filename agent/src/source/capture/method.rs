@@ -93,6 +93,15 @@ pub(super) struct Task {
 }
 
 impl ModuleRules {
+    /// Why the fast walk, which is offered, is not chosen.
+    pub(super) fn no_fast_walk(&self) -> String {
+        match self.fast_keys {
+            FastKeys::Off => "--fast-keys is off".into(),
+            FastKeys::Auto if self.choice == ModuleCapture::Server => "--module-capture is server".into(),
+            FastKeys::Auto => "readers wait that do not know the server's newest format".into(),
+        }
+    }
+
     /// What the module of this server is asked to do. `fast`: it offers the fast walk.
     pub(super) fn task(&self, facts: &Facts, own_format: bool, fast: bool) -> Task {
         let long = self.walk_from.unwrap_or_else(|| long_from(facts));

@@ -84,7 +84,14 @@ impl Capture {
         let claim = self.claim()?;
         let gauge = &self.plan.gauge;
         gauge.set_method(Method::Psync);
-        let Some(mut chosen) = self.choose() else { return self.take_plain_snapshot() };
+        gauge.set_no_fast_keys("");
+        let mut chosen = match self.choose() {
+            Ok(chosen) => chosen,
+            Err(why) => {
+                gauge.set_no_fast_keys(why);
+                return self.take_plain_snapshot();
+            }
+        };
         let outcome = match chosen.work {
             Work::Ease => self.ease(&mut chosen),
             Work::Walk | Work::FastWalk => {
@@ -99,6 +106,7 @@ impl Capture {
                 tracing::warn!(%why, "the module could not take the snapshot; taking it by PSYNC");
                 let _claim = self.claim()?;
                 gauge.set_method(Method::Psync);
+                gauge.set_no_fast_keys(why);
                 self.take_plain_snapshot()
             }
             Err(ModuleError::Final(error)) => {
@@ -138,15 +146,18 @@ impl Capture {
         Ok(memory.prefault(0..end.min(memory.length()))?)
     }
 
-    /// Finds the module, and decides what it is to do. `None`: the capture does without it.
-    fn choose(&self) -> Option<Chosen> {
+    /// Finds the module, and decides what it is to do.
+    ///
+    /// # Errors
+    /// Why the capture does without it.
+    fn choose(&self) -> Result<Chosen, String> {
         let rules = &self.plan.module;
         if rules.choice == ModuleCapture::Off {
-            return None;
+            return Err("--module-capture is off".into());
         }
         if self.plan.module_failed_lately {
             tracing::info!("the module failed a short time ago; taking the snapshot without it");
-            return None;
+            return Err("the module failed a short time ago".into());
         }
         let asked = self.wait_for(async {
             let mut client = self.plan.server.connect().await?;
@@ -156,18 +167,22 @@ impl Capture {
         });
         let (client, offer, facts) = match asked {
             Ok(asked) => asked,
-            Err(CaptureError::Stopped) => return None,
             Err(error) => {
-                tracing::warn!(%error, "cannot determine whether the server has loaded the module");
-                return None;
+                if !matches!(error, CaptureError::Stopped) {
+                    tracing::warn!(%error, "cannot determine whether the server has loaded the module");
+                }
+                return Err(format!("it is not known whether the server has the module: {error}"));
             }
         };
-        let Offer { fast_capture } = offer?;
-        let Task { work, least_bytes } = rules.task(&facts, self.plan.reader_version.is_some(), fast_capture);
+        let Offer { fast_capture } = offer.ok_or("the server has no module of this version")?;
+        let Task { work, least_bytes } = rules.task(&facts, self.plan.reader_version.is_some(), fast_capture.is_ok());
+        if work != Work::FastWalk {
+            self.plan.gauge.set_no_fast_keys(fast_capture.err().unwrap_or_else(|| rules.no_fast_walk()));
+        }
         let (average, long) = (Size::bytes(average(&facts)), Size::bytes(least_bytes));
         tracing::info!(?work, keys = facts.keys(), %average, %long, "the server has the module");
         let expected = expected(&facts, self.plan.snapshot.1);
-        Some(Chosen { client, work, least_bytes, role: facts.role, expected })
+        Ok(Chosen { client, work, least_bytes, role: facts.role, expected })
     }
 
     /// The server writes the snapshot, and the module keeps it from compressing.
@@ -302,7 +317,9 @@ impl<'c> Armed<'c> {
                 },
                 Stage::Begun | Stage::Done | Stage::Failed => return Ok(true),
                 Stage::Declined => {
-                    tracing::info!(why = %page.status_text(), "the module leaves the snapshot to the server");
+                    let why = page.status_text();
+                    tracing::info!(%why, "the module leaves the snapshot to the server");
+                    self.capture.plan.gauge.set_no_fast_keys(why);
                     return Ok(false);
                 }
             }

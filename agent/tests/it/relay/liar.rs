@@ -125,6 +125,7 @@ async fn boast(mut connection: Connection, generation: u64) {
         phase: Phase::Stay,
         transport: Some(3),
         transport_why: String::new(),
+        no_fast_keys: String::new(),
         slots_below: u64::MAX,
         slots_held: 128,
         bytes: 16 << 20,

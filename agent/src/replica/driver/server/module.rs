@@ -32,12 +32,16 @@ impl Keeper {
     /// Checks whether the server has our module, and if so makes the server load from its link.
     pub(super) async fn look_for_the_module(&mut self) -> Result<bool, Failure> {
         if self.args.module_load == ModuleLoad::Off {
+            self.watched.meter.set_no_fast_keys("--module-load is off");
             return Ok(false);
         }
         match self.module_is_usable().await? {
             Usable::Yes => return Ok(true),
-            Usable::Absent => {}
-            Usable::No(why) => tracing::info!("the server has the module, but it is not used: {why}"),
+            Usable::Absent => self.watched.meter.set_no_fast_keys("the server does not have the module"),
+            Usable::No(why) => {
+                tracing::info!("the server has the module, but it is not used: {why}");
+                self.watched.meter.set_no_fast_keys(&why);
+            }
         }
         Ok(false)
     }
@@ -159,9 +163,16 @@ impl Keeper {
         };
         // Also where the answer does not come, or the introduction is cancelled.
         let was_emptied = std::mem::replace(&mut self.before.emptied, true);
-        let wanted = self.args.fast_keys == FastKeys::Auto;
         let answer = introduction.perform(client).await;
-        let answer = answer.map(|answer| Answer { fast_keys: answer.fast_keys && wanted, ..answer });
+        let answer = answer.map(|answer| match self.args.fast_keys {
+            FastKeys::Auto => answer,
+            FastKeys::Off => Answer { fast_keys: Err("--fast-keys is off".into()), ..answer },
+        });
+        let why = match &answer {
+            Ok(answer) => answer.fast_keys.as_ref().err(),
+            Err(text) => Some(text),
+        };
+        self.watched.meter.set_no_fast_keys(why.map_or("", String::as_str));
         // A module that refused before it removed anything has left the keys.
         let kept = answer.is_err() && self.control.facts().await.is_ok_and(|facts| facts.keys() > 0);
         self.before.emptied = was_emptied || !kept;
