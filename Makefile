@@ -73,6 +73,13 @@ simulate-volume:
 soak: setup
 	$(CARGO) run --locked -p xtask -- soak $(ARGS)
 
+## prove-files: the files of a mounted volume, by fsx, pjdfstest, fio, stress-ng, git and rsync; ARGS="--only fsx --by device"
+.PHONY: prove-files
+prove-files: setup
+	@dev/lab/setup/setup --proofs
+	$(RELEASE) -p xtask
+	CARGO=$(CARGO) $(TARGET)/release/xtask prove-files $(ARGS)
+
 ## bench: the measurements behind docs/benchmarks.md and the README, into bench/runs; ARGS="--only sync"
 .PHONY: bench
 bench: setup
