@@ -42,7 +42,14 @@ fn verify(scene: &mut Scene<'_>, times: u32) -> Result<String> {
     let options = |more: &[&str]| {
         let mut command = Command::new("fio");
         command.args(["--name=verify", "--size=96m", "--numjobs=2", "--bs=4k", "--rw=randwrite", "--verify=crc32c"]);
-        command.args(["--verify_fatal=1", "--fallocate=none", "--randseed=7", "--ioengine=libaio", "--iodepth=8"]);
+        command.args([
+            "--verify_fatal=1",
+            "--fallocate=none",
+            "--randseed=7",
+            "--ioengine=libaio",
+            "--iodepth=8",
+            "--verify_state_save=0",
+        ]);
         command.arg(format!("--directory={}", files.display())).args(more);
         command
     };
