@@ -86,6 +86,13 @@ MINUTES ?= 60
 twins: setup
 	REMORA_TWINS_MINUTES=$(MINUTES) $(CARGO) test --locked -p remora-module --test it twins -- --ignored --nocapture
 
+## prove-files: the files of a mounted volume, by fsx, pjdfstest, fio, stress-ng, git and rsync; ARGS="--only fsx --by device"
+.PHONY: prove-files
+prove-files: setup
+	@dev/lab/setup/setup --proofs
+	$(RELEASE) -p xtask
+	CARGO=$(CARGO) $(TARGET)/release/xtask prove-files $(ARGS)
+
 ## bench: the measurements behind docs/benchmarks.md and the README, into bench/runs; ARGS="--only sync"
 .PHONY: bench
 bench: setup

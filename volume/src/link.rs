@@ -53,16 +53,27 @@ fn limits() -> Limits {
 /// What protects connections.
 #[derive(Clone, Debug, Default)]
 pub struct Security {
-    /// The secrets that clients and servers share: every frame has a MAC. `None`: every client is obeyed, and every
-    /// server believed.
+    /// The secrets that clients and servers share: every frame has a MAC, unless `unsealed` is set at both ends.
+    /// `None`: every client is obeyed, and every server believed.
     pub keys: Option<Arc<Keyring>>,
+    /// Frames need no MAC, because nobody else can change them: connections have TLS, or both ends are on this host. A
+    /// MAC costs more than everything else that is done with a large write.
+    pub unsealed: bool,
     /// Certificates, for `tls:` addresses. Without TLS the blocks can be read on the network.
     pub tls: TlsOptions,
 }
 
 pub(crate) fn options(security: &Security, workers: usize, max_sessions: usize) -> Options {
-    let Security { keys, tls } = security.clone();
-    Options { keys, tls, workers, max_sessions, versions: Versions::only(VERSION), ..Options::default() }
+    let Security { keys, unsealed, tls } = security.clone();
+    Options {
+        keys,
+        sealed: !unsealed,
+        tls,
+        workers,
+        max_sessions,
+        versions: Versions::only(VERSION),
+        ..Options::default()
+    }
 }
 
 /// A call as a message.

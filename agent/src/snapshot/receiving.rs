@@ -333,6 +333,7 @@ impl Present {
             bytes: reached.bytes,
             applied_offset: 0,
             relaying: None,
+            no_fast_keys: String::new(),
         }
     }
 }

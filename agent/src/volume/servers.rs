@@ -53,7 +53,9 @@ impl Protection {
             ),
         };
         let tls = TlsOptions { client, server, server_name: self.security.given_name() };
-        Ok(Security { keys: Some(self.tokens.keyring()), tls })
+        // Every connection has TLS or is on this host, unless this is what the options permit.
+        let unsealed = !self.security.permits_plain_network();
+        Ok(Security { keys: Some(self.tokens.keyring()), unsealed, tls })
     }
 
     /// Where an end listens, or connects to: with TLS, or without.
@@ -128,4 +130,33 @@ fn resolve(server: &HostPort) -> Result<SocketAddr, Failure> {
     };
     let mut found = (server.host.as_str(), server.port).to_socket_addrs().map_err(|error| failed(&error))?;
     found.next().ok_or_else(|| failed(&"the name is unknown"))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        protection: VolumeSecurityArgs,
+    }
+
+    #[test]
+    fn frames_have_macs_where_neither_tls_nor_this_host_protects_them() {
+        let folder = tempfile::tempdir().unwrap();
+        let token = remora_lab::scratch::token_file(folder.path()).unwrap();
+        let is_unsealed = |more: &[&str]| {
+            let typed = [&["remora", "--token-file", token.to_str().unwrap()], more].concat();
+            let protection = Protection::read(&Cli::try_parse_from(typed).unwrap().protection).unwrap();
+            protection.of_connections().unwrap().unsealed
+        };
+        for protected in [&[][..], &["--security", "token"], &["--security", "none"]] {
+            assert!(is_unsealed(protected), "{protected:?}");
+        }
+        assert!(!is_unsealed(&["--security", "none", "--plaintext-network"]));
+    }
 }

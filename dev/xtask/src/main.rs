@@ -3,6 +3,7 @@
 //! ```text
 //!   demo            replicas by Remora and by the servers' own replication, side by side, in one table
 //!   demo-volume     a block device, and a server's files, in the memory of three servers, while hosts fail
+//!   prove-files     the files of a mounted volume under programs that find faults in file systems
 //!   soak            restarts, promotes, freezes and cuts off servers and agents for an hour, and compares all data
 //!   bench           runs the programs of dev/bench and keeps the results in bench/runs
 //!   net             hosts with cables of a known rate, to cut, slow down and make lossy; servers and agents in them
@@ -16,6 +17,7 @@
 //!
 //! - [`demo`]: the demonstration. **Start here.** [`show`]: the display while it runs; [`table`]: the table at its end.
 //! - [`demo_volume`]: the demonstration of volumes; [`demo_files`]: of files in one; [`commands`]: `remora` in both.
+//! - [`prove`]: proofs of mounted files, by other people's programs.
 //! - [`soak`]: the long run under a script of faults.
 //! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: generates or compares the RDMA libraries' types.
 //! - [`scale`]: the table of the topology's model. [`net`]: a test network with hosts, servers and agents. [`stop`]:
@@ -29,6 +31,7 @@ mod demo;
 mod demo_files;
 mod demo_volume;
 mod net;
+mod prove;
 mod scale;
 mod show;
 mod soak;
@@ -55,6 +58,8 @@ enum Command {
     Demo(demo::Options),
     /// Use a volume of three servers while one is killed and its host hangs, and print one table.
     DemoVolume(demo_volume::Options),
+    /// Try the files of a mounted volume by programs that find faults in file systems. Needs root.
+    ProveFiles(prove::Options),
     /// Run servers and agents for a long time under a random script of faults, and compare all data.
     Soak(soak::Options),
     /// Run the benchmarks and keep their results.
@@ -89,6 +94,7 @@ fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Demo(options) => stop::or_run(move || demo::run(&options)),
         Command::DemoVolume(options) => stop::or_run(move || demo_volume::run(&options)),
+        Command::ProveFiles(options) => stop::or_run(move || prove::run(&options)),
         Command::Soak(options) => stop::or_run(move || soak::run(&options)),
         Command::Bench(options) => stop::or_run(move || bench::run(&options)),
         Command::Net(command) => net::run(command),

@@ -91,8 +91,9 @@ impl Core {
         };
         let parts = parts(&pieces);
         let number = state.names.begin_read();
-        // A write that is on its way to the disk is perhaps the one that has made the file longer.
-        if self.has_submitted_all() {
+        let left = parts.iter().filter(|part| matches!(part, Part::Blocks(_))).count();
+        // A write that is on its way to the disk is perhaps the one that has made the file longer. Holes need no disk.
+        if left == 0 || self.has_submitted_all() {
             drop(state);
             if let Some(read) = self.read_here(&parts) {
                 self.end_read(number);
@@ -100,7 +101,6 @@ impl Core {
             }
             state = self.state();
         }
-        let left = parts.iter().filter(|part| matches!(part, Part::Blocks(_))).count();
         let read = vec![Bytes::new(); parts.len()];
         let asked = parts.clone();
         let pending = Pending { parts, range, read, left, error: None, caller: Some(caller) };

@@ -27,7 +27,7 @@ fn security(tls: &Tls) -> Security {
     let client = client.with_root_certificates(roots).with_no_client_auth();
     let tls =
         TlsOptions { client: Some(Arc::new(client).into()), server_name: None, server: Some(Arc::new(server).into()) };
-    Security { keys: keys(), tls }
+    Security { keys: keys(), unsealed: true, tls }
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Several callers at a time, and a disk that takes its time.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, OnceLock, Weak};
 use std::thread;
 
 use super::*;
@@ -152,4 +153,44 @@ fn every_caller_is_told_something() {
     drop(files);
     while disk.finish() {}
     assert_eq!(told.load(Ordering::SeqCst), 4);
+}
+
+/// A disk that reads a hole of a file while it is given a request.
+struct Reads {
+    memory: Arc<Memory>,
+    files: OnceLock<(Weak<Files>, u64)>,
+    read: Arc<Mutex<Vec<Result<Vec<Bytes>>>>>,
+}
+
+impl Disk for Reads {
+    fn blocks(&self) -> u64 {
+        self.memory.blocks()
+    }
+
+    fn submit(&self, request: Request, done: DiskDone) {
+        if let Some((files, ino)) = self.files.get()
+            && let Some(files) = files.upgrade()
+        {
+            let read = Arc::clone(&self.read);
+            files.read(*ino, 5000, 100, move |result| read.lock().unwrap().push(result));
+        }
+        self.memory.submit(request, done);
+    }
+}
+
+#[test]
+fn a_hole_is_read_while_a_write_is_on_its_way() {
+    let memory = formatted(BLOCKS);
+    let disk = Arc::new(Reads { memory, files: OnceLock::new(), read: Arc::default() });
+    let files = Arc::new(Files::open(Arc::clone(&disk) as Arc<dyn Disk>).unwrap());
+    let ino = files.make(ROOT, "f");
+    files.cut(ino, 10_000);
+    disk.files.set((Arc::downgrade(&files), ino)).unwrap();
+    let other = files.make(ROOT, "other");
+    files.put(other, 0, b"bytes");
+    let read = std::mem::take(&mut *disk.read.lock().unwrap());
+    assert!(!read.is_empty());
+    for read in read {
+        assert_eq!(read.unwrap().concat(), [0; 100]);
+    }
 }
