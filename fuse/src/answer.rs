@@ -15,9 +15,13 @@ use crate::reply::{Data, Listing, ListingPlus, Reply};
 
 /// The answer to a request, to be given before the call returns.
 pub struct Answer<'a, R> {
-    /// `None`: it was given.
-    replier: Option<&'a mut dyn Replier>,
-    asked: Asked,
+    owed: Owed<&'a mut dyn Replier>,
+    reply: PhantomData<fn(R)>,
+}
+
+/// The answer to a request, to be given from any thread. See [`Answer`].
+pub struct Later<R> {
+    owed: Owed<Box<dyn LaterReplier>>,
     reply: PhantomData<fn(R)>,
 }
 
@@ -58,43 +62,78 @@ pub(crate) trait LaterReplier: Send {
     }
 }
 
+/// An answer that is owed, with the one who takes it. If it is dropped, it says `EIO`.
+struct Owed<T: Takes> {
+    /// `None`: it was given.
+    to: Option<T>,
+    asked: Asked,
+}
+
+/// Takes the answer to one request, and is of no use afterwards.
+trait Takes {
+    fn take(self, unique: u64, answer: Result<&[&[u8]], Errno>);
+}
+
+impl Takes for &mut dyn Replier {
+    fn take(self, unique: u64, answer: Result<&[&[u8]], Errno>) {
+        self.reply(unique, answer);
+    }
+}
+
+impl Takes for Box<dyn LaterReplier> {
+    fn take(self, unique: u64, answer: Result<&[&[u8]], Errno>) {
+        self.reply(unique, answer);
+    }
+}
+
+impl<T: Takes> Owed<T> {
+    fn give(mut self, result: Result<impl Reply, Errno>) {
+        let Asked { unique, most } = self.asked;
+        match (self.to.take(), result) {
+            (Some(to), Ok(reply)) => reply.pieces(|pieces| to.take(unique, checked(pieces, most))),
+            (Some(to), Err(errno)) => to.take(unique, Err(errno)),
+            (None, _) => {}
+        }
+    }
+}
+
+impl<T: Takes> Drop for Owed<T> {
+    fn drop(&mut self) {
+        if let Some(to) = self.to.take() {
+            to.take(self.asked.unique, Err(NO_ANSWER));
+        }
+    }
+}
+
 impl<'a, R: Reply> Answer<'a, R> {
     pub(crate) fn new(asked: Asked, replier: &'a mut dyn Replier) -> Answer<'a, R> {
-        Answer { replier: Some(replier), asked, reply: PhantomData }
+        Answer { owed: Owed { to: Some(replier), asked }, reply: PhantomData }
     }
 
     /// The request's number, which [`crate::FileSystem::interrupt`] says again.
     pub fn unique(&self) -> u64 {
-        self.asked.unique
+        self.owed.asked.unique
     }
 
     /// It is done, and this is what was asked for.
-    pub fn give(mut self, reply: R) {
-        let most = self.asked.most;
-        if let Some(replier) = self.replier.take() {
-            reply.pieces(|pieces| replier.reply(self.asked.unique, checked(pieces, most)));
-        }
+    pub fn give(self, reply: R) {
+        self.owed.give(Ok(reply));
     }
 
     /// It failed.
-    pub fn fail(mut self, errno: Errno) {
-        if let Some(replier) = self.replier.take() {
-            replier.reply(self.asked.unique, Err(errno));
-        }
+    pub fn fail(self, errno: Errno) {
+        self.result(Err(errno));
     }
 
     /// One of both.
     pub fn result(self, result: Result<R, Errno>) {
-        match result {
-            Ok(reply) => self.give(reply),
-            Err(errno) => self.fail(errno),
-        }
+        self.owed.give(result);
     }
 
     /// The answer is given later.
     pub fn later(mut self) -> Later<R> {
-        let replier = self.replier.take().map(|replier| replier.later());
-        Later { replier, asked: self.asked, reply: PhantomData }
+        let to = self.owed.to.take().map(|replier| replier.later());
+        Later { owed: Owed { to, asked: self.owed.asked }, reply: PhantomData }
     }
 }
 
@@ -103,8 +142,8 @@ impl Answer<'_, Data> {
     /// has memory for them.
     pub fn fill(mut self, fill: impl FnOnce(&mut Sink<'_>)) {
         let mut fill = Some(fill);
-        if let Some(replier) = self.replier.take() {
-            replier.fill(self.asked, &mut |sink| {
+        if let Some(replier) = self.owed.to.take() {
+            replier.fill(self.owed.asked, &mut |sink| {
                 if let Some(fill) = fill.take() {
                     fill(sink);
                 }
@@ -116,69 +155,45 @@ impl Answer<'_, Data> {
 impl Answer<'_, Listing> {
     /// An empty listing with the room that the answer has.
     pub fn listing(&self) -> Listing {
-        Listing::new(self.asked.most)
+        Listing::new(self.owed.asked.most)
     }
 }
 
 impl Answer<'_, ListingPlus> {
     /// An empty listing with the room that the answer has.
     pub fn listing(&self) -> ListingPlus {
-        ListingPlus::new(self.asked.most)
+        ListingPlus::new(self.owed.asked.most)
     }
-}
-
-impl<R> Drop for Answer<'_, R> {
-    fn drop(&mut self) {
-        if let Some(replier) = self.replier.take() {
-            replier.reply(self.asked.unique, Err(NO_ANSWER));
-        }
-    }
-}
-
-/// The answer to a request, to be given from any thread. See [`Answer`].
-pub struct Later<R> {
-    /// `None`: it was given.
-    replier: Option<Box<dyn LaterReplier>>,
-    asked: Asked,
-    reply: PhantomData<fn(R)>,
 }
 
 impl<R: Reply> Later<R> {
-    /// The request's number, which [`crate::FileSystem::interrupt`] says again.
+    /// As [`Answer::unique`].
     pub fn unique(&self) -> u64 {
-        self.asked.unique
+        self.owed.asked.unique
     }
 
-    /// It is done, and this is what was asked for.
-    pub fn give(mut self, reply: R) {
-        let most = self.asked.most;
-        if let Some(replier) = self.replier.take() {
-            reply.pieces(|pieces| replier.reply(self.asked.unique, checked(pieces, most)));
-        }
+    /// As [`Answer::give`].
+    pub fn give(self, reply: R) {
+        self.owed.give(Ok(reply));
     }
 
-    /// It failed.
-    pub fn fail(mut self, errno: Errno) {
-        if let Some(replier) = self.replier.take() {
-            replier.reply(self.asked.unique, Err(errno));
-        }
+    /// As [`Answer::fail`].
+    pub fn fail(self, errno: Errno) {
+        self.result(Err(errno));
     }
 
-    /// One of both.
+    /// As [`Answer::result`].
     pub fn result(self, result: Result<R, Errno>) {
-        match result {
-            Ok(reply) => self.give(reply),
-            Err(errno) => self.fail(errno),
-        }
+        self.owed.give(result);
     }
 }
 
 impl<R: Reply> Later<R> {
     /// Calls a method that wants an [`Answer`], in a thread that may wait in it.
     pub fn answer_by(mut self, call: impl FnOnce(Answer<'_, R>)) {
-        if let Some(replier) = self.replier.take() {
+        if let Some(replier) = self.owed.to.take() {
             let mut once = Once(Some(replier));
-            call(Answer::new(self.asked, &mut once));
+            call(Answer::new(self.owed.asked, &mut once));
         }
     }
 }
@@ -221,13 +236,13 @@ impl Later<Data> {
     /// copy, a device, or another host. They are given by [`Later::landed`], or all the same by [`Later::give`].
     /// `None` if the answer is not made in that memory.
     pub fn place(&self) -> Option<Range<u64>> {
-        self.replier.as_ref().and_then(|replier| replier.place())
+        self.owed.to.as_ref().and_then(|replier| replier.place())
     }
 
     /// So many bytes are at the place's start, at most as many as were asked for. Nothing writes there any more.
     pub fn landed(mut self, length: usize) {
-        let (unique, most) = (self.asked.unique, self.asked.most);
-        match self.replier.take() {
+        let Asked { unique, most } = self.owed.asked;
+        match self.owed.to.take() {
             Some(replier) if length <= most => replier.landed(unique, length),
             Some(replier) => replier.reply(unique, Err(WRONG_LENGTH)),
             None => {}
@@ -238,22 +253,14 @@ impl Later<Data> {
 impl Later<Listing> {
     /// An empty listing with the room that the answer has.
     pub fn listing(&self) -> Listing {
-        Listing::new(self.asked.most)
+        Listing::new(self.owed.asked.most)
     }
 }
 
 impl Later<ListingPlus> {
     /// An empty listing with the room that the answer has.
     pub fn listing(&self) -> ListingPlus {
-        ListingPlus::new(self.asked.most)
-    }
-}
-
-impl<R> Drop for Later<R> {
-    fn drop(&mut self) {
-        if let Some(replier) = self.replier.take() {
-            replier.reply(self.asked.unique, Err(NO_ANSWER));
-        }
+        ListingPlus::new(self.owed.asked.most)
     }
 }
 

@@ -104,13 +104,23 @@ pub struct MountArgs {
     /// Mount the files read-only, beside a writer on another host, as many times as wanted. Neither the writer nor,
     /// beyond their memory, the servers take part in a read: `--reads` says how the memory of a server is read. What
     /// the writer has changed is seen about a second later at most.
-    #[arg(long, conflicts_with_all = ["take_over", "write_through"])]
+    #[arg(long, conflicts_with_all = ["take_over", "write_through", "ahead"])]
     pub read_only: bool,
+
+    /// Show all of the volume as one file, `image`, for a loop device (`losetup --direct-io=on`) and any file system
+    /// of the system on it. The volume must not have files of its own.
+    #[arg(long, conflicts_with_all = ["read_only", "write_through", "ahead"])]
+    pub image: bool,
 
     /// Each write goes to the servers before it is answered. Without this option the system keeps writes in its page
     /// cache, as it does for a disk, and `fsync` waits for the servers.
     #[arg(long)]
     pub write_through: bool,
+
+    /// How much of what the page cache writes back may be on its way to the servers without holding up the page cache.
+    /// `fsync` and `close` wait for all of it, and its order is kept. 0: each write waits.
+    #[arg(long, value_name = "SIZE", default_value = "64MiB", conflicts_with = "write_through")]
+    pub ahead: Size,
 
     /// Only this user can use the files. Without this option permissions decide, as on a disk.
     #[arg(long)]

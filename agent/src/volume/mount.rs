@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remora_fuse::SessionOptions;
-use remora_volume::client::Error;
+use remora_volume::client::{Error, Volume};
 use remora_volume::files::FilesError;
-use remora_volume::mount::{FollowedFiles, MountError, MountedFiles, mount_options};
+use remora_volume::mount::{Contents, FollowedFiles, MountError, Mounted, MountedFiles, MountedImage, mount_options};
 use remora_volume::writer::End;
 
 use super::blocking;
@@ -36,32 +36,56 @@ pub(super) async fn run(args: MountArgs) -> Result<(), Failure> {
         ..SessionOptions::default()
     };
     let (of, directory) = (name.clone(), args.directory.clone());
+    let at = &args.directory;
     if args.read_only {
         let opened = opening.open_read_only(&mut signals, move |volume| {
             FollowedFiles::mount(Box::new(volume), &directory, &options).map_err(|error| mount_failure(&of, error))
         });
         let (mounted, _rereading) = opened.await?;
-        tracing::info!(volume = %name, directory = %args.directory.display(), transport = ?mounted.transport(),
+        tracing::info!(volume = %name, directory = %at.display(), transport = ?mounted.transport(),
             "files mounted read-only");
-        until_over(&mut signals, &args.directory, || None, |limit| mounted.wait(limit)).await;
+        until_over(&mut signals, at, || None, |limit| mounted.wait(limit)).await;
         return blocking(move || mounted.end().map_err(|error| Failure::local(error.to_string()))).await;
+    }
+    let ahead = if args.write_through { 0 } else { usize::try_from(args.ahead.get()).unwrap_or(usize::MAX / 2) };
+    if args.image {
+        let opened = opening.open(&mut signals, move |volume| {
+            let volume = Arc::new(volume);
+            let options = SessionOptions { write_back: false, ..options };
+            let mounted = MountedImage::mount(Arc::clone(&volume), &directory, &options);
+            Ok((mounted.map_err(|error| mount_failure(&of, error))?, volume))
+        });
+        let ((mounted, volume), _rereading) = opened.await?;
+        tracing::info!(volume = %name, file = %at.join("image").display(), transport = ?mounted.transport(),
+            "image mounted");
+        return serve(&name, at, &mut signals, mounted, volume).await;
     }
     let opened = opening.open(&mut signals, move |volume| {
         let volume = Arc::new(volume);
-        let mounted = MountedFiles::mount(Arc::clone(&volume), &directory, &options);
+        let mounted = MountedFiles::mount(Arc::clone(&volume), &directory, ahead, &options);
         Ok((mounted.map_err(|error| mount_failure(&of, error))?, volume))
     });
     let ((mounted, volume), _rereading) = opened.await?;
-    let directory = args.directory.display();
-    tracing::info!(volume = %name, %directory, transport = ?mounted.transport(), "files mounted");
-    let end = until_over(&mut signals, &args.directory, || volume.end(), |limit| mounted.wait(limit)).await;
+    tracing::info!(volume = %name, directory = %at.display(), transport = ?mounted.transport(), "files mounted");
+    serve(&name, at, &mut signals, mounted, volume).await
+}
+
+/// Serves what is mounted of a volume until one of the two is over, or a signal comes.
+async fn serve<T: Contents>(
+    name: &str,
+    directory: &Path,
+    signals: &mut Signals,
+    mounted: Mounted<T>,
+    volume: Arc<Volume>,
+) -> Result<(), Failure> {
+    let end = until_over(signals, directory, || volume.end(), |limit| mounted.wait(limit)).await;
     let ended = blocking(move || {
         let ended = mounted.end();
         drop(volume);
         ended.map_err(|error| Failure::local(error.to_string()))
     });
     let ended = ended.await;
-    end.map_or(ended, |end: End| Err(failure(&name, &Error::Ended(end))))
+    end.map_or(ended, |end: End| Err(failure(name, &Error::Ended(end))))
 }
 
 /// Waits for a signal, for the end of the mount, or for that of the volume, which is returned.

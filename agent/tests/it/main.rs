@@ -51,6 +51,7 @@ mod volume;
 mod volume_certificates;
 mod volume_guest;
 mod volume_hosts;
+mod volume_image;
 mod volume_keep;
 mod volume_mount;
 mod volume_ways;

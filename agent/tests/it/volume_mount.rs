@@ -16,10 +16,15 @@ use crate::volume::Scene;
 
 /// Mounts the files of a volume at a directory, which it makes if it is missing.
 fn mount(scene: &Scene, file: &str, name: &str, more: &[&str]) -> (Agent, Directory) {
+    mount_as(scene, file, name, more, "files mounted")
+}
+
+/// The same, until it says this.
+pub(crate) fn mount_as(scene: &Scene, file: &str, name: &str, more: &[&str], says: &str) -> (Agent, Directory) {
     let directory = Directory::new(scene.stage.path(name));
     let args = [&["mount", file, &directory.0, "--copy-timeout", "1s"], more].concat();
     let mut mounted = scene.start(&args);
-    mounted.wait_for_line("files mounted", LONG).unwrap();
+    mounted.wait_for_line(says, LONG).unwrap();
     (mounted, directory)
 }
 

@@ -8,6 +8,8 @@
 //! let Some(kind) = require::valkey() else { return };
 //! ```
 
+use std::path::Path;
+
 use crate::net;
 use crate::notes::{print, this_test};
 use crate::rdma::RdmaVm;
@@ -57,6 +59,22 @@ pub fn fuse_ring() -> Option<RingAllowed> {
     match RingAllowed::new() {
         Ok(allowed) => Some(allowed),
         Err(why) => skip(&format!("needs FUSE over io_uring ({why}): Linux 6.14, and root may allow it")),
+    }
+}
+
+/// Loop devices with ext4: root, `losetup`, `mkfs.ext4`, `e2fsck` and `fstrim`, and a kernel that has both.
+pub fn loop_devices() -> Option<()> {
+    root()?;
+    let has = |program: &str| {
+        ["/usr/sbin", "/sbin", "/usr/bin"].iter().any(|folder| Path::new(folder).join(program).exists())
+    };
+    if let Some(missing) = ["losetup", "mkfs.ext4", "e2fsck", "fstrim"].into_iter().find(|program| !has(program)) {
+        return skip(&format!("needs {missing}: Debian has it in util-linux, mount or e2fsprogs"));
+    }
+    if Path::new("/dev/loop-control").exists() {
+        Some(())
+    } else {
+        skip("needs loop devices; load the kernel's module `loop`")
     }
 }
 

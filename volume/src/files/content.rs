@@ -194,7 +194,7 @@ impl Core {
             state.files.entry(ino).or_default().is_busy = true;
             return state.starved.push((waiting, known));
         }
-        let caller = waiting.caller;
+        let mut caller = waiting.caller;
         let log = state.names.commit();
         let (mut write, last) = match planned {
             Ok(planned) => planned,
@@ -223,6 +223,7 @@ impl Core {
             None => told.push((caller, Ok(()))),
             Some(last) => {
                 requests.into_iter().for_each(|request| self.put(request));
+                told.extend(caller.split(&self.ahead).map(|caller| (caller, Ok(()))));
                 self.put_last(last, caller, ());
             }
         }

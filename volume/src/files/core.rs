@@ -10,16 +10,17 @@
 //! Names change in memory when a change is submitted, and its caller learns of it when it is acknowledged.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
 
+use super::ahead::{Ahead, Early};
 use super::disk::{Disk, DiskDone};
 use super::error::FilesError;
-use super::outgoing::{Gate, Outgoing};
+use super::outgoing::{Gate, MOST_BYTES, Outgoing};
 use super::parts::{Content, Known};
+use super::visits::Visits;
 use crate::client::{self, Request};
 use crate::names::{BlocksToWrite, Names, NamesError};
 use crate::wire::Run;
@@ -31,15 +32,12 @@ pub(super) type Done<T> = Box<dyn FnOnce(Result<T, FilesError>) + Send>;
 /// What all calls have in common. It does not own the disk: it may be dropped by a thread of it.
 pub(super) struct Core {
     state: Mutex<State>,
-    disk: Weak<dyn Disk>,
-    outgoing: Outgoing,
+    outgoing: Arc<Outgoing>,
+    pub(super) ahead: Arc<Ahead>,
     pub(super) gate: Arc<Gate>,
     failure: Arc<OnceLock<client::Error>>,
     began: Instant,
-    /// No change goes on any more.
-    is_closed: AtomicBool,
-    /// Threads of the disk that are here.
-    visitors: AtomicUsize,
+    visits: Arc<Visits>,
 }
 
 /// Under the lock.
@@ -69,9 +67,14 @@ pub(super) struct Waiting {
 
 /// Who waits for a change, and the room that it takes at the gate.
 pub(super) struct Caller<T> {
+    /// `None`: it was told.
     done: Option<Done<T>>,
     room: usize,
     gate: Arc<Gate>,
+    /// Bytes of a change that may be answered before it is acknowledged.
+    ahead: Option<usize>,
+    /// It was.
+    early: Option<Early>,
 }
 
 impl<T> Caller<T> {
@@ -88,6 +91,20 @@ impl<T> Caller<T> {
         if room > 0 {
             self.gate.leave(room);
         }
+        drop(self.early.take());
+    }
+
+    /// The change has so many bytes, and may be answered before it is acknowledged.
+    pub(super) fn ahead(mut self, bytes: usize) -> Caller<T> {
+        self.ahead = Some(bytes);
+        self
+    }
+
+    /// If the window permits it, the one to be told now. What is left keeps the room.
+    pub(super) fn split(&mut self, ahead: &Arc<Ahead>) -> Option<Caller<T>> {
+        self.early = Some(ahead.enter(self.ahead?)?);
+        let gate = Arc::clone(&self.gate);
+        Some(Caller { done: self.done.take(), room: 0, gate, ahead: None, early: None })
     }
 }
 
@@ -102,16 +119,17 @@ impl<T> Drop for Caller<T> {
 }
 
 impl Core {
-    pub(super) fn new(names: Names, disk: &Arc<dyn Disk>) -> Core {
+    /// Changes may be answered early as long as no more than `ahead` bytes are.
+    pub(super) fn new(names: Names, disk: &Arc<dyn Disk>, ahead: usize) -> Core {
+        let (failure, visits) = (Arc::default(), Arc::<Visits>::default());
         Core {
             state: Mutex::new(State { names, files: HashMap::new(), starved: Vec::new() }),
-            disk: Arc::downgrade(disk),
-            outgoing: Outgoing::default(),
-            gate: Arc::default(),
-            failure: Arc::default(),
+            outgoing: Outgoing::new(disk, &visits),
+            ahead: Ahead::new(ahead, &failure),
+            gate: Gate::new(MOST_BYTES + ahead),
+            failure,
             began: Instant::now(),
-            is_closed: AtomicBool::new(false),
-            visitors: AtomicUsize::new(0),
+            visits,
         }
     }
 
@@ -126,7 +144,7 @@ impl Core {
         done: impl FnOnce(Result<T, FilesError>) + Send + 'static,
     ) -> Caller<T> {
         self.gate.enter(room);
-        Caller { done: Some(Box::new(done)), room, gate: Arc::clone(&self.gate) }
+        Caller { done: Some(Box::new(done)), room, gate: Arc::clone(&self.gate), ahead: None, early: None }
     }
 
     /// Whether the disk still works.
@@ -136,7 +154,7 @@ impl Core {
     pub(super) fn check(&self) -> Result<(), FilesError> {
         match self.failure.get() {
             Some(error) => Err(FilesError::Disk(error.clone())),
-            None if self.is_closed.load(Ordering::Acquire) => Err(FilesError::Disk(client::Error::Closed)),
+            None if self.visits.is_over() => Err(FilesError::Disk(client::Error::Closed)),
             None => Ok(()),
         }
     }
@@ -147,9 +165,7 @@ impl Core {
     }
 
     pub(super) fn submit(&self) {
-        if let Some(disk) = self.disk.upgrade() {
-            self.outgoing.submit(&*disk);
-        }
+        self.outgoing.submit();
     }
 
     /// A request after which there is nothing to do.
@@ -166,8 +182,6 @@ impl Core {
         writes.into_iter().for_each(|BlocksToWrite { first, data }| self.put(Request::write(first, data)));
     }
 
-    // A bound for changes that are answered before they are acknowledged (`--ahead`) would be kept here: the caller is
-    // told when its last request is put, as long as fewer bytes than that are under way, and a flush waits as now.
     /// The last request of a change. Those before it are done when it is, as each copy does them in their order.
     pub(super) fn put_last<T: Send + 'static>(&self, request: Request, caller: Caller<T>, value: T) {
         let failure = Arc::clone(&self.failure);
@@ -269,7 +283,7 @@ impl Core {
 
     /// Blocks that this thread can have at once.
     pub(super) fn try_read(&self, run: Run) -> Option<Bytes> {
-        self.disk.upgrade()?.try_read(run)
+        self.outgoing.disk()?.try_read(run)
     }
 
     /// Before a change of names.
@@ -281,22 +295,12 @@ impl Core {
 
     /// A thread of the disk comes with what was read. `false`: the files are closed.
     pub(super) fn visit(&self, visit: impl FnOnce()) -> bool {
-        self.visitors.fetch_add(1, Ordering::SeqCst);
-        let is_open = !self.is_closed.load(Ordering::SeqCst);
-        if is_open {
-            visit();
-        }
-        self.visitors.fetch_sub(1, Ordering::SeqCst);
-        is_open
+        self.visits.visit(visit)
     }
 
     /// From now on nothing goes on, and no thread of the disk is here.
     pub(super) fn close(&self) {
-        self.is_closed.store(true, Ordering::SeqCst);
-        self.gate.close();
-        while self.visitors.load(Ordering::SeqCst) > 0 {
-            std::thread::yield_now(); // a visitor waits for nothing
-        }
+        self.visits.end(|| self.gate.close());
     }
 
     /// What failed first is what every later call is told.

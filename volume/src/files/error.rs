@@ -44,6 +44,9 @@ pub enum FilesError {
         "the volume is not empty: block {0} holds something; use another one, or --force if nothing in it is needed"
     )]
     Occupied(u64),
+    /// An image would be written over files.
+    #[error("the volume has files: mount it without --image, or use another one")]
+    HasFiles,
     /// A write or a range is too long, or of no bytes.
     #[error("a write has at most {} bytes, and a range at least one", super::MOST_WRITE_BYTES)]
     Length,

@@ -7,30 +7,36 @@
 //! ```
 //!
 //! - `disk`: the blocks below. **Start here.**
-//! - `core`: the lock, and what is under way; `outgoing`: requests in their order.
+//! - `core`: the lock, and what is under way; `outgoing`: requests in their order; `ahead`: what is answered early;
+//!   `visits`: threads of the disk.
 //! - `parts`: which blocks a range of a file is; `content`: changes of what is in files; `reading`.
+//! - `image`: all of a volume as one file.
 //! - `opening`: a volume gets files, or has some. `follower`: files on a host that only reads.
 //! - `error`: why something cannot be done.
 //!
 //! What is asked of names alone is answered at once. A change is answered when the volume has acknowledged it: then it
 //! survives what an acknowledged write of the volume survives. After [`Files::fsync`] everything before it survives
-//! what a flush does. A write is in the volume together with the size and the clusters that it gives to its file, or it
+//! what a flush does. What a page cache writes back may be answered before, and is then as safe as in that cache. A
+//! write is in the volume together with the size and the clusters that it gives to its file, or it
 //! is not.
 //!
 //! Names change in memory when a change is submitted. So another caller can see a change that is not acknowledged yet;
 //! if the writer dies at that moment, the change may be lost.
 
+mod ahead;
 mod content;
 mod core;
 mod disk;
 mod error;
 mod follower;
+mod image;
 mod opening;
 mod outgoing;
 mod parts;
 mod reading;
 #[cfg(test)]
 mod tests;
+mod visits;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -43,6 +49,7 @@ pub use self::disk::{Disk, DiskDone};
 pub use self::error::FilesError;
 pub(crate) use self::follower::history;
 pub use self::follower::{Blocks, BlocksError, Follower};
+pub use self::image::Image;
 use self::parts::Content;
 use crate::names::layout::CLUSTER_BYTES;
 use crate::names::{Attr, Listed, MOST_ALLOCATED, NamesError, New, Rename, SetAttributes, Usage};
@@ -94,9 +101,17 @@ impl Files {
     /// # Errors
     /// [`FilesError::Head`] if there is something else, and [`FilesError::Damaged`] if they contradict themselves.
     pub fn open(disk: Arc<dyn Disk>) -> Result<Files, FilesError> {
+        Files::open_ahead(disk, 0)
+    }
+
+    /// The same. Of what is written by [`Files::write_ahead`], so many bytes may be answered and not acknowledged.
+    ///
+    /// # Errors
+    /// As for [`Files::open`].
+    pub fn open_ahead(disk: Arc<dyn Disk>, ahead: usize) -> Result<Files, FilesError> {
         let (names, writes) = opening::open(&disk)?;
         opening::write_all(&*disk, writes)?;
-        Ok(Files { core: Arc::new(Core::new(names, &disk)), _disk: disk })
+        Ok(Files { core: Arc::new(Core::new(names, &disk, ahead)), _disk: disk })
     }
 
     /// What an entry of a directory stands for.
@@ -234,6 +249,29 @@ impl Files {
         data: Bytes,
         done: impl FnOnce(Result<(), FilesError>) + Send + 'static,
     ) {
+        self.write_by(ino, (offset, data), false, done);
+    }
+
+    /// As [`Files::write`], but answered when it is on its way, as long as the window of [`Files::open_ahead`] permits
+    /// it: for a page cache, whose callers were answered before. It is carried out in its order. What fails
+    /// afterwards fails every later flush.
+    pub fn write_ahead(
+        &self,
+        ino: u64,
+        offset: u64,
+        data: Bytes,
+        done: impl FnOnce(Result<(), FilesError>) + Send + 'static,
+    ) {
+        self.write_by(ino, (offset, data), true, done);
+    }
+
+    fn write_by(
+        &self,
+        ino: u64,
+        (offset, data): (u64, Bytes),
+        is_ahead: bool,
+        done: impl FnOnce(Result<(), FilesError>) + Send + 'static,
+    ) {
         if data.len() > MOST_WRITE_BYTES {
             return done(Err(FilesError::Length));
         }
@@ -244,6 +282,7 @@ impl Files {
             return done(Ok(()));
         }
         let caller = self.core.caller(CHANGE_BYTES + data.len(), done);
+        let caller = if is_ahead { caller.ahead(data.len()) } else { caller };
         self.core.change_content(Content::Write { ino, offset, data }, caller);
     }
 
@@ -345,6 +384,11 @@ impl Files {
         }
         let caller = self.core.caller(CHANGE_BYTES, done);
         self.core.flush(caller, |_| Ok(()));
+    }
+
+    /// Waits until everything is acknowledged that was answered early.
+    pub fn acknowledged(&self, done: impl FnOnce(Result<(), FilesError>) + Send + 'static) {
+        self.core.ahead.wait(Box::new(done));
     }
 
     /// From now on no call waits for the disk, and every call fails. For an end that cannot wait for a volume which

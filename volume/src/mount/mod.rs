@@ -10,7 +10,9 @@
 //! When the volume has ended, requests fail with `EIO`.
 //!
 //! - `words`: what both sides call things. `read_only`: the same files on a host that does not write.
+//!   `image`: all of a volume as one file.
 
+mod image;
 mod read_only;
 mod words;
 
@@ -24,42 +26,88 @@ use remora_fuse::reply::{
     Reply, Statistics, Target, Written,
 };
 use remora_fuse::request::{
-    Allocate, Create, Fsync, GetAttributes, Link, Lookup, MakeDirectory, MakeNode, Open, Read, ReadDirectory, Remove,
-    Rename, RenameHow, Seek, SetAttributes, Symlink, Write,
+    Allocate, Close, Create, Fsync, GetAttributes, Link, Lookup, MakeDirectory, MakeNode, Open, Read, ReadDirectory,
+    Remove, Rename, RenameHow, Seek, SetAttributes, Symlink, Write,
 };
 use remora_fuse::{
     Answer, EndError, Errno, FileSystem, Later, MountOptions, Session, SessionOptions, StartError, Transport,
 };
 
+use self::image::ServedImage;
 pub use self::read_only::FollowedFiles;
 use self::words::{entry, file_kind, known, mode, statistics, time_to_set};
 use crate::client::Volume;
-use crate::files::{self, Files, FilesError};
+use crate::files::{self, Files, FilesError, Image};
 use crate::names::{self, Attr, New, NewKind};
 
-/// Files of a volume that are mounted. When it is dropped, they are unmounted first; then the volume is closed, unless
-/// others have it.
-pub struct MountedFiles {
+/// What of a volume is mounted. When it is dropped, it is unmounted first; then the volume is closed, unless others
+/// have it.
+pub struct Mounted<T: Contents> {
     /// `None` once it has ended.
     session: Option<Session>,
-    files: Option<Arc<Files>>,
+    contents: Option<Arc<T>>,
+}
+
+/// Files of a volume that are mounted.
+pub type MountedFiles = Mounted<Files>;
+
+/// A volume that is mounted as one file.
+pub type MountedImage = Mounted<Image>;
+
+/// What can be mounted of a volume.
+pub trait Contents: Send + Sync + 'static {
+    /// Calls this when everything that was written is as safe as the volume makes it.
+    fn sync(&self, done: Box<dyn FnOnce(Result<(), FilesError>) + Send>);
+}
+
+impl Contents for Files {
+    fn sync(&self, done: Box<dyn FnOnce(Result<(), FilesError>) + Send>) {
+        Files::sync(self, done);
+    }
+}
+
+impl Contents for Image {
+    fn sync(&self, done: Box<dyn FnOnce(Result<(), FilesError>) + Send>) {
+        self.flush(done);
+    }
 }
 
 impl MountedFiles {
-    /// Mounts the files of a volume.
+    /// Mounts the files of a volume. What the kernel's page cache writes back is answered before it is acknowledged, as
+    /// long as no more than `ahead` bytes are.
     ///
     /// # Errors
     /// [`MountError`].
-    pub fn mount(volume: Arc<Volume>, directory: &Path, options: &SessionOptions) -> Result<MountedFiles, MountError> {
-        let files = Arc::new(Files::open(volume)?);
+    pub fn mount(
+        volume: Arc<Volume>,
+        directory: &Path,
+        ahead: usize,
+        options: &SessionOptions,
+    ) -> Result<MountedFiles, MountError> {
+        let files = Arc::new(Files::open_ahead(volume, ahead)?);
         let served = Arc::new(Served(Arc::downgrade(&files)));
         let options = SessionOptions { lists_attributes: true, ..options.clone() };
         let session = Session::start(directory, served, &options)?;
-        Ok(MountedFiles { session: Some(session), files: Some(files) })
+        Ok(Mounted { session: Some(session), contents: Some(files) })
     }
+}
 
-    /// Waits until they are not mounted any more, because another process has unmounted them, but not longer than
-    /// `limit`. Returns whether it is so.
+impl MountedImage {
+    /// Mounts a volume as the file `image` in a directory.
+    ///
+    /// # Errors
+    /// [`MountError`].
+    pub fn mount(volume: Arc<Volume>, directory: &Path, options: &SessionOptions) -> Result<MountedImage, MountError> {
+        let image = Arc::new(Image::open(volume)?);
+        let served = Arc::new(ServedImage::new(Arc::downgrade(&image), image.size()));
+        let session = Session::start(directory, served, options)?;
+        Ok(Mounted { session: Some(session), contents: Some(image) })
+    }
+}
+
+impl<T: Contents> Mounted<T> {
+    /// Waits until it is not mounted any more, because another process has unmounted it, but not longer than `limit`.
+    /// Returns whether it is so.
     pub fn wait(&self, limit: Duration) -> bool {
         self.session.as_ref().is_none_or(|session| session.wait(limit))
     }
@@ -69,15 +117,15 @@ impl MountedFiles {
         self.session.as_ref().map_or(Transport::Device, Session::transport)
     }
 
-    /// Unmounts them, and waits until everything that was written is as safe as the volume makes it.
+    /// Unmounts it, and waits until everything that was written is as safe as the volume makes it.
     ///
     /// # Errors
     /// [`EndError`].
     pub fn end(mut self) -> Result<(), EndError> {
         let ended = self.session.take().map_or(Ok(()), Session::end);
-        if let Some(files) = &self.files {
+        if let Some(contents) = &self.contents {
             let (done, is_done) = mpsc::sync_channel(1);
-            files.sync(move |result| _ = done.send(result)); // the other end may have given up
+            contents.sync(Box::new(move |result| _ = done.send(result))); // the other end may have given up
             match is_done.recv_timeout(SYNC_LIMIT) {
                 Ok(Ok(())) => {}
                 Ok(Err(error)) => tracing::error!("what was written may not be safe: {error}"),
@@ -88,17 +136,17 @@ impl MountedFiles {
     }
 }
 
-impl Drop for MountedFiles {
+impl<T: Contents> Drop for Mounted<T> {
     fn drop(&mut self) {
         drop(self.session.take());
-        // A completion may have them for a moment. It must not be the last one: it runs in the volume's own threads.
-        let (mut files, until) = (self.files.take(), Instant::now() + LAST_COMPLETION_LIMIT);
-        while let Some(shared) = files.take() {
+        // A completion may have it for a moment. It must not be the last one: it runs in the volume's own threads.
+        let (mut contents, until) = (self.contents.take(), Instant::now() + LAST_COMPLETION_LIMIT);
+        while let Some(shared) = contents.take() {
             match Arc::try_unwrap(shared) {
                 Ok(last) => drop(last),
-                Err(_) if Instant::now() > until => tracing::error!("a completion has kept the files of a volume"),
+                Err(_) if Instant::now() > until => tracing::error!("a completion has kept what was mounted"),
                 Err(shared) => {
-                    files = Some(shared);
+                    contents = Some(shared);
                     std::thread::sleep(LOOK_AGAIN);
                 }
             }
@@ -169,11 +217,27 @@ impl Served {
         set: names::SetAttributes,
         then: impl FnOnce(Result<Attr, FilesError>) + Send + 'static,
     ) {
+        files.setattr(node, size, set, self.afterwards(node, move |files, ()| files.getattr(node), then));
+    }
+
+    /// What is to be done after a change: something is asked of the files, and said. A completion must not keep them.
+    fn afterwards<T, R, A, F>(
+        &self,
+        node: u64,
+        ask: A,
+        then: F,
+    ) -> impl FnOnce(Result<T, FilesError>) + Send + 'static + use<T, R, A, F>
+    where
+        T: 'static,
+        R: 'static,
+        A: FnOnce(&Files, T) -> Result<R, FilesError> + Send + 'static,
+        F: FnOnce(Result<R, FilesError>) + Send + 'static,
+    {
         let weak = Weak::clone(&self.0);
-        files.setattr(node, size, set, move |result| {
+        move |result| {
             let files = weak.upgrade().ok_or(FilesError::Names(names::NamesError::Stale(node)));
-            then(result.and(files).and_then(|files| files.getattr(node)));
-        });
+            then(result.and_then(|changed| ask(&*files?, changed)));
+        }
     }
 }
 
@@ -258,13 +322,10 @@ impl FileSystem for Served {
 
     fn link(&self, asked: Link<'_>, answer: Answer<'_, Entry>) {
         self.later(answer, |files, later| {
-            let weak = Weak::clone(&self.0);
-            files.link(asked.node, asked.parent, asked.name, move |result| {
-                let files = weak.upgrade().ok_or(FilesError::Names(names::NamesError::Stale(asked.node)));
-                // The kernel knows it once more.
-                let held = result.and_then(|attr| files?.hold(attr.ino));
-                say(later, held.map(|attr| entry(&attr, VALID)));
-            });
+            // The kernel knows it once more.
+            let hold = |files: &Files, attr: Attr| files.hold(attr.ino);
+            let then = |held: Result<Attr, FilesError>| say(later, held.map(|attr| entry(&attr, VALID)));
+            files.link(asked.node, asked.parent, asked.name, self.afterwards(asked.node, hold, then));
         });
     }
 
@@ -321,12 +382,22 @@ impl FileSystem for Served {
     }
 
     fn write(&self, asked: Write<'_>, answer: Answer<'_, Written>) {
-        let Write { node, offset, data, .. } = asked;
+        let Write { node, offset, data, is_from_cache, .. } = asked;
         self.later(answer, |files, later| {
             let data = data.into_bytes();
             let written = Written(u32::try_from(data.len()).unwrap_or(u32::MAX));
-            files.write(node, offset, data, move |result| say(later, result.map(|()| written)));
+            let done = move |result: Result<(), FilesError>| say(later, result.map(|()| written));
+            // The caller of what comes out of the page cache was answered before, and `fsync` or `close` waits.
+            if is_from_cache {
+                files.write_ahead(node, offset, data, done);
+            } else {
+                files.write(node, offset, data, done);
+            }
         });
+    }
+
+    fn flush(&self, _: Close, answer: Answer<'_, Done>) {
+        self.change(answer, |files, done| files.acknowledged(done));
     }
 
     fn fsync(&self, asked: Fsync, answer: Answer<'_, Done>) {

@@ -103,6 +103,13 @@ impl Memory {
         self.inner.lock().unwrap().waiting.len()
     }
 
+    /// The first of the requests that wait fails, and all after it.
+    pub(super) fn fail(&self) {
+        self.break_down();
+        let waiting = std::mem::take(&mut self.inner.lock().unwrap().waiting);
+        waiting.into_iter().for_each(|(_, done)| done(Err(Error::Closed)));
+    }
+
     /// Does the first of the requests that wait. Returns whether there was one.
     pub(super) fn finish(&self) -> bool {
         let mut inner = self.inner.lock().unwrap();

@@ -8,6 +8,11 @@ use super::*;
 
 /// A disk whose requests wait, with a file of these bytes.
 fn waiting(data: &[u8]) -> (Arc<Memory>, Arc<Files>, u64) {
+    waiting_with(data, 0)
+}
+
+/// The same, with such a window for what is answered early.
+fn waiting_with(data: &[u8], ahead: usize) -> (Arc<Memory>, Arc<Files>, u64) {
     let disk = formatted(BLOCKS);
     let files = open(&disk);
     let ino = files.make(ROOT, "f");
@@ -16,7 +21,7 @@ fn waiting(data: &[u8]) -> (Arc<Memory>, Arc<Files>, u64) {
     }
     let later = Memory::later(BLOCKS, &disk.history());
     let dyn_disk = Arc::clone(&later) as Arc<dyn Disk>;
-    let opening = thread::spawn(move || Files::open(dyn_disk).unwrap());
+    let opening = thread::spawn(move || Files::open_ahead(dyn_disk, ahead).unwrap());
     while !opening.is_finished() {
         later.finish();
     }
@@ -193,4 +198,67 @@ fn a_hole_is_read_while_a_write_is_on_its_way() {
     for read in read {
         assert_eq!(read.unwrap().concat(), [0; 100]);
     }
+}
+
+/// A page cache writes back through a window: what fits is answered at once, and nothing is out of order. Of whatever
+/// beginning is left, no write is there without all of those before it.
+#[test]
+fn what_is_answered_early_is_a_beginning_at_every_cut_and_a_flush_waits_for_all() {
+    const WRITES: u64 = 40;
+    const PART: u64 = 8192; // whole blocks: nothing is read first
+    const LONG: u64 = 11 * PART; // more than what goes together with the log, and than the window has
+    let (disk, files, ino) = waiting_with(&[], 8 * PART as usize);
+    let (done, flushed, closed) = (Arc::default(), Arc::default(), Arc::default());
+    let before = disk.history().len();
+    for number in 0..WRITES {
+        let length = if number % 5 == 4 { LONG } else { PART };
+        let data = Bytes::from(vec![number as u8 + 1; length as usize]);
+        files.write_ahead(ino, number * PART, data, counted(&done));
+        if number == 3 {
+            files.acknowledged(counted(&closed));
+        }
+        if number == 20 {
+            files.fsync(ino, true, counted(&flushed));
+        }
+    }
+    assert_eq!(done.load(Ordering::SeqCst), 8, "as many as the window holds; the longer ones wait");
+    assert_eq!([&flushed, &closed].map(|count: &Arc<AtomicUsize>| count.load(Ordering::SeqCst)), [0, 0]);
+    let mut early = Vec::new();
+    while disk.finish() {
+        early.push((disk.history().len(), done.load(Ordering::SeqCst), flushed.load(Ordering::SeqCst)));
+    }
+    assert_eq!(done.load(Ordering::SeqCst) as u64, WRITES);
+    assert_eq!([&flushed, &closed].map(|count| count.load(Ordering::SeqCst)), [1, 1]);
+    let history = disk.history();
+    let flush = (before..history.len()).find(|at| matches!(history[*at], Request::Flush)).unwrap();
+    assert!(early.iter().all(|(length, _, flushed)| (*flushed == 1) == (*length > flush)), "with its own request");
+    for cut in before..=history.len() {
+        let data = reopened(BLOCKS, &history[..cut]).all(ino);
+        // The last write that is there: those before it are, too.
+        let last = data.iter().copied().max().unwrap_or_default();
+        for (part, bytes) in (1..).zip(data.chunks(PART as usize)).take(usize::from(last).saturating_sub(1)) {
+            assert!(bytes.iter().all(|byte| *byte == part), "cut {cut}, part {part} of {last}");
+        }
+        assert!(cut <= flush || last >= 21, "cut {cut}: {last} writes are there, and 21 were flushed");
+    }
+}
+
+#[test]
+fn what_fails_after_it_was_answered_fails_every_flush_and_close() {
+    let (disk, files, ino) = waiting_with(&[], 1 << 20);
+    let answered = Arc::default();
+    files.write_ahead(ino, 0, Bytes::from(vec![1; 5000]), counted(&answered));
+    assert_eq!(answered.load(Ordering::SeqCst), 1);
+    let (told, is_told) = mpsc::channel();
+    let tell = |told: &mpsc::Sender<Result<()>>| {
+        let told = told.clone();
+        move |result| told.send(result).unwrap()
+    };
+    files.acknowledged(tell(&told));
+    disk.fail();
+    assert!(is_told.recv().unwrap().is_err(), "a close that has waited");
+    files.acknowledged(tell(&told));
+    files.fsync(ino, true, tell(&told));
+    files.write_ahead(ino, 0, Bytes::from(vec![2; 5000]), tell(&told));
+    assert_eq!((0..3).filter(|_| is_told.recv().unwrap().is_err()).count(), 3);
 }
