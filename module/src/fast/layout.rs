@@ -45,8 +45,9 @@ pub(crate) struct Offsets {
 }
 
 /// The builds that are compiled in.
-const BUILDS: [&str; 2] = [
+const BUILDS: [&str; 3] = [
     include_str!("../../builds/redis-7.0.15-debian12-amd64.layout"),
+    include_str!("../../builds/redis-7.0.15-debian12-u7-amd64.layout"),
     include_str!("../../builds/valkey-9.1.2-wheel-amd64.layout"),
 ];
 

@@ -6,6 +6,7 @@ use remora_lab::{Client, Kind, Random, Server, require};
 use remora_redis::rdb::reference::{RUN_BYTES_MAX, Word};
 use remora_redis::rdb::{Records, Writer};
 use remora_redis::resp::Frame;
+use sha2::{Digest, Sha256};
 
 use crate::primary::{END, LONG, Primary, Shown, fields, library, wait_for_link, with_module};
 
@@ -403,12 +404,13 @@ fn a_trial_finds_a_wrong_layout_and_the_server_lives_on() {
     }
 }
 
+/// The layout of the server's own build.
 fn layout_file(kind: Kind) -> std::path::PathBuf {
-    let name = match kind {
-        Kind::Redis7 => "redis-7.0.15-debian12-amd64.layout",
-        Kind::Valkey9 => "valkey-9.1.2-wheel-amd64.layout",
-    };
-    std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("builds").join(name)
+    let program = std::fs::read(kind.binary().unwrap()).unwrap();
+    let sha256: String = Sha256::digest(program).iter().map(|byte| format!("{byte:02x}")).collect();
+    let builds = std::fs::read_dir(std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("builds")).unwrap();
+    let mut files = builds.map(|file| file.unwrap().path());
+    files.find(|file| std::fs::read_to_string(file).unwrap().contains(&sha256)).unwrap()
 }
 
 fn with_layout(kind: Kind, layout: &std::path::Path) -> Server {

@@ -85,11 +85,16 @@ mod tests {
 
     #[test]
     fn a_child_counts_while_it_lives() {
-        let mut watch = ChildWatch::begin(std::process::id());
-        let child = std::process::Command::new("sleep").arg("0.4").spawn();
-        thread::sleep(Duration::from_millis(900));
-        let lived = watch.end();
-        assert!(child.is_ok_and(|mut child| child.wait().is_ok()));
-        assert!((0.2..0.7).contains(&lived), "{lived}");
+        // A parent of its own: other tests have children too. It waits for the end of its input.
+        let mut shell = std::process::Command::new("sh");
+        shell.args(["-c", "sleep 0.4 & wait; read line"]).stdin(std::process::Stdio::piped());
+        let parent = shell.spawn();
+        let lived = parent.as_ref().ok().map(|parent| {
+            let mut watch = ChildWatch::begin(parent.id());
+            thread::sleep(Duration::from_millis(1200));
+            watch.end()
+        });
+        assert!(parent.is_ok_and(|mut parent| parent.wait().is_ok()));
+        assert!(lived.is_some_and(|lived| (0.2..0.9).contains(&lived)), "{lived:?}");
     }
 }
