@@ -67,7 +67,7 @@ simulate-volume:
 	REMORA_PLAY_SECONDS=$(SECONDS) REMORA_PLAY_JOBS=$(JOBS) $(CARGO) test --release --locked -p remora-volume --lib -- \
 		--nocapture --test-threads=1 nothing_that_was_ a_copy_is_found_as_it_was_at_or_after_the_last_sync
 
-## cut-volume: hosts whose server writes into a volume lose their cable, a hundred times (ROUNDS=100) for each kind of server, and how long a host with a log of a gigabyte takes to be replaced
+## cut-volume: hosts whose server writes into a volume lose their cable, a hundred times (ROUNDS=100) for each kind of server, and how long a host takes to be replaced whose server has a gigabyte of data
 .PHONY: cut-volume
 cut-volume: ROUNDS ?= 100
 cut-volume: setup

@@ -256,7 +256,7 @@ fn a_host_whose_cable_is_cut_is_replaced_without_losing_an_acknowledged_write() 
     }
 }
 
-/// How long it takes until another host answers. With as large a log as `REMORA_TAKE_OVER_BYTES` says: `make
+/// How long it takes until another host answers. With as many bytes of data as `REMORA_TAKE_OVER_BYTES` says: `make
 /// cut-volume` has a gigabyte.
 #[test]
 fn a_host_that_dies_is_replaced_within_seconds_and_the_time_that_its_server_loads() {
