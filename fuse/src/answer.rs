@@ -239,7 +239,7 @@ impl Later<Data> {
         self.owed.to.as_ref().and_then(|replier| replier.place())
     }
 
-    /// So many bytes are at the place's start, at most as many as were asked for. Nothing writes there any more.
+    /// This number of bytes is at the place's start, at most as many as were asked for. Nothing writes there any more.
     pub fn landed(mut self, length: usize) {
         let Asked { unique, most } = self.owed.asked;
         match self.owed.to.take() {

@@ -56,8 +56,8 @@ pub struct Security {
     /// The secrets that clients and servers share: every frame has a MAC, unless `unsealed` is set at both ends.
     /// `None`: every client is obeyed, and every server believed.
     pub keys: Option<Arc<Keyring>>,
-    /// Frames need no MAC, because nobody else can change them: connections have TLS, or both ends are on this host. A
-    /// MAC costs more than everything else that is done with a large write.
+    /// Frames need no MAC, because no other process can change them: connections have TLS, or both ends are on this
+    /// host. A MAC costs more than everything else that is done with a large write.
     pub unsealed: bool,
     /// Certificates, for `tls:` addresses. Without TLS the blocks can be read on the network.
     pub tls: TlsOptions,

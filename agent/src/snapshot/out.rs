@@ -11,7 +11,7 @@ use super::kept::{Found, Kept};
 /// Bytes that are written at a time.
 const PIECE: u64 = 1 << 20;
 
-/// Writes a snapshot to its end. Blocks: for a thread that nobody waits for when the process ends.
+/// Writes a snapshot to its end. Blocks: for a thread that the end of the process does not wait for.
 ///
 /// # Errors
 /// The other end has gone, or the snapshot will not become whole.

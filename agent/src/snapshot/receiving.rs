@@ -350,7 +350,7 @@ impl Patience {
     /// The pause before the next attempt.
     ///
     /// # Errors
-    /// There is none: another attempt cannot succeed, or they have taken too long.
+    /// Another attempt cannot succeed, or the attempts have taken too long.
     fn lost(&mut self, read: &ReadArgs, target: &dyn Target, loss: Loss) -> Result<Duration, Failure> {
         self.reached(target.present().map_or(0, |kept| kept.reached().bytes));
         if !loss.passes {

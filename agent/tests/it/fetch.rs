@@ -1,5 +1,5 @@
-//! `remora fetch`: a file from which a server goes on by a partial resynchronisation, and files that are none of its
-//! primary's any more.
+//! `remora fetch`: a file from which a server goes on by a partial resynchronisation, and files that the primary does
+//! not continue any more.
 
 use std::fs;
 use std::io::Read;

@@ -197,7 +197,7 @@ impl Map {
     fn new(ring: BorrowedFd<'_>, length: usize, offset: u64) -> io::Result<Map> {
         let (protection, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::POPULATE);
         // SAFETY: The address is null, so the system chooses a free place and replaces no mapping. The ring is
-        // open, and has so many bytes at this offset, as its parameters say; the system refuses more.
+        // open, and has this number of bytes at this offset, as its parameters say; the system refuses more.
         let start = unsafe { rustix::mm::mmap(std::ptr::null_mut(), length, protection, flags, ring, offset) }?;
         let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::AddrNotAvailable)?;
         Ok(Map { start, length })

@@ -26,7 +26,7 @@ struct Window {
     /// Changes that were answered early so far, and those of them that are over. They end in their order.
     given: u64,
     over: u64,
-    /// Calls that wait for the first so many changes.
+    /// Calls that wait for this number of changes, the first ones.
     waiting: VecDeque<(u64, Done)>,
 }
 
@@ -41,7 +41,7 @@ impl Ahead {
         Arc::new(Ahead { limit, window: Mutex::default(), failure: Arc::clone(failure) })
     }
 
-    /// `None`: the caller of a change of so many bytes must wait.
+    /// `None`: the caller of a change of this length must wait.
     pub(super) fn enter(self: &Arc<Ahead>, bytes: usize) -> Option<Early> {
         let mut window = self.window();
         if window.bytes + bytes > self.limit {

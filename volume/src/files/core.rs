@@ -94,7 +94,7 @@ impl<T> Caller<T> {
         drop(self.early.take());
     }
 
-    /// The change has so many bytes, and may be answered before it is acknowledged.
+    /// The change has this number of bytes, and may be answered before it is acknowledged.
     pub(super) fn ahead(mut self, bytes: usize) -> Caller<T> {
         self.ahead = Some(bytes);
         self

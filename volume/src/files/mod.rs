@@ -104,7 +104,7 @@ impl Files {
         Files::open_ahead(disk, 0)
     }
 
-    /// The same. Of what is written by [`Files::write_ahead`], so many bytes may be answered and not acknowledged.
+    /// The same. Of what is written by [`Files::write_ahead`], `ahead` bytes may be answered and not acknowledged.
     ///
     /// # Errors
     /// As for [`Files::open`].

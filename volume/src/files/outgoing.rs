@@ -125,12 +125,12 @@ const _: () =
     assert!(MOST_BYTES < LEAST_SUBMITTED_BYTES && super::MOST_WRITE_BYTES + 4 * super::CHANGE_BYTES < MOST_BYTES);
 
 impl Gate {
-    /// For so many bytes, [`MOST_BYTES`] at least: one change always finds room.
+    /// For this number of bytes, [`MOST_BYTES`] at least: one change always finds room.
     pub(super) fn new(most: usize) -> Arc<Gate> {
         Arc::new(Gate { most: most.max(MOST_BYTES), room: Mutex::default(), changed: Condvar::new() })
     }
 
-    /// Waits until there is room for so many bytes, or the gate is closed.
+    /// Waits until there is room for this number of bytes, or the gate is closed.
     pub(super) fn enter(&self, bytes: usize) {
         let mut room = self.room();
         while room.under_way + bytes > self.most && !room.is_closed {

@@ -166,7 +166,7 @@ impl Names {
         self.touched.first().copied()
     }
 
-    /// Whether an image has room for so many bytes more.
+    /// Whether an image has room for this number of bytes more.
     pub(super) fn check_room(&self, bytes: u64) -> Result<(), NamesError> {
         let is_room = self.tree.image_bytes() + bytes <= self.head.geometry.image_limit();
         if is_room { Ok(()) } else { Err(NamesError::NoSpace) }
@@ -268,5 +268,5 @@ impl Names {
     }
 }
 
-/// An image that is needed at once is written in steps of so many bytes.
+/// An image that is needed at once is written in steps of this number of bytes.
 const LONG_STEP_BYTES: u64 = 256 << 10;

@@ -54,7 +54,7 @@ impl Choice {
         self.places.iter().filter(|place| place.is_readable(Version::NONE, now)).count()
     }
 
-    /// The copy to read, of those that have applied everything up to `through`. `None`: there is none at present.
+    /// The copy to read, of those that have applied everything up to `through`. `None`: no copy can be read at present.
     /// `first` is the one with which it begins: hosts that begin with different ones share the copies out.
     pub(super) fn choose(&mut self, through: Version, first: usize, now: Instant) -> Option<usize> {
         let (places, number) = (&self.places, self.places.len());

@@ -57,7 +57,7 @@ impl Shared {
     /// The copy to read, of those that have applied everything up to `through`. Waits for one until then.
     ///
     /// # Errors
-    /// Why there is none.
+    /// Why no copy can be read.
     pub(super) fn choose(
         &self,
         through: Version,

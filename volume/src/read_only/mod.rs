@@ -48,7 +48,7 @@ use crate::version::Version;
 pub struct ReadOnlyOptions {
     /// What protects the connections to servers.
     pub security: Security,
-    /// By which transports copies may be read. [`Reads::Asked`] is none.
+    /// By which transports copies may be read. [`Reads::Asked`] permits no transport.
     pub reads: Reads,
     /// By which devices RDMA is used, if `reads` permits it.
     pub rdma: Rdma,

@@ -86,7 +86,7 @@ struct Budget {
 }
 
 impl Budget {
-    /// So many minutes from now; `None` is no limit.
+    /// This number of minutes from now; `None` is no limit.
     fn of(minutes: Option<f64>) -> Budget {
         Budget { end: minutes.map(|minutes| Instant::now() + Duration::from_secs_f64(60.0 * minutes)) }
     }

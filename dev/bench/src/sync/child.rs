@@ -47,7 +47,7 @@ impl Drop for ChildWatch {
     }
 }
 
-/// A child of that process. `strangers`: processes that are none, so that they are read once.
+/// A child of that process. `strangers`: processes that are not its children, so that they are read once.
 fn find(parent: u32, strangers: &mut HashSet<u32>) -> Option<u32> {
     let all = fs::read_dir("/proc").ok()?;
     let numbers = all.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());

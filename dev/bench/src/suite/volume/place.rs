@@ -94,7 +94,7 @@ fn first_line(stdout: Option<ChildStdout>) -> String {
     std::thread::spawn(move || {
         let mut line = String::new();
         let _ = stdout.map(|stdout| BufReader::new(stdout).read_line(&mut line)); // an error is no line
-        let _ = said.send(line); // or nobody waits any more
+        let _ = said.send(line); // the other end may have given up
     });
     line.recv_timeout(START_LIMIT).unwrap_or_default()
 }
