@@ -153,9 +153,11 @@ fn a_peer_with_only_the_older_framing_is_refused_with_the_versions() {
     stream.write_all(&hello).unwrap();
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer).unwrap();
-    // Magic, preamble, and a refusal: no common version, versions 4 to 4.
-    assert_eq!(answer.get(20..25), Some(&[1, 4, 0, 4, 0][..]), "{answer:?}");
-    source.agent.wait_for_line("speaks version 1 of the control protocol, this end 4", LONG).unwrap();
+    // Magic, preamble, and a refusal: no common version, and those that there are.
+    let versions = [OLDEST_VERSION, NEWEST_VERSION].map(u16::to_le_bytes).concat();
+    assert_eq!(answer.get(20..25), Some(&[&[1], &versions[..]].concat()[..]), "{answer:?}");
+    let line = format!("speaks version 1 of the control protocol, this end {NEWEST_VERSION}");
+    source.agent.wait_for_line(&line, LONG).unwrap();
     source.stop();
 }
 
