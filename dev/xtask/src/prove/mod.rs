@@ -83,7 +83,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             By::Ring => match RingAllowed::new() {
                 Ok(allowed) => Some(allowed),
                 Err(why) => {
-                    screen.say(&format!("NOT PROVEN by io_uring: it is not to be had for FUSE here ({why})"));
+                    screen.say(&format!("NOT PROVEN by io_uring: FUSE has none here ({why})"));
                     continue;
                 }
             },

@@ -1,4 +1,4 @@
-//! What is measured, of whom, and the figures.
+//! What is measured, the file systems that are measured, and the figures.
 
 use std::fmt;
 

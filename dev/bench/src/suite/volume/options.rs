@@ -24,7 +24,7 @@ pub struct Options {
     /// What to measure.
     #[arg(long, value_delimiter = ',', default_value = "set,files,connections")]
     pub parts: Vec<Part>,
-    /// Of whom.
+    /// File systems to measure.
     #[arg(
         long,
         value_delimiter = ',',

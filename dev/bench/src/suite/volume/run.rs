@@ -57,7 +57,7 @@ impl Bench<'_> {
                 Some(allowed)
             }
             Err(why) => {
-                self.kept.note(format!("io_uring is not to be had for FUSE ({why}): the kernel asks by /dev/fuse."));
+                self.kept.note(format!("FUSE has no io_uring here ({why}): the kernel asks by /dev/fuse."));
                 None
             }
         }
