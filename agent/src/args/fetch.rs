@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Args;
 use rustix::fs::{Gid, Mode, Uid};
 
-use super::{ReadArgs, SecurityArgs, SourceKeyArgs};
+use super::SnapshotFromArgs;
 use crate::exit::{self, Code};
 use crate::units::parse_duration;
 
@@ -16,24 +16,7 @@ use crate::units::parse_duration;
 pub struct FetchArgs {
     #[command(flatten)]
     #[allow(missing_docs)]
-    pub read: ReadArgs,
-
-    /// File with the secret that this command shares with the source. Needed unless the source has `--security mtls`
-    /// and no token.
-    #[arg(long, value_name = "FILE", required_unless_present = "cert", help_heading = "Source")]
-    pub token_file: Option<PathBuf>,
-
-    /// Name to appear under in `remora status` and the source's log. Default: `fetch`.
-    #[arg(long, value_name = "NAME", value_parser = super::replica::parse_name, help_heading = "Source")]
-    pub name: Option<String>,
-
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub security: SecurityArgs,
-
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub expected: SourceKeyArgs,
+    pub from: SnapshotFromArgs,
 
     /// Where the snapshot goes; `-`: to standard output, as it arrives. A file gets its name when it is whole, checked
     /// and on the disk. Until then its slots are in a folder beside it, `.NAME.remora`, and a fetch that was

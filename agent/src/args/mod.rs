@@ -39,7 +39,7 @@ pub use self::{
     relay::RelayArgs,
     replica::{ModuleLoad, OnFailure, ReplicaArgs},
     security::{MonitorNameArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs},
-    snapshot::{SnapshotAction, SnapshotArgs, SnapshotMountArgs},
+    snapshot::{SnapshotAction, SnapshotArgs, SnapshotFromArgs, SnapshotMountArgs},
     source::{HostPort, ModuleCapture, SendChoice, SourceArgs},
     status::StatusArgs,
     token::{TokenAction, TokenCommandArgs},

@@ -24,23 +24,20 @@ pub enum SnapshotAction {
     Mount(SnapshotMountArgs),
 }
 
-/// The arguments of `remora snapshot mount`.
+/// From which source a command takes a snapshot that goes to no server, and how.
 #[derive(Clone, Debug, Args)]
-pub struct SnapshotMountArgs {
+pub struct SnapshotFromArgs {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub read: ReadArgs,
-
-    /// The directory at which the file appears. What is in it is hidden meanwhile.
-    #[arg(value_name = "DIRECTORY")]
-    pub directory: PathBuf,
 
     /// File with the secret that this command shares with the source. Needed unless the source has `--security mtls`
     /// and no token.
     #[arg(long, value_name = "FILE", required_unless_present = "cert", help_heading = "Source")]
     pub token_file: Option<PathBuf>,
 
-    /// Name to appear under in `remora status` and the source's log. Default: `dump.rdb`.
+    /// Name to appear under in `remora status` and the source's log. Default: `fetch`, or
+    /// `dump.rdb` for a mount.
     #[arg(long, value_name = "NAME", value_parser = super::replica::parse_name, help_heading = "Source")]
     pub name: Option<String>,
 
@@ -51,6 +48,18 @@ pub struct SnapshotMountArgs {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub expected: SourceKeyArgs,
+}
+
+/// The arguments of `remora snapshot mount`.
+#[derive(Clone, Debug, Args)]
+pub struct SnapshotMountArgs {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub from: SnapshotFromArgs,
+
+    /// The directory at which the file appears. What is in it is hidden meanwhile.
+    #[arg(value_name = "DIRECTORY")]
+    pub directory: PathBuf,
 
     /// Folder in whose file system the snapshot is kept as it arrives, in a file without a name: nothing is left there
     /// when the command ends. It needs room for the whole snapshot.

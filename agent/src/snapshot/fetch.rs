@@ -14,20 +14,18 @@ use std::time::{Duration, Instant};
 use remora_protocol::Offer;
 use remora_table::Origin;
 use serde::Serialize;
-use tokio::sync::watch;
 
 use super::file::{FileTarget, Placing};
-use super::mount::{Running, end, outcome};
 use super::out::write_out;
-use super::receiving::{Arrived, Receiving};
+use super::receiving::Arrived;
+use super::reception::{Reception, end, outcome};
 use super::shelf::Shelf;
 use super::target::Target;
 use crate::args::FetchArgs;
-use crate::conversation::certificate_roles::CertificateRoles;
-use crate::conversation::tokens::Credentials;
 use crate::exit::{Code, Failure};
 use crate::progress;
 use crate::signals::Signals;
+use crate::tasks::blocking;
 use crate::units::{Size, readable};
 
 /// What `--to` says for standard output.
@@ -45,37 +43,28 @@ pub async fn run(args: FetchArgs) -> Result<(), Failure> {
     if args.to == Path::new(STDOUT) { to_stdout(args).await } else { to_file(args).await }
 }
 
-/// A fetch that is under way, and what stops it.
+/// A fetch that is under way, and the signals that stop it.
 struct Fetch {
     signals: Signals,
-    running: Running,
-    stop: watch::Sender<bool>,
-    begun: watch::Receiver<bool>,
+    reception: Reception,
 }
 
 impl Fetch {
     fn start(args: &FetchArgs, target: Arc<dyn Target>) -> Result<Fetch, Failure> {
         let signals = Signals::catch()?;
-        let security = args.security.open_for(&args.expected, CertificateRoles::default())?;
-        let credentials = Credentials::read(args.token_file.as_ref(), security, args.expected.source_key)?;
-        let (begin, begun) = watch::channel(false);
-        let (stop, stopped) = watch::channel(false);
-        let name = args.name.clone().unwrap_or_else(|| "fetch".to_owned());
-        let read = args.read.clone();
-        let receiving = Receiving { read, credentials, name, target, asks: true, begun: begin, stopped };
-        Ok(Fetch { signals, running: tokio::spawn(receiving.run()), stop, begun })
+        Ok(Fetch { signals, reception: Reception::start(&args.from, "fetch", target, true)? })
     }
 
     /// Waits until the whole snapshot has arrived. `left`: what a signal leaves.
     async fn arrived(mut self, left: &str) -> Result<Arrived, Failure> {
         let signal = tokio::select! {
-            done = &mut self.running => match outcome(done)? {
+            done = &mut self.reception.running => match outcome(done)? {
                 Some(arrived) => return Ok(arrived),
                 None => return Err(Failure::local("the snapshot did not arrive; this is a bug of remora")),
             },
             signal = self.signals.next() => signal,
         };
-        end(self.running, &self.stop).await?;
+        end(self.reception.running, &self.reception.stop).await?;
         Err(Failure::new(Code::Interrupted, format!("stopped by {signal}{left}")))
     }
 }
@@ -121,7 +110,7 @@ async fn to_stdout(args: FetchArgs) -> Result<(), Failure> {
     let shelf = Arc::new(Shelf::new(&args.spool));
     let mut fetch = Fetch::start(&args, Arc::clone(&shelf) as Arc<dyn Target>)?;
     let (tell, mut written) = tokio::sync::oneshot::channel();
-    let (mut begun, source) = (fetch.begun.clone(), Arc::clone(&shelf));
+    let (mut begun, source) = (fetch.reception.begun.clone(), Arc::clone(&shelf));
     let writing = async move {
         let is_begun = begun.wait_for(|begun| *begun).await.is_ok();
         let kept = source.shown().filter(|_| is_begun).map(|(_, kept)| kept);
@@ -138,7 +127,7 @@ async fn to_stdout(args: FetchArgs) -> Result<(), Failure> {
     let mut arrived = None;
     loop {
         tokio::select! {
-            done = &mut fetch.running, if arrived.is_none() => match outcome(done)? {
+            done = &mut fetch.reception.running, if arrived.is_none() => match outcome(done)? {
                 Some(whole) => arrived = Some(whole),
                 None => return Err(Failure::local("the snapshot did not arrive; this is a bug of remora")),
             },
@@ -157,17 +146,12 @@ async fn to_stdout(args: FetchArgs) -> Result<(), Failure> {
                 }
             }
             signal = fetch.signals.next() => {
-                fetch.stop.send_replace(true);
+                fetch.reception.stop.send_replace(true);
                 let text = format!("stopped by {signal}: standard output has not got the whole snapshot");
                 return Err(Failure::new(Code::Interrupted, text));
             }
         }
     }
-}
-
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, Failure> + Send + 'static) -> Result<T, Failure> {
-    let done = tokio::task::spawn_blocking(work).await;
-    done.unwrap_or_else(|error| Err(Failure::local(format!("{error}; this is a bug of remora"))))
 }
 
 fn unwritable(file: &Path, error: &io::Error) -> Failure {
@@ -176,7 +160,7 @@ fn unwritable(file: &Path, error: &io::Error) -> Failure {
 
 /// The host at which a server on this host reaches the primary.
 fn primary_host(args: &FetchArgs, plan: &Offer) -> String {
-    if plan.primary.host.is_empty() { args.read.source.host.clone() } else { plan.primary.host.clone() }
+    if plan.primary.host.is_empty() { args.from.read.source.host.clone() } else { plan.primary.host.clone() }
 }
 
 /// Refuses a server that would not load the file.

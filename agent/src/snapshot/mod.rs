@@ -6,7 +6,7 @@
 //! ```
 //!
 //! - [`receiving`] has the conversation with the source, as a replica has it, and [`arrival`] reads the slots into a
-//!   [`target`].
+//!   [`target`]; [`reception`] is what a command holds of it.
 //! - [`mount`]: [`kept`] has the bytes and the readers that wait for them, [`shelf`] has one for each snapshot, and
 //!   [`file_system`] shows them to the kernel.
 //! - [`fetch`]: [`file`](mod@file) has the slots beside the file that they become, and [`out`] is for standard output.
@@ -22,6 +22,7 @@ mod kept;
 mod mount;
 mod out;
 mod receiving;
+mod reception;
 mod shelf;
 mod target;
 

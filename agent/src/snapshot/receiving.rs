@@ -24,6 +24,7 @@ use crate::progress::{Meter, Unit};
 use crate::replica::machine::Loss;
 use crate::replica::session::{Received, Session, unreachable};
 use crate::replica::source::{Chosen, Sinks, Source, failure, join};
+use crate::tasks::blocking;
 
 /// How often progress is shown, and told to the source.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
@@ -227,9 +228,7 @@ impl Receiving {
     /// Connects to the tables of an offer. The snapshot that has begun to arrive goes on, or another one begins.
     async fn begin(&self, session: &Session, offer: Offer) -> Result<Present, Failure> {
         let (way, retained) = (session.way().clone(), offer.snapshot.retained);
-        let connecting = tokio::task::spawn_blocking(move || way.snapshot(&offer, Sinks::new(BUFFER_MEMORY)));
-        let connected = connecting.await.map_err(|error| Failure::local(format!("connecting failed: {error}")))?;
-        let (id, part, chosen) = connected?;
+        let (id, part, chosen) = blocking(move || way.snapshot(&offer, Sinks::new(BUFFER_MEMORY))).await?;
         let origin = id.origin;
         let same = self.target.present();
         let same = same.filter(|kept| kept.origin() == origin && kept.reached().stage == Stage::Arriving);

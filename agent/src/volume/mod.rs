@@ -23,6 +23,7 @@ mod status;
 
 use crate::args::{VolumeAction, VolumeArgs};
 use crate::exit::Failure;
+use crate::tasks::blocking;
 
 /// Runs `remora volume`.
 ///
@@ -41,10 +42,4 @@ pub async fn run(args: VolumeArgs) -> Result<(), Failure> {
         VolumeAction::Format(args) => format::run(args).await,
         VolumeAction::Mount(args) => mount::run(args).await,
     }
-}
-
-/// Runs work that waits for servers. It has time limits of its own.
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, Failure> + Send + 'static) -> Result<T, Failure> {
-    let done = tokio::task::spawn_blocking(work).await;
-    done.unwrap_or_else(|error| Err(Failure::local(format!("a thread of this command failed: {error}"))))
 }

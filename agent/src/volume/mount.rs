@@ -10,12 +10,12 @@ use remora_volume::files::FilesError;
 use remora_volume::mount::{Contents, FollowedFiles, MountError, Mounted, MountedFiles, MountedImage, mount_options};
 use remora_volume::writer::End;
 
-use super::blocking;
 use super::failure::failure;
 use super::opening::Opening;
 use crate::args::MountArgs;
 use crate::exit::{Code, Failure};
 use crate::signals::Signals;
+use crate::tasks::blocking;
 
 /// How often the end of the volume or of the mount is looked for. Processes are told at once; this only ends this one.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);

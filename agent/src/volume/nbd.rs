@@ -8,7 +8,6 @@ use remora_nbd::{Address, ServerOptions, TlsConfig};
 use remora_volume::client::{Error, ReadCounts, WriteCounts};
 use remora_volume::nbd::VolumeServer;
 
-use super::blocking;
 use super::failure::failure;
 use super::opening::Opening;
 use crate::args::{NbdArgs, NbdTlsArgs};
@@ -16,6 +15,7 @@ use crate::conversation::certificate_roles::CertificateRoles;
 use crate::conversation::certificates::{CertificateFiles, Certificates};
 use crate::exit::Failure;
 use crate::signals::{self, Signals};
+use crate::tasks::blocking;
 
 /// How often the volume's end is looked for. Clients are told at once; this only ends the process.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);

@@ -5,7 +5,6 @@ use remora_volume::client::{ClientOptions, Reads, Volume};
 use remora_volume::read_only::{ReadOnly, ReadOnlyOptions};
 use remora_volume::shape::Shape;
 
-use super::blocking;
 use super::failure::failure;
 use super::file::VolumeFile;
 use super::servers::Protection;
@@ -13,6 +12,7 @@ use crate::args::{WaysArgs, WriterArgs};
 use crate::exit::{Code, Failure};
 use crate::signals::Signals;
 use crate::tasks::AbortOnDrop;
+use crate::tasks::blocking;
 
 /// A volume that is about to be opened.
 pub(super) struct Opening {

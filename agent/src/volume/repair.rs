@@ -6,7 +6,6 @@ use remora_volume::client::{ClientOptions, Error, Volume};
 use remora_volume::message::ServerId;
 use remora_volume::shape::BLOCK_BYTES;
 
-use super::blocking;
 use super::failure::failure;
 use super::file::VolumeFile;
 use super::servers::Protection;
@@ -14,6 +13,7 @@ use crate::args::{HostPort, RepairArgs};
 use crate::exit::{Code, Failure};
 use crate::progress::{self, Meter, Unit};
 use crate::signals::Signals;
+use crate::tasks::blocking;
 
 /// How often it is looked how far the copies are.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);

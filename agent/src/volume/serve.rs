@@ -5,11 +5,11 @@ use std::io::ErrorKind;
 use remora_messenger::Address;
 use remora_volume::server::{Server, ServerOptions};
 
-use super::blocking;
 use super::servers::Protection;
 use crate::args::ServeArgs;
 use crate::exit::Failure;
 use crate::signals::Signals;
+use crate::tasks::blocking;
 
 /// Runs `remora volume serve` until a signal.
 ///
