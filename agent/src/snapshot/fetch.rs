@@ -6,7 +6,8 @@
 //!                                                                   /data/dump.rdb ◀──────┘ no: exit code 16
 //! ```
 
-use std::io;
+use std::fs::File;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -30,6 +31,9 @@ use crate::units::{Size, readable};
 
 /// What `--to` says for standard output.
 const STDOUT: &str = "-";
+
+/// Bytes of a server's configuration that are read at most. Redis's own, with all of its comments, has 100 KiB.
+const CONFIG_LIMIT: u64 = 4 << 20;
 
 /// Runs `remora fetch`.
 ///
@@ -165,8 +169,14 @@ fn primary_host(args: &FetchArgs, plan: &Offer) -> String {
 
 /// Refuses a server that would not load the file.
 fn check_config(file: &Path) -> Result<(), Failure> {
-    let text = std::fs::read_to_string(file)
-        .map_err(|error| Failure::refused(format!("{} cannot be read: {error}", file.display())))?;
+    let unreadable =
+        |why: &dyn std::fmt::Display| Failure::refused(format!("{} cannot be read: {why}", file.display()));
+    let mut text = String::new();
+    let opened = File::open(file).map_err(|error| unreadable(&error))?;
+    opened.take(CONFIG_LIMIT + 1).read_to_string(&mut text).map_err(|error| unreadable(&error))?;
+    if text.len() as u64 > CONFIG_LIMIT {
+        return Err(unreadable(&format_args!("a server's configuration has at most {CONFIG_LIMIT} bytes")));
+    }
     let setting = |name: &str| {
         let words = text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
         let last = words.rev().find(|words| words.first().is_some_and(|word| word.eq_ignore_ascii_case(name)));
@@ -294,6 +304,9 @@ mod tests {
             assert_eq!(check_config(&file).is_err(), is_refused, "{text}");
         }
         assert!(check_config(&folder.path().join("missing")).is_err());
+        std::fs::write(&file, vec![b'\n'; CONFIG_LIMIT as usize + 1]).unwrap();
+        assert!(check_config(&file).unwrap_err().to_string().contains("at most"));
+        assert!(check_config(Path::new("/dev/zero")).is_err(), "without an end");
     }
 
     #[test]
