@@ -115,8 +115,19 @@ impl Follower {
         }
     }
 
-    /// Reads all names, from the beginning.
+    /// Reads all names, from the beginning. Until all of them are read, those of before are shown.
     fn load(&mut self) -> Result<(), FilesError> {
+        let empty = View::new(*self.view.head());
+        let (names, history) = (std::mem::replace(&mut self.view, empty), self.history);
+        let loaded = self.load_here();
+        if loaded.is_err() {
+            (self.view, self.history) = (names, history);
+        }
+        loaded
+    }
+
+    /// As [`Follower::load`]. After an error, the names are half read.
+    fn load_here(&mut self) -> Result<(), FilesError> {
         for _ in 0..TRIES {
             let loaded = read_head(&mut *self.blocks).and_then(|(head, history)| {
                 (self.view, self.history) = (View::new(head), history);

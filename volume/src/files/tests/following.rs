@@ -134,6 +134,43 @@ fn another_history_is_read_from_its_beginning() {
     assert_eq!((follower.lookup(ROOT, b"f").unwrap().ino, follower.read(ino, 0, 10).unwrap()), (ino, b"new".to_vec()));
 }
 
+/// Fails, when it is told to, behind the first block.
+struct Fails {
+    looks: Looks,
+    is_failing: Arc<AtomicBool>,
+}
+
+impl Blocks for Fails {
+    fn read(&mut self, first: u64, into: &mut [u8]) -> std::result::Result<u64, BlocksError> {
+        match self.is_failing.load(Ordering::SeqCst) && first > 0 {
+            true => Err(BlocksError::Failed("as it was told".into())),
+            false => self.looks.read(first, into),
+        }
+    }
+}
+
+#[test]
+fn names_that_cannot_be_read_again_are_as_they_were() {
+    let disk = formatted(BLOCKS);
+    let files = open(&disk);
+    let ino = files.make(ROOT, "f");
+    let (history, is_failing) = (Arc::<AtomicU64>::default(), Arc::<AtomicBool>::default());
+    let looks = Looks { disk: Arc::new(Mutex::new(Arc::clone(&disk))), history: Arc::clone(&history) };
+    let mut follower = Follower::open(Box::new(Fails { looks, is_failing: Arc::clone(&is_failing) })).unwrap();
+    // Another history is read from its beginning, which fails.
+    history.store(1, Ordering::SeqCst);
+    is_failing.store(true, Ordering::SeqCst);
+    files.make(ROOT, "g");
+    for _ in 0..2 {
+        assert!(matches!(follower.poll(), Err(FilesError::Blocks(_))));
+        assert_eq!((follower.lookup(ROOT, b"f").unwrap().ino, follower.getattr(ino).unwrap().ino), (ino, ino));
+        assert!(follower.lookup(ROOT, b"g").is_err());
+    }
+    is_failing.store(false, Ordering::SeqCst);
+    assert!(follower.poll().unwrap());
+    assert!(follower.lookup(ROOT, b"f").is_ok() && follower.lookup(ROOT, b"g").is_ok());
+}
+
 /// A disk that is a copy's region too, as a server writes it.
 struct Region {
     memory: Arc<Memory>,
