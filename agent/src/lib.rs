@@ -22,7 +22,7 @@
 //! - [`source`], [`replica`], [`status`]: the job.
 //! - [`transports`]: which transports to the memory there are, and the command that reports them; [`probe`] measures
 //!   them.
-//! - [`snapshot`]: a source's snapshot as a file.
+//! - [`snapshot`]: a source's snapshot as a file; [`cluster`]: clusters as a whole.
 //! - [`volume`]: block devices in the memory of other hosts, as commands.
 //! - [`verify`], [`ready`], [`load`], [`module_file`], [`generate`]: further commands.
 #![forbid(unsafe_code)]
@@ -31,6 +31,7 @@
 
 pub mod args;
 mod backoff;
+pub mod cluster;
 pub mod commands;
 pub mod conversation;
 pub mod exit;

@@ -51,7 +51,7 @@ async fn ask(connection: &mut Connection, args: &StatusArgs) -> Result<StatusRep
     })
 }
 
-fn table(report: &StatusReport) -> String {
+pub(crate) fn table(report: &StatusReport) -> String {
     let mut text = format!("source     remora {} of {} ({})\n", report.source, report.server, report.role);
     match &report.generation {
         None => text.push_str("snapshot   none; the source takes one when a replica joins\n"),

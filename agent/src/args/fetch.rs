@@ -7,7 +7,9 @@ use clap::Args;
 use rustix::fs::{Gid, Mode, Uid};
 
 use super::SnapshotFromArgs;
+use crate::cluster::NodeAddress;
 use crate::exit::{self, Code};
+use crate::server::{Credentials, Server, ServerUrl, SetupError, Task, TlsArgs, UrlParser};
 use crate::units::parse_duration;
 
 /// The arguments of `remora fetch`.
@@ -54,6 +56,20 @@ pub struct FetchArgs {
     #[arg(long, value_name = "FILE", help_heading = "A server that starts on it")]
     pub write_replicaof: Option<PathBuf>,
 
+    /// Write the configuration of a node that follows the source's primary into this file (`nodes.conf`), for a server
+    /// in cluster mode. A file that says so already stays as it is. Other nodes know the new one after one
+    /// `CLUSTER MEET`.
+    #[arg(long, value_name = "FILE", requires_all = ["cluster", "node_address"], help_heading = "A node of a cluster")]
+    pub write_nodes_conf: Option<PathBuf>,
+
+    /// Where the new node will listen. Without the port of its bus: 10000 above its own.
+    #[arg(long, value_name = "IP:PORT[@BUSPORT]", requires = "write_nodes_conf", help_heading = "A node of a cluster")]
+    pub node_address: Option<NodeAddress>,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub cluster: ClusterNodeArgs,
+
     /// The server's configuration file. The command refuses if the server would not load the file (`appendonly yes`).
     #[arg(long, value_name = "FILE", help_heading = "A server that starts on it")]
     pub server_config: Option<PathBuf>,
@@ -61,6 +77,35 @@ pub struct FetchArgs {
     /// Write the summary as JSON to this file too.
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub json: Option<PathBuf>,
+}
+
+/// A node of the cluster that a fetched node is for, and the login there.
+#[derive(Clone, Debug, Default, Args)]
+#[command(next_help_heading = "A node of a cluster")]
+pub struct ClusterNodeArgs {
+    /// Any node of the cluster: redis://HOST:PORT or rediss://HOST:PORT (TLS). It is asked for the others.
+    #[arg(long, value_name = "URL", value_parser = UrlParser, requires = "write_nodes_conf")]
+    pub cluster: Option<ServerUrl>,
+
+    /// ACL user to log in as at the nodes. Without it, a password belongs to the user `default`.
+    #[arg(long, value_name = "NAME", requires = "cluster")]
+    pub user: Option<String>,
+
+    /// File whose first line is the password. Without it, the environment variable REMORA_PASSWORD counts.
+    #[arg(long, value_name = "FILE", requires = "cluster")]
+    pub password_file: Option<PathBuf>,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub tls: TlsArgs,
+}
+
+impl ClusterNodeArgs {
+    /// Reads the named files and prepares connections to the node. It sends nothing.
+    pub fn open(&self, node: &ServerUrl) -> Result<Server, SetupError> {
+        let credentials = Credentials::gather(self.user.as_deref(), self.password_file.as_deref())?;
+        Server::new(node.clone(), credentials, &self.tls.options(), Task::Cluster)
+    }
 }
 
 fn parse_owner(text: &str) -> Result<(Uid, Gid), String> {
@@ -94,14 +139,27 @@ Examples:
     remora fetch --source 10.0.0.5:7379 --token-file token --to /data/dump.rdb \\
       --owner 999:999 --need 60s --write-replicaof /data/replicaof.conf
     redis-server /etc/redis.conf --dir /data --include /data/replicaof.conf
+  The same for a node of a cluster:
+    remora fetch --source 10.0.0.5:7379 --token-file token --to /data/dump.rdb \\
+      --write-nodes-conf /data/nodes.conf --cluster redis://10.0.0.5:6379 --node-address 10.0.0.9:6379
   A backup:
     remora fetch --source 10.0.0.5:7379 --token-file token --allow-stale \\
       --to backup-$(date +%F).rdb
   To another program:
     remora fetch --source 10.0.0.5:7379 --token-file token --to - | zstd > backup.zst
 
-{}",
-        exit::help_table(&[Code::Usage, Code::Refused, Code::Source, Code::Interrupted, Code::Local, Code::Stale])
+{}
+With --cluster: {}",
+        exit::help_table(&[
+            Code::Usage,
+            Code::Refused,
+            Code::Server,
+            Code::Source,
+            Code::Interrupted,
+            Code::Local,
+            Code::Stale
+        ]),
+        Task::Cluster.help()
     )
 }
 

@@ -3,6 +3,7 @@
 //! Each command has a file of its own under `args/`, with a help page: what the command does, examples, exit codes, ACL
 //! rules. Nothing here runs a command: [`crate::commands`] does.
 
+mod cluster;
 mod devices;
 mod fast_keys;
 mod fetch;
@@ -26,9 +27,10 @@ mod volume;
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 
 pub use self::{
+    cluster::{ClusterAction, ClusterArgs, ClusterBackupArgs, ClusterPlanArgs, ClusterSourcesArgs, ClusterStatusArgs},
     devices::DevicesArgs,
     fast_keys::{FastKeys, WalkArgs},
-    fetch::FetchArgs,
+    fetch::{ClusterNodeArgs, FetchArgs},
     generate::{GenerateArgs, Generated},
     load::{LoadArgs, ValueType},
     module::{ModuleArgs, ModuleQuestion},
@@ -107,6 +109,9 @@ pub enum Command {
     #[command(about = "Say whether a server is ready for work, by the exit code")]
     #[allow(missing_docs)]
     Ready(ReadyArgs),
+    #[command(about = "The shards of a cluster, and the sources beside them")]
+    #[allow(missing_docs)]
+    Cluster(ClusterArgs),
     #[command(about = "Fill a server with test data")]
     #[allow(missing_docs)]
     Load(LoadArgs),

@@ -15,11 +15,13 @@ pub enum Task {
     Load,
     /// `remora ready`, on a server and its primary.
     Ready,
+    /// `remora cluster`, on every node.
+    Cluster,
 }
 
 impl Task {
     /// All tasks.
-    pub const ALL: [Self; 5] = [Self::Source, Self::Replica, Self::Verify, Self::Load, Self::Ready];
+    pub const ALL: [Self; 6] = [Self::Source, Self::Replica, Self::Verify, Self::Load, Self::Ready, Self::Cluster];
 
     /// The command that does the task.
     pub const fn command(self) -> &'static str {
@@ -29,6 +31,7 @@ impl Task {
             Self::Verify => "remora verify",
             Self::Load => "remora load",
             Self::Ready => "remora ready",
+            Self::Cluster => "remora cluster",
         }
     }
 
@@ -41,6 +44,7 @@ impl Task {
             Self::Verify => "~* +@read +ping +info +select +scan +memory|usage +function|list +debug",
             Self::Load => "~* +@write +ping +info +select",
             Self::Ready => "+ping +info",
+            Self::Cluster => "+ping +info +cluster|info +cluster|nodes",
         }
     }
 
@@ -60,6 +64,10 @@ impl Task {
                 "without +debug it reads and compares every value; without +memory|usage it reads each value in pieces"
             }
             Self::Load => "",
+            Self::Cluster => {
+                "on every node; +cluster|getslotmigrations on Valkey 9; for --write-nodes-conf: +cluster|myshardid where \
+                 the server has it"
+            }
             Self::Ready => "on a replica's primary too, unless --link-only is given",
         }
     }

@@ -14,15 +14,18 @@ use std::time::{Duration, Instant};
 
 use remora_protocol::Offer;
 use remora_table::Origin;
+use rustix::fs::Mode;
 use serde::Serialize;
 
-use super::file::{FileTarget, Placing};
+use super::beside::{self, Placing};
+use super::file::FileTarget;
 use super::out::write_out;
 use super::receiving::Arrived;
 use super::reception::{Reception, end, outcome};
 use super::shelf::Shelf;
 use super::target::Target;
 use crate::args::FetchArgs;
+use crate::cluster::nodes_conf;
 use crate::exit::{Code, Failure};
 use crate::progress;
 use crate::signals::Signals;
@@ -35,6 +38,9 @@ const STDOUT: &str = "-";
 /// Bytes of a server's configuration that are read at most. Redis's own, with all of its comments, has 100 KiB.
 const CONFIG_LIMIT: u64 = 4 << 20;
 
+/// A file that its owner alone can read, and that replaces another one.
+pub(crate) const PRIVATE: Placing = Placing { owner: None, mode: Mode::RUSR.union(Mode::WUSR), replaces: true };
+
 /// Runs `remora fetch`.
 ///
 /// # Errors
@@ -42,9 +48,12 @@ const CONFIG_LIMIT: u64 = 4 << 20;
 /// file.
 pub async fn run(args: FetchArgs) -> Result<(), Failure> {
     if let Some(config) = &args.server_config {
-        check_config(config)?;
+        check_config(config, args.write_nodes_conf.is_some())?;
     }
-    if args.to == Path::new(STDOUT) { to_stdout(args).await } else { to_file(args).await }
+    if args.to == Path::new(STDOUT) {
+        return to_stdout(args).await;
+    }
+    to_file(&args).await?.show(&args)
 }
 
 /// A fetch that is under way, and the signals that stop it.
@@ -73,16 +82,20 @@ impl Fetch {
     }
 }
 
-async fn to_file(args: FetchArgs) -> Result<(), Failure> {
+/// Fetches into a file.
+///
+/// # Errors
+/// As [`run`].
+pub(crate) async fn to_file(args: &FetchArgs) -> Result<Summary, Failure> {
     let began = Instant::now();
     let (to, replaces) = (args.to.clone(), args.replace);
     let target = blocking(move || FileTarget::open(&to, replaces)).await?;
     let target = Arc::new(target);
     let folder = target.folder().to_owned();
     let left = format!("; what has arrived is in {}, and the same command goes on there", folder.display());
-    let fetch = Fetch::start(&args, Arc::clone(&target) as Arc<dyn Target>)?;
+    let fetch = Fetch::start(args, Arc::clone(&target) as Arc<dyn Target>)?;
     let arrived = fetch.arrived(&left).await?;
-    let summary = Summary::of(&args, &arrived, began);
+    let summary = Summary::of(args, &arrived, began);
     if let Some(stale) = summary.stale(args.need)
         && !args.allow_stale
     {
@@ -94,19 +107,48 @@ async fn to_file(args: FetchArgs) -> Result<(), Failure> {
         );
         return Err(Failure::new(Code::Stale, text));
     }
-    let host = primary_host(&args, &arrived.plan);
-    drop(arrived);
     let how = Placing { owner: args.owner, mode: args.mode, replaces };
+    // Before the snapshot: a server that finds it, and is not a replica, would take the data for its own.
+    write_who_it_follows(args, &arrived, &summary, how).await?;
+    drop(arrived);
     let place = move || match Arc::into_inner(target) {
         Some(target) => target.place(&how),
         None => Err(Failure::local("the slots are still in use; this is a bug of remora")),
     };
     blocking(place).await?;
-    if let Some(file) = &args.write_replicaof {
-        let line = format!("replicaof {host} {}\n", summary.primary_port);
-        std::fs::write(file, line).map_err(|error| unwritable(file, &error))?;
+    Ok(summary)
+}
+
+/// Writes the files by which a server that starts on the snapshot is a replica.
+async fn write_who_it_follows(
+    args: &FetchArgs,
+    arrived: &Arrived,
+    summary: &Summary,
+    how: Placing,
+) -> Result<(), Failure> {
+    if let Some(file) = args.write_replicaof.clone() {
+        let line = format!("replicaof {} {}\n", primary_host(args, &arrived.plan), summary.primary_port);
+        let how = Placing { replaces: true, ..how };
+        blocking(move || beside::write(&file, line.as_bytes(), &how)).await?;
     }
-    summary.show(&args)
+    let (Some(file), Some(cluster), Some(at)) = (&args.write_nodes_conf, &args.cluster.cluster, &args.node_address)
+    else {
+        return Ok(());
+    };
+    let server = args.cluster.open(cluster)?;
+    let conf = nodes_conf::make(&server, arrived.kept.origin().history, at).await?;
+    let to = file.clone();
+    blocking(move || match std::fs::read_to_string(&to) {
+        // The node has been in the cluster before, and keeps its name there.
+        Ok(text) if nodes_conf::follows(&text, &conf.primary) => Ok(()),
+        Ok(_) if !how.replaces => Err(Failure::refused(format!(
+            "{} is of a node that does not follow {}: remove it, or replace it by --replace",
+            to.display(),
+            conf.primary
+        ))),
+        _ => beside::write(&to, conf.text.as_bytes(), &Placing { replaces: true, ..how }),
+    })
+    .await
 }
 
 async fn to_stdout(args: FetchArgs) -> Result<(), Failure> {
@@ -168,7 +210,7 @@ fn primary_host(args: &FetchArgs, plan: &Offer) -> String {
 }
 
 /// Refuses a server that would not load the file.
-fn check_config(file: &Path) -> Result<(), Failure> {
+fn check_config(file: &Path, has_nodes_conf: bool) -> Result<(), Failure> {
     let unreadable =
         |why: &dyn std::fmt::Display| Failure::refused(format!("{} cannot be read: {why}", file.display()));
     let mut text = String::new();
@@ -191,6 +233,12 @@ fn check_config(file: &Path) -> Result<(), Failure> {
     }
     let follows = ["replicaof", "slaveof"].iter().any(|name| setting(name).is_some());
     let is_cluster = setting("cluster-enabled").is_some_and(|value| value.eq_ignore_ascii_case("yes"));
+    if is_cluster && !has_nodes_conf {
+        tracing::warn!(
+            "{file} has cluster-enabled yes: without a nodes.conf that says whom it follows, the node would take the slots \
+             of its keys for its own; --write-nodes-conf writes one"
+        );
+    }
     if !follows && !is_cluster {
         tracing::warn!(
             "{file} has no replicaof: a server that is no replica while it loads the file takes a full sync when it \
@@ -202,13 +250,13 @@ fn check_config(file: &Path) -> Result<(), Failure> {
 
 /// What was fetched.
 #[derive(Debug, Serialize)]
-struct Summary {
+pub(crate) struct Summary {
     to: PathBuf,
-    server: String,
+    pub(crate) server: String,
     primary_port: u16,
-    replid: String,
-    offset: u64,
-    bytes: u64,
+    pub(crate) replid: String,
+    pub(crate) offset: u64,
+    pub(crate) bytes: u64,
     seconds: f64,
     /// Why the primary would not continue from the file; empty if it would.
     not_continued_because: String,
@@ -301,12 +349,12 @@ mod tests {
             ("# appendonly yes\nreplicaof a 1\n", false),
         ] {
             std::fs::write(&file, text).unwrap();
-            assert_eq!(check_config(&file).is_err(), is_refused, "{text}");
+            assert_eq!(check_config(&file, false).is_err(), is_refused, "{text}");
         }
-        assert!(check_config(&folder.path().join("missing")).is_err());
+        assert!(check_config(&folder.path().join("missing"), false).is_err());
         std::fs::write(&file, vec![b'\n'; CONFIG_LIMIT as usize + 1]).unwrap();
-        assert!(check_config(&file).unwrap_err().to_string().contains("at most"));
-        assert!(check_config(Path::new("/dev/zero")).is_err(), "without an end");
+        assert!(check_config(&file, false).unwrap_err().to_string().contains("at most"));
+        assert!(check_config(Path::new("/dev/zero"), false).is_err(), "without an end");
     }
 
     #[test]

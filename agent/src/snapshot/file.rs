@@ -14,15 +14,13 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use remora_redis::rdb::crc64;
-use remora_table::{Origin, Slot};
-use rustix::fs::{Gid, Mode, RenameFlags, Uid};
-use rustix::io::Errno;
-
+use super::beside::{self, Placing};
 use super::target::{Keeper, Reached, Stage, Target};
 use crate::exit::Failure;
 use crate::replica::private::{Claim, Folder};
 use crate::replica::spool::{Held, SnapshotId, Spool};
+use remora_redis::rdb::crc64;
+use remora_table::{Origin, Slot};
 
 /// A file that a snapshot becomes.
 pub(super) struct FileTarget {
@@ -31,15 +29,6 @@ pub(super) struct FileTarget {
     folder: PathBuf,
     present: Mutex<Option<Arc<Partial>>>,
     _claim: Claim,
-}
-
-/// How a file is put in its place.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Placing {
-    pub(super) owner: Option<(Uid, Gid)>,
-    pub(super) mode: Mode,
-    /// A file that is there already goes.
-    pub(super) replaces: bool,
 }
 
 /// The slots of one snapshot.
@@ -95,26 +84,11 @@ impl FileTarget {
     /// # Errors
     /// The owner or the name cannot be given to it, or another file has the name by now.
     pub(super) fn place(self, how: &Placing) -> Result<(), Failure> {
-        let to = self.to.display().to_string();
-        let failed = |what: &str, error: io::Error| Failure::local(format!("{to}: {what}: {error}"));
         let slots = self.folder.join("slots");
-        let file = File::open(&slots).map_err(|error| failed("its slots cannot be opened", error))?;
-        if let Some((user, group)) = how.owner {
-            let given = rustix::fs::fchown(&file, Some(user), Some(group));
-            given.map_err(|errno| failed("it cannot be given to that --owner", errno.into()))?;
-        }
-        let given = rustix::fs::fchmod(&file, how.mode).and_then(|()| rustix::fs::fsync(&file));
-        given.map_err(|errno| failed("it cannot be given that --mode", errno.into()))?;
-        let flags = if how.replaces { RenameFlags::empty() } else { RenameFlags::NOREPLACE };
-        match rustix::fs::renameat_with(rustix::fs::CWD, &slots, rustix::fs::CWD, &self.to, flags) {
-            Err(Errno::EXIST) => {
-                return Err(Failure::refused(format!("{to} exists by now; replace it by --replace")));
-            }
-            named => named.map_err(|errno| failed("it cannot be given its name", errno.into()))?,
-        }
-        let above = self.to.parent().filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let synced = File::open(above).and_then(|folder| folder.sync_all());
-        synced.map_err(|error| failed("its name may not outlive a power cut", error))?;
+        let opened = File::open(&slots);
+        let file = opened
+            .map_err(|error| Failure::local(format!("{}: its slots cannot be opened: {error}", self.to.display())))?;
+        beside::put(&file, &slots, &self.to, how)?;
         // It holds records of slots only; if it cannot be removed, the next fetch begins anew.
         if let Err(error) = std::fs::remove_dir_all(&self.folder) {
             tracing::warn!("{} cannot be removed: {error}", self.folder.display());

@@ -9,12 +9,14 @@
 //!   [`target`]; [`reception`] is what a command holds of it.
 //! - [`mount`]: [`kept`] has the bytes and the readers that wait for them, [`shelf`] has one for each snapshot, and
 //!   [`file_system`] shows them to the kernel.
-//! - [`fetch`]: [`file`](mod@file) has the slots beside the file that they become, and [`out`] is for standard output.
+//! - [`fetch`]: [`file`](mod@file) has the slots beside the file that they become, and [`out`] is for standard output;
+//!   [`beside`] puts files in their places.
 //!
 //! A slot's bytes count when they match the source's checksum. What has arrived stays, whatever becomes of the source.
 //! What does not arrive is an error, and never the end of the file.
 
 mod arrival;
+pub(crate) mod beside;
 pub mod fetch;
 mod file;
 mod file_system;

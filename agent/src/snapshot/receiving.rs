@@ -102,7 +102,7 @@ impl Receiving {
         let name = self.name.clone();
         // A snapshot in the primary's own format: it is for a server of this kind and version.
         let plan = source.plan(&self.read, Some(&name), "").await?;
-        let meter = Meter::start("snapshot", Unit::Bytes, None);
+        let meter = Meter::start(format!("snapshot of {}", self.read.source), Unit::Bytes, None);
         loop {
             match self.session(source, &plan, &meter, &mut patience).await {
                 Ended::Whole(arrived) => {

@@ -4,7 +4,7 @@ use remora_lab::server::wait_until;
 use remora_lab::{Agent, Client, Kind, Server, assert_same_data, require};
 use remora_redis::resp::Frame;
 
-use crate::kit::{LONG, Source, fill_keys, kinds_and_module, primary, quick, succeeds, syncs, with_or_without};
+use crate::kit::{LONG, Source, fill_keys, id, kinds_and_module, primary, quick, succeeds, syncs, with_or_without};
 
 /// Two primaries that know each other.
 struct Pair {
@@ -37,7 +37,7 @@ impl Pair {
     /// Moves a slot as `redis-cli --cluster reshard` does, and returns how many keys it has moved.
     fn reshard(&self, slot: u32) -> usize {
         let (mut from, mut to) = (self.full.client().unwrap(), self.empty.client().unwrap());
-        let (from_id, to_id) = (id(&mut from), id(&mut to));
+        let (from_id, to_id) = (id(&self.full), id(&self.empty));
         let (host, port) = (self.empty.address().ip().to_string(), self.empty.port().to_string());
         let slot = slot.to_string();
         to.ok(&["CLUSTER", "SETSLOT", &slot, "IMPORTING", &from_id]).unwrap();
@@ -60,7 +60,7 @@ impl Pair {
 
     /// Moves these slots at once, and does not wait for the end.
     fn migrate(&self, first: u32, last: u32) {
-        let to = id(&mut self.empty.client().unwrap());
+        let to = id(&self.empty);
         let slots = [first.to_string(), last.to_string()];
         let command = ["CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", &slots[0], &slots[1], "NODE", &to];
         self.full.client().unwrap().ok(&command).unwrap();
@@ -74,10 +74,6 @@ impl Pair {
         })
         .unwrap()
     }
-}
-
-fn id(client: &mut Client) -> String {
-    client.text(&["CLUSTER", "MYID"]).unwrap()
 }
 
 fn keys_in_slot(client: &mut Client, slot: &str) -> Vec<Vec<u8>> {

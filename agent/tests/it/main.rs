@@ -7,6 +7,7 @@ mod kit;
 mod broken;
 mod cli;
 mod cluster;
+mod clusters;
 mod combinations;
 mod conversation;
 mod ends;

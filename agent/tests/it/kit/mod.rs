@@ -4,6 +4,7 @@
 //! of `remora`.
 
 mod agents;
+mod cluster;
 mod data;
 mod mounted;
 mod server;
@@ -15,6 +16,7 @@ use remora_lab::workload::Options;
 use remora_lab::{Agent, Kind, Server, Workload};
 
 pub(crate) use agents::{Source, Stage, ends, says, succeeds};
+pub(crate) use cluster::{Cluster, id};
 pub(crate) use data::{fill, fill_keys, load, load_small};
 pub(crate) use mounted::Directory;
 pub(crate) use server::{

@@ -1,0 +1,37 @@
+//! `remora cluster`: the shards of a cluster, the sources beside them, and work on all of them at once.
+//!
+//! ```text
+//!   --server ── CLUSTER NODES, INFO ──▶ survey ─┬─▶ plan, status: tables
+//!   --sources ── plan, status ────────▶ sources ╰─▶ backup: a file for each shard
+//! ```
+//!
+//! - [`nodes`]: `CLUSTER NODES` as data; [`survey`]: the cluster at one moment. **Start here.**
+//! - [`sources`]: which source is beside which shard: the one whose server has the primary's replication history.
+//! - [`plan`], [`status`], [`backup`]: the commands.
+//! - [`nodes_conf`]: the configuration of a node that is to join.
+
+mod backup;
+mod nodes;
+pub(crate) mod nodes_conf;
+mod plan;
+mod sources;
+mod status;
+mod survey;
+
+pub use self::nodes_conf::NodeAddress;
+use crate::args::{ClusterAction, ClusterArgs};
+use crate::exit::Failure;
+use crate::signals::until_signal;
+
+/// Runs `remora cluster`.
+///
+/// # Errors
+/// The cluster or a source cannot be asked, the cluster is not well, or a file cannot be written.
+pub async fn run(args: ClusterArgs) -> Result<(), Failure> {
+    match args.action {
+        ClusterAction::Plan(args) => until_signal(plan::run(args), "").await,
+        ClusterAction::Status(args) => until_signal(status::run(args), "").await,
+        // The fetches catch signals themselves.
+        ClusterAction::Backup(args) => backup::run(args).await,
+    }
+}

@@ -1,0 +1,155 @@
+//! The configuration file of a node that is to join a cluster as a replica (`nodes.conf`).
+//!
+//! A node that starts with this file is a replica while it loads its data, and so goes on at the primary by a partial
+//! resynchronisation. No other node knows it before one `CLUSTER MEET`.
+
+use remora_redis::ReplId;
+use remora_redis::resp::Frame;
+
+use super::nodes::Slots;
+use super::survey::{Shard, Survey};
+use crate::exit::{Code, Failure};
+use crate::server::{Facts, Server};
+
+/// Where a new node will listen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NodeAddress {
+    pub(crate) host: String,
+    pub(crate) port: u16,
+    pub(crate) bus_port: u16,
+}
+
+/// Servers have their bus at this distance from their port, unless `cluster-port` says otherwise.
+const BUS_DISTANCE: u16 = 10_000;
+
+impl std::str::FromStr for NodeAddress {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<NodeAddress, String> {
+        let (place, bus) = match text.split_once('@') {
+            Some((place, bus)) => (place, Some(bus)),
+            None => (text, None),
+        };
+        let crate::args::HostPort { host, port } = place.parse()?;
+        // The file has an address, and a name in another place.
+        if host.parse::<std::net::IpAddr>().is_err() {
+            return Err(format!("{host} is not an IP address: nodes of a cluster know each other by these"));
+        }
+        let bus_port = match bus {
+            Some(bus) => bus.parse().ok().filter(|port| *port != 0).ok_or("the port of the bus is behind the @")?,
+            None => port.checked_add(BUS_DISTANCE).ok_or("give the port of the bus too: HOST:PORT@BUSPORT")?,
+        };
+        Ok(NodeAddress { host, port, bus_port })
+    }
+}
+
+/// What a file of a node that follows a primary says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct NodesConf {
+    pub(crate) text: String,
+    /// The primary's id.
+    pub(crate) primary: String,
+}
+
+/// The file for a node at this address that follows the primary of this history.
+///
+/// # Errors
+/// No primary of the cluster has the history, or the cluster cannot be asked.
+pub(crate) async fn make(server: &Server, history: ReplId, at: &NodeAddress) -> Result<NodesConf, Failure> {
+    let survey = Survey::take(server).await?;
+    let is_its = |facts: &Facts| facts.replid == Some(history);
+    let shard = survey.shards.iter().find(|shard| shard.primary.facts.as_ref().is_ok_and(is_its));
+    let Some(shard) = shard else {
+        let text = format!(
+            "no primary in the cluster of {} has the snapshot's history {history}: name a node of the source's cluster, \
+             and fetch again if it has failed over",
+            server.url()
+        );
+        return Err(Failure::new(Code::Refused, text));
+    };
+    let primary = server.at(&shard.primary.node.host, shard.primary.node.port);
+    let mut client = primary.connect().await?;
+    // Redis before 7.2 has no such name for a shard.
+    let shard_id = match client.command(&["CLUSTER", "MYSHARDID"]).await {
+        Ok(Frame::Bulk(id)) => Some(String::from_utf8_lossy(&id).into_owned()),
+        Ok(other) => return Err(client.unexpected("CLUSTER MYSHARDID", &other).into()),
+        Err(error) if error.refusal().is_some() => None,
+        Err(error) => return Err(error.into()),
+    };
+    let mut random = [0; 20];
+    getrandom::fill(&mut random).map_err(|error| Failure::local(format!("no random bytes: {error}")))?;
+    let id: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
+    Ok(NodesConf {
+        text: text(shard, shard_id.as_deref(), (&id, at), survey.epoch),
+        primary: shard.primary.node.id.clone(),
+    })
+}
+
+fn text(shard: &Shard, shard_id: Option<&str>, (id, at): (&str, &NodeAddress), epoch: u64) -> String {
+    let primary = &shard.primary.node;
+    let names = shard_id.map_or_else(String::new, |shard_id| format!(",,shard-id={shard_id}"));
+    let slots: Vec<String> = primary.slots.iter().map(Slots::to_string).collect();
+    format!(
+        "{primary_id} {host}:{port}@{bus}{names} master - 0 0 {primary_epoch} connected {slots}\n\
+         {id} {own_host}:{own_port}@{own_bus}{names} myself,slave {primary_id} 0 0 0 connected\n\
+         vars currentEpoch {epoch} lastVoteEpoch 0\n",
+        primary_id = primary.id,
+        host = primary.host,
+        port = primary.port,
+        bus = primary.bus_port,
+        primary_epoch = primary.epoch,
+        slots = slots.join(" "),
+        own_host = at.host,
+        own_port = at.port,
+        own_bus = at.bus_port,
+    )
+}
+
+/// Whether this file belongs to a node that follows this primary.
+pub(crate) fn follows(text: &str, primary: &str) -> bool {
+    text.lines().any(|line| {
+        let words: Vec<&str> = line.split_ascii_whitespace().collect();
+        let is_own = words.get(2).is_some_and(|flags| flags.split(',').any(|flag| flag == "myself"));
+        is_own && words.get(3) == Some(&primary)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::super::nodes::parse;
+    use super::super::survey::Member;
+    use super::*;
+
+    fn shard() -> Shard {
+        let line = format!("{} 10.0.0.5:6379@16379 myself,master - 0 0 3 connected 0-5460 5470", "a".repeat(40));
+        let node = parse(&line).unwrap().remove(0);
+        Shard { primary: Member { node, facts: Err(String::new()) }, replicas: Vec::new() }
+    }
+
+    #[test]
+    fn an_address_has_a_port_for_the_bus() {
+        let at = |text: &str| text.parse::<NodeAddress>();
+        assert_eq!(at("10.0.0.9:6379").unwrap().bus_port, 16379);
+        assert_eq!(at("[::1]:6379@7").unwrap(), NodeAddress { host: "::1".into(), port: 6379, bus_port: 7 });
+        for wrong in ["10.0.0.9", "host:6379", "10.0.0.9:6379@", "10.0.0.9:6379@0", "10.0.0.9:60000"] {
+            assert!(at(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn the_file_is_that_of_a_replica() {
+        let (own, at) = ("b".repeat(40), "10.0.0.9:6380".parse().unwrap());
+        for shard_id in [None, Some("c".repeat(40))] {
+            let text = text(&shard(), shard_id.as_deref(), (&own, &at), 7);
+            let (lines, vars) = text.trim_end().rsplit_once('\n').unwrap();
+            let nodes = parse(lines).unwrap();
+            assert_eq!(nodes[0].slots, shard().primary.node.slots);
+            assert_eq!((nodes[1].primary.as_ref(), nodes[1].bus_port), (Some(&nodes[0].id), 16380));
+            assert_eq!(vars, "vars currentEpoch 7 lastVoteEpoch 0");
+            assert!(follows(&text, &"a".repeat(40)) && !follows(&text, &own));
+            assert_eq!(text.matches("shard-id=").count(), if shard_id.is_some() { 2 } else { 0 });
+        }
+    }
+}

@@ -1,0 +1,266 @@
+//! `remora cluster plan`: what is there for each shard, and whether replicas of it can be made now.
+
+use std::time::Duration;
+
+use serde::Serialize;
+
+use super::sources::{self, Sources};
+use super::survey::{Shard, Survey};
+use crate::args::ClusterPlanArgs;
+use crate::exit::Failure;
+use crate::server::Task;
+use crate::units::{Size, readable};
+
+/// Seconds of writes that a primary's backlog should hold: a hand-off takes less than one.
+const LEAST_HEADROOM: u64 = 10;
+
+/// The plan of a cluster.
+#[derive(Debug, Serialize)]
+pub(super) struct Plan {
+    /// Why the cluster should be left alone now.
+    pub(super) problems: Vec<String>,
+    pub(super) shards: Vec<Row>,
+    /// What else was found that a reader should know.
+    pub(super) notes: Vec<String>,
+}
+
+/// A shard.
+#[derive(Debug, Serialize)]
+pub(super) struct Row {
+    pub(super) slots: String,
+    pub(super) primary: String,
+    pub(super) primary_id: String,
+    /// Bytes of memory that its data take at the primary.
+    pub(super) data_bytes: Option<u64>,
+    pub(super) replicas: Vec<ReplicaRow>,
+    pub(super) source: Option<String>,
+    /// Bytes of the snapshot that the source has.
+    pub(super) snapshot_bytes: Option<u64>,
+    pub(super) snapshot_age_seconds: Option<u64>,
+    pub(super) backlog_bytes: Option<u64>,
+    pub(super) write_rate: Option<u64>,
+    /// Why no replica can be made of it now; empty if one can.
+    pub(super) not_ready_because: String,
+    /// What may go wrong.
+    pub(super) warning: String,
+}
+
+/// A replica.
+#[derive(Debug, Serialize)]
+pub(super) struct ReplicaRow {
+    pub(super) address: String,
+    pub(super) id: String,
+    /// `in step`, `takes a full copy`, `its link is down`, or why it does not answer.
+    pub(super) state: String,
+}
+
+/// Runs `remora cluster plan`.
+///
+/// # Errors
+/// The cluster cannot be asked, or one of its shards is not ready.
+pub(super) async fn run(args: ClusterPlanArgs) -> Result<(), Failure> {
+    let credentials = sources::credentials(&args.sources)?;
+    let survey = Survey::take(&args.sources.server.open(Task::Cluster)?).await?;
+    let sources = sources::ask(&args.sources, &credentials, &survey).await;
+    let plan = Plan::of(&survey, &sources);
+    match args.json {
+        true => println!("{}", serde_json::to_string(&plan).map_err(|error| Failure::local(error.to_string()))?),
+        false => print!("{}", plan.table()),
+    }
+    plan.verdict()
+}
+
+impl Plan {
+    pub(super) fn of(survey: &Survey, sources: &Sources) -> Plan {
+        let mut notes: Vec<String> = sources.silent.iter().map(|(_, failure)| failure.to_string()).collect();
+        for seen in sources.elsewhere(&survey.shards) {
+            notes.push(format!("the source {} is beside a server of no shard: {}", seen.address, seen.status.server));
+        }
+        let shards = survey.shards.iter().map(|shard| Row::of(shard, sources)).collect();
+        Plan { problems: survey.problems.clone(), shards, notes }
+    }
+
+    /// # Errors
+    /// The cluster should be left alone, or a shard is not ready.
+    pub(super) fn verdict(&self) -> Result<(), Failure> {
+        let waiting: Vec<&Row> = self.shards.iter().filter(|row| !row.not_ready_because.is_empty()).collect();
+        match (self.problems.first(), waiting.first()) {
+            (Some(problem), _) => Err(Failure::refused(format!("the cluster is not well: {problem}"))),
+            (None, Some(row)) => Err(Failure::refused(format!(
+                "{} of {} shards are not ready; {}: {}",
+                waiting.len(),
+                self.shards.len(),
+                row.primary,
+                row.not_ready_because
+            ))),
+            (None, None) => Ok(()),
+        }
+    }
+
+    fn table(&self) -> String {
+        let replicas: usize = self.shards.iter().map(|row| row.replicas.len()).sum();
+        let mut text = format!("cluster    {} shards, {replicas} replicas\n", self.shards.len());
+        for problem in &self.problems {
+            text.push_str(&format!("not well   {problem}\n"));
+        }
+        for note in &self.notes {
+            text.push_str(&format!("note       {note}\n"));
+        }
+        let head = ["SLOTS", "PRIMARY", "DATA", "SOURCE", "SNAPSHOT", "BACKLOG", "VERDICT"];
+        let mut rows = vec![head.map(str::to_owned)];
+        rows.extend(self.shards.iter().map(Row::cells));
+        text.push('\n');
+        text.push_str(&aligned(&rows));
+        for row in self.shards.iter().filter(|row| !row.replicas.is_empty()) {
+            text.push_str(&format!("\nreplicas of {}\n", row.primary));
+            row.replicas.iter().for_each(|replica| {
+                text.push_str(&format!("  {}  {}\n", replica.address, replica.state));
+            });
+        }
+        text
+    }
+}
+
+impl Row {
+    fn of(shard: &Shard, sources: &Sources) -> Row {
+        let source = sources.beside(shard);
+        let primary = shard.primary.facts.as_ref();
+        let plan = source.map(|seen| &seen.plan);
+        let snapshot = source.and_then(|seen| seen.status.generation.as_ref());
+        // The backlog of the primary counts, and the source may be beside a replica.
+        let backlog = primary.ok().and_then(|facts| facts.backlog).map(|backlog| backlog.size);
+        let write_rate = plan.map(|plan| plan.write_rate);
+        Row {
+            slots: shard.slots(),
+            primary: shard.primary.node.address(),
+            primary_id: shard.primary.node.id.clone(),
+            data_bytes: primary.ok().and_then(|facts| facts.used_memory_dataset),
+            replicas: shard.replicas.iter().map(|member| replica_row(shard, member)).collect(),
+            source: source.map(|seen| seen.address.to_string()),
+            snapshot_bytes: snapshot.map(|snapshot| snapshot.snapshot_bytes),
+            snapshot_age_seconds: snapshot.map(|snapshot| snapshot.age_seconds),
+            backlog_bytes: backlog,
+            write_rate,
+            not_ready_because: match (primary, source) {
+                (Err(why), _) => why.clone(),
+                (Ok(_), None) => "no source has its history: start remora source beside one of its servers".into(),
+                (Ok(_), Some(_)) => String::new(),
+            },
+            warning: warning(backlog, write_rate, plan.map(|plan| plan.warning.as_str())),
+        }
+    }
+
+    fn cells(&self) -> [String; 7] {
+        let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
+        let age = self.snapshot_age_seconds.map(|seconds| readable(Duration::from_secs(seconds)));
+        let snapshot = self.snapshot_bytes.zip(age).map(|(bytes, age)| format!("{}, {age} old", Size::bytes(bytes)));
+        let backlog = self.backlog_bytes.map(|bytes| match self.write_rate {
+            None | Some(0) => Size::bytes(bytes).to_string(),
+            Some(rate) => format!("{}, {}", Size::bytes(bytes), readable(Duration::from_secs(bytes / rate))),
+        });
+        let verdict = match (self.not_ready_because.as_str(), self.warning.as_str()) {
+            ("", "") => "ready".to_owned(),
+            ("", warning) => format!("ready; {warning}"),
+            (why, _) => why.to_owned(),
+        };
+        [
+            self.slots.clone(),
+            self.primary.clone(),
+            or_dash(self.data_bytes.map(|bytes| Size::bytes(bytes).to_string())),
+            or_dash(self.source.clone()),
+            or_dash(snapshot),
+            or_dash(backlog),
+            verdict,
+        ]
+    }
+}
+
+fn warning(backlog: Option<u64>, write_rate: Option<u64>, of_source: Option<&str>) -> String {
+    let seconds = backlog.zip(write_rate).and_then(|(backlog, rate)| backlog.checked_div(rate));
+    match (seconds, of_source) {
+        (Some(seconds), _) if seconds < LEAST_HEADROOM => {
+            format!("its backlog holds {seconds} s of writes: raise repl-backlog-size")
+        }
+        (_, Some(warning)) => warning.to_owned(),
+        _ => String::new(),
+    }
+}
+
+fn replica_row(shard: &Shard, member: &super::survey::Member) -> ReplicaRow {
+    let history = shard.primary.facts.as_ref().ok().and_then(|facts| facts.replid);
+    let state = match &member.facts {
+        Err(why) => why.clone(),
+        Ok(facts) => match &facts.link {
+            _ if facts.loading == Some(true) => "loads its data".to_owned(),
+            Some(link) if link.syncing == Some(true) => "takes a full copy".to_owned(),
+            Some(link) if link.up == Some(true) && facts.replid == history => "in step".to_owned(),
+            Some(link) if link.up == Some(true) => "follows another history".to_owned(),
+            _ => "its link is down".to_owned(),
+        },
+    };
+    ReplicaRow { address: member.node.address(), id: member.node.id.clone(), state }
+}
+
+/// Rows as columns that are as wide as they have to be. The last one has no end.
+fn aligned<const N: usize>(rows: &[[String; N]]) -> String {
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..N).map(width).collect();
+    let mut text = String::new();
+    for row in rows {
+        let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}"));
+        text.push_str(cells.collect::<Vec<_>>().join("  ").trim_end());
+        text.push('\n');
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(why: &str) -> Row {
+        Row {
+            slots: "0-16383".into(),
+            primary: "10.0.0.1:6379".into(),
+            primary_id: "a".repeat(40),
+            data_bytes: Some(1 << 30),
+            replicas: Vec::new(),
+            source: None,
+            snapshot_bytes: None,
+            snapshot_age_seconds: None,
+            backlog_bytes: Some(1 << 20),
+            write_rate: Some(1 << 10),
+            not_ready_because: why.into(),
+            warning: String::new(),
+        }
+    }
+
+    fn plan(problems: &[&str], rows: Vec<Row>) -> Plan {
+        let problems = problems.iter().map(|&problem| problem.to_owned()).collect();
+        Plan { problems, shards: rows, notes: vec!["a note".into()] }
+    }
+
+    #[test]
+    fn a_plan_is_refused_for_the_cluster_first_and_then_for_a_shard() {
+        assert!(plan(&[], vec![row("")]).verdict().is_ok());
+        let text = plan(&[], vec![row(""), row("no source")]).verdict().map_err(|failure| failure.message);
+        assert_eq!(text, Err("1 of 2 shards are not ready; 10.0.0.1:6379: no source".into()));
+        let text = plan(&["slot 7 moves"], vec![row("no source")]).verdict().map_err(|failure| failure.message);
+        assert_eq!(text, Err("the cluster is not well: slot 7 moves".into()));
+    }
+
+    #[test]
+    fn the_table_has_a_line_for_each_shard() {
+        let table = plan(&[], vec![row(""), row("no source")]).table();
+        for part in ["2 shards, 0 replicas", "note       a note", "VERDICT", "1 MiB, 17 min", "ready", "no source"] {
+            assert!(table.contains(part), "{part}: {table}");
+        }
+    }
+
+    #[test]
+    fn a_backlog_that_holds_few_seconds_is_warned_of() {
+        assert!(warning(Some(1000), Some(500), None).contains("2 s of writes"));
+        assert_eq!(warning(Some(1000), Some(0), Some("its own")), "its own");
+        assert_eq!(warning(None, Some(5), None), "");
+    }
+}

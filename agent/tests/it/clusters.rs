@@ -1,0 +1,190 @@
+//! Clusters as a whole: what is beside which shard, a file for each shard, and nodes that start on a file.
+
+use std::fs;
+
+use remora_lab::server::wait_until;
+use remora_lab::{Kind, Server, assert_same_data, require};
+use serde_json::Value;
+
+use crate::kit::{Cluster, LONG, Source, Stage, ends, id, number, primary, quick, says, syncs};
+
+const SHARDS: usize = 3;
+const KEYS: usize = 3000;
+
+/// A cluster with a source beside each shard: at one of them beside a replica.
+struct Scene {
+    stage: Stage,
+    cluster: Cluster,
+    sources: Vec<Source>,
+}
+
+impl Scene {
+    fn new(kind: Kind) -> Scene {
+        let (stage, cluster) = (Stage::new(), Cluster::start(kind, SHARDS, 1));
+        cluster.fill(KEYS, 1);
+        let beside = |number: usize| match number {
+            0 => cluster.shards[0].replicas[0].url(),
+            number => cluster.shards[number].primary.url(),
+        };
+        let sources = (0..SHARDS).map(|number| stage.source(&beside(number), &[])).collect();
+        Scene { stage, cluster, sources }
+    }
+
+    fn args(&self, action: &str, sources: &[&Source], more: &[&str]) -> Vec<String> {
+        let (server, token) = (self.cluster.shards[1].replicas[0].url(), self.sources[0].token().display().to_string());
+        let sources: Vec<String> = sources.iter().map(|source| source.address.to_string()).collect();
+        let sources = sources.join(",");
+        let args = ["cluster", action, "--server", &server, "--sources", &sources, "--token-file", &token];
+        args.iter().chain(more).map(|arg| (*arg).to_owned()).collect()
+    }
+
+    fn end(&self, action: &str, sources: &[&Source], more: &[&str], code: i32) -> String {
+        let args = self.args(action, sources, more);
+        self.stage.end(&args.iter().map(String::as_str).collect::<Vec<_>>(), code)
+    }
+
+    fn all(&self) -> Vec<&Source> {
+        self.sources.iter().collect()
+    }
+}
+
+#[test]
+fn each_shard_has_its_source_in_the_plan_and_its_file_in_a_backup() {
+    for kind in require::kinds() {
+        let scene = Scene::new(kind);
+        // The sources may be named in any order: each is found at its shard.
+        let shuffled = [&scene.sources[2], &scene.sources[0], &scene.sources[1]];
+        let said = scene.end("plan", &shuffled, &["--json"], 0);
+        let plan: Value = serde_json::from_str(said.lines().find(|line| line.starts_with('{')).unwrap()).unwrap();
+        for (number, shard) in scene.cluster.shards.iter().enumerate() {
+            let row = &plan["shards"][number];
+            assert_eq!(row["primary"], shard.primary.address().to_string(), "{plan}");
+            assert_eq!(row["source"], scene.sources[number].address.to_string(), "{plan}");
+            assert_eq!(row["replicas"][0]["state"], "in step", "{plan}");
+        }
+        let before: Vec<_> = scene.cluster.shards.iter().map(|shard| syncs(&shard.primary).0).collect();
+        says(&scene.end("status", &shuffled, &[], 0), &["shard", "0-5460", "in step", "snapshot   none"]);
+
+        let folder = scene.stage.path("backup");
+        says(&scene.end("backup", &shuffled, &["--to", &folder, "--at-once", "3"], 0), &["3 shards"]);
+        says(&scene.end("backup", &shuffled, &["--to", &folder], 3), &["whole backup already"]);
+        let read =
+            |name: &str| -> Value { serde_json::from_slice(&fs::read(format!("{folder}/{name}")).unwrap()).unwrap() };
+        let (manifest, nodes) = (read("manifest.json"), read("nodes.json"));
+        for (number, shard) in scene.cluster.shards.iter().enumerate() {
+            let entry = &manifest["files"][number];
+            assert_eq!(entry["primary_id"], id(&shard.primary));
+            assert_eq!(nodes[number]["name"], entry["primary_id"]);
+            let data = scene.stage.path(&format!("data-{number}"));
+            fs::create_dir(&data).unwrap();
+            let file = entry["file"].as_str().unwrap();
+            assert_eq!(entry["bytes"].as_u64(), Some(fs::metadata(format!("{folder}/{file}")).unwrap().len()));
+            fs::copy(format!("{folder}/{file}"), format!("{data}/dump.rdb")).unwrap();
+            let loaded = quick(kind).config("dir", &data).start().unwrap();
+            assert_eq!(loaded.digest().unwrap(), shard.primary.digest().unwrap(), "{kind}, shard {number}");
+            // The source's own, and none where it is beside a replica.
+            let full = syncs(&shard.primary).0 - before[number];
+            assert_eq!(full, u64::from(number != 0), "{kind}, shard {number}");
+        }
+    }
+}
+
+#[test]
+fn a_cluster_is_left_alone_that_is_not_well_or_has_a_shard_without_a_source() {
+    let Some(kind) = require::redis() else { return };
+    let mut scene = Scene::new(kind);
+    let two = [&scene.sources[0], &scene.sources[2]];
+    says(&scene.end("plan", &two, &[], 3), &["1 of 3 shards are not ready", "no source has its history", "ready"]);
+    let folder = scene.stage.path("backup");
+    says(&scene.end("backup", &two, &["--to", &folder], 3), &["1 of 3 shards are not ready"]);
+    assert_eq!(fs::read_dir(&folder).unwrap().count(), 0);
+    // A slot is on its way.
+    let (from, to) = (&scene.cluster.shards[0].primary, &scene.cluster.shards[1]);
+    let slot = ["CLUSTER", "SETSLOT", "7", "MIGRATING", &id(&to.primary)];
+    from.client().unwrap().ok(&slot).unwrap();
+    let (server, token) = (from.url(), scene.sources[0].token().display().to_string());
+    let sources = scene.all().iter().map(|source| source.address.to_string()).collect::<Vec<_>>().join(",");
+    let plan = ["cluster", "plan", "--server", &server, "--sources", &sources, "--token-file", &token];
+    says(&scene.stage.end(&plan, 3), &["not well", "slot 7->-"]);
+    from.client().unwrap().ok(&["CLUSTER", "SETSLOT", "7", "STABLE"]).unwrap();
+    scene.stage.end(&plan, 0);
+    // A server that is not in cluster mode, and one that is gone.
+    let alone = Server::start(kind).unwrap();
+    let sources = ["--sources", &sources, "--token-file", &token];
+    let ask = |server: &str| [&["cluster", "plan", "--server", server], sources.as_slice()].concat().join(" ");
+    let words = ask(&alone.url());
+    says(&scene.stage.end(&words.split(' ').collect::<Vec<_>>(), 3), &["not in cluster mode"]);
+    scene.cluster.shards[2].primary.kill().unwrap();
+    let words = ask(&scene.cluster.shards[0].primary.url());
+    says(&scene.stage.end(&words.split(' ').collect::<Vec<_>>(), 3), &["shards are not ready"]);
+}
+
+#[test]
+fn a_new_node_starts_on_a_file_and_goes_on_in_the_cluster_without_a_full_copy() {
+    let Some(()) = require::root() else { return };
+    for kind in require::kinds() {
+        let (scene, mut joined) = (Scene::new(kind), Vec::new());
+        for (shard, source) in scene.cluster.shards.iter().zip(&scene.sources) {
+            // Its ports and its folder are known, and it has never been in the cluster.
+            let mut node = primary(kind).cluster().start().unwrap();
+            node.stop(LONG).unwrap();
+            let folder = node.folder().display().to_string();
+            fs::remove_file(format!("{folder}/nodes.conf")).unwrap();
+            let bus = bus_port_of(&folder);
+            let at = format!("{}@{bus}", node.address());
+            let (to, conf, token) =
+                (format!("{folder}/dump.rdb"), format!("{folder}/nodes.conf"), source.token().display().to_string());
+            let (address, cluster) = (source.address.to_string(), scene.cluster.shards[1].primary.url());
+            let fetch = ["fetch", "--source", &address, "--token-file", &token, "--to", &to];
+            let join = ["--write-nodes-conf", &conf, "--cluster", &cluster, "--node-address", &at];
+            let full = syncs(&shard.primary).0;
+            says(&scene.stage.end(&[&fetch[..], &join[..]].concat(), 0), &["the primary continues from it"]);
+            let written = fs::read_to_string(&conf).unwrap();
+            // Again: the file of a node that follows this primary already stays as it is.
+            scene.stage.end(&[&fetch[..], &join[..], &["--replace"]].concat(), 0);
+            assert_eq!(fs::read_to_string(&conf).unwrap(), written);
+            let taken = syncs(&shard.primary).0;
+            assert!(taken <= full + 1, "the source's own");
+
+            scene.cluster.fill(300, shard.primary.port().into());
+            node.restart().unwrap();
+            node.wait_for_link(LONG).unwrap();
+            scene.cluster.meet(&node);
+            wait_until("the new node to be known as a replica", LONG, || {
+                let text = scene.cluster.shards[2].replicas[0].client()?.text(&["CLUSTER", "NODES"])?;
+                let line = text.lines().find(|line| line.contains(&format!(":{}@", node.port())));
+                Ok(match line {
+                    Some(line) if line.contains("slave") && line.contains(&id(&shard.primary)) => Ok(()),
+                    _ => Err(text),
+                })
+            })
+            .unwrap();
+            assert_eq!(syncs(&shard.primary).0, taken, "{kind}: {}", node.log());
+            assert!(number(&shard.primary, "sync_partial_ok") > 0);
+            assert_same_data(&shard.primary, &node);
+            joined.push(node);
+        }
+    }
+}
+
+/// The port of the bus in a server's configuration, as the lab has written it.
+fn bus_port_of(folder: &str) -> String {
+    let text = fs::read_to_string(format!("{folder}/server.conf")).unwrap();
+    let line = text.lines().find(|line| line.starts_with("cluster-port")).unwrap();
+    line.split_whitespace().nth(1).unwrap().trim_matches('"').to_owned()
+}
+
+#[test]
+fn a_node_is_not_written_for_a_cluster_that_the_source_is_not_in() {
+    let Some(kind) = require::redis() else { return };
+    let (stage, cluster) = (Stage::new(), Cluster::start(kind, 1, 0));
+    let elsewhere = primary(kind).start().unwrap();
+    let source = stage.source(&elsewhere.url(), &[]);
+    let (to, conf) = (stage.path("dump.rdb"), stage.path("nodes.conf"));
+    let (address, token) = (source.address.to_string(), source.token().display().to_string());
+    let url = cluster.shards[0].primary.url();
+    let args = ["fetch", "--source", &address, "--token-file", &token, "--to", &to, "--write-nodes-conf", &conf];
+    let mut fetch = stage.start(None, &[&args[..], &["--cluster", &url, "--node-address", "127.0.0.1:7"]].concat());
+    says(&ends(&mut fetch, 3), &["no primary in the cluster", "has the snapshot's history"]);
+    assert!(!fs::exists(&to).unwrap() && !fs::exists(&conf).unwrap());
+}
