@@ -23,6 +23,7 @@
 //! - [`transports`]: which transports to the memory there are, and the command that reports them; [`probe`] measures
 //!   them.
 //! - [`snapshot`]: a source's snapshot as a file; [`cluster`]: clusters as a whole.
+//! - [`metrics`]: what agents show to Prometheus and probes.
 //! - [`volume`]: block devices in the memory of other hosts, as commands.
 //! - [`verify`], [`ready`], [`load`], [`module_file`], [`generate`]: further commands.
 #![forbid(unsafe_code)]
@@ -39,6 +40,7 @@ pub mod generate;
 mod growth;
 mod lanes;
 pub mod load;
+mod metrics;
 pub mod module_file;
 #[cfg(any(test, feature = "simulation"))]
 mod mutation;

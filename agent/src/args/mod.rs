@@ -9,6 +9,7 @@ mod fast_keys;
 mod fetch;
 mod generate;
 mod load;
+mod metrics;
 mod module;
 mod probe;
 mod rdma;
@@ -33,6 +34,7 @@ pub use self::{
     fetch::{ClusterNodeArgs, FetchArgs},
     generate::{GenerateArgs, Generated},
     load::{LoadArgs, ValueType},
+    metrics::MetricsArgs,
     module::{ModuleArgs, ModuleQuestion},
     probe::ProbeArgs,
     rdma::{CompletionChoice, RdmaEnd, RdmaOffer, RdmaRead},

@@ -4,7 +4,7 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use clap::{Args, ValueEnum};
 
-use super::{MonitorNameArgs, RdmaOffer, ReplicaNameArgs, SecurityArgs, WalkArgs, relay::parse_rate};
+use super::{MetricsArgs, MonitorNameArgs, RdmaOffer, ReplicaNameArgs, SecurityArgs, WalkArgs, relay::parse_rate};
 use crate::{
     conversation::certificate_roles::CertificateRoles,
     conversation::tokens::TokenFiles,
@@ -26,6 +26,10 @@ pub struct SourceArgs {
     /// give the address of an interface (or 0.0.0.0 for all) to serve others.
     #[arg(long, value_name = "ADDR:PORT", default_value = "127.0.0.1:7379", help_heading = "Serving")]
     pub listen: SocketAddr,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub metrics: MetricsArgs,
 
     #[command(flatten)]
     #[allow(missing_docs)]

@@ -16,7 +16,7 @@
 //!   [`probe_region`] exports scratch memory for `remora probe`.
 //! - [`answers`] describes the primary and whether it continues a history; [`questions`] bounds how often replicas make
 //!   the source ask it; [`rate`] measures how fast it writes;
-//!   [`status`] is for `remora status`.
+//!   [`status`] is for `remora status`, and [`metrics`](mod@metrics) for Prometheus and probes.
 //! - [`descriptors`] checks the limit of open descriptors.
 //! - [`topology`] decides which replica reads the snapshot from which other one.
 //! - `conversation::listener` tells control connections from data lanes on the source's one port.
@@ -29,6 +29,7 @@ mod descriptors;
 mod exports;
 pub(crate) mod gauge;
 pub(crate) mod machine;
+mod metrics;
 mod output_buffer;
 mod probe_region;
 mod questions;
@@ -46,7 +47,7 @@ use std::time::{Duration, Instant};
 use remora_fabric::{RegionId, Regions, TransportKind};
 use remora_protocol::{LossCause, Message, Offer, Phase, RefusalCode, Relays, Upstream};
 use remora_table::Origin;
-use tokio::sync::{Mutex, mpsc};
+use tokio::sync::{Mutex, mpsc, oneshot};
 
 use self::answers::{announce, as_others_reach_it, format_for, plan_of};
 use self::capture::{CaptureEvent, MethodHistory, ModuleRules};
@@ -67,6 +68,7 @@ use crate::conversation::tokens::TokenFiles;
 use crate::conversation::{Connection, Endpoint, Fault, Options, Protection, Role, Sender, derive};
 use crate::exit::Failure;
 use crate::lanes::LANES_LABEL;
+use crate::metrics::{Answer, Site};
 use crate::server::{Client, Facts, Server, Task};
 use crate::signals::{self, Signals};
 
@@ -103,6 +105,10 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     descriptors::check(args.max_replicas)?;
     let server = args.server.open(Task::Source)?;
     let facts = Facts::read(&mut server.connect().await?).await?;
+    let metrics = match args.metrics.metrics {
+        Some(address) => Some(crate::metrics::bind(address).await?),
+        None => None,
+    };
     let tables = Tables::create(&args, &facts, security.seals_tables(args.listen.ip())).await?;
     let (incoming, inbox) = mpsc::channel(INCOMING_LIMIT);
     let (captured, captures) = mpsc::unbounded_channel();
@@ -132,8 +138,10 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     };
     let machine = Machine::new(Instant::now(), rules, Backoff::from_system(), first_generation(), args.eager);
     let module_rules = Arc::new(ModuleRules::new(&args));
+    let metrics = metrics.map(|listener| metrics::serve(listener, incoming.clone()));
     let source = Source {
         args,
+        _metrics: metrics,
         tokens,
         module_rules,
         method_history: MethodHistory::default(),
@@ -171,6 +179,8 @@ pub(crate) enum Incoming {
     Learned(Box<(Facts, OutputBuffer)>),
     /// The primary has answered a question that the source asked for replicas.
     Answered(Answered),
+    /// Metrics are wanted.
+    Scraped(oneshot::Sender<Answer>),
     /// The probe region was exported, or why it was not.
     ProbeRegionReady { id: RegionId, exported: Result<(), remora_fabric::Error> },
 }
@@ -190,6 +200,7 @@ const TICK: Duration = Duration::from_millis(50);
 /// The driver: it owns what the source has, and performs the machine's actions.
 struct Source {
     args: SourceArgs,
+    _metrics: Option<Site>,
     tokens: TokenFiles,
     server: Server,
     facts: Facts,
@@ -299,6 +310,7 @@ impl Source {
                 self.facts = facts;
             }
             Incoming::Answered(answered) => questions::answered(self, answered),
+            Incoming::Scraped(to) => metrics::answer(self, to),
             Incoming::ProbeRegionReady { id, exported } => self.probe_region_ready(id, exported),
         }
     }

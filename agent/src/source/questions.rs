@@ -132,7 +132,7 @@ pub(crate) enum Answered {
 impl Source {
     /// Answers as soon as the primary has answered the source.
     pub(super) fn answer_hand_off(&mut self, session: Session, offset: u64) {
-        let (rate, history) = (self.rate.bytes_per_second(), self.machine.status().history_of(session));
+        let (rate, history) = (self.rate.highest(), self.machine.status().history_of(session));
         let batch = self.questions.put(session, HandOff { offset, history, rate });
         ask_about(self, batch);
     }

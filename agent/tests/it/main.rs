@@ -27,6 +27,7 @@ mod link;
 mod load;
 mod many;
 mod memory;
+mod metrics;
 mod module;
 mod module_load;
 mod module_memory;

@@ -77,10 +77,11 @@ impl Scene {
     }
 }
 
-/// A server on a host, with its files at a directory.
+/// A server on a host, with its files at a directory. It rewrites its log when it is told to, and not by itself: that
+/// would take the files away which a test is just reading.
 fn server(kind: Kind, host: &Host, directory: &Directory) -> Server {
     let builder = Server::builder(kind).on(host).config("dir", &directory.0).config("appendonly", "yes");
-    builder.config("appendfsync", "always").start().unwrap()
+    builder.config("appendfsync", "always").config("auto-aof-rewrite-percentage", 0).start().unwrap()
 }
 
 /// The file to which a server appends at present, below the directory of its files.

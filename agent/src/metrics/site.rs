@@ -1,0 +1,190 @@
+//! Site: the HTTP server of the metrics.
+
+use std::convert::Infallible;
+use std::future::Future;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http_body_util::Full;
+use hyper::body::{Bytes, Incoming};
+use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper::{Method, Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+
+use crate::exit::Failure;
+use crate::tasks::AbortOnDrop;
+
+/// What an agent says to those who watch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Answer {
+    /// The metrics as OpenMetrics text.
+    pub(crate) text: String,
+    /// Why the agent cannot do its work now.
+    pub(crate) not_ready: Option<String>,
+}
+
+/// Asks the agent. `None` if it does not answer.
+type Ask = Arc<dyn Fn() -> Pin<Box<dyn Future<Output = Option<Answer>> + Send>> + Send + Sync>;
+
+/// A site that is served until it is dropped.
+pub(crate) struct Site {
+    _task: AbortOnDrop,
+}
+
+/// Connections that are served at once. Prometheus opens one, and a probe another.
+const CONNECTIONS: usize = 16;
+
+/// How long a client may take for its request.
+const REQUEST_LIMIT: Duration = Duration::from_secs(5);
+
+/// How long a connection may last: a request, an answer, and a slow network.
+const CONNECTION_LIMIT: Duration = Duration::from_secs(30);
+
+/// How long the agent may take to answer: Prometheus waits for ten seconds, and a probe of Kubernetes for one.
+const ANSWER_LIMIT: Duration = Duration::from_secs(5);
+
+/// The pause after the system has refused a connection, for example because too many files are open.
+const PAUSE: Duration = Duration::from_millis(100);
+
+const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+const PLAIN: &str = "text/plain; charset=utf-8";
+
+/// Binds the port.
+///
+/// # Errors
+/// The address cannot be bound.
+pub(crate) async fn bind(address: SocketAddr) -> Result<TcpListener, Failure> {
+    TcpListener::bind(address).await.map_err(|error| {
+        Failure::local(format!("no metrics at {address}: {error}; set another address with --metrics"))
+    })
+}
+
+impl Site {
+    /// Serves what `ask` answers.
+    pub(crate) fn serve<F>(listener: TcpListener, ask: impl Fn() -> F + Send + Sync + 'static) -> Site
+    where
+        F: Future<Output = Option<Answer>> + Send + 'static,
+    {
+        let ask: Ask = Arc::new(move || Box::pin(ask()));
+        let task = tokio::spawn(async move {
+            let places = Arc::new(Semaphore::new(CONNECTIONS));
+            loop {
+                // Further clients wait in the kernel's queue.
+                let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
+                match listener.accept().await {
+                    Ok((stream, _)) => {
+                        let ask = Arc::clone(&ask);
+                        tokio::spawn(async move {
+                            let _ = tokio::time::timeout(CONNECTION_LIMIT, converse(stream, ask)).await;
+                            drop(place);
+                        });
+                    }
+                    Err(error) => {
+                        tracing::warn!(%error, "a connection for metrics was not accepted");
+                        tokio::time::sleep(PAUSE).await;
+                    }
+                }
+            }
+        });
+        Site { _task: AbortOnDrop::new(&task) }
+    }
+}
+
+async fn converse(stream: TcpStream, ask: Ask) {
+    let service = service_fn(move |request| answer(request, Arc::clone(&ask)));
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(REQUEST_LIMIT)
+        .keep_alive(false)
+        .serve_connection(TokioIo::new(stream), service);
+    if let Err(error) = connection.await {
+        tracing::debug!(%error, "a request for metrics");
+    }
+}
+
+async fn answer(request: Request<Incoming>, ask: Ask) -> Result<Response<Full<Bytes>>, Infallible> {
+    let (status, kind, text) = match (request.method(), request.uri().path()) {
+        (&Method::GET | &Method::HEAD, path @ ("/metrics" | "/healthz" | "/readyz")) => {
+            let asked = tokio::time::timeout(ANSWER_LIMIT, ask()).await.ok().flatten();
+            match (path, asked) {
+                (_, None) => (StatusCode::SERVICE_UNAVAILABLE, PLAIN, "the agent does not answer\n".to_owned()),
+                ("/metrics", Some(answer)) => (StatusCode::OK, OPENMETRICS, answer.text),
+                ("/readyz", Some(Answer { not_ready: Some(why), .. })) => {
+                    (StatusCode::SERVICE_UNAVAILABLE, PLAIN, format!("{why}\n"))
+                }
+                _ => (StatusCode::OK, PLAIN, "ok\n".to_owned()),
+            }
+        }
+        (&Method::GET | &Method::HEAD, _) => {
+            (StatusCode::NOT_FOUND, PLAIN, "there are /metrics, /healthz and /readyz\n".to_owned())
+        }
+        _ => (StatusCode::METHOD_NOT_ALLOWED, PLAIN, "only GET and HEAD\n".to_owned()),
+    };
+    let mut response = Response::new(Full::new(Bytes::from(text)));
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+    Ok(response)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    use super::*;
+
+    async fn get(address: SocketAddr, request: &str) -> String {
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).await.unwrap();
+        text
+    }
+
+    async fn site(answer: Option<Answer>) -> (Site, SocketAddr) {
+        let listener = bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        (Site::serve(listener, move || std::future::ready(answer.clone())), address)
+    }
+
+    #[tokio::test]
+    async fn each_path_has_its_answer() {
+        let answer =
+            |not_ready: Option<&str>| Some(Answer { text: "# EOF\n".into(), not_ready: not_ready.map(Into::into) });
+        let (_site, ready) = site(answer(None)).await;
+        let (_other, waiting) = site(answer(Some("the server is gone"))).await;
+        let (_silent, silent) = site(None).await;
+        for (at, path, status, text) in [
+            (ready, "/metrics", 200, "# EOF"),
+            (ready, "/readyz", 200, "ok"),
+            (waiting, "/readyz", 503, "the server is gone"),
+            (waiting, "/healthz", 200, "ok"),
+            (waiting, "/metrics", 200, "# EOF"),
+            (silent, "/healthz", 503, "does not answer"),
+            (ready, "/", 404, "/metrics"),
+        ] {
+            let said = get(at, &format!("GET {path} HTTP/1.1\r\nHost: a\r\n\r\n")).await;
+            assert!(said.starts_with(&format!("HTTP/1.1 {status} ")) && said.contains(text), "{path}: {said}");
+        }
+        let said = get(ready, "POST /metrics HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n").await;
+        assert!(said.starts_with("HTTP/1.1 405 "), "{said}");
+    }
+
+    #[tokio::test]
+    async fn what_is_not_http_ends_the_connection_and_nothing_else() {
+        let (_site, address) = site(Some(Answer { text: String::new(), not_ready: None })).await;
+        for request in ["\0\0\0\0\r\n\r\n", "GET\r\n\r\n", &format!("GET /{} HTTP/1.1\r\n\r\n", "a".repeat(1 << 20))] {
+            let mut stream = TcpStream::connect(address).await.unwrap();
+            let _ = stream.write_all(request.as_bytes()).await;
+            let _ = stream.read_to_end(&mut Vec::new()).await;
+        }
+        assert!(get(address, "GET /healthz HTTP/1.0\r\n\r\n").await.contains("ok"));
+    }
+}
