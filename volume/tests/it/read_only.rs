@@ -17,7 +17,7 @@ use remora_volume::server::ServerOptions;
 use remora_volume::wire::{Call, Cause, Mode, Reply};
 use remora_wire::derive;
 
-use crate::calls::{Hand, calls_of};
+use crate::calls::{Hand, calls_of, calls_of_server};
 use crate::cluster::{Cluster, far_options, options, security, server_options, until};
 use crate::files::{formatted, make, open, put};
 use crate::processes::Remotes;
@@ -262,15 +262,12 @@ fn a_connection_for_reading_is_for_nothing_else() {
     let before = server.standing(cluster.shape.volume()).unwrap();
     let holder = before.promised.unwrap();
     let shape = cluster.shape;
-    let of_server = [
-        Call::Status { shape },
-        Call::Scrub { shape },
-        Call::Remove { shape, takes_over: true },
-        Call::Grow { shape, takes_over: true },
-    ];
-    for (call, blocks) in calls_of(shape, holder).into_iter().chain(of_server.map(|call| (call, 0))) {
+    for (call, blocks) in calls_of(shape, holder).into_iter().chain(calls_of_server(shape)) {
         let hand = Hand::open(server, cluster.shape, Mode::Read);
-        hand.is_refused(&call, blocks, Cause::Misuse);
+        let text = hand.is_refused(&call, blocks, Cause::Misuse);
+        let says_why =
+            matches!(call, Call::Open { .. } | Call::Pull { .. } | Call::Follow(_)) || text.contains("is for reading");
+        assert!(says_why, "{call:?}: {text}");
         // Also after it was granted the region.
         let hand = Hand::open(server, cluster.shape, Mode::Read);
         assert!(matches!(hand.ask(&Call::Look, 0), Some(Reply::Attached { .. })));
@@ -278,6 +275,28 @@ fn a_connection_for_reading_is_for_nothing_else() {
     }
     for mode in [Mode::Write, Mode::Borrow] {
         Hand::open(server, cluster.shape, mode).is_refused(&Call::Look, 0, Cause::Misuse);
+    }
+    assert_eq!(server.standing(cluster.shape.volume()).unwrap(), before);
+    volume.write(3, vec![8; 4096]).unwrap();
+    assert!(volume.end().is_none());
+}
+
+/// Another server borrows blocks by it, or follows the writer's chain.
+#[test]
+fn a_connection_for_loans_is_for_nothing_else() {
+    let cluster = cluster(100);
+    let volume = cluster.open().unwrap();
+    volume.write(3, vec![7; 4096]).unwrap();
+    let server = cluster.servers[0].as_ref().unwrap();
+    let before = server.standing(cluster.shape.volume()).unwrap();
+    let (shape, holder) = (cluster.shape, before.promised.unwrap());
+    let is_for_it = |call: &Call| matches!(call, Call::Lend { .. } | Call::Follow(_));
+    let calls = calls_of(shape, holder).into_iter().chain(calls_of_server(shape)).chain([(Call::Look, 0)]);
+    for (call, blocks) in calls.filter(|(call, _)| !is_for_it(call)) {
+        let hand = Hand::open(server, cluster.shape, Mode::Borrow);
+        let text = hand.is_refused(&call, blocks, Cause::Misuse);
+        let says_why = matches!(call, Call::Open { .. } | Call::Pull { .. }) || text.contains("is for loans");
+        assert!(says_why, "{call:?}: {text}");
     }
     assert_eq!(server.standing(cluster.shape.volume()).unwrap(), before);
     volume.write(3, vec![8; 4096]).unwrap();
