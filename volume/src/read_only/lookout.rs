@@ -188,7 +188,8 @@ impl Lookout {
             let why = match self.open() {
                 Ok((caller, copy)) => {
                     let transport = copy.transport();
-                    tracing::info!(server = %self.address, %transport, "a copy can be read");
+                    let connected_in = copy.took();
+                    tracing::info!(server = %self.address, %transport, ?connected_in, "a copy can be read");
                     (pause, said) = (FIRST_PAUSE, String::new());
                     self.watch(&caller, &copy)
                 }
