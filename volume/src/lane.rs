@@ -1,7 +1,7 @@
 //! Lane: a connection to a region at the other end of a messenger's connection, over the nearest transport.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use remora_fabric::shm::ShmConnector;
 use remora_fabric::tcp::{TcpConnector, TcpOptions};
@@ -34,6 +34,8 @@ pub(crate) struct Laid {
     pub(crate) transport: TransportKind,
     /// Why nearer transports were passed over; empty if none was.
     pub(crate) why: String,
+    /// How long it took to connect by that transport.
+    pub(crate) took: Duration,
 }
 
 impl Lane<'_> {
@@ -51,8 +53,11 @@ impl Lane<'_> {
         let keys: Vec<RegionKey> = keys.iter().filter_map(|key| RegionKey::from_bytes(key.clone()).ok()).collect();
         let mut why = Vec::new();
         for kind in self.transports {
+            let began = Instant::now();
             match self.connect_by(*kind, connection, (session, &secret, &keys), sink) {
-                Ok(peer) => return Ok(Laid { peer, transport: *kind, why: why.join("; ") }),
+                Ok(peer) => {
+                    return Ok(Laid { peer, transport: *kind, why: why.join("; "), took: began.elapsed() });
+                }
                 Err(error) => why.push(format!("{kind}: {error}")),
             }
         }

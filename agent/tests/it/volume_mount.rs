@@ -8,6 +8,7 @@ use std::thread::JoinHandle;
 
 use remora_lab::server::wait_until;
 use remora_lab::{Agent, Kind, Server, require};
+use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 use rustix::process::Signal;
 
@@ -69,6 +70,37 @@ fn files_are_made_written_unmounted_and_found_again_by_commands() {
     assert_eq!(names, ["folder", "link", "symlink"]);
     directory.unmount();
     says(&ends(&mut mounted, 0), &["unmounted"]);
+}
+
+/// What a process has written is data for `SEEK_DATA`, also as long as only the page cache has it.
+#[test]
+fn what_was_written_is_not_taken_for_a_hole() {
+    let (Some(()), Some(())) = (require::root(), require::fuse()) else { return };
+    let scene = Scene::new(None, &[]);
+    let file = scene.create("holes.volume");
+    scene.end(&["format", &file, "--take-over"], 0);
+    let hole = 1 << 20;
+    for (number, ways) in
+        [&[][..], &["--no-ring"], &["--write-through"], &["--write-through", "--no-ring"]].iter().enumerate()
+    {
+        let (mut mounted, directory) =
+            mount(&scene, &file, &format!("mnt-{number}"), &[&["--take-over"][..], ways].concat());
+        let file = fs::File::create(directory.at("sparse")).unwrap();
+        file.set_len(3 * hole).unwrap();
+        file.write_all_at(b"written", hole).unwrap();
+        let finds = |to| seek(&file, to).unwrap();
+        let is_found = (finds(SeekFrom::Data(0)), finds(SeekFrom::Hole(hole)), finds(SeekFrom::Data(hole)));
+        // Clusters of 64 KiB have data or not.
+        let wanted = match ways.contains(&"--write-through") {
+            true => (hole, hole + (64 << 10), hole),
+            false => (0, 3 * hole, hole),
+        };
+        assert_eq!(is_found, wanted, "{ways:?}");
+        assert_eq!(seek(&file, SeekFrom::Data(3 * hole)), Err(Errno::NXIO));
+        drop(file);
+        mounted.signal(Signal::TERM).unwrap();
+        ends(&mut mounted, 0);
+    }
 }
 
 /// Sets one key after the other, and notes those that the server has acknowledged.

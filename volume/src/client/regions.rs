@@ -96,8 +96,8 @@ impl Opening {
         });
         let server = self.connection.peer();
         match &opened {
-            Ok((Laid { transport, why, .. }, _)) => {
-                tracing::info!(%server, %transport, why, "a copy is read without asking");
+            Ok((Laid { transport, why, took, .. }, _)) => {
+                tracing::info!(%server, %transport, connected_in = ?took, why, "a copy is read without asking");
             }
             Err(error) => tracing::debug!(%server, error, "a copy cannot be read without asking"),
         }

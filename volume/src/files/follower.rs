@@ -1,22 +1,38 @@
 //! Follower: the files of a volume on a host that only reads. It reads one copy, one-sided, and costs the writer
 //! nothing.
 //!
-//! A copy is a prefix of what the writer says, at every moment. So after a read of the data, the log of the same copy
-//! tells whether the blocks still belonged to the file: what gives a cluster to another file is written before the
-//! other file's data. The log is therefore read again after the data, and the data once more if it has changed.
+//! ```text
+//!   read:  names ──▶ blocks ──▶ is one newer than the names? ── no ──▶ done
+//!            ▲                          │ yes
+//!            ╰── has it changed? ◀── look: the log, and then the head
+//! ```
+//!
+//! A copy is a prefix of what the writer says, at every moment, and each block comes with the write that it is of. A
+//! *look* reads the log to its end. It notes before which write had been applied; the names then have every change up to
+//! that write, as the copy had all of the log up to there. The head is read after the log: if it still names that area,
+//! the area was not used again before the log was read.
+//!
+//! Bytes are read by the places that the names tell. If no block is newer than the names, all of them are the file's:
+//! what gives a cluster to another file is written before the other file's data, or together with it. Nothing else is
+//! read then. Otherwise a look follows that begins after the blocks were read, and if it finds that the file has other
+//! places now, its bytes are read once more. One look serves all reads that have got their blocks before it began.
+//!
+//! Threads read side by side. The names are locked while they are asked or changed, and not while anything is fetched.
 //!
 //! What is seen may be not acknowledged yet. If its writer dies, the next one may undo it. Then the history of the copy
 //! is another one, and all names are read again.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
 use crate::message::State;
-use crate::names::layout::Head;
+use crate::names::layout::{Geometry, Head};
 use crate::names::record::Malformed;
 use crate::names::{Attr, Listed, NamesError, Run, Usage, View};
 use crate::reader::{Found, InPlace, ReaderError};
 use crate::shape::BLOCK_BYTES;
-use crate::version::Version;
+use crate::version::{Generation, Version};
 
 use super::FilesError;
 use super::parts::{Piece, blocks_of, clusters_of, pieces};
@@ -32,46 +48,81 @@ pub enum BlocksError {
     Failed(String),
 }
 
-/// The blocks of one copy, read one-sided. Each block is one that was written. What is read later is not older.
-pub trait Blocks: Send {
-    /// Reads whole blocks. Returns the history to which they belong: another number says that writes which were read
-    /// before may be undone.
+/// Of which writes blocks were that were read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Seen {
+    /// The last write of any of them.
+    pub newest: Version,
+    /// What the copy had applied after they were read. Its generation is the history to which they belong: another one
+    /// says that writes which were read before may be undone.
+    pub applied: Version,
+}
+
+impl Seen {
+    fn history(self) -> Generation {
+        history(self.applied)
+    }
+}
+
+/// The blocks of one copy, read one-sided, by any number of threads. Each block is one that was written. What is read
+/// later is not older.
+pub trait Blocks: Send + Sync {
+    /// Reads whole blocks.
     ///
     /// # Errors
     /// [`BlocksError`].
-    fn read(&mut self, first: u64, into: &mut [u8]) -> Result<u64, BlocksError>;
+    fn read(&self, first: u64, into: &mut [u8]) -> Result<Seen, BlocksError>;
 }
 
 /// A copy of this host.
 impl Blocks for InPlace {
-    fn read(&mut self, first: u64, into: &mut [u8]) -> Result<u64, BlocksError> {
-        history_of(self.blocks(first, into))
+    fn read(&self, first: u64, into: &mut [u8]) -> Result<Seen, BlocksError> {
+        seen_of(self.blocks(first, into))
     }
 }
 
-fn history_of(found: Result<Found, ReaderError>) -> Result<u64, BlocksError> {
-    let Found { line, .. } = found.map_err(|error| match error {
+fn seen_of(found: Result<Found, ReaderError>) -> Result<Seen, BlocksError> {
+    let found = found.map_err(|error| match error {
         ReaderError::Torn { .. } | ReaderError::TornLine => BlocksError::Again(error.to_string()),
         error => BlocksError::Failed(error.to_string()),
     })?;
     // A copy that is behind takes blocks in any order.
-    if line.state != State::Whole {
+    if found.line.state != State::Whole {
         return Err(BlocksError::Again("the copy is behind: its server takes what it lacks".into()));
     }
-    Ok(history(line.applied))
+    Ok(Seen { newest: found.newest(), applied: found.line.applied })
 }
 
 /// The history to which a whole copy belongs that has applied this write. A writer's first word is at every copy before
 /// anything of it is, and after all that it undoes.
-pub(crate) fn history(applied: Version) -> u64 {
-    applied.generation().number().into()
+pub(crate) fn history(applied: Version) -> Generation {
+    applied.generation()
 }
 
 /// The files of a volume, as one copy has them.
 pub struct Follower {
     blocks: Box<dyn Blocks>,
+    names: RwLock<Names>,
+    /// Held during a look.
+    looks: Mutex<Looks>,
+    /// How many looks were begun.
+    begun: AtomicU64,
+    /// The last write that was seen to be applied.
+    applied: AtomicU64,
+}
+
+/// Names that were read.
+struct Names {
     view: View,
-    history: u64,
+    history: Generation,
+    /// The view has every change up to this write.
+    through: Version,
+}
+
+#[derive(Default)]
+struct Looks {
+    /// The number of the last one that has succeeded.
+    done: u64,
 }
 
 /// Why a look at the log ended early.
@@ -87,106 +138,68 @@ impl From<BlocksError> for Stop {
     }
 }
 
+/// Where a file was when its bytes were read.
+struct Place {
+    size: u64,
+    runs: Vec<Run>,
+    geometry: Geometry,
+    history: Generation,
+    through: Version,
+}
+
+impl Place {
+    /// Whether bytes that were read by this place are the file's if it is there now. A file that has become longer still
+    /// has these blocks.
+    fn is_still(&self, now: &Place) -> bool {
+        now.runs == self.runs && now.size >= self.size && now.history == self.history
+    }
+}
+
 impl Follower {
     /// Reads all names.
     ///
     /// # Errors
     /// [`FilesError`].
-    pub fn open(mut blocks: Box<dyn Blocks>) -> Result<Follower, FilesError> {
-        let (head, history) = match read_head(&mut *blocks) {
-            Ok(found) => found,
-            Err(Stop::Anew) => return Err(FilesError::Damaged(NEVER_STILL)),
-            Err(Stop::Error(error)) => return Err(error),
-        };
-        let mut follower = Follower { blocks, view: View::new(head), history };
-        follower.load()?;
-        Ok(follower)
+    pub fn open(blocks: Box<dyn Blocks>) -> Result<Follower, FilesError> {
+        let applied = AtomicU64::new(Version::NONE.word());
+        let names = RwLock::new(load(&*blocks, &applied)?);
+        Ok(Follower { blocks, names, looks: Mutex::default(), begun: AtomicU64::new(0), applied })
     }
 
     /// Reads what has changed. Returns whether anything has.
     ///
     /// # Errors
     /// [`FilesError`].
-    pub fn poll(&mut self) -> Result<bool, FilesError> {
-        match self.follow() {
+    pub fn poll(&self) -> Result<bool, FilesError> {
+        self.look(&mut self.looks())
+    }
+
+    fn looks(&self) -> MutexGuard<'_, Looks> {
+        self.looks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A look that has begun after this call did, perhaps by another thread.
+    fn look_after(&self) -> Result<(), FilesError> {
+        let begun = self.begun.load(Ordering::Acquire);
+        let mut looks = self.looks();
+        if looks.done > begun { Ok(()) } else { self.look(&mut looks).map(drop) }
+    }
+
+    fn look(&self, looks: &mut Looks) -> Result<bool, FilesError> {
+        let number = self.begun.fetch_add(1, Ordering::AcqRel) + 1;
+        let looked = match follow(&*self.blocks, &self.names, &self.applied) {
             Ok(has_changed) => Ok(has_changed),
             Err(Stop::Error(error)) => Err(error),
-            Err(Stop::Anew) => self.load().map(|()| true),
+            // Until all names are read, those of before are shown.
+            Err(Stop::Anew) => load(&*self.blocks, &self.applied).map(|names| {
+                *write(&self.names) = names;
+                true
+            }),
+        };
+        if looked.is_ok() {
+            looks.done = number;
         }
-    }
-
-    /// Reads all names, from the beginning. Until all of them are read, those of before are shown.
-    fn load(&mut self) -> Result<(), FilesError> {
-        let empty = View::new(*self.view.head());
-        let (names, history) = (std::mem::replace(&mut self.view, empty), self.history);
-        let loaded = self.load_here();
-        if loaded.is_err() {
-            (self.view, self.history) = (names, history);
-        }
-        loaded
-    }
-
-    /// As [`Follower::load`]. After an error, the names are half read.
-    fn load_here(&mut self) -> Result<(), FilesError> {
-        for _ in 0..TRIES {
-            let loaded = read_head(&mut *self.blocks).and_then(|(head, history)| {
-                (self.view, self.history) = (View::new(head), history);
-                self.catch_up()
-            });
-            match loaded {
-                Ok(_) if self.view.is_complete() => return Ok(()),
-                Ok(_) | Err(Stop::Anew) => std::thread::sleep(PAUSE),
-                Err(Stop::Error(error)) => return Err(error),
-            }
-        }
-        Err(FilesError::Damaged(NEVER_STILL))
-    }
-
-    fn follow(&mut self) -> Result<bool, Stop> {
-        let (head, history) = read_head(&mut *self.blocks)?;
-        if history != self.history || head.geometry != self.view.head().geometry {
-            return Err(Stop::Anew);
-        }
-        let has_changed = self.catch_up()?;
-        if head.lap == self.view.head().lap {
-            return Ok(has_changed);
-        }
-        // The log that was followed is at its end, unless its area is used for the next image already.
-        if !self.view.go_on(head) {
-            return Err(Stop::Anew);
-        }
-        Ok(self.catch_up()? || has_changed)
-    }
-
-    /// Reads up to the end of the log. Returns whether there was anything.
-    fn catch_up(&mut self) -> Result<bool, Stop> {
-        let before = self.view.position();
-        let (mut tries, mut count) = (0, FIRST_BLOCKS);
-        self.view.look_again();
-        loop {
-            let (first, most) = self.view.wants();
-            let mut blocks = vec![0; most.min(count) as usize * BLOCK_BYTES];
-            if !blocks.is_empty() {
-                self.read_blocks(first, &mut blocks)?;
-            }
-            match self.view.push(&blocks) {
-                Ok(false) => return Ok(self.view.position() != before),
-                Ok(true) if blocks.is_empty() => return Err(Stop::Anew),
-                Ok(true) => count = MORE_BLOCKS,
-                // A frame of several blocks was read while it was written, or the area is used anew.
-                Err(_) if tries < TRIES_OF_A_FRAME => {
-                    tries += 1;
-                    self.view.look_again();
-                    std::thread::sleep(PAUSE);
-                }
-                Err(_) => return Err(Stop::Anew),
-            }
-        }
-    }
-
-    fn read_blocks(&mut self, first: u64, into: &mut [u8]) -> Result<(), Stop> {
-        let history = again(|| self.blocks.read(first, into))?;
-        if history == self.history { Ok(()) } else { Err(Stop::Anew) }
+        looked
     }
 
     /// What an entry of a directory stands for.
@@ -194,7 +207,7 @@ impl Follower {
     /// # Errors
     /// [`FilesError`].
     pub fn lookup(&self, parent: u64, name: &[u8]) -> Result<Attr, FilesError> {
-        Ok(self.view.lookup(parent, name)?)
+        Ok(self.names().view.lookup(parent, name)?)
     }
 
     /// What is known of an inode.
@@ -202,7 +215,7 @@ impl Follower {
     /// # Errors
     /// [`FilesError`].
     pub fn getattr(&self, ino: u64) -> Result<Attr, FilesError> {
-        Ok(self.view.attr(ino)?)
+        Ok(self.names().view.attr(ino)?)
     }
 
     /// The target of a symbolic link.
@@ -210,7 +223,7 @@ impl Follower {
     /// # Errors
     /// [`FilesError`].
     pub fn readlink(&self, ino: u64) -> Result<Vec<u8>, FilesError> {
-        Ok(self.view.target(ino)?.to_vec())
+        Ok(self.names().view.target(ino)?.to_vec())
     }
 
     /// Entries of a directory behind the position `after`, until `each` says `false`.
@@ -218,40 +231,44 @@ impl Follower {
     /// # Errors
     /// [`FilesError`].
     pub fn readdir(&self, ino: u64, after: u64, each: impl FnMut(Listed<'_>) -> bool) -> Result<(), FilesError> {
-        Ok(self.view.list(ino, after, each)?)
+        Ok(self.names().view.list(ino, after, each)?)
     }
 
     /// How much of the volume is used.
     pub fn statfs(&self) -> Usage {
-        self.view.usage()
+        self.names().view.usage()
     }
 
-    /// Reads bytes; less at the end of the file. They are of a file that was there after this call began.
+    fn names(&self) -> RwLockReadGuard<'_, Names> {
+        read(&self.names)
+    }
+
+    /// Reads bytes; less at the end of the file. They are of the file as it was at the last look, or later.
     ///
     /// # Errors
     /// [`FilesError`].
-    pub fn read(&mut self, ino: u64, offset: u64, length: u32) -> Result<Vec<u8>, FilesError> {
+    pub fn read(&self, ino: u64, offset: u64, length: u32) -> Result<Vec<u8>, FilesError> {
         let asked = offset..offset.saturating_add(length.into());
         for _ in 0..TRIES {
             let before = self.place_of(ino, &asked)?;
-            let (size, runs) = &before;
-            let range = asked.start.min(*size)..asked.end.min(*size);
+            let range = asked.start.min(before.size)..asked.end.min(before.size);
             let blocks = blocks_of(&range);
             let mut data = vec![0; ((blocks.end - blocks.start) as usize) * BLOCK_BYTES];
-            let mut is_of_one_history = true;
-            for Piece { first, count, at } in pieces(self.view.head().geometry, runs, blocks.clone()) {
+            let (mut is_of_one_history, mut newest) = (true, Version::NONE);
+            for Piece { first, count, at } in pieces(before.geometry, &before.runs, blocks.clone()) {
                 let start = (first - blocks.start) as usize * BLOCK_BYTES;
                 let Some(at) = at else { continue };
-                match self.read_blocks(at, &mut data[start..start + count as usize * BLOCK_BYTES]) {
-                    Ok(()) => {}
-                    Err(Stop::Anew) => is_of_one_history = false,
-                    Err(Stop::Error(error)) => return Err(error),
-                }
+                let into = &mut data[start..start + count as usize * BLOCK_BYTES];
+                let seen = again(|| self.blocks.read(at, into), &self.applied)
+                    .map_err(|error| FilesError::Blocks(error.to_string()))?;
+                is_of_one_history &= seen.history() == before.history;
+                newest = newest.max(seen.newest);
             }
-            self.poll()?;
-            // A file that has become longer still has these blocks.
-            let after = self.place_of(ino, &asked)?;
-            if is_of_one_history && after.1 == before.1 && after.0 >= before.0 {
+            let is_good = is_of_one_history && newest <= before.through || {
+                self.look_after()?;
+                before.is_still(&self.place_of(ino, &asked)?) && is_of_one_history
+            };
+            if is_good {
                 let skipped = (range.start % BLOCK_BYTES as u64) as usize;
                 data.truncate(skipped + (range.end - range.start) as usize);
                 data.drain(..skipped.min(data.len()));
@@ -261,23 +278,107 @@ impl Follower {
         Err(FilesError::Blocks(format!("inode {ino} was changed each of the {TRIES} times that it was read")))
     }
 
-    fn place_of(&self, ino: u64, bytes: &std::ops::Range<u64>) -> Result<(u64, Vec<Run>), NamesError> {
-        self.view.file(ino, clusters_of(&blocks_of(bytes)))
+    fn place_of(&self, ino: u64, bytes: &std::ops::Range<u64>) -> Result<Place, NamesError> {
+        let Names { view, history, through } = &*self.names();
+        let (size, runs) = view.file(ino, clusters_of(&blocks_of(bytes)))?;
+        Ok(Place { size, runs, geometry: view.head().geometry, history: *history, through: *through })
+    }
+}
+
+fn read(names: &RwLock<Names>) -> RwLockReadGuard<'_, Names> {
+    names.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn write(names: &RwLock<Names>) -> RwLockWriteGuard<'_, Names> {
+    names.write().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Reads all names, from the beginning.
+fn load(blocks: &dyn Blocks, applied: &AtomicU64) -> Result<Names, FilesError> {
+    for _ in 0..TRIES {
+        let loaded = read_head(blocks, applied).and_then(|(head, history)| {
+            let names = RwLock::new(Names { view: View::new(head), history, through: Version::NONE });
+            follow(blocks, &names, applied)?;
+            Ok(names.into_inner().unwrap_or_else(PoisonError::into_inner))
+        });
+        match loaded {
+            Ok(names) if names.view.is_complete() => return Ok(names),
+            Ok(_) | Err(Stop::Anew) => std::thread::sleep(PAUSE),
+            Err(Stop::Error(error)) => return Err(error),
+        }
+    }
+    Err(FilesError::Damaged(NEVER_STILL))
+}
+
+/// Reads up to the end of the log, and goes on behind images that were made meanwhile. Returns whether there was
+/// anything. One thread at a time.
+fn follow(blocks: &dyn Blocks, names: &RwLock<Names>, applied: &AtomicU64) -> Result<bool, Stop> {
+    let through = Version::from_word(applied.load(Ordering::Acquire)).unwrap_or(Version::NONE);
+    let mut has_changed = false;
+    for _ in 0..TRIES {
+        has_changed |= catch_up(blocks, names, applied)?;
+        // After the log: see the module's text.
+        let (head, history) = read_head(blocks, applied)?;
+        let mut names = write(names);
+        if history != names.history || head.geometry != names.view.head().geometry {
+            return Err(Stop::Anew);
+        }
+        if head.lap == names.view.head().lap {
+            names.through = names.through.max(through);
+            return Ok(has_changed);
+        }
+        // The log that was followed is at its end, unless its area is used for the next image already.
+        if !names.view.is_followed_by(&head) {
+            return Err(Stop::Anew);
+        }
+        names.view.go_on(head);
+    }
+    Err(Stop::Anew)
+}
+
+/// Reads up to the end of the log in one area. Returns whether there was anything.
+fn catch_up(blocks: &dyn Blocks, names: &RwLock<Names>, applied: &AtomicU64) -> Result<bool, Stop> {
+    let (before, history) = {
+        let mut names = write(names);
+        names.view.look_again();
+        (names.view.position(), names.history)
+    };
+    let (mut tries, mut count) = (0, FIRST_BLOCKS);
+    loop {
+        let (first, most) = read(names).view.wants();
+        let mut found = vec![0; most.min(count) as usize * BLOCK_BYTES];
+        if !found.is_empty() && again(|| blocks.read(first, &mut found), applied)?.history() != history {
+            return Err(Stop::Anew);
+        }
+        let mut names = write(names);
+        match names.view.push(&found) {
+            Ok(false) => return Ok(names.view.position() != before),
+            Ok(true) if found.is_empty() => return Err(Stop::Anew),
+            Ok(true) => count = MORE_BLOCKS,
+            // A frame of several blocks was read while it was written, or the area is used anew.
+            Err(_) if tries < TRIES_OF_A_FRAME => {
+                tries += 1;
+                names.view.look_again();
+                drop(names);
+                std::thread::sleep(PAUSE);
+            }
+            Err(_) => return Err(Stop::Anew),
+        }
     }
 }
 
 /// The head, and the history to which it belongs.
-fn read_head(blocks: &mut dyn Blocks) -> Result<(Head, u64), Stop> {
+fn read_head(blocks: &dyn Blocks, applied: &AtomicU64) -> Result<(Head, Generation), Stop> {
     let mut block = vec![0; BLOCK_BYTES];
-    let history = again(|| blocks.read(0, &mut block))?;
+    let seen = again(|| blocks.read(0, &mut block), applied)?;
     match Head::parse(&block) {
-        Ok(head) => Ok((head, history)),
+        Ok(head) => Ok((head, seen.history())),
         Err(error) => Err(Stop::Error(error.into())),
     }
 }
 
-/// Reads again what was being written.
-fn again(mut read: impl FnMut() -> Result<u64, BlocksError>) -> Result<u64, BlocksError> {
+/// Reads again what was being written, and notes what is applied.
+fn again(mut read: impl FnMut() -> Result<Seen, BlocksError>, applied: &AtomicU64) -> Result<Seen, BlocksError> {
     let mut tries = 0;
     loop {
         match read() {
@@ -285,7 +386,9 @@ fn again(mut read: impl FnMut() -> Result<u64, BlocksError>) -> Result<u64, Bloc
                 tries += 1;
                 std::thread::sleep(PAUSE);
             }
-            result => return result,
+            result => {
+                return result.inspect(|seen| _ = applied.fetch_max(seen.applied.word(), Ordering::AcqRel));
+            }
         }
     }
 }

@@ -48,7 +48,7 @@ use self::core::Core;
 pub use self::disk::{Disk, DiskDone};
 pub use self::error::FilesError;
 pub(crate) use self::follower::history;
-pub use self::follower::{Blocks, BlocksError, Follower};
+pub use self::follower::{Blocks, BlocksError, Follower, Seen};
 pub use self::image::Image;
 use self::parts::Content;
 use crate::names::layout::CLUSTER_BYTES;

@@ -85,7 +85,7 @@ impl MountedFiles {
         options: &SessionOptions,
     ) -> Result<MountedFiles, MountError> {
         let files = Arc::new(Files::open_ahead(volume, ahead)?);
-        let served = Arc::new(Served(Arc::downgrade(&files)));
+        let served = Arc::new(Served { files: Arc::downgrade(&files), is_written_back: options.write_back });
         let options = SessionOptions { lists_attributes: true, ..options.clone() };
         let session = Session::start(directory, served, &options)?;
         Ok(Mounted { session: Some(session), contents: Some(files) })
@@ -174,11 +174,15 @@ pub enum MountError {
 }
 
 /// The files, as the kernel asks for them. It holds them weakly: they are dropped by their owner alone.
-struct Served(Weak<Files>);
+struct Served {
+    files: Weak<Files>,
+    /// The kernel keeps writes in its page cache.
+    is_written_back: bool,
+}
 
 impl Served {
     fn files(&self) -> Result<Arc<Files>, Errno> {
-        self.0.upgrade().ok_or(Errno::IO)
+        self.files.upgrade().ok_or(Errno::IO)
     }
 
     /// Answers at once.
@@ -233,7 +237,7 @@ impl Served {
         A: FnOnce(&Files, T) -> Result<R, FilesError> + Send + 'static,
         F: FnOnce(Result<R, FilesError>) + Send + 'static,
     {
-        let weak = Weak::clone(&self.0);
+        let weak = Weak::clone(&self.files);
         move |result| {
             let files = weak.upgrade().ok_or(FilesError::Names(names::NamesError::Stale(node)));
             then(result.and_then(|changed| ask(&*files?, changed)));
@@ -468,7 +472,12 @@ impl FileSystem for Served {
         self.change(answer, |files, done| files.fallocate(asked.node, asked.offset, asked.length, how, done));
     }
 
+    /// What the page cache has not written back is not known here, and the kernel does not write it back before it asks.
+    /// With such a cache it is told to take each file as data up to its end, as other file systems without holes do.
     fn seek(&self, asked: Seek, answer: Answer<'_, Position>) {
+        if self.is_written_back {
+            return answer.fail(Errno::NOSYS);
+        }
         let found = self.files().and_then(|files| {
             let found = files.seek(asked.node, asked.offset, !asked.for_data).map_err(|error| error.errno())?;
             found.map(Position).ok_or(Errno::NXIO)

@@ -5,7 +5,7 @@
 //! a page of before beside one of after. The kernel refuses changes with `EROFS`.
 
 use std::path::Path;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -38,7 +38,7 @@ impl FollowedFiles {
         options: &SessionOptions,
     ) -> Result<FollowedFiles, MountError> {
         let followed = Arc::new(Followed {
-            follower: Mutex::new(Follower::open(blocks)?),
+            follower: Follower::open(blocks)?,
             is_stopping: Mutex::new(false),
             stops: Condvar::new(),
         });
@@ -81,22 +81,17 @@ impl Drop for FollowedFiles {
 
 /// The files, as the kernel asks for them.
 struct Followed {
-    follower: Mutex<Follower>,
+    follower: Follower,
     is_stopping: Mutex<bool>,
     stops: Condvar,
 }
 
 impl Followed {
-    fn follower(&self) -> MutexGuard<'_, Follower> {
-        self.follower.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The thread: looks at the log until the mount ends.
     fn watch(&self) {
         let (mut pause, mut said) = (LOOK_EVERY, None);
         while !self.pause(pause) {
-            // Not held while nothing is waited for, so that the kernel's requests get their turn.
-            let looked = self.follower().poll().map_err(|error| error.to_string());
+            let looked = self.follower.poll().map_err(|error| error.to_string());
             pause = if looked.is_ok() { LOOK_EVERY } else { LOOK_AGAIN };
             match looked.err() {
                 Some(error) if said.as_ref() != Some(&error) => {
@@ -121,8 +116,8 @@ impl Followed {
         self.stops.notify_all();
     }
 
-    fn answer<R: Reply>(&self, answer: Answer<'_, R>, ask: impl FnOnce(&mut Follower) -> Result<R, FilesError>) {
-        let asked = ask(&mut self.follower());
+    fn answer<R: Reply>(&self, answer: Answer<'_, R>, ask: impl FnOnce(&Follower) -> Result<R, FilesError>) {
+        let asked = ask(&self.follower);
         if let Err(FilesError::Blocks(error)) = &asked {
             tracing::warn!(error, "a read failed");
         }

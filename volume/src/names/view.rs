@@ -173,10 +173,15 @@ impl View {
         self.reader.look_again();
     }
 
+    /// Whether everything was read that is in the image which this head names.
+    pub fn is_followed_by(&self, head: &Head) -> bool {
+        self.reader.number() == Some(head.first) && self.head.geometry == head.geometry
+    }
+
     /// There is a new image, and a log behind it. If everything before was read, it goes on there. Otherwise it begins
     /// again: then `false`.
     pub fn go_on(&mut self, head: Head) -> bool {
-        let is_next = self.reader.number() == Some(head.first) && self.head.geometry == head.geometry;
+        let is_next = self.is_followed_by(&head);
         if is_next {
             self.reader = LogReader::behind_image(&head);
             self.head = head;

@@ -23,8 +23,8 @@ struct Place {
     /// Whether it is in memory of this host.
     is_here: bool,
     last: Option<Sighting>,
-    /// One before, at least [`LAG`] older than the sighting that followed it.
-    before: Option<Sighting>,
+    /// Two earlier ones, the later one first. The other one is at least [`LAG`] older, however often a copy is seen.
+    kept: [Option<Sighting>; 2],
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -37,8 +37,12 @@ impl Choice {
     /// The line of a copy was read.
     pub(super) fn sighted(&mut self, server: usize, is_here: bool, line: Standing, now: Instant) {
         if let Some(place) = self.places.get_mut(server) {
-            let before = place.last.filter(|last| last.at + LAG <= now).or(place.before);
-            *place = Place { is_here, before, last: Some(Sighting { line, at: now }) };
+            let last = Some(Sighting { line, at: now });
+            let kept = match place.kept {
+                [Some(newer), _] if newer.at + LAG > now => place.kept,
+                [newer, _] => [last, newer],
+            };
+            *place = Place { is_here, last, kept };
         }
     }
 
@@ -69,7 +73,7 @@ impl Choice {
     /// Whether another copy had applied more, a while before this one was seen.
     fn falls_behind(&self, server: usize) -> bool {
         let Some(seen) = self.places[server].last else { return false };
-        let sightings = self.places.iter().flat_map(|place| [place.last, place.before]).flatten();
+        let sightings = self.places.iter().flat_map(|place| [place.last, place.kept[0], place.kept[1]]).flatten();
         sightings
             .filter(|other| other.line.state == State::Whole && other.at + LAG <= seen.at)
             .any(|other| other.line.applied > seen.line.applied)
@@ -167,6 +171,26 @@ mod tests {
             seen.look(&[None, Some(6), None]);
         }
         assert_eq!((seen.choose(6, 0), seen.choice.readable(seen.now)), (Some(1), 1));
+    }
+
+    /// Each read of blocks is a sighting too: thousands a second.
+    #[test]
+    fn a_copy_that_is_seen_all_the_time_is_known_to_be_ahead_of_others() {
+        let mut seen = Seen::new();
+        seen.look(&[Some(0), Some(0), Some(0)]);
+        assert_eq!(seen.choose(0, 0), Some(0));
+        for applied in 1..1000 {
+            seen.now += Duration::from_millis(1);
+            seen.choice.sighted(0, false, line(State::Whole, applied), seen.now);
+            assert_eq!(seen.choose(applied, 0), Some(0), "it is what was just read");
+        }
+        // A copy that had the first hundred writes after the last of these was applied lags, and one that had nearly
+        // all of them does not.
+        seen.choice.lost(2);
+        seen.choice.sighted(1, false, line(State::Whole, 100), seen.now);
+        assert!(seen.choice.falls_behind(1));
+        seen.choice.sighted(1, false, line(State::Whole, 950), seen.now);
+        assert!(!seen.choice.falls_behind(1) && !seen.choice.falls_behind(0));
     }
 
     #[test]

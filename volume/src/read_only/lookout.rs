@@ -28,7 +28,10 @@ use crate::wire::{Call, Mode, Reply};
 /// What the lookouts have found.
 pub(super) struct Shared {
     found: Mutex<Found>,
+    /// Something was found: for what waits for a copy.
     changed: Condvar,
+    /// The lookouts are to end.
+    stops: Condvar,
 }
 
 struct Found {
@@ -47,7 +50,7 @@ impl Shared {
             why: vec![String::new(); servers],
             is_stopping: false,
         };
-        Shared { found: Mutex::new(found), changed: Condvar::new() }
+        Shared { found: Mutex::new(found), changed: Condvar::new(), stops: Condvar::new() }
     }
 
     fn lock(&self) -> MutexGuard<'_, Found> {
@@ -75,7 +78,7 @@ impl Shared {
             if left.is_zero() || found.is_stopping {
                 return Err(found.why(through));
             }
-            found = self.wait(found, left.min(SIGHT_EVERY));
+            found = wait(&self.changed, found, left.min(SIGHT_EVERY));
         }
     }
 
@@ -88,11 +91,23 @@ impl Shared {
             if found.copies.iter().zip(&found.why).all(is_tried) || now >= until {
                 return found.choice.readable(now);
             }
-            found = self.wait(found, until - now);
+            found = wait(&self.changed, found, until - now);
         }
     }
 
-    /// The line of a copy was read.
+    /// The line of a copy was read after blocks of it. That is a sighting too: without it, a copy that has applied more
+    /// since a lookout's last one would seem to lack what was just read of it.
+    pub(super) fn read(&self, server: usize, copy: &Arc<OpenCopy>, line: Standing) {
+        let mut found = self.lock();
+        // Not if it was given up meanwhile.
+        if found.copies[server].as_ref().is_some_and(|current| Arc::ptr_eq(current, copy)) {
+            found.choice.sighted(server, copy.is_here(), line, Instant::now());
+            drop(found);
+            self.changed.notify_all();
+        }
+    }
+
+    /// A lookout has read the line of a copy.
     pub(super) fn sighted(&self, server: usize, copy: &Arc<OpenCopy>, line: Standing) {
         let mut found = self.lock();
         found.choice.sighted(server, copy.is_here(), line, Instant::now());
@@ -118,6 +133,7 @@ impl Shared {
     pub(super) fn stop(&self) {
         self.lock().is_stopping = true;
         self.changed.notify_all();
+        self.stops.notify_all();
     }
 
     fn is_stopping(&self) -> bool {
@@ -132,13 +148,13 @@ impl Shared {
             if found.is_stopping || left.is_zero() {
                 return !found.is_stopping;
             }
-            found = self.wait(found, left);
+            found = wait(&self.stops, found, left);
         }
     }
+}
 
-    fn wait<'a>(&self, found: MutexGuard<'a, Found>, limit: Duration) -> MutexGuard<'a, Found> {
-        self.changed.wait_timeout(found, limit).map_or_else(|error| error.into_inner().0, |(found, _)| found)
-    }
+fn wait<'a>(of: &Condvar, found: MutexGuard<'a, Found>, limit: Duration) -> MutexGuard<'a, Found> {
+    of.wait_timeout(found, limit).map_or_else(|error| error.into_inner().0, |(found, _)| found)
 }
 
 impl Found {
@@ -172,7 +188,8 @@ impl Lookout {
             let why = match self.open() {
                 Ok((caller, copy)) => {
                     let transport = copy.transport();
-                    tracing::info!(server = %self.address, %transport, "a copy can be read");
+                    let connected_in = copy.took();
+                    tracing::info!(server = %self.address, %transport, ?connected_in, "a copy can be read");
                     (pause, said) = (FIRST_PAUSE, String::new());
                     self.watch(&caller, &copy)
                 }

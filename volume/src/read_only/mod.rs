@@ -25,8 +25,8 @@ mod lookout;
 mod open_copy;
 
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -35,7 +35,7 @@ use remora_messenger::Address;
 use self::lookout::{Lookout, Shared};
 use self::open_copy::{CONNECT_LIMIT, MOST_BLOCKS_AT_ONCE, OpenCopy};
 use crate::client::Reads;
-use crate::files::{Blocks, BlocksError, history};
+use crate::files::{Blocks, BlocksError, Seen, history};
 use crate::link::Security;
 use crate::message::{Standing, State};
 use crate::rdma::Rdma;
@@ -141,12 +141,18 @@ pub struct ReadOnly {
     counts: Arc<Counts>,
     lookouts: Vec<JoinHandle<()>>,
     limit: Duration,
-    /// Everything up to this write may have been read.
-    through: Version,
-    /// The copy that was read last.
-    last: Option<Arc<OpenCopy>>,
+    progress: Mutex<Progress>,
     /// The copy with which this reader begins.
     first: usize,
+}
+
+/// How far was read.
+#[derive(Clone, Default)]
+struct Progress {
+    /// Everything up to this write may have been read.
+    through: Version,
+    /// The copy that had applied it.
+    of: Option<Arc<OpenCopy>>,
 }
 
 impl ReadOnly {
@@ -169,8 +175,7 @@ impl ReadOnly {
             counts: Arc::default(),
             lookouts: Vec::new(),
             limit: options.limit,
-            through: Version::NONE,
-            last: None,
+            progress: Mutex::default(),
             first,
         };
         for (server, address) in servers.iter().enumerate() {
@@ -200,23 +205,31 @@ impl ReadOnly {
         ReadOnlyCounter(Arc::clone(&self.counts))
     }
 
-    /// Reads out of this copy. `None`: it is not one to be read now.
+    fn progress(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Reads out of this copy what is not older than what was read `before`. `None`: it is not one to be read now.
     fn read_of(
-        &mut self,
+        &self,
         (server, copy): (usize, &Arc<OpenCopy>),
-        first: u64,
-        into: &mut [u8],
-    ) -> Result<Option<u64>, BlocksError> {
-        let is_last = self.last.as_ref().is_some_and(|last| Arc::ptr_eq(last, copy));
+        before: &Progress,
+        (first, into): (u64, &mut [u8]),
+    ) -> Result<Option<Seen>, BlocksError> {
+        let is_same = before.of.as_ref().is_some_and(|of| Arc::ptr_eq(of, copy));
+        let may_read = |line: Standing| {
+            self.shared.read(server, copy, line);
+            line.state == State::Whole && line.applied >= before.through
+        };
         // What is read of another copy must not be older.
-        if !is_last && !copy.line().is_ok_and(|line| self.may_read(server, copy, line)) {
+        if !is_same && !copy.line().is_ok_and(may_read) {
             return Ok(None);
         }
-        let mut of = None;
+        let mut all: Option<Seen> = None;
         for (first, part) in (first..).step_by(MOST_BLOCKS_AT_ONCE as usize).zip(into.chunks_mut(MOST_BYTES_AT_ONCE)) {
             self.counts.read();
-            let line = match copy.blocks(first, part) {
-                Ok(found) => found.line,
+            let found = match copy.blocks(first, part) {
+                Ok(found) => found,
                 Err(error @ (ReaderError::Torn { .. } | ReaderError::TornLine)) => {
                     return Err(BlocksError::Again(error.to_string()));
                 }
@@ -226,36 +239,36 @@ impl ReadOnly {
                     return Ok(None);
                 }
             };
-            if !self.may_read(server, copy, line) {
+            if !may_read(found.line) {
                 return Ok(None);
             }
-            let history = history(line.applied);
-            if of.replace(history).is_some_and(|before| before != history) {
+            let seen = Seen { newest: found.newest(), applied: found.line.applied };
+            if all.is_some_and(|all| history(all.applied) != history(seen.applied)) {
                 return Err(BlocksError::Again("another writer has opened the volume".into()));
             }
-            self.through = line.applied;
+            let newest = all.map_or(seen.newest, |all| all.newest.max(seen.newest));
+            all = Some(Seen { newest, ..seen });
         }
-        self.last = Some(Arc::clone(copy));
-        Ok(Some(of.unwrap_or_else(|| history(self.through))))
-    }
-
-    /// Whether a copy that stands like this may be read.
-    fn may_read(&self, server: usize, copy: &Arc<OpenCopy>, line: Standing) -> bool {
-        let may = line.state == State::Whole && line.applied >= self.through;
-        if !may {
-            self.shared.sighted(server, copy, line);
+        let Some(seen) = all else {
+            return Ok(Some(Seen { newest: Version::NONE, applied: before.through }));
+        };
+        let mut progress = self.progress();
+        // Unless another thread has read more of another copy meanwhile: this one may lack that.
+        if seen.applied >= progress.through {
+            *progress = Progress { through: seen.applied, of: Some(Arc::clone(copy)) };
         }
-        may
+        Ok(Some(seen))
     }
 }
 
 impl Blocks for ReadOnly {
-    fn read(&mut self, first: u64, into: &mut [u8]) -> Result<u64, BlocksError> {
+    fn read(&self, first: u64, into: &mut [u8]) -> Result<Seen, BlocksError> {
         let until = Instant::now() + self.limit;
         loop {
-            let (server, copy) = self.shared.choose(self.through, self.first, until).map_err(BlocksError::Failed)?;
-            if let Some(history) = self.read_of((server, &copy), first, into)? {
-                return Ok(history);
+            let before = self.progress().clone();
+            let (server, copy) = self.shared.choose(before.through, self.first, until).map_err(BlocksError::Failed)?;
+            if let Some(seen) = self.read_of((server, &copy), &before, (first, into))? {
+                return Ok(seen);
             }
             if Instant::now() >= until {
                 return Err(BlocksError::Failed("every copy that was tried could not be read".into()));

@@ -17,6 +17,8 @@ use remora_messenger::Connection;
 pub(super) struct OpenCopy {
     way: Way,
     transport: TransportKind,
+    /// How long it took to connect.
+    took: Duration,
     /// It cannot be read any more.
     is_over: AtomicBool,
 }
@@ -47,16 +49,20 @@ impl OpenCopy {
             read_limit: READ_LIMIT,
         };
         let sink = OneSided::sink(MOST_BLOCKS_AT_ONCE).map_err(|error| error.to_string())?;
-        let Laid { peer, transport, .. } = lane.connect(connection, (session, keys), &sink)?;
+        let Laid { peer, transport, took, .. } = lane.connect(connection, (session, keys), &sink)?;
         let way = match peer.view() {
             Some(view) => Way::Here(InPlace::new(view, layout), Mutex::new(peer)),
             None => Way::Far(Mutex::new(OneSided::new(peer, transport, sink, layout))),
         };
-        Ok(OpenCopy { way, transport, is_over: AtomicBool::new(false) })
+        Ok(OpenCopy { way, transport, took, is_over: AtomicBool::new(false) })
     }
 
     pub(super) fn transport(&self) -> TransportKind {
         self.transport
+    }
+
+    pub(super) fn took(&self) -> Duration {
+        self.took
     }
 
     /// Whether it is in memory of this host.

@@ -20,7 +20,7 @@ use super::exports::Exports;
 use super::growing::{Growing, Larger};
 use super::kept::{Kept, Stores};
 use super::puller::{Puller, Pulling};
-use super::slot::{Done, GROWS, Means, ONLY_READS, Slot, millis};
+use super::slot::{Done, GROWS, Means, ONLY_LOANS, ONLY_READS, Slot, millis};
 use super::staging::Staging;
 use crate::copy::Copy;
 use crate::disk::files::Failure;
@@ -378,16 +378,19 @@ impl Host {
         }
     }
 
-    /// Whether a connection is for reading: then it asks nothing of the server itself.
-    fn only_reads(&self, connection: &Connection) -> bool {
-        let slot = lock(&self.connections).get(&connection.id()).cloned();
-        slot.is_some_and(|slot| slot.lock().is_for(connection, Mode::Read))
+    /// What a connection is for that asks nothing of the server itself: one for reading, or for loans. `None`: it is a
+    /// writer's, or has opened no volume.
+    fn only_for(&self, connection: &Connection) -> Option<&'static str> {
+        let slot = lock(&self.connections).get(&connection.id()).cloned()?;
+        let state = slot.lock();
+        let purposes = [(Mode::Read, ONLY_READS), (Mode::Borrow, ONLY_LOANS)];
+        purposes.into_iter().find(|(mode, _)| state.is_for(connection, *mode)).map(|(_, only)| only)
     }
 
     /// A call that is done by the server, and not by one of its copies.
     fn of_server(&self, connection: &Connection, call: Call) {
-        if self.only_reads(connection) {
-            return refuse(connection, Cause::Misuse, ONLY_READS);
+        if let Some(only) = self.only_for(connection) {
+            return refuse(connection, Cause::Misuse, only);
         }
         match call {
             Call::Create { shape } => self.create(connection, shape),

@@ -83,7 +83,7 @@ impl Link {
         }
         match caller.ask(&Call::Follow(holder), REACH_LIMIT, ends)? {
             (Reply::Attached { session, keys }, _) => {
-                let Laid { peer, transport, why } = lane.connect(caller.connection(), (session, &keys), staging)?;
+                let Laid { peer, transport, why, .. } = lane.connect(caller.connection(), (session, &keys), staging)?;
                 tracing::info!(server = %address, %transport, why, "writes are pulled along a chain");
                 Ok(Link { peer, _caller: caller })
             }

@@ -88,12 +88,14 @@ impl Hand {
         }
     }
 
-    pub fn is_refused(&self, call: &Call, blocks: usize, why: Cause) {
-        match self.ask(call, blocks) {
-            Some(Reply::Refused { cause, .. }) => assert_eq!(cause, why, "{call:?}"),
+    /// Returns what the refusal says.
+    pub fn is_refused(&self, call: &Call, blocks: usize, why: Cause) -> String {
+        let text = match self.ask(call, blocks) {
+            Some(Reply::Refused { cause, text }) if cause == why => text,
             other => panic!("{call:?}: {other:?}"),
-        }
+        };
         assert_eq!(self.hear(), None, "what is refused ends the connection");
+        text
     }
 }
 
@@ -219,6 +221,17 @@ pub fn calls_of(shape: Shape, holder: Holder) -> Vec<(Call, usize)> {
         (Call::Pull { holder, version, runs, sums, at: 0, source: String::new() }, 0),
         (Call::Follow(holder), 0),
     ]
+}
+
+/// The calls that a server answers itself, and not one of its copies, and that open no volume.
+pub fn calls_of_server(shape: Shape) -> Vec<(Call, usize)> {
+    let calls = [
+        Call::Status { shape },
+        Call::Scrub { shape },
+        Call::Remove { shape, takes_over: true },
+        Call::Grow { shape, takes_over: true },
+    ];
+    calls.map(|call| (call, 0)).into()
 }
 
 /// Whether these are the bytes of a call by which a client of the token may replace the writer.

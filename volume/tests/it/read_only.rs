@@ -17,7 +17,7 @@ use remora_volume::server::ServerOptions;
 use remora_volume::wire::{Call, Cause, Mode, Reply};
 use remora_wire::derive;
 
-use crate::calls::{Hand, calls_of};
+use crate::calls::{Hand, calls_of, calls_of_server};
 use crate::cluster::{Cluster, far_options, options, security, server_options, until};
 use crate::files::{formatted, make, open, put};
 use crate::processes::Remotes;
@@ -44,7 +44,7 @@ fn line(number: u64) -> Vec<u8> {
 const LINE: usize = 23;
 
 /// All of a file, which must be lines one after the other. Returns how many.
-fn lines(follower: &mut Follower, ino: u64) -> u64 {
+fn lines(follower: &Follower, ino: u64) -> u64 {
     let size = follower.getattr(ino).unwrap().size;
     let parts = (0..size).step_by(1 << 20).map(|at| follower.read(ino, at, 1 << 20).unwrap()).collect::<Vec<_>>();
     let data = parts.concat();
@@ -85,17 +85,17 @@ fn any_number_of_readers_costs_the_writer_no_request_and_the_servers_two_each() 
         volume.write_counts().inline - before
     };
     let alone = round(0);
-    let mut readers: Vec<_> = [Reads::Here, Reads::Far, Reads::Far, Reads::Here, Reads::Far]
+    let readers: Vec<_> = [Reads::Here, Reads::Far, Reads::Far, Reads::Here, Reads::Far]
         .map(|reads| follow(&cluster, reads))
         .into_iter()
         .collect();
     until("each reader has asked every server", || readers.iter().all(|(_, counter)| counter.counts().questions == 6));
-    for (reader, _) in &mut readers {
+    for (reader, _) in &readers {
         until("what was acknowledged is seen", || reader.poll().is_ok() && lines(reader, ino) == 100);
     }
     let before: Vec<_> = readers.iter().map(|(_, counter)| counter.counts()).collect();
     let beside = thread::scope(|scope| {
-        for (reader, _) in &mut readers {
+        for (reader, _) in &readers {
             scope.spawn(|| (0..200).for_each(|_| assert!(lines(reader, ino) >= 100)));
         }
         round(100)
@@ -118,9 +118,9 @@ fn a_reader_goes_on_when_servers_end_and_sees_what_was_acknowledged() {
         thread::scope(|scope| {
             let _ends = Ends(&is_over);
             scope.spawn(|| append(&files, ino, 0, &is_over, &acknowledged));
-            let (mut reader, _) = follow(&cluster, reads);
+            let (reader, _) = follow(&cluster, reads);
             let mut seen = 0;
-            let mut see = |reader: &mut Follower, what: &str| {
+            let mut see = |reader: &Follower, what: &str| {
                 // What was acknowledged a second ago is seen, and never less than before.
                 let (before, began) = (acknowledged.load(Ordering::SeqCst), Instant::now());
                 loop {
@@ -135,19 +135,19 @@ fn a_reader_goes_on_when_servers_end_and_sees_what_was_acknowledged() {
                     assert!(began.elapsed() < Duration::from_secs(5), "{what}: {found} of {before}");
                 }
             };
-            see(&mut reader, "at first");
+            see(&reader, "at first");
             // One of them is the one that is read.
             for number in 0..3 {
                 cluster.end(number);
-                see(&mut reader, "a server has ended");
+                see(&reader, "a server has ended");
                 let more = acknowledged.load(Ordering::SeqCst) + 200;
                 until("the writer goes on", || acknowledged.load(Ordering::SeqCst) > more);
-                see(&mut reader, "and the writer goes on");
+                see(&reader, "and the writer goes on");
                 cluster.start_with(number, &ServerOptions { lanes: Some(0), ..server_options() });
                 // Its exporter has another port: it is asked again.
                 until("its copy is whole", || cluster.is_whole(number));
             }
-            see(&mut reader, "all are back");
+            see(&reader, "all are back");
         });
         drop((files, volume));
     }
@@ -160,7 +160,7 @@ fn a_reader_follows_from_writer_to_writer_and_reads_on_when_there_is_none() {
         let (volume, files) = formatted(&cluster);
         let ino = make(&files, "aof");
         let acknowledged = AtomicU64::new(0);
-        let (mut reader, _) = follow(&cluster, reads);
+        let (reader, _) = follow(&cluster, reads);
         for _ in 0..3 {
             let first = acknowledged.load(Ordering::SeqCst);
             let (volume, files) = open(&cluster);
@@ -168,12 +168,50 @@ fn a_reader_follows_from_writer_to_writer_and_reads_on_when_there_is_none() {
             thread::scope(|scope| {
                 let _ends = Ends(&is_over);
                 scope.spawn(|| append(&files, ino, first, &is_over, &acknowledged));
-                until("appends are seen", || reader.poll().is_ok() && lines(&mut reader, ino) > first + 100);
+                until("appends are seen", || reader.poll().is_ok() && lines(&reader, ino) > first + 100);
             });
             drop((files, volume)); // as a host that dies: nothing is said to the servers
             let last = acknowledged.load(Ordering::SeqCst);
-            until("everything is seen", || reader.poll().is_ok() && lines(&mut reader, ino) == last);
+            until("everything is seen", || reader.poll().is_ok() && lines(&reader, ino) == last);
         }
+        drop((files, volume));
+    }
+}
+
+/// What was read last is later than what the lookouts have seen of the copy. It is read on nevertheless, and threads
+/// read side by side. A read that waited for the next sighting would take a quarter of a second.
+#[test]
+fn reads_go_on_while_the_writer_writes() {
+    for reads in [Reads::Here, Reads::Far] {
+        let cluster = cluster(16 << 10);
+        let (volume, files) = formatted(&cluster);
+        let ino = make(&files, "aof");
+        let (is_over, acknowledged) = (AtomicBool::new(false), AtomicU64::new(0));
+        thread::scope(|scope| {
+            let _ends = Ends(&is_over);
+            scope.spawn(|| append(&files, ino, 0, &is_over, &acknowledged));
+            let (reader, counter) = follow(&cluster, reads);
+            until("appends are seen", || reader.poll().is_ok() && lines(&reader, ino) > 100);
+            let (before, began) = (counter.counts(), Instant::now());
+            let last = acknowledged.load(Ordering::SeqCst) + 300;
+            let read = || {
+                let mut count = 0_u64;
+                while acknowledged.load(Ordering::SeqCst) < last {
+                    reader.poll().unwrap();
+                    lines(&reader, ino);
+                    count += 1;
+                }
+                count
+            };
+            let count: u64 = thread::scope(|scope| {
+                let threads = [(); 3].map(|()| scope.spawn(read));
+                threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+            });
+            let (time, counts) = (began.elapsed(), counter.counts());
+            println!("{reads}: {count} reads beside 300 writes in {time:?}, {counts:?} after {before:?}");
+            // No lookout had to see the copy for each of them.
+            assert!(count > 10 * (counts.looks - before.looks + 3), "{reads}: {count} reads in {time:?}");
+        });
         drop((files, volume));
     }
 }
@@ -193,7 +231,7 @@ fn a_copy_that_the_writer_does_not_reach_is_left_within_about_a_second() {
     let ino = make(&files, "aof");
     put(&files, ino, 0, &line(0)).unwrap();
     let opened = reader.within(|| ReadOnly::open(remotes.shape, &remotes.addresses(), &reading(Reads::Anywhere)));
-    let mut follower = Follower::open(Box::new(opened.unwrap().unwrap())).unwrap();
+    let follower = Follower::open(Box::new(opened.unwrap().unwrap())).unwrap();
     let mut count = 1;
     for host in &hosts {
         host.cut_from(&writer).unwrap();
@@ -202,7 +240,7 @@ fn a_copy_that_the_writer_does_not_reach_is_left_within_about_a_second() {
             put(&files, ino, count * LINE as u64, &line(count)).unwrap();
             count += 1;
             let acknowledged = Instant::now();
-            while follower.poll().is_err() || lines(&mut follower, ino) < count {
+            while follower.poll().is_err() || lines(&follower, ino) < count {
                 assert!(acknowledged.elapsed() < Duration::from_secs(2), "{count} lines: not seen for two seconds");
                 thread::sleep(Duration::from_millis(5));
             }
@@ -224,15 +262,12 @@ fn a_connection_for_reading_is_for_nothing_else() {
     let before = server.standing(cluster.shape.volume()).unwrap();
     let holder = before.promised.unwrap();
     let shape = cluster.shape;
-    let of_server = [
-        Call::Status { shape },
-        Call::Scrub { shape },
-        Call::Remove { shape, takes_over: true },
-        Call::Grow { shape, takes_over: true },
-    ];
-    for (call, blocks) in calls_of(shape, holder).into_iter().chain(of_server.map(|call| (call, 0))) {
+    for (call, blocks) in calls_of(shape, holder).into_iter().chain(calls_of_server(shape)) {
         let hand = Hand::open(server, cluster.shape, Mode::Read);
-        hand.is_refused(&call, blocks, Cause::Misuse);
+        let text = hand.is_refused(&call, blocks, Cause::Misuse);
+        let says_why =
+            matches!(call, Call::Open { .. } | Call::Pull { .. } | Call::Follow(_)) || text.contains("is for reading");
+        assert!(says_why, "{call:?}: {text}");
         // Also after it was granted the region.
         let hand = Hand::open(server, cluster.shape, Mode::Read);
         assert!(matches!(hand.ask(&Call::Look, 0), Some(Reply::Attached { .. })));
@@ -240,6 +275,28 @@ fn a_connection_for_reading_is_for_nothing_else() {
     }
     for mode in [Mode::Write, Mode::Borrow] {
         Hand::open(server, cluster.shape, mode).is_refused(&Call::Look, 0, Cause::Misuse);
+    }
+    assert_eq!(server.standing(cluster.shape.volume()).unwrap(), before);
+    volume.write(3, vec![8; 4096]).unwrap();
+    assert!(volume.end().is_none());
+}
+
+/// Another server borrows blocks by it, or follows the writer's chain.
+#[test]
+fn a_connection_for_loans_is_for_nothing_else() {
+    let cluster = cluster(100);
+    let volume = cluster.open().unwrap();
+    volume.write(3, vec![7; 4096]).unwrap();
+    let server = cluster.servers[0].as_ref().unwrap();
+    let before = server.standing(cluster.shape.volume()).unwrap();
+    let (shape, holder) = (cluster.shape, before.promised.unwrap());
+    let is_for_it = |call: &Call| matches!(call, Call::Lend { .. } | Call::Follow(_));
+    let calls = calls_of(shape, holder).into_iter().chain(calls_of_server(shape)).chain([(Call::Look, 0)]);
+    for (call, blocks) in calls.filter(|(call, _)| !is_for_it(call)) {
+        let hand = Hand::open(server, cluster.shape, Mode::Borrow);
+        let text = hand.is_refused(&call, blocks, Cause::Misuse);
+        let says_why = matches!(call, Call::Open { .. } | Call::Pull { .. }) || text.contains("is for loans");
+        assert!(says_why, "{call:?}: {text}");
     }
     assert_eq!(server.standing(cluster.shape.volume()).unwrap(), before);
     volume.write(3, vec![8; 4096]).unwrap();

@@ -223,7 +223,7 @@ fn the_job_is_done_over_rdma_in_the_virtual_machine() {
     let (Some(_), Some(_)) = (require::redis(), require::valkey()) else { return };
     let Some(machine) = require::rdma_vm() else { return };
     let passed = machine.nodes(4).limit(Duration::from_secs(900)).run_ignored_tests("rdma::", 1);
-    assert_eq!(passed, 10);
+    assert_eq!(passed, 11);
 }
 
 #[test]

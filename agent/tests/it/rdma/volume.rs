@@ -1,12 +1,17 @@
 //! A volume over RDMA: what `remora volume` reads and writes by it, and how it goes on without a server.
 
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::process::Command;
+use std::time::Instant;
+
 use remora_lab::server::wait_until;
-use remora_lab::{Agent, RdmaVm};
+use remora_lab::{Agent, Random, RdmaVm, random};
 use rustix::process::Signal;
 use serde_json::Value;
 
 use super::capture::Capture;
-use crate::kit::{LONG, Stage, ends, says};
+use crate::kit::{Directory, LONG, Stage, ends, says};
 use crate::volume::qemu_io;
 
 /// The writer is node 0; the servers are the others.
@@ -23,11 +28,16 @@ struct Scene {
 
 impl Scene {
     fn new() -> Scene {
+        Scene::with(&[])
+    }
+
+    /// Servers with these options too.
+    fn with(more: &[&str]) -> Scene {
         let stage = Stage::new();
         let (file, socket) = (stage.path("data.volume"), stage.path("nbd/device"));
         let mut scene = Scene { stage, servers: Vec::new(), addresses: Vec::new(), file, socket };
         for node in 1..=3 {
-            let (server, address) = scene.serve(node, 0);
+            let (server, address) = scene.serve_with(node, 0, more);
             scene.servers.push(server);
             scene.addresses.push(address);
         }
@@ -38,10 +48,13 @@ impl Scene {
     }
 
     fn start(&self, args: &[&str]) -> Agent {
+        Agent::run(self.command(args)).unwrap()
+    }
+
+    fn command(&self, args: &[&str]) -> Command {
         let token = self.stage.token.to_str().unwrap();
         let protection = ["--token-file", token, "--security", "none", "--plaintext-network"];
-        let args = [&["volume"], args, &protection].concat();
-        Agent::run(self.stage.remora(&args)).unwrap()
+        self.stage.remora(&[&["volume"], args, &protection].concat())
     }
 
     fn end(&self, args: &[&str], code: i32) -> String {
@@ -50,9 +63,13 @@ impl Scene {
 
     /// A server whose copies can be read by RDMA only: it has neither shared memory nor lanes.
     fn serve(&self, node: u8, port: u16) -> (Agent, String) {
+        self.serve_with(node, port, &[])
+    }
+
+    fn serve_with(&self, node: u8, port: u16, more: &[&str]) -> (Agent, String) {
         let (ip, listen) = (RdmaVm::address(node).to_string(), format!("{}:{port}", RdmaVm::address(node)));
         let args = ["serve", "--listen", &listen, "--memory", "128MiB", "--no-shm", "--rdma-address", &ip];
-        let mut server = self.start(&args);
+        let mut server = self.start(&[&args, more].concat());
         let line = server.wait_for_line("volume server ready", LONG).unwrap();
         let address = line.split("listening=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap().to_owned();
         (server, address)
@@ -193,4 +210,116 @@ fn large_writes_are_pulled_by_rdma_by_each_server_and_along_a_chain_that_loses_o
     says(&nbd.output(), &["RDMA is offered"]);
     nbd.signal(Signal::TERM).unwrap();
     ends(&mut nbd, 0);
+}
+
+/// A volume with files, and the transport by which its blocks are read and taken.
+struct Way {
+    transport: &'static str,
+    file: String,
+    directory: String,
+    content: Vec<u8>,
+}
+
+impl Way {
+    fn mount(&self, scene: &Scene, more: &[&str]) -> (Agent, Directory) {
+        let (ip, directory) = (RdmaVm::address(WRITER_NODE).to_string(), Directory::new(self.directory.clone()));
+        let mount = ["mount", &self.file, &directory.0, "--copy-timeout", "20s", "--reads", "anywhere"];
+        let mut command = match self.transport {
+            "verbs" => scene.command(&[&mount, more, &["--rdma-address", &ip]].concat()),
+            _ => scene.command(&[&mount[..], more].concat()),
+        };
+        if self.transport != "verbs" {
+            command.env("REMORA_RDMA_DISABLE", "1");
+        }
+        let mut mounted = Agent::run(command).unwrap();
+        let says_how = if more.contains(&"--read-only") { "a copy can be read" } else { "without asking" };
+        let opened = mounted.wait_for_line(says_how, LONG).unwrap();
+        says(&opened, &[&format!("transport={}", self.transport)]);
+        mounted.wait_for_line("files mounted", LONG).unwrap();
+        println!("{}: {}", self.transport, opened.split("connected_in=").nth(1).unwrap());
+        (mounted, directory)
+    }
+}
+
+/// Two mounts of one host, one by RDMA and one over TCP, on the same servers. What is written by each is read by the
+/// same way after a new mount, and by a mount that only reads, also after a server was killed. The figures that it
+/// prints are of an emulated machine: they say something of each other at most.
+#[test]
+#[ignore = "runs in the RDMA machine"]
+fn files_are_written_and_read_by_rdma_beside_others_over_tcp() {
+    let mut scene = Scene::with(&["--lanes", "0"]);
+    let mut random = Random::new(random::seed("files by RDMA"));
+    let servers = scene.addresses.join(",");
+    let ways = ["verbs", "tcp"].map(|transport| {
+        let (file, directory) = (scene.stage.path(&format!("{transport}.volume")), scene.stage.path(transport));
+        scene.end(&["create", &file, "--size", "16MiB", "--servers", &servers], 0);
+        scene.end(&["format", &file, "--take-over"], 0);
+        Way { transport, file, directory, content: random.bytes(2 << 20) }
+    });
+    let mut mounts: Vec<_> = ways
+        .iter()
+        .map(|way| {
+            // The copies' memory is registered some time after they are made.
+            let (mounted, directory) = way.mount(&scene, &["--take-over", "--writes", "pulled"]);
+            let file = fs::File::create_new(directory.at("large")).unwrap();
+            let began = Instant::now();
+            file.write_all_at(&way.content, 0).unwrap();
+            file.sync_all().unwrap();
+            let large = began.elapsed();
+            let small = fs::File::create_new(directory.at("small")).unwrap();
+            let began = Instant::now();
+            for number in 0..50 {
+                small.write_all_at(&way.content[number * 4096..][..4096], number as u64 * 4096).unwrap();
+                small.sync_data().unwrap();
+            }
+            println!(
+                "{}: 2 MiB with fsync {large:?}, 50 times 4 KiB with fdatasync {:?}",
+                way.transport,
+                began.elapsed()
+            );
+            (mounted, directory)
+        })
+        .collect();
+    let is_there = |way: &Way, directory: &Directory, what: &str| {
+        let began = Instant::now();
+        assert!(fs::read(directory.at("large")).unwrap() == way.content, "{}, {what}: large", way.transport);
+        let took = began.elapsed();
+        assert!(
+            fs::read(directory.at("small")).unwrap() == way.content[..50 * 4096],
+            "{}, {what}: small",
+            way.transport
+        );
+        println!("{}, {what}: 2 MiB were read in {took:?}", way.transport);
+    };
+    for server in &scene.servers {
+        let output = server.output();
+        let pulled: Vec<_> = output.lines().filter(|line| line.contains("large writes are pulled")).collect();
+        for way in &ways {
+            let by = format!("transport={}", way.transport);
+            assert!(pulled.iter().any(|line| line.contains(&by)), "{by}: {pulled:?}");
+        }
+    }
+    for (mounted, _) in &mut mounts {
+        mounted.signal(Signal::TERM).unwrap();
+        ends(mounted, 0);
+    }
+    drop(mounts);
+    let mut mounts: Vec<_> = ways.iter().map(|way| way.mount(&scene, &["--take-over"])).collect();
+    for (way, (_, directory)) in ways.iter().zip(&mounts) {
+        is_there(way, directory, "a new mount");
+    }
+    scene.servers[0].kill().unwrap();
+    for (way, (mounted, directory)) in ways.iter().zip(&mut mounts) {
+        fs::write(directory.at("later"), &way.content[..100_000]).unwrap();
+        mounted.signal(Signal::TERM).unwrap();
+        ends(mounted, 0);
+    }
+    drop(mounts);
+    for way in &ways {
+        let (mut mounted, directory) = way.mount(&scene, &["--read-only"]);
+        is_there(way, &directory, "only for reading");
+        assert!(fs::read(directory.at("later")).unwrap() == way.content[..100_000]);
+        mounted.signal(Signal::TERM).unwrap();
+        ends(&mut mounted, 0);
+    }
 }

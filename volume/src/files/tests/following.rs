@@ -13,30 +13,49 @@ use crate::message::{Standing, State};
 use crate::reader::InPlace;
 use crate::shape::{Copies, Shape, VolumeId};
 use crate::store::Store;
-use crate::version::Generation;
+use crate::version::{Generation, Version};
 
 /// Reads block by block, so that a long read is of several moments.
+#[derive(Clone)]
 struct Looks {
     disk: Arc<Mutex<Arc<Memory>>>,
     history: Arc<AtomicU64>,
+    /// How many reads there were.
+    reads: Arc<AtomicU64>,
+}
+
+impl Looks {
+    fn at(disk: &Arc<Memory>) -> Looks {
+        let (disk, history) = (Arc::new(Mutex::new(Arc::clone(disk))), Arc::new(AtomicU64::new(1)));
+        Looks { disk, history, reads: Arc::default() }
+    }
+
+    fn reads(&self) -> u64 {
+        self.reads.load(Ordering::SeqCst)
+    }
+
+    /// The number of a change of the present history.
+    fn version(&self, change: u64) -> Version {
+        let history = self.history.load(Ordering::SeqCst) as u32;
+        Version::from_word(Generation::from_number(history).unwrap().start().word() + change).unwrap()
+    }
 }
 
 impl Blocks for Looks {
-    fn read(&mut self, first: u64, into: &mut [u8]) -> std::result::Result<u64, BlocksError> {
+    fn read(&self, first: u64, into: &mut [u8]) -> std::result::Result<Seen, BlocksError> {
+        self.reads.fetch_add(1, Ordering::SeqCst);
         let disk = Arc::clone(&self.disk.lock().unwrap());
-        for (block, into) in (first..).zip(into.chunks_exact_mut(BLOCK_BYTES)) {
-            disk.peek(block, into);
-        }
-        Ok(self.history.load(Ordering::SeqCst))
+        let blocks = (first..).zip(into.chunks_exact_mut(BLOCK_BYTES));
+        let newest = blocks.map(|(block, into)| disk.peek(block, into)).max().unwrap();
+        Ok(Seen { newest: self.version(newest), applied: self.version(disk.changes()) })
     }
 }
 
 fn follow(disk: &Arc<Memory>) -> Follower {
-    let looks = Looks { disk: Arc::new(Mutex::new(Arc::clone(disk))), history: Arc::default() };
-    Follower::open(Box::new(looks)).unwrap()
+    Follower::open(Box::new(Looks::at(disk))).unwrap()
 }
 
-fn contents(follower: &mut Follower) -> BTreeMap<Vec<u8>, Vec<u8>> {
+fn contents(follower: &Follower) -> BTreeMap<Vec<u8>, Vec<u8>> {
     let mut found = Vec::new();
     follower
         .readdir(ROOT, 2, |entry| {
@@ -44,16 +63,15 @@ fn contents(follower: &mut Follower) -> BTreeMap<Vec<u8>, Vec<u8>> {
             true
         })
         .unwrap();
-    let read =
-        |follower: &mut Follower, ino| follower.read(ino, 0, follower.getattr(ino).unwrap().size as u32).unwrap();
-    found.into_iter().map(|(name, ino)| (name, read(follower, ino))).collect()
+    let read = |ino| follower.read(ino, 0, follower.getattr(ino).unwrap().size as u32).unwrap();
+    found.into_iter().map(|(name, ino)| (name, read(ino))).collect()
 }
 
 #[test]
 fn what_the_writer_has_said_is_seen_with_the_next_look() {
     let disk = formatted(1024);
     let files = open(&disk);
-    let mut follower = follow(&disk);
+    let follower = follow(&disk);
     assert!(!follower.poll().unwrap());
     let ino = files.make(ROOT, "f");
     files.put(ino, 100, b"hello");
@@ -74,18 +92,36 @@ fn what_the_writer_has_said_is_seen_with_the_next_look() {
             }
         }
         follower.poll().unwrap();
-        assert_eq!(contents(&mut follower), contents(&mut follow(&disk)), "round {round}");
+        assert_eq!(contents(&follower), contents(&follow(&disk)), "round {round}");
         assert_eq!(follower.statfs(), files.statfs());
     }
 }
 
-/// A file's bytes are its own, while clusters go from one file to the other all the time.
+/// A file's bytes are its own, while clusters go from one file to the other all the time. Three threads read side by
+/// side, and only one of them looks at the log by itself.
 #[test]
 fn what_is_read_is_of_the_file() {
     let disk = formatted(1024);
     let files = open(&disk);
     let inodes: Vec<u64> = (0..4).map(|number| files.make(ROOT, &format!("f{number}"))).collect();
     let is_over = AtomicBool::new(false);
+    let follower = follow(&disk);
+    let read = |first: usize| {
+        let (mut round, mut bytes) = (first, 0);
+        while !is_over.load(Ordering::SeqCst) {
+            let file = round % 4;
+            round += 1;
+            if first == 0 {
+                follower.poll().unwrap();
+            }
+            // A reader may find that the file is changed each time.
+            if let Ok(data) = follower.read(inodes[file], 10_000, 400_000) {
+                assert!(data.iter().all(|byte| usize::from(*byte) == file + 1), "round {round}");
+                bytes += data.len();
+            }
+        }
+        assert!(bytes > 1_000_000, "{bytes} bytes in {round} reads");
+    };
     thread::scope(|scope| {
         scope.spawn(|| {
             for round in 0..400_u64 {
@@ -95,20 +131,48 @@ fn what_is_read_is_of_the_file() {
             }
             is_over.store(true, Ordering::SeqCst);
         });
-        let mut follower = follow(&disk);
-        let (mut round, mut bytes) = (0_usize, 0);
-        while !is_over.load(Ordering::SeqCst) {
-            let file = round % 4;
-            round += 1;
-            follower.poll().unwrap();
-            // A reader may find that the file is changed each time.
-            if let Ok(data) = follower.read(inodes[file], 10_000, 400_000) {
-                assert!(data.iter().all(|byte| usize::from(*byte) == file + 1), "round {round}");
-                bytes += data.len();
-            }
-        }
-        assert!(bytes > 1_000_000, "{bytes} bytes in {round} reads");
+        (0..3).for_each(|first| _ = scope.spawn(move || read(first)));
     });
+}
+
+/// What is older than the last look costs one read, also while other files change.
+#[test]
+fn a_read_of_blocks_that_are_not_newer_than_the_names_looks_at_nothing_else() {
+    let disk = formatted(1024);
+    let files = open(&disk);
+    let [old, log] = ["old", "log"].map(|name| files.make(ROOT, name));
+    files.put(old, 0, &[1; 100_000]);
+    let looks = Looks::at(&disk);
+    let follower = Follower::open(Box::new(looks.clone())).unwrap();
+    follower.poll().unwrap(); // the first look does not know what was applied before it
+    let cost = |ino, length| {
+        let before = looks.reads();
+        (follower.read(ino, 0, length).unwrap(), looks.reads() - before)
+    };
+    for number in 1..50_u64 {
+        files.put(log, number * 5000, &[2; 10]);
+        assert_eq!(cost(old, 100_000), (vec![1; 100_000], 1));
+    }
+    // One that was written since then is followed by a look. It is known that the file had these clusters before.
+    files.put(old, 99_990, &[3; 10]);
+    let (data, reads) = cost(old, 100_000);
+    assert_eq!((&data[99_988..], reads > 1), (&[1, 1, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3][..], true));
+    // And the same bytes are not newer than that look.
+    assert_eq!(cost(old, 100_000), (data, 1));
+    // Clusters that go to another file before the next look.
+    files.cut(old, 0);
+    while follower.getattr(log).unwrap().size < 500_000 {
+        let size = files.getattr(log).unwrap().size;
+        files.put(log, size, &[4; 65536]);
+        match follower.read(old, 0, 100_000) {
+            Ok(found) => assert!(found.iter().all(|byte| matches!(byte, 1 | 3)), "bytes of another file"),
+            Err(error) => panic!("{error}"),
+        }
+        if size > 400_000 {
+            follower.poll().unwrap();
+        }
+    }
+    assert_eq!(follower.read(old, 0, 100_000).unwrap(), b"");
 }
 
 /// The next writer has undone what was seen.
@@ -120,16 +184,14 @@ fn another_history_is_read_from_its_beginning() {
     let history = disk.history();
     files.put(ino, 0, b"undone");
     wait(|done| files.rename((ROOT, b"f"), (ROOT, b"g"), Rename::Replace, done)).unwrap();
-    let shown = Arc::new(Mutex::new(Arc::clone(&disk)));
-    let number = Arc::new(AtomicU64::new(1));
-    let looks = Looks { disk: Arc::clone(&shown), history: Arc::clone(&number) };
-    let mut follower = Follower::open(Box::new(looks)).unwrap();
+    let looks = Looks::at(&disk);
+    let follower = Follower::open(Box::new(looks.clone())).unwrap();
     assert_eq!(follower.read(ino, 0, 10).unwrap(), b"undone");
     let other = Memory::after(BLOCKS, &history, false);
     let files = open(&other);
     files.put(ino, 0, b"new");
-    *shown.lock().unwrap() = other;
-    number.store(2, Ordering::SeqCst);
+    *looks.disk.lock().unwrap() = other;
+    looks.history.store(2, Ordering::SeqCst);
     assert!(follower.poll().unwrap());
     assert_eq!((follower.lookup(ROOT, b"f").unwrap().ino, follower.read(ino, 0, 10).unwrap()), (ino, b"new".to_vec()));
 }
@@ -141,7 +203,7 @@ struct Fails {
 }
 
 impl Blocks for Fails {
-    fn read(&mut self, first: u64, into: &mut [u8]) -> std::result::Result<u64, BlocksError> {
+    fn read(&self, first: u64, into: &mut [u8]) -> std::result::Result<Seen, BlocksError> {
         match self.is_failing.load(Ordering::SeqCst) && first > 0 {
             true => Err(BlocksError::Failed("as it was told".into())),
             false => self.looks.read(first, into),
@@ -154,11 +216,11 @@ fn names_that_cannot_be_read_again_are_as_they_were() {
     let disk = formatted(BLOCKS);
     let files = open(&disk);
     let ino = files.make(ROOT, "f");
-    let (history, is_failing) = (Arc::<AtomicU64>::default(), Arc::<AtomicBool>::default());
-    let looks = Looks { disk: Arc::new(Mutex::new(Arc::clone(&disk))), history: Arc::clone(&history) };
-    let mut follower = Follower::open(Box::new(Fails { looks, is_failing: Arc::clone(&is_failing) })).unwrap();
+    let (looks, is_failing) = (Looks::at(&disk), Arc::<AtomicBool>::default());
+    let history = Arc::clone(&looks.history);
+    let follower = Follower::open(Box::new(Fails { looks, is_failing: Arc::clone(&is_failing) })).unwrap();
     // Another history is read from its beginning, which fails.
-    history.store(1, Ordering::SeqCst);
+    history.store(2, Ordering::SeqCst);
     is_failing.store(true, Ordering::SeqCst);
     files.make(ROOT, "g");
     for _ in 0..2 {
@@ -223,7 +285,7 @@ fn a_copy_is_followed_in_its_memory() {
     let region = Arc::new(Region::new(formatted(1024), first));
     let files = Files::open(Arc::clone(&region) as Arc<dyn Disk>).unwrap();
     let reader = InPlace::new(Arc::new(region.store.memory().open_view().unwrap()), region.store.layout());
-    let mut follower = Follower::open(Box::new(reader)).unwrap();
+    let follower = Follower::open(Box::new(reader)).unwrap();
     let is_over = AtomicBool::new(false);
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -260,7 +322,6 @@ fn a_copy_is_followed_in_its_memory() {
 
 #[test]
 fn a_volume_without_files_is_said_to_be_one() {
-    let looks = Looks { disk: Arc::new(Mutex::new(Memory::new(1024))), history: Arc::default() };
-    let error = Follower::open(Box::new(looks)).err().unwrap();
+    let error = Follower::open(Box::new(Looks::at(&Memory::new(1024)))).err().unwrap();
     assert!(matches!(error, FilesError::Head(HeadError::Empty)), "{error}");
 }

@@ -18,6 +18,8 @@ pub(super) struct Memory {
 
 struct Inner {
     blocks: Vec<u8>,
+    /// Of each block, which of the changes it is of.
+    changes: Vec<u64>,
     /// Every change and flush.
     history: Vec<Request>,
     waiting: VecDeque<(Request, DiskDone)>,
@@ -37,6 +39,7 @@ impl Inner {
                 assert!((1..=crate::wire::MOST_BLOCKS * BLOCK_BYTES).contains(&data.len()));
                 let mut data = data.clone();
                 for run in runs {
+                    self.note(run);
                     let part = data.split_to(run.count as usize * BLOCK_BYTES);
                     self.blocks[place(run)].copy_from_slice(&part);
                 }
@@ -44,6 +47,7 @@ impl Inner {
             }
             Request::Zero(run) => {
                 assert!((1..=crate::wire::MOST_ENTRIES).contains(&(run.count as usize)));
+                self.note(run);
                 self.blocks[place(run)].fill(0);
             }
             Request::Read(run) => {
@@ -55,6 +59,13 @@ impl Inner {
         }
         self.history.push(request.clone());
         Bytes::new()
+    }
+}
+
+impl Inner {
+    fn note(&mut self, run: &Run) {
+        let number = self.history.len() as u64 + 1;
+        run.blocks().for_each(|block| self.changes[block as usize] = number);
     }
 }
 
@@ -70,8 +81,9 @@ impl Memory {
 
     /// What is left after these changes.
     pub(super) fn after(blocks: u64, history: &[Request], is_later: bool) -> Arc<Memory> {
-        let blocks = vec![0; blocks as usize * BLOCK_BYTES];
-        let mut inner = Inner { blocks, history: Vec::new(), waiting: VecDeque::new(), reads: 0, is_broken: false };
+        let (blocks, changes) = (vec![0; blocks as usize * BLOCK_BYTES], vec![0; blocks as usize]);
+        let mut inner =
+            Inner { blocks, changes, history: Vec::new(), waiting: VecDeque::new(), reads: 0, is_broken: false };
         history.iter().for_each(|request| _ = inner.apply(request));
         Arc::new(Memory { inner: Mutex::new(inner), is_later })
     }
@@ -89,10 +101,16 @@ impl Memory {
         self.inner.lock().unwrap().blocks[block as usize * BLOCK_BYTES..][..BLOCK_BYTES].fill(0xdd);
     }
 
-    /// Reads a block as another host does, without a request.
-    pub(super) fn peek(&self, block: u64, into: &mut [u8]) {
-        let at = block as usize * BLOCK_BYTES;
-        into.copy_from_slice(&self.inner.lock().unwrap().blocks[at..at + into.len()]);
+    /// Reads a block as another host does, without a request. Returns which of the changes it is of.
+    pub(super) fn peek(&self, block: u64, into: &mut [u8]) -> u64 {
+        let (at, inner) = (block as usize * BLOCK_BYTES, self.inner.lock().unwrap());
+        into.copy_from_slice(&inner.blocks[at..at + into.len()]);
+        inner.changes[block as usize]
+    }
+
+    /// How many changes there were.
+    pub(super) fn changes(&self) -> u64 {
+        self.inner.lock().unwrap().history.len() as u64
     }
 
     pub(super) fn break_down(&self) {

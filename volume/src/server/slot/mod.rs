@@ -324,7 +324,7 @@ impl State {
             _ if mode == Some(Mode::Read) => return Done::Refused(Cause::Misuse, ONLY_READS.into()),
             Call::Lend { holder, since, run, with_blocks } => self.lend(holder, since, run, with_blocks),
             _ if mode != Some(Mode::Write) => {
-                return Done::Refused(Cause::Misuse, "this connection is for loans".into());
+                return Done::Refused(Cause::Misuse, ONLY_LOANS.into());
             }
             Call::Promise(holder) => self.promise(connection, holder, room),
             Call::Mark { holder, may_lack_tail } => self.mark(connection, holder, may_lack_tail, room),
@@ -601,5 +601,8 @@ pub(super) const NO_WRITER: u64 = 0;
 
 /// What a connection for reading is told that asks anything else.
 pub(super) const ONLY_READS: &str = "this connection is for reading the copy's region";
+
+/// What a connection for loans is told that asks for anything else.
+pub(super) const ONLY_LOANS: &str = "this connection is for loans";
 
 const NO_MEMORY: &str = "the server has no memory left for this copy: give it more, or choose another server";
