@@ -404,9 +404,10 @@ fn a_trial_finds_a_wrong_layout_and_the_server_lives_on() {
     }
 }
 
-/// The layout of the server's own build.
+/// The layout of the server's own build: of what runs, since a script may have started it.
 fn layout_file(kind: Kind) -> std::path::PathBuf {
-    let program = std::fs::read(kind.binary().unwrap()).unwrap();
+    let server = Server::start(kind).unwrap();
+    let program = std::fs::read(format!("/proc/{}/exe", server.pid())).unwrap();
     let sha256: String = Sha256::digest(program).iter().map(|byte| format!("{byte:02x}")).collect();
     let builds = std::fs::read_dir(std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("builds")).unwrap();
     let mut files = builds.map(|file| file.unwrap().path());
