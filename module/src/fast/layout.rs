@@ -9,6 +9,8 @@
 pub(crate) enum Family {
     /// Redis 7: a `dict` of entries for each database.
     Redis7,
+    /// Valkey 8.1: as Valkey 9, but databases lie in an array, and some functions are those of Redis 7.
+    Valkey8,
     /// Valkey 9: a `hashtable` of objects with embedded keys.
     Valkey9,
 }
@@ -45,9 +47,11 @@ pub(crate) struct Offsets {
 }
 
 /// The builds that are compiled in: every file of that folder.
-const BUILDS: [&str; 8] = [
+const BUILDS: [&str; 10] = [
     include_str!("../../builds/redis-7.0.15-debian12-amd64.layout"),
     include_str!("../../builds/redis-7.0.15-debian12-u7-amd64.layout"),
+    include_str!("../../builds/valkey-8.1.1-debian13-amd64.layout"),
+    include_str!("../../builds/valkey-8.1.8-wheel-amd64.layout"),
     include_str!("../../builds/valkey-9.1.0-wheel-amd64.layout"),
     include_str!("../../builds/valkey-9.1.1-wheel-amd64.layout"),
     include_str!("../../builds/valkey-9.1.2-debian-sid-amd64.layout"),
@@ -117,6 +121,7 @@ impl Family {
     fn parse(name: &str) -> Option<Family> {
         match name {
             "redis-7" => Some(Family::Redis7),
+            "valkey-8.1" => Some(Family::Valkey8),
             "valkey-9" => Some(Family::Valkey9),
             _ => None,
         }

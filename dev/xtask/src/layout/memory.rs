@@ -66,10 +66,13 @@ impl Memory {
         let shows = |name: &str| shown.contains(&name);
         if shows("kvstoreGetHashtable") && shows("objectGetVal") {
             Ok("valkey-9")
+        } else if shows("kvstoreGetHashtable") {
+            Ok("valkey-8.1")
         } else if shows("dictGenHashFunction") && !shows("kvstoreCreate") {
             Ok("redis-7")
         } else {
-            Err("the module has no code for the tables of this server; its families are redis-7 and valkey-9".into())
+            Err("the module has no code for this server's tables; its families are redis-7, valkey-8.1 and valkey-9"
+                .into())
         }
     }
 
