@@ -86,6 +86,11 @@ MINUTES ?= 60
 twins: setup
 	REMORA_TWINS_MINUTES=$(MINUTES) $(CARGO) test --locked -p remora-module --test it twins -- --ignored --nocapture
 
+## layout: where a build of a server keeps its tables, for module/builds (docs/module.md); PROGRAM=/usr/bin/valkey-server PACKAGE="words"
+.PHONY: layout
+layout:
+	@$(CARGO) run --quiet --locked -p xtask -- layout "$(PROGRAM)" --package "$(PACKAGE)"
+
 ## prove-files: the files of a mounted volume, by fsx, pjdfstest, fio, stress-ng, git and rsync; ARGS="--only fsx --by device"
 .PHONY: prove-files
 prove-files: setup

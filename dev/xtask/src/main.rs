@@ -7,6 +7,7 @@
 //!   soak            restarts, promotes, freezes and cuts off servers and agents for an hour, and compares all data
 //!   bench           runs the programs of dev/bench and keeps the results in bench/runs
 //!   net             hosts with cables of a known rate, to cut, slow down and make lossy; servers and agents in them
+//!   layout          finds where a server's build keeps its tables, for the module's list of builds
 //!   bindings        generates the types of the RDMA libraries from their headers; rarely needed
 //!   scale           a model of 1,000 replicas in racks, which drives the source's topology
 //!   rooms           draws the crates, and fails for an import circle, a long file or a large type
@@ -20,6 +21,7 @@
 //! - [`prove`]: proofs of mounted files, by other people's programs.
 //! - [`soak`]: the long run under a script of faults.
 //! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: generates or compares the RDMA libraries' types.
+//! - [`layout`]: the layout of a server's build, by watching it.
 //! - [`scale`]: the table of the topology's model. [`net`]: a test network with hosts, servers and agents. [`stop`]:
 //!   Ctrl-C leaves nothing behind.
 #![forbid(unsafe_code)]
@@ -30,6 +32,7 @@ mod commands;
 mod demo;
 mod demo_files;
 mod demo_volume;
+mod layout;
 mod net;
 mod prove;
 mod scale;
@@ -67,6 +70,8 @@ enum Command {
     /// Hosts of a test network, with servers and agents in them. Needs root.
     #[command(subcommand)]
     Net(net::Command),
+    /// Print the layout of a server's build, for `module/builds`, by watching the server.
+    Layout(layout::Options),
     /// Generate the types of the RDMA libraries from their headers.
     Bindings(bindings::Options),
     /// Print how long 1,000 replicas in racks take, by a model that drives the source's topology.
@@ -98,6 +103,7 @@ fn main() -> ExitCode {
         Command::Soak(options) => stop::or_run(move || soak::run(&options)),
         Command::Bench(options) => stop::or_run(move || bench::run(&options)),
         Command::Net(command) => net::run(command),
+        Command::Layout(options) => layout::run(&options),
         Command::Bindings(options) => bindings::run(&options),
         Command::Scale => scale::run(),
         Command::Rooms { ties } => remora_structure::check(ties),

@@ -102,7 +102,9 @@ fn work(context: &Context<'_>) {
 
 fn capture(context: &Context<'_>, armed: &Armed) -> Result<(), CaptureError> {
     let page = &armed.page;
-    let point = walk::fork_point(context)?;
+    // Asked once: each answer is many small allocations, which copy pages of a child.
+    let info = context.server_info(c"replication").ok_or(CaptureError::NoAnswer("INFO replication"))?;
+    let point = walk::fork_point(context, &info)?;
     let eased = without_compression(context);
     match page.order().work {
         Work::Ease => {
@@ -111,7 +113,7 @@ fn capture(context: &Context<'_>, armed: &Armed) -> Result<(), CaptureError> {
             page.begin()?;
         }
         work @ (Work::Walk | Work::FastWalk) => {
-            exclusive::check(context)?;
+            exclusive::check(context, &info)?;
             let fast = (work == Work::FastWalk).then(|| fast_walk::checked(context)).transpose()?;
             let table = armed.table.as_ref().ok_or(CaptureError::NoTable)?;
             let descriptor = table.try_clone().map_err(|error| CaptureError::System(error.to_string()))?;

@@ -19,14 +19,13 @@
 use std::ffi::CString;
 
 use super::error::{CaptureError, SharedWith};
-use crate::api::{Context, OwnedStr};
+use crate::api::{Context, OwnedStr, ServerInfo};
 
-/// Checks that one replica is waiting, and that its snapshot does not go through a file.
-pub(super) fn check(context: &Context<'_>) -> Result<(), CaptureError> {
+/// Checks that one replica is waiting, and that its snapshot does not go through a file. `info`: INFO replication.
+pub(super) fn check(context: &Context<'_>, info: &ServerInfo<'_>) -> Result<(), CaptureError> {
     if !syncs_go_to_sockets(context)? {
         return Err(CaptureError::NotExclusive(SharedWith::File));
     }
-    let info = context.server_info(c"replication").ok_or(CaptureError::NoAnswer("INFO replication"))?;
     let connected = info.number(c"connected_slaves").ok_or(CaptureError::NotReported("number of replicas"))?;
     let lines = (0..connected).map(|number| {
         let name = CString::new(format!("slave{number}")).unwrap_or_default();

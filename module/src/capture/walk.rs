@@ -30,7 +30,7 @@ use remora_table::server_pages::capture_page::ForkPoint;
 use super::error::CaptureError;
 use super::output::Output;
 use super::record::{self, Age, Value};
-use crate::api::{Context, Cursor, Key, KeyKind, OwnedStr, StrRef};
+use crate::api::{Context, Cursor, Key, KeyKind, OwnedStr, ServerInfo, StrRef};
 
 /// Writes the long strings into `memory`, and deletes them from what the server will save.
 pub(super) fn run(
@@ -46,9 +46,8 @@ pub(super) fn run(
     walk.out.finish()
 }
 
-/// The moment that this process's data is of.
-pub(super) fn fork_point(context: &Context<'_>) -> Result<ForkPoint, CaptureError> {
-    let info = context.server_info(c"replication").ok_or(CaptureError::NoAnswer("INFO replication"))?;
+/// The moment that this process's data is of. `info`: INFO replication.
+pub(super) fn fork_point(context: &Context<'_>, info: &ServerInfo<'_>) -> Result<ForkPoint, CaptureError> {
     let history = info.get(c"master_replid").and_then(|text| text.parse().ok());
     let offset = info.number(c"master_repl_offset");
     Ok(ForkPoint {
@@ -218,9 +217,13 @@ pub(super) enum Ages {
 
 impl Ages {
     pub(super) fn of(context: &Context<'_>) -> Ages {
-        let info = context.server_info(c"memory");
-        let policy = info.as_ref().and_then(|info| info.get(c"maxmemory_policy"));
-        Ages::of_policy(policy.unwrap_or_default())
+        // Not from INFO: its memory section copies a megabyte of pages in a child, by a small allocation for each line.
+        let policy = context.setting("maxmemory-policy").or_else(|| {
+            // CONFIG may have been renamed.
+            let info = context.server_info(c"memory")?;
+            info.get(c"maxmemory_policy").map(str::to_owned)
+        });
+        Ages::of_policy(&policy.unwrap_or_default())
     }
 
     fn of_policy(policy: &str) -> Ages {

@@ -1,7 +1,7 @@
 //! Layouts: where exact builds of servers keep what the fast way reads of them. Pure.
 //!
 //! A layout is a file of `module/builds/`, compiled in. To support a build is to add its file. The numbers are offsets
-//! in bytes, as the compiler of that build chose them; docs/module.md says how to find them. The order of the fields
+//! in bytes, as the compiler of that build chose them; `xtask layout` finds them. The order of the fields
 //! inside of buckets and entries belongs to the family, which the code knows.
 
 /// What a build's calls and tables are like.
@@ -9,6 +9,8 @@
 pub(crate) enum Family {
     /// Redis 7: a `dict` of entries for each database.
     Redis7,
+    /// Valkey 8.1: as Valkey 9, but databases lie in an array, and some functions are those of Redis 7.
+    Valkey8,
     /// Valkey 9: a `hashtable` of objects with embedded keys.
     Valkey9,
 }
@@ -44,11 +46,18 @@ pub(crate) struct Offsets {
     pub(crate) table_exponents: usize,
 }
 
-/// The builds that are compiled in.
-const BUILDS: [&str; 3] = [
+/// The builds that are compiled in: every file of that folder.
+const BUILDS: [&str; 10] = [
     include_str!("../../builds/redis-7.0.15-debian12-amd64.layout"),
     include_str!("../../builds/redis-7.0.15-debian12-u7-amd64.layout"),
+    include_str!("../../builds/valkey-8.1.1-debian13-amd64.layout"),
+    include_str!("../../builds/valkey-8.1.8-wheel-amd64.layout"),
+    include_str!("../../builds/valkey-9.1.0-wheel-amd64.layout"),
+    include_str!("../../builds/valkey-9.1.1-wheel-amd64.layout"),
+    include_str!("../../builds/valkey-9.1.2-debian-sid-amd64.layout"),
     include_str!("../../builds/valkey-9.1.2-wheel-amd64.layout"),
+    include_str!("../../builds/valkey-9.1.2-wheel-first-amd64.layout"),
+    include_str!("../../builds/valkey-9.1.2-wheel-post1-amd64.layout"),
 ];
 
 /// No field that is read lies further than this from the beginning of its structure: a number above it is a slip.
@@ -112,6 +121,7 @@ impl Family {
     fn parse(name: &str) -> Option<Family> {
         match name {
             "redis-7" => Some(Family::Redis7),
+            "valkey-8.1" => Some(Family::Valkey8),
             "valkey-9" => Some(Family::Valkey9),
             _ => None,
         }
@@ -146,6 +156,14 @@ mod tests {
             assert_eq!(layout.sha256.len(), 64);
             let other = Layout::find(&layout.version, &"0".repeat(64), None);
             assert!(matches!(other, Err(LayoutError::Unknown { .. })), "only the version is the same");
+        }
+    }
+
+    #[test]
+    fn every_file_of_a_build_is_compiled_in() {
+        for entry in std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/builds")).unwrap() {
+            let path = entry.unwrap().path();
+            assert!(BUILDS.contains(&&*std::fs::read_to_string(&path).unwrap()), "{} is not", path.display());
         }
     }
 

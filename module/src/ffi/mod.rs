@@ -41,7 +41,7 @@ mod string;
 
 pub(crate) use callback::{Command, EventHandler, Timer};
 pub(crate) use context::{Context, LogLevel, OwnContext};
-pub(crate) use dataset::Cursor;
+pub(crate) use dataset::{Cursor, ServerInfo};
 pub(crate) use entry::Module;
 pub(crate) use fast::{AddError, BATCH, FastServer, FoundKey, FoundValue, Step, in_child};
 pub(crate) use heap::warm;

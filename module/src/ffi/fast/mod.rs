@@ -28,7 +28,7 @@ use std::ptr;
 
 use remora_redis::rdb::{CollectionError, Content, Record, Usage, Value};
 
-use self::symbols::{Common, Database, Object, Own, Redis7, Sds, Symbols, Valkey9};
+use self::symbols::{Common, Database, Object, Own, Redis7, Sds, Symbols, Valkey, ValkeyOnly};
 use super::context::Context;
 use crate::fast::layout::{Layout, Offsets};
 
@@ -120,7 +120,7 @@ impl FastServer {
         let number = c_int::try_from(database).unwrap_or_default();
         let added = match self.symbols.own {
             Own::Redis7(own) => self.add_to_redis(&own, into, number, records),
-            Own::Valkey9(own) => self.add_to_valkey(&own, into, number, records),
+            Own::Valkey(own, only) => self.add_to_valkey((&own, &only), into, number, records),
         };
         self.count_loaded(records.len());
         added
@@ -146,7 +146,7 @@ impl FastServer {
         let keys = unsafe { read::<*mut c_void>(database.cast(), self.at.database_keys) };
         match self.symbols.own {
             Own::Redis7(_) => keys.cast(),
-            Own::Valkey9(own) => own.only_table(keys).cast(),
+            Own::Valkey(own, _) => own.only_table(keys).cast(),
         }
     }
 
@@ -233,11 +233,11 @@ impl FastServer {
         Ok(())
     }
 
-    // --- Valkey 9 -------------------------------------------------------------------------------------------------
+    // --- Valkey ---------------------------------------------------------------------------------------------------
 
     fn add_to_valkey(
         &self,
-        own: &Valkey9,
+        (own, only): (&Valkey, &ValkeyOnly),
         into: Database,
         number: c_int,
         records: &[Record<'_>],
@@ -252,7 +252,7 @@ impl FastServer {
             let bucket = first.wrapping_add((own.hash_of(key) & mask) as usize * BUCKET_BYTES);
             prefetch(bucket);
             let key = common.sds(key);
-            *prepared = Prepared { key, value: own.value(common, &record.value, key, number), bucket };
+            *prepared = Prepared { key, value: own.value(only, common, &record.value, key, number), bucket };
         }
         let batch = batch.get_mut(..records.len()).unwrap_or_default();
         all_made(common, batch, records)?;
@@ -265,7 +265,7 @@ impl FastServer {
                     prepared.value = own.expire(common, into, bytes_of(&record.key, &mut digits), expires_ms);
                 }
                 if let Some(usage) = record.usage {
-                    own.use_as(prepared.value, usage);
+                    only.use_as(prepared.value, usage);
                 }
             } else {
                 common.release(prepared.value);
@@ -377,7 +377,7 @@ impl Redis7 {
     }
 }
 
-impl Valkey9 {
+impl Valkey {
     fn hash_of(&self, key: &[u8]) -> u64 {
         // SAFETY: The bytes are there and are only read.
         unsafe { (self.hash)(key.as_ptr().cast(), key.len()) }
@@ -404,11 +404,23 @@ impl Valkey9 {
         common.release(name);
         value
     }
+}
 
+impl ValkeyOnly {
     fn use_as(&self, value: Object, usage: Usage) {
         let (frequency, idle) = numbers(usage);
-        // SAFETY: A value that was just added.
-        unsafe { (self.set_usage)(value, frequency, idle) };
+        match self {
+            ValkeyOnly::Eight(eight) => {
+                // SAFETY: No conditions.
+                let now = c_longlong::from(unsafe { (eight.clock)() });
+                // SAFETY: A value that was just added. The multiplier for seconds, as in the server's loader.
+                unsafe { (eight.set_usage)(value, frequency, idle, now, 1000) };
+            }
+            ValkeyOnly::Nine(nine) => {
+                // SAFETY: A value that was just added.
+                unsafe { (nine.set_usage)(value, frequency, idle) };
+            }
+        }
     }
 }
 

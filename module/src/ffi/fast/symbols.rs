@@ -76,17 +76,36 @@ symbols! {
 }
 
 symbols! {
-    /// Valkey 9.
-    Valkey9 {
+    /// Valkey from 8.1 on: what its versions have in common.
+    Valkey {
         encode = "tryObjectEncodingEx": unsafe extern "C" fn(Object, c_int) -> Object,
         hash = "hashtableGenHashFunction": unsafe extern "C" fn(*const c_char, usize) -> u64,
         table = "kvstoreGetHashtable": unsafe extern "C" fn(*mut c_void, c_int) -> *mut c_void,
         add = "dbAddRDBLoad": unsafe extern "C" fn(Database, Sds, *mut Object) -> c_int,
         set_expiry = "setExpire": unsafe extern "C" fn(*mut c_void, Database, Object, c_longlong) -> Object,
-        set_usage = "objectSetLRUOrLFU": unsafe extern "C" fn(Object, c_longlong, c_longlong) -> c_int,
         key = "objectGetKey": unsafe extern "C" fn(Object) -> Sds,
-        value = "objectGetVal": unsafe extern "C" fn(Object) -> Sds,
         expiry = "objectGetExpire": unsafe extern "C" fn(Object) -> c_longlong,
+    }
+}
+
+symbols! {
+    /// What Valkey 8.1 has as Redis 7 does.
+    Valkey8Only {
+        set_usage = "objectSetLRUOrLFU": unsafe extern "C" fn(Object, c_longlong, c_longlong, c_longlong, c_int) -> c_int,
+        clock = "LRU_CLOCK": unsafe extern "C" fn() -> c_uint,
+        idle = "estimateObjectIdleTime": unsafe extern "C" fn(Object) -> u64,
+        frequency = "LFUDecrAndReturn": unsafe extern "C" fn(Object) -> c_ulong,
+        load = "rdbLoadObject": unsafe extern "C" fn(c_int, *mut Rio, Sds, c_int, *mut c_int) -> Object,
+        save_type = "rdbSaveObjectType": unsafe extern "C" fn(*mut Rio, Object) -> c_int,
+        save = "rdbSaveObject": unsafe extern "C" fn(*mut Rio, Object, Object, c_int) -> isize,
+    }
+}
+
+symbols! {
+    /// What Valkey 9 has.
+    Valkey9Only {
+        set_usage = "objectSetLRUOrLFU": unsafe extern "C" fn(Object, c_longlong, c_longlong) -> c_int,
+        value = "objectGetVal": unsafe extern "C" fn(Object) -> Sds,
         idle = "objectGetLRUIdleSecs": unsafe extern "C" fn(Object) -> u32,
         frequency = "objectGetLFUFrequency": unsafe extern "C" fn(Object) -> u8,
         load = "rdbLoadObject": unsafe extern "C" fn(c_int, *mut Rio, Sds, c_int, *mut c_int, c_int, c_longlong) -> Object,
@@ -95,11 +114,18 @@ symbols! {
     }
 }
 
+/// The functions that differ between the versions of Valkey.
+#[derive(Clone, Copy)]
+pub(super) enum ValkeyOnly {
+    Eight(Valkey8Only),
+    Nine(Valkey9Only),
+}
+
 /// The functions of one family.
 #[derive(Clone, Copy)]
 pub(super) enum Own {
     Redis7(Redis7),
-    Valkey9(Valkey9),
+    Valkey(Valkey, ValkeyOnly),
 }
 
 /// All of them, and the server's state.
@@ -124,8 +150,18 @@ impl Symbols {
         let own = match family {
             // SAFETY: Guaranteed by the caller.
             Family::Redis7 => Own::Redis7(unsafe { Redis7::look_up(&program) }?),
-            // SAFETY: Guaranteed by the caller.
-            Family::Valkey9 => Own::Valkey9(unsafe { Valkey9::look_up(&program) }?),
+            Family::Valkey8 => {
+                // SAFETY: Guaranteed by the caller.
+                let only = ValkeyOnly::Eight(unsafe { Valkey8Only::look_up(&program) }?);
+                // SAFETY: Guaranteed by the caller.
+                Own::Valkey(unsafe { Valkey::look_up(&program) }?, only)
+            }
+            Family::Valkey9 => {
+                // SAFETY: Guaranteed by the caller.
+                let only = ValkeyOnly::Nine(unsafe { Valkey9Only::look_up(&program) }?);
+                // SAFETY: Guaranteed by the caller.
+                Own::Valkey(unsafe { Valkey::look_up(&program) }?, only)
+            }
         };
         // SAFETY: The address of a variable; a pointer has the size of a pointer.
         let state = unsafe { find::<NonNull<u8>>(&program, "server\0") }.ok_or("server")?;

@@ -11,7 +11,7 @@ use std::ptr;
 use remora_redis::rdb::{COLLECTION_TYPES, Collection, Content, Value};
 
 use super::rio::{Rio, Sink, Source};
-use super::symbols::{Common, Object, Own, Redis7, Sds, Valkey9};
+use super::symbols::{Common, Object, Own, Redis7, Sds, Valkey, ValkeyOnly};
 use super::{FastServer, SavedType};
 
 /// `RDBFLAGS_REPLICATION`: what the server's loader passes when it loads from its primary.
@@ -40,9 +40,16 @@ impl Redis7 {
     }
 }
 
-impl Valkey9 {
+impl Valkey {
     /// As `rdbLoadObject` makes it; null if the server does not take it.
-    pub(super) fn value(&self, common: &Common, value: &Value<'_>, key: Sds, database: c_int) -> Object {
+    pub(super) fn value(
+        &self,
+        only: &ValkeyOnly,
+        common: &Common,
+        value: &Value<'_>,
+        key: Sds,
+        database: c_int,
+    ) -> Object {
         match value {
             Value::String(Content::Number(number)) => common.number(*number),
             Value::String(Content::Bytes(bytes)) => {
@@ -53,13 +60,30 @@ impl Valkey9 {
             }
             Value::Collection(Collection { kind, bytes }) => {
                 let (mut source, mut error) = (Source::new(bytes), 0);
-                let rio = ptr::from_mut(&mut source).cast();
-                // SAFETY: A stream and a key of our own; by the caller the value was checked. The time is used only
-                // for fields that expire, which no collection has.
-                unsafe { (self.load)(c_int::from(*kind), rio, key, database, &raw mut error, REPLICATION, 0) }
+                let (rio, kind) = (ptr::from_mut(&mut source).cast(), c_int::from(*kind));
+                match only {
+                    // SAFETY: A stream and a key of our own; by the caller the value was checked.
+                    ValkeyOnly::Eight(eight) => unsafe { (eight.load)(kind, rio, key, database, &raw mut error) },
+                    // SAFETY: As above. The time is used only for fields that expire, which no collection has.
+                    ValkeyOnly::Nine(nine) => unsafe {
+                        (nine.load)(kind, rio, key, database, &raw mut error, REPLICATION, 0)
+                    },
+                }
             }
         }
     }
+}
+
+/// The type that a server's function writes as one byte.
+fn written_type(write: impl FnOnce(*mut Rio)) -> Option<u8> {
+    let mut code = None;
+    let mut put = |bytes: &[u8]| {
+        code = bytes.first().copied();
+        true
+    };
+    let mut sink = Sink::new(&mut put);
+    write(ptr::from_mut(&mut sink).cast());
+    code
 }
 
 impl FastServer {
@@ -67,19 +91,18 @@ impl FastServer {
     /// types that are written here.
     pub(super) fn saved_type(&self, object: Object, version: u16) -> Option<SavedType> {
         let code = match self.symbols.own {
-            Own::Redis7(own) => {
-                let mut code = None;
-                let mut put = |bytes: &[u8]| {
-                    code = bytes.first().copied();
-                    true
-                };
-                let mut sink = Sink::new(&mut put);
+            Own::Redis7(own) => written_type(|rio| {
                 // SAFETY: A stream of our own; a value of a table, which is only read.
-                unsafe { (own.save_type)(ptr::from_mut(&mut sink).cast(), object) };
-                code?
+                unsafe { (own.save_type)(rio, object) };
+            })?,
+            Own::Valkey(_, ValkeyOnly::Eight(only)) => written_type(|rio| {
+                // SAFETY: As above.
+                unsafe { (only.save_type)(rio, object) };
+            })?,
+            Own::Valkey(_, ValkeyOnly::Nine(only)) => {
+                // SAFETY: A value of a table, which is only read.
+                u8::try_from(unsafe { (only.saved_type)(object, version.into()) }).ok()?
             }
-            // SAFETY: A value of a table, which is only read.
-            Own::Valkey9(own) => u8::try_from(unsafe { (own.saved_type)(object, version.into()) }).ok()?,
         };
         (COLLECTION_TYPES.contains(&code) || STREAM_TYPES.contains(&code)).then_some(SavedType(code))
     }
@@ -93,8 +116,10 @@ impl FastServer {
         let written = match self.symbols.own {
             // SAFETY: A stream of our own; a value of a table that is not of a module's type, and is only read.
             Own::Redis7(own) => unsafe { (own.save)(rio, object, key, 0) },
+            // SAFETY: As above.
+            Own::Valkey(_, ValkeyOnly::Eight(only)) => unsafe { (only.save)(rio, object, key, 0) },
             // SAFETY: As above, and its own type.
-            Own::Valkey9(own) => unsafe { (own.save)(rio, object, key, 0, kind.0) },
+            Own::Valkey(_, ValkeyOnly::Nine(only)) => unsafe { (only.save)(rio, object, key, 0, kind.0) },
         };
         written >= 0
     }

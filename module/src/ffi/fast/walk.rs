@@ -15,7 +15,7 @@ use std::marker::PhantomData;
 use std::ptr;
 
 use super::super::context::Context;
-use super::symbols::{Database, Object, Own, Redis7, Sds, Valkey9};
+use super::symbols::{Database, Object, Own, Redis7, Sds, Valkey, ValkeyOnly};
 use super::{BUCKET_BYTES, FastServer, SavedType, prefetch, read, write};
 
 /// Buckets that are looked at together: a few hundred keys, whose heads fit in a first-level cache.
@@ -59,7 +59,7 @@ impl FoundKey<'_> {
     pub(crate) fn idle_seconds(&self) -> u64 {
         match self.server.symbols.own {
             Own::Redis7(own) => own.idle_milliseconds(self.object) / 1000,
-            Own::Valkey9(own) => own.idle_seconds(self.object).into(),
+            Own::Valkey(_, only) => only.idle_seconds(self.object),
         }
     }
 
@@ -67,7 +67,7 @@ impl FoundKey<'_> {
     pub(crate) fn frequency(&self) -> u8 {
         match self.server.symbols.own {
             Own::Redis7(own) => own.frequency(self.object),
-            Own::Valkey9(own) => own.frequency(self.object),
+            Own::Valkey(_, only) => only.frequency(self.object),
         }
     }
 }
@@ -113,7 +113,7 @@ impl FastServer {
         for which in 0..2 {
             match self.symbols.own {
                 Own::Redis7(own) => walk.redis_table(&own, self.expiries(database), which),
-                Own::Valkey9(own) => walk.valkey_table(&own, which),
+                Own::Valkey(own, only) => walk.valkey_table(&own, &only, which),
             }
         }
         Some(walk.walked)
@@ -250,9 +250,9 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
         self.taken(which, taken);
     }
 
-    // --- Valkey 9: buckets of seven -------------------------------------------------------------------------------
+    // --- Valkey: buckets of seven ---------------------------------------------------------------------------------
 
-    fn valkey_table(&mut self, own: &Valkey9, which: usize) {
+    fn valkey_table(&mut self, own: &Valkey, only: &ValkeyOnly, which: usize) {
         let (first, count) = self.buckets(which);
         let server = self.server;
         let (mut entries, mut taken, mut deferred) = (Vec::new(), 0, self.may_defer() && count > 0);
@@ -292,7 +292,7 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
             for entry in &mut entries {
                 let value = match (kind(entry.object), encoding(entry.object)) {
                     (STRING, NUMBER) => FoundValue::Number(value_address(entry.object) as i64),
-                    (STRING, _) => FoundValue::Bytes(sds_bytes(own.value_of(entry.object))),
+                    (STRING, _) => FoundValue::Bytes(sds_bytes(only.value_of(entry.object))),
                     (COLLECTION_FIRST..=COLLECTION_LAST | STREAM, _) => FoundValue::Collection,
                     _ => continue,
                 };
@@ -504,15 +504,10 @@ impl Redis7 {
     }
 }
 
-impl Valkey9 {
+impl Valkey {
     fn key_of(&self, object: Object) -> Sds {
         // SAFETY: A value of a table of keys, which embeds its key.
         unsafe { (self.key)(object) }
-    }
-
-    fn value_of(&self, object: Object) -> Sds {
-        // SAFETY: A string of a table that is not a number.
-        unsafe { (self.value)(object) }
     }
 
     fn expiry(&self, object: Object) -> Option<i64> {
@@ -520,15 +515,34 @@ impl Valkey9 {
         let expiry = unsafe { (self.expiry)(object) };
         (expiry != NEVER).then_some(expiry)
     }
+}
 
-    fn idle_seconds(&self, object: Object) -> u32 {
-        // SAFETY: A value of a table.
-        unsafe { (self.idle)(object) }
+impl ValkeyOnly {
+    fn value_of(&self, object: Object) -> Sds {
+        match self {
+            // Also where the value is embedded.
+            ValkeyOnly::Eight(_) => value_address(object).cast(),
+            // SAFETY: A string of a table that is not a number.
+            ValkeyOnly::Nine(nine) => unsafe { (nine.value)(object) },
+        }
+    }
+
+    fn idle_seconds(&self, object: Object) -> u64 {
+        match self {
+            // SAFETY: A value of a table; it is only read.
+            ValkeyOnly::Eight(eight) => (unsafe { (eight.idle)(object) }) / 1000,
+            // SAFETY: As above.
+            ValkeyOnly::Nine(nine) => u64::from(unsafe { (nine.idle)(object) }),
+        }
     }
 
     fn frequency(&self, object: Object) -> u8 {
-        // SAFETY: A value of a table.
-        unsafe { (self.frequency)(object) }
+        match self {
+            // SAFETY: A value of a table; it is only read.
+            ValkeyOnly::Eight(eight) => u8::try_from(unsafe { (eight.frequency)(object) }).unwrap_or(u8::MAX),
+            // SAFETY: As above.
+            ValkeyOnly::Nine(nine) => unsafe { (nine.frequency)(object) },
+        }
     }
 }
 
