@@ -71,6 +71,8 @@ async fn dispatch(command: Command) -> Result<(), Failure> {
         // Source and replica have something to clean up when they are stopped, so they catch signals themselves.
         Command::Source(args) => crate::source::run(args).await,
         Command::Replica(args) => crate::replica::run(args).await,
+        Command::Attend(args) => crate::replica::attend::run(args).await,
+        Command::Intercept(args) => crate::intercept::run(args).await,
         Command::Status(args) => until_signal(crate::status::run(args), "").await,
         Command::Devices(args) => crate::transports::devices::run(&args),
         Command::Probe(args) => {

@@ -4,7 +4,7 @@
 //!   the primary's host                                          a replica's host (one of N)
 //!   redis-server ◀──server──▶ source ══ data lanes, messenger ══▶ replica ◀──server──▶ redis-server
 //!
-//!   remora source │ replica │ status      the job: one snapshot, any number of exact replicas
+//!   remora source │ replica │ attend │ status   the job: one snapshot, any number of exact replicas
 //!   remora devices │ probe                which transports there are, and how fast
 //!   remora verify │ load │ module │ generate   compare two servers; fill a server; the module; completions and man pages
 //! ```
@@ -22,6 +22,7 @@
 //! - [`source`], [`replica`], [`status`]: the job.
 //! - [`transports`]: which transports to the memory there are, and the command that reports them; [`probe`] measures
 //!   them.
+//! - [`intercept`]: the rules by which a server's connections come to an agent that attends it ([`replica::attend`]).
 //! - [`snapshot`]: a source's snapshot as a file; [`cluster`]: clusters as a whole.
 //! - [`metrics`]: what agents show to Prometheus and probes.
 //! - [`volume`]: block devices in the memory of other hosts, as commands.
@@ -38,6 +39,7 @@ pub mod conversation;
 pub mod exit;
 pub mod generate;
 mod growth;
+pub mod intercept;
 mod lanes;
 pub mod load;
 mod metrics;

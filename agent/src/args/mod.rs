@@ -3,11 +3,13 @@
 //! Each command has a file of its own under `args/`, with a help page: what the command does, examples, exit codes, ACL
 //! rules. Nothing here runs a command: [`crate::commands`] does.
 
+mod attend;
 mod cluster;
 mod devices;
 mod fast_keys;
 mod fetch;
 mod generate;
+mod intercept;
 mod load;
 mod metrics;
 mod module;
@@ -28,11 +30,13 @@ mod volume;
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 
 pub use self::{
+    attend::{AttendArgs, LISTEN_PORT, PRIMARY_PORT},
     cluster::{ClusterAction, ClusterArgs, ClusterBackupArgs, ClusterPlanArgs, ClusterSourcesArgs, ClusterStatusArgs},
     devices::DevicesArgs,
     fast_keys::{FastKeys, WalkArgs},
     fetch::{ClusterNodeArgs, FetchArgs},
     generate::{GenerateArgs, Generated},
+    intercept::{AddArgs, InterceptAction, InterceptArgs, InterceptPortArgs, ShowArgs},
     load::{LoadArgs, ValueType},
     metrics::MetricsArgs,
     module::{ModuleArgs, ModuleQuestion},
@@ -96,6 +100,12 @@ pub enum Command {
     #[command(about = "Make a server an exact replica, from a source's snapshot")]
     #[allow(missing_docs)]
     Replica(ReplicaArgs),
+    #[command(about = "Stay beside a server, and make each of its full copies a cheap one")]
+    #[allow(missing_docs)]
+    Attend(AttendArgs),
+    #[command(about = "The rules that send a server's connections to remora attend")]
+    #[allow(missing_docs)]
+    Intercept(InterceptArgs),
     #[command(about = "Show a source's snapshot and the replicas that read it")]
     #[allow(missing_docs)]
     Status(StatusArgs),

@@ -151,7 +151,7 @@ pub(super) fn parse_name(text: &str) -> Result<String, String> {
     }
 }
 
-fn parse_memory(text: &str) -> Result<Size, String> {
+pub(super) fn parse_memory(text: &str) -> Result<Size, String> {
     let size: Size = text.parse().map_err(|error: UnitError| error.to_string())?;
     if size < LEAST_MEMORY {
         return Err(format!("the memory must be at least {LEAST_MEMORY}"));

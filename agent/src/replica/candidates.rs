@@ -14,7 +14,7 @@
 //! from the server's address then replaces a connection from another address, or one that has not logged in in time.
 
 use std::io;
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -49,7 +49,8 @@ const READS_PER_TURN: usize = 4;
 
 /// Connections to the link's port that have not logged in and asked for a sync yet.
 pub(super) struct Candidates {
-    listener: TcpListener,
+    /// `None` if connections are handed over by an attending agent only.
+    listener: Option<TcpListener>,
     /// Whether the listener listens: the server may come.
     is_open: bool,
     tls: Option<Arc<ServerConfig>>,
@@ -100,7 +101,7 @@ impl Candidates {
         let failure = LinkFailure::default();
         let is_open = sockopt::socket_acceptconn(&listener).unwrap_or(true);
         Candidates {
-            listener,
+            listener: Some(listener),
             is_open,
             tls,
             access,
@@ -113,9 +114,26 @@ impl Candidates {
         }
     }
 
+    /// Without a port: the server's connections are intercepted, and come as [`Newcomer`]s.
+    pub(super) fn without_a_port() -> Candidates {
+        let locality = Locality { link_host: Ipv4Addr::LOCALHOST.into(), server: None, uid: None };
+        Candidates {
+            listener: None,
+            is_open: false,
+            tls: None,
+            access: Access::Open,
+            locality,
+            waiting: Vec::new(),
+            warned: false,
+            failure: LinkFailure::default(),
+            strangers: 0,
+            rejections: Rejections::default(),
+        }
+    }
+
     /// The listener listens from now on.
     pub(super) fn opened(&mut self) {
-        self.is_open = true;
+        self.is_open = self.listener.is_some();
     }
 
     /// Where it is noted why a connection did not become the link.
@@ -144,7 +162,8 @@ impl Candidates {
             return;
         }
         for _ in 0..ACCEPTS_PER_TURN {
-            match self.listener.accept() {
+            let Some(listener) = &self.listener else { return };
+            match listener.accept() {
                 Ok((socket, peer)) => self.admit(socket, peer, now),
                 Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => break,
                 Err(error) => {
@@ -181,7 +200,8 @@ impl Candidates {
             let write = if has_more { PollFlags::OUT } else { PollFlags::empty() };
             (candidate.link.as_fd(), PollFlags::IN | write)
         });
-        let listener = self.is_open.then(|| (self.listener.as_fd(), PollFlags::IN));
+        let listener =
+            self.listener.as_ref().filter(|_| self.is_open).map(|listener| (listener.as_fd(), PollFlags::IN));
         listener.into_iter().chain(waiting)
     }
 
@@ -270,6 +290,23 @@ impl Candidates {
     }
 }
 
+impl Newcomer {
+    /// A connection whose handshake was with the true primary, up to and including `PSYNC`, which waits for its answer.
+    /// `heard` is what the server has said in it.
+    pub(super) fn intercepted(socket: TcpStream, peer: SocketAddr, heard: &[u8]) -> io::Result<Newcomer> {
+        let mut role = PrimaryRole::new(Options { access: Access::Open });
+        role.handle_input(heard).map_err(io::Error::other)?;
+        // The true primary has given the answers.
+        drop(role.take_output());
+        let Some(Event::Psync { replid, offset }) = role.poll_event() else {
+            return Err(io::Error::other("the server has not asked to be synchronised"));
+        };
+        let mut link = Link::new(socket, peer, None)?;
+        link.look_at_what_is_unread();
+        Ok(Newcomer { peer, link, role, out: Vec::new(), written: 0, replid, offset })
+    }
+}
+
 impl Candidate {
     /// Reads commands and answers them. The error says why the connection is closed.
     fn turn(&mut self, now: Instant) -> Result<Option<(Option<ReplId>, i64)>, String> {
@@ -300,7 +337,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use std::io::{Read, Write};
-    use std::net::{IpAddr, Ipv4Addr};
+    use std::net::IpAddr;
 
     use super::*;
 

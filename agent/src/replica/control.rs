@@ -10,12 +10,22 @@
 //!
 //! Not here: what is changed and when ([`super::driver`]), and how it is put back ([`super::record`]).
 
+use std::time::Duration;
+
 use remora_redis::ReplId;
 use remora_redis::resp::Frame;
+use tokio::time::Instant;
 
 #[cfg(any(test, feature = "simulation"))]
 use crate::mutation::Mutation;
 use crate::server::{Client, Facts, Server, ServerError};
+
+/// How long the stream is held back for the server to come to the end of what it was given: some megabytes in its
+/// socket.
+const DRAIN_LIMIT: Duration = Duration::from_millis(500);
+
+/// Pause between two looks at a server that settles.
+const SETTLE_LOOK: Duration = Duration::from_millis(5);
 
 /// The server and one connection to it. A new connection replaces one that is closed or out of step.
 pub(super) struct Control {
@@ -96,6 +106,29 @@ impl Control {
     /// Reads the server's facts about its replication only, which are needed often.
     pub(super) async fn replication(&mut self) -> Result<Facts, ServerError> {
         Ok(Facts::from_info(&self.client().await?.info("replication").await?))
+    }
+
+    /// Waits until the server has executed everything that it received. The stream is held back meanwhile.
+    ///
+    /// A Redis from 7.4 on blocks its link to the primary while a FLUSHDB or FLUSHALL runs in the background, and a
+    /// REPLICAOF at that moment discards the position where it would go on: it would ask the primary for a full copy
+    /// (freeClient in networking.c caches no primary that is blocked).
+    pub(super) async fn settle(&mut self) -> Result<(), ServerError> {
+        let until = Instant::now() + DRAIN_LIMIT;
+        let mut before = None;
+        while Instant::now() < until {
+            tokio::time::sleep(SETTLE_LOOK).await;
+            let clients = self.client().await?.info("clients").await?;
+            let blocked = clients.number::<u64>("blocked_clients").unwrap_or(0);
+            let offset = self.replication().await?.offset;
+            // Nothing was carried out since the last look, and in between the link was not blocked: nothing is left.
+            if offset == before && blocked == 0 {
+                return Ok(());
+            }
+            before = offset;
+        }
+        tracing::debug!("the server has clients that are blocked, or is slow; it is handed over as it is");
+        Ok(())
     }
 
     /// Asks the server which primary it follows, and fails unless the answer is as expected.

@@ -19,9 +19,11 @@
 //!   server ([`crate::snapshot`]) begins with them too.
 //! - [`relay_reader`] reads slots from other replicas and [`relay_server`] lends them; [`upstream`] is the connection
 //!   to another one, [`limit`] the rate.
+//! - [`attend`] stays beside a server whose own connections to its primary are intercepted.
 //! - [`machine`] decides, without I/O, what follows from each event on the way from joining to the hand-off; [`driver`]
 //!   carries it out, and owns the tasks. [`report`] says where the time went.
 
+pub mod attend;
 mod candidates;
 mod control;
 mod delivery;

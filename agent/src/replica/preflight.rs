@@ -61,8 +61,8 @@ pub(super) async fn target(
     let facts = Facts::read(client).await?;
     if facts.cluster_enabled == Some(true) {
         return Err(Failure::refused(format!(
-            "the server {url} runs in cluster mode, where servers refuse REPLICAOF, so it cannot be made a replica yet; a server with \
-             cluster-enabled no can become a replica of a primary in cluster mode"
+            "the server {url} runs in cluster mode, where servers refuse REPLICAOF, so it cannot be made a replica by this command; \
+             remora attend beside it serves CLUSTER REPLICATE"
         )));
     }
     let unfinished = facts.link.as_ref().is_some_and(|link| record.is_our_link(&link.host, link.port));

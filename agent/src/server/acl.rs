@@ -9,6 +9,8 @@ pub enum Task {
     Source,
     /// `remora replica` on the server it fills.
     Replica,
+    /// `remora attend` on the server that it attends.
+    Attend,
     /// `remora verify`, on either server.
     Verify,
     /// `remora load`.
@@ -21,13 +23,15 @@ pub enum Task {
 
 impl Task {
     /// All tasks.
-    pub const ALL: [Self; 6] = [Self::Source, Self::Replica, Self::Verify, Self::Load, Self::Ready, Self::Cluster];
+    pub const ALL: [Self; 7] =
+        [Self::Source, Self::Replica, Self::Attend, Self::Verify, Self::Load, Self::Ready, Self::Cluster];
 
     /// The command that does the task.
     pub const fn command(self) -> &'static str {
         match self {
             Self::Source => "remora source",
             Self::Replica => "remora replica",
+            Self::Attend => "remora attend",
             Self::Verify => "remora verify",
             Self::Load => "remora load",
             Self::Ready => "remora ready",
@@ -41,6 +45,7 @@ impl Task {
         match self {
             Self::Source => "+ping +info +replconf +psync +config|get",
             Self::Replica => "+ping +info +replicaof +config|get +config|set +flushall",
+            Self::Attend => "+ping +info",
             Self::Verify => "~* +@read +ping +info +select +scan +memory|usage +function|list +debug",
             Self::Load => "~* +@write +ping +info +select",
             Self::Ready => "+ping +info",
@@ -59,6 +64,10 @@ impl Task {
                 "+flushall is not needed with --on-failure detached; +config|set is not needed where the server has a masterauth, which \
                  our link then asks for; with the module in the server: +remora.status +remora.load +multi +exec \
                  +discard"
+            }
+            Self::Attend => {
+                "without +config|get TLS to the primary is noticed only when the server connects; the user of the server's masteruser \
+                 needs +info on the primary, besides +psync +replconf +ping"
             }
             Self::Verify => {
                 "without +debug it reads and compares every value; without +memory|usage it reads each value in pieces"

@@ -4,6 +4,7 @@
 
 mod kit;
 
+mod attend;
 mod broken;
 mod cli;
 mod cluster;

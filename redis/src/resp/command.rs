@@ -51,6 +51,11 @@ impl CommandDecoder {
         outcome
     }
 
+    /// Whether everything that was fed is decoded: the next byte begins a command.
+    pub fn is_between_commands(&self) -> bool {
+        self.missing == 0 && self.buffer.len() == 0
+    }
+
     /// Bytes fed and not yet decoded.
     pub fn buffered(&self) -> usize {
         self.buffer.len()

@@ -55,7 +55,7 @@ use self::plain::{Piece, PlainPayload, Used, Wrote, random_mark};
 use self::poller::{Demand, Readiness, Wait};
 use self::server_link::{LinkEvent, Reached, Read, ServerLink, Stage};
 use self::stream::Stream;
-use super::candidates::Candidates;
+use super::candidates::{Candidates, Newcomer};
 use super::feed::Feed;
 use super::meter::Meter;
 use super::parts::FeedError;
@@ -195,6 +195,7 @@ impl Delivery {
                 Ok(Order::ReadFrom(from)) => self.input.read_from(now, from),
                 Ok(Order::GiveUp) if self.at.loaded => {}
                 Ok(Order::GiveUp) => self.drop_link("the source has put us out", Cause::Ours),
+                Ok(Order::Adopt(newcomer)) => self.take_link(now, *newcomer),
                 Ok(Order::Hold) => self.link.iter_mut().for_each(ServerLink::hold),
                 Ok(Order::UseModule(used)) => {
                     self.candidates.opened();
@@ -260,6 +261,12 @@ impl Delivery {
             self.ready.candidates = false;
             return false;
         };
+        self.take_link(now, newcomer);
+        true
+    }
+
+    /// Makes this connection the server's link, and handles its `PSYNC`.
+    fn take_link(&mut self, now: Instant, newcomer: Newcomer) {
         tracing::debug!(peer = %newcomer.peer, "the server's link came");
         if self.link.is_some() {
             self.drop_link("the server made another", Cause::Broken);
@@ -268,7 +275,6 @@ impl Delivery {
         let (replid, offset) = (newcomer.replid, newcomer.offset);
         self.link = Some(ServerLink::new(now, newcomer));
         self.asked(now, replid, offset);
-        true
     }
 
     /// Closes the server's link and reports that, so that a server that does not come back is looked at.

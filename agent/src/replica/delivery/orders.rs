@@ -11,7 +11,7 @@ use remora_fabric::Memory;
 use rustix::event::{EventfdFlags, eventfd};
 use tokio::sync::mpsc::UnboundedSender;
 
-use crate::replica::candidates::Candidates;
+use crate::replica::candidates::{Candidates, Newcomer};
 use crate::replica::feed::Feed;
 use crate::replica::introduction::{Answer, Introduction};
 use crate::replica::meter::Meter;
@@ -28,6 +28,8 @@ pub(in crate::replica) enum Order {
     /// Close the link of a server whose snapshot will never be whole. A server that loads from its link answers no
     /// command until then.
     GiveUp,
+    /// Take this connection of the server, which was intercepted on its way to the primary, as its link.
+    Adopt(Box<Newcomer>),
     /// Send the server no more of the stream until it connects again.
     Hold,
     /// Whether to give memory to the server's module, and to refer to it in the payload. Order this when the link's

@@ -20,37 +20,33 @@ mod relay;
 mod server;
 #[cfg(any(test, feature = "simulation"))]
 pub(crate) mod simulated;
+mod start;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use remora_protocol::{Message, Offer, Progress as ProgressMessage};
-use rustls::ServerConfig;
-use tokio::signal::unix::{Signal, SignalKind, signal};
-use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
+use tokio::signal::unix::Signal;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
 
 use self::coverage::{Coverage, Question};
 use self::relay::Relay;
-use self::server::{Keeper, ServerTask, Watched, Work};
-use super::candidates::Candidates;
-use super::control::Control;
-use super::delivery::{self, Handle, Notice, Order};
+use self::server::{ServerTask, Work};
+pub(super) use self::start::{Attending, Setup};
+use super::candidates::Newcomer;
+use super::delivery::{Handle, Notice, Order};
 use super::feed::Feed;
 use super::introduction::{Answer, Introduction};
-use super::locality::Locality;
-use super::machine::{Action, DeliveryEvent, Event, Job, Reading, Replica, Rules, SourceEvent};
+use super::machine::{Action, DeliveryEvent, Event, Job, Reading, Replica, SourceEvent};
 use super::meter::Meter;
-use super::preflight::{Primary, Target};
-use super::record::Record;
 use super::relay_reader::ReadFrom;
 use super::report::{PROGRESS_EVERY, Summary};
 use super::session::{Received, Session, unreachable};
 use super::source::{Chosen, Sinks, Source, join_again};
-use super::spool::{SnapshotId, Spool};
+use super::spool::SnapshotId;
 use super::upstream::Said;
 use crate::args::ReplicaArgs;
-use crate::backoff::Backoff;
-use crate::conversation::tokens::{Credentials, TokenFiles};
+use crate::conversation::tokens::Credentials;
 use crate::exit::{Code, Failure};
 use crate::progress;
 use crate::tasks::AbortOnDrop;
@@ -69,7 +65,7 @@ pub(super) struct Driver {
     server: ServerTask,
     relay: Relay,
     delivery: Handle,
-    notices: UnboundedReceiver<Notice>,
+    from_server: FromServer,
     meter: Arc<Meter>,
     sinks: Sinks,
     connecting: (UnboundedSender<Connected>, UnboundedReceiver<Connected>),
@@ -86,6 +82,13 @@ pub(super) struct Driver {
     coverage: Option<Coverage>,
     signals: (Signal, Signal),
     published: Result<(), Failure>,
+}
+
+/// What comes from the server's side.
+struct FromServer {
+    notices: UnboundedReceiver<Notice>,
+    /// Connections of a server that is attended.
+    arrivals: Option<UnboundedReceiver<Newcomer>>,
 }
 
 /// When progress is shown next, and where.
@@ -106,20 +109,6 @@ struct Facts {
     spooled: Option<(SnapshotId, u64)>,
 }
 
-/// The start of a sync.
-pub(super) struct Setup {
-    pub(super) args: ReplicaArgs,
-    pub(super) tokens: TokenFiles,
-    pub(super) control: Control,
-    pub(super) record: Record,
-    pub(super) target: Target,
-    pub(super) primary: Primary,
-    pub(super) source: Source,
-    pub(super) link_tls: Option<Arc<ServerConfig>>,
-    /// The slots that an earlier agent has left in the state folder.
-    pub(super) spool: Option<Spool>,
-}
-
 /// The result of a connecting task.
 enum Connected {
     Source(Result<Source, crate::conversation::Error>),
@@ -133,80 +122,6 @@ enum Flow {
 }
 
 impl Driver {
-    /// Takes a port for the link and starts the tasks. Changes nothing on the server yet.
-    pub(super) async fn begin(setup: Setup) -> Result<Driver, Failure> {
-        let Setup { args, tokens, control, record, target, primary, source, link_tls, spool } = setup;
-        let no_handler = |error| Failure::local(format!("signals can't be caught: {error}"));
-        let signals = (
-            signal(SignalKind::interrupt()).map_err(no_handler)?,
-            signal(SignalKind::terminate()).map_err(no_handler)?,
-        );
-        let args = Arc::new(args);
-        let locality = Locality::of(control.present(), target.facts.process_id).or_listen(args.listen);
-        let (listener, link) = locality.take_port()?;
-        let meter = Arc::new(Meter::default());
-        let sinks = Sinks::new(args.memory.get());
-        let (tell, notices) = mpsc::unbounded_channel();
-        let link_tls = link_tls.filter(|_| target.tls_replication);
-        let spooled = spool.as_ref().map(|spool| (spool.snapshot(), spool.held_below()));
-        let candidates = Candidates::new(listener, link_tls, target.link_login.access(), locality);
-        let link_failure = candidates.failure();
-        let delivery = delivery::spawn(delivery::Setup {
-            candidates,
-            spool: args.state_dir.clone(),
-            found: spool,
-            backlog_limit: sinks.backlog_limit(),
-            meter: meter.clone(),
-            notices: tell,
-        });
-        let delivery = delivery.map_err(|error| Failure::local(format!("no thread for the delivery: {error}")))?;
-        let facts = Facts {
-            server: control.server().url().to_string(),
-            kind: target.facts.name(),
-            primary: format!("{}:{}", primary.host, primary.port),
-            spooled,
-        };
-        let rules = Rules {
-            retry_for: args.read.retry_for,
-            linger: args.relay.linger,
-            stay: args.stay,
-            replace: args.replace,
-            server: facts.server.clone(),
-            source: args.read.source.to_string(),
-            primary: facts.primary.clone(),
-            run_id: target.facts.run_id.clone(),
-        };
-        let name = args.name.clone().unwrap_or_else(|| facts.server.clone());
-        let relay = Relay::open(args.clone(), &tokens, name, meter.clone(), &source).await?;
-        let way = source.way(&args.read);
-        let coverage = primary.asked.clone().map(Coverage::start);
-        let watched = Watched { meter: meter.clone(), link_failure };
-        let keeper = Keeper::new(args.clone(), control, record, target, primary, link, watched);
-        let now = Instant::now();
-        Ok(Driver {
-            credentials: tokens.credentials(args.expected.source_key),
-            machine: Replica::begin(now, rules, Backoff::from_system()),
-            facts,
-            session: Some(Session::start(source, way)),
-            server: ServerTask::start(keeper),
-            relay,
-            delivery,
-            notices,
-            meter,
-            sinks,
-            connecting: mpsc::unbounded_channel(),
-            calling: None,
-            tables: None,
-            introduction: None,
-            answer: None,
-            display: Display { due: now, bar: None },
-            coverage,
-            signals,
-            published: Ok(()),
-            args,
-        })
-    }
-
     /// Runs to the end, and leaves the server in the state that the outcome names.
     pub(super) async fn run(mut self) -> Result<(), Failure> {
         loop {
@@ -260,6 +175,12 @@ impl Driver {
                     None => std::future::pending().await,
                 }
             };
+            let arrived = async {
+                match &mut self.from_server.arrivals {
+                    Some(arrivals) => arrivals.recv().await,
+                    None => std::future::pending().await,
+                }
+            };
             let event = tokio::select! {
                 biased;
                 _ = self.signals.0.recv() => Some(Event::Stop { signal: "SIGINT" }),
@@ -274,7 +195,14 @@ impl Driver {
                     Some(Event::Source(SourceEvent::HandOffAnswer { covered, text }))
                 }
                 connected = self.connecting.1.recv() => connected.and_then(|connected| self.connected(connected)),
-                notice = self.notices.recv(), if self.delivery.is_running() => self.notice(notice),
+                notice = self.from_server.notices.recv(), if self.delivery.is_running() => self.notice(notice),
+                arrived = arrived => {
+                    match arrived {
+                        Some(newcomer) => self.delivery.order(Order::Adopt(Box::new(newcomer))),
+                        None => self.from_server.arrivals = None,
+                    }
+                    None
+                }
                 said = self.relay.said() => {
                     self.upstream_said(said);
                     None

@@ -12,7 +12,7 @@ use remora_protocol::Offer;
 use remora_redis::psync::server::Access;
 use tokio::sync::oneshot;
 
-use super::server::{Keeper, ServerTask, Watched, Work};
+use super::server::{Hands, Keeper, ServerTask, Watched, Work};
 use crate::args::ReplicaArgs;
 use crate::exit::Failure;
 use crate::replica::control::Control;
@@ -105,6 +105,7 @@ pub(crate) async fn prepare(
         retry_for: args.read.retry_for,
         linger: args.relay.linger,
         stay: args.stay,
+        intercepted: false,
         replace: args.replace,
         server: server.url().to_string(),
         source: args.read.source.to_string(),
@@ -120,6 +121,6 @@ pub(crate) async fn prepare(
     let meter = Arc::new(Meter::default());
     let watched = Watched { meter: meter.clone(), link_failure: LinkFailure::default() };
     let keeper = Keeper::new(args.into(), control, record, target, primary, LinkPort::opened(link), watched);
-    let server = ServerHandle { task: ServerTask::start(keeper), jobs: 0, meter };
+    let server = ServerHandle { task: ServerTask::start(Hands::Commands(Box::new(keeper))), jobs: 0, meter };
     Ok(Prepared { server, rules, kind, secret })
 }

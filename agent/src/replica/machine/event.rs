@@ -17,6 +17,8 @@ pub(crate) struct Rules {
     pub(crate) linger: Duration,
     /// Feed the server until stopped (`--stay`).
     pub(crate) stay: bool,
+    /// The server's own connections to its primary are intercepted: it comes by itself, and is not told anything.
+    pub(crate) intercepted: bool,
     /// Keys that the server holds may be removed (`--replace`).
     pub(crate) replace: bool,
     /// The server's address, for messages.

@@ -93,13 +93,13 @@ pub(crate) struct Replica {
 impl Replica {
     /// Starts a sync over a new session with the source.
     pub(crate) fn begin(now: Instant, rules: Rules, backoff: Backoff) -> Replica {
-        let run_id = rules.run_id.clone();
+        let server = ServerSide::new(rules.run_id.clone(), rules.intercepted);
         let mut replica = Replica {
             rules,
             reading: Reading::default(),
             state: State::Waiting,
             supply: Supply::new(backoff),
-            server: ServerSide::new(run_id),
+            server,
             tables: None,
             moments: Moments::begin(now),
             stop: None,

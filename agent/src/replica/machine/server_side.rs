@@ -19,6 +19,8 @@ pub(super) struct ServerSide {
     redirect: Redirect,
     /// Another client has taken the server over.
     taken_over: bool,
+    /// It comes by itself, and has come before the sync began ([`Rules::intercepted`]).
+    intercepted: bool,
 }
 
 /// Whether the server was pointed at the link.
@@ -33,12 +35,13 @@ enum Redirect {
 }
 
 impl ServerSide {
-    pub(super) fn new(run_id: Option<String>) -> ServerSide {
+    pub(super) fn new(run_id: Option<String>, intercepted: bool) -> ServerSide {
         ServerSide {
             desk: Desk::default(),
             presence: Presence::new(run_id),
             redirect: Redirect::Not,
             taken_over: false,
+            intercepted,
         }
     }
 
@@ -99,7 +102,9 @@ impl ServerSide {
     }
 
     fn follow(&mut self, now: Instant, from_nothing: bool) {
-        self.presence.expect(now);
+        if !self.intercepted {
+            self.presence.expect(now);
+        }
         self.desk.add(Job::Follow { from_nothing });
     }
 

@@ -12,6 +12,7 @@ use crate::conversation::Protection;
 
 pub(super) fn rules() -> Rules {
     Rules {
+        intercepted: false,
         retry_for: Duration::from_secs(300),
         linger: Duration::from_secs(30),
         stay: false,

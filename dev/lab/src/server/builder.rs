@@ -174,12 +174,21 @@ impl Builder {
         let log = OpenOptions::new().create(true).append(true).open(&path).doing(doing)?;
         let errors = log.try_clone().doing(doing)?;
         let binary = self.kind.binary()?;
-        let mut command = Command::new(&binary);
+        // A host is entered just before the program starts, which takes root's rights: they are given up after that.
+        let user = self.user.map(|user| user.to_string());
+        let mut command = match (&self.host, &user) {
+            (Some(_), Some(user)) => {
+                let mut command = Command::new("setpriv");
+                command.args(["--reuid", user, "--regid", user, "--clear-groups"]).arg(&binary);
+                command
+            }
+            _ => Command::new(&binary),
+        };
         command.arg(folder.join(CONFIG_FILE)).current_dir(folder).stdin(Stdio::null()).stdout(log).stderr(errors);
         if let Some(host) = &self.host {
             host.enter(&mut command)?;
         }
-        if let Some(user) = self.user {
+        if let (Some(user), None) = (self.user, &self.host) {
             command.uid(user).gid(user);
         }
         Process::start(self.kind.to_string(), command).map(|(process, _)| process)

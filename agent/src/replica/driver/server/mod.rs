@@ -8,6 +8,7 @@
 //! Only an introduction can take long (the module empties the server first), so only that can be cancelled.
 
 mod config_file;
+mod intercepted;
 mod leave;
 mod module;
 
@@ -20,6 +21,7 @@ use tokio::sync::Notify;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::Instant;
 
+pub(super) use self::intercepted::Intercepted;
 use self::module::Standing;
 use crate::args::ReplicaArgs;
 use crate::exit::{Code, Failure};
@@ -40,13 +42,6 @@ use crate::tasks::AbortOnDrop;
 
 /// How long a server may take to answer over a new connection.
 const LOOK_LIMIT: Duration = Duration::from_secs(3);
-
-/// How long the stream is held back for the server to come to the end of what it was given: some megabytes in its
-/// socket.
-const DRAIN_LIMIT: Duration = Duration::from_millis(500);
-
-/// Pause between two looks at a server that settles.
-const SETTLE_LOOK: Duration = Duration::from_millis(5);
 
 /// The driver's end of the task.
 pub(super) struct ServerTask {
@@ -76,11 +71,11 @@ impl From<Report> for Done {
 }
 
 impl ServerTask {
-    pub(super) fn start(keeper: Keeper) -> ServerTask {
+    pub(super) fn start(hands: Hands) -> ServerTask {
         let (work, orders) = unbounded_channel();
         let (tell, done) = unbounded_channel();
         let cancel = Arc::new(Notify::new());
-        let task = tokio::spawn(run(keeper, orders, tell, cancel.clone()));
+        let task = tokio::spawn(run(hands, orders, tell, cancel.clone()));
         ServerTask { work, done, cancel, _task: AbortOnDrop::new(&task) }
     }
 
@@ -103,15 +98,15 @@ impl ServerTask {
     }
 }
 
-async fn run(mut keeper: Keeper, mut work: UnboundedReceiver<Work>, tell: UnboundedSender<Done>, cancel: Arc<Notify>) {
+async fn run(mut hands: Hands, mut work: UnboundedReceiver<Work>, tell: UnboundedSender<Done>, cancel: Arc<Notify>) {
     while let Some(work) = work.recv().await {
         let done = match work {
-            Work::Job(job) => keeper.perform(job).await.into(),
+            Work::Job(job) => hands.perform(job).await.into(),
             Work::Introduce(introduction) => {
                 let number = introduction.number;
                 tokio::select! {
                     biased;
-                    (outcome, answer) = keeper.introduce(introduction) => Done {
+                    (outcome, answer) = hands.introduce(introduction) => Done {
                         report: Report::Introduced { number, outcome },
                         answer: answer.map(|answer| (number, answer)),
                     },
@@ -121,6 +116,31 @@ async fn run(mut keeper: Keeper, mut work: UnboundedReceiver<Work>, tell: Unboun
         };
         if tell.send(done).is_err() {
             return;
+        }
+    }
+}
+
+/// By which means the server is brought to the link and to the primary.
+pub(super) enum Hands {
+    /// It is told to follow them.
+    Commands(Box<Keeper>),
+    /// Its own connections are intercepted.
+    Interception(Box<Intercepted>),
+}
+
+impl Hands {
+    async fn perform(&mut self, job: Job) -> Report {
+        match self {
+            Hands::Commands(keeper) => keeper.perform(job).await,
+            Hands::Interception(intercepted) => intercepted.perform(job).await,
+        }
+    }
+
+    async fn introduce(&mut self, introduction: Introduction) -> (Introduced, Option<Result<Answer, String>>) {
+        match self {
+            Hands::Commands(keeper) => keeper.introduce(introduction).await,
+            // The delivery is never told to use the module.
+            Hands::Interception(_) => (Introduced::NotUsed, None),
         }
     }
 }
@@ -186,7 +206,7 @@ impl Keeper {
             Job::Look => Report::Looked(self.look().await),
             Job::GiveLogin => Report::LoginGiven(self.give_login().await),
             Job::Verify(followed) => Report::Verified(self.verify(followed).await.map(drop)),
-            Job::Settle => Report::Settled(self.settle().await.map_err(Failure::from)),
+            Job::Settle => Report::Settled(self.control.settle().await.map_err(Failure::from)),
             Job::PointAtPrimary => Report::PointedAtPrimary(self.point_at_primary().await),
             Job::AskPrimaryLink => Report::PrimaryLink(self.primary_link().await.map_err(no_answer)),
             Job::ReturnToLink => Report::ReturnedToLink(self.return_to_link().await),
@@ -374,29 +394,6 @@ impl Keeper {
     }
 
     // ---- to the primary, and back ----
-
-    /// Waits until the server has executed everything that it received. The stream is held back meanwhile.
-    ///
-    /// A Redis from 7.4 on blocks its link to the primary while a FLUSHDB or FLUSHALL runs in the background, and a
-    /// REPLICAOF at that moment discards the position where it would go on: it would ask the primary for a full copy
-    /// (freeClient in networking.c caches no primary that is blocked).
-    async fn settle(&mut self) -> Result<(), ServerError> {
-        let until = Instant::now() + DRAIN_LIMIT;
-        let mut before = None;
-        while Instant::now() < until {
-            tokio::time::sleep(SETTLE_LOOK).await;
-            let clients = self.control.client().await?.info("clients").await?;
-            let blocked = clients.number::<u64>("blocked_clients").unwrap_or(0);
-            let offset = self.control.replication().await?.offset;
-            // Nothing was carried out since the last look, and in between the link was not blocked: nothing is left.
-            if offset == before && blocked == 0 {
-                return Ok(());
-            }
-            before = offset;
-        }
-        tracing::debug!("the server has clients that are blocked, or is slow; it is handed over as it is");
-        Ok(())
-    }
 
     async fn point_at_primary(&mut self) -> Result<(), Lapse> {
         self.verify(Followed::Link).await?;

@@ -1,0 +1,133 @@
+//! The arguments of `remora attend`.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+
+use super::replica::{parse_memory, parse_name};
+use super::{
+    FastKeys, ModuleLoad, OnFailure, ReadArgs, RelayArgs, ReplicaArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs,
+};
+use crate::exit::{self, Code};
+use crate::server::{ServerArgs, Task};
+use crate::units::Size;
+
+/// The port to which intercepted connections go: next to the source's.
+pub const LISTEN_PORT: u16 = 7380;
+
+/// The port of a primary, unless another is given: the servers' own default.
+pub const PRIMARY_PORT: u16 = 6379;
+
+/// The arguments of `remora attend`.
+#[derive(Clone, Debug, Args)]
+#[command(long_about = ABOUT, after_long_help = more())]
+pub struct AttendArgs {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub server: ServerArgs,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub read: ReadArgs,
+
+    /// File with the secret that the agent shares with the source. May be repeated; the agent proves the first one.
+    #[arg(long = "token-file", value_name = "FILE", required_unless_present = "cert", help_heading = "Source")]
+    pub token_files: Vec<PathBuf>,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub security: SecurityArgs,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub expected: SourceKeyArgs,
+
+    /// Name to appear under in `remora status` and the source's log. Default: the server's address.
+    #[arg(long, value_name = "NAME", value_parser = parse_name, help_heading = "Source")]
+    pub name: Option<String>,
+
+    /// Memory for slots in flight; at least 16MiB.
+    #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = parse_memory, help_heading = "Resources")]
+    pub memory: Size,
+
+    /// The port on loopback to which the rules of `remora intercept` send connections.
+    #[arg(long, value_name = "PORT", default_value_t = LISTEN_PORT, value_parser = clap::value_parser!(u16).range(1..), help_heading = "Interception")]
+    pub listen_port: u16,
+
+    /// A port at which the server's primaries listen. May be repeated: in a cluster whose nodes have different ports,
+    /// for each.
+    #[arg(long = "primary-port", value_name = "PORT", default_values_t = [PRIMARY_PORT], value_parser = clap::value_parser!(u16).range(1..), help_heading = "Interception")]
+    pub primary_ports: Vec<u16>,
+}
+
+impl AttendArgs {
+    /// The same, as the arguments of one sync.
+    pub(crate) fn of_a_sync(&self) -> ReplicaArgs {
+        ReplicaArgs {
+            server: self.server.clone(),
+            read: self.read.clone(),
+            token_files: self.token_files.clone(),
+            security: self.security.clone(),
+            readers: ReplicaNameArgs::default(),
+            expected: self.expected.clone(),
+            expected_primaries: Vec::new(),
+            name: self.name.clone(),
+            stay: false,
+            dry_run: false,
+            // The server has asked its primary for a full copy: it replaces its data whatever the agent does.
+            replace: true,
+            on_failure: OnFailure::Empty,
+            memory: self.memory,
+            state_dir: None,
+            relay: RelayArgs {
+                serve_peers: false,
+                no_serve_peers: true,
+                peer_listen: None,
+                upload_limit: None,
+                upload_limit_per_peer: None,
+                download_limit: None,
+                zone: String::new(),
+                linger: Duration::ZERO,
+                lender: super::security::LenderNameArgs::default(),
+            },
+            module_load: ModuleLoad::Off,
+            fast_keys: FastKeys::Off,
+            listen: None,
+            link_cert: None,
+            link_key: None,
+            link_client_ca: None,
+            json: None,
+        }
+    }
+}
+
+const ABOUT: &str = "\
+Stays beside a server, and turns each full copy that the server would take of its primary into a cheap one.
+
+The rules of `remora intercept` send the server's own connections to its primary to this agent. The agent passes them on. If the \
+server asks for a full copy, the agent plays the primary instead: it answers with the primary's true history, and feeds the source's \
+snapshot and the writes since. When the server has caught up, the agent closes its connection. The server connects again by itself, \
+to its primary, and goes on at the exact offset. No command is sent to the server and no setting is changed: it follows its primary \
+all the time, so REPLICAOF, CLUSTER REPLICATE, Sentinel and operators work as ever. A partial resynchronisation that the primary can \
+serve is passed to it. If the source cannot help, the full copy is passed to the primary too.";
+
+fn more() -> String {
+    format!(
+        "\
+Examples:
+  Once, with CAP_NET_ADMIN, for a server of user 999 and an agent of user 998:
+    remora intercept add --server-uid 999 --agent-uid 998
+  Then, as user 998, for as long as the server runs:
+    remora attend --server redis://127.0.0.1:6379 \\
+      --source 10.0.0.5:7379 --token-file token
+  In a cluster whose nodes have different ports:
+    remora attend --server redis://127.0.0.1:7004 --source 10.0.0.5:7379 \\
+      --token-file token --primary-port 7001 --primary-port 7002
+
+{}
+{}",
+        Task::Attend.help(),
+        exit::help_table(&[Code::Usage, Code::Refused, Code::Server, Code::Interrupted, Code::Local])
+    )
+}

@@ -1,0 +1,398 @@
+//! `remora attend`: stays beside a server, and turns each full copy that it would take of its primary into a cheap one.
+//!
+//! ```text
+//!   server ── connects to its primary, and the rules send it here ──▶ passage ── PSYNC ──▶ Attendant
+//!      can the primary continue it?              yes: passed on, and handed back when the link is up
+//!      does the source have this history?        no:  passed on
+//!      otherwise: the driver's sync, whose link is this connection ── caught up ──▶ gate closes, the link is cut
+//!   server ── connects to its primary by itself ──▶ +CONTINUE; link up ──▶ the gate opens again
+//! ```
+//!
+//! - [`gate`]: whether connections come here; [`passage`]: one connection until it asks for a sync.
+//! - The sync is that of `remora replica`, with other hands: see `driver/server/intercepted.rs`.
+//!
+//! What must hold:
+//! - `PSYNC` reaches the primary, or the delivery, and never both.
+//! - While a sync lasts, every connection of the server that asks goes to its delivery, until the gate is closed.
+//! - A failure of ours leaves the server with its primary: the gate is closed before the connection is.
+//! - The gate opens again when the server's own connection stands: rules change no connection that is established.
+
+pub(in crate::replica) mod gate;
+mod passage;
+
+use std::collections::BTreeSet;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc::{Receiver, Sender, UnboundedSender, channel, unbounded_channel};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, MissedTickBehavior, interval};
+
+use self::gate::{Gate, RENEW_EVERY};
+use self::passage::Arrival;
+use super::candidates::Newcomer;
+use super::control::Control;
+use super::driver::{Attending, Driver};
+use super::source::{self, Source};
+use crate::args::AttendArgs;
+use crate::conversation::certificate_roles::CertificateRoles;
+use crate::conversation::tokens::TokenFiles;
+use crate::exit::{Code, Failure};
+use crate::server::{Client, Facts, Server, ServerError, Task};
+use crate::signals::Signals;
+use crate::tasks::AbortOnDrop;
+
+/// Connections that are passed on at a time: a server makes one to its primary, and some to move slots.
+const PASSAGES: usize = 256;
+
+/// Connections that may wait for a decision.
+const ARRIVALS: usize = 16;
+
+/// Interval at which the server is asked for its link while something depends on it.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+
+/// How long the source may take to say what it serves, before the primary serves the server. The server waits for
+/// `repl-timeout`, 60 s by default.
+const SOURCE_LIMIT: Duration = Duration::from_secs(10);
+
+/// How long the gate stays closed for a server that does not reach its primary. Later its connections come here again.
+const DIRECT_LIMIT: Duration = Duration::from_secs(30);
+
+/// Runs `remora attend` until it is stopped.
+///
+/// # Errors
+/// The server or the rules are not suitable, a port is taken, or a signal came in the middle of a sync.
+pub async fn run(args: AttendArgs) -> Result<(), Failure> {
+    let mut signals = Signals::catch()?;
+    let security = args.security.open_for(&args.expected, CertificateRoles::default())?;
+    let tokens = TokenFiles::read(&args.token_files, &[], security)?;
+    let _rereading = tokens.read_again_on_hangup()?;
+    let server = args.server.open(Task::Attend)?;
+    let mut client = server.connect().await?;
+    if let Ok(Some(setting)) = client.config_get("tls-replication").await
+        && setting == "yes"
+    {
+        return Err(Failure::refused(format!(
+            "the server {} speaks TLS to its primary (tls-replication yes), and such connections cannot be attended; use \
+             remora replica with --link-cert",
+            server.url()
+        )));
+    }
+    let port = args.listen_port;
+    let listener = listen((Ipv4Addr::LOCALHOST, port).into()).await?;
+    // A host without IPv6 has no such connections either.
+    let listener6 = listen((Ipv6Addr::LOCALHOST, port).into()).await.ok();
+    let ports: BTreeSet<u16> = args.primary_ports.iter().copied().collect();
+    let gate = Gate::new(port, ports)?;
+    if !gate.open() {
+        return Err(Failure::refused(format!(
+            "no rules send connections to port {port}: run remora intercept add --server-uid … --agent-uid {} --listen-port \
+             {port} in this network namespace first",
+            rustix::process::geteuid().as_raw()
+        )));
+    }
+    let (tell, arrivals) = channel(ARRIVALS);
+    let _renewing = renew(gate.clone());
+    let _accepting = [Some(listener), listener6].map(|listener| Some(accept(listener?, tell.clone())));
+    tracing::info!(server = %server.url(), port, ports = ?args.primary_ports, "attending");
+    let attendant = Attendant {
+        args,
+        tokens,
+        server,
+        gate: gate.clone(),
+        sync: None,
+        awaited: Awaited::Nothing,
+        passages: JoinSet::new(),
+    };
+    let outcome = attendant.run(arrivals, &mut signals).await;
+    gate.close();
+    outcome
+}
+
+async fn listen(address: SocketAddr) -> Result<TcpListener, Failure> {
+    let taken = |error| Failure::local(format!("the port {address} cannot be used: {error}; see --listen-port"));
+    TcpListener::bind(address).await.map_err(taken)
+}
+
+fn renew(gate: Gate) -> AbortOnDrop {
+    let task = tokio::spawn(async move {
+        let mut due = interval(RENEW_EVERY);
+        due.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut had_rules = true;
+        loop {
+            due.tick().await;
+            let has_rules = gate.renew();
+            if had_rules && !has_rules {
+                tracing::warn!("the rules of remora intercept are gone: the server goes to its primary by itself");
+            }
+            had_rules = has_rules;
+        }
+    });
+    AbortOnDrop::new(&task)
+}
+
+/// Accepts connections, and passes each on until it ends or asks for a sync.
+fn accept(listener: TcpListener, tell: Sender<Arrival>) -> AbortOnDrop {
+    let task = tokio::spawn(async move {
+        let places = Arc::new(Semaphore::new(PASSAGES));
+        let mut passages = JoinSet::new();
+        loop {
+            let (socket, peer) = match listener.accept().await {
+                Ok(accepted) => accepted,
+                Err(error) => {
+                    tracing::warn!(%error, "a connection could not be accepted");
+                    tokio::time::sleep(LOOK_EVERY).await;
+                    continue;
+                }
+            };
+            while passages.try_join_next().is_some() {}
+            let Ok(place) = Arc::clone(&places).try_acquire_owned() else {
+                tracing::warn!(%peer, "{PASSAGES} connections are passed on already: this one is closed");
+                continue;
+            };
+            passages.spawn(passage(socket, peer, tell.clone(), place));
+        }
+    });
+    AbortOnDrop::new(&task)
+}
+
+async fn passage(socket: TcpStream, peer: SocketAddr, tell: Sender<Arrival>, _place: OwnedSemaphorePermit) {
+    passage::pass(socket, peer, tell).await;
+}
+
+/// A sync under way.
+struct Sync {
+    running: Pin<Box<dyn Future<Output = Result<(), Failure>>>>,
+    newcomers: UnboundedSender<Newcomer>,
+}
+
+/// What the server's link must show before the next step.
+enum Awaited {
+    Nothing,
+    /// The link through us is up: it is handed back then.
+    Passed,
+    /// The server's own connection to its primary, or this moment: the gate opens then.
+    Direct(Instant),
+}
+
+impl Awaited {
+    fn direct() -> Awaited {
+        Awaited::Direct(Instant::now() + DIRECT_LIMIT)
+    }
+}
+
+/// How far the server's link to its primary is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum LinkState {
+    Down,
+    Copying,
+    Up,
+    /// It follows no primary.
+    Nothing,
+}
+
+/// Decides what becomes of each connection.
+struct Attendant {
+    args: AttendArgs,
+    tokens: TokenFiles,
+    server: Server,
+    gate: Gate,
+    sync: Option<Sync>,
+    awaited: Awaited,
+    /// Connections that the primary serves through us.
+    passages: JoinSet<()>,
+}
+
+impl Attendant {
+    async fn run(mut self, mut arrivals: Receiver<Arrival>, signals: &mut Signals) -> Result<(), Failure> {
+        let mut client: Option<Client> = None;
+        let mut stopping = None;
+        let mut look = interval(LOOK_EVERY);
+        look.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            let is_looked_at = self.sync.is_none() && !matches!(self.awaited, Awaited::Nothing);
+            let ended = async {
+                match &mut self.sync {
+                    Some(sync) => sync.running.as_mut().await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                biased;
+                signal = signals.next(), if stopping.is_none() => {
+                    // A sync hears of the signal too, and leaves the server with its primary.
+                    if self.sync.is_none() {
+                        return Ok(());
+                    }
+                    stopping = Some(signal);
+                }
+                outcome = ended => {
+                    self.sync = None;
+                    if stopping.is_some() {
+                        return outcome;
+                    }
+                    match outcome {
+                        Ok(()) => tracing::info!("the server follows its primary by itself"),
+                        Err(failure) => tracing::warn!("{failure}"),
+                    }
+                    self.gate.hand_back().await;
+                    self.awaited = Awaited::direct();
+                }
+                Some(arrival) = arrivals.recv() => self.arrived(arrival).await,
+                _ = look.tick(), if is_looked_at => {
+                    let link = self.link(&mut client).await;
+                    self.saw(link).await;
+                }
+            }
+            while self.passages.try_join_next().is_some() {}
+        }
+    }
+
+    async fn link(&self, client: &mut Option<Client>) -> LinkState {
+        let facts = async {
+            let client = match client {
+                Some(client) if client.is_usable() => client,
+                other => other.insert(self.server.connect().await?),
+            };
+            Ok::<_, ServerError>(Facts::from_info(&client.info("replication").await?))
+        };
+        match facts.await.map(|facts| facts.link) {
+            Ok(Some(link)) if link.syncing == Some(true) => LinkState::Copying,
+            Ok(Some(link)) if link.up == Some(true) => LinkState::Up,
+            Ok(Some(_)) => LinkState::Down,
+            Ok(None) => LinkState::Nothing,
+            Err(error) => {
+                tracing::debug!("{error}; asking again");
+                LinkState::Down
+            }
+        }
+    }
+
+    async fn saw(&mut self, link: LinkState) {
+        match self.awaited {
+            // The stream through us began: the server goes on at once where it is, without us.
+            Awaited::Passed if link == LinkState::Up => {
+                self.gate.hand_back().await;
+                self.awaited = Awaited::direct();
+            }
+            Awaited::Direct(until) if link != LinkState::Down || Instant::now() >= until => {
+                self.awaited = Awaited::Nothing;
+                self.gate.open();
+                tracing::debug!(?link, "the server's new connections come here again");
+            }
+            _ => {}
+        }
+    }
+
+    /// Decides on a connection that asks for a sync.
+    async fn arrived(&mut self, arrival: Arrival) {
+        if let Some(why) = self.is_the_primarys(&arrival) {
+            return self.pass(arrival, &why);
+        }
+        if self.sync.is_none()
+            && let Err(failure) = self.begin(&arrival).await
+        {
+            tracing::warn!("{failure}");
+            return self.pass(arrival, "the source cannot serve it");
+        }
+        let Some(sync) = &self.sync else { return };
+        let Arrival { server, peer, heard, .. } = arrival;
+        let taken = server.into_std().and_then(|server| {
+            self.gate.came(server.try_clone()?);
+            Newcomer::intercepted(server, peer, &heard)
+        });
+        match taken {
+            Ok(newcomer) => _ = sync.newcomers.send(newcomer),
+            Err(error) => tracing::warn!(%error, "the server's connection could not be taken; it will come again"),
+        }
+    }
+
+    /// Why the primary is to answer this connection; `None` if a full copy would follow, which we can serve.
+    fn is_the_primarys(&self, arrival: &Arrival) -> Option<String> {
+        if !self.gate.is_open() {
+            return Some("the server is on its way to its primary".to_owned());
+        }
+        let facts = match &arrival.facts {
+            Ok(facts) => facts,
+            Err(why) => {
+                tracing::warn!(primary = %arrival.address, "the primary does not say how it stands: {why}");
+                return Some("it is not known whether the primary can continue it".to_owned());
+            }
+        };
+        if self.sync.is_some() {
+            return None;
+        }
+        // The primary is asked before it gets PSYNC: its answer +FULLRESYNC would begin the very copy that is to be
+        // spared, with a fork, and cannot be taken back. It says the same in INFO: its history, the former one with
+        // its end, and what its backlog holds.
+        match arrival.asked {
+            Some((history, next)) if facts.covers(history, next.saturating_sub(1), 0).is_ok() => {
+                Some("the primary can continue it".to_owned())
+            }
+            _ if facts.replid.is_none() => Some("the primary does not name its history".to_owned()),
+            _ => None,
+        }
+    }
+
+    fn pass(&mut self, arrival: Arrival, why: &str) {
+        tracing::info!(primary = %arrival.address, "the server's request goes to its primary: {why}");
+        if self.sync.is_none() {
+            match duplicate(&arrival.server) {
+                Ok(link) => {
+                    self.gate.came(link);
+                    self.awaited = Awaited::Passed;
+                }
+                Err(error) => tracing::warn!(%error, "the connection is passed on until it ends"),
+            }
+        }
+        self.passages.spawn(arrival.pass());
+    }
+
+    /// Begins a sync, if the source serves the primary's history.
+    async fn begin(&mut self, arrival: &Arrival) -> Result<(), Failure> {
+        let begun = async {
+            let mut client = self.server.connect().await?;
+            let server = Facts::read(&mut client).await?;
+            let Some(link) = &server.link else {
+                return Err(Failure::refused("the server has a connection to a primary, and follows none"));
+            };
+            let primary = (link.host.clone(), link.port);
+            let args = self.args.of_a_sync();
+            let credentials = self.tokens.credentials(args.expected.source_key);
+            let mut source = Source::connect_first(&args.read, &credentials).await.map_err(source::failure)?;
+            let plan = source.plan(&args.read, args.name.as_deref(), &server.name()).await?;
+            let history = arrival.facts.as_ref().ok().and_then(|facts| facts.replid);
+            if plan.replid.is_none() || plan.replid != history {
+                let text = format!(
+                    "the source {} does not serve the history of the server's primary {}; start remora source beside it or \
+                     one of its replicas",
+                    args.read.source, arrival.address
+                );
+                return Err(Failure::new(Code::Source, text));
+            }
+            let (newcomers, arrivals) = unbounded_channel();
+            let (tokens, gate) = (self.tokens.clone(), self.gate.clone());
+            let control = Control::new(self.server.clone(), client);
+            let attending = Attending { args, tokens, control, server, primary, source, gate, arrivals };
+            Ok((Driver::begin_attending(attending).await?, newcomers))
+        };
+        let (driver, newcomers) = tokio::time::timeout(SOURCE_LIMIT, begun).await.unwrap_or_else(|_| {
+            let (source, seconds) = (&self.args.read.source, SOURCE_LIMIT.as_secs());
+            Err(Failure::new(Code::Source, format!("the source {source} has not answered for {seconds} s")))
+        })?;
+        tracing::info!(primary = %arrival.address, "the server asks for a full copy: the source serves it");
+        self.awaited = Awaited::Nothing;
+        self.sync = Some(Sync { running: Box::pin(driver.run()), newcomers });
+        Ok(())
+    }
+}
+
+/// Another descriptor of the same connection.
+fn duplicate(socket: &TcpStream) -> std::io::Result<std::net::TcpStream> {
+    let socket = rustix::io::fcntl_dupfd_cloexec(socket, 0)?;
+    Ok(socket.into())
+}

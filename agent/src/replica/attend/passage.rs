@@ -1,0 +1,281 @@
+//! Passage: one connection that the server has made to its primary, and that the rules have sent here.
+//!
+//! ```text
+//!   server ── PING, AUTH, REPLCONF … ──▶ passage ── the same bytes ──▶ its primary
+//!          ◀──────────────────────────────────── the answers ─────────┘
+//!   server ── PSYNC ──▶ passage ── INFO ──▶ its primary: Arrival, which the attending task decides on
+//!   any other command: no replication, so both directions are copied until one of them ends
+//! ```
+//!
+//! The primary checks the server's login, and answers everything but `PSYNC`. The agent learns no password: it passes
+//! bytes on.
+
+use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
+
+use remora_redis::ReplId;
+use remora_redis::info::Info;
+use remora_redis::resp::{self, CommandDecoder, Decoder, Frame, Limits};
+use rustix::net::sockopt;
+use tokio::io::{AsyncReadExt, AsyncWriteExt, copy_bidirectional};
+use tokio::net::TcpStream;
+use tokio::sync::mpsc::Sender;
+
+use crate::server::Facts;
+
+/// How long the primary may take to accept a connection, or to say how it stands. The server waits for `repl-timeout`.
+const PRIMARY_LIMIT: Duration = Duration::from_secs(5);
+
+/// Bytes of a handshake that are kept: a server says some hundred bytes. A longer one is not a replica's.
+const HANDSHAKE_LIMIT: usize = 16 << 10;
+
+/// Bytes of one read.
+const READ_BYTES: usize = 4096;
+
+/// The first byte of a TLS connection: a handshake record.
+const TLS_HANDSHAKE: u8 = 0x16;
+
+/// A connection of the server that has sent `PSYNC`, which waits for an answer.
+pub(super) struct Arrival {
+    pub(super) server: TcpStream,
+    pub(super) peer: SocketAddr,
+    /// The server's true primary, which has not got the `PSYNC`.
+    pub(super) primary: TcpStream,
+    /// Its address.
+    pub(super) address: SocketAddr,
+    /// What the primary says of itself; the error says why it does not.
+    pub(super) facts: Result<Facts, String>,
+    /// All that the server has said.
+    pub(super) heard: Vec<u8>,
+    /// Where in it `PSYNC` begins.
+    psync_at: usize,
+    /// What it asks for: the replid of its history and the offset of the next byte.
+    pub(super) asked: Option<(ReplId, u64)>,
+}
+
+impl Arrival {
+    /// The primary answers the `PSYNC`, and both directions are copied until one of them ends.
+    pub(super) async fn pass(mut self) {
+        let psync = &self.heard[self.psync_at..];
+        if self.primary.write_all(psync).await.is_ok() {
+            let _ = copy_bidirectional(&mut self.server, &mut self.primary).await;
+        }
+    }
+}
+
+/// Where a redirected connection was going. `None` if it came here on its own account.
+fn destination(socket: &TcpStream) -> Option<SocketAddr> {
+    let here = socket.local_addr().ok()?;
+    let there: SocketAddr = match here.ip() {
+        IpAddr::V4(_) => sockopt::ip_original_dst(socket).ok()?.into(),
+        IpAddr::V6(_) => sockopt::ipv6_original_dst(socket).ok()?.into(),
+    };
+    (there != here).then_some(there)
+}
+
+/// Passes one connection, until it ends or asks for a sync.
+pub(super) async fn pass(mut server: TcpStream, peer: SocketAddr, arrivals: Sender<Arrival>) {
+    let Some(address) = destination(&server) else {
+        tracing::debug!(%peer, "a connection that was not redirected is closed");
+        return;
+    };
+    let connected = tokio::time::timeout(PRIMARY_LIMIT, TcpStream::connect(address)).await;
+    let mut primary = match connected {
+        Ok(Ok(primary)) => primary,
+        Ok(Err(error)) => return tracing::debug!(%address, %error, "the server's primary cannot be reached"),
+        Err(_) => return tracing::debug!(%address, "the server's primary does not accept a connection"),
+    };
+    let _ = (server.set_nodelay(true), primary.set_nodelay(true));
+    let mut handshake = Handshake::new();
+    let (mut said, mut answered) = ([0; READ_BYTES], [0; READ_BYTES]);
+    loop {
+        let outcome = tokio::select! {
+            read = server.read(&mut said) => match read {
+                Ok(0) | Err(_) => return,
+                Ok(n) => handshake.hear(&said[..n]),
+            },
+            read = primary.read(&mut answered) => match read {
+                Ok(0) | Err(_) => return,
+                Ok(n) => {
+                    handshake.answers_seen = true;
+                    if server.write_all(&answered[..n]).await.is_err() {
+                        return;
+                    }
+                    continue;
+                }
+            },
+        };
+        match outcome {
+            Heard::Part => {}
+            Heard::Forward { from } => {
+                if primary.write_all(&handshake.heard[from..]).await.is_err() {
+                    return;
+                }
+            }
+            Heard::Other { from } => {
+                if said[0] == TLS_HANDSHAKE && from == 0 {
+                    tracing::warn!(
+                        "the server speaks TLS to its primary: the agent cannot attend it, and passes it on"
+                    );
+                }
+                if primary.write_all(&handshake.heard[from..]).await.is_ok() {
+                    let _ = copy_bidirectional(&mut server, &mut primary).await;
+                }
+                return;
+            }
+            Heard::Psync { at, asked } => {
+                let facts = ask(&mut primary).await;
+                let heard = handshake.heard;
+                let arrival = Arrival { server, peer, primary, address, facts, heard, psync_at: at, asked };
+                let _ = arrivals.send(arrival).await;
+                return;
+            }
+        }
+    }
+}
+
+/// Asks the primary how it stands, over the server's own connection and with the server's own login.
+async fn ask(primary: &mut TcpStream) -> Result<Facts, String> {
+    let answer = async {
+        let mut question = Vec::new();
+        resp::command(&mut question, &["INFO"]);
+        primary.write_all(&question).await.map_err(|error| error.to_string())?;
+        let (mut decoder, mut buffer) = (Decoder::new(Limits::default()), [0; READ_BYTES]);
+        loop {
+            match decoder.next_frame().map_err(|error| error.to_string())? {
+                Some(Frame::Bulk(text)) => return Ok(Facts::from_info(&Info::parse(&text))),
+                Some(Frame::Error(text)) => {
+                    let text = String::from_utf8_lossy(&text).into_owned();
+                    return Err(format!("{text} (the user of masteruser needs +info there)"));
+                }
+                Some(_) => return Err("its answer to INFO is not a text".to_owned()),
+                None => {}
+            }
+            match primary.read(&mut buffer).await.map_err(|error| error.to_string())? {
+                0 => return Err("it has closed the connection".to_owned()),
+                n => decoder.feed(&buffer[..n]),
+            }
+        }
+    };
+    let limited = tokio::time::timeout(PRIMARY_LIMIT, answer).await;
+    limited.unwrap_or_else(|_| Err(format!("it has not answered INFO for {} s", PRIMARY_LIMIT.as_secs())))
+}
+
+/// What the server has said until now, and what of it the primary has got.
+struct Handshake {
+    decoder: CommandDecoder,
+    heard: Vec<u8>,
+    /// Where in it the first byte is that the primary has not got.
+    forwarded: usize,
+    /// Whether the primary has answered since the last bytes were forwarded.
+    answers_seen: bool,
+}
+
+/// What follows from the server's bytes.
+#[derive(Debug, PartialEq, Eq)]
+enum Heard {
+    /// A command is not whole yet.
+    Part,
+    /// The bytes from here on go to the primary.
+    Forward { from: usize },
+    /// This is not a replica's handshake: the bytes from here on, and all that follow, go to the primary.
+    Other { from: usize },
+    /// `PSYNC` begins here.
+    Psync { at: usize, asked: Option<(ReplId, u64)> },
+}
+
+impl Handshake {
+    fn new() -> Handshake {
+        let decoder = CommandDecoder::new(Limits::HANDSHAKE);
+        Handshake { decoder, heard: Vec::new(), forwarded: 0, answers_seen: true }
+    }
+
+    fn hear(&mut self, bytes: &[u8]) -> Heard {
+        self.heard.extend_from_slice(bytes);
+        self.decoder.feed(bytes);
+        let from = self.forwarded;
+        let mut commands = 0;
+        loop {
+            let words = match self.decoder.next_command() {
+                Ok(Some(words)) => words,
+                Ok(None) if self.heard.len() > HANDSHAKE_LIMIT => return Heard::Other { from },
+                Ok(None) if !self.decoder.is_between_commands() => return Heard::Part,
+                Ok(None) => break,
+                Err(_) => return Heard::Other { from },
+            };
+            let name = words.first().map(|name| name.to_ascii_uppercase()).unwrap_or_default();
+            match name.as_slice() {
+                b"PING" | b"AUTH" | b"REPLCONF" => commands += 1,
+                // A server sends it alone, after all answers. Bytes that come otherwise are the primary's to judge.
+                b"PSYNC"
+                    if commands == 0 && self.answers_seen && words.len() == 3 && self.decoder.is_between_commands() =>
+                {
+                    let text = |word: &[u8]| String::from_utf8_lossy(word).into_owned();
+                    let asked = text(&words[1]).parse().ok().zip(text(&words[2]).parse().ok());
+                    return Heard::Psync { at: from, asked };
+                }
+                _ => return Heard::Other { from },
+            }
+        }
+        self.forwarded = self.heard.len();
+        self.answers_seen = false;
+        Heard::Forward { from }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    fn wire(words: &[&str]) -> Vec<u8> {
+        let mut out = Vec::new();
+        resp::command(&mut out, words);
+        out
+    }
+
+    #[test]
+    fn a_handshake_goes_to_the_primary_and_psync_does_not() {
+        let mut handshake = Handshake::new();
+        let ping = wire(&["PING"]);
+        assert_eq!(handshake.hear(&ping), Heard::Forward { from: 0 });
+        handshake.answers_seen = true;
+        let login = [wire(&["AUTH", "user", "secret"]), wire(&["REPLCONF", "capa", "psync2"])].concat();
+        assert_eq!(handshake.hear(&login[..20]), Heard::Part, "not whole");
+        assert_eq!(handshake.hear(&login[20..]), Heard::Forward { from: ping.len() });
+        handshake.answers_seen = true;
+        let history = "8c1c6b2f0d6a4e7b9a0f1e2d3c4b5a6978695a4b";
+        let at = ping.len() + login.len();
+        let asked = Some((history.parse().unwrap(), 42));
+        assert_eq!(handshake.hear(&wire(&["PSYNC", history, "42"])), Heard::Psync { at, asked });
+    }
+
+    #[test]
+    fn a_server_without_data_asks_for_nothing_in_particular() {
+        assert_eq!(Handshake::new().hear(&wire(&["PSYNC", "?", "-1"])), Heard::Psync { at: 0, asked: None });
+    }
+
+    #[test]
+    fn what_is_not_a_replicas_handshake_is_the_primarys() {
+        let history = "8c1c6b2f0d6a4e7b9a0f1e2d3c4b5a6978695a4b";
+        let others = [
+            wire(&["SET", "key", "value"]),
+            wire(&["PSYNC", history, "42", "FAILOVER"]),
+            [wire(&["PING"]), wire(&["PSYNC", "?", "-1"])].concat(),
+            b"\x16\x03\x01".repeat(3000),
+            b"GET key\r\n".to_vec(),
+        ];
+        for other in others {
+            assert_eq!(Handshake::new().hear(&other), Heard::Other { from: 0 }, "{other:?}");
+        }
+    }
+
+    #[test]
+    fn a_psync_that_does_not_wait_for_answers_is_the_primarys() {
+        let mut handshake = Handshake::new();
+        let ping = wire(&["PING"]);
+        handshake.hear(&ping);
+        assert_eq!(handshake.hear(&wire(&["PSYNC", "?", "-1"])), Heard::Other { from: ping.len() });
+    }
+}

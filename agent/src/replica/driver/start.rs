@@ -1,0 +1,175 @@
+//! Start: takes what the preflight has found, and starts the tasks of a sync.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use rustls::ServerConfig;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::mpsc::{self, UnboundedReceiver};
+
+use super::coverage::Coverage;
+use super::relay::Relay;
+use super::server::{Hands, Intercepted, Keeper, ServerTask, Watched};
+use super::{Display, Driver, Facts, FromServer};
+use crate::args::ReplicaArgs;
+use crate::backoff::Backoff;
+use crate::conversation::tokens::TokenFiles;
+use crate::exit::Failure;
+use crate::replica::attend::gate::Gate;
+use crate::replica::candidates::{Candidates, Newcomer};
+use crate::replica::control::Control;
+use crate::replica::delivery;
+use crate::replica::locality::Locality;
+use crate::replica::machine::{Replica, Rules};
+use crate::replica::meter::Meter;
+use crate::replica::preflight::{Primary, Target};
+use crate::replica::record::Record;
+use crate::replica::session::Session;
+use crate::replica::source::{Sinks, Source};
+use crate::replica::spool::Spool;
+
+/// The start of a sync.
+pub(in crate::replica) struct Setup {
+    pub(in crate::replica) args: ReplicaArgs,
+    pub(in crate::replica) tokens: TokenFiles,
+    pub(in crate::replica) control: Control,
+    pub(in crate::replica) record: Record,
+    pub(in crate::replica) target: Target,
+    pub(in crate::replica) primary: Primary,
+    pub(in crate::replica) source: Source,
+    pub(in crate::replica) link_tls: Option<Arc<ServerConfig>>,
+    /// The slots that an earlier agent has left in the state folder.
+    pub(in crate::replica) spool: Option<Spool>,
+}
+
+/// The start of a sync of a server whose connections to its primary are intercepted.
+pub(in crate::replica) struct Attending {
+    pub(in crate::replica) args: ReplicaArgs,
+    pub(in crate::replica) tokens: TokenFiles,
+    pub(in crate::replica) control: Control,
+    /// What the server says of itself.
+    pub(in crate::replica) server: crate::server::Facts,
+    /// The primary that it follows.
+    pub(in crate::replica) primary: (String, u16),
+    pub(in crate::replica) source: Source,
+    pub(in crate::replica) gate: Gate,
+    /// Its connections that have sent `PSYNC`.
+    pub(in crate::replica) arrivals: UnboundedReceiver<Newcomer>,
+}
+
+/// What a sync needs however the server comes to it.
+struct Ways {
+    args: Arc<ReplicaArgs>,
+    tokens: TokenFiles,
+    source: Source,
+    candidates: Candidates,
+    arrivals: Option<UnboundedReceiver<Newcomer>>,
+    facts: Facts,
+    run_id: Option<String>,
+    coverage: Option<Coverage>,
+    spool: Option<Spool>,
+}
+
+impl Facts {
+    fn of(control: &Control, server: &crate::server::Facts, primary: (&str, u16), spool: Option<&Spool>) -> Facts {
+        Facts {
+            server: control.server().url().to_string(),
+            kind: server.name(),
+            primary: format!("{}:{}", primary.0, primary.1),
+            spooled: spool.map(|spool| (spool.snapshot(), spool.held_below())),
+        }
+    }
+}
+
+impl Driver {
+    /// Takes a port for the link and starts the tasks. Changes nothing on the server yet.
+    pub(in crate::replica) async fn begin(setup: Setup) -> Result<Driver, Failure> {
+        let Setup { args, tokens, control, record, target, primary, source, link_tls, spool } = setup;
+        let args = Arc::new(args);
+        let locality = Locality::of(control.present(), target.facts.process_id).or_listen(args.listen);
+        let (listener, link) = locality.take_port()?;
+        let link_tls = link_tls.filter(|_| target.tls_replication);
+        let candidates = Candidates::new(listener, link_tls, target.link_login.access(), locality);
+        let link_failure = candidates.failure();
+        let facts = Facts::of(&control, &target.facts, (&primary.host, primary.port), spool.as_ref());
+        let coverage = primary.asked.clone().map(Coverage::start);
+        let run_id = target.facts.run_id.clone();
+        let ways =
+            Ways { args: args.clone(), tokens, source, candidates, arrivals: None, facts, run_id, coverage, spool };
+        let keeper = |meter| {
+            let watched = Watched { meter, link_failure };
+            Hands::Commands(Box::new(Keeper::new(args, control, record, target, primary, link, watched)))
+        };
+        Driver::assemble(ways, keeper).await
+    }
+
+    /// Starts the tasks for a server that is on its way to its primary, and whose connections are intercepted. Changes
+    /// nothing on the server, then or later.
+    pub(in crate::replica) async fn begin_attending(attending: Attending) -> Result<Driver, Failure> {
+        let Attending { args, tokens, control, server, primary, source, gate, arrivals } = attending;
+        let args = Arc::new(args);
+        let facts = Facts::of(&control, &server, (&primary.0, primary.1), None);
+        let (candidates, run_id) = (Candidates::without_a_port(), server.run_id);
+        let arrivals = Some(arrivals);
+        let ways = Ways { args, tokens, source, candidates, arrivals, facts, run_id, coverage: None, spool: None };
+        Driver::assemble(ways, |_| Hands::Interception(Box::new(Intercepted::new(control, primary, gate)))).await
+    }
+
+    async fn assemble(ways: Ways, keeper: impl FnOnce(Arc<Meter>) -> Hands) -> Result<Driver, Failure> {
+        let Ways { args, tokens, source, candidates, arrivals, facts, run_id, coverage, spool } = ways;
+        let no_handler = |error| Failure::local(format!("signals can't be caught: {error}"));
+        let signals = (
+            signal(SignalKind::interrupt()).map_err(no_handler)?,
+            signal(SignalKind::terminate()).map_err(no_handler)?,
+        );
+        let meter = Arc::new(Meter::default());
+        let sinks = Sinks::new(args.memory.get());
+        let (tell, notices) = mpsc::unbounded_channel();
+        let delivery = delivery::spawn(delivery::Setup {
+            candidates,
+            spool: args.state_dir.clone(),
+            found: spool,
+            backlog_limit: sinks.backlog_limit(),
+            meter: meter.clone(),
+            notices: tell,
+        });
+        let delivery = delivery.map_err(|error| Failure::local(format!("no thread for the delivery: {error}")))?;
+        let rules = Rules {
+            retry_for: args.read.retry_for,
+            linger: args.relay.linger,
+            stay: args.stay,
+            intercepted: arrivals.is_some(),
+            replace: args.replace,
+            server: facts.server.clone(),
+            source: args.read.source.to_string(),
+            primary: facts.primary.clone(),
+            run_id,
+        };
+        let name = args.name.clone().unwrap_or_else(|| facts.server.clone());
+        let relay = Relay::open(args.clone(), &tokens, name, meter.clone(), &source).await?;
+        let way = source.way(&args.read);
+        let now = Instant::now();
+        Ok(Driver {
+            credentials: tokens.credentials(args.expected.source_key),
+            machine: Replica::begin(now, rules, Backoff::from_system()),
+            facts,
+            session: Some(Session::start(source, way)),
+            server: ServerTask::start(keeper(meter.clone())),
+            relay,
+            delivery,
+            from_server: FromServer { notices, arrivals },
+            meter,
+            sinks,
+            connecting: mpsc::unbounded_channel(),
+            calling: None,
+            tables: None,
+            introduction: None,
+            answer: None,
+            display: Display { due: now, bar: None },
+            coverage,
+            signals,
+            published: Ok(()),
+            args,
+        })
+    }
+}

@@ -1,0 +1,366 @@
+//! Interception: servers whose own connections to their primary come to `remora attend`. Each test is a network
+//! namespace of its own, where the rules of `remora intercept` stand.
+
+use std::time::{Duration, Instant};
+
+use remora_lab::server::{Builder, wait_until};
+use remora_lab::workload::Options;
+use remora_lab::{Agent, Host, Kind, Net, Server, Workload, assert_same_data, random, require};
+use rustix::process::Signal;
+
+use crate::kit::{
+    LONG, Source, Stage, ends, fill_keys, load_slowly, primary, quick, steady_writer, syncs, wait_until_loading,
+};
+
+/// The user of the servers; the agents are root's.
+const SERVER_USER: u32 = 65_534;
+
+/// The port of the agent. Every test has a namespace of its own.
+const PORT: &str = "7380";
+
+/// Keys of half a kilobyte.
+const KEYS: usize = 20_000;
+
+/// One host with a primary, its source, and the rules for a replica.
+struct Scene {
+    stage: Stage,
+    host: Host,
+    primary: Server,
+    source: Source,
+    _net: Net,
+}
+
+impl Scene {
+    fn new(kind: Kind) -> Option<Scene> {
+        Scene::with(primary(kind), |primary| fill_keys(primary, KEYS, "value"))
+    }
+
+    fn with(builder: Builder, fill: impl FnOnce(&Server)) -> Option<Scene> {
+        require::namespaces()?;
+        let net = Net::new().unwrap();
+        let host = net.host("pod").unwrap();
+        let primary = builder.on(&host).start().unwrap();
+        fill(&primary);
+        let stage = Stage::new();
+        let source = stage.source_on(&host, &primary.url(), &[]);
+        let scene = Scene { stage, host, primary, source, _net: net };
+        scene.intercept(&["add", "--server-uid", &SERVER_USER.to_string(), "--agent-uid", "0"]);
+        Some(scene)
+    }
+
+    /// Runs `remora intercept` there, and returns what it prints.
+    #[track_caller]
+    fn intercept(&self, args: &[&str]) -> String {
+        let mut agent = self.stage.start(Some(&self.host), &[&["intercept"], args].concat());
+        agent.wait_for_success(LONG).unwrap();
+        agent.output()
+    }
+
+    /// A server of the user whose connections are meant.
+    fn server(&self, builder: Builder) -> Server {
+        builder.as_user(SERVER_USER).on(&self.host).start().unwrap()
+    }
+
+    fn attend(&self, server: &Server, ports: &[u16]) -> Agent {
+        let (url, source) = (server.url(), self.source.address.to_string());
+        let token = self.stage.token.display().to_string();
+        let ports: Vec<String> = ports.iter().map(u16::to_string).collect();
+        let mut args = vec!["attend", "--server", &url, "--source", &source, "--token-file", &token];
+        args.extend(["--listen-port", PORT, "--retry-for", "10s"]);
+        ports.iter().for_each(|port| args.extend(["--primary-port", port]));
+        let mut agent = self.stage.start(Some(&self.host), &args);
+        agent.wait_for_line("attending", LONG).unwrap();
+        agent
+    }
+
+    fn attend_the_primary(&self, server: &Server) -> Agent {
+        self.attend(server, &[self.primary.port()])
+    }
+}
+
+/// Waits until the server's link is up, for this time at most.
+#[track_caller]
+fn in_step(server: &Server, within: Duration, agent: &Agent) {
+    let up = wait_until("the link to be up", within, || {
+        let status = server.fact("master_link_status")?;
+        Ok(if status == "up" { Ok(()) } else { Err(status) })
+    });
+    assert!(up.is_ok(), "{up:?}\nthe agent:\n{}\nthe server:\n{}", agent.output(), server.log());
+}
+
+/// Waits until the server has gone from the agent to its primary so often, and its new connections come to the agent
+/// again.
+#[track_caller]
+fn handed_over(agent: &Agent, server: &Server, times: usize) {
+    let waited = wait_until("the server to be handed over", LONG, || {
+        let seen = agent.output().matches("new connections come here again").count();
+        Ok(if seen >= times { Ok(()) } else { Err(format!("{seen} times")) })
+    });
+    assert!(waited.is_ok(), "{waited:?}\n{}\nthe server:\n{}", agent.output(), server.log());
+    in_step(server, LONG, agent);
+}
+
+#[test]
+fn a_full_copy_comes_from_the_source_and_the_server_goes_on_at_its_primary() {
+    for kind in require::kinds() {
+        let Some(scene) = Scene::new(kind) else { return };
+        let server = scene.server(quick(kind));
+        let agent = scene.attend_the_primary(&server);
+        let writer = steady_writer(&scene.primary);
+        server.replicate(&scene.primary).unwrap();
+        handed_over(&agent, &server, 1);
+        let (full, partial) = syncs(&scene.primary);
+        assert_eq!((full, partial), (1, 1), "the source's full copy, the server's hand-off\n{}", agent.output());
+        writer.stop().unwrap();
+        assert_same_data(&scene.primary, &server);
+        assert!(!server.log().contains("CONFIG"), "no setting is touched");
+
+        // A second full copy of the same server costs the primary nothing either.
+        server.client().unwrap().ok(&["REPLICAOF", "NO", "ONE"]).unwrap();
+        server.client().unwrap().ok(&["FLUSHALL"]).unwrap();
+        server.replicate(&scene.primary).unwrap();
+        handed_over(&agent, &server, 2);
+        assert_eq!(syncs(&scene.primary).0, 1, "{}", agent.output());
+        assert_same_data(&scene.primary, &server);
+    }
+}
+
+#[test]
+fn under_fifty_thousand_writes_a_second_the_server_goes_on_at_its_primary() {
+    for kind in require::kinds() {
+        let Some(scene) = Scene::new(kind) else { return };
+        let server = scene.server(quick(kind));
+        let agent = scene.attend_the_primary(&server);
+        let options = Options { big_bytes: 1 << 10, ..Options::seeded(random::seed("attend")) };
+        let (began, client) = (Instant::now(), scene.primary.client().unwrap());
+        let writer = Workload::start(client, options.rate(50_000)).unwrap();
+        server.replicate(&scene.primary).unwrap();
+        handed_over(&agent, &server, 1);
+        let rate = writer.commands() as f64 / began.elapsed().as_secs_f64();
+        println!("{kind}: {rate:.0} writes a second");
+        assert_eq!(syncs(&scene.primary), (1, 1), "{}", agent.output());
+        writer.stop().unwrap();
+        assert_same_data(&scene.primary, &server);
+    }
+}
+
+#[test]
+fn a_partial_resynchronisation_that_the_primary_can_serve_is_the_primarys() {
+    for kind in require::kinds() {
+        let Some(scene) = Scene::new(kind) else { return };
+        let server = scene.server(quick(kind));
+        let mut agent = scene.attend_the_primary(&server);
+        server.replicate(&scene.primary).unwrap();
+        handed_over(&agent, &server, 1);
+        let (full, partial) = syncs(&scene.primary);
+        server.client().unwrap().int(&["CLIENT", "KILL", "TYPE", "master"]).unwrap();
+        agent.wait_for_line("the primary can continue it", LONG).unwrap();
+        handed_over(&agent, &server, 2);
+        let now = syncs(&scene.primary);
+        assert_eq!(now, (full, partial + 2), "through the agent, and without it\n{}", agent.output());
+        assert_same_data(&scene.primary, &server);
+    }
+}
+
+#[test]
+fn a_server_whose_agent_is_killed_takes_a_native_sync_within_seconds() {
+    for kind in require::kinds() {
+        let Some(scene) = Scene::new(kind) else { return };
+        for phase in ["attending", "the server asks for a full copy", "loading", "handing the server over"] {
+            let server = scene.server(quick(kind));
+            let mut agent = scene.attend_the_primary(&server);
+            if phase == "loading" {
+                load_slowly(&server, 500);
+            }
+            if phase != "attending" {
+                server.replicate(&scene.primary).unwrap();
+            }
+            match phase {
+                "attending" => {}
+                "loading" => wait_until_loading(&server),
+                line => _ = agent.wait_for_line(line, LONG).unwrap(),
+            }
+            agent.kill().unwrap();
+            let killed = Instant::now();
+            if phase == "loading" {
+                load_slowly(&server, 0);
+            } else if phase == "attending" {
+                server.replicate(&scene.primary).unwrap();
+            }
+            in_step(&server, Duration::from_secs(30), &agent);
+            println!("{kind}, {phase}: in step {:.1} s after the kill", killed.elapsed().as_secs_f64());
+            assert_same_data(&scene.primary, &server);
+        }
+    }
+}
+
+#[test]
+fn a_stopped_agent_leaves_the_server_to_its_primary() {
+    for kind in require::kinds() {
+        let Some(scene) = Scene::new(kind) else { return };
+        let server = scene.server(quick(kind));
+        let mut agent = scene.attend_the_primary(&server);
+        assert!(scene.intercept(&["show"]).contains("expires"), "an entry stands");
+        agent.signal(Signal::TERM).unwrap();
+        ends(&mut agent, 0);
+        assert!(!scene.intercept(&["show"]).contains("expires"), "it was removed");
+
+        let mut agent = scene.attend_the_primary(&server);
+        // Directly from the link: a file that is whole would be loaded, and the primary would continue from it.
+        server.configure("repl-diskless-load", "on-empty-db").unwrap();
+        load_slowly(&server, 500);
+        server.replicate(&scene.primary).unwrap();
+        wait_until_loading(&server);
+        agent.signal(Signal::TERM).unwrap();
+        let said = ends(&mut agent, 7);
+        assert!(said.contains("by itself, which sends it what it lacks"), "{said}");
+        in_step(&server, LONG, &agent);
+        assert_eq!(syncs(&scene.primary).0, 2, "the source's, and the server's own");
+        assert_same_data(&scene.primary, &server);
+    }
+}
+
+#[test]
+fn a_full_copy_that_the_source_cannot_serve_is_the_primarys() {
+    let Some(kind) = require::redis() else { return };
+    let Some(mut scene) = Scene::new(kind) else { return };
+    let server = scene.server(quick(kind));
+    let mut agent = scene.attend_the_primary(&server);
+    scene.source.agent.kill().unwrap();
+    server.replicate(&scene.primary).unwrap();
+    agent.wait_for_line("the source cannot serve it", LONG).unwrap();
+    handed_over(&agent, &server, 1);
+    assert_eq!(syncs(&scene.primary).0, 1, "the server's own");
+    assert_same_data(&scene.primary, &server);
+}
+
+#[test]
+fn the_source_is_killed_while_the_server_loads_and_the_primary_serves_it() {
+    let Some(kind) = require::redis() else { return };
+    let Some(mut scene) = Scene::new(kind) else { return };
+    let server = scene.server(quick(kind));
+    let mut agent = scene.attend_the_primary(&server);
+    load_slowly(&server, 500);
+    server.replicate(&scene.primary).unwrap();
+    wait_until_loading(&server);
+    scene.source.agent.kill().unwrap();
+    agent.wait_for_line("by itself", LONG).unwrap();
+    in_step(&server, LONG, &agent);
+    assert_same_data(&scene.primary, &server);
+}
+
+#[test]
+fn a_primary_at_an_ipv6_address_is_intercepted_too() {
+    let Some(kind) = require::redis() else { return };
+    let builder = primary(kind).config("bind", "* -::*");
+    let Some(scene) = Scene::with(builder, |primary| fill_keys(primary, KEYS, "value")) else { return };
+    let server = scene.server(quick(kind));
+    let agent = scene.attend_the_primary(&server);
+    let port = scene.primary.port().to_string();
+    server.client().unwrap().ok(&["REPLICAOF", "::1", &port]).unwrap();
+    handed_over(&agent, &server, 1);
+    assert_eq!(syncs(&scene.primary), (1, 1), "{}", agent.output());
+    assert_same_data(&scene.primary, &server);
+}
+
+#[test]
+fn the_login_of_the_server_is_the_primarys_to_judge() {
+    let Some(kind) = require::redis() else { return };
+    let rules = "+psync +replconf +ping +info";
+    let builder = primary(kind).user("copier", "pa55", rules);
+    let Some(scene) = Scene::with(builder, |primary| fill_keys(primary, KEYS, "value")) else { return };
+    let server = scene.server(quick(kind).master_auth(Some("copier"), "wrong"));
+    let agent = scene.attend_the_primary(&server);
+    server.replicate(&scene.primary).unwrap();
+    wait_until("the server to be refused", LONG, || {
+        let log = server.log();
+        Ok(if log.contains("WRONGPASS") { Ok(()) } else { Err(log) })
+    })
+    .unwrap();
+    server.configure("masterauth", "pa55").unwrap();
+    handed_over(&agent, &server, 1);
+    assert_eq!(syncs(&scene.primary), (1, 1), "{}", agent.output());
+    assert_same_data(&scene.primary, &server);
+}
+
+#[test]
+fn rules_that_would_not_work_are_refused_and_an_agent_without_rules_too() {
+    let Some(kind) = require::redis() else { return };
+    let Some(scene) = Scene::new(kind) else { return };
+    let said = ends(
+        &mut scene.stage.start(Some(&scene.host), &["intercept", "add", "--server-uid", "0", "--agent-uid", "0"]),
+        3,
+    );
+    assert!(said.contains("as another user than the server"), "{said}");
+    assert!(scene.intercept(&["show"]).contains("table inet remora_7380"));
+    scene.intercept(&["remove"]);
+    scene.intercept(&["remove"]);
+    assert!(scene.intercept(&["show"]).contains("no connections are intercepted"));
+    let (url, source) = (scene.primary.url(), scene.source.address.to_string());
+    let token = scene.stage.token.display().to_string();
+    let args = ["attend", "--server", &url, "--source", &source, "--token-file", &token];
+    let said = ends(&mut scene.stage.start(Some(&scene.host), &args), 3);
+    assert!(said.contains("remora intercept add"), "{said}");
+}
+
+/// Keys of the first shard: their part in braces is what the cluster computes the slot from.
+fn fill_the_first_shard(primary: &Server) {
+    let mut client = primary.client().unwrap();
+    client.ok(&["CLUSTER", "ADDSLOTSRANGE", "0", "5460"]).unwrap();
+    let slot = |tag: &u32| primary.client().unwrap().int(&["CLUSTER", "KEYSLOT", &tag.to_string()]).unwrap();
+    let tag = (0..).find(|tag| slot(tag) <= 5460).unwrap();
+    wait_until("the node to serve its slots", LONG, || {
+        let set = primary.client()?.ok(&["SET", &format!("{{{tag}}}"), "value"]);
+        Ok(set.map_err(|error| error.to_string()))
+    })
+    .unwrap();
+    let set = |number| ["SET".to_owned(), format!("{{{tag}}}{number}"), "value".repeat(100)].to_vec();
+    for first in (0..KEYS).step_by(500) {
+        let commands: Vec<Vec<String>> = (first..first + 500).map(set).collect();
+        assert!(client.pipeline(&commands).unwrap().iter().all(remora_redis::resp::Frame::is_ok));
+    }
+}
+
+#[test]
+fn a_node_of_a_cluster_becomes_a_replica_by_cluster_replicate_as_ever() {
+    for kind in require::kinds() {
+        let builder =
+            || quick(kind).cluster().config("cluster-require-full-coverage", "no").config("repl-backlog-size", "256mb");
+        let Some(scene) = Scene::with(builder(), fill_the_first_shard) else { return };
+        let others = [("5461", "10922"), ("10923", "16383")].map(|(first, last)| {
+            let server = scene.server(builder());
+            server.client().unwrap().ok(&["CLUSTER", "ADDSLOTSRANGE", first, last]).unwrap();
+            server
+        });
+        let server = scene.server(builder());
+        let mut client = scene.primary.client().unwrap();
+        for other in others.iter().chain([&server]) {
+            let (host, port) = (other.address().ip().to_string(), other.port().to_string());
+            let bus = other.configured("cluster-port").unwrap();
+            client.ok(&["CLUSTER", "MEET", &host, &port, &bus]).unwrap();
+        }
+        wait_until("the cluster to be well", LONG, || {
+            let info = server.client()?.text(&["CLUSTER", "INFO"])?;
+            let is_well = info.contains("cluster_state:ok") && info.contains("cluster_known_nodes:4");
+            Ok(if is_well { Ok(()) } else { Err(info) })
+        })
+        .unwrap();
+        let ports: Vec<u16> = others.iter().chain([&scene.primary]).map(Server::port).collect();
+        let agent = scene.attend(&server, &ports);
+        let id = client.text(&["CLUSTER", "MYID"]).unwrap();
+        server.client().unwrap().ok(&["CLUSTER", "REPLICATE", &id]).unwrap();
+        handed_over(&agent, &server, 1);
+        assert_eq!(syncs(&scene.primary), (1, 1), "{}", agent.output());
+        wait_until("the other nodes to see a replica", LONG, || {
+            let nodes = client.text(&["CLUSTER", "NODES"])?;
+            let replica = nodes.lines().find(|line| line.contains(&format!(":{}@", server.port())));
+            Ok(if replica.is_some_and(|line| line.contains(&format!("slave {id}"))) { Ok(()) } else { Err(nodes) })
+        })
+        .unwrap();
+        wait_until("the same data", LONG, || {
+            let (one, other) = (scene.primary.digest()?, server.digest()?);
+            Ok(if one == other { Ok(()) } else { Err(format!("{one} {other}")) })
+        })
+        .unwrap();
+    }
+}
