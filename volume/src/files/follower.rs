@@ -8,9 +8,9 @@
 //! ```
 //!
 //! A copy is a prefix of what the writer says, at every moment, and each block comes with the write that it is of. A
-//! *look* reads the log to its end. It notes before which write had been applied; the names then have every change up to
-//! that write, as the copy had all of the log up to there. The head is read after the log: if it still names that area,
-//! the area was not used again before the log was read.
+//! *look* reads the log to its end. It notes before which write had been applied; the names then have every change up
+//! to that write, as the copy had all of the log up to there. The head is read after the log: if it still names that
+//! area, the area was not used again before the log was read.
 //!
 //! Bytes are read by the places that the names tell. If no block is newer than the names, all of them are the file's:
 //! what gives a cluster to another file is written before the other file's data, or together with it. Nothing else is
@@ -148,8 +148,8 @@ struct Place {
 }
 
 impl Place {
-    /// Whether bytes that were read by this place are the file's if it is there now. A file that has become longer still
-    /// has these blocks.
+    /// Whether bytes that were read by this place are the file's if it is there now. A file that has become longer
+    /// still has these blocks.
     fn is_still(&self, now: &Place) -> bool {
         now.runs == self.runs && now.size >= self.size && now.history == self.history
     }

@@ -472,8 +472,9 @@ impl FileSystem for Served {
         self.change(answer, |files, done| files.fallocate(asked.node, asked.offset, asked.length, how, done));
     }
 
-    /// What the page cache has not written back is not known here, and the kernel does not write it back before it asks.
-    /// With such a cache it is told to take each file as data up to its end, as other file systems without holes do.
+    /// What the page cache has not written back is not known here, and the kernel does not write it back before it
+    /// asks. With such a cache it is told to take each file as data up to its end, as other file systems without holes
+    /// do.
     fn seek(&self, asked: Seek, answer: Answer<'_, Position>) {
         if self.is_written_back {
             return answer.fail(Errno::NOSYS);

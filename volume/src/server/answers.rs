@@ -24,3 +24,9 @@ pub(super) fn refuse(connection: &Connection, cause: Cause, text: &str) {
     answer(connection, &Reply::Refused { cause, text: text.into() }, Bytes::new());
     connection.close();
 }
+
+/// What a connection for reading is told that asks for anything else.
+pub(super) const ONLY_READS: &str = "this connection is for reading the copy's region";
+
+/// What a connection for loans is told that asks for anything else.
+pub(super) const ONLY_LOANS: &str = "this connection is for loans";

@@ -13,14 +13,14 @@ use remora_messenger::error::LinkError;
 use remora_messenger::{Address, Connection, Delivery, Dispatcher, Refusal};
 
 use super::ServerOptions;
-use super::answers::{answer, refuse};
+use super::answers::{ONLY_LOANS, ONLY_READS, answer, refuse};
 use super::borrower::Borrower;
 use super::budget::Budget;
 use super::exports::Exports;
 use super::growing::{Growing, Larger};
 use super::kept::{Kept, Stores};
 use super::puller::{Puller, Pulling};
-use super::slot::{Done, GROWS, Means, ONLY_LOANS, ONLY_READS, Slot, millis};
+use super::slot::{Done, GROWS, Means, Slot, millis};
 use super::staging::Staging;
 use crate::copy::Copy;
 use crate::disk::files::Failure;

@@ -321,10 +321,10 @@ impl State {
         });
         let done = match call {
             Call::Look if mode == Some(Mode::Read) => Ok(self.look(connection, exports)),
-            _ if mode == Some(Mode::Read) => return Done::Refused(Cause::Misuse, ONLY_READS.into()),
+            _ if mode == Some(Mode::Read) => return Done::Refused(Cause::Misuse, answers::ONLY_READS.into()),
             Call::Lend { holder, since, run, with_blocks } => self.lend(holder, since, run, with_blocks),
             _ if mode != Some(Mode::Write) => {
-                return Done::Refused(Cause::Misuse, ONLY_LOANS.into());
+                return Done::Refused(Cause::Misuse, answers::ONLY_LOANS.into());
             }
             Call::Promise(holder) => self.promise(connection, holder, room),
             Call::Mark { holder, may_lack_tail } => self.mark(connection, holder, may_lack_tail, room),
@@ -598,11 +598,5 @@ pub(super) fn millis(time: Duration) -> u32 {
 
 /// A number that no writer is likely to have: of a client that does not write.
 pub(super) const NO_WRITER: u64 = 0;
-
-/// What a connection for reading is told that asks anything else.
-pub(super) const ONLY_READS: &str = "this connection is for reading the copy's region";
-
-/// What a connection for loans is told that asks for anything else.
-pub(super) const ONLY_LOANS: &str = "this connection is for loans";
 
 const NO_MEMORY: &str = "the server has no memory left for this copy: give it more, or choose another server";
