@@ -204,6 +204,8 @@ fn fill(client: &mut Client, numbers: &Numbers) -> Result<u64> {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
+
     /// The kept files are of several builds; those of the lab's servers are found by watching them.
     #[test]
     fn the_layouts_of_the_labs_servers_are_found_again() {
