@@ -33,7 +33,8 @@ pub(super) enum Body {
 
 pub(crate) struct Mailbox {
     state: Mutex<State>,
-    /// Can be read when there is news.
+    /// An eventfd: each write to it is news. It is never read, which would be a system call for each answer: the ring
+    /// polls it for writes, not for what it counts.
     news: OwnedFd,
 }
 
@@ -55,8 +56,6 @@ impl Mailbox {
 
     /// What was posted, and whether more can be.
     pub(super) fn take(&self) -> (Vec<Posted>, bool) {
-        let mut count = [0; 8];
-        let _ = rustix::io::read(&self.news, &mut count);
         let mut state = self.state();
         (std::mem::take(&mut state.posted), !state.is_closed)
     }
@@ -81,7 +80,7 @@ impl Mailbox {
     }
 
     fn tell(&self) {
-        // Full is news as well.
+        // It is full after 2^64 writes.
         let _ = rustix::io::write(&self.news, &1_u64.to_ne_bytes());
     }
 

@@ -102,7 +102,7 @@ impl Queue {
     /// Returns whether the connection goes on.
     fn complete(&mut self, completion: &Completion, device: BorrowedFd<'_>, file_system: &dyn FileSystem) -> bool {
         if completion.user_data() == NEWS {
-            return self.news(device);
+            return self.news(completion.goes_on(), device);
         }
         let Some(index) = self.returned(completion) else { return true };
         match completion.result() {
@@ -121,7 +121,8 @@ impl Queue {
         self.slots[index].returned(completion).then_some(index)
     }
 
-    fn news(&mut self, device: BorrowedFd<'_>) -> bool {
+    /// Commits what other threads have answered. `is_polled`: the kernel will tell of the next news, too.
+    fn news(&mut self, is_polled: bool, device: BorrowedFd<'_>) -> bool {
         let mailbox = Arc::clone(&self.mailbox);
         let (posted, goes_on) = mailbox.take();
         for Posted { index, unique, result, room } in posted {
@@ -130,7 +131,7 @@ impl Queue {
             }
             self.commit(index, unique, result, device);
         }
-        if goes_on {
+        if goes_on && !is_polled {
             self.put_when_there_is_room(|queue| queue.uring.poll(mailbox.news().as_fd(), NEWS));
         }
         goes_on

@@ -138,23 +138,29 @@ impl Room {
 pub(super) struct Completion {
     user_data: u64,
     result: i32,
+    goes_on: bool,
 }
 
 impl Completion {
     /// # Safety
-    /// The kernel has completed what was asked with this number, and says so for the first time: memory that it
-    /// was lent for that is not its any more.
-    pub(super) unsafe fn of_kernel(user_data: u64, result: i32) -> Completion {
-        Completion { user_data, result }
+    /// The kernel has completed what was asked with this number. If it is the number of a slot, the kernel says so for
+    /// the first time: memory that it was lent for that is not its any more.
+    pub(super) unsafe fn of_kernel(user_data: u64, result: i32, goes_on: bool) -> Completion {
+        Completion { user_data, result, goes_on }
     }
 
     pub(super) fn user_data(&self) -> u64 {
         self.user_data
     }
 
-    /// 0, or a negative errno.
+    /// For a slot: 0, or a negative errno.
     pub(super) fn result(&self) -> i32 {
         self.result
+    }
+
+    /// Whether further completions of the same entry will follow.
+    pub(super) fn goes_on(&self) -> bool {
+        self.goes_on
     }
 }
 

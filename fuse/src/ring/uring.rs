@@ -45,6 +45,12 @@ const REGISTER: u32 = 1;
 /// `FUSE_IO_URING_CMD_COMMIT_AND_FETCH`.
 const COMMIT_AND_FETCH: u32 = 2;
 
+/// `IORING_POLL_ADD_MULTI`: a poll that stays.
+const POLL_ADD_MULTI: u32 = 1;
+
+/// `IORING_CQE_F_MORE`: further completions of the same entry will follow.
+const MORE: u32 = 1 << 1;
+
 /// Bytes of an entry, with `IORING_SETUP_SQE128`.
 const ENTRY_BYTES: usize = 128;
 
@@ -93,11 +99,13 @@ impl Uring {
         true
     }
 
-    /// Completes once the descriptor can be read. Returns whether it was put.
+    /// Completes each time that the descriptor can be read anew, until a completion says that it was the last one
+    /// ([`Completion::goes_on`]). Returns whether it was put.
     pub(super) fn poll(&mut self, descriptor: BorrowedFd<'_>, user_data: u64) -> bool {
         let has_room = self.has_room();
         if has_room {
             let mut entry = entry(IoringOp::PollAdd, descriptor, user_data);
+            entry[24..28].copy_from_slice(&POLL_ADD_MULTI.to_ne_bytes());
             entry[28..32].copy_from_slice(&u32::from(PollFlags::IN.bits()).to_ne_bytes());
             self.put(&entry);
         }
@@ -133,9 +141,10 @@ impl Uring {
         let (user_data, rest) = bytes.split_at(8);
         let user_data = user_data.try_into().map_or(u64::MAX, u64::from_ne_bytes);
         let result = rest[..4].try_into().map_or(0, i32::from_ne_bytes);
-        // SAFETY: The kernel has put it into the completion queue, as the tail says, and it is taken once. No
-        // entry that is put here has several completions.
-        Some(unsafe { Completion::of_kernel(user_data, result) })
+        let flags = rest[4..].try_into().map_or(0, u32::from_ne_bytes);
+        // SAFETY: The kernel has put it into the completion queue, as the tail says, and it is taken once. An entry
+        // for a slot has one completion; only a poll has several, and its number is not a slot's.
+        Some(unsafe { Completion::of_kernel(user_data, result, flags & MORE != 0) })
     }
 
     fn has_room(&self) -> bool {

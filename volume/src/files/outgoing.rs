@@ -114,6 +114,8 @@ pub(super) struct Gate {
 #[derive(Default)]
 struct Room {
     under_way: usize,
+    /// Threads that wait. Without one there is no reason to wake any, which is a system call.
+    waiting: usize,
     /// Nothing waits any more.
     is_closed: bool,
 }
@@ -134,15 +136,22 @@ impl Gate {
     pub(super) fn enter(&self, bytes: usize) {
         let mut room = self.room();
         while room.under_way + bytes > self.most && !room.is_closed {
+            room.waiting += 1;
             room = self.changed.wait(room).unwrap_or_else(PoisonError::into_inner);
+            room.waiting -= 1;
         }
         room.under_way += bytes;
     }
 
     /// So many bytes are not under way any more.
     pub(super) fn leave(&self, bytes: usize) {
-        self.room().under_way -= bytes;
-        self.changed.notify_all();
+        let mut room = self.room();
+        room.under_way -= bytes;
+        let is_awaited = room.waiting > 0;
+        drop(room);
+        if is_awaited {
+            self.changed.notify_all();
+        }
     }
 
     /// From now on no thread waits.
