@@ -15,6 +15,7 @@ use crate::{
 };
 
 /// The arguments of `remora source`.
+// Larger than the bound: a field for each option of the command line.
 #[derive(Clone, Debug, Args)]
 #[command(long_about = ABOUT, after_long_help = more())]
 pub struct SourceArgs {

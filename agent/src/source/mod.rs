@@ -96,6 +96,8 @@ pub async fn run(args: SourceArgs) -> Result<(), Failure> {
 struct Mailboxes {
     incoming: mpsc::Receiver<Incoming>,
     captured: mpsc::UnboundedReceiver<CaptureEvent>,
+    /// The site that asks for metrics.
+    _metrics: Option<Site>,
 }
 
 /// Opens everything that a source needs, and reports that it is ready.
@@ -141,7 +143,6 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     let metrics = metrics.map(|listener| metrics::serve(listener, incoming.clone()));
     let source = Source {
         args,
-        _metrics: metrics,
         tokens,
         module_rules,
         method_history: MethodHistory::default(),
@@ -164,7 +165,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     };
     // The first look at the write rate. Later ones measure from it.
     source.learn();
-    Ok((source, Mailboxes { incoming: inbox, captured: captures }, listener))
+    Ok((source, Mailboxes { incoming: inbox, captured: captures, _metrics: metrics }, listener))
 }
 
 /// An event for the source's loop, from another task.
@@ -200,7 +201,6 @@ const TICK: Duration = Duration::from_millis(50);
 /// The driver: it owns what the source has, and performs the machine's actions.
 struct Source {
     args: SourceArgs,
-    _metrics: Option<Site>,
     tokens: TokenFiles,
     server: Server,
     facts: Facts,
