@@ -93,9 +93,8 @@ fn stress(scene: &Scene<'_>, times: u32) -> Result<String> {
     Ok(format!("{} stressors, {seconds} s each: {}", STRESSORS.len(), STRESSORS.join(", ")))
 }
 
-/// What needs extended attributes, devices or another file system is not here; nor is `seek`: what the kernel has not
-/// written back yet is not found by `SEEK_DATA`.
-const STRESSORS: [&str; 19] = [
+/// What needs extended attributes, devices or another file system is not here.
+const STRESSORS: [&str; 20] = [
     "chmod",
     "chown",
     "copy-file",
@@ -112,6 +111,7 @@ const STRESSORS: [&str; 19] = [
     "link",
     "mmap",
     "rename",
+    "seek",
     "symlink",
     "sync-file",
     "utime",
