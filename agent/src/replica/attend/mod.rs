@@ -8,7 +8,7 @@
 //!   server ── connects to its primary by itself ──▶ +CONTINUE; link up ──▶ the gate opens again
 //! ```
 //!
-//! - [`gate`]: whether connections come here; [`passage`]: one connection until it asks for a sync.
+//! - [`gate`]: whether connections come here; [`passage`](mod@passage): one connection until it asks for a sync.
 //! - The sync is that of `remora replica`, with other hands: see `driver/server/intercepted.rs`.
 //!
 //! What must hold:
