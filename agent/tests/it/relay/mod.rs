@@ -73,7 +73,8 @@ fn wait_for_slots(source: &Source, name: &str, slots: u64) {
 #[test]
 fn four_replicas_under_load_are_exact_and_one_copy_leaves_the_source() {
     for kind in require::kinds() {
-        let primary = primary(kind).config("repl-diskless-sync-delay", 1).start().unwrap();
+        // The snapshot begins when all replicas have joined, however long that takes.
+        let primary = primary(kind).config("repl-diskless-sync-delay", 3600).start().unwrap();
         fill_every_type(&mut primary.client().unwrap(), 7).unwrap();
         load(&primary, 24, MIB);
         let (servers, source) = (servers(kind, 4), source(&primary));
@@ -87,6 +88,10 @@ fn four_replicas_under_load_are_exact_and_one_copy_leaves_the_source() {
         )
         .unwrap();
         let mut agents: Vec<Agent> = servers.iter().map(|server| source.replica(server, &FAR)).collect();
+        source.wait_for_status("all replicas to have joined", |status| {
+            status["replicas"].as_array().is_some_and(|replicas| replicas.len() == 4)
+        });
+        primary.configure("repl-diskless-sync-delay", "0").unwrap();
         for agent in &mut agents {
             agent.wait_for_success(LONG).unwrap();
         }
