@@ -90,7 +90,8 @@ fn node(line: &str) -> Result<Node, &'static str> {
     Ok(Node { id: id.to_owned(), host, port, bus_port, flags, primary, epoch, is_connected, slots, moving })
 }
 
-fn is_id(text: &str) -> bool {
+/// Whether this is the name of a node or of a shard.
+pub(super) fn is_id(text: &str) -> bool {
     text.len() == 40 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
@@ -100,6 +101,11 @@ fn address(text: &str) -> Option<(String, u16, u16)> {
     let (place, bus) = place.split_once('@')?;
     let (host, port) = place.rsplit_once(':')?;
     let host = host.trim_start_matches('[').trim_end_matches(']');
+    // It becomes a part of file names. An address or a name has no other characters.
+    let is_right = |byte: u8| byte.is_ascii_alphanumeric() || b".:-_%".contains(&byte);
+    if !host.bytes().all(is_right) {
+        return None;
+    }
     Some((host.to_owned(), port.parse().ok()?, bus.parse().ok()?))
 }
 
@@ -189,6 +195,7 @@ mod tests {
         for (line, what) in [
             ("abc 1:1@1 master - 0 0 1 connected".to_owned(), "its id"),
             (format!("{id} 1:1 master - 0 0 1 connected"), "its address"),
+            (format!("{id} ../../etc:1@1 master - 0 0 1 connected"), "its address"),
             (format!("{id} 1:1@1 slave zz 0 0 1 connected"), "its primary"),
             (format!("{id} 1:1@1 master - 0 0 x connected"), "its epoch"),
             (format!("{id} 1:1@1 master - 0 0 1 connected 5-3"), "its slots"),

@@ -6,7 +6,7 @@
 use remora_redis::ReplId;
 use remora_redis::resp::Frame;
 
-use super::nodes::Slots;
+use super::nodes::{Slots, is_id};
 use super::survey::{Shard, Survey};
 use crate::exit::{Code, Failure};
 use crate::server::{Facts, Server};
@@ -71,7 +71,10 @@ pub(crate) async fn make(server: &Server, history: ReplId, at: &NodeAddress) -> 
     let mut client = primary.connect().await?;
     // Redis before 7.2 has no such name for a shard.
     let shard_id = match client.command(&["CLUSTER", "MYSHARDID"]).await {
-        Ok(Frame::Bulk(id)) => Some(String::from_utf8_lossy(&id).into_owned()),
+        // It becomes a part of a line of the file.
+        Ok(Frame::Bulk(id)) if std::str::from_utf8(&id).is_ok_and(is_id) => {
+            Some(String::from_utf8_lossy(&id).into_owned())
+        }
         Ok(other) => return Err(client.unexpected("CLUSTER MYSHARDID", &other).into()),
         Err(error) if error.refusal().is_some() => None,
         Err(error) => return Err(error.into()),

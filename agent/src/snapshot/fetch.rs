@@ -138,7 +138,7 @@ async fn write_who_it_follows(
     let server = args.cluster.open(cluster)?;
     let conf = nodes_conf::make(&server, arrived.kept.origin().history, at).await?;
     let to = file.clone();
-    blocking(move || match std::fs::read_to_string(&to) {
+    blocking(move || match read_short(&to) {
         // The node has been in the cluster before, and keeps its name there.
         Ok(text) if nodes_conf::follows(&text, &conf.primary) => Ok(()),
         Ok(_) if !how.replaces => Err(Failure::refused(format!(
@@ -146,6 +146,7 @@ async fn write_who_it_follows(
             to.display(),
             conf.primary
         ))),
+        Err(error) if error.kind() != io::ErrorKind::NotFound && !how.replaces => Err(unreadable(&to, &error)),
         _ => beside::write(&to, conf.text.as_bytes(), &Placing { replaces: true, ..how }),
     })
     .await
@@ -209,16 +210,23 @@ fn primary_host(args: &FetchArgs, plan: &Offer) -> String {
     if plan.primary.host.is_empty() { args.from.read.source.host.clone() } else { plan.primary.host.clone() }
 }
 
+fn unreadable(file: &Path, error: &io::Error) -> Failure {
+    Failure::refused(format!("{} cannot be read: {error}", file.display()))
+}
+
+/// Reads a server's configuration.
+fn read_short(file: &Path) -> io::Result<String> {
+    let mut text = String::new();
+    File::open(file)?.take(CONFIG_LIMIT + 1).read_to_string(&mut text)?;
+    if text.len() as u64 > CONFIG_LIMIT {
+        return Err(io::Error::other(format!("a server's configuration has at most {CONFIG_LIMIT} bytes")));
+    }
+    Ok(text)
+}
+
 /// Refuses a server that would not load the file.
 fn check_config(file: &Path, has_nodes_conf: bool) -> Result<(), Failure> {
-    let unreadable =
-        |why: &dyn std::fmt::Display| Failure::refused(format!("{} cannot be read: {why}", file.display()));
-    let mut text = String::new();
-    let opened = File::open(file).map_err(|error| unreadable(&error))?;
-    opened.take(CONFIG_LIMIT + 1).read_to_string(&mut text).map_err(|error| unreadable(&error))?;
-    if text.len() as u64 > CONFIG_LIMIT {
-        return Err(unreadable(&format_args!("a server's configuration has at most {CONFIG_LIMIT} bytes")));
-    }
+    let text = read_short(file).map_err(|error| unreadable(file, &error))?;
     let setting = |name: &str| {
         let words = text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
         let last = words.rev().find(|words| words.first().is_some_and(|word| word.eq_ignore_ascii_case(name)));
@@ -235,7 +243,7 @@ fn check_config(file: &Path, has_nodes_conf: bool) -> Result<(), Failure> {
     let is_cluster = setting("cluster-enabled").is_some_and(|value| value.eq_ignore_ascii_case("yes"));
     if is_cluster && !has_nodes_conf {
         tracing::warn!(
-            "{file} has cluster-enabled yes: without a nodes.conf that says whom it follows, the node would take the slots \
+            "{file} has cluster-enabled yes: without a nodes.conf that names its primary, the node would take the slots \
              of its keys for its own; --write-nodes-conf writes one"
         );
     }

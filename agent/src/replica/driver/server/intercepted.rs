@@ -1,7 +1,7 @@
 //! Intercepted: the jobs on a server whose own connections to its primary come to this agent. The server is told
 //! nothing: it follows its primary all the time, and no setting of it changes.
 
-use super::{LOOK_LIMIT, no_answer, state_of_its_link};
+use super::{ask_anew, no_answer, state_of_its_link};
 use crate::exit::{Code, Failure};
 use crate::replica::attend::gate::Gate;
 use crate::replica::control::{Control, Expected};
@@ -49,19 +49,9 @@ impl Intercepted {
         facts.link.as_ref().is_some_and(|link| (&link.host, link.port) == (&self.primary.0, self.primary.1))
     }
 
-    /// Asks the server about itself over a new connection, with a short time limit.
+    /// Asks the server about itself.
     async fn look(&mut self) -> Result<Look, Failure> {
-        let server = self.control.server().clone();
-        let answer = async {
-            let mut client = server.connect().await?;
-            let facts = Facts::read(&mut client).await?;
-            Ok::<_, ServerError>((client, facts))
-        };
-        let Ok(answer) = tokio::time::timeout(LOOK_LIMIT, answer).await else {
-            let text = format!("the server {} does not answer for {} s", server.url(), LOOK_LIMIT.as_secs());
-            return Err(Failure::new(Code::Server, text));
-        };
-        let (mut client, facts) = answer?;
+        let (mut client, facts) = ask_anew(self.control.server()).await?;
         let follows = match &facts.link {
             None => Follows::Nothing,
             Some(_) if self.is_followed(&facts) => Follows::Link,

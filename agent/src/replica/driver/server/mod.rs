@@ -37,7 +37,7 @@ use crate::replica::meter::Meter;
 use crate::replica::preflight::{self, Primary, Target};
 use crate::replica::record::Record;
 use crate::replica::{SETTLE_LIMIT, SETTLE_POLL};
-use crate::server::{Client, Facts, RefusalKind, ServerError};
+use crate::server::{Client, Facts, RefusalKind, Server, ServerError};
 use crate::tasks::AbortOnDrop;
 
 /// How long a server may take to answer over a new connection.
@@ -333,19 +333,9 @@ impl Keeper {
 
     // ---- looks ----
 
-    /// Asks the server about itself over a new connection, with a short time limit.
+    /// Asks the server about itself.
     async fn look(&mut self) -> Result<Look, Failure> {
-        let server = self.control.server().clone();
-        let answer = async {
-            let mut client = server.connect().await?;
-            let facts = Facts::read(&mut client).await?;
-            Ok::<_, ServerError>((client, facts))
-        };
-        let Ok(answer) = tokio::time::timeout(LOOK_LIMIT, answer).await else {
-            let text = format!("the server {} does not answer for {} s", server.url(), LOOK_LIMIT.as_secs());
-            return Err(Failure::new(Code::Server, text));
-        };
-        let (mut client, facts) = answer?;
+        let (mut client, facts) = ask_anew(self.control.server()).await?;
         let (host, port) = self.link();
         let follows = match &facts.link {
             None => Follows::Nothing,
@@ -449,6 +439,20 @@ impl Keeper {
         let text = format!("the server does not go on where it was at the primary {host}:{port}; its log says why");
         Lapse::Failed(Failure::new(Code::SyncFailed, text))
     }
+}
+
+/// Asks a server about itself over a new connection, with a short time limit.
+async fn ask_anew(server: &Server) -> Result<(Client, Facts), Failure> {
+    let answer = async {
+        let mut client = server.connect().await?;
+        let facts = Facts::read(&mut client).await?;
+        Ok::<_, ServerError>((client, facts))
+    };
+    let Ok(answer) = tokio::time::timeout(LOOK_LIMIT, answer).await else {
+        let text = format!("the server {} does not answer for {} s", server.url(), LOOK_LIMIT.as_secs());
+        return Err(Failure::new(Code::Server, text));
+    };
+    Ok(answer?)
 }
 
 /// How far a server's link to its primary is, in the server's own word for it.
