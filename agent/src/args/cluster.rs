@@ -132,8 +132,8 @@ pub struct ClusterSyncArgs {
     #[allow(missing_docs)]
     pub sources: ClusterSourcesArgs,
 
-    /// New nodes: empty servers in cluster mode, with `remora attend` beside each. Each one is made known to the cluster
-    /// and becomes a replica of the shard that has the fewest.
+    /// New nodes: empty servers in cluster mode, with `remora attend` beside each. Each one is made known to the
+    /// cluster and becomes a replica of the shard that has the fewest.
     #[arg(
         long,
         value_name = "HOST:PORT,…",

@@ -1,5 +1,5 @@
-//! Whether a copy came from the source. A primary counts the full copies that it has begun (`sync_full`); those that its
-//! source has taken as snapshots are not the nodes'.
+//! Whether a copy came from the source. A primary counts the full copies that it has begun (`sync_full`); those that
+//! its source has taken as snapshots are not the nodes'.
 
 use std::time::Duration;
 
