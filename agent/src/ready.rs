@@ -18,22 +18,55 @@ use crate::{
 /// [`Code::NotReady`] with the reason, or the server cannot be asked.
 pub async fn run(args: ReadyArgs) -> Result<(), Failure> {
     let server = args.server.open(Task::Ready)?;
+    match args.watch {
+        Some(pause) => watch(&server, &args, pause).await,
+        None => wait(&server, &args).await,
+    }
+}
+
+async fn wait(server: &Server, args: &ReadyArgs) -> Result<(), Failure> {
     let until = Instant::now() + args.timeout;
     loop {
-        let why = match look(&server, &args).await {
-            Ok(Ok(state)) => {
+        let why = match judged(server, args).await? {
+            Ok(state) => {
                 progress::say(&format!("{} is ready: {state}", server.url()));
                 return Ok(());
             }
-            Ok(Err(why)) => Failure::new(Code::NotReady, format!("{} is not ready: {why}", server.url())),
-            // A server that starts refuses connections at first.
-            Err(error) if error.is_passing() => error.into(),
-            Err(error) => return Err(error.into()),
+            Err(why) => why,
         };
         if Instant::now() + LOOK_AGAIN >= until {
             return Err(why);
         }
         tokio::time::sleep(LOOK_AGAIN).await;
+    }
+}
+
+/// Prints each change until it is stopped.
+async fn watch(server: &Server, args: &ReadyArgs, pause: Duration) -> Result<(), Failure> {
+    let mut said = None;
+    loop {
+        // The state of one that is ready contains its lag, which always changes.
+        let (is_ready, text) = match judged(server, args).await? {
+            Ok(state) => (true, format!("{} is ready: {state}", server.url())),
+            Err(why) => (false, why.message),
+        };
+        let change = if is_ready { String::new() } else { text.clone() };
+        if said.as_ref() != Some(&change) {
+            progress::say(&text);
+            said = Some(change);
+        }
+        tokio::time::sleep(pause).await;
+    }
+}
+
+/// How the server stands, or why it is not ready, or cannot be reached at the moment.
+async fn judged(server: &Server, args: &ReadyArgs) -> Result<Result<String, Failure>, Failure> {
+    match look(server, args).await {
+        Ok(Ok(state)) => Ok(Ok(state)),
+        Ok(Err(why)) => Ok(Err(Failure::new(Code::NotReady, format!("{} is not ready: {why}", server.url())))),
+        // A server that starts refuses connections at first.
+        Err(error) if error.is_passing() => Ok(Err(error.into())),
+        Err(error) => Err(error.into()),
     }
 }
 

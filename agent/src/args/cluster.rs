@@ -8,6 +8,7 @@ use rustix::fs::Mode;
 
 use super::fetch::ClusterNodeArgs;
 use super::{FetchArgs, HostPort, RdmaRead, ReadArgs, SecurityArgs, SnapshotFromArgs, SourceKeyArgs, TransportChoice};
+use crate::cluster::{Node, is_id};
 use crate::exit::{self, Code};
 use crate::server::{ServerArgs, Task};
 use crate::units::parse_duration;
@@ -32,6 +33,8 @@ pub enum ClusterAction {
     Status(ClusterStatusArgs),
     /// Write the snapshot of each shard into a folder, and a list of them.
     Backup(ClusterBackupArgs),
+    /// Make new nodes replicas, or let replicas take their data anew, through `remora attend` beside each.
+    Sync(ClusterSyncArgs),
 }
 
 /// The cluster, and the sources beside its servers.
@@ -122,6 +125,94 @@ pub struct ClusterBackupArgs {
     pub retry_for: Duration,
 }
 
+/// The arguments of `remora cluster sync`.
+#[derive(Clone, Debug, Args)]
+pub struct ClusterSyncArgs {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub sources: ClusterSourcesArgs,
+
+    /// New nodes: empty servers in cluster mode, with `remora attend` beside each. Each one is made known to the
+    /// cluster and becomes a replica of the shard that has the fewest.
+    #[arg(
+        long,
+        value_name = "HOST:PORT,…",
+        value_delimiter = ',',
+        required_unless_present = "renew",
+        help_heading = "The nodes"
+    )]
+    pub add: Vec<HostPort>,
+
+    /// Replicas that throw their data away and take them anew: `all`, or their addresses or ids as the cluster names
+    /// them.
+    #[arg(long, value_name = "all|NODE,…", value_delimiter = ',', help_heading = "The nodes")]
+    pub renew: Vec<Renew>,
+
+    /// Nodes at work at once. The first one goes alone until its source shows that it reads there.
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=64), help_heading = "The nodes")]
+    pub at_once: u8,
+
+    /// Nodes of one shard at work at once.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=64), help_heading = "The nodes")]
+    pub per_shard: u8,
+
+    /// How long a node may show no progress before it counts as failed.
+    #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_duration, help_heading = "The nodes")]
+    pub stalled_after: Duration,
+
+    /// Carry the plan out without asking.
+    #[arg(long, help_heading = "The nodes")]
+    pub yes: bool,
+
+    /// Print what became of the nodes as one JSON array.
+    #[arg(long, help_heading = "Output")]
+    pub json: bool,
+}
+
+/// Replicas that are to take their data anew.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Renew {
+    /// All of the cluster.
+    All,
+    /// The one at this address.
+    At(HostPort),
+    /// The one of this id: forty hexadecimal digits.
+    Id(String),
+}
+
+impl Renew {
+    /// Whether this node is meant.
+    pub(crate) fn names(&self, node: &Node) -> bool {
+        match self {
+            Renew::All => true,
+            Renew::At(place) => place.host == node.host && place.port == node.port,
+            Renew::Id(id) => *id == node.id,
+        }
+    }
+}
+
+impl std::str::FromStr for Renew {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Renew, String> {
+        match text {
+            "all" => Ok(Renew::All),
+            id if is_id(id) => Ok(Renew::Id(id.to_owned())),
+            place => place.parse().map(Renew::At).map_err(|why| format!("{why}, an id of 40 digits, or all")),
+        }
+    }
+}
+
+impl std::fmt::Display for Renew {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Renew::All => f.write_str("all"),
+            Renew::At(place) => place.fmt(f),
+            Renew::Id(id) => f.write_str(id),
+        }
+    }
+}
+
 impl ClusterBackupArgs {
     /// What fetches the snapshot of this source into this file.
     pub(crate) fn fetch(&self, source: HostPort, to: PathBuf) -> FetchArgs {
@@ -175,10 +266,21 @@ Examples:
   A backup, four shards at once:
     remora cluster backup --server redis://10.0.0.5:6379 --source-port 7379 --token-file token \\
       --to backup-$(date +%F) --at-once 4
+  Two more replicas, with remora attend beside each:
+    remora cluster sync --server redis://10.0.0.5:6379 --source-port 7379 --token-file token \
+      --add 10.0.0.9:6379,10.0.0.10:6379
 
 {}
 {}",
-        exit::help_table(&[Code::Usage, Code::Refused, Code::Server, Code::Source, Code::Interrupted, Code::Local]),
+        exit::help_table(&[
+            Code::Usage,
+            Code::Refused,
+            Code::Server,
+            Code::Source,
+            Code::SyncFailed,
+            Code::Interrupted,
+            Code::Local
+        ]),
         Task::Cluster.help()
     )
 }

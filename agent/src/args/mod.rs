@@ -31,7 +31,10 @@ use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 
 pub use self::{
     attend::{AttendArgs, LISTEN_PORT, PRIMARY_PORT},
-    cluster::{ClusterAction, ClusterArgs, ClusterBackupArgs, ClusterPlanArgs, ClusterSourcesArgs, ClusterStatusArgs},
+    cluster::{
+        ClusterAction, ClusterArgs, ClusterBackupArgs, ClusterPlanArgs, ClusterSourcesArgs, ClusterStatusArgs,
+        ClusterSyncArgs, Renew,
+    },
     devices::DevicesArgs,
     fast_keys::{FastKeys, WalkArgs},
     fetch::{ClusterNodeArgs, FetchArgs},

@@ -29,6 +29,11 @@ pub struct ReadyArgs {
     /// Look again until the server is ready, for this time. Default: look once.
     #[arg(long, value_name = "TIME", default_value = "0s", value_parser = parse_duration)]
     pub timeout: Duration,
+
+    /// Look every TIME (default: one second) until stopped, and print each change. For a container beside the server,
+    /// whose probe runs `remora ready`.
+    #[arg(long, value_name = "TIME", num_args = 0..=1, default_missing_value = "1s", value_parser = parse_duration, conflicts_with = "timeout")]
+    pub watch: Option<Duration>,
 }
 
 const ABOUT: &str = "\

@@ -2,12 +2,13 @@
 //!
 //! ```text
 //!   --server ── CLUSTER NODES, INFO ──▶ survey ─┬─▶ plan, status: tables
-//!   --sources ── plan, status ────────▶ sources ╰─▶ backup: a file for each shard
+//!   --sources ── plan, status ────────▶ sources ├─▶ backup: a file for each shard
+//!                                               ╰─▶ sync: nodes that become replicas
 //! ```
 //!
 //! - [`nodes`]: `CLUSTER NODES` as data; [`survey`]: the cluster at one moment. **Start here.**
 //! - [`sources`]: which source is beside which shard: the one whose server has the primary's replication history.
-//! - [`plan`], [`status`], [`backup`]: the commands.
+//! - [`plan`], [`status`], [`backup`], [`sync`]: the commands.
 //! - [`nodes_conf`]: the configuration of a node that is to join.
 
 mod backup;
@@ -17,7 +18,9 @@ mod plan;
 mod sources;
 mod status;
 mod survey;
+mod sync;
 
+pub(crate) use self::nodes::{Node, is_id};
 pub use self::nodes_conf::NodeAddress;
 use crate::args::{ClusterAction, ClusterArgs};
 use crate::exit::Failure;
@@ -33,5 +36,6 @@ pub async fn run(args: ClusterArgs) -> Result<(), Failure> {
         ClusterAction::Status(args) => until_signal(status::run(args), "").await,
         // The fetches catch signals themselves.
         ClusterAction::Backup(args) => backup::run(args).await,
+        ClusterAction::Sync(args) => sync::run(args).await,
     }
 }

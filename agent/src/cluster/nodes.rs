@@ -91,7 +91,7 @@ fn node(line: &str) -> Result<Node, &'static str> {
 }
 
 /// Whether this is the name of a node or of a shard.
-pub(super) fn is_id(text: &str) -> bool {
+pub(crate) fn is_id(text: &str) -> bool {
     text.len() == 40 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 

@@ -202,7 +202,7 @@ fn replica_row(shard: &Shard, member: &super::survey::Member) -> ReplicaRow {
 }
 
 /// Rows as columns that are as wide as they have to be. The last one has no end.
-fn aligned<const N: usize>(rows: &[[String; N]]) -> String {
+pub(super) fn aligned<const N: usize>(rows: &[[String; N]]) -> String {
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..N).map(width).collect();
     let mut text = String::new();

@@ -13,7 +13,7 @@ use crate::args::{ClusterSourcesArgs, HostPort};
 use crate::conversation::Error;
 use crate::conversation::certificate_roles::CertificateRoles;
 use crate::conversation::tokens::Credentials;
-use crate::exit::Failure;
+use crate::exit::{Code, Failure};
 use crate::replica::source::join;
 
 /// A source that has answered.
@@ -45,7 +45,7 @@ pub(super) fn credentials(args: &ClusterSourcesArgs) -> Result<Credentials, Fail
 pub(super) async fn ask(args: &ClusterSourcesArgs, credentials: &Credentials, survey: &Survey) -> Sources {
     let mut addresses = args.sources.clone();
     if let Some(port) = args.source_port {
-        let members = survey.shards.iter().flat_map(|shard| std::iter::once(&shard.primary).chain(&shard.replicas));
+        let members = survey.shards.iter().flat_map(Shard::members);
         addresses.extend(members.map(|member| HostPort { host: member.node.host.clone(), port }));
     }
     addresses.sort_by_key(ToString::to_string);
@@ -55,10 +55,7 @@ pub(super) async fn ask(args: &ClusterSourcesArgs, credentials: &Credentials, su
         let credentials = credentials.clone();
         asking.spawn(async move {
             let asked = tokio::time::timeout(ANSWER_LIMIT, ask_one(&address, &credentials)).await;
-            let asked = asked.unwrap_or_else(|_| {
-                let text = format!("the source {address} did not answer within {} s", ANSWER_LIMIT.as_secs());
-                Err(Failure::new(crate::exit::Code::Source, text))
-            });
+            let asked = asked.unwrap_or_else(|_| Err(no_answer(&address)));
             (address, asked)
         });
     }
@@ -93,6 +90,28 @@ async fn ask_one(address: &HostPort, credentials: &Credentials) -> Result<(Offer
             (had_plan, had_status) => (plan, status) = (had_plan, had_status),
         }
     }
+}
+
+/// Asks a source how it stands.
+///
+/// # Errors
+/// It cannot be reached, or does not answer.
+pub(super) async fn status(address: &HostPort, credentials: &Credentials) -> Result<StatusReport, Failure> {
+    let asked = async {
+        let mut connection = credentials.connect(&address.host, address.port).await.map_err(Error::of_source)?;
+        connection.send(Message::StatusQuery).await.map_err(Error::of_source)?;
+        loop {
+            if let Message::Status(report) = connection.receive().await.map_err(Error::of_source)? {
+                return Ok(report);
+            }
+        }
+    };
+    tokio::time::timeout(ANSWER_LIMIT, asked).await.unwrap_or_else(|_| Err(no_answer(address)))
+}
+
+fn no_answer(address: &HostPort) -> Failure {
+    let text = format!("the source {address} did not answer within {} s", ANSWER_LIMIT.as_secs());
+    Failure::new(Code::Source, text)
 }
 
 impl Sources {

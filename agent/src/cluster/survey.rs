@@ -22,6 +22,8 @@ use crate::server::{Client, Facts, Server, ServerError};
 #[derive(Debug)]
 pub(crate) struct Survey {
     pub(crate) shards: Vec<Shard>,
+    /// Nodes of no shard: primaries without slots, and what follows such.
+    pub(crate) others: Vec<Member>,
     /// Why replicas should not be made in it now. Each is a sentence.
     pub(crate) problems: Vec<String>,
     /// The epoch of its configuration.
@@ -69,11 +71,22 @@ impl Survey {
         let mut problems = problems_of(&state, members.iter().map(|(member, _)| &member.node));
         problems.extend(members.iter().filter_map(|(_, trouble)| trouble.clone()));
         let epoch = state.number("cluster_current_epoch").unwrap_or(0);
-        Ok(Survey { shards: shards_of(members.into_iter().map(|(member, _)| member)), problems, epoch })
+        let (shards, others) = shards_of(members.into_iter().map(|(member, _)| member));
+        Ok(Survey { shards, others, problems, epoch })
+    }
+
+    /// All nodes.
+    pub(super) fn members(&self) -> impl Iterator<Item = &Member> {
+        self.shards.iter().flat_map(Shard::members).chain(&self.others)
     }
 }
 
 impl Shard {
+    /// The primary, and what follows it.
+    pub(super) fn members(&self) -> impl Iterator<Item = &Member> {
+        std::iter::once(&self.primary).chain(&self.replicas)
+    }
+
     /// `0-5460,5470`
     pub(crate) fn slots(&self) -> String {
         let slots: Vec<String> = self.primary.node.slots.iter().map(Slots::to_string).collect();
@@ -89,7 +102,7 @@ fn not_a_cluster(server: &Server, error: ServerError) -> Failure {
     failure
 }
 
-async fn nodes_of(client: &mut Client) -> Result<Vec<Node>, Failure> {
+pub(super) async fn nodes_of(client: &mut Client) -> Result<Vec<Node>, Failure> {
     let answer = client.command(&["CLUSTER", "NODES"]).await?;
     let Frame::Bulk(text) = &answer else { return Err(client.unexpected("CLUSTER NODES", &answer).into()) };
     let server = client.server().url().clone();
@@ -182,20 +195,22 @@ fn problems_of<'a>(state: &Info, nodes: impl Iterator<Item = &'a Node>) -> Vec<S
     problems
 }
 
-/// The primaries with slots, in the order of these, each with its replicas.
-fn shards_of(members: impl Iterator<Item = Member>) -> Vec<Shard> {
+/// The primaries with slots, in the order of these, each with its replicas; and the other nodes.
+pub(super) fn shards_of(members: impl Iterator<Item = Member>) -> (Vec<Shard>, Vec<Member>) {
     let (primaries, others): (Vec<Member>, Vec<Member>) =
         members.partition(|member| member.node.is_primary() && !member.node.slots.is_empty());
     let mut shards: Vec<Shard> = primaries.into_iter().map(|primary| Shard { primary, replicas: Vec::new() }).collect();
+    let mut alone = Vec::new();
     for other in others {
         let shard = shards.iter_mut().find(|shard| Some(&shard.primary.node.id) == other.node.primary.as_ref());
-        if let Some(shard) = shard {
-            shard.replicas.push(other);
+        match shard {
+            Some(shard) => shard.replicas.push(other),
+            None => alone.push(other),
         }
     }
     shards.iter_mut().for_each(|shard| shard.replicas.sort_by(|one, other| one.node.id.cmp(&other.node.id)));
     shards.sort_by(|one, other| one.primary.node.slots.first().cmp(&other.primary.node.slots.first()));
-    shards
+    (shards, alone)
 }
 
 #[cfg(test)]
@@ -225,7 +240,8 @@ mod tests {
     #[test]
     fn shards_stand_in_the_order_of_their_slots_with_their_replicas() {
         let members = nodes("myself,master", "").into_iter();
-        let shards = shards_of(members.map(|node| Member { node, facts: Err(String::new()) }));
+        let (shards, others) = shards_of(members.map(|node| Member { node, facts: Err(String::new()) }));
+        assert!(others.is_empty());
         let seen: Vec<_> = shards.iter().map(|shard| (shard.slots(), shard.replicas.len())).collect();
         assert_eq!(seen, [("0-7999".to_owned(), 1), ("8000-16383".to_owned(), 0)]);
     }

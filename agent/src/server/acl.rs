@@ -75,7 +75,8 @@ impl Task {
             Self::Load => "",
             Self::Cluster => {
                 "on every node; +cluster|getslotmigrations on Valkey 9; for --write-nodes-conf: +cluster|myshardid where \
-                 the server has it"
+                 the server has it; for remora cluster sync: +cluster|meet +cluster|replicate +cluster|reset on the nodes that it \
+                 names"
             }
             Self::Ready => "on a replica's primary too, unless --link-only is given",
         }

@@ -8,6 +8,7 @@ mod attend;
 mod broken;
 mod cli;
 mod cluster;
+mod cluster_sync;
 mod clusters;
 mod combinations;
 mod conversation;

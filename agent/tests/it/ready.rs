@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use remora_lab::{Server, require};
 
-use crate::kit::{LONG, Source, Stage, fill_keys, primary, quick, says};
+use crate::kit::{LONG, Source, Stage, ends, fill_keys, primary, quick, says};
 
 fn ready(stage: &Stage, server: &Server, more: &[&str], code: i32) -> String {
     stage.end(&[&["ready", "--server", &server.url()], more].concat(), code)
@@ -38,6 +38,22 @@ fn a_replica_is_ready_once_it_is_in_step_with_its_primary() {
         ready(&stage, &first, &["--timeout", "60s"], 0);
         ready(&stage, &server, &["--timeout", "60s"], 0);
     }
+}
+
+#[test]
+fn each_change_is_said_while_it_is_watched() {
+    let Some(kind) = require::redis() else { return };
+    let (stage, first, server) = (Stage::new(), primary(kind).start().unwrap(), quick(kind).start().unwrap());
+    let mut watch = stage.start(None, &["ready", "--server", &server.url(), "--watch", "100ms"]);
+    watch.wait_for_line("is ready: a primary", LONG).unwrap();
+    server.client().unwrap().ok(&["REPLICAOF", "127.0.0.1", "1"]).unwrap();
+    watch.wait_for_line("is not ready", LONG).unwrap();
+    let (host, port) = (first.address().ip().to_string(), first.port().to_string());
+    server.client().unwrap().ok(&["REPLICAOF", &host, &port]).unwrap();
+    watch.wait_for_line("is ready: a replica of", LONG).unwrap();
+    assert_eq!(watch.output().matches("is ready: a primary").count(), 1, "{}", watch.output());
+    watch.signal(rustix::process::Signal::TERM).unwrap();
+    ends(&mut watch, 7);
 }
 
 #[test]

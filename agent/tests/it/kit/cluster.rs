@@ -1,7 +1,7 @@
 //! A whole cluster on this machine: primaries with slots, and replicas.
 
 use remora_lab::server::wait_until;
-use remora_lab::{Client, Kind, Random, Server};
+use remora_lab::{Client, Host, Kind, Random, Server};
 use remora_redis::resp::Frame;
 
 use super::{LONG, primary};
@@ -23,7 +23,15 @@ pub(crate) struct Shard {
 impl Cluster {
     /// Starts the servers, and waits until all know all of them and the cluster is well.
     pub(crate) fn start(kind: Kind, shards: usize, replicas: usize) -> Cluster {
-        let start = || primary(kind).cluster().start().unwrap();
+        Cluster::with(shards, replicas, || primary(kind).cluster().start().unwrap())
+    }
+
+    /// The same, on a host of a test network.
+    pub(crate) fn start_on(host: &Host, kind: Kind, shards: usize, replicas: usize) -> Cluster {
+        Cluster::with(shards, replicas, || primary(kind).cluster().on(host).start().unwrap())
+    }
+
+    fn with(shards: usize, replicas: usize, start: impl Fn() -> Server) -> Cluster {
         let shard = |_| Shard { primary: start(), replicas: (0..replicas).map(|_| start()).collect() };
         let cluster = Cluster { shards: (0..shards).map(shard).collect() };
         for (number, shard) in cluster.shards.iter().enumerate() {
