@@ -14,6 +14,7 @@
 //!   (`crate::fast::layout`). Offsets and signatures were taken from that build's own sources and compiler, and a
 //!   forked child has tried them before the first use in the server itself.
 
+mod hashtables;
 mod rio;
 mod symbols;
 mod trial;
@@ -28,7 +29,9 @@ use std::ptr;
 
 use remora_redis::rdb::{CollectionError, Content, Record, Usage, Value};
 
-use self::symbols::{Common, Database, Object, Own, Redis7, Sds, Symbols, Valkey, ValkeyOnly};
+pub(crate) use hashtables::Scratch;
+
+use self::symbols::{Common, Database, Object, Own, Redis7, Sds, Symbols};
 use super::context::Context;
 use crate::fast::layout::{Layout, Offsets};
 
@@ -107,7 +110,13 @@ impl FastServer {
     ///
     /// # Errors
     /// [`AddError`]: some of the records may have been added.
-    pub(crate) fn add(&self, context: &Context<'_>, database: u32, records: &[Record<'_>]) -> Result<(), AddError> {
+    pub(crate) fn add(
+        &self,
+        context: &Context<'_>,
+        scratch: &mut Scratch,
+        database: u32,
+        records: &[Record<'_>],
+    ) -> Result<(), AddError> {
         if !context.select(database) {
             return Err(AddError::Database(database));
         }
@@ -119,8 +128,8 @@ impl FastServer {
         }
         let number = c_int::try_from(database).unwrap_or_default();
         let added = match self.symbols.own {
-            Own::Redis7(own) => self.add_to_redis(&own, into, number, records),
-            Own::Valkey(own, only) => self.add_to_valkey((&own, &only), into, number, records),
+            Own::Redis7(own) => self.add_to_redis(&own, (into, number), scratch, records),
+            Own::Valkey(own, only) => self.add_to_valkey((&own, &only), (into, number), scratch, records),
         };
         self.count_loaded(records.len());
         added
@@ -184,8 +193,8 @@ impl FastServer {
     fn add_to_redis(
         &self,
         own: &Redis7,
-        into: Database,
-        number: c_int,
+        (into, number): (Database, c_int),
+        scratch: &mut Scratch,
         records: &[Record<'_>],
     ) -> Result<(), AddError> {
         let common = &self.symbols.common;
@@ -219,9 +228,10 @@ impl FastServer {
         for at in 0..batch.len() {
             let (Some(prepared), Some(record)) = (batch.get(at), records.get(at)) else { break };
             let (key, value) = (prepared.key, prepared.value);
+            scratch.made_at = value.addr();
             if !own.added(into, key, value) {
                 common.free(batch.get(at..).unwrap_or_default());
-                return Err(AddError::Duplicate(shown_key(record)));
+                return Err(repeated(record));
             }
             if let Some(expires_ms) = record.expires_ms {
                 own.expire(common, into, bytes_of(&record.key, &mut digits), expires_ms);
@@ -232,59 +242,23 @@ impl FastServer {
         }
         Ok(())
     }
-
-    // --- Valkey ---------------------------------------------------------------------------------------------------
-
-    fn add_to_valkey(
-        &self,
-        (own, only): (&Valkey, &ValkeyOnly),
-        into: Database,
-        number: c_int,
-        records: &[Record<'_>],
-    ) -> Result<(), AddError> {
-        let common = &self.symbols.common;
-        let table = self.table(into);
-        let (first, mask) = if table.is_null() { (ptr::null(), 0) } else { self.buckets(table) };
-        let mut batch = [Prepared::NONE; BATCH];
-        let mut digits = [0; DIGITS_BYTES];
-        for (prepared, record) in batch.iter_mut().zip(records) {
-            let key = bytes_of(&record.key, &mut digits);
-            let bucket = first.wrapping_add((own.hash_of(key) & mask) as usize * BUCKET_BYTES);
-            prefetch(bucket);
-            let key = common.sds(key);
-            *prepared = Prepared { key, value: own.value(only, common, &record.value, key, number), bucket };
-        }
-        let batch = batch.get_mut(..records.len()).unwrap_or_default();
-        all_made(common, batch, records)?;
-        let mut outcome = Ok(());
-        for (prepared, record) in batch.iter_mut().zip(records) {
-            if outcome.is_err() {
-                common.release(prepared.value);
-            } else if own.added(into, prepared.key, &mut prepared.value) {
-                if let Some(expires_ms) = record.expires_ms {
-                    prepared.value = own.expire(common, into, bytes_of(&record.key, &mut digits), expires_ms);
-                }
-                if let Some(usage) = record.usage {
-                    only.use_as(prepared.value, usage);
-                }
-            } else {
-                common.release(prepared.value);
-                outcome = Err(AddError::Duplicate(shown_key(record)));
-            }
-            // The server has copied it.
-            common.free_sds(prepared.key);
-        }
-        outcome
-    }
 }
 
 /// The server has made the value of each record. If not, all of them are freed.
 fn all_made(common: &Common, batch: &[Prepared], records: &[Record<'_>]) -> Result<(), AddError> {
-    let refused = batch.iter().zip(records).find(|(prepared, _)| prepared.value.is_null());
-    refused.map_or(Ok(()), |(_, record)| {
+    let missing = batch.iter().zip(records).find(|(prepared, _)| prepared.value.is_null());
+    missing.map_or(Ok(()), |(_, record)| {
         common.free(batch);
-        Err(AddError::Refused(shown_key(record)))
+        Err(refused(record))
     })
+}
+
+fn refused(record: &Record<'_>) -> AddError {
+    AddError::Refused(shown_key(record))
+}
+
+fn repeated(record: &Record<'_>) -> AddError {
+    AddError::Duplicate(shown_key(record))
 }
 
 /// A key and a value that were made, and the bucket into which the key goes. The value is null if the server has
@@ -377,53 +351,6 @@ impl Redis7 {
     }
 }
 
-impl Valkey {
-    fn hash_of(&self, key: &[u8]) -> u64 {
-        // SAFETY: The bytes are there and are only read.
-        unsafe { (self.hash)(key.as_ptr().cast(), key.len()) }
-    }
-
-    /// The table of a store that is not in cluster mode; null before it has a key.
-    fn only_table(&self, store: *mut c_void) -> *mut c_void {
-        // SAFETY: A store that exists; outside of cluster mode it has one table, of number 0.
-        unsafe { (self.table)(store, 0) }
-    }
-
-    /// False if the key exists. The server copies the key, and takes the value or puts another in its place.
-    fn added(&self, into: Database, key: Sds, value: &mut Object) -> bool {
-        // SAFETY: An existing database, a string and an object of our own.
-        unsafe { (self.add)(into, key, value) != 0 }
-    }
-
-    /// Returns the value, which the server may have moved.
-    fn expire(&self, common: &Common, database: Database, key: &[u8], at_ms: u64) -> Object {
-        let name = common.name(key);
-        let at_ms = c_longlong::try_from(at_ms).unwrap_or(c_longlong::MAX);
-        // SAFETY: No client, as in the server's loader; an existing database with that key.
-        let value = unsafe { (self.set_expiry)(ptr::null_mut(), database, name, at_ms) };
-        common.release(name);
-        value
-    }
-}
-
-impl ValkeyOnly {
-    fn use_as(&self, value: Object, usage: Usage) {
-        let (frequency, idle) = numbers(usage);
-        match self {
-            ValkeyOnly::Eight(eight) => {
-                // SAFETY: No conditions.
-                let now = c_longlong::from(unsafe { (eight.clock)() });
-                // SAFETY: A value that was just added. The multiplier for seconds, as in the server's loader.
-                unsafe { (eight.set_usage)(value, frequency, idle, now, 1000) };
-            }
-            ValkeyOnly::Nine(nine) => {
-                // SAFETY: A value that was just added.
-                unsafe { (nine.set_usage)(value, frequency, idle) };
-            }
-        }
-    }
-}
-
 /// Frequency and idle seconds as the servers' loaders pass them: -1 for the one that the snapshot does not have.
 fn numbers(usage: Usage) -> (c_longlong, c_longlong) {
     match usage {
@@ -449,9 +376,6 @@ fn bytes_of<'a>(content: &Content<'a>, digits: &'a mut [u8; DIGITS_BYTES]) -> &'
 
 /// The digits of the longest number of 32 bits, and its sign.
 const DIGITS_BYTES: usize = 11;
-
-/// A bucket of Valkey's tables: one cache line.
-const BUCKET_BYTES: usize = 64;
 
 /// A key for a message.
 fn shown_key(record: &Record<'_>) -> String {

@@ -81,6 +81,8 @@ symbols! {
         encode = "tryObjectEncodingEx": unsafe extern "C" fn(Object, c_int) -> Object,
         hash = "hashtableGenHashFunction": unsafe extern "C" fn(*const c_char, usize) -> u64,
         table = "kvstoreGetHashtable": unsafe extern "C" fn(*mut c_void, c_int) -> *mut c_void,
+        set_sds = "sdscpylen": unsafe extern "C" fn(Sds, *const c_char, usize) -> Sds,
+        retain = "incrRefCount": unsafe extern "C" fn(Object),
         add = "dbAddRDBLoad": unsafe extern "C" fn(Database, Sds, *mut Object) -> c_int,
         set_expiry = "setExpire": unsafe extern "C" fn(*mut c_void, Database, Object, c_longlong) -> Object,
         key = "objectGetKey": unsafe extern "C" fn(Object) -> Sds,

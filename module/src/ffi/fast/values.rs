@@ -41,6 +41,13 @@ impl Redis7 {
 }
 
 impl Valkey {
+    pub(super) fn string(&self, common: &Common, bytes: &[u8]) -> Object {
+        let object = common.string(bytes);
+        // SAFETY: A string of our own; the function returns it or another in its place. 0: its unused bytes stay, as in
+        // the server's loader.
+        unsafe { (self.encode)(object, 0) }
+    }
+
     /// As `rdbLoadObject` makes it; null if the server does not take it.
     pub(super) fn value(
         &self,
@@ -52,12 +59,7 @@ impl Valkey {
     ) -> Object {
         match value {
             Value::String(Content::Number(number)) => common.number(*number),
-            Value::String(Content::Bytes(bytes)) => {
-                let object = common.string(bytes);
-                // SAFETY: A string of our own; the function returns it or another in its place. 0: its unused bytes
-                // stay, as in the server's loader.
-                unsafe { (self.encode)(object, 0) }
-            }
+            Value::String(Content::Bytes(bytes)) => self.string(common, bytes),
             Value::Collection(Collection { kind, bytes }) => {
                 let (mut source, mut error) = (Source::new(bytes), 0);
                 let (rio, kind) = (ptr::from_mut(&mut source).cast(), c_int::from(*kind));

@@ -16,7 +16,7 @@ use std::ptr;
 
 use super::super::context::Context;
 use super::symbols::{Database, Object, Own, Redis7, Sds, Valkey, ValkeyOnly};
-use super::{BUCKET_BYTES, FastServer, SavedType, prefetch, read, write};
+use super::{FastServer, SavedType, prefetch, read, write};
 
 /// Buckets that are looked at together: a few hundred keys, whose heads fit in a first-level cache.
 const WINDOW: usize = 128;
@@ -380,13 +380,26 @@ const ENTRY_VALUE_AT: usize = 8;
 const ENTRY_NEXT_AT: usize = 16;
 
 /// Which positions of a bucket have an entry, and the bucket that continues it, or null.
-fn bucket_of(bucket: *const u8) -> (u8, *const u8) {
+pub(super) fn bucket_of(bucket: *const u8) -> (u8, *const u8) {
     // SAFETY: A bucket of a table that exists; it begins with a byte of bits.
     let bits = unsafe { read::<u8>(bucket, 0) };
     if bits & CHAINED == 0 {
         return (bits >> 1, ptr::null());
     }
     (bits >> 1 & LAST_POSITION_OFF, bucket_entry(bucket, POSITIONS - 1).cast_const().cast())
+}
+
+/// The entries of a bucket whose hashes have that highest byte: those with whose keys the server compares a new key.
+pub(super) fn candidates(bucket: *const u8, presence: u8, hash: u8) -> impl Iterator<Item = Object> {
+    // SAFETY: A bucket has seven bytes of hashes behind its bits.
+    let hashes = unsafe { read::<u64>(bucket, 0) } >> u8::BITS;
+    // A byte of the difference is zero where the hashes are equal.
+    let differs = hashes ^ (u64::from(hash) * 0x01_0101_0101_0101);
+    let may_be_equal = differs.wrapping_sub(0x01_0101_0101_0101) & !differs & 0x80_8080_8080_8080;
+    let positions = if may_be_equal == 0 { 0 } else { POSITIONS };
+    (0..positions)
+        .filter(move |position| presence >> position & 1 != 0 && (differs >> (position * 8)) as u8 == 0)
+        .map(move |position| bucket_entry(bucket, position))
 }
 
 fn bucket_entry(bucket: *const u8, position: usize) -> Object {
@@ -410,6 +423,9 @@ fn leave_all_out(bucket: *const u8) {
     }
 }
 
+/// A bucket of Valkey's tables: one cache line.
+pub(super) const BUCKET_BYTES: usize = 64;
+
 /// Entries in a bucket; the last is the next bucket where the bucket is chained.
 const POSITIONS: usize = 7;
 const CHAINED: u8 = 1;
@@ -425,6 +441,11 @@ fn kind(object: Object) -> u8 {
 fn encoding(object: Object) -> u8 {
     // SAFETY: As in `kind`.
     (unsafe { read::<u8>(object.cast_const().cast(), 0) }) >> 4
+}
+
+/// A string whose bytes are in the object itself.
+pub(super) fn is_embedded(object: Object) -> bool {
+    (kind(object), encoding(object)) == (STRING, EMBEDDED)
 }
 
 /// What stands where most values have the address of their data: a number itself, for a string that is one.
@@ -444,6 +465,8 @@ fn prefetch_value(object: Object) {
 /// `OBJ_STRING` and `OBJ_ENCODING_INT`.
 const STRING: u8 = 0;
 const NUMBER: u8 = 1;
+/// `OBJ_ENCODING_EMBSTR`.
+const EMBEDDED: u8 = 8;
 /// `OBJ_LIST`, `OBJ_SET`, `OBJ_ZSET`, `OBJ_HASH`; `OBJ_STREAM`. Between them is `OBJ_MODULE`.
 const COLLECTION_FIRST: u8 = 1;
 const COLLECTION_LAST: u8 = 4;
@@ -518,7 +541,7 @@ impl Valkey {
 }
 
 impl ValkeyOnly {
-    fn value_of(&self, object: Object) -> Sds {
+    pub(super) fn value_of(&self, object: Object) -> Sds {
         match self {
             // Also where the value is embedded.
             ValkeyOnly::Eight(_) => value_address(object).cast(),
