@@ -5,8 +5,9 @@
 //! (prefetch); then **each key is added by the functions that the server's own loader calls, in its order**. Of the
 //! server's private memory only the place of a database and of its table are read, and one counter is written.
 //!
-//! - `symbols`: the functions. `values`: values of all types, over the streams of `rio`. `trial`: work in a forked
-//!   child, which may crash there. `walk`: over the tables of a fork child.
+//! - `symbols`: the functions. `dicts`, `hashtables`: keys added to tables of both kinds. `values`: values of all types,
+//!   over the streams of `rio`. `trial`: work in a forked child, which may crash there. `walk`: over the tables of a fork
+//!   child; `entries`: what they have there.
 //!
 //! The rule that every SAFETY comment here relies on, besides those of `ffi`:
 //!
@@ -14,6 +15,8 @@
 //!   (`crate::fast::layout`). Offsets and signatures were taken from that build's own sources and compiler, and a
 //!   forked child has tried them before the first use in the server itself.
 
+mod dicts;
+mod entries;
 mod hashtables;
 mod rio;
 mod symbols;
@@ -25,17 +28,16 @@ pub(crate) use trial::in_child;
 pub(crate) use walk::{FoundKey, FoundValue, Step};
 
 use std::ffi::{c_char, c_int, c_longlong, c_void};
-use std::ptr;
 
 use remora_redis::rdb::{CollectionError, Content, Record, Usage, Value};
 
 pub(crate) use hashtables::Scratch;
 
-use self::symbols::{Common, Database, Object, Own, Redis7, Sds, Symbols};
+use self::symbols::{Common, Database, DictsOnly, Object, Own, Sds, Symbols};
 use super::context::Context;
 use crate::fast::layout::{Layout, Offsets};
 
-/// Keys that are prefetched together: enough to hide the time of memory, and few enough for the first-level cache.
+/// Records that may be added together.
 pub(crate) const BATCH: usize = 32;
 
 /// The server's functions and tables.
@@ -128,7 +130,7 @@ impl FastServer {
         }
         let number = c_int::try_from(database).unwrap_or_default();
         let added = match self.symbols.own {
-            Own::Redis7(own) => self.add_to_redis(&own, (into, number), scratch, records),
+            Own::Dicts(own, only) => self.add_to_dict((&own, &only), (into, number), scratch, records),
             Own::Valkey(own, only) => self.add_to_valkey((&own, &only), (into, number), scratch, records),
         };
         self.count_loaded(records.len());
@@ -151,10 +153,21 @@ impl FastServer {
 
     /// The table of a database's keys; null if it has none yet.
     fn table(&self, database: Database) -> *const u8 {
+        self.table_at(database, self.at.database_keys)
+    }
+
+    /// The table that a database has at that offset, or the only one of a store there.
+    fn table_at(&self, database: Database, offset: usize) -> *const u8 {
         // SAFETY: By the build rule the address of a `dict` or of a `kvstore` is there.
-        let keys = unsafe { read::<*mut c_void>(database.cast(), self.at.database_keys) };
+        let keys = unsafe { read::<*mut c_void>(database.cast(), offset) };
         match self.symbols.own {
-            Own::Redis7(_) => keys.cast(),
+            Own::Dicts(_, DictsOnly::Redis7(_)) => keys.cast(),
+            Own::Dicts(..) => {
+                // SAFETY: By the build rule a store has the address of an array there.
+                let tables = unsafe { read::<*const u8>(keys.cast(), self.at.store_tables) };
+                // SAFETY: The array has the address of the first `dict`, or null; outside of cluster mode no other.
+                unsafe { read(tables, 0) }
+            }
             Own::Valkey(own, _) => own.only_table(keys).cast(),
         }
     }
@@ -187,70 +200,6 @@ impl FastServer {
         let buckets = u32::try_from(exponent).ok().and_then(|exponent| 1_u64.checked_shl(exponent)).unwrap_or(1);
         (first, buckets - 1)
     }
-
-    // --- Redis 7 --------------------------------------------------------------------------------------------------
-
-    fn add_to_redis(
-        &self,
-        own: &Redis7,
-        (into, number): (Database, c_int),
-        scratch: &mut Scratch,
-        records: &[Record<'_>],
-    ) -> Result<(), AddError> {
-        let common = &self.symbols.common;
-        let (first, mask) = self.buckets(self.table(into));
-        let mut batch = [Prepared::NONE; BATCH];
-        let mut digits = [0; DIGITS_BYTES];
-        for (prepared, record) in batch.iter_mut().zip(records) {
-            let key = bytes_of(&record.key, &mut digits);
-            let bucket = first.wrapping_add((own.hash_of(key) & mask) as usize * size_of::<*const u8>());
-            prefetch(bucket);
-            let key = common.sds(key);
-            *prepared = Prepared { key, value: own.value(common, &record.value, key, number), bucket };
-        }
-        let batch = batch.get_mut(..records.len()).unwrap_or_default();
-        all_made(common, batch, records)?;
-        // The entries that are in the buckets, and then their keys, with which the server compares.
-        if !first.is_null() {
-            let mut entries = [ptr::null(); BATCH];
-            for (entry, prepared) in entries.iter_mut().zip(batch.iter()) {
-                // SAFETY: By the build rule the bucket is in the table, and has the address of an entry, or null.
-                *entry = unsafe { prepared.bucket.cast::<*const *const u8>().read() };
-                prefetch(entry.cast());
-            }
-            for entry in entries.iter().filter(|entry| !entry.is_null()) {
-                // SAFETY: By the build rule an entry begins with the address of its key.
-                let key = unsafe { entry.read() };
-                prefetch(key.wrapping_sub(1));
-            }
-        }
-        let mut clock = None;
-        for at in 0..batch.len() {
-            let (Some(prepared), Some(record)) = (batch.get(at), records.get(at)) else { break };
-            let (key, value) = (prepared.key, prepared.value);
-            scratch.made_at = value.addr();
-            if !own.added(into, key, value) {
-                common.free(batch.get(at..).unwrap_or_default());
-                return Err(repeated(record));
-            }
-            if let Some(expires_ms) = record.expires_ms {
-                own.expire(common, into, bytes_of(&record.key, &mut digits), expires_ms);
-            }
-            if let Some(usage) = record.usage {
-                own.use_as(value, usage, *clock.get_or_insert_with(|| own.now()));
-            }
-        }
-        Ok(())
-    }
-}
-
-/// The server has made the value of each record. If not, all of them are freed.
-fn all_made(common: &Common, batch: &[Prepared], records: &[Record<'_>]) -> Result<(), AddError> {
-    let missing = batch.iter().zip(records).find(|(prepared, _)| prepared.value.is_null());
-    missing.map_or(Ok(()), |(_, record)| {
-        common.free(batch);
-        Err(refused(record))
-    })
 }
 
 fn refused(record: &Record<'_>) -> AddError {
@@ -259,19 +208,6 @@ fn refused(record: &Record<'_>) -> AddError {
 
 fn repeated(record: &Record<'_>) -> AddError {
     AddError::Duplicate(shown_key(record))
-}
-
-/// A key and a value that were made, and the bucket into which the key goes. The value is null if the server has
-/// refused it.
-#[derive(Clone, Copy)]
-struct Prepared {
-    key: Sds,
-    value: Object,
-    bucket: *const u8,
-}
-
-impl Prepared {
-    const NONE: Prepared = Prepared { key: ptr::null_mut(), value: ptr::null_mut(), bucket: ptr::null() };
 }
 
 // The methods below are safe under the build rule: a `Symbols` exists only under it. What they take was made by them.
@@ -306,48 +242,6 @@ impl Common {
     fn release(&self, object: Object) {
         // SAFETY: A reference of the caller's, who does not use it again.
         unsafe { (self.release)(object) }
-    }
-
-    /// Frees keys and values that the server has not taken.
-    fn free(&self, batch: &[Prepared]) {
-        for prepared in batch {
-            self.free_sds(prepared.key);
-            if !prepared.value.is_null() {
-                self.release(prepared.value);
-            }
-        }
-    }
-}
-
-impl Redis7 {
-    fn hash_of(&self, key: &[u8]) -> u64 {
-        // SAFETY: The bytes are there and are only read.
-        unsafe { (self.hash)(key.as_ptr().cast(), key.len()) }
-    }
-
-    /// False if the key exists. The server takes both of them if not.
-    fn added(&self, into: Database, key: Sds, value: Object) -> bool {
-        // SAFETY: An existing database, a string and an object of our own.
-        unsafe { (self.add)(into, key, value) != 0 }
-    }
-
-    fn expire(&self, common: &Common, database: Database, key: &[u8], at_ms: u64) {
-        let name = common.name(key);
-        let at_ms = c_longlong::try_from(at_ms).unwrap_or(c_longlong::MAX);
-        // SAFETY: No client, as in the server's loader; an existing database with that key.
-        unsafe { (self.set_expiry)(ptr::null_mut(), database, name, at_ms) };
-        common.release(name);
-    }
-
-    fn now(&self) -> c_longlong {
-        // SAFETY: No conditions.
-        c_longlong::from(unsafe { (self.clock)() })
-    }
-
-    fn use_as(&self, value: Object, usage: Usage, now: c_longlong) {
-        let (frequency, idle) = numbers(usage);
-        // SAFETY: A value that was just added. The multiplier for seconds, as in the server's loader.
-        unsafe { (self.set_usage)(value, frequency, idle, now, 1000) };
     }
 }
 

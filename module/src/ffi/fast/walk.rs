@@ -15,7 +15,8 @@ use std::marker::PhantomData;
 use std::ptr;
 
 use super::super::context::Context;
-use super::symbols::{Database, Object, Own, Redis7, Sds, Valkey, ValkeyOnly};
+use super::entries::{ENTRY_VALUE_AT, entry_key, entry_next, entry_value, head, set_entry_next};
+use super::symbols::{Dicts, Object, Own, Sds, Valkey, ValkeyOnly};
 use super::{FastServer, SavedType, prefetch, read, write};
 
 /// Buckets that are looked at together: a few hundred keys, whose heads fit in a first-level cache.
@@ -58,7 +59,7 @@ impl FoundKey<'_> {
     /// Seconds since its last use, as the server's saver writes them.
     pub(crate) fn idle_seconds(&self) -> u64 {
         match self.server.symbols.own {
-            Own::Redis7(own) => own.idle_milliseconds(self.object) / 1000,
+            Own::Dicts(own, _) => own.idle_milliseconds(self.object) / 1000,
             Own::Valkey(_, only) => only.idle_seconds(self.object),
         }
     }
@@ -66,7 +67,7 @@ impl FoundKey<'_> {
     /// Its counter of uses, as the server's saver writes it.
     pub(crate) fn frequency(&self) -> u8 {
         match self.server.symbols.own {
-            Own::Redis7(own) => own.frequency(self.object),
+            Own::Dicts(own, _) => own.frequency(self.object),
             Own::Valkey(_, only) => only.frequency(self.object),
         }
     }
@@ -112,17 +113,14 @@ impl FastServer {
         let mut walk = Walk { server: self, table, show, walked: Walked::default(), stopped: false, lent: PhantomData };
         for which in 0..2 {
             match self.symbols.own {
-                Own::Redis7(own) => walk.redis_table(&own, self.expiries(database), which),
+                Own::Dicts(own, _) => {
+                    let expiries = self.table_at(database, self.at.database_expires);
+                    walk.dict(&own, expiries.cast_mut().cast(), which);
+                }
                 Own::Valkey(own, only) => walk.valkey_table(&own, &only, which),
             }
         }
         Some(walk.walked)
-    }
-
-    /// Redis: the table of the keys that expire.
-    fn expiries(&self, database: Database) -> *mut c_void {
-        // SAFETY: By the build rule the address of a `dict` is there.
-        unsafe { read::<*mut c_void>(database.cast(), self.at.database_expires) }
     }
 }
 
@@ -189,9 +187,9 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
         }
     }
 
-    // --- Redis 7: chains of entries -------------------------------------------------------------------------------
+    // --- dicts: chains of entries ---------------------------------------------------------------------------------
 
-    fn redis_table(&mut self, own: &Redis7, expiries: *mut c_void, which: usize) {
+    fn dict(&mut self, own: &Dicts, expiries: *mut c_void, which: usize) {
         let (first, count) = self.buckets(which);
         let server = self.server;
         // Asked once: most data sets have none.
@@ -341,8 +339,7 @@ fn relink(entries: &[Entry]) {
         let mut next = ptr::null();
         for left in chain.iter().rev().filter(|entry| !entry.is_taken) {
             if entry_next(left.entry) != next {
-                // SAFETY: By the build rule the address of the next entry is there; this is a fork child.
-                unsafe { write(left.entry, ENTRY_NEXT_AT, next) };
+                set_entry_next(left.entry, next);
             }
             next = left.entry;
         }
@@ -353,31 +350,6 @@ fn relink(entries: &[Entry]) {
         }
     }
 }
-
-/// The first entry of a bucket, or null.
-fn head(bucket: *const u8) -> *const u8 {
-    // SAFETY: The place of a bucket in a table that exists: an address, by the build rule.
-    unsafe { read(bucket, 0) }
-}
-
-fn entry_key(entry: *const u8) -> Sds {
-    // SAFETY: An entry of a table, which begins with the address of its key.
-    unsafe { read(entry, 0) }
-}
-
-fn entry_value(entry: *const u8) -> Object {
-    // SAFETY: An entry of a table of keys: behind its key is the address of its value.
-    unsafe { read(entry, ENTRY_VALUE_AT) }
-}
-
-fn entry_next(entry: *const u8) -> *const u8 {
-    // SAFETY: An entry of a table: behind its value is the address of the next, or null.
-    unsafe { read(entry, ENTRY_NEXT_AT) }
-}
-
-/// `dictEntry`: key, value, next.
-const ENTRY_VALUE_AT: usize = 8;
-const ENTRY_NEXT_AT: usize = 16;
 
 /// Which positions of a bucket have an entry, and the bucket that continues it, or null.
 pub(super) fn bucket_of(bucket: *const u8) -> (u8, *const u8) {
@@ -508,7 +480,7 @@ impl FastServer {
     }
 }
 
-impl Redis7 {
+impl Dicts {
     fn expiry(&self, expiries: *mut c_void, key: Sds) -> Option<i64> {
         // SAFETY: A table that exists, and a key; it is only looked up.
         let entry = unsafe { (self.find)(expiries, key.cast()) };
