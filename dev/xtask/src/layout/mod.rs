@@ -88,7 +88,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
 }
 
 /// The lines of the layout of that program.
-fn learn(program: &Path) -> Result<String> {
+pub(crate) fn learn(program: &Path) -> Result<String> {
     // The server runs in another folder. A link is kept: one program is server, client and more, by its name.
     let program = &std::path::absolute(program)?;
     let [first, second] = &RUNS;
