@@ -92,6 +92,11 @@ twins: setup
 layout:
 	@$(CARGO) run --quiet --locked -p xtask -- layout "$(PROGRAM)" --package "$(PACKAGE)"
 
+## asserting: fast keys in a server that is built with assertions and AddressSanitizer; SOURCE=folder of an unpacked source package
+.PHONY: asserting
+asserting: setup
+	CARGO=$(CARGO) $(CARGO) run --locked -p xtask -- asserting "$(SOURCE)"
+
 ## prove-files: the files of a mounted volume, by fsx, pjdfstest, fio, stress-ng, git and rsync; ARGS="--only fsx --by device"
 .PHONY: prove-files
 prove-files: setup

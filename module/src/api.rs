@@ -3,8 +3,8 @@
 
 pub(crate) use crate::ffi::{
     AddError, AuxLoad, BATCH, Command, Context, Cursor, EventHandler, FastServer, Flag, FoundKey, FoundValue,
-    InfoSection, Informer, Io, Key, KeyKind, LogLevel, Module, Number, OwnContext, OwnedStr, ServerInfo, Step, StrRef,
-    Timer, TimerId, in_child, register_aux, warm,
+    InfoSection, Informer, Io, Key, KeyKind, LogLevel, Module, Number, OwnContext, OwnedStr, Scratch, ServerInfo, Step,
+    StrRef, Timer, TimerId, in_child, register_aux, warm,
 };
 
 /// `REDISMODULE_EVENT_PERSISTENCE`: a snapshot or a rewrite begins or has ended.

@@ -8,6 +8,7 @@
 //!   bench           runs the programs of dev/bench and keeps the results in bench/runs
 //!   net             hosts with cables of a known rate, to cut, slow down and make lossy; servers and agents in them
 //!   layout          finds where a server's build keeps its tables, for the module's list of builds
+//!   asserting       tries fast keys in a server that is built with its assertions and AddressSanitizer
 //!   bindings        generates the types of the RDMA libraries from their headers; rarely needed
 //!   scale           a model of 1,000 replicas in racks, which drives the source's topology
 //!   rooms           draws the crates, and fails for an import circle, a long file or a large type
@@ -21,11 +22,12 @@
 //! - [`prove`]: proofs of mounted files, by other people's programs.
 //! - [`soak`]: the long run under a script of faults.
 //! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: generates or compares the RDMA libraries' types.
-//! - [`layout`]: the layout of a server's build, by watching it.
+//! - [`layout`]: the layout of a server's build, by watching it. [`asserting`]: fast keys in a server that checks itself.
 //! - [`scale`]: the table of the topology's model. [`net`]: a test network with hosts, servers and agents. [`stop`]:
 //!   Ctrl-C leaves nothing behind.
 #![forbid(unsafe_code)]
 
+mod asserting;
 mod bench;
 mod bindings;
 mod commands;
@@ -72,6 +74,8 @@ enum Command {
     Net(net::Command),
     /// Print the layout of a server's build, for `module/builds`, by watching the server.
     Layout(layout::Options),
+    /// Try fast keys in a server that is built from source with its assertions and AddressSanitizer.
+    Asserting(asserting::Options),
     /// Generate the types of the RDMA libraries from their headers.
     Bindings(bindings::Options),
     /// Print how long 1,000 replicas in racks take, by a model that drives the source's topology.
@@ -104,6 +108,7 @@ fn main() -> ExitCode {
         Command::Bench(options) => stop::or_run(move || bench::run(&options)),
         Command::Net(command) => net::run(command),
         Command::Layout(options) => layout::run(&options),
+        Command::Asserting(options) => asserting::run(&options),
         Command::Bindings(options) => bindings::run(&options),
         Command::Scale => scale::run(),
         Command::Rooms { ties } => remora_structure::check(ties),

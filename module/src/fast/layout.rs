@@ -9,6 +9,10 @@
 pub(crate) enum Family {
     /// Redis 7: a `dict` of entries for each database.
     Redis7,
+    /// Redis 8.0: a store of `dict`s for each database, of which outside of cluster mode there is one.
+    Redis8,
+    /// Valkey 8.0: as Redis 8.0, but entries have their keys inside.
+    Valkey80,
     /// Valkey 8.1: as Valkey 9, but databases lie in an array, and some functions are those of Redis 7.
     Valkey8,
     /// Valkey 9: a `hashtable` of objects with embedded keys.
@@ -39,6 +43,8 @@ pub(crate) struct Offsets {
     pub(crate) database_keys: usize,
     pub(crate) database_expires: usize,
     pub(crate) database_number: usize,
+    /// In a store of `dict`s: the address of its tables.
+    pub(crate) store_tables: usize,
     /// In a table of keys: two tables, their entries, the position of a rehash, and the exponents of their sizes.
     pub(crate) tables: usize,
     pub(crate) table_used: usize,
@@ -47,9 +53,12 @@ pub(crate) struct Offsets {
 }
 
 /// The builds that are compiled in: every file of that folder.
-const BUILDS: [&str; 10] = [
+const BUILDS: [&str; 13] = [
     include_str!("../../builds/redis-7.0.15-debian12-amd64.layout"),
     include_str!("../../builds/redis-7.0.15-debian12-u7-amd64.layout"),
+    include_str!("../../builds/redis-8.0.2-debian13-amd64.layout"),
+    include_str!("../../builds/redis-8.0.6-debian-sid-amd64.layout"),
+    include_str!("../../builds/valkey-8.0.1-debian12-backports-amd64.layout"),
     include_str!("../../builds/valkey-8.1.1-debian13-amd64.layout"),
     include_str!("../../builds/valkey-8.1.8-wheel-amd64.layout"),
     include_str!("../../builds/valkey-9.1.0-wheel-amd64.layout"),
@@ -59,6 +68,9 @@ const BUILDS: [&str; 10] = [
     include_str!("../../builds/valkey-9.1.2-wheel-first-amd64.layout"),
     include_str!("../../builds/valkey-9.1.2-wheel-post1-amd64.layout"),
 ];
+
+/// The line that only layouts of servers with stores of `dict`s have.
+const STORE_TABLES: &str = "store.tables";
 
 /// No field that is read lies further than this from the beginning of its structure: a number above it is a slip.
 const OFFSET_MAX: usize = 1 << 16;
@@ -83,6 +95,7 @@ impl Layout {
             ("db.keys", &mut at.database_keys),
             ("db.expires", &mut at.database_expires),
             ("db.id", &mut at.database_number),
+            (STORE_TABLES, &mut at.store_tables),
             ("table.tables", &mut at.tables),
             ("table.used", &mut at.table_used),
             ("table.rehash", &mut at.table_rehash),
@@ -104,6 +117,8 @@ impl Layout {
                 }
             }
         }
+        // Other families have no stores, or a function that knows them.
+        missing.retain(|name| *name != STORE_TABLES || matches!(family, Some(Family::Redis8 | Family::Valkey80)));
         if let Some(name) = missing.first() {
             return Err(LayoutError::Missing((*name).to_owned()));
         }
@@ -121,6 +136,8 @@ impl Family {
     fn parse(name: &str) -> Option<Family> {
         match name {
             "redis-7" => Some(Family::Redis7),
+            "redis-8.0" => Some(Family::Redis8),
+            "valkey-8.0" => Some(Family::Valkey80),
             "valkey-8.1" => Some(Family::Valkey8),
             "valkey-9" => Some(Family::Valkey9),
             _ => None,

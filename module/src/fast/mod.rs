@@ -152,5 +152,5 @@ fn other_module(context: &Context<'_>) -> Option<String> {
     })
 }
 
-/// This module, and Valkey's engine for scripts.
-const OWN_MODULES: [&str; 2] = ["remora", "lua"];
+/// This module, and what servers bring: an engine for scripts (Valkey), and vector sets (Redis 8), which wait for no event.
+const OWN_MODULES: [&str; 3] = ["remora", "lua", "vectorset"];

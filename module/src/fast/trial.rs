@@ -1,11 +1,12 @@
 //! What a forked child tries before the server itself adds keys in the fast way: keys and values of all sizes, read
 //! back by the module's API and by commands, and compared with keys that the server's own loader made.
 
+use std::cell::RefCell;
 use std::time::Duration;
 
 use remora_redis::rdb::{Collection, Content, Record, Value};
 
-use crate::api::{BATCH, Context, FastServer, KeyKind, OwnedStr, in_child};
+use crate::api::{AddError, BATCH, Context, FastServer, KeyKind, OwnedStr, Scratch, in_child};
 
 /// How long the child may take: it needs a few hundredths of a second.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -60,7 +61,10 @@ const FAR_MS: u64 = 4_102_444_800_000;
 /// # Errors
 /// What went wrong.
 pub(super) fn run(context: &Context<'_>, server: FastServer) -> Result<(), String> {
-    in_child(context, LIMIT, || Trial { context, server }.everything())
+    in_child(context, LIMIT, || {
+        let scratch = RefCell::new(server.scratch());
+        Trial { context, server, scratch }.everything()
+    })
 }
 
 /// A key as it should be.
@@ -74,9 +78,14 @@ struct Sample {
 struct Trial<'t> {
     context: &'t Context<'t>,
     server: FastServer,
+    scratch: RefCell<Scratch>,
 }
 
 impl Trial<'_> {
+    fn add(&self, records: &[Record<'_>]) -> Result<(), AddError> {
+        self.server.add(self.context, &mut self.scratch.borrow_mut(), 0, records)
+    }
+
     fn everything(&self) -> Result<(), String> {
         self.has_its_databases()?;
         self.expect_keys(0)?;
@@ -84,7 +93,7 @@ impl Trial<'_> {
         let loaded = self.loaded();
         for batch in samples.chunks(BATCH) {
             let records: Vec<_> = batch.iter().map(Sample::record).collect();
-            self.server.add(self.context, 0, &records).map_err(|error| error.to_string())?;
+            self.add(&records).map_err(|error| error.to_string())?;
         }
         self.expect_keys(samples.len())?;
         if self.server.keys_in_table(0) != Some(samples.len()) {
@@ -134,8 +143,8 @@ impl Trial<'_> {
         let value = Value::Collection(Collection { kind: *kind, bytes });
         let record = Record { key: Content::Bytes(fast), value, expires_ms, usage: None };
         let loaded = self.loaded();
-        self.server.add(self.context, 0, &[record]).map_err(|error| error.to_string())?;
-        if self.loaded() != loaded + 1 || self.server.add(self.context, 0, &[record]).is_ok() {
+        self.add(&[record]).map_err(|error| error.to_string())?;
+        if self.loaded() != loaded + 1 || self.add(&[record]).is_ok() {
             return Err(format!("{name}: the counter of loaded keys did not follow, or a key was added twice"));
         }
         self.are_alike(fast, own, name)?;
@@ -163,7 +172,7 @@ impl Trial<'_> {
 
     fn refuses_a_duplicate(&self, samples: &[Sample]) -> Result<(), String> {
         let Some(first) = samples.first() else { return Ok(()) };
-        match self.server.add(self.context, 0, &[first.record()]) {
+        match self.add(&[first.record()]) {
             Err(_) => self.expect_keys(samples.len()),
             Ok(()) => Err("a key was added twice".into()),
         }
@@ -201,7 +210,7 @@ impl Trial<'_> {
         let twin = sample.twin();
         // The sample was read by the module's API, which may have changed its encoding: it is loaded anew.
         self.delete(sample)?;
-        self.server.add(self.context, 0, &[sample.record()]).map_err(|error| error.to_string())?;
+        self.add(&[sample.record()]).map_err(|error| error.to_string())?;
         let payload = self.command("DUMP", &[&sample.key])?;
         let expiry = sample.expires_ms.unwrap_or(0).to_string();
         self.command("RESTORE", &[&twin, expiry.as_bytes(), &payload, b"ABSTTL"])?;
@@ -283,7 +292,8 @@ fn samples() -> Vec<Sample> {
     };
     for key_bytes in KEY_BYTES {
         for value_bytes in VALUE_BYTES {
-            put(key_bytes, vec![b'v'; value_bytes], None);
+            // Values of one length differ: some servers are given all of them in one place.
+            put(key_bytes, vec![b'a' + (key_bytes % 26) as u8; value_bytes], None);
         }
     }
     for text in NUMBERS {

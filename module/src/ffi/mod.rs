@@ -43,7 +43,7 @@ pub(crate) use callback::{Command, EventHandler, Timer};
 pub(crate) use context::{Context, LogLevel, OwnContext};
 pub(crate) use dataset::{Cursor, ServerInfo};
 pub(crate) use entry::Module;
-pub(crate) use fast::{AddError, BATCH, FastServer, FoundKey, FoundValue, Step, in_child};
+pub(crate) use fast::{AddError, BATCH, FastServer, FoundKey, FoundValue, Scratch, Step, in_child};
 pub(crate) use heap::warm;
 pub(crate) use info::{InfoSection, Informer};
 pub(crate) use io::{AuxLoad, Io, register_aux};

@@ -7,7 +7,7 @@ use remora_fabric::View;
 use remora_redis::rdb::reference::{RUN_BYTES_MAX, RUN_VALUES_BELOW};
 use remora_redis::rdb::{Collection, Content, Record, Records, Value};
 
-use crate::api::{AddError, BATCH, Context, FastServer};
+use crate::api::{AddError, BATCH, Context, FastServer, Scratch};
 
 /// Why a run can't be added.
 #[derive(Debug, thiserror::Error)]
@@ -24,14 +24,20 @@ pub(super) enum RunError {
 
 /// Adds runs.
 pub(super) struct Runs {
-    server: Option<FastServer>,
+    server: Option<(FastServer, Scratch)>,
     buffer: Vec<u8>,
 }
 
 impl Runs {
     /// `server`: its functions, if the fast way was offered.
     pub(super) fn new(server: Option<FastServer>) -> Runs {
+        let server = server.map(|server| (server, server.scratch()));
         Runs { server, buffer: Vec::new() }
+    }
+
+    /// Where the last value is that the server has made.
+    pub(super) fn made_at(&self) -> Option<usize> {
+        self.server.as_ref().map(|(_, scratch)| scratch.made_at())
     }
 
     /// Adds the records that lie there. Returns their number, and the bytes of their values.
@@ -43,7 +49,7 @@ impl Runs {
         offset: u64,
         length: u32,
     ) -> Result<(u64, u64), RunError> {
-        let server = self.server.ok_or(RunError::NotOffered)?;
+        let (server, scratch) = self.server.as_mut().ok_or(RunError::NotOffered)?;
         self.buffer.resize(RUN_BYTES_MAX as usize, 0);
         let run = self.buffer.get_mut(..length as usize).unwrap_or_default();
         memory.read(offset, run)?;
@@ -56,7 +62,7 @@ impl Runs {
             if batch.is_empty() {
                 break;
             }
-            server.add(context, database, &batch)?;
+            server.add(context, scratch, database, &batch)?;
             keys += batch.len() as u64;
             bytes += batch.iter().map(|record| value_bytes(&record.value)).sum::<u64>();
         }

@@ -85,7 +85,12 @@ impl Strings {
                     return Err(StringError::Unfinished { missing: open.length - open.filled });
                 }
                 self.used.next(&self.memory, offset, u64::from(length));
+                let memory = u64::from(length) * HEAP_BYTES_PER_RUN.0 / HEAP_BYTES_PER_RUN.1;
+                self.heap.prepare(memory, |bytes| warm(context, bytes));
                 let (keys, bytes) = self.runs.add(context, &self.memory, database, offset, length)?;
+                if let Some(address) = self.runs.made_at() {
+                    self.heap.note(memory, address, memory);
+                }
                 self.keys += keys;
                 self.bytes += bytes;
                 Ok(())
@@ -195,6 +200,11 @@ impl Heap {
 /// places small objects into free memory only if that is at most 64 times as large as the extents of 16 KiB and more in
 /// which it keeps them.
 const HEAP_BYTES: u64 = 1 << 20;
+
+/// Memory that a server needs for the records of a run, as a share of their bytes: it has heads for objects, entries of
+/// tables and the allocator's own. An estimate that is too high costs little: pages that are there already are only looked
+/// at.
+const HEAP_BYTES_PER_RUN: (u64, u64) = (3, 2);
 
 /// Longest string for which memory is populated: jemalloc returns longer ones to the system at once (8 MiB, rounded up
 /// from 7).

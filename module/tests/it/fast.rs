@@ -8,7 +8,7 @@ use remora_redis::rdb::{Records, Writer};
 use remora_redis::resp::Frame;
 use sha2::{Digest, Sha256};
 
-use crate::primary::{END, LONG, Primary, Shown, fields, library, wait_for_link, with_module};
+use crate::primary::{END, LONG, Primary, Shown, fields, layout, library, wait_for_link, with_module};
 
 /// Far from now, in milliseconds since 1970.
 const FAR_MS: u64 = 4_102_444_800_000;
@@ -419,7 +419,7 @@ fn layout_file(kind: Kind) -> std::path::PathBuf {
     let program = std::fs::read(format!("/proc/{}/exe", server.pid())).unwrap();
     let sha256: String = Sha256::digest(program).iter().map(|byte| format!("{byte:02x}")).collect();
     let builds = std::fs::read_dir(std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("builds")).unwrap();
-    let mut files = builds.map(|file| file.unwrap().path());
+    let mut files = builds.map(|file| file.unwrap().path()).chain(layout());
     files.find(|file| std::fs::read_to_string(file).unwrap().contains(&sha256)).unwrap()
 }
 

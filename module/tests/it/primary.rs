@@ -33,7 +33,14 @@ pub fn library() -> PathBuf {
 /// A server that has the module and loads from its link.
 pub fn with_module(kind: Kind) -> Builder {
     let way = if kind == Kind::Redis7 { "on-empty-db" } else { "flush-before-load" };
-    Server::builder(kind).config("loadmodule", library().display()).config("repl-diskless-load", way)
+    let layout = layout().map(|path| format!(" layout {}", path.display())).unwrap_or_default();
+    let module = format!("{}{layout}", library().display());
+    Server::builder(kind).config("loadmodule", module).config("repl-diskless-load", way)
+}
+
+/// The layout of a build that is not compiled into the module, for tests on such a build.
+pub fn layout() -> Option<PathBuf> {
+    std::env::var_os("REMORA_LAYOUT").map(PathBuf::from)
 }
 
 pub const REPLID: &str = "8c1c6b2f0d6a4e7b9a0f1e2d3c4b5a6978695a4b";

@@ -70,8 +70,13 @@ impl Memory {
             Ok("valkey-8.1")
         } else if shows("dictGenHashFunction") && !shows("kvstoreCreate") {
             Ok("redis-7")
+        } else if shows("dictGenHashFunction") && shows("dictSdsEmbedKey") {
+            Ok("valkey-8.0")
+        } else if shows("dictGenHashFunction") && !shows("kvobjGetKey") {
+            Ok("redis-8.0")
         } else {
-            Err("the module has no code for this server's tables; its families are redis-7, valkey-8.1 and valkey-9"
+            Err("the module has no code for this server's tables; its families are redis-7, redis-8.0, valkey-8.0, \
+                 valkey-8.1 and valkey-9"
                 .into())
         }
     }

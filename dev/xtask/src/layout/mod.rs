@@ -88,7 +88,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
 }
 
 /// The lines of the layout of that program.
-fn learn(program: &Path) -> Result<String> {
+pub(crate) fn learn(program: &Path) -> Result<String> {
     // The server runs in another folder. A link is kept: one program is server, client and more, by its name.
     let program = &std::path::absolute(program)?;
     let [first, second] = &RUNS;
@@ -108,7 +108,9 @@ fn learn(program: &Path) -> Result<String> {
     for (name, value) in [("family", found.family), ("version", &*found.version), ("sha256", &*found.sha256)] {
         writeln!(text, "{name} = {value}")?;
     }
-    for (name, offset) in [
+    // Others have a function that knows it.
+    let store = place.store.filter(|_| ["redis-8.0", "valkey-8.0"].contains(&found.family));
+    let numbers = [
         ("server.db", place.databases),
         ("server.dbnum", *count),
         ("server.keys_loaded", *loaded),
@@ -116,11 +118,10 @@ fn learn(program: &Path) -> Result<String> {
         ("db.keys", place.keys),
         ("db.expires", place.expires),
         ("db.id", place.number),
-        ("table.tables", tables),
-        ("table.used", used),
-        ("table.rehash", rehash),
-        ("table.exponents", exponents),
-    ] {
+    ];
+    let table =
+        [("table.tables", tables), ("table.used", used), ("table.rehash", rehash), ("table.exponents", exponents)];
+    for (name, offset) in numbers.into_iter().chain(store.map(|offset| ("store.tables", offset))).chain(table) {
         writeln!(text, "{name} = {offset}")?;
     }
     Ok(text)

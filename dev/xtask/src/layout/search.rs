@@ -9,8 +9,9 @@ const WORD: usize = size_of::<u64>();
 /// How far into a database its members are searched for.
 const DATABASE_BYTES_MAX: usize = 256;
 
-/// How far into a store of tables the address of its tables is searched for. What follows a store may be another one.
-const STORE_BYTES_MAX: usize = 64;
+/// How far into a store of tables the address of its tables is searched for: a store of `dict`s has their type, with some
+/// twenty functions, before it. What follows a store may be another one.
+const STORE_BYTES_MAX: usize = 256;
 
 /// How far into a table its members are searched for.
 const TABLE_BYTES_MAX: usize = 72;
@@ -29,8 +30,13 @@ pub(super) struct Place {
     pub(super) keys: usize,
     pub(super) expires: usize,
     pub(super) number: usize,
+    /// Where a store has the address of its tables, if there are stores.
+    pub(super) store: Option<usize>,
     pub(super) table: Table,
 }
+
+/// A table, and where a store has the address of its tables, if the table is in a store.
+type InStore = (Option<usize>, Table);
 
 /// Offsets in a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -75,8 +81,9 @@ pub(super) fn places(memory: &Memory, fill: &[(u32, u64, u64)]) -> BTreeSet<Plac
                     Some(Database { at, number: *number, keys: *keys, expiring: *expiring })
                 })
                 .collect();
-            for (keys, expires, number, table) in databases.iter().flat_map(|databases| members(memory, databases)) {
-                places.insert(Place { databases: index * WORD, database_bytes, keys, expires, number, table });
+            let found = databases.iter().flat_map(|databases| members(memory, databases));
+            for (keys, expires, number, (store, table)) in found {
+                places.insert(Place { databases: index * WORD, database_bytes, keys, expires, number, store, table });
             }
         }
     }
@@ -92,14 +99,15 @@ struct Database {
 }
 
 /// Offsets at which all of them have their keys, their expiring keys and their number.
-fn members(memory: &Memory, databases: &[Database]) -> Vec<(usize, usize, usize, Table)> {
+fn members(memory: &Memory, databases: &[Database]) -> Vec<(usize, usize, usize, InStore)> {
     let expires = tables(memory, databases, |database| database.expiring);
     let mut found = Vec::new();
     if expires.is_empty() {
         return found;
     }
     for (keys, table) in tables(memory, databases, |database| database.keys) {
-        for (expires, _) in expires.iter().filter(|(offset, other)| *offset != keys && other.used == table.used) {
+        let alike = |other: &InStore| other.0 == table.0 && other.1.used == table.1.used;
+        for (expires, _) in expires.iter().filter(|(offset, other)| *offset != keys && alike(other)) {
             let mut numbers = databases.iter().map(|database| {
                 offsets(&memory.bytes(database.at, DATABASE_BYTES_MAX), &database.number.to_le_bytes())
             });
@@ -112,7 +120,7 @@ fn members(memory: &Memory, databases: &[Database]) -> Vec<(usize, usize, usize,
 }
 
 /// Offsets at which all databases have a table with that many entries, and what these tables are like.
-fn tables(memory: &Memory, databases: &[Database], entries: impl Fn(&Database) -> u64) -> Vec<(usize, Table)> {
+fn tables(memory: &Memory, databases: &[Database], entries: impl Fn(&Database) -> u64) -> Vec<(usize, InStore)> {
     let mut found = Vec::new();
     for offset in (0..DATABASE_BYTES_MAX).step_by(WORD) {
         let mut all = databases.iter().map(|database| {
@@ -130,12 +138,14 @@ fn tables(memory: &Memory, databases: &[Database], entries: impl Fn(&Database) -
 }
 
 /// What a table with that many entries would be like that is there, or to which a store there refers.
-fn tables_at(memory: &Memory, store: u64, entries: u64) -> BTreeSet<Table> {
-    let mut found = tables_like(memory, store, entries);
+fn tables_at(memory: &Memory, store: u64, entries: u64) -> BTreeSet<InStore> {
+    let mut found: BTreeSet<InStore> =
+        tables_like(memory, store, entries).into_iter().map(|table| (None, table)).collect();
     // A store has the address of an array of addresses of tables.
-    for array in memory.words(store, STORE_BYTES_MAX / WORD) {
+    for (index, array) in memory.words(store, STORE_BYTES_MAX / WORD).into_iter().enumerate() {
         let table = if array == 0 { None } else { memory.word(array) };
-        found.extend(table.into_iter().flat_map(|table| tables_like(memory, table, entries)));
+        let tables = table.into_iter().flat_map(|table| tables_like(memory, table, entries));
+        found.extend(tables.map(|table| (Some(index * WORD), table)));
     }
     found
 }

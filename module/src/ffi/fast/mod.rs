@@ -5,8 +5,9 @@
 //! (prefetch); then **each key is added by the functions that the server's own loader calls, in its order**. Of the
 //! server's private memory only the place of a database and of its table are read, and one counter is written.
 //!
-//! - `symbols`: the functions. `values`: values of all types, over the streams of `rio`. `trial`: work in a forked
-//!   child, which may crash there. `walk`: over the tables of a fork child.
+//! - `symbols`: the functions. `dicts`, `hashtables`: keys added to tables of both kinds. `values`: values of all types,
+//!   over the streams of `rio`. `trial`: work in a forked child, which may crash there. `walk`: over the tables of a fork
+//!   child; `entries`: what they have there.
 //!
 //! The rule that every SAFETY comment here relies on, besides those of `ffi`:
 //!
@@ -14,6 +15,9 @@
 //!   (`crate::fast::layout`). Offsets and signatures were taken from that build's own sources and compiler, and a
 //!   forked child has tried them before the first use in the server itself.
 
+mod dicts;
+mod entries;
+mod hashtables;
 mod rio;
 mod symbols;
 mod trial;
@@ -24,15 +28,16 @@ pub(crate) use trial::in_child;
 pub(crate) use walk::{FoundKey, FoundValue, Step};
 
 use std::ffi::{c_char, c_int, c_longlong, c_void};
-use std::ptr;
 
 use remora_redis::rdb::{CollectionError, Content, Record, Usage, Value};
 
-use self::symbols::{Common, Database, Object, Own, Redis7, Sds, Symbols, Valkey, ValkeyOnly};
+pub(crate) use hashtables::Scratch;
+
+use self::symbols::{Common, Database, DictsOnly, Object, Own, Sds, Symbols};
 use super::context::Context;
 use crate::fast::layout::{Layout, Offsets};
 
-/// Keys that are prefetched together: enough to hide the time of memory, and few enough for the first-level cache.
+/// Records that may be added together.
 pub(crate) const BATCH: usize = 32;
 
 /// The server's functions and tables.
@@ -107,7 +112,13 @@ impl FastServer {
     ///
     /// # Errors
     /// [`AddError`]: some of the records may have been added.
-    pub(crate) fn add(&self, context: &Context<'_>, database: u32, records: &[Record<'_>]) -> Result<(), AddError> {
+    pub(crate) fn add(
+        &self,
+        context: &Context<'_>,
+        scratch: &mut Scratch,
+        database: u32,
+        records: &[Record<'_>],
+    ) -> Result<(), AddError> {
         if !context.select(database) {
             return Err(AddError::Database(database));
         }
@@ -119,8 +130,8 @@ impl FastServer {
         }
         let number = c_int::try_from(database).unwrap_or_default();
         let added = match self.symbols.own {
-            Own::Redis7(own) => self.add_to_redis(&own, into, number, records),
-            Own::Valkey(own, only) => self.add_to_valkey((&own, &only), into, number, records),
+            Own::Dicts(own, only) => self.add_to_dict((&own, &only), (into, number), scratch, records),
+            Own::Valkey(own, only) => self.add_to_valkey((&own, &only), (into, number), scratch, records),
         };
         self.count_loaded(records.len());
         added
@@ -142,10 +153,21 @@ impl FastServer {
 
     /// The table of a database's keys; null if it has none yet.
     fn table(&self, database: Database) -> *const u8 {
+        self.table_at(database, self.at.database_keys)
+    }
+
+    /// The table that a database has at that offset, or the only one of a store there.
+    fn table_at(&self, database: Database, offset: usize) -> *const u8 {
         // SAFETY: By the build rule the address of a `dict` or of a `kvstore` is there.
-        let keys = unsafe { read::<*mut c_void>(database.cast(), self.at.database_keys) };
+        let keys = unsafe { read::<*mut c_void>(database.cast(), offset) };
         match self.symbols.own {
-            Own::Redis7(_) => keys.cast(),
+            Own::Dicts(_, DictsOnly::Redis7(_)) => keys.cast(),
+            Own::Dicts(..) => {
+                // SAFETY: By the build rule a store has the address of an array there.
+                let tables = unsafe { read::<*const u8>(keys.cast(), self.at.store_tables) };
+                // SAFETY: The array has the address of the first `dict`, or null; outside of cluster mode no other.
+                unsafe { read(tables, 0) }
+            }
             Own::Valkey(own, _) => own.only_table(keys).cast(),
         }
     }
@@ -178,126 +200,14 @@ impl FastServer {
         let buckets = u32::try_from(exponent).ok().and_then(|exponent| 1_u64.checked_shl(exponent)).unwrap_or(1);
         (first, buckets - 1)
     }
-
-    // --- Redis 7 --------------------------------------------------------------------------------------------------
-
-    fn add_to_redis(
-        &self,
-        own: &Redis7,
-        into: Database,
-        number: c_int,
-        records: &[Record<'_>],
-    ) -> Result<(), AddError> {
-        let common = &self.symbols.common;
-        let (first, mask) = self.buckets(self.table(into));
-        let mut batch = [Prepared::NONE; BATCH];
-        let mut digits = [0; DIGITS_BYTES];
-        for (prepared, record) in batch.iter_mut().zip(records) {
-            let key = bytes_of(&record.key, &mut digits);
-            let bucket = first.wrapping_add((own.hash_of(key) & mask) as usize * size_of::<*const u8>());
-            prefetch(bucket);
-            let key = common.sds(key);
-            *prepared = Prepared { key, value: own.value(common, &record.value, key, number), bucket };
-        }
-        let batch = batch.get_mut(..records.len()).unwrap_or_default();
-        all_made(common, batch, records)?;
-        // The entries that are in the buckets, and then their keys, with which the server compares.
-        if !first.is_null() {
-            let mut entries = [ptr::null(); BATCH];
-            for (entry, prepared) in entries.iter_mut().zip(batch.iter()) {
-                // SAFETY: By the build rule the bucket is in the table, and has the address of an entry, or null.
-                *entry = unsafe { prepared.bucket.cast::<*const *const u8>().read() };
-                prefetch(entry.cast());
-            }
-            for entry in entries.iter().filter(|entry| !entry.is_null()) {
-                // SAFETY: By the build rule an entry begins with the address of its key.
-                let key = unsafe { entry.read() };
-                prefetch(key.wrapping_sub(1));
-            }
-        }
-        let mut clock = None;
-        for at in 0..batch.len() {
-            let (Some(prepared), Some(record)) = (batch.get(at), records.get(at)) else { break };
-            let (key, value) = (prepared.key, prepared.value);
-            if !own.added(into, key, value) {
-                common.free(batch.get(at..).unwrap_or_default());
-                return Err(AddError::Duplicate(shown_key(record)));
-            }
-            if let Some(expires_ms) = record.expires_ms {
-                own.expire(common, into, bytes_of(&record.key, &mut digits), expires_ms);
-            }
-            if let Some(usage) = record.usage {
-                own.use_as(value, usage, *clock.get_or_insert_with(|| own.now()));
-            }
-        }
-        Ok(())
-    }
-
-    // --- Valkey ---------------------------------------------------------------------------------------------------
-
-    fn add_to_valkey(
-        &self,
-        (own, only): (&Valkey, &ValkeyOnly),
-        into: Database,
-        number: c_int,
-        records: &[Record<'_>],
-    ) -> Result<(), AddError> {
-        let common = &self.symbols.common;
-        let table = self.table(into);
-        let (first, mask) = if table.is_null() { (ptr::null(), 0) } else { self.buckets(table) };
-        let mut batch = [Prepared::NONE; BATCH];
-        let mut digits = [0; DIGITS_BYTES];
-        for (prepared, record) in batch.iter_mut().zip(records) {
-            let key = bytes_of(&record.key, &mut digits);
-            let bucket = first.wrapping_add((own.hash_of(key) & mask) as usize * BUCKET_BYTES);
-            prefetch(bucket);
-            let key = common.sds(key);
-            *prepared = Prepared { key, value: own.value(only, common, &record.value, key, number), bucket };
-        }
-        let batch = batch.get_mut(..records.len()).unwrap_or_default();
-        all_made(common, batch, records)?;
-        let mut outcome = Ok(());
-        for (prepared, record) in batch.iter_mut().zip(records) {
-            if outcome.is_err() {
-                common.release(prepared.value);
-            } else if own.added(into, prepared.key, &mut prepared.value) {
-                if let Some(expires_ms) = record.expires_ms {
-                    prepared.value = own.expire(common, into, bytes_of(&record.key, &mut digits), expires_ms);
-                }
-                if let Some(usage) = record.usage {
-                    only.use_as(prepared.value, usage);
-                }
-            } else {
-                common.release(prepared.value);
-                outcome = Err(AddError::Duplicate(shown_key(record)));
-            }
-            // The server has copied it.
-            common.free_sds(prepared.key);
-        }
-        outcome
-    }
 }
 
-/// The server has made the value of each record. If not, all of them are freed.
-fn all_made(common: &Common, batch: &[Prepared], records: &[Record<'_>]) -> Result<(), AddError> {
-    let refused = batch.iter().zip(records).find(|(prepared, _)| prepared.value.is_null());
-    refused.map_or(Ok(()), |(_, record)| {
-        common.free(batch);
-        Err(AddError::Refused(shown_key(record)))
-    })
+fn refused(record: &Record<'_>) -> AddError {
+    AddError::Refused(shown_key(record))
 }
 
-/// A key and a value that were made, and the bucket into which the key goes. The value is null if the server has
-/// refused it.
-#[derive(Clone, Copy)]
-struct Prepared {
-    key: Sds,
-    value: Object,
-    bucket: *const u8,
-}
-
-impl Prepared {
-    const NONE: Prepared = Prepared { key: ptr::null_mut(), value: ptr::null_mut(), bucket: ptr::null() };
+fn repeated(record: &Record<'_>) -> AddError {
+    AddError::Duplicate(shown_key(record))
 }
 
 // The methods below are safe under the build rule: a `Symbols` exists only under it. What they take was made by them.
@@ -333,95 +243,6 @@ impl Common {
         // SAFETY: A reference of the caller's, who does not use it again.
         unsafe { (self.release)(object) }
     }
-
-    /// Frees keys and values that the server has not taken.
-    fn free(&self, batch: &[Prepared]) {
-        for prepared in batch {
-            self.free_sds(prepared.key);
-            if !prepared.value.is_null() {
-                self.release(prepared.value);
-            }
-        }
-    }
-}
-
-impl Redis7 {
-    fn hash_of(&self, key: &[u8]) -> u64 {
-        // SAFETY: The bytes are there and are only read.
-        unsafe { (self.hash)(key.as_ptr().cast(), key.len()) }
-    }
-
-    /// False if the key exists. The server takes both of them if not.
-    fn added(&self, into: Database, key: Sds, value: Object) -> bool {
-        // SAFETY: An existing database, a string and an object of our own.
-        unsafe { (self.add)(into, key, value) != 0 }
-    }
-
-    fn expire(&self, common: &Common, database: Database, key: &[u8], at_ms: u64) {
-        let name = common.name(key);
-        let at_ms = c_longlong::try_from(at_ms).unwrap_or(c_longlong::MAX);
-        // SAFETY: No client, as in the server's loader; an existing database with that key.
-        unsafe { (self.set_expiry)(ptr::null_mut(), database, name, at_ms) };
-        common.release(name);
-    }
-
-    fn now(&self) -> c_longlong {
-        // SAFETY: No conditions.
-        c_longlong::from(unsafe { (self.clock)() })
-    }
-
-    fn use_as(&self, value: Object, usage: Usage, now: c_longlong) {
-        let (frequency, idle) = numbers(usage);
-        // SAFETY: A value that was just added. The multiplier for seconds, as in the server's loader.
-        unsafe { (self.set_usage)(value, frequency, idle, now, 1000) };
-    }
-}
-
-impl Valkey {
-    fn hash_of(&self, key: &[u8]) -> u64 {
-        // SAFETY: The bytes are there and are only read.
-        unsafe { (self.hash)(key.as_ptr().cast(), key.len()) }
-    }
-
-    /// The table of a store that is not in cluster mode; null before it has a key.
-    fn only_table(&self, store: *mut c_void) -> *mut c_void {
-        // SAFETY: A store that exists; outside of cluster mode it has one table, of number 0.
-        unsafe { (self.table)(store, 0) }
-    }
-
-    /// False if the key exists. The server copies the key, and takes the value or puts another in its place.
-    fn added(&self, into: Database, key: Sds, value: &mut Object) -> bool {
-        // SAFETY: An existing database, a string and an object of our own.
-        unsafe { (self.add)(into, key, value) != 0 }
-    }
-
-    /// Returns the value, which the server may have moved.
-    fn expire(&self, common: &Common, database: Database, key: &[u8], at_ms: u64) -> Object {
-        let name = common.name(key);
-        let at_ms = c_longlong::try_from(at_ms).unwrap_or(c_longlong::MAX);
-        // SAFETY: No client, as in the server's loader; an existing database with that key.
-        let value = unsafe { (self.set_expiry)(ptr::null_mut(), database, name, at_ms) };
-        common.release(name);
-        value
-    }
-}
-
-impl ValkeyOnly {
-    fn use_as(&self, value: Object, usage: Usage) {
-        let (frequency, idle) = numbers(usage);
-        match self {
-            ValkeyOnly::Eight(eight) => {
-                // SAFETY: No conditions.
-                let now = c_longlong::from(unsafe { (eight.clock)() });
-                // SAFETY: A value that was just added. The multiplier for seconds, as in the server's loader.
-                unsafe { (eight.set_usage)(value, frequency, idle, now, 1000) };
-            }
-            ValkeyOnly::Nine(nine) => {
-                // SAFETY: A value that was just added.
-                unsafe { (nine.set_usage)(value, frequency, idle) };
-            }
-        }
-    }
 }
 
 /// Frequency and idle seconds as the servers' loaders pass them: -1 for the one that the snapshot does not have.
@@ -449,9 +270,6 @@ fn bytes_of<'a>(content: &Content<'a>, digits: &'a mut [u8; DIGITS_BYTES]) -> &'
 
 /// The digits of the longest number of 32 bits, and its sign.
 const DIGITS_BYTES: usize = 11;
-
-/// A bucket of Valkey's tables: one cache line.
-const BUCKET_BYTES: usize = 64;
 
 /// A key for a message.
 fn shown_key(record: &Record<'_>) -> String {

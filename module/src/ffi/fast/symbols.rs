@@ -58,9 +58,8 @@ symbols! {
 }
 
 symbols! {
-    /// Redis 7.
-    Redis7 {
-        encode = "tryObjectEncoding": unsafe extern "C" fn(Object) -> Object,
+    /// Servers whose tables are `dict`s: Redis, and Valkey 8.0.
+    Dicts {
         hash = "dictGenHashFunction": unsafe extern "C" fn(*const c_void, usize) -> u64,
         add = "dbAddRDBLoad": unsafe extern "C" fn(Database, Sds, Object) -> c_int,
         set_expiry = "setExpire": unsafe extern "C" fn(*mut c_void, Database, Object, c_longlong),
@@ -76,11 +75,38 @@ symbols! {
 }
 
 symbols! {
+    /// What Redis 7 has.
+    Redis7Only {
+        encode = "tryObjectEncoding": unsafe extern "C" fn(Object) -> Object,
+    }
+}
+
+symbols! {
+    /// What servers have that keep their `dict`s in stores.
+    StoresOnly {
+        encode = "tryObjectEncodingEx": unsafe extern "C" fn(Object, c_int) -> Object,
+    }
+}
+
+/// How servers with `dict`s differ.
+#[derive(Clone, Copy)]
+pub(super) enum DictsOnly {
+    /// A database has its `dict`s itself.
+    Redis7(Redis7Only),
+    /// A database has stores of `dict`s.
+    Redis8(StoresOnly),
+    /// Likewise, and an entry has its key inside.
+    Valkey8(StoresOnly),
+}
+
+symbols! {
     /// Valkey from 8.1 on: what its versions have in common.
     Valkey {
         encode = "tryObjectEncodingEx": unsafe extern "C" fn(Object, c_int) -> Object,
         hash = "hashtableGenHashFunction": unsafe extern "C" fn(*const c_char, usize) -> u64,
         table = "kvstoreGetHashtable": unsafe extern "C" fn(*mut c_void, c_int) -> *mut c_void,
+        set_sds = "sdscpylen": unsafe extern "C" fn(Sds, *const c_char, usize) -> Sds,
+        retain = "incrRefCount": unsafe extern "C" fn(Object),
         add = "dbAddRDBLoad": unsafe extern "C" fn(Database, Sds, *mut Object) -> c_int,
         set_expiry = "setExpire": unsafe extern "C" fn(*mut c_void, Database, Object, c_longlong) -> Object,
         key = "objectGetKey": unsafe extern "C" fn(Object) -> Sds,
@@ -124,7 +150,7 @@ pub(super) enum ValkeyOnly {
 /// The functions of one family.
 #[derive(Clone, Copy)]
 pub(super) enum Own {
-    Redis7(Redis7),
+    Dicts(Dicts, DictsOnly),
     Valkey(Valkey, ValkeyOnly),
 }
 
@@ -148,8 +174,19 @@ impl Symbols {
         // SAFETY: Guaranteed by the caller.
         let common = unsafe { Common::look_up(&program) }?;
         let own = match family {
-            // SAFETY: Guaranteed by the caller.
-            Family::Redis7 => Own::Redis7(unsafe { Redis7::look_up(&program) }?),
+            Family::Redis7 => {
+                // SAFETY: Guaranteed by the caller.
+                let only = DictsOnly::Redis7(unsafe { Redis7Only::look_up(&program) }?);
+                // SAFETY: Guaranteed by the caller.
+                Own::Dicts(unsafe { Dicts::look_up(&program) }?, only)
+            }
+            Family::Redis8 | Family::Valkey80 => {
+                // SAFETY: Guaranteed by the caller.
+                let only = unsafe { StoresOnly::look_up(&program) }?;
+                let only = if family == Family::Redis8 { DictsOnly::Redis8(only) } else { DictsOnly::Valkey8(only) };
+                // SAFETY: Guaranteed by the caller.
+                Own::Dicts(unsafe { Dicts::look_up(&program) }?, only)
+            }
             Family::Valkey8 => {
                 // SAFETY: Guaranteed by the caller.
                 let only = ValkeyOnly::Eight(unsafe { Valkey8Only::look_up(&program) }?);

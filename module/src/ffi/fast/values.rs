@@ -11,7 +11,7 @@ use std::ptr;
 use remora_redis::rdb::{COLLECTION_TYPES, Collection, Content, Value};
 
 use super::rio::{Rio, Sink, Source};
-use super::symbols::{Common, Object, Own, Redis7, Sds, Valkey, ValkeyOnly};
+use super::symbols::{Common, Dicts, DictsOnly, Object, Own, Sds, Valkey, ValkeyOnly};
 use super::{FastServer, SavedType};
 
 /// `RDBFLAGS_REPLICATION`: what the server's loader passes when it loads from its primary.
@@ -20,15 +20,26 @@ const REPLICATION: c_int = 1 << 1;
 /// `RDB_TYPE_STREAM_LISTPACKS` and its two later forms.
 const STREAM_TYPES: [u8; 3] = [15, 19, 21];
 
-impl Redis7 {
+impl Dicts {
     /// As `rdbLoadObject` makes it; null if the server does not take it.
-    pub(super) fn value(&self, common: &Common, value: &Value<'_>, key: Sds, database: c_int) -> Object {
+    pub(super) fn value(
+        &self,
+        only: &DictsOnly,
+        common: &Common,
+        value: &Value<'_>,
+        key: Sds,
+        database: c_int,
+    ) -> Object {
         match value {
             Value::String(Content::Number(number)) => common.number(*number),
             Value::String(Content::Bytes(bytes)) => {
                 let object = common.string(bytes);
-                // SAFETY: A string of our own; the function returns it or another in its place.
-                unsafe { (self.encode)(object) }
+                match only {
+                    // SAFETY: A string of our own; the function returns it or another in its place.
+                    DictsOnly::Redis7(only) => unsafe { (only.encode)(object) },
+                    // SAFETY: As above. 0: its unused bytes stay, as in the server's loader.
+                    DictsOnly::Redis8(only) | DictsOnly::Valkey8(only) => unsafe { (only.encode)(object, 0) },
+                }
             }
             Value::Collection(Collection { kind, bytes }) => {
                 let (mut source, mut error) = (Source::new(bytes), 0);
@@ -41,6 +52,13 @@ impl Redis7 {
 }
 
 impl Valkey {
+    pub(super) fn string(&self, common: &Common, bytes: &[u8]) -> Object {
+        let object = common.string(bytes);
+        // SAFETY: A string of our own; the function returns it or another in its place. 0: its unused bytes stay, as in
+        // the server's loader.
+        unsafe { (self.encode)(object, 0) }
+    }
+
     /// As `rdbLoadObject` makes it; null if the server does not take it.
     pub(super) fn value(
         &self,
@@ -52,12 +70,7 @@ impl Valkey {
     ) -> Object {
         match value {
             Value::String(Content::Number(number)) => common.number(*number),
-            Value::String(Content::Bytes(bytes)) => {
-                let object = common.string(bytes);
-                // SAFETY: A string of our own; the function returns it or another in its place. 0: its unused bytes
-                // stay, as in the server's loader.
-                unsafe { (self.encode)(object, 0) }
-            }
+            Value::String(Content::Bytes(bytes)) => self.string(common, bytes),
             Value::Collection(Collection { kind, bytes }) => {
                 let (mut source, mut error) = (Source::new(bytes), 0);
                 let (rio, kind) = (ptr::from_mut(&mut source).cast(), c_int::from(*kind));
@@ -91,7 +104,7 @@ impl FastServer {
     /// types that are written here.
     pub(super) fn saved_type(&self, object: Object, version: u16) -> Option<SavedType> {
         let code = match self.symbols.own {
-            Own::Redis7(own) => written_type(|rio| {
+            Own::Dicts(own, _) => written_type(|rio| {
                 // SAFETY: A stream of our own; a value of a table, which is only read.
                 unsafe { (own.save_type)(rio, object) };
             })?,
@@ -115,7 +128,7 @@ impl FastServer {
         let key = ptr::null_mut();
         let written = match self.symbols.own {
             // SAFETY: A stream of our own; a value of a table that is not of a module's type, and is only read.
-            Own::Redis7(own) => unsafe { (own.save)(rio, object, key, 0) },
+            Own::Dicts(own, _) => unsafe { (own.save)(rio, object, key, 0) },
             // SAFETY: As above.
             Own::Valkey(_, ValkeyOnly::Eight(only)) => unsafe { (only.save)(rio, object, key, 0) },
             // SAFETY: As above, and its own type.

@@ -15,8 +15,9 @@ use std::marker::PhantomData;
 use std::ptr;
 
 use super::super::context::Context;
-use super::symbols::{Database, Object, Own, Redis7, Sds, Valkey, ValkeyOnly};
-use super::{BUCKET_BYTES, FastServer, SavedType, prefetch, read, write};
+use super::entries::{ENTRY_VALUE_AT, entry_key, entry_next, entry_value, head, set_entry_next};
+use super::symbols::{Dicts, Object, Own, Sds, Valkey, ValkeyOnly};
+use super::{FastServer, SavedType, prefetch, read, write};
 
 /// Buckets that are looked at together: a few hundred keys, whose heads fit in a first-level cache.
 const WINDOW: usize = 128;
@@ -58,7 +59,7 @@ impl FoundKey<'_> {
     /// Seconds since its last use, as the server's saver writes them.
     pub(crate) fn idle_seconds(&self) -> u64 {
         match self.server.symbols.own {
-            Own::Redis7(own) => own.idle_milliseconds(self.object) / 1000,
+            Own::Dicts(own, _) => own.idle_milliseconds(self.object) / 1000,
             Own::Valkey(_, only) => only.idle_seconds(self.object),
         }
     }
@@ -66,7 +67,7 @@ impl FoundKey<'_> {
     /// Its counter of uses, as the server's saver writes it.
     pub(crate) fn frequency(&self) -> u8 {
         match self.server.symbols.own {
-            Own::Redis7(own) => own.frequency(self.object),
+            Own::Dicts(own, _) => own.frequency(self.object),
             Own::Valkey(_, only) => only.frequency(self.object),
         }
     }
@@ -112,17 +113,14 @@ impl FastServer {
         let mut walk = Walk { server: self, table, show, walked: Walked::default(), stopped: false, lent: PhantomData };
         for which in 0..2 {
             match self.symbols.own {
-                Own::Redis7(own) => walk.redis_table(&own, self.expiries(database), which),
+                Own::Dicts(own, _) => {
+                    let expiries = self.table_at(database, self.at.database_expires);
+                    walk.dict(&own, expiries.cast_mut().cast(), which);
+                }
                 Own::Valkey(own, only) => walk.valkey_table(&own, &only, which),
             }
         }
         Some(walk.walked)
-    }
-
-    /// Redis: the table of the keys that expire.
-    fn expiries(&self, database: Database) -> *mut c_void {
-        // SAFETY: By the build rule the address of a `dict` is there.
-        unsafe { read::<*mut c_void>(database.cast(), self.at.database_expires) }
     }
 }
 
@@ -189,9 +187,9 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
         }
     }
 
-    // --- Redis 7: chains of entries -------------------------------------------------------------------------------
+    // --- dicts: chains of entries ---------------------------------------------------------------------------------
 
-    fn redis_table(&mut self, own: &Redis7, expiries: *mut c_void, which: usize) {
+    fn dict(&mut self, own: &Dicts, expiries: *mut c_void, which: usize) {
         let (first, count) = self.buckets(which);
         let server = self.server;
         // Asked once: most data sets have none.
@@ -341,8 +339,7 @@ fn relink(entries: &[Entry]) {
         let mut next = ptr::null();
         for left in chain.iter().rev().filter(|entry| !entry.is_taken) {
             if entry_next(left.entry) != next {
-                // SAFETY: By the build rule the address of the next entry is there; this is a fork child.
-                unsafe { write(left.entry, ENTRY_NEXT_AT, next) };
+                set_entry_next(left.entry, next);
             }
             next = left.entry;
         }
@@ -354,39 +351,27 @@ fn relink(entries: &[Entry]) {
     }
 }
 
-/// The first entry of a bucket, or null.
-fn head(bucket: *const u8) -> *const u8 {
-    // SAFETY: The place of a bucket in a table that exists: an address, by the build rule.
-    unsafe { read(bucket, 0) }
-}
-
-fn entry_key(entry: *const u8) -> Sds {
-    // SAFETY: An entry of a table, which begins with the address of its key.
-    unsafe { read(entry, 0) }
-}
-
-fn entry_value(entry: *const u8) -> Object {
-    // SAFETY: An entry of a table of keys: behind its key is the address of its value.
-    unsafe { read(entry, ENTRY_VALUE_AT) }
-}
-
-fn entry_next(entry: *const u8) -> *const u8 {
-    // SAFETY: An entry of a table: behind its value is the address of the next, or null.
-    unsafe { read(entry, ENTRY_NEXT_AT) }
-}
-
-/// `dictEntry`: key, value, next.
-const ENTRY_VALUE_AT: usize = 8;
-const ENTRY_NEXT_AT: usize = 16;
-
 /// Which positions of a bucket have an entry, and the bucket that continues it, or null.
-fn bucket_of(bucket: *const u8) -> (u8, *const u8) {
+pub(super) fn bucket_of(bucket: *const u8) -> (u8, *const u8) {
     // SAFETY: A bucket of a table that exists; it begins with a byte of bits.
     let bits = unsafe { read::<u8>(bucket, 0) };
     if bits & CHAINED == 0 {
         return (bits >> 1, ptr::null());
     }
     (bits >> 1 & LAST_POSITION_OFF, bucket_entry(bucket, POSITIONS - 1).cast_const().cast())
+}
+
+/// The entries of a bucket whose hashes have that highest byte: those with whose keys the server compares a new key.
+pub(super) fn candidates(bucket: *const u8, presence: u8, hash: u8) -> impl Iterator<Item = Object> {
+    // SAFETY: A bucket has seven bytes of hashes behind its bits.
+    let hashes = unsafe { read::<u64>(bucket, 0) } >> u8::BITS;
+    // A byte of the difference is zero where the hashes are equal.
+    let differs = hashes ^ (u64::from(hash) * 0x01_0101_0101_0101);
+    let may_be_equal = differs.wrapping_sub(0x01_0101_0101_0101) & !differs & 0x80_8080_8080_8080;
+    let positions = if may_be_equal == 0 { 0 } else { POSITIONS };
+    (0..positions)
+        .filter(move |position| presence >> position & 1 != 0 && (differs >> (position * 8)) as u8 == 0)
+        .map(move |position| bucket_entry(bucket, position))
 }
 
 fn bucket_entry(bucket: *const u8, position: usize) -> Object {
@@ -410,6 +395,9 @@ fn leave_all_out(bucket: *const u8) {
     }
 }
 
+/// A bucket of Valkey's tables: one cache line.
+pub(super) const BUCKET_BYTES: usize = 64;
+
 /// Entries in a bucket; the last is the next bucket where the bucket is chained.
 const POSITIONS: usize = 7;
 const CHAINED: u8 = 1;
@@ -425,6 +413,11 @@ fn kind(object: Object) -> u8 {
 fn encoding(object: Object) -> u8 {
     // SAFETY: As in `kind`.
     (unsafe { read::<u8>(object.cast_const().cast(), 0) }) >> 4
+}
+
+/// A string whose bytes are in the object itself.
+pub(super) fn is_embedded(object: Object) -> bool {
+    (kind(object), encoding(object)) == (STRING, EMBEDDED)
 }
 
 /// What stands where most values have the address of their data: a number itself, for a string that is one.
@@ -444,6 +437,8 @@ fn prefetch_value(object: Object) {
 /// `OBJ_STRING` and `OBJ_ENCODING_INT`.
 const STRING: u8 = 0;
 const NUMBER: u8 = 1;
+/// `OBJ_ENCODING_EMBSTR`.
+const EMBEDDED: u8 = 8;
 /// `OBJ_LIST`, `OBJ_SET`, `OBJ_ZSET`, `OBJ_HASH`; `OBJ_STREAM`. Between them is `OBJ_MODULE`.
 const COLLECTION_FIRST: u8 = 1;
 const COLLECTION_LAST: u8 = 4;
@@ -485,7 +480,7 @@ impl FastServer {
     }
 }
 
-impl Redis7 {
+impl Dicts {
     fn expiry(&self, expiries: *mut c_void, key: Sds) -> Option<i64> {
         // SAFETY: A table that exists, and a key; it is only looked up.
         let entry = unsafe { (self.find)(expiries, key.cast()) };
@@ -518,7 +513,7 @@ impl Valkey {
 }
 
 impl ValkeyOnly {
-    fn value_of(&self, object: Object) -> Sds {
+    pub(super) fn value_of(&self, object: Object) -> Sds {
         match self {
             // Also where the value is embedded.
             ValkeyOnly::Eight(_) => value_address(object).cast(),

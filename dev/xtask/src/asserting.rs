@@ -1,0 +1,76 @@
+//! `xtask asserting`: fast keys in a server that checks itself, by its assertions and by AddressSanitizer.
+//!
+//! ```text
+//!   source package, unpacked ──make──▶ server without optimization ──layout──▶ where it keeps its tables
+//!                                                │                                      │
+//!                                                └──────── the module's tests ◀─────────┘
+//! ```
+//!
+//! The folder of the source is not changed: a copy is built. Such a server has the C library's allocator, so it has no
+//! active defragmentation.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread;
+
+use clap::Args;
+use remora_bench::sync::Result;
+
+use crate::layout;
+
+/// Command-line arguments.
+#[derive(Args, Debug)]
+pub(crate) struct Options {
+    /// The folder of a server's source: of `apt-get source redis`, for example.
+    source: PathBuf,
+    /// Where copies are built and kept.
+    #[arg(long, value_name = "FOLDER", default_value = ".cache/asserting")]
+    cache: PathBuf,
+}
+
+/// The tests that are run: loads, everything that servers do with their tables, and random commands on twins.
+const TESTS: [&str; 3] = ["fast::", "twins::every_command_is_answered_alike_afterwards", "asserting::"];
+
+pub(crate) fn run(options: &Options) -> Result<()> {
+    let source = fs::canonicalize(&options.source)
+        .map_err(|error| format!("the folder {} cannot be read: {error}", options.source.display()))?;
+    let name = source.file_name().ok_or("the folder of the source has no name")?;
+    fs::create_dir_all(&options.cache)?;
+    let copy = fs::canonicalize(&options.cache)?.join(name);
+    let program = build(&source, &copy)?;
+    let file = copy.join("remora.layout");
+    fs::write(&file, format!("# built from {}\n{}", name.display(), layout::learn(&program)?))?;
+    let variable = if program.ends_with("redis-server") { "REMORA_REDIS_SERVER" } else { "REMORA_VALKEY_SERVER" };
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut tests = Command::new(cargo);
+    tests.args(["test", "--locked", "-p", "remora-module", "--test", "it", "--", "--include-ignored", "--nocapture"]);
+    tests.args(TESTS).args(["--skip", "for_long"]).env("REMORA_LAYOUT", &file).env(variable, &program);
+    // The server keeps much until its end on purpose.
+    succeed(tests.env("ASAN_OPTIONS", "detect_leaks=0"))
+}
+
+/// Builds a copy, or takes the one that was built before, and returns its program.
+fn build(source: &Path, copy: &Path) -> Result<PathBuf> {
+    let is_valkey = source.join("src/valkeymodule.h").exists();
+    let (name, flags) = if is_valkey { ("valkey-server", "SERVER_CFLAGS") } else { ("redis-server", "REDIS_CFLAGS") };
+    if !source.join("src/server.h").exists() {
+        return Err(format!("{} is not the source of a server: it has no src/server.h", source.display()).into());
+    }
+    let program = copy.join("src").join(name);
+    if program.exists() {
+        return Ok(program);
+    }
+    succeed(Command::new("cp").args(["-r", "--"]).arg(source).arg(copy))?;
+    let jobs = thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let mut make = Command::new("make");
+    make.arg("-C").arg(copy.join("src")).arg(format!("-j{jobs}")).args(["MALLOC=libc", "SANITIZER=address"]);
+    make.args(["OPTIMIZATION=-O0", &format!("{flags}=-DDEBUG_ASSERTIONS=1"), name]);
+    succeed(&mut make)?;
+    Ok(program)
+}
+
+fn succeed(command: &mut Command) -> Result<()> {
+    let status = command.status().map_err(|error| format!("{command:?} could not be started: {error}"))?;
+    if status.success() { Ok(()) } else { Err(format!("{command:?} failed ({status})").into()) }
+}
