@@ -114,8 +114,8 @@ const NAMES: [&str; 13] = [
 
 /// Further runs of a program besides the one with its default arguments, each kept separately. For the messenger:
 /// beside other libraries, on a busy machine, with one thing changed at a time, over shared memory, over RDMA in an
-/// emulated machine, and idle.
-const WORDS: [(&str, &str); 6] = [
+/// emulated machine, and idle. For files of a volume: by RDMA beside TCP, in an emulated machine.
+const WORDS: [(&str, &str); 7] = [
     (
         "messenger",
         "--label rivals --rounds 3 --connections 1,2,4,8,16,32,64 --rivals raw,zeromq,redis,sockperf,ucx-tcp,fi-tcp",
@@ -133,6 +133,11 @@ const WORDS: [(&str, &str); 6] = [
          --vary spin,queue:16",
     ),
     ("messenger", "--label idle --rounds 3 --idle 10000"),
+    (
+        "volume",
+        "--label rdma --emulated --rounds 3 --parts files,connections --subjects emulated-rdma,emulated-tcp --transport device \
+         --blocks-kib 4,1024 --jobs 1 --mib 16",
+    ),
 ];
 
 /// Shares of a limited time.

@@ -29,6 +29,7 @@ use std::{
 
 use clap::Parser;
 use remora_bench::copies::{CopyServer, Place, new_volume};
+use remora_bench::suite::volume::cases::Subject;
 use remora_bench::suite::volume::place;
 use remora_bench::{Run, Sample, bytes, copies, cpu};
 use remora_lab::process::Process;
@@ -84,7 +85,7 @@ fn main() -> Result<ExitCode, Failure> {
             }
         }
     }
-    match place::Place::start("gluster", options.device_mib, &[]) {
+    match place::Place::start(Subject::Gluster, options.device_mib, &[]) {
         Ok(gluster) => servers.push(Rival { name: GLUSTER, copies: Vec::new(), door: Door::File(gluster) }),
         Err(error) => {
             run.notes.push(format!("{GLUSTER} is missing: {error}; `dev/lab/setup/setup --rivals` installs it"))

@@ -122,7 +122,14 @@ pub fn scaling(runs: &[&Kept<scaling::Point>], folder: &Path) -> Result<Vec<Plot
 /// # Errors
 /// A file could not be written.
 pub fn volume(runs: &[&Kept<volume::Point>], folder: &Path) -> Result<Vec<Plot>> {
-    let Some(newest) = runs.last() else { return Ok(Vec::new()) };
+    // The newest that is not of an emulated machine alone.
+    let is_of_this = |kept: &&&Kept<volume::Point>| {
+        kept.points.iter().any(|point| {
+            let of = Subject::value_variants().iter().find(|subject| subject.name() == point.subject);
+            of.is_some_and(|subject| !subject.is_emulated())
+        })
+    };
+    let Some(newest) = runs.iter().rfind(is_of_this) else { return Ok(Vec::new()) };
     let figures = Figures(&newest.points);
     let mut plots = Vec::new();
     for (pattern, block) in [

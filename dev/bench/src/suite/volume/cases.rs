@@ -26,6 +26,10 @@ pub enum Subject {
     Memory,
     /// A directory of this machine's disk.
     Disk,
+    /// In the emulated machine: a volume with three copies; blocks are read, and large writes taken, by RDMA.
+    EmulatedRdma,
+    /// There: the same by messages over TCP.
+    EmulatedTcp,
 }
 
 impl Subject {
@@ -45,6 +49,8 @@ impl Subject {
             Subject::Nbdfuse => "nbdfuse",
             Subject::Memory => "FUSE floor",
             Subject::Disk => "local disk",
+            Subject::EmulatedRdma => "Remora, RDMA, emulated",
+            Subject::EmulatedTcp => "Remora, TCP, emulated",
         }
     }
 
@@ -52,9 +58,15 @@ impl Subject {
     pub fn copies(self) -> u64 {
         match self {
             Subject::RemoraTcp | Subject::RemoraShm | Subject::Gluster | Subject::Moosefs => 3,
+            Subject::EmulatedRdma | Subject::EmulatedTcp => 3,
             Subject::Bindfs | Subject::Nbdfuse | Subject::Memory => 1,
             Subject::Disk => 0, // not in memory
         }
+    }
+
+    /// Whether it runs in the emulated machine, whose figures are compared with each other only.
+    pub fn is_emulated(self) -> bool {
+        matches!(self, Subject::EmulatedRdma | Subject::EmulatedTcp)
     }
 
     /// Whether it can be asked for this. nbdfuse has a single file, and no directory for a server's files.

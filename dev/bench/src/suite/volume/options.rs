@@ -56,6 +56,10 @@ pub struct Options {
     /// the time of the run.
     #[arg(long, default_value = "ring")]
     pub transport: Transport,
+    /// Run the same, with these options, in an emulated machine (dev/lab/rdma-vm) that has RDMA devices: subjects
+    /// `emulated-rdma` and `emulated-tcp`, `--transport device`.
+    #[arg(long)]
+    pub emulated: bool,
     /// Connections: leave out those by RDMA, which need an emulated machine (dev/lab/rdma-vm) and half a minute.
     #[arg(long)]
     pub no_rdma: bool,

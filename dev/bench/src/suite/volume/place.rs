@@ -12,6 +12,7 @@ use remora_lab::process::Process;
 use remora_lab::scratch;
 use tempfile::TempDir;
 
+use super::cases::Subject;
 use crate::sync::Result;
 
 /// A mounted file system. Dropping it ends all of its processes, and removes its mounts and folders.
@@ -25,16 +26,20 @@ pub struct Place {
 }
 
 impl Place {
-    /// Mounts `what`, with room for files of `mib` megabytes, and waits until it is there. `settings` are the variables
+    /// Mounts it, with room for files of `mib` megabytes, and waits until it is there. `settings` are the variables
     /// that the script has for it.
     ///
     /// # Errors
     /// A program of it is missing, or it cannot be mounted; the script has said more on standard error.
-    pub fn start(what: &str, mib: u64, settings: &[(&str, &OsStr)]) -> Result<Place> {
+    pub fn start(subject: Subject, mib: u64, settings: &[(&str, &OsStr)]) -> Result<Place> {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("rivals/files");
+        let what = &subject.word();
         let folder = scratch::folder(what)?;
         let mut command = Command::new("unshare");
-        command.args(["--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]).arg(script);
+        if !subject.is_emulated() {
+            command.arg("--net"); // Soft-RoCE devices belong to the machine's first network
+        }
+        command.args(["--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]).arg(script);
         command.args([what, &mib.to_string()]).arg(folder.path()).envs(settings.iter().copied());
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let (mut process, pipes) = Process::start(what, command)?;
@@ -57,14 +62,14 @@ impl Place {
     /// A command there, as a process of this one.
     pub fn command(&self, program: &str) -> Command {
         let mut command = Command::new("nsenter");
-        command.args(["--target", &self.first.to_string(), "--mount", "--net"]).arg(program);
+        command.args(["--target", &self.first.to_string(), "--mount", "--root", "--net"]).arg(program);
         command
     }
 
     /// A command there whose process belongs to it: [`Place::cpu_seconds`] counts it while it runs.
     pub fn server(&self, program: &str) -> Command {
         let mut command = Command::new("nsenter");
-        command.args(["--target", &self.first.to_string(), "--mount", "--net", "--pid"]).arg(program);
+        command.args(["--target", &self.first.to_string(), "--mount", "--root", "--net", "--pid"]).arg(program);
         command
     }
 

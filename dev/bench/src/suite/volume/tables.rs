@@ -27,9 +27,9 @@ pub fn tables(runs: &[&Kept<Point>]) -> String {
                 let _ = writeln!(out, "\n**{title}**\n\n{}", text.trim_end());
             }
         }
-        for direct in [true, false] {
-            for jobs in [1, 8, 32] {
-                files(&mut out, figures, direct, jobs);
+        for emulated in [false, true] {
+            for (direct, jobs) in [true, false].into_iter().flat_map(|direct| [1, 8, 32].map(|jobs| (direct, jobs))) {
+                files(&mut out, figures, &Group { emulated, direct, jobs });
             }
         }
     }
@@ -72,8 +72,16 @@ fn of_connections(figures: Figures<'_>) -> String {
     out
 }
 
+/// Cells that stand in one table.
+struct Group {
+    /// Of the emulated machine, or of this one.
+    emulated: bool,
+    direct: bool,
+    jobs: u32,
+}
+
 /// Two tables: MB/s, and processor time.
-fn files(out: &mut String, figures: Figures<'_>, direct: bool, jobs: u32) {
+fn files(out: &mut String, figures: Figures<'_>, &Group { emulated, direct, jobs }: &Group) {
     let mut cells = Vec::new();
     for pattern in Pattern::value_variants().iter().copied() {
         let blocks = seeds::BLOCKS_KIB.map(|kib| Cell { direct, pattern, block: kib << 10, jobs });
@@ -83,12 +91,17 @@ fn files(out: &mut String, figures: Figures<'_>, direct: bool, jobs: u32) {
         };
         cells.extend(blocks.into_iter().filter(is_measured));
     }
-    if cells.is_empty() {
-        return;
-    }
     let (how, threads) = (if direct { "direct" } else { "buffered" }, if jobs == 1 { "job" } else { "jobs" });
     let names = cells.iter().map(|cell| Case::Files(*cell).to_string()).collect::<Vec<_>>();
-    let subjects = subjects(figures, |case| names.iter().any(|name| name == case));
+    let mut subjects = subjects(figures, |case| names.iter().any(|name| name == case));
+    subjects.retain(|subject| subject.is_emulated() == emulated);
+    if subjects.is_empty() {
+        return;
+    }
+    if emulated {
+        files_emulated(out, figures, &format!("{jobs} {threads}, {how}"), &cells, &subjects);
+        return;
+    }
     let heads: Vec<&str> = subjects.iter().map(|subject| subject.name()).collect();
     let (heads, line) = (heads.join(" | "), "---:|".repeat(subjects.len()));
     let _ = writeln!(
@@ -123,6 +136,29 @@ fn files(out: &mut String, figures: Figures<'_>, direct: bool, jobs: u32) {
     }
 }
 
+/// The same of the emulated machine, without what others have measured on real ones, and with the ratio of two ways.
+fn files_emulated(out: &mut String, figures: Figures<'_>, what: &str, cells: &[Cell], subjects: &[Subject]) {
+    let heads: Vec<&str> = subjects.iter().map(|subject| subject.name()).collect();
+    let _ = writeln!(
+        out,
+        "\n**{what}, in the emulated machine: MB/s, and processor µs of a request**\n\n| | {} | RDMA / TCP | {} |\n|---|{}",
+        heads.join(" | "),
+        heads.iter().map(|head| format!("µs: {head}")).collect::<Vec<_>>().join(" | "),
+        "---:|".repeat(2 * subjects.len() + 1)
+    );
+    for cell in cells {
+        let name = Case::Files(*cell).to_string();
+        let rates = subjects.iter().map(|subject| range(figures.spread(subject.name(), &name)));
+        let each = subjects.iter().map(|subject| {
+            let of = figures.of(subject.name(), &name);
+            median(Spread::of(of.map(|point| 1e6 * point.cpu_seconds / point.operations)))
+        });
+        let ratio = figures.ratio(Subject::EmulatedRdma.name(), Subject::EmulatedTcp.name(), &name);
+        let columns = rates.chain([range(ratio)]).chain(each).collect::<Vec<_>>().join(" | ");
+        let _ = writeln!(out, "| {} {} | {columns} |", cell.pattern.word(), bytes(cell.block));
+    }
+}
+
 /// Those that have figures of such cases, in their order.
 fn subjects(figures: Figures<'_>, is_one: impl Fn(&str) -> bool) -> Vec<Subject> {
     let has = |subject: &Subject| figures.0.iter().any(|point| point.subject == subject.name() && is_one(&point.case));
@@ -153,7 +189,8 @@ Medians over the rounds, in brackets the least and the greatest value. MB are 10
 cards and a client of its own; all other columns are of this run, in which one host runs clients, mount and servers. *Remora*: a volume with three copies in memory, acknowledged
 at two, mounted by `remora volume mount`: *TCP* by messages only, *shm* with blocks read and taken by shared memory. *GlusterFS*: three replicas; *MooseFS*: the goal of three copies, *bindfs*:
 a directory once more; their disks are in memory. *nbdfuse*: a file in the memory of nbdkit, one copy. *FUSE floor*: a file system in the memory of one process, by Remora's own FUSE. *local disk*: a
-directory of this machine's disk. Direct: the same files again and again for the time of a measurement. Buffered: each file once, from a page cache that has been emptied of it, and with one `fsync` at the end
+directory of this machine's disk. *Emulated*: in a machine that QEMU emulates, with Soft-RoCE: by RDMA blocks are read, and writes of 64 KiB and more taken; smaller writes are messages over TCP in both columns. Those figures are
+compared with each other only. Direct: the same files again and again for the time of a measurement. Buffered: each file once, from a page cache that has been emptied of it, and with one `fsync` at the end
 of its writes.
 ";
 
@@ -173,5 +210,20 @@ mod tests {
         assert!(text.contains("| read 1 MiB | 500 |"), "half a second of 1000 requests: {text}");
         assert!(text.contains("| GlusterFS | 99.5 | – | 500 | – | – | – |"), "{text}");
         assert!(!text.contains("buffered: MB/s") && !text.contains("Targets"), "{text}");
+    }
+
+    #[test]
+    fn figures_of_the_emulated_machine_stand_in_tables_of_their_own() {
+        let mut kept = Kept::begin("volume", None);
+        let case = "read 1 MiB, 1 job, direct";
+        for (subject, value) in
+            [("Remora, shm", 900.0), ("Remora, RDMA, emulated", 30.0), ("Remora, TCP, emulated", 20.0)]
+        {
+            kept.points.push(point(subject, case, 0, value));
+        }
+        let text = tables(&[&kept]);
+        assert!(text.contains("| read 1 MiB | 581 | 396 | 900 |"), "{text}");
+        assert!(text.contains("| read 1 MiB | 30.0 | 20.0 | 1.50 | 500 | 500 |"), "{text}");
+        assert!(text.contains("by RDMA in the emulated machine reach 1.50 of TCP there"), "{text}");
     }
 }
