@@ -45,7 +45,12 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut tests = Command::new(cargo);
     tests.args(["test", "--locked", "-p", "remora-module", "--test", "it", "--", "--include-ignored", "--nocapture"]);
-    tests.args(TESTS).args(["--skip", "for_long"]).env("REMORA_LAYOUT", &file).env(variable, &program);
+    // One after the other: such a server is slow, and its trial has a time limit.
+    tests
+        .args(TESTS)
+        .args(["--test-threads=1", "--skip", "for_long"])
+        .env("REMORA_LAYOUT", &file)
+        .env(variable, &program);
     // The server keeps much until its end on purpose.
     succeed(tests.env("ASAN_OPTIONS", "detect_leaks=0"))
 }

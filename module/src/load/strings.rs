@@ -213,8 +213,8 @@ impl Heap {
 const HEAP_BYTES: u64 = 1 << 20;
 
 /// Memory that a server needs for the records of a run, as a share of their bytes: it has heads for objects, entries of
-/// tables and the allocator's own. An estimate that is too high costs little: pages that are there already are only looked
-/// at.
+/// tables and the allocator's own. An estimate that is too high costs little: pages that are there already are only
+/// looked at.
 const HEAP_BYTES_PER_RUN: (u64, u64) = (3, 2);
 
 /// Longest string for which memory is populated: jemalloc returns longer ones to the system at once (8 MiB, rounded up

@@ -139,8 +139,8 @@ impl FastServer {
         Ok(())
     }
 
-    /// Requests the memory of the buckets into which these keys go, of what hangs on them, and of the keys with which the
-    /// server will compare.
+    /// Requests the memory of the buckets into which these keys go, of what hangs on them, and of the keys with which
+    /// the server will compare.
     fn prefetch_places(&self, own: &Valkey, into: Database, records: &[Record<'_>]) {
         let table = self.table(into);
         if table.is_null() {
