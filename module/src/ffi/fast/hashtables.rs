@@ -64,7 +64,7 @@ impl Scratch {
         }
     }
 
-    /// The server has taken a template as it is. It is not ours any more, and servers that do so get no templates.
+    /// The server has taken a template as it is: it is not ours any more. Nor is any other kept.
     fn give_up(&mut self, object: Object) {
         self.common.release(object);
         for template in &mut self.templates {
