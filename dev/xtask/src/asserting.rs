@@ -10,6 +10,7 @@
 //! active defragmentation.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
@@ -38,36 +39,53 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let name = source.file_name().ok_or("the folder of the source has no name")?;
     fs::create_dir_all(&options.cache)?;
     let copy = fs::canonicalize(&options.cache)?.join(name);
-    let program = build(&source, &copy)?;
+    let (program, variable) = build(&source, &copy)?;
     let file = copy.join("remora.layout");
     fs::write(&file, format!("# built from {}\n{}", name.display(), layout::learn(&program)?))?;
-    let variable = if program.ends_with("redis-server") { "REMORA_REDIS_SERVER" } else { "REMORA_VALKEY_SERVER" };
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut tests = Command::new(cargo);
     tests.args(["test", "--locked", "-p", "remora-module", "--test", "it", "--", "--include-ignored", "--nocapture"]);
-    tests.args(TESTS).args(["--skip", "for_long"]).env("REMORA_LAYOUT", &file).env(variable, &program);
+    // One after the other: such a server is slow, and its trial has a time limit.
+    tests
+        .args(TESTS)
+        .args(["--test-threads=1", "--skip", "for_long"])
+        .env("REMORA_LAYOUT", &file)
+        .env(variable, &program);
     // The server keeps much until its end on purpose.
     succeed(tests.env("ASAN_OPTIONS", "detect_leaks=0"))
 }
 
-/// Builds a copy, or takes the one that was built before, and returns its program.
-fn build(source: &Path, copy: &Path) -> Result<PathBuf> {
+/// Builds a copy, or takes the one that was built before. Returns its program, and the variable that gives it to tests.
+fn build(source: &Path, copy: &Path) -> Result<(PathBuf, &'static str)> {
     let is_valkey = source.join("src/valkeymodule.h").exists();
-    let (name, flags) = if is_valkey { ("valkey-server", "SERVER_CFLAGS") } else { ("redis-server", "REDIS_CFLAGS") };
+    let (name, flags, variable) = match is_valkey {
+        true => ("valkey-server", "SERVER_CFLAGS", "REMORA_VALKEY_SERVER"),
+        false => ("redis-server", "REDIS_CFLAGS", "REMORA_REDIS_SERVER"),
+    };
     if !source.join("src/server.h").exists() {
         return Err(format!("{} is not the source of a server: it has no src/server.h", source.display()).into());
     }
     let program = copy.join("src").join(name);
-    if program.exists() {
-        return Ok(program);
+    if !program.exists() {
+        if copy.exists() {
+            // Of a build that did not end.
+            fs::remove_dir_all(copy)?;
+        }
+        succeed(Command::new("cp").args(["-r", "--"]).arg(source).arg(copy))?;
+        let jobs = thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let mut make = Command::new("make");
+        make.arg("-C").arg(copy.join("src")).arg(format!("-j{jobs}")).args(["MALLOC=libc", "SANITIZER=address"]);
+        make.args(["OPTIMIZATION=-O0", &format!("{flags}=-DDEBUG_ASSERTIONS=1"), name]);
+        succeed(&mut make)?;
     }
-    succeed(Command::new("cp").args(["-r", "--"]).arg(source).arg(copy))?;
-    let jobs = thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let mut make = Command::new("make");
-    make.arg("-C").arg(copy.join("src")).arg(format!("-j{jobs}")).args(["MALLOC=libc", "SANITIZER=address"]);
-    make.args(["OPTIMIZATION=-O0", &format!("{flags}=-DDEBUG_ASSERTIONS=1"), name]);
-    succeed(&mut make)?;
-    Ok(program)
+    if !is_valkey {
+        return Ok((program, variable));
+    }
+    // Most of Valkey's assertions are a setting.
+    let script = copy.join("asserting-server");
+    fs::write(&script, format!("#!/bin/sh\nexec '{}' \"$@\" --enable-debug-assert yes\n", program.display()))?;
+    fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
+    Ok((script, variable))
 }
 
 fn succeed(command: &mut Command) -> Result<()> {

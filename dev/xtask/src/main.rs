@@ -22,7 +22,7 @@
 //! - [`prove`]: proofs of mounted files, by other people's programs.
 //! - [`soak`]: the long run under a script of faults.
 //! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: generates or compares the RDMA libraries' types.
-//! - [`layout`]: the layout of a server's build, by watching it. [`asserting`]: fast keys in a server that checks itself.
+//! - [`layout`]: the layout of a server's build, by watching it. [`asserting`]: fast keys in one that checks itself.
 //! - [`scale`]: the table of the topology's model. [`net`]: a test network with hosts, servers and agents. [`stop`]:
 //!   Ctrl-C leaves nothing behind.
 #![forbid(unsafe_code)]

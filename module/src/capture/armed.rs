@@ -21,7 +21,7 @@ use remora_fabric::{Memory, handover};
 use remora_table::CapturePage;
 use remora_table::server_pages::capture_page::{CAPTURE_PAGE_BYTES, Stage, Work, WriterStatus};
 
-use super::walk;
+use super::format;
 use crate::api::{Context, EVENT_FORK_CHILD, EventHandler, FORK_CHILD_DIED, Flag, LogLevel, Number, Timer, TimerId};
 
 /// Whether captures are allowed.
@@ -123,7 +123,7 @@ pub(crate) fn arm(context: &Context<'_>, address: &str, secret: &str) -> Result<
     if page.order().work != Work::Ease && table.is_none() {
         return Err(incomplete(2));
     }
-    walk::learn_format_version(context);
+    format::learn(context);
     let generation = page.order().generation;
     let timer = context.set_timer::<AgentCheck>(LOOK_EVERY_MILLIS, generation);
     let beat = page.orderer_beat();

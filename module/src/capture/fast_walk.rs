@@ -18,9 +18,10 @@ use remora_table::CapturePage;
 use remora_table::server_pages::capture_page::ForkPoint;
 
 use super::error::CaptureError;
+use super::format::format_version;
 use super::output::Output;
 use super::record::{self, Age, Value};
-use super::walk::{Ages, expiring, format_version, header};
+use super::walk::{Ages, expiring, header};
 use crate::api::{Context, FastServer, FoundKey, FoundValue, KeyKind, OwnedStr, Step, in_child};
 use crate::fast;
 

@@ -18,7 +18,7 @@
 //! - [`walk`]: iterates over the data set. [`fast_walk`]: the same in the server's own tables, where its build is
 //!   known.
 //! - [`output`]: writes into the table, and waits while there is no space.
-//! - [`record`]: the encoding. [`error`]: why a capture fails.
+//! - [`record`]: the encoding. [`format`](self::format): its version. [`error`]: why a capture fails.
 //!
 //! The server's own process only keeps two descriptors and checks once a second whether the agent is alive. All work is
 //! done in the child, where a bug costs a snapshot and not the server.
@@ -29,6 +29,7 @@ pub(crate) mod commands;
 mod error;
 mod exclusive;
 mod fast_walk;
+mod format;
 mod output;
 mod record;
 mod walk;

@@ -152,5 +152,6 @@ fn other_module(context: &Context<'_>) -> Option<String> {
     })
 }
 
-/// This module, and what servers bring: an engine for scripts (Valkey), and vector sets (Redis 8), which wait for no event.
+/// This module, and what servers bring: an engine for scripts (Valkey), and vector sets (Redis 8), which wait for no
+/// event.
 const OWN_MODULES: [&str; 3] = ["remora", "lua", "vectorset"];

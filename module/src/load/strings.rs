@@ -35,6 +35,8 @@ pub(super) struct Strings {
     open: Option<Open>,
     used: Used,
     heap: Heap,
+    /// The same for runs: jemalloc puts small objects elsewhere, which must not count for long strings.
+    heap_for_runs: Heap,
     runs: Runs,
     /// Whether the server takes a string as it is, without copying it again.
     takes_strings: bool,
@@ -59,8 +61,17 @@ struct Open {
 
 impl Strings {
     pub(super) fn new(memory: View, fast: Option<FastServer>) -> Strings {
-        let (heap, runs) = (Heap::default(), Runs::new(fast));
-        Strings { memory, open: None, used: Used::default(), heap, runs, takes_strings: true, keys: 0, bytes: 0 }
+        Strings {
+            memory,
+            open: None,
+            used: Used::default(),
+            heap: Heap::default(),
+            heap_for_runs: Heap::default(),
+            runs: Runs::new(fast),
+            takes_strings: true,
+            keys: 0,
+            bytes: 0,
+        }
     }
 
     /// Keys and bytes since the last call.
@@ -86,10 +97,10 @@ impl Strings {
                 }
                 self.used.next(&self.memory, offset, u64::from(length));
                 let memory = u64::from(length) * HEAP_BYTES_PER_RUN.0 / HEAP_BYTES_PER_RUN.1;
-                self.heap.prepare(memory, |bytes| warm(context, bytes));
+                self.heap_for_runs.prepare(memory, |bytes| warm(context, bytes));
                 let (keys, bytes) = self.runs.add(context, &self.memory, database, offset, length)?;
                 if let Some(address) = self.runs.made_at() {
-                    self.heap.note(memory, address, memory);
+                    self.heap_for_runs.note(memory, address, memory);
                 }
                 self.keys += keys;
                 self.bytes += bytes;
@@ -202,8 +213,8 @@ impl Heap {
 const HEAP_BYTES: u64 = 1 << 20;
 
 /// Memory that a server needs for the records of a run, as a share of their bytes: it has heads for objects, entries of
-/// tables and the allocator's own. An estimate that is too high costs little: pages that are there already are only looked
-/// at.
+/// tables and the allocator's own. An estimate that is too high costs little: pages that are there already are only
+/// looked at.
 const HEAP_BYTES_PER_RUN: (u64, u64) = (3, 2);
 
 /// Longest string for which memory is populated: jemalloc returns longer ones to the system at once (8 MiB, rounded up

@@ -9,8 +9,8 @@ const WORD: usize = size_of::<u64>();
 /// How far into a database its members are searched for.
 const DATABASE_BYTES_MAX: usize = 256;
 
-/// How far into a store of tables the address of its tables is searched for: a store of `dict`s has their type, with some
-/// twenty functions, before it. What follows a store may be another one.
+/// How far into a store of tables the address of its tables is searched for: a store of `dict`s has their type before
+/// it, with some twenty functions. What follows a store may be another one.
 const STORE_BYTES_MAX: usize = 256;
 
 /// How far into a table its members are searched for.

@@ -1,5 +1,5 @@
-//! Keys added to the tables of Redis, and to those of Valkey 8.0 (`dict`): chains of entries, each with the addresses of
-//! its value and of its key, or with the key inside.
+//! Keys added to the tables of Redis, and to those of Valkey 8.0 (`dict`): chains of entries, each with the addresses
+//! of its value and of its key, or with the key inside.
 
 use std::ffi::{c_int, c_longlong};
 use std::ptr;

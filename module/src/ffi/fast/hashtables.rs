@@ -64,7 +64,7 @@ impl Scratch {
         }
     }
 
-    /// The server has taken a template as it is. It is not ours any more, and servers that do so get no templates.
+    /// The server has taken a template as it is: it is not ours any more. Nor is any other kept.
     fn give_up(&mut self, object: Object) {
         self.common.release(object);
         for template in &mut self.templates {
@@ -139,8 +139,8 @@ impl FastServer {
         Ok(())
     }
 
-    /// Requests the memory of the buckets into which these keys go, of what hangs on them, and of the keys with which the
-    /// server will compare.
+    /// Requests the memory of the buckets into which these keys go, of what hangs on them, and of the keys with which
+    /// the server will compare.
     fn prefetch_places(&self, own: &Valkey, into: Database, records: &[Record<'_>]) {
         let table = self.table(into);
         if table.is_null() {

@@ -5,9 +5,9 @@
 //! (prefetch); then **each key is added by the functions that the server's own loader calls, in its order**. Of the
 //! server's private memory only the place of a database and of its table are read, and one counter is written.
 //!
-//! - `symbols`: the functions. `dicts`, `hashtables`: keys added to tables of both kinds. `values`: values of all types,
-//!   over the streams of `rio`. `trial`: work in a forked child, which may crash there. `walk`: over the tables of a fork
-//!   child; `entries`: what they have there.
+//! - `symbols`: the functions. `dicts`, `hashtables`: keys added to tables of both kinds. `values`: values of all
+//!   types, over the streams of `rio`. `trial`: work in a forked child, which may crash there. `walk`: over the tables
+//!   of a fork child; `entries`: what they have there.
 //!
 //! The rule that every SAFETY comment here relies on, besides those of `ffi`:
 //!
