@@ -4,6 +4,7 @@
 mod catch_up;
 mod failing;
 mod grow;
+mod reading;
 mod scrub;
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -11,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use remora_fabric::RegionId;
-use remora_messenger::Connection;
+use remora_messenger::{Connection, Pool};
 
 pub(in crate::server) use self::catch_up::Abandoned;
 pub(in crate::server) use self::grow::GROWS;
@@ -29,7 +30,7 @@ use crate::layout::{Entry, Layout};
 use crate::message::{Holder, Standing};
 use crate::overlap::newest;
 use crate::shape::{BLOCK_BYTES, Shape};
-use crate::store::{Damaged, Store, sums};
+use crate::store::{Store, sums};
 use crate::version::Version;
 use crate::wire::{Call, Cause, Mode, Reply, Room, Run, Status};
 
@@ -59,6 +60,8 @@ pub(super) struct State {
     /// Blocks that the catch-up under way has compared.
     compared: Option<u64>,
     scrubbing: Scrubbing,
+    /// Memory for the blocks of answers.
+    answered: Arc<Pool>,
     /// A thread copies its blocks into a larger copy. Meanwhile it has no connections.
     is_growing: bool,
 }
@@ -111,8 +114,21 @@ impl Slot {
         let (copy, sessions) = (Copy::default(), Vec::new());
         let (catch_ups, compared, scrubbing) = (0, None, Scrubbing::new());
         let (store, kept, grant, region, is_growing) = (None, None, None, None, false);
-        let state =
-            State { shape, copy, store, kept, grant, region, sessions, catch_ups, compared, scrubbing, is_growing };
+        let answered = Pool::new(reading::IDLE_BYTES);
+        let state = State {
+            shape,
+            copy,
+            store,
+            kept,
+            grant,
+            region,
+            sessions,
+            catch_ups,
+            compared,
+            scrubbing,
+            answered,
+            is_growing,
+        };
         Slot { state: Mutex::new(state), changed: Condvar::new() }
     }
 
@@ -444,49 +460,6 @@ impl State {
                 answer(Reply::Mapped { number, newest, zeros: entries.chunks(8).map(byte).collect() })
             },
         ))
-    }
-
-    fn read(&mut self, holder: Holder, number: u64, run: Run) -> Result<Done, Refusal> {
-        self.copy.read(holder)?;
-        Ok(self
-            .blocks(run, true)
-            .map_or_else(|done| done, |(entries, blocks)| Done::Answer(Reply::Data { number, entries }, blocks)))
-    }
-
-    fn lend(&mut self, holder: Holder, since: Version, run: Run, with_blocks: bool) -> Result<Done, Refusal> {
-        let applied = match self.copy.lend(holder, since) {
-            Ok(applied) => applied,
-            Err(Refusal::OutOfStep) => {
-                let text = "the lender has not applied what the borrower needs".into();
-                return Ok(answer(Reply::Refused { cause: Cause::NotYet, text }));
-            }
-            Err(refusal) => return Err(refusal),
-        };
-        Ok(self
-            .blocks(run, with_blocks)
-            .map_or_else(|done| done, |(entries, blocks)| Done::Answer(Reply::Lent { applied, entries }, blocks)))
-    }
-
-    /// The entries of a run, and its blocks.
-    fn blocks(&mut self, run: Run, with_blocks: bool) -> Result<(Vec<Entry>, Bytes), Done> {
-        let Some(store) = &self.store else { return Err(Done::from(Refusal::OutOfStep)) };
-        if !store.layout().has(run.first, run.count.into()) {
-            return Err(beyond_the_end());
-        }
-        let taken = if with_blocks {
-            let mut bytes = vec![0; run.count as usize * BLOCK_BYTES];
-            let blocks = run.blocks().zip(bytes.chunks_exact_mut(BLOCK_BYTES));
-            let entries: Result<Vec<Entry>, Damaged> = blocks.map(|(block, into)| store.get(block, into)).collect();
-            entries.map(|entries| (entries, Bytes::from(bytes)))
-        } else {
-            let entries = run.blocks().map(|block| store.entry(block).ok_or(Damaged { block }));
-            entries.collect::<Result<_, _>>().map(|entries| (entries, Bytes::new()))
-        };
-        taken.map_err(|damaged| {
-            tracing::error!(volume = %self.shape.volume(), %damaged, "the copy must be taken back");
-            self.damaged();
-            Done::Refused(Cause::Damaged, damaged.to_string())
-        })
     }
 
     /// A block is damaged: the copy is behind.

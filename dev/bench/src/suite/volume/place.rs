@@ -117,5 +117,5 @@ fn drain(stderr: Option<ChildStderr>) {
     }
 }
 
-/// Until it is mounted, on a busy machine.
-const START_LIMIT: Duration = Duration::from_secs(120);
+/// Until it is mounted, on a busy machine that emulates another one.
+const START_LIMIT: Duration = Duration::from_secs(300);
