@@ -5,6 +5,7 @@
 mod kit;
 
 mod attend;
+mod backup;
 mod broken;
 mod cli;
 mod cluster;

@@ -243,7 +243,10 @@ impl Walker {
                 self.short.clear();
                 self.state = State::Bulk { length: number, left: number };
                 if number == 0 {
-                    return Ok((bytes, self.argument_done()));
+                    return Ok((bytes, self.argument_done(0)));
+                }
+                if self.argument == 0 && number > SHORT_BYTES_MAX {
+                    return Ok((bytes, Some(Found::Verb(Verb::Other))));
                 }
             }
         }
@@ -260,13 +263,14 @@ impl Walker {
         self.at += bytes as u64;
         let left = left - bytes as u64;
         self.state = State::Bulk { length, left };
-        (bytes, if left == 0 { self.argument_done() } else { None })
+        (bytes, if left == 0 { self.argument_done(length) } else { None })
     }
 
     /// All bytes of an argument are there.
-    fn argument_done(&mut self) -> Option<Found> {
+    fn argument_done(&mut self, length: u64) -> Option<Found> {
         self.state = State::End { seen: 0 };
-        if self.argument > 0 {
+        // A name that is longer than any of ours was known by its length.
+        if self.argument > 0 || length > SHORT_BYTES_MAX {
             return None;
         }
         self.verb = Verb::of(&self.short);
