@@ -27,6 +27,8 @@ pub(super) struct AofFile {
     pub(super) mark_ends: u64,
     /// The database that is selected there.
     pub(super) mark_database: u64,
+    /// The last second that is named before it.
+    pub(super) mark_noted: Option<Moment>,
     /// Whether it names seconds.
     pub(super) has_times: bool,
     pub(super) end: End,
@@ -63,6 +65,7 @@ impl AofFile {
             mark: None,
             mark_ends: 0,
             mark_database: 0,
+            mark_noted: None,
             has_times: false,
             end: End::Whole,
         };
@@ -110,7 +113,7 @@ impl AofFile {
         if let Some(mark) = Mark::parse(note) {
             if !walker.is_in_transaction() {
                 (self.mark, self.mark_ends) = (Some(mark), walker.border());
-                self.mark_database = walker.database();
+                (self.mark_database, self.mark_noted) = (walker.database(), self.last);
             }
             return false;
         }

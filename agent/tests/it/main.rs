@@ -18,6 +18,7 @@ mod expect_primary;
 mod fast_keys;
 mod fetch;
 mod forging;
+mod from_file;
 mod grants;
 mod handoff;
 mod history;

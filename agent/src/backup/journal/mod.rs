@@ -174,7 +174,8 @@ fn say_ended(manifest: &Manifest, ended: &Ended) {
 }
 
 impl Context {
-    /// Begins a folder. `not`: the present one, whose snapshot is of no use again. `after`: a gap, and what is before it.
+    /// Begins a folder. `not`: the present one, whose snapshot is of no use again. `after`: a gap, and what is before
+    /// it.
     fn begin(self: &Arc<Self>, not: Option<Manifest>, after: Option<(Manifest, Gap)>) -> Beginning {
         let context = Arc::clone(self);
         tokio::spawn(async move { begin(&context, not, after).await })

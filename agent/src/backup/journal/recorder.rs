@@ -1,8 +1,8 @@
 //! Recorder: the replication stream as files of commands.
 //!
 //! What has no effect on data is left out: `PING`, `REPLCONF`, `PUBLISH`. Before the first command of each second
-//! stands how far the stream is, and which second it is. A note never stands within a transaction, and a file never ends
-//! there unless the process is killed.
+//! stands how far the stream is, and which second it is. A note never stands within a transaction, and a file never
+//! ends there unless the process is killed.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -102,7 +102,7 @@ impl Recorder {
         file.set_len(walk.mark_ends).and_then(|()| file.sync_all()).map_err(unusable)?;
         let walker = Walker::of_stream(mark.offset + 1, walk.mark_database);
         let recorder = Recorder::new(Arc::new(place), walker, (file, walk.mark_ends), file_size);
-        Ok(Recorder { selected: true, noted: walk.last.unwrap_or_default(), ..recorder })
+        Ok(Recorder { selected: true, noted: walk.mark_noted.unwrap_or_default(), ..recorder })
     }
 
     pub(super) fn place(&self) -> &Arc<Place> {
