@@ -85,6 +85,8 @@ async fn dispatch(command: Command) -> Result<(), Failure> {
         Command::Token(args) => crate::token::run(&args),
         // Servers and clients of volumes, and mounts, catch signals themselves.
         Command::Fetch(args) => crate::snapshot::fetch::run(args).await,
+        Command::Backup(args) => crate::backup::run(args).await,
+        Command::Restore(args) => crate::backup::restore::run(args).await,
         Command::Cluster(args) => crate::cluster::run(args).await,
         Command::Snapshot(args) => crate::snapshot::run(args).await,
         Command::Volume(args) => crate::volume::run(args).await,

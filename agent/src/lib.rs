@@ -24,6 +24,7 @@
 //!   them.
 //! - [`intercept`]: the rules by which a server's connections come to an agent that attends it ([`replica::attend`]).
 //! - [`snapshot`]: a source's snapshot as a file; [`cluster`]: clusters as a whole.
+//! - [`backup`]: snapshots in a folder, with the writes since, and what can be restored from them.
 //! - [`metrics`]: what agents show to Prometheus and probes.
 //! - [`volume`]: block devices in the memory of other hosts, as commands.
 //! - [`verify`], [`ready`], [`load`], [`module_file`], [`generate`]: further commands.
@@ -33,6 +34,7 @@
 
 pub mod args;
 mod backoff;
+pub mod backup;
 pub mod cluster;
 pub mod commands;
 pub mod conversation;

@@ -9,6 +9,7 @@
 //! Not part of the crate's interface: compiled only for tests and with the feature `fuzzing`.
 #![allow(clippy::missing_panics_doc, reason = "to panic is what these functions are for")]
 
+use crate::aof::{Found, Manifest, Walker};
 use crate::info::Info;
 use crate::psync::{Payload, client, server};
 use crate::rdb::{self, Head};
@@ -19,7 +20,7 @@ use crate::{Refusal, ReplId};
 pub type Body = fn(&[u8]);
 
 /// All bodies, with the names of their fuzz targets and seed folders.
-pub const TARGETS: [(&str, Body); 8] = [
+pub const TARGETS: [(&str, Body); 10] = [
     ("resp_decode", resp_decode),
     ("command_decode", command_decode),
     ("psync_client", psync_client),
@@ -28,6 +29,8 @@ pub const TARGETS: [(&str, Body); 8] = [
     ("rdb_scan", rdb_scan),
     ("rdb_reference", rdb_reference),
     ("info", info),
+    ("aof_walk", aof_walk),
+    ("aof_manifest", aof_manifest),
 ];
 
 /// Inputs of up to this many bytes are tried with every single cut; the work grows with the square of the length.
@@ -44,6 +47,41 @@ pub fn resp_decode(data: &[u8]) {
     let wire = encoded(&whole.0);
     let (again, error) = decode(&[&wire]);
     assert_eq!((encoded(&again), error), (wire, None));
+}
+
+/// Borders are the same for every cut, and what ends at a border is whole by itself.
+pub fn aof_walk(data: &[u8]) {
+    let whole = walked(&[data]);
+    for_each_cut(data, |parts| assert_eq!(walked(parts), whole));
+    let (_, border, _) = whole;
+    let (_, again, error) = walked(&[data.get(..border as usize).unwrap_or_default()]);
+    assert_eq!((again, error), (border, None));
+}
+
+/// How many finds there are, the last border, and where an error is.
+fn walked(parts: &[&[u8]]) -> (Vec<Found>, u64, Option<u64>) {
+    let (mut walker, mut all) = (Walker::of_file(), Vec::new());
+    for part in parts {
+        let mut rest = *part;
+        while !rest.is_empty() {
+            match walker.feed(rest) {
+                Ok((taken, found)) => {
+                    rest = rest.get(taken..).unwrap_or_default();
+                    all.extend(found);
+                }
+                Err(error) => return (all, walker.border(), Some(error.at)),
+            }
+        }
+    }
+    assert!(walker.border() <= walker.position());
+    (all, walker.border(), None)
+}
+
+/// What is read survives writing, and leads to no other folder.
+pub fn aof_manifest(data: &[u8]) {
+    let Ok(manifest) = Manifest::parse(data) else { return };
+    assert!(manifest.files.iter().all(|file| !file.name.contains('/')));
+    assert_eq!(Manifest::parse(manifest.to_string().as_bytes()), Ok(manifest));
 }
 
 fn encoded(frames: &[resp::Frame]) -> Vec<u8> {

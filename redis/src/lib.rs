@@ -26,6 +26,7 @@
 //! - [`psync`]: the replication handshake, both ends. **Start here**: the drawings above the two state machines are the
 //!   core of this crate.
 //! - [`rdb`]: the envelope of a snapshot (magic, version, auxiliary fields, checksum) and the positions of its records.
+//! - [`aof`]: the borders between the commands of an append-only file or a stream, and the manifest of such files.
 //! - [`info`]: the answer to `INFO` as a map.
 //!
 //! Two examples drive the machines against real servers: `examples/snapshot.rs` takes a snapshot of a primary, and
@@ -38,6 +39,7 @@
 //! the bytes that have arrived, never with a length that was only announced.
 #![forbid(unsafe_code)]
 
+pub mod aof;
 mod buffer;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;

@@ -4,6 +4,7 @@
 //! rules. Nothing here runs a command: [`crate::commands`] does.
 
 mod attend;
+mod backup;
 mod cluster;
 mod devices;
 mod fast_keys;
@@ -19,6 +20,7 @@ mod read;
 mod ready;
 mod relay;
 mod replica;
+mod restore;
 mod security;
 mod snapshot;
 mod source;
@@ -31,6 +33,7 @@ use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 
 pub use self::{
     attend::{AttendArgs, LISTEN_PORT, PRIMARY_PORT},
+    backup::BackupArgs,
     cluster::{
         ClusterAction, ClusterArgs, ClusterBackupArgs, ClusterPlanArgs, ClusterSourcesArgs, ClusterStatusArgs,
         ClusterSyncArgs, Renew,
@@ -49,6 +52,7 @@ pub use self::{
     ready::ReadyArgs,
     relay::RelayArgs,
     replica::{ModuleLoad, OnFailure, ReplicaArgs},
+    restore::RestoreArgs,
     security::{MonitorNameArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs},
     snapshot::{SnapshotAction, SnapshotArgs, SnapshotFromArgs, SnapshotMountArgs},
     source::{HostPort, ModuleCapture, SendChoice, SourceArgs},
@@ -142,6 +146,12 @@ pub enum Command {
     #[command(about = "Fetch a source's snapshot as an RDB file")]
     #[allow(missing_docs)]
     Fetch(FetchArgs),
+    #[command(about = "Back a source's data up: a snapshot, and the writes since")]
+    #[allow(missing_docs)]
+    Backup(BackupArgs),
+    #[command(about = "Check a backup, and lay out what a server starts on")]
+    #[allow(missing_docs)]
+    Restore(RestoreArgs),
     #[command(about = "A source's snapshot as a mounted file")]
     #[allow(missing_docs)]
     Snapshot(SnapshotArgs),

@@ -67,6 +67,12 @@ pub struct SourceArgs {
     #[arg(long, help_heading = "Snapshot")]
     pub eager: bool,
 
+    /// The snapshot is this RDB file, which a server of the primary's history has written (with repl-id and
+    /// repl-offset), and the server is asked for the stream behind it only: never for a snapshot. Its backlog must
+    /// reach back to the file's offset when the source starts.
+    #[arg(long, value_name = "FILE", conflicts_with = "load_module", help_heading = "Snapshot")]
+    pub from_file: Option<PathBuf>,
+
     /// A snapshot older than this is not given to new joiners: the next one that joins starts a new snapshot.
     #[arg(long, value_name = "TIME", default_value = "1h", value_parser = parse_duration, help_heading = "Snapshot")]
     pub max_age: Duration,
@@ -271,6 +277,11 @@ impl std::fmt::Display for HostPort {
 const LEAST_MEMORY: Size = Size::mebibytes(16);
 
 impl SourceArgs {
+    /// Whether the snapshot is taken without a replica: the backlog may not reach back to a file's offset later.
+    pub fn is_eager(&self) -> bool {
+        self.eager || self.from_file.is_some()
+    }
+
     /// The size of a slot: the requested one, or one that suits this much memory.
     pub fn slot_size(&self) -> Size {
         self.slot_size.unwrap_or_else(|| default_slot_size(self.memory))
@@ -332,6 +343,8 @@ Examples:
   Serve others with certificates instead of a token:
     remora source --server redis://127.0.0.1:6379 --listen 10.0.0.5:7379 \\
       --security mtls --cert source.pem --key source.key --ca ca.pem
+  With the snapshot from a file, and the stream behind it from the primary:
+    remora source --server redis://10.0.0.5:6379 --token-file token --from-file dump.rdb
   From a server with TLS, which the replicas reach as db1:6390:
     remora source --server rediss://db1:6390 --tls-ca ca.pem --announce db1:6390 \\
       --token-file token

@@ -95,6 +95,16 @@ impl Source {
         })
     }
 
+    /// Asks for the journal alone, from a byte on. The error says whether the source has it still.
+    pub(crate) async fn journal(&mut self, join: Join) -> Result<Offer, crate::conversation::Error> {
+        self.connection.send(Message::Join(join)).await?;
+        loop {
+            if let Message::Offer(offer) = self.connection.receive().await? {
+                return Ok(offer);
+            }
+        }
+    }
+
     /// The two directions of the session, for its task.
     pub(crate) fn split(self) -> (Sender, Receiver) {
         self.connection.split()
@@ -324,6 +334,17 @@ impl Way {
         let protection = self.protection(kind, is_sealed);
         let id = spool::SnapshotId { origin, slot_size: snapshot.slot_size };
         Ok((id, part, Chosen { kind, why: connectors.why(), protection, copy: None }))
+    }
+
+    /// Connects to the offered journal alone. Blocks, within the transports' time-outs.
+    pub(crate) fn journal(&self, offer: &Offer, sinks: Sinks) -> Result<(ReplId, Part, TransportKind), Failure> {
+        let (_, journal, origin) = check(offer, self.source)?;
+        let is_sealed = !offer.journal.seal.is_empty();
+        let mut connectors = self.wish.connectors(self.source, is_sealed);
+        let sink = sinks.of(JOURNAL_BUFFERS, &journal, "remora-journal-sink")?;
+        let (peer, kind) = self.connect(&mut connectors, &offer.journal, &sink)?;
+        let table = self.expect(Kind::Journal, kind, &offer.journal, origin.history)?;
+        Ok((origin.history, part(peer, sink, JOURNAL_BUFFERS, table, offer.journal.retained), kind))
     }
 
     /// The connection to a snapshot whose slots are not passed on.

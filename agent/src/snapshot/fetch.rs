@@ -68,14 +68,18 @@ impl Fetch {
         Ok(Fetch { signals, reception: Reception::start(&args.from, "fetch", target, true)? })
     }
 
-    /// Waits until the whole snapshot has arrived. `left`: what a signal leaves.
-    async fn arrived(mut self, left: &str) -> Result<Arrived, Failure> {
-        let signal = tokio::select! {
-            done = &mut self.reception.running => match outcome(done)? {
-                Some(arrived) => return Ok(arrived),
-                None => return Err(Failure::local("the snapshot did not arrive; this is a bug of remora")),
-            },
-            signal = self.signals.next() => signal,
+    /// Waits until the whole snapshot has arrived. `left`: what a signal leaves. `begun` is called when a snapshot has
+    /// begun to arrive, and again when another one has.
+    async fn arrived(mut self, left: &str, begun: impl Fn()) -> Result<Arrived, Failure> {
+        let signal = loop {
+            tokio::select! {
+                done = &mut self.reception.running => match outcome(done)? {
+                    Some(arrived) => return Ok(arrived),
+                    None => return Err(Failure::local("the snapshot did not arrive; this is a bug of remora")),
+                },
+                Ok(()) = self.reception.begun.changed() => begun(),
+                signal = self.signals.next() => break signal,
+            }
         };
         end(self.reception.running, &self.reception.stop).await?;
         Err(Failure::new(Code::Interrupted, format!("stopped by {signal}{left}")))
@@ -87,6 +91,14 @@ impl Fetch {
 /// # Errors
 /// As [`run`].
 pub(crate) async fn to_file(args: &FetchArgs) -> Result<Summary, Failure> {
+    to_file_telling(args, |_| {}).await
+}
+
+/// As [`to_file`]. `begun` is told of the snapshot that has begun to arrive, and of another one if that begins instead.
+///
+/// # Errors
+/// As [`run`].
+pub(crate) async fn to_file_telling(args: &FetchArgs, begun: impl Fn(Origin)) -> Result<Summary, Failure> {
     let began = Instant::now();
     let (to, replaces) = (args.to.clone(), args.replace);
     let target = blocking(move || FileTarget::open(&to, replaces)).await?;
@@ -94,7 +106,12 @@ pub(crate) async fn to_file(args: &FetchArgs) -> Result<Summary, Failure> {
     let folder = target.folder().to_owned();
     let left = format!("; what has arrived is in {}, and the same command goes on there", folder.display());
     let fetch = Fetch::start(args, Arc::clone(&target) as Arc<dyn Target>)?;
-    let arrived = fetch.arrived(&left).await?;
+    let tell = || {
+        if let Some(kept) = target.present() {
+            begun(kept.origin());
+        }
+    };
+    let arrived = fetch.arrived(&left, tell).await?;
     let summary = Summary::of(args, &arrived, began);
     if let Some(stale) = summary.stale(args.need)
         && !args.allow_stale
@@ -184,7 +201,7 @@ async fn to_stdout(args: FetchArgs) -> Result<(), Failure> {
                     (Ok(_), Some(arrived)) => return Summary::of(&args, &arrived, began).show(&args),
                     // All of it has been written, and the source is just being asked about the primary.
                     (Ok(_), None) => {
-                        let arrived = fetch.arrived("").await?;
+                        let arrived = fetch.arrived("", || {}).await?;
                         return Summary::of(&args, &arrived, began).show(&args);
                     }
                     (Err(error), _) => {

@@ -7,11 +7,39 @@ use std::time::Instant;
 use remora_fabric::RegionId;
 
 use super::Source;
-use super::capture::{CaptureError, CaptureEvent, Plan};
+use super::capture::{CaptureError, CaptureEvent, MethodHistory, ModuleRules, Plan, SnapshotFile};
 use super::machine::Format;
 use super::tables::{JOURNAL_REGION, SNAPSHOT_REGION};
+use crate::args::SourceArgs;
 use crate::exit::Failure;
+use crate::server::Facts;
+use crate::tasks::blocking;
 use crate::units::Size;
+
+/// How snapshots are taken.
+pub(super) struct Methods {
+    /// What a module in the server may be asked to do.
+    rules: Arc<ModuleRules>,
+    history: MethodHistory,
+    /// The file that has the snapshot, instead of the server.
+    file: Option<Arc<SnapshotFile>>,
+}
+
+impl Methods {
+    /// What the options say. A file is read, and must be one behind which the server continues.
+    ///
+    /// # Errors
+    /// It is not.
+    pub(super) async fn of(args: &SourceArgs, facts: &Facts) -> Result<Methods, Failure> {
+        let mut file = None;
+        if let Some(path) = args.from_file.clone() {
+            let found = blocking(move || SnapshotFile::open(&path)).await?;
+            found.check(facts).map_err(Failure::refused)?;
+            file = Some(Arc::new(found));
+        }
+        Ok(Methods { rules: Arc::new(ModuleRules::new(args)), history: MethodHistory::default(), file })
+    }
+}
 
 impl Source {
     pub(super) fn start_capture(&mut self, generation: u64, with_stream: bool) -> Result<(), Failure> {
@@ -20,6 +48,7 @@ impl Source {
         let plan = Plan {
             generation,
             server: self.server.clone(),
+            file: self.methods.file.clone(),
             reader_version: self.facts.own_format().filter(|_| own_format).map(|version| version.to_string()),
             may_import_slots: self.facts.may_import_slots(),
             snapshot: self.tables.snapshot.clone(),
@@ -31,8 +60,8 @@ impl Source {
                 let snapshot = sealed.table(id(SNAPSHOT_REGION), &sealed.snapshot);
                 (snapshot, sealed.table(id(JOURNAL_REGION), &sealed.journal))
             }),
-            module: self.module_rules.clone(),
-            module_failed_lately: self.method_history.module_failed_lately(Instant::now()),
+            module: self.methods.rules.clone(),
+            module_failed_lately: self.methods.history.module_failed_lately(Instant::now()),
             gauge: self.gauge.clone(),
             events: self.captured.clone(),
             stop: Arc::new(AtomicBool::new(false)),
@@ -59,7 +88,7 @@ impl Source {
                 let rate = Size::bytes((*bytes as f64 / seconds.max(1e-9)) as u64);
                 tracing::info!(generation, size = %Size::bytes(*bytes), method = %self.gauge.method(), "snapshot completed in {seconds:.3} s ({rate}/s)");
             }
-            CaptureEvent::ModuleFailed => self.method_history.module_failed(Instant::now()),
+            CaptureEvent::ModuleFailed => self.methods.history.module_failed(Instant::now()),
             CaptureEvent::Failed { generation, error } => {
                 self.tables.outgrown |= matches!(error, CaptureError::Outgrown);
                 tracing::warn!(generation, %error, "snapshot failed");

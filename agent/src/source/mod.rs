@@ -50,7 +50,8 @@ use remora_table::Origin;
 use tokio::sync::{Mutex, mpsc, oneshot};
 
 use self::answers::{announce, as_others_reach_it, format_for, plan_of};
-use self::capture::{CaptureEvent, MethodHistory, ModuleRules};
+use self::capture::CaptureEvent;
+use self::captures::Methods;
 use self::exports::{Exports, tcp_exporter};
 use self::gauge::Gauge;
 use self::machine::{Action, Event, Machine, Report, Resume, Rules, Session};
@@ -107,6 +108,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     descriptors::check(args.max_replicas)?;
     let server = args.server.open(Task::Source)?;
     let facts = Facts::read(&mut server.connect().await?).await?;
+    let methods = Methods::of(&args, &facts).await?;
     let metrics = match args.metrics.metrics {
         Some(address) => Some(crate::metrics::bind(address).await?),
         None => None,
@@ -128,7 +130,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         memory = %args.memory,
         security = security.text(listener.address().ip()),
         "source ready; it takes a snapshot {}",
-        if args.eager { "now (--eager)" } else { "when the first replica joins" }
+        if args.is_eager() { "now" } else { "when the first replica joins" }
     );
     let gauge = Arc::new(Gauge::default());
     let rules = Rules {
@@ -138,14 +140,12 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         fork_interval: args.limits.fork_interval,
         slot_bytes: u64::from(tables.snapshot.1.slot_size),
     };
-    let machine = Machine::new(Instant::now(), rules, Backoff::from_system(), first_generation(), args.eager);
-    let module_rules = Arc::new(ModuleRules::new(&args));
+    let machine = Machine::new(Instant::now(), rules, Backoff::from_system(), first_generation(), args.is_eager());
     let metrics = metrics.map(|listener| metrics::serve(listener, incoming.clone()));
     let source = Source {
         args,
         tokens,
-        module_rules,
-        method_history: MethodHistory::default(),
+        methods,
         server,
         facts,
         tables,
@@ -213,9 +213,7 @@ struct Source {
     captured: mpsc::UnboundedSender<CaptureEvent>,
     sessions: HashMap<Session, Peer>,
     threads: Threads,
-    /// What a module in the server may be asked to do.
-    module_rules: Arc<ModuleRules>,
-    method_history: MethodHistory,
+    methods: Methods,
     /// One connection for questions to the server, opened when first needed and again after a failure.
     client: Arc<Mutex<Option<Client>>>,
     questions: Questions,

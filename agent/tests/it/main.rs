@@ -5,6 +5,7 @@
 mod kit;
 
 mod attend;
+mod backup;
 mod broken;
 mod cli;
 mod cluster;
@@ -18,6 +19,7 @@ mod expect_primary;
 mod fast_keys;
 mod fetch;
 mod forging;
+mod from_file;
 mod grants;
 mod handoff;
 mod history;

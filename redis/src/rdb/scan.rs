@@ -11,6 +11,7 @@
 //! at all: [`Scanner::skippable`] returns how many bytes may be skipped. A type that it does not know (of a newer
 //! server) is an error that names the position; a caller that only forwards the bytes can continue.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::grammar::{self, Item, TYPE_STRING};
@@ -104,6 +105,10 @@ pub struct Scanner {
     stack: Vec<Frame>,
     magic: Magic,
     database: u64,
+    /// Keys of the present database since it was selected.
+    keys: u64,
+    /// Keys of each database before; `None`: there were too many databases.
+    counts: Option<BTreeMap<u64, u64>>,
     prefix: Option<Prefix>,
     found: Option<Found>,
 }
@@ -137,6 +142,9 @@ const CARRY_STEP: usize = 64;
 /// Maximum size of one item, in bytes: a type, a key in any encoding, the length of a string.
 const UNIT_BYTES_MAX: usize = STRING_BYTES_MAX + 64;
 
+/// Databases whose keys are counted at most. Servers have 16 by default; a snapshot could name millions in a few bytes.
+const DATABASES_MAX: usize = 1 << 16;
+
 /// Groups in streams contain consumers, which contain ids: three levels, and one for the value itself.
 const DEPTH_MAX: usize = 4;
 
@@ -153,6 +161,8 @@ impl Scanner {
             stack: Vec::with_capacity(DEPTH_MAX),
             magic: Magic::Redis,
             database: 0,
+            keys: 0,
+            counts: Some(BTreeMap::new()),
             prefix: None,
             found: None,
         }
@@ -168,6 +178,12 @@ impl Scanner {
     /// byte.
     pub fn settled(&self) -> u64 {
         self.prefix.map_or(self.at, |prefix| prefix.begins)
+    }
+
+    /// How many keys each database has, as far as the snapshot was read. `None`: it has too many databases.
+    pub fn keys(&self) -> Option<BTreeMap<u64, u64>> {
+        let mut counts = self.counts.clone()?;
+        count(&mut counts, self.database, self.keys).then_some(counts)
     }
 
     /// How many of the next bytes need not be fed.
@@ -224,6 +240,7 @@ impl Scanner {
         let keys = records.by_ref().count() as u64;
         let begins = self.at;
         self.at += records.taken() as u64;
+        self.keys += keys;
         if keys > 0 {
             self.found = Some(Found::Run(Run { bytes: begins..self.at, database: self.database, keys }));
         }
@@ -284,7 +301,12 @@ impl Scanner {
             OPCODE_IDLE => prefix.usage = Some(Usage::Idle(input.number()?)),
             OPCODE_FREQ => prefix.usage = Some(Usage::Frequency(input.array::<1>()?[0])),
             OPCODE_SELECTDB => {
-                self.database = input.number()?;
+                let database = input.number()?;
+                if database != self.database {
+                    let (before, keys) = (self.database, std::mem::take(&mut self.keys));
+                    self.counts.take_if(|counts| !count(counts, before, keys));
+                    self.database = database;
+                }
                 return Ok(Known);
             }
             OPCODE_EOF => {
@@ -322,6 +344,7 @@ impl Scanner {
             self.enter(items, 1);
         }
         self.prefix = None;
+        self.keys += 1;
         Ok(Known)
     }
 
@@ -388,6 +411,14 @@ impl Scanner {
             self.stack.push(Frame { items, next: 0, times });
         }
     }
+}
+
+/// Adds keys to a database. `false`: there would be too many databases.
+fn count(counts: &mut BTreeMap<u64, u64>, database: u64, keys: u64) -> bool {
+    if keys > 0 {
+        *counts.entry(database).or_default() += keys;
+    }
+    counts.len() <= DATABASES_MAX
 }
 
 /// Kinds of values that modules write: the end, signed and unsigned numbers, of four and eight bytes, strings.
@@ -564,6 +595,36 @@ mod tests {
             let found = scan(&bytes, piece, 1).unwrap();
             assert!(matches!(&found[..], [Found::Text(text), Found::End { .. }] if text.key == b"k"), "{found:?}");
         }
+    }
+
+    #[test]
+    fn the_keys_of_each_database_are_counted_once_however_they_are_read() {
+        let mut writer = Writer::new(11);
+        for (database, keys) in [(3, 2), (0, 1), (3, 4), (5, 0), (7, 5)] {
+            writer.select_db(database);
+            for key in 0..keys {
+                writer.string(format!("{database} {key}"), vec![b'v'; key * 40], None);
+            }
+        }
+        let bytes = [&writer.finish()[..]].concat();
+        let wanted = BTreeMap::from([(0, 1), (3, 6), (7, 5)]);
+        for (piece, runs) in [(1, false), (7, true), (64, true), (1000, false), (1000, true)] {
+            let mut scanner = if runs { Scanner::of_runs(100) } else { Scanner::new(100) };
+            for piece in bytes.chunks(piece) {
+                let mut rest = piece;
+                while !rest.is_empty() {
+                    let (taken, _) = scanner.feed(rest).unwrap();
+                    rest = &rest[taken..];
+                }
+            }
+            assert_eq!(scanner.keys(), Some(wanted.clone()), "in pieces of {piece}, runs: {runs}");
+        }
+        let many: Vec<u8> = (0..=DATABASES_MAX as u32 + 1)
+            .flat_map(|number| [&[0xFE, 0x80][..], &number.to_be_bytes(), b"\x00\x01k\x01v"].concat())
+            .collect();
+        let mut scanner = Scanner::new(100);
+        scanner.feed(&[b"REDIS0011", &many[..]].concat()).unwrap();
+        assert_eq!(scanner.keys(), None);
     }
 
     #[test]

@@ -32,9 +32,11 @@
 //! - `plan`: what a capture is given, reports and fails with. `method`: how it takes the snapshot.
 //! - `with_module` and `without_module`: the two ways; `join` appends the server's part to the part that its child
 //!   wrote. `imports` keeps snapshots from a time when the server imported slots of a cluster from being used.
+//! - `from_file`: the snapshot from a file (`snapshot_file`), and only the stream from the server.
 //! - `psync_link` drives every handshake; `snapshot` and `stream` fill the tables, `sealing` and `journal`
 //!   the sealed ones; `socket` is the connection.
 
+mod from_file;
 mod imports;
 mod join;
 mod journal;
@@ -45,6 +47,7 @@ pub(crate) mod psync_link;
 mod scripted;
 mod sealing;
 mod snapshot;
+mod snapshot_file;
 mod socket;
 mod stream;
 #[cfg(test)]
@@ -60,6 +63,7 @@ use remora_table::State;
 pub(crate) use self::method::{Method, MethodHistory, ModuleRules};
 pub(crate) use self::plan::{CaptureError, CaptureEvent, Plan};
 use self::plan::{SILENCE_LIMIT, Stop};
+pub(crate) use self::snapshot_file::SnapshotFile;
 use self::socket::Silence;
 use self::stream::Following;
 use crate::server::ServerError;

@@ -11,6 +11,7 @@ use remora_table::Geometry;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::method::ModuleRules;
+use super::snapshot_file::SnapshotFile;
 use crate::server::{Server, ServerError, Task};
 use crate::source::gauge::Gauge;
 use crate::source::output_buffer::{OutputLimit, REMEDY};
@@ -24,6 +25,8 @@ pub(crate) struct Plan {
     pub(crate) generation: u64,
     /// The server to take the snapshot from.
     pub(crate) server: Server,
+    /// The file that has the snapshot. `None`: the server takes it.
+    pub(crate) file: Option<Arc<SnapshotFile>>,
     /// The server version that the capture claims, so that the server writes its own format. `None`: the server writes
     /// the format that all readers know.
     pub(crate) reader_version: Option<String>,
@@ -97,6 +100,9 @@ pub(crate) enum CaptureError {
     /// The module in the server did not do what it was armed for. The next attempt does without it.
     #[error("the module in the server: {0}")]
     Module(String),
+    /// The snapshot's file cannot be used, or the server does not continue behind it.
+    #[error("{0}")]
+    File(String),
     /// The server no longer has the byte that the journal needs next.
     #[error("the server's backlog no longer reaches back to where the stream broke, or its history is another one")]
     HistoryGone,
@@ -137,7 +143,7 @@ impl CaptureError {
             | CaptureError::Module(_)
             | CaptureError::Panicked(_)
             | CaptureError::HistoryChanged { .. } => true,
-            CaptureError::HistoryGone | CaptureError::Table(_) | CaptureError::Stopped => false,
+            CaptureError::HistoryGone | CaptureError::File(_) | CaptureError::Table(_) | CaptureError::Stopped => false,
         }
     }
 }

@@ -81,6 +81,7 @@ impl Rig {
         let plan = Plan {
             generation: 5,
             server: Server::new(url, Credentials::default(), &TlsOptions::default(), Task::Source).unwrap(),
+            file: None,
             reader_version: None,
             may_import_slots: false,
             snapshot: table("test-snapshot"),

@@ -80,7 +80,7 @@ impl Capture {
         }
     }
 
-    fn identity(&self, kind: Kind, replid: ReplId, first_offset: u64) -> Identity {
+    pub(super) fn identity(&self, kind: Kind, replid: ReplId, first_offset: u64) -> Identity {
         Identity { kind, origin: Origin { generation: self.plan.generation, history: replid, offset: first_offset } }
     }
 }

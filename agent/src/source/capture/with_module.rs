@@ -85,6 +85,9 @@ impl Capture {
         let gauge = &self.plan.gauge;
         gauge.set_method(Method::Psync);
         gauge.set_no_fast_keys("");
+        if let Some(file) = &self.plan.file {
+            return self.take_file(file);
+        }
         let mut chosen = match self.choose() {
             Ok(chosen) => chosen,
             Err(why) => {

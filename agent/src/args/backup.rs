@@ -1,0 +1,116 @@
+//! The arguments of `remora backup`.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::Args;
+use rustix::fs::Mode;
+
+use super::{ClusterNodeArgs, FetchArgs, SnapshotFromArgs};
+use crate::exit::{self, Code};
+use crate::units::{Size, parse_duration};
+
+/// The arguments of `remora backup`.
+#[derive(Clone, Debug, Args)]
+#[command(long_about = ABOUT, after_long_help = more())]
+pub struct BackupArgs {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub from: SnapshotFromArgs,
+
+    /// The folder for the backups, which is made if it is missing; `-`: the snapshot alone, to standard output.
+    #[arg(long, value_name = "DIR", help_heading = "Backups")]
+    pub to: PathBuf,
+
+    /// Once the new backup is whole, remove the oldest ones of the same replication history and kind, so that N stay.
+    /// Files and folders that this command has not made are never touched.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Backups")]
+    pub keep: Option<u32>,
+
+    /// With `--to -`: folder in whose file system the snapshot is kept as it arrives, in a file without a name.
+    #[arg(long, value_name = "DIR", default_value = "/var/tmp", help_heading = "Backups")]
+    pub spool: PathBuf,
+
+    /// Stay, and write the commands since the snapshot too, as a multi-part append-only file with the time of each
+    /// second, until stopped. Any moment since the snapshot can be restored then.
+    #[arg(long, help_heading = "Commands since")]
+    pub journal: bool,
+
+    /// How often the written commands are brought to the disk: at most what came in this time is lost when this host
+    /// fails. `0`: each time that some have arrived.
+    #[arg(long, value_name = "TIME", default_value = "1s", value_parser = parse_duration, requires = "journal", help_heading = "Commands since")]
+    pub sync_every: Duration,
+
+    /// A file of commands that is larger than this is followed by another one.
+    #[arg(long, value_name = "SIZE", default_value = "64MiB", value_parser = parse_file_size, requires = "journal", help_heading = "Commands since")]
+    pub file_size: Size,
+
+    /// Begin anew with another snapshot after this time, without a gap. The source takes another snapshot only if its
+    /// own is older than its --max-age. `0`: never.
+    #[arg(long, value_name = "TIME", default_value = "1d", value_parser = parse_duration, requires = "journal", help_heading = "Commands since")]
+    pub base_every: Duration,
+}
+
+/// The smallest file of commands: with smaller ones, a busy server would have thousands.
+const LEAST_FILE: Size = Size::bytes(64 << 10);
+
+fn parse_file_size(text: &str) -> Result<Size, String> {
+    let size: Size = text.parse().map_err(|error: crate::units::UnitError| error.to_string())?;
+    if size < LEAST_FILE {
+        return Err(format!("a file must have at least {LEAST_FILE}"));
+    }
+    Ok(size)
+}
+
+impl BackupArgs {
+    /// What fetches the source's snapshot into this file.
+    pub(crate) fn fetch(&self, to: &Path) -> FetchArgs {
+        let mut from = self.from.clone();
+        from.name.get_or_insert_with(|| "backup".to_owned());
+        FetchArgs {
+            from,
+            to: to.to_owned(),
+            // One of an earlier attempt that did not end.
+            replace: true,
+            owner: None,
+            mode: Mode::RUSR | Mode::WUSR,
+            spool: self.spool.clone(),
+            allow_stale: true,
+            need: Duration::ZERO,
+            write_replicaof: None,
+            write_nodes_conf: None,
+            node_address: None,
+            cluster: ClusterNodeArgs::default(),
+            server_config: None,
+            json: None,
+        }
+    }
+}
+
+const ABOUT: &str = "\
+Backs the data of a source's server up: its snapshot as an RDB file in a folder, and with --journal the commands since.
+
+The command reads the snapshot as a replica does: the source forks the server for it at most once, and not at all if it has a \
+snapshot already. A backup gets its name when it is whole, checked and on the disk; a crash at any moment leaves the earlier ones as \
+they were. Its name begins with its moment in UTC, and a small JSON file beside it says what it is. With --journal the command goes \
+on with the replication stream from the source's memory, which costs the primary nothing: a folder of its own has the snapshot and \
+the commands since, as a server with appendonly yes has them. `remora restore` checks a backup, and lays it out for a server.";
+
+fn more() -> String {
+    format!(
+        "\
+Examples:
+  Each night, with a week of them:
+    remora backup --source 10.0.0.5:7379 --token-file token --to /backups --keep 7
+  Always, each second; a new beginning each day, and three of them:
+    remora backup --source 10.0.0.5:7379 --token-file token --to /backups --keep 3 --journal
+  What there is, and the data of a moment for a server:
+    remora restore /backups
+    remora restore /backups --until 2026-11-25T23:45:00Z --to /data
+  To another program:
+    remora backup --source 10.0.0.5:7379 --token-file token --to - | zstd > backup.zst
+
+{}",
+        exit::help_table(&[Code::Usage, Code::Refused, Code::Source, Code::Interrupted, Code::Local])
+    )
+}

@@ -1,0 +1,60 @@
+//! The arguments of `remora restore`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use crate::backup::moment::Moment;
+use crate::exit::{self, Code};
+
+/// The arguments of `remora restore`.
+#[derive(Clone, Debug, Args)]
+#[command(long_about = ABOUT, after_long_help = more())]
+pub struct RestoreArgs {
+    /// A backup: an RDB file, or a folder with an append-only file. Or a folder of `remora backup`: the newest backup
+    /// there, or with --until the newest that is not of a later moment.
+    #[arg(value_name = "PATH")]
+    pub from: PathBuf,
+
+    /// Folder of a server (`dir`) that gets `dump.rdb`, or `appendonlydir`. Without this option nothing is written.
+    #[arg(long, value_name = "DIR")]
+    pub to: Option<PathBuf>,
+
+    /// The data as they were at the end of this second: 2026-11-25T23:45:00Z (or with +01:00), or seconds since 1970.
+    /// Default: all that the backup has.
+    #[arg(long, value_name = "TIME")]
+    pub until: Option<Moment>,
+
+    /// Replace a `dump.rdb` or `appendonlydir` that is there. Without this option the command refuses.
+    #[arg(long, requires = "to")]
+    pub replace: bool,
+
+    /// Print one JSON object instead of text.
+    #[arg(long, help_heading = "Output")]
+    pub json: bool,
+}
+
+const ABOUT: &str = "\
+Checks a backup, says what it holds, and lays out what a server starts on.
+
+All of it is read: the structure and the checksum of the RDB file, the list of an append-only file, and each command with its \
+transaction. What a crash has left behind the last whole command or transaction is named, and left out. With --to the files are laid \
+into a server's folder, up to --until. Backups of other programs can be read too, if they are RDB files or append-only files of Redis \
+7 and newer or Valkey.";
+
+fn more() -> String {
+    format!(
+        "\
+Examples:
+  Check the newest backup:
+    remora restore /backups
+  Lay it out, and start a server on it (appendonly yes, if it has commands too):
+    remora restore /backups --to /data
+    redis-server --dir /data --appendonly yes
+  The data before a mistake:
+    remora restore /backups --until 2026-11-25T23:44:59Z --to /data
+
+{}",
+        exit::help_table(&[Code::Usage, Code::Refused, Code::Interrupted, Code::Local])
+    )
+}

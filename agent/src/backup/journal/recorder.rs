@@ -1,0 +1,335 @@
+//! Recorder: the replication stream as files of commands.
+//!
+//! What has no effect on data is left out: `PING`, `REPLCONF`, `PUBLISH`. Before the first command of each second
+//! stands how far the stream is, and which second it is. A note never stands within a transaction, and a file never
+//! ends there unless the process is killed.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use remora_redis::aof::{Found, TIME_NOTE, Verb, Walker};
+
+use super::super::aof_file::AofFile;
+use super::super::mark::{Mark, NOTE_END};
+use super::super::moment::Moment;
+use super::place::Place;
+use crate::exit::Failure;
+
+/// Bytes that wait for the file at most, besides the last chunk.
+const WAITING_BYTES: usize = 1 << 20;
+
+/// Writes a stream into the files of a [`Place`].
+#[derive(Debug)]
+pub(super) struct Recorder {
+    place: Arc<Place>,
+    walker: Walker,
+    /// Whether the stream has selected a database since the snapshot.
+    selected: bool,
+    /// A command whose name has not arrived yet.
+    pending: Vec<u8>,
+    /// The command of which a part has arrived.
+    verb: Option<Verb>,
+    /// What the file has not got yet.
+    waiting: Vec<u8>,
+    file: File,
+    /// Length of the file.
+    length: u64,
+    /// Where the file can be cut: the end of the last whole command or transaction.
+    border: u64,
+    /// The last second that was noted.
+    noted: Moment,
+    /// The file has bytes that may not be on the disk.
+    is_dirty: bool,
+    /// Commands or many bytes of the stream have come since the last mark.
+    marked: u64,
+    file_size: u64,
+}
+
+/// Bytes of the stream without a command after which a mark is worth its place.
+const MARK_EVERY: u64 = 64 << 10;
+
+/// Why a stream could not be recorded.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum RecordError {
+    /// The files cannot be written.
+    #[error(transparent)]
+    Disk(#[from] io::Error),
+    /// The stream is not one of commands.
+    #[error(transparent)]
+    Stream(#[from] remora_redis::aof::WalkError),
+}
+
+impl Recorder {
+    /// Begins the first file of a place, behind a snapshot at this offset.
+    pub(super) fn begin(place: Arc<Place>, offset: u64, file_size: u64) -> io::Result<Recorder> {
+        let (file, length) = place.next(None, Mark { offset })?;
+        Ok(Recorder::new(place, Walker::of_stream(offset + 1, 0), (file, length), file_size))
+    }
+
+    fn new(place: Arc<Place>, walker: Walker, (file, length): (File, u64), file_size: u64) -> Recorder {
+        Recorder {
+            place,
+            selected: false,
+            pending: Vec::new(),
+            verb: None,
+            waiting: Vec::new(),
+            file,
+            length,
+            border: length,
+            noted: Moment::default(),
+            is_dirty: false,
+            marked: walker.position(),
+            walker,
+            file_size,
+        }
+    }
+
+    /// Goes on in the last file of a place, behind its last mark: what follows is cut off, and comes again.
+    ///
+    /// # Errors
+    /// The file cannot be used, or has no mark.
+    pub(super) fn resume(folder: &Path, file_size: u64) -> Result<Recorder, Failure> {
+        let (place, path, _) = Place::reopen(folder)?;
+        let walk = AofFile::read(&path, None)?;
+        let Some(mark) = walk.mark else {
+            return Err(Failure::refused(format!("{} has no mark from which to go on", path.display())));
+        };
+        let unusable = |error: io::Error| Failure::local(format!("{} cannot be used: {error}", path.display()));
+        let file = File::options().read(true).write(true).open(&path).map_err(unusable)?;
+        file.set_len(walk.mark_ends).and_then(|()| file.sync_all()).map_err(unusable)?;
+        let walker = Walker::of_stream(mark.offset + 1, walk.mark_database);
+        let recorder = Recorder::new(Arc::new(place), walker, (file, walk.mark_ends), file_size);
+        Ok(Recorder { selected: true, noted: walk.mark_noted.unwrap_or_default(), ..recorder })
+    }
+
+    pub(super) fn place(&self) -> &Arc<Place> {
+        &self.place
+    }
+
+    /// The byte of the stream that it needs next.
+    pub(super) fn next_byte(&self) -> u64 {
+        self.walker.position()
+    }
+
+    /// The last byte of the stream that is recorded with its whole command and transaction.
+    pub(super) fn recorded(&self) -> u64 {
+        self.walker.border().saturating_sub(1)
+    }
+
+    /// The last second that was noted.
+    pub(super) fn noted(&self) -> Moment {
+        self.noted
+    }
+
+    /// Takes the next bytes of the stream.
+    pub(super) fn take(&mut self, bytes: &[u8], now: Moment) -> Result<(), RecordError> {
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            let (taken, found) = self.walker.feed(rest)?;
+            let (part, after) = rest.split_at(taken);
+            rest = after;
+            match self.verb {
+                None => self.pending.extend_from_slice(part),
+                Some(verb) if verb.has_effect() => self.waiting.extend_from_slice(part),
+                Some(_) => {}
+            }
+            match found {
+                Some(Found::Verb(verb)) => self.begun(verb, now),
+                Some(Found::Command { verb, .. }) => self.ended(verb)?,
+                Some(Found::Note(_)) | None => {}
+            }
+            if self.waiting.len() >= WAITING_BYTES {
+                self.write()?;
+            }
+        }
+        Ok(self.write()?)
+    }
+
+    /// A command has begun.
+    fn begun(&mut self, verb: Verb, now: Moment) {
+        self.verb = Some(verb);
+        let begun = std::mem::take(&mut self.pending);
+        if !verb.has_effect() {
+            return;
+        }
+        if !self.walker.is_in_transaction() && now > self.noted {
+            self.mark();
+            self.waiting.extend_from_slice(TIME_NOTE);
+            self.waiting.extend_from_slice(now.get().to_string().as_bytes());
+            self.waiting.extend_from_slice(NOTE_END);
+            self.noted = now;
+        }
+        self.waiting.extend_from_slice(&begun);
+    }
+
+    /// A command has ended.
+    fn ended(&mut self, verb: Verb) -> io::Result<()> {
+        self.verb = None;
+        self.selected |= verb == Verb::Select;
+        if self.walker.is_in_transaction() {
+            return Ok(());
+        }
+        self.border = self.length + self.waiting.len() as u64;
+        if self.border < self.file_size {
+            return Ok(());
+        }
+        self.mark();
+        self.sync()?;
+        let database = self.selected.then(|| self.walker.database());
+        (self.file, self.length) = self.place.next(database, Mark { offset: self.recorded() })?;
+        (self.border, self.is_dirty) = (self.length, false);
+        Ok(())
+    }
+
+    /// Notes how far the stream is. Only at a border.
+    fn mark(&mut self) {
+        Mark { offset: self.recorded() }.write(&mut self.waiting);
+        self.border = self.length + self.waiting.len() as u64;
+        self.marked = self.walker.border();
+    }
+
+    fn write(&mut self) -> io::Result<()> {
+        if self.waiting.is_empty() {
+            return Ok(());
+        }
+        self.is_dirty = true;
+        self.file.write_all_at(&self.waiting, self.length)?;
+        self.length += self.waiting.len() as u64;
+        self.waiting.clear();
+        Ok(())
+    }
+
+    /// Brings what has been taken to the disk.
+    pub(super) fn sync(&mut self) -> io::Result<()> {
+        let is_at_border = self.walker.is_between() && !self.walker.is_in_transaction();
+        let passed = self.walker.position() - self.marked;
+        if is_at_border && passed > 0 && (self.is_dirty || passed >= MARK_EVERY) {
+            self.mark();
+        }
+        self.write()?;
+        if self.is_dirty {
+            self.file.sync_data()?;
+            self.is_dirty = false;
+        }
+        Ok(())
+    }
+
+    /// Ends the last file at a border, with a mark, on the disk.
+    pub(super) fn finish(&mut self) -> io::Result<()> {
+        self.write()?;
+        if self.length > self.border {
+            self.file.set_len(self.border)?;
+            self.length = self.border;
+        }
+        self.mark();
+        self.write()?;
+        self.file.flush()?;
+        self.file.sync_all()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use remora_redis::resp::command;
+
+    use super::*;
+
+    fn recorder(folder: &Path, file_size: u64) -> Recorder {
+        let place = Arc::new(Place::create(folder.to_owned()).unwrap());
+        Recorder::begin(place, 100, file_size).unwrap()
+    }
+
+    fn file(folder: &Path, number: u64) -> String {
+        let path = folder.join(format!("appendonlydir/appendonly.aof.{number}.incr.aof"));
+        String::from_utf8(std::fs::read(path).unwrap()).unwrap()
+    }
+
+    fn commands(all: &[&[&str]]) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        all.iter().for_each(|words| command(&mut bytes, words));
+        bytes
+    }
+
+    #[test]
+    fn the_stream_is_recorded_without_what_has_no_effect_and_with_its_times() {
+        let temporary = tempfile::tempdir().unwrap();
+        for piece in [1, 7, 1000] {
+            let folder = temporary.path().join(piece.to_string());
+            std::fs::create_dir(&folder).unwrap();
+            let mut recorder = recorder(&folder, 1 << 20);
+            let first = commands(&[&["PING"], &["SELECT", "3"], &["SET", "a", "1"], &["REPLCONF", "GETACK", "*"]]);
+            let second = commands(&[&["MULTI"], &["SET", "b", "2"], &["PUBLISH", "c", "SET"], &["EXEC"], &["PING"]]);
+            let third = commands(&[&["PING"], &["DEL", "a"]]);
+            for (at, bytes) in [(1000, &first), (1000, &second), (1002, &third)] {
+                bytes.chunks(piece).for_each(|bytes| recorder.take(bytes, Moment::seconds(at)).unwrap());
+            }
+            recorder.sync().unwrap();
+            let all = first.len() + second.len() + third.len();
+            assert_eq!((recorder.next_byte(), recorder.recorded()), (101 + all as u64, 100 + all as u64));
+            let text = file(&folder, 1);
+            let (head, body) = text.split_at(128);
+            assert!(head.starts_with("*2\r\n$6\r\nSELECT\r\n$1\r\n0\r\n#REMORA:100\r\n#  "), "{head:?}");
+            let kept = [
+                format!("#REMORA:{}\r\n#TS:1000\r\n", 100 + "*1\r\n$4\r\nPING\r\n".len()),
+                String::from_utf8(commands(&[&["SELECT", "3"], &["SET", "a", "1"]])).unwrap(),
+                String::from_utf8(commands(&[&["MULTI"], &["SET", "b", "2"], &["EXEC"]])).unwrap(),
+                format!("#REMORA:{}\r\n#TS:1002\r\n", 100 + first.len() + second.len() + "*1\r\n$4\r\nPING\r\n".len()),
+                String::from_utf8(commands(&[&["DEL", "a"]])).unwrap(),
+                format!("#REMORA:{}\r\n", 100 + all),
+            ];
+            assert_eq!(body, kept.concat(), "in pieces of {piece}");
+        }
+    }
+
+    #[test]
+    fn files_are_followed_by_others_at_a_border_and_never_within_a_transaction() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut recorder = recorder(folder.path(), 300);
+        let long = "x".repeat(200);
+        recorder.take(&commands(&[&["SELECT", "7"], &["MULTI"], &["SET", "a", &long]]), Moment::seconds(5)).unwrap();
+        recorder.take(&commands(&[&["SET", "b", &long], &["EXEC"], &["SET", "c", "1"]]), Moment::seconds(5)).unwrap();
+        recorder.finish().unwrap();
+        let (first, second) = (file(folder.path(), 1), file(folder.path(), 2));
+        assert!(first.contains("EXEC\r\n#REMORA:"), "{first:?}");
+        assert!(second.starts_with("*2\r\n$6\r\nSELECT\r\n$1\r\n7\r\n#REMORA:"), "{second:?}");
+        assert!(second.contains("$1\r\nc\r\n"));
+    }
+
+    #[test]
+    fn what_is_torn_at_the_end_is_cut_off_in_order_and_again_when_it_goes_on() {
+        let temporary = tempfile::tempdir().unwrap();
+        let shelf = temporary.path().join("set");
+        std::fs::create_dir(&shelf).unwrap();
+        let mut recorder = recorder(&shelf, 1 << 20);
+        let whole = commands(&[&["SELECT", "2"], &["SET", "a", "1"]]);
+        let torn = commands(&[&["MULTI"], &["SET", "b", "2"]]);
+        recorder.take(&whole, Moment::seconds(5)).unwrap();
+        recorder.take(&torn, Moment::seconds(5)).unwrap();
+        assert!(file(&shelf, 1).ends_with("$1\r\n2\r\n"));
+        recorder.sync().unwrap();
+        // As after a kill: the list, and a file whose end is torn.
+        std::fs::write(
+            shelf.join("appendonlydir/appendonly.aof.manifest"),
+            "file appendonly.aof.1.base.rdb seq 1 type b\nfile appendonly.aof.1.incr.aof seq 1 type i\n",
+        )
+        .unwrap();
+        let mut again = Recorder::resume(&shelf, 1 << 20).unwrap();
+        assert_eq!((again.next_byte(), again.noted()), (101, Moment::seconds(0)), "at the last mark, the head's");
+        again.take(&whole, Moment::seconds(9)).unwrap();
+        again.take(&torn, Moment::seconds(9)).unwrap();
+        again.finish().unwrap();
+        let text = file(&shelf, 1);
+        assert!(text.ends_with(&format!("$1\r\n1\r\n#REMORA:{}\r\n", 100 + whole.len())), "{text:?}");
+        let mut last = Recorder::resume(&shelf, 1 << 20).unwrap();
+        assert_eq!(last.next_byte(), 101 + whole.len() as u64);
+        last.take(&commands(&[&["SET", "z", "1"]]), Moment::seconds(9)).unwrap();
+        last.finish().unwrap();
+        let walk = AofFile::read(&shelf.join("appendonlydir/appendonly.aof.1.incr.aof"), None).unwrap();
+        assert_eq!((walk.mark_database, walk.mark.unwrap().offset), (2, last.recorded()));
+    }
+}

@@ -1,0 +1,102 @@
+//! Found: what there is at a path.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use remora_redis::aof::Manifest;
+
+use super::super::manifest::Kind;
+use super::super::moment::Moment;
+use super::super::shelf::{self, Backup};
+use crate::exit::Failure;
+
+/// A backup that was found.
+#[derive(Debug)]
+pub(super) enum Found {
+    /// An RDB file.
+    Snapshot(PathBuf),
+    /// An append-only file of several parts.
+    Folder(AofFolder),
+}
+
+/// The folder of an append-only file.
+#[derive(Debug)]
+pub(super) struct AofFolder {
+    pub(super) path: PathBuf,
+    /// The name of the list.
+    pub(super) list: String,
+    pub(super) manifest: Manifest,
+}
+
+/// The servers' default name of the folder (`appenddirname`).
+pub(super) const FOLDER: &str = "appendonlydir";
+
+/// Bytes of a list that are read at most: more than the most files need.
+const LIST_BYTES_MAX: u64 = 16 << 20;
+
+impl Found {
+    /// Looks at the path, and chooses the newest backup that is not of a later moment.
+    ///
+    /// # Errors
+    /// There is none.
+    pub(super) fn at(path: &Path, until: Option<Moment>) -> Result<Found, Failure> {
+        let kind = path.metadata();
+        let kind = kind.map_err(|error| Failure::refused(format!("{} cannot be read: {error}", path.display())))?;
+        if kind.is_file() {
+            return Ok(Found::Snapshot(path.to_owned()));
+        }
+        for folder in [path.join(FOLDER), path.to_owned()] {
+            if let Some(folder) = AofFolder::at(&folder)? {
+                return Ok(Found::Folder(folder));
+            }
+        }
+        let all = shelf::list(path);
+        let is_empty = all.is_empty();
+        let snapshots = all.iter().filter(|backup| backup.manifest.kind == Kind::Snapshot).count();
+        if snapshots > 0 && snapshots < all.len() {
+            // Commands may reach further than a snapshot that was taken later, or may not.
+            return Err(Failure::refused(format!(
+                "{} has snapshots and folders with commands: name the one that is meant",
+                path.display()
+            )));
+        }
+        let not_later = |backup: &Backup| until.is_none_or(|until| backup.manifest.taken_seconds <= until);
+        match all.into_iter().rev().find(not_later) {
+            Some(backup) if backup.manifest.kind == Kind::Snapshot => Ok(Found::Snapshot(backup.path)),
+            Some(backup) => AofFolder::at(&backup.path.join(FOLDER))?.map(Found::Folder).ok_or_else(|| {
+                Failure::refused(format!("{} has lost its list of files ({FOLDER})", backup.path.display()))
+            }),
+            None if path.join("dump.rdb").is_file() => Ok(Found::Snapshot(path.join("dump.rdb"))),
+            None if is_empty => Err(Failure::refused(format!("there is no backup in {}", path.display()))),
+            None => {
+                Err(Failure::refused(format!("all backups in {} are of a later moment than --until", path.display())))
+            }
+        }
+    }
+}
+
+impl AofFolder {
+    /// The append-only file in this folder; `None` if there is none.
+    pub(super) fn at(path: &Path) -> Result<Option<AofFolder>, Failure> {
+        let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
+        let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+        let mut lists: Vec<String> = names.filter(|name| name.ends_with(".manifest")).collect();
+        lists.sort();
+        let Some(list) = lists.pop() else { return Ok(None) };
+        let file = path.join(&list);
+        if let Some(other) = lists.pop() {
+            let text = format!("{} has two lists of files: {other} and {list}; remove the wrong one", path.display());
+            return Err(Failure::refused(text));
+        }
+        let unreadable = |error: &dyn std::fmt::Display| Failure::refused(format!("{}: {error}", file.display()));
+        let mut bytes = Vec::new();
+        let read = File::open(&file).and_then(|opened| opened.take(LIST_BYTES_MAX).read_to_end(&mut bytes));
+        read.map_err(|error| unreadable(&error))?;
+        let manifest = Manifest::parse(&bytes).map_err(|error| unreadable(&error))?;
+        if manifest.files.is_empty() {
+            return Err(unreadable(&"it names no file"));
+        }
+        Ok(Some(AofFolder { path: path.to_owned(), list, manifest }))
+    }
+}

@@ -1,0 +1,101 @@
+//! Laid: the files of a backup in a server's folder. They are copied beside, brought to the disk, and get their name
+//! last.
+
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+
+use remora_redis::aof::Manifest;
+use rustix::fs::RenameFlags;
+
+use super::commands::Commands;
+use super::found::{AofFolder, FOLDER, Found};
+use crate::exit::Failure;
+use crate::snapshot::beside;
+use crate::snapshot::fetch::PRIVATE;
+
+/// The servers' default name of an RDB file (`dbfilename`).
+const SNAPSHOT: &str = "dump.rdb";
+
+/// What files and folders are called that have no name yet.
+const BESIDE: &str = ".remora-restore";
+
+fn failed(path: &Path) -> impl Fn(io::Error) -> Failure {
+    let path = path.display().to_string();
+    move |error| Failure::local(format!("{path} cannot be written: {error}"))
+}
+
+/// Refuses a folder that has data already, before a long check.
+///
+/// # Errors
+/// It has.
+pub(super) fn refuse_what_is_there(folder: &Path, found: &Found) -> Result<(), Failure> {
+    let to = folder.join(if matches!(found, Found::Snapshot(_)) { SNAPSHOT } else { FOLDER });
+    if to.symlink_metadata().is_ok() { Err(exists(&to)) } else { Ok(()) }
+}
+
+fn exists(to: &Path) -> Failure {
+    Failure::refused(format!("{} exists; replace it by --replace, while its server is stopped", to.display()))
+}
+
+/// Lays an RDB file out.
+///
+/// # Errors
+/// It cannot be written, or there is one and it is not to be replaced.
+pub(super) fn snapshot(from: &Path, folder: &Path, replaces: bool) -> Result<PathBuf, Failure> {
+    let to = folder.join(SNAPSHOT);
+    fs::create_dir_all(folder).map_err(failed(folder))?;
+    let beside = tempfile::Builder::new().prefix(BESIDE).tempfile_in(folder).map_err(failed(&to))?;
+    let (mut file, fresh) = beside.into_parts();
+    File::open(from).and_then(|mut from| io::copy(&mut from, &mut file)).map_err(failed(&to))?;
+    beside::put(&file, &fresh, &to, &beside::Placing { replaces, ..PRIVATE })?;
+    _ = fresh.keep(); // it has another name by now
+    Ok(to)
+}
+
+/// Lays the files of an append-only file out, the last one up to where it is cut.
+///
+/// # Errors
+/// They cannot be written, or there are some and they are not to be replaced.
+pub(super) fn folder(
+    from: &AofFolder,
+    commands: Option<&Commands>,
+    folder: &Path,
+    replaces: bool,
+) -> Result<PathBuf, Failure> {
+    let to = folder.join(FOLDER);
+    fs::create_dir_all(folder).map_err(failed(folder))?;
+    let beside = tempfile::Builder::new().prefix(BESIDE).tempdir_in(folder).map_err(failed(&to))?;
+    let inner = beside.path().join(FOLDER);
+    fs::DirBuilder::new().mode(0o700).create(&inner).map_err(failed(&inner))?;
+    let mut files = from.manifest.files.clone();
+    let last_bytes = commands.map_or(u64::MAX, |commands| commands.last_bytes);
+    files.truncate(commands.map_or(usize::MAX, |commands| commands.files));
+    if last_bytes == 0 && files.len() > 1 {
+        files.pop();
+    }
+    for (number, file) in files.iter().enumerate() {
+        // The last one that was read is used up to there. One that is not copied was empty.
+        let is_cut = commands.is_some_and(|commands| commands.files == number + 1);
+        let path = inner.join(&file.name);
+        copy(&from.path.join(&file.name), &path, if is_cut { last_bytes } else { u64::MAX }).map_err(failed(&path))?;
+    }
+    let list = Manifest { files }.to_string();
+    beside::write(&inner.join(&from.list), list.as_bytes(), &PRIVATE)?;
+    let flags = if replaces && to.symlink_metadata().is_ok() { RenameFlags::EXCHANGE } else { RenameFlags::NOREPLACE };
+    match rustix::fs::renameat_with(rustix::fs::CWD, &inner, rustix::fs::CWD, &to, flags) {
+        Err(rustix::io::Errno::EXIST) => return Err(exists(&to)),
+        renamed => renamed.map_err(|errno| failed(&to)(errno.into()))?,
+    }
+    File::open(folder).and_then(|folder| folder.sync_all()).map_err(failed(&to))?;
+    // What was replaced goes with the folder beside.
+    Ok(to)
+}
+
+fn copy(from: &Path, to: &Path, bytes: u64) -> io::Result<()> {
+    let mut file = File::options().write(true).create_new(true).open(to)?;
+    io::copy(&mut File::open(from)?.take(bytes), &mut file)?;
+    rustix::fs::fchmod(&file, PRIVATE.mode)?;
+    file.sync_all()
+}

@@ -1,0 +1,176 @@
+//! `remora restore`: checks a backup, says what it holds, and lays out what a server starts on.
+//!
+//! ```text
+//!   PATH ──▶ found: an RDB file, or a folder with a list ──▶ checked: all of it is read ──▶ report
+//!                                                              │ --until: where it is cut
+//!                                                              ╰──▶ laid: copies beside, synced, renamed
+//! ```
+//!
+//! - [`found`]: what there is at a path. [`commands`]: append-only files, read to their end or to a moment.
+//! - [`laid`]: the files for a server.
+
+mod commands;
+mod found;
+mod laid;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde::Serialize;
+
+use self::commands::Commands;
+use self::found::Found;
+use super::moment::Moment;
+use super::rdb_file::RdbFile;
+use crate::args::RestoreArgs;
+use crate::exit::Failure;
+use crate::progress;
+use crate::signals::until_signal;
+use crate::tasks::blocking;
+use crate::units::Size;
+
+/// What a backup holds.
+#[derive(Debug, Serialize)]
+struct Report {
+    path: PathBuf,
+    server: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    rdb_version: Option<u32>,
+    replid: String,
+    /// The last byte of the stream that it holds, as far as that is known.
+    offset: u64,
+    bytes: u64,
+    has_checksum: bool,
+    /// Keys of each database in the snapshot.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    keys: Option<BTreeMap<u64, u64>>,
+    /// The first moment that can be restored.
+    first: String,
+    /// The last one.
+    last: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    commands: Option<Commands>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    laid_at: Option<PathBuf>,
+}
+
+/// Runs `remora restore`.
+///
+/// # Errors
+/// There is no backup at the path, it is damaged, does not reach the moment, or cannot be laid out.
+pub async fn run(args: RestoreArgs) -> Result<(), Failure> {
+    let json = args.json;
+    let work = blocking(move || restore(&args));
+    let report = until_signal(work, ": what had been laid beside is without a name, and can be removed").await?;
+    if json {
+        println!("{}", serde_json::to_string_pretty(&report).map_err(|error| Failure::local(error.to_string()))?);
+    } else {
+        show(&report);
+    }
+    Ok(())
+}
+
+fn restore(args: &RestoreArgs) -> Result<Report, Failure> {
+    let found = Found::at(&args.from, args.until)?;
+    if let (Some(to), false) = (&args.to, args.replace) {
+        laid::refuse_what_is_there(to, &found)?;
+    }
+    let mut report = match &found {
+        Found::Snapshot(path) => {
+            let rdb = RdbFile::read(path)?;
+            if let Some(until) = args.until.filter(|until| *until < rdb.taken) {
+                return Err(too_early(path, rdb.taken, until));
+            }
+            Report::of(path.clone(), Some(&rdb), None)
+        }
+        Found::Folder(folder) => {
+            let (base, commands) = commands::check(folder, args.until)?;
+            let taken = base.as_ref().map_or(Moment::default(), |base| base.taken);
+            if let Some(until) = args.until.filter(|until| *until < taken) {
+                return Err(too_early(&folder.path, taken, until));
+            }
+            Report::of(folder.path.clone(), base.as_ref(), Some(commands))
+        }
+    };
+    if let Some(to) = &args.to {
+        let laid = match &found {
+            Found::Snapshot(path) => laid::snapshot(path, to, args.replace)?,
+            Found::Folder(folder) => laid::folder(folder, report.commands.as_ref(), to, args.replace)?,
+        };
+        report.laid_at = Some(laid);
+    }
+    Ok(report)
+}
+
+fn too_early(path: &std::path::Path, taken: Moment, until: Moment) -> Failure {
+    Failure::refused(format!(
+        "{} begins at {taken}, which is after --until {until}: give an earlier backup, or the folder that has it",
+        path.display()
+    ))
+}
+
+impl Report {
+    fn of(path: PathBuf, rdb: Option<&RdbFile>, commands: Option<Commands>) -> Report {
+        let taken = rdb.map_or(Moment::default(), |rdb| rdb.taken);
+        let (first, last) = match &commands {
+            Some(commands) => (
+                if taken > Moment::default() { taken } else { commands.first.unwrap_or_default() },
+                commands.last.unwrap_or(taken),
+            ),
+            None => (taken, taken),
+        };
+        let said = |moment: Moment| if moment == Moment::default() { String::new() } else { moment.to_string() };
+        let offset = commands.as_ref().and_then(|commands| commands.offset);
+        Report {
+            path,
+            server: rdb.map(|rdb| rdb.server.clone()).unwrap_or_default(),
+            rdb_version: rdb.map(|rdb| rdb.version),
+            replid: rdb.map(|rdb| rdb.replid.clone()).unwrap_or_default(),
+            offset: offset.or(rdb.map(|rdb| rdb.offset)).unwrap_or_default(),
+            bytes: rdb.map_or(0, |rdb| rdb.bytes) + commands.as_ref().map_or(0, |commands| commands.bytes),
+            has_checksum: rdb.is_some_and(|rdb| rdb.has_checksum),
+            keys: rdb.and_then(|rdb| rdb.keys.clone()),
+            first: said(first),
+            last: said(last),
+            commands,
+            laid_at: None,
+        }
+    }
+}
+
+fn show(report: &Report) {
+    let mut lines = vec![format!("backup     {}: {}", report.path.display(), Size::bytes(report.bytes))];
+    if let Some(version) = report.rdb_version {
+        let checksum = if report.has_checksum { "" } else { "; it has no checksum" };
+        lines.push(format!("snapshot   of {}, RDB version {version}{checksum}", report.server));
+        if !report.replid.is_empty() {
+            lines.push(format!("history    {}:{}", report.replid, report.offset));
+        }
+        match &report.keys {
+            Some(keys) => {
+                let keys: Vec<String> = keys.iter().map(|(database, keys)| format!("{database}: {keys}")).collect();
+                lines.push(format!("keys       {}", if keys.is_empty() { "none".into() } else { keys.join(", ") }));
+            }
+            None => lines.push("keys       not counted: it holds types that this program does not know".into()),
+        }
+    }
+    if let Some(commands) = &report.commands {
+        lines.push(format!(
+            "commands   {} in {} files, {} transactions",
+            commands.commands, commands.files, commands.transactions
+        ));
+        if !commands.left_out.is_empty() {
+            lines.push(format!("left out   {}", commands.left_out));
+        }
+    }
+    let moments =
+        if report.first == report.last { report.first.clone() } else { format!("{} to {}", report.first, report.last) };
+    if !moments.is_empty() {
+        lines.push(format!("moments    {moments}"));
+    }
+    if let Some(laid) = &report.laid_at {
+        let how = if report.commands.is_some() { "yes" } else { "no" };
+        lines.push(format!("laid out   {}; start the server with appendonly {how}", laid.display()));
+    }
+    progress::say(&lines.join("\n"));
+}

@@ -1,0 +1,106 @@
+//! The snapshot from a file that some server has written, and the stream behind it from the server that is followed.
+//!
+//! ```text
+//!   dump.rdb: repl-id, repl-offset ──▶ does the server's backlog reach back to there? ── no: refused, nothing is asked for
+//!        │                                    │ yes
+//!        ▼ bytes                              ▼ PSYNC <repl-id> <repl-offset + 1> ──▶ +CONTINUE
+//!   snapshot table                          journal
+//! ```
+//!
+//! The server is asked by `INFO` first: a `PSYNC` that it cannot continue would have it take a snapshot.
+
+use std::fs::File;
+use std::io::Read;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+use remora_redis::psync::client::Options;
+use remora_table::{Kind, SnapshotWriter};
+
+use super::Capture;
+use super::plan::CaptureError;
+use super::psync_link::is_same_history;
+use super::snapshot::{Begun, Taking};
+use super::snapshot_file::SnapshotFile;
+use super::stream::{self, Follower, Following};
+use crate::server::Facts;
+
+/// Bytes that are read at a time.
+const PIECE: usize = 1 << 20;
+
+impl Capture {
+    /// Takes the snapshot from a file, and the stream behind it from the server.
+    pub(super) fn take_file(&self, file: &SnapshotFile) -> Result<Following, CaptureError> {
+        let SnapshotFile { path, replid, offset, .. } = file;
+        let unreadable =
+            |error: std::io::Error| CaptureError::File(format!("{} cannot be read: {error}", path.display()));
+        let mut input = File::open(path).map_err(unreadable)?;
+        let (first, _) = self.plan.gauge.journal();
+        let socket = match self.plan.journal {
+            // Another capture follows the stream.
+            None if first > offset + 1 => {
+                let text =
+                    format!("the journal does not reach back to the offset {offset} of {} any more", path.display());
+                return Err(CaptureError::File(text));
+            }
+            None => None,
+            Some(_) => {
+                let facts = self.wait_for(async { Facts::read(&mut self.plan.server.connect().await?).await })?;
+                file.check(&facts).map_err(CaptureError::File)?;
+                let resume = Some((*replid, offset + 1));
+                let mut link = self.handshake(Options { resume, ..Options::default() })?;
+                let now = link.continued()?.ok_or(CaptureError::HistoryGone)?;
+                is_same_history(*replid, now, *offset)?;
+                Some(link.into_stream())
+            }
+        };
+        let (memory, geometry) = &self.plan.snapshot;
+        let identity = self.identity(Kind::Snapshot, *replid, *offset);
+        let writer = SnapshotWriter::create(memory.clone(), *geometry, identity, 0)?;
+        let Begun { journal, sealing } = self.begun(*replid, *offset)?;
+        let mut taking = Taking::new(self, writer, sealing);
+        let (Some(socket), Some(journal)) = (socket, journal) else {
+            taking.append_file(&mut input, file)?;
+            taking.complete(0)?;
+            return Ok(Following::AnotherCapture);
+        };
+        // As with two channels: a stream without its snapshot is of no use.
+        let abandoned = Arc::new(AtomicBool::new(false));
+        let follower = Follower::new(self, socket, journal).until(abandoned.clone());
+        let capture = self.clone();
+        let following = thread::Builder::new().name("stream".into()).spawn(move || capture.follow(|| follower.run()));
+        let following = following.map_err(|cause| CaptureError::Link {
+            during: stream::DURING,
+            cause: format!("no thread for it: {cause}"),
+        })?;
+        if let Err(error) = taking.append_file(&mut input, file).and_then(|()| taking.complete(0)) {
+            abandoned.store(true, Ordering::Relaxed);
+            let _ = following.join();
+            return Err(error);
+        }
+        Ok(Following::OwnThread(following))
+    }
+}
+
+impl Taking<'_> {
+    /// Appends all of a file, which must have the length that it had when it was checked.
+    fn append_file(&mut self, input: &mut File, file: &SnapshotFile) -> Result<(), CaptureError> {
+        let failed = |what: &dyn std::fmt::Display| CaptureError::File(format!("{}: {what}", file.path.display()));
+        let (mut piece, mut read) = (vec![0; PIECE], 0);
+        loop {
+            let length = match input.read(&mut piece) {
+                Ok(0) if read == file.bytes => return Ok(()),
+                Ok(0) => return Err(failed(&"it is shorter than it was")),
+                Ok(length) => length,
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(failed(&error)),
+            };
+            read += length as u64;
+            if read > file.bytes {
+                return Err(failed(&"it is longer than it was"));
+            }
+            self.append(piece.get(..length).unwrap_or_default())?;
+        }
+    }
+}

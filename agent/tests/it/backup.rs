@@ -1,0 +1,427 @@
+//! `remora backup` and `remora restore`: whole files with manifests, the commands since, and moments between.
+
+use std::fs;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use remora_lab::server::wait_until;
+use remora_lab::workload::fill_every_type;
+use remora_lab::{Agent, Client, Kind, Server, require};
+use remora_redis::resp::Frame;
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::kit::{LONG, Source, Stage, ends, fill, number, primary, quick, says, steady_writer};
+
+/// A source that takes another snapshot each time, as often as asked.
+const ALWAYS_NEW: [&str; 4] = ["--max-age", "1s", "--fork-interval", "0s"];
+
+/// What the folder of the backups is called.
+const SHELF: &str = "backups";
+
+struct Scene {
+    stage: Stage,
+    primary: Server,
+    source: Source,
+}
+
+impl Scene {
+    fn new(primary: Server, options: &[&str]) -> Scene {
+        let stage = Stage::new();
+        let source = stage.source(&primary.url(), options);
+        Scene { stage, primary, source }
+    }
+
+    fn args(&self, to: &str, more: &[&str]) -> Vec<String> {
+        let (source, token) = (self.source.address.to_string(), self.source.token().display().to_string());
+        let args = ["backup", "--source", &source, "--token-file", &token, "--to", to];
+        args.iter().chain(more).map(|arg| (*arg).to_owned()).collect()
+    }
+
+    fn start(&self, more: &[&str]) -> Agent {
+        let args = self.args(&self.shelf(), more);
+        self.stage.start(None, &args.iter().map(String::as_str).collect::<Vec<_>>())
+    }
+
+    /// Starts a backup with the commands since, and waits until it has its name.
+    fn journal(&self, more: &[&str]) -> Agent {
+        let mut agent = self.start(&[&["--journal"], more].concat());
+        agent.wait_for_line("the commands since are recorded", LONG).unwrap();
+        agent
+    }
+
+    fn shelf(&self) -> String {
+        self.stage.path(SHELF)
+    }
+
+    /// The names in the folder of the backups, in order.
+    fn names(&self) -> Vec<String> {
+        let names = fs::read_dir(self.shelf()).unwrap().map(|entry| entry.unwrap().file_name());
+        let mut names: Vec<String> = names.map(|name| name.into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    fn backups(&self, end: &str) -> Vec<String> {
+        self.names().into_iter().filter(|name| name.ends_with(end) && !name.starts_with('.')).collect()
+    }
+
+    /// The folders with commands.
+    fn sets(&self) -> Vec<PathBuf> {
+        let path = |name: String| Path::new(&self.shelf()).join(name);
+        self.names().into_iter().map(path).filter(|path| path.join("backup.json").is_file()).collect()
+    }
+
+    fn set(&self, number: u64, value: &str) {
+        self.primary.client().unwrap().ok(&["SET", &format!("moment {number}"), value]).unwrap();
+    }
+
+    /// Waits until all that the primary has written is recorded.
+    fn wait_until_recorded(&self) {
+        let wanted = number(&self.primary, "master_repl_offset");
+        self.source.wait_for_status("the commands to be recorded", |status| {
+            let backups = status["replicas"].as_array().unwrap().iter().filter(|replica| replica["name"] == "backup");
+            let offsets = backups.filter_map(|replica| replica["applied_offset"].as_u64());
+            offsets.max().is_some_and(|offset| offset >= wanted)
+        });
+    }
+
+    /// The digest of the primary, which writes nothing more by itself, once all of it is recorded.
+    fn quiet_digest(&self) -> String {
+        let client = &mut self.primary.client().unwrap();
+        client.ok(&["DEBUG", "SET-ACTIVE-EXPIRE", "0"]).unwrap();
+        if self.primary.kind().expires_hash_fields() {
+            keep_fields(client);
+        }
+        let digest = self.primary.digest().unwrap();
+        self.wait_until_recorded();
+        digest
+    }
+
+    fn restore(&self, from: &str, more: &[&str]) -> String {
+        self.stage.end(&[&["restore", from], more].concat(), 0)
+    }
+}
+
+/// Takes the expiry from all fields of hashes: one whose time is over leaves the digest by itself.
+fn keep_fields(client: &mut Client) {
+    let texts = |frames: Vec<Frame>| frames.into_iter().filter_map(|frame| frame.into_bytes().ok());
+    for database in 0..16 {
+        client.ok(&["SELECT", &database.to_string()]).unwrap();
+        for key in texts(client.list(&["KEYS", "*hash*"]).unwrap()) {
+            if client.call(&[&b"TYPE"[..], &key]).unwrap().as_str() != Some("hash") {
+                continue;
+            }
+            let fields: Vec<Vec<u8>> = texts(client.list(&[&b"HKEYS"[..], &key]).unwrap()).collect();
+            // All of them may be over, and the hash still there.
+            if fields.is_empty() {
+                continue;
+            }
+            let count = fields.len().to_string().into_bytes();
+            let words = [b"HPERSIST".to_vec(), key, b"FIELDS".to_vec(), count];
+            client.call(&[&words[..], &fields].concat()).unwrap();
+        }
+    }
+}
+
+/// A server on these data that deletes nothing by itself: it waits for a primary.
+fn load(kind: Kind, folder: &str, aof: bool) -> Server {
+    let server = quick(kind).config("dir", folder).config("replicaof", "127.0.0.1 1");
+    server.config("appendonly", if aof { "yes" } else { "no" }).start().unwrap()
+}
+
+fn json(file: &Path) -> Value {
+    serde_json::from_slice(&fs::read(file).unwrap()).unwrap()
+}
+
+fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs()
+}
+
+/// Waits until the clock shows a later second, and returns it.
+fn next_second() -> u64 {
+    let before = now();
+    wait_until("the next second", LONG, || Ok(if now() > before { Ok(()) } else { Err(String::new()) })).unwrap();
+    now()
+}
+
+/// Waits until the agent has said this so often.
+fn wait_for_lines(agent: &mut Agent, part: &str, times: usize) {
+    wait_until("the agent to say it again", LONG, || {
+        let (output, ended) = (agent.output(), agent.ended()?);
+        assert!(ended.is_none(), "it has ended: {output}");
+        Ok(if output.matches(part).count() >= times { Ok(()) } else { Err(output) })
+    })
+    .unwrap();
+}
+
+/// The checker of append-only files that a server's program has under another name.
+fn check_aof(kind: Kind, args: &[&str]) -> String {
+    let name = if kind == Kind::Redis7 { "redis-check-aof" } else { "valkey-check-aof" };
+    let mut command = Command::new(kind.binary().unwrap());
+    let output = command.arg0(name).args(args).stdin(Stdio::null()).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{name} {args:?}: {said}");
+    said
+}
+
+#[test]
+fn a_backup_is_whole_says_what_it_is_and_replaces_the_oldest() {
+    let Some(()) = require::root() else { return };
+    for kind in require::kinds() {
+        let server = primary(kind).start().unwrap();
+        fill(&server, 4, 1);
+        fill_every_type(&mut server.client().unwrap(), 1).unwrap();
+        let scene = Scene::new(server, &ALWAYS_NEW);
+        for round in 0..3 {
+            scene.set(round, "there");
+            says(&ends(&mut scene.start(&["--keep", "2"]), 0), &["keys in", "taken"]);
+            if round == 0 {
+                fs::write(format!("{}/20000101T000000Z-foreign.rdb", scene.shelf()), "not ours").unwrap();
+            }
+            // The source's snapshot is too old then.
+            next_second();
+            next_second();
+        }
+        let (files, manifests) = (scene.backups(".rdb"), scene.backups(".json"));
+        assert_eq!((files.len(), manifests.len()), (3, 2), "{:?}", scene.names());
+        assert_eq!(files[0], "20000101T000000Z-foreign.rdb");
+        let newest = Path::new(&scene.shelf()).join(&files[2]);
+        let manifest = json(&newest.with_extension("json"));
+        assert_eq!(manifest["replid"].as_str().unwrap(), scene.primary.fact("master_replid").unwrap());
+        assert_eq!(manifest["bytes"].as_u64(), Some(fs::metadata(&newest).unwrap().len()));
+        assert_eq!(manifest["name"].as_str(), Some(&*files[2]));
+        let client = &mut scene.primary.client().unwrap();
+        assert_eq!(manifest["keys"]["0"].as_i64(), Some(client.int(&["DBSIZE"]).unwrap()));
+        // The second one from the folder is laid out for a server.
+        let data = scene.stage.path("data");
+        let said = scene.restore(&scene.shelf(), &["--to", &data]);
+        says(&said, &[&files[2], manifest["replid"].as_str().unwrap(), "dump.rdb", "appendonly no"]);
+        assert_eq!(load(kind, &data, false).digest().unwrap(), scene.primary.digest().unwrap());
+        says(&scene.stage.end(&["restore", &scene.shelf(), "--to", &data], 3), &["--replace"]);
+        scene.restore(&scene.shelf(), &["--to", &data, "--replace"]);
+    }
+}
+
+#[test]
+fn a_backup_that_is_killed_leaves_the_earlier_ones_and_goes_on() {
+    let server = primary(Kind::Valkey9).start().unwrap();
+    fill(&server, 16, 2);
+    let scene = Scene::new(server, &["--no-shm", "--upload-limit", "4MiB"]);
+    let mut backup = scene.start(&[]);
+    scene.source.wait_for_slots(&mut backup, 40);
+    says(&ends(&mut scene.start(&[]), 3), &["another remora backup"]);
+    backup.kill().unwrap();
+    assert!(scene.names().iter().all(|name| name.starts_with('.')), "{:?}", scene.names());
+    ends(&mut scene.start(&[]), 0);
+    let (first, before) = (scene.names(), scene.source.bytes_served());
+    assert!(before < 24 << 20, "{before} bytes: it began anew");
+    assert_eq!((first.len(), scene.backups(".rdb").len()), (2, 1), "{first:?}");
+    // The source has the same snapshot still.
+    says(&ends(&mut scene.start(&["--keep", "1"]), 0), &["it was there already"]);
+    assert_eq!(scene.names(), first);
+    assert_eq!(number(&scene.primary, "sync_full"), 1);
+
+    let args = scene.args("-", &["--spool", &scene.stage.folder().display().to_string()]);
+    let output = scene.stage.remora(&args.iter().map(String::as_str).collect::<Vec<_>>()).output().unwrap();
+    let file = Path::new(&scene.shelf()).join(&scene.backups(".rdb")[0]);
+    assert!(output.status.success() && output.stdout == fs::read(file).unwrap());
+    let args = scene.args("-", &["--journal"]);
+    says(&scene.stage.end(&args.iter().map(String::as_str).collect::<Vec<_>>(), 3), &["--to -"]);
+}
+
+#[test]
+fn all_that_was_written_until_the_primary_and_the_agent_were_killed_is_there() {
+    for kind in require::kinds() {
+        let server = primary(kind).start().unwrap();
+        fill(&server, 8, 3);
+        fill_every_type(&mut server.client().unwrap(), 3).unwrap();
+        let mut scene = Scene::new(server, &[]);
+        let writer = steady_writer(&scene.primary);
+        let mut backup = scene.journal(&["--file-size", "256KiB"]);
+        writer.wait_for(20_000);
+        writer.stop().unwrap();
+        // A transaction over databases.
+        let client = &mut scene.primary.client().unwrap();
+        for words in [&["SELECT", "2"][..], &["SET", "two", "2"], &["SELECT", "3"], &["SET", "three", "3"]] {
+            client.ok(words).unwrap();
+        }
+        let digest = scene.quiet_digest();
+        backup.kill().unwrap();
+        scene.primary.kill().unwrap();
+        assert_eq!(scene.sets().len(), 1);
+        let (set, data) = (scene.sets()[0].clone(), scene.stage.path("data"));
+        let said = scene.restore(&scene.shelf(), &["--to", &data]);
+        says(&said, &[set.to_str().unwrap(), "transactions", "appendonly yes"]);
+        let files = fs::read_dir(set.join("appendonlydir")).unwrap().count();
+        assert!(files > 5, "{files} files");
+        if kind == Kind::Redis7 {
+            // The checker of Valkey 9.1 does not know the snapshots of Valkey 9.1.
+            let list = format!("{data}/appendonlydir/appendonly.aof.manifest");
+            says(&check_aof(kind, &[&list]), &["All AOF files and manifest are valid"]);
+        }
+        assert_eq!(load(kind, &data, true).digest().unwrap(), digest, "{kind}");
+        // The folder itself is what a server loads too.
+        assert_eq!(load(kind, set.to_str().unwrap(), true).digest().unwrap(), digest, "{kind}");
+    }
+}
+
+#[test]
+fn a_moment_is_found_by_restore_and_by_the_servers_own_checker() {
+    for kind in require::kinds() {
+        let server = primary(kind).start().unwrap();
+        fill(&server, 1, 4);
+        let scene = Scene::new(server, &[]);
+        let mut backup = scene.journal(&[]);
+        scene.set(1, "before");
+        scene.wait_until_recorded();
+        let moment = now();
+        next_second();
+        scene.set(2, "after");
+        scene.wait_until_recorded();
+        backup.kill().unwrap();
+        let has = |data: &str, number: u64| {
+            let server = load(kind, data, true);
+            server.client().unwrap().bytes(&["GET", &format!("moment {number}")]).unwrap().is_some()
+        };
+        let (all, cut, checked) = (scene.stage.path("all"), scene.stage.path("cut"), scene.stage.path("checked"));
+        let until = moment.to_string();
+        scene.restore(&scene.shelf(), &["--to", &all]);
+        says(&scene.restore(&scene.shelf(), &["--to", &cut, "--until", &until]), &["left out", "--until"]);
+        scene.restore(&scene.shelf(), &["--to", &checked]);
+        // The checker of Valkey 9.1 does not know the snapshots of Valkey 9.1: it gets the file of commands.
+        let name = if kind == Kind::Redis7 { "appendonly.aof.manifest" } else { "appendonly.aof.1.incr.aof" };
+        check_aof(kind, &["--truncate-to-timestamp", &until, &format!("{checked}/appendonlydir/{name}")]);
+        for (data, is_whole) in [(&all, true), (&cut, false), (&checked, false)] {
+            assert!(has(data, 1), "{kind} {data}");
+            assert_eq!(has(data, 2), is_whole, "{kind} {data}");
+        }
+        says(&scene.stage.end(&["restore", &scene.shelf(), "--until", "2020-01-01T00:00:00Z"], 3), &["later moment"]);
+        let set = scene.sets()[0].display().to_string();
+        says(&scene.stage.end(&["restore", &set, "--until", "2020-01-01T00:00:00Z"], 3), &["which is after --until"]);
+    }
+}
+
+#[test]
+fn a_backup_that_was_killed_goes_on_where_it_was() {
+    for kind in require::kinds() {
+        let server = primary(kind).start().unwrap();
+        fill(&server, 2, 5);
+        let scene = Scene::new(server, &[]);
+        let writer = steady_writer(&scene.primary);
+        let mut backup = scene.journal(&["--file-size", "256KiB"]);
+        for round in 1..=3 {
+            writer.wait_for(round * 5_000);
+            backup.kill().unwrap();
+            writer.wait_for(round * 5_000 + 1_000);
+            backup = scene.start(&["--journal", "--file-size", "256KiB"]);
+            backup.wait_for_line("goes on at", LONG).unwrap();
+            backup.wait_for_line("the journal is recorded", LONG).unwrap();
+        }
+        writer.wait_for(18_000);
+        writer.stop().unwrap();
+        let digest = scene.quiet_digest();
+        backup.signal(Signal::TERM).unwrap();
+        says(&ends(&mut backup, 0), &["ends at"]);
+        assert_eq!((scene.sets().len(), number(&scene.primary, "sync_full")), (1, 1));
+        let data = scene.stage.path("data");
+        let said = scene.restore(&scene.shelf(), &["--to", &data]);
+        assert!(!said.contains("left out"), "ended in order: {said}");
+        assert_eq!(load(kind, &data, true).digest().unwrap(), digest, "{kind}");
+    }
+}
+
+#[test]
+fn a_new_beginning_leaves_no_gap_and_the_oldest_go_as_a_whole() {
+    let server = primary(Kind::Valkey9).start().unwrap();
+    fill(&server, 2, 6);
+    let scene = Scene::new(server, &ALWAYS_NEW);
+    let writer = steady_writer(&scene.primary);
+    let mut backup = scene.journal(&["--base-every", "1s", "--keep", "2", "--file-size", "256KiB"]);
+    wait_for_lines(&mut backup, "ends at", 3);
+    writer.stop().unwrap();
+    let digest = scene.quiet_digest();
+    // Until no folder begins or ends any more.
+    backup.signal(Signal::TERM).unwrap();
+    ends(&mut backup, 0);
+    let sets = scene.sets();
+    assert_eq!(sets.len(), 2, "{:?}", scene.names());
+    for set in &sets {
+        assert_eq!(json(&set.join("backup.json")).get("gap"), None);
+    }
+    let first = scene.stage.end(&["restore", &sets[0].display().to_string(), "--json"], 0);
+    let first: Value = serde_json::from_str(&first[first.find('{').unwrap()..]).unwrap();
+    let second = json(&sets[1].join("backup.json"));
+    assert!(first["offset"].as_u64() >= second["offset"].as_u64(), "{first} {second}");
+    let data = scene.stage.path("data");
+    scene.restore(&scene.shelf(), &["--to", &data]);
+    assert_eq!(load(Kind::Valkey9, &data, true).digest().unwrap(), digest);
+}
+
+#[test]
+fn a_source_that_has_lost_what_comes_next_makes_a_gap_that_is_said() {
+    let server = primary(Kind::Redis7).start().unwrap();
+    fill(&server, 2, 7);
+    let mut scene = Scene::new(server, &[]);
+    let mut backup = scene.journal(&[]);
+    scene.set(1, "recorded");
+    scene.wait_until_recorded();
+    scene.source.restart(&scene.primary);
+    scene.set(2, "in the gap");
+    backup.wait_for_line("no moment between", LONG).unwrap();
+    wait_for_lines(&mut backup, "the commands since are recorded", 2);
+    scene.set(3, "recorded again");
+    let digest = scene.quiet_digest();
+    backup.kill().unwrap();
+    let sets = scene.sets();
+    assert_eq!(sets.len(), 2);
+    let newer = sets.iter().map(|set| json(&set.join("backup.json"))).find(|manifest| manifest.get("gap").is_some());
+    let gap = newer.unwrap()["gap"].clone();
+    assert!(sets.iter().any(|set| set.ends_with(gap["after"].as_str().unwrap())), "{gap}");
+    let data = scene.stage.path("data");
+    scene.restore(&scene.shelf(), &["--to", &data]);
+    assert_eq!(load(Kind::Redis7, &data, true).digest().unwrap(), digest);
+}
+
+#[test]
+fn what_is_damaged_or_foreign_is_refused_with_its_place() {
+    let server = primary(Kind::Redis7).start().unwrap();
+    fill(&server, 1, 8);
+    let scene = Scene::new(server, &[]);
+    let mut backup = scene.journal(&[]);
+    scene.set(1, "recorded");
+    scene.wait_until_recorded();
+    backup.signal(Signal::TERM).unwrap();
+    ends(&mut backup, 0);
+    let folder = scene.sets()[0].join("appendonlydir");
+    let set = folder.display().to_string();
+    let refused = |words: &[&str]| says(&scene.stage.end(&["restore", &set], 3), words);
+    let changed = |name: &str, change: &dyn Fn(&mut Vec<u8>), words: &[&str]| {
+        let path = folder.join(name);
+        let before = fs::read(&path).unwrap();
+        let mut after = before.clone();
+        change(&mut after);
+        fs::write(&path, after).unwrap();
+        refused(words);
+        fs::write(&path, before).unwrap();
+    };
+    let (base, commands, list) = ("appendonly.aof.1.base.rdb", "appendonly.aof.1.incr.aof", "appendonly.aof.manifest");
+    changed(base, &|bytes| bytes[500_000] ^= 1, &[base, "checksum"]);
+    changed(base, &|bytes| bytes.truncate(500_000), &[base, "no end"]);
+    changed(commands, &|bytes| bytes[0] = b'+', &[commands, "byte 0"]);
+    changed(list, &|bytes| *bytes = b"file ../../secret seq 1 type i\n".to_vec(), &[list, "outside of its folder"]);
+    changed(list, &|bytes| bytes.extend(b"file missing seq 9 type i\n"), &["missing"]);
+    scene.restore(&set, &[]);
+    let empty = scene.stage.path("empty");
+    fs::create_dir(&empty).unwrap();
+    says(&scene.stage.end(&["restore", &empty], 3), &["there is no backup"]);
+    says(&scene.stage.end(&["restore", &scene.source.token().display().to_string()], 3), &["no RDB file"]);
+    // A torn end is no damage.
+    let path = folder.join(commands);
+    let mut torn = fs::read(&path).unwrap();
+    torn.extend(b"*1\r\n$5\r\nMULTI\r\n*3\r\n$3\r\nSE");
+    fs::write(&path, torn).unwrap();
+    says(&scene.restore(&set, &[]), &["left out", "the last 25 bytes"]);
+}

@@ -1,0 +1,447 @@
+//! Walker: finds the borders between commands, without holding what is between them.
+
+use std::fmt;
+use std::ops::Range;
+
+use crate::text;
+
+/// What the walker found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Found {
+    /// The name of a command is known. The rest of the command follows.
+    Verb(Verb),
+    /// A command has ended.
+    Command {
+        /// Which one.
+        verb: Verb,
+        /// Where it is, in bytes from the start.
+        bytes: Range<u64>,
+    },
+    /// A line that begins with `#`, without its end.
+    Note(Vec<u8>),
+}
+
+/// Commands that are told apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verb {
+    /// `PING` and `REPLCONF`: between a primary and its replicas.
+    Link,
+    /// `PUBLISH` and `SPUBLISH`: for subscribers. No data is changed.
+    Publish,
+    /// `SELECT`.
+    Select,
+    /// `MULTI`: a transaction begins.
+    Multi,
+    /// `EXEC`: it ends.
+    Exec,
+    /// Any other one.
+    Other,
+}
+
+impl Verb {
+    /// Whether data can be changed by it, or the meaning of commands behind it.
+    pub fn has_effect(self) -> bool {
+        !matches!(self, Verb::Link | Verb::Publish)
+    }
+
+    fn of(name: &[u8]) -> Verb {
+        let is = |wanted: &str| name.eq_ignore_ascii_case(wanted.as_bytes());
+        match name.len() {
+            4 if is("PING") => Verb::Link,
+            4 if is("EXEC") => Verb::Exec,
+            5 if is("MULTI") => Verb::Multi,
+            6 if is("SELECT") => Verb::Select,
+            7 if is("PUBLISH") => Verb::Publish,
+            8 if is("REPLCONF") => Verb::Link,
+            8 if is("SPUBLISH") => Verb::Publish,
+            _ => Verb::Other,
+        }
+    }
+}
+
+/// The bytes are not commands. The position is that of the command or note in which that shows.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WalkError {
+    /// Where the command or note begins.
+    pub at: u64,
+    /// What is wrong with it.
+    pub what: &'static str,
+    /// What stands there.
+    pub found: String,
+}
+
+impl fmt::Display for WalkError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let WalkError { at, what, found } = self;
+        write!(f, "the command at byte {at} is damaged: {what} reads {found:?}")
+    }
+}
+
+impl std::error::Error for WalkError {}
+
+/// A walk over commands. See the module docs.
+#[derive(Debug)]
+pub struct Walker {
+    has_notes: bool,
+    state: State,
+    /// Position of the next byte.
+    at: u64,
+    /// Where the present command or note begins.
+    begins: u64,
+    /// The present line, as far as it has arrived.
+    line: Vec<u8>,
+    /// The present argument, if it is one of the first two and short.
+    short: Vec<u8>,
+    argument: u64,
+    arguments: u64,
+    verb: Verb,
+    in_transaction: bool,
+    /// The end of the last command or note outside a transaction.
+    border: u64,
+    database: u64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    /// A line begins that is a note, or says how many arguments a command has.
+    Begin,
+    /// In a line that says the length of an argument.
+    Length,
+    /// In an argument of this length, of which some bytes are missing.
+    Bulk { length: u64, left: u64 },
+    /// In the two bytes after an argument.
+    End { seen: u8 },
+}
+
+/// Longest line, in bytes: the servers' own limit for a note (`AOF_ANNOTATION_LINE_MAX_LEN`).
+const LINE_BYTES_MAX: usize = 1024;
+
+/// The most arguments of a command: the servers count them as signed 32-bit integers.
+const ARGUMENTS_MAX: u64 = i32::MAX as u64;
+
+/// The longest argument: as long as an offset can tell.
+const ARGUMENT_BYTES_MAX: u64 = i64::MAX as u64;
+
+/// Longest argument that is looked at: the name of a command, or the number of a database.
+const SHORT_BYTES_MAX: u64 = 20;
+
+impl Walker {
+    /// At the first byte of an append-only file.
+    pub fn of_file() -> Walker {
+        Walker {
+            has_notes: true,
+            state: State::Begin,
+            at: 0,
+            begins: 0,
+            line: Vec::new(),
+            short: Vec::new(),
+            argument: 0,
+            arguments: 0,
+            verb: Verb::Other,
+            in_transaction: false,
+            border: 0,
+            database: 0,
+        }
+    }
+
+    /// At the byte `at` of a replication stream, between two commands. `database`: the one that is selected there.
+    pub fn of_stream(at: u64, database: u64) -> Walker {
+        Walker { has_notes: false, at, begins: at, border: at, database, ..Walker::of_file() }
+    }
+
+    /// Position of the next byte.
+    pub fn position(&self) -> u64 {
+        self.at
+    }
+
+    /// The end of the last command or note outside of a transaction: what is cut here is whole.
+    pub fn border(&self) -> u64 {
+        self.border
+    }
+
+    /// Whether the next byte begins a command or a note.
+    pub fn is_between(&self) -> bool {
+        self.state == State::Begin && self.line.is_empty()
+    }
+
+    /// Whether the commands before this byte have begun a transaction and not ended it.
+    pub fn is_in_transaction(&self) -> bool {
+        self.in_transaction
+    }
+
+    /// The database that commands use here.
+    pub fn database(&self) -> u64 {
+        self.database
+    }
+
+    /// Takes the next bytes: up to the first find, or all of them. Returns how many, and what was found.
+    ///
+    /// # Errors
+    /// [`WalkError`]; nothing can be read after it.
+    pub fn feed(&mut self, input: &[u8]) -> Result<(usize, Option<Found>), WalkError> {
+        let mut taken = 0;
+        while let Some(rest) = input.get(taken..).filter(|rest| !rest.is_empty()) {
+            let (bytes, found) = match self.state {
+                State::Begin | State::Length => self.line(rest)?,
+                State::Bulk { length, left } => self.bulk(length, left, rest),
+                State::End { seen } => self.end(seen, rest[0])?,
+            };
+            taken += bytes;
+            if found.is_some() {
+                return Ok((taken, found));
+            }
+        }
+        Ok((taken, None))
+    }
+
+    /// Takes bytes of a line, or all that is left of it.
+    fn line(&mut self, rest: &[u8]) -> Result<(usize, Option<Found>), WalkError> {
+        if self.state == State::Begin && self.line.is_empty() {
+            self.begins = self.at;
+        }
+        let length = rest.iter().position(|byte| *byte == b'\n');
+        let bytes = length.map_or(rest.len(), |length| length + 1);
+        let room = LINE_BYTES_MAX - self.line.len();
+        if bytes > room {
+            let part = rest.get(..room).unwrap_or(rest).to_vec();
+            return Err(self.error("a line without an end", &part));
+        }
+        self.line.extend_from_slice(rest.get(..bytes).unwrap_or(rest));
+        self.at += bytes as u64;
+        let first = self.line.first().copied();
+        let may_begin = match self.state {
+            State::Begin => first == Some(b'*') || (self.has_notes && first == Some(b'#')),
+            _ => first == Some(b'$'),
+        };
+        if !may_begin {
+            return Err(self.error("its first byte", &self.line.clone()));
+        }
+        if length.is_none() {
+            return Ok((bytes, None));
+        }
+        let line = std::mem::take(&mut self.line);
+        let text = line.strip_suffix(b"\n").unwrap_or(&line);
+        let text = text.strip_suffix(b"\r").unwrap_or(text);
+        if first == Some(b'#') {
+            if !self.in_transaction {
+                self.border = self.at;
+            }
+            return Ok((bytes, Some(Found::Note(text.to_vec()))));
+        }
+        let what = if self.state == State::Begin { "its number of arguments" } else { "the length of an argument" };
+        let limit = if self.state == State::Begin { ARGUMENTS_MAX } else { ARGUMENT_BYTES_MAX };
+        let number =
+            text.get(1..).and_then(text::decimal_u64).filter(|number| *number <= limit && line.ends_with(b"\r\n"));
+        let Some(number) = number else { return Err(self.error(what, &line)) };
+        match self.state {
+            State::Begin if number == 0 => return Err(self.error(what, &line)),
+            State::Begin => {
+                (self.argument, self.arguments, self.verb) = (0, number, Verb::Other);
+                self.state = State::Length;
+            }
+            _ => {
+                self.short.clear();
+                self.state = State::Bulk { length: number, left: number };
+                if number == 0 {
+                    return Ok((bytes, self.argument_done(0)));
+                }
+                if self.argument == 0 && number > SHORT_BYTES_MAX {
+                    return Ok((bytes, Some(Found::Verb(Verb::Other))));
+                }
+            }
+        }
+        Ok((bytes, None))
+    }
+
+    /// Takes bytes of an argument.
+    fn bulk(&mut self, length: u64, left: u64, rest: &[u8]) -> (usize, Option<Found>) {
+        let bytes = usize::try_from(left).unwrap_or(usize::MAX).min(rest.len());
+        let looks = self.argument == 0 || (self.argument == 1 && self.verb == Verb::Select);
+        if looks && length <= SHORT_BYTES_MAX {
+            self.short.extend_from_slice(rest.get(..bytes).unwrap_or_default());
+        }
+        self.at += bytes as u64;
+        let left = left - bytes as u64;
+        self.state = State::Bulk { length, left };
+        (bytes, if left == 0 { self.argument_done(length) } else { None })
+    }
+
+    /// All bytes of an argument are there.
+    fn argument_done(&mut self, length: u64) -> Option<Found> {
+        self.state = State::End { seen: 0 };
+        // A name that is longer than any of ours was known by its length.
+        if self.argument > 0 || length > SHORT_BYTES_MAX {
+            return None;
+        }
+        self.verb = Verb::of(&self.short);
+        Some(Found::Verb(self.verb))
+    }
+
+    /// Takes one of the two bytes after an argument.
+    fn end(&mut self, seen: u8, byte: u8) -> Result<(usize, Option<Found>), WalkError> {
+        if byte != b"\r\n"[usize::from(seen.min(1))] {
+            return Err(self.error("the end of an argument", &[byte]));
+        }
+        self.at += 1;
+        if seen == 0 {
+            self.state = State::End { seen: 1 };
+            return Ok((1, None));
+        }
+        if self.argument == 1 && self.verb == Verb::Select {
+            let number = text::decimal_u64(&self.short).filter(|number| *number <= ARGUMENTS_MAX);
+            self.database = number.ok_or_else(|| self.error("the number of a database", &self.short.clone()))?;
+        }
+        self.argument += 1;
+        if self.argument < self.arguments {
+            self.state = State::Length;
+            return Ok((1, None));
+        }
+        self.state = State::Begin;
+        match self.verb {
+            Verb::Multi => self.in_transaction = true,
+            Verb::Exec => self.in_transaction = false,
+            _ => {}
+        }
+        if !self.in_transaction {
+            self.border = self.at;
+        }
+        Ok((1, Some(Found::Command { verb: self.verb, bytes: self.begins..self.at })))
+    }
+
+    fn error(&self, what: &'static str, found: &[u8]) -> WalkError {
+        WalkError { at: self.begins, what, found: text::excerpt(found) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::resp::command;
+
+    /// Everything that is found, whatever the pieces.
+    fn walk(mut walker: Walker, bytes: &[u8], piece: usize) -> Result<(Vec<Found>, Walker), WalkError> {
+        let mut all = Vec::new();
+        for piece in bytes.chunks(piece) {
+            let mut rest = piece;
+            while !rest.is_empty() {
+                let (taken, found) = walker.feed(rest)?;
+                rest = &rest[taken..];
+                all.extend(found);
+            }
+        }
+        Ok((all, walker))
+    }
+
+    fn commands(all: &[&[&str]]) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        all.iter().for_each(|words| command(&mut bytes, words));
+        bytes
+    }
+
+    fn verbs(found: &[Found]) -> Vec<Verb> {
+        let verb = |found: &Found| match found {
+            Found::Command { verb, .. } => Some(*verb),
+            _ => None,
+        };
+        found.iter().filter_map(verb).collect()
+    }
+
+    #[test]
+    fn commands_and_what_they_mean_are_found_however_they_arrive() {
+        let bytes = commands(&[
+            &["SELECT", "3"],
+            &["ping"],
+            &["SET", "a", ""],
+            &["REPLCONF", "GETACK", "*"],
+            &["SPUBLISH", "channel", "SELECT"],
+            &["MULTI"],
+            &["SELECT", "12"],
+            &["", "an empty name"],
+            &["a name that ends in PING"],
+            &["EXEC"],
+        ]);
+        use Verb::{Exec, Link, Multi, Other, Publish, Select};
+        for piece in 1..bytes.len() + 1 {
+            let (found, walker) = walk(Walker::of_stream(100, 0), &bytes, piece).unwrap();
+            assert_eq!(verbs(&found), [Select, Link, Other, Link, Publish, Multi, Select, Other, Other, Exec]);
+            assert_eq!((walker.database(), walker.is_in_transaction(), walker.is_between()), (12, false, true));
+            assert_eq!((walker.position(), walker.border()), (100 + bytes.len() as u64, 100 + bytes.len() as u64));
+        }
+        assert!([Select, Other, Multi, Exec].into_iter().all(Verb::has_effect));
+        assert!(!Link.has_effect() && !Publish.has_effect());
+    }
+
+    #[test]
+    fn the_border_is_before_a_transaction_that_has_not_ended_and_before_a_command_that_is_cut() {
+        let first = commands(&[&["SET", "a", "b"]]);
+        let open = commands(&[&["MULTI"], &["SET", "c", "d"]]);
+        let bytes = [&first[..], b"#TS:7\r\n", &open, b"#TS:8\r\n"].concat();
+        let (found, walker) = walk(Walker::of_file(), &bytes, 5).unwrap();
+        assert_eq!(walker.border(), first.len() as u64 + 7);
+        assert!(walker.is_in_transaction());
+        assert_eq!(found[2], Found::Note(b"#TS:7".to_vec()));
+        let (_, walker) = walk(Walker::of_file(), &[&first[..], b"*3\r\n$3\r\nSE"].concat(), 4).unwrap();
+        assert_eq!((walker.border(), walker.is_between()), (first.len() as u64, false));
+    }
+
+    #[test]
+    fn what_no_server_writes_is_an_error_with_its_place() {
+        let good = commands(&[&["SET", "a", "b"]]);
+        for wrong in [
+            &b"+OK\r\n"[..],
+            b"\n",
+            b"*0\r\n",
+            b"*-1\r\n",
+            b"*1\n",
+            b"*2147483648\r\n",
+            b"*x\r\n",
+            b"*1\r\n$-1\r\n",
+            b"*1\r\n:1\r\n",
+            b"*1\r\n$9223372036854775808\r\n",
+            b"*1\r\n$1\r\nabc",
+            b"*2\r\n$6\r\nSELECT\r\n$1\r\nx\r\n",
+            b"*2\r\n$6\r\nSELECT\r\n$30\r\n000000000000000000000000000000\r\n",
+        ] {
+            let error = walk(Walker::of_file(), &[&good[..], wrong].concat(), 7).unwrap_err();
+            assert_eq!(error.at, good.len() as u64, "{wrong:?}: {error}");
+        }
+        let endless = vec![b'1'; 2000];
+        assert!(walk(Walker::of_file(), &[b"*", &endless[..]].concat(), 100).is_err());
+        assert!(walk(Walker::of_file(), &[b"#", &endless[..]].concat(), 3000).is_err());
+        assert!(walk(Walker::of_stream(0, 0), b"#TS:1\r\n", 100).is_err(), "a stream has no notes");
+    }
+
+    proptest! {
+        #[test]
+        fn any_commands_are_found_as_they_were_written(
+            all in proptest::collection::vec(proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..40), 1..5), 0..12),
+            piece in 1_usize..90,
+        ) {
+            let (mut bytes, mut ends) = (Vec::new(), Vec::new());
+            for words in all.iter().filter(|words| !words[0].eq_ignore_ascii_case(b"select")) {
+                let begins = bytes.len() as u64;
+                command(&mut bytes, words);
+                ends.push(begins..bytes.len() as u64);
+            }
+            let (found, walker) = walk(Walker::of_file(), &bytes, piece).unwrap();
+            let found = found.into_iter().filter_map(|found| match found {
+                Found::Command { bytes, .. } => Some(bytes),
+                _ => None,
+            });
+            prop_assert_eq!(found.collect::<Vec<_>>(), ends);
+            prop_assert!(walker.is_between());
+        }
+
+        #[test]
+        fn any_bytes_are_understood_the_same_however_they_are_cut(bytes in proptest::collection::vec(any::<u8>(), 0..200), piece in 1_usize..20) {
+            let bytes = [b"*1\r\n$4\r\nEXEC\r\n", &bytes[..]].concat();
+            let end = |result: Result<(Vec<Found>, Walker), WalkError>| result.map(|(found, walker)| (found, walker.border()));
+            let (one, other) = (end(walk(Walker::of_file(), &bytes, piece)), end(walk(Walker::of_file(), &bytes, bytes.len())));
+            prop_assert_eq!(one.map_err(|error| error.at), other.map_err(|error| error.at));
+        }
+    }
+}
