@@ -9,6 +9,7 @@ mod devices;
 mod fast_keys;
 mod fetch;
 mod generate;
+mod host_port;
 mod intercept;
 mod load;
 mod metrics;
@@ -20,6 +21,7 @@ mod ready;
 mod relay;
 mod replica;
 mod security;
+mod sentinel;
 mod snapshot;
 mod source;
 mod status;
@@ -36,6 +38,7 @@ pub use self::{
     fast_keys::{FastKeys, WalkArgs},
     fetch::{ClusterNodeArgs, FetchArgs},
     generate::{GenerateArgs, Generated},
+    host_port::HostPort,
     intercept::{AddArgs, InterceptAction, InterceptArgs, InterceptPortArgs, ShowArgs},
     load::{LoadArgs, ValueType},
     metrics::MetricsArgs,
@@ -47,8 +50,9 @@ pub use self::{
     relay::RelayArgs,
     replica::{ModuleLoad, OnFailure, ReplicaArgs},
     security::{MonitorNameArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs},
+    sentinel::SentinelArgs,
     snapshot::{SnapshotAction, SnapshotArgs, SnapshotFromArgs, SnapshotMountArgs},
-    source::{HostPort, ModuleCapture, SendChoice, SourceArgs},
+    source::{CapturedArgs, FromChoice, ModuleCapture, SendChoice, SourceArgs},
     status::StatusArgs,
     token::{TokenAction, TokenCommandArgs},
     verify::{DigestUse, VerifyArgs},

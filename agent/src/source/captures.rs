@@ -19,7 +19,8 @@ impl Source {
         let (exports, memory) = (self.exports.clone(), self.tables.memory(SNAPSHOT_REGION));
         let plan = Plan {
             generation,
-            server: self.server.clone(),
+            server: self.captured.server(),
+            captured: self.captured.clone(),
             reader_version: self.facts.own_format().filter(|_| own_format).map(|version| version.to_string()),
             may_import_slots: self.facts.may_import_slots(),
             snapshot: self.tables.snapshot.clone(),
@@ -34,7 +35,7 @@ impl Source {
             module: self.module_rules.clone(),
             module_failed_lately: self.method_history.module_failed_lately(Instant::now()),
             gauge: self.gauge.clone(),
-            events: self.captured.clone(),
+            events: self.events.clone(),
             stop: Arc::new(AtomicBool::new(false)),
             runtime: tokio::runtime::Handle::current(),
         };

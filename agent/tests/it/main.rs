@@ -42,6 +42,7 @@ mod ready;
 mod relay;
 mod resume;
 mod security;
+mod sentinel;
 mod server;
 mod snapshot_mount;
 mod status;

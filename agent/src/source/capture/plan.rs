@@ -12,6 +12,7 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::method::ModuleRules;
 use crate::server::{Server, ServerError, Task};
+use crate::source::captured::Captured;
 use crate::source::gauge::Gauge;
 use crate::source::output_buffer::{OutputLimit, REMEDY};
 use crate::source::sealing::SealedTable;
@@ -24,6 +25,8 @@ pub(crate) struct Plan {
     pub(crate) generation: u64,
     /// The server to take the snapshot from.
     pub(crate) server: Server,
+    /// The server that the source captures at any time, where the stream is resumed.
+    pub(crate) captured: Captured,
     /// The server version that the capture claims, so that the server writes its own format. `None`: the server writes
     /// the format that all readers know.
     pub(crate) reader_version: Option<String>,
