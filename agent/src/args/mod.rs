@@ -39,7 +39,7 @@ pub use self::{
     fetch::{ClusterNodeArgs, FetchArgs},
     generate::{GenerateArgs, Generated},
     host_port::HostPort,
-    intercept::{AddArgs, InterceptAction, InterceptArgs, InterceptPortArgs, ShowArgs},
+    intercept::{AddArgs, Cgroup, InterceptAction, InterceptArgs, InterceptPortArgs, ShowArgs},
     load::{LoadArgs, ValueType},
     metrics::MetricsArgs,
     module::{ModuleArgs, ModuleQuestion},
