@@ -19,6 +19,7 @@
 //! - [`exit`]: how a command ends; [`progress`]: what it shows while it runs; [`units`]: sizes and times as text.
 //! - [`server`]: the client of a Redis or Valkey server that everything below uses.
 //! - [`conversation`]: connections between agents, and the port that either end may open.
+//! - `sentinel`: what Sentinels say about a group of servers.
 //! - [`source`], [`replica`], [`status`]: the job.
 //! - [`transports`]: which transports to the memory there are, and the command that reports them; [`probe`] measures
 //!   them.
@@ -52,6 +53,7 @@ pub mod probe;
 pub mod progress;
 pub mod ready;
 pub mod replica;
+mod sentinel;
 pub mod server;
 mod signals;
 #[cfg(any(test, feature = "simulation"))]

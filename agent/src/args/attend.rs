@@ -7,7 +7,8 @@ use clap::Args;
 
 use super::replica::{parse_memory, parse_name};
 use super::{
-    FastKeys, ModuleLoad, OnFailure, ReadArgs, RelayArgs, ReplicaArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs,
+    FastKeys, HostPort, ModuleLoad, OnFailure, ReadArgs, RelayArgs, ReplicaArgs, ReplicaNameArgs, SecurityArgs,
+    SentinelArgs, SourceKeyArgs,
 };
 use crate::exit::{self, Code};
 use crate::server::{ServerArgs, Task};
@@ -31,6 +32,11 @@ pub struct AttendArgs {
     #[allow(missing_docs)]
     pub read: ReadArgs,
 
+    /// Further sources, separated by commas: one for each primary that the server may follow, such as those of a
+    /// cluster's shards. The one that has the replication history of the server's primary serves it.
+    #[arg(long, value_name = "HOST:PORT,…", value_delimiter = ',', help_heading = "Source")]
+    pub sources: Vec<HostPort>,
+
     /// File with the secret that the agent shares with the source. May be repeated; the agent proves the first one.
     #[arg(long = "token-file", value_name = "FILE", required_unless_present = "cert", help_heading = "Source")]
     pub token_files: Vec<PathBuf>,
@@ -42,6 +48,10 @@ pub struct AttendArgs {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub expected: SourceKeyArgs,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub sentinel: SentinelArgs,
 
     /// Name to appear under in `remora status` and the source's log. Default: the server's address.
     #[arg(long, value_name = "NAME", value_parser = parse_name, help_heading = "Source")]
@@ -56,8 +66,8 @@ pub struct AttendArgs {
     pub listen_port: u16,
 
     /// A port at which the server's primaries listen. May be repeated: in a cluster whose nodes have different ports,
-    /// for each.
-    #[arg(long = "primary-port", value_name = "PORT", default_values_t = [PRIMARY_PORT], value_parser = clap::value_parser!(u16).range(1..), help_heading = "Interception")]
+    /// for each. With --sentinel: the ports of the servers that Sentinel knows.
+    #[arg(long = "primary-port", value_name = "PORT", conflicts_with = "sentinels", default_values_t = [PRIMARY_PORT], value_parser = clap::value_parser!(u16).range(1..), help_heading = "Interception")]
     pub primary_ports: Vec<u16>,
 }
 
@@ -72,11 +82,14 @@ impl AttendArgs {
             readers: ReplicaNameArgs::default(),
             expected: self.expected.clone(),
             expected_primaries: Vec::new(),
+            sentinel: SentinelArgs::default(),
             name: self.name.clone(),
             stay: false,
             dry_run: false,
             // The server has asked its primary for a full copy: it replaces its data whatever the agent does.
             replace: true,
+            rewrite_config: false,
+            extend_failover_timeout: false,
             on_failure: OnFailure::Empty,
             memory: self.memory,
             state_dir: None,
@@ -124,10 +137,13 @@ Examples:
   In a cluster whose nodes have different ports:
     remora attend --server redis://127.0.0.1:7004 --source 10.0.0.5:7379 \\
       --token-file token --primary-port 7001 --primary-port 7002
+  Under Sentinel, with servers at different ports:
+    remora attend --server redis://127.0.0.1:6379 --source 10.0.0.5:7379 \\
+      --token-file token --sentinel 10.0.0.1:26379 --sentinel-name mymaster
 
 {}
 {}",
-        Task::Attend.help(),
+        Task::Attend.help() + &Task::Sentinel.help_beside(),
         exit::help_table(&[Code::Usage, Code::Refused, Code::Server, Code::Interrupted, Code::Local])
     )
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Args;
 use rustix::fs::Mode;
 
-use super::{ClusterNodeArgs, FetchArgs, SnapshotFromArgs};
+use super::{ClusterNodeArgs, FetchArgs, SentinelArgs, SnapshotFromArgs};
 use crate::exit::{self, Code};
 use crate::units::{Size, parse_duration};
 
@@ -69,6 +69,7 @@ impl BackupArgs {
         from.name.get_or_insert_with(|| "backup".to_owned());
         FetchArgs {
             from,
+            sentinel: SentinelArgs::default(),
             to: to.to_owned(),
             // One of an earlier attempt that did not end.
             replace: true,

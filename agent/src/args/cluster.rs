@@ -7,7 +7,10 @@ use clap::{Args, Subcommand};
 use rustix::fs::Mode;
 
 use super::fetch::ClusterNodeArgs;
-use super::{FetchArgs, HostPort, RdmaRead, ReadArgs, SecurityArgs, SnapshotFromArgs, SourceKeyArgs, TransportChoice};
+use super::{
+    FetchArgs, HostPort, RdmaRead, ReadArgs, SecurityArgs, SentinelArgs, SnapshotFromArgs, SourceKeyArgs,
+    TransportChoice,
+};
 use crate::cluster::{Node, is_id};
 use crate::exit::{self, Code};
 use crate::server::{ServerArgs, Task};
@@ -232,6 +235,7 @@ impl ClusterBackupArgs {
             expected: expected.clone(),
         };
         FetchArgs {
+            sentinel: SentinelArgs::default(),
             from,
             to,
             // One of an earlier attempt that did not end.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Args;
 use rustix::fs::{Gid, Mode, Uid};
 
-use super::SnapshotFromArgs;
+use super::{SentinelArgs, SnapshotFromArgs};
 use crate::cluster::NodeAddress;
 use crate::exit::{self, Code};
 use crate::server::{Credentials, Server, ServerUrl, SetupError, Task, TlsArgs, UrlParser};
@@ -52,9 +52,14 @@ pub struct FetchArgs {
     pub need: Duration,
 
     /// Write a line `replicaof HOST PORT` into this file, for the server's configuration to include. A server goes on
-    /// by a partial resynchronisation only if it is a replica while it loads.
+    /// by a partial resynchronisation only if it is a replica while it loads. With --sentinel: the primary that
+    /// Sentinel names at that moment, as it writes it.
     #[arg(long, value_name = "FILE", help_heading = "A server that starts on it")]
     pub write_replicaof: Option<PathBuf>,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub sentinel: SentinelArgs,
 
     /// Write the configuration of a node that follows the source's primary into this file (`nodes.conf`), for a server
     /// in cluster mode. A file that says so already stays as it is. Other nodes know the new one after one

@@ -29,10 +29,15 @@ pub enum InterceptAction {
 #[derive(Clone, Debug, Args)]
 pub struct AddArgs {
     /// The number of the user that the server runs as. Its connections are meant.
-    #[arg(long, value_name = "UID")]
-    pub server_uid: u32,
+    #[arg(long, value_name = "UID", required_unless_present = "server_cgroup", conflicts_with = "server_cgroup")]
+    pub server_uid: Option<u32>,
 
-    /// The number of the user that `remora attend` runs as, which must be another one.
+    /// The control group (cgroup v2) that the server runs in, instead of its user, as in /proc/PID/cgroup. It must
+    /// exist, and rules are for this very group: make them again when the service was restarted.
+    #[arg(long, value_name = "PATH", value_parser = parse_cgroup)]
+    pub server_cgroup: Option<Cgroup>,
+
+    /// The number of the user that `remora attend` runs as, which must be another one than the server's.
     #[arg(long, value_name = "UID")]
     pub agent_uid: u32,
 
@@ -40,6 +45,37 @@ pub struct AddArgs {
     #[arg(long, value_name = "PORT", default_value_t = LISTEN_PORT, value_parser = clap::value_parser!(u16).range(1..))]
     pub listen_port: u16,
 }
+
+/// A control group, by its path below the root of the hierarchy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cgroup(String);
+
+impl Cgroup {
+    /// The path, without a slash at either end.
+    pub fn path(&self) -> &str {
+        &self.0
+    }
+
+    /// How deep it is: 1 is a group right below the root.
+    pub fn level(&self) -> usize {
+        self.0.split('/').count()
+    }
+}
+
+fn parse_cgroup(text: &str) -> Result<Cgroup, String> {
+    let path = text.strip_prefix("0::").unwrap_or(text).trim_matches('/');
+    let is_name = |name: &str| {
+        let printable = name.chars().all(|letter| letter.is_ascii_graphic() && letter != '"' && letter != '\\');
+        !name.is_empty() && name != "." && name != ".." && printable
+    };
+    match path.split('/').all(is_name) && path.len() <= CGROUP_CHARS {
+        true => Ok(Cgroup(path.to_owned())),
+        false => Err("a control group is a path such as system.slice/redis-server.service".to_owned()),
+    }
+}
+
+/// The longest path: nft takes no longer text.
+const CGROUP_CHARS: usize = 255;
 
 /// Which rules to remove.
 #[derive(Clone, Debug, Args)]
@@ -66,6 +102,8 @@ fn more() -> String {
 Examples:
   Once, at the start of a host or in an init container:
     remora intercept add --server-uid 999 --agent-uid 998
+  For a service, by its control group, whatever user it runs as:
+    remora intercept add --server-cgroup system.slice/redis-server.service --agent-uid 998
   See them, and whether an agent asks for connections:
     remora intercept show
   Remove them:
@@ -74,4 +112,22 @@ Examples:
 {}",
         exit::help_table(&[Code::Usage, Code::Refused, Code::Local])
     )
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn a_control_group_is_a_path_that_nft_can_be_given() {
+        let table = [("system.slice/redis.service", 2), ("/a/", 1), ("0::/kubepods/pod-1/c@2", 3)];
+        for (text, level) in table {
+            assert_eq!(parse_cgroup(text).unwrap().level(), level, "{text}");
+        }
+        for wrong in ["", "/", "a//b", "a/../b", "a\" drop", "a\nb", "a b", "ü", &"a".repeat(256)] {
+            assert!(parse_cgroup(wrong).is_err(), "{wrong}");
+        }
+    }
 }

@@ -10,6 +10,7 @@ mod devices;
 mod fast_keys;
 mod fetch;
 mod generate;
+mod host_port;
 mod intercept;
 mod load;
 mod metrics;
@@ -22,6 +23,7 @@ mod relay;
 mod replica;
 mod restore;
 mod security;
+mod sentinel;
 mod snapshot;
 mod source;
 mod status;
@@ -42,7 +44,8 @@ pub use self::{
     fast_keys::{FastKeys, WalkArgs},
     fetch::{ClusterNodeArgs, FetchArgs},
     generate::{GenerateArgs, Generated},
-    intercept::{AddArgs, InterceptAction, InterceptArgs, InterceptPortArgs, ShowArgs},
+    host_port::HostPort,
+    intercept::{AddArgs, Cgroup, InterceptAction, InterceptArgs, InterceptPortArgs, ShowArgs},
     load::{LoadArgs, ValueType},
     metrics::MetricsArgs,
     module::{ModuleArgs, ModuleQuestion},
@@ -54,8 +57,9 @@ pub use self::{
     replica::{ModuleLoad, OnFailure, ReplicaArgs},
     restore::RestoreArgs,
     security::{MonitorNameArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs},
+    sentinel::SentinelArgs,
     snapshot::{SnapshotAction, SnapshotArgs, SnapshotFromArgs, SnapshotMountArgs},
-    source::{HostPort, ModuleCapture, SendChoice, SourceArgs},
+    source::{CapturedArgs, FromChoice, ModuleCapture, SendChoice, SourceArgs},
     status::StatusArgs,
     token::{TokenAction, TokenCommandArgs},
     verify::{DigestUse, VerifyArgs},

@@ -5,7 +5,7 @@ use std::{net::IpAddr, path::PathBuf};
 use clap::{Args, ValueEnum};
 use remora_wire::is_printable;
 
-use super::{FastKeys, HostPort, ReadArgs, RelayArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs};
+use super::{FastKeys, HostPort, ReadArgs, RelayArgs, ReplicaNameArgs, SecurityArgs, SentinelArgs, SourceKeyArgs};
 use crate::{
     exit::{self, Code},
     server::{ServerArgs, Task},
@@ -50,6 +50,10 @@ pub struct ReplicaArgs {
     #[arg(long = "expect-primary", value_name = "HOST:PORT", help_heading = "Security")]
     pub expected_primaries: Vec<HostPort>,
 
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub sentinel: SentinelArgs,
+
     /// Name to appear under in `remora status` and the source's log. Default: the server's address.
     #[arg(long, value_name = "NAME", value_parser = parse_name, help_heading = "Source")]
     pub name: Option<String>,
@@ -66,6 +70,17 @@ pub struct ReplicaArgs {
     /// Replace the data that the server holds. Without this option a server with keys is refused.
     #[arg(long, help_heading = "What to do")]
     pub replace: bool,
+
+    /// Raise `failover-timeout` at all Sentinels until the sync ends, for a server that Sentinel knows and would make
+    /// follow its primary again before. They must all be in --sentinel, and their user needs +sentinel|set. Meanwhile a
+    /// fail-over that fails is tried again later.
+    #[arg(long, requires = "sentinels", help_heading = "What to do")]
+    pub extend_failover_timeout: bool,
+
+    /// Make the server write its configuration file (CONFIG REWRITE) when it follows the primary, so that it does so
+    /// after a restart too. A server without a configuration file is refused.
+    #[arg(long, help_heading = "What to do")]
+    pub rewrite_config: bool,
 
     /// State of the server if the sync fails or is stopped when the server has lost its old data and not loaded the new
     /// ones. `detached`: it follows no primary (`REPLICAOF NO ONE`) and keeps the data that it holds then; the agent
@@ -181,6 +196,10 @@ Examples:
   With certificates instead of a token:
     remora replica --server redis://127.0.0.1:6380 --source db1:7379 \\
       --security mtls --cert replica.pem --key replica.key --ca ca.pem
+  Under Sentinel, which says at the hand-off where the primary is:
+    remora replica --server redis://10.0.0.9:6379 \\
+      --source 10.0.0.5:7379 --token-file token --sentinel-name mymaster \\
+      --sentinel 10.0.0.1:26379,10.0.0.2:26379,10.0.0.3:26379
   A server with old data, and a large snapshot over an unreliable link:
     remora replica --server redis://127.0.0.1:6380 --source 10.0.0.5:7379 \\
       --token-file token --replace --state-dir /var/lib/remora --retry-for 1h
@@ -191,7 +210,7 @@ Examples:
 
 {}
 {}",
-        Task::Replica.help(),
+        Task::Replica.help() + &Task::Sentinel.help_beside(),
         exit::help_table(&[
             Code::Usage,
             Code::Refused,

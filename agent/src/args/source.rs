@@ -4,13 +4,16 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use clap::{Args, ValueEnum};
 
-use super::{MetricsArgs, MonitorNameArgs, RdmaOffer, ReplicaNameArgs, SecurityArgs, WalkArgs, relay::parse_rate};
+use super::{
+    HostPort, MetricsArgs, MonitorNameArgs, RdmaOffer, ReplicaNameArgs, SecurityArgs, SentinelArgs, WalkArgs,
+    relay::parse_rate,
+};
 use crate::{
     conversation::certificate_roles::CertificateRoles,
     conversation::tokens::TokenFiles,
     conversation::{Identity, Mode, Role, Security},
     exit::{self, Code, Failure},
-    server::{ServerArgs, Task},
+    server::{Credentials, Server, ServerUrl, SetupError, Task, TlsArgs, UrlParser},
     units::{Size, parse_duration},
 };
 
@@ -21,7 +24,11 @@ use crate::{
 pub struct SourceArgs {
     #[command(flatten)]
     #[allow(missing_docs)]
-    pub server: ServerArgs,
+    pub captured: CapturedArgs,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub sentinel: SentinelArgs,
 
     /// Address and port to serve replica agents on. Exactly this one port is opened. The default serves this host only;
     /// give the address of an interface (or 0.0.0.0 for all) to serve others.
@@ -37,8 +44,9 @@ pub struct SourceArgs {
     pub tokens: TokenArgs,
 
     /// Address of the primary as the replicas' servers reach it, for the hand-off. Default: the server's own address;
-    /// if that is loopback or a socket, the host at which a replica reached this source.
-    #[arg(long, value_name = "HOST:PORT", help_heading = "Serving")]
+    /// if that is loopback or a socket, the host at which a replica reached this source. With --sentinel: what the
+    /// Sentinels say at the time.
+    #[arg(long, value_name = "HOST:PORT", conflicts_with = "sentinels", help_heading = "Serving")]
     pub announce: Option<HostPort>,
 
     /// Maximum number of replica agents joined at the same time; the source makes further ones wait. Each needs four
@@ -128,6 +136,58 @@ pub struct SourceArgs {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub rdma: RdmaOffer,
+}
+
+/// The server to take the snapshot of, or how to find it, and its login.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Server")]
+pub struct CapturedArgs {
+    /// The server: redis://HOST:PORT, rediss://HOST:PORT (TLS) or unix:///PATH. Without a port: 6379.
+    #[arg(long, value_name = "URL", value_parser = UrlParser, required_unless_present = "sentinels", conflicts_with = "sentinels")]
+    pub server: Option<ServerUrl>,
+
+    /// With --sentinel: beside which server of the group to take the snapshot. `replica`: the one with the least lag
+    /// that is in step with the primary; another one when it is promoted or gone. `primary`: the primary, also after a
+    /// fail-over.
+    #[arg(long, value_name = "WHICH", default_value = "replica", requires = "sentinels", help_heading = "Sentinel")]
+    pub from: FromChoice,
+
+    /// With --sentinel: the servers that Sentinel names are reached by TLS.
+    #[arg(long, requires = "sentinels", help_heading = "Sentinel")]
+    pub servers_tls: bool,
+
+    /// ACL user to log in as. Without it, a password belongs to the user `default`.
+    #[arg(long, value_name = "NAME")]
+    pub user: Option<String>,
+
+    /// File whose first line is the password; others than owner and group must not be able to read it. Without it, the
+    /// environment variable REMORA_PASSWORD counts. Passwords are never taken from the command line.
+    #[arg(long, value_name = "FILE")]
+    pub password_file: Option<PathBuf>,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub tls: TlsArgs,
+}
+
+impl CapturedArgs {
+    /// Prepares connections to the server at this address. It sends nothing.
+    ///
+    /// # Errors
+    /// A file cannot be used.
+    pub(crate) fn open(&self, url: &ServerUrl) -> Result<Server, SetupError> {
+        let credentials = Credentials::gather(self.user.as_deref(), self.password_file.as_deref())?;
+        Server::new(url.clone(), credentials, &self.tls.options(), Task::Source)
+    }
+}
+
+/// Beside which server of a group a source takes its snapshot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum FromChoice {
+    /// The replica with the least lag.
+    Replica,
+    /// The primary.
+    Primary,
 }
 
 /// Limits that protect the primary and the replicas from one replica.
@@ -239,39 +299,6 @@ pub enum SendChoice {
     File,
 }
 
-/// A host (name or address) and a port, written `HOST:PORT` or `[IPV6]:PORT`.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct HostPort {
-    /// Name or address; IPv6 without brackets.
-    pub host: String,
-    /// The port, never 0.
-    pub port: u16,
-}
-
-impl std::str::FromStr for HostPort {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let has_port = text.rsplit_once(':').is_some_and(|(host, _)| !host.contains(':') || host.ends_with(']'));
-        if !has_port || text.contains('/') {
-            return Err("expected HOST:PORT, as in db1:6379 or [::1]:6379".into());
-        }
-        // The rules are those of a server's address, without its scheme.
-        let url = format!("redis://{text}").parse::<crate::server::ServerUrl>().map_err(|error| error.to_string())?;
-        let (host, port) = url.host_and_port().ok_or("expected HOST:PORT")?;
-        Ok(Self { host: host.to_owned(), port })
-    }
-}
-
-impl std::fmt::Display for HostPort {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self.host.contains(':') {
-            true => write!(f, "[{}]:{}", self.host, self.port),
-            false => write!(f, "{}:{}", self.host, self.port),
-        }
-    }
-}
-
 /// The least memory: four slots of the smallest window and a journal of the same size. With less the source would wait
 /// more than copy.
 const LEAST_MEMORY: Size = Size::mebibytes(16);
@@ -345,13 +372,16 @@ Examples:
       --security mtls --cert source.pem --key source.key --ca ca.pem
   With the snapshot from a file, and the stream behind it from the primary:
     remora source --server redis://10.0.0.5:6379 --token-file token --from-file dump.rdb
+  Beside a replica of the group that three Sentinels watch, wherever it is:
+    remora source --sentinel 10.0.0.1:26379,10.0.0.2:26379,10.0.0.3:26379 \\
+      --sentinel-name mymaster --listen 10.0.0.5:7379 --token-file token
   From a server with TLS, which the replicas reach as db1:6390:
     remora source --server rediss://db1:6390 --tls-ca ca.pem --announce db1:6390 \\
       --token-file token
 
 {}
 {}",
-        Task::Source.help(),
+        Task::Source.help() + &Task::Sentinel.help_beside(),
         exit::help_table(&[Code::Usage, Code::Refused, Code::Server, Code::Local])
     )
 }
@@ -361,15 +391,6 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
-
-    #[test]
-    fn a_host_and_a_port_are_both_needed() {
-        assert_eq!("db1:6379".parse::<HostPort>().unwrap(), HostPort { host: "db1".into(), port: 6379 });
-        assert_eq!("[::1]:80".parse::<HostPort>().unwrap().to_string(), "[::1]:80");
-        for wrong in ["db1", "[::1]", "::1", "db1:", "db1:0", "db1:80/2", ":80", "user@db1:80", "redis://db1:80"] {
-            assert!(wrong.parse::<HostPort>().is_err(), "{wrong}");
-        }
-    }
 
     #[test]
     fn too_little_memory_is_refused_with_the_least() {

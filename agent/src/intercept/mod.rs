@@ -15,6 +15,7 @@ mod script;
 use std::io::Write;
 use std::process::{Command, Output, Stdio};
 
+use self::script::Servers;
 pub(crate) use self::script::{ENTRY_SECONDS, REMOVING};
 use crate::args::{InterceptAction, InterceptArgs};
 use crate::exit::Failure;
@@ -32,17 +33,21 @@ pub async fn run(args: InterceptArgs) -> Result<(), Failure> {
 fn act(action: &InterceptAction) -> Result<(), Failure> {
     match action {
         InterceptAction::Add(add) => {
-            if add.server_uid == add.agent_uid {
-                return Err(Failure::refused(format!(
-                    "--server-uid and --agent-uid are both {}: the agent's own connections to the primary would come back \
-                     to it; run the agent as another user than the server",
-                    add.server_uid
-                )));
-            }
-            nft(&["-f", "-"], &script::add(add.listen_port, add.server_uid, add.agent_uid))?;
+            let (servers, whose) = match (add.server_uid, &add.server_cgroup) {
+                (Some(uid), _) if uid == add.agent_uid => {
+                    return Err(Failure::refused(format!(
+                        "--server-uid and --agent-uid are both {uid}: the agent's own connections to the primary would come \
+                         back to it; run the agent as another user than the server"
+                    )));
+                }
+                (Some(uid), _) => (Servers::User(uid), format!("user {uid}")),
+                (None, Some(group)) => (Servers::Group(group.clone()), format!("the control group {}", group.path())),
+                (None, None) => return Err(Failure::refused("neither --server-uid nor --server-cgroup is given")),
+            };
+            nft(&["-f", "-"], &script::add(add.listen_port, &servers, add.agent_uid))?;
             progress::say(&format!(
-                "connections of user {} can go to port {} of this host, as long as remora attend of user {} asks for them",
-                add.server_uid, add.listen_port, add.agent_uid
+                "connections of {whose} can go to port {} of this host, as long as remora attend of user {} asks for them",
+                add.listen_port, add.agent_uid
             ));
         }
         InterceptAction::Remove(remove) => {

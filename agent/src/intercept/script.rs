@@ -1,5 +1,7 @@
 //! The rules, as a script for nft. Pure.
 
+use crate::args::Cgroup;
+
 /// How long an entry stands that is not renewed, in seconds. The agent renews it each second, and after a pause of some
 /// seconds a killed agent's server goes to its primary by itself.
 pub(crate) const ENTRY_SECONDS: u64 = 3;
@@ -20,14 +22,29 @@ fn table(port: u16) -> String {
     format!("{PREFIX}{port}")
 }
 
+/// Whose connections are meant.
+pub(super) enum Servers {
+    /// Those of this user.
+    User(u32),
+    /// Those of this control group.
+    Group(Cgroup),
+}
+
 /// Makes the rules for the agent at this port, and replaces those that were there, in one transaction.
 ///
 /// The datagrams go from the agent's port to the port on loopback that is meant, and are dropped there: they reach no
 /// program, and the agent learns from the refusal that the rules exist. Connections of other users, to other ports, or
 /// without an entry are not changed. A connection that was established stays what it is.
-pub(super) fn add(port: u16, server: u32, agent: u32) -> String {
+pub(super) fn add(port: u16, server: &Servers, agent: u32) -> String {
     let table = table(port);
     let (renewing, removing) = (UDP_HEADER, UDP_HEADER + REMOVING.len());
+    let server = match server {
+        Servers::User(uid) => format!("meta skuid {uid}"),
+        // The agent may be in the group too: its own connections must not come back to it.
+        Servers::Group(group) => {
+            format!("socket cgroupv2 level {} \"{}\" meta skuid != {agent}", group.level(), group.path())
+        }
+    };
     format!(
         "\
 table inet {table} {{}}
@@ -46,7 +63,7 @@ table inet {table} {{
   }}
   chain intercept {{
     type nat hook output priority -100; policy accept;
-    meta skuid {server} tcp dport @wanted redirect to :{port}
+    {server} tcp dport @wanted redirect to :{port}
   }}
 }}
 "
@@ -77,7 +94,7 @@ mod tests {
 
     #[test]
     fn a_removing_datagram_is_longer_than_a_renewing_one() {
-        let script = add(7380, 999, 998);
+        let script = add(7380, &Servers::User(999), 998);
         assert!(script.contains("udp length 8 update") && script.contains("udp length 9 delete"), "{script}");
         assert!(script.contains("meta skuid 999 tcp dport @wanted redirect to :7380"), "{script}");
     }

@@ -3,8 +3,8 @@
 //! The source names the primary. Each holder of the token can pose as a source, and could name an address where it
 //! listens itself: both the preflight and, at the hand-off, the server send `masterauth` there. So a server with a
 //! password follows only a primary for which something other than the source's word speaks: `--expect-primary`, proof
-//! that the source is the right one, what the server followed before, or the address at which the operator expects the
-//! source.
+//! that the source is the right one, what the server followed before, the address at which the operator expects the
+//! source, or the Sentinels that the operator names.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -12,12 +12,12 @@ use crate::args::{HostPort, ReplicaArgs};
 use crate::conversation::Mode;
 
 /// What is known about the primary without the source's word.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct KnownPrimaries {
     /// `--expect-primary`. No other primary is followed if there are any.
     expected: Vec<HostPort>,
-    /// The source has proved by a key or a certificate that it is the right one.
-    source_is_proved: bool,
+    /// The source has proved by a key or a certificate that it is the right one, or Sentinels name the primary.
+    is_vouched_for: bool,
     /// The source's host on the command line, and its address.
     source: (String, IpAddr),
     /// What the server followed before the sync.
@@ -38,7 +38,9 @@ impl KnownPrimaries {
     pub(super) fn of(args: &ReplicaArgs, followed: Option<(String, u16)>, source: SocketAddr) -> KnownPrimaries {
         KnownPrimaries {
             expected: args.expected_primaries.clone(),
-            source_is_proved: args.expected.source_key.is_some() || args.security.security == Some(Mode::Mtls),
+            is_vouched_for: args.expected.source_key.is_some()
+                || args.security.security == Some(Mode::Mtls)
+                || args.sentinel.is_given(),
             source: (args.read.source.host.clone(), source.ip()),
             followed,
         }
@@ -64,7 +66,7 @@ impl KnownPrimaries {
         let is_at_the_source = is_same_host(source_host, host) || is_same_host(&source_address.to_string(), host);
         let is_followed =
             self.followed.as_ref().is_some_and(|(followed, at)| *at == port && is_same_host(followed, host));
-        if self.source_is_proved || is_at_the_source || is_followed {
+        if self.is_vouched_for || is_at_the_source || is_followed {
             return Ok(Trust::Password);
         }
         Ok(Trust::NoPassword(format!(
@@ -93,7 +95,7 @@ mod tests {
     fn known() -> KnownPrimaries {
         KnownPrimaries {
             expected: Vec::new(),
-            source_is_proved: false,
+            is_vouched_for: false,
             source: ("db1".into(), "10.0.0.1".parse().unwrap()),
             followed: Some(("10.0.0.7".into(), 6379)),
         }
@@ -118,14 +120,14 @@ mod tests {
 
     #[test]
     fn a_source_that_proved_who_it_is_may_name_any_primary() {
-        let known = KnownPrimaries { source_is_proved: true, ..known() };
+        let known = KnownPrimaries { is_vouched_for: true, ..known() };
         assert!(gets_the_password(&known, "elsewhere", 6379));
     }
 
     #[test]
     fn with_expect_primary_no_other_primary_is_followed_whatever_else_speaks_for_it() {
         let expected = vec!["[fd00::1]:6379".parse().unwrap(), "db9:6390".parse().unwrap()];
-        let known = KnownPrimaries { expected, source_is_proved: true, ..known() };
+        let known = KnownPrimaries { expected, is_vouched_for: true, ..known() };
         assert!(gets_the_password(&known, "fd00:0:0::1", 6379) && gets_the_password(&known, "db9", 6390));
         for (host, port) in [("db9", 6379), ("db1", 6379), ("10.0.0.7", 6379)] {
             let why = known.trust(host, port).unwrap_err();

@@ -13,6 +13,8 @@
 //!   [`link`], [`unread`], [`pacer`], [`spool`] and [`meter`]. [`candidates`] keeps other processes from the server's
 //!   link, [`link_login`] is how the server proves itself there, [`link_failure`] says why a connection did not become
 //!   the link, and [`locality`] finds out where the server is.
+//! - [`finding`] asks the Sentinels where the primary is; [`raised`] is the fail-over time that they are given
+//!   meanwhile.
 //! - [`private`] keeps other users from what is written to disk.
 //! - [`introduction`] gives memory to a server that has our module.
 //! - [`source`] is the conversation with the source agent, and [`session`] the task that has it. A snapshot without a
@@ -29,6 +31,7 @@ mod control;
 mod delivery;
 mod driver;
 mod feed;
+mod finding;
 mod introduction;
 mod known_primary;
 mod limit;
@@ -42,6 +45,7 @@ mod pacer;
 pub(crate) mod parts;
 mod preflight;
 pub(crate) mod private;
+mod raised;
 mod record;
 mod relay_reader;
 mod relay_server;
@@ -67,7 +71,9 @@ use tokio::time::Instant;
 
 use self::control::Control;
 use self::driver::{Driver, Setup};
+use self::finding::Finding;
 use self::known_primary::KnownPrimaries;
+use self::preflight::Known;
 use self::record::Record;
 use self::spool::Spool;
 use crate::args::ReplicaArgs;
@@ -110,6 +116,9 @@ async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -> Result<Option<Driver>
     if !args.dry_run {
         record.put_back_but_the_login(&mut client).await?;
     }
+    if args.rewrite_config {
+        preflight::refuse_without_a_file(&mut client).await?;
+    }
     let target = preflight::target(&server, &mut client, &record, args.link_cert.is_some()).await?;
     if !args.dry_run && !target.unfinished {
         // A server that follows a dead link keeps the login for it until it gets another: its real password is not for
@@ -117,10 +126,33 @@ async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -> Result<Option<Driver>
         record.put_back(&mut client).await?;
     }
     let mut source = source::Source::connect_first(&args.read, &credentials).await.map_err(source::failure)?;
-    let plan = source.plan(&args.read, args.name.as_deref(), &target.facts.name()).await?;
+    let finding = match args.sentinel.open()? {
+        Some(sentinels) => Some(Finding::begin(sentinels).await?),
+        None => None,
+    };
+    if !args.dry_run {
+        // An agent before us may have been killed.
+        let left = raised::put_back(&mut record, finding.as_ref().map(Finding::sentinels)).await;
+        if !left.is_empty() {
+            tracing::warn!("an earlier agent has ended without its clean-up{left}");
+        }
+    }
     let known = KnownPrimaries::of(&args, target.followed(&record), source.address());
-    let primary = preflight::primary(&args, &server, &target, &plan, &known, source.address()).await?;
+    let known = Known { primaries: known, finding, source: source.address() };
+    let began = Instant::now();
+    let (plan, mut primary) = loop {
+        let plan = source.plan(&args.read, args.name.as_deref(), &target.facts.name()).await?;
+        match preflight::primary(&args, &server, &target, &plan, &known).await {
+            Ok(primary) => break (plan, primary),
+            Err(unfit) if unfit.passes && began.elapsed() < FAIL_OVER_LIMIT.min(args.read.retry_for) => {
+                tracing::warn!("{}; asking the Sentinels again", unfit.failure);
+                tokio::time::sleep(FAIL_OVER_POLL).await;
+            }
+            Err(unfit) => return Err(unfit.failure),
+        }
+    };
     preflight::refuse_to_overwrite(&args, &server, &target)?;
+    preflight::refuse_what_sentinel_undoes(&args, &server, &target, &mut primary).await?;
     warn_of_a_small_backlog(&plan);
     if !plan.warning.is_empty() {
         tracing::warn!("{}", plan.warning);
@@ -158,6 +190,13 @@ async fn find_spool(folder: PathBuf) -> Option<Spool> {
         Err(_) => None,
     }
 }
+
+/// How long a fail-over may take until the primary and the source are of one history. Sentinels need some seconds, and
+/// `down-after-milliseconds` before.
+const FAIL_OVER_LIMIT: Duration = Duration::from_secs(60);
+
+/// Pause between two looks meanwhile.
+const FAIL_OVER_POLL: Duration = Duration::from_millis(500);
 
 /// How long the server may take to notice that its link is gone.
 const SETTLE_LIMIT: Duration = Duration::from_secs(15);

@@ -11,11 +11,13 @@ use std::time::Duration;
 use remora_protocol::Offer;
 use tokio::time::Instant;
 
+use super::finding::Finding;
 use super::known_primary::{KnownPrimaries, Trust};
 use super::link_login::{LinkLogin, PrimaryLogin};
 use super::record::{LOGIN, Record};
-use crate::args::ReplicaArgs;
-use crate::exit::Failure;
+use crate::args::{HostPort, OnFailure, ReplicaArgs};
+use crate::exit::{Code, Failure};
+use crate::sentinel::guard;
 use crate::server::{
     Client, Credentials, Facts, Password, RefusalKind, Role, Server, ServerError, ServerUrl, Task, TlsOptions,
 };
@@ -121,7 +123,8 @@ async fn tls_files(client: &mut Client) -> Result<TlsOptions, ServerError> {
     }
     let [ca, client_cert, client_key, cert, key] = <[_; 5]>::try_from(files).unwrap_or_default();
     let pair = client_cert.zip(client_key).or_else(|| cert.zip(key));
-    Ok(TlsOptions { ca, certificate: pair.clone().map(|pair| pair.0), key: pair.map(|pair| pair.1), server_name: None })
+    let (certificate, key) = (pair.clone().map(|pair| pair.0), pair.map(|pair| pair.1));
+    Ok(TlsOptions { ca, certificate, key, ..TlsOptions::default() })
 }
 
 /// Refuses a server that holds data, or is in step with a primary, unless `--replace` is given.
@@ -164,6 +167,14 @@ pub(super) struct Primary {
     pub(super) asked: Option<Server>,
     /// Whether the server's password may be sent there.
     pub(super) trust: Trust,
+    /// How to find it again after a fail-over.
+    pub(super) finding: Option<Finding>,
+    /// The fail-over time that the Sentinels are given for the time of the sync.
+    pub(super) raise_to: Option<Duration>,
+    /// Bytes of its data, as it says.
+    data: Option<u64>,
+    /// Which primaries may be followed.
+    known: KnownPrimaries,
     /// The same login, for another look before the first change.
     server: Server,
     /// When it was compared with the replica's server.
@@ -192,35 +203,101 @@ impl Primary {
     }
 }
 
+impl Primary {
+    /// Where it is.
+    pub(super) fn address(&self) -> (String, u16) {
+        (self.host.clone(), self.port)
+    }
+
+    /// It is at this address from now on.
+    ///
+    /// # Errors
+    /// No server may follow it there.
+    pub(super) fn move_to(&mut self, at: &HostPort) -> Result<(), Failure> {
+        if (at.host.as_str(), at.port) != (self.host.as_str(), self.port) {
+            self.trust = self.known.trust(&at.host, at.port).map_err(|why| Failure::new(Code::SyncFailed, why))?;
+            self.server = self.server.at(&at.host, at.port);
+            (self.host, self.port) = (at.host.clone(), at.port);
+        }
+        Ok(())
+    }
+
+    /// Asks the Sentinels where it is, if there are any. If they do not say, it is where it was.
+    pub(super) async fn find_again(&mut self) {
+        let Some(finding) = self.finding.clone() else { return };
+        let moved = match finding.ask().await {
+            Ok(at) => self.move_to(&at),
+            Err(failure) => Err(failure),
+        };
+        if let Err(failure) = moved {
+            tracing::warn!("{failure}");
+        }
+    }
+}
+
+/// By what a primary is known.
+pub(super) struct Known {
+    pub(super) primaries: KnownPrimaries,
+    /// The Sentinels.
+    pub(super) finding: Option<Finding>,
+    /// The address by which the source was reached.
+    pub(super) source: SocketAddr,
+}
+
+/// Why a primary is refused.
+pub(super) struct Unfit {
+    pub(super) failure: Failure,
+    /// Whether it may be another one in a moment: a fail-over is under way, or just over.
+    pub(super) passes: bool,
+}
+
+impl From<Failure> for Unfit {
+    fn from(failure: Failure) -> Unfit {
+        Unfit { failure, passes: false }
+    }
+}
+
 /// Finds the primary, and checks that it accepts the replica's server and that it is the right one.
 pub(super) async fn primary(
     args: &ReplicaArgs,
     server: &Server,
     target: &Target,
     plan: &Offer,
-    known: &KnownPrimaries,
-    source: SocketAddr,
-) -> Result<Primary, Failure> {
+    known: &Known,
+) -> Result<Primary, Unfit> {
+    let may_pass = known.finding.is_some();
     if plan.run_id == target.facts.run_id.clone().unwrap_or_default() && !plan.run_id.is_empty() {
         return Err(Failure::refused(format!(
             "the server {} is the very server that the source takes its snapshot of; name another with --server",
             server.url()
-        )));
+        ))
+        .into());
     }
-    let host = if plan.primary.host.is_empty() { source_host(args, source) } else { plan.primary.host.clone() };
-    let port = plan.primary.port;
-    let trust = known.trust(&host, port).map_err(Failure::refused)?;
+    let HostPort { host, port } = match &known.finding {
+        Some(finding) => finding.ask().await?,
+        None if plan.primary.host.is_empty() => {
+            HostPort { host: source_host(args, known.source), port: plan.primary.port }
+        }
+        None => HostPort { host: plan.primary.host.clone(), port: plan.primary.port },
+    };
+    let trust = known.primaries.trust(&host, port).map_err(Failure::refused)?;
     // Before the connection, which would send the password.
     if let (Trust::NoPassword(why), Some(_)) = (&trust, &target.login.password) {
-        return Err(Failure::refused(why.clone()));
+        return Err(Failure::refused(why.clone()).into());
     }
-    let refused = |error: ServerError| no_entry(&error, server.url(), (&host, port, plan.primary.tls), target);
+    let refused = |error: ServerError| Unfit {
+        failure: no_entry(&error, server.url(), (&host, port, plan.primary.tls), target),
+        passes: may_pass && error.is_passing(),
+    };
     let primary_server = as_the_server_would(args, target, &host, port)?;
     let mut client = primary_server.connect().await.map_err(refused)?;
-    let mut asked = None;
+    let mut asked = known.finding.is_some().then(|| primary_server.clone());
+    let mut data = None;
     match Facts::read(&mut client).await {
         Ok(facts) => {
-            check_identity(&facts, target, plan, &host, port)?;
+            let identity = check_identity(&facts, target, plan, &host, port);
+            identity.map_err(|failure| Unfit { failure, passes: may_pass })?;
+            data = facts.used_memory_dataset;
             check_format(&facts, target, server.url())?;
             check_contents(&facts, target, server.url())?;
             if facts.run_id.as_deref() != Some(plan.run_id.as_str()) {
@@ -235,7 +312,53 @@ pub(super) async fn primary(
         }
         Err(error) => return Err(refused(error)),
     }
-    Ok(Primary { host, port, asked, trust, server: primary_server, compared: Instant::now() })
+    let (finding, known) = (known.finding.clone(), known.primaries.clone());
+    let compared = Instant::now();
+    let (server, raise_to) = (primary_server, None);
+    Ok(Primary { host, port, asked, trust, finding, raise_to, data, known, server, compared })
+}
+
+/// Refuses a server that has no configuration file, if it is to be written.
+pub(super) async fn refuse_without_a_file(client: &mut Client) -> Result<(), Failure> {
+    let info = client.info("server").await?;
+    match info.get("config_file") {
+        Some("") => Err(Failure::refused(format!(
+            "the server {} was started without a configuration file, so --rewrite-config cannot write one: start it with a file, \
+             or omit the option",
+            client.server().url()
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// Refuses a sync that Sentinel would undo before its end.
+pub(super) async fn refuse_what_sentinel_undoes(
+    args: &ReplicaArgs,
+    server: &Server,
+    target: &Target,
+    primary: &mut Primary,
+) -> Result<(), Failure> {
+    let Some(finding) = &primary.finding else { return Ok(()) };
+    let (sentinels, url) = (finding.sentinels(), server.url());
+    let Some(known) = guard::known(sentinels, &target.facts, url).await? else { return Ok(()) };
+    let name = sentinels.name();
+    if args.stay || args.on_failure == OnFailure::Detached {
+        let option = if args.stay { "--stay" } else { "--on-failure detached" };
+        return Err(Failure::refused(format!(
+            "the server {url} cannot keep to {option}: Sentinel knows it as a replica of {name}, and makes it follow the primary \
+             again; omit {option}"
+        )));
+    }
+    let data = primary.data.unwrap_or(u64::MAX >> 20);
+    let longest = guard::longest(data, args.relay.download_limit);
+    match known.is_too_late(longest) {
+        false => Ok(()),
+        true if args.extend_failover_timeout => {
+            primary.raise_to = Some(known.timeout_for(longest));
+            Ok(())
+        }
+        true => Err(Failure::refused(format!("the server {url}: {}", known.refusal(name, data, longest)))),
+    }
 }
 
 /// The source's host, as this agent reaches it. It stands for the primary's host if the source's server has only a

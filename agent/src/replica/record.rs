@@ -46,6 +46,20 @@ struct Contents {
     /// How often the server's configuration file had been written before the sync.
     #[serde(default)]
     rewrites: Option<Rewrites>,
+    /// What the agent has raised at the Sentinels.
+    #[serde(default)]
+    raised: Option<Raised>,
+}
+
+/// The fail-over time of a group, which the agent has raised.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Raised {
+    /// The name of the group.
+    pub(super) name: String,
+    /// What the agent has set, in milliseconds.
+    pub(super) set: u64,
+    /// What it was before, at each Sentinel.
+    pub(super) before: Vec<(String, u64)>,
 }
 
 /// How often a server had written its configuration file (`CONFIG REWRITE`) in one of its runs.
@@ -183,6 +197,17 @@ impl Record {
         self.contents.former = primary.map(|(host, port)| format!("{host}:{port}"));
     }
 
+    /// What the agent has raised at the Sentinels.
+    pub(super) fn raised(&self) -> Option<&Raised> {
+        self.contents.raised.as_ref()
+    }
+
+    /// Writes to the file what the agent raises at the Sentinels. Call it before.
+    pub(super) fn note_raised(&mut self, raised: Option<Raised>) -> Result<(), Failure> {
+        self.contents.raised = raised;
+        self.save()
+    }
+
     /// What was last noted of the server's configuration file.
     pub(super) fn rewrites(&self) -> Option<&Rewrites> {
         self.contents.rewrites.as_ref()
@@ -271,7 +296,7 @@ impl Record {
 
     /// Removes the file. All settings have been restored.
     pub(super) fn close(&self) {
-        if self.contents.settings.is_empty() {
+        if self.contents.settings.is_empty() && self.contents.raised.is_none() {
             let _ = self.folder.remove(&self.name);
             self.remove_the_old_file();
         }

@@ -2,6 +2,8 @@
 //!
 //! The help pages, `docs/operating.md` and the message for `-NOPERM` use this one list.
 
+use remora_redis::resp::Limits;
+
 /// What a connection is for. It decides which ACL rules the message for a refusal names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Task {
@@ -19,12 +21,22 @@ pub enum Task {
     Ready,
     /// `remora cluster`, on every node.
     Cluster,
+    /// Any command with `--sentinel`, at the Sentinels.
+    Sentinel,
 }
 
 impl Task {
     /// All tasks.
-    pub const ALL: [Self; 7] =
-        [Self::Source, Self::Replica, Self::Attend, Self::Verify, Self::Load, Self::Ready, Self::Cluster];
+    pub const ALL: [Self; 8] = [
+        Self::Source,
+        Self::Replica,
+        Self::Attend,
+        Self::Verify,
+        Self::Load,
+        Self::Ready,
+        Self::Cluster,
+        Self::Sentinel,
+    ];
 
     /// The command that does the task.
     pub const fn command(self) -> &'static str {
@@ -36,6 +48,7 @@ impl Task {
             Self::Load => "remora load",
             Self::Ready => "remora ready",
             Self::Cluster => "remora cluster",
+            Self::Sentinel => "--sentinel",
         }
     }
 
@@ -50,6 +63,7 @@ impl Task {
             Self::Load => "~* +@write +ping +info +select",
             Self::Ready => "+ping +info",
             Self::Cluster => "+ping +info +cluster|info +cluster|nodes",
+            Self::Sentinel => "+ping +sentinel|get-master-addr-by-name +sentinel|replicas +sentinel|master",
         }
     }
 
@@ -78,8 +92,38 @@ impl Task {
                  the server has it; for remora cluster sync: +cluster|meet +cluster|replicate +cluster|reset on the nodes that it \
                  names"
             }
+            Self::Sentinel => "at the Sentinels; +sentinel|set for --extend-failover-timeout",
             Self::Ready => "on a replica's primary too, unless --link-only is given",
         }
+    }
+
+    /// What an answer may be. A server may return a value of any length; a Sentinel lists replicas, of which each has
+    /// some fifty short fields.
+    pub(super) const fn limits(self) -> Limits {
+        match self {
+            Self::Sentinel => Limits { bulk_bytes: 1024, array_items: 256, depth: 2, line_bytes: 1024 },
+            _ => Limits {
+                bulk_bytes: Limits::BULK_BYTES,
+                array_items: Limits::ARRAY_ITEMS,
+                depth: Limits::DEPTH,
+                line_bytes: Limits::LINE_BYTES,
+            },
+        }
+    }
+
+    /// What to check when TLS fails.
+    pub(super) const fn tls_options(self) -> &'static str {
+        match self {
+            Self::Sentinel => {
+                "--sentinel-tls-ca and the client certificate, and that the port is the Sentinel's tls-port"
+            }
+            _ => "--tls-ca, --tls-server-name and the client certificate, and that the port is the server's tls-port",
+        }
+    }
+
+    /// A line below the paragraph of another task.
+    pub fn help_beside(self) -> String {
+        format!("With {}: {}\n  ({})\n", self.command(), self.rules(), self.optional())
     }
 
     /// The paragraph at the end of a help page.

@@ -84,6 +84,7 @@ impl TlsArgs {
             certificate: self.tls_cert.clone(),
             key: self.tls_key.clone(),
             server_name: self.tls_server_name.clone(),
+            prefix: "",
         }
     }
 }

@@ -4,7 +4,7 @@ use std::{future::Future, io, net::SocketAddr, sync::Arc, time::Duration};
 
 use remora_redis::{
     info::Info,
-    resp::{self, Decoder, Frame, Limits},
+    resp::{self, Decoder, Frame},
 };
 use rustls::pki_types::ServerName;
 use tokio::{
@@ -95,7 +95,7 @@ impl Server {
         let mut client = Client {
             server: self.clone(),
             stream,
-            decoder: Decoder::new(Limits::default()),
+            decoder: Decoder::new(self.0.task.limits()),
             scratch: Vec::new(),
             timeout: COMMAND_TIMEOUT,
             answer_owed: false,
@@ -123,7 +123,11 @@ impl Server {
             return Ok(Stream::Tcp(tcp));
         };
         let connecting = TlsConnector::from(setup.config.clone()).connect(setup.name.clone(), tcp);
-        let stream = connecting.await.map_err(|cause| ServerError::Tls { server: self.0.url.to_string(), cause })?;
+        let stream = connecting.await.map_err(|cause| ServerError::Tls {
+            server: self.0.url.to_string(),
+            task: self.0.task,
+            cause,
+        })?;
         Ok(Stream::Tls(Box::new(stream)))
     }
 
@@ -377,7 +381,7 @@ impl Client {
         match trouble {
             Trouble::TimedOut => ServerError::TimedOut { server, command, limit },
             // TLS 1.3 refuses a client's certificate only after the handshake, in answer to the first bytes.
-            Trouble::Io(cause) if is_tls_error(&cause) => ServerError::Tls { server, cause },
+            Trouble::Io(cause) if is_tls_error(&cause) => ServerError::Tls { server, task: self.server.task(), cause },
             Trouble::Io(cause) => ServerError::Lost { server, command, cause },
         }
     }
@@ -440,7 +444,10 @@ fn command_name<A: AsRef<[u8]>>(args: &[A]) -> String {
     let mut words = args.iter().map(|word| String::from_utf8_lossy(word.as_ref()).to_ascii_uppercase());
     let name = words.next().unwrap_or_default();
     match (name.as_str(), words.next()) {
-        ("CONFIG" | "DEBUG" | "FUNCTION" | "MEMORY" | "XINFO" | "CLIENT" | "REPLCONF", Some(subcommand)) => {
+        (
+            "CONFIG" | "DEBUG" | "FUNCTION" | "MEMORY" | "XINFO" | "CLIENT" | "REPLCONF" | "SENTINEL",
+            Some(subcommand),
+        ) => {
             format!("{name} {subcommand}")
         }
         _ => name,

@@ -55,7 +55,7 @@ pub enum SetupError {
     #[error("{option} is given, but {url} does not use TLS: write rediss:// instead of redis://")]
     TlsUnused {
         /// The option as typed.
-        option: &'static str,
+        option: String,
         /// The address as given.
         url: String,
     },
@@ -79,13 +79,12 @@ pub enum ServerError {
         cause: io::Error,
     },
     /// The TLS handshake failed.
-    #[error(
-        "TLS with the server {server} failed: {cause}; \
-         check --tls-ca, --tls-server-name and the client certificate, and that the port is the server's tls-port"
-    )]
+    #[error("TLS with the server {server} failed: {cause}; check {}", task.tls_options())]
     Tls {
         /// Its address.
         server: String,
+        /// What the connection is for.
+        task: Task,
         /// The error of rustls.
         cause: io::Error,
     },
@@ -239,6 +238,9 @@ fn hint(cause: &io::Error) -> &'static str {
 
 fn refusal_sentence(server: &str, command: &str, kind: RefusalKind, text: &str, task: Task) -> String {
     let advice = match kind {
+        RefusalKind::NoAuth | RefusalKind::WrongPass if task == Task::Sentinel => {
+            "check --sentinel-user and --sentinel-password-file".into()
+        }
         RefusalKind::NoAuth => "the server requires a password: give --password-file (and --user), or set REMORA_PASSWORD".into(),
         RefusalKind::WrongPass => "check --user and the password file".into(),
         RefusalKind::NoPerm => format!("{} needs these ACL rules: {}", task.command(), task.rules()),

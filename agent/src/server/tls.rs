@@ -26,6 +26,8 @@ pub struct TlsOptions {
     pub key: Option<PathBuf>,
     /// The name to expect in the server's certificate, if not the host of its address.
     pub server_name: Option<String>,
+    /// What the options' names on the command line begin with, between `--` and `tls-`.
+    pub prefix: &'static str,
 }
 
 /// A TLS configuration for any number of connections.
@@ -37,14 +39,14 @@ pub(super) struct TlsSetup {
 
 impl TlsOptions {
     /// The first option that was given, for the message that it has no effect.
-    pub(super) fn first_given(&self) -> Option<&'static str> {
+    pub(super) fn first_given(&self) -> Option<String> {
         let given = [
-            (self.ca.is_some(), "--tls-ca"),
-            (self.certificate.is_some(), "--tls-cert"),
-            (self.key.is_some(), "--tls-key"),
-            (self.server_name.is_some(), "--tls-server-name"),
+            (self.ca.is_some(), "ca"),
+            (self.certificate.is_some(), "cert"),
+            (self.key.is_some(), "key"),
+            (self.server_name.is_some(), "server-name"),
         ];
-        given.into_iter().find(|(given, _)| *given).map(|(_, option)| option)
+        given.into_iter().find(|(given, _)| *given).map(|(_, option)| format!("--{}tls-{option}", self.prefix))
     }
 
     /// Reads the files and sets up TLS for a server on `host`.
@@ -83,9 +85,10 @@ impl TlsOptions {
             None => {
                 roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
                 if roots.is_empty() {
-                    return Err(SetupError::Tls(
-                        "the system has no trusted certificate authorities: give --tls-ca".into(),
-                    ));
+                    return Err(SetupError::Tls(format!(
+                        "the system has no trusted certificate authorities: give --{}tls-ca",
+                        self.prefix
+                    )));
                 }
             }
         }

@@ -50,6 +50,9 @@ pub async fn run(args: FetchArgs) -> Result<(), Failure> {
     if let Some(config) = &args.server_config {
         check_config(config, args.write_nodes_conf.is_some())?;
     }
+    if args.sentinel.is_given() && (args.write_replicaof.is_none() || args.to == Path::new(STDOUT)) {
+        return Err(Failure::new(Code::Usage, "--sentinel goes with --write-replicaof, and with a file in --to"));
+    }
     if args.to == Path::new(STDOUT) {
         return to_stdout(args).await;
     }
@@ -144,7 +147,14 @@ async fn write_who_it_follows(
     how: Placing,
 ) -> Result<(), Failure> {
     if let Some(file) = args.write_replicaof.clone() {
-        let line = format!("replicaof {} {}\n", primary_host(args, &arrived.plan), summary.primary_port);
+        let (host, port) = match args.sentinel.open()? {
+            Some(sentinels) => {
+                let primary = sentinels.primary().await?;
+                (primary.host, primary.port)
+            }
+            None => (primary_host(args, &arrived.plan), summary.primary_port),
+        };
+        let line = format!("replicaof {host} {port}\n");
         let how = Placing { replaces: true, ..how };
         blocking(move || beside::write(&file, line.as_bytes(), &how)).await?;
     }

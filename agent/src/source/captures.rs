@@ -47,7 +47,8 @@ impl Source {
         let (exports, memory) = (self.exports.clone(), self.tables.memory(SNAPSHOT_REGION));
         let plan = Plan {
             generation,
-            server: self.server.clone(),
+            server: self.captured.server(),
+            captured: self.captured.clone(),
             file: self.methods.file.clone(),
             reader_version: self.facts.own_format().filter(|_| own_format).map(|version| version.to_string()),
             may_import_slots: self.facts.may_import_slots(),
@@ -63,7 +64,7 @@ impl Source {
             module: self.methods.rules.clone(),
             module_failed_lately: self.methods.history.module_failed_lately(Instant::now()),
             gauge: self.gauge.clone(),
-            events: self.captured.clone(),
+            events: self.events.clone(),
             stop: Arc::new(AtomicBool::new(false)),
             runtime: tokio::runtime::Handle::current(),
         };

@@ -9,6 +9,7 @@
 //!
 //! - [`machine`] decides, without I/O. Start there.
 //! - [`capture`] speaks PSYNC with the server and fills the tables.
+//! - [`captured`] is the server that is captured, which Sentinels may name.
 //! - [`captures`] starts captures and handles their events; [`output_buffer`] knows the limit of what the primary holds
 //!   back for a source.
 //! - [`gauge`] holds the figures that the capture threads show while they run.
@@ -24,6 +25,7 @@
 
 pub(crate) mod answers;
 pub(crate) mod capture;
+pub(crate) mod captured;
 mod captures;
 mod descriptors;
 mod exports;
@@ -49,8 +51,9 @@ use remora_protocol::{LossCause, Message, Offer, Phase, RefusalCode, Relays, Ups
 use remora_table::Origin;
 use tokio::sync::{Mutex, mpsc, oneshot};
 
-use self::answers::{announce, as_others_reach_it, format_for, plan_of};
+use self::answers::{as_others_reach_it, format_for};
 use self::capture::CaptureEvent;
+use self::captured::Captured;
 use self::captures::Methods;
 use self::exports::{Exports, tcp_exporter};
 use self::gauge::Gauge;
@@ -59,7 +62,7 @@ use self::output_buffer::{OutputBuffer, OutputWatch};
 use self::probe_region::ProbeRegion;
 use self::questions::{Answered, Questions};
 use self::rate::Rate;
-use self::tables::{JOURNAL_REGION, SNAPSHOT_REGION, Tables, expected, first_generation};
+use self::tables::{JOURNAL_REGION, SNAPSHOT_REGION, Tables, first_generation};
 use self::threads::Threads;
 use self::topology::{Assignment, Joining, Topology, Witness};
 use crate::args::SourceArgs;
@@ -70,8 +73,9 @@ use crate::conversation::{Connection, Endpoint, Fault, Options, Protection, Role
 use crate::exit::Failure;
 use crate::lanes::LANES_LABEL;
 use crate::metrics::{Answer, Site};
-use crate::server::{Client, Facts, Server, Task};
+use crate::server::{Client, Facts};
 use crate::signals::{self, Signals};
+use crate::tasks::AbortOnDrop;
 
 /// Runs a source until SIGINT or SIGTERM stops it.
 ///
@@ -99,6 +103,8 @@ struct Mailboxes {
     captured: mpsc::UnboundedReceiver<CaptureEvent>,
     /// The site that asks for metrics.
     _metrics: Option<Site>,
+    /// The task that looks after a group of servers.
+    _watching: Option<AbortOnDrop>,
 }
 
 /// Opens everything that a source needs, and reports that it is ready.
@@ -106,7 +112,8 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     let security = args.tokens.open_security()?;
     let tokens = args.tokens.read(security.clone())?;
     descriptors::check(args.max_replicas)?;
-    let server = args.server.open(Task::Source)?;
+    let captured = Captured::open(&args).await?;
+    let server = captured.server();
     let facts = Facts::read(&mut server.connect().await?).await?;
     let methods = Methods::of(&args, &facts).await?;
     let metrics = match args.metrics.metrics {
@@ -115,7 +122,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     };
     let tables = Tables::create(&args, &facts, security.seals_tables(args.listen.ip())).await?;
     let (incoming, inbox) = mpsc::channel(INCOMING_LIMIT);
-    let (captured, captures) = mpsc::unbounded_channel();
+    let (events, captures) = mpsc::unbounded_channel();
     let port = listener::bind(args.listen, &security, "the source", "--listen").await?;
     let tcp = Arc::new(tcp_exporter(&args, port.1)?);
     let conversations = Endpoint::with_keyring(tokens.keyring(), &Options::secured(security.clone()));
@@ -142,11 +149,12 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     };
     let machine = Machine::new(Instant::now(), rules, Backoff::from_system(), first_generation(), args.is_eager());
     let metrics = metrics.map(|listener| metrics::serve(listener, incoming.clone()));
+    let watching = captured.watch(incoming.clone());
     let source = Source {
         args,
         tokens,
         methods,
-        server,
+        captured,
         facts,
         tables,
         gauge,
@@ -154,7 +162,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         topology: Topology::default(),
         exports,
         incoming,
-        captured,
+        events,
         sessions: HashMap::new(),
         threads: Threads::default(),
         client: Arc::new(Mutex::new(None)),
@@ -165,7 +173,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     };
     // The first look at the write rate. Later ones measure from it.
     source.learn();
-    Ok((source, Mailboxes { incoming: inbox, captured: captures, _metrics: metrics }, listener))
+    Ok((source, Mailboxes { incoming: inbox, captured: captures, _metrics: metrics, _watching: watching }, listener))
 }
 
 /// An event for the source's loop, from another task.
@@ -178,6 +186,8 @@ pub(crate) enum Incoming {
     Left { session: Session, fault: Fault },
     /// Fresh facts of the server.
     Learned(Box<(Facts, OutputBuffer)>),
+    /// Another server of the group is captured from now on, with these facts.
+    Moved(Box<Facts>),
     /// The primary has answered a question that the source asked for replicas.
     Answered(Answered),
     /// Metrics are wanted.
@@ -202,7 +212,7 @@ const TICK: Duration = Duration::from_millis(50);
 struct Source {
     args: SourceArgs,
     tokens: TokenFiles,
-    server: Server,
+    captured: Captured,
     facts: Facts,
     tables: Tables,
     gauge: Arc<Gauge>,
@@ -210,7 +220,7 @@ struct Source {
     topology: Topology,
     exports: Exports,
     incoming: mpsc::Sender<Incoming>,
-    captured: mpsc::UnboundedSender<CaptureEvent>,
+    events: mpsc::UnboundedSender<CaptureEvent>,
     sessions: HashMap<Session, Peer>,
     threads: Threads,
     methods: Methods,
@@ -307,6 +317,7 @@ impl Source {
                 self.questions.learned(Instant::now());
                 self.facts = facts;
             }
+            Incoming::Moved(facts) => captured::moved(self, *facts),
             Incoming::Answered(answered) => questions::answered(self, answered),
             Incoming::Scraped(to) => metrics::answer(self, to),
             Incoming::ProbeRegionReady { id, exported } => self.probe_region_ready(id, exported),
@@ -566,17 +577,6 @@ impl Source {
             ..self.plan()
         };
         self.send(session, Message::Offer(offer));
-    }
-
-    /// An offer without tables, for a dry run.
-    fn plan(&self) -> Offer {
-        let primary = announce(self.args.announce.as_ref(), self.server.url(), &self.facts);
-        let plan = plan_of(&self.facts, primary, self.rate.bytes_per_second());
-        // The primary holds the stream back only for a capture that takes both.
-        let holds_back = self.machine.status().stream.is_none() && self.tables.is_windowed_for(&self.facts);
-        let expected = expected(&self.facts, self.tables.snapshot.1);
-        let warning = if holds_back { self.output.warning(expected, self.tables.ring()) } else { String::new() };
-        Offer { warning, ..plan }
     }
 
     /// Tells the replicas that the source stops, and ends the capture threads.

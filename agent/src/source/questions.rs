@@ -14,12 +14,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use remora_protocol::Message;
+use remora_protocol::{Message, Offer};
 use remora_redis::ReplId;
 
-use super::answers::{ask, hand_off_answer, not_covered};
+use super::answers::{announce, ask, hand_off_answer, not_covered, plan_of};
 use super::machine::Session;
 use super::output_buffer::OutputBuffer;
+use super::tables::expected;
 use super::{Incoming, Source, status};
 use crate::server::{Facts, ServerError};
 
@@ -154,9 +155,21 @@ impl Source {
         });
     }
 
+    /// An offer without tables, for a dry run.
+    pub(super) fn plan(&self) -> Offer {
+        let told = self.args.announce.clone().or_else(|| self.captured.primary());
+        let primary = announce(told.as_ref(), self.captured.server().url(), &self.facts);
+        let plan = plan_of(&self.facts, primary, self.rate.bytes_per_second());
+        // The primary holds the stream back only for a capture that takes both.
+        let holds_back = self.machine.status().stream.is_none() && self.tables.is_windowed_for(&self.facts);
+        let expected = expected(&self.facts, self.tables.snapshot.1);
+        let warning = if holds_back { self.output.warning(expected, self.tables.ring()) } else { String::new() };
+        Offer { warning, ..plan }
+    }
+
     /// Reads the server's facts in the background.
     pub(super) fn learn(&self) -> tokio::task::JoinHandle<()> {
-        let (client, server, incoming) = (self.client.clone(), self.server.clone(), self.incoming.clone());
+        let (client, server, incoming) = (self.client.clone(), self.captured.server(), self.incoming.clone());
         tokio::spawn(async move {
             let Ok(facts) = ask(&client, &server).await else { return };
             let mut client = client.lock().await;
@@ -185,7 +198,7 @@ pub(super) fn send_status(source: &mut Source, session: Session) {
 /// Asks the primary, if there is a batch to ask about.
 fn ask_about(source: &Source, batch: Option<Batch>) {
     let Some(batch) = batch else { return };
-    let (client, server, incoming) = (source.client.clone(), source.server.clone(), source.incoming.clone());
+    let (client, server, incoming) = (source.client.clone(), source.captured.server(), source.incoming.clone());
     tokio::spawn(async move {
         let facts = ask(&client, &server).await.map(Box::new);
         let _ = incoming.send(Incoming::Answered(Answered::HandOffs { batch, facts })).await;

@@ -13,7 +13,7 @@ pub(super) fn report(source: &Source) -> StatusReport {
     let (now, status) = (Instant::now(), source.machine.status());
     StatusReport {
         source: env!("CARGO_PKG_VERSION").into(),
-        server: source.server.url().to_string(),
+        server: source.captured.server().url().to_string(),
         role: role(&source.facts),
         generation: generation_status(source),
         replicas: status

@@ -62,12 +62,17 @@ impl Scene {
     }
 
     fn attend(&self, server: &Server, ports: &[u16]) -> Agent {
+        self.attend_with(server, ports, &[])
+    }
+
+    fn attend_with(&self, server: &Server, ports: &[u16], more: &[&str]) -> Agent {
         let (url, source) = (server.url(), self.source.address.to_string());
         let token = self.stage.token.display().to_string();
         let ports: Vec<String> = ports.iter().map(u16::to_string).collect();
         let mut args = vec!["attend", "--server", &url, "--source", &source, "--token-file", &token];
         args.extend(["--listen-port", PORT, "--retry-for", "10s"]);
         ports.iter().for_each(|port| args.extend(["--primary-port", port]));
+        args.extend(more);
         let mut agent = self.stage.start(Some(&self.host), &args);
         agent.wait_for_line("attending", LONG).unwrap();
         agent
@@ -301,6 +306,61 @@ fn rules_that_would_not_work_are_refused_and_an_agent_without_rules_too() {
     let args = ["attend", "--server", &url, "--source", &source, "--token-file", &token];
     let said = ends(&mut scene.stage.start(Some(&scene.host), &args), 3);
     assert!(said.contains("remora intercept add"), "{said}");
+}
+
+#[test]
+fn of_several_sources_the_one_with_the_history_of_the_servers_primary_serves_it() {
+    for kind in require::kinds() {
+        let Some(scene) = Scene::new(kind) else { return };
+        let other = primary(kind).on(&scene.host).start().unwrap();
+        fill_keys(&other, KEYS, "other");
+        let second = scene.stage.source_on(&scene.host, &other.url(), &[]);
+        let server = scene.server(quick(kind));
+        let nowhere = format!("{}:1,{}", scene.host.address(), second.address);
+        let agent = scene.attend_with(&server, &[scene.primary.port(), other.port()], &["--sources", &nowhere]);
+        for (times, primary) in [(1, &scene.primary), (2, &other), (3, &scene.primary)] {
+            server.replicate(primary).unwrap();
+            handed_over(&agent, &server, times);
+            assert_eq!(syncs(primary).0, 1, "{kind}: the source's alone\n{}", agent.output());
+            assert_same_data(primary, &server);
+        }
+    }
+}
+
+/// Runs a shell's script where the hierarchy of control groups is mounted, whatever this machine has there.
+fn with_groups(script: &str) -> bool {
+    let script = format!("mount -t cgroup2 none /sys/fs/cgroup && {script}");
+    let run = std::process::Command::new("unshare").args(["-m", "sh", "-c", &script]).status();
+    run.is_ok_and(|status| status.success())
+}
+
+#[test]
+fn a_server_is_intercepted_by_its_control_group() {
+    let Some(kind) = require::redis() else { return };
+    let Some(scene) = Scene::new(kind) else { return };
+    let group = format!("remora-test-{}", std::process::id());
+    if !with_groups(&format!("mkdir -p /sys/fs/cgroup/{group}")) {
+        println!("skipped: this kernel has no control groups of version 2, or they cannot be mounted");
+        return;
+    }
+    scene.intercept(&["remove"]);
+    let server = scene.server(quick(kind));
+    assert!(with_groups(&format!("echo {} > /sys/fs/cgroup/{group}/cgroup.procs", server.pid())));
+    let remora = env!("CARGO_BIN_EXE_remora");
+    let add = format!(
+        "mount -t cgroup2 none /sys/fs/cgroup && exec {remora} intercept add --server-cgroup {group} --agent-uid 0"
+    );
+    let mut command = std::process::Command::new("unshare");
+    command.args(["-m", "sh", "-c", &add]);
+    scene.host.enter(&mut command).unwrap();
+    assert!(command.status().unwrap().success());
+    let agent = scene.attend_the_primary(&server);
+    server.replicate(&scene.primary).unwrap();
+    handed_over(&agent, &server, 1);
+    assert_eq!(syncs(&scene.primary), (1, 1), "{}", agent.output());
+    assert_same_data(&scene.primary, &server);
+    drop((agent, server));
+    assert!(with_groups(&format!("rmdir /sys/fs/cgroup/{group}")));
 }
 
 /// Keys of the first shard: their part in braces is what the cluster computes the slot from.

@@ -45,6 +45,7 @@ mod ready;
 mod relay;
 mod resume;
 mod security;
+mod sentinel;
 mod server;
 mod snapshot_mount;
 mod status;

@@ -15,6 +15,7 @@
 //! The modules, in the order in which to read them:
 //!
 //! - [`server`]: start a Redis or Valkey. **Start here.**
+//! - [`sentinel`]: Sentinels that watch a group of servers.
 //! - [`client`]: talk to it.
 //! - [`agent`]: start the program under test, read its output, wait, send signals, measure.
 //! - [`workload`]: a writer at full speed, and a data set with every type in it.
@@ -44,6 +45,7 @@ pub mod rdma;
 pub mod require;
 pub mod ring_allowed;
 pub mod scratch;
+pub mod sentinel;
 pub mod server;
 pub mod tls;
 pub mod workload;
@@ -55,6 +57,7 @@ pub use error::{Error, Result};
 pub use net::{BitRate, Host, Loss, Net, Shape};
 pub use random::Random;
 pub use rdma::RdmaVm;
+pub use sentinel::Sentinels;
 pub use server::{Builder, Kind, Server};
 pub use tls::Tls;
 pub use workload::{Workload, fill_every_type};

@@ -34,13 +34,13 @@ pub(in crate::replica) struct Gate(Arc<Inner>);
 
 struct Inner {
     socket: UdpSocket,
-    ports: BTreeSet<u16>,
     state: Mutex<State>,
 }
 
 #[derive(Default)]
 struct State {
     is_open: bool,
+    ports: BTreeSet<u16>,
     /// The server's connection: the delivery, or the passage that copies its bytes, has the same socket.
     link: Option<TcpStream>,
 }
@@ -53,7 +53,7 @@ impl Gate {
         };
         let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, listen)).map_err(no_port)?;
         socket.set_nonblocking(true).map_err(no_port)?;
-        Ok(Gate(Arc::new(Inner { socket, ports, state: Mutex::default() })))
+        Ok(Gate(Arc::new(Inner { socket, state: Mutex::new(State { ports, ..State::default() }) })))
     }
 
     /// New connections come here from now on. `false` if there are no rules that heed this agent.
@@ -66,7 +66,12 @@ impl Gate {
     pub(super) fn renew(&self) -> bool {
         let state = self.state();
         // Under the lock: an entry must not be renewed after it was removed.
-        !state.is_open || self.order(&[])
+        !state.is_open || self.order(&state.ports, &[])
+    }
+
+    /// Connections to these ports are meant from now on. Entries of other ports run out by themselves.
+    pub(super) fn set_ports(&self, ports: BTreeSet<u16>) {
+        self.state().ports = ports;
     }
 
     pub(super) fn is_open(&self) -> bool {
@@ -77,16 +82,16 @@ impl Gate {
     pub(super) fn close(&self) {
         let mut state = self.state();
         state.is_open = false;
-        self.order(REMOVING);
+        self.order(&state.ports, REMOVING);
     }
 
     /// Sends an order for each port. A datagram that was dropped is reported as not permitted: the rules took it.
-    fn order(&self, content: &[u8]) -> bool {
+    fn order(&self, ports: &BTreeSet<u16>, content: &[u8]) -> bool {
         let taken = |port: &u16| {
             let sent = self.0.socket.send_to(content, (Ipv4Addr::LOCALHOST, *port));
             sent.is_err_and(|error| error.kind() == io::ErrorKind::PermissionDenied)
         };
-        self.0.ports.iter().filter(|port| taken(port)).count() == self.0.ports.len()
+        ports.iter().filter(|port| taken(port)).count() == ports.len()
     }
 
     /// Notes the server's connection.

@@ -26,6 +26,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use remora_redis::ReplId;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc::{Receiver, Sender, UnboundedSender, channel, unbounded_channel};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -38,10 +39,11 @@ use super::candidates::Newcomer;
 use super::control::Control;
 use super::driver::{Attending, Driver};
 use super::source::{self, Source};
-use crate::args::AttendArgs;
+use crate::args::{AttendArgs, ReplicaArgs};
 use crate::conversation::certificate_roles::CertificateRoles;
-use crate::conversation::tokens::TokenFiles;
+use crate::conversation::tokens::{Credentials, TokenFiles};
 use crate::exit::{Code, Failure};
+use crate::sentinel::Sentinels;
 use crate::server::{Client, Facts, Server, ServerError, Task};
 use crate::signals::Signals;
 use crate::tasks::AbortOnDrop;
@@ -54,6 +56,9 @@ const ARRIVALS: usize = 16;
 
 /// Interval at which the server is asked for its link while something depends on it.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
+
+/// Interval at which the Sentinels are asked which servers there are.
+const GROUP_EVERY: Duration = Duration::from_secs(2);
 
 /// How long the source may take to say what it serves, before the primary serves the server. The server waits for
 /// `repl-timeout`, 60 s by default.
@@ -86,8 +91,12 @@ pub async fn run(args: AttendArgs) -> Result<(), Failure> {
     let listener = listen((Ipv4Addr::LOCALHOST, port).into()).await?;
     // A host without IPv6 has no such connections either.
     let listener6 = listen((Ipv6Addr::LOCALHOST, port).into()).await.ok();
-    let ports: BTreeSet<u16> = args.primary_ports.iter().copied().collect();
-    let gate = Gate::new(port, ports)?;
+    let sentinels = args.sentinel.open()?;
+    let ports = match &sentinels {
+        Some(sentinels) => group_ports(sentinels).await?,
+        None => args.primary_ports.iter().copied().collect(),
+    };
+    let gate = Gate::new(port, ports.clone())?;
     if !gate.open() {
         return Err(Failure::refused(format!(
             "no rules send connections to port {port}: run remora intercept add --server-uid … --agent-uid {} --listen-port \
@@ -97,8 +106,9 @@ pub async fn run(args: AttendArgs) -> Result<(), Failure> {
     }
     let (tell, arrivals) = channel(ARRIVALS);
     let _renewing = renew(gate.clone());
+    let _following = sentinels.map(|sentinels| follow(sentinels, gate.clone()));
     let _accepting = [Some(listener), listener6].map(|listener| Some(accept(listener?, tell.clone())));
-    tracing::info!(server = %server.url(), port, ports = ?args.primary_ports, "attending");
+    tracing::info!(server = %server.url(), port, ?ports, "attending");
     let attendant = Attendant {
         args,
         tokens,
@@ -116,6 +126,30 @@ pub async fn run(args: AttendArgs) -> Result<(), Failure> {
 async fn listen(address: SocketAddr) -> Result<TcpListener, Failure> {
     let taken = |error| Failure::local(format!("the port {address} cannot be used: {error}; see --listen-port"));
     TcpListener::bind(address).await.map_err(taken)
+}
+
+/// The ports of all servers that Sentinel knows: each of them can be the server's primary in a moment.
+async fn group_ports(sentinels: &Sentinels) -> Result<BTreeSet<u16>, Failure> {
+    let mut ports = BTreeSet::from([sentinels.primary().await?.port]);
+    let replicas = sentinels.replicas().await?;
+    ports.extend(replicas.into_iter().filter_map(|replica| Some(replica.address?.port)));
+    Ok(ports)
+}
+
+/// Keeps the gate's ports those of the group.
+fn follow(sentinels: Sentinels, gate: Gate) -> AbortOnDrop {
+    let task = tokio::spawn(async move {
+        let mut due = interval(GROUP_EVERY);
+        due.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            due.tick().await;
+            match group_ports(&sentinels).await {
+                Ok(ports) => gate.set_ports(ports),
+                Err(failure) => tracing::debug!("{failure}"),
+            }
+        }
+    });
+    AbortOnDrop::new(&task)
 }
 
 fn renew(gate: Gate) -> AbortOnDrop {
@@ -352,7 +386,35 @@ impl Attendant {
         self.passages.spawn(arrival.pass());
     }
 
-    /// Begins a sync, if the source serves the primary's history.
+    /// Asks all sources at once, and returns the first that serves the history of the server's primary, with the
+    /// arguments of a sync from it.
+    async fn find_source(&self, arrival: &Arrival, server: &str) -> Result<(ReplicaArgs, Source), Failure> {
+        let history = arrival.facts.as_ref().ok().and_then(|facts| facts.replid);
+        let mut asked = JoinSet::new();
+        for at in std::iter::once(&self.args.read.source).chain(&self.args.sources) {
+            let mut args = self.args.of_a_sync();
+            args.read.source = at.clone();
+            let credentials = self.tokens.credentials(args.expected.source_key);
+            asked.spawn(ask_source(args, credentials, server.to_owned()));
+        }
+        let mut causes = Vec::new();
+        while let Some(answered) = asked.join_next().await {
+            match answered {
+                Ok(Ok((Some(found), args, source))) if Some(found) == history => return Ok((args, source)),
+                Ok(Ok((_, args, _))) => causes.push(format!("{} has another history", args.read.source)),
+                Ok(Err(failure)) => causes.push(failure.to_string()),
+                Err(error) => causes.push(error.to_string()),
+            }
+        }
+        let text = format!(
+            "no source serves the history of the server's primary {} ({}); start remora source beside it or one of its replicas",
+            arrival.address,
+            causes.join("; ")
+        );
+        Err(Failure::new(Code::Source, text))
+    }
+
+    /// Begins a sync, if a source serves the primary's history.
     async fn begin(&mut self, arrival: &Arrival) -> Result<(), Failure> {
         let begun = async {
             let mut client = self.server.connect().await?;
@@ -361,19 +423,7 @@ impl Attendant {
                 return Err(Failure::refused("the server has a connection to a primary, and follows none"));
             };
             let primary = (link.host.clone(), link.port);
-            let args = self.args.of_a_sync();
-            let credentials = self.tokens.credentials(args.expected.source_key);
-            let mut source = Source::connect_first(&args.read, &credentials).await.map_err(source::failure)?;
-            let plan = source.plan(&args.read, args.name.as_deref(), &server.name()).await?;
-            let history = arrival.facts.as_ref().ok().and_then(|facts| facts.replid);
-            if plan.replid.is_none() || plan.replid != history {
-                let text = format!(
-                    "the source {} does not serve the history of the server's primary {}; start remora source beside it or \
-                     one of its replicas",
-                    args.read.source, arrival.address
-                );
-                return Err(Failure::new(Code::Source, text));
-            }
+            let (args, source) = self.find_source(arrival, &server.name()).await?;
             let (newcomers, arrivals) = unbounded_channel();
             let (tokens, gate) = (self.tokens.clone(), self.gate.clone());
             let control = Control::new(self.server.clone(), client);
@@ -381,14 +431,25 @@ impl Attendant {
             Ok((Driver::begin_attending(attending).await?, newcomers))
         };
         let (driver, newcomers) = tokio::time::timeout(SOURCE_LIMIT, begun).await.unwrap_or_else(|_| {
-            let (source, seconds) = (&self.args.read.source, SOURCE_LIMIT.as_secs());
-            Err(Failure::new(Code::Source, format!("the source {source} has not answered for {seconds} s")))
+            let seconds = SOURCE_LIMIT.as_secs();
+            Err(Failure::new(Code::Source, format!("no suitable source has answered for {seconds} s")))
         })?;
         tracing::info!(primary = %arrival.address, "the server asks for a full copy: the source serves it");
         self.awaited = Awaited::Nothing;
         self.sync = Some(Sync { running: Box::pin(driver.run()), newcomers });
         Ok(())
     }
+}
+
+/// Asks a source which history it serves. Returns the arguments of a sync from it.
+async fn ask_source(
+    args: ReplicaArgs,
+    credentials: Credentials,
+    server: String,
+) -> Result<(Option<ReplId>, ReplicaArgs, Source), Failure> {
+    let mut source = Source::connect_first(&args.read, &credentials).await.map_err(source::failure)?;
+    let plan = source.plan(&args.read, args.name.as_deref(), &server).await?;
+    Ok((plan.replid, args, source))
 }
 
 /// Another descriptor of the same connection.

@@ -11,8 +11,10 @@ use std::time::{Duration, Instant};
 use remora_redis::ReplId;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
+use crate::args::HostPort;
 use crate::growth::Growth;
-use crate::server::{Client, Facts, Server, ServerError};
+use crate::replica::finding::Finding;
+use crate::server::{Client, Facts, Role, Server, ServerError};
 use crate::tasks::AbortOnDrop;
 
 /// How long the primary may take to answer. It is asked again a moment later.
@@ -45,10 +47,12 @@ struct Answer {
 }
 
 impl Coverage {
-    pub(super) fn start(primary: Server) -> Coverage {
+    /// `finding`: how to find the primary anew for each question.
+    pub(super) fn start(primary: Server, finding: Option<Finding>) -> Coverage {
         let (questions, asked) = unbounded_channel();
         let (tell, answers) = unbounded_channel();
-        let task = tokio::spawn(run(Asker { primary, client: None, growth: Growth::default() }, asked, tell));
+        let asker = Asker { primary, finding, client: None, growth: Growth::default() };
+        let task = tokio::spawn(run(asker, asked, tell));
         Coverage { questions, answers, asked: 0, _task: AbortOnDrop::new(&task) }
     }
 
@@ -87,6 +91,7 @@ async fn run(mut asker: Asker, mut questions: UnboundedReceiver<Question>, tell:
 /// The primary, and a connection to it that is made when it is first asked.
 struct Asker {
     primary: Server,
+    finding: Option<Finding>,
     client: Option<Client>,
     /// The primary's offset, for the write rate.
     growth: Growth,
@@ -94,6 +99,7 @@ struct Asker {
 
 impl Asker {
     async fn ask(&mut self, question: Question) -> Result<(), String> {
+        let at = self.find().await?;
         let primary = self.primary.url().to_string();
         let no_answer = |cause: String| format!("the primary {primary} does not answer: {cause}");
         let facts = match tokio::time::timeout(ANSWER_LIMIT, self.facts()).await {
@@ -102,7 +108,31 @@ impl Asker {
             Err(_) => return Err(no_answer(format!("nothing within {} s", ANSWER_LIMIT.as_secs()))),
         };
         let rate = self.rate(Instant::now(), facts.offset).unwrap_or(question.rate);
-        facts.covers(question.history, question.offset, rate)
+        let Some((finding, at)) = self.finding.as_ref().zip(at) else {
+            return facts.covers(question.history, question.offset, rate);
+        };
+        if facts.role != Some(Role::Primary) {
+            return Err(format!("{primary} is not a primary: a fail-over is under way"));
+        }
+        facts.covers(question.history, question.offset, rate)?;
+        finding.covered(&at);
+        Ok(())
+    }
+
+    /// Asks the Sentinels where the primary is, if there are any.
+    async fn find(&mut self) -> Result<Option<HostPort>, String> {
+        let Some(finding) = &self.finding else { return Ok(None) };
+        let found = tokio::time::timeout(ANSWER_LIMIT, finding.ask()).await;
+        let at = match found {
+            Ok(Ok(at)) => at,
+            Ok(Err(failure)) => return Err(failure.to_string()),
+            Err(_) => return Err(format!("no Sentinel has answered within {} s", ANSWER_LIMIT.as_secs())),
+        };
+        if self.primary.url().host_and_port() != Some((at.host.as_str(), at.port)) {
+            self.primary = self.primary.at(&at.host, at.port);
+            (self.client, self.growth) = (None, Growth::default());
+        }
+        Ok(Some(at))
     }
 
     async fn facts(&mut self) -> Result<Facts, ServerError> {
@@ -132,7 +162,7 @@ mod tests {
     fn the_write_rate_is_the_primarys_own_once_it_was_asked_twice() {
         let url = "redis://127.0.0.1:1".parse().unwrap();
         let primary = Server::new(url, Credentials::default(), &TlsOptions::default(), Task::Replica).unwrap();
-        let mut asker = Asker { primary, client: None, growth: Growth::default() };
+        let mut asker = Asker { primary, finding: None, client: None, growth: Growth::default() };
         let start = Instant::now();
         assert_eq!(asker.rate(start, None), None);
         assert_eq!(asker.rate(start, Some(1000)), None);

@@ -36,6 +36,7 @@ pub(super) use self::start::{Attending, Setup};
 use super::candidates::Newcomer;
 use super::delivery::{Handle, Notice, Order};
 use super::feed::Feed;
+use super::finding::Finding;
 use super::introduction::{Answer, Introduction};
 use super::machine::{Action, DeliveryEvent, Event, Job, Reading, Replica, SourceEvent};
 use super::meter::Meter;
@@ -105,6 +106,8 @@ struct Facts {
     kind: String,
     /// The primary's address.
     primary: String,
+    /// Where the primary is at any time, as Sentinels say.
+    finding: Option<Finding>,
     /// The snapshot whose slots are in the state folder, and how many of them for certain.
     spooled: Option<(SnapshotId, u64)>,
 }
@@ -505,7 +508,11 @@ impl Driver {
         let moments = self.machine.moments();
         let mut summary = Summary {
             server: self.facts.server.clone(),
-            primary: self.facts.primary.clone(),
+            primary: self
+                .facts
+                .finding
+                .as_ref()
+                .map_or_else(|| self.facts.primary.clone(), |found| found.last().to_string()),
             replid: origin.map(|origin| origin.history.to_string()).unwrap_or_default(),
             snapshot_offset,
             hand_off_offset: self.machine.hand_off_offset(),

@@ -22,7 +22,7 @@ use crate::replica::link_failure::LinkFailure;
 use crate::replica::locality::LinkPort;
 use crate::replica::machine::{Job, Report, Rules};
 use crate::replica::meter::Meter;
-use crate::replica::preflight;
+use crate::replica::preflight::{self, Known};
 use crate::replica::record::Record;
 use crate::server::Task;
 
@@ -98,8 +98,9 @@ pub(crate) async fn prepare(
         record.put_back(&mut client).await?;
     }
     let Ok(plan) = plan.await else { return Err(Failure::local("the source was lost")) };
-    let known = KnownPrimaries::of(&args, target.followed(&record), source);
-    let primary = preflight::primary(&args, &server, &target, &plan, &known, source).await?;
+    let primaries = KnownPrimaries::of(&args, target.followed(&record), source);
+    let known = Known { primaries, finding: None, source };
+    let primary = preflight::primary(&args, &server, &target, &plan, &known).await.map_err(|unfit| unfit.failure)?;
     preflight::refuse_to_overwrite(&args, &server, &target)?;
     let rules = Rules {
         retry_for: args.read.retry_for,

@@ -76,6 +76,7 @@ impl Facts {
             server: control.server().url().to_string(),
             kind: server.name(),
             primary: format!("{}:{}", primary.0, primary.1),
+            finding: None,
             spooled: spool.map(|spool| (spool.snapshot(), spool.held_below())),
         }
     }
@@ -92,7 +93,9 @@ impl Driver {
         let candidates = Candidates::new(listener, link_tls, target.link_login.access(), locality);
         let link_failure = candidates.failure();
         let facts = Facts::of(&control, &target.facts, (&primary.host, primary.port), spool.as_ref());
-        let coverage = primary.asked.clone().map(Coverage::start);
+        let finding = primary.finding.clone();
+        let coverage = primary.asked.clone().map(|asked| Coverage::start(asked, finding.clone()));
+        let facts = Facts { finding, ..facts };
         let run_id = target.facts.run_id.clone();
         let ways =
             Ways { args: args.clone(), tokens, source, candidates, arrivals: None, facts, run_id, coverage, spool };
@@ -111,7 +114,8 @@ impl Driver {
         let facts = Facts::of(&control, &server, (&primary.0, primary.1), None);
         let (candidates, run_id) = (Candidates::without_a_port(), server.run_id);
         let arrivals = Some(arrivals);
-        let ways = Ways { args, tokens, source, candidates, arrivals, facts, run_id, coverage: None, spool: None };
+        let (coverage, spool) = (None, None);
+        let ways = Ways { args, tokens, source, candidates, arrivals, facts, run_id, coverage, spool };
         Driver::assemble(ways, |_| Hands::Interception(Box::new(Intercepted::new(control, primary, gate)))).await
     }
 
@@ -142,7 +146,11 @@ impl Driver {
             replace: args.replace,
             server: facts.server.clone(),
             source: args.read.source.to_string(),
-            primary: facts.primary.clone(),
+            // Its address may change.
+            primary: facts
+                .finding
+                .as_ref()
+                .map_or_else(|| facts.primary.clone(), |found| found.sentinels().name().to_owned()),
             run_id,
         };
         let name = args.name.clone().unwrap_or_else(|| facts.server.clone());

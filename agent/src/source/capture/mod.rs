@@ -89,7 +89,7 @@ impl Capture {
     /// Runs the capture to its end. It is meant to be the body of a thread. A panic, which is a bug, ends the snapshot
     /// or the stream with an event as any other error does: the source's loop would wait for it without end.
     pub(crate) fn run(self) {
-        match caught(|| self.without_imports()?.take_snapshot())
+        match caught(|| self.beside_a_suitable_server()?.without_imports()?.take_snapshot())
             .unwrap_or_else(|text| Err(CaptureError::Panicked(text)))
         {
             Ok(Following::AnotherCapture) => {}
@@ -102,6 +102,12 @@ impl Capture {
                 self.report(CaptureEvent::Failed { generation: self.plan.generation, error });
             }
         }
+    }
+
+    /// The capture, of the server that the source is to sit beside now: a fail-over may just have happened.
+    fn beside_a_suitable_server(&self) -> Result<Capture, CaptureError> {
+        let server = self.wait_for(async { Ok(self.plan.captured.for_a_snapshot().await) })?;
+        Ok(Capture { plan: Plan { server, ..self.plan.clone() }, ..self.clone() })
     }
 
     /// Runs the body of the thread that follows the stream.

@@ -13,6 +13,7 @@ use tokio::sync::mpsc::UnboundedSender;
 use super::method::ModuleRules;
 use super::snapshot_file::SnapshotFile;
 use crate::server::{Server, ServerError, Task};
+use crate::source::captured::Captured;
 use crate::source::gauge::Gauge;
 use crate::source::output_buffer::{OutputLimit, REMEDY};
 use crate::source::sealing::SealedTable;
@@ -27,6 +28,8 @@ pub(crate) struct Plan {
     pub(crate) server: Server,
     /// The file that has the snapshot. `None`: the server takes it.
     pub(crate) file: Option<Arc<SnapshotFile>>,
+    /// The server that the source captures at any time, where the stream is resumed.
+    pub(crate) captured: Captured,
     /// The server version that the capture claims, so that the server writes its own format. `None`: the server writes
     /// the format that all readers know.
     pub(crate) reader_version: Option<String>,

@@ -24,6 +24,7 @@ use super::plan::{CaptureError, CaptureEvent, Plan, TICK};
 use super::socket::Socket;
 use crate::args::{FastKeys, ModuleCapture};
 use crate::server::{Credentials, Server, Stream, Task, TlsOptions};
+use crate::source::captured::Captured;
 use crate::source::gauge::Gauge;
 use crate::source::sealing::SealedTable;
 
@@ -78,9 +79,11 @@ impl Rig {
         let (load, place) = (None, Place::Abstract);
         let rules = ModuleRules { choice: ModuleCapture::Off, walk_from: None, load, fast_keys: FastKeys::Off, place };
         let url = "redis://127.0.0.1:1".parse().unwrap();
+        let server = Server::new(url, Credentials::default(), &TlsOptions::default(), Task::Source).unwrap();
         let plan = Plan {
             generation: 5,
-            server: Server::new(url, Credentials::default(), &TlsOptions::default(), Task::Source).unwrap(),
+            captured: Captured::always(server.clone()),
+            server,
             file: None,
             reader_version: None,
             may_import_slots: false,
@@ -103,7 +106,9 @@ impl Rig {
     /// Makes the capture ask the server at `url`.
     pub(super) fn server(&mut self, url: &str) {
         let (url, credentials) = (url.parse().unwrap(), Credentials::default());
-        self.capture.plan.server = Server::new(url, credentials, &TlsOptions::default(), Task::Source).unwrap();
+        let server = Server::new(url, credentials, &TlsOptions::default(), Task::Source).unwrap();
+        self.capture.plan.captured = Captured::always(server.clone());
+        self.capture.plan.server = server;
     }
 
     /// Stops the capture, as the source's loop does.

@@ -16,6 +16,7 @@ use super::plan::{CaptureError, CaptureEvent, TICK};
 use super::psync_link::{PsyncLink, is_same_history};
 use super::socket::Socket;
 use crate::backoff::Backoff;
+use crate::server::{Facts, Server};
 
 /// The most bytes that one read of the stream takes: a few of the server's writes, which have 16 KiB each.
 const STREAM_READ_BYTES: usize = 256 * 1024;
@@ -130,8 +131,26 @@ impl Follower {
 
     fn try_reconnect(&mut self) -> Result<(), CaptureError> {
         let history = self.capture.plan.gauge.replid().ok_or(CaptureError::Stopped)?;
+        let present = self.capture.plan.captured.server();
+        if present.url() != self.capture.plan.server.url() {
+            self.has_reached_the_journal(&present)?;
+            self.capture.plan.server = present;
+        }
         let link = self.capture.handshake(self.options(history))?;
         self.resume_over(link, history)
+    }
+
+    /// Fails if another server of the group has not got as far as the journal: it would answer the request with a
+    /// snapshot.
+    fn has_reached_the_journal(&self, server: &Server) -> Result<(), CaptureError> {
+        let facts = self.capture.wait_for(async { Facts::read(&mut server.connect().await?).await })?;
+        match facts.offset {
+            Some(offset) if offset >= self.journal.end_offset().saturating_sub(1) => Ok(()),
+            _ => {
+                let cause = format!("the server {} has not got as far as the stream", server.url());
+                Err(CaptureError::Link { during: DURING, cause })
+            }
+        }
     }
 
     /// What to request of the server: `history` from the journal's next byte on.

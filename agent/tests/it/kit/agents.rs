@@ -6,7 +6,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 use remora_lab::server::wait_until;
-use remora_lab::{Agent, Host, Server, scratch};
+use remora_lab::{Agent, Host, Sentinels, Server, scratch, sentinel};
 use rustix::process::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -77,7 +77,17 @@ impl Stage {
     /// Starts a source that listens at `listen` and has small slots, and waits until it is ready.
     pub(crate) fn source_at(&self, listen: &str, host: Option<&Host>, server: &str, more: &[&str]) -> Source {
         let small = ["--memory", "128MiB", "--slot-size", "64KiB"];
-        Source::launch(self.clone(), listen, host, server, &[&small, more].concat())
+        Source::launch(self.clone(), listen, host, &["--server", server], &[&small, more].concat())
+    }
+
+    /// Starts a source with small slots of the group that these Sentinels watch, on the host or on loopback, and waits
+    /// until it is ready.
+    pub(crate) fn source_of_group(&self, host: Option<&Host>, sentinels: &Sentinels, more: &[&str]) -> Source {
+        let small = ["--memory", "128MiB", "--slot-size", "64KiB"];
+        let listen = host.map_or("127.0.0.1:0".to_owned(), |host| format!("{}:0", host.address()));
+        let list = sentinels.list();
+        let of = ["--sentinel", &list, "--sentinel-name", sentinel::NAME];
+        Source::launch(self.clone(), &listen, host, &of, &[&small, more].concat())
     }
 
     /// The arguments of a replica agent.
@@ -115,13 +125,13 @@ pub(crate) struct Source {
 impl Source {
     /// Starts a source of `primary` with the default memory and slots, and waits until it is ready.
     pub(crate) fn start(primary: &Server, more: &[&str]) -> Source {
-        Source::launch(Stage::new(), "127.0.0.1:0", None, &primary.url(), more)
+        Source::launch(Stage::new(), "127.0.0.1:0", None, &["--server", &primary.url()], more)
     }
 
-    fn launch(stage: Stage, listen: &str, host: Option<&Host>, server: &str, more: &[&str]) -> Source {
+    fn launch(stage: Stage, listen: &str, host: Option<&Host>, of: &[&str], more: &[&str]) -> Source {
         let token = stage.token.display().to_string();
-        let args = ["source", "--server", server, "--token-file", &token, "--listen", listen];
-        let mut agent = stage.start(host, &[&args, more].concat());
+        let args = ["source", "--token-file", &token, "--listen", listen];
+        let mut agent = stage.start(host, &[&args, of, more].concat());
         let ready = agent.wait_for_line("source ready", LONG).unwrap();
         let address = ready.split("listening=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap();
         let mut security = Vec::new();
@@ -139,7 +149,8 @@ impl Source {
     pub(crate) fn restart(&mut self, primary: &Server) {
         self.agent.signal(Signal::TERM).unwrap();
         self.agent.wait_for_success(LONG).unwrap();
-        let again = Source::launch(self.stage.clone(), &self.address.to_string(), None, &primary.url(), &[]);
+        let again =
+            Source::launch(self.stage.clone(), &self.address.to_string(), None, &["--server", &primary.url()], &[]);
         self.agent = again.agent;
     }
 

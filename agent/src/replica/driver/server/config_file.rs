@@ -51,6 +51,22 @@ impl Keeper {
         }
     }
 
+    /// Writes the file with the primary that the server follows now (`--rewrite-config`): a restarted server without
+    /// `replicaof` in its file would be a primary.
+    pub(super) async fn write_the_file(&mut self) -> Result<(), Failure> {
+        match self.control.command(&["CONFIG", "REWRITE"]).await {
+            Ok(_) => {
+                tracing::info!("the server has written its configuration file, with the primary that it follows");
+                Ok(())
+            }
+            Err(error) => {
+                let advice = "its configuration file was not written (--rewrite-config needs +config|rewrite, and a file and \
+                              a folder that the server may write): it would not follow the primary after a restart";
+                Err(Failure::from(error).and(advice))
+            }
+        }
+    }
+
     /// How often the file was written since the server's start; `None` if the server does not count that.
     async fn rewrite_calls(&mut self) -> Result<Option<u64>, ServerError> {
         let stats = self.control.client().await?.info("commandstats").await?;

@@ -4,6 +4,7 @@ use tokio::time::Instant;
 
 use super::{Before, Keeper, is_copying};
 use crate::args::OnFailure;
+use crate::exit::Failure;
 use crate::replica::control::{Expected, NotOurs};
 use crate::replica::machine::{Followed, Lapse, Leaving, Left};
 use crate::replica::meter::Meter;
@@ -22,8 +23,19 @@ enum Arrived {
 
 impl Keeper {
     /// Restores all settings of a server that is a replica of the primary.
-    pub(super) async fn finish(&mut self) -> Result<(), ServerError> {
-        self.try_to_put_settings_back().await?;
+    pub(super) async fn finish(&mut self) -> Result<(), Failure> {
+        let settings = self.try_to_put_settings_back().await;
+        settings.map_err(|error| Failure::from(error).and("a setting was not put back"))?;
+        let lowered = self.lower_the_failover_timeout().await;
+        if !lowered.is_empty() {
+            tracing::warn!("the server follows the primary{lowered}");
+        }
+        self.stay_until_sentinel_knows_it().await?;
+        if self.args.rewrite_config {
+            let written = self.write_the_file().await;
+            self.record.close();
+            return written;
+        }
         let file = self.write_the_file_again().await;
         if !file.is_empty() {
             tracing::warn!("the server follows the primary{file}");
@@ -35,7 +47,12 @@ impl Keeper {
     /// Leaves the server in a safe state after a failure. Returns the state, whose text follows the failure's.
     pub(super) async fn leave(&mut self, how: Leaving) -> Left {
         let mut left = self.leave_so(how).await;
+        left.text += &self.lower_the_failover_timeout().await;
         if how == Leaving::Untouched {
+            return left;
+        }
+        if how == Leaving::ToPrimary && self.args.rewrite_config {
+            left.text += &self.write_the_file().await.map_or_else(|failure| format!("; {failure}"), |()| String::new());
             return left;
         }
         left.text += &self.write_the_file_again().await;
@@ -56,6 +73,8 @@ impl Keeper {
 
     /// Points a server at the primary whose data set was complete. Its own replication fetches the rest.
     async fn leave_to_the_primary(&mut self) -> Left {
+        let before = self.primary.address();
+        self.primary.find_again().await;
         let primary = format!("{}:{}", self.primary.host, self.primary.port);
         if let Err(failure) = self.check_the_password().await {
             tracing::warn!("{failure}");
@@ -66,7 +85,7 @@ impl Keeper {
                 self.link
             ));
         }
-        let told = self.point_at_the_primary_from_either().await;
+        let told = self.point_at_the_primary_from_either(before).await;
         let settings = self.put_settings_back().await;
         Left::in_order(match told {
             Ok(Arrived::Told) => {
@@ -88,10 +107,11 @@ impl Keeper {
         })
     }
 
-    async fn point_at_the_primary_from_either(&mut self) -> Result<Arrived, NotOurs> {
-        let (host, port) = (self.primary.host.clone(), self.primary.port);
+    /// `before`: where the primary was when the server was last told.
+    async fn point_at_the_primary_from_either(&mut self, before: (String, u16)) -> Result<Arrived, NotOurs> {
+        let (host, port) = self.primary.address();
         let link = self.link();
-        let either = [(link.0.as_str(), link.1), (host.as_str(), port)];
+        let either = [(link.0.as_str(), link.1), (host.as_str(), port), (before.0.as_str(), before.1)];
         let facts = self.control.still_ours(Expected::OneOf(&either)).await?;
         if facts.link.as_ref().is_some_and(|link| link.host == host && link.port == port) {
             return Ok(if is_copying(&facts) { Arrived::Copies } else { Arrived::Follows });
@@ -145,11 +165,18 @@ impl Keeper {
         self.keeps_its_data() && facts.run_id == self.before.run_id && primary == self.before.primary
     }
 
+    /// The primary that the server followed before the sync, or the one that has taken its place.
+    async fn former_primary(&mut self) -> Option<(String, u16)> {
+        let former = self.before.primary.clone()?;
+        self.primary.find_again().await;
+        if self.primary.finding.is_some() { Some(self.primary.address()) } else { Some(former) }
+    }
+
     async fn try_to_give_back(&mut self) -> Result<Left, NotOurs> {
         let link = self.link();
         let facts = self.control.still_ours(Expected::OneOf(&[(&link.0, link.1)])).await?;
         let is_kept = self.keeps_its_data() && facts.run_id == self.before.run_id;
-        match (is_kept, self.before.primary.clone()) {
+        match (is_kept, self.former_primary().await) {
             (true, Some((host, port))) => {
                 // Straight from the link, so that its replication position stays valid, if it is. The login before: a
                 // server whose login changes during a handshake takes the answers for those to other commands.

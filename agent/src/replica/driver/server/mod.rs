@@ -11,6 +11,7 @@ mod config_file;
 mod intercepted;
 mod leave;
 mod module;
+mod under_sentinel;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -35,6 +36,7 @@ use crate::replica::machine::{
 };
 use crate::replica::meter::Meter;
 use crate::replica::preflight::{self, Primary, Target};
+use crate::replica::raised;
 use crate::replica::record::Record;
 use crate::replica::{SETTLE_LIMIT, SETTLE_POLL};
 use crate::server::{Client, Facts, RefusalKind, Server, ServerError};
@@ -210,7 +212,7 @@ impl Keeper {
             Job::PointAtPrimary => Report::PointedAtPrimary(self.point_at_primary().await),
             Job::AskPrimaryLink => Report::PrimaryLink(self.primary_link().await.map_err(no_answer)),
             Job::ReturnToLink => Report::ReturnedToLink(self.return_to_link().await),
-            Job::Finish => Report::Finished(self.finish().await.map_err(Failure::from)),
+            Job::Finish => Report::Finished(self.finish().await),
             Job::Leave(how) => Report::Left(self.leave(how).await),
         }
     }
@@ -234,6 +236,11 @@ impl Keeper {
             self.note_what_it_was();
         }
         self.note_rewrites(after_restart).await?;
+        if let (Some(to), Some(finding), None) =
+            (self.primary.raise_to, self.primary.finding.clone(), self.record.raised())
+        {
+            raised::raise(&mut self.record, finding.sentinels(), to).await?;
+        }
         let mut way = self.target.diskless_load.clone();
         if let Some(before) = self.target.diskless_load.clone() {
             // Straight from the link, without a file, where there is nothing to lose by it.
@@ -374,9 +381,12 @@ impl Keeper {
     async fn verify(&mut self, followed: Followed) -> Result<Facts, Lapse> {
         let (host, port) = match followed {
             Followed::Link => self.link(),
-            Followed::Primary => (self.primary.host.clone(), self.primary.port),
+            Followed::Primary => self.primary.address(),
         };
-        Ok(self.control.still_ours(Expected::OneOf(&[(&host, port)])).await?)
+        match self.control.still_ours(Expected::OneOf(&[(&host, port)])).await {
+            Err(NotOurs::TakenOver(how)) if followed == Followed::Primary => self.taken_along(how).await,
+            checked => Ok(checked?),
+        }
     }
 
     async fn offset(&mut self) -> Result<u64, ServerError> {
@@ -387,6 +397,7 @@ impl Keeper {
 
     async fn point_at_primary(&mut self) -> Result<(), Lapse> {
         self.verify(Followed::Link).await?;
+        self.find_the_primary().await?;
         self.check_the_password().await?;
         self.record.put_the_login_back(self.control.client().await?).await?;
         let (link, primary) = (self.link(), &self.primary);
