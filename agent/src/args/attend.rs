@@ -12,7 +12,7 @@ use super::{
 };
 use crate::exit::{self, Code};
 use crate::server::{ServerArgs, Task};
-use crate::units::Size;
+use crate::units::{Size, parse_duration};
 
 /// The port to which intercepted connections go: next to the source's.
 pub const LISTEN_PORT: u16 = 7380;
@@ -60,6 +60,11 @@ pub struct AttendArgs {
     /// Memory for slots in flight; at least 16MiB.
     #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = parse_memory, help_heading = "Resources")]
     pub memory: Size,
+
+    /// How long the server may not answer, or load, when the agent starts: in a pod they start together. The server's
+    /// connections come here already meanwhile.
+    #[arg(long, value_name = "TIME", default_value = "0s", value_parser = parse_duration, help_heading = "Resources")]
+    pub wait_for_server: Duration,
 
     /// The port on loopback to which the rules of `remora intercept` send connections.
     #[arg(long, value_name = "PORT", default_value_t = LISTEN_PORT, value_parser = clap::value_parser!(u16).range(1..), help_heading = "Interception")]

@@ -129,7 +129,7 @@ pub enum Command {
     #[command(about = "Compare the data of two servers completely")]
     #[allow(missing_docs)]
     Verify(VerifyArgs),
-    #[command(about = "Say whether a server is ready for work, by the exit code")]
+    #[command(about = "Say whether a server is ready for work, by the exit code", visible_alias = "wait")]
     #[allow(missing_docs)]
     Ready(ReadyArgs),
     #[command(about = "The shards of a cluster, and the sources beside them")]

@@ -165,6 +165,10 @@ pub struct CapturedArgs {
     #[arg(long, value_name = "FILE")]
     pub password_file: Option<PathBuf>,
 
+    /// How long the server may not answer, or load, when the agent starts: in a pod they start together.
+    #[arg(long, value_name = "TIME", default_value = "0s", value_parser = parse_duration, conflicts_with = "sentinels")]
+    pub wait_for_server: Duration,
+
     #[command(flatten)]
     #[allow(missing_docs)]
     pub tls: TlsArgs,

@@ -1,6 +1,12 @@
 //! [`Server`]: an address and a login. [`Client`]: one connection, which answers commands in order.
 
-use std::{future::Future, io, net::SocketAddr, sync::Arc, time::Duration};
+use std::{
+    future::Future,
+    io,
+    net::SocketAddr,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use remora_redis::{
     info::Info,
@@ -18,6 +24,9 @@ use super::{
     Credentials, Place, RefusalKind, ServerError, ServerUrl, SetupError, Stream, Task, TlsOptions, error::Shortened,
     tls::TlsSetup,
 };
+
+/// Pause between attempts to reach a server that is expected to start.
+const TRY_AGAIN: Duration = Duration::from_millis(200);
 
 /// Time limit for name look-up, TCP, TLS, AUTH and SELECT together. A server that needs longer is too slow to begin a
 /// copy with.
@@ -87,6 +96,18 @@ impl Server {
                 io::ErrorKind::TimedOut,
                 format!("no connection within {} s", CONNECT_TIMEOUT.as_secs()),
             ))),
+        }
+    }
+
+    /// Connects as soon as the server can be reached, and tries for this long: one that starts refuses connections at
+    /// first, or loads.
+    pub async fn connect_within(&self, limit: Duration) -> Result<Client, ServerError> {
+        let until = Instant::now() + limit;
+        loop {
+            match self.connect().await {
+                Err(error) if error.is_passing() && Instant::now() < until => time::sleep(TRY_AGAIN).await,
+                outcome => return outcome,
+            }
         }
     }
 

@@ -54,6 +54,11 @@ pub async fn run(args: FetchArgs) -> Result<(), Failure> {
         return Err(Failure::new(Code::Usage, "--sentinel goes with --write-replicaof, and with a file in --to"));
     }
     if args.to == Path::new(STDOUT) {
+        if args.write_replicaof.is_some() || args.write_nodes_conf.is_some() {
+            let text =
+                "--write-replicaof and --write-nodes-conf are for a server that starts on the file: give --to a file";
+            return Err(Failure::new(Code::Usage, text));
+        }
         return to_stdout(args).await;
     }
     to_file(&args).await?.show(&args)

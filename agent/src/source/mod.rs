@@ -114,7 +114,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     descriptors::check(args.max_replicas)?;
     let captured = Captured::open(&args).await?;
     let server = captured.server();
-    let facts = Facts::read(&mut server.connect().await?).await?;
+    let facts = Facts::read(&mut server.connect_within(args.captured.wait_for_server).await?).await?;
     let methods = Methods::of(&args, &facts).await?;
     let metrics = match args.metrics.metrics {
         Some(address) => Some(crate::metrics::bind(address).await?),

@@ -219,8 +219,8 @@ impl Work {
                 ended = nodes.join_next() => match ended {
                     None => break,
                     Some(ended) => {
-                        let ended = ended.map_err(|error| Failure::local(format!("a task failed: {error}")));
-                        if let Err(failure) = self.ended(ended.flatten()).await {
+                        let ended = ended.unwrap_or_else(|error| Err(Failure::local(format!("a task failed: {error}"))));
+                        if let Err(failure) = self.ended(ended).await {
                             failed = failed.or(Some(failure));
                         }
                     }

@@ -77,16 +77,6 @@ pub async fn run(args: AttendArgs) -> Result<(), Failure> {
     let tokens = TokenFiles::read(&args.token_files, &[], security)?;
     let _rereading = tokens.read_again_on_hangup()?;
     let server = args.server.open(Task::Attend)?;
-    let mut client = server.connect().await?;
-    if let Ok(Some(setting)) = client.config_get("tls-replication").await
-        && setting == "yes"
-    {
-        return Err(Failure::refused(format!(
-            "the server {} speaks TLS to its primary (tls-replication yes), and such connections cannot be attended; use \
-             remora replica with --link-cert",
-            server.url()
-        )));
-    }
     let port = args.listen_port;
     let listener = listen((Ipv4Addr::LOCALHOST, port).into()).await?;
     // A host without IPv6 has no such connections either.
@@ -109,6 +99,15 @@ pub async fn run(args: AttendArgs) -> Result<(), Failure> {
     let _following = sentinels.map(|sentinels| follow(sentinels, gate.clone()));
     let _accepting = [Some(listener), listener6].map(|listener| Some(accept(listener?, tell.clone())));
     tracing::info!(server = %server.url(), port, ?ports, "attending");
+    // A server that starts after the agent comes here with its first connection, which waits for this.
+    let suits = tokio::select! {
+        suits = check(&server, args.wait_for_server) => suits,
+        _ = signals.next() => {
+            gate.close();
+            return Ok(());
+        }
+    };
+    suits.inspect_err(|_| gate.close())?;
     let attendant = Attendant {
         args,
         tokens,
@@ -121,6 +120,19 @@ pub async fn run(args: AttendArgs) -> Result<(), Failure> {
     let outcome = attendant.run(arrivals, &mut signals).await;
     gate.close();
     outcome
+}
+
+/// Waits for the server to answer, and looks whether its connections can be attended.
+async fn check(server: &Server, limit: Duration) -> Result<(), Failure> {
+    let mut client = server.connect_within(limit).await?;
+    match client.config_get("tls-replication").await {
+        Ok(Some(setting)) if setting == "yes" => Err(Failure::refused(format!(
+            "the server {} speaks TLS to its primary (tls-replication yes), and such connections cannot be attended; use \
+             remora replica with --link-cert",
+            server.url()
+        ))),
+        _ => Ok(()),
+    }
 }
 
 async fn listen(address: SocketAddr) -> Result<TcpListener, Failure> {
@@ -323,12 +335,12 @@ impl Attendant {
     }
 
     /// Decides on a connection that asks for a sync.
-    async fn arrived(&mut self, arrival: Arrival) {
+    async fn arrived(&mut self, mut arrival: Arrival) {
         if let Some(why) = self.is_the_primarys(&arrival) {
             return self.pass(arrival, &why);
         }
         if self.sync.is_none()
-            && let Err(failure) = self.begin(&arrival).await
+            && let Err(failure) = self.begin(&mut arrival).await
         {
             tracing::warn!("{failure}");
             return self.pass(arrival, "the source cannot serve it");
@@ -415,7 +427,7 @@ impl Attendant {
     }
 
     /// Begins a sync, if a source serves the primary's history.
-    async fn begin(&mut self, arrival: &Arrival) -> Result<(), Failure> {
+    async fn begin(&mut self, arrival: &mut Arrival) -> Result<(), Failure> {
         let begun = async {
             let mut client = self.server.connect().await?;
             let server = Facts::read(&mut client).await?;
@@ -423,7 +435,14 @@ impl Attendant {
                 return Err(Failure::refused("the server has a connection to a primary, and follows none"));
             };
             let primary = (link.host.clone(), link.port);
-            let (args, source) = self.find_source(arrival, &server.name()).await?;
+            let (args, source) = match self.find_source(arrival, &server.name()).await {
+                Ok(found) => found,
+                // It may have begun another history since it was asked: with its first replica, or by a promotion.
+                Err(_) => {
+                    arrival.ask_again().await;
+                    self.find_source(arrival, &server.name()).await?
+                }
+            };
             let (newcomers, arrivals) = unbounded_channel();
             let (tokens, gate) = (self.tokens.clone(), self.gate.clone());
             let control = Control::new(self.server.clone(), client);

@@ -54,6 +54,11 @@ pub(super) struct Arrival {
 }
 
 impl Arrival {
+    /// Asks the primary again how it stands.
+    pub(super) async fn ask_again(&mut self) {
+        self.facts = ask(&mut self.primary).await;
+    }
+
     /// The primary answers the `PSYNC`, and both directions are copied until one of them ends.
     pub(super) async fn pass(mut self) {
         let psync = &self.heard[self.psync_at..];

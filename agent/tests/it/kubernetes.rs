@@ -1,0 +1,269 @@
+//! The examples in `deploy/kubernetes`, as far as a machine without Kubernetes can run them: each pod is a network
+//! namespace, in which the commands of its containers run as processes of their users, with the rights that they are
+//! given. What is put in the place of names, volumes and images is said where it happens.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, chown};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use remora_lab::client::Address;
+use remora_lab::server::wait_until;
+use remora_lab::{Agent, Client, Host, Net, require};
+use serde_yaml_ng::Value;
+
+use crate::kit::{LONG, Stage};
+
+/// The group of `fsGroup`, to which volumes belong.
+const GROUP: u32 = 999;
+
+/// A manifest of the examples.
+fn manifest(name: &str, kind: &str) -> Value {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/kubernetes").join(name);
+    let text = fs::read_to_string(&path).unwrap();
+    let documents = serde_yaml_ng::Deserializer::from_str(&text);
+    let read = |document| <Value as serde::Deserialize>::deserialize(document).unwrap();
+    documents.map(read).find(|document| document["kind"] == kind).unwrap()
+}
+
+/// What every pod shares: the names of the primary, a token, and a copy of the program that other users may run.
+struct Cluster {
+    stage: Stage,
+    program: PathBuf,
+    token: PathBuf,
+    primary: Host,
+}
+
+/// A pod whose containers run.
+struct Pod {
+    host: Host,
+    name: String,
+    data: PathBuf,
+    containers: BTreeMap<String, Agent>,
+}
+
+impl Cluster {
+    fn new(primary: &Host) -> Cluster {
+        let stage = Stage::new();
+        fs::set_permissions(stage.folder(), PermissionsExt::from_mode(0o755)).unwrap();
+        let program = stage.folder().join("remora");
+        fs::copy(env!("CARGO_BIN_EXE_remora"), &program).unwrap();
+        // As a secret with `defaultMode: 0440` appears to a pod with an `fsGroup`.
+        let token = stage.folder().join("mounted-token");
+        fs::copy(&stage.token, &token).unwrap();
+        fs::set_permissions(&token, PermissionsExt::from_mode(0o440)).unwrap();
+        chown(&token, Some(0), Some(GROUP)).unwrap();
+        Cluster { stage, program, token, primary: primary.clone() }
+    }
+
+    /// Runs the containers of a pod in the order of Kubernetes: the initial ones one after the other, each to its end
+    /// unless it is a sidecar, and then the others.
+    fn pod(&self, host: &Host, name: &str, spec: &Value) -> Pod {
+        let data = self.stage.folder().join(name);
+        fs::create_dir(&data).unwrap();
+        chown(&data, Some(999), Some(GROUP)).unwrap();
+        fs::set_permissions(&data, PermissionsExt::from_mode(0o2770)).unwrap();
+        let mut pod = Pod { host: host.clone(), name: name.into(), data, containers: BTreeMap::new() };
+        for container in spec["initContainers"].as_sequence().unwrap() {
+            let mut agent = self.start(&pod, container, spec);
+            let name = container["name"].as_str().unwrap();
+            if container["restartPolicy"] == "Always" {
+                if name == "attend" {
+                    agent.wait_for_line("attending", LONG).unwrap();
+                }
+                pod.containers.insert(name.into(), agent);
+            } else {
+                agent.wait_for_success(LONG).unwrap();
+            }
+        }
+        for container in spec["containers"].as_sequence().unwrap() {
+            let agent = self.start(&pod, container, spec);
+            pod.containers.insert(container["name"].as_str().unwrap().into(), agent);
+        }
+        pod
+    }
+
+    fn start(&self, pod: &Pod, container: &Value, spec: &Value) -> Agent {
+        let words = |field: &str| container[field].as_sequence().cloned().unwrap_or_default();
+        let words: Vec<String> = words("command").iter().chain(&words("args")).map(text).collect();
+        self.run(pod, container, spec, &words)
+    }
+
+    /// Runs these words in a container.
+    fn run(&self, pod: &Pod, container: &Value, spec: &Value, words: &[String]) -> Agent {
+        let environment = container["env"].as_sequence().cloned().unwrap_or_default();
+        let environment: BTreeMap<String, String> =
+            environment.iter().map(|pair| (text(&pair["name"]), self.placed(pod, &text(&pair["value"])))).collect();
+        // $(NAME) in arguments is replaced by Kubernetes.
+        let expand = |word: &String| {
+            environment.iter().fold(word.clone(), |word, (name, value)| word.replace(&format!("$({name})"), value))
+        };
+        let mut words: Vec<String> = words.iter().map(|word| self.placed(pod, &expand(word))).collect();
+        match container["image"].as_str().unwrap() {
+            "remora:latest" if words[0] == "remora" => words[0] = self.program.display().to_string(),
+            "remora:latest" => words.insert(0, self.program.display().to_string()),
+            // The image of Redis has its server without the protected mode. The digest is for this test.
+            "redis:7" => {
+                let more = "--protected-mode no --enable-debug-command yes";
+                match words[0].as_str() {
+                    "sh" => words[2] = words[2].replace("redis-server", &format!("redis-server {more}")),
+                    _ => words.extend(more.split(' ').map(str::to_owned)),
+                }
+            }
+            image => panic!("no image {image}"),
+        }
+        let rights = |of: &Value| of["securityContext"].clone();
+        let user = [rights(container), rights(spec)].iter().find_map(|context| context["runAsUser"].as_u64()).unwrap();
+        let added = rights(container)["capabilities"]["add"].as_sequence().cloned().unwrap_or_default();
+        let mut command = Command::new("setpriv");
+        command.args(["--reuid", &user.to_string(), "--regid", &GROUP.to_string(), "--clear-groups", "--no-new-privs"]);
+        let rights: String = added.iter().map(|right| format!(",+{}", text(right).to_lowercase())).collect();
+        command.args(["--bounding-set", &format!("-all{rights}"), "--inh-caps", &format!("-all{rights}")]);
+        command.args(&words).envs(&environment).env("HOSTNAME", &pod.name).current_dir(&pod.data);
+        pod.host.enter(&mut command).unwrap();
+        Agent::run(command).unwrap()
+    }
+
+    /// Names become addresses, and the paths of volumes folders of this machine.
+    fn placed(&self, pod: &Pod, word: &str) -> String {
+        word.replace("redis-0.redis", &self.primary.address().to_string())
+            .replace("/run/remora/token", &self.token.display().to_string())
+            .replace("/data", &pod.data.display().to_string())
+    }
+
+    /// Runs the readiness probe of a pod once; whether it says yes, and what it says.
+    fn probe(&self, pod: &Pod, spec: &Value) -> (bool, String) {
+        let container = spec["initContainers"].as_sequence().unwrap().iter();
+        let container = container.clone().find(|container| !container["readinessProbe"].is_null()).unwrap();
+        let words = container["readinessProbe"]["exec"]["command"].as_sequence().unwrap();
+        let words: Vec<String> = words.iter().map(text).collect();
+        let mut agent = self.run(pod, container, spec, &words);
+        let status = agent.wait(LONG).unwrap();
+        (status.success(), agent.output())
+    }
+}
+
+fn text(value: &Value) -> String {
+    value.as_str().unwrap().to_owned()
+}
+
+impl Pod {
+    fn client(&self) -> remora_lab::Result<Client> {
+        let address = Address::Tcp("127.0.0.1:6379".parse().unwrap());
+        self.host.within(move || Client::connect(&address))?
+    }
+
+    fn fact(&self, name: &str) -> remora_lab::Result<String> {
+        Ok(self.client()?.info("")?.get(name).unwrap_or_default().to_owned())
+    }
+
+    /// All that its containers have said, for messages.
+    fn output(&self) -> String {
+        self.containers.iter().map(|(name, agent)| format!("{} {name}:\n{}\n", self.name, agent.output())).collect()
+    }
+}
+
+/// Fills the primary once it answers.
+fn fill(primary: &Pod) {
+    wait_until("the primary to answer", LONG, || Ok(primary.client().map_err(|error| error.to_string()).map(drop)))
+        .unwrap();
+    let mut client = primary.client().unwrap();
+    let commands: Vec<Vec<String>> =
+        (0..20_000).map(|number| vec!["SET".into(), format!("key {number}"), "value".repeat(100)]).collect();
+    assert!(client.pipeline(&commands).unwrap().iter().all(remora_redis::resp::Frame::is_ok));
+    client.ok(&["CONFIG", "SET", "repl-diskless-sync-delay", "0"]).unwrap();
+}
+
+#[track_caller]
+fn in_step(cluster: &Cluster, primary: &Pod, pod: &Pod, spec: &Value) {
+    let waited = wait_until("the pod to be ready", LONG, || {
+        let (is_ready, said) = cluster.probe(pod, spec);
+        Ok(if is_ready { Ok(()) } else { Err(said) })
+    });
+    assert!(waited.is_ok(), "{waited:?}\n{}\n{}", pod.output(), primary.output());
+    let digest = |pod: &Pod| pod.client().unwrap().text(&["DEBUG", "DIGEST"]).unwrap();
+    assert_eq!(digest(pod), digest(primary));
+}
+
+#[test]
+fn pods_of_the_set_become_replicas_and_the_primary_forks_once_for_all() {
+    let (Some(()), Some(_)) = (require::namespaces(), require::redis()) else { return };
+    let net = Net::new().unwrap();
+    let hosts = ["redis-0", "redis-1", "redis-2"].map(|name| net.host(name).unwrap());
+    let cluster = Cluster::new(&hosts[0]);
+    let set = manifest("statefulset.yaml", "StatefulSet");
+    let spec = &set["spec"]["template"]["spec"];
+    let primary = cluster.pod(&hosts[0], "redis-0", spec);
+    fill(&primary);
+    in_step(&cluster, &primary, &primary, spec);
+    let pods = [1, 2].map(|number: usize| cluster.pod(&hosts[number], &format!("redis-{number}"), spec));
+    for pod in &pods {
+        in_step(&cluster, &primary, pod, spec);
+        assert_eq!(pod.fact("role").unwrap(), "slave");
+    }
+    let said: String = pods.iter().map(Pod::output).collect();
+    assert_eq!(primary.fact("sync_full").unwrap(), "1", "the source's snapshot, and no other\n{said}");
+    assert_eq!(primary.fact("total_forks").unwrap(), "1");
+    // A pod that was replaced has nothing, and gets it from the snapshot that is there.
+    let [first, _second] = pods;
+    drop(first);
+    fs::remove_dir_all(cluster.stage.folder().join("redis-1")).unwrap();
+    let again = cluster.pod(&hosts[1], "redis-1", spec);
+    in_step(&cluster, &primary, &again, spec);
+    assert!(again.output().contains("the source serves it"), "{}", again.output());
+}
+
+#[test]
+fn pods_start_on_a_fetched_file_and_go_on_at_the_primary() {
+    let (Some(()), Some(_)) = (require::namespaces(), require::redis()) else { return };
+    let net = Net::new().unwrap();
+    let hosts = ["redis-0", "reader-0"].map(|name| net.host(name).unwrap());
+    let cluster = Cluster::new(&hosts[0]);
+    let set = manifest("statefulset.yaml", "StatefulSet");
+    let primary = cluster.pod(&hosts[0], "redis-0", &set["spec"]["template"]["spec"]);
+    fill(&primary);
+    let set = manifest("fetch.yaml", "StatefulSet");
+    let spec = &set["spec"]["template"]["spec"];
+    let reader = cluster.pod(&hosts[1], "reader-0", spec);
+    in_step(&cluster, &primary, &reader, spec);
+    assert_eq!(primary.fact("sync_full").unwrap(), "1", "the source's snapshot, and no other\n{}", reader.output());
+    assert!(primary.fact("sync_partial_ok").unwrap().parse::<u64>().unwrap() >= 1);
+    let watch = &reader.containers["ready"];
+    assert!(watch.output().contains("is ready: a replica"), "{}", watch.output());
+}
+
+/// What the values for charts say of containers has options that the program knows.
+#[test]
+fn the_values_for_charts_have_commands_that_the_program_understands() {
+    let stage = Stage::new();
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/kubernetes/values");
+    let mut seen = 0;
+    for file in fs::read_dir(&folder).unwrap() {
+        let path = file.unwrap().path();
+        let values: Value = serde_yaml_ng::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+        for words in commands(&values) {
+            seen += 1;
+            // The help of the command ends it before anything is looked at but its words.
+            let args: Vec<&str> = words.iter().map(String::as_str).chain(["--help"]).collect();
+            let said = stage.end(&args, 0);
+            for option in words.iter().filter(|word| word.starts_with("--")) {
+                assert!(said.contains(option.as_str()), "{}: {option} of {words:?}", path.display());
+            }
+        }
+    }
+    assert!(seen >= 12, "{seen} commands");
+}
+
+/// The arguments of all containers with our image in a file.
+fn commands(value: &Value) -> Vec<Vec<String>> {
+    match value {
+        Value::Mapping(map) if map.get("image").is_some_and(|image| *image == "remora:latest") => {
+            let args = map.get("args").and_then(Value::as_sequence).unwrap();
+            vec![args.iter().map(text).collect()]
+        }
+        Value::Mapping(map) => map.values().flat_map(commands).collect(),
+        Value::Sequence(items) => items.iter().flat_map(commands).collect(),
+        _ => Vec::new(),
+    }
+}
