@@ -26,6 +26,7 @@ mod history;
 mod holders;
 mod identity;
 mod input;
+mod kubernetes;
 mod late_joiner;
 mod link;
 mod load;
