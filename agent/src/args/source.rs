@@ -81,8 +81,9 @@ pub struct SourceArgs {
     #[arg(long, value_name = "FILE", conflicts_with = "load_module", help_heading = "Snapshot")]
     pub from_file: Option<PathBuf>,
 
-    /// A snapshot older than this is not given to new joiners: the next one that joins starts a new snapshot.
-    #[arg(long, value_name = "TIME", default_value = "1h", value_parser = parse_duration, help_heading = "Snapshot")]
+    /// A snapshot older than this is not given to new joiners: the next one that joins starts a new snapshot. At least
+    /// 1s.
+    #[arg(long, value_name = "TIME", default_value = "1h", value_parser = parse_age, help_heading = "Snapshot")]
     pub max_age: Duration,
 
     #[command(flatten)]
@@ -301,6 +302,19 @@ pub enum SendChoice {
     Copy,
     /// `sendfile`: the kernel sends the pages themselves.
     File,
+}
+
+/// The least age at which a snapshot is too old. Some time passes until a replica that has asked for one is told of it,
+/// and with less it would ask for another one each time.
+const LEAST_AGE: Duration = Duration::from_secs(1);
+
+fn parse_age(text: &str) -> Result<Duration, String> {
+    match parse_duration(text).map_err(|error| error.to_string())? {
+        age if age < LEAST_AGE => {
+            Err(format!("at least {} s, or every snapshot is too old at once", LEAST_AGE.as_secs()))
+        }
+        age => Ok(age),
+    }
 }
 
 /// The least memory: four slots of the smallest window and a journal of the same size. With less the source would wait
