@@ -97,7 +97,7 @@ impl Manifest {
         }
     }
 
-    /// Reads a manifest; `None` if the file is none of this program's.
+    /// Reads a manifest; `None` if another program wrote the file.
     pub(super) fn read(file: &Path) -> Option<Manifest> {
         let mut bytes = Vec::new();
         File::open(file).ok()?.take(BYTES_MAX).read_to_end(&mut bytes).ok()?;
