@@ -117,9 +117,15 @@ fn no_answer(address: &HostPort) -> Failure {
 impl Sources {
     /// The source beside a shard. Of several, one beside a replica: it costs the primary nothing.
     pub(super) fn beside(&self, shard: &Shard) -> Option<&Seen> {
+        self.beside_others_than(shard, None)
+    }
+
+    /// The source beside a shard that is not beside the server with this run id.
+    pub(super) fn beside_others_than(&self, shard: &Shard, run_id: Option<&str>) -> Option<&Seen> {
         let history = shard.primary.facts.as_ref().ok()?.replid?;
-        let its = self.seen.iter().filter(|seen| seen.plan.replid == Some(history));
-        its.min_by_key(|seen| seen.status.role == "primary")
+        let is_meant =
+            |seen: &&Seen| seen.plan.replid == Some(history) && run_id.is_none_or(|run_id| seen.plan.run_id != run_id);
+        self.seen.iter().filter(is_meant).min_by_key(|seen| seen.status.role == "primary")
     }
 
     /// Sources whose server is in no shard that has answered.

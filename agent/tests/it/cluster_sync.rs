@@ -187,6 +187,9 @@ fn an_interrupted_run_is_started_again_and_a_fail_over_meanwhile_changes_the_pri
         let Some(scene) = Scene::new(kind, 1, 2) else { return };
         let agents = [scene.attend(0, 0), scene.attend(1, 1)];
         let nodes = scene.new_nodes();
+        // The source of the first shard is beside its replica, whose data are the only ones that it can give.
+        let replica = scene.cluster.shards[0].replicas[0].address().to_string();
+        says(&scene.end(&["--renew", &replica, "--yes"], 3), &["the only source", "would throw them away"]);
         load_slowly(&scene.nodes[0], 2000);
         let mut run = scene.start(&["--add", &nodes, "--yes"]);
         wait_until_loading(&scene.nodes[0]);

@@ -76,6 +76,9 @@ pub(super) async fn run(args: ClusterSyncArgs) -> Result<(), Failure> {
     }
     let program = Program::of(&survey, newcomers, &args.renew)?;
     ready(&Plan::of(&survey, &sources), &program)?;
+    for job in &program.jobs {
+        source_for(job, &survey, &sources)?;
+    }
     progress::say(table(&program, &survey, &sources).trim_end());
     if program.jobs.is_empty() {
         progress::say("nothing is left to do");
@@ -110,6 +113,22 @@ fn ready(plan: &Plan, program: &Program) -> Result<(), Failure> {
     Ok(())
 }
 
+/// The source that a node is to read from.
+///
+/// # Errors
+/// There is none but the one beside the node itself.
+fn source_for<'a>(job: &Job, survey: &Survey, sources: &'a Sources) -> Result<&'a Seen, Failure> {
+    let shard = survey.shards.get(job.shard);
+    let source = shard.and_then(|shard| sources.beside_others_than(shard, job.loses.as_deref()));
+    source.ok_or_else(|| {
+        Failure::refused(format!(
+            "the only source with the data of {} is beside this server, which would throw them away: start another one beside \
+             its primary or beside another replica, and give it to remora attend",
+            job.node
+        ))
+    })
+}
+
 fn table(program: &Program, survey: &Survey, sources: &Sources) -> String {
     let mut rows = vec![["NODE", "WHAT", "SLOTS", "PRIMARY", "SOURCE", "DATA"].map(str::to_owned)];
     let mut notes = program.notes.clone();
@@ -121,7 +140,7 @@ fn table(program: &Program, survey: &Survey, sources: &Sources) -> String {
             job.what.to_string(),
             shard.slots(),
             shard.primary.node.address(),
-            sources.beside(shard).map_or_else(|| "-".to_owned(), |seen| seen.address.to_string()),
+            source_for(job, survey, sources).map_or_else(|_| "-".to_owned(), |seen| seen.address.to_string()),
             data.map_or_else(|| "-".to_owned(), |bytes| Size::bytes(bytes).to_string()),
         ]);
         if job.what == program::What::Renew && shard.replicas.len() == 1 {
@@ -164,7 +183,7 @@ fn print(args: &ClusterSyncArgs, done: &[Outcome]) -> Result<(), Failure> {
 
 /// A node at work.
 struct Running {
-    shard: usize,
+    job: Job,
     /// As things stood when it began.
     before: Counts,
 }
@@ -272,13 +291,13 @@ impl Work {
                 job.node
             ))
         })?;
-        let source = self.source(job.shard)?.clone();
+        let source = source_for(job, &self.survey, &self.sources)?.clone();
         let primary = shard.primary.node.clone();
         let before = proof::count(&self.server.at(&primary.host, primary.port), &source, &self.credentials).await?;
         let server = self.server.at(&job.node.host, job.node.port);
         let (job, limits, at_begin) = (job.clone(), self.limits, before.clone());
         let total = shard.primary.facts.as_ref().ok().and_then(|facts| facts.used_memory_dataset);
-        let running = Running { shard: job.shard, before };
+        let running = Running { job: job.clone(), before };
         nodes.spawn(async move {
             let began = Instant::now();
             let in_step = node::bring(&server, &job, &primary, total, limits).await?;
@@ -306,15 +325,9 @@ impl Work {
         }
     }
 
-    fn source(&self, shard: usize) -> Result<&Seen, Failure> {
-        let shard = self.survey.shards.get(shard);
-        let source = shard.and_then(|shard| self.sources.beside(shard));
-        source.ok_or_else(|| Failure::refused("a shard has no source"))
-    }
-
     /// Whether the node that went first reads from its source.
     async fn is_read(&self, first: &Running) -> bool {
-        let Ok(source) = self.source(first.shard) else { return false };
+        let Ok(source) = source_for(&first.job, &self.survey, &self.sources) else { return false };
         proof::sessions(source, &self.credentials).await.is_some_and(|now| now > first.before.sessions)
     }
 
@@ -322,7 +335,7 @@ impl Work {
     async fn ended(&mut self, ended: Result<Ended, Failure>) -> Result<(), Failure> {
         let Ended { job, in_step, before, took } = ended?;
         self.turns.ended(job.shard);
-        let source = self.source(job.shard)?.clone();
+        let source = source_for(&job, &self.survey, &self.sources)?.clone();
         let primary = self.server.at(&before.primary.0, before.primary.1);
         let native = proof::full_copies_since(&before, &primary, &source, &self.credentials).await?;
         if native > 0 {

@@ -49,6 +49,8 @@ pub(super) struct Job {
     pub(super) what: What,
     /// The number of its shard in the survey.
     pub(super) shard: usize,
+    /// The run of the server that throws its data away: a source beside it cannot give them back.
+    pub(super) loses: Option<String>,
 }
 
 /// All of it, in its order.
@@ -109,7 +111,7 @@ impl Program {
             let primary = survey.shards.get(shard).map(|shard| shard.primary.node.address()).unwrap_or_default();
             match is_up {
                 true => self.notes.push(format!("{place} follows {primary} already")),
-                false => self.jobs.push(Job { node: place, id: own.id, what: What::Watch, shard }),
+                false => self.jobs.push(Job { node: place, id: own.id, what: What::Watch, shard, loses: None }),
             }
             return Ok(());
         }
@@ -125,7 +127,7 @@ impl Program {
         }
         let shard = self.place_for(survey, &own).ok_or_else(|| Failure::refused("the cluster has no shard"))?;
         self.following.push((own.id.clone(), shard));
-        self.jobs.push(Job { node: place, id: own.id, what: What::Join, shard });
+        self.jobs.push(Job { node: place, id: own.id, what: What::Join, shard, loses: None });
         Ok(())
     }
 
@@ -151,14 +153,19 @@ impl Program {
         for (number, shard) in survey.shards.iter().enumerate() {
             for Member { node, facts } in shard.replicas.iter().filter(|member| wanted.names(&member.node)) {
                 found = true;
-                if let Err(why) = facts {
-                    return Err(Failure::refused(format!("the replica {} does not answer: {why}", node.address())));
-                }
+                let facts = match facts {
+                    Ok(facts) => facts,
+                    Err(why) => {
+                        let text = format!("the replica {} does not answer: {why}", node.address());
+                        return Err(Failure::refused(text));
+                    }
+                };
                 if self.jobs.iter().any(|job| job.id == node.id) {
                     continue;
                 }
                 let place = HostPort { host: node.host.clone(), port: node.port };
-                self.jobs.push(Job { node: place, id: node.id.clone(), what: What::Renew, shard: number });
+                let loses = facts.run_id.clone();
+                self.jobs.push(Job { node: place, id: node.id.clone(), what: What::Renew, shard: number, loses });
             }
         }
         match found || *wanted == Renew::All {
