@@ -40,11 +40,10 @@ demo-volume: setup
 	$(RELEASE) -p xtask
 	CARGO=$(CARGO) $(TARGET)/release/xtask demo-volume $(ARGS)
 
-# Tests of whole runs wait for half of their time, so one more than there are processors run at once.
 ## test: every test; a test that this machine cannot run prints the reason (with CI=true it fails)
 .PHONY: test
 test: setup
-	RUST_TEST_THREADS=$${RUST_TEST_THREADS:-$$(($$(nproc) + 1))} $(CARGO) test --workspace --locked
+	$(CARGO) test --workspace --locked
 	$(MAKE) --no-print-directory loom
 
 # In a separate folder, because `--cfg loom` rebuilds everything; as a release, because every interleaving is a run.

@@ -221,7 +221,8 @@ fn is_overtaken(kind: Kind, module: bool, backlog: &str, snapshots: u64) {
         .unwrap();
     }
     assert_eq!(slow.fact("loading").unwrap(), "1", "the server has loaded too soon: {}", overtaken.output());
-    overtaken.wait_for_line("the source has overwritten", LONG).unwrap();
+    let overwritten = overtaken.wait_for_line("the source has overwritten", LONG);
+    assert!(overwritten.is_ok(), "{overwritten:?}\nthe source:\n{}", source.agent.output());
     slow.configure("key-load-delay", "0").unwrap();
     succeeds(&mut overtaken, &slow);
     for trouble in ["overwritten", "trying again"] {
