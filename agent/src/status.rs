@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use remora_protocol::{GenerationState, GenerationStatus, Message, ReplicaStatus, StatusReport};
 
-use crate::args::StatusArgs;
+use crate::args::{HostPort, StatusArgs};
 use crate::conversation::certificate_roles::CertificateRoles;
 use crate::conversation::tokens::Credentials;
 use crate::conversation::{Connection, Error};
@@ -24,7 +24,7 @@ pub async fn run(args: StatusArgs) -> Result<(), Failure> {
     let credentials = Credentials::read(args.token_file.as_ref(), security, args.expected.source_key)?;
     let mut connection = credentials.connect(&args.source.host, args.source.port).await.map_err(Error::of_source)?;
     loop {
-        let report = ask(&mut connection, &args).await?;
+        let report = ask(&mut connection, &args.source).await?;
         if args.json {
             let text = serde_json::to_string(&report).map_err(|error| Failure::local(error.to_string()))?;
             println!("{text}");
@@ -36,7 +36,11 @@ pub async fn run(args: StatusArgs) -> Result<(), Failure> {
     }
 }
 
-async fn ask(connection: &mut Connection, args: &StatusArgs) -> Result<StatusReport, Failure> {
+/// Asks a source how it stands.
+///
+/// # Errors
+/// The source does not answer in time, or the connection has failed.
+pub(crate) async fn ask(connection: &mut Connection, source: &HostPort) -> Result<StatusReport, Failure> {
     connection.send(Message::StatusQuery).await.map_err(Error::of_source)?;
     let answer = async {
         loop {
@@ -46,7 +50,7 @@ async fn ask(connection: &mut Connection, args: &StatusArgs) -> Result<StatusRep
         }
     };
     tokio::time::timeout(ANSWER_LIMIT, answer).await.unwrap_or_else(|_| {
-        let text = format!("the source {} did not answer within {} s", args.source, ANSWER_LIMIT.as_secs());
+        let text = format!("the source {source} did not answer within {} s", ANSWER_LIMIT.as_secs());
         Err(Failure::new(Code::Source, text))
     })
 }

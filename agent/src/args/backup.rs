@@ -4,9 +4,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
-use rustix::fs::Mode;
 
-use super::{ClusterNodeArgs, FetchArgs, SentinelArgs, SnapshotFromArgs};
+use super::{FetchArgs, SnapshotFromArgs};
 use crate::exit::{self, Code};
 use crate::units::{Size, parse_duration};
 
@@ -67,24 +66,7 @@ impl BackupArgs {
     pub(crate) fn fetch(&self, to: &Path) -> FetchArgs {
         let mut from = self.from.clone();
         from.name.get_or_insert_with(|| "backup".to_owned());
-        FetchArgs {
-            from,
-            sentinel: SentinelArgs::default(),
-            to: to.to_owned(),
-            // One of an earlier attempt that did not end.
-            replace: true,
-            owner: None,
-            mode: Mode::RUSR | Mode::WUSR,
-            spool: self.spool.clone(),
-            allow_stale: true,
-            need: Duration::ZERO,
-            write_replicaof: None,
-            write_nodes_conf: None,
-            node_address: None,
-            cluster: ClusterNodeArgs::default(),
-            server_config: None,
-            json: None,
-        }
+        FetchArgs::of_a_backup(from, to.to_owned(), self.spool.clone())
     }
 }
 

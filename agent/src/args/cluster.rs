@@ -4,13 +4,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
-use rustix::fs::Mode;
 
-use super::fetch::ClusterNodeArgs;
-use super::{
-    FetchArgs, HostPort, RdmaRead, ReadArgs, SecurityArgs, SentinelArgs, SnapshotFromArgs, SourceKeyArgs,
-    TransportChoice,
-};
+use super::{FetchArgs, HostPort, RdmaRead, ReadArgs, SecurityArgs, SnapshotFromArgs, SourceKeyArgs, TransportChoice};
 use crate::cluster::{Node, is_id};
 use crate::exit::{self, Code};
 use crate::server::{ServerArgs, Task};
@@ -234,24 +229,7 @@ impl ClusterBackupArgs {
             security: security.clone(),
             expected: expected.clone(),
         };
-        FetchArgs {
-            sentinel: SentinelArgs::default(),
-            from,
-            to,
-            // One of an earlier attempt that did not end.
-            replace: true,
-            owner: None,
-            mode: Mode::RUSR | Mode::WUSR,
-            spool: PathBuf::new(),
-            allow_stale: true,
-            need: Duration::ZERO,
-            write_replicaof: None,
-            write_nodes_conf: None,
-            node_address: None,
-            cluster: ClusterNodeArgs::default(),
-            server_config: None,
-            json: None,
-        }
+        FetchArgs::of_a_backup(from, to, PathBuf::new())
     }
 }
 

@@ -128,6 +128,30 @@ fn parse_mode(text: &str) -> Result<Mode, String> {
     bits.map(Mode::from_raw_mode).ok_or_else(|| "permissions have octal digits from 0 to 777, such as 0640".to_owned())
 }
 
+impl FetchArgs {
+    /// The arguments of a backup's fetch: a file for its owner, that no server has to go on from.
+    pub(crate) fn of_a_backup(from: SnapshotFromArgs, to: PathBuf, spool: PathBuf) -> FetchArgs {
+        FetchArgs {
+            sentinel: SentinelArgs::default(),
+            from,
+            to,
+            // One of an earlier attempt that did not end.
+            replace: true,
+            owner: None,
+            mode: Mode::RUSR | Mode::WUSR,
+            spool,
+            allow_stale: true,
+            need: Duration::ZERO,
+            write_replicaof: None,
+            write_nodes_conf: None,
+            node_address: None,
+            cluster: ClusterNodeArgs::default(),
+            server_config: None,
+            json: None,
+        }
+    }
+}
+
 const ABOUT: &str = "\
 A source's snapshot as an RDB file in its place: for a server that is started on it, or as a backup.
 

@@ -97,16 +97,8 @@ async fn ask_one(address: &HostPort, credentials: &Credentials) -> Result<(Offer
 /// # Errors
 /// It cannot be reached, or does not answer.
 pub(super) async fn status(address: &HostPort, credentials: &Credentials) -> Result<StatusReport, Failure> {
-    let asked = async {
-        let mut connection = credentials.connect(&address.host, address.port).await.map_err(Error::of_source)?;
-        connection.send(Message::StatusQuery).await.map_err(Error::of_source)?;
-        loop {
-            if let Message::Status(report) = connection.receive().await.map_err(Error::of_source)? {
-                return Ok(report);
-            }
-        }
-    };
-    tokio::time::timeout(ANSWER_LIMIT, asked).await.unwrap_or_else(|_| Err(no_answer(address)))
+    let mut connection = credentials.connect(&address.host, address.port).await.map_err(Error::of_source)?;
+    crate::status::ask(&mut connection, address).await
 }
 
 fn no_answer(address: &HostPort) -> Failure {

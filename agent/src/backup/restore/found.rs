@@ -39,7 +39,7 @@ impl Found {
     /// Looks at the path, and chooses the newest backup that is not of a later moment.
     ///
     /// # Errors
-    /// There is none.
+    /// The path holds no such backup.
     pub(super) fn at(path: &Path, until: Option<Moment>) -> Result<Found, Failure> {
         let kind = path.metadata();
         let kind = kind.map_err(|error| Failure::refused(format!("{} cannot be read: {error}", path.display())))?;
@@ -77,7 +77,7 @@ impl Found {
 }
 
 impl AofFolder {
-    /// The append-only file in this folder; `None` if there is none.
+    /// The append-only file in this folder; `None` if the folder has no such file.
     pub(super) fn at(path: &Path) -> Result<Option<AofFolder>, Failure> {
         let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
         let names = entries.filter_map(|entry| entry.file_name().into_string().ok());

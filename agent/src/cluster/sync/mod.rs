@@ -116,7 +116,7 @@ fn ready(plan: &Plan, program: &Program) -> Result<(), Failure> {
 /// The source that a node is to read from.
 ///
 /// # Errors
-/// There is none but the one beside the node itself.
+/// The only source is the one beside the node itself.
 fn source_for<'a>(job: &Job, survey: &Survey, sources: &'a Sources) -> Result<&'a Seen, Failure> {
     let shard = survey.shards.get(job.shard);
     let source = shard.and_then(|shard| sources.beside_others_than(shard, job.loses.as_deref()));

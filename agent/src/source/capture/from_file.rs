@@ -11,9 +11,6 @@
 
 use std::fs::File;
 use std::io::Read;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
 
 use remora_redis::psync::client::Options;
 use remora_table::{Kind, SnapshotWriter};
@@ -23,7 +20,7 @@ use super::plan::CaptureError;
 use super::psync_link::is_same_history;
 use super::snapshot::{Begun, Taking};
 use super::snapshot_file::SnapshotFile;
-use super::stream::{self, Follower, Following};
+use super::stream::Following;
 use crate::server::Facts;
 
 /// Bytes that are read at a time.
@@ -65,21 +62,10 @@ impl Capture {
             taking.complete(0)?;
             return Ok(Following::AnotherCapture);
         };
-        // As with two channels: a stream without its snapshot is of no use.
-        let abandoned = Arc::new(AtomicBool::new(false));
-        let follower = Follower::new(self, socket, journal).until(abandoned.clone());
-        let capture = self.clone();
-        let following = thread::Builder::new().name("stream".into()).spawn(move || capture.follow(|| follower.run()));
-        let following = following.map_err(|cause| CaptureError::Link {
-            during: stream::DURING,
-            cause: format!("no thread for it: {cause}"),
-        })?;
-        if let Err(error) = taking.append_file(&mut input, file).and_then(|()| taking.complete(0)) {
-            abandoned.store(true, Ordering::Relaxed);
-            let _ = following.join();
-            return Err(error);
-        }
-        Ok(Following::OwnThread(following))
+        self.beside_the_stream(socket, journal, || {
+            taking.append_file(&mut input, file)?;
+            taking.complete(0)
+        })
     }
 }
 

@@ -7,6 +7,7 @@ use std::thread;
 use remora_redis::psync::client::{Channel, Options};
 
 use super::Capture;
+use super::journal::Journal;
 use super::plan::CaptureError;
 use super::psync_link::{Announced, Opening, PsyncLink, is_same_history, out_of_place};
 use super::socket::Socket;
@@ -44,6 +45,16 @@ impl Capture {
     fn take_both(&self, announced: Announced, stream: Socket) -> Result<Following, CaptureError> {
         let (taking, journal) = self.begin(&announced)?;
         let Some(journal) = journal else { return Ok(Following::AnotherCapture) };
+        self.beside_the_stream(stream, journal, || taking.fill(announced).map(drop))
+    }
+
+    /// Runs `fill` while another thread follows the stream. That thread has ended when this fails.
+    pub(super) fn beside_the_stream(
+        &self,
+        stream: Socket,
+        journal: Journal,
+        fill: impl FnOnce() -> Result<(), CaptureError>,
+    ) -> Result<Following, CaptureError> {
         let abandoned = Arc::new(AtomicBool::new(false));
         let follower = Follower::new(self, stream, journal).until(abandoned.clone());
         let capture = self.clone();
@@ -52,7 +63,7 @@ impl Capture {
             during: stream::DURING,
             cause: format!("no thread for it: {cause}"),
         })?;
-        if let Err(error) = taking.fill(announced) {
+        if let Err(error) = fill() {
             abandoned.store(true, Ordering::Relaxed);
             let _ = following.join();
             return Err(error);
