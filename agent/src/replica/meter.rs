@@ -39,6 +39,8 @@ pub(super) struct Meter {
     pub(super) reads_from: Count,
     /// The last byte of the stream that has arrived.
     pub(super) stream_fetched: Count,
+    /// 1 while the stream is not read, because too much of it waits for the server: its end is not known then.
+    pub(super) stream_paused: Count,
     /// The last byte of the stream given to the server.
     pub(super) stream_delivered: Count,
     /// The last byte of the stream that the server acknowledged.

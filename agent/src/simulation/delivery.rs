@@ -180,6 +180,8 @@ pub(super) struct Delivery {
     slots_below: u64,
     acknowledged: u64,
     stream_fetched: u64,
+    /// The stream is full and is not read.
+    stream_paused: bool,
     events: Vec<DeliveryEvent>,
 }
 
@@ -207,6 +209,7 @@ impl Delivery {
             slots_below: 0,
             acknowledged: 0,
             stream_fetched: 0,
+            stream_paused: false,
             events: Vec::new(),
         }
     }
@@ -232,6 +235,7 @@ impl Deliver for Delivery {
             bytes_delivered: self.given,
             slots_held: self.next_slot.saturating_add(self.slots.len() as u64),
             stream_fetched: self.stream_fetched,
+            stream_paused: self.stream_paused,
             stream_delivered: self.next_byte.saturating_sub(1 + self.stream.len() as u64),
             readers: 0,
         }
@@ -470,7 +474,8 @@ impl Delivery {
             }
         }
         self.feed = Some(feed);
-        if self.stream.len() < STREAM_LIMIT {
+        self.stream_paused = self.stream.len() >= STREAM_LIMIT;
+        if !self.stream_paused {
             let bytes = world.memories.stream((feed.source, feed.journal), self.next_byte, STREAM_BYTES)?;
             self.next_byte += bytes.len() as u64;
             self.stream_fetched = self.next_byte - 1;

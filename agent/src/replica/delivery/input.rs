@@ -318,10 +318,15 @@ impl Input {
     pub(super) fn fetch_journal(&mut self, now: Instant, stream: &mut Stream) -> Result<Option<u64>, FeedError> {
         let Some(feed) = &mut self.feed else { return Ok(None) };
         let Some(journal) = &mut feed.journal else { return Ok(None) };
-        if stream.is_full() || (journal.is_idle() && now < self.journal_due) {
+        if stream.is_full() {
+            self.meter.stream_paused.set(1);
+            return Ok(None);
+        }
+        if journal.is_idle() && now < self.journal_due {
             return Ok(None);
         }
         journal.pump()?;
+        self.meter.stream_paused.set(0);
         let (mut next, mut took) = (None, 0);
         while let Some(chunk) = journal.reader.next_chunk() {
             let length = chunk.bytes.len() as u64;

@@ -186,6 +186,7 @@ impl Stepped {
             bytes_delivered: self.meter.bytes_given.get(),
             slots_held: self.meter.slots_held.get(),
             stream_fetched: self.meter.stream_fetched.get(),
+            stream_paused: self.meter.stream_paused.get() > 0,
             stream_delivered: self.meter.stream_delivered.get(),
             readers: 0,
         }

@@ -156,6 +156,7 @@ impl Driver {
             bytes_delivered: self.meter.bytes_given.get(),
             slots_held: self.meter.slots_held.get(),
             stream_fetched: self.meter.stream_fetched.get(),
+            stream_paused: self.meter.stream_paused.get() > 0,
             stream_delivered: self.meter.stream_delivered.get(),
             readers: self.relay.readers(),
         }

@@ -42,6 +42,8 @@ pub(crate) struct Reading {
     pub(crate) slots_held: u64,
     /// Offset of the last byte of the stream that has arrived.
     pub(crate) stream_fetched: u64,
+    /// The stream is not read for now, because too much of it waits for the server: its end is not known.
+    pub(crate) stream_paused: bool,
     /// Offset of the last byte of the stream that was given to the server.
     pub(crate) stream_delivered: u64,
     /// Other replicas that read slots here.

@@ -416,6 +416,16 @@ fn every_event_in_every_state_does_what_the_table_says() {
 // ---- sequences ----
 
 #[test]
+fn a_server_is_not_handed_over_while_the_end_of_the_stream_is_not_known() {
+    let mut play = Play::catch_up(rules());
+    play.reading.stream_paused = true;
+    assert_eq!(play.report(Report::Offset(Ok(2000))), []);
+    play.reading.stream_paused = false;
+    assert_eq!(play.after(Duration::from_secs(1)), [Action::Server(Job::AskOffset)]);
+    assert_eq!(play.report(Report::Offset(Ok(2000))), [Action::AskHandOff { generation: 1, offset: 2000 }]);
+}
+
+#[test]
 fn the_delivery_is_ordered_to_use_the_module_before_the_server_is_pointed_at_the_link() {
     let mut play = Play::with(rules());
     play.offered();
