@@ -18,6 +18,8 @@
 pub(crate) mod families;
 mod process;
 pub(crate) mod register;
+#[cfg(test)]
+mod shipped;
 mod site;
 mod watch;
 
