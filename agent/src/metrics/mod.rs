@@ -1,5 +1,5 @@
-//! Metrics: what agents show to those who watch them: a small HTTP server with `/metrics`, `/healthz` and `/readyz`, and
-//! a file for the agents that end.
+//! Metrics: what agents show to those who watch them: a small HTTP server with `/metrics`, `/healthz` and `/readyz`,
+//! and a file for the agents that end.
 //!
 //! ```text
 //!   Prometheus ── GET /metrics ──▶ Site ──╮ Scrape                    ╭── Answer: families ──▶ text
