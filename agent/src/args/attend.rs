@@ -7,8 +7,8 @@ use clap::Args;
 
 use super::replica::{parse_memory, parse_name};
 use super::{
-    FastKeys, HostPort, ModuleLoad, OnFailure, ReadArgs, RelayArgs, ReplicaArgs, ReplicaNameArgs, SecurityArgs,
-    SentinelArgs, SourceKeyArgs,
+    FastKeys, HostPort, MetricsArgs, MetricsFileArgs, ModuleLoad, OnFailure, ReadArgs, RelayArgs, ReplicaArgs,
+    ReplicaNameArgs, SecurityArgs, SentinelArgs, SourceKeyArgs,
 };
 use crate::exit::{self, Code};
 use crate::server::{ServerArgs, Task};
@@ -74,6 +74,10 @@ pub struct AttendArgs {
     /// for each. With --sentinel: the ports of the servers that Sentinel knows.
     #[arg(long = "primary-port", value_name = "PORT", conflicts_with = "sentinels", default_values_t = [PRIMARY_PORT], value_parser = clap::value_parser!(u16).range(1..), help_heading = "Interception")]
     pub primary_ports: Vec<u16>,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub metrics: MetricsArgs,
 }
 
 impl AttendArgs {
@@ -115,6 +119,8 @@ impl AttendArgs {
             link_cert: None,
             link_key: None,
             link_client_ca: None,
+            metrics: MetricsArgs::default(),
+            metrics_file: MetricsFileArgs::default(),
             json: None,
         }
     }

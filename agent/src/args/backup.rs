@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::{FetchArgs, SnapshotFromArgs};
+use super::{FetchArgs, MetricsArgs, MetricsFileArgs, SnapshotFromArgs};
 use crate::exit::{self, Code};
 use crate::units::{Size, parse_duration};
 
@@ -48,6 +48,14 @@ pub struct BackupArgs {
     /// own is older than its --max-age. `0`: never.
     #[arg(long, value_name = "TIME", default_value = "1d", value_parser = parse_duration, requires = "journal", help_heading = "Commands since")]
     pub base_every: Duration,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub metrics: MetricsArgs,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub metrics_file: MetricsFileArgs,
 }
 
 /// The smallest file of commands: with smaller ones, a busy server would have thousands.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Args;
 use rustix::fs::{Gid, Mode, Uid};
 
-use super::{SentinelArgs, SnapshotFromArgs};
+use super::{MetricsFileArgs, SentinelArgs, SnapshotFromArgs};
 use crate::cluster::NodeAddress;
 use crate::exit::{self, Code};
 use crate::server::{Credentials, Server, ServerUrl, SetupError, Task, TlsArgs, UrlParser};
@@ -79,6 +79,10 @@ pub struct FetchArgs {
     #[arg(long, value_name = "FILE", help_heading = "A server that starts on it")]
     pub server_config: Option<PathBuf>,
 
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub metrics_file: MetricsFileArgs,
+
     /// Write the summary as JSON to this file too.
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub json: Option<PathBuf>,
@@ -147,6 +151,7 @@ impl FetchArgs {
             node_address: None,
             cluster: ClusterNodeArgs::default(),
             server_config: None,
+            metrics_file: MetricsFileArgs::default(),
             json: None,
         }
     }

@@ -47,7 +47,7 @@ pub use self::{
     host_port::HostPort,
     intercept::{AddArgs, Cgroup, InterceptAction, InterceptArgs, InterceptPortArgs, ShowArgs},
     load::{LoadArgs, ValueType},
-    metrics::MetricsArgs,
+    metrics::{MetricsArgs, MetricsFileArgs},
     module::{ModuleArgs, ModuleQuestion},
     probe::ProbeArgs,
     rdma::{CompletionChoice, RdmaEnd, RdmaOffer, RdmaRead},

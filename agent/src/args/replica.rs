@@ -5,7 +5,10 @@ use std::{net::IpAddr, path::PathBuf};
 use clap::{Args, ValueEnum};
 use remora_wire::is_printable;
 
-use super::{FastKeys, HostPort, ReadArgs, RelayArgs, ReplicaNameArgs, SecurityArgs, SentinelArgs, SourceKeyArgs};
+use super::{
+    FastKeys, HostPort, MetricsArgs, MetricsFileArgs, ReadArgs, RelayArgs, ReplicaNameArgs, SecurityArgs, SentinelArgs,
+    SourceKeyArgs,
+};
 use crate::{
     exit::{self, Code},
     server::{ServerArgs, Task},
@@ -132,6 +135,14 @@ pub struct ReplicaArgs {
     /// the agent asks the server for none.
     #[arg(long, value_name = "FILE", requires = "link_cert", help_heading = "Link to the server")]
     pub link_client_ca: Option<PathBuf>,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub metrics: MetricsArgs,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub metrics_file: MetricsFileArgs,
 
     /// Write the summary as JSON to this file too.
     #[arg(long, value_name = "FILE", help_heading = "Output")]

@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::{Args, Subcommand};
 use remora_volume::client::{Reads, WindowSize, Writes};
 
-use super::{HostPort, RdmaEnd, SecurityArgs};
+use super::{HostPort, MetricsArgs, RdmaEnd, SecurityArgs};
 use crate::exit::{self, Code};
 use crate::units::{Size, parse_duration};
 
@@ -129,6 +129,10 @@ pub struct MountArgs {
     /// The system asks by /dev/fuse. Without this option it asks by io_uring, which is faster, if this host permits it.
     #[arg(long)]
     pub no_ring: bool,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub metrics: MetricsArgs,
 }
 
 /// What protects the connections between a client and the servers of a volume.
@@ -180,6 +184,10 @@ pub struct ServeArgs {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub rdma: RdmaEnd,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub metrics: MetricsArgs,
 
     #[command(flatten)]
     #[allow(missing_docs)]
@@ -328,6 +336,10 @@ pub struct NbdArgs {
     /// The name by which NBD clients ask for the device. They find it without a name, too.
     #[arg(long, value_name = "NAME", default_value = "")]
     pub export: String,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub metrics: MetricsArgs,
 }
 
 /// TLS for NBD clients.

@@ -8,6 +8,7 @@
 //! - [`rdb_file`], [`aof_file`]: the checks of a snapshot and of a file of commands, with [`mark`]: how far those are.
 //!   [`moment`]: seconds as text and in names.
 //! - [`journal`]: a snapshot and the commands since, in a folder of their own.
+//! - [`metrics`](mod@metrics): what is shown to those who watch.
 //! - [`restore`]: what there is, whether it is whole, and the files for a server.
 //! - This file: a snapshot as a backup. The fetch itself is [`crate::snapshot::fetch`].
 
@@ -15,6 +16,7 @@ mod aof_file;
 mod journal;
 mod manifest;
 mod mark;
+mod metrics;
 pub mod moment;
 pub(crate) mod rdb_file;
 pub mod restore;
@@ -25,10 +27,12 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use self::manifest::{Kind, Manifest};
+use self::metrics::Seen;
 use self::rdb_file::RdbFile;
 use self::shelf::Shelf;
 use crate::args::BackupArgs;
 use crate::exit::Failure;
+use crate::metrics::{Agent, Scrapes, Watch};
 use crate::progress;
 use crate::snapshot::fetch;
 use crate::tasks::blocking;
@@ -42,26 +46,44 @@ const STDOUT: &str = "-";
 /// # Errors
 /// The folder cannot be used, the source cannot be reached or refuses, or the snapshot is damaged.
 pub async fn run(args: BackupArgs) -> Result<(), Failure> {
+    let (watch, mut scrapes) = Watch::begin(Agent::Backup, &args.metrics, &args.metrics_file).await?;
+    let outcome = backup(args, &mut scrapes).await;
+    scrapes.leave(|_| {});
+    watch.end(outcome).await
+}
+
+async fn backup(args: BackupArgs, scrapes: &mut Scrapes) -> Result<(), Failure> {
     if args.to == Path::new(STDOUT) {
         if args.journal || args.keep.is_some() {
             return Err(Failure::refused(
                 "--to - writes the snapshot alone: omit --journal and --keep, or give a folder",
             ));
         }
-        return fetch::run(args.fetch(&args.to)).await;
+        return scrapes.meanwhile("the snapshot is being fetched", fetch::run(args.fetch(&args.to))).await;
     }
     let folder = args.to.clone();
-    let shelf = Arc::new(blocking(move || Shelf::open(&folder)).await?);
-    if args.journal { journal::run(args, shelf).await } else { snapshot(&args, &shelf).await }
+    let (shelf, found) = blocking(move || {
+        let shelf = Shelf::open(&folder)?;
+        let found = shelf::list(shelf.folder());
+        Ok((Arc::new(shelf), found))
+    })
+    .await?;
+    let seen = Seen::shown_to(scrapes);
+    found.iter().for_each(|backup| seen.has(&backup.manifest));
+    match args.journal {
+        true => journal::run(args, shelf, seen, scrapes).await,
+        false => snapshot(&args, &shelf, &seen, scrapes).await,
+    }
 }
 
 /// Fetches the snapshot into the folder.
-async fn snapshot(args: &BackupArgs, shelf: &Arc<Shelf>) -> Result<(), Failure> {
+async fn snapshot(args: &BackupArgs, shelf: &Arc<Shelf>, seen: &Seen, scrapes: &mut Scrapes) -> Result<(), Failure> {
     let began = Instant::now();
     let incoming = shelf.incoming_file();
-    let fetched = fetch::to_file(&args.fetch(&incoming)).await?;
+    seen.begins(true);
+    let fetched = fetch::to_file_telling(&args.fetch(&incoming), |_| {}, scrapes).await?;
     let (shelf, keep, source) = (Arc::clone(shelf), args.keep, args.from.read.source.to_string());
-    let (path, manifest, is_new) = blocking(move || {
+    let placed = blocking(move || {
         let rdb = RdbFile::read(&incoming)?;
         let manifest = Manifest::of(Kind::Snapshot, &rdb, &fetched.server, source);
         if let Some(before) = shelf.find(&manifest) {
@@ -73,8 +95,10 @@ async fn snapshot(args: &BackupArgs, shelf: &Arc<Shelf>) -> Result<(), Failure> 
             shelf.keep(&manifest, keep);
         }
         Ok((path, manifest, true))
-    })
-    .await?;
+    });
+    let (path, manifest, is_new) = scrapes.meanwhile("the snapshot is being checked", placed).await?;
+    seen.begins(false);
+    seen.has(&manifest);
     say(&path, &manifest, is_new, began);
     Ok(())
 }

@@ -1,95 +1,213 @@
-//! Families: names and values as OpenMetrics text.
+//! Families: names and values as text, in the two forms that are read: OpenMetrics, and Prometheus's own.
 
+use std::borrow::Cow;
 use std::sync::atomic::AtomicU64;
 
-use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::{prometheus_text, text};
 use prometheus_client::metrics::counter::Counter;
-use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::family::Family as Many;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::info::Info;
-use prometheus_client::registry::Registry;
+use prometheus_client::registry::{Metric, Registry};
 
-/// The prefix of every name.
-const PREFIX: &str = "remora";
+use super::register::{Agent, BUILD, Family, Kind, PREFIX};
 
 /// Names and values of a metric's labels.
 type Labels = Vec<(&'static str, String)>;
 
-/// The metrics of one scrape.
+/// The form of the text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Form {
+    OpenMetrics,
+    /// Prometheus's text format 0.0.4, which `promtool` and node_exporter read.
+    Classic,
+}
+
+/// The metrics of one scrape, or of one file.
+#[derive(Debug)]
 pub(crate) struct Families {
-    registry: Registry,
+    agent: Agent,
+    /// The names of this project.
+    ours: Registry,
+    /// Those that every program's process has.
+    process: Registry,
 }
 
 impl Families {
     /// Begins with what each agent has: its version.
-    pub(crate) fn new() -> Families {
-        let mut families = Families { registry: Registry::with_prefix(PREFIX) };
-        let version = env!("CARGO_PKG_VERSION").to_owned();
-        families.info("build", "The agent's version", vec![("version", version)]);
-        families
+    pub(crate) fn new(agent: Agent) -> Families {
+        Families { agent, ours: Registry::with_prefix(PREFIX), process: Registry::default() }.with_version()
     }
 
-    pub(crate) fn info(&mut self, name: &str, help: &str, labels: Labels) {
-        self.registry.register(name, help, Info::new(labels));
+    /// Begins a file. `run` tells the values of several files of one folder apart. What this process is at present says
+    /// nothing there.
+    pub(crate) fn of_file(agent: Agent, run: &str) -> Families {
+        let label = (Cow::from("run"), Cow::from(run.to_owned()));
+        let ours = Registry::with_prefix_and_labels(PREFIX, [label].into_iter());
+        Families { agent, ours, process: Registry::default() }.with_version()
     }
 
-    pub(crate) fn gauge(&mut self, name: &str, help: &str, value: f64) {
+    fn with_version(mut self) -> Families {
+        self.info(&BUILD, [env!("CARGO_PKG_VERSION"), self.agent.name()]);
+        self
+    }
+
+    fn register(&mut self, family: &'static Family, metric: impl Metric) {
+        debug_assert!(family.agents.contains(&self.agent), "{} is not of {}", family.name, self.agent.name());
+        let registry = if family.is_of_a_process() { &mut self.process } else { &mut self.ours };
+        registry.register(family.name, family.help, metric);
+    }
+
+    pub(crate) fn info<V: Into<String>, const N: usize>(&mut self, family: &'static Family, values: [V; N]) {
+        debug_assert_eq!(family.kind, Kind::Info, "{}", family.name);
+        self.register(family, Info::new(labels(family, values)));
+    }
+
+    /// One set of labels for each of several things.
+    pub(crate) fn infos<V: Into<String>, const N: usize>(
+        &mut self,
+        family: &'static Family,
+        of: impl IntoIterator<Item = [V; N]>,
+    ) {
+        self.gauges(family, of.into_iter().map(|values| (values, 1.0)));
+    }
+
+    pub(crate) fn gauge(&mut self, family: &'static Family, value: f64) {
+        debug_assert_eq!(family.kind, Kind::Gauge, "{}", family.name);
         let gauge = Gauge::<f64, AtomicU64>::default();
         gauge.set(value);
-        self.registry.register(name, help, gauge);
+        self.register(family, gauge);
     }
 
-    pub(crate) fn counter(&mut self, name: &str, help: &str, value: u64) {
-        let counter = Counter::<u64, AtomicU64>::default();
-        counter.inc_by(value);
-        self.registry.register(name, help, counter);
+    /// A gauge whose value is a whole number.
+    pub(crate) fn number(&mut self, family: &'static Family, value: u64) {
+        self.gauge(family, value as f64);
+    }
+
+    /// 1 or 0.
+    pub(crate) fn whether(&mut self, family: &'static Family, is_so: bool) {
+        self.gauge(family, f64::from(u8::from(is_so)));
     }
 
     /// One gauge for each set of labels.
-    pub(crate) fn gauges(&mut self, name: &str, help: &str, values: impl IntoIterator<Item = (Labels, f64)>) {
-        let family = Family::<Labels, Gauge<f64, AtomicU64>>::default();
-        for (labels, value) in values {
-            family.get_or_create(&labels).set(value);
+    pub(crate) fn gauges<V: Into<String>, const N: usize>(
+        &mut self,
+        family: &'static Family,
+        values: impl IntoIterator<Item = ([V; N], f64)>,
+    ) {
+        debug_assert_eq!(family.kind, Kind::Gauge, "{}", family.name);
+        let many = Many::<Labels, Gauge<f64, AtomicU64>>::default();
+        for (of, value) in values {
+            many.get_or_create(&labels(family, of)).set(value);
         }
-        self.registry.register(name, help, family);
+        self.register(family, many);
+    }
+
+    /// 1 for the one of these names that is meant, and 0 for each other one.
+    pub(crate) fn states<const N: usize>(&mut self, family: &'static Family, names: [&str; N], is: Option<&str>) {
+        self.gauges(family, names.map(|name| ([name], f64::from(u8::from(is == Some(name))))));
+    }
+
+    pub(crate) fn counter(&mut self, family: &'static Family, value: u64) {
+        debug_assert_eq!(family.kind, Kind::Counter, "{}", family.name);
+        let counter = Counter::<u64, AtomicU64>::default();
+        counter.inc_by(value);
+        self.register(family, counter);
+    }
+
+    /// A counter of seconds.
+    pub(crate) fn seconds(&mut self, family: &'static Family, value: f64) {
+        debug_assert_eq!(family.kind, Kind::Counter, "{}", family.name);
+        let counter = Counter::<f64, AtomicU64>::default();
+        counter.inc_by(value);
+        self.register(family, counter);
     }
 
     /// One counter for each set of labels.
-    pub(crate) fn counters(&mut self, name: &str, help: &str, values: impl IntoIterator<Item = (Labels, u64)>) {
-        let family = Family::<Labels, Counter<u64, AtomicU64>>::default();
-        for (labels, value) in values {
-            family.get_or_create(&labels).inc_by(value);
+    pub(crate) fn counters<V: Into<String>, const N: usize>(
+        &mut self,
+        family: &'static Family,
+        values: impl IntoIterator<Item = ([V; N], u64)>,
+    ) {
+        debug_assert_eq!(family.kind, Kind::Counter, "{}", family.name);
+        let many = Many::<Labels, Counter<u64, AtomicU64>>::default();
+        for (of, value) in values {
+            many.get_or_create(&labels(family, of)).inc_by(value);
         }
-        self.registry.register(name, help, family);
+        self.register(family, many);
     }
 
-    pub(crate) fn text(&self) -> String {
-        let mut text = String::new();
+    pub(crate) fn text(&self, form: Form) -> String {
+        let mut all = String::new();
         // A string takes everything.
-        let _ = encode(&mut text, &self.registry);
-        text
+        _ = match form {
+            Form::OpenMetrics => {
+                text::encode_registry(&mut all, &self.process).and_then(|()| text::encode(&mut all, &self.ours))
+            }
+            Form::Classic => prometheus_text::encode(&mut all, &self.process)
+                .and_then(|()| prometheus_text::encode(&mut all, &self.ours)),
+        };
+        all
     }
+}
+
+fn labels<V: Into<String>, const N: usize>(family: &Family, values: [V; N]) -> Labels {
+    debug_assert_eq!(family.labels.len(), N, "{}", family.name);
+    family.labels.iter().copied().zip(values.map(Into::into)).collect()
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::register::{PROCESS_CPU, REPLICA_LAG, SNAPSHOT_BYTES, SNAPSHOTS};
     use super::*;
 
+    fn families(mut families: Families) -> Families {
+        families.number(&SNAPSHOT_BYTES, 12);
+        families.counters(&SNAPSHOTS, [(["taken"], 3)]);
+        families.gauges(&REPLICA_LAG, [(["a\"b\n"], 0.5)]);
+        families
+    }
+
     #[test]
-    fn the_text_is_open_metrics() {
-        let mut families = Families::new();
-        families.gauge("snapshot_bytes", "Bytes of the snapshot", 12.0);
-        families.counters("snapshots", "Snapshots", [(vec![("result", "taken".to_owned())], 3)]);
-        families.gauges("replica_lag_bytes", "Lag", [(vec![("replica", "a\"b\n".to_owned())], 0.5)]);
-        let text = families.text();
+    fn both_forms_have_their_names_and_escapes() {
+        let mut families = families(Families::new(Agent::Source));
+        families.seconds(&PROCESS_CPU, 1.5);
+        let version = env!("CARGO_PKG_VERSION");
+        let text = families.text(Form::OpenMetrics);
         for line in [
-            "remora_snapshot_bytes 12.0",
-            "remora_snapshots_total{result=\"taken\"} 3",
-            "remora_replica_lag_bytes{replica=\"a\\\"b\\n\"} 0.5",
-            "# TYPE remora_build info",
+            "remora_snapshot_bytes 12.0\n",
+            "remora_snapshots_total{result=\"taken\"} 3\n",
+            "remora_replica_lag_bytes{replica=\"a\\\"b\\n\"} 0.5\n",
+            "# TYPE remora_build info\n",
+            &format!("remora_build_info{{version=\"{version}\",agent=\"source\"}} 1\n"),
+            "# TYPE process_cpu_seconds counter\n",
+            "process_cpu_seconds_total 1.5\n",
         ] {
             assert!(text.contains(line), "{line}: {text}");
         }
-        assert!(text.ends_with("# EOF\n"));
+        assert!(text.ends_with("# EOF\n") && text.matches("# EOF").count() == 1);
+        let text = families.text(Form::Classic);
+        for line in [
+            "# TYPE remora_snapshots_total counter\n",
+            "remora_snapshots_total{result=\"taken\"} 3\n",
+            "# TYPE remora_build_info gauge\n",
+            "remora_replica_lag_bytes{replica=\"a\\\"b\\n\"} 0.5\n",
+            "# TYPE process_cpu_seconds_total counter\n",
+        ] {
+            assert!(text.contains(line), "{line}: {text}");
+        }
+        assert!(!text.contains("# EOF"));
+    }
+
+    #[test]
+    fn a_file_names_its_run_and_no_process() {
+        let families = families(Families::of_file(Agent::Source, "nightly"));
+        let text = families.text(Form::Classic);
+        for line in
+            ["remora_snapshot_bytes{run=\"nightly\"} 12", "remora_snapshots_total{run=\"nightly\",result=\"taken\"} 3"]
+        {
+            assert!(text.contains(line), "{line}: {text}");
+        }
+        assert!(!text.contains("process_"), "{text}");
     }
 }

@@ -1,17 +1,29 @@
-//! Metrics: a small HTTP server for those who watch: `/metrics` as OpenMetrics text, `/healthz` and `/readyz`.
+//! Metrics: what agents show to those who watch them: a small HTTP server with `/metrics`, `/healthz` and `/readyz`,
+//! and a file for the agents that end.
 //!
 //! ```text
-//!   Prometheus ── GET /metrics ──▶ Site ── asks ──▶ the agent's loop ──▶ a report ──▶ families ──▶ text
+//!   Prometheus ── GET /metrics ──▶ Site ──╮ Scrape                    ╭── Answer: families ──▶ text
+//!   node_exporter ◀── file ◀── Watch ─────┴──▶ the agent's own loop ──╯
 //! ```
 //!
-//! Nothing is counted for metrics: each scrape makes them from what the agent knows anyway. An agent that is not
-//! scraped does nothing for it, and the data path never does.
+//! Nothing is counted for metrics on the data path: each scrape makes them from what the agent knows anyway. An agent
+//! that is not scraped does nothing for it.
 //!
-//! - [`families`]: names and values as OpenMetrics text. [`site`]: the HTTP server.
+//! - [`register`]: every family. **Start here.**
+//! - [`families`]: names and values as text; [`process`]: those that every process has.
+//! - [`site`]: the HTTP server. [`watch`](mod@watch): how an agent is asked, and the file.
 //!
-//! Names are those of `docs/operating.md`, and an interface: they do not change their meaning.
+//! Names are those of `docs/metrics.md`, and an interface: they do not change their meaning.
 
 pub(crate) mod families;
+mod process;
+pub(crate) mod register;
+#[cfg(test)]
+mod shipped;
 mod site;
+mod watch;
 
-pub(crate) use self::site::{Answer, Site, bind};
+pub(crate) use self::families::Families;
+pub(crate) use self::register::Agent;
+pub(crate) use self::site::{Site, bind};
+pub(crate) use self::watch::{Scrape, Scrapes, Watch};

@@ -9,22 +9,22 @@ use std::time::Duration;
 
 use http_body_util::Full;
 use hyper::body::{Bytes, Incoming};
-use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::header::{ACCEPT, CONTENT_TYPE, HeaderValue};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
-use hyper::{Method, Request, Response, StatusCode};
+use hyper::{HeaderMap, Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
+use super::families::{Families, Form};
 use crate::exit::Failure;
 use crate::tasks::AbortOnDrop;
 
 /// What an agent says to those who watch.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub(crate) struct Answer {
-    /// The metrics as OpenMetrics text.
-    pub(crate) text: String,
+    pub(crate) families: Families,
     /// Why the agent cannot do its work now.
     pub(crate) not_ready: Option<String>,
 }
@@ -38,7 +38,7 @@ pub(crate) struct Site {
 }
 
 /// Connections that are served at once. Prometheus opens one, and a probe another.
-const CONNECTIONS: usize = 16;
+pub(super) const CONNECTIONS: usize = 16;
 
 /// How long a client may take for its request.
 const REQUEST_LIMIT: Duration = Duration::from_secs(5);
@@ -47,12 +47,13 @@ const REQUEST_LIMIT: Duration = Duration::from_secs(5);
 const CONNECTION_LIMIT: Duration = Duration::from_secs(30);
 
 /// How long the agent may take to answer: Prometheus waits for ten seconds, and a probe of Kubernetes for one.
-const ANSWER_LIMIT: Duration = Duration::from_secs(5);
+pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 
 /// The pause after the system has refused a connection, for example because too many files are open.
 const PAUSE: Duration = Duration::from_millis(100);
 
 const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+const CLASSIC: &str = prometheus_client::encoding::prometheus_text::CONTENT_TYPE;
 const PLAIN: &str = "text/plain; charset=utf-8";
 
 /// Binds the port.
@@ -114,7 +115,10 @@ async fn answer(request: Request<Incoming>, ask: Ask) -> Result<Response<Full<By
             let asked = tokio::time::timeout(ANSWER_LIMIT, ask()).await.ok().flatten();
             match (path, asked) {
                 (_, None) => (StatusCode::SERVICE_UNAVAILABLE, PLAIN, "the agent does not answer\n".to_owned()),
-                ("/metrics", Some(answer)) => (StatusCode::OK, OPENMETRICS, answer.text),
+                ("/metrics", Some(answer)) => {
+                    let (form, kind) = form(request.headers());
+                    (StatusCode::OK, kind, answer.families.text(form))
+                }
                 ("/readyz", Some(Answer { not_ready: Some(why), .. })) => {
                     (StatusCode::SERVICE_UNAVAILABLE, PLAIN, format!("{why}\n"))
                 }
@@ -132,10 +136,20 @@ async fn answer(request: Request<Incoming>, ask: Ask) -> Result<Response<Full<By
     Ok(response)
 }
 
+/// The form that the client understands: OpenMetrics, unless it asks for another kind of text alone.
+fn form(headers: &HeaderMap) -> (Form, &'static str) {
+    let accepts = headers.get(ACCEPT).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    match accepts.contains("text/plain") && !accepts.contains("application/openmetrics-text") {
+        true => (Form::Classic, CLASSIC),
+        false => (Form::OpenMetrics, OPENMETRICS),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use super::super::register::Agent;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     use super::*;
@@ -148,19 +162,21 @@ mod tests {
         text
     }
 
-    async fn site(answer: Option<Answer>) -> (Site, SocketAddr) {
+    async fn site(answer: impl Fn() -> Option<Answer> + Send + Sync + 'static) -> (Site, SocketAddr) {
         let listener = bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
         let address = listener.local_addr().unwrap();
-        (Site::serve(listener, move || std::future::ready(answer.clone())), address)
+        (Site::serve(listener, move || std::future::ready(answer())), address)
+    }
+
+    fn answer(not_ready: Option<&str>) -> Option<Answer> {
+        Some(Answer { families: Families::new(Agent::Source), not_ready: not_ready.map(Into::into) })
     }
 
     #[tokio::test]
     async fn each_path_has_its_answer() {
-        let answer =
-            |not_ready: Option<&str>| Some(Answer { text: "# EOF\n".into(), not_ready: not_ready.map(Into::into) });
-        let (_site, ready) = site(answer(None)).await;
-        let (_other, waiting) = site(answer(Some("the server is gone"))).await;
-        let (_silent, silent) = site(None).await;
+        let (_site, ready) = site(|| answer(None)).await;
+        let (_other, waiting) = site(|| answer(Some("the server is gone"))).await;
+        let (_silent, silent) = site(|| None).await;
         for (at, path, status, text) in [
             (ready, "/metrics", 200, "# EOF"),
             (ready, "/readyz", 200, "ok"),
@@ -178,8 +194,22 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_client_gets_the_form_that_it_understands() {
+        let (_site, address) = site(|| answer(None)).await;
+        for (accepts, kind, is_classic) in [
+            ("application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1", OPENMETRICS, false),
+            ("*/*", OPENMETRICS, false),
+            ("text/plain;version=0.0.4", CLASSIC, true),
+        ] {
+            let said = get(address, &format!("GET /metrics HTTP/1.1\r\nHost: a\r\nAccept: {accepts}\r\n\r\n")).await;
+            assert!(said.contains(&format!("content-type: {kind}\r\n")), "{accepts}: {said}");
+            assert_eq!(!said.contains("# EOF"), is_classic, "{accepts}: {said}");
+        }
+    }
+
+    #[tokio::test]
     async fn what_is_not_http_ends_the_connection_and_nothing_else() {
-        let (_site, address) = site(Some(Answer { text: String::new(), not_ready: None })).await;
+        let (_site, address) = site(|| answer(None)).await;
         for request in ["\0\0\0\0\r\n\r\n", "GET\r\n\r\n", &format!("GET /{} HTTP/1.1\r\n\r\n", "a".repeat(1 << 20))] {
             let mut stream = TcpStream::connect(address).await.unwrap();
             let _ = stream.write_all(request.as_bytes()).await;

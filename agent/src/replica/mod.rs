@@ -80,6 +80,7 @@ use crate::args::ReplicaArgs;
 use crate::conversation::certificate_roles::CertificateRoles;
 use crate::conversation::tokens::TokenFiles;
 use crate::exit::Failure;
+use crate::metrics::{Agent, Scrapes, Watch};
 use crate::progress;
 use crate::server::{Client, RefusalKind, ServerError, Task};
 use crate::signals::until_signal;
@@ -91,12 +92,22 @@ use crate::units::Size;
 /// Why the server is not a replica; the message says in which state it was left.
 pub async fn run(args: ReplicaArgs) -> Result<(), Failure> {
     let roles = CertificateRoles { replicas: args.readers.replica_names.clone(), ..CertificateRoles::default() };
+    let (watch, mut scrapes) = Watch::begin(Agent::Replica, &args.metrics, &args.metrics_file).await?;
+    let outcome = sync(args, roles, &mut scrapes).await;
+    watch.end(outcome).await
+}
+
+async fn sync(args: ReplicaArgs, roles: CertificateRoles, scrapes: &mut Scrapes) -> Result<(), Failure> {
     let security = args.security.open_for(&args.expected, roles)?;
     let security = args.relay.lender.apply(&args.security, security)?;
     let tokens = TokenFiles::read(&args.token_files, &[], security)?;
     let _rereading = tokens.read_again_on_hangup()?;
-    match until_signal(prepare(args, tokens), ": nothing was touched").await? {
-        Some(driver) => driver.run().await,
+    let prepared = until_signal(prepare(args, tokens), ": nothing was touched");
+    match scrapes.meanwhile("the sync is being prepared", prepared).await? {
+        Some(mut driver) => {
+            driver::metrics::watch(&mut driver, std::mem::take(scrapes));
+            driver.run().await
+        }
         None => Ok(()),
     }
 }

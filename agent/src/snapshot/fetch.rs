@@ -23,10 +23,12 @@ use super::out::write_out;
 use super::receiving::Arrived;
 use super::reception::{Reception, end, outcome};
 use super::shelf::Shelf;
-use super::target::Target;
-use crate::args::FetchArgs;
+use super::target::{Reached, Target};
+use crate::args::{FetchArgs, MetricsArgs};
 use crate::cluster::nodes_conf;
 use crate::exit::{Code, Failure};
+use crate::metrics::register as all;
+use crate::metrics::{Agent, Families, Scrape, Scrapes, Watch};
 use crate::progress;
 use crate::signals::Signals;
 use crate::tasks::blocking;
@@ -47,6 +49,12 @@ pub(crate) const PRIVATE: Placing = Placing { owner: None, mode: Mode::RUSR.unio
 /// The file is refused, the source cannot be reached, there is no room, or the primary would not continue from the
 /// file.
 pub async fn run(args: FetchArgs) -> Result<(), Failure> {
+    let (watch, mut scrapes) = Watch::begin(Agent::Fetch, &MetricsArgs::default(), &args.metrics_file).await?;
+    let outcome = fetch(args, &mut scrapes).await;
+    watch.end(outcome).await
+}
+
+async fn fetch(args: FetchArgs, scrapes: &mut Scrapes) -> Result<(), Failure> {
     if let Some(config) = &args.server_config {
         check_config(config, args.write_nodes_conf.is_some())?;
     }
@@ -59,9 +67,11 @@ pub async fn run(args: FetchArgs) -> Result<(), Failure> {
                 "--write-replicaof and --write-nodes-conf are for a server that starts on the file: give --to a file";
             return Err(Failure::new(Code::Usage, text));
         }
-        return to_stdout(args).await;
+        return scrapes.meanwhile("the snapshot is being fetched", to_stdout(args)).await;
     }
-    to_file(&args).await?.show(&args)
+    let fetched = to_file_telling(&args, |_| {}, scrapes).await?;
+    scrapes.leave(|families| fetched.measure(families));
+    fetched.show(&args)
 }
 
 /// A fetch that is under way, and the signals that stop it.
@@ -77,8 +87,14 @@ impl Fetch {
     }
 
     /// Waits until the whole snapshot has arrived. `left`: what a signal leaves. `begun` is called when a snapshot has
-    /// begun to arrive, and again when another one has.
-    async fn arrived(mut self, left: &str, begun: impl Fn()) -> Result<Arrived, Failure> {
+    /// begun to arrive, and again when another one has; `asked` for each question of those who watch.
+    async fn arrived(
+        mut self,
+        left: &str,
+        begun: impl Fn(),
+        scrapes: &mut Scrapes,
+        asked: impl Fn(Scrape),
+    ) -> Result<Arrived, Failure> {
         let signal = loop {
             tokio::select! {
                 done = &mut self.reception.running => match outcome(done)? {
@@ -86,6 +102,7 @@ impl Fetch {
                     None => return Err(Failure::local("the snapshot did not arrive; this is a bug of remora")),
                 },
                 Ok(()) = self.reception.begun.changed() => begun(),
+                scrape = scrapes.next() => asked(scrape),
                 signal = self.signals.next() => break signal,
             }
         };
@@ -99,17 +116,23 @@ impl Fetch {
 /// # Errors
 /// As [`run`].
 pub(crate) async fn to_file(args: &FetchArgs) -> Result<Summary, Failure> {
-    to_file_telling(args, |_| {}).await
+    to_file_telling(args, |_| {}, &mut Scrapes::default()).await
 }
 
 /// As [`to_file`]. `begun` is told of the snapshot that has begun to arrive, and of another one if that begins instead.
+/// Those who watch are told how far it is.
 ///
 /// # Errors
 /// As [`run`].
-pub(crate) async fn to_file_telling(args: &FetchArgs, begun: impl Fn(Origin)) -> Result<Summary, Failure> {
+pub(crate) async fn to_file_telling(
+    args: &FetchArgs,
+    begun: impl Fn(Origin),
+    scrapes: &mut Scrapes,
+) -> Result<Summary, Failure> {
     let began = Instant::now();
     let (to, replaces) = (args.to.clone(), args.replace);
-    let target = blocking(move || FileTarget::open(&to, replaces)).await?;
+    let opened = blocking(move || FileTarget::open(&to, replaces));
+    let target = scrapes.meanwhile("what an earlier fetch has left is being checked", opened).await?;
     let target = Arc::new(target);
     let folder = target.folder().to_owned();
     let left = format!("; what has arrived is in {}, and the same command goes on there", folder.display());
@@ -119,7 +142,15 @@ pub(crate) async fn to_file_telling(args: &FetchArgs, begun: impl Fn(Origin)) ->
             begun(kept.origin());
         }
     };
-    let arrived = fetch.arrived(&left, tell).await?;
+    let asked = |mut scrape: Scrape| {
+        if let Some(kept) = target.present() {
+            let Reached { bytes, slots, .. } = kept.reached();
+            scrape.families.number(&all::FETCH_BYTES, bytes);
+            scrape.families.number(&all::FETCH_SLOTS, slots);
+        }
+        scrape.answer(None);
+    };
+    let arrived = fetch.arrived(&left, tell, scrapes, asked).await?;
     let summary = Summary::of(args, &arrived, began);
     if let Some(stale) = summary.stale(args.need)
         && !args.allow_stale
@@ -216,7 +247,7 @@ async fn to_stdout(args: FetchArgs) -> Result<(), Failure> {
                     (Ok(_), Some(arrived)) => return Summary::of(&args, &arrived, began).show(&args),
                     // All of it has been written, and the source is just being asked about the primary.
                     (Ok(_), None) => {
-                        let arrived = fetch.arrived("", || {}).await?;
+                        let arrived = fetch.arrived("", || {}, &mut Scrapes::default(), |_| {}).await?;
                         return Summary::of(&args, &arrived, began).show(&args);
                     }
                     (Err(error), _) => {
@@ -342,6 +373,15 @@ impl Summary {
             Size::bytes(self.backlog_bytes),
             Size::bytes(self.write_rate)
         ))
+    }
+
+    /// Adds what is known at the end.
+    fn measure(&self, families: &mut Families) {
+        families.number(&all::FETCH_BYTES, self.bytes);
+        families.number(&all::FETCH_OFFSET, self.offset);
+        if let Some(seconds) = self.headroom_seconds {
+            families.number(&all::FETCH_HEADROOM, seconds);
+        }
     }
 
     fn show(&self, args: &FetchArgs) -> Result<(), Failure> {

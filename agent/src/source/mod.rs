@@ -49,7 +49,7 @@ use std::time::{Duration, Instant};
 use remora_fabric::{RegionId, Regions, TransportKind};
 use remora_protocol::{LossCause, Message, Offer, Phase, RefusalCode, Relays, Upstream};
 use remora_table::Origin;
-use tokio::sync::{Mutex, mpsc, oneshot};
+use tokio::sync::{Mutex, mpsc};
 
 use self::answers::{as_others_reach_it, format_for};
 use self::capture::CaptureEvent;
@@ -72,7 +72,7 @@ use crate::conversation::tokens::TokenFiles;
 use crate::conversation::{Connection, Endpoint, Fault, Options, Protection, Role, Sender, derive};
 use crate::exit::Failure;
 use crate::lanes::LANES_LABEL;
-use crate::metrics::{Answer, Site};
+use crate::metrics::{Scrape, Site};
 use crate::server::{Client, Facts};
 use crate::signals::{self, Signals};
 use crate::tasks::AbortOnDrop;
@@ -191,7 +191,7 @@ pub(crate) enum Incoming {
     /// The primary has answered a question that the source asked for replicas.
     Answered(Answered),
     /// Metrics are wanted.
-    Scraped(oneshot::Sender<Answer>),
+    Scraped(Box<Scrape>),
     /// The probe region was exported, or why it was not.
     ProbeRegionReady { id: RegionId, exported: Result<(), remora_fabric::Error> },
 }
@@ -319,7 +319,7 @@ impl Source {
             }
             Incoming::Moved(facts) => captured::moved(self, *facts),
             Incoming::Answered(answered) => questions::answered(self, answered),
-            Incoming::Scraped(to) => metrics::answer(self, to),
+            Incoming::Scraped(scrape) => metrics::answer(self, *scrape),
             Incoming::ProbeRegionReady { id, exported } => self.probe_region_ready(id, exported),
         }
     }

@@ -4,6 +4,7 @@
 //! - `servers`: what protects connections, and where the servers of a volume are.
 //! - `opening`: how a volume is opened for writing.
 //! - `serve`, `create`, `status`, `scrub`, `repair`, `grow`, `remove`, `nbd`, `format`, `mount`: the subcommands.
+//! - `metrics`: what is shown to those who watch.
 //! - `failure`: how a volume ended, and what to do.
 
 mod create;
@@ -11,6 +12,7 @@ mod failure;
 mod file;
 mod format;
 mod grow;
+mod metrics;
 mod mount;
 mod nbd;
 mod opening;

@@ -11,9 +11,11 @@ use remora_volume::mount::{Contents, FollowedFiles, MountError, Mounted, Mounted
 use remora_volume::writer::End;
 
 use super::failure::failure;
-use super::opening::Opening;
-use crate::args::MountArgs;
+use super::metrics::Shown;
+use super::opening::{IS_OPENED, Opening};
+use crate::args::{MetricsFileArgs, MountArgs};
 use crate::exit::{Code, Failure};
+use crate::metrics::{Agent, Scrape, Scrapes, Watch};
 use crate::signals::Signals;
 use crate::tasks::blocking;
 
@@ -27,8 +29,9 @@ const LOOK_AGAIN: Duration = Duration::from_millis(100);
 /// has ended.
 pub(super) async fn run(args: MountArgs) -> Result<(), Failure> {
     let mut signals = Signals::catch()?;
+    let (_watch, mut scrapes) = Watch::begin(Agent::Mount, &args.metrics, &MetricsFileArgs::default()).await?;
     let opening = Opening::read(&args.writer)?;
-    let name = opening.name().to_owned();
+    let (name, shown) = (opening.name().to_owned(), opening.shown());
     let options = SessionOptions {
         mount: mount_options(&name, args.read_only, !args.private),
         ring: !args.no_ring,
@@ -39,12 +42,15 @@ pub(super) async fn run(args: MountArgs) -> Result<(), Failure> {
     let at = &args.directory;
     if args.read_only {
         let opened = opening.open_read_only(&mut signals, move |volume| {
-            FollowedFiles::mount(Box::new(volume), &directory, &options).map_err(|error| mount_failure(&of, error))
+            let counter = volume.counter();
+            let mounted = FollowedFiles::mount(Box::new(volume), &directory, &options);
+            Ok((mounted.map_err(|error| mount_failure(&of, error))?, counter))
         });
-        let (mounted, _rereading) = opened.await?;
+        let ((mounted, counter), _rereading) = scrapes.meanwhile(IS_OPENED, opened).await?;
         tracing::info!(volume = %name, directory = %at.display(), transport = ?mounted.transport(),
             "files mounted read-only");
-        until_over(&mut signals, at, || None, |limit| mounted.wait(limit)).await;
+        let answer = |scrape| shown.answer_reader(counter.counts(), scrape);
+        until_over(&mut signals, at, || None, |limit| mounted.wait(limit), &mut scrapes, answer).await;
         return blocking(move || mounted.end().map_err(|error| Failure::local(error.to_string()))).await;
     }
     let ahead = if args.write_through { 0 } else { usize::try_from(args.ahead.get()).unwrap_or(usize::MAX / 2) };
@@ -55,37 +61,39 @@ pub(super) async fn run(args: MountArgs) -> Result<(), Failure> {
             let mounted = MountedImage::mount(Arc::clone(&volume), &directory, &options);
             Ok((mounted.map_err(|error| mount_failure(&of, error))?, volume))
         });
-        let ((mounted, volume), _rereading) = opened.await?;
+        let ((mounted, volume), _rereading) = scrapes.meanwhile(IS_OPENED, opened).await?;
         tracing::info!(volume = %name, file = %at.join("image").display(), transport = ?mounted.transport(),
             "image mounted");
-        return serve(&name, at, &mut signals, mounted, volume).await;
+        return serve(&shown, at, &mut signals, mounted, volume, &mut scrapes).await;
     }
     let opened = opening.open(&mut signals, move |volume| {
         let volume = Arc::new(volume);
         let mounted = MountedFiles::mount(Arc::clone(&volume), &directory, ahead, &options);
         Ok((mounted.map_err(|error| mount_failure(&of, error))?, volume))
     });
-    let ((mounted, volume), _rereading) = opened.await?;
+    let ((mounted, volume), _rereading) = scrapes.meanwhile(IS_OPENED, opened).await?;
     tracing::info!(volume = %name, directory = %at.display(), transport = ?mounted.transport(), "files mounted");
-    serve(&name, at, &mut signals, mounted, volume).await
+    serve(&shown, at, &mut signals, mounted, volume, &mut scrapes).await
 }
 
 /// Serves what is mounted of a volume until one of the two is over, or a signal comes.
 async fn serve<T: Contents>(
-    name: &str,
+    shown: &Shown,
     directory: &Path,
     signals: &mut Signals,
     mounted: Mounted<T>,
     volume: Arc<Volume>,
+    scrapes: &mut Scrapes,
 ) -> Result<(), Failure> {
-    let end = until_over(signals, directory, || volume.end(), |limit| mounted.wait(limit)).await;
+    let answer = |scrape| shown.answer(&volume, scrape);
+    let end = until_over(signals, directory, || volume.end(), |limit| mounted.wait(limit), scrapes, answer).await;
     let ended = blocking(move || {
         let ended = mounted.end();
         drop(volume);
         ended.map_err(|error| Failure::local(error.to_string()))
     });
     let ended = ended.await;
-    end.map_or(ended, |end: End| Err(failure(name, &Error::Ended(end))))
+    end.map_or(ended, |end: End| Err(failure(&shown.file, &Error::Ended(end))))
 }
 
 /// Waits for a signal, for the end of the mount, or for that of the volume, which is returned.
@@ -94,6 +102,8 @@ async fn until_over(
     directory: &Path,
     end: impl Fn() -> Option<End>,
     wait: impl Fn(Duration) -> bool,
+    scrapes: &mut Scrapes,
+    answer: impl Fn(Scrape),
 ) -> Option<End> {
     loop {
         tokio::select! {
@@ -101,6 +111,7 @@ async fn until_over(
                 tracing::info!("stopped by {signal}: unmounting");
                 return None;
             }
+            scrape = scrapes.next() => answer(scrape),
             () = tokio::time::sleep(LOOK_AGAIN) => {
                 if let Some(end) = end() {
                     return Some(end);

@@ -9,11 +9,12 @@ use remora_volume::client::{Error, ReadCounts, WriteCounts};
 use remora_volume::nbd::VolumeServer;
 
 use super::failure::failure;
-use super::opening::Opening;
-use crate::args::{NbdArgs, NbdTlsArgs};
+use super::opening::{IS_OPENED, Opening};
+use crate::args::{MetricsFileArgs, NbdArgs, NbdTlsArgs};
 use crate::conversation::certificate_roles::CertificateRoles;
 use crate::conversation::certificates::{CertificateFiles, Certificates};
 use crate::exit::Failure;
+use crate::metrics::{Agent, Watch};
 use crate::signals::{self, Signals};
 use crate::tasks::blocking;
 
@@ -26,16 +27,17 @@ const LOOK_AGAIN: Duration = Duration::from_millis(100);
 /// A file or an address cannot be used, the volume cannot be opened, or it has ended.
 pub(super) async fn run(args: NbdArgs) -> Result<(), Failure> {
     let mut signals = Signals::catch()?;
+    let (_watch, mut scrapes) = Watch::begin(Agent::Nbd, &args.metrics, &MetricsFileArgs::default()).await?;
     let mut door = ServerOptions::new(door(&args)?);
     let certificates = certificates(&args.tls)?;
     door.tls = certificates.clone().map(tls);
     let _replacing = certificates.map(|own| signals::on_hangup(move || own.read_again())).transpose()?;
     let opening = Opening::read(&args.writer)?;
-    let name = opening.name().to_owned();
+    let (name, shown) = (opening.name().to_owned(), opening.shown());
     let opened = opening.open(&mut signals, move |volume| {
         VolumeServer::start(volume, &args.export, &door).map_err(|error| Failure::local(error.to_string()))
     });
-    let (server, _rereading) = opened.await?;
+    let (server, _rereading) = scrapes.meanwhile(IS_OPENED, opened).await?;
     let address = server.address().map(Address::to_string).unwrap_or_default();
     tracing::info!(volume = %name, listening = address, "volume open");
     let end = loop {
@@ -44,6 +46,7 @@ pub(super) async fn run(args: NbdArgs) -> Result<(), Failure> {
                 tracing::info!("stopped by {signal}; what was acknowledged is in the volume");
                 break None;
             }
+            scrape = scrapes.next() => shown.answer(server.volume(), scrape),
             () = tokio::time::sleep(LOOK_AGAIN) => {
                 if let Some(end) = server.volume().end() {
                     break Some(end);

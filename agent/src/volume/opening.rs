@@ -7,6 +7,7 @@ use remora_volume::shape::Shape;
 
 use super::failure::failure;
 use super::file::VolumeFile;
+use super::metrics::Shown;
 use super::servers::Protection;
 use crate::args::{WaysArgs, WriterArgs};
 use crate::exit::{Code, Failure};
@@ -48,6 +49,12 @@ impl Opening {
     /// The volume's name, for messages.
     pub(super) fn name(&self) -> &str {
         &self.name
+    }
+
+    /// What those who watch are shown of it.
+    pub(super) fn shown(&self) -> Shown {
+        let servers = self.file.servers.iter().map(ToString::to_string).collect();
+        Shown { file: self.name.clone(), shape: self.file.shape, servers }
     }
 
     /// Opens the volume, and has `use_it` done with it by a thread that may wait. What is returned beside its result
@@ -110,6 +117,9 @@ impl Opening {
         }
     }
 }
+
+/// Why a client is not ready meanwhile.
+pub(super) const IS_OPENED: &str = "the volume is being opened";
 
 /// What to do if no server of this host can be read.
 const ELSEWHERE: &str = "; servers on other hosts are read with --reads anywhere, and need --lanes or RDMA";

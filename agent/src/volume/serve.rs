@@ -5,9 +5,11 @@ use std::io::ErrorKind;
 use remora_messenger::Address;
 use remora_volume::server::{Server, ServerOptions};
 
+use super::metrics::answer_server;
 use super::servers::Protection;
-use crate::args::ServeArgs;
+use crate::args::{MetricsFileArgs, ServeArgs};
 use crate::exit::Failure;
+use crate::metrics::{Agent, Watch};
 use crate::signals::Signals;
 use crate::tasks::blocking;
 
@@ -17,6 +19,7 @@ use crate::tasks::blocking;
 /// A file cannot be used, or the address cannot be listened at.
 pub(super) async fn run(args: ServeArgs) -> Result<(), Failure> {
     let mut signals = Signals::catch()?;
+    let (_watch, mut scrapes) = Watch::begin(Agent::Serve, &args.metrics, &MetricsFileArgs::default()).await?;
     let protection = Protection::read(&args.protection)?;
     let _rereading = protection.tokens.read_again_on_hangup()?;
     let (listen, security) = (protection.address("--listen", args.listen)?, protection.of_connections()?);
@@ -34,7 +37,9 @@ pub(super) async fn run(args: ServeArgs) -> Result<(), Failure> {
         store: args.store.clone(),
         ..ServerOptions::default()
     };
-    let server = blocking(move || Ok(Server::start(&listen, &options))).await?.map_err(|error| match error.kind() {
+    let started = blocking(move || Ok(Server::start(&listen, &options)));
+    let started = scrapes.meanwhile("the copies of the store are being read", started).await?;
+    let server = started.map_err(|error| match error.kind() {
         ErrorKind::AddrInUse | ErrorKind::AddrNotAvailable => {
             Failure::local(format!("cannot listen on {}: {error}; set another address with --listen", args.listen))
         }
@@ -48,7 +53,12 @@ pub(super) async fn run(args: ServeArgs) -> Result<(), Failure> {
     let protection = protection.text(args.listen);
     let store = args.store.as_ref().map_or("none".to_owned(), |store| store.display().to_string());
     tracing::info!(listening = %address, memory = %args.memory, protection, store, "volume server ready");
-    let signal = signals.next().await;
+    let signal = loop {
+        tokio::select! {
+            signal = signals.next() => break signal,
+            scrape = scrapes.next() => answer_server(&server, scrape),
+        }
+    };
     match args.store {
         Some(_) => tracing::info!("stopped by {signal}: the copies are in {store}"),
         None => tracing::info!("stopped by {signal}: the copies in this server's memory are gone"),

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use remora_lab::server::{Builder, wait_until};
 use remora_lab::workload::Options;
-use remora_lab::{Agent, Host, Kind, Net, Server, Workload, assert_same_data, random, require};
+use remora_lab::{Agent, Host, Kind, Net, Server, Workload, assert_same_data, http, random, require};
 use rustix::process::Signal;
 
 use crate::kit::{
@@ -128,6 +128,45 @@ fn a_full_copy_comes_from_the_source_and_the_server_goes_on_at_its_primary() {
         assert_eq!(syncs(&scene.primary).0, 1, "{}", agent.output());
         assert_same_data(&scene.primary, &server);
     }
+}
+
+#[test]
+fn those_who_watch_see_what_became_of_the_servers_requests() {
+    let (Some(kind), Some(())) = (require::valkey(), require::prometheus()) else { return };
+    let Some(scene) = Scene::new(kind) else { return };
+    let server = scene.server(quick(kind));
+    let agent = scene.attend_with(&server, &[scene.primary.port()], &["--metrics", "127.0.0.1:9380"]);
+    let page = |path: &str, accept: &str| {
+        let got = scene.host.within(|| http::get(([127, 0, 0, 1], 9380).into(), path, accept)).unwrap();
+        got.unwrap()
+    };
+    let shows = |what: &str, lines: &[&str]| {
+        wait_until(what, LONG, || {
+            let text = page("/metrics", "").text;
+            Ok(if lines.iter().all(|line| text.contains(line)) { Ok(()) } else { Err(text) })
+        })
+        .unwrap();
+    };
+    shows("the agent to attend", &["remora_attend_rules 1.0", "remora_attend_open 1.0", "remora_attend_syncing 0.0"]);
+    load_slowly(&server, 200);
+    server.replicate(&scene.primary).unwrap();
+    // The sync answers together with the agent around it.
+    shows("the sync", &["remora_attend_syncing 1.0", "remora_sync_phase{phase=\"", "remora_sync_source_up 1.0"]);
+    handed_over(&agent, &server, 1);
+    shows("its end", &["remora_attend_syncs_total{result=\"done\"} 1", "remora_attend_syncing 0.0"]);
+    server.client().unwrap().int(&["CLIENT", "KILL", "TYPE", "master"]).unwrap();
+    handed_over(&agent, &server, 2);
+    assert!(!page("/metrics", "").text.contains("remora_attend_passed_total 0"), "{}", agent.output());
+    assert_eq!(page("/readyz", "").status, 200);
+    let classic = page("/metrics", "text/plain").text;
+    // No sync is under way.
+    let manual = crate::metrics::manual();
+    let absent: Vec<&str> = manual.keys().map(String::as_str).filter(|name| name.starts_with("remora_sync_")).collect();
+    crate::metrics::check("attend", &classic, false, &absent);
+    scene.intercept(&["remove"]);
+    shows("the rules to be missed", &["remora_attend_rules 0.0"]);
+    let ready = page("/readyz", "");
+    assert!(ready.status == 503 && ready.text.contains("remora intercept"), "{ready:?}");
 }
 
 #[test]

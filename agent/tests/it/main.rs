@@ -41,6 +41,7 @@ mod module_types;
 mod mtls;
 mod primary;
 mod probe;
+mod prometheus;
 mod rdma;
 mod ready;
 mod relay;

@@ -1,61 +1,376 @@
-//! Metrics of a source, as a client of HTTP sees them.
+//! Metrics of agents, as a client of HTTP and a reader of files see them, and as `docs/metrics.md` lists them.
 
-use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 
+use remora_lab::http::{self, Page};
 use remora_lab::server::wait_until;
-use remora_lab::{Server, require};
+use remora_lab::{Server, prometheus, require, scratch};
+use rustix::process::Signal;
 
-use crate::kit::{LONG, Source, fill, primary};
+use crate::kit::{LONG, Source, Stage, ends, fill, primary, says};
+use crate::volume::Scene;
 
-fn get(address: SocketAddr, path: &str) -> String {
-    let mut stream = TcpStream::connect(address).unwrap();
-    stream.set_read_timeout(Some(LONG)).unwrap();
-    write!(stream, "GET {path} HTTP/1.1\r\nHost: {address}\r\n\r\n").unwrap();
-    let mut text = String::new();
-    stream.read_to_string(&mut text).unwrap();
-    text
+const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0";
+const CLASSIC: &str = "text/plain; version=0.0.4";
+
+/// An address for `--metrics`.
+pub(crate) fn free_address() -> SocketAddr {
+    SocketAddr::from(([127, 0, 0, 1], scratch::free_port().unwrap()))
+}
+
+fn get(address: SocketAddr, path: &str) -> Page {
+    http::get(address, path, OPENMETRICS).unwrap()
+}
+
+/// A line of the manual's table.
+#[derive(Debug)]
+pub(crate) struct Listed {
+    kind: String,
+    labels: BTreeSet<String>,
+    /// The agents that export it.
+    of: String,
+}
+
+/// The families that `docs/metrics.md` lists, by their names.
+pub(crate) fn manual() -> BTreeMap<String, Listed> {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/metrics.md");
+    let page = std::fs::read_to_string(page).unwrap();
+    let listed = page.lines().filter_map(|line| {
+        let cells: Vec<&str> = line.strip_prefix("| `")?.split(" | ").collect();
+        let [name, kind, _, labels, of, ..] = &cells[..] else { return None };
+        let name = name.strip_suffix('`').filter(|_| ["gauge", "counter", "info"].contains(kind))?;
+        let labels = labels.split(", ").map(|label| label.trim_matches([' ', '`']).to_owned());
+        let labels = labels.filter(|label| !label.is_empty()).collect();
+        Some((name.to_owned(), Listed { kind: (*kind).to_owned(), labels, of: (*of).to_owned() }))
+    });
+    let listed: BTreeMap<_, _> = listed.collect();
+    assert!(listed.len() > 80, "{listed:?}");
+    listed
+}
+
+/// The names and the label names of the values in a text of either form.
+fn values(text: &str) -> Vec<(String, BTreeSet<String>)> {
+    let lines = text.lines().filter(|line| !line.starts_with('#'));
+    let parsed = lines.map(|line| {
+        let (series, _) = line.rsplit_once(' ').unwrap();
+        let Some((name, rest)) = series.split_once('{') else { return (series.to_owned(), BTreeSet::new()) };
+        // Values of these tests contain no quotes.
+        let labels = rest.split('"').step_by(2).filter_map(|part| part.trim_matches([',', '}']).strip_suffix('='));
+        (name.to_owned(), labels.map(str::to_owned).collect())
+    });
+    parsed.collect()
+}
+
+/// Checks what an agent exports: promtool has no objection, each family is in the manual with its type and labels, and
+/// all that the manual lists for the agent are there, but perhaps those in `absent`.
+#[track_caller]
+pub(crate) fn check(agent: &str, classic: &str, is_file: bool, absent: &[&str]) {
+    let ran = prometheus::promtool(Path::new("."), &["check", "metrics"], classic).unwrap();
+    let said = String::from_utf8_lossy(&[ran.stdout, ran.stderr].concat()).into_owned();
+    assert!(ran.status.success() && said.trim().is_empty(), "{agent}: promtool says:\n{said}\nof\n{classic}");
+    let manual = manual();
+    let mut seen = BTreeSet::new();
+    for (name, mut labels) in values(classic) {
+        let listed = manual.get(&name).unwrap_or_else(|| panic!("{agent}: {name} is not in docs/metrics.md"));
+        assert!(!is_file || labels.remove("run"), "{agent}: {name} in a file has no `run`");
+        assert_eq!(labels, listed.labels, "{agent}: {name}");
+        let kind = if listed.kind == "info" { "gauge" } else { &listed.kind };
+        assert!(classic.contains(&format!("# TYPE {name} {kind}\n")), "{agent}: {name} is no {kind}:\n{classic}");
+        seen.insert(name);
+    }
+    let belongs = |name: &str, of: &str| match of {
+        "all" => true,
+        of if of.starts_with("all but") => !is_file && agent != "fetch",
+        of => of.split(", ").any(|one| one == agent) && (is_file || !name.starts_with("remora_run_")),
+    };
+    let wanted = manual.iter().filter(|(name, listed)| belongs(name, &listed.of)).map(|(name, _)| name.clone());
+    let wanted: BTreeSet<String> = wanted.collect();
+    let unlisted: Vec<_> = seen.difference(&wanted).collect();
+    assert!(unlisted.is_empty(), "docs/metrics.md does not say that {agent} exports {unlisted:?}");
+    let missing: Vec<_> = wanted.difference(&seen).filter(|name| !absent.contains(&name.as_str())).collect();
+    assert!(missing.is_empty(), "{agent} lacks {missing:?}:\n{classic}");
+}
+
+/// Checks a page in both forms.
+#[track_caller]
+fn check_page(agent: &str, address: SocketAddr, absent: &[&str]) -> String {
+    let page = http::get(address, "/metrics", CLASSIC).unwrap();
+    assert!(page.status == 200 && page.head.contains("version=0.0.4"), "{page:?}");
+    check(agent, &page.text, false, absent);
+    let page = get(address, "/metrics");
+    assert!(page.status == 200 && page.head.contains("openmetrics-text"), "{page:?}");
+    assert!(page.text.ends_with("# EOF\n"), "{page:?}");
+    page.text
+}
+
+/// The value of this series, of which only the first part may be given.
+#[track_caller]
+fn value(text: &str, series: &str) -> f64 {
+    let line = text.lines().find(|line| line.starts_with(series)).unwrap_or_else(|| panic!("no {series} in\n{text}"));
+    line.rsplit_once(' ').unwrap().1.parse().unwrap()
 }
 
 #[test]
-fn a_source_shows_its_snapshot_its_replicas_and_whether_its_server_answers() {
-    let Some(kind) = require::valkey() else { return };
+fn a_source_and_a_replica_show_the_sync_and_whether_they_are_ready() {
+    let (Some(kind), Some(())) = (require::valkey(), require::prometheus()) else { return };
     let mut server = primary(kind).start().unwrap();
     fill(&server, 8, 1);
-    let address = SocketAddr::from(([127, 0, 0, 1], remora_lab::scratch::free_port().unwrap()));
+    let address = free_address();
     let source = Source::start(&server, &["--metrics", &address.to_string()]);
-    let before = get(address, "/metrics");
-    for line in ["HTTP/1.1 200 ", "remora_source_server_up 1.0", "remora_snapshot_state{state=\"none\"} 1.0", "# EOF"] {
-        assert!(before.contains(line), "{line}: {before}");
-    }
-    let replica = Server::start(kind).unwrap();
-    let mut stays = source.replica(&replica, &["--stay", "--name", "a-replica"]);
+    let before = get(address, "/metrics").text;
+    says(&before, &["remora_source_server_up 1.0", "remora_snapshot_state{state=\"none\"} 1.0", "# EOF"]);
+    let (replica, beside) = (Server::start(kind).unwrap(), free_address());
+    let mut stays = source.replica(&replica, &["--stay", "--name", "a-replica", "--metrics", &beside.to_string()]);
     stays.wait_for_line("in step; staying", LONG).unwrap();
-    let text = wait_until("the replica to be shown as staying", LONG, || {
-        let text = get(address, "/metrics");
-        Ok(if text.contains("remora_replicas{phase=\"stay\"} 1.0") { Ok(text) } else { Err(text) })
+    // Before the first write of its life, the server's offset is 0.
+    server.client().unwrap().ok(&["SET", "a", "1"]).unwrap();
+    wait_until("the replica to be shown as staying", LONG, || {
+        let text = get(address, "/metrics").text;
+        let shown = text.contains("remora_replicas{phase=\"stay\"} 1.0") && text.contains("remora_replica_lag_bytes{");
+        Ok(if shown { Ok(()) } else { Err(text) })
     })
     .unwrap();
-    for line in [
-        "remora_snapshot_state{state=\"complete\"} 1.0",
-        "remora_snapshots_total{result=\"taken\"} 1",
-        "remora_replica_progress_ratio{replica=\"a-replica\"} 1.0",
-        "remora_replica_info{replica=\"a-replica\",address=\"127.0.0.1:",
-        "remora_primary_backlog_bytes ",
-    ] {
-        assert!(text.contains(line), "{line}: {text}");
+    // The server pings its replicas, and nothing else is written: that is a rate above zero or not.
+    let text = check_page("source", address, &["remora_primary_backlog_headroom_seconds"]);
+    says(
+        &text,
+        &[
+            "remora_snapshot_state{state=\"complete\"} 1.0",
+            "remora_snapshots_total{result=\"taken\"} 1",
+            "remora_replica_progress_ratio{replica=\"a-replica\"} 1.0",
+            "remora_replica_info{replica=\"a-replica\",address=\"127.0.0.1:",
+        ],
+    );
+    let bytes = value(&text, "remora_snapshot_bytes ");
+    assert!(bytes > 8e6 && value(&text, "remora_memory_used_bytes ") > 8e6, "{text}");
+
+    let text = check_page("replica", beside, &[]);
+    says(
+        &text,
+        &["remora_sync_phase{phase=\"stay\"} 1.0", "remora_sync_progress_ratio 1.0", "remora_sync_source_up 1.0"],
+    );
+    says(&text, &[&format!("remora_sync_info{{server=\"{}\",primary=\"", replica.url())]);
+    // The mark at the end of a payload without a length is in one of the two.
+    for family in ["remora_sync_snapshot_bytes ", "remora_sync_delivered_bytes "] {
+        assert!((value(&text, family) - bytes).abs() < 100.0, "{family}, {bytes}: {text}");
     }
-    let value = |name: &str| -> f64 {
-        let line = text.lines().find_map(|line| line.strip_prefix(name)).unwrap();
-        line.trim().parse().unwrap()
-    };
-    assert!(value("remora_snapshot_bytes ") > 8e6 && value("remora_memory_used_bytes ") > 8e6);
-    assert!(get(address, "/readyz").starts_with("HTTP/1.1 200 "));
+    let cpu = value(&text, "process_cpu_seconds_total ");
+    assert!((0.01..60.0).contains(&cpu) && value(&text, "process_open_fds ") > 5.0, "{text}");
+    assert_eq!(get(beside, "/readyz").status, 200);
+
+    assert_eq!(get(address, "/readyz").status, 200);
     // The server is gone: the source lives, and is not ready.
     server.kill().unwrap();
-    assert!(get(address, "/healthz").starts_with("HTTP/1.1 200 "));
-    let said = get(address, "/readyz");
-    assert!(said.starts_with("HTTP/1.1 503 ") && said.contains(&server.address().to_string()), "{said}");
-    assert!(get(address, "/metrics").contains("remora_source_server_up 0.0"));
+    assert_eq!(get(address, "/healthz").status, 200);
+    let page = get(address, "/readyz");
+    assert!(page.status == 503 && page.text.contains(&server.address().to_string()), "{page:?}");
+    assert!(get(address, "/metrics").text.contains("remora_source_server_up 0.0"));
     drop(stays);
+}
+
+#[test]
+fn a_replica_is_not_ready_before_it_is_in_step_and_its_port_is_named_if_it_is_taken() {
+    let Some(kind) = require::valkey() else { return };
+    let server = primary(kind).start().unwrap();
+    fill(&server, 8, 1);
+    // Four seconds for the snapshot.
+    let source = Source::start(&server, &["--no-shm", "--upload-limit", "2MiB"]);
+    let (replica, beside) = (Server::start(kind).unwrap(), free_address());
+    let mut agent = source.replica(&replica, &["--metrics", &beside.to_string()]);
+    let page = wait_until("the transfer to be seen", LONG, || {
+        let ended = agent.ended()?;
+        assert!(ended.is_none(), "{}", agent.output());
+        // It listens before it asks for anything, but not at once.
+        Ok(match http::get(beside, "/metrics", OPENMETRICS) {
+            Ok(page) if page.text.contains("remora_sync_phase{phase=\"transfer\"} 1.0") => Ok(page),
+            Ok(page) => Err(page.text),
+            Err(error) => Err(error.to_string()),
+        })
+    })
+    .unwrap();
+    let progress = value(&page.text, "remora_sync_progress_ratio ");
+    assert!(progress < 1.0 && !page.text.contains("remora_sync_lag_bytes"), "{}", page.text);
+    let ready = get(beside, "/readyz");
+    assert!(ready.status == 503 && ready.text.contains("in phase transfer"), "{ready:?}");
+    assert_eq!(get(beside, "/healthz").status, 200);
+    let other = Server::start(kind).unwrap();
+    let mut second = source.replica(&other, &["--metrics", &beside.to_string()]);
+    says(&ends(&mut second, 8), &["--metrics", &beside.to_string()]);
+    agent.wait_for_success(LONG).unwrap();
+}
+
+/// What is in a file, and whether other users can read it.
+#[track_caller]
+fn read(path: &str) -> String {
+    let mode = std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode, 0o644, "{path}");
+    std::fs::read_to_string(path).unwrap()
+}
+
+#[test]
+fn agents_that_end_leave_a_file_with_their_exit_code() {
+    let (Some(kind), Some(())) = (require::valkey(), require::prometheus()) else { return };
+    let server = primary(kind).start().unwrap();
+    fill(&server, 8, 1);
+    let stage = Stage::new();
+    let source = stage.source(&server.url(), &[]);
+    let file = |name: &str| stage.path(&format!("{name}.prom"));
+    let replica = Server::start(kind).unwrap();
+    source.replicate(&replica, &["--metrics-file", &file("replica")]);
+    let text = read(&file("replica"));
+    // Nothing was written: the server has acknowledged the offset 0.
+    check("replica", &text, true, &["remora_sync_lag_bytes"]);
+    assert_eq!(value(&text, "remora_run_exit_code{run=\"replica\"}"), 0.0);
+    assert_eq!(value(&text, "remora_sync_phase{run=\"replica\",phase=\"done\"}"), 1.0);
+    assert!(value(&text, "remora_sync_phase_duration_seconds{run=\"replica\",phase=\"transfer\"}") > 0.0, "{text}");
+    assert!(value(&text, "remora_run_ended") >= value(&text, "remora_run_started"), "{text}");
+
+    let (at, token) = (source.address.to_string(), source.token().display().to_string());
+    let from = ["--source", &at, "--token-file", &token];
+    let run = |args: &[&str], code: i32| stage.end(&[args, &from].concat(), code);
+    let (dump, shelf) = (stage.path("dump.rdb"), stage.path("backups"));
+    run(&["fetch", "--to", &dump, "--metrics-file", &file("fetch")], 0);
+    let text = read(&file("fetch"));
+    let bytes = std::fs::metadata(&dump).unwrap().len();
+    assert_eq!(value(&text, "remora_fetch_received_bytes{run=\"fetch\"}"), bytes as f64);
+    // Nothing is written, so no time runs out; and slots are shown only while they arrive.
+    check("fetch", &text, true, &["remora_fetch_headroom_seconds", "remora_fetch_received_slots"]);
+
+    run(&["backup", "--to", &shelf, "--metrics-file", &file("backup")], 0);
+    let text = read(&file("backup"));
+    let others = [
+        "remora_backup_recorded_offset",
+        "remora_backup_recorded_timestamp_seconds",
+        "remora_backup_source_up",
+        "remora_fetch_received_bytes",
+        "remora_fetch_received_slots",
+    ];
+    check("backup", &text, true, &others);
+    let taken = value(&text, "remora_backup_newest_taken_timestamp_seconds");
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs_f64();
+    assert!((now - 600.0..=now + 1.0).contains(&taken), "{text}");
+
+    // A failure keeps what is known, and names its code.
+    drop(source);
+    run(&["backup", "--to", &shelf, "--retry-for", "0s", "--metrics-file", &file("backup")], 5);
+    let text = read(&file("backup"));
+    assert_eq!(value(&text, "remora_run_exit_code"), 5.0);
+    assert_eq!(value(&text, "remora_backup_newest_taken_timestamp_seconds"), taken);
+    let said = run(&["fetch", "--to", &dump, "--metrics-file", "/nowhere/fetch.prom"], 8);
+    says(&said, &["/nowhere/fetch.prom", "--metrics-file"]);
+    let said = run(&["fetch", "--to", &dump, "--metrics-file", &stage.path("metrics.txt")], 2);
+    says(&said, &[".prom"]);
+    let left = std::fs::read_dir(stage.folder()).unwrap().map(|entry| entry.unwrap().file_name());
+    let left: Vec<_> = left.filter(|name| name.to_string_lossy().starts_with(".remora")).collect();
+    assert!(left.is_empty(), "{left:?}");
+}
+
+#[test]
+fn a_backup_with_commands_shows_that_it_follows_its_source() {
+    let (Some(kind), Some(())) = (require::valkey(), require::prometheus()) else { return };
+    let server = primary(kind).start().unwrap();
+    fill(&server, 2, 1);
+    let stage = Stage::new();
+    let mut source = stage.source(&server.url(), &[]);
+    let (at, token, beside) = (source.address.to_string(), source.token().display().to_string(), free_address());
+    let metrics = beside.to_string();
+    let shelf = stage.path("backups");
+    let args = ["backup", "--journal", "--to", &shelf, "--source", &at, "--token-file", &token, "--metrics", &metrics];
+    let mut backup = stage.start(None, &args);
+    backup.wait_for_line("the commands since are recorded", LONG).unwrap();
+    server.client().unwrap().ok(&["SET", "a", "1"]).unwrap();
+    let shows = |what: &str, wanted: &dyn Fn(&str) -> bool| {
+        wait_until(what, LONG, || {
+            let text = get(beside, "/metrics").text;
+            Ok(if wanted(&text) { Ok(text) } else { Err(text) })
+        })
+        .unwrap()
+    };
+    shows("the command to be recorded", &|text| {
+        text.contains("remora_backup_source_up 1.0")
+            && text.contains("remora_backup_beginning 0.0")
+            && value(text, "remora_backup_recorded_timestamp_seconds ") > 1e9
+    });
+    check_page("backup", beside, &["remora_fetch_received_bytes", "remora_fetch_received_slots"]);
+    assert_eq!(get(beside, "/readyz").status, 200);
+    source.agent.kill().unwrap();
+    shows("the source to be missed", &|text| text.contains("remora_backup_source_up 0.0"));
+    backup.signal(Signal::TERM).unwrap();
+    ends(&mut backup, 0);
+}
+
+#[test]
+fn servers_and_writers_of_a_volume_show_its_copies() {
+    let (Some(()), Some(())) = (require::nbd_clients(), require::prometheus()) else { return };
+    let mut scene = Scene::new(None, &[]);
+    let (at_server, at_writer) = (free_address(), free_address());
+    let metrics = at_server.to_string();
+    // The first server is another one, with a page.
+    scene.servers[0].kill().unwrap();
+    let address = scene.addresses[0].clone();
+    let args = ["serve", "--listen", &address, "--memory", "64MiB", "--metrics", &metrics];
+    (scene.servers[0], _) = scene.serve_with(&args);
+    let file = scene.create("data.volume");
+    let socket = scene.socket("one");
+    let mut nbd = scene.nbd_with(&file, &socket, &["--metrics", &at_writer.to_string()]);
+    crate::volume::qemu_io(&socket, &["write -P 7 0 1M", "flush", "read -P 7 0 1M"]).unwrap();
+    let text = check_page("volume nbd", at_writer, &["remora_volume_compared_blocks"]);
+    assert_eq!((value(&text, "remora_volume_members "), value(&text, "remora_volume_copies ")), (3.0, 3.0));
+    assert_eq!(value(&text, "remora_volume_size_blocks "), 4096.0);
+    assert!(value(&text, "remora_volume_written_bytes_total ") >= 1048576.0, "{text}");
+    let rare = ["remora_volume_copy_compared_blocks", "remora_volume_copy_scrubbed_blocks"];
+    let text = check_page("volume serve", at_server, &rare);
+    says(&text, &["remora_volume_server_copies 1.0", "state=\"whole\"} 1.0", "state=\"behind\"} 0.0"]);
+    assert!(value(&text, "remora_volume_server_memory_used_bytes ") > 16e6, "{text}");
+    assert_eq!(value(&text, "remora_volume_server_memory_limit_bytes "), 67108864.0);
+    // A server fails: the writer shows which.
+    scene.servers[1].kill().unwrap();
+    crate::volume::qemu_io(&socket, &["write -P 8 0 1M", "flush"]).unwrap();
+    let gone = format!("remora_volume_member{{server=\"{}\"}} 0.0", scene.addresses[1]);
+    wait_until("the volume to be degraded", LONG, || {
+        let text = get(at_writer, "/metrics").text;
+        Ok(if text.contains(&gone) && text.contains("remora_volume_members 2.0") { Ok(()) } else { Err(text) })
+    })
+    .unwrap();
+    assert_eq!(get(at_writer, "/readyz").status, 200);
+    nbd.signal(Signal::TERM).unwrap();
+    ends(&mut nbd, 0);
+}
+
+#[test]
+fn mounts_of_a_volume_show_how_it_is_read() {
+    let (Some(()), Some(())) = (require::fuse(), require::prometheus()) else { return };
+    let scene = Scene::new(None, &[]);
+    let file = scene.create("files.volume");
+    says(&scene.end(&["format", &file], 0), &["an empty file system"]);
+    let (at_writer, at_reader) = (free_address(), free_address());
+    let more = ["--take-over", "--metrics", &at_writer.to_string()];
+    let (mut writer, directory) = crate::volume_mount::mount_as(&scene, &file, "mnt", &more, "files mounted");
+    std::fs::write(directory.at("small"), "a few bytes").unwrap();
+    std::fs::File::open(directory.at("small")).unwrap().sync_all().unwrap();
+    let absent = ["remora_volume_compared_blocks", "remora_volume_questions_total"];
+    check_page("volume mount", at_writer, &absent);
+    let more = ["--read-only", "--metrics", &at_reader.to_string()];
+    let (mut reader, copy) = crate::volume_mount::mount_as(&scene, &file, "copy", &more, "files mounted read-only");
+    wait_until("the file to be there", LONG, || {
+        let read = std::fs::read_to_string(copy.at("small")).unwrap_or_default();
+        Ok(if read == "a few bytes" { Ok(()) } else { Err(read) })
+    })
+    .unwrap();
+    let absent = [
+        "remora_volume_compared_blocks",
+        "remora_volume_member",
+        "remora_volume_members",
+        "remora_volume_writes_total",
+        "remora_volume_written_bytes_total",
+    ];
+    let text = check_page("volume mount", at_reader, &absent);
+    assert!(value(&text, "remora_volume_reads_total{way=\"memory\"}") > 0.0, "{text}");
+    for agent in [&mut reader, &mut writer] {
+        agent.signal(Signal::TERM).unwrap();
+        ends(agent, 0);
+    }
 }

@@ -61,8 +61,8 @@ pub enum Error {
         wanted: &'static str,
     },
 
-    /// An answer is not RESP.
-    #[error("what the server sent is not RESP: {0}")]
+    /// An answer is not RESP, or not what was asked for.
+    #[error("what the server sent is not understood: {0}")]
     Garbled(String),
 
     /// Two servers do not hold the same data.

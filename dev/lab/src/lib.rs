@@ -22,6 +22,7 @@
 //! - [`compare`]: whether a replica is exact, and what differs if not.
 //! - [`require`]: what a test needs of its machine, and how it is skipped if that is missing.
 //! - [`notes`]: lines about a test that appear although it passes.
+//! - [`prometheus`]: a real Prometheus that scrapes them, and [`http`]: a page of either.
 //! - [`tls`]: certificates, generated for each test.
 //! - [`net`]: hosts as network namespaces, with cables to cut, slow down and make lossy; [`iperf`] measures their
 //!   rates. [`link`]: a slow way to a server, on any kernel.
@@ -35,11 +36,13 @@ pub mod agent;
 pub mod client;
 pub mod compare;
 pub mod error;
+pub mod http;
 pub mod iperf;
 pub mod link;
 pub mod net;
 pub mod notes;
 pub mod process;
+pub mod prometheus;
 pub mod random;
 pub mod rdma;
 pub mod require;
@@ -55,6 +58,7 @@ pub use client::{Address, Client};
 pub use compare::{Agreement, assert_same_data};
 pub use error::{Error, Result};
 pub use net::{BitRate, Host, Loss, Net, Shape};
+pub use prometheus::Prometheus;
 pub use random::Random;
 pub use rdma::RdmaVm;
 pub use sentinel::Sentinels;

@@ -110,6 +110,16 @@ pub fn iperf3() -> Option<()> {
     runs("iperf3")
 }
 
+/// Prometheus and promtool.
+pub fn prometheus() -> Option<()> {
+    for name in ["prometheus", "promtool"] {
+        if let Err(error) = crate::prometheus::program(name) {
+            return skip(&error.to_string());
+        }
+    }
+    Some(())
+}
+
 /// fio.
 pub fn fio() -> Option<()> {
     runs("fio")

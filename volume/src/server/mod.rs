@@ -54,6 +54,7 @@ use self::host::Host;
 use crate::link::{self, Security};
 use crate::rdma::Rdma;
 use crate::shape::VolumeId;
+use crate::wire::{Status, Used};
 
 /// Settings of a server.
 #[derive(Clone, Debug)]
@@ -131,6 +132,16 @@ impl Server {
     /// Bytes that writers may have under way here at present, and the most that it ever was.
     pub fn staging(&self) -> (u64, u64) {
         self.host.staging()
+    }
+
+    /// How each of its copies stands. What is used of the server is in [`Server::used`], not here.
+    pub fn statuses(&self) -> Vec<(VolumeId, Status)> {
+        self.host.statuses()
+    }
+
+    /// What copies and writers use of its memory, and what writers may have under way.
+    pub fn used(&self) -> (Used, Used) {
+        self.host.used()
     }
 
     /// Ends all connections and threads.

@@ -1,14 +1,16 @@
 //! Questions: what clients ask of a volume without opening it, each on a connection of its own: how its copy stands, a
 //! scrub of it, its removal, its growth.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use remora_messenger::Connection;
 
 use super::answers::{answer, refuse};
 use super::host::{Host, OTHER_SHAPE};
-use super::slot::{GROWS, NO_WRITER, State};
+use super::slot::{GROWS, NO_WRITER, Slot, State};
 use crate::link::AT_WORK;
-use crate::shape::Shape;
+use crate::shape::{Shape, VolumeId};
 use crate::wire::{Cause, Reply, Status};
 
 impl Host {
@@ -26,6 +28,16 @@ impl Host {
         };
         let (memory, staging) = self.used();
         answer(connection, &Reply::Status(Box::new(Status { memory, staging, ..of_copy })), Bytes::new());
+    }
+
+    /// How each copy stands that there is.
+    pub(super) fn statuses(&self) -> Vec<(VolumeId, Status)> {
+        let slots = self.slots();
+        let of = |slot: &Arc<Slot>| {
+            let state = slot.lock();
+            state.is_there().then(|| (state.shape().volume(), state.status()))
+        };
+        slots.iter().filter_map(of).collect()
     }
 
     /// Has the copy scrubbed. The keeper's thread answers.

@@ -8,7 +8,7 @@
 //! ```
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -18,6 +18,7 @@ use remora_table::JournalReader;
 use tokio::sync::{oneshot, watch};
 use tokio::time::MissedTickBehavior;
 
+use super::super::metrics::Recorded;
 use super::super::moment::Moment;
 use super::recorder::{RecordError, Recorder};
 use crate::args::ReadArgs;
@@ -54,6 +55,7 @@ pub(super) struct From {
 /// A recording under way. Dropping it stops it.
 pub(super) struct Following {
     stop: watch::Sender<bool>,
+    recorded: Arc<Recorded>,
     ended: oneshot::Receiver<Ended>,
 }
 
@@ -80,8 +82,12 @@ impl Following {
     pub(super) fn start(from: From, history: ReplId, recorder: Recorder) -> Following {
         let (stop, stopped) = watch::channel(false);
         let (tell, ended) = oneshot::channel();
+        let recorded = Arc::<Recorded>::default();
+        recorded.next_byte.store(recorder.next_byte(), Relaxed);
+        recorded.noted.store(recorder.noted().get(), Relaxed);
+        let shown = Arc::clone(&recorded);
         tokio::spawn(async move {
-            let (mut recorder, mut why) = follow(from, history, recorder, stopped).await;
+            let (mut recorder, mut why) = follow(from, history, recorder, stopped, &shown).await;
             if let Err(error) = recorder.finish()
                 && !matches!(why, Why::Failed(_))
             {
@@ -89,7 +95,12 @@ impl Following {
             }
             _ = tell.send(Ended { why, recorded: recorder.recorded(), noted: recorder.noted() }); // it may not be wanted
         });
-        Following { stop, ended }
+        Following { stop, recorded, ended }
+    }
+
+    /// How far it is.
+    pub(super) fn recorded(&self) -> &Arc<Recorded> {
+        &self.recorded
     }
 
     /// Waits until it has ended by itself. Cancel-safe.
@@ -122,6 +133,7 @@ async fn follow(
     history: ReplId,
     mut recorder: Recorder,
     mut stopped: watch::Receiver<bool>,
+    recorded: &Arc<Recorded>,
 ) -> (Recorder, Why) {
     let (mut backoff, mut away) = (Backoff::from_system(), None);
     loop {
@@ -131,7 +143,9 @@ async fn follow(
             connected = connect(&from, history, before) => connected,
         } {
             Ok((source, offer)) => {
-                let (back, end) = session(&from, source, offer, history, recorder, &mut stopped).await;
+                recorded.is_reading.store(true, Relaxed);
+                let (back, end) = session(&from, source, offer, history, recorder, &mut stopped, recorded).await;
+                recorded.is_reading.store(false, Relaxed);
                 recorder = back;
                 match end {
                     Ok(lost) => lost,
@@ -184,6 +198,7 @@ async fn session(
     history: ReplId,
     recorder: Recorder,
     stopped: &mut watch::Receiver<bool>,
+    recorded: &Arc<Recorded>,
 ) -> (Recorder, Result<Failure, Why>) {
     let generation = offer.generation;
     let way = source.way(&from.read);
@@ -197,7 +212,7 @@ async fn session(
         Ok(_) => return (recorder, Err(Why::Gone("the source has another history".to_owned()))),
         Err(failure) => return (recorder, Ok(failure)),
     };
-    let mut recording = match Recording::start(part, recorder, from.sync_every) {
+    let mut recording = match Recording::start(part, recorder, from.sync_every, recorded) {
         Ok(recording) => recording,
         Err((recorder, failure)) => return (*recorder, Err(Why::Failed(failure))),
     };
@@ -236,7 +251,7 @@ async fn session(
                 return (recorder, Err(Why::Stopped));
             }
             _ = reports.tick() => {
-                let applied_offset = recording.next_byte.load(Relaxed).saturating_sub(1);
+                let applied_offset = recorded.next_byte.load(Relaxed).saturating_sub(1);
                 session.report(Progress {
                     generation,
                     phase: Phase::Stay,
@@ -271,27 +286,31 @@ impl std::convert::From<remora_table::Error> for ReadError {
 /// The thread that reads a journal.
 struct Recording {
     stop: Arc<AtomicBool>,
-    next_byte: Arc<AtomicU64>,
     ended: oneshot::Receiver<(Recorder, Result<(), ReadError>)>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Recording {
-    fn start(part: Part, recorder: Recorder, sync_every: Duration) -> Result<Recording, (Box<Recorder>, Failure)> {
+    fn start(
+        part: Part,
+        recorder: Recorder,
+        sync_every: Duration,
+        recorded: &Arc<Recorded>,
+    ) -> Result<Recording, (Box<Recorder>, Failure)> {
         let (tell, ended) = oneshot::channel();
-        let (stop, next_byte) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(recorder.next_byte())));
+        let stop = Arc::new(AtomicBool::new(false));
         // The recorder is handed over once there is a thread.
         let (give, given) = std::sync::mpsc::sync_channel::<(Part, Recorder)>(1);
-        let (stopped, position) = (Arc::clone(&stop), Arc::clone(&next_byte));
+        let (stopped, recorded) = (Arc::clone(&stop), Arc::clone(recorded));
         let spawned = std::thread::Builder::new().name("journal".into()).spawn(move || {
             let Ok((part, mut recorder)) = given.recv() else { return };
-            let end = read(part, &mut recorder, sync_every, &stopped, &position);
+            let end = read(part, &mut recorder, sync_every, &stopped, &recorded);
             _ = tell.send((recorder, end)); // the owner may have gone
         });
         match spawned {
             Ok(thread) => {
                 _ = give.send((part, recorder)); // it waits for it
-                Ok(Recording { stop, next_byte, ended, thread: Some(thread) })
+                Ok(Recording { stop, ended, thread: Some(thread) })
             }
             Err(error) => {
                 let failure = Failure::local(format!("no thread for the journal: {error}"));
@@ -333,7 +352,7 @@ fn read(
     recorder: &mut Recorder,
     sync_every: Duration,
     stop: &AtomicBool,
-    position: &AtomicU64,
+    recorded: &Recorded,
 ) -> Result<(), ReadError> {
     let mut peer = part.peer;
     let view = peer.view();
@@ -347,7 +366,8 @@ fn read(
             recorder.take(&chunk.bytes, Moment::now()).map_err(ReadError::Record)?;
             moved = true;
         }
-        position.store(recorder.next_byte(), Relaxed);
+        recorded.next_byte.store(recorder.next_byte(), Relaxed);
+        recorded.noted.store(recorder.noted().get(), Relaxed);
         if synced.elapsed() >= sync_every {
             recorder.sync().map_err(disk)?;
             synced = Instant::now();

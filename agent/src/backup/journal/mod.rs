@@ -28,6 +28,7 @@ use self::following::{Ended, Following, From, Why};
 use self::place::Place;
 use self::recorder::Recorder;
 use super::manifest::{Gap, Kind, Manifest};
+use super::metrics::Seen;
 use super::moment::Moment;
 use super::rdb_file::RdbFile;
 use super::shelf::{self, Shelf};
@@ -35,6 +36,7 @@ use crate::args::BackupArgs;
 use crate::conversation::certificate_roles::CertificateRoles;
 use crate::conversation::tokens::Credentials;
 use crate::exit::{Code, Failure};
+use crate::metrics::Scrapes;
 use crate::progress;
 use crate::signals::Signals;
 use crate::snapshot::fetch;
@@ -67,7 +69,7 @@ type Beginning = JoinHandle<Result<Option<Set>, Failure>>;
 ///
 /// # Errors
 /// The source cannot be reached for too long or refuses, or a file cannot be written.
-pub(super) async fn run(args: BackupArgs, shelf: Arc<Shelf>) -> Result<(), Failure> {
+pub(super) async fn run(args: BackupArgs, shelf: Arc<Shelf>, seen: Seen, scrapes: &mut Scrapes) -> Result<(), Failure> {
     let mut signals = Signals::catch()?;
     let from = args.from.clone();
     let security = from.security.open_for(&from.expected, CertificateRoles::default())?;
@@ -75,17 +77,24 @@ pub(super) async fn run(args: BackupArgs, shelf: Arc<Shelf>) -> Result<(), Failu
     let name = from.name.clone().unwrap_or_else(|| "backup".to_owned());
     let from = From { read: from.read, credentials, name, sync_every: args.sync_every };
     let context = Arc::new(Context { args, shelf, from });
-    let mut present = resume(&context).await?;
+    let mut present = scrapes.meanwhile("what is there is being checked", resume(&context)).await?;
     let mut beginning = if present.is_none() { Some(context.begin(None, None)) } else { None };
     let mut due = context.due(present.as_ref());
     loop {
+        seen.begins(beginning.is_some());
+        seen.records(present.as_ref().map(|set| set.following.recorded()));
         tokio::select! {
             signal = signals.next() => return context.stopped(signal, present, beginning).await,
+            scrape = scrapes.next() => {
+                let not_ready = present.is_none().then(|| "the first snapshot is not whole yet".to_owned());
+                scrape.answer(not_ready);
+            }
             done = done(&mut beginning) => {
                 beginning = None;
                 match done {
                     Ok(Some(set)) => {
                         due = context.due(Some(&set));
+                        seen.has(&set.manifest);
                         if let Some(before) = present.replace(set) {
                             let ended = before.following.stop().await;
                             say_ended(&before.manifest, &ended);
@@ -245,7 +254,9 @@ async fn begin(
     let incoming = shelf.incoming_file();
     let (tell, mut begun) = watch::channel(None);
     let args = context.args.fetch(&incoming);
-    let mut fetching = Box::pin(fetch::to_file_telling(&args, move |origin| _ = tell.send_replace(Some(origin))));
+    let mut unasked = Scrapes::default();
+    let mut fetching =
+        Box::pin(fetch::to_file_telling(&args, move |origin| _ = tell.send_replace(Some(origin)), &mut unasked));
     let mut recording: Option<(ReplId, u64, Arc<Place>, Following)> = None;
     let fetched = loop {
         tokio::select! {

@@ -37,12 +37,14 @@ use self::gate::{Gate, RENEW_EVERY};
 use self::passage::Arrival;
 use super::candidates::Newcomer;
 use super::control::Control;
-use super::driver::{Attending, Driver};
+use super::driver::{self, Attending, Driver};
 use super::source::{self, Source};
-use crate::args::{AttendArgs, ReplicaArgs};
+use crate::args::{AttendArgs, MetricsFileArgs, ReplicaArgs};
 use crate::conversation::certificate_roles::CertificateRoles;
 use crate::conversation::tokens::{Credentials, TokenFiles};
 use crate::exit::{Code, Failure};
+use crate::metrics::register as all;
+use crate::metrics::{Agent, Scrape, Scrapes, Watch};
 use crate::sentinel::Sentinels;
 use crate::server::{Client, Facts, Server, ServerError, Task};
 use crate::signals::Signals;
@@ -73,6 +75,7 @@ const DIRECT_LIMIT: Duration = Duration::from_secs(30);
 /// The server or the rules are not suitable, a port is taken, or a signal came in the middle of a sync.
 pub async fn run(args: AttendArgs) -> Result<(), Failure> {
     let mut signals = Signals::catch()?;
+    let (_watch, mut scrapes) = Watch::begin(Agent::Attend, &args.metrics, &MetricsFileArgs::default()).await?;
     let security = args.security.open_for(&args.expected, CertificateRoles::default())?;
     let tokens = TokenFiles::read(&args.token_files, &[], security)?;
     let _rereading = tokens.read_again_on_hangup()?;
@@ -100,8 +103,9 @@ pub async fn run(args: AttendArgs) -> Result<(), Failure> {
     let _accepting = [Some(listener), listener6].map(|listener| Some(accept(listener?, tell.clone())));
     tracing::info!(server = %server.url(), port, ?ports, "attending");
     // A server that starts after the agent comes here with its first connection, which waits for this.
+    let why = format!("the server {} does not answer yet", server.url());
     let suits = tokio::select! {
-        suits = check(&server, args.wait_for_server) => suits,
+        suits = scrapes.meanwhile(&why, check(&server, args.wait_for_server)) => suits,
         _ = signals.next() => {
             gate.close();
             return Ok(());
@@ -116,8 +120,9 @@ pub async fn run(args: AttendArgs) -> Result<(), Failure> {
         sync: None,
         awaited: Awaited::Nothing,
         passages: JoinSet::new(),
+        counts: Counts::default(),
     };
-    let outcome = attendant.run(arrivals, &mut signals).await;
+    let outcome = attendant.run(arrivals, &mut signals, scrapes).await;
     gate.close();
     outcome
 }
@@ -214,6 +219,16 @@ async fn passage(socket: TcpStream, peer: SocketAddr, tell: Sender<Arrival>, _pl
 struct Sync {
     running: Pin<Box<dyn Future<Output = Result<(), Failure>>>>,
     newcomers: UnboundedSender<Newcomer>,
+    /// The sync adds its values to those of the attendant.
+    scrapes: Sender<Scrape>,
+}
+
+/// What has become of connections so far.
+#[derive(Clone, Copy, Debug, Default)]
+struct Counts {
+    done: u64,
+    failed: u64,
+    passed: u64,
 }
 
 /// What the server's link must show before the next step.
@@ -251,10 +266,16 @@ struct Attendant {
     awaited: Awaited,
     /// Connections that the primary serves through us.
     passages: JoinSet<()>,
+    counts: Counts,
 }
 
 impl Attendant {
-    async fn run(mut self, mut arrivals: Receiver<Arrival>, signals: &mut Signals) -> Result<(), Failure> {
+    async fn run(
+        mut self,
+        mut arrivals: Receiver<Arrival>,
+        signals: &mut Signals,
+        mut scrapes: Scrapes,
+    ) -> Result<(), Failure> {
         let mut client: Option<Client> = None;
         let mut stopping = None;
         let mut look = interval(LOOK_EVERY);
@@ -282,13 +303,20 @@ impl Attendant {
                         return outcome;
                     }
                     match outcome {
-                        Ok(()) => tracing::info!("the server follows its primary by itself"),
-                        Err(failure) => tracing::warn!("{failure}"),
+                        Ok(()) => {
+                            self.counts.done += 1;
+                            tracing::info!("the server follows its primary by itself");
+                        }
+                        Err(failure) => {
+                            self.counts.failed += 1;
+                            tracing::warn!("{failure}");
+                        }
                     }
                     self.gate.hand_back().await;
                     self.awaited = Awaited::direct();
                 }
                 Some(arrival) = arrivals.recv() => self.arrived(arrival).await,
+                scrape = scrapes.next() => self.show(scrape),
                 _ = look.tick(), if is_looked_at => {
                     let link = self.link(&mut client).await;
                     self.saw(link).await;
@@ -384,7 +412,30 @@ impl Attendant {
         }
     }
 
+    /// Answers those who watch, or has the sync that is under way answer them.
+    fn show(&self, mut scrape: Scrape) {
+        let Counts { done, failed, passed } = self.counts;
+        let has_rules = self.gate.renew();
+        let families = &mut scrape.families;
+        families.whether(&all::ATTEND_RULES, has_rules);
+        families.whether(&all::ATTEND_OPEN, self.gate.is_open());
+        families.whether(&all::ATTEND_SYNCING, self.sync.is_some());
+        families.counters(&all::ATTEND_SYNCS, [(["done"], done), (["failed"], failed)]);
+        families.counter(&all::ATTEND_PASSED, passed);
+        match &self.sync {
+            Some(sync) => {
+                // One that is just ending, or that is asked too often, adds nothing.
+                if let Err(error) = sync.scrapes.try_send(scrape) {
+                    error.into_inner().answer(None);
+                }
+            }
+            None if has_rules => scrape.answer(None),
+            None => scrape.answer(Some("the rules of remora intercept are gone".to_owned())),
+        }
+    }
+
     fn pass(&mut self, arrival: Arrival, why: &str) {
+        self.counts.passed += 1;
         tracing::info!(primary = %arrival.address, "the server's request goes to its primary: {why}");
         if self.sync.is_none() {
             match duplicate(&arrival.server) {
@@ -449,13 +500,15 @@ impl Attendant {
             let attending = Attending { args, tokens, control, server, primary, source, gate, arrivals };
             Ok((Driver::begin_attending(attending).await?, newcomers))
         };
-        let (driver, newcomers) = tokio::time::timeout(SOURCE_LIMIT, begun).await.unwrap_or_else(|_| {
+        let (mut driver, newcomers) = tokio::time::timeout(SOURCE_LIMIT, begun).await.unwrap_or_else(|_| {
             let seconds = SOURCE_LIMIT.as_secs();
             Err(Failure::new(Code::Source, format!("no suitable source has answered for {seconds} s")))
         })?;
         tracing::info!(primary = %arrival.address, "the server asks for a full copy: the source serves it");
         self.awaited = Awaited::Nothing;
-        self.sync = Some(Sync { running: Box::pin(driver.run()), newcomers });
+        let (passed_on, scrapes) = Scrapes::passed_on();
+        driver::metrics::watch(&mut driver, scrapes);
+        self.sync = Some(Sync { running: Box::pin(driver.run()), newcomers, scrapes: passed_on });
         Ok(())
     }
 }

@@ -16,6 +16,7 @@
 //! the server is, and is called from here directly.
 
 mod coverage;
+pub(super) mod metrics;
 mod relay;
 mod server;
 #[cfg(any(test, feature = "simulation"))]
@@ -49,6 +50,7 @@ use super::upstream::Said;
 use crate::args::ReplicaArgs;
 use crate::conversation::tokens::Credentials;
 use crate::exit::{Code, Failure};
+use crate::metrics::Scrapes;
 use crate::progress;
 use crate::tasks::AbortOnDrop;
 use crate::units::readable;
@@ -96,6 +98,8 @@ struct FromServer {
 struct Display {
     due: Instant,
     bar: Option<progress::Meter>,
+    /// The questions of those who watch.
+    scrapes: Scrapes,
 }
 
 /// Findings of the preflight that messages name.
@@ -140,6 +144,7 @@ impl Driver {
     }
 
     async fn end(mut self, outcome: Result<(), Failure>, last: Message) -> Result<(), Failure> {
+        self.display.scrapes.leave(|families| metrics::show(&self, families));
         if let Some(bar) = self.display.bar.take() {
             bar.finish();
         }
@@ -209,6 +214,10 @@ impl Driver {
                 }
                 said = self.relay.said() => {
                     self.upstream_said(said);
+                    None
+                }
+                scrape = self.display.scrapes.next() => {
+                    metrics::answer(self, scrape);
                     None
                 }
                 () = tokio::time::sleep_until(due.into()) => Some(Event::Tick),

@@ -15,6 +15,7 @@ use crate::args::ReplicaArgs;
 use crate::backoff::Backoff;
 use crate::conversation::tokens::TokenFiles;
 use crate::exit::Failure;
+use crate::metrics::Scrapes;
 use crate::replica::attend::gate::Gate;
 use crate::replica::candidates::{Candidates, Newcomer};
 use crate::replica::control::Control;
@@ -173,7 +174,7 @@ impl Driver {
             tables: None,
             introduction: None,
             answer: None,
-            display: Display { due: now, bar: None },
+            display: Display { due: now, bar: None, scrapes: Scrapes::default() },
             coverage,
             signals,
             published: Ok(()),
