@@ -14,6 +14,7 @@ use super::failure::failure;
 use super::opening::Opening;
 use crate::args::MountArgs;
 use crate::exit::{Code, Failure};
+use crate::service::Service;
 use crate::signals::Signals;
 use crate::tasks::blocking;
 
@@ -95,6 +96,7 @@ async fn until_over(
     end: impl Fn() -> Option<End>,
     wait: impl Fn(Duration) -> bool,
 ) -> Option<End> {
+    let _service = Service::ready(&format!("mounted at {}", directory.display()));
     loop {
         tokio::select! {
             signal = signals.next() => {

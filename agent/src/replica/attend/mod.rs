@@ -45,6 +45,7 @@ use crate::conversation::tokens::{Credentials, TokenFiles};
 use crate::exit::{Code, Failure};
 use crate::sentinel::Sentinels;
 use crate::server::{Client, Facts, Server, ServerError, Task};
+use crate::service::Service;
 use crate::signals::Signals;
 use crate::tasks::AbortOnDrop;
 
@@ -108,6 +109,7 @@ pub async fn run(args: AttendArgs) -> Result<(), Failure> {
         }
     };
     suits.inspect_err(|_| gate.close())?;
+    let _service = Service::ready(&format!("attending {}", server.url()));
     let attendant = Attendant {
         args,
         tokens,

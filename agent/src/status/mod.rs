@@ -1,10 +1,15 @@
-//! `remora status`: what a source holds and which replicas read from it, as a table or as JSON.
+//! `remora status`: what a source holds and which replicas read from it, as a table, as JSON, or live on a terminal
+//! ([`screen`]).
+
+mod screen;
 
 use std::collections::HashMap;
+use std::io::IsTerminal;
 use std::time::Duration;
 
 use remora_protocol::{GenerationState, GenerationStatus, Message, ReplicaStatus, StatusReport};
 
+use self::screen::{Screen, Wish};
 use crate::args::{HostPort, StatusArgs};
 use crate::conversation::certificate_roles::CertificateRoles;
 use crate::conversation::tokens::Credentials;
@@ -23,6 +28,9 @@ pub async fn run(args: StatusArgs) -> Result<(), Failure> {
     let security = args.security.open_for(&args.expected, CertificateRoles::default())?;
     let credentials = Credentials::read(args.token_file.as_ref(), security, args.expected.source_key)?;
     let mut connection = credentials.connect(&args.source.host, args.source.port).await.map_err(Error::of_source)?;
+    if let Some(pause) = args.watch.filter(|_| !args.json && std::io::stdout().is_terminal()) {
+        return watch(&mut connection, &args.source, pause).await;
+    }
     loop {
         let report = ask(&mut connection, &args.source).await?;
         if args.json {
@@ -33,6 +41,20 @@ pub async fn run(args: StatusArgs) -> Result<(), Failure> {
         }
         let Some(pause) = args.watch else { return Ok(()) };
         tokio::time::sleep(pause).await;
+    }
+}
+
+/// Shows the status on the terminal until a key ends it.
+async fn watch(connection: &mut Connection, source: &HostPort, pause: Duration) -> Result<(), Failure> {
+    // The first answer comes before the terminal is taken: an error is then an ordinary line.
+    let mut report = ask(connection, source).await?;
+    let mut screen = Screen::begin()?;
+    loop {
+        screen.show(&report)?;
+        if screen.wait(&report, pause).await? == Wish::Quit {
+            return Ok(());
+        }
+        report = ask(connection, source).await?;
     }
 }
 
@@ -216,11 +238,44 @@ fn replicas(replicas: &[ReplicaStatus]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use remora_protocol::Phase;
+    use remora_protocol::{Phase, Totals};
 
     use super::*;
 
-    fn replica(session: u64, name: &str, reads_from: Option<u64>) -> ReplicaStatus {
+    pub(super) fn report(replicas: Vec<ReplicaStatus>) -> StatusReport {
+        let generation = GenerationStatus {
+            generation: 1,
+            replid: "0123456789012345678901234567890123456789".parse().expect("a replication id"),
+            offset_start: 100,
+            offset_now: 8 << 20,
+            state: GenerationState::Complete,
+            snapshot_bytes: 937 << 20,
+            slots: 1000,
+            published_slots: 937,
+            retired_slots: 0,
+            windowed: false,
+            memory_bytes: 1 << 30,
+            memory_limit: 2 << 30,
+            age_seconds: 180,
+            journal_first: 101,
+            journal_end: 8 << 20,
+            capture_millis: 900,
+            capture: "psync".into(),
+            no_fast_keys: String::new(),
+        };
+        let totals = Totals { snapshots_taken: 1, snapshots_failed: 0, replicas_done: 3, bytes_served: 1 << 30 };
+        StatusReport {
+            source: "0.1.0".into(),
+            server: "redis://10.0.0.1:6379".into(),
+            role: "primary".into(),
+            generation: Some(generation),
+            replicas,
+            totals,
+            last_failure: String::new(),
+        }
+    }
+
+    pub(super) fn replica(session: u64, name: &str, reads_from: Option<u64>) -> ReplicaStatus {
         ReplicaStatus {
             name: name.into(),
             address: String::new(),
