@@ -94,7 +94,7 @@ layout:
 ## asserting: fast keys in a server that is built with assertions and AddressSanitizer; SOURCE=folder of an unpacked source package
 .PHONY: asserting
 asserting: setup
-	CARGO=$(CARGO) $(CARGO) run --locked -p xtask -- asserting "$(SOURCE)"
+	CARGO=$(CARGO) $(CARGO) run --locked -p xtask -- asserting "$(SOURCE)" $(ARGS)
 
 ## prove-files: the files of a mounted volume, by fsx, pjdfstest, fio, stress-ng, git and rsync; ARGS="--only fsx --by device"
 .PHONY: prove-files
@@ -102,6 +102,17 @@ prove-files: setup
 	@dev/lab/setup/setup --proofs
 	$(RELEASE) -p xtask
 	CARGO=$(CARGO) $(TARGET)/release/xtask prove-files $(ARGS)
+
+## dist: what users install, in target/dist: an archive, two Debian packages, checksums
+.PHONY: dist
+dist: setup
+	$(RELEASE) -p xtask
+	CARGO=$(CARGO) $(TARGET)/release/xtask dist $(ARGS)
+
+## try-dist: installs these packages in a bare Debian, makes a replica there, removes them; SUITE=bookworm
+.PHONY: try-dist
+try-dist:
+	dev/lab/dist/try $(SUITE)
 
 ## bench: the measurements behind docs/benchmarks.md and the README, into bench/runs; ARGS="--only sync"
 .PHONY: bench

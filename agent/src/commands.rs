@@ -12,7 +12,8 @@ use rustix::process::{DumpableBehavior, Resource, Rlimit, getrlimit, set_dumpabl
 use tracing_subscriber::EnvFilter;
 
 use crate::{
-    args::{Cli, Command, GlobalArgs, LogLevel},
+    args::{self, Cli, Command, GlobalArgs, LogLevel},
+    config::Words,
     exit::Failure,
     progress,
     signals::until_signal,
@@ -21,7 +22,7 @@ use crate::{
 /// Runs the whole process: parses, runs, and reports how it ended.
 pub fn main() -> ExitCode {
     // Help, version and usage errors end the process here, with status 0 or 2.
-    let cli = Cli::parse();
+    let cli = parse();
     progress::configure(cli.global.quiet);
     start_logging(&cli.global);
     protect_memory();
@@ -33,6 +34,28 @@ pub fn main() -> ExitCode {
             failure.into()
         }
     }
+}
+
+/// The arguments, from the command line, the environment and the configuration file. Ends the process if there is
+/// nothing to run.
+fn parse() -> Cli {
+    let words = match Words::complete(&args::definition(), std::env::args_os().collect(), |name| std::env::var_os(name))
+    {
+        Ok(words) => words,
+        Err(failure) => {
+            progress::say(&format!("remora: {failure}"));
+            std::process::exit(failure.code.number().into());
+        }
+    };
+    Cli::try_parse_from(&words.words).unwrap_or_else(|error| {
+        let origins = words.origins(&error.to_string());
+        if error.use_stderr() && !origins.is_empty() {
+            let _ = error.print(); // without a terminal there is no one to tell
+            progress::say(&format!("\n{origins}"));
+            std::process::exit(error.exit_code());
+        }
+        error.exit()
+    })
 }
 
 /// Keeps other processes of this user from reading the process's memory and descriptors, by ptrace(2) or /proc, and the
@@ -90,6 +113,7 @@ async fn dispatch(command: Command) -> Result<(), Failure> {
         Command::Cluster(args) => crate::cluster::run(args).await,
         Command::Snapshot(args) => crate::snapshot::run(args).await,
         Command::Volume(args) => crate::volume::run(args).await,
+        Command::Config(args) => crate::config::check::run(&args),
         Command::Generate(args) => crate::generate::run(&args),
     }
 }

@@ -15,10 +15,12 @@
 //!
 //! The modules, in the order in which to read them:
 //!
-//! - [`args`]: the command line; [`commands`]: the process around one command. **Start here.**
+//! - [`args`]: the command line; [`config`]: what files and the environment add to it; [`commands`]: the process around
+//!   one command. **Start here.**
 //! - [`exit`]: how a command ends; [`progress`]: what it shows while it runs; [`units`]: sizes and times as text.
 //! - [`server`]: the client of a Redis or Valkey server that everything below uses.
 //! - [`conversation`]: connections between agents, and the port that either end may open.
+//! - `service`: what a service manager is told.
 //! - `sentinel`: what Sentinels say about a group of servers.
 //! - [`source`], [`replica`], [`status`]: the job.
 //! - [`transports`]: which transports to the memory there are, and the command that reports them; [`probe`] measures
@@ -38,6 +40,7 @@ mod backoff;
 pub mod backup;
 pub mod cluster;
 pub mod commands;
+pub mod config;
 pub mod conversation;
 pub mod exit;
 pub mod generate;
@@ -55,6 +58,7 @@ pub mod ready;
 pub mod replica;
 mod sentinel;
 pub mod server;
+mod service;
 mod signals;
 #[cfg(any(test, feature = "simulation"))]
 pub mod simulation;

@@ -6,6 +6,7 @@
 mod attend;
 mod backup;
 mod cluster;
+mod config;
 mod devices;
 mod fast_keys;
 mod fetch;
@@ -40,6 +41,7 @@ pub use self::{
         ClusterAction, ClusterArgs, ClusterBackupArgs, ClusterPlanArgs, ClusterSourcesArgs, ClusterStatusArgs,
         ClusterSyncArgs, Renew,
     },
+    config::{ConfigAction, ConfigArgs},
     devices::DevicesArgs,
     fast_keys::{FastKeys, WalkArgs},
     fetch::{ClusterNodeArgs, FetchArgs},
@@ -59,7 +61,7 @@ pub use self::{
     security::{MonitorNameArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs},
     sentinel::SentinelArgs,
     snapshot::{SnapshotAction, SnapshotArgs, SnapshotFromArgs, SnapshotMountArgs},
-    source::{CapturedArgs, FromChoice, ModuleCapture, SendChoice, SourceArgs},
+    source::{CapturedArgs, FromChoice, ModuleCapture, SendChoice, SourceArgs, TuneArgs},
     status::StatusArgs,
     token::{TokenAction, TokenCommandArgs},
     verify::{DigestUse, VerifyArgs},
@@ -95,6 +97,11 @@ pub struct GlobalArgs {
     /// Log one JSON object per line, for log collectors.
     #[arg(long, global = true)]
     pub log_json: bool,
+
+    /// File with options (`remora config --help`). The command line wins over the environment, and the environment over
+    /// the file.
+    #[arg(long, global = true, value_name = "FILE")]
+    pub config: Option<std::path::PathBuf>,
 
     /// Show no progress, and only warnings and errors.
     #[arg(short, long, global = true)]
@@ -159,6 +166,9 @@ pub enum Command {
     #[command(about = "A source's snapshot as a mounted file")]
     #[allow(missing_docs)]
     Snapshot(SnapshotArgs),
+    #[command(about = "Check a configuration file")]
+    #[allow(missing_docs)]
+    Config(ConfigArgs),
     #[command(about = "Write shell completions or man pages")]
     #[allow(missing_docs)]
     Generate(GenerateArgs),

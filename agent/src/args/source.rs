@@ -88,6 +88,10 @@ pub struct SourceArgs {
 
     #[command(flatten)]
     #[allow(missing_docs)]
+    pub tune: TuneArgs,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
     pub limits: LimitArgs,
 
     /// How the module takes part in a snapshot, if the server has it (docs/module.md). `walk`: the server's fork child
@@ -105,7 +109,7 @@ pub struct SourceArgs {
     /// Load the module into a server that does not have it (MODULE LOAD). PATH is the path of the library on the
     /// server's host; the default is the one that `remora module path` prints. The server must allow it
     /// (enable-module-command), and the ACL user needs `+module|load`.
-    #[arg(long, value_name = "PATH", num_args = 0..=1, default_missing_value = "", help_heading = "Snapshot")]
+    #[arg(long, value_name = "PATH", num_args = 0..=1, default_missing_value = "", value_parser = parse_library, help_heading = "Snapshot")]
     pub load_module: Option<PathBuf>,
 
     /// Folder for the socket over which the module receives the source's memory. Default: a socket without a file,
@@ -193,6 +197,22 @@ pub enum FromChoice {
     Replica,
     /// The primary.
     Primary,
+}
+
+/// What the source may change at its server for the moment of the fork.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Snapshot")]
+pub struct TuneArgs {
+    /// For the moment of the fork alone, the server neither waits for more replicas (repl-diskless-sync-delay 0) nor
+    /// compresses the snapshot (rdbcompression no). Both settings are put back as soon as the server has forked, and
+    /// also by the next source if this one is killed. The user needs +config|set.
+    #[arg(long, conflicts_with = "from_file")]
+    pub tune_server: bool,
+
+    /// Folder for the file in which the settings are noted before they are changed. Default: $XDG_STATE_HOME/remora, or
+    /// ~/.local/state/remora. Only its owner has access; one that other users can write to is refused.
+    #[arg(long, value_name = "DIR")]
+    pub state_dir: Option<PathBuf>,
 }
 
 /// Limits that protect the primary and the replicas from one replica.
@@ -315,6 +335,11 @@ fn parse_age(text: &str) -> Result<Duration, String> {
         }
         age => Ok(age),
     }
+}
+
+/// The path of a library, which may be empty: a parser of paths takes no empty ones.
+fn parse_library(text: &str) -> Result<PathBuf, std::convert::Infallible> {
+    Ok(PathBuf::from(text))
 }
 
 /// The least memory: four slots of the smallest window and a journal of the same size. With less the source would wait

@@ -35,7 +35,8 @@ pub struct StatusArgs {
     #[arg(long)]
     pub json: bool,
 
-    /// Print it repeatedly, every TIME (default: one second), until stopped.
+    /// Show it anew every TIME (default: one second), until stopped: on a terminal as a screen, which `q` ends, and
+    /// otherwise as text.
     #[arg(long, value_name = "TIME", num_args = 0..=1, default_missing_value = "1s", value_parser = parse_duration)]
     pub watch: Option<Duration>,
 }

@@ -46,7 +46,7 @@ pub(crate) mod parts;
 mod preflight;
 pub(crate) mod private;
 mod raised;
-mod record;
+pub(crate) mod record;
 mod relay_reader;
 mod relay_server;
 mod report;

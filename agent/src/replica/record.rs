@@ -1,4 +1,4 @@
-//! Record: the settings that the agent changes on the replica's server. Each is written to a file before the change.
+//! Record: the settings that the agent changes on its server. Each is written to a file before the change.
 //!
 //! A sync that ends restores the settings and removes the file. If the agent is killed, the file stays, and the next
 //! agent for the same server restores them first. The file also names the link that the server was pointed at. A server
@@ -7,6 +7,8 @@
 //!
 //! A setting is restored only while it has a value that an agent set. Any other value comes from an operator, and
 //! stays. Only the settings in [`OURS`] are restored, so a forged file cannot change others.
+//!
+//! A source has a file of its own for its server, for the settings of `--tune-server`.
 //!
 //! The folder is `--state-dir`, else `$XDG_STATE_HOME/remora`, else `~/.local/state/remora`. The file can hold a
 //! password (`masterauth`), so only its owner can read it.
@@ -23,13 +25,19 @@ use crate::exit::Failure;
 use crate::server::{Client, ServerError};
 
 /// The settings that an agent changes. No other setting is ever restored.
-const OURS: [&str; 3] = [DISKLESS_LOAD, LOGIN[0], LOGIN[1]];
+const OURS: [&str; 5] = [DISKLESS_LOAD, LOGIN[0], LOGIN[1], SYNC_DELAY, COMPRESSION];
 
 /// How the server loads a snapshot.
 pub(super) const DISKLESS_LOAD: &str = "repl-diskless-load";
 
 /// The server's password for its primary: the name in Redis and Valkey, and Valkey's second name.
 pub(super) const LOGIN: [&str; 2] = ["masterauth", "primaryauth"];
+
+/// How long the server waits, in seconds, before it forks for its first replica.
+pub(crate) const SYNC_DELAY: &str = "repl-diskless-sync-delay";
+
+/// Whether the server compresses the strings of a snapshot.
+pub(crate) const COMPRESSION: &str = "rdbcompression";
 
 /// The values of `repl-diskless-load` that agents set. Records of older agents do not say which one it was.
 const DISKLESS_LOADS: [&str; 2] = ["on-empty-db", "flush-before-load"];
@@ -108,7 +116,7 @@ impl std::fmt::Debug for Setting {
 }
 
 /// The settings that this agent changed on one server, kept in a file.
-pub(super) struct Record {
+pub(crate) struct Record {
     folder: Folder,
     name: String,
     /// The name by which an older agent left the file, as long as that file is there.
@@ -156,6 +164,26 @@ impl Record {
                 path.display()
             ))),
         }
+    }
+
+    /// The record of what a source has changed on the server at that address; `None` if another source holds it.
+    pub(crate) fn of_a_source(state_dir: Option<&Path>, server: &str) -> Result<Option<Record>, Failure> {
+        let (folder, key) = (folder(state_dir)?, of_source(server));
+        let lock = file_names(&key)[0].replace(".json", ".lock");
+        let claim = folder.claim_file(&lock).map_err(|cause| unusable(&folder.path_of(&lock), &cause))?;
+        claim.map(|claim| Record::read(folder, &key, Some(claim))).transpose()
+    }
+
+    /// Whether a source has left a record for the server at that address. Creates no folder.
+    pub(crate) fn is_left_by_a_source(state_dir: Option<&Path>, server: &str) -> bool {
+        let folder = state_dir.map_or_else(default_folder, Path::to_path_buf);
+        let [name, _] = file_names(&of_source(server));
+        folder.join(name).exists()
+    }
+
+    /// Whether settings are changed.
+    pub(crate) fn has_settings(&self) -> bool {
+        !self.contents.settings.is_empty()
     }
 
     fn read(folder: Folder, server: &str, claim: Option<Claim>) -> Result<Record, Failure> {
@@ -219,14 +247,14 @@ impl Record {
     }
 
     /// The value that a setting had before agents changed it; `present` is its value now.
-    pub(super) fn original(&self, name: &str, present: &str) -> String {
+    pub(crate) fn original(&self, name: &str, present: &str) -> String {
         let ours = self.contents.settings.iter().find(|setting| setting.name == name && setting.is_ours(present));
         ours.map_or(present, |setting| &setting.before).to_string()
     }
 
     /// Writes the value `before` the sync to the file, then changes the setting on the server. Returns whether the
     /// server accepted the change.
-    pub(super) async fn change(
+    pub(crate) async fn change(
         &mut self,
         client: &mut Client,
         name: &str,
@@ -261,7 +289,7 @@ impl Record {
     }
 
     /// Restores all settings.
-    pub(super) async fn put_back(&mut self, client: &mut Client) -> Result<(), ServerError> {
+    pub(crate) async fn put_back(&mut self, client: &mut Client) -> Result<(), ServerError> {
         self.put_back_those(client, |_| true).await?;
         self.save_if_stale();
         Ok(())
@@ -295,7 +323,7 @@ impl Record {
     }
 
     /// Removes the file. All settings have been restored.
-    pub(super) fn close(&self) {
+    pub(crate) fn close(&self) {
         if self.contents.settings.is_empty() && self.contents.raised.is_none() {
             let _ = self.folder.remove(&self.name);
             self.remove_the_old_file();
@@ -353,7 +381,7 @@ impl Setting {
 }
 
 /// The present value of a setting; `None` if the server does not know it.
-pub(super) async fn present(client: &mut Client, name: &str) -> Result<Option<String>, ServerError> {
+pub(crate) async fn present(client: &mut Client, name: &str) -> Result<Option<String>, ServerError> {
     let Frame::Array(pair) = once_settled(client, &["CONFIG", "GET", name]).await? else { return Ok(None) };
     match pair.into_iter().nth(1) {
         Some(Frame::Bulk(value)) => Ok(Some(String::from_utf8_lossy(&value).into_owned())),
@@ -368,6 +396,11 @@ fn file_names(server: &str) -> [String; 2] {
     let hash: String = Sha256::digest(server)[..NAME_HASH_BYTES].iter().map(|byte| format!("{byte:02x}")).collect();
     let short: String = plain.chars().take(NAME_CHARS).collect();
     [format!("server-{short}-{hash}.json"), format!("server-{plain}.json")]
+}
+
+/// The address under which a source's record is kept: a replica's agent may have one for the same server.
+fn of_source(server: &str) -> String {
+    format!("source of {server}")
 }
 
 fn folder(state_dir: Option<&Path>) -> Result<Folder, Failure> {

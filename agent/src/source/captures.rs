@@ -10,9 +10,10 @@ use super::Source;
 use super::capture::{CaptureError, CaptureEvent, MethodHistory, ModuleRules, Plan, SnapshotFile};
 use super::machine::Format;
 use super::tables::{JOURNAL_REGION, SNAPSHOT_REGION};
+use super::tuning::Tuning;
 use crate::args::SourceArgs;
 use crate::exit::Failure;
-use crate::server::Facts;
+use crate::server::{Facts, Server};
 use crate::tasks::blocking;
 use crate::units::Size;
 
@@ -23,21 +24,26 @@ pub(super) struct Methods {
     history: MethodHistory,
     /// The file that has the snapshot, instead of the server.
     file: Option<Arc<SnapshotFile>>,
+    /// What is changed at the server meanwhile.
+    pub(super) tuning: Arc<Tuning>,
 }
 
 impl Methods {
-    /// What the options say. A file is read, and must be one behind which the server continues.
+    /// What the options say. A file is read, and must be one behind which the server continues. What a source that was
+    /// killed has left changed at the server is put back.
     ///
     /// # Errors
-    /// It is not.
-    pub(super) async fn of(args: &SourceArgs, facts: &Facts) -> Result<Methods, Failure> {
+    /// The server does not continue behind the file, or the state folder cannot be used.
+    pub(super) async fn of(args: &SourceArgs, server: &Server, facts: &Facts) -> Result<Methods, Failure> {
         let mut file = None;
         if let Some(path) = args.from_file.clone() {
             let found = blocking(move || SnapshotFile::open(&path)).await?;
             found.check(facts).map_err(Failure::refused)?;
             file = Some(Arc::new(found));
         }
-        Ok(Methods { rules: Arc::new(ModuleRules::new(args)), history: MethodHistory::default(), file })
+        let tuning = Arc::new(Tuning::new(&args.tune));
+        tuning.recover(server).await?;
+        Ok(Methods { rules: Arc::new(ModuleRules::new(args)), history: MethodHistory::default(), file, tuning })
     }
 }
 
@@ -50,6 +56,7 @@ impl Source {
             server: self.captured.server(),
             captured: self.captured.clone(),
             file: self.methods.file.clone(),
+            tuning: self.methods.tuning.clone(),
             reader_version: self.facts.own_format().filter(|_| own_format).map(|version| version.to_string()),
             may_import_slots: self.facts.may_import_slots(),
             snapshot: self.tables.snapshot.clone(),

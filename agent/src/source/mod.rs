@@ -30,6 +30,7 @@ mod captures;
 mod descriptors;
 mod exports;
 pub(crate) mod gauge;
+mod incoming;
 pub(crate) mod machine;
 mod metrics;
 mod output_buffer;
@@ -41,13 +42,14 @@ mod status;
 mod tables;
 mod threads;
 pub(crate) mod topology;
+pub(crate) mod tuning;
 
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use remora_fabric::{RegionId, Regions, TransportKind};
-use remora_protocol::{LossCause, Message, Offer, Phase, RefusalCode, Relays, Upstream};
+use remora_protocol::{LossCause, Message, Offer, Phase, RefusalCode, Relays, Upstream, WaitCause};
 use remora_table::Origin;
 use tokio::sync::{Mutex, mpsc};
 
@@ -57,10 +59,12 @@ use self::captured::Captured;
 use self::captures::Methods;
 use self::exports::{Exports, tcp_exporter};
 use self::gauge::Gauge;
+use self::incoming::INCOMING_LIMIT;
+pub(crate) use self::incoming::Incoming;
 use self::machine::{Action, Event, Machine, Report, Resume, Rules, Session};
-use self::output_buffer::{OutputBuffer, OutputWatch};
+use self::output_buffer::OutputWatch;
 use self::probe_region::ProbeRegion;
-use self::questions::{Answered, Questions};
+use self::questions::Questions;
 use self::rate::Rate;
 use self::tables::{JOURNAL_REGION, SNAPSHOT_REGION, Tables, first_generation};
 use self::threads::Threads;
@@ -72,8 +76,9 @@ use crate::conversation::tokens::TokenFiles;
 use crate::conversation::{Connection, Endpoint, Fault, Options, Protection, Role, Sender, derive};
 use crate::exit::Failure;
 use crate::lanes::LANES_LABEL;
-use crate::metrics::{Scrape, Site};
+use crate::metrics::Site;
 use crate::server::{Client, Facts};
+use crate::service::Service;
 use crate::signals::{self, Signals};
 use crate::tasks::AbortOnDrop;
 
@@ -105,6 +110,7 @@ struct Mailboxes {
     _metrics: Option<Site>,
     /// The task that looks after a group of servers.
     _watching: Option<AbortOnDrop>,
+    service: Service,
 }
 
 /// Opens everything that a source needs, and reports that it is ready.
@@ -115,7 +121,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     let captured = Captured::open(&args).await?;
     let server = captured.server();
     let facts = Facts::read(&mut server.connect_within(args.captured.wait_for_server).await?).await?;
-    let methods = Methods::of(&args, &facts).await?;
+    let methods = Methods::of(&args, &server, &facts).await?;
     let metrics = match args.metrics.metrics {
         Some(address) => Some(crate::metrics::bind(address).await?),
         None => None,
@@ -173,37 +179,10 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     };
     // The first look at the write rate. Later ones measure from it.
     source.learn();
-    Ok((source, Mailboxes { incoming: inbox, captured: captures, _metrics: metrics, _watching: watching }, listener))
+    let service = Service::ready_in_a_loop("ready");
+    let mailboxes = Mailboxes { incoming: inbox, captured: captures, _metrics: metrics, _watching: watching, service };
+    Ok((source, mailboxes, listener))
 }
-
-/// An event for the source's loop, from another task.
-pub(crate) enum Incoming {
-    /// A peer authenticated.
-    Arrived(Connection),
-    /// A message from that peer.
-    Said { session: Session, message: Box<Message> },
-    /// The connection of that peer has ended.
-    Left { session: Session, fault: Fault },
-    /// Fresh facts of the server.
-    Learned(Box<(Facts, OutputBuffer)>),
-    /// Another server of the group is captured from now on, with these facts.
-    Moved(Box<Facts>),
-    /// The primary has answered a question that the source asked for replicas.
-    Answered(Answered),
-    /// Metrics are wanted.
-    Scraped(Box<Scrape>),
-    /// The probe region was exported, or why it was not.
-    ProbeRegionReady { id: RegionId, exported: Result<(), remora_fabric::Error> },
-}
-
-impl From<Connection> for Incoming {
-    fn from(connection: Connection) -> Incoming {
-        Incoming::Arrived(connection)
-    }
-}
-
-/// Messages that may wait for the loop: a few for each of many replicas. Connections wait while the queue is full.
-const INCOMING_LIMIT: usize = 1024;
 
 /// How often the machine is given the time and a reading of the gauge without another event.
 const TICK: Duration = Duration::from_millis(50);
@@ -297,11 +276,13 @@ impl Source {
                     self.apply(Event::Tick)?;
                     let moved = self.topology.tick(Instant::now(), self.gauge.published_slots());
                     self.assign(&moved);
+                    mailboxes.service.turn(|| status::in_short(&self));
                 }
                 Some(()) = hangups.recv() => self.tokens.read_again(),
                 _ = signals.next() => break,
             }
         }
+        drop(mailboxes.service);
         self.stop().await;
         Ok(())
     }
@@ -471,7 +452,10 @@ impl Source {
             }
             Action::AllowRetiring { below } => self.gauge.allow_retiring(below),
             Action::Offer { session } => self.offer(session),
-            Action::Wait { session, cause, text } => self.send(session, Message::Waiting { cause, text }),
+            Action::Wait { session, cause, text } => {
+                let text = if cause == WaitCause::NotYet { self.methods.tuning.explained(text) } else { text };
+                self.send(session, Message::Waiting { cause, text });
+            }
             Action::Drop { session, code, text } => {
                 tracing::warn!(session, %text, "replica refused");
                 self.send(session, Message::Refused { code, text });
@@ -588,5 +572,6 @@ impl Source {
             self.send(session, Message::Refused { code, text: "the source is being stopped".into() });
         }
         self.threads.end().await;
+        self.methods.tuning.close().await;
     }
 }

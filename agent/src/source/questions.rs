@@ -170,11 +170,13 @@ impl Source {
     /// Reads the server's facts in the background.
     pub(super) fn learn(&self) -> tokio::task::JoinHandle<()> {
         let (client, server, incoming) = (self.client.clone(), self.captured.server(), self.incoming.clone());
+        let tuning = self.methods.tuning.clone();
         tokio::spawn(async move {
             let Ok(facts) = ask(&client, &server).await else { return };
             let mut client = client.lock().await;
             let Some(client) = client.as_mut() else { return };
             let buffer = OutputBuffer::read(client, &facts).await;
+            tuning.learn(client).await;
             let _ = incoming.send(Incoming::Learned(Box::new((facts, buffer)))).await;
         })
     }

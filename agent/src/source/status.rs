@@ -7,6 +7,7 @@ use remora_protocol::{GenerationState, GenerationStatus, ReplicaStatus, StatusRe
 use super::Source;
 use super::machine::{Replica, Session, Stage};
 use crate::server::{Facts, Link, Role};
+use crate::units::Size;
 
 /// The report that `remora status` shows.
 pub(super) fn report(source: &Source) -> StatusReport {
@@ -29,6 +30,23 @@ pub(super) fn report(source: &Source) -> StatusReport {
         },
         last_failure: status.failures.last().to_owned(),
     }
+}
+
+/// The source in one line, for a service manager.
+pub(super) fn in_short(source: &Source) -> String {
+    let status = source.machine.status();
+    let snapshot = match status.snapshot.map(|snapshot| &snapshot.stage) {
+        None => "no snapshot".to_owned(),
+        Some(Stage::Asked) => "a snapshot is requested".to_owned(),
+        Some(Stage::Sealed { .. }) => format!("a snapshot of {}", Size::bytes(source.gauge.received())),
+        Some(_) => format!("taking a snapshot, {} so far", Size::bytes(source.gauge.received())),
+    };
+    let replicas = match status.replicas.len() {
+        0 => "no replica has joined".to_owned(),
+        1 => "1 replica has joined".to_owned(),
+        count => format!("{count} replicas have joined"),
+    };
+    format!("{snapshot}; {replicas}; {} made so far", status.replicas_done)
 }
 
 fn generation_status(source: &Source) -> Option<GenerationStatus> {

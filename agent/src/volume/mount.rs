@@ -16,6 +16,7 @@ use super::opening::{IS_OPENED, Opening};
 use crate::args::{MetricsFileArgs, MountArgs};
 use crate::exit::{Code, Failure};
 use crate::metrics::{Agent, Scrape, Scrapes, Watch};
+use crate::service::Service;
 use crate::signals::Signals;
 use crate::tasks::blocking;
 
@@ -105,6 +106,7 @@ async fn until_over(
     scrapes: &mut Scrapes,
     answer: impl Fn(Scrape),
 ) -> Option<End> {
+    let _service = Service::ready(&format!("mounted at {}", directory.display()));
     loop {
         tokio::select! {
             signal = signals.next() => {

@@ -15,6 +15,7 @@ use crate::conversation::certificate_roles::CertificateRoles;
 use crate::conversation::certificates::{CertificateFiles, Certificates};
 use crate::exit::Failure;
 use crate::metrics::{Agent, Watch};
+use crate::service::Service;
 use crate::signals::{self, Signals};
 use crate::tasks::blocking;
 
@@ -40,6 +41,7 @@ pub(super) async fn run(args: NbdArgs) -> Result<(), Failure> {
     let (server, _rereading) = scrapes.meanwhile(IS_OPENED, opened).await?;
     let address = server.address().map(Address::to_string).unwrap_or_default();
     tracing::info!(volume = %name, listening = address, "volume open");
+    let service = Service::ready(&format!("serving NBD clients at {address}"));
     let end = loop {
         tokio::select! {
             signal = signals.next() => {
@@ -54,6 +56,7 @@ pub(super) async fn run(args: NbdArgs) -> Result<(), Failure> {
             }
         }
     };
+    drop(service);
     let (ReadCounts { here, far, asked }, WriteCounts { inline, pulled, .. }) =
         (server.volume().read_counts(), server.volume().write_counts());
     tracing::info!(here, far, asked, inline, pulled, "how blocks were read and written");

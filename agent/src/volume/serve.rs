@@ -10,6 +10,7 @@ use super::servers::Protection;
 use crate::args::{MetricsFileArgs, ServeArgs};
 use crate::exit::Failure;
 use crate::metrics::{Agent, Watch};
+use crate::service::Service;
 use crate::signals::Signals;
 use crate::tasks::blocking;
 
@@ -53,12 +54,14 @@ pub(super) async fn run(args: ServeArgs) -> Result<(), Failure> {
     let protection = protection.text(args.listen);
     let store = args.store.as_ref().map_or("none".to_owned(), |store| store.display().to_string());
     tracing::info!(listening = %address, memory = %args.memory, protection, store, "volume server ready");
+    let service = Service::ready(&format!("serving volumes at {address}"));
     let signal = loop {
         tokio::select! {
             signal = signals.next() => break signal,
             scrape = scrapes.next() => answer_server(&server, scrape),
         }
     };
+    drop(service);
     match args.store {
         Some(_) => tracing::info!("stopped by {signal}: the copies are in {store}"),
         None => tracing::info!("stopped by {signal}: the copies in this server's memory are gone"),

@@ -236,3 +236,36 @@ fn a_status_says_why_there_are_no_fast_keys() {
         assert_eq!(none, (true, true), "{kind}: {status}");
     }
 }
+
+/// A primary whose table of keys grows at this moment, and stays so: it has two parts.
+fn growing(kind: Kind) -> Server {
+    let primary = with_module(kind).config("activerehashing", "no").start().unwrap();
+    let mut client = primary.client().unwrap();
+    let mut number = 0_u32;
+    loop {
+        let value = "v".repeat(number as usize % 200);
+        client.ok(&["SET", &format!("key:{number}"), &value]).unwrap();
+        number += 1;
+        let is_due = number > 20_000 && number.is_multiple_of(100);
+        if is_due && client.text(&["DEBUG", "HTSTATS", "0"]).unwrap().contains("rehashing target") {
+            return primary;
+        }
+        assert!(number < 200_000, "{kind}: the table does not grow");
+    }
+}
+
+#[test]
+fn a_primary_whose_table_grows_is_copied_exactly() {
+    for kind in require::kinds() {
+        // All keys are taken; and some are left to the server, in both parts of the table.
+        for options in [&[][..], &["--module-walk-from", "100"]] {
+            let (primary, replica) = (growing(kind), loading(kind));
+            let mut source = Source::start(&primary, options);
+            source.replicate(&replica, &[]);
+            assert!(method(&mut source).starts_with("the module, fast keys"), "{}", source.agent.output());
+            assert_same_data(&primary, &replica);
+            let copied = number_of(&primary, "rdb_last_cow_size");
+            assert!(copied > 0, "{kind}: the server does not say what its child copied");
+        }
+    }
+}

@@ -10,6 +10,7 @@
 
 #![deny(unsafe_code)] // but for one call in `cpu`
 
+pub mod bars;
 pub mod copies;
 pub mod crowd;
 pub mod messenger;

@@ -144,6 +144,11 @@ pub fn nbd_clients() -> Option<()> {
     if has_nbd { Some(()) } else { skip("needs fio with its engine for NBD, as Debian builds it") }
 }
 
+/// The checker of systemd's units.
+pub fn systemd_analyze() -> Option<()> {
+    runs("systemd-analyze")
+}
+
 fn runs(program: &str) -> Option<()> {
     let found = std::process::Command::new(program).arg("--version").output();
     let found = found.is_ok_and(|output| output.status.success());

@@ -6,8 +6,9 @@
 //!                                                └──────── the module's tests ◀─────────┘
 //! ```
 //!
-//! The folder of the source is not changed: a copy is built. Such a server has the C library's allocator, so it has no
-//! active defragmentation.
+//! The folder of the source is not changed: a copy is built. A server with AddressSanitizer has the C library's
+//! allocator, so it has no active defragmentation. `--defragment` builds one with assertions and its own jemalloc
+//! instead, and tries that.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -28,18 +29,27 @@ pub(crate) struct Options {
     /// Where copies are built and kept.
     #[arg(long, value_name = "FOLDER", default_value = ".cache/asserting")]
     cache: PathBuf,
+    /// Try active defragmentation, in a server with its own jemalloc and without AddressSanitizer.
+    #[arg(long)]
+    defragment: bool,
 }
 
 /// The tests that are run: loads, everything that servers do with their tables, and random commands on twins.
-const TESTS: [&str; 3] = ["fast::", "twins::every_command_is_answered_alike_afterwards", "asserting::"];
+const TESTS: &[&str] = &["fast::", "twins::every_command_is_answered_alike_afterwards", "asserting::"];
+
+/// The tests of a server that can defragment.
+const DEFRAGMENTING: &[&str] = &["fast::", "defragmenting::"];
 
 pub(crate) fn run(options: &Options) -> Result<()> {
     let source = fs::canonicalize(&options.source)
         .map_err(|error| format!("the folder {} cannot be read: {error}", options.source.display()))?;
     let name = source.file_name().ok_or("the folder of the source has no name")?;
     fs::create_dir_all(&options.cache)?;
-    let copy = fs::canonicalize(&options.cache)?.join(name);
-    let (program, variable) = build(&source, &copy)?;
+    let mut copy = fs::canonicalize(&options.cache)?.join(name);
+    if options.defragment {
+        copy.as_mut_os_string().push("-defragmenting");
+    }
+    let (program, variable) = build(&source, &copy, options.defragment)?;
     let file = copy.join("remora.layout");
     fs::write(&file, format!("# built from {}\n{}", name.display(), layout::learn(&program)?))?;
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
@@ -47,7 +57,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     tests.args(["test", "--locked", "-p", "remora-module", "--test", "it", "--", "--include-ignored", "--nocapture"]);
     // One after the other: such a server is slow, and its trial has a time limit.
     tests
-        .args(TESTS)
+        .args(if options.defragment { DEFRAGMENTING } else { TESTS })
         .args(["--test-threads=1", "--skip", "for_long"])
         .env("REMORA_LAYOUT", &file)
         .env(variable, &program);
@@ -56,7 +66,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
 }
 
 /// Builds a copy, or takes the one that was built before. Returns its program, and the variable that gives it to tests.
-fn build(source: &Path, copy: &Path) -> Result<(PathBuf, &'static str)> {
+fn build(source: &Path, copy: &Path, defragment: bool) -> Result<(PathBuf, &'static str)> {
     let is_valkey = source.join("src/valkeymodule.h").exists();
     let (name, flags, variable) = match is_valkey {
         true => ("valkey-server", "SERVER_CFLAGS", "REMORA_VALKEY_SERVER"),
@@ -74,7 +84,8 @@ fn build(source: &Path, copy: &Path) -> Result<(PathBuf, &'static str)> {
         succeed(Command::new("cp").args(["-r", "--"]).arg(source).arg(copy))?;
         let jobs = thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let mut make = Command::new("make");
-        make.arg("-C").arg(copy.join("src")).arg(format!("-j{jobs}")).args(["MALLOC=libc", "SANITIZER=address"]);
+        make.arg("-C").arg(copy.join("src")).arg(format!("-j{jobs}"));
+        make.args(if defragment { &["MALLOC=jemalloc"][..] } else { &["MALLOC=libc", "SANITIZER=address"] });
         make.args(["OPTIMIZATION=-O0", &format!("{flags}=-DDEBUG_ASSERTIONS=1"), name]);
         succeed(&mut make)?;
     }

@@ -15,8 +15,9 @@ use std::time::Instant;
 use clap::ValueEnum;
 use remora_agent::transports::devices::verdicts;
 use remora_agent::units::{Size, readable};
-use remora_bench::Machine;
+use remora_bench::bars::{Bar, Chart, Family, Group};
 use remora_bench::sync::{Content, Method, Outcome, Program, Result, Scene, Setting, Shape, Trial};
+use remora_bench::{Machine, Spread};
 use remora_lab::Kind;
 use serde::Serialize;
 
@@ -26,8 +27,8 @@ use crate::table;
 /// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Options {
-    /// Size of the data: random values of 3.66 MiB each. A set of every type is added.
-    #[arg(long, value_name = "SIZE", default_value = "937MiB", value_parser = parse_size)]
+    /// Size of the data: random values of 3.66 MiB each. A set of every type is added. The kept measurements have 937MiB.
+    #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = parse_size)]
     size: Size,
 
     /// Which servers to use.
@@ -41,6 +42,10 @@ pub(crate) struct Options {
     /// Commands per second that change the primary meanwhile.
     #[arg(long, value_name = "N", default_value_t = 2000)]
     writes: u64,
+
+    /// Where the picture of the results is put.
+    #[arg(long, value_name = "FILE", default_value = "target/demo.svg")]
+    picture: PathBuf,
 
     /// Also write all results as JSON to this file.
     #[arg(long, value_name = "FILE")]
@@ -118,6 +123,13 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         report.servers.push(demo.server(kind)?);
     }
     print!("{}", report.text());
+    let chart = report.chart();
+    println!("{}", chart.text());
+    if let Some(folder) = options.picture.parent() {
+        std::fs::create_dir_all(folder)?;
+    }
+    chart.draw(&options.picture)?;
+    println!("the same as a picture: {}", options.picture.display());
     if let Some(path) = &options.json {
         std::fs::write(path, serde_json::to_vec_pretty(&report)?)?;
         println!("written to {}", path.display());
@@ -211,6 +223,32 @@ impl Report {
         text
     }
 
+    /// Seconds until the last replica had caught up, as bars.
+    fn chart(&self) -> Chart {
+        let group = |server: &ServerReport| {
+            let of = |method: Method| {
+                server.outcomes.iter().map(|entry| &entry.outcome).find(|outcome| outcome.method == method)
+            };
+            let slowest = of(Method::OwnDefault).map(|outcome| outcome.seconds);
+            let bar = |entry: &Entry| {
+                let Outcome { method, seconds, .. } = entry.outcome;
+                let family = if method.is_own() { Family::Own } else { Family::Ours };
+                let share = slowest.map_or(String::new(), |slowest| format!("{:.2}", seconds / slowest));
+                Some(Bar { name: method.name().to_owned(), family, figure: Spread::of([seconds])?, note: share })
+            };
+            Group { title: server.server.clone(), bars: server.outcomes.iter().filter_map(bar).collect() }
+        };
+        Chart {
+            title: format!(
+                "Seconds until {} caught up; of own replication with default settings",
+                have(self.replicas.into())
+            ),
+            unit: "s",
+            notes: "of own, defaults",
+            groups: self.servers.iter().map(group).collect(),
+        }
+    }
+
     /// A demonstration fails if a replica differs from its primary.
     fn verdict(&self) -> Result<()> {
         let outcomes = self.servers.iter().flat_map(|server| &server.outcomes);
@@ -264,6 +302,10 @@ fn count(replicas: usize) -> String {
     if replicas == 1 { "1 replica".to_owned() } else { format!("{replicas} replicas") }
 }
 
+fn have(replicas: usize) -> String {
+    if replicas == 1 { "1 replica has".to_owned() } else { format!("{replicas} replicas have") }
+}
+
 fn family(kind: Kind) -> &'static str {
     match kind {
         Kind::Redis7 => "Redis",
@@ -277,7 +319,8 @@ fn parse_size(text: &str) -> std::result::Result<Size, String> {
 
 /// In this order: each of our methods beside the rival with the same settings of the primary. The sealed one does what
 /// agents on several hosts do without an option: replicas feed each other with ciphertext.
-const METHODS: [Method; 7] = [
+const METHODS: [Method; 8] = [
+    Method::RemoraTuned,
     Method::RemoraDefault,
     Method::OwnDefault,
     Method::RemoraShm,

@@ -9,6 +9,8 @@
 //!   net             hosts with cables of a known rate, to cut, slow down and make lossy; servers and agents in them
 //!   layout          finds where a server's build keeps its tables, for the module's list of builds
 //!   asserting       tries fast keys in a server that is built with its assertions and AddressSanitizer
+//!   dist            what users install: an archive and two Debian packages, with their checksums
+//!   release         everything of a release but publishing it
 //!   bindings        generates the types of the RDMA libraries from their headers; rarely needed
 //!   scale           a model of 1,000 replicas in racks, which drives the source's topology
 //!   rooms           draws the crates, and fails for an import circle, a long file or a large type
@@ -23,6 +25,7 @@
 //! - [`soak`]: the long run under a script of faults.
 //! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: generates or compares the RDMA libraries' types.
 //! - [`layout`]: the layout of a server's build, by watching it. [`asserting`]: fast keys in one that checks itself.
+//! - [`dist`] and [`release`]: packages, and a version of the project.
 //! - [`scale`]: the table of the topology's model. [`net`]: a test network with hosts, servers and agents. [`stop`]:
 //!   Ctrl-C leaves nothing behind.
 #![forbid(unsafe_code)]
@@ -34,9 +37,11 @@ mod commands;
 mod demo;
 mod demo_files;
 mod demo_volume;
+mod dist;
 mod layout;
 mod net;
 mod prove;
+mod release;
 mod scale;
 mod show;
 mod soak;
@@ -76,6 +81,10 @@ enum Command {
     Layout(layout::Options),
     /// Try fast keys in a server that is built from source with its assertions and AddressSanitizer.
     Asserting(asserting::Options),
+    /// Make what users install: an archive and two Debian packages, with their checksums.
+    Dist(dist::Options),
+    /// Make a release: version, changes, checks, commit, tag and packages. Nothing is published.
+    Release(release::Options),
     /// Generate the types of the RDMA libraries from their headers.
     Bindings(bindings::Options),
     /// Print how long 1,000 replicas in racks take, by a model that drives the source's topology.
@@ -109,6 +118,8 @@ fn main() -> ExitCode {
         Command::Net(command) => net::run(command),
         Command::Layout(options) => layout::run(&options),
         Command::Asserting(options) => asserting::run(&options),
+        Command::Dist(options) => dist::run(&options),
+        Command::Release(options) => release::run(&options),
         Command::Bindings(options) => bindings::run(&options),
         Command::Scale => scale::run(),
         Command::Rooms { ties } => remora_structure::check(ties),

@@ -35,6 +35,10 @@ const TRIAL_COLLECTIONS: usize = 100;
 /// Keys of each database among which the trial looks for them.
 const TRIAL_KEYS: usize = 5000;
 
+/// Bytes at each end of a string that are compared. The middle of a longer one lies between them in one piece, and some
+/// hundred long strings are a whole data set: to compare all of them would take as long as the snapshot.
+const TRIAL_END_BYTES: usize = 4 << 10;
+
 /// Larger collections are not compared: the server makes two copies of each.
 const TRIAL_COLLECTION_BYTES_MAX: usize = 64 << 10;
 
@@ -178,11 +182,27 @@ fn compare(context: &Context<'_>, server: &FastServer) -> Result<(), String> {
     Ok(())
 }
 
+/// What is compared of a string: its length and its ends.
+#[derive(PartialEq, Eq)]
+struct Ends {
+    bytes: usize,
+    first: Vec<u8>,
+    last: Vec<u8>,
+}
+
+impl Ends {
+    fn of(value: &[u8]) -> Ends {
+        let (first, rest) = value.split_at(value.len().min(TRIAL_END_BYTES));
+        let last = rest.get(rest.len().saturating_sub(TRIAL_END_BYTES)..).unwrap_or_default();
+        Ends { bytes: value.len(), first: first.to_vec(), last: last.to_vec() }
+    }
+}
+
 /// The value of a string.
-fn text(value: FoundValue<'_>) -> Option<Vec<u8>> {
+fn text(value: FoundValue<'_>) -> Option<Ends> {
     match value {
-        FoundValue::Bytes(bytes) => Some(bytes.to_vec()),
-        FoundValue::Number(number) => Some(number.to_string().into_bytes()),
+        FoundValue::Bytes(bytes) => Some(Ends::of(bytes)),
+        FoundValue::Number(number) => Some(Ends::of(number.to_string().as_bytes())),
         FoundValue::Collection => None,
     }
 }
@@ -216,7 +236,7 @@ fn is_dumped(context: &Context<'_>, key: &[u8], dump: &[u8], expires_ms: Option<
     Err(format!("the key {:?} has another type, expiry or value", super::walk::shown(key)))
 }
 
-fn is_there(context: &Context<'_>, key: &[u8], value: &[u8], expires_ms: Option<i64>) -> Result<(), String> {
+fn is_there(context: &Context<'_>, key: &[u8], value: &Ends, expires_ms: Option<i64>) -> Result<(), String> {
     let name = OwnedStr::new(context, key);
     let shown = || super::walk::shown(key);
     let Some(mut open) = context.open_to_write(name.borrow()) else {
@@ -227,8 +247,29 @@ fn is_there(context: &Context<'_>, key: &[u8], value: &[u8], expires_ms: Option<
         return Ok(());
     }
     let same_expiry = open.expires_at() == expires_ms.and_then(|at| u64::try_from(at).ok());
-    if open.kind() != KeyKind::String || !same_expiry || open.string() != Some(value) {
+    if open.kind() != KeyKind::String || !same_expiry || open.string().map(Ends::of).as_ref() != Some(value) {
         return Err(format!("the key {:?} has another type, expiry or value", shown()));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_string_is_compared_by_its_length_and_its_ends() {
+        let long = |at: usize, byte: u8| {
+            let mut value = vec![b'x'; 1 << 20];
+            value[at] = byte;
+            Ends::of(&value)
+        };
+        assert!(long(0, b'x') == long(1, b'x'));
+        assert!(long(TRIAL_END_BYTES - 1, b'y') != long(0, b'x'));
+        assert!(long((1 << 20) - 1, b'y') != long(0, b'x'));
+        assert!(Ends::of(b"abc") != Ends::of(b"abd") && Ends::of(b"") != Ends::of(b"a"));
+        assert!(Ends::of(&vec![1; TRIAL_END_BYTES + 1]) != Ends::of(&vec![1; TRIAL_END_BYTES]));
+        let kept = Ends::of(&vec![0; 64 << 20]);
+        assert_eq!((kept.first.len(), kept.last.len()), (TRIAL_END_BYTES, TRIAL_END_BYTES));
+    }
 }

@@ -3,6 +3,7 @@
 
 mod asserting;
 mod capture;
+mod defragmenting;
 mod fast;
 mod load;
 mod primary;

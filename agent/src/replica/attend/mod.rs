@@ -47,6 +47,7 @@ use crate::metrics::register as all;
 use crate::metrics::{Agent, Scrape, Scrapes, Watch};
 use crate::sentinel::Sentinels;
 use crate::server::{Client, Facts, Server, ServerError, Task};
+use crate::service::Service;
 use crate::signals::Signals;
 use crate::tasks::AbortOnDrop;
 
@@ -112,6 +113,7 @@ pub async fn run(args: AttendArgs) -> Result<(), Failure> {
         }
     };
     suits.inspect_err(|_| gate.close())?;
+    let _service = Service::ready(&format!("attending {}", server.url()));
     let attendant = Attendant {
         args,
         tokens,

@@ -89,9 +89,10 @@ impl Capture {
     /// Runs the capture to its end. It is meant to be the body of a thread. A panic, which is a bug, ends the snapshot
     /// or the stream with an event as any other error does: the source's loop would wait for it without end.
     pub(crate) fn run(self) {
-        match caught(|| self.beside_a_suitable_server()?.without_imports()?.take_snapshot())
-            .unwrap_or_else(|text| Err(CaptureError::Panicked(text)))
-        {
+        let taken = caught(|| self.beside_a_suitable_server()?.without_imports()?.take_snapshot())
+            .unwrap_or_else(|text| Err(CaptureError::Panicked(text)));
+        self.plan.tuning.end(&self.plan.runtime);
+        match taken {
             Ok(Following::AnotherCapture) => {}
             Ok(Following::ThisThread(follower)) => self.follow(|| follower.run()),
             Ok(Following::OwnThread(thread)) => {

@@ -17,6 +17,7 @@ use crate::source::captured::Captured;
 use crate::source::gauge::Gauge;
 use crate::source::output_buffer::{OutputLimit, REMEDY};
 use crate::source::sealing::SealedTable;
+use crate::source::tuning::Tuning;
 use crate::units::Size;
 
 /// What one capture is given.
@@ -28,6 +29,8 @@ pub(crate) struct Plan {
     pub(crate) server: Server,
     /// The file that has the snapshot. `None`: the server takes it.
     pub(crate) file: Option<Arc<SnapshotFile>>,
+    /// What is changed at the server until it has forked.
+    pub(crate) tuning: Arc<Tuning>,
     /// The server that the source captures at any time, where the stream is resumed.
     pub(crate) captured: Captured,
     /// The server version that the capture claims, so that the server writes its own format. `None`: the server writes

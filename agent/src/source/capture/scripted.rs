@@ -22,11 +22,12 @@ use super::Capture;
 use super::method::ModuleRules;
 use super::plan::{CaptureError, CaptureEvent, Plan, TICK};
 use super::socket::Socket;
-use crate::args::{FastKeys, ModuleCapture};
+use crate::args::{FastKeys, ModuleCapture, TuneArgs};
 use crate::server::{Credentials, Server, Stream, Task, TlsOptions};
 use crate::source::captured::Captured;
 use crate::source::gauge::Gauge;
 use crate::source::sealing::SealedTable;
+use crate::source::tuning::Tuning;
 
 /// A time that only a broken machine exceeds.
 pub(super) const LONG: Duration = Duration::from_secs(30);
@@ -85,6 +86,7 @@ impl Rig {
             captured: Captured::always(server.clone()),
             server,
             file: None,
+            tuning: Arc::new(Tuning::new(&TuneArgs { tune_server: false, state_dir: None })),
             reader_version: None,
             may_import_slots: false,
             snapshot: table("test-snapshot"),

@@ -50,6 +50,7 @@ impl Capture {
     /// The snapshot's table exists: creates the journal, unless another capture writes one, begins to seal, and reports
     /// that replicas may read.
     pub(super) fn begun(&self, replid: ReplId, offset: u64) -> Result<Begun, CaptureError> {
+        self.plan.tuning.end(&self.plan.runtime);
         self.check_imports()?;
         let journal = Journal::create(&self.plan, &self.identity(Kind::Journal, replid, offset))?;
         let sealing = Sealing::begin(&self.plan, self.identity(Kind::Snapshot, replid, offset))?;

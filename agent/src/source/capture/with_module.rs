@@ -88,6 +88,10 @@ impl Capture {
         if let Some(file) = &self.plan.file {
             return self.take_file(file);
         }
+        self.wait_for(async {
+            self.plan.tuning.change(&self.plan.server).await;
+            Ok(())
+        })?;
         let mut chosen = match self.choose() {
             Ok(chosen) => chosen,
             Err(why) => {

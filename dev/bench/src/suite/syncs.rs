@@ -4,6 +4,7 @@
 //! servers, for each N, round by round. Comparisons are within one run: a method against the others at the same N, and
 //! each method against itself at N = 1.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::kept::Kept;
@@ -95,7 +96,7 @@ pub fn run(options: &Options) -> Result<bool> {
             bench.scene(*network, *server)?;
         }
     }
-    print!("{}", tables::sync(&[&bench.kept]));
+    print!("{}", tables::sync(&[&bench.kept], &[], Path::new("")));
     Ok(bench.kept.points.iter().all(|point| point.equal != Some(false)))
 }
 
@@ -171,7 +172,7 @@ impl Bench<'_> {
     }
 
     fn keep(&self) -> Result<()> {
-        self.kept.keep(self.options.common.out.as_deref(), &tables::sync(&[&self.kept]))
+        self.kept.keep(self.options.common.out.as_deref(), &tables::sync(&[&self.kept], &[], Path::new("")))
     }
 
     /// The expected time of a sync: that of an earlier one, or the network's time for the copies that leave the

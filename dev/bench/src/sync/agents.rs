@@ -154,7 +154,11 @@ impl Source {
         cable: Option<u64>,
     ) -> Result<Source> {
         let limit = method.upload_limit(cable).map(|limit| limit.to_string());
-        let more: Vec<&str> = limit.iter().flat_map(|limit| ["--upload-limit", limit]).collect();
+        let mut more: Vec<&str> = limit.iter().flat_map(|limit| ["--upload-limit", limit]).collect();
+        let state = folder.join("state").display().to_string();
+        if method.tunes() {
+            more.extend(["--tune-server", "--state-dir", &state]);
+        }
         let security = program.security(server, method.is_sealed());
         Source::launch(program, server, folder, data_bytes, security, &more)
     }

@@ -24,6 +24,9 @@ pub enum Method {
     CopierOneByOne,
     /// Remora beside a primary with default settings, over the first transport that works.
     RemoraDefault,
+    /// As [`Method::RemoraDefault`], and the source changes two settings of the primary for the moment of the fork
+    /// (`--tune-server`).
+    RemoraTuned,
     /// Remora over shared memory, beside a primary with the settings of [`Method::OwnBest`].
     RemoraShm,
     /// Remora over TCP, each replica from the source.
@@ -64,6 +67,7 @@ impl Method {
             Method::Copier => "GET/SET copier",
             Method::CopierOneByOne => "GET/SET copier, one by one",
             Method::RemoraDefault => "Remora, defaults",
+            Method::RemoraTuned => "Remora, defaults, tuned",
             Method::RemoraShm => "Remora shm, best",
             Method::RemoraTcp => "Remora tcp, best",
             Method::RemoraTcpSealed => "Remora tcp, best, sealed",
@@ -107,7 +111,7 @@ impl Method {
     /// The transport of `remora replica`.
     pub fn transport(self) -> Option<&'static str> {
         match self {
-            Method::RemoraDefault => Some("auto"),
+            Method::RemoraDefault | Method::RemoraTuned => Some("auto"),
             Method::RemoraShm | Method::RemoraLate | Method::RemoraModule => Some("shm"),
             Method::RemoraModuleLate => Some("shm"),
             Method::RemoraTcp | Method::RemoraModuleRelay | Method::RemoraModuleRelayGentle => Some("tcp"),
@@ -135,6 +139,11 @@ impl Method {
         matches!(self, Method::RemoraTcpSealed | Method::RemoraRelaySealed)
     }
 
+    /// Whether the source changes settings of the primary for the moment of the fork.
+    pub fn tunes(self) -> bool {
+        self == Method::RemoraTuned
+    }
+
     /// The source's upload limit in bytes per second, for a cable of `cable` bytes per second with all headers.
     pub fn upload_limit(self, cable: Option<u64>) -> Option<u64> {
         let is_gentle = matches!(self, Method::RemoraRelayGentle | Method::RemoraModuleRelayGentle);
@@ -160,8 +169,8 @@ impl Method {
 
     /// The primary's settings.
     pub fn primary_settings(self, kind: Kind, replicas: usize) -> Vec<Setting> {
-        let as_it_comes = [Method::OwnDefault, Method::RemoraDefault, Method::Copier, Method::CopierOneByOne];
-        if as_it_comes.contains(&self) {
+        use Method::{Copier, CopierOneByOne, OwnDefault, RemoraDefault, RemoraTuned};
+        if [OwnDefault, RemoraDefault, RemoraTuned, Copier, CopierOneByOne].contains(&self) {
             return Vec::new();
         }
         // The server begins as soon as that many replicas wait, and checks once a second; the delay is only the longest
@@ -223,7 +232,9 @@ mod tests {
         assert!(ours.iter().all(|setting| theirs.contains(setting)), "{theirs:?}");
         let (ours, theirs) = (Method::RemoraShm, Method::OwnBest);
         assert_eq!(ours.primary_settings(Kind::Redis7, 1), theirs.primary_settings(Kind::Redis7, 1));
-        assert!(Method::RemoraDefault.primary_settings(Kind::Redis7, 3).is_empty());
+        for as_it_comes in [Method::RemoraDefault, Method::RemoraTuned] {
+            assert!(as_it_comes.primary_settings(Kind::Redis7, 3).is_empty());
+        }
         assert!(Method::OwnDefault.replica_settings(Kind::Redis7).is_empty());
     }
 

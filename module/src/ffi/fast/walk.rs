@@ -110,7 +110,8 @@ impl FastServer {
         if table.is_null() {
             return Some(Walked::default());
         }
-        let mut walk = Walk { server: self, table, show, walked: Walked::default(), stopped: false, lent: PhantomData };
+        let (walked, lent) = (Walked::default(), PhantomData);
+        let mut walk = Walk { server: self, table, show, walked, stopped: false, deferred: true, lent };
         for which in 0..2 {
             match self.symbols.own {
                 Own::Dicts(own, _) => {
@@ -119,6 +120,10 @@ impl FastServer {
                 }
                 Own::Valkey(own, only) => walk.valkey_table(&own, &only, which),
             }
+        }
+        // A walk that was stopped has left the key at which it was.
+        if walk.deferred && walk.walked.seen > 0 {
+            walk.forget();
         }
         Some(walk.walked)
     }
@@ -131,6 +136,8 @@ struct Walk<'w, F> {
     show: F,
     walked: Walked,
     stopped: bool,
+    /// All keys so far were taken, and are still in their buckets.
+    deferred: bool,
     lent: PhantomData<&'w u8>,
 }
 
@@ -146,20 +153,28 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
         if first.is_null() { (first, 0) } else { (first, count) }
     }
 
-    /// Whether keys that are taken may stay in their buckets until the table is made an empty one. A table that grows
-    /// has two parts, and is an empty one only if both are.
-    fn may_defer(&self) -> bool {
-        // SAFETY: By the build rule a `long` is there: the position of a rehash, or -1.
-        (unsafe { read::<isize>(self.table, self.server.at.table_rehash) }) < 0
+    /// Makes the table an empty one: all of its keys were taken. A table that grows has two parts.
+    fn forget(&self) {
+        let at = &self.server.at;
+        for which in 0..2 {
+            // SAFETY: By the build rule two addresses are there; this is a fork child with one thread.
+            unsafe { write(self.table, at.tables + which * size_of::<*const u8>(), ptr::null::<u8>()) };
+            // SAFETY: By the build rule two bytes are there; -1 is the exponent of a table that does not exist.
+            unsafe { write(self.table, at.table_exponents + which, -1_i8) };
+        }
+        // SAFETY: By the build rule a `long` is there; -1: the table does not grow.
+        unsafe { write(self.table, at.table_rehash, -1_isize) };
     }
 
-    /// Makes one of the two tables an empty one: all of its keys were taken.
-    fn forget(&self, which: usize) {
-        let at = &self.server.at;
-        // SAFETY: By the build rule two addresses are there; this is a fork child with one thread.
-        unsafe { write(self.table, at.tables + which * size_of::<*const u8>(), ptr::null::<u8>()) };
-        // SAFETY: By the build rule two bytes are there; -1 is the exponent of a table that does not exist.
-        unsafe { write(self.table, at.table_exponents + which, -1_i8) };
+    /// A key was left, so the table will not be made an empty one: the keys that were taken from buckets before this one
+    /// leave them now.
+    fn leave_out_before(&mut self, which: usize, bucket: usize, bucket_bytes: usize, leave_out: fn(*const u8)) {
+        self.deferred = false;
+        for part in 0..=which {
+            let (first, count) = self.buckets(part);
+            let end = if part == which { bucket } else { count };
+            (0..end).for_each(|bucket| leave_out(first.wrapping_add(bucket * bucket_bytes)));
+        }
     }
 
     /// Notes that this many keys were taken out of one of the two tables.
@@ -194,7 +209,7 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
         let server = self.server;
         // Asked once: most data sets have none.
         let expire = server.entries(expiries) > 0;
-        let (mut entries, mut taken, mut deferred) = (Vec::new(), 0, self.may_defer() && count > 0);
+        let (mut entries, mut taken) = (Vec::new(), 0);
         for window in (0..count).step_by(WINDOW) {
             if self.stopped {
                 break;
@@ -234,16 +249,12 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
                     taken += 1;
                 }
             }
-            if deferred && taken - before < entries.len() {
-                deferred = false;
-                (0..window).for_each(|bucket| unlink_all(place(bucket)));
+            if self.deferred && taken - before < entries.len() {
+                self.leave_out_before(which, window, size_of::<*const u8>(), unlink_all);
             }
-            if !deferred && taken > before {
+            if !self.deferred && taken > before {
                 relink(&entries);
             }
-        }
-        if deferred {
-            self.forget(which);
         }
         self.taken(which, taken);
     }
@@ -253,7 +264,7 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
     fn valkey_table(&mut self, own: &Valkey, only: &ValkeyOnly, which: usize) {
         let (first, count) = self.buckets(which);
         let server = self.server;
-        let (mut entries, mut taken, mut deferred) = (Vec::new(), 0, self.may_defer() && count > 0);
+        let (mut entries, mut taken) = (Vec::new(), 0);
         let place = |bucket: usize| first.wrapping_add(bucket * BUCKET_BYTES);
         // A bucket is a line of memory with seven keys.
         for window in (0..count).step_by(WINDOW / 4) {
@@ -300,17 +311,13 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
                     taken += 1;
                 }
             }
-            if deferred && taken - before < entries.len() {
-                deferred = false;
-                (0..window).for_each(|bucket| leave_all_out(place(bucket)));
+            if self.deferred && taken - before < entries.len() {
+                self.leave_out_before(which, window, BUCKET_BYTES, leave_all_out);
             }
-            if !deferred {
+            if !self.deferred {
                 let taken = entries.iter().filter(|entry| entry.is_taken);
                 taken.for_each(|entry| leave_out(entry.bucket, entry.entry.addr()));
             }
-        }
-        if deferred {
-            self.forget(which);
         }
         self.taken(which, taken);
     }

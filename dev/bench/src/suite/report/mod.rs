@@ -31,6 +31,9 @@ pub struct Options {
     /// The page to update.
     #[arg(long, default_value = "docs/benchmarks.md")]
     pub page: PathBuf,
+    /// The README, which shows one figure.
+    #[arg(long, default_value = "README.md")]
+    pub readme: PathBuf,
     /// Folder for the plots, beside the page.
     #[arg(long, default_value = "docs/plots")]
     pub plots: PathBuf,
@@ -50,7 +53,8 @@ pub fn run(options: &Options) -> Result<bool> {
     let page = splice(&page, "devices", &section.text(&runs, tables::devices(&bare(&runs)), &[]))?;
 
     let runs = kept::newest::<feel::Point>(&options.runs, "feel")?;
-    let plots = plots::feel(&bare(&runs), &options.plots)?;
+    let figures = plots::feel(&bare(&runs), &options.plots)?;
+    let plots: Vec<Plot> = figures.into_iter().map(|figure| (figure.words, figure.file)).collect();
     let page = splice(&page, "feel", &section.text(&runs, tables::feel(&bare(&runs)), &plots))?;
     let felt = runs;
 
@@ -66,8 +70,14 @@ pub fn run(options: &Options) -> Result<bool> {
     let page = splice(&page, "volume", &section.text(&runs, volume::tables::tables(&bare(&runs)), &plots))?;
 
     let runs = kept::newest::<syncs::Point>(&options.runs, "sync")?;
-    let plots = plots::sync(&bare(&runs), &options.plots)?;
-    let page = splice(&page, "sync", &section.text(&runs, tables::sync(&bare(&runs)), &plots))?;
+    let figures = plots::sync(&bare(&runs), &options.plots)?;
+    let tables = tables::sync(&bare(&runs), &figures, &section.to_plots);
+    let page = splice(&page, "sync", &section.text(&runs, tables, &[]))?;
+    if let Some(figure) = plots::readme(&bare(&runs), &options.plots)? {
+        let readme = fs::read_to_string(&options.readme)?;
+        let text = format!("{}\n\n{}.", figure.image(&options.plots), figure.sentence);
+        fs::write(&options.readme, splice(&readme, "figure", &text)?)?;
+    }
     let page = splice(&page, "targets", &targets::table(&bare(&runs), &bare(&felt)))?;
 
     fs::write(&options.page, page)?;
@@ -84,6 +94,26 @@ struct Section {
 
 /// A plot's title and the name of its file.
 pub type Plot = (String, String);
+
+/// A figure that was drawn.
+pub struct Figure {
+    /// Its title.
+    pub title: String,
+    /// All that it shows, as words and numbers.
+    pub words: String,
+    /// The name of its file.
+    pub file: String,
+    /// What it shows, in one sentence without a full stop.
+    pub sentence: String,
+}
+
+impl Figure {
+    /// The figure as Markdown, for a page from which this is the way to the plots.
+    fn image(&self, to_plots: &Path) -> String {
+        let words = self.words.replace(['[', ']'], "");
+        format!("![{words}]({}/{})", to_plots.display(), self.file)
+    }
+}
 
 impl Section {
     fn new(options: &Options) -> Section {

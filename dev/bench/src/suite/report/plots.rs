@@ -1,13 +1,15 @@
-//! The plots, as SVG: lines with dots, one per method, in colours that stay the same from plot to plot.
+//! The figures, as SVG: bars for syncs and what clients feel; lines with dots over sizes and jobs, in colours that stay
+//! the same from plot to plot.
 
 use std::path::Path;
 
 use clap::ValueEnum;
 use plotters::style::{BLACK, RGBColor};
 
-use super::Plot;
-use super::tables::{Cell, cells, groups, order, sizes};
+use super::tables::{self, Cell, cells, groups, order, sizes};
+use super::{Figure, Plot};
 use crate::Spread;
+use crate::bars::{self, Bar, Chart, Family};
 use crate::plot::{self, Axis, Line};
 use crate::suite::points::name_of;
 use crate::suite::volume::cases::{Case, Cell as FileCell, Figures, Pattern, Subject};
@@ -19,42 +21,122 @@ struct Picture<'a> {
     title: &'a str,
     x: &'a str,
     y: &'a str,
-    /// Powers of ten at even distances.
+    /// Powers of two at even distances.
     is_log_x: bool,
+    /// Powers of ten at even distances.
     is_log_y: bool,
     lines: Vec<Line<'static>>,
 }
 
-/// Draws time and bytes against the number of replicas, for each network.
+/// Draws the seconds of each method for each number of replicas, one figure for each group of [`groups`].
 ///
 /// # Errors
 /// A file could not be written.
-pub fn sync(runs: &[&Kept<syncs::Point>], folder: &Path) -> Result<Vec<Plot>> {
-    let mut plots = Vec::new();
-    for group in groups(runs).iter().filter(|group| group.numbers().len() > 1) {
-        let lines = |figure: fn(&syncs::Point) -> f64| {
-            let line = |method: Method| {
-                let at = |replicas| Some((replicas as f64, group.spread(method, replicas, figure)?.median));
-                line_of(Some(method), group.numbers().into_iter().filter_map(at).collect())
-            };
-            group.methods().into_iter().map(line).collect()
-        };
+pub fn sync(runs: &[&Kept<syncs::Point>], folder: &Path) -> Result<Vec<Figure>> {
+    let mut figures = Vec::new();
+    for group in groups(runs) {
         let name = slug(&format!("{} {} {} {}", group.server, group.network, group.bytes >> 20, group.label));
-        let title = format!("Seconds until the last replica: {}", group.title());
-        let seconds = Picture::new(&title, "replicas", "seconds", lines(|point| point.seconds));
-        plots.push(seconds.draw(folder, &format!("sync-seconds-{name}.svg"))?);
-        let title = format!("MB out of the primary's host: {}", group.title());
-        let sent = Picture::new(&title, "replicas", "MB", lines(|point| point.sent as f64 / 1e6));
-        plots.push(sent.draw(folder, &format!("sync-sent-{name}.svg"))?);
+        let chart = Chart {
+            title: format!("Seconds until the last replica: {}", group.title()),
+            unit: "s",
+            notes: "ratio to the best of its own, MB out of the primary's host",
+            groups: group.numbers().into_iter().map(|replicas| of_replicas(&group, replicas)).collect(),
+        };
+        figures.push(figure(&chart, folder, format!("sync-{name}.svg"), sentence(&group).unwrap_or_default())?);
     }
-    Ok(plots)
+    Ok(figures)
 }
 
-/// Draws the 99th percentile against the number of replicas, for each group of clients.
+/// Draws one figure for the README: the server's own replication and ours over the number of replicas, of the largest data
+/// over the slowest cable that was measured with several numbers of replicas.
 ///
 /// # Errors
 /// A file could not be written.
-pub fn feel(runs: &[&Kept<feel::Point>], folder: &Path) -> Result<Vec<Plot>> {
+pub fn readme(runs: &[&Kept<syncs::Point>], folder: &Path) -> Result<Option<Figure>> {
+    let all = groups(runs);
+    let over_a_cable = |group: &&tables::Group<'_>| group.network != "loopback" && compared(group).len() > 1;
+    // In tens of MB/s: iperf3's figure differs a little from run to run.
+    let rate = |group: &tables::Group<'_>| (group.link.unwrap_or(f64::INFINITY) / 1e7).round();
+    let group = all.iter().filter(over_a_cable).max_by(|one, other| {
+        let by_data = one.bytes.cmp(&other.bytes);
+        by_data.then(rate(other).total_cmp(&rate(one))).then(compared(one).len().cmp(&compared(other).len()))
+    });
+    let Some(group) = group.or(all.last()) else { return Ok(None) };
+    let numbers = compared(group);
+    let Some(ours) = numbers.last().and_then(|most| group.best_ours(*most)) else { return Ok(None) };
+    let bars = |replicas| {
+        let methods = group.best_own(replicas).into_iter().chain([ours]);
+        let bars = methods.filter_map(|method| bar(group, method, replicas)).collect();
+        bars::Group { title: replicas_of(replicas), bars }
+    };
+    let chart = Chart {
+        title: format!("Seconds until the last replica: {}", group.title()),
+        unit: "s",
+        notes: "ratio, MB out of the primary's host",
+        groups: numbers.into_iter().map(bars).collect(),
+    };
+    figure(&chart, folder, "readme.svg".into(), sentence(group).unwrap_or_default()).map(Some)
+}
+
+fn figure(chart: &Chart, folder: &Path, file: String, sentence: String) -> Result<Figure> {
+    chart.draw(&folder.join(&file)).map_err(|error| format!("could not draw {file}: {error}"))?;
+    Ok(Figure { title: chart.title.clone(), words: chart.words(), file, sentence })
+}
+
+fn of_replicas(group: &tables::Group<'_>, replicas: usize) -> bars::Group {
+    let bars = group.methods().into_iter().filter_map(|method| bar(group, method, replicas)).collect();
+    bars::Group { title: replicas_of(replicas), bars }
+}
+
+/// The bar of a method, if it was measured.
+fn bar(group: &tables::Group<'_>, method: Method, replicas: usize) -> Option<Bar> {
+    let figure = group.seconds(method, replicas)?;
+    let best = group.best_own(replicas).and_then(|best| group.seconds(best, replicas));
+    let ratio = best.map_or(String::new(), |best| format!("{:.2}, ", figure.median / best.median));
+    let sent = group.spread(method, replicas, |point| point.sent as f64 / 1e6).map_or(0.0, |spread| spread.median);
+    Some(Bar { name: group.name(method), family: family(method), figure, note: format!("{ratio}{sent:.0} MB") })
+}
+
+fn family(method: Method) -> Family {
+    match method {
+        _ if method.is_own() => Family::Own,
+        _ if method.is_ours() => Family::Ours,
+        _ => Family::Other,
+    }
+}
+
+fn replicas_of(count: usize) -> String {
+    if count == 1 { "1 replica".to_owned() } else { format!("{count} replicas") }
+}
+
+/// The numbers of replicas with which both the server's own replication and ours were measured.
+fn compared(group: &tables::Group<'_>) -> Vec<usize> {
+    let both = |replicas: &usize| group.best_own(*replicas).is_some() && group.best_ours(*replicas).is_some();
+    group.numbers().into_iter().filter(both).collect()
+}
+
+/// What a group shows, in one sentence.
+fn sentence(group: &tables::Group<'_>) -> Option<String> {
+    let Some(most) = compared(group).last().copied() else {
+        let methods: Vec<String> = group.methods().into_iter().map(|method| group.name(method)).collect();
+        return Some(format!("{} alone, without a comparison with the server's own replication", methods.join(", ")));
+    };
+    let (own, ours) = (group.best_own(most)?, group.best_ours(most)?);
+    let (theirs, our) = (group.seconds(own, most)?.median, group.seconds(ours, most)?.median);
+    Some(format!(
+        "{} take {our:.2} s by {}, {:.2} of the {theirs:.2} s of {}",
+        replicas_of(most),
+        group.name(ours),
+        our / theirs,
+        own.name()
+    ))
+}
+
+/// Draws the 99th percentile for each number of replicas, for each group of clients.
+///
+/// # Errors
+/// A file could not be written.
+pub fn feel(runs: &[&Kept<feel::Point>], folder: &Path) -> Result<Vec<Figure>> {
     let cells = cells(runs);
     let key = |cell: &Cell<'_>| {
         let feel::Point { server, network, clients, .. } = cell.first;
@@ -62,25 +144,36 @@ pub fn feel(runs: &[&Kept<feel::Point>], folder: &Path) -> Result<Vec<Plot>> {
     };
     let mut groups: Vec<[String; 4]> = cells.iter().map(key).collect();
     groups.dedup();
-    let mut plots = Vec::new();
+    let mut figures = Vec::new();
     for group in groups {
-        let of = || cells.iter().filter(|cell| key(cell) == group);
+        let of: Vec<&Cell<'_>> = cells.iter().filter(|cell| key(cell) == group).collect();
         let [server, network, clients, label] = &group;
-        let line = |method: Method| {
-            // Without replicas all methods are equal.
-            let points = of().filter(|cell| cell.first.method.is_none_or(|other| other == method));
-            let points: Vec<(f64, f64)> =
-                points.map(|cell| (cell.first.replicas as f64, cell.median(|point| point.felt.p99))).collect();
-            (points.len() > 1).then(|| line_of(Some(method), points))
+        let mut numbers: Vec<usize> = of.iter().map(|cell| cell.first.replicas).collect();
+        numbers.sort_unstable();
+        numbers.dedup();
+        let bars = |replicas: usize| {
+            let bar = |cell: &&&Cell<'_>| {
+                let figure = Spread::of(cell.points.iter().map(|point| point.felt.p99))?;
+                let method = cell.first.method;
+                let family = method.map_or(Family::Other, family);
+                Some(Bar { name: name_of(method).to_owned(), family, figure, note: String::new() })
+            };
+            let bars: Vec<Bar> =
+                of.iter().filter(|cell| cell.first.replicas == replicas).filter_map(|cell| bar(&cell)).collect();
+            let title = if replicas == 0 { "no replica".to_owned() } else { replicas_of(replicas) };
+            bars::Group { title, bars }
         };
-        let title = format!("99th percentile of what {clients} clients wait: {server}, {network}");
-        let mut picture = Picture::new(&title, "replicas being made", "ms", order().filter_map(line).collect());
-        picture.is_log_y = true;
-        plots.push(
-            picture.draw(folder, &format!("feel-{}.svg", slug(&format!("{server} {network} {clients} {label}"))))?,
-        );
+        let chart = Chart {
+            title: format!("99th percentile of what {clients} clients wait: {server}, {network}"),
+            unit: "ms",
+            notes: "",
+            groups: numbers.into_iter().map(bars).collect(),
+        };
+        let name = slug(&format!("{server} {network} {clients} {label}"));
+        let sentence = format!("what {clients} clients of the primary wait while replicas are made");
+        figures.push(figure(&chart, folder, format!("feel-{name}.svg"), sentence)?);
     }
-    Ok(plots)
+    Ok(figures)
 }
 
 /// Draws seconds against the size of the data set, and of the values.
@@ -173,20 +266,20 @@ impl<'a> Picture<'a> {
     }
 
     fn draw(self, folder: &Path, file: &str) -> Result<Plot> {
-        let x = self.axis(self.x, |point| point.0, self.is_log_x);
-        let y = self.axis(self.y, |point| point.1, self.is_log_y);
+        let x = self.axis(self.x, |point| point.0, self.is_log_x.then_some(2.0));
+        let y = self.axis(self.y, |point| point.1, self.is_log_y.then_some(10.0));
         plot::Picture { title: self.title, x, y, lines: self.lines }.draw(&folder.join(file))?;
         Ok((self.title.to_owned(), file.to_owned()))
     }
 
     /// An axis from 0, or a logarithmic one from a bit below the least value to a bit above the greatest.
-    fn axis(&self, name: &'a str, figure: fn(&(f64, f64)) -> f64, is_log: bool) -> Axis<'a> {
+    fn axis(&self, name: &'a str, figure: fn(&(f64, f64)) -> f64, powers_of: Option<f64>) -> Axis<'a> {
         let figures =
             || self.lines.iter().flat_map(|line| &line.points).map(figure).filter(|figure| figure.is_finite());
         let most = figures().reduce(f64::max).unwrap_or(1.0).max(1e-6);
         let least = figures().reduce(f64::min).unwrap_or(0.0);
-        let range = if is_log { (least * 0.7).max(most * 1e-9)..most * 1.5 } else { 0.0..most * 1.08 };
-        Axis { name, range, powers_of: is_log.then_some(10.0) }
+        let range = if powers_of.is_some() { (least * 0.7).max(most * 1e-9)..most * 1.5 } else { 0.0..most * 1.08 };
+        Axis { name, range, powers_of }
     }
 }
 
@@ -196,9 +289,8 @@ fn slug(words: &str) -> String {
     plain.split('-').filter(|part| !part.is_empty()).collect::<Vec<_>>().join("-")
 }
 
-/// Colours in the order of the methods: the servers' own grey to black, the copiers brown, ours in colour. Further
-/// methods are black.
-const COLOURS: [RGBColor; 13] = [
+/// Colours in the order of the methods, each with one of its own: the servers' own grey to black, the others in colour.
+const COLOURS: [RGBColor; 20] = [
     RGBColor(190, 190, 190),
     RGBColor(130, 130, 130),
     RGBColor(80, 80, 80),
@@ -206,12 +298,19 @@ const COLOURS: [RGBColor; 13] = [
     RGBColor(150, 100, 40),
     RGBColor(205, 170, 120),
     RGBColor(120, 200, 120),
+    RGBColor(20, 90, 40),
     RGBColor(40, 140, 60),
     RGBColor(60, 110, 220),
     RGBColor(220, 40, 60),
     RGBColor(240, 140, 40),
     RGBColor(150, 60, 200),
     RGBColor(150, 210, 60),
+    RGBColor(0, 170, 180),
+    RGBColor(230, 120, 170),
+    RGBColor(120, 140, 220),
+    RGBColor(110, 30, 50),
+    RGBColor(200, 190, 40),
+    RGBColor(30, 50, 110),
 ];
 
 /// In the order of the subjects: ours in colour.
@@ -236,20 +335,35 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_plot_has_a_line_with_its_name_for_every_method() {
+    fn a_figure_has_a_bar_with_its_name_for_every_method_and_says_what_it_shows() {
         let folder = tempfile::tempdir().unwrap();
-        let points = [Method::OwnBest, Method::RemoraRelay]
+        let points = [(Method::OwnBest, 2.0), (Method::RemoraRelay, 1.0)]
             .into_iter()
-            .flat_map(|method| [1, 3].map(|replicas| point(method, replicas, 0, replicas as f64, 5)))
+            .flat_map(|(method, pace)| [1, 3].map(|replicas| point(method, replicas, 0, pace * replicas as f64, 5)))
             .collect();
-        let plots = sync(&[&kept(points)], folder.path()).unwrap();
-        assert_eq!(plots.len(), 2);
-        let svg = std::fs::read_to_string(folder.path().join(&plots[0].1)).unwrap();
-        for name in [Method::OwnBest.name(), Method::RemoraRelay.name(), "seconds"] {
+        let kept = kept(points);
+        let figures = sync(&[&kept], folder.path()).unwrap();
+        assert_eq!(figures.len(), 1);
+        let svg = std::fs::read_to_string(folder.path().join(&figures[0].file)).unwrap();
+        for name in [Method::OwnBest.name(), Method::RemoraRelay.name(), "3 replicas", "6.00 s"] {
             assert!(svg.contains(name), "{name} is missing");
         }
-        let red = "#DC283C";
-        assert!(svg.contains(red), "the line with relay is not in its colour");
+        let shows = &figures[0].sentence;
+        assert!(
+            shows.starts_with("3 replicas take 3.00 s by ") && shows.contains("0.50 of the 6.00 s of own, best"),
+            "{shows}"
+        );
+        let readme = readme(&[&kept], folder.path()).unwrap().unwrap();
+        assert_eq!((readme.file.as_str(), &readme.sentence), ("readme.svg", shows));
+    }
+
+    #[test]
+    fn every_method_has_a_colour_of_its_own() {
+        let count = order().count();
+        assert!(count <= COLOURS.len(), "{count} methods");
+        for (place, colour) in COLOURS.iter().enumerate() {
+            assert!(!COLOURS[..place].contains(colour), "{colour:?}");
+        }
     }
 
     #[test]

@@ -1,9 +1,11 @@
 //! The tables, as Markdown, from kept figures.
 
 use std::fmt::Write as _;
+use std::path::Path;
 
 use clap::ValueEnum;
 
+use super::Figure;
 use crate::suite::points::name_of;
 use crate::suite::{Kept, conversations, devices, feel, points, scaling, syncs};
 use crate::sync::Method;
@@ -79,6 +81,15 @@ impl Group<'_> {
         medians.min_by(|one, other| one.1.total_cmp(&other.1)).map(|(method, _)| method)
     }
 
+    /// Our method with the shortest time, beside those of whole syncs: not a late joiner, and none that is disturbed.
+    pub(super) fn best_ours(&self, replicas: usize) -> Option<Method> {
+        let whole =
+            |method: &Method| method.is_ours() && method.joins().is_none() && *method != Method::RemoraRelayKilled;
+        let ours = self.methods().into_iter().filter(whole);
+        let medians = ours.filter_map(|method| Some((method, self.seconds(method, replicas)?.median)));
+        medians.min_by(|one, other| one.1.total_cmp(&other.1)).map(|(method, _)| method)
+    }
+
     /// The method's name in tables. Agents with relay had memory for the whole data set in runs that do not record
     /// their memory, and have the default in later runs: these are two configurations.
     pub(super) fn name(&self, method: Method) -> String {
@@ -111,8 +122,12 @@ impl Group<'_> {
         format!("{}, {}{link}, {:.0} MiB{label}", self.server, self.network, self.bytes as f64 / f64::from(1 << 20))
     }
 
-    fn table(&self, out: &mut String) {
-        let _ = writeln!(out, "\n### {}\n\n{SYNC_HEAD}", self.title());
+    fn table(&self, out: &mut String, figure: Option<&Figure>, to_plots: &Path) {
+        let _ = writeln!(out, "\n### {}\n", self.title());
+        if let Some(figure) = figure {
+            let _ = writeln!(out, "{}\n", figure.image(to_plots));
+        }
+        let _ = writeln!(out, "{SYNC_HEAD}");
         for replicas in self.numbers() {
             let best = self.best_own(replicas).and_then(|best| self.seconds(best, replicas));
             for method in self.methods() {
@@ -146,11 +161,31 @@ impl Group<'_> {
     }
 }
 
-/// The tables of `sync`.
-pub fn sync(runs: &[&Kept<syncs::Point>]) -> String {
-    let mut out = String::from(SYNC_EXPLAINED);
-    groups(runs).iter().for_each(|group| group.table(&mut out));
+/// The contents, the figures and the tables of `sync`. `figures`: one for each group, in their order.
+pub fn sync(runs: &[&Kept<syncs::Point>], figures: &[Figure], to_plots: &Path) -> String {
+    let groups = groups(runs);
+    let mut out = if figures.is_empty() { String::new() } else { String::from("\nWhat the figures show:\n\n") };
+    for (group, figure) in groups.iter().zip(figures) {
+        let _ = writeln!(out, "- [{}](#{}): {}.", group.title(), anchor(&group.title()), figure.sentence);
+    }
+    if !figures.is_empty() {
+        out.push('\n');
+    }
+    out.push_str(SYNC_EXPLAINED);
+    for (place, group) in groups.iter().enumerate() {
+        group.table(&mut out, figures.get(place), to_plots);
+    }
     out
+}
+
+/// The anchor that Markdown's renderers give a heading.
+fn anchor(heading: &str) -> String {
+    let lower = heading.to_lowercase();
+    lower
+        .chars()
+        .filter(|c| c.is_alphanumeric() || [' ', '-', '_'].contains(c))
+        .map(|c| if c == ' ' { '-' } else { c })
+        .collect()
 }
 
 /// The table of `devices`.
@@ -472,7 +507,7 @@ pub(super) mod tests {
         let one = kept(vec![point(Method::OwnBest, 1, 0, 99.0, 1)]);
         let mut other = kept(vec![point(Method::OwnBest, 1, 0, 8.0, 1), point(Method::OwnBest, 1, 1, 9.0, 1)]);
         other.label = "again".into();
-        let table = sync(&[&one, &other]);
+        let table = sync(&[&one, &other], &[], Path::new(""));
         assert!(table.contains("8.50 (8.00–9.00)") && table.contains("| 99.00 |"), "{table}");
         assert!(table.contains("1 Gb/s (iperf3: 120.0 MB/s), 954 MiB, run again"), "{table}");
     }
@@ -489,7 +524,7 @@ pub(super) mod tests {
             with(Method::RemoraTcp, 8, &eight),
             point(Method::OwnBest, 3, 0, 9.0, 1),
         ];
-        let table = sync(&[&kept(points)]);
+        let table = sync(&[&kept(points)], &[], Path::new(""));
         let ends = |start: &str, end: &str| table.lines().any(|line| line.starts_with(start) && line.ends_with(end));
         assert!(ends("| 3 | Remora tcp, best |", "| 70, 71, 75 | yes |"), "{table}");
         assert!(ends("| 8 | Remora tcp, best |", "| 70–79, sum 590 | yes |"), "{table}");
@@ -500,7 +535,7 @@ pub(super) mod tests {
     fn replicas_that_differ_are_marked_clearly() {
         let mut wrong = point(Method::OwnBest, 1, 0, 8.0, 1);
         wrong.equal = Some(false);
-        assert!(sync(&[&kept(vec![wrong])]).contains("**NO**"));
+        assert!(sync(&[&kept(vec![wrong])], &[], Path::new("")).contains("**NO**"));
     }
 
     #[test]

@@ -1,0 +1,339 @@
+//! `remora status`: what a source holds and which replicas read from it, as a table, as JSON, or live on a terminal
+//! ([`screen`]).
+
+mod screen;
+
+use std::collections::HashMap;
+use std::io::IsTerminal;
+use std::time::Duration;
+
+use remora_protocol::{GenerationState, GenerationStatus, Message, ReplicaStatus, StatusReport};
+
+use self::screen::{Screen, Wish};
+use crate::args::{HostPort, StatusArgs};
+use crate::conversation::certificate_roles::CertificateRoles;
+use crate::conversation::tokens::Credentials;
+use crate::conversation::{Connection, Error};
+use crate::exit::{Code, Failure};
+use crate::units::{Size, readable};
+
+/// How long a source may take to answer.
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+
+/// Requests the status and prints it on stdout, repeatedly with `--watch`.
+///
+/// # Errors
+/// The token file is not usable, or the source cannot be reached, refuses the request or does not answer.
+pub async fn run(args: StatusArgs) -> Result<(), Failure> {
+    let security = args.security.open_for(&args.expected, CertificateRoles::default())?;
+    let credentials = Credentials::read(args.token_file.as_ref(), security, args.expected.source_key)?;
+    let mut connection = credentials.connect(&args.source.host, args.source.port).await.map_err(Error::of_source)?;
+    if let Some(pause) = args.watch.filter(|_| !args.json && std::io::stdout().is_terminal()) {
+        return watch(&mut connection, &args.source, pause).await;
+    }
+    loop {
+        let report = ask(&mut connection, &args.source).await?;
+        if args.json {
+            let text = serde_json::to_string(&report).map_err(|error| Failure::local(error.to_string()))?;
+            println!("{text}");
+        } else {
+            print!("{}", table(&report));
+        }
+        let Some(pause) = args.watch else { return Ok(()) };
+        tokio::time::sleep(pause).await;
+    }
+}
+
+/// Shows the status on the terminal until a key ends it.
+async fn watch(connection: &mut Connection, source: &HostPort, pause: Duration) -> Result<(), Failure> {
+    // The first answer comes before the terminal is taken: an error is then an ordinary line.
+    let mut report = ask(connection, source).await?;
+    let mut screen = Screen::begin()?;
+    loop {
+        screen.show(&report)?;
+        if screen.wait(&report, pause).await? == Wish::Quit {
+            return Ok(());
+        }
+        report = ask(connection, source).await?;
+    }
+}
+
+/// Asks a source how it stands.
+///
+/// # Errors
+/// The source does not answer in time, or the connection has failed.
+pub(crate) async fn ask(connection: &mut Connection, source: &HostPort) -> Result<StatusReport, Failure> {
+    connection.send(Message::StatusQuery).await.map_err(Error::of_source)?;
+    let answer = async {
+        loop {
+            if let Message::Status(report) = connection.receive().await.map_err(Error::of_source)? {
+                return Ok(report);
+            }
+        }
+    };
+    tokio::time::timeout(ANSWER_LIMIT, answer).await.unwrap_or_else(|_| {
+        let text = format!("the source {source} did not answer within {} s", ANSWER_LIMIT.as_secs());
+        Err(Failure::new(Code::Source, text))
+    })
+}
+
+pub(crate) fn table(report: &StatusReport) -> String {
+    let mut text = format!("source     remora {} of {} ({})\n", report.source, report.server, report.role);
+    match &report.generation {
+        None => text.push_str("snapshot   none; the source takes one when a replica joins\n"),
+        Some(generation) => describe(generation, &mut text),
+    }
+    let totals = &report.totals;
+    text.push_str(&format!(
+        "so far     {} snapshot{} taken, {} replica{} done, {} served over the network\n",
+        totals.snapshots_taken,
+        plural(totals.snapshots_taken),
+        totals.replicas_done,
+        plural(totals.replicas_done),
+        Size::bytes(totals.bytes_served)
+    ));
+    if totals.snapshots_failed > 0 {
+        text.push_str(&format!(
+            "           {} snapshot{} failed\n",
+            totals.snapshots_failed,
+            plural(totals.snapshots_failed)
+        ));
+    }
+    if !report.last_failure.is_empty() {
+        text.push_str(&format!("failed     the last snapshot: {}\n", report.last_failure));
+    }
+    if !report.replicas.is_empty() {
+        text.push_str(&replicas(&report.replicas));
+    }
+    if report.replicas.iter().any(|replica| replica.serves || replica.reads_from.is_some()) {
+        text.push_str("\nsource\n");
+        Tree::of(&report.replicas).branch(None, 0, "", &mut text);
+    }
+    text
+}
+
+/// The replicas by the replica that they read from; `None`: the source.
+struct Tree<'a> {
+    readers: HashMap<Option<u64>, Vec<&'a ReplicaStatus>>,
+    names: HashMap<u64, &'a str>,
+}
+
+impl<'a> Tree<'a> {
+    fn of(replicas: &'a [ReplicaStatus]) -> Tree<'a> {
+        let names: HashMap<u64, &str> =
+            replicas.iter().map(|replica| (replica.session, replica.name.as_str())).collect();
+        let mut readers = HashMap::<_, Vec<_>>::new();
+        for replica in replicas {
+            // A replica whose upstream has just left is drawn below the source until it is assigned another one.
+            let above = replica.reads_from.filter(|session| names.contains_key(session));
+            readers.entry(above).or_default().push(replica);
+        }
+        Tree { readers, names }
+    }
+
+    /// Draws the replicas that read from `from`, each with its own readers below it. Each is drawn once, so that a
+    /// damaged report with a ring ends too.
+    fn branch(&mut self, from: Option<u64>, level: usize, indent: &str, text: &mut String) {
+        let readers = self.readers.remove(&from).unwrap_or_default();
+        let above = from.and_then(|from| self.names.get(&from).copied());
+        for (number, reader) in readers.iter().enumerate() {
+            let is_last = number + 1 == readers.len();
+            let (edge, below) = if is_last { ("└─", "   ") } else { ("├─", "│  ") };
+            let upstream = match above {
+                Some(name) if level >= INDENTED_LEVELS => format!("  reads from {name},"),
+                _ => String::new(),
+            };
+            text.push_str(&format!("{indent}{edge} {}{upstream}{}\n", reader.name, lends(reader)));
+            let below = if level < INDENTED_LEVELS { format!("{indent}{below}") } else { indent.to_owned() };
+            self.branch(Some(reader.session), level + 1, &below, text);
+        }
+    }
+}
+
+/// Levels of the tree that are indented. One chain may have a thousand, and would be a thousand times three columns
+/// wide. A replica below these levels has the name of the one that it reads from.
+const INDENTED_LEVELS: usize = 24;
+
+/// What other replicas can read from this one, as text.
+fn lends(replica: &ReplicaStatus) -> String {
+    let zone = if replica.zone.is_empty() { String::new() } else { format!(", zone {}", replica.zone) };
+    let what = match (replica.serves, replica.oldest_slot) {
+        (false, _) => "lends nothing".to_owned(),
+        (true, 0) => format!("lends {} slots", replica.slots_held),
+        (true, oldest) => format!("lends slots {oldest} to {}", replica.slots_held.saturating_sub(1)),
+    };
+    format!("  {what}{zone}")
+}
+
+fn plural(count: u64) -> &'static str {
+    if count == 1 { "" } else { "s" }
+}
+
+fn describe(generation: &GenerationStatus, text: &mut String) {
+    let state = match generation.state {
+        GenerationState::Capturing => "being taken",
+        GenerationState::Complete => "whole",
+    };
+    let seconds = generation.capture_millis as f64 / 1000.0;
+    text.push_str(&format!(
+        "snapshot   generation {}, {state}: {} in {} slots, {seconds:.3} s to take by {}, {} old\n",
+        generation.generation,
+        Size::bytes(generation.snapshot_bytes),
+        generation.published_slots,
+        generation.capture,
+        readable(Duration::from_secs(generation.age_seconds)),
+    ));
+    if !generation.no_fast_keys.is_empty() {
+        text.push_str(&format!("           without fast keys: {}\n", generation.no_fast_keys));
+    }
+    text.push_str(&format!(
+        "           {}:{}{}\n",
+        generation.replid,
+        generation.offset_start,
+        if generation.windowed { ", windowed: no late joiners" } else { "" }
+    ));
+    text.push_str(&format!(
+        "stream     from {} to {} ({} held)\n",
+        generation.journal_first,
+        generation.offset_now,
+        Size::bytes(generation.journal_end.saturating_sub(generation.journal_first))
+    ));
+    text.push_str(&format!(
+        "memory     {} of {} in use\n",
+        Size::bytes(generation.memory_bytes),
+        Size::bytes(generation.memory_limit)
+    ));
+}
+
+fn replicas(replicas: &[ReplicaStatus]) -> String {
+    let width = replicas.iter().map(|replica| replica.name.chars().count()).max().unwrap_or(0).max("replica".len());
+    let mut text = format!(
+        "\n{:<width$}  {:<9} {:<5} {:>7} {:>12} {:>12} {:>8} {:>7}  {}\n",
+        "replica", "phase", "by", "percent", "rate", "lag", "joined", "silent", "protection"
+    );
+    for replica in replicas {
+        text.push_str(&format!(
+            "{:<width$}  {:<9} {:<5} {:>6.1}% {:>12} {:>12} {:>8} {:>7}  {}\n",
+            replica.name,
+            replica.phase,
+            replica.transport,
+            f64::from(replica.percent_permille) / 10.0,
+            format!("{}/s", Size::bytes(replica.rate_bytes_per_s)),
+            Size::bytes(replica.journal_lag_bytes).to_string(),
+            readable(Duration::from_secs(replica.joined_seconds)),
+            readable(Duration::from_secs(replica.silent_seconds)),
+            replica.protection,
+        ));
+        if replica.transport.is_empty() && !replica.transport_why.is_empty() {
+            text.push_str(&format!("{:<width$}  waits: {}\n", "", replica.transport_why));
+        } else if !replica.transport_why.is_empty() {
+            text.push_str(&format!("{:<width$}  by {}, as {}\n", "", replica.transport, replica.transport_why));
+        }
+        if !replica.no_fast_keys.is_empty() {
+            text.push_str(&format!("{:<width$}  without fast keys: {}\n", "", replica.no_fast_keys));
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use remora_protocol::{Phase, Totals};
+
+    use super::*;
+
+    pub(super) fn report(replicas: Vec<ReplicaStatus>) -> StatusReport {
+        let generation = GenerationStatus {
+            generation: 1,
+            replid: "0123456789012345678901234567890123456789".parse().expect("a replication id"),
+            offset_start: 100,
+            offset_now: 8 << 20,
+            state: GenerationState::Complete,
+            snapshot_bytes: 937 << 20,
+            slots: 1000,
+            published_slots: 937,
+            retired_slots: 0,
+            windowed: false,
+            memory_bytes: 1 << 30,
+            memory_limit: 2 << 30,
+            age_seconds: 180,
+            journal_first: 101,
+            journal_end: 8 << 20,
+            capture_millis: 900,
+            capture: "psync".into(),
+            no_fast_keys: String::new(),
+        };
+        let totals = Totals { snapshots_taken: 1, snapshots_failed: 0, replicas_done: 3, bytes_served: 1 << 30 };
+        StatusReport {
+            source: "0.1.0".into(),
+            server: "redis://10.0.0.1:6379".into(),
+            role: "primary".into(),
+            generation: Some(generation),
+            replicas,
+            totals,
+            last_failure: String::new(),
+        }
+    }
+
+    pub(super) fn replica(session: u64, name: &str, reads_from: Option<u64>) -> ReplicaStatus {
+        ReplicaStatus {
+            name: name.into(),
+            address: String::new(),
+            transport: "tcp".into(),
+            transport_why: String::new(),
+            no_fast_keys: String::new(),
+            protection: "plaintext".into(),
+            phase: Phase::Transfer,
+            slots_held: 10,
+            percent_permille: 0,
+            rate_bytes_per_s: 0,
+            journal_lag_bytes: 0,
+            applied_offset: 0,
+            joined_seconds: 0,
+            silent_seconds: 0,
+            session,
+            reads_from,
+            serves: true,
+            oldest_slot: 0,
+            zone: String::new(),
+        }
+    }
+
+    #[test]
+    fn who_reads_from_whom_is_drawn_as_a_tree() {
+        let mut east = replica(4, "d", Some(1));
+        (east.zone, east.oldest_slot) = ("east".into(), 3);
+        let all = [replica(1, "a", None), replica(2, "b", Some(1)), replica(3, "c", Some(2)), east];
+        let mut text = String::new();
+        Tree::of(&all).branch(None, 0, "", &mut text);
+        let drawn = "\
+└─ a  lends 10 slots
+   ├─ b  lends 10 slots
+   │  └─ c  lends 10 slots
+   └─ d  lends slots 3 to 9, zone east
+";
+        assert_eq!(text, drawn);
+    }
+
+    #[test]
+    fn one_whose_peer_is_gone_hangs_below_the_source_and_a_ring_ends() {
+        let mut text = String::new();
+        Tree::of(&[replica(1, "a", Some(9))]).branch(None, 0, "", &mut text);
+        assert_eq!(text, "└─ a  lends 10 slots\n");
+        let ring = [replica(1, "a", Some(2)), replica(2, "b", Some(1))];
+        Tree::of(&ring).branch(Some(1), 0, "", &mut text);
+        assert!(text.lines().count() <= 2 + remora_protocol::MAX_REPLICAS);
+    }
+
+    #[test]
+    fn a_chain_of_a_thousand_is_drawn_in_lines_of_a_usual_width() {
+        let from = |session: u64| session.checked_sub(1).filter(|above| *above > 0);
+        let all: Vec<_> = (1..=1000).map(|session| replica(session, &format!("db{session}"), from(session))).collect();
+        let mut text = String::new();
+        Tree::of(&all).branch(None, 0, "", &mut text);
+        assert_eq!(text.lines().count(), 1000);
+        assert!(text.lines().all(|line| line.chars().count() < 140), "{text}");
+        assert!(text.contains("└─ db24  lends 10 slots\n"), "{text}");
+        assert!(text.contains("└─ db1000  reads from db999,  lends 10 slots\n"), "{text}");
+    }
+}

@@ -1,0 +1,308 @@
+//! Screen: `remora status --watch` on a terminal, drawn anew at each report.
+//!
+//! ```text
+//!   source     remora 0.1.0 of redis://10.0.0.1:6379 (primary)
+//!   snapshot   937.0 MiB, whole, 3 min old              stream      2.1 MiB held, to offset 73322
+//!   journal    ▆▆▆▆▆▁▁▁▁▁▁▁ 24 % until a replica loses its place
+//!   ┌ replicas ────────────────────────────────────────────────────────────┐
+//!   │ a  transfer  ▆▆▆▆▆▆▆▆▁▁▁▁ 61.0%   110.2 MiB/s  lag 0 B   from source  │
+//! ```
+
+use std::collections::HashMap;
+use std::io;
+use std::time::Duration;
+
+use ratatui::buffer::Buffer;
+use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
+use ratatui::layout::{Constraint, Layout, Rect};
+use ratatui::style::{Color, Modifier, Style};
+use ratatui::text::{Line, Span};
+use ratatui::widgets::{Block, Cell, Paragraph, Row, Table, Widget};
+use remora_protocol::{GenerationState, GenerationStatus, Phase, ReplicaStatus, StatusReport};
+
+use crate::exit::Failure;
+use crate::units::{Size, readable};
+
+/// Columns of a bar.
+const BAR: usize = 20;
+
+/// How often keys are looked for.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// A terminal that shows reports. Dropping it gives the terminal back as it was.
+pub(super) struct Screen {
+    terminal: ratatui::DefaultTerminal,
+}
+
+/// What a key asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Wish {
+    /// The next report.
+    Next,
+    /// The end.
+    Quit,
+}
+
+impl Screen {
+    /// Takes the terminal.
+    pub(super) fn begin() -> Result<Screen, Failure> {
+        let terminal = ratatui::try_init().map_err(unusable)?;
+        Ok(Screen { terminal })
+    }
+
+    /// Draws a report.
+    pub(super) fn show(&mut self, report: &StatusReport) -> Result<(), Failure> {
+        self.terminal.draw(|frame| draw(report, frame.area(), frame.buffer_mut())).map(drop).map_err(unusable)
+    }
+
+    /// Waits until the next report is due, or a key asks for something. Draws again if the terminal has changed its size.
+    pub(super) async fn wait(&mut self, report: &StatusReport, pause: Duration) -> Result<Wish, Failure> {
+        let until = tokio::time::Instant::now() + pause;
+        loop {
+            while event::poll(Duration::ZERO).map_err(unusable)? {
+                match event::read().map_err(unusable)? {
+                    Event::Resize(..) => self.show(report)?,
+                    other => {
+                        if let Some(wish) = wish(&other) {
+                            return Ok(wish);
+                        }
+                    }
+                }
+            }
+            let now = tokio::time::Instant::now();
+            if now >= until {
+                return Ok(Wish::Next);
+            }
+            tokio::time::sleep_until(until.min(now + LOOK_EVERY)).await;
+        }
+    }
+}
+
+impl Drop for Screen {
+    fn drop(&mut self) {
+        ratatui::restore();
+    }
+}
+
+fn unusable(error: io::Error) -> Failure {
+    Failure::local(format!("the terminal cannot be used: {error}; redirect the output to get text"))
+}
+
+/// What a key asks for; `None` if it means nothing.
+fn wish(event: &Event) -> Option<Wish> {
+    let Event::Key(key) = event else { return None };
+    if key.kind != KeyEventKind::Press {
+        return None;
+    }
+    let control = key.modifiers.contains(KeyModifiers::CONTROL);
+    match key.code {
+        // The terminal sends no signal while it belongs to the screen.
+        KeyCode::Char('c') if control => Some(Wish::Quit),
+        KeyCode::Char('q') | KeyCode::Esc => Some(Wish::Quit),
+        KeyCode::Char(' ') | KeyCode::Enter => Some(Wish::Next),
+        _ => None,
+    }
+}
+
+fn draw(report: &StatusReport, area: Rect, buffer: &mut Buffer) {
+    let head = head(report);
+    let rows = [Constraint::Length(head.len() as u16), Constraint::Min(3), Constraint::Length(1)];
+    let [top, middle, bottom] = Layout::vertical(rows).areas(area);
+    Paragraph::new(head).render(top, buffer);
+    replicas(&report.replicas, middle, buffer);
+    let keys = Line::from("q: end   space: now").style(Style::new().add_modifier(Modifier::DIM));
+    keys.render(bottom, buffer);
+}
+
+/// The lines about the source and its tables.
+fn head(report: &StatusReport) -> Vec<Line<'static>> {
+    let mut lines = vec![line("source", format!("remora {} of {} ({})", report.source, report.server, report.role))];
+    match &report.generation {
+        None => lines.push(line("snapshot", "none; the source takes one when a replica joins".to_owned())),
+        Some(generation) => {
+            lines.push(line("snapshot", snapshot(generation)));
+            let held = generation.journal_end.saturating_sub(generation.journal_first);
+            lines.push(line("stream", format!("{} held, to offset {}", Size::bytes(held), generation.offset_now)));
+            lines.push(share("memory", generation.memory_bytes, generation.memory_limit, |part| {
+                format!("{} of {}", Size::bytes(part), Size::bytes(generation.memory_limit))
+            }));
+            if let Some(most) = report.replicas.iter().map(|replica| replica.journal_lag_bytes).max()
+                && held > 0
+            {
+                lines.push(share("journal", most.min(held), held, |part| {
+                    format!(
+                        "{} behind is the slowest replica; at the end of the bar it loses its place",
+                        Size::bytes(part)
+                    )
+                }));
+            }
+        }
+    }
+    let totals = &report.totals;
+    let counted = format!(
+        "{} snapshots, {} failed; {} replicas done; {} served over the network",
+        totals.snapshots_taken,
+        totals.snapshots_failed,
+        totals.replicas_done,
+        Size::bytes(totals.bytes_served)
+    );
+    lines.push(line("so far", counted));
+    if !report.last_failure.is_empty() {
+        lines.push(line("failed", report.last_failure.clone()).style(Style::new().fg(Color::Red)));
+    }
+    lines
+}
+
+fn line(name: &'static str, text: String) -> Line<'static> {
+    let name = Span::styled(format!("{name:<10} "), Style::new().add_modifier(Modifier::BOLD));
+    Line::from(vec![name, Span::raw(text)])
+}
+
+fn snapshot(generation: &GenerationStatus) -> String {
+    let state = match generation.state {
+        GenerationState::Capturing => "being taken",
+        GenerationState::Complete => "whole",
+    };
+    let windowed = if generation.windowed { ", windowed" } else { "" };
+    format!(
+        "{}, {state}{windowed}, by {}, {} old",
+        Size::bytes(generation.snapshot_bytes),
+        generation.capture,
+        readable(Duration::from_secs(generation.age_seconds))
+    )
+}
+
+/// A line with a bar.
+fn share(name: &'static str, part: u64, whole: u64, text: impl Fn(u64) -> String) -> Line<'static> {
+    let share = part as f64 / whole.max(1) as f64;
+    let colour = if share > 0.9 {
+        Color::Red
+    } else if share > 0.7 {
+        Color::Yellow
+    } else {
+        Color::Green
+    };
+    let mut line = line(name, String::new());
+    line.push_span(Span::styled(bar(share), Style::new().fg(colour)));
+    line.push_span(Span::raw(format!(" {}", text(part))));
+    line
+}
+
+/// A bar of [`BAR`] columns.
+fn bar(share: f64) -> String {
+    let full = (share.clamp(0.0, 1.0) * BAR as f64).round() as usize;
+    format!("{}{}", "█".repeat(full), "░".repeat(BAR - full))
+}
+
+fn replicas(replicas: &[ReplicaStatus], area: Rect, buffer: &mut Buffer) {
+    let names: HashMap<u64, &str> = replicas.iter().map(|replica| (replica.session, replica.name.as_str())).collect();
+    let rows = replicas.iter().map(|replica| {
+        let from = replica.reads_from.and_then(|session| names.get(&session).copied()).unwrap_or("source");
+        let share = f64::from(replica.percent_permille) / 1000.0;
+        let progress = Line::from(vec![
+            Span::styled(bar(share), Style::new().fg(colour(replica.phase))),
+            Span::raw(format!(" {:>5.1}%", share * 100.0)),
+        ]);
+        Row::new([
+            Cell::from(replica.name.clone()),
+            Cell::from(replica.phase.to_string()).style(Style::new().fg(colour(replica.phase))),
+            Cell::from(progress),
+            Cell::from(format!("{}/s", Size::bytes(replica.rate_bytes_per_s))),
+            Cell::from(Size::bytes(replica.journal_lag_bytes).to_string()),
+            Cell::from(if replica.transport.is_empty() { "–".to_owned() } else { replica.transport.clone() }),
+            Cell::from(from.to_owned()),
+            Cell::from(readable(Duration::from_secs(replica.joined_seconds))),
+        ])
+    });
+    let widths = [
+        Constraint::Fill(2),
+        Constraint::Length(9),
+        Constraint::Length(BAR as u16 + 7),
+        Constraint::Length(13),
+        Constraint::Length(11),
+        Constraint::Length(5),
+        Constraint::Fill(1),
+        Constraint::Length(9),
+    ];
+    let heads = ["replica", "phase", "of the snapshot", "rate", "lag", "by", "from", "joined"];
+    let table = Table::new(rows, widths)
+        .header(Row::new(heads).style(Style::new().add_modifier(Modifier::BOLD)))
+        .block(Block::bordered().title(format!(" {} replicas ", replicas.len())));
+    Widget::render(table, area, buffer);
+}
+
+/// The colour of a phase.
+fn colour(phase: Phase) -> Color {
+    match phase {
+        Phase::Waiting => Color::Yellow,
+        Phase::Transfer => Color::Cyan,
+        Phase::Load => Color::Blue,
+        Phase::CatchUp | Phase::HandOff | Phase::Stay | Phase::Done => Color::Green,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ratatui::crossterm::event::KeyEvent;
+
+    use super::super::tests::{replica, report};
+    use super::*;
+
+    fn drawn(report: &StatusReport, width: u16, height: u16) -> String {
+        let area = Rect::new(0, 0, width, height);
+        let mut buffer = Buffer::empty(area);
+        draw(report, area, &mut buffer);
+        let row = |y| (0..width).map(|x| buffer[(x, y)].symbol()).collect::<String>().trim_end().to_owned();
+        (0..height).map(row).collect::<Vec<_>>().join("\n")
+    }
+
+    #[test]
+    fn a_report_is_drawn_with_its_bars() {
+        let mut half = replica(2, "second", Some(1));
+        (half.percent_permille, half.rate_bytes_per_s, half.journal_lag_bytes) = (500, 110 << 20, 3 << 20);
+        let mut whole = replica(1, "first", None);
+        whole.percent_permille = 1000;
+        let text = drawn(&report(vec![whole, half]), 130, 16);
+        for words in ["of redis://10.0.0.1:6379 (primary)", "937 MiB, whole", " 2 replicas ", "q: end"] {
+            assert!(text.contains(words), "no {words}:\n{text}");
+        }
+        let line = |name: &str| text.lines().find(|line| line.contains(name)).unwrap_or_default().to_owned();
+        let (first, second) = (line("first  "), line("second"));
+        assert!(first.contains(&"█".repeat(BAR)) && first.contains("100.0%") && first.contains("source"), "{text}");
+        assert!(
+            second.contains(&bar(0.5))
+                && second.contains(&format!("{}/s", Size::bytes(110 << 20)))
+                && second.contains("first"),
+            "{text}"
+        );
+        assert!(line("journal").contains(&format!("{} behind", Size::bytes(3 << 20))), "{text}");
+    }
+
+    #[test]
+    fn nothing_and_much_fit_into_any_terminal() {
+        let many = (0..200).map(|session| replica(session, "a name that is rather long for a table", None)).collect();
+        let mut empty = report(Vec::new());
+        empty.generation = None;
+        for report in [empty, report(many)] {
+            for (width, height) in [(1, 1), (20, 5), (80, 24), (300, 100)] {
+                drawn(&report, width, height);
+            }
+        }
+    }
+
+    #[test]
+    fn keys_end_it_or_ask_for_the_next_report() {
+        let key = |code, modifiers| wish(&Event::Key(KeyEvent::new(code, modifiers)));
+        assert_eq!(key(KeyCode::Char('q'), KeyModifiers::NONE), Some(Wish::Quit));
+        assert_eq!(key(KeyCode::Char('c'), KeyModifiers::CONTROL), Some(Wish::Quit));
+        assert_eq!(key(KeyCode::Char('c'), KeyModifiers::NONE), None);
+        assert_eq!(key(KeyCode::Char(' '), KeyModifiers::NONE), Some(Wish::Next));
+    }
+
+    #[test]
+    fn a_bar_is_never_longer_than_its_place() {
+        for share in [-1.0, 0.0, 0.01, 0.5, 1.0, 7.0, f64::NAN] {
+            assert_eq!(bar(share).chars().count(), BAR, "{share}");
+        }
+    }
+}

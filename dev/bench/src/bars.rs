@@ -1,0 +1,271 @@
+//! A chart of bars, drawn as SVG: one bar a figure, its name before it and its number behind it, in groups.
+//!
+//! ```text
+//!   Title
+//!   3 replicas
+//!     own, best          ████████████████████├─┤  24.61 s
+//!     Remora tcp, relay  ███████├┤                 8.47 s   0.34
+//! ```
+//!
+//! Each bar has its name beside it, so a reader needs neither a legend nor colours to tell them apart. Colours follow the
+//! reader's light or dark background, which a drawing library with fixed colours cannot do.
+
+use std::fmt::Write as _;
+use std::path::Path;
+
+use crate::Spread;
+
+/// Whose figure it is, which decides the colour.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Family {
+    /// The servers' own replication.
+    Own,
+    /// Ours.
+    Ours,
+    /// Another tool.
+    Other,
+}
+
+/// One figure.
+pub struct Bar {
+    /// What stands before the bar.
+    pub name: String,
+    /// Whose it is.
+    pub family: Family,
+    /// How long it is, and the ends of its whisker.
+    pub figure: Spread,
+    /// What stands behind the number.
+    pub note: String,
+}
+
+/// Bars that are compared with one another.
+pub struct Group {
+    /// What stands above them.
+    pub title: String,
+    /// From top to bottom.
+    pub bars: Vec<Bar>,
+}
+
+/// A chart.
+pub struct Chart {
+    /// What stands at the top.
+    pub title: String,
+    /// What the numbers are: `s`.
+    pub unit: &'static str,
+    /// What stands above the notes.
+    pub notes: &'static str,
+    /// From top to bottom.
+    pub groups: Vec<Group>,
+}
+
+/// In pixels.
+const WIDTH: f64 = 920.0;
+const ROW: f64 = 22.0;
+const HEAD: f64 = 30.0;
+const MARGIN: f64 = 14.0;
+/// Where bars begin, behind their names.
+const LEFT: f64 = 310.0;
+/// Room for the numbers and the notes behind the longest bar.
+const RIGHT: f64 = 250.0;
+
+/// Characters of the longest bar on a terminal.
+const COLUMNS: f64 = 40.0;
+
+/// Colours for light and dark backgrounds. Those of the families differ in brightness too.
+const STYLE: &str = "\
+    text{font:13px system-ui,sans-serif;fill:#1f2328}\
+    .title{font-weight:600;font-size:15px}.group{font-weight:600}.note{fill:#59636e}\
+    .page{fill:#ffffff}.own{fill:#8c959f}.ours{fill:#0969da}.other{fill:#bf8700}.whisker{stroke:#1f2328;stroke-width:1.5}\
+    @media(prefers-color-scheme:dark){text{fill:#e6edf3}.note{fill:#9198a1}.page{fill:#0d1117}\
+    .own{fill:#6e7681}.ours{fill:#4493f8}.other{fill:#d29922}.whisker{stroke:#e6edf3}}";
+
+impl Chart {
+    /// Draws the chart into that file.
+    ///
+    /// # Errors
+    /// The file could not be written.
+    pub fn draw(&self, path: &Path) -> std::io::Result<()> {
+        std::fs::write(path, self.svg())
+    }
+
+    /// What the chart shows, as one line of words and numbers.
+    pub fn words(&self) -> String {
+        let bar = |bar: &Bar| {
+            let note = if bar.note.is_empty() { String::new() } else { format!(" ({})", bar.note) };
+            format!("{} {}{note}", bar.name, self.number(bar.figure.median))
+        };
+        let group =
+            |group: &Group| format!("{}: {}", group.title, group.bars.iter().map(bar).collect::<Vec<_>>().join(", "));
+        format!("{}. {}", self.title, self.groups.iter().map(group).collect::<Vec<_>>().join("; "))
+    }
+
+    /// The chart for a terminal, in lines of a usual width.
+    pub fn text(&self) -> String {
+        let bars = || self.groups.iter().flat_map(|group| &group.bars);
+        let names = bars().map(|bar| bar.name.chars().count()).max().unwrap_or(0);
+        let most =
+            bars().map(|bar| bar.figure.median).filter(|most| most.is_finite()).fold(f64::MIN_POSITIVE, f64::max);
+        let mut out = format!("{}\n", self.title);
+        for group in &self.groups {
+            let _ = writeln!(out, "  {}", group.title);
+            for bar in &group.bars {
+                let columns = (bar.figure.median / most * COLUMNS).round().max(1.0) as usize;
+                let (name, number) = (&bar.name, self.number(bar.figure.median));
+                let line = format!("    {name:<names$}  {} {number}  {}", "█".repeat(columns), bar.note);
+                let _ = writeln!(out, "{}", line.trim_end());
+            }
+        }
+        out
+    }
+
+    fn number(&self, figure: f64) -> String {
+        let digits = if figure < 9.995 {
+            2
+        } else if figure < 99.95 {
+            1
+        } else {
+            0
+        };
+        format!("{figure:.digits$} {}", self.unit)
+    }
+
+    fn svg(&self) -> String {
+        let rows: usize = self.groups.iter().map(|group| group.bars.len()).sum();
+        let height = 2.0 * MARGIN + HEAD + self.groups.len() as f64 * HEAD + rows as f64 * ROW;
+        let most = self.groups.iter().flat_map(|group| &group.bars).map(|bar| bar.figure.high);
+        let most = most.filter(|most| most.is_finite()).fold(f64::MIN_POSITIVE, f64::max);
+        let scale = (WIDTH - LEFT - RIGHT) / most;
+        let mut out = format!(
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" width=\"{WIDTH}\" height=\"{height}\" role=\"img\">\
+             <title>{}</title><style>{STYLE}</style><rect class=\"page\" width=\"100%\" height=\"100%\"/>\n",
+            escaped(&self.words())
+        );
+        let mut y = MARGIN + ROW / 2.0;
+        text(&mut out, "title", MARGIN, y, "start", &self.title);
+        y += HEAD;
+        for group in &self.groups {
+            text(&mut out, "group", MARGIN, y, "start", &group.title);
+            text(&mut out, "note", WIDTH - MARGIN, y, "end", self.notes);
+            y += ROW;
+            for bar in &group.bars {
+                self.bar(&mut out, bar, y, scale);
+                y += ROW;
+            }
+            y += HEAD - ROW;
+        }
+        out.push_str("</svg>\n");
+        out
+    }
+
+    fn bar(&self, out: &mut String, bar: &Bar, y: f64, scale: f64) {
+        let Spread { median, low, high, .. } = bar.figure;
+        let class = match bar.family {
+            Family::Own => "own",
+            Family::Ours => "ours",
+            Family::Other => "other",
+        };
+        text(out, "name", LEFT - 8.0, y, "end", &bar.name);
+        let (width, top, thick) = ((median * scale).max(1.0), y - ROW / 2.0 + 3.0, ROW - 6.0);
+        let _ = writeln!(
+            out,
+            "<rect class=\"{class}\" x=\"{LEFT}\" y=\"{top:.1}\" width=\"{width:.1}\" height=\"{thick:.1}\" rx=\"2\"/>"
+        );
+        let (from, to) = (LEFT + low * scale, LEFT + high * scale);
+        if to - from >= 2.0 {
+            let lines = [(from, y, to, y), (from, y - 4.0, from, y + 4.0), (to, y - 4.0, to, y + 4.0)];
+            for (x1, y1, x2, y2) in lines {
+                let _ = writeln!(
+                    out,
+                    "<line class=\"whisker\" x1=\"{x1:.1}\" y1=\"{y1:.1}\" x2=\"{x2:.1}\" y2=\"{y2:.1}\"/>"
+                );
+            }
+        }
+        text(out, "number", LEFT + width.max(to - LEFT) + 8.0, y, "start", &self.number(median));
+        text(out, "note", WIDTH - MARGIN, y, "end", &bar.note);
+    }
+}
+
+/// A text whose middle is at this height.
+fn text(out: &mut String, class: &str, x: f64, y: f64, anchor: &str, words: &str) {
+    let _ = writeln!(
+        out,
+        "<text class=\"{class}\" x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\" dominant-baseline=\"central\">{}</text>",
+        escaped(words)
+    );
+}
+
+fn escaped(words: &str) -> String {
+    words.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    fn bar(name: &str, family: Family, figures: &[f64], note: &str) -> Bar {
+        Bar { name: name.into(), family, figure: Spread::of(figures.iter().copied()).unwrap(), note: note.into() }
+    }
+
+    fn chart() -> Chart {
+        let bars = vec![
+            bar("own, best", Family::Own, &[24.0, 25.0, 26.0], "1.00"),
+            bar("ours <fast>", Family::Ours, &[8.0, 8.5, 8.5], "0.34"),
+        ];
+        let groups = vec![Group { title: "3 replicas".into(), bars }];
+        Chart { title: "Seconds & more".into(), unit: "s", notes: "of own", groups }
+    }
+
+    /// The number of an attribute in a line.
+    fn attribute(line: &str, name: &str) -> f64 {
+        let rest = line.split_once(&format!(" {name}=\"")).unwrap().1;
+        rest.split_once('"').unwrap().0.parse().unwrap()
+    }
+
+    #[test]
+    fn bars_are_as_long_as_their_figures_and_stay_on_the_page() {
+        let svg = chart().svg();
+        let line =
+            |class: &str| svg.lines().find(|line| line.starts_with(&format!("<rect class=\"{class}\""))).unwrap();
+        let (own, ours) = (attribute(line("own"), "width"), attribute(line("ours"), "width"));
+        assert!((ours / own - 8.5 / 25.0).abs() < 0.01, "{own} {ours}");
+        for text in svg.lines().filter(|line| line.starts_with("<text")) {
+            let (x, y) = (attribute(text, "x"), attribute(text, "y"));
+            assert!((0.0..=WIDTH).contains(&x) && y > 0.0 && y < attribute(&svg, "height"), "{text}");
+        }
+        // The longest bar, its whisker and its number end before the notes.
+        assert!(LEFT + own < WIDTH - RIGHT + 1.0);
+        assert!(svg.contains("ours &lt;fast&gt;") && svg.contains("25.0 s") && svg.contains("8.50 s"));
+        assert!(svg.contains("prefers-color-scheme:dark"));
+    }
+
+    #[test]
+    fn rows_are_below_one_another() {
+        let svg = chart().svg();
+        let heights: Vec<f64> = svg
+            .lines()
+            .filter(|line| {
+                line.starts_with("<text class=\"title\"")
+                    || line.starts_with("<text class=\"group\"")
+                    || line.starts_with("<text class=\"name\"")
+            })
+            .map(|line| attribute(line, "y"))
+            .collect();
+        assert_eq!(heights.len(), 4);
+        assert!(heights.windows(2).all(|pair| pair[1] - pair[0] >= ROW - 0.1), "{heights:?}");
+    }
+
+    #[test]
+    fn a_terminal_shows_the_same_bars() {
+        let text = chart().text();
+        let bar = |name: &str| text.lines().find(|line| line.contains(name)).unwrap().matches('█').count();
+        assert_eq!((bar("own, best"), bar("ours <fast>")), (40, 14), "{text}");
+        assert!(text.contains("25.0 s  1.00"), "{text}");
+    }
+
+    #[test]
+    fn the_words_have_every_number() {
+        assert_eq!(chart().words(), "Seconds & more. 3 replicas: own, best 25.0 s (1.00), ours <fast> 8.50 s (0.34)");
+    }
+}

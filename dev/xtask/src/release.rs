@@ -1,0 +1,143 @@
+//! `xtask release`: everything of a release but publishing it.
+//!
+//! ```text
+//!   clean tree? newer version? changes written down? ──▶ version in Cargo.toml and both lock files ──▶ CHANGELOG: a date
+//!     ──▶ .ci/run ──▶ commit and tag ──▶ xtask dist
+//! ```
+
+use std::fs;
+use std::process::Command;
+
+use clap::Args;
+use remora_bench::sync::Result;
+
+use crate::dist;
+
+/// Command-line arguments.
+#[derive(Args, Debug)]
+pub(crate) struct Options {
+    /// The new version: three numbers with points between them.
+    version: String,
+    /// Do not run all checks and tests first: they passed on this very commit.
+    #[arg(long)]
+    checked: bool,
+    #[command(flatten)]
+    dist: dist::Options,
+}
+
+/// The heading of changes that are in no release.
+const UNRELEASED: &str = "## Unreleased";
+
+pub(crate) fn run(options: &Options) -> Result<()> {
+    let changed = said(Command::new("git").args(["status", "--porcelain"]))?;
+    if !changed.is_empty() {
+        return Err(format!("commit or remove these first:\n{changed}").into());
+    }
+    let (new, old) = (&options.version, env!("CARGO_PKG_VERSION"));
+    if numbers(new)? <= numbers(old)? {
+        return Err(format!("{new} is not newer than {old}").into());
+    }
+    if !options.checked {
+        succeed(&mut Command::new(".ci/run"))?;
+    }
+    let today = said(Command::new("date").args(["-u", "+%Y-%m-%d"]))?;
+    let changes = dated(&fs::read_to_string("CHANGELOG.md")?, new, &today)?;
+    let manifest = versioned(&fs::read_to_string("Cargo.toml")?, old, new)?;
+    fs::write("CHANGELOG.md", changes)?;
+    fs::write("Cargo.toml", manifest)?;
+    for manifest in ["Cargo.toml", "dev/fuzz/Cargo.toml"] {
+        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        succeed(Command::new(cargo).args(["update", "--workspace", "--offline", "--manifest-path", manifest]))?;
+    }
+    succeed(Command::new("git").args(["commit", "--all", "--message", &format!("release: {new}")]))?;
+    let name = format!("v{new}");
+    succeed(Command::new("git").args(["tag", "--annotate", "--message", &format!("Remora {new}"), &name]))?;
+    // By a build of the new version: this program has the old one's.
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut make = Command::new(cargo);
+    make.args(["run", "--release", "--locked", "-p", "xtask", "--", "dist", "--out"]).arg(options.dist.out());
+    succeed(&mut make)?;
+    println!(
+        "tagged {name}; to publish it: push the branch and the tag, and upload what is in {}",
+        options.dist.out().display()
+    );
+    Ok(())
+}
+
+/// The three numbers of a version.
+fn numbers(version: &str) -> Result<[u64; 3]> {
+    let parts: Vec<u64> = version
+        .split('.')
+        .map(str::parse)
+        .collect::<std::result::Result<_, _>>()
+        .map_err(|_| format!("{version} is not a version: three numbers with points between them"))?;
+    let count = parts.len();
+    parts.try_into().map_err(|_| format!("{version} has {count} numbers: a version has three").into())
+}
+
+/// The changes, with those that were in no release under this version.
+fn dated(changes: &str, version: &str, date: &str) -> Result<String> {
+    let (before, after) = changes.split_once(UNRELEASED).ok_or("CHANGELOG.md has no section of unreleased changes")?;
+    let section = after.split("\n## ").next().unwrap_or_default();
+    if section.trim().is_empty() {
+        return Err("CHANGELOG.md has no unreleased changes".into());
+    }
+    Ok(format!("{before}{UNRELEASED}\n\n## {version} ({date}){after}"))
+}
+
+/// The workspace's manifest with the new version.
+fn versioned(manifest: &str, old: &str, new: &str) -> Result<String> {
+    let (from, to) =
+        (format!("[workspace.package]\nversion = \"{old}\""), format!("[workspace.package]\nversion = \"{new}\""));
+    if !manifest.contains(&from) {
+        return Err(format!("Cargo.toml does not say that the version is {old}").into());
+    }
+    Ok(manifest.replacen(&from, &to, 1))
+}
+
+fn said(command: &mut Command) -> Result<String> {
+    let output = command.output().map_err(|error| format!("{command:?} could not be started: {error}"))?;
+    if !output.status.success() {
+        return Err(format!("{command:?} failed: {}", String::from_utf8_lossy(&output.stderr)).into());
+    }
+    Ok(String::from_utf8(output.stdout)?.trim().to_owned())
+}
+
+fn succeed(command: &mut Command) -> Result<()> {
+    let status = command.status().map_err(|error| format!("{command:?} could not be started: {error}"))?;
+    if status.success() { Ok(()) } else { Err(format!("{command:?} failed ({status})").into()) }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn versions_are_compared_by_their_numbers() {
+        assert!(numbers("0.10.0").unwrap() > numbers("0.9.9").unwrap());
+        for wrong in ["1.2", "1.2.3.4", "v1.2.3", "1.2.x", ""] {
+            assert!(numbers(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn unreleased_changes_get_the_version_and_leave_an_empty_section() {
+        let changes = "# Changelog\n\n## Unreleased\n\n- a change\n\n## 0.1.0 (2026-01-01)\n\n- older\n";
+        let dated = dated(changes, "0.2.0", "2026-11-26").unwrap();
+        let wanted =
+            "# Changelog\n\n## Unreleased\n\n## 0.2.0 (2026-11-26)\n\n- a change\n\n## 0.1.0 (2026-01-01)\n\n- older\n";
+        assert_eq!(dated, wanted);
+        assert!(super::dated(&dated, "0.3.0", "2026-11-27").is_err(), "nothing is left");
+        assert!(super::dated("# Changelog\n", "0.3.0", "2026-11-27").is_err());
+    }
+
+    #[test]
+    fn the_version_stands_in_the_workspaces_manifest_once() {
+        let manifest = include_str!("../../../Cargo.toml");
+        let new = versioned(manifest, env!("CARGO_PKG_VERSION"), "77.0.1").unwrap();
+        assert!(new.contains("\nversion = \"77.0.1\"\n"));
+        assert!(versioned(&new, env!("CARGO_PKG_VERSION"), "78.0.0").is_err());
+    }
+}
