@@ -7,8 +7,8 @@ use clap::Args;
 
 use super::replica::{parse_memory, parse_name};
 use super::{
-    FastKeys, HostPort, ModuleLoad, OnFailure, ReadArgs, RelayArgs, ReplicaArgs, ReplicaNameArgs, SecurityArgs,
-    SentinelArgs, SourceKeyArgs,
+    DeliveryArgs, FastKeys, HostPort, ModuleLoad, OnFailure, ReadArgs, RelayArgs, ReplicaArgs, ReplicaNameArgs,
+    SecurityArgs, SentinelArgs, SourceKeyArgs,
 };
 use crate::exit::{self, Code};
 use crate::server::{ServerArgs, Task};
@@ -95,6 +95,7 @@ impl AttendArgs {
             replace: true,
             rewrite_config: false,
             extend_failover_timeout: false,
+            by: DeliveryArgs::default(),
             on_failure: OnFailure::Empty,
             memory: self.memory,
             state_dir: None,

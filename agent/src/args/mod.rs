@@ -6,6 +6,7 @@
 mod attend;
 mod backup;
 mod cluster;
+mod delivery;
 mod devices;
 mod fast_keys;
 mod fetch;
@@ -40,6 +41,7 @@ pub use self::{
         ClusterAction, ClusterArgs, ClusterBackupArgs, ClusterPlanArgs, ClusterSourcesArgs, ClusterStatusArgs,
         ClusterSyncArgs, Renew,
     },
+    delivery::{Delivery, DeliveryArgs},
     devices::DevicesArgs,
     fast_keys::{FastKeys, WalkArgs},
     fetch::{ClusterNodeArgs, FetchArgs},

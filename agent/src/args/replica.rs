@@ -5,7 +5,9 @@ use std::{net::IpAddr, path::PathBuf};
 use clap::{Args, ValueEnum};
 use remora_wire::is_printable;
 
-use super::{FastKeys, HostPort, ReadArgs, RelayArgs, ReplicaNameArgs, SecurityArgs, SentinelArgs, SourceKeyArgs};
+use super::{
+    DeliveryArgs, FastKeys, HostPort, ReadArgs, RelayArgs, ReplicaNameArgs, SecurityArgs, SentinelArgs, SourceKeyArgs,
+};
 use crate::{
     exit::{self, Code},
     server::{ServerArgs, Task},
@@ -81,6 +83,10 @@ pub struct ReplicaArgs {
     /// after a restart too. A server without a configuration file is refused.
     #[arg(long, help_heading = "What to do")]
     pub rewrite_config: bool,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub by: DeliveryArgs,
 
     /// State of the server if the sync fails or is stopped when the server has lost its old data and not loaded the new
     /// ones. `detached`: it follows no primary (`REPLICAOF NO ONE`) and keeps the data that it holds then; the agent
@@ -207,6 +213,10 @@ Examples:
     remora replica --server rediss://127.0.0.1:6390 --tls-ca ca.pem \\
       --link-cert agent.pem --link-key agent.key \\
       --source 10.0.0.5:7379 --token-file token
+  A server that is restarted on its RDB file:
+    remora replica --server redis://127.0.0.1:6379 --replace --delivery file \\
+      --restart-command 'systemctl restart redis-server' \\
+      --source 10.0.0.5:7379 --token-file token
 
 {}
 {}",
@@ -219,7 +229,8 @@ Examples:
             Code::SyncFailed,
             Code::Interrupted,
             Code::Local,
-            Code::TakenOver
+            Code::TakenOver,
+            Code::Stale
         ])
     )
 }

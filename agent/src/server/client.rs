@@ -284,6 +284,12 @@ impl Client {
         self.stream.tcp().and_then(|tcp| tcp.peer_addr().ok())
     }
 
+    /// The process at the other end, if the connection is a Unix socket and the kernel tells.
+    pub fn peer_process(&self) -> Option<u32> {
+        let Stream::Unix(stream) = &self.stream else { return None };
+        stream.peer_cred().ok()?.pid()?.try_into().ok()
+    }
+
     /// Ends the use as a client. Returns the stream, and the bytes that were received and not used.
     pub fn into_stream(mut self) -> (Stream, Vec<u8>) {
         let rest = self.decoder.take_rest();

@@ -7,6 +7,7 @@ mod kit;
 mod attend;
 mod backup;
 mod broken;
+mod by_file;
 mod cli;
 mod cluster;
 mod cluster_sync;
