@@ -7,15 +7,12 @@ use clap::Args;
 
 use super::replica::{parse_memory, parse_name};
 use super::{
-    DeliveryArgs, FastKeys, HostPort, ModuleLoad, OnFailure, ReadArgs, RelayArgs, ReplicaArgs, ReplicaNameArgs,
-    SecurityArgs, SentinelArgs, SourceKeyArgs,
+    DeliveryArgs, FastKeys, HostPort, LISTEN_PORT, ModuleLoad, OnFailure, ReadArgs, RelayArgs, ReplicaArgs,
+    ReplicaNameArgs, SecurityArgs, SentinelArgs, SourceKeyArgs,
 };
 use crate::exit::{self, Code};
 use crate::server::{ServerArgs, Task};
 use crate::units::{Size, parse_duration};
-
-/// The port to which intercepted connections go: next to the source's.
-pub const LISTEN_PORT: u16 = 7380;
 
 /// The port of a primary, unless another is given: the servers' own default.
 pub const PRIMARY_PORT: u16 = 6379;
@@ -79,7 +76,7 @@ pub struct AttendArgs {
 impl AttendArgs {
     /// The same, as the arguments of one sync.
     pub(crate) fn of_a_sync(&self) -> ReplicaArgs {
-        ReplicaArgs {
+        let args = ReplicaArgs {
             server: self.server.clone(),
             read: self.read.clone(),
             token_files: self.token_files.clone(),
@@ -91,7 +88,6 @@ impl AttendArgs {
             name: self.name.clone(),
             stay: false,
             dry_run: false,
-            // The server has asked its primary for a full copy: it replaces its data whatever the agent does.
             replace: true,
             rewrite_config: false,
             extend_failover_timeout: false,
@@ -99,17 +95,7 @@ impl AttendArgs {
             on_failure: OnFailure::Empty,
             memory: self.memory,
             state_dir: None,
-            relay: RelayArgs {
-                serve_peers: false,
-                no_serve_peers: true,
-                peer_listen: None,
-                upload_limit: None,
-                upload_limit_per_peer: None,
-                download_limit: None,
-                zone: String::new(),
-                linger: Duration::ZERO,
-                lender: super::security::LenderNameArgs::default(),
-            },
+            relay: RelayArgs::off(),
             module_load: ModuleLoad::Off,
             fast_keys: FastKeys::Off,
             listen: None,
@@ -117,7 +103,8 @@ impl AttendArgs {
             link_key: None,
             link_client_ca: None,
             json: None,
-        }
+        };
+        args.of_an_intercepted_sync()
     }
 }
 

@@ -35,13 +35,13 @@ mod volume;
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 
 pub use self::{
-    attend::{AttendArgs, LISTEN_PORT, PRIMARY_PORT},
+    attend::{AttendArgs, PRIMARY_PORT},
     backup::BackupArgs,
     cluster::{
         ClusterAction, ClusterArgs, ClusterBackupArgs, ClusterPlanArgs, ClusterSourcesArgs, ClusterStatusArgs,
         ClusterSyncArgs, Renew,
     },
-    delivery::{Delivery, DeliveryArgs},
+    delivery::{Delivery, DeliveryArgs, LISTEN_PORT},
     devices::DevicesArgs,
     fast_keys::{FastKeys, WalkArgs},
     fetch::{ClusterNodeArgs, FetchArgs},

@@ -144,6 +144,35 @@ pub struct ReplicaArgs {
     pub json: Option<PathBuf>,
 }
 
+impl ReplicaArgs {
+    /// The same, for one sync of a server whose own connection to its primary is intercepted. Nothing is set or sent
+    /// there, and no slots are lent.
+    pub(crate) fn of_an_intercepted_sync(self) -> ReplicaArgs {
+        ReplicaArgs {
+            readers: ReplicaNameArgs::default(),
+            expected_primaries: Vec::new(),
+            sentinel: SentinelArgs::default(),
+            stay: false,
+            dry_run: false,
+            // The server has asked its primary for a full copy: it replaces its data whatever the agent does.
+            replace: true,
+            rewrite_config: false,
+            extend_failover_timeout: false,
+            by: DeliveryArgs::default(),
+            on_failure: OnFailure::Empty,
+            state_dir: None,
+            relay: RelayArgs::off(),
+            module_load: ModuleLoad::Off,
+            fast_keys: FastKeys::Off,
+            listen: None,
+            link_cert: None,
+            link_key: None,
+            link_client_ca: None,
+            ..self
+        }
+    }
+}
+
 /// Whether the server's module is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum ModuleLoad {
@@ -212,6 +241,9 @@ Examples:
   A server that replicates by TLS (tls-replication yes):
     remora replica --server rediss://127.0.0.1:6390 --tls-ca ca.pem \\
       --link-cert agent.pem --link-key agent.key \\
+      --source 10.0.0.5:7379 --token-file token
+  A server that Sentinel or an operator watches, with rules of remora intercept:
+    remora replica --server redis://127.0.0.1:6379 --delivery intercept \\
       --source 10.0.0.5:7379 --token-file token
   A server that is restarted on its RDB file:
     remora replica --server redis://127.0.0.1:6379 --replace --delivery file \\

@@ -22,8 +22,8 @@
 //!   server ([`crate::snapshot`]) begins with them too.
 //! - [`relay_reader`] reads slots from other replicas and [`relay_server`] lends them; [`upstream`] is the connection
 //!   to another one, [`limit`] the rate.
-//! - [`attend`] stays beside a server whose own connections to its primary are intercepted; [`by_file`] restarts a
-//!   server on its RDB file.
+//! - [`attend`] stays beside a server whose own connections to its primary are intercepted, or does so once;
+//!   [`by_file`] restarts a server on its RDB file. [`way`] chooses.
 //! - [`machine`] decides, without I/O, what follows from each event on the way from joining to the hand-off; [`driver`]
 //!   carries it out, and owns the tasks. [`report`] says where the time went.
 
@@ -60,6 +60,7 @@ pub(crate) mod spool;
 mod tls;
 mod unread;
 mod upstream;
+mod way;
 
 #[cfg(any(test, feature = "simulation"))]
 pub(crate) use self::delivery::simulated as simulated_delivery;
@@ -73,6 +74,7 @@ use remora_redis::resp::Frame;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
+use self::attend::once;
 use self::control::Control;
 use self::driver::{Driver, Setup};
 use self::prepared::{Prepared, Suits};
@@ -101,10 +103,44 @@ pub async fn run(args: ReplicaArgs) -> Result<(), Failure> {
         _ if args.by.restart_command.is_some() => {
             Err(Failure::new(Code::Usage, "--restart-command goes with --delivery file only"))
         }
-        Delivery::Link => match until_signal(prepare(args, tokens), ": nothing was touched").await? {
-            Some(driver) => driver.run().await,
+        Delivery::Intercept => match until_signal(once::prepare(args, tokens), UNTOUCHED).await? {
+            Some(ready) => ready.run().await,
             None => Ok(()),
         },
+        Delivery::Auto => by_itself(args, tokens).await,
+        Delivery::Link => by_link(args, tokens).await,
+    }
+}
+
+/// What a signal before the first change leaves.
+const UNTOUCHED: &str = ": nothing was touched";
+
+/// Delivers by interception where the link would be refused or undone, and otherwise by the link.
+async fn by_itself(args: ReplicaArgs, tokens: TokenFiles) -> Result<(), Failure> {
+    let Some(why) = until_signal(way::why_not_by_the_link(&args), UNTOUCHED).await? else {
+        tracing::info!(
+            "delivery by the link: the server is not in cluster mode, and no Sentinel that is named here knows it"
+        );
+        return by_link(args, tokens).await;
+    };
+    match until_signal(once::prepare(args.clone(), tokens.clone()), UNTOUCHED).await {
+        Ok(Some(ready)) => {
+            tracing::info!("delivery by interception: {why}");
+            ready.run().await
+        }
+        Ok(None) => Ok(()),
+        Err(failure) if failure.code == Code::Interrupted => Err(failure),
+        Err(failure) => {
+            tracing::warn!("delivery by the link, although {why}: its connection cannot be intercepted: {failure}");
+            by_link(args, tokens).await
+        }
+    }
+}
+
+async fn by_link(args: ReplicaArgs, tokens: TokenFiles) -> Result<(), Failure> {
+    match until_signal(prepare(args, tokens), UNTOUCHED).await? {
+        Some(driver) => driver.run().await,
+        None => Ok(()),
     }
 }
 

@@ -63,7 +63,7 @@ pub(super) async fn target(
     if target.facts.cluster_enabled == Some(true) {
         return Err(Failure::refused(format!(
             "the server {url} runs in cluster mode, where servers refuse REPLICAOF, so it cannot be made a replica by the link; \
-             remora attend beside it serves CLUSTER REPLICATE"
+             remora attend beside it serves CLUSTER REPLICATE, and --delivery intercept serves a node that is a replica already"
         )));
     }
     if target.tls_replication && !link_has_a_certificate {

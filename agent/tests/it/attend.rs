@@ -13,29 +13,29 @@ use crate::kit::{
 };
 
 /// The user of the servers; the agents are root's.
-const SERVER_USER: u32 = 65_534;
+pub(crate) const SERVER_USER: u32 = 65_534;
 
 /// The port of the agent. Every test has a namespace of its own.
-const PORT: &str = "7380";
+pub(crate) const PORT: &str = "7380";
 
 /// Keys of half a kilobyte.
 const KEYS: usize = 20_000;
 
 /// One host with a primary, its source, and the rules for a replica.
-struct Scene {
-    stage: Stage,
-    host: Host,
-    primary: Server,
-    source: Source,
+pub(crate) struct Scene {
+    pub(crate) stage: Stage,
+    pub(crate) host: Host,
+    pub(crate) primary: Server,
+    pub(crate) source: Source,
     _net: Net,
 }
 
 impl Scene {
-    fn new(kind: Kind) -> Option<Scene> {
+    pub(crate) fn new(kind: Kind) -> Option<Scene> {
         Scene::with(primary(kind), |primary| fill_keys(primary, KEYS, "value"))
     }
 
-    fn with(builder: Builder, fill: impl FnOnce(&Server)) -> Option<Scene> {
+    pub(crate) fn with(builder: Builder, fill: impl FnOnce(&Server)) -> Option<Scene> {
         require::namespaces()?;
         let net = Net::new().unwrap();
         let host = net.host("pod").unwrap();
@@ -50,14 +50,14 @@ impl Scene {
 
     /// Runs `remora intercept` there, and returns what it prints.
     #[track_caller]
-    fn intercept(&self, args: &[&str]) -> String {
+    pub(crate) fn intercept(&self, args: &[&str]) -> String {
         let mut agent = self.stage.start(Some(&self.host), &[&["intercept"], args].concat());
         agent.wait_for_success(LONG).unwrap();
         agent.output()
     }
 
     /// A server of the user whose connections are meant.
-    fn server(&self, builder: Builder) -> Server {
+    pub(crate) fn server(&self, builder: Builder) -> Server {
         builder.as_user(SERVER_USER).on(&self.host).start().unwrap()
     }
 
@@ -85,7 +85,7 @@ impl Scene {
 
 /// Waits until the server's link is up, for this time at most.
 #[track_caller]
-fn in_step(server: &Server, within: Duration, agent: &Agent) {
+pub(crate) fn in_step(server: &Server, within: Duration, agent: &Agent) {
     let up = wait_until("the link to be up", within, || {
         let status = server.fact("master_link_status")?;
         Ok(if status == "up" { Ok(()) } else { Err(status) })

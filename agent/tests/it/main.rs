@@ -27,6 +27,7 @@ mod history;
 mod holders;
 mod identity;
 mod input;
+mod intercept;
 mod kubernetes;
 mod late_joiner;
 mod link;

@@ -59,6 +59,11 @@ impl Arrival {
         self.facts = ask(&mut self.primary).await;
     }
 
+    /// The port at which the server says that it listens: with several servers of one user, it tells them apart.
+    pub(super) fn announced_port(&self) -> Option<u16> {
+        announced_port(&self.heard)
+    }
+
     /// The primary answers the `PSYNC`, and both directions are copied until one of them ends.
     pub(super) async fn pass(mut self) {
         let psync = &self.heard[self.psync_at..];
@@ -66,6 +71,19 @@ impl Arrival {
             let _ = copy_bidirectional(&mut self.server, &mut self.primary).await;
         }
     }
+}
+
+fn announced_port(heard: &[u8]) -> Option<u16> {
+    let mut decoder = CommandDecoder::new(Limits::HANDSHAKE);
+    decoder.feed(heard);
+    while let Ok(Some(words)) = decoder.next_command() {
+        let Some((name, options)) = words.split_first().filter(|_| words.len() > 1) else { continue };
+        let mut pairs = options.chunks_exact(2).filter(|_| name.eq_ignore_ascii_case(b"REPLCONF"));
+        if let Some(pair) = pairs.find(|pair| pair[0].eq_ignore_ascii_case(b"listening-port")) {
+            return std::str::from_utf8(&pair[1]).ok()?.parse().ok();
+        }
+    }
+    None
 }
 
 /// Where a redirected connection was going. `None` if it came here on its own account.
@@ -259,6 +277,15 @@ mod tests {
     #[test]
     fn a_server_without_data_asks_for_nothing_in_particular() {
         assert_eq!(Handshake::new().hear(&wire(&["PSYNC", "?", "-1"])), Heard::Psync { at: 0, asked: None });
+    }
+
+    #[test]
+    fn a_server_is_known_by_the_port_that_it_announces() {
+        let port = wire(&["replconf", "ip-address", "10.0.0.9", "Listening-Port", "6380"]);
+        let heard = [wire(&["PING"]), wire(&["REPLCONF", "capa", "eof"]), port, wire(&["PSYNC", "?", "-1"])].concat();
+        assert_eq!(announced_port(&heard), Some(6380));
+        assert_eq!(announced_port(&wire(&["PSYNC", "listening-port", "1"])), None);
+        assert_eq!(announced_port(&wire(&["REPLCONF", "listening-port", "many"])), None);
     }
 
     #[test]

@@ -54,7 +54,7 @@ pub(super) async fn refuse_what_would_not_load(
 fn aof(who: &str) -> String {
     format!(
         "{who} has appendonly yes: after a restart the server would load its AOF, or nothing, and not an RDB file. Set appendonly \
-         no there (and CONFIG SET appendonly yes when the server is in step), or use --delivery link"
+         no there (and CONFIG SET appendonly yes when the server is in step), or use --delivery link or intercept"
     )
 }
 
@@ -170,7 +170,7 @@ async fn cluster(client: &mut Client, args: &ReplicaArgs, followed: bool, primar
     match databases {
         Some(2..) => Err(Failure::refused(format!(
             "the node {url} has several databases (cluster-databases): a node that starts on a file can take the stream for \
-             database 0; use remora attend"
+             database 0; use --delivery intercept"
         ))),
         _ => Ok(()),
     }
