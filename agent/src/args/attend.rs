@@ -7,8 +7,8 @@ use clap::Args;
 
 use super::replica::{parse_memory, parse_name};
 use super::{
-    DeliveryArgs, FastKeys, HostPort, LISTEN_PORT, ModuleLoad, OnFailure, ReadArgs, RelayArgs, ReplicaArgs,
-    ReplicaNameArgs, SecurityArgs, SentinelArgs, SourceKeyArgs,
+    DeliveryArgs, FastKeys, HostPort, LISTEN_PORT, LinkTlsArgs, ModuleLoad, OnFailure, ReadArgs, RelayArgs,
+    ReplicaArgs, ReplicaNameArgs, SecurityArgs, SentinelArgs, SourceKeyArgs,
 };
 use crate::exit::{self, Code};
 use crate::server::{ServerArgs, Task};
@@ -49,6 +49,10 @@ pub struct AttendArgs {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub sentinel: SentinelArgs,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub link_tls: LinkTlsArgs,
 
     /// Name to appear under in `remora status` and the source's log. Default: the server's address.
     #[arg(long, value_name = "NAME", value_parser = parse_name, help_heading = "Source")]
@@ -99,9 +103,7 @@ impl AttendArgs {
             module_load: ModuleLoad::Off,
             fast_keys: FastKeys::Off,
             listen: None,
-            link_cert: None,
-            link_key: None,
-            link_client_ca: None,
+            link_tls: self.link_tls.clone(),
             json: None,
         };
         args.of_an_intercepted_sync()
@@ -130,6 +132,9 @@ Examples:
   In a cluster whose nodes have different ports:
     remora attend --server redis://127.0.0.1:7004 --source 10.0.0.5:7379 \\
       --token-file token --primary-port 7001 --primary-port 7002
+  For a server that speaks TLS to its primary (tls-replication yes):
+    remora attend --server redis://127.0.0.1:6379 --source 10.0.0.5:7379 \\
+      --token-file token --link-cert agent.pem --link-key agent.key
   Under Sentinel, with servers at different ports:
     remora attend --server redis://127.0.0.1:6379 --source 10.0.0.5:7379 \\
       --token-file token --sentinel 10.0.0.1:26379 --sentinel-name mymaster

@@ -13,6 +13,7 @@ mod fetch;
 mod generate;
 mod host_port;
 mod intercept;
+mod link_tls;
 mod load;
 mod metrics;
 mod module;
@@ -48,6 +49,7 @@ pub use self::{
     generate::{GenerateArgs, Generated},
     host_port::HostPort,
     intercept::{AddArgs, Cgroup, InterceptAction, InterceptArgs, InterceptPortArgs, ShowArgs},
+    link_tls::LinkTlsArgs,
     load::{LoadArgs, ValueType},
     metrics::MetricsArgs,
     module::{ModuleArgs, ModuleQuestion},

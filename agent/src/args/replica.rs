@@ -6,7 +6,8 @@ use clap::{Args, ValueEnum};
 use remora_wire::is_printable;
 
 use super::{
-    DeliveryArgs, FastKeys, HostPort, ReadArgs, RelayArgs, ReplicaNameArgs, SecurityArgs, SentinelArgs, SourceKeyArgs,
+    DeliveryArgs, FastKeys, HostPort, LinkTlsArgs, ReadArgs, RelayArgs, ReplicaNameArgs, SecurityArgs, SentinelArgs,
+    SourceKeyArgs,
 };
 use crate::{
     exit::{self, Code},
@@ -126,18 +127,9 @@ pub struct ReplicaArgs {
     #[arg(long, value_name = "ADDR", help_heading = "Link to the server")]
     pub listen: Option<IpAddr>,
 
-    /// Certificate chain (PEM) of the agent for a server with `tls-replication yes`.
-    #[arg(long, value_name = "FILE", requires = "link_key", help_heading = "Link to the server")]
-    pub link_cert: Option<PathBuf>,
-
-    /// The private key (PEM) of that certificate.
-    #[arg(long, value_name = "FILE", requires = "link_cert", help_heading = "Link to the server")]
-    pub link_key: Option<PathBuf>,
-
-    /// Certificates (PEM) of the authorities that must have signed the server's own certificate. Without this option
-    /// the agent asks the server for none.
-    #[arg(long, value_name = "FILE", requires = "link_cert", help_heading = "Link to the server")]
-    pub link_client_ca: Option<PathBuf>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub link_tls: LinkTlsArgs,
 
     /// Write the summary as JSON to this file too.
     #[arg(long, value_name = "FILE", help_heading = "Output")]
@@ -165,9 +157,6 @@ impl ReplicaArgs {
             module_load: ModuleLoad::Off,
             fast_keys: FastKeys::Off,
             listen: None,
-            link_cert: None,
-            link_key: None,
-            link_client_ca: None,
             ..self
         }
     }

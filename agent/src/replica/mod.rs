@@ -151,7 +151,7 @@ async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -> Result<Option<Driver>
         let refused = |why| Failure::refused(format!("this replica agent at --peer-listen {listen} {why}"));
         credentials.security.check(listen.ip()).map_err(refused)?;
     }
-    let link_tls = tls::server_config(&args)?;
+    let link_tls = tls::server_config(&args.link_tls)?;
     let prepared = Prepared::of(&args, &credentials, Suits::Link).await?;
     let Prepared { server, client, mut record, target, source, plan, mut primary } = prepared;
     preflight::refuse_what_sentinel_undoes(&args, &server, &target, &mut primary).await?;

@@ -120,7 +120,7 @@ pub(super) async fn login(client: &mut Client, record: &Record) -> Result<Primar
 
 /// The files with which the server itself speaks TLS to a primary. The agent runs beside the server and can often read
 /// them; otherwise `--tls-ca` and the options beside it must name them.
-async fn tls_files(client: &mut Client) -> Result<TlsOptions, ServerError> {
+pub(super) async fn tls_files(client: &mut Client) -> Result<TlsOptions, ServerError> {
     let mut files = Vec::new();
     for name in ["tls-ca-cert-file", "tls-client-cert-file", "tls-client-key-file", "tls-cert-file", "tls-key-file"] {
         let path = client.config_get(name).await?.filter(|path| !path.is_empty()).map(PathBuf::from);
@@ -424,11 +424,17 @@ fn as_the_server_would(args: &ReplicaArgs, target: &Target, host: &str, port: u1
 
 /// The value of the command line, or else the server's own.
 fn tls_options(args: &ReplicaArgs, target: &Target) -> TlsOptions {
-    let (given, own) = (args.server.tls.options(), target.tls.clone());
-    match () {
-        () if !target.tls_replication => TlsOptions::default(),
-        () if given.certificate.is_some() => TlsOptions { ca: given.ca.or(own.ca), ..given },
-        () => TlsOptions { ca: given.ca.or(own.ca), server_name: given.server_name, ..own },
+    match target.tls_replication {
+        false => TlsOptions::default(),
+        true => tls_of(args.server.tls.options(), target.tls.clone()),
+    }
+}
+
+/// With which TLS the agent speaks to a primary in the server's place: what is given, or else the server's own.
+pub(super) fn tls_of(given: TlsOptions, own: TlsOptions) -> TlsOptions {
+    match given.certificate.is_some() {
+        true => TlsOptions { ca: given.ca.or(own.ca), ..given },
+        false => TlsOptions { ca: given.ca.or(own.ca), server_name: given.server_name, ..own },
     }
 }
 

@@ -60,7 +60,7 @@ impl Prepared {
             preflight::refuse_without_a_file(&mut client).await?;
         }
         let target = match suits {
-            Suits::Link => preflight::target(&server, &mut client, &record, args.link_cert.is_some()).await?,
+            Suits::Link => preflight::target(&server, &mut client, &record, args.link_tls.link_cert.is_some()).await?,
             Suits::Any => preflight::any_target(&server, &mut client, &record).await?,
         };
         if !args.dry_run && !target.unfinished {

@@ -125,7 +125,8 @@ impl Server {
         Ok(client)
     }
 
-    async fn open_stream(&self) -> Result<Stream, ServerError> {
+    /// Opens a connection, with TLS if the address says so, and logs in nowhere.
+    pub(crate) async fn open_stream(&self) -> Result<Stream, ServerError> {
         let (host, port) = match self.0.url.place() {
             Place::Unix(path) => {
                 return UnixStream::connect(path).await.map(Stream::Unix).map_err(|cause| self.unreachable(cause));

@@ -36,10 +36,15 @@ impl Scene {
     }
 
     pub(crate) fn with(builder: Builder, fill: impl FnOnce(&Server)) -> Option<Scene> {
+        Scene::on_host(|_| builder, fill)
+    }
+
+    /// The builder is told on which host the primary will be.
+    pub(crate) fn on_host(builder: impl FnOnce(&Host) -> Builder, fill: impl FnOnce(&Server)) -> Option<Scene> {
         require::namespaces()?;
         let net = Net::new().unwrap();
         let host = net.host("pod").unwrap();
-        let primary = builder.on(&host).start().unwrap();
+        let primary = builder(&host).on(&host).start().unwrap();
         fill(&primary);
         let stage = Stage::new();
         let source = stage.source_on(&host, &primary.url(), &[]);
@@ -65,7 +70,7 @@ impl Scene {
         self.attend_with(server, ports, &[])
     }
 
-    fn attend_with(&self, server: &Server, ports: &[u16], more: &[&str]) -> Agent {
+    pub(crate) fn attend_with(&self, server: &Server, ports: &[u16], more: &[&str]) -> Agent {
         let (url, source) = (server.url(), self.source.address.to_string());
         let token = self.stage.token.display().to_string();
         let ports: Vec<String> = ports.iter().map(u16::to_string).collect();
@@ -96,7 +101,7 @@ pub(crate) fn in_step(server: &Server, within: Duration, agent: &Agent) {
 /// Waits until the server has gone from the agent to its primary so often, and its new connections come to the agent
 /// again.
 #[track_caller]
-fn handed_over(agent: &Agent, server: &Server, times: usize) {
+pub(crate) fn handed_over(agent: &Agent, server: &Server, times: usize) {
     let waited = wait_until("the server to be handed over", LONG, || {
         let seen = agent.output().matches("new connections come here again").count();
         Ok(if seen >= times { Ok(()) } else { Err(format!("{seen} times")) })

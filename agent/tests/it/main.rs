@@ -28,6 +28,7 @@ mod holders;
 mod identity;
 mod input;
 mod intercept;
+mod intercept_tls;
 mod kubernetes;
 mod late_joiner;
 mod link;

@@ -9,7 +9,8 @@
 //! ```
 //!
 //! - [`gate`]: whether connections come here; [`passage`](mod@passage): one connection until it asks for a sync;
-//!   [`syncs`]: the sync, and what a connection asks for. [`once`]: a run for one full copy (`remora replica`).
+//!   [`tls`]: what opens an encrypted one.
+//! - [`syncs`]: the sync, and what a connection asks for. [`once`]: a run for one full copy (`remora replica`).
 //! - The sync is that of `remora replica`, with other hands: see `driver/server/intercepted.rs`.
 //!
 //! What must hold:
@@ -22,6 +23,7 @@ pub(in crate::replica) mod gate;
 pub(in crate::replica) mod once;
 mod passage;
 mod syncs;
+mod tls;
 
 use std::collections::BTreeSet;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -30,19 +32,22 @@ use std::time::Duration;
 
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc::{Receiver, Sender, channel};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
 use self::gate::{Gate, RENEW_EVERY};
 use self::passage::Arrival;
 use self::syncs::{Asks, LinkState, Syncs};
-use crate::args::AttendArgs;
+use self::tls::{Between, Tls};
+use super::preflight;
+use super::tls::server_config;
+use crate::args::{AttendArgs, LinkTlsArgs};
 use crate::conversation::certificate_roles::CertificateRoles;
 use crate::conversation::tokens::TokenFiles;
 use crate::exit::Failure;
 use crate::sentinel::Sentinels;
-use crate::server::{Server, Task};
+use crate::server::{Server, Task, TlsOptions};
 use crate::signals::Signals;
 use crate::tasks::AbortOnDrop;
 
@@ -85,13 +90,13 @@ pub async fn run(args: AttendArgs) -> Result<(), Failure> {
     tracing::info!(server = %server.url(), port, ?ports, "attending");
     // A server that starts after the agent comes here with its first connection, which waits for this.
     let suits = tokio::select! {
-        suits = check(&server, args.wait_for_server) => suits,
+        suits = check(&server, args.wait_for_server, &args.link_tls, args.server.tls.options()) => suits,
         _ = signals.next() => {
             gate.close();
             return Ok(());
         }
     };
-    suits.inspect_err(|_| gate.close())?;
+    entrance.tls.send_replace(suits.inspect_err(|_| gate.close())?);
     let syncs = Syncs::new(args.of_a_sync(), args.sources, tokens, server, gate.clone());
     let attendant = Attendant { syncs, awaited: Awaited::Nothing, passages: JoinSet::new() };
     let outcome = attendant.run(&mut entrance.arrivals, &mut signals).await;
@@ -104,6 +109,8 @@ struct Entrance {
     gate: Gate,
     /// Connections that ask for a sync.
     arrivals: Receiver<Arrival>,
+    /// What opens connections with TLS, once it is known.
+    tls: watch::Sender<Tls>,
     _tasks: Vec<AbortOnDrop>,
 }
 
@@ -115,10 +122,11 @@ impl Entrance {
         let listener6 = listen((Ipv6Addr::LOCALHOST, port).into()).await.ok();
         let gate = Gate::new(port, ports)?;
         let (tell, arrivals) = channel(ARRIVALS);
-        let mut tasks = vec![renew(gate.clone()), accept(listener, tell.clone())];
-        tasks.extend(listener6.map(|listener| accept(listener, tell)));
+        let (tls, known) = watch::channel(Tls::NotKnown);
+        let mut tasks = vec![renew(gate.clone()), accept(listener, tell.clone(), known.clone())];
+        tasks.extend(listener6.map(|listener| accept(listener, tell, known)));
         tasks.extend(sentinels.map(|sentinels| follow(sentinels, gate.clone())));
-        Ok(Entrance { gate, arrivals, _tasks: tasks })
+        Ok(Entrance { gate, arrivals, tls, _tasks: tasks })
     }
 }
 
@@ -131,16 +139,21 @@ fn no_rules(port: u16) -> Failure {
     ))
 }
 
-/// Waits for the server to answer, and looks whether its connections can be attended.
-async fn check(server: &Server, limit: Duration) -> Result<(), Failure> {
+/// Waits for the server to answer, and looks whether its connections can be attended, and with which TLS.
+async fn check(server: &Server, limit: Duration, link: &LinkTlsArgs, given: TlsOptions) -> Result<Tls, Failure> {
+    let link = server_config(link)?;
     let mut client = server.connect_within(limit).await?;
-    match client.config_get("tls-replication").await {
-        Ok(Some(setting)) if setting == "yes" => Err(Failure::refused(format!(
-            "the server {} speaks TLS to its primary (tls-replication yes), and such connections cannot be attended; use \
-             remora replica with --link-cert",
+    match (client.config_get("tls-replication").await, link) {
+        (Ok(Some(setting)), None) if setting == "yes" => Err(Failure::refused(format!(
+            "the server {} speaks TLS to its primary (tls-replication yes): give a certificate that it accepts as its primary's with \
+             --link-cert and --link-key",
             server.url()
         ))),
-        _ => Ok(()),
+        (Ok(Some(setting)), Some(link)) if setting == "yes" => {
+            let own = preflight::tls_files(&mut client).await?;
+            Ok(Tls::Open(Between::new(link, preflight::tls_of(given, own))))
+        }
+        _ => Ok(Tls::Closed),
     }
 }
 
@@ -191,7 +204,7 @@ fn renew(gate: Gate) -> AbortOnDrop {
 }
 
 /// Accepts connections, and passes each on until it ends or asks for a sync.
-fn accept(listener: TcpListener, tell: Sender<Arrival>) -> AbortOnDrop {
+fn accept(listener: TcpListener, tell: Sender<Arrival>, tls: watch::Receiver<Tls>) -> AbortOnDrop {
     let task = tokio::spawn(async move {
         let places = Arc::new(Semaphore::new(PASSAGES));
         let mut passages = JoinSet::new();
@@ -209,14 +222,20 @@ fn accept(listener: TcpListener, tell: Sender<Arrival>) -> AbortOnDrop {
                 tracing::warn!(%peer, "{PASSAGES} connections are passed on already: this one is closed");
                 continue;
             };
-            passages.spawn(passage(socket, peer, tell.clone(), place));
+            passages.spawn(passage(socket, peer, tell.clone(), tls.clone(), place));
         }
     });
     AbortOnDrop::new(&task)
 }
 
-async fn passage(socket: TcpStream, peer: SocketAddr, tell: Sender<Arrival>, _place: OwnedSemaphorePermit) {
-    passage::pass(socket, peer, tell).await;
+async fn passage(
+    socket: TcpStream,
+    peer: SocketAddr,
+    tell: Sender<Arrival>,
+    tls: watch::Receiver<Tls>,
+    _place: OwnedSemaphorePermit,
+) {
+    passage::pass(socket, peer, tell, tls).await;
 }
 
 /// What the server's link must show before the next step.
@@ -318,7 +337,7 @@ impl Attendant {
     fn pass(&mut self, arrival: Arrival, why: &str) {
         tracing::info!(primary = %arrival.address, "the server's request goes to its primary: {why}");
         if !self.syncs.is_running() {
-            match duplicate(&arrival.server) {
+            match duplicate(arrival.server.socket()) {
                 Ok(link) => {
                     self.syncs.gate.came(link);
                     self.awaited = Awaited::Passed;

@@ -20,6 +20,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval};
 use super::gate::Gate;
 use super::passage::Arrival;
 use super::syncs::{Asks, LinkState, Syncs, ask_source};
+use super::tls::Tls;
 use super::{DIRECT_LIMIT, Entrance, LOOK_EVERY, check, group_ports, no_rules};
 use crate::args::ReplicaArgs;
 use crate::conversation::tokens::TokenFiles;
@@ -41,6 +42,7 @@ struct Found {
     client: Client,
     facts: Facts,
     link: Link,
+    tls: Tls,
     /// The ports that it may announce to its primary.
     ports: Vec<u16>,
 }
@@ -51,7 +53,7 @@ struct Found {
 /// Its connection to a primary cannot be intercepted.
 async fn examine(args: &ReplicaArgs) -> Result<Found, Failure> {
     let server = args.server.open(Task::Replica)?;
-    check(&server, Duration::ZERO).await?;
+    let tls = check(&server, Duration::ZERO, &args.link_tls, args.server.tls.options()).await?;
     let mut client = server.connect().await?;
     let (facts, url) = (Facts::read(&mut client).await?, server.url());
     if facts.loading == Some(true) {
@@ -70,7 +72,7 @@ async fn examine(args: &ReplicaArgs) -> Result<Found, Failure> {
         Err(error) => return Err(error.into()),
     };
     let ports = [facts.tcp_port, facts.tls_port, announced].into_iter().flatten().collect();
-    Ok(Found { server, client, facts, link, ports })
+    Ok(Found { server, client, facts, link, tls, ports })
 }
 
 /// A run for one full copy, whose gate is open.
@@ -89,7 +91,7 @@ pub(in crate::replica) async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -
     if args.stay {
         return Err(Failure::new(Code::Usage, "--stay goes with --delivery link only"));
     }
-    let Found { server, mut client, facts, link, ports: own } = examine(&args).await?;
+    let Found { server, mut client, facts, link, tls, ports: own } = examine(&args).await?;
     if args.rewrite_config {
         refuse_without_a_file(&mut client).await?;
     }
@@ -112,6 +114,7 @@ pub(in crate::replica) async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -
         None => BTreeSet::from([link.port]),
     };
     let entrance = Entrance::open(port, ports, sentinels).await?;
+    entrance.tls.send_replace(tls);
     let (gate, rules) = open_the_gate(&entrance, &client, &facts, port).await?;
     if dry_run {
         gate.close();

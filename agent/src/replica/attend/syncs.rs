@@ -136,9 +136,9 @@ impl Syncs {
     pub(super) fn give(&self, arrival: Arrival) {
         let Some(sync) = &self.sync else { return };
         let Arrival { server, peer, heard, .. } = arrival;
-        let taken = server.into_std().and_then(|server| {
+        let taken = server.into_parts().and_then(|(server, tls)| {
             self.gate.came(server.try_clone()?);
-            Newcomer::intercepted(server, peer, &heard)
+            Newcomer::intercepted(server, tls, peer, &heard)
         });
         match taken {
             Ok(newcomer) => _ = sync.newcomers.send(newcomer),
