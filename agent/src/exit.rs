@@ -97,7 +97,7 @@ impl Code {
             }
             Self::Damaged => "volume scrub: a copy is damaged and was not taken back; remora volume repair does it",
             Self::Stale => {
-                "fetch: the primary would not continue a server that starts on the file, which was not put in place"
+                "fetch, delivery by file: the primary would not continue a server that starts on the file, which was not put in place"
             }
         }
     }

@@ -7,15 +7,12 @@ use clap::Args;
 
 use super::replica::{parse_memory, parse_name};
 use super::{
-    FastKeys, HostPort, MetricsArgs, MetricsFileArgs, ModuleLoad, OnFailure, ReadArgs, RelayArgs, ReplicaArgs,
-    ReplicaNameArgs, SecurityArgs, SentinelArgs, SourceKeyArgs,
+    DeliveryArgs, FastKeys, HostPort, LISTEN_PORT, LinkTlsArgs, MetricsArgs, MetricsFileArgs, ModuleLoad, OnFailure,
+    ReadArgs, RelayArgs, ReplicaArgs, ReplicaNameArgs, SecurityArgs, SentinelArgs, SourceKeyArgs,
 };
 use crate::exit::{self, Code};
 use crate::server::{ServerArgs, Task};
 use crate::units::{Size, parse_duration};
-
-/// The port to which intercepted connections go: next to the source's.
-pub const LISTEN_PORT: u16 = 7380;
 
 /// The port of a primary, unless another is given: the servers' own default.
 pub const PRIMARY_PORT: u16 = 6379;
@@ -53,6 +50,10 @@ pub struct AttendArgs {
     #[allow(missing_docs)]
     pub sentinel: SentinelArgs,
 
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub link_tls: LinkTlsArgs,
+
     /// Name to appear under in `remora status` and the source's log. Default: the server's address.
     #[arg(long, value_name = "NAME", value_parser = parse_name, help_heading = "Source")]
     pub name: Option<String>,
@@ -83,7 +84,7 @@ pub struct AttendArgs {
 impl AttendArgs {
     /// The same, as the arguments of one sync.
     pub(crate) fn of_a_sync(&self) -> ReplicaArgs {
-        ReplicaArgs {
+        let args = ReplicaArgs {
             server: self.server.clone(),
             read: self.read.clone(),
             token_files: self.token_files.clone(),
@@ -95,34 +96,23 @@ impl AttendArgs {
             name: self.name.clone(),
             stay: false,
             dry_run: false,
-            // The server has asked its primary for a full copy: it replaces its data whatever the agent does.
             replace: true,
             rewrite_config: false,
             extend_failover_timeout: false,
+            by: DeliveryArgs::default(),
             on_failure: OnFailure::Empty,
             memory: self.memory,
             state_dir: None,
-            relay: RelayArgs {
-                serve_peers: false,
-                no_serve_peers: true,
-                peer_listen: None,
-                upload_limit: None,
-                upload_limit_per_peer: None,
-                download_limit: None,
-                zone: String::new(),
-                linger: Duration::ZERO,
-                lender: super::security::LenderNameArgs::default(),
-            },
+            relay: RelayArgs::off(),
             module_load: ModuleLoad::Off,
             fast_keys: FastKeys::Off,
             listen: None,
-            link_cert: None,
-            link_key: None,
-            link_client_ca: None,
+            link_tls: self.link_tls.clone(),
             metrics: MetricsArgs::default(),
             metrics_file: MetricsFileArgs::default(),
             json: None,
-        }
+        };
+        args.of_an_intercepted_sync()
     }
 }
 
@@ -148,6 +138,9 @@ Examples:
   In a cluster whose nodes have different ports:
     remora attend --server redis://127.0.0.1:7004 --source 10.0.0.5:7379 \\
       --token-file token --primary-port 7001 --primary-port 7002
+  For a server that speaks TLS to its primary (tls-replication yes):
+    remora attend --server redis://127.0.0.1:6379 --source 10.0.0.5:7379 \\
+      --token-file token --link-cert agent.pem --link-key agent.key
   Under Sentinel, with servers at different ports:
     remora attend --server redis://127.0.0.1:6379 --source 10.0.0.5:7379 \\
       --token-file token --sentinel 10.0.0.1:26379 --sentinel-name mymaster

@@ -2,7 +2,7 @@
 
 use clap::{Args, Subcommand};
 
-use super::attend::LISTEN_PORT;
+use super::LISTEN_PORT;
 use crate::exit::{self, Code};
 
 /// The arguments of `remora intercept`.

@@ -7,12 +7,14 @@ mod attend;
 mod backup;
 mod cluster;
 mod config;
+mod delivery;
 mod devices;
 mod fast_keys;
 mod fetch;
 mod generate;
 mod host_port;
 mod intercept;
+mod link_tls;
 mod load;
 mod metrics;
 mod module;
@@ -35,19 +37,21 @@ mod volume;
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 
 pub use self::{
-    attend::{AttendArgs, LISTEN_PORT, PRIMARY_PORT},
+    attend::{AttendArgs, PRIMARY_PORT},
     backup::BackupArgs,
     cluster::{
         ClusterAction, ClusterArgs, ClusterBackupArgs, ClusterPlanArgs, ClusterSourcesArgs, ClusterStatusArgs,
         ClusterSyncArgs, Renew,
     },
     config::{ConfigAction, ConfigArgs},
+    delivery::{Delivery, DeliveryArgs, LISTEN_PORT},
     devices::DevicesArgs,
     fast_keys::{FastKeys, WalkArgs},
     fetch::{ClusterNodeArgs, FetchArgs},
     generate::{GenerateArgs, Generated},
     host_port::HostPort,
     intercept::{AddArgs, Cgroup, InterceptAction, InterceptArgs, InterceptPortArgs, ShowArgs},
+    link_tls::LinkTlsArgs,
     load::{LoadArgs, ValueType},
     metrics::{MetricsArgs, MetricsFileArgs},
     module::{ModuleArgs, ModuleQuestion},

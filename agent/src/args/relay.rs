@@ -52,6 +52,23 @@ pub struct RelayArgs {
     pub lender: LenderNameArgs,
 }
 
+impl RelayArgs {
+    /// No slots are lent, and none are read from other replicas.
+    pub(crate) fn off() -> RelayArgs {
+        RelayArgs {
+            serve_peers: false,
+            no_serve_peers: true,
+            peer_listen: None,
+            upload_limit: None,
+            upload_limit_per_peer: None,
+            download_limit: None,
+            zone: String::new(),
+            linger: Duration::ZERO,
+            lender: LenderNameArgs::default(),
+        }
+    }
+}
+
 /// The lowest rate: below it a slot of the default size takes longer than its reader waits for a byte of it.
 const LEAST_RATE: Size = Size::bytes(64 << 10);
 

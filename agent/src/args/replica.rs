@@ -6,8 +6,8 @@ use clap::{Args, ValueEnum};
 use remora_wire::is_printable;
 
 use super::{
-    FastKeys, HostPort, MetricsArgs, MetricsFileArgs, ReadArgs, RelayArgs, ReplicaNameArgs, SecurityArgs, SentinelArgs,
-    SourceKeyArgs,
+    DeliveryArgs, FastKeys, HostPort, LinkTlsArgs, MetricsArgs, MetricsFileArgs, ReadArgs, RelayArgs, ReplicaNameArgs,
+    SecurityArgs, SentinelArgs, SourceKeyArgs,
 };
 use crate::{
     exit::{self, Code},
@@ -85,6 +85,10 @@ pub struct ReplicaArgs {
     #[arg(long, help_heading = "What to do")]
     pub rewrite_config: bool,
 
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub by: DeliveryArgs,
+
     /// State of the server if the sync fails or is stopped when the server has lost its old data and not loaded the new
     /// ones. `detached`: it follows no primary (`REPLICAOF NO ONE`) and keeps the data that it holds then; the agent
     /// reports how much. `empty`: it is flushed, so that no client takes half a data set for a whole one, and follows
@@ -123,18 +127,9 @@ pub struct ReplicaArgs {
     #[arg(long, value_name = "ADDR", help_heading = "Link to the server")]
     pub listen: Option<IpAddr>,
 
-    /// Certificate chain (PEM) of the agent for a server with `tls-replication yes`.
-    #[arg(long, value_name = "FILE", requires = "link_key", help_heading = "Link to the server")]
-    pub link_cert: Option<PathBuf>,
-
-    /// The private key (PEM) of that certificate.
-    #[arg(long, value_name = "FILE", requires = "link_cert", help_heading = "Link to the server")]
-    pub link_key: Option<PathBuf>,
-
-    /// Certificates (PEM) of the authorities that must have signed the server's own certificate. Without this option
-    /// the agent asks the server for none.
-    #[arg(long, value_name = "FILE", requires = "link_cert", help_heading = "Link to the server")]
-    pub link_client_ca: Option<PathBuf>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub link_tls: LinkTlsArgs,
 
     #[command(flatten)]
     #[allow(missing_docs)]
@@ -147,6 +142,32 @@ pub struct ReplicaArgs {
     /// Write the summary as JSON to this file too.
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub json: Option<PathBuf>,
+}
+
+impl ReplicaArgs {
+    /// The same, for one sync of a server whose own connection to its primary is intercepted. Nothing is set or sent
+    /// there, and no slots are lent.
+    pub(crate) fn of_an_intercepted_sync(self) -> ReplicaArgs {
+        ReplicaArgs {
+            readers: ReplicaNameArgs::default(),
+            expected_primaries: Vec::new(),
+            sentinel: SentinelArgs::default(),
+            stay: false,
+            dry_run: false,
+            // The server has asked its primary for a full copy: it replaces its data whatever the agent does.
+            replace: true,
+            rewrite_config: false,
+            extend_failover_timeout: false,
+            by: DeliveryArgs::default(),
+            on_failure: OnFailure::Empty,
+            state_dir: None,
+            relay: RelayArgs::off(),
+            module_load: ModuleLoad::Off,
+            fast_keys: FastKeys::Off,
+            listen: None,
+            ..self
+        }
+    }
 }
 
 /// Whether the server's module is used.
@@ -218,6 +239,13 @@ Examples:
     remora replica --server rediss://127.0.0.1:6390 --tls-ca ca.pem \\
       --link-cert agent.pem --link-key agent.key \\
       --source 10.0.0.5:7379 --token-file token
+  A server that Sentinel or an operator watches, with rules of remora intercept:
+    remora replica --server redis://127.0.0.1:6379 --delivery intercept \\
+      --source 10.0.0.5:7379 --token-file token
+  A server that is restarted on its RDB file:
+    remora replica --server redis://127.0.0.1:6379 --replace --delivery file \\
+      --restart-command 'systemctl restart redis-server' \\
+      --source 10.0.0.5:7379 --token-file token
 
 {}
 {}",
@@ -230,7 +258,8 @@ Examples:
             Code::SyncFailed,
             Code::Interrupted,
             Code::Local,
-            Code::TakenOver
+            Code::TakenOver,
+            Code::Stale
         ])
     )
 }

@@ -35,10 +35,7 @@ fn act(action: &InterceptAction) -> Result<(), Failure> {
         InterceptAction::Add(add) => {
             let (servers, whose) = match (add.server_uid, &add.server_cgroup) {
                 (Some(uid), _) if uid == add.agent_uid => {
-                    return Err(Failure::refused(format!(
-                        "--server-uid and --agent-uid are both {uid}: the agent's own connections to the primary would come \
-                         back to it; run the agent as another user than the server"
-                    )));
+                    return Err(one_user("--server-uid and --agent-uid", uid));
                 }
                 (Some(uid), _) => (Servers::User(uid), format!("user {uid}")),
                 (None, Some(group)) => (Servers::Group(group.clone()), format!("the control group {}", group.path())),
@@ -65,6 +62,43 @@ fn act(action: &InterceptAction) -> Result<(), Failure> {
         }
     }
     Ok(())
+}
+
+/// Rules for one run, which go with it. If the process is killed they stay, and change nothing.
+pub(crate) struct Temporary {
+    port: u16,
+}
+
+impl Temporary {
+    /// Makes rules that send the connections of this user to the agent at this port.
+    ///
+    /// # Errors
+    /// Both are one user, or nft cannot be run or refuses.
+    pub(crate) fn add(port: u16, server_uid: u32, agent_uid: u32) -> Result<Temporary, Failure> {
+        if server_uid == agent_uid {
+            return Err(one_user("the server and this agent", server_uid));
+        }
+        nft(&["-f", "-"], &script::add(port, &Servers::User(server_uid), agent_uid))?;
+        Ok(Temporary { port })
+    }
+}
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        if let Err(failure) = nft(&["-f", "-"], &script::remove(self.port)) {
+            tracing::warn!(
+                "{failure}; remora intercept remove removes the rules, which change nothing without an agent"
+            );
+        }
+    }
+}
+
+/// Why there can be no rules for one user's server and agent.
+fn one_user(which: &str, uid: u32) -> Failure {
+    Failure::refused(format!(
+        "{which} are both {uid}: the agent's own connections to the primary would come back to it; run the agent as another user \
+         than the server"
+    ))
 }
 
 /// Runs nft, which ends within milliseconds, and returns what it prints.

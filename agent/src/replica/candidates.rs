@@ -23,7 +23,7 @@ use remora_redis::ReplId;
 use remora_redis::psync::server::{Access, Event, Options, Server as PrimaryRole};
 use rustix::event::PollFlags;
 use rustix::net::sockopt;
-use rustls::ServerConfig;
+use rustls::{ServerConfig, ServerConnection};
 
 use super::link::Link;
 use super::link_failure::LinkFailure;
@@ -293,7 +293,12 @@ impl Candidates {
 impl Newcomer {
     /// A connection whose handshake was with the true primary, up to and including `PSYNC`, which waits for its answer.
     /// `heard` is what the server has said in it.
-    pub(super) fn intercepted(socket: TcpStream, peer: SocketAddr, heard: &[u8]) -> io::Result<Newcomer> {
+    pub(super) fn intercepted(
+        socket: TcpStream,
+        tls: Option<Box<ServerConnection>>,
+        peer: SocketAddr,
+        heard: &[u8],
+    ) -> io::Result<Newcomer> {
         let mut role = PrimaryRole::new(Options { access: Access::Open });
         role.handle_input(heard).map_err(io::Error::other)?;
         // The true primary has given the answers.
@@ -301,7 +306,7 @@ impl Newcomer {
         let Some(Event::Psync { replid, offset }) = role.poll_event() else {
             return Err(io::Error::other("the server has not asked to be synchronised"));
         };
-        let mut link = Link::new(socket, peer, None)?;
+        let mut link = Link::of(socket, peer, tls)?;
         link.look_at_what_is_unread();
         Ok(Newcomer { peer, link, role, out: Vec::new(), written: 0, replid, offset })
     }

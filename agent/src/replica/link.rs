@@ -31,19 +31,20 @@ const TLS_PIECE: usize = 64 * 1024;
 impl Link {
     /// Of a connection that was accepted.
     pub(super) fn new(socket: TcpStream, peer: SocketAddr, tls: Option<&Arc<ServerConfig>>) -> io::Result<Link> {
+        let tls = tls.map(|config| ServerConnection::new(config.clone()).map(Box::new));
+        Link::of(socket, peer, tls.transpose().map_err(io::Error::other)?)
+    }
+
+    /// Of a connection with what TLS knows of it, if it has any.
+    pub(super) fn of(socket: TcpStream, peer: SocketAddr, mut tls: Option<Box<ServerConnection>>) -> io::Result<Link> {
         socket.set_nonblocking(true)?;
         socket.set_nodelay(true)?;
         if peer.ip().is_loopback() {
             without_pacing(&socket);
         }
-        let tls = match tls {
-            None => None,
-            Some(config) => {
-                let mut tls = ServerConnection::new(config.clone()).map_err(io::Error::other)?;
-                tls.set_buffer_limit(Some(2 * TLS_PIECE));
-                Some(Box::new(tls))
-            }
-        };
+        if let Some(tls) = &mut tls {
+            tls.set_buffer_limit(Some(2 * TLS_PIECE));
+        }
         Ok(Link { socket, tls, piece: Vec::new(), written: 0, unread: None })
     }
 

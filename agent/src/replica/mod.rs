@@ -6,9 +6,10 @@
 //!    touched)     └─ retry ◀┘ source or feed lost: goes on at the first slot  └─▶ --stay: goes on relaying
 //! ```
 //!
-//! - [`preflight`] finds foreseeable failures before anything is changed; [`known_primary`] says whether the primary
-//!   may be given the server's password; [`control`] is the connection that changes the server, and checks whether no
-//!   other client has taken the server over; [`record`] notes each changed setting.
+//! - [`preflight`] finds foreseeable failures before anything is changed, and [`prepared`] is what it leaves;
+//!   [`known_primary`] says whether the primary may be given the server's password; [`control`] is the connection that
+//!   changes the server, and checks whether no other client has taken the server over; [`record`] notes each changed
+//!   setting.
 //! - [`delivery`] plays the primary towards the server, on a thread of its own. It uses [`feed`] with its [`parts`],
 //!   [`link`], [`unread`], [`pacer`], [`spool`] and [`meter`]. [`candidates`] keeps other processes from the server's
 //!   link, [`link_login`] is how the server proves itself there, [`link_failure`] says why a connection did not become
@@ -21,11 +22,13 @@
 //!   server ([`crate::snapshot`]) begins with them too.
 //! - [`relay_reader`] reads slots from other replicas and [`relay_server`] lends them; [`upstream`] is the connection
 //!   to another one, [`limit`] the rate.
-//! - [`attend`] stays beside a server whose own connections to its primary are intercepted.
+//! - [`attend`] stays beside a server whose own connections to its primary are intercepted, or does so once;
+//!   [`by_file`] restarts a server on its RDB file. [`way`] chooses.
 //! - [`machine`] decides, without I/O, what follows from each event on the way from joining to the hand-off; [`driver`]
 //!   carries it out, and owns the tasks. [`report`] says where the time went.
 
 pub mod attend;
+mod by_file;
 mod candidates;
 mod control;
 mod delivery;
@@ -44,6 +47,7 @@ mod meter;
 mod pacer;
 pub(crate) mod parts;
 mod preflight;
+mod prepared;
 pub(crate) mod private;
 mod raised;
 pub(crate) mod record;
@@ -56,6 +60,7 @@ pub(crate) mod spool;
 mod tls;
 mod unread;
 mod upstream;
+mod way;
 
 #[cfg(any(test, feature = "simulation"))]
 pub(crate) use self::delivery::simulated as simulated_delivery;
@@ -69,20 +74,18 @@ use remora_redis::resp::Frame;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
+use self::attend::once;
 use self::control::Control;
 use self::driver::{Driver, Setup};
-use self::finding::Finding;
-use self::known_primary::KnownPrimaries;
-use self::preflight::Known;
-use self::record::Record;
+use self::prepared::{Prepared, Suits};
 use self::spool::Spool;
-use crate::args::ReplicaArgs;
+use crate::args::{Delivery, ReplicaArgs};
 use crate::conversation::certificate_roles::CertificateRoles;
 use crate::conversation::tokens::TokenFiles;
-use crate::exit::Failure;
+use crate::exit::{Code, Failure};
 use crate::metrics::{Agent, Scrapes, Watch};
 use crate::progress;
-use crate::server::{Client, RefusalKind, ServerError, Task};
+use crate::server::{Client, RefusalKind, ServerError};
 use crate::signals::until_signal;
 use crate::units::Size;
 
@@ -102,7 +105,51 @@ async fn sync(args: ReplicaArgs, roles: CertificateRoles, scrapes: &mut Scrapes)
     let security = args.relay.lender.apply(&args.security, security)?;
     let tokens = TokenFiles::read(&args.token_files, &[], security)?;
     let _rereading = tokens.read_again_on_hangup()?;
-    let prepared = until_signal(prepare(args, tokens), ": nothing was touched");
+    match args.by.delivery {
+        Delivery::File => scrapes.meanwhile(BY_FILE, by_file::run(args, tokens)).await,
+        _ if args.by.restart_command.is_some() => {
+            Err(Failure::new(Code::Usage, "--restart-command goes with --delivery file only"))
+        }
+        Delivery::Intercept => match until_signal(once::prepare(args, tokens), UNTOUCHED).await? {
+            Some(ready) => scrapes.meanwhile(BY_INTERCEPTION, ready.run()).await,
+            None => Ok(()),
+        },
+        Delivery::Auto => by_itself(args, tokens, scrapes).await,
+        Delivery::Link => by_link(args, tokens, scrapes).await,
+    }
+}
+
+/// What those who watch are told while a server is restarted on a file, or its own connection is intercepted.
+const BY_FILE: &str = "the server's file is being delivered";
+const BY_INTERCEPTION: &str = "the server's own connection is intercepted for a full copy";
+
+/// What a signal before the first change leaves.
+const UNTOUCHED: &str = ": nothing was touched";
+
+/// Delivers by interception where the link would be refused or undone, and otherwise by the link.
+async fn by_itself(args: ReplicaArgs, tokens: TokenFiles, scrapes: &mut Scrapes) -> Result<(), Failure> {
+    let Some(why) = until_signal(way::why_not_by_the_link(&args), UNTOUCHED).await? else {
+        tracing::info!(
+            "delivery by the link: the server is not in cluster mode, and no Sentinel that is named here knows it"
+        );
+        return by_link(args, tokens, scrapes).await;
+    };
+    match until_signal(once::prepare(args.clone(), tokens.clone()), UNTOUCHED).await {
+        Ok(Some(ready)) => {
+            tracing::info!("delivery by interception: {why}");
+            scrapes.meanwhile(BY_INTERCEPTION, ready.run()).await
+        }
+        Ok(None) => Ok(()),
+        Err(failure) if failure.code == Code::Interrupted => Err(failure),
+        Err(failure) => {
+            tracing::warn!("delivery by the link, although {why}: its connection cannot be intercepted: {failure}");
+            by_link(args, tokens, scrapes).await
+        }
+    }
+}
+
+async fn by_link(args: ReplicaArgs, tokens: TokenFiles, scrapes: &mut Scrapes) -> Result<(), Failure> {
+    let prepared = until_signal(prepare(args, tokens), UNTOUCHED);
     match scrapes.meanwhile("the sync is being prepared", prepared).await? {
         Some(mut driver) => {
             driver::metrics::watch(&mut driver, std::mem::take(scrapes));
@@ -119,50 +166,9 @@ async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -> Result<Option<Driver>
         let refused = |why| Failure::refused(format!("this replica agent at --peer-listen {listen} {why}"));
         credentials.security.check(listen.ip()).map_err(refused)?;
     }
-    let server = args.server.open(Task::Replica)?;
-    let link_tls = tls::server_config(&args)?;
-    let mut client = server.connect().await?;
-    let (state_dir, url) = (args.state_dir.as_deref(), server.url().to_string());
-    let mut record = if args.dry_run { Record::open(state_dir, &url)? } else { Record::claim(state_dir, &url)? };
-    if !args.dry_run {
-        record.put_back_but_the_login(&mut client).await?;
-    }
-    if args.rewrite_config {
-        preflight::refuse_without_a_file(&mut client).await?;
-    }
-    let target = preflight::target(&server, &mut client, &record, args.link_cert.is_some()).await?;
-    if !args.dry_run && !target.unfinished {
-        // A server that follows a dead link keeps the login for it until it gets another: its real password is not for
-        // what may listen there now.
-        record.put_back(&mut client).await?;
-    }
-    let mut source = source::Source::connect_first(&args.read, &credentials).await.map_err(source::failure)?;
-    let finding = match args.sentinel.open()? {
-        Some(sentinels) => Some(Finding::begin(sentinels).await?),
-        None => None,
-    };
-    if !args.dry_run {
-        // An agent before us may have been killed.
-        let left = raised::put_back(&mut record, finding.as_ref().map(Finding::sentinels)).await;
-        if !left.is_empty() {
-            tracing::warn!("an earlier agent has ended without its clean-up{left}");
-        }
-    }
-    let known = KnownPrimaries::of(&args, target.followed(&record), source.address());
-    let known = Known { primaries: known, finding, source: source.address() };
-    let began = Instant::now();
-    let (plan, mut primary) = loop {
-        let plan = source.plan(&args.read, args.name.as_deref(), &target.facts.name()).await?;
-        match preflight::primary(&args, &server, &target, &plan, &known).await {
-            Ok(primary) => break (plan, primary),
-            Err(unfit) if unfit.passes && began.elapsed() < FAIL_OVER_LIMIT.min(args.read.retry_for) => {
-                tracing::warn!("{}; asking the Sentinels again", unfit.failure);
-                tokio::time::sleep(FAIL_OVER_POLL).await;
-            }
-            Err(unfit) => return Err(unfit.failure),
-        }
-    };
-    preflight::refuse_to_overwrite(&args, &server, &target)?;
+    let link_tls = tls::server_config(&args.link_tls)?;
+    let prepared = Prepared::of(&args, &credentials, Suits::Link).await?;
+    let Prepared { server, client, mut record, target, source, plan, mut primary } = prepared;
     preflight::refuse_what_sentinel_undoes(&args, &server, &target, &mut primary).await?;
     warn_of_a_small_backlog(&plan);
     if !plan.warning.is_empty() {
@@ -178,6 +184,10 @@ async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -> Result<Option<Driver>
             plan.server
         ));
         return Ok(None);
+    }
+    // A delivery by file that did not end is not taken up any more.
+    if record.placed().is_some() {
+        record.note_placed(None)?;
     }
     let spool = match args.state_dir.clone() {
         Some(folder) => find_spool(folder).await,
@@ -201,13 +211,6 @@ async fn find_spool(folder: PathBuf) -> Option<Spool> {
         Err(_) => None,
     }
 }
-
-/// How long a fail-over may take until the primary and the source are of one history. Sentinels need some seconds, and
-/// `down-after-milliseconds` before.
-const FAIL_OVER_LIMIT: Duration = Duration::from_secs(60);
-
-/// Pause between two looks meanwhile.
-const FAIL_OVER_POLL: Duration = Duration::from_millis(500);
 
 /// How long the server may take to notice that its link is gone.
 const SETTLE_LIMIT: Duration = Duration::from_secs(15);

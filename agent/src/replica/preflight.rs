@@ -59,14 +59,25 @@ pub(super) async fn target(
     record: &Record,
     link_has_a_certificate: bool,
 ) -> Result<Target, Failure> {
-    let url = server.url();
-    let facts = Facts::read(client).await?;
-    if facts.cluster_enabled == Some(true) {
+    let (target, url) = (any_target(server, client, record).await?, server.url());
+    if target.facts.cluster_enabled == Some(true) {
         return Err(Failure::refused(format!(
-            "the server {url} runs in cluster mode, where servers refuse REPLICAOF, so it cannot be made a replica by this command; \
-             remora attend beside it serves CLUSTER REPLICATE"
+            "the server {url} runs in cluster mode, where servers refuse REPLICAOF, so it cannot be made a replica by the link; \
+             remora attend beside it serves CLUSTER REPLICATE, and --delivery intercept serves a node that is a replica already"
         )));
     }
+    if target.tls_replication && !link_has_a_certificate {
+        return Err(Failure::refused(format!(
+            "the server {url} replicates by TLS only (tls-replication yes), so our link to it must speak TLS: give a certificate \
+             that it accepts with --link-cert and --link-key"
+        )));
+    }
+    Ok(target)
+}
+
+/// Examines the replica's server, however it will get the snapshot.
+pub(super) async fn any_target(server: &Server, client: &mut Client, record: &Record) -> Result<Target, Failure> {
+    let (facts, url) = (Facts::read(client).await?, server.url());
     let unfinished = facts.link.as_ref().is_some_and(|link| record.is_our_link(&link.host, link.port));
     if facts.loading == Some(true) && !unfinished {
         return Err(Failure::new(
@@ -75,12 +86,6 @@ pub(super) async fn target(
         ));
     }
     let tls_replication = client.config_get("tls-replication").await?.as_deref() == Some("yes");
-    if tls_replication && !link_has_a_certificate {
-        return Err(Failure::refused(format!(
-            "the server {url} replicates by TLS only (tls-replication yes), so our link to it must speak TLS: give a certificate \
-             that it accepts with --link-cert and --link-key"
-        )));
-    }
     let login = login(client, record).await?;
     let link_login = LinkLogin::choose(server, client, &login).await?;
     Ok(Target {
@@ -115,7 +120,7 @@ pub(super) async fn login(client: &mut Client, record: &Record) -> Result<Primar
 
 /// The files with which the server itself speaks TLS to a primary. The agent runs beside the server and can often read
 /// them; otherwise `--tls-ca` and the options beside it must name them.
-async fn tls_files(client: &mut Client) -> Result<TlsOptions, ServerError> {
+pub(super) async fn tls_files(client: &mut Client) -> Result<TlsOptions, ServerError> {
     let mut files = Vec::new();
     for name in ["tls-ca-cert-file", "tls-client-cert-file", "tls-client-key-file", "tls-cert-file", "tls-key-file"] {
         let path = client.config_get(name).await?.filter(|path| !path.is_empty()).map(PathBuf::from);
@@ -173,6 +178,8 @@ pub(super) struct Primary {
     pub(super) raise_to: Option<Duration>,
     /// Bytes of its data, as it says.
     data: Option<u64>,
+    /// Whether it has modules that may have put data into the snapshot.
+    has_modules: bool,
     /// Which primaries may be followed.
     known: KnownPrimaries,
     /// The same login, for another look before the first change.
@@ -204,6 +211,36 @@ impl Primary {
 }
 
 impl Primary {
+    /// Bytes of its data, as it says.
+    pub(super) fn data(&self) -> Option<u64> {
+        self.data
+    }
+
+    /// How many full copies it has sent; `None` if it does not tell the server's user.
+    pub(super) async fn full_copies(&self) -> Option<u64> {
+        let count = async { self.server.connect().await?.info("stats").await };
+        count.await.ok()?.number("sync_full")
+    }
+
+    /// Whether this address leads to it too: to a server of the same history.
+    pub(super) async fn is_at(&self, host: &str, port: u16, plan: &Offer) -> bool {
+        if (host, port) == (self.host.as_str(), self.port) {
+            return true;
+        }
+        let server = self.server.at(host, port);
+        let facts = async { Facts::read(&mut server.connect().await?).await };
+        let facts = facts.await.unwrap_or_else(|error| {
+            tracing::debug!("{error}; whether it is the primary is not known");
+            Facts::default()
+        });
+        facts.run_id.as_deref() == Some(plan.run_id.as_str()) || (facts.replid.is_some() && facts.replid == plan.replid)
+    }
+
+    /// Whether it has modules that may have put data into the snapshot.
+    pub(super) fn has_modules_with_data(&self) -> bool {
+        self.has_modules
+    }
+
     /// Where it is.
     pub(super) fn address(&self) -> (String, u16) {
         (self.host.clone(), self.port)
@@ -292,12 +329,13 @@ pub(super) async fn primary(
     let primary_server = as_the_server_would(args, target, &host, port)?;
     let mut client = primary_server.connect().await.map_err(refused)?;
     let mut asked = known.finding.is_some().then(|| primary_server.clone());
-    let mut data = None;
+    let (mut data, mut has_modules) = (None, false);
     match Facts::read(&mut client).await {
         Ok(facts) => {
             let identity = check_identity(&facts, target, plan, &host, port);
             identity.map_err(|failure| Unfit { failure, passes: may_pass })?;
             data = facts.used_memory_dataset;
+            has_modules = !facts.modules_missing_at(&Facts::default()).is_empty();
             check_format(&facts, target, server.url())?;
             check_contents(&facts, target, server.url())?;
             if facts.run_id.as_deref() != Some(plan.run_id.as_str()) {
@@ -315,7 +353,7 @@ pub(super) async fn primary(
     let (finding, known) = (known.finding.clone(), known.primaries.clone());
     let compared = Instant::now();
     let (server, raise_to) = (primary_server, None);
-    Ok(Primary { host, port, asked, trust, finding, raise_to, data, known, server, compared })
+    Ok(Primary { host, port, asked, trust, finding, raise_to, data, has_modules, known, server, compared })
 }
 
 /// Refuses a server that has no configuration file, if it is to be written.
@@ -386,11 +424,17 @@ fn as_the_server_would(args: &ReplicaArgs, target: &Target, host: &str, port: u1
 
 /// The value of the command line, or else the server's own.
 fn tls_options(args: &ReplicaArgs, target: &Target) -> TlsOptions {
-    let (given, own) = (args.server.tls.options(), target.tls.clone());
-    match () {
-        () if !target.tls_replication => TlsOptions::default(),
-        () if given.certificate.is_some() => TlsOptions { ca: given.ca.or(own.ca), ..given },
-        () => TlsOptions { ca: given.ca.or(own.ca), server_name: given.server_name, ..own },
+    match target.tls_replication {
+        false => TlsOptions::default(),
+        true => tls_of(args.server.tls.options(), target.tls.clone()),
+    }
+}
+
+/// With which TLS the agent speaks to a primary in the server's place: what is given, or else the server's own.
+pub(super) fn tls_of(given: TlsOptions, own: TlsOptions) -> TlsOptions {
+    match given.certificate.is_some() {
+        true => TlsOptions { ca: given.ca.or(own.ca), ..given },
+        false => TlsOptions { ca: given.ca.or(own.ca), server_name: given.server_name, ..own },
     }
 }
 

@@ -25,10 +25,13 @@ use crate::exit::Failure;
 use crate::server::{Client, ServerError};
 
 /// The settings that an agent changes. No other setting is ever restored.
-const OURS: [&str; 5] = [DISKLESS_LOAD, LOGIN[0], LOGIN[1], SYNC_DELAY, COMPRESSION];
+const OURS: [&str; 6] = [DISKLESS_LOAD, LOGIN[0], LOGIN[1], SAVE, SYNC_DELAY, COMPRESSION];
 
 /// How the server loads a snapshot.
 pub(super) const DISKLESS_LOAD: &str = "repl-diskless-load";
+
+/// When the server saves its data by itself.
+pub(super) const SAVE: &str = "save";
 
 /// The server's password for its primary: the name in Redis and Valkey, and Valkey's second name.
 pub(super) const LOGIN: [&str; 2] = ["masterauth", "primaryauth"];
@@ -57,6 +60,21 @@ struct Contents {
     /// What the agent has raised at the Sentinels.
     #[serde(default)]
     raised: Option<Raised>,
+    /// The file that the server is to be restarted on.
+    #[serde(default)]
+    placed: Option<Placed>,
+}
+
+/// A snapshot that was put in the place of a server's RDB file. The server was not seen in step on it yet.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Placed {
+    pub(super) file: PathBuf,
+    /// Its number in the file system.
+    pub(super) inode: u64,
+    /// Where the file is that was there before.
+    pub(super) former: Option<PathBuf>,
+    /// The server's run that was to be restarted.
+    pub(super) run_id: Option<String>,
 }
 
 /// The fail-over time of a group, which the agent has raised.
@@ -236,6 +254,17 @@ impl Record {
         self.save()
     }
 
+    /// The file that the server is to be restarted on.
+    pub(super) fn placed(&self) -> Option<&Placed> {
+        self.contents.placed.as_ref()
+    }
+
+    /// Writes to the file which file the server is to be restarted on. Call it before the file gets its name.
+    pub(super) fn note_placed(&mut self, placed: Option<Placed>) -> Result<(), Failure> {
+        self.contents.placed = placed;
+        self.save()
+    }
+
     /// What was last noted of the server's configuration file.
     pub(super) fn rewrites(&self) -> Option<&Rewrites> {
         self.contents.rewrites.as_ref()
@@ -324,7 +353,8 @@ impl Record {
 
     /// Removes the file. All settings have been restored.
     pub(crate) fn close(&self) {
-        if self.contents.settings.is_empty() && self.contents.raised.is_none() {
+        let Contents { settings, raised, placed, .. } = &self.contents;
+        if settings.is_empty() && raised.is_none() && placed.is_none() {
             let _ = self.folder.remove(&self.name);
             self.remove_the_old_file();
         }

@@ -44,7 +44,8 @@ pub(super) struct Summary {
     pub(super) hand_off_offset: u64,
     /// The transport of the bytes.
     pub(super) transport: String,
-    /// How the server got the snapshot: `link`, or `module` if its module loaded long strings from shared memory.
+    /// How the server got the snapshot: `link`, `module` if its module loaded long strings from shared memory, or
+    /// `intercept` if its own connection to its primary was intercepted.
     pub(super) delivery: String,
     /// Bytes of the snapshot.
     pub(super) snapshot_bytes: u64,

@@ -8,11 +8,11 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{RootCertStore, ServerConfig};
 
-use crate::args::ReplicaArgs;
+use crate::args::LinkTlsArgs;
 use crate::exit::Failure;
 
 /// The configuration that the `--link-…` options describe, if they are given.
-pub(super) fn server_config(args: &ReplicaArgs) -> Result<Option<Arc<ServerConfig>>, Failure> {
+pub(super) fn server_config(args: &LinkTlsArgs) -> Result<Option<Arc<ServerConfig>>, Failure> {
     let (Some(cert), Some(key)) = (&args.link_cert, &args.link_key) else { return Ok(None) };
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let builder = ServerConfig::builder_with_provider(provider.clone())

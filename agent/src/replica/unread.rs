@@ -68,6 +68,14 @@ pub(super) fn owner(here: SocketAddr, there: SocketAddr) -> io::Result<u32> {
     Ok(ask(&system()?, &question(here, there))?.uid)
 }
 
+/// The number of the socket at `here` that is connected with `there`, as `/proc/PID/fd` shows it.
+///
+/// # Errors
+/// As [`owner`].
+pub(super) fn inode(here: SocketAddr, there: SocketAddr) -> io::Result<u32> {
+    Ok(ask(&system()?, &question(here, there))?.inode)
+}
+
 /// A sock_diag(7) socket.
 fn system() -> io::Result<Socket> {
     let mut system = Socket::new(NETLINK_SOCK_DIAG)?;

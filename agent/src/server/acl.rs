@@ -77,7 +77,7 @@ impl Task {
             Self::Replica => {
                 "+flushall is not needed with --on-failure detached; +config|set is not needed where the server has a masterauth, which \
                  our link then asks for; with the module in the server: +remora.status +remora.load +multi +exec \
-                 +discard"
+                 +discard; with --delivery intercept and --replace: +client|kill"
             }
             Self::Attend => {
                 "without +config|get TLS to the primary is noticed only when the server connects; the user of the server's masteruser \

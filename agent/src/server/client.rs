@@ -125,7 +125,8 @@ impl Server {
         Ok(client)
     }
 
-    async fn open_stream(&self) -> Result<Stream, ServerError> {
+    /// Opens a connection, with TLS if the address says so, and logs in nowhere.
+    pub(crate) async fn open_stream(&self) -> Result<Stream, ServerError> {
         let (host, port) = match self.0.url.place() {
             Place::Unix(path) => {
                 return UnixStream::connect(path).await.map(Stream::Unix).map_err(|cause| self.unreachable(cause));
@@ -282,6 +283,12 @@ impl Client {
     /// The server's address, unless the connection is a Unix socket.
     pub fn peer_addr(&self) -> Option<SocketAddr> {
         self.stream.tcp().and_then(|tcp| tcp.peer_addr().ok())
+    }
+
+    /// The process at the other end, if the connection is a Unix socket and the kernel tells.
+    pub fn peer_process(&self) -> Option<u32> {
+        let Stream::Unix(stream) = &self.stream else { return None };
+        stream.peer_cred().ok()?.pid()?.try_into().ok()
     }
 
     /// Ends the use as a client. Returns the stream, and the bytes that were received and not used.

@@ -15,6 +15,7 @@
 mod acl;
 mod args;
 mod client;
+mod configuration;
 mod coverage;
 mod credentials;
 mod error;
@@ -27,6 +28,7 @@ mod tls;
 mod url;
 
 pub(crate) use self::args::UrlParser;
+pub(crate) use self::configuration::{Configuration, read_configuration};
 pub use self::{
     acl::Task,
     args::{ServerArgs, TlsArgs},

@@ -6,8 +6,7 @@
 //!                                                                   /data/dump.rdb ◀──────┘ no: exit code 16
 //! ```
 
-use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -30,15 +29,13 @@ use crate::exit::{Code, Failure};
 use crate::metrics::register as all;
 use crate::metrics::{Agent, Families, Scrape, Scrapes, Watch};
 use crate::progress;
+use crate::server::{Configuration, read_configuration};
 use crate::signals::Signals;
 use crate::tasks::blocking;
 use crate::units::{Size, readable};
 
 /// What `--to` says for standard output.
 const STDOUT: &str = "-";
-
-/// Bytes of a server's configuration that are read at most. Redis's own, with all of its comments, has 100 KiB.
-const CONFIG_LIMIT: u64 = 4 << 20;
 
 /// A file that its owner alone can read, and that replaces another one.
 pub(crate) const PRIVATE: Placing = Placing { owner: None, mode: Mode::RUSR.union(Mode::WUSR), replaces: true };
@@ -129,6 +126,25 @@ pub(crate) async fn to_file_telling(
     begun: impl Fn(Origin),
     scrapes: &mut Scrapes,
 ) -> Result<Summary, Failure> {
+    match receive(args, begun, scrapes).await {
+        Ok(whole) => whole.place(args).await,
+        Err(failure) if failure.code == Code::Stale => Err(failure.and("or use it as a backup with --allow-stale")),
+        Err(failure) => Err(failure),
+    }
+}
+
+/// A snapshot that has arrived beside its place, is right and on the disk, and from which the primary would continue.
+pub(crate) struct Whole {
+    target: Arc<FileTarget>,
+    arrived: Arrived,
+    pub(crate) summary: Summary,
+}
+
+/// Receives a snapshot up to the point where it can be put in its place.
+///
+/// # Errors
+/// As [`run`].
+pub(crate) async fn receive(args: &FetchArgs, begun: impl Fn(Origin), scrapes: &mut Scrapes) -> Result<Whole, Failure> {
     let began = Instant::now();
     let (to, replaces) = (args.to.clone(), args.replace);
     let opened = blocking(move || FileTarget::open(&to, replaces));
@@ -157,22 +173,38 @@ pub(crate) async fn to_file_telling(
     {
         let text = format!(
             "{}: a server that starts on it would need a full sync: {stale}. It was not put in place, and is {}; raise \
-             repl-backlog-size at the primary, or use it as a backup with --allow-stale",
+             repl-backlog-size at the primary",
             args.to.display(),
-            folder.join("slots").display()
+            target.slots().display()
         );
         return Err(Failure::new(Code::Stale, text));
     }
-    let how = Placing { owner: args.owner, mode: args.mode, replaces };
-    // Before the snapshot: a server that finds it, and is not a replica, would take the data for its own.
-    write_who_it_follows(args, &arrived, &summary, how).await?;
-    drop(arrived);
-    let place = move || match Arc::into_inner(target) {
-        Some(target) => target.place(&how),
-        None => Err(Failure::local("the slots are still in use; this is a bug of remora")),
-    };
-    blocking(place).await?;
-    Ok(summary)
+    Ok(Whole { target, arrived, summary })
+}
+
+impl Whole {
+    /// The file, before it gets its name.
+    pub(crate) fn file(&self) -> PathBuf {
+        self.target.slots()
+    }
+
+    /// Puts it in its place.
+    ///
+    /// # Errors
+    /// A file beside it cannot be written, or it cannot be given its owner or its name.
+    pub(crate) async fn place(self, args: &FetchArgs) -> Result<Summary, Failure> {
+        let Whole { target, arrived, summary } = self;
+        let how = Placing { owner: args.owner, mode: args.mode, replaces: args.replace };
+        // Before the snapshot: a server that finds it, and is not a replica, would take the data for its own.
+        write_who_it_follows(args, &arrived, &summary, how).await?;
+        drop(arrived);
+        let place = move || match Arc::into_inner(target) {
+            Some(target) => target.place(&how),
+            None => Err(Failure::local("the slots are still in use; this is a bug of remora")),
+        };
+        blocking(place).await?;
+        Ok(summary)
+    }
 }
 
 /// Writes the files by which a server that starts on the snapshot is a replica.
@@ -201,7 +233,7 @@ async fn write_who_it_follows(
     let server = args.cluster.open(cluster)?;
     let conf = nodes_conf::make(&server, arrived.kept.origin().history, at).await?;
     let to = file.clone();
-    blocking(move || match read_short(&to) {
+    blocking(move || match read_configuration(&to) {
         // The node has been in the cluster before, and keeps its name there.
         Ok(text) if nodes_conf::follows(&text, &conf.primary) => Ok(()),
         Ok(_) if !how.replaces => Err(Failure::refused(format!(
@@ -277,40 +309,24 @@ fn unreadable(file: &Path, error: &io::Error) -> Failure {
     Failure::refused(format!("{} cannot be read: {error}", file.display()))
 }
 
-/// Reads a server's configuration.
-fn read_short(file: &Path) -> io::Result<String> {
-    let mut text = String::new();
-    File::open(file)?.take(CONFIG_LIMIT + 1).read_to_string(&mut text)?;
-    if text.len() as u64 > CONFIG_LIMIT {
-        return Err(io::Error::other(format!("a server's configuration has at most {CONFIG_LIMIT} bytes")));
-    }
-    Ok(text)
-}
-
 /// Refuses a server that would not load the file.
 fn check_config(file: &Path, has_nodes_conf: bool) -> Result<(), Failure> {
-    let text = read_short(file).map_err(|error| unreadable(file, &error))?;
-    let setting = |name: &str| {
-        let words = text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
-        let last = words.rev().find(|words| words.first().is_some_and(|word| word.eq_ignore_ascii_case(name)));
-        last.map(|words| words[1..].join(" "))
-    };
+    let configuration = Configuration::read(file).map_err(|error| unreadable(file, &error))?;
     let file = file.display();
-    if setting("appendonly").is_some_and(|value| value.trim_matches('"').eq_ignore_ascii_case("yes")) {
+    if configuration.is_yes("appendonly") {
         return Err(Failure::refused(format!(
             "{file} has appendonly yes: the server would load its AOF, or nothing, and not an RDB file. Start it with \
              appendonly no, and set it to yes by CONFIG SET when it follows its primary"
         )));
     }
-    let follows = ["replicaof", "slaveof"].iter().any(|name| setting(name).is_some());
-    let is_cluster = setting("cluster-enabled").is_some_and(|value| value.eq_ignore_ascii_case("yes"));
+    let is_cluster = configuration.is_yes("cluster-enabled");
     if is_cluster && !has_nodes_conf {
         tracing::warn!(
             "{file} has cluster-enabled yes: without a nodes.conf that names its primary, the node would take the slots \
              of its keys for its own; --write-nodes-conf writes one"
         );
     }
-    if !follows && !is_cluster {
+    if configuration.primary().is_none() && !is_cluster {
         tracing::warn!(
             "{file} has no replicaof: a server that is no replica while it loads the file takes a full sync when it \
              becomes one; include the file of --write-replicaof there"
@@ -367,7 +383,7 @@ impl Summary {
         }
         let headroom = self.headroom_seconds.filter(|seconds| *seconds < need.as_secs())?;
         Some(format!(
-            "the primary would continue from it for {} only, and --need is {} (a backlog of {}, {} written a second)",
+            "the primary would continue from it for {} only, and {} are needed (a backlog of {}, {} written a second)",
             readable(Duration::from_secs(headroom)),
             readable(need),
             Size::bytes(self.backlog_bytes),
@@ -432,8 +448,6 @@ mod tests {
             assert_eq!(check_config(&file, false).is_err(), is_refused, "{text}");
         }
         assert!(check_config(&folder.path().join("missing"), false).is_err());
-        std::fs::write(&file, vec![b'\n'; CONFIG_LIMIT as usize + 1]).unwrap();
-        assert!(check_config(&file, false).unwrap_err().to_string().contains("at most"));
         assert!(check_config(Path::new("/dev/zero"), false).is_err(), "without an end");
     }
 
@@ -454,7 +468,7 @@ mod tests {
         };
         let minute = Duration::from_secs(60);
         assert!(summary("gone", Some(0)).stale(Duration::ZERO).unwrap().contains("gone"));
-        assert!(summary("", Some(59)).stale(minute).unwrap().contains("--need"));
+        assert!(summary("", Some(59)).stale(minute).unwrap().contains("are needed"));
         assert_eq!(summary("", Some(60)).stale(minute), None);
         assert_eq!(summary("", None).stale(minute), None, "nothing is written");
         assert_eq!(summary("", Some(0)).stale(Duration::ZERO), None);

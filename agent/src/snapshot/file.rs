@@ -74,9 +74,14 @@ impl FileTarget {
         Ok(FileTarget { to: to.to_owned(), folder, present: Mutex::new(found), _claim: claim })
     }
 
-    /// Where the slots are.
+    /// Where the slots are, and what is known of them.
     pub(super) fn folder(&self) -> &Path {
         &self.folder
+    }
+
+    /// The slots, which become the file.
+    pub(super) fn slots(&self) -> PathBuf {
+        self.folder.join("slots")
     }
 
     /// Puts the file in its place, with its name on the disk, and removes the folder.
@@ -84,7 +89,7 @@ impl FileTarget {
     /// # Errors
     /// The owner or the name cannot be given to it, or another file has the name by now.
     pub(super) fn place(self, how: &Placing) -> Result<(), Failure> {
-        let slots = self.folder.join("slots");
+        let slots = self.slots();
         let opened = File::open(&slots);
         let file = opened
             .map_err(|error| Failure::local(format!("{}: its slots cannot be opened: {error}", self.to.display())))?;

@@ -13,33 +13,38 @@ use crate::kit::{
 };
 
 /// The user of the servers; the agents are root's.
-const SERVER_USER: u32 = 65_534;
+pub(crate) const SERVER_USER: u32 = 65_534;
 
 /// The port of the agent. Every test has a namespace of its own.
-const PORT: &str = "7380";
+pub(crate) const PORT: &str = "7380";
 
 /// Keys of half a kilobyte.
 const KEYS: usize = 20_000;
 
 /// One host with a primary, its source, and the rules for a replica.
-struct Scene {
-    stage: Stage,
-    host: Host,
-    primary: Server,
-    source: Source,
+pub(crate) struct Scene {
+    pub(crate) stage: Stage,
+    pub(crate) host: Host,
+    pub(crate) primary: Server,
+    pub(crate) source: Source,
     _net: Net,
 }
 
 impl Scene {
-    fn new(kind: Kind) -> Option<Scene> {
+    pub(crate) fn new(kind: Kind) -> Option<Scene> {
         Scene::with(primary(kind), |primary| fill_keys(primary, KEYS, "value"))
     }
 
-    fn with(builder: Builder, fill: impl FnOnce(&Server)) -> Option<Scene> {
+    pub(crate) fn with(builder: Builder, fill: impl FnOnce(&Server)) -> Option<Scene> {
+        Scene::on_host(|_| builder, fill)
+    }
+
+    /// The builder is told on which host the primary will be.
+    pub(crate) fn on_host(builder: impl FnOnce(&Host) -> Builder, fill: impl FnOnce(&Server)) -> Option<Scene> {
         require::namespaces()?;
         let net = Net::new().unwrap();
         let host = net.host("pod").unwrap();
-        let primary = builder.on(&host).start().unwrap();
+        let primary = builder(&host).on(&host).start().unwrap();
         fill(&primary);
         let stage = Stage::new();
         let source = stage.source_on(&host, &primary.url(), &[]);
@@ -50,14 +55,14 @@ impl Scene {
 
     /// Runs `remora intercept` there, and returns what it prints.
     #[track_caller]
-    fn intercept(&self, args: &[&str]) -> String {
+    pub(crate) fn intercept(&self, args: &[&str]) -> String {
         let mut agent = self.stage.start(Some(&self.host), &[&["intercept"], args].concat());
         agent.wait_for_success(LONG).unwrap();
         agent.output()
     }
 
     /// A server of the user whose connections are meant.
-    fn server(&self, builder: Builder) -> Server {
+    pub(crate) fn server(&self, builder: Builder) -> Server {
         builder.as_user(SERVER_USER).on(&self.host).start().unwrap()
     }
 
@@ -65,7 +70,7 @@ impl Scene {
         self.attend_with(server, ports, &[])
     }
 
-    fn attend_with(&self, server: &Server, ports: &[u16], more: &[&str]) -> Agent {
+    pub(crate) fn attend_with(&self, server: &Server, ports: &[u16], more: &[&str]) -> Agent {
         let (url, source) = (server.url(), self.source.address.to_string());
         let token = self.stage.token.display().to_string();
         let ports: Vec<String> = ports.iter().map(u16::to_string).collect();
@@ -85,7 +90,7 @@ impl Scene {
 
 /// Waits until the server's link is up, for this time at most.
 #[track_caller]
-fn in_step(server: &Server, within: Duration, agent: &Agent) {
+pub(crate) fn in_step(server: &Server, within: Duration, agent: &Agent) {
     let up = wait_until("the link to be up", within, || {
         let status = server.fact("master_link_status")?;
         Ok(if status == "up" { Ok(()) } else { Err(status) })
@@ -96,7 +101,7 @@ fn in_step(server: &Server, within: Duration, agent: &Agent) {
 /// Waits until the server has gone from the agent to its primary so often, and its new connections come to the agent
 /// again.
 #[track_caller]
-fn handed_over(agent: &Agent, server: &Server, times: usize) {
+pub(crate) fn handed_over(agent: &Agent, server: &Server, times: usize) {
     let waited = wait_until("the server to be handed over", LONG, || {
         let seen = agent.output().matches("new connections come here again").count();
         Ok(if seen >= times { Ok(()) } else { Err(format!("{seen} times")) })

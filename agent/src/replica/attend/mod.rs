@@ -8,7 +8,9 @@
 //!   server ── connects to its primary by itself ──▶ +CONTINUE; link up ──▶ the gate opens again
 //! ```
 //!
-//! - [`gate`]: whether connections come here; [`passage`](mod@passage): one connection until it asks for a sync.
+//! - [`gate`]: whether connections come here; [`passage`](mod@passage): one connection until it asks for a sync;
+//!   [`tls`]: what opens an encrypted one.
+//! - [`syncs`]: the sync, and what a connection asks for. [`once`]: a run for one full copy (`remora replica`).
 //! - The sync is that of `remora replica`, with other hands: see `driver/server/intercepted.rs`.
 //!
 //! What must hold:
@@ -18,35 +20,36 @@
 //! - The gate opens again when the server's own connection stands: rules change no connection that is established.
 
 pub(in crate::replica) mod gate;
+pub(in crate::replica) mod once;
 mod passage;
+mod syncs;
+mod tls;
 
 use std::collections::BTreeSet;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use remora_redis::ReplId;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::mpsc::{Receiver, Sender, UnboundedSender, channel, unbounded_channel};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::mpsc::{Receiver, Sender, channel};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
 use self::gate::{Gate, RENEW_EVERY};
 use self::passage::Arrival;
-use super::candidates::Newcomer;
-use super::control::Control;
-use super::driver::{self, Attending, Driver};
-use super::source::{self, Source};
-use crate::args::{AttendArgs, MetricsFileArgs, ReplicaArgs};
+use self::syncs::{Asks, LinkState, Syncs};
+use self::tls::{Between, Tls};
+use super::preflight;
+use super::tls::server_config;
+use crate::args::{AttendArgs, LinkTlsArgs, MetricsFileArgs};
 use crate::conversation::certificate_roles::CertificateRoles;
-use crate::conversation::tokens::{Credentials, TokenFiles};
-use crate::exit::{Code, Failure};
+use crate::conversation::tokens::TokenFiles;
+use crate::exit::Failure;
 use crate::metrics::register as all;
 use crate::metrics::{Agent, Scrape, Scrapes, Watch};
 use crate::sentinel::Sentinels;
-use crate::server::{Client, Facts, Server, ServerError, Task};
+use crate::server::{Server, Task, TlsOptions};
 use crate::service::Service;
 use crate::signals::Signals;
 use crate::tasks::AbortOnDrop;
@@ -63,10 +66,6 @@ const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// Interval at which the Sentinels are asked which servers there are.
 const GROUP_EVERY: Duration = Duration::from_secs(2);
 
-/// How long the source may take to say what it serves, before the primary serves the server. The server waits for
-/// `repl-timeout`, 60 s by default.
-const SOURCE_LIMIT: Duration = Duration::from_secs(10);
-
 /// How long the gate stays closed for a server that does not reach its primary. Later its connections come here again.
 const DIRECT_LIMIT: Duration = Duration::from_secs(30);
 
@@ -82,63 +81,86 @@ pub async fn run(args: AttendArgs) -> Result<(), Failure> {
     let _rereading = tokens.read_again_on_hangup()?;
     let server = args.server.open(Task::Attend)?;
     let port = args.listen_port;
-    let listener = listen((Ipv4Addr::LOCALHOST, port).into()).await?;
-    // A host without IPv6 has no such connections either.
-    let listener6 = listen((Ipv6Addr::LOCALHOST, port).into()).await.ok();
     let sentinels = args.sentinel.open()?;
     let ports = match &sentinels {
         Some(sentinels) => group_ports(sentinels).await?,
         None => args.primary_ports.iter().copied().collect(),
     };
-    let gate = Gate::new(port, ports.clone())?;
+    let mut entrance = Entrance::open(port, ports.clone(), sentinels).await?;
+    let gate = entrance.gate.clone();
     if !gate.open() {
-        return Err(Failure::refused(format!(
-            "no rules send connections to port {port}: run remora intercept add --server-uid … --agent-uid {} --listen-port \
-             {port} in this network namespace first",
-            rustix::process::geteuid().as_raw()
-        )));
+        return Err(no_rules(port));
     }
-    let (tell, arrivals) = channel(ARRIVALS);
-    let _renewing = renew(gate.clone());
-    let _following = sentinels.map(|sentinels| follow(sentinels, gate.clone()));
-    let _accepting = [Some(listener), listener6].map(|listener| Some(accept(listener?, tell.clone())));
     tracing::info!(server = %server.url(), port, ?ports, "attending");
     // A server that starts after the agent comes here with its first connection, which waits for this.
     let why = format!("the server {} does not answer yet", server.url());
+    let suits = check(&server, args.wait_for_server, &args.link_tls, args.server.tls.options());
     let suits = tokio::select! {
-        suits = scrapes.meanwhile(&why, check(&server, args.wait_for_server)) => suits,
+        suits = scrapes.meanwhile(&why, suits) => suits,
         _ = signals.next() => {
             gate.close();
             return Ok(());
         }
     };
-    suits.inspect_err(|_| gate.close())?;
+    entrance.tls.send_replace(suits.inspect_err(|_| gate.close())?);
     let _service = Service::ready(&format!("attending {}", server.url()));
-    let attendant = Attendant {
-        args,
-        tokens,
-        server,
-        gate: gate.clone(),
-        sync: None,
-        awaited: Awaited::Nothing,
-        passages: JoinSet::new(),
-        counts: Counts::default(),
-    };
-    let outcome = attendant.run(arrivals, &mut signals, scrapes).await;
+    let syncs = Syncs::new(args.of_a_sync(), args.sources, tokens, server, gate.clone());
+    let attendant = Attendant { syncs, awaited: Awaited::Nothing, passages: JoinSet::new(), counts: Counts::default() };
+    let outcome = attendant.run(&mut entrance.arrivals, &mut signals, scrapes).await;
     gate.close();
     outcome
 }
 
-/// Waits for the server to answer, and looks whether its connections can be attended.
-async fn check(server: &Server, limit: Duration) -> Result<(), Failure> {
+/// Where the server's connections come in: the gate, the port behind it, and the tasks that keep both.
+struct Entrance {
+    gate: Gate,
+    /// Connections that ask for a sync.
+    arrivals: Receiver<Arrival>,
+    /// What opens connections with TLS, once it is known.
+    tls: watch::Sender<Tls>,
+    _tasks: Vec<AbortOnDrop>,
+}
+
+impl Entrance {
+    /// With a closed gate, for connections to these ports. With Sentinels the ports are those of the group.
+    async fn open(port: u16, ports: BTreeSet<u16>, sentinels: Option<Sentinels>) -> Result<Entrance, Failure> {
+        let listener = listen((Ipv4Addr::LOCALHOST, port).into()).await?;
+        // A host without IPv6 has no such connections either.
+        let listener6 = listen((Ipv6Addr::LOCALHOST, port).into()).await.ok();
+        let gate = Gate::new(port, ports)?;
+        let (tell, arrivals) = channel(ARRIVALS);
+        let (tls, known) = watch::channel(Tls::NotKnown);
+        let mut tasks = vec![renew(gate.clone()), accept(listener, tell.clone(), known.clone())];
+        tasks.extend(listener6.map(|listener| accept(listener, tell, known)));
+        tasks.extend(sentinels.map(|sentinels| follow(sentinels, gate.clone())));
+        Ok(Entrance { gate, arrivals, tls, _tasks: tasks })
+    }
+}
+
+/// Why nothing comes.
+fn no_rules(port: u16) -> Failure {
+    Failure::refused(format!(
+        "no rules send connections to port {port}: run remora intercept add --server-uid … --agent-uid {} --listen-port {port} in \
+         this network namespace first",
+        rustix::process::geteuid().as_raw()
+    ))
+}
+
+/// Waits for the server to answer, and looks whether its connections can be attended, and with which TLS.
+async fn check(server: &Server, limit: Duration, link: &LinkTlsArgs, given: TlsOptions) -> Result<Tls, Failure> {
+    let link = server_config(link)?;
     let mut client = server.connect_within(limit).await?;
-    match client.config_get("tls-replication").await {
-        Ok(Some(setting)) if setting == "yes" => Err(Failure::refused(format!(
-            "the server {} speaks TLS to its primary (tls-replication yes), and such connections cannot be attended; use \
-             remora replica with --link-cert",
+    match (client.config_get("tls-replication").await, link) {
+        (Ok(Some(setting)), None) if setting == "yes" => Err(Failure::refused(format!(
+            "the server {} speaks TLS to its primary (tls-replication yes): give a certificate that it accepts as its primary's with \
+             --link-cert and --link-key",
             server.url()
         ))),
-        _ => Ok(()),
+        (Ok(Some(setting)), Some(link)) if setting == "yes" => {
+            let own = preflight::tls_files(&mut client).await?;
+            Ok(Tls::Open(Between::new(link, preflight::tls_of(given, own))))
+        }
+        _ => Ok(Tls::Closed),
     }
 }
 
@@ -189,7 +211,7 @@ fn renew(gate: Gate) -> AbortOnDrop {
 }
 
 /// Accepts connections, and passes each on until it ends or asks for a sync.
-fn accept(listener: TcpListener, tell: Sender<Arrival>) -> AbortOnDrop {
+fn accept(listener: TcpListener, tell: Sender<Arrival>, tls: watch::Receiver<Tls>) -> AbortOnDrop {
     let task = tokio::spawn(async move {
         let places = Arc::new(Semaphore::new(PASSAGES));
         let mut passages = JoinSet::new();
@@ -207,22 +229,20 @@ fn accept(listener: TcpListener, tell: Sender<Arrival>) -> AbortOnDrop {
                 tracing::warn!(%peer, "{PASSAGES} connections are passed on already: this one is closed");
                 continue;
             };
-            passages.spawn(passage(socket, peer, tell.clone(), place));
+            passages.spawn(passage(socket, peer, tell.clone(), tls.clone(), place));
         }
     });
     AbortOnDrop::new(&task)
 }
 
-async fn passage(socket: TcpStream, peer: SocketAddr, tell: Sender<Arrival>, _place: OwnedSemaphorePermit) {
-    passage::pass(socket, peer, tell).await;
-}
-
-/// A sync under way.
-struct Sync {
-    running: Pin<Box<dyn Future<Output = Result<(), Failure>>>>,
-    newcomers: UnboundedSender<Newcomer>,
-    /// The sync adds its values to those of the attendant.
-    scrapes: Sender<Scrape>,
+async fn passage(
+    socket: TcpStream,
+    peer: SocketAddr,
+    tell: Sender<Arrival>,
+    tls: watch::Receiver<Tls>,
+    _place: OwnedSemaphorePermit,
+) {
+    passage::pass(socket, peer, tell, tls).await;
 }
 
 /// What has become of connections so far.
@@ -248,23 +268,9 @@ impl Awaited {
     }
 }
 
-/// How far the server's link to its primary is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum LinkState {
-    Down,
-    Copying,
-    Up,
-    /// It follows no primary.
-    Nothing,
-}
-
 /// Decides what becomes of each connection.
 struct Attendant {
-    args: AttendArgs,
-    tokens: TokenFiles,
-    server: Server,
-    gate: Gate,
-    sync: Option<Sync>,
+    syncs: Syncs,
     awaited: Awaited,
     /// Connections that the primary serves through us.
     passages: JoinSet<()>,
@@ -274,33 +280,25 @@ struct Attendant {
 impl Attendant {
     async fn run(
         mut self,
-        mut arrivals: Receiver<Arrival>,
+        arrivals: &mut Receiver<Arrival>,
         signals: &mut Signals,
         mut scrapes: Scrapes,
     ) -> Result<(), Failure> {
-        let mut client: Option<Client> = None;
         let mut stopping = None;
         let mut look = interval(LOOK_EVERY);
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
-            let is_looked_at = self.sync.is_none() && !matches!(self.awaited, Awaited::Nothing);
-            let ended = async {
-                match &mut self.sync {
-                    Some(sync) => sync.running.as_mut().await,
-                    None => std::future::pending().await,
-                }
-            };
+            let is_looked_at = !self.syncs.is_running() && !matches!(self.awaited, Awaited::Nothing);
             tokio::select! {
                 biased;
                 signal = signals.next(), if stopping.is_none() => {
                     // A sync hears of the signal too, and leaves the server with its primary.
-                    if self.sync.is_none() {
+                    if !self.syncs.is_running() {
                         return Ok(());
                     }
                     stopping = Some(signal);
                 }
-                outcome = ended => {
-                    self.sync = None;
+                outcome = self.syncs.ended() => {
                     if stopping.is_some() {
                         return outcome;
                     }
@@ -314,13 +312,13 @@ impl Attendant {
                             tracing::warn!("{failure}");
                         }
                     }
-                    self.gate.hand_back().await;
+                    self.syncs.gate.hand_back().await;
                     self.awaited = Awaited::direct();
                 }
                 Some(arrival) = arrivals.recv() => self.arrived(arrival).await,
                 scrape = scrapes.next() => self.show(scrape),
                 _ = look.tick(), if is_looked_at => {
-                    let link = self.link(&mut client).await;
+                    let link = self.syncs.link().await;
                     self.saw(link).await;
                 }
             }
@@ -328,36 +326,16 @@ impl Attendant {
         }
     }
 
-    async fn link(&self, client: &mut Option<Client>) -> LinkState {
-        let facts = async {
-            let client = match client {
-                Some(client) if client.is_usable() => client,
-                other => other.insert(self.server.connect().await?),
-            };
-            Ok::<_, ServerError>(Facts::from_info(&client.info("replication").await?))
-        };
-        match facts.await.map(|facts| facts.link) {
-            Ok(Some(link)) if link.syncing == Some(true) => LinkState::Copying,
-            Ok(Some(link)) if link.up == Some(true) => LinkState::Up,
-            Ok(Some(_)) => LinkState::Down,
-            Ok(None) => LinkState::Nothing,
-            Err(error) => {
-                tracing::debug!("{error}; asking again");
-                LinkState::Down
-            }
-        }
-    }
-
     async fn saw(&mut self, link: LinkState) {
         match self.awaited {
             // The stream through us began: the server goes on at once where it is, without us.
             Awaited::Passed if link == LinkState::Up => {
-                self.gate.hand_back().await;
+                self.syncs.gate.hand_back().await;
                 self.awaited = Awaited::direct();
             }
             Awaited::Direct(until) if link != LinkState::Down || Instant::now() >= until => {
                 self.awaited = Awaited::Nothing;
-                self.gate.open();
+                self.syncs.gate.open();
                 tracing::debug!(?link, "the server's new connections come here again");
             }
             _ => {}
@@ -366,83 +344,47 @@ impl Attendant {
 
     /// Decides on a connection that asks for a sync.
     async fn arrived(&mut self, mut arrival: Arrival) {
-        if let Some(why) = self.is_the_primarys(&arrival) {
-            return self.pass(arrival, &why);
+        if !self.syncs.gate.is_open() {
+            return self.pass(arrival, "the server is on its way to its primary");
         }
-        if self.sync.is_none()
-            && let Err(failure) = self.begin(&mut arrival).await
-        {
-            tracing::warn!("{failure}");
-            return self.pass(arrival, "the source cannot serve it");
+        match self.syncs.asks(&arrival) {
+            Asks::Continues => return self.pass(arrival, "the primary can continue it"),
+            Asks::Unknown(why) => return self.pass(arrival, &why),
+            Asks::Copy => {}
         }
-        let Some(sync) = &self.sync else { return };
-        let Arrival { server, peer, heard, .. } = arrival;
-        let taken = server.into_std().and_then(|server| {
-            self.gate.came(server.try_clone()?);
-            Newcomer::intercepted(server, peer, &heard)
-        });
-        match taken {
-            Ok(newcomer) => _ = sync.newcomers.send(newcomer),
-            Err(error) => tracing::warn!(%error, "the server's connection could not be taken; it will come again"),
-        }
-    }
-
-    /// Why the primary is to answer this connection; `None` if a full copy would follow, which we can serve.
-    fn is_the_primarys(&self, arrival: &Arrival) -> Option<String> {
-        if !self.gate.is_open() {
-            return Some("the server is on its way to its primary".to_owned());
-        }
-        let facts = match &arrival.facts {
-            Ok(facts) => facts,
-            Err(why) => {
-                tracing::warn!(primary = %arrival.address, "the primary does not say how it stands: {why}");
-                return Some("it is not known whether the primary can continue it".to_owned());
+        if !self.syncs.is_running() {
+            if let Err(failure) = self.syncs.begin(&mut arrival).await {
+                tracing::warn!("{failure}");
+                return self.pass(arrival, "the source cannot serve it");
             }
-        };
-        if self.sync.is_some() {
-            return None;
+            self.awaited = Awaited::Nothing;
         }
-        // The primary is asked before it gets PSYNC: its answer +FULLRESYNC would begin the very copy that is to be
-        // spared, with a fork, and cannot be taken back. It says the same in INFO: its history, the former one with
-        // its end, and what its backlog holds.
-        match arrival.asked {
-            Some((history, next)) if facts.covers(history, next.saturating_sub(1), 0).is_ok() => {
-                Some("the primary can continue it".to_owned())
-            }
-            _ if facts.replid.is_none() => Some("the primary does not name its history".to_owned()),
-            _ => None,
-        }
+        self.syncs.give(arrival);
     }
 
     /// Answers those who watch, or has the sync that is under way answer them.
     fn show(&self, mut scrape: Scrape) {
         let Counts { done, failed, passed } = self.counts;
-        let has_rules = self.gate.renew();
+        let has_rules = self.syncs.gate.renew();
         let families = &mut scrape.families;
         families.whether(&all::ATTEND_RULES, has_rules);
-        families.whether(&all::ATTEND_OPEN, self.gate.is_open());
-        families.whether(&all::ATTEND_SYNCING, self.sync.is_some());
+        families.whether(&all::ATTEND_OPEN, self.syncs.gate.is_open());
+        families.whether(&all::ATTEND_SYNCING, self.syncs.is_running());
         families.counters(&all::ATTEND_SYNCS, [(["done"], done), (["failed"], failed)]);
         families.counter(&all::ATTEND_PASSED, passed);
-        match &self.sync {
-            Some(sync) => {
-                // One that is just ending, or that is asked too often, adds nothing.
-                if let Err(error) = sync.scrapes.try_send(scrape) {
-                    error.into_inner().answer(None);
-                }
-            }
-            None if has_rules => scrape.answer(None),
-            None => scrape.answer(Some("the rules of remora intercept are gone".to_owned())),
+        let without_rules = (!has_rules).then(|| "the rules of remora intercept are gone".to_owned());
+        if let Some(scrape) = self.syncs.pass_on(scrape) {
+            scrape.answer(without_rules);
         }
     }
 
     fn pass(&mut self, arrival: Arrival, why: &str) {
         self.counts.passed += 1;
         tracing::info!(primary = %arrival.address, "the server's request goes to its primary: {why}");
-        if self.sync.is_none() {
-            match duplicate(&arrival.server) {
+        if !self.syncs.is_running() {
+            match duplicate(arrival.server.socket()) {
                 Ok(link) => {
-                    self.gate.came(link);
+                    self.syncs.gate.came(link);
                     self.awaited = Awaited::Passed;
                 }
                 Err(error) => tracing::warn!(%error, "the connection is passed on until it ends"),
@@ -450,80 +392,6 @@ impl Attendant {
         }
         self.passages.spawn(arrival.pass());
     }
-
-    /// Asks all sources at once, and returns the first that serves the history of the server's primary, with the
-    /// arguments of a sync from it.
-    async fn find_source(&self, arrival: &Arrival, server: &str) -> Result<(ReplicaArgs, Source), Failure> {
-        let history = arrival.facts.as_ref().ok().and_then(|facts| facts.replid);
-        let mut asked = JoinSet::new();
-        for at in std::iter::once(&self.args.read.source).chain(&self.args.sources) {
-            let mut args = self.args.of_a_sync();
-            args.read.source = at.clone();
-            let credentials = self.tokens.credentials(args.expected.source_key);
-            asked.spawn(ask_source(args, credentials, server.to_owned()));
-        }
-        let mut causes = Vec::new();
-        while let Some(answered) = asked.join_next().await {
-            match answered {
-                Ok(Ok((Some(found), args, source))) if Some(found) == history => return Ok((args, source)),
-                Ok(Ok((_, args, _))) => causes.push(format!("{} has another history", args.read.source)),
-                Ok(Err(failure)) => causes.push(failure.to_string()),
-                Err(error) => causes.push(error.to_string()),
-            }
-        }
-        let text = format!(
-            "no source serves the history of the server's primary {} ({}); start remora source beside it or one of its replicas",
-            arrival.address,
-            causes.join("; ")
-        );
-        Err(Failure::new(Code::Source, text))
-    }
-
-    /// Begins a sync, if a source serves the primary's history.
-    async fn begin(&mut self, arrival: &mut Arrival) -> Result<(), Failure> {
-        let begun = async {
-            let mut client = self.server.connect().await?;
-            let server = Facts::read(&mut client).await?;
-            let Some(link) = &server.link else {
-                return Err(Failure::refused("the server has a connection to a primary, and follows none"));
-            };
-            let primary = (link.host.clone(), link.port);
-            let (args, source) = match self.find_source(arrival, &server.name()).await {
-                Ok(found) => found,
-                // It may have begun another history since it was asked: with its first replica, or by a promotion.
-                Err(_) => {
-                    arrival.ask_again().await;
-                    self.find_source(arrival, &server.name()).await?
-                }
-            };
-            let (newcomers, arrivals) = unbounded_channel();
-            let (tokens, gate) = (self.tokens.clone(), self.gate.clone());
-            let control = Control::new(self.server.clone(), client);
-            let attending = Attending { args, tokens, control, server, primary, source, gate, arrivals };
-            Ok((Driver::begin_attending(attending).await?, newcomers))
-        };
-        let (mut driver, newcomers) = tokio::time::timeout(SOURCE_LIMIT, begun).await.unwrap_or_else(|_| {
-            let seconds = SOURCE_LIMIT.as_secs();
-            Err(Failure::new(Code::Source, format!("no suitable source has answered for {seconds} s")))
-        })?;
-        tracing::info!(primary = %arrival.address, "the server asks for a full copy: the source serves it");
-        self.awaited = Awaited::Nothing;
-        let (passed_on, scrapes) = Scrapes::passed_on();
-        driver::metrics::watch(&mut driver, scrapes);
-        self.sync = Some(Sync { running: Box::pin(driver.run()), newcomers, scrapes: passed_on });
-        Ok(())
-    }
-}
-
-/// Asks a source which history it serves. Returns the arguments of a sync from it.
-async fn ask_source(
-    args: ReplicaArgs,
-    credentials: Credentials,
-    server: String,
-) -> Result<(Option<ReplId>, ReplicaArgs, Source), Failure> {
-    let mut source = Source::connect_first(&args.read, &credentials).await.map_err(source::failure)?;
-    let plan = source.plan(&args.read, args.name.as_deref(), &server).await?;
-    Ok((plan.replid, args, source))
 }
 
 /// Another descriptor of the same connection.

@@ -7,9 +7,10 @@
 //!   any other command: no replication, so both directions are copied until one of them ends
 //! ```
 //!
-//! The primary checks the server's login, and answers everything but `PSYNC`. The agent learns no password: it passes
-//! bytes on.
+//! The primary checks the server's login, and answers everything but `PSYNC`. The agent keeps no password: it passes
+//! bytes on. TLS is opened on both sides ([`tls`](super::tls)), if the agent has a certificate for that.
 
+use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
@@ -17,14 +18,19 @@ use remora_redis::ReplId;
 use remora_redis::info::Info;
 use remora_redis::resp::{self, CommandDecoder, Decoder, Frame, Limits};
 use rustix::net::sockopt;
-use tokio::io::{AsyncReadExt, AsyncWriteExt, copy_bidirectional};
+use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt, copy_bidirectional};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc::Sender;
+use tokio::sync::watch;
 
-use crate::server::Facts;
+use super::tls::{Between, End, Tls};
+use crate::server::{Facts, Stream};
 
 /// How long the primary may take to accept a connection, or to say how it stands. The server waits for `repl-timeout`.
 const PRIMARY_LIMIT: Duration = Duration::from_secs(5);
+
+/// How long a server that speaks TLS may wait until it has been asked for its settings. It waits for `repl-timeout`.
+const KNOWN_LIMIT: Duration = Duration::from_secs(20);
 
 /// Bytes of a handshake that are kept: a server says some hundred bytes. A longer one is not a replica's.
 const HANDSHAKE_LIMIT: usize = 16 << 10;
@@ -37,10 +43,10 @@ const TLS_HANDSHAKE: u8 = 0x16;
 
 /// A connection of the server that has sent `PSYNC`, which waits for an answer.
 pub(super) struct Arrival {
-    pub(super) server: TcpStream,
+    pub(super) server: End,
     pub(super) peer: SocketAddr,
     /// The server's true primary, which has not got the `PSYNC`.
-    pub(super) primary: TcpStream,
+    pub(super) primary: Stream,
     /// Its address.
     pub(super) address: SocketAddr,
     /// What the primary says of itself; the error says why it does not.
@@ -59,13 +65,31 @@ impl Arrival {
         self.facts = ask(&mut self.primary).await;
     }
 
+    /// The port at which the server says that it listens: with several servers of one user, it tells them apart.
+    pub(super) fn announced_port(&self) -> Option<u16> {
+        announced_port(&self.heard)
+    }
+
     /// The primary answers the `PSYNC`, and both directions are copied until one of them ends.
     pub(super) async fn pass(mut self) {
         let psync = &self.heard[self.psync_at..];
-        if self.primary.write_all(psync).await.is_ok() {
+        if send(&mut self.primary, psync).await.is_ok() {
             let _ = copy_bidirectional(&mut self.server, &mut self.primary).await;
         }
     }
+}
+
+fn announced_port(heard: &[u8]) -> Option<u16> {
+    let mut decoder = CommandDecoder::new(Limits::HANDSHAKE);
+    decoder.feed(heard);
+    while let Ok(Some(words)) = decoder.next_command() {
+        let Some((name, options)) = words.split_first().filter(|_| words.len() > 1) else { continue };
+        let mut pairs = options.chunks_exact(2).filter(|_| name.eq_ignore_ascii_case(b"REPLCONF"));
+        if let Some(pair) = pairs.find(|pair| pair[0].eq_ignore_ascii_case(b"listening-port")) {
+            return std::str::from_utf8(&pair[1]).ok()?.parse().ok();
+        }
+    }
+    None
 }
 
 /// Where a redirected connection was going. `None` if it came here on its own account.
@@ -79,18 +103,13 @@ fn destination(socket: &TcpStream) -> Option<SocketAddr> {
 }
 
 /// Passes one connection, until it ends or asks for a sync.
-pub(super) async fn pass(mut server: TcpStream, peer: SocketAddr, arrivals: Sender<Arrival>) {
+pub(super) async fn pass(server: TcpStream, peer: SocketAddr, arrivals: Sender<Arrival>, tls: watch::Receiver<Tls>) {
     let Some(address) = destination(&server) else {
         tracing::debug!(%peer, "a connection that was not redirected is closed");
         return;
     };
-    let connected = tokio::time::timeout(PRIMARY_LIMIT, TcpStream::connect(address)).await;
-    let mut primary = match connected {
-        Ok(Ok(primary)) => primary,
-        Ok(Err(error)) => return tracing::debug!(%address, %error, "the server's primary cannot be reached"),
-        Err(_) => return tracing::debug!(%address, "the server's primary does not accept a connection"),
-    };
-    let _ = (server.set_nodelay(true), primary.set_nodelay(true));
+    let _ = server.set_nodelay(true);
+    let Some((mut server, mut primary)) = both_ends(server, address, tls).await else { return };
     let mut handshake = Handshake::new();
     let (mut said, mut answered) = ([0; READ_BYTES], [0; READ_BYTES]);
     loop {
@@ -103,7 +122,7 @@ pub(super) async fn pass(mut server: TcpStream, peer: SocketAddr, arrivals: Send
                 Ok(0) | Err(_) => return,
                 Ok(n) => {
                     handshake.answers_seen = true;
-                    if server.write_all(&answered[..n]).await.is_err() {
+                    if send(&mut server, &answered[..n]).await.is_err() {
                         return;
                     }
                     continue;
@@ -113,17 +132,12 @@ pub(super) async fn pass(mut server: TcpStream, peer: SocketAddr, arrivals: Send
         match outcome {
             Heard::Part => {}
             Heard::Forward { from } => {
-                if primary.write_all(&handshake.heard[from..]).await.is_err() {
+                if send(&mut primary, &handshake.heard[from..]).await.is_err() {
                     return;
                 }
             }
             Heard::Other { from } => {
-                if said[0] == TLS_HANDSHAKE && from == 0 {
-                    tracing::warn!(
-                        "the server speaks TLS to its primary: the agent cannot attend it, and passes it on"
-                    );
-                }
-                if primary.write_all(&handshake.heard[from..]).await.is_ok() {
+                if send(&mut primary, &handshake.heard[from..]).await.is_ok() {
                     let _ = copy_bidirectional(&mut server, &mut primary).await;
                 }
                 return;
@@ -139,12 +153,87 @@ pub(super) async fn pass(mut server: TcpStream, peer: SocketAddr, arrivals: Send
     }
 }
 
+/// Both ends of the connection, in plain. `None`: there is nothing to be heard, or it was passed on unread until its
+/// end.
+async fn both_ends(server: TcpStream, address: SocketAddr, tls: watch::Receiver<Tls>) -> Option<(End, Stream)> {
+    let mut first = [0];
+    if !server.peek(&mut first).await.is_ok_and(|bytes| bytes > 0) {
+        return None;
+    }
+    if first[0] != TLS_HANDSHAKE {
+        return Some((End::Plain(server), Stream::Tcp(connect(address).await?)));
+    }
+    match open(&tls).await {
+        Ok(between) => {
+            let why = match limited(between.connect(address)).await {
+                Ok(primary) => {
+                    return match limited(async { between.accept(server).await.map_err(|error| error.to_string()) })
+                        .await
+                    {
+                        Ok(server) => Some((server, primary)),
+                        Err(why) => {
+                            tracing::warn!(
+                                "the server does not take us for its primary: {why}; for a minute its connections are passed on \
+                                 unread: its tls-ca-cert-file must contain the authority of --link-cert"
+                            );
+                            None
+                        }
+                    };
+                }
+                Err(why) => why,
+            };
+            tracing::warn!(%address, "the primary cannot be spoken to in the server's place: {why}; passed on unread");
+        }
+        Err(why) => tracing::warn!("the server speaks TLS to its primary, and {why}: passed on unread"),
+    }
+    let (mut server, mut primary) = (server, connect(address).await?);
+    let _ = copy_bidirectional(&mut server, &mut primary).await;
+    None
+}
+
+/// What opens the server's connections, as soon as it is known. The error says why nothing does.
+async fn open(tls: &watch::Receiver<Tls>) -> Result<Between, String> {
+    let mut tls = tls.clone();
+    let known = tokio::time::timeout(KNOWN_LIMIT, tls.wait_for(|tls| !matches!(tls, Tls::NotKnown))).await;
+    match known.map(|known| known.map(|tls| tls.clone())) {
+        Ok(Ok(Tls::Open(between))) if between.is_refused() => Err("it has just refused our certificate".to_owned()),
+        Ok(Ok(Tls::Open(between))) => Ok(between),
+        Ok(Ok(Tls::Closed)) => Err("it did not when the agent asked, or there is no --link-cert".to_owned()),
+        _ => Err("it has not answered yet".to_owned()),
+    }
+}
+
+async fn connect(address: SocketAddr) -> Option<TcpStream> {
+    let connected = limited(async { TcpStream::connect(address).await.map_err(|error| error.to_string()) }).await;
+    match connected {
+        Ok(primary) => {
+            let _ = primary.set_nodelay(true);
+            Some(primary)
+        }
+        Err(error) => {
+            tracing::debug!(%address, %error, "the server's primary cannot be reached");
+            None
+        }
+    }
+}
+
+async fn limited<T>(work: impl Future<Output = Result<T, String>>) -> Result<T, String> {
+    let limited = tokio::time::timeout(PRIMARY_LIMIT, work).await;
+    limited.unwrap_or_else(|_| Err(format!("no answer for {} s", PRIMARY_LIMIT.as_secs())))
+}
+
+/// Writes all, also what TLS would keep.
+async fn send(to: &mut (impl AsyncWrite + Unpin), bytes: &[u8]) -> io::Result<()> {
+    to.write_all(bytes).await?;
+    to.flush().await
+}
+
 /// Asks the primary how it stands, over the server's own connection and with the server's own login.
-async fn ask(primary: &mut TcpStream) -> Result<Facts, String> {
+async fn ask(primary: &mut Stream) -> Result<Facts, String> {
     let answer = async {
         let mut question = Vec::new();
         resp::command(&mut question, &["INFO"]);
-        primary.write_all(&question).await.map_err(|error| error.to_string())?;
+        send(primary, &question).await.map_err(|error| error.to_string())?;
         let (mut decoder, mut buffer) = (Decoder::new(Limits::default()), [0; READ_BYTES]);
         loop {
             match decoder.next_frame().map_err(|error| error.to_string())? {
@@ -259,6 +348,15 @@ mod tests {
     #[test]
     fn a_server_without_data_asks_for_nothing_in_particular() {
         assert_eq!(Handshake::new().hear(&wire(&["PSYNC", "?", "-1"])), Heard::Psync { at: 0, asked: None });
+    }
+
+    #[test]
+    fn a_server_is_known_by_the_port_that_it_announces() {
+        let port = wire(&["replconf", "ip-address", "10.0.0.9", "Listening-Port", "6380"]);
+        let heard = [wire(&["PING"]), wire(&["REPLCONF", "capa", "eof"]), port, wire(&["PSYNC", "?", "-1"])].concat();
+        assert_eq!(announced_port(&heard), Some(6380));
+        assert_eq!(announced_port(&wire(&["PSYNC", "listening-port", "1"])), None);
+        assert_eq!(announced_port(&wire(&["REPLCONF", "listening-port", "many"])), None);
     }
 
     #[test]

@@ -92,6 +92,7 @@ struct FromServer {
     notices: UnboundedReceiver<Notice>,
     /// Connections of a server that is attended.
     arrivals: Option<UnboundedReceiver<Newcomer>>,
+    is_intercepted: bool,
 }
 
 /// When progress is shown next, and where.
@@ -527,7 +528,12 @@ impl Driver {
             snapshot_offset,
             hand_off_offset: self.machine.hand_off_offset(),
             transport: self.machine.tables().map_or("none", |tables| tables.transport.name()).to_string(),
-            delivery: if self.meter.by_module.get() > 0 { "module" } else { "link" }.to_string(),
+            delivery: match () {
+                () if self.from_server.is_intercepted => "intercept",
+                () if self.meter.by_module.get() > 0 => "module",
+                () => "link",
+            }
+            .to_string(),
             referred_bytes: self.meter.referred.get(),
             snapshot_bytes: self.meter.bytes_delivered.get(),
             stream_bytes: self.meter.stream_delivered.get().saturating_sub(snapshot_offset),

@@ -166,7 +166,7 @@ impl Driver {
             server: ServerTask::start(keeper(meter.clone())),
             relay,
             delivery,
-            from_server: FromServer { notices, arrivals },
+            from_server: FromServer { notices, is_intercepted: arrivals.is_some(), arrivals },
             meter,
             sinks,
             connecting: mpsc::unbounded_channel(),

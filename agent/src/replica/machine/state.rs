@@ -98,8 +98,8 @@ impl CatchUp {
 }
 
 /// Whether a server that has applied the stream up to this offset can go to the primary. Under writes the present runs
-/// ahead of every question: near enough is where the primary's backlog reaches. While the stream is not read its end may
-/// be anywhere.
+/// ahead of every question: near enough is where the primary's backlog reaches. While the stream is not read its end
+/// may be anywhere.
 pub(super) fn is_near_enough(reading: &Reading, applied: u64, backlog_bytes: u64) -> bool {
     let slack = backlog_bytes / NEAR_ENOUGH_PART;
     let fetched = reading.stream_fetched;

@@ -1,17 +1,28 @@
-//! `remora attend --sentinel`: a replica that Sentinel knows, whose full copies come from a source.
+//! Interception under Sentinel: a replica that Sentinel knows, whose full copies come from a source, by `remora attend
+//! --sentinel` and by `remora replica --delivery auto`.
 
-use remora_lab::{Net, require};
+use remora_lab::{Host, Net, require};
 
 use super::*;
-use crate::kit::{number, quick, syncs};
+use crate::kit::{number, quick, says, succeeds, syncs};
 
 /// The user of the attended server; the agents are root's.
 const SERVER_USER: u32 = 65_534;
 
-#[test]
-fn a_known_replica_is_served_and_sentinel_sees_its_primary_all_the_time() {
-    for kind in require::kinds() {
-        let Some(()) = require::namespaces() else { return };
+/// One host with a primary, two replicas, and the source of one of them. Sentinel knows all three servers.
+struct Watched {
+    stage: Stage,
+    host: Host,
+    servers: [Server; 2],
+    known: Server,
+    sentinels: Sentinels,
+    source: Source,
+    _net: Net,
+}
+
+impl Watched {
+    fn new(kind: Kind) -> Option<Watched> {
+        require::namespaces()?;
         let net = Net::new().unwrap();
         let host = net.host("pod").unwrap();
         let start = || primary(kind).on(&host).start().unwrap();
@@ -25,15 +36,31 @@ fn a_known_replica_is_served_and_sentinel_sees_its_primary_all_the_time() {
         let lines = ["sentinel failover-timeout mymaster 3000"];
         let sentinels = Sentinels::start(kind, &servers[0], &[&servers[1], &known], &lines).unwrap();
         let stage = Stage::new();
-        let rules = ["intercept", "add", "--server-uid", &SERVER_USER.to_string(), "--agent-uid", "0"];
-        stage.start(Some(&host), &rules).wait_for_success(LONG).unwrap();
-        let list = sentinels.list();
-        let group = ["--sentinel", &list, "--sentinel-name", "mymaster"];
         // The other replica: the attended one must not be the source's.
         let source = stage.source_on(&host, &servers[1].url(), &[]);
+        Some(Watched { stage, host, servers, known, sentinels, source, _net: net })
+    }
+
+    fn nothing_was_corrected(&self) {
+        for number in 0..3 {
+            let log = self.sentinels.log(number);
+            assert!(!log.contains("+fix-slave-config"), "{log}");
+        }
+    }
+}
+
+#[test]
+fn a_known_replica_is_served_and_sentinel_sees_its_primary_all_the_time() {
+    for kind in require::kinds() {
+        let Some(scene) = Watched::new(kind) else { return };
+        let Watched { stage, host, servers, known, sentinels, source, .. } = &scene;
+        let rules = ["intercept", "add", "--server-uid", &SERVER_USER.to_string(), "--agent-uid", "0"];
+        stage.start(Some(host), &rules).wait_for_success(LONG).unwrap();
+        let list = sentinels.list();
+        let group = ["--sentinel", &list, "--sentinel-name", "mymaster"];
         let (url, address, token) = (known.url(), source.address.to_string(), stage.token.display().to_string());
         let args = ["attend", "--server", &url, "--source", &address, "--token-file", &token];
-        let mut agent = stage.start(Some(&host), &[&args[..], &group].concat());
+        let mut agent = stage.start(Some(host), &[&args[..], &group].concat());
         agent.wait_for_line("attending", LONG).unwrap();
 
         // A full copy: it has lost its position and its data.
@@ -44,7 +71,7 @@ fn a_known_replica_is_served_and_sentinel_sees_its_primary_all_the_time() {
         known.replicate(&servers[0]).unwrap();
         agent.wait_for_line("new connections come here again", LONG).unwrap();
         known.wait_for_link(LONG).unwrap();
-        assert_same_data(&servers[0], &known);
+        assert_same_data(&servers[0], known);
         assert_eq!(syncs(&servers[0]).0, before, "{kind}: no full copy of the primary\n{}", agent.output());
         assert_eq!(number(&servers[1], "sync_full"), 1, "{kind}: the source's");
 
@@ -53,7 +80,7 @@ fn a_known_replica_is_served_and_sentinel_sees_its_primary_all_the_time() {
         sentinels.fail_over().unwrap();
         let now = sentinels.wait_for_another(&former, SOON).unwrap();
         let (promoted, follower) =
-            if now == known.address().to_string() { (&known, &servers[1]) } else { (&servers[1], &known) };
+            if now == known.address().to_string() { (known, &servers[1]) } else { (&servers[1], known) };
         wait_until("the follower to follow", SOON, || {
             let port = follower.fact("master_port")?;
             Ok(if port == promoted.port().to_string() { Ok(()) } else { Err(port) })
@@ -62,8 +89,38 @@ fn a_known_replica_is_served_and_sentinel_sees_its_primary_all_the_time() {
         follower.wait_for_link(LONG).unwrap();
         promoted.client().unwrap().ok(&["SET", "after", "1"]).unwrap();
         assert_same_data(promoted, follower);
-        for number in 0..3 {
-            assert!(!sentinels.log(number).contains("+fix-slave-config"), "{}", sentinels.log(number));
-        }
+        scene.nothing_was_corrected();
+    }
+}
+
+#[test]
+fn a_known_replica_is_renewed_by_interception_without_rules_and_longer_than_sentinel_waits() {
+    for kind in require::kinds() {
+        let Some(scene) = Watched::new(kind) else { return };
+        let list = scene.sentinels.list();
+        let options = ["--sentinel", &list, "--sentinel-name", "mymaster", "--delivery", "auto", "--replace"];
+        let before = syncs(&scene.servers[0]);
+        // Some hundred keys.
+        crate::kit::load_slowly(&scene.known, 20_000);
+        let began = std::time::Instant::now();
+        let known = &scene.known;
+        let mut agent = scene.stage.replica_on(&scene.host, &known.url(), scene.source.address, &options);
+        succeeds(&mut agent, known);
+        let (took, said) = (began.elapsed(), agent.output());
+        says(&said, &["delivery by interception: Sentinel knows the server as a replica of mymaster"]);
+        println!("{kind}: {:.1} s, with a failover-timeout of 3 s", took.as_secs_f64());
+        assert!(took > Duration::from_secs(4), "{took:?}: too quick to show anything");
+        assert_eq!(syncs(&scene.servers[0]).0, before.0, "{kind}: no full copy of the primary\n{said}");
+        assert_eq!(syncs(&scene.servers[0]).1, before.1 + 1, "{kind}: the hand-off\n{said}");
+        assert_eq!(number(&scene.servers[1], "sync_full"), 1, "{kind}: the source's");
+        assert_same_data(&scene.servers[0], known);
+        scene.nothing_was_corrected();
+
+        // A server that no Sentinel knows.
+        let new = quick(kind).as_user(SERVER_USER).on(&scene.host).start().unwrap();
+        let mut agent = scene.stage.replica_on(&scene.host, &new.url(), scene.source.address, &options);
+        succeeds(&mut agent, &new);
+        says(&agent.output(), &["delivery by the link", "no Sentinel that is named here knows it"]);
+        assert_same_data(&scene.servers[0], &new);
     }
 }

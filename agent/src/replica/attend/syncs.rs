@@ -1,0 +1,234 @@
+//! Syncs: what becomes of a connection that asks for a sync, and the sync that serves it.
+
+use std::pin::Pin;
+use std::time::Duration;
+
+use remora_redis::ReplId;
+use tokio::sync::mpsc::{Sender, UnboundedSender, unbounded_channel};
+use tokio::task::JoinSet;
+
+use super::gate::Gate;
+use super::passage::Arrival;
+use crate::args::{HostPort, ReplicaArgs};
+use crate::conversation::tokens::{Credentials, TokenFiles};
+use crate::exit::{Code, Failure};
+use crate::metrics::{Scrape, Scrapes};
+use crate::replica::candidates::Newcomer;
+use crate::replica::control::Control;
+use crate::replica::driver::{self, Attending, Driver};
+use crate::replica::source::{self, Source};
+use crate::server::{Client, Facts, Server, ServerError};
+
+/// How long the source may take to say what it serves, before the primary serves the server. The server waits for
+/// `repl-timeout`, 60 s by default.
+const SOURCE_LIMIT: Duration = Duration::from_secs(10);
+
+/// The syncs of one server, one at a time.
+pub(super) struct Syncs {
+    /// The arguments of a sync from the first source.
+    pub(super) args: ReplicaArgs,
+    /// Further sources.
+    pub(super) sources: Vec<HostPort>,
+    pub(super) tokens: TokenFiles,
+    pub(super) server: Server,
+    pub(super) gate: Gate,
+    sync: Option<Sync>,
+    /// For looks at the server's link.
+    client: Option<Client>,
+}
+
+/// A sync under way.
+struct Sync {
+    running: Pin<Box<dyn Future<Output = Result<(), Failure>>>>,
+    newcomers: UnboundedSender<Newcomer>,
+    /// The sync adds its values to those of the attendant.
+    scrapes: Sender<Scrape>,
+}
+
+/// What a connection asks for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Asks {
+    /// It goes on where it is: the primary can continue it.
+    Continues,
+    /// It needs a full copy, or goes on in the sync that is under way.
+    Copy,
+    /// What the primary would answer is not known, and why.
+    Unknown(String),
+}
+
+/// How far the server's link to its primary is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum LinkState {
+    Down,
+    Copying,
+    Up,
+    /// It follows no primary.
+    Nothing,
+}
+
+impl Syncs {
+    pub(super) fn new(
+        args: ReplicaArgs,
+        sources: Vec<HostPort>,
+        tokens: TokenFiles,
+        server: Server,
+        gate: Gate,
+    ) -> Syncs {
+        Syncs { args, sources, tokens, server, gate, sync: None, client: None }
+    }
+
+    pub(super) fn is_running(&self) -> bool {
+        self.sync.is_some()
+    }
+
+    /// The end of the sync that is under way. Pending while there is none.
+    pub(super) async fn ended(&mut self) -> Result<(), Failure> {
+        let outcome = match &mut self.sync {
+            Some(sync) => sync.running.as_mut().await,
+            None => std::future::pending().await,
+        };
+        self.sync = None;
+        outcome
+    }
+
+    /// Has the sync that is under way answer those who watch; gives the question back if there is none. A sync that is
+    /// just ending, or that is asked too often, adds nothing.
+    pub(super) fn pass_on(&self, scrape: Scrape) -> Option<Scrape> {
+        let Some(sync) = &self.sync else { return Some(scrape) };
+        if let Err(error) = sync.scrapes.try_send(scrape) {
+            error.into_inner().answer(None);
+        }
+        None
+    }
+
+    /// How far the server's link is.
+    pub(super) async fn link(&mut self) -> LinkState {
+        let (client, server) = (&mut self.client, &self.server);
+        let facts = async {
+            let client = match client {
+                Some(client) if client.is_usable() => client,
+                other => other.insert(server.connect().await?),
+            };
+            Ok::<_, ServerError>(Facts::from_info(&client.info("replication").await?))
+        };
+        match facts.await.map(|facts| facts.link) {
+            Ok(Some(link)) if link.syncing == Some(true) => LinkState::Copying,
+            Ok(Some(link)) if link.up == Some(true) => LinkState::Up,
+            Ok(Some(_)) => LinkState::Down,
+            Ok(None) => LinkState::Nothing,
+            Err(error) => {
+                tracing::debug!("{error}; asking again");
+                LinkState::Down
+            }
+        }
+    }
+
+    /// What a connection asks for.
+    pub(super) fn asks(&self, arrival: &Arrival) -> Asks {
+        let facts = match &arrival.facts {
+            Ok(facts) => facts,
+            Err(why) => {
+                tracing::warn!(primary = %arrival.address, "the primary does not say how it stands: {why}");
+                return Asks::Unknown("it is not known whether the primary can continue it".to_owned());
+            }
+        };
+        if self.is_running() {
+            return Asks::Copy;
+        }
+        // The primary is asked before it gets PSYNC: its answer +FULLRESYNC would begin the very copy that is to be
+        // spared, with a fork, and cannot be taken back. It says the same in INFO: its history, the former one with
+        // its end, and what its backlog holds.
+        match arrival.asked {
+            Some((history, next)) if facts.covers(history, next.saturating_sub(1), 0).is_ok() => Asks::Continues,
+            _ if facts.replid.is_none() => Asks::Unknown("the primary does not name its history".to_owned()),
+            _ => Asks::Copy,
+        }
+    }
+
+    /// Gives a connection to the sync that is under way.
+    pub(super) fn give(&self, arrival: Arrival) {
+        let Some(sync) = &self.sync else { return };
+        let Arrival { server, peer, heard, .. } = arrival;
+        let taken = server.into_parts().and_then(|(server, tls)| {
+            self.gate.came(server.try_clone()?);
+            Newcomer::intercepted(server, tls, peer, &heard)
+        });
+        match taken {
+            Ok(newcomer) => _ = sync.newcomers.send(newcomer),
+            Err(error) => tracing::warn!(%error, "the server's connection could not be taken; it will come again"),
+        }
+    }
+
+    /// Begins a sync, if a source serves the primary's history.
+    pub(super) async fn begin(&mut self, arrival: &mut Arrival) -> Result<(), Failure> {
+        let begun = async {
+            let mut client = self.server.connect().await?;
+            let server = Facts::read(&mut client).await?;
+            let Some(link) = &server.link else {
+                return Err(Failure::refused("the server has a connection to a primary, and follows none"));
+            };
+            let primary = (link.host.clone(), link.port);
+            let (args, source) = match self.find_source(arrival, &server.name()).await {
+                Ok(found) => found,
+                // It may have begun another history since it was asked: with its first replica, or by a promotion.
+                Err(_) => {
+                    arrival.ask_again().await;
+                    self.find_source(arrival, &server.name()).await?
+                }
+            };
+            let (newcomers, arrivals) = unbounded_channel();
+            let (tokens, gate) = (self.tokens.clone(), self.gate.clone());
+            let control = Control::new(self.server.clone(), client);
+            let attending = Attending { args, tokens, control, server, primary, source, gate, arrivals };
+            Ok((Driver::begin_attending(attending).await?, newcomers))
+        };
+        let (mut driver, newcomers) = tokio::time::timeout(SOURCE_LIMIT, begun).await.unwrap_or_else(|_| {
+            let seconds = SOURCE_LIMIT.as_secs();
+            Err(Failure::new(Code::Source, format!("no suitable source has answered for {seconds} s")))
+        })?;
+        tracing::info!(primary = %arrival.address, "the server asks for a full copy: the source serves it");
+        let (passed_on, scrapes) = Scrapes::passed_on();
+        driver::metrics::watch(&mut driver, scrapes);
+        self.sync = Some(Sync { running: Box::pin(driver.run()), newcomers, scrapes: passed_on });
+        Ok(())
+    }
+
+    /// Asks all sources at once, and returns the first that serves the history of the server's primary, with the
+    /// arguments of a sync from it.
+    async fn find_source(&self, arrival: &Arrival, server: &str) -> Result<(ReplicaArgs, Source), Failure> {
+        let history = arrival.facts.as_ref().ok().and_then(|facts| facts.replid);
+        let mut asked = JoinSet::new();
+        for at in std::iter::once(&self.args.read.source).chain(&self.sources) {
+            let mut args = self.args.clone();
+            args.read.source = at.clone();
+            let credentials = self.tokens.credentials(args.expected.source_key);
+            asked.spawn(ask_source(args, credentials, server.to_owned()));
+        }
+        let mut causes = Vec::new();
+        while let Some(answered) = asked.join_next().await {
+            match answered {
+                Ok(Ok((Some(found), args, source))) if Some(found) == history => return Ok((args, source)),
+                Ok(Ok((_, args, _))) => causes.push(format!("{} has another history", args.read.source)),
+                Ok(Err(failure)) => causes.push(failure.to_string()),
+                Err(error) => causes.push(error.to_string()),
+            }
+        }
+        let text = format!(
+            "no source serves the history of the server's primary {} ({}); start remora source beside it or one of its replicas",
+            arrival.address,
+            causes.join("; ")
+        );
+        Err(Failure::new(Code::Source, text))
+    }
+}
+
+/// Asks a source which history it serves. Returns the arguments of a sync from it.
+pub(super) async fn ask_source(
+    args: ReplicaArgs,
+    credentials: Credentials,
+    server: String,
+) -> Result<(Option<ReplId>, ReplicaArgs, Source), Failure> {
+    let mut source = Source::connect_first(&args.read, &credentials).await.map_err(source::failure)?;
+    let plan = source.plan(&args.read, args.name.as_deref(), &server).await?;
+    Ok((plan.replid, args, source))
+}

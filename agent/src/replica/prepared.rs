@@ -1,0 +1,100 @@
+//! Prepared: what is known before the first change: the server, its source and its primary, found to suit each other.
+
+use std::time::Duration;
+
+use remora_protocol::Offer;
+use tokio::time::Instant;
+
+use super::finding::Finding;
+use super::known_primary::KnownPrimaries;
+use super::preflight::{self, Known, Primary, Target};
+use super::raised;
+use super::record::Record;
+use super::source::{self, Source};
+use crate::args::ReplicaArgs;
+use crate::conversation::tokens::Credentials;
+use crate::exit::Failure;
+use crate::server::{Client, Server, Task};
+
+/// How long a fail-over may take until the primary and the source are of one history. Sentinels need some seconds, and
+/// `down-after-milliseconds` before.
+const FAIL_OVER_LIMIT: Duration = Duration::from_secs(60);
+
+/// Pause between two looks meanwhile.
+const FAIL_OVER_POLL: Duration = Duration::from_millis(500);
+
+/// Which servers can get a snapshot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Suits {
+    /// Those that can follow a link.
+    Link,
+    /// Any.
+    Any,
+}
+
+/// A server, its source and its primary, before the first change.
+pub(super) struct Prepared {
+    pub(super) server: Server,
+    pub(super) client: Client,
+    pub(super) record: Record,
+    pub(super) target: Target,
+    pub(super) source: Source,
+    pub(super) plan: Offer,
+    pub(super) primary: Primary,
+}
+
+impl Prepared {
+    /// Finds them, and puts back what an agent before us has left changed.
+    ///
+    /// # Errors
+    /// One of them does not answer, or they do not suit each other.
+    pub(super) async fn of(args: &ReplicaArgs, credentials: &Credentials, suits: Suits) -> Result<Prepared, Failure> {
+        let server = args.server.open(Task::Replica)?;
+        let mut client = server.connect().await?;
+        let (state_dir, url) = (args.state_dir.as_deref(), server.url().to_string());
+        let mut record = if args.dry_run { Record::open(state_dir, &url)? } else { Record::claim(state_dir, &url)? };
+        if !args.dry_run {
+            record.put_back_but_the_login(&mut client).await?;
+        }
+        if args.rewrite_config {
+            preflight::refuse_without_a_file(&mut client).await?;
+        }
+        let target = match suits {
+            Suits::Link => preflight::target(&server, &mut client, &record, args.link_tls.link_cert.is_some()).await?,
+            Suits::Any => preflight::any_target(&server, &mut client, &record).await?,
+        };
+        if !args.dry_run && !target.unfinished {
+            // A server that follows a dead link keeps the login for it until it gets another: its real password is not
+            // for what may listen there now.
+            record.put_back(&mut client).await?;
+        }
+        let mut source = Source::connect_first(&args.read, credentials).await.map_err(source::failure)?;
+        let finding = match args.sentinel.open()? {
+            Some(sentinels) => Some(Finding::begin(sentinels).await?),
+            None => None,
+        };
+        if !args.dry_run {
+            // An agent before us may have been killed.
+            let left = raised::put_back(&mut record, finding.as_ref().map(Finding::sentinels)).await;
+            if !left.is_empty() {
+                tracing::warn!("an earlier agent has ended without its clean-up{left}");
+            }
+        }
+        let known = KnownPrimaries::of(args, target.followed(&record), source.address());
+        let known = Known { primaries: known, finding, source: source.address() };
+        let began = Instant::now();
+        let (plan, primary) = loop {
+            let plan = source.plan(&args.read, args.name.as_deref(), &target.facts.name()).await?;
+            match preflight::primary(args, &server, &target, &plan, &known).await {
+                Ok(primary) => break (plan, primary),
+                Err(unfit) if unfit.passes && began.elapsed() < FAIL_OVER_LIMIT.min(args.read.retry_for) => {
+                    tracing::warn!("{}; asking the Sentinels again", unfit.failure);
+                    tokio::time::sleep(FAIL_OVER_POLL).await;
+                }
+                Err(unfit) => return Err(unfit.failure),
+            }
+        };
+        preflight::refuse_to_overwrite(args, &server, &target)?;
+        Ok(Prepared { server, client, record, target, source, plan, primary })
+    }
+}

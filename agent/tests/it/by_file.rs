@@ -1,0 +1,363 @@
+//! `remora replica --delivery file`: servers that are restarted on a snapshot, and those for which that would not work.
+
+use std::fs;
+use std::io::copy;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::thread;
+
+use remora_lab::server::{Builder, wait_until};
+use remora_lab::workload::fill_every_type;
+use remora_lab::{Agent, Server, assert_same_data, require};
+use rustix::process::Signal;
+
+use crate::kit::{
+    Cluster, LONG, Source, Stage, ends, fill, fill_keys, follows, number, primary, quick, says, steady_writer, syncs,
+};
+
+/// A primary with its source, and a restart command that the test carries out.
+struct Scene {
+    stage: Stage,
+    primary: Server,
+    source: Source,
+}
+
+impl Scene {
+    fn new(primary: Server, options: &[&str]) -> Scene {
+        let stage = Stage::new();
+        let source = stage.source(&primary.url(), options);
+        Scene { stage, primary, source }
+    }
+
+    fn with_data(builder: Builder) -> Scene {
+        let primary = builder.start().unwrap();
+        fill_keys(&primary, 5_000, "value");
+        fill_every_type(&mut primary.client().unwrap(), 1).unwrap();
+        Scene::new(primary, &[])
+    }
+
+    /// A server whose configuration includes a file that has no line yet.
+    fn server(&self, builder: Builder) -> Server {
+        fs::write(self.include(), "").unwrap();
+        builder.config("include", self.include()).config("save", "3600 1").start().unwrap()
+    }
+
+    fn include(&self) -> String {
+        self.stage.path("replicaof.conf")
+    }
+
+    /// The file that asks for a restart, and is removed after it.
+    fn wanted(&self) -> PathBuf {
+        self.stage.folder().join("wanted")
+    }
+
+    fn restart_command(&self) -> String {
+        let wanted = self.wanted().display().to_string();
+        format!("echo restarting; touch {wanted}; while [ -e {wanted} ]; do sleep 0.05; done")
+    }
+
+    fn deliver(&self, server: &str, more: &[&str]) -> Agent {
+        let command = self.restart_command();
+        let by_file = ["--delivery", "file", "--restart-command", &command];
+        self.stage.replica(server, self.source.address, &[&by_file[..], more].concat())
+    }
+
+    /// A delivery to a server whose configuration has no primary yet.
+    fn deliver_to_new(&self, server: &Server, more: &[&str]) -> Agent {
+        self.deliver(&server.url(), &[&["--write-replicaof", &self.include()], more].concat())
+    }
+
+    #[track_caller]
+    fn wait_for_the_command(&self, agent: &mut Agent) {
+        let waited = wait_until("the restart command", LONG, || {
+            assert!(agent.ended()?.is_none(), "{}", agent.output());
+            Ok(if self.wanted().exists() { Ok(()) } else { Err(String::new()) })
+        });
+        assert!(waited.is_ok(), "{}", agent.output());
+    }
+
+    /// Does what the command asks for, as a service manager would: SIGTERM, at which a server saves, and a new start.
+    #[track_caller]
+    fn restart(&self, server: &mut Server, agent: &mut Agent) {
+        self.wait_for_the_command(agent);
+        server.stop(LONG).unwrap();
+        server.restart().unwrap();
+        fs::remove_file(self.wanted()).unwrap();
+    }
+}
+
+fn dump(server: &Server) -> PathBuf {
+    server.folder().join("dump.rdb")
+}
+
+fn former(server: &Server) -> PathBuf {
+    server.folder().join("dump.rdb.before-remora")
+}
+
+/// Waits for the agent's success. A failure shows the server's log too.
+#[track_caller]
+fn succeeds(agent: &mut Agent, server: &Server) -> String {
+    let ended = agent.wait_for_success(LONG);
+    assert!(ended.is_ok(), "{ended:?}\n{}\nthe server:\n{}", agent.output(), server.log());
+    agent.output()
+}
+
+#[test]
+fn a_new_server_is_restarted_on_the_file_and_goes_on_at_its_primary() {
+    for kind in require::kinds() {
+        let scene = Scene::with_data(primary(kind));
+        let mut server = scene.server(quick(kind));
+        let writer = steady_writer(&scene.primary);
+        let json = scene.stage.path("summary.json");
+        let mut agent = scene.deliver_to_new(&server, &["--json", &json]);
+        scene.restart(&mut server, &mut agent);
+        let said = succeeds(&mut agent, &server);
+        says(&said, &["restart: restarting", "is a replica of", "partial resynchronisation"]);
+        assert_eq!(syncs(&scene.primary), (1, 1), "{kind}: the source's copy, the server's start\n{said}");
+        writer.stop().unwrap();
+        assert_same_data(&scene.primary, &server);
+        for fact in ["master_replid", "master_repl_offset"] {
+            wait_until("the same position", LONG, || {
+                let both = (server.fact(fact)?, scene.primary.fact(fact)?);
+                Ok(if both.0 == both.1 { Ok(()) } else { Err(format!("{both:?}")) })
+            })
+            .unwrap();
+        }
+        assert_eq!(follows(&server), scene.primary.address().to_string());
+        assert_eq!(server.configured("save").unwrap(), "3600 1");
+        assert!(dump(&server).exists() && !former(&server).exists());
+        let summary: serde_json::Value = serde_json::from_slice(&fs::read(&json).unwrap()).unwrap();
+        assert_eq!((summary["delivery"].as_str(), summary["full_copies_before"].as_u64()), (Some("file"), Some(1)));
+        assert_eq!(fs::metadata(dump(&server)).unwrap().len(), summary["snapshot_bytes"].as_u64().unwrap());
+    }
+}
+
+#[test]
+fn a_replica_in_step_is_renewed_with_replace_and_its_saves_do_not_overwrite_the_file() {
+    for kind in require::kinds() {
+        let scene = Scene::with_data(primary(kind));
+        let mut server = scene.server(quick(kind));
+        server.replicate(&scene.primary).unwrap();
+        server.wait_for_link(LONG).unwrap();
+        let mut client = server.client().unwrap();
+        client.ok(&["SAVE"]).unwrap();
+        let (old, url) = (fs::read(dump(&server)).unwrap(), server.url());
+        says(
+            &ends(&mut scene.deliver(&url, &["--rewrite-config"]), 3),
+            &["keys, which a sync would replace", "--replace"],
+        );
+        // What only this server has is gone afterwards.
+        server.configure("replica-read-only", "no").unwrap();
+        client.ok(&["SET", "its own", "1"]).unwrap();
+        let mut agent = scene.deliver(&url, &["--replace", "--rewrite-config"]);
+        scene.wait_for_the_command(&mut agent);
+        assert_eq!(server.configured("save").unwrap(), "");
+        assert_eq!(fs::read(former(&server)).unwrap(), old);
+        assert_ne!(fs::read(dump(&server)).unwrap(), old);
+        scene.restart(&mut server, &mut agent);
+        let said = succeeds(&mut agent, &server);
+        assert!(!said.contains("another file is in its place"), "{said}");
+        assert_eq!(syncs(&scene.primary), (2, 1), "{kind}: its own first one, the source's\n{said}");
+        assert_same_data(&scene.primary, &server);
+        assert_eq!(server.configured("save").unwrap(), "3600 1");
+        assert!(!former(&server).exists());
+        let conf = fs::read_to_string(server.folder().join("server.conf")).unwrap();
+        assert!(conf.contains("replicaof 127.0.0.1") && conf.contains("save 3600 1"), "{conf}");
+    }
+}
+
+#[test]
+fn after_a_restart_that_failed_the_former_file_is_beside_and_the_same_command_takes_it_up() {
+    for kind in require::kinds() {
+        let scene = Scene::with_data(primary(kind));
+        let mut server = scene.server(quick(kind));
+        server.client().unwrap().ok(&["SET", "old", "1"]).unwrap();
+        server.client().unwrap().ok(&["SAVE"]).unwrap();
+        let old = fs::read(dump(&server)).unwrap();
+        let (include, failing) = (scene.include(), "echo no such unit >&2; exit 3");
+        let options = ["--replace", "--delivery", "file", "--restart-command", failing, "--write-replicaof", &include];
+        let said = ends(&mut scene.stage.replica(&server.url(), scene.source.address, &options), 6);
+        says(&said, &["restart: no such unit", "exit status: 3", "dump.rdb.before-remora", "the same command again"]);
+        assert_eq!(fs::read(former(&server)).unwrap(), old);
+        assert_eq!(server.configured("save").unwrap(), "3600 1", "its saves are as before");
+        assert_eq!(server.client().unwrap().text(&["GET", "old"]).unwrap(), "1", "it runs on");
+
+        let mut agent = scene.deliver_to_new(&server, &[]);
+        scene.wait_for_the_command(&mut agent);
+        assert_eq!(fs::read(former(&server)).unwrap(), old, "ours is not taken for the former one");
+        scene.restart(&mut server, &mut agent);
+        let said = succeeds(&mut agent, &server);
+        assert_eq!(syncs(&scene.primary), (1, 1), "{said}");
+        assert_same_data(&scene.primary, &server);
+        assert!(!former(&server).exists());
+    }
+}
+
+#[test]
+fn an_agent_that_is_killed_leaves_a_server_that_the_next_run_brings_in_step() {
+    for kind in require::kinds() {
+        let start = primary(kind).start().unwrap();
+        fill(&start, 16, 2);
+        // Four seconds for the snapshot.
+        let scene = Scene::new(start, &["--no-shm", "--upload-limit", "4MiB"]);
+        let mut server = scene.server(quick(kind));
+        let mut agent = scene.deliver_to_new(&server, &[]);
+        scene.source.wait_for_slots(&mut agent, 40);
+        agent.kill().unwrap();
+        assert_eq!(
+            (server.fact("role").unwrap(), server.configured("save").unwrap()),
+            ("master".into(), "3600 1".into())
+        );
+
+        // In the middle of the restart, which goes on without the agent: the server has ended, and does not come back.
+        let mut agent = scene.deliver_to_new(&server, &[]);
+        scene.wait_for_the_command(&mut agent);
+        agent.kill().unwrap();
+        server.stop(LONG).unwrap();
+        fs::remove_file(scene.wanted()).unwrap();
+        let mut agent = scene.deliver_to_new(&server, &[]);
+        scene.restart(&mut server, &mut agent);
+        let said = succeeds(&mut agent, &server);
+        says(&said, &["the file of an earlier run", "is in step with"]);
+        assert_eq!(syncs(&scene.primary), (1, 1), "{said}");
+        assert_same_data(&scene.primary, &server);
+        assert_eq!(server.configured("save").unwrap(), "3600 1");
+        let served = scene.source.bytes_served() as f64;
+        assert!(served < 1.4 * fs::metadata(dump(&server)).unwrap().len() as f64, "{served} bytes: the rest only");
+    }
+}
+
+#[test]
+fn a_stopped_agent_says_how_it_left_the_server() {
+    let Some(kind) = require::redis() else { return };
+    let scene = Scene::with_data(primary(kind));
+    let mut server = scene.server(quick(kind));
+    let mut agent = scene.deliver_to_new(&server, &[]);
+    scene.wait_for_the_command(&mut agent);
+    agent.signal(Signal::TERM).unwrap();
+    says(&ends(&mut agent, 7), &["stopped by SIGTERM", "the restart command goes on", "the same command again"]);
+    assert_eq!(server.configured("save").unwrap(), "", "it must not write over the file at its end");
+    server.stop(LONG).unwrap();
+    server.restart().unwrap();
+    fs::remove_file(scene.wanted()).unwrap();
+    let said = ends(&mut scene.deliver_to_new(&server, &[]), 0);
+    says(&said, &["the file of an earlier run", "is in step with"]);
+    assert_eq!(syncs(&scene.primary), (1, 1), "{said}");
+    assert_same_data(&scene.primary, &server);
+}
+
+/// Passes connections on: their other end is not the server's.
+fn proxy(to: SocketAddr) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    thread::spawn(move || {
+        for near in listener.incoming() {
+            let (near, far) = (near.unwrap(), TcpStream::connect(to).unwrap());
+            let (mut near_out, mut far_out) = (near.try_clone().unwrap(), far.try_clone().unwrap());
+            let (mut near, mut far) = (near, far);
+            thread::spawn(move || copy(&mut near, &mut far_out));
+            thread::spawn(move || copy(&mut far, &mut near_out));
+        }
+    });
+    address
+}
+
+#[test]
+fn what_would_not_work_is_refused_before_the_server_is_touched() {
+    for kind in require::kinds() {
+        let scene = Scene::with_data(primary(kind));
+        let server = scene.server(quick(kind));
+        let include = scene.include();
+        let refused = |url: &str, more: &[&str], words: &[&str]| {
+            let said = ends(&mut scene.deliver(url, more), 3);
+            says(&said, words);
+            assert!(!scene.wanted().exists(), "{said}");
+        };
+        refused(&server.url(), &[], &["server.conf has no replicaof", "--write-replicaof", "--rewrite-config"]);
+        refused(&server.url(), &["--rewrite-config"], &["which the server does not follow"]);
+        fs::write(&include, "replicaof 127.0.0.1 1\n").unwrap();
+        refused(&server.url(), &[], &["replicaof 127.0.0.1 1", "the source's primary is"]);
+        fs::write(&include, "appendonly yes\n").unwrap();
+        refused(&server.url(), &["--write-replicaof", &include], &["server.conf has appendonly yes"]);
+        fs::write(&include, "dbfilename other.rdb\n").unwrap();
+        refused(&server.url(), &["--write-replicaof", &include], &["dbfilename dump.rdb", "other.rdb"]);
+        fs::write(&include, "").unwrap();
+        server.configure("appendonly", "yes").unwrap();
+        refused(&server.url(), &["--write-replicaof", &include], &[&server.url(), "appendonly yes", "--delivery link"]);
+        server.configure("appendonly", "no").unwrap();
+        let through = format!("redis://{}", proxy(server.address()));
+        refused(&through, &["--write-replicaof", &include], &["it cannot be shown", "a proxy", "remora fetch"]);
+        let node = quick(kind).cluster().start().unwrap();
+        refused(&node.url(), &[], &["does not follow the source's primary", "CLUSTER REPLICATE"]);
+        refused(&node.url(), &["--write-replicaof", &include], &["cluster mode", "omit --write-replicaof"]);
+
+        let said = ends(&mut scene.deliver_to_new(&server, &["--dry-run"]), 0);
+        says(&said, &["can be restarted on", "nothing was touched"]);
+        let usage = |args: &[&str]| ends(&mut scene.stage.replica(&server.url(), scene.source.address, args), 2);
+        says(&usage(&["--delivery", "file"]), &["--restart-command"]);
+        says(&usage(&["--restart-command", "true"]), &["--delivery file"]);
+        says(&usage(&["--delivery", "file", "--restart-command", "true", "--stay"]), &["--stay"]);
+        assert_eq!(
+            (server.fact("role").unwrap(), server.configured("save").unwrap()),
+            ("master".into(), "3600 1".into())
+        );
+        assert!(!dump(&server).exists() && fs::read(&include).unwrap().is_empty());
+        assert_eq!(number(&scene.primary, "sync_full"), 0, "not even a snapshot");
+    }
+}
+
+#[test]
+fn a_file_from_which_the_primary_would_not_continue_is_not_put_in_place() {
+    for kind in require::kinds() {
+        let start = quick(kind).config("repl-backlog-size", "16kb").start().unwrap();
+        fill(&start, 1, 3);
+        let mut scene = Scene::new(start, &["--eager"]);
+        scene.source.wait_for_snapshot();
+        fill(&scene.primary, 4, 4);
+        wait_until("the primary to give up its first bytes", LONG, || {
+            scene.primary.client()?.ok(&["SET", "one", "more"])?;
+            let first = number(&scene.primary, "repl_backlog_first_byte_offset");
+            Ok(if first > 1 << 20 { Ok(()) } else { Err(first.to_string()) })
+        })
+        .unwrap();
+        let server = scene.server(quick(kind));
+        let said = ends(&mut scene.deliver_to_new(&server, &[]), 16);
+        says(&said, &["full sync", "repl-backlog-size", "not put in place"]);
+        assert!(!said.contains("--allow-stale") && !dump(&server).exists() && !scene.wanted().exists(), "{said}");
+        assert_eq!(
+            (server.fact("role").unwrap(), server.configured("save").unwrap()),
+            ("master".into(), "3600 1".into())
+        );
+    }
+}
+
+#[test]
+fn a_node_of_a_cluster_is_restarted_on_the_file_of_its_shard() {
+    for kind in require::kinds() {
+        let mut cluster = Cluster::start(kind, 3, 1);
+        cluster.fill(2_000, 1);
+        let stage = Stage::new();
+        let source = stage.source(&cluster.shards[0].primary.url(), &[]);
+        let (wanted, server) = (stage.folder().join("wanted"), &mut cluster.shards[0].replicas[0]);
+        let command = format!("touch {0}; while [ -e {0} ]; do sleep 0.05; done", wanted.display());
+        let options = ["--replace", "--delivery", "file", "--restart-command", &command];
+        let mut agent = stage.replica(&server.url(), source.address, &options);
+        wait_until("the restart command", LONG, || {
+            assert!(agent.ended()?.is_none(), "{}", agent.output());
+            Ok(if wanted.exists() { Ok(()) } else { Err(String::new()) })
+        })
+        .unwrap();
+        server.stop(LONG).unwrap();
+        server.restart().unwrap();
+        fs::remove_file(&wanted).unwrap();
+        let said = succeeds(&mut agent, server);
+        let shard = &cluster.shards[0];
+        assert_eq!(syncs(&shard.primary), (2, 1), "{kind}: its own first one, the source's\n{said}");
+        cluster.wait_for_nodes(6);
+        wait_until("the same data", LONG, || {
+            let (one, other) = (shard.primary.digest()?, shard.replicas[0].digest()?);
+            Ok(if one == other { Ok(()) } else { Err(format!("{one} {other}")) })
+        })
+        .unwrap();
+    }
+}
