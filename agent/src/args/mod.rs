@@ -27,6 +27,7 @@ mod sentinel;
 mod snapshot;
 mod source;
 mod status;
+mod store;
 mod token;
 mod verify;
 mod volume;
@@ -61,6 +62,7 @@ pub use self::{
     snapshot::{SnapshotAction, SnapshotArgs, SnapshotFromArgs, SnapshotMountArgs},
     source::{CapturedArgs, FromChoice, ModuleCapture, SendChoice, SourceArgs},
     status::StatusArgs,
+    store::{Location, StoreArgs},
     token::{TokenAction, TokenCommandArgs},
     verify::{DigestUse, VerifyArgs},
     volume::{

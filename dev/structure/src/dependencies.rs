@@ -25,11 +25,17 @@ const LICENCES: &[&str] = &[
 /// known faults.
 const SEVERAL: &[(&str, &str)] = &[
     ("bit-vec", "proptest uses two, in tests only"),
+    ("block-buffer", "digest 0.10 uses 0.10, 0.11 uses 0.12"),
     ("cpufeatures", "sha2 0.10 uses 0.2, random numbers of tests 0.3"),
+    ("crypto-common", "digest 0.10 uses 0.1, 0.11 uses 0.2"),
+    ("digest", "sha2 and hmac use 0.10, md-5 of object_store 0.11"),
     ("getrandom", "ring uses 0.2, we use 0.3, tests and tempfile 0.4"),
     ("hashbrown", "petgraph uses 0.15, indexmap 0.17; both in tools"),
+    ("md-5", "object_store uses 0.11, the S3 server of the tests 0.10"),
+    ("quick-xml", "object_store uses 0.41, the S3 server of the tests 0.37"),
     ("r-efi", "two versions of getrandom use it, on UEFI only"),
     ("syn", "derive macros change to 3 one after the other; none is part of the programs"),
+    ("synstructure", "derive macros change to 0.14 one after the other; none is part of the programs"),
     ("windows-sys", "on Windows only, where Remora does not run"),
 ];
 
