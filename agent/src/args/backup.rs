@@ -28,8 +28,14 @@ pub struct BackupArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Backups")]
     pub keep: Option<u32>,
 
-    /// With `--to -` and `--to s3://…`: folder in whose file system the snapshot is kept as it arrives. For a bucket it
-    /// is in a folder there, `remora-backup-…`, in which an interrupted backup goes on; it is removed once it was sent.
+    /// Encrypt the data to this recipient (age1…), or to those in this file, in the age format. The manifests stay
+    /// readable: they hold no keys and values. Can be given several times; any one of the recipients can restore.
+    #[arg(long, value_name = "age1…|FILE", help_heading = "Backups")]
+    pub encrypt_to: Vec<String>,
+
+    /// With `--to -`, `--to s3://…` and --encrypt-to: folder in whose file system the snapshot is kept, in plain, as it
+    /// arrives. Except for `-` it is in a folder there, `remora-backup-…`, in which an interrupted backup goes on; it
+    /// is removed once it was sent.
     #[arg(long, value_name = "DIR", default_value = "/var/tmp", help_heading = "Backups")]
     pub spool: PathBuf,
 
@@ -47,8 +53,8 @@ pub struct BackupArgs {
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = parse_duration, requires = "journal", help_heading = "Commands since")]
     pub sync_every: Duration,
 
-    /// With `--to s3://…`: how old a segment of commands gets before it is sent. At most what came in this time, a
-    /// second, and the time of sending is lost when this host and the primary are.
+    /// With `--to s3://…` or --encrypt-to: how old a segment of commands gets before it is sent. At most what came in
+    /// this time, a second, and the time of sending is lost when this host and the primary are.
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = parse_duration, requires = "journal", help_heading = "Commands since")]
     pub segment_every: Duration,
 
@@ -105,6 +111,9 @@ Examples:
   To a bucket, with the commands of the last ten seconds at most missing:
     remora backup --source 10.0.0.5:7379 --token-file token --to s3://backups/orders --keep 3 --journal \\
       --s3-endpoint https://minio:9000 --s3-credentials-file keys
+  Encrypted, and restored by the owner of the identity:
+    remora backup --source 10.0.0.5:7379 --token-file token --to /backups --encrypt-to age1…
+    remora restore /backups --identity key.txt --to /data
   To another program:
     remora backup --source 10.0.0.5:7379 --token-file token --to - | zstd > backup.zst
 

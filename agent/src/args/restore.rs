@@ -32,8 +32,12 @@ pub struct RestoreArgs {
     #[arg(long, requires = "to")]
     pub replace: bool,
 
-    /// Without --to: folder in whose file system a backup of a bucket is kept while it is checked. With --to it is
-    /// fetched into that folder.
+    /// File with the age identity of an encrypted backup (AGE-SECRET-KEY-1…), that only its owner can read.
+    #[arg(long, value_name = "FILE")]
+    pub identity: Option<PathBuf>,
+
+    /// Without --to: folder in whose file system a backup that is encrypted or in a bucket is kept while it is checked.
+    /// With --to it is fetched into that folder.
     #[arg(long, value_name = "DIR", default_value = "/var/tmp")]
     pub spool: PathBuf,
 

@@ -62,6 +62,9 @@ pub(super) struct Stored {
     pub(super) bytes: u64,
     /// Of all its bytes.
     pub(super) crc64: String,
+    /// The format in which it is encrypted; missing if it is not.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(super) encryption: Option<String>,
 }
 
 /// A time of which nothing can be restored.

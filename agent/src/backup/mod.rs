@@ -5,7 +5,7 @@
 //! ```
 //!
 //! - [`target`]: where backups go. [`shelf`]: a folder, its names, and what is removed there. [`archive`]: objects of a
-//!   [`store`], such as a bucket. [`manifest`]: what a backup is, as JSON.
+//!   [`store`], such as a bucket, which [`sealing`] can encrypt. [`manifest`]: what a backup is, as JSON.
 //! - [`rdb_file`], [`aof_file`]: the checks of a snapshot and of a file of commands, with [`mark`]: how far those are.
 //!   [`moment`]: seconds as text and in names.
 //! - [`journal`]: a snapshot and the commands since, in a folder of their own.
@@ -20,6 +20,7 @@ mod mark;
 pub mod moment;
 pub(crate) mod rdb_file;
 pub mod restore;
+mod sealing;
 mod shelf;
 mod store;
 mod target;

@@ -1,7 +1,7 @@
 //! Target: where the backups of one command go.
 //!
 //! A plain folder has files that servers load as they are ([`shelf`](super::shelf)). A store has objects, which
-//! `remora restore` fetches ([`archive`](super::archive)).
+//! `remora restore` fetches ([`archive`](super::archive)); so has a folder of encrypted backups.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -10,6 +10,7 @@ use std::sync::Arc;
 use super::archive::Archive;
 use super::manifest::Manifest;
 use super::rdb_file::RdbFile;
+use super::sealing;
 use super::shelf::Shelf;
 use super::store;
 use crate::args::{BackupArgs, Location};
@@ -30,13 +31,21 @@ impl Target {
     /// # Errors
     /// It cannot be used, or another command writes there.
     pub(super) fn open(args: &BackupArgs) -> Result<Target, Failure> {
-        match &args.to {
-            Location::Path(folder) => Shelf::open(folder).map(Target::Folder),
-            Location::Bucket { bucket, prefix } => {
-                let store = store::of_bucket(bucket, prefix, &args.store)?;
-                Ok(Target::Archive(Arc::new(Archive::open(store, &args.spool)?)))
+        let archive = match &args.to {
+            Location::Path(folder) => {
+                let (recipients, shelf) = (sealing::recipients(&args.encrypt_to)?, Shelf::open(folder)?);
+                if recipients.is_none() {
+                    return Ok(Target::Folder(shelf));
+                }
+                Archive::open(store::in_folder(folder), &args.spool, recipients, Some(shelf))
             }
-        }
+            Location::Bucket { bucket, prefix } => {
+                let recipients = sealing::recipients(&args.encrypt_to)?;
+                let store = store::of_bucket(bucket, prefix, &args.store)?;
+                Archive::open(store, &args.spool, recipients, None)
+            }
+        };
+        archive.map(|archive| Target::Archive(Arc::new(archive)))
     }
 
     /// Where a snapshot arrives.

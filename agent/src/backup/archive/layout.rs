@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   20261125T234500Z-8c1c6b2f-307366.json                    the manifest, last: without it there is no backup
-//!   20261125T234500Z-8c1c6b2f-307366.rdb                     a snapshot
+//!   20261125T234500Z-8c1c6b2f-307366.rdb                     a snapshot; `.rdb.age`, and so on, if it is encrypted
 //!   20261125T234500Z-8c1c6b2f-307366/base.rdb                the snapshot of a backup with commands
 //!   20261125T234500Z-8c1c6b2f-307366/commands/00000001-…     the commands since, in segments that never change
 //!   20261125T234500Z-8c1c6b2f-307366/commands.json           how many segments there are, and how far they reach
@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::super::manifest::{Kind, Manifest};
 use super::super::moment::Moment;
+use super::super::sealing::ENDING;
 use super::super::store::{Object, Store, get};
 use crate::exit::Failure;
 
@@ -54,25 +55,31 @@ pub(super) fn manifest_key(name: &str) -> String {
 }
 
 /// The key of a backup's snapshot.
-pub(super) fn snapshot_key(name: &str, kind: Kind) -> String {
+pub(super) fn snapshot_key(name: &str, kind: Kind, is_sealed: bool) -> String {
+    let ending = ending(is_sealed);
     match kind {
-        Kind::Snapshot => format!("{name}.rdb"),
-        Kind::Journal => format!("{name}/base.rdb"),
+        Kind::Snapshot => format!("{name}.rdb{ending}"),
+        Kind::Journal => format!("{name}/base.rdb{ending}"),
     }
+}
+
+fn ending(is_sealed: bool) -> &'static str {
+    if is_sealed { ENDING } else { "" }
 }
 
 pub(super) fn reached_key(name: &str) -> String {
     format!("{name}/commands.json")
 }
 
-pub(super) fn segment_key(name: &str, number: u64, begun: Moment, crc: u64) -> String {
-    format!("{name}/commands/{number:08}-{}-{crc:016x}.aof", begun.compact())
+pub(super) fn segment_key(name: &str, number: u64, begun: Moment, crc: u64, is_sealed: bool) -> String {
+    format!("{name}/commands/{number:08}-{}-{crc:016x}.aof{}", begun.compact(), ending(is_sealed))
 }
 
 impl Segment {
     /// Reads a key; `None` if it is of another object.
     fn of(object: Object) -> Option<Segment> {
-        let file = object.key.rsplit('/').next()?.strip_suffix(".aof")?;
+        let file = object.key.rsplit('/').next()?;
+        let file = file.strip_suffix(ENDING).unwrap_or(file).strip_suffix(".aof")?;
         let (number, rest) = file.split_once('-')?;
         let (begun, crc) = rest.split_once('-')?;
         let (number, crc) = (number.parse().ok()?, u64::from_str_radix(crc, 16).ok()?);
@@ -139,10 +146,13 @@ mod tests {
     #[test]
     fn a_key_says_what_a_segment_is() {
         let begun = Moment::seconds(1_795_650_300);
-        let key = segment_key("20261125T234500Z-8c1c6b2f-307366", 42, begun, 0xAB);
-        assert!(key.ends_with("/commands/00000042-20261125T234500Z-00000000000000ab.aof"), "{key}");
-        let segment = Segment::of(Object { key: key.clone(), bytes: 9 }).unwrap();
-        assert_eq!(segment, Segment { key, number: 42, begun, crc: 0xAB, bytes: 9 });
+        for (is_sealed, ending) in [(false, ""), (true, ".age")] {
+            let key = segment_key("20261125T234500Z-8c1c6b2f-307366", 42, begun, 0xAB, is_sealed);
+            let wanted = format!("/commands/00000042-20261125T234500Z-00000000000000ab.aof{ending}");
+            assert!(key.ends_with(&wanted), "{key}");
+            let segment = Segment::of(Object { key: key.clone(), bytes: 9 }).unwrap();
+            assert_eq!(segment, Segment { key, number: 42, begun, crc: 0xAB, bytes: 9 });
+        }
         for other in ["a/commands/x.aof", "a/commands/1-2-3", "a/commands/1-20261125T234500Z-zz.aof"] {
             assert_eq!(Segment::of(Object { key: other.into(), bytes: 9 }), None, "{other}");
         }

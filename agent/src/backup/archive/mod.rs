@@ -12,7 +12,7 @@ pub(super) mod layout;
 pub(super) mod segments;
 
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -22,7 +22,9 @@ use remora_redis::rdb::crc64;
 use self::layout::{UNFINISHED, WRITER, list, manifest_key, reached_key, segments, snapshot_key};
 use super::manifest::{Kind, Manifest, Stored};
 use super::rdb_file::RdbFile;
-use super::store::{self, Store, put};
+use super::sealing::{FORMAT, Recipients, Sealing};
+use super::shelf::Shelf;
+use super::store::{self, Store, Upload, put};
 use crate::exit::{Code, Failure};
 use crate::replica::private::{Claim, Folder, is_unsafe};
 
@@ -41,20 +43,29 @@ pub(super) struct Archive {
     store: Arc<dyn Store>,
     /// The folder of this host where things are before they are sent.
     spool: PathBuf,
+    /// For whom its objects are encrypted, if they are.
+    recipients: Option<Recipients>,
     /// The mark of this command.
     writer: String,
     /// Nothing more is sent.
     stop: AtomicBool,
     _claim: Claim,
+    /// The store's folder, if it is one.
+    _shelf: Option<Shelf>,
 }
 
 impl Archive {
     /// Opens the archive in a store for writing, and removes what a killed command has left. `spool`: the folder in
-    /// which its own is made.
+    /// which its own is made. `shelf`: the store's folder, which is claimed.
     ///
     /// # Errors
     /// The store cannot be reached, or the folder cannot be used.
-    pub(super) fn open(store: Arc<dyn Store>, spool: &Path) -> Result<Archive, Failure> {
+    pub(super) fn open(
+        store: Arc<dyn Store>,
+        spool: &Path,
+        recipients: Option<Recipients>,
+        shelf: Option<Shelf>,
+    ) -> Result<Archive, Failure> {
         let at = store.address("");
         let spool = spool.join(format!("remora-backup-{:016x}", crc64(0, at.as_bytes())));
         let unusable = |error: io::Error| {
@@ -69,7 +80,8 @@ impl Archive {
         getrandom::fill(&mut random)
             .map_err(|error| Failure::local(format!("the system gives no random bytes: {error}")))?;
         let writer = format!("{:016x}", u64::from_le_bytes(random));
-        let archive = Archive { store, spool, writer, stop: AtomicBool::new(false), _claim: claim };
+        let stop = AtomicBool::new(false);
+        let archive = Archive { store, spool, recipients, writer, stop, _claim: claim, _shelf: shelf };
         put(archive.store(), WRITER, archive.writer.as_bytes())?;
         archive.store.recover()?;
         archive.clean()?;
@@ -142,22 +154,41 @@ impl Archive {
 
     /// Sends the snapshot from the spool folder, and says in the manifest what has been stored.
     fn send_snapshot(&self, rdb: &RdbFile, manifest: &mut Manifest) -> Result<(), Failure> {
-        let (key, incoming) = (snapshot_key(&manifest.name, manifest.kind), self.incoming_file());
+        let key = snapshot_key(&manifest.name, manifest.kind, self.recipients.is_some());
+        let incoming = self.incoming_file();
         let unreadable = |error: io::Error| Failure::local(format!("{}: {error}", incoming.display()));
         let file = File::open(&incoming).map_err(unreadable)?;
-        let (bytes, crc) = self.send(&key, file, rdb.bytes)?;
+        let (bytes, crc) = self.send(&key, file, rdb.bytes, self.recipients.as_ref())?;
         if bytes < rdb.bytes {
             return Err(unreadable(io::Error::other("it has become shorter")));
         }
-        manifest.stored = Some(Stored { object: key, bytes, crc64: format!("{crc:016x}") });
+        let encryption = self.recipients.as_ref().map(|_| FORMAT.to_owned());
+        manifest.stored = Some(Stored { object: key, bytes, crc64: format!("{crc:016x}"), encryption });
         Ok(())
     }
 
-    /// Sends an object. Returns its length and its checksum.
-    fn send(&self, key: &str, mut from: impl Read, about: u64) -> Result<(u64, u64), Failure> {
+    /// An encrypted copy of what is read, in the spool folder and without a name, if objects are encrypted.
+    fn sealed(&self, mut from: impl Read) -> io::Result<Option<(File, u64)>> {
+        let Some(recipients) = &self.recipients else { return Ok(None) };
+        let mut sealing = Sealing::begin(Some(recipients), tempfile::tempfile_in(&self.spool)?)?;
+        io::copy(&mut from, &mut sealing)?;
+        let file = sealing.finish()?;
+        let bytes = file.metadata()?.len();
+        Ok(Some((file, bytes)))
+    }
+
+    /// Sends an object, encrypted to these recipients. Returns the length and the checksum of what is stored.
+    fn send(
+        &self,
+        key: &str,
+        mut from: impl Read,
+        about: u64,
+        recipients: Option<&Recipients>,
+    ) -> Result<(u64, u64), Failure> {
         let failed = |error: io::Error| failure_of(error, &self.store.address(key));
-        let mut upload = self.store.upload(key, about)?;
-        let (mut bytes, mut crc, mut piece) = (0, 0, vec![0; PIECE]);
+        let upload = Counted { upload: self.store.upload(key, about)?, bytes: 0, crc: 0 };
+        let mut sealing = Sealing::begin(recipients, upload).map_err(failed)?;
+        let mut piece = vec![0; PIECE];
         loop {
             if self.stop.load(Relaxed) {
                 return Err(Failure::new(Code::Interrupted, format!("{}: stopped", self.store.address(key))));
@@ -167,10 +198,9 @@ impl Archive {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 read => read.map_err(failed)?,
             };
-            let part = piece.get(..length).unwrap_or_default();
-            upload.write_all(part).map_err(failed)?;
-            (bytes, crc) = (bytes + length as u64, crc64(crc, part));
+            sealing.write_all(piece.get(..length).unwrap_or_default()).map_err(failed)?;
         }
+        let Counted { upload, bytes, crc } = sealing.finish().map_err(failed)?;
         upload.finish()?;
         Ok((bytes, crc))
     }
@@ -228,12 +258,32 @@ impl Archive {
     fn remove_objects(&self, name: &str) -> Result<(), Failure> {
         let mut keys: Vec<String> = Vec::new();
         for kind in [Kind::Snapshot, Kind::Journal] {
-            keys.push(snapshot_key(name, kind));
+            keys.extend([false, true].map(|is_sealed| snapshot_key(name, kind, is_sealed)));
         }
         keys.push(reached_key(name));
         keys.extend(segments(self.store(), name)?.into_iter().map(|segment| segment.key));
         self.store.remove(&keys)?;
         self.store.remove(&[format!("{UNFINISHED}/{name}")])
+    }
+}
+
+/// An upload whose bytes are counted and summed.
+struct Counted {
+    upload: Box<dyn Upload>,
+    bytes: u64,
+    crc: u64,
+}
+
+impl Write for Counted {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let taken = self.upload.write(bytes)?;
+        self.bytes += taken as u64;
+        self.crc = crc64(self.crc, bytes.get(..taken).unwrap_or_default());
+        Ok(taken)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.upload.flush()
     }
 }
 
@@ -247,5 +297,86 @@ pub(super) fn failure_of(error: io::Error, what: &str) -> Failure {
     match error.downcast::<Failure>() {
         Ok(failure) => failure,
         Err(error) => Failure::local(format!("{what}: {error}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use remora_redis::rdb::Writer;
+
+    use super::*;
+
+    /// A snapshot that has arrived.
+    fn arrived(archive: &Archive) -> (RdbFile, Manifest) {
+        let mut writer = Writer::new(11);
+        writer.aux("redis-ver", "7.0.15").aux("ctime", "1795650300").aux("repl-stream-db", "0");
+        writer.aux("repl-id", "8c1c6b2f0d6a4e7b9a0f1e2d3c4b5a6978695a4b").aux("repl-offset", "77");
+        writer.select_db(0).string("key", "value", None);
+        std::fs::write(archive.incoming_file(), writer.finish()).unwrap();
+        let rdb = RdbFile::read(&archive.incoming_file()).unwrap();
+        let manifest = Manifest::of(Kind::Snapshot, &rdb, "redis 7.0.15", "127.0.0.1:7379".into());
+        (rdb, manifest)
+    }
+
+    fn open(folder: &Path) -> Result<Archive, Failure> {
+        let store = folder.join("store");
+        std::fs::create_dir_all(&store).unwrap();
+        Archive::open(store::in_folder(&store), folder, None, None)
+    }
+
+    fn keys(archive: &Archive) -> Vec<String> {
+        archive.store().list("").unwrap().into_iter().map(|object| object.key).collect()
+    }
+
+    #[test]
+    fn what_has_no_manifest_is_removed_and_what_has_one_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let archive = open(folder.path()).unwrap();
+        let (rdb, manifest) = arrived(&archive);
+        archive.place(&rdb, &manifest).unwrap();
+        let name = "20261125T234500Z-8c1c6b2f-77";
+        let whole = [WRITER.to_owned(), format!("{name}.json"), format!("{name}.rdb")];
+        assert_eq!(keys(&archive), whole);
+        assert!(archive.find(&manifest).unwrap().is_some() && !archive.incoming_file().exists());
+        // Killed between the manifest and the removal of the note; and before the manifest.
+        archive.begin(name).unwrap();
+        let other = "20261125T234501Z-8c1c6b2f-99";
+        archive.begin(other).unwrap();
+        for key in [format!("{other}.rdb"), format!("{other}/base.rdb.age"), reached_key(other)] {
+            put(archive.store(), &key, b"half").unwrap();
+        }
+        let segment = layout::segment_key(other, 1, super::super::moment::Moment::now(), 0, true);
+        put(archive.store(), &segment, b"half").unwrap();
+        put(archive.store(), "20261125T234502Z-foreign.rdb", b"not ours").unwrap();
+        drop(archive);
+        let archive = open(folder.path()).unwrap();
+        let all = [&whole[..], &["20261125T234502Z-foreign.rdb".to_owned()]].concat();
+        assert_eq!(keys(&archive), all);
+        assert!(archive.store().list(UNFINISHED).unwrap().is_empty());
+        assert!(!folder.path().join("store").join(other).exists());
+    }
+
+    #[test]
+    fn one_command_writes_and_another_one_on_another_host_ends_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let archive = open(folder.path()).unwrap();
+        assert!(open(folder.path()).unwrap_err().message.contains("another remora backup"));
+        let (rdb, manifest) = arrived(&archive);
+        put(archive.store(), WRITER, b"of another host").unwrap();
+        let failure = archive.place(&rdb, &manifest).unwrap_err();
+        assert!(failure.message.contains("has begun to write"), "{failure}");
+        assert!(archive.find(&manifest).unwrap().is_none());
+    }
+
+    #[test]
+    fn a_command_that_is_stopped_sends_nothing_more() {
+        let folder = tempfile::tempdir().unwrap();
+        let archive = open(folder.path()).unwrap();
+        let (rdb, manifest) = arrived(&archive);
+        archive.stop();
+        assert_eq!(archive.place(&rdb, &manifest).unwrap_err().code, Code::Interrupted);
+        assert_eq!(keys(&archive), [WRITER]);
     }
 }

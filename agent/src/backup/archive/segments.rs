@@ -141,10 +141,12 @@ impl Segments {
         if let Some(offset) = ended.begun.unselected {
             ended.file.write_all_at(&head(database, Mark { offset }), 0).map_err(unreadable)?;
         }
-        let crc = checksum(&mut Part::of(&ended)).map_err(unreadable)?;
-        let key = segment_key(name, reached.segments + 1, ended.begun.second, crc);
-        let (bytes, sent) = self.archive.send(&key, Part::of(&ended), ended.bytes)?;
-        if (bytes, sent) != (ended.bytes, crc) {
+        let sealed = self.archive.sealed(Part::of(&ended.file, ended.bytes)).map_err(unreadable)?;
+        let (file, bytes) = sealed.as_ref().map_or((&ended.file, ended.bytes), |(file, bytes)| (file, *bytes));
+        let crc = checksum(&mut Part::of(file, bytes)).map_err(unreadable)?;
+        let key = segment_key(name, reached.segments + 1, ended.begun.second, crc, sealed.is_some());
+        let sent = self.archive.send(&key, Part::of(file, bytes), bytes, None)?;
+        if sent != (bytes, crc) {
             return Err(unreadable(io::Error::other("a file without a name has changed")));
         }
         *reached = Reached {
@@ -228,8 +230,8 @@ struct Part<'a> {
 }
 
 impl Part<'_> {
-    fn of(ended: &Ended) -> Part<'_> {
-        Part { file: &ended.file, at: 0, bytes: ended.bytes }
+    fn of(file: &File, bytes: u64) -> Part<'_> {
+        Part { file, at: 0, bytes }
     }
 }
 

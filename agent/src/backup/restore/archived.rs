@@ -5,7 +5,7 @@
 //! ```
 
 use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::io::{self, BufReader, Read, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,6 +17,7 @@ use super::super::archive::failure_of;
 use super::super::archive::layout::{self, Segment, missing};
 use super::super::manifest::{Kind, Manifest};
 use super::super::moment::Moment;
+use super::super::sealing::{ENDING, Identities};
 use super::super::shelf;
 use super::super::store::{self, Store};
 use super::found::{AofFolder, FOLDER, Found};
@@ -31,6 +32,8 @@ const PIECE: usize = 1 << 20;
 #[derive(Debug)]
 pub(super) struct Archived {
     store: Arc<dyn Store>,
+    /// What opens its objects, if they are encrypted.
+    identities: Option<Identities>,
     pub(super) manifest: Manifest,
 }
 
@@ -48,6 +51,7 @@ impl Archived {
     /// The store cannot be read, or has no such backup.
     pub(super) fn find(args: &RestoreArgs) -> Result<Option<Archived>, Failure> {
         let at = &args.from;
+        let identities = args.identity.as_deref().map(Identities::read).transpose()?;
         if let Some(store) = store::open(at, &args.store)?
             && let Some(manifest) = newest(&*store, args.until)?
         {
@@ -58,13 +62,13 @@ impl Archived {
                     "{at} has backups as files and as objects: name the one that is meant"
                 )));
             }
-            return Ok(Some(Archived { store, manifest }));
+            return Ok(Some(Archived { store, identities, manifest }));
         }
         if let Some((above, name)) = named(at)
             && let Some(store) = store::open(&above, &args.store)?
             && let Some(manifest) = layout::read(&*store, &name)?
         {
-            return Ok(Some(Archived { store, manifest }));
+            return Ok(Some(Archived { store, identities, manifest }));
         }
         match at {
             Location::Path(_) => Ok(None),
@@ -87,6 +91,10 @@ impl Archived {
         let crc = u64::from_str_radix(&stored.crc64, 16).map_err(|_| {
             Failure::refused(format!("the manifest of {} is damaged: its crc64", self.store.address(name)))
         })?;
+        if let (Some(format), None) = (&stored.encryption, &self.identities) {
+            let text = format!("{} is encrypted ({format})", self.store.address(name));
+            return Err(Failure::refused(format!("{text}: name the file with your identity by --identity")));
+        }
         let base = Expected { key: stored.object.clone(), bytes: stored.bytes, crc };
         if self.manifest.kind == Kind::Snapshot {
             let to = into.join("dump.rdb");
@@ -144,7 +152,19 @@ impl Archived {
         let mut object = Counted { object, bytes: 0, crc: 0, meter };
         let unwritable = |error: io::Error| Failure::local(format!("{}: {error}", to.display()));
         let mut file = File::create_new(to).map_err(unwritable)?;
-        copy(&mut object, &mut file, &address, to)?;
+        match (expected.key.ends_with(ENDING), &self.identities) {
+            (false, _) => copy(&mut object, &mut file, &address, to)?,
+            (true, Some(identities)) => {
+                copy(&mut identities.open(BufReader::new(&mut object), &address)?, &mut file, &address, to)?;
+                // What follows its end is not of it, and is counted.
+                io::copy(&mut object, &mut io::sink()).map_err(|error| failure_of(error, &address))?;
+            }
+            (true, None) => {
+                return Err(Failure::refused(format!(
+                    "{address} is encrypted: name the file with your identity by --identity"
+                )));
+            }
+        }
         if object.bytes != expected.bytes {
             return Err(damaged(format!("it has {} bytes, and {} were stored", object.bytes, expected.bytes)));
         }
@@ -185,7 +205,7 @@ fn named(at: &Location) -> Option<(Location, String)> {
     match at {
         Location::Path(path) => {
             let name = path.file_name()?.to_str()?;
-            let name = [".json", ".rdb"].iter().find_map(|end| name.strip_suffix(end)).unwrap_or(name);
+            let name = [".json", ".rdb.age", ".rdb"].iter().find_map(|end| name.strip_suffix(end)).unwrap_or(name);
             let above = path.parent().filter(|above| !above.as_os_str().is_empty()).unwrap_or(Path::new("."));
             Some((Location::Path(above.to_owned()), name.to_owned()))
         }
@@ -203,7 +223,10 @@ fn copy(from: &mut impl Read, to: &mut File, address: &str, path: &Path) -> Resu
         let length = match from.read(&mut piece) {
             Ok(0) => return Ok(()),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            read => read.map_err(|error| failure_of(error, address))?,
+            read => read.map_err(|error| match error.downcast::<Failure>() {
+                Ok(failure) => failure,
+                Err(error) => Failure::refused(format!("{address} is damaged, or cannot be read: {error}")),
+            })?,
         };
         let written = to.write_all(piece.get(..length).unwrap_or_default());
         written.map_err(|error| Failure::local(format!("{}: {error}", path.display())))?;

@@ -15,6 +15,7 @@ mod http;
 
 use std::fmt::Debug;
 use std::io::{Read, Write};
+use std::path::Path;
 use std::sync::Arc;
 
 use self::folder::FolderStore;
@@ -84,6 +85,11 @@ pub(super) fn open(at: &Location, args: &StoreArgs) -> Result<Option<Arc<dyn Sto
         Location::Path(_) => Ok(None),
         Location::Bucket { bucket, prefix } => of_bucket(bucket, prefix, args).map(Some),
     }
+}
+
+/// The store in this folder.
+pub(super) fn in_folder(path: &Path) -> Arc<dyn Store> {
+    Arc::new(FolderStore::new(path))
 }
 
 /// The store in a bucket.

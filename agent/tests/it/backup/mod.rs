@@ -2,6 +2,7 @@
 
 mod bucket;
 mod folder;
+mod sealed;
 mod store;
 
 use std::fs;
