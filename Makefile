@@ -141,10 +141,14 @@ doc:
 fuzz-check:
 	CUSTOM_LIBFUZZER_PATH=/nowhere/libfuzzer.a \
 		$(CARGO) check --quiet --locked --manifest-path dev/fuzz/Cargo.toml --target-dir target
-# `fabric` and `volume` can be built without reads by RDMA. The other crates above `fabric` always have them.
+# `fabric` and `volume` can be built without reads by RDMA. The other crates above `fabric` always have them. The agent can be
+# built without backups in buckets, and without encrypted ones.
 features:
 	$(CARGO) clippy --quiet --locked -p remora-fabric --no-default-features -- -D warnings
 	$(CARGO) clippy --quiet --locked -p remora-volume --no-default-features -- -D warnings
+	$(CARGO) clippy --quiet --locked -p remora-agent --no-default-features -- -D warnings
+	$(CARGO) clippy --quiet --locked -p remora-agent --no-default-features --features s3 -- -D warnings
+	$(CARGO) clippy --quiet --locked -p remora-agent --no-default-features --features age -- -D warnings
 
 ## audit: known vulnerabilities in the crates that are used; skipped, with a line, without cargo-deny and its database
 .PHONY: audit

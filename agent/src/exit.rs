@@ -42,11 +42,13 @@ pub enum Code {
     Damaged = 15,
     /// The primary would not continue a server that starts on a fetched file. The file was not put in place.
     Stale = 16,
+    /// The object store cannot be reached, or refuses a request.
+    Store = 17,
 }
 
 impl Code {
     /// All codes, in order.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::Differs,
         Self::Usage,
         Self::Refused,
@@ -63,6 +65,7 @@ impl Code {
         Self::TakenOver,
         Self::Damaged,
         Self::Stale,
+        Self::Store,
     ];
 
     /// The exit status of the process.
@@ -99,6 +102,7 @@ impl Code {
             Self::Stale => {
                 "fetch, delivery by file: the primary would not continue a server that starts on the file, which was not put in place"
             }
+            Self::Store => "backup and restore: the object store cannot be reached, or refuses a request",
         }
     }
 }

@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
+use clap::builder::{OsStringValueParser, TypedValueParser};
 
-use super::{FetchArgs, MetricsArgs, MetricsFileArgs, SnapshotFromArgs};
+use super::{FetchArgs, Location, MetricsArgs, MetricsFileArgs, SnapshotFromArgs, StoreArgs};
 use crate::exit::{self, Code};
 use crate::units::{Size, parse_duration};
 
@@ -17,18 +18,30 @@ pub struct BackupArgs {
     #[allow(missing_docs)]
     pub from: SnapshotFromArgs,
 
-    /// The folder for the backups, which is made if it is missing; `-`: the snapshot alone, to standard output.
-    #[arg(long, value_name = "DIR", help_heading = "Backups")]
-    pub to: PathBuf,
+    /// The folder for the backups, which is made if it is missing; or s3://BUCKET/PREFIX; `-`: the snapshot alone, to
+    /// standard output.
+    #[arg(long, value_name = "DIR|URL", value_parser = OsStringValueParser::new().try_map(Location::parse), help_heading = "Backups")]
+    pub to: Location,
 
     /// Once the new backup is whole, remove the oldest ones of the same replication history and kind, so that N stay.
     /// Files and folders that this command has not made are never touched.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Backups")]
     pub keep: Option<u32>,
 
-    /// With `--to -`: folder in whose file system the snapshot is kept as it arrives, in a file without a name.
+    /// Encrypt the data to this recipient (age1…), or to those in this file, in the age format. The manifests stay
+    /// readable: they hold no keys and values. Can be given several times; any one of the recipients can restore.
+    #[arg(long, value_name = "age1…|FILE", help_heading = "Backups")]
+    pub encrypt_to: Vec<String>,
+
+    /// With `--to -`, `--to s3://…` and --encrypt-to: folder in whose file system the snapshot is kept, in plain, as it
+    /// arrives. Except for `-` it is in a folder there, `remora-backup-…`, in which an interrupted backup goes on; it
+    /// is removed once it was sent.
     #[arg(long, value_name = "DIR", default_value = "/var/tmp", help_heading = "Backups")]
     pub spool: PathBuf,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub store: StoreArgs,
 
     /// Stay, and write the commands since the snapshot too, as a multi-part append-only file with the time of each
     /// second, until stopped. Any moment since the snapshot can be restored then.
@@ -40,7 +53,12 @@ pub struct BackupArgs {
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = parse_duration, requires = "journal", help_heading = "Commands since")]
     pub sync_every: Duration,
 
-    /// A file of commands that is larger than this is followed by another one.
+    /// With `--to s3://…` or --encrypt-to: how old a segment of commands gets before it is sent. At most what came in
+    /// this time, a second, and the time of sending is lost when this host and the primary are.
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = parse_duration, requires = "journal", help_heading = "Commands since")]
+    pub segment_every: Duration,
+
+    /// A file or segment of commands that is larger than this is followed by another one.
     #[arg(long, value_name = "SIZE", default_value = "64MiB", value_parser = parse_file_size, requires = "journal", help_heading = "Commands since")]
     pub file_size: Size,
 
@@ -98,10 +116,16 @@ Examples:
   What there is, and the data of a moment for a server:
     remora restore /backups
     remora restore /backups --until 2026-11-25T23:45:00Z --to /data
+  To a bucket, with the commands of the last ten seconds at most missing:
+    remora backup --source 10.0.0.5:7379 --token-file token --to s3://backups/orders --keep 3 --journal \\
+      --s3-endpoint https://minio:9000 --s3-credentials-file keys
+  Encrypted, and restored by the owner of the identity:
+    remora backup --source 10.0.0.5:7379 --token-file token --to /backups --encrypt-to age1…
+    remora restore /backups --identity key.txt --to /data
   To another program:
     remora backup --source 10.0.0.5:7379 --token-file token --to - | zstd > backup.zst
 
 {}",
-        exit::help_table(&[Code::Usage, Code::Refused, Code::Source, Code::Interrupted, Code::Local])
+        exit::help_table(&[Code::Usage, Code::Refused, Code::Source, Code::Interrupted, Code::Local, Code::Store])
     )
 }

@@ -30,6 +30,7 @@ mod sentinel;
 mod snapshot;
 mod source;
 mod status;
+mod store;
 mod token;
 mod verify;
 mod volume;
@@ -67,6 +68,7 @@ pub use self::{
     snapshot::{SnapshotAction, SnapshotArgs, SnapshotFromArgs, SnapshotMountArgs},
     source::{CapturedArgs, FromChoice, ModuleCapture, SendChoice, SourceArgs, TuneArgs},
     status::StatusArgs,
+    store::{Location, StoreArgs},
     token::{TokenAction, TokenCommandArgs},
     verify::{DigestUse, VerifyArgs},
     volume::{

@@ -3,7 +3,9 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use clap::builder::{OsStringValueParser, TypedValueParser};
 
+use super::{Location, StoreArgs};
 use crate::backup::moment::Moment;
 use crate::exit::{self, Code};
 
@@ -11,10 +13,11 @@ use crate::exit::{self, Code};
 #[derive(Clone, Debug, Args)]
 #[command(long_about = ABOUT, after_long_help = more())]
 pub struct RestoreArgs {
-    /// A backup: an RDB file, or a folder with an append-only file. Or a folder of `remora backup`: the newest backup
-    /// there, or with --until the newest that is not of a later moment.
-    #[arg(value_name = "PATH")]
-    pub from: PathBuf,
+    /// A backup: an RDB file, or a folder with an append-only file. Or a folder or s3://BUCKET/PREFIX of `remora
+    /// backup`: the newest backup there, or with --until the newest that is not of a later moment. With a backup's
+    /// name behind the prefix: that one.
+    #[arg(value_name = "PATH|URL", value_parser = OsStringValueParser::new().try_map(Location::parse))]
+    pub from: Location,
 
     /// Folder of a server (`dir`) that gets `dump.rdb`, or `appendonlydir`. Without this option nothing is written.
     #[arg(long, value_name = "DIR")]
@@ -29,9 +32,22 @@ pub struct RestoreArgs {
     #[arg(long, requires = "to")]
     pub replace: bool,
 
+    /// File with the age identity of an encrypted backup (AGE-SECRET-KEY-1…), that only its owner can read.
+    #[arg(long, value_name = "FILE")]
+    pub identity: Option<PathBuf>,
+
+    /// Without --to: folder in whose file system a backup that is encrypted or in a bucket is kept while it is checked.
+    /// With --to it is fetched into that folder.
+    #[arg(long, value_name = "DIR", default_value = "/var/tmp")]
+    pub spool: PathBuf,
+
     /// Print one JSON object instead of text.
     #[arg(long, help_heading = "Output")]
     pub json: bool,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub store: StoreArgs,
 }
 
 const ABOUT: &str = "\
@@ -53,8 +69,10 @@ Examples:
     redis-server --dir /data --appendonly yes
   The data before a mistake:
     remora restore /backups --until 2026-11-25T23:44:59Z --to /data
+  The same from a bucket:
+    remora restore s3://backups/orders --until 2026-11-25T23:44:59Z --to /data
 
 {}",
-        exit::help_table(&[Code::Usage, Code::Refused, Code::Interrupted, Code::Local])
+        exit::help_table(&[Code::Usage, Code::Refused, Code::Interrupted, Code::Local, Code::Store])
     )
 }

@@ -49,6 +49,22 @@ pub(super) struct Manifest {
     /// Of which time before the snapshot there are no commands, although there is an earlier backup with commands.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(super) gap: Option<Gap>,
+    /// The object with the snapshot, if the backup is one of an archive.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(super) stored: Option<Stored>,
+}
+
+/// An object of an archive, as it is stored.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Stored {
+    /// Its key, below the archive's prefix.
+    pub(super) object: String,
+    pub(super) bytes: u64,
+    /// Of all its bytes.
+    pub(super) crc64: String,
+    /// The format in which it is encrypted; missing if it is not.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(super) encryption: Option<String>,
 }
 
 /// A time of which nothing can be restored.
@@ -94,6 +110,7 @@ impl Manifest {
             keys: rdb.keys.clone(),
             source,
             gap: None,
+            stored: None,
         }
     }
 
@@ -101,7 +118,12 @@ impl Manifest {
     pub(super) fn read(file: &Path) -> Option<Manifest> {
         let mut bytes = Vec::new();
         File::open(file).ok()?.take(BYTES_MAX).read_to_end(&mut bytes).ok()?;
-        let manifest: Manifest = serde_json::from_slice(&bytes).ok()?;
+        Manifest::parse(&bytes)
+    }
+
+    /// The manifest in these bytes; `None` if another program wrote them.
+    pub(super) fn parse(bytes: &[u8]) -> Option<Manifest> {
+        let manifest: Manifest = serde_json::from_slice(bytes).ok()?;
         let is_name = !manifest.name.is_empty() && !manifest.name.contains('/') && !manifest.name.starts_with('.');
         (manifest.format == FORMAT && manifest.version <= VERSION && is_name).then_some(manifest)
     }
@@ -111,8 +133,21 @@ impl Manifest {
     /// # Errors
     /// The file cannot be written.
     pub(super) fn write(&self, to: &Path) -> Result<(), Failure> {
+        beside::write(to, &self.to_json()?, &PRIVATE)
+    }
+
+    /// Its text.
+    ///
+    /// # Errors
+    /// It has none; that would be a bug.
+    pub(super) fn to_json(&self) -> Result<Vec<u8>, Failure> {
         let mut json = serde_json::to_vec_pretty(self).map_err(|error| Failure::local(error.to_string()))?;
         json.push(b'\n');
-        beside::write(to, &json, &PRIVATE)
+        Ok(json)
+    }
+
+    /// By which backups are sorted: the oldest is the least.
+    pub(super) fn order(&self) -> (Moment, u64, &str) {
+        (self.taken_seconds, self.offset, &self.name)
     }
 }

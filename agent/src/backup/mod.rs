@@ -4,7 +4,8 @@
 //!   source ══ slots ══▶ .remora-incoming.rdb ── whole, checked ──▶ 20261125T234500Z-8c1c6b2f-307366.rdb   (+ .json)
 //! ```
 //!
-//! - [`shelf`]: the folder, its names, and what is removed there; [`manifest`]: what a backup is, as JSON.
+//! - [`target`]: where backups go. [`shelf`]: a folder, its names, and what is removed there. [`archive`]: objects of a
+//!   [`store`], such as a bucket, which [`sealing`] can encrypt. [`manifest`]: what a backup is, as JSON.
 //! - [`rdb_file`], [`aof_file`]: the checks of a snapshot and of a file of commands, with [`mark`]: how far those are.
 //!   [`moment`]: seconds as text and in names.
 //! - [`journal`]: a snapshot and the commands since, in a folder of their own.
@@ -13,6 +14,7 @@
 //! - This file: a snapshot as a backup. The fetch itself is [`crate::snapshot::fetch`].
 
 mod aof_file;
+mod archive;
 mod journal;
 mod manifest;
 mod mark;
@@ -20,31 +22,33 @@ mod metrics;
 pub mod moment;
 pub(crate) mod rdb_file;
 pub mod restore;
+mod sealing;
 mod shelf;
+mod store;
+mod target;
 
 use std::path::Path;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Instant;
 
 use self::manifest::{Kind, Manifest};
 use self::metrics::Seen;
 use self::rdb_file::RdbFile;
-use self::shelf::Shelf;
+use self::target::Target;
 use crate::args::BackupArgs;
-use crate::exit::Failure;
+use crate::exit::{Code, Failure};
 use crate::metrics::{Agent, Scrapes, Watch};
 use crate::progress;
+use crate::signals::Signals;
 use crate::snapshot::fetch;
 use crate::tasks::blocking;
 use crate::units::Size;
 
-/// What `--to` says for standard output.
-const STDOUT: &str = "-";
-
 /// Runs `remora backup`.
 ///
 /// # Errors
-/// The folder cannot be used, the source cannot be reached or refuses, or the snapshot is damaged.
+/// The folder or the store cannot be used, the source cannot be reached or refuses, or the snapshot is damaged.
 pub async fn run(args: BackupArgs) -> Result<(), Failure> {
     let (watch, mut scrapes) = Watch::begin(Agent::Backup, &args.metrics, &args.metrics_file).await?;
     let outcome = backup(args, &mut scrapes).await;
@@ -53,64 +57,83 @@ pub async fn run(args: BackupArgs) -> Result<(), Failure> {
 }
 
 async fn backup(args: BackupArgs, scrapes: &mut Scrapes) -> Result<(), Failure> {
-    if args.to == Path::new(STDOUT) {
+    if args.to.is_stdout() {
         if args.journal || args.keep.is_some() {
             return Err(Failure::refused(
                 "--to - writes the snapshot alone: omit --journal and --keep, or give a folder",
             ));
         }
-        return scrapes.meanwhile("the snapshot is being fetched", fetch::run(args.fetch(&args.to))).await;
+        let fetched = fetch::run(args.fetch(Path::new("-")));
+        return scrapes.meanwhile("the snapshot is being fetched", fetched).await;
     }
-    let folder = args.to.clone();
-    let (shelf, found) = blocking(move || {
-        let shelf = Shelf::open(&folder)?;
-        let found = shelf::list(shelf.folder());
-        Ok((Arc::new(shelf), found))
-    })
-    .await?;
+    let opened = args.clone();
+    let opening = blocking(move || {
+        let target = Target::open(&opened)?;
+        let found = target.manifests()?;
+        Ok((Arc::new(target), found))
+    });
+    let (target, found) = scrapes.meanwhile("what is there is being looked at", opening).await?;
     let seen = Seen::shown_to(scrapes);
-    found.iter().for_each(|backup| seen.has(&backup.manifest));
+    found.iter().for_each(|manifest| seen.has(manifest));
     match args.journal {
-        true => journal::run(args, shelf, seen, scrapes).await,
-        false => snapshot(&args, &shelf, &seen, scrapes).await,
+        true => journal::run(args, target, seen, scrapes).await,
+        false => snapshot(&args, &target, &seen, scrapes).await,
     }
 }
 
-/// Fetches the snapshot into the folder.
-async fn snapshot(args: &BackupArgs, shelf: &Arc<Shelf>, seen: &Seen, scrapes: &mut Scrapes) -> Result<(), Failure> {
+/// Makes a backup of the snapshot.
+async fn snapshot(args: &BackupArgs, target: &Arc<Target>, seen: &Seen, scrapes: &mut Scrapes) -> Result<(), Failure> {
     let began = Instant::now();
-    let incoming = shelf.incoming_file();
+    let incoming = target.incoming_file();
     seen.begins(true);
     let fetched = fetch::to_file_telling(&args.fetch(&incoming), |_| {}, scrapes).await?;
-    let (shelf, keep, source) = (Arc::clone(shelf), args.keep, args.from.read.source.to_string());
-    let placed = blocking(move || {
+    let (at, keep, source) = (Arc::clone(target), args.keep, args.from.read.source.to_string());
+    let work = blocking(move || {
         let rdb = RdbFile::read(&incoming)?;
         let manifest = Manifest::of(Kind::Snapshot, &rdb, &fetched.server, source);
-        if let Some(before) = shelf.find(&manifest) {
+        if let Some(before) = at.find(&manifest)? {
             _ = std::fs::remove_file(&incoming); // the next backup replaces it
-            return Ok((before.path, manifest, false));
+            return Ok((before, manifest, false));
         }
-        let path = shelf.place(&manifest)?;
+        let address = at.place(&rdb, &manifest)?;
         if let Some(keep) = keep {
-            shelf.keep(&manifest, keep);
+            at.keep(&manifest, keep);
         }
-        Ok((path, manifest, true))
+        Ok((address, manifest, true))
     });
-    let (path, manifest, is_new) = scrapes.meanwhile("the snapshot is being checked", placed).await?;
+    let placed = scrapes.meanwhile("the snapshot is being checked and placed", stoppable(work, target));
+    let (address, manifest, is_new) = placed.await?;
     seen.begins(false);
     seen.has(&manifest);
-    say(&path, &manifest, is_new, began);
+    say(&address, &manifest, is_new, began);
     Ok(())
 }
 
-fn say(path: &Path, manifest: &Manifest, is_new: bool, began: Instant) {
+/// Runs work that sends to the target, until a signal stops it: what was under way is broken off.
+async fn stoppable<T>(work: impl Future<Output = Result<T, Failure>>, target: &Target) -> Result<T, Failure> {
+    let mut signals = Signals::catch()?;
+    let mut work = pin!(work);
+    let signal = tokio::select! {
+        done = &mut work => return done,
+        signal = signals.next() => signal,
+    };
+    target.stop();
+    // It may be past the last thing that can be stopped.
+    work.await.map_err(|failure| match failure.code {
+        Code::Interrupted => {
+            Failure::new(Code::Interrupted, format!("stopped by {signal}: there is no new backup in {target}"))
+        }
+        _ => failure,
+    })
+}
+
+fn say(address: &str, manifest: &Manifest, is_new: bool, began: Instant) {
     let keys = manifest
         .keys
         .as_ref()
         .map_or_else(String::new, |keys| format!(", {} keys in {} databases", keys.values().sum::<u64>(), keys.len()));
     let text = format!(
-        "{}: {} of {} at {}:{}, taken {}{keys}",
-        path.display(),
+        "{address}: {} of {} at {}:{}, taken {}{keys}",
         Size::bytes(manifest.bytes),
         manifest.server,
         manifest.replid,

@@ -36,6 +36,15 @@ impl Moment {
     pub fn compact(self) -> String {
         self.to_string().chars().filter(char::is_ascii_alphanumeric).collect()
     }
+
+    /// Reads what [`Moment::compact`] has written.
+    pub fn from_compact(text: &str) -> Option<Moment> {
+        let part = |from: usize, to: usize| text.get(from..to);
+        let (date, clock) = (part(0, 4)?.to_owned() + "-" + part(4, 6)? + "-" + part(6, 8)?, part(8, 16)?);
+        let clock = [clock.get(0..3)?, clock.get(3..5)?, clock.get(5..8)?].join(":");
+        let moment: Moment = format!("{date}{clock}").parse().ok()?;
+        (moment.compact() == text).then_some(moment)
+    }
 }
 
 impl fmt::Display for Moment {

@@ -152,10 +152,7 @@ pub(super) fn manifest_of(rdb: &Path) -> PathBuf {
 pub(super) fn list(folder: &Path) -> Vec<Backup> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let mut all: Vec<Backup> = entries.filter_map(|entry| of_entry(&entry.path())).collect();
-    all.sort_by(|one, other| {
-        let order = |backup: &Backup| (backup.manifest.taken_seconds, backup.manifest.offset);
-        order(one).cmp(&order(other)).then_with(|| one.manifest.name.cmp(&other.manifest.name))
-    });
+    all.sort_by(|one, other| one.manifest.order().cmp(&other.manifest.order()));
     all
 }
 

@@ -8,11 +8,11 @@ use std::process::Stdio;
 
 use remora_lab::server::wait_until;
 use remora_lab::workload::fill_every_type;
-use remora_lab::{Kind, Server, assert_same_data, require};
+use remora_lab::{Kind, assert_same_data, require};
 use rustix::process::Signal;
 
 use crate::kit::{
-    LONG, Source, Stage, ends, fill, kinds_and_module, number, primary, quick, says, steady_writer, with_or_without,
+    LONG, Scene, ends, fill, kinds_and_module, number, primary, quick, says, steady_writer, strs, with_or_without,
 };
 
 /// Random data in the primary, in MiB.
@@ -21,28 +21,9 @@ const MEBIBYTES: usize = 16;
 /// A source that takes four seconds for it.
 const SLOWLY: [&str; 3] = ["--no-shm", "--upload-limit", "4MiB"];
 
-struct Scene {
-    stage: Stage,
-    primary: Server,
-    source: Source,
-}
-
 impl Scene {
-    fn new(primary: Server, options: &[&str]) -> Scene {
-        let stage = Stage::new();
-        let source = stage.source(&primary.url(), options);
-        Scene { stage, primary, source }
-    }
-
-    fn args(&self, to: &str, more: &[&str]) -> Vec<String> {
-        let (source, token) = (self.source.address.to_string(), self.source.token().display().to_string());
-        let args = ["fetch", "--source", &source, "--token-file", &token, "--to", to];
-        args.iter().chain(more).map(|arg| (*arg).to_owned()).collect()
-    }
-
     fn fetch(&self, to: &str, more: &[&str]) -> remora_lab::Agent {
-        let args = self.args(to, more);
-        self.stage.start(None, &args.iter().map(String::as_str).collect::<Vec<_>>())
+        self.start("fetch", to, more)
     }
 
     /// What is in the folder beside the token and what the test has put there.
@@ -95,7 +76,7 @@ fn a_fetch_that_is_killed_goes_on_where_it_was() {
         for signal in [Signal::KILL, Signal::TERM] {
             let mut fetch = scene.fetch(&to, &[]);
             scene.source.wait_for_slots(&mut fetch, if signal == Signal::KILL { 40 } else { 120 });
-            says(&scene.stage.end(&strs(&scene.args(&to, &[])), 3), &["another remora fetch"]);
+            says(&scene.stage.end(&strs(&scene.args("fetch", &to, &[])), 3), &["another remora fetch"]);
             fetch.signal(signal).unwrap();
             if signal == Signal::TERM {
                 says(&ends(&mut fetch, 7), &[".dump.rdb.remora", "goes on there"]);
@@ -113,10 +94,6 @@ fn a_fetch_that_is_killed_goes_on_where_it_was() {
         let loaded = quick(kind).config("dir", scene.stage.folder().display()).start().unwrap();
         assert_eq!(loaded.digest().unwrap(), scene.primary.digest().unwrap());
     }
-}
-
-fn strs(args: &[String]) -> Vec<&str> {
-    args.iter().map(String::as_str).collect()
 }
 
 #[test]
@@ -154,7 +131,7 @@ fn standard_output_gets_the_same_bytes_however_slowly_it_takes_them() {
     ends(&mut scene.fetch(&to, &[]), 0);
     let spool = scene.stage.path("spool");
     fs::create_dir(&spool).unwrap();
-    let args = scene.args("-", &["--spool", &spool]);
+    let args = scene.args("fetch", "-", &["--spool", &spool]);
     let mut fetch = scene.stage.remora(&strs(&args)).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut out = fetch.stdout.take().unwrap();
     // The source is free before a byte has been taken.
@@ -180,7 +157,7 @@ fn what_cannot_work_is_refused_before_anything_is_asked_for() {
     let scene = Scene::new(server, &[]);
     let (to, config) = (scene.stage.path("dump.rdb"), scene.stage.path("redis.conf"));
     let refused = |more: &[&str], words: &[&str]| {
-        says(&scene.stage.end(&strs(&scene.args(&to, more)), 3), words);
+        says(&scene.stage.end(&strs(&scene.args("fetch", &to, more)), 3), words);
         assert_eq!(number(&scene.primary, "sync_full"), 0);
     };
     fs::write(&config, "appendonly yes\n").unwrap();

@@ -24,12 +24,27 @@ const LICENCES: &[&str] = &[
 /// Crates in several incompatible versions, and the reason. Each version is built, and each has to be kept free of
 /// known faults.
 const SEVERAL: &[(&str, &str)] = &[
+    ("base64", "age uses 0.21, the PEM of certificates and object_store 0.23"),
     ("bit-vec", "proptest uses two, in tests only"),
+    ("block-buffer", "digest 0.10 uses 0.10, 0.11 uses 0.12"),
+    ("chacha20", "age uses 0.9, random numbers 0.10"),
     ("cpufeatures", "sha2 0.10 uses 0.2, random numbers of tests 0.3"),
+    ("crypto-common", "digest 0.10 uses 0.1, 0.11 uses 0.2"),
+    ("digest", "sha2 and hmac use 0.10, md-5 of object_store and the texts of age 0.11"),
     ("getrandom", "ring uses 0.2, we use 0.3, tests and tempfile 0.4"),
     ("hashbrown", "petgraph uses 0.15, indexmap 0.17; both in tools"),
+    ("md-5", "object_store uses 0.11, the S3 server of the tests 0.10"),
+    ("quick-xml", "object_store uses 0.41, the S3 server of the tests 0.37"),
     ("r-efi", "two versions of getrandom use it, on UEFI only"),
+    ("rand", "age uses 0.8, object_store and tests 0.10"),
+    ("rand_core", "two versions of rand use it"),
+    ("rustc-hash", "the texts of age use 1 and 2"),
+    ("self_cell", "the texts of age use 0.10, which is 1 under another name"),
+    ("sha2", "age and we use 0.10, the embedded texts of age 0.11"),
     ("syn", "derive macros change to 3 one after the other; none is part of the programs"),
+    ("synstructure", "derive macros change to 0.14 one after the other; none is part of the programs"),
+    ("thiserror", "the texts of age use 1"),
+    ("thiserror-impl", "two versions of thiserror use it"),
     ("windows-sys", "on Windows only, where Remora does not run"),
 ];
 

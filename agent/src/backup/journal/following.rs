@@ -87,13 +87,20 @@ impl Following {
         recorded.noted.store(recorder.noted().get(), Relaxed);
         let shown = Arc::clone(&recorded);
         tokio::spawn(async move {
-            let (mut recorder, mut why) = follow(from, history, recorder, stopped, &shown).await;
-            if let Err(error) = recorder.finish()
-                && !matches!(why, Why::Failed(_))
-            {
-                why = Why::Failed(unwritable(&recorder, &error));
-            }
-            _ = tell.send(Ended { why, recorded: recorder.recorded(), noted: recorder.noted() }); // it may not be wanted
+            let (mut recorder, why) = follow(from, history, recorder, stopped, &shown).await;
+            let (mut recorded, mut noted) = (recorder.recorded(), recorder.noted());
+            let finished = blocking(move || {
+                let finished = recorder.finish().map_err(|error| unwritable(&recorder, RecordError::Disk(error)));
+                finished.map(|()| (recorder.recorded(), recorder.noted()))
+            });
+            let why = match (finished.await, why) {
+                (Ok(last), why) => {
+                    (recorded, noted) = last;
+                    why
+                }
+                (Err(_), Why::Failed(failure)) | (Err(failure), _) => Why::Failed(failure),
+            };
+            _ = tell.send(Ended { why, recorded, noted }); // it may not be wanted
         });
         Following { stop, recorded, ended }
     }
@@ -119,8 +126,15 @@ impl Following {
     }
 }
 
-fn unwritable(recorder: &Recorder, error: &dyn std::fmt::Display) -> Failure {
-    Failure::local(format!("the commands cannot be written to {}: {error}", recorder.place().folder().display()))
+fn unwritable(recorder: &Recorder, error: RecordError) -> Failure {
+    let text = |what: &dyn std::fmt::Display| format!("the commands cannot be written to {}: {what}", recorder.name());
+    match error {
+        RecordError::Disk(error) => match error.downcast::<Failure>() {
+            Ok(failure) => Failure::new(failure.code, text(&failure)),
+            Err(error) => Failure::local(text(&error)),
+        },
+        RecordError::Stream(error) => Failure::local(text(&error)),
+    }
 }
 
 /// Waits until it is true, or its owner has gone.
@@ -233,7 +247,7 @@ async fn session(
             ended = &mut recording.ended => {
                 let (recorder, end) = recording.joined(ended);
                 let end = end.map_err(|error| match error {
-                    ReadError::Record(error) => Why::Failed(unwritable(&recorder, &error)),
+                    ReadError::Record(error) => Why::Failed(unwritable(&recorder, error)),
                     ReadError::Table(error @ remora_table::Error::Overrun { .. }) => Why::Gone(error.to_string()),
                     ReadError::Table(error) => Why::Failed(Failure::new(crate::exit::Code::Source, error.to_string())),
                 });

@@ -7,16 +7,17 @@
 //!                                        ╰▶ the next folder, whose manifest says that there is a gap
 //! ```
 //!
-//! - [`recorder`]: the stream as files of commands. **Start here.**
-//! - [`place`]: the folder, its list of files, and how it gets its name.
+//! - [`recorder`]: the stream as files of commands. **Start here.** [`files`]: where those go.
+//! - [`place`]: a folder, its list of files, and how it gets its name. [`sets`]: the same, or an archive of a store.
 //! - [`following`]: the journal of the source, across lost connections.
 //! - This file: which folder is written when.
 
+pub(super) mod files;
 mod following;
 mod place;
 mod recorder;
+mod sets;
 
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -25,13 +26,12 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use self::following::{Ended, Following, From, Why};
-use self::place::Place;
-use self::recorder::Recorder;
+use self::sets::Sizes;
 use super::manifest::{Gap, Kind, Manifest};
 use super::metrics::Seen;
 use super::moment::Moment;
 use super::rdb_file::RdbFile;
-use super::shelf::{self, Shelf};
+use super::target::Target;
 use crate::args::BackupArgs;
 use crate::conversation::certificate_roles::CertificateRoles;
 use crate::conversation::tokens::Credentials;
@@ -52,7 +52,7 @@ const AGAIN_LEAST: Duration = Duration::from_secs(1);
 /// What all folders of one command have in common.
 struct Context {
     args: BackupArgs,
-    shelf: Arc<Shelf>,
+    target: Arc<Target>,
     from: From,
 }
 
@@ -69,14 +69,19 @@ type Beginning = JoinHandle<Result<Option<Set>, Failure>>;
 ///
 /// # Errors
 /// The source cannot be reached for too long or refuses, or a file cannot be written.
-pub(super) async fn run(args: BackupArgs, shelf: Arc<Shelf>, seen: Seen, scrapes: &mut Scrapes) -> Result<(), Failure> {
+pub(super) async fn run(
+    args: BackupArgs,
+    target: Arc<Target>,
+    seen: Seen,
+    scrapes: &mut Scrapes,
+) -> Result<(), Failure> {
     let mut signals = Signals::catch()?;
     let from = args.from.clone();
     let security = from.security.open_for(&from.expected, CertificateRoles::default())?;
     let credentials = Credentials::read(from.token_file.as_ref(), security, from.expected.source_key)?;
     let name = from.name.clone().unwrap_or_else(|| "backup".to_owned());
     let from = From { read: from.read, credentials, name, sync_every: args.sync_every };
-    let context = Arc::new(Context { args, shelf, from });
+    let context = Arc::new(Context { args, target, from });
     let mut present = scrapes.meanwhile("what is there is being checked", resume(&context)).await?;
     let mut beginning = if present.is_none() { Some(context.begin(None, None)) } else { None };
     let mut due = context.due(present.as_ref());
@@ -159,23 +164,15 @@ async fn ended(present: &mut Option<Set>) -> Ended {
 
 /// Goes on with the newest folder, if there is one.
 async fn resume(context: &Arc<Context>) -> Result<Option<Set>, Failure> {
-    let (shelf, file_size) = (Arc::clone(&context.shelf), context.args.file_size.get());
-    let found = blocking(move || {
-        let all = shelf::list(shelf.folder());
-        let Some(newest) = all.into_iter().rev().find(|backup| backup.manifest.kind == Kind::Journal) else {
-            return Ok(None);
-        };
-        Recorder::resume(&newest.path, file_size).map(|recorder| Some((newest, recorder)))
-    });
-    let Some((backup, recorder)) = found.await? else { return Ok(None) };
-    let history = history_of(&backup.manifest, &backup.path)?;
-    progress::say(&format!("{}: goes on at {}:{}", backup.path.display(), history, recorder.next_byte()));
+    let (target, sizes) = (Arc::clone(&context.target), Sizes::of(&context.args));
+    let found = blocking(move || sets::resume(&target, sizes)).await?;
+    let Some((manifest, recorder)) = found else { return Ok(None) };
+    let address = context.target.address_of(&manifest);
+    let history = manifest.replid.parse();
+    let history = history.map_err(|error| Failure::refused(format!("{address}: its replid {error}")))?;
+    progress::say(&format!("{address}: goes on at {history}:{}", recorder.next_byte()));
     let following = Following::start(context.from.clone(), history, recorder);
-    Ok(Some(Set { manifest: backup.manifest, following }))
-}
-
-fn history_of(manifest: &Manifest, path: &Path) -> Result<ReplId, Failure> {
-    manifest.replid.parse().map_err(|error| Failure::refused(format!("{}: its replid {error}", path.display())))
+    Ok(Some(Set { manifest, following }))
 }
 
 fn say_ended(manifest: &Manifest, ended: &Ended) {
@@ -211,9 +208,9 @@ impl Context {
 
     async fn keep(&self, set: Option<&Set>) -> Result<(), Failure> {
         let (Some(keep), Some(set)) = (self.args.keep, set) else { return Ok(()) };
-        let (shelf, manifest) = (Arc::clone(&self.shelf), set.manifest.clone());
+        let (target, manifest) = (Arc::clone(&self.target), set.manifest.clone());
         blocking(move || {
-            shelf.keep(&manifest, keep);
+            target.keep(&manifest, keep);
             Ok(())
         })
         .await
@@ -225,6 +222,7 @@ impl Context {
             task.abort();
         }
         let Some(set) = present else {
+            self.target.stop();
             return Err(Failure::new(Code::Interrupted, format!("stopped by {signal} before the snapshot was whole")));
         };
         let ended = set.following.stop().await;
@@ -250,14 +248,13 @@ async fn begin(
     after: Option<(Manifest, Gap)>,
 ) -> Result<Option<Set>, Failure> {
     let began = Instant::now();
-    let shelf = Arc::clone(&context.shelf);
-    let incoming = shelf.incoming_file();
+    let incoming = context.target.incoming_file();
     let (tell, mut begun) = watch::channel(None);
     let args = context.args.fetch(&incoming);
     let mut unasked = Scrapes::default();
     let mut fetching =
         Box::pin(fetch::to_file_telling(&args, move |origin| _ = tell.send_replace(Some(origin)), &mut unasked));
-    let mut recording: Option<(ReplId, u64, Arc<Place>, Following)> = None;
+    let mut recording: Option<(ReplId, u64, sets::Beginning, Following)> = None;
     let fetched = loop {
         tokio::select! {
             done = &mut fetching => break done?,
@@ -275,12 +272,9 @@ async fn begin(
         }
     };
     drop(fetching);
-    let rdb = Arc::new({
-        let incoming = incoming.clone();
-        blocking(move || RdbFile::read(&incoming)).await?
-    });
+    let rdb = blocking(move || RdbFile::read(&incoming)).await?;
     let is_of = |history: &ReplId, offset: u64| history.to_string() == rdb.replid && offset == rdb.offset;
-    let (_, _, place, following) = match recording.take() {
+    let (_, _, set, following) = match recording.take() {
         Some(recording) if is_of(&recording.0, recording.1) => recording,
         other => {
             if let Some((.., before)) = other {
@@ -296,11 +290,11 @@ async fn begin(
     manifest.gap = after
         .filter(|(before, gap)| before.replid != manifest.replid || gap.after_offset < manifest.offset)
         .map(|(_, gap)| gap);
-    let folder = shelf.folder().to_owned();
-    let manifest = blocking(move || place.publish(&incoming, &rdb, &manifest, &folder)).await?;
+    let target = Arc::clone(&context.target);
+    let manifest = blocking(move || set.publish(&target, &rdb, &manifest)).await?;
     progress::say(&format!(
         "{}: {} of {} at {}:{}, taken {}, in {:.2} s; the commands since are recorded",
-        shelf.folder().join(&manifest.name).display(),
+        context.target.address_of(&manifest),
         Size::bytes(manifest.bytes),
         manifest.server,
         manifest.replid,
@@ -311,20 +305,13 @@ async fn begin(
     Ok(Some(Set { manifest, following }))
 }
 
-/// Begins to record what follows a snapshot, in the folder without a name.
+/// Begins to record what follows a snapshot, without a name.
 async fn record(
     context: &Context,
     history: ReplId,
     offset: u64,
-) -> Result<(ReplId, u64, Arc<Place>, Following), Failure> {
-    let (shelf, file_size) = (Arc::clone(&context.shelf), context.args.file_size.get());
-    let recorder = blocking(move || {
-        let folder = shelf.incoming_folder()?;
-        let failed = |error| Failure::local(format!("{} cannot be used: {error}", folder.display()));
-        let place = Place::create(folder.clone()).map_err(failed)?;
-        Recorder::begin(Arc::new(place), offset, file_size).map_err(failed)
-    })
-    .await?;
-    let place = Arc::clone(recorder.place());
-    Ok((history, offset, place, Following::start(context.from.clone(), history, recorder)))
+) -> Result<(ReplId, u64, sets::Beginning, Following), Failure> {
+    let (target, sizes) = (Arc::clone(&context.target), Sizes::of(&context.args));
+    let (set, recorder) = blocking(move || sets::begin(&target, sizes, offset)).await?;
+    Ok((history, offset, set, Following::start(context.from.clone(), history, recorder)))
 }

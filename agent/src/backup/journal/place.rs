@@ -16,13 +16,13 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use remora_redis::aof::{FileKind, Manifest as List, NamedFile};
-use remora_redis::resp;
 use rustix::fs::RenameFlags;
 
 use super::super::manifest::Manifest;
-use super::super::mark::{Mark, NOTE_END};
+use super::super::mark::Mark;
 use super::super::rdb_file::RdbFile;
 use super::super::shelf::MANIFEST;
+use super::files::{Files, Finished, HEAD_BYTES, head};
 use crate::exit::Failure;
 use crate::snapshot::beside;
 use crate::snapshot::fetch::PRIVATE;
@@ -36,10 +36,6 @@ const BASE: &str = "appendonly.aof.1.base.rdb";
 /// The list in that folder.
 const LIST: &str = "appendonly.aof.manifest";
 
-/// Bytes at the beginning of each file of commands: which database, how far the stream is, and a note that fills the
-/// rest. Enough for both with their longest numbers, so that the database can be put in later.
-const HEAD_BYTES: usize = 128;
-
 /// How many names are tried for a folder: of a snapshot that was taken once, and backed up again after a gap.
 const NAMES: u32 = 1000;
 
@@ -47,6 +43,8 @@ const NAMES: u32 = 1000;
 #[derive(Debug)]
 pub(super) struct Place {
     state: Mutex<State>,
+    /// A file that is larger is followed by another one.
+    file_size: u64,
 }
 
 #[derive(Debug)]
@@ -67,18 +65,18 @@ fn name_of(number: u64) -> String {
 
 impl Place {
     /// A new one in an empty folder.
-    pub(super) fn create(folder: PathBuf) -> io::Result<Place> {
+    pub(super) fn create(folder: PathBuf, file_size: u64) -> io::Result<Place> {
         fs::DirBuilder::new().mode(0o700).create(folder.join(FOLDER))?;
         let (numbers, unselected) = (Vec::new(), Vec::new());
         let state = State { folder, numbers, has_base: false, database: None, unselected };
-        Ok(Place { state: Mutex::new(state) })
+        Ok(Place { state: Mutex::new(state), file_size })
     }
 
     /// One that has been written to. Returns the last file of commands too.
     ///
     /// # Errors
     /// Its list cannot be read.
-    pub(super) fn reopen(folder: &Path) -> Result<(Place, PathBuf, u64), Failure> {
+    pub(super) fn reopen(folder: &Path, file_size: u64) -> Result<(Place, PathBuf), Failure> {
         let list = folder.join(FOLDER).join(LIST);
         let unreadable = |what: &dyn std::fmt::Display| Failure::refused(format!("{}: {what}", list.display()));
         let bytes = fs::read(&list).map_err(|error| unreadable(&error))?;
@@ -90,36 +88,12 @@ impl Place {
         let path = folder.join(FOLDER).join(name_of(last));
         let state =
             State { folder: folder.to_owned(), numbers, has_base: true, database: Some(0), unselected: Vec::new() };
-        Ok((Place { state: Mutex::new(state) }, path, last))
+        Ok((Place { state: Mutex::new(state), file_size }, path))
     }
 
     /// What it holds is right after every statement, so a panic elsewhere does not invalidate it.
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn folder(&self) -> PathBuf {
-        self.state().folder.clone()
-    }
-
-    /// Makes the next file of commands and names it in the list. `database`: the one that the stream has selected.
-    /// Returns the file and its length.
-    pub(super) fn next(&self, database: Option<u64>, mark: Mark) -> io::Result<(File, u64)> {
-        let mut state = self.state();
-        let number = state.numbers.last().map_or(1, |last| last + 1);
-        let path = state.folder.join(FOLDER).join(name_of(number));
-        let mut file = File::options().read(true).write(true).create(true).truncate(true).mode(0o600).open(&path)?;
-        let known = database.or(state.database);
-        file.write_all(&head(known.unwrap_or(0), mark))?;
-        file.sync_all()?;
-        if known.is_none() {
-            state.unselected.push((number, mark.offset));
-        }
-        state.numbers.push(number);
-        if state.has_base {
-            state.list().map_err(|failure| io::Error::other(failure.message))?;
-        }
-        Ok((file, HEAD_BYTES as u64))
     }
 
     /// Puts the snapshot in, and gives the folder its name. Returns the manifest with that name.
@@ -166,6 +140,43 @@ impl Place {
     }
 }
 
+impl Files for Place {
+    fn name(&self) -> String {
+        self.state().folder.display().to_string()
+    }
+
+    fn is_due(&self, bytes: u64) -> bool {
+        bytes >= self.file_size
+    }
+
+    fn next(&self, _: Option<Finished<'_>>, database: Option<u64>, mark: Mark) -> io::Result<(File, u64)> {
+        let mut state = self.state();
+        let number = state.numbers.last().map_or(1, |last| last + 1);
+        let path = state.folder.join(FOLDER).join(name_of(number));
+        let mut file = File::options().read(true).write(true).create(true).truncate(true).mode(0o600).open(&path)?;
+        let known = database.or(state.database);
+        file.write_all(&head(known.unwrap_or(0), mark))?;
+        file.sync_all()?;
+        if known.is_none() {
+            state.unselected.push((number, mark.offset));
+        }
+        state.numbers.push(number);
+        if state.has_base {
+            // It is named before it has commands.
+            state.list().map_err(|failure| io::Error::other(failure.message))?;
+        }
+        Ok((file, HEAD_BYTES as u64))
+    }
+
+    fn sync(&self, file: &File) -> io::Result<()> {
+        file.sync_data()
+    }
+
+    fn end(&self, last: Finished<'_>) -> io::Result<()> {
+        last.file.sync_all()
+    }
+}
+
 impl State {
     /// Writes the list, as a whole.
     fn list(&self) -> Result<(), Failure> {
@@ -173,29 +184,5 @@ impl State {
         let file = |number: &u64| NamedFile { name: name_of(*number), number: *number, kind: FileKind::Incremental };
         let files = std::iter::once(base).chain(self.numbers.iter().map(file)).collect();
         beside::write(&self.folder.join(FOLDER).join(LIST), List { files }.to_string().as_bytes(), &PRIVATE)
-    }
-}
-
-/// The beginning of a file of commands, always of the same length: each is loaded by itself, from database 0 on.
-fn head(database: u64, mark: Mark) -> Vec<u8> {
-    let mut head = Vec::with_capacity(HEAD_BYTES);
-    resp::command(&mut head, &["SELECT", &database.to_string()]);
-    mark.write(&mut head);
-    let fill = HEAD_BYTES.saturating_sub(head.len() + 1 + NOTE_END.len());
-    head.push(b'#');
-    head.extend(std::iter::repeat_n(b' ', fill));
-    head.extend_from_slice(NOTE_END);
-    head
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_head_has_the_same_length_whatever_its_numbers() {
-        for (database, offset) in [(0, 0), (i32::MAX as u64, remora_redis::MAX_OFFSET)] {
-            assert_eq!(head(database, Mark { offset }).len(), HEAD_BYTES);
-        }
     }
 }

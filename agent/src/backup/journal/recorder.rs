@@ -5,7 +5,7 @@
 //! ends there unless the process is killed.
 
 use std::fs::File;
-use std::io::{self, Write};
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -15,16 +15,16 @@ use remora_redis::aof::{Found, TIME_NOTE, Verb, Walker};
 use super::super::aof_file::AofFile;
 use super::super::mark::{Mark, NOTE_END};
 use super::super::moment::Moment;
-use super::place::Place;
+use super::files::{Files, Finished};
 use crate::exit::Failure;
 
 /// Bytes that wait for the file at most, besides the last chunk.
 const WAITING_BYTES: usize = 1 << 20;
 
-/// Writes a stream into the files of a [`Place`].
+/// Writes a stream into [`Files`].
 #[derive(Debug)]
 pub(super) struct Recorder {
-    place: Arc<Place>,
+    files: Arc<dyn Files>,
     walker: Walker,
     /// Whether the stream has selected a database since the snapshot.
     selected: bool,
@@ -39,13 +39,16 @@ pub(super) struct Recorder {
     length: u64,
     /// Where the file can be cut: the end of the last whole command or transaction.
     border: u64,
+    /// The database that is selected there.
+    border_database: u64,
+    /// The last second that was noted before it.
+    border_noted: Moment,
     /// The last second that was noted.
     noted: Moment,
     /// The file has bytes that may not be on the disk.
     is_dirty: bool,
     /// Commands or many bytes of the stream have come since the last mark.
     marked: u64,
-    file_size: u64,
 }
 
 /// Bytes of the stream without a command after which a mark is worth its place.
@@ -63,15 +66,15 @@ pub(super) enum RecordError {
 }
 
 impl Recorder {
-    /// Begins the first file of a place, behind a snapshot at this offset.
-    pub(super) fn begin(place: Arc<Place>, offset: u64, file_size: u64) -> io::Result<Recorder> {
-        let (file, length) = place.next(None, Mark { offset })?;
-        Ok(Recorder::new(place, Walker::of_stream(offset + 1, 0), (file, length), file_size))
+    /// Begins the first file, behind a snapshot at this offset.
+    pub(super) fn begin(files: Arc<dyn Files>, offset: u64) -> io::Result<Recorder> {
+        let file = files.next(None, None, Mark { offset })?;
+        Ok(Recorder::new(files, Walker::of_stream(offset + 1, 0), file))
     }
 
-    fn new(place: Arc<Place>, walker: Walker, (file, length): (File, u64), file_size: u64) -> Recorder {
+    fn new(files: Arc<dyn Files>, walker: Walker, (file, length): (File, u64)) -> Recorder {
         Recorder {
-            place,
+            files,
             selected: false,
             pending: Vec::new(),
             verb: None,
@@ -79,34 +82,43 @@ impl Recorder {
             file,
             length,
             border: length,
+            border_database: walker.database(),
+            border_noted: Moment::default(),
             noted: Moment::default(),
             is_dirty: false,
             marked: walker.position(),
             walker,
-            file_size,
         }
     }
 
-    /// Goes on in the last file of a place, behind its last mark: what follows is cut off, and comes again.
+    /// Goes on behind this byte of the stream, with another file.
+    pub(super) fn go_on(files: Arc<dyn Files>, offset: u64, database: u64, noted: Moment) -> io::Result<Recorder> {
+        let file = files.next(None, Some(database), Mark { offset })?;
+        let recorder = Recorder::new(files, Walker::of_stream(offset + 1, database), file);
+        Ok(Recorder { selected: true, noted, border_noted: noted, ..recorder })
+    }
+
+    /// Goes on in the last file, which is at this path, behind its last mark: what follows is cut off, and comes again.
     ///
     /// # Errors
     /// The file cannot be used, or has no mark.
-    pub(super) fn resume(folder: &Path, file_size: u64) -> Result<Recorder, Failure> {
-        let (place, path, _) = Place::reopen(folder)?;
-        let walk = AofFile::read(&path, None)?;
+    pub(super) fn resume(files: Arc<dyn Files>, path: &Path) -> Result<Recorder, Failure> {
+        let walk = AofFile::read(path, None)?;
         let Some(mark) = walk.mark else {
             return Err(Failure::refused(format!("{} has no mark from which to go on", path.display())));
         };
         let unusable = |error: io::Error| Failure::local(format!("{} cannot be used: {error}", path.display()));
-        let file = File::options().read(true).write(true).open(&path).map_err(unusable)?;
+        let file = File::options().read(true).write(true).open(path).map_err(unusable)?;
         file.set_len(walk.mark_ends).and_then(|()| file.sync_all()).map_err(unusable)?;
         let walker = Walker::of_stream(mark.offset + 1, walk.mark_database);
-        let recorder = Recorder::new(Arc::new(place), walker, (file, walk.mark_ends), file_size);
-        Ok(Recorder { selected: true, noted: walk.mark_noted.unwrap_or_default(), ..recorder })
+        let recorder = Recorder::new(files, walker, (file, walk.mark_ends));
+        let noted = walk.mark_noted.unwrap_or_default();
+        Ok(Recorder { selected: true, noted, border_noted: noted, ..recorder })
     }
 
-    pub(super) fn place(&self) -> &Arc<Place> {
-        &self.place
+    /// Where its files go, for messages.
+    pub(super) fn name(&self) -> String {
+        self.files.name()
     }
 
     /// The byte of the stream that it needs next.
@@ -173,15 +185,30 @@ impl Recorder {
             return Ok(());
         }
         self.border = self.length + self.waiting.len() as u64;
-        if self.border < self.file_size {
-            return Ok(());
-        }
+        (self.border_database, self.border_noted) = (self.walker.database(), self.noted);
+        if self.files.is_due(self.border) { self.roll() } else { Ok(()) }
+    }
+
+    /// Ends the file, and begins the next one. Only at a border.
+    fn roll(&mut self) -> io::Result<()> {
         self.mark();
-        self.sync()?;
-        let database = self.selected.then(|| self.walker.database());
-        (self.file, self.length) = self.place.next(database, Mark { offset: self.recorded() })?;
+        self.write()?;
+        self.files.sync(&self.file)?;
+        let (database, mark) = (self.database(), Mark { offset: self.recorded() });
+        (self.file, self.length) = self.files.next(Some(self.finished()), database, mark)?;
         (self.border, self.is_dirty) = (self.length, false);
         Ok(())
+    }
+
+    /// The database at the border; `None` if the stream has not selected one since the snapshot.
+    fn database(&self) -> Option<u64> {
+        self.selected.then_some(self.border_database)
+    }
+
+    /// The file as one that ends at the border. Only once it does.
+    fn finished(&self) -> Finished<'_> {
+        let (bytes, offset, noted) = (self.length, self.recorded(), self.border_noted);
+        Finished { file: &self.file, bytes, offset, database: self.database(), noted }
     }
 
     /// Notes how far the stream is. Only at a border.
@@ -211,10 +238,10 @@ impl Recorder {
         }
         self.write()?;
         if self.is_dirty {
-            self.file.sync_data()?;
+            self.files.sync(&self.file)?;
             self.is_dirty = false;
         }
-        Ok(())
+        if is_at_border && self.files.is_due(self.border) { self.roll() } else { Ok(()) }
     }
 
     /// Ends the last file at a border, with a mark, on the disk.
@@ -226,8 +253,7 @@ impl Recorder {
         }
         self.mark();
         self.write()?;
-        self.file.flush()?;
-        self.file.sync_all()
+        self.files.end(self.finished())
     }
 }
 
@@ -237,11 +263,17 @@ mod tests {
 
     use remora_redis::resp::command;
 
+    use super::super::place::Place;
     use super::*;
 
     fn recorder(folder: &Path, file_size: u64) -> Recorder {
-        let place = Arc::new(Place::create(folder.to_owned()).unwrap());
-        Recorder::begin(place, 100, file_size).unwrap()
+        let place = Arc::new(Place::create(folder.to_owned(), file_size).unwrap());
+        Recorder::begin(place, 100).unwrap()
+    }
+
+    fn resume(folder: &Path) -> Recorder {
+        let (place, path) = Place::reopen(folder, 1 << 20).unwrap();
+        Recorder::resume(Arc::new(place), &path).unwrap()
     }
 
     fn file(folder: &Path, number: u64) -> String {
@@ -318,14 +350,14 @@ mod tests {
             "file appendonly.aof.1.base.rdb seq 1 type b\nfile appendonly.aof.1.incr.aof seq 1 type i\n",
         )
         .unwrap();
-        let mut again = Recorder::resume(&shelf, 1 << 20).unwrap();
+        let mut again = resume(&shelf);
         assert_eq!((again.next_byte(), again.noted()), (101, Moment::seconds(0)), "at the last mark, the head's");
         again.take(&whole, Moment::seconds(9)).unwrap();
         again.take(&torn, Moment::seconds(9)).unwrap();
         again.finish().unwrap();
         let text = file(&shelf, 1);
         assert!(text.ends_with(&format!("$1\r\n1\r\n#REMORA:{}\r\n", 100 + whole.len())), "{text:?}");
-        let mut last = Recorder::resume(&shelf, 1 << 20).unwrap();
+        let mut last = resume(&shelf);
         assert_eq!(last.next_byte(), 101 + whole.len() as u64);
         last.take(&commands(&[&["SET", "z", "1"]]), Moment::seconds(9)).unwrap();
         last.finish().unwrap();

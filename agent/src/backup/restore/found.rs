@@ -36,6 +36,14 @@ pub(super) const FOLDER: &str = "appendonlydir";
 const LIST_BYTES_MAX: u64 = 16 << 20;
 
 impl Found {
+    /// What kind of backup it is.
+    pub(super) fn kind(&self) -> Kind {
+        match self {
+            Found::Snapshot(_) => Kind::Snapshot,
+            Found::Folder(_) => Kind::Journal,
+        }
+    }
+
     /// Looks at the path, and chooses the newest backup that is not of a later moment.
     ///
     /// # Errors

@@ -9,8 +9,9 @@ use std::path::{Path, PathBuf};
 use remora_redis::aof::Manifest;
 use rustix::fs::RenameFlags;
 
+use super::super::manifest::Kind;
 use super::commands::Commands;
-use super::found::{AofFolder, FOLDER, Found};
+use super::found::{AofFolder, FOLDER};
 use crate::exit::Failure;
 use crate::snapshot::beside;
 use crate::snapshot::fetch::PRIVATE;
@@ -19,7 +20,16 @@ use crate::snapshot::fetch::PRIVATE;
 const SNAPSHOT: &str = "dump.rdb";
 
 /// What files and folders are called that have no name yet.
-const BESIDE: &str = ".remora-restore";
+pub(super) const BESIDE: &str = ".remora-restore";
+
+/// How files are laid out.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct How {
+    /// What is there already goes.
+    pub(super) replaces: bool,
+    /// The files of the backup are on the same file system, and of no further use.
+    pub(super) moves: bool,
+}
 
 fn failed(path: &Path) -> impl Fn(io::Error) -> Failure {
     let path = path.display().to_string();
@@ -30,8 +40,8 @@ fn failed(path: &Path) -> impl Fn(io::Error) -> Failure {
 ///
 /// # Errors
 /// It has.
-pub(super) fn refuse_what_is_there(folder: &Path, found: &Found) -> Result<(), Failure> {
-    let to = folder.join(if matches!(found, Found::Snapshot(_)) { SNAPSHOT } else { FOLDER });
+pub(super) fn refuse_what_is_there(folder: &Path, kind: Kind) -> Result<(), Failure> {
+    let to = folder.join(if kind == Kind::Snapshot { SNAPSHOT } else { FOLDER });
     if to.symlink_metadata().is_ok() { Err(exists(&to)) } else { Ok(()) }
 }
 
@@ -43,13 +53,19 @@ fn exists(to: &Path) -> Failure {
 ///
 /// # Errors
 /// It cannot be written, or there is one and it is not to be replaced.
-pub(super) fn snapshot(from: &Path, folder: &Path, replaces: bool) -> Result<PathBuf, Failure> {
+pub(super) fn snapshot(from: &Path, folder: &Path, how: How) -> Result<PathBuf, Failure> {
     let to = folder.join(SNAPSHOT);
     fs::create_dir_all(folder).map_err(failed(folder))?;
+    let placing = beside::Placing { replaces: how.replaces, ..PRIVATE };
+    if how.moves {
+        let file = File::open(from).map_err(failed(&to))?;
+        beside::put(&file, from, &to, &placing)?;
+        return Ok(to);
+    }
     let beside = tempfile::Builder::new().prefix(BESIDE).tempfile_in(folder).map_err(failed(&to))?;
     let (mut file, fresh) = beside.into_parts();
     File::open(from).and_then(|mut from| io::copy(&mut from, &mut file)).map_err(failed(&to))?;
-    beside::put(&file, &fresh, &to, &beside::Placing { replaces, ..PRIVATE })?;
+    beside::put(&file, &fresh, &to, &placing)?;
     _ = fresh.keep(); // it has another name by now
     Ok(to)
 }
@@ -62,7 +78,7 @@ pub(super) fn folder(
     from: &AofFolder,
     commands: Option<&Commands>,
     folder: &Path,
-    replaces: bool,
+    how: How,
 ) -> Result<PathBuf, Failure> {
     let to = folder.join(FOLDER);
     fs::create_dir_all(folder).map_err(failed(folder))?;
@@ -79,11 +95,14 @@ pub(super) fn folder(
         // The last one that was read is used up to there. One that is not copied was empty.
         let is_cut = commands.is_some_and(|commands| commands.files == number + 1);
         let path = inner.join(&file.name);
-        copy(&from.path.join(&file.name), &path, if is_cut { last_bytes } else { u64::MAX }).map_err(failed(&path))?;
+        let bytes = if is_cut { last_bytes } else { u64::MAX };
+        let lay = if how.moves { cut_and_move } else { copy };
+        lay(&from.path.join(&file.name), &path, bytes).map_err(failed(&path))?;
     }
     let list = Manifest { files }.to_string();
     beside::write(&inner.join(&from.list), list.as_bytes(), &PRIVATE)?;
-    let flags = if replaces && to.symlink_metadata().is_ok() { RenameFlags::EXCHANGE } else { RenameFlags::NOREPLACE };
+    let flags =
+        if how.replaces && to.symlink_metadata().is_ok() { RenameFlags::EXCHANGE } else { RenameFlags::NOREPLACE };
     match rustix::fs::renameat_with(rustix::fs::CWD, &inner, rustix::fs::CWD, &to, flags) {
         Err(rustix::io::Errno::EXIST) => return Err(exists(&to)),
         renamed => renamed.map_err(|errno| failed(&to)(errno.into()))?,
@@ -98,4 +117,14 @@ fn copy(from: &Path, to: &Path, bytes: u64) -> io::Result<()> {
     io::copy(&mut File::open(from)?.take(bytes), &mut file)?;
     rustix::fs::fchmod(&file, PRIVATE.mode)?;
     file.sync_all()
+}
+
+fn cut_and_move(from: &Path, to: &Path, bytes: u64) -> io::Result<()> {
+    let file = File::options().write(true).open(from)?;
+    if file.metadata()?.len() > bytes {
+        file.set_len(bytes)?;
+    }
+    rustix::fs::fchmod(&file, PRIVATE.mode)?;
+    file.sync_all()?;
+    fs::rename(from, to)
 }

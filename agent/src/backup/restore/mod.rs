@@ -2,27 +2,32 @@
 //!
 //! ```text
 //!   PATH ──▶ found: an RDB file, or a folder with a list ──▶ checked: all of it is read ──▶ report
-//!                                                              │ --until: where it is cut
-//!                                                              ╰──▶ laid: copies beside, synced, renamed
+//!             ▲                                                │ --until: where it is cut
+//!   objects ──╯ archived: fetched into a folder                ╰──▶ laid: copies beside, synced, renamed
 //! ```
 //!
-//! - [`found`]: what there is at a path. [`commands`]: append-only files, read to their end or to a moment.
+//! - [`found`]: what there is at a path. [`archived`]: the files of a backup in a bucket, or another archive.
+//! - [`commands`]: append-only files, read to their end or to a moment.
 //! - [`laid`]: the files for a server.
 
+mod archived;
 mod commands;
 mod found;
 mod laid;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde::Serialize;
+use tempfile::TempDir;
 
+use self::archived::Archived;
 use self::commands::Commands;
 use self::found::Found;
 use super::moment::Moment;
 use super::rdb_file::RdbFile;
-use crate::args::RestoreArgs;
+use crate::args::{Location, RestoreArgs};
 use crate::exit::Failure;
 use crate::progress;
 use crate::signals::until_signal;
@@ -57,11 +62,10 @@ struct Report {
 /// Runs `remora restore`.
 ///
 /// # Errors
-/// There is no backup at the path, it is damaged, does not reach the moment, or cannot be laid out.
+/// There is no backup at the place, it is damaged, does not reach the moment, or cannot be laid out.
 pub async fn run(args: RestoreArgs) -> Result<(), Failure> {
     let json = args.json;
-    let work = blocking(move || restore(&args));
-    let report = until_signal(work, ": what had been laid beside is without a name, and can be removed").await?;
+    let report = until_signal(restored(args), ": nothing was laid out").await?;
     if json {
         println!("{}", serde_json::to_string_pretty(&report).map_err(|error| Failure::local(error.to_string()))?);
     } else {
@@ -70,12 +74,48 @@ pub async fn run(args: RestoreArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-fn restore(args: &RestoreArgs) -> Result<Report, Failure> {
-    let found = Found::at(&args.from, args.until)?;
-    if let (Some(to), false) = (&args.to, args.replace) {
-        laid::refuse_what_is_there(to, &found)?;
-    }
-    let mut report = match &found {
+async fn restored(args: RestoreArgs) -> Result<Report, Failure> {
+    let args = Arc::new(args);
+    let asked = Arc::clone(&args);
+    let archived = blocking(move || Archived::find(&asked)).await?;
+    // The folder goes with this function, and so with a signal.
+    let beside = archived.as_ref().map(|_| folder_for(&args)).transpose()?;
+    let (asked, into) = (Arc::clone(&args), beside.as_ref().map(|folder| folder.path().to_owned()));
+    blocking(move || match (archived, into) {
+        (Some(archived), Some(into)) => {
+            if let (Some(to), false) = (&asked.to, asked.replace) {
+                laid::refuse_what_is_there(to, archived.manifest.kind)?;
+            }
+            let found = archived.fetch(asked.until, &into)?;
+            let mut report = checked(&asked, &found, true)?;
+            report.path = archived.address();
+            Ok(report)
+        }
+        _ => {
+            let Location::Path(path) = &asked.from else {
+                return Err(Failure::refused(format!("there is no backup in {}", asked.from)));
+            };
+            let found = Found::at(path, asked.until)?;
+            if let (Some(to), false) = (&asked.to, asked.replace) {
+                laid::refuse_what_is_there(to, found.kind())?;
+            }
+            checked(&asked, &found, false)
+        }
+    })
+    .await
+}
+
+/// The folder into which a backup is fetched: where it is laid out, so that its files only need another name.
+fn folder_for(args: &RestoreArgs) -> Result<TempDir, Failure> {
+    let above = args.to.as_ref().unwrap_or(&args.spool);
+    let unusable = |error| Failure::local(format!("{} cannot be used: {error}", above.display()));
+    std::fs::create_dir_all(above).map_err(unusable)?;
+    tempfile::Builder::new().prefix(laid::BESIDE).tempdir_in(above).map_err(unusable)
+}
+
+/// Checks what was found, and lays it out. `moves`: its files are of no further use.
+fn checked(args: &RestoreArgs, found: &Found, moves: bool) -> Result<Report, Failure> {
+    let mut report = match found {
         Found::Snapshot(path) => {
             let rdb = RdbFile::read(path)?;
             if let Some(until) = args.until.filter(|until| *until < rdb.taken) {
@@ -93,16 +133,17 @@ fn restore(args: &RestoreArgs) -> Result<Report, Failure> {
         }
     };
     if let Some(to) = &args.to {
-        let laid = match &found {
-            Found::Snapshot(path) => laid::snapshot(path, to, args.replace)?,
-            Found::Folder(folder) => laid::folder(folder, report.commands.as_ref(), to, args.replace)?,
+        let how = laid::How { replaces: args.replace, moves };
+        let laid = match found {
+            Found::Snapshot(path) => laid::snapshot(path, to, how)?,
+            Found::Folder(folder) => laid::folder(folder, report.commands.as_ref(), to, how)?,
         };
         report.laid_at = Some(laid);
     }
     Ok(report)
 }
 
-fn too_early(path: &std::path::Path, taken: Moment, until: Moment) -> Failure {
+fn too_early(path: &Path, taken: Moment, until: Moment) -> Failure {
     Failure::refused(format!(
         "{} begins at {taken}, which is after --until {until}: give an earlier backup, or the folder that has it",
         path.display()

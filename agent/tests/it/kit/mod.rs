@@ -7,6 +7,7 @@ mod agents;
 mod cluster;
 mod data;
 mod mounted;
+mod scene;
 mod server;
 
 use std::time::Duration;
@@ -19,6 +20,7 @@ pub(crate) use agents::{Source, Stage, ends, says, succeeds};
 pub(crate) use cluster::{Cluster, id};
 pub(crate) use data::{fill, fill_keys, load, load_small};
 pub(crate) use mounted::Directory;
+pub(crate) use scene::{Scene, strs};
 pub(crate) use server::{
     Way, assert_untouched, follows, kinds_and_module, load_slowly, number, quick, syncs, wait_until_loading,
     way_of_loading, with_or_without,

@@ -1,53 +1,29 @@
-//! `remora backup` and `remora restore`: whole files with manifests, the commands since, and moments between.
+//! Backups in a folder.
 
 use std::fs;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::{SystemTime, UNIX_EPOCH};
 
-use remora_lab::server::wait_until;
 use remora_lab::workload::fill_every_type;
-use remora_lab::{Agent, Client, Kind, Server, require};
-use remora_redis::resp::Frame;
+use remora_lab::{Agent, Kind, require};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::kit::{LONG, Source, Stage, ends, fill, number, primary, quick, says, steady_writer};
-
-/// A source that takes another snapshot each time, as often as asked.
-const ALWAYS_NEW: [&str; 4] = ["--max-age", "1s", "--fork-interval", "0s"];
+use super::{ALWAYS_NEW, json, load, next_second, now, wait_for_lines};
+use crate::kit::{LONG, Scene, ends, fill, number, primary, says, steady_writer, strs};
 
 /// What the folder of the backups is called.
 const SHELF: &str = "backups";
 
-struct Scene {
-    stage: Stage,
-    primary: Server,
-    source: Source,
-}
-
 impl Scene {
-    fn new(primary: Server, options: &[&str]) -> Scene {
-        let stage = Stage::new();
-        let source = stage.source(&primary.url(), options);
-        Scene { stage, primary, source }
-    }
-
-    fn args(&self, to: &str, more: &[&str]) -> Vec<String> {
-        let (source, token) = (self.source.address.to_string(), self.source.token().display().to_string());
-        let args = ["backup", "--source", &source, "--token-file", &token, "--to", to];
-        args.iter().chain(more).map(|arg| (*arg).to_owned()).collect()
-    }
-
-    fn start(&self, more: &[&str]) -> Agent {
-        let args = self.args(&self.shelf(), more);
-        self.stage.start(None, &args.iter().map(String::as_str).collect::<Vec<_>>())
+    fn backup(&self, more: &[&str]) -> Agent {
+        self.start("backup", &self.shelf(), more)
     }
 
     /// Starts a backup with the commands since, and waits until it has its name.
     fn journal(&self, more: &[&str]) -> Agent {
-        let mut agent = self.start(&[&["--journal"], more].concat());
+        let mut agent = self.backup(&[&["--journal"], more].concat());
         agent.wait_for_line("the commands since are recorded", LONG).unwrap();
         agent
     }
@@ -73,88 +49,6 @@ impl Scene {
         let path = |name: String| Path::new(&self.shelf()).join(name);
         self.names().into_iter().map(path).filter(|path| path.join("backup.json").is_file()).collect()
     }
-
-    fn set(&self, number: u64, value: &str) {
-        self.primary.client().unwrap().ok(&["SET", &format!("moment {number}"), value]).unwrap();
-    }
-
-    /// Waits until all that the primary has written is recorded.
-    fn wait_until_recorded(&self) {
-        let wanted = number(&self.primary, "master_repl_offset");
-        self.source.wait_for_status("the commands to be recorded", |status| {
-            let backups = status["replicas"].as_array().unwrap().iter().filter(|replica| replica["name"] == "backup");
-            let offsets = backups.filter_map(|replica| replica["applied_offset"].as_u64());
-            offsets.max().is_some_and(|offset| offset >= wanted)
-        });
-    }
-
-    /// The digest of the primary, which writes nothing more by itself, once all of it is recorded.
-    fn quiet_digest(&self) -> String {
-        let client = &mut self.primary.client().unwrap();
-        client.ok(&["DEBUG", "SET-ACTIVE-EXPIRE", "0"]).unwrap();
-        if self.primary.kind().expires_hash_fields() {
-            keep_fields(client);
-        }
-        let digest = self.primary.digest().unwrap();
-        self.wait_until_recorded();
-        digest
-    }
-
-    fn restore(&self, from: &str, more: &[&str]) -> String {
-        self.stage.end(&[&["restore", from], more].concat(), 0)
-    }
-}
-
-/// Takes the expiry from all fields of hashes: one whose time is over leaves the digest by itself.
-fn keep_fields(client: &mut Client) {
-    let texts = |frames: Vec<Frame>| frames.into_iter().filter_map(|frame| frame.into_bytes().ok());
-    for database in 0..16 {
-        client.ok(&["SELECT", &database.to_string()]).unwrap();
-        for key in texts(client.list(&["KEYS", "*hash*"]).unwrap()) {
-            if client.call(&[&b"TYPE"[..], &key]).unwrap().as_str() != Some("hash") {
-                continue;
-            }
-            let fields: Vec<Vec<u8>> = texts(client.list(&[&b"HKEYS"[..], &key]).unwrap()).collect();
-            // All of them may be over, and the hash still there.
-            if fields.is_empty() {
-                continue;
-            }
-            let count = fields.len().to_string().into_bytes();
-            let words = [b"HPERSIST".to_vec(), key, b"FIELDS".to_vec(), count];
-            client.call(&[&words[..], &fields].concat()).unwrap();
-        }
-    }
-}
-
-/// A server on these data that deletes nothing by itself: it waits for a primary.
-fn load(kind: Kind, folder: &str, aof: bool) -> Server {
-    let server = quick(kind).config("dir", folder).config("replicaof", "127.0.0.1 1");
-    server.config("appendonly", if aof { "yes" } else { "no" }).start().unwrap()
-}
-
-fn json(file: &Path) -> Value {
-    serde_json::from_slice(&fs::read(file).unwrap()).unwrap()
-}
-
-fn now() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs()
-}
-
-/// Waits until the clock shows a later second, and returns it.
-fn next_second() -> u64 {
-    let before = now();
-    wait_until("the next second", LONG, || Ok(if now() > before { Ok(()) } else { Err(String::new()) })).unwrap();
-    now()
-}
-
-/// Waits until the agent has said this so often.
-fn wait_for_lines(agent: &mut Agent, part: &str, times: usize) {
-    wait_until("the agent to say it again", LONG, || {
-        let (output, ended) = (agent.output(), agent.ended()?);
-        assert!(ended.is_none(), "it has ended: {output}");
-        Ok(if output.matches(part).count() >= times { Ok(()) } else { Err(output) })
-    })
-    .unwrap();
 }
 
 /// The checker of append-only files that a server's program has under another name.
@@ -177,7 +71,7 @@ fn a_backup_is_whole_says_what_it_is_and_replaces_the_oldest() {
         let scene = Scene::new(server, &ALWAYS_NEW);
         for round in 0..3 {
             scene.set(round, "there");
-            says(&ends(&mut scene.start(&["--keep", "2"]), 0), &["keys in", "taken"]);
+            says(&ends(&mut scene.backup(&["--keep", "2"]), 0), &["keys in", "taken"]);
             if round == 0 {
                 fs::write(format!("{}/20000101T000000Z-foreign.rdb", scene.shelf()), "not ours").unwrap();
             }
@@ -210,26 +104,26 @@ fn a_backup_that_is_killed_leaves_the_earlier_ones_and_goes_on() {
     let server = primary(Kind::Valkey9).start().unwrap();
     fill(&server, 16, 2);
     let scene = Scene::new(server, &["--no-shm", "--upload-limit", "4MiB"]);
-    let mut backup = scene.start(&[]);
+    let mut backup = scene.backup(&[]);
     scene.source.wait_for_slots(&mut backup, 40);
-    says(&ends(&mut scene.start(&[]), 3), &["another remora backup"]);
+    says(&ends(&mut scene.backup(&[]), 3), &["another remora backup"]);
     backup.kill().unwrap();
     assert!(scene.names().iter().all(|name| name.starts_with('.')), "{:?}", scene.names());
-    ends(&mut scene.start(&[]), 0);
+    ends(&mut scene.backup(&[]), 0);
     let (first, before) = (scene.names(), scene.source.bytes_served());
     assert!(before < 24 << 20, "{before} bytes: it began anew");
     assert_eq!((first.len(), scene.backups(".rdb").len()), (2, 1), "{first:?}");
     // The source has the same snapshot still.
-    says(&ends(&mut scene.start(&["--keep", "1"]), 0), &["it was there already"]);
+    says(&ends(&mut scene.backup(&["--keep", "1"]), 0), &["it was there already"]);
     assert_eq!(scene.names(), first);
     assert_eq!(number(&scene.primary, "sync_full"), 1);
 
-    let args = scene.args("-", &["--spool", &scene.stage.folder().display().to_string()]);
-    let output = scene.stage.remora(&args.iter().map(String::as_str).collect::<Vec<_>>()).output().unwrap();
+    let args = scene.args("backup", "-", &["--spool", &scene.stage.folder().display().to_string()]);
+    let output = scene.stage.remora(&strs(&args)).output().unwrap();
     let file = Path::new(&scene.shelf()).join(&scene.backups(".rdb")[0]);
     assert!(output.status.success() && output.stdout == fs::read(file).unwrap());
-    let args = scene.args("-", &["--journal"]);
-    says(&scene.stage.end(&args.iter().map(String::as_str).collect::<Vec<_>>(), 3), &["--to -"]);
+    let args = scene.args("backup", "-", &["--journal"]);
+    says(&scene.stage.end(&strs(&args), 3), &["--to -"]);
 }
 
 #[test]
@@ -316,7 +210,7 @@ fn a_backup_that_was_killed_goes_on_where_it_was() {
             writer.wait_for(round * 5_000);
             backup.kill().unwrap();
             writer.wait_for(round * 5_000 + 1_000);
-            backup = scene.start(&["--journal", "--file-size", "256KiB"]);
+            backup = scene.backup(&["--journal", "--file-size", "256KiB"]);
             backup.wait_for_line("goes on at", LONG).unwrap();
             backup.wait_for_line("the journal is recorded", LONG).unwrap();
         }

@@ -1,0 +1,450 @@
+//! A bucket of an S3-compatible store.
+//!
+//! A long object is sent in parts, a few at a time, and is there once all of them are. Before the first part, a note of
+//! the upload is stored: parts of an upload that was not completed are invisible and cost money, and the store does not
+//! list them to every client. The next run finds the note, and breaks that upload off.
+//!
+//! ```text
+//!   begin ──▶ .remora-uploads/5f1c… ──▶ part, part, part ──▶ complete ──▶ the note is removed
+//! ```
+
+use std::fmt;
+use std::io::{self, Read, Write};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::{Buf, Bytes};
+use futures_util::stream::{self, BoxStream, StreamExt};
+use object_store::aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey};
+use object_store::multipart::{MultipartStore, PartId};
+use object_store::path::Path;
+use object_store::{MultipartId, ObjectStore, ObjectStoreExt, PutPayload, RetryConfig, StaticCredentialProvider};
+use remora_redis::rdb::crc64;
+use serde::{Deserialize, Serialize};
+use tokio::runtime::Handle;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+
+use super::http::Connector;
+use super::{Object, Store, Upload, credentials};
+use crate::args::{Location, StoreArgs};
+use crate::exit::{Code, Failure};
+
+/// Bytes of a part at least. Stores want 5 MiB and more, and Amazon charges by the request.
+const PART_BYTES: u64 = 8 << 20;
+
+/// Parts of an object at most: stores take 10,000, and the estimate of its length may be a little short.
+const PARTS: u64 = 9_000;
+
+/// Parts on their way at once: on a link with a long delay one does not fill it. Each takes its bytes of memory.
+const AT_ONCE: usize = 4;
+
+/// How long a request is tried again while the store cannot be reached or is busy.
+const RETRY_FOR: Duration = Duration::from_secs(180);
+
+/// How often a request is tried again: with pauses up to 15 s, more than the time above permits.
+const RETRIES: usize = 20;
+
+/// How long the next bytes of an object that is read may take.
+const READ_LIMIT: Duration = Duration::from_secs(60);
+
+/// Where the notes of uploads are.
+const UPLOADS: &str = ".remora-uploads";
+
+/// A bucket, and what its keys begin with.
+#[derive(Debug)]
+pub(super) struct BucketStore {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    s3: Arc<AmazonS3>,
+    at: Location,
+    prefix: String,
+    runtime: Handle,
+    /// Whether requests end.
+    stop: watch::Sender<bool>,
+}
+
+/// The note of an upload.
+#[derive(Serialize, Deserialize)]
+struct Note {
+    key: String,
+    upload: MultipartId,
+}
+
+impl BucketStore {
+    /// Prepares requests. It sends none. Only in a runtime.
+    ///
+    /// # Errors
+    /// The keys cannot be read, or the address of the store is not usable.
+    pub(super) fn open(bucket: &str, prefix: &str, args: &StoreArgs) -> Result<BucketStore, Failure> {
+        let at = Location::Bucket { bucket: bucket.to_owned(), prefix: prefix.to_owned() };
+        let mut builder = AmazonS3Builder::from_env()
+            .with_bucket_name(bucket)
+            .with_http_connector(Connector)
+            // Not every store has it, and few objects are removed.
+            .with_disable_bulk_delete(true)
+            .with_retry(RetryConfig { max_retries: RETRIES, retry_timeout: RETRY_FOR, ..RetryConfig::default() });
+        if let Some(endpoint) = &args.s3_endpoint {
+            builder = builder.with_config(AmazonS3ConfigKey::S3Endpoint, endpoint);
+        }
+        if let Some(region) = &args.s3_region {
+            builder = builder.with_region(region);
+        }
+        let set = |key| builder.get_config_value(&key).filter(|value| !value.is_empty());
+        if let Some(endpoint) = set(AmazonS3ConfigKey::S3Endpoint).or_else(|| set(AmazonS3ConfigKey::Endpoint)) {
+            check_endpoint(&endpoint, args.s3_allow_http)?;
+        }
+        let has_others = [
+            AmazonS3ConfigKey::AccessKeyId,
+            AmazonS3ConfigKey::WebIdentityTokenFile,
+            AmazonS3ConfigKey::ContainerCredentialsRelativeUri,
+            AmazonS3ConfigKey::ContainerCredentialsFullUri,
+        ];
+        let has_others = has_others.into_iter().any(|key| set(key).is_some());
+        let file = args.s3_credentials_file.clone();
+        match file.or_else(|| credentials::usual_file().filter(|_| !has_others)) {
+            Some(file) => {
+                let keys = credentials::read(&file)?;
+                builder = builder.with_credentials(Arc::new(StaticCredentialProvider::new(keys)));
+            }
+            None if !has_others => tracing::info!("no keys for {at} are given: the role of this machine is asked for"),
+            None => {}
+        }
+        let built = builder.with_allow_http(true).build();
+        let s3 = built.map_err(|error| Failure::refused(format!("{at} cannot be used: {error}")))?;
+        let (prefix, stop) = (prefix.to_owned(), watch::Sender::new(false));
+        let inner = Inner { s3: Arc::new(s3), at, prefix, runtime: Handle::current(), stop };
+        Ok(BucketStore { inner: Arc::new(inner) })
+    }
+}
+
+/// Refuses an address that is not one, or that sends everything in clear to another host.
+fn check_endpoint(endpoint: &str, allow_http: bool) -> Result<(), Failure> {
+    let unusable = |what: &str| {
+        let text = format!("--s3-endpoint (or AWS_ENDPOINT_URL) {endpoint}: {what}");
+        Err(Failure::refused(text))
+    };
+    let Ok(address) = endpoint.parse::<hyper::Uri>() else { return unusable("write https://HOST:PORT") };
+    let Some(host) = address.host() else { return unusable("write https://HOST:PORT") };
+    let host = host.trim_matches(['[', ']']);
+    let is_local = host == "localhost" || host.parse().is_ok_and(|ip: std::net::IpAddr| ip.is_loopback());
+    match address.scheme_str() {
+        Some("https") => Ok(()),
+        Some("http") if is_local || allow_http => Ok(()),
+        Some("http") => unusable("data would cross the network in clear; write https://, or add --s3-allow-http"),
+        _ => unusable("write https://HOST:PORT"),
+    }
+}
+
+impl fmt::Debug for Inner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Inner({})", self.at)
+    }
+}
+
+impl Inner {
+    fn key(&self, key: &str) -> String {
+        [&*self.prefix, key].into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join("/")
+    }
+
+    fn path(&self, key: &str) -> Result<Path, Failure> {
+        let parsed = Path::parse(self.key(key));
+        parsed.map_err(|error| Failure::refused(format!("{} is not a key of objects: {error}", self.address(key))))
+    }
+
+    fn address(&self, key: &str) -> String {
+        if key.is_empty() { self.at.to_string() } else { format!("{}/{key}", self.at) }
+    }
+
+    fn failed(&self, key: &str, error: &object_store::Error) -> Failure {
+        let what = match error {
+            object_store::Error::NotFound { .. } => "the bucket or the object does not exist".to_owned(),
+            other => other.to_string(),
+        };
+        Failure::new(Code::Store, format!("{}: {what}", self.address(key)))
+    }
+
+    /// Waits for a request. Its tries and its pauses are bounded.
+    fn wait<T>(&self, key: &str, request: impl Future<Output = object_store::Result<T>>) -> Result<T, Failure> {
+        self.unless_stopped(key, request)?.map_err(|error| self.failed(key, &error))
+    }
+
+    /// Waits for something, or until requests end.
+    fn unless_stopped<T>(&self, key: &str, work: impl Future<Output = T>) -> Result<T, Failure> {
+        let mut stop = self.stop.subscribe();
+        self.runtime.block_on(async {
+            tokio::select! {
+                done = work => Ok(done),
+                _ = stop.wait_for(|stop| *stop) => {
+                    Err(Failure::new(Code::Interrupted, format!("{}: stopped", self.address(key))))
+                }
+            }
+        })
+    }
+
+    fn put(&self, key: &str, bytes: Vec<u8>) -> Result<(), Failure> {
+        let path = self.path(key)?;
+        self.wait(key, self.s3.put(&path, PutPayload::from(bytes))).map(|_| ())
+    }
+
+    fn remove(&self, keys: &[String]) -> Result<(), Failure> {
+        let paths: Vec<_> = keys.iter().map(|key| self.path(key)).collect::<Result<_, _>>()?;
+        let paths = stream::iter(paths.into_iter().map(Ok)).boxed();
+        let removed = self.runtime.block_on(async { self.s3.delete_stream(paths).collect::<Vec<_>>().await });
+        match removed
+            .into_iter()
+            .find_map(|removed| removed.err().filter(|error| !matches!(error, object_store::Error::NotFound { .. })))
+        {
+            Some(error) => Err(self.failed("", &error)),
+            None => Ok(()),
+        }
+    }
+
+    /// Breaks an upload off. One that is over is no error.
+    fn abort(&self, key: &str, upload: &MultipartId) -> Result<(), Failure> {
+        let path = self.path(key)?;
+        match self.runtime.block_on(self.s3.abort_multipart(&path, upload)) {
+            Err(object_store::Error::NotFound { .. }) | Ok(()) => Ok(()),
+            Err(error) => Err(self.failed(key, &error)),
+        }
+    }
+}
+
+impl Store for BucketStore {
+    fn address(&self, key: &str) -> String {
+        self.inner.address(key)
+    }
+
+    fn list(&self, under: &str) -> Result<Vec<Object>, Failure> {
+        let path = self.inner.path(under)?;
+        let whole = Some(&path).filter(|path| !path.as_ref().is_empty());
+        let listed = self.inner.wait(under, self.inner.s3.list_with_delimiter(whole))?;
+        let prefix = match &*self.inner.prefix {
+            "" => String::new(),
+            prefix => format!("{prefix}/"),
+        };
+        let object = |found: object_store::ObjectMeta| {
+            let key = found.location.as_ref().strip_prefix(&*prefix)?.to_owned();
+            Some(Object { key, bytes: found.size })
+        };
+        let mut all: Vec<Object> = listed.objects.into_iter().filter_map(object).collect();
+        all.sort_by(|one, other| one.key.cmp(&other.key));
+        Ok(all)
+    }
+
+    fn read(&self, key: &str) -> Result<Option<Box<dyn Read + Send>>, Failure> {
+        let path = self.inner.path(key)?;
+        match self.inner.unless_stopped(key, self.inner.s3.get(&path))? {
+            Err(object_store::Error::NotFound { .. }) => Ok(None),
+            Err(error) => Err(self.inner.failed(key, &error)),
+            Ok(found) => {
+                let (inner, address) = (Arc::clone(&self.inner), self.inner.address(key));
+                Ok(Some(Box::new(Reading { inner, address, pieces: found.into_stream(), piece: Bytes::new() })))
+            }
+        }
+    }
+
+    fn upload(&self, key: &str, about: u64) -> Result<Box<dyn Upload>, Failure> {
+        let part_bytes = about.div_ceil(PARTS).next_multiple_of(1 << 20).max(PART_BYTES) as usize;
+        let inner = Arc::clone(&self.inner);
+        Ok(Box::new(Sending { inner, key: key.to_owned(), part: Vec::new(), part_bytes, parts: None }))
+    }
+
+    fn remove(&self, keys: &[String]) -> Result<(), Failure> {
+        self.inner.remove(keys)
+    }
+
+    fn stop(&self) {
+        self.inner.stop.send_replace(true);
+    }
+
+    fn recover(&self) -> Result<(), Failure> {
+        for Object { key, .. } in self.list(UPLOADS)? {
+            let note = super::get(self, &key)?.and_then(|bytes| serde_json::from_slice::<Note>(&bytes).ok());
+            if let Some(note) = note {
+                tracing::info!("an upload of {} that was not ended is broken off", self.address(&note.key));
+                self.inner.abort(&note.key, &note.upload)?;
+            }
+            self.remove(&[key])?;
+        }
+        Ok(())
+    }
+}
+
+/// An object that is read.
+struct Reading {
+    inner: Arc<Inner>,
+    address: String,
+    pieces: BoxStream<'static, object_store::Result<Bytes>>,
+    piece: Bytes,
+}
+
+impl Read for Reading {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        while self.piece.is_empty() {
+            // A timer is made within the runtime.
+            let next = async { tokio::time::timeout(READ_LIMIT, self.pieces.next()).await };
+            let next = self.inner.runtime.block_on(next);
+            let failed = |what: &dyn fmt::Display| {
+                io::Error::other(Failure::new(Code::Store, format!("{} cannot be read: {what}", self.address)))
+            };
+            match next {
+                Ok(Some(Ok(piece))) => self.piece = piece,
+                Ok(Some(Err(error))) => return Err(failed(&error)),
+                Ok(None) => return Ok(0),
+                Err(_) => return Err(failed(&format!("nothing arrived within {} s", READ_LIMIT.as_secs()))),
+            }
+        }
+        let length = into.len().min(self.piece.len());
+        into[..length].copy_from_slice(&self.piece[..length]);
+        self.piece.advance(length);
+        Ok(length)
+    }
+}
+
+/// An object that is sent.
+struct Sending {
+    inner: Arc<Inner>,
+    key: String,
+    /// What has not been sent.
+    part: Vec<u8>,
+    part_bytes: usize,
+    /// The parts, if it has more than one.
+    parts: Option<Parts>,
+}
+
+struct Parts {
+    path: Path,
+    upload: MultipartId,
+    /// The key of the note.
+    note: String,
+    on_their_way: JoinSet<(usize, object_store::Result<PartId>)>,
+    done: Vec<Option<PartId>>,
+}
+
+impl Sending {
+    /// Begins an object of several parts.
+    fn begin(&self) -> Result<Parts, Failure> {
+        let path = self.inner.path(&self.key)?;
+        let upload = self.inner.wait(&self.key, self.inner.s3.create_multipart(&path))?;
+        let name = crc64(0, format!("{} {upload}", self.key).as_bytes());
+        let note = format!("{UPLOADS}/{name:016x}");
+        let noted = serde_json::to_vec(&Note { key: self.key.clone(), upload: upload.clone() });
+        let noted = noted.map_err(|error| Failure::local(error.to_string()));
+        if let Err(failure) = noted.and_then(|bytes| self.inner.put(&note, bytes)) {
+            _ = self.inner.abort(&self.key, &upload); // it has no parts
+            return Err(failure);
+        }
+        Ok(Parts { path, upload, note, on_their_way: JoinSet::new(), done: Vec::new() })
+    }
+
+    /// Sends what has come.
+    fn send(&mut self) -> Result<(), Failure> {
+        if self.parts.is_none() {
+            self.parts = Some(self.begin()?);
+        }
+        let part = std::mem::replace(&mut self.part, Vec::with_capacity(self.part_bytes));
+        let Some(parts) = &mut self.parts else { return Ok(()) };
+        if parts.on_their_way.len() >= AT_ONCE {
+            parts.arrived(&self.inner, &self.key)?;
+        }
+        let (s3, path, upload) = (Arc::clone(&self.inner.s3), parts.path.clone(), parts.upload.clone());
+        let number = parts.done.len();
+        parts.done.push(None);
+        let sending = async move { (number, s3.put_part(&path, &upload, number, PutPayload::from(part)).await) };
+        parts.on_their_way.spawn_on(sending, &self.inner.runtime);
+        Ok(())
+    }
+
+    fn complete(&mut self) -> Result<(), Failure> {
+        if self.parts.is_none() {
+            return self.inner.put(&self.key, std::mem::take(&mut self.part));
+        }
+        if !self.part.is_empty() {
+            self.send()?;
+        }
+        let Some(parts) = &mut self.parts else { return Ok(()) };
+        while !parts.on_their_way.is_empty() {
+            parts.arrived(&self.inner, &self.key)?;
+        }
+        let done: Vec<PartId> = parts.done.iter().flatten().cloned().collect();
+        self.inner.wait(&self.key, self.inner.s3.complete_multipart(&parts.path, &parts.upload, done))?;
+        let note = parts.note.clone();
+        self.parts = None;
+        self.inner.remove(&[note])
+    }
+}
+
+impl Parts {
+    /// Waits until one part has arrived.
+    fn arrived(&mut self, inner: &Inner, key: &str) -> Result<(), Failure> {
+        match inner.unless_stopped(key, self.on_their_way.join_next())? {
+            None => Ok(()),
+            Some(Ok((number, Ok(part)))) => {
+                if let Some(done) = self.done.get_mut(number) {
+                    *done = Some(part);
+                }
+                Ok(())
+            }
+            Some(Ok((_, Err(error)))) => Err(inner.failed(key, &error)),
+            Some(Err(error)) => Err(Failure::local(format!("{}: a task failed: {error}", inner.address(key)))),
+        }
+    }
+}
+
+impl Write for Sending {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let room = self.part_bytes.saturating_sub(self.part.len());
+        let taken = bytes.get(..room.min(bytes.len())).unwrap_or_default();
+        self.part.extend_from_slice(taken);
+        if self.part.len() >= self.part_bytes {
+            self.send().map_err(io::Error::other)?;
+        }
+        Ok(taken.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Upload for Sending {
+    fn finish(mut self: Box<Self>) -> Result<(), Failure> {
+        self.complete()
+    }
+}
+
+impl Drop for Sending {
+    fn drop(&mut self) {
+        let Some(mut parts) = self.parts.take() else { return };
+        self.inner.runtime.block_on(parts.on_their_way.shutdown());
+        let aborted = self.inner.abort(&self.key, &parts.upload);
+        if let Err(failure) = aborted.and_then(|()| self.inner.remove(&[parts.note])) {
+            tracing::warn!("an upload was not broken off, which the next backup does: {failure}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_without_tls_is_for_this_host_only_unless_that_is_allowed() {
+        for (endpoint, allowed, is_taken) in [
+            ("https://store:9000", false, true),
+            ("http://127.0.0.1:9000", false, true),
+            ("http://[::1]:9000", false, true),
+            ("http://localhost", false, true),
+            ("http://store:9000", false, false),
+            ("http://store:9000", true, true),
+            ("store:9000", true, false),
+            ("ftp://store", true, false),
+            ("", true, false),
+        ] {
+            assert_eq!(check_endpoint(endpoint, allowed).is_ok(), is_taken, "{endpoint}");
+        }
+    }
+}

@@ -1,0 +1,325 @@
+//! Backups in a bucket of an S3-compatible store.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use remora_lab::server::wait_until;
+use remora_lab::workload::fill_every_type;
+use remora_lab::{Agent, Kind, require};
+use rustix::process::Signal;
+use serde_json::Value;
+
+use super::store::Store;
+use super::{ALWAYS_NEW, json, load, next_second, now, wait_for_lines};
+use crate::kit::{LONG, Scene, ends, fill, number, primary, says, steady_writer, strs};
+
+/// A scene and a store, and the options that the commands have in common.
+struct Place {
+    scene: Scene,
+    store: Store,
+    options: Vec<String>,
+}
+
+impl Place {
+    fn new(scene: Scene) -> Place {
+        let store = Store::start();
+        let options = store.options(&scene.stage);
+        fs::create_dir(scene.stage.path("spool")).unwrap();
+        Place { scene, store, options }
+    }
+
+    fn backup(&self, more: &[&str]) -> Agent {
+        let spool = self.scene.stage.path("spool");
+        let options = [&strs(&self.options), &["--spool", &spool][..], more].concat();
+        self.scene.start("backup", &self.store.url(), &options)
+    }
+
+    /// Starts a backup with the commands since, and waits until it has its name.
+    fn journal(&self, more: &[&str]) -> Agent {
+        let mut agent = self.backup(&[&["--journal", "--segment-every", "1s"], more].concat());
+        agent.wait_for_line("the commands since are recorded", LONG).unwrap();
+        agent
+    }
+
+    /// Runs `remora restore`, which must end with this code.
+    fn restore_of(&self, from: &str, more: &[&str], code: i32) -> String {
+        let spool = self.scene.stage.path("spool");
+        let options = [&["restore", from, "--spool", &spool][..], &strs(&self.options), more].concat();
+        self.scene.stage.end(&options, code)
+    }
+
+    fn restore(&self, more: &[&str]) -> String {
+        self.restore_of(&self.store.url(), more, 0)
+    }
+
+    /// Another value of one of the options that the commands have in common.
+    fn option(&mut self, name: &str, value: &str) {
+        let at = self.options.iter().position(|option| option == name).unwrap();
+        self.options[at + 1] = value.to_owned();
+    }
+
+    /// What `commands.json` of the newest backup says.
+    fn reached(&self) -> Value {
+        let key = self.store.backups("/commands.json").pop().unwrap();
+        json(&self.store.file(&key))
+    }
+
+    /// Waits until all that the primary has written is in the bucket.
+    fn wait_until_stored(&self) {
+        // What has no effect begins no segment, so a command that has one is the last.
+        self.scene.set(0, "the last");
+        let wanted = number(&self.scene.primary, "master_repl_offset");
+        wait_until("the commands to be stored", LONG, || {
+            let reached = self.reached();
+            Ok(if reached["offset"].as_u64() >= Some(wanted) { Ok(()) } else { Err(reached.to_string()) })
+        })
+        .unwrap();
+    }
+
+    /// Nothing of a killed or ended command is left on this host.
+    fn assert_no_data_in_spool(&self) {
+        let spool = self.scene.stage.path("spool");
+        for folder in fs::read_dir(&spool).unwrap().map(|entry| entry.unwrap().path()) {
+            let left: Vec<_> = fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+            assert!(left.is_empty(), "{left:?} in {}", folder.display());
+        }
+    }
+}
+
+#[test]
+fn a_backup_is_whole_and_replaces_the_oldest_once_it_is() {
+    for kind in require::kinds() {
+        let server = primary(kind).start().unwrap();
+        fill(&server, 4, 1);
+        fill_every_type(&mut server.client().unwrap(), 1).unwrap();
+        let place = Place::new(Scene::new(server, &ALWAYS_NEW));
+        for round in 0..3 {
+            place.scene.set(round, "there");
+            says(&ends(&mut place.backup(&["--keep", "2"]), 0), &[&place.store.url(), "keys in", "taken"]);
+            fs::write(place.store.file("20000101T000000Z-foreign.rdb"), "not ours").unwrap();
+            // The source's snapshot is too old then.
+            next_second();
+            next_second();
+        }
+        let (snapshots, manifests) = (place.store.backups(".rdb"), place.store.backups(".json"));
+        assert_eq!((snapshots.len(), manifests.len()), (3, 2), "{:?}", place.store.keys());
+        assert_eq!(place.store.keys().iter().filter(|key| key.starts_with('.')).count(), 1, "{:?}", place.store.keys());
+        place.assert_no_data_in_spool();
+        let manifest = json(&place.store.file(&manifests[1]));
+        let stored = fs::metadata(place.store.file(&snapshots[2])).unwrap().len();
+        assert_eq!(manifest["stored"]["bytes"].as_u64(), Some(stored));
+        let data = place.scene.stage.path("data");
+        let said = place.restore(&["--to", &data]);
+        says(&said, &[manifest["replid"].as_str().unwrap(), "dump.rdb", "appendonly no"]);
+        assert_eq!(load(kind, &data, false).digest().unwrap(), place.scene.primary.digest().unwrap());
+        let left = fs::read_dir(&data).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        assert!(left.into_iter().all(|name| !name.starts_with(".remora")));
+        says(&place.restore_of(&place.store.url(), &["--to", &data], 3), &["--replace"]);
+        // The older one, by its name.
+        let older = format!("{}/{}", place.store.url(), manifests[0].trim_end_matches(".json"));
+        says(&place.restore_of(&older, &["--to", &data, "--replace"], 0), &[&older]);
+        assert_ne!(load(kind, &data, false).digest().unwrap(), place.scene.primary.digest().unwrap());
+        // Objects that were copied into a folder are as good.
+        let copied = place.store.file("").display().to_string();
+        says(&place.scene.restore(&copied, &[]), &["history"]);
+    }
+}
+
+#[test]
+fn an_upload_that_was_killed_is_invisible_and_is_broken_off_by_the_next() {
+    let server = primary(Kind::Valkey9).start().unwrap();
+    // Three parts.
+    fill(&server, 20, 2);
+    let place = Place::new(Scene::new(server, &[]));
+    for signal in [Signal::KILL, Signal::TERM] {
+        place.store.hold(Some("partNumber=2"));
+        let mut backup = place.backup(&[]);
+        place.store.wait_for_held();
+        wait_until("the other parts to arrive", LONG, || {
+            Ok(if place.store.parts() >= 2 { Ok(()) } else { Err(format!("{} parts", place.store.parts())) })
+        })
+        .unwrap();
+        assert_eq!(place.store.backups(""), [""; 0]);
+        says(&place.restore_of(&place.store.url(), &[], 3), &["there is no backup"]);
+        if signal == Signal::KILL {
+            says(&ends(&mut place.backup(&[]), 3), &["another remora backup"]);
+            backup.kill().unwrap();
+            // The notes of the upload and of the backup, and who wrote.
+            assert_eq!(place.store.keys().len(), 3, "{:?}", place.store.keys());
+            place.store.hold(None);
+            let said = ends(&mut place.backup(&[]), 0);
+            says(&said, &["is broken off", "was not ended, and is removed", "keys in"]);
+            assert_eq!((place.store.parts(), place.store.backups("").len()), (0, 2), "{:?}", place.store.keys());
+            place.restore(&[]);
+            for key in place.store.backups("") {
+                fs::remove_file(place.store.file(&key)).unwrap();
+            }
+        } else {
+            backup.signal(signal).unwrap();
+            place.store.hold(None);
+            says(&ends(&mut backup, 7), &["no new backup in", &place.store.url()]);
+            // The part that is held ends with its connection.
+            assert_eq!((place.store.parts(), place.store.backups("")), (0, vec![]), "{:?}", place.store.keys());
+        }
+    }
+}
+
+#[test]
+fn the_commands_since_survive_the_deaths_of_the_agent_and_the_primary() {
+    for kind in require::kinds() {
+        let server = primary(kind).start().unwrap();
+        fill(&server, 12, 3);
+        fill_every_type(&mut server.client().unwrap(), 3).unwrap();
+        let mut place = Place::new(Scene::new(server, &[]));
+        let writer = steady_writer(&place.scene.primary);
+        let options = ["--segment-every", "1s", "--file-size", "256KiB"];
+        let mut backup = place.journal(&options[2..]);
+        for round in 1..=3 {
+            writer.wait_for(round * 6_000);
+            backup.kill().unwrap();
+            writer.wait_for(round * 6_000 + 1_000);
+            backup = place.backup(&[&["--journal"], &options[..]].concat());
+            backup.wait_for_line("goes on at", LONG).unwrap();
+            backup.wait_for_line("the journal is recorded", LONG).unwrap();
+        }
+        writer.wait_for(20_000);
+        writer.stop().unwrap();
+        place.scene.quiet_digest();
+        place.wait_until_stored();
+        let digest = place.scene.primary.digest().unwrap();
+        backup.kill().unwrap();
+        assert_eq!(number(&place.scene.primary, "sync_full"), 1);
+        place.scene.primary.kill().unwrap();
+        let segments = place.store.backups(".aof").len() as u64;
+        let counted = place.reached()["segments"].as_u64().unwrap();
+        assert!(counted > 5 && segments - counted <= 1, "{counted} of {segments}");
+        let data = place.scene.stage.path("data");
+        let said = place.restore(&["--to", &data]);
+        says(&said, &["transactions", "appendonly yes", &place.store.url()]);
+        assert!(!said.contains("left out"), "{said}");
+        assert_eq!(load(kind, &data, true).digest().unwrap(), digest, "{kind}");
+    }
+}
+
+#[test]
+fn a_moment_is_restored_without_the_segments_of_later_ones() {
+    let server = primary(Kind::Redis7).start().unwrap();
+    fill(&server, 1, 4);
+    let place = Place::new(Scene::new(server, &[]));
+    let mut backup = place.journal(&[]);
+    place.scene.set(1, "before");
+    place.wait_until_stored();
+    let moment = now();
+    next_second();
+    next_second();
+    place.scene.set(2, "after");
+    place.wait_until_stored();
+    backup.signal(Signal::TERM).unwrap();
+    says(&ends(&mut backup, 0), &["ends at"]);
+    place.assert_no_data_in_spool();
+    let has = |data: &str, number: u64| {
+        let server = load(Kind::Redis7, data, true);
+        server.client().unwrap().bytes(&["GET", &format!("moment {number}")]).unwrap().is_some()
+    };
+    let (all, cut, until) = (place.scene.stage.path("all"), place.scene.stage.path("cut"), moment.to_string());
+    place.restore(&["--to", &all]);
+    place.restore(&["--to", &cut, "--until", &until]);
+    for (data, is_whole) in [(&all, true), (&cut, false)] {
+        assert!(has(data, 1), "{data}");
+        assert_eq!(has(data, 2), is_whole, "{data}");
+    }
+    let files = |data: &str| fs::read_dir(Path::new(data).join("appendonlydir")).unwrap().count();
+    assert!(files(&cut) < files(&all), "{} and {}", files(&cut), files(&all));
+    let early = place.restore_of(&place.store.url(), &["--until", "2020-01-01T00:00:00Z"], 3);
+    says(&early, &["later moment", &place.store.url()]);
+}
+
+#[test]
+fn a_new_beginning_leaves_no_gap_and_the_oldest_go_as_a_whole() {
+    let server = primary(Kind::Valkey9).start().unwrap();
+    fill(&server, 2, 6);
+    let place = Place::new(Scene::new(server, &ALWAYS_NEW));
+    let writer = steady_writer(&place.scene.primary);
+    let mut backup = place.journal(&["--base-every", "1s", "--keep", "2", "--file-size", "256KiB"]);
+    wait_for_lines(&mut backup, "ends at", 3);
+    writer.stop().unwrap();
+    place.scene.quiet_digest();
+    // Until no backup begins or ends any more.
+    backup.signal(Signal::TERM).unwrap();
+    ends(&mut backup, 0);
+    let digest = place.scene.primary.digest().unwrap();
+    let manifests: Vec<String> =
+        place.store.backups(".json").into_iter().filter(|key| !key.ends_with("/commands.json")).collect();
+    assert_eq!(manifests.len(), 2, "{:?}", place.store.keys());
+    let names: Vec<&str> = manifests.iter().map(|key| key.trim_end_matches(".json")).collect();
+    for key in place.store.backups("") {
+        assert!(names.iter().any(|name| key.starts_with(name)), "{key} is of no backup");
+    }
+    for manifest in &manifests {
+        assert_eq!(json(&place.store.file(manifest)).get("gap"), None);
+    }
+    let data = place.scene.stage.path("data");
+    place.restore(&["--to", &data]);
+    assert_eq!(load(Kind::Valkey9, &data, true).digest().unwrap(), digest);
+}
+
+#[test]
+fn what_is_damaged_or_missing_is_named() {
+    let server = primary(Kind::Redis7).start().unwrap();
+    fill(&server, 1, 8);
+    let place = Place::new(Scene::new(server, &[]));
+    let mut backup = place.journal(&[]);
+    for round in 1..=3 {
+        place.scene.set(round, "recorded");
+        place.wait_until_stored();
+    }
+    backup.signal(Signal::TERM).unwrap();
+    ends(&mut backup, 0);
+    let refused = |key: &str, change: &dyn Fn(&Path), words: &[&str]| {
+        let file = place.store.file(key);
+        let before = fs::read(&file).unwrap();
+        change(&file);
+        says(&place.restore_of(&place.store.url(), &[], 3), words);
+        fs::write(&file, before).unwrap();
+    };
+    let flip = |file: &Path| {
+        let mut bytes = fs::read(file).unwrap();
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        fs::write(file, bytes).unwrap();
+    };
+    let shorten = |file: &Path| fs::write(file, &fs::read(file).unwrap()[1..]).unwrap();
+    let remove = |file: &Path| fs::remove_file(file).unwrap();
+    let base = place.store.backups("/base.rdb").pop().unwrap();
+    let segments = place.store.backups(".aof");
+    refused(&base, &flip, &[&base, "is damaged", "checksum"]);
+    refused(&base, &shorten, &[&base, "is damaged", "bytes"]);
+    refused(&base, &remove, &[&base, "is missing"]);
+    refused(&segments[1], &flip, &[&segments[1], "is damaged", "checksum"]);
+    refused(&segments[1], &remove, &["/commands/00000002-", "is missing"]);
+    refused(segments.last().unwrap(), &remove, &[&format!("/commands/{:08}-", segments.len()), "is missing"]);
+    refused(&place.store.backups("/commands.json")[0], &remove, &["commands.json", "is missing"]);
+    place.restore(&[]);
+}
+
+#[test]
+fn what_cannot_work_is_refused_and_says_which_option() {
+    let server = primary(Kind::Redis7).start().unwrap();
+    let mut place = Place::new(Scene::new(server, &[]));
+    let right = place.options.clone();
+    let stage = place.scene.stage.clone();
+    let wrong = stage.secret("wrong", "[default]\naws_access_key_id = the-id\naws_secret_access_key = other");
+    place.option("--s3-credentials-file", &wrong);
+    says(&ends(&mut place.backup(&[]), 17), &[&place.store.url()]);
+    let open = stage.secret("open", "[default]\naws_access_key_id = the-id\naws_secret_access_key = the-secret");
+    fs::set_permissions(&open, fs::Permissions::from_mode(0o644)).unwrap();
+    place.option("--s3-credentials-file", &open);
+    says(&ends(&mut place.backup(&[]), 3), &[&open, "chmod 600"]);
+    place.options = right;
+    says(&place.restore_of("s3://nowhere/orders", &[], 17), &["s3://nowhere/orders"]);
+    let other = "http://192.0.2.1:9000";
+    place.option("--s3-endpoint", other);
+    says(&ends(&mut place.backup(&[]), 3), &["--s3-endpoint", other, "--s3-allow-http"]);
+    assert_eq!(number(&place.scene.primary, "sync_full"), 0);
+}

@@ -1,0 +1,182 @@
+//! Encrypted backups, in a folder and in a bucket.
+
+use std::fs;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use age::secrecy::ExposeSecret;
+use remora_lab::server::wait_until;
+use remora_lab::workload::fill_every_type;
+use remora_lab::{Agent, Kind, require};
+use rustix::process::Signal;
+
+use super::store::Store;
+use super::{ALWAYS_NEW, json, load, next_second};
+use crate::kit::{LONG, Scene, Stage, ends, fill, number, primary, says, steady_writer, strs};
+
+/// Text that is in the data, and nowhere in what is stored.
+const SECRET: &str = "a secret that is in the primary alone";
+
+/// An identity in a file, and its recipient.
+struct Keys {
+    identity: String,
+    recipient: String,
+    key: age::x25519::Identity,
+}
+
+impl Keys {
+    fn new(stage: &Stage, name: &str) -> Keys {
+        let key = age::x25519::Identity::generate();
+        let identity = stage.secret(name, key.to_string().expose_secret());
+        Keys { identity, recipient: key.to_public().to_string(), key }
+    }
+}
+
+/// Where the backups of a test go, and the scene and keys.
+struct Place {
+    scene: Scene,
+    keys: Keys,
+    store: Option<Store>,
+    options: Vec<String>,
+}
+
+impl Place {
+    fn new(scene: Scene, in_bucket: bool) -> Place {
+        let store = in_bucket.then(Store::start);
+        let options = store.as_ref().map_or_else(Vec::new, |store| store.options(&scene.stage));
+        let keys = Keys::new(&scene.stage, "identity");
+        Place { scene, keys, store, options }
+    }
+
+    fn url(&self) -> String {
+        self.store.as_ref().map_or_else(|| self.scene.stage.path("backups"), Store::url)
+    }
+
+    fn backup(&self, more: &[&str]) -> Agent {
+        let spool = self.scene.stage.path("spool");
+        let options = ["--spool", &spool, "--encrypt-to", &self.keys.recipient];
+        self.scene.start("backup", &self.url(), &[&strs(&self.options), &options[..], more].concat())
+    }
+
+    fn restore(&self, more: &[&str], code: i32) -> String {
+        let (url, spool) = (self.url(), self.scene.stage.path("spool"));
+        let options = [&["restore", &url, "--spool", &spool][..], &strs(&self.options), more].concat();
+        self.scene.stage.end(&options, code)
+    }
+
+    /// The files of the objects, or of the folder.
+    fn files(&self) -> Vec<PathBuf> {
+        fn add(folder: &Path, files: &mut Vec<PathBuf>) {
+            for path in fs::read_dir(folder).into_iter().flatten().map(|entry| entry.unwrap().path()) {
+                if path.is_dir() { add(&path, files) } else { files.push(path) }
+            }
+        }
+        let mut files = Vec::new();
+        match &self.store {
+            Some(store) => add(&store.file(""), &mut files),
+            None => add(Path::new(&self.url()), &mut files),
+        }
+        files.sort();
+        files
+    }
+
+    fn file(&self, end: &str) -> PathBuf {
+        self.files().into_iter().find(|file| file.to_str().unwrap().ends_with(end)).unwrap()
+    }
+
+    /// The secret is in no object.
+    fn assert_sealed(&self) {
+        for file in self.files() {
+            let bytes = fs::read(&file).unwrap();
+            let has_secret = bytes.windows(SECRET.len()).any(|part| part == SECRET.as_bytes());
+            assert!(!has_secret, "{} has it in plain", file.display());
+        }
+    }
+}
+
+#[test]
+fn a_snapshot_is_opened_by_its_identity_only() {
+    for in_bucket in [false, true] {
+        let server = primary(Kind::Valkey9).start().unwrap();
+        // Several parts in the bucket.
+        fill(&server, 18, 1);
+        fill_every_type(&mut server.client().unwrap(), 1).unwrap();
+        server.client().unwrap().ok(&["SET", "secret", SECRET]).unwrap();
+        let place = Place::new(Scene::new(server, &ALWAYS_NEW), in_bucket);
+        for _ in 0..2 {
+            says(&ends(&mut place.backup(&["--keep", "1"]), 0), &["keys in", &place.url()]);
+            next_second();
+            next_second();
+        }
+        let ours = |file: &&PathBuf| !file.file_name().unwrap().to_str().unwrap().starts_with('.');
+        assert_eq!(place.files().iter().filter(ours).count(), 2, "{:?}", place.files());
+        place.assert_sealed();
+        let object = place.file(".rdb.age");
+        let manifest = json(&place.file(".json"));
+        assert_eq!(manifest["stored"]["bytes"].as_u64(), Some(fs::metadata(&object).unwrap().len()));
+        let data = place.scene.stage.path("data");
+        says(&place.restore(&["--to", &data], 3), &["is encrypted (age)", "--identity"]);
+        let other = Keys::new(&place.scene.stage, "other");
+        says(
+            &place.restore(&["--to", &data, "--identity", &other.identity], 3),
+            &["other recipients", &other.identity],
+        );
+        let said = place.restore(&["--to", &data, "--identity", &place.keys.identity], 0);
+        says(&said, &["dump.rdb", &place.url()]);
+        assert_eq!(load(Kind::Valkey9, &data, false).digest().unwrap(), place.scene.primary.digest().unwrap());
+        // The object is an age file of which other programs make the same bytes.
+        let file = fs::File::open(&object).unwrap();
+        let keys = std::iter::once(&place.keys.key as &dyn age::Identity);
+        let mut plain = Vec::new();
+        age::Decryptor::new(file).unwrap().decrypt(keys).unwrap().read_to_end(&mut plain).unwrap();
+        assert_eq!(plain, fs::read(format!("{data}/dump.rdb")).unwrap());
+        // Damage is found, and named.
+        let mut bytes = fs::read(&object).unwrap();
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        fs::write(&object, bytes).unwrap();
+        let name = object.file_name().unwrap().to_str().unwrap();
+        says(&place.restore(&["--identity", &place.keys.identity], 3), &[name, "is damaged"]);
+    }
+}
+
+#[test]
+fn the_commands_since_are_sealed_and_go_on_without_the_identity() {
+    for in_bucket in [false, true] {
+        for kind in require::kinds() {
+            let server = primary(kind).start().unwrap();
+            fill(&server, 2, 2);
+            let place = Place::new(Scene::new(server, &[]), in_bucket);
+            let writer = steady_writer(&place.scene.primary);
+            let options = ["--journal", "--segment-every", "1s", "--file-size", "256KiB"];
+            let mut backup = place.backup(&options);
+            backup.wait_for_line("the commands since are recorded", LONG).unwrap();
+            writer.wait_for(5_000);
+            backup.kill().unwrap();
+            writer.wait_for(6_000);
+            backup = place.backup(&options);
+            backup.wait_for_line("goes on at", LONG).unwrap();
+            backup.wait_for_line("the journal is recorded", LONG).unwrap();
+            writer.wait_for(10_000);
+            writer.stop().unwrap();
+            place.scene.quiet_digest();
+            place.scene.primary.client().unwrap().ok(&["SET", "secret", SECRET]).unwrap();
+            let wanted = number(&place.scene.primary, "master_repl_offset");
+            wait_until("the commands to be stored", LONG, || {
+                let reached = json(&place.file("/commands.json"));
+                Ok(if reached["offset"].as_u64() >= Some(wanted) { Ok(()) } else { Err(reached.to_string()) })
+            })
+            .unwrap();
+            let digest = place.scene.primary.digest().unwrap();
+            backup.signal(Signal::TERM).unwrap();
+            says(&ends(&mut backup, 0), &["ends at"]);
+            place.assert_sealed();
+            assert!(place.files().iter().filter(|file| file.to_str().unwrap().ends_with(".aof.age")).count() > 2);
+            assert_eq!(number(&place.scene.primary, "sync_full"), 1);
+            let data = place.scene.stage.path("data");
+            says(&place.restore(&[], 3), &["is encrypted (age)", "--identity"]);
+            place.restore(&["--to", &data, "--identity", &place.keys.identity], 0);
+            assert_eq!(load(kind, &data, true).digest().unwrap(), digest, "{kind}, bucket: {in_bucket}");
+        }
+    }
+}
