@@ -1,7 +1,7 @@
 //! Service: tells systemd that the agent is ready, what it does, that it lives, and that it stops (`Type=notify`).
 //!
-//! Outside of such a service nothing happens. Messages are sent by a task of their own: a manager that hangs holds up no
-//! agent.
+//! Outside of such a service nothing happens. Messages are sent by a task of their own: a manager that hangs holds up
+//! no agent.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};

@@ -8,8 +8,8 @@
 //!                     the words and `--option=value` for each ──clap──▶ arguments
 //! ```
 //!
-//! So each value is checked as if it stood on the command line, and there is no second list of options. The command line
-//! wins over the environment, and the environment over the file.
+//! So each value is checked as if it stood on the command line, and there is no second list of options. The command
+//! line wins over the environment, and the environment over the file.
 
 pub mod check;
 mod file;

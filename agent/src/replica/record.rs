@@ -192,13 +192,6 @@ impl Record {
         claim.map(|claim| Record::read(folder, &key, Some(claim))).transpose()
     }
 
-    /// Whether a source has left a record for the server at that address. Creates no folder.
-    pub(crate) fn is_left_by_a_source(state_dir: Option<&Path>, server: &str) -> bool {
-        let folder = state_dir.map_or_else(default_folder, Path::to_path_buf);
-        let [name, _] = file_names(&of_source(server));
-        folder.join(name).exists()
-    }
-
     /// Whether settings are changed.
     pub(crate) fn has_settings(&self) -> bool {
         !self.contents.settings.is_empty()
@@ -408,6 +401,13 @@ impl Setting {
         }
         Ok(())
     }
+}
+
+/// Whether a source has left a record for the server at that address. Creates no folder.
+pub(crate) fn is_left_by_a_source(state_dir: Option<&Path>, server: &str) -> bool {
+    let folder = state_dir.map_or_else(default_folder, Path::to_path_buf);
+    let [name, _] = file_names(&of_source(server));
+    folder.join(name).exists()
 }
 
 /// The present value of a setting; `None` if the server does not know it.

@@ -30,10 +30,10 @@ mod captures;
 mod descriptors;
 mod exports;
 pub(crate) mod gauge;
-mod incoming;
 pub(crate) mod machine;
 mod metrics;
 mod output_buffer;
+mod peers;
 mod probe_region;
 mod questions;
 mod rate;
@@ -48,8 +48,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use remora_fabric::{RegionId, Regions, TransportKind};
-use remora_protocol::{LossCause, Message, Offer, Phase, RefusalCode, Relays, Upstream, WaitCause};
+use remora_fabric::{RegionId, TransportKind};
+use remora_protocol::{LossCause, Message, Offer, Phase, RefusalCode, Upstream, WaitCause};
 use remora_table::Origin;
 use tokio::sync::{Mutex, mpsc};
 
@@ -59,12 +59,11 @@ use self::captured::Captured;
 use self::captures::Methods;
 use self::exports::{Exports, tcp_exporter};
 use self::gauge::Gauge;
-use self::incoming::INCOMING_LIMIT;
-pub(crate) use self::incoming::Incoming;
 use self::machine::{Action, Event, Machine, Report, Resume, Rules, Session};
-use self::output_buffer::OutputWatch;
+use self::output_buffer::{OutputBuffer, OutputWatch};
+use self::peers::{Peer, Readable};
 use self::probe_region::ProbeRegion;
-use self::questions::Questions;
+use self::questions::{Answered, Questions};
 use self::rate::Rate;
 use self::tables::{JOURNAL_REGION, SNAPSHOT_REGION, Tables, first_generation};
 use self::threads::Threads;
@@ -73,10 +72,9 @@ use crate::args::SourceArgs;
 use crate::backoff::Backoff;
 use crate::conversation::listener;
 use crate::conversation::tokens::TokenFiles;
-use crate::conversation::{Connection, Endpoint, Fault, Options, Protection, Role, Sender, derive};
+use crate::conversation::{Connection, Endpoint, Fault, Options};
 use crate::exit::Failure;
-use crate::lanes::LANES_LABEL;
-use crate::metrics::Site;
+use crate::metrics::{Scrape, Site};
 use crate::server::{Client, Facts};
 use crate::service::Service;
 use crate::signals::{self, Signals};
@@ -184,6 +182,35 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     Ok((source, mailboxes, listener))
 }
 
+/// An event for the source's loop, from another task.
+pub(crate) enum Incoming {
+    /// A peer authenticated.
+    Arrived(Connection),
+    /// A message from that peer.
+    Said { session: Session, message: Box<Message> },
+    /// The connection of that peer has ended.
+    Left { session: Session, fault: Fault },
+    /// Fresh facts of the server.
+    Learned(Box<(Facts, OutputBuffer)>),
+    /// Another server of the group is captured from now on, with these facts.
+    Moved(Box<Facts>),
+    /// The primary has answered a question that the source asked for replicas.
+    Answered(Answered),
+    /// Metrics are wanted.
+    Scraped(Box<Scrape>),
+    /// The probe region was exported, or why it was not.
+    ProbeRegionReady { id: RegionId, exported: Result<(), remora_fabric::Error> },
+}
+
+impl From<Connection> for Incoming {
+    fn from(connection: Connection) -> Incoming {
+        Incoming::Arrived(connection)
+    }
+}
+
+/// Messages that may wait for the loop: a few for each of many replicas. Connections wait while the queue is full.
+const INCOMING_LIMIT: usize = 1024;
+
 /// How often the machine is given the time and a reading of the gauge without another event.
 const TICK: Duration = Duration::from_millis(50);
 
@@ -209,54 +236,6 @@ struct Source {
     rate: Rate,
     output: OutputWatch,
     probe_region: ProbeRegion,
-}
-
-/// One authenticated connection.
-struct Peer {
-    sender: Sender,
-    address: std::net::SocketAddr,
-    key: [u8; 32],
-    /// What it may ask for.
-    role: Role,
-    /// What protects the conversation.
-    protection: Protection,
-    done: bool,
-    /// Why the peer uses no better transport, as it reported.
-    transport_why: String,
-    /// Why its server does not load in the fast way.
-    no_fast_keys: String,
-    /// How the peer lends its slots to other replicas, with its address as they reach it.
-    relays: Option<Relays>,
-    /// What it was offered, and may read.
-    readable: Readable,
-}
-
-/// The regions that a session may read: those that it was offered last.
-#[derive(Default)]
-struct Readable {
-    /// The snapshot and the journal of an offer.
-    tables: Option<[RegionId; 2]>,
-    /// Memory to measure with.
-    probe: Option<RegionId>,
-}
-
-impl Readable {
-    fn regions(&self) -> Regions {
-        Regions::only(self.tables.into_iter().flatten().chain(self.probe))
-    }
-}
-
-impl Peer {
-    /// Changes what it may read. Call it before the message that offers the regions.
-    fn grant(&mut self, session: Session, exports: &Exports, change: impl FnOnce(&mut Readable)) {
-        change(&mut self.readable);
-        exports.grant(session, derive(&self.key, LANES_LABEL), &self.readable.regions());
-    }
-
-    /// What protects the data that it reads over this transport, or its conversation as long as it reads nothing.
-    fn data_protection(&self, transport: Option<TransportKind>, is_sealed: bool) -> Protection {
-        transport.map_or(self.protection, |kind| self.protection.of_data(kind, is_sealed, self.address.ip()))
-    }
 }
 
 impl Source {

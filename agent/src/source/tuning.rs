@@ -93,7 +93,7 @@ impl Tuning {
     /// The state folder cannot be used, and the settings are to be changed.
     pub(crate) async fn recover(&self, server: &Server) -> Result<(), Failure> {
         let url = server.url().to_string();
-        if !self.is_wanted && !Record::is_left_by_a_source(self.state_dir.as_deref(), &url) {
+        if !self.is_wanted && !record::is_left_by_a_source(self.state_dir.as_deref(), &url) {
             return Ok(());
         }
         let mut changed = self.changed.lock().await;

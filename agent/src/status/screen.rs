@@ -55,7 +55,8 @@ impl Screen {
         self.terminal.draw(|frame| draw(report, frame.area(), frame.buffer_mut())).map(drop).map_err(unusable)
     }
 
-    /// Waits until the next report is due, or a key asks for something. Draws again if the terminal has changed its size.
+    /// Waits until the next report is due, or a key asks for something. Draws again if the terminal has changed its
+    /// size.
     pub(super) async fn wait(&mut self, report: &StatusReport, pause: Duration) -> Result<Wish, Failure> {
         let until = tokio::time::Instant::now() + pause;
         loop {

@@ -15,7 +15,7 @@ const DELAY: u64 = 5;
 fn as_it_comes(kind: Kind) -> Builder {
     Server::builder(kind)
         .config("repl-diskless-sync", "yes")
-        .config("repl-diskless-sync-delay", &DELAY.to_string())
+        .config("repl-diskless-sync-delay", DELAY.to_string())
         .config("rdbcompression", "yes")
 }
 

@@ -7,8 +7,8 @@
 //!     Remora tcp, relay  ███████├┤                 8.47 s   0.34
 //! ```
 //!
-//! Each bar has its name beside it, so a reader needs neither a legend nor colours to tell them apart. Colours follow the
-//! reader's light or dark background, which a drawing library with fixed colours cannot do.
+//! Each bar has its name beside it, so a reader needs neither a legend nor colours to tell them apart. Colours follow
+//! the reader's light or dark background, which a drawing library with fixed colours cannot do.
 
 use std::fmt::Write as _;
 use std::path::Path;

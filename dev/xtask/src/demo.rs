@@ -27,7 +27,8 @@ use crate::table;
 /// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Options {
-    /// Size of the data: random values of 3.66 MiB each. A set of every type is added. The kept measurements have 937MiB.
+    /// Size of the data: random values of 3.66 MiB each. A set of every type is added. The kept measurements have
+    /// 937MiB.
     #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = parse_size)]
     size: Size,
 

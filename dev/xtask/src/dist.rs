@@ -7,8 +7,8 @@
 //!                                                  SHA256SUMS
 //! ```
 //!
-//! Packages are built by dpkg-deb, and the libraries that they depend on are found by dpkg-shlibdeps: a package fits the
-//! release of the distribution on which it was built, and newer ones.
+//! Packages are built by dpkg-deb, and the libraries that they depend on are found by dpkg-shlibdeps: a package fits
+//! the release of the distribution on which it was built, and newer ones.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

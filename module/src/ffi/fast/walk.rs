@@ -166,8 +166,8 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
         unsafe { write(self.table, at.table_rehash, -1_isize) };
     }
 
-    /// A key was left, so the table will not be made an empty one: the keys that were taken from buckets before this one
-    /// leave them now.
+    /// A key was left, so the table will not be made an empty one: the keys that were taken from buckets before this
+    /// one leave them now.
     fn leave_out_before(&mut self, which: usize, bucket: usize, bucket_bytes: usize, leave_out: fn(*const u8)) {
         self.deferred = false;
         for part in 0..=which {

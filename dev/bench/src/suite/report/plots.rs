@@ -47,8 +47,8 @@ pub fn sync(runs: &[&Kept<syncs::Point>], folder: &Path) -> Result<Vec<Figure>> 
     Ok(figures)
 }
 
-/// Draws one figure for the README: the server's own replication and ours over the number of replicas, of the largest data
-/// over the slowest cable that was measured with several numbers of replicas.
+/// Draws one figure for the README: the server's own replication and ours over the number of replicas, of the largest
+/// data over the slowest cable that was measured with several numbers of replicas.
 ///
 /// # Errors
 /// A file could not be written.

@@ -1,0 +1,57 @@
+//! Authenticated connections, and what each may read.
+
+use remora_fabric::{RegionId, Regions, TransportKind};
+use remora_protocol::Relays;
+
+use super::exports::Exports;
+use super::machine::Session;
+use crate::conversation::{Protection, Role, Sender, derive};
+use crate::lanes::LANES_LABEL;
+
+/// One authenticated connection.
+pub(super) struct Peer {
+    pub(super) sender: Sender,
+    pub(super) address: std::net::SocketAddr,
+    pub(super) key: [u8; 32],
+    /// What it may ask for.
+    pub(super) role: Role,
+    /// What protects the conversation.
+    pub(super) protection: Protection,
+    pub(super) done: bool,
+    /// Why the peer uses no better transport, as it reported.
+    pub(super) transport_why: String,
+    /// Why its server does not load in the fast way.
+    pub(super) no_fast_keys: String,
+    /// How the peer lends its slots to other replicas, with its address as they reach it.
+    pub(super) relays: Option<Relays>,
+    /// What it was offered, and may read.
+    pub(super) readable: Readable,
+}
+
+/// The regions that a session may read: those that it was offered last.
+#[derive(Default)]
+pub(super) struct Readable {
+    /// The snapshot and the journal of an offer.
+    pub(super) tables: Option<[RegionId; 2]>,
+    /// Memory to measure with.
+    pub(super) probe: Option<RegionId>,
+}
+
+impl Readable {
+    pub(super) fn regions(&self) -> Regions {
+        Regions::only(self.tables.into_iter().flatten().chain(self.probe))
+    }
+}
+
+impl Peer {
+    /// Changes what it may read. Call it before the message that offers the regions.
+    pub(super) fn grant(&mut self, session: Session, exports: &Exports, change: impl FnOnce(&mut Readable)) {
+        change(&mut self.readable);
+        exports.grant(session, derive(&self.key, LANES_LABEL), &self.readable.regions());
+    }
+
+    /// What protects the data that it reads over this transport, or its conversation as long as it reads nothing.
+    pub(super) fn data_protection(&self, transport: Option<TransportKind>, is_sealed: bool) -> Protection {
+        transport.map_or(self.protection, |kind| self.protection.of_data(kind, is_sealed, self.address.ip()))
+    }
+}
