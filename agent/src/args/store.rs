@@ -63,7 +63,7 @@ impl fmt::Display for Location {
 #[derive(Clone, Debug, Default, Args)]
 #[command(next_help_heading = "S3")]
 pub struct StoreArgs {
-    /// Address of the store: https://HOST[:PORT]. Default: AWS_ENDPOINT_URL, or Amazon's of the region.
+    /// Address of the store: `https://HOST:PORT`. Default: AWS_ENDPOINT_URL, or Amazon's of the region.
     #[arg(long, value_name = "URL")]
     pub s3_endpoint: Option<String>,
 

@@ -28,7 +28,7 @@ struct Picture<'a> {
     lines: Vec<Line<'static>>,
 }
 
-/// Draws the seconds of each method for each number of replicas, one figure for each group of [`groups`].
+/// Draws the seconds of each method for each number of replicas, one figure for each group that the tables have.
 ///
 /// # Errors
 /// A file could not be written.
