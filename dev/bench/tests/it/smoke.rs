@@ -56,7 +56,7 @@ fn full_sync_compares_what_every_method_makes() {
     run(env!("CARGO_BIN_EXE_full_sync"), &[&small[..], &["--out", &out]].concat(), &[0, 1]);
     let report = kept(folder.path());
     // All but the one that waits for further replicas.
-    all_equal(report["samples"].as_array().unwrap(), 10);
+    all_equal(report["samples"].as_array().unwrap(), 11);
 }
 
 #[test]
