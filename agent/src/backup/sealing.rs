@@ -92,7 +92,7 @@ impl<W: Write> Write for Sealing<W> {
     }
 }
 
-/// For whom objects are sealed.
+/// The holders of the keys that open sealed objects.
 #[cfg(feature = "age")]
 pub(super) struct Recipients(Vec<age::x25519::Recipient>);
 

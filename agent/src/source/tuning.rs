@@ -1,9 +1,9 @@
 //! Tuning: two settings of the server that make a snapshot slow, changed for the moment of the fork (`--tune-server`).
 //!
-//! A server as it comes waits before it forks for a replica, in case more of them come (`repl-diskless-sync-delay`, 5
-//! s), and its child compresses the snapshot (`rdbcompression`). A source serves all replicas with one snapshot and
-//! sends it over a faster way, so it needs neither. The child has the settings of the moment of the fork: they are put
-//! back as soon as the server has announced the snapshot.
+//! A server with default settings waits before it forks for a replica, in case more of them come
+//! (`repl-diskless-sync-delay`, 5 s), and its child compresses the snapshot (`rdbcompression`). A source serves all
+//! replicas with one snapshot and sends it over a faster way, so it needs neither. The child has the settings of the
+//! moment of the fork: they are put back as soon as the server has announced the snapshot.
 //!
 //! ```text
 //!   values to the record file ──▶ CONFIG SET ──▶ PSYNC ──▶ +FULLRESYNC: forked ──▶ CONFIG SET back ──▶ file removed

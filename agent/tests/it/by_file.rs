@@ -12,7 +12,8 @@ use remora_lab::{Agent, Server, assert_same_data, require};
 use rustix::process::Signal;
 
 use crate::kit::{
-    Cluster, LONG, Source, Stage, ends, fill, fill_keys, follows, number, primary, quick, says, steady_writer, syncs,
+    Cluster, LONG, Source, Stage, ends, fill, fill_keys, follows, number, primary, quick, says, steady_writer,
+    succeeds, syncs, write_past_the_backlog,
 };
 
 /// A primary with its source, and a restart command that the test carries out.
@@ -92,14 +93,6 @@ fn dump(server: &Server) -> PathBuf {
 
 fn former(server: &Server) -> PathBuf {
     server.folder().join("dump.rdb.before-remora")
-}
-
-/// Waits for the agent's success. A failure shows the server's log too.
-#[track_caller]
-fn succeeds(agent: &mut Agent, server: &Server) -> String {
-    let ended = agent.wait_for_success(LONG);
-    assert!(ended.is_ok(), "{ended:?}\n{}\nthe server:\n{}", agent.output(), server.log());
-    agent.output()
 }
 
 #[test]
@@ -313,13 +306,7 @@ fn a_file_from_which_the_primary_would_not_continue_is_not_put_in_place() {
         fill(&start, 1, 3);
         let mut scene = Scene::new(start, &["--eager"]);
         scene.source.wait_for_snapshot();
-        fill(&scene.primary, 4, 4);
-        wait_until("the primary to give up its first bytes", LONG, || {
-            scene.primary.client()?.ok(&["SET", "one", "more"])?;
-            let first = number(&scene.primary, "repl_backlog_first_byte_offset");
-            Ok(if first > 1 << 20 { Ok(()) } else { Err(first.to_string()) })
-        })
-        .unwrap();
+        write_past_the_backlog(&scene.primary);
         let server = scene.server(quick(kind));
         let said = ends(&mut scene.deliver_to_new(&server, &[]), 16);
         says(&said, &["full sync", "repl-backlog-size", "not put in place"]);

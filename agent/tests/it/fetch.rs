@@ -6,13 +6,13 @@ use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::process::Stdio;
 
-use remora_lab::server::wait_until;
 use remora_lab::workload::fill_every_type;
 use remora_lab::{Kind, assert_same_data, require};
 use rustix::process::Signal;
 
 use crate::kit::{
     LONG, Scene, ends, fill, kinds_and_module, number, primary, quick, says, steady_writer, strs, with_or_without,
+    write_past_the_backlog,
 };
 
 /// Random data in the primary, in MiB.
@@ -104,14 +104,7 @@ fn a_file_that_the_primary_does_not_continue_is_not_put_in_place_unless_it_is_a_
         fill(&server, 1, 3);
         let mut scene = Scene::new(server, &["--eager"]);
         scene.source.wait_for_snapshot();
-        fill(&scene.primary, 4, 4);
-        // The primary gives up what its replicas have got when it writes more.
-        wait_until("the primary to give up its first bytes", LONG, || {
-            scene.primary.client()?.ok(&["SET", "one", "more"])?;
-            let first = number(&scene.primary, "repl_backlog_first_byte_offset");
-            Ok(if first > 1 << 20 { Ok(()) } else { Err(first.to_string()) })
-        })
-        .unwrap();
+        write_past_the_backlog(&scene.primary);
         let to = scene.stage.path("dump.rdb");
         says(&ends(&mut scene.fetch(&to, &[]), 16), &["full sync", "repl-backlog-size", "--allow-stale"]);
         assert_eq!(scene.left(), [".dump.rdb.remora"]);

@@ -9,7 +9,7 @@ use rustix::process::Signal;
 
 use crate::attend::{PORT, SERVER_USER, Scene, in_step};
 use crate::kit::{
-    Cluster, LONG, ends, follows, id, load_slowly, number, primary, quick, says, steady_writer, syncs,
+    Cluster, LONG, ends, follows, id, load_slowly, number, primary, quick, says, steady_writer, succeeds, syncs,
     wait_until_loading,
 };
 
@@ -25,14 +25,6 @@ impl Scene {
         server.wait_for_link(LONG).unwrap();
         server
     }
-}
-
-/// Waits for the agent's success. A failure shows the server's log too.
-#[track_caller]
-fn succeeds(agent: &mut Agent, server: &Server) -> String {
-    let ended = agent.wait_for_success(LONG);
-    assert!(ended.is_ok(), "{ended:?}\n{}\nthe server:\n{}", agent.output(), server.log());
-    agent.output()
 }
 
 #[test]

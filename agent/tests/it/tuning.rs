@@ -5,10 +5,11 @@ use std::time::{Duration, Instant};
 
 use remora_lab::server::wait_until;
 use remora_lab::{Builder, Kind, Server, assert_same_data, require};
+use tempfile::TempDir;
 
 use crate::kit::{LONG, Source, Stage, fill, fill_keys, load, says, succeeds};
 
-/// What a server waits as it comes, in seconds.
+/// The default of `repl-diskless-sync-delay`, in seconds.
 const DELAY: u64 = 5;
 
 /// A server with the settings as they come: it waits, and compresses.
@@ -94,49 +95,44 @@ fn busy(kind: Kind) -> Server {
     primary
 }
 
+/// Such a primary with a source that has changed its settings and waits for the fork, and the source's state folder.
+fn tuned(kind: Kind) -> (Server, Source, TempDir) {
+    let (primary, state) = (busy(kind), tempfile::tempdir().unwrap());
+    let folder = state.path().display().to_string();
+    let source = Source::start(&primary, &["--memory", "64MiB", "--eager", "--tune-server", "--state-dir", &folder]);
+    wait_for_settings(&primary, ["0", "no"]);
+    (primary, source, state)
+}
+
 #[test]
 fn what_a_killed_source_has_changed_the_next_one_puts_back() {
     for kind in require::kinds() {
-        let primary = busy(kind);
-        let stage = Stage::new();
-        let folder = stage.path("state");
-        let args = ["--memory", "64MiB", "--eager", "--tune-server", "--state-dir", &folder];
-        let mut source = Source::start(&primary, &args);
-        wait_for_settings(&primary, ["0", "no"]);
+        let (primary, mut source, state) = tuned(kind);
         source.agent.kill().unwrap();
         assert_eq!(settings(&primary), ["0", "no"]);
-        assert_eq!(records(Path::new(&folder)).len(), 1);
+        assert_eq!(records(state.path()).len(), 1);
         // It tunes nothing itself.
-        let source = Source::start(&primary, &["--memory", "64MiB", "--state-dir", &folder]);
+        let source =
+            Source::start(&primary, &["--memory", "64MiB", "--state-dir", &state.path().display().to_string()]);
         assert_eq!(settings(&primary), ["5", "yes"], "{kind}: {}", source.agent.output());
-        assert_eq!(records(Path::new(&folder)), [""; 0]);
+        assert_eq!(records(state.path()), [""; 0]);
     }
 }
 
 #[test]
 fn a_source_that_is_stopped_before_the_fork_puts_the_settings_back() {
     for kind in require::kinds() {
-        let primary = busy(kind);
-        let stage = Stage::new();
-        let folder = stage.path("state");
-        let args = ["--memory", "64MiB", "--eager", "--tune-server", "--state-dir", &folder];
-        let source = Source::start(&primary, &args);
-        wait_for_settings(&primary, ["0", "no"]);
+        let (primary, source, state) = tuned(kind);
         source.stop();
         assert_eq!(settings(&primary), ["5", "yes"]);
-        assert_eq!(records(Path::new(&folder)), [""; 0]);
+        assert_eq!(records(state.path()), [""; 0]);
     }
 }
 
 #[test]
 fn a_setting_that_another_client_changes_meanwhile_is_left_as_it_is() {
     for kind in require::kinds() {
-        let primary = busy(kind);
-        let stage = Stage::new();
-        let folder = stage.path("state");
-        let args = ["--memory", "64MiB", "--eager", "--tune-server", "--state-dir", &folder];
-        let mut source = Source::start(&primary, &args);
-        wait_for_settings(&primary, ["0", "no"]);
+        let (primary, mut source, _state) = tuned(kind);
         primary.configure("repl-diskless-sync-delay", "2").unwrap();
         primary.configure("rdb-key-save-delay", "0").unwrap();
         source.wait_for_snapshot();

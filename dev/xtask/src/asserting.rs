@@ -20,6 +20,7 @@ use clap::Args;
 use remora_bench::sync::Result;
 
 use crate::layout;
+use crate::process::{cargo, succeed};
 
 /// Command-line arguments.
 #[derive(Args, Debug)]
@@ -52,8 +53,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let (program, variable) = build(&source, &copy, options.defragment)?;
     let file = copy.join("remora.layout");
     fs::write(&file, format!("# built from {}\n{}", name.display(), layout::learn(&program)?))?;
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut tests = Command::new(cargo);
+    let mut tests = cargo();
     tests.args(["test", "--locked", "-p", "remora-module", "--test", "it", "--", "--include-ignored", "--nocapture"]);
     // One after the other: such a server is slow, and its trial has a time limit.
     tests
@@ -97,9 +97,4 @@ fn build(source: &Path, copy: &Path, defragment: bool) -> Result<(PathBuf, &'sta
     fs::write(&script, format!("#!/bin/sh\nexec '{}' \"$@\" --enable-debug-assert yes\n", program.display()))?;
     fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
     Ok((script, variable))
-}
-
-fn succeed(command: &mut Command) -> Result<()> {
-    let status = command.status().map_err(|error| format!("{command:?} could not be started: {error}"))?;
-    if status.success() { Ok(()) } else { Err(format!("{command:?} failed ({status})").into()) }
 }

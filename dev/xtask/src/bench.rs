@@ -6,6 +6,8 @@ use std::process::Command;
 
 use remora_bench::sync::Result;
 
+use crate::process::cargo;
+
 /// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Options {
@@ -80,8 +82,7 @@ fn share(minutes: u64, name: &str, measured: &[String]) -> Option<u64> {
 }
 
 fn build(target: &Path) -> Result<()> {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut build = Command::new(cargo);
+    let mut build = cargo();
     // With the module, as the Makefile builds: without it cargo compiles all crates once more.
     build.args("build --release --locked -p remora-bench -p remora-agent -p remora-module --lib --bins".split(' '));
     build.arg("--target-dir").arg(target).current_dir(remora_lab::server::project_root());

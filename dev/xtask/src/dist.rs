@@ -16,9 +16,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use clap::Args;
-use remora_agent::args::{GenerateArgs, Generated};
+use remora_agent::args::Generated;
 use remora_bench::sync::Result;
 use sha2::{Digest, Sha256};
+
+use crate::generate;
+use crate::process::{cargo, said, succeed};
 
 /// Command-line arguments.
 #[derive(Args, Debug)]
@@ -91,9 +94,8 @@ fi
 ";
 
 pub(crate) fn run(options: &Options) -> Result<()> {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let words = "build --release --locked -p remora-agent -p remora-module --lib --bin remora";
-    succeed(Command::new(cargo).args(words.split(' ')))?;
+    succeed(cargo().args(words.split(' ')))?;
     let made = make(&built(), &options.out)?;
     for path in made {
         println!("{}", path.display());
@@ -166,8 +168,7 @@ fn plant(programs: &Path, tree: &Path) -> Result<()> {
 
 /// The name of this machine's architecture in packages.
 fn architecture() -> Result<String> {
-    let output = Command::new("dpkg").arg("--print-architecture").output()?;
-    Ok(String::from_utf8(output.stdout)?.trim().to_owned())
+    said(Command::new("dpkg").arg("--print-architecture"))
 }
 
 fn archive(tree: &Path, out: &Path, name: &str) -> Result<PathBuf> {
@@ -249,13 +250,4 @@ fn put(from: &Path, to: &Path, mode: u32) -> Result<()> {
 fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     fs::create_dir_all(path.parent().unwrap_or(Path::new(".")))?;
     Ok(fs::write(path, bytes)?)
-}
-
-fn generate(what: Generated) -> Result<()> {
-    remora_agent::generate::run(&GenerateArgs { what }).map_err(|failure| failure.to_string().into())
-}
-
-fn succeed(command: &mut Command) -> Result<()> {
-    let status = command.status().map_err(|error| format!("{command:?} could not be started: {error}"))?;
-    if status.success() { Ok(()) } else { Err(format!("{command:?} failed ({status})").into()) }
 }

@@ -25,7 +25,7 @@
 //! - [`soak`]: the long run under a script of faults.
 //! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: generates or compares the RDMA libraries' types.
 //! - [`layout`]: the layout of a server's build, by watching it. [`asserting`]: fast keys in one that checks itself.
-//! - [`dist`] and [`release`]: packages, and a version of the project.
+//! - [`dist`] and [`release`]: packages, and a version of the project. [`process`]: programs that these run.
 //! - [`scale`]: the table of the topology's model. [`net`]: a test network with hosts, servers and agents. [`stop`]:
 //!   Ctrl-C leaves nothing behind.
 #![forbid(unsafe_code)]
@@ -40,6 +40,7 @@ mod demo_volume;
 mod dist;
 mod layout;
 mod net;
+mod process;
 mod prove;
 mod release;
 mod scale;

@@ -12,6 +12,7 @@ use clap::Args;
 use remora_bench::sync::Result;
 
 use crate::dist;
+use crate::process::{cargo, said, succeed};
 
 /// Command-line arguments.
 #[derive(Args, Debug)]
@@ -46,15 +47,13 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     fs::write("CHANGELOG.md", changes)?;
     fs::write("Cargo.toml", manifest)?;
     for manifest in ["Cargo.toml", "dev/fuzz/Cargo.toml"] {
-        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-        succeed(Command::new(cargo).args(["update", "--workspace", "--offline", "--manifest-path", manifest]))?;
+        succeed(cargo().args(["update", "--workspace", "--offline", "--manifest-path", manifest]))?;
     }
     succeed(Command::new("git").args(["commit", "--all", "--message", &format!("release: {new}")]))?;
     let name = format!("v{new}");
     succeed(Command::new("git").args(["tag", "--annotate", "--message", &format!("Remora {new}"), &name]))?;
     // By a build of the new version: this program has the old one's.
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut make = Command::new(cargo);
+    let mut make = cargo();
     make.args(["run", "--release", "--locked", "-p", "xtask", "--", "dist", "--out"]).arg(options.dist.out());
     succeed(&mut make)?;
     println!(
@@ -93,19 +92,6 @@ fn versioned(manifest: &str, old: &str, new: &str) -> Result<String> {
         return Err(format!("Cargo.toml does not say that the version is {old}").into());
     }
     Ok(manifest.replacen(&from, &to, 1))
-}
-
-fn said(command: &mut Command) -> Result<String> {
-    let output = command.output().map_err(|error| format!("{command:?} could not be started: {error}"))?;
-    if !output.status.success() {
-        return Err(format!("{command:?} failed: {}", String::from_utf8_lossy(&output.stderr)).into());
-    }
-    Ok(String::from_utf8(output.stdout)?.trim().to_owned())
-}
-
-fn succeed(command: &mut Command) -> Result<()> {
-    let status = command.status().map_err(|error| format!("{command:?} could not be started: {error}"))?;
-    if status.success() { Ok(()) } else { Err(format!("{command:?} failed ({status})").into()) }
 }
 
 #[cfg(test)]

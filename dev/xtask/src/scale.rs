@@ -1,16 +1,15 @@
 //! Scale: prints the table of 1,000 replicas in racks that docs/relay.md shows. The model is a test of the agent.
 
-use std::process::Command;
-
 use remora_bench::sync::Result;
+
+use crate::process::cargo;
 
 /// The test that prints the table.
 const TABLE: &str = "source::topology::scale::table";
 
 /// Runs the model and prints its table.
 pub(crate) fn run() -> Result<()> {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut command = Command::new(cargo);
+    let mut command = cargo();
     command.args(["test", "--locked", "--quiet", "--package", "remora-agent", "--lib", "--", "--exact", TABLE]);
     let status = command.args(["--ignored", "--nocapture"]).status()?;
     if status.success() { Ok(()) } else { Err(format!("the model {TABLE} failed: {status}").into()) }

@@ -43,7 +43,7 @@ pub(super) struct Archive {
     store: Arc<dyn Store>,
     /// The folder of this host where things are before they are sent.
     spool: PathBuf,
-    /// For whom its objects are encrypted, if they are.
+    /// Who can open its objects; `None`: they are not encrypted.
     recipients: Option<Recipients>,
     /// The mark of this command.
     writer: String,

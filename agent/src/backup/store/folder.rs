@@ -50,7 +50,7 @@ impl Store for FolderStore {
         for entry in entries {
             let entry = entry.map_err(self.failed(under))?;
             let Ok(name) = entry.file_name().into_string() else { continue };
-            // One that has just been removed is none.
+            // A file that has just been removed is not an object.
             let Ok(facts) = entry.metadata() else { continue };
             if facts.is_file() && !name.starts_with(ARRIVING) {
                 let key = if under.is_empty() { name } else { format!("{under}/{name}") };

@@ -30,7 +30,7 @@ pub(super) trait Store: Debug + Send + Sync {
     /// The keys right below `under` (a key without a slash at its end; empty: the store), with their sizes.
     fn list(&self, under: &str) -> Result<Vec<Object>, Failure>;
 
-    /// Begins to read an object; `None` if there is none.
+    /// Begins to read an object; `None` if it does not exist.
     fn read(&self, key: &str) -> Result<Option<Box<dyn Read + Send>>, Failure>;
 
     /// Begins an object of about this length. It is there when [`Upload::finish`] has returned.
@@ -69,7 +69,7 @@ pub(super) fn put(store: &dyn Store, key: &str, bytes: &[u8]) -> Result<(), Fail
     upload.finish()
 }
 
-/// Reads a short object; `None` if there is none.
+/// Reads a short object; `None` if it does not exist.
 pub(super) fn get(store: &dyn Store, key: &str) -> Result<Option<Vec<u8>>, Failure> {
     let Some(reader) = store.read(key)? else { return Ok(None) };
     let mut bytes = Vec::new();

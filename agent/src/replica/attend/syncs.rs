@@ -81,7 +81,7 @@ impl Syncs {
         self.sync.is_some()
     }
 
-    /// The end of the sync that is under way. Pending while there is none.
+    /// The end of the sync that is under way. Pending while no sync is under way.
     pub(super) async fn ended(&mut self) -> Result<(), Failure> {
         let outcome = match &mut self.sync {
             Some(sync) => sync.running.as_mut().await,
@@ -91,7 +91,7 @@ impl Syncs {
         outcome
     }
 
-    /// Has the sync that is under way answer those who watch; gives the question back if there is none. A sync that is
+    /// Has the sync that is under way answer those who watch; gives the question back if no sync is. A sync that is
     /// just ending, or that is asked too often, adds nothing.
     pub(super) fn pass_on(&self, scrape: Scrape) -> Option<Scrape> {
         let Some(sync) = &self.sync else { return Some(scrape) };

@@ -40,7 +40,7 @@ pub(super) struct Back {
 enum Stage {
     Away(String),
     SameRun,
-    /// So many bytes are loaded.
+    /// This number of bytes is loaded.
     Loading(u64),
     /// The link to its primary is not up.
     Down,

@@ -22,7 +22,7 @@ const MODE: Mode = Mode::RUSR.union(Mode::WUSR);
 /// What is added to the name of the file that was there before.
 const FORMER: &str = ".before-remora";
 
-/// A server's RDB file, and to whom it belongs.
+/// A server's RDB file, and its owner.
 #[derive(Clone, Debug)]
 pub(super) struct Place {
     pub(super) file: PathBuf,

@@ -256,12 +256,13 @@ pub(crate) fn ends(agent: &mut Agent, code: i32) -> String {
     output
 }
 
-/// Waits until this agent has made `replica` a replica. A failure shows the server's log.
+/// Waits until this agent has made `replica` a replica, and returns its output. A failure shows the server's log.
 #[track_caller]
-pub(crate) fn succeeds(agent: &mut Agent, replica: &Server) {
+pub(crate) fn succeeds(agent: &mut Agent, replica: &Server) -> String {
     if let Err(error) = agent.wait_for_success(LONG) {
-        panic!("{error}\n{replica} logged:\n{}", replica.log());
+        panic!("{error}\n{}\n{replica} logged:\n{}", agent.output(), replica.log());
     }
+    agent.output()
 }
 
 /// Fails unless the output contains each of `words`.

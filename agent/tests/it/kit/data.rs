@@ -1,8 +1,9 @@
 //! Data sets of a known size, which no server compresses.
 
+use remora_lab::server::wait_until;
 use remora_lab::{Random, Server};
 
-use super::Stage;
+use super::{LONG, Stage, number};
 
 /// Bytes of one value of [`fill`].
 const VALUE: usize = 128 << 10;
@@ -50,4 +51,16 @@ fn set_all(server: &Server, pairs: impl Iterator<Item = (String, Vec<u8>)>) {
         let answer = client.receive().unwrap();
         assert!(answer.as_error().is_none(), "{answer:?}");
     }
+}
+
+/// Writes until the primary's backlog of 16 KiB no longer holds its first MiB. It gives up what its replicas have got
+/// when it writes more.
+pub(crate) fn write_past_the_backlog(primary: &Server) {
+    fill(primary, 4, 4);
+    wait_until("the primary to give up its first bytes", LONG, || {
+        primary.client()?.ok(&["SET", "one", "more"])?;
+        let first = number(primary, "repl_backlog_first_byte_offset");
+        Ok(if first > 1 << 20 { Ok(()) } else { Err(first.to_string()) })
+    })
+    .unwrap();
 }

@@ -10,6 +10,7 @@ use remora_lab::server::{project_root, wait_until};
 use super::Proof;
 use super::posix;
 use super::scene::{Scene, built};
+use crate::process::cargo;
 
 pub(super) fn run(proof: Proof, scene: &mut Scene<'_>, times: u32) -> Result<String> {
     match proof {
@@ -124,9 +125,8 @@ fn build(scene: &mut Scene<'_>) -> Result<String> {
     clone.args(["clone", "--quiet", "--no-hardlinks"]).arg(&project).arg("clone");
     scene.run(&mut clone)?;
     scene.run(Command::new("git").args(["-C", "clone", "fsck", "--strict", "--no-progress"]))?;
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let begun = Instant::now();
-    let mut test = Command::new(cargo);
+    let mut test = cargo();
     test.args(["test", "--quiet", "--locked", "--offline", "-p", "remora-wire"]);
     test.args(["--manifest-path", "clone/Cargo.toml", "--target-dir", "built"]);
     scene.run(&mut test)?;
