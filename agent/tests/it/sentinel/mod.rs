@@ -41,7 +41,8 @@ impl Scene {
     /// The server at this address.
     fn at(&self, address: &str) -> usize {
         let address = address.trim_start_matches("redis://");
-        self.servers.iter().position(|server| server.address().to_string() == address).unwrap()
+        let found = self.servers.iter().position(|server| server.address().to_string() == address);
+        found.unwrap_or_else(|| panic!("{address} is not in the group:\n{}", self.sentinels.log(0)))
     }
 
     /// The present primary, as the first Sentinel that lives says.
