@@ -94,9 +94,12 @@ pub(super) struct Task {
 
 impl ModuleRules {
     /// Why the fast walk, which is offered, is not chosen.
-    pub(super) fn no_fast_walk(&self) -> String {
+    pub(super) fn no_fast_walk(&self, facts: &Facts) -> String {
         match self.fast_keys {
             FastKeys::Off => "--fast-keys is off".into(),
+            FastKeys::Auto if average(facts) >= FEW_KEYS_BYTES => {
+                format!("{} is the average of a key: so few keys gain nothing", Size::bytes(average(facts)))
+            }
             FastKeys::Auto if self.choice == ModuleCapture::Server => "--module-capture is server".into(),
             FastKeys::Auto => "readers wait that do not know the server's newest format".into(),
         }
@@ -105,7 +108,7 @@ impl ModuleRules {
     /// What the module of this server is asked to do. `fast`: it offers the fast walk.
     pub(super) fn task(&self, facts: &Facts, own_format: bool, fast: bool) -> Task {
         let long = self.walk_from.unwrap_or_else(|| long_from(facts));
-        let fast = fast && self.fast_keys == FastKeys::Auto;
+        let fast = fast && self.fast_keys == FastKeys::Auto && average(facts) < FEW_KEYS_BYTES;
         match best(self.choice, facts, own_format, if fast { 0 } else { long }) {
             // In the fast way a short string costs less than the server's saver does, whatever its length.
             Work::Walk if fast => Task { work: Work::FastWalk, least_bytes: self.walk_from.unwrap_or(0) },
@@ -151,6 +154,10 @@ const LONG_WITH_JEMALLOC_BYTES: u64 = 1 << 10;
 /// The same with another allocator.
 const LONG_BYTES: u64 = 64 << 10;
 
+/// Average bytes of a key from which the fast walk is not worth its trial. The trial forks, which takes a tenth of a
+/// second for a gigabyte; a gigabyte in keys of this size is 16,384 of them, and a key takes some microseconds otherwise.
+const FEW_KEYS_BYTES: u64 = 64 << 10;
+
 /// How long captures do without a module that has failed: long enough that the waiting replicas get their snapshots,
 /// short enough that the module is used again the same day once the cause is gone.
 const DISTRUST: Duration = Duration::from_secs(300);
@@ -184,6 +191,8 @@ mod tests {
         let task = |choice, walk_from, fast_keys, offered| {
             let (load, place) = (None, Place::Abstract);
             let rules = ModuleRules { choice, walk_from, load, fast_keys, place };
+            let long = rules.task(&facts(256, 1 << 30, "redis_version:7.0.15"), false, offered);
+            assert_ne!(long.work, Work::FastWalk, "a few long values");
             rules.task(&facts(1 << 20, 100 << 20, "redis_version:7.0.15"), false, offered)
         };
         let small = |least_bytes| Task { work: Work::FastWalk, least_bytes };

@@ -184,7 +184,7 @@ impl Capture {
         let Offer { fast_capture } = offer.ok_or("the server has no module of this version")?;
         let Task { work, least_bytes } = rules.task(&facts, self.plan.reader_version.is_some(), fast_capture.is_ok());
         if work != Work::FastWalk {
-            self.plan.gauge.set_no_fast_keys(fast_capture.err().unwrap_or_else(|| rules.no_fast_walk()));
+            self.plan.gauge.set_no_fast_keys(fast_capture.err().unwrap_or_else(|| rules.no_fast_walk(&facts)));
         }
         let (average, long) = (Size::bytes(average(&facts)), Size::bytes(least_bytes));
         tracing::info!(?work, keys = facts.keys(), %average, %long, "the server has the module");
