@@ -149,7 +149,8 @@ impl<'a> Element<'a> {
             [b'1'..=b'9', ..] => bytes.len() <= NUMBER_BYTES_MAX,
             _ => false,
         };
-        let number = std::str::from_utf8(bytes).ok().filter(|_| canonical).and_then(|text| text.parse().ok());
+        let text = if canonical { std::str::from_utf8(bytes).ok() } else { None };
+        let number = text.and_then(|text| text.parse().ok());
         number.map_or(Element::Bytes(bytes), Element::Number)
     }
 
