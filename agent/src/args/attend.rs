@@ -63,9 +63,9 @@ pub struct AttendArgs {
     #[arg(long, value_name = "NAME", value_parser = parse_name, help_heading = "Source")]
     pub name: Option<String>,
 
-    /// Memory for slots in flight, and for those that other replicas read from this agent; at least 16MiB. Three quarters
-    /// of it hold slots: all of a snapshot if they fit, so that others can read it from the first slot on; else the
-    /// newest ones. It is freed when no sync is under way and no replica reads.
+    /// Memory for slots in flight, and for those that other replicas read from this agent; at least 16MiB. Three
+    /// quarters of it hold slots: all of a snapshot if they fit, so that others can read it from the first slot on;
+    /// else the newest ones. It is freed when no sync is under way and no replica reads.
     #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = parse_memory, help_heading = "Resources")]
     pub memory: Size,
 

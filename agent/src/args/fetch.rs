@@ -109,8 +109,8 @@ pub struct PassOnArgs {
     #[allow(missing_docs)]
     pub readers: ReplicaNameArgs,
 
-    /// Memory for slots that other replicas read from this command; at least 16MiB. Three quarters of it hold slots: all of
-    /// a snapshot if they fit, else the newest ones.
+    /// Memory for slots that other replicas read from this command; at least 16MiB. Three quarters of it hold slots:
+    /// all of a snapshot if they fit, else the newest ones.
     #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = parse_memory, help_heading = "Resources")]
     pub memory: Size,
 }

@@ -341,8 +341,8 @@ impl Way {
         Ok((origin.history, part(peer, sink, JOURNAL_BUFFERS, table, offer.journal.retained), kind))
     }
 
-    /// The connection to a snapshot: into a copy, if its slots may be passed on, there is memory for that, and it is not
-    /// in this host's own memory.
+    /// The connection to a snapshot: into a copy, if its slots may be passed on, there is memory for that, and it is
+    /// not in this host's own memory.
     fn snapshot_part(
         &self,
         connectors: &mut Connectors,

@@ -1,8 +1,8 @@
 //! Latest: which of several Sentinels knows best where the primary is.
 //!
-//! A Sentinel that was cut off, or has just started, names the primary of before a fail-over until another Sentinel tells
-//! it. Each fail-over has a higher configuration epoch than the one before, and a majority of the Sentinels agrees on it:
-//! the Sentinels themselves follow the highest that they hear of.
+//! A Sentinel that was cut off, or has just started, names the primary of before a fail-over until another Sentinel
+//! tells it. Each fail-over has a higher configuration epoch than the one before, and a majority of the Sentinels
+//! agrees on it: the Sentinels themselves follow the highest that they hear of.
 
 use crate::args::HostPort;
 
@@ -14,8 +14,8 @@ pub(super) struct Told {
     pub(super) epoch: Option<u64>,
 }
 
-/// The address in the latest configuration, and the place in the list of the Sentinel that has named it: of several with
-/// the same configuration, the first in the list.
+/// The address in the latest configuration, and the place in the list of the Sentinel that has named it: of several
+/// with the same configuration, the first in the list.
 pub(super) fn of(told: &[(usize, Told)]) -> Option<(usize, HostPort)> {
     let (at, latest) = told.iter().max_by_key(|(at, told)| (told.epoch, std::cmp::Reverse(*at)))?;
     let late = told.iter().filter(|(_, told)| told.address != latest.address).count();

@@ -89,7 +89,7 @@ impl Sentinels {
                 (at, told.unwrap_or_else(|_| Err(Cause::late(&server))))
             });
         }
-        let (mut told, mut causes): (Vec<(usize, Told)>, Vec<(usize, Cause)>) = (Vec::new(), Vec::new());
+        let (mut told, mut causes) = (Vec::new(), Vec::new());
         let mut until = Instant::now() + ASK_LIMIT * 2; // each has a limit of its own
         while let Ok(Some(answered)) = tokio::time::timeout_at(until, asked.join_next()).await {
             match answered {

@@ -26,8 +26,8 @@ pub(super) struct Reception {
 
 impl Reception {
     /// Begins to receive. `name`: under which the source shows it, unless the user has given another one; `asks`:
-    /// whether the primary is asked at the end if it would continue from the snapshot; `pass_on`: how slots pass between
-    /// this command and replicas, if they do.
+    /// whether the primary is asked at the end if it would continue from the snapshot; `pass_on`: how slots pass
+    /// between this command and replicas, if they do.
     ///
     /// # Errors
     /// The token or the certificates cannot be used.

@@ -85,16 +85,16 @@ pub(super) struct Driver {
     coverage: Option<Coverage>,
     signals: (Signal, Signal),
     published: Result<(), Failure>,
-    /// Told when the server needs the sync no more, and other replicas still read here.
-    lingers: Option<oneshot::Sender<()>>,
 }
 
-/// What comes from the server's side.
+/// What comes from the server's side, and goes to the agent that attends it.
 struct FromServer {
     notices: UnboundedReceiver<Notice>,
     /// Connections of a server that is attended.
     arrivals: Option<UnboundedReceiver<Newcomer>>,
     is_intercepted: bool,
+    /// Told when such a server needs the sync no more, and other replicas still read here.
+    lingers: Option<oneshot::Sender<()>>,
 }
 
 /// When progress is shown next, and where.
@@ -371,7 +371,7 @@ impl Driver {
                 progress::say(&format!(
                     "{readers} {plural} slots from here still: lending them for {limit} at most (--linger)"
                 ));
-                if let Some(lingers) = self.lingers.take() {
+                if let Some(lingers) = self.from_server.lingers.take() {
                     let _ = lingers.send(()); // its owner may have gone
                 }
             }

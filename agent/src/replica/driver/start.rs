@@ -173,7 +173,7 @@ impl Driver {
             server: ServerTask::start(keeper(meter.clone(), hurry.clone()), hurry),
             relay,
             delivery,
-            from_server: FromServer { notices, is_intercepted: arrivals.is_some(), arrivals },
+            from_server: FromServer { notices, is_intercepted: arrivals.is_some(), arrivals, lingers },
             meter,
             sinks,
             connecting: mpsc::unbounded_channel(),
@@ -185,7 +185,6 @@ impl Driver {
             coverage,
             signals,
             published: Ok(()),
-            lingers,
             args,
         })
     }
