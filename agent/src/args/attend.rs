@@ -7,8 +7,8 @@ use clap::Args;
 
 use super::replica::{parse_memory, parse_name};
 use super::{
-    DeliveryArgs, FastKeys, HostPort, LISTEN_PORT, LinkTlsArgs, MetricsArgs, MetricsFileArgs, ModuleLoad, OnFailure,
-    ReadArgs, RelayArgs, ReplicaArgs, ReplicaNameArgs, SecurityArgs, SentinelArgs, SourceKeyArgs,
+    HostPort, LISTEN_PORT, LingerArgs, LinkTlsArgs, MetricsArgs, ReadArgs, RelayArgs, ReplicaNameArgs, SecurityArgs,
+    SentinelArgs, SourceKeyArgs, SyncArgs, ToldArgs,
 };
 use crate::exit::{self, Code};
 use crate::server::{ServerArgs, Task};
@@ -34,13 +34,18 @@ pub struct AttendArgs {
     #[arg(long, value_name = "HOST:PORT,…", value_delimiter = ',', help_heading = "Source")]
     pub sources: Vec<HostPort>,
 
-    /// File with the secret that the agent shares with the source. May be repeated; the agent proves the first one.
+    /// File with the secret that the agent shares with the source. May be repeated: the agent proves the first token to
+    /// the source and to other replicas, and lends its slots to replicas with any of them.
     #[arg(long = "token-file", value_name = "FILE", required_unless_present = "cert", help_heading = "Source")]
     pub token_files: Vec<PathBuf>,
 
     #[command(flatten)]
     #[allow(missing_docs)]
     pub security: SecurityArgs,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub readers: ReplicaNameArgs,
 
     #[command(flatten)]
     #[allow(missing_docs)]
@@ -58,9 +63,19 @@ pub struct AttendArgs {
     #[arg(long, value_name = "NAME", value_parser = parse_name, help_heading = "Source")]
     pub name: Option<String>,
 
-    /// Memory for slots in flight; at least 16MiB.
+    /// Memory for slots in flight, and for those that other replicas read from this agent; at least 16MiB. Three
+    /// quarters of it hold slots: all of a snapshot if they fit, so that others can read it from the first slot on;
+    /// else the newest ones. It is freed when no sync is under way and no replica reads.
     #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = parse_memory, help_heading = "Resources")]
     pub memory: Size,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub relay: RelayArgs,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub linger: LingerArgs,
 
     /// How long the server may not answer, or load, when the agent starts: in a pod they start together. The server's
     /// connections come here already meanwhile.
@@ -82,37 +97,18 @@ pub struct AttendArgs {
 }
 
 impl AttendArgs {
-    /// The same, as the arguments of one sync.
-    pub(crate) fn of_a_sync(&self) -> ReplicaArgs {
-        let args = ReplicaArgs {
-            server: self.server.clone(),
+    /// One sync, from the first source.
+    pub(crate) fn of_a_sync(&self) -> SyncArgs {
+        SyncArgs {
             read: self.read.clone(),
-            token_files: self.token_files.clone(),
-            security: self.security.clone(),
-            readers: ReplicaNameArgs::default(),
-            expected: self.expected.clone(),
-            expected_primaries: Vec::new(),
-            sentinel: SentinelArgs::default(),
+            source_key: self.expected.source_key,
             name: self.name.clone(),
-            stay: false,
-            dry_run: false,
-            replace: true,
-            rewrite_config: false,
-            extend_failover_timeout: false,
-            by: DeliveryArgs::default(),
-            on_failure: OnFailure::Empty,
             memory: self.memory,
-            state_dir: None,
-            relay: RelayArgs::off(),
-            module_load: ModuleLoad::Off,
-            fast_keys: FastKeys::Off,
-            listen: None,
-            link_tls: self.link_tls.clone(),
-            metrics: MetricsArgs::default(),
-            metrics_file: MetricsFileArgs::default(),
+            relay: self.relay.clone(),
+            linger: self.linger.linger,
             json: None,
-        };
-        args.of_an_intercepted_sync()
+            told: ToldArgs::default(),
+        }
     }
 }
 

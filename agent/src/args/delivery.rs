@@ -54,15 +54,3 @@ pub enum Delivery {
     /// Its own connection to its primary is intercepted.
     Intercept,
 }
-
-impl Default for DeliveryArgs {
-    fn default() -> DeliveryArgs {
-        DeliveryArgs {
-            delivery: Delivery::Link,
-            restart_command: None,
-            restart_limit: Duration::ZERO,
-            write_replicaof: None,
-            listen_port: LISTEN_PORT,
-        }
-    }
-}

@@ -6,11 +6,12 @@ use std::time::Duration;
 use clap::Args;
 use rustix::fs::{Gid, Mode, Uid};
 
-use super::{MetricsFileArgs, SentinelArgs, SnapshotFromArgs};
+use super::replica::parse_memory;
+use super::{MetricsFileArgs, RelayArgs, ReplicaNameArgs, SentinelArgs, SnapshotFromArgs};
 use crate::cluster::NodeAddress;
 use crate::exit::{self, Code};
 use crate::server::{Credentials, Server, ServerUrl, SetupError, Task, TlsArgs, UrlParser};
-use crate::units::parse_duration;
+use crate::units::{Size, parse_duration};
 
 /// The arguments of `remora fetch`.
 #[derive(Clone, Debug, Args)]
@@ -19,6 +20,14 @@ pub struct FetchArgs {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub from: SnapshotFromArgs,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub pass_on: PassOnArgs,
+
+    /// Slots come from the source alone, and go nowhere else.
+    #[arg(skip)]
+    pub(crate) alone: bool,
 
     /// Where the snapshot goes; `-`: to standard output, as it arrives. A file gets its name when it is whole, checked
     /// and on the disk. Until then its slots are in a folder beside it, `.NAME.remora`, and a fetch that was
@@ -88,6 +97,24 @@ pub struct FetchArgs {
     pub json: Option<PathBuf>,
 }
 
+/// How slots are passed on between this command and replicas. It lends them while it receives, and no longer: a server
+/// waits for its end.
+#[derive(Clone, Debug, Args)]
+pub struct PassOnArgs {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub relay: RelayArgs,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub readers: ReplicaNameArgs,
+
+    /// Memory for slots that other replicas read from this command; at least 16MiB. Three quarters of it hold slots:
+    /// all of a snapshot if they fit, else the newest ones.
+    #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = parse_memory, help_heading = "Resources")]
+    pub memory: Size,
+}
+
 /// A node of the cluster that a fetched node is for, and the login there.
 #[derive(Clone, Debug, Default, Args)]
 #[command(next_help_heading = "A node of a cluster")]
@@ -135,9 +162,13 @@ fn parse_mode(text: &str) -> Result<Mode, String> {
 impl FetchArgs {
     /// The arguments of a backup's fetch: a file for its owner, that no server has to go on from.
     pub(crate) fn of_a_backup(from: SnapshotFromArgs, to: PathBuf, spool: PathBuf) -> FetchArgs {
+        let pass_on =
+            PassOnArgs { relay: RelayArgs::default(), readers: ReplicaNameArgs::default(), memory: Size::bytes(0) };
         FetchArgs {
             sentinel: SentinelArgs::default(),
             from,
+            pass_on,
+            alone: true,
             to,
             // One of an earlier attempt that did not end.
             replace: true,
@@ -160,7 +191,7 @@ impl FetchArgs {
 const ABOUT: &str = "\
 A source's snapshot as an RDB file in its place: for a server that is started on it, or as a backup.
 
-The command reads the snapshot as a replica does. Each slot is checked as it arrives, and the file's checksum at the end. A server \
+The command reads the snapshot as a replica does, from the source or from replicas that hold it already. Each slot is checked as it arrives, and the file's checksum at the end. A server \
 that is started on the file as a replica goes on at its offset by a partial resynchronisation, if the primary's backlog still \
 reaches back to it. The command asks the primary last, and says for how long that is so. A file that is too old is not put in place \
 (exit code 16), unless --allow-stale says that it is a backup or a clone.";

@@ -31,12 +31,14 @@ mod snapshot;
 mod source;
 mod status;
 mod store;
+mod sync;
 mod token;
 mod verify;
 mod volume;
 
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 
+pub(crate) use self::sync::{SyncArgs, ToldArgs};
 pub use self::{
     attend::{AttendArgs, PRIMARY_PORT},
     backup::BackupArgs,
@@ -48,7 +50,7 @@ pub use self::{
     delivery::{Delivery, DeliveryArgs, LISTEN_PORT},
     devices::DevicesArgs,
     fast_keys::{FastKeys, WalkArgs},
-    fetch::{ClusterNodeArgs, FetchArgs},
+    fetch::{ClusterNodeArgs, FetchArgs, PassOnArgs},
     generate::{GenerateArgs, Generated},
     host_port::HostPort,
     intercept::{AddArgs, Cgroup, InterceptAction, InterceptArgs, InterceptPortArgs, ShowArgs},
@@ -60,7 +62,7 @@ pub use self::{
     rdma::{CompletionChoice, RdmaEnd, RdmaOffer, RdmaRead},
     read::{ReadArgs, TransportChoice},
     ready::ReadyArgs,
-    relay::RelayArgs,
+    relay::{LingerArgs, RelayArgs},
     replica::{ModuleLoad, OnFailure, ReplicaArgs},
     restore::RestoreArgs,
     security::{MonitorNameArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs},

@@ -8,7 +8,7 @@ use super::security::LenderNameArgs;
 use crate::units::{Size, parse_duration};
 
 /// How a replica lends slots to other replicas.
-#[derive(Clone, Debug, Args)]
+#[derive(Clone, Debug, Default, Args)]
 pub struct RelayArgs {
     /// Lend received slots to other replicas, so that the source sends each of them about once. This opens a port,
     /// which is printed. The default, unless the source is on this host (`--transport auto`), or read by shared memory,
@@ -42,31 +42,18 @@ pub struct RelayArgs {
     #[arg(long, value_name = "LABEL", default_value = "", value_parser = parse_zone, help_heading = "Other replicas")]
     pub zone: String,
 
-    /// How long to keep serving slots to other replicas after this replica's own server was handed over. The agent
-    /// exits earlier if no replica reads from it.
-    #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_duration, help_heading = "Other replicas")]
-    pub linger: Duration,
-
     #[command(flatten)]
     #[allow(missing_docs)]
     pub lender: LenderNameArgs,
 }
 
-impl RelayArgs {
-    /// No slots are lent, and none are read from other replicas.
-    pub(crate) fn off() -> RelayArgs {
-        RelayArgs {
-            serve_peers: false,
-            no_serve_peers: true,
-            peer_listen: None,
-            upload_limit: None,
-            upload_limit_per_peer: None,
-            download_limit: None,
-            zone: String::new(),
-            linger: Duration::ZERO,
-            lender: LenderNameArgs::default(),
-        }
-    }
+/// How long a replica lends slots that it needs no more.
+#[derive(Clone, Debug, Args)]
+pub struct LingerArgs {
+    /// How long to keep serving slots to other replicas after this replica's own server was handed over, at most. The
+    /// agent ends that earlier if no replica reads from it.
+    #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_duration, help_heading = "Other replicas")]
+    pub linger: Duration,
 }
 
 /// The lowest rate: below it a slot of the default size takes longer than its reader waits for a byte of it.

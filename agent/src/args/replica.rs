@@ -6,8 +6,8 @@ use clap::{Args, ValueEnum};
 use remora_wire::is_printable;
 
 use super::{
-    DeliveryArgs, FastKeys, HostPort, LinkTlsArgs, MetricsArgs, MetricsFileArgs, ReadArgs, RelayArgs, ReplicaNameArgs,
-    SecurityArgs, SentinelArgs, SourceKeyArgs,
+    DeliveryArgs, FastKeys, HostPort, LingerArgs, LinkTlsArgs, MetricsArgs, MetricsFileArgs, ReadArgs, RelayArgs,
+    ReplicaNameArgs, SecurityArgs, SentinelArgs, SourceKeyArgs, SyncArgs, ToldArgs,
 };
 use crate::{
     exit::{self, Code},
@@ -112,6 +112,10 @@ pub struct ReplicaArgs {
     #[allow(missing_docs)]
     pub relay: RelayArgs,
 
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub linger: LingerArgs,
+
     /// Whether a server that has the Remora module (docs/module.md) loads long strings from shared memory. `auto`: if
     /// possible. `off`: never. Anything that cannot be shared is sent over the replication link.
     #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Link to the server")]
@@ -145,27 +149,23 @@ pub struct ReplicaArgs {
 }
 
 impl ReplicaArgs {
-    /// The same, for one sync of a server whose own connection to its primary is intercepted. Nothing is set or sent
-    /// there, and no slots are lent.
-    pub(crate) fn of_an_intercepted_sync(self) -> ReplicaArgs {
-        ReplicaArgs {
-            readers: ReplicaNameArgs::default(),
-            expected_primaries: Vec::new(),
-            sentinel: SentinelArgs::default(),
-            stay: false,
-            dry_run: false,
-            // The server has asked its primary for a full copy: it replaces its data whatever the agent does.
-            replace: true,
-            rewrite_config: false,
-            extend_failover_timeout: false,
-            by: DeliveryArgs::default(),
-            on_failure: OnFailure::Empty,
-            state_dir: None,
-            relay: RelayArgs::off(),
-            module_load: ModuleLoad::Off,
-            fast_keys: FastKeys::Off,
-            listen: None,
-            ..self
+    /// The sync of a server that is told to follow the agent's link.
+    pub(crate) fn of_a_sync(&self) -> SyncArgs {
+        let told = ToldArgs { stay: self.stay, replaces: self.replace, state_dir: self.state_dir.clone() };
+        SyncArgs { told, ..self.of_an_intercepted_sync() }
+    }
+
+    /// The sync of a server whose own connection to its primary is intercepted.
+    pub(crate) fn of_an_intercepted_sync(&self) -> SyncArgs {
+        SyncArgs {
+            read: self.read.clone(),
+            source_key: self.expected.source_key,
+            name: self.name.clone(),
+            memory: self.memory,
+            relay: self.relay.clone(),
+            linger: self.linger.linger,
+            json: self.json.clone(),
+            told: ToldArgs::default(),
         }
     }
 }

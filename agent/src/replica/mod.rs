@@ -20,8 +20,8 @@
 //! - [`introduction`] gives memory to a server that has our module.
 //! - [`source`] is the conversation with the source agent, and [`session`] the task that has it. A snapshot without a
 //!   server ([`crate::snapshot`]) begins with them too.
-//! - [`relay_reader`] reads slots from other replicas and [`relay_server`] lends them; [`upstream`] is the connection
-//!   to another one, [`limit`] the rate.
+//! - [`relay`] is this agent's part in passing slots on: [`relay_reader`] reads slots from other replicas and
+//!   [`relay_server`] lends them; [`upstream`] is the connection to another one, [`limit`] the rate.
 //! - [`attend`] stays beside a server whose own connections to its primary are intercepted, or does so once;
 //!   [`by_file`] restarts a server on its RDB file. [`way`] chooses.
 //! - [`machine`] decides, without I/O, what follows from each event on the way from joining to the hand-off; [`driver`]
@@ -43,7 +43,7 @@ mod link_failure;
 mod link_login;
 mod locality;
 pub(crate) mod machine;
-mod meter;
+pub(crate) mod meter;
 mod pacer;
 pub(crate) mod parts;
 mod preflight;
@@ -51,7 +51,8 @@ mod prepared;
 pub(crate) mod private;
 mod raised;
 pub(crate) mod record;
-mod relay_reader;
+pub(crate) mod relay;
+pub(crate) mod relay_reader;
 mod relay_server;
 mod report;
 pub(crate) mod session;
@@ -59,7 +60,7 @@ pub(crate) mod source;
 pub(crate) mod spool;
 mod tls;
 mod unread;
-mod upstream;
+pub(crate) mod upstream;
 mod way;
 
 #[cfg(any(test, feature = "simulation"))]
@@ -79,7 +80,7 @@ use self::control::Control;
 use self::driver::{Driver, Setup};
 use self::prepared::{Prepared, Suits};
 use self::spool::Spool;
-use crate::args::{Delivery, ReplicaArgs};
+use crate::args::{Delivery, RelayArgs, ReplicaArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs};
 use crate::conversation::certificate_roles::CertificateRoles;
 use crate::conversation::tokens::TokenFiles;
 use crate::exit::{Code, Failure};
@@ -94,16 +95,33 @@ use crate::units::Size;
 /// # Errors
 /// Why the server is not a replica; the message says in which state it was left.
 pub async fn run(args: ReplicaArgs) -> Result<(), Failure> {
-    let roles = CertificateRoles { replicas: args.readers.replica_names.clone(), ..CertificateRoles::default() };
     let (watch, mut scrapes) = Watch::begin(Agent::Replica, &args.metrics, &args.metrics_file).await?;
-    let outcome = sync(args, roles, &mut scrapes).await;
+    let outcome = sync(args, &mut scrapes).await;
     watch.end(outcome).await
 }
 
-async fn sync(args: ReplicaArgs, roles: CertificateRoles, scrapes: &mut Scrapes) -> Result<(), Failure> {
-    let security = args.security.open_for(&args.expected, roles)?;
-    let security = args.relay.lender.apply(&args.security, security)?;
-    let tokens = TokenFiles::read(&args.token_files, &[], security)?;
+/// The tokens of an agent that reads slots and lends them, and what protects its connections.
+///
+/// # Errors
+/// The options contradict each other, a file cannot be used, or slots must not be lent at the address that was given.
+pub(crate) fn open_tokens(
+    files: &[PathBuf],
+    security: &SecurityArgs,
+    source: &SourceKeyArgs,
+    readers: &ReplicaNameArgs,
+    relay: &RelayArgs,
+) -> Result<TokenFiles, Failure> {
+    let roles = CertificateRoles { replicas: readers.replica_names.clone(), ..CertificateRoles::default() };
+    let opened = relay.lender.apply(security, security.open_for(source, roles)?)?;
+    if let Some(listen) = relay.peer_listen {
+        let refused = |why| Failure::refused(format!("this replica agent at --peer-listen {listen} {why}"));
+        opened.check(listen.ip()).map_err(refused)?;
+    }
+    TokenFiles::read(files, &[], opened)
+}
+
+async fn sync(args: ReplicaArgs, scrapes: &mut Scrapes) -> Result<(), Failure> {
+    let tokens = open_tokens(&args.token_files, &args.security, &args.expected, &args.readers, &args.relay)?;
     let _rereading = tokens.read_again_on_hangup()?;
     match args.by.delivery {
         Delivery::File => scrapes.meanwhile(BY_FILE, by_file::run(args, tokens)).await,
@@ -162,10 +180,6 @@ async fn by_link(args: ReplicaArgs, tokens: TokenFiles, scrapes: &mut Scrapes) -
 /// Does everything that comes before the first change; `None` after a dry run.
 async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -> Result<Option<Driver>, Failure> {
     let credentials = tokens.credentials(args.expected.source_key);
-    if let Some(listen) = args.relay.peer_listen {
-        let refused = |why| Failure::refused(format!("this replica agent at --peer-listen {listen} {why}"));
-        credentials.security.check(listen.ip()).map_err(refused)?;
-    }
     let link_tls = tls::server_config(&args.link_tls)?;
     let prepared = Prepared::of(&args, &credentials, Suits::Link).await?;
     let Prepared { server, client, mut record, target, source, plan, mut primary } = prepared;

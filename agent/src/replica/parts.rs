@@ -8,7 +8,7 @@ use remora_table::{Expectation, Geometry, SinkLayout};
 
 /// Why a feed ended.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum FeedError {
+pub(crate) enum FeedError {
     /// The table was overrun, aborted, is corrupt, or belongs to another generation.
     #[error(transparent)]
     Table(#[from] remora_table::Error),
@@ -23,9 +23,9 @@ pub(super) enum FeedError {
 }
 
 /// The connections of one offer.
-pub(super) struct Parts {
-    pub(super) snapshot: Option<Part>,
-    pub(super) journal: Part,
+pub(crate) struct Parts {
+    pub(crate) snapshot: Option<Part>,
+    pub(crate) journal: Part,
 }
 
 /// One connection and the table that is expected there.
@@ -44,11 +44,11 @@ pub(crate) struct Part {
 #[derive(Clone, Copy)]
 pub(crate) struct CopyPlan {
     /// Its shape.
-    pub(super) own: Geometry,
+    pub(crate) own: Geometry,
     /// Bytes per second, for all connections; 0: no limit.
-    pub(super) download_rate: u64,
+    pub(crate) download_rate: u64,
     /// The source keeps all slots.
-    pub(super) retained: bool,
+    pub(crate) retained: bool,
 }
 
 /// The memory behind a peer, if it is mapped here and slots are copied from it.

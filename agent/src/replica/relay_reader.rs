@@ -25,18 +25,18 @@ use super::meter::Meter;
 use super::parts::{CopyPlan, FeedError, Mapped};
 
 /// A peer's copy, ready to be read.
-pub(super) struct Reading {
+pub(crate) struct Reading {
     /// The peer's session with the source.
-    pub(super) session: u64,
-    pub(super) peer: Box<dyn Peer>,
+    pub(crate) session: u64,
+    pub(crate) peer: Box<dyn Peer>,
     /// How many slots its ring has.
-    pub(super) slots: u32,
+    pub(crate) slots: u32,
     /// Bytes per second that can be read from it; 0: no limit.
-    pub(super) rate: u64,
+    pub(crate) rate: u64,
 }
 
 /// Where slots are read from.
-pub(super) enum ReadFrom {
+pub(crate) enum ReadFrom {
     /// A peer is being connected.
     Awaited,
     Source,
@@ -54,10 +54,10 @@ pub(super) enum ReadFrom {
 
 /// A peer cannot be read any more.
 #[derive(Debug)]
-pub(super) struct Lost {
-    pub(super) session: u64,
-    pub(super) cause: LossCause,
-    pub(super) text: String,
+pub(crate) struct Lost {
+    pub(crate) session: u64,
+    pub(crate) cause: LossCause,
+    pub(crate) text: String,
 }
 
 enum Way {
@@ -67,7 +67,7 @@ enum Way {
 }
 
 /// Fills a copy of the snapshot from the source or from a peer, and checks each slot.
-pub(super) struct RelayReader {
+pub(crate) struct RelayReader {
     copy: SnapshotCopy,
     /// The connection to the source; `None` between two feeds.
     source: Option<Box<dyn Peer>>,
@@ -90,20 +90,20 @@ const LIMIT_PACE: Duration = Duration::from_millis(2);
 
 impl RelayReader {
     /// Reads nothing until a source or peer is assigned, or the wait for that is over.
-    pub(super) fn new(now: Instant, copy: SnapshotCopy, source: Box<dyn Peer>, plan: CopyPlan) -> RelayReader {
+    pub(crate) fn new(now: Instant, copy: SnapshotCopy, source: Box<dyn Peer>, plan: CopyPlan) -> RelayReader {
         let way = Way::Awaiting { since: now };
         let download = Limit::new(now, plan.download_rate);
         RelayReader { copy, source: Some(source), way, download, retained: plan.retained, looked: now }
     }
 
     /// Reads the source over this connection from now on.
-    pub(super) fn reconnect(&mut self, source: Box<dyn Peer>) {
+    pub(crate) fn reconnect(&mut self, source: Box<dyn Peer>) {
         self.copy.reconnect();
         self.source = Some(source);
     }
 
     /// Closes the connection to the source, and the one to the peer if no slots are missing.
-    pub(super) fn disconnect(&mut self, now: Instant) {
+    pub(crate) fn disconnect(&mut self, now: Instant) {
         self.source = None;
         if self.copy.is_whole() {
             self.await_word(now);
@@ -111,23 +111,23 @@ impl RelayReader {
     }
 
     /// The memory of the copy.
-    pub(super) fn memory(&self) -> &Arc<Memory> {
+    pub(crate) fn memory(&self) -> &Arc<Memory> {
         self.copy.memory()
     }
 
     /// Continues at slot `first`, which may still be in use. `false`: the copy does not hold it any more.
-    pub(super) fn resume_at(&mut self, first: u64) -> bool {
+    pub(crate) fn resume_at(&mut self, first: u64) -> bool {
         self.copy.resume_at(first)
     }
 
     /// Delivers all slots again. `false`: this copy cannot. The number of slots of a windowed snapshot is not known
     /// beforehand.
-    pub(super) fn rewind(&mut self) -> bool {
+    pub(crate) fn rewind(&mut self) -> bool {
         self.retained && self.copy.rewind(0)
     }
 
     /// Reads from there from now on.
-    pub(super) fn read_from(&mut self, now: Instant, whom: ReadFrom) {
+    pub(crate) fn read_from(&mut self, now: Instant, whom: ReadFrom) {
         match whom {
             ReadFrom::Awaited => self.await_word(now),
             ReadFrom::Source => self.turn_to_source(now),
@@ -152,7 +152,7 @@ impl RelayReader {
     }
 
     /// The session of the peer; `None` if slots come from the source, or from nowhere.
-    pub(super) fn reads_from(&self) -> Option<u64> {
+    pub(crate) fn reads_from(&self) -> Option<u64> {
         match &self.way {
             Way::Peer { session, .. } => Some(*session),
             Way::Awaiting { .. } | Way::Source => None,
@@ -172,7 +172,7 @@ impl RelayReader {
     }
 
     /// Runs one turn. If the peer was lost, disconnects from it and returns the reason.
-    pub(super) fn pump(&mut self, now: Instant) -> Result<Option<Lost>, FeedError> {
+    pub(crate) fn pump(&mut self, now: Instant) -> Result<Option<Lost>, FeedError> {
         self.copy.check()?;
         if self.copy.is_whole() {
             return Ok(None);
@@ -217,12 +217,12 @@ impl RelayReader {
     }
 
     /// Subtracts bytes of the stream from the limit: they go before slots.
-    pub(super) fn stream_took(&mut self, bytes: u64) {
+    pub(crate) fn stream_took(&mut self, bytes: u64) {
         self.download.spend(bytes);
     }
 
     /// Publishes the progress of the copy.
-    pub(super) fn show(&self, meter: &Meter) {
+    pub(crate) fn show(&self, meter: &Meter) {
         meter.slots_held.set(self.copy.held());
         meter.bytes_fetched.set(self.copy.arrived());
         meter.copy_oldest.set(self.copy.oldest());
@@ -230,29 +230,29 @@ impl RelayReader {
         meter.reads_from.set(self.reads_from().unwrap_or(0));
     }
 
-    pub(super) fn next_slot(&mut self) -> Option<Slot> {
+    pub(crate) fn next_slot(&mut self) -> Option<Slot> {
         self.copy.next_slot()
     }
 
-    pub(super) fn release(&mut self, slot: Slot) {
+    pub(crate) fn release(&mut self, slot: Slot) {
         self.copy.release(slot);
     }
 
-    pub(super) fn progress(&self) -> Progress {
+    pub(crate) fn progress(&self) -> Progress {
         self.copy.progress()
     }
 
     /// Whether all slots have arrived.
-    pub(super) fn is_whole(&self) -> bool {
+    pub(crate) fn is_whole(&self) -> bool {
         self.copy.is_whole()
     }
 
-    pub(super) fn is_idle(&self) -> bool {
+    pub(crate) fn is_idle(&self) -> bool {
         self.copy.is_idle()
     }
 
     /// When to turn again without an arrival, while a limit holds reads back.
-    pub(super) fn due(&self, now: Instant) -> Option<Instant> {
+    pub(crate) fn due(&self, now: Instant) -> Option<Instant> {
         let is_limited = match &self.way {
             Way::Peer { limit, .. } => limit.is_set() || self.download.is_set(),
             Way::Awaiting { .. } | Way::Source => self.download.is_set(),
@@ -261,7 +261,7 @@ impl RelayReader {
     }
 
     /// The descriptors to wait on.
-    pub(super) fn arms(&mut self) -> impl Iterator<Item = BorrowedFd<'_>> {
+    pub(crate) fn arms(&mut self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let peer = match &mut self.way {
             Way::Peer { peer, .. } => Some(peer.arm()),
             Way::Awaiting { .. } | Way::Source => None,

@@ -14,7 +14,7 @@ use super::feed::Feed;
 use super::machine::Tables;
 use super::parts::{CopyPlan, Part, Parts};
 use super::spool;
-use crate::args::{ReadArgs, ReplicaArgs};
+use crate::args::ReadArgs;
 use crate::backoff::Backoff;
 use crate::conversation::tokens::Credentials;
 use crate::conversation::{Connection, Fault, Protection, Receiver, Security, Sender, derive};
@@ -122,7 +122,7 @@ pub(super) fn wish(args: &ReadArgs, security: &Security) -> TransportChoices {
 
 /// The request for a snapshot, or for the rest of one.
 pub(super) fn join_again(
-    args: &ReplicaArgs,
+    name: Option<&str>,
     server: &str,
     progress: &Progress,
     held_slots: u64,
@@ -135,7 +135,7 @@ pub(super) fn join_again(
         replid: id.origin.history,
         next_byte: progress.next_byte,
     });
-    Message::Join(Join { relays, ..join(args.name.as_deref(), server, resume) })
+    Message::Join(Join { relays, ..join(name, server, resume) })
 }
 
 /// A request for a snapshot: without `resume` for all of it.
@@ -213,7 +213,7 @@ fn create(name: &str, length: u64) -> Result<Arc<Memory>, Failure> {
 
 /// How a replica takes part in passing slots on.
 #[derive(Clone)]
-pub(super) struct RelayWish {
+pub(crate) struct RelayWish {
     /// Other replicas can read slots here.
     pub(super) serves: bool,
     /// Bytes per second, for all connections; 0: no limit.
@@ -241,9 +241,12 @@ pub(crate) struct Chosen {
     pub(crate) why: String,
     /// What protects the data that is read.
     pub(crate) protection: Protection,
-    /// The copy that the slots go into, and whether its memory is new.
-    pub(super) copy: Option<(Arc<Memory>, Geometry, bool)>,
+    /// The copy that the slots go into.
+    pub(super) copy: Option<Copied>,
 }
+
+/// The memory of a copy, its shape, and whether the memory is new.
+type Copied = (Arc<Memory>, Geometry, bool);
 
 impl Chosen {
     /// How the tables of this offer are read.
@@ -296,25 +299,11 @@ impl Way {
         let mut connectors = self.wish.connectors(self.source, is_sealed);
         let journal_sink = sinks.of(JOURNAL_BUFFERS, &journal, "remora-journal-sink")?;
         let (journal_peer, journal_kind) = self.connect(&mut connectors, &offer.journal, &journal_sink)?;
-        let mut kind = journal_kind;
-        let relay = relay.filter(|_| kind != TransportKind::Shm && !without_snapshot);
-        let copy = relay.and_then(|relay| Some((relay, sinks.copy(&snapshot, relay.serves, is_sealed)?)));
-        let (mut chosen_copy, mut snapshot_part) = (None, None);
-        if let Some((relay, own)) = copy {
-            let length = SnapshotCopy::memory_len(&own);
-            let kept = relay.kept.clone().filter(|kept| kept.length() == length);
-            let is_new = kept.is_none();
-            let memory = kept.map_or_else(|| create("remora-copy", length), Ok)?;
-            let peer;
-            (peer, kind) = self.connect(&mut connectors, &offer.snapshot, &memory)?;
-            let plan = CopyPlan { own, download_rate: relay.download_rate, retained: offer.snapshot.retained };
-            let table = self.expect(Kind::Snapshot, kind, &offer.snapshot, history)?;
-            let part = part(peer, memory.clone(), 1, table, false);
-            snapshot_part = Some(Part { copy: Some(plan), ..part });
-            chosen_copy = Some((memory, own, is_new));
-        } else if !without_snapshot {
+        let (mut kind, mut chosen_copy, mut snapshot_part) = (journal_kind, None, None);
+        if !without_snapshot {
+            let relay = relay.filter(|_| kind != TransportKind::Shm);
             let part;
-            (part, kind) = self.whole(&mut connectors, offer, &snapshot, history, sinks)?;
+            (part, kind, chosen_copy) = self.snapshot_part(&mut connectors, offer, &snapshot, history, sinks, relay)?;
             snapshot_part = Some(part);
         }
         let table = self.expect(Kind::Journal, journal_kind, &offer.journal, history)?;
@@ -326,14 +315,19 @@ impl Way {
 
     /// Connects to the offered snapshot alone, for a reader that has no server. Blocks, within the transports'
     /// time-outs.
-    pub(crate) fn snapshot(&self, offer: &Offer, sinks: Sinks) -> Result<(spool::SnapshotId, Part, Chosen), Failure> {
+    pub(crate) fn snapshot(
+        &self,
+        offer: &Offer,
+        sinks: Sinks,
+        relay: Option<&RelayWish>,
+    ) -> Result<(spool::SnapshotId, Part, Chosen), Failure> {
         let (snapshot, _, origin) = check(offer, self.source)?;
         let is_sealed = !offer.snapshot.seal.is_empty();
         let mut connectors = self.wish.connectors(self.source, is_sealed);
-        let (part, kind) = self.whole(&mut connectors, offer, &snapshot, origin.history, sinks)?;
+        let (part, kind, copy) = self.snapshot_part(&mut connectors, offer, &snapshot, origin.history, sinks, relay)?;
         let protection = self.protection(kind, is_sealed);
         let id = spool::SnapshotId { origin, slot_size: snapshot.slot_size };
-        Ok((id, part, Chosen { kind, why: connectors.why(), protection, copy: None }))
+        Ok((id, part, Chosen { kind, why: connectors.why(), protection, copy }))
     }
 
     /// Connects to the offered journal alone. Blocks, within the transports' time-outs.
@@ -345,6 +339,36 @@ impl Way {
         let (peer, kind) = self.connect(&mut connectors, &offer.journal, &sink)?;
         let table = self.expect(Kind::Journal, kind, &offer.journal, origin.history)?;
         Ok((origin.history, part(peer, sink, JOURNAL_BUFFERS, table, offer.journal.retained), kind))
+    }
+
+    /// The connection to a snapshot: into a copy, if its slots may be passed on, there is memory for that, and it is
+    /// not in this host's own memory.
+    fn snapshot_part(
+        &self,
+        connectors: &mut Connectors,
+        offer: &Offer,
+        snapshot: &Geometry,
+        history: ReplId,
+        sinks: Sinks,
+        relay: Option<&RelayWish>,
+    ) -> Result<(Part, TransportKind, Option<Copied>), Failure> {
+        let is_sealed = !offer.snapshot.seal.is_empty();
+        let copy = relay.and_then(|relay| Some((relay, sinks.copy(snapshot, relay.serves, is_sealed)?)));
+        if let Some((relay, own)) = copy {
+            let length = SnapshotCopy::memory_len(&own);
+            let kept = relay.kept.clone().filter(|kept| kept.length() == length);
+            let is_new = kept.is_none();
+            let memory = kept.map_or_else(|| create("remora-copy", length), Ok)?;
+            let (peer, kind) = self.connect(connectors, &offer.snapshot, &memory)?;
+            if kind != TransportKind::Shm {
+                let plan = CopyPlan { own, download_rate: relay.download_rate, retained: offer.snapshot.retained };
+                let table = self.expect(Kind::Snapshot, kind, &offer.snapshot, history)?;
+                let part = Part { copy: Some(plan), ..part(peer, memory.clone(), 1, table, false) };
+                return Ok((part, kind, Some((memory, own, is_new))));
+            }
+        }
+        let (part, kind) = self.whole(connectors, offer, snapshot, history, sinks)?;
+        Ok((part, kind, None))
     }
 
     /// The connection to a snapshot whose slots are not passed on.

@@ -26,22 +26,22 @@ use crate::exit::Failure;
 use crate::transports::connectors::TransportChoices;
 
 /// Which peer to read, and into which memory.
-pub(super) struct Goal {
-    pub(super) credentials: Credentials,
-    pub(super) upstream: Upstream,
-    pub(super) generation: u64,
+pub(crate) struct Goal {
+    pub(crate) credentials: Credentials,
+    pub(crate) upstream: Upstream,
+    pub(crate) generation: u64,
     /// The name of this replica.
-    pub(super) name: String,
-    pub(super) wish: TransportChoices,
+    pub(crate) name: String,
+    pub(crate) wish: TransportChoices,
     /// The memory of this replica's copy.
-    pub(super) memory: Arc<Memory>,
-    pub(super) slot_size: u32,
+    pub(crate) memory: Arc<Memory>,
+    pub(crate) slot_size: u32,
     /// The copy holds ciphertext, as the source's table does.
-    pub(super) is_sealed: bool,
+    pub(crate) is_sealed: bool,
 }
 
 /// A report of a conversation.
-pub(super) enum Said {
+pub(crate) enum Said {
     /// For the delivery.
     ReadFrom(ReadFrom),
     /// The peer cannot be read.
@@ -56,16 +56,16 @@ const REACH_LIMIT: Duration = Duration::from_secs(3);
 
 /// Connecting to a peer, and the conversation with it afterwards. Dropping it ends both and discards its reports, which
 /// could be taken for those of a later conversation with the same peer.
-pub(super) struct Conversation {
+pub(crate) struct Conversation {
     /// The peer's session with the source.
-    pub(super) session: u64,
+    pub(crate) session: u64,
     task: AbortHandle,
     said: UnboundedReceiver<Said>,
 }
 
 impl Conversation {
     /// The next report. Pending for ever after [`Said::Lost`].
-    pub(super) async fn said(&mut self) -> Said {
+    pub(crate) async fn said(&mut self) -> Said {
         match self.said.recv().await {
             Some(said) => said,
             None => std::future::pending().await,
@@ -80,7 +80,7 @@ impl Drop for Conversation {
 }
 
 /// Begins to connect.
-pub(super) fn begin(goal: Goal) -> Conversation {
+pub(crate) fn begin(goal: Goal) -> Conversation {
     let session = goal.upstream.session;
     let (tell, said) = unbounded_channel();
     let task = tokio::spawn(async move {

@@ -42,6 +42,11 @@ pub(super) fn address(answer: &Frame) -> Result<Option<HostPort>, String> {
     }
 }
 
+/// Reads the epoch of the configuration that a Sentinel has, out of `SENTINEL MASTER`. Each fail-over has a higher one.
+pub(super) fn epoch(answer: &Frame) -> Result<Option<u64>, String> {
+    Fields::of(answer)?.number("config-epoch").map(Some)
+}
+
 /// Reads `SENTINEL MASTER`.
 pub(super) fn group(answer: &Frame) -> Result<Option<Group>, String> {
     let fields = Fields::of(answer)?;
@@ -172,6 +177,8 @@ mod tests {
         let read = group(&list(&[&fields[..], &["failover-timeout", "180000"]].concat())).unwrap().unwrap();
         assert_eq!(read.failover_timeout, Duration::from_secs(180));
         assert_eq!(read.others, 2);
+        assert_eq!(epoch(&list(&fields)), Ok(Some(7)));
+        assert!(epoch(&list(&["config-epoch", "-1"])).is_err() && epoch(&list(&fields[..4])).is_err());
         assert!(group(&list(&fields)).unwrap_err().contains("failover-timeout"));
         assert!(group(&list(&["flags"])).is_err() && group(&Frame::Null).is_err());
 
@@ -189,7 +196,7 @@ mod tests {
             let mut decoder = Decoder::new(Limits::default());
             decoder.feed(&bytes);
             while let Ok(Some(frame)) = decoder.next_frame() {
-                let _ = (address(&frame), group(&frame), replicas(&frame));
+                let _ = (address(&frame), group(&frame), epoch(&frame), replicas(&frame));
             }
         }
 

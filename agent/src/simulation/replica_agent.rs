@@ -456,6 +456,7 @@ impl ReplicaAgent {
                     server.give(job);
                 }
             }
+            Action::Hurry => {} // no Sentinels here, so nothing is waited for
             Action::CancelIntroduction => {
                 if let Stage::Running { server, .. } = &self.stage {
                     server.cancel();

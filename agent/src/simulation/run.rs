@@ -165,7 +165,7 @@ impl Simulation {
             let woken = tokio::select! {
                 biased;
                 Some(wanted) = wanted.recv() => Woken::Wanted(wanted),
-                (agent, done) = reports(&mut self.replicas) => Woken::Done(agent, done),
+                (agent, done) = reports(&mut self.replicas) => Woken::Done(agent, Box::new(done)),
                 () = tokio::time::sleep_until(start + next) => {
                     elapsed = start.elapsed();
                     self.replicas.iter_mut().for_each(ReplicaAgent::settle);
@@ -177,7 +177,7 @@ impl Simulation {
             match woken {
                 Woken::Wanted(Wanted::Attention) => self.world.read_clients(),
                 Woken::Wanted(Wanted::Connection { host, port, answer }) => self.wants_client(&host, port, answer),
-                Woken::Done(agent, done) => self.replicas[agent].done(&mut self.world, done),
+                Woken::Done(agent, done) => self.replicas[agent].done(&mut self.world, *done),
             }
             self.check();
         }
@@ -338,7 +338,7 @@ fn runtime_time(time: Duration) -> Duration {
 
 enum Woken {
     Wanted(Wanted),
-    Done(usize, Done),
+    Done(usize, Box<Done>),
 }
 
 /// The next thing that a task of an agent has done.

@@ -3,15 +3,19 @@
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use remora_fabric::Peer;
-use remora_table::SnapshotReader;
-use tokio::sync::oneshot;
+use remora_table::{SnapshotCopy, SnapshotReader};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use super::target::Keeper;
-use crate::replica::parts::{Mapped, Part};
+use crate::replica::meter::Meter;
+use crate::replica::parts::{FeedError, Mapped, Part};
+use crate::replica::relay_reader::{Lost, ReadFrom, RelayReader};
 
 /// How long the thread sleeps at most when nothing has arrived: it adds to the time until a new slot is seen, and to
 /// the time that stopping takes.
@@ -22,38 +26,68 @@ const PACE: Duration = Duration::from_millis(1);
 pub(super) enum ArrivalError {
     /// The source's table cannot be read any more.
     #[error(transparent)]
-    Table(#[from] remora_table::Error),
+    Feed(#[from] FeedError),
     /// The bytes cannot be kept.
     #[error("{0}")]
     Disk(io::Error),
+}
+
+impl From<remora_table::Error> for ArrivalError {
+    fn from(error: remora_table::Error) -> ArrivalError {
+        ArrivalError::Feed(error.into())
+    }
+}
+
+/// What the thread reports.
+pub(super) enum ArrivalNews {
+    /// The replica that slots came from cannot be read any more.
+    Lost(Lost),
+    /// The last slot has arrived, or none arrives any more.
+    Ended(Result<(), ArrivalError>),
 }
 
 /// Slots that arrive. Dropping it stops the thread, within a slot's time.
 pub(super) struct Arrival {
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
-    ended: oneshot::Receiver<Result<(), ArrivalError>>,
+    orders: Sender<ReadFrom>,
+    news: UnboundedReceiver<ArrivalNews>,
+    has_copy: bool,
 }
 
 impl Arrival {
-    /// Begins to read, behind what has arrived already.
-    pub(super) fn begin(part: Part, kept: Arc<dyn Keeper>) -> io::Result<Arrival> {
+    /// Begins to read, behind what has arrived already. The meter shows how far a copy is.
+    pub(super) fn begin(part: Part, kept: Arc<dyn Keeper>, meter: Arc<Meter>) -> io::Result<Arrival> {
         let stop = Arc::new(AtomicBool::new(false));
-        let (tell, ended) = oneshot::channel();
-        let stopped = Arc::clone(&stop);
+        let (tell, news) = unbounded_channel();
+        let (orders, ordered) = channel();
+        let (stopped, has_copy) = (Arc::clone(&stop), part.copy.is_some());
         let thread = std::thread::Builder::new().name("snapshot".into()).spawn(move || {
-            let result = arrive(part, &*kept, &stopped);
-            _ = tell.send(result); // the owner may have gone
+            let exchange = Exchange { orders: ordered, tell, meter };
+            let result =
+                if has_copy { relay(part, &*kept, &stopped, &exchange) } else { arrive(part, &*kept, &stopped) };
+            _ = exchange.tell.send(ArrivalNews::Ended(result)); // the owner may have gone
         })?;
-        Ok(Arrival { stop, thread: Some(thread), ended })
+        Ok(Arrival { stop, thread: Some(thread), orders, news, has_copy })
     }
 
-    /// Waits until the last slot has arrived, or none arrives any more. Cancel-safe.
-    pub(super) async fn ended(&mut self) -> Result<(), ArrivalError> {
-        match (&mut self.ended).await {
-            Ok(result) => result,
-            Err(_) => {
-                Err(ArrivalError::Disk(io::Error::other("the thread ended unexpectedly; this is a bug of remora")))
+    /// Reads from there from now on, if slots go into a copy.
+    pub(super) fn read_from(&self, from: ReadFrom) {
+        _ = self.orders.send(from); // a thread that has ended reads nothing more
+    }
+
+    /// Whether slots go into a copy that replicas can read.
+    pub(super) fn has_copy(&self) -> bool {
+        self.has_copy
+    }
+
+    /// The next report. Cancel-safe.
+    pub(super) async fn news(&mut self) -> ArrivalNews {
+        match self.news.recv().await {
+            Some(news) => news,
+            None => {
+                let error = io::Error::other("the thread ended unexpectedly; this is a bug of remora");
+                ArrivalNews::Ended(Err(ArrivalError::Disk(error)))
             }
         }
     }
@@ -66,6 +100,13 @@ impl Drop for Arrival {
             _ = thread.join(); // what it had to say was said by its result
         }
     }
+}
+
+/// What the thread hears and says about other replicas.
+struct Exchange {
+    orders: Receiver<ReadFrom>,
+    tell: UnboundedSender<ArrivalNews>,
+    meter: Arc<Meter>,
 }
 
 fn arrive(part: Part, kept: &dyn Keeper, stop: &AtomicBool) -> Result<(), ArrivalError> {
@@ -85,6 +126,45 @@ fn arrive(part: Part, kept: &dyn Keeper, stop: &AtomicBool) -> Result<(), Arriva
         peer.wait(PACE).map_err(remora_table::Error::from)?;
     }
     Ok(())
+}
+
+/// Reads into a copy, from the source or from a replica, and from there into the keeper.
+fn relay(part: Part, kept: &dyn Keeper, stop: &AtomicBool, exchange: &Exchange) -> Result<(), ArrivalError> {
+    let Part { peer, sink, expect, copy: Some(plan), .. } = part else { return Ok(()) };
+    let copy = SnapshotCopy::create(sink, plan.own, expect, kept.reached().slots)?;
+    let mut reader = RelayReader::new(Instant::now(), copy, peer, plan);
+    while !stop.load(Ordering::Relaxed) {
+        let now = Instant::now();
+        exchange.orders.try_iter().for_each(|from| reader.read_from(now, from));
+        let before = reader.progress();
+        if let Some(lost) = reader.pump(now)? {
+            _ = exchange.tell.send(ArrivalNews::Lost(lost)); // the owner may have gone
+        }
+        let mut moved = reader.progress() != before;
+        while let Some(slot) = reader.next_slot() {
+            let held = kept.keep(&slot).map_err(ArrivalError::Disk)?;
+            reader.release(slot);
+            kept.add(held).map_err(ArrivalError::Disk)?;
+            moved = true;
+        }
+        exchange.meter.slots_below.set(kept.reached().slots);
+        reader.show(&exchange.meter);
+        if moved {
+            continue;
+        }
+        if reader.is_whole() && kept.reached().slots >= reader.progress().published {
+            return kept.complete().map_err(ArrivalError::Disk);
+        }
+        wait(&mut reader);
+    }
+    Ok(())
+}
+
+/// Sleeps until something has arrived, and at most for [`PACE`].
+fn wait(reader: &mut RelayReader) {
+    let pace = Timespec { tv_sec: 0, tv_nsec: i64::from(PACE.subsec_nanos()) };
+    let mut fds: Vec<PollFd<'_>> = reader.arms().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+    _ = poll(&mut fds, Some(&pace)); // an interruption is only an earlier look
 }
 
 /// Takes what has arrived. Returns whether there was anything.

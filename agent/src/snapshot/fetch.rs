@@ -80,7 +80,8 @@ struct Fetch {
 impl Fetch {
     fn start(args: &FetchArgs, target: Arc<dyn Target>) -> Result<Fetch, Failure> {
         let signals = Signals::catch()?;
-        Ok(Fetch { signals, reception: Reception::start(&args.from, "fetch", target, true)? })
+        let pass_on = (!args.alone).then_some(&args.pass_on);
+        Ok(Fetch { signals, reception: Reception::start(&args.from, "fetch", target, true, pass_on)? })
     }
 
     /// Waits until the whole snapshot has arrived. `left`: what a signal leaves. `begun` is called when a snapshot has

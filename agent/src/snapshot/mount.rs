@@ -30,7 +30,7 @@ pub(super) async fn run(args: SnapshotMountArgs) -> Result<(), Failure> {
     let shelf = Arc::new(Shelf::new(&args.spool));
     let source = args.from.read.source.to_string();
     let Reception { mut running, stop, mut begun } =
-        Reception::start(&args.from, NAME, Arc::clone(&shelf) as Arc<dyn Target>, false)?;
+        Reception::start(&args.from, NAME, Arc::clone(&shelf) as Arc<dyn Target>, false, None)?;
     let mut received = None;
     // What there is is mounted: until then there is nothing to see, and an error is simply the command's.
     tokio::select! {

@@ -6,6 +6,8 @@
 //!      ▲         ▲        │           │
 //!      ╰─ pause ─┴────────┴─ lost ────╯   the same snapshot goes on where it was; another one begins anew
 //! ```
+//!
+//! Where slots are passed on, the source also says from which replica they come, and [`Relay`] connects to it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,16 +16,20 @@ use remora_protocol::{Join, Message, Offer, Outcome, Phase, Progress, Resume};
 use tokio::sync::watch;
 use tokio::time::MissedTickBehavior;
 
-use super::arrival::{Arrival, ArrivalError};
+use super::arrival::{Arrival, ArrivalError, ArrivalNews};
 use super::target::{Keeper, Stage, Target};
-use crate::args::ReadArgs;
+use crate::args::{ReadArgs, RelayArgs};
 use crate::backoff::Backoff;
-use crate::conversation::tokens::Credentials;
+use crate::conversation::tokens::{Credentials, TokenFiles};
 use crate::exit::{Code, Failure};
 use crate::progress::{Meter, Unit};
 use crate::replica::machine::Loss;
+use crate::replica::meter::Meter as Counters;
+use crate::replica::relay::Relay;
+use crate::replica::relay_reader::{Lost, ReadFrom};
 use crate::replica::session::{Received, Session, unreachable};
 use crate::replica::source::{Chosen, Sinks, Source, failure, join};
+use crate::replica::upstream::Said;
 use crate::tasks::blocking;
 
 /// How often progress is shown, and told to the source.
@@ -44,10 +50,27 @@ pub(super) struct Receiving {
     pub(super) target: Arc<dyn Target>,
     /// Whether the primary is asked at the end if it would continue from the snapshot.
     pub(super) asks: bool,
+    /// How slots pass between this command and replicas; `None`: they come from the source alone.
+    pub(super) passing: Option<Passing>,
     /// Told when a snapshot has begun to arrive.
     pub(super) begun: watch::Sender<bool>,
     /// True when it is to stop.
     pub(super) stopped: watch::Receiver<bool>,
+}
+
+/// How slots pass between this command and replicas.
+pub(super) struct Passing {
+    pub(super) tokens: TokenFiles,
+    pub(super) options: RelayArgs,
+    /// For slots that replicas read here.
+    pub(super) memory: u64,
+}
+
+/// This command's part in passing slots on.
+struct Passes {
+    relay: Relay,
+    counters: Arc<Counters>,
+    memory: u64,
 }
 
 /// A snapshot that arrives.
@@ -70,8 +93,9 @@ pub(super) struct Arrived {
 /// What a session waits for.
 enum News {
     Received(Received),
-    /// The last slot has arrived, or none arrives any more.
-    Arrived(Result<(), ArrivalError>),
+    Arrival(ArrivalNews),
+    /// The replica that slots come from, or are to come from.
+    Upstream(Said),
     Stopped,
     /// It is time to look how far the snapshot is.
     Look,
@@ -102,9 +126,10 @@ impl Receiving {
         let name = self.name.clone();
         // A snapshot in the primary's own format: it is for a server of this kind and version.
         let plan = source.plan(&self.read, Some(&name), "").await?;
+        let mut passes = self.pass_on(&source).await?;
         let meter = Meter::start(format!("snapshot of {}", self.read.source), Unit::Bytes, None);
         loop {
-            match self.session(source, &plan, &meter, &mut patience).await {
+            match self.session(source, &plan, &meter, &mut patience, passes.as_mut()).await {
                 Ended::Whole(arrived) => {
                     meter.set(arrived.kept.reached().bytes);
                     meter.finish();
@@ -133,33 +158,68 @@ impl Receiving {
         }
     }
 
-    async fn session(&self, source: Source, plan: &Offer, meter: &Meter, patience: &mut Patience) -> Ended {
+    /// Opens what slots are passed on by.
+    async fn pass_on(&self, source: &Source) -> Result<Option<Passes>, Failure> {
+        let Some(Passing { tokens, options, memory }) = &self.passing else { return Ok(None) };
+        let counters = Arc::new(Counters::default());
+        let (read, options, name) = (self.read.clone(), options.clone(), self.name.clone());
+        let relay = Relay::open(read, options, false, tokens, name, counters.clone(), source).await?;
+        Ok(Some(Passes { relay, counters, memory: *memory }))
+    }
+
+    async fn session(
+        &self,
+        source: Source,
+        plan: &Offer,
+        meter: &Meter,
+        patience: &mut Patience,
+        mut passes: Option<&mut Passes>,
+    ) -> Ended {
         let way = source.way(&self.read);
         let mut session = Session::start(source, way);
-        session.send(self.request(&plan.server));
+        session.send(self.request(&plan.server, passes.as_deref()));
         let (mut present, mut stopped) = (None, self.stopped.clone());
         let mut looks = tokio::time::interval(LOOK_EVERY);
         looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             let news = tokio::select! {
                 received = session.received() => News::Received(received),
-                ended = ended(&mut present) => News::Arrived(ended),
+                news = arrival_news(&mut present) => News::Arrival(news),
+                said = upstream_said(passes.as_deref_mut()) => News::Upstream(said),
                 _ = stopped.wait_for(|stopped| *stopped) => News::Stopped,
                 _ = looks.tick() => News::Look,
             };
             let trouble = match news {
                 News::Received(Received::Lost(loss)) => return Ended::Lost(loss),
                 News::Received(Received::Message(message)) => {
-                    match self.heard(*message, &session, &mut present).await {
+                    match self.heard(*message, &session, &mut present, passes.as_deref_mut()).await {
                         Ok(()) => continue,
                         Err(failure) => failure,
                     }
                 }
-                News::Arrived(Ok(())) => return self.leave_whole(session, present, plan).await,
-                News::Arrived(Err(ArrivalError::Disk(error))) => {
+                News::Arrival(ArrivalNews::Lost(lost)) => {
+                    upstream_lost(lost, &session, passes.as_deref_mut());
+                    continue;
+                }
+                News::Upstream(said) => {
+                    let lost = match said {
+                        Said::ReadFrom(from) => {
+                            read_from(&present, Some(from));
+                            continue;
+                        }
+                        Said::Lost(lost) => lost,
+                    };
+                    read_from(&present, Some(ReadFrom::Left { session: lost.session }));
+                    upstream_lost(lost, &session, passes.as_deref_mut());
+                    continue;
+                }
+                News::Arrival(ArrivalNews::Ended(Ok(()))) => {
+                    return self.leave_whole(session, present, plan, passes.as_deref()).await;
+                }
+                News::Arrival(ArrivalNews::Ended(Err(ArrivalError::Disk(error)))) => {
                     return Ended::Lost(Loss { passes: false, stalled: false, failure: self.target.failure(&error) });
                 }
-                News::Arrived(Err(ArrivalError::Table(error))) => {
+                News::Arrival(ArrivalNews::Ended(Err(ArrivalError::Feed(error)))) => {
                     present = None;
                     Failure::new(Code::Source, format!("the source {}: {error}", self.read.source))
                 }
@@ -170,7 +230,7 @@ impl Receiving {
                     return Ended::Stopped;
                 }
                 News::Look => {
-                    self.look(&session, present.as_ref(), meter, patience);
+                    self.look(&session, present.as_ref(), meter, patience, passes.as_deref());
                     continue;
                 }
             };
@@ -178,7 +238,7 @@ impl Receiving {
             match patience.lost(&self.read, &*self.target, Loss { passes: true, stalled: false, failure: trouble }) {
                 Ok(pause) => {
                     if !is_set_within(&mut stopped, pause).await {
-                        session.send(self.request(&plan.server));
+                        session.send(self.request(&plan.server, passes.as_deref()));
                     }
                 }
                 Err(failure) => return Ended::Lost(Loss { passes: false, stalled: false, failure }),
@@ -187,11 +247,21 @@ impl Receiving {
     }
 
     /// The source has said something. The error says why its tables cannot be read.
-    async fn heard(&self, message: Message, session: &Session, present: &mut Option<Present>) -> Result<(), Failure> {
+    async fn heard(
+        &self,
+        message: Message,
+        session: &Session,
+        present: &mut Option<Present>,
+        passes: Option<&mut Passes>,
+    ) -> Result<(), Failure> {
         match message {
             Message::Offer(offer) => {
                 *present = None;
-                *present = Some(self.begin(session, offer).await?);
+                *present = Some(self.begin(session, offer, passes).await?);
+            }
+            Message::ReadFrom { generation, upstream } => {
+                let from = passes.and_then(|passes| passes.relay.assigned(generation, upstream));
+                read_from(present, from);
             }
             Message::Waiting { text, .. } => tracing::info!("waiting for a snapshot: {text}"),
             Message::GenerationGone { generation, text } => {
@@ -204,16 +274,23 @@ impl Receiving {
     }
 
     /// Shows how far the snapshot is, here and to the source.
-    fn look(&self, session: &Session, present: Option<&Present>, meter: &Meter, patience: &mut Patience) {
+    fn look(
+        &self,
+        session: &Session,
+        present: Option<&Present>,
+        meter: &Meter,
+        patience: &mut Patience,
+        passes: Option<&Passes>,
+    ) {
         let Some(present) = present else { return };
         let reached = present.kept.reached().bytes;
         patience.reached(reached);
         meter.set(reached);
-        session.report(present.progress(), present.retained);
+        session.report(present.progress(passes), present.retained);
     }
 
     /// The request for a snapshot, or for the rest of the one that has begun to arrive.
-    fn request(&self, server: &str) -> Message {
+    fn request(&self, server: &str, passes: Option<&Passes>) -> Message {
         let begun = self.target.present().filter(|kept| kept.reached().stage == Stage::Arriving);
         let resume = begun.map(|kept| Resume {
             generation: kept.origin().generation,
@@ -222,13 +299,20 @@ impl Receiving {
             replid: kept.origin().history,
             next_byte: kept.origin().offset + 1,
         });
-        Message::Join(join(Some(&self.name), server, resume))
+        let relays = passes.and_then(|passes| passes.relay.introduction());
+        Message::Join(Join { relays, ..join(Some(&self.name), server, resume) })
     }
 
     /// Connects to the tables of an offer. The snapshot that has begun to arrive goes on, or another one begins.
-    async fn begin(&self, session: &Session, offer: Offer) -> Result<Present, Failure> {
+    async fn begin(&self, session: &Session, offer: Offer, passes: Option<&mut Passes>) -> Result<Present, Failure> {
         let (way, retained) = (session.way().clone(), offer.snapshot.retained);
-        let (id, part, chosen) = blocking(move || way.snapshot(&offer, Sinks::new(BUFFER_MEMORY))).await?;
+        let wish = passes.as_ref().and_then(|passes| passes.relay.wish(None));
+        let memory = passes.as_ref().map_or(BUFFER_MEMORY, |passes| passes.memory.max(BUFFER_MEMORY));
+        let connecting = move || {
+            let (id, part, chosen) = way.snapshot(&offer, Sinks::new(memory), wish.as_ref())?;
+            Ok((id, part, chosen, offer))
+        };
+        let (id, part, mut chosen, offer) = blocking(connecting).await?;
         let origin = id.origin;
         let same = self.target.present();
         let same = same.filter(|kept| kept.origin() == origin && kept.reached().stage == Stage::Arriving);
@@ -245,8 +329,13 @@ impl Receiving {
             from = kept.reached().bytes,
             "the snapshot arrives"
         );
-        let arrival = Arrival::begin(part, Arc::clone(&kept));
+        let counters = passes.as_ref().map(|passes| passes.counters.clone()).unwrap_or_default();
+        let arrival = Arrival::begin(part, Arc::clone(&kept), counters);
         let arrival = arrival.map_err(|error| Failure::local(format!("no thread for the snapshot: {error}")))?;
+        let from = passes.and_then(|passes| passes.relay.attached(&offer, &mut chosen, false));
+        if let Some(from) = from {
+            arrival.read_from(from);
+        }
         self.begun.send_replace(true);
         Ok(Present { kept, arrival, chosen, retained })
     }
@@ -260,11 +349,17 @@ impl Receiving {
         }
     }
 
-    async fn leave_whole(&self, mut session: Session, present: Option<Present>, plan: &Offer) -> Ended {
+    async fn leave_whole(
+        &self,
+        mut session: Session,
+        present: Option<Present>,
+        plan: &Offer,
+        passes: Option<&Passes>,
+    ) -> Ended {
         let Some(present) = present else { return Ended::Stopped };
         let reached = present.kept.reached();
         tracing::info!(bytes = reached.bytes, slots = reached.slots, "the whole snapshot has arrived");
-        session.report(Progress { phase: Phase::Load, ..present.progress() }, present.retained);
+        session.report(Progress { phase: Phase::Load, ..present.progress(passes) }, present.retained);
         let mut arrived = Arrived { kept: Arc::clone(&present.kept), plan: plan.clone(), covered: None };
         if self.asks {
             match tokio::time::timeout(ANSWER_LIMIT, self.ask(&mut session, &mut arrived)).await {
@@ -312,26 +407,50 @@ async fn is_set_within(flag: &mut watch::Receiver<bool>, limit: Duration) -> boo
 }
 
 /// Pending while no snapshot arrives.
-async fn ended(present: &mut Option<Present>) -> Result<(), ArrivalError> {
+async fn arrival_news(present: &mut Option<Present>) -> ArrivalNews {
     match present {
-        Some(present) => present.arrival.ended().await,
+        Some(present) => present.arrival.news().await,
         None => std::future::pending().await,
     }
 }
 
+/// Pending while slots come from no replica.
+async fn upstream_said(passes: Option<&mut Passes>) -> Said {
+    match passes {
+        Some(passes) => passes.relay.said().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Tells the source, which then assigns another replica.
+fn upstream_lost(lost: Lost, session: &Session, passes: Option<&mut Passes>) {
+    if let Some(message) = passes.and_then(|passes| passes.relay.lost(lost)) {
+        session.send(message);
+    }
+}
+
+fn read_from(present: &Option<Present>, from: Option<ReadFrom>) {
+    if let (Some(present), Some(from)) = (present, from) {
+        present.arrival.read_from(from);
+    }
+}
+
 impl Present {
-    fn progress(&self) -> Progress {
+    fn progress(&self, passes: Option<&Passes>) -> Progress {
         let reached = self.kept.reached();
+        // A copy holds slots before the file does.
+        let held = passes.filter(|_| self.arrival.has_copy()).map_or(0, |passes| passes.counters.slots_held.get());
+        let below = passes.map_or(0, |passes| passes.relay.slots_below());
         Progress {
             generation: self.kept.origin().generation,
             phase: Phase::Transfer,
             transport: Some(self.chosen.kind.code()),
             transport_why: self.chosen.why.clone(),
-            slots_below: reached.slots,
-            slots_held: reached.slots,
+            slots_below: reached.slots.max(below),
+            slots_held: reached.slots.max(held),
             bytes: reached.bytes,
             applied_offset: 0,
-            relaying: None,
+            relaying: passes.and_then(|passes| passes.relay.relaying()),
             no_fast_keys: String::new(),
         }
     }

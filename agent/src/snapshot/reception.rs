@@ -1,16 +1,16 @@
 //! Reception: a snapshot that is being received, as the commands hold it.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use tokio::sync::watch;
 use tokio::task::{JoinError, JoinHandle};
 
-use super::receiving::{Arrived, Receiving};
+use super::receiving::{Arrived, Passing, Receiving};
 use super::target::Target;
-use crate::args::SnapshotFromArgs;
-use crate::conversation::certificate_roles::CertificateRoles;
-use crate::conversation::tokens::Credentials;
+use crate::args::{PassOnArgs, RelayArgs, ReplicaNameArgs, SnapshotFromArgs};
 use crate::exit::Failure;
+use crate::replica::open_tokens;
 
 /// The task that receives a snapshot.
 pub(super) type Running = JoinHandle<Result<Option<Arrived>, Failure>>;
@@ -26,7 +26,8 @@ pub(super) struct Reception {
 
 impl Reception {
     /// Begins to receive. `name`: under which the source shows it, unless the user has given another one; `asks`:
-    /// whether the primary is asked at the end if it would continue from the snapshot.
+    /// whether the primary is asked at the end if it would continue from the snapshot; `pass_on`: how slots pass
+    /// between this command and replicas, if they do.
     ///
     /// # Errors
     /// The token or the certificates cannot be used.
@@ -35,13 +36,21 @@ impl Reception {
         name: &str,
         target: Arc<dyn Target>,
         asks: bool,
+        pass_on: Option<&PassOnArgs>,
     ) -> Result<Reception, Failure> {
-        let security = from.security.open_for(&from.expected, CertificateRoles::default())?;
-        let credentials = Credentials::read(from.token_file.as_ref(), security, from.expected.source_key)?;
+        let files: Vec<PathBuf> = from.token_file.iter().cloned().collect();
+        let (readers, relay) = match pass_on {
+            Some(pass_on) => (pass_on.readers.clone(), pass_on.relay.clone()),
+            None => (ReplicaNameArgs::default(), RelayArgs::default()),
+        };
+        let tokens = open_tokens(&files, &from.security, &from.expected, &readers, &relay)?;
+        let credentials = tokens.credentials(from.expected.source_key);
+        let passing = pass_on.map(|pass_on| Passing { tokens, options: relay, memory: pass_on.memory.get() });
         let (begin, begun) = watch::channel(false);
         let (stop, stopped) = watch::channel(false);
         let name = from.name.clone().unwrap_or_else(|| name.to_owned());
-        let receiving = Receiving { read: from.read.clone(), credentials, name, target, asks, begun: begin, stopped };
+        let read = from.read.clone();
+        let receiving = Receiving { read, credentials, name, target, asks, passing, begun: begin, stopped };
         Ok(Reception { running: tokio::spawn(receiving.run()), stop, begun })
     }
 }

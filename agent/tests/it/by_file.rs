@@ -12,8 +12,8 @@ use remora_lab::{Agent, Server, assert_same_data, require};
 use rustix::process::Signal;
 
 use crate::kit::{
-    Cluster, LONG, Source, Stage, ends, fill, fill_keys, follows, number, primary, quick, says, steady_writer,
-    succeeds, syncs, write_past_the_backlog,
+    LONG, Source, Stage, ends, fill, fill_cluster, fill_keys, follows, number, primary, quick, says, start_cluster,
+    steady_writer, succeeds, syncs, write_past_the_backlog,
 };
 
 /// A primary with its source, and a restart command that the test carries out.
@@ -321,8 +321,8 @@ fn a_file_from_which_the_primary_would_not_continue_is_not_put_in_place() {
 #[test]
 fn a_node_of_a_cluster_is_restarted_on_the_file_of_its_shard() {
     for kind in require::kinds() {
-        let mut cluster = Cluster::start(kind, 3, 1);
-        cluster.fill(2_000, 1);
+        let mut cluster = start_cluster(None, kind, 3, 1);
+        fill_cluster(&cluster, 2_000, 1);
         let stage = Stage::new();
         let source = stage.source(&cluster.shards[0].primary.url(), &[]);
         let (wanted, server) = (stage.folder().join("wanted"), &mut cluster.shards[0].replicas[0]);
@@ -340,7 +340,7 @@ fn a_node_of_a_cluster_is_restarted_on_the_file_of_its_shard() {
         let said = succeeds(&mut agent, server);
         let shard = &cluster.shards[0];
         assert_eq!(syncs(&shard.primary), (2, 1), "{kind}: its own first one, the source's\n{said}");
-        cluster.wait_for_nodes(6);
+        cluster.wait_for_nodes(6).unwrap();
         wait_until("the same data", LONG, || {
             let (one, other) = (shard.primary.digest()?, shard.replicas[0].digest()?);
             Ok(if one == other { Ok(()) } else { Err(format!("{one} {other}")) })

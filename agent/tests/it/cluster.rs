@@ -33,47 +33,46 @@ impl Pair {
         }
         Pair { full, empty }
     }
+}
 
-    /// Moves a slot as `redis-cli --cluster reshard` does, and returns how many keys it has moved.
-    fn reshard(&self, slot: u32) -> usize {
-        let (mut from, mut to) = (self.full.client().unwrap(), self.empty.client().unwrap());
-        let (from_id, to_id) = (id(&self.full), id(&self.empty));
-        let (host, port) = (self.empty.address().ip().to_string(), self.empty.port().to_string());
-        let slot = slot.to_string();
-        to.ok(&["CLUSTER", "SETSLOT", &slot, "IMPORTING", &from_id]).unwrap();
-        from.ok(&["CLUSTER", "SETSLOT", &slot, "MIGRATING", &to_id]).unwrap();
-        let mut moved = 0;
-        loop {
-            let keys = keys_in_slot(&mut from, &slot);
-            if keys.is_empty() {
-                break;
-            }
-            moved += keys.len();
-            let head = ["MIGRATE", &host, &port, "", "0", "5000", "KEYS"].map(|word| word.as_bytes().to_vec());
-            from.ok(&head.into_iter().chain(keys).collect::<Vec<_>>()).unwrap();
+/// Moves a slot as `redis-cli --cluster reshard` does, and returns how many keys it has moved.
+pub(crate) fn move_slot(from: &Server, to: &Server, slot: u32) -> usize {
+    let (from_id, to_id) = (id(from), id(to));
+    let (host, port) = (to.address().ip().to_string(), to.port().to_string());
+    let (mut from, mut to) = (from.client().unwrap(), to.client().unwrap());
+    let slot = slot.to_string();
+    to.ok(&["CLUSTER", "SETSLOT", &slot, "IMPORTING", &from_id]).unwrap();
+    from.ok(&["CLUSTER", "SETSLOT", &slot, "MIGRATING", &to_id]).unwrap();
+    let mut moved = 0;
+    loop {
+        let keys = keys_in_slot(&mut from, &slot);
+        if keys.is_empty() {
+            break;
         }
-        for client in [&mut to, &mut from] {
-            client.ok(&["CLUSTER", "SETSLOT", &slot, "NODE", &to_id]).unwrap();
-        }
-        moved
+        moved += keys.len();
+        let head = ["MIGRATE", &host, &port, "", "0", "5000", "KEYS"].map(|word| word.as_bytes().to_vec());
+        from.ok(&head.into_iter().chain(keys).collect::<Vec<_>>()).unwrap();
     }
+    for client in [&mut to, &mut from] {
+        client.ok(&["CLUSTER", "SETSLOT", &slot, "NODE", &to_id]).unwrap();
+    }
+    moved
+}
 
-    /// Moves these slots at once, and does not wait for the end.
-    fn migrate(&self, first: u32, last: u32) {
-        let to = id(&self.empty);
-        let slots = [first.to_string(), last.to_string()];
-        let command = ["CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", &slots[0], &slots[1], "NODE", &to];
-        self.full.client().unwrap().ok(&command).unwrap();
-    }
+/// Moves these slots at once, and does not wait for the end.
+pub(crate) fn move_slots(from: &Server, to: &Server, first: u32, last: u32) {
+    let (to, slots) = (id(to), [first.to_string(), last.to_string()]);
+    let command = ["CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", &slots[0], &slots[1], "NODE", &to];
+    from.client().unwrap().ok(&command).unwrap();
+}
 
-    /// Waits until no slot is on its way, and returns how the last migration ended.
-    fn settled(&self) -> String {
-        wait_until("the end of the migration", LONG, || {
-            let state = migration(&self.full)?;
-            Ok(if ["success", "failed", "cancelled"].contains(&state.as_str()) { Ok(state) } else { Err(state) })
-        })
-        .unwrap()
-    }
+/// Waits until no slot is on its way from this server, and returns how the last migration ended.
+pub(crate) fn settled(from: &Server) -> String {
+    wait_until("the end of the migration", LONG, || {
+        let state = migration(from)?;
+        Ok(if ["success", "failed", "cancelled"].contains(&state.as_str()) { Ok(state) } else { Err(state) })
+    })
+    .unwrap()
 }
 
 fn keys_in_slot(client: &mut Client, slot: &str) -> Vec<Vec<u8>> {
@@ -103,13 +102,13 @@ fn replicas_are_made_of_both_primaries_while_slots_move_between_them() {
             .collect();
         let (mut moved, mut slots) = (0, 0..16_384);
         while agents.iter_mut().any(|agent| agent.ended().unwrap().is_none()) {
-            moved += slots.next().map_or(0, |slot| pair.reshard(slot));
+            moved += slots.next().map_or(0, |slot| move_slot(&pair.full, &pair.empty, slot));
         }
         for (agent, server) in agents.iter_mut().zip(&servers) {
             succeeds(agent, server);
         }
         // In step, they follow the servers' own replication.
-        moved += slots.by_ref().take(200).map(|slot| pair.reshard(slot)).sum::<usize>();
+        moved += slots.by_ref().take(200).map(|slot| move_slot(&pair.full, &pair.empty, slot)).sum::<usize>();
         assert!(moved > 0 && moved < KEYS, "{moved} keys were moved");
         assert_same_data(&pair.full, &servers[0]);
         assert_same_data(&pair.empty, &servers[1]);
@@ -135,7 +134,7 @@ fn no_snapshot_is_used_that_was_taken_while_the_server_imported_slots() {
             .unwrap();
             source
         });
-        pair.migrate(0, 8_000);
+        move_slots(&pair.full, &pair.empty, 0, 8_000);
         wait_until("the import to begin", LONG, || {
             let state = migration(&pair.empty)?;
             Ok(if state.is_empty() { Err(state) } else { Ok(()) })
@@ -146,7 +145,7 @@ fn no_snapshot_is_used_that_was_taken_while_the_server_imported_slots() {
         let mut source = asked.unwrap_or_else(|| Source::start(&pair.empty, &["--eager"]));
         source.agent.wait_for_line("imports the slots 0-8000", LONG).unwrap();
         pair.full.resume().unwrap();
-        let ended = pair.settled();
+        let ended = settled(&pair.full);
         let server = with_or_without(quick(kind), module);
         source.replicate(&server, &[]);
         assert_same_data(&pair.empty, &server);
@@ -154,14 +153,14 @@ fn no_snapshot_is_used_that_was_taken_while_the_server_imported_slots() {
 
         // An import is in the stream. Whether it succeeds or not, the replica follows.
         for (first, last, cancelled) in [(8_001, 12_000, true), (8_001, 12_000, false)] {
-            pair.migrate(first, last);
+            move_slots(&pair.full, &pair.empty, first, last);
             if cancelled {
                 let _ = pair.full.client().unwrap().call(&["CLUSTER", "CANCELSLOTMIGRATIONS"]);
             }
-            pair.settled();
+            settled(&pair.full);
             assert_same_data(&pair.empty, &server);
         }
-        assert_eq!(pair.settled(), "success", "with the module too, Valkey moves slots");
+        assert_eq!(settled(&pair.full), "success", "with the module too, Valkey moves slots");
     }
 }
 

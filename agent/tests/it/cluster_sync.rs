@@ -2,11 +2,13 @@
 //! `remora intercept` stand.
 
 use remora_lab::server::wait_until;
-use remora_lab::{Agent, Host, Kind, Net, Server, assert_same_data, require};
+use remora_lab::{Agent, Cluster, Host, Kind, Net, Server, assert_same_data, require};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::kit::{Cluster, LONG, Source, Stage, ends, id, load_slowly, primary, says, syncs, wait_until_loading};
+use crate::kit::{
+    LONG, Source, Stage, ends, fill_cluster, id, load_slowly, primary, says, start_cluster, syncs, wait_until_loading,
+};
 
 const SHARDS: usize = 3;
 const KEYS: usize = 3000;
@@ -18,23 +20,23 @@ const FIRST_USER: u32 = 60_001;
 const FIRST_PORT: u16 = 7380;
 
 /// A cluster on one host, a source for each shard, and new nodes.
-struct Scene {
+pub(crate) struct Scene {
     stage: Stage,
     host: Host,
-    cluster: Cluster,
+    pub(crate) cluster: Cluster,
     sources: Vec<Source>,
-    nodes: Vec<Server>,
+    pub(crate) nodes: Vec<Server>,
     _net: Net,
 }
 
 impl Scene {
     /// The sources are beside the primaries, or beside the first replicas where there are some.
-    fn new(kind: Kind, replicas: usize, nodes: usize) -> Option<Scene> {
+    pub(crate) fn new(kind: Kind, replicas: usize, nodes: usize) -> Option<Scene> {
         require::namespaces()?;
         let net = Net::new().unwrap();
         let (stage, host) = (Stage::new(), net.host("hosts").unwrap());
-        let cluster = Cluster::start_on(&host, kind, SHARDS, replicas);
-        cluster.fill(KEYS, 1);
+        let cluster = start_cluster(Some(&host), kind, SHARDS, replicas);
+        fill_cluster(&cluster, KEYS, 1);
         let server = |number: usize| {
             let shard = &cluster.shards[number];
             shard.replicas.first().unwrap_or(&shard.primary).url()
@@ -46,7 +48,7 @@ impl Scene {
     }
 
     /// An agent beside a new node, which reads from the source of this shard.
-    fn attend(&self, number: usize, shard: usize) -> Agent {
+    pub(crate) fn attend(&self, number: usize, shard: usize) -> Agent {
         let (user, port) = (user(number).to_string(), (FIRST_PORT + u16::try_from(number).unwrap()).to_string());
         let rules = ["intercept", "add", "--server-uid", &user, "--agent-uid", "0", "--listen-port", &port];
         self.stage.start(Some(&self.host), &rules).wait_for_success(LONG).unwrap();
@@ -134,7 +136,7 @@ fn new_nodes_become_replicas_and_the_primaries_serve_no_full_copy() {
             let seen = agents[number].output().matches("the source serves it").count();
             assert_eq!(seen, 2, "{}", agents[number].output());
         }
-        scene.cluster.wait_for_nodes(2 * SHARDS);
+        scene.cluster.wait_for_nodes(2 * SHARDS).unwrap();
     }
 }
 

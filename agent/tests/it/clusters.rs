@@ -3,10 +3,10 @@
 use std::fs;
 
 use remora_lab::server::wait_until;
-use remora_lab::{Kind, Server, assert_same_data, require};
+use remora_lab::{Cluster, Kind, Server, assert_same_data, require};
 use serde_json::Value;
 
-use crate::kit::{Cluster, LONG, Source, Stage, ends, id, number, primary, quick, says, syncs};
+use crate::kit::{LONG, Source, Stage, ends, fill_cluster, id, number, primary, quick, says, start_cluster, syncs};
 
 const SHARDS: usize = 3;
 const KEYS: usize = 3000;
@@ -20,8 +20,8 @@ struct Scene {
 
 impl Scene {
     fn new(kind: Kind) -> Scene {
-        let (stage, cluster) = (Stage::new(), Cluster::start(kind, SHARDS, 1));
-        cluster.fill(KEYS, 1);
+        let (stage, cluster) = (Stage::new(), start_cluster(None, kind, SHARDS, 1));
+        fill_cluster(&cluster, KEYS, 1);
         let beside = |number: usize| match number {
             0 => cluster.shards[0].replicas[0].url(),
             number => cluster.shards[number].primary.url(),
@@ -146,10 +146,10 @@ fn a_new_node_starts_on_a_file_and_goes_on_in_the_cluster_without_a_full_copy() 
             let taken = syncs(&shard.primary).0;
             assert!(taken <= full + 1, "the source's own");
 
-            scene.cluster.fill(300, shard.primary.port().into());
+            fill_cluster(&scene.cluster, 300, shard.primary.port().into());
             node.restart().unwrap();
             node.wait_for_link(LONG).unwrap();
-            scene.cluster.meet(&node);
+            scene.cluster.meet(&node).unwrap();
             wait_until("the new node to be known as a replica", LONG, || {
                 let text = scene.cluster.shards[2].replicas[0].client()?.text(&["CLUSTER", "NODES"])?;
                 let line = text.lines().find(|line| line.contains(&format!(":{}@", node.port())));
@@ -177,7 +177,7 @@ fn bus_port_of(folder: &str) -> String {
 #[test]
 fn a_node_is_not_written_for_a_cluster_that_the_source_is_not_in() {
     let Some(kind) = require::redis() else { return };
-    let (stage, cluster) = (Stage::new(), Cluster::start(kind, 1, 0));
+    let (stage, cluster) = (Stage::new(), start_cluster(None, kind, 1, 0));
     let elsewhere = primary(kind).start().unwrap();
     let source = stage.source(&elsewhere.url(), &[]);
     let (to, conf) = (stage.path("dump.rdb"), stage.path("nodes.conf"));

@@ -9,7 +9,7 @@ use rustix::process::Signal;
 
 use crate::attend::{PORT, SERVER_USER, Scene, in_step};
 use crate::kit::{
-    Cluster, LONG, ends, follows, id, load_slowly, number, primary, quick, says, steady_writer, succeeds, syncs,
+    LONG, ends, follows, id, load_slowly, number, primary, quick, says, start_cluster, steady_writer, succeeds, syncs,
     wait_until_loading,
 };
 
@@ -222,7 +222,7 @@ fn auto_is_by_interception_in_cluster_mode_and_refused_where_that_is_not_possibl
 #[test]
 fn auto_says_why_a_node_of_the_agents_own_user_is_refused() {
     let Some(kind) = require::redis() else { return };
-    let cluster = Cluster::start(kind, 3, 1);
+    let cluster = start_cluster(None, kind, 3, 1);
     let stage = crate::kit::Stage::new();
     let source = stage.source(&cluster.shards[0].primary.url(), &[]);
     let options = ["--replace", "--delivery", "auto"];

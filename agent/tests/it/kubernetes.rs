@@ -103,7 +103,7 @@ impl Cluster {
     fn run(&self, pod: &Pod, container: &Value, spec: &Value, words: &[String]) -> Agent {
         let environment = container["env"].as_sequence().cloned().unwrap_or_default();
         let environment: BTreeMap<String, String> =
-            environment.iter().map(|pair| (text(&pair["name"]), self.placed(pod, &text(&pair["value"])))).collect();
+            environment.iter().map(|pair| (text(&pair["name"]), self.value(pod, pair))).collect();
         // $(NAME) in arguments is replaced by Kubernetes.
         let expand = |word: &String| {
             environment.iter().fold(word.clone(), |word, (name, value)| word.replace(&format!("$({name})"), value))
@@ -132,6 +132,15 @@ impl Cluster {
         command.args(&words).envs(&environment).env("HOSTNAME", &pod.name).current_dir(&pod.data);
         pod.host.enter(&mut command).unwrap();
         Agent::run(command).unwrap()
+    }
+
+    /// The value of a variable: the pod's address, or a text.
+    fn value(&self, pod: &Pod, pair: &Value) -> String {
+        match pair.get("valueFrom") {
+            Some(from) if from["fieldRef"]["fieldPath"] == "status.podIP" => pod.host.address().to_string(),
+            Some(from) => panic!("what is {from:?}?"),
+            None => self.placed(pod, &text(&pair["value"])),
+        }
     }
 
     /// Names become addresses, and the paths of volumes folders of this machine.

@@ -49,6 +49,7 @@ mod prometheus;
 mod rdma;
 mod ready;
 mod relay;
+mod reshard;
 mod resume;
 mod security;
 mod sentinel;

@@ -13,6 +13,7 @@
 pub mod bars;
 pub mod copies;
 pub mod crowd;
+pub mod mass;
 pub mod messenger;
 pub mod perftest;
 mod plot;

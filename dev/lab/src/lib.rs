@@ -15,7 +15,7 @@
 //! The modules, in the order in which to read them:
 //!
 //! - [`server`]: start a Redis or Valkey. **Start here.**
-//! - [`sentinel`]: Sentinels that watch a group of servers.
+//! - [`cluster`]: primaries that share the slots, and their replicas. [`sentinel`]: Sentinels that watch a group.
 //! - [`client`]: talk to it.
 //! - [`agent`]: start the program under test, read its output, wait, send signals, measure.
 //! - [`workload`]: a writer at full speed, and a data set with every type in it.
@@ -34,6 +34,7 @@
 
 pub mod agent;
 pub mod client;
+pub mod cluster;
 pub mod compare;
 pub mod error;
 pub mod http;
@@ -55,6 +56,7 @@ pub mod workload;
 
 pub use agent::Agent;
 pub use client::{Address, Client};
+pub use cluster::Cluster;
 pub use compare::{Agreement, assert_same_data};
 pub use error::{Error, Result};
 pub use net::{BitRate, Host, Loss, Net, Shape};

@@ -14,6 +14,8 @@
 //! - The sync is that of `remora replica`, with other hands: see `driver/server/intercepted.rs`.
 //!
 //! What must hold:
+//! - Slots are lent to other replicas as `remora replica` does, also when the server has gone on by itself: the next
+//!   sync ends that, and not the other way round.
 //! - `PSYNC` reaches the primary, or the delivery, and never both.
 //! - While a sync lasts, every connection of the server that asks goes to its delivery, until the gate is closed.
 //! - A failure of ours leaves the server with its primary: the gate is closed before the connection is.
@@ -40,11 +42,9 @@ use self::gate::{Gate, RENEW_EVERY};
 use self::passage::Arrival;
 use self::syncs::{Asks, LinkState, Syncs};
 use self::tls::{Between, Tls};
-use super::preflight;
 use super::tls::server_config;
+use super::{open_tokens, preflight};
 use crate::args::{AttendArgs, LinkTlsArgs, MetricsFileArgs};
-use crate::conversation::certificate_roles::CertificateRoles;
-use crate::conversation::tokens::TokenFiles;
 use crate::exit::Failure;
 use crate::metrics::register as all;
 use crate::metrics::{Agent, Scrape, Scrapes, Watch};
@@ -76,8 +76,7 @@ const DIRECT_LIMIT: Duration = Duration::from_secs(30);
 pub async fn run(args: AttendArgs) -> Result<(), Failure> {
     let mut signals = Signals::catch()?;
     let (_watch, mut scrapes) = Watch::begin(Agent::Attend, &args.metrics, &MetricsFileArgs::default()).await?;
-    let security = args.security.open_for(&args.expected, CertificateRoles::default())?;
-    let tokens = TokenFiles::read(&args.token_files, &[], security)?;
+    let tokens = open_tokens(&args.token_files, &args.security, &args.expected, &args.readers, &args.relay)?;
     let _rereading = tokens.read_again_on_hangup()?;
     let server = args.server.open(Task::Attend)?;
     let port = args.listen_port;
@@ -280,6 +279,17 @@ struct Attendant {
 impl Attendant {
     async fn run(
         mut self,
+        arrivals: &mut Receiver<Arrival>,
+        signals: &mut Signals,
+        scrapes: Scrapes,
+    ) -> Result<(), Failure> {
+        let outcome = self.attend(arrivals, signals, scrapes).await;
+        self.syncs.stop_lending().await;
+        outcome
+    }
+
+    async fn attend(
+        &mut self,
         arrivals: &mut Receiver<Arrival>,
         signals: &mut Signals,
         mut scrapes: Scrapes,

@@ -107,7 +107,7 @@ pub(in crate::replica) async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -
     let (dry_run, sentinels) = (args.dry_run, args.sentinel.open()?);
     let args = args.of_an_intercepted_sync();
     // The source is asked before anything is changed, and again when the primary's history is known.
-    let credentials = tokens.credentials(args.expected.source_key);
+    let credentials = tokens.credentials(args.source_key);
     ask_source(args.clone(), credentials, facts.name()).await?;
     let ports = match &sentinels {
         Some(sentinels) => group_ports(sentinels).await?,
@@ -159,6 +159,7 @@ impl Ready {
         if outcome.is_ok() && once.rewrites {
             once.write_the_file().await?;
         }
+        once.syncs.lend_to_the_end().await;
         outcome
     }
 }

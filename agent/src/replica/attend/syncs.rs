@@ -1,15 +1,21 @@
 //! Syncs: what becomes of a connection that asks for a sync, and the sync that serves it.
+//!
+//! ```text
+//!   begin ──▶ under way ── the server goes on by itself ──▶ over, if no other replica reads its copy
+//!                                                      └──▶ lending, until none does, --linger is over, or the next sync begins
+//! ```
 
 use std::pin::Pin;
 use std::time::Duration;
 
 use remora_redis::ReplId;
 use tokio::sync::mpsc::{Sender, UnboundedSender, unbounded_channel};
+use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 
 use super::gate::Gate;
 use super::passage::Arrival;
-use crate::args::{HostPort, ReplicaArgs};
+use crate::args::{HostPort, SyncArgs};
 use crate::conversation::tokens::{Credentials, TokenFiles};
 use crate::exit::{Code, Failure};
 use crate::metrics::{Scrape, Scrapes};
@@ -23,26 +29,60 @@ use crate::server::{Client, Facts, Server, ServerError};
 /// `repl-timeout`, 60 s by default.
 const SOURCE_LIMIT: Duration = Duration::from_secs(10);
 
+/// How long the end of what is lent may take: a word to the source, and the closing of a port.
+const LENDING_END_LIMIT: Duration = Duration::from_secs(5);
+
 /// The syncs of one server, one at a time.
 pub(super) struct Syncs {
     /// The arguments of a sync from the first source.
-    pub(super) args: ReplicaArgs,
+    pub(super) args: SyncArgs,
     /// Further sources.
     pub(super) sources: Vec<HostPort>,
     pub(super) tokens: TokenFiles,
     pub(super) server: Server,
     pub(super) gate: Gate,
     sync: Option<Sync>,
+    /// A sync that its server needs no more.
+    lending: Option<Lending>,
     /// For looks at the server's link.
     client: Option<Client>,
 }
 
+/// The work of a sync.
+type Running = Pin<Box<dyn Future<Output = Result<(), Failure>>>>;
+
 /// A sync under way.
 struct Sync {
-    running: Pin<Box<dyn Future<Output = Result<(), Failure>>>>,
+    running: Running,
     newcomers: UnboundedSender<Newcomer>,
     /// The sync adds its values to those of the attendant.
     scrapes: Sender<Scrape>,
+    /// Told when the server needs it no more, and other replicas still read its copy.
+    lingers: oneshot::Receiver<()>,
+}
+
+/// A sync whose server goes on by itself, and whose copy other replicas still read.
+struct Lending {
+    running: Running,
+    /// Its end ends the lending.
+    newcomers: UnboundedSender<Newcomer>,
+}
+
+/// How a sync goes on.
+enum Step {
+    Over(Result<(), Failure>),
+    /// Its server needs it no more.
+    Lends,
+}
+
+impl Sync {
+    async fn next(&mut self) -> Step {
+        tokio::select! {
+            biased;
+            outcome = self.running.as_mut() => Step::Over(outcome),
+            Ok(()) = &mut self.lingers => Step::Lends,
+        }
+    }
 }
 
 /// What a connection asks for.
@@ -67,28 +107,49 @@ pub(super) enum LinkState {
 }
 
 impl Syncs {
-    pub(super) fn new(
-        args: ReplicaArgs,
-        sources: Vec<HostPort>,
-        tokens: TokenFiles,
-        server: Server,
-        gate: Gate,
-    ) -> Syncs {
-        Syncs { args, sources, tokens, server, gate, sync: None, client: None }
+    pub(super) fn new(args: SyncArgs, sources: Vec<HostPort>, tokens: TokenFiles, server: Server, gate: Gate) -> Syncs {
+        Syncs { args, sources, tokens, server, gate, sync: None, lending: None, client: None }
     }
 
     pub(super) fn is_running(&self) -> bool {
         self.sync.is_some()
     }
 
-    /// The end of the sync that is under way. Pending while no sync is under way.
+    /// The end of the sync that is under way: its server goes on by itself, or is left to its primary. Pending while no
+    /// sync is under way. What is lent to other replicas goes on meanwhile. Cancel-safe.
     pub(super) async fn ended(&mut self) -> Result<(), Failure> {
-        let outcome = match &mut self.sync {
-            Some(sync) => sync.running.as_mut().await,
-            None => std::future::pending().await,
-        };
-        self.sync = None;
-        outcome
+        loop {
+            let step = tokio::select! {
+                step = next(&mut self.sync) => step,
+                () = lent(&mut self.lending) => {
+                    self.lending = None;
+                    continue;
+                }
+            };
+            let sync = self.sync.take();
+            if let Step::Over(outcome) = step {
+                return outcome;
+            }
+            self.lending = sync.map(|Sync { running, newcomers, .. }| Lending { running, newcomers });
+            return Ok(());
+        }
+    }
+
+    /// Lends until no replica reads any more, or `--linger` is over. A signal ends it too.
+    pub(super) async fn lend_to_the_end(&mut self) {
+        if self.lending.is_some() {
+            lent(&mut self.lending).await;
+            self.lending = None;
+        }
+    }
+
+    /// Ends what is lent: its readers go on elsewhere.
+    pub(super) async fn stop_lending(&mut self) {
+        let Some(Lending { running, newcomers }) = self.lending.take() else { return };
+        drop(newcomers);
+        if tokio::time::timeout(LENDING_END_LIMIT, running).await.is_err() {
+            tracing::warn!("what is lent to other replicas has not ended within {} s", LENDING_END_LIMIT.as_secs());
+        }
     }
 
     /// Has the sync that is under way answer those who watch; gives the question back if no sync is. A sync that is
@@ -161,6 +222,8 @@ impl Syncs {
 
     /// Begins a sync, if a source serves the primary's history.
     pub(super) async fn begin(&mut self, arrival: &mut Arrival) -> Result<(), Failure> {
+        // The memory and the port are the next one's.
+        self.stop_lending().await;
         let begun = async {
             let mut client = self.server.connect().await?;
             let server = Facts::read(&mut client).await?;
@@ -177,31 +240,33 @@ impl Syncs {
                 }
             };
             let (newcomers, arrivals) = unbounded_channel();
+            let (tell, lingers) = oneshot::channel();
             let (tokens, gate) = (self.tokens.clone(), self.gate.clone());
             let control = Control::new(self.server.clone(), client);
-            let attending = Attending { args, tokens, control, server, primary, source, gate, arrivals };
-            Ok((Driver::begin_attending(attending).await?, newcomers))
+            let attending = Attending { args, tokens, control, server, primary, source, gate, arrivals, lingers: tell };
+            Ok((Driver::begin_attending(attending).await?, newcomers, lingers))
         };
-        let (mut driver, newcomers) = tokio::time::timeout(SOURCE_LIMIT, begun).await.unwrap_or_else(|_| {
-            let seconds = SOURCE_LIMIT.as_secs();
-            Err(Failure::new(Code::Source, format!("no suitable source has answered for {seconds} s")))
-        })?;
+        let (mut driver, newcomers, lingers) =
+            tokio::time::timeout(SOURCE_LIMIT, begun).await.unwrap_or_else(|_| {
+                let seconds = SOURCE_LIMIT.as_secs();
+                Err(Failure::new(Code::Source, format!("no suitable source has answered for {seconds} s")))
+            })?;
         tracing::info!(primary = %arrival.address, "the server asks for a full copy: the source serves it");
         let (passed_on, scrapes) = Scrapes::passed_on();
         driver::metrics::watch(&mut driver, scrapes);
-        self.sync = Some(Sync { running: Box::pin(driver.run()), newcomers, scrapes: passed_on });
+        self.sync = Some(Sync { running: Box::pin(driver.run()), newcomers, scrapes: passed_on, lingers });
         Ok(())
     }
 
     /// Asks all sources at once, and returns the first that serves the history of the server's primary, with the
     /// arguments of a sync from it.
-    async fn find_source(&self, arrival: &Arrival, server: &str) -> Result<(ReplicaArgs, Source), Failure> {
+    async fn find_source(&self, arrival: &Arrival, server: &str) -> Result<(SyncArgs, Source), Failure> {
         let history = arrival.facts.as_ref().ok().and_then(|facts| facts.replid);
         let mut asked = JoinSet::new();
         for at in std::iter::once(&self.args.read.source).chain(&self.sources) {
             let mut args = self.args.clone();
             args.read.source = at.clone();
-            let credentials = self.tokens.credentials(args.expected.source_key);
+            let credentials = self.tokens.credentials(args.source_key);
             asked.spawn(ask_source(args, credentials, server.to_owned()));
         }
         let mut causes = Vec::new();
@@ -222,12 +287,28 @@ impl Syncs {
     }
 }
 
+/// How the sync that is under way goes on. Pending without one.
+async fn next(sync: &mut Option<Sync>) -> Step {
+    match sync {
+        Some(sync) => sync.next().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// The end of what is lent. Pending where nothing is.
+async fn lent(lending: &mut Option<Lending>) {
+    let Some(lending) = lending else { return std::future::pending().await };
+    if let Err(failure) = lending.running.as_mut().await {
+        tracing::debug!("{failure}");
+    }
+}
+
 /// Asks a source which history it serves. Returns the arguments of a sync from it.
 pub(super) async fn ask_source(
-    args: ReplicaArgs,
+    args: SyncArgs,
     credentials: Credentials,
     server: String,
-) -> Result<(Option<ReplId>, ReplicaArgs, Source), Failure> {
+) -> Result<(Option<ReplId>, SyncArgs, Source), Failure> {
     let mut source = Source::connect_first(&args.read, &credentials).await.map_err(source::failure)?;
     let plan = source.plan(&args.read, args.name.as_deref(), &server).await?;
     Ok((plan.replid, args, source))

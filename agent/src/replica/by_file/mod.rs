@@ -30,7 +30,7 @@ use self::place::Place;
 use super::preflight::Primary;
 use super::prepared::{Prepared, Suits};
 use super::record::{Placed, Record, SAVE};
-use crate::args::{FetchArgs, ReplicaArgs, SnapshotFromArgs};
+use crate::args::{FetchArgs, PassOnArgs, ReplicaArgs, SnapshotFromArgs};
 use crate::conversation::tokens::{Credentials, TokenFiles};
 use crate::exit::{Code, Failure};
 use crate::metrics::Scrapes;
@@ -214,6 +214,8 @@ impl Delivery {
             allow_stale: false,
             need: RESTART_TIME + Duration::from_secs(bytes / LOAD_RATE),
             write_replicaof,
+            pass_on: PassOnArgs { relay: args.relay.clone(), readers: args.readers.clone(), memory: args.memory },
+            alone: false,
             ..FetchArgs::of_a_backup(from, place.file.clone(), PathBuf::new())
         }
     }

@@ -17,7 +17,6 @@
 
 mod coverage;
 pub(super) mod metrics;
-mod relay;
 mod server;
 #[cfg(any(test, feature = "simulation"))]
 pub(crate) mod simulated;
@@ -29,9 +28,9 @@ use std::time::{Duration, Instant};
 use remora_protocol::{Message, Offer, Progress as ProgressMessage};
 use tokio::signal::unix::Signal;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
+use tokio::sync::oneshot;
 
 use self::coverage::{Coverage, Question};
-use self::relay::Relay;
 use self::server::{ServerTask, Work};
 pub(super) use self::start::{Attending, Setup};
 use super::candidates::Newcomer;
@@ -41,13 +40,14 @@ use super::finding::Finding;
 use super::introduction::{Answer, Introduction};
 use super::machine::{Action, DeliveryEvent, Event, Job, Reading, Replica, SourceEvent};
 use super::meter::Meter;
+use super::relay::Relay;
 use super::relay_reader::ReadFrom;
 use super::report::{PROGRESS_EVERY, Summary};
 use super::session::{Received, Session, unreachable};
 use super::source::{Chosen, Sinks, Source, join_again};
 use super::spool::SnapshotId;
 use super::upstream::Said;
-use crate::args::ReplicaArgs;
+use crate::args::SyncArgs;
 use crate::conversation::tokens::Credentials;
 use crate::exit::{Code, Failure};
 use crate::metrics::Scrapes;
@@ -60,7 +60,7 @@ const LOOK_EVERY: Duration = PROGRESS_EVERY;
 
 /// Carries out what the machine decides, and reports to it what happened.
 pub(super) struct Driver {
-    args: Arc<ReplicaArgs>,
+    args: Arc<SyncArgs>,
     credentials: Credentials,
     machine: Replica,
     facts: Facts,
@@ -87,12 +87,14 @@ pub(super) struct Driver {
     published: Result<(), Failure>,
 }
 
-/// What comes from the server's side.
+/// What comes from the server's side, and goes to the agent that attends it.
 struct FromServer {
     notices: UnboundedReceiver<Notice>,
     /// Connections of a server that is attended.
     arrivals: Option<UnboundedReceiver<Newcomer>>,
     is_intercepted: bool,
+    /// Told when such a server needs the sync no more, and other replicas still read here.
+    lingers: Option<oneshot::Sender<()>>,
 }
 
 /// When progress is shown next, and where.
@@ -208,10 +210,15 @@ impl Driver {
                 notice = self.from_server.notices.recv(), if self.delivery.is_running() => self.notice(notice),
                 arrived = arrived => {
                     match arrived {
-                        Some(newcomer) => self.delivery.order(Order::Adopt(Box::new(newcomer))),
-                        None => self.from_server.arrivals = None,
+                        Some(newcomer) => {
+                            self.delivery.order(Order::Adopt(Box::new(newcomer)));
+                            None
+                        }
+                        None => {
+                            self.from_server.arrivals = None;
+                            Some(Event::Stop { signal: "the agent that attends the server" })
+                        }
                     }
-                    None
                 }
                 said = self.relay.said() => {
                     self.upstream_said(said);
@@ -355,14 +362,18 @@ impl Driver {
             Action::HoldStream => self.delivery.order(Order::Hold),
             Action::Server(job) => self.give(job),
             Action::CancelIntroduction => self.server.cancel(),
+            Action::Hurry => self.server.hurry(),
             Action::StopDelivery { done } => self.delivery.stop(done),
             Action::Publish => self.publish(),
             Action::SayLingering { readers } => {
                 let plural = if readers == 1 { "replica reads" } else { "replicas read" };
-                let limit = readable(self.args.relay.linger);
+                let limit = readable(self.args.linger);
                 progress::say(&format!(
                     "{readers} {plural} slots from here still: lending them for {limit} at most (--linger)"
                 ));
+                if let Some(lingers) = self.from_server.lingers.take() {
+                    let _ = lingers.send(()); // its owner may have gone
+                }
             }
             Action::End { outcome, last } => return Flow::End(outcome, last),
         }
@@ -403,12 +414,12 @@ impl Driver {
         if let (None, Some((snapshot, below))) = (progress.snapshot, self.facts.spooled) {
             progress.snapshot = Some(snapshot);
             held = below;
-        } else if self.args.state_dir.is_some() {
+        } else if self.args.told.state_dir.is_some() {
             held = held.max(self.meter.slots_below.get().min(self.meter.slots_held.get()));
         } else if progress.copy.is_some() {
             held = held.max(self.meter.slots_held.get());
         }
-        self.send(join_again(&self.args, &self.facts.kind, &progress, held, self.relay.introduction()));
+        self.send(join_again(self.args.name.as_deref(), &self.facts.kind, &progress, held, self.relay.introduction()));
     }
 
     fn connect_tables(&self, attempt: u64, offer: Box<Offer>) {
@@ -431,7 +442,7 @@ impl Driver {
             return;
         };
         let loaded = self.delivery.progress().loaded;
-        if self.args.state_dir.is_some() && self.facts.spooled.is_none_or(|(snapshot, _)| snapshot != feed.id) {
+        if self.args.told.state_dir.is_some() && self.facts.spooled.is_none_or(|(snapshot, _)| snapshot != feed.id) {
             self.facts.spooled = Some((feed.id, 0));
         }
         self.delivery.order(Order::Attach(feed));

@@ -10,7 +10,7 @@ use std::task::{Context, Poll};
 
 use remora_protocol::Offer;
 use remora_redis::psync::server::Access;
-use tokio::sync::oneshot;
+use tokio::sync::{Notify, oneshot};
 
 use super::server::{Hands, Keeper, ServerTask, Watched, Work};
 use crate::args::ReplicaArgs;
@@ -104,7 +104,7 @@ pub(crate) async fn prepare(
     preflight::refuse_to_overwrite(&args, &server, &target)?;
     let rules = Rules {
         retry_for: args.read.retry_for,
-        linger: args.relay.linger,
+        linger: args.linger.linger,
         stay: args.stay,
         intercepted: false,
         replace: args.replace,
@@ -120,8 +120,9 @@ pub(crate) async fn prepare(
     };
     let control = Control::new(server, client);
     let meter = Arc::new(Meter::default());
-    let watched = Watched { meter: meter.clone(), link_failure: LinkFailure::default() };
+    let hurry = Arc::new(Notify::new());
+    let watched = Watched { meter: meter.clone(), link_failure: LinkFailure::default(), hurry: hurry.clone() };
     let keeper = Keeper::new(args.into(), control, record, target, primary, LinkPort::opened(link), watched);
-    let server = ServerHandle { task: ServerTask::start(Hands::Commands(Box::new(keeper))), jobs: 0, meter };
+    let server = ServerHandle { task: ServerTask::start(Hands::Commands(Box::new(keeper)), hurry), jobs: 0, meter };
     Ok(Prepared { server, rules, kind, secret })
 }

@@ -5,13 +5,14 @@ use std::time::Instant;
 
 use rustls::ServerConfig;
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::Notify;
 use tokio::sync::mpsc::{self, UnboundedReceiver};
+use tokio::sync::oneshot;
 
 use super::coverage::Coverage;
-use super::relay::Relay;
 use super::server::{Hands, Intercepted, Keeper, ServerTask, Watched};
 use super::{Display, Driver, Facts, FromServer};
-use crate::args::ReplicaArgs;
+use crate::args::{ReplicaArgs, SyncArgs};
 use crate::backoff::Backoff;
 use crate::conversation::tokens::TokenFiles;
 use crate::exit::Failure;
@@ -25,6 +26,7 @@ use crate::replica::machine::{Replica, Rules};
 use crate::replica::meter::Meter;
 use crate::replica::preflight::{Primary, Target};
 use crate::replica::record::Record;
+use crate::replica::relay::Relay;
 use crate::replica::session::Session;
 use crate::replica::source::{Sinks, Source};
 use crate::replica::spool::Spool;
@@ -45,7 +47,7 @@ pub(in crate::replica) struct Setup {
 
 /// The start of a sync of a server whose connections to its primary are intercepted.
 pub(in crate::replica) struct Attending {
-    pub(in crate::replica) args: ReplicaArgs,
+    pub(in crate::replica) args: SyncArgs,
     pub(in crate::replica) tokens: TokenFiles,
     pub(in crate::replica) control: Control,
     /// What the server says of itself.
@@ -54,17 +56,20 @@ pub(in crate::replica) struct Attending {
     pub(in crate::replica) primary: (String, u16),
     pub(in crate::replica) source: Source,
     pub(in crate::replica) gate: Gate,
-    /// Its connections that have sent `PSYNC`.
+    /// Its connections that have sent `PSYNC`. Their end ends what is lent to other replicas.
     pub(in crate::replica) arrivals: UnboundedReceiver<Newcomer>,
+    /// Told when the server needs the sync no more, and other replicas still read here.
+    pub(in crate::replica) lingers: oneshot::Sender<()>,
 }
 
 /// What a sync needs however the server comes to it.
 struct Ways {
-    args: Arc<ReplicaArgs>,
+    args: Arc<SyncArgs>,
     tokens: TokenFiles,
     source: Source,
     candidates: Candidates,
     arrivals: Option<UnboundedReceiver<Newcomer>>,
+    lingers: Option<oneshot::Sender<()>>,
     facts: Facts,
     run_id: Option<String>,
     coverage: Option<Coverage>,
@@ -87,6 +92,7 @@ impl Driver {
     /// Takes a port for the link and starts the tasks. Changes nothing on the server yet.
     pub(in crate::replica) async fn begin(setup: Setup) -> Result<Driver, Failure> {
         let Setup { args, tokens, control, record, target, primary, source, link_tls, spool } = setup;
+        let sync = Arc::new(args.of_a_sync());
         let args = Arc::new(args);
         let locality = Locality::of(control.present(), target.facts.process_id).or_listen(args.listen);
         let (listener, link) = locality.take_port()?;
@@ -98,10 +104,10 @@ impl Driver {
         let coverage = primary.asked.clone().map(|asked| Coverage::start(asked, finding.clone()));
         let facts = Facts { finding, ..facts };
         let run_id = target.facts.run_id.clone();
-        let ways =
-            Ways { args: args.clone(), tokens, source, candidates, arrivals: None, facts, run_id, coverage, spool };
-        let keeper = |meter| {
-            let watched = Watched { meter, link_failure };
+        let (arrivals, lingers) = (None, None);
+        let ways = Ways { args: sync, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool };
+        let keeper = |meter, hurry| {
+            let watched = Watched { meter, link_failure, hurry };
             Hands::Commands(Box::new(Keeper::new(args, control, record, target, primary, link, watched)))
         };
         Driver::assemble(ways, keeper).await
@@ -110,29 +116,29 @@ impl Driver {
     /// Starts the tasks for a server that is on its way to its primary, and whose connections are intercepted. Changes
     /// nothing on the server, then or later.
     pub(in crate::replica) async fn begin_attending(attending: Attending) -> Result<Driver, Failure> {
-        let Attending { args, tokens, control, server, primary, source, gate, arrivals } = attending;
+        let Attending { args, tokens, control, server, primary, source, gate, arrivals, lingers } = attending;
         let args = Arc::new(args);
         let facts = Facts::of(&control, &server, (&primary.0, primary.1), None);
         let (candidates, run_id) = (Candidates::without_a_port(), server.run_id);
-        let arrivals = Some(arrivals);
+        let (arrivals, lingers) = (Some(arrivals), Some(lingers));
         let (coverage, spool) = (None, None);
-        let ways = Ways { args, tokens, source, candidates, arrivals, facts, run_id, coverage, spool };
-        Driver::assemble(ways, |_| Hands::Interception(Box::new(Intercepted::new(control, primary, gate)))).await
+        let ways = Ways { args, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool };
+        Driver::assemble(ways, |_, _| Hands::Interception(Box::new(Intercepted::new(control, primary, gate)))).await
     }
 
-    async fn assemble(ways: Ways, keeper: impl FnOnce(Arc<Meter>) -> Hands) -> Result<Driver, Failure> {
-        let Ways { args, tokens, source, candidates, arrivals, facts, run_id, coverage, spool } = ways;
+    async fn assemble(ways: Ways, keeper: impl FnOnce(Arc<Meter>, Arc<Notify>) -> Hands) -> Result<Driver, Failure> {
+        let Ways { args, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool } = ways;
         let no_handler = |error| Failure::local(format!("signals can't be caught: {error}"));
         let signals = (
             signal(SignalKind::interrupt()).map_err(no_handler)?,
             signal(SignalKind::terminate()).map_err(no_handler)?,
         );
-        let meter = Arc::new(Meter::default());
+        let (meter, hurry) = (Arc::new(Meter::default()), Arc::new(Notify::new()));
         let sinks = Sinks::new(args.memory.get());
         let (tell, notices) = mpsc::unbounded_channel();
         let delivery = delivery::spawn(delivery::Setup {
             candidates,
-            spool: args.state_dir.clone(),
+            spool: args.told.state_dir.clone(),
             found: spool,
             backlog_limit: sinks.backlog_limit(),
             meter: meter.clone(),
@@ -141,10 +147,10 @@ impl Driver {
         let delivery = delivery.map_err(|error| Failure::local(format!("no thread for the delivery: {error}")))?;
         let rules = Rules {
             retry_for: args.read.retry_for,
-            linger: args.relay.linger,
-            stay: args.stay,
+            linger: args.linger,
+            stay: args.told.stay,
             intercepted: arrivals.is_some(),
-            replace: args.replace,
+            replace: args.told.replaces,
             server: facts.server.clone(),
             source: args.read.source.to_string(),
             // Its address may change.
@@ -155,18 +161,19 @@ impl Driver {
             run_id,
         };
         let name = args.name.clone().unwrap_or_else(|| facts.server.clone());
-        let relay = Relay::open(args.clone(), &tokens, name, meter.clone(), &source).await?;
+        let (read, options, has_folder) = (args.read.clone(), args.relay.clone(), args.told.state_dir.is_some());
+        let relay = Relay::open(read, options, has_folder, &tokens, name, meter.clone(), &source).await?;
         let way = source.way(&args.read);
         let now = Instant::now();
         Ok(Driver {
-            credentials: tokens.credentials(args.expected.source_key),
+            credentials: tokens.credentials(args.source_key),
             machine: Replica::begin(now, rules, Backoff::from_system()),
             facts,
             session: Some(Session::start(source, way)),
-            server: ServerTask::start(keeper(meter.clone())),
+            server: ServerTask::start(keeper(meter.clone(), hurry.clone()), hurry),
             relay,
             delivery,
-            from_server: FromServer { notices, is_intercepted: arrivals.is_some(), arrivals },
+            from_server: FromServer { notices, is_intercepted: arrivals.is_some(), arrivals, lingers },
             meter,
             sinks,
             connecting: mpsc::unbounded_channel(),

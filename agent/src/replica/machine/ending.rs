@@ -33,7 +33,7 @@ pub(super) enum Ending {
 /// A server that follows the primary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct HandedOver {
-    /// The signal that caused the hand-off, if any.
+    /// The signal that caused the hand-off, or came before its end.
     pub(super) because: Option<&'static str>,
     /// The offset at which it was found in step.
     pub(super) offset: u64,
@@ -70,9 +70,14 @@ impl Ending {
     }
 
     /// Handles a signal.
-    pub(super) fn stop(&mut self, now: Instant) {
-        if let Ending::Lingering { until, .. } = self {
-            *until = now;
+    pub(super) fn stop(&mut self, now: Instant, signal: &'static str, actions: &mut VecDeque<Action>) {
+        match self {
+            Ending::Lingering { until, .. } => *until = now,
+            Ending::Finishing(done) => {
+                done.because = Some(signal);
+                actions.push_back(Action::Hurry);
+            }
+            Ending::Leaving { .. } | Ending::Ended => {}
         }
     }
 

@@ -383,6 +383,8 @@ pub(crate) enum Action {
     Server(Job),
     /// End the introduction that the server's task is at.
     CancelIntroduction,
+    /// Have the server's task wait for nothing more before it finishes: the server follows the primary.
+    Hurry,
     /// End the delivery; `done`: its spool is not needed any more.
     StopDelivery { done: bool },
     /// Report how the sync went.

@@ -542,6 +542,9 @@ impl Replica {
                 self.state = State::Ending(Ending::Finishing(HandedOver { because, offset }));
                 // It does not come to the link any more.
                 self.actions.push_back(Action::StopDelivery { done: true });
+                if because.or(self.stop).is_some() {
+                    self.actions.push_back(Action::Hurry);
+                }
                 self.server.desk.add(Job::Finish);
             }
         }
@@ -609,7 +612,7 @@ impl Replica {
 
     fn stop(&mut self, now: Instant, signal: &'static str) {
         match &mut self.state {
-            State::Ending(ending) => ending.stop(now),
+            State::Ending(ending) => ending.stop(now, signal, &mut self.actions),
             State::HandingOff(_) | State::Returning => self.stop = Some(signal),
             _ if self.reading.loaded => self.hand_off(now, "we were stopped", Some(signal)),
             _ => self.fail(interrupted(signal)),

@@ -116,6 +116,7 @@ impl World {
                 }
                 Action::UseModule(used) => self.uses_module = used,
                 Action::Server(job) => self.order(job),
+                Action::Hurry => assert!(self.delivery_ended, "a sync that goes on waits for what it needs"),
                 Action::CancelIntroduction => assert!(matches!(self.job, Some(Job::Introduce { .. }))),
                 Action::StopDelivery { .. } => self.delivery_ended = true,
                 Action::End { outcome, .. } => {

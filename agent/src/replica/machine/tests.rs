@@ -867,6 +867,20 @@ fn a_stay_that_is_stopped_ends_well_and_another_sync_says_that_it_was_stopped() 
 }
 
 #[test]
+fn a_signal_before_the_end_has_the_servers_task_wait_for_nothing_more() {
+    let mut play = Play::finishing(rules());
+    assert_eq!(play.on(Event::Stop { signal: "SIGTERM" }), [Action::Hurry]);
+    let actions = play.report(Report::Finished(Ok(())));
+    let Some(Action::End { outcome: Err(failure), .. }) = actions.last() else { panic!("{actions:?}") };
+    assert_eq!(failure.code, Code::Interrupted);
+
+    let mut play = Play::watching(rules());
+    assert_eq!(play.on(Event::Stop { signal: "SIGTERM" }), [], "the server is on its way");
+    let actions = play.report(Report::PrimaryLink(Ok(IN_STEP)));
+    assert_eq!(actions, [Action::StopDelivery { done: true }, Action::Hurry, Action::Server(Job::Finish)]);
+}
+
+#[test]
 fn an_introduction_is_cancelled_when_the_sync_fails_and_the_server_is_left_after_its_end() {
     let mut play = Play::transfer(rules());
     play.reading.bytes_delivered = 0;

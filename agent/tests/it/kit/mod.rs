@@ -17,7 +17,7 @@ use remora_lab::workload::Options;
 use remora_lab::{Agent, Kind, Server, Workload};
 
 pub(crate) use agents::{Source, Stage, ends, says, succeeds};
-pub(crate) use cluster::{Cluster, id};
+pub(crate) use cluster::{fill_cluster, id, start_cluster};
 pub(crate) use data::{fill, fill_keys, load, load_small, write_past_the_backlog};
 pub(crate) use mounted::Directory;
 pub(crate) use scene::{Scene, strs};

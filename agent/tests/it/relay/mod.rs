@@ -1,5 +1,6 @@
 //! Relay: replicas feed each other. The bytes leave the source about once, even if a relay ends or sends wrong data.
 
+mod attended;
 mod hosts;
 mod liar;
 mod stranger;

@@ -1,6 +1,9 @@
 //! `remora replica --sentinel`: where the server is handed over to, and what Sentinel makes of it.
 
+use std::time::Instant;
+
 use remora_lab::{require, tls};
+use rustix::process::Signal;
 
 use super::*;
 use crate::kit::{ends, follows, load_slowly, number, says, steady_writer, succeeds, wait_until_loading};
@@ -31,6 +34,51 @@ fn a_new_server_is_handed_over_to_the_primary_of_that_moment_and_sentinel_leaves
             let own = format!("127.0.0.1:{}", server.port());
             assert!(!log.lines().any(|line| line.contains("fix-slave") && line.contains(&own)), "{log}");
         }
+    }
+}
+
+/// How soon an agent that waits for Sentinel ends after a signal: it looks four times a second.
+const AT_ONCE: Duration = Duration::from_secs(5);
+
+#[test]
+fn a_signal_ends_the_stay_beside_a_server_that_sentinel_does_not_get_to_know() {
+    for kind in require::kinds() {
+        let scene = Scene::new(kind, &[]);
+        let source = scene.source(&[]);
+        // The primary does not show it to Sentinel.
+        let server = Server::builder(kind).config("replica-announced", "no").start().unwrap();
+        let mut agent = scene.replica(&server, &source, &[]);
+        agent.wait_for_line("staying until a Sentinel knows it", LONG).unwrap();
+        let signalled = Instant::now();
+        agent.signal(Signal::TERM).unwrap();
+        let said = ends(&mut agent, 7);
+        assert!(signalled.elapsed() < AT_ONCE, "{:?}: {said}", signalled.elapsed());
+        says(&said, &["stopped before a Sentinel knows the server", "stopped by SIGTERM", "far enough to be finished"]);
+        assert_eq!(follows(&server), scene.servers[0].address().to_string());
+        assert_same_data(&scene.servers[0], &server);
+    }
+}
+
+#[test]
+fn a_sentinel_that_has_not_heard_of_a_fail_over_does_not_count() {
+    for kind in require::kinds() {
+        let mut scene = Scene::new(kind, &["sentinel failover-timeout mymaster 10000"]);
+        let former = scene.servers[0].address().to_string();
+        scene.servers[0].kill().unwrap();
+        scene.sentinels.wait_for_another(&former, SOON).unwrap();
+        // It knows the former primary alone, which tells it nothing of the others.
+        let late = Sentinels::one(kind, &scene.servers[0], &[]).unwrap();
+        assert_eq!(late.primary(0).unwrap(), former);
+        let source = scene.source(&[]);
+        let server = scene.new_server();
+        let list = format!("{},{}", late.list(), scene.sentinels.list());
+        let group = ["--sentinel", &list, "--sentinel-name", sentinel::NAME];
+        let mut agent = scene.stage.replica(&server.url(), source.address, &group);
+        let said = succeeds(&mut agent, &server);
+        says(&said, &["the Sentinels disagree"]);
+        assert_eq!(late.primary(0).unwrap(), former, "it has not heard of the others meanwhile");
+        assert_eq!(follows(&server), scene.primary().address().to_string(), "{said}");
+        assert_same_data(scene.primary(), &server);
     }
 }
 

@@ -106,6 +106,26 @@ impl Program {
         Ok(Replica { agent, summary })
     }
 
+    /// Makes rules for the connections of a server of this user, on its host. They change nothing while no agent asks.
+    pub(crate) fn intercept(&self, server: &Server, user: u32) -> Result<()> {
+        let mut command = Command::new(&self.path);
+        enter(server, &mut command)?;
+        command.args(["intercept", "add", "--server-uid", &user.to_string(), "--agent-uid", "0"]);
+        Ok(Agent::run(command)?.wait_for_success(START_TIME)?)
+    }
+
+    /// Starts `remora attend` beside that server, whose primary has one of these ports, with this much memory.
+    pub(crate) fn attend(&self, server: &Server, source: &Source, ports: &[u16], memory: u64) -> Result<Attend> {
+        let mut command = Command::new(&self.path);
+        enter(server, &mut command)?;
+        command.args(["attend", "--server", &server.url(), "--source", &source.address, "--token-file"]);
+        command.arg(&source.token).args(["--memory", &format!("{}MiB", memory >> 20)]).args(source.security);
+        ports.iter().for_each(|port| _ = command.args(["--primary-port", &port.to_string()]));
+        let mut agent = Agent::run(command)?;
+        agent.wait_for_line("attending", START_TIME)?;
+        Ok(Attend { agent })
+    }
+
     fn start_replica(
         &self,
         server: &Server,
@@ -276,6 +296,26 @@ impl Replica {
     pub(crate) fn has_failed(&mut self) -> Result<Option<String>> {
         let ended = self.agent.ended()?;
         Ok(ended.filter(|status| !status.success()).map(|_| self.agent.output()))
+    }
+}
+
+/// A running `remora attend`. Dropping it stops it.
+#[derive(Debug)]
+pub struct Attend {
+    agent: Agent,
+}
+
+impl Attend {
+    /// Processor seconds since its start.
+    pub fn cpu(&self) -> Result<f64> {
+        Ok(self.agent.cpu_seconds()?)
+    }
+}
+
+impl Drop for Attend {
+    fn drop(&mut self) {
+        let _ = self.agent.signal(Signal::TERM);
+        let _ = self.agent.wait(STOP_TIME);
     }
 }
 

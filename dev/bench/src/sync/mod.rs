@@ -25,7 +25,7 @@ mod scene;
 mod summary;
 mod watch;
 
-pub use agents::{Program, Source, Stay};
+pub use agents::{Attend, Program, Source, Stay};
 pub use method::{Method, Setting};
 pub use outcome::{Outcome, Phases};
 pub use place::Place;

@@ -50,6 +50,7 @@ pub(super) struct ServerTask {
     work: UnboundedSender<Work>,
     done: UnboundedReceiver<Done>,
     cancel: Arc<Notify>,
+    hurry: Arc<Notify>,
     _task: AbortOnDrop,
 }
 
@@ -73,12 +74,13 @@ impl From<Report> for Done {
 }
 
 impl ServerTask {
-    pub(super) fn start(hands: Hands) -> ServerTask {
+    /// `hurry`: what the hands watch while they wait for other programs.
+    pub(super) fn start(hands: Hands, hurry: Arc<Notify>) -> ServerTask {
         let (work, orders) = unbounded_channel();
         let (tell, done) = unbounded_channel();
         let cancel = Arc::new(Notify::new());
         let task = tokio::spawn(run(hands, orders, tell, cancel.clone()));
-        ServerTask { work, done, cancel, _task: AbortOnDrop::new(&task) }
+        ServerTask { work, done, cancel, hurry, _task: AbortOnDrop::new(&task) }
     }
 
     /// Sends the task a job. If the task has ended, [`ServerTask::done`] reports it.
@@ -89,6 +91,11 @@ impl ServerTask {
     /// Cancels the task's present introduction.
     pub(super) fn cancel(&self) {
         self.cancel.notify_one();
+    }
+
+    /// Ends what the task waits for at the end of a sync.
+    pub(super) fn hurry(&self) {
+        self.hurry.notify_one();
     }
 
     /// The next report. Cancel-safe.
@@ -164,10 +171,12 @@ pub(super) struct Keeper {
     watched: Watched,
 }
 
-/// What the delivery shows to the server's task.
+/// What others show to the server's task.
 pub(super) struct Watched {
     pub(super) meter: Arc<Meter>,
     pub(super) link_failure: LinkFailure,
+    /// A signal has come, and nothing more is waited for.
+    pub(super) hurry: Arc<Notify>,
 }
 
 /// What a server was before the sync, and what becomes of its data.

@@ -42,10 +42,11 @@ impl Keeper {
     }
 
     /// Stays until a Sentinel knows the server as a replica: it takes only such ones along to another primary. If a
-    /// fail-over comes before, the server is pointed at the new primary here.
+    /// fail-over comes before, the server is pointed at the new primary here. A signal ends the stay.
     pub(super) async fn stay_until_sentinel_knows_it(&mut self) -> Result<(), Failure> {
         let Some(finding) = self.primary.finding.clone() else { return Ok(()) };
         let until = Instant::now() + KNOWN_LIMIT;
+        tracing::info!("the server is in step; staying until a Sentinel knows it, {} s at most", KNOWN_LIMIT.as_secs());
         loop {
             let before = self.primary.address();
             self.primary.find_again().await;
@@ -58,7 +59,15 @@ impl Keeper {
             let known = guard::known(finding.sentinels(), &self.target.facts, &url).await;
             match known {
                 Ok(Some(_)) if is_in_step && before == now => return Ok(()),
-                _ if Instant::now() < until => tokio::time::sleep(KNOWN_LOOK).await,
+                _ if Instant::now() < until => {
+                    if tokio::time::timeout(KNOWN_LOOK, self.watched.hurry.notified()).await.is_ok() {
+                        tracing::warn!(
+                            "stopped before a Sentinel knows the server: it is not taken along by a fail-over in the next ten \
+                             seconds"
+                        );
+                        return Ok(());
+                    }
+                }
                 _ => {
                     tracing::warn!(
                         "after {} s the server is not in step with the primary, or no Sentinel knows it as a replica yet: look \

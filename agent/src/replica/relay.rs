@@ -5,19 +5,20 @@ use std::sync::Arc;
 use remora_fabric::{Memory, TransportKind};
 use remora_protocol::{LossCause, Message, Offer, Relaying, Relays, Upstream};
 
-use crate::args::{RdmaOffer, ReplicaArgs, TransportChoice};
+use super::meter::Meter;
+use super::relay_reader::{Lost, ReadFrom};
+use super::relay_server::{LentCopy, RelayServer, UploadLimits};
+use super::source::{Chosen, RelayWish, Source, wish};
+use super::upstream::{self, Conversation, Goal, Said};
+use crate::args::{RdmaOffer, ReadArgs, RelayArgs, TransportChoice};
 use crate::conversation::tokens::{Credentials, TokenFiles};
 use crate::exit::Failure;
-use crate::replica::meter::Meter;
-use crate::replica::relay_reader::{Lost, ReadFrom};
-use crate::replica::relay_server::{LentCopy, RelayServer, UploadLimits};
-use crate::replica::source::{Chosen, RelayWish, Source, wish};
-use crate::replica::upstream::{self, Conversation, Goal, Said};
 use crate::units::Size;
 
 /// This replica's part in passing slots on: the peer that it reads from, and the copy that it lends.
-pub(super) struct Relay {
-    args: Arc<ReplicaArgs>,
+pub(crate) struct Relay {
+    read: ReadArgs,
+    options: RelayArgs,
     credentials: Credentials,
     /// The name by which other replicas know this one.
     name: String,
@@ -44,15 +45,20 @@ struct Copying {
 
 impl Relay {
     /// Begins to listen for other replicas, if slots are to be lent.
-    pub(super) async fn open(
-        args: Arc<ReplicaArgs>,
+    /// `has_folder`: slots go into files that outlive the agent.
+    ///
+    /// # Errors
+    /// The port cannot be used.
+    pub(crate) async fn open(
+        read: ReadArgs,
+        options: RelayArgs,
+        has_folder: bool,
         tokens: &TokenFiles,
         name: String,
         meter: Arc<Meter>,
         source: &Source,
     ) -> Result<Relay, Failure> {
-        let takes_part = takes_part(&args, source);
-        let options = &args.relay;
+        let takes_part = !has_folder && may_be_far(&read, &options, source);
         if options.serve_peers && !takes_part {
             tracing::warn!(
                 "nothing is lent to other replicas: with --state-dir, or by shared memory, there is nothing to lend"
@@ -73,23 +79,23 @@ impl Relay {
             None
         };
         let credentials = tokens.credentials(None);
-        Ok(Relay { args, credentials, name, meter, takes_part, serving, copy: None, upstream: None })
+        Ok(Relay { read, options, credentials, name, meter, takes_part, serving, copy: None, upstream: None })
     }
 
     /// What the source needs to know. `None` if no slots pass between this replica and others.
-    pub(super) fn introduction(&self) -> Option<Relays> {
+    pub(crate) fn introduction(&self) -> Option<Relays> {
         let serves_at = self.serving.as_ref().map(|serving| serving.address().to_string()).unwrap_or_default();
-        self.takes_part.then(|| Relays { serves_at, zone: self.args.relay.zone.clone() })
+        self.takes_part.then(|| Relays { serves_at, zone: self.options.zone.clone() })
     }
 
     /// What the next feed must provide; `kept`: the memory of the copy that it can go on with.
-    pub(super) fn wish(&self, kept: Option<Arc<Memory>>) -> Option<RelayWish> {
-        let download_rate = self.args.relay.download_limit.map_or(0, Size::get);
+    pub(crate) fn wish(&self, kept: Option<Arc<Memory>>) -> Option<RelayWish> {
+        let download_rate = self.options.download_limit.map_or(0, Size::get);
         self.takes_part.then(|| RelayWish { serves: self.serving.is_some(), download_rate, kept })
     }
 
     /// The next report of the conversation with the upstream replica. Pending without one.
-    pub(super) async fn said(&mut self) -> Said {
+    pub(crate) async fn said(&mut self) -> Said {
         match &mut self.upstream {
             Some((_, conversation)) => conversation.said().await,
             None => std::future::pending().await,
@@ -97,13 +103,13 @@ impl Relay {
     }
 
     /// Notes that all slots have arrived.
-    pub(super) fn leave_upstream(&mut self) {
+    pub(crate) fn leave_upstream(&mut self) {
         self.upstream = None;
     }
 
     /// Tables were connected: lends their copy, and reads from where the offer says. Returns what the delivery must
     /// know.
-    pub(super) fn attached(&mut self, offer: &Offer, chosen: &mut Chosen, loaded: bool) -> Option<ReadFrom> {
+    pub(crate) fn attached(&mut self, offer: &Offer, chosen: &mut Chosen, loaded: bool) -> Option<ReadFrom> {
         let Some((memory, own, is_new)) = chosen.copy.take() else {
             // A replica that has loaded everything continues to lend its slots.
             if !loaded {
@@ -127,7 +133,7 @@ impl Relay {
             };
             if let Some(serving) = self.serving.as_ref().filter(may_lend) {
                 let by_rdma = chosen.kind == TransportKind::Verbs;
-                let rdma = by_rdma.then(|| RdmaOffer { no_rdma: false, end: self.args.read.rdma.end.clone() });
+                let rdma = by_rdma.then(|| RdmaOffer { no_rdma: false, end: self.read.rdma.end.clone() });
                 let keeps_all = offer.snapshot.retained && own.slots >= offer.snapshot.slots;
                 serving.lend(LentCopy { generation, memory: memory.clone(), own, first_offset, keeps_all, rdma });
             }
@@ -138,7 +144,7 @@ impl Relay {
     }
 
     /// Reads from the upstream that the source has assigned for this generation.
-    pub(super) fn assigned(&mut self, generation: u64, upstream: Option<Upstream>) -> Option<ReadFrom> {
+    pub(crate) fn assigned(&mut self, generation: u64, upstream: Option<Upstream>) -> Option<ReadFrom> {
         let is_ours = self.copy.as_ref().is_some_and(|copy| copy.generation == generation);
         if is_ours { self.read_from(upstream) } else { None }
     }
@@ -158,7 +164,7 @@ impl Relay {
             upstream: upstream.clone(),
             generation: copy.generation,
             name: self.name.clone(),
-            wish: wish(&self.args.read, &self.credentials.security),
+            wish: wish(&self.read, &self.credentials.security),
             memory: copy.memory.clone(),
             slot_size: copy.slot_size,
             is_sealed: copy.is_sealed,
@@ -168,7 +174,7 @@ impl Relay {
     }
 
     /// The upstream replica cannot be read any more. Returns the message for the source, which assigns another.
-    pub(super) fn lost(&mut self, lost: Lost) -> Option<Message> {
+    pub(crate) fn lost(&mut self, lost: Lost) -> Option<Message> {
         let Lost { session, cause, text } = lost;
         let (upstream, _) = self.upstream.take_if(|(_, present)| present.session == session)?;
         let name = &upstream.name;
@@ -184,7 +190,7 @@ impl Relay {
 
     /// The first slot that the source must keep for this replica. What was copied out of a window is not needed there
     /// any more, though the server has yet to get it.
-    pub(super) fn slots_below(&self) -> u64 {
+    pub(crate) fn slots_below(&self) -> u64 {
         let used = self.meter.slots_below.get();
         match &self.copy {
             Some(copy) if copy.in_window => used.max(self.meter.slots_held.get()),
@@ -193,7 +199,7 @@ impl Relay {
     }
 
     /// What this replica reports to the source about its part in passing slots on.
-    pub(super) fn relaying(&self) -> Option<Relaying> {
+    pub(crate) fn relaying(&self) -> Option<Relaying> {
         self.copy.as_ref()?;
         let reads_from = self.meter.reads_from.get();
         Some(Relaying {
@@ -205,18 +211,17 @@ impl Relay {
     }
 
     /// Other replicas that read slots here.
-    pub(super) fn readers(&self) -> usize {
+    pub(crate) fn readers(&self) -> usize {
         self.serving.as_ref().map_or(0, RelayServer::readers)
     }
 }
 
 /// On the source's host nothing is passed on: replicas there read its memory in place.
-fn takes_part(args: &ReplicaArgs, source: &Source) -> bool {
+fn may_be_far(read: &ReadArgs, options: &RelayArgs, source: &Source) -> bool {
     let is_local = source.address().ip() == source.local_address().ip();
-    let may_be_far = match args.read.transport {
+    match read.transport {
         TransportChoice::Shm => false,
         TransportChoice::Tcp | TransportChoice::Verbs => true,
-        TransportChoice::Auto => !is_local || args.relay.serve_peers,
-    };
-    may_be_far && args.state_dir.is_none()
+        TransportChoice::Auto => !is_local || options.serve_peers,
+    }
 }
