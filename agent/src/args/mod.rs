@@ -32,6 +32,7 @@ mod source;
 mod status;
 mod store;
 mod token;
+mod upload;
 mod verify;
 mod volume;
 
@@ -70,6 +71,7 @@ pub use self::{
     status::StatusArgs,
     store::{Location, StoreArgs},
     token::{TokenAction, TokenCommandArgs},
+    upload::UploadLimit,
     verify::{DigestUse, VerifyArgs},
     volume::{
         CreateArgs, FormatArgs, GrowArgs, MountArgs, NbdArgs, NbdTlsArgs, RemoveArgs, RepairArgs, ScrubArgs, ServeArgs,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use remora_fabric::{Memory, TransportKind};
 use remora_protocol::{LossCause, Message, Offer, Relaying, Relays, Upstream};
 
-use crate::args::{RdmaOffer, ReplicaArgs, TransportChoice};
+use crate::args::{RdmaOffer, ReplicaArgs, TransportChoice, UploadLimit};
 use crate::conversation::tokens::{Credentials, TokenFiles};
 use crate::exit::Failure;
 use crate::replica::meter::Meter;
@@ -66,8 +66,11 @@ impl Relay {
         let bytes = |limit: Option<Size>| limit.map_or(0, Size::get);
         let serving = if takes_part && !options.no_serve_peers {
             let listen = options.peer_listen.unwrap_or_else(|| (source.local_address().ip(), 0).into());
-            let limits =
-                UploadLimits { in_all: bytes(options.upload_limit), per_peer: bytes(options.upload_limit_per_peer) };
+            let limits = UploadLimits {
+                in_all: bytes(options.upload_limit.rate()),
+                per_peer: bytes(options.upload_limit_per_peer),
+                in_background: options.upload_limit == UploadLimit::Auto,
+            };
             Some(RelayServer::open(listen, tokens.keyring(), limits, tokens.security()).await?)
         } else {
             None
