@@ -34,6 +34,7 @@
 //!
 //! # Versions, newest first
 //!
+//! - 6: status says what the source's upload in the background does.
 //! - 5: progress and status say why a server does not use fast keys.
 //! - 4: an offer has the keys of sealed tables; a status report says what protects the data of each replica.
 //! - 3: Waiting says its cause in a code; fields that no receiver read are gone.
@@ -68,7 +69,7 @@ pub use message::{DecodeError, Message, Side};
 pub use module::MODULE_PROTOCOL;
 pub use offer::{Announce, Offer, RefusalCode, TableOffer, WaitCause};
 pub use progress::{LossCause, Outcome, Phase, Progress, Relaying};
-pub use status::{GenerationState, GenerationStatus, ReplicaStatus, StatusReport, Totals};
+pub use status::{GenerationState, GenerationStatus, ReplicaStatus, StatusReport, Totals, UploadStatus};
 
 #[cfg(test)]
 mod tests;

@@ -29,6 +29,8 @@ pub struct StatusReport {
     pub totals: Totals,
     /// Why the last snapshot failed; empty if it did not.
     pub last_failure: String,
+    /// The background transfer over TCP; `None` if the source's upload has a fixed limit, or none.
+    pub upload: Option<UploadStatus>,
 }
 
 record!(StatusReport {
@@ -39,7 +41,21 @@ record!(StatusReport {
     replicas: List<ReplicaStatus, MAX_REPLICAS>,
     totals: Totals,
     last_failure: Text<MAX_TEXT_BYTES>,
+    upload: Maybe<UploadStatus>,
 });
+
+/// What a background transfer does at present.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct UploadStatus {
+    /// The rate at which it may send.
+    pub bytes_per_second: u64,
+    /// How long its bytes wait in the queue of the network link, in microseconds.
+    pub queueing_micros: u64,
+    /// Whether it sends less because others fill the link.
+    pub yields: bool,
+}
+
+record!(UploadStatus { bytes_per_second: u64, queueing_micros: u64, yields: bool });
 
 /// The generation that a source holds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]

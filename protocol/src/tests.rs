@@ -189,11 +189,16 @@ fn generations() -> impl Strategy<Value = GenerationStatus> {
 
 fn statuses() -> impl Strategy<Value = Message> {
     let texts = (names(), names(), names(), names());
-    (texts, option::of(generations()), vec(replicas(), 0..4), any::<[u64; 4]>()).prop_map(
-        |((source, server, role, last_failure), generation, replicas, numbers)| {
+    let uploads = any::<(u64, u64, bool)>().prop_map(|(bytes_per_second, queueing_micros, yields)| UploadStatus {
+        bytes_per_second,
+        queueing_micros,
+        yields,
+    });
+    (texts, option::of(generations()), vec(replicas(), 0..4), any::<[u64; 4]>(), option::of(uploads)).prop_map(
+        |((source, server, role, last_failure), generation, replicas, numbers, upload)| {
             let [snapshots_taken, snapshots_failed, replicas_done, bytes_served] = numbers;
             let totals = Totals { snapshots_taken, snapshots_failed, replicas_done, bytes_served };
-            Message::Status(StatusReport { source, server, role, generation, replicas, totals, last_failure })
+            Message::Status(StatusReport { source, server, role, generation, replicas, totals, last_failure, upload })
         },
     )
 }
@@ -281,6 +286,7 @@ fn status(replicas: Vec<ReplicaStatus>) -> Message {
         replicas,
         totals: Totals::default(),
         last_failure: String::new(),
+        upload: Some(UploadStatus { bytes_per_second: 1 << 20, queueing_micros: 500, yields: true }),
     })
 }
 
@@ -337,8 +343,8 @@ fn a_kind_that_we_do_not_know_means_that_the_peer_is_newer() {
 #[test]
 fn an_announced_list_takes_memory_only_as_its_items_arrive() {
     let (tag, mut payload) = encoded(&status(Vec::new()));
-    // Behind the count: the totals, and the length of an empty text.
-    let count_at = payload.len() - 2 - 4 * 8 - 2;
+    // Behind the count: the totals, the length of an empty text, and the upload after its presence.
+    let count_at = payload.len() - 2 - 4 * 8 - 2 - (1 + 8 + 8 + 1);
     payload[count_at..count_at + 2].copy_from_slice(&(MAX_REPLICAS as u16).to_le_bytes());
     assert!(matches!(Message::decode(tag, &payload), Err(DecodeError::Malformed(_))));
     payload[count_at..count_at + 2].copy_from_slice(&(MAX_REPLICAS as u16 + 1).to_le_bytes());

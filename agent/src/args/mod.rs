@@ -33,6 +33,7 @@ mod status;
 mod store;
 mod sync;
 mod token;
+mod upload;
 mod verify;
 mod volume;
 
@@ -72,6 +73,7 @@ pub use self::{
     status::StatusArgs,
     store::{Location, StoreArgs},
     token::{TokenAction, TokenCommandArgs},
+    upload::UploadLimit,
     verify::{DigestUse, VerifyArgs},
     volume::{
         CreateArgs, FormatArgs, GrowArgs, MountArgs, NbdArgs, NbdTlsArgs, RemoveArgs, RepairArgs, ScrubArgs, ServeArgs,

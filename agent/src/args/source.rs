@@ -5,8 +5,8 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 use clap::{Args, ValueEnum};
 
 use super::{
-    HostPort, MetricsArgs, MonitorNameArgs, RdmaOffer, ReplicaNameArgs, SecurityArgs, SentinelArgs, WalkArgs,
-    relay::parse_rate,
+    HostPort, MetricsArgs, MonitorNameArgs, RdmaOffer, ReplicaNameArgs, SecurityArgs, SentinelArgs, UploadLimit,
+    WalkArgs,
 };
 use crate::{
     conversation::certificate_roles::CertificateRoles,
@@ -127,12 +127,13 @@ pub struct SourceArgs {
     #[arg(long, value_name = "NAME", help_heading = "Transports")]
     pub tcp_congestion: Option<String>,
 
-    /// Bytes per second that the source sends over TCP, to all replicas together. With a limit a little below the rate
-    /// of the network link (105MiB for 1 Gb/s), the primary's clients on other hosts do not wait behind the snapshot;
-    /// the transfer takes longer accordingly. The source cannot observe reads over RDMA and shared memory; replicas
-    /// limit these with `--download-limit`.
-    #[arg(long, value_name = "SIZE", value_parser = parse_rate, help_heading = "Transports")]
-    pub upload_limit: Option<Size>,
+    /// How fast the source sends over TCP, to all replicas together. `auto`: as a background transfer, so that the
+    /// primary's clients on other hosts hardly wait behind the snapshot: at nearly full speed while nothing else fills
+    /// the network link, and less while something does. `none`: as fast as TCP does. SIZE: bytes per second (105MiB is
+    /// a little below the rate of 1 Gb/s). The source cannot observe reads over RDMA and shared memory; replicas limit
+    /// these with `--download-limit`.
+    #[arg(long, value_name = "auto|none|SIZE", default_value = "auto", help_heading = "Transports")]
+    pub upload_limit: UploadLimit,
 
     /// Do not offer shared memory to replicas on this host: they read over TCP.
     #[arg(long, help_heading = "Transports")]

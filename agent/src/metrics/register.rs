@@ -223,6 +223,13 @@ families! {
         "Replicas that ended in step with their primary", "";
     SERVED = Counter "served_bytes" [], &[Source],
         "Bytes of tables that replicas have read over the network", "";
+    UPLOAD_RATE = Gauge "upload_limit_bytes_per_second" [], &[Source],
+        "The rate at which the source may send over TCP at present; missing unless `--upload-limit` is `auto`", "";
+    UPLOAD_QUEUEING = Gauge "upload_queueing_seconds" [], &[Source],
+        "How long its bytes wait in the queue of the network link", "";
+    UPLOAD_YIELDS = Gauge "upload_yields" [], &[Source],
+        "Whether the source sends less because other traffic fills the network link",
+        "1 for long: a sync takes up to sixteen times as long; `--upload-limit none` takes the link from others";
     REPLICAS = Gauge "replicas" ["phase"], &[Source],
         "Replicas that have joined, by what they do",
         "Many in `waiting`: the next snapshot is awaited, `remora status` says for what";

@@ -10,7 +10,7 @@ use super::relay_reader::{Lost, ReadFrom};
 use super::relay_server::{LentCopy, RelayServer, UploadLimits};
 use super::source::{Chosen, RelayWish, Source, wish};
 use super::upstream::{self, Conversation, Goal, Said};
-use crate::args::{RdmaOffer, ReadArgs, RelayArgs, TransportChoice};
+use crate::args::{RdmaOffer, ReadArgs, RelayArgs, TransportChoice, UploadLimit};
 use crate::conversation::tokens::{Credentials, TokenFiles};
 use crate::exit::Failure;
 use crate::units::Size;
@@ -72,8 +72,11 @@ impl Relay {
         let bytes = |limit: Option<Size>| limit.map_or(0, Size::get);
         let serving = if takes_part && !options.no_serve_peers {
             let listen = options.peer_listen.unwrap_or_else(|| (source.local_address().ip(), 0).into());
-            let limits =
-                UploadLimits { in_all: bytes(options.upload_limit), per_peer: bytes(options.upload_limit_per_peer) };
+            let limits = UploadLimits {
+                in_all: bytes(options.upload_limit.rate()),
+                per_peer: bytes(options.upload_limit_per_peer),
+                in_background: options.upload_limit == UploadLimit::Auto,
+            };
             Some(RelayServer::open(listen, tokens.keyring(), limits, tokens.security()).await?)
         } else {
             None

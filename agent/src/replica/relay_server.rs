@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use remora_fabric::shm::{ShmExporter, ShmOptions};
-use remora_fabric::tcp::{SendMode, TcpExporter, TcpOptions};
+use remora_fabric::tcp::{SendMode, TcpExporter, TcpOptions, UploadRate};
 use remora_fabric::{Exporter, Memory, RegionId, Regions};
 use remora_messenger::Keyring;
 use remora_protocol::{Message, RefusalCode, TableOffer};
@@ -49,9 +49,15 @@ pub(super) struct LentCopy {
 pub(super) struct UploadLimits {
     pub(super) in_all: u64,
     pub(super) per_peer: u64,
+    /// Whether this end limits what it sends over TCP, as a background transfer.
+    pub(super) in_background: bool,
 }
 
 impl UploadLimits {
+    fn tcp(self) -> UploadRate {
+        if self.in_background { UploadRate::Background } else { UploadRate::Unlimited }
+    }
+
     /// The rate of each of `readers` readers.
     fn share(self, readers: usize) -> u64 {
         let divided = self.in_all / readers.max(1) as u64;
@@ -105,7 +111,7 @@ impl RelayServer {
         security: &Security,
     ) -> Result<RelayServer, Failure> {
         let port = listener::bind(listen, security, "this replica agent", "--peer-listen").await?;
-        let options = TcpOptions { send: SendMode::File, ..TcpOptions::default() };
+        let options = TcpOptions { send: SendMode::File, upload: limits.tcp(), ..TcpOptions::default() };
         let tcp = TcpExporter::new(options, Some(port.1)).map_err(|error| Failure::local(error.to_string()))?;
         let tcp = Arc::new(tcp);
         let (incoming, inbox) = mpsc::channel(INCOMING_LIMIT);
@@ -357,7 +363,7 @@ mod tests {
 
     #[test]
     fn the_upload_limit_is_divided_and_no_share_exceeds_that_of_one_peer() {
-        let share = |in_all, per_peer, readers| UploadLimits { in_all, per_peer }.share(readers);
+        let share = |in_all, per_peer, readers| UploadLimits { in_all, per_peer, in_background: false }.share(readers);
         assert_eq!(share(0, 0, 3), 0, "no limit");
         assert_eq!(share(900, 0, 3), 300);
         assert_eq!(share(0, 200, 3), 200);

@@ -5,12 +5,12 @@ use std::num::NonZeroU64;
 use std::sync::Arc;
 
 use remora_fabric::shm::{MAX_CONNECTIONS, ShmExporter, ShmOptions};
-use remora_fabric::tcp::{MAX_LANES_PER_SESSION, SendMode, TcpExporter, TcpOptions};
+use remora_fabric::tcp::{MAX_LANES_PER_SESSION, SendMode, TcpExporter, TcpOptions, Upload, UploadRate};
 use remora_fabric::{Exporter, Memory, RegionId, Regions, TransportKind};
 
 use super::machine::Session;
 use super::tables::{Exported, JOURNAL_REGION, SNAPSHOT_REGION, Tables};
-use crate::args::{RdmaOffer, SendChoice, SourceArgs};
+use crate::args::{RdmaOffer, SendChoice, SourceArgs, UploadLimit};
 use crate::conversation::Security;
 use crate::exit::Failure;
 use crate::transports;
@@ -19,6 +19,8 @@ use crate::transports;
 #[derive(Clone)]
 pub(super) struct Exports {
     exporters: Vec<Arc<dyn Exporter>>,
+    /// The last of them.
+    tcp: Arc<TcpExporter>,
 }
 
 impl Exports {
@@ -45,8 +47,8 @@ impl Exports {
         let rdma = tokio::task::spawn_blocking(open).await;
         exporters
             .extend(rdma.map_err(|error| Failure::local(format!("the search for RDMA devices failed: {error}")))??);
-        exporters.push(tcp);
-        Ok(Exports { exporters })
+        exporters.push(tcp.clone());
+        Ok(Exports { exporters, tcp })
     }
 
     /// Exports `memory` over each transport that accepts it. One transport may fail alone, for example RDMA at the
@@ -113,6 +115,11 @@ impl Exports {
         keys.map(|key| key.as_bytes().to_vec()).collect()
     }
 
+    /// What the background transfer over TCP does at present; `None` with another `--upload-limit`.
+    pub(super) fn upload(&self) -> Option<Upload> {
+        self.tcp.upload()
+    }
+
     /// The number of bytes that all replicas together have read.
     pub(super) fn bytes_served(&self) -> u64 {
         self.exporters.iter().map(|exporter| exporter.bytes_served()).sum()
@@ -140,13 +147,21 @@ pub(super) fn tcp_exporter(args: &SourceArgs, address: std::net::SocketAddr) -> 
         SendChoice::Copy => SendMode::Copy,
         SendChoice::File => SendMode::File,
     };
-    let upload_rate = args.upload_limit.and_then(|limit| NonZeroU64::new(limit.get()));
+    let upload = upload_rate(args.upload_limit);
     let congestion = args.tcp_congestion.clone();
     let defaults = TcpOptions::default();
     // Without this a source would admit replicas that no transport serves, and a window would wait for them.
     let served_lanes = defaults.served_lanes.max(args.max_replicas as usize * MAX_LANES_PER_SESSION);
-    let options = TcpOptions { send, congestion, upload_rate, served_lanes, ..defaults };
+    let options = TcpOptions { send, congestion, upload, served_lanes, ..defaults };
     TcpExporter::new(options, Some(address)).map_err(|error| Failure::refused(error.to_string()))
+}
+
+fn upload_rate(limit: UploadLimit) -> UploadRate {
+    match limit {
+        UploadLimit::Auto => UploadRate::Background,
+        UploadLimit::Unlimited => UploadRate::Unlimited,
+        UploadLimit::Rate(rate) => NonZeroU64::new(rate.get()).map_or(UploadRate::Unlimited, UploadRate::Fixed),
+    }
 }
 
 /// The RDMA that the source may offer: none, unless its tables are sealed, or plaintext is meant.
@@ -269,7 +284,7 @@ mod tests {
         let address = "127.0.0.1:1".parse().unwrap();
         let refusing = Arc::new(Refusing::default());
         let tcp = Arc::new(TcpExporter::new(TcpOptions::default(), Some(address)).unwrap());
-        let exports = Exports { exporters: vec![refusing.clone(), tcp] };
+        let exports = Exports { exporters: vec![refusing.clone(), tcp.clone()], tcp };
         let memory = Exported::plain(&memory);
         exports.prepare(&memory);
         exports.export(ID, &memory).unwrap();
@@ -280,7 +295,7 @@ mod tests {
         }
         assert_eq!(*refusing.calls.lock().unwrap(), ["prepare", "export", "forget"]);
 
-        let none = Exports { exporters: vec![refusing] };
+        let none = Exports { exporters: vec![refusing], tcp: exports.tcp.clone() };
         assert!(none.export(ID, &memory).is_err(), "no replica could read it");
     }
 }

@@ -58,6 +58,11 @@ fn show(families: &mut Families, report: &StatusReport, facts: Option<&Facts>, r
     families.counters(&all::SNAPSHOTS, [(["taken"], totals.snapshots_taken), (["failed"], totals.snapshots_failed)]);
     families.counter(&all::SYNCS_DONE, totals.replicas_done);
     families.counter(&all::SERVED, totals.bytes_served);
+    if let Some(upload) = &report.upload {
+        families.number(&all::UPLOAD_RATE, upload.bytes_per_second);
+        families.gauge(&all::UPLOAD_QUEUEING, upload.queueing_micros as f64 / 1e6);
+        families.whether(&all::UPLOAD_YIELDS, upload.yields);
+    }
     show_replicas(families, &report.replicas);
 }
 
@@ -152,6 +157,7 @@ mod tests {
             replicas: Vec::new(),
             totals: Totals { snapshots_taken: 2, ..Totals::default() },
             last_failure: String::new(),
+            upload: None,
         };
         let mut families = Families::new(Agent::Source);
         show(&mut families, &report, None, 0);

@@ -2,7 +2,8 @@
 
 use std::time::Instant;
 
-use remora_protocol::{GenerationState, GenerationStatus, ReplicaStatus, StatusReport, Totals};
+use remora_fabric::tcp::Upload;
+use remora_protocol::{GenerationState, GenerationStatus, ReplicaStatus, StatusReport, Totals, UploadStatus};
 
 use super::Source;
 use super::machine::{Replica, Session, Stage};
@@ -29,6 +30,7 @@ pub(super) fn report(source: &Source) -> StatusReport {
             bytes_served: source.exports.bytes_served(),
         },
         last_failure: status.failures.last().to_owned(),
+        upload: source.exports.upload().map(upload_status),
     }
 }
 
@@ -110,6 +112,11 @@ fn replica_status(source: &Source, session: Session, replica: &Replica, now: Ins
         oldest_slot,
         zone: relays.map(|relays| relays.zone.clone()).unwrap_or_default(),
     }
+}
+
+fn upload_status(upload: Upload) -> UploadStatus {
+    let Upload { bytes_per_second, queueing, yields } = upload;
+    UploadStatus { bytes_per_second, queueing_micros: queueing.as_micros() as u64, yields }
 }
 
 fn role(facts: &Facts) -> String {

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::io::IsTerminal;
 use std::time::Duration;
 
-use remora_protocol::{GenerationState, GenerationStatus, Message, ReplicaStatus, StatusReport};
+use remora_protocol::{GenerationState, GenerationStatus, Message, ReplicaStatus, StatusReport, UploadStatus};
 
 use self::screen::{Screen, Wish};
 use crate::args::{HostPort, StatusArgs};
@@ -77,6 +77,14 @@ pub(crate) async fn ask(connection: &mut Connection, source: &HostPort) -> Resul
     })
 }
 
+/// What the background transfer over TCP does.
+pub(crate) fn describe_upload(upload: &UploadStatus) -> String {
+    let UploadStatus { bytes_per_second, queueing_micros, yields } = *upload;
+    let why = if yields { ", because other traffic fills the network link" } else { "" };
+    let millis = queueing_micros as f64 / 1000.0;
+    format!("in the background, up to {}/s{why}; {millis:.1} ms of queue", Size::bytes(bytes_per_second))
+}
+
 pub(crate) fn table(report: &StatusReport) -> String {
     let mut text = format!("source     remora {} of {} ({})\n", report.source, report.server, report.role);
     match &report.generation {
@@ -98,6 +106,9 @@ pub(crate) fn table(report: &StatusReport) -> String {
             totals.snapshots_failed,
             plural(totals.snapshots_failed)
         ));
+    }
+    if let Some(upload) = &report.upload {
+        text.push_str(&format!("upload     {}\n", describe_upload(upload)));
     }
     if !report.last_failure.is_empty() {
         text.push_str(&format!("failed     the last snapshot: {}\n", report.last_failure));
@@ -272,6 +283,7 @@ mod tests {
             replicas,
             totals,
             last_failure: String::new(),
+            upload: None,
         }
     }
 

@@ -148,6 +148,9 @@ fn head(report: &StatusReport) -> Vec<Line<'static>> {
         Size::bytes(totals.bytes_served)
     );
     lines.push(line("so far", counted));
+    if let Some(upload) = &report.upload {
+        lines.push(line("upload", super::describe_upload(upload)));
+    }
     if !report.last_failure.is_empty() {
         lines.push(line("failed", report.last_failure.clone()).style(Style::new().fg(Color::Red)));
     }

@@ -60,6 +60,7 @@ impl Dispatcher for Pretender {
             replicas: Vec::new(),
             totals: Totals { snapshots_taken: 7, ..Totals::default() },
             last_failure: String::new(),
+            upload: None,
         };
         connection.send(encoded(&Words::Status(report))).unwrap();
     }

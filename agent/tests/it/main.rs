@@ -5,6 +5,7 @@
 mod kit;
 
 mod attend;
+mod background;
 mod backup;
 mod broken;
 mod by_file;

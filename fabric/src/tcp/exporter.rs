@@ -30,10 +30,12 @@ use std::{
 };
 
 use super::{
-    MAX_LANES_PER_SESSION, TcpOptions, handshake,
+    MAX_LANES_PER_SESSION, TcpOptions,
+    background::Upload,
+    handshake,
     handshake::Responder,
     key,
-    pacer::Pacer,
+    pacer::{LanePace, Pacer},
     serve::{LaneServer, Region},
     socket,
     socket::Deadline,
@@ -64,7 +66,7 @@ impl TcpExporter {
     pub fn new(options: TcpOptions, advertised: Option<SocketAddr>) -> Result<TcpExporter, Error> {
         options.check()?;
         let server = Server::new(advertised);
-        let pacer = options.upload_rate.map(Pacer::new);
+        let pacer = Pacer::new(options.upload, Instant::now());
         let shared = Shared { options, pacer, server: Mutex::new(server), served: AtomicU64::new(0) };
         Ok(TcpExporter { shared: Arc::new(shared), listeners: Mutex::default() })
     }
@@ -94,6 +96,11 @@ impl TcpExporter {
     /// Number of lanes, including those in the handshake.
     pub fn lanes(&self) -> usize {
         self.shared.server().lanes.len()
+    }
+
+    /// What the transfer does at present, if its rate is [`UploadRate::Background`](super::UploadRate::Background).
+    pub fn upload(&self) -> Option<Upload> {
+        self.shared.pacer.as_ref()?.upload()
     }
 
     /// The congestion control of a lane of this exporter, by its kernel name; `None` without lanes.
@@ -235,7 +242,8 @@ impl Shared {
         responder.welcome(&proved, region.memory.length())?;
         tracing::debug!(lane = number, session, region = %region.id, "a data lane is open");
         let TcpOptions { send, drain_timeout, .. } = self.options;
-        let ended = LaneServer::new(stream, &region, send, drain_timeout, self.pacer.as_ref(), &self.served).run();
+        let pace = LanePace::new(self.pacer.as_ref(), stream, number);
+        let ended = LaneServer::new(stream, &region, send, drain_timeout, pace, &self.served).run();
         tracing::debug!(lane = number, session, region = %region.id, "a data lane has ended: {ended}");
         Ok(())
     }

@@ -18,7 +18,8 @@
 //!
 //! - `wire`: the bytes, pure. **Start here**, or with `docs/fabric-tcp.md`.
 //! - `handshake`: the first four messages over a stream, with deadlines.
-//! - `exporter`: regions, grants, threads and their limits. `serve`: the source's data path. `pacer`: its rate limit.
+//! - `exporter`: regions, grants, threads and their limits. `serve`: the source's data path. `pacer`: its rate limit,
+//!   and `background`: that of a transfer which leaves the network link to others.
 //! - `connector`: makes connections. `peer` and `lane`: the reader's data path.
 //! - `socket`: options of a connection; `key`: the body of a [`RegionKey`](crate::RegionKey) of this transport.
 //!
@@ -26,6 +27,7 @@
 //! with the source is a context switch per read. [`Peer::poll`](crate::Peer::poll) receives on the caller's thread
 //! instead. What is not polled for waits in the kernel's buffer, which is the desired back-pressure.
 
+mod background;
 mod connector;
 mod exporter;
 mod handshake;
@@ -42,6 +44,7 @@ mod tests;
 
 use std::{num::NonZeroU64, time::Duration};
 
+pub use background::Upload;
 pub use connector::TcpConnector;
 pub use exporter::TcpExporter;
 #[cfg(any(test, feature = "fuzzing"))]
@@ -68,9 +71,8 @@ pub struct TcpOptions {
     pub congestion: Option<String>,
     /// Source: how bytes are sent.
     pub send: SendMode,
-    /// Source: bytes per second of large reads, all lanes together; `None` for no limit. A rate slightly below that of
-    /// the link keeps other traffic on it from queueing behind them.
-    pub upload_rate: Option<NonZeroU64>,
+    /// Source: how fast the bytes of large reads are sent, all lanes together.
+    pub upload: UploadRate,
     /// Source: maximum number of lanes of all readers, 1 to [`MAX_SERVED_LANES`]. Each takes a thread, 96 KiB of buffer
     /// and some kernel memory. Further readers are told to retry later.
     pub served_lanes: usize,
@@ -92,7 +94,7 @@ impl Default for TcpOptions {
             depth: 16,
             congestion: None,
             send: SendMode::Copy,
-            upload_rate: None,
+            upload: UploadRate::Unlimited,
             // 32 readers × 2 regions × 4 lanes, or 128 readers with one lane per region.
             served_lanes: 256,
             connect_timeout: Duration::from_secs(10),
@@ -133,6 +135,18 @@ pub enum SendMode {
     /// them when they leave the host, or on a loopback when the reader receives them. As with RDMA, bytes may be newer
     /// than the answer that announces them, which the table above can handle.
     File,
+}
+
+/// How fast the source sends the bytes of large reads, all lanes together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum UploadRate {
+    /// As fast as TCP does.
+    #[default]
+    Unlimited,
+    /// Bytes per second. A rate slightly below that of the link keeps other traffic on it from queueing behind them.
+    Fixed(NonZeroU64),
+    /// As fast as leaves the queue of the link short for other traffic. Lanes within this host are not limited.
+    Background,
 }
 
 /// Maximum of [`TcpOptions::served_lanes`]: more threads than any machine should have.

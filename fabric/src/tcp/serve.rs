@@ -23,7 +23,7 @@ use rustix::net::SendFlags;
 
 use super::{
     SLOWEST_DRAIN_BYTES, SendMode,
-    pacer::Pacer,
+    pacer::LanePace,
     socket,
     wire::{Answer, PIECE_BYTES, Request, Status, TAG_LANE},
 };
@@ -61,7 +61,7 @@ pub(super) struct LaneServer<'a> {
     region: &'a Region,
     mode: SendMode,
     drain_timeout: Duration,
-    pacer: Option<&'a Pacer>,
+    pace: Option<LanePace<'a>>,
     served: &'a AtomicU64,
     outbox: Vec<u8>,
 }
@@ -72,10 +72,10 @@ impl<'a> LaneServer<'a> {
         region: &'a Region,
         mode: SendMode,
         drain_timeout: Duration,
-        pacer: Option<&'a Pacer>,
+        pace: Option<LanePace<'a>>,
         served: &'a AtomicU64,
     ) -> LaneServer<'a> {
-        LaneServer { stream, region, mode, drain_timeout, pacer, served, outbox: Vec::with_capacity(OUTBOX_BYTES) }
+        LaneServer { stream, region, mode, drain_timeout, pace, served, outbox: Vec::with_capacity(OUTBOX_BYTES) }
     }
 
     /// Serves the lane, and returns why it ended.
@@ -194,20 +194,19 @@ impl<'a> LaneServer<'a> {
     }
 
     /// Sends one piece. `offset + length` was checked to be inside the region.
-    fn send_region(&self, offset: u64, length: usize) -> Result<(), Ended> {
-        let mut sent = 0;
+    fn send_region(&mut self, offset: u64, length: usize) -> Result<(), Ended> {
+        let (region, mut sent) = (self.region, 0);
         while sent < length {
             let (at, mut left) = (offset + sent as u64, length - sent);
-            if let Some(pacer) = self.pacer {
-                left = left.min(pacer.piece());
+            if let Some(pace) = &mut self.pace {
                 // The rest of the piece must be sent even if the region is revoked; a closed connection is found by
                 // sending.
-                pacer.wait(left, || self.is_revoked());
+                left = pace.wait(left, || region.revoked.load(Ordering::Acquire));
             }
             let began = Instant::now();
             let result = match self.mode {
-                SendMode::Copy => self.region.memory.send(self.stream, at, left),
-                SendMode::File => self.region.memory.send_file(self.stream, at, left),
+                SendMode::Copy => region.memory.send(self.stream, at, left),
+                SendMode::File => region.memory.send_file(self.stream, at, left),
             };
             let count = self.drained(result, left, began)?;
             self.served.fetch_add(count as u64, Ordering::Relaxed);

@@ -394,7 +394,7 @@ fn the_congestion_control_in_use_is_reported() {
 #[test]
 fn all_lanes_together_get_no_more_than_the_rate() {
     let rate = 20 << 20;
-    let world = World::new(TcpOptions { upload_rate: NonZeroU64::new(rate), send: SendMode::File, ..quick() });
+    let world = World::new(TcpOptions { upload: fixed(rate), send: SendMode::File, ..quick() });
     let (mut one, mut other) = (world.connect().unwrap(), world.connect().unwrap());
     let began = Instant::now();
     let reads = [read(1, 0, 2 << 20, 0), read(2, 4 << 20, 2 << 20, 4 << 20)];
@@ -410,7 +410,7 @@ fn all_lanes_together_get_no_more_than_the_rate() {
 #[test]
 fn the_pacer_delays_neither_small_reads_nor_the_end_of_the_exporter() {
     // Each reservation takes four seconds.
-    let world = World::new(TcpOptions { upload_rate: NonZeroU64::new(1 << 10), ..quick() });
+    let world = World::new(TcpOptions { upload: fixed(1 << 10), ..quick() });
     let (mut peer, mut other) = (world.connect().unwrap(), world.connect().unwrap());
     peer.post_read(&[read(1, 0, 1 << 20, 0)]).unwrap();
     thread::sleep(Duration::from_millis(20));
@@ -445,6 +445,10 @@ fn options_outside_their_range_are_refused() {
         assert!(TcpExporter::new(options.clone(), None).is_err());
         assert!(TcpConnector::new(options, None).is_err());
     }
+}
+
+fn fixed(rate: u64) -> UploadRate {
+    UploadRate::Fixed(NonZeroU64::new(rate).unwrap())
 }
 
 /// Time-outs that are short enough for tests.

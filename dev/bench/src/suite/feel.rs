@@ -36,9 +36,12 @@ pub struct Options {
     #[arg(
         long,
         value_delimiter = ',',
-        default_value = "own-best,own-together,own-dual,remora-shm,remora-tcp,remora-relay,remora-relay-gentle,remora-module,remora-module-relay,remora-module-relay-gentle"
+        default_value = "own-best,own-together,own-dual,remora-shm,remora-tcp,remora-relay,remora-tcp-auto,remora-relay-auto,remora-relay-gentle,remora-module,remora-module-relay,remora-module-relay-gentle"
     )]
     pub methods: Vec<Method>,
+    /// Congestion control of all hosts, by its kernel name. Default: the system's.
+    #[arg(long)]
+    pub congestion: Option<String>,
     /// Commands per second of each group of clients.
     #[arg(long, default_value_t = 2000)]
     pub rate: u64,
@@ -70,10 +73,16 @@ pub fn run(options: &Options) -> Result<bool> {
             "Where there are hosts, half of the processors are the primary's and its clients', the rest all replicas'."
         }
     });
+    if let Some(name) = &options.congestion {
+        kept.note(format!("Where there are hosts, their congestion control is {name}."));
+    }
     let mut left = options.networks.len() * options.servers.len();
     for network in &options.networks {
         for server in &options.servers {
             let place = if options.shared_processors { network.place(most) } else { network.place_apart(most) }?;
+            if let Some(name) = &options.congestion {
+                place.congestion(name)?;
+            }
             kept.links.push(network.measure(&place)?);
             let shape = Shape { keys: options.values, value_bytes: VALUE_BYTES, content: Content::Strings };
             eprintln!("{network}: filling a primary");

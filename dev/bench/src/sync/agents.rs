@@ -9,6 +9,7 @@ use std::time::Duration;
 use remora_lab::{Agent, Host, Server, scratch};
 use rustix::process::Signal;
 
+use super::method::{NO_LIMIT, Upload};
 use super::outcome::Summary;
 use super::{Method, Result};
 
@@ -20,6 +21,8 @@ pub struct Program {
     serves_peers: bool,
     /// Whether it uses TLS between hosts unless an option says otherwise.
     has_tls: bool,
+    /// Whether it limits its uploads unless an option says otherwise.
+    limits_uploads: bool,
 }
 
 impl Program {
@@ -50,7 +53,8 @@ impl Program {
     fn at(path: PathBuf) -> Result<Program> {
         let help = Command::new(&path).args(["replica", "--help"]).output()?;
         let help = String::from_utf8_lossy(&help.stdout);
-        Ok(Program { serves_peers: help.contains(SERVE_PEERS), has_tls: help.contains(PLAINTEXT[2]), path })
+        let (serves_peers, has_tls) = (help.contains(SERVE_PEERS), help.contains(PLAINTEXT[2]));
+        Ok(Program { serves_peers, has_tls, limits_uploads: help.contains(AUTO_UPLOAD), path })
     }
 
     /// Whether its replicas can feed each other.
@@ -101,6 +105,9 @@ impl Program {
             Some(true) if self.serves_peers => more.push(os(SERVE_PEERS)),
             Some(false) if self.serves_peers => more.push(os(NO_SERVE_PEERS)),
             _ => {}
+        }
+        if self.limits_uploads && method.upload_limit(None).is_some() {
+            more.extend([os(UPLOAD_LIMIT), os(NO_LIMIT)]);
         }
         let agent = self.start_replica(server, source, method.transport().unwrap_or("auto"), name, &more)?;
         Ok(Replica { agent, summary })
@@ -173,8 +180,10 @@ impl Source {
         data_bytes: u64,
         cable: Option<u64>,
     ) -> Result<Source> {
-        let limit = method.upload_limit(cable).map(|limit| limit.to_string());
-        let mut more: Vec<&str> = limit.iter().flat_map(|limit| ["--upload-limit", limit]).collect();
+        // A program without the default has no limit anyway.
+        let limit = method.upload_limit(cable).filter(|limit| program.limits_uploads || *limit != Upload::Unlimited);
+        let limit = limit.map(|limit| limit.to_string());
+        let mut more: Vec<&str> = limit.iter().flat_map(|limit| [UPLOAD_LIMIT, limit]).collect();
         let state = folder.join("state").display().to_string();
         if method.tunes() {
             more.extend(["--tune-server", "--state-dir", &state]);
@@ -369,6 +378,10 @@ const PLAINTEXT: [&str; 3] = ["--security", "none", "--plaintext-network"];
 
 const SERVE_PEERS: &str = "--serve-peers";
 const NO_SERVE_PEERS: &str = "--no-serve-peers";
+
+/// The option, and what its help says if it has a default.
+const UPLOAD_LIMIT: &str = "--upload-limit";
+const AUTO_UPLOAD: &str = "--upload-limit <auto|none|SIZE>";
 
 /// Memory for the stream: far more than the demo's writer writes during a sync.
 const JOURNAL_MIB: u64 = 128;

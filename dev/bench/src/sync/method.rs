@@ -33,6 +33,11 @@ pub enum Method {
     RemoraTcp,
     /// Remora over TCP, with replicas that feed each other.
     RemoraRelay,
+    /// As [`Method::RemoraTcp`], with the default upload limit: a background transfer. The other methods over TCP have
+    /// no limit unless they say so.
+    RemoraTcpAuto,
+    /// As [`Method::RemoraRelay`], with the default upload limit at the source and at the replicas.
+    RemoraRelayAuto,
     /// As [`Method::RemoraRelay`], and the source leaves some of the cable free, with `--upload-limit`.
     RemoraRelayGentle,
     /// As [`Method::RemoraRelay`]; a replica that others read from is killed when it holds half of the snapshot.
@@ -70,6 +75,8 @@ impl Method {
             Method::RemoraTuned => "Remora, defaults, tuned",
             Method::RemoraShm => "Remora shm, best",
             Method::RemoraTcp => "Remora tcp, best",
+            Method::RemoraTcpAuto => "Remora tcp, best, upload auto",
+            Method::RemoraRelayAuto => "Remora tcp, relay, upload auto",
             Method::RemoraTcpSealed => "Remora tcp, best, sealed",
             Method::RemoraRelay => "Remora tcp, relay",
             Method::RemoraRelaySealed => "Remora tcp, relay, sealed",
@@ -117,6 +124,7 @@ impl Method {
             Method::RemoraTcp | Method::RemoraModuleRelay | Method::RemoraModuleRelayGentle => Some("tcp"),
             Method::RemoraRelay | Method::RemoraRelayGentle | Method::RemoraRelayKilled => Some("tcp"),
             Method::RemoraTcpSealed | Method::RemoraRelaySealed => Some("tcp"),
+            Method::RemoraTcpAuto | Method::RemoraRelayAuto => Some("tcp"),
             Method::OwnDefault | Method::OwnBest | Method::OwnTogether | Method::OwnDual => None,
             Method::Copier | Method::CopierOneByOne => None,
         }
@@ -125,8 +133,8 @@ impl Method {
     /// Whether replicas feed each other, if the program has the option.
     pub fn serves_peers(self) -> Option<bool> {
         match self {
-            Method::RemoraTcp | Method::RemoraTcpSealed => Some(false),
-            Method::RemoraRelaySealed => Some(true),
+            Method::RemoraTcp | Method::RemoraTcpSealed | Method::RemoraTcpAuto => Some(false),
+            Method::RemoraRelaySealed | Method::RemoraRelayAuto => Some(true),
             Method::RemoraRelay | Method::RemoraRelayGentle | Method::RemoraRelayKilled => Some(true),
             Method::RemoraModuleRelay | Method::RemoraModuleRelayGentle => Some(true),
             _ => None,
@@ -144,10 +152,31 @@ impl Method {
         self == Method::RemoraTuned
     }
 
-    /// The source's upload limit in bytes per second, for a cable of `cable` bytes per second with all headers.
-    pub fn upload_limit(self, cable: Option<u64>) -> Option<u64> {
-        let is_gentle = matches!(self, Method::RemoraRelayGentle | Method::RemoraModuleRelayGentle);
-        cable.filter(|_| is_gentle).map(|cable| cable / 100 * GENTLE_PERCENT)
+    /// The source's upload limit (`--upload-limit`), for a cable of `cable` bytes per second with all headers; `None`
+    /// for the default. Replicas have the same, but a rate is the source's alone.
+    pub fn upload_limit(self, cable: Option<u64>) -> Option<Upload> {
+        match self {
+            Method::RemoraDefault | Method::RemoraTuned | Method::RemoraTcpAuto | Method::RemoraRelayAuto => None,
+            Method::RemoraRelayGentle | Method::RemoraModuleRelayGentle => {
+                Some(cable.map_or(Upload::Unlimited, |cable| Upload::Rate(cable / 100 * GENTLE_PERCENT)))
+            }
+            _ => Some(Upload::Unlimited),
+        }
+    }
+
+    /// Whether it has the default upload limit, over TCP.
+    pub fn is_upload_auto(self) -> bool {
+        matches!(self, Method::RemoraTcpAuto | Method::RemoraRelayAuto)
+    }
+
+    /// The method that differs from this one only in that it has no upload limit.
+    pub fn unlimited(self) -> Option<Method> {
+        match self {
+            Method::RemoraTcpAuto => Some(Method::RemoraTcp),
+            Method::RemoraRelayAuto | Method::RemoraRelayGentle => Some(Method::RemoraRelay),
+            Method::RemoraModuleRelayGentle => Some(Method::RemoraModuleRelay),
+            _ => None,
+        }
     }
 
     /// Whether it works across hosts: it reads memory over a network, or needs none.
@@ -214,6 +243,27 @@ impl Method {
             .then(|| ("dual-channel-replication-enabled", "yes".to_owned()))
     }
 }
+
+/// An upload limit that is not the default.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Upload {
+    /// As fast as TCP does.
+    Unlimited,
+    /// Bytes per second.
+    Rate(u64),
+}
+
+impl std::fmt::Display for Upload {
+    fn fmt(&self, to: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Upload::Unlimited => to.write_str(NO_LIMIT),
+            Upload::Rate(rate) => rate.fmt(to),
+        }
+    }
+}
+
+/// No upload limit, on the command line.
+pub(super) const NO_LIMIT: &str = "none";
 
 /// Share of a cable's rate. TCP's payload is 95 % of it with packets of 1500 bytes; the rest is for other connections.
 const GENTLE_PERCENT: u64 = 90;

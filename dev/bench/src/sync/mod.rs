@@ -26,7 +26,7 @@ mod summary;
 mod watch;
 
 pub use agents::{Attend, Program, Source, Stay};
-pub use method::{Method, Setting};
+pub use method::{Method, Setting, Upload};
 pub use outcome::{Outcome, Phases};
 pub use place::Place;
 pub(crate) use scene::available_memory;

@@ -47,6 +47,18 @@ impl Place {
         Place::hosts(rate, replicas, |name, is_replica| net.host_on(name, if is_replica { half..all } else { 0..half }))
     }
 
+    /// Makes all hosts use this congestion control, by its kernel name. Nothing on loopback.
+    ///
+    /// # Errors
+    /// The kernel does not have it.
+    pub fn congestion(&self, name: &str) -> Result<()> {
+        let Some(Hosts { primary, client, replicas, .. }) = &self.hosts else { return Ok(()) };
+        for host in [primary, client].into_iter().chain(replicas) {
+            host.within(|| std::fs::write(CONGESTION, name))??;
+        }
+        Ok(())
+    }
+
     /// Creates the hosts with `host`, which gets a name and whether it is a replica's host.
     fn hosts(rate: BitRate, replicas: usize, make: impl Fn(&str, bool) -> remora_lab::Result<Host>) -> Result<Place> {
         let host = |name: &str, is_replica| -> Result<Host> {
@@ -84,6 +96,9 @@ impl Place {
         self.hosts.as_ref().map_or(usize::MAX, |hosts| hosts.replicas.len())
     }
 }
+
+/// The congestion control of new connections in the network namespace of the thread that opens it.
+const CONGESTION: &str = "/proc/sys/net/ipv4/tcp_congestion_control";
 
 /// Makes a server run on that host.
 pub(super) fn on(builder: Builder, host: Option<&Host>) -> Builder {

@@ -148,14 +148,36 @@ fn of_feeling(cells: &[Cell<'_>]) -> Vec<Target> {
         let ratios = ours.points.iter().filter_map(|point| Some(point.felt.p99 / in_round(point.round)?));
         let feel::Point { server, network, clients, .. } = ours.first;
         let method = ours.first.method.map_or("", Method::name);
+        let is_auto = ours.first.method.is_some_and(Method::is_upload_auto) && clients == "far";
         Some(Target {
             what: format!("p99 while 3 replicas sync, {method}, against the best of the server's own methods"),
-            where_: format!("{server}, {network}, {clients} clients"),
+            where_: format!("{server}, {network}, {clients} clients{}", label(ours)),
             ratio: Spread::of(ratios)?,
-            bound: Bound::Most(FELT_MOST),
+            bound: Bound::Most(if is_auto { FELT_AUTO_MOST } else { FELT_MOST }),
         })
     };
-    cells.iter().filter(is_ours).filter_map(target).collect()
+    let is_far_auto =
+        |cell: &&Cell<'_>| cell.first.clients == "far" && cell.first.method.is_some_and(Method::is_upload_auto);
+    let price = |auto: &Cell<'_>| {
+        let unlimited = auto.first.method.and_then(Method::unlimited);
+        let other = cells.iter().find(|cell| key(cell) == key(auto) && cell.first.method == unlimited)?;
+        let in_round = |round| other.points.iter().find(|point| point.round == round).map(|point| point.seconds);
+        let ratios = auto.points.iter().filter_map(|point| Some(point.seconds / in_round(point.round)?));
+        let feel::Point { server, network, replicas, .. } = auto.first;
+        let method = auto.first.method.map_or("", Method::name);
+        Some(Target {
+            what: format!("time of {replicas} replicas beside clients, {method}, against no upload limit"),
+            where_: format!("{server}, {network}{}", label(auto)),
+            ratio: Spread::of(ratios)?,
+            bound: Bound::Most(AUTO_TIME_MOST),
+        })
+    };
+    let felt = cells.iter().filter(is_ours).filter_map(target);
+    felt.chain(cells.iter().filter(is_far_auto).filter_map(price)).collect()
+}
+
+fn label(cell: &Cell<'_>) -> String {
+    if cell.label.is_empty() { String::new() } else { format!(", run {}", cell.label) }
 }
 
 /// Target: the time of one replica with sealed tables, in multiples of plaintext, over a cable.
@@ -184,6 +206,11 @@ const LINK_LEAST: f64 = 0.93;
 
 /// Target: the 99th percentile of clients, against the server's own replication.
 const FELT_MOST: f64 = 0.5;
+
+/// Targets of the default upload limit: the same for clients on other hosts, and the time, in multiples of that without
+/// a limit.
+const FELT_AUTO_MOST: f64 = 0.25;
+const AUTO_TIME_MOST: f64 = 1.10;
 
 #[cfg(test)]
 mod tests {
