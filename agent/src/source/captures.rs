@@ -50,8 +50,15 @@ impl Methods {
 impl Source {
     pub(super) fn start_capture(&mut self, generation: u64, with_stream: bool) -> Result<(), Failure> {
         let own_format = self.machine.status().snapshot.is_some_and(|snapshot| snapshot.format == Format::Own);
+        let plan = self.capture_plan(generation, with_stream, own_format);
+        tracing::info!(generation, with_stream, "requesting a snapshot from the server");
+        self.threads.start(plan)
+    }
+
+    /// What a capture of this generation is given.
+    pub(super) fn capture_plan(&self, generation: u64, with_stream: bool, own_format: bool) -> Plan {
         let (exports, memory) = (self.exports.clone(), self.tables.memory(SNAPSHOT_REGION));
-        let plan = Plan {
+        Plan {
             generation,
             server: self.captured.server(),
             captured: self.captured.clone(),
@@ -74,9 +81,7 @@ impl Source {
             events: self.events.clone(),
             stop: Arc::new(AtomicBool::new(false)),
             runtime: tokio::runtime::Handle::current(),
-        };
-        tracing::info!(generation, with_stream, "requesting a snapshot from the server");
-        self.threads.start(plan)
+        }
     }
 
     /// Logs a capture's event, and exports the tables when a snapshot begins. Called before the machine gets the event.
@@ -115,7 +120,7 @@ impl Source {
         Ok(())
     }
 
-    fn export(&self, generation: u64, region: u32) -> Result<(), Failure> {
+    pub(super) fn export(&self, generation: u64, region: u32) -> Result<(), Failure> {
         let exported = self.exports.export(RegionId { generation, region }, &self.tables.memory(region));
         exported.map_err(|error| Failure::local(format!("cannot export a table over any transport: {error}")))
     }

@@ -30,6 +30,7 @@ mod ending;
 mod event;
 mod failures;
 mod forks;
+mod kept;
 mod pace;
 mod record;
 #[cfg(test)]
