@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use object::elf::{DT_NEEDED, FileHeader64};
-use object::read::elf::{Dyn, FileHeader, SectionHeader};
+use object::read::elf::{Dyn, FileHeader};
 use object::{Endianness, SectionIndex, StringTable};
 use remora_bench::sync::Result;
 
