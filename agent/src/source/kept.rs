@@ -25,7 +25,8 @@ use remora_table::{Expectation, Geometry, Kind, Origin, SealKey, journal_left, s
 use serde::{Deserialize, Serialize};
 
 use super::Source;
-use super::machine::{Format, Stage};
+use super::captures::plan as plan_of;
+use super::machine::{self, Format, Stage};
 use super::sealing::SealedTables;
 use super::tables::{JOURNAL_REGION, SNAPSHOT_REGION, Tables};
 use crate::args::SourceArgs;
@@ -200,94 +201,92 @@ impl Keeper {
     }
 }
 
-impl Source {
-    /// Goes on with what a former process has left, if it can, and forgets it otherwise.
-    pub(super) async fn go_on_with(&mut self, left: Option<Left>) {
-        let Some(left) = left else { return self.keeper.forget() };
-        if let Err(why) = self.go_on(left).await {
-            tracing::warn!(%why, "{UNUSABLE}");
-            self.keeper.forget();
-        }
+/// Goes on with what a former process has left, if it can, and forgets it otherwise.
+pub(super) async fn go_on_with(source: &mut Source, left: Option<Left>) {
+    let Some(left) = left else { return source.keeper.forget() };
+    if let Err(why) = go_on(source, left).await {
+        tracing::warn!(%why, "{UNUSABLE}");
+        source.keeper.forget();
     }
+}
 
-    /// Offers the snapshot of a former process again, and follows its stream from the next byte on.
-    ///
-    /// # Errors
-    /// It cannot be used; the text says why. The source is as it was.
-    async fn go_on(&mut self, left: Left) -> Result<(), String> {
-        let Left { record, origin, slots, journal: (view, expect) } = left;
-        let plan = self.capture_plan(origin.generation, true, record.own_format);
-        self.gauge.snapshot_began(origin.history, origin.offset, true);
-        let prepared = plan.clone();
-        let taken = blocking(move || {
-            let mut journal = prepared.new_journal(origin).map_err(|error| Failure::local(error.to_string()))?;
-            let took = journal_left(&view, expect, origin.offset + 1, |bytes| journal.append(bytes, &prepared.gauge));
-            took.map_err(|error: remora_table::Error| Failure::local(error.to_string()))?;
-            Ok(journal)
-        });
-        let journal = taken.await.map_err(|failure| failure.message)?;
-        // Asked by `INFO` first: a server that cannot continue would take a snapshot.
-        self.facts.covers(origin.history, journal.end_offset() - 1, 0)?;
-        for region in [SNAPSHOT_REGION, JOURNAL_REGION] {
-            self.export(origin.generation, region).map_err(|failure| failure.message)?;
-        }
-        self.gauge.snapshot_left(record.bytes, slots);
-        let age = since_1970().saturating_sub(Duration::from_millis(record.asked));
-        let (now, format) = (Instant::now(), if record.own_format { Format::Own } else { Format::Shared });
-        self.machine.go_on(now, origin, record.bytes, format, now.checked_sub(age).unwrap_or(now));
-        let end = journal.end_offset() - 1;
-        self.threads.go_on(plan, journal).map_err(|failure| failure.message)?;
-        tracing::info!(
-            generation = origin.generation,
-            size = %crate::units::Size::bytes(record.bytes),
-            offset = end,
-            "going on with the snapshot that the service manager kept; no other one is taken"
-        );
-        Ok(())
+/// Offers the snapshot of a former process again, and follows its stream from the next byte on.
+///
+/// # Errors
+/// It cannot be used; the text says why. The source is as it was.
+async fn go_on(source: &mut Source, left: Left) -> Result<(), String> {
+    let Left { record, origin, slots, journal: (view, expect) } = left;
+    let plan = plan_of(source, origin.generation, true, record.own_format);
+    source.gauge.snapshot_began(origin.history, origin.offset, true);
+    let prepared = plan.clone();
+    let taken = blocking(move || {
+        let mut journal = prepared.new_journal(origin).map_err(|error| Failure::local(error.to_string()))?;
+        let took = journal_left(&view, expect, origin.offset + 1, |bytes| journal.append(bytes, &prepared.gauge));
+        took.map_err(|error: remora_table::Error| Failure::local(error.to_string()))?;
+        Ok(journal)
+    });
+    let journal = taken.await.map_err(|failure| failure.message)?;
+    // Asked by `INFO` first: a server that cannot continue would take a snapshot.
+    source.facts.covers(origin.history, journal.end_offset() - 1, 0)?;
+    for region in [SNAPSHOT_REGION, JOURNAL_REGION] {
+        source.export(origin.generation, region).map_err(|failure| failure.message)?;
     }
+    source.gauge.snapshot_left(record.bytes, slots);
+    let age = since_1970().saturating_sub(Duration::from_millis(record.asked));
+    let (now, format) = (Instant::now(), if record.own_format { Format::Own } else { Format::Shared });
+    machine::go_on(&mut source.machine, now, origin, record.bytes, format, now.checked_sub(age).unwrap_or(now));
+    let end = journal.end_offset() - 1;
+    source.threads.go_on(plan, journal).map_err(|failure| failure.message)?;
+    tracing::info!(
+        generation = origin.generation,
+        size = %crate::units::Size::bytes(record.bytes),
+        offset = end,
+        "going on with the snapshot that the service manager kept; no other one is taken"
+    );
+    Ok(())
+}
 
-    /// Has the service manager keep the current snapshot if it is whole, and no other one. Called after each event.
-    pub(super) fn keep(&mut self) {
-        let Some(store) = &self.keeper.store else { return };
-        let status = self.machine.status();
-        let whole = status.snapshot.zip(status.stream).and_then(|(snapshot, stream)| match snapshot.stage {
-            Stage::Sealed { origin, bytes } if self.tables.retained && origin.history == stream.history => {
-                Some((snapshot, origin, bytes, stream))
-            }
-            _ => None,
-        });
-        let wanted = whole.map(|(_, origin, ..)| origin.generation);
-        if wanted == self.keeper.kept {
-            return;
+/// Has the service manager keep the current snapshot if it is whole, and no other one. Called after each event.
+pub(super) fn keep(source: &mut Source) {
+    let Some(store) = &source.keeper.store else { return };
+    let status = source.machine.status();
+    let whole = status.snapshot.zip(status.stream).and_then(|(snapshot, stream)| match snapshot.stage {
+        Stage::Sealed { origin, bytes } if source.tables.retained && origin.history == stream.history => {
+            Some((snapshot, origin, bytes, stream))
         }
-        self.keeper.kept = wanted;
-        let Some((snapshot, origin, bytes, stream)) = whole else { return store.replace(&NAMES, Vec::new()) };
-        let record = Record {
-            version: VERSION,
-            generation: origin.generation,
-            history: origin.history.to_string(),
-            offset: origin.offset,
-            bytes,
-            own_format: snapshot.format == Format::Own,
-            asked: since_1970().saturating_sub(snapshot.asked().elapsed()).as_millis() as u64,
-            snapshot: self.tables.snapshot.1.into(),
-            journal: self.tables.journal.1.into(),
-            stream: (stream.generation, stream.offset),
-            secret: self.tables.sealed.as_ref().map(SealedTables::snapshot_secret),
-        };
-        match record.keep() {
-            Ok(record) => {
-                let (snapshot, journal) = (self.tables.snapshot.0.clone(), self.tables.journal.0.clone());
-                let mut memories = vec![(SNAPSHOT, snapshot), (JOURNAL, journal)];
-                memories.extend(self.tables.sealed.as_ref().map(|sealed| (SEALED, sealed.snapshot.clone())));
-                // The last one: without it the others are not looked at.
-                memories.push((RECORD, Arc::new(record)));
-                store.replace(&NAMES, memories);
-            }
-            Err(failure) => {
-                tracing::warn!(error = %failure.message, "a restart of this service would need another snapshot");
-                store.replace(&NAMES, Vec::new());
-            }
+        _ => None,
+    });
+    let wanted = whole.map(|(_, origin, ..)| origin.generation);
+    if wanted == source.keeper.kept {
+        return;
+    }
+    source.keeper.kept = wanted;
+    let Some((snapshot, origin, bytes, stream)) = whole else { return store.replace(&NAMES, Vec::new()) };
+    let record = Record {
+        version: VERSION,
+        generation: origin.generation,
+        history: origin.history.to_string(),
+        offset: origin.offset,
+        bytes,
+        own_format: snapshot.format == Format::Own,
+        asked: since_1970().saturating_sub(snapshot.asked().elapsed()).as_millis() as u64,
+        snapshot: source.tables.snapshot.1.into(),
+        journal: source.tables.journal.1.into(),
+        stream: (stream.generation, stream.offset),
+        secret: source.tables.sealed.as_ref().map(SealedTables::snapshot_secret),
+    };
+    match record.keep() {
+        Ok(record) => {
+            let (snapshot, journal) = (source.tables.snapshot.0.clone(), source.tables.journal.0.clone());
+            let mut memories = vec![(SNAPSHOT, snapshot), (JOURNAL, journal)];
+            memories.extend(source.tables.sealed.as_ref().map(|sealed| (SEALED, sealed.snapshot.clone())));
+            // The last one: without it the others are not looked at.
+            memories.push((RECORD, Arc::new(record)));
+            store.replace(&NAMES, memories);
+        }
+        Err(failure) => {
+            tracing::warn!(error = %failure.message, "a restart of this service would need another snapshot");
+            store.replace(&NAMES, Vec::new());
         }
     }
 }

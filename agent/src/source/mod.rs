@@ -13,7 +13,8 @@
 //! - [`captures`] starts captures and handles their events; [`output_buffer`] knows the limit of what the primary holds
 //!   back for a source.
 //! - [`gauge`] holds the figures that the capture threads show while they run.
-//! - [`tables`] is the memory, [`sealing`] its sealed part, and [`exports`] the transports that export it.
+//! - [`tables`] is the memory, [`regions`] the numbers under which it is exported, [`sealing`] its sealed part, and
+//!   [`exports`] the transports that export it.
 //!   [`probe_region`] exports scratch memory for `remora probe`.
 //! - [`answers`] describes the primary and whether it continues a history; [`questions`] bounds how often replicas make
 //!   the source ask it; [`rate`] measures how fast it writes;
@@ -39,6 +40,7 @@ mod peers;
 mod probe_region;
 mod questions;
 mod rate;
+mod regions;
 pub(crate) mod sealing;
 mod status;
 mod tables;
@@ -183,7 +185,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         probe_region: ProbeRegion::default(),
         keeper: Keeper::new(),
     };
-    source.go_on_with(left).await;
+    kept::go_on_with(&mut source, left).await;
     // The first look at the write rate. Later ones measure from it.
     source.learn();
     let service = Service::ready_in_a_loop("ready");
@@ -426,7 +428,7 @@ impl Source {
         for action in self.machine.apply(Instant::now(), self.gauge.reading(), event) {
             self.perform(action)?;
         }
-        self.keep();
+        kept::keep(self);
         Ok(())
     }
 

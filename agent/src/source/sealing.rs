@@ -7,7 +7,7 @@ use remora_fabric::{Memory, RegionId};
 use remora_table::{Algorithm, SealKey};
 use remora_wire::derive;
 
-use super::tables::SNAPSHOT_REGION;
+use super::regions::SNAPSHOT_REGION;
 use crate::exit::Failure;
 
 /// The memory of the sealed tables, of the same shapes as the plain ones, and the secrets of their keys.

@@ -6,17 +6,13 @@ use remora_fabric::{Memory, Pages, RegionId};
 use remora_protocol::TableOffer;
 use remora_table::Geometry;
 
+pub(super) use super::regions::{JOURNAL_REGION, SNAPSHOT_REGION};
 use super::sealing::SealedTables;
 use crate::args::{ModuleCapture, SourceArgs};
 use crate::exit::Failure;
 use crate::server::Facts;
 use crate::service;
 use crate::units::Size;
-
-/// The region number of the snapshot.
-pub(super) const SNAPSHOT_REGION: u32 = 0;
-/// The region number of the journal.
-pub(super) const JOURNAL_REGION: u32 = 1;
 
 /// The memory of a region.
 #[derive(Clone)]

@@ -7,19 +7,17 @@ use remora_table::Origin;
 use super::record::{Snapshot, Stage};
 use super::{Format, Machine};
 
-impl Machine {
-    /// Goes on with a snapshot of which all slots are there, and with the stream behind it. `asked`: when the former
-    /// process requested it. Called before the first event.
-    pub(crate) fn go_on(&mut self, now: Instant, origin: Origin, bytes: u64, format: Format, asked: Instant) {
-        let generation = origin.generation;
-        self.next_generation = self.next_generation.max(generation + 1);
-        self.snapshot = Some(Snapshot { generation, stage: Stage::Sealed { origin, bytes }, format, asked });
-        self.stream = Some(origin);
-        self.unread_since = now;
-        // Its replicas come back as after a broken connection, and their servers may still read the memory.
-        self.lost_at = Some(now);
-        self.unfinished = true;
-    }
+/// Goes on with a snapshot of which all slots are there, and with the stream behind it. `asked`: when the former
+/// process requested it. Called before the first event.
+pub(crate) fn go_on(machine: &mut Machine, now: Instant, origin: Origin, bytes: u64, format: Format, asked: Instant) {
+    let generation = origin.generation;
+    machine.next_generation = machine.next_generation.max(generation + 1);
+    machine.snapshot = Some(Snapshot { generation, stage: Stage::Sealed { origin, bytes }, format, asked });
+    machine.stream = Some(origin);
+    machine.unread_since = now;
+    // Its replicas come back as after a broken connection, and their servers may still read the memory.
+    machine.lost_at = Some(now);
+    machine.unfinished = true;
 }
 
 #[cfg(test)]
@@ -47,7 +45,7 @@ mod tests {
         let mut machine = Machine::new(now, rules, Backoff::seeded(1), 5, false);
         let history = "a".repeat(40).parse().unwrap();
         let origin = Origin { generation: 7, history, offset: OFFSET };
-        machine.go_on(now, origin, 1 << 30, Format::Shared, now.checked_sub(age).unwrap());
+        go_on(&mut machine, now, origin, 1 << 30, Format::Shared, now.checked_sub(age).unwrap());
         (machine, origin)
     }
 
