@@ -103,15 +103,16 @@ prove-files: setup
 	$(RELEASE) -p xtask
 	CARGO=$(CARGO) $(TARGET)/release/xtask prove-files $(ARGS)
 
-## dist: what users install, in target/dist: an archive, two Debian packages, checksums
+## dist: what users install, in target/dist: archives, .deb, .rpm, .apk, images, SBOMs, checksums, for x86_64 and aarch64; ARGS="--architectures x86_64"
 .PHONY: dist
 dist: setup
-	$(RELEASE) -p xtask
-	CARGO=$(CARGO) $(TARGET)/release/xtask dist $(ARGS)
+	@dev/lab/setup/setup --dist
+	$(CARGO) run --quiet --locked -p xtask -- dist $(ARGS)
 
-## try-dist: installs these packages in a bare Debian, makes a replica there, removes them; SUITE=bookworm
+## try-dist: what is in target/dist, installed in a bare Debian that boots systemd, used, and removed again; SUITE=bookworm
 .PHONY: try-dist
 try-dist:
+	@dev/lab/setup/setup --dist
 	dev/lab/dist/try $(SUITE)
 
 ## bench: the measurements behind docs/benchmarks.md and the README, into bench/runs; ARGS="--only sync"

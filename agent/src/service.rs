@@ -1,4 +1,5 @@
-//! Service: tells systemd that the agent is ready, what it does, that it lives, and that it stops (`Type=notify`).
+//! Service: tells systemd that the agent is ready, what it does, that it lives, and that it stops (`Type=notify`), and
+//! has it keep memory for the next process of the service.
 //!
 //! Outside of such a service nothing happens. Messages are sent by a task of their own: a manager that hangs holds up
 //! no agent.
@@ -6,7 +7,9 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use remora_fabric::Memory;
 use sd_notify::NotifyState;
+use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 
 use crate::tasks::AbortOnDrop;
 
@@ -55,6 +58,59 @@ impl Service {
     pub(crate) fn turn(&self, status: impl FnOnce() -> String) {
         if self.task.is_some() {
             *lock(&self.said) = Said { status: status(), alive: Some(Instant::now()) };
+        }
+    }
+}
+
+/// The descriptor store of the service manager: memory in it outlives this process, for the next one of the service.
+pub(crate) struct Store {
+    changes: UnboundedSender<Change>,
+    _task: AbortOnDrop,
+}
+
+/// What is to be removed, and what is to be kept instead, in this order.
+struct Change {
+    names: &'static [&'static str],
+    memories: Vec<(&'static str, Arc<Memory>)>,
+}
+
+/// Whether a service manager runs this process, which may keep memory for the next one.
+pub(crate) fn keeps() -> bool {
+    std::env::var_os(SOCKET).is_some()
+}
+
+impl Store {
+    /// The store; `None` outside of a service. A manager that keeps nothing (`FileDescriptorStoreMax=0`) does not
+    /// say so.
+    pub(crate) fn open() -> Option<Store> {
+        if !keeps() {
+            return None;
+        }
+        let (changes, mut todo) = unbounded_channel::<Change>();
+        let task = tokio::spawn(async move {
+            while let Some(change) = todo.recv().await {
+                let _ = tokio::task::spawn_blocking(move || change.tell()).await; // it has logged why it failed
+            }
+        });
+        Some(Store { changes, _task: AbortOnDrop::new(&task) })
+    }
+
+    /// Removes everything of these names, and keeps these memories. Changes are made one after the other.
+    pub(crate) fn replace(&self, names: &'static [&'static str], memories: Vec<(&'static str, Arc<Memory>)>) {
+        let _ = self.changes.send(Change { names, memories });
+    }
+}
+
+impl Change {
+    fn tell(self) {
+        for name in self.names {
+            tell(&[NotifyState::FdStoreRemove, NotifyState::FdName(name)]);
+        }
+        for (name, memory) in self.memories {
+            let states = [NotifyState::FdStore, NotifyState::FdName(name)];
+            if let Err(error) = sd_notify::notify_with_fds(&states, &[memory.as_fd()]) {
+                tracing::warn!(name, %error, "the service manager cannot be asked to keep memory; a restart of this service needs another snapshot");
+            }
         }
     }
 }

@@ -24,6 +24,7 @@
 //! - [`Memory`] and [`View`]. **Start here.**
 //! - [`crc`]: CRC-32C, of slices and of shared bytes.
 //! - [`handover`]: passing memory to another process of this host for writing; [`local`]: the sockets for that.
+//!   [`inherited`]: memory that the service manager kept for this process.
 //!
 //! The first access to each 4 KiB page of each mapping costs microseconds, even if the page already exists.
 //! [`Memory::prefault`] and [`View::populate`] pay this in advance.
@@ -43,6 +44,7 @@ pub mod crc;
 mod error;
 mod folder;
 pub mod handover;
+pub mod inherited;
 pub mod local;
 #[allow(unsafe_code)] // the only module that dereferences mapped addresses
 mod mapping;

@@ -51,7 +51,7 @@ pub mod snapshot;
 pub use error::Error;
 pub use expectation::Expectation;
 pub use identity::{Identity, Kind};
-pub use journal::{Chunk, JournalReader, JournalWriter};
+pub use journal::{Chunk, JournalReader, JournalWriter, journal_left};
 pub use layout::{Geometry, MIN_SLOTS, State};
 pub use origin::Origin;
 pub use seal::{Algorithm, Seal, SealKey};
@@ -59,6 +59,7 @@ pub use server_pages::capture_page::CapturePage;
 pub use server_pages::load_page::LoadPage;
 pub use snapshot::{
     Loss, Place, Progress, SinkLayout, Slot, SnapshotCopy, SnapshotReader, SnapshotSealer, SnapshotWriter, Turn,
+    snapshot_left,
 };
 
 #[cfg(all(test, not(loom)))]

@@ -50,31 +50,7 @@ impl Methods {
 impl Source {
     pub(super) fn start_capture(&mut self, generation: u64, with_stream: bool) -> Result<(), Failure> {
         let own_format = self.machine.status().snapshot.is_some_and(|snapshot| snapshot.format == Format::Own);
-        let (exports, memory) = (self.exports.clone(), self.tables.memory(SNAPSHOT_REGION));
-        let plan = Plan {
-            generation,
-            server: self.captured.server(),
-            captured: self.captured.clone(),
-            file: self.methods.file.clone(),
-            tuning: self.methods.tuning.clone(),
-            reader_version: self.facts.own_format().filter(|_| own_format).map(|version| version.to_string()),
-            may_import_slots: self.facts.may_import_slots(),
-            snapshot: self.tables.snapshot.clone(),
-            retained: self.tables.retained,
-            prepare: Arc::new(move || exports.prepare(&memory)),
-            journal: with_stream.then(|| self.tables.journal.clone()),
-            sealed: self.tables.sealed.as_ref().map(|sealed| {
-                let id = |region| RegionId { generation, region };
-                let snapshot = sealed.table(id(SNAPSHOT_REGION), &sealed.snapshot);
-                (snapshot, sealed.table(id(JOURNAL_REGION), &sealed.journal))
-            }),
-            module: self.methods.rules.clone(),
-            module_failed_lately: self.methods.history.module_failed_lately(Instant::now()),
-            gauge: self.gauge.clone(),
-            events: self.events.clone(),
-            stop: Arc::new(AtomicBool::new(false)),
-            runtime: tokio::runtime::Handle::current(),
-        };
+        let plan = plan(self, generation, with_stream, own_format);
         tracing::info!(generation, with_stream, "requesting a snapshot from the server");
         self.threads.start(plan)
     }
@@ -115,8 +91,37 @@ impl Source {
         Ok(())
     }
 
-    fn export(&self, generation: u64, region: u32) -> Result<(), Failure> {
+    pub(super) fn export(&self, generation: u64, region: u32) -> Result<(), Failure> {
         let exported = self.exports.export(RegionId { generation, region }, &self.tables.memory(region));
         exported.map_err(|error| Failure::local(format!("cannot export a table over any transport: {error}")))
+    }
+}
+
+/// What a capture of this generation is given.
+pub(super) fn plan(source: &Source, generation: u64, with_stream: bool, own_format: bool) -> Plan {
+    let (exports, memory) = (source.exports.clone(), source.tables.memory(SNAPSHOT_REGION));
+    Plan {
+        generation,
+        server: source.captured.server(),
+        captured: source.captured.clone(),
+        file: source.methods.file.clone(),
+        tuning: source.methods.tuning.clone(),
+        reader_version: source.facts.own_format().filter(|_| own_format).map(|version| version.to_string()),
+        may_import_slots: source.facts.may_import_slots(),
+        snapshot: source.tables.snapshot.clone(),
+        retained: source.tables.retained,
+        prepare: Arc::new(move || exports.prepare(&memory)),
+        journal: with_stream.then(|| source.tables.journal.clone()),
+        sealed: source.tables.sealed.as_ref().map(|sealed| {
+            let id = |region| RegionId { generation, region };
+            let snapshot = sealed.table(id(SNAPSHOT_REGION), &sealed.snapshot);
+            (snapshot, sealed.table(id(JOURNAL_REGION), &sealed.journal))
+        }),
+        module: source.methods.rules.clone(),
+        module_failed_lately: source.methods.history.module_failed_lately(Instant::now()),
+        gauge: source.gauge.clone(),
+        events: source.events.clone(),
+        stop: Arc::new(AtomicBool::new(false)),
+        runtime: tokio::runtime::Handle::current(),
     }
 }

@@ -68,6 +68,13 @@ impl Gauge {
         *lock(&self.began) = Some(Instant::now());
     }
 
+    /// The snapshot that has begun was completed by a former process.
+    pub(super) fn snapshot_left(&self, bytes: u64, slots: u64) {
+        self.received.store(bytes, Relaxed);
+        self.published_slots.store(slots, Relaxed);
+        self.snapshot_ended(State::Sealed);
+    }
+
     /// Shows how far the snapshot's writer is.
     pub(super) fn snapshot_at(&self, writer: &SnapshotWriter) {
         self.received.store(writer.received(), Relaxed);

@@ -13,12 +13,14 @@
 //! - [`captures`] starts captures and handles their events; [`output_buffer`] knows the limit of what the primary holds
 //!   back for a source.
 //! - [`gauge`] holds the figures that the capture threads show while they run.
-//! - [`tables`] is the memory, [`sealing`] its sealed part, and [`exports`] the transports that export it.
+//! - [`tables`] is the memory, [`regions`] the numbers under which it is exported, [`sealing`] its sealed part, and
+//!   [`exports`] the transports that export it.
 //!   [`probe_region`] exports scratch memory for `remora probe`.
 //! - [`answers`] describes the primary and whether it continues a history; [`questions`] bounds how often replicas make
 //!   the source ask it; [`rate`] measures how fast it writes;
 //!   [`status`] is for `remora status`, and [`metrics`](mod@metrics) for Prometheus and probes.
-//! - [`descriptors`] checks the limit of open descriptors.
+//! - [`descriptors`] checks the limit of open descriptors. [`kept`] has the service manager keep a snapshot for the
+//!   next process.
 //! - [`topology`] decides which replica reads the snapshot from which other one.
 //! - `conversation::listener` tells control connections from data lanes on the source's one port.
 //! - This file connects them and performs the machine's actions.
@@ -30,6 +32,7 @@ mod captures;
 mod descriptors;
 mod exports;
 pub(crate) mod gauge;
+mod kept;
 pub(crate) mod machine;
 mod metrics;
 mod output_buffer;
@@ -37,6 +40,7 @@ mod peers;
 mod probe_region;
 mod questions;
 mod rate;
+mod regions;
 pub(crate) mod sealing;
 mod status;
 mod tables;
@@ -59,6 +63,7 @@ use self::captured::Captured;
 use self::captures::Methods;
 use self::exports::{Exports, tcp_exporter};
 use self::gauge::Gauge;
+use self::kept::Keeper;
 use self::machine::{Action, Event, Machine, Report, Resume, Rules, Session};
 use self::output_buffer::{OutputBuffer, OutputWatch};
 use self::peers::{Peer, Readable};
@@ -124,7 +129,11 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         Some(address) => Some(crate::metrics::bind(address).await?),
         None => None,
     };
-    let tables = Tables::create(&args, &facts, security.seals_tables(args.listen.ip())).await?;
+    let is_sealed = security.seals_tables(args.listen.ip());
+    let (left, tables) = match kept::take(&args, is_sealed) {
+        Some((left, tables)) => (Some(left), tables),
+        None => (None, Tables::create(&args, &facts, is_sealed).await?),
+    };
     let (incoming, inbox) = mpsc::channel(INCOMING_LIMIT);
     let (events, captures) = mpsc::unbounded_channel();
     let port = listener::bind(args.listen, &security, "the source", "--listen").await?;
@@ -154,7 +163,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     let machine = Machine::new(Instant::now(), rules, Backoff::from_system(), first_generation(), args.is_eager());
     let metrics = metrics.map(|listener| metrics::serve(listener, incoming.clone()));
     let watching = captured.watch(incoming.clone());
-    let source = Source {
+    let mut source = Source {
         args,
         tokens,
         methods,
@@ -174,7 +183,9 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         rate: Rate::default(),
         output: OutputWatch::default(),
         probe_region: ProbeRegion::default(),
+        keeper: Keeper::new(),
     };
+    kept::go_on_with(&mut source, left).await;
     // The first look at the write rate. Later ones measure from it.
     source.learn();
     let service = Service::ready_in_a_loop("ready");
@@ -236,6 +247,7 @@ struct Source {
     rate: Rate,
     output: OutputWatch,
     probe_region: ProbeRegion,
+    keeper: Keeper,
 }
 
 impl Source {
@@ -416,6 +428,7 @@ impl Source {
         for action in self.machine.apply(Instant::now(), self.gauge.reading(), event) {
             self.perform(action)?;
         }
+        kept::keep(self);
         Ok(())
     }
 

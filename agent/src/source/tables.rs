@@ -6,16 +6,13 @@ use remora_fabric::{Memory, Pages, RegionId};
 use remora_protocol::TableOffer;
 use remora_table::Geometry;
 
+pub(super) use super::regions::{JOURNAL_REGION, SNAPSHOT_REGION};
 use super::sealing::SealedTables;
 use crate::args::{ModuleCapture, SourceArgs};
 use crate::exit::Failure;
 use crate::server::Facts;
+use crate::service;
 use crate::units::Size;
-
-/// The region number of the snapshot.
-pub(super) const SNAPSHOT_REGION: u32 = 0;
-/// The region number of the journal.
-pub(super) const JOURNAL_REGION: u32 = 1;
 
 /// The memory of a region.
 #[derive(Clone)]
@@ -46,8 +43,29 @@ pub(super) struct Tables {
 }
 
 impl Tables {
-    /// `is_sealed`: replicas on other hosts read ciphertext.
+    /// `is_sealed`: replicas on other hosts read ciphertext. The pages that the snapshot will need are there already.
     pub(super) async fn create(args: &SourceArgs, facts: &Facts, is_sealed: bool) -> Result<Tables, Failure> {
+        let tables = Tables::empty(args, is_sealed)?;
+        let (snapshot, geometry) = &tables.snapshot;
+        let touch = geometry.data_offset() + expected(facts, *geometry);
+        let memory = snapshot.clone();
+        let sealed_memory = tables.sealed.as_ref().map(|sealed| sealed.snapshot.clone());
+        let touch = touch.min(memory.length());
+        tracing::debug!(bytes = touch, "prefaulting the snapshot's memory");
+        let touched = tokio::task::spawn_blocking(move || {
+            memory.prefault(0..touch)?;
+            sealed_memory.map_or(Ok(()), |memory| memory.prefault(0..touch))
+        });
+        let touched = touched.await;
+        match touched {
+            Ok(Ok(())) => Ok(tables),
+            Ok(Err(error)) => Err(no_memory(error)),
+            Err(error) => Err(no_memory(error)),
+        }
+    }
+
+    /// Tables whose memory no pages back yet.
+    pub(super) fn empty(args: &SourceArgs, is_sealed: bool) -> Result<Tables, Failure> {
         let total = args.memory.get();
         let journal = args.journal_memory.map_or(total / JOURNAL_SHARE, Size::get);
         if journal >= total {
@@ -73,21 +91,6 @@ impl Tables {
             }
             false => None,
         };
-        let touch = snapshot.1.data_offset() + expected(facts, snapshot.1);
-        let memory = snapshot.0.clone();
-        let sealed_memory = sealed.as_ref().map(|sealed| sealed.snapshot.clone());
-        let touch = touch.min(memory.length());
-        tracing::debug!(bytes = touch, "prefaulting the snapshot's memory");
-        let touched = tokio::task::spawn_blocking(move || {
-            memory.prefault(0..touch)?;
-            sealed_memory.map_or(Ok(()), |memory| memory.prefault(0..touch))
-        });
-        let touched = touched.await;
-        match touched {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => return Err(no_memory(error)),
-            Err(error) => return Err(no_memory(error)),
-        }
         Ok(Tables { snapshot, journal, sealed, retained: false, outgrown: false })
     }
 
@@ -181,14 +184,16 @@ fn module_writes(args: &SourceArgs) -> bool {
 fn table(name: &str, budget: u64, slot_size: u32, module_writes: bool) -> Result<(Arc<Memory>, Geometry), Failure> {
     let geometry = Geometry::within(budget, slot_size)
         .map_err(|error| Failure::refused(format!("--memory is too small for its slots: {error}")))?;
-    let create = if module_writes { Memory::create } else { Memory::create_single_writer };
+    // Memory that a service manager keeps is written by the next process of the service.
+    let create = if module_writes || service::keeps() { Memory::create } else { Memory::create_single_writer };
     let memory = create(name, geometry.memory_len(), Pages::Small).map_err(no_memory)?;
     Ok((Arc::new(memory), geometry))
 }
 
-/// Memory for ciphertext, which only this process writes.
+/// Memory for ciphertext, which only this process writes, or the next one of its service.
 fn sealed_memory(name: &str, geometry: &Geometry) -> Result<Arc<Memory>, Failure> {
-    Memory::create_single_writer(name, geometry.memory_len(), Pages::Small).map(Arc::new).map_err(no_memory)
+    let create = if service::keeps() { Memory::create } else { Memory::create_single_writer };
+    create(name, geometry.memory_len(), Pages::Small).map(Arc::new).map_err(no_memory)
 }
 
 fn no_memory(error: impl std::fmt::Display) -> Failure {

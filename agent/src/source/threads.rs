@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use super::capture::{Capture, Plan};
+use super::capture::{Capture, Journal, Plan};
 use crate::exit::Failure;
 
 /// How long the source waits for its threads when it ends.
@@ -29,6 +29,15 @@ impl Threads {
     /// Starts a capture. It begins once the threads that were told to stop have ended. Such a thread may still write
     /// for one tick, and a table must never have two writers.
     pub(super) fn start(&mut self, plan: Plan) -> Result<(), Failure> {
+        self.spawn(plan, |capture| capture.run())
+    }
+
+    /// Starts the thread that goes on with the stream of a former process, behind what the journal has of it.
+    pub(super) fn go_on(&mut self, plan: Plan, journal: Journal) -> Result<(), Failure> {
+        self.spawn(plan, |capture| capture.go_on(journal))
+    }
+
+    fn spawn(&mut self, plan: Plan, body: impl FnOnce(Capture) + Send + 'static) -> Result<(), Failure> {
         let has_ended = |thread: &CaptureThread| thread.stop.load(Ordering::Relaxed) || thread.thread.is_finished();
         let (ended, running): (Vec<_>, Vec<_>) = self.threads.drain(..).partition(has_ended);
         self.threads = running;
@@ -39,7 +48,7 @@ impl Threads {
                 for thread in ended {
                     let _ = thread.thread.join();
                 }
-                Capture::new(plan).run();
+                body(Capture::new(plan));
             })
             .map_err(|error| Failure::local(format!("cannot start a thread for the capture: {error}")))?;
         self.threads.push(CaptureThread { generation, follows_stream, stop, thread });

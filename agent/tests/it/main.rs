@@ -31,6 +31,7 @@ mod identity;
 mod input;
 mod intercept;
 mod intercept_tls;
+mod kept;
 mod kubernetes;
 mod late_joiner;
 mod link;

@@ -9,7 +9,7 @@
 //!   net             hosts with cables of a known rate, to cut, slow down and make lossy; servers and agents in them
 //!   layout          finds where a server's build keeps its tables, for the module's list of builds
 //!   asserting       tries fast keys in a server that is built with its assertions and AddressSanitizer
-//!   dist            what users install: an archive and two Debian packages, with their checksums
+//!   dist            what users install: archives, packages, images, lists of crates, checksums
 //!   release         everything of a release but publishing it
 //!   bindings        generates the types of the RDMA libraries from their headers; rarely needed
 //!   scale           a model of 1,000 replicas in racks, which drives the source's topology
@@ -82,7 +82,7 @@ enum Command {
     Layout(layout::Options),
     /// Try fast keys in a server that is built from source with its assertions and AddressSanitizer.
     Asserting(asserting::Options),
-    /// Make what users install: an archive and two Debian packages, with their checksums.
+    /// Make what users install: archives, packages, images of containers, lists of crates, checksums.
     Dist(dist::Options),
     /// Make a release: version, changes, checks, commit, tag and packages. Nothing is published.
     Release(release::Options),

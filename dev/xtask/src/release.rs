@@ -54,7 +54,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     succeed(Command::new("git").args(["tag", "--annotate", "--message", &format!("Remora {new}"), &name]))?;
     // By a build of the new version: this program has the old one's.
     let mut make = cargo();
-    make.args(["run", "--release", "--locked", "-p", "xtask", "--", "dist", "--out"]).arg(options.dist.out());
+    make.args(["run", "--locked", "-p", "xtask", "--", "dist", "--out"]).arg(options.dist.out());
     succeed(&mut make)?;
     println!(
         "tagged {name}; to publish it: push the branch and the tag, and upload what is in {}",

@@ -37,6 +37,11 @@ impl InPlace {
         // The connection still reports its end.
         peer.poll(&mut self.completions).map_err(from_peer)?;
         self.completions.clear();
+        self.look(track)
+    }
+
+    /// Takes what the memory holds now.
+    pub(super) fn look(&mut self, track: &mut Track) -> Result<(), Error> {
         self.check_head(track)?;
         match load_line(&&*self.view, None)? {
             Some(line) => {

@@ -10,12 +10,14 @@
 
 mod fetch;
 mod in_place;
+mod left;
 mod reader;
 mod records;
 mod search;
 mod track;
 mod writer;
 
+pub use left::journal_left;
 pub use reader::JournalReader;
 pub use track::Chunk;
 pub use writer::JournalWriter;

@@ -11,6 +11,7 @@
 mod copy;
 mod fetch;
 mod in_place;
+mod left;
 mod opening;
 mod pieces;
 mod plan;
@@ -24,6 +25,7 @@ mod verdict;
 mod writer;
 
 pub use copy::SnapshotCopy;
+pub use left::snapshot_left;
 pub use reader::SnapshotReader;
 pub use sealer::SnapshotSealer;
 pub use sink::SinkLayout;

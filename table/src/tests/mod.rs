@@ -31,7 +31,7 @@ pub(super) fn identity(kind: Kind) -> Identity {
     Identity { kind, origin: origin() }
 }
 
-fn origin() -> Origin {
+pub(super) fn origin() -> Origin {
     Origin { generation: 7, history: ReplId::try_from([b'a'; 40]).unwrap(), offset: FIRST_OFFSET }
 }
 

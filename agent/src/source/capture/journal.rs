@@ -1,6 +1,6 @@
 //! The journal of a capture: the plain one, and the sealed one if replicas on other hosts read ciphertext.
 
-use remora_table::{Identity, JournalWriter};
+use remora_table::{Identity, JournalWriter, Kind, Origin};
 
 use super::plan::{CaptureError, Plan};
 use crate::source::gauge::Gauge;
@@ -24,7 +24,7 @@ impl Journal {
 
     /// Appends bytes of the stream; readers may take them at once. The gauge shows them before: a replica whose server
     /// has them may ask at once for what follows, and must not be taken for one that is ahead of the stream.
-    pub(super) fn append(&mut self, bytes: &[u8], gauge: &Gauge) -> Result<(), remora_table::Error> {
+    pub(crate) fn append(&mut self, bytes: &[u8], gauge: &Gauge) -> Result<(), remora_table::Error> {
         let end = self.end_offset() + bytes.len() as u64;
         gauge.journal_at(self.first_offset(), end - 1);
         self.plain.append(bytes)?;
@@ -48,16 +48,21 @@ impl Journal {
     }
 
     /// Replication offset of the byte that will be appended next.
-    pub(super) fn end_offset(&self) -> u64 {
+    pub(crate) fn end_offset(&self) -> u64 {
         self.plain.end_offset()
+    }
+}
+
+impl Plan {
+    /// An empty journal that begins there, for what a former process had of the stream.
+    pub(crate) fn new_journal(&self, origin: Origin) -> Result<Journal, CaptureError> {
+        Journal::create(self, &Identity { kind: Kind::Journal, origin })?.ok_or(CaptureError::HistoryGone)
     }
 }
 
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
-    use remora_table::{Kind, Origin};
 
     use super::super::scripted::{Rig, history};
     use super::*;

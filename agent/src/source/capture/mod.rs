@@ -60,12 +60,13 @@ use std::time::{Duration, Instant};
 
 use remora_table::State;
 
+pub(crate) use self::journal::Journal;
 pub(crate) use self::method::{Method, MethodHistory, ModuleRules};
 pub(crate) use self::plan::{CaptureError, CaptureEvent, Plan};
 use self::plan::{SILENCE_LIMIT, Stop};
 pub(crate) use self::snapshot_file::SnapshotFile;
 use self::socket::Silence;
-use self::stream::Following;
+use self::stream::{Follower, Following};
 use crate::server::ServerError;
 
 /// One capture: a snapshot of the server and, unless another capture follows it, the replication stream behind it.
@@ -103,6 +104,12 @@ impl Capture {
                 self.report(CaptureEvent::Failed { generation: self.plan.generation, error });
             }
         }
+    }
+
+    /// Goes on with the stream behind what the journal has of it: a former process of this service has followed it so
+    /// far. It is meant to be the body of a thread.
+    pub(crate) fn go_on(self, journal: Journal) {
+        self.follow(|| Follower::unconnected(&self, journal).run());
     }
 
     /// The capture, of the server that the source is to sit beside now: a fail-over may just have happened.

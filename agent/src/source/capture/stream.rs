@@ -37,13 +37,19 @@ pub(super) enum Following {
 /// Writes the stream of one connection after the other into the journal.
 pub(super) struct Follower {
     capture: Capture,
-    socket: Socket,
+    /// `None` before the first connection of a stream that a former process has followed.
+    socket: Option<Socket>,
     journal: Journal,
 }
 
 impl Follower {
     pub(super) fn new(capture: &Capture, socket: Socket, journal: Journal) -> Follower {
-        Follower { capture: capture.clone(), socket, journal }
+        Follower { capture: capture.clone(), socket: Some(socket), journal }
+    }
+
+    /// One that connects first, and asks for the journal's next byte.
+    pub(super) fn unconnected(capture: &Capture, journal: Journal) -> Follower {
+        Follower { capture: capture.clone(), socket: None, journal }
     }
 
     /// Makes `abandoned` stop the follower too.
@@ -88,6 +94,9 @@ impl Follower {
     fn pour(&mut self) -> Result<Infallible, CaptureError> {
         let Follower { capture, socket, journal } = self;
         let link = |cause: io::Error| CaptureError::Link { during: DURING, cause: cause.to_string() };
+        let Some(socket) = socket else {
+            return Err(CaptureError::Link { during: DURING, cause: "the source was started again".into() });
+        };
         let mut buffer = vec![0; STREAM_READ_BYTES];
         let mut acks = AckClock::new();
         // The primary sends a PING every `repl-ping-replica-period`, 10 s by default.
@@ -162,7 +171,7 @@ impl Follower {
     fn resume_over(&mut self, mut link: PsyncLink, history: ReplId) -> Result<(), CaptureError> {
         let replid = link.continued()?.ok_or(CaptureError::HistoryGone)?;
         is_same_history(history, replid, self.journal.end_offset() - 1)?;
-        self.socket = link.into_stream();
+        self.socket = Some(link.into_stream());
         Ok(())
     }
 }

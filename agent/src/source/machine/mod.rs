@@ -30,6 +30,7 @@ mod ending;
 mod event;
 mod failures;
 mod forks;
+mod kept;
 mod pace;
 mod record;
 #[cfg(test)]
@@ -53,6 +54,7 @@ use self::ending::{ENDING_LIMIT, Ending, UNMOVED_LIMIT};
 pub(crate) use self::event::{Action, Event, Format, Report, Resume, Rules, Session};
 pub(crate) use self::failures::Failures;
 pub(crate) use self::forks::Forks;
+pub(crate) use self::kept::go_on;
 use self::pace::Pace;
 use self::record::Slowest;
 pub(crate) use self::record::{Replica, Snapshot, Stage, Status};

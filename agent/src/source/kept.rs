@@ -1,0 +1,343 @@
+//! Kept: a snapshot that outlives this process, in the descriptor store of systemd.
+//!
+//! ```text
+//!   snapshot complete ──▶ its table, the sealed one, the journal, a record ══ FDSTORE=1 ══▶ systemd   the source ends
+//!                                                                                             │       and starts again
+//!   whole, and of this generation? ◀── record, tables ◀══════════════════ LISTEN_FDS ═════════╯
+//!     └─▶ the journal's bytes into a new journal ──▶ does the server continue behind them?
+//!           └─▶ replicas come back and go on at their next slot. The primary takes no other snapshot.
+//! ```
+//!
+//! Only a snapshot that is whole, with all of its slots, is kept: the server's child has gone with the connection that
+//! an unfinished one came over. The journal is written anew, because a process that was killed may have left half a
+//! record in it; a sealed one also gets a new key, as no byte may be sealed twice under one.
+//!
+//! The record has the secret of the sealed table. It is in memory that only systemd and the source have.
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use remora_fabric::memory::inherited;
+use remora_fabric::{Memory, Pages, View};
+use remora_table::{Expectation, Geometry, Kind, Origin, SealKey, journal_left, snapshot_left};
+use serde::{Deserialize, Serialize};
+
+use super::Source;
+use super::captures::plan as plan_of;
+use super::machine::{self, Format, Stage};
+use super::sealing::SealedTables;
+use super::tables::{JOURNAL_REGION, SNAPSHOT_REGION, Tables};
+use crate::args::SourceArgs;
+use crate::exit::Failure;
+use crate::service::Store;
+use crate::tasks::blocking;
+
+/// The names of what systemd keeps.
+const RECORD: &str = "remora-record";
+const SNAPSHOT: &str = "remora-snapshot";
+const SEALED: &str = "remora-sealed";
+const JOURNAL: &str = "remora-journal";
+const NAMES: [&str; 4] = [RECORD, SNAPSHOT, SEALED, JOURNAL];
+
+/// The format of the record. A source drops what another version has kept.
+const VERSION: u32 = 1;
+
+/// The log's words about what was kept in vain.
+const UNUSABLE: &str =
+    "the snapshot that the service manager kept cannot be used; a new one is taken when a replica joins";
+
+/// Bytes of the memory of a record, which has some hundreds.
+const RECORD_BYTES: u64 = 4096;
+
+/// What a source must know to go on with a snapshot.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Record {
+    version: u32,
+    generation: u64,
+    history: String,
+    offset: u64,
+    bytes: u64,
+    /// Whether it is in the newest format of its server, which others may not read.
+    own_format: bool,
+    /// When it was requested, in milliseconds since 1970: its age counts on.
+    asked: u64,
+    snapshot: Shape,
+    journal: Shape,
+    /// Where the journal's table begins: the generation with which it did, and the offset.
+    stream: (u64, u64),
+    /// That of the sealed snapshot.
+    secret: Option<[u8; SealKey::SECRET_BYTES]>,
+}
+
+/// The shape of a table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Shape {
+    slot_size: u32,
+    slots: u32,
+}
+
+impl From<Geometry> for Shape {
+    fn from(geometry: Geometry) -> Shape {
+        Shape { slot_size: geometry.slot_size, slots: geometry.slots }
+    }
+}
+
+impl Record {
+    /// Writes it into memory of its own.
+    fn keep(&self) -> Result<Memory, Failure> {
+        let failed = |error: &dyn std::fmt::Display| Failure::local(format!("no record of the snapshot: {error}"));
+        let bytes = serde_json::to_vec(self).map_err(|error| failed(&error))?;
+        let memory = Memory::create(RECORD, RECORD_BYTES, Pages::Small).map_err(|error| failed(&error))?;
+        memory.write(0, &bytes).map_err(|error| failed(&error))?;
+        Ok(memory)
+    }
+
+    fn read(descriptor: OwnedFd) -> Result<Record, String> {
+        let mut bytes = vec![0; RECORD_BYTES as usize];
+        let view = View::open(descriptor, RECORD_BYTES).map_err(|error| error.to_string())?;
+        view.read(0, &mut bytes).map_err(|error| error.to_string())?;
+        let length = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
+        let record: Record = serde_json::from_slice(bytes.get(..length).unwrap_or_default())
+            .map_err(|error| format!("its record cannot be read: {error}"))?;
+        if record.version != VERSION {
+            return Err(format!("another release has kept it (version {}, not {VERSION})", record.version));
+        }
+        Ok(record)
+    }
+
+    /// Where the snapshot was taken.
+    fn origin(&self) -> Result<Origin, String> {
+        let history = self.history.parse().map_err(|_| format!("{} is not a replid", self.history))?;
+        Ok(Origin { generation: self.generation, history, offset: self.offset })
+    }
+}
+
+/// What a former process of this service has left, checked as far as that is possible without the server.
+pub(super) struct Left {
+    record: Record,
+    origin: Origin,
+    slots: u64,
+    /// The former journal, and what is expected of it.
+    journal: (Arc<View>, Expectation),
+}
+
+/// Takes what systemd has kept for this service, with the tables in it. A new journal's memory is empty.
+///
+/// `None`: nothing was kept, or the log says why it cannot be used.
+pub(super) fn take(args: &SourceArgs, is_sealed: bool) -> Option<(Left, Tables)> {
+    let mut kept: HashMap<String, OwnedFd> =
+        inherited::take().into_iter().map(|inherited| (inherited.name, inherited.descriptor)).collect();
+    let record = kept.remove(RECORD)?;
+    match adopt(args, is_sealed, record, kept) {
+        Ok(left) => Some(left),
+        Err(why) => {
+            tracing::warn!(%why, "{UNUSABLE}");
+            None
+        }
+    }
+}
+
+fn adopt(
+    args: &SourceArgs,
+    is_sealed: bool,
+    record: OwnedFd,
+    mut kept: HashMap<String, OwnedFd>,
+) -> Result<(Left, Tables), String> {
+    let record = Record::read(record)?;
+    let origin = record.origin()?;
+    let mut tables = Tables::empty(args, is_sealed).map_err(|failure| failure.message)?;
+    if (Shape::from(tables.snapshot.1), Shape::from(tables.journal.1)) != (record.snapshot, record.journal) {
+        return Err("its tables have other shapes than the options ask for now".into());
+    }
+    if record.secret.is_some() != is_sealed {
+        return Err("the options that decide whether tables are encrypted have changed".into());
+    }
+    let mut take = |name: &str| kept.remove(name).ok_or_else(|| format!("{name} is missing"));
+    let said = |error: &dyn std::fmt::Display| error.to_string();
+    let geometry = tables.snapshot.1;
+    let memory = |descriptor| Memory::adopt(descriptor, geometry.memory_len()).map_err(|error| said(&error));
+    let slots_of = |memory: &Memory, expect: &Expectation| match snapshot_left(memory, expect) {
+        Ok(Some(slots)) => Ok(slots),
+        Ok(None) => Err("it is not complete".to_owned()),
+        Err(error) => Err(said(&error)),
+    };
+    let plain = memory(take(SNAPSHOT)?)?;
+    let slots = slots_of(&plain, &Expectation::plain(origin, geometry))?;
+    tables.snapshot.0 = Arc::new(plain);
+    if let (Some(sealed), Some(secret)) = (&mut tables.sealed, record.secret) {
+        sealed.snapshot = Arc::new(memory(take(SEALED)?)?);
+        sealed.set_snapshot_secret(secret);
+        let key = sealed.key(remora_fabric::RegionId { generation: origin.generation, region: SNAPSHOT_REGION });
+        let expect = Expectation::sealed(Kind::Snapshot, origin, geometry, &key).map_err(|error| said(&error))?;
+        slots_of(&sealed.snapshot, &expect)?;
+    }
+    let shape = tables.journal.1;
+    let view = View::open(take(JOURNAL)?, shape.memory_len()).map_err(|error| said(&error))?;
+    let (generation, offset) = record.stream;
+    let stream = Origin { generation, history: origin.history, offset };
+    tables.retained = true;
+    Ok((Left { record, origin, slots, journal: (Arc::new(view), Expectation::plain(stream, shape)) }, tables))
+}
+
+/// Keeps the current snapshot, or does nothing outside of a service.
+pub(super) struct Keeper {
+    store: Option<Store>,
+    /// The generation that is kept.
+    kept: Option<u64>,
+}
+
+impl Keeper {
+    pub(super) fn new() -> Keeper {
+        Keeper { store: Store::open(), kept: None }
+    }
+
+    /// Frees what a former process has left.
+    fn forget(&self) {
+        if let Some(store) = &self.store {
+            store.replace(&NAMES, Vec::new());
+        }
+    }
+}
+
+/// Goes on with what a former process has left, if it can, and forgets it otherwise.
+pub(super) async fn go_on_with(source: &mut Source, left: Option<Left>) {
+    let Some(left) = left else { return source.keeper.forget() };
+    if let Err(why) = go_on(source, left).await {
+        tracing::warn!(%why, "{UNUSABLE}");
+        source.keeper.forget();
+    }
+}
+
+/// Offers the snapshot of a former process again, and follows its stream from the next byte on.
+///
+/// # Errors
+/// It cannot be used; the text says why. The source is as it was.
+async fn go_on(source: &mut Source, left: Left) -> Result<(), String> {
+    let Left { record, origin, slots, journal: (view, expect) } = left;
+    let plan = plan_of(source, origin.generation, true, record.own_format);
+    source.gauge.snapshot_began(origin.history, origin.offset, true);
+    let prepared = plan.clone();
+    let taken = blocking(move || {
+        let mut journal = prepared.new_journal(origin).map_err(|error| Failure::local(error.to_string()))?;
+        let took = journal_left(&view, expect, origin.offset + 1, |bytes| journal.append(bytes, &prepared.gauge));
+        took.map_err(|error: remora_table::Error| Failure::local(error.to_string()))?;
+        Ok(journal)
+    });
+    let journal = taken.await.map_err(|failure| failure.message)?;
+    // Asked by `INFO` first: a server that cannot continue would take a snapshot.
+    source.facts.covers(origin.history, journal.end_offset() - 1, 0)?;
+    for region in [SNAPSHOT_REGION, JOURNAL_REGION] {
+        source.export(origin.generation, region).map_err(|failure| failure.message)?;
+    }
+    source.gauge.snapshot_left(record.bytes, slots);
+    let age = since_1970().saturating_sub(Duration::from_millis(record.asked));
+    let (now, format) = (Instant::now(), if record.own_format { Format::Own } else { Format::Shared });
+    machine::go_on(&mut source.machine, now, origin, record.bytes, format, now.checked_sub(age).unwrap_or(now));
+    let end = journal.end_offset() - 1;
+    source.threads.go_on(plan, journal).map_err(|failure| failure.message)?;
+    tracing::info!(
+        generation = origin.generation,
+        size = %crate::units::Size::bytes(record.bytes),
+        offset = end,
+        "going on with the snapshot that the service manager kept; no other one is taken"
+    );
+    Ok(())
+}
+
+/// Has the service manager keep the current snapshot if it is whole, and no other one. Called after each event.
+pub(super) fn keep(source: &mut Source) {
+    let Some(store) = &source.keeper.store else { return };
+    let status = source.machine.status();
+    let whole = status.snapshot.zip(status.stream).and_then(|(snapshot, stream)| match snapshot.stage {
+        Stage::Sealed { origin, bytes } if source.tables.retained && origin.history == stream.history => {
+            Some((snapshot, origin, bytes, stream))
+        }
+        _ => None,
+    });
+    let wanted = whole.map(|(_, origin, ..)| origin.generation);
+    if wanted == source.keeper.kept {
+        return;
+    }
+    source.keeper.kept = wanted;
+    let Some((snapshot, origin, bytes, stream)) = whole else { return store.replace(&NAMES, Vec::new()) };
+    let record = Record {
+        version: VERSION,
+        generation: origin.generation,
+        history: origin.history.to_string(),
+        offset: origin.offset,
+        bytes,
+        own_format: snapshot.format == Format::Own,
+        asked: since_1970().saturating_sub(snapshot.asked().elapsed()).as_millis() as u64,
+        snapshot: source.tables.snapshot.1.into(),
+        journal: source.tables.journal.1.into(),
+        stream: (stream.generation, stream.offset),
+        secret: source.tables.sealed.as_ref().map(SealedTables::snapshot_secret),
+    };
+    match record.keep() {
+        Ok(record) => {
+            let (snapshot, journal) = (source.tables.snapshot.0.clone(), source.tables.journal.0.clone());
+            let mut memories = vec![(SNAPSHOT, snapshot), (JOURNAL, journal)];
+            memories.extend(source.tables.sealed.as_ref().map(|sealed| (SEALED, sealed.snapshot.clone())));
+            // The last one: without it the others are not looked at.
+            memories.push((RECORD, Arc::new(record)));
+            store.replace(&NAMES, memories);
+        }
+        Err(failure) => {
+            tracing::warn!(error = %failure.message, "a restart of this service would need another snapshot");
+            store.replace(&NAMES, Vec::new());
+        }
+    }
+}
+
+fn since_1970() -> Duration {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    fn record() -> Record {
+        Record {
+            version: VERSION,
+            generation: 7,
+            history: "a".repeat(40),
+            offset: 99,
+            bytes: 1 << 30,
+            own_format: true,
+            asked: 1_700_000_000_000,
+            snapshot: Shape { slot_size: 1 << 22, slots: 300 },
+            journal: Shape { slot_size: 1 << 20, slots: 64 },
+            stream: (5, 11),
+            secret: Some([200; SealKey::SECRET_BYTES]),
+        }
+    }
+
+    fn descriptor(memory: &Memory) -> OwnedFd {
+        memory.as_fd().try_clone_to_owned().unwrap()
+    }
+
+    #[test]
+    fn a_record_is_read_as_it_was_kept() {
+        let memory = record().keep().unwrap();
+        let read = Record::read(descriptor(&memory)).unwrap();
+        assert_eq!(read, record());
+        assert_eq!(read.origin().unwrap().offset, 99);
+    }
+
+    #[test]
+    fn the_record_of_another_release_and_one_that_is_damaged_are_refused() {
+        let other = Record { version: VERSION + 1, ..record() };
+        let text = Record::read(descriptor(&other.keep().unwrap())).unwrap_err();
+        assert!(text.contains("another release"), "{text}");
+        let memory = record().keep().unwrap();
+        memory.write(3, b"\xff").unwrap();
+        let text = Record::read(descriptor(&memory)).unwrap_err();
+        assert!(text.contains("cannot be read"), "{text}");
+        assert!(Record { history: "short".into(), ..record() }.origin().is_err());
+    }
+}

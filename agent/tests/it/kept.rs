@@ -1,0 +1,230 @@
+//! A source that is killed and started again by its service manager, which has kept its snapshot.
+//!
+//! The manager is this test: it takes the descriptors that the source asks it to keep (`FDSTORE=1`) and passes them to
+//! the next process, as systemd does. `make try-dist` does the same under systemd itself.
+
+use std::io::IoSliceMut;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixDatagram;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use remora_lab::server::wait_until;
+use remora_lab::{Agent, Host, Net, Server, Shape, assert_same_data, require};
+use rustix::io::FdFlags;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
+
+use crate::kit::{LONG, Stage, fill, fill_keys, number, primary, quick, succeeds};
+
+/// Random data in the primary, in MiB.
+const MEBIBYTES: usize = 16;
+
+type Kept = Arc<Mutex<Vec<(String, OwnedFd)>>>;
+
+/// A service manager with a descriptor store.
+struct Manager {
+    path: PathBuf,
+    kept: Kept,
+    over: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Manager {
+    fn new(stage: &Stage) -> Manager {
+        let path = stage.folder().join("notify");
+        let socket = UnixDatagram::bind(&path).unwrap();
+        socket.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+        let (kept, over) = (Kept::default(), Arc::new(AtomicBool::new(false)));
+        let (store, stop) = (kept.clone(), over.clone());
+        let thread = std::thread::spawn(move || {
+            while !stop.load(Ordering::Relaxed) {
+                hear(&socket, &store);
+            }
+        });
+        Manager { path, kept, over, thread: Some(thread) }
+    }
+
+    fn names(&self) -> Vec<String> {
+        let mut names: Vec<String> = self.kept.lock().unwrap().iter().map(|(name, _)| name.clone()).collect();
+        names.sort();
+        names
+    }
+
+    /// Waits until these and no others are kept.
+    #[track_caller]
+    fn wait_for(&self, names: &[&str]) {
+        let what = format!("the manager keeps {names:?}");
+        wait_until(&what, LONG, || {
+            let found = self.names();
+            Ok(if found == names { Ok(()) } else { Err(format!("{found:?}")) })
+        })
+        .unwrap();
+    }
+
+    /// Starts a source with what is kept, as a service, and waits until it is ready.
+    fn source(&self, stage: &Stage, host: Option<&Host>, primary: &Server, listen: &str) -> (Agent, String) {
+        let kept = self.kept.lock().unwrap();
+        let (mut redirects, mut names, mut passed) = (String::new(), Vec::new(), Vec::new());
+        for (at, (name, descriptor)) in kept.iter().enumerate() {
+            // Above those that the shell uses, and open in the program.
+            let copy = rustix::io::fcntl_dupfd_cloexec(descriptor, 100).unwrap();
+            rustix::io::fcntl_setfd(&copy, FdFlags::empty()).unwrap();
+            redirects.push_str(&format!(" {}<&{}", 3 + at, copy.as_raw_fd()));
+            names.push(name.clone());
+            passed.push(copy);
+        }
+        // Not every sh passes descriptors above 9.
+        let mut command = Command::new("bash");
+        command.arg("-c").arg(format!("export LISTEN_PID=$$; exec \"$0\" \"$@\"{redirects}"));
+        command.arg(env!("CARGO_BIN_EXE_remora"));
+        let token = stage.token.display().to_string();
+        command.args(["source", "--server", &primary.url(), "--listen", listen, "--token-file", &token]);
+        command.args(["--memory", "128MiB", "--slot-size", "64KiB"]);
+        command.env("NOTIFY_SOCKET", &self.path).env("XDG_STATE_HOME", stage.folder());
+        command.env("LISTEN_FDS", passed.len().to_string()).env("LISTEN_FDNAMES", names.join(":"));
+        command.env("REMORA_LOG", "info,remora_agent=debug");
+        if let Some(host) = host {
+            host.enter(&mut command).unwrap();
+        }
+        let mut agent = Agent::run(command).unwrap();
+        drop(kept);
+        let ready = agent.wait_for_line("source ready", LONG).unwrap();
+        let address = ready.split("listening=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap();
+        (agent, address.to_owned())
+    }
+}
+
+impl Drop for Manager {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::Relaxed);
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+/// Takes one message, and does what it says about descriptors.
+fn hear(socket: &UnixDatagram, kept: &Kept) {
+    let (mut bytes, mut space) = ([0; 4096], [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))]);
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let received =
+        rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC);
+    let Ok(received) = received else { return };
+    let mut descriptors: Vec<OwnedFd> = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = message {
+            descriptors.extend(rights);
+        }
+    }
+    let text = String::from_utf8_lossy(&bytes[..received.bytes]).into_owned();
+    let has = |line: &str| text.lines().any(|found| found == line);
+    let Some(name) = text.lines().find_map(|line| line.strip_prefix("FDNAME=")) else { return };
+    let mut kept = kept.lock().unwrap();
+    if has("FDSTOREREMOVE=1") {
+        kept.retain(|(found, _)| found != name);
+    }
+    if has("FDSTORE=1") {
+        kept.extend(descriptors.into_iter().map(|descriptor| (name.to_owned(), descriptor)));
+    }
+}
+
+const PLAIN: [&str; 3] = ["remora-journal", "remora-record", "remora-snapshot"];
+const SEALED: [&str; 4] = ["remora-journal", "remora-record", "remora-sealed", "remora-snapshot"];
+
+#[test]
+fn a_source_that_was_killed_goes_on_with_its_snapshot_and_with_what_was_written_meanwhile() {
+    for kind in require::kinds() {
+        let primary = primary(kind).start().unwrap();
+        let (early, late) = (quick(kind).start().unwrap(), quick(kind).start().unwrap());
+        fill(&primary, MEBIBYTES, 1);
+        let stage = Stage::new();
+        let manager = Manager::new(&stage);
+        let (mut source, address) = manager.source(&stage, None, &primary, "127.0.0.1:0");
+        succeeds(&mut stage.replica(&early.url(), address.parse().unwrap(), &[]), &early);
+        fill_keys(&primary, 1000, "before");
+        manager.wait_for(&PLAIN);
+
+        source.kill().unwrap();
+        fill_keys(&primary, 1000, "meanwhile");
+        let (mut source, again) = manager.source(&stage, None, &primary, &address);
+        assert_eq!(again, address);
+        source.wait_for_line("going on with the snapshot", LONG).unwrap();
+        fill_keys(&primary, 1000, "after");
+        succeeds(&mut stage.replica(&late.url(), address.parse().unwrap(), &[]), &late);
+
+        assert_eq!(number(&primary, "sync_full"), 1, "the primary says:\n{}", primary.log());
+        assert_same_data(&primary, &late);
+        manager.wait_for(&PLAIN);
+    }
+}
+
+#[test]
+fn a_replica_whose_source_is_killed_in_the_middle_of_the_transfer_goes_on_where_it_was() {
+    let Some(kind) = require::redis() else { return };
+    let Some(()) = require::namespaces() else { return };
+    let net = Net::new().unwrap();
+    let (here, there) = (net.host("primary").unwrap(), net.host("replica").unwrap());
+    let server = |host| Server::builder(kind).on(host).config("repl-diskless-sync-delay", 0).start().unwrap();
+    let (primary, replica) = (server(&here), server(&there));
+    fill(&primary, MEBIBYTES, 1);
+    there.shape(Shape::rate(6 << 20)).unwrap();
+    let stage = Stage::new();
+    let manager = Manager::new(&stage);
+    let listen = format!("{}:0", here.address());
+    let (mut source, address) = manager.source(&stage, Some(&here), &primary, &listen);
+    let mut agent = stage.replica_on(&there, &replica.url(), address.parse().unwrap(), &[]);
+    manager.wait_for(&SEALED);
+    // About a third of the snapshot, which takes three seconds.
+    std::thread::sleep(Duration::from_secs(1));
+    assert_eq!(agent.ended().unwrap(), None, "{}", agent.output());
+
+    source.kill().unwrap();
+    fill_keys(&primary, 100, "meanwhile");
+    let (mut source, _) = manager.source(&stage, Some(&here), &primary, &address);
+    source.wait_for_line("going on with the snapshot", LONG).unwrap();
+    let joined = source.wait_for_line("replica joined", LONG).unwrap();
+    assert!(joined.contains("resumes=true"), "{joined}");
+    succeeds(&mut agent, &replica);
+    assert_eq!(number(&primary, "sync_full"), 1, "the primary says:\n{}", primary.log());
+    assert_same_data(&primary, &replica);
+}
+
+#[test]
+fn a_source_whose_server_has_gone_too_far_drops_what_was_kept_and_says_so() {
+    let Some(kind) = require::redis() else { return };
+    let primary = quick(kind).config("repl-backlog-size", "16kb").start().unwrap();
+    let (early, late) = (quick(kind).start().unwrap(), quick(kind).start().unwrap());
+    fill_keys(&primary, 100, "x");
+    let stage = Stage::new();
+    let manager = Manager::new(&stage);
+    let (mut source, address) = manager.source(&stage, None, &primary, "127.0.0.1:0");
+    succeeds(&mut stage.replica(&early.url(), address.parse().unwrap(), &[]), &early);
+    manager.wait_for(&PLAIN);
+    source.kill().unwrap();
+    fill(&primary, 1, 2);
+    let (mut source, _) = manager.source(&stage, None, &primary, &address);
+    let line = source.wait_for_line("cannot be used", LONG).unwrap();
+    assert!(line.contains("backlog"), "{line}");
+    manager.wait_for(&[]);
+    succeeds(&mut stage.replica(&late.url(), address.parse().unwrap(), &[]), &late);
+    assert_same_data(&primary, &late);
+    manager.wait_for(&PLAIN);
+}
+
+#[test]
+fn a_snapshot_that_is_over_is_kept_no_longer() {
+    let Some(kind) = require::redis() else { return };
+    let (primary, replica) = (primary(kind).start().unwrap(), quick(kind).start().unwrap());
+    fill_keys(&primary, 100, "x");
+    let stage = Stage::new();
+    let manager = Manager::new(&stage);
+    let (_source, address) = manager.source(&stage, None, &primary, "127.0.0.1:0");
+    succeeds(&mut stage.replica(&replica.url(), address.parse().unwrap(), &[]), &replica);
+    manager.wait_for(&PLAIN);
+    // Another history: nothing of the former one is offered any more.
+    primary.client().unwrap().ok(&["DEBUG", "CHANGE-REPL-ID"]).unwrap();
+    primary.client().unwrap().call(&["CLIENT", "KILL", "TYPE", "replica"]).unwrap();
+    manager.wait_for(&[]);
+}
