@@ -25,9 +25,9 @@ mod writer;
 
 pub use copy::SnapshotCopy;
 pub use reader::SnapshotReader;
-pub use sealer::SnapshotSealer;
+pub use sealer::{SnapshotSealer, StoredSlot};
 pub use sink::SinkLayout;
-pub use slot::{Place, Progress, Slot};
+pub use slot::{Encoded, Place, Progress, Slot};
 pub use turn::{Loss, Turn};
 pub use writer::SnapshotWriter;
 pub(crate) use writer::lay_out;
