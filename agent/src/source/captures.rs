@@ -8,6 +8,7 @@ use remora_fabric::RegionId;
 
 use super::Source;
 use super::capture::{CaptureError, CaptureEvent, MethodHistory, ModuleRules, Plan, SnapshotFile};
+use super::links;
 use super::machine::Format;
 use super::tables::{JOURNAL_REGION, SNAPSHOT_REGION};
 use super::tuning::Tuning;
@@ -50,7 +51,10 @@ impl Methods {
 impl Source {
     pub(super) fn start_capture(&mut self, generation: u64, with_stream: bool) -> Result<(), Failure> {
         let own_format = self.machine.status().snapshot.is_some_and(|snapshot| snapshot.format == Format::Own);
+        // The replicas that it is for have joined.
+        links::look(self);
         let (exports, memory) = (self.exports.clone(), self.tables.memory(SNAPSHOT_REGION));
+        let remote = self.tables.remote.as_ref();
         let plan = Plan {
             generation,
             server: self.captured.server(),
@@ -63,11 +67,9 @@ impl Source {
             retained: self.tables.retained,
             prepare: Arc::new(move || exports.prepare(&memory)),
             journal: with_stream.then(|| self.tables.journal.clone()),
-            sealed: self.tables.sealed.as_ref().map(|sealed| {
-                let id = |region| RegionId { generation, region };
-                let snapshot = sealed.table(id(SNAPSHOT_REGION), &sealed.snapshot);
-                (snapshot, sealed.table(id(JOURNAL_REGION), &sealed.journal))
-            }),
+            remote: remote.map(|remote| remote.snapshot_table(RegionId { generation, region: SNAPSHOT_REGION })),
+            sealed_journal: remote
+                .and_then(|remote| remote.journal_table(RegionId { generation, region: JOURNAL_REGION })),
             module: self.methods.rules.clone(),
             module_failed_lately: self.methods.history.module_failed_lately(Instant::now()),
             gauge: self.gauge.clone(),
@@ -89,12 +91,13 @@ impl Source {
                 if follows {
                     self.export(*generation, JOURNAL_REGION)?;
                 }
+                self.links.begin(self.exports.bytes_served());
                 self.learn();
             }
             CaptureEvent::Completed { generation, bytes } => {
                 let seconds = self.gauge.began().map_or(0.0, |began| began.elapsed().as_secs_f64());
                 let rate = Size::bytes((*bytes as f64 / seconds.max(1e-9)) as u64);
-                tracing::info!(generation, size = %Size::bytes(*bytes), method = %self.gauge.method(), "snapshot completed in {seconds:.3} s ({rate}/s)");
+                tracing::info!(generation, size = %Size::bytes(*bytes), method = %self.gauge.method(), compression = %links::compression(self), "snapshot completed in {seconds:.3} s ({rate}/s)");
             }
             CaptureEvent::ModuleFailed => self.methods.history.module_failed(Instant::now()),
             CaptureEvent::Failed { generation, error } => {

@@ -13,6 +13,7 @@ mod cluster;
 mod cluster_sync;
 mod clusters;
 mod combinations;
+mod compress;
 mod config;
 mod conversation;
 mod ends;
