@@ -80,11 +80,11 @@ impl Content {
         self.record.clear();
         self.written = 0;
         // Writing to a string cannot fail.
-        let _ = write!(
+        let _ = writeln!(
             self.record,
             "{{\"id\":{},\"session\":\"{session:016x}\",\"name\":\"{} {}\",\"email\":\"{}.{}@example.org\",\"country\":\"{}\",\
              \"created\":\"2026-{:02}-{:02}T{:02}:{:02}:{:02}Z\",\"balance\":{}.{:02},\"visits\":{},\"active\":{},\
-             \"tags\":[\"{}\",\"{}\"],\"address\":{{\"street\":\"{} street\",\"number\":{}}}}}\n",
+             \"tags\":[\"{}\",\"{}\"],\"address\":{{\"street\":\"{} street\",\"number\":{}}}}}",
             id % 10_000_000_000,
             word(0),
             word(1),

@@ -88,6 +88,6 @@ mod tests {
         assert_eq!(processors.spare(now), None);
         std::thread::sleep(Duration::from_millis(30));
         let spare = processors.spare(now + SPAN);
-        assert!(spare.is_none_or(|spare| spare >= 0.0 && spare <= 4096.0), "{spare:?}");
+        assert!(spare.is_none_or(|spare| (0.0..=4096.0).contains(&spare)), "{spare:?}");
     }
 }
