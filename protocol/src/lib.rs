@@ -34,7 +34,8 @@
 //!
 //! # Versions, newest first
 //!
-//! - 6: status says what the source's upload in the background does.
+//! - 6: status says what the source's upload in the background does; an offer says whether slots may be compressed, and
+//!   a status report how they are.
 //! - 5: progress and status say why a server does not use fast keys.
 //! - 4: an offer has the keys of sealed tables; a status report says what protects the data of each replica.
 //! - 3: Waiting says its cause in a code; fields that no receiver read are gone.

@@ -75,6 +75,8 @@ pub struct TableOffer {
     /// The number of an algorithm and the secret of the table's keys, if the transports to other hosts export a sealed
     /// table; otherwise empty. Only an encrypted connection carries it.
     pub seal: Vec<u8>,
+    /// Whether the transports to other hosts export a table whose slots may be compressed.
+    pub compressed: bool,
 }
 
 record!(TableOffer {
@@ -85,6 +87,7 @@ record!(TableOffer {
     retained: bool,
     keys: Keys,
     seal: Bytes<MAX_SEAL_BYTES>,
+    compressed: bool,
 });
 
 /// The primary's address, as far as the source knows it.

@@ -97,6 +97,11 @@ pub struct GenerationStatus {
     pub capture: String,
     /// Why the server does not write small values in the fast way; empty if it does.
     pub no_fast_keys: String,
+    /// Bytes that replicas on other hosts read for the slots published so far: fewer than those of the snapshot if
+    /// slots are compressed.
+    pub stored_bytes: u64,
+    /// How slots are compressed for replicas on other hosts, and why.
+    pub compression: String,
 }
 
 record!(GenerationStatus {
@@ -118,6 +123,8 @@ record!(GenerationStatus {
     capture_millis: u64,
     capture: Name<MAX_NAME_BYTES>,
     no_fast_keys: Text<MAX_WHY_BYTES>,
+    stored_bytes: u64,
+    compression: Text<MAX_WHY_BYTES>,
 });
 
 /// Serializes a value as it is printed.

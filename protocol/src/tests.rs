@@ -70,10 +70,11 @@ fn progress() -> impl Strategy<Value = Message> {
 
 fn tables() -> impl Strategy<Value = TableOffer> {
     let keys = vec(vec(any::<u8>(), 0..50), 0..=MAX_KEYS);
-    let numbers = (any::<[u64; 2]>(), any::<[u32; 2]>(), any::<bool>());
+    let numbers = (any::<[u64; 2]>(), any::<[u32; 2]>(), any::<[bool; 2]>());
     let seal = vec(any::<u8>(), 0..=MAX_SEAL_BYTES);
-    (numbers, keys, seal).prop_map(|(([generation, first_offset], [slot_size, slots], retained), keys, seal)| {
-        TableOffer { generation, first_offset, slot_size, slots, retained, keys, seal }
+    (numbers, keys, seal).prop_map(|((offsets, [slot_size, slots], [retained, compressed]), keys, seal)| {
+        let [generation, first_offset] = offsets;
+        TableOffer { generation, first_offset, slot_size, slots, retained, keys, seal, compressed }
     })
 }
 
@@ -161,30 +162,34 @@ fn replicas() -> impl Strategy<Value = ReplicaStatus> {
 fn generations() -> impl Strategy<Value = GenerationStatus> {
     use GenerationState::*;
     let state = prop::sample::select(vec![Capturing, Complete]);
-    let numbers = any::<[u64; 13]>();
-    (numbers, replids(), state, any::<bool>(), [names(), names()]).prop_map(|(n, replid, state, windowed, texts)| {
-        let [capture, no_fast_keys] = texts;
-        GenerationStatus {
-            generation: n[0],
-            replid,
-            offset_start: n[1],
-            offset_now: n[2],
-            state,
-            snapshot_bytes: n[3],
-            slots: n[4],
-            published_slots: n[5],
-            retired_slots: n[6],
-            windowed,
-            memory_bytes: n[7],
-            memory_limit: n[8],
-            age_seconds: n[9],
-            journal_first: n[10],
-            journal_end: n[11],
-            capture_millis: n[12],
-            capture,
-            no_fast_keys,
-        }
-    })
+    let numbers = any::<[u64; 14]>();
+    (numbers, replids(), state, any::<bool>(), [names(), names(), names()]).prop_map(
+        |(n, replid, state, windowed, texts)| {
+            let [capture, no_fast_keys, compression] = texts;
+            GenerationStatus {
+                generation: n[0],
+                replid,
+                offset_start: n[1],
+                offset_now: n[2],
+                state,
+                snapshot_bytes: n[3],
+                slots: n[4],
+                published_slots: n[5],
+                retired_slots: n[6],
+                windowed,
+                memory_bytes: n[7],
+                memory_limit: n[8],
+                age_seconds: n[9],
+                journal_first: n[10],
+                journal_end: n[11],
+                capture_millis: n[12],
+                capture,
+                no_fast_keys,
+                stored_bytes: n[13],
+                compression,
+            }
+        },
+    )
 }
 
 fn statuses() -> impl Strategy<Value = Message> {

@@ -2,6 +2,8 @@
 
 use remora_fabric::ReadError;
 
+use crate::method::Method;
+
 /// Every error of the writers and readers of a table.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -34,6 +36,17 @@ pub enum Error {
     Forged {
         /// What was read: "slot 5", "the entry of slot 5", "the progress line", "the record at stream offset 5".
         what: String,
+    },
+    /// A compressed slot does not give the bytes that its source compressed, although what is stored is what the source
+    /// stored. Nothing of it was used.
+    #[error("slot {slot}, compressed by {method}, cannot be decompressed: {why}; start the source with --compress off")]
+    Encoding {
+        /// Number of the slot.
+        slot: u64,
+        /// How it is compressed.
+        method: Method,
+        /// What is wrong with it.
+        why: String,
     },
     /// The source has aborted this generation. Ask it for another.
     #[error("the source has aborted generation {generation}: ask it for a new one")]

@@ -18,12 +18,14 @@ pub struct Expectation {
     pub geometry: Geometry,
     /// How the table is opened; `None`: it is plain.
     pub seal: Option<Arc<Seal>>,
+    /// Whether slots of the snapshot may be compressed.
+    pub compressed: bool,
 }
 
 impl Expectation {
     /// A plain table.
     pub fn plain(origin: Origin, geometry: Geometry) -> Expectation {
-        Expectation { origin, geometry, seal: None }
+        Expectation { origin, geometry, seal: None, compressed: false }
     }
 
     /// A table of this kind that is sealed with this key.
@@ -32,7 +34,17 @@ impl Expectation {
     /// As for [`Seal::new`].
     pub fn sealed(kind: Kind, origin: Origin, geometry: Geometry, key: &SealKey) -> Result<Expectation, Error> {
         let seal = Arc::new(Seal::new(key, &Identity { kind, origin })?);
-        Ok(Expectation { origin, geometry, seal: Some(seal) })
+        Ok(Expectation { origin, geometry, seal: Some(seal), compressed: false })
+    }
+
+    /// The same table, with slots that may be compressed.
+    pub fn with_compressed_slots(self, compressed: bool) -> Expectation {
+        Expectation { compressed, ..self }
+    }
+
+    /// Whether slots must be opened before they are used, so that they cannot be used where they are.
+    pub fn needs_opening(&self) -> bool {
+        self.seal.is_some() || self.compressed
     }
 
     pub(crate) fn seal(&self) -> Option<&Seal> {
@@ -43,7 +55,8 @@ impl Expectation {
     pub(crate) fn check(&self, bytes: &[u8; HEAD_BYTES], kind: Kind) -> Result<(), Error> {
         let found = Head::parse(bytes)?;
         let algorithm = self.seal().map(Seal::algorithm);
-        let want = Head { identity: Identity { kind, origin: self.origin }, geometry: self.geometry, algorithm };
+        let identity = Identity { kind, origin: self.origin };
+        let want = Head { identity, geometry: self.geometry, algorithm, compressed: self.compressed };
         if found == want {
             return Ok(());
         }
@@ -55,5 +68,6 @@ fn describe(head: &Head) -> String {
     let Identity { kind, origin } = &head.identity;
     let Geometry { slot_size, slots } = head.geometry;
     let sealed = head.algorithm.map_or(String::new(), |algorithm| format!(", sealed by {algorithm:?}"));
-    format!("{kind:?} {origin} ({slots} slots of {slot_size} bytes{sealed})")
+    let compressed = if head.compressed { ", compressed" } else { "" };
+    format!("{kind:?} {origin} ({slots} slots of {slot_size} bytes{sealed}{compressed})")
 }

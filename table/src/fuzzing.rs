@@ -17,8 +17,9 @@ use remora_fabric::{Completion, Error as FabricError, Memory, Pages, Peer, ReadE
 use remora_redis::ReplId;
 
 use crate::{
-    Algorithm, Expectation, Geometry, Identity, JournalReader, Kind, MIN_SLOTS, Origin, Seal, SealKey, SinkLayout,
-    SnapshotReader,
+    Algorithm, Expectation, Geometry, Identity, JournalReader, Kind, MIN_SLOTS, Method, Origin, Seal, SealKey,
+    SinkLayout, SnapshotReader,
+    encoding::{Decoder, Encoder, decode_kept},
     layout::{self, AT_HEAD_CHECK, Entry, HEAD_BYTES, Head, LINE_OFFSET, Line},
     seal::SlotSeal,
     server_pages::{
@@ -31,11 +32,13 @@ use crate::{
 pub type Body = fn(&[u8]);
 
 /// All bodies, with the names of their fuzz targets and seed folders.
-pub const TARGETS: [(&str, Body); 6] = [
+pub const TARGETS: [(&str, Body); 8] = [
     ("table_head", head),
     ("table_entries", entries),
     ("table_readers", readers),
     ("table_sealed_readers", sealed_readers),
+    ("table_compressed_readers", compressed_readers),
+    ("table_decode", decode),
     ("table_capture_page", capture_page),
     ("table_load_page", load_page),
 ];
@@ -72,20 +75,45 @@ pub fn entries(data: &[u8]) {
 /// Readers of a table with any line, entries and bytes end with an error or wait; what they deliver has the bytes that
 /// its checksum is of, and is in order. The first byte selects the reader and whether it reads in place.
 pub fn readers(data: &[u8]) {
-    read(data, false);
+    read(data, false, false);
+}
+
+/// The same for readers of a table whose slots may be compressed.
+pub fn compressed_readers(data: &[u8]) {
+    read(data, false, true);
 }
 
 /// The same for readers of a sealed table. The attacker has the key, as every reader does: the MACs of line and entries
 /// are right, and the tags of half of the slots.
 pub fn sealed_readers(data: &[u8]) {
-    read(data, true);
+    read(data, true, false);
 }
 
-fn read(data: &[u8], is_sealed: bool) {
+/// Any bytes are refused as the stored bytes of a slot, or decompress to as many bytes as the slot has.
+pub fn decode(data: &[u8]) {
+    let Some((&[choice, low, high], body)) = data.split_first_chunk() else { return };
+    let length = u32::from(u16::from_le_bytes([low, high]));
+    for method in Method::ALL {
+        // Its header is right if the first byte is odd.
+        let header = if choice & 1 == 1 { length.to_le_bytes() } else { [choice; 4] };
+        let stored = [&header[..], body].concat();
+        let mut decoder = Decoder::default();
+        let decoded = decoder.decode(method, 1, &stored, length);
+        assert!(decoder.plain.capacity() <= 2 * length as usize + 64);
+        if decoded.is_ok() {
+            assert_eq!(decoder.plain.len(), length as usize);
+        }
+        let mut encoder = Encoder::default();
+        let Ok(Some(stored)) = encoder.encode(method, body, crc::crc32c(body)) else { continue };
+        assert_eq!(decode_kept(method, 1, stored, body.len() as u32).ok().as_deref(), Some(body));
+    }
+}
+
+fn read(data: &[u8], is_sealed: bool, is_compressed: bool) {
     let Some((choice, data)) = data.split_first() else { return };
-    let kind = if choice & 1 == 0 { Kind::Snapshot } else { Kind::Journal };
-    let expect = expectation(is_sealed.then_some(kind));
-    let Some(region) = table(kind, data, expect.seal()) else { return };
+    let kind = if choice & 1 == 0 || is_compressed { Kind::Snapshot } else { Kind::Journal };
+    let expect = expectation(is_sealed.then_some(kind)).with_compressed_slots(is_compressed);
+    let Some(region) = table(kind, data, &expect) else { return };
     let (Some(sink), Ok(view)) = (memory(LAYOUT.length(&GEOMETRY)), region.open_view()) else { return };
     let view = (choice & 2 != 0).then(|| Arc::new(view));
     let peer = PlainPeer { region, sink: Arc::clone(&sink), done: Vec::new() };
@@ -170,11 +198,14 @@ fn expectation(sealed: Option<Kind>) -> Expectation {
 }
 
 /// A table with the right head, and a line and entries of the input's words. The slots repeat the whole input.
-fn table(kind: Kind, data: &[u8], seal: Option<&Seal>) -> Option<Arc<Memory>> {
+fn table(kind: Kind, data: &[u8], expect: &Expectation) -> Option<Arc<Memory>> {
+    let seal = expect.seal();
     let memory = memory(GEOMETRY.memory_len())?;
     let identity = Identity { kind, origin: expectation(None).origin };
     let algorithm = seal.map(Seal::algorithm);
-    memory.write(0, &Head { identity, geometry: GEOMETRY, algorithm }.to_bytes()).ok()?;
+    memory
+        .write(0, &Head { identity, geometry: GEOMETRY, algorithm, compressed: expect.compressed }.to_bytes())
+        .ok()?;
     let mut words = Words(data);
     let line = [words.next(), words.next(), words.next(), words.next(), 0];
     let line = seal.map_or_else(|| checked(line), |seal| with_mac(line, seal, b"line"));
@@ -184,13 +215,14 @@ fn table(kind: Kind, data: &[u8], seal: Option<&Seal>) -> Option<Arc<Memory>> {
         let mut slot = slot;
         let mut entry = [words.next(), words.next(), words.next(), 0];
         // Half of the entries have the checksum of their bytes.
-        let length = usize::try_from(entry[2] & 0xffff_ffff).unwrap_or(usize::MAX);
+        let encoding = if expect.compressed { entry[2] & 0xf000_0000 } else { 0 };
+        let length = usize::try_from(entry[2] & 0xffff_ffff & !encoding).unwrap_or(usize::MAX);
         let mut sealed = SlotSeal::default();
         if let (0, Some(bytes)) = (entry[2] >> 63, slot.get_mut(..length)) {
             if let Some(seal) = seal {
                 sealed = seal.seal_slot((entry[0] >> 1).wrapping_sub(1), bytes).ok()?;
             }
-            entry[2] = length as u64 | u64::from(crc::crc32c(bytes)) << 32;
+            entry[2] = length as u64 | encoding | u64::from(crc::crc32c(bytes)) << 32;
         }
         memory.write(GEOMETRY.slot_offset(number), &slot).ok()?;
         let at = GEOMETRY.entry_offset(number);
@@ -356,6 +388,15 @@ mod tests {
         }
     }
 
+    #[test]
+    fn the_seeds_of_slots_decompress() {
+        for (name, method) in [("lz4", Method::Lz4), ("zstd", Method::Zstd)] {
+            let data = seeds("table_decode").into_iter().find(|(path, _)| path.ends_with(name)).unwrap().1;
+            let stored = [&100u32.to_le_bytes()[..], &data[3..]].concat();
+            assert_eq!(decode_kept(method, 1, &stored, 100).unwrap(), [b'a'; 100], "{name}");
+        }
+    }
+
     /// A seed that the readers refuse at its first word would exercise little.
     #[test]
     fn the_seeds_of_the_readers_deliver() {
@@ -363,7 +404,8 @@ mod tests {
             let data = seeds(target).into_iter().find(|(path, _)| path.ends_with(name)).unwrap().1;
             let kind = if data[0] & 1 == 0 { Kind::Snapshot } else { Kind::Journal };
             let expect = expectation(target.contains("sealed").then_some(kind));
-            let region = table(kind, &data[1..], expect.seal()).unwrap();
+            let expect = expect.with_compressed_slots(target.contains("compressed"));
+            let region = table(kind, &data[1..], &expect).unwrap();
             let sink = memory(LAYOUT.length(&GEOMETRY)).unwrap();
             let mut peer = PlainPeer { region, sink: Arc::clone(&sink), done: Vec::new() };
             let mut reader = SnapshotReader::new(None, sink, LAYOUT, expect, |_| false).unwrap();
@@ -379,5 +421,6 @@ mod tests {
         };
         assert_eq!(deliver("table_readers", "two-slots"), 2);
         assert_eq!(deliver("table_sealed_readers", "two-slots"), 2);
+        assert_eq!(deliver("table_compressed_readers", "two-slots"), 2);
     }
 }

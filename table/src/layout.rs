@@ -1,3 +1,4 @@
+// Larger than the bound: all bytes of a table, with their invariants, in one place.
 //! The layout of a table's memory, and its encoding as bytes.
 //!
 //! Not here: the order in which the words are stored and loaded (`publish`), and the writers of the slots (`snapshot`,
@@ -15,7 +16,8 @@
 //! content: memory is used for one table after the other and is not cleared in between. A reader looks at neither.
 //!
 //! Version 1 is a plain table, version 2 a sealed one: its slots and records are ciphertext (`seal`), and the checks
-//! of its line and entries are MACs. The rest is the same.
+//! of its line and entries are MACs. Version 3 is a table, sealed or not, whose slots or records may be
+//! compressed (`encoding`). The rest is the same.
 //!
 //! (The state [`State::Sealed`] is another thing: it says that a stream is complete.)
 //!
@@ -25,8 +27,10 @@
 use remora_fabric::memory::crc;
 use remora_redis::ReplId;
 
+use crate::encoding::is_worth;
 use crate::error::Error;
 pub use crate::identity::{Identity, Kind};
+use crate::method::Method;
 use crate::origin::Origin;
 use crate::seal::{Algorithm, DIGEST_BYTES, Seal, SlotSeal, TAG_BYTES};
 
@@ -36,6 +40,8 @@ pub const MAGIC: [u8; 8] = *b"REMORATB";
 pub const LAYOUT_VERSION: u32 = 1;
 /// The version of the layout of sealed tables.
 pub const SEALED_LAYOUT_VERSION: u32 = 2;
+/// The version of the layout of tables whose slots may be compressed.
+pub const COMPRESSED_LAYOUT_VERSION: u32 = 3;
 
 /// Bytes of the superblock: one page, so that the directory begins on the next.
 pub const SUPERBLOCK_BYTES: u64 = 4096;
@@ -82,6 +88,10 @@ pub(crate) const AT_HEAD_CHECK: usize = 88;
 // After the check, so that it is the same for both versions. A reader compares it with the offer.
 const AT_ALGORITHM: usize = 92;
 
+/// Bits of the length of a slot or record; those above are its encoding.
+const LENGTH_BITS: u32 = 28;
+const LENGTH_MASK: u32 = (1 << LENGTH_BITS) - 1;
+
 /// Words of the progress line: published, retired, end, state, check.
 pub(crate) const LINE_WORDS: usize = 5;
 /// Words of an entry of a plain table: sequence, position, length and CRC, check.
@@ -98,6 +108,7 @@ const _: () = {
     assert!(LINE_OFFSET.is_multiple_of(LINE_BYTES as u64), "the line must not straddle two cache lines");
     assert!(LINE_OFFSET + LINE_BYTES as u64 <= SUPERBLOCK_BYTES);
     assert!(LINE_WORDS * 8 <= LINE_BYTES && SEALED_ENTRY_WORDS * 8 == ENTRY_BYTES);
+    assert!(MAX_SLOT_BYTES <= LENGTH_MASK);
     assert!(TAG_BYTES == 16 && DIGEST_BYTES == 16);
     assert!(SUPERBLOCK_BYTES.is_multiple_of(PAGE_BYTES) && (MIN_SLOT_BYTES as u64).is_multiple_of(PAGE_BYTES));
     assert!(SEALED_RECORD_HEADER_BYTES < MIN_SLOT_BYTES);
@@ -209,13 +220,19 @@ pub(crate) struct Head {
     pub(crate) geometry: Geometry,
     /// How the table is sealed; `None`: it is plain.
     pub(crate) algorithm: Option<Algorithm>,
+    /// Whether slots or records may be compressed.
+    pub(crate) compressed: bool,
 }
 
 impl Head {
     pub(crate) fn to_bytes(&self) -> [u8; HEAD_BYTES] {
         let mut bytes = [0; HEAD_BYTES];
         put(&mut bytes, AT_MAGIC, &MAGIC);
-        let version = if self.algorithm.is_some() { SEALED_LAYOUT_VERSION } else { LAYOUT_VERSION };
+        let version = match self.algorithm {
+            _ if self.compressed => COMPRESSED_LAYOUT_VERSION,
+            Some(_) => SEALED_LAYOUT_VERSION,
+            None => LAYOUT_VERSION,
+        };
         put(&mut bytes, AT_VERSION, &version.to_le_bytes());
         put(&mut bytes, AT_KIND, &self.identity.kind.code().to_le_bytes());
         put(&mut bytes, AT_GENERATION, &self.identity.origin.generation.to_le_bytes());
@@ -235,10 +252,10 @@ impl Head {
             return Err(Error::Layout("not a table: its first bytes are not the magic".into()));
         }
         let version = get_u32(bytes, AT_VERSION);
-        if ![LAYOUT_VERSION, SEALED_LAYOUT_VERSION].contains(&version) {
+        if !(LAYOUT_VERSION..=COMPRESSED_LAYOUT_VERSION).contains(&version) {
             return Err(Error::Layout(format!(
-                "the table has layout version {version}, this program reads {LAYOUT_VERSION} and \
-                 {SEALED_LAYOUT_VERSION}: use the same release on both ends"
+                "the table has layout version {version}, this program reads {LAYOUT_VERSION} to \
+                 {COMPRESSED_LAYOUT_VERSION}: use the same release on both ends"
             )));
         }
         if get_u32(bytes, AT_HEAD_CHECK) != crc::crc32c(&bytes[..AT_HEAD_CHECK]) {
@@ -259,11 +276,11 @@ impl Head {
         let origin =
             Origin { generation: get_u64(bytes, AT_GENERATION), history, offset: get_u64(bytes, AT_FIRST_OFFSET) };
         let identity = Identity { kind: Kind::from_code(get_u32(bytes, AT_KIND))?, origin };
-        let algorithm = match version {
-            SEALED_LAYOUT_VERSION => Some(Algorithm::from_code(get_u32(bytes, AT_ALGORITHM))?),
-            _ => None,
+        let algorithm = match (version, get_u32(bytes, AT_ALGORITHM)) {
+            (LAYOUT_VERSION, _) | (COMPRESSED_LAYOUT_VERSION, 0) => None,
+            (_, code) => Some(Algorithm::from_code(code)?),
         };
-        Ok(Head { identity, geometry, algorithm })
+        Ok(Head { identity, geometry, algorithm, compressed: version == COMPRESSED_LAYOUT_VERSION })
     }
 }
 
@@ -318,8 +335,10 @@ pub(crate) struct Entry {
     pub(crate) writing: bool,
     /// Stream position of the slot's first byte: of the RDB for a snapshot, a replication offset for a journal.
     pub(crate) position: u64,
-    /// Content bytes of a snapshot's slot; 0 in a journal, where the records have lengths.
+    /// Bytes in a snapshot's slot, as they are stored; 0 in a journal, where the records have lengths.
     pub(crate) length: u32,
+    /// How those bytes are compressed: 0 not at all, or the number of a [`Method`].
+    pub(crate) encoding: u8,
     /// CRC-32C of those bytes as they are in the slot; 0 in a journal, whose records have their own.
     pub(crate) crc: u32,
     /// Zeros in a plain table and in a journal, whose records have their own tags.
@@ -328,14 +347,43 @@ pub(crate) struct Entry {
 
 impl Entry {
     pub(crate) fn writing(number: u64) -> Entry {
-        Entry { number, writing: true, position: 0, length: 0, crc: 0, seal: SlotSeal::default() }
+        Entry { number, writing: true, position: 0, length: 0, encoding: 0, crc: 0, seal: SlotSeal::default() }
+    }
+
+    /// An entry of a slot whose content stands in it as it is, in a table that is not sealed.
+    pub(crate) fn plain(number: u64, position: u64, length: u32, crc: u32) -> Entry {
+        Entry { number, writing: false, position, length, encoding: 0, crc, seal: SlotSeal::default() }
+    }
+
+    /// Whether the slot's content is `length` bytes from `position` on. A slot is compressed only if that makes it
+    /// smaller by a tenth, and only where that is `allowed`.
+    pub(crate) fn has_content(&self, position: u64, length: u32, allowed: bool) -> bool {
+        let is_right_size = match self.encoding {
+            0 => self.length == length,
+            _ => allowed && is_worth(self.length, length),
+        };
+        self.position == position && is_right_size
+    }
+
+    /// How the slot is compressed.
+    pub(crate) fn method(&self) -> Result<Option<Method>, Error> {
+        match (self.encoding, Method::from_code(self.encoding)) {
+            (0, _) => Ok(None),
+            (_, Some(method)) => Ok(Some(method)),
+            (code, None) => Err(Error::Layout(format!(
+                "slot {} of the table is compressed by method {code}, which this program does not know: use the same \
+                 release on both ends",
+                self.number
+            ))),
+        }
     }
 
     /// The words, as many as an entry of the table has. `seal`: that of a sealed table.
     pub(crate) fn to_words(self, seal: Option<&Seal>) -> EntryWords {
         let sequence = (self.number + 1) << 1 | u64::from(self.writing);
         let mut words: EntryWords = [0; SEALED_ENTRY_WORDS];
-        words[..3].copy_from_slice(&[sequence, self.position, u64::from(self.length) | u64::from(self.crc) << 32]);
+        let length = with_encoding(self.length, self.encoding);
+        words[..3].copy_from_slice(&[sequence, self.position, u64::from(length) | u64::from(self.crc) << 32]);
         if seal.is_some() {
             words[3..5].copy_from_slice(&pair(&self.seal.tag));
             words[5..7].copy_from_slice(&pair(&self.seal.digest));
@@ -356,7 +404,8 @@ impl Entry {
         let slot_seal = seal.map_or_else(SlotSeal::default, parts);
         let number = (sequence >> 1).checked_sub(1)?;
         let [length, crc] = [packed as u32, (packed >> 32) as u32];
-        Some(Entry { number, writing: sequence & 1 == 1, position, length, crc, seal: slot_seal })
+        let (length, encoding) = without_encoding(length);
+        Some(Entry { number, writing: sequence & 1 == 1, position, length, encoding, crc, seal: slot_seal })
     }
 
     /// Whether this is an entry of the place at which slot `number` has its own, of this lap or another one. One that
@@ -368,6 +417,16 @@ impl Entry {
     pub(crate) fn from_bytes(bytes: &[u8; ENTRY_BYTES], seal: Option<&Seal>) -> Option<Entry> {
         Entry::from_words(words(bytes), seal)
     }
+}
+
+/// A length and an encoding as they are stored together.
+fn with_encoding(length: u32, encoding: u8) -> u32 {
+    length & LENGTH_MASK | u32::from(encoding) << LENGTH_BITS
+}
+
+fn without_encoding(word: u32) -> (u32, u8) {
+    // Four bits are left.
+    (word & LENGTH_MASK, (word >> LENGTH_BITS) as u8)
 }
 
 /// Words of an entry in a table that is sealed, or is not.
@@ -383,7 +442,10 @@ pub(crate) fn record_header_bytes(seal: Option<&Seal>) -> u32 {
 /// The header before the bytes of a journal's record. In a sealed journal, the cipher's tag follows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RecordHeader {
+    /// Bytes in the slot, as they are stored.
     pub(crate) length: u32,
+    /// How they are compressed: 0 not at all, or the number of a [`Method`].
+    pub(crate) encoding: u8,
     /// CRC-32C of the bytes as they are in the slot.
     pub(crate) crc: u32,
 }
@@ -391,13 +453,14 @@ pub(crate) struct RecordHeader {
 impl RecordHeader {
     pub(crate) fn to_bytes(self) -> [u8; RECORD_HEADER_BYTES as usize] {
         let mut bytes = [0; RECORD_HEADER_BYTES as usize];
-        put(&mut bytes, 0, &self.length.to_le_bytes());
+        put(&mut bytes, 0, &with_encoding(self.length, self.encoding).to_le_bytes());
         put(&mut bytes, 4, &self.crc.to_le_bytes());
         bytes
     }
 
     pub(crate) fn from_bytes(bytes: &[u8; RECORD_HEADER_BYTES as usize]) -> RecordHeader {
-        RecordHeader { length: get_u32(bytes, 0), crc: get_u32(bytes, 4) }
+        let (length, encoding) = without_encoding(get_u32(bytes, 0));
+        RecordHeader { length, encoding, crc: get_u32(bytes, 4) }
     }
 }
 
@@ -481,6 +544,7 @@ mod tests {
             identity: Identity { kind: Kind::Snapshot, origin },
             geometry: Geometry { slot_size: 0x40_0000, slots: 3 },
             algorithm: None,
+            compressed: false,
         }
     }
 
@@ -510,6 +574,31 @@ mod tests {
     );
 
     #[test]
+    fn a_head_says_whether_slots_may_be_compressed() {
+        for algorithm in [None, Some(Algorithm::Aes256Gcm)] {
+            let written = Head { compressed: true, algorithm, ..head() };
+            let bytes = written.to_bytes();
+            assert_eq!(get_u32(&bytes, AT_VERSION), 3);
+            assert_eq!(Head::parse(&bytes).unwrap(), written);
+        }
+    }
+
+    #[test]
+    fn a_compressed_slot_is_smaller_and_stands_in_a_table_that_has_such_slots() {
+        let plain = Entry::plain(2, 2000, 1000, 7);
+        assert!(plain.has_content(2000, 1000, false) && !plain.has_content(2000, 999, true));
+        let smaller = Entry { encoding: 1, length: 900, ..plain };
+        assert!(smaller.has_content(2000, 1000, true));
+        assert!(!smaller.has_content(2000, 1000, false) && !smaller.has_content(1000, 1000, true));
+        for length in [0, 8, 901] {
+            assert!(!Entry { length, ..smaller }.has_content(2000, 1000, true), "{length}");
+        }
+        assert_eq!(smaller.method().unwrap(), Some(Method::Lz4));
+        let unknown = Entry { encoding: 9, ..smaller }.method().unwrap_err().to_string();
+        assert!(unknown.contains("method 9"), "{unknown}");
+    }
+
+    #[test]
     fn a_head_without_a_valid_replid_is_refused() {
         let mut bytes = head().to_bytes();
         bytes[AT_REPLID] = b'A';
@@ -532,15 +621,10 @@ mod tests {
 
     #[test]
     fn an_entry_has_these_very_words() {
-        let entry = Entry {
-            number: 5,
-            writing: false,
-            position: 0x1122,
-            length: 0x10,
-            crc: 0xaabbccdd,
-            seal: SlotSeal::default(),
-        };
+        let entry = Entry::plain(5, 0x1122, 0x10, 0xaabbccdd);
         assert_eq!(entry.to_words(None)[..3], [12, 0x1122, 0xaabbccdd_00000010]);
+        let zstd = Entry { encoding: Method::Zstd.code(), ..entry };
+        assert_eq!(zstd.to_words(None)[2], 0xaabbccdd_20000010);
         assert_eq!(Entry::writing(5).to_words(None)[0], 13);
     }
 
@@ -587,9 +671,10 @@ mod tests {
 
         #[test]
         fn entries_come_back_as_they_were(
-            number in 0..u64::MAX / 4, writing: bool, position: u64, length: u32, crc: u32,
+            number in 0..u64::MAX / 4, writing: bool, position: u64, length in 0..=MAX_SLOT_BYTES, encoding in 0u8..16,
+            crc: u32,
         ) {
-            let entry = Entry { number, writing, position, length, crc, seal: SlotSeal::default() };
+            let entry = Entry { writing, encoding, ..Entry::plain(number, position, length, crc) };
             prop_assert_eq!(Entry::from_words(entry.to_words(None), None), Some(entry));
         }
 

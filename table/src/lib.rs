@@ -21,6 +21,7 @@
 //!
 //! * [`layout`]: every byte of a table, and its invariants. **Start here.**
 //! * `publish`: the order in which words are stored and loaded; the part that loom checks.
+//! * [`encoding`], [`method`]: slots that are stored compressed.
 //! * [`seal`]: ciphertext for readers on other hosts, made once.
 //! * [`snapshot`]: a finite stream: its writer, its sealer, its reader over a peer or in place, and the copy from which
 //!   others read.
@@ -34,6 +35,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod encoding;
 pub mod error;
 pub mod expectation;
 #[cfg(all(any(test, feature = "fuzzing"), not(loom)))]
@@ -41,6 +43,7 @@ pub mod fuzzing;
 pub mod identity;
 pub mod journal;
 pub mod layout;
+pub mod method;
 pub mod origin;
 mod publish;
 mod reads;
@@ -53,13 +56,14 @@ pub use expectation::Expectation;
 pub use identity::{Identity, Kind};
 pub use journal::{Chunk, JournalReader, JournalWriter, journal_left};
 pub use layout::{Geometry, MIN_SLOTS, State};
+pub use method::Method;
 pub use origin::Origin;
 pub use seal::{Algorithm, Seal, SealKey};
 pub use server_pages::capture_page::CapturePage;
 pub use server_pages::load_page::LoadPage;
 pub use snapshot::{
-    Loss, Place, Progress, SinkLayout, Slot, SnapshotCopy, SnapshotReader, SnapshotSealer, SnapshotWriter, Turn,
-    snapshot_left,
+    Encoded, Loss, Place, Progress, SinkLayout, Slot, SnapshotCopy, SnapshotReader, SnapshotSealer, SnapshotWriter,
+    StoredSlot, Turn, snapshot_left,
 };
 
 #[cfg(all(test, not(loom)))]

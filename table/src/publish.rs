@@ -262,7 +262,7 @@ mod loom_tests {
             publisher.cells.data(number, word).store(content(number, word), Relaxed);
         }
         let seal = publisher.seal.as_ref().map_or_else(SlotSeal::default, |_| slot_seal(number));
-        let entry = Entry { number, writing: false, position: number * 16, length: 16, crc: 0, seal };
+        let entry = Entry { seal, ..Entry::plain(number, number * 16, 16, 0) };
         publisher.complete(entry).unwrap();
         publisher.publish((number + 1) * 4096).unwrap();
     }

@@ -5,7 +5,8 @@
 //!     ╰ kind, generation, offset, replid ────────╯─▶ key of the MAC:     line, entries
 //!
 //!   slot i:             nonce "slot" ‖ i        additional data: kind, length, i, generation, offset, replid
-//!   record at offset o: nonce "strm" ‖ o        additional data: kind, length, o, generation, offset, replid
+//!   record at offset o: nonce "strm" ‖ o        additional data: kind, length, o, generation, offset, replid, and how it is
+//!                                               compressed, which the entry says of a slot
 //! ```
 //!
 //! A nonce never occurs twice under one key: the number of a slot counts on when its place is reused, each slot is
@@ -169,13 +170,13 @@ impl Seal {
 
     /// Encrypts slot `number` in place. No slot may be sealed twice with different bytes.
     pub(crate) fn seal_slot(&self, number: u64, bytes: &mut [u8]) -> Result<SlotSeal, Error> {
-        let tag = self.seal(SLOT, number, bytes)?;
+        let tag = self.seal(SLOT, number, 0, bytes)?;
         Ok(SlotSeal { tag, digest: digest(bytes) })
     }
 
     /// Decrypts slot `number` in place. What is in `bytes` after a failure is not to be used.
     pub(crate) fn open_slot(&self, number: u64, seal: &SlotSeal, bytes: &mut [u8]) -> Result<(), Forged> {
-        self.open(SLOT, number, &seal.tag, bytes)
+        self.open(SLOT, number, 0, &seal.tag, bytes)
     }
 
     /// Encrypts slot `number` as the source did, for a reader that keeps it elsewhere, and returns the tag: the same
@@ -184,7 +185,7 @@ impl Seal {
     /// # Errors
     /// [`Error::Misuse`]: more bytes than any slot has.
     pub fn seal_kept(&self, number: u64, bytes: &mut [u8]) -> Result<[u8; TAG_BYTES], Error> {
-        self.seal(SLOT, number, bytes)
+        self.seal(SLOT, number, 0, bytes)
     }
 
     /// Decrypts slot `number`, which was kept elsewhere. What is in `bytes` after a failure is not to be used.
@@ -192,17 +193,23 @@ impl Seal {
     /// # Errors
     /// [`Error::Forged`]: these are not the bytes that were kept.
     pub fn open_kept(&self, number: u64, tag: &[u8; TAG_BYTES], bytes: &mut [u8]) -> Result<(), Error> {
-        self.open(SLOT, number, tag, bytes).map_err(|_| Error::Forged { what: format!("slot {number}") })
+        self.open(SLOT, number, 0, tag, bytes).map_err(|_| Error::Forged { what: format!("slot {number}") })
     }
 
-    /// Encrypts the record whose first byte has this replication offset, in place.
-    pub(crate) fn seal_record(&self, offset: u64, bytes: &mut [u8]) -> Result<[u8; TAG_BYTES], Error> {
-        self.seal(RECORD, offset, bytes)
+    /// Encrypts the record whose first byte has this replication offset, in place. `encoding`: how it is compressed.
+    pub(crate) fn seal_record(&self, offset: u64, encoding: u8, bytes: &mut [u8]) -> Result<[u8; TAG_BYTES], Error> {
+        self.seal(RECORD, offset, encoding, bytes)
     }
 
     /// Decrypts a record in place. What is in `bytes` after a failure is not to be used.
-    pub(crate) fn open_record(&self, offset: u64, tag: &[u8; TAG_BYTES], bytes: &mut [u8]) -> Result<(), Forged> {
-        self.open(RECORD, offset, tag, bytes)
+    pub(crate) fn open_record(
+        &self,
+        offset: u64,
+        encoding: u8,
+        tag: &[u8; TAG_BYTES],
+        bytes: &mut [u8],
+    ) -> Result<(), Forged> {
+        self.open(RECORD, offset, encoding, tag, bytes)
     }
 
     /// The check of a line or an entry: the first 64 bits of an HMAC-SHA256. An attacker has one attempt for each read
@@ -217,8 +224,8 @@ impl Seal {
         u64::from_le_bytes(first)
     }
 
-    fn seal(&self, domain: [u8; 4], number: u64, bytes: &mut [u8]) -> Result<[u8; TAG_BYTES], Error> {
-        let associated = aead::Aad::from(self.associated(number, bytes.len()));
+    fn seal(&self, domain: [u8; 4], number: u64, encoding: u8, bytes: &mut [u8]) -> Result<[u8; TAG_BYTES], Error> {
+        let associated = aead::Aad::from(self.associated(number, bytes.len(), encoding));
         let sealed = self.cipher.seal_in_place_separate_tag(nonce(domain, number), associated, bytes);
         let sealed = sealed.map_err(|_| Error::Misuse("more bytes than a cipher seals at once"))?;
         let mut tag = [0; TAG_BYTES];
@@ -226,18 +233,27 @@ impl Seal {
         Ok(tag)
     }
 
-    fn open(&self, domain: [u8; 4], number: u64, tag: &[u8; TAG_BYTES], bytes: &mut [u8]) -> Result<(), Forged> {
-        let associated = aead::Aad::from(self.associated(number, bytes.len()));
+    fn open(
+        &self,
+        domain: [u8; 4],
+        number: u64,
+        encoding: u8,
+        tag: &[u8; TAG_BYTES],
+        bytes: &mut [u8],
+    ) -> Result<(), Forged> {
+        let associated = aead::Aad::from(self.associated(number, bytes.len(), encoding));
         let tag = aead::Tag::from(*tag);
         let opened = self.cipher.open_in_place_separate_tag(nonce(domain, number), associated, tag, bytes, 0..);
         opened.map(drop).map_err(|_| Forged)
     }
 
-    fn associated(&self, number: u64, length: usize) -> [u8; CONTEXT_BYTES + 16] {
+    fn associated(&self, number: u64, length: usize, encoding: u8) -> [u8; CONTEXT_BYTES + 16] {
         let mut bytes = [0; CONTEXT_BYTES + 16];
         bytes[..CONTEXT_BYTES].copy_from_slice(&self.context);
         bytes[CONTEXT_BYTES..CONTEXT_BYTES + 8].copy_from_slice(&number.to_le_bytes());
-        bytes[CONTEXT_BYTES + 8..].copy_from_slice(&(length as u64).to_le_bytes());
+        // No length needs the highest byte.
+        let length = length as u64 | u64::from(encoding) << 56;
+        bytes[CONTEXT_BYTES + 8..].copy_from_slice(&length.to_le_bytes());
         bytes
     }
 }

@@ -20,8 +20,8 @@ use remora_fabric::{
 };
 use remora_redis::ReplId;
 use remora_table::{
-    Algorithm, Error, Expectation, Geometry, Identity, JournalReader, JournalWriter, Kind, Origin, SealKey, SinkLayout,
-    SnapshotReader, SnapshotSealer, SnapshotWriter, State,
+    Algorithm, Error, Expectation, Geometry, Identity, JournalReader, JournalWriter, Kind, Method, Origin, SealKey,
+    SinkLayout, SnapshotReader, SnapshotSealer, SnapshotWriter, State,
 };
 
 const ID: RegionId = RegionId { generation: 1, region: 0 };
@@ -105,12 +105,18 @@ fn content(position: u64, length: usize) -> Vec<u8> {
     words.take(length).collect()
 }
 
+/// The same of which compressors make something.
+fn text(position: u64, length: usize) -> Vec<u8> {
+    content(position, length).into_iter().map(|byte| b'a' + byte % 4).collect()
+}
+
 /// Writes the whole stream, as slowly as its readers need; the CRC-32C of all of it is the oracle.
 fn write_snapshot(
     region: &Arc<Memory>,
     mut writer: SnapshotWriter,
     mut sealer: Option<SnapshotSealer>,
     passed: &AtomicU64,
+    content: fn(u64, usize) -> Vec<u8>,
 ) -> u32 {
     let mut crc = 0;
     let mark = [b'#'; 40];
@@ -149,12 +155,24 @@ fn write_snapshot(
 }
 
 fn snapshot_over(ends: Ends, in_place: bool, key: Option<SealKey>) {
+    snapshot_by(ends, in_place, key, None);
+}
+
+/// `method`: the slots are compressed.
+fn snapshot_by(ends: Ends, in_place: bool, key: Option<SealKey>, method: Option<Method>) {
     let region = memory(GEOMETRY.memory_len());
     let writer = SnapshotWriter::create(Arc::clone(&region), GEOMETRY, identity(Kind::Snapshot), 40).unwrap();
-    let sealer = key.as_ref().map(|key| {
+    let sealer = (key.is_some() || method.is_some()).then(|| {
         let (plain, sealed) = (Arc::clone(&region), memory(GEOMETRY.memory_len()));
+        let identity = identity(Kind::Snapshot);
         ends.lend(&sealed);
-        SnapshotSealer::create(plain, sealed, GEOMETRY, identity(Kind::Snapshot), key).unwrap()
+        let sealer = match (&key, method) {
+            (Some(key), None) => SnapshotSealer::create(plain, sealed, GEOMETRY, identity, key),
+            (key, _) => SnapshotSealer::create_compressed(plain, sealed, GEOMETRY, identity, key.as_ref()),
+        };
+        let mut sealer = sealer.unwrap();
+        sealer.compress_with(method);
+        sealer
     });
     if sealer.is_none() {
         ends.lend(&region);
@@ -166,9 +184,10 @@ fn snapshot_over(ends: Ends, in_place: bool, key: Option<SealKey>) {
     assert_eq!(view.is_some(), in_place);
     let passed = Arc::new(AtomicU64::new(0));
     let (shown, written) = (Arc::clone(&passed), Arc::clone(&region));
-    let writing = std::thread::spawn(move || write_snapshot(&written, writer, sealer, &shown));
+    let content = if method.is_some() { text } else { content };
+    let writing = std::thread::spawn(move || write_snapshot(&written, writer, sealer, &shown, content));
 
-    let expect = expect(Kind::Snapshot, key.as_ref());
+    let expect = expect(Kind::Snapshot, key.as_ref()).with_compressed_slots(method.is_some());
     let mut reader = SnapshotReader::new(view, sink, layout, expect, |_| false).unwrap();
     let (mut crc, mut bytes) = (0, 0);
     let begun = Instant::now();
@@ -193,20 +212,27 @@ fn snapshot_over(ends: Ends, in_place: bool, key: Option<SealKey>) {
 }
 
 fn journal_over(ends: Ends, in_place: bool, key: Option<SealKey>) {
+    journal_by(ends, in_place, key, false);
+}
+
+fn journal_by(ends: Ends, in_place: bool, key: Option<SealKey>, compressed: bool) {
     const JOURNAL_BYTES: u64 = 3 << 20;
     let region = memory(GEOMETRY.memory_len());
     let (table, identity) = (Arc::clone(&region), identity(Kind::Journal));
     let writer = match &key {
+        Some(key) if compressed => JournalWriter::create_compressed(table, GEOMETRY, identity, key),
         Some(key) => JournalWriter::create_sealed(table, GEOMETRY, identity, key),
         None => JournalWriter::create(table, GEOMETRY, identity),
     };
     let mut writer = writer.unwrap();
+    writer.compress(compressed);
     ends.lend(&region);
     let layout = SinkLayout { offset: 0, buffers: 2 };
     let sink = memory(layout.length(&GEOMETRY));
     let mut peer = ends.connect(&sink);
     let view = peer.view().filter(|_| in_place);
     // As many bytes as the ring certainly holds, so that the reader is not overrun however slow the machine is.
+    let content = if compressed { text } else { content };
     let writing = std::thread::spawn(move || {
         let mut crc = 0;
         let mut position = 0;
@@ -219,7 +245,7 @@ fn journal_over(ends: Ends, in_place: bool, key: Option<SealKey>) {
         crc
     });
 
-    let expect = expect(Kind::Journal, key.as_ref());
+    let expect = expect(Kind::Journal, key.as_ref()).with_compressed_slots(compressed);
     let mut reader = JournalReader::new(view, sink, layout, expect, FIRST_OFFSET + 1).unwrap();
     let (mut crc, mut next) = (0, FIRST_OFFSET + 1);
     let begun = Instant::now();
@@ -294,6 +320,21 @@ fn a_sealed_snapshot_many_times_the_ring_crosses_the_simulated_network() {
 }
 
 #[test]
+fn a_compressed_snapshot_many_times_the_ring_crosses_tcp_by_sendfile_and_two_lanes() {
+    snapshot_by(tcp(SendMode::File, 2), false, None, Some(Method::Lz4));
+}
+
+#[test]
+fn a_compressed_snapshot_many_times_the_ring_crosses_the_simulated_network() {
+    snapshot_by(sim(), false, None, Some(Method::Zstd));
+}
+
+#[test]
+fn a_snapshot_that_is_compressed_and_sealed_crosses_tcp() {
+    snapshot_by(tcp(SendMode::Copy, 1), false, key(Algorithm::best()), Some(Method::Zstd));
+}
+
+#[test]
 fn a_sealed_journal_is_followed_over_tcp() {
     journal_over(tcp(SendMode::Copy, 1), false, key(Algorithm::ChaCha20Poly1305));
 }
@@ -306,6 +347,11 @@ fn a_sealed_journal_is_followed_over_tcp_by_sendfile() {
 #[test]
 fn a_sealed_journal_is_followed_over_the_simulated_network() {
     journal_over(sim(), false, key(Algorithm::best()));
+}
+
+#[test]
+fn a_journal_that_is_compressed_and_sealed_is_followed_over_tcp() {
+    journal_by(tcp(SendMode::File, 1), false, key(Algorithm::best()), true);
 }
 
 #[test]

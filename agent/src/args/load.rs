@@ -48,12 +48,16 @@ pub struct LoadArgs {
     pub expire: Option<Duration>,
 
     /// Content that cannot be compressed (the default).
-    #[arg(long, conflicts_with = "compressible", help_heading = "Data")]
+    #[arg(long, conflicts_with_all = ["compressible", "json"], help_heading = "Data")]
     pub random: bool,
 
     /// Content that compresses to about a quarter.
     #[arg(long, help_heading = "Data")]
     pub compressible: bool,
+
+    /// Content that is made of records in JSON, as applications store them.
+    #[arg(long, conflicts_with = "compressible", help_heading = "Data")]
+    pub json: bool,
 
     /// Commands in flight at once.
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=100_000), help_heading = "Data")]

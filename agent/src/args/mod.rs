@@ -69,7 +69,7 @@ pub use self::{
     security::{MonitorNameArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs},
     sentinel::SentinelArgs,
     snapshot::{SnapshotAction, SnapshotArgs, SnapshotFromArgs, SnapshotMountArgs},
-    source::{CapturedArgs, FromChoice, ModuleCapture, SendChoice, SourceArgs, TuneArgs},
+    source::{CapturedArgs, CompressChoice, FromChoice, ModuleCapture, SendChoice, SourceArgs, TuneArgs},
     status::StatusArgs,
     store::{Location, StoreArgs},
     token::{TokenAction, TokenCommandArgs},

@@ -56,7 +56,8 @@ pub struct SourceArgs {
 
     /// Memory for the snapshot and the journal together; at least 16MiB. A snapshot that fits is kept whole and serves
     /// late joiners too. A larger one is windowed: the source reuses slots that every joined replica has read, at the
-    /// pace of the slowest one. It holds all twice if data are encrypted: plain for this host, and ciphertext.
+    /// pace of the slowest one. It holds all twice if data are encrypted: plain for this host, and ciphertext. So it
+    /// does with the snapshot if --compress names a method.
     #[arg(long, value_name = "SIZE", default_value = "1GiB", value_parser = parse_memory, help_heading = "Memory")]
     pub memory: Size,
 
@@ -126,6 +127,13 @@ pub struct SourceArgs {
     /// system's.
     #[arg(long, value_name = "NAME", help_heading = "Transports")]
     pub tcp_congestion: Option<String>,
+
+    /// How the slots that replicas on other hosts read are compressed: once, for any number of replicas, and only slots
+    /// that this makes smaller by a tenth. `auto`: by the method with which compressor and link together are fastest,
+    /// if the link is slow enough, a processor idle, and the data are encrypted anyway. `lz4`, `zstd`: always by this
+    /// one; the snapshot is then held twice, plain for this host, and compressed. `off`: not at all.
+    #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Transports")]
+    pub compress: CompressChoice,
 
     /// How fast the source sends over TCP, to all replicas together. `auto`: as a background transfer, so that the
     /// primary's clients on other hosts hardly wait behind the snapshot: at nearly full speed while nothing else fills
@@ -314,6 +322,19 @@ pub enum ModuleCapture {
     Server,
     /// Nothing.
     Off,
+}
+
+/// How slots are compressed for other hosts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum CompressChoice {
+    /// Whichever is fastest.
+    Auto,
+    /// Not at all.
+    Off,
+    /// By LZ4.
+    Lz4,
+    /// By Zstandard.
+    Zstd,
 }
 
 /// How a TCP lane sends.

@@ -5,6 +5,7 @@
 
 use std::{ops::Range, time::Duration};
 
+use super::content::Look;
 use super::{Content, Writer};
 use crate::{
     args::{LoadArgs, ValueType},
@@ -29,7 +30,7 @@ pub(super) struct Keys {
     size: usize,
     value_type: ValueType,
     expire: Option<Duration>,
-    compressible: bool,
+    look: Look,
 }
 
 impl Keys {
@@ -41,14 +42,18 @@ impl Keys {
             size: usize::try_from(args.value_size.get()).unwrap_or(usize::MAX),
             value_type: args.value_type,
             expire: args.expire,
-            compressible: args.compressible,
+            look: match (args.compressible, args.json) {
+                (true, _) => Look::Repeating,
+                (_, true) => Look::Json,
+                _ => Look::Random,
+            },
         }
     }
 
     /// Writes key `number`.
     pub(super) async fn write(&self, number: u64, writer: &mut Writer, meter: &Meter) -> Result<(), ServerError> {
         let key = format!("{}:{number}", self.prefix);
-        let mut content = Content::of(self.seed, number, self.compressible);
+        let mut content = Content::of(self.seed, number, self.look);
         match type_of(self.value_type, number) {
             ValueType::String => self.string(&key, &mut content, writer).await?,
             collection => self.collection(&key, collection, &mut content, writer).await?,

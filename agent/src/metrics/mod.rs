@@ -24,6 +24,7 @@ mod site;
 mod watch;
 
 pub(crate) use self::families::Families;
+pub(crate) use self::process::own_ticks;
 pub(crate) use self::register::Agent;
 pub(crate) use self::site::{Site, bind};
 pub(crate) use self::watch::{Scrape, Scrapes, Watch};

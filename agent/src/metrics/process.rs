@@ -30,6 +30,11 @@ impl Stat {
     }
 }
 
+/// Ticks of the processors that this process has used.
+pub(crate) fn own_ticks() -> Option<u64> {
+    Stat::parse(&fs::read_to_string("/proc/self/stat").ok()?).map(|stat| stat.cpu)
+}
+
 /// Adds what is known. What the system does not say is left out.
 pub(super) fn show(families: &mut Families) {
     let ticks = rustix::param::clock_ticks_per_second().max(1);

@@ -183,6 +183,9 @@ families! {
         "1 for the state that the snapshot is in: none, capturing or complete", "";
     SNAPSHOT_BYTES = Gauge "snapshot_bytes" [], &[Source],
         "Bytes of the snapshot that were received; these families are missing without a snapshot", "";
+    SNAPSHOT_STORED = Gauge "snapshot_stored_bytes" [], &[Source],
+        "Bytes that replicas on other hosts read for it: fewer if slots are compressed",
+        "Near `remora_snapshot_bytes` on a slow link: `remora status` says why";
     SNAPSHOT_SLOTS = Gauge "snapshot_slots" [], &[Source],
         "Slots of its table", "";
     SNAPSHOT_PUBLISHED = Gauge "snapshot_published_slots" [], &[Source],

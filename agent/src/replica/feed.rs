@@ -38,13 +38,14 @@ impl Feed {
     }
 
     /// Creates the reader of the snapshot, from slot `first` on, without the slots that are `held`. `kept` is the copy
-    /// of a former feed, which is continued if it is in the same memory.
+    /// of a former feed, which is continued if it is in the same memory. With `spools`, slots are kept in files.
     pub(super) fn begin_snapshot(
         &mut self,
         now: Instant,
         first: u64,
         held: impl Fn(u64) -> bool + Send + 'static,
         kept: Option<Box<RelayReader>>,
+        spools: bool,
     ) -> Result<(), FeedError> {
         let Some(part) = self.parts.as_mut().and_then(|parts| parts.snapshot.take()) else { return Ok(()) };
         if let Some(plan) = part.copy {
@@ -69,7 +70,8 @@ impl Feed {
             Some(view) if part.in_place => (Some(view), None),
             copied_from => (None, copied_from),
         };
-        let reader = SnapshotReader::new(in_place, part.sink, part.layout, part.expect, have)?.unchanging();
+        let reader = SnapshotReader::new(in_place, part.sink, part.layout, part.expect, have)?;
+        let reader = reader.unchanging().keeping_encoded(spools);
         let direct = Direct { reader, peer: part.peer, mapped: Mapped::new(mapped) };
         self.snapshot = Some(SnapshotFeed::Direct(Box::new(direct)));
         Ok(())

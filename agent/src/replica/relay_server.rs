@@ -300,6 +300,8 @@ impl Lender {
             keys: keys.map(|key| key.as_bytes().to_vec()).collect(),
             // A copy of a sealed table is sealed like the source's, whose offer has the key.
             seal: Vec::new(),
+            // So it is with slots that are compressed.
+            compressed: false,
         };
         self.table = Some((id, offer));
     }

@@ -186,15 +186,15 @@ impl Sinks {
     }
 
     /// The shape of a copy of this table: as many slots as the snapshot's share of the memory holds, or as few as are
-    /// needed if no other replica reads them. A copy of a sealed table also needs buffers in which slots are opened.
-    /// `None` if not even a small ring fits.
-    fn copy(&self, snapshot: &Geometry, serves: bool, is_sealed: bool) -> Option<Geometry> {
+    /// needed if no other replica reads them. A copy of a table that is sealed or compressed also needs buffers in
+    /// which slots are opened. `None` if not even a small ring fits.
+    fn copy(&self, snapshot: &Geometry, serves: bool, needs_opening: bool) -> Option<Geometry> {
         let share = self.budget * SNAPSHOT_SHARE.0 / SNAPSHOT_SHARE.1;
-        let for_copy = if is_sealed { share / 5 * 4 } else { share };
+        let for_copy = if needs_opening { share / 5 * 4 } else { share };
         let within = Geometry::within(for_copy, snapshot.slot_size).ok()?;
         let most = if serves { snapshot.slots } else { self.buffers(snapshot.slot_size).max(MIN_SLOTS) };
         let own = Geometry { slots: within.slots.min(most), ..within };
-        let opening = if is_sealed { SnapshotCopy::opening_len(&own) } else { 0 };
+        let opening = if needs_opening { SnapshotCopy::opening_len(&own) } else { 0 };
         (SnapshotCopy::memory_len(&own) + opening <= share).then_some(own)
     }
 
@@ -352,8 +352,8 @@ impl Way {
         sinks: Sinks,
         relay: Option<&RelayWish>,
     ) -> Result<(Part, TransportKind, Option<Copied>), Failure> {
-        let is_sealed = !offer.snapshot.seal.is_empty();
-        let copy = relay.and_then(|relay| Some((relay, sinks.copy(snapshot, relay.serves, is_sealed)?)));
+        let needs_opening = !offer.snapshot.seal.is_empty() || offer.snapshot.compressed;
+        let copy = relay.and_then(|relay| Some((relay, sinks.copy(snapshot, relay.serves, needs_opening)?)));
         if let Some((relay, own)) = copy {
             let length = SnapshotCopy::memory_len(&own);
             let kept = relay.kept.clone().filter(|kept| kept.length() == length);
@@ -388,7 +388,7 @@ impl Way {
     }
 
     /// What to expect of a table that is read over this transport. Shared memory of this host has the plain table, and
-    /// every other transport the sealed one, if there is one.
+    /// every other transport the sealed one, or the one with compressed slots, if there is one.
     fn expect(
         &self,
         kind: Kind,
@@ -404,11 +404,12 @@ impl Way {
             TransportKind::Verbs => self.wish.security.permits_plain_network(),
             _ => self.wish.security.permits_plain_data(self.source.ip()),
         };
+        let compressed = table.compressed && transport != TransportKind::Shm;
         if may_be_plain {
-            return Ok(Expectation::plain(origin, geometry));
+            return Ok(Expectation::plain(origin, geometry).with_compressed_slots(compressed));
         }
         let sealed = SealKey::from_bytes(&table.seal).and_then(|key| Expectation::sealed(kind, origin, geometry, &key));
-        sealed.map_err(|error| {
+        sealed.map(|expect| expect.with_compressed_slots(compressed)).map_err(|error| {
             let text = format!(
                 "the source {} offers no sealed table that can be read: {error}; start it with --security token",
                 self.source
@@ -489,6 +490,7 @@ mod tests {
             retained: true,
             keys: Vec::new(),
             seal: Vec::new(),
+            compressed: false,
         };
         Offer {
             generation: 1,

@@ -4,11 +4,14 @@
 //! STATE_DIR/
 //!   origin.json      which snapshot the slots belong to
 //!   slots            slot n at n * slot_size; a file with holes
-//!   held             one record of 32 bytes for each slot held, in the order in which they came
+//!   held             one record of 32 bytes for each slot held, in the order in which they came: number, length,
+//!                    checksum of what is kept, and for a compressed slot its kept bytes and method
 //!   tags             if the slots are ciphertext: the tag of slot n at n * 16
 //! ```
 //!
 //! The slots of a sealed table are kept as ciphertext. Its key is not kept: the next agent gets it from the source.
+//! Compressed slots are kept as they are. They must be, if they are sealed: the cipher is used with the slot's number,
+//! and other bytes under the same number would tell both.
 //!
 //! A slot's record is written after its bytes. A later agent uses the record only if the bytes match its checksum. So a
 //! torn write, a full disk or a power cut never produces a wrong slot. The files are not synced to the disk: they have
@@ -25,8 +28,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use remora_fabric::{View, memory::crc};
+use remora_table::encoding::decode_kept;
 use remora_table::seal::TAG_BYTES;
-use remora_table::{Origin, Seal};
+use remora_table::{Encoded, Method, Origin, Seal, Slot};
 use serde::{Deserialize, Serialize};
 
 use super::private::Folder;
@@ -72,8 +76,22 @@ pub(crate) struct Held {
     pub(crate) number: u64,
     /// Bytes in it.
     pub(crate) length: u32,
-    /// CRC-32C of them.
+    /// CRC-32C of what is kept of them.
     pub(crate) crc: u32,
+    /// How they are compressed in the file, and how many bytes are kept there. `None`: as they are.
+    pub(crate) encoded: Option<(Method, u32)>,
+}
+
+impl Held {
+    /// A slot that is kept as it is.
+    pub(crate) fn plain(number: u64, length: u32, crc: u32) -> Held {
+        Held { number, length, crc, encoded: None }
+    }
+
+    /// Bytes that are kept of it.
+    fn kept(&self) -> u32 {
+        self.encoded.map_or(self.length, |(_, bytes)| bytes)
+    }
 }
 
 /// The slots of one snapshot, in the files of a state folder.
@@ -92,7 +110,8 @@ pub(crate) struct Spool {
     below: u64,
 }
 
-/// Bytes of one record: number u64, length u32, crc u32, twelve zeros, CRC-32C of these 28.
+/// Bytes of one record: number u64, length u32, crc u32, kept bytes u32 and method u32 (both 0 if the slot is not
+/// compressed), four zeros, CRC-32C of these 28.
 const RECORD: usize = 32;
 
 /// More slots than any table has: 2^24 of them are 64 TiB at 4 MiB. A record with a larger number is invalid.
@@ -152,8 +171,8 @@ impl Spool {
         while fill(&mut index, &mut bytes)? {
             let Some(record) = decode(&bytes) else { continue };
             let in_the_file = self.place(record.number) < size;
-            if in_the_file && record.length <= self.snapshot.slot_size && self.crc_on_disk(&record)? == Some(record.crc)
-            {
+            let fits = record.length.max(record.kept()) <= self.snapshot.slot_size;
+            if in_the_file && fits && self.crc_on_disk(&record)? == Some(record.crc) {
                 believed.insert(record.number, record);
             }
         }
@@ -166,7 +185,7 @@ impl Spool {
 
     fn crc_on_disk(&self, record: &Held) -> io::Result<Option<u32>> {
         let mut piece = vec![0; READ_PIECE];
-        let (mut at, mut left, mut crc) = (self.place(record.number), record.length as usize, 0);
+        let (mut at, mut left, mut crc) = (self.place(record.number), record.kept() as usize, 0);
         while left > 0 {
             let want = left.min(READ_PIECE);
             let n = self.slots.read_at(&mut piece[..want], at)?;
@@ -180,17 +199,35 @@ impl Spool {
         Ok(Some(crc))
     }
 
-    /// Writes a slot's bytes, read from `view` at `offset`, and returns the record of what was written. The slot counts
-    /// as held after [`remember`](Self::remember). Between the two calls the caller checks that the source has not
-    /// reused the bytes.
-    pub(crate) fn store(&self, record: Held, view: &View, offset: u64) -> io::Result<Held> {
-        if let (Some(tags), Some(seal)) = (&self.tags, &self.seal) {
+    /// Writes what is to be kept of a slot whose content has this CRC-32C, and returns the record of what was written.
+    /// The slot counts as held after [`remember`](Self::remember). Between the two calls the caller checks that the
+    /// source has not reused the bytes.
+    pub(crate) fn store(&self, slot: &Slot, crc: u32) -> io::Result<Held> {
+        let plain = Held::plain(slot.number, slot.length, crc);
+        match slot.encoded() {
+            Some(Encoded { method, bytes: Some(bytes) }) => {
+                // Fewer than the content has.
+                let record = Held { encoded: Some((*method, bytes.len() as u32)), ..plain };
+                self.store_bytes(record, bytes.clone())
+            }
+            // The source has sealed other bytes with this number.
+            Some(_) if self.seal.is_some() => {
+                let text = format!("slot {} was compressed, and its stored bytes are not there", slot.number);
+                Err(io::Error::other(text))
+            }
+            _ => {
+                let (view, range) = slot.bytes();
+                self.store_plain(plain, view, range.start)
+            }
+        }
+    }
+
+    /// Writes the content of a slot, read from `view` at `offset`.
+    fn store_plain(&self, record: Held, view: &View, offset: u64) -> io::Result<Held> {
+        if self.seal.is_some() {
             let mut bytes = vec![0; record.length as usize];
             view.read(offset, &mut bytes).map_err(io::Error::other)?;
-            let tag = seal.seal_kept(record.number, &mut bytes).map_err(io::Error::other)?;
-            self.slots.write_all_at(&bytes, self.place(record.number))?;
-            tags.write_all_at(&tag, record.number * TAG_BYTES as u64)?;
-            return Ok(Held { crc: crc::crc32c(&bytes), ..record });
+            return self.store_bytes(record, bytes);
         }
         let (mut done, length) = (0, record.length as usize);
         while done < length {
@@ -200,18 +237,35 @@ impl Spool {
         Ok(record)
     }
 
-    /// The plain bytes of a held slot, if slots are kept as ciphertext. `None`: they are as they are in the file.
+    /// Writes these bytes of a slot, as ciphertext if slots are kept so.
+    fn store_bytes(&self, record: Held, mut bytes: Vec<u8>) -> io::Result<Held> {
+        if let (Some(tags), Some(seal)) = (&self.tags, &self.seal) {
+            let tag = seal.seal_kept(record.number, &mut bytes).map_err(io::Error::other)?;
+            tags.write_all_at(&tag, record.number * TAG_BYTES as u64)?;
+        }
+        self.slots.write_all_at(&bytes, self.place(record.number))?;
+        Ok(Held { crc: crc::crc32c(&bytes), ..record })
+    }
+
+    /// The plain bytes of a held slot, if it is kept as ciphertext or compressed. `None`: they are as they are in the
+    /// file.
     ///
     /// # Errors
     /// The files cannot be read, or have other bytes than were kept.
     pub(crate) fn opened(&self, record: &Held) -> io::Result<Option<Vec<u8>>> {
-        let Some(tags) = &self.tags else { return Ok(None) };
-        let seal = self.seal.as_ref().ok_or_else(|| io::Error::other("the source has not said its key"))?;
-        let (mut bytes, mut tag) = (vec![0; record.length as usize], [0; TAG_BYTES]);
+        if self.tags.is_none() && record.encoded.is_none() {
+            return Ok(None);
+        }
+        let mut bytes = vec![0; record.kept() as usize];
         self.slots.read_exact_at(&mut bytes, self.place(record.number))?;
-        tags.read_exact_at(&mut tag, record.number * TAG_BYTES as u64)?;
-        seal.open_kept(record.number, &tag, &mut bytes).map_err(io::Error::other)?;
-        Ok(Some(bytes))
+        if let Some(tags) = &self.tags {
+            let seal = self.seal.as_ref().ok_or_else(|| io::Error::other("the source has not said its key"))?;
+            let mut tag = [0; TAG_BYTES];
+            tags.read_exact_at(&mut tag, record.number * TAG_BYTES as u64)?;
+            seal.open_kept(record.number, &tag, &mut bytes).map_err(io::Error::other)?;
+        }
+        let Some((method, _)) = record.encoded else { return Ok(Some(bytes)) };
+        decode_kept(method, record.number, &bytes, record.length).map(Some).map_err(io::Error::other)
     }
 
     /// Appends the slot's record. From then on this agent and later ones hold the slot.
@@ -282,6 +336,10 @@ fn encode(record: &Held) -> [u8; RECORD] {
         let _ = rest.write_all(&record.number.to_le_bytes());
         let _ = rest.write_all(&record.length.to_le_bytes());
         let _ = rest.write_all(&record.crc.to_le_bytes());
+        if let Some((method, kept)) = record.encoded {
+            let _ = rest.write_all(&kept.to_le_bytes());
+            let _ = rest.write_all(&u32::from(method.code()).to_le_bytes());
+        }
     }
     let check = crc::crc32c(&bytes[..RECORD - 4]);
     bytes[RECORD - 4..].copy_from_slice(&check.to_le_bytes());
@@ -292,7 +350,12 @@ fn decode(bytes: &[u8]) -> Option<Held> {
     let word = |at: usize| -> Option<u32> { Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?)) };
     let number = u64::from_le_bytes(bytes.get(..8)?.try_into().ok()?);
     let fits = word(RECORD - 4)? == crc::crc32c(&bytes[..RECORD - 4]) && number < SLOTS_LIMIT;
-    Some(Held { number, length: word(8)?, crc: word(12)? }).filter(|_| fits)
+    let encoded = match word(20)? {
+        0 => None,
+        // A later release may have written it.
+        code => Some((Method::from_code(u8::try_from(code).ok()?)?, word(16)?)),
+    };
+    Some(Held { number, length: word(8)?, crc: word(12)?, encoded }).filter(|_| fits)
 }
 
 #[cfg(test)]
@@ -320,8 +383,7 @@ mod tests {
         let byte = number as u8 + 1;
         memory.write(0, &vec![byte; length as usize]).unwrap();
         let crc = memory.crc32c(0..u64::from(length)).unwrap();
-        let held = Held { number, length, crc };
-        let held = spool.store(held, memory, 0).unwrap();
+        let held = spool.store_plain(Held::plain(number, length, crc), memory, 0).unwrap();
         spool.remember(held).unwrap();
     }
 
@@ -405,6 +467,32 @@ mod tests {
     }
 
     #[test]
+    fn compressed_slots_are_kept_as_they_are_and_opened_with_their_length() {
+        // An LZ4 block by hand: its header, "a" as a literal, a match of 94 bytes, and five literals at the end.
+        let plain = [b'a'; 100];
+        let block = [&[0x1F, b'a', 1, 0, 75][..], &[0x50], &[b'a'; 5]].concat();
+        let stored = [&100u32.to_le_bytes()[..], &crc::crc32c(&plain).to_le_bytes(), &block].concat();
+        for seal in [None, Some(seal(7))] {
+            let folder = tempfile::tempdir().unwrap();
+            let mut spool = Spool::open(folder.path(), &snapshot(1), seal.clone()).unwrap();
+            let encoded = Some((Method::Lz4, stored.len() as u32));
+            let record = Held { encoded, ..Held::plain(0, 100, crc::crc32c(&plain)) };
+            let held = spool.store_bytes(record, stored.clone()).unwrap();
+            spool.remember(held).unwrap();
+            drop(spool);
+            let on_disk = std::fs::read(folder.path().join("slots")).unwrap();
+            assert_eq!((on_disk.len(), on_disk == stored), (stored.len(), seal.is_none()));
+            let spool = Spool::find(folder.path()).unwrap().with_seal(seal).unwrap();
+            let record = spool.get(0).unwrap();
+            assert_eq!((record.length, record.encoded), (100, encoded));
+            assert_eq!(spool.opened(&record).unwrap().unwrap(), plain);
+            let longer = Held { length: 101, ..record };
+            let refused = spool.opened(&longer).unwrap_err().to_string();
+            assert!(refused.contains("slot 0"), "{refused}");
+        }
+    }
+
+    #[test]
     fn half_a_record_and_garbage_in_the_index_are_passed_over() {
         let folder = tempfile::tempdir().unwrap();
         let memory = Memory::create("spool-test", u64::from(SLOT), Pages::Small).unwrap();
@@ -424,7 +512,7 @@ mod tests {
         let mut spool = Spool::open(folder.path(), &snapshot(1), None).unwrap();
         slot(&mut spool, &memory, 0, 100);
         // An empty slot has no bytes in the file, and its checksum is known.
-        let forged = encode(&Held { number: SLOTS_LIMIT - 1, length: 0, crc: 0 });
+        let forged = encode(&Held::plain(SLOTS_LIMIT - 1, 0, 0));
         spool.index.write_all_at(&forged, RECORD as u64).unwrap();
         drop(spool);
         let spool = Spool::open(folder.path(), &snapshot(1), None).unwrap();

@@ -329,6 +329,7 @@ impl SourceAgent {
             slots,
             retained: self.retained,
             seal: Vec::new(),
+            compressed: false,
             keys: Vec::new(),
         };
         let offer = Offer {

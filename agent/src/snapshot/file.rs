@@ -161,9 +161,7 @@ impl Keeper for Partial {
 
     fn keep(&self, slot: &Slot) -> io::Result<Held> {
         let crc = slot.crc().map_err(io::Error::other)?;
-        let held = Held { number: slot.number, length: slot.length, crc };
-        let (view, range) = slot.bytes();
-        self.state().spool.store(held, view, range.start)
+        self.state().spool.store(slot, crc)
     }
 
     fn add(&self, held: Held) -> io::Result<()> {

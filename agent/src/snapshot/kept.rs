@@ -165,7 +165,7 @@ impl Keeper for Kept {
     fn keep(&self, slot: &Slot) -> io::Result<Held> {
         let (view, range) = slot.bytes();
         self.write(view, range.start, slot.length)?;
-        Ok(Held { number: slot.number, length: slot.length, crc: 0 }) // which this file has no use for
+        Ok(Held::plain(slot.number, slot.length, 0)) // whose checksum this file has no use for
     }
 
     fn add(&self, held: Held) -> io::Result<()> {

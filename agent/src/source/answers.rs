@@ -18,6 +18,7 @@ pub(crate) fn plan_of(facts: &Facts, primary: Announce, write_rate: u64) -> Offe
         retained: false,
         keys: Vec::new(),
         seal: Vec::new(),
+        compressed: false,
     };
     Offer {
         generation: 0,

@@ -8,6 +8,7 @@ use remora_fabric::RegionId;
 
 use super::Source;
 use super::capture::{CaptureError, CaptureEvent, MethodHistory, ModuleRules, Plan, SnapshotFile};
+use super::links;
 use super::machine::Format;
 use super::tables::{JOURNAL_REGION, SNAPSHOT_REGION};
 use super::tuning::Tuning;
@@ -50,6 +51,8 @@ impl Methods {
 impl Source {
     pub(super) fn start_capture(&mut self, generation: u64, with_stream: bool) -> Result<(), Failure> {
         let own_format = self.machine.status().snapshot.is_some_and(|snapshot| snapshot.format == Format::Own);
+        // The replicas that it is for have joined.
+        links::look(self);
         let plan = plan(self, generation, with_stream, own_format);
         tracing::info!(generation, with_stream, "requesting a snapshot from the server");
         self.threads.start(plan)
@@ -65,12 +68,13 @@ impl Source {
                 if follows {
                     self.export(*generation, JOURNAL_REGION)?;
                 }
+                self.links.begin(self.exports.bytes_served());
                 self.learn();
             }
             CaptureEvent::Completed { generation, bytes } => {
                 let seconds = self.gauge.began().map_or(0.0, |began| began.elapsed().as_secs_f64());
                 let rate = Size::bytes((*bytes as f64 / seconds.max(1e-9)) as u64);
-                tracing::info!(generation, size = %Size::bytes(*bytes), method = %self.gauge.method(), "snapshot completed in {seconds:.3} s ({rate}/s)");
+                tracing::info!(generation, size = %Size::bytes(*bytes), method = %self.gauge.method(), compression = %links::compression(self), "snapshot completed in {seconds:.3} s ({rate}/s)");
             }
             CaptureEvent::ModuleFailed => self.methods.history.module_failed(Instant::now()),
             CaptureEvent::Failed { generation, error } => {
@@ -100,6 +104,7 @@ impl Source {
 /// What a capture of this generation is given.
 pub(super) fn plan(source: &Source, generation: u64, with_stream: bool, own_format: bool) -> Plan {
     let (exports, memory) = (source.exports.clone(), source.tables.memory(SNAPSHOT_REGION));
+    let remote = source.tables.remote.as_ref();
     Plan {
         generation,
         server: source.captured.server(),
@@ -112,11 +117,8 @@ pub(super) fn plan(source: &Source, generation: u64, with_stream: bool, own_form
         retained: source.tables.retained,
         prepare: Arc::new(move || exports.prepare(&memory)),
         journal: with_stream.then(|| source.tables.journal.clone()),
-        sealed: source.tables.sealed.as_ref().map(|sealed| {
-            let id = |region| RegionId { generation, region };
-            let snapshot = sealed.table(id(SNAPSHOT_REGION), &sealed.snapshot);
-            (snapshot, sealed.table(id(JOURNAL_REGION), &sealed.journal))
-        }),
+        remote: remote.map(|remote| remote.snapshot_table(RegionId { generation, region: SNAPSHOT_REGION })),
+        sealed_journal: remote.and_then(|remote| remote.journal_table(RegionId { generation, region: JOURNAL_REGION })),
         module: source.methods.rules.clone(),
         module_failed_lately: source.methods.history.module_failed_lately(Instant::now()),
         gauge: source.gauge.clone(),

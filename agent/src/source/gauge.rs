@@ -13,6 +13,7 @@ use remora_table::server_pages::capture_page::WriterStatus;
 use remora_table::{SnapshotWriter, State};
 
 use super::capture::Method;
+use super::compression::Link;
 
 /// The figures of the tables when an event arrived. The machine decides about one event by one reading.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -29,6 +30,7 @@ pub(crate) struct Reading {
 }
 
 /// The figures of the running captures. Counts are in bytes, except for those of slots.
+// Larger than the bound: for each figure a method that writes it and one that reads it.
 #[derive(Default)]
 pub(crate) struct Gauge {
     offset: AtomicU64,
@@ -43,11 +45,18 @@ pub(crate) struct Gauge {
     /// Whether slots are sealed, and below which number they are.
     is_sealing: AtomicBool,
     sealed_slots: AtomicU64,
+    /// Bytes of the slots as other hosts read them, and whether they are compressed now.
+    stored: AtomicU64,
+    is_compressing: AtomicBool,
     journal_first: AtomicU64,
     journal_end: AtomicU64,
     // Rarely used: set once per capture.
     replid: Mutex<Option<ReplId>>,
     no_fast_keys: Mutex<String>,
+    /// How slots are compressed, in words; once for each slot.
+    compression: Mutex<String>,
+    /// The loop shows the link to the replicas.
+    link: Mutex<Link>,
     began: Mutex<Option<Instant>>,
 }
 
@@ -187,7 +196,47 @@ impl Gauge {
     /// A thread begins to seal the snapshot.
     pub(super) fn sealing_begins(&self) {
         self.sealed_slots.store(0, Relaxed);
+        self.stored.store(0, Relaxed);
+        lock(&self.compression).clear();
         self.is_sealing.store(true, Relaxed);
+    }
+
+    /// No thread stores slots for other hosts: they read the plain ones.
+    pub(super) fn not_compressed(&self) {
+        self.is_sealing.store(false, Relaxed);
+        lock(&self.compression).clear();
+    }
+
+    /// Slots have been stored for other hosts, `is_compressing`: and are compressed now.
+    pub(super) fn stored(&self, bytes: u64, is_compressing: bool, compression: String) {
+        self.stored.store(bytes, Relaxed);
+        self.is_compressing.store(is_compressing, Relaxed);
+        *lock(&self.compression) = compression;
+    }
+
+    /// Whether slots are compressed now, or were when the snapshot was complete. Then the stream is too.
+    pub(super) fn is_compressing(&self) -> bool {
+        self.is_compressing.load(Relaxed)
+    }
+
+    /// Bytes that other hosts can read of the snapshot.
+    pub(super) fn stored_bytes(&self) -> u64 {
+        if self.is_sealing.load(Relaxed) { self.stored.load(Relaxed) } else { self.received() }
+    }
+
+    /// How slots are compressed; empty if no thread stores slots for other hosts.
+    pub(super) fn compression(&self) -> String {
+        lock(&self.compression).clone()
+    }
+
+    /// The link to the replicas, as far as it is known.
+    pub(super) fn link(&self) -> Link {
+        lock(&self.link).clone()
+    }
+
+    /// Shows what is known of the link.
+    pub(super) fn show_link(&self, link: Link) {
+        *lock(&self.link) = link;
     }
 
     /// All slots below this number are sealed.

@@ -1,7 +1,7 @@
 //! Kept: a snapshot that outlives this process, in the descriptor store of systemd.
 //!
 //! ```text
-//!   snapshot complete ──▶ its table, the sealed one, the journal, a record ══ FDSTORE=1 ══▶ systemd   the source ends
+//!   snapshot complete ──▶ its table, that of other hosts, the journal, a record ══ FDSTORE=1 ══▶ systemd   the source ends
 //!                                                                                             │       and starts again
 //!   whole, and of this generation? ◀── record, tables ◀══════════════════ LISTEN_FDS ═════════╯
 //!     └─▶ the journal's bytes into a new journal ──▶ does the server continue behind them?
@@ -20,16 +20,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use remora_fabric::memory::inherited;
-use remora_fabric::{Memory, Pages, View};
+use remora_fabric::{Memory, Pages, RegionId, View};
 use remora_table::{Expectation, Geometry, Kind, Origin, SealKey, journal_left, snapshot_left};
 use serde::{Deserialize, Serialize};
 
 use super::Source;
 use super::captures::plan as plan_of;
 use super::machine::{self, Format, Stage};
-use super::sealing::SealedTables;
+use super::sealing::RemoteTables;
 use super::tables::{JOURNAL_REGION, SNAPSHOT_REGION, Tables};
-use crate::args::SourceArgs;
+use crate::args::{CompressChoice, SourceArgs};
 use crate::exit::Failure;
 use crate::service::Store;
 use crate::tasks::blocking;
@@ -37,9 +37,9 @@ use crate::tasks::blocking;
 /// The names of what systemd keeps.
 const RECORD: &str = "remora-record";
 const SNAPSHOT: &str = "remora-snapshot";
-const SEALED: &str = "remora-sealed";
+const REMOTE: &str = "remora-sealed";
 const JOURNAL: &str = "remora-journal";
-const NAMES: [&str; 4] = [RECORD, SNAPSHOT, SEALED, JOURNAL];
+const NAMES: [&str; 4] = [RECORD, SNAPSHOT, REMOTE, JOURNAL];
 
 /// The format of the record. A source drops what another version has kept.
 const VERSION: u32 = 1;
@@ -67,6 +67,8 @@ struct Record {
     journal: Shape,
     /// Where the journal's table begins: the generation with which it did, and the offset.
     stream: (u64, u64),
+    /// Whether slots that other hosts read may be compressed.
+    compressed: bool,
     /// That of the sealed snapshot.
     secret: Option<[u8; SealKey::SECRET_BYTES]>,
 }
@@ -154,6 +156,9 @@ fn adopt(
     if record.secret.is_some() != is_sealed {
         return Err("the options that decide whether tables are encrypted have changed".into());
     }
+    if record.compressed != (tables.compress() != CompressChoice::Off) {
+        return Err("the options that decide whether tables are compressed have changed".into());
+    }
     let mut take = |name: &str| kept.remove(name).ok_or_else(|| format!("{name} is missing"));
     let said = |error: &dyn std::fmt::Display| error.to_string();
     let geometry = tables.snapshot.1;
@@ -166,12 +171,18 @@ fn adopt(
     let plain = memory(take(SNAPSHOT)?)?;
     let slots = slots_of(&plain, &Expectation::plain(origin, geometry))?;
     tables.snapshot.0 = Arc::new(plain);
-    if let (Some(sealed), Some(secret)) = (&mut tables.sealed, record.secret) {
-        sealed.snapshot = Arc::new(memory(take(SEALED)?)?);
-        sealed.set_snapshot_secret(secret);
-        let key = sealed.key(remora_fabric::RegionId { generation: origin.generation, region: SNAPSHOT_REGION });
-        let expect = Expectation::sealed(Kind::Snapshot, origin, geometry, &key).map_err(|error| said(&error))?;
-        slots_of(&sealed.snapshot, &expect)?;
+    let compressed = tables.compress() != CompressChoice::Off;
+    if let Some(remote) = &mut tables.remote {
+        remote.snapshot = Arc::new(memory(take(REMOTE)?)?);
+        if let (Some(seals), Some(secret)) = (&mut remote.seals, record.secret) {
+            seals.set_snapshot_secret(secret);
+        }
+        let id = RegionId { generation: origin.generation, region: SNAPSHOT_REGION };
+        let expect = match remote.key(id) {
+            Some(key) => Expectation::sealed(Kind::Snapshot, origin, geometry, &key).map_err(|error| said(&error))?,
+            None => Expectation::plain(origin, geometry),
+        };
+        slots_of(&remote.snapshot, &expect.with_compressed_slots(compressed))?;
     }
     let shape = tables.journal.1;
     let view = View::open(take(JOURNAL)?, shape.memory_len()).map_err(|error| said(&error))?;
@@ -273,13 +284,14 @@ pub(super) fn keep(source: &mut Source) {
         snapshot: source.tables.snapshot.1.into(),
         journal: source.tables.journal.1.into(),
         stream: (stream.generation, stream.offset),
-        secret: source.tables.sealed.as_ref().map(SealedTables::snapshot_secret),
+        compressed: source.tables.compress() != CompressChoice::Off,
+        secret: source.tables.remote.as_ref().and_then(RemoteTables::snapshot_secret),
     };
     match record.keep() {
         Ok(record) => {
             let (snapshot, journal) = (source.tables.snapshot.0.clone(), source.tables.journal.0.clone());
             let mut memories = vec![(SNAPSHOT, snapshot), (JOURNAL, journal)];
-            memories.extend(source.tables.sealed.as_ref().map(|sealed| (SEALED, sealed.snapshot.clone())));
+            memories.extend(source.tables.remote.as_ref().map(|remote| (REMOTE, remote.snapshot.clone())));
             // The last one: without it the others are not looked at.
             memories.push((RECORD, Arc::new(record)));
             store.replace(&NAMES, memories);
@@ -313,6 +325,7 @@ mod tests {
             snapshot: Shape { slot_size: 1 << 22, slots: 300 },
             journal: Shape { slot_size: 1 << 20, slots: 64 },
             stream: (5, 11),
+            compressed: true,
             secret: Some([200; SealKey::SECRET_BYTES]),
         }
     }

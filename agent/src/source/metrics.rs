@@ -78,6 +78,7 @@ fn show_snapshot(families: &mut Families, snapshot: Option<&GenerationStatus>) {
     let began = now.saturating_sub(Duration::from_secs(snapshot.age_seconds));
     for (family, value) in [
         (&all::SNAPSHOT_BYTES, snapshot.snapshot_bytes),
+        (&all::SNAPSHOT_STORED, snapshot.stored_bytes),
         (&all::SNAPSHOT_SLOTS, snapshot.slots),
         (&all::SNAPSHOT_PUBLISHED, snapshot.published_slots),
         (&all::SNAPSHOT_RETIRED, snapshot.retired_slots),

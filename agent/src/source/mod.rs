@@ -13,8 +13,9 @@
 //! - [`captures`] starts captures and handles their events; [`output_buffer`] knows the limit of what the primary holds
 //!   back for a source.
 //! - [`gauge`] holds the figures that the capture threads show while they run.
-//! - [`tables`] is the memory, [`regions`] the numbers under which it is exported, [`sealing`] its sealed part, and
-//!   [`exports`] the transports that export it.
+//! - [`tables`] is the memory, [`regions`] the numbers under which it is exported, [`sealing`] the part that other hosts
+//!   read, and [`exports`] the transports that export it. [`compression`] decides how slots are compressed for other
+//!   hosts, [`links`] observes the links to them.
 //!   [`probe_region`] exports scratch memory for `remora probe`.
 //! - [`answers`] describes the primary and whether it continues a history; [`questions`] bounds how often replicas make
 //!   the source ask it; [`rate`] measures how fast it writes;
@@ -29,10 +30,12 @@ pub(crate) mod answers;
 pub(crate) mod capture;
 pub(crate) mod captured;
 mod captures;
+mod compression;
 mod descriptors;
 mod exports;
 pub(crate) mod gauge;
 mod kept;
+mod links;
 pub(crate) mod machine;
 mod metrics;
 mod output_buffer;
@@ -64,6 +67,7 @@ use self::captures::Methods;
 use self::exports::{Exports, tcp_exporter};
 use self::gauge::Gauge;
 use self::kept::Keeper;
+use self::links::Links;
 use self::machine::{Action, Event, Machine, Report, Resume, Rules, Session};
 use self::output_buffer::{OutputBuffer, OutputWatch};
 use self::peers::{Peer, Readable};
@@ -182,6 +186,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         questions: Questions::default(),
         rate: Rate::default(),
         output: OutputWatch::default(),
+        links: Links::default(),
         probe_region: ProbeRegion::default(),
         keeper: Keeper::new(),
     };
@@ -246,6 +251,7 @@ struct Source {
     questions: Questions,
     rate: Rate,
     output: OutputWatch,
+    links: Links,
     probe_region: ProbeRegion,
     keeper: Keeper,
 }
@@ -264,6 +270,7 @@ impl Source {
                 }
                 _ = tick.tick() => {
                     self.rate.sample(Instant::now(), self.gauge.journal().1);
+                    links::look(&mut self);
                     self.apply(Event::Tick)?;
                     let moved = self.topology.tick(Instant::now(), self.gauge.published_slots());
                     self.assign(&moved);
@@ -299,11 +306,13 @@ impl Source {
     fn welcome(&mut self, connection: Connection) {
         let (session, address, key) = (connection.session(), connection.peer_addr(), connection.session_key());
         let (role, protection) = (connection.role(), connection.protection());
+        let is_local = address.ip().is_loopback() || address.ip() == connection.local_addr().ip();
         let (sender, receiver) = connection.split();
         let transport_why = String::new();
         let peer = Peer {
             sender,
             address,
+            is_local,
             key,
             role,
             protection,
@@ -361,7 +370,7 @@ impl Source {
                 if let (Some(kind), Some(replica)) = (transport, before)
                     && replica.transport() != transport
                 {
-                    let protection = peer.protection.of_data(kind, self.tables.sealed.is_some(), peer.address.ip());
+                    let protection = peer.protection.of_data(kind, self.tables.is_sealed(), peer.address.ip());
                     tracing::info!(replica = %replica.name, transport = kind.name(), %protection, "replica reads");
                 }
                 peer.transport_why = progress.transport_why;

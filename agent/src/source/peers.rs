@@ -12,6 +12,8 @@ use crate::lanes::LANES_LABEL;
 pub(super) struct Peer {
     pub(super) sender: Sender,
     pub(super) address: std::net::SocketAddr,
+    /// Whether it is on this host, as far as its address says.
+    pub(super) is_local: bool,
     pub(super) key: [u8; 32],
     /// What it may ask for.
     pub(super) role: Role,

@@ -6,6 +6,7 @@ use remora_fabric::tcp::Upload;
 use remora_protocol::{GenerationState, GenerationStatus, ReplicaStatus, StatusReport, Totals, UploadStatus};
 
 use super::Source;
+use super::links;
 use super::machine::{Replica, Session, Stage};
 use crate::server::{Facts, Link, Role};
 use crate::units::Size;
@@ -77,6 +78,8 @@ fn generation_status(source: &Source) -> Option<GenerationStatus> {
         capture_millis: source.gauge.capture_time().as_millis() as u64,
         capture: source.gauge.method().to_string(),
         no_fast_keys: source.gauge.no_fast_keys(),
+        stored_bytes: source.gauge.stored_bytes(),
+        compression: links::compression(source),
     })
 }
 
@@ -96,7 +99,7 @@ fn replica_status(source: &Source, session: Session, replica: &Replica, now: Ins
         },
         no_fast_keys: peer.map(|peer| peer.no_fast_keys.clone()).unwrap_or_default(),
         protection: peer
-            .map(|peer| peer.data_protection(replica.transport(), source.tables.sealed.is_some()).to_string())
+            .map(|peer| peer.data_protection(replica.transport(), source.tables.is_sealed()).to_string())
             .unwrap_or_default(),
         phase: replica.at.phase,
         slots_held: held,

@@ -1,5 +1,6 @@
 //! The memory of the two tables, and their geometry.
 
+use std::iter;
 use std::sync::Arc;
 
 use remora_fabric::{Memory, Pages, RegionId};
@@ -7,8 +8,8 @@ use remora_protocol::TableOffer;
 use remora_table::Geometry;
 
 pub(super) use super::regions::{JOURNAL_REGION, SNAPSHOT_REGION};
-use super::sealing::SealedTables;
-use crate::args::{ModuleCapture, SourceArgs};
+use super::sealing::{RemoteTables, Seals};
+use crate::args::{CompressChoice, ModuleCapture, SourceArgs};
 use crate::exit::Failure;
 use crate::server::Facts;
 use crate::service;
@@ -19,7 +20,7 @@ use crate::units::Size;
 pub(super) struct Exported {
     /// What this host's shared memory exports.
     pub(super) local: Arc<Memory>,
-    /// What the transports to other hosts export: the same, or ciphertext.
+    /// What the transports to other hosts export: the same, or ciphertext, or compressed slots.
     pub(super) remote: Arc<Memory>,
 }
 
@@ -35,7 +36,7 @@ pub(super) struct Tables {
     pub(super) snapshot: (Arc<Memory>, Geometry),
     pub(super) journal: (Arc<Memory>, Geometry),
     /// What replicas on other hosts read instead; `None`: they read these.
-    pub(super) sealed: Option<SealedTables>,
+    pub(super) remote: Option<RemoteTables>,
     /// Whether no slot of the current snapshot is reused ([`TableOffer::retained`]).
     pub(super) retained: bool,
     /// A snapshot was larger than the server's INFO suggested. Later snapshots are windowed.
@@ -49,12 +50,15 @@ impl Tables {
         let (snapshot, geometry) = &tables.snapshot;
         let touch = geometry.data_offset() + expected(facts, *geometry);
         let memory = snapshot.clone();
-        let sealed_memory = tables.sealed.as_ref().map(|sealed| sealed.snapshot.clone());
+        // Slots that are compressed for sure touch less of it.
+        let remote = tables.remote.as_ref();
+        let remote = remote.filter(|remote| matches!(remote.compress, CompressChoice::Off | CompressChoice::Auto));
+        let remote_memory = remote.map(|remote| remote.snapshot.clone());
         let touch = touch.min(memory.length());
         tracing::debug!(bytes = touch, "prefaulting the snapshot's memory");
         let touched = tokio::task::spawn_blocking(move || {
             memory.prefault(0..touch)?;
-            sealed_memory.map_or(Ok(()), |memory| memory.prefault(0..touch))
+            remote_memory.map_or(Ok(()), |memory| memory.prefault(0..touch))
         });
         let touched = touched.await;
         match touched {
@@ -77,21 +81,23 @@ impl Tables {
             return Err(Failure::refused(text));
         }
         let slot = |size: u64| u32::try_from(size).unwrap_or(u32::MAX);
-        // The sealed tables take half of it.
-        let copies = if is_sealed { 2 } else { 1 };
-        let (snapshot, journal) = ((total - journal) / copies, journal / copies);
+        let compress = compressing(args.compress, is_sealed);
+        // What other hosts read takes half of it.
+        let share = |is_twice: bool| if is_twice { 2 } else { 1 };
+        let is_twice = is_sealed || compress != CompressChoice::Off;
+        let (snapshot, journal) = ((total - journal) / share(is_twice), journal / share(is_sealed));
         let snapshot = table("remora-snapshot", snapshot, slot(args.slot_size().get()), module_writes(args))?;
         let journal =
             table("remora-journal", journal, JOURNAL_SLOT.min(slot(journal / 8).next_power_of_two() / 2), false)?;
-        let sealed = match is_sealed {
-            true => {
-                let [snapshot, journal] = [("remora-sealed", &snapshot), ("remora-sealed-journal", &journal)]
-                    .map(|(name, (_, geometry))| sealed_memory(name, geometry));
-                Some(SealedTables::new(snapshot?, journal?)?)
-            }
+        let seals = match is_sealed {
+            true => Some(Seals::new(remote_memory("remora-sealed-journal", &journal.1)?)?),
             false => None,
         };
-        Ok(Tables { snapshot, journal, sealed, retained: false, outgrown: false })
+        let remote = match is_twice {
+            true => Some(RemoteTables { snapshot: remote_memory("remora-sealed", &snapshot.1)?, seals, compress }),
+            false => None,
+        };
+        Ok(Tables { snapshot, journal, remote, retained: false, outgrown: false })
     }
 
     /// Prepares the snapshot's memory for another generation. With `fresh`, a reader may still use the current memory.
@@ -111,8 +117,8 @@ impl Tables {
             tracing::debug!(memory = %args.memory, "a replica disconnected while it was reading; allocating new memory for the snapshot");
             let fresh = table("remora-snapshot", budget, slot_size, module_writes(args))?;
             let former = self.memory(SNAPSHOT_REGION);
-            if let Some(sealed) = &mut self.sealed {
-                sealed.snapshot = sealed_memory("remora-sealed", &fresh.1)?;
+            if let Some(remote) = &mut self.remote {
+                remote.snapshot = remote_memory("remora-sealed", &fresh.1)?;
             }
             self.snapshot = fresh;
             replaced = Some(former);
@@ -134,16 +140,29 @@ impl Tables {
     /// The memory of a region.
     pub(super) fn memory(&self, region: u32) -> Exported {
         let (plain, _) = if region == SNAPSHOT_REGION { &self.snapshot } else { &self.journal };
-        let sealed = self.sealed.as_ref();
-        let sealed = sealed.map(|sealed| if region == SNAPSHOT_REGION { &sealed.snapshot } else { &sealed.journal });
-        Exported { local: plain.clone(), remote: sealed.unwrap_or(plain).clone() }
+        let remote = self.remote.as_ref();
+        let remote = match region {
+            SNAPSHOT_REGION => remote.map(|remote| &remote.snapshot),
+            _ => remote.and_then(RemoteTables::journal),
+        };
+        Exported { local: plain.clone(), remote: remote.unwrap_or(plain).clone() }
+    }
+
+    /// Whether replicas on other hosts read ciphertext.
+    pub(super) fn is_sealed(&self) -> bool {
+        self.remote.as_ref().is_some_and(|remote| remote.seals.is_some())
+    }
+
+    /// How slots are compressed for replicas on other hosts.
+    pub(super) fn compress(&self) -> CompressChoice {
+        self.remote.as_ref().map_or(CompressChoice::Off, |remote| remote.compress)
     }
 
     /// Bytes of memory that the tables use.
     pub(super) fn resident(&self) -> u64 {
         let plain = [&self.snapshot.0, &self.journal.0];
-        let sealed = self.sealed.iter().flat_map(|sealed| [&sealed.snapshot, &sealed.journal]);
-        plain.into_iter().chain(sealed).filter_map(|memory| memory.resident().ok()).sum()
+        let remote = self.remote.iter().flat_map(|remote| iter::once(&remote.snapshot).chain(remote.journal()));
+        plain.into_iter().chain(remote).filter_map(|memory| memory.resident().ok()).sum()
     }
 
     /// The offer of a table to its readers. `keys`: where it is, for each transport.
@@ -157,7 +176,12 @@ impl Tables {
             slots: geometry.slots,
             retained: is_snapshot && self.retained,
             keys,
-            seal: self.sealed.as_ref().map(|sealed| sealed.key(id).to_bytes().to_vec()).unwrap_or_default(),
+            seal: self
+                .remote
+                .as_ref()
+                .and_then(|remote| remote.key(id))
+                .map_or(Vec::new(), |key| key.to_bytes().to_vec()),
+            compressed: self.compress() != CompressChoice::Off && (is_snapshot || self.is_sealed()),
         }
     }
 }
@@ -190,8 +214,17 @@ fn table(name: &str, budget: u64, slot_size: u32, module_writes: bool) -> Result
     Ok((Arc::new(memory), geometry))
 }
 
-/// Memory for ciphertext, which only this process writes, or the next one of its service.
-fn sealed_memory(name: &str, geometry: &Geometry) -> Result<Arc<Memory>, Failure> {
+/// How slots are compressed. Where nothing is sealed, other hosts read the plain table, and `auto` leaves it at that:
+/// compressed slots would need as much memory again.
+fn compressing(choice: CompressChoice, is_sealed: bool) -> CompressChoice {
+    match choice {
+        CompressChoice::Auto if !is_sealed => CompressChoice::Off,
+        choice => choice,
+    }
+}
+
+/// Memory for what other hosts read, which only this process writes, or the next one of its service.
+fn remote_memory(name: &str, geometry: &Geometry) -> Result<Arc<Memory>, Failure> {
     let create = if service::keeps() { Memory::create } else { Memory::create_single_writer };
     create(name, geometry.memory_len(), Pages::Small).map(Arc::new).map_err(no_memory)
 }

@@ -197,6 +197,7 @@ fn describe(generation: &GenerationStatus, text: &mut String) {
     if !generation.no_fast_keys.is_empty() {
         text.push_str(&format!("           without fast keys: {}\n", generation.no_fast_keys));
     }
+    text.push_str(&format!("           compression {}\n", generation.compression));
     text.push_str(&format!(
         "           {}:{}{}\n",
         generation.replid,
@@ -273,6 +274,8 @@ mod tests {
             capture_millis: 900,
             capture: "psync".into(),
             no_fast_keys: String::new(),
+            stored_bytes: 234 << 20,
+            compression: "zstd: --compress zstd; 25.0 % of the snapshot is stored".into(),
         };
         let totals = Totals { snapshots_taken: 1, snapshots_failed: 0, replicas_done: 3, bytes_served: 1 << 30 };
         StatusReport {
@@ -309,6 +312,15 @@ mod tests {
             oldest_slot: 0,
             zone: String::new(),
         }
+    }
+
+    #[test]
+    fn the_snapshot_says_how_it_is_compressed() {
+        let text = table(&report(Vec::new()));
+        assert!(
+            text.contains("\n           compression zstd: --compress zstd; 25.0 % of the snapshot is stored\n"),
+            "{text}"
+        );
     }
 
     #[test]

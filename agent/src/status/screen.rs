@@ -3,6 +3,7 @@
 //! ```text
 //!   source     remora 0.1.0 of redis://10.0.0.1:6379 (primary)
 //!   snapshot   937.0 MiB, whole, 3 min old              stream      2.1 MiB held, to offset 73322
+//!   compressed zstd: lz4 leaves 35 % at …               12.1 % of the snapshot is stored
 //!   journal    ▆▆▆▆▆▁▁▁▁▁▁▁ 24 % until a replica loses its place
 //!   ┌ replicas ────────────────────────────────────────────────────────────┐
 //!   │ a  transfer  ▆▆▆▆▆▆▆▆▁▁▁▁ 61.0%   110.2 MiB/s  lag 0 B   from source  │
@@ -123,6 +124,7 @@ fn head(report: &StatusReport) -> Vec<Line<'static>> {
         Some(generation) => {
             lines.push(line("snapshot", snapshot(generation)));
             let held = generation.journal_end.saturating_sub(generation.journal_first);
+            lines.push(line("compressed", generation.compression.clone()));
             lines.push(line("stream", format!("{} held, to offset {}", Size::bytes(held), generation.offset_now)));
             lines.push(share("memory", generation.memory_bytes, generation.memory_limit, |part| {
                 format!("{} of {}", Size::bytes(part), Size::bytes(generation.memory_limit))

@@ -46,8 +46,8 @@ impl JournalReader {
     ) -> Result<JournalReader, Error> {
         let geometry = expect.geometry.checked()?;
         layout.check(&sink, &geometry)?;
-        // A sealed table is opened in the sink.
-        let view = view.filter(|_| expect.seal.is_none());
+        // A table that is sealed or compressed is opened in the sink.
+        let view = view.filter(|_| !expect.needs_opening());
         let in_place = view.map(|view| InPlace::new(view, &geometry)).transpose()?;
         Ok(JournalReader { track: Track::new(expect, start), fetch: Fetch::new(sink, layout), in_place })
     }
@@ -59,7 +59,7 @@ impl JournalReader {
     /// [`Error::Layout`]: the view is too small.
     pub fn reconnect(&mut self, view: Option<Arc<View>>) -> Result<(), Error> {
         self.fetch.reset();
-        let view = view.filter(|_| self.track.expect.seal.is_none());
+        let view = view.filter(|_| !self.track.expect.needs_opening());
         self.in_place = view.map(|view| InPlace::new(view, &self.track.expect.geometry)).transpose()?;
         Ok(())
     }

@@ -6,6 +6,7 @@
 use remora_fabric::{View, memory::crc};
 
 use crate::{
+    encoding::{Decoder, Method},
     error::Error,
     layout::{RECORD_HEADER_BYTES, RecordHeader, SEALED_RECORD_HEADER_BYTES},
     seal::{Seal, TAG_BYTES},
@@ -45,6 +46,8 @@ struct Record {
     crc: u32,
     /// Zeros in a plain journal.
     tag: [u8; TAG_BYTES],
+    /// As in its header.
+    encoding: u8,
 }
 
 /// What is wrong with copied records.
@@ -54,6 +57,10 @@ pub(super) enum Damage {
     Checksum { want: u32, got: u32 },
     /// The record whose first byte has this offset was not sealed by the source.
     Forged { offset: u64 },
+    /// A record that is compressed gives no bytes; by which method, and why.
+    Encoding { method: Method, why: String },
+    /// The record whose first byte has this offset is compressed, by a method with this number, and may not be.
+    Unknown { offset: u64, encoding: u8 },
 }
 
 impl Damage {
@@ -62,6 +69,11 @@ impl Damage {
         match self {
             Damage::Checksum { want, got } => Error::Corrupt { slot, want, got },
             Damage::Forged { offset } => Error::Forged { what: format!("the record at stream offset {offset}") },
+            Damage::Encoding { method, why } => Error::Encoding { slot, method, why },
+            Damage::Unknown { offset, encoding } => Error::Layout(format!(
+                "the record at stream offset {offset} is compressed by method {encoding}, which is not expected here: use \
+                 the same release on both ends"
+            )),
         }
     }
 }
@@ -96,7 +108,8 @@ impl Window<'_> {
             let start = copied.bytes.len();
             copied.bytes.resize(start + header.length as usize, 0);
             self.memory.read(at + u64::from(self.header_bytes()), &mut copied.bytes[start..])?;
-            copied.records.push(Record { end: copied.bytes.len(), crc: header.crc, tag });
+            let encoding = header.encoding;
+            copied.records.push(Record { end: copied.bytes.len(), crc: header.crc, tag, encoding });
             copied.inner = next;
         }
         Ok(copied)
@@ -109,21 +122,49 @@ impl Window<'_> {
 }
 
 impl Copied {
-    /// Checks each record's CRC, and opens the records of a sealed journal. The first of them has the offset `offset`.
-    /// Call it only after the slot has proved not to be overwritten.
-    pub(super) fn check(&mut self, seal: Option<&Seal>, mut offset: u64) -> Result<(), Damage> {
-        let mut start = 0;
-        for &Record { end, crc: want, ref tag } in &self.records {
+    /// Checks each record's CRC, opens the records of a sealed journal, and decompresses those that are compressed. The
+    /// first of them has the offset `offset`. Call it only after the slot has proved not to be overwritten.
+    ///
+    /// `decoder`: that of a journal with compressed records.
+    pub(super) fn check(
+        &mut self,
+        seal: Option<&Seal>,
+        mut offset: u64,
+        mut decoder: Option<&mut Decoder>,
+    ) -> Result<(), Damage> {
+        let (mut start, mut plain) = (0, Vec::new());
+        let is_encoded = self.records.iter().any(|record| record.encoding != 0);
+        for &Record { end, crc: want, ref tag, encoding } in &self.records {
             let bytes = &mut self.bytes[start..end];
             let got = crc::crc32c(bytes);
             if got != want {
                 return Err(Damage::Checksum { want, got });
             }
             if let Some(seal) = seal {
-                seal.open_record(offset, tag, bytes).map_err(|_| Damage::Forged { offset })?;
+                seal.open_record(offset, encoding, tag, bytes).map_err(|_| Damage::Forged { offset })?;
             }
-            offset = offset.saturating_add((end - start) as u64);
+            let bytes = match (Method::from_code(encoding), &mut decoder) {
+                _ if encoding == 0 => &*bytes,
+                (Some(method), Some(decoder)) => {
+                    decoder.decode_record(method, 0, bytes).map_err(|error| Damage::Encoding {
+                        method,
+                        why: match error {
+                            Error::Encoding { why, .. } => why,
+                            other => other.to_string(),
+                        },
+                    })?;
+                    &decoder.plain
+                }
+                _ => return Err(Damage::Unknown { offset, encoding }),
+            };
+            offset = offset.saturating_add(bytes.len() as u64);
+            if is_encoded {
+                plain.extend_from_slice(bytes);
+            }
             start = end;
+        }
+        if is_encoded {
+            self.bytes = plain;
         }
         match self.malformed {
             None => Ok(()),
@@ -165,11 +206,11 @@ mod tests {
     #[test]
     fn a_flipped_bit_is_named_with_both_checksums() {
         let memory = Memory::create("records", 4096, Pages::Small).unwrap();
-        let header = RecordHeader { length: 5, crc: crc::crc32c(b"hello") };
+        let header = RecordHeader { length: 5, encoding: 0, crc: crc::crc32c(b"hello") };
         memory.write(0, &header.to_bytes()).unwrap();
         memory.write(8, b"hellp").unwrap();
         let mut copied = window(&memory, 13).copy(0).unwrap();
         let damage = Damage::Checksum { want: header.crc, got: crc::crc32c(b"hellp") };
-        assert_eq!(copied.check(None, 1), Err(damage));
+        assert_eq!(copied.check(None, 1, None), Err(damage));
     }
 }

@@ -75,19 +75,11 @@ mod tests {
 
     use super::*;
     use crate::layout::State;
-    use crate::seal::SlotSeal;
 
     const GEOMETRY: Geometry = Geometry { slot_size: 4096, slots: 64 };
 
     fn entry(number: u64, positions: &[u64]) -> Entry {
-        Entry {
-            number,
-            writing: false,
-            position: positions[number as usize],
-            length: 0,
-            crc: 0,
-            seal: SlotSeal::default(),
-        }
+        Entry::plain(number, positions[number as usize], 0, 0)
     }
 
     proptest! {
@@ -130,14 +122,7 @@ mod tests {
         let line = Line { published: 8 * 4096, retired: 0, end: None, state: State::Open };
         let mut search = Search::new(1000, &line, &GEOMETRY).unwrap();
         while let Some(number) = search.probe() {
-            let now = Entry {
-                number: number + 64,
-                writing: false,
-                position: 999_999,
-                length: 0,
-                crc: 0,
-                seal: SlotSeal::default(),
-            };
+            let now = Entry::plain(number + 64, 999_999, 0, 0);
             search.answer(number, &now);
         }
         assert!(matches!(search.found(), Err(Error::Overrun { wanted: 1000, .. })));

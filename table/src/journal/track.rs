@@ -9,6 +9,7 @@ use super::{
     search::Found,
 };
 use crate::{
+    encoding::Decoder,
     error::Error,
     expectation::Expectation,
     layout::{Entry, Line, State},
@@ -36,6 +37,8 @@ pub(super) struct Track {
     pub(super) place: Option<Cursor>,
     chunks: VecDeque<Chunk>,
     queued: usize,
+    /// Of a journal with compressed records.
+    decoder: Decoder,
 }
 
 /// A position between two records.
@@ -59,7 +62,8 @@ impl Cursor {
 
 impl Track {
     pub(super) fn new(expect: Expectation, start: u64) -> Track {
-        Track { expect, line: None, start, place: None, chunks: VecDeque::new(), queued: 0 }
+        let (chunks, decoder) = (VecDeque::new(), Decoder::default());
+        Track { expect, line: None, start, place: None, chunks, queued: 0, decoder }
     }
 
     /// A newer progress line has been read.
@@ -95,7 +99,8 @@ impl Track {
             return Ok(());
         };
         let offset = cursor.offset;
-        copied.check(self.expect.seal(), offset)?;
+        let decoder = self.expect.compressed.then_some(&mut self.decoder);
+        copied.check(self.expect.seal(), offset, decoder)?;
         cursor.offset = cursor.offset.saturating_add(copied.bytes.len() as u64);
         cursor.inner = copied.inner;
         if window.is_slot_end(cursor.inner) {

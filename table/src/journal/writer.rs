@@ -5,10 +5,11 @@ use std::{collections::VecDeque, sync::Arc};
 use remora_fabric::{Memory, memory::crc};
 
 use crate::{
+    encoding::{Encoder, LEAST_RECORD_BYTES, MOST_RECORD_BYTES, Method},
     error::Error,
     layout::{Entry, Geometry, Identity, Kind, RECORD_HEADER_BYTES, RecordHeader, State, record_header_bytes},
     publish::Publisher,
-    seal::{Seal, SealKey, SlotSeal},
+    seal::{Seal, SealKey},
     snapshot::lay_out,
 };
 
@@ -29,6 +30,10 @@ pub struct JournalWriter {
     seal: Option<Arc<Seal>>,
     /// Where a record is while it is sealed.
     scratch: Vec<u8>,
+    /// Of a journal with compressed records.
+    encoder: Option<Encoder>,
+    /// Whether the next records are compressed.
+    compresses: bool,
 }
 
 impl JournalWriter {
@@ -40,7 +45,7 @@ impl JournalWriter {
     /// [`Error::Layout`] if the geometry is outside its limits or the memory too small for it, [`Error::Misuse`] if the
     /// identity is that of a snapshot.
     pub fn create(memory: Arc<Memory>, geometry: Geometry, identity: Identity) -> Result<JournalWriter, Error> {
-        Self::with_seal(memory, geometry, identity, None)
+        Self::with(memory, geometry, identity, None, None)
     }
 
     /// Creates an empty journal whose records are ciphertext. `key` must not have been used before.
@@ -54,24 +59,57 @@ impl JournalWriter {
         key: &SealKey,
     ) -> Result<JournalWriter, Error> {
         let seal = Arc::new(Seal::new(key, &identity)?);
-        Self::with_seal(memory, geometry, identity, Some(seal))
+        Self::with(memory, geometry, identity, Some(seal), None)
     }
 
-    fn with_seal(
+    /// The same with records that may be compressed ([`compress`](Self::compress)).
+    ///
+    /// # Errors
+    /// As for [`create`](Self::create).
+    pub fn create_compressed(
+        memory: Arc<Memory>,
+        geometry: Geometry,
+        identity: Identity,
+        key: &SealKey,
+    ) -> Result<JournalWriter, Error> {
+        let seal = Arc::new(Seal::new(key, &identity)?);
+        Self::with(memory, geometry, identity, Some(seal), Some(Encoder::default()))
+    }
+
+    /// Whether the next records are compressed, by LZ4: those that are long enough, if that saves a tenth of them.
+    /// Without effect unless the journal has compressed records.
+    pub fn compress(&mut self, compresses: bool) {
+        self.compresses = compresses;
+    }
+
+    fn with(
         memory: Arc<Memory>,
         geometry: Geometry,
         identity: Identity,
         seal: Option<Arc<Seal>>,
+        encoder: Option<Encoder>,
     ) -> Result<JournalWriter, Error> {
         if identity.kind != Kind::Journal {
             return Err(Error::Misuse("the identity of a journal must have the kind Journal"));
         }
         let end_offset = identity.origin.offset.saturating_add(1);
-        let publisher = lay_out(&memory, geometry, identity, seal.clone())?;
+        let publisher = lay_out(&memory, geometry, identity, seal.clone(), encoder.is_some())?;
         // As if a slot before the first were full: the first append opens the first slot.
         let used = geometry.slot_size;
         let (positions, scratch) = (VecDeque::new(), Vec::new());
-        Ok(JournalWriter { memory, geometry, publisher, positions, opened: 0, used, end_offset, seal, scratch })
+        Ok(JournalWriter {
+            memory,
+            geometry,
+            publisher,
+            positions,
+            opened: 0,
+            used,
+            end_offset,
+            seal,
+            scratch,
+            encoder,
+            compresses: false,
+        })
     }
 
     /// Appends bytes of the stream; readers may take them at once.
@@ -86,7 +124,8 @@ impl JournalWriter {
             if self.room() == 0 {
                 self.open_slot()?;
             }
-            let (record, rest) = bytes.split_at(bytes.len().min(self.room() as usize));
+            let most = if self.compresses { self.room().min(MOST_RECORD_BYTES) } else { self.room() };
+            let (record, rest) = bytes.split_at(bytes.len().min(most as usize));
             self.append_record(record)?;
             bytes = rest;
         }
@@ -136,7 +175,7 @@ impl JournalWriter {
         self.publisher.begin(number)?;
         // The records have their own lengths and CRCs, so the entry is complete before the first of them.
         let position = self.end_offset;
-        let entry = Entry { number, writing: false, position, length: 0, crc: 0, seal: SlotSeal::default() };
+        let entry = Entry::plain(number, position, 0, 0);
         self.publisher.complete(entry)?;
         self.positions.push_back(position);
         self.opened += 1;
@@ -148,21 +187,31 @@ impl JournalWriter {
         let slot = self.opened - 1;
         let at = self.geometry.slot_offset(slot) + u64::from(self.used);
         let header_bytes = record_header_bytes(self.seal.as_deref());
+        let encoded = match &mut self.encoder {
+            Some(encoder) if self.compresses && bytes.len() >= LEAST_RECORD_BYTES => {
+                encoder.encode(Method::Lz4, bytes, crc::crc32c(bytes))?
+            }
+            _ => None,
+        };
+        let encoding = encoded.as_ref().map_or(0, |_| Method::Lz4.code());
         let stored = match &self.seal {
             None => bytes,
             Some(seal) => {
-                self.scratch.clear();
-                self.scratch.extend_from_slice(bytes);
-                let tag = seal.seal_record(self.end_offset, &mut self.scratch)?;
+                let sealed = encoded.unwrap_or_else(|| {
+                    self.scratch.clear();
+                    self.scratch.extend_from_slice(bytes);
+                    &mut self.scratch
+                });
+                let tag = seal.seal_record(self.end_offset, encoding, sealed)?;
                 self.memory.write(at + u64::from(RECORD_HEADER_BYTES), &tag)?;
-                &self.scratch
+                sealed
             }
         };
-        let header = RecordHeader { length: stored.len() as u32, crc: crc::crc32c(stored) };
+        let header = RecordHeader { length: stored.len() as u32, encoding, crc: crc::crc32c(stored) };
         self.memory.write(at, &header.to_bytes())?;
         self.memory.write(at + u64::from(header_bytes), stored)?;
         self.used += header_bytes + header.length;
-        self.end_offset += u64::from(header.length);
+        self.end_offset += bytes.len() as u64;
         self.publisher.publish(self.geometry.start_of(slot) + u64::from(self.used))
     }
 }

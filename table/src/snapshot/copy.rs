@@ -15,8 +15,8 @@
 //! Our own table has the layout of the source's, with as many slots as the memory can hold. Invariants:
 //!
 //! - A slot of our own table is published only if its bytes have the checksum in the source's own entry, and the
-//!   digest if the table is sealed. A copy of a sealed table is ciphertext, with the source's own entries; slots are
-//!   opened elsewhere for our own use (`opening`).
+//!   digest if the table is sealed. A copy holds what the source has stored, with the source's own entries: ciphertext,
+//!   or compressed slots. They are opened elsewhere for our own use (`opening`).
 //! - A slot's place is reused only after every reader that *we* gave it to has released it. A reader on another host
 //!   detects the reuse by `retired` and the entry, as with every table. While the ring has space for all slots, no
 //!   place is written twice.
@@ -30,7 +30,7 @@ use remora_fabric::{Memory, Peer};
 use super::{
     opening::{Opened, Opening, forged_slot},
     pieces::Pieces,
-    slot::{Holder, Lent, Place, Progress, Slot},
+    slot::{Encoded, Holder, Lent, Place, Progress, Slot},
     source_entries::{Front, SmallPlace, SourceEntries},
     turn::{Loss, Turn},
     verdict::{Verdict, Wanted},
@@ -55,6 +55,8 @@ enum Way {
 /// A slot on its way.
 struct Work {
     wanted: Wanted,
+    /// Bytes of it that are stored.
+    stored: u32,
     pieces: Pieces,
     from_peer: bool,
     /// Read from the source for the second time.
@@ -82,16 +84,16 @@ pub struct SnapshotCopy {
     next: u64,
     /// Requested and lost: these are requested first.
     lost: BTreeSet<u64>,
-    /// Landed and verified, waiting for an earlier slot that is missing.
-    landed: BTreeMap<u64, Entry>,
+    /// Landed and verified, waiting for an earlier slot that is missing; with the bytes of content.
+    landed: BTreeMap<u64, (Entry, u32)>,
     /// The next slot for our own use.
     delivered: u64,
     lent: Arc<Lent>,
-    /// Of a sealed table: where slots are opened.
+    /// Of a table that is sealed or compressed: where slots are opened.
     opening: Option<Opening>,
     /// Why a slot cannot be opened.
     failed: Option<Error>,
-    /// Bytes of slots that have arrived, including those discarded.
+    /// Bytes of content of slots that have arrived, including those discarded.
     arrived: u64,
     /// The last turn found nothing more to request.
     starved: bool,
@@ -103,7 +105,7 @@ impl SnapshotCopy {
         own.memory_len() + SMALL_BYTES
     }
 
-    /// Bytes that a copy of a sealed table takes besides.
+    /// Bytes that a copy of a table that is sealed or compressed takes besides.
     pub fn opening_len(own: &Geometry) -> u64 {
         Opening::memory_len(own)
     }
@@ -131,8 +133,8 @@ impl SnapshotCopy {
             return Err(Error::Misuse("the memory for a copy holds a table already"));
         }
         let identity = Identity { kind: Kind::Snapshot, origin: expect.origin };
-        let mut publisher = lay_out(&memory, own, identity, expect.seal.clone())?;
-        let opening = expect.seal.as_ref().map(|seal| Opening::new(seal, &own)).transpose()?;
+        let mut publisher = lay_out(&memory, own, identity, expect.seal.clone(), expect.compressed)?;
+        let opening = Opening::of(&expect, &own)?;
         publisher.publish(own.start_of(first))?;
         publisher.retire(first)?;
         let works = (READ_AHEAD_BYTES / own.slot_bytes() + 1).clamp(2, MOST_WORKS);
@@ -328,9 +330,10 @@ impl SnapshotCopy {
     fn land(&mut self, index: u8, piece: u8) -> Result<Option<Loss>, Error> {
         let Some(Some(work)) = self.works.get_mut(usize::from(index)) else { return Ok(None) };
         let at = self.own.slot_offset(work.wanted.number);
-        self.arrived += work.pieces.land(piece);
+        // In bytes of content: those of a compressed slot count for more.
+        self.arrived += work.pieces.land(piece) * u64::from(work.wanted.length) / u64::from(work.stored.max(1));
         // The digest of a slot of a sealed table says more than its sum.
-        if self.opening.is_none() {
+        if self.source_entries.front.expect.seal.is_none() {
             work.pieces.sum(&self.memory, at)?;
         }
         if !work.pieces.are_here() {
@@ -339,9 +342,10 @@ impl SnapshotCopy {
         let number = work.wanted.number;
         // The entry was there when the slot was requested, and is dropped only when the slot is published.
         let Some(entry) = self.source_entries.entry(number).copied() else { return Ok(None) };
-        let place = at..at + u64::from(work.wanted.length);
+        let place = at..at + u64::from(entry.length);
         let bytes = (&**self.memory, place.clone());
-        let has_digest = self.opening.as_mut().map(|opening| opening.is_right(&entry.seal, bytes)).transpose()?;
+        let opening = self.opening.as_mut();
+        let has_digest = opening.map_or(Ok(None), |opening| opening.is_right(&entry.seal, bytes))?;
         let got = match has_digest {
             None => work.pieces.crc(),
             Some(true) => entry.crc,
@@ -351,8 +355,9 @@ impl SnapshotCopy {
         let is_forged = has_digest == Some(false) && got == entry.crc;
         match work.wanted.judge(Some(entry), got, &self.own)? {
             Verdict::Right if !is_forged => {
+                let length = work.wanted.length;
                 self.works[usize::from(index)] = None;
-                self.landed.insert(number, entry);
+                self.landed.insert(number, (entry, length));
                 self.publish()?;
             }
             _ if work.from_peer => {
@@ -366,7 +371,7 @@ impl SnapshotCopy {
             _ => {
                 work.again = true;
                 let from = self.source_entries.front.expect.geometry.slot_offset(number);
-                work.pieces = Pieces::ask(&mut self.source, index, from, work.wanted.length, at);
+                work.pieces = Pieces::ask(&mut self.source, index, from, entry.length, at);
             }
         }
         Ok(None)
@@ -387,9 +392,9 @@ impl SnapshotCopy {
     /// Publishes the slots that are here without a gap.
     fn publish(&mut self) -> Result<(), Error> {
         let mut number = self.held();
-        while let Some(entry) = self.landed.remove(&number) {
+        while let Some((entry, length)) = self.landed.remove(&number) {
             self.publisher.complete(entry)?;
-            self.publisher.publish(entry.position + u64::from(entry.length))?;
+            self.publisher.publish(entry.position + u64::from(length))?;
             number += 1;
         }
         self.source_entries.forget_below(number);
@@ -408,7 +413,7 @@ impl SnapshotCopy {
     fn ask_slots(&mut self) -> Result<(), Error> {
         self.starved = true;
         while let Some(index) = self.works.iter().position(Option::is_none) {
-            let Some(wanted) = self.next_wanted()? else { return Ok(()) };
+            let Some((wanted, stored)) = self.next_wanted()? else { return Ok(()) };
             let (number, to) = (wanted.number, self.own.slot_offset(wanted.number));
             let (reads, geometry, from_peer) = match &self.way {
                 Way::Hold => return Ok(()),
@@ -416,19 +421,21 @@ impl SnapshotCopy {
                 Way::Peer(front) => (&mut self.peer, &front.expect.geometry, true),
             };
             // At most `MOST_WORKS`, which fits the type.
-            let pieces = Pieces::ask(reads, index as u8, geometry.slot_offset(number), wanted.length, to);
-            self.works[index] = Some(Work { wanted, pieces, from_peer, again: false, suspect: None });
+            let pieces = Pieces::ask(reads, index as u8, geometry.slot_offset(number), stored, to);
+            self.works[index] = Some(Work { wanted, stored, pieces, from_peer, again: false, suspect: None });
         }
         self.starved = false;
         Ok(())
     }
 
-    /// The next slot to get, after its place was made free.
-    fn next_wanted(&mut self) -> Result<Option<Wanted>, Error> {
+    /// The next slot to get, after its place was made free, and how many bytes of it are stored.
+    fn next_wanted(&mut self) -> Result<Option<(Wanted, u32)>, Error> {
         let number = self.first_wanted();
         let published = self.front_of_way().map_or(0, Front::published);
         let Some(entry) = self.source_entries.entry(number).filter(|_| number < published) else { return Ok(None) };
-        let wanted = Wanted { number, position: entry.position, length: entry.length };
+        let length = self.source_entries.content_of(entry);
+        let compressed = self.source_entries.front.expect.compressed;
+        let (wanted, stored) = (Wanted { number, position: entry.position, length, compressed }, entry.length);
         let room_below = self.lent.floor(self.delivered) + u64::from(self.own.slots);
         if number >= room_below {
             return Ok(None);
@@ -442,7 +449,7 @@ impl SnapshotCopy {
         if !self.lost.remove(&number) {
             self.next += 1;
         }
-        Ok(Some(wanted))
+        Ok(Some((wanted, stored)))
     }
 
     // ---- our own use ----
@@ -458,27 +465,29 @@ impl SnapshotCopy {
         let seal = self.source_entries.front.expect.seal();
         let entry = crate::publish::load_entry(&self.memory, &self.own, number, seal).ok().flatten()?;
         let mut at = self.own.slot_offset(number);
-        let (mut crc, lent) = (Some(entry.crc), Arc::clone(&self.lent));
+        let (mut crc, mut encoded, lent) = (Some(entry.crc), None, Arc::clone(&self.lent));
+        // All slots are delivered from one memory, as a server's module is given it once.
         let memory = match &mut self.opening {
             None => Holder::Copy(Arc::clone(&self.memory), lent),
             Some(opening) => {
-                let opened = opening.open(number, &entry.seal, (&self.memory, at..at + u64::from(length)));
+                let opened = opening.open(&entry, length, (&self.memory, at));
                 let opened = opened.map_err(|error| self.failed = Some(error)).ok()??;
-                // The entry has the sum of the ciphertext.
-                (at, crc) = (opened.at, None);
-                let Opened { memory, buffer, .. } = opened;
+                let Opened { memory, buffer, was, .. } = opened;
+                // The entry has the sum of what is stored.
+                (at, crc) = (opened.at, was.crc);
+                encoded = was.method.map(|method| Encoded { method, bytes: None });
                 Holder::Opened { memory, lent, _buffer: buffer }
             }
         };
         self.delivered += 1;
         self.lent.lend(number);
-        Some(Slot { number, position, length, crc, place: Place::Sink(at), memory, geometry: self.own })
+        Some(Slot { number, position, length, crc, encoded, place: Place::Sink(at), memory, geometry: self.own })
     }
 
     /// Whether all slots that were to be delivered could be opened.
     ///
     /// # Errors
-    /// [`Error::Forged`]: one of them could not.
+    /// [`Error::Forged`], [`Error::Encoding`]: one of them could not.
     pub fn check(&mut self) -> Result<(), Error> {
         self.failed.take().map_or(Ok(()), Err)
     }
@@ -530,7 +539,7 @@ impl SnapshotCopy {
         self.publisher.line().retired
     }
 
-    /// Bytes of slots that have arrived, including those discarded.
+    /// Bytes of content of slots that have arrived, including those discarded.
     pub fn arrived(&self) -> u64 {
         self.arrived
     }

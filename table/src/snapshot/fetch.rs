@@ -9,28 +9,30 @@
 //!                              └──────────────────────────────┘
 //! ```
 //!
-//! There is one small read per slot, and it comes last: the entry, requested when every piece has landed. It both
-//! proves that the slot was not reused meanwhile and holds the CRC to compare with. The line that said "published" was
-//! read before, so the entry is complete. The small read costs a round trip of this buffer only: the reads of the other
-//! buffers are outstanding meanwhile.
+//! In a table with compressed slots, the entry is requested before the pieces too: it says how many bytes are stored.
+//!
+//! Otherwise there is one small read per slot, and it comes last: the entry, requested when every piece has landed. It
+//! both proves that the slot was not reused meanwhile and holds the CRC to compare with. The line that said "published"
+//! was read before, so the entry is complete. The small read costs a round trip of this buffer only: the reads of the
+//! other buffers are outstanding meanwhile.
 
 use std::sync::Arc;
 
 use remora_fabric::{Memory, Peer};
 
 use super::{
-    opening::open_slot,
+    opening::{Opener, WasStored},
     pieces::Pieces,
     plan::Plan,
     sink::SinkLayout,
-    slot::{Holder, Place, Slot},
+    slot::{Encoded, Holder, Place, Slot},
     verdict::{Verdict, Wanted},
 };
 use crate::{
     error::Error,
-    layout::{ENTRY_BYTES, Entry, Geometry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line},
+    expectation::Expectation,
+    layout::{ENTRY_BYTES, Entry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line},
     reads::{Purpose, Reads, caught_in_change, the_entry, the_line},
-    seal::Seal,
 };
 
 pub(super) struct Fetch {
@@ -42,8 +44,10 @@ pub(super) struct Fetch {
     line_asked: bool,
     /// How many times in a row the line was caught in the middle of a change.
     line_caught: u32,
-    /// Where a slot of a sealed table is while it is opened.
-    scratch: Vec<u8>,
+    /// Opens slots of a table that needs it.
+    opener: Opener,
+    /// Whether compressed slots are delivered with what is stored.
+    keeps_encoded: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -55,14 +59,17 @@ enum Head {
 
 enum Buffer {
     Free,
-    Busy(Work),
+    Busy(Box<Work>),
     /// Verified: in the plan, or in use by the caller.
     Kept,
 }
 
 struct Work {
     wanted: Wanted,
-    pieces: Pieces,
+    /// `None`: the entry, which tells how many bytes are stored, is on its way.
+    pieces: Option<Pieces>,
+    /// Bytes that are stored.
+    stored: u32,
     /// Read a second time.
     again: bool,
     caught: u32,
@@ -78,8 +85,13 @@ impl Fetch {
             head: Head::Unread,
             line_asked: false,
             line_caught: 0,
-            scratch: Vec::new(),
+            opener: Opener::default(),
+            keeps_encoded: false,
         }
+    }
+
+    pub(super) fn keep_encoded(&mut self, keeping: bool) {
+        self.keeps_encoded = keeping;
     }
 
     pub(super) fn buffers(&self) -> u32 {
@@ -142,8 +154,9 @@ impl Fetch {
             let Some(wanted) = plan.next_wanted()? else {
                 break;
             };
-            let pieces = ask(&wanted, index, plan, &self.layout, &mut self.reads);
-            *buffer = Buffer::Busy(Work { wanted, pieces, again: false, caught: 0 });
+            let mut work = Work { wanted, pieces: None, stored: wanted.length, again: false, caught: 0 };
+            work.begin(index, plan, &self.layout, &mut self.reads);
+            *buffer = Buffer::Busy(Box::new(work));
         }
         Ok(())
     }
@@ -182,13 +195,13 @@ impl Fetch {
         let Some(Buffer::Busy(work)) = self.buffers.get_mut(usize::from(index)) else {
             return Ok(());
         };
-        work.pieces.land(piece);
-        if work.pieces.are_here() {
-            let offset = plan.geometry().entry_offset(work.wanted.number);
-            self.reads.queue(Purpose::Entry { buffer: index }, offset, ENTRY_BYTES as u32, self.layout.entry(index));
+        let Some(pieces) = &mut work.pieces else { return Ok(()) };
+        pieces.land(piece);
+        if pieces.are_here() {
+            ask_entry(&work.wanted, index, plan, &self.layout, &mut self.reads);
         }
         // The tag of a slot of a sealed table says more than its sum, and is checked when the slot is opened.
-        if plan.expect.seal().is_some() { Ok(()) } else { work.pieces.sum(&self.sink, at) }
+        if plan.expect.seal().is_some() { Ok(()) } else { pieces.sum(&self.sink, at) }
     }
 
     fn handle_entry(&mut self, index: u8, plan: &mut Plan) -> Result<(), Error> {
@@ -200,46 +213,56 @@ impl Fetch {
         let entry = Entry::from_bytes(&bytes, plan.expect.seal());
         let entry = entry.filter(|entry| entry.belongs_to(work.wanted.number, plan.geometry()));
         let at = self.layout.buffer(index, plan.geometry());
-        let verdict = match (plan.expect.seal(), entry) {
-            (Some(seal), Some(entry)) => {
-                open_in_place(seal, &entry, &work.wanted, (&self.sink, at), plan.geometry(), &mut self.scratch)?
+        let (mut crc, mut encoded) = (work.pieces.as_ref().map(Pieces::crc), None);
+        let verdict = match entry {
+            // It is the first one, of which only the length is wanted; or it has to be right together with the bytes.
+            Some(entry) if crc.is_none() => work.wanted.judge(Some(entry), entry.crc, plan.geometry())?,
+            Some(entry) if plan.expect.needs_opening() => {
+                let opened = self.opener.open_in_place(&plan.expect, &entry, work, (&self.sink, at))?;
+                if let Ok(was) = &opened {
+                    crc = was.crc;
+                    let (opener, keeps) = (&mut self.opener, self.keeps_encoded);
+                    encoded = was.method.map(|method| Encoded { method, bytes: keeps.then(|| opener.take_stored()) });
+                }
+                opened.map_or_else(|verdict| verdict, |_| Verdict::Right)
             }
-            _ => work.wanted.judge(entry, work.pieces.crc(), plan.geometry())?,
+            _ => work.wanted.judge(entry, crc.unwrap_or_default(), plan.geometry())?,
         };
         match verdict {
-            Verdict::Right => self.keep(index, plan),
+            Verdict::Right if work.pieces.is_none() => {
+                work.stored = entry.map_or(work.stored, |entry| entry.length);
+                work.pieces = Some(ask(&work.wanted, work.stored, index, plan, &self.layout, &mut self.reads));
+            }
+            Verdict::Right => self.keep(index, plan, crc, encoded),
             Verdict::Unclear => {
                 let number = work.wanted.number;
                 caught_in_change(&mut work.caught, plan.expect.seal(), || the_entry(number))?;
-                let offset = plan.geometry().entry_offset(work.wanted.number);
-                self.reads.queue(
-                    Purpose::Entry { buffer: index },
-                    offset,
-                    ENTRY_BYTES as u32,
-                    self.layout.entry(index),
-                );
+                ask_entry(&work.wanted, index, plan, &self.layout, &mut self.reads);
             }
             Verdict::Damaged { want } if work.again => {
-                let got = self.sink.crc32c(at..at + u64::from(work.wanted.length))?;
+                let got = self.sink.crc32c(at..at + u64::from(work.stored))?;
                 return Err(Error::Corrupt { slot: work.wanted.number, want, got });
             }
             Verdict::Damaged { .. } => {
                 work.again = true;
-                work.pieces = ask(&work.wanted, index, plan, &self.layout, &mut self.reads);
+                work.begin(index, plan, &self.layout, &mut self.reads);
             }
         }
         Ok(())
     }
 
-    /// Delivers a slot whose bytes are right, and were decrypted if the table is sealed.
-    fn keep(&mut self, index: u8, plan: &mut Plan) {
+    /// Delivers a slot whose bytes are right, and were opened if the table needs it. `crc`: of its content, if it was
+    /// verified by that.
+    fn keep(&mut self, index: u8, plan: &mut Plan, crc: Option<u32>, encoded: Option<Encoded>) {
         let Some(buffer) = self.buffers.get_mut(usize::from(index)) else { return };
-        if let Buffer::Busy(Work { wanted, pieces, .. }) = std::mem::replace(buffer, Buffer::Kept) {
+        if let Buffer::Busy(work) = std::mem::replace(buffer, Buffer::Kept) {
+            let Work { wanted, .. } = *work;
             plan.deliver(Slot {
                 number: wanted.number,
                 position: wanted.position,
                 length: wanted.length,
-                crc: plan.expect.seal().is_none().then(|| pieces.crc()),
+                crc,
+                encoded,
                 place: Place::Sink(self.layout.buffer(index, plan.geometry())),
                 memory: Holder::Sink(Arc::clone(&self.sink), index),
                 geometry: *plan.geometry(),
@@ -248,29 +271,57 @@ impl Fetch {
     }
 }
 
-/// Decrypts a slot of a sealed table where it is, and judges it. Its tag says more than its sum, which is computed only
-/// if the tag is wrong: bytes that were damaged have another sum.
-fn open_in_place(
-    seal: &Seal,
-    entry: &Entry,
-    wanted: &Wanted,
-    (sink, at): (&Memory, u64),
-    geometry: &Geometry,
-    scratch: &mut Vec<u8>,
-) -> Result<Verdict, Error> {
-    let verdict = wanted.judge(Some(*entry), entry.crc, geometry)?;
-    if !matches!(verdict, Verdict::Right) {
-        return Ok(verdict);
-    }
-    let place = at..at + u64::from(wanted.length);
-    match open_slot(seal, wanted.number, &entry.seal, (sink, place.clone()), (sink, at), scratch) {
-        Err(Error::Forged { .. }) if sink.crc32c(place)? != entry.crc => Ok(Verdict::Damaged { want: entry.crc }),
-        opened => opened.map(|()| Verdict::Right),
+impl Work {
+    /// Queues the first reads of the slot.
+    fn begin(&mut self, index: u8, plan: &Plan, layout: &SinkLayout, reads: &mut Reads) {
+        self.pieces = if self.wanted.compressed {
+            ask_entry(&self.wanted, index, plan, layout, reads);
+            None
+        } else {
+            Some(ask(&self.wanted, self.stored, index, plan, layout, reads))
+        };
     }
 }
 
-/// Queues reads of all pieces of a slot, from the beginning.
-fn ask(wanted: &Wanted, index: u8, plan: &Plan, layout: &SinkLayout, reads: &mut Reads) -> Pieces {
+impl Opener {
+    /// Opens a slot where it is, and judges it: what it was, or the verdict. The tag of a sealed slot says more than
+    /// its sum, which is computed only if the tag is wrong: bytes that were damaged have another sum.
+    fn open_in_place(
+        &mut self,
+        expect: &Expectation,
+        entry: &Entry,
+        work: &Work,
+        (sink, at): (&Memory, u64),
+    ) -> Result<Result<WasStored, Verdict>, Error> {
+        let (wanted, damaged) = (&work.wanted, Verdict::Damaged { want: entry.crc });
+        let sum = work.pieces.as_ref().filter(|_| expect.seal.is_none()).map_or(entry.crc, Pieces::crc);
+        match wanted.judge(Some(*entry), sum, &expect.geometry)? {
+            Verdict::Right => {}
+            verdict => return Ok(Err(verdict)),
+        }
+        // Another number of bytes was read than the slot has by now.
+        if entry.length != work.stored {
+            return Ok(Err(damaged));
+        }
+        if expect.seal.is_none() && entry.encoding == 0 {
+            return Ok(Ok(WasStored { method: None, crc: Some(sum) }));
+        }
+        let place = at..at + u64::from(work.stored);
+        match self.open(expect.seal(), entry, wanted.length, (sink, at), (sink, at)) {
+            Err(Error::Forged { .. }) if sink.crc32c(place)? != entry.crc => Ok(Err(damaged)),
+            opened => opened.map(Ok),
+        }
+    }
+}
+
+/// Queues reads of all pieces of a slot, from the beginning. `stored`: its bytes as they are stored.
+fn ask(wanted: &Wanted, stored: u32, index: u8, plan: &Plan, layout: &SinkLayout, reads: &mut Reads) -> Pieces {
     let from = plan.geometry().slot_offset(wanted.number);
-    Pieces::ask(reads, index, from, wanted.length, layout.buffer(index, plan.geometry()))
+    Pieces::ask(reads, index, from, stored, layout.buffer(index, plan.geometry()))
+}
+
+/// Queues a read of the entry of a slot.
+fn ask_entry(wanted: &Wanted, index: u8, plan: &Plan, layout: &SinkLayout, reads: &mut Reads) {
+    let offset = plan.geometry().entry_offset(wanted.number);
+    reads.queue(Purpose::Entry { buffer: index }, offset, ENTRY_BYTES as u32, layout.entry(index));
 }

@@ -150,6 +150,7 @@ impl InPlace {
             position: wanted.position,
             length: wanted.length,
             crc: Some(crc),
+            encoded: None,
             place: Place::View(plan.geometry().slot_offset(wanted.number)),
             memory: Holder::View(Arc::clone(&self.view)),
             geometry: *plan.geometry(),

@@ -79,7 +79,7 @@ impl Plan {
         }
         let position = self.geometry().start_of(number);
         let length = (line.published.saturating_sub(position)).min(self.geometry().slot_bytes()) as u32;
-        Ok(Some(Wanted { number, position, length }))
+        Ok(Some(Wanted { number, position, length, compressed: self.expect.compressed }))
     }
 
     /// A slot has been verified.

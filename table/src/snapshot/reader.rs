@@ -53,8 +53,8 @@ impl SnapshotReader {
     ) -> Result<SnapshotReader, Error> {
         let geometry = expect.geometry.checked()?;
         layout.check(&sink, &geometry)?;
-        // A sealed table is opened in the sink.
-        let view = view.filter(|_| expect.seal.is_none());
+        // A table that is sealed or compressed is opened in the sink.
+        let view = view.filter(|_| !expect.needs_opening());
         let in_place = view.map(|view| InPlace::new(view, &geometry, layout.buffers)).transpose()?;
         Ok(SnapshotReader {
             plan: Plan::new(expect, Box::new(held)),
@@ -73,6 +73,13 @@ impl SnapshotReader {
         self
     }
 
+    /// Slots that are compressed are delivered with their stored bytes too ([`Slot::encoded`]), for a caller that keeps
+    /// them. That takes as many bytes more for each slot that is not released.
+    pub fn keeping_encoded(mut self, keeping: bool) -> SnapshotReader {
+        self.fetch.keep_encoded(keeping);
+        self
+    }
+
     /// Continues with another peer of the same table, after [`Error::Peer`]. Verified slots stay; slots that were on
     /// their way are read again. The former peer must be closed, so that none of its reads lands in the sink any more.
     ///
@@ -84,7 +91,7 @@ impl SnapshotReader {
         if let Some(lost) = self.in_place.take().and_then(|in_place| in_place.under_way()) {
             self.plan.lost(vec![lost]);
         }
-        let view = view.filter(|_| self.plan.expect.seal.is_none());
+        let view = view.filter(|_| !self.plan.expect.needs_opening());
         let in_place = view.map(|view| InPlace::new(view, self.plan.geometry(), buffers)).transpose()?;
         self.in_place = if self.unchanging { in_place.map(InPlace::unchanging) } else { in_place };
         Ok(())

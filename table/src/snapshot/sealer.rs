@@ -1,5 +1,5 @@
 //! The sealer of a snapshot: follows a plain table of this process or another one, and writes each slot, once it is
-//! complete, as ciphertext into a second table, for readers on other hosts.
+//! complete, into a second table, for readers on other hosts: compressed, as ciphertext, or both in this order.
 //!
 //! ```text
 //!   plain:   SnapshotWriter, or a server's child ─▶ slots ─ published ═══ in place ═══▶ readers on this host
@@ -16,6 +16,7 @@ use remora_fabric::{Memory, memory::crc};
 
 use super::writer::lay_out;
 use crate::{
+    encoding::{Encoder, Method},
     error::Error,
     layout::{Entry, Geometry, Identity, Kind, State},
     publish::{Publisher, load_entry_again, load_line},
@@ -27,11 +28,29 @@ pub struct SnapshotSealer {
     plain: Arc<Memory>,
     sealed: Arc<Memory>,
     geometry: Geometry,
-    seal: Arc<Seal>,
+    seal: Option<Arc<Seal>>,
+    /// Of a table with compressed slots.
+    encoder: Option<Encoder>,
+    /// How the next slots are compressed.
+    method: Option<Method>,
     publisher: Publisher<Arc<Memory>>,
     /// Slots below this number are sealed.
     next: u64,
     scratch: Vec<u8>,
+    last: Option<StoredSlot>,
+}
+
+/// How the last slot was stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StoredSlot {
+    /// How it was to be compressed.
+    pub wanted: Option<Method>,
+    /// How it is: not at all if that saves less than a tenth.
+    pub method: Option<Method>,
+    /// Bytes of its content.
+    pub plain: u32,
+    /// Bytes that readers get.
+    pub stored: u32,
 }
 
 impl SnapshotSealer {
@@ -49,12 +68,59 @@ impl SnapshotSealer {
         identity: Identity,
         key: &SealKey,
     ) -> Result<SnapshotSealer, Error> {
+        Self::with((plain, sealed), geometry, identity, Some(key), None)
+    }
+
+    /// The same with slots that may be compressed ([`compress_with`](Self::compress_with)), and sealed if there is a
+    /// key.
+    ///
+    /// # Errors
+    /// As for [`create`](Self::create).
+    pub fn create_compressed(
+        plain: Arc<Memory>,
+        stored: Arc<Memory>,
+        geometry: Geometry,
+        identity: Identity,
+        key: Option<&SealKey>,
+    ) -> Result<SnapshotSealer, Error> {
+        Self::with((plain, stored), geometry, identity, key, Some(Encoder::default()))
+    }
+
+    fn with(
+        (plain, sealed): (Arc<Memory>, Arc<Memory>),
+        geometry: Geometry,
+        identity: Identity,
+        key: Option<&SealKey>,
+        encoder: Option<Encoder>,
+    ) -> Result<SnapshotSealer, Error> {
         if identity.kind != Kind::Snapshot {
             return Err(Error::Misuse("the identity of a snapshot must have the kind Snapshot"));
         }
-        let seal = Arc::new(Seal::new(key, &identity)?);
-        let publisher = lay_out(&sealed, geometry, identity, Some(Arc::clone(&seal)))?;
-        Ok(SnapshotSealer { plain, sealed, geometry, seal, publisher, next: 0, scratch: Vec::new() })
+        let seal = key.map(|key| Seal::new(key, &identity)).transpose()?.map(Arc::new);
+        let publisher = lay_out(&sealed, geometry, identity, seal.clone(), encoder.is_some())?;
+        Ok(SnapshotSealer {
+            plain,
+            sealed,
+            geometry,
+            seal,
+            encoder,
+            method: None,
+            publisher,
+            next: 0,
+            scratch: Vec::new(),
+            last: None,
+        })
+    }
+
+    /// The next slots are compressed by this method, if that saves a tenth of them. Without effect unless the table has
+    /// compressed slots.
+    pub fn compress_with(&mut self, method: Option<Method>) {
+        self.method = method;
+    }
+
+    /// How the last slot was stored, if another one was since this was last asked.
+    pub fn take_stored(&mut self) -> Option<StoredSlot> {
+        self.last.take()
     }
 
     /// Seals the next slot, if it is complete. Returns whether anything was done.
@@ -115,14 +181,24 @@ impl SnapshotSealer {
         if got != plain.crc {
             return Err(Error::Corrupt { slot: number, want: plain.crc, got });
         }
-        let seal = self.seal.seal_slot(number, &mut self.scratch)?;
+        let wanted = self.method.filter(|_| self.encoder.is_some());
+        let encoded = match (&mut self.encoder, wanted) {
+            (Some(encoder), Some(method)) => encoder.encode(method, &self.scratch, plain.crc)?,
+            _ => None,
+        };
+        let method = wanted.filter(|_| encoded.is_some());
+        let bytes = encoded.unwrap_or(&mut self.scratch);
+        let seal = self.seal.as_ref().map(|seal| seal.seal_slot(number, bytes)).transpose()?;
         if let Some(former) = number.checked_sub(u64::from(self.geometry.slots)) {
             self.publisher.retire(former + 1)?;
         }
         self.publisher.begin(number)?;
-        self.sealed.write(self.geometry.slot_offset(number), &self.scratch)?;
-        let crc = crc::crc32c(&self.scratch);
-        self.publisher.complete(Entry { crc, seal, ..plain })?;
+        self.sealed.write(self.geometry.slot_offset(number), bytes)?;
+        // At most as many as the plain ones.
+        let (length, encoding) = (bytes.len() as u32, method.map_or(0, Method::code));
+        let crc = crc::crc32c(bytes);
+        self.publisher.complete(Entry { length, encoding, crc, seal: seal.unwrap_or_default(), ..plain })?;
+        self.last = Some(StoredSlot { wanted, method, plain: plain.length, stored: length });
         self.publisher.publish(plain.position + u64::from(plain.length))?;
         self.next += 1;
         Ok(())

@@ -15,6 +15,7 @@ use super::{
     verdict::{Wanted, judge_now},
 };
 use crate::{
+    encoding::Method,
     error::Error,
     layout::{Geometry, State},
 };
@@ -44,11 +45,26 @@ pub struct Slot {
     pub place: Place,
     /// The CRC-32C of those bytes, if they were verified by it. Those of a sealed table were verified by their tag.
     pub(super) crc: Option<u32>,
+    pub(super) encoded: Option<Encoded>,
     pub(super) memory: Holder,
     pub(super) geometry: Geometry,
 }
 
+/// The bytes of a compressed slot as its source has stored them, before it sealed them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Encoded {
+    /// How they are compressed.
+    pub method: Method,
+    /// The bytes, if the reader keeps them: [`keeping_encoded`](crate::SnapshotReader::keeping_encoded).
+    pub bytes: Option<Vec<u8>>,
+}
+
 impl Slot {
+    /// How the slot was stored if it was compressed, and what was stored.
+    pub fn encoded(&self) -> Option<&Encoded> {
+        self.encoded.as_ref()
+    }
+
     /// Releases a slot whose reader is gone, and checks that it was intact until now.
     ///
     /// # Errors
@@ -102,7 +118,7 @@ pub(super) enum Holder {
 
 /// The caller has used `slot` in the source's memory: checks that it was intact until now.
 fn release_view(view: &View, geometry: &Geometry, slot: &Slot) -> Result<(), Error> {
-    let wanted = Wanted { number: slot.number, position: slot.position, length: slot.length };
+    let wanted = Wanted { number: slot.number, position: slot.position, length: slot.length, compressed: false };
     let got = slot.crc()?;
     let verdict = judge_now(view, &wanted, got, geometry);
     let (_, range) = slot.bytes();

@@ -13,6 +13,7 @@ use std::{collections::BTreeMap, ops::Range};
 
 use remora_fabric::Memory;
 
+use super::verdict::wrong_content;
 use crate::{
     error::Error,
     expectation::Expectation,
@@ -216,18 +217,21 @@ impl SourceEntries {
         Ok(())
     }
 
-    /// Every slot but the last must be full.
-    fn check(&self, entry: &Entry) -> Result<(), Error> {
+    /// Bytes of content of the entry's slot: fewer may be stored.
+    pub(super) fn content_of(&self, entry: &Entry) -> u32 {
         let position = self.geometry().start_of(entry.number);
         let published = self.front.line().map_or(0, |line| line.published);
-        let length = published.saturating_sub(position).min(self.geometry().slot_bytes());
-        if (entry.position, u64::from(entry.length)) == (position, length) {
+        // At most a slot's size, which fits the type.
+        published.saturating_sub(position).min(self.geometry().slot_bytes()) as u32
+    }
+
+    /// Every slot but the last must be full.
+    fn check(&self, entry: &Entry) -> Result<(), Error> {
+        let (position, length) = (self.geometry().start_of(entry.number), self.content_of(entry));
+        if entry.has_content(position, length, self.front.expect.compressed) {
             return Ok(());
         }
-        Err(Error::Layout(format!(
-            "slot {} of the table is published as bytes {position}+{length} and entered as {}+{}",
-            entry.number, entry.position, entry.length
-        )))
+        Err(wrong_content(entry, position, length))
     }
 
     /// The peer is gone: its outstanding reads will not complete.

@@ -13,7 +13,10 @@ use crate::{
 pub(super) struct Wanted {
     pub(super) number: u64,
     pub(super) position: u64,
+    /// Bytes of its content. Fewer are stored if it is compressed.
     pub(super) length: u32,
+    /// Whether it may be compressed.
+    pub(super) compressed: bool,
 }
 
 /// The judgement of an entry that was loaded after the slot's bytes.
@@ -40,17 +43,23 @@ impl Wanted {
         if entry.number < self.number || entry.writing {
             return Ok(Verdict::Unclear);
         }
-        if (entry.position, entry.length) != (self.position, self.length) {
-            return Err(Error::Layout(format!(
-                "slot {} of the table is published as bytes {}+{} and entered as {}+{}",
-                self.number, self.position, self.length, entry.position, entry.length
-            )));
+        if !entry.has_content(self.position, self.length, self.compressed) {
+            return Err(wrong_content(&entry, self.position, self.length));
         }
         if entry.crc != crc {
             return Ok(Verdict::Damaged { want: entry.crc });
         }
         Ok(Verdict::Right)
     }
+}
+
+/// An entry says another thing of its slot than the progress line.
+pub(super) fn wrong_content(entry: &Entry, position: u64, length: u32) -> Error {
+    let compressed = if entry.encoding == 0 { "" } else { ", compressed" };
+    Error::Layout(format!(
+        "slot {} of the table is published as bytes {position}+{length} and entered as {}+{}{compressed}",
+        entry.number, entry.position, entry.length
+    ))
 }
 
 /// Whether bytes with this CRC, taken before this call, are those of the slot: `None`, or the CRC that they should

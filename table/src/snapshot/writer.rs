@@ -22,7 +22,7 @@ use crate::{
     error::Error,
     layout::{Entry, Geometry, Head, Identity, Kind, State},
     publish::{Publisher, load_line},
-    seal::{Seal, SlotSeal},
+    seal::Seal,
 };
 
 /// Memory is first touched in steps of this many bytes, ahead of the bytes: one call for 256 pages instead of 256
@@ -76,7 +76,7 @@ impl SnapshotWriter {
             // With more, a ring of two slots could never publish its first.
             return Err(Error::Misuse("hold_back exceeds the size of a slot"));
         }
-        let publisher = lay_out(&memory, geometry, identity, None)?;
+        let publisher = lay_out(&memory, geometry, identity, None, false)?;
         Ok(SnapshotWriter {
             memory,
             geometry,
@@ -295,20 +295,20 @@ impl SnapshotWriter {
         let number = (self.summed - 1) / self.geometry.slot_bytes();
         let position = self.geometry.start_of(number);
         let length = (self.summed - position) as u32;
-        let entry = Entry { number, writing: false, position, length, crc: self.crc, seal: SlotSeal::default() };
-        self.publisher.complete(entry)?;
+        self.publisher.complete(Entry::plain(number, position, length, self.crc))?;
         self.publisher.publish(self.summed)?;
         self.crc = 0;
         Ok(())
     }
 }
 
-/// Writes the head and an open line; no entry is published.
+/// Writes the head and an open line; no entry is published. `compressed`: slots may be compressed.
 pub(crate) fn lay_out(
     memory: &Arc<Memory>,
     geometry: Geometry,
     identity: Identity,
     seal: Option<Arc<Seal>>,
+    compressed: bool,
 ) -> Result<Publisher<Arc<Memory>>, Error> {
     let geometry = geometry.checked()?;
     let wanted = geometry.memory_len();
@@ -321,6 +321,6 @@ pub(crate) fn lay_out(
         )));
     }
     let algorithm = seal.as_deref().map(Seal::algorithm);
-    memory.write(0, &Head { identity, geometry, algorithm }.to_bytes())?;
+    memory.write(0, &Head { identity, geometry, algorithm, compressed }.to_bytes())?;
     Publisher::new(Arc::clone(memory), geometry, seal)
 }

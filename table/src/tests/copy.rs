@@ -5,10 +5,11 @@ use std::sync::Arc;
 use remora_fabric::{Memory, memory::crc};
 
 use super::{
-    Random, drawn_key, expect_drawn, for_seeds, identity, memory,
+    Random, drawn_compressed, drawn_sealer, expect_of, for_seeds, identity, memory,
     peer::{Faults, TornPeer},
+    seal_all,
 };
-use crate::{Error, Expectation, Geometry, Kind, Loss, SealKey, SnapshotCopy, SnapshotSealer, SnapshotWriter, Turn};
+use crate::{Error, Expectation, Geometry, Kind, Loss, SnapshotCopy, SnapshotSealer, SnapshotWriter, Turn};
 
 const SOURCE: Geometry = Geometry { slot_size: 4096, slots: 64 };
 
@@ -16,11 +17,11 @@ const SOURCE: Geometry = Geometry { slot_size: 4096, slots: 64 };
 const MANY: u32 = 20_000;
 
 struct Origin {
-    /// What readers read: the sealed table with odd seeds.
+    /// What readers read: the sealed table with odd seeds, one with compressed slots with two of eight.
     region: Arc<Memory>,
     writer: SnapshotWriter,
     sealer: Option<SnapshotSealer>,
-    key: Option<SealKey>,
+    seed: u64,
     bytes: Vec<u8>,
 }
 
@@ -28,22 +29,19 @@ impl Origin {
     fn new(geometry: Geometry, slots: u64, seed: u64) -> Origin {
         let (plain, sealed) = (memory(geometry.memory_len()), memory(geometry.memory_len()));
         let writer = SnapshotWriter::create(Arc::clone(&plain), geometry, identity(Kind::Snapshot), 0).unwrap();
-        let bytes = Random(seed).bytes((slots * 4096 - 100) as usize);
-        let Some(key) = drawn_key(seed) else {
-            return Origin { region: plain, writer, sealer: None, key: None, bytes };
-        };
-        let sealer =
-            SnapshotSealer::create(plain, Arc::clone(&sealed), geometry, identity(Kind::Snapshot), &key).unwrap();
-        Origin { region: sealed, writer, sealer: Some(sealer), key: Some(key), bytes }
+        let bytes = Random(seed).text((slots * 4096 - 100) as usize, drawn_compressed(seed));
+        let sealer = drawn_sealer(&plain, &sealed, geometry, seed);
+        let region = if sealer.is_some() { sealed } else { plain };
+        Origin { region, writer, sealer, seed, bytes }
     }
 
     fn expect(&self) -> Expectation {
-        expect_drawn(Kind::Snapshot, self.writer.geometry(), self.key.as_ref())
+        expect_of(self.writer.geometry(), self.seed)
     }
 
     fn seal(&mut self) {
         if let Some(sealer) = &mut self.sealer {
-            while sealer.pump().unwrap() {}
+            seal_all(sealer);
         }
     }
 

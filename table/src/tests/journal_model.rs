@@ -5,7 +5,7 @@ use std::sync::Arc;
 use remora_fabric::{Memory, Peer, View, sim};
 
 use super::{
-    FIRST_OFFSET, Random, drawn_key, expect_drawn, for_seeds, identity,
+    FIRST_OFFSET, Random, drawn_compressed, drawn_key, expect_drawn, for_seeds, identity,
     peer::{Faults, Trouble, Wire},
     sink, used_memory,
 };
@@ -50,6 +50,8 @@ struct Model {
     writer: JournalWriter,
     /// With half of the seeds.
     key: Option<SealKey>,
+    /// With one in eight, some records are.
+    compressed: bool,
     /// The oracle: everything that was appended; its first byte has the offset `FIRST_OFFSET + 1`.
     truth: Vec<u8>,
     readers: Vec<Reader>,
@@ -75,7 +77,9 @@ impl Model {
         let memory = used_memory(&geometry, &mut random);
         let wire = Wire::new(&memory, trouble, seed);
         let (key, table, identity) = (drawn_key(seed), Arc::clone(&memory), identity(Kind::Journal));
+        let compressed = key.is_some() && drawn_compressed(seed);
         let writer = match &key {
+            Some(key) if compressed => JournalWriter::create_compressed(table, geometry, identity, key),
             Some(key) => JournalWriter::create_sealed(table, geometry, identity, key),
             None => JournalWriter::create(table, geometry, identity),
         };
@@ -86,6 +90,7 @@ impl Model {
             memory,
             writer,
             key,
+            compressed,
             truth: Vec::new(),
             readers: Vec::new(),
             wire,
@@ -106,6 +111,7 @@ impl Model {
         let (sink, layout) = sink(self.geometry, 1 + self.random.below(3) as u32);
         let view = (index == READERS - 1).then(|| Arc::new(self.memory.open_view().unwrap()));
         let expect = expect_drawn(Kind::Journal, self.geometry, self.key.as_ref());
+        let expect = expect.with_compressed_slots(self.compressed);
         let reader = JournalReader::new(view.clone(), Arc::clone(&sink), layout, expect, next).unwrap();
         let peer = self.wire.connect(&sink, self.random.next());
         Reader { reader, peer, sink, view, next, overrun: false }
@@ -121,12 +127,13 @@ impl Model {
     }
 
     fn append(&mut self, bytes: usize) {
-        let bytes = self.random.bytes(bytes);
+        let bytes = self.random.text(bytes, self.compressed);
+        self.writer.compress(self.random.one_in(2));
         self.writer.append(&bytes).unwrap();
         self.truth.extend_from_slice(&bytes);
         assert_eq!(self.writer.end_offset(), FIRST_OFFSET + 1 + self.truth.len() as u64);
         let held = self.writer.end_offset() - self.writer.first_offset();
-        assert!(held <= u64::from(self.geometry.slots) * 4096);
+        assert!(self.compressed || held <= u64::from(self.geometry.slots) * 4096);
         let least = (u64::from(self.geometry.slots) - 1) * 2000;
         assert!(held >= least.min(self.truth.len() as u64), "small records cost no more than half of a slot");
     }

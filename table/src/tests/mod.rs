@@ -7,6 +7,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod canary;
+mod compressed;
 mod copy;
 mod examples;
 mod journal_model;
@@ -22,8 +23,9 @@ use remora_fabric::{Memory, Pages};
 use remora_redis::ReplId;
 
 use crate::layout::{ENTRY_WORDS, Entry, LINE_OFFSET, Line};
-use crate::seal::SlotSeal;
-use crate::{Algorithm, Expectation, Geometry, Identity, Kind, Origin, SealKey, SinkLayout, State};
+use crate::{
+    Algorithm, Expectation, Geometry, Identity, Kind, Method, Origin, SealKey, SinkLayout, SnapshotSealer, State,
+};
 
 pub(super) const FIRST_OFFSET: u64 = 1000;
 
@@ -47,6 +49,45 @@ pub(super) fn drawn_key(seed: u64) -> Option<SealKey> {
         _ => return None,
     };
     Some(SealKey::new(algorithm, [7; SealKey::SECRET_BYTES]))
+}
+
+/// The sealer of a model's table: that of a sealed one, of one with compressed slots with two of eight seeds, or both.
+/// `None`: readers read the plain one.
+pub(super) fn drawn_sealer(
+    plain: &Arc<Memory>,
+    stored: &Arc<Memory>,
+    geometry: Geometry,
+    seed: u64,
+) -> Option<SnapshotSealer> {
+    let (plain, stored, key) = (Arc::clone(plain), Arc::clone(stored), drawn_key(seed));
+    let identity = identity(Kind::Snapshot);
+    let sealer = match (drawn_compressed(seed), &key) {
+        (true, key) => SnapshotSealer::create_compressed(plain, stored, geometry, identity, key.as_ref()),
+        (false, Some(key)) => SnapshotSealer::create(plain, stored, geometry, identity, key),
+        (false, None) => return None,
+    };
+    Some(sealer.unwrap())
+}
+
+pub(super) fn drawn_compressed(seed: u64) -> bool {
+    seed % 8 >= 6
+}
+
+/// Seals everything that is complete, each slot in another way.
+pub(super) fn seal_all(sealer: &mut SnapshotSealer) {
+    loop {
+        let method = [None, Some(Method::Lz4), Some(Method::Zstd)][sealer.sealed_slots() as usize % 3];
+        sealer.compress_with(method);
+        if !sealer.pump().unwrap() {
+            return;
+        }
+    }
+}
+
+/// What readers of the table with that seed expect, if they do not read the plain one.
+pub(super) fn expect_of(geometry: Geometry, seed: u64) -> Expectation {
+    let key = drawn_key(seed);
+    expect_drawn(Kind::Snapshot, geometry, key.as_ref()).with_compressed_slots(drawn_compressed(seed))
 }
 
 /// What readers of a table with that key expect.
@@ -78,14 +119,7 @@ pub(super) fn used_memory(geometry: &Geometry, random: &mut Random) -> Arc<Memor
     for place in 0..u64::from(geometry.slots) {
         let number = place + u64::from(geometry.slots) * random.below(5);
         let (position, length) = (random.below(1 << 20), random.below(4097) as u32);
-        let entry = Entry {
-            number,
-            writing: random.one_in(4),
-            position,
-            length,
-            crc: random.next() as u32,
-            seal: SlotSeal::default(),
-        };
+        let entry = Entry { writing: random.one_in(4), ..Entry::plain(number, position, length, random.next() as u32) };
         if random.one_in(3) {
             continue;
         }
@@ -127,6 +161,14 @@ impl Random {
 
     pub(super) fn bytes(&mut self, length: usize) -> Vec<u8> {
         (0..length.div_ceil(8)).flat_map(|_| self.next().to_le_bytes()).take(length).collect()
+    }
+
+    /// Bytes of which compressors make something; `compressible`: or as [`bytes`](Self::bytes).
+    pub(super) fn text(&mut self, length: usize, compressible: bool) -> Vec<u8> {
+        if !compressible {
+            return self.bytes(length);
+        }
+        (0..length.div_ceil(8)).flat_map(|_| (self.below(50) * 0x0101_0101).to_be_bytes()).take(length).collect()
     }
 }
 

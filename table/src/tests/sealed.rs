@@ -366,7 +366,7 @@ proptest! {
         prop_assert_eq!(open(&of(&other, Kind::Snapshot), number, &slot_seal, &sealed), None);
         // A record is not a slot, not even with the same number and the same key.
         let mut as_record = sealed.clone();
-        prop_assert!(seal.open_record(number, &slot_seal.tag, &mut as_record).is_err());
+        prop_assert!(seal.open_record(number, 0, &slot_seal.tag, &mut as_record).is_err());
     }
 }
 
@@ -401,11 +401,11 @@ fn the_vectors_are_what_this_program_computes() {
         // The digest comes from the vectors: BLAKE3 has its own.
         let digest: [u8; DIGEST_BYTES] = of(&format!("{label}.slot.digest")).try_into().unwrap();
         assert_eq!(slot_seal.digest, digest);
-        let entry = Entry { number, writing: false, position, length: 100, crc: 0x01020304, seal: slot_seal };
+        let entry = Entry { seal: slot_seal, ..Entry::plain(number, position, 100, 0x01020304) };
         assert_eq!(entry.to_words(Some(&seal)).map(u64::to_le_bytes).concat(), of(&format!("{label}.entry")));
         let journal = Seal::new(&key, &identity(Kind::Journal)).unwrap();
         let mut record = of("record.plain");
-        let tag = journal.seal_record(1001, &mut record).unwrap();
+        let tag = journal.seal_record(1001, 0, &mut record).unwrap();
         assert_eq!(record, of(&format!("{label}.record.sealed")));
         assert_eq!(tag[..], of(&format!("{label}.record.tag")));
     }

@@ -5,11 +5,11 @@ use std::{collections::HashSet, sync::Arc};
 use remora_fabric::{Memory, Peer, View, sim};
 
 use super::{
-    Random, drawn_key, expect_drawn, for_seeds, identity,
+    Random, drawn_compressed, drawn_sealer, expect, expect_of, for_seeds, identity,
     peer::{Faults, Trouble, Wire},
-    sink, used_memory,
+    seal_all, sink, used_memory,
 };
-use crate::{Error, Geometry, Kind, Place, SealKey, Slot, SnapshotReader, SnapshotSealer, SnapshotWriter, State};
+use crate::{Error, Geometry, Kind, Place, Slot, SnapshotReader, SnapshotSealer, SnapshotWriter, State};
 
 /// The possible operations, drawn at random one after the other.
 #[derive(Debug, Clone, Copy)]
@@ -57,9 +57,9 @@ struct Model {
     geometry: Geometry,
     memory: Arc<Memory>,
     writer: SnapshotWriter,
-    /// With half of the seeds, readers that do not read in place read a sealed table.
+    /// With five of eight seeds, readers that do not read in place read a table that is sealed, compressed, or both.
     sealer: Option<SnapshotSealer>,
-    key: Option<SealKey>,
+    seed: u64,
     /// Bytes that the writer holds back; a writer that holds none back gets its bytes by `append`.
     hold_back: u32,
     /// The oracle: everything that was received.
@@ -86,22 +86,18 @@ impl Model {
         let mut random = Random(seed);
         let geometry = Geometry { slot_size: 4096, slots: 2 + random.below(6) as u32 };
         let memory = used_memory(&geometry, &mut random);
-        let key = drawn_key(seed);
         let sealed = used_memory(&geometry, &mut random);
-        let wire = Wire::new(if key.is_some() { &sealed } else { &memory }, trouble, seed);
         let hold_back = if random.one_in(3) { 0 } else { HOLD_BACK };
         let writer =
             SnapshotWriter::create(Arc::clone(&memory), geometry, identity(Kind::Snapshot), hold_back).unwrap();
-        let sealer = key.as_ref().map(|key| {
-            let identity = identity(Kind::Snapshot);
-            SnapshotSealer::create(Arc::clone(&memory), sealed, geometry, identity, key).unwrap()
-        });
+        let sealer = drawn_sealer(&memory, &sealed, geometry, seed);
+        let wire = Wire::new(if sealer.is_some() { &sealed } else { &memory }, trouble, seed);
         let mut model = Model {
             geometry,
             memory,
             writer,
             sealer,
-            key,
+            seed,
             hold_back,
             truth: Vec::new(),
             trim: random.below(u64::from(hold_back) + 1),
@@ -122,8 +118,7 @@ impl Model {
         let view = (index == READERS - 1).then(|| Arc::new(self.memory.open_view().unwrap()));
         let held: HashSet<u64> = (0..100).filter(|_| self.random.one_in(10)).collect();
         let is_held = held.clone();
-        let key = self.key.as_ref().filter(|_| view.is_none());
-        let expect = expect_drawn(Kind::Snapshot, self.geometry, key);
+        let expect = if view.is_some() { expect(self.geometry) } else { expect_of(self.geometry, self.seed) };
         let is_held = move |number: u64| is_held.contains(&number);
         let reader = SnapshotReader::new(view.clone(), Arc::clone(&sink), layout, expect, is_held);
         let peer = self.wire.connect(&sink, self.random.next());
@@ -146,7 +141,7 @@ impl Model {
     /// Seals what is complete, before the writer may reuse it.
     fn seal(&mut self) {
         if let Some(sealer) = &mut self.sealer {
-            while sealer.pump().unwrap() {}
+            seal_all(sealer);
             assert_eq!(sealer.sealed_slots(), self.writer.published_slots());
             assert_eq!(sealer.state(), self.writer.state());
         }
@@ -167,7 +162,7 @@ impl Model {
 
     /// Copied by the writer: as much as there is space for, however many slots that fills.
     fn append(&mut self, bytes: u64) {
-        let bytes = self.random.bytes(bytes as usize);
+        let bytes = self.random.text(bytes as usize, drawn_compressed(self.seed));
         let taken = self.writer.append(&bytes).unwrap();
         self.truth.extend_from_slice(&bytes[..taken]);
         assert!(taken == bytes.len() || self.writer.space().is_none(), "not all was taken, though there is room");
@@ -178,7 +173,8 @@ impl Model {
         let Some(space) = self.writer.space() else {
             return;
         };
-        let bytes = self.random.bytes(bytes.min(space.end - space.start) as usize);
+        let bytes = bytes.min(space.end - space.start) as usize;
+        let bytes = self.random.text(bytes, drawn_compressed(self.seed));
         self.memory.write(space.start, &bytes).unwrap();
         self.truth.extend_from_slice(&bytes);
         self.writer.advance(bytes.len() as u64).unwrap();

@@ -17,7 +17,7 @@ use crate::replica::feed::{Feed, Pumped, SnapshotFeed};
 use crate::replica::meter::Meter;
 use crate::replica::parts::FeedError;
 use crate::replica::relay_reader::{Lost, ReadFrom, RelayReader};
-use crate::replica::spool::{Held, SnapshotId, Spool};
+use crate::replica::spool::{SnapshotId, Spool};
 
 /// The first and the longest pause between two polls of an idle journal. They bound the lag that polling adds. A longer
 /// pause costs less of both ends' processors; the journal is looked at again at once while it brings something.
@@ -170,7 +170,8 @@ impl Input {
             // Without a spool all slots below the next one have gone to the server. With one they may have to go again.
             let held = self.spool.as_ref().map(Spool::held).unwrap_or_default();
             let first = if self.spool.is_some() { 0 } else { at.next_slot };
-            feed.begin_snapshot(now, first, move |number: u64| held.contains(&number), self.kept.take())?;
+            let held = move |number: u64| held.contains(&number);
+            feed.begin_snapshot(now, first, held, self.kept.take(), self.spool.is_some())?;
         }
         feed.begin_journal(at.next_byte)?;
         self.feed = Some(feed);
@@ -417,13 +418,11 @@ fn spool_slot(
     folder: Option<&Path>,
 ) -> Result<(), InputError> {
     let crc = slot.crc().map_err(|error| InputError::Feed(error.into()))?;
-    let held = Held { number: slot.number, length: slot.length, crc };
     let error = |cause: io::Error| match folder {
         Some(folder) => InputError::Spool(spool_error(folder, &cause)),
         None => InputError::Spool(cause.to_string()),
     };
-    let (view, range) = slot.bytes();
-    let held = spool.store(held, view, range.start).map_err(error)?;
+    let held = spool.store(&slot, crc).map_err(error)?;
     snapshot.release(slot).map_err(|error| InputError::Feed(error.into()))?;
     spool.remember(held).map_err(error)
 }

@@ -33,6 +33,7 @@ pub(super) fn offer(generation: u64) -> Box<Offer> {
         retained: true,
         keys: Vec::new(),
         seal: Vec::new(),
+        compressed: false,
     };
     Box::new(Offer {
         generation,

@@ -16,8 +16,12 @@ impl Journal {
     pub(super) fn create(plan: &Plan, identity: &Identity) -> Result<Option<Journal>, CaptureError> {
         let Some((memory, geometry)) = &plan.journal else { return Ok(None) };
         let plain = JournalWriter::create(memory.clone(), *geometry, identity.clone())?;
-        let sealed = plan.sealed.as_ref().map(|(_, sealed)| {
-            JournalWriter::create_sealed(sealed.memory.clone(), *geometry, identity.clone(), &sealed.key)
+        let sealed = plan.sealed_journal.as_ref().map(|sealed| {
+            let create = match sealed.compressed {
+                true => JournalWriter::create_compressed,
+                false => JournalWriter::create_sealed,
+            };
+            create(sealed.memory.clone(), *geometry, identity.clone(), &sealed.key)
         });
         Ok(Some(Journal { plain, sealed: sealed.transpose()? }))
     }
@@ -28,7 +32,10 @@ impl Journal {
         let end = self.end_offset() + bytes.len() as u64;
         gauge.journal_at(self.first_offset(), end - 1);
         self.plain.append(bytes)?;
-        self.sealed.as_mut().map_or(Ok(()), |sealed| sealed.append(bytes))?;
+        if let Some(sealed) = &mut self.sealed {
+            sealed.compress(gauge.is_compressing());
+            sealed.append(bytes)?;
+        }
         gauge.journal_at(self.first_offset(), end - 1);
         Ok(())
     }

@@ -16,7 +16,7 @@ use crate::server::{Server, ServerError, Task};
 use crate::source::captured::Captured;
 use crate::source::gauge::Gauge;
 use crate::source::output_buffer::{OutputLimit, REMEDY};
-use crate::source::sealing::SealedTable;
+use crate::source::sealing::{RemoteTable, SealedTable};
 use crate::source::tuning::Tuning;
 use crate::units::Size;
 
@@ -48,8 +48,10 @@ pub(crate) struct Plan {
     pub(crate) prepare: Arc<dyn Fn() + Send + Sync>,
     /// The memory for the journal. `None` if another capture already follows the stream.
     pub(crate) journal: Option<(Arc<Memory>, Geometry)>,
-    /// The sealed snapshot and the sealed journal. `None`: replicas on other hosts read the plain ones.
-    pub(crate) sealed: Option<(SealedTable, SealedTable)>,
+    /// The snapshot for replicas on other hosts, sealed, compressed or both. `None`: they read the plain one.
+    pub(crate) remote: Option<RemoteTable>,
+    /// The sealed journal. `None`: replicas on other hosts read the plain one.
+    pub(crate) sealed_journal: Option<SealedTable>,
     /// What a module in the server may be asked to do.
     pub(crate) module: Arc<ModuleRules>,
     /// Whether the module failed a short time ago ([`MethodHistory`](super::MethodHistory)). It is not asked then.

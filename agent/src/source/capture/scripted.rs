@@ -22,11 +22,11 @@ use super::Capture;
 use super::method::ModuleRules;
 use super::plan::{CaptureError, CaptureEvent, Plan, TICK};
 use super::socket::Socket;
-use crate::args::{FastKeys, ModuleCapture, TuneArgs};
+use crate::args::{CompressChoice, FastKeys, ModuleCapture, TuneArgs};
 use crate::server::{Credentials, Server, Stream, Task, TlsOptions};
 use crate::source::captured::Captured;
 use crate::source::gauge::Gauge;
-use crate::source::sealing::SealedTable;
+use crate::source::sealing::{RemoteTable, SealedTable};
 use crate::source::tuning::Tuning;
 
 /// A time that only a broken machine exceeds.
@@ -62,7 +62,7 @@ fn table(name: &str) -> (Arc<Memory>, Geometry) {
 /// The memory of a sealed table, zeroed, with a key.
 fn sealed(name: &str, secret: u8) -> SealedTable {
     let key = SealKey::new(Algorithm::best(), [secret; SealKey::SECRET_BYTES]);
-    SealedTable { memory: table(name).0, key }
+    SealedTable { memory: table(name).0, key, compressed: true }
 }
 
 /// A capture and what it reports.
@@ -73,7 +73,8 @@ pub(super) struct Rig {
 }
 
 impl Rig {
-    /// A capture with a journal, whose snapshot may not reuse a slot. Both tables are also sealed.
+    /// A capture with a journal, whose snapshot may not reuse a slot. Both tables are also sealed, and the slots of the
+    /// sealed snapshot are compressed.
     pub(super) fn new() -> Rig {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let (sender, events) = unbounded_channel();
@@ -81,6 +82,8 @@ impl Rig {
         let rules = ModuleRules { choice: ModuleCapture::Off, walk_from: None, load, fast_keys: FastKeys::Off, place };
         let url = "redis://127.0.0.1:1".parse().unwrap();
         let server = Server::new(url, Credentials::default(), &TlsOptions::default(), Task::Source).unwrap();
+        let SealedTable { memory, key, .. } = sealed("test-sealed", 1);
+        let remote = RemoteTable { memory, key: Some(key), compress: CompressChoice::Lz4 };
         let plan = Plan {
             generation: 5,
             captured: Captured::always(server.clone()),
@@ -93,7 +96,8 @@ impl Rig {
             retained: true,
             prepare: Arc::new(|| {}),
             journal: Some(table("test-journal")),
-            sealed: Some((sealed("test-sealed", 1), sealed("test-sealed-journal", 2))),
+            remote: Some(remote),
+            sealed_journal: Some(sealed("test-sealed-journal", 2)),
             module: Arc::new(rules),
             module_failed_lately: false,
             gauge: Arc::new(Gauge::default()),
@@ -147,7 +151,7 @@ impl Rig {
     #[track_caller]
     pub(super) fn snapshot_state(&self) -> (State, Option<u64>) {
         // In this order: the sealed table is never ahead of the plain one.
-        let sealed = self.capture.plan.sealed.as_ref().map(|(sealed, _)| self.state_of(&sealed.memory));
+        let sealed = self.capture.plan.remote.as_ref().map(|remote| self.state_of(&remote.memory));
         let plain = self.state_of(&self.capture.plan.snapshot.0);
         let Some(sealed) = sealed else { return plain };
         assert!(
@@ -160,7 +164,7 @@ impl Rig {
     /// The bytes of the sealed snapshot, as a replica reads them.
     pub(super) fn sealed_bytes(&self) -> Vec<u8> {
         const ID: RegionId = RegionId { generation: 5, region: 0 };
-        let (sealed, _) = self.capture.plan.sealed.as_ref().unwrap();
+        let sealed = self.capture.plan.remote.as_ref().unwrap();
         let geometry = self.capture.plan.snapshot.1;
         let network = Network::new(1, Faults::honest());
         let (exporter, layout) = (network.exporter(), SinkLayout { offset: 0, buffers: 2 });
@@ -169,7 +173,8 @@ impl Rig {
         let sink = Arc::new(Memory::create("test-sink", layout.length(&geometry), Pages::Small).unwrap());
         let mut peer = network.connector().connect(&exporter.key(ID).unwrap(), 1, &[1; 32], sink.clone()).unwrap();
         let origin = Origin { generation: 5, history: history(), offset: 77 };
-        let expect = Expectation::sealed(Kind::Snapshot, origin, geometry, &sealed.key).unwrap();
+        let key = sealed.key.as_ref().unwrap();
+        let expect = Expectation::sealed(Kind::Snapshot, origin, geometry, key).unwrap().with_compressed_slots(true);
         let mut reader = SnapshotReader::new(None, sink, layout, expect, |_| false).unwrap();
         let mut read = Vec::new();
         while !reader.is_complete() {

@@ -1,13 +1,16 @@
-//! The thread that seals a snapshot while this process or a child of the server writes it.
+//! The thread that compresses and seals a snapshot while this process or a child of the server writes it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use remora_table::{Identity, SnapshotSealer, State};
+use remora_table::{Identity, Method, SnapshotSealer, State};
 
 use super::plan::{CaptureError, Plan};
+use crate::args::CompressChoice;
+use crate::source::compression::processors::Processors;
+use crate::source::compression::{Policy, World};
 use crate::source::gauge::Gauge;
 
 /// Pause before the plain table is looked at again. A fast server fills a slot of 4 MiB in two milliseconds.
@@ -20,16 +23,24 @@ pub(super) struct Sealing {
 }
 
 impl Sealing {
-    /// Creates the sealed table of the snapshot, if the plan has one, and begins to fill it. The plain table must
-    /// exist, and replicas must not be able to read the sealed one yet.
+    /// Creates the table of the snapshot for other hosts, if the plan has one, and begins to fill it. The plain table
+    /// must exist, and replicas must not be able to read the other one yet.
     pub(super) fn begin(plan: &Plan, identity: Identity) -> Result<Option<Sealing>, CaptureError> {
-        let Some((sealed, _)) = &plan.sealed else { return Ok(None) };
-        let (plain, geometry) = plan.snapshot.clone();
-        let sealer = SnapshotSealer::create(plain, sealed.memory.clone(), geometry, identity, &sealed.key)?;
+        let Some(remote) = &plan.remote else {
+            plan.gauge.not_compressed();
+            return Ok(None);
+        };
+        let ((plain, geometry), memory, choice) = (plan.snapshot.clone(), remote.memory.clone(), remote.compress);
+        let sealer = match &remote.key {
+            Some(key) if choice == CompressChoice::Off => {
+                SnapshotSealer::create(plain, memory, geometry, identity, key)?
+            }
+            key => SnapshotSealer::create_compressed(plain, memory, geometry, identity, key.as_ref())?,
+        };
         plan.gauge.sealing_begins();
         let (over, gauge) = (Arc::new(AtomicBool::new(false)), plan.gauge.clone());
         let stop = over.clone();
-        let thread = std::thread::Builder::new().name("seal".into()).spawn(move || seal(sealer, &gauge, &stop));
+        let thread = std::thread::Builder::new().name("seal".into()).spawn(move || seal(sealer, choice, &gauge, &stop));
         let thread = thread.map_err(|cause| CaptureError::Link {
             during: "snapshot",
             cause: format!("no thread to seal it: {cause}"),
@@ -57,11 +68,53 @@ impl Drop for Sealing {
     }
 }
 
+/// Decides how slots are compressed, and shows it.
+struct Compressing<'g> {
+    policy: Policy,
+    processors: Processors,
+    gauge: &'g Gauge,
+    /// The method that was logged last.
+    logged: Option<Method>,
+}
+
+impl Compressing<'_> {
+    /// How the next slot is compressed.
+    fn next(&mut self, now: Instant) -> Option<Method> {
+        let world = World { link: self.gauge.link(), spare: self.processors.spare(now) };
+        self.policy.next(&world)
+    }
+
+    /// A slot was stored.
+    fn stored(&mut self, sealer: &mut SnapshotSealer, took: Duration) {
+        let Some(slot) = sealer.take_stored() else { return };
+        self.policy.stored(slot, took);
+        // Slots of a trial say nothing of what comes of it.
+        let method = self.policy.method();
+        self.gauge.stored(self.policy.stored_bytes(), method.is_some(), self.policy.text());
+        if self.logged != method && slot.wanted == method {
+            tracing::info!(compression = %self.policy.text(), "slots for other hosts are compressed in another way from now on");
+            self.logged = method;
+        }
+    }
+}
+
 /// Seals slot after slot until the snapshot is complete or aborted, or `stop` is set.
-fn seal(mut sealer: SnapshotSealer, gauge: &Gauge, stop: &AtomicBool) -> Result<(), remora_table::Error> {
+fn seal(
+    mut sealer: SnapshotSealer,
+    choice: CompressChoice,
+    gauge: &Gauge,
+    stop: &AtomicBool,
+) -> Result<(), remora_table::Error> {
+    let (policy, processors) = (Policy::new(choice), Processors::default());
+    let mut compressing = Compressing { policy, processors, gauge, logged: None };
     while sealer.state() == State::Open {
+        let began = Instant::now();
+        sealer.compress_with(compressing.next(began));
         match sealer.pump() {
-            Ok(true) => gauge.sealed(sealer.sealed_slots()),
+            Ok(true) => {
+                compressing.stored(&mut sealer, began.elapsed());
+                gauge.sealed(sealer.sealed_slots());
+            }
             Ok(false) if stop.load(Ordering::Relaxed) => sealer.abort(),
             Ok(false) => std::thread::sleep(PAUSE),
             Err(error) => {

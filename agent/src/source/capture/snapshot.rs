@@ -417,7 +417,7 @@ mod tests {
         let bytes = content(SOME_BYTES);
         let mut rig = Rig::new();
         // Only the writer is tried here: no thread seals what it writes.
-        rig.capture.plan.sealed = None;
+        (rig.capture.plan.remote, rig.capture.plan.sealed_journal) = (None, None);
         let (memory, geometry) = rig.capture.plan.snapshot.clone();
         let create = || {
             let replid = super::super::scripted::history();

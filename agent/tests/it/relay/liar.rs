@@ -104,17 +104,22 @@ fn make(offer: &Offer, address: SocketAddr, token: Arc<Token>, readers: Arc<Atom
     writer.append(&vec![0x5a; 16 << 20]).unwrap();
     let mut lent = plain.clone();
     assert_eq!(seal.is_empty(), !security.seals_tables(Ipv4Addr::LOCALHOST.into()));
-    if !seal.is_empty() {
+    let key = (!seal.is_empty()).then(|| SealKey::from_bytes(&seal).unwrap());
+    if key.is_some() || offer.snapshot.compressed {
         lent = memory();
-        let key = SealKey::from_bytes(&seal).unwrap();
-        let mut sealer = SnapshotSealer::create(plain, lent.clone(), geometry, identity, &key).unwrap();
+        let sealer = match (&key, offer.snapshot.compressed) {
+            (Some(key), false) => SnapshotSealer::create(plain, lent.clone(), geometry, identity, key),
+            _ => SnapshotSealer::create_compressed(plain, lent.clone(), geometry, identity, key.as_ref()),
+        };
+        let mut sealer = sealer.unwrap();
         while sealer.pump().unwrap() {}
     }
     let exporter = Arc::new(TcpExporter::new(TcpOptions::default(), Some(address)).unwrap());
     let id = RegionId { generation, region: 99 };
     exporter.export(id, lent).unwrap();
     let keys = vec![exporter.key(id).unwrap().as_bytes().to_vec()];
-    let offer = TableOffer { generation, first_offset, slot_size, slots, retained: true, keys, seal: Vec::new() };
+    let (seal, compressed) = (Vec::new(), false);
+    let offer = TableOffer { generation, first_offset, slot_size, slots, retained: true, keys, seal, compressed };
     Lie { id, offer, exporter, token, readers, security }
 }
 

@@ -48,7 +48,7 @@ pub fn run(options: &Options) -> Result<bool> {
     let budget = options.common.budget();
     let mut kept = Kept::begin("conversations", options.common.label.as_deref());
     let primary = Server::builder(options.server.kind()).config("repl-diskless-sync-delay", "0").start()?;
-    program.load(&primary, options.values, VALUE_BYTES)?;
+    program.load(&primary, options.values, VALUE_BYTES, false)?;
     let server = format!("{} ({})", options.server.kind(), primary.version()?);
     let mut failed = 0;
     for round in 0..options.common.rounds {

@@ -30,6 +30,9 @@ pub struct Options {
     /// Values of 3748 KiB in the data set: 256 are 937 MiB.
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=super::MOST_OF_DATA), default_value_t = 256)]
     pub values: u64,
+    /// Values of 1 KiB that are JSON records, instead of the large random ones, of as many bytes in all.
+    #[arg(long)]
+    pub json: bool,
     /// Values on networks of less than 1 Gb/s, where the full data set would take minutes each time.
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=super::MOST_OF_DATA), default_value_t = 16)]
     pub values_where_slow: u64,
@@ -117,7 +120,11 @@ impl Bench<'_> {
         let link = network.measure(&place)?;
         eprintln!("{network}: iperf3 {:.1} MB/s; filling a primary", link.bytes_per_second / 1e6);
         self.kept.links.push(link);
-        let shape = Shape { keys: self.values(network, most), value_bytes: VALUE_BYTES, content: Content::Strings };
+        let values = self.values(network, most);
+        let shape = match self.options.json {
+            true => Shape { keys: values * VALUE_BYTES / JSON_BYTES, value_bytes: JSON_BYTES, content: Content::Json },
+            false => Shape { keys: values, value_bytes: VALUE_BYTES, content: Content::Strings },
+        };
         let mut scene = Scene::at(&place, &self.program, server.kind(), shape)?;
         let name = format!("{} ({})", server.kind(), scene.primary().version()?);
         let mut wanted = 0;
@@ -242,6 +249,9 @@ const METHODS: [Method; 13] = [
     Method::RemoraRelayKilled,
     Method::RemoraModuleRelay,
 ];
+
+/// Bytes of a value of JSON records.
+const JSON_BYTES: u64 = 1 << 10;
 
 /// A network below this rate is slow.
 const SLOW_BITS: u64 = 1_000_000_000;

@@ -84,15 +84,15 @@ impl Program {
         Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
     }
 
-    /// Runs `remora load` with `keys` keys of random bytes.
+    /// Runs `remora load` with `keys` keys of random bytes, or of JSON records.
     ///
     /// # Errors
     /// The program could not be started, or failed.
-    pub fn load(&self, server: &Server, keys: u64, value_bytes: u64) -> Result<()> {
+    pub fn load(&self, server: &Server, keys: u64, value_bytes: u64, is_json: bool) -> Result<()> {
         let (keys, size) = (keys.to_string(), value_bytes.to_string());
         let words = ["--quiet", "load", "--server", &server.url(), "--keys", &keys, "--value-size", &size];
         let mut command = Command::new(&self.path);
-        command.args(words);
+        command.args(words).args(is_json.then_some("--json"));
         enter(server, &mut command)?;
         Ok(Agent::run(command)?.wait_for_success(LONGEST_LOAD)?)
     }
@@ -188,6 +188,7 @@ impl Source {
         if method.tunes() {
             more.extend(["--tune-server", "--state-dir", &state]);
         }
+        more.extend(method.compress().iter().flat_map(|how| ["--compress", how]));
         let security = program.security(server, method.is_sealed());
         Source::launch(program, server, folder, data_bytes, security, &more)
     }

@@ -17,6 +17,9 @@ pub enum Method {
     OwnTogether,
     /// As [`Method::OwnTogether`], with two channels if the server has that (Valkey).
     OwnDual,
+    /// As [`Method::OwnTogether`], and the primary compresses each value by LZF, as it does by default
+    /// (`rdbcompression`).
+    OwnCompressed,
     /// `GET` from the primary, `SET` at the replica, pipelined. Strings only, no point in time, and no stream
     /// afterwards.
     Copier,
@@ -54,8 +57,14 @@ pub enum Method {
     RemoraModuleLate,
     /// As [`Method::RemoraTcp`], and encrypted as it is between hosts by default: sealed tables, TLS for conversations.
     RemoraTcpSealed,
-    /// As [`Method::RemoraRelay`], and encrypted as it is between hosts by default.
+    /// As [`Method::RemoraRelay`], and encrypted and compressed as it is between hosts by default.
     RemoraRelaySealed,
+    /// As [`Method::RemoraRelaySealed`], without compression.
+    RemoraRelayUncompressed,
+    /// As [`Method::RemoraRelaySealed`], with slots compressed by LZ4.
+    RemoraRelayLz4,
+    /// As [`Method::RemoraRelaySealed`], with slots compressed by Zstandard.
+    RemoraRelayZstd,
 }
 
 /// A line of configuration: name and value.
@@ -69,6 +78,7 @@ impl Method {
             Method::OwnBest => "own, best",
             Method::OwnTogether => "own, best, together",
             Method::OwnDual => "own, best, dual channel",
+            Method::OwnCompressed => "own, best, LZF",
             Method::Copier => "GET/SET copier",
             Method::CopierOneByOne => "GET/SET copier, one by one",
             Method::RemoraDefault => "Remora, defaults",
@@ -80,6 +90,9 @@ impl Method {
             Method::RemoraTcpSealed => "Remora tcp, best, sealed",
             Method::RemoraRelay => "Remora tcp, relay",
             Method::RemoraRelaySealed => "Remora tcp, relay, sealed",
+            Method::RemoraRelayUncompressed => "Remora tcp, relay, sealed, uncompressed",
+            Method::RemoraRelayLz4 => "Remora tcp, relay, sealed, LZ4",
+            Method::RemoraRelayZstd => "Remora tcp, relay, sealed, Zstandard",
             Method::RemoraRelayGentle => "Remora tcp, relay, upload limited",
             Method::RemoraRelayKilled => "Remora tcp, relay, one killed",
             Method::RemoraModule => "Remora shm, module",
@@ -97,7 +110,8 @@ impl Method {
 
     /// Whether it is the servers' own replication.
     pub fn is_own(self) -> bool {
-        matches!(self, Method::OwnDefault | Method::OwnBest | Method::OwnTogether | Method::OwnDual)
+        use Method::{OwnBest, OwnCompressed, OwnDefault, OwnDual, OwnTogether};
+        matches!(self, OwnDefault | OwnBest | OwnTogether | OwnDual | OwnCompressed)
     }
 
     /// Whether the servers load our module. For all other methods they run without it.
@@ -125,7 +139,9 @@ impl Method {
             Method::RemoraRelay | Method::RemoraRelayGentle | Method::RemoraRelayKilled => Some("tcp"),
             Method::RemoraTcpSealed | Method::RemoraRelaySealed => Some("tcp"),
             Method::RemoraTcpAuto | Method::RemoraRelayAuto => Some("tcp"),
+            Method::RemoraRelayUncompressed | Method::RemoraRelayLz4 | Method::RemoraRelayZstd => Some("tcp"),
             Method::OwnDefault | Method::OwnBest | Method::OwnTogether | Method::OwnDual => None,
+            Method::OwnCompressed => None,
             Method::Copier | Method::CopierOneByOne => None,
         }
     }
@@ -134,7 +150,8 @@ impl Method {
     pub fn serves_peers(self) -> Option<bool> {
         match self {
             Method::RemoraTcp | Method::RemoraTcpSealed | Method::RemoraTcpAuto => Some(false),
-            Method::RemoraRelaySealed | Method::RemoraRelayAuto => Some(true),
+            Method::RemoraRelaySealed | Method::RemoraRelayUncompressed | Method::RemoraRelayAuto => Some(true),
+            Method::RemoraRelayLz4 | Method::RemoraRelayZstd => Some(true),
             Method::RemoraRelay | Method::RemoraRelayGentle | Method::RemoraRelayKilled => Some(true),
             Method::RemoraModuleRelay | Method::RemoraModuleRelayGentle => Some(true),
             _ => None,
@@ -144,7 +161,17 @@ impl Method {
     /// Whether tables are sealed and conversations have TLS. The servers' own replication is measured without TLS, and
     /// so are all other methods.
     pub fn is_sealed(self) -> bool {
-        matches!(self, Method::RemoraTcpSealed | Method::RemoraRelaySealed)
+        matches!(self, Method::RemoraTcpSealed | Method::RemoraRelaySealed) || self.compress().is_some()
+    }
+
+    /// The source's `--compress`, if it is not the default.
+    pub fn compress(self) -> Option<&'static str> {
+        match self {
+            Method::RemoraRelayUncompressed => Some("off"),
+            Method::RemoraRelayLz4 => Some("lz4"),
+            Method::RemoraRelayZstd => Some("zstd"),
+            _ => None,
+        }
     }
 
     /// Whether the source changes settings of the primary for the moment of the fork.
@@ -204,12 +231,13 @@ impl Method {
         }
         // The server begins as soon as that many replicas wait, and checks once a second; the delay is only the longest
         // wait.
-        let together = matches!(self, Method::OwnTogether | Method::OwnDual) && replicas > 1;
+        let together = matches!(self, Method::OwnTogether | Method::OwnDual | Method::OwnCompressed) && replicas > 1;
+        let compression = if self == Method::OwnCompressed { "yes" } else { "no" };
         let delay = if together { TOGETHER_SECONDS } else { "0" };
         let mut settings = vec![
             ("repl-diskless-sync", "yes".to_owned()),
             ("repl-diskless-sync-delay", delay.to_owned()),
-            ("rdbcompression", "no".to_owned()),
+            ("rdbcompression", compression.to_owned()),
         ];
         if together {
             settings.push(("repl-diskless-sync-max-replicas", replicas.to_string()));

@@ -40,6 +40,8 @@ pub struct Shape {
 pub enum Content {
     /// Strings of random bytes.
     Strings,
+    /// Strings of JSON records.
+    Json,
     /// The same, and a small set of every type in 16 databases.
     StringsAndEveryType,
     /// Small values of all types ([`fill_mix`]).
@@ -117,9 +119,10 @@ impl Scene {
         let builder = Server::builder(kind).config("enable-module-command", who);
         let primary = place::on(builder, place.primary()).start()?;
         match shape.content {
-            Content::Strings => program.load(&primary, shape.keys, shape.value_bytes)?,
+            Content::Strings => program.load(&primary, shape.keys, shape.value_bytes, false)?,
+            Content::Json => program.load(&primary, shape.keys, shape.value_bytes, true)?,
             Content::StringsAndEveryType => {
-                program.load(&primary, shape.keys, shape.value_bytes)?;
+                program.load(&primary, shape.keys, shape.value_bytes, false)?;
                 fill_every_type(&mut primary.client()?, DATA_SEED)?;
             }
             Content::Mix => fill_mix(&mut primary.client()?, shape.keys, DATA_SEED)?,
@@ -184,9 +187,7 @@ impl Scene {
         let mut took = match trial.method {
             Method::Copier => self.by_copier(&replicas, Pace::Pipelined)?,
             Method::CopierOneByOne => self.by_copier(&replicas, Pace::OneByOne)?,
-            Method::OwnDefault | Method::OwnBest | Method::OwnTogether | Method::OwnDual => {
-                self.by_themselves(trial, &replicas, show)?
-            }
+            method if method.is_own() => self.by_themselves(trial, &replicas, show)?,
             _ => self.by_remora(trial, &replicas, show)?,
         };
         let killed = took.killed.take();

@@ -36,7 +36,7 @@ pub(super) fn put_up(plan: &Plan) -> Result<()> {
         let server = Server::builder(plan.kind).on(&host).start()?;
         network.hosts.push(TestHost { host, server, agent: None, has_told: false, cable: Cable::new(plan.rate) });
     }
-    program.load(&network.primary()?.server, plan.values, 1 << 20)?;
+    program.load(&network.primary()?.server, plan.values, 1 << 20, false)?;
     if plan.agents {
         network.start_agents(&program, folder.path(), plan.values)?;
     }
