@@ -9,7 +9,8 @@ use clap::Args;
 #[derive(Clone, Debug, Default, Args)]
 pub struct MetricsArgs {
     /// Serve metrics for Prometheus at this address (`/metrics`), the answers for probes (`/healthz`, `/readyz`), and a
-    /// page for people (`/`). They name servers and replicas with their addresses, and hold no data; the port asks for no password.
+    /// page for people (`/`). They name servers and replicas with their addresses, and hold no data; the port asks for
+    /// no password.
     #[arg(long, value_name = "ADDR:PORT", help_heading = "Metrics")]
     pub metrics: Option<SocketAddr>,
 }

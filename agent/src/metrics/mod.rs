@@ -11,7 +11,8 @@
 //!
 //! - [`register`]: every family. **Start here.**
 //! - [`families`]: names and values as text; [`process`]: those that every process has.
-//! - [`site`]: the HTTP server; [`page`]: the page for people. [`watch`](mod@watch): how an agent is asked, and the file.
+//! - [`site`]: the HTTP server; [`page`]: the page for people.
+//! - [`watch`](mod@watch): how an agent is asked, and the file.
 //!
 //! Names are those of `docs/metrics.md`, and an interface: they do not change their meaning.
 

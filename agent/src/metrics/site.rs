@@ -125,7 +125,9 @@ async fn answer(request: Request<Incoming>, ask: Ask) -> Result<Response<Full<By
                     let (form, kind) = form(request.headers());
                     (StatusCode::OK, kind, answer.families.text(form))
                 }
-                (page::STATUS, Some(answer)) => (StatusCode::OK, JSON, page::status(&answer)),
+                (page::STATUS, Some(Answer { families, report, not_ready })) => {
+                    (StatusCode::OK, JSON, page::status(&families, report.as_deref(), not_ready.as_deref()))
+                }
                 ("/readyz", Some(Answer { not_ready: Some(why), .. })) => {
                     (StatusCode::SERVICE_UNAVAILABLE, PLAIN, format!("{why}\n"))
                 }

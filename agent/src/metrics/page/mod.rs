@@ -17,11 +17,11 @@ use hyper::header::{
     CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderValue, REFERRER_POLICY, X_CONTENT_TYPE_OPTIONS,
 };
 use hyper::{Response, StatusCode};
+use remora_protocol::StatusReport;
 use serde::Serialize;
 
 use super::families::{Families, Value};
 use super::register::{self as all, Family, Unit};
-use super::site::Answer;
 use crate::status::view::{Fact, HEADS, Level, Rate, Row, Share, View};
 use crate::units::{Size, readable};
 
@@ -101,20 +101,19 @@ struct ShownValue {
     text: String,
 }
 
-/// What the script gets.
-pub(super) fn status(answer: &Answer) -> String {
-    let families = &answer.families;
+/// What the script gets. `report`: that of a source. `not_ready`: why the agent cannot do its work now.
+pub(super) fn status(families: &Families, report: Option<&StatusReport>, not_ready: Option<&str>) -> String {
     let mut shown = Shown {
         agent: families.agent().name(),
         of: format!("remora {}", env!("CARGO_PKG_VERSION")),
-        why: answer.not_ready.clone().unwrap_or_default(),
+        why: not_ready.unwrap_or_default().to_owned(),
         facts: Vec::new(),
         replicas: None,
         heads: HEADS,
         reading: None,
         families: shown_families(families, SystemTime::now()),
     };
-    match &answer.report {
+    match report {
         Some(report) => {
             let View { source, facts, failure: _, replicas, reading } = View::of(report);
             (shown.of, shown.facts) = (source, facts);

@@ -1,11 +1,13 @@
 //! Pictures: those of the manual that show the program, made anew from the program itself.
 //!
 //! - [`page`]: the page of `--metrics` in a real browser, while three replicas read.
-//! - [`session`]: the five minutes of `README.md`, run and recorded as an asciicast; [`terminal`] draws a recording.
+//! - [`session`]: the five minutes of `README.md`, run and recorded as an asciicast; [`terminal`] draws
+//!   such a [`cast`].
 //!
 //! Tests check that the kept recording has the commands of `README.md`, and that the kept drawing is that of the
 //! recording.
 
+mod cast;
 mod page;
 mod session;
 mod terminal;

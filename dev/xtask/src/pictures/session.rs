@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 use remora_bench::sync::{Program, Result};
 use remora_lab::server::project_root;
 use remora_lab::{Net, scratch};
-use serde::{Deserialize, Serialize};
 
+use super::cast::{Cast, Head};
 use super::made;
 use super::terminal;
 
@@ -43,48 +43,6 @@ const MOST_BYTES: u64 = 60_000;
 /// Seconds of a pause in the recording: before a command, and the longest between two lines.
 const TYPED: f64 = 0.9;
 const LONGEST_PAUSE: f64 = 1.5;
-
-/// A recording: the first line of an asciicast, and its events.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct Cast {
-    pub(super) head: Head,
-    pub(super) events: Vec<Event>,
-}
-
-/// The head of an asciicast of version 2.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(super) struct Head {
-    version: u8,
-    pub(super) width: usize,
-    pub(super) height: usize,
-    pub(super) title: String,
-}
-
-/// Seconds since the beginning, its kind (`o`: output), and what was written.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Event(pub(super) f64, String, pub(super) String);
-
-impl Cast {
-    fn parse(text: &str) -> Result<Cast> {
-        let mut lines = text.lines();
-        let head = serde_json::from_str(lines.next().ok_or("the recording is empty")?)?;
-        let events = lines.map(serde_json::from_str).collect::<std::result::Result<_, _>>()?;
-        Ok(Cast { head, events })
-    }
-
-    fn text(&self) -> Result<String> {
-        let mut text = serde_json::to_string(&self.head)? + "\n";
-        for event in &self.events {
-            text += &(serde_json::to_string(event)? + "\n");
-        }
-        Ok(text)
-    }
-
-    /// Adds a line. Times have milliseconds.
-    fn add(&mut self, at: f64, line: &str) {
-        self.events.push(Event((at * 1000.0).round() / 1000.0, "o".into(), format!("{line}\r\n")));
-    }
-}
 
 /// Runs the commands, and keeps their recording and its drawing.
 pub(super) fn record(program: &Program, folder: &Path) -> Result<()> {

@@ -3,7 +3,7 @@
 
 use std::fmt::Write as _;
 
-use super::session::Cast;
+use super::cast::Cast;
 
 /// Pixels of a character and a line, and around the text.
 const CHARACTER: f64 = 7.83;
