@@ -81,6 +81,18 @@ soak: setup
 	$(CARGO) run --locked -p xtask -- soak $(ARGS)
 
 MINUTES ?= 60
+# Another list of programs and folders, with colons between, and the command `remora` of another release.
+SERVERS ?=
+OTHER ?=
+## test-matrix: the main job on servers of many versions (docs/versions.md); SERVERS=folder:program, OTHER=/path/to/another/remora
+.PHONY: test-matrix
+test-matrix: setup
+	$(if $(SERVERS),,@dev/lab/setup/versions)
+	$(if $(SERVERS),REMORA_SERVERS="$(SERVERS)") $(CARGO) test --locked -p remora-agent --test it -- --ignored --nocapture \
+		versions::the_main_job
+	$(if $(OTHER),REMORA_OTHER="$(OTHER)" $(CARGO) test --locked -p remora-agent --test it -- --ignored --nocapture \
+		versions::agents_of_another_release)
+
 ## twins: random commands on servers that have loaded in the fast way, and on twins that have not; MINUTES=60
 .PHONY: twins
 twins: setup
@@ -114,6 +126,12 @@ dist: setup
 try-dist:
 	@dev/lab/setup/setup --dist
 	dev/lab/dist/try $(SUITE)
+
+## pictures: the pictures of README.md and the manual anew, from the program itself; ARGS="--only page", "--only session"
+.PHONY: pictures
+pictures: setup
+	$(RELEASE) -p xtask
+	CARGO=$(CARGO) $(TARGET)/release/xtask pictures $(ARGS)
 
 ## bench: the measurements behind docs/benchmarks.md and the README, into bench/runs; ARGS="--only sync"
 .PHONY: bench

@@ -8,8 +8,9 @@ use clap::Args;
 /// What an agent shows to those who watch it.
 #[derive(Clone, Debug, Default, Args)]
 pub struct MetricsArgs {
-    /// Serve metrics for Prometheus at this address (`/metrics`), and the answers for probes (`/healthz`, `/readyz`).
-    /// They name servers and replicas with their addresses, and hold no data; the port asks for no password.
+    /// Serve metrics for Prometheus at this address (`/metrics`), the answers for probes (`/healthz`, `/readyz`), and a
+    /// page for people (`/`). They name servers and replicas with their addresses, and hold no data; the port asks for
+    /// no password.
     #[arg(long, value_name = "ADDR:PORT", help_heading = "Metrics")]
     pub metrics: Option<SocketAddr>,
 }

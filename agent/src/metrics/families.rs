@@ -31,12 +31,24 @@ pub(crate) struct Families {
     ours: Registry,
     /// Those that every program's process has.
     process: Registry,
+    /// All of them, in the order in which they were added, for the page.
+    values: Vec<Value>,
+}
+
+/// One value, as it was added.
+#[derive(Clone, Debug)]
+pub(crate) struct Value {
+    pub(crate) family: &'static Family,
+    /// The values of the family's labels.
+    pub(crate) labels: Vec<String>,
+    pub(crate) value: f64,
 }
 
 impl Families {
     /// Begins with what each agent has: its version.
     pub(crate) fn new(agent: Agent) -> Families {
-        Families { agent, ours: Registry::with_prefix(PREFIX), process: Registry::default() }.with_version()
+        Families { agent, ours: Registry::with_prefix(PREFIX), process: Registry::default(), values: Vec::new() }
+            .with_version()
     }
 
     /// Begins a file. `run` tells the values of several files of one folder apart. What this process is at present says
@@ -44,12 +56,27 @@ impl Families {
     pub(crate) fn of_file(agent: Agent, run: &str) -> Families {
         let label = (Cow::from("run"), Cow::from(run.to_owned()));
         let ours = Registry::with_prefix_and_labels(PREFIX, [label].into_iter());
-        Families { agent, ours, process: Registry::default() }.with_version()
+        Families { agent, ours, process: Registry::default(), values: Vec::new() }.with_version()
     }
 
     fn with_version(mut self) -> Families {
         self.info(&BUILD, [env!("CARGO_PKG_VERSION"), self.agent.name()]);
         self
+    }
+
+    /// The command that they are of.
+    pub(crate) fn agent(&self) -> Agent {
+        self.agent
+    }
+
+    /// All values.
+    pub(crate) fn values(&self) -> &[Value] {
+        &self.values
+    }
+
+    fn note(&mut self, family: &'static Family, labels: &Labels, value: f64) {
+        let labels = labels.iter().map(|(_, value)| value.clone()).collect();
+        self.values.push(Value { family, labels, value });
     }
 
     fn register(&mut self, family: &'static Family, metric: impl Metric) {
@@ -60,7 +87,9 @@ impl Families {
 
     pub(crate) fn info<V: Into<String>, const N: usize>(&mut self, family: &'static Family, values: [V; N]) {
         debug_assert_eq!(family.kind, Kind::Info, "{}", family.name);
-        self.register(family, Info::new(labels(family, values)));
+        let labels = labels(family, values);
+        self.note(family, &labels, 1.0);
+        self.register(family, Info::new(labels));
     }
 
     /// One set of labels for each of several things.
@@ -76,6 +105,7 @@ impl Families {
         debug_assert_eq!(family.kind, Kind::Gauge, "{}", family.name);
         let gauge = Gauge::<f64, AtomicU64>::default();
         gauge.set(value);
+        self.note(family, &Labels::new(), value);
         self.register(family, gauge);
     }
 
@@ -98,7 +128,9 @@ impl Families {
         debug_assert_eq!(family.kind, Kind::Gauge, "{}", family.name);
         let many = Many::<Labels, Gauge<f64, AtomicU64>>::default();
         for (of, value) in values {
-            many.get_or_create(&labels(family, of)).set(value);
+            let labels = labels(family, of);
+            self.note(family, &labels, value);
+            many.get_or_create(&labels).set(value);
         }
         self.register(family, many);
     }
@@ -112,6 +144,7 @@ impl Families {
         debug_assert_eq!(family.kind, Kind::Counter, "{}", family.name);
         let counter = Counter::<u64, AtomicU64>::default();
         counter.inc_by(value);
+        self.note(family, &Labels::new(), value as f64);
         self.register(family, counter);
     }
 
@@ -120,6 +153,7 @@ impl Families {
         debug_assert_eq!(family.kind, Kind::Counter, "{}", family.name);
         let counter = Counter::<f64, AtomicU64>::default();
         counter.inc_by(value);
+        self.note(family, &Labels::new(), value);
         self.register(family, counter);
     }
 
@@ -132,7 +166,9 @@ impl Families {
         debug_assert_eq!(family.kind, Kind::Counter, "{}", family.name);
         let many = Many::<Labels, Counter<u64, AtomicU64>>::default();
         for (of, value) in values {
-            many.get_or_create(&labels(family, of)).inc_by(value);
+            let labels = labels(family, of);
+            self.note(family, &labels, value as f64);
+            many.get_or_create(&labels).inc_by(value);
         }
         self.register(family, many);
     }

@@ -1,5 +1,5 @@
-//! Metrics: what agents show to those who watch them: a small HTTP server with `/metrics`, `/healthz` and `/readyz`,
-//! and a file for the agents that end.
+//! Metrics: what agents show to those who watch them: a small HTTP server with `/metrics`, `/healthz` and `/readyz`, a
+//! page for people at `/`, and a file for the agents that end.
 //!
 //! ```text
 //!   Prometheus ── GET /metrics ──▶ Site ──╮ Scrape                    ╭── Answer: families ──▶ text
@@ -11,11 +11,13 @@
 //!
 //! - [`register`]: every family. **Start here.**
 //! - [`families`]: names and values as text; [`process`]: those that every process has.
-//! - [`site`]: the HTTP server. [`watch`](mod@watch): how an agent is asked, and the file.
+//! - [`site`]: the HTTP server; [`page`]: the page for people.
+//! - [`watch`](mod@watch): how an agent is asked, and the file.
 //!
 //! Names are those of `docs/metrics.md`, and an interface: they do not change their meaning.
 
 pub(crate) mod families;
+mod page;
 mod process;
 pub(crate) mod register;
 #[cfg(test)]

@@ -40,6 +40,24 @@ pub(crate) enum Agent {
     Mount,
 }
 
+/// The unit of a family's values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Unit {
+    BytesPerSecond,
+    /// Seconds since 1970.
+    Moment,
+    Seconds,
+    Bytes,
+    Offset,
+    Ratio,
+    Slots,
+    Blocks,
+    State,
+    Count,
+    /// The value of an info, which says nothing.
+    One,
+}
+
 use Agent::{Attend, Backup, Fetch, Mount, Nbd, Replica, Serve, Source};
 use Kind::{Counter, Gauge, Info};
 
@@ -88,6 +106,40 @@ impl Kind {
     }
 }
 
+impl Unit {
+    /// How names end whose values have a unit. The first that fits counts.
+    const BY_ENDING: [(&str, Unit); 10] = [
+        ("_bytes_per_second", Unit::BytesPerSecond),
+        ("_timestamp_seconds", Unit::Moment),
+        ("_start_time_seconds", Unit::Moment),
+        ("_seconds", Unit::Seconds),
+        ("_bytes", Unit::Bytes),
+        ("_offset", Unit::Offset),
+        ("_ratio", Unit::Ratio),
+        ("_slots", Unit::Slots),
+        ("_blocks", Unit::Blocks),
+        ("_state", Unit::State),
+    ];
+
+    /// As in the manual.
+    #[cfg(test)]
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Unit::BytesPerSecond => "bytes per second",
+            Unit::Moment => "seconds since 1970",
+            Unit::Seconds => "seconds",
+            Unit::Bytes => "bytes",
+            Unit::Offset => "bytes of the stream",
+            Unit::Ratio => "0 to 1",
+            Unit::Slots => "slots",
+            Unit::Blocks => "blocks of 4 KiB",
+            Unit::State => "0 or 1",
+            Unit::Count => "",
+            Unit::One => "1",
+        }
+    }
+}
+
 impl Family {
     /// Whether the prefix of this project is not part of its name.
     pub(crate) fn is_of_a_process(&self) -> bool {
@@ -95,7 +147,6 @@ impl Family {
     }
 
     /// The name under which its values are found.
-    #[cfg(test)]
     pub(crate) fn full_name(&self) -> String {
         let prefix = if self.is_of_a_process() { String::new() } else { format!("{PREFIX}_") };
         let suffix = match self.kind {
@@ -107,21 +158,9 @@ impl Family {
     }
 
     /// The unit of its values, which its name says.
-    #[cfg(test)]
-    pub(crate) fn unit(&self) -> &'static str {
-        const UNITS: [(&str, &str); 9] = [
-            ("_bytes_per_second", "bytes per second"),
-            ("_timestamp_seconds", "seconds since 1970"),
-            ("_seconds", "seconds"),
-            ("_bytes", "bytes"),
-            ("_offset", "bytes of the stream"),
-            ("_ratio", "0 to 1"),
-            ("_slots", "slots"),
-            ("_blocks", "blocks of 4 KiB"),
-            ("_state", "0 or 1"),
-        ];
-        let unit = UNITS.into_iter().find(|(end, _)| self.name.ends_with(end)).map(|(_, unit)| unit);
-        unit.unwrap_or(if self.kind == Info { "1" } else { "" })
+    pub(crate) fn unit(&self) -> Unit {
+        let unit = Unit::BY_ENDING.into_iter().find(|(end, _)| self.name.ends_with(end)).map(|(_, unit)| unit);
+        unit.unwrap_or(if self.kind == Info { Unit::One } else { Unit::Count })
     }
 }
 
@@ -160,7 +199,7 @@ families! {
     PROCESS_MAX_FDS = Gauge "process_max_fds" [], RESIDENT,
         "Descriptors that the agent may have open", "";
     PROCESS_START = Gauge "process_start_time_seconds" [], RESIDENT,
-        "When the agent was started, in seconds since 1970",
+        "When the agent was started",
         "It changes often: the agent is restarted, its log says why";
     RUN_STARTED = Gauge "run_started_timestamp_seconds" [], ONE_SHOT,
         "When the command of this file was started", "";
@@ -427,7 +466,7 @@ mod tests {
                 agents => agents.iter().map(|agent| agent.name()).collect(),
             };
             let labels: Vec<String> = family.labels.iter().map(|label| format!("`{label}`")).collect();
-            let (name, kind, unit, help) = (family.full_name(), family.kind.name(), family.unit(), family.help);
+            let (name, kind, unit, help) = (family.full_name(), family.kind.name(), family.unit().name(), family.help);
             let (labels, agents, advice) = (labels.join(", "), agents.join(", "), family.advice);
             text.push_str(&format!("| `{name}` | {kind} | {unit} | {labels} | {agents} | {help} | {advice} |\n"));
         }

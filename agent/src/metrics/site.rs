@@ -9,15 +9,17 @@ use std::time::Duration;
 
 use http_body_util::Full;
 use hyper::body::{Bytes, Incoming};
-use hyper::header::{ACCEPT, CONTENT_TYPE, HeaderValue};
+use hyper::header::{ACCEPT, CACHE_CONTROL, CONTENT_TYPE, HeaderValue, X_CONTENT_TYPE_OPTIONS};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{HeaderMap, Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
+use remora_protocol::StatusReport;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
 use super::families::{Families, Form};
+use super::page;
 use crate::exit::Failure;
 use crate::tasks::AbortOnDrop;
 
@@ -25,6 +27,8 @@ use crate::tasks::AbortOnDrop;
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) families: Families,
+    /// What a source holds and which replicas read from it, for the page.
+    pub(crate) report: Option<Box<StatusReport>>,
     /// Why the agent cannot do its work now.
     pub(crate) not_ready: Option<String>,
 }
@@ -54,6 +58,7 @@ const PAUSE: Duration = Duration::from_millis(100);
 
 const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 const CLASSIC: &str = prometheus_client::encoding::prometheus_text::CONTENT_TYPE;
+const JSON: &str = "application/json";
 const PLAIN: &str = "text/plain; charset=utf-8";
 
 /// Binds the port.
@@ -111,13 +116,17 @@ async fn converse(stream: TcpStream, ask: Ask) {
 
 async fn answer(request: Request<Incoming>, ask: Ask) -> Result<Response<Full<Bytes>>, Infallible> {
     let (status, kind, text) = match (request.method(), request.uri().path()) {
-        (&Method::GET | &Method::HEAD, path @ ("/metrics" | "/healthz" | "/readyz")) => {
+        (&Method::GET | &Method::HEAD, "/") => return Ok(page::document()),
+        (&Method::GET | &Method::HEAD, path @ ("/metrics" | "/healthz" | "/readyz" | page::STATUS)) => {
             let asked = tokio::time::timeout(ANSWER_LIMIT, ask()).await.ok().flatten();
             match (path, asked) {
                 (_, None) => (StatusCode::SERVICE_UNAVAILABLE, PLAIN, "the agent does not answer\n".to_owned()),
                 ("/metrics", Some(answer)) => {
                     let (form, kind) = form(request.headers());
                     (StatusCode::OK, kind, answer.families.text(form))
+                }
+                (page::STATUS, Some(Answer { families, report, not_ready })) => {
+                    (StatusCode::OK, JSON, page::status(&families, report.as_deref(), not_ready.as_deref()))
                 }
                 ("/readyz", Some(Answer { not_ready: Some(why), .. })) => {
                     (StatusCode::SERVICE_UNAVAILABLE, PLAIN, format!("{why}\n"))
@@ -126,13 +135,17 @@ async fn answer(request: Request<Incoming>, ask: Ask) -> Result<Response<Full<By
             }
         }
         (&Method::GET | &Method::HEAD, _) => {
-            (StatusCode::NOT_FOUND, PLAIN, "there are /metrics, /healthz and /readyz\n".to_owned())
+            (StatusCode::NOT_FOUND, PLAIN, "there are /, /metrics, /healthz and /readyz\n".to_owned())
         }
         _ => (StatusCode::METHOD_NOT_ALLOWED, PLAIN, "only GET and HEAD\n".to_owned()),
     };
     let mut response = Response::new(Full::new(Bytes::from(text)));
     *response.status_mut() = status;
-    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+    // A browser must take no answer for a page of another kind, and keep none.
+    headers.insert(X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
     Ok(response)
 }
 
@@ -169,7 +182,7 @@ mod tests {
     }
 
     fn answer(not_ready: Option<&str>) -> Option<Answer> {
-        Some(Answer { families: Families::new(Agent::Source), not_ready: not_ready.map(Into::into) })
+        Some(Answer { families: Families::new(Agent::Source), report: None, not_ready: not_ready.map(Into::into) })
     }
 
     #[tokio::test]
@@ -184,7 +197,12 @@ mod tests {
             (waiting, "/healthz", 200, "ok"),
             (waiting, "/metrics", 200, "# EOF"),
             (silent, "/healthz", 503, "does not answer"),
-            (ready, "/", 404, "/metrics"),
+            (ready, "/", 200, "<!doctype html>"),
+            (silent, "/", 200, "<!doctype html>"),
+            (ready, "/status.json", 200, "\"agent\":\"source\""),
+            (waiting, "/status.json", 200, "the server is gone"),
+            (silent, "/status.json", 503, "does not answer"),
+            (ready, "/other", 404, "/metrics"),
         ] {
             let said = get(at, &format!("GET {path} HTTP/1.1\r\nHost: a\r\n\r\n")).await;
             assert!(said.starts_with(&format!("HTTP/1.1 {status} ")) && said.contains(text), "{path}: {said}");

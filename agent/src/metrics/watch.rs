@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use remora_protocol::StatusReport;
 use rustix::fs::Mode;
 use tokio::sync::{mpsc, oneshot};
 
@@ -27,6 +28,8 @@ const READABLE: Placing =
 #[derive(Debug)]
 pub(crate) struct Scrape {
     pub(crate) families: Families,
+    /// What a source adds for the page.
+    pub(crate) report: Option<Box<StatusReport>>,
     to: oneshot::Sender<Answer>,
 }
 
@@ -40,12 +43,12 @@ impl Scrape {
 
     fn with(families: Families) -> (Scrape, oneshot::Receiver<Answer>) {
         let (to, told) = oneshot::channel();
-        (Scrape { families, to }, told)
+        (Scrape { families, report: None, to }, told)
     }
 
     /// Answers. `not_ready`: why the agent cannot do its work now.
     pub(crate) fn answer(self, not_ready: Option<String>) {
-        let answer = Answer { families: self.families, not_ready };
+        let answer = Answer { families: self.families, report: self.report, not_ready };
         let _ = self.to.send(answer); // a client that has gone needs no answer
     }
 }

@@ -39,6 +39,7 @@ pub(super) fn answer(source: &Source, mut scrape: Scrape) {
             Err(_) => Err(format!("{} does not answer within {} s", server.url(), SERVER_LIMIT.as_secs())),
         };
         show(&mut scrape.families, &report, facts.as_ref().ok(), rate);
+        scrape.report = Some(Box::new(report));
         scrape.answer(match &facts {
             Ok(facts) if facts.loading == Some(true) => Some(format!("{} is loading its data set", server.url())),
             Ok(_) => None,

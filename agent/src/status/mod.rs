@@ -1,13 +1,14 @@
 //! `remora status`: what a source holds and which replicas read from it, as a table, as JSON, or live on a terminal
-//! ([`screen`]).
+//! ([`screen`]). The names of states and units are in [`view`], which the page of `--metrics` shows too.
 
 mod screen;
+pub(crate) mod view;
 
 use std::collections::HashMap;
 use std::io::IsTerminal;
 use std::time::Duration;
 
-use remora_protocol::{GenerationState, GenerationStatus, Message, ReplicaStatus, StatusReport, UploadStatus};
+use remora_protocol::{GenerationStatus, Message, ReplicaStatus, StatusReport};
 
 use self::screen::{Screen, Wish};
 use crate::args::{HostPort, StatusArgs};
@@ -15,7 +16,7 @@ use crate::conversation::certificate_roles::CertificateRoles;
 use crate::conversation::tokens::Credentials;
 use crate::conversation::{Connection, Error};
 use crate::exit::{Code, Failure};
-use crate::units::{Size, readable};
+use crate::units::Size;
 
 /// How long a source may take to answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
@@ -77,38 +78,15 @@ pub(crate) async fn ask(connection: &mut Connection, source: &HostPort) -> Resul
     })
 }
 
-/// What the background transfer over TCP does.
-pub(crate) fn describe_upload(upload: &UploadStatus) -> String {
-    let UploadStatus { bytes_per_second, queueing_micros, yields } = *upload;
-    let why = if yields { ", because other traffic fills the network link" } else { "" };
-    let millis = queueing_micros as f64 / 1000.0;
-    format!("in the background, up to {}/s{why}; {millis:.1} ms of queue", Size::bytes(bytes_per_second))
-}
-
 pub(crate) fn table(report: &StatusReport) -> String {
-    let mut text = format!("source     remora {} of {} ({})\n", report.source, report.server, report.role);
+    let mut text = format!("source     {}\n", view::source(report));
     match &report.generation {
-        None => text.push_str("snapshot   none; the source takes one when a replica joins\n"),
+        None => text.push_str(&format!("snapshot   {}\n", view::NO_SNAPSHOT.join("; "))),
         Some(generation) => describe(generation, &mut text),
     }
-    let totals = &report.totals;
-    text.push_str(&format!(
-        "so far     {} snapshot{} taken, {} replica{} done, {} served over the network\n",
-        totals.snapshots_taken,
-        plural(totals.snapshots_taken),
-        totals.replicas_done,
-        plural(totals.replicas_done),
-        Size::bytes(totals.bytes_served)
-    ));
-    if totals.snapshots_failed > 0 {
-        text.push_str(&format!(
-            "           {} snapshot{} failed\n",
-            totals.snapshots_failed,
-            plural(totals.snapshots_failed)
-        ));
-    }
+    text.push_str(&format!("so far     {}\n", view::totals(report).join(", ")));
     if let Some(upload) = &report.upload {
-        text.push_str(&format!("upload     {}\n", describe_upload(upload)));
+        text.push_str(&format!("upload     {}\n", view::upload(upload).join(", ")));
     }
     if !report.last_failure.is_empty() {
         text.push_str(&format!("failed     the last snapshot: {}\n", report.last_failure));
@@ -176,15 +154,8 @@ fn lends(replica: &ReplicaStatus) -> String {
     format!("  {what}{zone}")
 }
 
-fn plural(count: u64) -> &'static str {
-    if count == 1 { "" } else { "s" }
-}
-
 fn describe(generation: &GenerationStatus, text: &mut String) {
-    let state = match generation.state {
-        GenerationState::Capturing => "being taken",
-        GenerationState::Complete => "whole",
-    };
+    let state = view::state(generation.state);
     let seconds = generation.capture_millis as f64 / 1000.0;
     text.push_str(&format!(
         "snapshot   generation {}, {state}: {} in {} slots, {seconds:.3} s to take by {}, {} old\n",
@@ -192,7 +163,7 @@ fn describe(generation: &GenerationStatus, text: &mut String) {
         Size::bytes(generation.snapshot_bytes),
         generation.published_slots,
         generation.capture,
-        readable(Duration::from_secs(generation.age_seconds)),
+        view::seconds(generation.age_seconds),
     ));
     if !generation.no_fast_keys.is_empty() {
         text.push_str(&format!("           without fast keys: {}\n", generation.no_fast_keys));
@@ -208,13 +179,9 @@ fn describe(generation: &GenerationStatus, text: &mut String) {
         "stream     from {} to {} ({} held)\n",
         generation.journal_first,
         generation.offset_now,
-        Size::bytes(generation.journal_end.saturating_sub(generation.journal_first))
+        Size::bytes(view::held(generation))
     ));
-    text.push_str(&format!(
-        "memory     {} of {} in use\n",
-        Size::bytes(generation.memory_bytes),
-        Size::bytes(generation.memory_limit)
-    ));
+    text.push_str(&format!("memory     {}\n", view::in_use(generation)));
 }
 
 fn replicas(replicas: &[ReplicaStatus]) -> String {
@@ -225,15 +192,15 @@ fn replicas(replicas: &[ReplicaStatus]) -> String {
     );
     for replica in replicas {
         text.push_str(&format!(
-            "{:<width$}  {:<9} {:<5} {:>6.1}% {:>12} {:>12} {:>8} {:>7}  {}\n",
+            "{:<width$}  {:<9} {:<5} {:>7} {:>12} {:>12} {:>8} {:>7}  {}\n",
             replica.name,
             replica.phase,
             replica.transport,
-            f64::from(replica.percent_permille) / 10.0,
-            format!("{}/s", Size::bytes(replica.rate_bytes_per_s)),
-            Size::bytes(replica.journal_lag_bytes).to_string(),
-            readable(Duration::from_secs(replica.joined_seconds)),
-            readable(Duration::from_secs(replica.silent_seconds)),
+            view::percent(replica),
+            view::rate(replica.rate_bytes_per_s),
+            view::lag(replica),
+            view::seconds(replica.joined_seconds),
+            view::seconds(replica.silent_seconds),
             replica.protection,
         ));
         if replica.transport.is_empty() && !replica.transport_why.is_empty() {
@@ -250,7 +217,7 @@ fn replicas(replicas: &[ReplicaStatus]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use remora_protocol::{Phase, Totals};
+    use remora_protocol::{GenerationState, Phase, Totals};
 
     use super::*;
 

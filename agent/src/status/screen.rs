@@ -2,14 +2,16 @@
 //!
 //! ```text
 //!   source     remora 0.1.0 of redis://10.0.0.1:6379 (primary)
-//!   snapshot   937.0 MiB, whole, 3 min old              stream      2.1 MiB held, to offset 73322
-//!   compressed zstd: lz4 leaves 35 % at …               12.1 % of the snapshot is stored
-//!   journal    ▆▆▆▆▆▁▁▁▁▁▁▁ 24 % until a replica loses its place
-//!   ┌ replicas ────────────────────────────────────────────────────────────┐
-//!   │ a  transfer  ▆▆▆▆▆▆▆▆▁▁▁▁ 61.0%   110.2 MiB/s  lag 0 B   from source  │
+//!   snapshot   937 MiB, whole, by psync, 3 min 00 s old
+//!   stream     2.10 MiB held, to offset 73322
+//!   memory     ████████░░░░░░░░░░░░ 939.10 MiB of 2 GiB in use
+//!   ┌ 2 replicas ───────────────────────────────────────────────────────────┐
+//!   │ replica  phase     of the snapshot              rate         from     │
+//!   │ db2      transfer  ████████████░░░░░░░░  61.0%  110.20 MiB/s source   │
 //! ```
+//!
+//! What it says is decided in [`view`](super::view).
 
-use std::collections::HashMap;
 use std::io;
 use std::time::Duration;
 
@@ -19,10 +21,10 @@ use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Block, Cell, Paragraph, Row, Table, Widget};
-use remora_protocol::{GenerationState, GenerationStatus, Phase, ReplicaStatus, StatusReport};
+use remora_protocol::{Phase, StatusReport};
 
+use super::view::{Fact, HEADS, Level, Row as Replica, Share, View};
 use crate::exit::Failure;
-use crate::units::{Size, readable};
 
 /// Columns of a bar.
 const BAR: usize = 20;
@@ -107,91 +109,43 @@ fn wish(event: &Event) -> Option<Wish> {
 }
 
 fn draw(report: &StatusReport, area: Rect, buffer: &mut Buffer) {
-    let head = head(report);
+    let view = View::of(report);
+    let head = head(&view);
     let rows = [Constraint::Length(head.len() as u16), Constraint::Min(3), Constraint::Length(1)];
     let [top, middle, bottom] = Layout::vertical(rows).areas(area);
     Paragraph::new(head).render(top, buffer);
-    replicas(&report.replicas, middle, buffer);
+    replicas(&view.replicas, middle, buffer);
     let keys = Line::from("q: end   space: now").style(Style::new().add_modifier(Modifier::DIM));
     keys.render(bottom, buffer);
 }
 
 /// The lines about the source and its tables.
-fn head(report: &StatusReport) -> Vec<Line<'static>> {
-    let mut lines = vec![line("source", format!("remora {} of {} ({})", report.source, report.server, report.role))];
-    match &report.generation {
-        None => lines.push(line("snapshot", "none; the source takes one when a replica joins".to_owned())),
-        Some(generation) => {
-            lines.push(line("snapshot", snapshot(generation)));
-            let held = generation.journal_end.saturating_sub(generation.journal_first);
-            lines.push(line("compressed", generation.compression.clone()));
-            lines.push(line("stream", format!("{} held, to offset {}", Size::bytes(held), generation.offset_now)));
-            lines.push(share("memory", generation.memory_bytes, generation.memory_limit, |part| {
-                format!("{} of {}", Size::bytes(part), Size::bytes(generation.memory_limit))
-            }));
-            if let Some(most) = report.replicas.iter().map(|replica| replica.journal_lag_bytes).max()
-                && held > 0
-            {
-                lines.push(share("journal", most.min(held), held, |part| {
-                    format!(
-                        "{} behind is the slowest replica; at the end of the bar it loses its place",
-                        Size::bytes(part)
-                    )
-                }));
-            }
-        }
-    }
-    let totals = &report.totals;
-    let counted = format!(
-        "{} snapshots, {} failed; {} replicas done; {} served over the network",
-        totals.snapshots_taken,
-        totals.snapshots_failed,
-        totals.replicas_done,
-        Size::bytes(totals.bytes_served)
-    );
-    lines.push(line("so far", counted));
-    if let Some(upload) = &report.upload {
-        lines.push(line("upload", super::describe_upload(upload)));
-    }
-    if !report.last_failure.is_empty() {
-        lines.push(line("failed", report.last_failure.clone()).style(Style::new().fg(Color::Red)));
+fn head(view: &View) -> Vec<Line<'static>> {
+    let mut lines = vec![line("source", view.source.clone())];
+    lines.extend(view.facts.iter().map(fact));
+    if !view.failure.is_empty() {
+        lines.push(line("failed", view.failure.clone()).style(Style::new().fg(Color::Red)));
     }
     lines
+}
+
+fn fact(fact: &Fact) -> Line<'static> {
+    let text = match (fact.share, fact.more.as_str()) {
+        (_, "") => fact.value.clone(),
+        // Beside a bar it is a sentence.
+        (Some(_), more) => format!("{} {more}", fact.value),
+        (None, more) => format!("{}, {more}", fact.value),
+    };
+    let Some(share) = fact.share else { return line(fact.name, text) };
+    let mut line = line(fact.name, String::new());
+    line.push_span(Span::styled(bar(share.of_one), Style::new().fg(level(share))));
+    line.push_span(Span::raw(format!(" {text}")));
+    line
 }
 
 fn line(name: &'static str, text: String) -> Line<'static> {
     let name = Span::styled(format!("{name:<10} "), Style::new().add_modifier(Modifier::BOLD));
     Line::from(vec![name, Span::raw(text)])
-}
-
-fn snapshot(generation: &GenerationStatus) -> String {
-    let state = match generation.state {
-        GenerationState::Capturing => "being taken",
-        GenerationState::Complete => "whole",
-    };
-    let windowed = if generation.windowed { ", windowed" } else { "" };
-    format!(
-        "{}, {state}{windowed}, by {}, {} old",
-        Size::bytes(generation.snapshot_bytes),
-        generation.capture,
-        readable(Duration::from_secs(generation.age_seconds))
-    )
-}
-
-/// A line with a bar.
-fn share(name: &'static str, part: u64, whole: u64, text: impl Fn(u64) -> String) -> Line<'static> {
-    let share = part as f64 / whole.max(1) as f64;
-    let colour = if share > 0.9 {
-        Color::Red
-    } else if share > 0.7 {
-        Color::Yellow
-    } else {
-        Color::Green
-    };
-    let mut line = line(name, String::new());
-    line.push_span(Span::styled(bar(share), Style::new().fg(colour)));
-    line.push_span(Span::raw(format!(" {}", text(part))));
-    line
 }
 
 /// A bar of [`BAR`] columns.
@@ -200,24 +154,23 @@ fn bar(share: f64) -> String {
     format!("{}{}", "█".repeat(full), "░".repeat(BAR - full))
 }
 
-fn replicas(replicas: &[ReplicaStatus], area: Rect, buffer: &mut Buffer) {
-    let names: HashMap<u64, &str> = replicas.iter().map(|replica| (replica.session, replica.name.as_str())).collect();
+fn replicas(replicas: &[Replica], area: Rect, buffer: &mut Buffer) {
     let rows = replicas.iter().map(|replica| {
-        let from = replica.reads_from.and_then(|session| names.get(&session).copied()).unwrap_or("source");
-        let share = f64::from(replica.percent_permille) / 1000.0;
         let progress = Line::from(vec![
-            Span::styled(bar(share), Style::new().fg(colour(replica.phase))),
-            Span::raw(format!(" {:>5.1}%", share * 100.0)),
+            Span::styled(bar(replica.share), Style::new().fg(colour(replica.phase))),
+            Span::raw(format!(" {:>6}", replica.percent)),
         ]);
+        let silent = if replica.is_silent { Style::new().fg(Color::Red) } else { Style::new() };
         Row::new([
             Cell::from(replica.name.clone()),
             Cell::from(replica.phase.to_string()).style(Style::new().fg(colour(replica.phase))),
             Cell::from(progress),
-            Cell::from(format!("{}/s", Size::bytes(replica.rate_bytes_per_s))),
-            Cell::from(Size::bytes(replica.journal_lag_bytes).to_string()),
-            Cell::from(if replica.transport.is_empty() { "–".to_owned() } else { replica.transport.clone() }),
-            Cell::from(from.to_owned()),
-            Cell::from(readable(Duration::from_secs(replica.joined_seconds))),
+            Cell::from(replica.rate.clone()),
+            Cell::from(replica.lag.clone()),
+            Cell::from(replica.by.clone()),
+            Cell::from(replica.from.clone()),
+            Cell::from(replica.joined.clone()),
+            Cell::from(replica.silent.clone()).style(silent),
         ])
     });
     let widths = [
@@ -228,13 +181,22 @@ fn replicas(replicas: &[ReplicaStatus], area: Rect, buffer: &mut Buffer) {
         Constraint::Length(11),
         Constraint::Length(5),
         Constraint::Fill(1),
-        Constraint::Length(9),
+        Constraint::Length(11),
+        Constraint::Length(11),
     ];
-    let heads = ["replica", "phase", "of the snapshot", "rate", "lag", "by", "from", "joined"];
     let table = Table::new(rows, widths)
-        .header(Row::new(heads).style(Style::new().add_modifier(Modifier::BOLD)))
+        .header(Row::new(HEADS).style(Style::new().add_modifier(Modifier::BOLD)))
         .block(Block::bordered().title(format!(" {} replicas ", replicas.len())));
     Widget::render(table, area, buffer);
+}
+
+/// The colour of a part of a limit.
+fn level(share: Share) -> Color {
+    match share.level {
+        Level::Low => Color::Green,
+        Level::High => Color::Yellow,
+        Level::Full => Color::Red,
+    }
 }
 
 /// The colour of a phase.
@@ -253,6 +215,7 @@ mod tests {
 
     use super::super::tests::{replica, report};
     use super::*;
+    use crate::units::Size;
 
     fn drawn(report: &StatusReport, width: u16, height: u16) -> String {
         let area = Rect::new(0, 0, width, height);
@@ -268,6 +231,7 @@ mod tests {
         (half.percent_permille, half.rate_bytes_per_s, half.journal_lag_bytes) = (500, 110 << 20, 3 << 20);
         let mut whole = replica(1, "first", None);
         whole.percent_permille = 1000;
+        (half.applied_offset, whole.applied_offset) = (5 << 20, 8 << 20);
         let text = drawn(&report(vec![whole, half]), 130, 16);
         for words in ["of redis://10.0.0.1:6379 (primary)", "937 MiB, whole", " 2 replicas ", "q: end"] {
             assert!(text.contains(words), "no {words}:\n{text}");

@@ -62,7 +62,7 @@ fn sync(net: &Net, kind: Kind, here: &Host, primary: &Server, client: &Host, lim
         let status = source.status();
         assert_eq!(status["upload"].is_object(), limit.is_empty(), "{status}");
         if limit.is_empty() {
-            says(&source.drawn_status(), &["upload", "in the background, up to", "of queue"]);
+            says(&source.drawn_status(), &["upload", "up to", "in the background", "of queue"]);
             assert!(status["upload"]["bytes_per_second"].as_u64() >= Some(1 << 20), "{status}");
         }
         Felt { took, p99: waits[waits.len() * 99 / 100] }

@@ -53,7 +53,7 @@ fn two_replicas_of(primary: Server, replica_kind: Kind, own: u64) {
 
 /// Between the families, digests differ by the digits in which scores are printed (`0.1` and `0.10000000000000001`). So
 /// this compares the replication offsets, and then the content of every key.
-fn assert_same_content(primary: &Server, replica: &Server) {
+pub(crate) fn assert_same_content(primary: &Server, replica: &Server) {
     let place = |server: &Server| (server.fact("master_replid").unwrap(), server.fact("master_repl_offset").unwrap());
     wait_until("the replica to reach the offset of its primary", LONG, || {
         let (here, there) = (place(primary), place(replica));

@@ -66,6 +66,7 @@ mod taken_over;
 mod tokens;
 mod tuning;
 mod verify;
+mod versions;
 mod volume;
 mod volume_certificates;
 mod volume_guest;

@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
+use remora_lab::browser::{Browser, View};
 use remora_lab::http::{self, Page};
 use remora_lab::server::wait_until;
 use remora_lab::{Server, prometheus, require, scratch};
@@ -200,6 +201,88 @@ fn a_replica_is_not_ready_before_it_is_in_step_and_its_port_is_named_if_it_is_ta
     let mut second = source.replica(&other, &["--metrics", &beside.to_string()]);
     says(&ends(&mut second, 8), &["--metrics", &beside.to_string()]);
     agent.wait_for_success(LONG).unwrap();
+}
+
+/// Names of keys that no page may show.
+const SECRET: &str = "a-key-that-is-nobodys-business";
+
+#[test]
+fn the_page_of_a_source_shows_its_replicas_and_no_key() {
+    let Some(kind) = require::valkey() else { return };
+    let server = primary(kind).start().unwrap();
+    fill(&server, 8, 1);
+    server.client().unwrap().ok(&["SET", SECRET, SECRET]).unwrap();
+    let address = free_address();
+    let source = Source::start(&server, &["--metrics", &address.to_string()]);
+    let ask = || -> serde_json::Value { serde_json::from_str(&get(address, "/status.json").text).unwrap() };
+    let before = ask();
+    assert_eq!(
+        (&before["agent"], &before["why"], &before["replicas"]),
+        (&"source".into(), &"".into(), &serde_json::json!([]))
+    );
+    says(&before["facts"][0].to_string(), &["none", "takes one when a replica joins"]);
+    let replica = Server::start(kind).unwrap();
+    let mut stays = source.replica(&replica, &["--stay", "--name", "db <2>"]);
+    stays.wait_for_line("in step; staying", LONG).unwrap();
+    let shown = wait_until("the replica to stay", LONG, || {
+        let shown = ask();
+        Ok(if shown["replicas"][0]["phase"] == "stay" { Ok(shown) } else { Err(shown.to_string()) })
+    })
+    .unwrap();
+    let row = &shown["replicas"][0];
+    assert_eq!((&row["name"], &row["percent"], &row["from"]), (&"db <2>".into(), &"100.0%".into(), &"source".into()));
+    says(&shown["of"].to_string(), &[&server.url(), "(primary)"]);
+    for path in ["/", "/status.json", "/metrics", "/readyz"] {
+        let page = get(address, path);
+        assert!(page.status == 200 && !page.text.contains(SECRET), "{path}: {page:?}");
+    }
+    let page = get(address, "/");
+    says(&page.head, &["content-security-policy: default-src 'none'", "nosniff", "no-store", "text/html"]);
+    drop(stays);
+}
+
+#[test]
+fn a_browser_draws_the_page_in_light_and_dark_and_has_no_complaint() {
+    let (Some(kind), Some(())) = (require::valkey(), require::browser()) else { return };
+    let mut server = primary(kind).start().unwrap();
+    fill(&server, 8, 1);
+    let address = free_address();
+    let source = Source::start(&server, &["--metrics", &address.to_string()]);
+    let replica = Server::start(kind).unwrap();
+    let mut stays = source.replica(&replica, &["--stay", "--name", "db <2>"]);
+    stays.wait_for_line("in step; staying", LONG).unwrap();
+    let view = View { width: 1100, height: 800, is_dark: false };
+    let mut browser = Browser::open(&format!("http://{address}/"), view).unwrap();
+    let drawn = browser
+        .wait_for_text("the replica on the page", LONG, |text| text.contains("db <2>") && text.contains("100.0%"))
+        .unwrap();
+    says(&drawn, &["Remora source", &server.url(), "1 replica", "stay", "ready", "read by all replicas"]);
+    let colour = "getComputedStyle(document.body).backgroundColor";
+    let light = browser.evaluate(colour).unwrap();
+    browser.resize(View { is_dark: true, ..view }).unwrap();
+    assert_ne!(browser.evaluate(colour).unwrap(), light);
+    // Nothing lies beyond the right edge of a telephone, but what can be scrolled there.
+    browser.resize(View { width: 390, ..view }).unwrap();
+    let width = browser.evaluate("document.documentElement.scrollWidth").unwrap();
+    assert_eq!(width.as_u64(), Some(390));
+    // The bar has the width of its share, which a style attribute in the document could not have set.
+    let share =
+        "[...document.querySelectorAll('#rows .bar i')].map((bar) => bar.offsetWidth / bar.parentNode.offsetWidth)";
+    let shares = wait_until("the bar to be full", LONG, || {
+        let shares = browser.evaluate(share)?;
+        Ok(if shares[0].as_f64() > Some(0.99) { Ok(shares) } else { Err(shares.to_string()) })
+    });
+    assert_eq!(shares.unwrap().as_array().map(Vec::len), Some(1));
+    browser.evaluate("document.getElementById('all').open = true").unwrap();
+    let all = |text: &str| text.contains("remora_replica_progress_ratio") && text.contains("replica db <2>: 100.0%");
+    browser.wait_for_text("all values", LONG, all).unwrap();
+    assert_eq!(browser.complaints().unwrap(), Vec::<String>::new());
+    // The server ends: the page says why the source is not ready. The source ends: the page says that too.
+    server.kill().unwrap();
+    let gone = server.address().to_string();
+    browser.wait_for_text("the reason", LONG, |text| text.contains("not ready") && text.contains(&gone)).unwrap();
+    drop(source);
+    browser.wait_for_text("the silence", LONG, |text| text.contains("no answer, last seen")).unwrap();
 }
 
 /// What is in a file, and whether other users can read it.

@@ -211,7 +211,7 @@ fn an_output_buffer_that_is_too_small_is_named_and_not_met_without_end(kind: Kin
     let status = source.status();
     assert_eq!(status["totals"]["snapshots_failed"].as_u64(), Some(forks));
     assert!(status["last_failure"].as_str().unwrap().contains("client-output-buffer-limit"), "{status}");
-    says(&source.drawn_status(), &[&format!("{forks} snapshots failed"), "client-output-buffer-limit"]);
+    says(&source.drawn_status(), &[&format!(" taken, {forks} failed, "), "client-output-buffer-limit"]);
 }
 
 #[test]

@@ -4,7 +4,7 @@
 //! so those are compared separately. The comparison needs idle servers: stop your writers first.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use remora_redis::resp::Frame;
 
@@ -226,16 +226,17 @@ fn described(client: &mut Client, key: &[u8]) -> Result<String> {
 /// Keys with a different time of expiry. A key that expires at this moment is ignored.
 fn different_expiries(one: &mut Client, other: &mut Client, most: usize) -> Result<Vec<String>> {
     let mut found = Vec::new();
+    let are_exact = knows(one, "PEXPIRETIME")? && knows(other, "PEXPIRETIME")?;
     for (database, expires) in databases(one)? {
         if expires == 0 {
             continue;
         }
         each_batch(one, database, |one, keys| {
-            let left = ask_each(one, database, &["PEXPIRETIME"], keys)?;
-            let right = ask_each(other, database, &["PEXPIRETIME"], keys)?;
+            let times = if are_exact { asked_times } else { computed_times };
+            let (left, right) = (times(one, database, keys)?, times(other, database, keys)?);
             for (key, (left, right)) in keys.iter().zip(left.iter().zip(&right)) {
                 let gone = |time: &Frame| *time == Frame::Integer(KEY_IS_GONE);
-                if left != right && !gone(left) && !gone(right) {
+                if !same_time(left, right, are_exact) && !gone(left) && !gone(right) {
                     let key = shown_bytes(key);
                     note(&mut found, most, format!("db {database}, {key}: expires at {left:?} and {right:?}"));
                 }
@@ -246,9 +247,44 @@ fn different_expiries(one: &mut Client, other: &mut Client, most: usize) -> Resu
     Ok(found)
 }
 
-/// Function libraries that only one server has, including their code.
+/// When keys expire.
+fn asked_times(client: &mut Client, database: u32, keys: &[Vec<u8>]) -> Result<Vec<Frame>> {
+    ask_each(client, database, &["PEXPIRETIME"], keys)
+}
+
+/// The same, of servers before Redis 7.0, which say only how long keys still live.
+fn computed_times(client: &mut Client, database: u32, keys: &[Vec<u8>]) -> Result<Vec<Frame>> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_millis() as i64);
+    let left = ask_each(client, database, &["PTTL"], keys)?;
+    let at = |frame| match frame {
+        Frame::Integer(left) if left >= 0 => Frame::Integer(now + left),
+        other => other,
+    };
+    Ok(left.into_iter().map(at).collect())
+}
+
+/// Whether two times of expiry are equal, but for the time between two questions where they were computed.
+fn same_time(one: &Frame, other: &Frame, are_exact: bool) -> bool {
+    match (one, other) {
+        (Frame::Integer(one), Frame::Integer(other)) if !are_exact && *one > 0 && *other > 0 => {
+            one.abs_diff(*other) <= ASKED_WITHIN
+        }
+        (one, other) => one == other,
+    }
+}
+
+/// Whether the server has a command.
+fn knows(client: &mut Client, command: &str) -> Result<bool> {
+    let answer = client.list(&["COMMAND", "INFO", command])?;
+    Ok(matches!(answer.first(), Some(Frame::Array(facts)) if !facts.is_empty()))
+}
+
+/// Function libraries that only one server has, including their code. Before Redis 7.0 there are none.
 fn different_functions(one: &mut Client, other: &mut Client) -> Result<Vec<String>> {
     let libraries = |client: &mut Client| -> Result<BTreeSet<String>> {
+        if !knows(client, "FUNCTION")? {
+            return Ok(BTreeSet::new());
+        }
         let list = client.list(&["FUNCTION", "LIST", "WITHCODE"])?;
         Ok(list.iter().map(|library| format!("{library:?}")).collect())
     };
@@ -309,6 +345,9 @@ const MOST_SHOWN: usize = 10;
 
 /// Keys per SCAN.
 const SCAN_COUNT: &str = "1000";
+
+/// Milliseconds between the questions for one batch's times at two servers, on a busy machine.
+const ASKED_WITHIN: u64 = 2000;
 
 /// PEXPIRETIME of a missing key.
 const KEY_IS_GONE: i64 = -2;

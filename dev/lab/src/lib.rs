@@ -23,6 +23,7 @@
 //! - [`require`]: what a test needs of its machine, and how it is skipped if that is missing.
 //! - [`notes`]: lines about a test that appear although it passes.
 //! - [`prometheus`]: a real Prometheus that scrapes them, and [`http`]: a page of either.
+//! - [`browser`]: a real browser that shows a page.
 //! - [`tls`]: certificates, generated for each test.
 //! - [`net`]: hosts as network namespaces, with cables to cut, slow down and make lossy; [`iperf`] measures their
 //!   rates. [`link`]: a slow way to a server, on any kernel.
@@ -33,6 +34,7 @@
 //! Each has a comment that says why it is sound.
 
 pub mod agent;
+pub mod browser;
 pub mod client;
 pub mod cluster;
 pub mod compare;
@@ -55,6 +57,7 @@ pub mod tls;
 pub mod workload;
 
 pub use agent::Agent;
+pub use browser::Browser;
 pub use client::{Address, Client};
 pub use cluster::Cluster;
 pub use compare::{Agreement, assert_same_data};

@@ -120,6 +120,14 @@ pub fn prometheus() -> Option<()> {
     Some(())
 }
 
+/// A browser.
+pub fn browser() -> Option<()> {
+    match crate::browser::program() {
+        Ok(_) => Some(()),
+        Err(error) => skip(&error.to_string()),
+    }
+}
+
 /// fio.
 pub fn fio() -> Option<()> {
     runs("fio")

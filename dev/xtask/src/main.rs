@@ -7,6 +7,7 @@
 //!   soak            restarts, promotes, freezes and cuts off servers and agents for an hour, and compares all data
 //!   bench           runs the programs of dev/bench and keeps the results in bench/runs
 //!   net             hosts with cables of a known rate, to cut, slow down and make lossy; servers and agents in them
+//!   pictures        the pictures of README.md and the manual, from the program itself
 //!   layout          finds where a server's build keeps its tables, for the module's list of builds
 //!   asserting       tries fast keys in a server that is built with its assertions and AddressSanitizer
 //!   dist            what users install: archives, packages, images, lists of crates, checksums
@@ -21,6 +22,7 @@
 //!
 //! - [`demo`]: the demonstration. **Start here.** [`show`]: the display while it runs; [`table`]: the table at its end.
 //! - [`demo_volume`]: the demonstration of volumes; [`demo_files`]: of files in one; [`commands`]: `remora` in both.
+//! - [`pictures`]: the pictures of the manual.
 //! - [`prove`]: proofs of mounted files, by other people's programs.
 //! - [`soak`]: the long run under a script of faults.
 //! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: generates or compares the RDMA libraries' types.
@@ -40,6 +42,7 @@ mod demo_volume;
 mod dist;
 mod layout;
 mod net;
+mod pictures;
 mod process;
 mod prove;
 mod release;
@@ -78,6 +81,8 @@ enum Command {
     /// Hosts of a test network, with servers and agents in them. Needs root.
     #[command(subcommand)]
     Net(net::Command),
+    /// Make the pictures of README.md and the manual anew, from the program itself.
+    Pictures(pictures::Options),
     /// Print the layout of a server's build, for `module/builds`, by watching the server.
     Layout(layout::Options),
     /// Try fast keys in a server that is built from source with its assertions and AddressSanitizer.
@@ -117,6 +122,7 @@ fn main() -> ExitCode {
         Command::Soak(options) => stop::or_run(move || soak::run(&options)),
         Command::Bench(options) => stop::or_run(move || bench::run(&options)),
         Command::Net(command) => net::run(command),
+        Command::Pictures(options) => stop::or_run(move || pictures::run(&options)),
         Command::Layout(options) => layout::run(&options),
         Command::Asserting(options) => asserting::run(&options),
         Command::Dist(options) => dist::run(&options),

@@ -9,6 +9,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use super::program::Program;
 use super::{Kind, LOG_FILE, SOCKET_FILE, Server, module_library};
 use crate::error::{Doing, Error, Result};
 use crate::net::Host;
@@ -21,6 +22,8 @@ use crate::tls::Tls;
 #[derive(Clone, Debug)]
 pub struct Builder {
     pub(super) kind: Kind,
+    /// In place of the kind's own program.
+    program: Option<Program>,
     lines: Vec<String>,
     pub(super) unix_socket: bool,
     cluster: bool,
@@ -36,6 +39,7 @@ impl Builder {
     pub(super) fn new(kind: Kind) -> Builder {
         Builder {
             kind,
+            program: None,
             lines: Vec::new(),
             unix_socket: false,
             cluster: false,
@@ -46,6 +50,11 @@ impl Builder {
             start_time: START_TIME,
             user: None,
         }
+    }
+
+    /// Uses this program instead of the kind's own: another version of the same family.
+    pub fn program(self, program: &Program) -> Builder {
+        Builder { program: Some(program.clone()), ..self }
     }
 
     /// Adds a line to the configuration file; `value` is written as it is (`""` for the empty value).
@@ -168,12 +177,23 @@ impl Builder {
         Ok(server)
     }
 
+    pub(super) fn add_lines(&self, folder: &Path, lines: &str) -> Result<()> {
+        let path = folder.join(CONFIG_FILE);
+        let doing = || format!("write {}", path.display());
+        let mut text = fs::read_to_string(&path).doing(doing)?;
+        let _ = writeln!(text, "{lines}"); // a string takes everything
+        fs::write(&path, text).doing(doing)
+    }
+
     pub(super) fn launch(&self, folder: &Path) -> Result<Process> {
         let path = folder.join(LOG_FILE);
         let doing = || format!("open {}", path.display());
         let log = OpenOptions::new().create(true).append(true).open(&path).doing(doing)?;
         let errors = log.try_clone().doing(doing)?;
-        let binary = self.kind.binary()?;
+        let binary = match &self.program {
+            Some(program) => program.path().to_owned(),
+            None => self.kind.binary()?,
+        };
         // A host is entered just before the program starts, which takes root's rights: they are given up after that.
         let user = self.user.map(|user| user.to_string());
         let mut command = match (&self.host, &user) {
@@ -207,7 +227,10 @@ impl Builder {
         line("daemonize", &"no");
         line("save", &"\"\"");
         line("appendonly", &"no");
-        line("enable-debug-command", &"yes");
+        // Before Redis 7.0 the command could not be refused, and this line is an error.
+        if self.program.as_ref().is_none_or(Program::can_refuse_commands) {
+            line("enable-debug-command", &"yes");
+        }
         // Outside loopback, protected mode would refuse every client; a test network is isolated anyway.
         line("protected-mode", &if self.host.is_some() { "no" } else { "yes" });
         if self.unix_socket {

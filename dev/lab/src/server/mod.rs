@@ -3,6 +3,7 @@
 //! Nothing is mocked: what the lab's tests find is true for Redis 7 and Valkey 9.1 as shipped.
 
 mod builder;
+mod program;
 
 use std::fmt;
 use std::fs;
@@ -17,6 +18,7 @@ use rustix::process::Signal;
 use tempfile::TempDir;
 
 pub use self::builder::Builder;
+pub use self::program::Program;
 
 use self::builder::{LAB_USER, Ports};
 use crate::client::{Address, Client};
@@ -246,6 +248,11 @@ impl Server {
     pub fn stop(&mut self, within: Duration) -> Result<()> {
         self.process.signal(Signal::TERM)?;
         self.process.wait(within)?.map(drop).ok_or_else(|| self.too_late("its end after SIGTERM", within))
+    }
+
+    /// Adds lines to the configuration file, for the next start.
+    pub fn configure_file(&self, lines: &str) -> Result<()> {
+        self.plan.add_lines(self.folder.path(), lines)
     }
 
     /// Kills the server and starts it again in the same folder, on the same ports, with the configuration file as it is

@@ -1,0 +1,354 @@
+//! View: what people are shown of a report: its names, states and units, each decided once. The screen (`remora status
+//! --watch`) and the page (`--metrics`) draw a view; the table, which says more, takes its words from here too.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use remora_protocol::{GenerationState, GenerationStatus, Phase, ReplicaStatus, StatusReport, UploadStatus};
+use serde::Serialize;
+
+use crate::units::{Size, readable};
+
+/// A report for people.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct View {
+    /// The source's agent and the server that it captures, in one line.
+    pub(crate) source: String,
+    /// What the source has, in the order in which it is shown.
+    pub(crate) facts: Vec<Fact>,
+    /// Why the last snapshot failed; empty if it did not. Not on the page: the text is the server's, and the port of
+    /// the page is open.
+    #[serde(skip)]
+    pub(crate) failure: String,
+    pub(crate) replicas: Vec<Row>,
+    /// What all replicas read per second.
+    pub(crate) reading: Rate,
+}
+
+/// One fact about the source.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct Fact {
+    pub(crate) name: &'static str,
+    /// What is looked for first: a figure, or a state.
+    pub(crate) value: String,
+    /// The rest of the sentence; empty if there is none.
+    pub(crate) more: String,
+    /// The part of its limit that is used, 0 to 1; `None` for what has no limit.
+    pub(crate) share: Option<Share>,
+}
+
+/// A part of a limit.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub(crate) struct Share {
+    pub(crate) of_one: f64,
+    pub(crate) level: Level,
+}
+
+/// How near to its limit something is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Level {
+    Low,
+    /// More than [`HIGH`].
+    High,
+    /// More than [`FULL`].
+    Full,
+}
+
+/// A rate, as a number and as text.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct Rate {
+    pub(crate) bytes_per_second: u64,
+    pub(crate) text: String,
+}
+
+/// One replica.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct Row {
+    /// Its session, which tells replicas of one name apart.
+    pub(crate) session: u64,
+    pub(crate) name: String,
+    pub(crate) phase: Phase,
+    /// The part of the snapshot that it holds, 0 to 1.
+    pub(crate) share: f64,
+    pub(crate) percent: String,
+    pub(crate) rate: String,
+    pub(crate) lag: String,
+    pub(crate) by: String,
+    /// The replica that it reads from, or the source.
+    pub(crate) from: String,
+    pub(crate) joined: String,
+    pub(crate) silent: String,
+    /// Whether its last message is older than [`SILENT`].
+    pub(crate) is_silent: bool,
+}
+
+/// The heads of the replicas' table, in the order of a row's fields.
+pub(crate) const HEADS: [&str; 9] =
+    ["replica", "phase", "of the snapshot", "rate", "lag", "by", "from", "joined", "silent"];
+
+/// Above this part of a limit a bar is yellow.
+const HIGH: f64 = 0.7;
+
+/// Above this part of a limit a bar is red.
+const FULL: f64 = 0.9;
+
+/// Replicas report several times a second. One that has not for this long hangs, or its host is gone.
+const SILENT: Duration = Duration::from_secs(10);
+
+/// What stands where nothing is known yet.
+const UNKNOWN: &str = "–";
+
+/// What a source without a snapshot waits for.
+pub(super) const NO_SNAPSHOT: [&str; 2] = ["none", "the source takes one when a replica joins"];
+
+impl View {
+    pub(crate) fn of(report: &StatusReport) -> View {
+        let mut facts = Vec::new();
+        match &report.generation {
+            None => {
+                let [value, more] = NO_SNAPSHOT;
+                facts.push(Fact::new("snapshot", value, more));
+            }
+            Some(generation) => facts.extend(tables(generation, &report.replicas)),
+        }
+        let [taken, rest] = totals(report);
+        facts.push(Fact::new("so far", taken, rest));
+        if let Some(report) = &report.upload {
+            let [value, more] = upload(report);
+            facts.push(Fact::new("upload", value, more));
+        }
+        let names: HashMap<u64, &str> =
+            report.replicas.iter().map(|replica| (replica.session, replica.name.as_str())).collect();
+        let rows = report.replicas.iter().map(|replica| Row::of(replica, &names));
+        let total = report.replicas.iter().map(|replica| replica.rate_bytes_per_s).fold(0, u64::saturating_add);
+        View {
+            source: source(report),
+            facts,
+            failure: report.last_failure.clone(),
+            replicas: rows.collect(),
+            reading: Rate { bytes_per_second: total, text: rate(total) },
+        }
+    }
+}
+
+impl Fact {
+    fn new(name: &'static str, value: impl Into<String>, more: impl Into<String>) -> Fact {
+        Fact { name, value: value.into(), more: more.into(), share: None }
+    }
+
+    fn with_share(self, part: u64, whole: u64) -> Fact {
+        Fact { share: Some(Share::of(part, whole)), ..self }
+    }
+}
+
+impl Share {
+    fn of(part: u64, whole: u64) -> Share {
+        let of_one = (part as f64 / whole.max(1) as f64).min(1.0);
+        let level = match of_one {
+            part if part > FULL => Level::Full,
+            part if part > HIGH => Level::High,
+            _ => Level::Low,
+        };
+        Share { of_one, level }
+    }
+}
+
+impl Row {
+    fn of(replica: &ReplicaStatus, names: &HashMap<u64, &str>) -> Row {
+        let from = replica.reads_from.and_then(|session| names.get(&session).copied()).unwrap_or("source");
+        let by = if replica.transport.is_empty() { UNKNOWN } else { &replica.transport };
+        Row {
+            session: replica.session,
+            name: replica.name.clone(),
+            phase: replica.phase,
+            share: f64::from(replica.percent_permille) / 1000.0,
+            percent: percent(replica),
+            rate: rate(replica.rate_bytes_per_s),
+            lag: lag(replica),
+            by: by.to_owned(),
+            from: from.to_owned(),
+            joined: seconds(replica.joined_seconds),
+            silent: seconds(replica.silent_seconds),
+            is_silent: replica.silent_seconds > SILENT.as_secs(),
+        }
+    }
+}
+
+/// The facts about the two tables.
+fn tables(generation: &GenerationStatus, replicas: &[ReplicaStatus]) -> Vec<Fact> {
+    let windowed = if generation.windowed { ", windowed" } else { "" };
+    let (state, age) = (state(generation.state), seconds(generation.age_seconds));
+    let more = format!("{state}{windowed}, by {}, {age} old", generation.capture);
+    let held = held(generation);
+    let (used, limit) = (generation.memory_bytes, generation.memory_limit);
+    let mut facts = vec![
+        Fact::new("snapshot", Size::bytes(generation.snapshot_bytes).to_string(), more),
+        Fact::new("stream", format!("{} held", Size::bytes(held)), format!("to offset {}", generation.offset_now)),
+        Fact::new("memory", in_use(generation), "").with_share(used, limit),
+    ];
+    if generation.stored_bytes > 0 && generation.stored_bytes < generation.snapshot_bytes {
+        // The reason, which the table has, is not for the page.
+        let method = generation.compression.split(':').next().unwrap_or_default();
+        let part = 100.0 * generation.stored_bytes as f64 / generation.snapshot_bytes as f64;
+        facts.insert(1, Fact::new("compressed", method, format!("{part:.1} % of the snapshot is stored")));
+    }
+    if let Some(most) = replicas.iter().filter_map(|replica| behind(replica, generation)).max()
+        && held > 0
+    {
+        let value = format!("{} behind", Size::bytes(most));
+        facts.push(match has_dropped(generation) {
+            true => Fact::new("journal", value, "is the slowest replica; at the end of the bar it loses its place")
+                .with_share(most, held),
+            false => Fact::new("journal", value, "the slowest replica; nothing has been dropped"),
+        });
+    }
+    facts
+}
+
+/// Whether the journal no longer has all that followed the snapshot. Until then no replica can lose its place.
+fn has_dropped(generation: &GenerationStatus) -> bool {
+    generation.journal_first > generation.offset_start.saturating_add(1)
+}
+
+/// How much of the journal a replica still needs; `None` while it waits for a snapshot.
+fn behind(replica: &ReplicaStatus, generation: &GenerationStatus) -> Option<u64> {
+    match replica.applied_offset {
+        _ if replica.phase == Phase::Waiting => None,
+        // Its server has not loaded yet, and then needs all that follows the snapshot.
+        0 => Some(generation.journal_end.saturating_sub(generation.offset_start)),
+        _ => Some(replica.journal_lag_bytes),
+    }
+}
+
+// ---- words that the table has in common with these two ----
+
+pub(super) fn source(report: &StatusReport) -> String {
+    format!("remora {} of {} ({})", report.source, report.server, report.role)
+}
+
+pub(super) fn state(state: GenerationState) -> &'static str {
+    match state {
+        GenerationState::Capturing => "being taken",
+        GenerationState::Complete => "whole",
+    }
+}
+
+/// Bytes of the stream in the journal.
+pub(super) fn held(generation: &GenerationStatus) -> u64 {
+    generation.journal_end.saturating_sub(generation.journal_first)
+}
+
+pub(super) fn in_use(generation: &GenerationStatus) -> String {
+    format!("{} of {} in use", Size::bytes(generation.memory_bytes), Size::bytes(generation.memory_limit))
+}
+
+/// What was done since the source started: the snapshots, and the rest of the sentence.
+pub(super) fn totals(report: &StatusReport) -> [String; 2] {
+    let totals = &report.totals;
+    let failed = match totals.snapshots_failed {
+        0 => String::new(),
+        failed => format!("{failed} failed, "),
+    };
+    let rest = format!(
+        "{failed}{} done, {} served over the network",
+        counted(totals.replicas_done, "replica"),
+        Size::bytes(totals.bytes_served)
+    );
+    [format!("{} taken", counted(totals.snapshots_taken, "snapshot")), rest]
+}
+
+/// What the background transfer over TCP does: its rate, and the rest of the sentence.
+pub(super) fn upload(upload: &UploadStatus) -> [String; 2] {
+    let UploadStatus { bytes_per_second, queueing_micros, yields } = *upload;
+    let why = if yields { "because other traffic fills the network link, " } else { "" };
+    let millis = queueing_micros as f64 / 1000.0;
+    [format!("up to {}/s", Size::bytes(bytes_per_second)), format!("{why}in the background; {millis:.1} ms of queue")]
+}
+
+pub(super) fn counted(count: u64, what: &str) -> String {
+    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
+}
+
+pub(super) fn percent(replica: &ReplicaStatus) -> String {
+    format!("{:.1}%", f64::from(replica.percent_permille) / 10.0)
+}
+
+pub(super) fn rate(bytes_per_second: u64) -> String {
+    format!("{}/s", Size::bytes(bytes_per_second))
+}
+
+/// How far the replica's server is behind. Before it has acknowledged an offset, that would be the whole history.
+pub(super) fn lag(replica: &ReplicaStatus) -> String {
+    match replica.applied_offset {
+        0 => UNKNOWN.to_owned(),
+        _ => Size::bytes(replica.journal_lag_bytes).to_string(),
+    }
+}
+
+pub(super) fn seconds(seconds: u64) -> String {
+    readable(Duration::from_secs(seconds))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{replica, report};
+    use super::*;
+
+    fn fact(view: &View, name: &str) -> Fact {
+        view.facts.iter().find(|fact| fact.name == name).unwrap_or_else(|| panic!("no {name}: {view:?}")).clone()
+    }
+
+    #[test]
+    fn the_journal_shows_the_slowest_replica_and_one_that_still_loads_needs_all_of_it() {
+        let mut near = replica(1, "near", None);
+        (near.applied_offset, near.journal_lag_bytes) = (4 << 20, 1 << 20);
+        let waiting = ReplicaStatus { phase: Phase::Waiting, ..replica(2, "waiting", None) };
+        let dropped = |replicas| {
+            let mut report = report(replicas);
+            report.generation.as_mut().expect("a snapshot").journal_first = 102;
+            report
+        };
+        let whole = View::of(&report(vec![near.clone(), replica(3, "loading", None)]));
+        assert_eq!(fact(&whole, "journal").share, None, "nothing can be lost yet");
+        let view = View::of(&dropped(vec![near.clone(), waiting.clone()]));
+        assert_eq!(fact(&view, "journal").value, "1 MiB behind");
+        assert_eq!(fact(&view, "journal").share.map(|share| share.level), Some(Level::Low));
+        let view = View::of(&dropped(vec![near, waiting, replica(3, "loading", None)]));
+        assert_eq!(fact(&view, "journal").share.map(|share| (share.of_one, share.level)), Some((1.0, Level::Full)));
+        assert_eq!((view.replicas[0].lag.as_str(), view.replicas[2].lag.as_str()), ("1 MiB", "–"));
+    }
+
+    #[test]
+    fn the_text_of_a_failure_is_on_the_screen_and_not_on_the_page() {
+        let mut failed = report(Vec::new());
+        (failed.last_failure, failed.totals.snapshots_failed) = ("the server says: a secret".into(), 1);
+        let view = View::of(&failed);
+        assert!(view.failure.contains("a secret") && fact(&view, "so far").more.starts_with("1 failed, "));
+        let page = serde_json::to_string(&view).expect("JSON");
+        assert!(!page.contains("secret"), "{page}");
+    }
+
+    #[test]
+    fn a_page_has_nothing_that_metrics_do_not_show() {
+        let mut one = replica(1, "a", None);
+        (one.transport_why, one.no_fast_keys, one.protection) =
+            ("why-it-is-so".into(), "another-reason".into(), "its-protection".into());
+        let report = report(vec![one]);
+        let history = report.generation.as_ref().map(|generation| generation.replid.to_string()).expect("a snapshot");
+        let page = serde_json::to_string(&View::of(&report)).expect("JSON");
+        for hidden in ["why-it-is-so", "another-reason", "its-protection", &history] {
+            assert!(!page.contains(hidden), "{hidden}: {page}");
+        }
+    }
+
+    #[test]
+    fn rates_are_added_and_a_silent_replica_is_marked() {
+        let (mut one, mut other) = (replica(1, "a", None), replica(2, "b", Some(1)));
+        (one.rate_bytes_per_s, other.rate_bytes_per_s, other.silent_seconds) = (1 << 20, 2 << 20, 11);
+        let view = View::of(&report(vec![one, other]));
+        assert_eq!(view.reading, Rate { bytes_per_second: 3 << 20, text: "3 MiB/s".into() });
+        assert_eq!((view.replicas[0].is_silent, view.replicas[1].is_silent), (false, true));
+        assert_eq!((view.replicas[0].from.as_str(), view.replicas[1].from.as_str()), ("source", "a"));
+    }
+}
