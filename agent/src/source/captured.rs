@@ -155,7 +155,7 @@ impl Group {
 pub(super) fn moved(source: &mut Source, facts: Facts) {
     source.facts = facts;
     // Questions under way keep the former connection.
-    source.client = Arc::default();
+    source.questions.client = Arc::default();
     source.learn();
 }
 

@@ -30,7 +30,7 @@ pub(super) fn serve(listener: TcpListener, incoming: mpsc::Sender<Incoming>) -> 
 /// Answers a scrape, after the server was asked how it is.
 pub(super) fn answer(source: &Source, mut scrape: Scrape) {
     let (report, rate) = (status::report(source), source.rate.bytes_per_second());
-    let (client, server) = (source.client.clone(), source.captured.server());
+    let (client, server) = (source.questions.client.clone(), source.captured.server());
     tokio::spawn(async move {
         let asked = tokio::time::timeout(SERVER_LIMIT, ask(&client, &server)).await;
         let facts = match asked {

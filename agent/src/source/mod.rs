@@ -13,10 +13,9 @@
 //! - [`captures`] starts captures and handles their events; [`output_buffer`] knows the limit of what the primary holds
 //!   back for a source.
 //! - [`gauge`] holds the figures that the capture threads show while they run.
-//! - [`tables`] is the memory, [`regions`] the numbers under which it is exported, [`sealing`] the part that other hosts
-//!   read, and [`exports`] the transports that export it. [`compression`] decides how slots are compressed for other
-//!   hosts, [`links`] observes the links to them.
-//!   [`probe_region`] exports scratch memory for `remora probe`.
+//! - [`tables`] is the memory, [`regions`] the numbers under which it is exported, [`sealing`] the part that other
+//!   hosts read, and [`exports`] the transports that export it. [`compression`] decides how slots are compressed for
+//!   other hosts, [`links`] observes the links to them, and [`probe_region`] exports scratch memory for `remora probe`.
 //! - [`answers`] describes the primary and whether it continues a history; [`questions`] bounds how often replicas make
 //!   the source ask it; [`rate`] measures how fast it writes;
 //!   [`status`] is for `remora status`, and [`metrics`](mod@metrics) for Prometheus and probes.
@@ -58,7 +57,7 @@ use std::time::{Duration, Instant};
 use remora_fabric::{RegionId, TransportKind};
 use remora_protocol::{LossCause, Message, Offer, Phase, RefusalCode, Upstream, WaitCause};
 use remora_table::Origin;
-use tokio::sync::{Mutex, mpsc};
+use tokio::sync::mpsc;
 
 use self::answers::{as_others_reach_it, format_for};
 use self::capture::CaptureEvent;
@@ -84,7 +83,7 @@ use crate::conversation::tokens::TokenFiles;
 use crate::conversation::{Connection, Endpoint, Fault, Options};
 use crate::exit::Failure;
 use crate::metrics::{Scrape, Site};
-use crate::server::{Client, Facts};
+use crate::server::Facts;
 use crate::service::Service;
 use crate::signals::{self, Signals};
 use crate::tasks::AbortOnDrop;
@@ -182,7 +181,6 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         events,
         sessions: HashMap::new(),
         threads: Threads::default(),
-        client: Arc::new(Mutex::new(None)),
         questions: Questions::default(),
         rate: Rate::default(),
         output: OutputWatch::default(),
@@ -246,8 +244,6 @@ struct Source {
     sessions: HashMap<Session, Peer>,
     threads: Threads,
     methods: Methods,
-    /// One connection for questions to the server, opened when first needed and again after a failure.
-    client: Arc<Mutex<Option<Client>>>,
     questions: Questions,
     rate: Rate,
     output: OutputWatch,

@@ -12,17 +12,19 @@
 //! number of sessions, however often the replicas ask.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use remora_protocol::{Message, Offer};
 use remora_redis::ReplId;
+use tokio::sync::Mutex;
 
 use super::answers::{announce, ask, hand_off_answer, not_covered, plan_of};
 use super::machine::Session;
 use super::output_buffer::OutputBuffer;
 use super::tables::expected;
 use super::{Incoming, Source, status};
-use crate::server::{Facts, ServerError};
+use crate::server::{Client, Facts, ServerError};
 
 /// The shortest time between two questions to the primary about hand-offs: little beside a hand-off, and long beside
 /// the time that `INFO` takes. The questions of many replicas that arrive meanwhile are answered together.
@@ -58,6 +60,8 @@ pub(super) struct Questions {
     reports: BTreeMap<Session, Report>,
     /// When the source's facts were read last.
     learned: Option<Instant>,
+    /// One connection to the server, opened when first needed and again after a failure.
+    pub(super) client: Arc<Mutex<Option<Client>>>,
 }
 
 /// What a session gets of the status.
@@ -169,7 +173,7 @@ impl Source {
 
     /// Reads the server's facts in the background.
     pub(super) fn learn(&self) -> tokio::task::JoinHandle<()> {
-        let (client, server, incoming) = (self.client.clone(), self.captured.server(), self.incoming.clone());
+        let (client, server, incoming) = (self.questions.client.clone(), self.captured.server(), self.incoming.clone());
         let tuning = self.methods.tuning.clone();
         tokio::spawn(async move {
             let Ok(facts) = ask(&client, &server).await else { return };
@@ -200,7 +204,8 @@ pub(super) fn send_status(source: &mut Source, session: Session) {
 /// Asks the primary, if there is a batch to ask about.
 fn ask_about(source: &Source, batch: Option<Batch>) {
     let Some(batch) = batch else { return };
-    let (client, server, incoming) = (source.client.clone(), source.captured.server(), source.incoming.clone());
+    let (client, server, incoming) =
+        (source.questions.client.clone(), source.captured.server(), source.incoming.clone());
     tokio::spawn(async move {
         let facts = ask(&client, &server).await.map(Box::new);
         let _ = incoming.send(Incoming::Answered(Answered::HandOffs { batch, facts })).await;

@@ -155,7 +155,7 @@ const LONG_WITH_JEMALLOC_BYTES: u64 = 1 << 10;
 const LONG_BYTES: u64 = 64 << 10;
 
 /// Average bytes of a key from which the fast walk is not worth its trial. The trial forks, which takes a tenth of a
-/// second for a gigabyte; a gigabyte in keys of this size is 16,384 of them, and a key takes some microseconds otherwise.
+/// second for a gigabyte. A gigabyte in keys of this size has 16,384 of them, and each takes microseconds otherwise.
 const FEW_KEYS_BYTES: u64 = 64 << 10;
 
 /// How long captures do without a module that has failed: long enough that the waiting replicas get their snapshots,

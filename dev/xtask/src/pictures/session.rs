@@ -90,8 +90,8 @@ fn play(program: &Program, commands: &[String]) -> Result<Cast> {
         }
     });
     writeln!(input, "exec 2>&1")?;
-    let mut cast = Cast::default();
-    cast.head = Head { version: 2, width: WIDTH, height: HEIGHT, title: HEADING.trim_start_matches(['#', ' ']).into() };
+    let title = HEADING.trim_start_matches(['#', ' ']).into();
+    let mut cast = Cast { head: Head { version: 2, width: WIDTH, height: HEIGHT, title }, ..Cast::default() };
     let mut now = 0.0;
     let outcome = commands.iter().try_for_each(|command| -> Result<()> {
         now += if command.starts_with('#') { LONGEST_PAUSE } else { TYPED };
