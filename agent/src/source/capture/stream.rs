@@ -122,8 +122,8 @@ impl Follower {
     /// Goes on over a connection that the server does not wait for.
     ///
     /// A Valkey primary in cluster mode answers `CLUSTER SETSLOT` when each replica that has told its version has
-    /// acknowledged it, or fails after two seconds. A source tells a version for its snapshot, and acknowledges nothing.
-    /// A connection that requests the rest of the stream needs no version.
+    /// acknowledged it, or fails after two seconds. A source tells a version for its snapshot, and acknowledges
+    /// nothing. A connection that requests the rest of the stream needs no version.
     fn step_aside(&mut self) {
         self.is_waited_for = false;
         match self.is_covered().and_then(|()| self.try_reconnect()) {
