@@ -74,7 +74,7 @@ impl Source {
             CaptureEvent::Completed { generation, bytes } => {
                 let seconds = self.gauge.began().map_or(0.0, |began| began.elapsed().as_secs_f64());
                 let rate = Size::bytes((*bytes as f64 / seconds.max(1e-9)) as u64);
-                tracing::info!(generation, size = %Size::bytes(*bytes), method = %self.gauge.method(), compression = %links::compression(self), "snapshot completed in {seconds:.3} s ({rate}/s)");
+                tracing::info!(generation, size = %Size::bytes(*bytes), compression = %links::compression(self), method = %self.gauge.method(), "snapshot completed in {seconds:.3} s ({rate}/s)");
             }
             CaptureEvent::ModuleFailed => self.methods.history.module_failed(Instant::now()),
             CaptureEvent::Failed { generation, error } => {

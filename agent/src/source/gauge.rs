@@ -163,9 +163,14 @@ impl Gauge {
         *lock(&self.began)
     }
 
+    /// Whether a snapshot is being taken.
+    pub(super) fn is_capturing(&self) -> bool {
+        self.state.load(Relaxed) == State::Open as u8
+    }
+
     /// How long the snapshot took, or has taken so far.
     pub(super) fn capture_time(&self) -> Duration {
-        if self.state.load(Relaxed) == State::Open as u8 {
+        if self.is_capturing() {
             return self.began().map_or(Duration::ZERO, |began| began.elapsed());
         }
         Duration::from_millis(self.took_millis.load(Relaxed))

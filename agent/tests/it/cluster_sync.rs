@@ -24,7 +24,7 @@ pub(crate) struct Scene {
     stage: Stage,
     host: Host,
     pub(crate) cluster: Cluster,
-    sources: Vec<Source>,
+    pub(crate) sources: Vec<Source>,
     pub(crate) nodes: Vec<Server>,
     _net: Net,
 }

@@ -97,7 +97,7 @@ impl ModuleRules {
     pub(super) fn no_fast_walk(&self, facts: &Facts) -> String {
         match self.fast_keys {
             FastKeys::Off => "--fast-keys is off".into(),
-            FastKeys::Auto if average(facts) >= FEW_KEYS_BYTES => {
+            FastKeys::Auto if has_few_keys(facts) => {
                 format!("{} is the average of a key: so few keys gain nothing", Size::bytes(average(facts)))
             }
             FastKeys::Auto if self.choice == ModuleCapture::Server => "--module-capture is server".into(),
@@ -108,7 +108,7 @@ impl ModuleRules {
     /// What the module of this server is asked to do. `fast`: it offers the fast walk.
     pub(super) fn task(&self, facts: &Facts, own_format: bool, fast: bool) -> Task {
         let long = self.walk_from.unwrap_or_else(|| long_from(facts));
-        let fast = fast && self.fast_keys == FastKeys::Auto && average(facts) < FEW_KEYS_BYTES;
+        let fast = fast && self.fast_keys == FastKeys::Auto && !has_few_keys(facts);
         match best(self.choice, facts, own_format, if fast { 0 } else { long }) {
             // In the fast way a short string costs less than the server's saver does, whatever its length.
             Work::Walk if fast => Task { work: Work::FastWalk, least_bytes: self.walk_from.unwrap_or(0) },
@@ -140,6 +140,11 @@ fn long_from(facts: &Facts) -> u64 {
     if has_jemalloc { LONG_WITH_JEMALLOC_BYTES } else { LONG_BYTES }
 }
 
+/// Whether the values are so long that a fast walk gains less than its trial costs.
+fn has_few_keys(facts: &Facts) -> bool {
+    facts.used_memory_dataset.unwrap_or(0) >= LARGE_BYTES && average(facts) >= FEW_KEYS_BYTES
+}
+
 /// The average number of bytes of data per key; 0 if there is no key.
 pub(super) fn average(facts: &Facts) -> u64 {
     facts.used_memory_dataset.unwrap_or(0).checked_div(facts.keys()).unwrap_or(0)
@@ -157,6 +162,9 @@ const LONG_BYTES: u64 = 64 << 10;
 /// Average bytes of a key from which the fast walk is not worth its trial. The trial forks, which takes a tenth of a
 /// second for a gigabyte. A gigabyte in keys of this size has 16,384 of them, and each takes microseconds otherwise.
 const FEW_KEYS_BYTES: u64 = 64 << 10;
+
+/// Bytes of data from which the trial's fork takes long enough to matter: some 10 ms.
+const LARGE_BYTES: u64 = 64 << 20;
 
 /// How long captures do without a module that has failed: long enough that the waiting replicas get their snapshots,
 /// short enough that the module is used again the same day once the cause is gone.
@@ -193,6 +201,11 @@ mod tests {
             let rules = ModuleRules { choice, walk_from, load, fast_keys, place };
             let long = rules.task(&facts(256, 1 << 30, "redis_version:7.0.15"), false, offered);
             assert_ne!(long.work, Work::FastWalk, "a few long values");
+            let few = rules.task(&facts(4, 1 << 20, "redis_version:7.0.15"), false, offered);
+            assert_eq!(
+                few.work == Work::FastWalk,
+                offered && fast_keys == FastKeys::Auto && choice != ModuleCapture::Server
+            );
             rules.task(&facts(1 << 20, 100 << 20, "redis_version:7.0.15"), false, offered)
         };
         let small = |least_bytes| Task { work: Work::FastWalk, least_bytes };

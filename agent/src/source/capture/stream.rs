@@ -40,16 +40,19 @@ pub(super) struct Follower {
     /// `None` before the first connection of a stream that a former process has followed.
     socket: Option<Socket>,
     journal: Journal,
+    /// Whether the server waits for this connection when it is told of slots that move.
+    is_waited_for: bool,
 }
 
 impl Follower {
     pub(super) fn new(capture: &Capture, socket: Socket, journal: Journal) -> Follower {
-        Follower { capture: capture.clone(), socket: Some(socket), journal }
+        let is_waited_for = capture.plan.may_import_slots && capture.plan.reader_version.is_some();
+        Follower { capture: capture.clone(), socket: Some(socket), journal, is_waited_for }
     }
 
     /// One that connects first, and asks for the journal's next byte.
     pub(super) fn unconnected(capture: &Capture, journal: Journal) -> Follower {
-        Follower { capture: capture.clone(), socket: None, journal }
+        Follower { capture: capture.clone(), socket: None, journal, is_waited_for: false }
     }
 
     /// Makes `abandoned` stop the follower too.
@@ -92,25 +95,52 @@ impl Follower {
 
     /// Writes the stream into the journal until it is stopped or the connection breaks.
     fn pour(&mut self) -> Result<Infallible, CaptureError> {
-        let Follower { capture, socket, journal } = self;
         let link = |cause: io::Error| CaptureError::Link { during: DURING, cause: cause.to_string() };
-        let Some(socket) = socket else {
-            return Err(CaptureError::Link { during: DURING, cause: "the source was started again".into() });
-        };
         let mut buffer = vec![0; STREAM_READ_BYTES];
         let mut acks = AckClock::new();
         // The primary sends a PING every `repl-ping-replica-period`, 10 s by default.
-        let mut silence = capture.silence(DURING);
+        let mut silence = self.capture.silence(DURING);
         loop {
-            capture.stop.check()?;
+            self.capture.stop.check()?;
+            let Some(socket) = &mut self.socket else {
+                return Err(CaptureError::Link { during: DURING, cause: "the source was started again".into() });
+            };
             if let Some(ack) = acks.due(Instant::now()) {
                 socket.write_all(&ack).map_err(link)?;
             }
             if let Some(n) = silence.check(socket.read(&mut buffer))? {
-                journal.append(&buffer[..n], &capture.plan.gauge)?;
+                self.journal.append(&buffer[..n], &self.capture.plan.gauge)?;
                 acks.stream_began();
+                // A snapshot over a second connection ends with this one.
+                if self.is_waited_for && !self.capture.plan.gauge.is_capturing() {
+                    self.step_aside();
+                }
             }
         }
+    }
+
+    /// Goes on over a connection that the server does not wait for.
+    ///
+    /// A Valkey primary in cluster mode answers `CLUSTER SETSLOT` when each replica that has told its version has
+    /// acknowledged it, or fails after two seconds. A source tells a version for its snapshot, and acknowledges
+    /// nothing. A connection that requests the rest of the stream needs no version.
+    fn step_aside(&mut self) {
+        self.is_waited_for = false;
+        match self.is_covered().and_then(|()| self.try_reconnect()) {
+            Ok(()) => tracing::info!("the server waits for this source no more when slots move key by key"),
+            Err(error) => {
+                tracing::warn!(%error, "CLUSTER SETSLOT at the server will fail: it waits for this source");
+            }
+        }
+    }
+
+    /// Fails if the server would answer a request for the rest of the stream with a snapshot.
+    fn is_covered(&self) -> Result<(), CaptureError> {
+        let facts =
+            self.capture.wait_for(async { Facts::read(&mut self.capture.plan.server.connect().await?).await })?;
+        let history = self.capture.plan.gauge.replid().ok_or(CaptureError::Stopped)?;
+        let covered = facts.covers(history, self.journal.end_offset() - 1, STREAM_READ_BYTES as u64);
+        covered.map_err(|cause| CaptureError::Link { during: DURING, cause })
     }
 
     /// Resumes the stream over another connection. Tries again with back-off, within [`RESUME_LIMIT`].

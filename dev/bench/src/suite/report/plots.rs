@@ -290,11 +290,12 @@ fn slug(words: &str) -> String {
 }
 
 /// Colours in the order of the methods, each with one of its own: the servers' own grey to black, the others in colour.
-const COLOURS: [RGBColor; 20] = [
+const COLOURS: [RGBColor; 26] = [
     RGBColor(190, 190, 190),
     RGBColor(130, 130, 130),
     RGBColor(80, 80, 80),
     RGBColor(0, 0, 0),
+    RGBColor(160, 150, 130),
     RGBColor(150, 100, 40),
     RGBColor(205, 170, 120),
     RGBColor(120, 200, 120),
@@ -302,6 +303,8 @@ const COLOURS: [RGBColor; 20] = [
     RGBColor(40, 140, 60),
     RGBColor(60, 110, 220),
     RGBColor(220, 40, 60),
+    RGBColor(90, 200, 240),
+    RGBColor(255, 190, 150),
     RGBColor(240, 140, 40),
     RGBColor(150, 60, 200),
     RGBColor(150, 210, 60),
@@ -311,6 +314,9 @@ const COLOURS: [RGBColor; 20] = [
     RGBColor(110, 30, 50),
     RGBColor(200, 190, 40),
     RGBColor(30, 50, 110),
+    RGBColor(180, 180, 230),
+    RGBColor(80, 120, 120),
+    RGBColor(170, 80, 110),
 ];
 
 /// In the order of the subjects: ours in colour.
