@@ -40,7 +40,7 @@ const FIRST: RawFd = 3;
 /// More descriptors than any of our services asks for.
 const MAX: u32 = 64;
 
-/// The descriptor of this number; `None` if there is none.
+/// The descriptor of this number; `None` if it is not open.
 #[allow(unsafe_code)] // no crate gives these as descriptors with an owner
 fn open(number: RawFd) -> Option<OwnedFd> {
     // SAFETY: The call changes a flag of a descriptor and touches no memory. It fails if the number is not open.

@@ -62,7 +62,7 @@ impl Encoder {
             return Ok(None);
         }
         let room = match method {
-            // LZ4 wants room for the worst case, Zstandard gives up where there is none.
+            // LZ4 needs room for the worst case; Zstandard gives up without it.
             Method::Lz4 => lz4_flex::block::get_maximum_output_size(plain.len()),
             Method::Zstd => most - HEADER_BYTES,
         };

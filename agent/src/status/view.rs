@@ -31,7 +31,7 @@ pub(crate) struct Fact {
     pub(crate) name: &'static str,
     /// What is looked for first: a figure, or a state.
     pub(crate) value: String,
-    /// The rest of the sentence; empty if there is none.
+    /// The rest of the sentence, or empty.
     pub(crate) more: String,
     /// The part of its limit that is used, 0 to 1; `None` for what has no limit.
     pub(crate) share: Option<Share>,

@@ -27,7 +27,7 @@ use crate::units::Size;
 /// Slots on which each method is tried: enough to see their speed and what the data are like.
 const TRIAL_SLOTS: u64 = 4;
 
-/// Slots after which the methods are tried again: other keys have other values. The trials are 8 in so many slots.
+/// Slots after which the methods are tried again: other keys have other values. Of these, 8 are trials.
 const TRY_AGAIN_SLOTS: u64 = 512;
 
 /// Slots between two decisions by the same trials.

@@ -40,7 +40,7 @@ impl Processors {
     }
 }
 
-/// The processors that were left between two looks, of so many that this process may use.
+/// The processors that were left between two looks, of those that this process may use.
 fn between(before: Ticks, after: Ticks, processors: usize) -> Option<f64> {
     let grown = |of: fn(&Ticks) -> u64| of(&after).saturating_sub(of(&before)) as f64;
     let all = grown(|ticks| ticks.all);

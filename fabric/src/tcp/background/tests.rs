@@ -99,7 +99,7 @@ impl World {
         self.other = None;
     }
 
-    /// Plays so many seconds. Returns the shares of the cable that the transfer and the other flow had.
+    /// Plays `seconds` of time. Returns the shares of the cable that the transfer and the other flow had.
     fn play(&mut self, seconds: f64) -> [f64; 2] {
         let before = self.delivered;
         let steps = (seconds / STEP) as usize;
