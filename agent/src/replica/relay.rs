@@ -77,7 +77,7 @@ impl Relay {
                 per_peer: bytes(options.upload_limit_per_peer),
                 in_background: options.upload_limit == UploadLimit::Auto,
             };
-            Some(RelayServer::open(listen, tokens.keyring(), limits, tokens.security()).await?)
+            Some(RelayServer::open(listen, tokens.keyring(), limits, tokens.security(), meter.clone()).await?)
         } else {
             None
         };

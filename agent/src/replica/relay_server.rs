@@ -25,6 +25,7 @@ use remora_table::Geometry;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
+use super::meter::Meter;
 use crate::args::RdmaOffer;
 use crate::conversation::listener::{self, Listener};
 use crate::conversation::{Connection, Endpoint, Options, Protection, Security, Sender, derive};
@@ -100,7 +101,7 @@ const ASK_LIMIT: Duration = Duration::from_secs(10);
 const FIRST_REGION: u32 = 16;
 
 impl RelayServer {
-    /// Opens a port at `listen` (0: any free one).
+    /// Opens a port at `listen` (0: any free one). The meter tells how much the copy has received.
     ///
     /// # Errors
     /// The address cannot be bound.
@@ -109,10 +110,13 @@ impl RelayServer {
         keyring: Arc<Keyring>,
         limits: UploadLimits,
         security: &Security,
+        meter: Arc<Meter>,
     ) -> Result<RelayServer, Failure> {
         let port = listener::bind(listen, security, "this replica agent", "--peer-listen").await?;
         let options = TcpOptions { send: SendMode::File, upload: limits.tcp(), ..TcpOptions::default() };
-        let tcp = TcpExporter::new(options, Some(port.1)).map_err(|error| Failure::local(error.to_string()))?;
+        let received = move || meter.bytes_fetched.get();
+        let tcp = TcpExporter::of_relay(options, Some(port.1), received)
+            .map_err(|error| Failure::local(error.to_string()))?;
         let tcp = Arc::new(tcp);
         let (incoming, inbox) = mpsc::channel(INCOMING_LIMIT);
         let conversations = Endpoint::with_keyring(keyring, &Options::secured(security.clone()));

@@ -35,7 +35,7 @@ use super::{
     handshake,
     handshake::Responder,
     key,
-    pacer::{LanePace, Pacer},
+    pacer::{LanePace, Pacer, Received},
     serve::{LaneServer, Region},
     socket,
     socket::Deadline,
@@ -64,9 +64,31 @@ impl TcpExporter {
     /// # Errors
     /// [`Error::Misuse`] for options out of range.
     pub fn new(options: TcpOptions, advertised: Option<SocketAddr>) -> Result<TcpExporter, Error> {
+        TcpExporter::make(options, advertised, None)
+    }
+
+    /// As [`TcpExporter::new`], at an end that passes on what it receives: `received` tells how many bytes that are so
+    /// far. With [`UploadRate::Background`](super::UploadRate::Background) this end sends at least as fast as it
+    /// receives, because its own reception delays what TCP measures.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for options out of range.
+    pub fn of_relay(
+        options: TcpOptions,
+        advertised: Option<SocketAddr>,
+        received: impl Fn() -> u64 + Send + Sync + 'static,
+    ) -> Result<TcpExporter, Error> {
+        TcpExporter::make(options, advertised, Some(Received(Box::new(received))))
+    }
+
+    fn make(
+        options: TcpOptions,
+        advertised: Option<SocketAddr>,
+        received: Option<Received>,
+    ) -> Result<TcpExporter, Error> {
         options.check()?;
         let server = Server::new(advertised);
-        let pacer = Pacer::new(options.upload, Instant::now());
+        let pacer = Pacer::new(options.upload, Instant::now(), received);
         let shared = Shared { options, pacer, server: Mutex::new(server), served: AtomicU64::new(0) };
         Ok(TcpExporter { shared: Arc::new(shared), listeners: Mutex::default() })
     }

@@ -5,6 +5,7 @@
 //! The rate is fixed, or that of a [`Background`] transfer, which the lanes keep informed.
 
 use std::{
+    fmt,
     net::TcpStream,
     num::NonZeroU64,
     sync::{
@@ -24,8 +25,19 @@ use super::{
 #[derive(Debug)]
 pub(super) struct Pacer {
     state: Mutex<State>,
+    /// How many bytes this end has received over the same link.
+    received: Option<Received>,
     /// Set when the exporter ends: no lane waits after that.
     over: AtomicBool,
+}
+
+/// A count of bytes.
+pub(super) struct Received(pub(super) Box<dyn Fn() -> u64 + Send + Sync>);
+
+impl fmt::Debug for Received {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "Received({})", self.0())
+    }
 }
 
 #[derive(Debug)]
@@ -57,15 +69,16 @@ struct Turn {
 }
 
 impl Pacer {
-    /// A pacer for this rate; `None` if it is not limited.
-    pub(super) fn new(rate: UploadRate, now: Instant) -> Option<Pacer> {
+    /// A pacer for this rate; `None` if it is not limited. A background transfer sends at least as fast as `received`
+    /// grows.
+    pub(super) fn new(rate: UploadRate, now: Instant, received: Option<Received>) -> Option<Pacer> {
         let rate = match rate {
             UploadRate::Unlimited => return None,
             UploadRate::Fixed(rate) => Rate::Fixed(rate),
             UploadRate::Background => Rate::Background(Box::new(Background::new(now))),
         };
         let state = State { rate, free_at: None, told: Told { yields: false, at: None } };
-        Some(Pacer { state: Mutex::new(state), over: AtomicBool::new(false) })
+        Some(Pacer { state: Mutex::new(state), received, over: AtomicBool::new(false) })
     }
 
     /// What a background transfer does at present; `None` for a fixed rate.
@@ -100,8 +113,12 @@ impl Pacer {
 
     /// Takes what TCP says of a lane. Returns the present rate.
     fn sample(&self, now: Instant, sample: LaneSample) -> u64 {
+        let received = self.received.as_ref().map(|received| received.0());
         let mut state = self.state();
         let Rate::Background(background) = &mut state.rate else { return u64::MAX };
+        if let Some(received) = received {
+            background.received(now, received);
+        }
         background.sample(now, sample);
         let (rate, upload) = (background.rate(), background.upload());
         if state.told.is_news(now, upload) {
@@ -272,7 +289,7 @@ mod tests {
     use super::*;
 
     fn pacer(rate: u64) -> Pacer {
-        Pacer::new(UploadRate::Fixed(NonZeroU64::new(rate).unwrap()), Instant::now()).unwrap()
+        Pacer::new(UploadRate::Fixed(NonZeroU64::new(rate).unwrap()), Instant::now(), None).unwrap()
     }
 
     proptest! {
@@ -343,9 +360,9 @@ mod tests {
     fn lanes_within_this_host_are_not_limited_in_the_background() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let pacer = Pacer::new(UploadRate::Background, Instant::now()).unwrap();
+        let pacer = Pacer::new(UploadRate::Background, Instant::now(), None).unwrap();
         assert!(LanePace::new(Some(&pacer), &stream, 0).is_none());
-        assert!(Pacer::new(UploadRate::Unlimited, Instant::now()).is_none());
+        assert!(Pacer::new(UploadRate::Unlimited, Instant::now(), None).is_none());
     }
 
     #[test]

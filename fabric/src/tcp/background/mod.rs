@@ -22,7 +22,10 @@
 //! - **A longer way is not a queue.** The delay behind other traffic varies. A constant delay while the transfer sends
 //!   next to nothing and no packet is lost is a changed route, and becomes part of the least round-trip time.
 //! - **A transfer that others slow down keeps its rate.** The rate grows only while the transfer uses it.
+//! - **Who receives may send as fast.** What this end receives delays the acknowledgements of what it sends
+//!   ([`reception`]).
 
+mod reception;
 #[cfg(test)]
 mod tests;
 
@@ -30,6 +33,8 @@ use std::{
     collections::{HashMap, VecDeque},
     time::{Duration, Instant},
 };
+
+use reception::Reception;
 
 /// What TCP says of one lane (`TCP_INFO`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,6 +72,7 @@ pub(super) struct Background {
     admitted: u64,
     acknowledged: u64,
     past: VecDeque<Past>,
+    reception: Reception,
     /// A part of all delays that is not a queue, in seconds.
     detour: f64,
     steady: Option<Steady>,
@@ -160,6 +166,7 @@ impl Background {
             admitted: 0,
             acknowledged: 0,
             past: VecDeque::new(),
+            reception: Reception::default(),
             detour: 0.0,
             steady: None,
             queueing: 0.0,
@@ -180,7 +187,7 @@ impl Background {
             Phase::Pause => true,
             Phase::Climb => self.carries.is_finite() && self.rate < self.best / 2.0,
             Phase::Cruise | Phase::Probe => false,
-        };
+        } && self.rate > self.reception.rate();
         Upload { bytes_per_second: self.rate(), queueing: Duration::from_secs_f64(self.queueing.max(0.0)), yields }
     }
 
@@ -190,7 +197,8 @@ impl Background {
         if now.saturating_duration_since(self.used) > IDLE_TIME {
             let (admitted, acknowledged) = (self.admitted, self.acknowledged);
             let (lanes, best) = (std::mem::take(&mut self.lanes), self.best);
-            *self = Background { admitted, acknowledged, lanes, best, ..Background::new(now) };
+            let reception = std::mem::take(&mut self.reception);
+            *self = Background { admitted, acknowledged, lanes, best, reception, ..Background::new(now) };
         }
         self.used = now;
         self.admitted += bytes as u64;
@@ -217,6 +225,11 @@ impl Background {
         if now.saturating_duration_since(self.ticked) >= TICK {
             self.tick(now);
         }
+    }
+
+    /// Takes how many bytes this end has received over the same link.
+    pub(super) fn received(&mut self, now: Instant, bytes: u64) {
+        self.reception.note(now, bytes);
     }
 
     /// Forgets a lane that has ended.
@@ -344,7 +357,7 @@ impl Background {
 
     /// Looks for a constant delay while nearly nothing is sent: that is a longer way, and not a queue.
     fn watch_detour(&mut self, now: Instant, view: &View) {
-        let is_least = self.rate <= self.least_rate() * 1.01;
+        let is_least = self.rate <= self.next_to_nothing() * 1.01;
         if !is_least || view.queueing <= view.target {
             self.steady = None;
             return;
@@ -426,6 +439,11 @@ impl Background {
     }
 
     fn least_rate(&self) -> f64 {
+        self.next_to_nothing().max(self.reception.rate())
+    }
+
+    /// What it sends beside a link that others fill.
+    fn next_to_nothing(&self) -> f64 {
         (self.best * LEAST_SHARE).max(LEAST_RATE)
     }
 }

@@ -12,6 +12,9 @@ const STEP: f64 = 0.000_25;
 const SHORT_WAY: f64 = 0.000_1;
 const QUEUE: f64 = 0.02;
 
+/// Received bytes count in slots.
+const SLOT: u64 = 1 << 20;
+
 /// Packets on a wire.
 const PACKET: f64 = 1448.0;
 
@@ -64,6 +67,9 @@ struct World {
     turn: usize,
     lanes: Vec<Flow>,
     other: Option<Greedy>,
+    /// Bytes per second that this end receives, and how many it has.
+    receives: f64,
+    received: f64,
     delivered: [f64; 2],
     /// The queueing delay at each step, in seconds.
     delays: Vec<f64>,
@@ -86,6 +92,8 @@ impl World {
             turn: 0,
             lanes: vec![Flow { present: SHORT_WAY, least: SHORT_WAY, ..Flow::default() }; lanes],
             other: None,
+            receives: 0.0,
+            received: 0.0,
             delivered: [0.0; 2],
             delays: Vec::new(),
         }
@@ -120,6 +128,8 @@ impl World {
         self.delays.push(self.queued / self.capacity);
         self.drain();
         self.arrive();
+        self.received += self.receives * STEP;
+        self.transfer.received(self.instant(), self.received as u64 / SLOT * SLOT);
         for (number, lane) in self.lanes.iter().enumerate() {
             let sample = LaneSample {
                 lane: number as u64,
@@ -312,6 +322,30 @@ fn a_transfer_that_its_reader_slows_down_is_not_slowed_down_further() {
     assert!((share * world.capacity - 30e6).abs() < 1e6, "{} of 30 MB/s", share * world.capacity);
     assert!(world.transfer.rate() < 100_000_000, "{}: a rate that was never used", world.transfer.rate());
     assert!(world.p99(since) < 1.0);
+}
+
+/// Acknowledgements wait behind what this end receives: a queue that does not get shorter by sending less.
+#[test]
+fn what_this_end_receives_does_not_slow_down_what_it_sends() {
+    for (receives, least, most) in [(0.95, 0.85, 1.0), (0.0, 0.0, 0.5)] {
+        let mut world = World::new(1e9, 1);
+        world.play(1.0);
+        world.receives = world.capacity * receives;
+        let mut shares = Vec::new();
+        for moment in 0..600 {
+            world.lanes[0].beyond = 0.002 + 0.001 * (f64::from(moment) * 0.7).sin();
+            let [share, _] = world.play(0.01);
+            shares.push(share);
+        }
+        let share = shares[100..].iter().sum::<f64>() / 500.0;
+        assert!((least..=most).contains(&share), "{share} while it receives {receives}");
+        assert_eq!(world.transfer.upload().yields, receives == 0.0);
+        (world.receives, world.lanes[0].beyond) = (0.0, 0.0);
+        world.play(2.0);
+        assert_eq!(world.transfer.reception.rate(), 0.0);
+        let [share, _] = world.play(2.0);
+        assert!(share > 0.9, "{share} after that");
+    }
 }
 
 #[test]
