@@ -1,5 +1,6 @@
 //! Primaries in cluster mode: replicas without cluster mode are made of them while slots move.
 
+use remora_lab::cluster::wait_for_nodes;
 use remora_lab::server::wait_until;
 use remora_lab::{Agent, Client, Kind, Server, assert_same_data, require};
 use remora_redis::resp::Frame;
@@ -24,12 +25,7 @@ impl Pair {
         let bus = empty.configured("cluster-port").unwrap();
         client.ok(&["CLUSTER", "MEET", &host, &port, &bus]).unwrap();
         for server in [&full, &empty] {
-            wait_until("the cluster to be well", LONG, || {
-                let info = server.client()?.text(&["CLUSTER", "INFO"])?;
-                let is_well = info.contains("cluster_state:ok") && info.contains("cluster_known_nodes:2");
-                Ok(if is_well { Ok(()) } else { Err(info) })
-            })
-            .unwrap();
+            wait_for_nodes(server, 2).unwrap();
         }
         Pair { full, empty }
     }

@@ -89,14 +89,7 @@ impl Cluster {
     /// # Errors
     /// They do not within the time for that.
     pub fn wait_for_nodes(&self, count: usize) -> Result<()> {
-        self.nodes().try_for_each(|server| {
-            wait_until("the cluster to be well", FIND_TIME, || {
-                let info = server.client()?.text(&["CLUSTER", "INFO"])?;
-                let is_well =
-                    info.contains("cluster_state:ok") && info.contains(&format!("cluster_known_nodes:{count}\r"));
-                Ok(if is_well { Ok(()) } else { Err(info) })
-            })
-        })
+        self.nodes().try_for_each(|server| wait_for_nodes(server, count))
     }
 
     /// Waits until every node knows which nodes are replicas.
@@ -133,6 +126,21 @@ impl Cluster {
         }
         Ok(())
     }
+}
+
+/// Waits until this node knows this number of nodes, by the names that they gave it, and finds the cluster well.
+///
+/// # Errors
+/// It does not within the time for that.
+pub fn wait_for_nodes(server: &Server, count: usize) -> Result<()> {
+    wait_until("the cluster to be well", FIND_TIME, || {
+        let mut client = server.client()?;
+        let (info, nodes) = (client.text(&["CLUSTER", "INFO"])?, client.text(&["CLUSTER", "NODES"])?);
+        // `cluster_known_nodes` counts those that have not yet answered, too: they have invented names.
+        let known = nodes.lines().filter(|line| !line.contains("handshake")).count();
+        let is_well = info.contains("cluster_state:ok") && known == count;
+        Ok(if is_well { Ok(()) } else { Err(format!("{info}{nodes}")) })
+    })
 }
 
 /// A node's name in its cluster.
