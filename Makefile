@@ -40,10 +40,10 @@ demo-volume: setup
 	$(RELEASE) -p xtask
 	CARGO=$(CARGO) $(TARGET)/release/xtask demo-volume $(ARGS)
 
-## test: every test; a test that this machine cannot run prints the reason (with CI=true it fails)
+## test: every test, failed ones once more and alone; a test that this machine cannot run prints the reason (with CI=true it fails)
 .PHONY: test
 test: setup
-	$(CARGO) test --workspace --locked
+	CARGO=$(CARGO) $(CARGO) run --quiet --locked -p xtask -- test
 	$(MAKE) --no-print-directory loom
 
 # In a separate folder, because `--cfg loom` rebuilds everything; as a release, because every interleaving is a run.

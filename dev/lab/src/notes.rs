@@ -5,7 +5,12 @@ use std::io::Write;
 /// Reports that this test has passed with less proof than usual, such as at the second attempt. The line is printed,
 /// and added to the file that `REMORA_TEST_NOTES` names: continuous integration prints that file at its end.
 pub fn note(what: &str) {
-    let line = format!("NOTE: {}: {what}", this_test());
+    note_of(&this_test(), what);
+}
+
+/// [`note`] of another test.
+pub fn note_of(test: &str, what: &str) {
+    let line = format!("NOTE: {test}: {what}");
     print(&line);
     let Some(file) = std::env::var_os("REMORA_TEST_NOTES") else { return };
     let opened = std::fs::OpenOptions::new().create(true).append(true).open(&file);

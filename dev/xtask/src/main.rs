@@ -4,6 +4,7 @@
 //!   demo            replicas by Remora and by the servers' own replication, side by side, in one table
 //!   demo-volume     a block device, and a server's files, in the memory of three servers, while hosts fail
 //!   prove-files     the files of a mounted volume under programs that find faults in file systems
+//!   test            every test; the failed ones once more, alone
 //!   soak            restarts, promotes, freezes and cuts off servers and agents for an hour, and compares all data
 //!   bench           runs the programs of dev/bench and keeps the results in bench/runs
 //!   net             hosts with cables of a known rate, to cut, slow down and make lossy; servers and agents in them
@@ -24,7 +25,7 @@
 //! - [`demo_volume`]: the demonstration of volumes; [`demo_files`]: of files in one; [`commands`]: `remora` in both.
 //! - [`pictures`]: the pictures of the manual.
 //! - [`prove`]: proofs of mounted files, by other people's programs.
-//! - [`soak`]: the long run under a script of faults.
+//! - [`all_tests`]: every test of the workspace. [`soak`]: the long run under a script of faults.
 //! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: generates or compares the RDMA libraries' types.
 //! - [`layout`]: the layout of a server's build, by watching it. [`asserting`]: fast keys in one that checks itself.
 //! - [`dist`] and [`release`]: packages, and a version of the project. [`process`]: programs that these run.
@@ -32,6 +33,7 @@
 //!   Ctrl-C leaves nothing behind.
 #![forbid(unsafe_code)]
 
+mod all_tests;
 mod asserting;
 mod bench;
 mod bindings;
@@ -74,6 +76,8 @@ enum Command {
     DemoVolume(demo_volume::Options),
     /// Try the files of a mounted volume by programs that find faults in file systems. Needs root.
     ProveFiles(prove::Options),
+    /// Run every test; those that fail, up to five, once more and alone.
+    Test(all_tests::Options),
     /// Run servers and agents for a long time under a random script of faults, and compare all data.
     Soak(soak::Options),
     /// Run the benchmarks and keep their results.
@@ -119,6 +123,7 @@ fn main() -> ExitCode {
         Command::Demo(options) => stop::or_run(move || demo::run(&options)),
         Command::DemoVolume(options) => stop::or_run(move || demo_volume::run(&options)),
         Command::ProveFiles(options) => stop::or_run(move || prove::run(&options)),
+        Command::Test(options) => all_tests::run(&options),
         Command::Soak(options) => stop::or_run(move || soak::run(&options)),
         Command::Bench(options) => stop::or_run(move || bench::run(&options)),
         Command::Net(command) => net::run(command),
