@@ -35,6 +35,7 @@ const TOOLS: &str = ".cache/dist";
 
 /// Command-line arguments.
 #[derive(Args, Debug)]
+#[group(skip)] // `release` has these too, and clap would call both groups `Options`
 pub(crate) struct Options {
     /// Where the results are put.
     #[arg(long, value_name = "FOLDER", default_value = "target/dist")]
