@@ -126,7 +126,8 @@ pub(super) struct Left {
     journal: (Arc<View>, Expectation),
 }
 
-/// Takes what systemd has kept for this service out of what it has passed, with the tables in it. A new journal's memory is empty.
+/// Takes what systemd has kept for this service out of what it has passed, with the tables in it. A new journal's
+/// memory is empty.
 ///
 /// `None`: nothing was kept, or the log says why it cannot be used.
 pub(super) fn take(args: &SourceArgs, is_sealed: bool, inherited: Vec<Inherited>) -> Option<(Left, Tables)> {

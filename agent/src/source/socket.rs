@@ -5,9 +5,9 @@
 //!                                 replicas that connect meanwhile wait ──────────────╯
 //! ```
 //!
-//! A port of the source's own is closed while the source is started again: a replica that connects meanwhile is refused.
-//! The manager's port stays open, and the connection waits in the system's queue. The manager can also start the source
-//! for the first connection.
+//! A port of the source's own is closed while the source is started again: a replica that connects meanwhile is
+//! refused. The manager's port stays open, and the connection waits in the system's queue. The manager can also start
+//! the source for the first connection.
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
