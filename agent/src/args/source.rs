@@ -30,10 +30,11 @@ pub struct SourceArgs {
     #[allow(missing_docs)]
     pub sentinel: SentinelArgs,
 
-    /// Address and port to serve replica agents on. Exactly this one port is opened. The default serves this host only;
-    /// give the address of an interface (or 0.0.0.0 for all) to serve others.
-    #[arg(long, value_name = "ADDR:PORT", default_value = "127.0.0.1:7379", help_heading = "Serving")]
-    pub listen: SocketAddr,
+    /// Address and port to serve replica agents on. Exactly this one port is opened. The default, 127.0.0.1:7379,
+    /// serves this host only; give the address of an interface (or 0.0.0.0 for all) to serve others. Not needed where
+    /// systemd opens the port (remora-source@.socket).
+    #[arg(long, value_name = "ADDR:PORT", help_heading = "Serving")]
+    pub listen: Option<SocketAddr>,
 
     #[command(flatten)]
     #[allow(missing_docs)]

@@ -94,6 +94,23 @@ pub(crate) async fn bind(
     Ok((listener, address))
 }
 
+/// Uses a port that is open already at this address. `who` listens, as `option` says: both are for the error's text.
+///
+/// # Errors
+/// Connections to it would not be protected, or the socket cannot be used.
+pub(crate) fn adopt(
+    socket: std::net::TcpListener,
+    address: SocketAddr,
+    security: &Security,
+    who: &str,
+    option: &str,
+) -> Result<(TcpListener, SocketAddr), Failure> {
+    security.check(address.ip()).map_err(|why| Failure::refused(format!("{who} at {option}{address} {why}")))?;
+    let unusable = |error: io::Error| Failure::local(format!("{who} cannot use its socket at {address}: {error}"));
+    socket.set_nonblocking(true).map_err(unusable)?;
+    Ok((TcpListener::from_std(socket).map_err(unusable)?, address))
+}
+
 /// Starts listening. Authenticated connections are sent to `incoming`.
 pub(crate) fn start<T>(
     (listener, address): (TcpListener, SocketAddr),

@@ -19,7 +19,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-use remora_fabric::memory::inherited;
+use remora_fabric::memory::inherited::Inherited;
 use remora_fabric::{Memory, Pages, RegionId, View};
 use remora_table::{Expectation, Geometry, Kind, Origin, SealKey, journal_left, snapshot_left};
 use serde::{Deserialize, Serialize};
@@ -28,6 +28,7 @@ use super::Source;
 use super::captures::plan as plan_of;
 use super::machine::{self, Format, Stage};
 use super::sealing::RemoteTables;
+use super::socket;
 use super::tables::{JOURNAL_REGION, SNAPSHOT_REGION, Tables};
 use crate::args::{CompressChoice, SourceArgs};
 use crate::exit::Failure;
@@ -125,12 +126,14 @@ pub(super) struct Left {
     journal: (Arc<View>, Expectation),
 }
 
-/// Takes what systemd has kept for this service, with the tables in it. A new journal's memory is empty.
+/// Takes what systemd has kept for this service out of what it has passed, with the tables in it. A new journal's
+/// memory is empty.
 ///
 /// `None`: nothing was kept, or the log says why it cannot be used.
-pub(super) fn take(args: &SourceArgs, is_sealed: bool) -> Option<(Left, Tables)> {
+pub(super) fn take(args: &SourceArgs, is_sealed: bool, inherited: Vec<Inherited>) -> Option<(Left, Tables)> {
     let mut kept: HashMap<String, OwnedFd> =
-        inherited::take().into_iter().map(|inherited| (inherited.name, inherited.descriptor)).collect();
+        inherited.into_iter().map(|inherited| (inherited.name, inherited.descriptor)).collect();
+    socket::tell_of_others(kept.keys().filter(|name| !NAMES.contains(&name.as_str())));
     let record = kept.remove(RECORD)?;
     match adopt(args, is_sealed, record, kept) {
         Ok(left) => Some(left),

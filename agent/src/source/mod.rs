@@ -20,7 +20,7 @@
 //!   the source ask it; [`rate`] measures how fast it writes;
 //!   [`status`] is for `remora status`, and [`metrics`](mod@metrics) for Prometheus and probes.
 //! - [`descriptors`] checks the limit of open descriptors. [`kept`] has the service manager keep a snapshot for the
-//!   next process.
+//!   next process, and [`socket`] takes a port that the service manager keeps open.
 //! - [`topology`] decides which replica reads the snapshot from which other one.
 //! - `conversation::listener` tells control connections from data lanes on the source's one port.
 //! - This file connects them and performs the machine's actions.
@@ -44,6 +44,7 @@ mod questions;
 mod rate;
 mod regions;
 pub(crate) mod sealing;
+mod socket;
 mod status;
 mod tables;
 mod threads;
@@ -54,6 +55,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use remora_fabric::memory::inherited;
 use remora_fabric::{RegionId, TransportKind};
 use remora_protocol::{LossCause, Message, Offer, Phase, RefusalCode, Upstream, WaitCause};
 use remora_table::Origin;
@@ -73,6 +75,7 @@ use self::peers::{Peer, Readable};
 use self::probe_region::ProbeRegion;
 use self::questions::{Answered, Questions};
 use self::rate::Rate;
+use self::socket::Port;
 use self::tables::{JOURNAL_REGION, SNAPSHOT_REGION, Tables, first_generation};
 use self::threads::Threads;
 use self::topology::{Assignment, Joining, Topology, Witness};
@@ -103,9 +106,7 @@ pub async fn run(args: SourceArgs) -> Result<(), Failure> {
             return Ok(());
         }
     };
-    source.run(mailboxes, signals).await?;
-    drop(listener);
-    Ok(())
+    source.run(mailboxes, listener, signals).await
 }
 
 /// What the source's loop receives.
@@ -132,14 +133,16 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         Some(address) => Some(crate::metrics::bind(address).await?),
         None => None,
     };
-    let is_sealed = security.seals_tables(args.listen.ip());
-    let (left, tables) = match kept::take(&args, is_sealed) {
+    let mut inherited = inherited::take();
+    let port = Port::take(&mut inherited, args.listen)?;
+    let is_sealed = security.seals_tables(port.address().ip());
+    let (left, tables) = match kept::take(&args, is_sealed, inherited) {
         Some((left, tables)) => (Some(left), tables),
         None => (None, Tables::create(&args, &facts, is_sealed).await?),
     };
     let (incoming, inbox) = mpsc::channel(INCOMING_LIMIT);
     let (events, captures) = mpsc::unbounded_channel();
-    let port = listener::bind(args.listen, &security, "the source", "--listen").await?;
+    let port = port.open(&security).await?;
     let tcp = Arc::new(tcp_exporter(&args, port.1)?);
     let conversations = Endpoint::with_keyring(tokens.keyring(), &Options::secured(security.clone()));
     let conversations =
@@ -253,7 +256,12 @@ struct Source {
 }
 
 impl Source {
-    async fn run(mut self, mut mailboxes: Mailboxes, mut signals: Signals) -> Result<(), Failure> {
+    async fn run(
+        mut self,
+        mut mailboxes: Mailboxes,
+        listener: listener::Listener,
+        mut signals: Signals,
+    ) -> Result<(), Failure> {
         let mut hangups = signals::hangups()?;
         let mut tick = tokio::time::interval(TICK);
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -276,6 +284,8 @@ impl Source {
                 _ = signals.next() => break,
             }
         }
+        // From now on connections wait for the next source, if the service manager keeps the port open.
+        drop(listener);
         drop(mailboxes.service);
         self.stop().await;
         Ok(())

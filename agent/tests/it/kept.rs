@@ -1,10 +1,11 @@
-//! A source that is killed and started again by its service manager, which has kept its snapshot.
+//! A source that is killed and started again by its service manager, which has kept its snapshot or its port.
 //!
 //! The manager is this test: it takes the descriptors that the source asks it to keep (`FDSTORE=1`) and passes them to
 //! the next process, as systemd does. `make try-dist` does the same under systemd itself.
 
 use std::io::IoSliceMut;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::net::TcpListener;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixDatagram;
 use std::path::PathBuf;
 use std::process::Command;
@@ -17,6 +18,7 @@ use remora_lab::server::wait_until;
 use remora_lab::{Agent, Host, Net, Server, Shape, assert_same_data, require};
 use rustix::io::FdFlags;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
+use rustix::process::Signal;
 
 use crate::kit::{LONG, Stage, fill, fill_keys, number, primary, quick, succeeds};
 
@@ -29,11 +31,20 @@ type Kept = Arc<Mutex<Vec<(String, OwnedFd)>>>;
 struct Manager {
     path: PathBuf,
     kept: Kept,
+    /// The port that the manager opens for the source.
+    port: Option<TcpListener>,
     over: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Manager {
+    /// One that opens a port, as with a socket unit.
+    fn with_port(stage: &Stage, at: &str) -> Manager {
+        let mut manager = Manager::new(stage);
+        manager.port = Some(TcpListener::bind(at).unwrap());
+        manager
+    }
+
     fn new(stage: &Stage) -> Manager {
         let path = stage.folder().join("notify");
         let socket = UnixDatagram::bind(&path).unwrap();
@@ -45,7 +56,7 @@ impl Manager {
                 hear(&socket, &store);
             }
         });
-        Manager { path, kept, over, thread: Some(thread) }
+        Manager { path, kept, port: None, over, thread: Some(thread) }
     }
 
     fn names(&self) -> Vec<String> {
@@ -67,14 +78,25 @@ impl Manager {
 
     /// Starts a source with what is kept, as a service, and waits until it is ready.
     fn source(&self, stage: &Stage, host: Option<&Host>, primary: &Server, listen: &str) -> (Agent, String) {
+        let mut agent = self.start(stage, host, primary, &["--listen", listen]);
+        let ready = agent.wait_for_line("source ready", LONG).unwrap();
+        let address = ready.split("listening=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap();
+        (agent, address.to_owned())
+    }
+
+    /// Starts a source with the port and with what is kept.
+    fn start(&self, stage: &Stage, host: Option<&Host>, primary: &Server, listen: &[&str]) -> Agent {
         let kept = self.kept.lock().unwrap();
         let (mut redirects, mut names, mut passed) = (String::new(), Vec::new(), Vec::new());
-        for (at, (name, descriptor)) in kept.iter().enumerate() {
+        // systemd passes sockets first.
+        let port = self.port.iter().map(|port| ("remora-listen", port.as_fd()));
+        let kept = kept.iter().map(|(name, descriptor)| (name.as_str(), descriptor.as_fd()));
+        for (at, (name, descriptor)) in port.chain(kept).enumerate() {
             // Above those that the shell uses, and open in the program.
             let copy = rustix::io::fcntl_dupfd_cloexec(descriptor, 100).unwrap();
             rustix::io::fcntl_setfd(&copy, FdFlags::empty()).unwrap();
             redirects.push_str(&format!(" {}<&{}", 3 + at, copy.as_raw_fd()));
-            names.push(name.clone());
+            names.push(name);
             passed.push(copy);
         }
         // Not every sh passes descriptors above 9.
@@ -82,7 +104,7 @@ impl Manager {
         command.arg("-c").arg(format!("export LISTEN_PID=$$; exec \"$0\" \"$@\"{redirects}"));
         command.arg(env!("CARGO_BIN_EXE_remora"));
         let token = stage.token.display().to_string();
-        command.args(["source", "--server", &primary.url(), "--listen", listen, "--token-file", &token]);
+        command.args(["source", "--server", &primary.url(), "--token-file", &token]).args(listen);
         command.args(["--memory", "128MiB", "--slot-size", "64KiB"]);
         command.env("NOTIFY_SOCKET", &self.path).env("XDG_STATE_HOME", stage.folder());
         command.env("LISTEN_FDS", passed.len().to_string()).env("LISTEN_FDNAMES", names.join(":"));
@@ -90,11 +112,7 @@ impl Manager {
         if let Some(host) = host {
             host.enter(&mut command).unwrap();
         }
-        let mut agent = Agent::run(command).unwrap();
-        drop(kept);
-        let ready = agent.wait_for_line("source ready", LONG).unwrap();
-        let address = ready.split("listening=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap();
-        (agent, address.to_owned())
+        Agent::run(command).unwrap()
     }
 }
 
@@ -227,4 +245,52 @@ fn a_snapshot_that_is_over_is_kept_no_longer() {
     primary.client().unwrap().ok(&["DEBUG", "CHANGE-REPL-ID"]).unwrap();
     primary.client().unwrap().call(&["CLIENT", "KILL", "TYPE", "replica"]).unwrap();
     manager.wait_for(&[]);
+}
+
+#[test]
+fn a_replica_that_comes_while_its_source_is_started_again_waits_at_the_port_of_the_manager() {
+    for kind in require::kinds() {
+        let primary = primary(kind).start().unwrap();
+        let [first, second, third] = [(); 3].map(|()| quick(kind).start().unwrap());
+        fill_keys(&primary, 1000, "before");
+        let stage = Stage::new();
+        // As `ListenStream=7379` is opened: at all addresses of both kinds.
+        let manager = Manager::with_port(&stage, "[::]:0");
+        let port = manager.port.as_ref().unwrap().local_addr().unwrap().port();
+        let address = format!("127.0.0.1:{port}").parse().unwrap();
+        // A source that was never started before is waited for, too.
+        let mut early = stage.replica(&first.url(), address, &[]);
+        std::thread::sleep(Duration::from_millis(500));
+        let mut source = manager.start(&stage, None, &primary, &[]);
+        succeeds(&mut early, &first);
+        assert_same_data(&primary, &first);
+        manager.wait_for(&SEALED);
+
+        for (signal, replica) in [(Signal::TERM, &second), (Signal::KILL, &third)] {
+            source.signal(signal).unwrap();
+            source.wait(LONG).unwrap();
+            fill_keys(&primary, 1000, &format!("while {signal:?}"));
+            let mut late = stage.replica(&replica.url(), address, &[]);
+            std::thread::sleep(Duration::from_millis(500));
+            assert_eq!(late.ended().unwrap(), None, "{}", late.output());
+            source = manager.start(&stage, None, &primary, &[]);
+            succeeds(&mut late, replica);
+            assert!(!late.output().contains("trying again"), "{}", late.output());
+            assert_same_data(&primary, replica);
+        }
+        assert_eq!(number(&primary, "sync_full"), 1, "the primary says:\n{}", primary.log());
+    }
+}
+
+#[test]
+fn a_source_refuses_a_port_of_the_manager_that_is_not_the_one_of_its_options() {
+    let Some(kind) = require::redis() else { return };
+    let primary = quick(kind).start().unwrap();
+    let stage = Stage::new();
+    let manager = Manager::with_port(&stage, "127.0.0.1:0");
+    let mut source = manager.start(&stage, None, &primary, &["--listen", "127.0.0.1:1"]);
+    let status = source.wait(LONG).unwrap();
+    assert_eq!(status.code(), Some(3), "{}", source.output());
+    let port = manager.port.as_ref().unwrap().local_addr().unwrap().to_string();
+    assert!(source.output().contains(&port) && source.output().contains("127.0.0.1:1"), "{}", source.output());
 }

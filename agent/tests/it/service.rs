@@ -123,15 +123,15 @@ fn systemd_finds_nothing_to_object_to_in_the_units() {
     for entry in std::fs::read_dir(units).unwrap() {
         let entry = entry.unwrap();
         let name = entry.file_name().into_string().unwrap();
-        let Some(stem) = name.strip_suffix("@.service") else { continue };
+        let Some((stem, kind)) = name.split_once("@.") else { continue };
         let text = std::fs::read_to_string(entry.path()).unwrap();
-        assert!(text.contains("/usr/bin/remora "), "{name}");
+        assert!(kind == "socket" || text.contains("/usr/bin/remora "), "{name}");
         // As an instance, and with a program that exists here.
-        let copy = stage.folder().join(format!("{stem}@6379.service"));
+        let copy = stage.folder().join(format!("{stem}@6379.{kind}"));
         std::fs::write(&copy, text.replace("/usr/bin/remora ", concat!(env!("CARGO_BIN_EXE_remora"), " "))).unwrap();
         copies.push(copy);
     }
-    assert_eq!(copies.len(), 4);
+    assert_eq!(copies.len(), 5);
     let output = Command::new("systemd-analyze").args(["verify", "--man=no"]).args(&copies).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     let about_ours: Vec<&str> = said.lines().filter(|line| line.contains("remora-")).collect();

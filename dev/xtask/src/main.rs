@@ -154,3 +154,15 @@ fn completions(shell: &str) -> remora_bench::sync::Result<()> {
 fn generate(what: Generated) -> remora_bench::sync::Result<()> {
     remora_agent::generate::run(&GenerateArgs { what }).map_err(|failure| failure.to_string().into())
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::Cli;
+
+    #[test]
+    fn every_command_has_options_that_clap_accepts() {
+        Cli::command().debug_assert();
+    }
+}

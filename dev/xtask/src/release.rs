@@ -1,9 +1,11 @@
 //! `xtask release`: everything of a release but publishing it.
 //!
 //! ```text
-//!   clean tree? newer version? changes written down? ──▶ version in Cargo.toml and both lock files ──▶ CHANGELOG: a date
-//!     ──▶ .ci/run ──▶ commit and tag ──▶ xtask dist
+//!   clean tree? newer version? changes written down? ──▶ programs that dist needs ──▶ .ci/run
+//!     ──▶ version in Cargo.toml and both lock files, CHANGELOG: a date ──▶ commit and tag ──▶ xtask dist
 //! ```
+//!
+//! A failure before the commit leaves all files as they were.
 
 use std::fs;
 use std::process::Command;
@@ -29,6 +31,9 @@ pub(crate) struct Options {
 /// The heading of changes that are in no release.
 const UNRELEASED: &str = "## Unreleased";
 
+/// The files that a release changes.
+const FILES: [&str; 4] = ["CHANGELOG.md", "Cargo.toml", "Cargo.lock", "dev/fuzz/Cargo.lock"];
+
 pub(crate) fn run(options: &Options) -> Result<()> {
     let changed = said(Command::new("git").args(["status", "--porcelain"]))?;
     if !changed.is_empty() {
@@ -38,29 +43,47 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     if numbers(new)? <= numbers(old)? {
         return Err(format!("{new} is not newer than {old}").into());
     }
+    let name = format!("v{new}");
+    if !said(Command::new("git").args(["tag", "--list", &name]))?.is_empty() {
+        return Err(format!("the tag {name} is there already: take another version").into());
+    }
+    let today = said(Command::new("date").args(["-u", "+%Y-%m-%d"]))?;
+    // All that can be refused is refused before hours of checks.
+    let written = || -> Result<[String; 2]> {
+        let changes = dated(&fs::read_to_string("CHANGELOG.md")?, new, &today)?;
+        Ok([changes, versioned(&fs::read_to_string("Cargo.toml")?, old, new)?])
+    };
+    written()?;
+    succeed(Command::new("dev/lab/setup/setup").arg("--dist"))?;
     if !options.checked {
         succeed(&mut Command::new(".ci/run"))?;
     }
-    let today = said(Command::new("date").args(["-u", "+%Y-%m-%d"]))?;
-    let changes = dated(&fs::read_to_string("CHANGELOG.md")?, new, &today)?;
-    let manifest = versioned(&fs::read_to_string("Cargo.toml")?, old, new)?;
-    fs::write("CHANGELOG.md", changes)?;
-    fs::write("Cargo.toml", manifest)?;
-    for manifest in ["Cargo.toml", "dev/fuzz/Cargo.toml"] {
-        succeed(cargo().args(["update", "--workspace", "--offline", "--manifest-path", manifest]))?;
+    if let Err(error) = commit(new, written()?) {
+        let restored = succeed(Command::new("git").args(["checkout", "--quiet", "--"]).args(FILES));
+        let state = if restored.is_ok() { "is as it was" } else { "has changed files" };
+        return Err(format!("{error}; the tree {state}").into());
     }
-    succeed(Command::new("git").args(["commit", "--all", "--message", &format!("release: {new}")]))?;
-    let name = format!("v{new}");
     succeed(Command::new("git").args(["tag", "--annotate", "--message", &format!("Remora {new}"), &name]))?;
     // By a build of the new version: this program has the old one's.
     let mut make = cargo();
-    make.args(["run", "--locked", "-p", "xtask", "--", "dist", "--out"]).arg(options.dist.out());
-    succeed(&mut make)?;
+    make.args(["run", "--quiet", "--locked", "-p", "xtask", "--", "dist"]).args(options.dist.arguments());
+    succeed(&mut make)
+        .map_err(|error| format!("{error}; the commit and {name} stay: call xtask dist when this is mended"))?;
     println!(
         "tagged {name}; to publish it: push the branch and the tag, and upload what is in {}",
         options.dist.out().display()
     );
     Ok(())
+}
+
+/// Writes the new version and its changes down, and commits them.
+fn commit(new: &str, [changes, manifest]: [String; 2]) -> Result<()> {
+    fs::write("CHANGELOG.md", changes)?;
+    fs::write("Cargo.toml", manifest)?;
+    for manifest in ["Cargo.toml", "dev/fuzz/Cargo.toml"] {
+        succeed(cargo().args(["update", "--quiet", "--workspace", "--offline", "--manifest-path", manifest]))?;
+    }
+    succeed(Command::new("git").args(["commit", "--quiet", "--message", &format!("release: {new}"), "--"]).args(FILES))
 }
 
 /// The three numbers of a version.

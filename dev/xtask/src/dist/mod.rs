@@ -17,6 +17,7 @@ mod needs;
 mod packages;
 mod tree;
 
+use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -34,6 +35,7 @@ const TOOLS: &str = ".cache/dist";
 
 /// Command-line arguments.
 #[derive(Args, Debug)]
+#[group(skip)] // `release` has these too, and clap would call both groups `Options`
 pub(crate) struct Options {
     /// Where the results are put.
     #[arg(long, value_name = "FOLDER", default_value = "target/dist")]
@@ -50,6 +52,18 @@ impl Options {
     /// Where the results are put.
     pub(crate) fn out(&self) -> &Path {
         &self.out
+    }
+
+    /// The same options for another run of this program.
+    pub(crate) fn arguments(&self) -> Vec<OsString> {
+        let mut arguments = vec!["--out".into(), self.out.clone().into()];
+        for architecture in &self.architectures {
+            arguments.extend(["--architectures".into(), architecture.name().into()]);
+        }
+        if self.no_image {
+            arguments.push("--no-image".into());
+        }
+        arguments
     }
 
     /// The architectures for which to build.
@@ -130,7 +144,28 @@ fn sums(folder: &Path) -> Result<String> {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use clap::Parser;
+
     use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Line {
+        #[command(flatten)]
+        options: Options,
+    }
+
+    #[test]
+    fn a_release_passes_all_options_on() {
+        for line in [
+            &["dist", "--out", "else", "--architectures", "x86_64,aarch64", "--no-image"][..],
+            &["dist", "--architectures", "aarch64"],
+            &["dist"],
+        ] {
+            let first = Line::parse_from(line).options;
+            let passed = [OsString::from("dist")].into_iter().chain(first.arguments());
+            assert_eq!(format!("{:?}", Line::parse_from(passed).options), format!("{first:?}"));
+        }
+    }
 
     #[test]
     fn sha256sum_accepts_the_checksums_and_finds_a_file_that_was_changed() {
