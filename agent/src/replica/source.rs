@@ -317,8 +317,7 @@ impl Way {
         let origin = check(offer, self.source)?;
         let is_sealed = !offer.snapshot.seal.is_empty();
         let mut connectors = self.wish.connectors(self.source, is_sealed);
-        let (part, kind, copy) =
-            self.snapshot_part(&mut connectors, &offer.snapshot, origin.history, sinks, relay)?;
+        let (part, kind, copy) = self.snapshot_part(&mut connectors, &offer.snapshot, origin.history, sinks, relay)?;
         let protection = self.protection(kind, is_sealed);
         let id = spool::SnapshotId { origin, slot_size: offer.snapshot.slot_size };
         Ok((id, part, Chosen { kind, why: connectors.why(), protection, copy }))
