@@ -5,11 +5,8 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::replica::{parse_memory, parse_name};
-use super::{
-    HostPort, LISTEN_PORT, LingerArgs, LinkTlsArgs, MetricsArgs, ReadArgs, RelayArgs, ReplicaNameArgs, SecurityArgs,
-    SentinelArgs, SourceKeyArgs, SyncArgs, ToldArgs,
-};
+use super::replica::parse_memory;
+use super::{HostPort, LISTEN_PORT, LendArgs, LinkTlsArgs, MetricsArgs, PeerArgs, ReadArgs, SyncArgs};
 use crate::exit::{self, Code};
 use crate::server::{ServerArgs, Task};
 use crate::units::{Size, parse_duration};
@@ -41,27 +38,11 @@ pub struct AttendArgs {
 
     #[command(flatten)]
     #[allow(missing_docs)]
-    pub security: SecurityArgs,
-
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub readers: ReplicaNameArgs,
-
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub expected: SourceKeyArgs,
-
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub sentinel: SentinelArgs,
+    pub peers: PeerArgs,
 
     #[command(flatten)]
     #[allow(missing_docs)]
     pub link_tls: LinkTlsArgs,
-
-    /// Name to appear under in `remora status` and the source's log. Default: the server's address.
-    #[arg(long, value_name = "NAME", value_parser = parse_name, help_heading = "Source")]
-    pub name: Option<String>,
 
     /// Memory for slots in flight, and for those that other replicas read from this agent; at least 16MiB. Three
     /// quarters of it hold slots: all of a snapshot if they fit, so that others can read it from the first slot on;
@@ -71,11 +52,7 @@ pub struct AttendArgs {
 
     #[command(flatten)]
     #[allow(missing_docs)]
-    pub relay: RelayArgs,
-
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub linger: LingerArgs,
+    pub lend: LendArgs,
 
     /// How long the server may not answer, or load, when the agent starts: in a pod they start together. The server's
     /// connections come here already meanwhile.
@@ -99,16 +76,7 @@ pub struct AttendArgs {
 impl AttendArgs {
     /// One sync, from the first source.
     pub(crate) fn of_a_sync(&self) -> SyncArgs {
-        SyncArgs {
-            read: self.read.clone(),
-            source_key: self.expected.source_key,
-            name: self.name.clone(),
-            memory: self.memory,
-            relay: self.relay.clone(),
-            linger: self.linger.linger,
-            json: None,
-            told: ToldArgs::default(),
-        }
+        SyncArgs::intercepted(&self.read, &self.peers, self.memory, &self.lend)
     }
 }
 

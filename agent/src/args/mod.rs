@@ -3,6 +3,7 @@
 //! Each command has a file of its own under `args/`, with a help page: what the command does, examples, exit codes, ACL
 //! rules. Nothing here runs a command: [`crate::commands`] does.
 
+mod ask;
 mod attend;
 mod backup;
 mod cluster;
@@ -18,6 +19,7 @@ mod link_tls;
 mod load;
 mod metrics;
 mod module;
+mod peers;
 mod probe;
 mod rdma;
 mod read;
@@ -41,6 +43,7 @@ use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 
 pub(crate) use self::sync::{SyncArgs, ToldArgs};
 pub use self::{
+    ask::AskArgs,
     attend::{AttendArgs, PRIMARY_PORT},
     backup::BackupArgs,
     cluster::{
@@ -59,11 +62,12 @@ pub use self::{
     load::{LoadArgs, ValueType},
     metrics::{MetricsArgs, MetricsFileArgs},
     module::{ModuleArgs, ModuleQuestion},
+    peers::PeerArgs,
     probe::ProbeArgs,
     rdma::{CompletionChoice, RdmaEnd, RdmaOffer, RdmaRead},
     read::{ReadArgs, TransportChoice},
     ready::ReadyArgs,
-    relay::{LingerArgs, RelayArgs},
+    relay::{LendArgs, RelayArgs},
     replica::{ModuleLoad, OnFailure, ReplicaArgs},
     restore::RestoreArgs,
     security::{MonitorNameArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs},

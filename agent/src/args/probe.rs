@@ -1,10 +1,10 @@
 //! The arguments of `remora probe`.
 
-use std::{path::PathBuf, time::Duration};
+use std::time::Duration;
 
 use clap::Args;
 
-use super::{HostPort, RdmaRead, SecurityArgs, SourceKeyArgs, TransportChoice};
+use super::{AskArgs, RdmaRead, TransportChoice};
 use crate::{
     exit::{self, Code},
     units::{Size, UnitError, parse_duration},
@@ -14,22 +14,9 @@ use crate::{
 #[derive(Clone, Debug, Args)]
 #[command(long_about = ABOUT, after_long_help = more())]
 pub struct ProbeArgs {
-    /// Host and port of the source agent.
-    #[arg(long, value_name = "HOST:PORT")]
-    pub source: HostPort,
-
-    /// File with the secret that this command shares with the source. Needed unless the source has `--security mtls`
-    /// and no token.
-    #[arg(long, value_name = "FILE", required_unless_present = "cert")]
-    pub token_file: Option<PathBuf>,
-
     #[command(flatten)]
     #[allow(missing_docs)]
-    pub security: SecurityArgs,
-
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub expected: SourceKeyArgs,
+    pub ask: AskArgs,
 
     /// Print one JSON object instead of the tables.
     #[arg(long)]

@@ -48,9 +48,13 @@ pub struct RelayArgs {
     pub lender: LenderNameArgs,
 }
 
-/// How long a replica lends slots that it needs no more.
+/// The same, and how long it goes on when it needs the slots no more.
 #[derive(Clone, Debug, Args)]
-pub struct LingerArgs {
+pub struct LendArgs {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub relay: RelayArgs,
+
     /// How long to keep serving slots to other replicas after this replica's own server was handed over, at most. The
     /// agent ends that earlier if no replica reads from it.
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_duration, help_heading = "Other replicas")]

@@ -6,8 +6,8 @@ use clap::{Args, ValueEnum};
 use remora_wire::is_printable;
 
 use super::{
-    DeliveryArgs, FastKeys, HostPort, LingerArgs, LinkTlsArgs, MetricsArgs, MetricsFileArgs, ReadArgs, RelayArgs,
-    ReplicaNameArgs, SecurityArgs, SentinelArgs, SourceKeyArgs, SyncArgs, ToldArgs,
+    DeliveryArgs, FastKeys, HostPort, LendArgs, LinkTlsArgs, MetricsArgs, MetricsFileArgs, PeerArgs, ReadArgs,
+    SyncArgs, ToldArgs,
 };
 use crate::{
     exit::{self, Code},
@@ -36,15 +36,7 @@ pub struct ReplicaArgs {
 
     #[command(flatten)]
     #[allow(missing_docs)]
-    pub security: SecurityArgs,
-
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub readers: ReplicaNameArgs,
-
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub expected: SourceKeyArgs,
+    pub peers: PeerArgs,
 
     /// The address at which the source must announce the primary. The agent and the server connect to no other one. May
     /// be repeated, for each primary that is expected. Needed if the server has a password for its primary
@@ -52,14 +44,6 @@ pub struct ReplicaArgs {
     /// unless --source-key or `--security mtls` proves that the source is the right one.
     #[arg(long = "expect-primary", value_name = "HOST:PORT", help_heading = "Security")]
     pub expected_primaries: Vec<HostPort>,
-
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub sentinel: SentinelArgs,
-
-    /// Name to appear under in `remora status` and the source's log. Default: the server's address.
-    #[arg(long, value_name = "NAME", value_parser = parse_name, help_heading = "Source")]
-    pub name: Option<String>,
 
     /// Keep sending the stream to the server until stopped, instead of handing it over to the primary. The primary then
     /// serves one stream for all replicas of this source.
@@ -110,11 +94,7 @@ pub struct ReplicaArgs {
 
     #[command(flatten)]
     #[allow(missing_docs)]
-    pub relay: RelayArgs,
-
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub linger: LingerArgs,
+    pub lend: LendArgs,
 
     /// Whether a server that has the Remora module (docs/module.md) loads long strings from shared memory. `auto`: if
     /// possible. `off`: never. Anything that cannot be shared is sent over the replication link.
@@ -157,16 +137,8 @@ impl ReplicaArgs {
 
     /// The sync of a server whose own connection to its primary is intercepted.
     pub(crate) fn of_an_intercepted_sync(&self) -> SyncArgs {
-        SyncArgs {
-            read: self.read.clone(),
-            source_key: self.expected.source_key,
-            name: self.name.clone(),
-            memory: self.memory,
-            relay: self.relay.clone(),
-            linger: self.linger.linger,
-            json: self.json.clone(),
-            told: ToldArgs::default(),
-        }
+        let sync = SyncArgs::intercepted(&self.read, &self.peers, self.memory, &self.lend);
+        SyncArgs { json: self.json.clone(), ..sync }
     }
 }
 

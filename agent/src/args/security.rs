@@ -7,6 +7,7 @@ use rustls::pki_types::ServerName;
 
 use crate::conversation::certificate_roles::CertificateRoles;
 use crate::conversation::certificates::{CertificateFiles, Certificates, MTLS_OPTIONS};
+use crate::conversation::tokens::Credentials;
 use crate::conversation::{Mode, Security, SourceKey};
 use crate::exit::{Code, Failure};
 
@@ -130,6 +131,19 @@ impl SecurityArgs {
             }
             _ => Ok(self.open(roles)?.with_source_name(source.source_name.clone())),
         }
+    }
+
+    /// What proves a command to this source that asks, and lends nothing.
+    ///
+    /// # Errors
+    /// As [`SecurityArgs::open_for`], or the token cannot be used.
+    pub(crate) fn credentials(
+        &self,
+        token_file: Option<&PathBuf>,
+        source: &SourceKeyArgs,
+    ) -> Result<Credentials, Failure> {
+        let security = self.open_for(source, CertificateRoles::default())?;
+        Credentials::read(token_file, security, source.source_key)
     }
 
     /// What the options say.

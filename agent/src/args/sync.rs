@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::{ReadArgs, RelayArgs};
+use super::{LendArgs, PeerArgs, ReadArgs, RelayArgs};
 use crate::conversation::SourceKey;
 use crate::units::Size;
 
@@ -22,6 +22,22 @@ pub(crate) struct SyncArgs {
     /// The file for the summary.
     pub(crate) json: Option<PathBuf>,
     pub(crate) told: ToldArgs,
+}
+
+impl SyncArgs {
+    /// The sync of a server whose own connection to its primary is intercepted, without a summary.
+    pub(super) fn intercepted(read: &ReadArgs, peers: &PeerArgs, memory: Size, lend: &LendArgs) -> SyncArgs {
+        SyncArgs {
+            read: read.clone(),
+            source_key: peers.expected.source_key,
+            name: peers.name.clone(),
+            memory,
+            relay: lend.relay.clone(),
+            linger: lend.linger,
+            json: None,
+            told: ToldArgs::default(),
+        }
+    }
 }
 
 /// What is said about a server that is told to follow the agent's link. The default is for one whose own connection to

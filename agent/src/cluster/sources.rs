@@ -11,7 +11,6 @@ use tokio::task::JoinSet;
 use super::survey::{Shard, Survey};
 use crate::args::{ClusterSourcesArgs, HostPort};
 use crate::conversation::Error;
-use crate::conversation::certificate_roles::CertificateRoles;
 use crate::conversation::tokens::Credentials;
 use crate::exit::{Code, Failure};
 use crate::replica::source::join;
@@ -37,8 +36,7 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
 /// Reads what proves this command to the sources.
 pub(super) fn credentials(args: &ClusterSourcesArgs) -> Result<Credentials, Failure> {
-    let security = args.security.open_for(&args.expected, CertificateRoles::default())?;
-    Credentials::read(args.token_file.as_ref(), security, args.expected.source_key)
+    args.security.credentials(args.token_file.as_ref(), &args.expected)
 }
 
 /// Asks all sources, side by side.

@@ -23,9 +23,7 @@ use std::time::{Duration, Instant};
 use remora_fabric::{Connector, Error, Memory, Pages, RegionKey, Secret, TransportKind};
 use remora_protocol::Message;
 
-use crate::args::ProbeArgs;
-use crate::conversation::certificate_roles::CertificateRoles;
-use crate::conversation::tokens::Credentials;
+use crate::args::{HostPort, ProbeArgs};
 use crate::conversation::{Connection, derive};
 use crate::exit::{Code, Failure};
 use crate::lanes::LANES_LABEL;
@@ -45,10 +43,9 @@ const HOLDS_NO_DATA: bool = true;
 /// The token file is not usable, the source cannot be reached or refuses the request, or no transport could be
 /// measured.
 pub async fn run(args: ProbeArgs) -> Result<(), Failure> {
-    let security = args.security.open_for(&args.expected, CertificateRoles::default())?;
-    let credentials = Credentials::read(args.token_file.as_ref(), security, args.expected.source_key)?;
-    let mut connection = credentials.connect(&args.source.host, args.source.port).await.map_err(denied)?;
-    let keys = ask(&mut connection, &args).await?;
+    let (credentials, source) = (args.ask.credentials()?, &args.ask.source);
+    let mut connection = credentials.connect(&source.host, source.port).await.map_err(denied)?;
+    let keys = ask(&mut connection, source).await?;
     let way = Way {
         session: connection.session(),
         secret: derive(&connection.session_key(), LANES_LABEL),
@@ -77,7 +74,7 @@ pub async fn run(args: ProbeArgs) -> Result<(), Failure> {
     report.verdict()
 }
 
-async fn ask(connection: &mut Connection, args: &ProbeArgs) -> Result<Vec<RegionKey>, Failure> {
+async fn ask(connection: &mut Connection, source: &HostPort) -> Result<Vec<RegionKey>, Failure> {
     connection.send(Message::ProbeQuery).await.map_err(denied)?;
     let answer = async {
         loop {
@@ -88,7 +85,7 @@ async fn ask(connection: &mut Connection, args: &ProbeArgs) -> Result<Vec<Region
     };
     tokio::time::timeout(OFFER_LIMIT, answer).await.unwrap_or_else(|_| {
         let text =
-            format!("the source {} exported no memory to measure with within {} s", args.source, OFFER_LIMIT.as_secs());
+            format!("the source {} exported no memory to measure with within {} s", source, OFFER_LIMIT.as_secs());
         Err(Failure::new(Code::Source, text))
     })
 }

@@ -38,9 +38,9 @@ impl KnownPrimaries {
     pub(super) fn of(args: &ReplicaArgs, followed: Option<(String, u16)>, source: SocketAddr) -> KnownPrimaries {
         KnownPrimaries {
             expected: args.expected_primaries.clone(),
-            is_vouched_for: args.expected.source_key.is_some()
-                || args.security.security == Some(Mode::Mtls)
-                || args.sentinel.is_given(),
+            is_vouched_for: args.peers.expected.source_key.is_some()
+                || args.peers.security.security == Some(Mode::Mtls)
+                || args.peers.sentinel.is_given(),
             source: (args.read.source.host.clone(), source.ip()),
             followed,
         }

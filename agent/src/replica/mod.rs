@@ -80,7 +80,7 @@ use self::control::Control;
 use self::driver::{Driver, Setup};
 use self::prepared::{Prepared, Suits};
 use self::spool::Spool;
-use crate::args::{Delivery, RelayArgs, ReplicaArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs};
+use crate::args::{Delivery, PeerArgs, RelayArgs, ReplicaArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs};
 use crate::conversation::certificate_roles::CertificateRoles;
 use crate::conversation::tokens::TokenFiles;
 use crate::exit::{Code, Failure};
@@ -121,7 +121,8 @@ pub(crate) fn open_tokens(
 }
 
 async fn sync(args: ReplicaArgs, scrapes: &mut Scrapes) -> Result<(), Failure> {
-    let tokens = open_tokens(&args.token_files, &args.security, &args.expected, &args.readers, &args.relay)?;
+    let PeerArgs { security, expected, readers, .. } = &args.peers;
+    let tokens = open_tokens(&args.token_files, security, expected, readers, &args.lend.relay)?;
     let _rereading = tokens.read_again_on_hangup()?;
     match args.by.delivery {
         Delivery::File => scrapes.meanwhile(BY_FILE, by_file::run(args, tokens)).await,
@@ -179,7 +180,7 @@ async fn by_link(args: ReplicaArgs, tokens: TokenFiles, scrapes: &mut Scrapes) -
 
 /// Does everything that comes before the first change; `None` after a dry run.
 async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -> Result<Option<Driver>, Failure> {
-    let credentials = tokens.credentials(args.expected.source_key);
+    let credentials = tokens.credentials(args.peers.expected.source_key);
     let link_tls = tls::server_config(&args.link_tls)?;
     let prepared = Prepared::of(&args, &credentials, Suits::Link).await?;
     let Prepared { server, client, mut record, target, source, plan, mut primary } = prepared;

@@ -388,7 +388,7 @@ pub(super) async fn refuse_what_sentinel_undoes(
         )));
     }
     let data = primary.data.unwrap_or(u64::MAX >> 20);
-    let longest = guard::longest(data, args.relay.download_limit);
+    let longest = guard::longest(data, args.lend.relay.download_limit);
     match known.is_too_late(longest) {
         false => Ok(()),
         true if args.extend_failover_timeout => {

@@ -69,7 +69,7 @@ impl Prepared {
             record.put_back(&mut client).await?;
         }
         let mut source = Source::connect_first(&args.read, credentials).await.map_err(source::failure)?;
-        let finding = match args.sentinel.open()? {
+        let finding = match args.peers.sentinel.open()? {
             Some(sentinels) => Some(Finding::begin(sentinels).await?),
             None => None,
         };
@@ -84,7 +84,7 @@ impl Prepared {
         let known = Known { primaries: known, finding, source: source.address() };
         let began = Instant::now();
         let (plan, primary) = loop {
-            let plan = source.plan(&args.read, args.name.as_deref(), &target.facts.name()).await?;
+            let plan = source.plan(&args.read, args.peers.name.as_deref(), &target.facts.name()).await?;
             match preflight::primary(args, &server, &target, &plan, &known).await {
                 Ok(primary) => break (plan, primary),
                 Err(unfit) if unfit.passes && began.elapsed() < FAIL_OVER_LIMIT.min(args.read.retry_for) => {

@@ -126,9 +126,9 @@ impl RelayReader {
         self.retained && self.copy.rewind(0)
     }
 
-    /// Reads from there from now on.
-    pub(crate) fn read_from(&mut self, now: Instant, whom: ReadFrom) {
-        match whom {
+    /// Changes where slots are read from.
+    pub(crate) fn read_from(&mut self, now: Instant, from: ReadFrom) {
+        match from {
             ReadFrom::Awaited => self.await_word(now),
             ReadFrom::Source => self.turn_to_source(now),
             ReadFrom::Peer(Reading { session, peer, slots, rate }) => {

@@ -30,7 +30,7 @@ impl Moments {
 }
 
 /// The summary of a finished sync. Seconds of wall time; the phases follow one another, so their sum is the total.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub(super) struct Summary {
     /// Address of the replica's server.
     pub(super) server: String,
@@ -147,26 +147,7 @@ mod tests {
         // A server that loads from the spool may have loaded before the moment we note; never a negative phase.
         moments.loaded = at(290);
         moments.handed_over = at(500);
-        let mut summary = Summary {
-            server: String::new(),
-            primary: String::new(),
-            replid: String::new(),
-            snapshot_offset: 0,
-            hand_off_offset: 0,
-            transport: String::new(),
-            delivery: String::new(),
-            snapshot_bytes: 0,
-            referred_bytes: 0,
-            stream_bytes: 0,
-            snapshot_seconds: 0.0,
-            transfer_seconds: 0.0,
-            load_seconds: 0.0,
-            catch_up_seconds: 0.0,
-            hand_off_seconds: 0.0,
-            total_seconds: 0.0,
-            interruptions: 0,
-            strangers: 0,
-        };
+        let mut summary = Summary::default();
         summary.time(&moments, start + Duration::from_millis(500));
         let sum = summary.snapshot_seconds
             + summary.transfer_seconds

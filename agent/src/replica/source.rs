@@ -197,10 +197,6 @@ impl Sinks {
         let opening = if needs_opening { SnapshotCopy::opening_len(&own) } else { 0 };
         (SnapshotCopy::memory_len(&own) + opening <= share).then_some(own)
     }
-
-    fn of(&self, buffers: u32, geometry: &Geometry, name: &str) -> Result<Arc<Memory>, Failure> {
-        create(name, SinkLayout { offset: 0, buffers }.length(geometry))
-    }
 }
 
 fn create(name: &str, length: u64) -> Result<Arc<Memory>, Failure> {
@@ -292,25 +288,22 @@ impl Way {
         without_snapshot: bool,
         relay: Option<&RelayWish>,
     ) -> Result<(Feed, Chosen), Failure> {
-        let (snapshot, journal, origin) = check(offer, self.source)?;
-        let history = origin.history;
+        let origin = check(offer, self.source)?;
         let id = spool::SnapshotId { origin, slot_size: offer.snapshot.slot_size };
         let is_sealed = !offer.snapshot.seal.is_empty() && !offer.journal.seal.is_empty();
         let mut connectors = self.wish.connectors(self.source, is_sealed);
-        let journal_sink = sinks.of(JOURNAL_BUFFERS, &journal, "remora-journal-sink")?;
-        let (journal_peer, journal_kind) = self.connect(&mut connectors, &offer.journal, &journal_sink)?;
-        let (mut kind, mut chosen_copy, mut snapshot_part) = (journal_kind, None, None);
+        let (journal, mut kind) =
+            self.buffered(&mut connectors, Kind::Journal, &offer.journal, origin.history, sinks)?;
+        let (mut copy, mut snapshot) = (None, None);
         if !without_snapshot {
             let relay = relay.filter(|_| kind != TransportKind::Shm);
             let part;
-            (part, kind, chosen_copy) = self.snapshot_part(&mut connectors, offer, &snapshot, history, sinks, relay)?;
-            snapshot_part = Some(part);
+            (part, kind, copy) = self.snapshot_part(&mut connectors, &offer.snapshot, origin.history, sinks, relay)?;
+            snapshot = Some(part);
         }
-        let table = self.expect(Kind::Journal, journal_kind, &offer.journal, history)?;
-        let journal_part = part(journal_peer, journal_sink, JOURNAL_BUFFERS, table, offer.journal.retained);
         let protection = self.protection(kind, is_sealed);
-        let chosen = Chosen { kind, why: connectors.why(), protection, copy: chosen_copy };
-        Ok((Feed::new(id, Parts { snapshot: snapshot_part, journal: journal_part }), chosen))
+        let chosen = Chosen { kind, why: connectors.why(), protection, copy };
+        Ok((Feed::new(id, Parts { snapshot, journal }), chosen))
     }
 
     /// Connects to the offered snapshot alone, for a reader that has no server. Blocks, within the transports'
@@ -321,24 +314,22 @@ impl Way {
         sinks: Sinks,
         relay: Option<&RelayWish>,
     ) -> Result<(spool::SnapshotId, Part, Chosen), Failure> {
-        let (snapshot, _, origin) = check(offer, self.source)?;
+        let origin = check(offer, self.source)?;
         let is_sealed = !offer.snapshot.seal.is_empty();
         let mut connectors = self.wish.connectors(self.source, is_sealed);
-        let (part, kind, copy) = self.snapshot_part(&mut connectors, offer, &snapshot, origin.history, sinks, relay)?;
+        let (part, kind, copy) = self.snapshot_part(&mut connectors, &offer.snapshot, origin.history, sinks, relay)?;
         let protection = self.protection(kind, is_sealed);
-        let id = spool::SnapshotId { origin, slot_size: snapshot.slot_size };
+        let id = spool::SnapshotId { origin, slot_size: offer.snapshot.slot_size };
         Ok((id, part, Chosen { kind, why: connectors.why(), protection, copy }))
     }
 
     /// Connects to the offered journal alone. Blocks, within the transports' time-outs.
     pub(crate) fn journal(&self, offer: &Offer, sinks: Sinks) -> Result<(ReplId, Part, TransportKind), Failure> {
-        let (_, journal, origin) = check(offer, self.source)?;
+        let origin = check(offer, self.source)?;
         let is_sealed = !offer.journal.seal.is_empty();
         let mut connectors = self.wish.connectors(self.source, is_sealed);
-        let sink = sinks.of(JOURNAL_BUFFERS, &journal, "remora-journal-sink")?;
-        let (peer, kind) = self.connect(&mut connectors, &offer.journal, &sink)?;
-        let table = self.expect(Kind::Journal, kind, &offer.journal, origin.history)?;
-        Ok((origin.history, part(peer, sink, JOURNAL_BUFFERS, table, offer.journal.retained), kind))
+        let (part, kind) = self.buffered(&mut connectors, Kind::Journal, &offer.journal, origin.history, sinks)?;
+        Ok((origin.history, part, kind))
     }
 
     /// The connection to a snapshot: into a copy, if its slots may be passed on, there is memory for that, and it is
@@ -346,45 +337,47 @@ impl Way {
     fn snapshot_part(
         &self,
         connectors: &mut Connectors,
-        offer: &Offer,
-        snapshot: &Geometry,
+        table: &TableOffer,
         history: ReplId,
         sinks: Sinks,
         relay: Option<&RelayWish>,
     ) -> Result<(Part, TransportKind, Option<Copied>), Failure> {
-        let needs_opening = !offer.snapshot.seal.is_empty() || offer.snapshot.compressed;
-        let copy = relay.and_then(|relay| Some((relay, sinks.copy(snapshot, relay.serves, needs_opening)?)));
+        let needs_opening = !table.seal.is_empty() || table.compressed;
+        let copy = relay.and_then(|relay| Some((relay, sinks.copy(&shape(table), relay.serves, needs_opening)?)));
         if let Some((relay, own)) = copy {
             let length = SnapshotCopy::memory_len(&own);
             let kept = relay.kept.clone().filter(|kept| kept.length() == length);
             let is_new = kept.is_none();
             let memory = kept.map_or_else(|| create("remora-copy", length), Ok)?;
-            let (peer, kind) = self.connect(connectors, &offer.snapshot, &memory)?;
+            let (peer, kind) = self.connect(connectors, table, &memory)?;
             if kind != TransportKind::Shm {
-                let plan = CopyPlan { own, download_rate: relay.download_rate, retained: offer.snapshot.retained };
-                let table = self.expect(Kind::Snapshot, kind, &offer.snapshot, history)?;
-                let part = Part { copy: Some(plan), ..part(peer, memory.clone(), 1, table, false) };
+                let plan = CopyPlan { own, download_rate: relay.download_rate, retained: table.retained };
+                let expect = self.expect(Kind::Snapshot, kind, table, history)?;
+                let part = Part { copy: Some(plan), ..part(peer, memory.clone(), 1, expect, false) };
                 return Ok((part, kind, Some((memory, own, is_new))));
             }
         }
-        let (part, kind) = self.whole(connectors, offer, snapshot, history, sinks)?;
+        let (part, kind) = self.buffered(connectors, Kind::Snapshot, table, history, sinks)?;
         Ok((part, kind, None))
     }
 
-    /// The connection to a snapshot whose slots are not passed on.
-    fn whole(
+    /// The connection to a table whose slots are received into buffers, and are not passed on.
+    fn buffered(
         &self,
         connectors: &mut Connectors,
-        offer: &Offer,
-        snapshot: &Geometry,
+        kind: Kind,
+        table: &TableOffer,
         history: ReplId,
         sinks: Sinks,
     ) -> Result<(Part, TransportKind), Failure> {
-        let buffers = sinks.buffers(snapshot.slot_size);
-        let sink = sinks.of(buffers, snapshot, "remora-sink")?;
-        let (peer, kind) = self.connect(connectors, &offer.snapshot, &sink)?;
-        let table = self.expect(Kind::Snapshot, kind, &offer.snapshot, history)?;
-        Ok((part(peer, sink, buffers, table, offer.snapshot.retained), kind))
+        let (buffers, name) = match kind {
+            Kind::Snapshot => (sinks.buffers(table.slot_size), "remora-sink"),
+            Kind::Journal => (JOURNAL_BUFFERS, "remora-journal-sink"),
+        };
+        let sink = create(name, SinkLayout { offset: 0, buffers }.length(&shape(table)))?;
+        let (peer, transport) = self.connect(connectors, table, &sink)?;
+        let expect = self.expect(kind, transport, table, history)?;
+        Ok((part(peer, sink, buffers, expect, table.retained), transport))
     }
 
     /// What to expect of a table that is read over this transport. Shared memory of this host has the plain table, and
@@ -397,7 +390,7 @@ impl Way {
         history: ReplId,
     ) -> Result<Expectation, Failure> {
         let origin = Origin { generation: table.generation, history, offset: table.first_offset };
-        let geometry = Geometry { slot_size: table.slot_size, slots: table.slots };
+        let geometry = shape(table);
         let may_be_plain = match transport {
             TransportKind::Shm => true,
             _ if !table.seal.is_empty() => false,
@@ -451,15 +444,17 @@ fn part(peer: Box<dyn Peer>, sink: Arc<Memory>, buffers: u32, expect: Expectatio
     Part { peer, sink, layout: SinkLayout { offset: 0, buffers }, expect, in_place, copy: None }
 }
 
-/// The shapes of the offered tables and where the snapshot was taken, if the offer makes sense.
-fn check(offer: &Offer, source: SocketAddr) -> Result<(Geometry, Geometry, Origin), Failure> {
+fn shape(table: &TableOffer) -> Geometry {
+    Geometry { slot_size: table.slot_size, slots: table.slots }
+}
+
+/// Where the snapshot was taken, if the offer makes sense.
+fn check(offer: &Offer, source: SocketAddr) -> Result<Origin, Failure> {
     let unsound = |what: &dyn std::fmt::Display| {
         Failure::new(Code::Source, format!("the source {source} offers no sound table: {what}"))
     };
-    let geometry = |table: &TableOffer| Geometry { slot_size: table.slot_size, slots: table.slots };
-    let (snapshot, journal) = (geometry(&offer.snapshot), geometry(&offer.journal));
-    for shape in [snapshot, journal] {
-        shape.checked().map_err(|error| unsound(&error))?;
+    for table in [&offer.snapshot, &offer.journal] {
+        shape(table).checked().map_err(|error| unsound(&error))?;
     }
     for offset in [offer.offset, offer.snapshot.first_offset, offer.journal.first_offset] {
         if offset > MAX_OFFSET {
@@ -470,7 +465,7 @@ fn check(offer: &Offer, source: SocketAddr) -> Result<(Geometry, Geometry, Origi
         let text = format!("the source {source} offers generation {} without a replid", offer.generation);
         Failure::new(Code::Source, text)
     })?;
-    Ok((snapshot, journal, Origin { generation: offer.generation, history, offset: offer.offset }))
+    Ok(Origin { generation: offer.generation, history, offset: offer.offset })
 }
 
 #[cfg(test)]
@@ -514,7 +509,7 @@ mod tests {
 
     #[test]
     fn an_offer_with_an_offset_that_has_no_next_one_is_refused() {
-        assert_eq!(check(&offer(), from()).unwrap().2.offset, 100);
+        assert_eq!(check(&offer(), from()).unwrap().offset, 100);
         let changes: [fn(&mut Offer); 3] = [
             |offer| offer.offset = u64::MAX,
             |offer| offer.snapshot.first_offset = u64::MAX,

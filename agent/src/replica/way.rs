@@ -15,7 +15,7 @@ pub(super) async fn why_not_by_the_link(args: &ReplicaArgs) -> Result<Option<Str
     if facts.cluster_enabled == Some(true) {
         return Ok(Some("the server runs in cluster mode, where servers refuse REPLICAOF".to_owned()));
     }
-    let Some(sentinels) = args.sentinel.open()? else { return Ok(None) };
+    let Some(sentinels) = args.peers.sentinel.open()? else { return Ok(None) };
     let known = guard::known(&sentinels, &facts, server.url()).await?;
     Ok(known.map(|_| {
         format!("Sentinel knows the server as a replica of {}, and makes it follow its primary again", sentinels.name())

@@ -169,11 +169,7 @@ impl SourceAgent {
                 return self.say(world, session, Said::Offer(plan));
             }
             Said::Join(join) => {
-                let resume = join.resume.map(|resume| Resume {
-                    generation: resume.generation,
-                    held_slots: resume.held_slots,
-                    loaded: resume.loaded.then_some((resume.replid, resume.next_byte)),
-                });
+                let resume = join.resume.as_ref().map(Resume::of);
                 let (name, address) = (join.name, String::new());
                 self.assignments.introduce(world, conn, session, join.relays);
                 Input::Joined { session, name, address, resume, reads: Format::Shared }
@@ -183,15 +179,7 @@ impl SourceAgent {
                     return;
                 }
                 self.relaying(world, session, &progress);
-                let at = Report {
-                    phase: progress.phase,
-                    transport: progress.transport,
-                    slots_below: progress.slots_below,
-                    slots_held: progress.slots_held,
-                    bytes: progress.bytes,
-                    applied_offset: progress.applied_offset,
-                };
-                Input::Progress { session, at }
+                Input::Progress { session, at: Report::of(&progress) }
             }
             Said::PeerLost { generation, session: peer, cause, .. } => {
                 return self.peer_lost(world, session, generation, peer, cause);

@@ -358,11 +358,7 @@ impl Source {
                     protection = %peer.protection,
                     "replica joined"
                 );
-                let resume = join.resume.map(|resume| Resume {
-                    generation: resume.generation,
-                    held_slots: resume.held_slots,
-                    loaded: resume.loaded.then_some((resume.replid, resume.next_byte)),
-                });
+                let resume = join.resume.as_ref().map(Resume::of);
                 let reads = format_for(&self.facts, &join.server);
                 Event::Joined { session, name, address, resume, reads }
             }
@@ -379,21 +375,14 @@ impl Source {
                     let protection = peer.protection.of_data(kind, self.tables.is_sealed(), peer.address.ip());
                     tracing::info!(replica = %replica.name, transport = kind.name(), %protection, "replica reads");
                 }
+                let report = Report::of(&progress);
                 peer.transport_why = progress.transport_why;
                 peer.no_fast_keys = progress.no_fast_keys;
                 if let Some(at) = progress.relaying {
                     let is_done = progress.phase > Phase::Transfer;
                     self.topology.progress(Instant::now(), session, at, progress.bytes, is_done);
                 }
-                let at = Report {
-                    phase: progress.phase,
-                    transport: progress.transport,
-                    slots_below: progress.slots_below,
-                    slots_held: progress.slots_held,
-                    bytes: progress.bytes,
-                    applied_offset: progress.applied_offset,
-                };
-                Event::Progress { session, at }
+                Event::Progress { session, at: report }
             }
             Message::PeerLost { generation, session: peer, cause, text } => {
                 return self.peer_lost(session, generation, peer, cause, &text);

@@ -12,8 +12,6 @@ use remora_protocol::{GenerationStatus, Message, ReplicaStatus, StatusReport};
 
 use self::screen::{Screen, Wish};
 use crate::args::{HostPort, StatusArgs};
-use crate::conversation::certificate_roles::CertificateRoles;
-use crate::conversation::tokens::Credentials;
 use crate::conversation::{Connection, Error};
 use crate::exit::{Code, Failure};
 use crate::units::Size;
@@ -26,14 +24,13 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 /// # Errors
 /// The token file is not usable, or the source cannot be reached, refuses the request or does not answer.
 pub async fn run(args: StatusArgs) -> Result<(), Failure> {
-    let security = args.security.open_for(&args.expected, CertificateRoles::default())?;
-    let credentials = Credentials::read(args.token_file.as_ref(), security, args.expected.source_key)?;
-    let mut connection = credentials.connect(&args.source.host, args.source.port).await.map_err(Error::of_source)?;
+    let (credentials, source) = (args.ask.credentials()?, args.ask.source);
+    let mut connection = credentials.connect(&source.host, source.port).await.map_err(Error::of_source)?;
     if let Some(pause) = args.watch.filter(|_| !args.json && std::io::stdout().is_terminal()) {
-        return watch(&mut connection, &args.source, pause).await;
+        return watch(&mut connection, &source, pause).await;
     }
     loop {
-        let report = ask(&mut connection, &args.source).await?;
+        let report = ask(&mut connection, &source).await?;
         if args.json {
             let text = serde_json::to_string(&report).map_err(|error| Failure::local(error.to_string()))?;
             println!("{text}");

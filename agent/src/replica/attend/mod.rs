@@ -44,7 +44,7 @@ use self::syncs::{Asks, LinkState, Syncs};
 use self::tls::{Between, Tls};
 use super::tls::server_config;
 use super::{open_tokens, preflight};
-use crate::args::{AttendArgs, LinkTlsArgs, MetricsFileArgs};
+use crate::args::{AttendArgs, LinkTlsArgs, MetricsFileArgs, PeerArgs};
 use crate::exit::Failure;
 use crate::metrics::register as all;
 use crate::metrics::{Agent, Scrape, Scrapes, Watch};
@@ -76,11 +76,12 @@ const DIRECT_LIMIT: Duration = Duration::from_secs(30);
 pub async fn run(args: AttendArgs) -> Result<(), Failure> {
     let mut signals = Signals::catch()?;
     let (_watch, mut scrapes) = Watch::begin(Agent::Attend, &args.metrics, &MetricsFileArgs::default()).await?;
-    let tokens = open_tokens(&args.token_files, &args.security, &args.expected, &args.readers, &args.relay)?;
+    let PeerArgs { security, expected, readers, .. } = &args.peers;
+    let tokens = open_tokens(&args.token_files, security, expected, readers, &args.lend.relay)?;
     let _rereading = tokens.read_again_on_hangup()?;
     let server = args.server.open(Task::Attend)?;
     let port = args.listen_port;
-    let sentinels = args.sentinel.open()?;
+    let sentinels = args.peers.sentinel.open()?;
     let ports = match &sentinels {
         Some(sentinels) => group_ports(sentinels).await?,
         None => args.primary_ports.iter().copied().collect(),

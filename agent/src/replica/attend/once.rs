@@ -104,7 +104,7 @@ pub(in crate::replica) async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -
         return Ok(None);
     }
     let (port, anew, rewrites) = (args.by.listen_port, args.replace, args.rewrite_config);
-    let (dry_run, sentinels) = (args.dry_run, args.sentinel.open()?);
+    let (dry_run, sentinels) = (args.dry_run, args.peers.sentinel.open()?);
     let args = args.of_an_intercepted_sync();
     // The source is asked before anything is changed, and again when the primary's history is known.
     let credentials = tokens.credentials(args.source_key);

@@ -67,7 +67,7 @@ pub(super) async fn run(args: ReplicaArgs, tokens: TokenFiles) -> Result<(), Fai
     if args.stay {
         return Err(Failure::new(Code::Usage, "--stay goes with --delivery link only"));
     }
-    let credentials = tokens.credentials(args.expected.source_key);
+    let credentials = tokens.credentials(args.peers.expected.source_key);
     match until_signal(prepare(args, credentials, command), ": the server was not touched").await? {
         Some(delivery) => delivery.run().await,
         None => Ok(()),
@@ -197,24 +197,24 @@ impl Delivery {
 
     /// What is fetched, and where it goes.
     fn fetch_args(&self) -> FetchArgs {
-        let (args, place) = (&self.args, &self.place);
+        let (args, peers, place) = (&self.args, &self.args.peers, &self.place);
         let from = SnapshotFromArgs {
             read: args.read.clone(),
             token_file: args.token_files.first().cloned(),
-            name: Some(args.name.clone().unwrap_or_else(|| self.server.url().to_string())),
-            security: args.security.clone(),
-            expected: args.expected.clone(),
+            name: Some(peers.name.clone().unwrap_or_else(|| self.server.url().to_string())),
+            security: peers.security.clone(),
+            expected: peers.expected.clone(),
         };
         let bytes = self.primary.data().unwrap_or(0);
         let write_replicaof = args.by.write_replicaof.clone();
         FetchArgs {
-            sentinel: args.sentinel.clone(),
+            sentinel: peers.sentinel.clone(),
             owner: place.owner,
             mode: place.mode,
             allow_stale: false,
             need: RESTART_TIME + Duration::from_secs(bytes / LOAD_RATE),
             write_replicaof,
-            pass_on: PassOnArgs { relay: args.relay.clone(), readers: args.readers.clone(), memory: args.memory },
+            pass_on: PassOnArgs { relay: args.lend.relay.clone(), readers: peers.readers.clone(), memory: args.memory },
             alone: false,
             ..FetchArgs::of_a_backup(from, place.file.clone(), PathBuf::new())
         }

@@ -548,14 +548,9 @@ impl Driver {
             referred_bytes: self.meter.referred.get(),
             snapshot_bytes: self.meter.bytes_delivered.get(),
             stream_bytes: self.meter.stream_delivered.get().saturating_sub(snapshot_offset),
-            snapshot_seconds: 0.0,
-            transfer_seconds: 0.0,
-            load_seconds: 0.0,
-            catch_up_seconds: 0.0,
-            hand_off_seconds: 0.0,
-            total_seconds: 0.0,
             interruptions: self.machine.interruptions(),
             strangers: self.meter.strangers.get(),
+            ..Summary::default()
         };
         summary.time(moments, moments.handed_over.unwrap_or_else(Instant::now));
         summary

@@ -104,7 +104,7 @@ pub(crate) async fn prepare(
     preflight::refuse_to_overwrite(&args, &server, &target)?;
     let rules = Rules {
         retry_for: args.read.retry_for,
-        linger: args.linger.linger,
+        linger: args.lend.linger,
         stay: args.stay,
         intercepted: false,
         replace: args.replace,

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use remora_protocol::{Phase, RefusalCode, WaitCause};
+use remora_protocol::{self as protocol, Phase, Progress, RefusalCode, WaitCause};
 use remora_redis::ReplId;
 
 use crate::source::capture::CaptureEvent;
@@ -64,6 +64,16 @@ pub(crate) struct Resume {
     pub(crate) loaded: Option<(ReplId, u64)>,
 }
 
+impl Resume {
+    pub(crate) fn of(asked: &protocol::Resume) -> Resume {
+        Resume {
+            generation: asked.generation,
+            held_slots: asked.held_slots,
+            loaded: asked.loaded.then_some((asked.replid, asked.next_byte)),
+        }
+    }
+}
+
 /// The progress that a replica reports.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Report {
@@ -78,6 +88,17 @@ pub(crate) struct Report {
 impl Report {
     pub(super) const NOTHING: Report =
         Report { phase: Phase::Waiting, transport: None, slots_below: 0, slots_held: 0, bytes: 0, applied_offset: 0 };
+
+    pub(crate) fn of(progress: &Progress) -> Report {
+        Report {
+            phase: progress.phase,
+            transport: progress.transport,
+            slots_below: progress.slots_below,
+            slots_held: progress.slots_held,
+            bytes: progress.bytes,
+            applied_offset: progress.applied_offset,
+        }
+    }
 }
 
 /// What the source's loop has to do.

@@ -44,3 +44,30 @@ impl Cast {
         self.events.push(Event((at * 1000.0).round() / 1000.0, "o".into(), format!("{line}\r\n")));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn a_recording_is_read_as_it_was_written() {
+        let head = Head { version: 2, width: 80, height: 24, title: "Five \"minutes\"".into() };
+        let mut cast = Cast { head, ..Cast::default() };
+        cast.add(0.123_456, "$ remora status");
+        cast.add(1.5, "db2  70 %\u{1b}[0m");
+        let text = cast.text().unwrap();
+        assert_eq!(text.lines().nth(1), Some(r#"[0.123,"o","$ remora status\r\n"]"#));
+        assert_eq!(Cast::parse(&text).unwrap(), cast);
+    }
+
+    #[test]
+    fn what_is_no_recording_is_refused() {
+        let head = r#"{"version":2,"width":80,"height":24,"title":"t"}"#;
+        assert!(Cast::parse(head).is_ok());
+        for wrong in ["", "{}", &format!("{head}\n[0.1]"), &format!("{head}\n\n")] {
+            assert!(Cast::parse(wrong).is_err(), "{wrong}");
+        }
+    }
+}

@@ -6,8 +6,10 @@ use std::time::{Duration, Instant};
 
 use remora_bench::sync::{Program, Result};
 use remora_lab::browser::{Browser, View};
+use remora_lab::server::project_root;
 use remora_lab::workload::Options as Writes;
 use remora_lab::{Agent, Kind, Server, Workload, http, scratch};
+use sha2::{Digest as _, Sha256};
 
 use super::made;
 use crate::commands::{START_LIMIT, TOKEN, started};
@@ -31,6 +33,11 @@ const VIEW: View = View { width: 1160, height: 720, is_dark: false };
 
 /// The most bytes of one picture in the repository.
 const MOST_BYTES: u64 = 150_000;
+
+/// The files that say how the page looks, and where their digests at the time of the pictures are kept.
+const FILES: [&str; 3] =
+    ["agent/src/metrics/page/page.css", "agent/src/metrics/page/page.html", "agent/src/metrics/page/page.js"];
+const DIGESTS: &str = "page.sha256";
 
 pub(super) fn take(program: &Program, folder: &Path) -> Result<()> {
     let scratch = scratch::folder("pictures")?;
@@ -77,10 +84,35 @@ pub(super) fn take(program: &Program, folder: &Path) -> Result<()> {
         browser.picture(&path)?;
         made(&path, MOST_BYTES)?;
     }
+    std::fs::write(folder.join(DIGESTS), digests()?)?;
     let complaints = browser.complaints()?;
     drop(writer);
     match complaints.is_empty() {
         true => Ok(()),
         false => Err(format!("the browser complains: {complaints:?}").into()),
+    }
+}
+
+/// The digests of the page's files, in the format of `sha256sum`.
+fn digests() -> Result<String> {
+    let mut text = String::new();
+    for file in FILES {
+        let digest = Sha256::digest(std::fs::read(project_root().join(file))?);
+        let digits: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+        text += &format!("{digits}  {file}\n");
+    }
+    Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn the_pictures_are_of_the_page_as_it_looks_now() {
+        let kept = std::fs::read_to_string(project_root().join("docs/pictures").join(DIGESTS)).unwrap();
+        assert!(kept == digests().unwrap(), "the page has changed: run `make pictures ARGS=\"--only page\"`");
     }
 }

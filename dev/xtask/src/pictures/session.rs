@@ -34,14 +34,16 @@ const MARK: char = '\u{1}';
 /// How long one command may take.
 const LONGEST: Duration = Duration::from_secs(60);
 
-/// The pause before a command.
+/// The pause before a command or a remark.
 const TYPING: Duration = Duration::from_secs(2);
 
 /// The most bytes of a recording or its drawing in the repository.
 const MOST_BYTES: u64 = 60_000;
 
-/// Seconds of a pause in the recording: before a command, and the longest between two lines.
+/// Seconds of a pause in the recording: before a command, before a line from the background, and the longest between two
+/// lines.
 const TYPED: f64 = 0.9;
+const SAID: f64 = 0.1;
 const LONGEST_PAUSE: f64 = 1.5;
 
 /// Runs the commands, and keeps their recording and its drawing.
@@ -94,14 +96,18 @@ fn play(program: &Program, commands: &[String]) -> Result<Cast> {
     let mut cast = Cast { head: Head { version: 2, width: WIDTH, height: HEIGHT, title }, ..Cast::default() };
     let mut now = 0.0;
     let outcome = commands.iter().try_for_each(|command| -> Result<()> {
+        // A person needs this long for the next line, and a source in the background for its start.
+        std::thread::sleep(TYPING);
+        for (_, line) in lines.try_iter().filter(|(_, line)| !line.trim().is_empty()) {
+            now += SAID;
+            cast.add(now, line.trim_end());
+        }
         now += if command.starts_with('#') { LONGEST_PAUSE } else { TYPED };
         let shown = if command.starts_with('#') { command.clone() } else { format!("$ {command}") };
         cast.add(now, &shown);
         if command.starts_with('#') || command.starts_with(BUILD) {
             return Ok(());
         }
-        // A person needs this long for the next line, and a source for its start.
-        std::thread::sleep(TYPING);
         // The mark has a line of its own, also behind output without an end of line.
         writeln!(input, "{command}\nprintf '\\n\\001%d\\n' $?")?;
         let mut since = Instant::now();
@@ -137,6 +143,16 @@ mod tests {
 
     use super::*;
 
+    #[test]
+    fn the_commands_are_those_of_the_block_below_the_heading() {
+        let readme = format!(
+            "```\nanother\n```\n{HEADING}\n\nWords.\n\n```\n# A remark.\n\nredis-server &\n```\n```\nlater\n```\n"
+        );
+        assert_eq!(commands(&readme).unwrap(), ["# A remark.", "redis-server &"]);
+        assert!(commands("```\nredis-server\n```").is_err(), "no heading");
+        assert!(commands(HEADING).is_err(), "no block");
+    }
+
     fn kept(name: &str) -> String {
         std::fs::read_to_string(project_root().join("docs/pictures").join(name)).unwrap()
     }
@@ -156,6 +172,7 @@ mod tests {
         let version = format!("remora {}", env!("CARGO_PKG_VERSION"));
         assert!(said.iter().any(|line| line.contains(&version)), "it is of another version: {said:?}");
         assert_eq!(cast.text().unwrap(), kept(CAST));
+        assert!(cast.events.is_sorted_by(|one, next| one.0 <= next.0), "its time goes back");
     }
 
     #[test]

@@ -91,3 +91,72 @@ fn lines(cast: &Cast) -> Vec<Shown<'_>> {
 fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+    use crate::pictures::cast::Head;
+
+    /// A recording of a terminal of this size, with a line each second.
+    fn cast(width: usize, height: usize, lines: &[&str]) -> Cast {
+        let mut cast = Cast { head: Head { version: 2, width, height, title: "a & b".into() }, ..Cast::default() };
+        for (second, line) in lines.iter().enumerate() {
+            cast.add(second as f64, line);
+        }
+        cast
+    }
+
+    #[test]
+    fn a_wide_line_is_broken_where_the_terminal_breaks_it() {
+        let cast = cast(4, 10, &["12345678", "äöüß5", "", "# a"]);
+        let lines = lines(&cast);
+        let seen: Vec<(&str, f64)> = lines.iter().map(|line| (line.text, line.at)).collect();
+        assert_eq!(seen, [("1234", 0.0), ("5678", 0.0), ("äöüß", 1.0), ("5", 1.0), ("", 2.0), ("# a", 3.0)]);
+    }
+
+    #[test]
+    fn commands_and_comments_differ_from_output_also_where_they_are_broken() {
+        let cast = cast(6, 10, &["$ remora", "# a remark", "#no remark", "output"]);
+        let classes: Vec<&str> = lines(&cast).iter().map(|line| line.class).collect();
+        assert_eq!(classes, ["c", "c", "n", "n", "o", "o", "o"]);
+    }
+
+    #[test]
+    fn each_line_appears_at_its_time_and_the_end_stays() {
+        let svg = svg(&cast(20, 10, &["one", "two", "three"]));
+        // Two seconds, and the rest.
+        assert!(svg.contains("animation:8.0s step-end infinite"), "{svg}");
+        for (line, at) in [(0, "0.00%"), (1, "12.50%"), (2, "25.00%")] {
+            let appears = format!("@keyframes l{line}{{0%{{opacity:0}}{at},to{{opacity:1}}}}#l{line}{{");
+            assert!(svg.contains(&appears), "{appears}: {svg}");
+        }
+        assert!(svg.contains("@keyframes up{0%{transform:none}to{transform:translateY(-0px)}}"), "{svg}");
+    }
+
+    #[test]
+    fn text_moves_up_when_the_window_is_full_and_without_motion_its_end_is_shown() {
+        let svg = svg(&cast(20, 2, &["one", "two", "three", "four"]));
+        let (third, fourth) = (LINE, 2 * LINE);
+        assert!(svg.contains(&format!("{{transform:translateY(-{third}px)}}")), "{svg}");
+        let still = format!("#all{{transform:translateY(-{fourth}px)}}@media(prefers-reduced-motion:no-preference)");
+        assert!(svg.contains(&still), "{svg}");
+    }
+
+    #[test]
+    fn signs_of_the_drawing_s_own_language_are_only_text() {
+        let svg = svg(&cast(60, 10, &["$ cat <file> && echo \"</text><script>\""]));
+        assert!(
+            svg.contains("$ cat &lt;file&gt; &amp;&amp; echo &quot;&lt;/text&gt;&lt;script&gt;&quot;</text>"),
+            "{svg}"
+        );
+        assert!(svg.contains("aria-label=\"a &amp; b, in a terminal\"") && !svg.contains("<script"), "{svg}");
+    }
+
+    #[test]
+    fn a_recording_without_lines_is_an_empty_window() {
+        let svg = svg(&cast(20, 10, &[]));
+        assert!(svg.starts_with("<svg ") && svg.ends_with("</svg>\n") && !svg.contains("NaN"), "{svg}");
+    }
+}
