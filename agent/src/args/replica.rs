@@ -3,7 +3,6 @@
 use std::{net::IpAddr, path::PathBuf};
 
 use clap::{Args, ValueEnum};
-use remora_wire::is_printable;
 
 use super::{
     DeliveryArgs, FastKeys, HostPort, LendArgs, LinkTlsArgs, MetricsArgs, MetricsFileArgs, PeerArgs, ReadArgs,
@@ -162,13 +161,6 @@ pub enum OnFailure {
 
 /// The least memory: a few slots of the default size, so that reading and loading can overlap.
 const LEAST_MEMORY: Size = Size::mebibytes(16);
-
-pub(super) fn parse_name(text: &str) -> Result<String, String> {
-    match text.chars().find(|character| !is_printable(*character)) {
-        Some(character) => Err(format!("a name has printable characters only, and not {character:?}")),
-        None => Ok(text.to_owned()),
-    }
-}
 
 pub(super) fn parse_memory(text: &str) -> Result<Size, String> {
     let size: Size = text.parse().map_err(|error: UnitError| error.to_string())?;

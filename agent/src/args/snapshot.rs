@@ -38,7 +38,7 @@ pub struct SnapshotFromArgs {
 
     /// Name to appear under in `remora status` and the source's log. Default: `fetch`, or
     /// `dump.rdb` for a mount.
-    #[arg(long, value_name = "NAME", value_parser = super::replica::parse_name, help_heading = "Source")]
+    #[arg(long, value_name = "NAME", value_parser = super::peers::parse_name, help_heading = "Source")]
     pub name: Option<String>,
 
     #[command(flatten)]

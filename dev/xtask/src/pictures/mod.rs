@@ -4,9 +4,9 @@
 //! - [`session`]: the five minutes of `README.md`, run and recorded as an asciicast; [`terminal`] draws
 //!   such a [`cast`].
 //!
-//! Tests check what needs no servers: that the kept recording has the commands of `README.md` and the kept drawing is that of
-//! the recording, that the page's files are those of its pictures, that the plots are those of the kept runs, and that every
-//! picture that a page names is there.
+//! Tests check what needs no servers: that the kept recording has the commands of `README.md` and the kept drawing is
+//! that of the recording, that the page's files are those of its pictures, that the plots are those of the kept runs,
+//! and that every picture that a page names is there.
 
 mod cast;
 mod page;

@@ -40,8 +40,8 @@ const TYPING: Duration = Duration::from_secs(2);
 /// The most bytes of a recording or its drawing in the repository.
 const MOST_BYTES: u64 = 60_000;
 
-/// Seconds of a pause in the recording: before a command, before a line from the background, and the longest between two
-/// lines.
+/// Seconds of a pause in the recording: before a command, before a line from the background, and the longest between
+/// two lines.
 const TYPED: f64 = 0.9;
 const SAID: f64 = 0.1;
 const LONGEST_PAUSE: f64 = 1.5;
