@@ -1,4 +1,5 @@
-//! The time to make N replicas, and its costs: Remora against the servers' own replication and a copier.
+//! The time to make N replicas, and its costs: Remora against the servers' own replication, a copier and programs of
+//! others.
 //!
 //! For each server and shape of data a primary is filled once. Each round then runs every method in turn on fresh,
 //! empty servers, so that a slow minute of the machine affects all of them. The first method changes from round to
@@ -150,6 +151,12 @@ struct Bench {
 
 impl Bench {
     fn run_all(&mut self) -> Result<()> {
+        for method in self.options.methods.iter().map(|name| name.0).collect::<Vec<_>>() {
+            if let Some(why) = method.missing() {
+                self.note(format!("NOT MEASURED: {}: {why}", method.name()));
+            }
+        }
+        self.options.methods.retain(|name| name.0.missing().is_none());
         let keys: Vec<Option<u64>> = match self.options.keys.as_slice() {
             [] => vec![None],
             keys => keys.iter().copied().map(Some).collect(),
@@ -287,12 +294,14 @@ impl Bench {
 const BACKLOG_OF_A_WRITTEN_PRIMARY: &str = "256mb";
 
 /// Every choice.
-const METHODS: [Method; 12] = [
+const METHODS: [Method; 14] = [
     Method::OwnDefault,
     Method::OwnBest,
     Method::OwnTogether,
     Method::OwnDual,
     Method::Copier,
+    Method::RdbFile,
+    Method::RedisShake,
     Method::RemoraDefault,
     Method::RemoraTuned,
     Method::RemoraShm,

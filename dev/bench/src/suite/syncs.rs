@@ -44,6 +44,12 @@ pub struct Options {
     pub common: Common,
 }
 
+impl Options {
+    fn asked(&self) -> &[Method] {
+        if self.methods.is_empty() { METHODS.as_slice() } else { self.methods.as_slice() }
+    }
+}
+
 impl Point {
     fn of(outcome: &Outcome, server: &str, network: Network, bytes: u64, round: usize) -> Point {
         let Phases { snapshot, transfer, load, catch_up } = outcome.phases;
@@ -88,6 +94,11 @@ pub fn run(options: &Options) -> Result<bool> {
         budget: options.common.budget(),
         left_out: 0,
     };
+    for method in options.asked() {
+        if let Some(why) = method.missing() {
+            bench.kept.note(format!("NOT MEASURED: {}: {why}", method.name()));
+        }
+    }
     let (whole, mut left) = (bench.budget, options.networks.len() * options.servers.len());
     if !bench.program.serves_peers() {
         bench.kept.note("This build's replicas do not feed each other: the method with relay is left out.");
@@ -201,8 +212,10 @@ impl Bench<'_> {
 
     /// The order of the methods: each round begins with another one.
     fn order(&self, network: Network, server: ServerChoice, replicas: usize, round: usize) -> Vec<Method> {
-        let asked = if self.options.methods.is_empty() { METHODS.as_slice() } else { self.options.methods.as_slice() };
-        let suits = |method: &Method| network.suits(*method, server.kind(), replicas, &self.program);
+        let asked = self.options.asked();
+        let suits = |method: &Method| {
+            network.suits(*method, server.kind(), replicas, &self.program) && method.missing().is_none()
+        };
         let mut methods: Vec<Method> = asked.iter().copied().filter(suits).collect();
         let count = methods.len().max(1);
         methods.rotate_left(round % count);
@@ -234,13 +247,15 @@ fn copies(replicas: usize) -> u64 {
 }
 
 /// All methods that differ from others; each is asked whether it applies.
-const METHODS: [Method; 13] = [
+const METHODS: [Method; 15] = [
     Method::OwnDefault,
     Method::OwnBest,
     Method::OwnTogether,
     Method::OwnDual,
     Method::CopierOneByOne,
     Method::Copier,
+    Method::RdbFile,
+    Method::RedisShake,
     Method::RemoraShm,
     Method::RemoraTcp,
     Method::RemoraTcpSealed,

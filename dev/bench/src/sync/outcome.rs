@@ -27,7 +27,7 @@ pub struct Outcome {
     /// Processor time of each replica's server.
     pub replica_cpu: Vec<f64>,
     /// Processor time of the source agent from its start (including the touching of its memory) and of all replica
-    /// agents; for a copier, that of its threads.
+    /// agents; for a copier, that of its threads, and for a tool that of its processes.
     pub agents_cpu: f64,
     /// Processor time of the source agent, which [`Outcome::agents_cpu`] includes; 0 without a source.
     pub source_cpu: f64,
