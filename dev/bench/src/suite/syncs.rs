@@ -51,12 +51,13 @@ impl Options {
 }
 
 impl Point {
-    fn of(outcome: &Outcome, server: &str, network: Network, bytes: u64, round: usize) -> Point {
+    fn of(outcome: &Outcome, server: &str, network: Network, shape: Shape, round: usize) -> Point {
         let Phases { snapshot, transfer, load, catch_up } = outcome.phases;
         Point {
             server: server.to_owned(),
             network: network.to_string(),
-            bytes,
+            bytes: shape.bytes(),
+            content: if shape.content == Content::Json { JSON.to_owned() } else { String::new() },
             method: outcome.method,
             replicas: outcome.replicas,
             round,
@@ -67,6 +68,7 @@ impl Point {
             load,
             catch_up,
             sent: outcome.host_bytes.unwrap_or(outcome.primary_bytes),
+            full_copies: Some(outcome.full_copies),
             primary_cpu: outcome.primary_cpu,
             replicas_cpu: outcome.replica_cpu.iter().sum(),
             agents_cpu: outcome.agents_cpu,
@@ -171,7 +173,7 @@ impl Bench<'_> {
         let begun = Instant::now();
         match scene.play(&trial, &|_, _| {}) {
             Ok(outcome) => {
-                let point = Point::of(&outcome, server, network, scene.shape().bytes(), round);
+                let point = Point::of(&outcome, server, network, scene.shape(), round);
                 eprintln!(
                     "{what}: {:.2} s (first {:.2}), {:.0} MB out [{:.0} s]",
                     point.seconds,
@@ -179,6 +181,9 @@ impl Bench<'_> {
                     point.sent as f64 / 1e6,
                     begun.elapsed().as_secs_f64()
                 );
+                if let Some(remark) = outcome.remark() {
+                    self.kept.note(format!("{what}, round {}: {remark}", round + 1));
+                }
                 for difference in &outcome.differences {
                     self.kept.note(format!("{what}: NOT EQUAL: {difference}"));
                 }
@@ -264,6 +269,9 @@ const METHODS: [Method; 15] = [
     Method::RemoraRelayKilled,
     Method::RemoraModuleRelay,
 ];
+
+/// What the data are with `--json`.
+const JSON: &str = "JSON";
 
 /// Bytes of a value of JSON records.
 const JSON_BYTES: u64 = 1 << 10;

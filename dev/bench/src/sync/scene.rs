@@ -499,6 +499,7 @@ impl Meter {
             phases,
             primary_bytes: primary.sent.max(received),
             host_bytes: host_bytes.transpose()?,
+            full_copies: primary.full_copies,
             peak_memory: peak + primary.copied,
             child_memory: primary.copied,
             child_seconds: self.child.end(),

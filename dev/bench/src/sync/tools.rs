@@ -1,12 +1,14 @@
 //! Tools: programs of others that people copy servers with, each with the settings that suit it best.
 //!
 //! ```text
-//!   redis-cli --rdb   PSYNC ──▶ a file in the replica's folder ──▶ the server starts on it as a replica ──▶ PSYNC, +CONTINUE
+//!   redis-cli --rdb   SYNC ───▶ a file in the replica's folder ──▶ the server starts on it as a replica
+//!                                                                └─▶ PSYNC, +CONTINUE
 //!   RedisShake 4      PSYNC ──▶ a file ──▶ commands, 1024 under way ──▶ a server of its own, not a replica
 //! ```
 //!
-//! RedisShake is in no package registry of Debian, Rust or Python, and its Go module cannot be installed by name (its
-//! path is not its address), so the set-up does not bring it: `REMORA_REDIS_SHAKE` names the program.
+//! RedisShake is in no package registry of Debian, Rust or Python, and the Go module proxy does not serve it (its
+//! module is named `RedisShake`, which is not its address), so the set-up does not bring it: `REMORA_REDIS_SHAKE` names
+//! the program.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -44,7 +46,7 @@ const SHAKE_VARIABLE: &str = "REMORA_REDIS_SHAKE";
 pub(crate) fn shake_program() -> std::result::Result<PathBuf, String> {
     let named = std::env::var_os(SHAKE_VARIABLE).map(PathBuf::from);
     match named {
-        None => Err(format!("{SHAKE_VARIABLE} names no program; it is in no package registry that the set-up uses")),
+        None => Err(format!("{SHAKE_VARIABLE} names no program, and no package registry that the set-up uses has it")),
         Some(path) if !path.is_file() => Err(format!("{SHAKE_VARIABLE}: {} is not a file", path.display())),
         Some(path) => Ok(path),
     }
@@ -88,9 +90,10 @@ pub(crate) fn by_shake(primary: &Server, replicas: &mut [Server], begun: Instant
     })
 }
 
-/// Its best settings where nothing is written meanwhile. `try_diskless` takes the snapshot from the primary's child
-/// without a file at the primary; without `sync_aof` it ends when all is copied, and otherwise never. Answers are not
-/// turned off (`off_reply`): without them nothing says that the commands were carried out.
+/// Its best settings where nothing is written meanwhile; the names are those of its `shake.toml`. `try_diskless` takes
+/// the snapshot from the primary's child without a file at the primary; without `sync_aof` it ends when all is copied,
+/// and otherwise never. Answers are not turned off (`off_reply`): without them nothing says that the commands were
+/// carried out.
 fn shake_settings(primary: &Server, replica: &Server, folder: &Path) -> String {
     format!(
         "[sync_reader]\naddress = \"{}\"\nsync_rdb = true\nsync_aof = false\ntry_diskless = true\n\n\
