@@ -63,10 +63,15 @@ const WIDTH: f64 = 920.0;
 const ROW: f64 = 22.0;
 const HEAD: f64 = 30.0;
 const MARGIN: f64 = 14.0;
-/// Where bars begin, behind their names.
-const LEFT: f64 = 310.0;
-/// Room for the numbers and the notes behind the longest bar.
-const RIGHT: f64 = 250.0;
+/// Between a bar and what stands beside it.
+const GAP: f64 = 8.0;
+/// A letter of names, numbers and notes on average, in DejaVu Sans: of the usual fonts that are `system-ui` somewhere, it
+/// has the widest.
+const LETTER: f64 = 7.6;
+/// The shortest that the longest bar may be.
+const LEAST: f64 = 120.0;
+/// Letters of the title in one line, in that font.
+const TITLE_LETTERS: usize = 90;
 
 /// Characters of the longest bar on a terminal.
 const COLUMNS: f64 = 40.0;
@@ -131,24 +136,29 @@ impl Chart {
 
     fn svg(&self) -> String {
         let rows: usize = self.groups.iter().map(|group| group.bars.len()).sum();
-        let height = 2.0 * MARGIN + HEAD + self.groups.len() as f64 * HEAD + rows as f64 * ROW;
+        let title = self.title_lines();
+        let above = HEAD + (title.len() - 1) as f64 * ROW;
+        let height = 2.0 * MARGIN + above + self.groups.len() as f64 * HEAD + rows as f64 * ROW;
         let most = self.groups.iter().flat_map(|group| &group.bars).map(|bar| bar.figure.high);
         let most = most.filter(|most| most.is_finite()).fold(f64::MIN_POSITIVE, f64::max);
-        let scale = (WIDTH - LEFT - RIGHT) / most;
+        let (left, length) = self.across();
+        let scale = length / most;
         let mut out = format!(
             "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" width=\"{WIDTH}\" height=\"{height}\" role=\"img\">\
              <title>{}</title><style>{STYLE}</style><rect class=\"page\" width=\"100%\" height=\"100%\"/>\n",
             escaped(&self.words())
         );
         let mut y = MARGIN + ROW / 2.0;
-        text(&mut out, "title", MARGIN, y, "start", &self.title);
-        y += HEAD;
+        for (place, line) in title.iter().enumerate() {
+            text(&mut out, "title", MARGIN, y + place as f64 * ROW, "start", line);
+        }
+        y += above;
         for group in &self.groups {
             text(&mut out, "group", MARGIN, y, "start", &group.title);
             text(&mut out, "note", WIDTH - MARGIN, y, "end", self.notes);
             y += ROW;
             for bar in &group.bars {
-                self.bar(&mut out, bar, y, scale);
+                self.bar(&mut out, bar, y, left, scale);
                 y += ROW;
             }
             y += HEAD - ROW;
@@ -157,20 +167,39 @@ impl Chart {
         out
     }
 
-    fn bar(&self, out: &mut String, bar: &Bar, y: f64, scale: f64) {
+    /// Where bars begin, behind the longest name, and how long the longest may be, before its number and its note.
+    fn across(&self) -> (f64, f64) {
+        let longest = |letters: fn(&Chart, &Bar) -> usize| {
+            let bars = self.groups.iter().flat_map(|group| &group.bars);
+            bars.map(|bar| letters(self, bar)).max().unwrap_or(0) as f64 * LETTER
+        };
+        let left = MARGIN + longest(|_, bar| bar.name.chars().count()) + GAP;
+        let beside = longest(|chart, bar| chart.number(bar.figure.median).chars().count() + bar.note.chars().count());
+        (left, (WIDTH - left - 2.0 * GAP - beside - MARGIN).max(LEAST))
+    }
+
+    /// The title in as many lines as it needs: a long one is broken behind what it is about.
+    fn title_lines(&self) -> Vec<String> {
+        match self.title.split_once(": ") {
+            Some((about, of)) if self.title.chars().count() > TITLE_LETTERS => vec![format!("{about}:"), of.to_owned()],
+            _ => vec![self.title.clone()],
+        }
+    }
+
+    fn bar(&self, out: &mut String, bar: &Bar, y: f64, left: f64, scale: f64) {
         let Spread { median, low, high, .. } = bar.figure;
         let class = match bar.family {
             Family::Own => "own",
             Family::Ours => "ours",
             Family::Other => "other",
         };
-        text(out, "name", LEFT - 8.0, y, "end", &bar.name);
+        text(out, "name", left - GAP, y, "end", &bar.name);
         let (width, top, thick) = ((median * scale).max(1.0), y - ROW / 2.0 + 3.0, ROW - 6.0);
         let _ = writeln!(
             out,
-            "<rect class=\"{class}\" x=\"{LEFT}\" y=\"{top:.1}\" width=\"{width:.1}\" height=\"{thick:.1}\" rx=\"2\"/>"
+            "<rect class=\"{class}\" x=\"{left:.1}\" y=\"{top:.1}\" width=\"{width:.1}\" height=\"{thick:.1}\" rx=\"2\"/>"
         );
-        let (from, to) = (LEFT + low * scale, LEFT + high * scale);
+        let (from, to) = (left + low * scale, left + high * scale);
         if to - from >= 2.0 {
             let lines = [(from, y, to, y), (from, y - 4.0, from, y + 4.0), (to, y - 4.0, to, y + 4.0)];
             for (x1, y1, x2, y2) in lines {
@@ -180,13 +209,16 @@ impl Chart {
                 );
             }
         }
-        text(out, "number", LEFT + width.max(to - LEFT) + 8.0, y, "start", &self.number(median));
+        text(out, "number", left + width.max(to - left) + GAP, y, "start", &self.number(median));
         text(out, "note", WIDTH - MARGIN, y, "end", &bar.note);
     }
 }
 
-/// A text whose middle is at this height.
+/// A text whose middle is at this height; nothing without words.
 fn text(out: &mut String, class: &str, x: f64, y: f64, anchor: &str, words: &str) {
+    if words.is_empty() {
+        return;
+    }
     let _ = writeln!(
         out,
         "<text class=\"{class}\" x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\" dominant-baseline=\"central\">{}</text>",
@@ -235,7 +267,8 @@ mod tests {
             assert!((0.0..=WIDTH).contains(&x) && y > 0.0 && y < attribute(&svg, "height"), "{text}");
         }
         // The longest bar, its whisker and its number end before the notes.
-        assert!(LEFT + own < WIDTH - RIGHT + 1.0);
+        let (left, longest) = chart().across();
+        assert!(own < longest && left + longest + 11.0 * LETTER < WIDTH, "{left} {longest}");
         assert!(svg.contains("ours &lt;fast&gt;") && svg.contains("25.0 s") && svg.contains("8.50 s"));
         assert!(svg.contains("prefers-color-scheme:dark"));
     }
@@ -254,6 +287,20 @@ mod tests {
             .collect();
         assert_eq!(heights.len(), 4);
         assert!(heights.windows(2).all(|pair| pair[1] - pair[0] >= ROW - 0.1), "{heights:?}");
+    }
+
+    #[test]
+    fn a_long_title_has_two_lines_and_long_names_have_room() {
+        let mut chart = chart();
+        let (left, longest) = chart.across();
+        chart.title = format!("Seconds: of {}", "a".repeat(TITLE_LETTERS));
+        chart.groups[0].bars[0].name = "n".repeat(40);
+        let svg = chart.svg();
+        let titles: Vec<&str> = svg.lines().filter(|line| line.starts_with("<text class=\"title\"")).collect();
+        assert!(titles.len() == 2 && titles[0].contains(">Seconds:<"), "{titles:?}");
+        assert_eq!(attribute(titles[1], "y") - attribute(titles[0], "y"), ROW);
+        let wide = chart.across();
+        assert!((wide.0 - left - 29.0 * LETTER).abs() < 1e-9 && wide.0 + wide.1 <= left + longest + 1e-9, "{wide:?}");
     }
 
     #[test]

@@ -330,6 +330,20 @@ fn name(number: usize) -> String {
     if node == 0 { format!("primary {shard}") } else { format!("replica {shard}.{node}") }
 }
 
+/// The case of a kept figure: of which server, and what it is.
+pub fn case(kind: Kind, what: &str) -> String {
+    format!("{kind}: {what}")
+}
+
+/// What is kept of each replacement.
+pub const SECONDS: &str = "seconds until all are in step";
+/// See [`SECONDS`]; for the shard with the most, as the following ones are.
+pub const COPIES: &str = "data sets out of a primary's host";
+/// See [`SECONDS`].
+pub const FORKS: &str = "forks of a primary";
+/// See [`SECONDS`].
+pub const FULL: &str = "full copies of a primary (sync_full)";
+
 /// Bytes of a value.
 pub const VALUE_BYTES: usize = 128 << 10;
 

@@ -70,13 +70,13 @@ impl Picture<'_> {
             .y_label_area_size(64)
             .build_cartesian_2d(x, y)
             .map_err(as_text)?;
-        chart
-            .configure_mesh()
-            .x_desc(self.x.name)
-            .y_desc(self.y.name)
-            .light_line_style(WHITE)
-            .draw()
-            .map_err(as_text)?;
+        let mut mesh = chart.configure_mesh();
+        mesh.x_desc(self.x.name).y_desc(self.y.name).light_line_style(WHITE);
+        if self.y.powers_of == Some(10.0) {
+            mesh.y_label_formatter(&decimal_step);
+        }
+        mesh.draw().map_err(as_text)?;
+        drop(mesh);
         for Line { name, colour, points } in &self.lines {
             let (colour, style) = (*colour, colour.stroke_width(2));
             chart
@@ -93,5 +93,23 @@ impl Picture<'_> {
             .background_style(WHITE.mix(0.8))
             .border_style(BLACK.mix(0.3));
         labels.draw().map_err(as_text)
+    }
+}
+
+/// The label of a place on a logarithmic axis: 1, 2 and 5 of each power of ten. The others would lie over one another.
+fn decimal_step(place: &f64) -> String {
+    let lead = place / 10f64.powf(place.log10().floor());
+    let is_step = [1.0, 2.0, 5.0, 10.0].iter().any(|step| (lead - step).abs() < 1e-6);
+    if is_step { place.to_string() } else { String::new() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_logarithmic_axis_has_labels_that_do_not_lie_over_one_another() {
+        let labels = [0.5, 1.0, 3.0, 20.0, 900.0, 9000.0, 10000.0].map(|place| decimal_step(&place));
+        assert_eq!(labels, ["0.5", "1", "", "20", "", "", "10000"]);
     }
 }

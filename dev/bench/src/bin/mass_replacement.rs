@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, ValueEnum};
-use remora_bench::mass::{Mass, REPLICAS, Replaced, SHARDS, VALUE_BYTES, Way};
+use remora_bench::mass::{COPIES, FORKS, FULL, Mass, REPLICAS, Replaced, SECONDS, SHARDS, VALUE_BYTES, Way, case};
 use remora_bench::sync::{Compare, Program, Result};
 use remora_bench::{Run, Sample, bytes};
 use remora_lab::{BitRate, Kind};
@@ -131,15 +131,6 @@ fn note(run: &mut Run, kind: Kind, way: Way, round: usize, replaced: Replaced, b
         });
     }
 }
-
-fn case(kind: Kind, what: &str) -> String {
-    format!("{kind}: {what}")
-}
-
-const SECONDS: &str = "seconds until all are in step";
-const COPIES: &str = "data sets out of a primary's host";
-const FORKS: &str = "forks of a primary";
-const FULL: &str = "full copies of a primary (sync_full)";
 
 /// The part of own replication's time that was aimed at.
 const GOAL: f64 = 0.35;

@@ -16,7 +16,7 @@ use super::load::Load;
 use super::network::Network;
 pub use super::points::FeelPoint as Point;
 use super::points::name_of;
-use super::report::tables;
+use super::report::cells;
 use super::{Common, ServerChoice, VALUE_BYTES};
 use crate::sync::{Content, Method, Outcome, Place, Program, Result, Scene, Shape, Trial};
 
@@ -102,13 +102,13 @@ pub fn run(options: &Options) -> Result<bool> {
                     if let Err(error) = here.trial(&mut scene, method, replicas, round) {
                         here.kept.note(format!("{what}, round {}: failed: {error}", round + 1));
                     }
-                    let summary = tables::feel(&[&*here.kept]);
+                    let summary = cells::table(&[&*here.kept]);
                     here.kept.keep(options.common.out.as_deref(), &summary)?;
                 }
             }
         }
     }
-    print!("{}", tables::feel(&[&kept]));
+    print!("{}", cells::table(&[&kept]));
     Ok(kept.points.iter().all(|point| point.equal != Some(false)))
 }
 

@@ -108,19 +108,23 @@ fn cell(value: &Value) -> String {
 /// # Errors
 /// A run exists and cannot be read.
 pub fn newest<P: DeserializeOwned>(runs: &Path, name: &str) -> Result<Vec<(PathBuf, Kept<P>)>> {
+    newest_of(runs, &format!("bench_{name}"))
+}
+
+/// The kept runs of a program, the newest of each label, with their folders.
+///
+/// # Errors
+/// A run exists and cannot be read.
+pub fn newest_of<R: DeserializeOwned>(runs: &Path, program: &str) -> Result<Vec<(PathBuf, R)>> {
     let mut folders: Vec<PathBuf> = fs::read_dir(runs)
         .map_err(|error| format!("could not read {}: {error}", runs.display()))?
         .filter_map(|entry| Some(entry.ok()?.path()))
-        .filter(|folder| is_of(folder, name))
+        .filter(|folder| is_of(folder, program))
         .collect();
     // The name begins with the date; what follows it is the same for all of one label.
     folders.sort();
-    let name_and_label = |folder: &PathBuf| {
-        let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        name.split_once("-bench_").map(|(_, rest)| rest.to_owned()).unwrap_or_default()
-    };
     let last = |folder: &PathBuf| {
-        let same = folders.iter().rev().find(|other| name_and_label(other) == name_and_label(folder));
+        let same = folders.iter().rev().find(|other| label(other, program) == label(folder, program));
         same == Some(folder)
     };
     let folders: Vec<PathBuf> = folders.iter().filter(|folder| last(folder)).cloned().collect();
@@ -133,11 +137,20 @@ pub fn newest<P: DeserializeOwned>(runs: &Path, name: &str) -> Result<Vec<(PathB
     folders.into_iter().map(read).collect()
 }
 
-/// Whether a folder's name is `…-bench_NAME` or `…-bench_NAME-LABEL`.
-fn is_of(folder: &Path, name: &str) -> bool {
-    let folder = folder.file_name().unwrap_or_default().to_string_lossy();
-    let rest = folder.split_once(&format!("-bench_{name}")).map(|(_, rest)| rest);
-    rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('-'))
+/// The label in the name of a run's folder; empty without one.
+pub(super) fn label(folder: &Path, program: &str) -> String {
+    after(folder, program).unwrap_or_default().trim_start_matches('-').to_owned()
+}
+
+/// Whether a folder's name is `…-PROGRAM` or `…-PROGRAM-LABEL`.
+fn is_of(folder: &Path, program: &str) -> bool {
+    after(folder, program).is_some_and(|rest| rest.is_empty() || rest.starts_with('-'))
+}
+
+/// What follows the program in the name of a run's folder.
+fn after(folder: &Path, program: &str) -> Option<String> {
+    let name = folder.file_name().unwrap_or_default().to_string_lossy();
+    name.split_once(&format!("-{program}")).map(|(_, rest)| rest.to_owned())
 }
 
 #[cfg(test)]

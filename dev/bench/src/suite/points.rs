@@ -17,6 +17,9 @@ pub struct SyncPoint {
     pub network: String,
     /// Bytes of all values.
     pub bytes: u64,
+    /// What the values are, if they are not the large random ones, which do not compress.
+    #[serde(default)]
+    pub content: String,
     /// The method.
     pub method: Method,
     /// Number of replicas.
@@ -37,6 +40,9 @@ pub struct SyncPoint {
     pub catch_up: f64,
     /// Bytes out of the primary's host; on loopback, out of the primary.
     pub sent: u64,
+    /// Full copies that the primary was asked for and gave (`sync_full`); `None` in runs before 2026-11-26.
+    #[serde(default)]
+    pub full_copies: Option<u64>,
     /// Processor seconds of the primary with its child.
     pub primary_cpu: f64,
     /// Processor seconds of all replicas' servers.

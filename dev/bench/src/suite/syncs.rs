@@ -44,13 +44,20 @@ pub struct Options {
     pub common: Common,
 }
 
+impl Options {
+    fn asked(&self) -> &[Method] {
+        if self.methods.is_empty() { METHODS.as_slice() } else { self.methods.as_slice() }
+    }
+}
+
 impl Point {
-    fn of(outcome: &Outcome, server: &str, network: Network, bytes: u64, round: usize) -> Point {
+    fn of(outcome: &Outcome, server: &str, network: Network, shape: Shape, round: usize) -> Point {
         let Phases { snapshot, transfer, load, catch_up } = outcome.phases;
         Point {
             server: server.to_owned(),
             network: network.to_string(),
-            bytes,
+            bytes: shape.bytes(),
+            content: if shape.content == Content::Json { JSON.to_owned() } else { String::new() },
             method: outcome.method,
             replicas: outcome.replicas,
             round,
@@ -61,6 +68,7 @@ impl Point {
             load,
             catch_up,
             sent: outcome.host_bytes.unwrap_or(outcome.primary_bytes),
+            full_copies: Some(outcome.full_copies),
             primary_cpu: outcome.primary_cpu,
             replicas_cpu: outcome.replica_cpu.iter().sum(),
             agents_cpu: outcome.agents_cpu,
@@ -88,6 +96,11 @@ pub fn run(options: &Options) -> Result<bool> {
         budget: options.common.budget(),
         left_out: 0,
     };
+    for method in options.asked() {
+        if let Some(why) = method.missing() {
+            bench.kept.note(format!("NOT MEASURED: {}: {why}", method.name()));
+        }
+    }
     let (whole, mut left) = (bench.budget, options.networks.len() * options.servers.len());
     if !bench.program.serves_peers() {
         bench.kept.note("This build's replicas do not feed each other: the method with relay is left out.");
@@ -160,7 +173,7 @@ impl Bench<'_> {
         let begun = Instant::now();
         match scene.play(&trial, &|_, _| {}) {
             Ok(outcome) => {
-                let point = Point::of(&outcome, server, network, scene.shape().bytes(), round);
+                let point = Point::of(&outcome, server, network, scene.shape(), round);
                 eprintln!(
                     "{what}: {:.2} s (first {:.2}), {:.0} MB out [{:.0} s]",
                     point.seconds,
@@ -168,6 +181,9 @@ impl Bench<'_> {
                     point.sent as f64 / 1e6,
                     begun.elapsed().as_secs_f64()
                 );
+                if let Some(remark) = outcome.remark() {
+                    self.kept.note(format!("{what}, round {}: {remark}", round + 1));
+                }
                 for difference in &outcome.differences {
                     self.kept.note(format!("{what}: NOT EQUAL: {difference}"));
                 }
@@ -201,8 +217,10 @@ impl Bench<'_> {
 
     /// The order of the methods: each round begins with another one.
     fn order(&self, network: Network, server: ServerChoice, replicas: usize, round: usize) -> Vec<Method> {
-        let asked = if self.options.methods.is_empty() { METHODS.as_slice() } else { self.options.methods.as_slice() };
-        let suits = |method: &Method| network.suits(*method, server.kind(), replicas, &self.program);
+        let asked = self.options.asked();
+        let suits = |method: &Method| {
+            network.suits(*method, server.kind(), replicas, &self.program) && method.missing().is_none()
+        };
         let mut methods: Vec<Method> = asked.iter().copied().filter(suits).collect();
         let count = methods.len().max(1);
         methods.rotate_left(round % count);
@@ -234,13 +252,15 @@ fn copies(replicas: usize) -> u64 {
 }
 
 /// All methods that differ from others; each is asked whether it applies.
-const METHODS: [Method; 13] = [
+const METHODS: [Method; 15] = [
     Method::OwnDefault,
     Method::OwnBest,
     Method::OwnTogether,
     Method::OwnDual,
     Method::CopierOneByOne,
     Method::Copier,
+    Method::RdbFile,
+    Method::RedisShake,
     Method::RemoraShm,
     Method::RemoraTcp,
     Method::RemoraTcpSealed,
@@ -249,6 +269,9 @@ const METHODS: [Method; 13] = [
     Method::RemoraRelayKilled,
     Method::RemoraModuleRelay,
 ];
+
+/// What the data are with `--json`.
+const JSON: &str = "JSON";
 
 /// Bytes of a value of JSON records.
 const JSON_BYTES: u64 = 1 << 10;

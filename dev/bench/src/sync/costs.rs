@@ -14,6 +14,8 @@ pub(crate) struct Costs {
     pub(crate) received: u64,
     /// Children forked.
     pub(crate) forks: u64,
+    /// Full copies that replicas asked for and got (`sync_full`).
+    pub(crate) full_copies: u64,
     /// Bytes that the last child and its parent have copied on write.
     pub(crate) copied: u64,
 }
@@ -28,6 +30,7 @@ impl Costs {
             sent: info.number("total_net_output_bytes").unwrap_or_default(),
             received: info.number("total_net_repl_input_bytes").unwrap_or_default(),
             forks: info.number("total_forks").unwrap_or_default(),
+            full_copies: info.number("sync_full").unwrap_or_default(),
             copied: info.number("rdb_last_cow_size").unwrap_or_default(),
         })
     }
@@ -38,6 +41,7 @@ impl Costs {
             sent: self.sent.saturating_sub(before.sent),
             received: self.received.saturating_sub(before.received),
             forks: self.forks.saturating_sub(before.forks),
+            full_copies: self.full_copies.saturating_sub(before.full_copies),
             // This counter is not a sum but the value of the last child: zero if none was forked meanwhile.
             copied: if self.forks > before.forks { self.copied } else { 0 },
         }

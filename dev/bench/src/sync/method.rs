@@ -4,6 +4,8 @@ use clap::ValueEnum;
 use remora_lab::Kind;
 use serde::{Deserialize, Serialize};
 
+use super::tools;
+
 /// One method of making replicas.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
@@ -25,6 +27,11 @@ pub enum Method {
     Copier,
     /// The copier one key after the other: it waits for each `GET` and each `SET`.
     CopierOneByOne,
+    /// `redis-cli --rdb`, and a server that starts on the file as a replica of the primary. The result is an exact
+    /// replica.
+    RdbFile,
+    /// RedisShake 4, which turns a snapshot into commands for a server of its own. No replica, and no stream afterwards.
+    RedisShake,
     /// Remora beside a primary with default settings, over the first transport that works.
     RemoraDefault,
     /// As [`Method::RemoraDefault`], and the source changes two settings of the primary for the moment of the fork
@@ -81,6 +88,8 @@ impl Method {
             Method::OwnCompressed => "own, best, LZF",
             Method::Copier => "GET/SET copier",
             Method::CopierOneByOne => "GET/SET copier, one by one",
+            Method::RdbFile => "redis-cli --rdb, restart",
+            Method::RedisShake => "RedisShake 4",
             Method::RemoraDefault => "Remora, defaults",
             Method::RemoraTuned => "Remora, defaults, tuned",
             Method::RemoraShm => "Remora shm, best",
@@ -142,7 +151,7 @@ impl Method {
             Method::RemoraRelayUncompressed | Method::RemoraRelayLz4 | Method::RemoraRelayZstd => Some("tcp"),
             Method::OwnDefault | Method::OwnBest | Method::OwnTogether | Method::OwnDual => None,
             Method::OwnCompressed => None,
-            Method::Copier | Method::CopierOneByOne => None,
+            Method::Copier | Method::CopierOneByOne | Method::RdbFile | Method::RedisShake => None,
         }
     }
 
@@ -223,6 +232,19 @@ impl Method {
         }
     }
 
+    /// Why it cannot be measured on this machine; `None` if it can.
+    pub fn missing(self) -> Option<String> {
+        match self {
+            Method::RedisShake => tools::shake_program().err(),
+            _ => None,
+        }
+    }
+
+    /// Whether the result is a server of its own that follows nothing: only its data are compared.
+    pub(crate) fn only_copies(self) -> bool {
+        matches!(self, Method::Copier | Method::CopierOneByOne | Method::RedisShake)
+    }
+
     /// The primary's settings.
     pub fn primary_settings(self, kind: Kind, replicas: usize) -> Vec<Setting> {
         use Method::{Copier, CopierOneByOne, OwnDefault, RemoraDefault, RemoraTuned};
@@ -231,7 +253,8 @@ impl Method {
         }
         // The server begins as soon as that many replicas wait, and checks once a second; the delay is only the longest
         // wait.
-        let together = matches!(self, Method::OwnTogether | Method::OwnDual | Method::OwnCompressed) && replicas > 1;
+        let own_waits = matches!(self, Method::OwnTogether | Method::OwnDual | Method::OwnCompressed);
+        let together = (own_waits || matches!(self, Method::RdbFile | Method::RedisShake)) && replicas > 1;
         let compression = if self == Method::OwnCompressed { "yes" } else { "no" };
         let delay = if together { TOGETHER_SECONDS } else { "0" };
         let mut settings = vec![
@@ -258,7 +281,7 @@ impl Method {
 
     /// Whether the replica's server loads while the bytes arrive, so that transfer and load are one phase.
     pub(crate) fn loads_while_receiving(self) -> bool {
-        self != Method::OwnDefault
+        !matches!(self, Method::OwnDefault | Method::RdbFile)
     }
 
     /// Remora asks for two channels if the primary has them switched on. Its replicas' servers need no setting.

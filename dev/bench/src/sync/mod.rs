@@ -5,7 +5,8 @@
 //!                                       │
 //!                                       ├─ watch: the same measurement for every method, from INFO of the replicas' servers
 //!                                       ├─ agents: `remora source` and `remora replica`, as a user starts them
-//!                                       └─ copier: GET here, SET there
+//!                                       ├─ copier: GET here, SET there
+//!                                       └─ tools: programs of others
 //!   Place: where all of it runs: this machine's loopback, or hosts of a test network with cables of a given rate
 //! ```
 //!
@@ -23,6 +24,7 @@ mod peak;
 mod place;
 mod scene;
 mod summary;
+mod tools;
 mod watch;
 
 pub use agents::{Attend, Program, Source, Stay};

@@ -27,7 +27,7 @@ pub struct Outcome {
     /// Processor time of each replica's server.
     pub replica_cpu: Vec<f64>,
     /// Processor time of the source agent from its start (including the touching of its memory) and of all replica
-    /// agents; for a copier, that of its threads.
+    /// agents; for a copier, that of its threads, and for a tool that of its processes.
     pub agents_cpu: f64,
     /// Processor time of the source agent, which [`Outcome::agents_cpu`] includes; 0 without a source.
     pub source_cpu: f64,
@@ -39,6 +39,8 @@ pub struct Outcome {
     pub primary_bytes: u64,
     /// Bytes that left the primary's host by its cable, all programs together, with TCP's headers; `None` on loopback.
     pub host_bytes: Option<u64>,
+    /// Full copies that the primary's replicas, and the tools that act as one, asked for and got (`sync_full`).
+    pub full_copies: u64,
     /// Peak of the primary's private memory, in bytes, and what its fork child had to copy.
     pub peak_memory: u64,
     /// What the primary and its fork child had to copy, in bytes, as the server reports it. 0 if none was forked.
@@ -58,6 +60,17 @@ pub struct Outcome {
     pub equal: Option<bool>,
     /// The difference, if there is one.
     pub differences: Vec<String>,
+}
+
+impl Outcome {
+    /// What a reader of the figures must know besides them: servers that did not continue from the file on which they
+    /// started. The time of a second copy is part of theirs.
+    pub fn remark(&self) -> Option<String> {
+        let again = self.full_copies.saturating_sub(self.replicas as u64);
+        (self.method == Method::RdbFile && again > 0).then(|| {
+            format!("SECOND FULL COPY for {again} of {} servers that had started on their file", self.replicas)
+        })
+    }
 }
 
 /// Consecutive phases: their sum is the whole time.

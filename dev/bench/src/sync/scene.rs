@@ -21,6 +21,7 @@ use super::method::{Method, Setting};
 use super::outcome::{Outcome, Phases, Summary};
 use super::peak::Peak;
 use super::place::{self, Place};
+use super::tools;
 use super::watch::{Show, Watch};
 use crate::cpu;
 
@@ -173,7 +174,7 @@ impl Scene {
             self.play(&Trial { method: first, compare: false, ..*trial }, show)?;
         }
         self.prepare(trial)?;
-        let replicas = self.empty_servers(trial)?;
+        let mut replicas = self.empty_servers(trial)?;
         if trial.method.is_ours() && self.source.is_none() {
             let (folder, bytes, cable) = (self.folder.path(), self.shape.bytes(), self.place.cable());
             let source = Source::start_by(trial.method, &self.program, &self.primary, folder, bytes, cable)?;
@@ -187,6 +188,8 @@ impl Scene {
         let mut took = match trial.method {
             Method::Copier => self.by_copier(&replicas, Pace::Pipelined)?,
             Method::CopierOneByOne => self.by_copier(&replicas, Pace::OneByOne)?,
+            Method::RdbFile => self.by_rdb_file(trial, &mut replicas, &mut meter, show)?,
+            Method::RedisShake => self.by_shake(&mut replicas)?,
             method if method.is_own() => self.by_themselves(trial, &replicas, show)?,
             _ => self.by_remora(trial, &replicas, show)?,
         };
@@ -251,6 +254,8 @@ impl Scene {
         let server = |number| {
             let settings = trial.method.replica_settings(kind).into_iter();
             let builder = settings.fold(Server::builder(kind), |builder, (name, value)| builder.config(name, value));
+            let builder =
+                if trial.method == Method::RdbFile { builder.start_time(tools::LONGEST_START) } else { builder };
             let builder = if trial.method.has_module() { builder.module("")? } else { builder };
             place::on(builder, self.place.replica(number)).start()
         };
@@ -348,6 +353,30 @@ impl Scene {
         Ok(Took { phases, agents_cpu: (cpu::of_self()? - before).as_secs_f64(), ..Took::new(begun) })
     }
 
+    fn by_rdb_file(&self, trial: &Trial, replicas: &mut [Server], meter: &mut Meter, show: &Show<'_>) -> Result<Took> {
+        let begun = Instant::now();
+        let made = tools::by_rdb_file(&self.primary, replicas, begun)?;
+        // The processes that were measured before have ended.
+        meter.replicas_started_again(replicas)?;
+        let seen = self.watch(trial, replicas, begun, show, &|| Ok(()), &Lost::none())?;
+        let phases = seen.iter().flatten().zip(&made).map(|(seen, made)| Phases {
+            snapshot: 0.0,
+            transfer: made.arrived.as_secs_f64(),
+            load: (made.loaded - made.arrived).as_secs_f64(),
+            catch_up: (seen.sum() - made.loaded.as_secs_f64()).max(0.0),
+        });
+        let phases = phases.collect();
+        Ok(Took { phases, agents_cpu: made.iter().map(|made| made.cpu).sum(), ..Took::new(begun) })
+    }
+
+    fn by_shake(&self, replicas: &mut [Server]) -> Result<Took> {
+        let begun = Instant::now();
+        let made = tools::by_shake(&self.primary, replicas, begun)?;
+        let phases = made.iter().map(|made| Phases { transfer: made.loaded.as_secs_f64(), ..Phases::default() });
+        let phases = phases.collect();
+        Ok(Took { phases, agents_cpu: made.iter().map(|made| made.cpu).sum(), ..Took::new(begun) })
+    }
+
     fn compare<'s>(
         &self,
         trial: &Trial,
@@ -356,10 +385,10 @@ impl Scene {
     ) -> Result<()> {
         for replica in replicas {
             let compared = match trial.method {
-                Method::Copier | Method::CopierOneByOne if self.primary.digest()? != replica.digest()? => {
+                method if method.only_copies() && self.primary.digest()? != replica.digest()? => {
                     Err("the digests differ".to_owned())
                 }
-                Method::Copier | Method::CopierOneByOne => Ok(()),
+                method if method.only_copies() => Ok(()),
                 _ => difference(&self.primary, replica)?.map_or(Ok(()), Err),
             };
             outcome.differences.extend(compared.err());
@@ -426,6 +455,13 @@ impl Meter {
         })
     }
 
+    /// The replicas' servers are new processes: their costs are counted from the start of those.
+    fn replicas_started_again(&mut self, replicas: &[Server]) -> Result<()> {
+        let again = |server: &Server| -> Result<(Client, Costs)> { Ok((server.client()?, Costs::default())) };
+        self.replicas = replicas.iter().map(again).collect::<Result<_>>()?;
+        Ok(())
+    }
+
     fn end(&mut self, trial: &Trial, took: Took, source: Option<&Source>) -> Result<Outcome> {
         let peak = self.peak.end();
         let host_bytes = self.cable.as_ref().map(|(host, before)| Ok::<_, Error>(host.traffic()?.since(*before).sent));
@@ -463,6 +499,7 @@ impl Meter {
             phases,
             primary_bytes: primary.sent.max(received),
             host_bytes: host_bytes.transpose()?,
+            full_copies: primary.full_copies,
             peak_memory: peak + primary.copied,
             child_memory: primary.copied,
             child_seconds: self.child.end(),

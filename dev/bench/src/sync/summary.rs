@@ -69,7 +69,7 @@ impl Samples {
     pub fn raw(&self) -> String {
         let mut out = String::from(
             "server,shape,replicas,method,round,seconds,primary_cpu,replica_cpu,agents_cpu,snapshot,transfer,load,catch_up,\
-             primary_bytes,child_memory,source_memory,agent_memory,equal,child_seconds,replica_memory,writes_per_second\n",
+             primary_bytes,child_memory,source_memory,agent_memory,equal,child_seconds,replica_memory,writes_per_second,full_copies\n",
         );
         for Taken { server, shape, round, outcome, .. } in &self.0 {
             let Outcome { method, replicas, seconds, primary_cpu, agents_cpu, phases, primary_bytes, equal, .. } =
@@ -84,8 +84,8 @@ impl Samples {
             let _ = writeln!(
                 out,
                 "{server},{shape},{replicas},{method},{round},{seconds:.4},{primary_cpu:.4},{replica_cpu:.4},{agents_cpu:.4},\
-                 {:.4},{:.4},{:.4},{:.4},{primary_bytes},{child},{source},{agents},{equal},{lived:.3},{replicas_use},{writes:.0}",
-                phases.snapshot, phases.transfer, phases.load, phases.catch_up
+                 {:.4},{:.4},{:.4},{:.4},{primary_bytes},{child},{source},{agents},{equal},{lived:.3},{replicas_use},{writes:.0},{}",
+                phases.snapshot, phases.transfer, phases.load, phases.catch_up, outcome.full_copies
             );
         }
         out
@@ -119,7 +119,7 @@ impl Group<'_> {
             let ratio = best.and_then(|best| self.ratio(method, best, |outcome| outcome.seconds));
             let _ = writeln!(
                 out,
-                "| {} | {:.2} ({:.2}–{:.2}) | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
+                "| {} | {:.2} ({:.2}–{:.2}) | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
                 method.name(),
                 wall.median,
                 wall.low,
@@ -136,6 +136,7 @@ impl Group<'_> {
                 median(|outcome| outcome.phases.load),
                 median(|outcome| outcome.phases.catch_up),
                 median(|outcome| outcome.primary_bytes as f64 / 1e6),
+                self.spread(method, |outcome| outcome.full_copies as f64).map_or("–".to_owned(), whole),
                 median(|outcome| outcome.child_memory as f64 / 1e6),
                 median(|outcome| outcome.child_seconds),
                 median(|outcome| mean(&outcome.replica_memory) / 1e6),
@@ -299,6 +300,14 @@ impl Promise {
     }
 }
 
+/// A count as a column of a table has it.
+fn whole(counts: Spread) -> String {
+    if counts.low == counts.high {
+        return format!("{:.0}", counts.median);
+    }
+    format!("{:.0}–{:.0}", counts.low, counts.high)
+}
+
 /// What a sync with the module may cost, as a share of the best of the server's own replication.
 struct ModulePromise {
     shape: &'static str,
@@ -365,14 +374,14 @@ divided by that of the server's own method with the least median, in the same ro
 together (the source's from its start, including the touching of its memory; for a copier, of its threads). The four phases are those
 of the last replica and add up to its wall time. If the server loads while the bytes arrive, its loading is in *transfer*. Before each
 trial, as much memory as its replicas will need is touched and freed, so that none of them pays for pages that the machine's host has
-not provided yet. *child MB*: memory that the primary and its fork child had to copy, as the server reports it; *child s*: how long it had one; *replica MB*: memory that a replica's server
+not provided yet. *full copies*: those that the primary was asked for and gave (`sync_full`). *child MB*: memory that the primary and its fork child had to copy, as the server reports it; *child s*: how long it had one; *replica MB*: memory that a replica's server
 uses afterwards (`used_memory`), on average. *source MiB* and
 *agents MiB*: peak memory of the source agent, which has memory for the whole snapshot, and of each replica agent, which has the default, in
 the round in which they had most together (–: no agent).
 ";
 
-const HEAD: &str = "| method | wall s | ratio | primary CPU | replica CPU | agents CPU | snapshot | transfer | load | catch-up | MB out of the primary | child MB | child s | replica MB | source MiB | agents MiB | equal |
-|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|";
+const HEAD: &str = "| method | wall s | ratio | primary CPU | replica CPU | agents CPU | snapshot | transfer | load | catch-up | MB out of the primary | full copies | child MB | child s | replica MB | source MiB | agents MiB | equal |
+|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|";
 
 #[cfg(test)]
 mod tests {
@@ -394,6 +403,7 @@ mod tests {
             phases: Phases { transfer: seconds, ..Phases::default() },
             primary_bytes: 1_000_000,
             host_bytes: None,
+            full_copies: replicas as u64,
             peak_memory: 0,
             child_memory: 1 << 20,
             child_seconds: 0.5,
@@ -487,12 +497,25 @@ mod tests {
     }
 
     #[test]
+    fn a_server_that_did_not_continue_from_its_file_is_remarked() {
+        let with = |method, full_copies| {
+            let mut sample = taken(method, 3, 0, 2.0, 1.0);
+            sample.outcome.full_copies = full_copies;
+            sample.outcome.remark()
+        };
+        assert_eq!(with(Method::RdbFile, 3), None);
+        let remark = with(Method::RdbFile, 5).unwrap_or_default();
+        assert!(remark.starts_with("SECOND FULL COPY for 2 of 3 servers"), "{remark}");
+        assert_eq!(with(Method::OwnBest, 5), None);
+    }
+
+    #[test]
     fn every_figure_is_kept() {
         let raw = Samples(vec![taken(Method::OwnBest, 3, 1, 2.0, 1.0)]).raw();
         let line = raw.lines().last().unwrap_or_default();
         assert_eq!(
             line,
-            "Valkey 9,big,3,own best,1,2.0000,1.0000,3.0000,0.0000,0.0000,2.0000,0.0000,0.0000,1000000,1048576,0,,yes,0.500,2000000 2000000 2000000,0"
+            "Valkey 9,big,3,own best,1,2.0000,1.0000,3.0000,0.0000,0.0000,2.0000,0.0000,0.0000,1000000,1048576,0,,yes,0.500,2000000 2000000 2000000,0,3"
         );
     }
 }

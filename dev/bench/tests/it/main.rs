@@ -1,6 +1,7 @@
 //! The benchmark programs as processes: figures exist and are complete.
 #![allow(clippy::unwrap_used)]
 
+mod charts;
 mod messenger;
 mod rdma;
 mod smoke;

@@ -55,8 +55,15 @@ fn full_sync_compares_what_every_method_makes() {
     // A target that is missed is the code 1.
     run(env!("CARGO_BIN_EXE_full_sync"), &[&small[..], &["--out", &out]].concat(), &[0, 1]);
     let report = kept(folder.path());
-    // All but the one that waits for further replicas.
-    all_equal(report["samples"].as_array().unwrap(), 11);
+    // All but the one that waits for further replicas, and the one whose program only some machines have.
+    let has_shake = std::env::var_os("REMORA_REDIS_SHAKE").is_some();
+    all_equal(report["samples"].as_array().unwrap(), if has_shake { 13 } else { 12 });
+    let notes = report["run"]["notes"].to_string();
+    assert_eq!(notes.contains("NOT MEASURED: RedisShake 4"), !has_shake, "{notes}");
+    // The one that started on a file continued from there.
+    let of_file = report["samples"].as_array().unwrap().iter().find(|sample| sample["method"] == "rdb-file").unwrap();
+    assert_eq!(of_file["full_copies"], 1, "{of_file}");
+    assert!(!notes.contains("SECOND FULL COPY"), "{notes}");
 }
 
 #[test]
@@ -69,6 +76,25 @@ fn volume_requests_measures_every_scene() {
     assert_eq!(comparisons.len(), 11, "{comparisons:?}");
     for comparison in comparisons {
         assert!(comparison["ratio"]["median"].as_f64().unwrap() > 0.0, "{comparison}");
+    }
+}
+
+#[test]
+fn mass_replacement_takes_one_full_copy_of_each_primary_with_remora() {
+    let Some(()) = require::shaping() else { return };
+    let Some(_) = require::valkey() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().display().to_string();
+    let small = ["--rounds", "1", "--mebibytes", "8", "--rate", "1gbit", "--servers", "valkey"];
+    run(env!("CARGO_BIN_EXE_mass_replacement"), &[&small[..], &["--out", &out]].concat(), &[0, 1]);
+    let samples = kept(folder.path())["samples"].as_array().unwrap().clone();
+    let copies: Vec<_> =
+        samples.iter().filter(|sample| sample["case"].as_str().unwrap().contains("sync_full")).collect();
+    assert_eq!(copies.len(), 6, "{samples:?}");
+    for sample in copies {
+        let is_ours = sample["subject"].as_str().unwrap().starts_with("Remora");
+        let count = sample["value"].as_f64().unwrap();
+        assert!(if is_ours { count == 1.0 } else { count >= 2.0 }, "{sample}");
     }
 }
 

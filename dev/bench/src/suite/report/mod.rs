@@ -9,8 +9,11 @@
 //!
 //! The newest kept run of each label is shown; runs of different labels are shown beside each other.
 //!
-//! - [`tables`]: Markdown. [`targets`]: the targets, and whether they were reached. [`plots`]: SVG.
+//! - [`tables`], [`cells`], [`mass`]: Markdown. [`targets`]: the targets, and whether they were reached. [`plots`]:
+//!   SVG.
 
+pub mod cells;
+pub mod mass;
 pub mod plots;
 pub mod tables;
 pub mod targets;
@@ -20,6 +23,7 @@ use std::path::{Path, PathBuf};
 
 use super::kept::{self, Kept};
 use super::{conversations, devices, feel, scaling, syncs, volume};
+use crate::Run;
 use crate::sync::Result;
 
 /// Command-line arguments.
@@ -55,7 +59,7 @@ pub fn run(options: &Options) -> Result<bool> {
     let runs = kept::newest::<feel::Point>(&options.runs, "feel")?;
     let figures = plots::feel(&bare(&runs), &options.plots)?;
     let plots: Vec<Plot> = figures.into_iter().map(|figure| (figure.words, figure.file)).collect();
-    let page = splice(&page, "feel", &section.text(&runs, tables::feel(&bare(&runs)), &plots))?;
+    let page = splice(&page, "feel", &section.text(&runs, cells::table(&bare(&runs)), &plots))?;
     let felt = runs;
 
     let runs = kept::newest::<scaling::Point>(&options.runs, "scaling")?;
@@ -64,6 +68,9 @@ pub fn run(options: &Options) -> Result<bool> {
 
     let runs = kept::newest::<conversations::Point>(&options.runs, "conversations")?;
     let page = splice(&page, "conversations", &section.text(&runs, tables::conversations(&bare(&runs)), &[]))?;
+
+    let runs = kept::newest_of::<Run>(&options.runs, "mass_replacement")?;
+    let page = splice(&page, "mass", &section.of_mass(&runs, &options.plots)?)?;
 
     let runs = kept::newest::<volume::Point>(&options.runs, "volume")?;
     let plots = plots::volume(&bare(&runs), &options.plots)?;
@@ -123,6 +130,21 @@ impl Section {
 
     /// Plots, tables, links to the runs, and the runs' notes.
     fn text<P>(&self, runs: &[(PathBuf, Kept<P>)], tables: String, plots: &[Plot]) -> String {
+        self.of(runs.iter().map(|(folder, kept)| (folder.as_path(), &kept.run)).collect(), tables, plots)
+    }
+
+    /// The same of mass replacement, with the figures drawn.
+    fn of_mass(&self, runs: &[(PathBuf, Run)], plots: &Path) -> Result<String> {
+        let (mut tables, mut figures) = (String::from(mass::EXPLAINED), Vec::new());
+        for (folder, run) in runs {
+            let label = kept::label(folder, "mass_replacement");
+            tables += &mass::tables(run, &label);
+            figures.extend(mass::figures(run, &label, plots)?.into_iter().map(|figure| (figure.words, figure.file)));
+        }
+        Ok(self.of(runs.iter().map(|(folder, run)| (folder.as_path(), run)).collect(), tables, &figures))
+    }
+
+    fn of(&self, runs: Vec<(&Path, &Run)>, tables: String, plots: &[Plot]) -> String {
         if runs.is_empty() {
             return "Not measured yet.".into();
         }
@@ -131,14 +153,14 @@ impl Section {
             text += &format!("![{title}]({}/{file})\n", self.to_plots.display());
         }
         text += &format!("{tables}\nRaw data, machine and settings:");
-        for (folder, _) in runs {
+        for (folder, _) in &runs {
             let name = folder.file_name().unwrap_or_default().to_string_lossy();
             text += &format!(" [{name}]({}/{name}/README.md)", self.to_runs.display());
         }
         text += "\n";
-        for (folder, kept) in runs {
+        for (folder, run) in runs {
             let name = folder.file_name().unwrap_or_default().to_string_lossy();
-            for note in &kept.run.notes {
+            for note in &run.notes {
                 text += &format!("\n> {name}: {note}\n");
             }
         }

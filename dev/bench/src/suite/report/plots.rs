@@ -6,7 +6,8 @@ use std::path::Path;
 use clap::ValueEnum;
 use plotters::style::{BLACK, RGBColor};
 
-use super::tables::{self, Cell, cells, groups, order, sizes};
+use super::cells::{Cell, cells};
+use super::tables::{self, groups, order, sizes};
 use super::{Figure, Plot};
 use crate::Spread;
 use crate::bars::{self, Bar, Chart, Family};
@@ -78,7 +79,7 @@ pub fn readme(runs: &[&Kept<syncs::Point>], folder: &Path) -> Result<Option<Figu
     figure(&chart, folder, "readme.svg".into(), sentence(group).unwrap_or_default()).map(Some)
 }
 
-fn figure(chart: &Chart, folder: &Path, file: String, sentence: String) -> Result<Figure> {
+pub(super) fn figure(chart: &Chart, folder: &Path, file: String, sentence: String) -> Result<Figure> {
     chart.draw(&folder.join(&file)).map_err(|error| format!("could not draw {file}: {error}"))?;
     Ok(Figure { title: chart.title.clone(), words: chart.words(), file, sentence })
 }
@@ -124,8 +125,9 @@ fn sentence(group: &tables::Group<'_>) -> Option<String> {
     let (own, ours) = (group.best_own(most)?, group.best_ours(most)?);
     let (theirs, our) = (group.seconds(own, most)?.median, group.seconds(ours, most)?.median);
     Some(format!(
-        "{} take {our:.2} s by {}, {:.2} of the {theirs:.2} s of {}",
+        "{} {} {our:.2} s by {}, {:.2} of the {theirs:.2} s of {}",
         replicas_of(most),
+        if most == 1 { "takes" } else { "take" },
         group.name(ours),
         our / theirs,
         own.name()
@@ -156,7 +158,12 @@ pub fn feel(runs: &[&Kept<feel::Point>], folder: &Path) -> Result<Vec<Figure>> {
                 let figure = Spread::of(cell.points.iter().map(|point| point.felt.p99))?;
                 let method = cell.first.method;
                 let family = method.map_or(Family::Other, family);
-                Some(Bar { name: name_of(method).to_owned(), family, figure, note: String::new() })
+                let seconds = cell.median(|point| point.seconds);
+                let note = match cell.ratio(&cells) {
+                    ratio if ratio.is_empty() => String::new(),
+                    ratio => format!("{ratio}, {seconds:.1} s"),
+                };
+                Some(Bar { name: name_of(method).to_owned(), family, figure, note })
             };
             let bars: Vec<Bar> =
                 of.iter().filter(|cell| cell.first.replicas == replicas).filter_map(|cell| bar(&cell)).collect();
@@ -166,7 +173,7 @@ pub fn feel(runs: &[&Kept<feel::Point>], folder: &Path) -> Result<Vec<Figure>> {
         let chart = Chart {
             title: format!("99th percentile of what {clients} clients wait: {server}, {network}"),
             unit: "ms",
-            notes: "",
+            notes: "ratio to the best of its own, s of the sync",
             groups: numbers.into_iter().map(bars).collect(),
         };
         let name = slug(&format!("{server} {network} {clients} {label}"));
@@ -284,13 +291,13 @@ impl<'a> Picture<'a> {
 }
 
 /// A file name from words.
-fn slug(words: &str) -> String {
+pub(super) fn slug(words: &str) -> String {
     let plain = words.to_lowercase().replace(|letter: char| !letter.is_ascii_alphanumeric(), "-");
     plain.split('-').filter(|part| !part.is_empty()).collect::<Vec<_>>().join("-")
 }
 
 /// Colours in the order of the methods, each with one of its own: the servers' own grey to black, the others in colour.
-const COLOURS: [RGBColor; 26] = [
+const COLOURS: [RGBColor; 28] = [
     RGBColor(190, 190, 190),
     RGBColor(130, 130, 130),
     RGBColor(80, 80, 80),
@@ -298,6 +305,8 @@ const COLOURS: [RGBColor; 26] = [
     RGBColor(160, 150, 130),
     RGBColor(150, 100, 40),
     RGBColor(205, 170, 120),
+    RGBColor(100, 70, 70),
+    RGBColor(185, 120, 100),
     RGBColor(120, 200, 120),
     RGBColor(20, 90, 40),
     RGBColor(40, 140, 60),

@@ -6,8 +6,7 @@ use std::path::Path;
 use clap::ValueEnum;
 
 use super::Figure;
-use crate::suite::points::name_of;
-use crate::suite::{Kept, conversations, devices, feel, points, scaling, syncs};
+use crate::suite::{Kept, conversations, devices, points, scaling, syncs};
 use crate::sync::Method;
 use crate::{Spread, memory_of_each};
 
@@ -18,6 +17,8 @@ pub(super) struct Group<'a> {
     pub(super) server: &'a str,
     pub(super) network: &'a str,
     pub(super) bytes: u64,
+    /// What the values are, if they are not the usual ones.
+    pub(super) content: &'a str,
     /// The rate measured by iperf3, in bytes per second.
     pub(super) link: Option<f64>,
     pub(super) points: Vec<&'a syncs::Point>,
@@ -30,7 +31,8 @@ pub(super) fn groups<'a>(runs: &[&'a Kept<syncs::Point>]) -> Vec<Group<'a>> {
         let mut groups: Vec<Group<'a>> = Vec::new();
         for point in &kept.points {
             let is_it = |group: &&mut Group<'_>| {
-                group.server == point.server && group.network == point.network && group.bytes == point.bytes
+                let is_same_data = group.bytes == point.bytes && group.content == point.content;
+                group.server == point.server && group.network == point.network && is_same_data
             };
             if let Some(group) = groups.iter_mut().find(is_it) {
                 group.points.push(point);
@@ -38,7 +40,8 @@ pub(super) fn groups<'a>(runs: &[&'a Kept<syncs::Point>]) -> Vec<Group<'a>> {
             }
             let link = kept.links.iter().rfind(|link| link.network == point.network).map(|link| link.bytes_per_second);
             let (server, network) = (point.server.as_str(), point.network.as_str());
-            groups.push(Group { label: &kept.label, server, network, bytes: point.bytes, link, points: vec![point] });
+            let (bytes, content) = (point.bytes, point.content.as_str());
+            groups.push(Group { label: &kept.label, server, network, bytes, content, link, points: vec![point] });
         }
         all.extend(groups);
     }
@@ -119,7 +122,9 @@ impl Group<'_> {
     pub(super) fn title(&self) -> String {
         let link = self.link.map_or(String::new(), |rate| format!(" (iperf3: {:.1} MB/s)", rate / 1e6));
         let label = if self.label.is_empty() { String::new() } else { format!(", run {}", self.label) };
-        format!("{}, {}{link}, {:.0} MiB{label}", self.server, self.network, self.bytes as f64 / f64::from(1 << 20))
+        let content = if self.content.is_empty() { String::new() } else { format!(" of {}", self.content) };
+        let mib = self.bytes as f64 / f64::from(1 << 20);
+        format!("{}, {}{link}, {mib:.0} MiB{content}{label}", self.server, self.network)
     }
 
     fn table(&self, out: &mut String, figure: Option<&Figure>, to_plots: &Path) {
@@ -204,80 +209,6 @@ pub fn devices(runs: &[&Kept<devices::Point>]) -> String {
             out,
             "| {} | {} | {:.1} | {:.1} | {:.1} |",
             point.device, point.tool, rate.median, rate.low, rate.high
-        );
-    }
-    out
-}
-
-/// What clients noticed under the same circumstances, round by round.
-pub(super) struct Cell<'a> {
-    /// The run's label.
-    pub(super) label: &'a str,
-    pub(super) first: &'a feel::Point,
-    pub(super) points: Vec<&'a feel::Point>,
-}
-
-impl Cell<'_> {
-    pub(super) fn median(&self, figure: impl Fn(&feel::Point) -> f64) -> f64 {
-        Spread::of(self.points.iter().map(|point| figure(point))).map_or(f64::NAN, |spread| spread.median)
-    }
-}
-
-/// All cells of these runs, by server, network, clients, number of replicas, method.
-pub(super) fn cells<'a>(runs: &[&'a Kept<feel::Point>]) -> Vec<Cell<'a>> {
-    let mut all: Vec<Cell<'a>> = Vec::new();
-    for kept in runs {
-        let mut cells: Vec<Cell<'a>> = Vec::new();
-        for point in &kept.points {
-            match cells.iter_mut().find(|cell| cell_key(cell.first) == cell_key(point)) {
-                Some(cell) => cell.points.push(point),
-                None => cells.push(Cell { label: &kept.label, first: point, points: vec![point] }),
-            }
-        }
-        all.extend(cells);
-    }
-    let place = |method: Option<Method>| method.and_then(|method| order().position(|other| other == method));
-    all.sort_by_key(|cell| {
-        let point = cell.first;
-        (&point.server, &point.network, cell.label, &point.clients, point.bytes, point.replicas, place(point.method))
-    });
-    all
-}
-
-type CellKey<'a> = (&'a str, &'a str, &'a str, u64, u64, usize, Option<Method>);
-
-fn cell_key(point: &feel::Point) -> CellKey<'_> {
-    let feel::Point { server, network, clients, bytes, asked, replicas, method, .. } = point;
-    (server, network, clients, *bytes, *asked, *replicas, *method)
-}
-
-/// The tables of `feel`.
-pub fn feel(runs: &[&Kept<feel::Point>]) -> String {
-    let mut out = String::from(FEEL_EXPLAINED);
-    let mut title = String::new();
-    for cell in cells(runs) {
-        let feel::Point { server, network, clients, bytes, asked, method, replicas, .. } = cell.first;
-        let mib = *bytes as f64 / f64::from(1 << 20);
-        let label = if cell.label.is_empty() { String::new() } else { format!(", run {}", cell.label) };
-        let this =
-            format!("{server}, {network}, {mib:.0} MiB, {clients} clients sending {asked} commands a second{label}");
-        if title != this {
-            let _ = writeln!(out, "\n### {this}\n\n{FEEL_HEAD}");
-            title = this;
-        }
-        let _ = writeln!(
-            out,
-            "| {replicas} | {} | {:.2} | {:.0} | {:.2} | {:.2} | {:.2} | {:.1} | {} | {} |",
-            name_of(*method),
-            cell.median(|point| point.seconds),
-            cell.median(|point| point.felt.per_second),
-            cell.median(|point| point.felt.p50),
-            cell.median(|point| point.felt.p99),
-            cell.median(|point| point.felt.p999),
-            cell.median(|point| point.felt.most),
-            Spread::of(cell.points.iter().filter_map(|point| Some(point.source_memory? as f64 / f64::from(1 << 20))))
-                .map_or("–".to_owned(), |spread| format!("{:.0}", spread.median)),
-            memory_of_each(cell.points.iter().map(|point| &point.agent_memory)),
         );
     }
     out
@@ -428,16 +359,6 @@ const SYNC_HEAD: &str = "\
 | N | method | last replica s | ratio | first s | phases s | out MB | × data | primary CPU s | source CPU s | primary MiB | source MiB | replica agents MiB | equal |
 |---:|---|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---|";
 
-const FEEL_EXPLAINED: &str = "\
-GETs, and one SET in ten commands, of 1 KiB at a steady rate, from before the first replica began until the last had caught up; medians
-over the rounds. A command that was due while the previous one was unanswered counts from when it was due. *MiB*: peak memory of the source
-agent and of each replica agent (in the round in which they had most together; –: not recorded).
-";
-
-const FEEL_HEAD: &str = "\
-| N | while | sync s | answered/s | p50 ms | p99 ms | p99.9 ms | most ms | source MiB | replica agents MiB |
-|---:|---|---:|---:|---:|---:|---:|---:|---:|---|";
-
 const SCALING_EXPLAINED: &str = "Medians over the rounds, in brackets the least and the greatest value. *others*: the replica's server and all agents. *MiB*: the peak of the primary's private memory, of the source agent and of the replica agent (the greatest of the rounds; –: not recorded).\n";
 
 const SCALING_HEAD: &str = "\
@@ -473,6 +394,7 @@ pub(super) mod tests {
             server: "Valkey 9.1".into(),
             network: "1 Gb/s".into(),
             bytes: 1_000_000_000,
+            content: String::new(),
             method,
             replicas,
             round,
@@ -483,6 +405,7 @@ pub(super) mod tests {
             load: 0.0,
             catch_up: 0.0,
             sent,
+            full_copies: None,
             primary_cpu: 1.0,
             replicas_cpu: 1.0,
             agents_cpu: 0.0,

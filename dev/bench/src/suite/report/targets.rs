@@ -2,7 +2,8 @@
 
 use std::fmt::Write as _;
 
-use super::tables::{Cell, Group, cells, groups};
+use super::cells::{Cell, cells};
+use super::tables::{Group, groups};
 use crate::Spread;
 use crate::suite::{Kept, feel, syncs};
 use crate::sync::Method;
@@ -134,16 +135,9 @@ impl Group<'_> {
 /// The 99th percentile that clients see while three replicas are made, ours against the best of the server's own
 /// replication.
 fn of_feeling(cells: &[Cell<'_>]) -> Vec<Target> {
-    let key = |cell: &Cell<'_>| {
-        let feel::Point { server, network, clients, bytes, replicas, .. } = cell.first;
-        (server.clone(), network.clone(), clients.clone(), *bytes, *replicas, cell.label.to_owned())
-    };
     let is_ours = |cell: &&Cell<'_>| cell.first.replicas == 3 && cell.first.method.is_some_and(Method::is_ours);
     let target = |ours: &Cell<'_>| {
-        let own = cells.iter().filter(|cell| key(cell) == key(ours) && cell.first.method.is_some_and(Method::is_own));
-        // The best for this figure.
-        let p99 = |point: &feel::Point| point.felt.p99;
-        let best = own.min_by(|one, other| one.median(p99).total_cmp(&other.median(p99)))?;
+        let best = ours.best_own(cells)?;
         let in_round = |round| best.points.iter().find(|point| point.round == round).map(|point| point.felt.p99);
         let ratios = ours.points.iter().filter_map(|point| Some(point.felt.p99 / in_round(point.round)?));
         let feel::Point { server, network, clients, .. } = ours.first;
@@ -159,8 +153,7 @@ fn of_feeling(cells: &[Cell<'_>]) -> Vec<Target> {
     let is_far_auto =
         |cell: &&Cell<'_>| cell.first.clients == "far" && cell.first.method.is_some_and(Method::is_upload_auto);
     let price = |auto: &Cell<'_>| {
-        let unlimited = auto.first.method.and_then(Method::unlimited);
-        let other = cells.iter().find(|cell| key(cell) == key(auto) && cell.first.method == unlimited)?;
+        let other = auto.unlimited(cells)?;
         let in_round = |round| other.points.iter().find(|point| point.round == round).map(|point| point.seconds);
         let ratios = auto.points.iter().filter_map(|point| Some(point.seconds / in_round(point.round)?));
         let feel::Point { server, network, replicas, .. } = auto.first;
