@@ -65,8 +65,8 @@ const HEAD: f64 = 30.0;
 const MARGIN: f64 = 14.0;
 /// Between a bar and what stands beside it.
 const GAP: f64 = 8.0;
-/// A letter of names, numbers and notes on average, in DejaVu Sans: of the usual fonts that are `system-ui` somewhere, it
-/// has the widest.
+/// A letter of names, numbers and notes on average, in DejaVu Sans: of the usual fonts that are `system-ui` somewhere,
+/// it has the widest.
 const LETTER: f64 = 7.6;
 /// The shortest that the longest bar may be.
 const LEAST: f64 = 120.0;

@@ -30,7 +30,8 @@ pub enum Method {
     /// `redis-cli --rdb`, and a server that starts on the file as a replica of the primary. The result is an exact
     /// replica.
     RdbFile,
-    /// RedisShake 4, which turns a snapshot into commands for a server of its own. No replica, and no stream afterwards.
+    /// RedisShake 4, which turns a snapshot into commands for a server of its own. No replica, and no stream
+    /// afterwards.
     RedisShake,
     /// Remora beside a primary with default settings, over the first transport that works.
     RemoraDefault,
