@@ -357,7 +357,7 @@ impl Background {
 
     /// Looks for a constant delay while nearly nothing is sent: that is a longer way, and not a queue.
     fn watch_detour(&mut self, now: Instant, view: &View) {
-        let is_least = self.rate <= self.next_to_nothing() * 1.01;
+        let is_least = self.rate <= next_to_nothing(self.best) * 1.01;
         if !is_least || view.queueing <= view.target {
             self.steady = None;
             return;
@@ -439,13 +439,13 @@ impl Background {
     }
 
     fn least_rate(&self) -> f64 {
-        self.next_to_nothing().max(self.reception.rate())
+        next_to_nothing(self.best).max(self.reception.rate())
     }
+}
 
-    /// What it sends beside a link that others fill.
-    fn next_to_nothing(&self) -> f64 {
-        (self.best * LEAST_SHARE).max(LEAST_RATE)
-    }
+/// The rate beside others that fill the link which carried `best` before.
+fn next_to_nothing(best: f64) -> f64 {
+    (best * LEAST_SHARE).max(LEAST_RATE)
 }
 
 /// Bytes per piece at this rate: so few that other traffic hardly waits behind a piece.
