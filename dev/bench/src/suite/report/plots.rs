@@ -49,13 +49,16 @@ pub fn sync(runs: &[&Kept<syncs::Point>], folder: &Path) -> Result<Vec<Figure>> 
 }
 
 /// Draws one figure for the README: the server's own replication and ours over the number of replicas, of the largest
-/// data over the slowest cable that was measured with several numbers of replicas.
+/// data over the slowest cable that was measured with several numbers of replicas. Runs that compare compression have
+/// data of their own, and are left out.
 ///
 /// # Errors
 /// A file could not be written.
 pub fn readme(runs: &[&Kept<syncs::Point>], folder: &Path) -> Result<Option<Figure>> {
     let all = groups(runs);
-    let over_a_cable = |group: &&tables::Group<'_>| group.network != "loopback" && compared(group).len() > 1;
+    let compresses = |group: &tables::Group<'_>| group.points.iter().any(|point| point.method == Method::OwnCompressed);
+    let over_a_cable =
+        |group: &&tables::Group<'_>| group.network != "loopback" && compared(group).len() > 1 && !compresses(group);
     // In tens of MB/s: iperf3's figure differs a little from run to run.
     let rate = |group: &tables::Group<'_>| (group.link.unwrap_or(f64::INFINITY) / 1e7).round();
     let group = all.iter().filter(over_a_cable).max_by(|one, other| {
