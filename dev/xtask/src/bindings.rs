@@ -33,6 +33,9 @@ const TYPES: &str = "ibv_device|ibv_context|ibv_device_attr|ibv_pd|ibv_mr|ibv_cq
 const OPAQUE: &str = "sockaddr.*|ibv_srq|ibv_mw|ibv_ah|ibv_wq|ibv_xrcd|_ibv_device_ops|_compat_ibv_port_attr|ibv_mw_bind|\
     ibv_sa_path_rec|rdma_ud_param";
 
+/// The head of the checks of a type's layout.
+const CHECK: &str = "\nconst _: () = {";
+
 pub(crate) fn run(options: &Options) -> Result<()> {
     let found = Command::new("bindgen").arg("--version").output();
     let found = found.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned()).unwrap_or_default();
@@ -67,7 +70,10 @@ fn generate(folder: &Path) -> Result<String> {
         .args(["--rust-target", "1.85", "--rust-edition", "2024"])
         .output()?;
     match made.status.success() {
-        true => Ok(String::from_utf8(made.stdout)?),
+        // The checks of sizes hold where they were made: the locks of the C library have other sizes elsewhere.
+        true => {
+            Ok(String::from_utf8(made.stdout)?.replace(CHECK, &format!("\n#[cfg(target_arch = \"x86_64\")]{CHECK}")))
+        }
         false => Err(format!("bindgen: {}", String::from_utf8_lossy(&made.stderr)).into()),
     }
 }
