@@ -138,7 +138,9 @@ impl Relay {
                 let by_rdma = chosen.kind == TransportKind::Verbs;
                 let rdma = by_rdma.then(|| RdmaOffer { no_rdma: false, end: self.read.rdma.end.clone() });
                 let keeps_all = offer.snapshot.retained && own.slots >= offer.snapshot.slots;
-                serving.lend(LentCopy { generation, memory: memory.clone(), own, first_offset, keeps_all, rdma });
+                let by_tcp = chosen.kind == TransportKind::Tcp;
+                let memory = memory.clone();
+                serving.lend(LentCopy { generation, memory, own, first_offset, keeps_all, rdma, by_tcp });
             }
         }
         let in_window = !offer.snapshot.retained;

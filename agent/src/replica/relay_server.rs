@@ -13,7 +13,7 @@
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use remora_fabric::shm::{ShmExporter, ShmOptions};
@@ -43,6 +43,8 @@ pub(super) struct LentCopy {
     pub(super) keeps_all: bool,
     /// How to offer RDMA; `None`: not at all.
     pub(super) rdma: Option<RdmaOffer>,
+    /// Whether it is filled over TCP, and so over the link by which it is lent.
+    pub(super) by_tcp: bool,
 }
 
 /// Bytes per second that other replicas may read; 0: no limit.
@@ -77,6 +79,7 @@ pub(super) struct RelayServer {
     address: SocketAddr,
     orders: mpsc::UnboundedSender<LentCopy>,
     readers: Arc<AtomicUsize>,
+    by_tcp: Arc<AtomicBool>,
     task: JoinHandle<()>,
 }
 
@@ -114,7 +117,9 @@ impl RelayServer {
     ) -> Result<RelayServer, Failure> {
         let port = listener::bind(listen, security, "this replica agent", "--peer-listen").await?;
         let options = TcpOptions { send: SendMode::File, upload: limits.tcp(), ..TcpOptions::default() };
-        let received = move || meter.bytes_fetched.get();
+        let by_tcp = Arc::new(AtomicBool::new(false));
+        let counts = by_tcp.clone();
+        let received = move || if counts.load(Relaxed) { meter.bytes_fetched.get() } else { 0 };
         let tcp = TcpExporter::of_relay(options, Some(port.1), received)
             .map_err(|error| Failure::local(error.to_string()))?;
         let tcp = Arc::new(tcp);
@@ -144,7 +149,7 @@ impl RelayServer {
             _door: door,
         };
         let task = tokio::spawn(lender.run(inbox, lendings));
-        Ok(RelayServer { address, orders, readers, task })
+        Ok(RelayServer { address, orders, readers, by_tcp, task })
     }
 
     /// The address of the listener.
@@ -154,6 +159,7 @@ impl RelayServer {
 
     /// Lends this copy from now on, in place of the one before.
     pub(super) fn lend(&self, lending: LentCopy) {
+        self.by_tcp.store(lending.by_tcp, Relaxed);
         // The task ends with us.
         let _ = self.orders.send(lending);
     }
