@@ -63,6 +63,8 @@ pub(super) struct Background {
     carries: f64,
     /// The most that it has carried, which fades.
     best: f64,
+    /// How many climbs have found an end.
+    climbs: u32,
     /// How long to cruise until the next probe, and how long to pause until the next climb.
     cruise: Duration,
     pause: Duration,
@@ -159,6 +161,7 @@ impl Background {
             since: now,
             carries: f64::INFINITY,
             best: 0.0,
+            climbs: 0,
             cruise: FIRST_CRUISE,
             pause: FIRST_PAUSE,
             lanes: HashMap::new(),
@@ -252,7 +255,7 @@ impl Background {
             Phase::Drain { rounds } => self.drain(now, rounds, lasted, &view),
             Phase::Pause if is_long => self.lower(now, 1),
             Phase::Pause if lasted >= self.pause => self.enter(now, Phase::Climb),
-            Phase::Cruise if is_long => self.crowded(now, &view),
+            Phase::Cruise if is_long => self.crowded(now, lasted, &view),
             Phase::Cruise if lasted >= self.cruise => {
                 self.rate = self.rate.max(self.carries);
                 self.pause = FIRST_PAUSE;
@@ -282,9 +285,11 @@ impl Background {
         self.rate = (self.rate * 2.0_f64.powf(step / doubling(view))).min(goal);
     }
 
-    /// A climb has ended: the cable carries what has just arrived.
+    /// A climb has ended: the cable carries what has just arrived. The first one may have been ended by a reader that
+    /// had hardly begun, so a second one follows it.
     fn found(&mut self, now: Instant, view: &View) {
         let arrives = self.arrives(now, view.lag);
+        self.climbs += 1;
         if self.carries.is_finite() {
             // It carried more before. Others are back, and the next climb waits for longer.
             self.pause = (self.pause * 2).min(LONGEST_PAUSE);
@@ -294,20 +299,24 @@ impl Background {
         self.enter(now, Phase::Drain { rounds: 0 });
     }
 
-    /// The queue grows below what the cable is known to carry: others send more, or it was overestimated.
-    fn crowded(&mut self, now: Instant, view: &View) {
-        let arrives = self.arrives(now, view.lag * 4);
-        if arrives < self.carries * NEARLY {
+    /// The queue grows below what the cable is known to carry: others send more, or it was overestimated. What arrived
+    /// in a moment in which a reader was late is less than the cable carries. It is believed the second time: if the
+    /// rate had not been kept for a while before.
+    fn crowded(&mut self, now: Instant, lasted: Duration, view: &View) {
+        let (arrives, less) = (self.arrives(now, view.lag * 4), self.carries * SLIGHTLY_LESS);
+        let is_proven = lasted >= PROVEN_AFTER;
+        if !is_proven && arrives < self.carries * NEARLY {
             self.pause = (self.pause * 2).min(LONGEST_PAUSE);
         }
-        self.carried(arrives.min(self.carries * SLIGHTLY_LESS), view);
+        self.carried(if is_proven { less } else { arrives.min(less) }, view);
         self.cruise = FIRST_CRUISE;
         self.enter(now, Phase::Drain { rounds: 0 });
     }
 
-    /// A probe has found the end of the cable. If it is where it was before, the next probe can wait for longer.
+    /// A probe has found the end of the cable. If it is where it was before, the next probe can wait for longer. The
+    /// cable does carry about what was sent before the probe without a queue.
     fn confirmed(&mut self, now: Instant, view: &View) {
-        let arrives = self.arrives(now, view.lag * 4);
+        let arrives = self.arrives(now, view.lag * 4).max(self.carries * SLIGHTLY_LESS);
         let is_same = (self.carries * NEARLY..self.carries / NEARLY).contains(&arrives);
         self.cruise = if is_same { (self.cruise * 2).min(LONGEST_CRUISE) } else { FIRST_CRUISE };
         self.carried(arrives, view);
@@ -335,6 +344,10 @@ impl Background {
             return self.enter(now, Phase::Pause);
         }
         self.rate = self.carries * CRUISE_SHARE;
+        if self.climbs < FIRST_CLIMBS {
+            self.carries = f64::INFINITY;
+            return self.enter(now, Phase::Climb);
+        }
         self.enter(now, Phase::Cruise);
     }
 
@@ -524,6 +537,12 @@ const PROBE_DOUBLES: Duration = Duration::from_millis(100);
 /// than a hundredth of the time, so that a 99th percentile does not see them.
 const FIRST_CRUISE: Duration = Duration::from_millis(250);
 const LONGEST_CRUISE: Duration = Duration::from_secs(10);
+
+/// As many climbs find what the cable carries at first: until the second, readers have started their threads.
+const FIRST_CLIMBS: u32 = 2;
+
+/// A rate that was kept for this long without a queue is one that the cable carries.
+const PROVEN_AFTER: Duration = Duration::from_millis(100);
 
 /// Time between the end of other traffic and the next climb: it doubles each time that the climb fails.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);

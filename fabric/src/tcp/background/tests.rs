@@ -348,6 +348,24 @@ fn what_this_end_receives_does_not_slow_down_what_it_sends() {
     }
 }
 
+/// A thread that does not run for a moment looks like a queue.
+#[test]
+fn a_reader_that_is_late_now_and_then_costs_little() {
+    for bits in CABLES {
+        let mut world = World::new(bits, 1);
+        for turn in 0..16 {
+            // At first, when the threads begin, and about each second.
+            world.lanes[0].beyond = 0.003;
+            world.play(0.01);
+            world.lanes[0].beyond = 0.0;
+            world.play(0.6 + 0.06 * f64::from(turn));
+        }
+        let share = world.delivered[0] / (world.capacity * world.now);
+        println!("{bits:e}: {share:.3}, p99 {:.2} ms", world.p99(0.0));
+        assert!(share > 0.92, "{bits:e} bit/s: {share} of the cable");
+    }
+}
+
 #[test]
 fn a_transfer_after_a_pause_begins_anew() {
     let mut world = World::new(1e9, 1);
