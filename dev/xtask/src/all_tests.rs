@@ -17,6 +17,13 @@ use crate::process::cargo;
 /// More failed tests than this are not tried again: the program is broken, not the machine busy.
 const MOST_AT_ONCE: usize = 5;
 
+/// How many tests run side by side, as the tests' own programs read it.
+const SIDE_BY_SIDE: &str = "RUST_TEST_THREADS";
+
+/// At least this many: tests of whole runs wait for servers most of the time, and two at a time leave half of two
+/// processors idle.
+const LEAST_SIDE_BY_SIDE: usize = 4;
+
 #[derive(Debug, clap::Args)]
 pub(crate) struct Options {
     /// What the tests are asked, such as a part of their names.
@@ -46,6 +53,10 @@ pub(crate) fn run(options: &Options) -> Result<()> {
 fn attempt(asked: &[String]) -> Result<Attempt> {
     let mut command = cargo();
     command.args(["test", "--workspace", "--locked", "--no-fail-fast", "--"]).args(asked).stdout(Stdio::piped());
+    if std::env::var_os(SIDE_BY_SIDE).is_none() {
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        command.env(SIDE_BY_SIDE, processors.max(LEAST_SIDE_BY_SIDE).to_string());
+    }
     let mut child = command.spawn().map_err(|error| format!("{command:?} could not be started: {error}"))?;
     let mut found = Attempt::default();
     let mut line = Vec::new();

@@ -28,6 +28,7 @@
 mod reception;
 #[cfg(test)]
 mod tests;
+mod tuning;
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -35,6 +36,7 @@ use std::{
 };
 
 use reception::Reception;
+use tuning::*;
 
 /// What TCP says of one lane (`TCP_INFO`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -138,6 +140,8 @@ struct View {
     target: f64,
     /// The queueing delay of the newest sample.
     newest: f64,
+    /// The queueing delay that ends a climb: of less time during the first one, which a second one follows.
+    climbing: f64,
     /// How long a change of the rate takes to show in the delays.
     lag: Duration,
 }
@@ -250,7 +254,7 @@ impl Background {
         let is_long = view.queueing > view.target;
         let lasted = now.saturating_duration_since(self.since);
         match self.phase {
-            Phase::Climb if view.queueing > view.target * CLIMB_ENDS => self.found(now, &view),
+            Phase::Climb if view.climbing > view.target * CLIMB_ENDS => self.found(now, &view),
             Phase::Climb => self.climb(now, step, &view),
             Phase::Drain { rounds } => self.drain(now, rounds, lasted, &view),
             Phase::Pause if is_long => self.lower(now, 1),
@@ -281,7 +285,11 @@ impl Background {
         }
         // A single delay is no reason to end the climb, but it is one to look closely.
         let is_near = view.newest > view.target - TARGET.as_secs_f64() * (1.0 - CLIMB_SLOWS);
-        let step = if is_near { step / SLOW_CLIMB } else { step };
+        let step = match (is_near, self.climbs > 0 && goal.is_infinite()) {
+            (true, _) => step / SLOW_CLIMB,
+            (false, true) => step / SECOND_CLIMB,
+            (false, false) => step,
+        };
         self.rate = (self.rate * 2.0_f64.powf(step / doubling(view))).min(goal);
     }
 
@@ -327,7 +335,7 @@ impl Background {
     fn carried(&mut self, arrives: f64, view: &View) {
         self.carries = arrives.min(self.rate).max(self.least_rate());
         self.best = self.best.max(self.carries);
-        let drained = (view.queueing / DRAIN_TIME.as_secs_f64()).clamp(LEAST_DRAINED, MOST_DRAINED);
+        let drained = (view.queueing / EMPTY_AFTER.as_secs_f64()).clamp(LEAST_DRAINED, MOST_DRAINED);
         self.rate = self.carries * (1.0 - drained);
     }
 
@@ -412,8 +420,17 @@ impl Background {
         self.lanes.retain(|_, lane| now.saturating_duration_since(lane.at) < IDLE_TIME);
         let target = TARGET.as_secs_f64() + self.own_delay() + (least.least + self.detour) / TARGET_OF_RTT;
         let lag = DELAY_WINDOW + Duration::from_secs_f64(2.0 * least.present.min(MOST_RTT));
-        let [queueing, newest] = [least.queueing, newest.queueing].map(|queueing| queueing - self.detour);
-        Some(View { queueing, target, newest, lag })
+        let soon = match self.climbs {
+            0 => self
+                .delays
+                .iter()
+                .rev()
+                .take(FEWEST_DELAYS)
+                .fold(f64::INFINITY, |least, delay| least.min(delay.queueing)),
+            _ => least.queueing,
+        };
+        let [queueing, newest, climbing] = [least.queueing, newest.queueing, soon].map(|delay| delay - self.detour);
+        Some(View { queueing, target, newest, climbing, lag })
     }
 
     /// The part of a delay that the transfer's own pieces make, in seconds: the time of one piece. At low rates a piece
@@ -470,119 +487,3 @@ pub(super) fn piece(rate: f64) -> usize {
 fn doubling(view: &View) -> f64 {
     view.lag.as_secs_f64().max(DOUBLING.as_secs_f64())
 }
-
-/// The queueing delay above which the queue is too long, for a transfer whose pieces take no time and whose way is
-/// short. A tenth of the 3 to 6 ms that clients were measured to wait beside the servers' own replication.
-const TARGET: Duration = Duration::from_micros(500);
-
-/// This part of the least round-trip time is added to the target: long ways vary more.
-const TARGET_OF_RTT: f64 = 8.0;
-
-/// A climb ends at this part of the target, because its queue grows quickly (LEDBAT++ has the same).
-const CLIMB_ENDS: f64 = 0.75;
-
-/// While the newest delay is above this part of the target, beyond what the transfer's own pieces make, a climb is so
-/// many times slower.
-const CLIMB_SLOWS: f64 = 0.25;
-const SLOW_CLIMB: f64 = 8.0;
-
-/// The first rate: a third of a cable of 100 Mb/s. A climb to 1 Gb/s takes five doublings.
-const START_RATE: f64 = (4 << 20) as f64;
-
-/// The least rate. Readers of a snapshot that passes through the source's memory lose their place if they are slower
-/// than half of it.
-const LEAST_RATE: f64 = (1 << 20) as f64;
-
-/// The least share of the best rate: a sync beside a cable that is always full takes sixteen times as long, and ends.
-const LEAST_SHARE: f64 = 1.0 / 16.0;
-
-/// The highest rate: beyond every network card. It keeps the arithmetic finite.
-const MOST_RATE: f64 = (1_u64 << 40) as f64;
-
-/// The best rate is halved in this time: a cable may have become slower for good.
-const BEST_FADES: Duration = Duration::from_secs(120);
-
-/// The share of what the cable carries that is sent while the queue is kept empty: 4 % less is its price.
-const CRUISE_SHARE: f64 = 0.96;
-
-/// A queue is drained in this time, by sending so much less than the cable carries. If it is not gone then, others fill
-/// it.
-const DRAIN_TIME: Duration = Duration::from_millis(15);
-const LEAST_DRAINED: f64 = 0.2;
-const MOST_DRAINED: f64 = 0.5;
-
-/// The rate is lowered to this share of itself each time that the queue is still long.
-const YIELD_SHARE: f64 = 0.7;
-
-/// What arrives is measured with an error of a few percent.
-const NEARLY: f64 = 0.93;
-
-/// A cable that was overestimated is estimated lower by this.
-const SLIGHTLY_LESS: f64 = 0.98;
-
-/// A rate of which at least this share is used is what limits the transfer.
-const USED_SHARE: f64 = 0.7;
-
-/// The time in which a climb doubles the rate, on a short way. Within the 5 ms that the delay takes to show, it grows
-/// by two fifths, which makes a queue of 2 ms.
-const DOUBLING: Duration = Duration::from_millis(10);
-
-/// A probe begins to grow by this share in its first [`PROBE_DOUBLES`], and its growth doubles in that time. The queue
-/// is then 0.5 ms long after 100 ms if the cable carries no more; if it carries ten times as much, that is found within
-/// a second.
-const PROBE_GROWTH: f64 = 0.01;
-const PROBE_DOUBLES: Duration = Duration::from_millis(100);
-
-/// Time between two probes: it doubles from the first to the last as long as they find the same. Probes then take less
-/// than a hundredth of the time, so that a 99th percentile does not see them.
-const FIRST_CRUISE: Duration = Duration::from_millis(250);
-const LONGEST_CRUISE: Duration = Duration::from_secs(10);
-
-/// As many climbs find what the cable carries at first: until the second, readers have started their threads.
-const FIRST_CLIMBS: u32 = 2;
-
-/// A rate that was kept for this long without a queue is one that the cable carries.
-const PROVEN_AFTER: Duration = Duration::from_millis(100);
-
-/// Time between the end of other traffic and the next climb: it doubles each time that the climb fails.
-const FIRST_PAUSE: Duration = Duration::from_millis(50);
-const LONGEST_PAUSE: Duration = Duration::from_secs(1);
-
-/// The constant delay that is a longer way has lasted this long, and varies by no more than this.
-const STEADY_TIME: Duration = Duration::from_secs(5);
-const STEADY_RANGE: Duration = Duration::from_micros(500);
-const STEADY_SHARE: f64 = 0.05;
-
-/// After this time without bytes, nothing is known of the cable any more.
-const IDLE_TIME: Duration = Duration::from_secs(2);
-
-/// Least time between two decisions, and the longest step of a growth.
-const TICK: Duration = Duration::from_millis(2);
-const LONGEST_STEP: Duration = Duration::from_millis(20);
-
-/// Delays of this time count, and of one round trip: threads and packets that are late by chance are not late for all
-/// of it.
-const DELAY_WINDOW: Duration = Duration::from_millis(5);
-
-/// At least this many delays count, if lanes report seldom.
-const FEWEST_DELAYS: usize = 3;
-
-/// Limits of what is remembered. Beyond them the oldest is forgotten: lanes report once in a millisecond, and the past
-/// has an entry for each decision, so that it reaches back for half a second.
-const MOST_DELAYS: usize = 1024;
-const MOST_PAST: usize = 256;
-
-/// Readers whose pieces count in the target.
-const MOST_READERS: usize = 8;
-
-/// Longer round-trip times than this, in seconds, make no decision slower.
-const MOST_RTT: f64 = 1.0;
-
-/// Time that one piece takes: half of that of a fixed limit, because the queue that it makes is part of the delay.
-const PIECE_TIME: Duration = Duration::from_micros(250);
-
-/// Least size of a piece: three packets, which are acknowledged at once.
-const LEAST_PIECE_BYTES: usize = 4 << 10;
-
-/// Maximum size of a piece: at 10 Gb/s and more, the system calls for smaller ones would cost too much.
-const MOST_PIECE_BYTES: usize = 512 << 10;

@@ -29,6 +29,8 @@ pub(super) fn table(syncs: &[&Kept<syncs::Point>], felt: &[&Kept<feel::Point>]) 
     let mut targets: Vec<Target> =
         groups(syncs).iter().filter(|group| group.is_shaped()).flat_map(Group::targets).collect();
     targets.extend(groups(syncs).iter().flat_map(Group::of_sealing));
+    targets.extend(groups(syncs).iter().flat_map(Group::of_uploads));
+    targets.extend(groups(syncs).iter().flat_map(Group::of_compression));
     targets.extend(of_feeling(&cells(felt)));
     for Target { what, where_, ratio, bound } in targets {
         let (words, is_reached) = match bound {
@@ -117,6 +119,47 @@ impl Group<'_> {
         against.into_iter().chain(more).collect()
     }
 
+    /// What the default upload limit costs where nothing else is sent.
+    fn of_uploads(&self) -> Vec<Target> {
+        let against = |replicas| {
+            let (auto, unlimited) = (Method::RemoraRelayAuto, Method::RemoraRelay);
+            let ratio = self.ratio((auto, replicas), (unlimited, replicas), |point| point.seconds)?;
+            let plural = if replicas == 1 { "" } else { "s" };
+            Some(Target {
+                what: format!(
+                    "time of {replicas} replica{plural} on an idle link, {}, against no upload limit",
+                    auto.name()
+                ),
+                where_: self.title(),
+                ratio,
+                bound: Bound::Most(AUTO_TIME_MOST),
+            })
+        };
+        [1, 3].into_iter().filter_map(against).collect()
+    }
+
+    /// Compression: of records in JSON, which runs with the servers' own compression have, and of values that do not
+    /// shrink.
+    fn of_compression(&self) -> Vec<Target> {
+        let shrinks = self.points.iter().any(|point| point.method == Method::OwnCompressed);
+        let (methods, most) = match shrinks {
+            true => (&[Method::RemoraRelayLz4, Method::RemoraRelayZstd][..], COMPRESSED_MOST),
+            false => (&[Method::RemoraRelaySealed][..], NOT_COMPRESSED_MOST),
+        };
+        let against = |method: &Method| {
+            let plain = Method::RemoraRelayUncompressed;
+            let ratio = self.ratio((*method, 3), (plain, 3), |point| point.seconds)?;
+            let data = if shrinks { "JSON" } else { "random values" };
+            Some(Target {
+                what: format!("3 replicas of {data}, {}, against {}", method.name(), plain.name()),
+                where_: self.title(),
+                ratio,
+                bound: Bound::Most(most),
+            })
+        };
+        methods.iter().filter_map(against).collect()
+    }
+
     /// The ratios of the rounds that have both.
     fn ratio(
         &self,
@@ -199,6 +242,10 @@ const LINK_LEAST: f64 = 0.93;
 
 /// Target: the 99th percentile of clients, against the server's own replication.
 const FELT_MOST: f64 = 0.5;
+
+/// Targets of compression by the agents: the time of three replicas, against that without it.
+const COMPRESSED_MOST: f64 = 0.4;
+const NOT_COMPRESSED_MOST: f64 = 1.02;
 
 /// Targets of the default upload limit: the same for clients on other hosts, and the time, in multiples of that without
 /// a limit.
