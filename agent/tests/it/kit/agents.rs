@@ -11,20 +11,26 @@ use rustix::process::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use super::LONG;
+use super::{LONG, Processors};
 
 /// What the agents of one test share: a token, and a folder that is their home.
 #[derive(Clone)]
 pub(crate) struct Stage {
     folder: Arc<TempDir>,
     pub(crate) token: PathBuf,
+    processors: Option<Arc<Processors>>,
 }
 
 impl Stage {
     pub(crate) fn new() -> Stage {
         let folder = scratch::folder("stage").unwrap();
         let token = scratch::token_file(folder.path()).unwrap();
-        Stage { folder: Arc::new(folder), token }
+        Stage { folder: Arc::new(folder), token, processors: None }
+    }
+
+    /// The same stage for agents that see these processors instead of this machine's.
+    pub(crate) fn seeing(&self, processors: Processors) -> Stage {
+        Stage { processors: Some(Arc::new(processors)), ..self.clone() }
     }
 
     pub(crate) fn folder(&self) -> &Path {
@@ -43,7 +49,11 @@ impl Stage {
 
     /// A command that runs `remora` with these arguments, not started yet. Its state is kept in the stage's folder.
     pub(crate) fn remora(&self, args: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_remora"));
+        let program = env!("CARGO_BIN_EXE_remora");
+        let mut command = match &self.processors {
+            Some(processors) => processors.shown_to(program),
+            None => Command::new(program),
+        };
         command.args(args).env("XDG_STATE_HOME", self.folder.path()).env_remove("REMORA_PASSWORD");
         command.env("REMORA_LOG", "info,remora_agent=debug");
         command

@@ -7,6 +7,7 @@ mod agents;
 mod cluster;
 mod data;
 mod mounted;
+mod processors;
 mod scene;
 mod server;
 
@@ -20,6 +21,7 @@ pub(crate) use agents::{Source, Stage, ends, says, succeeds};
 pub(crate) use cluster::{fill_cluster, id, start_cluster};
 pub(crate) use data::{fill, fill_keys, load, load_small, write_past_the_backlog};
 pub(crate) use mounted::Directory;
+pub(crate) use processors::Processors;
 pub(crate) use scene::{Scene, strs};
 pub(crate) use server::{
     Way, assert_untouched, follows, kinds_and_module, load_slowly, number, quick, syncs, wait_until_loading,
