@@ -68,7 +68,7 @@ pub(super) fn take(program: &Program, folder: &Path) -> Result<()> {
             replicas.push((server, started(program, scratch.path(), &[&words[..], &["--transport", "tcp"]].concat())?));
         }
         let shown: serde_json::Value = serde_json::from_str(&http::get(metrics, "/status.json", "")?.text)?;
-        let last = shown["replicas"][JOIN.len() - 1]["share"].as_f64();
+        let last = share(&shown, JOIN[JOIN.len() - 1].0);
         if began.elapsed() >= EARLIEST && last.is_some_and(|share| LAST_HOLDS.contains(&share)) {
             break;
         }
@@ -93,6 +93,11 @@ pub(super) fn take(program: &Program, folder: &Path) -> Result<()> {
     }
 }
 
+/// The part of the snapshot that a replica holds. The status lists replicas in any order. `None`: it has not joined.
+fn share(status: &serde_json::Value, name: &str) -> Option<f64> {
+    status["replicas"].as_array()?.iter().find(|replica| replica["name"] == name)?["share"].as_f64()
+}
+
 /// The digests of the page's files, in the format of `sha256sum`.
 fn digests() -> Result<String> {
     let mut text = String::new();
@@ -109,6 +114,16 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
+
+    #[test]
+    fn a_replica_is_found_by_its_name_wherever_it_is_listed() {
+        let status = serde_json::json!({"replicas": [
+            {"name": "db4", "share": 0.3}, {"name": "db3", "share": null}, {"name": "db2", "share": 0.9},
+        ]});
+        assert_eq!((share(&status, "db4"), share(&status, "db2")), (Some(0.3), Some(0.9)));
+        assert_eq!((share(&status, "db3"), share(&status, "db5")), (None, None), "not known, and not there");
+        assert_eq!(share(&serde_json::json!({}), "db2"), None);
+    }
 
     #[test]
     fn the_pictures_are_of_the_page_as_it_looks_now() {

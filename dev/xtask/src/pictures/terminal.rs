@@ -11,6 +11,9 @@ const LINE: usize = 19;
 const BORDER: usize = 18;
 const BAR: usize = 34;
 
+/// Pixels of a line below its letters' feet: those of the line above the window are not shown.
+const BELOW: usize = 5;
+
 /// Seconds for which the end stays.
 const REST: f64 = 6.0;
 
@@ -35,7 +38,7 @@ pub(super) fn svg(cast: &Cast) -> String {
             style,
             "@keyframes l{number}{{0%{{opacity:0}}{at},to{{opacity:1}}}}#l{number}{{animation-name:l{number}}}"
         );
-        let y = (number + 1) * LINE;
+        let y = (number + 1) * LINE - BELOW;
         let _ =
             writeln!(text, "<text id=\"l{number}\" class=\"{}\" y=\"{y}\">{}</text>", line.class, escaped(line.text));
         if let Some(above) = (number + 1).checked_sub(cast.head.height).filter(|above| *above > 0) {
@@ -57,10 +60,11 @@ pub(super) fn svg(cast: &Cast) -> String {
          <circle cx=\"20\" cy=\"17\" r=\"5\" fill=\"#ff7a70\"/><circle cx=\"37\" cy=\"17\" r=\"5\" fill=\"#e0a646\"/>\
          <circle cx=\"54\" cy=\"17\" r=\"5\" fill=\"#4cc98a\"/>\n\
          <text class=\"t\" x=\"{}\" y=\"21\">{title}</text>\n\
-         <svg x=\"{BORDER}\" y=\"{BAR}\" width=\"{}\" height=\"{}\"><g id=\"all\">\n{text}</g></svg>\n</svg>\n",
+         <svg x=\"{BORDER}\" y=\"{}\" width=\"{}\" height=\"{}\"><g id=\"all\">\n{text}</g></svg>\n</svg>\n",
         whole_width / 2,
+        BAR + BELOW,
         whole_width - 2 * BORDER,
-        height + LINE / 3,
+        height,
     )
 }
 
@@ -142,6 +146,17 @@ mod tests {
         assert!(svg.contains(&format!("{{transform:translateY(-{third}px)}}")), "{svg}");
         let still = format!("#all{{transform:translateY(-{fourth}px)}}@media(prefers-reduced-motion:no-preference)");
         assert!(svg.contains(&still), "{svg}");
+    }
+
+    #[test]
+    fn the_window_shows_whole_lines() {
+        let svg = svg(&cast(20, 2, &["one", "two", "three"]));
+        assert!(svg.contains(&format!("height=\"{}\"><g id=\"all\">", 2 * LINE)), "{svg}");
+        // After a move by one line, the feet of the first line are above the window, and those of the third are in it.
+        for (line, text) in ["one", "two", "three"].into_iter().enumerate() {
+            let y = (line + 1) * LINE - BELOW;
+            assert!(svg.contains(&format!("y=\"{y}\">{text}<")), "{svg}");
+        }
     }
 
     #[test]
