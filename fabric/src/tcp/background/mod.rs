@@ -21,6 +21,8 @@
 //!   it once had ([`LEAST_SHARE`]), and returns more slowly each time that the others return.
 //! - **A longer way is not a queue.** The delay behind other traffic varies. A constant delay while the transfer sends
 //!   next to nothing and no packet is lost is a changed route, and becomes part of the least round-trip time.
+//! - **One late reader is not a queue.** A rate that was kept for a while without a queue is lowered slightly at first,
+//!   and the first climb, which readers may see while they are starting, is done twice.
 //! - **A transfer that others slow down keeps its rate.** The rate grows only while the transfer uses it.
 //! - **Who receives may send as fast.** What this end receives delays the acknowledgements of what it sends
 //!   ([`reception`]).
