@@ -16,6 +16,7 @@ const GREATEST_LATENCY: f64 = 1.5;
 
 #[test]
 fn reads_keep_up_with_perftest_in_the_virtual_machine() {
+    let _alone = crate::alone();
     let Some(machine) = require::rdma_vm() else { return };
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str| folder.path().join(name).display().to_string();
