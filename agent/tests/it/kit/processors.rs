@@ -80,5 +80,5 @@ fn stat(user: u64, idle: u64) -> String {
 /// Time between two writes: a fifth of that between two looks of an agent.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Ticks of 10 ms that pass with each write: so many that those which the agent itself uses meanwhile do not count.
+/// Ticks of 10 ms that pass with each write: far more than the agent itself uses meanwhile.
 const TICKS: u64 = 100_000;
