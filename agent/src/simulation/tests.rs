@@ -69,7 +69,7 @@ fn the_number_of_threads_does_not_change_what_is_played() {
 }
 
 /// What is left to chance in the program differs each time. The kernel delivers a byte later than it was written now
-/// and then, on a busy machine, and not twice in a row.
+/// and then, on a busy machine, and hardly in two plays in a row.
 #[test]
 fn a_seed_replays() {
     for seed in seeds(2).take(3) {
