@@ -91,12 +91,7 @@ impl Group<'_> {
     fn of_sealing(&self) -> Vec<Target> {
         let (sealed, plain) = (Method::RemoraTcpSealed, Method::RemoraTcp);
         let most = if self.is_shaped() { SEALED_MOST } else { SEALED_LOOPBACK_MOST };
-        let against = self.ratio((sealed, 1), (plain, 1), |point| point.seconds).map(|ratio| Target {
-            what: "1 replica, sealed, against plaintext".into(),
-            where_: self.title(),
-            ratio,
-            bound: Bound::Most(most),
-        });
+        let against = self.against("1 replica, sealed, against plaintext".into(), (sealed, plain), 1, most);
         let of = |replicas: usize| {
             self.points
                 .iter()
@@ -121,19 +116,12 @@ impl Group<'_> {
 
     /// What the default upload limit costs where nothing else is sent.
     fn of_uploads(&self) -> Vec<Target> {
+        let (auto, unlimited) = (Method::RemoraRelayAuto, Method::RemoraRelay);
         let against = |replicas| {
-            let (auto, unlimited) = (Method::RemoraRelayAuto, Method::RemoraRelay);
-            let ratio = self.ratio((auto, replicas), (unlimited, replicas), |point| point.seconds)?;
             let plural = if replicas == 1 { "" } else { "s" };
-            Some(Target {
-                what: format!(
-                    "time of {replicas} replica{plural} on an idle link, {}, against no upload limit",
-                    auto.name()
-                ),
-                where_: self.title(),
-                ratio,
-                bound: Bound::Most(AUTO_TIME_MOST),
-            })
+            let what =
+                format!("time of {replicas} replica{plural} on an idle link, {}, against no upload limit", auto.name());
+            self.against(what, (auto, unlimited), replicas, AUTO_TIME_MOST)
         };
         [1, 3].into_iter().filter_map(against).collect()
     }
@@ -146,18 +134,18 @@ impl Group<'_> {
             true => (&[Method::RemoraRelayLz4, Method::RemoraRelayZstd][..], COMPRESSED_MOST),
             false => (&[Method::RemoraRelaySealed][..], NOT_COMPRESSED_MOST),
         };
-        let against = |method: &Method| {
-            let plain = Method::RemoraRelayUncompressed;
-            let ratio = self.ratio((*method, 3), (plain, 3), |point| point.seconds)?;
-            let data = if shrinks { "JSON" } else { "random values" };
-            Some(Target {
-                what: format!("3 replicas of {data}, {}, against {}", method.name(), plain.name()),
-                where_: self.title(),
-                ratio,
-                bound: Bound::Most(most),
-            })
+        let (plain, data) = (Method::RemoraRelayUncompressed, if shrinks { "JSON" } else { "random values" });
+        let against = |&method: &Method| {
+            let what = format!("3 replicas of {data}, {}, against {}", method.name(), plain.name());
+            self.against(what, (method, plain), 3, most)
         };
         methods.iter().filter_map(against).collect()
+    }
+
+    /// The target that a method takes at most this multiple of another one's time.
+    fn against(&self, what: String, (ours, other): (Method, Method), replicas: usize, most: f64) -> Option<Target> {
+        let ratio = self.ratio((ours, replicas), (other, replicas), |point| point.seconds)?;
+        Some(Target { what, where_: self.title(), ratio, bound: Bound::Most(most) })
     }
 
     /// The ratios of the rounds that have both.
