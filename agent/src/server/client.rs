@@ -13,9 +13,10 @@ use remora_redis::{
     resp::{self, Decoder, Frame},
 };
 use rustls::pki_types::ServerName;
+use socket2::{Domain, Protocol, Type};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
-    net::{TcpStream, UnixStream},
+    net::{TcpSocket, TcpStream, UnixStream},
     time,
 };
 use tokio_rustls::TlsConnector;
@@ -90,7 +91,12 @@ impl Server {
 
     /// Connects, logs in and selects the address's database.
     pub async fn connect(&self) -> Result<Client, ServerError> {
-        match time::timeout(CONNECT_TIMEOUT, self.connect_unhurried()).await {
+        self.connect_with(Sockets::Usual).await
+    }
+
+    /// Connects over sockets of this kind.
+    pub(super) async fn connect_with(&self, sockets: Sockets) -> Result<Client, ServerError> {
+        match time::timeout(CONNECT_TIMEOUT, self.connect_unhurried(sockets)).await {
             Ok(result) => result,
             Err(_) => Err(self.unreachable(io::Error::new(
                 io::ErrorKind::TimedOut,
@@ -111,8 +117,8 @@ impl Server {
         }
     }
 
-    async fn connect_unhurried(&self) -> Result<Client, ServerError> {
-        let stream = self.open_stream().await?;
+    async fn connect_unhurried(&self, sockets: Sockets) -> Result<Client, ServerError> {
+        let stream = self.open_stream_with(sockets).await?;
         let mut client = Client {
             server: self.clone(),
             stream,
@@ -127,6 +133,10 @@ impl Server {
 
     /// Opens a connection, with TLS if the address says so, and logs in nowhere.
     pub(crate) async fn open_stream(&self) -> Result<Stream, ServerError> {
+        self.open_stream_with(Sockets::Usual).await
+    }
+
+    async fn open_stream_with(&self, sockets: Sockets) -> Result<Stream, ServerError> {
         let (host, port) = match self.0.url.place() {
             Place::Unix(path) => {
                 return UnixStream::connect(path).await.map(Stream::Unix).map_err(|cause| self.unreachable(cause));
@@ -137,7 +147,11 @@ impl Server {
         if let Some(connected) = super::simulated::connect(host, port).await {
             return connected.map(Stream::Simulated).map_err(|cause| self.unreachable(cause));
         }
-        let tcp = TcpStream::connect((host, port)).await.map_err(|cause| self.unreachable(cause))?;
+        let tcp = match sockets {
+            Sockets::Usual => TcpStream::connect((host, port)).await,
+            Sockets::Small => connect_small(host, port).await,
+        };
+        let tcp = tcp.map_err(|cause| self.unreachable(cause))?;
         // Commands are small, and each waits for its answer. To hold them back until a packet is full would only add
         // delay.
         tcp.set_nodelay(true).map_err(|cause| self.unreachable(cause))?;
@@ -156,6 +170,40 @@ impl Server {
     fn unreachable(&self, cause: io::Error) -> ServerError {
         ServerError::Unreachable { server: self.0.url.to_string(), cause }
     }
+}
+
+/// How many bytes the sockets of a connection hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Sockets {
+    /// What the kernel thinks right.
+    Usual,
+    /// As few as possible, at both ends.
+    Small,
+}
+
+/// Connects to the first address of the host that answers, with small sockets.
+async fn connect_small(host: &str, port: u16) -> io::Result<TcpStream> {
+    let mut failed = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+    for address in tokio::net::lookup_host((host, port)).await? {
+        let socket = socket2::Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+        make_small(&socket)?;
+        socket.set_nonblocking(true)?;
+        match TcpSocket::from_std_stream(socket.into()).connect(address).await {
+            Ok(tcp) => return Ok(tcp),
+            Err(error) => failed = error,
+        }
+    }
+    Err(failed)
+}
+
+/// Gives a socket a small receive buffer, and asks for small segments.
+fn make_small(socket: &socket2::Socket) -> io::Result<()> {
+    /// The kernel doubles it, and takes no less than 2304 bytes in all.
+    const RECEIVE_BYTES: usize = 2048;
+    /// In bytes. Every TCP must take segments of this size (RFC 9293).
+    const SEGMENT: u32 = 536;
+    socket.set_recv_buffer_size(RECEIVE_BYTES)?;
+    socket.set_tcp_mss(SEGMENT)
 }
 
 /// Prints the address only: credentials must not get into logs.

@@ -21,20 +21,21 @@ impl Facts {
         let Some(backlog) = self.backlog else {
             return Err("the primary's INFO replication does not describe its backlog".into());
         };
-        let end = backlog.first.saturating_add(backlog.held).saturating_sub(1);
-        // The bytes that the primary can still write before the backlog drops the byte that the replica needs next.
-        let room = next.saturating_sub(backlog.first).saturating_add(backlog.size.saturating_sub(backlog.held));
+        let end = backlog.end().saturating_sub(1);
+        // The bytes that the primary can still write before it may drop the byte that the replica needs next. What it
+        // holds beyond the size of its backlog it drops within milliseconds.
+        let room = next.saturating_add(backlog.size).saturating_sub(backlog.end());
         let needed = (rate as f64 * HAND_OFF_TIME.as_secs_f64()) as u64;
-        if backlog.covers(next) && room >= needed {
+        if backlog.covers(next) && next >= backlog.kept() && room >= needed {
             return Ok(());
         }
         let advised = needed.max(end.saturating_sub(offset)).saturating_mul(2);
         let advised = advised.checked_next_power_of_two().unwrap_or(u64::MAX);
         Err(format!(
-            "the primary's backlog of {} holds offsets {} to {}, the replica is at {offset}, and clients write {}/s: set \
+            "the primary's backlog of {} keeps offsets {} to {}, the replica is at {offset}, and clients write {}/s: set \
              repl-backlog-size to {} or more on the primary",
             Size::bytes(backlog.size),
-            backlog.first,
+            backlog.kept(),
             end,
             Size::bytes(rate),
             Size::bytes(advised)

@@ -105,6 +105,12 @@ impl Facts {
         self.replid == Some(history) || self.former.is_some_and(|(former, end)| former == history && next <= end)
     }
 
+    /// Whether the server keeps its backlog and the output buffers of its replicas in one list of blocks, so that a
+    /// replica that was not sent a block keeps it: Redis since 7.0, and Valkey.
+    pub fn shares_its_buffer(&self) -> bool {
+        self.version.is_some_and(|version| self.family == Family::Valkey || version.major >= 7)
+    }
+
     /// The number of keys in all databases.
     pub fn keys(&self) -> u64 {
         self.databases.iter().map(|database| database.keys).fold(0, u64::saturating_add)

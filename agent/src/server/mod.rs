@@ -21,6 +21,9 @@ mod credentials;
 mod error;
 mod facts;
 pub(crate) mod module;
+mod output_limit;
+mod pin;
+mod pins;
 #[cfg(any(test, feature = "simulation"))]
 pub(crate) mod simulated;
 mod stream;
@@ -29,6 +32,8 @@ mod url;
 
 pub(crate) use self::args::UrlParser;
 pub(crate) use self::configuration::{Configuration, read_configuration};
+pub(crate) use self::output_limit::OutputLimit;
+pub(crate) use self::pins::{Pins, Position};
 pub use self::{
     acl::Task,
     args::{ServerArgs, TlsArgs},

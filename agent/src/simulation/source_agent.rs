@@ -15,7 +15,7 @@ use super::wire::{Address, Conn, End, Host, Message, ServerId};
 use super::world::{Event, World, shown};
 use crate::backoff::Backoff;
 use crate::server::Facts;
-use crate::source::answers::{hand_off_answer, not_covered, plan_of};
+use crate::source::answers::{known_history, plan_of};
 use crate::source::capture::psync_link::is_same_history;
 use crate::source::capture::{CaptureError, CaptureEvent};
 use crate::source::gauge::Reading;
@@ -187,11 +187,13 @@ impl SourceAgent {
             Said::HandOffQuery { offset, .. } => {
                 let answer = if self.reaches_the_server(world) {
                     let facts = facts(world, self.options.captured);
-                    hand_off_answer(&facts, self.machine.status().history_of(session), offset, 0)
+                    known_history(self.machine.status().history_of(session))
+                        .and_then(|history| facts.covers(history, offset, 0))
                 } else {
-                    not_covered("the primary does not answer".into())
+                    Err("the primary does not answer".into())
                 };
-                return self.say(world, session, answer);
+                let (covered, text) = (answer.is_ok(), answer.err().unwrap_or_default());
+                return self.say(world, session, Said::HandOffAnswer { covered, text });
             }
             Said::Leave { outcome, .. } => {
                 if let Some(peer) = self.sessions.get_mut(&session) {

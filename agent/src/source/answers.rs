@@ -1,6 +1,6 @@
 //! Answers about the primary: its address, its snapshot formats, and whether it continues a replica's history.
 
-use remora_protocol::{Announce, Message, Offer, Relays, TableOffer};
+use remora_protocol::{Announce, Offer, Relays, TableOffer};
 use remora_redis::ReplId;
 use tokio::sync::Mutex;
 
@@ -80,20 +80,9 @@ pub(crate) fn as_others_reach_it(relays: Relays, seen: std::net::SocketAddr) -> 
     Relays { serves_at, ..relays }
 }
 
-/// Whether the primary would continue `history` after `offset`, with room for the stream that it writes during the
-/// hand-off.
-pub(crate) fn hand_off_answer(facts: &Facts, history: Option<ReplId>, offset: u64, rate: u64) -> Message {
-    let Some(history) = history else {
-        return not_covered("this source has given the replica no snapshot and no stream".into());
-    };
-    match facts.covers(history, offset, rate) {
-        Ok(()) => Message::HandOffAnswer { covered: true, text: String::new() },
-        Err(text) => not_covered(text),
-    }
-}
-
-pub(crate) fn not_covered(text: String) -> Message {
-    Message::HandOffAnswer { covered: false, text }
+/// The history that a replica has executed, as far as this source has given it any.
+pub(crate) fn known_history(history: Option<ReplId>) -> Result<ReplId, String> {
+    history.ok_or_else(|| "this source has given the replica no snapshot and no stream".to_owned())
 }
 
 /// Reads the server's facts over a connection that is opened when first needed and again after a failure.
@@ -130,10 +119,8 @@ mod tests {
     }
 
     fn answer(facts: &Facts, history: Option<ReplId>, offset: u64) -> (bool, String) {
-        match hand_off_answer(facts, history, offset, 0) {
-            Message::HandOffAnswer { covered, text, .. } => (covered, text),
-            other => panic!("{}", other.name()),
-        }
+        let answer = known_history(history).and_then(|history| facts.covers(history, offset, 0));
+        (answer.is_ok(), answer.err().unwrap_or_default())
     }
 
     #[test]
@@ -152,10 +139,7 @@ mod tests {
         let backlog = Backlog { active: true, size: u64::MAX, first: u64::MAX, held: u64::MAX };
         let facts = Facts { backlog: Some(backlog), ..primary() };
         assert!(!answer(&facts, Some(replid("a")), 7).0);
-        match hand_off_answer(&primary(), Some(replid("a")), 120, u64::MAX) {
-            Message::HandOffAnswer { covered, .. } => assert!(!covered),
-            other => panic!("{}", other.name()),
-        }
+        assert!(primary().covers(replid("a"), 120, u64::MAX).is_err());
     }
 
     #[test]

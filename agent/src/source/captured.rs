@@ -156,6 +156,7 @@ pub(super) fn moved(source: &mut Source, facts: Facts) {
     source.facts = facts;
     // Questions under way keep the former connection.
     source.questions.client = Arc::default();
+    source.questions.pins = Arc::default();
     source.learn();
 }
 

@@ -8,6 +8,9 @@
 //!   StatusQuery ──▶ answered at once, or PACE after the last report to this session; one waits for each session
 //! ```
 //!
+//! A replica that gets a yes is on its way to the primary. [`Pins`] keep what it needs there until it has arrived, or
+//! its session has ended.
+//!
 //! So the primary is asked at most once in [`PACE`] for all hand-offs together, and what waits here is bounded by the
 //! number of sessions, however often the replicas ask.
 
@@ -19,12 +22,12 @@ use remora_protocol::{Message, Offer};
 use remora_redis::ReplId;
 use tokio::sync::Mutex;
 
-use super::answers::{announce, ask, hand_off_answer, not_covered, plan_of};
+use super::answers::{announce, ask, known_history, plan_of};
 use super::machine::Session;
 use super::output_buffer::OutputBuffer;
 use super::tables::expected;
 use super::{Incoming, Source, status};
-use crate::server::{Client, Facts, ServerError};
+use crate::server::{Client, Pins, Position};
 
 /// The shortest time between two questions to the primary about hand-offs: little beside a hand-off, and long beside
 /// the time that `INFO` takes. The questions of many replicas that arrive meanwhile are answered together.
@@ -42,6 +45,12 @@ pub(crate) struct HandOff {
     offset: u64,
     history: Option<ReplId>,
     rate: u64,
+}
+
+impl HandOff {
+    fn at(&self, history: ReplId) -> Position {
+        Position { history, offset: self.offset, rate: self.rate }
+    }
 }
 
 /// The questions that are asked together, and their sessions.
@@ -62,6 +71,10 @@ pub(super) struct Questions {
     learned: Option<Instant>,
     /// One connection to the server, opened when first needed and again after a failure.
     pub(super) client: Arc<Mutex<Option<Client>>>,
+    /// What the server keeps for the replicas on their way to it.
+    pub(super) pins: Arc<Mutex<Pins>>,
+    /// The sessions of these replicas.
+    on_their_way: BTreeSet<Session>,
 }
 
 /// What a session gets of the status.
@@ -110,6 +123,15 @@ impl Questions {
         self.waiting.remove(&session);
         self.plans.remove(&session);
         self.reports.remove(&session);
+        self.arrived(session);
+    }
+
+    /// A session's replica is on its way to the primary no more.
+    pub(super) fn arrived(&mut self, session: Session) {
+        if self.on_their_way.remove(&session) && self.on_their_way.is_empty() {
+            let pins = self.pins.clone();
+            tokio::spawn(async move { pins.lock().await.release() });
+        }
     }
 
     /// The source has fresh facts.
@@ -124,8 +146,8 @@ impl Questions {
 
 /// What a task that asks the primary reports to the source's loop.
 pub(crate) enum Answered {
-    /// The facts of the server for these questions, or why it did not answer.
-    HandOffs { batch: Batch, facts: Result<Box<Facts>, ServerError> },
+    /// The answers to the questions of these sessions.
+    HandOffs(Vec<(Session, Result<(), String>)>),
     /// [`PACE`] has passed since that answer.
     AskAgain,
     /// The facts for this replica's plan are there: fresh ones, or the last known if the server did not answer in time.
@@ -204,11 +226,27 @@ pub(super) fn send_status(source: &mut Source, session: Session) {
 /// Asks the primary, if there is a batch to ask about.
 fn ask_about(source: &Source, batch: Option<Batch>) {
     let Some(batch) = batch else { return };
-    let (client, server, incoming) =
-        (source.questions.client.clone(), source.captured.server(), source.incoming.clone());
+    let (client, pins) = (source.questions.client.clone(), source.questions.pins.clone());
+    let (server, incoming) = (source.captured.server(), source.incoming.clone());
     tokio::spawn(async move {
-        let facts = ask(&client, &server).await.map(Box::new);
-        let _ = incoming.send(Incoming::Answered(Answered::HandOffs { batch, facts })).await;
+        let facts = ask(&client, &server).await;
+        let mut pins = pins.lock().await;
+        // The lowest offset first: its pin serves the others.
+        let mut batch: Vec<_> = batch.into_iter().collect();
+        batch.sort_by_key(|(_, question)| question.offset);
+        let mut answers = Vec::with_capacity(batch.len());
+        for (session, question) in batch {
+            let answer = match &facts {
+                Ok(facts) => match known_history(question.history) {
+                    Ok(history) => pins.secure(&server, facts, question.at(history)).await,
+                    Err(text) => Err(text),
+                },
+                Err(error) => Err(format!("the primary does not answer: {error}")),
+            };
+            answers.push((session, answer));
+        }
+        drop(pins);
+        let _ = incoming.send(Incoming::Answered(Answered::HandOffs(answers))).await;
         tokio::time::sleep(PACE).await;
         let _ = incoming.send(Incoming::Answered(Answered::AskAgain)).await;
     });
@@ -217,13 +255,13 @@ fn ask_about(source: &Source, batch: Option<Batch>) {
 /// Sends the answers to the replicas that asked, and asks the primary again where questions wait.
 pub(super) fn answered(source: &mut Source, answered: Answered) {
     match answered {
-        Answered::HandOffs { batch, facts } => {
-            for (session, HandOff { offset, history, rate }) in batch {
-                let answer = match &facts {
-                    Ok(facts) => hand_off_answer(facts, history, offset, rate),
-                    Err(error) => not_covered(format!("the primary does not answer: {error}")),
-                };
-                source.send(session, answer);
+        Answered::HandOffs(answers) => {
+            for (session, answer) in answers {
+                if answer.is_ok() && source.sessions.contains_key(&session) {
+                    source.questions.on_their_way.insert(session);
+                }
+                let (covered, text) = (answer.is_ok(), answer.err().unwrap_or_default());
+                source.send(session, Message::HandOffAnswer { covered, text });
             }
         }
         Answered::AskAgain => {

@@ -11,7 +11,7 @@ use remora_redis::resp::Frame;
 
 use crate::kit::{
     LONG, Source, Stage, assert_untouched, ends, fill_keys, follows, kinds_and_module, load_slowly, load_small, number,
-    quick, says, succeeds, wait_until_loading, with_or_without,
+    quick, says, succeeds, syncs, wait_until_loading, with_or_without,
 };
 
 const PASSWORD: &str = "correct-horse";
@@ -63,7 +63,7 @@ fn across_hosts(kind: Kind, url: impl Fn(&Server) -> String, primary: impl Fn(Bu
     succeeds(&mut stage.replica_on(&there, &replica.url(), source.address, &[]), &replica);
     assert_eq!(follows(&replica), format!("{}:{}", here.address(), primary.port()));
     assert_same_data(&primary, &replica);
-    assert_eq!((number(&primary, "sync_full"), number(&primary, "sync_partial_ok")), (1, 1));
+    assert_eq!(syncs(&primary), (1, 1));
 }
 
 #[test]
@@ -353,7 +353,7 @@ fn is_refused_three_times(kind: Kind, module: bool) {
     client.ok(&["ACL", "SETUSER", "follower", "on"]).unwrap();
     replica.wait_for_link(LONG).unwrap();
     assert_same_data(&primary, &replica);
-    assert_eq!((number(&primary, "sync_full"), number(&primary, "sync_partial_ok")), (1, 1));
+    assert_eq!(syncs(&primary), (1, 1));
 }
 
 /// A primary and a replica of it, made by the servers' own replication.

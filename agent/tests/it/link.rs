@@ -14,7 +14,7 @@ use remora_lab::{Agent, Kind, Net, Server, assert_same_data, require};
 use rustix::process::Signal;
 
 use crate::kit::{
-    LONG, Source, Stage, ends, fill_keys, load_slowly, number, quick, says, succeeds, wait_until_loading,
+    LONG, Source, Stage, ends, fill_keys, load_slowly, number, quick, says, succeeds, syncs, wait_until_loading,
 };
 
 /// The primary's password.
@@ -53,7 +53,7 @@ impl Guarded {
     /// Asserts that the sync was one copy and one continuation, and that the server's settings are as before, as a
     /// replica of the primary.
     fn assert_handed_over(&self) {
-        assert_eq!((number(&self.primary, "sync_full"), number(&self.primary, "sync_partial_ok")), (1, 1));
+        assert_eq!(syncs(&self.primary), (1, 1));
         assert_same_data(&self.primary, &self.replica);
         assert_eq!(self.replica.fact("master_port").unwrap(), self.primary.port().to_string());
         assert_eq!(self.login(), PASSWORD);

@@ -4,17 +4,17 @@
 //! primary, whose backlog says nothing of the primary's. The agent then asks the primary, with the address and the
 //! login that its own server will use there.
 //!
-//! A task holds the connection, so that the driver never waits for it. Only the newest question is answered.
+//! A task holds the connection, so that the driver never waits for it. Only the newest question is answered. Where the
+//! answer is yes, [`Pins`] keep what the server needs until this is dropped or asked again.
 
 use std::time::{Duration, Instant};
 
-use remora_redis::ReplId;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use crate::args::HostPort;
 use crate::growth::Growth;
 use crate::replica::finding::Finding;
-use crate::server::{Client, Facts, Role, Server, ServerError};
+use crate::server::{Client, Facts, Pins, Position, Role, Server, ServerError};
 use crate::tasks::AbortOnDrop;
 
 /// How long the primary may take to answer. It is asked again a moment later.
@@ -25,20 +25,11 @@ const RATE_TIME: Duration = Duration::from_millis(100);
 
 /// The driver's end of the task that asks the primary.
 pub(super) struct Coverage {
-    questions: UnboundedSender<Question>,
+    questions: UnboundedSender<Position>,
     answers: UnboundedReceiver<Answer>,
     /// The number of the newest question.
     asked: u64,
     _task: AbortOnDrop,
-}
-
-/// Where the server is.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Question {
-    pub(super) history: ReplId,
-    pub(super) offset: u64,
-    /// Bytes that the primary's clients write per second, as far as the source knows.
-    pub(super) rate: u64,
 }
 
 struct Answer {
@@ -51,13 +42,13 @@ impl Coverage {
     pub(super) fn start(primary: Server, finding: Option<Finding>) -> Coverage {
         let (questions, asked) = unbounded_channel();
         let (tell, answers) = unbounded_channel();
-        let asker = Asker { primary, finding, client: None, growth: Growth::default() };
+        let asker = Asker { primary, finding, client: None, growth: Growth::default(), pins: Pins::default() };
         let task = tokio::spawn(run(asker, asked, tell));
         Coverage { questions, answers, asked: 0, _task: AbortOnDrop::new(&task) }
     }
 
     /// Asks whether the primary covers this position. Answers to earlier questions are not given any more.
-    pub(super) fn ask(&mut self, question: Question) {
+    pub(super) fn ask(&mut self, question: Position) {
         self.asked += 1;
         let _ = self.questions.send(question);
     }
@@ -73,7 +64,7 @@ impl Coverage {
     }
 }
 
-async fn run(mut asker: Asker, mut questions: UnboundedReceiver<Question>, tell: UnboundedSender<Answer>) {
+async fn run(mut asker: Asker, mut questions: UnboundedReceiver<Position>, tell: UnboundedSender<Answer>) {
     let mut number = 0;
     while let Some(mut question) = questions.recv().await {
         number += 1;
@@ -95,10 +86,12 @@ struct Asker {
     client: Option<Client>,
     /// The primary's offset, for the write rate.
     growth: Growth,
+    /// What the primary keeps for the server while that is on its way.
+    pins: Pins,
 }
 
 impl Asker {
-    async fn ask(&mut self, question: Question) -> Result<(), String> {
+    async fn ask(&mut self, question: Position) -> Result<(), String> {
         let at = self.find().await?;
         let primary = self.primary.url().to_string();
         let no_answer = |cause: String| format!("the primary {primary} does not answer: {cause}");
@@ -108,14 +101,13 @@ impl Asker {
             Err(_) => return Err(no_answer(format!("nothing within {} s", ANSWER_LIMIT.as_secs()))),
         };
         let rate = self.rate(Instant::now(), facts.offset).unwrap_or(question.rate);
-        let Some((finding, at)) = self.finding.as_ref().zip(at) else {
-            return facts.covers(question.history, question.offset, rate);
-        };
-        if facts.role != Some(Role::Primary) {
+        if self.finding.is_some() && facts.role != Some(Role::Primary) {
             return Err(format!("{primary} is not a primary: a fail-over is under way"));
         }
-        facts.covers(question.history, question.offset, rate)?;
-        finding.covered(&at);
+        self.pins.secure(&self.primary, &facts, Position { rate, ..question }).await?;
+        if let Some((finding, at)) = self.finding.as_ref().zip(at) {
+            finding.covered(&at);
+        }
         Ok(())
     }
 
@@ -130,7 +122,7 @@ impl Asker {
         };
         if self.primary.url().host_and_port() != Some((at.host.as_str(), at.port)) {
             self.primary = self.primary.at(&at.host, at.port);
-            (self.client, self.growth) = (None, Growth::default());
+            (self.client, self.growth, self.pins) = (None, Growth::default(), Pins::default());
         }
         Ok(Some(at))
     }
@@ -140,7 +132,8 @@ impl Asker {
             Some(client) => client,
             None => self.primary.connect().await?,
         };
-        let facts = Facts::from_info(&client.info("replication").await?);
+        // The version says whether the backlog can be pinned, and stands in another section.
+        let facts = Facts::from_info(&client.info("").await?);
         self.client = Some(client);
         Ok(facts)
     }
@@ -162,7 +155,8 @@ mod tests {
     fn the_write_rate_is_the_primarys_own_once_it_was_asked_twice() {
         let url = "redis://127.0.0.1:1".parse().unwrap();
         let primary = Server::new(url, Credentials::default(), &TlsOptions::default(), Task::Replica).unwrap();
-        let mut asker = Asker { primary, finding: None, client: None, growth: Growth::default() };
+        let mut asker =
+            Asker { primary, finding: None, client: None, growth: Growth::default(), pins: Pins::default() };
         let start = Instant::now();
         assert_eq!(asker.rate(start, None), None);
         assert_eq!(asker.rate(start, Some(1000)), None);

@@ -30,7 +30,7 @@ use tokio::signal::unix::Signal;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
 use tokio::sync::oneshot;
 
-use self::coverage::{Coverage, Question};
+use self::coverage::Coverage;
 use self::server::{ServerTask, Work};
 pub(super) use self::start::{Attending, Setup};
 use super::candidates::Newcomer;
@@ -52,6 +52,7 @@ use crate::conversation::tokens::Credentials;
 use crate::exit::{Code, Failure};
 use crate::metrics::Scrapes;
 use crate::progress;
+use crate::server::Position;
 use crate::tasks::AbortOnDrop;
 use crate::units::readable;
 
@@ -391,7 +392,7 @@ impl Driver {
     fn ask_hand_off(&mut self, generation: u64, offset: u64) {
         let offer = self.machine.tables().map(|tables| &tables.offer);
         let question =
-            offer.and_then(|offer| Some(Question { history: offer.replid?, offset, rate: offer.write_rate }));
+            offer.and_then(|offer| Some(Position { history: offer.replid?, offset, rate: offer.write_rate }));
         match (&mut self.coverage, question) {
             (Some(coverage), Some(question)) => coverage.ask(question),
             _ => self.send(Message::HandOffQuery { generation, offset }),

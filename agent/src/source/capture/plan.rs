@@ -12,10 +12,10 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::method::ModuleRules;
 use super::snapshot_file::SnapshotFile;
-use crate::server::{Server, ServerError, Task};
+use crate::server::{OutputLimit, Server, ServerError, Task};
 use crate::source::captured::Captured;
 use crate::source::gauge::Gauge;
-use crate::source::output_buffer::{OutputLimit, REMEDY};
+use crate::source::output_buffer::REMEDY;
 use crate::source::sealing::{RemoteTable, SealedTable};
 use crate::source::tuning::Tuning;
 use crate::units::Size;

@@ -86,8 +86,9 @@ impl Stage {
 
     /// Starts a source that listens at `listen` and has small slots, and waits until it is ready.
     pub(crate) fn source_at(&self, listen: &str, host: Option<&Host>, server: &str, more: &[&str]) -> Source {
-        let small = ["--memory", "128MiB", "--slot-size", "64KiB"];
-        Source::launch(self.clone(), listen, host, &["--server", server], &[&small, more].concat())
+        let memory: &[&str] = if more.contains(&"--memory") { &[] } else { &["--memory", "128MiB"] };
+        let more = [memory, &["--slot-size", "64KiB"], more].concat();
+        Source::launch(self.clone(), listen, host, &["--server", server], &more)
     }
 
     /// Starts a source with small slots of the group that these Sentinels watch, on the host or on loopback, and waits

@@ -25,9 +25,15 @@ pub(crate) fn number(server: &Server, name: &str) -> u64 {
     server.fact(name).unwrap().parse().unwrap()
 }
 
-/// How many full copies the primary has made, and how many partial resynchronisations.
+/// How many full copies the primary has made, and how many servers it has continued. Agents, which name no port of their
+/// own, are not counted: a source that resumes its stream, and links that keep the backlog for a hand-off.
 pub(crate) fn syncs(primary: &Server) -> (u64, u64) {
-    (number(primary, "sync_full"), number(primary, "sync_partial_ok"))
+    let is_server = |line: &&str| {
+        line.contains("Partial resynchronization request from")
+            && line.contains("accepted")
+            && !line.contains("<unknown")
+    };
+    (number(primary, "sync_full"), primary.log().lines().filter(is_server).count() as u64)
 }
 
 /// `host:port` of the primary that a server follows.

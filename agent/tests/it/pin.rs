@@ -1,0 +1,145 @@
+//! The hand-off under writes that the primary's backlog could never hold: what a replica needs is pinned there, and no
+//! replica costs a second full copy.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use remora_lab::server::wait_until;
+use remora_lab::{Agent, Kind, Server, assert_same_data, require};
+
+use crate::kit::{LONG, Stage, fill_keys, load_small, number, quick, says, succeeds, syncs};
+
+/// The default of Redis.
+const BACKLOG: &str = "1mb";
+
+/// A journal that holds what is written in the time of a test, also on a busy machine.
+const JOURNAL: [&str; 4] = ["--memory", "1GiB", "--journal-memory", "800MiB"];
+
+/// What clients write, faster than any estimate allows.
+#[derive(Clone, Copy, Debug)]
+enum Writes {
+    /// Values that are each longer than the backlog: up to 60 MB a second.
+    Long,
+    /// Many values of 4 KiB: some 50 MB a second.
+    Many,
+}
+
+/// Ends the writes when it is dropped, also by a failed assertion.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Writes {
+    /// Writes until told to stop.
+    fn run(self, primary: &Server, stop: &AtomicBool) {
+        let mut client = primary.client().unwrap();
+        let mut count = 0_u64;
+        while !stop.load(Ordering::Relaxed) {
+            count += 1;
+            match self {
+                Writes::Long => {
+                    let value = vec![b'a' + (count % 26) as u8; 3 << 20];
+                    client.ok(&[b"SET".as_slice(), format!("long:{}", count % 5).as_bytes(), &value]).unwrap();
+                    thread::sleep(Duration::from_millis(50));
+                }
+                Writes::Many => {
+                    let value = format!("{count:04096}");
+                    let key = |n: u64| format!("many:{}", (count * 64 + n) % 2000);
+                    for n in 0..64 {
+                        client.ok(&["SET", &key(n), &value]).unwrap();
+                    }
+                    thread::sleep(Duration::from_millis(5));
+                }
+            }
+        }
+    }
+}
+
+fn pairs() -> impl Iterator<Item = (Kind, Writes)> {
+    require::kinds().into_iter().flat_map(|kind| [(kind, Writes::Long), (kind, Writes::Many)])
+}
+
+/// Hands replicas over while clients write, and asserts that each was continued.
+fn hands_over(primary: &Server, writes: Writes, agents: impl FnOnce() -> Vec<(Agent, Server)>) {
+    let (stop, full) = (AtomicBool::new(false), number(primary, "sync_full"));
+    let replicas = thread::scope(|scope| {
+        let writer = scope.spawn(|| writes.run(primary, &stop));
+        let stops = Stop(&stop);
+        let mut agents = agents();
+        for (agent, replica) in &mut agents {
+            let said = succeeds(agent, replica);
+            assert!(!writer.is_finished(), "the hand-off must not wait for the writes to end: {said}");
+            says(&said, &["handing the server over: caught up"]);
+        }
+        drop(stops);
+        writer.join().unwrap();
+        agents
+    });
+    let (now, continued) = syncs(primary);
+    assert_eq!(now - full, 1, "one copy, the source's: {}", primary.log());
+    assert!(continued as usize >= replicas.len());
+    assert_eq!(number(primary, "sync_partial_err"), 0, "{}", primary.log());
+    for (_, replica) in &replicas {
+        replica.wait_for_link(LONG).unwrap();
+        assert_same_data(primary, replica);
+    }
+    // The source, and the servers: no link that pins is left.
+    wait_until("the pins to be released", LONG, || {
+        let connected = number(primary, "connected_slaves") as usize;
+        Ok(if connected <= replicas.len() + 1 { Ok(()) } else { Err(format!("{connected} replicas")) })
+    })
+    .unwrap();
+}
+
+#[test]
+fn replicas_are_handed_over_while_clients_write_more_than_the_backlog_holds() {
+    for (kind, writes) in pairs() {
+        let stage = Stage::new();
+        let primary = quick(kind).config("repl-backlog-size", BACKLOG).start().unwrap();
+        fill_keys(&primary, 100, "x");
+        load_small(&primary, 2000, 1000);
+        let source = stage.source(&primary.url(), &JOURNAL);
+        hands_over(&primary, writes, || {
+            let start = |_| {
+                let replica = Server::start(kind).unwrap();
+                (stage.replica(&replica.url(), source.address, &[]), replica)
+            };
+            (0..2).map(start).collect()
+        });
+    }
+}
+
+#[test]
+fn the_announced_primary_is_pinned_where_the_source_captures_a_replica() {
+    for (kind, writes) in pairs() {
+        let stage = Stage::new();
+        let [primary, middle] = [(); 2].map(|()| quick(kind).config("repl-backlog-size", BACKLOG).start().unwrap());
+        fill_keys(&primary, 100, "x");
+        middle.replicate(&primary).unwrap();
+        middle.wait_for_link(LONG).unwrap();
+        // The captured replica's own copy, for which it asks first with a history of its own.
+        let counts = || ["sync_full", "sync_partial_err"].map(|name| number(&primary, name));
+        let before = counts();
+        let announced = primary.address().to_string();
+        let source = stage.source(&middle.url(), &[&JOURNAL[..], &["--announce", &announced]].concat());
+        let stop = AtomicBool::new(false);
+        let replica = Server::start(kind).unwrap();
+        let said = thread::scope(|scope| {
+            let writer = scope.spawn(|| writes.run(&primary, &stop));
+            let stops = Stop(&stop);
+            let said = succeeds(&mut stage.replica(&replica.url(), source.address, &[]), &replica);
+            assert!(!writer.is_finished(), "{said}");
+            drop(stops);
+            writer.join().unwrap();
+            said
+        });
+        assert_eq!(counts(), before, "{kind} {writes:?}: {said} {}", primary.log());
+        replica.wait_for_link(LONG).unwrap();
+        assert_same_data(&primary, &replica);
+    }
+}
