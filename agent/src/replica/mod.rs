@@ -27,6 +27,7 @@
 //! - [`machine`] decides, without I/O, what follows from each event on the way from joining to the hand-off; [`driver`]
 //!   carries it out, and owns the tasks. [`report`] says where the time went.
 
+pub(crate) mod assignment;
 pub mod attend;
 mod by_file;
 mod candidates;

@@ -392,21 +392,16 @@ impl Attendant {
     fn pass(&mut self, arrival: Arrival, why: &str) {
         self.counts.passed += 1;
         tracing::info!(primary = %arrival.address, "the server's request goes to its primary: {why}");
+        let mut served = None;
         if !self.syncs.is_running() {
-            match duplicate(arrival.server.socket()) {
-                Ok(link) => {
-                    self.syncs.gate.came(link);
+            match self.syncs.gate.came(arrival.server.socket()) {
+                Ok(came) => {
                     self.awaited = Awaited::Passed;
+                    served = Some(came);
                 }
                 Err(error) => tracing::warn!(%error, "the connection is passed on until it ends"),
             }
         }
-        self.passages.spawn(arrival.pass());
+        self.passages.spawn(arrival.pass(served));
     }
-}
-
-/// Another descriptor of the same connection.
-fn duplicate(socket: &TcpStream) -> std::io::Result<std::net::TcpStream> {
-    let socket = rustix::io::fcntl_dupfd_cloexec(socket, 0)?;
-    Ok(socket.into())
 }

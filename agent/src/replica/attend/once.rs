@@ -262,7 +262,7 @@ impl Once {
         }
         if arrival.announced_port().is_some_and(|port| !self.own.contains(&port)) {
             tracing::debug!(primary = %arrival.address, "a connection of another server of this user is passed on");
-            self.others.spawn(arrival.pass());
+            self.others.spawn(arrival.pass(None));
             return Ok(());
         }
         match self.syncs.asks(&arrival) {

@@ -23,6 +23,7 @@ use tokio::net::TcpStream;
 use tokio::sync::mpsc::Sender;
 use tokio::sync::watch;
 
+use super::gate::Served;
 use super::tls::{Between, End, Tls};
 use crate::server::{Facts, Stream};
 
@@ -70,8 +71,10 @@ impl Arrival {
         announced_port(&self.heard)
     }
 
-    /// The primary answers the `PSYNC`, and both directions are copied until one of them ends.
-    pub(super) async fn pass(mut self) {
+    /// The primary answers the `PSYNC`, and both directions are copied until one of them ends. `served`: the end of a
+    /// connection that the gate looks at too.
+    pub(super) async fn pass(mut self, served: Option<Served>) {
+        let _served = served;
         let psync = &self.heard[self.psync_at..];
         if send(&mut self.primary, psync).await.is_ok() {
             let _ = copy_bidirectional(&mut self.server, &mut self.primary).await;

@@ -211,8 +211,8 @@ impl Syncs {
         let Some(sync) = &self.sync else { return };
         let Arrival { server, peer, heard, .. } = arrival;
         let taken = server.into_parts().and_then(|(server, tls)| {
-            self.gate.came(server.try_clone()?);
-            Newcomer::intercepted(server, tls, peer, &heard)
+            let served = self.gate.came(&server)?;
+            Newcomer::intercepted(server, tls, peer, &heard, served)
         });
         match taken {
             Ok(newcomer) => _ = sync.newcomers.send(newcomer),
