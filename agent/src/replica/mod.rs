@@ -190,6 +190,9 @@ async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -> Result<Option<Driver>
     if !plan.warning.is_empty() {
         tracing::warn!("{}", plan.warning);
     }
+    if !plan.obstacle.is_empty() {
+        tracing::warn!(source = %args.read.source, "no snapshot can be taken yet: {}", plan.obstacle);
+    }
     if args.dry_run {
         progress::say(&format!(
             "{} ({}) can become a replica of {}:{} ({}); nothing was touched",
