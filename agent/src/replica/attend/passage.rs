@@ -291,7 +291,8 @@ pub(super) async fn ask(primary: &mut Stream) -> Result<Facts, String> {
     match exchange(primary, &question, 1).await {
         Ok(Some(Frame::Bulk(text))) => Ok(Facts::from_info(&Info::parse(&text))),
         Ok(_) => Err("its answer to INFO is not a text".to_owned()),
-        Err(why) => Err(format!("{why} (the user of masteruser needs +info there)")),
+        Err(why) if why.starts_with("NOPERM") => Err(format!("{why} (the user of masteruser needs +info there)")),
+        Err(why) => Err(why),
     }
 }
 
