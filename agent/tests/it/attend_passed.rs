@@ -4,9 +4,7 @@ use remora_lab::server::{Builder, wait_until};
 use remora_lab::{Kind, Server, assert_same_data, require};
 
 use crate::attend::{Scene, handed_over};
-use crate::kit::{
-    LONG, fill, fill_keys, load_slowly, load_small, number, quick, syncs, wait_until_loading, way_of_loading,
-};
+use crate::kit::{LONG, fill, fill_keys, load_slowly, load_small, number, quick, syncs, wait_until_loading};
 
 /// Seconds after which a server gives up a link on which it hears nothing. No test takes as long.
 const NEVER: u32 = 600;
@@ -28,7 +26,13 @@ fn a_snapshot_that_is_aborted_ends_the_connection_of_the_server_that_receives_it
             // Ten seconds and more.
             scene.primary.configure("rdb-key-save-delay", "1000").unwrap();
             server.replicate(&scene.primary).unwrap();
-            wait_until("the server to receive", LONG, || Ok(way_of_loading(&server).map(drop))).unwrap();
+            // Before its first bytes nothing would be aborted.
+            wait_until("the server to receive", LONG, || {
+                let (read, loading) = (server.fact("master_sync_read_bytes"), server.fact("loading")?);
+                let receives = loading == "1" || read.is_ok_and(|bytes| bytes != "0");
+                Ok(if receives { Ok(()) } else { Err(loading) })
+            })
+            .unwrap();
             scene.primary.client().unwrap().int(&["CLIENT", "KILL", "TYPE", "replica"]).unwrap();
             scene.primary.configure("rdb-key-save-delay", "0").unwrap();
             agent.wait_for_line("the source has given up its snapshot", LONG).unwrap();

@@ -3,11 +3,10 @@
 
 use std::net::SocketAddr;
 
-use remora_lab::server::wait_until;
 use remora_lab::{Agent, Kind, Server, assert_same_data, require};
 
-use crate::attend::{PORT, SERVER_USER, Scene, handed_over, in_step};
-use crate::kit::{LONG, fill_keys, quick, syncs, way_of_loading, write_past_the_backlog};
+use crate::attend::{PORT, SERVER_USER, Scene, handed_over};
+use crate::kit::{LONG, fill_keys, quick, syncs, write_past_the_backlog};
 
 /// The user and the port of a second attended server.
 const SECOND_USER: u32 = SERVER_USER - 1;
@@ -148,29 +147,4 @@ fn a_source_whose_server_does_not_answer_is_passed_over() {
     agent.wait_for_line("does not answer", LONG).unwrap();
     handed_over(&agent, &server, 1);
     assert_same_data(&scene.primary, &server);
-}
-
-#[test]
-fn a_source_whose_server_loses_its_primary_before_the_snapshot_is_given_up() {
-    for kind in require::kinds() {
-        let Some(scene) = scene(kind) else { return };
-        let (mut server, mut other) = (scene.server(quick(kind)), quick(kind).on(&scene.host).start().unwrap());
-        [&server, &other].into_iter().for_each(|server| follower(&scene, server));
-        let source = scene.stage.source_on(&scene.host, &other.url(), &[]);
-        let mut agent = attend(&scene, &server, PORT, &[source.address]);
-        // The snapshot takes minutes, and the server loads it while it arrives.
-        other.configure("rdb-key-save-delay", "200000").unwrap();
-        server.configure("repl-diskless-load", "swapdb").unwrap();
-        fall_behind(&scene.primary, &mut [&mut server]);
-        agent.wait_for_line("the source serves it", LONG).unwrap();
-        wait_until("the server to receive", LONG, || Ok(way_of_loading(&server).map(drop))).unwrap();
-        // Its primary refuses it from now on, and its replicas are cut off.
-        let nowhere = scene.host.address().to_string();
-        other.client().unwrap().ok(&["REPLICAOF", &nowhere, "1"]).unwrap();
-        other.client().unwrap().int(&["CLIENT", "KILL", "TYPE", "replica"]).unwrap();
-        agent.wait_for_line("has no link to its primary", LONG).unwrap();
-        in_step(&server, LONG, &agent);
-        assert_same_data(&scene.primary, &server);
-        other.pause().unwrap();
-    }
 }
