@@ -455,6 +455,7 @@ impl SourceAgent {
                     world.memories.begin_journal(key(generation), origin, self.options.journal);
                     self.journal = Some(generation);
                 }
+                self.event(world, CaptureEvent::Forked { generation });
                 self.event(world, CaptureEvent::Started { generation, replid, offset });
             }
             Message::Slot(slot) => {
@@ -576,6 +577,7 @@ pub(super) const TRANSPORT: TransportKind = TransportKind::Tcp;
 
 fn name(event: &CaptureEvent) -> &'static str {
     match event {
+        CaptureEvent::Forked { .. } => "forked",
         CaptureEvent::Started { .. } => "started",
         CaptureEvent::Completed { .. } => "completed",
         CaptureEvent::ModuleFailed => "module failed",

@@ -61,6 +61,7 @@ mod service;
 mod snapshot_mount;
 mod status;
 mod stay;
+mod storms;
 mod strangers;
 mod taken_over;
 mod tokens;
