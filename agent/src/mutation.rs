@@ -22,6 +22,8 @@ pub(crate) enum Mutation {
     PayloadEndedEarly,
     /// The delivery continues a server that asks for another offset than the one that it would send next.
     OffsetIgnored,
+    /// A source of another data set is taken in a later conversation.
+    ForeignSourceTaken,
     /// A fork is counted when the first byte of its snapshot arrives.
     ForkFromTheFirstByte,
     /// The age of a snapshot counts from its request, also for replicas that waited for it.

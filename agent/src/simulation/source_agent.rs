@@ -221,7 +221,7 @@ impl SourceAgent {
     fn plan(&self) -> Offer {
         let Address { host, port } = self.options.announce.clone();
         let primary = Announce { host, port, tls: false, source_sees_as: String::new() };
-        plan_of(&self.facts, primary, 0)
+        plan_of(&self.facts, primary, 0, self.index as u64)
     }
 
     // ---- the machine ----
@@ -320,14 +320,16 @@ impl SourceAgent {
             compressed: false,
             keys: Vec::new(),
         };
+        let plan = self.plan();
         let offer = Offer {
             generation: origin.generation,
             replid: Some(origin.history),
+            former: plan.former.filter(|_| plan.replid == Some(origin.history)),
             offset: origin.offset,
             snapshot: table(origin, self.room() as u32),
             journal: table(stream, journal_geometry(self.options.journal).slots),
             upstream,
-            ..self.plan()
+            ..plan
         };
         self.say(world, session, Said::Offer(offer));
     }

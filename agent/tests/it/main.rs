@@ -4,6 +4,7 @@
 
 mod kit;
 
+mod another_data_set;
 mod attend;
 mod background;
 mod backup;

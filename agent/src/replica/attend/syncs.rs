@@ -8,7 +8,7 @@
 use std::pin::Pin;
 use std::time::Duration;
 
-use remora_redis::ReplId;
+use remora_protocol::Offer;
 use tokio::sync::mpsc::{Sender, UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
@@ -21,6 +21,7 @@ use crate::exit::{Code, Failure};
 use crate::metrics::{Scrape, Scrapes};
 use crate::replica::candidates::Newcomer;
 use crate::replica::control::Control;
+use crate::replica::data_set::DataSet;
 use crate::replica::driver::{self, Attending, Driver};
 use crate::replica::source::{self, Source};
 use crate::server::{Client, Facts, Server, ServerError};
@@ -231,7 +232,7 @@ impl Syncs {
                 return Err(Failure::refused("the server has a connection to a primary, and follows none"));
             };
             let primary = (link.host.clone(), link.port);
-            let (args, source) = match self.find_source(arrival, &server.name()).await {
+            let (args, source, data_set) = match self.find_source(arrival, &server.name()).await {
                 Ok(found) => found,
                 // It may have begun another history since it was asked: with its first replica, or by a promotion.
                 Err(_) => {
@@ -243,7 +244,8 @@ impl Syncs {
             let (tell, lingers) = oneshot::channel();
             let (tokens, gate) = (self.tokens.clone(), self.gate.clone());
             let control = Control::new(self.server.clone(), client);
-            let attending = Attending { args, tokens, control, server, primary, source, gate, arrivals, lingers: tell };
+            let attending =
+                Attending { args, tokens, control, server, primary, source, data_set, gate, arrivals, lingers: tell };
             Ok((Driver::begin_attending(attending).await?, newcomers, lingers))
         };
         let (mut driver, newcomers, lingers) =
@@ -260,7 +262,7 @@ impl Syncs {
 
     /// Asks all sources at once, and returns the first that serves the history of the server's primary, with the
     /// arguments of a sync from it.
-    async fn find_source(&self, arrival: &Arrival, server: &str) -> Result<(SyncArgs, Source), Failure> {
+    async fn find_source(&self, arrival: &Arrival, server: &str) -> Result<(SyncArgs, Source, DataSet), Failure> {
         let history = arrival.facts.as_ref().ok().and_then(|facts| facts.replid);
         let mut asked = JoinSet::new();
         for at in std::iter::once(&self.args.read.source).chain(&self.sources) {
@@ -272,7 +274,9 @@ impl Syncs {
         let mut causes = Vec::new();
         while let Some(answered) = asked.join_next().await {
             match answered {
-                Ok(Ok((Some(found), args, source))) if Some(found) == history => return Ok((args, source)),
+                Ok(Ok((plan, args, source))) if plan.replid.is_some() && plan.replid == history => {
+                    return Ok((args, source, DataSet::of_an_attended_server(&plan)));
+                }
                 Ok(Ok((_, args, _))) => causes.push(format!("{} has another history", args.read.source)),
                 Ok(Err(failure)) => causes.push(failure.to_string()),
                 Err(error) => causes.push(error.to_string()),
@@ -303,13 +307,13 @@ async fn lent(lending: &mut Option<Lending>) {
     }
 }
 
-/// Asks a source which history it serves. Returns the arguments of a sync from it.
+/// Asks a source what it serves. Returns the arguments of a sync from it.
 pub(super) async fn ask_source(
     args: SyncArgs,
     credentials: Credentials,
     server: String,
-) -> Result<(Option<ReplId>, SyncArgs, Source), Failure> {
+) -> Result<(Offer, SyncArgs, Source), Failure> {
     let mut source = Source::connect_first(&args.read, &credentials).await.map_err(source::failure)?;
     let plan = source.plan(&args.read, args.name.as_deref(), &server).await?;
-    Ok((plan.replid, args, source))
+    Ok((plan, args, source))
 }

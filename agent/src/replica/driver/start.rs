@@ -20,6 +20,7 @@ use crate::metrics::Scrapes;
 use crate::replica::attend::gate::Gate;
 use crate::replica::candidates::{Candidates, Newcomer};
 use crate::replica::control::Control;
+use crate::replica::data_set::DataSet;
 use crate::replica::delivery;
 use crate::replica::locality::Locality;
 use crate::replica::machine::{Replica, Rules};
@@ -40,6 +41,7 @@ pub(in crate::replica) struct Setup {
     pub(in crate::replica) target: Target,
     pub(in crate::replica) primary: Primary,
     pub(in crate::replica) source: Source,
+    pub(in crate::replica) data_set: DataSet,
     pub(in crate::replica) link_tls: Option<Arc<ServerConfig>>,
     /// The slots that an earlier agent has left in the state folder.
     pub(in crate::replica) spool: Option<Spool>,
@@ -55,6 +57,7 @@ pub(in crate::replica) struct Attending {
     /// The primary that it follows.
     pub(in crate::replica) primary: (String, u16),
     pub(in crate::replica) source: Source,
+    pub(in crate::replica) data_set: DataSet,
     pub(in crate::replica) gate: Gate,
     /// Its connections that have sent `PSYNC`. Their end ends what is lent to other replicas.
     pub(in crate::replica) arrivals: UnboundedReceiver<Newcomer>,
@@ -67,6 +70,7 @@ struct Ways {
     args: Arc<SyncArgs>,
     tokens: TokenFiles,
     source: Source,
+    data_set: DataSet,
     candidates: Candidates,
     arrivals: Option<UnboundedReceiver<Newcomer>>,
     lingers: Option<oneshot::Sender<()>>,
@@ -91,7 +95,7 @@ impl Facts {
 impl Driver {
     /// Takes a port for the link and starts the tasks. Changes nothing on the server yet.
     pub(in crate::replica) async fn begin(setup: Setup) -> Result<Driver, Failure> {
-        let Setup { args, tokens, control, record, target, primary, source, link_tls, spool } = setup;
+        let Setup { args, tokens, control, record, target, primary, source, data_set, link_tls, spool } = setup;
         let sync = Arc::new(args.of_a_sync());
         let args = Arc::new(args);
         let locality = Locality::of(control.present(), target.facts.process_id).or_listen(args.listen);
@@ -105,7 +109,19 @@ impl Driver {
         let facts = Facts { finding, ..facts };
         let run_id = target.facts.run_id.clone();
         let (arrivals, lingers) = (None, None);
-        let ways = Ways { args: sync, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool };
+        let ways = Ways {
+            args: sync,
+            tokens,
+            source,
+            data_set,
+            candidates,
+            arrivals,
+            lingers,
+            facts,
+            run_id,
+            coverage,
+            spool,
+        };
         let keeper = |meter, hurry| {
             let watched = Watched { meter, link_failure, hurry };
             Hands::Commands(Box::new(Keeper::new(args, control, record, target, primary, link, watched)))
@@ -116,18 +132,20 @@ impl Driver {
     /// Starts the tasks for a server that is on its way to its primary, and whose connections are intercepted. Changes
     /// nothing on the server, then or later.
     pub(in crate::replica) async fn begin_attending(attending: Attending) -> Result<Driver, Failure> {
-        let Attending { args, tokens, control, server, primary, source, gate, arrivals, lingers } = attending;
+        let Attending { args, tokens, control, server, primary, source, data_set, gate, arrivals, lingers } = attending;
         let args = Arc::new(args);
         let facts = Facts::of(&control, &server, (&primary.0, primary.1), None);
         let (candidates, run_id) = (Candidates::without_a_port(), server.run_id);
         let (arrivals, lingers) = (Some(arrivals), Some(lingers));
         let (coverage, spool) = (None, None);
-        let ways = Ways { args, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool };
+        let ways =
+            Ways { args, tokens, source, data_set, candidates, arrivals, lingers, facts, run_id, coverage, spool };
         Driver::assemble(ways, |_, _| Hands::Interception(Box::new(Intercepted::new(control, primary, gate)))).await
     }
 
     async fn assemble(ways: Ways, keeper: impl FnOnce(Arc<Meter>, Arc<Notify>) -> Hands) -> Result<Driver, Failure> {
-        let Ways { args, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool } = ways;
+        let Ways { args, tokens, source, data_set, candidates, arrivals, lingers, facts, run_id, coverage, spool } =
+            ways;
         let no_handler = |error| Failure::local(format!("signals can't be caught: {error}"));
         let signals = (
             signal(SignalKind::interrupt()).map_err(no_handler)?,
@@ -167,6 +185,7 @@ impl Driver {
         let now = Instant::now();
         Ok(Driver {
             credentials: tokens.credentials(args.source_key),
+            data_set,
             machine: Replica::begin(now, rules, Backoff::from_system()),
             facts,
             session: Some(Session::start(source, way)),
