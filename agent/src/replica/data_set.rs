@@ -137,8 +137,8 @@ impl DataSet {
     /// Compares what a source offers with the data set. The first offer is what is agreed on.
     ///
     /// # Errors
-    /// The source is that of another data set, or nothing says that it is not. It names both. Another attempt may lead to
-    /// the right source. A server that is attended does better to ask its primary, and then all sources, at once.
+    /// The source is that of another data set, or nothing says that it is not. It names both. Another attempt may lead
+    /// to the right source. A server that is attended does better to ask its primary, and then all sources, at once.
     pub(crate) async fn check(&self, source: &HostPort, at: SocketAddr, offer: &Offer) -> Result<(), Loss> {
         let passes = !matches!(self.witness, Witness::Server);
         let checked = self.compare(source, at, offer).await;

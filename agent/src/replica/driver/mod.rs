@@ -63,7 +63,6 @@ const LOOK_EVERY: Duration = PROGRESS_EVERY;
 pub(super) struct Driver {
     args: Arc<SyncArgs>,
     credentials: Credentials,
-    data_set: DataSet,
     machine: Replica,
     facts: Facts,
     session: Option<Session>,
@@ -117,6 +116,8 @@ struct Facts {
     primary: String,
     /// Where the primary is at any time, as Sentinels say.
     finding: Option<Finding>,
+    /// What the run is about.
+    data_set: DataSet,
     /// The snapshot whose slots are in the state folder, and how many of them for certain.
     spooled: Option<(SnapshotId, u64)>,
 }
@@ -402,7 +403,7 @@ impl Driver {
 
     fn connect_source(&mut self) {
         let (args, credentials, tell) = (self.args.clone(), self.credentials.clone(), self.connecting.0.clone());
-        let (data_set, kind) = (self.data_set.clone(), self.facts.kind.clone());
+        let (data_set, kind) = (self.facts.data_set.clone(), self.facts.kind.clone());
         let task = tokio::spawn(async move {
             let connected = data_set.connect(&args.read, &credentials, args.name.as_deref(), &kind).await;
             let _ = tell.send(Connected::Source(connected));
@@ -431,7 +432,7 @@ impl Driver {
         let progress = self.delivery.progress();
         let is_same = progress.snapshot.is_some_and(|id| id.origin.generation == offer.generation);
         let relay = self.relay.wish(progress.copy.filter(|_| is_same));
-        let (data_set, at) = (self.data_set.clone(), self.args.read.source.clone());
+        let (data_set, at) = (self.facts.data_set.clone(), self.args.read.source.clone());
         // It cannot be aborted, but it ends within the limits of the comparison and of the transports. Nothing is
         // reported to a driver that is gone.
         tokio::spawn(async move {

@@ -70,7 +70,6 @@ struct Ways {
     args: Arc<SyncArgs>,
     tokens: TokenFiles,
     source: Source,
-    data_set: DataSet,
     candidates: Candidates,
     arrivals: Option<UnboundedReceiver<Newcomer>>,
     lingers: Option<oneshot::Sender<()>>,
@@ -81,12 +80,19 @@ struct Ways {
 }
 
 impl Facts {
-    fn of(control: &Control, server: &crate::server::Facts, primary: (&str, u16), spool: Option<&Spool>) -> Facts {
+    fn of(
+        control: &Control,
+        server: &crate::server::Facts,
+        primary: (&str, u16),
+        spool: Option<&Spool>,
+        data_set: DataSet,
+    ) -> Facts {
         Facts {
             server: control.server().url().to_string(),
             kind: server.name(),
             primary: format!("{}:{}", primary.0, primary.1),
             finding: None,
+            data_set,
             spooled: spool.map(|spool| (spool.snapshot(), spool.held_below())),
         }
     }
@@ -103,25 +109,13 @@ impl Driver {
         let link_tls = link_tls.filter(|_| target.tls_replication);
         let candidates = Candidates::new(listener, link_tls, target.link_login.access(), locality);
         let link_failure = candidates.failure();
-        let facts = Facts::of(&control, &target.facts, (&primary.host, primary.port), spool.as_ref());
+        let facts = Facts::of(&control, &target.facts, (&primary.host, primary.port), spool.as_ref(), data_set);
         let finding = primary.finding.clone();
         let coverage = primary.asked.clone().map(|asked| Coverage::start(asked, finding.clone()));
         let facts = Facts { finding, ..facts };
         let run_id = target.facts.run_id.clone();
         let (arrivals, lingers) = (None, None);
-        let ways = Ways {
-            args: sync,
-            tokens,
-            source,
-            data_set,
-            candidates,
-            arrivals,
-            lingers,
-            facts,
-            run_id,
-            coverage,
-            spool,
-        };
+        let ways = Ways { args: sync, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool };
         let keeper = |meter, hurry| {
             let watched = Watched { meter, link_failure, hurry };
             Hands::Commands(Box::new(Keeper::new(args, control, record, target, primary, link, watched)))
@@ -134,18 +128,16 @@ impl Driver {
     pub(in crate::replica) async fn begin_attending(attending: Attending) -> Result<Driver, Failure> {
         let Attending { args, tokens, control, server, primary, source, data_set, gate, arrivals, lingers } = attending;
         let args = Arc::new(args);
-        let facts = Facts::of(&control, &server, (&primary.0, primary.1), None);
+        let facts = Facts::of(&control, &server, (&primary.0, primary.1), None, data_set);
         let (candidates, run_id) = (Candidates::without_a_port(), server.run_id);
         let (arrivals, lingers) = (Some(arrivals), Some(lingers));
         let (coverage, spool) = (None, None);
-        let ways =
-            Ways { args, tokens, source, data_set, candidates, arrivals, lingers, facts, run_id, coverage, spool };
+        let ways = Ways { args, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool };
         Driver::assemble(ways, |_, _| Hands::Interception(Box::new(Intercepted::new(control, primary, gate)))).await
     }
 
     async fn assemble(ways: Ways, keeper: impl FnOnce(Arc<Meter>, Arc<Notify>) -> Hands) -> Result<Driver, Failure> {
-        let Ways { args, tokens, source, data_set, candidates, arrivals, lingers, facts, run_id, coverage, spool } =
-            ways;
+        let Ways { args, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool } = ways;
         let no_handler = |error| Failure::local(format!("signals can't be caught: {error}"));
         let signals = (
             signal(SignalKind::interrupt()).map_err(no_handler)?,
@@ -185,7 +177,6 @@ impl Driver {
         let now = Instant::now();
         Ok(Driver {
             credentials: tokens.credentials(args.source_key),
-            data_set,
             machine: Replica::begin(now, rules, Backoff::from_system()),
             facts,
             session: Some(Session::start(source, way)),

@@ -245,7 +245,15 @@ impl Machine {
 
     fn captured(&mut self, now: Instant, event: CaptureEvent, actions: &mut Vec<Action>) {
         match event {
-            CaptureEvent::Forked { generation } => self.forked(now, generation),
+            #[cfg(any(test, feature = "simulation"))]
+            CaptureEvent::Forked { .. } if crate::mutation::Mutation::ForkFromTheFirstByte.is_active() => {}
+            // Perhaps for a capture that has ended meanwhile, or for a stream that the primary did not continue.
+            CaptureEvent::Forked { generation } => {
+                self.forks.forked();
+                if let Some(snapshot) = self.current(generation) {
+                    snapshot.forked = Some(now);
+                }
+            }
             CaptureEvent::Started { generation, replid, offset } => {
                 self.started(now, Origin { generation, history: replid, offset }, actions);
             }
@@ -272,18 +280,6 @@ impl Machine {
 
     fn current(&mut self, generation: u64) -> Option<&mut Snapshot> {
         self.snapshot.as_mut().filter(|snapshot| snapshot.generation == generation)
-    }
-
-    /// The primary forks, perhaps for a capture that has ended meanwhile, or for a stream that it did not continue.
-    fn forked(&mut self, now: Instant, generation: u64) {
-        #[cfg(any(test, feature = "simulation"))]
-        if crate::mutation::Mutation::ForkFromTheFirstByte.is_active() {
-            return;
-        }
-        self.forks.forked();
-        if let Some(snapshot) = self.current(generation) {
-            snapshot.forked = Some(now);
-        }
     }
 
     fn started(&mut self, now: Instant, origin: Origin, actions: &mut Vec<Action>) {
