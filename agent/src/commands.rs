@@ -5,7 +5,10 @@
 //!   parse ──▶ logging, progress ──▶ runtime ──▶ one command's run(args) ──▶ Ok: 0 │ Failure: a sentence on stderr, its code
 //! ```
 
-use std::{io::IsTerminal, process::ExitCode};
+use std::{
+    io::{IsTerminal, Write},
+    process::ExitCode,
+};
 
 use clap::Parser;
 use rustix::process::{DumpableBehavior, Resource, Rlimit, getrlimit, set_dumpable_behavior, setrlimit};
@@ -14,7 +17,7 @@ use tracing_subscriber::EnvFilter;
 use crate::{
     args::{self, Cli, Command, GlobalArgs, LogLevel},
     config::Words,
-    exit::Failure,
+    exit::{Code, Failure},
     progress,
     signals::until_signal,
 };
@@ -54,7 +57,9 @@ fn parse() -> Cli {
             progress::say(&format!("\n{origins}"));
             std::process::exit(error.exit_code());
         }
-        error.exit()
+        // Help and version are results. Usage errors go to stderr, which may be gone.
+        let is_lost = error.print().and_then(|()| std::io::stdout().flush()).is_err() && !error.use_stderr();
+        std::process::exit(if is_lost { Code::Local.number().into() } else { error.exit_code() })
     })
 }
 
@@ -122,6 +127,8 @@ fn start_logging(global: &GlobalArgs) {
     let level = if global.quiet { LogLevel::Warn.min_with(global.log_level) } else { global.log_level };
     let filter = EnvFilter::try_from_env("REMORA_LOG").unwrap_or_else(|_| EnvFilter::new(level.name()));
     let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(|| progress::LogWriter);
+    // It would tell of them by `eprintln!`, which panics where stderr is what failed.
+    let builder = builder.log_internal_errors(false);
     // This fails only if logging has been set up already, as in tests that share a process.
     let _ = match global.log_json {
         true => builder.json().try_init(),

@@ -1,10 +1,11 @@
 //! Shell completions and man pages, made from the definition of the command line, so that they always agree with it.
 
-use std::{io::Write, path::Path};
+use std::path::Path;
 
 use crate::{
     args::{self, GenerateArgs, Generated},
     exit::Failure,
+    progress,
 };
 
 /// Runs `remora generate`.
@@ -13,9 +14,7 @@ pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
         Generated::Completions { shell } => {
             let mut text = Vec::new();
             clap_complete::generate(*shell, &mut args::definition(), NAME, &mut text);
-            std::io::stdout()
-                .write_all(&text)
-                .map_err(|error| Failure::local(format!("cannot write to stdout: {error}")))
+            progress::print(&String::from_utf8_lossy(&text))
         }
         Generated::Man { directory } => write_man_pages(directory),
     }

@@ -1,10 +1,10 @@
 //! Where the server module's library is: `remora module path`, and `remora source --load-module`.
 
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use crate::args::{ModuleArgs, ModuleQuestion};
 use crate::exit::Failure;
+use crate::progress;
 
 /// Runs `remora module`.
 ///
@@ -14,8 +14,7 @@ pub fn run(args: &ModuleArgs) -> Result<(), Failure> {
     match args.question {
         ModuleQuestion::Path => {
             let path = find()?;
-            writeln!(std::io::stdout(), "{}", path.display())
-                .map_err(|error| Failure::local(format!("cannot write to stdout: {error}")))
+            progress::print_line(&path.display().to_string())
         }
     }
 }

@@ -24,6 +24,12 @@ pub(crate) enum Mutation {
     OffsetIgnored,
     /// What the source has said about where slots are read is forgotten when the tables of an offer are connected.
     AssignmentForgotten,
+    /// A source of another data set is taken in a later conversation.
+    ForeignSourceTaken,
+    /// A fork is counted when the first byte of its snapshot arrives.
+    ForkFromTheFirstByte,
+    /// The age of a snapshot counts from its request, also for replicas that waited for it.
+    AgeFromTheRequest,
     /// The delivery sends the stream behind the mark before the server's first ACK.
     StreamBeforeTheAck,
 }

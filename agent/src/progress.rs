@@ -1,8 +1,11 @@
 //! What a command shows while it works: bars on a terminal, plain lines elsewhere, nothing with `--quiet`.
 //!
-//! Everything goes to stderr; stdout is for results. Plain lines are printed at most every two seconds and once at the
-//! end, so that they do not fill the log of a service. Log events go through [`LogWriter`], which moves the bars out of
-//! the way.
+//! Everything goes to stderr; stdout is for results, which [`print`] writes. Plain lines are printed at most every two
+//! seconds and once at the end, so that they do not fill the log of a service. Log events go through [`LogWriter`],
+//! which moves the bars out of the way.
+//!
+//! Stderr may not be writable: its disk is full, or its reader has gone. That ends no command: what cannot be written
+//! there is lost, and counted. A result that cannot be written to stdout fails the command.
 //!
 //! The state belongs to the process, as there is one terminal: [`configure`] is called once, before anything is shown.
 
@@ -15,8 +18,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle, TermLike};
 
+use crate::exit::Failure;
 use crate::units::{Size, readable};
 
 /// Sets for the process whether anything is shown.
@@ -24,12 +28,40 @@ pub fn configure(quiet: bool) {
     QUIET.store(quiet, Ordering::Relaxed);
 }
 
-/// Prints a line on stderr, above the bars if there are any.
+/// Prints a line on stderr, above the bars if there are any. One that cannot be written is lost.
 pub fn say(line: &str) {
-    BARS.suspend(|| {
-        // Nothing can be done if stderr is closed.
-        let _ = writeln!(io::stderr(), "{line}");
-    });
+    BARS.suspend(|| tell(format!("{line}\n").as_bytes()));
+}
+
+/// Writes a result to stdout, all of it.
+///
+/// # Errors
+/// It could not be written: the result is lost.
+pub fn print(text: &str) -> Result<(), Failure> {
+    let mut out = io::stdout().lock();
+    let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    written.map_err(|error| Failure::local(format!("the result could not be written to stdout: {error}")))
+}
+
+/// As [`print`], with the end of the line.
+///
+/// # Errors
+/// As [`print`].
+pub fn print_line(line: &str) -> Result<(), Failure> {
+    print(&format!("{line}\n"))
+}
+
+/// Writes to stderr. What cannot be written is counted, and the count is told when stderr can be written again.
+fn tell(bytes: &[u8]) {
+    let mut to = io::stderr().lock();
+    let lost = LOST.swap(0, Ordering::Relaxed);
+    let told = match lost {
+        0 => Ok(()),
+        lost => writeln!(to, "remora: {lost} lines before this one could not be written here"),
+    };
+    if told.and_then(|()| to.write_all(bytes)).is_err() {
+        LOST.fetch_add(lost + 1, Ordering::Relaxed);
+    }
 }
 
 /// The unit of a [`Meter`].
@@ -145,12 +177,86 @@ impl Drop for Meter {
 pub struct LogWriter;
 
 impl Write for LogWriter {
+    /// Always succeeds: a log that cannot be written must not stop the agent.
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        BARS.suspend(|| io::stderr().write(bytes))
+        BARS.suspend(|| tell(bytes));
+        Ok(bytes.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        io::stderr().flush()
+        Ok(())
+    }
+}
+
+/// The terminal at stderr, for bars. `indicatif`'s own panics when the terminal has gone, as after the end of the
+/// session in which an agent was started.
+#[derive(Debug)]
+struct Terminal;
+
+impl Terminal {
+    fn write(text: &str) -> io::Result<()> {
+        let _ = io::stderr().write_all(text.as_bytes()); // a bar that is not seen
+        Ok(())
+    }
+
+    /// Moves the cursor `n` places; `n` of 0 would be taken for 1.
+    fn step(n: usize, direction: char) -> io::Result<()> {
+        if n == 0 { Ok(()) } else { Terminal::write(&format!("\x1b[{n}{direction}")) }
+    }
+
+    fn size() -> (u16, u16) {
+        let size = ratatui::crossterm::terminal::size().ok();
+        size.filter(|(columns, rows)| *columns > 0 && *rows > 0).unwrap_or((80, 24))
+    }
+}
+
+impl TermLike for Terminal {
+    fn width(&self) -> u16 {
+        Terminal::size().0
+    }
+
+    fn height(&self) -> u16 {
+        Terminal::size().1
+    }
+
+    fn move_cursor_up(&self, n: usize) -> io::Result<()> {
+        Terminal::step(n, 'A')
+    }
+
+    fn move_cursor_down(&self, n: usize) -> io::Result<()> {
+        Terminal::step(n, 'B')
+    }
+
+    fn move_cursor_right(&self, n: usize) -> io::Result<()> {
+        Terminal::step(n, 'C')
+    }
+
+    fn move_cursor_left(&self, n: usize) -> io::Result<()> {
+        Terminal::step(n, 'D')
+    }
+
+    fn write_line(&self, line: &str) -> io::Result<()> {
+        Terminal::write(&format!("{line}\n"))
+    }
+
+    fn write_str(&self, text: &str) -> io::Result<()> {
+        Terminal::write(text)
+    }
+
+    fn clear_line(&self) -> io::Result<()> {
+        Terminal::write("\r\x1b[2K")
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Where bars are drawn: nowhere, if stderr is no terminal.
+fn drawn_at() -> ProgressDrawTarget {
+    match io::stderr().is_terminal() {
+        true => ProgressDrawTarget::term_like_with_hz(Box::new(Terminal), FRAMES_PER_SECOND),
+        false => ProgressDrawTarget::hidden(),
     }
 }
 
@@ -231,7 +337,13 @@ fn style(unit: Unit, total: Option<u64>) -> ProgressStyle {
 }
 
 static QUIET: AtomicBool = AtomicBool::new(false);
-static BARS: LazyLock<MultiProgress> = LazyLock::new(|| MultiProgress::with_draw_target(ProgressDrawTarget::stderr()));
+static BARS: LazyLock<MultiProgress> = LazyLock::new(|| MultiProgress::with_draw_target(drawn_at()));
+
+/// Writes to stderr that failed, since the last one that did not.
+static LOST: AtomicU64 = AtomicU64::new(0);
+
+/// How often bars are drawn, at most: as `indicatif` does.
+const FRAMES_PER_SECOND: u8 = 20;
 
 /// The pause between plain lines: short enough to see progress, long enough for a log.
 const LINE_EVERY: Duration = Duration::from_secs(2);

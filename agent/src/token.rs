@@ -10,6 +10,7 @@ use rustix::fs::OFlags;
 use crate::args::{TokenAction, TokenCommandArgs};
 use crate::conversation::Identity;
 use crate::exit::Failure;
+use crate::progress;
 
 /// Runs `remora token`.
 ///
@@ -32,7 +33,7 @@ pub fn run(args: &TokenCommandArgs) -> Result<(), Failure> {
 }
 
 fn print(text: &str) -> Result<(), Failure> {
-    writeln!(io::stdout(), "{text}").map_err(|error| Failure::local(format!("cannot write to stdout: {error}")))
+    progress::print_line(text)
 }
 
 /// A new token: hexadecimal digits, which survive every editor, terminal and environment variable.

@@ -69,7 +69,7 @@ pub use bounds::*;
 pub use join::{Join, Relays, Resume, Upstream};
 pub use message::{DecodeError, Message, Side};
 pub use module::MODULE_PROTOCOL;
-pub use offer::{Announce, Offer, RefusalCode, TableOffer, WaitCause};
+pub use offer::{Announce, Former, Offer, RefusalCode, TableOffer, WaitCause};
 pub use progress::{LossCause, Outcome, Phase, Progress, Relaying};
 pub use status::{GenerationState, GenerationStatus, ReplicaStatus, StatusReport, Totals, UploadStatus};
 

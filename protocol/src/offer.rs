@@ -8,7 +8,7 @@ use remora_wire::{codes, record};
 
 use crate::bounds::{MAX_ADDRESS_BYTES, MAX_KEY_BYTES, MAX_KEYS, MAX_NAME_BYTES, MAX_SEAL_BYTES, MAX_TEXT_BYTES};
 use crate::join::Upstream;
-use crate::replid::DigitsIfKnown;
+use crate::replid::{Digits, DigitsIfKnown};
 
 /// A generation and where it is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -17,7 +17,9 @@ pub struct Offer {
     pub generation: u64,
     /// The primary's replication id. `None` only in an offer without tables, if the primary did not report one.
     pub replid: Option<ReplId>,
-    /// Replication offset of the last byte that the snapshot contains.
+    /// The history that this one continues, as far as the server reports it.
+    pub former: Option<Former>,
+    /// Replication offset of the last byte that the snapshot contains. In an offer without tables, the server's.
     pub offset: u64,
     /// The snapshot's table.
     pub snapshot: TableOffer,
@@ -29,6 +31,8 @@ pub struct Offer {
     pub server: String,
     /// The run id of the captured server, from `INFO`; empty if it does not report one.
     pub run_id: String,
+    /// A number that the source's process has drawn when it started. A source that was started again has another one.
+    pub process: u64,
     /// Size of the primary's replication backlog, in bytes.
     pub backlog_bytes: u64,
     /// Growth of the primary's replication offset, in bytes per second. Together with the backlog it says how long a
@@ -46,18 +50,32 @@ pub struct Offer {
 record!(Offer {
     generation: u64,
     replid: DigitsIfKnown,
+    former: Maybe<Former>,
     offset: u64,
     snapshot: TableOffer,
     journal: TableOffer,
     primary: Announce,
     server: Name<MAX_NAME_BYTES>,
     run_id: Name<MAX_NAME_BYTES>,
+    process: u64,
     backlog_bytes: u64,
     write_rate: u64,
     upstream: Maybe<Upstream>,
     warning: Text<MAX_TEXT_BYTES>,
     obstacle: Text<MAX_TEXT_BYTES>,
 });
+
+/// A history that a server has left for another one, which is the same up to some byte (`master_replid2` and
+/// `second_repl_offset`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Former {
+    /// Its replication id.
+    pub replid: ReplId,
+    /// Replication offset of the first byte that it does not have in common with the present history.
+    pub end: u64,
+}
+
+record!(Former { replid: Digits, end: u64 });
 
 /// The shape of one table, and how to reach it.
 #[derive(Debug, Clone, PartialEq, Eq)]

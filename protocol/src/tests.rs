@@ -88,19 +88,22 @@ fn announces() -> impl Strategy<Value = Announce> {
 }
 
 fn offers() -> impl Strategy<Value = Message> {
-    let rest = (names(), names(), option::of(upstreams()), names(), names());
-    (any::<[u64; 4]>(), option::of(replids()), tables(), tables(), announces(), rest).prop_map(
-        |(numbers, replid, snapshot, journal, primary, (server, run_id, upstream, warning, obstacle))| {
-            let [generation, offset, backlog_bytes, write_rate] = numbers;
+    let formers = (replids(), any::<u64>()).prop_map(|(replid, end)| Former { replid, end });
+    let rest = (names(), names(), option::of(upstreams()), names(), names(), option::of(formers));
+    (any::<[u64; 5]>(), option::of(replids()), tables(), tables(), announces(), rest).prop_map(
+        |(numbers, replid, snapshot, journal, primary, (server, run_id, upstream, warning, obstacle, former))| {
+            let [generation, offset, process, backlog_bytes, write_rate] = numbers;
             Message::Offer(Offer {
                 generation,
                 replid,
+                former,
                 offset,
                 snapshot,
                 journal,
                 primary,
                 server,
                 run_id,
+                process,
                 backlog_bytes,
                 write_rate,
                 upstream,

@@ -40,6 +40,7 @@ use crate::args::BackupArgs;
 use crate::exit::{Code, Failure};
 use crate::metrics::{Agent, Scrapes, Watch};
 use crate::progress;
+use crate::replica::data_set::DataSet;
 use crate::signals::Signals;
 use crate::snapshot::fetch;
 use crate::tasks::blocking;
@@ -86,7 +87,8 @@ async fn snapshot(args: &BackupArgs, target: &Arc<Target>, seen: &Seen, scrapes:
     let began = Instant::now();
     let incoming = target.incoming_file();
     seen.begins(true);
-    let fetched = fetch::to_file_telling(&args.fetch(&incoming), |_| {}, scrapes).await?;
+    let data_set = DataSet::of_a_source(&args.from.expected);
+    let fetched = fetch::to_file_telling(&args.fetch(&incoming), data_set, |_| {}, scrapes).await?;
     let (at, keep, source) = (Arc::clone(target), args.keep, args.from.read.source.to_string());
     let work = blocking(move || {
         let rdb = RdbFile::read(&incoming)?;

@@ -23,6 +23,7 @@ use super::survey::{Shard, Survey};
 use crate::args::ClusterBackupArgs;
 use crate::exit::{Code, Failure};
 use crate::progress;
+use crate::replica::data_set::DataSet;
 use crate::server::Task;
 use crate::snapshot::beside;
 use crate::snapshot::fetch::{self, Summary};
@@ -73,6 +74,8 @@ struct Job {
     args: crate::args::FetchArgs,
     file: String,
     shard: usize,
+    /// That of the shard.
+    data_set: DataSet,
 }
 
 /// Runs `remora cluster backup`.
@@ -147,7 +150,8 @@ fn job(args: &ClusterBackupArgs, number: usize, shard: &Shard, seen: &Seen) -> J
     let host = node.host.replace(':', "_");
     let file = format!("redis-node-{host}-{}-{}.rdb", node.port, node.id);
     let to: PathBuf = args.to.join(&file);
-    Job { args: args.fetch(seen.address.clone(), to), file, shard: number }
+    let data_set = DataSet::of_a_plan(&seen.plan, &args.sources.expected);
+    Job { args: args.fetch(seen.address.clone(), to), file, shard: number, data_set }
 }
 
 /// Fetches all files, some at once. The first failure ends the others; what has arrived stays, and the same command
@@ -158,7 +162,7 @@ async fn fetch_all(jobs: Vec<Job>, at_once: usize) -> Result<Vec<(Job, Summary)>
         let turns = Arc::clone(&turns);
         fetching.spawn(async move {
             let _turn = turns.acquire().await;
-            let summary = fetch::to_file(&job.args).await?;
+            let summary = fetch::to_file(&job.args, job.data_set.clone()).await?;
             Ok::<_, Failure>((job, summary))
         });
     }

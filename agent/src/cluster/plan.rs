@@ -8,6 +8,7 @@ use super::sources::{self, Sources};
 use super::survey::{Shard, Survey};
 use crate::args::ClusterPlanArgs;
 use crate::exit::Failure;
+use crate::progress;
 use crate::server::Task;
 use crate::units::{Size, readable};
 
@@ -63,11 +64,14 @@ pub(super) async fn run(args: ClusterPlanArgs) -> Result<(), Failure> {
     let survey = Survey::take(&args.sources.server.open(Task::Cluster)?).await?;
     let sources = sources::ask(&args.sources, &credentials, &survey).await;
     let plan = Plan::of(&survey, &sources);
-    match args.json {
-        true => println!("{}", serde_json::to_string(&plan).map_err(|error| Failure::local(error.to_string()))?),
-        false => print!("{}", plan.table()),
-    }
-    plan.verdict()
+    let told = match args.json {
+        true => {
+            let text = serde_json::to_string(&plan).map_err(|error| Failure::local(error.to_string()))?;
+            progress::print_line(&text)
+        }
+        false => progress::print(&plan.table()),
+    };
+    plan.verdict().and(told)
 }
 
 impl Plan {

@@ -5,6 +5,7 @@ use super::sources;
 use super::survey::Survey;
 use crate::args::ClusterStatusArgs;
 use crate::exit::Failure;
+use crate::progress;
 use crate::server::Task;
 use crate::status;
 
@@ -36,7 +37,7 @@ pub(super) async fn run(args: ClusterStatusArgs) -> Result<(), Failure> {
         for note in &plan.notes {
             text.push_str(&format!("note       {note}\n"));
         }
-        print!("{text}");
+        progress::print(&text)?;
         let Some(pause) = args.watch else { return Ok(()) };
         tokio::time::sleep(pause).await;
     }

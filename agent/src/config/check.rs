@@ -34,11 +34,13 @@ pub fn run(args: &ConfigArgs) -> Result<(), Failure> {
             count => format!("{count} options"),
         };
         match definition.clone().try_get_matches_from(&words.words) {
-            Ok(_) => println!("remora {name}: {count}, complete"),
+            Ok(_) => progress::print_line(&format!("remora {name}: {count}, complete"))?,
             // The rest may stand on the command line of the service.
             Err(error) if error.kind() == ErrorKind::MissingRequiredArgument => {
-                println!("remora {name}: {count}; the command line or the environment must add more:");
-                println!("{}", indented(&error.to_string()));
+                progress::print_line(&format!(
+                    "remora {name}: {count}; the command line or the environment must add more:\n{}",
+                    indented(&error.to_string())
+                ))?;
             }
             Err(error) => {
                 wrong += 1;

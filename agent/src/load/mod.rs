@@ -17,7 +17,7 @@ use self::{content::Content, keys::Keys, writer::Writer};
 use crate::{
     args::LoadArgs,
     exit::Failure,
-    progress::{Meter, Unit},
+    progress::{self, Meter, Unit},
     server::Task,
     units::{Size, readable},
 };
@@ -38,13 +38,12 @@ pub async fn run(args: LoadArgs) -> Result<(), Failure> {
     writer.finish().await?;
     let (seconds, elapsed) = (meter.elapsed().as_secs_f64().max(f64::EPSILON), meter.elapsed());
     meter.finish();
-    println!(
+    progress::print_line(&format!(
         "{} keys, {} in {}: {:.0} keys/s, {}/s",
         args.keys,
         Size::bytes(bytes),
         readable(elapsed),
         args.keys as f64 / seconds,
         Size::bytes((bytes as f64 / seconds) as u64),
-    );
-    Ok(())
+    ))
 }

@@ -27,6 +27,7 @@ use crate::args::{HostPort, ProbeArgs};
 use crate::conversation::{Connection, derive};
 use crate::exit::{Code, Failure};
 use crate::lanes::LANES_LABEL;
+use crate::progress;
 use crate::transports::connectors::TransportChoices;
 
 use self::measure::{Cell, Plan};
@@ -66,12 +67,11 @@ pub async fn run(args: ProbeArgs) -> Result<(), Failure> {
             heard = connection.receive() => drop(heard.map_err(denied)?),
         }
     };
-    if json {
-        println!("{}", show::as_json(&report))
-    } else {
-        print!("{}", show::as_text(&report))
-    }
-    report.verdict()
+    let told = match json {
+        true => progress::print_line(&show::as_json(&report).to_string()),
+        false => progress::print(&show::as_text(&report)),
+    };
+    report.verdict().and(told)
 }
 
 async fn ask(connection: &mut Connection, source: &HostPort) -> Result<Vec<RegionKey>, Failure> {

@@ -8,6 +8,8 @@
 
 use std::net::{IpAddr, SocketAddr};
 
+use remora_protocol::Announce;
+
 use crate::args::{HostPort, ReplicaArgs};
 use crate::conversation::Mode;
 
@@ -44,6 +46,23 @@ impl KnownPrimaries {
             source: (args.read.source.host.clone(), source.ip()),
             followed,
         }
+    }
+
+    /// Whether a source at this address may name that primary.
+    ///
+    /// # Errors
+    /// `--expect-primary` names others.
+    pub(super) fn expects(&self, source: IpAddr, primary: &Announce) -> Result<(), String> {
+        if self.expected.is_empty() {
+            return Ok(());
+        }
+        let host = match primary.host.as_str() {
+            // The source's own host. Its address may have changed, but a host that was named by one has not.
+            "" if self.source.0.parse::<IpAddr>().is_ok() => self.source.0.clone(),
+            "" => source.to_string(),
+            host => host.to_owned(),
+        };
+        self.trust(&host, primary.port).map(|_| ())
     }
 
     /// What the primary at this address may be given.

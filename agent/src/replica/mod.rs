@@ -18,7 +18,8 @@
 //!   meanwhile.
 //! - [`private`] keeps other users from what is written to disk.
 //! - [`introduction`] gives memory to a server that has our module.
-//! - [`source`] is the conversation with the source agent, and [`session`] the task that has it. A snapshot without a
+//! - [`source`] is the conversation with the source agent, and [`session`] the task that has it. [`data_set`] is what
+//!   the first conversation has agreed on, and compares every later one with it. A snapshot without a
 //!   server ([`crate::snapshot`]) begins with them too.
 //! - [`relay`] is this agent's part in passing slots on: [`relay_reader`] reads slots from other replicas and
 //!   [`relay_server`] lends them; [`upstream`] is the connection to another one, [`limit`] the rate.
@@ -32,6 +33,7 @@ pub mod attend;
 mod by_file;
 mod candidates;
 mod control;
+pub(crate) mod data_set;
 mod delivery;
 mod driver;
 mod feed;
@@ -184,7 +186,7 @@ async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -> Result<Option<Driver>
     let credentials = tokens.credentials(args.peers.expected.source_key);
     let link_tls = tls::server_config(&args.link_tls)?;
     let prepared = Prepared::of(&args, &credentials, Suits::Link).await?;
-    let Prepared { server, client, mut record, target, source, plan, mut primary } = prepared;
+    let Prepared { server, client, mut record, target, source, plan, mut primary, data_set } = prepared;
     preflight::refuse_what_sentinel_undoes(&args, &server, &target, &mut primary).await?;
     warn_of_a_small_backlog(&plan);
     if !plan.warning.is_empty() {
@@ -213,7 +215,7 @@ async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -> Result<Option<Driver>
         None => None,
     };
     let control = Control::new(server, client);
-    let setup = Setup { args, tokens, control, record, target, primary, source, link_tls, spool };
+    let setup = Setup { args, tokens, control, record, target, primary, source, data_set, link_tls, spool };
     Driver::begin(setup).await.map(Some)
 }
 

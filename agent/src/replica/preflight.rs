@@ -11,6 +11,7 @@ use std::time::Duration;
 use remora_protocol::Offer;
 use tokio::time::Instant;
 
+use super::data_set::DataSet;
 use super::finding::Finding;
 use super::known_primary::{KnownPrimaries, Trust};
 use super::link_login::{LinkLogin, PrimaryLogin};
@@ -239,6 +240,11 @@ impl Primary {
     /// Whether it has modules that may have put data into the snapshot.
     pub(super) fn has_modules_with_data(&self) -> bool {
         self.has_modules
+    }
+
+    /// What a sync of it is about, that begins with this plan.
+    pub(super) fn data_set(&self, plan: &Offer) -> DataSet {
+        DataSet::of_a_primary(self.server.clone(), self.finding.clone(), &self.known, plan)
     }
 
     /// Where it is.

@@ -5,6 +5,7 @@ use std::time::Duration;
 use remora_protocol::Offer;
 use tokio::time::Instant;
 
+use super::data_set::DataSet;
 use super::finding::Finding;
 use super::known_primary::KnownPrimaries;
 use super::preflight::{self, Known, Primary, Target};
@@ -41,6 +42,8 @@ pub(super) struct Prepared {
     pub(super) source: Source,
     pub(super) plan: Offer,
     pub(super) primary: Primary,
+    /// What the source and the primary were found to be about.
+    pub(super) data_set: DataSet,
 }
 
 impl Prepared {
@@ -95,6 +98,7 @@ impl Prepared {
             }
         };
         preflight::refuse_to_overwrite(args, &server, &target)?;
-        Ok(Prepared { server, client, record, target, source, plan, primary })
+        let data_set = primary.data_set(&plan);
+        Ok(Prepared { server, client, record, target, source, plan, primary, data_set })
     }
 }

@@ -264,6 +264,11 @@ impl Way {
         }
     }
 
+    /// The address by which the source was reached.
+    pub(crate) fn source(&self) -> SocketAddr {
+        self.source
+    }
+
     /// What protects data that is read over this transport.
     pub(super) fn protection(&self, kind: TransportKind, is_sealed: bool) -> Protection {
         self.protection.of_data(kind, is_sealed, self.source.ip())
@@ -490,12 +495,14 @@ mod tests {
         Offer {
             generation: 1,
             replid: Some("a".repeat(40).parse().unwrap()),
+            former: None,
             offset: 100,
             snapshot: table.clone(),
             journal: table,
             primary: Announce { host: String::new(), port: 6379, tls: false, source_sees_as: String::new() },
             server: String::new(),
             run_id: String::new(),
+            process: 1,
             backlog_bytes: 0,
             write_rate: 0,
             upstream: None,

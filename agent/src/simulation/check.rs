@@ -143,6 +143,10 @@ impl Watch {
     pub(super) fn servers(world: &mut World) -> Result<(), String> {
         let touched = std::mem::take(&mut world.touched);
         for server in touched.into_iter().map(|id| world.server(id)).filter(|server| server.is_up()) {
+            let is_foreign = |id: ServerId| server.traits.id != id && server.replid == world.server(id).replid;
+            if world.foreign.is_some_and(is_foreign) {
+                return Err(format!("server {} was given the data set of another primary", server.traits.id.0));
+            }
             let expected = world.oracle.expected(server.replid, server.offset);
             if expected != Some(server.content) {
                 return Err(format!(
@@ -220,7 +224,7 @@ impl Watch {
         if let Some(agent) = agents.iter().find(is_at_work) {
             return Err(format!("agent {} is still at work long after the last fault", agent.index));
         }
-        for server in &world.servers[FIRST_REPLICA..] {
+        for server in world.servers[FIRST_REPLICA..].iter().filter(|server| Some(server.traits.id) != world.foreign) {
             let fed = agents.iter().any(|agent| agent.is_running() && server.follows.as_ref() == Some(&agent.link));
             let follows = server.follows.as_ref() == Some(primary) || fed;
             let last = agents.iter().rfind(|agent| agent.options.server == server.traits.id);

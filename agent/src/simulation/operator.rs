@@ -9,7 +9,7 @@ use super::check::{STOP_LIMIT, Watch};
 use super::plan::{Act, FIRST_REPLICA, PRIMARY, ReplicaPlan, SECOND, Trap, UNREST, address};
 use super::replica_agent::{ReplicaAgent, ReplicaOptions, SOURCE};
 use super::run::Simulation;
-use super::source_agent::SourceAgent;
+use super::source_agent::{SourceAgent, SourceOptions};
 use super::tables::Tables;
 use super::wire::{Address, Host, ServerId};
 use super::world::Event;
@@ -131,6 +131,7 @@ impl Simulation {
                 self.sources.iter_mut().for_each(|source| source.stop(world, killed));
             }
             Act::StartSource => self.start_source(),
+            Act::ForeignSource => self.start_foreign_source(),
             Act::CutConnection => {
                 let open = self.world.open_connections();
                 if !open.is_empty() {
@@ -193,7 +194,21 @@ impl Simulation {
         self.replicas.push(agent);
     }
 
+    /// The source ends without a word, and another one listens at its address.
+    fn start_foreign_source(&mut self) {
+        let Some(captured) = self.world.foreign.filter(|&id| self.world.server(id).alive) else { return };
+        let world = &mut self.world;
+        self.sources.iter_mut().for_each(|source| source.stop(world, true));
+        // Its announcement is what the right one says: only the history tells them apart.
+        let options = SourceOptions { captured, eager: true, ..self.plan.source.clone() };
+        let source = SourceAgent::start(&mut self.world, self.sources.len(), options);
+        self.sources.push(source);
+    }
+
     fn start_source(&mut self) {
+        let (foreign, world) = (self.world.foreign, &mut self.world);
+        let foreign = self.sources.iter_mut().filter(|source| Some(source.options.captured) == foreign);
+        foreign.for_each(|source| source.stop(world, true));
         if self.sources.iter().any(|source| source.is_running) {
             return;
         }
@@ -283,7 +298,7 @@ impl Simulation {
 
     /// Starts an agent for each server that has none and is not in step.
     fn help(&mut self) {
-        for number in FIRST_REPLICA..self.world.servers.len() {
+        for number in FIRST_REPLICA..FIRST_REPLICA + self.plan.replicas.len() {
             let id = ServerId(number);
             let server = self.world.server(id);
             let is_well = server.is_up() && server.follows == Some(address(PRIMARY));

@@ -50,6 +50,8 @@ pub(super) enum Act {
     StopSource,
     KillSource,
     StartSource,
+    /// The source's name leads to the source of another primary.
+    ForeignSource,
     /// Any connection breaks.
     CutConnection,
     /// The link of a server to an agent breaks, and what is under way is lost.
@@ -95,6 +97,8 @@ pub(super) struct Plan {
     pub(super) replicas: Vec<ReplicaPlan>,
     pub(super) acts: Vec<(Duration, Act)>,
     pub(super) traps: Vec<Trap>,
+    /// There is another primary, with a data set of its own.
+    pub(super) foreign: bool,
 }
 
 /// Something that happens soon after an agent has begun with a job on its server.
@@ -106,6 +110,9 @@ pub(super) struct Trap {
     /// What happens, and how long after.
     pub(super) acts: Vec<(Duration, Act)>,
 }
+
+/// One schedule in this many has another primary, to whose source the source's name leads for a while.
+const FOREIGN_ONE_IN: u64 = 8;
 
 /// One schedule in this many has agents with a real delivery.
 const BYTES_ONE_IN: u64 = 16;
@@ -169,8 +176,10 @@ impl Plan {
         let mut acts = acts(&mut draw, number);
         cut_links(seed, &replicas, &mut acts);
         let traps = (0..draw.below(4)).map(|_| Trap::drawn(&mut draw, number)).collect();
+        let foreign = lead_elsewhere(seed, &mut acts);
         let slow = draw.below(5) == 0;
         Plan {
+            foreign,
             backlog: [1500, 6000, 40_000][draw.below(3) as usize],
             output_limit: if draw.below(5) == 0 { 1500 } else { 1 << 20 },
             slots: 3 + draw.below(25),
@@ -182,6 +191,20 @@ impl Plan {
             traps,
         }
     }
+}
+
+/// Has the source's name lead to another primary's source for a while, some times. Returns whether it does.
+fn lead_elsewhere(seed: u64, acts: &mut Vec<(Duration, Act)>) -> bool {
+    let mut draw = Random::split(seed, 6);
+    if draw.below(FOREIGN_ONE_IN) > 0 {
+        return false;
+    }
+    for _ in 0..1 + draw.below(3) {
+        let time = Duration::from_secs(2) + Duration::from_millis(draw.below(40_000));
+        acts.push((time, Act::ForeignSource));
+        acts.push((time + Duration::from_millis(500 + draw.below(12_000)), Act::StartSource));
+    }
+    true
 }
 
 /// Breaks the links of servers that a real delivery feeds for long, while much is under way.

@@ -1,5 +1,6 @@
 //! Replica agent: the real machine of a replica agent, and the real preflight and task for its server. An actor stands
 //! in the place of its delivery thread.
+// Larger than the bound: what happens to an agent, from its preflight to its end, stands in one place.
 
 use std::future::Future;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -18,10 +19,11 @@ use super::relay::RelayPlan;
 use super::source_agent::TRANSPORT;
 use super::wire::{Address, Conn, End, Message, ServerId};
 use super::world::{Event, World, shown};
-use crate::args::ReplicaArgs;
+use crate::args::{HostPort, ReplicaArgs};
 use crate::backoff::Backoff;
 use crate::conversation::Protection;
 use crate::exit::{Code, Failure};
+use crate::replica::data_set::DataSet;
 use crate::replica::machine::{
     Action, DeliveryEvent, Event as Input, Introduced, Job, Loss, Replica, Report, SourceEvent, Tables,
 };
@@ -65,8 +67,23 @@ pub(super) enum Mode {
 
 enum Stage {
     Preparing { work: JoinHandle<Result<Prepared, Failure>>, plan: Option<oneshot::Sender<Offer>>, _end: AbortOnDrop },
-    Running { machine: Box<Replica>, server: ServerHandle, kind: String },
+    Running { machine: Box<Replica>, server: ServerHandle, kind: String, data_set: DataSet, comparing: Vec<Comparing> },
     Ended,
+}
+
+/// What a source has offered, which is being compared with the data set of the run.
+struct Comparing {
+    about: About,
+    work: JoinHandle<Result<(), Failure>>,
+    _end: AbortOnDrop,
+}
+
+/// What follows from the comparison.
+pub(super) enum About {
+    /// Whether this conversation begins.
+    Session(Conn),
+    /// Whether these tables are connected.
+    Tables { attempt: u64, offer: Box<Offer> },
 }
 
 /// See the module's text.
@@ -76,6 +93,8 @@ pub(super) struct ReplicaAgent {
     pub(super) link: Address,
     stage: Stage,
     session: Option<Conn>,
+    /// The source behind a new session has not been compared yet. The machine knows nothing of it.
+    greets: bool,
     attempt: u64,
     delivery: Box<dyn Deliver>,
     /// Tables that are being connected, and those that were not attached yet.
@@ -100,6 +119,7 @@ pub(super) struct ReplicaAgent {
 pub(super) enum Done {
     Prepared(Result<Prepared, Failure>),
     Report(Report, bool),
+    Compared(About, Result<(), Failure>),
 }
 
 impl ReplicaAgent {
@@ -127,6 +147,7 @@ impl ReplicaAgent {
             link: Address { host: ip.to_string(), port: link.port() },
             stage: Stage::Preparing { work, plan: Some(tell), _end: end },
             session: None,
+            greets: false,
             attempt: 0,
             delivery,
             connecting: Vec::new(),
@@ -205,7 +226,7 @@ impl ReplicaAgent {
     pub(super) fn rests(&self) -> bool {
         let is_waiting = match &self.stage {
             Stage::Preparing { .. } => true,
-            Stage::Running { server, .. } => server.is_at_work(),
+            Stage::Running { server, comparing, .. } => server.is_at_work() || !comparing.is_empty(),
             Stage::Ended => false,
         };
         !is_waiting && !self.stirs
@@ -222,7 +243,19 @@ impl ReplicaAgent {
             Stage::Preparing { work, .. } => Pin::new(work)
                 .poll(cx)
                 .map(|done| Done::Prepared(done.unwrap_or_else(|_| Err(Failure::local("the preflight panicked"))))),
-            Stage::Running { server, .. } => server.poll_report(cx).map(|(report, used)| Done::Report(report, used)),
+            Stage::Running { server, comparing, .. } => {
+                let mut works = comparing.iter_mut().enumerate();
+                let ready = works.find_map(|(number, one)| match Pin::new(&mut one.work).poll(cx) {
+                    Poll::Ready(done) => Some((number, done)),
+                    Poll::Pending => None,
+                });
+                if let Some((number, done)) = ready {
+                    let Comparing { about, .. } = comparing.swap_remove(number);
+                    let done = done.unwrap_or_else(|_| Err(Failure::local("the comparison panicked")));
+                    return Poll::Ready(Done::Compared(about, done));
+                }
+                server.poll_report(cx).map(|(report, used)| Done::Report(report, used))
+            }
             Stage::Ended => Poll::Pending,
         }
     }
@@ -231,6 +264,7 @@ impl ReplicaAgent {
         match done {
             Done::Prepared(Err(failure)) => self.end(world, Err(failure)),
             Done::Prepared(Ok(prepared)) => self.begin(world, prepared),
+            Done::Compared(about, outcome) => self.compared(world, about, outcome),
             Done::Report(report, used) => {
                 let introduced = match &report {
                     Report::Introduced { number, outcome: Introduced::Done { .. } } => Some((*number, used)),
@@ -249,13 +283,13 @@ impl ReplicaAgent {
     }
 
     fn begin(&mut self, world: &mut World, prepared: Prepared) {
-        let Prepared { server, rules, kind, secret } = prepared;
+        let Prepared { server, rules, data_set, kind, secret } = prepared;
         if let Err(error) = self.delivery.start(world, secret) {
             return self.end(world, Err(Failure::local(format!("the delivery cannot start: {error}"))));
         }
         let backoff = Backoff::seeded(world.draw.next());
         let machine = Box::new(Replica::begin(world.instant(), rules, backoff));
-        self.stage = Stage::Running { machine, server, kind };
+        self.stage = Stage::Running { machine, server, kind, data_set, comparing: Vec::new() };
         self.stirs = true;
         world.after(PROGRESS_EVERY, Event::Replica(self.index, PROGRESS));
         if self.delivery.is_awake() {
@@ -286,17 +320,53 @@ impl ReplicaAgent {
             return;
         };
         (self.session, self.source) = (Some(conn), source);
-        if matches!(self.stage, Stage::Preparing { .. }) {
-            let join = Join {
-                name: format!("replica {}", self.index),
-                server: String::new(),
-                resume: None,
-                plan_only: true,
-                relays: None,
-            };
-            return self.say(world, Said::Join(join));
+        // As in the program, each conversation begins with a comparison.
+        self.greets = matches!(self.stage, Stage::Running { .. });
+        let join = Join {
+            name: format!("replica {}", self.index),
+            server: String::new(),
+            resume: None,
+            plan_only: true,
+            relays: None,
+        };
+        self.say(world, Said::Join(join));
+    }
+
+    fn compare(&mut self, about: About, offer: &Offer) {
+        let Stage::Running { data_set, comparing, .. } = &mut self.stage else { return };
+        let (data_set, offer) = (data_set.clone(), offer.clone());
+        let source = HostPort { host: SOURCE.0.to_string(), port: SOURCE.1 };
+        let at = SocketAddr::from((Ipv4Addr::new(10, 8, 0, 1), SOURCE.1));
+        let work = tokio::spawn(async move { data_set.check(&source, at, &offer).await.map_err(|loss| loss.failure) });
+        let end = AbortOnDrop::new(&work);
+        comparing.push(Comparing { about, work, _end: end });
+    }
+
+    fn compared(&mut self, world: &mut World, about: About, outcome: Result<(), Failure>) {
+        if outcome.is_err() {
+            world.count("a source of another data set");
         }
-        self.handle(world, Input::Source(SourceEvent::Connected));
+        match (about, outcome) {
+            (About::Session(conn), _) if self.session != Some(conn) || !self.greets => {}
+            (About::Session(_), Ok(())) => {
+                self.greets = false;
+                self.handle(world, Input::Source(SourceEvent::Connected));
+            }
+            (About::Session(conn), Err(failure)) => {
+                world.close(conn, self.session_end());
+                (self.session, self.greets) = (None, false);
+                let loss = Loss { passes: true, stalled: false, failure };
+                self.handle(world, Input::Source(SourceEvent::Unreachable(loss)));
+            }
+            (About::Tables { attempt, offer }, Ok(())) => {
+                self.connecting.push((attempt, offer));
+                let pause = world.millis(20);
+                world.after(pause, Event::Replica(self.index, CONNECTED + attempt));
+            }
+            (About::Tables { attempt, .. }, Err(failure)) => {
+                self.handle(world, Input::Tables { attempt, connected: Err(failure) });
+            }
+        }
     }
 
     /// There is no session, or none any more.
@@ -316,8 +386,10 @@ impl ReplicaAgent {
             return;
         }
         self.session = None;
+        let greets = std::mem::take(&mut self.greets);
         match &mut self.stage {
             Stage::Preparing { plan, .. } => *plan = None,
+            Stage::Running { .. } if greets => self.lost_source(world),
             Stage::Running { .. } => self.handle(world, Input::Source(SourceEvent::Lost(loss(true, false)))),
             Stage::Ended => {}
         }
@@ -336,6 +408,18 @@ impl ReplicaAgent {
         if let Stage::Preparing { plan, .. } = &mut self.stage {
             if let (Said::Offer(offer), Some(plan)) = (message, plan.take()) {
                 let _ = plan.send(offer);
+            }
+            return;
+        }
+        if self.greets {
+            match message {
+                Said::Offer(offer) => self.compare(About::Session(conn), &offer),
+                Said::Refused { .. } => {
+                    world.close(conn, self.session_end());
+                    (self.session, self.greets) = (None, false);
+                    self.lost_source(world);
+                }
+                _ => {}
             }
             return;
         }
@@ -435,9 +519,12 @@ impl ReplicaAgent {
             Action::ConnectSource => self.connect_source(world),
             Action::Join => self.join(world),
             Action::ConnectTables { attempt, offer } => {
-                self.connecting.push((attempt, offer));
-                let pause = world.millis(20);
-                world.after(pause, Event::Replica(self.index, CONNECTED + attempt));
+                // A server that has loaded gets the rest of the history that it has, or nothing.
+                if self.delivery.resume().is_some_and(|resume| resume.loaded) {
+                    return self.compared(world, About::Tables { attempt, offer }, Ok(()));
+                }
+                let compared = offer.clone();
+                self.compare(About::Tables { attempt, offer }, &compared);
             }
             Action::Attach { attempt } => {
                 if let Some((_, feed)) = self.tables.take_if(|(connected, _)| *connected == attempt) {

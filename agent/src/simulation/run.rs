@@ -133,6 +133,14 @@ impl Simulation {
                 self.world.on(id, |server, step| server.replicaof(Some(address(PRIMARY)), step));
             }
         }
+        if plan.foreign {
+            let id = ServerId(FIRST_REPLICA + plan.replicas.len());
+            self.world.add_server(traits(id));
+            self.world.foreign = Some(id);
+            (0..3).for_each(|number| {
+                self.world.on(id, |server, step| server.write(&[8, 7, 7, 7, 7, 7, 7, number], step))
+            });
+        }
         for (number, &(time, _)) in plan.acts.iter().enumerate() {
             self.world.at(time, Event::Operator(number));
         }

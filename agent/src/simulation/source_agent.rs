@@ -223,7 +223,7 @@ impl SourceAgent {
     fn plan(&self) -> Offer {
         let Address { host, port } = self.options.announce.clone();
         let primary = Announce { host, port, tls: false, source_sees_as: String::new() };
-        plan_of(&self.facts, primary, 0)
+        plan_of(&self.facts, primary, 0, self.index as u64)
     }
 
     // ---- the machine ----
@@ -322,14 +322,16 @@ impl SourceAgent {
             compressed: false,
             keys: Vec::new(),
         };
+        let plan = self.plan();
         let offer = Offer {
             generation: origin.generation,
             replid: Some(origin.history),
+            former: plan.former.filter(|_| plan.replid == Some(origin.history)),
             offset: origin.offset,
             snapshot: table(origin, self.room() as u32),
             journal: table(stream, journal_geometry(self.options.journal).slots),
             upstream,
-            ..self.plan()
+            ..plan
         };
         self.say(world, session, Said::Offer(offer));
     }
@@ -457,6 +459,7 @@ impl SourceAgent {
                     world.memories.begin_journal(key(generation), origin, self.options.journal);
                     self.journal = Some(generation);
                 }
+                self.event(world, CaptureEvent::Forked { generation });
                 self.event(world, CaptureEvent::Started { generation, replid, offset });
             }
             Message::Slot(slot) => {
@@ -578,6 +581,7 @@ pub(super) const TRANSPORT: TransportKind = TransportKind::Tcp;
 
 fn name(event: &CaptureEvent) -> &'static str {
     match event {
+        CaptureEvent::Forked { .. } => "forked",
         CaptureEvent::Started { .. } => "started",
         CaptureEvent::Completed { .. } => "completed",
         CaptureEvent::ModuleFailed => "module failed",

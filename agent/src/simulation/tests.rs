@@ -168,3 +168,21 @@ fn a_server_that_is_continued_at_the_wrong_offset_is_found() {
     // The server must lose what is under way to it after it has loaded, and come back to the link.
     is_found_among(Mutation::OffsetIgnored, "says that it is in step", Plan::cuts_real_links);
 }
+
+#[test]
+fn a_source_of_another_data_set_that_is_taken_is_found() {
+    is_found_among(Mutation::ForeignSourceTaken, "the data set of another primary", |plan| plan.foreign);
+}
+
+#[test]
+fn a_source_of_another_data_set_is_met_and_refused() {
+    let began = Instant::now();
+    for seed in seeds(6).filter(|&seed| Plan::of(seed).foreign) {
+        let outcome = play(seed, None, false);
+        assert_eq!(outcome.finding, None, "{}", explain(seed));
+        if outcome.counts.contains_key("a source of another data set") {
+            return;
+        }
+        assert!(began.elapsed() < FOUND_WITHIN, "not reached");
+    }
+}

@@ -108,6 +108,8 @@ pub(super) struct World {
     ties: Random,
     pub(super) draw: Random,
     pub(super) servers: Vec<Server>,
+    /// A primary with a data set of its own, which no server is to get.
+    pub(super) foreign: Option<ServerId>,
     pub(super) oracle: Oracle,
     pub(super) memories: Memories,
     conns: BTreeMap<Conn, Connection>,
@@ -137,6 +139,7 @@ impl World {
             ties: Random::split(seed, 1),
             draw: Random::split(seed, 2),
             servers: Vec::new(),
+            foreign: None,
             oracle: Oracle::default(),
             memories: Memories::default(),
             conns: BTreeMap::new(),

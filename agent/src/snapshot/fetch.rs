@@ -29,6 +29,7 @@ use crate::exit::{Code, Failure};
 use crate::metrics::register as all;
 use crate::metrics::{Agent, Families, Scrape, Scrapes, Watch};
 use crate::progress;
+use crate::replica::data_set::DataSet;
 use crate::server::{Configuration, read_configuration};
 use crate::signals::Signals;
 use crate::tasks::blocking;
@@ -66,7 +67,7 @@ async fn fetch(args: FetchArgs, scrapes: &mut Scrapes) -> Result<(), Failure> {
         }
         return scrapes.meanwhile("the snapshot is being fetched", to_stdout(args)).await;
     }
-    let fetched = to_file_telling(&args, |_| {}, scrapes).await?;
+    let fetched = to_file_telling(&args, DataSet::of_a_source(&args.from.expected), |_| {}, scrapes).await?;
     scrapes.leave(|families| fetched.measure(families));
     fetched.show(&args)
 }
@@ -78,10 +79,10 @@ struct Fetch {
 }
 
 impl Fetch {
-    fn start(args: &FetchArgs, target: Arc<dyn Target>) -> Result<Fetch, Failure> {
+    fn start(args: &FetchArgs, target: Arc<dyn Target>, data_set: DataSet) -> Result<Fetch, Failure> {
         let signals = Signals::catch()?;
         let pass_on = (!args.alone).then_some(&args.pass_on);
-        Ok(Fetch { signals, reception: Reception::start(&args.from, "fetch", target, true, pass_on)? })
+        Ok(Fetch { signals, reception: Reception::start(&args.from, "fetch", target, true, pass_on, data_set)? })
     }
 
     /// Waits until the whole snapshot has arrived. `left`: what a signal leaves. `begun` is called when a snapshot has
@@ -109,12 +110,12 @@ impl Fetch {
     }
 }
 
-/// Fetches into a file.
+/// Fetches into a file. `data_set`: what the snapshot must be of.
 ///
 /// # Errors
 /// As [`run`].
-pub(crate) async fn to_file(args: &FetchArgs) -> Result<Summary, Failure> {
-    to_file_telling(args, |_| {}, &mut Scrapes::default()).await
+pub(crate) async fn to_file(args: &FetchArgs, data_set: DataSet) -> Result<Summary, Failure> {
+    to_file_telling(args, data_set, |_| {}, &mut Scrapes::default()).await
 }
 
 /// As [`to_file`]. `begun` is told of the snapshot that has begun to arrive, and of another one if that begins instead.
@@ -124,10 +125,11 @@ pub(crate) async fn to_file(args: &FetchArgs) -> Result<Summary, Failure> {
 /// As [`run`].
 pub(crate) async fn to_file_telling(
     args: &FetchArgs,
+    data_set: DataSet,
     begun: impl Fn(Origin),
     scrapes: &mut Scrapes,
 ) -> Result<Summary, Failure> {
-    match receive(args, begun, scrapes).await {
+    match receive(args, data_set, begun, scrapes).await {
         Ok(whole) => whole.place(args).await,
         Err(failure) if failure.code == Code::Stale => Err(failure.and("or use it as a backup with --allow-stale")),
         Err(failure) => Err(failure),
@@ -145,7 +147,12 @@ pub(crate) struct Whole {
 ///
 /// # Errors
 /// As [`run`].
-pub(crate) async fn receive(args: &FetchArgs, begun: impl Fn(Origin), scrapes: &mut Scrapes) -> Result<Whole, Failure> {
+pub(crate) async fn receive(
+    args: &FetchArgs,
+    data_set: DataSet,
+    begun: impl Fn(Origin),
+    scrapes: &mut Scrapes,
+) -> Result<Whole, Failure> {
     let began = Instant::now();
     let (to, replaces) = (args.to.clone(), args.replace);
     let opened = blocking(move || FileTarget::open(&to, replaces));
@@ -153,7 +160,7 @@ pub(crate) async fn receive(args: &FetchArgs, begun: impl Fn(Origin), scrapes: &
     let target = Arc::new(target);
     let folder = target.folder().to_owned();
     let left = format!("; what has arrived is in {}, and the same command goes on there", folder.display());
-    let fetch = Fetch::start(args, Arc::clone(&target) as Arc<dyn Target>)?;
+    let fetch = Fetch::start(args, Arc::clone(&target) as Arc<dyn Target>, data_set)?;
     let tell = || {
         if let Some(kept) = target.present() {
             begun(kept.origin());
@@ -251,7 +258,8 @@ async fn write_who_it_follows(
 async fn to_stdout(args: FetchArgs) -> Result<(), Failure> {
     let began = Instant::now();
     let shelf = Arc::new(Shelf::new(&args.spool));
-    let mut fetch = Fetch::start(&args, Arc::clone(&shelf) as Arc<dyn Target>)?;
+    let mut fetch =
+        Fetch::start(&args, Arc::clone(&shelf) as Arc<dyn Target>, DataSet::of_a_source(&args.from.expected))?;
     let (tell, mut written) = tokio::sync::oneshot::channel();
     let (mut begun, source) = (fetch.reception.begun.clone(), Arc::clone(&shelf));
     let writing = async move {

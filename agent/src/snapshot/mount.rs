@@ -11,6 +11,7 @@ use super::shelf::Shelf;
 use super::target::{Keeper, Target};
 use crate::args::SnapshotMountArgs;
 use crate::exit::Failure;
+use crate::replica::data_set::DataSet;
 use crate::signals::Signals;
 use crate::tasks::blocking;
 
@@ -29,8 +30,14 @@ pub(super) async fn run(args: SnapshotMountArgs) -> Result<(), Failure> {
     let mut signals = Signals::catch()?;
     let shelf = Arc::new(Shelf::new(&args.spool));
     let source = args.from.read.source.to_string();
-    let Reception { mut running, stop, mut begun } =
-        Reception::start(&args.from, NAME, Arc::clone(&shelf) as Arc<dyn Target>, false, None)?;
+    let Reception { mut running, stop, mut begun } = Reception::start(
+        &args.from,
+        NAME,
+        Arc::clone(&shelf) as Arc<dyn Target>,
+        false,
+        None,
+        DataSet::of_a_source(&args.from.expected),
+    )?;
     let mut received = None;
     // What there is is mounted: until then there is nothing to see, and an error is simply the command's.
     tokio::select! {

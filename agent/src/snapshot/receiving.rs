@@ -23,11 +23,12 @@ use crate::backoff::Backoff;
 use crate::conversation::tokens::{Credentials, TokenFiles};
 use crate::exit::{Code, Failure};
 use crate::progress::{Meter, Unit};
+use crate::replica::data_set::DataSet;
 use crate::replica::machine::Loss;
 use crate::replica::meter::Meter as Counters;
 use crate::replica::relay::Relay;
 use crate::replica::relay_reader::{Lost, ReadFrom};
-use crate::replica::session::{Received, Session, unreachable};
+use crate::replica::session::{Received, Session};
 use crate::replica::source::{Chosen, Sinks, Source, failure, join};
 use crate::replica::upstream::Said;
 use crate::tasks::blocking;
@@ -45,6 +46,8 @@ const BUFFER_MEMORY: u64 = 96 << 20;
 pub(super) struct Receiving {
     pub(super) read: ReadArgs,
     pub(super) credentials: Credentials,
+    /// What the source's snapshot must be of.
+    pub(super) data_set: DataSet,
     /// The name that the source shows.
     pub(super) name: String,
     pub(super) target: Arc<dyn Target>,
@@ -125,7 +128,16 @@ impl Receiving {
         let mut source = Source::connect_first(&self.read, &self.credentials).await.map_err(failure)?;
         let name = self.name.clone();
         // A snapshot in the primary's own format: it is for a server of this kind and version.
-        let plan = source.plan(&self.read, Some(&name), "").await?;
+        let plan = loop {
+            let plan = source.plan(&self.read, Some(&name), "").await?;
+            let Err(loss) = self.data_set.check(&self.read.source, source.address(), &plan).await else {
+                break plan;
+            };
+            match self.connect_again(loss, &mut patience).await? {
+                Some(again) => source = again,
+                None => return Ok(None),
+            }
+        };
         let mut passes = self.pass_on(&source).await?;
         let meter = Meter::start(format!("snapshot of {}", self.read.source), Unit::Bytes, None);
         loop {
@@ -151,9 +163,9 @@ impl Receiving {
             if is_set_within(&mut self.stopped, pause).await {
                 return Ok(None);
             }
-            match Source::connect(&self.read, &self.credentials).await {
+            match self.data_set.connect(&self.read, &self.credentials, Some(&self.name), "").await {
                 Ok(source) => return Ok(Some(source)),
-                Err(error) => loss = unreachable(error),
+                Err(again) => loss = again,
             }
         }
     }
@@ -306,6 +318,7 @@ impl Receiving {
     /// Connects to the tables of an offer. The snapshot that has begun to arrive goes on, or another one begins.
     async fn begin(&self, session: &Session, offer: Offer, passes: Option<&mut Passes>) -> Result<Present, Failure> {
         let (way, retained) = (session.way().clone(), offer.snapshot.retained);
+        self.data_set.check(&self.read.source, way.source(), &offer).await.map_err(|loss| loss.failure)?;
         let mut passes = passes;
         passes.iter_mut().for_each(|passes| passes.relay.offered());
         let wish = passes.as_ref().and_then(|passes| passes.relay.wish(None));

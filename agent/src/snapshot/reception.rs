@@ -10,6 +10,7 @@ use super::receiving::{Arrived, Passing, Receiving};
 use super::target::Target;
 use crate::args::{PassOnArgs, RelayArgs, ReplicaNameArgs, SnapshotFromArgs};
 use crate::exit::Failure;
+use crate::replica::data_set::DataSet;
 use crate::replica::open_tokens;
 
 /// The task that receives a snapshot.
@@ -27,7 +28,8 @@ pub(super) struct Reception {
 impl Reception {
     /// Begins to receive. `name`: under which the source shows it, unless the user has given another one; `asks`:
     /// whether the primary is asked at the end if it would continue from the snapshot; `pass_on`: how slots pass
-    /// between this command and replicas, if they do.
+    /// between this command and replicas, if they do;
+    /// `data_set`: what the snapshot must be of.
     ///
     /// # Errors
     /// The token or the certificates cannot be used.
@@ -37,6 +39,7 @@ impl Reception {
         target: Arc<dyn Target>,
         asks: bool,
         pass_on: Option<&PassOnArgs>,
+        data_set: DataSet,
     ) -> Result<Reception, Failure> {
         let files: Vec<PathBuf> = from.token_file.iter().cloned().collect();
         let (readers, relay) = match pass_on {
@@ -50,7 +53,7 @@ impl Reception {
         let (stop, stopped) = watch::channel(false);
         let name = from.name.clone().unwrap_or_else(|| name.to_owned());
         let read = from.read.clone();
-        let receiving = Receiving { read, credentials, name, target, asks, passing, begun: begin, stopped };
+        let receiving = Receiving { read, credentials, data_set, name, target, asks, passing, begun: begin, stopped };
         Ok(Reception { running: tokio::spawn(receiving.run()), stop, begun })
     }
 }

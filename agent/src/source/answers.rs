@@ -1,6 +1,6 @@
 //! Answers about the primary: its address, its snapshot formats, and whether it continues a replica's history.
 
-use remora_protocol::{Announce, Offer, Relays, TableOffer};
+use remora_protocol::{Announce, Former, Offer, Relays, TableOffer};
 use remora_redis::ReplId;
 use tokio::sync::Mutex;
 
@@ -9,7 +9,7 @@ use crate::args::HostPort;
 use crate::server::{Client, Facts, Place, Server, ServerUrl};
 
 /// An offer without tables, for a dry run.
-pub(crate) fn plan_of(facts: &Facts, primary: Announce, write_rate: u64) -> Offer {
+pub(crate) fn plan_of(facts: &Facts, primary: Announce, write_rate: u64, process: u64) -> Offer {
     let nothing = || TableOffer {
         generation: 0,
         first_offset: 0,
@@ -23,12 +23,14 @@ pub(crate) fn plan_of(facts: &Facts, primary: Announce, write_rate: u64) -> Offe
     Offer {
         generation: 0,
         replid: facts.replid,
+        former: facts.former.map(|(replid, end)| Former { replid, end }),
         offset: facts.offset.unwrap_or(0),
         snapshot: nothing(),
         journal: nothing(),
         primary,
         server: facts.name(),
         run_id: facts.run_id.clone().unwrap_or_default(),
+        process,
         backlog_bytes: facts.backlog.map_or(0, |backlog| backlog.size),
         write_rate,
         upstream: None,

@@ -71,6 +71,7 @@ impl Source {
                 self.links.begin(self.exports.bytes_served());
                 self.learn();
             }
+            CaptureEvent::Forked { generation } => tracing::debug!(generation, "the server forks"),
             CaptureEvent::Completed { generation, bytes } => {
                 let seconds = self.gauge.began().map_or(0.0, |began| began.elapsed().as_secs_f64());
                 let rate = Size::bytes((*bytes as f64 / seconds.max(1e-9)) as u64);

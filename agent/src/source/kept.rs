@@ -283,7 +283,7 @@ pub(super) fn keep(source: &mut Source) {
         offset: origin.offset,
         bytes,
         own_format: snapshot.format == Format::Own,
-        asked: since_1970().saturating_sub(snapshot.asked().elapsed()).as_millis() as u64,
+        asked: since_1970().saturating_sub(snapshot.taken().elapsed()).as_millis() as u64,
         snapshot: source.tables.snapshot.1.into(),
         journal: source.tables.journal.1.into(),
         stream: (stream.generation, stream.offset),

@@ -184,7 +184,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         events,
         sessions: HashMap::new(),
         threads: Threads::default(),
-        questions: Questions::default(),
+        questions: Questions::new(),
         rate: Rate::default(),
         output: OutputWatch::default(),
         links: Links::default(),
@@ -562,15 +562,16 @@ impl Source {
         let Some(peer) = self.sessions.get_mut(&session) else { return };
         peer.grant(session, &self.exports, |readable| readable.tables = Some(tables));
         let table = |origin: Origin, id| self.tables.offer(id, origin.offset, self.exports.keys(id));
-        let [snapshot, journal] = tables;
+        let ([snapshot, journal], plan) = (tables, self.plan());
         let offer = Offer {
             generation: origin.generation,
             replid: Some(origin.history),
+            former: plan.former.filter(|_| plan.replid == Some(origin.history)),
             offset: origin.offset,
             snapshot: table(origin, snapshot),
             journal: table(stream, journal),
             upstream,
-            ..self.plan()
+            ..plan
         };
         self.send(session, Message::Offer(offer));
     }

@@ -67,6 +67,8 @@ pub(super) struct Questions {
     plans: BTreeSet<Session>,
     /// The sessions that have asked for the status.
     reports: BTreeMap<Session, Report>,
+    /// The number of this process, for offers.
+    process: u64,
     /// When the source's facts were read last.
     learned: Option<Instant>,
     /// Why the server has not answered the last question about them.
@@ -89,6 +91,14 @@ struct Report {
 }
 
 impl Questions {
+    /// Those of a process that has just started.
+    pub(super) fn new() -> Questions {
+        let mut drawn = [0; 8];
+        // Without random numbers the process id tells the processes of one host apart.
+        let process = getrandom::fill(&mut drawn).map_or(std::process::id().into(), |()| u64::from_le_bytes(drawn));
+        Questions { process, ..Questions::default() }
+    }
+
     /// A session asks for the status. Returns how long its report must wait; `None` if it waits for one already.
     fn report(&mut self, session: Session, now: Instant) -> Option<Duration> {
         let last = self.reports.get(&session);
@@ -195,7 +205,7 @@ impl Source {
     pub(super) fn plan(&self) -> Offer {
         let told = self.args.announce.clone().or_else(|| self.captured.primary());
         let primary = announce(told.as_ref(), self.captured.server().url(), &self.facts);
-        let plan = plan_of(&self.facts, primary, self.rate.bytes_per_second());
+        let plan = plan_of(&self.facts, primary, self.rate.bytes_per_second(), self.questions.process);
         // The primary holds the stream back only for a capture that takes both.
         let holds_back = self.machine.status().stream.is_none() && self.tables.is_windowed_for(&self.facts);
         let expected = expected(&self.facts, self.tables.snapshot.1);

@@ -72,7 +72,7 @@ fn generation_status(source: &Source) -> Option<GenerationStatus> {
         windowed: source.gauge.retired_slots() > 0,
         memory_bytes: source.tables.resident(),
         memory_limit: source.args.memory.get(),
-        age_seconds: snapshot.asked().elapsed().as_secs(),
+        age_seconds: snapshot.taken().elapsed().as_secs(),
         journal_first: first,
         journal_end: end + 1,
         capture_millis: source.gauge.capture_time().as_millis() as u64,

@@ -14,6 +14,7 @@ use self::screen::{Screen, Wish};
 use crate::args::{HostPort, StatusArgs};
 use crate::conversation::{Connection, Error};
 use crate::exit::{Code, Failure};
+use crate::progress;
 use crate::units::Size;
 
 /// How long a source may take to answer.
@@ -33,9 +34,9 @@ pub async fn run(args: StatusArgs) -> Result<(), Failure> {
         let report = ask(&mut connection, &source).await?;
         if args.json {
             let text = serde_json::to_string(&report).map_err(|error| Failure::local(error.to_string()))?;
-            println!("{text}");
+            progress::print_line(&text)?;
         } else {
-            print!("{}", table(&report));
+            progress::print(&table(&report))?;
         }
         let Some(pause) = args.watch else { return Ok(()) };
         tokio::time::sleep(pause).await;

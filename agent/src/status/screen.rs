@@ -13,6 +13,7 @@
 //! What it says is decided in [`view`](super::view).
 
 use std::io;
+use std::mem::ManuallyDrop;
 use std::time::Duration;
 
 use ratatui::buffer::Buffer;
@@ -34,7 +35,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// A terminal that shows reports. Dropping it gives the terminal back as it was.
 pub(super) struct Screen {
-    terminal: ratatui::DefaultTerminal,
+    /// Its own end would print an error by `eprintln!`, which panics if the terminal is gone.
+    terminal: ManuallyDrop<ratatui::DefaultTerminal>,
 }
 
 /// What a key asks for.
@@ -50,7 +52,7 @@ impl Screen {
     /// Takes the terminal.
     pub(super) fn begin() -> Result<Screen, Failure> {
         let terminal = ratatui::try_init().map_err(unusable)?;
-        Ok(Screen { terminal })
+        Ok(Screen { terminal: ManuallyDrop::new(terminal) })
     }
 
     /// Draws a report.
@@ -84,7 +86,9 @@ impl Screen {
 
 impl Drop for Screen {
     fn drop(&mut self) {
-        ratatui::restore();
+        // Nothing can be done about a terminal that is gone.
+        let _ = self.terminal.show_cursor();
+        let _ = ratatui::try_restore();
     }
 }
 

@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 
 use crate::args::DevicesArgs;
 use crate::exit::Failure;
+use crate::progress;
 use crate::units::Size;
 
 /// One sentence for each transport, best first: what this host has of it or lacks.
@@ -20,15 +21,13 @@ pub fn verdicts() -> [(TransportKind, String); 3] {
 /// Prints the report on stdout.
 ///
 /// # Errors
-/// None at present: a host without RDMA gives a report too.
+/// Stdout cannot be written. A host without RDMA gives a report too.
 pub fn run(args: &DevicesArgs) -> Result<(), Failure> {
     let (rdma, shm, tcp) = (verbs::devices(), shm_verdict(), Tcp::look());
-    if args.json {
-        println!("{}", as_json(&rdma, &shm, &tcp));
-    } else {
-        print!("{}", as_text(&rdma, &shm, &tcp));
+    match args.json {
+        true => progress::print_line(&as_json(&rdma, &shm, &tcp).to_string()),
+        false => progress::print(&as_text(&rdma, &shm, &tcp)),
     }
-    Ok(())
 }
 
 /// Whether memory can be shared with other processes of this host. It tries to.

@@ -35,7 +35,7 @@ use self::{
 use crate::{
     args::{DigestUse, VerifyArgs},
     exit::{Code, Failure},
-    progress::{Meter, Unit},
+    progress::{self, Meter, Unit},
     server::{Facts, ServerError},
 };
 
@@ -49,12 +49,11 @@ pub async fn run(args: VerifyArgs) -> Result<(), Failure> {
     let mut report = Report::begin(&pair, args.limit);
     compare(&mut pair, &args, &mut report).await?;
     report.seconds = begun.elapsed().as_secs_f64();
-    if args.json {
-        println!("{}", report.json());
-    } else {
-        print!("{report}");
-    }
-    conclude(&report)
+    let told = match args.json {
+        true => progress::print_line(&report.json()),
+        false => progress::print(&report.to_string()),
+    };
+    conclude(&report).and(told)
 }
 
 async fn compare(pair: &mut Pair, args: &VerifyArgs, report: &mut Report) -> Result<(), ServerError> {

@@ -13,7 +13,7 @@ use super::file::VolumeFile;
 use super::servers::Protection;
 use crate::args::ScrubArgs;
 use crate::exit::{Code, Failure};
-use crate::progress::{Meter, Unit};
+use crate::progress::{self, Meter, Unit};
 
 /// Runs `remora volume scrub`.
 ///
@@ -35,11 +35,13 @@ pub(super) fn run(args: &ScrubArgs) -> Result<(), Failure> {
     });
     let found = found.map_err(|error| failure(&name, &error))?;
     meter.finish();
-    let (mut damaged, mut failed) = (Vec::new(), Vec::new());
+    let (mut damaged, mut failed, mut text) = (Vec::new(), Vec::new(), String::new());
     for (number, (server, found)) in names.iter().zip(found).enumerate() {
         match found {
             Ok(Findings { read, repaired, damaged: bad, .. }) => {
-                println!("{server}: {read} blocks read, {repaired} repaired in its store, {bad} damaged in memory");
+                text.push_str(&format!(
+                    "{server}: {read} blocks read, {repaired} repaired in its store, {bad} damaged in memory\n"
+                ));
                 if bad > 0 {
                     damaged.push(number);
                 }
@@ -47,6 +49,7 @@ pub(super) fn run(args: &ScrubArgs) -> Result<(), Failure> {
             Err(why) => failed.push(format!("{server}: {why}")),
         }
     }
+    let told = progress::print(&text);
     let left = wait_for_writer(shape, &servers, &options, damaged);
     if !left.is_empty() {
         let left: Vec<_> = left.iter().filter_map(|number| names.get(*number)).map(ToString::to_string).collect();
@@ -56,7 +59,7 @@ pub(super) fn run(args: &ScrubArgs) -> Result<(), Failure> {
     if !failed.is_empty() {
         return Err(Failure::new(Code::Volume, format!("the volume {name} was not scrubbed at {}", failed.join("; "))));
     }
-    Ok(())
+    told
 }
 
 /// Waits until the writer that is at work, if one is, has taken these copies back. Returns those that are left.

@@ -12,6 +12,7 @@ use super::file::VolumeFile;
 use super::servers::Protection;
 use crate::args::VolumeStatusArgs;
 use crate::exit::{Code, Failure};
+use crate::progress;
 use crate::units::{Size, readable};
 
 /// The state of a volume, as `--json` prints it.
@@ -77,18 +78,19 @@ pub(super) fn run(args: &VolumeStatusArgs) -> Result<(), Failure> {
         acknowledge: shape.copies().hold(),
         copies: names.iter().zip(statuses).map(|(name, status)| copy(name.to_string(), status)).collect(),
     };
-    if args.json {
-        let text = serde_json::to_string(&report).map_err(|error| Failure::local(error.to_string()))?;
-        println!("{text}");
-    } else {
-        print!("{}", table(&report));
-    }
+    let told = match args.json {
+        true => {
+            let text = serde_json::to_string(&report).map_err(|error| Failure::local(error.to_string()))?;
+            progress::print_line(&text)
+        }
+        false => progress::print(&table(&report)),
+    };
     let needed = shape.copies().promises();
     if remember < needed {
         let text = format!("{remember} servers that hold the volume answer, and {needed} are needed to open it");
         return Err(Failure::new(Code::Volume, text));
     }
-    Ok(())
+    told
 }
 
 fn copy(server: String, status: Result<Status, String>) -> Copy {

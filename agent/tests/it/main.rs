@@ -4,6 +4,7 @@
 
 mod kit;
 
+mod another_data_set;
 mod attend;
 mod attend_passed;
 mod attend_sources;
@@ -64,10 +65,12 @@ mod service;
 mod snapshot_mount;
 mod status;
 mod stay;
+mod storms;
 mod strangers;
 mod taken_over;
 mod tokens;
 mod tuning;
+mod unwritable;
 mod verify;
 mod versions;
 mod volume;

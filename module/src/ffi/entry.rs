@@ -1,6 +1,7 @@
 //! The two symbols that a server looks up in a module.
 
 use std::ffi::{CStr, c_int, c_void};
+use std::io::Write;
 use std::ptr::NonNull;
 
 use super::callback::guard;
@@ -60,8 +61,10 @@ unsafe fn load<M: Module>(context: *mut RawContext, arguments: *mut *mut RawStri
     match unsafe { Functions::look_up(get_api) } {
         Ok(functions) => keep(functions),
         Err(missing) => {
-            // The server's log can't be written to yet; without a log file, standard error is where it goes.
-            eprintln!("remora: this server lacks {missing}: Redis 7.0 or Valkey 7.2 and later have it");
+            // The server's log can't be written to yet; without a log file, standard error is where it goes. A server
+            // whose standard error can't be written refuses the module without a word.
+            let text = format!("remora: this server lacks {missing}: Redis 7.0 or Valkey 7.2 and later have it\n");
+            let _ = std::io::stderr().write_all(text.as_bytes());
             return false;
         }
     }

@@ -26,6 +26,7 @@ use crate::backoff::Backoff;
 use crate::conversation::Fault;
 use crate::conversation::tokens::Credentials;
 use crate::exit::Failure;
+use crate::replica::data_set::DataSet;
 use crate::replica::parts::Part;
 use crate::replica::session::{Received, Session, unreachable};
 use crate::replica::source::{Sinks, Source, join};
@@ -48,6 +49,8 @@ const OFFER_LIMIT: Duration = Duration::from_secs(20);
 pub(super) struct From {
     pub(super) read: ReadArgs,
     pub(super) credentials: Credentials,
+    /// What all folders of one command are about.
+    pub(super) data_set: DataSet,
     pub(super) name: String,
     pub(super) sync_every: Duration,
 }
@@ -188,7 +191,8 @@ async fn follow(
 /// Connects, and asks for the journal from a byte on. `Failed`: another attempt may succeed.
 async fn connect(from: &From, history: ReplId, next_byte: u64) -> Result<(Source, Offer), Why> {
     let failed = |error| Why::Failed(unreachable(error).failure);
-    let mut source = Source::connect(&from.read, &from.credentials).await.map_err(failed)?;
+    let connected = from.data_set.connect(&from.read, &from.credentials, Some(&from.name), "").await;
+    let mut source = connected.map_err(|loss| Why::Failed(loss.failure))?;
     let resume = Resume { generation: 0, held_slots: 0, loaded: true, replid: history, next_byte };
     let request = Join { plan_only: false, ..join(Some(&from.name), "", Some(resume)) };
     match tokio::time::timeout(OFFER_LIMIT, source.journal(request)).await {

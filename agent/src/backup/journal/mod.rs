@@ -38,6 +38,7 @@ use crate::conversation::tokens::Credentials;
 use crate::exit::{Code, Failure};
 use crate::metrics::Scrapes;
 use crate::progress;
+use crate::replica::data_set::DataSet;
 use crate::signals::Signals;
 use crate::snapshot::fetch;
 use crate::tasks::blocking;
@@ -80,7 +81,8 @@ pub(super) async fn run(
     let security = from.security.open_for(&from.expected, CertificateRoles::default())?;
     let credentials = Credentials::read(from.token_file.as_ref(), security, from.expected.source_key)?;
     let name = from.name.clone().unwrap_or_else(|| "backup".to_owned());
-    let from = From { read: from.read, credentials, name, sync_every: args.sync_every };
+    let data_set = DataSet::of_a_source(&from.expected);
+    let from = From { read: from.read, credentials, data_set, name, sync_every: args.sync_every };
     let context = Arc::new(Context { args, target, from });
     let mut present = scrapes.meanwhile("what is there is being checked", resume(&context)).await?;
     let mut beginning = if present.is_none() { Some(context.begin(None, None)) } else { None };
@@ -251,9 +253,13 @@ async fn begin(
     let incoming = context.target.incoming_file();
     let (tell, mut begun) = watch::channel(None);
     let args = context.args.fetch(&incoming);
-    let mut unasked = Scrapes::default();
-    let mut fetching =
-        Box::pin(fetch::to_file_telling(&args, move |origin| _ = tell.send_replace(Some(origin)), &mut unasked));
+    let (data_set, mut unasked) = (context.from.data_set.clone(), Scrapes::default());
+    let mut fetching = Box::pin(fetch::to_file_telling(
+        &args,
+        data_set,
+        move |origin| _ = tell.send_replace(Some(origin)),
+        &mut unasked,
+    ));
     let mut recording: Option<(ReplId, u64, sets::Beginning, Following)> = None;
     let fetched = loop {
         tokio::select! {

@@ -67,7 +67,8 @@ pub async fn run(args: RestoreArgs) -> Result<(), Failure> {
     let json = args.json;
     let report = until_signal(restored(args), ": nothing was laid out").await?;
     if json {
-        println!("{}", serde_json::to_string_pretty(&report).map_err(|error| Failure::local(error.to_string()))?);
+        let text = serde_json::to_string_pretty(&report).map_err(|error| Failure::local(error.to_string()))?;
+        progress::print_line(&text)?;
     } else {
         show(&report);
     }

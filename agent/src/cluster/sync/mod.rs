@@ -176,7 +176,8 @@ fn agree(yes: bool) -> Result<(), Failure> {
 
 fn print(args: &ClusterSyncArgs, done: &[Outcome]) -> Result<(), Failure> {
     if args.json {
-        println!("{}", serde_json::to_string(done).map_err(|error| Failure::local(error.to_string()))?);
+        let text = serde_json::to_string(done).map_err(|error| Failure::local(error.to_string()))?;
+        progress::print_line(&text)?;
     }
     Ok(())
 }

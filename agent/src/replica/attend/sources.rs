@@ -50,8 +50,7 @@ impl Answered {
     }
 }
 
-/// Asks all sources at once, and returns the first that can serve the attended server, with the arguments of a sync
-/// from it. `attended`: what the server says of itself.
+/// Asks all sources at once, and returns the first that can serve the attended server. `attended`: what the server says of itself.
 ///
 /// # Errors
 /// None of them can, and why.
@@ -61,7 +60,7 @@ pub(super) async fn find(
     tokens: &TokenFiles,
     arrival: &Arrival,
     attended: &Facts,
-) -> Result<(SyncArgs, Source), Failure> {
+) -> Result<Answered, Failure> {
     let needs = Needs { primary: arrival.facts.clone().unwrap_or_default(), attended: attended.clone() };
     let mut asked = JoinSet::new();
     for at in std::iter::once(&args.read.source).chain(others) {
@@ -73,7 +72,7 @@ pub(super) async fn find(
     let mut causes = Vec::new();
     while let Some(answered) = asked.join_next().await {
         match answered {
-            Ok(Ok(Answered { args, source, .. })) => return Ok((args, source)),
+            Ok(Ok(answered)) => return Ok(answered),
             Ok(Err(failure)) => causes.push(failure.message),
             Err(error) => causes.push(error.to_string()),
         }
@@ -174,7 +173,7 @@ mod tests {
 
     fn plan(of: &Facts) -> Offer {
         let primary = Announce { host: String::new(), port: 1, tls: false, source_sees_as: String::new() };
-        plan_of(of, primary, 0)
+        plan_of(of, primary, 0, 1)
     }
 
     #[test]

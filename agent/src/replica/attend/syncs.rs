@@ -22,6 +22,7 @@ use crate::exit::{Code, Failure};
 use crate::metrics::{Scrape, Scrapes};
 use crate::replica::candidates::Newcomer;
 use crate::replica::control::Control;
+use crate::replica::data_set::DataSet;
 use crate::replica::driver::{self, Attending, Driver};
 use crate::replica::source::Source;
 use crate::server::{Client, Facts, Server, ServerError};
@@ -254,7 +255,7 @@ impl Syncs {
                 return Err(Failure::refused("the server has a connection to a primary, and follows none"));
             };
             let primary = (link.host.clone(), link.port);
-            let (args, source) = match self.find_source(arrival, &server).await {
+            let (args, source, data_set) = match self.find_source(arrival, &server).await {
                 Ok(found) => found,
                 Err(failure) => {
                     // It may have begun another history since it was asked: with its first replica, or by a promotion.
@@ -271,8 +272,19 @@ impl Syncs {
             let (tokens, gate) = (self.tokens.clone(), self.gate.clone());
             let control = Control::new(self.server.clone(), client);
             let watcher = self.watcher.clone();
-            let attending =
-                Attending { args, tokens, control, server, primary, source, gate, watcher, arrivals, lingers: tell };
+            let attending = Attending {
+                args,
+                tokens,
+                control,
+                server,
+                primary,
+                source,
+                data_set,
+                gate,
+                watcher,
+                arrivals,
+                lingers: tell,
+            };
             Ok((Driver::begin_attending(attending).await?, newcomers, lingers))
         };
         let (mut driver, newcomers, lingers) =
@@ -287,8 +299,9 @@ impl Syncs {
         Ok(())
     }
 
-    async fn find_source(&self, arrival: &Arrival, server: &Facts) -> Result<(SyncArgs, Source), Failure> {
-        sources::find(&self.args, &self.sources, &self.tokens, arrival, server).await
+    async fn find_source(&self, arrival: &Arrival, server: &Facts) -> Result<(SyncArgs, Source, DataSet), Failure> {
+        let found = sources::find(&self.args, &self.sources, &self.tokens, arrival, server).await?;
+        Ok((found.args, found.source, DataSet::of_an_attended_server(&found.plan)))
     }
 }
 

@@ -27,6 +27,7 @@ use tokio::time::Instant;
 
 use self::back::Back;
 use self::place::Place;
+use super::data_set::DataSet;
 use super::preflight::Primary;
 use super::prepared::{Prepared, Suits};
 use super::record::{Placed, Record, SAVE};
@@ -84,6 +85,7 @@ struct Delivery {
     /// What the server said of itself.
     facts: Facts,
     primary: Primary,
+    data_set: DataSet,
     place: Place,
     began: Instant,
 }
@@ -95,7 +97,7 @@ async fn prepare(args: ReplicaArgs, credentials: Credentials, command: String) -
     // What a server holds that was restarted on our file is ours to replace.
     let looks = ReplicaArgs { replace: args.replace || left.is_some(), ..args.clone() };
     let prepared = Prepared::of(&looks, &credentials, Suits::Any).await?;
-    let Prepared { server, mut client, mut record, target, plan, primary, .. } = prepared;
+    let Prepared { server, mut client, mut record, target, plan, primary, data_set, .. } = prepared;
     let facts = target.facts.clone();
     if let Some(left) = left.filter(|left| left.run_id != facts.run_id && !args.dry_run) {
         // It was restarted since, and may be on its way.
@@ -132,7 +134,7 @@ async fn prepare(args: ReplicaArgs, credentials: Credentials, command: String) -
         ));
         return Ok(None);
     }
-    Ok(Some(Delivery { args, command, server, client, record, facts, primary, place, began }))
+    Ok(Some(Delivery { args, command, server, client, record, facts, primary, data_set, place, began }))
 }
 
 /// What an agent before us has put in place without seeing the server in step. If the server is away, it is restarted.
@@ -165,7 +167,7 @@ impl Delivery {
     async fn run(mut self) -> Result<(), Failure> {
         let mut signals = Signals::catch()?;
         let fetch = self.fetch_args();
-        let whole = fetch::receive(&fetch, |_| {}, &mut Scrapes::default()).await?;
+        let whole = fetch::receive(&fetch, self.data_set.clone(), |_| {}, &mut Scrapes::default()).await?;
         let stopped = |signal: &str| Failure::new(Code::Interrupted, format!("stopped by {signal}"));
         let quiet = tokio::select! {
             quiet = self.quieten() => quiet,

@@ -34,16 +34,17 @@ use self::coverage::Coverage;
 use self::server::{ServerTask, Work};
 pub(super) use self::start::{Attending, Setup};
 use super::candidates::Newcomer;
+use super::data_set::DataSet;
 use super::delivery::{Handle, Notice, Order};
 use super::feed::Feed;
 use super::finding::Finding;
 use super::introduction::{Answer, Introduction};
-use super::machine::{Action, DeliveryEvent, Event, Job, Reading, Replica, SourceEvent};
+use super::machine::{Action, DeliveryEvent, Event, Job, Loss, Reading, Replica, SourceEvent};
 use super::meter::Meter;
 use super::relay::Relay;
 use super::relay_reader::ReadFrom;
 use super::report::{PROGRESS_EVERY, Summary};
-use super::session::{Received, Session, unreachable};
+use super::session::{Received, Session};
 use super::source::{Chosen, Sinks, Source, join_again};
 use super::spool::SnapshotId;
 use super::upstream::Said;
@@ -116,13 +117,15 @@ struct Facts {
     primary: String,
     /// Where the primary is at any time, as Sentinels say.
     finding: Option<Finding>,
+    /// What the run is about.
+    data_set: DataSet,
     /// The snapshot whose slots are in the state folder, and how many of them for certain.
     spooled: Option<(SnapshotId, u64)>,
 }
 
 /// The result of a connecting task.
 enum Connected {
-    Source(Result<Source, crate::conversation::Error>),
+    Source(Result<Source, Loss>),
     Tables { attempt: u64, offer: Box<Offer>, result: Result<(Box<Feed>, Chosen), Failure> },
 }
 
@@ -274,7 +277,7 @@ impl Driver {
                 self.session = Some(Session::start(source, way));
                 Some(Event::Source(SourceEvent::Connected))
             }
-            Connected::Source(Err(error)) => Some(Event::Source(SourceEvent::Unreachable(unreachable(error)))),
+            Connected::Source(Err(loss)) => Some(Event::Source(SourceEvent::Unreachable(loss))),
             Connected::Tables { attempt, offer, result: Ok((feed, chosen)) } => {
                 let tables = chosen.tables(offer.clone());
                 self.tables = Some((attempt, feed, chosen, offer));
@@ -404,8 +407,9 @@ impl Driver {
 
     fn connect_source(&mut self) {
         let (args, credentials, tell) = (self.args.clone(), self.credentials.clone(), self.connecting.0.clone());
+        let (data_set, kind) = (self.facts.data_set.clone(), self.facts.kind.clone());
         let task = tokio::spawn(async move {
-            let connected = Source::connect(&args.read, &credentials).await;
+            let connected = data_set.connect(&args.read, &credentials, args.name.as_deref(), &kind).await;
             let _ = tell.send(Connected::Source(connected));
         });
         self.calling = Some(AbortOnDrop::new(&task));
@@ -432,12 +436,25 @@ impl Driver {
         let progress = self.delivery.progress();
         let is_same = progress.snapshot.is_some_and(|id| id.origin.generation == offer.generation);
         let relay = self.relay.wish(progress.copy.filter(|_| is_same));
-        // It cannot be aborted, but it ends within the transports' time limits. Nothing is reported to a driver that is
-        // gone.
-        tokio::task::spawn_blocking(move || {
-            let result = way.feed(&offer, sinks, progress.loaded, relay.as_ref());
-            let result = result.map(|(feed, chosen)| (Box::new(feed), chosen));
-            let _ = tell.send(Connected::Tables { attempt, offer, result });
+        let (data_set, at) = (self.facts.data_set.clone(), self.args.read.source.clone());
+        // It cannot be aborted, but it ends within the limits of the comparison and of the transports. Nothing is
+        // reported to a driver that is gone.
+        tokio::spawn(async move {
+            // A server that has loaded gets the rest of the history that it has, or nothing.
+            if !progress.loaded
+                && let Err(loss) = data_set.check(&at, way.source(), &offer).await
+            {
+                let _ = tell.send(match loss.passes {
+                    true => Connected::Tables { attempt, offer, result: Err(loss.failure) },
+                    false => Connected::Source(Err(loss)),
+                });
+                return;
+            }
+            tokio::task::spawn_blocking(move || {
+                let result = way.feed(&offer, sinks, progress.loaded, relay.as_ref());
+                let result = result.map(|(feed, chosen)| (Box::new(feed), chosen));
+                let _ = tell.send(Connected::Tables { attempt, offer, result });
+            });
         });
     }
 

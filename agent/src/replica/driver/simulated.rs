@@ -16,6 +16,7 @@ use super::server::{Hands, Keeper, ServerTask, Watched, Work};
 use crate::args::ReplicaArgs;
 use crate::exit::Failure;
 use crate::replica::control::Control;
+use crate::replica::data_set::DataSet;
 use crate::replica::introduction::Introduction;
 use crate::replica::known_primary::KnownPrimaries;
 use crate::replica::link_failure::LinkFailure;
@@ -30,6 +31,8 @@ use crate::server::Task;
 pub(crate) struct Prepared {
     pub(crate) server: ServerHandle,
     pub(crate) rules: Rules,
+    /// What the source and the primary were found to be about.
+    pub(crate) data_set: DataSet,
     /// Kind and version of the server.
     pub(crate) kind: String,
     /// The password that the link asks for.
@@ -118,11 +121,12 @@ pub(crate) async fn prepare(
         Access::Secret(secret) | Access::User { password: secret, .. } => secret,
         Access::Open => String::new(),
     };
+    let data_set = primary.data_set(&plan);
     let control = Control::new(server, client);
     let meter = Arc::new(Meter::default());
     let hurry = Arc::new(Notify::new());
     let watched = Watched { meter: meter.clone(), link_failure: LinkFailure::default(), hurry: hurry.clone() };
     let keeper = Keeper::new(args.into(), control, record, target, primary, LinkPort::opened(link), watched);
     let server = ServerHandle { task: ServerTask::start(Hands::Commands(Box::new(keeper)), hurry), jobs: 0, meter };
-    Ok(Prepared { server, rules, kind, secret })
+    Ok(Prepared { server, rules, data_set, kind, secret })
 }

@@ -21,6 +21,7 @@ use crate::replica::attend::gate::Gate;
 use crate::replica::attend::guide::Watcher;
 use crate::replica::candidates::{Candidates, Newcomer};
 use crate::replica::control::Control;
+use crate::replica::data_set::DataSet;
 use crate::replica::delivery;
 use crate::replica::locality::Locality;
 use crate::replica::machine::{Replica, Rules};
@@ -41,6 +42,7 @@ pub(in crate::replica) struct Setup {
     pub(in crate::replica) target: Target,
     pub(in crate::replica) primary: Primary,
     pub(in crate::replica) source: Source,
+    pub(in crate::replica) data_set: DataSet,
     pub(in crate::replica) link_tls: Option<Arc<ServerConfig>>,
     /// The slots that an earlier agent has left in the state folder.
     pub(in crate::replica) spool: Option<Spool>,
@@ -56,6 +58,7 @@ pub(in crate::replica) struct Attending {
     /// The primary that it follows.
     pub(in crate::replica) primary: (String, u16),
     pub(in crate::replica) source: Source,
+    pub(in crate::replica) data_set: DataSet,
     pub(in crate::replica) gate: Gate,
     /// What the Sentinels say of the group, if they are asked.
     pub(in crate::replica) watcher: Option<Watcher>,
@@ -80,12 +83,19 @@ struct Ways {
 }
 
 impl Facts {
-    fn of(control: &Control, server: &crate::server::Facts, primary: (&str, u16), spool: Option<&Spool>) -> Facts {
+    fn of(
+        control: &Control,
+        server: &crate::server::Facts,
+        primary: (&str, u16),
+        spool: Option<&Spool>,
+        data_set: DataSet,
+    ) -> Facts {
         Facts {
             server: control.server().url().to_string(),
             kind: server.name(),
             primary: format!("{}:{}", primary.0, primary.1),
             finding: None,
+            data_set,
             spooled: spool.map(|spool| (spool.snapshot(), spool.held_below())),
         }
     }
@@ -94,7 +104,7 @@ impl Facts {
 impl Driver {
     /// Takes a port for the link and starts the tasks. Changes nothing on the server yet.
     pub(in crate::replica) async fn begin(setup: Setup) -> Result<Driver, Failure> {
-        let Setup { args, tokens, control, record, target, primary, source, link_tls, spool } = setup;
+        let Setup { args, tokens, control, record, target, primary, source, data_set, link_tls, spool } = setup;
         let sync = Arc::new(args.of_a_sync());
         let args = Arc::new(args);
         let locality = Locality::of(control.present(), target.facts.process_id).or_listen(args.listen);
@@ -102,7 +112,7 @@ impl Driver {
         let link_tls = link_tls.filter(|_| target.tls_replication);
         let candidates = Candidates::new(listener, link_tls, target.link_login.access(), locality);
         let link_failure = candidates.failure();
-        let facts = Facts::of(&control, &target.facts, (&primary.host, primary.port), spool.as_ref());
+        let facts = Facts::of(&control, &target.facts, (&primary.host, primary.port), spool.as_ref(), data_set);
         let finding = primary.finding.clone();
         let coverage = primary.asked.clone().map(|asked| Coverage::start(asked, finding.clone()));
         let facts = Facts { finding, ..facts };
@@ -119,9 +129,10 @@ impl Driver {
     /// Starts the tasks for a server that is on its way to its primary, and whose connections are intercepted. Changes
     /// nothing on the server, then or later.
     pub(in crate::replica) async fn begin_attending(attending: Attending) -> Result<Driver, Failure> {
-        let Attending { args, tokens, control, server, primary, source, gate, watcher, arrivals, lingers } = attending;
+        let Attending { args, tokens, control, server, primary, source, data_set, gate, watcher, arrivals, lingers } =
+            attending;
         let args = Arc::new(args);
-        let facts = Facts::of(&control, &server, (&primary.0, primary.1), None);
+        let facts = Facts::of(&control, &server, (&primary.0, primary.1), None, data_set);
         let (candidates, run_id) = (Candidates::without_a_port(), server.run_id);
         let (arrivals, lingers) = (Some(arrivals), Some(lingers));
         let (coverage, spool) = (None, None);

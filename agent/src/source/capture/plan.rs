@@ -69,7 +69,11 @@ pub(crate) struct Plan {
 /// What a capture reports to the source's loop.
 #[derive(Debug)]
 pub(crate) enum CaptureEvent {
-    /// The primary has forked: the snapshot will hold everything up to `offset`.
+    /// The server forks for this capture, as it has said (`+FULLRESYNC`). The first byte of a snapshot that it saves
+    /// to disk first comes much later, or never. A capture may report it more than once, and so does one whose stream
+    /// could not be resumed.
+    Forked { generation: u64 },
+    /// The snapshot has begun to arrive: it will hold everything up to `offset`.
     Started { generation: u64, replid: ReplId, offset: u64 },
     /// The snapshot is complete.
     Completed { generation: u64, bytes: u64 },

@@ -5,9 +5,10 @@ use std::time::Instant;
 use remora_redis::psync::Payload;
 use remora_redis::psync::client::{Client, Event, Options};
 use remora_redis::{ReplId, resp};
+use tokio::sync::mpsc::UnboundedSender;
 
 use super::Capture;
-use super::plan::{CaptureError, Stop, TICK};
+use super::plan::{CaptureError, CaptureEvent, Stop, TICK};
 use super::socket::{Received, Silence, Socket};
 
 /// A snapshot that the server has announced.
@@ -42,6 +43,21 @@ pub(super) struct PsyncLink {
     early: Vec<u8>,
     stop: Stop,
     silence: Silence,
+    /// Told when the server forks.
+    forks: Forks,
+}
+
+/// Tells the source's loop that the server forks for a capture.
+struct Forks {
+    events: UnboundedSender<CaptureEvent>,
+    generation: u64,
+}
+
+impl Forks {
+    fn tell(&self) {
+        // A loop that has ended counts nothing.
+        let _ = self.events.send(CaptureEvent::Forked { generation: self.generation });
+    }
 }
 
 impl Capture {
@@ -63,7 +79,8 @@ impl Capture {
     /// Begins a handshake on a connection.
     pub(super) fn handshake_over(&self, socket: Socket, options: Options) -> PsyncLink {
         let (machine, stop) = (Client::new(options), self.stop.clone());
-        PsyncLink { socket, machine, early: Vec::new(), stop, silence: self.silence(DURING) }
+        let forks = Forks { events: self.plan.events.clone(), generation: self.plan.generation };
+        PsyncLink { socket, machine, early: Vec::new(), stop, silence: self.silence(DURING), forks }
     }
 
     fn connect(&self) -> Result<Socket, CaptureError> {
@@ -142,6 +159,9 @@ impl PsyncLink {
         self.silence.restart();
         loop {
             while let Some(event) = self.machine.poll_event() {
+                if matches!(event, Event::FullResync { .. } | Event::Channel { .. }) {
+                    self.forks.tell();
+                }
                 if !matches!(event, Event::KeepAlive | Event::Handshaken) {
                     return Ok(event);
                 }

@@ -220,6 +220,9 @@ impl Rig {
     pub(super) fn reported(&mut self) -> Vec<String> {
         let mut reported = Vec::new();
         while let Ok(event) = self.events.try_recv() {
+            if matches!(event, CaptureEvent::Forked { .. }) {
+                continue;
+            }
             reported.push(match event {
                 CaptureEvent::Started { generation: 5, offset, .. } => format!("started at {offset}"),
                 CaptureEvent::Completed { generation: 5, bytes } => format!("completed with {bytes} bytes"),

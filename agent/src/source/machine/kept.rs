@@ -7,12 +7,13 @@ use remora_table::Origin;
 use super::record::{Snapshot, Stage};
 use super::{Format, Machine};
 
-/// Goes on with a snapshot of which all slots are there, and with the stream behind it. `asked`: when the former
-/// process requested it. Called before the first event.
+/// Goes on with a snapshot of which all slots are there, and with the stream behind it. `asked`: when the
+/// primary forked for it. Called before the first event.
 pub(crate) fn go_on(machine: &mut Machine, now: Instant, origin: Origin, bytes: u64, format: Format, asked: Instant) {
     let generation = origin.generation;
     machine.next_generation = machine.next_generation.max(generation + 1);
-    machine.snapshot = Some(Snapshot { generation, stage: Stage::Sealed { origin, bytes }, format, asked });
+    let (stage, taken) = (Stage::Sealed { origin, bytes }, Some(asked));
+    machine.snapshot = Some(Snapshot { generation, stage, format, asked, forked: taken, sealed: taken });
     machine.stream = Some(origin);
     machine.unread_since = now;
     // Its replicas come back as after a broken connection, and their servers may still read the memory.

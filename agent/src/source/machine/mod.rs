@@ -25,6 +25,7 @@
 //! the same however many replicas there are, unless it changes more than the replica's position
 //! ([`Machine::progress`]). Time and the tables' readings take effect at the next [`Event::Tick`], which looks at every
 //! replica.
+// Larger than the bound: all decisions about snapshots and replicas stand in one place.
 
 mod ending;
 mod event;
@@ -141,7 +142,7 @@ impl Machine {
     /// Handles one event, restores the invariant, and returns the actions to perform, in order.
     pub(crate) fn apply(&mut self, now: Instant, reading: Reading, event: Event) -> Vec<Action> {
         self.reading = reading;
-        self.forks.look(now, self.snapshot.as_ref().is_some_and(Snapshot::is_open));
+        self.forks.look(now, self.snapshot.as_ref().is_some_and(Snapshot::has_a_child));
         let mut actions = Vec::new();
         match event {
             Event::Joined { session, name, address, resume, reads } => {
@@ -244,14 +245,24 @@ impl Machine {
 
     fn captured(&mut self, now: Instant, event: CaptureEvent, actions: &mut Vec<Action>) {
         match event {
+            #[cfg(any(test, feature = "simulation"))]
+            CaptureEvent::Forked { .. } if crate::mutation::Mutation::ForkFromTheFirstByte.is_active() => {}
+            // Perhaps for a capture that has ended meanwhile, or for a stream that the primary did not continue.
+            CaptureEvent::Forked { generation } => {
+                self.forks.forked();
+                if let Some(snapshot) = self.current(generation) {
+                    snapshot.forked = Some(now);
+                }
+            }
             CaptureEvent::Started { generation, replid, offset } => {
-                self.started(Origin { generation, history: replid, offset }, actions);
+                self.started(now, Origin { generation, history: replid, offset }, actions);
             }
             CaptureEvent::Completed { generation, bytes } => {
                 if let Some(snapshot) = self.current(generation)
                     && let Some(origin) = snapshot.origin()
                 {
                     snapshot.stage = Stage::Sealed { origin, bytes };
+                    snapshot.sealed = Some(now);
                 }
                 self.backoff.reset();
                 self.failures.succeeded();
@@ -271,8 +282,14 @@ impl Machine {
         self.snapshot.as_mut().filter(|snapshot| snapshot.generation == generation)
     }
 
-    fn started(&mut self, origin: Origin, actions: &mut Vec<Action>) {
-        self.forks.forked();
+    fn started(&mut self, now: Instant, origin: Origin, actions: &mut Vec<Action>) {
+        let Some(snapshot) = self.current(origin.generation) else { return };
+        // One from a file, which costs the primary nothing, is counted here: it is spaced as the others are.
+        let is_counted = snapshot.forked.is_some();
+        snapshot.forked.get_or_insert(now);
+        if !is_counted {
+            self.forks.forked();
+        }
         let Some(snapshot) = self.current(origin.generation) else { return };
         snapshot.stage = Stage::Open(origin);
         self.snapshots_taken += 1;
@@ -288,7 +305,7 @@ impl Machine {
 
     fn capture_failed(&mut self, now: Instant, generation: u64, error: &CaptureError, actions: &mut Vec<Action>) {
         let Some(snapshot) = self.current(generation) else { return };
-        let has_forked = snapshot.origin().is_some();
+        let has_forked = snapshot.has_forked();
         let text = error.to_string();
         self.failures.count(has_forked, &text);
         self.forget_snapshot(&text, actions);
@@ -494,7 +511,9 @@ impl Machine {
     fn can_serve(&self, now: Instant, session: Session) -> bool {
         let (Some(snapshot), Some(stream)) = (&self.snapshot, &self.stream) else { return false };
         let Some(origin) = snapshot.origin() else { return false };
-        let resume = self.replicas.get(&session).and_then(|replica| replica.resume);
+        let replica = self.replicas.get(&session);
+        let (resume, joined) =
+            (replica.and_then(|replica| replica.resume), replica.map_or(now, |replica| replica.joined));
         let Reading { journal_first, journal_end, .. } = self.reading;
         if let Some((history, next_byte)) = resume.and_then(|resume| resume.loaded) {
             return history == stream.history && journal_first <= next_byte && next_byte <= journal_end + 1;
@@ -509,7 +528,7 @@ impl Machine {
             && reads_it
             && first_needed >= first_held
             && journal_first <= origin.offset + 1
-            && (held.is_some() || now.duration_since(snapshot.asked) <= self.rules.max_age)
+            && (held.is_some() || snapshot.is_for(joined, now, self.rules.max_age))
     }
 
     /// Why no new snapshot can begin now; `None` if one can.
@@ -551,7 +570,8 @@ impl Machine {
         let waits_for_shared =
             |replica: &Replica| replica.generation.is_none() && !replica.sent_away && replica.reads == Format::Shared;
         let format = if self.replicas.values().any(waits_for_shared) { Format::Shared } else { Format::Own };
-        self.snapshot = Some(Snapshot { generation, stage: Stage::Asked, format, asked: now });
+        self.snapshot =
+            Some(Snapshot { generation, stage: Stage::Asked, format, asked: now, forked: None, sealed: None });
         self.unread_since = now;
         let with_stream = self.stream.is_none();
         let fresh = std::mem::take(&mut self.unfinished);
@@ -577,7 +597,13 @@ impl Machine {
         let stuck = matches!(snapshot.stage, Stage::Open { .. })
             && self.reading.writer_waits > 0
             && now.duration_since(self.unread_since) > self.rules.stall_limit;
-        let old = now.duration_since(snapshot.asked) > self.rules.max_age;
+        let old = match snapshot.is_sealed() {
+            true => snapshot.is_old(now, self.rules.max_age),
+            // The first one of an eager source is for replicas that are still to come.
+            false if self.eager && self.snapshots_taken <= 1 => false,
+            // No replica waits for it any more.
+            false => now.duration_since(snapshot.asked) > self.rules.max_age,
+        };
         let overrun = snapshot.is_sealed()
             && snapshot.origin().is_some_and(|origin| self.reading.journal_first > origin.offset + 1);
         let may_return = self.lost_at.is_some_and(|lost| now.duration_since(lost) < RETURN_LIMIT);

@@ -1,7 +1,7 @@
 //! The machine's records of the snapshot, the stream and each replica. Others see them through a shared reference only.
 
 use std::collections::BTreeMap;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use remora_fabric::TransportKind;
 use remora_protocol::{Phase, WaitCause};
@@ -19,12 +19,16 @@ pub(crate) struct Snapshot {
     pub(crate) stage: Stage,
     pub(crate) format: Format,
     pub(super) asked: Instant,
+    /// When the primary forked for it. Its data are of that moment.
+    pub(super) forked: Option<Instant>,
+    /// When every slot was there.
+    pub(super) sealed: Option<Instant>,
 }
 
 /// The stage of a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stage {
-    /// The source has requested the snapshot, and the primary has not forked yet.
+    /// The source has requested the snapshot, and nothing of it has arrived yet.
     Asked,
     /// Slots are being filled.
     Open(Origin),
@@ -33,7 +37,7 @@ pub(crate) enum Stage {
 }
 
 impl Snapshot {
-    /// Where the snapshot was taken, once the primary has forked.
+    /// Where the snapshot was taken, once it has begun to arrive.
     pub(crate) fn origin(&self) -> Option<Origin> {
         match self.stage {
             Stage::Asked => None,
@@ -41,14 +45,38 @@ impl Snapshot {
         }
     }
 
-    /// When the source requested the snapshot.
-    pub(crate) fn asked(&self) -> Instant {
-        self.asked
+    /// Whether it may be offered to a replica that joined at this time. One that waited for it, or that joined while it
+    /// was taken, gets it whatever its age: another one would take as long.
+    pub(super) fn is_for(&self, joined: Instant, now: Instant, max_age: Duration) -> bool {
+        #[cfg(any(test, feature = "simulation"))]
+        if crate::mutation::Mutation::AgeFromTheRequest.is_active() {
+            return now.duration_since(self.asked) <= max_age;
+        }
+        self.sealed.is_none_or(|sealed| joined <= sealed) || !self.is_old(now, max_age)
     }
 
-    /// Whether the primary has forked for it and slots are still being filled.
-    pub(super) fn is_open(&self) -> bool {
-        matches!(self.stage, Stage::Open(_))
+    /// Whether its data are older than this.
+    pub(super) fn is_old(&self, now: Instant, max_age: Duration) -> bool {
+        self.forked.is_some_and(|forked| now.duration_since(forked) > max_age)
+    }
+
+    /// Whether the primary has forked for it.
+    pub(super) fn has_forked(&self) -> bool {
+        #[cfg(any(test, feature = "simulation"))]
+        if crate::mutation::Mutation::ForkFromTheFirstByte.is_active() {
+            return self.origin().is_some();
+        }
+        self.forked.is_some()
+    }
+
+    /// Of which moment its data are: that of the fork, and until then that of the request.
+    pub(crate) fn taken(&self) -> Instant {
+        self.forked.unwrap_or(self.asked)
+    }
+
+    /// Whether the primary has forked for it, and its child may still be at work.
+    pub(super) fn has_a_child(&self) -> bool {
+        self.has_forked() && !self.is_sealed()
     }
 
     pub(super) fn is_sealed(&self) -> bool {

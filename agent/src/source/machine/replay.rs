@@ -130,6 +130,9 @@ impl Play {
     fn capture(&mut self) -> Event {
         let choice = self.draw.below(12);
         match self.running {
+            Some(running) if !running.is_open && choice > 9 => {
+                Event::Capture(CaptureEvent::Forked { generation: running.generation })
+            }
             Some(running) if !running.is_open && choice > 1 => {
                 self.reading = Reading { published: 0, retired: 0, writer_waits: 0, ..self.reading };
                 let offset = self.reading.journal_end + self.draw.below(50);

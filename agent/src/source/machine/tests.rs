@@ -7,6 +7,7 @@ use remora_protocol::{Phase, RefusalCode, WaitCause};
 use remora_redis::ReplId;
 
 use super::*;
+use crate::mutation::Mutation;
 use crate::source::capture::{CaptureError, CaptureEvent};
 
 const RULES: Rules = Rules {
@@ -82,6 +83,11 @@ impl Bench {
             self.journal_at(offset + 1, offset);
         }
         self.event(Event::Capture(CaptureEvent::Started { generation, replid, offset }))
+    }
+
+    /// The primary has answered `+FULLRESYNC`.
+    fn forked(&mut self, generation: u64) {
+        self.event(Event::Capture(CaptureEvent::Forked { generation }));
     }
 
     fn completed(&mut self, generation: u64) -> Vec<Action> {
@@ -423,6 +429,142 @@ fn failures_after_a_fork_are_counted_and_each_pause_is_longer() {
     bench.started(FIRST + 13, replid(1), 10);
     bench.completed(FIRST + 13);
     assert_eq!((bench.machine.status().failures.total(), bench.machine.status().failures.last()), (13, ""));
+}
+
+/// The times at which the primary forked in ten minutes, for a replica that waits while each snapshot fails two seconds
+/// after the fork: before a byte of it, as with a primary that saves to disk, or after the first one.
+fn forks_for_failures(rules: Rules, with_a_byte: bool) -> Vec<u64> {
+    let mut bench = Bench::with(rules, false);
+    let (begin, mut forks) = (bench.now, Vec::new());
+    let mut actions = bench.join(1);
+    while bench.now < begin + Duration::from_secs(600) {
+        if let Some((generation, _)) = begins(&actions) {
+            bench.forked(generation);
+            forks.push((bench.now - begin).as_secs());
+            if with_a_byte {
+                bench.started(generation, replid(1), 10);
+            }
+            bench.after(Duration::from_secs(2));
+            bench.failed(generation, link_error());
+        }
+        actions = bench.after(Duration::from_millis(500));
+    }
+    forks
+}
+
+#[test]
+fn snapshots_that_fail_before_their_first_byte_are_as_rare_as_those_that_fail_later() {
+    for fork_interval in [Duration::ZERO, RULES.fork_interval] {
+        let rules = || Rules { fork_interval, ..RULES };
+        for with_a_byte in [false, true] {
+            let forks = forks_for_failures(rules(), with_a_byte);
+            assert!(forks.len() <= 11, "{with_a_byte} {fork_interval:?}: {forks:?}");
+            let pauses: Vec<u64> = forks.windows(2).map(|pair| pair[1] - pair[0]).collect();
+            assert!(pauses.is_sorted() && pauses.last() >= Some(&128), "{with_a_byte}: {pauses:?}");
+        }
+        Mutation::set(Some(Mutation::ForkFromTheFirstByte));
+        let storm = forks_for_failures(rules(), false).len();
+        Mutation::set(None);
+        assert!(storm > 60, "the fault that is put back makes {storm} forks");
+    }
+}
+
+#[test]
+fn forks_for_which_nothing_arrives_are_spaced_too() {
+    let mut bench = Bench::new();
+    // Replicas that come and go, so that no failure is remembered.
+    let (begin, mut forks) = (bench.now, 0);
+    for session in 1..600 {
+        let mut actions = bench.join(session);
+        actions.extend(bench.after(Duration::from_millis(500)));
+        if let Some((generation, _)) = begins(&actions) {
+            bench.forked(generation);
+            forks += 1;
+            bench.failed(generation, link_error());
+        }
+        bench.event(Event::Gone { session, done: false });
+        bench.after(Duration::from_millis(500));
+    }
+    let most = 5 + (bench.now - begin).as_secs() / RULES.fork_interval.as_secs() + 1;
+    assert!(forks <= most, "{forks} forks, and {most} would be allowed");
+}
+
+#[test]
+fn a_fork_for_a_stream_that_was_not_continued_counts() {
+    let mut bench = Bench::with_snapshot();
+    (0..5).for_each(|_| bench.forked(FIRST - 1));
+    bench.now += RULES.max_age + Duration::from_secs(1);
+    assert!(begins(&bench.join(2)).is_some(), "the time without a fork has passed");
+    let mut bench = Bench::with_snapshot();
+    (0..5).for_each(|_| bench.forked(FIRST - 1));
+    bench.journal_at(500, 600);
+    assert_eq!(begins(&bench.join(2)), None);
+}
+
+/// A snapshot that begins to arrive an hour and more after it was requested, and takes as long.
+fn slow_snapshot(bench: &mut Bench) -> Vec<Session> {
+    let hours = RULES.max_age * 2;
+    assert_eq!(begins(&bench.join(1)), Some((FIRST, true)));
+    bench.after(hours);
+    bench.forked(FIRST);
+    bench.after(hours);
+    bench.join(2);
+    let mut served = offers(&bench.started(FIRST, replid(1), 10));
+    bench.after(hours);
+    served.extend(offers(&bench.join(3)));
+    served
+}
+
+#[test]
+fn a_snapshot_is_for_those_who_waited_for_it_or_joined_while_it_was_taken_whatever_its_age() {
+    let mut bench = Bench::new();
+    assert_eq!(slow_snapshot(&mut bench), [1, 2, 3]);
+    bench.completed(FIRST);
+    // One of them breaks off before it was given the snapshot: it comes back, and is another one.
+    bench.after(Duration::from_secs(1));
+    (1..=3).for_each(|session| drop(bench.event(Event::Gone { session, done: true })));
+    assert_eq!(begins(&bench.join(4)), Some((FIRST + 1, true)), "it is too old for one that comes later");
+    Mutation::set(Some(Mutation::AgeFromTheRequest));
+    let served = slow_snapshot(&mut Bench::new());
+    Mutation::set(None);
+    assert!(served.is_empty(), "the fault that is put back serves {served:?}");
+}
+
+#[test]
+fn the_age_of_a_snapshot_counts_from_the_fork() {
+    let mut bench = Bench::new();
+    bench.join(1);
+    bench.after(RULES.max_age);
+    bench.forked(FIRST);
+    bench.started(FIRST, replid(1), 10);
+    bench.completed(FIRST);
+    bench.after(RULES.max_age - Duration::from_secs(1));
+    assert_eq!(offers(&bench.join(2)), [2]);
+    bench.after(Duration::from_secs(2));
+    assert_eq!(offers(&bench.join(3)), Vec::<Session>::new());
+}
+
+#[test]
+fn the_first_snapshot_of_an_eager_source_is_not_thrown_away_while_it_is_taken() {
+    let mut bench = Bench::with(RULES, true);
+    assert_eq!(begins(&bench.after(Duration::ZERO)), Some((FIRST, true)));
+    let hours = RULES.max_age * 2;
+    assert_eq!(bench.after(hours), []);
+    bench.forked(FIRST);
+    assert_eq!(bench.after(hours), []);
+    bench.started(FIRST, replid(1), 10);
+    assert_eq!(bench.after(hours), []);
+    assert_eq!(offers(&bench.join(1)), [1]);
+}
+
+#[test]
+fn a_snapshot_that_no_replica_waits_for_any_more_ends_after_a_while() {
+    let mut bench = Bench::new();
+    bench.join(1);
+    bench.event(Event::Gone { session: 1, done: true });
+    let actions = bench.after(RULES.max_age + Duration::from_secs(1));
+    assert!(actions.contains(&Action::StopCapture { generation: FIRST }), "{actions:?}");
+    assert_eq!(begins(&actions), None);
 }
 
 #[test]

@@ -1,0 +1,458 @@
+//! Data set: what a run is about. The first conversation with a source agrees on it, and every later conversation and
+//! every offer is compared with it before anything is asked for or read.
+//!
+//! A source's name can lead elsewhere at any moment: an address is given to another host, or a name stands for two
+//! sources. What tells two data sets apart is the replication history. A source is believed if
+//! - its history is the agreed one, or continues it from a byte that the run has seen already, or is a former history
+//!   of the agreed one, up to the byte where they part: the rule by which servers continue a replica; or
+//! - what the run trusts more than the source says that its primary has another history now ([`Witness`]). Servers
+//!   begin one without a word about the former one: a primary that lost its data, and one that gets its first replica.
+//!
+//! Everything else is the source of another data set. It is refused by name, as a source that cannot be reached:
+//! another attempt may lead to the right one.
+//!
+//! All clones know what one of them has agreed on.
+
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use remora_protocol::{Former, Offer};
+use remora_redis::ReplId;
+
+use super::finding::Finding;
+use super::known_primary::KnownPrimaries;
+use super::machine::Loss;
+use super::session::unreachable;
+use super::source::Source;
+use crate::args::{HostPort, ReadArgs, SourceKeyArgs};
+use crate::conversation::tokens::Credentials;
+use crate::exit::{Code, Failure};
+use crate::server::{Facts, RefusalKind, Server, ServerError};
+
+/// Former histories that are remembered. Each fail-over adds one; the rest of a run needs the last ones only.
+const FORMERS: usize = 8;
+
+/// How long the primary may take to say which history it has. The source is tried again later.
+const PRIMARY_LIMIT: Duration = Duration::from_secs(5);
+
+/// What a run is about.
+#[derive(Clone, Debug)]
+pub(crate) struct DataSet {
+    agreed: Arc<Mutex<Option<Agreed>>>,
+    witness: Witness,
+    /// The addresses that a source may name as the primary's (`--expect-primary`).
+    expected: Option<KnownPrimaries>,
+}
+
+/// What speaks for a history that has nothing in common with the agreed one.
+#[derive(Clone, Debug)]
+enum Witness {
+    /// The primary that the server will follow, asked with the server's own login. If it tells that login nothing about
+    /// itself, the same process of the source at the same process of its server.
+    Primary { server: Box<Server>, finding: Option<Finding> },
+    /// The same process of the source at the same process of its server.
+    Server,
+    /// The same process of the source, or the key or the name by which each connection proves that it is the right one
+    /// (`--source-key`, `--source-name`).
+    Source { has_key: bool },
+}
+
+/// The data set, as far as it is known.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Agreed {
+    history: ReplId,
+    /// The highest offset in it that the source was seen at.
+    offset: u64,
+    formers: Vec<Former>,
+    /// The source's process.
+    process: u64,
+    run_id: String,
+    /// The captured server, as the source that was agreed on sees it.
+    server: String,
+}
+
+/// How an offer compares with what was agreed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Compared {
+    Same,
+    /// No common history; `process`: the same process of the source; `server`: at the same process of its server.
+    Unrelated {
+        process: bool,
+        server: bool,
+    },
+}
+
+impl DataSet {
+    /// The data set of the first source that is compared, for a run without a server.
+    pub(crate) fn of_a_source(expected: &SourceKeyArgs) -> DataSet {
+        let has_key = expected.source_key.is_some() || expected.source_name.is_some();
+        DataSet { agreed: Arc::default(), witness: Witness::Source { has_key }, expected: None }
+    }
+
+    /// The data set of this plan, for the same.
+    pub(crate) fn of_a_plan(plan: &Offer, expected: &SourceKeyArgs) -> DataSet {
+        let data_set = DataSet::of_a_source(expected);
+        data_set.note(plan);
+        data_set
+    }
+
+    /// The data set of a primary that the server will follow, and that was compared with this plan.
+    pub(super) fn of_a_primary(
+        server: Server,
+        finding: Option<Finding>,
+        known: &KnownPrimaries,
+        plan: &Offer,
+    ) -> DataSet {
+        // Sentinels name the primary in the source's place.
+        let expected = finding.is_none().then(|| known.clone());
+        let witness = Witness::Primary { server: Box::new(server), finding };
+        let data_set = DataSet { agreed: Arc::default(), witness, expected };
+        data_set.note(plan);
+        data_set
+    }
+
+    /// The data set of a primary that the server follows by itself, and whose history this plan has.
+    pub(super) fn of_an_attended_server(plan: &Offer) -> DataSet {
+        let data_set = DataSet { agreed: Arc::default(), witness: Witness::Server, expected: None };
+        data_set.note(plan);
+        data_set
+    }
+
+    /// Connects to the source again, and compares it with the data set before anything is asked for.
+    pub(crate) async fn connect(
+        &self,
+        read: &ReadArgs,
+        credentials: &Credentials,
+        name: Option<&str>,
+        server: &str,
+    ) -> Result<Source, Loss> {
+        let mut source = Source::connect(read, credentials).await.map_err(unreachable)?;
+        let plan = source.plan(read, name, server).await;
+        let plan = plan.map_err(|failure| Loss { passes: true, stalled: false, failure })?;
+        self.check(&read.source, source.address(), &plan).await?;
+        Ok(source)
+    }
+
+    /// Compares what a source offers with the data set. The first offer is what is agreed on.
+    ///
+    /// # Errors
+    /// The source is that of another data set, or nothing says that it is not. It names both. Another attempt may lead
+    /// to the right source. A server that is attended does better to ask its primary, and then all sources, at once.
+    pub(crate) async fn check(&self, source: &HostPort, at: SocketAddr, offer: &Offer) -> Result<(), Loss> {
+        let passes = !matches!(self.witness, Witness::Server);
+        let checked = self.compare(source, at, offer).await;
+        checked.map_err(|failure| Loss { passes, stalled: false, failure })
+    }
+
+    async fn compare(&self, source: &HostPort, at: SocketAddr, offer: &Offer) -> Result<(), Failure> {
+        if let Some(known) = &self.expected {
+            known.expects(at.ip(), &offer.primary).map_err(|why| Failure::new(Code::Source, why))?;
+        }
+        let compared = match &*self.agreed() {
+            Some(agreed) => agreed.compare(offer),
+            None => Compared::Same,
+        };
+        #[cfg(any(test, feature = "simulation"))]
+        if crate::mutation::Mutation::ForeignSourceTaken.is_active() {
+            return Ok(());
+        }
+        let Compared::Unrelated { process, server } = compared else {
+            self.note(offer);
+            return Ok(());
+        };
+        let is_believed = match &self.witness {
+            Witness::Source { has_key } => Ok(process || *has_key),
+            Witness::Server => Ok(server),
+            Witness::Primary { server: primary, finding } => match ask(primary, finding.as_ref()).await {
+                Ok(facts) => {
+                    let is_it = !offer.run_id.is_empty() && facts.run_id.as_deref() == Some(offer.run_id.as_str());
+                    Ok(is_it || (facts.replid.is_some() && facts.replid == offer.replid))
+                }
+                Err(Silence::Forbidden) => Ok(server),
+                Err(Silence::Failed(why)) => Err(why),
+            },
+        };
+        match is_believed {
+            Ok(true) => {
+                let history = offer.replid.map(|replid| replid.to_string());
+                tracing::info!(history, "the data set has another replication history now");
+                *self.agreed() = None;
+                self.note(offer);
+                Ok(())
+            }
+            Ok(false) => Err(self.another(source, offer, "")),
+            Err(why) => {
+                Err(self.another(source, offer, &format!(", and the primary does not say that it is its own: {why}")))
+            }
+        }
+    }
+
+    /// Notes how far a source of this data set is.
+    fn note(&self, offer: &Offer) {
+        let Some(history) = offer.replid else { return };
+        let mut agreed = self.agreed();
+        match &mut *agreed {
+            Some(agreed) => agreed.note(history, offer),
+            None => *agreed = Some(Agreed::of(history, offer)),
+        }
+    }
+
+    fn another(&self, source: &HostPort, offer: &Offer, more: &str) -> Failure {
+        let agreed = self.agreed();
+        let (server, history) = match &*agreed {
+            Some(agreed) => (agreed.server.as_str(), agreed.history.to_string()),
+            None => ("another server", "none".to_owned()),
+        };
+        let now = offer.replid.map_or_else(|| "none told".to_owned(), |replid| replid.to_string());
+        let why = format!(
+            "is the source of another data set: it captures {} with the history {now}, and this run is about {server} with the \
+             history {history}{more}; nothing of it is taken. Does the name {source} lead to the source of another primary?",
+            offer.primary.source_sees_as
+        );
+        Failure::new(Code::Source, format!("the source {source} {why}"))
+    }
+
+    /// It is right after every statement, so a panic elsewhere does not invalidate it.
+    fn agreed(&self) -> MutexGuard<'_, Option<Agreed>> {
+        self.agreed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Why the primary does not say which history it has.
+enum Silence {
+    /// The server's user may not ask.
+    Forbidden,
+    Failed(String),
+}
+
+async fn ask(primary: &Server, finding: Option<&Finding>) -> Result<Facts, Silence> {
+    let asked = async {
+        let primary = match finding {
+            Some(finding) => {
+                let at = finding.ask().await.map_err(|failure| Silence::Failed(failure.to_string()))?;
+                primary.at(&at.host, at.port)
+            }
+            None => primary.clone(),
+        };
+        let facts = async { Facts::read(&mut primary.connect().await?).await };
+        facts.await.map_err(|error| match error {
+            ServerError::Refused { kind: RefusalKind::NoPerm, .. } => Silence::Forbidden,
+            error => Silence::Failed(error.to_string()),
+        })
+    };
+    let limited = tokio::time::timeout(PRIMARY_LIMIT, asked).await;
+    limited.unwrap_or_else(|_| Err(Silence::Failed(format!("no answer for {} s", PRIMARY_LIMIT.as_secs()))))
+}
+
+impl Agreed {
+    fn of(history: ReplId, offer: &Offer) -> Agreed {
+        Agreed {
+            history,
+            offset: offer.offset,
+            formers: offer.former.into_iter().collect(),
+            process: offer.process,
+            run_id: offer.run_id.clone(),
+            server: offer.primary.source_sees_as.clone(),
+        }
+    }
+
+    fn compare(&self, offer: &Offer) -> Compared {
+        let is_same = match (offer.replid, offer.former) {
+            // A server that names no history. What it offers at last has one.
+            (None, _) => true,
+            (Some(history), _) if history == self.history => true,
+            // It has gone on from a byte that the run had seen already, or from a later one.
+            (_, Some(former)) if former.replid == self.history && self.offset < former.end => true,
+            // It has not yet heard of the present history, and is not beyond where that one parts from it.
+            (Some(history), _) => {
+                self.formers.iter().any(|former| former.replid == history && offer.offset < former.end)
+            }
+        };
+        if is_same {
+            return Compared::Same;
+        }
+        let process = offer.process == self.process;
+        let server = process && !offer.run_id.is_empty() && offer.run_id == self.run_id;
+        Compared::Unrelated { process, server }
+    }
+
+    fn note(&mut self, history: ReplId, offer: &Offer) {
+        if history == self.history {
+            self.offset = self.offset.max(offer.offset);
+        } else if let Some(former) = offer.former.filter(|former| former.replid == self.history) {
+            self.formers.push(former);
+            let surplus = self.formers.len().saturating_sub(FORMERS);
+            self.formers.drain(..surplus);
+            (self.history, self.offset) = (history, offer.offset);
+        }
+        (self.process, self.run_id) = (offer.process, offer.run_id.clone());
+        self.server.clone_from(&offer.primary.source_sees_as);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use remora_protocol::{Announce, TableOffer};
+
+    use super::*;
+
+    const NO_KEY: SourceKeyArgs = SourceKeyArgs { source_key: None, source_name: None };
+
+    fn replid(digit: char) -> ReplId {
+        digit.to_string().repeat(40).parse().unwrap()
+    }
+
+    /// What a source offers whose server is at this offset of this history, which may continue another one.
+    fn plan(history: char, former: Option<(char, u64)>, offset: u64) -> Offer {
+        let table = || TableOffer {
+            generation: 0,
+            first_offset: 0,
+            slot_size: 0,
+            slots: 0,
+            retained: false,
+            keys: Vec::new(),
+            seal: Vec::new(),
+            compressed: false,
+        };
+        Offer {
+            generation: 0,
+            replid: Some(replid(history)),
+            former: former.map(|(history, end)| Former { replid: replid(history), end }),
+            offset,
+            snapshot: table(),
+            journal: table(),
+            primary: Announce {
+                host: "db".into(),
+                port: 6379,
+                tls: false,
+                source_sees_as: format!("redis://{history}:6379"),
+            },
+            server: "Redis 7.0.15".into(),
+            run_id: format!("run {history}"),
+            process: 1,
+            backlog_bytes: 0,
+            write_rate: 0,
+            upstream: None,
+            warning: String::new(),
+            obstacle: String::new(),
+        }
+    }
+
+    /// The same of another process of a source.
+    fn of_another(offer: Offer) -> Offer {
+        Offer { process: 2, ..offer }
+    }
+
+    /// The same of a process that was not met before.
+    fn of_a_stranger(offer: Offer) -> Offer {
+        Offer { process: 3, ..offer }
+    }
+
+    fn check(data_set: &DataSet, offer: &Offer) -> Result<(), Failure> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let (name, at) = ("src:7379".parse().unwrap(), "10.0.0.1:7379".parse().unwrap());
+        runtime.block_on(data_set.check(&name, at, offer)).map_err(|loss| loss.failure)
+    }
+
+    fn at_a_100() -> DataSet {
+        DataSet::of_a_plan(&plan('a', None, 100), &NO_KEY)
+    }
+
+    #[test]
+    fn a_source_of_the_same_history_or_of_one_that_goes_on_from_it_is_taken() {
+        let same = [
+            plan('a', None, 7),
+            plan('a', Some(('9', 3)), 500),
+            // A fail-over at the very byte that was seen last, and a later one.
+            plan('b', Some(('a', 101)), 101),
+            plan('b', Some(('a', 900)), 950),
+        ];
+        for offer in same {
+            assert_eq!(check(&at_a_100(), &of_another(offer.clone())), Ok(()), "{offer:?}");
+        }
+    }
+
+    #[test]
+    fn a_source_of_another_data_set_is_refused_and_both_are_named() {
+        let others = [
+            plan('b', None, 100),
+            // A copy that was started on an older file of the same server: it parted before the byte that was seen.
+            plan('b', Some(('a', 100)), 300),
+            plan('b', Some(('c', 900)), 100),
+        ];
+        for offer in others {
+            let refused = check(&at_a_100(), &of_another(offer.clone())).unwrap_err();
+            assert_eq!(refused.code, Code::Source);
+            for named in ["src:7379", "redis://a:6379", "redis://b:6379", &"a".repeat(40), &"b".repeat(40)] {
+                assert!(refused.message.contains(named), "{named}: {refused}");
+            }
+        }
+    }
+
+    #[test]
+    fn after_a_fail_over_a_source_that_lags_is_taken_up_to_where_the_histories_part() {
+        let data_set = at_a_100();
+        check(&data_set, &of_another(plan('b', Some(('a', 201)), 300))).unwrap();
+        assert_eq!(check(&data_set, &of_another(plan('a', None, 200))), Ok(()));
+        // The former primary, which clients still write to.
+        assert!(check(&data_set, &of_a_stranger(plan('a', None, 201))).is_err());
+        assert_eq!(check(&data_set, &of_another(plan('b', None, 400))), Ok(()), "the present history still is");
+        check(&data_set, &of_another(plan('c', Some(('b', 500)), 600))).unwrap();
+        assert!(check(&data_set, &of_a_stranger(plan('d', Some(('b', 700)), 700))).is_err(), "from a former one");
+    }
+
+    #[test]
+    fn the_offset_that_counts_is_the_highest_that_was_seen() {
+        let data_set = at_a_100();
+        check(&data_set, &plan('a', None, 800)).unwrap();
+        check(&data_set, &plan('a', None, 300)).unwrap();
+        assert!(check(&data_set, &of_another(plan('b', Some(('a', 800)), 900))).is_err());
+        assert_eq!(check(&data_set, &of_another(plan('b', Some(('a', 801)), 900))), Ok(()));
+    }
+
+    #[test]
+    fn a_run_without_a_server_believes_the_same_process_of_the_source_or_its_key() {
+        assert_eq!(check(&at_a_100(), &plan('b', None, 1)), Ok(()), "its server was restarted without its data");
+        let key = "1".repeat(64).parse().ok();
+        assert!(key.is_some());
+        let proven = DataSet::of_a_plan(&plan('a', None, 100), &SourceKeyArgs { source_key: key, ..NO_KEY });
+        assert_eq!(check(&proven, &of_another(plan('b', None, 1))), Ok(()));
+        // What was agreed on is the new history then.
+        assert!(check(&at_a_100(), &of_another(plan('b', None, 1))).is_err());
+    }
+
+    #[test]
+    fn the_sync_of_a_server_that_is_attended_believes_a_new_history_of_the_same_server_only() {
+        let data_set = DataSet::of_an_attended_server(&plan('a', None, 100));
+        // Its first replica: a primary begins a history then.
+        let begun = Offer { run_id: "run a".into(), ..plan('b', None, 101) };
+        assert!(check(&data_set, &plan('b', None, 101)).is_err(), "another server");
+        assert!(check(&data_set, &Offer { run_id: String::new(), ..begun.clone() }).is_err(), "nothing is known of it");
+        assert!(check(&data_set, &of_another(begun.clone())).is_err(), "another source");
+        assert_eq!(check(&data_set, &begun), Ok(()));
+        assert!(check(&data_set, &of_another(plan('a', None, 100))).is_err(), "the former history is another one now");
+    }
+
+    #[test]
+    fn the_first_source_is_what_is_agreed_on() {
+        let data_set = DataSet::of_a_source(&NO_KEY);
+        check(&data_set, &Offer { replid: None, ..plan('d', None, 1) }).unwrap();
+        check(&data_set, &plan('a', None, 100)).unwrap();
+        assert!(check(&data_set.clone(), &of_another(plan('b', None, 100))).is_err());
+    }
+
+    #[test]
+    fn few_former_histories_are_remembered() {
+        let data_set = at_a_100();
+        let histories: Vec<char> = "abcdef0123456789".chars().collect();
+        for (pair, offset) in histories.windows(2).zip((200..).step_by(100)) {
+            check(&data_set, &of_another(plan(pair[1], Some((pair[0], offset)), offset))).unwrap();
+        }
+        assert_eq!(data_set.agreed().as_ref().unwrap().formers.len(), FORMERS);
+        assert!(check(&data_set, &of_a_stranger(plan('a', None, 10))).is_err());
+        assert_eq!(check(&data_set, &of_another(plan('7', None, 10))), Ok(()));
+    }
+}
