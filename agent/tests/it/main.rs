@@ -46,6 +46,7 @@ mod module_memory;
 mod module_rules;
 mod module_types;
 mod mtls;
+mod pieces;
 mod primary;
 mod probe;
 mod prometheus;

@@ -131,10 +131,8 @@ impl PsyncLink {
     pub(super) fn next_event_while(&mut self, mut is_alive: impl FnMut() -> bool) -> Result<Event, CaptureError> {
         self.silence.restart();
         loop {
-            while let Some(event) = self.machine.poll_event() {
-                if !matches!(event, Event::KeepAlive | Event::Handshaken) {
-                    return Ok(event);
-                }
+            if let Some(event) = self.poll_event() {
+                return Ok(event);
             }
             let output = self.machine.take_output();
             if !output.is_empty() {
@@ -143,8 +141,26 @@ impl PsyncLink {
             if self.socket.ahead().is_empty() {
                 self.read(&mut is_alive)?;
             }
-            let used = self.machine.handle_input(self.socket.ahead())?;
-            self.socket.take(used);
+            self.socket.give(&mut self.machine)?;
+        }
+    }
+
+    /// The next event if it has arrived already. Does not wait.
+    pub(super) fn next_event_at_once(&mut self) -> Result<Option<Event>, CaptureError> {
+        if self.socket.ahead().is_empty() {
+            self.read_at_once()?;
+        }
+        self.socket.give(&mut self.machine)?;
+        Ok(self.poll_event())
+    }
+
+    /// The machine's next event that is more than a sign of life.
+    fn poll_event(&mut self) -> Option<Event> {
+        loop {
+            match self.machine.poll_event()? {
+                Event::KeepAlive | Event::Handshaken => {}
+                event => return Some(event),
+            }
         }
     }
 
@@ -162,13 +178,19 @@ impl PsyncLink {
     /// closes the connection if the fork fails. A child that asks later, for the same offset, then belongs to another
     /// client.
     pub(super) fn still_waits(&mut self) -> Result<(), CaptureError> {
-        if let Received::End = self.socket.read_ahead_at_once().map_err(broken)? {
-            return Err(broken("the server gave up the sync before its child began"));
-        }
+        self.read_at_once()?;
         // Newlines are keep-alives.
         match self.socket.ahead().iter().all(|byte| *byte == b'\n') {
             true => Ok(()),
             false => Err(broken("the server sent something before its child began")),
+        }
+    }
+
+    /// Reads what has arrived since `+FULLRESYNC`, without waiting.
+    fn read_at_once(&mut self) -> Result<(), CaptureError> {
+        match self.socket.read_ahead_at_once().map_err(broken)? {
+            Received::Bytes(_) | Received::Idle => Ok(()),
+            Received::End => Err(broken("the server gave up the sync before its child began")),
         }
     }
 

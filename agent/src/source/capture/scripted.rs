@@ -11,10 +11,12 @@ use std::time::Duration;
 
 use remora_fabric::shm::Place;
 use remora_fabric::sim::{Faults, Network};
-use remora_fabric::{Connector, Exporter, Memory, Pages, RegionId, Regions};
+use remora_fabric::{Connector, Exporter, Memory, Pages, Peer, RegionId, Regions};
 use remora_redis::ReplId;
 use remora_table::layout::LINE_OFFSET;
-use remora_table::{Algorithm, Expectation, Geometry, Kind, Origin, SealKey, SinkLayout, SnapshotReader, State};
+use remora_table::{
+    Algorithm, Expectation, Geometry, JournalReader, Kind, Origin, SealKey, SinkLayout, SnapshotReader, State,
+};
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
@@ -63,6 +65,18 @@ fn table(name: &str) -> (Arc<Memory>, Geometry) {
 fn sealed(name: &str, secret: u8) -> SealedTable {
     let key = SealKey::new(Algorithm::best(), [secret; SealKey::SECRET_BYTES]);
     SealedTable { memory: table(name).0, key, compressed: true }
+}
+
+/// A table's memory as a replica reads it: the peer, where its bytes arrive, and in which buffers.
+fn lent(memory: &Arc<Memory>, geometry: &Geometry) -> (Box<dyn Peer>, Arc<Memory>, SinkLayout) {
+    const ID: RegionId = RegionId { generation: 5, region: 0 };
+    let network = Network::new(1, Faults::honest());
+    let (exporter, layout) = (network.exporter(), SinkLayout { offset: 0, buffers: 2 });
+    exporter.export(ID, memory.clone()).unwrap();
+    exporter.grant(1, [1; 32], Regions::All);
+    let sink = Arc::new(Memory::create("test-sink", layout.length(geometry), Pages::Small).unwrap());
+    let peer = network.connector().connect(&exporter.key(ID).unwrap(), 1, &[1; 32], sink.clone()).unwrap();
+    (peer, sink, layout)
 }
 
 /// The first `length` bytes of a table's slots.
@@ -172,15 +186,9 @@ impl Rig {
 
     /// The bytes of the sealed snapshot, as a replica reads them.
     pub(super) fn sealed_bytes(&self) -> Vec<u8> {
-        const ID: RegionId = RegionId { generation: 5, region: 0 };
         let sealed = self.capture.plan.remote.as_ref().unwrap();
         let geometry = self.capture.plan.snapshot.1;
-        let network = Network::new(1, Faults::honest());
-        let (exporter, layout) = (network.exporter(), SinkLayout { offset: 0, buffers: 2 });
-        exporter.export(ID, sealed.memory.clone()).unwrap();
-        exporter.grant(1, [1; 32], Regions::All);
-        let sink = Arc::new(Memory::create("test-sink", layout.length(&geometry), Pages::Small).unwrap());
-        let mut peer = network.connector().connect(&exporter.key(ID).unwrap(), 1, &[1; 32], sink.clone()).unwrap();
+        let (mut peer, sink, layout) = lent(&sealed.memory, &geometry);
         let origin = Origin { generation: 5, history: history(), offset: 77 };
         let key = sealed.key.as_ref().unwrap();
         let expect = Expectation::sealed(Kind::Snapshot, origin, geometry, key).unwrap().with_compressed_slots(true);
@@ -233,9 +241,21 @@ impl Rig {
         rest
     }
 
-    /// The first `length` bytes of the journal, none of whose slots was reused.
+    /// The first `length` bytes of the stream, as a replica reads them from the journal.
     pub(super) fn journal_bytes(&self, length: usize) -> Vec<u8> {
-        bytes_of(self.capture.plan.journal.as_ref().unwrap(), length)
+        let (memory, geometry) = self.capture.plan.journal.as_ref().unwrap();
+        let (mut peer, sink, layout) = lent(memory, geometry);
+        let origin = Origin { generation: 5, history: history(), offset: 77 };
+        let expect = Expectation::plain(origin, *geometry);
+        let mut reader = JournalReader::new(None, sink, layout, expect, 78).unwrap();
+        let mut read = Vec::new();
+        while read.len() < length {
+            reader.pump(&mut *peer).unwrap();
+            while let Some(chunk) = reader.next_chunk() {
+                read.extend(chunk.bytes);
+            }
+        }
+        read
     }
 
     /// The first `length` bytes of the snapshot, none of whose slots was reused.

@@ -13,6 +13,7 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use remora_fabric::Memory;
+use remora_redis::psync::client::{self, Client};
 use rustix::net::{RecvFlags, recv};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
@@ -117,6 +118,13 @@ impl Socket {
     /// Takes the first `count` of the bytes that were read ahead.
     pub(crate) fn take(&mut self, count: usize) {
         self.ahead.drain(..count.min(self.ahead.len()));
+    }
+
+    /// Hands a handshake what was read ahead. What the handshake does not use stays.
+    pub(crate) fn give(&mut self, machine: &mut Client) -> Result<(), client::Error> {
+        let used = machine.handle_input(&self.ahead)?;
+        self.take(used);
+        Ok(())
     }
 
     /// Reads once from the connection, behind what was read ahead, and waits for at most one tick.
