@@ -5,8 +5,7 @@
 //! ```
 //!
 //! A [`Line`] turns what a model server sends into the bytes of a real server, and back. Its socket's buffers stand for
-//! the network between them, and it reads no slot for which the server has no room. What the server says arrives in
-//! pieces that the seed chooses, together with what it says next or before that.
+//! the network between them, and it reads no slot for which the server has no room.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
@@ -14,7 +13,6 @@ use std::net::TcpStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use remora_fabric::sim::Random;
 use remora_protocol::{Message as Said, Offer, Relaying, Relays, Resume, Upstream};
 use remora_redis::ReplId;
 
@@ -249,7 +247,7 @@ impl Deliver for ByteDelivery {
                 let Some(stepped) = self.stepped.as_ref().filter(|stepped| stepped.is_running()) else {
                     return world.close(conn, self.agent);
                 };
-                match Line::open(stepped, &login, history, world.draw.next()) {
+                match Line::open(stepped, &login, history) {
                     Ok(line) => drop(self.lines.insert(conn, line)),
                     Err(_) => return world.close(conn, self.agent),
                 }
@@ -319,10 +317,6 @@ struct Line {
     socket: TcpStream,
     stage: Stage,
     buffer: Vec<u8>,
-    /// Decides which part of what the server says arrives at once.
-    draw: Random,
-    /// The rest of it.
-    late: Vec<u8>,
     /// Slots that the server has room for.
     room: u32,
     /// Why it is closed.
@@ -330,48 +324,33 @@ struct Line {
 }
 
 impl Line {
-    fn open(stepped: &Stepped, login: &str, history: Option<(ReplId, u64)>, seed: u64) -> io::Result<Line> {
-        let socket = TcpStream::connect(stepped.address())?;
+    fn open(stepped: &Stepped, login: &str, history: Option<(ReplId, u64)>) -> io::Result<Line> {
+        let mut socket = TcpStream::connect(stepped.address())?;
         socket.set_nonblocking(true)?;
         socket.set_nodelay(true)?;
         // Its end ends the connection at once, and leaves no socket behind in the kernel.
         rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::ZERO))?;
         let (replid, offset) = history.map_or(("?".to_string(), -1), |(id, next)| (id.to_string(), next as i64));
         let login = if login.is_empty() { "none" } else { login };
-        let mut line = Line {
+        write!(socket, "AUTH {login}\r\nREPLCONF capa eof capa psync2\r\nPSYNC {replid} {offset}\r\n")?;
+        Ok(Line {
             socket,
             stage: Stage::Answers,
             buffer: Vec::new(),
-            draw: Random::new(seed),
-            late: Vec::new(),
             room: WINDOW,
             why: "the agent has closed it".into(),
-        };
-        line.say(&format!("AUTH {login}\r\nREPLCONF capa eof capa psync2\r\nPSYNC {replid} {offset}\r\n"));
-        Ok(line)
-    }
-
-    /// Says a part of it now, and the rest when the line is looked at again.
-    fn say(&mut self, words: &str) {
-        self.late.extend_from_slice(words.as_bytes());
-        let now = self.draw.below(self.late.len() as u64 + 1) as usize;
-        self.write_late(now);
-    }
-
-    fn write_late(&mut self, count: usize) {
-        let now: Vec<u8> = self.late.drain(..count).collect();
-        // A connection that is closed is noticed when it is read.
-        let _ = self.socket.write_all(&now);
+        })
     }
 
     fn ack(&mut self, offset: u64) {
         let digits = offset.to_string();
-        self.say(&format!("*3\r\n$8\r\nREPLCONF\r\n$3\r\nACK\r\n${}\r\n{digits}\r\n", digits.len()));
+        let command = format!("*3\r\n$8\r\nREPLCONF\r\n$3\r\nACK\r\n${}\r\n{digits}\r\n", digits.len());
+        // A connection that is closed is noticed when it is read.
+        let _ = self.socket.write_all(command.as_bytes());
     }
 
     /// What the delivery says, and whether the connection is open.
     fn read(&mut self) -> (Vec<Message>, bool) {
-        self.write_late(self.late.len());
         let mut messages = Vec::new();
         loop {
             if !self.parse(&mut messages) {

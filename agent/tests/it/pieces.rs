@@ -302,7 +302,8 @@ fn glued(stage: &Stage, primary: &Server, host: Option<&Host>) -> (Source, Proxy
         Some(host) => stage.source_on(host, &proxy.url(), &options),
         None => stage.source(&proxy.url(), &options),
     };
-    held.wait_for(b"REDIS0");
+    // The first field of a snapshot, `redis-ver` or `valkey-ver`.
+    held.wait_for(b"-ver");
     let mut client = primary.client().unwrap();
     count(&mut client, "aaa", FIRST);
     if primary.configured("repl-diskless-sync").unwrap() == "no" {

@@ -10,7 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use remora_fabric::shm::Place;
-use remora_fabric::sim::{Faults, Network};
+use remora_fabric::sim::{Faults, Network, SimExporter};
 use remora_fabric::{Connector, Exporter, Memory, Pages, Peer, RegionId, Regions};
 use remora_redis::ReplId;
 use remora_table::layout::LINE_OFFSET;
@@ -67,8 +67,9 @@ fn sealed(name: &str, secret: u8) -> SealedTable {
     SealedTable { memory: table(name).0, key, compressed: true }
 }
 
-/// A table's memory as a replica reads it: the peer, where its bytes arrive, and in which buffers.
-fn lent(memory: &Arc<Memory>, geometry: &Geometry) -> (Box<dyn Peer>, Arc<Memory>, SinkLayout) {
+/// A table's memory as a replica reads it: who lends it as long as it lives, the peer, where its bytes arrive, and in
+/// which buffers.
+fn lent(memory: &Arc<Memory>, geometry: &Geometry) -> (SimExporter, Box<dyn Peer>, Arc<Memory>, SinkLayout) {
     const ID: RegionId = RegionId { generation: 5, region: 0 };
     let network = Network::new(1, Faults::honest());
     let (exporter, layout) = (network.exporter(), SinkLayout { offset: 0, buffers: 2 });
@@ -76,7 +77,7 @@ fn lent(memory: &Arc<Memory>, geometry: &Geometry) -> (Box<dyn Peer>, Arc<Memory
     exporter.grant(1, [1; 32], Regions::All);
     let sink = Arc::new(Memory::create("test-sink", layout.length(geometry), Pages::Small).unwrap());
     let peer = network.connector().connect(&exporter.key(ID).unwrap(), 1, &[1; 32], sink.clone()).unwrap();
-    (peer, sink, layout)
+    (exporter, peer, sink, layout)
 }
 
 /// The first `length` bytes of a table's slots.
@@ -188,7 +189,7 @@ impl Rig {
     pub(super) fn sealed_bytes(&self) -> Vec<u8> {
         let sealed = self.capture.plan.remote.as_ref().unwrap();
         let geometry = self.capture.plan.snapshot.1;
-        let (mut peer, sink, layout) = lent(&sealed.memory, &geometry);
+        let (_exporter, mut peer, sink, layout) = lent(&sealed.memory, &geometry);
         let origin = Origin { generation: 5, history: history(), offset: 77 };
         let key = sealed.key.as_ref().unwrap();
         let expect = Expectation::sealed(Kind::Snapshot, origin, geometry, key).unwrap().with_compressed_slots(true);
@@ -244,7 +245,7 @@ impl Rig {
     /// The first `length` bytes of the stream, as a replica reads them from the journal.
     pub(super) fn journal_bytes(&self, length: usize) -> Vec<u8> {
         let (memory, geometry) = self.capture.plan.journal.as_ref().unwrap();
-        let (mut peer, sink, layout) = lent(memory, geometry);
+        let (_exporter, mut peer, sink, layout) = lent(memory, geometry);
         let origin = Origin { generation: 5, history: history(), offset: 77 };
         let expect = Expectation::plain(origin, *geometry);
         let mut reader = JournalReader::new(None, sink, layout, expect, 78).unwrap();
