@@ -93,6 +93,12 @@ test-matrix: setup
 	$(if $(OTHER),REMORA_OTHER="$(OTHER)" $(CARGO) test --locked -p remora-agent --test it -- --ignored --nocapture \
 		versions::agents_of_another_release)
 
+## pieces: syncs over proxies that deliver in other pieces than were written; ROUNDS=1000
+.PHONY: pieces
+pieces: ROUNDS ?= 1000
+pieces: setup
+	REMORA_PIECES_ROUNDS=$(ROUNDS) $(CARGO) test --locked -p remora-agent --test it pieces::many_syncs -- --ignored --nocapture
+
 ## twins: random commands on servers that have loaded in the fast way, and on twins that have not; MINUTES=60
 .PHONY: twins
 twins: setup

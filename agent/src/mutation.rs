@@ -32,6 +32,8 @@ pub(crate) enum Mutation {
     AgeFromTheRequest,
     /// The delivery sends the stream behind the mark before the server's first ACK.
     StreamBeforeTheAck,
+    /// The capture drops what it has read together with a snapshot and lies behind it: the first bytes of the stream.
+    AheadDropped,
 }
 
 thread_local! {

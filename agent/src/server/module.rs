@@ -13,6 +13,8 @@ use crate::module_file;
 pub(crate) struct Offer {
     /// Whether a fork child may walk in the fast way, or why not.
     pub(crate) fast_capture: Result<(), String>,
+    /// Whether the server writes the snapshots of syncs to files first. The module takes no part in these.
+    pub(crate) saves_to_files: bool,
 }
 
 /// What the server's module offers, if it has one of this version. If it has none and `wished` names a library, the
@@ -36,7 +38,8 @@ pub(crate) async fn find(client: &mut Client, wished: Option<&Path>) -> Result<O
                 tracing::warn!(theirs = ?protocol, ours = MODULE_PROTOCOL, "the server's module speaks another version of the module protocol: upgrade the older of the two");
             }
             let fast_capture = yes_or_why(field(&frame, b"fast_capture").as_deref());
-            Ok(understood.then_some(Offer { fast_capture }))
+            let saves_to_files = field(&frame, b"syncs_go_to").as_deref() == Some("files");
+            Ok(understood.then_some(Offer { fast_capture, saves_to_files }))
         }
         Err(error) if error.refusal() == Some(RefusalKind::Unknown) => Ok(None),
         Err(error) if error.refusal() == Some(RefusalKind::NoPerm) => {

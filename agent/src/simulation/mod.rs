@@ -4,7 +4,7 @@
 //!   seed ──▶ Plan ──▶ Simulation::run ──▶ events in the order of their times ──▶ checks after each
 //!                          │
 //!        World: clock, network, memory, model servers, oracle
-//!        SourceAgent: the real machine; actors in the place of its captures
+//!        SourceAgent: the real machine; actors in the place of its captures, which read bytes by the real code
 //!        ReplicaAgent: the real machine, preflight, record and server's task; an actor in the place of the delivery,
 //!        or the real delivery between real tables and a socket
 //! ```
@@ -18,6 +18,7 @@
 mod against_real;
 mod assignments;
 mod bytes;
+mod cable;
 mod check;
 mod delivery;
 mod explore;

@@ -6,10 +6,10 @@ use clap::Parser;
 use remora_fabric::sim::Random;
 
 use super::check::{STOP_LIMIT, Watch};
-use super::plan::{Act, FIRST_REPLICA, PRIMARY, ReplicaPlan, SECOND, Trap, UNREST, address};
+use super::plan::{Act, FIRST_REPLICA, PRIMARY, ReplicaPlan, SECOND, SourceOptions, Trap, UNREST, address};
 use super::replica_agent::{ReplicaAgent, ReplicaOptions, SOURCE};
 use super::run::Simulation;
-use super::source_agent::{SourceAgent, SourceOptions};
+use super::source_agent::SourceAgent;
 use super::tables::Tables;
 use super::wire::{Address, Host, ServerId};
 use super::world::Event;

@@ -6,7 +6,6 @@ use remora_fabric::sim::Random;
 
 use super::relay::RelayPlan;
 use super::replica_agent::Mode;
-use super::source_agent::SourceOptions;
 use super::wire::{Address, ServerId};
 
 /// The server whose data the others are to get.
@@ -85,9 +84,24 @@ pub(super) struct ReplicaPlan {
     pub(super) mode: Mode,
 }
 
+/// How a source was started.
+#[derive(Clone, Debug)]
+pub(super) struct SourceOptions {
+    pub(super) captured: ServerId,
+    pub(super) announce: Address,
+    pub(super) eager: bool,
+    /// Slots that its memory holds, and whether it promises that they stay.
+    pub(super) room: u64,
+    pub(super) retained: bool,
+    pub(super) journal: usize,
+    pub(super) max_age: Duration,
+}
+
 /// See the module's text.
 #[derive(Clone, Debug)]
 pub(super) struct Plan {
+    /// The primary and the second server write the snapshots of syncs to files first.
+    pub(super) saves_to_file: bool,
     pub(super) backlog: usize,
     pub(super) output_limit: usize,
     pub(super) slots: u64,
@@ -180,6 +194,7 @@ impl Plan {
         let slow = draw.below(5) == 0;
         Plan {
             foreign,
+            saves_to_file: Random::split(seed, 6).below(2) == 0,
             backlog: [1500, 6000, 40_000][draw.below(3) as usize],
             output_limit: if draw.below(5) == 0 { 1500 } else { 1 << 20 },
             slots: 3 + draw.below(25),

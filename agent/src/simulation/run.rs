@@ -113,6 +113,7 @@ impl Simulation {
             follows: (id == SECOND).then(|| address(PRIMARY)),
             pace: plan.pace,
             slots: plan.slots,
+            saves_to_file: plan.saves_to_file,
         };
         self.world.add_server(traits(PRIMARY));
         self.world.add_server(traits(SECOND));

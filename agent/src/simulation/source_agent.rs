@@ -9,7 +9,9 @@ use remora_redis::ReplId;
 use remora_redis::info::Info;
 
 use super::assignments::Assignments;
+use super::cable::Cable;
 use super::memory::{Journal, Snapshot};
+use super::plan::SourceOptions;
 use super::tables::{SLOT_BYTES, journal_geometry};
 use super::wire::{Address, Conn, End, Host, Message, ServerId};
 use super::world::{Event, World, shown};
@@ -26,19 +28,6 @@ const TICK: Duration = Duration::from_millis(100);
 
 /// How long a broken stream is resumed, as in the product.
 const RESUME_LIMIT: Duration = Duration::from_secs(60);
-
-/// How a source was started.
-#[derive(Clone, Debug)]
-pub(super) struct SourceOptions {
-    pub(super) captured: ServerId,
-    pub(super) announce: Address,
-    pub(super) eager: bool,
-    /// Slots that its memory holds, and whether it promises that they stay.
-    pub(super) room: u64,
-    pub(super) retained: bool,
-    pub(super) journal: usize,
-    pub(super) max_age: Duration,
-}
 
 struct Peer {
     conn: Conn,
@@ -62,6 +51,8 @@ struct Capture {
     with_stream: bool,
     stage: Stage,
     conn: Option<Conn>,
+    /// What delivers the server's bytes on that connection.
+    cable: Option<Cable>,
     /// Slots for which the table has no room.
     waiting: VecDeque<u64>,
     whole: bool,
@@ -232,7 +223,7 @@ impl SourceAgent {
         if !matches!(event, Input::Progress { .. }) {
             world.log(|| format!("source {}: {}", self.index, shown(&event)));
         }
-        let (now, reading) = (world.instant(), self.reading());
+        let (now, reading) = (world.instant(), self.reading);
         let reading = self.with_tables(world, reading);
         for action in self.machine.apply(now, reading, event) {
             world.log(|| format!("source {}:     {action:?}", self.index));
@@ -243,10 +234,6 @@ impl SourceAgent {
     /// Slots that its snapshot table holds.
     fn room(&self) -> u64 {
         if self.retained { self.options.room * 4 } else { self.options.room }
-    }
-
-    fn reading(&self) -> Reading {
-        self.reading
     }
 
     fn with_tables(&mut self, world: &World, mut reading: Reading) -> Reading {
@@ -345,6 +332,7 @@ impl SourceAgent {
             with_stream,
             stage: Stage::Connecting,
             conn: None,
+            cable: None,
             waiting: VecDeque::new(),
             whole: false,
             replid: None,
@@ -379,6 +367,8 @@ impl SourceAgent {
             capture.stage = Stage::Asked;
         }
         let snapshot_only = !capture.with_stream;
+        let by_length = world.server(self.options.captured).traits.saves_to_file;
+        capture.cable = Some(Cable::new(world.draw.next(), by_length, history));
         world.send(conn, me, Message::Psync { history, login: String::new(), snapshot_only });
     }
 
@@ -432,6 +422,7 @@ impl SourceAgent {
     }
 
     pub(super) fn closed(&mut self, world: &mut World, job: u64, conn: Conn) {
+        self.deliver(world, job);
         if self.captures.get(&job).is_some_and(|capture| capture.conn == Some(conn)) {
             let whole = self.captures.get(&job).is_some_and(|capture| capture.whole);
             // The server closes the connection behind a snapshot without a stream.
@@ -442,6 +433,23 @@ impl SourceAgent {
     }
 
     pub(super) fn receive(&mut self, world: &mut World, job: u64, conn: Conn, message: Message) {
+        let capture = self.captures.get_mut(&job).filter(|capture| capture.conn == Some(conn));
+        let read = capture.and_then(|capture| capture.cable.as_mut()).map(|cable| cable.send(message));
+        read.into_iter().flatten().for_each(|message| self.hear(world, job, conn, message));
+    }
+
+    /// Delivers what the server of a capture has sent.
+    fn deliver(&mut self, world: &mut World, job: u64) {
+        let capture = self.captures.get_mut(&job);
+        let Some((Some(conn), Some(cable))) = capture.map(|capture| (capture.conn, &mut capture.cable)) else { return };
+        let read = cable.deliver();
+        if std::mem::take(&mut cable.glued) > 0 {
+            world.count("capture: the stream began in the read of a header");
+        }
+        read.into_iter().for_each(|message| self.hear(world, job, conn, message));
+    }
+
+    fn hear(&mut self, world: &mut World, job: u64, conn: Conn, message: Message) {
         let key = |generation| (self.index, generation);
         let Some(capture) = self.captures.get_mut(&job).filter(|capture| capture.conn == Some(conn)) else { return };
         let generation = capture.generation;
@@ -561,6 +569,8 @@ impl SourceAgent {
     }
 
     fn tick(&mut self, world: &mut World) {
+        let jobs: Vec<u64> = self.captures.keys().copied().collect();
+        jobs.into_iter().for_each(|job| self.deliver(world, job));
         let reading = self.with_tables(world, self.reading);
         let now = world.instant();
         for action in self.machine.apply(now, reading, Input::Tick) {

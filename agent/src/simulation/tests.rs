@@ -163,6 +163,13 @@ fn a_stream_that_does_not_wait_for_the_ack_is_found() {
     is_found_by_real_deliveries(Mutation::StreamBeforeTheAck, "says that it is in step");
 }
 
+/// A source reads a small snapshot, its header and the first bytes of the stream at once, and drops what lies behind
+/// the snapshot.
+#[test]
+fn the_first_bytes_of_the_stream_that_are_dropped_are_found() {
+    is_found(Mutation::AheadDropped, "says that it is in step");
+}
+
 #[test]
 fn a_server_that_is_continued_at_the_wrong_offset_is_found() {
     // The server must lose what is under way to it after it has loaded, and come back to the link.

@@ -49,6 +49,7 @@ mod module_memory;
 mod module_rules;
 mod module_types;
 mod mtls;
+mod pieces;
 mod pin;
 mod primary;
 mod probe;

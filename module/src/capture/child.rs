@@ -14,7 +14,7 @@ use remora_table::CapturePage;
 use remora_table::server_pages::capture_page::{Stage, Work};
 
 use super::armed::{self, Armed};
-use super::error::CaptureError;
+use super::error::{CaptureError, SharedWith};
 use super::{exclusive, fast_walk, walk};
 use crate::api::{
     Command, Context, EVENT_PERSISTENCE, EventHandler, LogLevel, OPTION_HANDLE_IO_ERRORS,
@@ -30,15 +30,23 @@ impl EventHandler for SnapshotBegins {
 
     /// Only a snapshot in a fork child concerns us; a save in the server's own process is left alone.
     fn handle(context: &Context<'_>, what: u64) {
-        if what != PERSISTENCE_RDB_START || !context.flags().is_child() || exclusive::saves_to_disk() {
+        if what != PERSISTENCE_RDB_START || !context.flags().is_child() {
             return;
         }
         let Some(armed) = armed::take_in_child() else { return };
         if armed.page.stage() != Stage::Armed || armed.page.is_cancelled() {
             return;
         }
-        WORK.set(Some(armed));
         let own = OwnContext::new(context);
+        if exclusive::saves_to_disk() {
+            // The file may be that of the sync for which the agent waits, if syncs go to files now. Otherwise it is no
+            // concern of the agent: its child is still to come.
+            if matches!(exclusive::syncs_go_to_sockets(&own), Ok(false)) {
+                armed.page.decline(&CaptureError::NotExclusive(SharedWith::File).to_string());
+            }
+            return;
+        }
+        WORK.set(Some(armed));
         let error = own
             .call(Walk::NAME, &[])
             .map_or(Some("the server gave no reply to REMORA.WALK".into()), |reply| reply.error());

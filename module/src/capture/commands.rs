@@ -4,7 +4,7 @@ use std::ffi::CStr;
 
 use remora_protocol::MODULE_PROTOCOL;
 
-use super::armed;
+use super::{armed, exclusive};
 use crate::api::{Command, Context, StrRef};
 use crate::{fast, load};
 
@@ -66,6 +66,10 @@ impl Command for Status {
             ("load", if load::is_registered() { "yes" } else { "no" }.to_owned()),
             ("fast_keys", fast::state()),
             ("fast_capture", fast::offer_walk(context).map_or_else(|why| format!("no: {why}"), |_| "yes".to_owned())),
+            (
+                "syncs_go_to",
+                if exclusive::syncs_go_to_sockets(context).unwrap_or(true) { "sockets" } else { "files" }.to_owned(),
+            ),
             ("load_state", load::state().to_owned()),
             ("state", state.to_owned()),
             ("generation", generation.map_or(String::new(), |generation| generation.to_string())),

@@ -42,7 +42,8 @@ fn busy(lines: impl Iterator<Item = Option<String>>) -> usize {
     lines.filter(|line| !line.as_ref().is_some_and(|line| line.split(',').any(|pair| pair == "state=online"))).count()
 }
 
-fn syncs_go_to_sockets(context: &Context<'_>) -> Result<bool, CaptureError> {
+/// Whether the server sends the snapshot of a sync straight to its replicas.
+pub(super) fn syncs_go_to_sockets(context: &Context<'_>) -> Result<bool, CaptureError> {
     let words = ["GET", "repl-diskless-sync"].map(|word| OwnedStr::new(context, word.as_bytes()));
     let arguments: Vec<_> = words.iter().map(OwnedStr::borrow).collect();
     let reply = context.call(c"CONFIG", &arguments).ok_or(CaptureError::NoAnswer("CONFIG GET"))?;

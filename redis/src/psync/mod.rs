@@ -14,7 +14,8 @@
 //!      │          payload: an RDB                    │   (then <mark>, where there was one)
 //!      │          stream, from <offset> + 1          │   the first byte of the stream has offset <offset> + 1
 //!      │ ◀────────────────────────────────────────── │
-//!      │  REPLCONF ACK <offset>, every second        │   after a full sync no stream before the first of these
+//!      │  REPLCONF ACK <offset>, every second        │   after a mark no stream before the first of these; after
+//!      │                                             │   a payload of known length it follows at once
 //!      │ ──────────────────────────────────────────▶ │
 //! ```
 //!

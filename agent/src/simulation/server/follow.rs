@@ -27,8 +27,10 @@ pub(super) struct Copying {
     slots: Vec<u64>,
     /// The old data set is gone, and commands are refused.
     is_loading: bool,
-    /// The mark has come.
+    /// The mark has come, or as many bytes as were announced.
     is_whole: bool,
+    /// Bytes of the stream that came behind the snapshot while it was loaded. They wait in the socket.
+    behind: Vec<u8>,
 }
 
 impl Link {
@@ -107,8 +109,9 @@ impl Server {
         }
         match message {
             Message::FullResync { replid, offset } => {
-                let (slots, is_loading, is_whole) = (Vec::new(), false, false);
-                self.link = Link::Copying(Copying { conn, replid, offset, slots, is_loading, is_whole });
+                let (slots, behind) = (Vec::new(), Vec::new());
+                let (is_loading, is_whole) = (false, false);
+                self.link = Link::Copying(Copying { conn, replid, offset, slots, is_loading, is_whole, behind });
             }
             Message::Slot(slot) => self.slot(slot, step),
             Message::End => self.end(step),
@@ -167,10 +170,11 @@ impl Server {
     }
 
     pub(super) fn loaded(&mut self, conn: Conn, step: &mut Step<'_>) {
-        let Link::Copying(copying) = &self.link else { return };
+        let Link::Copying(copying) = &mut self.link else { return };
         if copying.conn != conn || !copying.is_whole {
             return;
         }
+        let behind = std::mem::take(&mut copying.behind);
         self.full_copies.1 += 1;
         self.content = Content::of_slots(&copying.slots, self.traits.slots);
         (self.replid, self.offset) = (copying.replid, copying.offset);
@@ -179,6 +183,7 @@ impl Server {
         self.rest.clear();
         self.link = Link::Up(conn);
         step.send(conn, Message::Ack { offset: self.offset });
+        self.stream(&behind, step);
     }
 
     fn continued(&mut self, conn: Conn, replid: ReplId, step: &mut Step<'_>) {
@@ -196,6 +201,9 @@ impl Server {
 
     /// Executes the whole commands that have come, and passes them on.
     fn stream(&mut self, bytes: &[u8], step: &mut Step<'_>) {
+        if let Link::Copying(copying) = &mut self.link {
+            copying.behind.extend_from_slice(bytes);
+        }
         if !matches!(self.link, Link::Up(_)) {
             return;
         }

@@ -56,6 +56,8 @@ pub(super) struct Traits {
     pub(super) pace: Duration,
     /// How many slots a snapshot of it has.
     pub(super) slots: u64,
+    /// `repl-diskless-sync no`: it sends a snapshot once it has written all of it, and the stream right behind it.
+    pub(super) saves_to_file: bool,
 }
 
 /// The part of the stream that is kept for partial resynchronisations.

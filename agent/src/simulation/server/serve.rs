@@ -35,7 +35,7 @@ enum Stage {
     Waiting,
     /// It is given a snapshot.
     Snapshot,
-    /// It has the snapshot. The stream follows its acknowledgement.
+    /// It has the snapshot, by a mark. The stream follows its acknowledgement.
     Loading,
     Online,
 }
@@ -163,7 +163,8 @@ impl Server {
             self.fork = None;
             return self.fork_ended(step);
         }
-        if !fork.is_held_up || reading.iter().any(|conn| self.readers[conn].room == 0) {
+        let to_file = self.traits.saves_to_file;
+        if !fork.is_held_up || (!to_file && reading.iter().any(|conn| self.readers[conn].room == 0)) {
             return;
         }
         fork.is_held_up = false;
@@ -172,11 +173,21 @@ impl Server {
         let is_last = fork.next == self.traits.slots;
         for conn in reading {
             let Some(reader) = self.readers.get_mut(&conn) else { continue };
-            (reader.room, reader.silent) = (reader.room - 1, 0);
-            step.send(conn, Message::Slot(slot));
+            reader.silent = 0;
+            if to_file {
+                let slots = if is_last { 0..self.traits.slots } else { 0..0 };
+                slots.for_each(|number| step.send(conn, Message::Slot(fork.content.slot(number))));
+            } else {
+                reader.room -= 1;
+                step.send(conn, Message::Slot(slot));
+            }
             if is_last {
                 step.send(conn, Message::End);
-                reader.stage = Stage::Loading;
+                reader.stage = if to_file { Stage::Online } else { Stage::Loading };
+                let pending = if to_file { std::mem::take(&mut reader.pending) } else { Vec::new() };
+                if !pending.is_empty() && !reader.snapshot_only {
+                    step.send(conn, Message::Stream(pending));
+                }
                 if reader.snapshot_only {
                     self.readers.remove(&conn);
                     step.effects.push(Effect::Close(conn));

@@ -34,13 +34,18 @@
 //!   wrote. `imports` keeps snapshots from a time when the server imported slots of a cluster from being used.
 //! - `from_file`: the snapshot from a file (`snapshot_file`), and only the stream from the server.
 //! - `psync_link` drives every handshake; `snapshot` and `stream` fill the tables, `sealing` and `journal`
-//!   the sealed ones; `socket` is the connection.
+//!   the sealed ones; `socket` is the connection, which owns what was read ahead of it. `pieces` stands in its place in
+//!   tests and in the simulation.
 
+#[cfg(test)]
+mod boundaries;
 mod from_file;
 mod imports;
 mod join;
 mod journal;
 mod method;
+#[cfg(any(test, feature = "simulation"))]
+pub(crate) mod pieces;
 mod plan;
 pub(crate) mod psync_link;
 #[cfg(test)]
@@ -64,8 +69,12 @@ pub(crate) use self::journal::Journal;
 pub(crate) use self::method::{Method, MethodHistory, ModuleRules};
 pub(crate) use self::plan::{CaptureError, CaptureEvent, Plan};
 use self::plan::{SILENCE_LIMIT, Stop};
+#[cfg(any(test, feature = "simulation"))]
+pub(crate) use self::snapshot::Intake;
 pub(crate) use self::snapshot_file::SnapshotFile;
 use self::socket::Silence;
+#[cfg(any(test, feature = "simulation"))]
+pub(crate) use self::socket::{Received, Socket};
 use self::stream::{Follower, Following};
 use crate::server::ServerError;
 

@@ -11,14 +11,12 @@ use super::Capture;
 use super::plan::{CaptureError, CaptureEvent, Stop, TICK};
 use super::socket::{Received, Silence, Socket};
 
-/// A snapshot that the server has announced.
+/// A snapshot that the server has announced. The connection's next byte is its first.
 pub(super) struct Announced {
     pub(super) socket: Socket,
     pub(super) replid: ReplId,
     pub(super) offset: u64,
     pub(super) payload: Payload,
-    /// Bytes that were read beyond the handshake.
-    pub(super) early: Vec<u8>,
 }
 
 /// How the server answered `PSYNC`.
@@ -39,8 +37,6 @@ pub(super) enum Opening {
 pub(super) struct PsyncLink {
     socket: Socket,
     machine: Client,
-    /// Bytes that were read and are not used yet.
-    early: Vec<u8>,
     stop: Stop,
     silence: Silence,
     /// Told when the server forks.
@@ -80,11 +76,11 @@ impl Capture {
     pub(super) fn handshake_over(&self, socket: Socket, options: Options) -> PsyncLink {
         let (machine, stop) = (Client::new(options), self.stop.clone());
         let forks = Forks { events: self.plan.events.clone(), generation: self.plan.generation };
-        PsyncLink { socket, machine, early: Vec::new(), stop, silence: self.silence(DURING), forks }
+        PsyncLink { socket, machine, stop, silence: self.silence(DURING), forks }
     }
 
     fn connect(&self) -> Result<Socket, CaptureError> {
-        let stream = self.wait_for(async { Ok(self.plan.server.connect().await?.into_stream().0) })?;
+        let stream = self.wait_for(async { Ok(self.plan.server.connect().await?.into_stream()) })?;
         Socket::new(stream, self.plan.runtime.clone(), TICK).map_err(broken)
     }
 }
@@ -92,23 +88,17 @@ impl Capture {
 impl PsyncLink {
     /// Begins another handshake on the same connection.
     pub(super) fn again(self, options: Options) -> PsyncLink {
-        PsyncLink { machine: Client::new(options), early: Vec::new(), ..self }
+        PsyncLink { machine: Client::new(options), ..self }
     }
 
-    /// The connection, and the bytes that were read beyond the handshake.
-    pub(super) fn into_parts(self) -> (Socket, Vec<u8>) {
-        (self.socket, self.early)
-    }
-
-    /// The connection, whose next bytes are the stream's.
-    pub(super) fn into_stream(mut self) -> Socket {
-        self.socket.push_back(self.early);
+    /// The connection, whose next byte is the first one behind the handshake.
+    pub(super) fn into_socket(self) -> Socket {
         self.socket
     }
 
     /// The snapshot that was announced on this connection.
     pub(super) fn announced(self, replid: ReplId, offset: u64, payload: Payload) -> Announced {
-        Announced { socket: self.socket, replid, offset, payload, early: self.early }
+        Announced { socket: self.socket, replid, offset, payload }
     }
 
     /// Drives the handshake to its end.
@@ -158,54 +148,70 @@ impl PsyncLink {
     pub(super) fn next_event_while(&mut self, mut is_alive: impl FnMut() -> bool) -> Result<Event, CaptureError> {
         self.silence.restart();
         loop {
-            while let Some(event) = self.machine.poll_event() {
-                if matches!(event, Event::FullResync { .. } | Event::Channel { .. }) {
-                    self.forks.tell();
-                }
-                if !matches!(event, Event::KeepAlive | Event::Handshaken) {
-                    return Ok(event);
-                }
+            if let Some(event) = self.poll_event() {
+                return Ok(event);
             }
             let output = self.machine.take_output();
             if !output.is_empty() {
                 self.socket.write_all(&output).map_err(broken)?;
             }
-            if self.early.is_empty() {
+            if self.socket.ahead().is_empty() {
                 self.read(&mut is_alive)?;
             }
-            let used = self.machine.handle_input(&self.early)?;
-            self.early.drain(..used);
+            self.socket.give(&mut self.machine)?;
+        }
+    }
+
+    /// The next event if it has arrived already. Does not wait.
+    pub(super) fn next_event_at_once(&mut self) -> Result<Option<Event>, CaptureError> {
+        if self.socket.ahead().is_empty() {
+            self.read_at_once()?;
+        }
+        self.socket.give(&mut self.machine)?;
+        Ok(self.poll_event())
+    }
+
+    /// The machine's next event that is more than a sign of life.
+    fn poll_event(&mut self) -> Option<Event> {
+        loop {
+            match self.machine.poll_event()? {
+                Event::KeepAlive | Event::Handshaken => {}
+                event @ (Event::FullResync { .. } | Event::Channel { .. }) => {
+                    self.forks.tell();
+                    return Some(event);
+                }
+                event => return Some(event),
+            }
         }
     }
 
     /// Reads what has arrived, or waits for one [`TICK`] at most.
     fn read(&mut self, is_alive: &mut impl FnMut() -> bool) -> Result<(), CaptureError> {
         self.stop.check()?;
-        let mut buffer = [0; 16 * 1024];
-        let received = self.socket.read(&mut buffer);
+        let received = self.socket.read_ahead();
         if matches!(received, Ok(Received::Idle)) && is_alive() {
             return Ok(());
         }
-        if let Some(n) = self.silence.check(received)? {
-            self.early.extend_from_slice(&buffer[..n]);
-        }
-        Ok(())
+        self.silence.check(received).map(drop)
     }
 
     /// Fails unless the server still keeps this connection waiting. It sends `+FULLRESYNC` just before it forks, and
     /// closes the connection if the fork fails. A child that asks later, for the same offset, then belongs to another
     /// client.
     pub(super) fn still_waits(&mut self) -> Result<(), CaptureError> {
-        let mut buffer = [0; 1024];
-        match self.socket.read_at_once(&mut buffer).map_err(broken)? {
-            Received::Bytes(n) => self.early.extend_from_slice(&buffer[..n]),
-            Received::Idle => {}
-            Received::End => return Err(broken("the server gave up the sync before its child began")),
-        }
+        self.read_at_once()?;
         // Newlines are keep-alives.
-        match self.early.iter().all(|byte| *byte == b'\n') {
+        match self.socket.ahead().iter().all(|byte| *byte == b'\n') {
             true => Ok(()),
             false => Err(broken("the server sent something before its child began")),
+        }
+    }
+
+    /// Reads what has arrived since `+FULLRESYNC`, without waiting.
+    fn read_at_once(&mut self) -> Result<(), CaptureError> {
+        match self.socket.read_ahead_at_once().map_err(broken)? {
+            Received::Bytes(_) | Received::Idle => Ok(()),
+            Received::End => Err(broken("the server gave up the sync before its child began")),
         }
     }
 
@@ -216,21 +222,24 @@ impl PsyncLink {
         let mut command = Vec::new();
         resp::command(&mut command, &["REPLCONF", "rdb-only", "1"]);
         self.socket.write_all(&command).map_err(broken)?;
-        let (mut answer, mut buffer) = (Vec::new(), [0; ANSWER_BYTES_MAX]);
         self.silence.restart();
         let began = Instant::now();
-        while !answer.ends_with(b"\r\n") {
+        loop {
             self.stop.check()?;
-            match self.socket.read(&mut buffer).map_err(broken)? {
-                Received::Bytes(n) => answer.extend_from_slice(&buffer[..n]),
+            let ahead = self.socket.ahead();
+            if let Some(end) = ahead.iter().position(|byte| *byte == b'\n') {
+                self.socket.take(end + 1);
+                return Ok(());
+            }
+            if ahead.len() > ANSWER_BYTES_MAX {
+                return Err(broken("the answer to REPLCONF rdb-only is too long"));
+            }
+            match self.socket.read_ahead().map_err(broken)? {
+                Received::Bytes(_) => {}
                 Received::Idle if began.elapsed() < self.silence.limit => {}
                 Received::Idle | Received::End => return Err(broken("no answer to REPLCONF rdb-only")),
             }
-            if answer.len() > ANSWER_BYTES_MAX {
-                return Err(broken("the answer to REPLCONF rdb-only is too long"));
-            }
         }
-        Ok(())
     }
 }
 
@@ -283,7 +292,7 @@ mod tests {
         rig.play(script, |capture, socket| {
             let mut link = capture.handshake_over(socket, options);
             let opening = link.opening();
-            let (mut rest, mut socket) = (Vec::new(), link.into_stream());
+            let (mut rest, mut socket) = (Vec::new(), link.into_socket());
             let mut buffer = [0; 4096];
             while let Ok(Received::Bytes(n)) = socket.read(&mut buffer) {
                 rest.extend_from_slice(&buffer[..n]);

@@ -10,18 +10,20 @@ use std::thread;
 use std::time::Duration;
 
 use remora_fabric::shm::Place;
-use remora_fabric::sim::{Faults, Network};
-use remora_fabric::{Connector, Exporter, Memory, Pages, RegionId, Regions};
+use remora_fabric::sim::{Faults, Network, SimExporter};
+use remora_fabric::{Connector, Exporter, Memory, Pages, Peer, RegionId, Regions};
 use remora_redis::ReplId;
 use remora_table::layout::LINE_OFFSET;
-use remora_table::{Algorithm, Expectation, Geometry, Kind, Origin, SealKey, SinkLayout, SnapshotReader, State};
+use remora_table::{
+    Algorithm, Expectation, Geometry, JournalReader, Kind, Origin, SealKey, SinkLayout, SnapshotReader, State,
+};
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::Capture;
 use super::method::ModuleRules;
 use super::plan::{CaptureError, CaptureEvent, Plan, TICK};
-use super::socket::Socket;
+use super::socket::{Received, Socket};
 use crate::args::{CompressChoice, FastKeys, ModuleCapture, TuneArgs};
 use crate::server::{Credentials, Server, Stream, Task, TlsOptions};
 use crate::source::captured::Captured;
@@ -63,6 +65,28 @@ fn table(name: &str) -> (Arc<Memory>, Geometry) {
 fn sealed(name: &str, secret: u8) -> SealedTable {
     let key = SealKey::new(Algorithm::best(), [secret; SealKey::SECRET_BYTES]);
     SealedTable { memory: table(name).0, key, compressed: true }
+}
+
+/// A table's memory as a replica reads it: who lends it as long as it lives, the peer, where its bytes arrive, and in
+/// which buffers.
+fn lent(memory: &Arc<Memory>, geometry: &Geometry) -> (SimExporter, Box<dyn Peer>, Arc<Memory>, SinkLayout) {
+    const ID: RegionId = RegionId { generation: 5, region: 0 };
+    let network = Network::new(1, Faults::honest());
+    let (exporter, layout) = (network.exporter(), SinkLayout { offset: 0, buffers: 2 });
+    exporter.export(ID, memory.clone()).unwrap();
+    exporter.grant(1, [1; 32], Regions::All);
+    let sink = Arc::new(Memory::create("test-sink", layout.length(geometry), Pages::Small).unwrap());
+    let peer = network.connector().connect(&exporter.key(ID).unwrap(), 1, &[1; 32], sink.clone()).unwrap();
+    (exporter, peer, sink, layout)
+}
+
+/// The first `length` bytes of a table's slots.
+fn bytes_of((memory, geometry): &(Arc<Memory>, Geometry), length: usize) -> Vec<u8> {
+    let mut bytes = vec![0; length];
+    for (number, slot) in (0..).zip(bytes.chunks_mut(SLOT_BYTES as usize)) {
+        memory.read(geometry.slot_offset(number), slot).unwrap();
+    }
+    bytes
 }
 
 /// A capture and what it reports.
@@ -128,7 +152,7 @@ impl Rig {
         let _entered = self.runtime.enter();
         ours.set_nonblocking(true).unwrap();
         let stream = Stream::Unix(tokio::net::UnixStream::from_std(ours).unwrap());
-        (Socket::new(stream, self.runtime.handle().clone(), TICK).unwrap(), Primary::over(theirs))
+        (Socket::new((stream, Vec::new()), self.runtime.handle().clone(), TICK).unwrap(), Primary::over(theirs))
     }
 
     /// Runs `capture` on a connection while `primary` plays the other end of it, and returns what `capture` returned.
@@ -163,15 +187,9 @@ impl Rig {
 
     /// The bytes of the sealed snapshot, as a replica reads them.
     pub(super) fn sealed_bytes(&self) -> Vec<u8> {
-        const ID: RegionId = RegionId { generation: 5, region: 0 };
         let sealed = self.capture.plan.remote.as_ref().unwrap();
         let geometry = self.capture.plan.snapshot.1;
-        let network = Network::new(1, Faults::honest());
-        let (exporter, layout) = (network.exporter(), SinkLayout { offset: 0, buffers: 2 });
-        exporter.export(ID, sealed.memory.clone()).unwrap();
-        exporter.grant(1, [1; 32], Regions::All);
-        let sink = Arc::new(Memory::create("test-sink", layout.length(&geometry), Pages::Small).unwrap());
-        let mut peer = network.connector().connect(&exporter.key(ID).unwrap(), 1, &[1; 32], sink.clone()).unwrap();
+        let (_exporter, mut peer, sink, layout) = lent(&sealed.memory, &geometry);
         let origin = Origin { generation: 5, history: history(), offset: 77 };
         let key = sealed.key.as_ref().unwrap();
         let expect = Expectation::sealed(Kind::Snapshot, origin, geometry, key).unwrap().with_compressed_slots(true);
@@ -206,14 +224,44 @@ impl Rig {
         (state, (word(2) != u64::MAX).then(|| word(2)))
     }
 
+    /// Empties the tables and the gauge, for another snapshot. The sealed tables are left out: only what the capture
+    /// itself reads is looked at.
+    pub(super) fn renew(&mut self) {
+        let plan = &mut self.capture.plan;
+        (plan.snapshot, plan.journal) = (table("test-snapshot"), Some(table("test-journal")));
+        (plan.remote, plan.sealed_journal) = (None, None);
+        plan.gauge = Arc::new(Gauge::default());
+    }
+
+    /// What a connection still delivers, up to its end.
+    pub(super) fn rest_of(&self, mut socket: Socket) -> Vec<u8> {
+        let (mut rest, mut buffer) = (Vec::new(), [0; 4096]);
+        while let Received::Bytes(n) = socket.read(&mut buffer).unwrap() {
+            rest.extend_from_slice(&buffer[..n]);
+        }
+        rest
+    }
+
+    /// The first `length` bytes of the stream, as a replica reads them from the journal.
+    pub(super) fn journal_bytes(&self, length: usize) -> Vec<u8> {
+        let (memory, geometry) = self.capture.plan.journal.as_ref().unwrap();
+        let (_exporter, mut peer, sink, layout) = lent(memory, geometry);
+        let origin = Origin { generation: 5, history: history(), offset: 77 };
+        let expect = Expectation::plain(origin, *geometry);
+        let mut reader = JournalReader::new(None, sink, layout, expect, 78).unwrap();
+        let mut read = Vec::new();
+        while read.len() < length {
+            reader.pump(&mut *peer).unwrap();
+            while let Some(chunk) = reader.next_chunk() {
+                read.extend(chunk.bytes);
+            }
+        }
+        read
+    }
+
     /// The first `length` bytes of the snapshot, none of whose slots was reused.
     pub(super) fn snapshot_bytes(&self, length: usize) -> Vec<u8> {
-        let (memory, geometry) = &self.capture.plan.snapshot;
-        let mut bytes = vec![0; length];
-        for (number, slot) in (0..).zip(bytes.chunks_mut(SLOT_BYTES as usize)) {
-            memory.read(geometry.slot_offset(number), slot).unwrap();
-        }
-        bytes
+        bytes_of(&self.capture.plan.snapshot, length)
     }
 
     /// What the capture has reported since the last call, in short.

@@ -1,5 +1,6 @@
 //! The snapshot's bytes: from the connection into slots of the table.
 
+use std::io;
 use std::time::Duration;
 
 use remora_fabric::Memory;
@@ -136,57 +137,32 @@ impl<'c> Taking<'c> {
 
     /// Receives the payload, completes the snapshot, and returns the connection.
     pub(super) fn fill(mut self, announced: Announced) -> Result<Socket, CaptureError> {
-        let Announced { mut socket, payload, early, .. } = announced;
-        let trim = self.receive(&mut socket, &payload, &early)?;
+        let Announced { mut socket, payload, .. } = announced;
+        let trim = self.receive(&mut socket, &payload)?;
         self.complete(trim)?;
         Ok(socket)
     }
 
-    /// Receives the payload straight into slots. Returns how many bytes at its end do not belong to the snapshot.
-    fn receive(&mut self, socket: &mut Socket, payload: &Payload, early: &[u8]) -> Result<u64, CaptureError> {
+    /// Receives the payload. Returns how many bytes at its end do not belong to the snapshot.
+    fn receive(&mut self, socket: &mut Socket, payload: &Payload) -> Result<u64, CaptureError> {
         let capture = self.capture;
         let memory = &capture.plan.snapshot.0;
-        let (mut end, trim) = match payload {
-            Payload::Length(length) => (End::Length(*length), 0),
-            Payload::Mark(mark) => (End::Mark(EofMark::new(*mark)), u64::from(MARK_BYTES)),
-        };
-        let mut early = early;
+        let mut intake = Intake::new(payload);
         let mut silence = capture.silence(DURING);
-        let mut done = matches!(end, End::Length(0));
-        while !done {
+        while !intake.is_over() {
             capture.stop.check()?;
-            let Some(space) = self.writer.space() else {
+            let Some(received) = intake.read(socket, memory, &mut self.writer)? else {
                 self.wait_for_room()?;
                 silence.restart();
                 continue;
             };
-            let room = match end {
-                End::Length(left) => left.min(space.end - space.start),
-                End::Mark(_) => space.end - space.start,
-            };
-            let received = if early.is_empty() {
-                socket.receive_into(memory, space.start, room as usize)
-            } else {
-                let n = early.len().min(room as usize);
-                memory.write(space.start, &early[..n]).map_err(remora_table::Error::from)?;
-                early = &early[n..];
-                Ok(Received::Bytes(n))
-            };
             let Some(n) = silence.check(received)? else { continue };
-            done = match &mut end {
-                End::Length(left) => {
-                    *left -= n as u64;
-                    *left == 0
-                }
-                End::Mark(mark) => mark_seen(mark, memory, space.start, n)?,
-            };
-            self.writer.advance(n as u64)?;
             self.show();
-            if !done {
+            if !intake.is_over() {
                 pause_after(n);
             }
         }
-        Ok(trim)
+        Ok(intake.trim())
     }
 
     /// The ring is full: retires the slots that the machine allows to be reused, or waits a moment for the readers.
@@ -227,6 +203,69 @@ enum End {
     Length(u64),
     /// After the mark.
     Mark(EofMark),
+    Reached,
+}
+
+/// Receives one payload straight into the slots of a table, and takes nothing of what follows it on the connection.
+pub(crate) struct Intake {
+    end: End,
+    trim: u64,
+}
+
+impl Intake {
+    pub(crate) fn new(payload: &Payload) -> Intake {
+        match payload {
+            Payload::Length(0) => Intake { end: End::Reached, trim: 0 },
+            Payload::Length(length) => Intake { end: End::Length(*length), trim: 0 },
+            Payload::Mark(mark) => Intake { end: End::Mark(EofMark::new(*mark)), trim: u64::from(MARK_BYTES) },
+        }
+    }
+
+    /// Whether the payload's last byte has been received.
+    pub(crate) fn is_over(&self) -> bool {
+        matches!(self.end, End::Reached)
+    }
+
+    /// How many of the bytes that were received do not belong to the snapshot: the mark.
+    pub(crate) fn trim(&self) -> u64 {
+        self.trim
+    }
+
+    /// Reads once into the writer's free space. `None` if it has none.
+    pub(crate) fn read(
+        &mut self,
+        socket: &mut Socket,
+        memory: &Memory,
+        writer: &mut SnapshotWriter,
+    ) -> Result<Option<io::Result<Received>>, CaptureError> {
+        let Some(space) = writer.space() else { return Ok(None) };
+        let room = match self.end {
+            // The bytes behind the last one are the stream's.
+            End::Length(left) => left.min(space.end - space.start),
+            // The server sends nothing behind the mark before it has an acknowledgement.
+            End::Mark(_) | End::Reached => space.end - space.start,
+        };
+        let received = socket.receive_into(memory, space.start, room as usize);
+        if let Ok(Received::Bytes(n)) = received {
+            let is_over = match &mut self.end {
+                End::Length(left) => {
+                    *left -= n as u64;
+                    *left == 0
+                }
+                End::Mark(mark) => mark_seen(mark, memory, space.start, n)?,
+                End::Reached => true,
+            };
+            if is_over {
+                self.end = End::Reached;
+                #[cfg(any(test, feature = "simulation"))]
+                if crate::mutation::Mutation::AheadDropped.is_active() {
+                    socket.take(socket.ahead().len());
+                }
+            }
+            writer.advance(n as u64)?;
+        }
+        Ok(Some(received))
+    }
 }
 
 /// Pauses after a read of `read` bytes if they were few, so that the next read returns more.

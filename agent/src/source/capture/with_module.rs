@@ -181,7 +181,11 @@ impl Capture {
                 return Err(format!("it is not known whether the server has the module: {error}"));
             }
         };
-        let Offer { fast_capture } = offer.ok_or("the server has no module of this version")?;
+        let Offer { fast_capture, saves_to_files } = offer.ok_or("the server has no module of this version")?;
+        if saves_to_files {
+            tracing::info!("{SAVES_TO_FILES}; the module leaves that to the server");
+            return Err(SAVES_TO_FILES.into());
+        }
         let Task { work, least_bytes } = rules.task(&facts, self.plan.reader_version.is_some(), fast_capture.is_ok());
         if work != Work::FastWalk {
             self.plan.gauge.set_no_fast_keys(fast_capture.err().unwrap_or_else(|| rules.no_fast_walk(&facts)));
@@ -221,8 +225,8 @@ impl Capture {
         armed.attended(&live, || {
             let mut link = self.handshake_for_snapshot(self.options(Channel::Whole))?;
             let (replid, offset) = resync(&mut link)?;
-            if !armed.may_begin(&mut link, replid, offset)? {
-                return Ok(armed.untouched(link, replid, offset)?);
+            if let Decided::Untouched(payload) = armed.may_begin(&mut link, replid, offset)? {
+                return Ok(armed.untouched(link, payload, replid, offset)?);
             }
             self.plan.gauge.set_method(if work == Work::FastWalk { Method::FastWalked } else { Method::Walked });
             let Begun { journal, sealing } = self.begun(replid, offset)?;
@@ -230,12 +234,12 @@ impl Capture {
             let payload = armed.first_byte(&mut link);
             live.store(false, Ordering::Release);
             let written = armed.walked()?;
-            let (mut socket, early) = link.into_parts();
+            let mut socket = link.into_socket();
             let _claim = self.claim()?;
             let point = armed.page.fork_point().map_err(CaptureError::from)?;
             let database = point.filter(|_| counts).map(|point| point.database);
             let expected = join::Expected { payload: payload?, written, database };
-            let rest = self.receive_rest(&mut socket, &expected, &early, sealing);
+            let rest = self.receive_rest(&mut socket, &expected, sealing);
             rest.map_err(|error| self.explained(error))?;
             Ok(match journal {
                 Some(journal) => Following::ThisThread(Box::new(Follower::new(self, socket, journal))),
@@ -251,6 +255,21 @@ fn resync(link: &mut PsyncLink) -> Result<(ReplId, u64), CaptureError> {
         PsyncEvent::FullResync { replid, offset } => Ok((replid, offset)),
         other => Err(broken(format!("the server answered with {other:?} where a snapshot was requested"))),
     }
+}
+
+/// Where a snapshot is due: its announcement.
+fn payload_of(event: PsyncEvent) -> Result<Payload, CaptureError> {
+    match event {
+        PsyncEvent::Payload(payload) => Ok(payload),
+        other => Err(broken(format!("the server sent {other:?} where a snapshot was due"))),
+    }
+}
+
+/// What became of the child that was to write.
+enum Decided {
+    Begun,
+    /// It has taken nothing out of what the server saves; what the server has announced of it so far.
+    Untouched(Option<Payload>),
 }
 
 /// The armed module. It is disarmed when this is dropped.
@@ -305,12 +324,21 @@ impl<'c> Armed<'c> {
     }
 
     /// Permits the child to begin if it was forked for this capture, and waits until it has begun or declined.
-    fn may_begin(&self, link: &mut PsyncLink, replid: ReplId, offset: u64) -> Result<bool, ModuleError> {
+    ///
+    /// It also looks at the connection meanwhile. A child reports before the server sends the first byte of what it
+    /// saves, so a snapshot that arrives without a report is complete.
+    fn may_begin(&self, link: &mut PsyncLink, replid: ReplId, offset: u64) -> Result<Decided, ModuleError> {
         let page = &self.page;
         let asked = Instant::now();
         loop {
             match page.stage() {
-                Stage::Armed => {}
+                Stage::Armed => {
+                    if let Some(event) = link.next_event_at_once()? {
+                        let payload = payload_of(event)?;
+                        tracing::info!("the module did not report after the fork; the server has sent its snapshot");
+                        return Ok(Decided::Untouched(Some(payload)));
+                    }
+                }
                 Stage::Asking => match page.fork_point() {
                     Ok(Some(point)) if (point.history, point.offset) == (replid, offset) => {
                         link.still_waits()?;
@@ -322,27 +350,33 @@ impl<'c> Armed<'c> {
                         page.cancel();
                     }
                 },
-                Stage::Begun | Stage::Done | Stage::Failed => return Ok(true),
+                Stage::Begun | Stage::Done | Stage::Failed => return Ok(Decided::Begun),
                 Stage::Declined => {
                     let why = page.status_text();
                     tracing::info!(%why, "the module leaves the snapshot to the server");
                     self.capture.plan.gauge.set_no_fast_keys(why);
-                    return Ok(false);
+                    return Ok(Decided::Untouched(None));
                 }
             }
             self.capture.stop.check()?;
             if asked.elapsed() > BEGIN_LIMIT {
                 let limit = BEGIN_LIMIT.as_secs();
                 tracing::info!(limit, "the module did not report within the limit after the fork");
-                return Ok(false);
+                return Ok(Decided::Untouched(None));
             }
             thread::sleep(POLL_QUICKLY);
         }
     }
 
-    /// The child has declined, so that the server saves everything.
-    fn untouched(&self, mut link: PsyncLink, replid: ReplId, offset: u64) -> Result<Following, CaptureError> {
-        let payload = self.first_byte(&mut link)?;
+    /// The child has declined, so that the server saves everything. `payload`: it has announced its snapshot already.
+    fn untouched(
+        &self,
+        mut link: PsyncLink,
+        payload: Option<Payload>,
+        replid: ReplId,
+        offset: u64,
+    ) -> Result<Following, CaptureError> {
+        let payload = payload.map_or_else(|| self.first_byte(&mut link), Ok)?;
         // The child writes its stage before its server sends the first byte. If the child has begun, that snapshot is
         // incomplete.
         if matches!(self.page.stage(), Stage::Begun | Stage::Done | Stage::Failed) {
@@ -356,10 +390,7 @@ impl<'c> Armed<'c> {
     /// child makes progress.
     fn first_byte(&self, link: &mut PsyncLink) -> Result<Payload, CaptureError> {
         let mut pulse = Pulse::of(&self.page);
-        match link.next_event_while(|| pulse.beats(&self.page))? {
-            PsyncEvent::Payload(payload) => Ok(payload),
-            other => Err(broken(format!("the server sent {other:?} where a snapshot was due"))),
-        }
+        payload_of(link.next_event_while(|| pulse.beats(&self.page))?)
     }
 
     /// What the child has written. The server has sent its first byte or has given up, so the child must have ended its
@@ -481,6 +512,9 @@ const CLAIM_LIMIT: Duration = Duration::from_secs(10);
 
 /// How far ahead of the child pages are touched: many times more than it writes between two looks.
 const TOUCH_AHEAD_BYTES: u64 = 32 << 20;
+
+/// Why the module takes no part in a snapshot that goes to a file: other replicas may join that sync later.
+const SAVES_TO_FILES: &str = "the server writes snapshots of syncs to a file first (repl-diskless-sync no)";
 
 /// How often progress is passed on and slots are released.
 const POLL: Duration = Duration::from_millis(2);
