@@ -24,6 +24,8 @@ pub(crate) enum Mutation {
     OffsetIgnored,
     /// The delivery sends the stream behind the mark before the server's first ACK.
     StreamBeforeTheAck,
+    /// A sync is called done though the server has counted commands that it could not execute.
+    ErrorsUnheard,
 }
 
 thread_local! {

@@ -6,6 +6,7 @@ use remora_protocol::Offer;
 use tokio::time::Instant;
 
 use super::finding::Finding;
+use super::fitness;
 use super::known_primary::KnownPrimaries;
 use super::preflight::{self, Known, Primary, Target};
 use super::raised;
@@ -95,6 +96,7 @@ impl Prepared {
             }
         };
         preflight::refuse_to_overwrite(args, &server, &target)?;
+        fitness::refuse_what_would_not_stay_exact(&mut client, &target.facts, &primary).await?;
         Ok(Prepared { server, client, record, target, source, plan, primary })
     }
 }

@@ -81,6 +81,8 @@ pub(super) struct ReplicaPlan {
     pub(super) keep_on_failure: bool,
     pub(super) retry_for: u64,
     pub(super) mode: Mode,
+    /// The server lacks a command of the stream.
+    pub(super) lacks_a_command: bool,
 }
 
 /// See the module's text.
@@ -96,6 +98,9 @@ pub(super) struct Plan {
     pub(super) acts: Vec<(Duration, Act)>,
     pub(super) traps: Vec<Trap>,
 }
+
+/// The stream of randomness that says which servers lack a command: apart, so that seeds choose the same otherwise.
+const LACKING: u64 = 17;
 
 /// Something that happens soon after an agent has begun with a job on its server.
 #[derive(Clone, Debug)]
@@ -142,6 +147,12 @@ impl Plan {
         self.acts.iter().any(|(_, act)| matches!(act, Act::CutLink(_)))
     }
 
+    /// Whether a server lacks a command of the stream.
+    #[cfg(test)]
+    pub(super) fn has_a_server_that_lacks_a_command(&self) -> bool {
+        self.replicas.iter().any(|replica| replica.lacks_a_command)
+    }
+
     /// Whether agents pass slots on to each other.
     #[cfg(test)]
     pub(super) fn has_relays(&self) -> bool {
@@ -166,6 +177,8 @@ impl Plan {
         let number = 1 + draw.below(3) as usize;
         let mut replicas: Vec<ReplicaPlan> = (0..number).map(|_| ReplicaPlan::drawn(&mut draw)).collect();
         draw_modes(seed, &mut replicas);
+        let mut lacking = Random::split(seed, LACKING);
+        replicas.iter_mut().for_each(|replica| replica.lacks_a_command = lacking.below(8) == 0);
         let mut acts = acts(&mut draw, number);
         cut_links(seed, &replicas, &mut acts);
         let traps = (0..draw.below(4)).map(|_| Trap::drawn(&mut draw, number)).collect();
@@ -263,6 +276,7 @@ impl ReplicaPlan {
             keep_on_failure: keep,
             retry_for: [5, 30, 120][draw.below(3) as usize],
             mode: Mode::Model,
+            lacks_a_command: false,
         }
     }
 }

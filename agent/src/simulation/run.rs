@@ -113,6 +113,7 @@ impl Simulation {
             follows: (id == SECOND).then(|| address(PRIMARY)),
             pace: plan.pace,
             slots: plan.slots,
+            lacks_a_command: false,
         };
         self.world.add_server(traits(PRIMARY));
         self.world.add_server(traits(SECOND));
@@ -123,6 +124,7 @@ impl Simulation {
                 module: replica.module,
                 idle_limit: replica.idle_limit,
                 pace: replica.pace,
+                lacks_a_command: replica.lacks_a_command,
                 ..traits(id)
             };
             self.world.add_server(own);

@@ -163,3 +163,8 @@ fn a_server_that_is_continued_at_the_wrong_offset_is_found() {
     // The server must lose what is under way to it after it has loaded, and come back to the link.
     is_found_among(Mutation::OffsetIgnored, "says that it is in step", Plan::cuts_real_links);
 }
+
+#[test]
+fn errors_of_the_server_that_are_not_heard_are_found() {
+    is_found_among(Mutation::ErrorsUnheard, "says that all is well", Plan::has_a_server_that_lacks_a_command);
+}

@@ -65,6 +65,7 @@ mod strangers;
 mod taken_over;
 mod tokens;
 mod tuning;
+mod verdicts;
 mod verify;
 mod versions;
 mod volume;

@@ -56,7 +56,12 @@ pub(super) struct Traits {
     pub(super) pace: Duration,
     /// How many slots a snapshot of it has.
     pub(super) slots: u64,
+    /// It does not know one command in eight of the stream.
+    pub(super) lacks_a_command: bool,
 }
+
+/// The bits of a command's number that say its kind. A server may lack one of the eight kinds.
+const KINDS: u64 = 7;
 
 /// The part of the stream that is kept for partial resynchronisations.
 #[derive(Clone, Debug)]
@@ -136,6 +141,10 @@ pub(super) struct Server {
     saved: Option<Saved>,
     /// How many full copies it has given, and has applied.
     pub(super) full_copies: (u64, u64),
+    /// Errors that it would have answered to its primary, in this run.
+    errors: u64,
+    /// From where it got commands that it could not execute since it last loaded, and in which run.
+    pub(super) refused_from: BTreeMap<Address, u64>,
 }
 
 impl Server {
@@ -165,6 +174,8 @@ impl Server {
             settings: BTreeMap::new(),
             saved: None,
             full_copies: (0, 0),
+            errors: 0,
+            refused_from: BTreeMap::new(),
         };
         server.restart(step);
         server
@@ -195,6 +206,8 @@ impl Server {
     pub(super) fn restart(&mut self, step: &mut Step<'_>) {
         self.run += 1;
         self.alive = true;
+        // What it could not execute is still missing, but nothing counts it any more.
+        self.errors = 0;
         self.replid = fresh_id(&mut self.ids);
         (self.former, self.offset, self.backlog, self.cached) = (None, 0, None, None);
         (self.readers, self.fork, self.fork_is_due) = (BTreeMap::new(), None, false);
@@ -291,6 +304,7 @@ impl Server {
 
     /// A new history begins where the present one is.
     fn shift_id(&mut self, step: &mut Step<'_>) {
+        self.refused_from.clear();
         let before = (self.replid, self.offset);
         self.former = Some((self.replid, self.offset + 1));
         self.replid = fresh_id(&mut self.ids);
@@ -303,6 +317,11 @@ impl Server {
     /// Whether it loads a snapshot and refuses most commands.
     pub(super) fn is_loading(&self) -> bool {
         self.link.is_loading()
+    }
+
+    /// From where it got commands in this run that it could not execute, and lacks since.
+    pub(super) fn refused_in_this_run(&self) -> impl Iterator<Item = &Address> {
+        self.refused_from.iter().filter(|(_, run)| **run == self.run).map(|(from, _)| from)
     }
 
     /// Whether it says that its link to its primary is up.

@@ -30,6 +30,7 @@ fn traits(number: usize, backlog_bytes: usize) -> Traits {
         follows: None,
         pace: Duration::from_millis(1),
         slots: 6,
+        lacks_a_command: false,
     }
 }
 
