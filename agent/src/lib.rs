@@ -38,6 +38,7 @@
 pub mod args;
 mod backoff;
 pub mod backup;
+mod checked_json;
 pub mod cluster;
 pub mod commands;
 pub mod config;

@@ -34,6 +34,8 @@ pub(crate) enum Mutation {
     StreamBeforeTheAck,
     /// The capture drops what it has read together with a snapshot and lies behind it: the first bytes of the stream.
     AheadDropped,
+    /// A sync is called done though the server has counted commands that it could not execute.
+    ErrorsUnheard,
 }
 
 thread_local! {

@@ -216,7 +216,7 @@ struct Served {
 fn serve(choice: u8, before: &[&[u8]], after: &[&[u8]]) -> Served {
     let access = match choice & 1 {
         0 => server::Access::Open,
-        _ => server::Access::User { name: None, password: "password".to_owned() },
+        _ => server::Access::User { name: None, password: b"password".to_vec() },
     };
     let mut server = server::Server::new(server::Options { access });
     let mut error = feed(&mut server, before);

@@ -122,6 +122,11 @@ pub struct ReplicaArgs {
     #[allow(missing_docs)]
     pub metrics_file: MetricsFileArgs,
 
+    /// Print each condition under which the server is called an exact replica, and by what it was checked; with
+    /// --dry-run, which ones will be.
+    #[arg(long, help_heading = "Output")]
+    pub explain: bool,
+
     /// Write the summary as JSON to this file too.
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub json: Option<PathBuf>,
@@ -137,7 +142,7 @@ impl ReplicaArgs {
     /// The sync of a server whose own connection to its primary is intercepted.
     pub(crate) fn of_an_intercepted_sync(&self) -> SyncArgs {
         let sync = SyncArgs::intercepted(&self.read, &self.peers, self.memory, &self.lend);
-        SyncArgs { json: self.json.clone(), ..sync }
+        SyncArgs { json: self.json.clone(), explain: self.explain, ..sync }
     }
 }
 

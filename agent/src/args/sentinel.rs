@@ -63,7 +63,7 @@ impl SentinelArgs {
             return Err(Failure::refused(format!("--sentinel names more than {MOST_SENTINELS} Sentinels")));
         }
         let password = self.sentinel_password_file.as_deref().map(Password::read_file).transpose()?;
-        let credentials = Credentials { user: self.sentinel_user.clone(), password };
+        let credentials = Credentials { user: self.sentinel_user.clone().map(String::into_bytes), password };
         let tls = TlsOptions {
             ca: self.sentinel_tls_ca.clone(),
             certificate: self.sentinel_tls_cert.clone(),

@@ -21,6 +21,8 @@ pub(crate) struct SyncArgs {
     pub(crate) linger: Duration,
     /// The file for the summary.
     pub(crate) json: Option<PathBuf>,
+    /// Whether the conditions of an exact replica are printed.
+    pub(crate) explain: bool,
     pub(crate) told: ToldArgs,
 }
 
@@ -35,6 +37,7 @@ impl SyncArgs {
             relay: lend.relay.clone(),
             linger: lend.linger,
             json: None,
+            explain: false,
             told: ToldArgs::default(),
         }
     }

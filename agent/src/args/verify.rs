@@ -97,8 +97,10 @@ impl VerifyArgs {
 const ABOUT: &str = "\
 Compares the data of two servers completely: all databases, every key of every type with its expiry, and the functions.
 
-If both servers allow DEBUG DIGEST and the digests are equal, the values are the same and only expiry times are read. Otherwise \
-every key of both is compared by DUMP; values whose DUMP differs only by version or encoding are compared by content. Clients \
+If both servers allow DEBUG DIGEST and the digests are equal, strings, lists, sets, sorted sets and hashes are the same, and what \
+digests do not cover is compared by itself: when keys expire, streams with their groups, consumers, pending entries and counters, \
+and the types of modules. That takes a pass over the names of all keys, and reads those values. Otherwise, and where fields of \
+hashes expire, every key of both is compared by DUMP; values whose DUMP differs only by version or encoding are compared by content. Clients \
 may write to both servers meanwhile: keys that differ are compared again when the replica has caught up. Nothing is changed on \
 either server; the memory used does not grow with the data.";
 

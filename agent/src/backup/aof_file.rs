@@ -1,12 +1,14 @@
 //! AOF file: reads all of a file of commands, or up to a moment, and finds its last border and its last mark.
 
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::{self, Read, Seek};
 use std::path::Path;
 
 use remora_redis::aof::{Found, TIME_NOTE, Verb, Walker};
+use remora_redis::rdb::crc64;
 
-use super::mark::Mark;
+use super::head::{HEAD_BYTES, head};
+use super::mark::{BEGIN, Mark};
 use super::moment::Moment;
 use crate::exit::Failure;
 
@@ -29,6 +31,10 @@ pub(super) struct AofFile {
     pub(super) mark_database: u64,
     /// The last second that is named before it.
     pub(super) mark_noted: Option<Moment>,
+    /// Checksum of what is behind the head, up to there.
+    pub(super) mark_sum: u64,
+    /// What of it no checksum covers; empty if all is covered up to the last mark.
+    unchecked: String,
     /// Whether it names seconds.
     pub(super) has_times: bool,
     pub(super) end: End,
@@ -66,11 +72,14 @@ impl AofFile {
             mark_ends: 0,
             mark_database: 0,
             mark_noted: None,
+            mark_sum: 0,
+            unchecked: String::new(),
             has_times: false,
             end: End::Whole,
         };
         // Counted as they come; they count when a border follows.
         let (mut commands, mut walker, mut piece) = (0, Walker::of_file(), vec![0; PIECE]);
+        let mut sums = Sums::default();
         loop {
             let length = match file.read(&mut piece) {
                 Ok(0) => break,
@@ -82,14 +91,22 @@ impl AofFile {
             while !rest.is_empty() {
                 let fed = walker.feed(rest);
                 let (taken, found) = fed.map_err(|error| Failure::refused(format!("{}: {error}", path.display())))?;
-                rest = rest.get(taken..).unwrap_or_default();
+                let (part, after) = rest.split_at_checked(taken).unwrap_or((rest, &[]));
+                rest = after;
+                sums.take(part);
                 match found {
                     Some(Found::Command { verb, .. }) => {
+                        sums.line = sums.all;
                         commands += u64::from(!matches!(verb, Verb::Multi | Verb::Exec));
                         walk.transactions += u64::from(verb == Verb::Exec);
                     }
                     Some(Found::Note(note)) => {
-                        if walk.note(&note, until, &walker) {
+                        walk.compare(&note, &walker, &sums).map_err(|what| {
+                            let at = walker.position();
+                            Failure::refused(format!("{} is damaged before byte {at}: {what}", path.display()))
+                        })?;
+                        sums.line = sums.all;
+                        if walk.note(&note, until, &walker, sums.all) {
                             walk.end = End::Cut;
                             return Ok(walk);
                         }
@@ -105,14 +122,61 @@ impl AofFile {
         if walk.used < walker.position() {
             walk.end = End::Torn(walker.position());
         }
+        if sums.head.len() < HEAD_BYTES && walk.unchecked.is_empty() {
+            walk.unchecked = "it has no head".to_owned();
+        }
         Ok(walk)
     }
 
+    /// Compares a note's checksum, and the head's.
+    fn compare(&mut self, note: &[u8], walker: &Walker, sums: &Sums) -> Result<(), String> {
+        let mut unchecked = |what: &str| {
+            if self.unchecked.is_empty() {
+                self.unchecked = format!("{what} at byte {}", walker.position());
+            }
+        };
+        if walker.position() <= HEAD_BYTES as u64 {
+            let is_last_of_it = walker.position() == HEAD_BYTES as u64;
+            let offset = self.mark.map_or(0, |mark| mark.offset);
+            if is_last_of_it && sums.head != head(walker.database(), offset) {
+                unchecked("the head is not one of ours, or was changed,");
+            }
+            return Ok(());
+        }
+        match Mark::parse(note) {
+            Some(mark) if !mark.fits(sums.line) => return Err("its checksum does not match".to_owned()),
+            Some(Mark { sum: None, .. }) => unchecked("a mark has no checksum"),
+            None if !note.starts_with(TIME_NOTE) => unchecked("a note is not one of ours, or was changed,"),
+            Some(_) | None => {}
+        }
+        Ok(())
+    }
+
+    /// Refuses a file of ours of which a part has no checksum: that part was changed. What follows the last mark of the
+    /// last file has none if the agent was killed.
+    ///
+    /// # Errors
+    /// There is such a part.
+    pub(super) fn refuse_what_is_not_checked(&self, path: &Path, is_last: bool) -> Result<(), Failure> {
+        let damaged = |what: &str| Err(Failure::refused(format!("{} is damaged: {what}", path.display())));
+        if !self.unchecked.is_empty() {
+            return damaged(&self.unchecked);
+        }
+        match self.end {
+            End::Cut => Ok(()),
+            _ if !is_last && self.mark_ends != self.used => damaged("no mark stands at its end"),
+            End::Torn(length) if has_a_mark(path, self.used.saturating_sub(1), length)? => {
+                damaged(&format!("a mark follows what seems to be torn at byte {}", self.used))
+            }
+            End::Whole | End::Torn(_) => Ok(()),
+        }
+    }
+
     /// Takes a note. Returns whether it begins a later second.
-    fn note(&mut self, note: &[u8], until: Option<Moment>, walker: &Walker) -> bool {
+    fn note(&mut self, note: &[u8], until: Option<Moment>, walker: &Walker, sum: u64) -> bool {
         if let Some(mark) = Mark::parse(note) {
             if !walker.is_in_transaction() {
-                (self.mark, self.mark_ends) = (Some(mark), walker.border());
+                (self.mark, self.mark_ends, self.mark_sum) = (Some(mark), walker.border(), sum);
                 (self.mark_database, self.mark_noted) = (walker.database(), self.last);
             }
             return false;
@@ -127,6 +191,49 @@ impl AofFile {
         self.first = self.first.or(Some(moment));
         self.last = Some(moment);
         false
+    }
+}
+
+/// Checksums of what has been read.
+#[derive(Default)]
+struct Sums {
+    /// The first bytes of the file.
+    head: Vec<u8>,
+    /// Of all behind the head.
+    all: u64,
+    /// The same up to the last command or note.
+    line: u64,
+}
+
+impl Sums {
+    fn take(&mut self, bytes: &[u8]) {
+        let of_head = bytes.len().min(HEAD_BYTES - self.head.len());
+        let (of_head, rest) = bytes.split_at(of_head);
+        self.head.extend_from_slice(of_head);
+        self.all = crc64(self.all, rest);
+    }
+}
+
+/// Whether there is a mark between these bytes of a file.
+fn has_a_mark(path: &Path, from: u64, to: u64) -> Result<bool, Failure> {
+    let unreadable = |error: io::Error| Failure::refused(format!("{} cannot be read: {error}", path.display()));
+    let mut file = File::open(path).map_err(unreadable)?;
+    file.seek(io::SeekFrom::Start(from)).map_err(unreadable)?;
+    let (mut file, wanted) = (file.take(to.saturating_sub(from)), format!("\n{BEGIN}"));
+    let (mut seen, mut piece) = (Vec::new(), vec![0; PIECE]);
+    loop {
+        let length = match file.read(&mut piece) {
+            Ok(0) => return Ok(false),
+            Ok(length) => length,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => return Err(unreadable(error)),
+        };
+        seen.extend_from_slice(piece.get(..length).unwrap_or_default());
+        if seen.windows(wanted.len()).any(|window| window == wanted.as_bytes()) {
+            return Ok(true);
+        }
+        // It may stand across two pieces.
+        seen.drain(..seen.len().saturating_sub(wanted.len()));
     }
 }
 

@@ -1,23 +1,32 @@
 //! Manifest: what a backup is, as a small JSON file beside it.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::fs::File;
-use std::io::Read;
-use std::path::Path;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use super::moment::Moment;
 use super::rdb_file::RdbFile;
-use crate::exit::Failure;
+use crate::checked_json::{self, Checksum};
+use crate::exit::{Code, Failure};
 use crate::snapshot::beside;
 use crate::snapshot::fetch::PRIVATE;
 
 /// What the field `format` says.
 const FORMAT: &str = "remora backup";
 
-/// The version that this program writes, and the newest that it reads.
-const VERSION: u32 = 1;
+/// The version that this program writes, and the newest that it reads. From 2 on, manifests have a checksum, and the
+/// lists and command files of their folders too.
+const VERSION: u32 = 2;
+
+/// The first version with checksums.
+const CHECKED: u32 = 2;
+
+/// The manifest in a folder with commands.
+pub(super) const IN_FOLDER: &str = "backup.json";
 
 /// Bytes of a manifest that are read at most: one with a thousand databases has 20 KiB.
 const BYTES_MAX: u64 = 4 << 20;
@@ -87,6 +96,60 @@ pub(super) enum Kind {
     Journal,
 }
 
+/// What becomes of a damaged manifest where all backups of a place are looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Damaged {
+    /// It is an error: another backup would be taken for the newest one.
+    Refused,
+    /// A warning names it. A new backup can be made beside it.
+    Skipped,
+}
+
+impl Damaged {
+    /// What was read; `None` if it is damaged and skipped.
+    ///
+    /// # Errors
+    /// It is damaged, and that is an error.
+    pub(super) fn of<T>(self, read: Result<T, Failure>) -> Result<Option<T>, Failure> {
+        match (self, read) {
+            (_, Ok(read)) => Ok(Some(read)),
+            (Damaged::Skipped, Err(failure)) if failure.code == Code::Refused => {
+                tracing::warn!("{failure}");
+                Ok(None)
+            }
+            (_, Err(failure)) => Err(failure),
+        }
+    }
+}
+
+/// Reads a snapshot to its end, and compares it with the manifest that speaks of it, if there is one.
+///
+/// # Errors
+/// It cannot be read, is not an RDB file, or is damaged; or its manifest is.
+pub(crate) fn checked_snapshot(path: &Path) -> Result<RdbFile, Failure> {
+    let rdb = RdbFile::read(path)?;
+    let Some((file, manifest)) = Manifest::of_snapshot(path)? else { return Ok(rdb) };
+    let (crc, is_right) = (format!("{:016x}", rdb.crc), rdb.bytes == manifest.bytes);
+    if is_right && crc == manifest.crc64 {
+        return Ok(rdb);
+    }
+    Err(Failure::refused(format!(
+        "{} is damaged, or another file than the one of its manifest {}: it has {} bytes and the CRC-64 {crc}, and {} and {} are \
+         noted there",
+        path.display(),
+        file.display(),
+        rdb.bytes,
+        manifest.bytes,
+        manifest.crc64
+    )))
+}
+
+/// Whether a backup may be called so: it begins with a moment.
+pub(super) fn is_name(name: &str) -> bool {
+    let (moment, rest) = name.split_once('-').unwrap_or_default();
+    Moment::from_compact(moment).is_some() && !rest.contains('/')
+}
+
 impl Manifest {
     /// What this snapshot is. `server`: kind and version, as the source says.
     pub(super) fn of(kind: Kind, rdb: &RdbFile, server: &str, source: String) -> Manifest {
@@ -114,18 +177,77 @@ impl Manifest {
         }
     }
 
-    /// Reads a manifest; `None` if another program wrote the file.
-    pub(super) fn read(file: &Path) -> Option<Manifest> {
+    /// Reads a manifest; `None` if there is none, or another program wrote the file.
+    ///
+    /// # Errors
+    /// It is damaged, or cannot be read.
+    pub(super) fn read(file: &Path) -> Result<Option<Manifest>, Failure> {
+        let unreadable = |error: io::Error| Failure::refused(format!("{} cannot be read: {error}", file.display()));
+        let opened = match File::open(file) {
+            Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+                return Ok(None);
+            }
+            opened => opened.map_err(unreadable)?,
+        };
         let mut bytes = Vec::new();
-        File::open(file).ok()?.take(BYTES_MAX).read_to_end(&mut bytes).ok()?;
-        Manifest::parse(&bytes)
+        opened.take(BYTES_MAX).read_to_end(&mut bytes).map_err(unreadable)?;
+        let name =
+            |path: Option<&Path>| path.and_then(Path::file_name).and_then(|name| name.to_str().map(str::to_owned));
+        let called = match name(Some(file)) {
+            Some(called) if called == IN_FOLDER => name(file.parent()),
+            called => called.and_then(|called| called.strip_suffix(".json").map(str::to_owned)),
+        };
+        Manifest::parse(&bytes, called.as_deref().unwrap_or_default(), &file.display())
     }
 
-    /// The manifest in these bytes; `None` if another program wrote them.
-    pub(super) fn parse(bytes: &[u8]) -> Option<Manifest> {
-        let manifest: Manifest = serde_json::from_slice(bytes).ok()?;
-        let is_name = !manifest.name.is_empty() && !manifest.name.contains('/') && !manifest.name.starts_with('.');
-        (manifest.format == FORMAT && manifest.version <= VERSION && is_name).then_some(manifest)
+    /// The manifest in these bytes of a file or an object that belongs to a backup of this name; `None` if another
+    /// program wrote them. `place`: where they are, for messages.
+    ///
+    /// # Errors
+    /// They are damaged, or of a newer program.
+    pub(super) fn parse(bytes: &[u8], name: &str, place: &dyn fmt::Display) -> Result<Option<Manifest>, Failure> {
+        let damaged = |what: &dyn fmt::Display| {
+            let advice = "remove it with its backup, or name another backup";
+            Failure::refused(format!("the manifest {place} is damaged: {what}; {advice}"))
+        };
+        let checksum = checked_json::check(bytes);
+        let manifest: Manifest = match serde_json::from_slice(bytes) {
+            Ok(manifest) => manifest,
+            // Files with such names are ours.
+            Err(error) if is_name(name) || checksum != Checksum::Missing => return Err(damaged(&error)),
+            Err(_) => return Ok(None),
+        };
+        if checksum == Checksum::Wrong || checksum == Checksum::Missing && manifest.is_checked() {
+            return Err(damaged(&"its checksum does not match"));
+        }
+        if manifest.version > VERSION {
+            let text = format!("the manifest {place} is of version {}, which a newer remora reads", manifest.version);
+            return Err(Failure::refused(text));
+        }
+        let has_name = !manifest.name.is_empty() && !manifest.name.contains('/') && !manifest.name.starts_with('.');
+        match manifest.format == FORMAT && has_name {
+            true => Ok(Some(manifest)),
+            false if is_name(name) => Err(damaged(&"it does not say what it is")),
+            false => Ok(None),
+        }
+    }
+
+    /// The manifest that speaks of this snapshot, and where it is: beside an RDB file, or above the folder of an
+    /// append-only file.
+    ///
+    /// # Errors
+    /// It is damaged.
+    pub(super) fn of_snapshot(rdb: &Path) -> Result<Option<(PathBuf, Manifest)>, Failure> {
+        let folder = rdb.parent().filter(|folder| folder.file_name().is_some_and(|name| name == "appendonlydir"));
+        let above = folder.and_then(Path::parent).map(|above| (above.join(IN_FOLDER), Kind::Journal));
+        let (file, kind) = above.unwrap_or_else(|| (rdb.with_extension("json"), Kind::Snapshot));
+        let manifest = Manifest::read(&file)?.filter(|manifest| manifest.kind == kind);
+        Ok(manifest.map(|manifest| (file, manifest)))
+    }
+
+    /// Whether the list and the files of commands of its folder have checksums.
+    pub(super) fn is_checked(&self) -> bool {
+        self.version >= CHECKED
     }
 
     /// Writes it, as a whole.
@@ -141,13 +263,74 @@ impl Manifest {
     /// # Errors
     /// It has none; that would be a bug.
     pub(super) fn to_json(&self) -> Result<Vec<u8>, Failure> {
-        let mut json = serde_json::to_vec_pretty(self).map_err(|error| Failure::local(error.to_string()))?;
-        json.push(b'\n');
-        Ok(json)
+        checked_json::to_json(self).map_err(|error| Failure::local(error.to_string()))
     }
 
     /// By which backups are sorted: the oldest is the least.
     pub(super) fn order(&self) -> (Moment, u64, &str) {
         (self.taken_seconds, self.offset, &self.name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use remora_redis::rdb::Writer;
+
+    use super::*;
+
+    const NAME: &str = "20261125T234500Z-8c1c6b2f-307366";
+
+    #[test]
+    fn a_name_begins_with_a_moment() {
+        assert!(is_name(NAME) && is_name(&format!("{NAME}-2")));
+        for other in ["notes", "2026-8c1c6b2f-307366", "20261125T234500Z", "20261125T234500Z-a/b", ""] {
+            assert!(!is_name(other), "{other}");
+        }
+    }
+
+    #[test]
+    fn every_changed_byte_of_a_manifest_and_of_a_snapshot_without_a_checksum_is_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let rdb = folder.path().join(format!("{NAME}.rdb"));
+        let mut writer = Writer::new(11);
+        writer.aux("ctime", "1795650300").string("key", "value", None);
+        let mut bytes = writer.finish();
+        let body = bytes.len() - 8;
+        bytes[body..].fill(0);
+        std::fs::write(&rdb, &bytes).unwrap();
+        let manifest = Manifest::of(Kind::Snapshot, &RdbFile::read(&rdb).unwrap(), "redis 7.0.15", "h:1".into());
+        let json = rdb.with_extension("json");
+        Manifest { name: format!("{NAME}.rdb"), ..manifest }.write(&json).unwrap();
+        checked_snapshot(&rdb).unwrap();
+        for file in [&rdb, &json] {
+            let whole = std::fs::read(file).unwrap();
+            for at in 0..whole.len() {
+                let mut changed = whole.clone();
+                changed[at] ^= 1;
+                std::fs::write(file, &changed).unwrap();
+                let error = checked_snapshot(&rdb).unwrap_err();
+                assert!(error.message.contains(file.to_str().unwrap()), "byte {at}: {error}");
+            }
+            std::fs::write(file, &whole).unwrap();
+        }
+        checked_snapshot(&rdb).unwrap();
+    }
+
+    #[test]
+    fn manifests_of_older_programs_and_files_of_others_are_read_as_before() {
+        let text = |version: u32| {
+            format!(
+                r#"{{"format": "remora backup", "version": {version}, "kind": "snapshot", "name": "{NAME}.rdb", "replid": "a",
+                    "offset": 1, "server": "s", "rdb_version": 11, "taken": "", "taken_seconds": 1, "bytes": 9, "crc64": "0",
+                    "source": "h"}}"#
+            )
+        };
+        assert!(Manifest::parse(text(1).as_bytes(), NAME, &"here").unwrap().is_some());
+        assert!(Manifest::parse(text(2).as_bytes(), NAME, &"here").unwrap_err().message.contains("damaged"));
+        assert!(Manifest::parse(text(3).as_bytes(), NAME, &"here").is_err());
+        assert!(Manifest::parse(b"{}", "notes", &"here").unwrap().is_none());
+        assert!(Manifest::parse(b"", NAME, &"here").is_err());
     }
 }

@@ -6,7 +6,9 @@
 //!
 //! - [`target`]: where backups go. [`shelf`]: a folder, its names, and what is removed there. [`archive`]: objects of a
 //!   [`store`], such as a bucket, which [`sealing`] can encrypt. [`manifest`]: what a backup is, as JSON.
-//! - [`rdb_file`], [`aof_file`]: the checks of a snapshot and of a file of commands, with [`mark`]: how far those are.
+//!   [`list`]: the parts of an append-only file.
+//! - [`rdb_file`], [`aof_file`]: the checks of a snapshot and of a file of commands, with [`mark`] and
+//!   [`head`](mod@head): how far those are.
 //!   [`moment`]: seconds as text and in names.
 //! - [`journal`]: a snapshot and the commands since, in a folder of their own.
 //! - [`metrics`](mod@metrics): what is shown to those who watch.
@@ -15,7 +17,9 @@
 
 mod aof_file;
 mod archive;
+mod head;
 mod journal;
+mod list;
 mod manifest;
 mod mark;
 mod metrics;
@@ -32,6 +36,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Instant;
 
+pub(crate) use self::manifest::checked_snapshot;
 use self::manifest::{Kind, Manifest};
 use self::metrics::Seen;
 use self::rdb_file::RdbFile;

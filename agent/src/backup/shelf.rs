@@ -12,14 +12,14 @@ use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-use super::manifest::{Kind, Manifest};
+use super::manifest::{Damaged, IN_FOLDER, Kind, Manifest};
 use crate::exit::Failure;
 use crate::replica::private::{Claim, Folder, is_unsafe};
 use crate::snapshot::beside;
 use crate::snapshot::fetch::PRIVATE;
 
 /// The manifest in a folder with commands.
-pub(super) const MANIFEST: &str = "backup.json";
+pub(super) const MANIFEST: &str = IN_FOLDER;
 
 /// The snapshot that arrives.
 const INCOMING_FILE: &str = ".remora-incoming.rdb";
@@ -95,7 +95,12 @@ impl Shelf {
 
     /// The backup that has this manifest, if there is one.
     pub(super) fn find(&self, manifest: &Manifest) -> Option<Backup> {
-        list(&self.folder).into_iter().find(|backup| backup.manifest.name == manifest.name)
+        self.list().into_iter().find(|backup| backup.manifest.name == manifest.name)
+    }
+
+    /// The backups. A damaged manifest is named and skipped: it is in no new backup's way.
+    pub(super) fn list(&self) -> Vec<Backup> {
+        list(&self.folder, Damaged::Skipped).unwrap_or_default()
     }
 
     /// Gives the snapshot that has arrived its name. The manifest has its own before.
@@ -113,7 +118,7 @@ impl Shelf {
 
     /// Removes the oldest backups of the same history and kind, so that `keep` stay.
     pub(super) fn keep(&self, newest: &Manifest, keep: u32) {
-        let mut all = list(&self.folder);
+        let mut all = self.list();
         all.retain(|backup| backup.manifest.kind == newest.kind && backup.manifest.replid == newest.replid);
         let surplus = all.len().saturating_sub(keep as usize);
         for backup in all.into_iter().take(surplus).filter(|backup| backup.manifest.name != newest.name) {
@@ -148,23 +153,32 @@ pub(super) fn manifest_of(rdb: &Path) -> PathBuf {
     rdb.with_extension("json")
 }
 
-/// The whole backups in a folder, the oldest first.
-pub(super) fn list(folder: &Path) -> Vec<Backup> {
-    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-    let mut all: Vec<Backup> = entries.filter_map(|entry| of_entry(&entry.path())).collect();
-    all.sort_by(|one, other| one.manifest.order().cmp(&other.manifest.order()));
-    all
+/// The whole backups in a folder, the oldest first. `damaged`: what becomes of one whose manifest is damaged.
+///
+/// # Errors
+/// A manifest is damaged, and that is an error.
+pub(super) fn list(folder: &Path, damaged: Damaged) -> Result<Vec<Backup>, Failure> {
+    let mut all = Vec::new();
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        all.extend(damaged.of(of_entry(&entry.path()))?.flatten());
+    }
+    all.sort_by(|one: &Backup, other| one.manifest.order().cmp(&other.manifest.order()));
+    Ok(all)
 }
 
 /// The backup at this path of a folder. A manifest beside a snapshot counts by the snapshot.
-pub(super) fn of_entry(path: &Path) -> Option<Backup> {
-    let name = path.file_name()?.to_str()?;
+///
+/// # Errors
+/// Its manifest is damaged.
+pub(super) fn of_entry(path: &Path) -> Result<Option<Backup>, Failure> {
+    let Some(name) = path.file_name().and_then(|name| name.to_str()) else { return Ok(None) };
     let (manifest, kind) = match path.is_dir() {
         true => (Manifest::read(&path.join(MANIFEST))?, Kind::Journal),
         false if name.ends_with(".rdb") => (Manifest::read(&manifest_of(path))?, Kind::Snapshot),
-        false => return None,
+        false => return Ok(None),
     };
-    (manifest.name == name && manifest.kind == kind).then(|| Backup { path: path.to_owned(), manifest })
+    let manifest = manifest.filter(|manifest| manifest.name == name && manifest.kind == kind);
+    Ok(manifest.map(|manifest| Backup { path: path.to_owned(), manifest }))
 }
 
 #[cfg(test)]
@@ -221,7 +235,7 @@ mod tests {
         manifest(Kind::Journal, 1, 'a').write(&set.join(MANIFEST)).unwrap();
         let newest = put(4, 'a');
         shelf.keep(&newest, 2);
-        let left: Vec<String> = list(shelf.folder()).into_iter().map(|backup| backup.manifest.name).collect();
+        let left: Vec<String> = shelf.list().into_iter().map(|backup| backup.manifest.name).collect();
         let wanted = [
             manifest(Kind::Journal, 1, 'a').name,
             manifest(Kind::Snapshot, 1, 'b').name,
@@ -261,9 +275,9 @@ mod tests {
         fs::write(&file, "snapshot").unwrap();
         for text in ["", "{}", "[1]", "null"] {
             fs::write(manifest_of(&file), text).unwrap();
-            assert!(of_entry(&file).is_none(), "{text}");
+            assert!(of_entry(&file).unwrap().is_none(), "{text}");
         }
         manifest(Kind::Snapshot, 1, 'a').write(&manifest_of(&file)).unwrap();
-        assert!(of_entry(&file).is_none(), "of another name");
+        assert!(of_entry(&file).unwrap().is_none(), "of another name");
     }
 }

@@ -8,10 +8,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::archive::{Archive, layout};
-use super::manifest::Manifest;
+use super::manifest::{Damaged, Manifest};
 use super::rdb_file::RdbFile;
 use super::sealing;
-use super::shelf::{self, Shelf};
+use super::shelf::Shelf;
 use super::store;
 use crate::args::{BackupArgs, Location};
 use crate::exit::Failure;
@@ -70,10 +70,8 @@ impl Target {
     /// The store cannot be read.
     pub(super) fn manifests(&self) -> Result<Vec<Manifest>, Failure> {
         match self {
-            Target::Folder(shelf) => {
-                Ok(shelf::list(shelf.folder()).into_iter().map(|backup| backup.manifest).collect())
-            }
-            Target::Archive(archive) => layout::list(archive.store()),
+            Target::Folder(shelf) => Ok(shelf.list().into_iter().map(|backup| backup.manifest).collect()),
+            Target::Archive(archive) => layout::list(archive.store(), Damaged::Skipped),
         }
     }
 

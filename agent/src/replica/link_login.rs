@@ -25,14 +25,14 @@ pub(super) enum LinkLogin {
         secret: Password,
     },
     /// The server's own password for its primary.
-    Own { user: Option<String>, password: Password },
+    Own { user: Option<Vec<u8>>, password: Password },
 }
 
 /// The server's settings for the login to its primary.
 #[derive(Clone, Debug)]
 pub(super) struct PrimaryLogin {
     /// `masteruser`; empty for the default user.
-    pub(super) user: String,
+    pub(super) user: Vec<u8>,
     /// `masterauth`; `None` if the server sends no password.
     pub(super) password: Option<Password>,
     /// The name of the setting with the password; `None` if the server knows no such setting.
@@ -86,9 +86,9 @@ impl LinkLogin {
     /// The login that the link requires.
     pub(super) fn access(&self) -> Access {
         match self {
-            LinkLogin::Secret { secret, .. } => Access::Secret(secret.expose().to_string()),
+            LinkLogin::Secret { secret, .. } => Access::Secret(String::from_utf8_lossy(secret.expose()).into_owned()),
             LinkLogin::Own { user, password } => {
-                Access::User { name: user.clone(), password: password.expose().to_string() }
+                Access::User { name: user.clone(), password: password.expose().to_vec() }
             }
         }
     }
@@ -130,10 +130,11 @@ mod tests {
         let [one, other] = [random_secret().unwrap(), random_secret().unwrap()];
         assert_ne!(one, other);
         assert_eq!(one.expose().len(), 2 * SECRET_BYTES);
-        assert!(one.expose().bytes().all(|byte| byte.is_ascii_hexdigit()));
+        assert!(one.expose().iter().all(u8::is_ascii_hexdigit));
         let login = LinkLogin::Secret { setting: "masterauth", secret: one.clone() };
-        assert!(!format!("{login:?} {:?}", login.access()).contains(one.expose()));
-        assert_eq!(login.access(), Access::Secret(one.expose().to_string()));
+        let text = String::from_utf8(one.expose().to_vec()).unwrap();
+        assert!(!format!("{login:?} {:?}", login.access()).contains(&text));
+        assert_eq!(login.access(), Access::Secret(text));
     }
 
     #[test]

@@ -1,10 +1,12 @@
 //! Meter: the delivery's progress, for the progress bar, the source and the hand-off.
 //!
-//! Plain atomics, all written by the delivery thread, and one text, which the server's keeper writes. Bytes and slots
-//! count the snapshot; offsets are replication offsets.
+//! Plain atomics, all written by the delivery thread, and what the server's keeper writes: a text, and its
+//! findings. Bytes and slots count the snapshot; offsets are replication offsets.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
+
+use super::exact::Exactness;
 
 /// Counters that the delivery thread writes and other tasks read.
 #[derive(Default)]
@@ -31,6 +33,8 @@ pub(crate) struct Meter {
     pub(crate) referred: Count,
     /// Why the server does not load in the fast way; empty if it does, or if that is not decided yet.
     no_fast_keys: Mutex<String>,
+    /// What the server's keeper has found of the conditions of an exact replica.
+    exactness: Mutex<Exactness>,
     /// The oldest slot of a copy that others may read.
     pub(crate) copy_oldest: Count,
     /// 1 while a copy waits for its own server.
@@ -50,6 +54,14 @@ pub(crate) struct Meter {
 }
 
 impl Meter {
+    pub(super) fn set_exactness(&self, found: Exactness) {
+        *self.exactness.lock().unwrap_or_else(PoisonError::into_inner) = found;
+    }
+
+    pub(super) fn exactness(&self) -> Exactness {
+        self.exactness.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     /// Why the server does not load in the fast way; empty if it does.
     pub(crate) fn set_no_fast_keys(&self, why: &str) {
         why.clone_into(&mut self.no_fast_keys.lock().unwrap_or_else(PoisonError::into_inner));

@@ -14,6 +14,8 @@
 //!   [`link`], [`unread`], [`pacer`], [`spool`] and [`meter`]. [`candidates`] keeps other processes from the server's
 //!   link, [`link_login`] is how the server proves itself there, [`link_failure`] says why a connection did not become
 //!   the link, and [`locality`] finds out where the server is.
+//! - [`exact`] has the conditions under which a server is called an exact replica; [`fitness`] is what can be said of
+//!   them before the sync.
 //! - [`finding`] asks the Sentinels where the primary is; [`raised`] is the fail-over time that they are given
 //!   meanwhile.
 //! - [`private`] keeps other users from what is written to disk.
@@ -36,8 +38,10 @@ mod control;
 pub(crate) mod data_set;
 mod delivery;
 mod driver;
+mod exact;
 mod feed;
 mod finding;
+mod fitness;
 mod introduction;
 mod known_primary;
 mod limit;
@@ -204,6 +208,9 @@ async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -> Result<Option<Driver>
             primary.port,
             plan.server
         ));
+        if args.explain {
+            exact::what_will_be_checked().for_each(|line| progress::say(&line));
+        }
         return Ok(None);
     }
     // A delivery by file that did not end is not taken up any more.
@@ -241,7 +248,7 @@ const SETTLE_POLL: Duration = Duration::from_millis(50);
 
 /// Sends a command as soon as the server accepts it: a server that still loads from the link of an earlier agent
 /// refuses most commands until it notices that this link is gone.
-async fn once_settled(client: &mut Client, command: &[&str]) -> Result<Frame, ServerError> {
+async fn once_settled<A: AsRef<[u8]>>(client: &mut Client, command: &[A]) -> Result<Frame, ServerError> {
     let began = Instant::now();
     loop {
         match client.command(command).await {

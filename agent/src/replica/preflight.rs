@@ -3,8 +3,10 @@
 //! [`target`] looks at the replica's own server, [`primary`] at the way from there to the primary. Each refusal names
 //! the thing and says what to do.
 
+use std::ffi::OsString;
 use std::fs::File;
 use std::net::{IpAddr, SocketAddr};
+use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -103,16 +105,16 @@ pub(super) async fn any_target(server: &Server, client: &mut Client, record: &Re
 
 /// The server's login to its primary, without what an earlier agent may have left there.
 pub(super) async fn login(client: &mut Client, record: &Record) -> Result<PrimaryLogin, ServerError> {
-    let user = match client.config_get("masteruser").await? {
-        None => client.config_get("primaryuser").await?,
+    let user = match client.config_bytes("masteruser").await? {
+        None => client.config_bytes("primaryuser").await?,
         user => user,
     };
     let mut login = PrimaryLogin { user: user.unwrap_or_default(), password: None, setting: None };
     for setting in LOGIN {
-        if let Some(present) = client.config_get(setting).await? {
+        if let Some(present) = client.config_bytes(setting).await? {
             login.setting = Some(setting);
             login.password =
-                Some(record.original(setting, &present)).filter(|text| !text.is_empty()).map(Password::new);
+                Some(record.original(setting, &present)).filter(|bytes| !bytes.is_empty()).map(Password::new);
             break;
         }
     }
@@ -124,13 +126,18 @@ pub(super) async fn login(client: &mut Client, record: &Record) -> Result<Primar
 pub(super) async fn tls_files(client: &mut Client) -> Result<TlsOptions, ServerError> {
     let mut files = Vec::new();
     for name in ["tls-ca-cert-file", "tls-client-cert-file", "tls-client-key-file", "tls-cert-file", "tls-key-file"] {
-        let path = client.config_get(name).await?.filter(|path| !path.is_empty()).map(PathBuf::from);
+        let path = client.config_bytes(name).await?.filter(|path| !path.is_empty()).map(path_of);
         files.push(path.filter(|path| File::open(path).is_ok()));
     }
     let [ca, client_cert, client_key, cert, key] = <[_; 5]>::try_from(files).unwrap_or_default();
     let pair = client_cert.zip(client_key).or_else(|| cert.zip(key));
     let (certificate, key) = (pair.clone().map(|pair| pair.0), pair.map(|pair| pair.1));
     Ok(TlsOptions { ca, certificate, key, ..TlsOptions::default() })
+}
+
+/// The path that a setting of a server names.
+pub(super) fn path_of(bytes: Vec<u8>) -> PathBuf {
+    OsString::from_vec(bytes).into()
 }
 
 /// Refuses a server that holds data, or is in step with a primary, unless `--replace` is given.
@@ -235,6 +242,11 @@ impl Primary {
             Facts::default()
         });
         facts.run_id.as_deref() == Some(plan.run_id.as_str()) || (facts.replid.is_some() && facts.replid == plan.replid)
+    }
+
+    /// The primary, with the login of the replica's server.
+    pub(super) fn as_server(&self) -> Server {
+        self.server.clone()
     }
 
     /// Whether it has modules that may have put data into the snapshot.
@@ -524,7 +536,10 @@ fn no_entry(
         ),
         Some(RefusalKind::NoAuth | RefusalKind::WrongPass) => format!(
             "the primary {host}:{port} does not accept masterauth{} of the server {replica}: set the right one there",
-            if target.login.user.is_empty() { String::new() } else { format!(" of masteruser {}", target.login.user) }
+            match &*target.login.user {
+                [] => String::new(),
+                user => format!(" of masteruser {}", user.escape_ascii()),
+            }
         ),
         Some(RefusalKind::NoPerm) => format!(
             "the primary {host}:{port} does not permit the user of {replica} what a replica needs (+psync +replconf +ping): {error}"

@@ -7,6 +7,7 @@ use tokio::time::Instant;
 
 use super::data_set::DataSet;
 use super::finding::Finding;
+use super::fitness;
 use super::known_primary::KnownPrimaries;
 use super::preflight::{self, Known, Primary, Target};
 use super::raised;
@@ -98,6 +99,7 @@ impl Prepared {
             }
         };
         preflight::refuse_to_overwrite(args, &server, &target)?;
+        fitness::refuse_what_would_not_stay_exact(&mut client, &target.facts, &primary).await?;
         let data_set = primary.data_set(&plan);
         Ok(Prepared { server, client, record, target, source, plan, primary, data_set })
     }

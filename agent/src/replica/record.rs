@@ -21,7 +21,9 @@ use sha2::{Digest, Sha256};
 
 use super::once_settled;
 use super::private::{self, Claim, Folder};
+use crate::checked_json::{self, Checksum};
 use crate::exit::Failure;
+use crate::server::own_changes::Counted;
 use crate::server::{Client, ServerError};
 
 /// The settings that an agent changes. No other setting is ever restored.
@@ -48,6 +50,9 @@ const DISKLESS_LOADS: [&str; 2] = ["on-empty-db", "flush-before-load"];
 /// The contents of the file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Contents {
+    /// From 2 on, the file has a checksum.
+    #[serde(default)]
+    version: u32,
     settings: Vec<Setting>,
     /// The link that the server was pointed at, as `host:port`.
     link: Option<String>,
@@ -57,6 +62,9 @@ struct Contents {
     /// How often the server's configuration file had been written before the sync.
     #[serde(default)]
     rewrites: Option<Rewrites>,
+    /// What the server had counted before the sync of errors and of keys that it removed by itself.
+    #[serde(default)]
+    counted: Option<Counted>,
     /// What the agent has raised at the Sentinels.
     #[serde(default)]
     raised: Option<Raised>,
@@ -101,9 +109,49 @@ pub(super) struct Rewrites {
 struct Setting {
     name: String,
     /// Its value before the sync.
-    before: String,
+    before: Value,
     /// The values that it was given.
-    set: Vec<String>,
+    set: Vec<Value>,
+}
+
+/// The value of a setting: any bytes, such as those of a password.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "StoredValue", into = "StoredValue")]
+struct Value(Vec<u8>);
+
+/// A value as the file has it.
+#[derive(Serialize, Deserialize)]
+#[serde(untagged)]
+enum StoredValue {
+    Text(String),
+    /// Bytes that are no text.
+    Bytes {
+        bytes: Vec<u8>,
+    },
+}
+
+impl From<StoredValue> for Value {
+    fn from(stored: StoredValue) -> Value {
+        match stored {
+            StoredValue::Text(text) => Value(text.into_bytes()),
+            StoredValue::Bytes { bytes } => Value(bytes),
+        }
+    }
+}
+
+impl From<Value> for StoredValue {
+    fn from(Value(bytes): Value) -> StoredValue {
+        match String::from_utf8(bytes) {
+            Ok(text) => StoredValue::Text(text),
+            Err(error) => StoredValue::Bytes { bytes: error.into_bytes() },
+        }
+    }
+}
+
+impl From<&str> for Value {
+    fn from(text: &str) -> Value {
+        Value(text.as_bytes().to_vec())
+    }
 }
 
 /// The formats of the file: older agents wrote pairs of a name and the former value.
@@ -111,7 +159,7 @@ struct Setting {
 #[serde(untagged)]
 enum Stored {
     Pair(String, String),
-    Setting { name: String, before: String, set: Vec<String> },
+    Setting { name: String, before: Value, set: Vec<Value> },
 }
 
 impl From<Stored> for Setting {
@@ -120,7 +168,11 @@ impl From<Stored> for Setting {
             Stored::Setting { name, before, set } => Setting { name, before, set },
             Stored::Pair(name, before) => {
                 let values: &[&str] = if name == DISKLESS_LOAD { &DISKLESS_LOADS } else { &[] };
-                Setting { name, before, set: values.iter().map(ToString::to_string).collect() }
+                Setting {
+                    name,
+                    before: Value::from(&*before),
+                    set: values.iter().map(|text| Value::from(*text)).collect(),
+                }
             }
         }
     }
@@ -134,6 +186,7 @@ impl std::fmt::Debug for Setting {
 }
 
 /// The settings that this agent changed on one server, kept in a file.
+// Larger than the bound: a method to note and one to read for each thing that outlives an agent.
 pub(crate) struct Record {
     folder: Folder,
     name: String,
@@ -145,6 +198,9 @@ pub(crate) struct Record {
     /// Keeps other agents away.
     _claim: Option<Claim>,
 }
+
+/// The version of the file that this program writes.
+const VERSION: u32 = 2;
 
 /// Bytes of the file that are read at most. A record has a few hundred.
 const FILE_LIMIT: u64 = 64 * 1024;
@@ -208,9 +264,17 @@ impl Record {
                 (text, there)
             }
         };
-        // A crash cut the file short while it was written. The change comes after the write, so nothing is to be
-        // restored.
-        let contents = text.and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default();
+        let contents = match text.as_deref() {
+            None | Some([]) => Contents::default(),
+            Some(text) => Contents::parse(text).map_err(|what| {
+                let file = folder.path_of(old_name.as_ref().unwrap_or(&name));
+                Failure::refused(format!(
+                    "the record file {} is damaged ({what}): it says which settings of the server an agent has changed, and what they \
+                     were; compare masterauth, save and repl-diskless-load of the server with its configuration, and remove the file",
+                    file.display()
+                ))
+            })?,
+        };
         Ok(Record { folder, name, old_name, contents, is_stale: false, _claim: claim })
     }
 
@@ -263,15 +327,25 @@ impl Record {
         self.contents.rewrites.as_ref()
     }
 
+    /// What was last noted of the server's counts.
+    pub(super) fn counted(&self) -> Option<&Counted> {
+        self.contents.counted.as_ref()
+    }
+
+    /// Notes what the server had counted before the sync. Written with the link.
+    pub(super) fn note_counted(&mut self, counted: Counted) {
+        self.contents.counted = Some(counted);
+    }
+
     /// Notes how often the file was written before the sync. Written with the link.
     pub(super) fn note_rewrites(&mut self, rewrites: Option<Rewrites>) {
         self.contents.rewrites = rewrites;
     }
 
     /// The value that a setting had before agents changed it; `present` is its value now.
-    pub(crate) fn original(&self, name: &str, present: &str) -> String {
+    pub(crate) fn original(&self, name: &str, present: &[u8]) -> Vec<u8> {
         let ours = self.contents.settings.iter().find(|setting| setting.name == name && setting.is_ours(present));
-        ours.map_or(present, |setting| &setting.before).to_string()
+        ours.map_or(present, |setting| &setting.before.0).to_vec()
     }
 
     /// Writes the value `before` the sync to the file, then changes the setting on the server. Returns whether the
@@ -280,26 +354,26 @@ impl Record {
         &mut self,
         client: &mut Client,
         name: &str,
-        before: &str,
-        value: &str,
+        before: &[u8],
+        value: &[u8],
     ) -> Result<bool, Failure> {
         let saved = self.contents.settings.clone();
         match self.contents.settings.iter_mut().find(|setting| setting.name == name) {
             None if before == value => return Ok(true),
             None => self.contents.settings.push(Setting {
                 name: name.to_string(),
-                before: before.to_string(),
-                set: vec![value.to_string()],
+                before: Value(before.to_vec()),
+                set: vec![Value(value.to_vec())],
             }),
             Some(setting) => {
-                setting.before = before.to_string();
+                setting.before = Value(before.to_vec());
                 if !setting.is_ours(value) {
-                    setting.set.push(value.to_string());
+                    setting.set.push(Value(value.to_vec()));
                 }
             }
         }
         self.save()?;
-        match once_settled(client, &["CONFIG", "SET", name, value]).await {
+        match once_settled(client, &[b"CONFIG".as_slice(), b"SET", name.as_bytes(), value]).await {
             Ok(_) => Ok(true),
             Err(ServerError::Refused { .. }) => {
                 self.contents.settings = saved;
@@ -362,7 +436,7 @@ impl Record {
 
     fn save(&mut self) -> Result<(), Failure> {
         let write = |text: serde_json::Result<Vec<u8>>| self.folder.replace(&self.name, &text?);
-        write(serde_json::to_vec_pretty(&self.contents))
+        write(checked_json::to_json(&Contents { version: VERSION, ..self.contents.clone() }))
             .map_err(|cause| unusable(&self.folder.path_of(&self.name), &cause))?;
         self.remove_the_old_file();
         self.old_name = None;
@@ -376,10 +450,21 @@ impl Record {
     }
 }
 
+impl Contents {
+    fn parse(text: &[u8]) -> Result<Contents, String> {
+        let contents: Contents = serde_json::from_slice(text).map_err(|error| error.to_string())?;
+        match checked_json::check(text) {
+            Checksum::Right => Ok(contents),
+            Checksum::Missing if contents.version < VERSION => Ok(contents),
+            Checksum::Missing | Checksum::Wrong => Err("its checksum does not match".to_owned()),
+        }
+    }
+}
+
 impl Setting {
     /// Whether an agent gave the setting this value.
-    fn is_ours(&self, value: &str) -> bool {
-        self.set.iter().any(|set| set == value)
+    fn is_ours(&self, value: &[u8]) -> bool {
+        self.set.iter().any(|set| set.0 == value)
     }
 
     /// Restores the setting's former value if its present value is one that an agent set.
@@ -394,9 +479,9 @@ impl Setting {
             return Ok(());
         };
         if self.is_ours(&present) {
-            once_settled(client, &["CONFIG", "SET", name, before]).await?;
+            once_settled(client, &[b"CONFIG".as_slice(), b"SET", name.as_bytes(), &before.0]).await?;
             tracing::debug!(%name, "a setting of the server is put back");
-        } else if present != *before {
+        } else if present != before.0 {
             tracing::info!(%name, "a setting of the server was changed by another client meanwhile; it is left as it is");
         }
         Ok(())
@@ -411,10 +496,10 @@ pub(crate) fn is_left_by_a_source(state_dir: Option<&Path>, server: &str) -> boo
 }
 
 /// The present value of a setting; `None` if the server does not know it.
-pub(crate) async fn present(client: &mut Client, name: &str) -> Result<Option<String>, ServerError> {
+pub(crate) async fn present(client: &mut Client, name: &str) -> Result<Option<Vec<u8>>, ServerError> {
     let Frame::Array(pair) = once_settled(client, &["CONFIG", "GET", name]).await? else { return Ok(None) };
     match pair.into_iter().nth(1) {
-        Some(Frame::Bulk(value)) => Ok(Some(String::from_utf8_lossy(&value).into_owned())),
+        Some(Frame::Bulk(value)) => Ok(Some(value)),
         _ => Ok(None),
     }
 }
@@ -465,7 +550,7 @@ mod tests {
     use super::*;
 
     fn setting(name: &str, before: &str, set: &[&str]) -> Setting {
-        Setting { name: name.into(), before: before.into(), set: set.iter().map(ToString::to_string).collect() }
+        Setting { name: name.into(), before: before.into(), set: set.iter().map(|text| Value::from(*text)).collect() }
     }
 
     fn path(record: &Record) -> PathBuf {
@@ -487,12 +572,41 @@ mod tests {
     }
 
     #[test]
-    fn a_record_cut_short_is_an_empty_one() {
+    fn every_changed_byte_of_a_record_is_found_and_names_the_file() {
         let folder = tempfile::tempdir().unwrap();
         let mut record = Record::open(Some(folder.path()), "x").unwrap();
+        record.contents.settings.push(setting("masterauth", "hunter2", &["5ec4e7"]));
         record.note_link("h", 1).unwrap();
-        fs::write(path(&record), b"{\"settings\": [").unwrap();
+        let path = path(&record);
+        let whole = fs::read(&path).unwrap();
+        for at in 0..whole.len() {
+            let mut changed = whole.clone();
+            changed[at] ^= 1;
+            fs::write(&path, &changed).unwrap();
+            let Err(failure) = Record::open(Some(folder.path()), "x") else { panic!("byte {at}") };
+            assert!(failure.message.contains(path.to_str().unwrap()), "byte {at}: {failure}");
+        }
+        fs::write(&path, b"{\"settings\": [").unwrap();
+        assert!(Record::open(Some(folder.path()), "x").is_err());
+        fs::write(&path, b"").unwrap();
         assert_eq!(Record::open(Some(folder.path()), "x").unwrap().contents, Contents::default());
+    }
+
+    #[test]
+    fn values_are_kept_as_bytes() {
+        let folder = tempfile::tempdir().unwrap();
+        let values =
+            [&b"\xFF\x80"[..], b"\"quoted\" 'twice' \\", b" with spaces\r\nand lines\n", b"a\0b\0", b"", b"text"];
+        for bytes in values {
+            let mut record = Record::open(Some(folder.path()), "x").unwrap();
+            let set = vec![Value(b"ours".to_vec()), Value(bytes.to_vec())];
+            record.contents.settings = vec![Setting { name: "masterauth".into(), before: Value(bytes.to_vec()), set }];
+            record.note_link("h", 1).unwrap();
+            let again = Record::open(Some(folder.path()), "x").unwrap();
+            assert_eq!(again.contents.settings, record.contents.settings, "{bytes:?}");
+            assert_eq!(again.original("masterauth", b"ours"), bytes);
+            assert_eq!(again.original("masterauth", b"other"), b"other");
+        }
     }
 
     #[test]
@@ -517,9 +631,9 @@ mod tests {
         fs::write(&old, text).unwrap();
         let mut record = Record::open(Some(folder.path()), "redis://h:1").unwrap();
         assert!(record.is_our_link("127.0.0.1", 9));
-        assert_eq!(record.original("repl-diskless-load", "on-empty-db"), "disabled");
-        assert_eq!(record.original("repl-diskless-load", "swapdb"), "swapdb");
-        assert_eq!(record.original("masterauth", "x"), "x", "no older agent changed it");
+        assert_eq!(record.original("repl-diskless-load", b"on-empty-db"), b"disabled");
+        assert_eq!(record.original("repl-diskless-load", b"swapdb"), b"swapdb");
+        assert_eq!(record.original("masterauth", b"x"), b"x", "no older agent changed it");
         record.note_link("127.0.0.1", 10).unwrap();
         assert!(!old.exists());
         assert!(Record::open(Some(folder.path()), "redis://h:1").unwrap().is_our_link("127.0.0.1", 10));

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
+use super::exact::Exactness;
 use crate::units::Size;
 
 /// The moments at which the phases change.
@@ -69,6 +70,8 @@ pub(super) struct Summary {
     pub(super) interruptions: u32,
     /// Connections to the link's port that were closed before they had logged in.
     pub(super) strangers: u64,
+    /// The conditions under which the server is called an exact replica, and what was found of each.
+    pub(super) exact: Exactness,
 }
 
 impl Summary {

@@ -284,11 +284,18 @@ impl Client {
         }
     }
 
-    /// The value of a setting; `None` if the server does not know it.
+    /// The value of a setting that is text; `None` if the server does not know it.
     pub async fn config_get(&mut self, name: &str) -> Result<Option<String>, ServerError> {
+        let value = self.config_bytes(name).await?;
+        Ok(value.map(|value| String::from_utf8_lossy(&value).into_owned()))
+    }
+
+    /// The value of a setting that may be any bytes: a name, a path or a password. `None` if the server does not know
+    /// it.
+    pub async fn config_bytes(&mut self, name: &str) -> Result<Option<Vec<u8>>, ServerError> {
         match self.command(&["CONFIG", "GET", name]).await? {
             Frame::Array(pair) => match pair.into_iter().nth(1) {
-                Some(Frame::Bulk(value)) => Ok(Some(String::from_utf8_lossy(&value).into_owned())),
+                Some(Frame::Bulk(value)) => Ok(Some(value)),
                 _ => Ok(None),
             },
             other => Err(self.unexpected("CONFIG GET", &other)),
@@ -374,8 +381,10 @@ impl Client {
         let Credentials { user, password } = self.server.credentials().clone();
         match (&user, &password) {
             (_, None) => {}
-            (None, Some(password)) => self.command(&["AUTH", password.expose()]).await.map(drop)?,
-            (Some(user), Some(password)) => self.command(&["AUTH", user, password.expose()]).await.map(drop)?,
+            (None, Some(password)) => self.command(&[b"AUTH".as_slice(), password.expose()]).await.map(drop)?,
+            (Some(user), Some(password)) => {
+                self.command(&[b"AUTH".as_slice(), user, password.expose()]).await.map(drop)?
+            }
         }
         self.check_alive().await?;
         match self.server.url().database() {

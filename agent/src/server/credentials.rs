@@ -1,6 +1,12 @@
 //! The login at a server: an ACL user and a password. The password never appears in an argument, a log or an error.
 
-use std::{fmt, fs, io::Read, os::unix::fs::PermissionsExt, path::Path};
+use std::{
+    ffi::OsString,
+    fmt, fs,
+    io::Read,
+    os::unix::{ffi::OsStringExt, fs::PermissionsExt},
+    path::Path,
+};
 
 use super::error::SetupError;
 
@@ -16,8 +22,8 @@ const OTHERS: u32 = 0o007;
 /// User and password. Without a password no `AUTH` is sent.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Credentials {
-    /// The ACL user; `None` means the server's `default` user.
-    pub user: Option<String>,
+    /// The ACL user; `None` means the server's `default` user. Servers allow any bytes but spaces and NUL.
+    pub user: Option<Vec<u8>>,
     /// Its password.
     pub password: Option<Password>,
 }
@@ -28,22 +34,25 @@ impl Credentials {
     pub fn gather(user: Option<&str>, password_file: Option<&Path>) -> Result<Self, SetupError> {
         let password = match password_file {
             Some(path) => Some(Password::read_file(path)?),
-            None => std::env::var(PASSWORD_VARIABLE).ok().filter(|password| !password.is_empty()).map(Password),
+            None => std::env::var_os(PASSWORD_VARIABLE)
+                .map(OsString::into_vec)
+                .filter(|bytes| !bytes.is_empty())
+                .map(Password),
         };
         if let (Some(user), None) = (user, &password) {
             return Err(SetupError::UserWithoutPassword { user: user.to_owned() });
         }
-        Ok(Self { user: user.map(str::to_owned), password })
+        Ok(Self { user: user.map(|user| user.as_bytes().to_vec()), password })
     }
 }
 
-/// A password. Debug output hides it; only [`Password::expose`] returns it.
+/// A password: any bytes, as servers allow them. Debug output hides it; only [`Password::expose`] returns it.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Password(String);
+pub struct Password(Vec<u8>);
 
 impl Password {
-    /// Makes a password of this text.
-    pub fn new(password: impl Into<String>) -> Self {
+    /// Makes a password of these bytes.
+    pub fn new(password: impl Into<Vec<u8>>) -> Self {
         Self(password.into())
     }
 
@@ -55,17 +64,18 @@ impl Password {
         if mode & OTHERS != 0 {
             return Err(SetupError::OpenToAll { what: "password file", path: path.to_owned(), mode: mode & 0o777 });
         }
-        let mut text = String::new();
-        file.take(PASSWORD_FILE_BYTES).read_to_string(&mut text).map_err(unreadable)?;
-        let line = text.lines().next().unwrap_or_default();
+        let mut bytes = Vec::new();
+        file.take(PASSWORD_FILE_BYTES).read_to_end(&mut bytes).map_err(unreadable)?;
+        let line = bytes.split(|byte| *byte == b'\n').next().unwrap_or_default();
+        let line = line.strip_suffix(b"\r").unwrap_or(line);
         if line.is_empty() {
             return Err(SetupError::Empty { what: "password file", path: path.to_owned() });
         }
-        Ok(Self(line.to_owned()))
+        Ok(Self(line.to_vec()))
     }
 
     /// The password itself, for the `AUTH` command.
-    pub fn expose(&self) -> &str {
+    pub fn expose(&self) -> &[u8] {
         &self.0
     }
 }
@@ -82,7 +92,7 @@ mod tests {
 
     use super::*;
 
-    fn file_with(content: &str, mode: u32) -> tempfile::NamedTempFile {
+    fn file_with(content: impl AsRef<[u8]>, mode: u32) -> tempfile::NamedTempFile {
         let file = tempfile::NamedTempFile::new().unwrap();
         fs::write(&file, content).unwrap();
         fs::set_permissions(&file, fs::Permissions::from_mode(mode)).unwrap();
@@ -92,7 +102,9 @@ mod tests {
     #[test]
     fn the_first_line_of_the_file_is_the_password() {
         let file = file_with("se cret\nnot this\n", 0o640);
-        assert_eq!(Password::read_file(file.path()).unwrap().expose(), "se cret");
+        assert_eq!(Password::read_file(file.path()).unwrap().expose(), b"se cret");
+        let bytes = file_with(b"\xFF\x80 \"'\\\r\nnot this", 0o600);
+        assert_eq!(Password::read_file(bytes.path()).unwrap().expose(), b"\xFF\x80 \"'\\");
     }
 
     #[test]

@@ -69,6 +69,11 @@ impl Facts {
         Ok(facts)
     }
 
+    /// Reads the facts of one moment, by one command. They lack `tls_port`.
+    pub async fn read_as_one(client: &mut Client) -> Result<Self, ServerError> {
+        Ok(Self::from_info(&client.info("").await?))
+    }
+
     /// Takes the facts from the text of an `INFO`.
     pub fn from_info(info: &Info) -> Self {
         let (family, version) = family_and_version(info);

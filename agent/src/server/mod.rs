@@ -10,7 +10,8 @@
 //! is sorted by what the user can do about it. It keeps no pool and does not reconnect: its callers decide when to. It
 //! knows nothing of replication, which is in `remora_redis::psync`.
 //!
-//! Start with [`Server`]. [`Facts`] is what a server reports about itself.
+//! Start with [`Server`]. [`Facts`] is what a server reports about itself, and `own_changes` what of its data is not
+//! from its primary.
 
 mod acl;
 mod args;
@@ -22,6 +23,7 @@ mod error;
 mod facts;
 pub(crate) mod module;
 mod output_limit;
+pub(crate) mod own_changes;
 mod pin;
 mod pins;
 #[cfg(any(test, feature = "simulation"))]

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::oracle::Content;
 use super::plan::FIRST_REPLICA;
 use super::replica_agent::ReplicaAgent;
-use super::server::Changed;
+use super::server::{Changed, Server};
 use super::wire::{Address, ServerId};
 use super::world::{Change, World};
 
@@ -142,7 +142,8 @@ impl Watch {
     /// What every server says of itself is true.
     pub(super) fn servers(world: &mut World) -> Result<(), String> {
         let touched = std::mem::take(&mut world.touched);
-        for server in touched.into_iter().map(|id| world.server(id)).filter(|server| server.is_up()) {
+        let is_able = |server: &&Server| server.is_up() && server.refused_from.is_empty();
+        for server in touched.into_iter().map(|id| world.server(id)).filter(is_able) {
             let is_foreign = |id: ServerId| server.traits.id != id && server.replid == world.server(id).replid;
             if world.foreign.is_some_and(is_foreign) {
                 return Err(format!("server {} was given the data set of another primary", server.traits.id.0));
@@ -199,6 +200,18 @@ impl Watch {
     pub(super) fn ended(&self, world: &World, agent: &ReplicaAgent) -> Result<(), String> {
         let (number, id) = (agent.index, agent.options.server);
         let Some(&(since, held, copies)) = self.touched.get(&(number, id)) else { return Ok(()) };
+        // What came from a primary since the hand-off is no matter of the agent.
+        let is_of_a_server = |from: &Address| world.servers.iter().any(|server| server.traits.address == *from);
+        let refused = world.server(id).refused_in_this_run().any(|from| !is_of_a_server(from));
+        if agent.outcome == Some(Ok(())) && refused {
+            return Err(format!(
+                "agent {number} says that all is well, and server {} could not execute its stream",
+                id.0
+            ));
+        }
+        if !world.server(id).refused_from.is_empty() {
+            return Ok(());
+        }
         let says = |text: &str| matches!(&agent.outcome, Some(Err(failure)) if failure.message.contains(text));
         let restarted = self.out_of_reach.get(&id).is_some_and(|&cut| cut >= since);
         // A server that its former primary has continued meanwhile holds what it held before, and the writes since then.

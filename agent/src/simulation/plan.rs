@@ -82,6 +82,8 @@ pub(super) struct ReplicaPlan {
     pub(super) keep_on_failure: bool,
     pub(super) retry_for: u64,
     pub(super) mode: Mode,
+    /// The server lacks a command of the stream.
+    pub(super) lacks_a_command: bool,
 }
 
 /// How a source was started.
@@ -114,6 +116,9 @@ pub(super) struct Plan {
     /// There is another primary, with a data set of its own.
     pub(super) foreign: bool,
 }
+
+/// The stream of randomness that says which servers lack a command: apart, so that seeds choose the same otherwise.
+const LACKING: u64 = 17;
 
 /// Something that happens soon after an agent has begun with a job on its server.
 #[derive(Clone, Debug)]
@@ -163,6 +168,12 @@ impl Plan {
         self.acts.iter().any(|(_, act)| matches!(act, Act::CutLink(_)))
     }
 
+    /// Whether a server lacks a command of the stream.
+    #[cfg(test)]
+    pub(super) fn has_a_server_that_lacks_a_command(&self) -> bool {
+        self.replicas.iter().any(|replica| replica.lacks_a_command)
+    }
+
     /// Whether agents pass slots on to each other.
     #[cfg(test)]
     pub(super) fn has_relays(&self) -> bool {
@@ -187,6 +198,8 @@ impl Plan {
         let number = 1 + draw.below(3) as usize;
         let mut replicas: Vec<ReplicaPlan> = (0..number).map(|_| ReplicaPlan::drawn(&mut draw)).collect();
         draw_modes(seed, &mut replicas);
+        let mut lacking = Random::split(seed, LACKING);
+        replicas.iter_mut().for_each(|replica| replica.lacks_a_command = lacking.below(8) == 0);
         let mut acts = acts(&mut draw, number);
         cut_links(seed, &replicas, &mut acts);
         let traps = (0..draw.below(4)).map(|_| Trap::drawn(&mut draw, number)).collect();
@@ -301,6 +314,7 @@ impl ReplicaPlan {
             keep_on_failure: keep,
             retry_for: [5, 30, 120][draw.below(3) as usize],
             mode: Mode::Model,
+            lacks_a_command: false,
         }
     }
 }

@@ -114,6 +114,7 @@ impl Simulation {
             pace: plan.pace,
             slots: plan.slots,
             saves_to_file: plan.saves_to_file,
+            lacks_a_command: false,
         };
         self.world.add_server(traits(PRIMARY));
         self.world.add_server(traits(SECOND));
@@ -124,6 +125,7 @@ impl Simulation {
                 module: replica.module,
                 idle_limit: replica.idle_limit,
                 pace: replica.pace,
+                lacks_a_command: replica.lacks_a_command,
                 ..traits(id)
             };
             self.world.add_server(own);

@@ -193,3 +193,8 @@ fn a_source_of_another_data_set_is_met_and_refused() {
         assert!(began.elapsed() < FOUND_WITHIN, "not reached");
     }
 }
+
+#[test]
+fn errors_of_the_server_that_are_not_heard_are_found() {
+    is_found_among(Mutation::ErrorsUnheard, "says that all is well", Plan::has_a_server_that_lacks_a_command);
+}

@@ -111,6 +111,7 @@ pub(super) fn plan(source: &Source, generation: u64, with_stream: bool, own_form
         generation,
         server: source.captured.server(),
         captured: source.captured.clone(),
+        is_examined: true,
         file: source.methods.file.clone(),
         tuning: source.methods.tuning.clone(),
         reader_version: source.facts.own_format().filter(|_| own_format).map(|version| version.to_string()),

@@ -87,6 +87,7 @@ use crate::conversation::{Connection, Endpoint, Fault, Options};
 use crate::exit::Failure;
 use crate::metrics::{Scrape, Site};
 use crate::server::Facts;
+use crate::server::own_changes::why_not_as_its_primary;
 use crate::service::Service;
 use crate::signals::{self, Signals};
 use crate::tasks::AbortOnDrop;
@@ -127,7 +128,12 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     descriptors::check(args.max_replicas)?;
     let captured = Captured::open(&args).await?;
     let server = captured.server();
-    let facts = Facts::read(&mut server.connect_within(args.captured.wait_for_server).await?).await?;
+    let mut client = server.connect_within(args.captured.wait_for_server).await?;
+    let facts = Facts::read(&mut client).await?;
+    if let Some(why) = why_not_as_its_primary(&mut client).await? {
+        return Err(Failure::refused(why));
+    }
+    drop(client);
     let methods = Methods::of(&args, &server, &facts).await?;
     let metrics = match args.metrics.metrics {
         Some(address) => Some(crate::metrics::bind(address).await?),

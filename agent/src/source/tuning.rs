@@ -193,7 +193,7 @@ impl Changed {
         for (name, value) in SETTINGS {
             let Some(present) = record::present(&mut client, name).await? else { continue };
             let before = self.record.original(name, &present);
-            if !self.record.change(&mut client, name, &before, value).await? {
+            if !self.record.change(&mut client, name, &before, value.as_bytes()).await? {
                 let text = format!(
                     "the server refuses CONFIG SET {name} {value}: --tune-server needs the rule +config|set, and a server \
                      that lets this setting be changed"

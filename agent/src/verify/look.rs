@@ -5,11 +5,16 @@
 //! Here ordered types are hashed in their order, and unordered ones as a sum over their elements. Values are read in
 //! pieces, so that a value of any size needs little memory.
 //!
-//! Differences between a primary and its own replica are left out: the shape of trees, idle times, and for groups in
-//! streams the number of entries read (Redis 7.0 does not always replicate it) and consumers without pending entries
-//! (an `XAUTOCLAIM` that finds only deleted entries creates its consumer on the primary alone, seen on Valkey 9.1).
+//! Differences between a primary and its own replica are left out: the shape of trees, idle times, and the number of
+//! entries that a group has read where servers do not replicate it ([`Abilities::entries_read`]). A consumer without
+//! pending entries may be at the primary alone: an `XREADGROUP` that finds nothing creates it there, and no server
+//! replicates that. One that only the replica has is a difference, and so is either between servers that do not
+//! replicate ([`Consumers`]).
 
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::{
+    collections::BTreeSet,
+    time::{SystemTime, UNIX_EPOCH},
+};
 
 use remora_redis::resp::Frame;
 use remora_wire::printable;
@@ -30,8 +35,27 @@ pub(super) enum Look {
         kind: String,
         /// The fingerprint of the content.
         content: [u8; 32],
+        consumers: Consumers,
         expiry: Expiry,
     },
+}
+
+/// The consumers of a stream's groups.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Consumers {
+    /// Fingerprints of group and name.
+    names: BTreeSet<[u8; 32]>,
+    /// The other server need not have all of them: this is the primary that it replicates.
+    may_exceed: bool,
+}
+
+impl Consumers {
+    /// Whether each server has the consumers that it must have.
+    fn agree(&self, other: &Self) -> bool {
+        self.names == other.names
+            || self.may_exceed && self.names.is_superset(&other.names)
+            || other.may_exceed && other.names.is_superset(&self.names)
+    }
 }
 
 /// When a key expires.
@@ -79,10 +103,20 @@ impl Look {
     pub(super) fn agrees(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Absent, Self::Absent) => true,
+            (Self::Present { kind, expiry, .. }, Self::Present { kind: other_kind, expiry: other_expiry, .. }) => {
+                kind == other_kind && self.same_value(other) && expiry.agrees(*other_expiry)
+            }
+            _ => false,
+        }
+    }
+
+    /// Whether both are keys with the same value.
+    pub(super) fn same_value(&self, other: &Self) -> bool {
+        match (self, other) {
             (
-                Self::Present { kind, content, expiry },
-                Self::Present { kind: other_kind, content: other_content, expiry: other_expiry },
-            ) => kind == other_kind && content == other_content && expiry.agrees(*other_expiry),
+                Self::Present { content, consumers, .. },
+                Self::Present { content: other_content, consumers: other_consumers, .. },
+            ) => content == other_content && consumers.agree(other_consumers),
             _ => false,
         }
     }
@@ -95,7 +129,8 @@ pub(super) async fn look(side: &mut Side, abilities: Abilities, key: &[u8]) -> R
         // A module names its types, and the name is shown.
         Some(kind) => printable(kind).into_owned(),
     };
-    let mut reader = Reader { side, abilities, key, stride: Stride::default() };
+    let consumers = Consumers { names: BTreeSet::new(), may_exceed: side.is_replicated };
+    let mut reader = Reader { side, abilities, key, stride: Stride::default(), consumers };
     let content = match reader.content(&kind).await {
         Ok(content) => content,
         Err(ServerError::Refused { text, .. }) if GONE.iter().any(|words| text.starts_with(words)) => {
@@ -103,10 +138,11 @@ pub(super) async fn look(side: &mut Side, abilities: Abilities, key: &[u8]) -> R
         }
         Err(error) => return Err(error),
     };
+    let consumers = reader.consumers;
     let answer = side.client.command(&[Expiry::command(abilities).as_bytes(), key]).await?;
     match Expiry::of(&answer, abilities) {
         Some(Expiry::NoKey) => Ok(Look::Absent),
-        Some(expiry) => Ok(Look::Present { kind, content, expiry }),
+        Some(expiry) => Ok(Look::Present { kind, content, consumers, expiry }),
         None => Err(side.client.unexpected("PEXPIRETIME", &answer)),
     }
 }
@@ -116,6 +152,8 @@ struct Reader<'a> {
     abilities: Abilities,
     key: &'a [u8],
     stride: Stride,
+    /// The consumers of the groups that were read.
+    consumers: Consumers,
 }
 
 impl Reader<'_> {
@@ -214,10 +252,11 @@ impl Reader<'_> {
         }
     }
 
-    /// When each of the fields (every other one of `items`) expires; empty if not both servers know.
+    /// When each of the fields (every other one of `items`) expires; empty if the server knows no such thing: then none
+    /// of them does.
     async fn field_expiries(&mut self, items: &[Frame]) -> Result<Vec<i64>, ServerError> {
         let fields: Vec<_> = items.iter().step_by(2).filter_map(Frame::as_bytes).collect();
-        if !self.abilities.field_expiry || fields.is_empty() {
+        if !self.side.expires_fields || fields.is_empty() {
             return Ok(Vec::new());
         }
         let count = fields.len().to_string();
@@ -249,10 +288,27 @@ impl Reader<'_> {
         let groups = self.command(&[b"XINFO", b"GROUPS", self.key]).await?;
         for group in groups.as_array().unwrap_or_default() {
             absorb_fields(hash, group, GROUP_FIELDS);
+            if self.abilities.entries_read {
+                absorb_fields(hash, group, &["entries-read"]);
+            }
             let Some(name) = field(group, "name").and_then(Frame::as_bytes) else {
                 continue;
             };
             self.pending(name, hash).await?;
+            self.consumers_of(name).await?;
+        }
+        Ok(())
+    }
+
+    /// The names of a group's consumers.
+    async fn consumers_of(&mut self, group: &[u8]) -> Result<(), ServerError> {
+        let consumers = self.command(&[b"XINFO", b"CONSUMERS", self.key, group]).await?;
+        for consumer in consumers.as_array().unwrap_or_default() {
+            let mut hash = Sha256::new();
+            hash.update((group.len() as u64).to_le_bytes());
+            hash.update(group);
+            absorb_fields(&mut hash, consumer, &["name"]);
+            self.consumers.names.insert(hash.finalize().into());
         }
         Ok(())
     }
@@ -444,8 +500,7 @@ fn unix_milliseconds() -> i64 {
 
 /// Error replies if a key, or a group in it, was deleted or changed its type between two queries.
 const GONE: [&str; 3] = ["WRONGTYPE", "NOGROUP", "ERR no such key"];
-/// Without `entries-read` and the lag computed from it: a primary counts them, and its replicas (measured on Redis 7.0)
-/// do not always.
+/// Without the lag, which follows from what else is compared.
 const GROUP_FIELDS: &[&str] = &["name", "pending", "last-delivered-id"];
 /// The cursor at which a scan begins, and which the server returns at its end.
 const START: &[u8] = b"0";
@@ -534,6 +589,17 @@ mod tests {
     fn a_changing_key_agrees_with_nothing() {
         assert!(!Look::Changing.agrees(&Look::Changing));
         assert!(Look::Absent.agrees(&Look::Absent));
+    }
+
+    #[test]
+    fn a_primary_may_have_consumers_that_its_replica_lacks_but_not_the_other_way_round() {
+        let consumers =
+            |names: &[u8], may_exceed| Consumers { names: names.iter().map(|name| [*name; 32]).collect(), may_exceed };
+        let (primary, replica) = (consumers(&[1, 2], true), consumers(&[1], false));
+        assert!(primary.agree(&replica) && replica.agree(&primary));
+        assert!(!consumers(&[1], true).agree(&consumers(&[1, 2], false)), "only the replica has it");
+        assert!(!consumers(&[1, 2], false).agree(&replica), "the servers do not replicate");
+        assert!(consumers(&[], false).agree(&Consumers::default()));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! `remora verify`: tells whether two servers hold the same data, and what differs.
 //!
 //! ```text
-//!            digests, if both are idle and allow it ──equal──▶ only expiry times are left to read
+//!            digests, if both are idle and allow it ──equal──▶ left to read: expiry times, streams, modules' types
 //!                 │ no                                                     │
 //!   scan ──▶ every key of the primary: DUMP and expiry on both ──same──▶ done with it
 //!                 │ other bytes                                            ▲
@@ -62,7 +62,7 @@ async fn compare(pair: &mut Pair, args: &VerifyArgs, report: &mut Report) -> Res
         DigestUse::Auto if digests_agree(pair).await? => Method::Digest,
         _ => Method::Values,
     };
-    let databases = databases_of(&pair.primary.facts, &pair.replica.facts, report.method);
+    let databases = databases_of(&pair.primary.facts, &pair.replica.facts);
     let meter = Meter::start("verify", Unit::Count("keys"), Some(keys_to_scan(pair, &databases, report.method)));
     let mut scan = Scan::new(pair, report, &meter, args.recheck);
     for database in databases {
@@ -75,7 +75,8 @@ async fn compare(pair: &mut Pair, args: &VerifyArgs, report: &mut Report) -> Res
 
 /// Asks both servers for a digest of all data. False also if one of them does not allow it or is being written to.
 async fn digests_agree(pair: &mut Pair) -> Result<bool, ServerError> {
-    // A digest tells whether a key expires, but not when, nor which fields of a hash do.
+    // A digest tells whether a key expires, but not when, nor which fields of a hash do. The scan compares the former,
+    // and with the latter every hash would have to be read: that is a comparison by values.
     let has_expiring_fields = |facts: &Facts| facts.databases.iter().any(|database| database.field_expires > 0);
     if has_expiring_fields(&pair.primary.facts) || has_expiring_fields(&pair.replica.facts) || !pair.is_quiet().await? {
         return Ok(false);
@@ -85,11 +86,9 @@ async fn digests_agree(pair: &mut Pair) -> Result<bool, ServerError> {
     Ok(one.is_some() && one == other)
 }
 
-/// The databases to scan: all that hold a key on either side, or after equal digests those in which something expires.
-fn databases_of(primary: &Facts, replica: &Facts, method: Method) -> Vec<u32> {
-    let both = primary.databases.iter().chain(&replica.databases);
-    let wanted = both.filter(|database| method == Method::Values || database.expires > 0);
-    let mut numbers: Vec<_> = wanted.map(|database| database.number).collect();
+/// The databases to scan: all that hold a key on either side.
+fn databases_of(primary: &Facts, replica: &Facts) -> Vec<u32> {
+    let mut numbers: Vec<_> = primary.databases.iter().chain(&replica.databases).map(|held| held.number).collect();
     numbers.sort_unstable();
     numbers.dedup();
     numbers
@@ -142,21 +141,14 @@ mod tests {
     use super::*;
     use crate::server::Database;
 
-    fn facts(databases: &[(u32, u64)]) -> Facts {
+    fn facts(databases: &[u32]) -> Facts {
         let databases = databases.iter();
-        let databases = databases.map(|(number, expires)| Database {
-            number: *number,
-            keys: 1,
-            expires: *expires,
-            field_expires: 0,
-        });
+        let databases = databases.map(|number| Database { number: *number, keys: 1, expires: 0, field_expires: 0 });
         Facts { databases: databases.collect(), ..Facts::default() }
     }
 
     #[test]
     fn databases_of_either_side_are_gone_through_once() {
-        let (one, other) = (facts(&[(0, 0), (3, 1)]), facts(&[(0, 0), (7, 0)]));
-        assert_eq!(databases_of(&one, &other, Method::Values), [0, 3, 7]);
-        assert_eq!(databases_of(&one, &other, Method::Digest), [3]);
+        assert_eq!(databases_of(&facts(&[0, 3]), &facts(&[0, 7])), [0, 3, 7]);
     }
 }

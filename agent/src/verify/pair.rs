@@ -15,6 +15,10 @@ use crate::server::{Client, Facts, Family, Role, Server, ServerError, ServerUrl,
 pub(super) struct Side {
     pub(super) client: Client,
     pub(super) facts: Facts,
+    /// `HPEXPIRETIME` (Redis 7.4, Valkey 9.0): when fields of a hash expire. On other servers none does.
+    pub(super) expires_fields: bool,
+    /// The other server replicates this one.
+    pub(super) is_replicated: bool,
     database: Option<u32>,
 }
 
@@ -33,10 +37,11 @@ pub(super) struct Pair {
 pub(super) struct Abilities {
     /// `PEXPIRETIME` (7.0): when a key expires, to the millisecond. Older servers report the remaining time to live.
     pub(super) absolute_expiry: bool,
-    /// `HPEXPIRETIME` (Redis 7.4, Valkey 9.0): when fields of a hash expire.
-    pub(super) field_expiry: bool,
     /// Counters of streams (7.0).
     pub(super) stream_counters: bool,
+    /// How many entries a group has read (Redis 7.4, Valkey 8.0). Older primaries count them, and their replicas do
+    /// not always.
+    pub(super) entries_read: bool,
 }
 
 /// Whether the replica is known to have everything that the primary had when it was asked.
@@ -48,15 +53,22 @@ pub(super) enum CaughtUp {
 }
 
 impl Pair {
-    pub(super) fn new(primary: Side, replica: Side) -> Self {
+    pub(super) fn new(mut primary: Side, replica: Side) -> Self {
         let (one, other) = (&primary.facts, &replica.facts);
         let related = one.replid.is_some() && one.replid == other.replid && other.role == Some(Role::Replica);
         let abilities = Abilities::of(one, other);
+        primary.is_replicated = related;
         Self { primary, replica, abilities, related }
     }
 
     pub(super) async fn select(&mut self, database: u32) -> Result<(), ServerError> {
         tokio::try_join!(self.primary.select(database), self.replica.select(database)).map(drop)
+    }
+
+    /// Whether a key of this database expires on either side, or did when the comparison began.
+    pub(super) fn expires_in(&self, database: u32) -> bool {
+        let both = self.primary.facts.databases.iter().chain(&self.replica.facts.databases);
+        both.filter(|facts| facts.number == database).any(|facts| facts.expires > 0)
     }
 
     /// Waits until the replica has executed what the primary has executed by now. If that is unknown, it waits for a
@@ -127,7 +139,8 @@ impl Side {
             // Without READONLY a replica in a cluster redirects every reader to its primary.
             client.command(&["READONLY"]).await?;
         }
-        Ok(Self { client, facts, database: None })
+        let expires_fields = expires_fields(&facts);
+        Ok(Self { client, facts, expires_fields, is_replicated: false, database: None })
     }
 
     pub(super) fn url(&self) -> &ServerUrl {
@@ -155,10 +168,15 @@ impl Side {
         }
     }
 
-    /// All function libraries; `None` if the server does not support functions or does not allow the query.
+    /// All function libraries; `None` if the server does not support functions, or does not allow the query and says
+    /// that it has none.
     async fn functions(&mut self) -> Result<Option<Libraries>, ServerError> {
         let answer = match self.client.command(&["FUNCTION", "LIST", "WITHCODE"]).await {
             Ok(answer) => answer,
+            // There are some, and nothing would be known of them.
+            Err(error) if error.refusal().is_some() && self.facts.libraries.is_some_and(|count| count > 0) => {
+                return Err(error);
+            }
             Err(error) if error.refusal().is_some() => return Ok(None),
             Err(error) => return Err(error),
         };
@@ -201,16 +219,29 @@ impl Abilities {
     fn of(one: &Facts, other: &Facts) -> Self {
         let both = |able: &dyn Fn(&Facts) -> bool| able(one) && able(other);
         let is_7 = |facts: &Facts| facts.has_redis(Version { major: 7, minor: 0, patch: 0 });
-        Self { absolute_expiry: both(&is_7), field_expiry: both(&expires_fields), stream_counters: both(&is_7) }
+        Self {
+            absolute_expiry: both(&is_7),
+            stream_counters: both(&is_7),
+            entries_read: both(&replicates_entries_read),
+        }
     }
 }
 
 fn expires_fields(facts: &Facts) -> bool {
-    let since = match facts.family {
-        Family::Redis => Version { major: 7, minor: 4, patch: 0 },
-        Family::Valkey => Version { major: 9, minor: 0, patch: 0 },
+    is_since(facts, (7, 4), (9, 0))
+}
+
+/// Measured: Redis 7.2.6 and Valkey 7.2.7 do not, Redis 7.4.1 and Valkey 8.0.1 do.
+fn replicates_entries_read(facts: &Facts) -> bool {
+    is_since(facts, (7, 4), (8, 0))
+}
+
+fn is_since(facts: &Facts, redis: (u32, u32), valkey: (u32, u32)) -> bool {
+    let (major, minor) = match facts.family {
+        Family::Redis => redis,
+        Family::Valkey => valkey,
     };
-    facts.version.is_some_and(|version| version >= since)
+    facts.version.is_some_and(|version| version >= Version { major, minor, patch: 0 })
 }
 
 /// `verify` does not wait longer for a replica to catch up. The differences of a slower one are found by comparing
@@ -235,10 +266,11 @@ mod tests {
     #[test]
     fn only_what_both_can_tell_is_compared() {
         let (redis_7, valkey_9) = (facts(Family::Redis, 7, 0), facts(Family::Valkey, 9, 1));
-        let mixed = Abilities { absolute_expiry: true, field_expiry: false, stream_counters: true };
+        let mixed = Abilities { absolute_expiry: true, stream_counters: true, entries_read: false };
         assert_eq!(Abilities::of(&redis_7, &valkey_9), mixed);
-        assert!(Abilities::of(&valkey_9, &valkey_9).field_expiry);
-        assert!(Abilities::of(&facts(Family::Redis, 7, 4), &valkey_9).field_expiry);
+        assert!(Abilities::of(&facts(Family::Redis, 7, 4), &valkey_9).entries_read);
+        assert!(!Abilities::of(&facts(Family::Redis, 7, 2), &valkey_9).entries_read);
+        assert!(expires_fields(&facts(Family::Redis, 7, 4)) && expires_fields(&valkey_9) && !expires_fields(&redis_7));
         assert!(!Abilities::of(&facts(Family::Redis, 6, 2), &valkey_9).absolute_expiry);
     }
 

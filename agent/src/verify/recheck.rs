@@ -125,23 +125,24 @@ fn verdict(before: &Look, held: &Look, after: &Look, certain: bool) -> Verdict {
     match (before, held) {
         (Look::Present { .. }, Look::Absent) => Verdict::Different(Kind::Missing),
         (Look::Absent, Look::Present { .. }) => Verdict::Different(Kind::Extra),
-        (Look::Present { kind: one, content, .. }, Look::Present { kind: other, content: other_content, .. }) => {
-            Verdict::Different(match () {
-                () if one != other => Kind::Type,
-                () if content != other_content => Kind::Value,
-                () => Kind::Expiry,
-            })
-        }
+        (Look::Present { kind: one, .. }, Look::Present { kind: other, .. }) => Verdict::Different(match () {
+            () if one != other => Kind::Type,
+            () if !before.same_value(held) => Kind::Value,
+            () => Kind::Expiry,
+        }),
         _ => Verdict::Open,
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{super::look::Expiry, *};
+    use super::{
+        super::look::{Consumers, Expiry},
+        *,
+    };
 
     fn present(kind: &str, content: u8, expiry: Expiry) -> Look {
-        Look::Present { kind: kind.into(), content: [content; 32], expiry }
+        Look::Present { kind: kind.into(), content: [content; 32], consumers: Consumers::default(), expiry }
     }
 
     #[test]

@@ -18,6 +18,8 @@ pub(super) struct Report {
     pub(super) databases: u32,
     /// The number of the primary's keys that were compared.
     pub(super) keys: u64,
+    /// After equal digests: keys of types that digests do not cover, whose values were compared.
+    pub(super) beyond_digests: u64,
     pub(super) functions: Functions,
     missing: u64,
     extra: u64,
@@ -44,7 +46,7 @@ struct Named {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Method {
-    /// By equal digests; expiry times were compared one by one.
+    /// By equal digests; expiry times were compared one by one, and the values that digests do not cover.
     Digest,
     /// By every value.
     Values,
@@ -95,6 +97,7 @@ impl Report {
             method: Method::Values,
             databases: 0,
             keys: 0,
+            beyond_digests: 0,
             functions: Functions::Unknown,
             missing: 0,
             extra: 0,
@@ -203,10 +206,14 @@ impl fmt::Display for Report {
         writeln!(f, "primary    {}", self.primary)?;
         writeln!(f, "replica    {}", self.replica)?;
         let how = match self.method {
-            Method::Digest => "the digests are equal; compared the expiry of",
-            Method::Values => "compared",
+            Method::Digest => format!(
+                "the digests are equal; compared the expiry of {}, and {} of types that digests do not cover",
+                self.extent(),
+                counted(self.beyond_digests, "value", "values")
+            ),
+            Method::Values => format!("compared {}", self.extent()),
         };
-        writeln!(f, "how        {how} {}, {:.1} s", self.extent(), self.seconds)?;
+        writeln!(f, "how        {how}, {:.1} s", self.seconds)?;
         match self.functions {
             Functions::Unknown => writeln!(f, "functions  neither server reports them")?,
             Functions::Compared { libraries, same: true, .. } => {

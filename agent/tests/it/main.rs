@@ -72,6 +72,7 @@ mod taken_over;
 mod tokens;
 mod tuning;
 mod unwritable;
+mod verdicts;
 mod verify;
 mod versions;
 mod volume;

@@ -10,7 +10,7 @@ use crate::kit::{LONG, Stage, assert_untouched, ends, quick, says};
 
 /// Builds the module `typed`, which has a data type. Rust links through the C compiler, so every machine that builds the
 /// tests has one.
-fn typed_module(stage: &Stage) -> String {
+pub(crate) fn typed_module(stage: &Stage) -> String {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/typed.c");
     let library = stage.path("typed.so");
     let mut compiler = Command::new("cc");

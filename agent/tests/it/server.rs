@@ -26,7 +26,7 @@ fn server_as(url: &str, credentials: Credentials, tls: &TlsOptions) -> Server {
 
 fn user(name: &str, password: &str) -> Credentials {
     let user = (!name.is_empty()).then(|| name.to_owned());
-    Credentials { user, password: Some(Password::new(password)) }
+    Credentials { user: user.map(String::into_bytes), password: Some(Password::new(password)) }
 }
 
 async fn refused(server: &Server) -> ServerError {

@@ -1,5 +1,6 @@
-/* A module with a data type: the command TYPED.SET makes a key of it, and snapshots contain it. It declares what it
- * needs of the servers' module API itself, so that no header of theirs is needed to build it. */
+/* A module with a data type: the command TYPED.SET <key> [<number>] makes a key of it, and snapshots contain it. It has
+ * no digest, so that DEBUG DIGEST says nothing of the number. It declares what it needs of the servers' module API
+ * itself, so that no header of theirs is needed to build it. */
 #include <stdint.h>
 
 typedef struct {
@@ -19,33 +20,32 @@ static int (*CreateCommand)(void *ctx, const char *name, int (*command)(void *, 
 static void *(*OpenKey)(void *ctx, void *name, int mode);
 static int (*ModuleTypeSetValue)(void *key, void *type, void *value);
 static void (*CloseKey)(void *key);
+static int (*StringToLongLong)(const void *text, long long *number);
 static int (*ReplyWithSimpleString)(void *ctx, const char *text);
 static int (*ReplicateVerbatim)(void *ctx);
 static void (*SaveUnsigned)(void *io, uint64_t value);
 static uint64_t (*LoadUnsigned)(void *io);
 
 static void *type;
-static int value; /* All keys have this one. */
+static char values[256]; /* A value is the place of its number here. */
 
 static void *load(void *io, int encver) {
     (void)encver;
-    LoadUnsigned(io);
-    return &value;
+    return &values[LoadUnsigned(io) & 255];
 }
 
-static void save(void *io, void *v) {
-    (void)v;
-    SaveUnsigned(io, 7);
-}
+static void save(void *io, void *v) { SaveUnsigned(io, (uint64_t)((char *)v - values)); }
 
 static void rewrite(void *io, void *key, void *v) { (void)io, (void)key, (void)v; }
 
 static void forget(void *v) { (void)v; }
 
 static int set(void *ctx, void **argv, int argc) {
-    if (argc != 2) return ReplyWithSimpleString(ctx, "a key is wanted");
+    long long number = 7;
+    if (argc != 2 && (argc != 3 || StringToLongLong(argv[2], &number) || number < 0 || number > 255))
+        return ReplyWithSimpleString(ctx, "a key is wanted, and perhaps a number below 256");
     void *key = OpenKey(ctx, argv[1], 3 /* read and write */);
-    ModuleTypeSetValue(key, type, &value);
+    ModuleTypeSetValue(key, type, &values[number]);
     CloseKey(key);
     ReplicateVerbatim(ctx);
     return ReplyWithSimpleString(ctx, "OK");
@@ -57,6 +57,7 @@ int RedisModule_OnLoad(void *ctx, void **argv, int argc) {
     (void)argv, (void)argc;
     get_api = (int (*)(const char *, void *))((void **)ctx)[0];
     GET(SetModuleAttribs), GET(CreateDataType), GET(CreateCommand), GET(OpenKey), GET(ModuleTypeSetValue), GET(CloseKey);
+    GET(StringToLongLong);
     GET(ReplyWithSimpleString), GET(ReplicateVerbatim), GET(SaveUnsigned), GET(LoadUnsigned);
     SetModuleAttribs(ctx, "typed", 1, 1);
     static Methods methods = {1, load, save, rewrite, 0, 0, forget};

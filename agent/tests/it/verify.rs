@@ -9,7 +9,8 @@ use std::{
 
 use remora_lab::{Agent, Client, Kind, Server, Workload, fill_every_type, require};
 
-use crate::kit::{LONG, fill};
+use crate::kit::{LONG, Stage, fill};
+use crate::module_types::typed_module;
 
 /// Far above the time that replication on one host needs.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -144,6 +145,126 @@ fn the_expiry_of_a_single_field_counts() {
     }
     let (code, report) = found(&verify(&primary, &replica, &["--json"]));
     assert_eq!((code, &report["other_value"]), (1, &1.into()), "{report}");
+}
+
+/// Two servers with one stream, in which a group has read; and what is done at one of them, so that the digests stay
+/// equal.
+const BEYOND_DIGESTS: [&[&str]; 9] = [
+    &["XGROUP CREATE s other 0"],
+    &["XREADGROUP GROUP g c COUNT 1 STREAMS s >"],
+    &["XACK s g 1-1"],
+    &["XGROUP DESTROY s g"],
+    &["XGROUP SETID s g 0"],
+    &["XSETID s 9-9"],
+    &["XADD s 8-8 a b", "XDEL s 8-8"],
+    &["XCLAIM s g heir 0 1-1"],
+    &["XGROUP CREATECONSUMER s g idle"],
+];
+
+#[test]
+fn what_digests_say_nothing_of_is_compared_by_itself() {
+    for kind in require::kinds() {
+        for at_the_primary in [true, false] {
+            let (one, other) = (Server::start(kind).unwrap(), Server::start(kind).unwrap());
+            let changed = if at_the_primary { &one } else { &other };
+            for number in 0..BEYOND_DIGESTS.len() {
+                for server in [&one, &other] {
+                    let select = format!("SELECT {number}");
+                    let script = ["XADD s 1-1 a b", "XADD s 2-1 a b", "XADD s 3-1 a b", "XGROUP CREATE s g 0"];
+                    let client = &mut server.client().unwrap();
+                    run(client, &[&select]);
+                    run(client, &script);
+                    run(client, &["XREADGROUP GROUP g c COUNT 2 STREAMS s >"]);
+                }
+            }
+            let (code, report) = found(&verify(&one, &other, &["--json"]));
+            assert_eq!((code, &report["method"]), (0, &"digest".into()), "{kind}: {report}");
+            assert_eq!(report["beyond_digests"], BEYOND_DIGESTS.len(), "{kind}: {report}");
+            for (number, commands) in BEYOND_DIGESTS.iter().enumerate() {
+                let client = &mut changed.client().unwrap();
+                run(client, &[&format!("SELECT {number}")]);
+                run(client, commands);
+            }
+            let (code, report) = found(&verify(&one, &other, &["--json", "--recheck", "1"]));
+            assert_eq!((code, &report["method"]), (1, &"digest".into()), "{kind}: {report}");
+            let shown = report["shown"].as_array().unwrap().iter();
+            let databases: Vec<_> = shown.map(|difference| difference["database"].as_u64().unwrap()).collect();
+            assert_eq!(databases, (0..BEYOND_DIGESTS.len() as u64).collect::<Vec<_>>(), "{kind}: {report}");
+            assert_eq!(report["other_value"], BEYOND_DIGESTS.len(), "{kind}: {report}");
+        }
+    }
+}
+
+#[test]
+fn a_consumer_that_has_read_nothing_is_not_replicated_and_no_difference() {
+    for kind in require::kinds() {
+        let (primary, replica) = replicated(kind);
+        let mut one = primary.client().unwrap();
+        run(&mut one, &["XGROUP CREATE idle:stream g $ MKSTREAM", "XREADGROUP GROUP g idle STREAMS idle:stream >"]);
+        for digest in ["auto", "never"] {
+            let (code, report) = found(&verify(&primary, &replica, &["--json", "--digest", digest]));
+            assert_eq!((code, &report["same"]), (0, &true.into()), "{kind} {digest}: {report}");
+        }
+        // A replica has no consumer that its primary lacks.
+        run(&mut replica.client().unwrap(), &["XGROUP CREATECONSUMER idle:stream g strange"]);
+        let (code, report) = found(&verify(&primary, &replica, &["--json"]));
+        assert_eq!((code, &report["shown"][0]["key"]), (1, &"idle:stream".into()), "{kind}: {report}");
+    }
+}
+
+#[test]
+fn the_values_of_a_modules_type_are_compared() {
+    for kind in require::kinds() {
+        let stage = Stage::new();
+        let library = typed_module(&stage);
+        let servers = [0, 1].map(|_| Server::builder(kind).config("loadmodule", &library).start().unwrap());
+        for server in &servers {
+            run(&mut server.client().unwrap(), &["SET plain 1", "TYPED.SET key 7"]);
+        }
+        let [one, other] = &servers;
+        let (code, report) = found(&verify(one, other, &["--json"]));
+        assert_eq!((code, &report["method"], &report["beyond_digests"]), (0, &"digest".into(), &1.into()), "{report}");
+        run(&mut other.client().unwrap(), &["TYPED.SET key 8"]);
+        let (code, report) = found(&verify(one, other, &["--json"]));
+        assert_eq!((code, &report["method"], &report["other_value"]), (1, &"digest".into(), &1.into()), "{report}");
+    }
+}
+
+#[test]
+fn fields_that_expire_are_a_difference_from_a_server_that_knows_no_such_thing() {
+    let (Some(redis), Some(valkey)) = (require::redis(), require::valkey()) else { return };
+    let (one, other) = (Server::start(valkey).unwrap(), Server::start(redis).unwrap());
+    for server in [&one, &other] {
+        run(&mut server.client().unwrap(), &["HSET hash f 1 g 2"]);
+    }
+    let (code, report) = found(&verify(&one, &other, &["--json"]));
+    assert_eq!((code, &report["same"]), (0, &true.into()), "{report}");
+    run(&mut one.client().unwrap(), &["HPEXPIREAT hash 9000000000000 FIELDS 1 f"]);
+    for (one, other) in [(&one, &other), (&other, &one)] {
+        let (code, report) = found(&verify(one, other, &["--json"]));
+        assert_eq!((code, &report["other_value"]), (1, &1.into()), "{report}");
+    }
+}
+
+#[test]
+fn functions_that_may_not_be_read_are_not_taken_for_equal_ones() {
+    for kind in require::kinds() {
+        let rules = "~* +@read +ping +info +select +scan +debug";
+        let guarded = || Server::builder(kind).user("check", "secret", rules).start().unwrap();
+        let (one, other) = (guarded(), guarded());
+        let code = || {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_remora"));
+            command.args(["verify", "--quiet", "--primary", &one.url(), "--replica", &other.url()]);
+            command.args(["--primary-user", "check", "--replica-user", "check"]).env("REMORA_PASSWORD", "secret");
+            let output = command.output().unwrap();
+            (output.status.code().unwrap(), String::from_utf8_lossy(&output.stderr).into_owned())
+        };
+        assert_eq!(code().0, 0, "{kind}: there is none");
+        let library = "#!lua name=l\nredis.register_function('f', function() return 1 end)";
+        one.client().unwrap().call(&["FUNCTION", "LOAD", library]).unwrap();
+        let (code, said) = code();
+        assert!(code == 4 && said.contains("FUNCTION LIST"), "{kind}: {code} {said}");
+    }
 }
 
 #[test]

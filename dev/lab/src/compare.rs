@@ -1,13 +1,15 @@
 //! Whether a replica is exact: the same data, the same history, the same offset.
 //!
-//! `DEBUG DIGEST` covers keys, values, and whether a key expires. It covers neither the time of expiry nor functions,
-//! so those are compared separately. The comparison needs idle servers: stop your writers first.
+//! `DEBUG DIGEST` covers keys, values of most types, and whether a key expires. It covers neither the time of expiry
+//! nor functions, nor what [`beyond_digest`] reads of streams and modules' types, so those are compared separately. The
+//! comparison needs idle servers: stop your writers first.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use remora_redis::resp::Frame;
 
+use crate::beyond_digest::{self, beyond};
 use crate::client::{Client, shown_bytes};
 use crate::error::{Error, Result};
 use crate::server::{Server, wait_until};
@@ -121,7 +123,7 @@ fn at_rest(one: &mut Client, other: &mut Client, within: Duration) -> Result<(Ag
 fn remove_empty_hashes(primary: &mut Client) -> Result<u64> {
     let mut removed = 0;
     for database in databases(primary)?.into_keys() {
-        each_batch(primary, database, |primary, keys| {
+        each_batch(primary, database, &[], |primary, keys| {
             let types = ask_each(primary, database, &["TYPE"], keys)?;
             let hashes = keys.iter().zip(types).filter(|(_, kind)| kind.as_str() == Some("hash"));
             let hashes: Vec<Vec<u8>> = hashes.map(|(key, _)| key.clone()).collect();
@@ -144,6 +146,9 @@ fn differences(one: &mut Client, other: &mut Client, same_digest: bool) -> Resul
     }
     let mut found = different_functions(one, other)?;
     found.extend(different_expiries(one, other, MOST_SHOWN)?);
+    let entries_read = beyond_digest::replicates_entries_read(one)? && beyond_digest::replicates_entries_read(other)?;
+    let (here, there) = (beyond(one, entries_read)?, beyond(other, entries_read)?);
+    found.extend(beyond_digest::different(&here, &there, MOST_SHOWN));
     Ok(found)
 }
 
@@ -179,7 +184,7 @@ pub fn different_keys(one: &mut Client, other: &mut Client, most: usize) -> Resu
     for database in databases(one)?.keys().chain(databases(other)?.keys()).copied().collect::<BTreeSet<u32>>() {
         compare_database(one, other, database, most, &mut found)?;
         // Walking the first server's keys does not find the keys that only the other one has.
-        each_batch(other, database, |other, keys| {
+        each_batch(other, database, &[], |other, keys| {
             let here = ask_each(one, database, &["EXISTS"], keys)?;
             let is_absent = |frame: &Frame| *frame == Frame::Integer(0);
             let absent = keys.iter().zip(here).filter(|(_, here)| is_absent(here)).map(|(key, _)| key.clone());
@@ -196,7 +201,7 @@ pub fn different_keys(one: &mut Client, other: &mut Client, most: usize) -> Resu
 }
 
 fn compare_database(one: &mut Client, other: &mut Client, db: u32, most: usize, found: &mut Vec<String>) -> Result<()> {
-    each_batch(one, db, |one, keys| {
+    each_batch(one, db, &[], |one, keys| {
         let left = ask_each(one, db, &["DEBUG", "DIGEST-VALUE"], keys)?;
         let right = ask_each(other, db, &["DEBUG", "DIGEST-VALUE"], keys)?;
         // Again, as a field may have expired meanwhile.
@@ -231,7 +236,7 @@ fn different_expiries(one: &mut Client, other: &mut Client, most: usize) -> Resu
         if expires == 0 {
             continue;
         }
-        each_batch(one, database, |one, keys| {
+        each_batch(one, database, &[], |one, keys| {
             let times = if are_exact { asked_times } else { computed_times };
             let (left, right) = (times(one, database, keys)?, times(other, database, keys)?);
             for (key, (left, right)) in keys.iter().zip(left.iter().zip(&right)) {
@@ -296,23 +301,25 @@ fn different_functions(one: &mut Client, other: &mut Client) -> Result<Vec<Strin
 }
 
 /// The databases that hold keys, and how many keys of each expire.
-fn databases(client: &mut Client) -> Result<BTreeMap<u32, u64>> {
+pub(crate) fn databases(client: &mut Client) -> Result<BTreeMap<u32, u64>> {
     let keyspace = client.info("keyspace")?;
     let expires = |line: &str| line.split(',').find_map(|part| part.strip_prefix("expires=")?.parse().ok());
     let numbered = |name: &str| name.strip_prefix("db")?.parse().ok();
     Ok(keyspace.iter().filter_map(|(name, line)| Some((numbered(name)?, expires(line)?))).collect())
 }
 
-/// Walks all keys of a database until `look` says that it has seen enough.
-fn each_batch(
+/// Walks all keys of a database that SCAN's further options want, until `look` says that it has seen enough.
+pub(crate) fn each_batch(
     client: &mut Client,
     database: u32,
+    wanted: &[&str],
     mut look: impl FnMut(&mut Client, &[Vec<u8>]) -> Result<bool>,
 ) -> Result<()> {
     client.ok(&["SELECT", &database.to_string()])?;
     let mut cursor = "0".to_owned();
     loop {
-        let mut answer = client.list(&["SCAN", &cursor, "COUNT", SCAN_COUNT])?.into_iter();
+        let scan = [&["SCAN", &cursor, "COUNT", SCAN_COUNT], wanted].concat();
+        let mut answer = client.list(&scan)?.into_iter();
         let (Some(next), Some(Frame::Array(keys))) = (answer.next(), answer.next()) else {
             return Err(Error::Garbled("SCAN's answer is not a cursor and a list".into()));
         };
@@ -325,7 +332,7 @@ fn each_batch(
 }
 
 /// Sends the same command for each key, in one pipeline.
-fn ask_each(client: &mut Client, database: u32, question: &[&str], keys: &[Vec<u8>]) -> Result<Vec<Frame>> {
+pub(crate) fn ask_each(client: &mut Client, database: u32, question: &[&str], keys: &[Vec<u8>]) -> Result<Vec<Frame>> {
     client.ok(&["SELECT", &database.to_string()])?;
     let ask = |key: &Vec<u8>| question.iter().map(|word| word.as_bytes().to_vec()).chain([key.clone()]).collect();
     client.pipeline(&keys.iter().map(ask).collect::<Vec<Vec<Vec<u8>>>>())

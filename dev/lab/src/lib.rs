@@ -19,7 +19,8 @@
 //! - [`client`]: talk to it.
 //! - [`agent`]: start the program under test, read its output, wait, send signals, measure.
 //! - [`workload`]: a writer at full speed, and a data set with every type in it.
-//! - [`compare`]: whether a replica is exact, and what differs if not.
+//! - [`compare`]: whether a replica is exact, and what differs if not; `beyond_digest` is its part that digests say
+//!   nothing of.
 //! - [`require`]: what a test needs of its machine, and how it is skipped if that is missing.
 //! - [`notes`]: lines about a test that appear although it passes.
 //! - [`prometheus`]: a real Prometheus that scrapes them, and [`http`]: a page of either.
@@ -34,6 +35,7 @@
 //! Each has a comment that says why it is sound.
 
 pub mod agent;
+mod beyond_digest;
 pub mod browser;
 pub mod client;
 pub mod cluster;

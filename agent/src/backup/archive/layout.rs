@@ -12,10 +12,11 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::super::manifest::{Kind, Manifest};
+use super::super::manifest::{Damaged, Kind, Manifest, is_name};
 use super::super::moment::Moment;
 use super::super::sealing::ENDING;
 use super::super::store::{Object, Store, get};
+use crate::checked_json::{self, Checksum};
 use crate::exit::Failure;
 
 /// Where it is noted that a backup arrives, or is being removed.
@@ -35,6 +36,32 @@ pub(in super::super) struct Reached {
     pub(in super::super) database: u64,
     /// The last second that was noted.
     pub(in super::super) noted_seconds: Moment,
+    /// From 2 on, the object has a checksum.
+    #[serde(default)]
+    pub(super) version: u32,
+}
+
+/// The version of the object that this program writes.
+const REACHED_VERSION: u32 = 2;
+
+impl Reached {
+    /// The same with the version and its checksum, as it is stored.
+    ///
+    /// # Errors
+    /// It has no text; that would be a bug.
+    pub(super) fn to_json(&self) -> Result<Vec<u8>, Failure> {
+        let stored = Reached { version: REACHED_VERSION, ..self.clone() };
+        checked_json::to_json(&stored).map_err(|error| Failure::local(error.to_string()))
+    }
+
+    fn parse(bytes: &[u8]) -> Result<Reached, String> {
+        let read: Reached = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+        match checked_json::check(bytes) {
+            Checksum::Right => Ok(read),
+            Checksum::Missing if read.version < REACHED_VERSION => Ok(read),
+            Checksum::Missing | Checksum::Wrong => Err("its checksum does not match".to_owned()),
+        }
+    }
 }
 
 /// A segment, as its key says it.
@@ -102,8 +129,7 @@ pub(in super::super) fn segments(store: &dyn Store, name: &str) -> Result<Vec<Se
 pub(in super::super) fn reached(store: &dyn Store, name: &str) -> Result<Reached, Failure> {
     let key = reached_key(name);
     let bytes = get(store, &key)?.ok_or_else(|| missing(store, &key))?;
-    let parsed = serde_json::from_slice(&bytes);
-    parsed.map_err(|error| Failure::refused(format!("{} is damaged: {error}", store.address(&key))))
+    Reached::parse(&bytes).map_err(|error| Failure::refused(format!("{} is damaged: {error}", store.address(&key))))
 }
 
 /// What is said of an object that must be there.
@@ -111,30 +137,29 @@ pub(in super::super) fn missing(store: &dyn Store, key: &str) -> Failure {
     Failure::refused(format!("{} is missing: the backup is damaged", store.address(key)))
 }
 
-/// The backups in a store, the oldest first.
-pub(in super::super) fn list(store: &dyn Store) -> Result<Vec<Manifest>, Failure> {
+/// The backups in a store, the oldest first. `damaged`: what becomes of a manifest that is damaged.
+///
+/// # Errors
+/// The store cannot be read, or a manifest is damaged and that is an error.
+pub(in super::super) fn list(store: &dyn Store, damaged: Damaged) -> Result<Vec<Manifest>, Failure> {
     let mut all = Vec::new();
     for Object { key, .. } in store.list("")? {
-        if let Some(name) = key.strip_suffix(".json").filter(|name| is_name(name))
-            && let Some(manifest) = read(store, name)?
-        {
-            all.push(manifest);
-        }
+        let Some(name) = key.strip_suffix(".json").filter(|name| is_name(name)) else { continue };
+        all.extend(damaged.of(read(store, name))?.flatten());
     }
     all.sort_by(|one, other| one.order().cmp(&other.order()));
     Ok(all)
 }
 
 /// The backup of this name.
+///
+/// # Errors
+/// The store cannot be read, or the manifest is damaged.
 pub(in super::super) fn read(store: &dyn Store, name: &str) -> Result<Option<Manifest>, Failure> {
-    let manifest = get(store, &manifest_key(name))?.and_then(|bytes| Manifest::parse(&bytes));
+    let key = manifest_key(name);
+    let Some(bytes) = get(store, &key)? else { return Ok(None) };
+    let manifest = Manifest::parse(&bytes, name, &store.address(&key))?;
     Ok(manifest.filter(|manifest| manifest.stored.is_some() && manifest.name == name))
-}
-
-/// Whether a backup may be called so: it begins with a moment.
-pub(super) fn is_name(name: &str) -> bool {
-    let (moment, rest) = name.split_once('-').unwrap_or_default();
-    Moment::from_compact(moment).is_some() && !rest.contains('/')
 }
 
 #[cfg(test)]
@@ -155,14 +180,6 @@ mod tests {
         }
         for other in ["a/commands/x.aof", "a/commands/1-2-3", "a/commands/1-20261125T234500Z-zz.aof"] {
             assert_eq!(Segment::of(Object { key: other.into(), bytes: 9 }), None, "{other}");
-        }
-    }
-
-    #[test]
-    fn a_name_begins_with_a_moment() {
-        assert!(is_name("20261125T234500Z-8c1c6b2f-307366") && is_name("20261125T234500Z-8c1c6b2f-307366-2"));
-        for other in ["notes", "2026-8c1c6b2f-307366", "20261125T234500Z", "20261125T234500Z-a/b", ""] {
-            assert!(!is_name(other), "{other}");
         }
     }
 }

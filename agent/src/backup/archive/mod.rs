@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use remora_redis::rdb::crc64;
 
 use self::layout::{UNFINISHED, WRITER, list, manifest_key, reached_key, segments, snapshot_key};
-use super::manifest::{Kind, Manifest, Stored};
+use super::manifest::{Damaged, Kind, Manifest, Stored, is_name};
 use super::rdb_file::RdbFile;
 use super::sealing::{FORMAT, Recipients, Sealing};
 use super::shelf::Shelf;
@@ -227,7 +227,7 @@ impl Archive {
 
     /// Removes the oldest backups of the same history and kind, so that `keep` stay.
     pub(super) fn keep(&self, newest: &Manifest, keep: u32) -> Result<(), Failure> {
-        let mut all = list(self.store())?;
+        let mut all = list(self.store(), Damaged::Skipped)?;
         all.retain(|backup| backup.kind == newest.kind && backup.replid == newest.replid);
         let surplus = all.len().saturating_sub(keep as usize);
         for backup in all.into_iter().take(surplus).filter(|backup| backup.name != name_of(newest)) {
@@ -243,7 +243,7 @@ impl Archive {
     /// Removes the objects of backups that have arrived in part, or have been removed in part.
     fn clean(&self) -> Result<(), Failure> {
         for object in self.store.list(UNFINISHED)? {
-            let Some(name) = object.key.rsplit('/').next().filter(|name| layout::is_name(name)) else { continue };
+            let Some(name) = object.key.rsplit('/').next().filter(|name| is_name(name)) else { continue };
             if layout::read(self.store(), name)?.is_some() {
                 self.store.remove(std::slice::from_ref(&object.key))?;
             } else {

@@ -15,9 +15,9 @@ use std::time::{Duration, Instant};
 
 use remora_redis::rdb::crc64;
 
-use super::super::journal::files::{Files, Finished, HEAD_BYTES, head};
+use super::super::head::{HEAD_BYTES, head};
+use super::super::journal::files::{Files, Finished};
 use super::super::manifest::Manifest;
-use super::super::mark::Mark;
 use super::super::moment::Moment;
 use super::super::rdb_file::RdbFile;
 use super::super::store::put;
@@ -139,7 +139,7 @@ impl Segments {
     fn send(&self, ended: Ended, name: &str, database: u64, reached: &mut Reached) -> Result<(), Failure> {
         let unreadable = |error: io::Error| Failure::local(format!("{}: {error}", self.archive.spool().display()));
         if let Some(offset) = ended.begun.unselected {
-            ended.file.write_all_at(&head(database, Mark { offset }), 0).map_err(unreadable)?;
+            ended.file.write_all_at(&head(database, offset), 0).map_err(unreadable)?;
         }
         let sealed = self.archive.sealed(Part::of(&ended.file, ended.bytes)).map_err(unreadable)?;
         let (file, bytes) = sealed.as_ref().map_or((&ended.file, ended.bytes), |(file, bytes)| (file, *bytes));
@@ -154,6 +154,7 @@ impl Segments {
             offset: ended.offset,
             database: ended.database.unwrap_or(database),
             noted_seconds: ended.noted,
+            ..Reached::default()
         };
         Ok(())
     }
@@ -161,7 +162,7 @@ impl Segments {
     /// Says how far the segments reach.
     fn say(&self, name: &str, reached: &Reached) -> Result<(), Failure> {
         self.archive.check_writer()?;
-        let json = serde_json::to_vec(reached).map_err(|error| Failure::local(error.to_string()))?;
+        let json = reached.to_json()?;
         put(self.archive.store(), &reached_key(name), &json)
     }
 
@@ -194,15 +195,15 @@ impl Files for Segments {
         bytes > HEAD_BYTES as u64 && state.name.is_some() && state.present.at.elapsed() >= self.limits.age
     }
 
-    fn next(&self, before: Option<Finished<'_>>, database: Option<u64>, mark: Mark) -> io::Result<(File, u64)> {
+    fn next(&self, before: Option<Finished<'_>>, database: Option<u64>, offset: u64) -> io::Result<(File, u64)> {
         let mut state = self.state();
         if let Some(before) = before {
             self.ended(&mut state, before)?;
         }
         let mut file = tempfile::tempfile_in(self.archive.spool())?;
         let known = database.or(state.database);
-        file.write_all(&head(known.unwrap_or(0), mark))?;
-        let unselected = if known.is_none() { Some(mark.offset) } else { None };
+        file.write_all(&head(known.unwrap_or(0), offset))?;
+        let unselected = if known.is_none() { Some(offset) } else { None };
         state.present = Begun { at: Instant::now(), second: Moment::now(), unselected };
         Ok((file, HEAD_BYTES as u64))
     }

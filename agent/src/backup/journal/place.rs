@@ -18,11 +18,12 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use remora_redis::aof::{FileKind, Manifest as List, NamedFile};
 use rustix::fs::RenameFlags;
 
+use super::super::head::{HEAD_BYTES, head};
+use super::super::list::checked_list;
 use super::super::manifest::Manifest;
-use super::super::mark::Mark;
 use super::super::rdb_file::RdbFile;
 use super::super::shelf::MANIFEST;
-use super::files::{Files, Finished, HEAD_BYTES, head};
+use super::files::{Files, Finished};
 use crate::exit::Failure;
 use crate::snapshot::beside;
 use crate::snapshot::fetch::PRIVATE;
@@ -115,7 +116,7 @@ impl Place {
         for (number, offset) in std::mem::take(&mut state.unselected) {
             let path = state.folder.join(FOLDER).join(name_of(number));
             let file = File::options().write(true).open(&path).map_err(|error| failed(&path, error))?;
-            let written = file.write_all_at(&head(rdb.stream_db, Mark { offset }), 0).and_then(|()| file.sync_all());
+            let written = file.write_all_at(&head(rdb.stream_db, offset), 0).and_then(|()| file.sync_all());
             written.map_err(|error| failed(&path, error))?;
         }
         (state.has_base, state.database) = (true, Some(rdb.stream_db));
@@ -149,16 +150,16 @@ impl Files for Place {
         bytes >= self.file_size
     }
 
-    fn next(&self, _: Option<Finished<'_>>, database: Option<u64>, mark: Mark) -> io::Result<(File, u64)> {
+    fn next(&self, _: Option<Finished<'_>>, database: Option<u64>, offset: u64) -> io::Result<(File, u64)> {
         let mut state = self.state();
         let number = state.numbers.last().map_or(1, |last| last + 1);
         let path = state.folder.join(FOLDER).join(name_of(number));
         let mut file = File::options().read(true).write(true).create(true).truncate(true).mode(0o600).open(&path)?;
         let known = database.or(state.database);
-        file.write_all(&head(known.unwrap_or(0), mark))?;
+        file.write_all(&head(known.unwrap_or(0), offset))?;
         file.sync_all()?;
         if known.is_none() {
-            state.unselected.push((number, mark.offset));
+            state.unselected.push((number, offset));
         }
         state.numbers.push(number);
         if state.has_base {
@@ -183,6 +184,6 @@ impl State {
         let base = NamedFile { name: BASE.to_owned(), number: 1, kind: FileKind::Base };
         let file = |number: &u64| NamedFile { name: name_of(*number), number: *number, kind: FileKind::Incremental };
         let files = std::iter::once(base).chain(self.numbers.iter().map(file)).collect();
-        beside::write(&self.folder.join(FOLDER).join(LIST), List { files }.to_string().as_bytes(), &PRIVATE)
+        beside::write(&self.folder.join(FOLDER).join(LIST), checked_list(&List { files }).as_bytes(), &PRIVATE)
     }
 }

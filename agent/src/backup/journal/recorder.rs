@@ -11,8 +11,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use remora_redis::aof::{Found, TIME_NOTE, Verb, Walker};
+use remora_redis::rdb::crc64;
 
 use super::super::aof_file::AofFile;
+use super::super::head::HEAD_BYTES;
 use super::super::mark::{Mark, NOTE_END};
 use super::super::moment::Moment;
 use super::files::{Files, Finished};
@@ -49,6 +51,12 @@ pub(super) struct Recorder {
     is_dirty: bool,
     /// Commands or many bytes of the stream have come since the last mark.
     marked: u64,
+    /// Checksum of what the file has behind its head, with the first bytes that wait for it.
+    sum: u64,
+    /// How many of the waiting bytes it has.
+    summed: usize,
+    /// Checksum of what the file has behind its head up to the border.
+    border_sum: u64,
 }
 
 /// Bytes of the stream without a command after which a mark is worth its place.
@@ -68,7 +76,7 @@ pub(super) enum RecordError {
 impl Recorder {
     /// Begins the first file, behind a snapshot at this offset.
     pub(super) fn begin(files: Arc<dyn Files>, offset: u64) -> io::Result<Recorder> {
-        let file = files.next(None, None, Mark { offset })?;
+        let file = files.next(None, None, offset)?;
         Ok(Recorder::new(files, Walker::of_stream(offset + 1, 0), file))
     }
 
@@ -87,13 +95,16 @@ impl Recorder {
             noted: Moment::default(),
             is_dirty: false,
             marked: walker.position(),
+            sum: 0,
+            summed: 0,
+            border_sum: 0,
             walker,
         }
     }
 
     /// Goes on behind this byte of the stream, with another file.
     pub(super) fn go_on(files: Arc<dyn Files>, offset: u64, database: u64, noted: Moment) -> io::Result<Recorder> {
-        let file = files.next(None, Some(database), Mark { offset })?;
+        let file = files.next(None, Some(database), offset)?;
         let recorder = Recorder::new(files, Walker::of_stream(offset + 1, database), file);
         Ok(Recorder { selected: true, noted, border_noted: noted, ..recorder })
     }
@@ -109,11 +120,17 @@ impl Recorder {
         };
         let unusable = |error: io::Error| Failure::local(format!("{} cannot be used: {error}", path.display()));
         let file = File::options().read(true).write(true).open(path).map_err(unusable)?;
-        file.set_len(walk.mark_ends).and_then(|()| file.sync_all()).map_err(unusable)?;
+        // The head's own mark has a note of the head behind it.
+        let ends = walk.mark_ends.max(HEAD_BYTES as u64);
+        if file.metadata().map_err(unusable)?.len() < ends {
+            return Err(unusable(io::Error::other("its head is cut off")));
+        }
+        file.set_len(ends).and_then(|()| file.sync_all()).map_err(unusable)?;
         let walker = Walker::of_stream(mark.offset + 1, walk.mark_database);
-        let recorder = Recorder::new(files, walker, (file, walk.mark_ends));
+        let recorder = Recorder::new(files, walker, (file, ends));
         let noted = walk.mark_noted.unwrap_or_default();
-        Ok(Recorder { selected: true, noted, border_noted: noted, ..recorder })
+        let sum = walk.mark_sum;
+        Ok(Recorder { selected: true, noted, border_noted: noted, sum, border_sum: sum, ..recorder })
     }
 
     /// Where its files go, for messages.
@@ -184,7 +201,7 @@ impl Recorder {
         if self.walker.is_in_transaction() {
             return Ok(());
         }
-        self.border = self.length + self.waiting.len() as u64;
+        self.at_border();
         (self.border_database, self.border_noted) = (self.walker.database(), self.noted);
         if self.files.is_due(self.border) { self.roll() } else { Ok(()) }
     }
@@ -194,9 +211,10 @@ impl Recorder {
         self.mark();
         self.write()?;
         self.files.sync(&self.file)?;
-        let (database, mark) = (self.database(), Mark { offset: self.recorded() });
-        (self.file, self.length) = self.files.next(Some(self.finished()), database, mark)?;
+        let (database, offset) = (self.database(), self.recorded());
+        (self.file, self.length) = self.files.next(Some(self.finished()), database, offset)?;
         (self.border, self.is_dirty) = (self.length, false);
+        (self.sum, self.summed, self.border_sum) = (0, 0, 0);
         Ok(())
     }
 
@@ -213,9 +231,23 @@ impl Recorder {
 
     /// Notes how far the stream is. Only at a border.
     fn mark(&mut self) {
-        Mark { offset: self.recorded() }.write(&mut self.waiting);
-        self.border = self.length + self.waiting.len() as u64;
+        self.sum_up();
+        Mark::behind(self.recorded(), self.sum).write(&mut self.waiting);
+        self.at_border();
         self.marked = self.walker.border();
+    }
+
+    /// What has been taken ends at a border.
+    fn at_border(&mut self) {
+        self.sum_up();
+        self.border = self.length + self.waiting.len() as u64;
+        self.border_sum = self.sum;
+    }
+
+    /// Takes the waiting bytes into the checksum.
+    fn sum_up(&mut self) {
+        self.sum = crc64(self.sum, self.waiting.get(self.summed..).unwrap_or_default());
+        self.summed = self.waiting.len();
     }
 
     fn write(&mut self) -> io::Result<()> {
@@ -224,8 +256,10 @@ impl Recorder {
         }
         self.is_dirty = true;
         self.file.write_all_at(&self.waiting, self.length)?;
+        self.sum_up();
         self.length += self.waiting.len() as u64;
         self.waiting.clear();
+        self.summed = 0;
         Ok(())
     }
 
@@ -249,7 +283,7 @@ impl Recorder {
         self.write()?;
         if self.length > self.border {
             self.file.set_len(self.border)?;
-            self.length = self.border;
+            (self.length, self.sum) = (self.border, self.border_sum);
         }
         self.mark();
         self.write()?;
@@ -305,16 +339,24 @@ mod tests {
             assert_eq!((recorder.next_byte(), recorder.recorded()), (101 + all as u64, 100 + all as u64));
             let text = file(&folder, 1);
             let (head, body) = text.split_at(128);
-            assert!(head.starts_with("*2\r\n$6\r\nSELECT\r\n$1\r\n0\r\n#REMORA:100\r\n#  "), "{head:?}");
-            let kept = [
-                format!("#REMORA:{}\r\n#TS:1000\r\n", 100 + "*1\r\n$4\r\nPING\r\n".len()),
-                String::from_utf8(commands(&[&["SELECT", "3"], &["SET", "a", "1"]])).unwrap(),
-                String::from_utf8(commands(&[&["MULTI"], &["SET", "b", "2"], &["EXEC"]])).unwrap(),
-                format!("#REMORA:{}\r\n#TS:1002\r\n", 100 + first.len() + second.len() + "*1\r\n$4\r\nPING\r\n".len()),
-                String::from_utf8(commands(&[&["DEL", "a"]])).unwrap(),
-                format!("#REMORA:{}\r\n", 100 + all),
-            ];
-            assert_eq!(body, kept.concat(), "in pieces of {piece}");
+            assert!(head.starts_with("*2\r\n$6\r\nSELECT\r\n$1\r\n0\r\n#REMORA:100\r\n# "), "{head:?}");
+            let mut wanted = String::new();
+            let mut put = |mark: Option<usize>, text: &[u8]| {
+                if let Some(offset) = mark {
+                    let mut note = Vec::new();
+                    Mark::behind(offset as u64, crc64(0, wanted.as_bytes())).write(&mut note);
+                    wanted += &String::from_utf8(note).unwrap();
+                }
+                wanted += std::str::from_utf8(text).unwrap();
+            };
+            let ping = "*1\r\n$4\r\nPING\r\n".len();
+            put(Some(100 + ping), b"#TS:1000\r\n");
+            put(None, &commands(&[&["SELECT", "3"], &["SET", "a", "1"]]));
+            put(None, &commands(&[&["MULTI"], &["SET", "b", "2"], &["EXEC"]]));
+            put(Some(100 + first.len() + second.len() + ping), b"#TS:1002\r\n");
+            put(None, &commands(&[&["DEL", "a"]]));
+            put(Some(100 + all), b"");
+            assert_eq!(body, wanted, "in pieces of {piece}");
         }
     }
 
@@ -356,12 +398,43 @@ mod tests {
         again.take(&torn, Moment::seconds(9)).unwrap();
         again.finish().unwrap();
         let text = file(&shelf, 1);
-        assert!(text.ends_with(&format!("$1\r\n1\r\n#REMORA:{}\r\n", 100 + whole.len())), "{text:?}");
+        assert!(
+            text.contains(&format!("$1\r\n1\r\n#REMORA:{}:", 100 + whole.len())) && text.ends_with("\r\n"),
+            "{text:?}"
+        );
         let mut last = resume(&shelf);
         assert_eq!(last.next_byte(), 101 + whole.len() as u64);
         last.take(&commands(&[&["SET", "z", "1"]]), Moment::seconds(9)).unwrap();
         last.finish().unwrap();
         let walk = AofFile::read(&shelf.join("appendonlydir/appendonly.aof.1.incr.aof"), None).unwrap();
         assert_eq!((walk.mark_database, walk.mark.unwrap().offset), (2, last.recorded()));
+    }
+
+    #[test]
+    fn every_changed_byte_of_files_that_have_ended_is_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut recorder = recorder(folder.path(), 400);
+        let long = "x".repeat(200);
+        recorder.take(&commands(&[&["SELECT", "7"], &["SET", "a", &long]]), Moment::seconds(5)).unwrap();
+        recorder.take(&commands(&[&["MULTI"], &["SET", "b", &long], &["EXEC"]]), Moment::seconds(6)).unwrap();
+        recorder.sync().unwrap();
+        recorder.take(&commands(&[&["SET", "c", "1"]]), Moment::seconds(7)).unwrap();
+        recorder.finish().unwrap();
+        for (number, is_last) in [(1, false), (2, true)] {
+            let path = folder.path().join(format!("appendonlydir/appendonly.aof.{number}.incr.aof"));
+            let whole = std::fs::read(&path).unwrap();
+            let read = || AofFile::read(&path, None).and_then(|read| read.refuse_what_is_not_checked(&path, is_last));
+            read().unwrap();
+            for at in 0..whole.len() {
+                for bit in [0, 1, 6] {
+                    let mut changed = whole.clone();
+                    changed[at] ^= 1 << bit;
+                    std::fs::write(&path, &changed).unwrap();
+                    let Err(error) = read() else { panic!("byte {at} of {}, bit {bit}", whole.len()) };
+                    assert!(error.message.contains(path.to_str().unwrap()), "byte {at}: {error}");
+                }
+            }
+            std::fs::write(&path, &whole).unwrap();
+        }
     }
 }

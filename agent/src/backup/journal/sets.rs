@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use super::super::archive::layout;
 use super::super::archive::segments::{Limits, Segments};
-use super::super::manifest::{Kind, Manifest};
+use super::super::manifest::{Damaged, Kind, Manifest};
 use super::super::rdb_file::RdbFile;
-use super::super::shelf::{self, Shelf};
+use super::super::shelf::Shelf;
 use super::super::target::Target;
 use super::files::Files;
 use super::place::Place;
@@ -48,7 +48,7 @@ pub(super) fn resume(target: &Target, sizes: Sizes) -> Result<Option<(Manifest, 
     match target {
         Target::Folder(shelf) => resume_folder(shelf, sizes),
         Target::Archive(archive) => {
-            let all = layout::list(archive.store())?;
+            let all = layout::list(archive.store(), Damaged::Skipped)?;
             let Some(newest) = all.into_iter().rev().find(|backup| backup.kind == Kind::Journal) else {
                 return Ok(None);
             };
@@ -65,7 +65,7 @@ pub(super) fn resume(target: &Target, sizes: Sizes) -> Result<Option<(Manifest, 
 }
 
 fn resume_folder(shelf: &Shelf, sizes: Sizes) -> Result<Option<(Manifest, Recorder)>, Failure> {
-    let all = shelf::list(shelf.folder());
+    let all = shelf.list();
     let Some(newest) = all.into_iter().rev().find(|backup| backup.manifest.kind == Kind::Journal) else {
         return Ok(None);
     };

@@ -15,7 +15,8 @@ use remora_redis::rdb::crc64;
 
 use super::super::archive::failure_of;
 use super::super::archive::layout::{self, Segment, missing};
-use super::super::manifest::{Kind, Manifest};
+use super::super::list::checked_list;
+use super::super::manifest::{Damaged, IN_FOLDER, Kind, Manifest};
 use super::super::moment::Moment;
 use super::super::sealing::{ENDING, Identities};
 use super::super::shelf;
@@ -56,7 +57,7 @@ impl Archived {
             && let Some(manifest) = newest(&*store, args.until)?
         {
             if let Location::Path(path) = at
-                && !shelf::list(path).is_empty()
+                && !shelf::list(path, Damaged::Refused)?.is_empty()
             {
                 return Err(Failure::refused(format!(
                     "{at} has backups as files and as objects: name the one that is meant"
@@ -101,6 +102,8 @@ impl Archived {
             let meter = Meter::start("fetched", Unit::Bytes, Some(base.bytes));
             self.object(&base, &to, &meter)?;
             meter.finish();
+            // So that the snapshot is compared with what was noted of it, too.
+            self.manifest.write(&to.with_extension("json"))?;
             return Ok(Found::Snapshot(to));
         }
         // Before anything is fetched: what is missing is known by then.
@@ -120,7 +123,8 @@ impl Archived {
             files.push(NamedFile { name, number, kind: FileKind::Incremental });
         }
         meter.finish();
-        fs::write(folder.join("appendonly.aof.manifest"), List { files }.to_string()).map_err(failed)?;
+        fs::write(folder.join("appendonly.aof.manifest"), checked_list(&List { files })).map_err(failed)?;
+        self.manifest.write(&into.join(IN_FOLDER))?;
         AofFolder::at(&folder)?.map(Found::Folder).ok_or_else(|| failed(io::Error::other("its list is missing")))
     }
 
@@ -181,7 +185,7 @@ fn no_segment(at: &str, number: u64) -> Failure {
 
 /// The newest backup that is not of a later moment; `None` if there is no backup at all.
 fn newest(store: &dyn Store, until: Option<Moment>) -> Result<Option<Manifest>, Failure> {
-    let all = layout::list(store)?;
+    let all = layout::list(store, Damaged::Refused)?;
     if all.is_empty() {
         return Ok(None);
     }

@@ -8,6 +8,7 @@ use remora_redis::aof::FileKind;
 use serde::Serialize;
 
 use super::super::aof_file::{AofFile, End};
+use super::super::manifest::checked_snapshot;
 use super::super::moment::Moment;
 use super::super::rdb_file::RdbFile;
 use super::found::AofFolder;
@@ -52,15 +53,18 @@ pub(super) fn check(folder: &AofFolder, until: Option<Moment>) -> Result<(Option
         let path = folder.path.join(&file.name);
         all.files = number + 1;
         if file.kind == FileKind::Base && is_snapshot(&path)? {
-            let rdb = RdbFile::read(&path)?;
+            let rdb = checked_snapshot(&path)?;
             all.last_bytes = rdb.bytes;
             base = Some(rdb);
             continue;
         }
+        let is_last = number + 1 == folder.manifest.files.len();
         let read = AofFile::read(&path, until)?;
+        if folder.is_checked {
+            read.refuse_what_is_not_checked(&path, is_last)?;
+        }
         has_times |= read.has_times;
         all.add(&read);
-        let is_last = number + 1 == folder.manifest.files.len();
         match read.end {
             End::Whole => {}
             End::Cut => {

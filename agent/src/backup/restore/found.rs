@@ -6,9 +6,11 @@ use std::path::{Path, PathBuf};
 
 use remora_redis::aof::Manifest;
 
-use super::super::manifest::Kind;
+use super::super::list;
+use super::super::manifest::{Damaged, IN_FOLDER, Kind, Manifest as About};
 use super::super::moment::Moment;
 use super::super::shelf::{self, Backup};
+use crate::checked_json::Checksum;
 use crate::exit::Failure;
 
 /// A backup that was found.
@@ -27,6 +29,8 @@ pub(super) struct AofFolder {
     /// The name of the list.
     pub(super) list: String,
     pub(super) manifest: Manifest,
+    /// The command files have checksums.
+    pub(super) is_checked: bool,
 }
 
 /// The servers' default name of the folder (`appenddirname`).
@@ -59,7 +63,7 @@ impl Found {
                 return Ok(Found::Folder(folder));
             }
         }
-        let all = shelf::list(path);
+        let all = shelf::list(path, Damaged::Refused)?;
         let is_empty = all.is_empty();
         let snapshots = all.iter().filter(|backup| backup.manifest.kind == Kind::Snapshot).count();
         if snapshots > 0 && snapshots < all.len() {
@@ -101,10 +105,17 @@ impl AofFolder {
         let mut bytes = Vec::new();
         let read = File::open(&file).and_then(|opened| opened.take(LIST_BYTES_MAX).read_to_end(&mut bytes));
         read.map_err(|error| unreadable(&error))?;
+        let about = path.parent().map(|above| About::read(&above.join(IN_FOLDER))).transpose()?.flatten();
+        let is_checked = about.is_some_and(|about| about.is_checked());
+        match list::check(&bytes) {
+            Checksum::Wrong => return Err(unreadable(&"it is damaged: its checksum does not match")),
+            Checksum::Missing if is_checked => return Err(unreadable(&"it is damaged: it has lost its checksum")),
+            Checksum::Missing | Checksum::Right => {}
+        }
         let manifest = Manifest::parse(&bytes).map_err(|error| unreadable(&error))?;
         if manifest.files.is_empty() {
             return Err(unreadable(&"it names no file"));
         }
-        Ok(Some(AofFolder { path: path.to_owned(), list, manifest }))
+        Ok(Some(AofFolder { path: path.to_owned(), list, manifest, is_checked }))
     }
 }

@@ -25,6 +25,7 @@ use tempfile::TempDir;
 use self::archived::Archived;
 use self::commands::Commands;
 use self::found::Found;
+use super::manifest::checked_snapshot;
 use super::moment::Moment;
 use super::rdb_file::RdbFile;
 use crate::args::{Location, RestoreArgs};
@@ -118,7 +119,7 @@ fn folder_for(args: &RestoreArgs) -> Result<TempDir, Failure> {
 fn checked(args: &RestoreArgs, found: &Found, moves: bool) -> Result<Report, Failure> {
     let mut report = match found {
         Found::Snapshot(path) => {
-            let rdb = RdbFile::read(path)?;
+            let rdb = checked_snapshot(path)?;
             if let Some(until) = args.until.filter(|until| *until < rdb.taken) {
                 return Err(too_early(path, rdb.taken, until));
             }

@@ -29,6 +29,7 @@ use crate::conversation::tokens::TokenFiles;
 use crate::exit::{Code, Failure};
 use crate::intercept::{self, Temporary};
 use crate::progress;
+use crate::replica::exact;
 use crate::replica::locality::Locality;
 use crate::replica::preflight::refuse_without_a_file;
 use crate::server::{Client, Facts, Link, RefusalKind, Server, ServerError, Task};
@@ -106,7 +107,7 @@ pub(in crate::replica) async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -
         return Ok(None);
     }
     let (port, anew, rewrites) = (args.by.listen_port, args.replace, args.rewrite_config);
-    let (dry_run, sentinels) = (args.dry_run, args.peers.sentinel.open()?);
+    let (dry_run, explain, sentinels) = (args.dry_run, args.explain, args.peers.sentinel.open()?);
     let args = args.of_an_intercepted_sync();
     // The source is asked before anything is changed, and again when the primary's history is known.
     let credentials = tokens.credentials(args.source_key);
@@ -120,6 +121,9 @@ pub(in crate::replica) async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -
             "{url} ({}) can take a full copy by interception of its connection to {primary}; nothing was touched",
             facts.name()
         ));
+        if explain {
+            exact::what_will_be_checked().for_each(|line| progress::say(&line));
+        }
         return Ok(None);
     }
     let watcher = entrance.guide.as_ref().map(Guide::watcher);

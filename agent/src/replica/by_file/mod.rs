@@ -28,6 +28,7 @@ use tokio::time::Instant;
 use self::back::Back;
 use self::place::Place;
 use super::data_set::DataSet;
+use super::exact::{self, Exactness};
 use super::preflight::Primary;
 use super::prepared::{Prepared, Suits};
 use super::record::{Placed, Record, SAVE};
@@ -132,6 +133,9 @@ async fn prepare(args: ReplicaArgs, credentials: Credentials, command: String) -
             primary.port,
             plan.server
         ));
+        if args.explain {
+            exact::what_will_be_checked().for_each(|line| progress::say(&line));
+        }
         return Ok(None);
     }
     Ok(Some(Delivery { args, command, server, client, record, facts, primary, data_set, place, began }))
@@ -240,8 +244,8 @@ impl Delivery {
             self.client.command(&["CONFIG", "REWRITE"]).await?;
             tracing::info!("the server has written its configuration file, with the primary that it follows");
         }
-        if let Some(before) = self.client.config_get(SAVE).await?
-            && !self.record.change(&mut self.client, SAVE, &before, "").await?
+        if let Some(before) = self.client.config_bytes(SAVE).await?
+            && !self.record.change(&mut self.client, SAVE, &before, b"").await?
         {
             return Err(Failure::refused(format!(
                 "the server {url} does not let its saves be turned off, and would write over the file at its end: grant our \
@@ -338,9 +342,24 @@ impl Delivery {
         }
         self.client = self.server.connect().await?;
         finish(&mut self.client, &mut self.record).await;
+        // It has counted from zero since its restart.
+        let primary = self.primary.as_server();
+        let found = exact::judge(&mut self.client, None, Some(&primary)).await?;
+        let url = self.server.url().to_string();
+        if let Err(failure) = found.outcome(&url) {
+            found.lines().iter().for_each(|line| progress::say(line));
+            return Err(failure.and("the server follows the primary"));
+        }
         let seconds = |from: Instant, to: Instant| to.saturating_duration_since(from).as_secs_f64();
+        let proved = super::report::Summary {
+            replid: summary.replid.clone(),
+            snapshot_offset: summary.offset,
+            hand_off_offset: facts.offset.unwrap_or(0),
+            ..super::report::Summary::default()
+        };
         let report = Report {
-            server: self.server.url().to_string(),
+            exact: found.proved(&proved),
+            server: url,
             primary: format!("{}:{}", self.primary.host, self.primary.port),
             replid: summary.replid.clone(),
             snapshot_offset: summary.offset,
@@ -397,6 +416,8 @@ struct Report {
     /// From then until it was in step.
     load_seconds: f64,
     total_seconds: f64,
+    /// The conditions under which the server is called an exact replica, and what was found of each.
+    exact: Exactness,
 }
 
 impl Report {
@@ -414,6 +435,9 @@ impl Report {
             line("in all", self.total_seconds, String::new()),
         ] {
             progress::say(line.trim_end());
+        }
+        if args.explain {
+            self.exact.lines().iter().for_each(|line| progress::say(line));
         }
         let Some(file) = &args.json else { return Ok(()) };
         let json = serde_json::to_vec_pretty(self).map_err(|error| Failure::local(error.to_string()))?;

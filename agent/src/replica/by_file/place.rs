@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{Gid, Mode, Uid};
 
 use crate::exit::Failure;
+use crate::replica::preflight::path_of;
 use crate::replica::unread;
 use crate::server::{Client, Facts};
 
@@ -48,9 +49,9 @@ impl Place {
         let process = facts.process_id.ok_or_else(|| elsewhere("it does not tell its process id".into()))?;
         is_at_the_other_end(client, process).map_err(&elsewhere)?;
         let unknown = |name: &str| Failure::refused(format!("the server {url} does not tell its setting {name}"));
-        let folder = client.config_get("dir").await?.ok_or_else(|| unknown("dir"))?;
-        let name = client.config_get("dbfilename").await?.ok_or_else(|| unknown("dbfilename"))?;
-        let folder = PathBuf::from(folder);
+        let folder = client.config_bytes("dir").await?.ok_or_else(|| unknown("dir"))?;
+        let name = client.config_bytes("dbfilename").await?.ok_or_else(|| unknown("dbfilename"))?;
+        let (folder, name) = (path_of(folder), path_of(name));
         is_same_folder(process, &folder).map_err(&elsewhere)?;
         let owner = owner_of(process).map_err(|error| elsewhere(format!("its user is not known: {error}")))?;
         let file = folder.join(name);
@@ -69,8 +70,9 @@ impl Place {
     /// # Errors
     /// The name cannot be given.
     pub(super) fn keep_the_former(&self, ours: Option<u64>) -> Result<Option<PathBuf>, Failure> {
-        let name = self.file.file_name().unwrap_or_default().to_string_lossy();
-        let former = self.file.with_file_name(format!("{name}{FORMER}"));
+        let mut name = self.file.file_name().unwrap_or_default().to_owned();
+        name.push(FORMER);
+        let former = self.file.with_file_name(name);
         let failed = |error: io::Error| {
             let (file, former) = (self.file.display(), former.display());
             Failure::local(format!("{file} cannot be kept as {former}: {error}; nothing was put in its place"))

@@ -16,6 +16,7 @@
 //! the server is, and is called from here directly.
 
 mod coverage;
+mod listening;
 pub(super) mod metrics;
 mod server;
 #[cfg(any(test, feature = "simulation"))]
@@ -97,6 +98,8 @@ struct FromServer {
     is_intercepted: bool,
     /// Told when such a server needs the sync no more, and other replicas still read here.
     lingers: Option<oneshot::Sender<()>>,
+    /// The task that asks a server that stays for its own word.
+    listening: Option<AbortOnDrop>,
 }
 
 /// When progress is shown next, and where.
@@ -543,6 +546,9 @@ impl Driver {
             });
         }
         summary.lines().iter().for_each(|line| progress::say(line));
+        if self.args.explain {
+            summary.exact.lines().iter().for_each(|line| progress::say(line));
+        }
     }
 
     fn summary(&self) -> Summary {
@@ -573,6 +579,7 @@ impl Driver {
             strangers: self.meter.strangers.get(),
             ..Summary::default()
         };
+        summary.exact = self.meter.exactness().proved(&summary);
         summary.time(moments, moments.handed_over.unwrap_or_else(Instant::now));
         summary
     }

@@ -118,7 +118,8 @@ pub(crate) async fn prepare(
     };
     let (kind, access) = (target.facts.name(), target.link_login.access());
     let secret = match access {
-        Access::Secret(secret) | Access::User { password: secret, .. } => secret,
+        Access::Secret(secret) => secret,
+        Access::User { password, .. } => String::from_utf8_lossy(&password).into_owned(),
         Access::Open => String::new(),
     };
     let data_set = primary.data_set(&plan);

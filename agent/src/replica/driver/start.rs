@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 
 use super::coverage::Coverage;
 use super::server::{Hands, Intercepted, Keeper, ServerTask, Watched};
-use super::{Display, Driver, Facts, FromServer};
+use super::{Display, Driver, Facts, FromServer, listening};
 use crate::args::{ReplicaArgs, SyncArgs};
 use crate::backoff::Backoff;
 use crate::conversation::tokens::TokenFiles;
@@ -117,13 +117,16 @@ impl Driver {
         let coverage = primary.asked.clone().map(|asked| Coverage::start(asked, finding.clone()));
         let facts = Facts { finding, ..facts };
         let run_id = target.facts.run_id.clone();
+        let listening = args.stay.then(|| listening::start(control.server().clone()));
         let (arrivals, lingers) = (None, None);
         let ways = Ways { args: sync, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool };
         let keeper = |meter, hurry| {
             let watched = Watched { meter, link_failure, hurry };
             Hands::Commands(Box::new(Keeper::new(args, control, record, target, primary, link, watched)))
         };
-        Driver::assemble(ways, keeper).await
+        let mut driver = Driver::assemble(ways, keeper).await?;
+        driver.from_server.listening = listening;
+        Ok(driver)
     }
 
     /// Starts the tasks for a server that is on its way to its primary, and whose connections are intercepted. Changes
@@ -137,8 +140,8 @@ impl Driver {
         let (arrivals, lingers) = (Some(arrivals), Some(lingers));
         let (coverage, spool) = (None, None);
         let ways = Ways { args, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool };
-        let hands = Intercepted::new(control, primary, gate, watcher);
-        Driver::assemble(ways, |_, _| Hands::Interception(Box::new(hands))).await
+        let hands = |meter, _| Hands::Interception(Box::new(Intercepted::new(control, primary, gate, watcher, meter)));
+        Driver::assemble(ways, hands).await
     }
 
     async fn assemble(ways: Ways, keeper: impl FnOnce(Arc<Meter>, Arc<Notify>) -> Hands) -> Result<Driver, Failure> {
@@ -188,7 +191,7 @@ impl Driver {
             server: ServerTask::start(keeper(meter.clone(), hurry.clone()), hurry),
             relay,
             delivery,
-            from_server: FromServer { notices, is_intercepted: arrivals.is_some(), arrivals, lingers },
+            from_server: FromServer { notices, is_intercepted: arrivals.is_some(), arrivals, lingers, listening: None },
             meter,
             sinks,
             connecting: mpsc::unbounded_channel(),

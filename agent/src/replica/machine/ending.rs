@@ -113,7 +113,7 @@ impl Ending {
                 *self = Ending::Lingering { until: now + rules.linger, next: now + LINGER_LOOK, done };
             }
             (Ending::Finishing(done), Report::Finished(Err(failure))) => {
-                let failure = failure.and("the server is a replica now, in step");
+                let failure = failure.and("the server follows the primary");
                 self.end_well(*done, Err(failure), rules, actions);
             }
             (Ending::Finishing(done), Report::Ended) => {

@@ -209,6 +209,7 @@ impl Server {
         line("repl_backlog_size", self.traits.backlog_bytes.to_string());
         line("repl_backlog_first_byte_offset", first.to_string());
         line("repl_backlog_histlen", held.to_string());
+        line("unexpected_error_replies", self.errors.to_string());
         line("cluster_enabled", "0".into());
         if self.keys() > 0 {
             line("db0", format!("keys={},expires=0,avg_ttl=0", self.keys()));

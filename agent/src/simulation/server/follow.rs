@@ -2,7 +2,7 @@
 
 use remora_redis::ReplId;
 
-use super::{Backlog, Server, Step};
+use super::{Backlog, KINDS, Server, Step};
 use crate::simulation::oracle::Content;
 use crate::simulation::wire::{Conn, Effect, Message, Timer};
 
@@ -177,6 +177,7 @@ impl Server {
         let behind = std::mem::take(&mut copying.behind);
         self.full_copies.1 += 1;
         self.content = Content::of_slots(&copying.slots, self.traits.slots);
+        self.refused_from.clear();
         (self.replid, self.offset) = (copying.replid, copying.offset);
         self.former = None;
         self.backlog = Some(Backlog::at(self.offset));
@@ -214,7 +215,14 @@ impl Server {
                 return;
             }
             let command: Vec<u8> = self.rest.drain(..length).collect();
-            self.content = self.content.after(&command);
+            let is_lacked = Content::EMPTY.after(&command).0 >> 8 & KINDS == 0;
+            if self.traits.lacks_a_command && is_lacked {
+                self.errors += 1;
+                let run = self.run;
+                self.refused_from.extend(self.follows.clone().map(|from| (from, run)));
+            } else {
+                self.content = self.content.after(&command);
+            }
             self.offset += command.len() as u64;
             self.pass_on(&command, step);
         }

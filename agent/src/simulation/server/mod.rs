@@ -58,7 +58,12 @@ pub(super) struct Traits {
     pub(super) slots: u64,
     /// `repl-diskless-sync no`: it sends a snapshot once it has written all of it, and the stream right behind it.
     pub(super) saves_to_file: bool,
+    /// It does not know one command in eight of the stream.
+    pub(super) lacks_a_command: bool,
 }
+
+/// The bits of a command's number that say its kind. A server may lack one of the eight kinds.
+const KINDS: u64 = 7;
 
 /// The part of the stream that is kept for partial resynchronisations.
 #[derive(Clone, Debug)]
@@ -138,6 +143,10 @@ pub(super) struct Server {
     saved: Option<Saved>,
     /// How many full copies it has given, and has applied.
     pub(super) full_copies: (u64, u64),
+    /// Errors that it would have answered to its primary, in this run.
+    errors: u64,
+    /// From where it got commands that it could not execute since it last loaded, and in which run.
+    pub(super) refused_from: BTreeMap<Address, u64>,
 }
 
 impl Server {
@@ -167,6 +176,8 @@ impl Server {
             settings: BTreeMap::new(),
             saved: None,
             full_copies: (0, 0),
+            errors: 0,
+            refused_from: BTreeMap::new(),
         };
         server.restart(step);
         server
@@ -197,6 +208,8 @@ impl Server {
     pub(super) fn restart(&mut self, step: &mut Step<'_>) {
         self.run += 1;
         self.alive = true;
+        // What it could not execute is still missing, but nothing counts it any more.
+        self.errors = 0;
         self.replid = fresh_id(&mut self.ids);
         (self.former, self.offset, self.backlog, self.cached) = (None, 0, None, None);
         (self.readers, self.fork, self.fork_is_due) = (BTreeMap::new(), None, false);
@@ -293,6 +306,7 @@ impl Server {
 
     /// A new history begins where the present one is.
     fn shift_id(&mut self, step: &mut Step<'_>) {
+        self.refused_from.clear();
         let before = (self.replid, self.offset);
         self.former = Some((self.replid, self.offset + 1));
         self.replid = fresh_id(&mut self.ids);
@@ -305,6 +319,11 @@ impl Server {
     /// Whether it loads a snapshot and refuses most commands.
     pub(super) fn is_loading(&self) -> bool {
         self.link.is_loading()
+    }
+
+    /// From where it got commands in this run that it could not execute, and lacks since.
+    pub(super) fn refused_in_this_run(&self) -> impl Iterator<Item = &Address> {
+        self.refused_from.iter().filter(|(_, run)| **run == self.run).map(|(from, _)| from)
     }
 
     /// Whether it says that its link to its primary is up.

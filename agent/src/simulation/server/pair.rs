@@ -31,6 +31,7 @@ fn traits(number: usize, backlog_bytes: usize) -> Traits {
         pace: Duration::from_millis(1),
         slots: 6,
         saves_to_file: number == 1,
+        lacks_a_command: false,
     }
 }
 

@@ -77,6 +77,7 @@ use self::socket::Silence;
 pub(crate) use self::socket::{Received, Socket};
 use self::stream::{Follower, Following};
 use crate::server::ServerError;
+use crate::server::own_changes::why_not_as_its_primary;
 
 /// One capture: a snapshot of the server and, unless another capture follows it, the replication stream behind it.
 // Larger than the bound: a method for each step of the two ways to take a snapshot, in the files named after them.
@@ -124,6 +125,11 @@ impl Capture {
     /// The capture, of the server that the source is to sit beside now: a fail-over may just have happened.
     fn beside_a_suitable_server(&self) -> Result<Capture, CaptureError> {
         let server = self.wait_for(async { Ok(self.plan.captured.for_a_snapshot().await) })?;
+        if self.plan.is_examined
+            && let Some(why) = self.wait_for(async { why_not_as_its_primary(&mut server.connect().await?).await })?
+        {
+            return Err(CaptureError::NotAsItsPrimary(why));
+        }
         Ok(Capture { plan: Plan { server, ..self.plan.clone() }, ..self.clone() })
     }
 

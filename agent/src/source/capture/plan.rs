@@ -33,6 +33,8 @@ pub(crate) struct Plan {
     pub(crate) tuning: Arc<Tuning>,
     /// The server that the source captures at any time, where the stream is resumed.
     pub(crate) captured: Captured,
+    /// Whether the server is asked first if it holds what its primary holds. Only scripted servers are not.
+    pub(crate) is_examined: bool,
     /// The server version that the capture claims, so that the server writes its own format. `None`: the server writes
     /// the format that all readers know.
     pub(crate) reader_version: Option<String>,
@@ -128,6 +130,9 @@ pub(crate) enum CaptureError {
          says that the import is over"
     )]
     ImportsSlots { slots: String },
+    /// The server is a replica that need not hold what its primary holds.
+    #[error("{0}")]
+    NotAsItsPrimary(String),
     /// The snapshot is larger than expected, and its readers were promised that no slot is reused.
     #[error("the snapshot is larger than the server's INFO (used_memory_dataset) suggests; the next one is windowed")]
     Outgrown,
@@ -155,7 +160,11 @@ impl CaptureError {
             | CaptureError::Module(_)
             | CaptureError::Panicked(_)
             | CaptureError::HistoryChanged { .. } => true,
-            CaptureError::HistoryGone | CaptureError::File(_) | CaptureError::Table(_) | CaptureError::Stopped => false,
+            CaptureError::HistoryGone
+            | CaptureError::File(_)
+            | CaptureError::NotAsItsPrimary(_)
+            | CaptureError::Table(_)
+            | CaptureError::Stopped => false,
         }
     }
 }

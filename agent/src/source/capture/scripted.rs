@@ -111,6 +111,7 @@ impl Rig {
         let plan = Plan {
             generation: 5,
             captured: Captured::always(server.clone()),
+            is_examined: false,
             server,
             file: None,
             tuning: Arc::new(Tuning::new(&TuneArgs { tune_server: false, state_dir: None })),

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use remora_redis::ReplId;
 
-use crate::backup::rdb_file::RdbFile;
+use crate::backup::checked_snapshot;
 use crate::exit::Failure;
 use crate::server::Facts;
 
@@ -25,7 +25,7 @@ impl SnapshotFile {
     /// # Errors
     /// It cannot be read, is damaged, or does not say where in which history it was taken.
     pub(crate) fn open(path: &Path) -> Result<SnapshotFile, Failure> {
-        let rdb = RdbFile::read(path)?;
+        let rdb = checked_snapshot(path)?;
         let Ok(replid) = rdb.replid.parse() else {
             return Err(Failure::refused(format!(
                 "{} does not say to which replication history it belongs (repl-id, repl-offset): a server writes that only \

@@ -305,8 +305,12 @@ fn what_is_damaged_or_foreign_is_refused_with_its_place() {
     changed(base, &|bytes| bytes[500_000] ^= 1, &[base, "checksum"]);
     changed(base, &|bytes| bytes.truncate(500_000), &[base, "no end"]);
     changed(commands, &|bytes| bytes[0] = b'+', &[commands, "byte 0"]);
-    changed(list, &|bytes| *bytes = b"file ../../secret seq 1 type i\n".to_vec(), &[list, "outside of its folder"]);
-    changed(list, &|bytes| bytes.extend(b"file missing seq 9 type i\n"), &["missing"]);
+    changed(
+        list,
+        &|bytes| *bytes = b"file ../../secret seq 1 type i\n".to_vec(),
+        &[list, "appendonly.aof.manifest", "is damaged"],
+    );
+    changed(list, &|bytes| bytes.extend(b"file missing seq 9 type i\n"), &[list, "is damaged"]);
     scene.restore(&set, &[]);
     let empty = scene.stage.path("empty");
     fs::create_dir(&empty).unwrap();

@@ -180,3 +180,21 @@ fn the_commands_since_are_sealed_and_go_on_without_the_identity() {
         }
     }
 }
+
+#[test]
+fn a_changed_byte_of_any_encrypted_object_is_refused_and_the_object_named() {
+    let server = primary(Kind::Valkey9).config("rdbchecksum", "no").start().unwrap();
+    fill_every_type(&mut server.client().unwrap(), 1).unwrap();
+    let place = Place::new(Scene::new(server, &[]), false);
+    let mut backup = place.backup(&["--journal"]);
+    backup.wait_for_line("the commands since are recorded", LONG).unwrap();
+    place.scene.set(1, "the last one");
+    place.scene.wait_until_recorded();
+    backup.signal(Signal::TERM).unwrap();
+    ends(&mut backup, 0);
+    let (url, spool) = (place.url(), place.scene.stage.path("spool"));
+    let args = ["restore", &url, "--spool", &spool, "--identity", &place.keys.identity];
+    let files = super::damaged::files(Path::new(&url));
+    assert!(files.len() >= 4, "the manifest, the snapshot, the commands and how far they reach: {files:?}");
+    super::damaged::each_change_is_refused(&place.scene.stage, &files, &args);
+}

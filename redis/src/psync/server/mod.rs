@@ -57,9 +57,9 @@ pub enum Access {
     /// The password of one user.
     User {
         /// The user's name. `None` is the default user, whose name can be omitted in `AUTH`.
-        name: Option<String>,
-        /// The user's password.
-        password: String,
+        name: Option<Vec<u8>>,
+        /// The user's password: any bytes.
+        password: Vec<u8>,
     },
     /// A secret, with or without a user name. A replica with a `masteruser` setting sends that name with each password.
     Secret(String),
@@ -371,9 +371,9 @@ impl Server {
         let right = match &self.options.access {
             Access::Open => return Ok("OK"),
             Access::User { name, password: wanted } => {
-                let name = name.as_deref().unwrap_or("default").as_bytes();
+                let name = name.as_deref().unwrap_or(b"default");
                 // Both are always compared, so the time does not reveal which of them was wrong.
-                same(user, name) & same(password, wanted.as_bytes())
+                same(user, name) & same(password, wanted)
             }
             Access::Secret(wanted) => same(password, wanted.as_bytes()),
         };
@@ -450,7 +450,10 @@ impl fmt::Debug for Access {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Access::Open => f.write_str("Open"),
-            Access::User { name, .. } => f.debug_struct("User").field("name", name).finish_non_exhaustive(),
+            Access::User { name, .. } => {
+                let name = name.as_deref().map(|name| name.escape_ascii().to_string());
+                f.debug_struct("User").field("name", &name).finish_non_exhaustive()
+            }
             Access::Secret(_) => f.write_str("Secret(…)"),
         }
     }

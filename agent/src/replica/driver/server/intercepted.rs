@@ -1,12 +1,17 @@
 //! Intercepted: the jobs on a server whose own connections to its primary come to this agent. The server is told
 //! nothing: it follows its primary all the time, and no setting of it changes.
 
+use std::sync::Arc;
+
 use super::{ask_anew, no_answer, state_of_its_link};
 use crate::exit::{Code, Failure};
 use crate::replica::attend::gate::Gate;
 use crate::replica::attend::guide::Watcher;
 use crate::replica::control::{Control, Expected};
+use crate::replica::exact;
 use crate::replica::machine::{Follows, Introduced, Job, Lapse, Leaving, Left, Look, NoAnswer, PrimaryLink, Report};
+use crate::replica::meter::Meter;
+use crate::server::own_changes::Counted;
 use crate::server::{Facts, ServerError};
 
 /// Owns the connection to the server and the gate.
@@ -17,6 +22,9 @@ pub(in crate::replica::driver) struct Intercepted {
     gate: Gate,
     /// What the Sentinels say of the group, if they are asked.
     watcher: Option<Watcher>,
+    /// What the server had counted before the sync.
+    counted: Option<Counted>,
+    meter: Arc<Meter>,
 }
 
 impl Intercepted {
@@ -25,14 +33,15 @@ impl Intercepted {
         primary: (String, u16),
         gate: Gate,
         watcher: Option<Watcher>,
+        meter: Arc<Meter>,
     ) -> Intercepted {
-        Intercepted { control, primary, gate, watcher }
+        Intercepted { control, primary, gate, watcher, counted: None, meter }
     }
 
     pub(super) async fn perform(&mut self, job: Job) -> Report {
         match job {
             // The module would empty the server first, which makes it lose its position, and that needs REPLICAOF.
-            Job::Prepare { .. } => Report::Prepared(Ok(false)),
+            Job::Prepare { .. } => Report::Prepared(self.count().await.map(|()| false)),
             Job::Follow { .. } => Report::Followed(Ok(())),
             Job::Introduce { number } => Report::Introduced { number, outcome: Introduced::Cancelled },
             Job::PutSettingsBack => Report::SettingsPutBack(Ok(())),
@@ -44,9 +53,25 @@ impl Intercepted {
             Job::PointAtPrimary => Report::PointedAtPrimary(self.point_at_primary().await),
             Job::AskPrimaryLink => Report::PrimaryLink(self.primary_link().await),
             Job::ReturnToLink => Report::ReturnedToLink(Err(Lapse::Failed(self.out_of_step()))),
-            Job::Finish => Report::Finished(Ok(())),
+            Job::Finish => Report::Finished(self.judge().await),
             Job::Leave(how) => Report::Left(self.leave(how).await),
         }
+    }
+
+    /// Notes what the server has counted so far.
+    async fn count(&mut self) -> Result<(), Lapse> {
+        self.counted = Some(Counted::read(self.control.client().await?).await?);
+        Ok(())
+    }
+
+    /// Whether the server is an exact replica. The primary is asked by the server's own login only, which is not known
+    /// here.
+    async fn judge(&mut self) -> Result<(), Failure> {
+        let server = self.control.server().url().to_string();
+        let found = exact::judge(self.control.client().await?, self.counted.as_ref(), None).await?;
+        let outcome = found.outcome(&server);
+        self.meter.set_exactness(found);
+        outcome
     }
 
     async fn offset(&mut self) -> Result<u64, ServerError> {

@@ -5,7 +5,9 @@ use tokio::time::Instant;
 use super::{Before, Keeper, is_copying};
 use crate::args::OnFailure;
 use crate::exit::Failure;
+use crate::progress;
 use crate::replica::control::{Expected, NotOurs};
+use crate::replica::exact;
 use crate::replica::machine::{Followed, Lapse, Leaving, Left};
 use crate::replica::meter::Meter;
 use crate::replica::{SETTLE_LIMIT, SETTLE_POLL};
@@ -24,6 +26,26 @@ enum Arrived {
 impl Keeper {
     /// Restores all settings of a server that is a replica of the primary.
     pub(super) async fn finish(&mut self) -> Result<(), Failure> {
+        let exact = self.judge().await;
+        let finished = self.put_in_order().await;
+        // What is wrong with the data comes before what is wrong with a setting.
+        exact.and(finished)
+    }
+
+    /// Whether the server is an exact replica.
+    async fn judge(&mut self) -> Result<(), Failure> {
+        let server = self.control.server().url().to_string();
+        let primary = self.primary.as_server();
+        let found = exact::judge(self.control.client().await?, self.before.counted.as_ref(), Some(&primary)).await?;
+        let outcome = found.outcome(&server);
+        if outcome.is_err() {
+            found.lines().iter().for_each(|line| progress::say(line));
+        }
+        self.watched.meter.set_exactness(found);
+        outcome
+    }
+
+    async fn put_in_order(&mut self) -> Result<(), Failure> {
         let settings = self.try_to_put_settings_back().await;
         settings.map_err(|error| Failure::from(error).and("a setting was not put back"))?;
         let lowered = self.lower_the_failover_timeout().await;

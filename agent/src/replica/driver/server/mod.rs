@@ -39,6 +39,7 @@ use crate::replica::preflight::{self, Primary, Target};
 use crate::replica::raised;
 use crate::replica::record::Record;
 use crate::replica::{SETTLE_LIMIT, SETTLE_POLL};
+use crate::server::own_changes::Counted;
 use crate::server::{Client, Facts, RefusalKind, Server, ServerError};
 use crate::tasks::AbortOnDrop;
 
@@ -190,6 +191,8 @@ struct Before {
     loads_aside: bool,
     /// The module was told to remove its keys.
     emptied: bool,
+    /// What it had counted of errors and of keys that it removed by itself.
+    counted: Option<Counted>,
 }
 
 impl Keeper {
@@ -244,6 +247,7 @@ impl Keeper {
         if !after_restart {
             self.note_what_it_was();
         }
+        self.note_counts().await?;
         self.note_rewrites(after_restart).await?;
         if let (Some(to), Some(finding), None) =
             (self.primary.raise_to, self.primary.finding.clone(), self.record.raised())
@@ -256,7 +260,11 @@ impl Keeper {
             let empty = self.target.facts.keys() == 0 || self.target.unfinished;
             let wanted = if empty { "on-empty-db" } else { "flush-before-load" };
             if before != "swapdb" {
-                if self.record.change(self.control.client().await?, "repl-diskless-load", &before, wanted).await? {
+                if self
+                    .record
+                    .change(self.control.client().await?, "repl-diskless-load", before.as_bytes(), wanted.as_bytes())
+                    .await?
+                {
                     way = Some(wanted.into());
                 } else {
                     tracing::debug!(wanted, "the server has no such way of loading: left as it is");
@@ -271,6 +279,22 @@ impl Keeper {
         self.link.open()?;
         tracing::info!(link = %self.link, "listening for the link of {}", self.control.server().url());
         Ok(by_module)
+    }
+
+    /// Notes what the server has counted so far. What an agent before us noted for a server that still follows its link
+    /// stays: the server has had a stream since.
+    async fn note_counts(&mut self) -> Result<(), Failure> {
+        if self.before.counted.is_some() {
+            return Ok(());
+        }
+        let noted = self.record.counted().filter(|_| self.target.unfinished).cloned();
+        let counted = match noted {
+            Some(noted) => noted,
+            None => Counted::read(self.control.client().await?).await?,
+        };
+        self.record.note_counted(counted.clone());
+        self.before.counted = Some(counted);
+        Ok(())
     }
 
     /// Notes what a failed sync gives back to the server.

@@ -92,7 +92,11 @@ impl Keeper {
             return Ok(Usable::No(why.into()));
         }
         for wanted in ["flush-before-load", "on-empty-db"] {
-            if self.record.change(self.control.client().await?, "repl-diskless-load", &before, wanted).await? {
+            if self
+                .record
+                .change(self.control.client().await?, "repl-diskless-load", before.as_bytes(), wanted.as_bytes())
+                .await?
+            {
                 return Ok(Usable::Yes);
             }
         }

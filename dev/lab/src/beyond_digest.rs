@@ -1,0 +1,157 @@
+//! What `DEBUG DIGEST` says nothing of: the groups, consumers, pending entries and counters of streams, and the values
+//! of modules' types.
+//!
+//! Left out is what servers do not replicate: idle times, how many entries a group has read (before Redis 7.4 and
+//! Valkey 8.0), and consumers without pending entries that only the primary has (an `XREADGROUP` that finds nothing
+//! creates one there).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use remora_redis::resp::Frame;
+
+use crate::client::{Client, shown_bytes};
+use crate::compare::{ask_each, databases, each_batch};
+use crate::error::Result;
+
+/// The keys that a digest does not cover, by database and name.
+pub(crate) type Beyond = BTreeMap<(u32, Vec<u8>), Value>;
+
+/// Such a value.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Value {
+    /// All of it that servers replicate.
+    text: String,
+    /// The consumers of a stream, with their groups.
+    consumers: BTreeSet<String>,
+}
+
+/// Reads them all.
+pub(crate) fn beyond(client: &mut Client, entries_read: bool) -> Result<Beyond> {
+    let mut found = Beyond::new();
+    let has_modules = client.info("modules")?.modules().iter().any(|name| name != "remora" && name != "lua");
+    for database in databases(client)?.into_keys() {
+        let wanted = if has_modules { &[][..] } else { &["TYPE", "stream"] };
+        each_batch(client, database, wanted, |client, keys| {
+            let kinds = ask_each(client, database, &["TYPE"], keys)?;
+            for (key, kind) in keys.iter().zip(kinds) {
+                let value = match kind.as_str() {
+                    Some("string" | "list" | "set" | "zset" | "hash" | "none") => continue,
+                    Some("stream") => stream(client, key, entries_read)?,
+                    _ => Value { text: dumped(client, key)?, consumers: BTreeSet::new() },
+                };
+                found.insert((database, key.clone()), value);
+            }
+            Ok(true)
+        })?;
+    }
+    Ok(found)
+}
+
+/// The differences as text; at most `most` of them.
+pub(crate) fn different(one: &Beyond, other: &Beyond, most: usize) -> Vec<String> {
+    let keys: BTreeSet<_> = one.keys().chain(other.keys()).collect();
+    let nothing = Value::default();
+    let pairs = keys.into_iter().map(|key| (key, one.get(key).unwrap_or(&nothing), other.get(key).unwrap_or(&nothing)));
+    let differ = pairs.filter(|(_, one, other)| one.text != other.text || !one.consumers.is_superset(&other.consumers));
+    let shown = differ.map(|((database, key), one, other)| {
+        let key = shown_bytes(key);
+        format!("db {database}, {key}: {one:?} at the primary, {other:?} at the replica")
+    });
+    shown.take(most).collect()
+}
+
+/// A number that is equal if the texts are. It is the same in every run.
+pub(crate) fn fingerprint(beyond: &Beyond) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    for (key, value) in beyond {
+        (key, &value.text).hash(&mut hasher);
+    }
+    hasher.finish()
+}
+
+/// Whether the server's replicas know how many entries its groups have read.
+pub(crate) fn replicates_entries_read(client: &mut Client) -> Result<bool> {
+    let info = client.info("server")?;
+    let since = |name: &str, wanted: (u32, u32)| {
+        let mut parts = info.get(name)?.split('.').map_while(|part| part.parse::<u32>().ok());
+        Some((parts.next()?, parts.next()?) >= wanted)
+    };
+    Ok(since("valkey_version", (8, 0)).or_else(|| since("redis_version", (7, 4))).unwrap_or(false))
+}
+
+fn stream(client: &mut Client, key: &[u8], entries_read: bool) -> Result<Value> {
+    let mut value = Value::default();
+    let about = client.list(&[&b"XINFO"[..], b"STREAM", key])?;
+    for name in ["length", "last-generated-id", "max-deleted-entry-id", "entries-added", "groups"] {
+        value.text += &format!("{name} {:?}, ", field(&about, name));
+    }
+    for group in client.list(&[&b"XINFO"[..], b"GROUPS", key])? {
+        let group = group.as_array().unwrap_or_default();
+        let Some(name) = field(group, "name").and_then(Frame::as_bytes) else { continue };
+        value.text += &format!("group {} at {:?}", shown_bytes(name), field(group, "last-delivered-id"));
+        if entries_read {
+            value.text += &format!(" after {:?}", field(group, "entries-read"));
+        }
+        for entry in client.list(&[&b"XPENDING"[..], key, name, b"-", b"+", MOST_PENDING])? {
+            // Id, consumer, idle time, number of deliveries.
+            if let Some([id, consumer, _, deliveries]) = entry.as_array() {
+                value.text += &format!(", {id:?} {consumer:?} {deliveries:?}");
+            }
+        }
+        for consumer in client.list(&[&b"XINFO"[..], b"CONSUMERS", key, name])? {
+            let consumer = field(consumer.as_array().unwrap_or_default(), "name").cloned();
+            value.consumers.insert(format!("{} {consumer:?}", shown_bytes(name)));
+        }
+        value.text += "; ";
+    }
+    Ok(value)
+}
+
+/// A dump without its version and checksum.
+fn dumped(client: &mut Client, key: &[u8]) -> Result<String> {
+    let dump = client.bytes(&[&b"DUMP"[..], key])?.unwrap_or_default();
+    Ok(shown_bytes(dump.get(..dump.len().saturating_sub(DUMP_FOOT_BYTES)).unwrap_or_default()))
+}
+
+fn field<'f>(fields: &'f [Frame], name: &str) -> Option<&'f Frame> {
+    let mut pairs = fields.chunks_exact(2);
+    pairs.find(|pair| pair[0].as_str() == Some(name)).map(|pair| &pair[1])
+}
+
+/// `DEBUG DIGEST`, and the fingerprint of what it leaves out, where there is such a thing.
+pub(crate) fn whole_digest(client: &mut Client) -> Result<String> {
+    let entries_read = replicates_entries_read(client)?;
+    // First, as the walk makes a primary delete keys whose time is over.
+    let beyond = beyond(client, entries_read)?;
+    let digest = client.text(&["DEBUG", "DIGEST"])?;
+    Ok(if beyond.is_empty() { digest } else { format!("{digest} {:016x}", fingerprint(&beyond)) })
+}
+
+/// No test has more.
+const MOST_PENDING: &[u8] = b"1000000";
+
+/// Version and checksum.
+const DUMP_FOOT_BYTES: usize = 10;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with(text: &str, consumers: &[&str]) -> Beyond {
+        let consumers = consumers.iter().map(|name| (*name).to_owned()).collect();
+        Beyond::from([((0, b"s".to_vec()), Value { text: text.into(), consumers })])
+    }
+
+    #[test]
+    fn idle_consumers_of_the_primary_alone_are_no_difference_and_all_else_is() {
+        let one = with("g", &["a", "b"]);
+        assert!(different(&one, &with("g", &["a"]), 9).is_empty());
+        assert_eq!(different(&one, &with("g", &["a", "c"]), 9).len(), 1);
+        assert_eq!(different(&one, &with("h", &["a"]), 9).len(), 1);
+        assert_eq!(different(&one, &Beyond::new(), 9).len(), 1);
+        assert_eq!(different(&Beyond::new(), &one, 9).len(), 1);
+        assert_eq!(fingerprint(&one), fingerprint(&with("g", &[])));
+        assert_ne!(fingerprint(&one), fingerprint(&with("h", &[])));
+    }
+}
