@@ -71,8 +71,8 @@ pub(crate) fn write(
     data: Payload<'_>,
     replier: &mut dyn Replier,
 ) {
-    let WriteFields { node, handle, offset, is_from_cache, .. } = fields;
-    let asked = Write { node, handle, offset, data, is_from_cache };
+    let WriteFields { node, handle, offset, is_from_cache, flags, .. } = fields;
+    let asked = Write { node, handle, offset, data, is_from_cache, flags };
     file_system.write(asked, short(header.unique, replier));
 }
 

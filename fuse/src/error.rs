@@ -107,9 +107,21 @@ pub enum EndError {
         directory: PathBuf,
     },
 
+    /// Processes had files open. They cannot use them any more, and the mount is left, so that they do not write below
+    /// it when they are started again.
+    #[error(
+        "{directory} was in use: it stays mounted, and every use of it fails, until it is mounted again or unmounted \
+         (`umount {directory}`)",
+        directory = .directory.display()
+    )]
+    Left {
+        /// Where.
+        directory: PathBuf,
+    },
+
     /// As [`EndError::Busy`], and the page cache could not be written back first.
     #[error(
-        "{directory} was in use when it was unmounted, and what processes had written to its files was not all \
+        "{directory} was in use when it ended, and what processes had written to its files was not all \
          written back: {why}",
         directory = .directory.display()
     )]
@@ -122,7 +134,7 @@ pub enum EndError {
 
     /// Threads of the file system do not return from its methods.
     #[error(
-        "{directory} is unmounted, but {threads} calls of its file system have not returned",
+        "{directory} is not served any more, but {threads} calls of its file system have not returned",
         directory = .directory.display()
     )]
     Hangs {

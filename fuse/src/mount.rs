@@ -13,7 +13,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MountFlags, UnmountFlags};
 
-use crate::error::StartError;
+use crate::error::{DEVICE, StartError};
 
 /// How a file system is mounted. Always with `nosuid`, `nodev` and `default_permissions`.
 #[derive(Clone, Debug)]
@@ -87,7 +87,7 @@ impl Mounted {
     }
 
     /// Whether it is still there, and on top of others that are mounted at the same place.
-    fn is_there(&self) -> bool {
+    pub(crate) fn is_there(&self) -> bool {
         // The next mount may get the numbers of one that is gone.
         let is_known = self.control.as_ref().is_none_or(|control| control.under_way().is_some());
         is_known && Line::of(&self.directory).is_ok_and(|line| line.as_ref() == Some(&self.line))
@@ -133,15 +133,65 @@ fn is_plain(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_'
 }
 
+/// Whether a file system could be mounted at a directory, as far as this can be known without doing so: for a caller
+/// that must end another one before it mounts.
+///
+/// # Errors
+/// [`StartError`].
+pub fn check(directory: &Path, options: &MountOptions) -> Result<(), StartError> {
+    if !may_mount() {
+        return Err(StartError::NotPermitted { directory: directory.to_owned() });
+    }
+    rustix::fs::open(DEVICE, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+        .map_err(|errno| StartError::Device(errno.into()))?;
+    look(directory, &options.subtype).map(drop)
+}
+
+/// Whether this process has the capability to mount, as far as the system says it.
+fn may_mount() -> bool {
+    let Ok(status) = std::fs::read_to_string("/proc/self/status") else { return true };
+    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    let effective = effective.and_then(|digits| u64::from_str_radix(digits.trim(), 16).ok());
+    effective.is_none_or(|effective| effective & 1 << CAP_SYS_ADMIN != 0)
+}
+
+/// The capability's number, which is the kernel's interface.
+const CAP_SYS_ADMIN: u32 = 21;
+
+/// What is at a directory where a file system is to be mounted.
+enum Found {
+    /// A directory, by its full path.
+    Directory(PathBuf),
+    /// What a dead process, or a session that has ended, has left mounted with the same subtype.
+    Left(PathBuf),
+}
+
 /// The directory's full path. What a dead process has left there is taken away.
 fn prepare(directory: &Path, subtype: &str) -> Result<PathBuf, StartError> {
+    for _ in 0..MOST_LEFT {
+        match look(directory, subtype)? {
+            Found::Directory(found) => return Ok(found),
+            Found::Left(found) => {
+                tracing::warn!(directory = %found.display(), "unmounting what a process that has ended left mounted");
+                rustix::mount::unmount(&found, UnmountFlags::NOFOLLOW | UnmountFlags::DETACH)
+                    .map_err(|_| StartError::Dead { directory: found.clone() })?;
+            }
+        }
+    }
+    Err(StartError::Dead { directory: directory.to_owned() })
+}
+
+/// Mounts of dead processes, one over the other, that are taken away: there is seldom more than one.
+const MOST_LEFT: u32 = 16;
+
+fn look(directory: &Path, subtype: &str) -> Result<Found, StartError> {
     let failed = |source| StartError::Directory { directory: directory.to_owned(), source };
     let found = std::fs::canonicalize(directory).map_err(failed)?;
     // The kernel may remember the attributes of a dead process's directory. It always asks what the file system has.
     let looked = std::fs::metadata(&found);
     let asked = rustix::fs::statfs(&found).map_err(io::Error::from);
     match looked.and_then(|metadata| asked.map(|_| metadata)) {
-        Ok(metadata) if metadata.is_dir() => Ok(found),
+        Ok(metadata) if metadata.is_dir() => Ok(Found::Directory(found)),
         Ok(_) => Err(failed(io::ErrorKind::NotADirectory.into())),
         // The second one as long as the dead process's ring is taken down.
         Err(error) if [Errno::NOTCONN, Errno::CONNABORTED].iter().any(|errno| is(&error, *errno)) => {
@@ -149,10 +199,7 @@ fn prepare(directory: &Path, subtype: &str) -> Result<PathBuf, StartError> {
             if line.is_none_or(|line| line.kind != format!("fuse.{subtype}")) {
                 return Err(StartError::Dead { directory: found });
             }
-            tracing::warn!(directory = %found.display(), "unmounting what a process that has died left mounted");
-            rustix::mount::unmount(&found, UnmountFlags::NOFOLLOW | UnmountFlags::DETACH)
-                .map_err(|_| StartError::Dead { directory: found.clone() })?;
-            Ok(found)
+            Ok(Found::Left(found))
         }
         Err(error) => Err(failed(error)),
     }

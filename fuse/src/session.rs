@@ -3,7 +3,8 @@
 //! ```text
 //!   start ── mount ── INIT ── threads ─▶ served ── unmounted by others ─▶ over
 //!                                           │                              │
-//!                                           ╰── end, drop ─ unmount, abort ┴─▶ threads joined, destroy
+//!                                           ├── end, drop ─ unmount, abort ┼─▶ threads joined, destroy
+//!                                           ╰── leave ───── abort ─────────╯   (the mount stays, and is dead)
 //! ```
 //!
 //! When a session ends, for whatever reason, every request under way fails and no process waits for this one any
@@ -186,7 +187,34 @@ impl Session {
     /// # Errors
     /// [`EndError`]: it was in use, or is still mounted. It is not served any more in each case.
     pub fn end(mut self) -> Result<(), EndError> {
-        self.finish()
+        self.finish(InUse::Detach)
+    }
+
+    /// As [`Session::end`], but if it is in use the mount stays, as after [`Session::leave`]: its users may be started
+    /// again.
+    ///
+    /// # Errors
+    /// [`EndError::Left`]: it was in use.
+    pub fn end_or_leave(mut self) -> Result<(), EndError> {
+        self.finish(InUse::Leave)
+    }
+
+    /// Ends it, and leaves the mount: every use of it fails with `ENOTCONN`, until it is unmounted or the next session
+    /// with the same subtype takes its place. So no process writes into the directory below it.
+    ///
+    /// # Errors
+    /// [`EndError::Hangs`].
+    pub fn leave(mut self) -> Result<(), EndError> {
+        self.is_ended = true;
+        self.shared.abort();
+        let joined = self.join();
+        self.shared.file_system.destroy();
+        joined
+    }
+
+    /// Whether it is still in the tree, and on top of others that are mounted at the same place.
+    pub fn is_mounted(&self) -> bool {
+        self.shared.mounted.is_there()
     }
 
     fn negotiate(&self, options: &SessionOptions) -> Result<(Agreed, Vec<Queue>), StartError> {
@@ -336,18 +364,18 @@ impl Session {
         Ok(())
     }
 
-    fn finish(&mut self) -> Result<(), EndError> {
+    fn finish(&mut self, in_use: InUse) -> Result<(), EndError> {
         if std::mem::replace(&mut self.is_ended, true) {
             return Ok(());
         }
-        let unmounted = self.unmount();
+        let unmounted = self.unmount(in_use);
         let joined = self.join();
         self.shared.file_system.destroy();
         unmounted.and(joined)
     }
 
     /// Takes the mount away. Requests under way are answered before if no process uses it, and fail otherwise.
-    fn unmount(&self) -> Result<(), EndError> {
+    fn unmount(&self, in_use: InUse) -> Result<(), EndError> {
         let directory = || self.shared.mounted.directory().to_owned();
         let mut left = None;
         let result = match self.unmount_unused() {
@@ -355,10 +383,11 @@ impl Session {
             Err(error) if is_busy(&error) => {
                 let written = self.write_back(&mut left);
                 // No process is to find files here that are not served.
-                let detached = self.shared.mounted.detach();
+                let detached = if in_use == InUse::Detach { self.shared.mounted.detach() } else { Ok(()) };
                 match (detached, written) {
                     (Err(source), _) => Err(EndError::Mounted { directory: directory(), source }),
                     (Ok(()), Err(why)) => Err(EndError::Unwritten { directory: directory(), why }),
+                    (Ok(()), Ok(())) if in_use == InUse::Leave => Err(EndError::Left { directory: directory() }),
                     (Ok(()), Ok(())) => Err(EndError::Busy { directory: directory() }),
                 }
             }
@@ -443,7 +472,7 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        if let Err(error) = self.finish() {
+        if let Err(error) = self.finish(InUse::Detach) {
             tracing::warn!("{error}");
         }
     }
@@ -471,6 +500,15 @@ impl Shared {
     fn running(&self) -> MutexGuard<'_, usize> {
         self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// What becomes of a mount that is in use when its session ends.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum InUse {
+    /// It is taken out of the tree.
+    Detach,
+    /// It stays, and is dead.
+    Leave,
 }
 
 /// Counts a thread until it ends.

@@ -71,6 +71,10 @@ pub(crate) enum Mutant {
     NumberUsedAgain,
     /// A block of zeros in the extents is judged by its bytes, which are of a write before.
     ZerosAreJudged,
+    /// What a page cache has accepted and the volume has refused is said once, and later writes of the file go on.
+    RefusedOnce,
+    /// What is written is answered before it has its space.
+    AnsweredWithoutSpace,
 }
 
 thread_local! {

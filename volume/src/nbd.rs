@@ -20,7 +20,7 @@ use remora_nbd::device::{Answer, Later, Payload};
 use remora_nbd::protocol::extent_flags::{HOLE, ZERO};
 use remora_nbd::reply::{Errno, Extent, Failure};
 use remora_nbd::request::Zero;
-use remora_nbd::server::StartError;
+use remora_nbd::server::{Bound, StartError};
 use remora_nbd::{Address, Device, Geometry, Offer, Server, ServerOptions};
 
 use crate::client::{Error, LEAST_SUBMITTED_BYTES, Request, Volume, is_set};
@@ -40,12 +40,21 @@ impl VolumeServer {
     /// # Errors
     /// [`StartError`].
     pub fn start(volume: Volume, name: &str, options: &ServerOptions) -> Result<VolumeServer, StartError> {
+        let bound = Bound::new(options)?;
+        VolumeServer::serve(volume, name, bound)
+    }
+
+    /// Serves it at a place where it listens already.
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub fn serve(volume: Volume, name: &str, bound: Bound) -> Result<VolumeServer, StartError> {
         let device = Arc::new(VolumeDevice::new(volume));
         let shape = device.volume.shape();
         let copies = shape.copies().number();
         let description = format!("a volume of {} blocks of {BLOCK_BYTES} bytes, {copies} copies", shape.blocks());
         let offer = Offer { name: name.to_owned(), description, device: Arc::clone(&device) as Arc<dyn Device> };
-        let server = Some(Server::start(vec![offer], options)?);
+        let server = Some(Server::serve(vec![offer], bound)?);
         Ok(VolumeServer { device, server })
     }
 

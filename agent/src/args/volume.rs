@@ -112,15 +112,21 @@ pub struct MountArgs {
     #[arg(long, conflicts_with_all = ["read_only", "write_through", "ahead"])]
     pub image: bool,
 
-    /// Each write goes to the servers before it is answered. Without this option the system keeps writes in its page
-    /// cache, as it does for a disk, and `fsync` waits for the servers.
+    /// Each write is answered when the servers have it. Without this option it is answered when it has its space in the
+    /// volume and is on its way, and `fsync` and `close` wait for the servers.
     #[arg(long)]
     pub write_through: bool,
 
-    /// How much of what the page cache writes back may be on its way to the servers without holding up the page cache.
-    /// `fsync` and `close` wait for all of it, and its order is kept. 0: each write waits.
+    /// How much of what was written may be on its way to the servers without holding up those who write. `fsync` and
+    /// `close` wait for all of it, and its order is kept. 0: each write waits.
     #[arg(long, value_name = "SIZE", default_value = "64MiB", conflicts_with = "write_through")]
     pub ahead: Size,
+
+    /// Take the mount away however the command ends. Without this option it stays if the volume has ended, or if
+    /// processes use it, and every use of it fails: a program that is started again must not write into the directory
+    /// below. The command, started again, takes the place of such a mount; `umount` removes it.
+    #[arg(long)]
+    pub unmount_at_end: bool,
 
     /// Only this user can use the files. Without this option permissions decide, as on a disk.
     #[arg(long)]

@@ -2,7 +2,7 @@
 
 use std::fs::OpenOptions;
 use std::io::{self, Read, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use remora_volume::shape::{BLOCK_BYTES, Copies, Shape, VolumeId};
 use serde::{Deserialize, Serialize};
@@ -21,6 +21,29 @@ const MOST_BYTES: u64 = 16 << 10;
 pub(super) struct VolumeFile {
     pub(super) shape: Shape,
     pub(super) servers: Vec<HostPort>,
+}
+
+/// A file that is written and has not taken its place. Otherwise it is removed.
+pub(super) struct Prepared {
+    beside: PathBuf,
+    path: PathBuf,
+}
+
+impl Prepared {
+    /// It takes its place. A reader finds the earlier one or this one.
+    ///
+    /// # Errors
+    /// The earlier one is left.
+    pub(super) fn replace(self) -> Result<(), Failure> {
+        let failed = |error| Failure::local(format!("cannot write {}: {error}", self.path.display()));
+        std::fs::rename(&self.beside, &self.path).map_err(failed)
+    }
+}
+
+impl Drop for Prepared {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.beside); // it is usually not there any more
+    }
 }
 
 /// The words of the file.
@@ -65,26 +88,24 @@ impl VolumeFile {
         Ok(VolumeFile { shape, servers: servers.collect::<Result<_, _>>()? })
     }
 
-    /// Writes the file anew. A reader finds the earlier one or this one.
+    /// Writes the file that is to take the place of the earlier one, beside it: whatever keeps it from being written is
+    /// known before anything else changes.
     ///
     /// # Errors
-    /// The earlier one is left.
-    pub(super) fn replace(&self, path: &Path) -> Result<(), Failure> {
+    /// It cannot be written.
+    pub(super) fn prepare(&self, path: &Path) -> Result<Prepared, Failure> {
         let mut beside = path.as_os_str().to_owned();
         beside.push(".new");
-        let beside = Path::new(&beside);
+        let beside = PathBuf::from(beside);
         // One is left if an earlier command was interrupted.
-        match std::fs::remove_file(beside) {
+        match std::fs::remove_file(&beside) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 return Err(Failure::local(format!("cannot remove {}: {error}", beside.display())));
             }
             _ => {}
         }
-        self.write(beside)?;
-        std::fs::rename(beside, path).map_err(|error| {
-            let _ = std::fs::remove_file(beside);
-            Failure::local(format!("cannot write {}: {error}", path.display()))
-        })
+        self.write(&beside)?;
+        Ok(Prepared { beside, path: path.to_owned() })
     }
 
     /// Writes a new file. What is there already is left alone.
@@ -162,7 +183,9 @@ mod tests {
         assert!(refused.message.contains("exists"), "{refused}");
         let larger = VolumeFile { shape: shape(VolumeId([7; 16]), 2 << 20, 3, 2).unwrap(), ..described() };
         std::fs::write(folder.path().join("data.volume.new"), "left by a command that was interrupted").unwrap();
-        larger.replace(&path).unwrap();
+        drop(larger.prepare(&path).unwrap());
+        assert_eq!(VolumeFile::read(&path).unwrap(), described(), "not in its place");
+        larger.prepare(&path).unwrap().replace().unwrap();
         assert_eq!(VolumeFile::read(&path).unwrap(), larger);
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
     }

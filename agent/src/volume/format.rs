@@ -1,9 +1,9 @@
 //! `remora volume format`.
 
-use remora_volume::files::Files;
+use remora_volume::files::{Files, Purpose};
 use remora_volume::names::New;
 
-use super::mount::files_failure;
+use super::failure::files_failure;
 use super::opening::Opening;
 use crate::args::FormatArgs;
 use crate::exit::Failure;
@@ -19,7 +19,8 @@ pub(super) async fn run(args: FormatArgs) -> Result<(), Failure> {
     let opening = Opening::read(&args.writer)?;
     let name = opening.name().to_owned();
     let of = name.clone();
-    let made = opening.open(&mut signals, move |volume| {
+    let purpose = Purpose::Format { force: args.force };
+    let made = opening.open(&mut signals, purpose, move |volume| {
         let root =
             New { uid: rustix::process::getuid().as_raw(), gid: rustix::process::getgid().as_raw(), ..New::default() };
         Files::format(&volume, &root, args.force).map_err(|error| files_failure(&of, &error))

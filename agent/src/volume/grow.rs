@@ -26,6 +26,8 @@ pub(super) fn run(args: &GrowArgs) -> Result<(), Failure> {
         let bytes = shape.blocks() * BLOCK_BYTES as u64;
         return Err(usage(format!("--size: {name} has {bytes} bytes, and a volume does not become smaller")));
     }
+    // Before a writer is ended for it.
+    let prepared = VolumeFile { shape: larger, servers: names.clone() }.prepare(&args.file)?;
     let security = protection.of_connections()?;
     let options = ClientOptions { security, take_over: args.take_over, ..ClientOptions::default() };
     let blocks = shape.blocks() * servers.len() as u64;
@@ -53,7 +55,7 @@ pub(super) fn run(args: &GrowArgs) -> Result<(), Failure> {
     // Fewer could not open the volume with the new size.
     let is_enough = has_it >= shape.copies().promises();
     if is_enough {
-        VolumeFile { shape: larger, ..described }.replace(&args.file)?;
+        prepared.replace()?;
         progress::say(&format!("{name}: the volume has {} bytes now", larger.blocks() * BLOCK_BYTES as u64));
     }
     if left.is_empty() && is_enough {
@@ -63,5 +65,10 @@ pub(super) fn run(args: &GrowArgs) -> Result<(), Failure> {
         left.push("too few servers have a copy".into());
     }
     let text = format!("the volume {name} has not grown everywhere: {}", left.join("; "));
-    Err(Failure::new(Code::Volume, text).and("run the command again when these servers answer"))
+    let bytes = shape.blocks() * BLOCK_BYTES as u64;
+    let cure = match is_enough {
+        true => "run the command again when these servers answer".to_owned(),
+        false => format!("run the command again when these servers answer, or go back with --size {bytes}"),
+    };
+    Err(Failure::new(Code::Volume, text).and(&cure))
 }

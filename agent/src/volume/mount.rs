@@ -4,17 +4,19 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use remora_fuse::SessionOptions;
-use remora_volume::client::{Error, Volume};
-use remora_volume::files::FilesError;
-use remora_volume::mount::{Contents, FollowedFiles, MountError, Mounted, MountedFiles, MountedImage, mount_options};
+use remora_fuse::{EndError, SessionOptions};
+use remora_volume::client::Volume;
+use remora_volume::files::Purpose;
+use remora_volume::mount::{
+    AtEnd, Contents, FollowedFiles, MountError, Mounted, MountedFiles, MountedImage, mount_options,
+};
 use remora_volume::writer::End;
 
-use super::failure::failure;
+use super::failure::{ended, files_failure};
 use super::metrics::Shown;
 use super::opening::{IS_OPENED, Opening};
 use crate::args::{MetricsFileArgs, MountArgs};
-use crate::exit::{Code, Failure};
+use crate::exit::Failure;
 use crate::metrics::{Agent, Scrape, Scrapes, Watch};
 use crate::service::Service;
 use crate::signals::Signals;
@@ -36,11 +38,17 @@ pub(super) async fn run(args: MountArgs) -> Result<(), Failure> {
     let options = SessionOptions {
         mount: mount_options(&name, args.read_only, !args.private),
         ring: !args.no_ring,
-        write_back: !args.write_through,
         ..SessionOptions::default()
     };
     let (of, directory) = (name.clone(), args.directory.clone());
     let at = &args.directory;
+    // Before a writer is ended for it.
+    let (looked, mounts) = (directory.clone(), options.mount.clone());
+    let checked = blocking(move || {
+        remora_fuse::mount::check(&looked, &mounts).map_err(|error| Failure::local(error.to_string()))
+    });
+    checked.await?;
+    let at_end = if args.unmount_at_end { AtEnd::Unmount } else { AtEnd::Leave };
     if args.read_only {
         let opened = opening.open_read_only(&mut signals, move |volume| {
             let counter = volume.counter();
@@ -51,53 +59,87 @@ pub(super) async fn run(args: MountArgs) -> Result<(), Failure> {
         tracing::info!(volume = %name, directory = %at.display(), transport = ?mounted.transport(),
             "files mounted read-only");
         let answer = |scrape| shown.answer_reader(counter.counts(), scrape);
-        until_over(&mut signals, at, || None, |limit| mounted.wait(limit), &mut scrapes, answer).await;
-        return blocking(move || mounted.end().map_err(|error| Failure::local(error.to_string()))).await;
+        let over = until_over(&mut signals, at, || None, |limit| mounted.wait(limit), &mut scrapes, answer).await;
+        let ended = blocking(move || match over {
+            Over::Unserved if mounted.is_mounted() => Err(unserved(mounted.abandon(at_end))),
+            _ => mounted.end(at_end).map_err(|error| Failure::local(error.to_string())),
+        });
+        return ended.await;
     }
     let ahead = if args.write_through { 0 } else { usize::try_from(args.ahead.get()).unwrap_or(usize::MAX / 2) };
     if args.image {
-        let opened = opening.open(&mut signals, move |volume| {
+        let opened = opening.open(&mut signals, Purpose::Device, move |volume| {
             let volume = Arc::new(volume);
-            let options = SessionOptions { write_back: false, ..options };
             let mounted = MountedImage::mount(Arc::clone(&volume), &directory, &options);
             Ok((mounted.map_err(|error| mount_failure(&of, error))?, volume))
         });
         let ((mounted, volume), _rereading) = scrapes.meanwhile(IS_OPENED, opened).await?;
         tracing::info!(volume = %name, file = %at.join("image").display(), transport = ?mounted.transport(),
             "image mounted");
-        return serve(&shown, at, &mut signals, mounted, volume, &mut scrapes).await;
+        return serve((&shown, at, at_end), &mut signals, mounted, volume, &mut scrapes).await;
     }
-    let opened = opening.open(&mut signals, move |volume| {
+    let opened = opening.open(&mut signals, Purpose::Files, move |volume| {
         let volume = Arc::new(volume);
         let mounted = MountedFiles::mount(Arc::clone(&volume), &directory, ahead, &options);
         Ok((mounted.map_err(|error| mount_failure(&of, error))?, volume))
     });
     let ((mounted, volume), _rereading) = scrapes.meanwhile(IS_OPENED, opened).await?;
     tracing::info!(volume = %name, directory = %at.display(), transport = ?mounted.transport(), "files mounted");
-    serve(&shown, at, &mut signals, mounted, volume, &mut scrapes).await
+    serve((&shown, at, at_end), &mut signals, mounted, volume, &mut scrapes).await
 }
 
 /// Serves what is mounted of a volume until one of the two is over, or a signal comes.
 async fn serve<T: Contents>(
-    shown: &Shown,
-    directory: &Path,
+    (shown, directory, at_end): (&Shown, &Path, AtEnd),
     signals: &mut Signals,
     mounted: Mounted<T>,
     volume: Arc<Volume>,
     scrapes: &mut Scrapes,
 ) -> Result<(), Failure> {
     let answer = |scrape| shown.answer(&volume, scrape);
-    let end = until_over(signals, directory, || volume.end(), |limit| mounted.wait(limit), scrapes, answer).await;
-    let ended = blocking(move || {
-        let ended = mounted.end();
+    let over = until_over(signals, directory, || volume.end(), |limit| mounted.wait(limit), scrapes, answer).await;
+    let failure = match over {
+        Over::Volume(end) => Some(ended(shown, &volume, end)),
+        _ => None,
+    };
+    let closed = blocking(move || {
+        let local = |ended: Result<(), EndError>| ended.map_err(|error| Failure::local(error.to_string()));
+        let closed = match over {
+            Over::Volume(_) => local(mounted.abandon(at_end)),
+            Over::Unserved if mounted.is_mounted() => Err(unserved(mounted.abandon(at_end))),
+            Over::Unserved | Over::Signal => local(mounted.end(at_end)),
+        };
         drop(volume);
-        ended.map_err(|error| Failure::local(error.to_string()))
+        closed
     });
-    let ended = ended.await;
-    end.map_or(ended, |end: End| Err(failure(&shown.file, &Error::Ended(end))))
+    let closed = closed.await;
+    match failure {
+        None => closed,
+        Some(failure) if at_end == AtEnd::Leave => Err(failure.and(&format!("{} {LEFT}", directory.display()))),
+        Some(failure) => Err(failure),
+    }
 }
 
-/// Waits for a signal, for the end of the mount, or for that of the volume, which is returned.
+/// What the user is told of a mount that is left.
+const LEFT: &str = "stays mounted, and every use of it fails, until this command is started again or it is unmounted";
+
+/// The kernel does not ask any more, and nobody has unmounted it.
+fn unserved(left: Result<(), EndError>) -> Failure {
+    let why = left.err().map(|error| format!(": {error}")).unwrap_or_default();
+    Failure::local(format!("the kernel's connection has failed, or another process has aborted it{why}"))
+}
+
+/// Why a mount is over.
+#[derive(Clone, Copy)]
+enum Over {
+    Signal,
+    /// The volume has ended.
+    Volume(End),
+    /// It was unmounted, or its connection has failed.
+    Unserved,
+}
+
+/// Waits for a signal, for the end of the mount, or for that of the volume.
 async fn until_over(
     signals: &mut Signals,
     directory: &Path,
@@ -105,22 +147,22 @@ async fn until_over(
     wait: impl Fn(Duration) -> bool,
     scrapes: &mut Scrapes,
     answer: impl Fn(Scrape),
-) -> Option<End> {
+) -> Over {
     let _service = Service::ready(&format!("mounted at {}", directory.display()));
     loop {
         tokio::select! {
             signal = signals.next() => {
                 tracing::info!("stopped by {signal}: unmounting");
-                return None;
+                return Over::Signal;
             }
             scrape = scrapes.next() => answer(scrape),
             () = tokio::time::sleep(LOOK_AGAIN) => {
                 if let Some(end) = end() {
-                    return Some(end);
+                    return Over::Volume(end);
                 }
                 if wait(Duration::ZERO) {
                     tracing::info!(directory = %directory.display(), "unmounted");
-                    return None;
+                    return Over::Unserved;
                 }
             }
         }
@@ -133,13 +175,5 @@ fn mount_failure(name: &str, error: MountError) -> Failure {
         MountError::Files(error) => files_failure(name, &error),
         MountError::Session(error) => Failure::local(error.to_string()),
         MountError::Thread(_) => Failure::local(error.to_string()),
-    }
-}
-
-/// Why there are no files in the volume with this name, and what to do.
-pub(super) fn files_failure(name: &str, error: &FilesError) -> Failure {
-    match error {
-        FilesError::Disk(error) => failure(name, error),
-        _ => Failure::new(Code::Volume, format!("the volume {name}: {error}")),
     }
 }

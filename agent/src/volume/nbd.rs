@@ -4,11 +4,15 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use remora_nbd::protocol::MAX_STRING_BYTES;
+use remora_nbd::server::Bound;
 use remora_nbd::{Address, ServerOptions, TlsConfig};
-use remora_volume::client::{Error, ReadCounts, WriteCounts};
+use remora_volume::client::{ReadCounts, Request, WriteCounts};
+use remora_volume::files::Purpose;
 use remora_volume::nbd::VolumeServer;
+use remora_volume::wire::Run;
 
-use super::failure::failure;
+use super::failure::{ended, files_failure};
 use super::opening::{IS_OPENED, Opening};
 use crate::args::{MetricsFileArgs, NbdArgs, NbdTlsArgs};
 use crate::conversation::certificate_roles::CertificateRoles;
@@ -35,8 +39,17 @@ pub(super) async fn run(args: NbdArgs) -> Result<(), Failure> {
     let _replacing = certificates.map(|own| signals::on_hangup(move || own.read_again())).transpose()?;
     let opening = Opening::read(&args.writer)?;
     let (name, shown) = (opening.name().to_owned(), opening.shown());
-    let opened = opening.open(&mut signals, move |volume| {
-        VolumeServer::start(volume, &args.export, &door).map_err(|error| Failure::local(error.to_string()))
+    // Before a writer is ended for it.
+    if args.export.len() > MAX_STRING_BYTES {
+        return Err(Failure::refused(format!("--export: a name has at most {MAX_STRING_BYTES} bytes")));
+    }
+    let bound = Bound::new(&door).map_err(|error| Failure::local(error.to_string()))?;
+    let of = name.clone();
+    let opened = opening.open(&mut signals, Purpose::Device, move |volume| {
+        let read = |run: Run| volume.request(Request::Read(run)).map_err(|error| error.to_string());
+        let checked = Purpose::Device.check(volume.shape().blocks(), read);
+        checked.map_err(|error| files_failure(&of, &error))?;
+        VolumeServer::serve(volume, &args.export, bound).map_err(|error| Failure::local(error.to_string()))
     });
     let (server, _rereading) = scrapes.meanwhile(IS_OPENED, opened).await?;
     let address = server.address().map(Address::to_string).unwrap_or_default();
@@ -60,12 +73,13 @@ pub(super) async fn run(args: NbdArgs) -> Result<(), Failure> {
     let (ReadCounts { here, far, asked }, WriteCounts { inline, pulled, .. }) =
         (server.volume().read_counts(), server.volume().write_counts());
     tracing::info!(here, far, asked, inline, pulled, "how blocks were read and written");
+    let failure = end.map(|end| ended(&shown, server.volume(), end));
     blocking(move || {
         drop(server);
         Ok(())
     })
     .await?;
-    end.map_or(Ok(()), |end| Err(failure(&name, &Error::Ended(end))))
+    failure.map_or(Ok(()), Err)
 }
 
 /// Where NBD clients connect.

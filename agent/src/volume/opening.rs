@@ -2,10 +2,11 @@
 
 use remora_messenger::Address;
 use remora_volume::client::{ClientOptions, Reads, Volume};
+use remora_volume::files::{FilesError, Purpose};
 use remora_volume::read_only::{ReadOnly, ReadOnlyOptions};
 use remora_volume::shape::Shape;
 
-use super::failure::failure;
+use super::failure::{failure, files_failure};
 use super::file::VolumeFile;
 use super::metrics::Shown;
 use super::servers::Protection;
@@ -57,18 +58,26 @@ impl Opening {
         Shown { file: self.name.clone(), shape: self.file.shape, servers }
     }
 
-    /// Opens the volume, and has `use_it` done with it by a thread that may wait. What is returned beside its result
-    /// keeps the files of tokens and certificates up to date.
+    /// Opens the volume for this purpose, and has `use_it` done with it by a thread that may wait. What is returned
+    /// beside its result keeps the files of tokens and certificates up to date.
+    ///
+    /// If another writer may be replaced for it, what the volume holds is looked at before: that writer goes on if it
+    /// is not what is wanted. Whatever of this host can keep `use_it` from succeeding is to be tried before this is
+    /// called.
     ///
     /// # Errors
     /// A server's name is not known, the volume cannot be opened, or a signal came before.
     pub(super) async fn open<T: Send + 'static>(
         self,
         signals: &mut Signals,
+        purpose: Purpose,
         use_it: impl FnOnce(Volume) -> Result<T, Failure> + Send + 'static,
     ) -> Result<(T, AbortOnDrop), Failure> {
         let name = self.name.clone();
         let opened = self.open_by(signals, move |shape, servers, options| {
+            if options.take_over {
+                look(&name, purpose, shape, servers, options)?;
+            }
             use_it(Volume::open(shape, servers, options).map_err(|error| failure(&name, &error))?)
         });
         opened.await
@@ -115,6 +124,30 @@ impl Opening {
                 Err(Failure::new(Code::Interrupted, format!("stopped by {signal} before {name} was open")))
             }
         }
+    }
+}
+
+/// Whether the volume holds what it is opened for, before the writer that has it open is replaced.
+///
+/// # Errors
+/// It does not. Nothing was changed.
+fn look(
+    name: &str,
+    purpose: Purpose,
+    shape: Shape,
+    servers: &[Address],
+    options: &ClientOptions,
+) -> Result<(), Failure> {
+    let peek = Volume::peek(shape, servers, options).map_err(|error| failure(name, &error))?;
+    let Some(peek) = peek else { return Ok(()) };
+    match purpose.check(peek.blocks(), |run| peek.read(run)) {
+        Ok(()) => Ok(()),
+        // The opening itself says why.
+        Err(FilesError::Blocks(why)) => {
+            tracing::info!(volume = name, why, "what the volume holds could not be looked at before");
+            Ok(())
+        }
+        Err(error) => Err(files_failure(name, &error).and("the writer that has it open goes on")),
     }
 }
 

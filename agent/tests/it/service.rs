@@ -131,7 +131,7 @@ fn systemd_finds_nothing_to_object_to_in_the_units() {
         std::fs::write(&copy, text.replace("/usr/bin/remora ", concat!(env!("CARGO_BIN_EXE_remora"), " "))).unwrap();
         copies.push(copy);
     }
-    assert_eq!(copies.len(), 5);
+    assert_eq!(copies.len(), 6);
     let output = Command::new("systemd-analyze").args(["verify", "--man=no"]).args(&copies).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     let about_ours: Vec<&str> = said.lines().filter(|line| line.contains("remora-")).collect();

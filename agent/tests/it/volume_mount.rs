@@ -16,7 +16,7 @@ use crate::kit::{Directory, LONG, ends, says};
 use crate::volume::Scene;
 
 /// Mounts the files of a volume at a directory, which it makes if it is missing.
-fn mount(scene: &Scene, file: &str, name: &str, more: &[&str]) -> (Agent, Directory) {
+pub(crate) fn mount(scene: &Scene, file: &str, name: &str, more: &[&str]) -> (Agent, Directory) {
     mount_as(scene, file, name, more, "files mounted")
 }
 

@@ -239,6 +239,11 @@ impl OpenFlags {
         self.0 & ACCESS_MODE
     }
 
+    /// Each write must be safe when it is answered: `O_DSYNC`, which `O_SYNC` contains.
+    pub fn is_synchronous(self) -> bool {
+        self.has(rustix::fs::OFlags::DSYNC)
+    }
+
     fn has(self, flag: rustix::fs::OFlags) -> bool {
         self.0 & flag.bits() != 0
     }
@@ -275,6 +280,8 @@ pub struct Write<'a> {
     pub data: Payload<'a>,
     /// The kernel writes its cache back. The handle may then be another's that has the file open for writing.
     pub is_from_cache: bool,
+    /// How the file is open, and how the call wants it: with `O_DSYNC` or `O_SYNC` if it must be safe.
+    pub flags: OpenFlags,
 }
 
 /// An open file whose descriptor is closed, or whose last one is.
@@ -351,6 +358,8 @@ pub struct WriteFields {
     pub size: u32,
     /// See [`Write::is_from_cache`].
     pub is_from_cache: bool,
+    /// See [`Write::flags`].
+    pub flags: OpenFlags,
 }
 
 /// One request.

@@ -43,13 +43,17 @@ pub fn parse_write(header: &InHeader, operation: &[u8], length: usize) -> Result
     let wanted = operation_bytes(op::WRITE);
     let fields = Fields(operation.get(..wanted).ok_or(Errno::INVAL)?);
     let mut parser = Parser { header, fields, payload: Fields(&[]) };
-    let fields = parser.place().and_then(|place| Some((place, parser.fields.u32()?)));
-    let ((handle, offset, size), flags) = fields.ok_or(Errno::INVAL)?;
+    let fields = parser.place().and_then(|place| {
+        let (how, _lock_owner) = (parser.fields.u32()?, parser.fields.u64()?);
+        Some((place, how, OpenFlags(parser.fields.u32()?)))
+    });
+    let ((handle, offset, size), how, flags) = fields.ok_or(Errno::INVAL)?;
     if length < size as usize {
         return Err(Errno::INVAL);
     }
     range(offset, size.into())?;
-    Ok(WriteFields { node: header.node, handle, offset, size, is_from_cache: flags & abi::WRITE_CACHE != 0 })
+    let is_from_cache = how & abi::WRITE_CACHE != 0;
+    Ok(WriteFields { node: header.node, handle, offset, size, is_from_cache, flags })
 }
 
 struct Parser<'h, 'a> {
@@ -330,11 +334,11 @@ mod tests {
 
         #[test]
         fn what_is_asked_of_content_arrives(handle: u64, offset in 0..1_u64 << 62, size in 0..1_u32 << 20, other: u32) {
-            let place = fields(|f| _ = f.put_u64(handle).put_u64(offset).put_u32(size).put_u32(other).put_u64(0).put_u64(0));
+            let place = fields(|f| _ = f.put_u64(handle).put_u64(offset).put_u32(size).put_u32(other).put_u64(0).put_u32(!other).put_u32(0));
             let node = NODE;
             prop_assert_eq!(parsed(op::READ, &place, &[]), Ok(Request::Read(Read { node, handle, offset, size })));
             let is_from_cache = other & 1 != 0;
-            let written = WriteFields { node, handle, offset, size, is_from_cache };
+            let written = WriteFields { node, handle, offset, size, is_from_cache, flags: OpenFlags(!other) };
             let data = vec![0; size as usize];
             prop_assert_eq!(parsed(op::WRITE, &place, &data), Ok(Request::Write(written)));
             if size > 0 {

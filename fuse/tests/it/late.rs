@@ -149,11 +149,11 @@ impl FileSystem for Elsewhere {
     }
 
     fn write(&self, asked: Write<'_>, answer: Answer<'_, Written>) {
-        let Write { node, handle, offset, data, is_from_cache } = asked;
+        let Write { node, handle, offset, data, is_from_cache, flags } = asked;
         let (later, data, delay) = (answer.later(), data.into_bytes(), self.delay);
         self.send(move |inner| {
             std::thread::sleep(delay);
-            let asked = Write { node, handle, offset, data: Payload::borrowed(&data), is_from_cache };
+            let asked = Write { node, handle, offset, data: Payload::borrowed(&data), is_from_cache, flags };
             later.answer_by(|answer| inner.write(asked, answer));
         });
     }

@@ -128,12 +128,41 @@ impl Running {
     }
 }
 
+/// A place where a server will listen. Clients that connect wait until it serves.
+pub struct Bound {
+    listener: Listener,
+    address: Address,
+    options: ServerOptions,
+}
+
+impl Bound {
+    /// Listens.
+    ///
+    /// # Errors
+    /// [`StartError::Listen`].
+    pub fn new(options: &ServerOptions) -> Result<Bound, StartError> {
+        let failed = |error| StartError::Listen { address: options.address.clone(), error };
+        let listener = Listener::bind(&options.address).map_err(failed)?;
+        let address = listener.address().map_err(failed)?;
+        Ok(Bound { listener, address, options: options.clone() })
+    }
+}
+
 impl Server {
     /// Starts to serve.
     ///
     /// # Errors
     /// [`StartError`].
     pub fn start(offers: Vec<Offer>, options: &ServerOptions) -> Result<Server, StartError> {
+        Server::serve(offers, Bound::new(options)?)
+    }
+
+    /// Starts to serve at a place where it listens already.
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub fn serve(offers: Vec<Offer>, bound: Bound) -> Result<Server, StartError> {
+        let Bound { listener, address, options } = bound;
         let exports = offers.iter().map(export).collect::<Result<Vec<_>, _>>()?;
         if let Some(twice) =
             exports.iter().enumerate().find(|(at, one)| exports[..*at].iter().any(|e| e.name == one.name))
@@ -143,9 +172,6 @@ impl Server {
         if exports.is_empty() {
             return Err(StartError::Export { name: String::new(), why: "there is nothing to export" });
         }
-        let failed = |error| StartError::Listen { address: options.address.clone(), error };
-        let listener = Listener::bind(&options.address).map_err(failed)?;
-        let address = listener.address().map_err(failed)?;
         let devices = offers.into_iter().map(|offer| offer.device).collect();
         let shared = Arc::new(Shared {
             served: Served { exports: exports.into(), devices, tls: options.tls.clone() },

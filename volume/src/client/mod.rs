@@ -14,6 +14,7 @@
 //! - `outgoing`: memory out of which servers pull large writes.
 //! - `window`: how much may be under way at a server.
 //! - `long`: requests of any length, as several.
+//! - `peek`: what a volume holds, looked at before its writer is replaced.
 //! - `once`: what is asked without opening a volume: to make it, how its copies stand, to scrub or remove them.
 //!
 //! A write is completed when as many copies as must hold it have applied it, a read when everything that it returns is
@@ -26,6 +27,7 @@ mod here;
 mod long;
 mod once;
 mod outgoing;
+mod peek;
 mod reads;
 mod regions;
 mod remote;
@@ -37,7 +39,7 @@ use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::mpsc;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -48,6 +50,7 @@ use self::driver::Driver;
 use self::here::{Here, UnderWay};
 pub use self::once::Left;
 pub use self::outgoing::{NotAWay, Writes};
+pub use self::peek::Peek;
 pub use self::reads::{NotAWayToRead, Reads};
 use self::regions::News;
 pub use self::request::Request;
@@ -159,7 +162,7 @@ pub enum Error {
         servers: usize,
     },
     /// A server refused to make a copy, or did not answer.
-    #[error("{server}: {why}{left}")]
+    #[error("{server}: {why}{}", left.made())]
     NotCreated {
         /// The server.
         server: String,
@@ -168,11 +171,20 @@ pub enum Error {
         /// Servers that have made a copy and could not be told to remove it.
         left: Left,
     },
+    /// A server refused to make its copy larger. The volume has the size of before.
+    #[error("the volume has not grown: {why}{}", left.grown())]
+    NotGrown {
+        /// Who refused, and why.
+        why: String,
+        /// Servers whose copies have grown and could not be told to go back.
+        left: Left,
+    },
     /// The system provides no thread.
     #[error("starting a client: {0}")]
     System(Arc<io::Error>),
 }
 
+// Larger than the bound: it is also what is asked of a volume without opening it.
 /// A volume that this process has open for writing.
 #[derive(Debug)]
 pub struct Volume {
@@ -194,6 +206,8 @@ struct Shared {
     compared: [AtomicU64; Copies::MOST],
     counts: Counts,
     regions: Arc<Here>,
+    /// Why each server was left out last.
+    left_out: [Mutex<String>; Copies::MOST],
 }
 
 impl Default for Shared {
@@ -205,6 +219,7 @@ impl Default for Shared {
             compared: [const { AtomicU64::new(NO_CATCH_UP) }; Copies::MOST],
             counts: Counts::default(),
             regions: Arc::default(),
+            left_out: Default::default(),
         }
     }
 }
@@ -305,6 +320,12 @@ impl Volume {
     pub fn members(&self) -> Vec<ServerId> {
         let members = self.shared.members.load(Ordering::Relaxed);
         (0..self.shape.copies().number()).filter(|number| members & 1 << number != 0).map(ServerId).collect()
+    }
+
+    /// Why a server was left out last, in the words of the server if it has refused. `None`: it never was.
+    pub fn left_out(&self, server: ServerId) -> Option<String> {
+        let why = self.shared.left_out.get(server.0)?.lock().unwrap_or_else(PoisonError::into_inner);
+        (!why.is_empty()).then(|| why.clone())
     }
 
     /// How many blocks the catch-up of a copy has compared, as far as its server has said. `None`: none is under way.

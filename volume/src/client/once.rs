@@ -1,6 +1,5 @@
 //! Once: one question to servers, without opening the volume.
 
-use std::fmt;
 use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 
@@ -11,7 +10,7 @@ use super::{AT_WORK, ClientOptions, Error, Event, Post, Volume, count, messenger
 use crate::link;
 use crate::message::Standing;
 use crate::shape::Shape;
-use crate::wire::{Call, Findings, Reply, Status};
+use crate::wire::{Call, Cause, Findings, Reply, Status};
 
 impl Volume {
     /// Makes the copies of a new volume, one after the other. Its identity must be new: [`super::new_id`].
@@ -126,18 +125,21 @@ impl Volume {
 
 impl Volume {
     /// Makes a volume larger: its copies become those of a volume of `blocks` blocks. What it holds stays, and zeros
-    /// follow. A writer that is at work is ended first, if that is wanted. `progress` is called with the number of a
-    /// server and how many blocks it has copied. Says of each server whether it has a copy, or why it has not grown.
+    /// follow. All servers are asked first, and if one refuses, nothing changes. Then a writer that is at work is
+    /// ended, if that is wanted. `progress` is called with the number of a server and how many blocks it has copied.
+    /// Says of each server whether it has a copy, or why it has not grown: it did not answer.
     ///
     /// It can be called again, with the shape of before or with that of after: servers that have grown say so. With
     /// that of after twice, a writer of the new size goes on meanwhile, and takes in the servers that were missing.
+    /// With that of before twice, servers whose copies have grown and have no data behind that size go back to it.
     ///
     /// A writer of the former size and one of the new size cannot both acknowledge writes: each needs promises of
     /// servers whose copies have its size, and these keep what they have promised as they grow.
     ///
     /// # Errors
-    /// [`Error::InUse`] if a writer is at work, unless [`ClientOptions::take_over`]: then nothing has grown.
-    /// Otherwise as for [`Volume::standings`].
+    /// [`Error::InUse`] if a writer is at work, unless [`ClientOptions::take_over`]; [`Error::NotGrown`] if a server
+    /// refuses: then no copy has grown, or those that had are as before, as far as they answer. Otherwise as for
+    /// [`Volume::standings`].
     pub fn grow(
         (shape, larger): (Shape, Shape),
         servers: &[Address],
@@ -145,19 +147,50 @@ impl Volume {
         mut progress: impl FnMut(usize, u64),
     ) -> Result<Vec<Result<bool, String>>, Error> {
         count(larger, servers)?;
-        if shape != larger {
-            end_writer(shape, servers, options)?;
-        }
+        let (is_other, takes_over) = (shape != larger, options.take_over);
         let mut asker = Asker::new(options)?;
-        asker.limit = GROW_LIMIT;
-        let call = Call::Grow { shape: larger, takes_over: options.take_over };
-        let answers = asker.ask_until(servers, &call, |server, reply| match reply {
-            Reply::Progress { compared } => {
-                progress(server, *compared);
-                false
+        if is_other {
+            let is_at_work = has_writer(shape, servers, options)?;
+            let may = asker.ask(servers, &Call::MayGrow { shape: larger, takes_over });
+            if let Some(why) = refusals(servers, &may) {
+                return Err(Error::NotGrown { why, left: Left::default() });
             }
-            _ => true,
-        });
+            if is_at_work {
+                replace_writer(shape, servers, options);
+            }
+        }
+        asker.limit = GROW_LIMIT;
+        let mut ask = |call: &Call, places: &[usize]| {
+            let servers: Vec<_> = places.iter().map(|place| servers[*place].clone()).collect();
+            asker.ask_until(&servers, call, |server, reply| match reply {
+                Reply::Progress { compared } => {
+                    progress(places[server], *compared);
+                    false
+                }
+                _ => true,
+            })
+        };
+        let all: Vec<_> = (0..servers.len()).collect();
+        let mut answers = ask(&Call::Grow { shape: larger, takes_over }, &all);
+        let back = Call::GoBack { shape, takes_over };
+        let places = |answers: &[Result<Reply, String>], is_one: fn(&Result<Reply, String>) -> bool| {
+            all.iter().copied().filter(|place| is_one(&answers[*place])).collect::<Vec<_>>()
+        };
+        if let Some(why) = refusals(servers, &answers).filter(|_| is_other) {
+            // Something has changed since they were asked. Those that have grown go back.
+            let grown = places(&answers, |answer| matches!(answer, Ok(Reply::Grown { .. })));
+            let gone = grown.iter().zip(ask(&back, &grown));
+            let left = gone.filter(|(_, gone)| !matches!(gone, Ok(Reply::Grown { .. })));
+            let left = Left(left.map(|(place, _)| servers[*place].to_string()).collect());
+            return Err(Error::NotGrown { why, left });
+        }
+        if !is_other {
+            // Copies of a size that was never agreed.
+            let larger = places(&answers, |answer| matches!(answer, Ok(Reply::Refused { cause: Cause::Shape, .. })));
+            for (place, answer) in larger.iter().zip(ask(&back, &larger)) {
+                answers[*place] = answer;
+            }
+        }
         Ok(answers
             .into_iter()
             .map(|answer| match answer? {
@@ -177,14 +210,14 @@ fn unexpected(reply: &Reply) -> String {
 }
 
 /// A messenger for questions.
-struct Asker {
+pub(super) struct Asker {
     messenger: Messenger,
     events: Receiver<Event>,
-    limit: Duration,
+    pub(super) limit: Duration,
 }
 
 impl Asker {
-    fn new(options: &ClientOptions) -> Result<Asker, Error> {
+    pub(super) fn new(options: &ClientOptions) -> Result<Asker, Error> {
         let (post, events) = mpsc::channel();
         let dispatcher = Post(move |event| _ = post.send(event)); // the question may be over
         Ok(Asker { messenger: messenger(options, dispatcher)?, events, limit: options.copy_limit })
@@ -201,6 +234,17 @@ impl Asker {
         &mut self,
         servers: &[Address],
         call: &Call,
+        is_last: impl FnMut(usize, &Reply) -> bool,
+    ) -> Vec<Result<Reply, String>> {
+        self.ask_for(servers, call, usize::MAX, is_last)
+    }
+
+    /// As [`Asker::ask_until`], but not longer than until this number of last answers has come.
+    pub(super) fn ask_for(
+        &mut self,
+        servers: &[Address],
+        call: &Call,
+        enough: usize,
         mut is_last: impl FnMut(usize, &Reply) -> bool,
     ) -> Vec<Result<Reply, String>> {
         let mut asked: Vec<Asked> = servers.iter().map(|server| self.send(server, call)).collect();
@@ -209,6 +253,9 @@ impl Asker {
             let now = Instant::now();
             for one in asked.iter_mut().filter(|one| one.until <= now) {
                 one.answer.get_or_insert_with(|| Err(late.clone()));
+            }
+            if asked.iter().filter(|one| matches!(one.answer, Some(Ok(_)))).count() >= enough {
+                break;
             }
             let Some(until) = asked.iter().filter(|one| one.answer.is_none()).map(|one| one.until).min() else { break };
             let (connection, answer) = match self.events.recv_timeout(until.saturating_duration_since(now)) {
@@ -256,8 +303,28 @@ struct Asked {
     answer: Option<Result<Reply, String>>,
 }
 
+/// What servers have refused, if any has. One that does not answer refuses nothing.
+fn refusals(servers: &[Address], answers: &[Result<Reply, String>]) -> Option<String> {
+    let refused = servers.iter().zip(answers).filter_map(|(server, answer)| match answer {
+        Ok(Reply::Grown { .. }) | Err(_) => None,
+        Ok(other) => Some(format!("{server}: {}", unexpected(other))),
+    });
+    Some(refused.collect::<Vec<_>>().join("; ")).filter(|why| !why.is_empty())
+}
+
 /// Ends the writer that is at work, if one is and that is wanted.
 fn end_writer(shape: Shape, servers: &[Address], options: &ClientOptions) -> Result<(), Error> {
+    if has_writer(shape, servers, options)? {
+        replace_writer(shape, servers, options);
+    }
+    Ok(())
+}
+
+/// Whether a writer has the volume open.
+///
+/// # Errors
+/// [`Error::InUse`]: it is at work, and is not to be replaced.
+fn has_writer(shape: Shape, servers: &[Address], options: &ClientOptions) -> Result<bool, Error> {
     let statuses = Volume::statuses(shape, servers, options)?;
     for (server, status) in servers.iter().zip(&statuses) {
         let silent = status.as_ref().ok().and_then(|status| status.writer_silent);
@@ -266,10 +333,7 @@ fn end_writer(shape: Shape, servers: &[Address], options: &ClientOptions) -> Res
             return Err(Error::InUse { server: server.to_string(), silent });
         }
     }
-    if statuses.iter().flatten().any(|status| status.writer_silent.is_some()) {
-        replace_writer(shape, servers, options);
-    }
-    Ok(())
+    Ok(statuses.iter().flatten().any(|status| status.writer_silent.is_some()))
 }
 
 /// Replaces a writer that is at work, so that it learns why it ends, and takes no copy back that is removed.
@@ -288,20 +352,29 @@ fn replace_writer(shape: Shape, servers: &[Address], options: &ClientOptions) {
 /// A writer that has nothing to do asks each second, and so learns that it was replaced.
 const TOLD_WITHIN: Duration = Duration::from_secs(2);
 
-/// Servers on which a volume that was not made still has copies.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// Servers whose copies are not as they should be after something was given up.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Left(pub Vec<String>);
 
-impl fmt::Display for Left {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.0.is_empty() {
-            return Ok(());
-        }
-        let servers = self.0.join(" and ");
-        write!(
-            f,
-            "; {servers} may keep a copy that no client will use: restart the server there, and with --store first delete \
-             the volume's folder in the store"
+impl Left {
+    /// What to do about them.
+    fn text(&self, cure: &str) -> String {
+        if self.0.is_empty() { String::new() } else { format!("; {} {cure}", self.0.join(" and ")) }
+    }
+
+    /// After a volume was not made.
+    pub(super) fn made(&self) -> String {
+        self.text(
+            "may keep a copy that no client will use: restart the server there, and with --store first delete the \
+             volume's folder in the store",
+        )
+    }
+
+    /// After a volume has not grown.
+    pub(super) fn grown(&self) -> String {
+        self.text(
+            "may have a copy of the new size, which no writer will use: run `remora volume grow` with the size of \
+             before when the server there answers",
         )
     }
 }

@@ -80,9 +80,16 @@ impl Core {
 
     /// Begins a change. What is known of it at once is told by the caller of this, without the lock.
     fn begin(self: &Arc<Core>, state: &mut State, waiting: Waiting, told: &mut Vec<Told>) {
-        let needs = match self.check().and_then(|()| Ok(waiting.content.needs(&state.names)?)) {
+        let refused = match &waiting.content {
+            Content::Write { ino, .. } => state.refused.check(*ino),
+            _ => Ok(()),
+        };
+        let needs = match self.check().and(refused).and_then(|()| Ok(waiting.content.needs(&state.names)?)) {
             Ok(needs) => needs,
-            Err(error) => return told.push((waiting.caller, Err(error))),
+            Err(error) => {
+                state.refused.note_write(&waiting.content, &error);
+                return told.push((waiting.caller, Err(error)));
+            }
         };
         let live = state.files.entry(waiting.content.ino()).or_default();
         let last = live.last.clone();
@@ -199,10 +206,18 @@ impl Core {
         let (mut write, last) = match planned {
             Ok(planned) => planned,
             Err(error) => {
+                state.refused.note_write(&waiting.content, &error);
                 self.put_blocks(log.into_iter().collect());
+                #[cfg(test)]
+                if caller.is_ahead() && crate::mutant::Mutant::AnsweredWithoutSpace.is_active() {
+                    return told.push((caller, Ok(())));
+                }
                 return told.push((caller, Err(error)));
             }
         };
+        if let Content::Resize { size, .. } = &waiting.content {
+            state.refused.cut(ino, *size);
+        }
         if let Some(live) = state.files.get_mut(&ino) {
             live.last = last;
         }

@@ -20,9 +20,10 @@ use super::disk::{Disk, DiskDone};
 use super::error::FilesError;
 use super::outgoing::{Gate, MOST_BYTES, Outgoing};
 use super::parts::{Content, Known};
+use super::refused::Refused;
 use super::visits::Visits;
 use crate::client::{self, Request};
-use crate::names::{BlocksToWrite, Names, NamesError};
+use crate::names::{BlocksToWrite, Names};
 use crate::wire::Run;
 
 /// Called once, with the result.
@@ -46,6 +47,7 @@ pub(super) struct State {
     pub(super) files: HashMap<u64, Live>,
     /// Changes for which no cluster is free until a read is over, with what is known of them. Their files are busy.
     pub(super) starved: Vec<(Waiting, Known)>,
+    pub(super) refused: Refused,
 }
 
 /// A file whose contents were changed since it was opened.
@@ -100,6 +102,12 @@ impl<T> Caller<T> {
         self
     }
 
+    /// Whether the change may be answered before it is acknowledged.
+    #[cfg(test)]
+    pub(super) fn is_ahead(&self) -> bool {
+        self.ahead.is_some()
+    }
+
     /// If the window permits it, the one to be told now. What is left keeps the room.
     pub(super) fn split(&mut self, ahead: &Arc<Ahead>) -> Option<Caller<T>> {
         self.early = Some(ahead.enter(self.ahead?)?);
@@ -123,7 +131,7 @@ impl Core {
     pub(super) fn new(names: Names, disk: &Arc<dyn Disk>, ahead: usize) -> Core {
         let (failure, visits) = (Arc::default(), Arc::<Visits>::default());
         Core {
-            state: Mutex::new(State { names, files: HashMap::new(), starved: Vec::new() }),
+            state: Mutex::new(State { names, files: HashMap::new(), starved: Vec::new(), refused: Refused::default() }),
             outgoing: Outgoing::new(disk, &visits),
             ahead: Ahead::new(ahead, &failure),
             gate: Gate::new(MOST_BYTES + ahead),
@@ -249,11 +257,16 @@ impl Core {
     }
 
     /// A flush, after this change.
-    pub(super) fn flush(&self, caller: Caller<()>, change: impl FnOnce(&mut Names) -> Result<(), NamesError>) {
+    pub(super) fn flush(
+        &self,
+        caller: Caller<()>,
+        change: impl FnOnce(&mut Names, &Refused) -> Result<(), FilesError>,
+    ) {
         let mut state = self.state();
         let changed = self.check().and_then(|()| {
             self.prepare(&mut state);
-            Ok(change(&mut state.names)?)
+            let State { names, refused, .. } = &mut *state;
+            change(names, refused)
         });
         let log = state.names.commit();
         self.put_blocks(log.into_iter().collect());

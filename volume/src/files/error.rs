@@ -44,8 +44,8 @@ pub enum FilesError {
         "the volume is not empty: block {0} holds something; use another one, or --force if nothing in it is needed"
     )]
     Occupied(u64),
-    /// An image would be written over files.
-    #[error("the volume has files: mount it without --image, or use another one")]
+    /// A block device or an image would be written over files.
+    #[error("the volume has files: mount them (`remora volume mount`, without --image), or use another volume")]
     HasFiles,
     /// A write or a range is too long, or of no bytes.
     #[error("a write has at most {} bytes, and a range at least one", super::MOST_WRITE_BYTES)]

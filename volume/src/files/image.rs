@@ -12,11 +12,11 @@ use bytes::{Bytes, BytesMut};
 
 use super::disk::{Disk, DiskDone};
 use super::error::FilesError;
+use super::opening::has_no_files;
 use super::outgoing::{Gate, MOST_BYTES, Outgoing};
 use super::parts::{BLOCK, blocks_of};
 use super::visits::Visits;
 use crate::client::{Error, Request};
-use crate::names::layout::Head;
 use crate::shape::BLOCK_BYTES;
 use crate::wire::{MOST_BLOCKS, MOST_ENTRIES, Run};
 
@@ -38,10 +38,8 @@ impl Image {
         let visits = Arc::<Visits>::default();
         let outgoing = Outgoing::new(&disk, &visits);
         let image = Image { disk, outgoing, gate: Gate::new(MOST_BYTES), visits, order: Mutex::default() };
-        match Head::parse(&image.block(0)?) {
-            Ok(_) => Err(FilesError::HasFiles),
-            Err(_) => Ok(image),
-        }
+        has_no_files(&image.block(0)?)?;
+        Ok(image)
     }
 
     /// Its bytes.

@@ -10,7 +10,7 @@
 //! - `core`: the lock, and what is under way; `outgoing`: requests in their order; `ahead`: what is answered early;
 //!   `visits`: threads of the disk.
 //! - `parts`: which blocks a range of a file is; `content`: changes of what is in files; `reading`.
-//! - `image`: all of a volume as one file.
+//! - `refused`: what a page cache has accepted and the volume has not. `image`: all of a volume as one file.
 //! - `opening`: a volume gets files, or has some. `follower`: files on a host that only reads.
 //! - `error`: why something cannot be done.
 //!
@@ -34,6 +34,7 @@ mod opening;
 mod outgoing;
 mod parts;
 mod reading;
+mod refused;
 #[cfg(test)]
 mod tests;
 mod visits;
@@ -50,6 +51,7 @@ pub use self::error::FilesError;
 pub(crate) use self::follower::history;
 pub use self::follower::{Blocks, BlocksError, Follower, Seen};
 pub use self::image::Image;
+pub use self::opening::Purpose;
 use self::parts::Content;
 use crate::names::layout::CLUSTER_BYTES;
 use crate::names::{Attr, Listed, MOST_ALLOCATED, NamesError, New, Rename, SetAttributes, Usage};
@@ -76,6 +78,17 @@ pub enum Allocate {
     ZeroKeep,
     /// It has zeros there, and clusters, and is at least as long.
     ZeroGrow,
+}
+
+/// When the process is answered whose bytes are written.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Answered {
+    /// Before this file system saw them.
+    Before,
+    /// When they are on their way, as far as the window permits it.
+    OnItsWay,
+    /// When as many copies as must hold them have them.
+    Acknowledged,
 }
 
 /// The files of a volume that this process has open for writing. It is dropped by a thread that is not the disk's: what
@@ -249,12 +262,12 @@ impl Files {
         data: Bytes,
         done: impl FnOnce(Result<(), FilesError>) + Send + 'static,
     ) {
-        self.write_by(ino, (offset, data), false, done);
+        self.write_by(ino, (offset, data), Answered::Acknowledged, done);
     }
 
     /// As [`Files::write`], but answered when it is on its way, as long as the window of [`Files::open_ahead`] permits
-    /// it: for a page cache, whose callers were answered before. It is carried out in its order. What fails
-    /// afterwards fails every later flush.
+    /// it. It has its space and its place in the log then, and is carried out in its order. Only the end of the volume
+    /// can make it fail afterwards, and that fails every later flush.
     pub fn write_ahead(
         &self,
         ino: u64,
@@ -262,28 +275,45 @@ impl Files {
         data: Bytes,
         done: impl FnOnce(Result<(), FilesError>) + Send + 'static,
     ) {
-        self.write_by(ino, (offset, data), true, done);
+        self.write_by(ino, (offset, data), Answered::OnItsWay, done);
+    }
+
+    /// As [`Files::write_ahead`], of bytes that a page cache has accepted before: mapped memory. If they are refused,
+    /// later writes and flushes of the file are refused as well, until it is cut before these bytes or closed
+    /// ([`Files::closed`]).
+    pub fn write_back(
+        &self,
+        ino: u64,
+        offset: u64,
+        data: Bytes,
+        done: impl FnOnce(Result<(), FilesError>) + Send + 'static,
+    ) {
+        self.write_by(ino, (offset, data), Answered::Before, done);
     }
 
     fn write_by(
         &self,
         ino: u64,
         (offset, data): (u64, Bytes),
-        is_ahead: bool,
+        answered: Answered,
         done: impl FnOnce(Result<(), FilesError>) + Send + 'static,
     ) {
+        let is_cached = answered == Answered::Before;
         if data.len() > MOST_WRITE_BYTES {
             return done(Err(FilesError::Length));
         }
         if let Err(error) = check_end(offset, data.len() as u64) {
+            if is_cached {
+                self.core.state().refused.note(ino, offset, &error);
+            }
             return done(Err(error));
         }
         if data.is_empty() {
             return done(Ok(()));
         }
         let caller = self.core.caller(CHANGE_BYTES + data.len(), done);
-        let caller = if is_ahead { caller.ahead(data.len()) } else { caller };
-        self.core.change_content(Content::Write { ino, offset, data }, caller);
+        let caller = if answered == Answered::Acknowledged { caller } else { caller.ahead(data.len()) };
+        self.core.change_content(Content::Write { ino, offset, data, is_cached }, caller);
     }
 
     /// Reads bytes, into pieces that follow each other; less at the end of the file. At once if they are in memory of
@@ -320,7 +350,10 @@ impl Files {
         };
         let clusters = offset / CLUSTER_BYTES..end.div_ceil(CLUSTER_BYTES);
         let punches = matches!(how, Allocate::Punch | Allocate::ZeroKeep | Allocate::ZeroGrow);
-        if !punches && let Err(error) = self.check_space(ino, clusters.clone()) {
+        // Zeros take the clusters of the range again that they free.
+        if how != Allocate::Punch
+            && let Err(error) = self.check_space(ino, clusters.clone())
+        {
             return done(Err(error));
         }
         let mut parts = Vec::new();
@@ -373,7 +406,10 @@ impl Files {
     /// written before, unless the data alone matter.
     pub fn fsync(&self, ino: u64, data_only: bool, done: impl FnOnce(Result<(), FilesError>) + Send + 'static) {
         let caller = self.core.caller(CHANGE_BYTES, done);
-        self.core.flush(caller, |names| if data_only { Ok(()) } else { names.settle(ino) });
+        self.core.flush(caller, |names, refused| {
+            refused.check(ino)?;
+            Ok(if data_only { () } else { names.settle(ino)? })
+        });
     }
 
     /// The same for all files.
@@ -383,12 +419,20 @@ impl Files {
             self.core.change(caller, |names, _| Ok(names.settle(ino)?));
         }
         let caller = self.core.caller(CHANGE_BYTES, done);
-        self.core.flush(caller, |_| Ok(()));
+        self.core.flush(caller, |_, _| Ok(()));
     }
 
-    /// Waits until everything is acknowledged that was answered early.
-    pub fn acknowledged(&self, done: impl FnOnce(Result<(), FilesError>) + Send + 'static) {
+    /// Waits until everything is acknowledged that was answered early: a descriptor of this file is closed.
+    pub fn acknowledged(&self, ino: u64, done: impl FnOnce(Result<(), FilesError>) + Send + 'static) {
+        if let Err(error) = self.core.state().refused.check(ino) {
+            return done(Err(error));
+        }
         self.core.ahead.wait(Box::new(done));
+    }
+
+    /// No process has this file open any more: what was refused of it is forgotten.
+    pub fn closed(&self, ino: u64) {
+        self.core.state().refused.forget(ino);
     }
 
     /// From now on no call waits for the disk, and every call fails. For an end that cannot wait for a volume which

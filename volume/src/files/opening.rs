@@ -25,15 +25,67 @@ fn wait(disk: &dyn Disk, request: Request) -> Result<Bytes, FilesError> {
     Ok(is_done.recv().unwrap_or(Err(Error::Closed))?)
 }
 
+/// What a volume is opened for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// Its files are used.
+    Files,
+    /// All of it is a block device or an image.
+    Device,
+    /// It gets files. With `force` whatever it holds.
+    Format {
+        /// What it holds is lost.
+        force: bool,
+    },
+}
+
+impl Purpose {
+    /// Whether a volume of this number of blocks can be opened for this. `read` reads blocks of it; another writer may
+    /// change them meanwhile.
+    ///
+    /// # Errors
+    /// What keeps it from being opened, as the opening itself would say; or [`FilesError::Blocks`] if it cannot be
+    /// read.
+    pub fn check(self, blocks: u64, mut read: impl FnMut(Run) -> Result<Bytes, String>) -> Result<(), FilesError> {
+        let mut read = |run| read(run).map_err(FilesError::Blocks);
+        match self {
+            Purpose::Files => {
+                let mut tries = LOOKS;
+                loop {
+                    tries -= 1;
+                    match view(blocks, &mut read) {
+                        // The log was written, or its area used again, while it was read.
+                        Err(FilesError::Damaged(_)) if tries > 0 => std::thread::sleep(LOOK_AGAIN),
+                        result => return result.map(drop),
+                    }
+                }
+            }
+            Purpose::Device => has_no_files(&read(Run { first: 0, count: 1 })?),
+            Purpose::Format { force: true } => Geometry::of(blocks).map(drop).ok_or(FilesError::TooSmall),
+            Purpose::Format { force: false } => {
+                Geometry::of(blocks).ok_or(FilesError::TooSmall)?;
+                is_empty(&read(Run { first: 0, count: LOOKED_AT })?)
+            }
+        }
+    }
+}
+
+/// Whether the first block of a volume is not the head of files.
+pub(super) fn has_no_files(first: &[u8]) -> Result<(), FilesError> {
+    if Head::parse(first).is_ok() { Err(FilesError::HasFiles) } else { Ok(()) }
+}
+
+/// Whether these blocks, the first ones, are zeros.
+fn is_empty(first: &[u8]) -> Result<(), FilesError> {
+    let used = first.chunks(BLOCK_BYTES).position(|block| block.iter().any(|byte| *byte != 0));
+    used.map_or(Ok(()), |block| Err(FilesError::Occupied(block as u64)))
+}
+
 /// Makes an empty file system.
 pub(super) fn format(disk: &dyn Disk, root: &New, force: bool) -> Result<(), FilesError> {
     let geometry = Geometry::of(disk.blocks()).ok_or(FilesError::TooSmall)?;
     if !force {
-        let found = wait(disk, Request::Read(Run { first: 0, count: LOOKED_AT }))?;
-        let used = found.chunks(BLOCK_BYTES).position(|block| block.iter().any(|byte| *byte != 0));
-        if let Some(block) = used {
-            return Err(FilesError::Occupied(block as u64));
-        }
+        is_empty(&wait(disk, Request::Read(Run { first: 0, count: LOOKED_AT }))?)?;
     }
     for BlocksToWrite { first, data } in Names::format(geometry, root, now()) {
         wait(disk, Request::write(first, data))?;
@@ -41,10 +93,10 @@ pub(super) fn format(disk: &dyn Disk, root: &New, force: bool) -> Result<(), Fil
     wait(disk, Request::Flush).map(drop)
 }
 
-/// The names in a volume, with what must be written before they are used.
-pub(super) fn open(disk: &Arc<dyn Disk>) -> Result<(Names, Vec<BlocksToWrite>), FilesError> {
-    let head = Head::parse(&wait(&**disk, Request::Read(Run { first: 0, count: 1 }))?)?;
-    let (said, blocks) = (head.geometry.blocks(), disk.blocks());
+/// The names in a volume of this number of blocks, with the head that says where they are.
+fn view(blocks: u64, mut read: impl FnMut(Run) -> Result<Bytes, FilesError>) -> Result<(Head, View), FilesError> {
+    let head = Head::parse(&read(Run { first: 0, count: 1 })?)?;
+    let said = head.geometry.blocks();
     if said > blocks {
         return Err(FilesError::Shrunk { said, blocks });
     }
@@ -54,7 +106,7 @@ pub(super) fn open(disk: &Arc<dyn Disk>) -> Result<(Names, Vec<BlocksToWrite>), 
         let count = most.min(READ_BLOCKS) as u32;
         let is_more = match count {
             0 => view.push(&[])?,
-            count => view.push(&wait(&**disk, Request::Read(Run { first, count }))?)?,
+            count => view.push(&read(Run { first, count })?)?,
         };
         if !is_more {
             break;
@@ -63,6 +115,13 @@ pub(super) fn open(disk: &Arc<dyn Disk>) -> Result<(Names, Vec<BlocksToWrite>), 
             return Err(FilesError::Damaged(crate::names::record::Malformed("the end of an area")));
         }
     }
+    Ok((head, view))
+}
+
+/// The names in a volume, with what must be written before they are used.
+pub(super) fn open(disk: &Arc<dyn Disk>) -> Result<(Names, Vec<BlocksToWrite>), FilesError> {
+    let blocks = disk.blocks();
+    let (head, view) = view(blocks, |run| wait(&**disk, Request::Read(run)))?;
     let mut names = Names::of(view, blocks)?;
     let mut writes = Vec::new();
     if names.head() != head {
@@ -79,6 +138,12 @@ pub(super) fn open(disk: &Arc<dyn Disk>) -> Result<(Names, Vec<BlocksToWrite>), 
         }
     }
 }
+
+/// How often names are read that another writer changes meanwhile, before they are called damaged.
+const LOOKS: u32 = 5;
+
+/// Pause between two looks: much longer than it takes to read the end of a log.
+const LOOK_AGAIN: std::time::Duration = std::time::Duration::from_millis(100);
 
 /// Blocks that are read at a time: 1 MiB.
 const READ_BLOCKS: u64 = 256;

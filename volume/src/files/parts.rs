@@ -18,8 +18,8 @@ pub(super) const BLOCK: u64 = BLOCK_BYTES as u64;
 /// A change of a file's contents.
 #[derive(Clone, Debug)]
 pub(super) enum Content {
-    /// These bytes are at this offset.
-    Write { ino: u64, offset: u64, data: Bytes },
+    /// These bytes are at this offset. `is_cached`: a page cache has accepted them before.
+    Write { ino: u64, offset: u64, data: Bytes, is_cached: bool },
     /// The file has this size, and the attributes are set.
     Resize { ino: u64, size: u64, set: SetAttributes },
     /// The file has these clusters, and at least this size.

@@ -7,18 +7,24 @@
 //! An inode is held once for each time that the kernel has looked it up. The kernel does not forget an inode that a
 //! process has open, so a file without a name is there until its last descriptor is closed.
 //!
+//! What a process writes is answered when it has its space in the volume and is on its way there. So `write(2)` itself
+//! says `ENOSPC`, and the kernel keeps no writes that the volume may refuse, but for those of mapped memory.
+//!
 //! When the volume has ended, requests fail with `EIO`.
 //!
+//! - `mounted`: what is mounted, and how it ends. `uses`: which files are open, and what the kernel must forget.
 //! - `words`: what both sides call things. `read_only`: the same files on a host that does not write.
 //!   `image`: all of a volume as one file.
 
 mod image;
+mod mounted;
 mod read_only;
+mod uses;
 mod words;
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError, Weak, mpsc};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bytes::Bytes;
 use remora_fuse::reply::{
@@ -26,27 +32,19 @@ use remora_fuse::reply::{
     Reply, Statistics, Target, Written,
 };
 use remora_fuse::request::{
-    Allocate, Close, Create, Fsync, GetAttributes, Link, Lookup, MakeDirectory, MakeNode, Open, Read, ReadDirectory,
-    Remove, Rename, RenameHow, Seek, SetAttributes, Symlink, Write,
+    Allocate, Close, Create, Fsync, GetAttributes, Link, Lookup, MakeDirectory, MakeNode, Open, OpenFlags, Read,
+    ReadDirectory, Remove, Rename, RenameHow, Seek, SetAttributes, Symlink, Write,
 };
-use remora_fuse::{
-    Answer, EndError, Errno, FileSystem, Later, MountOptions, Session, SessionOptions, StartError, Transport,
-};
+use remora_fuse::{Answer, Errno, FileSystem, Later, MountOptions, Session, SessionOptions, StartError};
 
 use self::image::ServedImage;
+pub use self::mounted::{AtEnd, Contents, Mounted};
 pub use self::read_only::FollowedFiles;
+use self::uses::{Uses, forget_refused};
 use self::words::{entry, file_kind, known, mode, statistics, time_to_set};
 use crate::client::Volume;
 use crate::files::{self, Files, FilesError, Image};
 use crate::names::{self, Attr, New, NewKind};
-
-/// What of a volume is mounted. When it is dropped, it is unmounted first; then the volume is closed, unless others
-/// have it.
-pub struct Mounted<T: Contents> {
-    /// `None` once it has ended.
-    session: Option<Session>,
-    contents: Option<Arc<T>>,
-}
 
 /// Files of a volume that are mounted.
 pub type MountedFiles = Mounted<Files>;
@@ -54,27 +52,9 @@ pub type MountedFiles = Mounted<Files>;
 /// A volume that is mounted as one file.
 pub type MountedImage = Mounted<Image>;
 
-/// What can be mounted of a volume.
-pub trait Contents: Send + Sync + 'static {
-    /// Calls this when everything that was written is as safe as the volume makes it.
-    fn sync(&self, done: Box<dyn FnOnce(Result<(), FilesError>) + Send>);
-}
-
-impl Contents for Files {
-    fn sync(&self, done: Box<dyn FnOnce(Result<(), FilesError>) + Send>) {
-        Files::sync(self, done);
-    }
-}
-
-impl Contents for Image {
-    fn sync(&self, done: Box<dyn FnOnce(Result<(), FilesError>) + Send>) {
-        self.flush(done);
-    }
-}
-
 impl MountedFiles {
-    /// Mounts the files of a volume. What the kernel's page cache writes back is answered before it is acknowledged, as
-    /// long as no more than `ahead` bytes are.
+    /// Mounts the files of a volume. A write is answered before it is acknowledged, as long as no more than `ahead`
+    /// bytes are.
     ///
     /// # Errors
     /// [`MountError`].
@@ -85,10 +65,17 @@ impl MountedFiles {
         options: &SessionOptions,
     ) -> Result<MountedFiles, MountError> {
         let files = Arc::new(Files::open_ahead(volume, ahead)?);
-        let served = Arc::new(Served { files: Arc::downgrade(&files), is_written_back: options.write_back });
-        let options = SessionOptions { lists_attributes: true, ..options.clone() };
-        let session = Session::start(directory, served, &options)?;
-        Ok(Mounted { session: Some(session), contents: Some(files) })
+        let (refused, are_refused) = mpsc::channel();
+        let uses = Uses::new(refused);
+        let served = Arc::new(Served { files: Arc::downgrade(&files), answers_ahead: ahead > 0, uses });
+        let options = SessionOptions { lists_attributes: true, write_back: false, ..options.clone() };
+        let mut mounted = Mounted { session: None, contents: Some(files), forgetting: None };
+        let session = mounted.session.insert(Session::start(directory, served, &options)?);
+        let notifier = session.notifier();
+        let thread = std::thread::Builder::new().name("volume-refused".into());
+        let forgetting = thread.spawn(move || forget_refused(&are_refused, &notifier));
+        mounted.forgetting = Some(forgetting.map_err(MountError::Thread)?);
+        Ok(mounted)
     }
 }
 
@@ -101,56 +88,7 @@ impl MountedImage {
         let image = Arc::new(Image::open(volume)?);
         let served = Arc::new(ServedImage::new(Arc::downgrade(&image), image.size()));
         let session = Session::start(directory, served, options)?;
-        Ok(Mounted { session: Some(session), contents: Some(image) })
-    }
-}
-
-impl<T: Contents> Mounted<T> {
-    /// Waits until it is not mounted any more, because another process has unmounted it, but not longer than `limit`.
-    /// Returns whether it is so.
-    pub fn wait(&self, limit: Duration) -> bool {
-        self.session.as_ref().is_none_or(|session| session.wait(limit))
-    }
-
-    /// How the kernel's requests come.
-    pub fn transport(&self) -> Transport {
-        self.session.as_ref().map_or(Transport::Device, Session::transport)
-    }
-
-    /// Unmounts it, and waits until everything that was written is as safe as the volume makes it.
-    ///
-    /// # Errors
-    /// [`EndError`].
-    pub fn end(mut self) -> Result<(), EndError> {
-        let ended = self.session.take().map_or(Ok(()), Session::end);
-        if let Some(contents) = &self.contents {
-            let (done, is_done) = mpsc::sync_channel(1);
-            contents.sync(Box::new(move |result| _ = done.send(result))); // the other end may have given up
-            match is_done.recv_timeout(SYNC_LIMIT) {
-                Ok(Ok(())) => {}
-                Ok(Err(error)) => tracing::error!("what was written may not be safe: {error}"),
-                Err(_) => tracing::error!("what was written may not be safe: no answer within {SYNC_LIMIT:?}"),
-            }
-        }
-        ended
-    }
-}
-
-impl<T: Contents> Drop for Mounted<T> {
-    fn drop(&mut self) {
-        drop(self.session.take());
-        // A completion may have it for a moment. It must not be the last one: it runs in the volume's own threads.
-        let (mut contents, until) = (self.contents.take(), Instant::now() + LAST_COMPLETION_LIMIT);
-        while let Some(shared) = contents.take() {
-            match Arc::try_unwrap(shared) {
-                Ok(last) => drop(last),
-                Err(_) if Instant::now() > until => tracing::error!("a completion has kept what was mounted"),
-                Err(shared) => {
-                    contents = Some(shared);
-                    std::thread::sleep(LOOK_AGAIN);
-                }
-            }
-        }
+        Ok(Mounted { session: Some(session), contents: Some(image), forgetting: None })
     }
 }
 
@@ -169,15 +107,16 @@ pub enum MountError {
     #[error(transparent)]
     Session(#[from] StartError),
     /// The system provides no thread.
-    #[error("following the files of a volume: {0}")]
+    #[error("starting a thread for the files of a volume: {0}")]
     Thread(std::io::Error),
 }
 
 /// The files, as the kernel asks for them. It holds them weakly: they are dropped by their owner alone.
 struct Served {
     files: Weak<Files>,
-    /// The kernel keeps writes in its page cache.
-    is_written_back: bool,
+    /// Writes are answered when they are on their way.
+    answers_ahead: bool,
+    uses: Uses,
 }
 
 impl Served {
@@ -205,6 +144,11 @@ impl Served {
         ask: impl FnOnce(&Files, Box<dyn FnOnce(Result<(), FilesError>) + Send>),
     ) {
         self.later(answer, |files, later| ask(files, Box::new(|result| say(later, result.map(|()| Done)))));
+    }
+
+    /// How a file is open. A close waits for what was answered early.
+    fn opened(&self, flags: OpenFlags) -> Opened {
+        Opened { without_flush: !(self.answers_ahead && flags.writes()), ..OPENED }
     }
 
     fn make(&self, (parent, name): (u64, &[u8]), new: New, answer: Answer<'_, Entry>) {
@@ -336,7 +280,11 @@ impl FileSystem for Served {
     fn create(&self, asked: Create<'_>, answer: Answer<'_, Created>) {
         let Create { parent, name, caller, permissions, flags } = asked;
         let new = New { kind: NewKind::File, mode: mode(permissions), uid: caller.uid, gid: caller.gid };
-        let opened = |attr: &Attr| Created { entry: entry(attr, VALID), opened: OPENED };
+        let (how, uses) = (self.opened(flags), self.uses.clone());
+        let opened = move |attr: &Attr| {
+            uses.opened(attr.ino);
+            Created { entry: entry(attr, VALID), opened: how }
+        };
         self.later(answer, |files, later| {
             // The kernel has looked before. Another name can have come since then only by this kernel itself.
             match files.lookup(parent, name).and_then(|found| files.hold(found.ino)) {
@@ -357,12 +305,17 @@ impl FileSystem for Served {
     }
 
     fn open(&self, asked: Open, answer: Answer<'_, Opened>) {
+        let (how, uses) = (self.opened(asked.flags), self.uses.clone());
+        let opened = move || {
+            uses.opened(asked.node);
+            how
+        };
         if !asked.flags.truncates() {
-            return answer.give(OPENED);
+            return answer.give(opened());
         }
         self.later(answer, |files, later| {
             let set = names::SetAttributes::default();
-            self.set(files, (asked.node, Some(0)), set, |result| say(later, result.map(|_| OPENED)));
+            self.set(files, (asked.node, Some(0)), set, move |result| say(later, result.map(|_| opened())));
         });
     }
 
@@ -386,22 +339,38 @@ impl FileSystem for Served {
     }
 
     fn write(&self, asked: Write<'_>, answer: Answer<'_, Written>) {
-        let Write { node, offset, data, is_from_cache, .. } = asked;
+        let Write { node, offset, data, is_from_cache, flags, .. } = asked;
+        let waits = !self.answers_ahead || flags.is_direct() || flags.is_synchronous();
+        let uses = self.uses.clone();
         self.later(answer, |files, later| {
             let data = data.into_bytes();
             let written = Written(u32::try_from(data.len()).unwrap_or(u32::MAX));
             let done = move |result: Result<(), FilesError>| say(later, result.map(|()| written));
-            // The caller of what comes out of the page cache was answered before, and `fsync` or `close` waits.
-            if is_from_cache {
-                files.write_ahead(node, offset, data, done);
-            } else {
-                files.write(node, offset, data, done);
+            match is_from_cache {
+                // Of mapped memory, whose owner was answered before.
+                true => files.write_back(node, offset, data, move |result| {
+                    if result.is_err() {
+                        uses.refused(node);
+                    }
+                    done(result);
+                }),
+                false if waits => files.write(node, offset, data, done),
+                false => files.write_ahead(node, offset, data, done),
             }
         });
     }
 
-    fn flush(&self, _: Close, answer: Answer<'_, Done>) {
-        self.change(answer, |files, done| files.acknowledged(done));
+    fn flush(&self, asked: Close, answer: Answer<'_, Done>) {
+        self.change(answer, |files, done| files.acknowledged(asked.node, done));
+    }
+
+    fn release(&self, asked: Close, answer: Answer<'_, Done>) {
+        if self.uses.closed(asked.node)
+            && let Ok(files) = self.files()
+        {
+            files.closed(asked.node);
+        }
+        answer.give(Done);
     }
 
     fn fsync(&self, asked: Fsync, answer: Answer<'_, Done>) {
@@ -472,11 +441,11 @@ impl FileSystem for Served {
         self.change(answer, |files, done| files.fallocate(asked.node, asked.offset, asked.length, how, done));
     }
 
-    /// What the page cache has not written back is not known here, and the kernel does not write it back before it
-    /// asks. With such a cache it is told to take each file as data up to its end, as other file systems without holes
-    /// do.
+    /// What was written to mapped memory and not written back is not known here, and the kernel does not write it back
+    /// before it asks. So it is told to take each file as data up to its end, as other file systems without holes do,
+    /// unless all writes wait.
     fn seek(&self, asked: Seek, answer: Answer<'_, Position>) {
-        if self.is_written_back {
+        if self.answers_ahead {
             return answer.fail(Errno::NOSYS);
         }
         let found = self.files().and_then(|files| {
@@ -516,14 +485,6 @@ const SUBTYPE: &str = "remora-volume";
 
 /// Entries that are looked at for one listing: more than a kernel has room for in one, which is 4 KiB to 32 KiB.
 const MOST_LISTED: usize = 1024;
-
-/// How long the last flush may take: longer than the volume waits for a server.
-const SYNC_LIMIT: Duration = Duration::from_secs(30);
-
-/// How long a completion may run.
-const LAST_COMPLETION_LIMIT: Duration = Duration::from_secs(10);
-
-const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
 // Of `fallocate(2)`.
 const KEEP_SIZE: u32 = 1;

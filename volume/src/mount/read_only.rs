@@ -14,8 +14,8 @@ use remora_fuse::reply::{Data, DirectoryEntry, Entry, KnownAttributes, Listing, 
 use remora_fuse::request::{GetAttributes, Lookup, Open, Read, ReadDirectory};
 use remora_fuse::{Answer, EndError, FileSystem, Session, SessionOptions, Transport};
 
-use super::MountError;
 use super::words::{entry, file_kind, known, statistics};
+use super::{AtEnd, MountError};
 use crate::files::{Blocks, FilesError, Follower};
 use crate::names;
 
@@ -60,12 +60,26 @@ impl FollowedFiles {
         self.session.as_ref().map_or(Transport::Device, Session::transport)
     }
 
+    /// As [`super::Mounted::is_mounted`].
+    pub fn is_mounted(&self) -> bool {
+        self.session.as_ref().is_some_and(Session::is_mounted)
+    }
+
     /// Unmounts them.
     ///
     /// # Errors
     /// [`EndError`].
-    pub fn end(mut self) -> Result<(), EndError> {
-        self.session.take().map_or(Ok(()), Session::end)
+    pub fn end(mut self, at_end: AtEnd) -> Result<(), EndError> {
+        self.session.take().map_or(Ok(()), |session| at_end.end(session))
+    }
+
+    /// Leaves them mounted, or unmounts them, when their connection has failed.
+    ///
+    /// # Errors
+    /// [`EndError`].
+    pub fn abandon(mut self, at_end: AtEnd) -> Result<(), EndError> {
+        let end = if at_end == AtEnd::Leave { Session::leave } else { Session::end };
+        self.session.take().map_or(Ok(()), end)
     }
 }
 

@@ -1,4 +1,4 @@
-//! Growing: the thread that copies a copy into a larger one.
+//! Growing: the thread that copies a copy into a larger one, or back into a smaller one.
 //!
 //! Until the last block is copied the copy is as it was, and so it is if the server ends before: what is left in the
 //! folder of the stores is removed at the next start. The promise that it gave, the writes that it holds and what it
@@ -22,6 +22,17 @@ use crate::layout::Layout;
 use crate::shape::Shape;
 use crate::store::Store;
 use crate::wire::{Cause, Reply};
+
+/// What is asked of a copy that could have another size.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Asked {
+    /// To become larger.
+    Do,
+    /// Only whether it could.
+    Could,
+    /// To become smaller again.
+    Back,
+}
 
 /// A copy that is larger, and lacks blocks still.
 pub(super) struct Larger {
@@ -48,9 +59,7 @@ impl Larger {
     /// Without a block.
     pub(super) fn new(shape: Shape, budget: &Arc<Budget>, stores: Option<&Arc<Stores>>) -> Result<Larger, String> {
         let bytes = Layout::of(shape).length();
-        let grant = budget.take(bytes).ok_or_else(|| {
-            format!("the server has no memory for {bytes} bytes beside the copy as it is: give it more, by --memory")
-        })?;
+        let grant = budget.take(bytes).ok_or_else(|| no_memory(bytes))?;
         let store = Store::create(shape).map_err(|error| error.to_string())?;
         let begin = |stores: &Arc<Stores>| {
             let growth = stores.begin_growth(shape)?;
@@ -58,6 +67,11 @@ impl Larger {
         };
         Ok(Larger { store, grant, beside: stores.map(begin).transpose()? })
     }
+}
+
+/// Why a copy cannot have another size.
+pub(super) fn no_memory(bytes: u64) -> String {
+    format!("the server has no memory for {bytes} bytes beside the copy as it is: give it more, by --memory")
 }
 
 /// The thread.
@@ -95,7 +109,7 @@ impl Growing {
         let done = slot.lock().complete_growth(larger, exports);
         match done {
             Ok(is_there) => {
-                tracing::info!(volume = %shape.volume(), blocks = shape.blocks(), "a copy has become larger");
+                tracing::info!(volume = %shape.volume(), blocks = shape.blocks(), "a copy has another size");
                 answer(&connection, &Reply::Grown { is_there }, Bytes::new());
             }
             Err(failure) => refuse(&connection, Cause::NoMemory, &failure.to_string()),

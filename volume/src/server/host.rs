@@ -17,7 +17,7 @@ use super::answers::{ONLY_LOANS, ONLY_READS, answer, refuse};
 use super::borrower::Borrower;
 use super::budget::Budget;
 use super::exports::Exports;
-use super::growing::{Growing, Larger};
+use super::growing::{Asked, Growing, Larger, no_memory};
 use super::kept::{Kept, Stores};
 use super::puller::{Puller, Pulling};
 use super::slot::{Done, GROWS, Means, Slot, millis};
@@ -318,6 +318,15 @@ impl Host {
         Larger::new(shape, &self.budget, self.stores.as_ref())
     }
 
+    /// Whether there is memory for a copy of this shape, and space in the stores, beside what there is.
+    pub(super) fn could_have(&self, shape: Shape) -> Result<(), String> {
+        let bytes = Layout::of(shape).length();
+        if self.budget.take(bytes).is_none() {
+            return Err(no_memory(bytes));
+        }
+        self.stores.as_ref().map_or(Ok(()), |stores| stores.has_space(bytes))
+    }
+
     /// Begins to copy a copy into a larger one.
     pub(super) fn begin_growing(&self, client: &Connection, slot: Arc<Slot>, larger: Larger) {
         let (of_thread, connection) = (Arc::clone(&slot), client.clone());
@@ -397,7 +406,9 @@ impl Host {
             Call::Status { shape } => self.status(connection, shape),
             Call::Scrub { shape } => self.scrub(connection, shape),
             Call::Remove { shape, takes_over } => self.remove(connection, shape, takes_over),
-            Call::Grow { shape, takes_over } => self.grow(connection, shape, takes_over),
+            Call::Grow { shape, takes_over } => self.grow(connection, shape, takes_over, Asked::Do),
+            Call::MayGrow { shape, takes_over } => self.grow(connection, shape, takes_over, Asked::Could),
+            Call::GoBack { shape, takes_over } => self.grow(connection, shape, takes_over, Asked::Back),
             Call::Window { wants, obeys } => self.window(connection, wants, obeys),
             Call::Offer { session, keys } => self.offer(connection, session, keys),
             _ => {} // the others are a copy's
@@ -429,6 +440,8 @@ impl Dispatcher for Host {
                 | Call::Scrub { .. }
                 | Call::Remove { .. }
                 | Call::Grow { .. }
+                | Call::MayGrow { .. }
+                | Call::GoBack { .. }
                 | Call::Window { .. }
                 | Call::Offer { .. }),
             ) => self.of_server(connection, call),

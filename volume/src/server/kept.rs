@@ -80,6 +80,18 @@ impl Stores {
         Ok((Kept::new(self, files, journal, number, standing), standing, is_cut))
     }
 
+    /// Whether the device has space for the extents of a copy of this length.
+    pub(super) fn has_space(&self, bytes: u64) -> Result<(), String> {
+        let path = self.root.path();
+        let failed = |why: &dyn std::fmt::Display| format!("the store {}: {why}", path.display());
+        let found = rustix::fs::statvfs(path).map_err(|error| failed(&error))?;
+        let free = found.f_bavail.saturating_mul(found.f_frsize);
+        if free < bytes {
+            return Err(failed(&format!("{bytes} bytes are needed beside the copy as it is, and {free} are free")));
+        }
+        Ok(())
+    }
+
     /// Begins the store of a copy that becomes larger.
     pub(super) fn begin_growth(&self, shape: Shape) -> Result<Growth<Folder>, String> {
         let folder = self.root.make_growth(shape.volume());

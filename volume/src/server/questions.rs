@@ -7,6 +7,7 @@ use bytes::Bytes;
 use remora_messenger::Connection;
 
 use super::answers::{answer, refuse};
+use super::growing::Asked;
 use super::host::{Host, OTHER_SHAPE};
 use super::slot::{GROWS, NO_WRITER, Slot, State};
 use crate::link::AT_WORK;
@@ -71,20 +72,28 @@ impl Host {
         silent.is_none()
     }
 
-    /// Copies the copy into a larger one. A thread does it, and answers.
-    pub(super) fn grow(&self, connection: &Connection, shape: Shape, takes_over: bool) {
+    /// Copies the copy into a larger one, or into a smaller one if nothing was ever written behind its end: the way
+    /// back from a size that not all servers have. A thread does it, and answers. If that is only asked, nothing
+    /// changes.
+    pub(super) fn grow(&self, connection: &Connection, shape: Shape, takes_over: bool, asked: Asked) {
         let slot = self.slot_or_unknown(shape);
         let mut state = slot.lock();
         let had = state.shape();
-        if had.copies() != shape.copies() || had.blocks() > shape.blocks() {
-            return refuse(connection, Cause::Shape, "the volume is larger, or has another number of copies, here");
+        if had.copies() != shape.copies() {
+            return refuse(connection, Cause::Shape, "the volume has another number of copies here");
+        }
+        if had.blocks() > shape.blocks() && asked != Asked::Back {
+            return refuse(connection, Cause::Shape, "the volume is larger here");
+        }
+        if state.has_written_from(shape.blocks()) {
+            return refuse(connection, Cause::Shape, "the volume is larger here, and has data behind this size");
         }
         if had != shape && !self.is_free(connection, &state, takes_over) {
             return;
         }
         if had == shape || !state.is_there() {
             let is_there = state.is_there();
-            if !is_there {
+            if !is_there && asked != Asked::Could {
                 state.reshape(shape);
             }
             let is_unused = state.is_unused();
@@ -93,6 +102,14 @@ impl Host {
                 self.forget(shape.volume(), &slot);
             }
             return answer(connection, &Reply::Grown { is_there }, Bytes::new());
+        }
+        if asked == Asked::Could {
+            let could = self.could_have(shape);
+            drop(state);
+            return match could {
+                Ok(()) => answer(connection, &Reply::Grown { is_there: true }, Bytes::new()),
+                Err(why) => refuse(connection, Cause::NoMemory, &why),
+            };
         }
         let larger = match self.larger(shape) {
             Ok(larger) => larger,

@@ -165,6 +165,21 @@ pub enum Call {
         /// Whether the copy grows although a writer is at work.
         takes_over: bool,
     },
+    /// Could the copy become that of this volume? Changes nothing. Answered by [`super::Reply::Grown`] at once.
+    MayGrow {
+        /// The volume as it would be.
+        shape: Shape,
+        /// Whether it could although a writer is at work.
+        takes_over: bool,
+    },
+    /// Become the copy of this smaller volume again, if nothing was ever written behind its end: not all servers have
+    /// grown. Answered as [`Call::Grow`].
+    GoBack {
+        /// The volume as it was, and is.
+        shape: Shape,
+        /// Whether the copy goes back although a writer is at work.
+        takes_over: bool,
+    },
     /// May this client, which only reads, read the copy's region? Answered by [`super::Reply::Attached`], without keys
     /// if there is no copy.
     Look,
@@ -294,6 +309,16 @@ impl Call {
                 22
             }
             Call::Look => 23,
+            Call::MayGrow { shape, takes_over } => {
+                Shape::put(shape, out)?;
+                bool::put(takes_over, out)?;
+                24
+            }
+            Call::GoBack { shape, takes_over } => {
+                Shape::put(shape, out)?;
+                bool::put(takes_over, out)?;
+                25
+            }
         })
     }
 
@@ -358,6 +383,8 @@ impl Call {
             },
             22 => Call::Grow { shape: Shape::take(from)?, takes_over: bool::take(from)? },
             23 => Call::Look,
+            24 => Call::MayGrow { shape: Shape::take(from)?, takes_over: bool::take(from)? },
+            25 => Call::GoBack { shape: Shape::take(from)?, takes_over: bool::take(from)? },
             kind => return Err(DecodeError::Kind(kind)),
         };
         reader.finish()?;

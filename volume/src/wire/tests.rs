@@ -105,6 +105,8 @@ fn calls() -> impl Strategy<Value = Call> {
         shapes().prop_map(|shape| Call::Scrub { shape }),
         (shapes(), any::<bool>()).prop_map(|(shape, takes_over)| Call::Remove { shape, takes_over }),
         (shapes(), any::<bool>()).prop_map(|(shape, takes_over)| Call::Grow { shape, takes_over }),
+        (shapes(), any::<bool>()).prop_map(|(shape, takes_over)| Call::MayGrow { shape, takes_over }),
+        (shapes(), any::<bool>()).prop_map(|(shape, takes_over)| Call::GoBack { shape, takes_over }),
         Just(Call::Look),
         lend.prop_map(|(holder, since, run, with_blocks)| Call::Lend { holder, since, run, with_blocks }),
     ]

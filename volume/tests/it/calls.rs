@@ -230,6 +230,8 @@ pub fn calls_of_server(shape: Shape) -> Vec<(Call, usize)> {
         Call::Scrub { shape },
         Call::Remove { shape, takes_over: true },
         Call::Grow { shape, takes_over: true },
+        Call::MayGrow { shape, takes_over: true },
+        Call::GoBack { shape, takes_over: true },
     ];
     calls.map(|call| (call, 0)).into()
 }

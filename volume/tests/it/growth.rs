@@ -5,12 +5,13 @@ use std::time::Duration;
 
 use remora_lab::Random;
 use remora_messenger::Address;
-use remora_volume::client::{ClientOptions, Error, Volume};
+use remora_volume::client::{ClientOptions, Error, Left, Volume};
 use remora_volume::message::State;
-use remora_volume::server::ServerOptions;
+use remora_volume::server::{Server, ServerOptions};
 use remora_volume::shape::{BLOCK_BYTES, Copies, Shape};
-use remora_volume::wire::Findings;
+use remora_volume::wire::{Call, Findings, Reply};
 
+use crate::calls::Hand;
 use crate::cluster::{Cluster, options, server_options, until};
 use crate::pattern::{Checker, content};
 use crate::processes::{Remotes, write_for};
@@ -46,6 +47,15 @@ fn no_writer(shape: Shape, addresses: &[Address]) {
 fn grow(cluster: &Cluster, blocks: u64) -> Vec<Result<bool, String>> {
     let shapes = (cluster.shape, of(cluster.shape, blocks));
     Volume::grow(shapes, &cluster.addresses, &options(), |_, _| {}).unwrap()
+}
+
+/// Why no server has grown.
+fn not_grown(cluster: &Cluster, blocks: u64) -> String {
+    let shapes = (cluster.shape, of(cluster.shape, blocks));
+    match Volume::grow(shapes, &cluster.addresses, &options(), |_, _| {}) {
+        Err(Error::NotGrown { why, left }) if left == Left::default() => why,
+        other => panic!("{other:?}"),
+    }
 }
 
 /// What a test writes: some blocks, then zeros over some of them.
@@ -89,8 +99,8 @@ fn a_volume_that_grows_keeps_every_block_and_its_servers_have_them_again() {
         assert!(cluster.open().is_err());
         let refused = Volume::standings(before, &cluster.addresses, &options()).unwrap()[0].clone().unwrap_err();
         assert!(refused.contains("another size") && refused.contains("remora volume grow"), "{refused}");
-        let refused = Volume::grow((of(before, 1500), before), &cluster.addresses, &options(), |_, _| {}).unwrap();
-        assert!(refused.iter().all(|answer| answer.as_ref().unwrap_err().contains("larger")), "{refused:?}");
+        let refused = Volume::grow((of(before, 1500), before), &cluster.addresses, &options(), |_, _| {});
+        assert!(matches!(&refused, Err(Error::NotGrown { why, .. }) if why.contains("larger")), "{refused:?}");
 
         cluster.shape = of(before, 1500);
         assert_eq!(promised(&cluster), standings, "what was promised and written is as before");
@@ -215,19 +225,85 @@ fn a_full_device_refuses_the_growth_and_the_copy_is_as_before() {
     fill(&volume);
     until("it is taken in", || volume.members().len() == 3);
     drop(volume);
-    let grown = grow(&cluster, 4000);
-    let why = grown[0].as_ref().unwrap_err();
-    assert!(why.contains("no space") && why.contains("extents"), "{why}");
-    assert_eq!(grown[1..], [Ok(true), Ok(true)]);
+    let why = not_grown(&cluster, 4000);
+    assert!(why.contains("the store") && why.contains("are free"), "{why}");
     assert_eq!(std::fs::read_dir(small.path()).unwrap().count(), 2, "the lock and the copy");
+    let sizes = Volume::standings(shape, &cluster.addresses, &options()).unwrap();
+    assert!(sizes.iter().all(Result::is_ok), "no copy has grown: {sizes:?}");
     let standing = cluster.servers[0].as_ref().unwrap().standing(shape.volume()).unwrap();
     assert_eq!(standing.state, State::Whole);
     // So do a server's bounds.
     let mut bounded = Cluster::with(1, 1, 500, &ServerOptions { memory: 5 << 20, ..server_options() });
-    let why = grow(&bounded, 1000)[0].clone().unwrap_err();
+    let why = not_grown(&bounded, 1000);
     assert!(why.contains("no memory") && why.contains("--memory"), "{why}");
     assert!(bounded.open().is_ok(), "{why}");
     bounded.end(0);
+}
+
+/// One of three servers has no memory for the new size: nothing changes, whichever one it is. Copies that have grown
+/// all the same, as a client that was killed in between leaves them, go back to the size that the volume has, also
+/// after a restart out of a store; but not if they have data behind it.
+#[test]
+fn a_size_that_one_server_refuses_is_no_size_and_there_is_a_way_back_from_it() {
+    let folder = tempfile::tempdir().unwrap();
+    for stores in [None, Some(folder.path())] {
+        for short in 0..3 {
+            let folder = stores.map(|folder| folder.join(short.to_string()));
+            let mut cluster = cluster(500, folder.as_deref());
+            let options_of = |number| match &folder {
+                Some(folder) => with_store(folder, number),
+                None => server_options(),
+            };
+            cluster.end(short);
+            cluster.start_with(short, &ServerOptions { memory: 5 << 20, ..options_of(short) });
+            let volume = cluster.open().unwrap();
+            fill(&volume);
+            until("all have it", || volume.members().len() == 3);
+            volume.flush().unwrap();
+            drop(volume);
+            no_writer(cluster.shape, &cluster.addresses);
+            let why = not_grown(&cluster, 1000);
+            assert!(why.contains(&cluster.addresses[short].to_string()) && why.contains("no memory"), "{why}");
+
+            // One has grown, and nothing else knows of it.
+            let one = (short + 1) % 3;
+            grow_one(of(cluster.shape, 1000), cluster.servers[one].as_ref().unwrap());
+            let stood = |cluster: &Cluster| {
+                let standings = Volume::standings(cluster.shape, &cluster.addresses, &options()).unwrap();
+                standings.iter().filter(|standing| standing.is_ok()).count()
+            };
+            assert_eq!(stood(&cluster), 2);
+            if folder.is_some() {
+                cluster.end(one);
+                cluster.start_with(one, &options_of(one));
+            }
+            let shapes = (cluster.shape, cluster.shape);
+            let back = Volume::grow(shapes, &cluster.addresses, &options(), |_, _| {}).unwrap();
+            assert_eq!((back, stood(&cluster)), (vec![Ok(true), Ok(true), Ok(true)], 3));
+            let volume = cluster.open().unwrap();
+            until("all have it", || volume.members().len() == 3);
+            check(&volume, 500);
+        }
+    }
+    // What is behind the end is not given up.
+    let mut cluster = cluster(500, None);
+    assert_eq!(grow(&cluster, 1000), [Ok(true), Ok(true), Ok(true)]);
+    let before = cluster.shape;
+    cluster.shape = of(before, 1000);
+    let volume = cluster.open().unwrap();
+    volume.write(999, content(999, 1)).unwrap();
+    until("all have it", || volume.members().len() == 3);
+    drop(volume);
+    no_writer(cluster.shape, &cluster.addresses);
+    let refused = Volume::grow((before, before), &cluster.addresses, &options(), |_, _| {}).unwrap();
+    assert!(refused.iter().all(|answer| answer.as_ref().unwrap_err().contains("has data")), "{refused:?}");
+    assert!(cluster.open().unwrap().read(999, 1).unwrap() == content(999, 1));
+}
+
+/// Has one server's copy grow, as a client does that ends before it asks the next one.
+fn grow_one(larger: Shape, server: &Server) {
+    let grown = Hand::new(server).ask(&Call::Grow { shape: larger, takes_over: true }, 0);
+    assert!(matches!(grown, Some(Reply::Grown { is_there: true })), "{grown:?}");
 }
 
 /// Servers are killed while they copy. Each has one of the two sizes then, and the command is run again.

@@ -12,9 +12,9 @@ mod pulling;
 mod turn;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::SyncSender;
+use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -362,6 +362,9 @@ impl Driver {
     fn lost(&mut self, server: ServerId, why: &str) {
         let Some(remote) = self.remotes.get(server.0) else { return };
         tracing::info!(server = %remote.address(), why, "a copy is left out");
+        if let Some(left_out) = self.shared.left_out.get(server.0) {
+            *left_out.lock().unwrap_or_else(PoisonError::into_inner) = why.to_owned();
+        }
         self.withdraw(server);
         self.remote(server, |remote, now| remote.disconnect(now));
         self.shared.regions.close(server);

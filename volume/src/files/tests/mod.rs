@@ -3,6 +3,7 @@
 
 mod directory;
 mod following;
+mod full;
 mod image;
 mod memory;
 mod under_way;

@@ -215,7 +215,7 @@ fn what_is_answered_early_is_a_beginning_at_every_cut_and_a_flush_waits_for_all(
         let data = Bytes::from(vec![number as u8 + 1; length as usize]);
         files.write_ahead(ino, number * PART, data, counted(&done));
         if number == 3 {
-            files.acknowledged(counted(&closed));
+            files.acknowledged(ino, counted(&closed));
         }
         if number == 20 {
             files.fsync(ino, true, counted(&flushed));
@@ -254,10 +254,10 @@ fn what_fails_after_it_was_answered_fails_every_flush_and_close() {
         let told = told.clone();
         move |result| told.send(result).unwrap()
     };
-    files.acknowledged(tell(&told));
+    files.acknowledged(ino, tell(&told));
     disk.fail();
     assert!(is_told.recv().unwrap().is_err(), "a close that has waited");
-    files.acknowledged(tell(&told));
+    files.acknowledged(ino, tell(&told));
     files.fsync(ino, true, tell(&told));
     files.write_ahead(ino, 0, Bytes::from(vec![2; 5000]), tell(&told));
     assert_eq!((0..3).filter(|_| is_told.recv().unwrap().is_err()).count(), 3);

@@ -26,6 +26,13 @@ impl State {
         self.store.is_some()
     }
 
+    /// Whether a block from this one on was ever written. Behind the end there is none.
+    pub(in crate::server) fn has_written_from(&self, first: u64) -> bool {
+        let Some(store) = &self.store else { return false };
+        // A damaged entry may be of a write.
+        (first..store.layout().blocks()).any(|block| store.entry(block).is_none_or(|entry| entry.is_written()))
+    }
+
     /// The volume has this shape, and no copy here.
     pub(in crate::server) fn reshape(&mut self, shape: Shape) {
         debug_assert!(self.store.is_none(), "a copy keeps its shape until all of its blocks were copied");
@@ -47,7 +54,8 @@ impl State {
     /// on; `None`: that was all, or there is no copy any more.
     pub(in crate::server) fn grow(&mut self, larger: &Store, first: u64) -> Option<(Batch, u64)> {
         let store = self.store.as_ref()?;
-        let end = store.layout().blocks().min(first + AT_ONCE);
+        let all = store.layout().blocks().min(larger.layout().blocks());
+        let end = all.min(first + AT_ONCE);
         let (mut batch, mut bad) = (Batch::new(), Vec::new());
         for block in first..end {
             if store.entry(block).is_some_and(|entry| !entry.is_written()) {

@@ -366,6 +366,8 @@ impl State {
             | Call::Scrub { .. }
             | Call::Remove { .. }
             | Call::Grow { .. }
+            | Call::MayGrow { .. }
+            | Call::GoBack { .. }
             | Call::Look => Ok(Done::Refused(Cause::Misuse, "not on this connection".into())),
         };
         self.say();

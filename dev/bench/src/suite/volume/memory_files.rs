@@ -46,7 +46,7 @@ impl Transport {
 pub fn run(options: &Options) -> Result<bool> {
     let session = SessionOptions {
         ring: options.transport == Transport::Ring,
-        write_back: true,
+        write_back: false,
         lists_attributes: true,
         ..SessionOptions::default()
     };
