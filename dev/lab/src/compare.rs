@@ -274,7 +274,7 @@ fn same_time(one: &Frame, other: &Frame, are_exact: bool) -> bool {
 }
 
 /// Whether the server has a command.
-fn knows(client: &mut Client, command: &str) -> Result<bool> {
+pub(crate) fn knows(client: &mut Client, command: &str) -> Result<bool> {
     let answer = client.list(&["COMMAND", "INFO", command])?;
     Ok(matches!(answer.first(), Some(Frame::Array(facts)) if !facts.is_empty()))
 }
@@ -296,7 +296,7 @@ fn different_functions(one: &mut Client, other: &mut Client) -> Result<Vec<Strin
 }
 
 /// The databases that hold keys, and how many keys of each expire.
-fn databases(client: &mut Client) -> Result<BTreeMap<u32, u64>> {
+pub(crate) fn databases(client: &mut Client) -> Result<BTreeMap<u32, u64>> {
     let keyspace = client.info("keyspace")?;
     let expires = |line: &str| line.split(',').find_map(|part| part.strip_prefix("expires=")?.parse().ok());
     let numbered = |name: &str| name.strip_prefix("db")?.parse().ok();
@@ -304,7 +304,7 @@ fn databases(client: &mut Client) -> Result<BTreeMap<u32, u64>> {
 }
 
 /// Walks all keys of a database until `look` says that it has seen enough.
-fn each_batch(
+pub(crate) fn each_batch(
     client: &mut Client,
     database: u32,
     mut look: impl FnMut(&mut Client, &[Vec<u8>]) -> Result<bool>,
@@ -325,7 +325,7 @@ fn each_batch(
 }
 
 /// Sends the same command for each key, in one pipeline.
-fn ask_each(client: &mut Client, database: u32, question: &[&str], keys: &[Vec<u8>]) -> Result<Vec<Frame>> {
+pub(crate) fn ask_each(client: &mut Client, database: u32, question: &[&str], keys: &[Vec<u8>]) -> Result<Vec<Frame>> {
     client.ok(&["SELECT", &database.to_string()])?;
     let ask = |key: &Vec<u8>| question.iter().map(|word| word.as_bytes().to_vec()).chain([key.clone()]).collect();
     client.pipeline(&keys.iter().map(ask).collect::<Vec<Vec<Vec<u8>>>>())
