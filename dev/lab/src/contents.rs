@@ -38,6 +38,7 @@ impl Contents {
     pub fn of(client: &mut Client) -> Result<Contents> {
         let mut contents = Contents::default();
         let has_field_expiry = knows(client, "HPEXPIRETIME")?;
+        let own = own(client)?;
         for database in databases(client)?.into_keys() {
             each_batch(client, database, |client, keys| {
                 let kinds = ask_each(client, database, &["TYPE"], keys)?;
@@ -56,7 +57,7 @@ impl Contents {
                                 field_times(client, &name, &mut held.fields)?;
                             }
                         } else {
-                            encode(&tidied(value, sorted), &mut held.value);
+                            encode(&tidied(value, sorted, &own), &mut held.value);
                         }
                         contents.keys.insert((database, name), held);
                     }
@@ -96,7 +97,8 @@ impl Held {
         is_there.then_some(held)
     }
 
-    fn shown(&self) -> String {
+    /// The value as text; of a long one, what stands around this byte.
+    fn shown(&self, from: usize) -> String {
         let expires = if self.expires == NEVER { "never".to_owned() } else { self.expires.to_string() };
         if self.kind == "hash" {
             let fields: Vec<String> = self
@@ -107,7 +109,8 @@ impl Held {
                 .collect();
             return format!("hash of {} ({}), expires {expires}", self.fields.len(), fields.join(", "));
         }
-        format!("{} of {} B {}, expires {expires}", self.kind, self.value.len(), shown_bytes(&self.value))
+        let around = self.value.get(from.saturating_sub(SHOWN_BEFORE)..).unwrap_or_default();
+        format!("{} of {} B, …{}, expires {expires}", self.kind, self.value.len(), shown_bytes(around))
     }
 }
 
@@ -128,8 +131,9 @@ pub fn differences(one: &Contents, other: &Contents, most: usize) -> Vec<String>
         let at = |contents: &Contents| contents.keys.get(place).and_then(|held| held.at(now));
         let (left, right) = (at(one), at(other));
         if left != right {
-            let shown = |held: Option<Held>| held.map_or("nothing".to_owned(), |held| held.shown());
             let (left, right) = differing_fields(left, right);
+            let from = differs_from(left.as_ref(), right.as_ref());
+            let shown = |held: Option<Held>| held.map_or("nothing".to_owned(), |held| held.shown(from));
             found.push(format!("db {}, {}: {} / {}", place.0, shown_bytes(&place.1), shown(left), shown(right)));
         }
     }
@@ -144,6 +148,12 @@ fn differing_fields(left: Option<Held>, right: Option<Held>) -> (Option<Held>, O
     one.fields.retain(|field, value| there.get(field) != Some(value));
     other.fields.retain(|field, value| before.get(field) != Some(value));
     (Some(one), Some(other))
+}
+
+/// The first byte in which two values differ.
+fn differs_from(left: Option<&Held>, right: Option<&Held>) -> usize {
+    let (Some(left), Some(right)) = (left, right) else { return 0 };
+    left.value.iter().zip(&right.value).take_while(|(one, other)| one == other).count()
 }
 
 /// Sends a command for each key; the key takes the place of `KEY`.
@@ -183,8 +193,18 @@ fn field_times(client: &mut Client, key: &[u8], fields: &mut BTreeMap<Vec<u8>, (
     Ok(())
 }
 
+/// The names of what a server counts for itself. Before version 7.2, Redis does not replicate how many entries a group has
+/// read when it reads: its own replicas differ in that too.
+fn own(client: &mut Client) -> Result<Vec<&'static str>> {
+    let info = client.info("server")?;
+    let version = info.get("redis_version").unwrap_or_default().to_owned();
+    let mut numbers = version.split('.').filter_map(|number| number.parse::<u32>().ok());
+    let is_old = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0)) < (7, 2);
+    Ok(OWN.iter().chain(if is_old { &OWN_BEFORE_7_2[..] } else { &[] }).copied().collect())
+}
+
 /// The answer in an order that does not depend on the encoding, and without what each server counts for itself.
-fn tidied(answer: Frame, sorted: bool) -> Frame {
+fn tidied(answer: Frame, sorted: bool, own: &[&str]) -> Frame {
     let Frame::Array(mut items) = answer else { return answer };
     if sorted {
         items.sort_by_key(|item| item.as_bytes().map(<[u8]>::to_vec));
@@ -193,10 +213,10 @@ fn tidied(answer: Frame, sorted: bool) -> Frame {
     let mut tidy = Vec::with_capacity(items.len());
     let mut items = items.into_iter().peekable();
     while let Some(item) = items.next() {
-        if item.as_str().is_some_and(|name| OWN.contains(&name)) {
+        if item.as_str().is_some_and(|name| own.contains(&name)) {
             items.next();
         } else {
-            tidy.push(tidied(item, false));
+            tidy.push(tidied(item, false, own));
         }
     }
     Frame::Array(tidy)
@@ -235,11 +255,17 @@ const READ: [(&str, (&[&str], bool)); 6] = [
 /// What a server says of a stream's memory, and of when it saw a consumer itself.
 const OWN: [&str; 4] = ["radix-tree-keys", "radix-tree-nodes", "seen-time", "active-time"];
 
+/// What Redis 7.0 says of a group, besides.
+const OWN_BEFORE_7_2: [&str; 2] = ["entries-read", "lag"];
+
 /// PEXPIRETIME of a key that does not expire.
 const NEVER: i64 = -1;
 
 /// PEXPIRETIME of a missing key: it expired before now.
 const KEY_IS_GONE: i64 = -2;
+
+/// Bytes before the first one that differs, in a message.
+const SHOWN_BEFORE: usize = 40;
 
 /// Fields of a hash in a message.
 const SHOWN_FIELDS: usize = 4;
