@@ -49,7 +49,7 @@ impl Capture {
                 let mut link = self.handshake(Options { resume, ..Options::default() })?;
                 let now = link.continued()?.ok_or(CaptureError::HistoryGone)?;
                 is_same_history(*replid, now, *offset)?;
-                Some(link.into_stream())
+                Some(link.into_socket())
             }
         };
         let (memory, geometry) = &self.plan.snapshot;

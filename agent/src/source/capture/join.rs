@@ -42,13 +42,12 @@ impl Capture {
         &self,
         socket: &mut Socket,
         expected: &Expected,
-        early: &[u8],
         sealing: Option<Sealing>,
     ) -> Result<(), CaptureError> {
         let (memory, geometry) = &self.plan.snapshot;
         let writer = SnapshotWriter::resume(memory.clone(), *geometry, expected.written.received)?;
         let mut taking = Taking::new(self, writer, sealing);
-        self.append_rest(&mut taking, socket, expected, early)?;
+        self.append_rest(&mut taking, socket, expected)?;
         taking.complete(0)
     }
 
@@ -57,7 +56,6 @@ impl Capture {
         taking: &mut Taking<'_>,
         socket: &mut Socket,
         expected: &Expected,
-        early: &[u8],
     ) -> Result<(), CaptureError> {
         let Payload::Mark(mark) = expected.payload else {
             let text = "the server sent its part from a file, which other clients may have received as well";
@@ -66,9 +64,7 @@ impl Capture {
         let mut joint = Joint::new(mark, expected)?;
         let mut buffer = vec![0; READ_BYTES];
         let mut silence = self.silence(DURING);
-        let mut whole = joint.take(early)?;
-        taking.append(joint.ready())?;
-        joint.taken();
+        let mut whole = false;
         while !whole {
             self.stop.check()?;
             let Some(n) = silence.check(socket.read(&mut buffer))? else { continue };

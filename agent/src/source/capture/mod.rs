@@ -41,6 +41,8 @@ mod imports;
 mod join;
 mod journal;
 mod method;
+#[cfg(any(test, feature = "simulation"))]
+pub(crate) mod pieces;
 mod plan;
 pub(crate) mod psync_link;
 #[cfg(test)]

@@ -10,14 +10,12 @@ use super::Capture;
 use super::plan::{CaptureError, Stop, TICK};
 use super::socket::{Received, Silence, Socket};
 
-/// A snapshot that the server has announced.
+/// A snapshot that the server has announced. The connection's next byte is its first.
 pub(super) struct Announced {
     pub(super) socket: Socket,
     pub(super) replid: ReplId,
     pub(super) offset: u64,
     pub(super) payload: Payload,
-    /// Bytes that were read beyond the handshake.
-    pub(super) early: Vec<u8>,
 }
 
 /// How the server answered `PSYNC`.
@@ -38,8 +36,6 @@ pub(super) enum Opening {
 pub(super) struct PsyncLink {
     socket: Socket,
     machine: Client,
-    /// Bytes that were read and are not used yet.
-    early: Vec<u8>,
     stop: Stop,
     silence: Silence,
 }
@@ -63,11 +59,11 @@ impl Capture {
     /// Begins a handshake on a connection.
     pub(super) fn handshake_over(&self, socket: Socket, options: Options) -> PsyncLink {
         let (machine, stop) = (Client::new(options), self.stop.clone());
-        PsyncLink { socket, machine, early: Vec::new(), stop, silence: self.silence(DURING) }
+        PsyncLink { socket, machine, stop, silence: self.silence(DURING) }
     }
 
     fn connect(&self) -> Result<Socket, CaptureError> {
-        let stream = self.wait_for(async { Ok(self.plan.server.connect().await?.into_stream().0) })?;
+        let stream = self.wait_for(async { Ok(self.plan.server.connect().await?.into_stream()) })?;
         Socket::new(stream, self.plan.runtime.clone(), TICK).map_err(broken)
     }
 }
@@ -75,23 +71,17 @@ impl Capture {
 impl PsyncLink {
     /// Begins another handshake on the same connection.
     pub(super) fn again(self, options: Options) -> PsyncLink {
-        PsyncLink { machine: Client::new(options), early: Vec::new(), ..self }
+        PsyncLink { machine: Client::new(options), ..self }
     }
 
-    /// The connection, and the bytes that were read beyond the handshake.
-    pub(super) fn into_parts(self) -> (Socket, Vec<u8>) {
-        (self.socket, self.early)
-    }
-
-    /// The connection, whose next bytes are the stream's.
-    pub(super) fn into_stream(mut self) -> Socket {
-        self.socket.push_back(self.early);
+    /// The connection, whose next byte is the first one behind the handshake.
+    pub(super) fn into_socket(self) -> Socket {
         self.socket
     }
 
     /// The snapshot that was announced on this connection.
     pub(super) fn announced(self, replid: ReplId, offset: u64, payload: Payload) -> Announced {
-        Announced { socket: self.socket, replid, offset, payload, early: self.early }
+        Announced { socket: self.socket, replid, offset, payload }
     }
 
     /// Drives the handshake to its end.
@@ -150,40 +140,33 @@ impl PsyncLink {
             if !output.is_empty() {
                 self.socket.write_all(&output).map_err(broken)?;
             }
-            if self.early.is_empty() {
+            if self.socket.ahead().is_empty() {
                 self.read(&mut is_alive)?;
             }
-            let used = self.machine.handle_input(&self.early)?;
-            self.early.drain(..used);
+            let used = self.machine.handle_input(self.socket.ahead())?;
+            self.socket.take(used);
         }
     }
 
     /// Reads what has arrived, or waits for one [`TICK`] at most.
     fn read(&mut self, is_alive: &mut impl FnMut() -> bool) -> Result<(), CaptureError> {
         self.stop.check()?;
-        let mut buffer = [0; 16 * 1024];
-        let received = self.socket.read(&mut buffer);
+        let received = self.socket.read_ahead();
         if matches!(received, Ok(Received::Idle)) && is_alive() {
             return Ok(());
         }
-        if let Some(n) = self.silence.check(received)? {
-            self.early.extend_from_slice(&buffer[..n]);
-        }
-        Ok(())
+        self.silence.check(received).map(drop)
     }
 
     /// Fails unless the server still keeps this connection waiting. It sends `+FULLRESYNC` just before it forks, and
     /// closes the connection if the fork fails. A child that asks later, for the same offset, then belongs to another
     /// client.
     pub(super) fn still_waits(&mut self) -> Result<(), CaptureError> {
-        let mut buffer = [0; 1024];
-        match self.socket.read_at_once(&mut buffer).map_err(broken)? {
-            Received::Bytes(n) => self.early.extend_from_slice(&buffer[..n]),
-            Received::Idle => {}
-            Received::End => return Err(broken("the server gave up the sync before its child began")),
+        if let Received::End = self.socket.read_ahead_at_once().map_err(broken)? {
+            return Err(broken("the server gave up the sync before its child began"));
         }
         // Newlines are keep-alives.
-        match self.early.iter().all(|byte| *byte == b'\n') {
+        match self.socket.ahead().iter().all(|byte| *byte == b'\n') {
             true => Ok(()),
             false => Err(broken("the server sent something before its child began")),
         }
@@ -196,21 +179,24 @@ impl PsyncLink {
         let mut command = Vec::new();
         resp::command(&mut command, &["REPLCONF", "rdb-only", "1"]);
         self.socket.write_all(&command).map_err(broken)?;
-        let (mut answer, mut buffer) = (Vec::new(), [0; ANSWER_BYTES_MAX]);
         self.silence.restart();
         let began = Instant::now();
-        while !answer.ends_with(b"\r\n") {
+        loop {
             self.stop.check()?;
-            match self.socket.read(&mut buffer).map_err(broken)? {
-                Received::Bytes(n) => answer.extend_from_slice(&buffer[..n]),
+            let ahead = self.socket.ahead();
+            if let Some(end) = ahead.iter().position(|byte| *byte == b'\n') {
+                self.socket.take(end + 1);
+                return Ok(());
+            }
+            if ahead.len() > ANSWER_BYTES_MAX {
+                return Err(broken("the answer to REPLCONF rdb-only is too long"));
+            }
+            match self.socket.read_ahead().map_err(broken)? {
+                Received::Bytes(_) => {}
                 Received::Idle if began.elapsed() < self.silence.limit => {}
                 Received::Idle | Received::End => return Err(broken("no answer to REPLCONF rdb-only")),
             }
-            if answer.len() > ANSWER_BYTES_MAX {
-                return Err(broken("the answer to REPLCONF rdb-only is too long"));
-            }
         }
-        Ok(())
     }
 }
 
@@ -263,7 +249,7 @@ mod tests {
         rig.play(script, |capture, socket| {
             let mut link = capture.handshake_over(socket, options);
             let opening = link.opening();
-            let (mut rest, mut socket) = (Vec::new(), link.into_stream());
+            let (mut rest, mut socket) = (Vec::new(), link.into_socket());
             let mut buffer = [0; 4096];
             while let Ok(Received::Bytes(n)) = socket.read(&mut buffer) {
                 rest.extend_from_slice(&buffer[..n]);

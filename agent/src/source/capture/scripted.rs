@@ -21,7 +21,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use super::Capture;
 use super::method::ModuleRules;
 use super::plan::{CaptureError, CaptureEvent, Plan, TICK};
-use super::socket::Socket;
+use super::socket::{Received, Socket};
 use crate::args::{CompressChoice, FastKeys, ModuleCapture, TuneArgs};
 use crate::server::{Credentials, Server, Stream, Task, TlsOptions};
 use crate::source::captured::Captured;
@@ -63,6 +63,15 @@ fn table(name: &str) -> (Arc<Memory>, Geometry) {
 fn sealed(name: &str, secret: u8) -> SealedTable {
     let key = SealKey::new(Algorithm::best(), [secret; SealKey::SECRET_BYTES]);
     SealedTable { memory: table(name).0, key, compressed: true }
+}
+
+/// The first `length` bytes of a table's slots.
+fn bytes_of((memory, geometry): &(Arc<Memory>, Geometry), length: usize) -> Vec<u8> {
+    let mut bytes = vec![0; length];
+    for (number, slot) in (0..).zip(bytes.chunks_mut(SLOT_BYTES as usize)) {
+        memory.read(geometry.slot_offset(number), slot).unwrap();
+    }
+    bytes
 }
 
 /// A capture and what it reports.
@@ -128,7 +137,7 @@ impl Rig {
         let _entered = self.runtime.enter();
         ours.set_nonblocking(true).unwrap();
         let stream = Stream::Unix(tokio::net::UnixStream::from_std(ours).unwrap());
-        (Socket::new(stream, self.runtime.handle().clone(), TICK).unwrap(), Primary::over(theirs))
+        (Socket::new((stream, Vec::new()), self.runtime.handle().clone(), TICK).unwrap(), Primary::over(theirs))
     }
 
     /// Runs `capture` on a connection while `primary` plays the other end of it, and returns what `capture` returned.
@@ -206,14 +215,32 @@ impl Rig {
         (state, (word(2) != u64::MAX).then(|| word(2)))
     }
 
+    /// Empties the tables and the gauge, for another snapshot. The sealed tables are left out: only what the capture
+    /// itself reads is looked at.
+    pub(super) fn renew(&mut self) {
+        let plan = &mut self.capture.plan;
+        (plan.snapshot, plan.journal) = (table("test-snapshot"), Some(table("test-journal")));
+        (plan.remote, plan.sealed_journal) = (None, None);
+        plan.gauge = Arc::new(Gauge::default());
+    }
+
+    /// What a connection still delivers, up to its end.
+    pub(super) fn rest_of(&self, mut socket: Socket) -> Vec<u8> {
+        let (mut rest, mut buffer) = (Vec::new(), [0; 4096]);
+        while let Received::Bytes(n) = socket.read(&mut buffer).unwrap() {
+            rest.extend_from_slice(&buffer[..n]);
+        }
+        rest
+    }
+
+    /// The first `length` bytes of the journal, none of whose slots was reused.
+    pub(super) fn journal_bytes(&self, length: usize) -> Vec<u8> {
+        bytes_of(self.capture.plan.journal.as_ref().unwrap(), length)
+    }
+
     /// The first `length` bytes of the snapshot, none of whose slots was reused.
     pub(super) fn snapshot_bytes(&self, length: usize) -> Vec<u8> {
-        let (memory, geometry) = &self.capture.plan.snapshot;
-        let mut bytes = vec![0; length];
-        for (number, slot) in (0..).zip(bytes.chunks_mut(SLOT_BYTES as usize)) {
-            memory.read(geometry.slot_offset(number), slot).unwrap();
-        }
-        bytes
+        bytes_of(&self.capture.plan.snapshot, length)
     }
 
     /// What the capture has reported since the last call, in short.

@@ -13,7 +13,7 @@ use super::journal::Journal;
 use super::plan::{CaptureError, CaptureEvent};
 use super::psync_link::Announced;
 use super::sealing::Sealing;
-use super::socket::{Received, Socket};
+use super::socket::Socket;
 use crate::server::Facts;
 use crate::source::output_buffer::OutputBuffer;
 
@@ -136,21 +136,21 @@ impl<'c> Taking<'c> {
 
     /// Receives the payload, completes the snapshot, and returns the connection.
     pub(super) fn fill(mut self, announced: Announced) -> Result<Socket, CaptureError> {
-        let Announced { mut socket, payload, early, .. } = announced;
-        let trim = self.receive(&mut socket, &payload, &early)?;
+        let Announced { mut socket, payload, .. } = announced;
+        let trim = self.receive(&mut socket, &payload)?;
         self.complete(trim)?;
         Ok(socket)
     }
 
-    /// Receives the payload straight into slots. Returns how many bytes at its end do not belong to the snapshot.
-    fn receive(&mut self, socket: &mut Socket, payload: &Payload, early: &[u8]) -> Result<u64, CaptureError> {
+    /// Receives the payload straight into slots, and leaves what follows it to the next reader of the connection.
+    /// Returns how many bytes at its end do not belong to the snapshot.
+    fn receive(&mut self, socket: &mut Socket, payload: &Payload) -> Result<u64, CaptureError> {
         let capture = self.capture;
         let memory = &capture.plan.snapshot.0;
         let (mut end, trim) = match payload {
             Payload::Length(length) => (End::Length(*length), 0),
             Payload::Mark(mark) => (End::Mark(EofMark::new(*mark)), u64::from(MARK_BYTES)),
         };
-        let mut early = early;
         let mut silence = capture.silence(DURING);
         let mut done = matches!(end, End::Length(0));
         while !done {
@@ -164,14 +164,7 @@ impl<'c> Taking<'c> {
                 End::Length(left) => left.min(space.end - space.start),
                 End::Mark(_) => space.end - space.start,
             };
-            let received = if early.is_empty() {
-                socket.receive_into(memory, space.start, room as usize)
-            } else {
-                let n = early.len().min(room as usize);
-                memory.write(space.start, &early[..n]).map_err(remora_table::Error::from)?;
-                early = &early[n..];
-                Ok(Received::Bytes(n))
-            };
+            let received = socket.receive_into(memory, space.start, room as usize);
             let Some(n) = silence.check(received)? else { continue };
             done = match &mut end {
                 End::Length(left) => {

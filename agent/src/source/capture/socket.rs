@@ -1,5 +1,10 @@
 //! A connection to the primary as a capture thread uses it: blocking, with a bound on every wait.
 //!
+//! Header, payload, mark and stream follow each other on one connection, and the kernel delivers them in any pieces. A
+//! reader that looks for the end of its part reads ahead, and what it does not use belongs to the next reader. So the
+//! connection itself owns what was read ahead ([`Socket::ahead`]): a reader takes its part from there, and no reader
+//! can keep or drop the rest.
+//!
 //! From a plain socket (TCP or Unix) the kernel copies the bytes straight into the table's memory. Under TLS the bytes
 //! must be decrypted first, which takes one copy more.
 
@@ -62,13 +67,15 @@ impl Silence {
 pub(crate) struct Socket {
     link: Link,
     tick: Duration,
-    /// Bytes that were read but not used. The next read returns them first.
-    pushed_back: Vec<u8>,
+    /// Bytes that were read and that nobody has taken yet. Every read returns them first.
+    ahead: Vec<u8>,
 }
 
 enum Link {
     Plain(OwnedFd),
     Tls(Box<TlsConnection>, tokio::runtime::Handle),
+    #[cfg(any(test, feature = "simulation"))]
+    Pieces(super::pieces::Pieces),
 }
 
 /// The longest time that a write of a few bytes may take. It waits only while the server reads nothing and its socket
@@ -76,8 +83,13 @@ enum Link {
 const WRITE_LIMIT: Duration = Duration::from_secs(10);
 
 impl Socket {
-    /// Takes a connected stream. Each read waits for at most `tick`.
-    pub(crate) fn new(stream: Stream, runtime: tokio::runtime::Handle, tick: Duration) -> io::Result<Socket> {
+    /// Takes a connected stream and the bytes that its client has read from it and not used. Each read waits for at
+    /// most `tick`.
+    pub(crate) fn new(
+        (stream, ahead): (Stream, Vec<u8>),
+        runtime: tokio::runtime::Handle,
+        tick: Duration,
+    ) -> io::Result<Socket> {
         let link = match stream.raw()? {
             Raw::Socket(socket) => {
                 use rustix::net::sockopt::{Timeout, set_socket_timeout};
@@ -88,13 +100,53 @@ impl Socket {
             }
             Raw::Tls(stream) => Link::Tls(stream, runtime),
         };
-        Ok(Socket { link, tick, pushed_back: Vec::new() })
+        Ok(Socket { link, tick, ahead })
+    }
+
+    /// A connection whose other end says which bytes each read returns. What is written to it is not looked at.
+    #[cfg(any(test, feature = "simulation"))]
+    pub(crate) fn of_pieces(pieces: super::pieces::Pieces) -> Socket {
+        Socket { link: Link::Pieces(pieces), tick: Duration::ZERO, ahead: Vec::new() }
+    }
+
+    /// The bytes that were read and not taken yet.
+    pub(crate) fn ahead(&self) -> &[u8] {
+        &self.ahead
+    }
+
+    /// Takes the first `count` of the bytes that were read ahead.
+    pub(crate) fn take(&mut self, count: usize) {
+        self.ahead.drain(..count.min(self.ahead.len()));
+    }
+
+    /// Reads once from the connection, behind what was read ahead, and waits for at most one tick.
+    pub(crate) fn read_ahead(&mut self) -> io::Result<Received> {
+        self.read_further(self.tick, RecvFlags::empty())
+    }
+
+    /// Reads ahead what has already arrived, without waiting.
+    pub(crate) fn read_ahead_at_once(&mut self) -> io::Result<Received> {
+        self.read_further(Duration::ZERO, RecvFlags::DONTWAIT)
+    }
+
+    fn read_further(&mut self, limit: Duration, flags: RecvFlags) -> io::Result<Received> {
+        let room = AHEAD_BYTES_MAX.saturating_sub(self.ahead.len());
+        if room == 0 {
+            let text = format!("the server sent {AHEAD_BYTES_MAX} bytes where a line was due");
+            return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+        }
+        let mut buffer = [0; AHEAD_BYTES_MAX];
+        let received = self.read_from_link(limit, flags, &mut buffer[..room])?;
+        if let Received::Bytes(n) = received {
+            self.ahead.extend_from_slice(&buffer[..n]);
+        }
+        Ok(received)
     }
 
     /// Reads once into `memory` at `offset`: straight from a plain socket, by a copy under TLS.
     pub(crate) fn receive_into(&mut self, memory: &Memory, offset: u64, length: usize) -> io::Result<Received> {
         match &mut self.link {
-            Link::Plain(socket) if self.pushed_back.is_empty() => received(memory.receive(&*socket, offset, length)),
+            Link::Plain(socket) if self.ahead.is_empty() => received(memory.receive(&*socket, offset, length)),
             _ => {
                 let mut buffer = vec![0; length.min(TLS_READ)];
                 let received = self.read(&mut buffer)?;
@@ -106,25 +158,20 @@ impl Socket {
         }
     }
 
-    /// Reads once into a buffer.
+    /// Reads once into a buffer: what was read ahead, or else from the connection.
     pub(crate) fn read(&mut self, buffer: &mut [u8]) -> io::Result<Received> {
-        self.read_within(self.tick, RecvFlags::empty(), buffer)
-    }
-
-    /// Reads bytes that have already arrived, without waiting.
-    pub(crate) fn read_at_once(&mut self, buffer: &mut [u8]) -> io::Result<Received> {
-        self.read_within(Duration::ZERO, RecvFlags::DONTWAIT, buffer)
+        if !self.ahead.is_empty() {
+            let n = self.ahead.len().min(buffer.len());
+            buffer[..n].copy_from_slice(&self.ahead[..n]);
+            self.take(n);
+            return Ok(Received::Bytes(n));
+        }
+        self.read_from_link(self.tick, RecvFlags::empty(), buffer)
     }
 
     /// Reads once and waits for at most `limit`. A plain socket ignores `limit`: its time-out is the tick, unless
     /// `flags` say that it must not wait.
-    fn read_within(&mut self, limit: Duration, flags: RecvFlags, buffer: &mut [u8]) -> io::Result<Received> {
-        if !self.pushed_back.is_empty() {
-            let n = self.pushed_back.len().min(buffer.len());
-            buffer[..n].copy_from_slice(&self.pushed_back[..n]);
-            self.pushed_back.drain(..n);
-            return Ok(Received::Bytes(n));
-        }
+    fn read_from_link(&mut self, limit: Duration, flags: RecvFlags, buffer: &mut [u8]) -> io::Result<Received> {
         match &mut self.link {
             Link::Plain(socket) => received(recv(&*socket, buffer, flags).map(|(n, _)| n).map_err(Into::into)),
             Link::Tls(stream, runtime) => runtime.block_on(async {
@@ -133,6 +180,8 @@ impl Socket {
                     Err(_) => Ok(Received::Idle),
                 }
             }),
+            #[cfg(any(test, feature = "simulation"))]
+            Link::Pieces(pieces) => Ok(pieces.read(buffer)),
         }
     }
 
@@ -158,14 +207,15 @@ impl Socket {
                 };
                 tokio::time::timeout(WRITE_LIMIT, write).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
             }),
+            #[cfg(any(test, feature = "simulation"))]
+            Link::Pieces(_) => Ok(()),
         }
     }
-
-    /// Puts bytes back. The next read returns them first.
-    pub(crate) fn push_back(&mut self, bytes: Vec<u8>) {
-        self.pushed_back = bytes;
-    }
 }
+
+/// The most bytes that wait to be taken. Who reads ahead looks for the end of a line of a few dozen bytes, and takes
+/// the lines and keep-alives before it reads further.
+const AHEAD_BYTES_MAX: usize = 16 * 1024;
 
 /// The most bytes that one read under TLS takes: a few records of 16 KiB.
 const TLS_READ: usize = 256 * 1024;

@@ -94,7 +94,7 @@ impl Follower {
     }
 
     /// Writes the stream into the journal until it is stopped or the connection breaks.
-    fn pour(&mut self) -> Result<Infallible, CaptureError> {
+    pub(super) fn pour(&mut self) -> Result<Infallible, CaptureError> {
         let link = |cause: io::Error| CaptureError::Link { during: DURING, cause: cause.to_string() };
         let mut buffer = vec![0; STREAM_READ_BYTES];
         let mut acks = AckClock::new();
@@ -193,15 +193,15 @@ impl Follower {
     }
 
     /// What to request of the server: `history` from the journal's next byte on.
-    fn options(&self, history: ReplId) -> client::Options {
+    pub(super) fn options(&self, history: ReplId) -> client::Options {
         client::Options { resume: Some((history, self.journal.end_offset())), ..Default::default() }
     }
 
     /// Replaces the connection by one whose handshake requests the journal's next byte of `history`.
-    fn resume_over(&mut self, mut link: PsyncLink, history: ReplId) -> Result<(), CaptureError> {
+    pub(super) fn resume_over(&mut self, mut link: PsyncLink, history: ReplId) -> Result<(), CaptureError> {
         let replid = link.continued()?.ok_or(CaptureError::HistoryGone)?;
         is_same_history(history, replid, self.journal.end_offset() - 1)?;
-        self.socket = Some(link.into_stream());
+        self.socket = Some(link.into_socket());
         Ok(())
     }
 }

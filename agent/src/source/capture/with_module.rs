@@ -230,12 +230,12 @@ impl Capture {
             let payload = armed.first_byte(&mut link);
             live.store(false, Ordering::Release);
             let written = armed.walked()?;
-            let (mut socket, early) = link.into_parts();
+            let mut socket = link.into_socket();
             let _claim = self.claim()?;
             let point = armed.page.fork_point().map_err(CaptureError::from)?;
             let database = point.filter(|_| counts).map(|point| point.database);
             let expected = join::Expected { payload: payload?, written, database };
-            let rest = self.receive_rest(&mut socket, &expected, &early, sealing);
+            let rest = self.receive_rest(&mut socket, &expected, sealing);
             rest.map_err(|error| self.explained(error))?;
             Ok(match journal {
                 Some(journal) => Following::ThisThread(Box::new(Follower::new(self, socket, journal))),

@@ -112,7 +112,7 @@ impl Capture {
         let mut stream = stream.again(Options { resume: Some((replid, offset + 1)), channel, ..Options::default() });
         let now = stream.continued()?.ok_or_else(|| out_of_place("another snapshot"))?;
         is_same_history(replid, now, offset)?;
-        Ok(Opened::Two { snapshot, stream: stream.into_stream() })
+        Ok(Opened::Two { snapshot, stream: stream.into_socket() })
     }
 
     /// The options of a handshake for a snapshot.
