@@ -22,6 +22,8 @@ pub(crate) enum Mutation {
     PayloadEndedEarly,
     /// The delivery continues a server that asks for another offset than the one that it would send next.
     OffsetIgnored,
+    /// What the source has said about where slots are read is forgotten when the tables of an offer are connected.
+    AssignmentForgotten,
     /// The delivery sends the stream behind the mark before the server's first ACK.
     StreamBeforeTheAck,
 }

@@ -1,10 +1,10 @@
 //! Versions, and the bounds of every list, name and text.
 
 /// Oldest version of this protocol that this build speaks.
-pub const OLDEST_VERSION: u16 = 6;
+pub const OLDEST_VERSION: u16 = 7;
 
 /// Newest version of this protocol that this build speaks. The crate's documentation says what each version changed.
-pub const NEWEST_VERSION: u16 = 6;
+pub const NEWEST_VERSION: u16 = 7;
 
 /// Code of a refusal in the handshake: the server has no room for another conversation.
 pub const REFUSED_AS_BUSY: u8 = 3;

@@ -38,6 +38,9 @@ pub struct Offer {
     pub upstream: Option<Upstream>,
     /// What may make this sync fail although nothing forbids it, for people; empty if nothing is known.
     pub warning: String,
+    /// Why no snapshot of the captured server can be taken now, for people: it has no link to its own primary, it loads,
+    /// or it does not answer. Empty if nothing stands in the way.
+    pub obstacle: String,
 }
 
 record!(Offer {
@@ -53,6 +56,7 @@ record!(Offer {
     write_rate: u64,
     upstream: Maybe<Upstream>,
     warning: Text<MAX_TEXT_BYTES>,
+    obstacle: Text<MAX_TEXT_BYTES>,
 });
 
 /// The shape of one table, and how to reach it.
@@ -119,12 +123,16 @@ pub enum WaitCause {
     Busy,
     /// The last attempt to take a snapshot failed. The source tries again.
     LastAttemptFailed,
+    /// No snapshot of the captured server can be taken now: it has no link to its own primary, it loads, or it does not
+    /// answer.
+    CutOff,
 }
 
 codes!(WaitCause is "cause of waiting" {
     0 => NotYet,
     1 => Busy,
     2 => LastAttemptFailed,
+    3 => CutOff,
 });
 
 /// Why a source refuses a replica.

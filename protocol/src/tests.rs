@@ -88,9 +88,9 @@ fn announces() -> impl Strategy<Value = Announce> {
 }
 
 fn offers() -> impl Strategy<Value = Message> {
-    let rest = (names(), names(), option::of(upstreams()), names());
+    let rest = (names(), names(), option::of(upstreams()), names(), names());
     (any::<[u64; 4]>(), option::of(replids()), tables(), tables(), announces(), rest).prop_map(
-        |(numbers, replid, snapshot, journal, primary, (server, run_id, upstream, warning))| {
+        |(numbers, replid, snapshot, journal, primary, (server, run_id, upstream, warning, obstacle))| {
             let [generation, offset, backlog_bytes, write_rate] = numbers;
             Message::Offer(Offer {
                 generation,
@@ -105,6 +105,7 @@ fn offers() -> impl Strategy<Value = Message> {
                 write_rate,
                 upstream,
                 warning,
+                obstacle,
             })
         },
     )
@@ -212,7 +213,8 @@ fn small_ones() -> impl Strategy<Value = Message> {
     use {Outcome::*, RefusalCode::*};
     let outcomes = prop::sample::select(vec![HandedOver, Stopped, Failed]);
     let causes = prop::sample::select(vec![LossCause::Gone, LossCause::Lied, LossCause::Passed, LossCause::Refused]);
-    let waits = prop::sample::select(vec![WaitCause::NotYet, WaitCause::Busy, WaitCause::LastAttemptFailed]);
+    let waits = vec![WaitCause::NotYet, WaitCause::Busy, WaitCause::LastAttemptFailed, WaitCause::CutOff];
+    let waits = prop::sample::select(waits);
     let refusals = prop::sample::select(vec![
         RefusalCode::Busy,
         RefusalCode::Stopping,

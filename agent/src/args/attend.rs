@@ -86,8 +86,8 @@ Stays beside a server, and turns each full copy that the server would take of it
 The rules of `remora intercept` send the server's own connections to its primary to this agent. The agent passes them on. If the \
 server asks for a full copy, the agent plays the primary instead: it answers with the primary's true history, and feeds the source's \
 snapshot and the writes since. When the server has caught up, the agent closes its connection. The server connects again by itself, \
-to its primary, and goes on at the exact offset. No command is sent to the server and no setting is changed: it follows its primary \
-all the time, so REPLICAOF, CLUSTER REPLICATE, Sentinel and operators work as ever. A partial resynchronisation that the primary can \
+to its primary, and goes on at the exact offset. No setting of the server is changed, and no command is sent to it (but one with --sentinel: \
+REPLICAOF, if its primary was replaced before a Sentinel knew the server): it follows its primary all the time, so REPLICAOF, CLUSTER REPLICATE, Sentinel and operators work as ever. A partial resynchronisation that the primary can \
 serve is passed to it. If the source cannot help, the full copy is passed to the primary too.";
 
 fn more() -> String {

@@ -25,6 +25,7 @@ use rustix::event::PollFlags;
 use rustix::net::sockopt;
 use rustls::{ServerConfig, ServerConnection};
 
+use super::attend::gate::Served;
 use super::link::Link;
 use super::link_failure::LinkFailure;
 use super::locality::Locality;
@@ -298,6 +299,7 @@ impl Newcomer {
         tls: Option<Box<ServerConnection>>,
         peer: SocketAddr,
         heard: &[u8],
+        served: Served,
     ) -> io::Result<Newcomer> {
         let mut role = PrimaryRole::new(Options { access: Access::Open });
         role.handle_input(heard).map_err(io::Error::other)?;
@@ -306,7 +308,7 @@ impl Newcomer {
         let Some(Event::Psync { replid, offset }) = role.poll_event() else {
             return Err(io::Error::other("the server has not asked to be synchronised"));
         };
-        let mut link = Link::of(socket, peer, tls)?;
+        let mut link = Link::intercepted(socket, peer, tls, served)?;
         link.look_at_what_is_unread();
         Ok(Newcomer { peer, link, role, out: Vec::new(), written: 0, replid, offset })
     }

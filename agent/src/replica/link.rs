@@ -11,6 +11,7 @@ use std::sync::Arc;
 use remora_fabric::View;
 use rustls::{ServerConfig, ServerConnection};
 
+use super::attend::gate::Served;
 use super::unread::Unread;
 
 /// One connection from the replica's server, plain or TLS.
@@ -23,6 +24,8 @@ pub(super) struct Link {
     written: u64,
     /// How many of them the server has not read, if the kernel can tell.
     unread: Option<Unread>,
+    /// What ends the connection with this link although another descriptor of it exists.
+    _served: Option<Served>,
 }
 
 /// Plain text that is given to TLS at once: a few records of 16 KiB. More would only wait in its buffer.
@@ -36,7 +39,7 @@ impl Link {
     }
 
     /// Of a connection with what TLS knows of it, if it has any.
-    pub(super) fn of(socket: TcpStream, peer: SocketAddr, mut tls: Option<Box<ServerConnection>>) -> io::Result<Link> {
+    fn of(socket: TcpStream, peer: SocketAddr, mut tls: Option<Box<ServerConnection>>) -> io::Result<Link> {
         socket.set_nonblocking(true)?;
         socket.set_nodelay(true)?;
         if peer.ip().is_loopback() {
@@ -45,7 +48,17 @@ impl Link {
         if let Some(tls) = &mut tls {
             tls.set_buffer_limit(Some(2 * TLS_PIECE));
         }
-        Ok(Link { socket, tls, piece: Vec::new(), written: 0, unread: None })
+        Ok(Link { socket, tls, piece: Vec::new(), written: 0, unread: None, _served: None })
+    }
+
+    /// Of a connection that the gate of an attending agent looks at too.
+    pub(super) fn intercepted(
+        socket: TcpStream,
+        peer: SocketAddr,
+        tls: Option<Box<ServerConnection>>,
+        served: Served,
+    ) -> io::Result<Link> {
+        Ok(Link { _served: Some(served), ..Link::of(socket, peer, tls)? })
     }
 
     /// Watches from now on what the server has not read, if the kernel can tell. Memory can be lent to the link then.

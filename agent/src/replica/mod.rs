@@ -27,6 +27,7 @@
 //! - [`machine`] decides, without I/O, what follows from each event on the way from joining to the hand-off; [`driver`]
 //!   carries it out, and owns the tasks. [`report`] says where the time went.
 
+pub(crate) mod assignment;
 pub mod attend;
 mod by_file;
 mod candidates;
@@ -188,6 +189,9 @@ async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -> Result<Option<Driver>
     warn_of_a_small_backlog(&plan);
     if !plan.warning.is_empty() {
         tracing::warn!("{}", plan.warning);
+    }
+    if !plan.obstacle.is_empty() {
+        tracing::warn!(source = %args.read.source, "no snapshot can be taken yet: {}", plan.obstacle);
     }
     if args.dry_run {
         progress::say(&format!(

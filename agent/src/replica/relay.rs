@@ -5,6 +5,7 @@ use std::sync::Arc;
 use remora_fabric::{Memory, TransportKind};
 use remora_protocol::{LossCause, Message, Offer, Relaying, Relays, Upstream};
 
+use super::assignment::Assignment;
 use super::meter::Meter;
 use super::relay_reader::{Lost, ReadFrom};
 use super::relay_server::{LentCopy, RelayServer, UploadLimits};
@@ -29,6 +30,8 @@ pub(crate) struct Relay {
     serving: Option<RelayServer>,
     /// The copy that slots go into now.
     copy: Option<Copying>,
+    /// From where the source wants them read.
+    assignment: Assignment,
     /// The replica that slots are read from, or will be.
     upstream: Option<(Upstream, Conversation)>,
 }
@@ -82,7 +85,8 @@ impl Relay {
             None
         };
         let credentials = tokens.credentials(None);
-        Ok(Relay { read, options, credentials, name, meter, takes_part, serving, copy: None, upstream: None })
+        let (copy, assignment, upstream) = (None, Assignment::default(), None);
+        Ok(Relay { read, options, credentials, name, meter, takes_part, serving, copy, assignment, upstream })
     }
 
     /// What the source needs to know. `None` if no slots pass between this replica and others.
@@ -110,7 +114,12 @@ impl Relay {
         self.upstream = None;
     }
 
-    /// Tables were connected: lends their copy, and reads from where the offer says. Returns what the delivery must
+    /// An offer has come, whose tables are connected next.
+    pub(crate) fn offered(&mut self) {
+        self.assignment.offered();
+    }
+
+    /// Tables were connected: lends their copy, and reads from where the source has said last. Returns what the delivery must
     /// know.
     pub(crate) fn attached(&mut self, offer: &Offer, chosen: &mut Chosen, loaded: bool) -> Option<ReadFrom> {
         let Some((memory, own, is_new)) = chosen.copy.take() else {
@@ -145,12 +154,13 @@ impl Relay {
         }
         let in_window = !offer.snapshot.retained;
         self.copy = Some(Copying { generation, memory, slot_size: own.slot_size, is_sealed, in_window });
-        self.read_from(offer.upstream.clone())
+        self.read_from(self.assignment.of(offer))
     }
 
     /// Reads from the upstream that the source has assigned for this generation.
     pub(crate) fn assigned(&mut self, generation: u64, upstream: Option<Upstream>) -> Option<ReadFrom> {
         let is_ours = self.copy.as_ref().is_some_and(|copy| copy.generation == generation);
+        self.assignment.assigned(generation, upstream.clone());
         if is_ours { self.read_from(upstream) } else { None }
     }
 

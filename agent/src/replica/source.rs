@@ -500,6 +500,7 @@ mod tests {
             write_rate: 0,
             upstream: None,
             warning: String::new(),
+            obstacle: String::new(),
         }
     }
 

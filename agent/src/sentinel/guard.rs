@@ -38,7 +38,8 @@ pub(crate) async fn known(
     }
 }
 
-fn is_it(replica: &KnownReplica, facts: &Facts, url: &ServerUrl) -> bool {
+/// Whether Sentinel means this server by that replica.
+pub(crate) fn is_it(replica: &KnownReplica, facts: &Facts, url: &ServerUrl) -> bool {
     let is_same_run = !replica.run_id.is_empty() && facts.run_id.as_deref() == Some(replica.run_id.as_str());
     let at = replica.address.as_ref().map(|at| (at.host.as_str(), at.port));
     is_same_run || (at.is_some() && at == url.host_and_port())

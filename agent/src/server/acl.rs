@@ -80,8 +80,8 @@ impl Task {
                  +discard; with --delivery intercept and --replace: +client|kill"
             }
             Self::Attend => {
-                "without +config|get TLS to the primary is noticed only when the server connects; the user of the server's masteruser \
-                 needs +info on the primary, besides +psync +replconf +ping"
+                "without +config|get TLS to the primary is noticed only when the server connects; with --sentinel: +replicaof, for a \
+                 server that no Sentinel knows yet; the user of the server's masteruser needs +info on the primary, besides +psync +replconf +ping"
             }
             Self::Verify => {
                 "without +debug it reads and compares every value; without +memory|usage it reads each value in pieces"

@@ -288,6 +288,10 @@ impl Deliver for ByteDelivery {
         relay.and(self.stepped.as_ref()).map(Stepped::relaying)
     }
 
+    fn offered(&mut self, offer: &Offer) {
+        self.relay.iter_mut().for_each(|relay| relay.offered(offer));
+    }
+
     fn assigned(&mut self, world: &mut World, generation: u64, upstream: Option<Upstream>) {
         let relay = self.relay.as_mut();
         let whence = relay.and_then(|relay| relay.assigned(world, generation, upstream));

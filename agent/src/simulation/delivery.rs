@@ -99,6 +99,9 @@ pub(super) trait Deliver {
         None
     }
 
+    /// The source has made this offer.
+    fn offered(&mut self, _offer: &Offer) {}
+
     /// The source has assigned this lender for this generation; `None`: the source itself.
     fn assigned(&mut self, _world: &mut World, _generation: u64, _upstream: Option<Upstream>) {}
 

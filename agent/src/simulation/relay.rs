@@ -10,6 +10,7 @@ use remora_protocol::{LossCause, Message as Said, Offer, Relaying, Relays, Upstr
 use super::tables::Lent;
 use super::wire::{End, Host};
 use super::world::World;
+use crate::replica::assignment::Assignment;
 use crate::replica::simulated_delivery::{Copied, CopyWish, PeerLost, Whence};
 
 /// How long a lender that cannot be reached is tried, and how long one may take to offer its copy: as in the product.
@@ -36,6 +37,11 @@ pub(super) struct Relay {
     host: Host,
     plan: RelayPlan,
     copy: Option<Copying>,
+    /// The product's memory of what the source has said, and what it has said last in truth: the session to read from.
+    assignment: Assignment,
+    last_word: Option<(u64, Option<u64>)>,
+    /// A lender that the source had taken away before it was read.
+    withdrawn: Option<u64>,
     upstream: Option<Conversation>,
 }
 
@@ -69,7 +75,16 @@ impl Relay {
     /// `link`: the agent's end of its server's link.
     pub(super) fn new(link: End, plan: RelayPlan) -> Relay {
         let agent = if let End::Link(agent, _) = link { agent } else { usize::MAX };
-        Relay { agent, host: link.host(), plan, copy: None, upstream: None }
+        Relay {
+            agent,
+            host: link.host(),
+            plan,
+            copy: None,
+            assignment: Assignment::default(),
+            last_word: None,
+            withdrawn: None,
+            upstream: None,
+        }
     }
 
     /// Opens the port for other agents, if slots are lent.
@@ -94,7 +109,14 @@ impl Relay {
         CopyWish { slots: self.plan.slots, kept }
     }
 
-    /// Tables were connected: lends their copy, and reads from where the offer says.
+    /// An offer has come, whose tables are connected next.
+    pub(super) fn offered(&mut self, offer: &Offer) {
+        self.assignment.offered();
+        let session = offer.upstream.as_ref().map(|upstream| upstream.session);
+        self.last_word = Some((offer.snapshot.generation, session));
+    }
+
+    /// Tables were connected: lends their copy, and reads from where the source has said last.
     pub(super) fn attached(
         &mut self,
         world: &mut World,
@@ -116,7 +138,12 @@ impl Relay {
             }
         }
         self.copy = Some(Copying { generation, memory, in_window: !offer.snapshot.retained });
-        self.read_from(world, offer.upstream.clone())
+        let upstream = self.assignment.of(offer);
+        let session = upstream.as_ref().map(|upstream| upstream.session);
+        if session.is_some() && self.last_word.is_some_and(|(of, word)| of == generation && word != session) {
+            self.withdrawn = session;
+        }
+        self.read_from(world, upstream)
     }
 
     /// The source has assigned this lender for this generation.
@@ -127,6 +154,8 @@ impl Relay {
         upstream: Option<Upstream>,
     ) -> Option<Whence> {
         let is_ours = self.copy.as_ref().is_some_and(|copy| copy.generation == generation);
+        self.assignment.assigned(generation, upstream.clone());
+        self.last_word = Some((generation, upstream.as_ref().map(|upstream| upstream.session)));
         if is_ours { self.read_from(world, upstream) } else { None }
     }
 
@@ -188,8 +217,11 @@ impl Relay {
         self.upstream = None;
     }
 
-    /// The copy has no more slots than the agent's memory has room for.
+    /// The copy has no more slots than the agent's memory has room for, and no lender is asked that was taken away.
     pub(super) fn within_limits(&self, relaying: &Relaying) -> Result<(), String> {
+        if let Some(session) = self.withdrawn {
+            return Err(format!("it asks a lender that the source had taken away (session {session})"));
+        }
         let (slots, room) = (relaying.held.saturating_sub(relaying.oldest), self.plan.slots);
         if self.copy.is_some() && slots > u64::from(room) {
             return Err(format!("its copy holds {slots} slots and has room for {room}"));

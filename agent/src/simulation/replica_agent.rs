@@ -341,7 +341,10 @@ impl ReplicaAgent {
         }
         let event = match message {
             Said::Waiting { cause, text } => SourceEvent::Waiting { cause, text },
-            Said::Offer(offer) => SourceEvent::Offer(Box::new(offer)),
+            Said::Offer(offer) => {
+                self.delivery.offered(&offer);
+                SourceEvent::Offer(Box::new(offer))
+            }
             Said::ReadFrom { generation, upstream } => {
                 self.delivery.assigned(world, generation, upstream);
                 return self.delivery_news(world);

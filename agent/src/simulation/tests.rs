@@ -144,6 +144,11 @@ fn a_closed_connection_that_is_kept_is_found() {
 }
 
 #[test]
+fn a_lender_that_was_taken_away_and_is_asked_is_found() {
+    is_found_by_real_deliveries(Mutation::AssignmentForgotten, "the source had taken away");
+}
+
+#[test]
 fn a_full_copy_that_is_aborted_is_found() {
     is_found(Mutation::FullCopyAborted, "takes by itself");
 }

@@ -306,6 +306,8 @@ impl Receiving {
     /// Connects to the tables of an offer. The snapshot that has begun to arrive goes on, or another one begins.
     async fn begin(&self, session: &Session, offer: Offer, passes: Option<&mut Passes>) -> Result<Present, Failure> {
         let (way, retained) = (session.way().clone(), offer.snapshot.retained);
+        let mut passes = passes;
+        passes.iter_mut().for_each(|passes| passes.relay.offered());
         let wish = passes.as_ref().and_then(|passes| passes.relay.wish(None));
         let memory = passes.as_ref().map_or(BUFFER_MEMORY, |passes| passes.memory.max(BUFFER_MEMORY));
         let connecting = move || {

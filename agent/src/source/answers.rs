@@ -33,6 +33,22 @@ pub(crate) fn plan_of(facts: &Facts, primary: Announce, write_rate: u64) -> Offe
         write_rate,
         upstream: None,
         warning: String::new(),
+        obstacle: String::new(),
+    }
+}
+
+/// Why no snapshot of the server can be taken now, as the end of a sentence that begins with the server. A replica
+/// without its primary refuses `PSYNC`.
+pub(crate) fn obstacle(facts: &Facts) -> Option<String> {
+    if facts.loading == Some(true) {
+        return Some("is loading its data set".to_owned());
+    }
+    let link = facts.link.as_ref()?;
+    let primary = format!("{}:{}", link.host, link.port);
+    match (link.syncing, link.up) {
+        (Some(true), _) => Some(format!("is taking a full copy of its primary {primary}")),
+        (_, Some(false)) => Some(format!("has no link to its primary {primary}")),
+        _ => None,
     }
 }
 
@@ -116,7 +132,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
-    use crate::server::Backlog;
+    use crate::server::{Backlog, Link};
 
     fn replid(digit: &str) -> ReplId {
         digit.repeat(40).parse().unwrap()
@@ -134,6 +150,22 @@ mod tests {
             Message::HandOffAnswer { covered, text, .. } => (covered, text),
             other => panic!("{}", other.name()),
         }
+    }
+
+    #[test]
+    fn a_server_without_its_primary_says_so() {
+        let replica = |up, syncing| {
+            let link = Link { host: "10.0.0.1".into(), port: 6379, up, syncing };
+            obstacle(&Facts { link: Some(link), ..Facts::default() })
+        };
+        assert_eq!(replica(Some(true), Some(false)), None);
+        assert_eq!(replica(None, None), None, "what a server does not report is no obstacle");
+        assert!(
+            replica(Some(false), Some(false)).is_some_and(|text| text.contains("no link to its primary 10.0.0.1:6379"))
+        );
+        assert!(replica(Some(false), Some(true)).is_some_and(|text| text.contains("a full copy")));
+        assert_eq!(obstacle(&primary()), None);
+        assert!(obstacle(&Facts { loading: Some(true), ..primary() }).is_some_and(|text| text.contains("loading")));
     }
 
     #[test]

@@ -80,6 +80,7 @@ impl Source {
             CaptureEvent::Failed { generation, error } => {
                 self.tables.outgrown |= matches!(error, CaptureError::Outgrown);
                 tracing::warn!(generation, %error, "snapshot failed");
+                self.learn();
             }
             CaptureEvent::StreamResumed => tracing::info!("replication stream resumed"),
             CaptureEvent::HistoryChanged { generation, from, to, at } => {

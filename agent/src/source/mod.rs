@@ -209,6 +209,8 @@ pub(crate) enum Incoming {
     Left { session: Session, fault: Fault },
     /// Fresh facts of the server.
     Learned(Box<(Facts, OutputBuffer)>),
+    /// The server has not told its facts, and why.
+    NotLearned(String),
     /// Another server of the group is captured from now on, with these facts.
     Moved(Box<Facts>),
     /// The primary has answered a question that the source asked for replicas.
@@ -301,6 +303,11 @@ impl Source {
                 self.output.learned(Instant::now(), &facts, buffer);
                 self.questions.learned(Instant::now());
                 self.facts = facts;
+                self.tell_of_an_obstacle();
+            }
+            Incoming::NotLearned(why) => {
+                self.questions.not_learned(why);
+                self.tell_of_an_obstacle();
             }
             Incoming::Moved(facts) => captured::moved(self, *facts),
             Incoming::Answered(answered) => questions::answered(self, answered),
@@ -449,7 +456,12 @@ impl Source {
             Action::AllowRetiring { below } => self.gauge.allow_retiring(below),
             Action::Offer { session } => self.offer(session),
             Action::Wait { session, cause, text } => {
-                let text = if cause == WaitCause::NotYet { self.methods.tuning.explained(text) } else { text };
+                let cut_off = (cause == WaitCause::LastAttemptFailed).then(|| self.is_cut_off()).flatten();
+                let (cause, text) = match cut_off {
+                    Some(why) => (WaitCause::CutOff, why),
+                    None if cause == WaitCause::NotYet => (cause, self.methods.tuning.explained(text)),
+                    None => (cause, text),
+                };
                 self.send(session, Message::Waiting { cause, text });
             }
             Action::Drop { session, code, text } => {

@@ -15,11 +15,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use remora_protocol::{Message, Offer};
+use remora_protocol::{Message, Offer, WaitCause};
 use remora_redis::ReplId;
 use tokio::sync::Mutex;
 
-use super::answers::{announce, ask, hand_off_answer, not_covered, plan_of};
+use super::answers::{announce, ask, hand_off_answer, not_covered, obstacle, plan_of};
 use super::machine::Session;
 use super::output_buffer::OutputBuffer;
 use super::tables::expected;
@@ -60,6 +60,8 @@ pub(super) struct Questions {
     reports: BTreeMap<Session, Report>,
     /// When the source's facts were read last.
     learned: Option<Instant>,
+    /// Why the server has not answered the last question about them.
+    silent: Option<String>,
     /// One connection to the server, opened when first needed and again after a failure.
     pub(super) client: Arc<Mutex<Option<Client>>>,
 }
@@ -114,7 +116,12 @@ impl Questions {
 
     /// The source has fresh facts.
     pub(super) fn learned(&mut self, now: Instant) {
-        self.learned = Some(now);
+        (self.learned, self.silent) = (Some(now), None);
+    }
+
+    /// The server has not answered.
+    pub(super) fn not_learned(&mut self, why: String) {
+        self.silent = Some(why);
     }
 
     fn is_fresh(&self, now: Instant) -> bool {
@@ -154,7 +161,10 @@ impl Source {
         }
         let (learning, incoming) = (self.learn(), self.incoming.clone());
         tokio::spawn(async move {
-            let _ = tokio::time::timeout(LEARN_LIMIT, learning).await;
+            if tokio::time::timeout(LEARN_LIMIT, learning).await.is_err() {
+                let why = format!("no answer for {} s", LEARN_LIMIT.as_secs());
+                let _ = incoming.send(Incoming::NotLearned(why)).await;
+            }
             let _ = incoming.send(Incoming::Answered(Answered::Plan(session))).await;
         });
     }
@@ -168,7 +178,31 @@ impl Source {
         let holds_back = self.machine.status().stream.is_none() && self.tables.is_windowed_for(&self.facts);
         let expected = expected(&self.facts, self.tables.snapshot.1);
         let warning = if holds_back { self.output.warning(expected, self.tables.ring()) } else { String::new() };
-        Offer { warning, ..plan }
+        Offer { warning, obstacle: self.obstacle().unwrap_or_default(), ..plan }
+    }
+
+    /// Why no snapshot of the server can be taken now.
+    fn obstacle(&self) -> Option<String> {
+        let what = match &self.questions.silent {
+            Some(why) => format!("does not answer ({why})"),
+            None => obstacle(&self.facts)?,
+        };
+        Some(format!("its server {} {what}", self.captured.server().url()))
+    }
+
+    /// Why no snapshot of the server can be taken now, if the server is a replica: its primary may serve those who
+    /// wait.
+    pub(super) fn is_cut_off(&self) -> Option<String> {
+        self.facts.link.as_ref().and_then(|_| self.obstacle())
+    }
+
+    /// Tells the replicas that wait for a snapshot why none can be taken now, if that is so.
+    pub(super) fn tell_of_an_obstacle(&mut self) {
+        let Some(text) = self.is_cut_off() else { return };
+        let waiting: Vec<Session> = self.machine.status().waiting().collect();
+        for session in waiting {
+            self.send(session, Message::Waiting { cause: WaitCause::CutOff, text: text.clone() });
+        }
     }
 
     /// Reads the server's facts in the background.
@@ -176,7 +210,10 @@ impl Source {
         let (client, server, incoming) = (self.questions.client.clone(), self.captured.server(), self.incoming.clone());
         let tuning = self.methods.tuning.clone();
         tokio::spawn(async move {
-            let Ok(facts) = ask(&client, &server).await else { return };
+            let facts = match ask(&client, &server).await {
+                Ok(facts) => facts,
+                Err(error) => return drop(incoming.send(Incoming::NotLearned(error.to_string())).await),
+            };
             let mut client = client.lock().await;
             let Some(client) = client.as_mut() else { return };
             let buffer = OutputBuffer::read(client, &facts).await;

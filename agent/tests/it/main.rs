@@ -5,6 +5,8 @@
 mod kit;
 
 mod attend;
+mod attend_passed;
+mod attend_sources;
 mod background;
 mod backup;
 mod broken;

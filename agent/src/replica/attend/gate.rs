@@ -9,6 +9,7 @@
 use std::collections::BTreeSet;
 use std::io;
 use std::net::{Ipv4Addr, Shutdown, TcpStream, UdpSocket};
+use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -41,8 +42,20 @@ struct Inner {
 struct State {
     is_open: bool,
     ports: BTreeSet<u16>,
-    /// The server's connection: the delivery, or the passage that copies its bytes, has the same socket.
-    link: Option<TcpStream>,
+    /// The server's connection. The delivery, or the passage that copies its bytes, owns it and ends it.
+    link: Option<Arc<TcpStream>>,
+}
+
+/// The service of a connection that the gate looks at too. Its end ends the connection towards the server, which the
+/// end of one descriptor does not do while the gate has another one.
+#[must_use = "the connection ends with it"]
+pub(in crate::replica) struct Served(Arc<TcpStream>);
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        // What was written before still arrives. An error means that the connection has ended already.
+        let _ = self.0.shutdown(Shutdown::Write);
+    }
 }
 
 impl Gate {
@@ -94,9 +107,12 @@ impl Gate {
         ports.iter().filter(|port| taken(port)).count() == ports.len()
     }
 
-    /// Notes the server's connection.
-    pub(super) fn came(&self, link: TcpStream) {
-        self.state().link = Some(link);
+    /// Notes the server's connection, by a descriptor of its own. The connection ends with what is returned: keep it
+    /// beside the descriptor that serves the server.
+    pub(super) fn came(&self, link: impl AsFd) -> io::Result<Served> {
+        let link = Arc::new(TcpStream::from(link.as_fd().try_clone_to_owned()?));
+        self.state().link = Some(Arc::clone(&link));
+        Ok(Served(link))
     }
 
     /// Closes the gate, and then the server's connection: the server connects again by itself, to its primary. Returns
@@ -145,7 +161,8 @@ mod tests {
         assert!(Gate::new(port, BTreeSet::new()).is_err(), "the port is taken");
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let server = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        gate.came(listener.accept().unwrap().0);
+        let (link, _) = listener.accept().unwrap();
+        let _served = gate.came(&link).unwrap();
         let began = Instant::now();
         let closing = std::thread::spawn(move || {
             let ended = io::Read::read(&mut &server, &mut [0; 8]).unwrap();
@@ -156,6 +173,27 @@ mod tests {
         assert!(began.elapsed() >= Duration::from_millis(100) && began.elapsed() < CLOSE_LIMIT);
         assert_eq!(closing.join().unwrap(), 0, "the end of the stream");
         assert!(!gate.is_open());
+    }
+
+    /// A connection whose serving end is closed ends at once, though the gate has a descriptor of it: with what was
+    /// written before, and also if it is never handed back.
+    #[test]
+    fn a_connection_ends_with_its_service() {
+        let gate = Gate::new(0, BTreeSet::new()).unwrap();
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        for writes in [true, false] {
+            let mut server = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            server.set_read_timeout(Some(CLOSE_LIMIT)).unwrap();
+            let (mut link, _) = listener.accept().unwrap();
+            let served = gate.came(&link).unwrap();
+            if writes {
+                io::Write::write_all(&mut link, b"+FULLRESYNC").unwrap();
+            }
+            drop((link, served));
+            let mut read = Vec::new();
+            io::Read::read_to_end(&mut server, &mut read).unwrap();
+            assert_eq!(read, if writes { &b"+FULLRESYNC"[..] } else { b"" });
+        }
     }
 
     #[test]

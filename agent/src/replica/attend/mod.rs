@@ -10,7 +10,9 @@
 //!
 //! - [`gate`]: whether connections come here; [`passage`](mod@passage): one connection until it asks for a sync;
 //!   [`tls`]: what opens an encrypted one.
-//! - [`syncs`]: the sync, and what a connection asks for. [`once`]: a run for one full copy (`remora replica`).
+//! - [`passing`]: when a server that the primary serves through us can go on without us; [`guide`]: what becomes of it
+//!   when its primary dies and no Sentinel knows it.
+//! - [`sources`]: which source serves it. [`syncs`]: the sync, and what a connection asks for. [`once`]: a run for one full copy (`remora replica`).
 //! - The sync is that of `remora replica`, with other hands: see `driver/server/intercepted.rs`.
 //!
 //! What must hold:
@@ -22,8 +24,11 @@
 //! - The gate opens again when the server's own connection stands: rules change no connection that is established.
 
 pub(in crate::replica) mod gate;
+pub(in crate::replica) mod guide;
 pub(in crate::replica) mod once;
 mod passage;
+mod passing;
+mod sources;
 mod syncs;
 mod tls;
 
@@ -39,8 +44,10 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
 use self::gate::{Gate, RENEW_EVERY};
+use self::guide::{Group, Guide};
 use self::passage::Arrival;
-use self::syncs::{Asks, LinkState, Syncs};
+use self::passing::Passing;
+use self::syncs::{Asks, LinkState, Looked, Syncs};
 use self::tls::{Between, Tls};
 use super::tls::server_config;
 use super::{open_tokens, preflight};
@@ -63,8 +70,8 @@ const ARRIVALS: usize = 16;
 /// Interval at which the server is asked for its link while something depends on it.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
-/// Interval at which the Sentinels are asked which servers there are.
-const GROUP_EVERY: Duration = Duration::from_secs(2);
+/// Interval at which a server under Sentinel is looked at for a primary that was replaced.
+const GUIDE_EVERY: Duration = Duration::from_secs(1);
 
 /// How long the gate stays closed for a server that does not reach its primary. Later its connections come here again.
 const DIRECT_LIMIT: Duration = Duration::from_secs(30);
@@ -82,16 +89,12 @@ pub async fn run(args: AttendArgs) -> Result<(), Failure> {
     let server = args.server.open(Task::Attend)?;
     let port = args.listen_port;
     let sentinels = args.peers.sentinel.open()?;
-    let ports = match &sentinels {
-        Some(sentinels) => group_ports(sentinels).await?,
-        None => args.primary_ports.iter().copied().collect(),
-    };
-    let mut entrance = Entrance::open(port, ports.clone(), sentinels).await?;
+    let mut entrance = Entrance::open(port, args.primary_ports.iter().copied().collect(), sentinels).await?;
     let gate = entrance.gate.clone();
     if !gate.open() {
         return Err(no_rules(port));
     }
-    tracing::info!(server = %server.url(), port, ?ports, "attending");
+    tracing::info!(server = %server.url(), port, ports = ?entrance.ports, "attending");
     // A server that starts after the agent comes here with its first connection, which waits for this.
     let why = format!("the server {} does not answer yet", server.url());
     let suits = check(&server, args.wait_for_server, &args.link_tls, args.server.tls.options());
@@ -104,8 +107,10 @@ pub async fn run(args: AttendArgs) -> Result<(), Failure> {
     };
     entrance.tls.send_replace(suits.inspect_err(|_| gate.close())?);
     let _service = Service::ready(&format!("attending {}", server.url()));
-    let syncs = Syncs::new(args.of_a_sync(), args.sources, tokens, server, gate.clone());
-    let attendant = Attendant { syncs, awaited: Awaited::Nothing, passages: JoinSet::new(), counts: Counts::default() };
+    let (guide, passages) = (entrance.guide.take(), JoinSet::new());
+    let watcher = guide.as_ref().map(Guide::watcher);
+    let syncs = Syncs::new(args.of_a_sync(), args.sources, tokens, server, gate.clone(), watcher);
+    let attendant = Attendant { syncs, awaited: Awaited::Nothing, guide, passages, counts: Counts::default() };
     let outcome = attendant.run(&mut entrance.arrivals, &mut signals, scrapes).await;
     gate.close();
     outcome
@@ -118,6 +123,10 @@ struct Entrance {
     arrivals: Receiver<Arrival>,
     /// What opens connections with TLS, once it is known.
     tls: watch::Sender<Tls>,
+    /// The ports that were meant at first.
+    ports: BTreeSet<u16>,
+    /// With Sentinels.
+    guide: Option<Guide>,
     _tasks: Vec<AbortOnDrop>,
 }
 
@@ -127,13 +136,22 @@ impl Entrance {
         let listener = listen((Ipv4Addr::LOCALHOST, port).into()).await?;
         // A host without IPv6 has no such connections either.
         let listener6 = listen((Ipv6Addr::LOCALHOST, port).into()).await.ok();
-        let gate = Gate::new(port, ports)?;
+        let group = match &sentinels {
+            Some(sentinels) => Some(Group::ask(sentinels).await?),
+            None => None,
+        };
+        let ports = group.as_ref().map_or(ports, Group::ports);
+        let gate = Gate::new(port, ports.clone())?;
         let (tell, arrivals) = channel(ARRIVALS);
         let (tls, known) = watch::channel(Tls::NotKnown);
         let mut tasks = vec![renew(gate.clone()), accept(listener, tell.clone(), known.clone())];
         tasks.extend(listener6.map(|listener| accept(listener, tell, known)));
-        tasks.extend(sentinels.map(|sentinels| follow(sentinels, gate.clone())));
-        Ok(Entrance { gate, arrivals, tls, _tasks: tasks })
+        let guide = sentinels.zip(group).map(|(sentinels, group)| {
+            let (guide, task) = guide::follow(sentinels, group, gate.clone());
+            tasks.push(task);
+            guide
+        });
+        Ok(Entrance { gate, arrivals, tls, ports, guide, _tasks: tasks })
     }
 }
 
@@ -167,30 +185,6 @@ async fn check(server: &Server, limit: Duration, link: &LinkTlsArgs, given: TlsO
 async fn listen(address: SocketAddr) -> Result<TcpListener, Failure> {
     let taken = |error| Failure::local(format!("the port {address} cannot be used: {error}; see --listen-port"));
     TcpListener::bind(address).await.map_err(taken)
-}
-
-/// The ports of all servers that Sentinel knows: each of them can be the server's primary in a moment.
-async fn group_ports(sentinels: &Sentinels) -> Result<BTreeSet<u16>, Failure> {
-    let mut ports = BTreeSet::from([sentinels.primary().await?.port]);
-    let replicas = sentinels.replicas().await?;
-    ports.extend(replicas.into_iter().filter_map(|replica| Some(replica.address?.port)));
-    Ok(ports)
-}
-
-/// Keeps the gate's ports those of the group.
-fn follow(sentinels: Sentinels, gate: Gate) -> AbortOnDrop {
-    let task = tokio::spawn(async move {
-        let mut due = interval(GROUP_EVERY);
-        due.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        loop {
-            due.tick().await;
-            match group_ports(&sentinels).await {
-                Ok(ports) => gate.set_ports(ports),
-                Err(failure) => tracing::debug!("{failure}"),
-            }
-        }
-    });
-    AbortOnDrop::new(&task)
 }
 
 fn renew(gate: Gate) -> AbortOnDrop {
@@ -256,8 +250,8 @@ struct Counts {
 /// What the server's link must show before the next step.
 enum Awaited {
     Nothing,
-    /// The link through us is up: it is handed back then.
-    Passed,
+    /// The link through us is up, and the primary would continue the server without us: it is handed back then.
+    Passed(Box<Passing>),
     /// The server's own connection to its primary, or this moment: the gate opens then.
     Direct(Instant),
 }
@@ -272,6 +266,8 @@ impl Awaited {
 struct Attendant {
     syncs: Syncs,
     awaited: Awaited,
+    /// With Sentinels.
+    guide: Option<Guide>,
     /// Connections that the primary serves through us.
     passages: JoinSet<()>,
     counts: Counts,
@@ -298,6 +294,8 @@ impl Attendant {
         let mut stopping = None;
         let mut look = interval(LOOK_EVERY);
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut guided = interval(GUIDE_EVERY);
+        guided.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             let is_looked_at = !self.syncs.is_running() && !matches!(self.awaited, Awaited::Nothing);
             tokio::select! {
@@ -329,27 +327,41 @@ impl Attendant {
                 Some(arrival) = arrivals.recv() => self.arrived(arrival).await,
                 scrape = scrapes.next() => self.show(scrape),
                 _ = look.tick(), if is_looked_at => {
-                    let link = self.syncs.link().await;
-                    self.saw(link).await;
+                    let looked = self.syncs.look().await;
+                    self.saw(looked).await;
                 }
+                _ = guided.tick(), if self.guide.is_some() && !self.syncs.is_running() => self.guide_it().await,
             }
             while self.passages.try_join_next().is_some() {}
         }
     }
 
-    async fn saw(&mut self, link: LinkState) {
-        match self.awaited {
-            // The stream through us began: the server goes on at once where it is, without us.
-            Awaited::Passed if link == LinkState::Up => {
-                self.syncs.gate.hand_back().await;
-                self.awaited = Awaited::direct();
-            }
-            Awaited::Direct(until) if link != LinkState::Down || Instant::now() >= until => {
-                self.awaited = Awaited::Nothing;
-                self.syncs.gate.open();
-                tracing::debug!(?link, "the server's new connections come here again");
-            }
-            _ => {}
+    async fn saw(&mut self, looked: Looked) {
+        let Looked { link, history, offset } = looked;
+        // The stream through us began: the server goes on where it is, without us.
+        if let Awaited::Passed(passing) = &mut self.awaited
+            && link == LinkState::Up
+            && passing.may_end(history, offset).await
+        {
+            self.syncs.gate.hand_back().await;
+            self.awaited = Awaited::direct();
+            return;
+        }
+        if let Awaited::Direct(until) = self.awaited
+            && (link != LinkState::Down || Instant::now() >= until)
+        {
+            self.awaited = Awaited::Nothing;
+            self.syncs.gate.open();
+            tracing::debug!(?link, "the server's new connections come here again");
+        }
+    }
+
+    /// Takes the server along to another primary, where no Sentinel does. Its connection comes here again then.
+    async fn guide_it(&mut self) {
+        let Some(guide) = &mut self.guide else { return };
+        if guide.look(&self.syncs.server).await && matches!(self.awaited, Awaited::Direct(_)) {
+            self.awaited = Awaited::Nothing;
+            self.syncs.gate.open();
         }
     }
 
@@ -392,21 +404,16 @@ impl Attendant {
     fn pass(&mut self, arrival: Arrival, why: &str) {
         self.counts.passed += 1;
         tracing::info!(primary = %arrival.address, "the server's request goes to its primary: {why}");
+        let mut served = None;
         if !self.syncs.is_running() {
-            match duplicate(arrival.server.socket()) {
-                Ok(link) => {
-                    self.syncs.gate.came(link);
-                    self.awaited = Awaited::Passed;
+            match self.syncs.gate.came(arrival.server.socket()) {
+                Ok(came) => {
+                    self.awaited = Awaited::Passed(Box::new(Passing::new(arrival.login())));
+                    served = Some(came);
                 }
                 Err(error) => tracing::warn!(%error, "the connection is passed on until it ends"),
             }
         }
-        self.passages.spawn(arrival.pass());
+        self.passages.spawn(arrival.pass(served));
     }
-}
-
-/// Another descriptor of the same connection.
-fn duplicate(socket: &TcpStream) -> std::io::Result<std::net::TcpStream> {
-    let socket = rustix::io::fcntl_dupfd_cloexec(socket, 0)?;
-    Ok(socket.into())
 }

@@ -18,10 +18,12 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
 use super::gate::Gate;
+use super::guide::Guide;
 use super::passage::Arrival;
-use super::syncs::{Asks, LinkState, Syncs, ask_source};
+use super::sources::ask_source;
+use super::syncs::{Asks, LinkState, Looked, Syncs};
 use super::tls::Tls;
-use super::{DIRECT_LIMIT, Entrance, LOOK_EVERY, check, group_ports, no_rules};
+use super::{DIRECT_LIMIT, Entrance, LOOK_EVERY, check, no_rules};
 use crate::args::ReplicaArgs;
 use crate::conversation::tokens::TokenFiles;
 use crate::exit::{Code, Failure};
@@ -108,12 +110,8 @@ pub(in crate::replica) async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -
     let args = args.of_an_intercepted_sync();
     // The source is asked before anything is changed, and again when the primary's history is known.
     let credentials = tokens.credentials(args.source_key);
-    ask_source(args.clone(), credentials, facts.name()).await?;
-    let ports = match &sentinels {
-        Some(sentinels) => group_ports(sentinels).await?,
-        None => BTreeSet::from([link.port]),
-    };
-    let entrance = Entrance::open(port, ports, sentinels).await?;
+    ask_source(args.clone(), credentials, &facts.name()).await?.obstacle()?;
+    let entrance = Entrance::open(port, BTreeSet::from([link.port]), sentinels).await?;
     entrance.tls.send_replace(tls);
     let (gate, rules) = open_the_gate(&entrance, &client, &facts, port).await?;
     if dry_run {
@@ -124,7 +122,8 @@ pub(in crate::replica) async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -
         ));
         return Ok(None);
     }
-    let syncs = Syncs::new(args, Vec::new(), tokens, server, gate);
+    let watcher = entrance.guide.as_ref().map(Guide::watcher);
+    let syncs = Syncs::new(args, Vec::new(), tokens, server, gate, watcher);
     let awaited = Awaited::Asking { until: Instant::now() + ASK_LIMIT };
     let once = Once {
         syncs,
@@ -156,6 +155,12 @@ impl Ready {
             outcome = once.run(&mut entrance, &mut signals).await;
         }
         once.syncs.gate.hand_back().await;
+        if let (Err(failure), Some(guide)) = (&mut outcome, &mut entrance.guide)
+            && !matches!(failure.code, Code::Interrupted | Code::TakenOver)
+            && guide.look_to_the_end(&once.syncs.server).await
+        {
+            *failure = failure.clone().and("its primary was replaced meanwhile, and it follows the new one now");
+        }
         if outcome.is_ok() && once.rewrites {
             once.write_the_file().await?;
         }
@@ -244,7 +249,7 @@ impl Once {
                 outcome = self.syncs.ended() => Some(outcome),
                 Some(arrival) = entrance.arrivals.recv() => self.arrived(arrival).await.err().map(Err),
                 _ = look.tick(), if !is_running => {
-                    let link = self.syncs.link().await;
+                    let Looked { link, .. } = self.syncs.look().await;
                     self.saw(link).transpose()
                 }
             };
@@ -262,7 +267,7 @@ impl Once {
         }
         if arrival.announced_port().is_some_and(|port| !self.own.contains(&port)) {
             tracing::debug!(primary = %arrival.address, "a connection of another server of this user is passed on");
-            self.others.spawn(arrival.pass());
+            self.others.spawn(arrival.pass(None));
             return Ok(());
         }
         match self.syncs.asks(&arrival) {

@@ -23,6 +23,7 @@ use tokio::net::TcpStream;
 use tokio::sync::mpsc::Sender;
 use tokio::sync::watch;
 
+use super::gate::Served;
 use super::tls::{Between, End, Tls};
 use crate::server::{Facts, Stream};
 
@@ -49,6 +50,8 @@ pub(super) struct Arrival {
     pub(super) primary: Stream,
     /// Its address.
     pub(super) address: SocketAddr,
+    /// How the agent speaks TLS in its place, if the two do.
+    between: Option<Between>,
     /// What the primary says of itself; the error says why it does not.
     pub(super) facts: Result<Facts, String>,
     /// All that the server has said.
@@ -70,13 +73,62 @@ impl Arrival {
         announced_port(&self.heard)
     }
 
-    /// The primary answers the `PSYNC`, and both directions are copied until one of them ends.
-    pub(super) async fn pass(mut self) {
+    /// How to ask the primary in the server's place over another connection.
+    pub(super) fn login(&self) -> Login {
+        let (commands, count) = logins(&self.heard);
+        Login { address: self.address, between: self.between.clone(), commands, count }
+    }
+
+    /// The primary answers the `PSYNC`, and both directions are copied until one of them ends. `served`: the end of a
+    /// connection that the gate looks at too.
+    pub(super) async fn pass(mut self, served: Option<Served>) {
+        let _served = served;
         let psync = &self.heard[self.psync_at..];
         if send(&mut self.primary, psync).await.is_ok() {
             let _ = copy_bidirectional(&mut self.server, &mut self.primary).await;
         }
     }
+}
+
+/// The server's way to its primary, with its login. It is kept for as long as a connection is passed on.
+pub(super) struct Login {
+    address: SocketAddr,
+    between: Option<Between>,
+    /// The server's `AUTH`, as it has sent it, and how many answers there are to it.
+    commands: Vec<u8>,
+    count: usize,
+}
+
+impl Login {
+    /// Connects to the primary, and logs in.
+    pub(super) async fn connect(&self) -> Result<Stream, String> {
+        let mut primary = match &self.between {
+            Some(between) => limited(between.connect(self.address)).await?,
+            None => Stream::Tcp(connect(self.address).await.ok_or("it cannot be reached")?),
+        };
+        exchange(&mut primary, &self.commands, self.count).await?;
+        Ok(primary)
+    }
+
+    /// To an address where nothing listens.
+    #[cfg(test)]
+    pub(super) fn nowhere() -> Login {
+        Login { address: ([127, 0, 0, 1], 1).into(), between: None, commands: Vec::new(), count: 0 }
+    }
+}
+
+/// The commands by which the server logged in, and their number.
+fn logins(heard: &[u8]) -> (Vec<u8>, usize) {
+    let mut decoder = CommandDecoder::new(Limits::HANDSHAKE);
+    decoder.feed(heard);
+    let (mut commands, mut count) = (Vec::new(), 0);
+    while let Ok(Some(words)) = decoder.next_command() {
+        if words.first().is_some_and(|name| name.eq_ignore_ascii_case(b"AUTH")) {
+            resp::command(&mut commands, &words);
+            count += 1;
+        }
+    }
+    (commands, count)
 }
 
 fn announced_port(heard: &[u8]) -> Option<u16> {
@@ -109,7 +161,7 @@ pub(super) async fn pass(server: TcpStream, peer: SocketAddr, arrivals: Sender<A
         return;
     };
     let _ = server.set_nodelay(true);
-    let Some((mut server, mut primary)) = both_ends(server, address, tls).await else { return };
+    let Some((mut server, mut primary, between)) = both_ends(server, address, tls).await else { return };
     let mut handshake = Handshake::new();
     let (mut said, mut answered) = ([0; READ_BYTES], [0; READ_BYTES]);
     loop {
@@ -145,7 +197,7 @@ pub(super) async fn pass(server: TcpStream, peer: SocketAddr, arrivals: Sender<A
             Heard::Psync { at, asked } => {
                 let facts = ask(&mut primary).await;
                 let heard = handshake.heard;
-                let arrival = Arrival { server, peer, primary, address, facts, heard, psync_at: at, asked };
+                let arrival = Arrival { server, peer, primary, address, between, facts, heard, psync_at: at, asked };
                 let _ = arrivals.send(arrival).await;
                 return;
             }
@@ -153,15 +205,19 @@ pub(super) async fn pass(server: TcpStream, peer: SocketAddr, arrivals: Sender<A
     }
 }
 
-/// Both ends of the connection, in plain. `None`: there is nothing to be heard, or it was passed on unread until its
+/// Both ends of the connection, in plain, and what opened them. `None`: there is nothing to be heard, or it was passed on unread until its
 /// end.
-async fn both_ends(server: TcpStream, address: SocketAddr, tls: watch::Receiver<Tls>) -> Option<(End, Stream)> {
+async fn both_ends(
+    server: TcpStream,
+    address: SocketAddr,
+    tls: watch::Receiver<Tls>,
+) -> Option<(End, Stream, Option<Between>)> {
     let mut first = [0];
     if !server.peek(&mut first).await.is_ok_and(|bytes| bytes > 0) {
         return None;
     }
     if first[0] != TLS_HANDSHAKE {
-        return Some((End::Plain(server), Stream::Tcp(connect(address).await?)));
+        return Some((End::Plain(server), Stream::Tcp(connect(address).await?), None));
     }
     match open(&tls).await {
         Ok(between) => {
@@ -170,7 +226,7 @@ async fn both_ends(server: TcpStream, address: SocketAddr, tls: watch::Receiver<
                     return match limited(async { between.accept(server).await.map_err(|error| error.to_string()) })
                         .await
                     {
-                        Ok(server) => Some((server, primary)),
+                        Ok(server) => Some((server, primary, Some(between.clone()))),
                         Err(why) => {
                             tracing::warn!(
                                 "the server does not take us for its primary: {why}; for a minute its connections are passed on \
@@ -228,31 +284,36 @@ async fn send(to: &mut (impl AsyncWrite + Unpin), bytes: &[u8]) -> io::Result<()
     to.flush().await
 }
 
-/// Asks the primary how it stands, over the server's own connection and with the server's own login.
-async fn ask(primary: &mut Stream) -> Result<Facts, String> {
-    let answer = async {
-        let mut question = Vec::new();
-        resp::command(&mut question, &["INFO"]);
-        send(primary, &question).await.map_err(|error| error.to_string())?;
+/// Asks the primary how it stands, with the server's own login.
+pub(super) async fn ask(primary: &mut Stream) -> Result<Facts, String> {
+    let mut question = Vec::new();
+    resp::command(&mut question, &["INFO"]);
+    match exchange(primary, &question, 1).await {
+        Ok(Some(Frame::Bulk(text))) => Ok(Facts::from_info(&Info::parse(&text))),
+        Ok(_) => Err("its answer to INFO is not a text".to_owned()),
+        Err(why) => Err(format!("{why} (the user of masteruser needs +info there)")),
+    }
+}
+
+/// Sends commands, and returns the last of their answers. An error that the primary answers is an error here.
+async fn exchange(primary: &mut Stream, commands: &[u8], count: usize) -> Result<Option<Frame>, String> {
+    let answers = async {
+        send(primary, commands).await.map_err(|error| error.to_string())?;
         let (mut decoder, mut buffer) = (Decoder::new(Limits::default()), [0; READ_BYTES]);
-        loop {
+        let (mut last, mut left) = (None, count);
+        while left > 0 {
             match decoder.next_frame().map_err(|error| error.to_string())? {
-                Some(Frame::Bulk(text)) => return Ok(Facts::from_info(&Info::parse(&text))),
-                Some(Frame::Error(text)) => {
-                    let text = String::from_utf8_lossy(&text).into_owned();
-                    return Err(format!("{text} (the user of masteruser needs +info there)"));
-                }
-                Some(_) => return Err("its answer to INFO is not a text".to_owned()),
-                None => {}
-            }
-            match primary.read(&mut buffer).await.map_err(|error| error.to_string())? {
-                0 => return Err("it has closed the connection".to_owned()),
-                n => decoder.feed(&buffer[..n]),
+                Some(Frame::Error(text)) => return Err(String::from_utf8_lossy(&text).into_owned()),
+                Some(frame) => (last, left) = (Some(frame), left - 1),
+                None => match primary.read(&mut buffer).await.map_err(|error| error.to_string())? {
+                    0 => return Err("it has closed the connection".to_owned()),
+                    n => decoder.feed(&buffer[..n]),
+                },
             }
         }
+        Ok(last)
     };
-    let limited = tokio::time::timeout(PRIMARY_LIMIT, answer).await;
-    limited.unwrap_or_else(|_| Err(format!("it has not answered INFO for {} s", PRIMARY_LIMIT.as_secs())))
+    limited(answers).await
 }
 
 /// What the server has said until now, and what of it the primary has got.
@@ -357,6 +418,24 @@ mod tests {
         assert_eq!(announced_port(&heard), Some(6380));
         assert_eq!(announced_port(&wire(&["PSYNC", "listening-port", "1"])), None);
         assert_eq!(announced_port(&wire(&["REPLCONF", "listening-port", "many"])), None);
+    }
+
+    #[test]
+    fn of_a_handshake_only_the_login_is_repeated() {
+        let auth = wire(&["auth", "copier", "pa55"]);
+        let heard = [wire(&["PING"]), auth.clone(), wire(&["REPLCONF", "capa", "eof"]), wire(&["PSYNC", "?", "-1"])];
+        assert_eq!(
+            logins(&heard.concat()),
+            (
+                {
+                    let mut out = Vec::new();
+                    resp::command(&mut out, &["auth", "copier", "pa55"]);
+                    out
+                },
+                1
+            )
+        );
+        assert_eq!(logins(&wire(&["PING"])), (Vec::new(), 0));
     }
 
     #[test]

@@ -11,18 +11,19 @@ use std::time::Duration;
 use remora_redis::ReplId;
 use tokio::sync::mpsc::{Sender, UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
-use tokio::task::JoinSet;
 
 use super::gate::Gate;
+use super::guide::Watcher;
 use super::passage::Arrival;
+use super::sources;
 use crate::args::{HostPort, SyncArgs};
-use crate::conversation::tokens::{Credentials, TokenFiles};
+use crate::conversation::tokens::TokenFiles;
 use crate::exit::{Code, Failure};
 use crate::metrics::{Scrape, Scrapes};
 use crate::replica::candidates::Newcomer;
 use crate::replica::control::Control;
 use crate::replica::driver::{self, Attending, Driver};
-use crate::replica::source::{self, Source};
+use crate::replica::source::Source;
 use crate::server::{Client, Facts, Server, ServerError};
 
 /// How long the source may take to say what it serves, before the primary serves the server. The server waits for
@@ -41,6 +42,8 @@ pub(super) struct Syncs {
     pub(super) tokens: TokenFiles,
     pub(super) server: Server,
     pub(super) gate: Gate,
+    /// With Sentinels.
+    watcher: Option<Watcher>,
     sync: Option<Sync>,
     /// A sync that its server needs no more.
     lending: Option<Lending>,
@@ -96,6 +99,15 @@ pub(super) enum Asks {
     Unknown(String),
 }
 
+/// What a look at the server shows.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Looked {
+    pub(super) link: LinkState,
+    /// The history that it executes, and up to where.
+    pub(super) history: Option<ReplId>,
+    pub(super) offset: u64,
+}
+
 /// How far the server's link to its primary is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LinkState {
@@ -107,8 +119,15 @@ pub(super) enum LinkState {
 }
 
 impl Syncs {
-    pub(super) fn new(args: SyncArgs, sources: Vec<HostPort>, tokens: TokenFiles, server: Server, gate: Gate) -> Syncs {
-        Syncs { args, sources, tokens, server, gate, sync: None, lending: None, client: None }
+    pub(super) fn new(
+        args: SyncArgs,
+        sources: Vec<HostPort>,
+        tokens: TokenFiles,
+        server: Server,
+        gate: Gate,
+        watcher: Option<Watcher>,
+    ) -> Syncs {
+        Syncs { args, sources, tokens, server, gate, watcher, sync: None, lending: None, client: None }
     }
 
     pub(super) fn is_running(&self) -> bool {
@@ -162,8 +181,8 @@ impl Syncs {
         None
     }
 
-    /// How far the server's link is.
-    pub(super) async fn link(&mut self) -> LinkState {
+    /// How far the server and its link are.
+    pub(super) async fn look(&mut self) -> Looked {
         let (client, server) = (&mut self.client, &self.server);
         let facts = async {
             let client = match client {
@@ -172,16 +191,20 @@ impl Syncs {
             };
             Ok::<_, ServerError>(Facts::from_info(&client.info("replication").await?))
         };
-        match facts.await.map(|facts| facts.link) {
-            Ok(Some(link)) if link.syncing == Some(true) => LinkState::Copying,
-            Ok(Some(link)) if link.up == Some(true) => LinkState::Up,
-            Ok(Some(_)) => LinkState::Down,
-            Ok(None) => LinkState::Nothing,
+        let facts = match facts.await {
+            Ok(facts) => facts,
             Err(error) => {
                 tracing::debug!("{error}; asking again");
-                LinkState::Down
+                return Looked { link: LinkState::Down, history: None, offset: 0 };
             }
-        }
+        };
+        let link = match &facts.link {
+            Some(link) if link.syncing == Some(true) => LinkState::Copying,
+            Some(link) if link.up == Some(true) => LinkState::Up,
+            Some(_) => LinkState::Down,
+            None => LinkState::Nothing,
+        };
+        Looked { link, history: facts.replid, offset: facts.offset.unwrap_or(0) }
     }
 
     /// What a connection asks for.
@@ -211,8 +234,8 @@ impl Syncs {
         let Some(sync) = &self.sync else { return };
         let Arrival { server, peer, heard, .. } = arrival;
         let taken = server.into_parts().and_then(|(server, tls)| {
-            self.gate.came(server.try_clone()?);
-            Newcomer::intercepted(server, tls, peer, &heard)
+            let served = self.gate.came(&server)?;
+            Newcomer::intercepted(server, tls, peer, &heard, served)
         });
         match taken {
             Ok(newcomer) => _ = sync.newcomers.send(newcomer),
@@ -231,19 +254,25 @@ impl Syncs {
                 return Err(Failure::refused("the server has a connection to a primary, and follows none"));
             };
             let primary = (link.host.clone(), link.port);
-            let (args, source) = match self.find_source(arrival, &server.name()).await {
+            let (args, source) = match self.find_source(arrival, &server).await {
                 Ok(found) => found,
-                // It may have begun another history since it was asked: with its first replica, or by a promotion.
-                Err(_) => {
+                Err(failure) => {
+                    // It may have begun another history since it was asked: with its first replica, or by a promotion.
+                    let asked_by = arrival.facts.as_ref().ok().and_then(|facts| facts.replid);
                     arrival.ask_again().await;
-                    self.find_source(arrival, &server.name()).await?
+                    if arrival.facts.as_ref().is_ok_and(|facts| facts.replid == asked_by) {
+                        return Err(failure);
+                    }
+                    self.find_source(arrival, &server).await?
                 }
             };
             let (newcomers, arrivals) = unbounded_channel();
             let (tell, lingers) = oneshot::channel();
             let (tokens, gate) = (self.tokens.clone(), self.gate.clone());
             let control = Control::new(self.server.clone(), client);
-            let attending = Attending { args, tokens, control, server, primary, source, gate, arrivals, lingers: tell };
+            let watcher = self.watcher.clone();
+            let attending =
+                Attending { args, tokens, control, server, primary, source, gate, watcher, arrivals, lingers: tell };
             Ok((Driver::begin_attending(attending).await?, newcomers, lingers))
         };
         let (mut driver, newcomers, lingers) =
@@ -258,32 +287,8 @@ impl Syncs {
         Ok(())
     }
 
-    /// Asks all sources at once, and returns the first that serves the history of the server's primary, with the
-    /// arguments of a sync from it.
-    async fn find_source(&self, arrival: &Arrival, server: &str) -> Result<(SyncArgs, Source), Failure> {
-        let history = arrival.facts.as_ref().ok().and_then(|facts| facts.replid);
-        let mut asked = JoinSet::new();
-        for at in std::iter::once(&self.args.read.source).chain(&self.sources) {
-            let mut args = self.args.clone();
-            args.read.source = at.clone();
-            let credentials = self.tokens.credentials(args.source_key);
-            asked.spawn(ask_source(args, credentials, server.to_owned()));
-        }
-        let mut causes = Vec::new();
-        while let Some(answered) = asked.join_next().await {
-            match answered {
-                Ok(Ok((Some(found), args, source))) if Some(found) == history => return Ok((args, source)),
-                Ok(Ok((_, args, _))) => causes.push(format!("{} has another history", args.read.source)),
-                Ok(Err(failure)) => causes.push(failure.to_string()),
-                Err(error) => causes.push(error.to_string()),
-            }
-        }
-        let text = format!(
-            "no source serves the history of the server's primary {} ({}); start remora source beside it or one of its replicas",
-            arrival.address,
-            causes.join("; ")
-        );
-        Err(Failure::new(Code::Source, text))
+    async fn find_source(&self, arrival: &Arrival, server: &Facts) -> Result<(SyncArgs, Source), Failure> {
+        sources::find(&self.args, &self.sources, &self.tokens, arrival, server).await
     }
 }
 
@@ -301,15 +306,4 @@ async fn lent(lending: &mut Option<Lending>) {
     if let Err(failure) = lending.running.as_mut().await {
         tracing::debug!("{failure}");
     }
-}
-
-/// Asks a source which history it serves. Returns the arguments of a sync from it.
-pub(super) async fn ask_source(
-    args: SyncArgs,
-    credentials: Credentials,
-    server: String,
-) -> Result<(Option<ReplId>, SyncArgs, Source), Failure> {
-    let mut source = Source::connect_first(&args.read, &credentials).await.map_err(source::failure)?;
-    let plan = source.plan(&args.read, args.name.as_deref(), &server).await?;
-    Ok((plan.replid, args, source))
 }

@@ -247,7 +247,10 @@ impl Driver {
         };
         let event = match message {
             Message::Waiting { cause, text } => SourceEvent::Waiting { cause, text },
-            Message::Offer(offer) => SourceEvent::Offer(Box::new(offer)),
+            Message::Offer(offer) => {
+                self.relay.offered();
+                SourceEvent::Offer(Box::new(offer))
+            }
             Message::GenerationGone { generation, text } => SourceEvent::GenerationGone { generation, text },
             Message::HandOffAnswer { covered, text } => SourceEvent::HandOffAnswer { covered, text },
             Message::ReadFrom { generation, upstream } => {

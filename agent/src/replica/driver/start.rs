@@ -18,6 +18,7 @@ use crate::conversation::tokens::TokenFiles;
 use crate::exit::Failure;
 use crate::metrics::Scrapes;
 use crate::replica::attend::gate::Gate;
+use crate::replica::attend::guide::Watcher;
 use crate::replica::candidates::{Candidates, Newcomer};
 use crate::replica::control::Control;
 use crate::replica::delivery;
@@ -56,6 +57,8 @@ pub(in crate::replica) struct Attending {
     pub(in crate::replica) primary: (String, u16),
     pub(in crate::replica) source: Source,
     pub(in crate::replica) gate: Gate,
+    /// What the Sentinels say of the group, if they are asked.
+    pub(in crate::replica) watcher: Option<Watcher>,
     /// Its connections that have sent `PSYNC`. Their end ends what is lent to other replicas.
     pub(in crate::replica) arrivals: UnboundedReceiver<Newcomer>,
     /// Told when the server needs the sync no more, and other replicas still read here.
@@ -116,14 +119,15 @@ impl Driver {
     /// Starts the tasks for a server that is on its way to its primary, and whose connections are intercepted. Changes
     /// nothing on the server, then or later.
     pub(in crate::replica) async fn begin_attending(attending: Attending) -> Result<Driver, Failure> {
-        let Attending { args, tokens, control, server, primary, source, gate, arrivals, lingers } = attending;
+        let Attending { args, tokens, control, server, primary, source, gate, watcher, arrivals, lingers } = attending;
         let args = Arc::new(args);
         let facts = Facts::of(&control, &server, (&primary.0, primary.1), None);
         let (candidates, run_id) = (Candidates::without_a_port(), server.run_id);
         let (arrivals, lingers) = (Some(arrivals), Some(lingers));
         let (coverage, spool) = (None, None);
         let ways = Ways { args, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool };
-        Driver::assemble(ways, |_, _| Hands::Interception(Box::new(Intercepted::new(control, primary, gate)))).await
+        let hands = Intercepted::new(control, primary, gate, watcher);
+        Driver::assemble(ways, |_, _| Hands::Interception(Box::new(hands))).await
     }
 
     async fn assemble(ways: Ways, keeper: impl FnOnce(Arc<Meter>, Arc<Notify>) -> Hands) -> Result<Driver, Failure> {

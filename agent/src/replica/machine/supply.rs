@@ -12,6 +12,10 @@ use crate::exit::{Code, Failure};
 /// snapshot of its own first. One whose snapshots fail is waited for during `--retry-for` only.
 const WAIT_LIMIT: Duration = Duration::from_secs(60);
 
+/// How long an attended server waits for a source whose own server is cut off from their primary: a link that broke
+/// is back within a second or two, and the primary can serve the server meanwhile.
+const CUT_OFF_LIMIT: Duration = Duration::from_secs(3);
+
 /// How long a server that is fed (`--stay`) may be without its source. Short: the server gets nothing of the primary
 /// meanwhile, and a source that was started again does not know the old stream.
 const STAY_WITHOUT_SOURCE: Duration = Duration::from_secs(2);
@@ -202,7 +206,8 @@ impl Supply {
 
     fn wait_limit(&self, rules: &Rules) -> Duration {
         match self.waiting.as_ref().map(|waiting| waiting.cause) {
-            Some(WaitCause::LastAttemptFailed) => rules.retry_for,
+            Some(WaitCause::CutOff) if rules.intercepted => CUT_OFF_LIMIT.min(rules.retry_for),
+            Some(WaitCause::LastAttemptFailed | WaitCause::CutOff) => rules.retry_for,
             _ => rules.retry_for.max(WAIT_LIMIT),
         }
     }

@@ -48,6 +48,7 @@ pub(super) fn offer(generation: u64) -> Box<Offer> {
         write_rate: 0,
         upstream: None,
         warning: String::new(),
+        obstacle: String::new(),
     })
 }
 
@@ -612,8 +613,16 @@ fn after_a_stall_the_server_must_answer_before_the_source_is_asked() {
 
 #[test]
 fn a_source_with_nothing_to_offer_is_waited_for_as_long_as_its_reason_deserves() {
-    for (cause, seconds) in [(WaitCause::LastAttemptFailed, 10), (WaitCause::Busy, 60)] {
-        let mut play = Play::with(Rules { retry_for: Duration::from_secs(10), ..rules() });
+    let causes = [
+        (WaitCause::LastAttemptFailed, false, 10),
+        (WaitCause::Busy, false, 60),
+        (WaitCause::CutOff, false, 10),
+        // The primary of an attended server can serve it at once.
+        (WaitCause::CutOff, true, 3),
+        (WaitCause::Busy, true, 60),
+    ];
+    for (cause, intercepted, seconds) in causes {
+        let mut play = Play::with(Rules { retry_for: Duration::from_secs(10), intercepted, ..rules() });
         let began = play.now;
         play.on(Event::Source(SourceEvent::Waiting { cause, text: "a reason".into() }));
         let actions = play.wait();

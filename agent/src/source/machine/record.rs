@@ -176,6 +176,12 @@ impl<'a> Status<'a> {
         self.replicas.get(&session)?.generation
     }
 
+    /// The replicas that wait for a snapshot.
+    pub(crate) fn waiting(&self) -> impl Iterator<Item = Session> + use<'a> {
+        let waits = |replica: &Replica| replica.generation.is_none() && !replica.sent_away;
+        self.replicas.iter().filter(move |(_, replica)| waits(replica)).map(|(&session, _)| session)
+    }
+
     /// The history of the stream that this replica was offered last.
     pub(crate) fn history_of(&self, session: Session) -> Option<ReplId> {
         self.replicas.get(&session)?.history

@@ -4,7 +4,7 @@
 use remora_lab::{Host, Net, require};
 
 use super::*;
-use crate::kit::{number, quick, says, succeeds, syncs};
+use crate::kit::{follows, load_slowly, number, quick, says, succeeds, syncs, wait_until_loading};
 
 /// The user of the attended server; the agents are root's.
 const SERVER_USER: u32 = 65_534;
@@ -91,6 +91,100 @@ fn a_known_replica_is_served_and_sentinel_sees_its_primary_all_the_time() {
         assert_same_data(promoted, follower);
         scene.nothing_was_corrected();
     }
+}
+
+/// The user of a server that no Sentinel knows.
+const NEW_USER: u32 = SERVER_USER - 1;
+
+impl Watched {
+    /// A server that no Sentinel knows, which loads so slowly that a fail-over comes before its end, and rules for it.
+    fn new_server(&self, kind: Kind) -> Server {
+        let user = NEW_USER.to_string();
+        let rules = ["intercept", "add", "--server-uid", &user, "--agent-uid", "0"];
+        self.stage.start(Some(&self.host), &rules).wait_for_success(LONG).unwrap();
+        let server = quick(kind).as_user(NEW_USER).config("repl-diskless-load", "swapdb");
+        let server = server.on(&self.host).start().unwrap();
+        load_slowly(&server, 20_000);
+        server
+    }
+
+    fn attend(&self, server: &Server) -> Agent {
+        let list = self.sentinels.list();
+        let (url, address, token) =
+            (server.url(), self.source.address.to_string(), self.stage.token.display().to_string());
+        let args = ["attend", "--server", &url, "--source", &address, "--token-file", &token];
+        let group = ["--sentinel", &list, "--sentinel-name", "mymaster", "--retry-for", "10s"];
+        let mut agent = self.stage.start(Some(&self.host), &[&args[..], &group].concat());
+        agent.wait_for_line("attending", LONG).unwrap();
+        agent
+    }
+
+    /// Kills the primary, and waits until another one takes its place.
+    fn lose_the_primary(&mut self) {
+        self.servers[0].kill().unwrap();
+        self.sentinels.wait_for_another(&self.servers[0].address().to_string(), SOON).unwrap();
+    }
+}
+
+/// The server follows this primary and is in step, and Sentinel knows it then.
+#[track_caller]
+fn taken_along(scene: &Watched, server: &Server, agent: &Agent) {
+    let primary = scene.sentinels.primary(0).unwrap();
+    let primary = [&scene.servers[1], &scene.known].into_iter().find(|at| at.address().to_string() == primary).unwrap();
+    let followed = wait_until("the server to be in step with the new primary", LONG, || {
+        let (follows, link) = (follows(server), server.fact("master_link_status")?);
+        let is_there = follows == primary.address().to_string() && link == "up";
+        Ok(if is_there { Ok(()) } else { Err(format!("{follows} {link}")) })
+    });
+    assert!(followed.is_ok(), "{followed:?}\n{}", agent.output());
+    assert_same_data(primary, server);
+    wait_until("Sentinel to know the server", SOON, || {
+        let known = texts(&scene.sentinels.client(0)?.list(&["SENTINEL", "REPLICAS", "mymaster"])?);
+        let own = format!("{}\n", server.port());
+        Ok(if known.contains(&own) { Ok(()) } else { Err(known) })
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_new_server_whose_primary_dies_before_sentinel_knows_it_is_taken_along() {
+    for kind in require::kinds() {
+        let Some(mut scene) = Watched::new(kind) else { return };
+        let server = scene.new_server(kind);
+        let mut agent = scene.attend(&server);
+        server.replicate(&scene.servers[0]).unwrap();
+        agent.wait_for_line("the source serves it", LONG).unwrap();
+        wait_until_loading(&server);
+        scene.lose_the_primary();
+        load_slowly(&server, 0);
+        taken_along(&scene, &server, &agent);
+        says(&agent.output(), &["it was pointed at the new primary"]);
+    }
+}
+
+#[test]
+fn a_server_that_waits_for_a_primary_that_was_replaced_is_taken_along() {
+    let Some(kind) = require::redis() else { return };
+    let Some(mut scene) = Watched::new(kind) else { return };
+    scene.source.agent.kill().unwrap();
+    let server = scene.new_server(kind);
+    let mut agent = scene.attend(&server);
+    // The primary itself serves the copy.
+    server.replicate(&scene.servers[0]).unwrap();
+    agent.wait_for_line("the source cannot serve it", LONG).unwrap();
+    wait_until_loading(&server);
+    scene.lose_the_primary();
+    load_slowly(&server, 0);
+    taken_along(&scene, &server, &agent);
+    drop(agent);
+
+    // One that was told of the dead primary, by an agent that never saw it alive.
+    let late = quick(kind).as_user(NEW_USER).on(&scene.host).start().unwrap();
+    let agent = scene.attend(&late);
+    late.replicate(&scene.servers[0]).unwrap();
+    taken_along(&scene, &late, &agent);
+    // The other one is Sentinel's by now.
+    scene.nothing_was_corrected();
 }
 
 #[test]

@@ -4,8 +4,9 @@
 use super::{ask_anew, no_answer, state_of_its_link};
 use crate::exit::{Code, Failure};
 use crate::replica::attend::gate::Gate;
+use crate::replica::attend::guide::Watcher;
 use crate::replica::control::{Control, Expected};
-use crate::replica::machine::{Follows, Introduced, Job, Lapse, Leaving, Left, Look, PrimaryLink, Report};
+use crate::replica::machine::{Follows, Introduced, Job, Lapse, Leaving, Left, Look, NoAnswer, PrimaryLink, Report};
 use crate::server::{Facts, ServerError};
 
 /// Owns the connection to the server and the gate.
@@ -14,11 +15,18 @@ pub(in crate::replica::driver) struct Intercepted {
     /// The primary that the server followed when the sync began.
     primary: (String, u16),
     gate: Gate,
+    /// What the Sentinels say of the group, if they are asked.
+    watcher: Option<Watcher>,
 }
 
 impl Intercepted {
-    pub(in crate::replica::driver) fn new(control: Control, primary: (String, u16), gate: Gate) -> Intercepted {
-        Intercepted { control, primary, gate }
+    pub(in crate::replica::driver) fn new(
+        control: Control,
+        primary: (String, u16),
+        gate: Gate,
+        watcher: Option<Watcher>,
+    ) -> Intercepted {
+        Intercepted { control, primary, gate, watcher }
     }
 
     pub(super) async fn perform(&mut self, job: Job) -> Report {
@@ -34,7 +42,7 @@ impl Intercepted {
             Job::Verify(_) => Report::Verified(self.verify().await),
             Job::Settle => Report::Settled(self.control.settle().await.map_err(Failure::from)),
             Job::PointAtPrimary => Report::PointedAtPrimary(self.point_at_primary().await),
-            Job::AskPrimaryLink => Report::PrimaryLink(self.primary_link().await.map_err(no_answer)),
+            Job::AskPrimaryLink => Report::PrimaryLink(self.primary_link().await),
             Job::ReturnToLink => Report::ReturnedToLink(Err(Lapse::Failed(self.out_of_step()))),
             Job::Finish => Report::Finished(Ok(())),
             Job::Leave(how) => Report::Left(self.leave(how).await),
@@ -78,9 +86,14 @@ impl Intercepted {
         Ok(())
     }
 
-    async fn primary_link(&mut self) -> Result<PrimaryLink, ServerError> {
-        let facts = self.control.replication().await?;
+    async fn primary_link(&mut self) -> Result<PrimaryLink, NoAnswer> {
+        let facts = self.control.replication().await.map_err(no_answer)?;
         let is_followed = self.is_followed(&facts);
+        if is_followed && self.is_astray(&facts).await {
+            let (host, port) = &self.primary;
+            let text = format!("the server's primary {host}:{port} was replaced before the server was in step with it");
+            return Err(NoAnswer { passes: false, failure: Failure::new(Code::SyncFailed, text) });
+        }
         let link = facts.link.as_ref().filter(|_| is_followed);
         Ok(PrimaryLink {
             is_followed,
@@ -88,6 +101,16 @@ impl Intercepted {
             syncing: link.is_some_and(|link| link.syncing == Some(true)),
             offset: facts.offset.unwrap_or(0),
         })
+    }
+
+    /// Whether the server waits for a primary that was replaced, and no Sentinel looks after it. Who attends it does.
+    async fn is_astray(&mut self, replication: &Facts) -> bool {
+        let Some(watcher) = self.watcher.clone() else { return false };
+        let is_down = replication.link.as_ref().is_some_and(|link| link.up == Some(false));
+        match if is_down { self.control.facts().await.ok() } else { None } {
+            Some(facts) => watcher.is_astray(&facts, self.control.server().url()).await,
+            None => false,
+        }
     }
 
     fn out_of_step(&self) -> Failure {
