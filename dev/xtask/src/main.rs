@@ -27,7 +27,8 @@
 //! - [`demo_volume`]: the demonstration of volumes; [`demo_files`]: of files in one; [`commands`]: `remora` in both.
 //! - [`pictures`]: the pictures of the manual.
 //! - [`prove`]: proofs of mounted files, by other people's programs.
-//! - [`judge`]: other people's tests of replication, with Remora beside every server. [`chaos`]: random load and faults.
+//! - [`judge`]: other people's tests of replication, with Remora beside every server. [`chaos`]: random load and
+//!   faults.
 //! - [`all_tests`]: every test of the workspace. [`soak`]: the long run under a script of faults.
 //! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: generates or compares the RDMA libraries' types.
 //! - [`layout`]: the layout of a server's build, by watching it. [`asserting`]: fast keys in one that checks itself.

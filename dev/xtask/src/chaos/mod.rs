@@ -1,5 +1,5 @@
-//! The chaos: random load, and full copy after full copy while links are killed and agents stand still; after each, every
-//! key is compared by its value.
+//! The chaos: random load, and full copy after full copy while links are killed and agents stand still; after each,
+//! every key is compared by its value.
 //!
 //! ```text
 //!   writers ──▶ primary ◀── source ──▶ attend ──▶ A      copies again and again; links killed, agents stopped
@@ -8,8 +8,8 @@
 //!                              └──▶ backup --journal ── restore --until a moment ──▶ F
 //! ```
 //!
-//! What the soak does not look for: its data are large, its primaries save without a disk, and it compares digests. Here
-//! half of the primaries save to disk, half of the data sets are so small that a snapshot and the first writes arrive
+//! What the soak does not look for: its data are large, its primaries save without a disk, and it compares digests.
+//! Here half of the primaries save to disk, half of the data sets are so small that a snapshot and the first writes arrive
 //! together, and what is compared are the values themselves (`remora_lab::contents`). A round is one draw of all that:
 //!
 //! - [`plan`]: what is drawn. [`round`]: the servers, the agents, and what happens to them. [`load`]: the writers.
@@ -96,10 +96,8 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             Ok(said) => screen.say(&format!("  exact: {said}; {:.0} s", round_begun.elapsed().as_secs_f64())),
             Err(error) => {
                 let kept = folder.keep();
-                let word = if options.server == Which::Both { "both" } else { "the same" };
                 let finding = format!(
-                    "FINDING in round {}, {plan}: {error}\n  again: make chaos ARGS=\"--rounds 1 --seed {seed} --server {}\" ({word} \
-                     servers were asked); folder {}",
+                    "FINDING in round {}, {plan}: {error}\n  again: make chaos ARGS=\"--rounds 1 --seed {seed} --server {}\"; folder {}",
                     number + 1,
                     plan.server(),
                     kept.display()

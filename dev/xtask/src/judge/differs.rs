@@ -84,8 +84,8 @@ impl Differs {
         self.known.keys().map(|(file, _)| file.as_str())
     }
 
-    /// Compares a run with Remora with one without. How often tests of one name run may be drawn at random: a name passes
-    /// if it ran, and never failed.
+    /// Compares a run with Remora with one without. How often tests of one name run may be drawn at random: a name
+    /// passes if it ran, and never failed.
     pub(super) fn judge(&self, file: &str, with: With, plain: &Outcome, remora: &Outcome) -> Verdict {
         let mut verdict = Verdict::default();
         for name in plain.names().filter(|name| plain.passes(name)) {

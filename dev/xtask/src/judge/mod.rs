@@ -6,8 +6,8 @@
 //! ```
 //!
 //! Beside every server of a test stand `remora source` and `remora attend`, and rules send the server's connections to
-//! its primary to the latter. A test that passes without Remora must pass with it, or stand in `dev/judge/<suite>/differs`
-//! with its reason. A test that stands there must fail.
+//! its primary to the latter. A test that passes without Remora must pass with it, or stand in
+//! `dev/judge/<suite>/differs` with its reason. A test that stands there must fail.
 //!
 //! - [`suite`]: which files of which suite. [`scene`]: how one is run. [`outcome`]: what it printed.
 //! - [`differs`]: the list, and the verdict.

@@ -94,8 +94,8 @@ const REDIS: &[&str] = &[
     "unit/wait",
 ];
 
-/// Not among them is `integration/dual-channel-replication`: its tests watch how the primary itself sends a copy over two
-/// channels, and wait for that until the suite gives up. The chaos draws dual channel.
+/// Not among them is `integration/dual-channel-replication`: its tests watch how the primary itself sends a copy over
+/// two channels, and wait for that until the suite gives up. The chaos draws dual channel.
 const VALKEY: &[&str] = &[
     "integration/block-repl",
     "integration/failover",
