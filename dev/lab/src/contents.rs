@@ -193,8 +193,8 @@ fn field_times(client: &mut Client, key: &[u8], fields: &mut BTreeMap<Vec<u8>, (
     Ok(())
 }
 
-/// The names of what a server counts for itself. Before version 7.2, Redis does not replicate how many entries a group has
-/// read when it reads: its own replicas differ in that too.
+/// The names of what a server counts for itself. Before version 7.2, Redis does not replicate how many entries a group
+/// has read when it reads: its own replicas differ in that too.
 fn own(client: &mut Client) -> Result<Vec<&'static str>> {
     let info = client.info("server")?;
     let version = info.get("redis_version").unwrap_or_default().to_owned();

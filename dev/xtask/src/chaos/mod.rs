@@ -9,8 +9,9 @@
 //! ```
 //!
 //! What the soak does not look for: its data are large, its primaries save without a disk, and it compares digests.
-//! Here half of the primaries save to disk, half of the data sets are so small that a snapshot and the first writes arrive
-//! together, and what is compared are the values themselves (`remora_lab::contents`). A round is one draw of all that:
+//! Here half of the primaries save to disk, half of the data sets are so small that a snapshot and the first writes
+//! arrive together, and what is compared are the values themselves (`remora_lab::contents`). A round is one draw of all
+//! that:
 //!
 //! - [`plan`]: what is drawn. [`round`]: the servers, the agents, and what happens to them. [`load`]: the writers.
 
