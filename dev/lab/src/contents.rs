@@ -2,8 +2,8 @@
 //!
 //! `DEBUG DIGEST` leaves out the groups, consumers and counters of streams, functions, and the times at which keys and
 //! fields expire. [`Contents::of`] asks for each of them, and [`differences`] compares two servers, or one server with
-//! what another one held earlier. Both take seconds for each hundred thousand keys. The servers need not stand still for
-//! it, only their clients: a key or a field that has expired meanwhile counts as absent on both sides.
+//! what another one held earlier. Both take seconds for each hundred thousand keys. The servers need not stand still
+//! for it, only their clients: a key or a field that has expired meanwhile counts as absent on both sides.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{SystemTime, UNIX_EPOCH};
