@@ -40,16 +40,16 @@ pub(crate) enum Data {
 
 impl Plan {
     pub(crate) fn draw(kind: Kind, random: &mut Random) -> Plan {
-        let data = *pick(random, &[Data::Small, Data::Small, Data::Every, Data::Middle]);
+        let data = pick(random, &[Data::Small, Data::Small, Data::Every, Data::Middle]);
         Plan {
             kind,
             to_disk: random.one_in(2),
             data,
             modules: [random.one_in(3), random.one_in(3)],
-            load: *pick(random, &LOADS),
+            load: pick(random, &LOADS),
             dual_channel: kind == Kind::Valkey9 && random.one_in(2),
             // A small one makes hand-offs wait until the writers pause; see the load's rate.
-            backlog: *pick(random, &BACKLOGS),
+            backlog: pick(random, &BACKLOGS),
             // A snapshot of some tenths of a second: there is time for writes and for disturbances.
             save_delay: if data == Data::Small { random.between(5_000, 50_000) } else { 20 },
             copies: random.between(3, 6),
@@ -73,8 +73,8 @@ const LOADS: [&str; 3] = ["disabled", "swapdb", "on-empty-db"];
 const BACKLOGS: [&str; 2] = ["1mb", "16mb"];
 
 /// One of these.
-pub(crate) fn pick<'a, T>(random: &mut Random, from: &'a [T]) -> &'a T {
-    &from[random.below(from.len() as u64) as usize]
+fn pick<T: Copy>(random: &mut Random, from: &[T]) -> T {
+    from[random.below(from.len() as u64) as usize]
 }
 
 impl fmt::Display for Plan {
