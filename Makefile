@@ -80,6 +80,19 @@ cut-volume: setup
 soak: setup
 	$(CARGO) run --locked -p xtask -- soak $(ARGS)
 
+## judge: the servers' own replication tests with Remora serving every full copy; ARGS="--suite redis-7.0 --with attend --only psync2"
+.PHONY: judge
+judge: setup
+	@dev/judge/setup
+	$(CARGO) build --locked -p remora-agent -p remora-module -p xtask
+	CARGO=$(CARGO) $(TARGET)/debug/xtask judge $(ARGS)
+
+## chaos: full copy after full copy under random load and faults, compared value by value; ARGS="--rounds 8 --minutes 20 --seed N"
+.PHONY: chaos
+chaos: setup
+	$(CARGO) build --locked -p remora-agent -p remora-module -p xtask
+	CARGO=$(CARGO) $(TARGET)/debug/xtask chaos $(ARGS)
+
 MINUTES ?= 60
 # Another list of programs and folders, with colons between, and the command `remora` of another release.
 SERVERS ?=

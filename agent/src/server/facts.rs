@@ -94,7 +94,10 @@ impl Facts {
             cluster_enabled: flag(info, "cluster_enabled"),
             maxmemory: info.number("maxmemory"),
             used_memory: info.number("used_memory"),
-            used_memory_dataset: info.number("used_memory_dataset"),
+            // The server subtracts its overhead, and more than it uses makes a number close to 2^64.
+            used_memory_dataset: info
+                .number("used_memory_dataset")
+                .filter(|dataset| info.number("used_memory").is_none_or(|used: u64| *dataset <= used)),
             allocator: info.get("mem_allocator").map(str::to_owned),
             databases: databases(info),
             libraries: info.number("number_of_libraries"),
@@ -425,6 +428,16 @@ mod tests {
         assert!(primary.modules_missing_at(&primary).is_empty() && with(&[]).modules_missing_at(&primary).is_empty());
         assert_eq!(primary.highest_database(), None);
         assert_eq!(Facts::from_info(&Info::parse(VALKEY_REPLICA.as_bytes())).highest_database(), Some(11));
+    }
+
+    #[test]
+    fn a_data_set_of_more_memory_than_is_used_is_not_believed() {
+        let dataset = |used: u64, dataset: u64| {
+            server(&format!("used_memory:{used} used_memory_dataset:{dataset}")).used_memory_dataset
+        };
+        assert_eq!((dataset(1000, 600), dataset(1000, 1000)), (Some(600), Some(1000)));
+        // As INFO of an empty server in cluster mode has it.
+        assert_eq!(dataset(1_900_000, u64::MAX - 70_000), None);
     }
 
     #[test]

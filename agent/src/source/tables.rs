@@ -190,7 +190,7 @@ impl Tables {
 /// snapshot, except for large values, which take about as many.
 pub(super) fn expected(facts: &Facts, geometry: Geometry) -> u64 {
     let dataset = facts.used_memory_dataset.or(facts.used_memory).unwrap_or(0);
-    dataset + dataset / 16 + 2 * u64::from(geometry.slot_size)
+    dataset.saturating_add(dataset / 16).saturating_add(2 * u64::from(geometry.slot_size))
 }
 
 /// The journal's default share of the memory: one in this many bytes.

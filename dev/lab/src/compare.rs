@@ -279,7 +279,7 @@ fn same_time(one: &Frame, other: &Frame, are_exact: bool) -> bool {
 }
 
 /// Whether the server has a command.
-fn knows(client: &mut Client, command: &str) -> Result<bool> {
+pub(crate) fn knows(client: &mut Client, command: &str) -> Result<bool> {
     let answer = client.list(&["COMMAND", "INFO", command])?;
     Ok(matches!(answer.first(), Some(Frame::Array(facts)) if !facts.is_empty()))
 }

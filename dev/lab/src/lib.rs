@@ -21,6 +21,7 @@
 //! - [`workload`]: a writer at full speed, and a data set with every type in it.
 //! - [`compare`]: whether a replica is exact, and what differs if not; `beyond_digest` is its part that digests say
 //!   nothing of.
+//! - [`contents`]: everything that a server holds, by value and without digests.
 //! - [`require`]: what a test needs of its machine, and how it is skipped if that is missing.
 //! - [`notes`]: lines about a test that appear although it passes.
 //! - [`prometheus`]: a real Prometheus that scrapes them, and [`http`]: a page of either.
@@ -40,6 +41,7 @@ pub mod browser;
 pub mod client;
 pub mod cluster;
 pub mod compare;
+pub mod contents;
 pub mod error;
 pub mod http;
 pub mod iperf;

@@ -4,6 +4,8 @@
 //!   demo            replicas by Remora and by the servers' own replication, side by side, in one table
 //!   demo-volume     a block device, and a server's files, in the memory of three servers, while hosts fail
 //!   prove-files     the files of a mounted volume under programs that find faults in file systems
+//!   chaos           full copy after full copy under random load and faults, compared value by value
+//!   judge           the servers' own replication tests, with Remora serving every full copy
 //!   test            every test; the failed ones once more, alone
 //!   soak            restarts, promotes, freezes and cuts off servers and agents for an hour, and compares all data
 //!   bench           runs the programs of dev/bench and keeps the results in bench/runs
@@ -25,6 +27,8 @@
 //! - [`demo_volume`]: the demonstration of volumes; [`demo_files`]: of files in one; [`commands`]: `remora` in both.
 //! - [`pictures`]: the pictures of the manual.
 //! - [`prove`]: proofs of mounted files, by other people's programs.
+//! - [`judge`]: other people's tests of replication, with Remora beside every server. [`chaos`]: random load and
+//!   faults.
 //! - [`all_tests`]: every test of the workspace. [`soak`]: the long run under a script of faults.
 //! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: generates or compares the RDMA libraries' types.
 //! - [`layout`]: the layout of a server's build, by watching it. [`asserting`]: fast keys in one that checks itself.
@@ -37,11 +41,13 @@ mod all_tests;
 mod asserting;
 mod bench;
 mod bindings;
+mod chaos;
 mod commands;
 mod demo;
 mod demo_files;
 mod demo_volume;
 mod dist;
+mod judge;
 mod layout;
 mod net;
 mod pictures;
@@ -76,6 +82,10 @@ enum Command {
     DemoVolume(demo_volume::Options),
     /// Try the files of a mounted volume by programs that find faults in file systems. Needs root.
     ProveFiles(prove::Options),
+    /// Make full copy after full copy under random load and faults, and compare every value. Needs root.
+    Chaos(chaos::Options),
+    /// Run the servers' own replication tests with Remora serving every full copy. Needs root.
+    Judge(judge::Options),
     /// Run every test; those that fail, up to five, once more and alone.
     Test(all_tests::Options),
     /// Run servers and agents for a long time under a random script of faults, and compare all data.
@@ -123,6 +133,8 @@ fn main() -> ExitCode {
         Command::Demo(options) => stop::or_run(move || demo::run(&options)),
         Command::DemoVolume(options) => stop::or_run(move || demo_volume::run(&options)),
         Command::ProveFiles(options) => stop::or_run(move || prove::run(&options)),
+        Command::Chaos(options) => stop::or_run(move || chaos::run(&options)),
+        Command::Judge(options) => stop::or_run(move || judge::run(&options)),
         Command::Test(options) => all_tests::run(&options),
         Command::Soak(options) => stop::or_run(move || soak::run(&options)),
         Command::Bench(options) => stop::or_run(move || bench::run(&options)),
