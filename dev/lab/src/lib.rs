@@ -21,6 +21,7 @@
 //! - [`workload`]: a writer at full speed, and a data set with every type in it.
 //! - [`compare`]: whether a replica is exact, and what differs if not.
 //! - [`require`]: what a test needs of its machine, and how it is skipped if that is missing.
+//! - [`commands`]: what a server says of its commands.
 //! - [`notes`]: lines about a test that appear although it passes.
 //! - [`prometheus`]: a real Prometheus that scrapes them, and [`http`]: a page of either.
 //! - [`browser`]: a real browser that shows a page.
@@ -37,6 +38,7 @@ pub mod agent;
 pub mod browser;
 pub mod client;
 pub mod cluster;
+pub mod commands;
 pub mod compare;
 pub mod error;
 pub mod http;
