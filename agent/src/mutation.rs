@@ -24,6 +24,8 @@ pub(crate) enum Mutation {
     OffsetIgnored,
     /// The delivery sends the stream behind the mark before the server's first ACK.
     StreamBeforeTheAck,
+    /// A snapshot is given to a replica that joins after a command which must not be applied late.
+    LateCommandsServed,
 }
 
 thread_local! {

@@ -21,6 +21,7 @@ mod bytes;
 mod check;
 mod delivery;
 mod explore;
+mod late;
 mod liar;
 mod memory;
 mod operator;

@@ -95,6 +95,8 @@ pub(super) struct Plan {
     pub(super) replicas: Vec<ReplicaPlan>,
     pub(super) acts: Vec<(Duration, Act)>,
     pub(super) traps: Vec<Trap>,
+    /// Some writes must not be applied late.
+    pub(super) has_late_commands: bool,
 }
 
 /// Something that happens soon after an agent has begun with a job on its server.
@@ -106,6 +108,9 @@ pub(super) struct Trap {
     /// What happens, and how long after.
     pub(super) acts: Vec<(Duration, Act)>,
 }
+
+/// One schedule in this many has writes that must not be applied late.
+const LATE_ONE_IN: u64 = 4;
 
 /// One schedule in this many has agents with a real delivery.
 const BYTES_ONE_IN: u64 = 16;
@@ -180,6 +185,7 @@ impl Plan {
             replicas,
             acts,
             traps,
+            has_late_commands: Random::split(seed, 7).below(LATE_ONE_IN) == 0,
         }
     }
 }

@@ -317,6 +317,9 @@ impl Simulation {
         if let Err(text) = Watch::servers(&mut self.world) {
             return self.found(text);
         }
+        if let Some(text) = self.world.late.finding.take() {
+            return self.found(text);
+        }
         if let Err(text) = Watch::memory(&self.world, &self.replicas) {
             return self.found(text);
         }

@@ -6,13 +6,13 @@ use std::time::Duration;
 use remora_fabric::TransportKind;
 use remora_protocol::{Announce, Message as Said, Offer, Outcome, RefusalCode, TableOffer};
 use remora_redis::ReplId;
-use remora_redis::info::Info;
 
 use super::assignments::Assignments;
+use super::late::Watched;
 use super::memory::{Journal, Snapshot};
 use super::tables::{SLOT_BYTES, journal_geometry};
 use super::wire::{Address, Conn, End, Host, Message, ServerId};
-use super::world::{Event, World, shown};
+use super::world::{Event, World, event_name, facts, shown};
 use crate::backoff::Backoff;
 use crate::server::Facts;
 use crate::source::answers::{hand_off_answer, not_covered, plan_of};
@@ -43,6 +43,7 @@ pub(super) struct SourceOptions {
 struct Peer {
     conn: Conn,
     done: bool,
+    joined: Duration,
 }
 
 /// Where a capture is.
@@ -84,6 +85,8 @@ pub(super) struct SourceAgent {
     reading: Reading,
     retained: bool,
     journal: Option<u64>,
+    /// What it knows of the stream in the journal.
+    watched: Option<Watched>,
 }
 
 impl SourceAgent {
@@ -94,6 +97,7 @@ impl SourceAgent {
             stall_limit: Duration::from_secs(20),
             fork_interval: Duration::from_secs(5),
             slot_bytes: 1 << 20,
+            repeat_messages: Duration::ZERO,
         };
         let backoff = Backoff::seeded(world.draw.next());
         let first_generation = (index as u64 + 1) * 1000;
@@ -114,6 +118,7 @@ impl SourceAgent {
             reading: Reading::default(),
             retained,
             journal: None,
+            watched: None,
         }
     }
 
@@ -141,7 +146,7 @@ impl SourceAgent {
 
     pub(super) fn accept(&mut self, conn: Conn) {
         self.next_number += 1;
-        self.sessions.insert(self.next_number, Peer { conn, done: false });
+        self.sessions.insert(self.next_number, Peer { conn, done: false, joined: world.now });
     }
 
     fn session_of(&self, conn: Conn) -> Option<Session> {
@@ -171,6 +176,8 @@ impl SourceAgent {
             Said::Join(join) => {
                 let resume = join.resume.as_ref().map(Resume::of);
                 let (name, address) = (join.name, String::new());
+                let now = world.now;
+                self.sessions.entry(session).and_modify(|peer| peer.joined = now);
                 self.assignments.introduce(world, conn, session, join.relays);
                 Input::Joined { session, name, address, resume, reads: Format::Shared }
             }
@@ -256,6 +263,9 @@ impl SourceAgent {
         if let Some(journal) = self.journal.and_then(|generation| world.memories.journal((self.index, generation))) {
             (reading.journal_first, reading.journal_end) = (journal.first, journal.end());
         }
+        let origin = self.machine.status().snapshot.and_then(|snapshot| snapshot.origin());
+        reading.first_state =
+            self.watched.as_mut().zip(origin).and_then(|(watched, at)| watched.first_behind(at.offset));
         self.reading = reading;
         reading
     }
@@ -310,6 +320,16 @@ impl SourceAgent {
             return;
         };
         let Some(origin) = snapshot.origin() else { return };
+        // Who has slots already, or all of the data, joined before.
+        let is_new = self
+            .machine
+            .status()
+            .replica(session)
+            .is_some_and(|replica| replica.at.slots_below == 0 && !replica.is_loaded());
+        if let (Some(watched), Some(peer), true) = (&self.watched, self.sessions.get(&session), is_new) {
+            let range = (origin.offset, watched.offset());
+            world.late.offered(self.options.captured, origin.history, range, peer.joined);
+        }
         let table = |origin: remora_table::Origin, slots: u32| TableOffer {
             generation: origin.generation,
             first_offset: origin.offset,
@@ -386,7 +406,7 @@ impl SourceAgent {
             CaptureEvent::Failed { error: CaptureError::Outgrown, .. } => self.retained = false,
             _ => {}
         }
-        world.count(&format!("capture: {}", name(&event)));
+        world.count(&format!("capture: {}", event_name(&event)));
         self.apply(world, Input::Capture(event));
     }
 
@@ -454,6 +474,7 @@ impl SourceAgent {
                 if with_stream {
                     world.memories.begin_journal(key(generation), origin, self.options.journal);
                     self.journal = Some(generation);
+                    self.watched = Some(Watched::new(world.instant(), offset));
                 }
                 self.event(world, CaptureEvent::Started { generation, replid, offset });
             }
@@ -472,12 +493,15 @@ impl SourceAgent {
                     Ok(()) => {
                         capture.stage = Stage::Following;
                         capture.backoff.reset();
+                        self.watched.iter_mut().for_each(Watched::resumed);
                         self.event(world, CaptureEvent::StreamResumed);
                     }
                     Err(error) => self.fail(world, job, error),
                 }
             }
             Message::Stream(bytes) => {
+                let now = world.instant();
+                self.watched.iter_mut().for_each(|watched| watched.stream(now, &bytes));
                 world.memories.append(key(generation), &bytes);
             }
             Message::Later => {
@@ -556,8 +580,13 @@ impl SourceAgent {
     }
 
     fn tick(&mut self, world: &mut World) {
-        let reading = self.with_tables(world, self.reading);
         let now = world.instant();
+        let is_connected =
+            |capture: &Capture| capture.with_stream && capture.stage == Stage::Following && capture.conn.is_some();
+        if self.captures.values().any(is_connected) {
+            self.watched.iter_mut().for_each(|watched| watched.reads(now, TICK));
+        }
+        let reading = self.with_tables(world, self.reading);
         for action in self.machine.apply(now, reading, Input::Tick) {
             world.log(|| format!("source {}:     {action:?}", self.index));
             self.perform(world, action);
@@ -566,22 +595,5 @@ impl SourceAgent {
     }
 }
 
-/// What a server says of itself.
-fn facts(world: &World, id: ServerId) -> Facts {
-    Facts::from_info(&Info::parse(world.server(id).info().as_bytes()))
-}
-
 /// How replicas read in this world.
 pub(super) const TRANSPORT: TransportKind = TransportKind::Tcp;
-
-fn name(event: &CaptureEvent) -> &'static str {
-    match event {
-        CaptureEvent::Started { .. } => "started",
-        CaptureEvent::Completed { .. } => "completed",
-        CaptureEvent::ModuleFailed => "module failed",
-        CaptureEvent::Failed { .. } => "failed",
-        CaptureEvent::StreamResumed => "stream resumed",
-        CaptureEvent::HistoryChanged { .. } => "history changed",
-        CaptureEvent::StreamLost { .. } => "stream lost",
-    }
-}

@@ -14,6 +14,7 @@ mod cluster;
 mod cluster_sync;
 mod clusters;
 mod combinations;
+mod commands;
 mod compress;
 mod config;
 mod conversation;

@@ -66,6 +66,8 @@ pub(crate) use self::plan::{CaptureError, CaptureEvent, Plan};
 use self::plan::{SILENCE_LIMIT, Stop};
 pub(crate) use self::snapshot_file::SnapshotFile;
 use self::socket::Silence;
+#[cfg(any(test, feature = "simulation"))]
+pub(crate) use self::stream::Written;
 use self::stream::{Follower, Following};
 use crate::server::ServerError;
 

@@ -15,6 +15,7 @@ const RULES: Rules = Rules {
     stall_limit: Duration::from_secs(60),
     fork_interval: Duration::from_secs(30),
     slot_bytes: 1 << 20,
+    repeat_messages: Duration::ZERO,
 };
 
 const FIRST: u64 = 100;
