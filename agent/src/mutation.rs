@@ -36,6 +36,8 @@ pub(crate) enum Mutation {
     AheadDropped,
     /// A sync is called done though the server has counted commands that it could not execute.
     ErrorsUnheard,
+    /// A snapshot is given to a replica that joins after a command which must not be applied late.
+    LateCommandsServed,
 }
 
 thread_local! {

@@ -27,6 +27,7 @@
 //!   core of this crate.
 //! - [`rdb`]: the envelope of a snapshot (magic, version, auxiliary fields, checksum) and the positions of its records.
 //! - [`aof`]: the borders between the commands of an append-only file or a stream, and the manifest of such files.
+//! - [`commands`]: a table of the commands that can stand in a stream: what they act on, and which servers have them.
 //! - [`info`]: the answer to `INFO` as a map.
 //!
 //! Two examples drive the machines against real servers: `examples/snapshot.rs` takes a snapshot of a primary, and
@@ -41,6 +42,7 @@
 
 pub mod aof;
 mod buffer;
+pub mod commands;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
 pub mod info;

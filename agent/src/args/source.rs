@@ -234,6 +234,12 @@ pub struct LimitArgs {
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = parse_duration, help_heading = "Snapshot")]
     pub fork_interval: Duration,
 
+    /// A new replica's subscribers get no message that was published before it joined: if there was one since the
+    /// snapshot, the source takes another snapshot for it. With this option they may get those of this long again, and
+    /// the present snapshot serves.
+    #[arg(long, value_name = "TIME", default_value = "0s", value_parser = parse_duration, help_heading = "Snapshot")]
+    pub repeat_messages: Duration,
+
     /// A replica that reads nothing for this long, while others or the primary wait for it, is disconnected, and so is
     /// one that reads less than 512 KiB/s for much longer; only that replica starts over. Keep it well below the
     /// primary's repl-timeout (60 s by default), after which the primary aborts the snapshot for all.

@@ -22,6 +22,8 @@ pub(super) struct AofFile {
     pub(super) used: u64,
     pub(super) commands: u64,
     pub(super) transactions: u64,
+    /// Commands that change the map of a cluster: no backup has them any more.
+    pub(super) cluster: u64,
     pub(super) first: Option<Moment>,
     pub(super) last: Option<Moment>,
     /// The last mark before the end of what is used, and where it ends.
@@ -66,6 +68,7 @@ impl AofFile {
             used: 0,
             commands: 0,
             transactions: 0,
+            cluster: 0,
             first: None,
             last: None,
             mark: None,
@@ -99,6 +102,7 @@ impl AofFile {
                         sums.line = sums.all;
                         commands += u64::from(!matches!(verb, Verb::Multi | Verb::Exec));
                         walk.transactions += u64::from(verb == Verb::Exec);
+                        walk.cluster += u64::from(verb == Verb::Cluster);
                     }
                     Some(Found::Note(note)) => {
                         walk.compare(&note, &walker, &sums).map_err(|what| {

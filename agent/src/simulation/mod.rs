@@ -22,6 +22,7 @@ mod cable;
 mod check;
 mod delivery;
 mod explore;
+mod late;
 mod liar;
 mod memory;
 mod operator;

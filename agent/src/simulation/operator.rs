@@ -6,6 +6,7 @@ use clap::Parser;
 use remora_fabric::sim::Random;
 
 use super::check::{STOP_LIMIT, Watch};
+use super::oracle::LATE;
 use super::plan::{Act, FIRST_REPLICA, PRIMARY, ReplicaPlan, SECOND, SourceOptions, Trap, UNREST, address};
 use super::replica_agent::{ReplicaAgent, ReplicaOptions, SOURCE};
 use super::run::Simulation;
@@ -17,6 +18,9 @@ use crate::args::ReplicaArgs;
 
 /// How often it is looked whether all is well after the unrest, and how long that may take.
 const LOOK_EVERY: Duration = Duration::from_secs(5);
+
+/// Of 256 writes of a schedule that has some, so many must not be applied late.
+const LATE_OF_256: u8 = 12;
 const WELL_LIMIT: Duration = Duration::from_secs(600);
 
 /// How long servers may take to go on by themselves after the last agent was told to stop.
@@ -146,6 +150,9 @@ impl Simulation {
                 let other = ServerId(self.world.draw.below(number) as usize);
                 let other = if one == other { Host::Source } else { Host::Server(other) };
                 let time = self.world.millis(20_000);
+                if other == Host::Source {
+                    self.world.late.cut(self.world.now, self.world.now + time);
+                }
                 self.world.cut(Host::Server(one), other, time);
             }
             Act::Burst => (0..100).for_each(|_| self.write(PRIMARY)),
@@ -242,8 +249,15 @@ impl Simulation {
         let length = 8 + self.world.draw.below(40) as usize;
         let mut command = vec![0; length];
         self.world.draw.fill(&mut command);
-        (command[0], command[1]) = (length as u8, 1);
+        let is_late = self.plan.has_late_commands && command[2] < LATE_OF_256;
+        (command[0], command[1]) = (length as u8, if is_late { LATE } else { 1 });
+        let before = self.world.server(id).offset;
         self.world.on(id, |server, step| server.write(&command, step));
+        let (server, now) = (self.world.server(id), self.world.now);
+        let (replid, offset) = (server.replid, server.offset);
+        if is_late && offset > before {
+            self.world.late.wrote(id, replid, offset, now);
+        }
     }
 
     /// The clients of every primary write, and come again.

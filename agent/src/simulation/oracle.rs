@@ -11,6 +11,9 @@ pub(super) struct Content(pub(super) u64);
 /// The first byte of a command in the stream is its length. This second byte makes it a `FLUSHALL`.
 pub(super) const FLUSH: u8 = 0xFF;
 
+/// The same of a command that must not be applied late. To the data it is one like any other.
+pub(super) const LATE: u8 = 0xFE;
+
 impl Content {
     /// No keys.
     pub(super) const EMPTY: Content = Content(0);

@@ -115,6 +115,8 @@ pub(super) struct Plan {
     pub(super) traps: Vec<Trap>,
     /// There is another primary, with a data set of its own.
     pub(super) foreign: bool,
+    /// Some writes must not be applied late.
+    pub(super) has_late_commands: bool,
 }
 
 /// The stream of randomness that says which servers lack a command: apart, so that seeds choose the same otherwise.
@@ -132,6 +134,9 @@ pub(super) struct Trap {
 
 /// One schedule in this many has another primary, to whose source the source's name leads for a while.
 const FOREIGN_ONE_IN: u64 = 8;
+
+/// One schedule in this many has writes that must not be applied late.
+const LATE_ONE_IN: u64 = 4;
 
 /// One schedule in this many has agents with a real delivery.
 const BYTES_ONE_IN: u64 = 16;
@@ -217,6 +222,7 @@ impl Plan {
             replicas,
             acts,
             traps,
+            has_late_commands: Random::split(seed, 7).below(LATE_ONE_IN) == 0,
         }
     }
 }

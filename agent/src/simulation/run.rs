@@ -278,7 +278,7 @@ impl Simulation {
         let mut source = 0;
         if let (Some(End::Source(index)), Some(conn)) = (to, conn) {
             source = index;
-            self.sources[index].accept(conn);
+            self.sources[index].accept(world, conn);
         }
         match from {
             End::Server(id) => world.on(id, |server, step| server.dialed(attempt, conn, step)),
@@ -326,6 +326,9 @@ impl Simulation {
         }
         self.spring_traps();
         if let Err(text) = Watch::servers(&mut self.world) {
+            return self.found(text);
+        }
+        if let Some(text) = self.world.late.finding.take() {
             return self.found(text);
         }
         if let Err(text) = Watch::memory(&self.world, &self.replicas) {

@@ -6,15 +6,15 @@ use std::time::Duration;
 use remora_fabric::TransportKind;
 use remora_protocol::{Announce, Message as Said, Offer, Outcome, RefusalCode, TableOffer};
 use remora_redis::ReplId;
-use remora_redis::info::Info;
 
 use super::assignments::Assignments;
 use super::cable::Cable;
+use super::late::Watched;
 use super::memory::{Journal, Snapshot};
 use super::plan::SourceOptions;
 use super::tables::{SLOT_BYTES, journal_geometry};
-use super::wire::{Address, Conn, End, Host, Message, ServerId};
-use super::world::{Event, World, shown};
+use super::wire::{Address, Conn, End, Host, Message};
+use super::world::{Event, World, event_name, facts, shown};
 use crate::backoff::Backoff;
 use crate::server::Facts;
 use crate::source::answers::{known_history, plan_of};
@@ -32,6 +32,7 @@ const RESUME_LIMIT: Duration = Duration::from_secs(60);
 struct Peer {
     conn: Conn,
     done: bool,
+    joined: Duration,
 }
 
 /// Where a capture is.
@@ -75,6 +76,8 @@ pub(super) struct SourceAgent {
     reading: Reading,
     retained: bool,
     journal: Option<u64>,
+    /// What it knows of the stream in the journal.
+    watched: Option<Watched>,
 }
 
 impl SourceAgent {
@@ -85,6 +88,7 @@ impl SourceAgent {
             stall_limit: Duration::from_secs(20),
             fork_interval: Duration::from_secs(5),
             slot_bytes: 1 << 20,
+            repeat_messages: Duration::ZERO,
         };
         let backoff = Backoff::seeded(world.draw.next());
         let first_generation = (index as u64 + 1) * 1000;
@@ -105,6 +109,7 @@ impl SourceAgent {
             reading: Reading::default(),
             retained,
             journal: None,
+            watched: None,
         }
     }
 
@@ -130,9 +135,9 @@ impl SourceAgent {
 
     // ---- sessions ----
 
-    pub(super) fn accept(&mut self, conn: Conn) {
+    pub(super) fn accept(&mut self, world: &World, conn: Conn) {
         self.next_number += 1;
-        self.sessions.insert(self.next_number, Peer { conn, done: false });
+        self.sessions.insert(self.next_number, Peer { conn, done: false, joined: world.now });
     }
 
     fn session_of(&self, conn: Conn) -> Option<Session> {
@@ -162,6 +167,8 @@ impl SourceAgent {
             Said::Join(join) => {
                 let resume = join.resume.as_ref().map(Resume::of);
                 let (name, address) = (join.name, String::new());
+                let now = world.now;
+                self.sessions.entry(session).and_modify(|peer| peer.joined = now);
                 self.assignments.introduce(world, conn, session, join.relays);
                 Input::Joined { session, name, address, resume, reads: Format::Shared }
             }
@@ -245,6 +252,9 @@ impl SourceAgent {
         if let Some(journal) = self.journal.and_then(|generation| world.memories.journal((self.index, generation))) {
             (reading.journal_first, reading.journal_end) = (journal.first, journal.end());
         }
+        let origin = self.machine.status().snapshot.and_then(|snapshot| snapshot.origin());
+        reading.first_state =
+            self.watched.as_mut().zip(origin).and_then(|(watched, at)| watched.first_behind(at.offset));
         self.reading = reading;
         reading
     }
@@ -299,6 +309,16 @@ impl SourceAgent {
             return;
         };
         let Some(origin) = snapshot.origin() else { return };
+        // Who has slots already, or all of the data, joined before.
+        let is_new = self
+            .machine
+            .status()
+            .replica(session)
+            .is_some_and(|replica| replica.at.slots_below == 0 && !replica.is_loaded());
+        if let (Some(watched), Some(peer), true) = (&self.watched, self.sessions.get(&session), is_new) {
+            let range = (origin.offset, watched.offset());
+            world.late.offered(self.options.captured, origin.history, range, peer.joined);
+        }
         let table = |origin: remora_table::Origin, slots: u32| TableOffer {
             generation: origin.generation,
             first_offset: origin.offset,
@@ -380,7 +400,7 @@ impl SourceAgent {
             CaptureEvent::Failed { error: CaptureError::Outgrown, .. } => self.retained = false,
             _ => {}
         }
-        world.count(&format!("capture: {}", name(&event)));
+        world.count(&format!("capture: {}", event_name(&event)));
         self.apply(world, Input::Capture(event));
     }
 
@@ -466,6 +486,7 @@ impl SourceAgent {
                 if with_stream {
                     world.memories.begin_journal(key(generation), origin, self.options.journal);
                     self.journal = Some(generation);
+                    self.watched = Some(Watched::new(world.instant(), offset));
                 }
                 self.event(world, CaptureEvent::Forked { generation });
                 self.event(world, CaptureEvent::Started { generation, replid, offset });
@@ -485,12 +506,15 @@ impl SourceAgent {
                     Ok(()) => {
                         capture.stage = Stage::Following;
                         capture.backoff.reset();
+                        self.watched.iter_mut().for_each(Watched::resumed);
                         self.event(world, CaptureEvent::StreamResumed);
                     }
                     Err(error) => self.fail(world, job, error),
                 }
             }
             Message::Stream(bytes) => {
+                let now = world.instant();
+                self.watched.iter_mut().for_each(|watched| watched.stream(now, &bytes));
                 world.memories.append(key(generation), &bytes);
             }
             Message::Later => {
@@ -571,8 +595,13 @@ impl SourceAgent {
     fn tick(&mut self, world: &mut World) {
         let jobs: Vec<u64> = self.captures.keys().copied().collect();
         jobs.into_iter().for_each(|job| self.deliver(world, job));
-        let reading = self.with_tables(world, self.reading);
         let now = world.instant();
+        let is_connected =
+            |capture: &Capture| capture.with_stream && capture.stage == Stage::Following && capture.conn.is_some();
+        if self.captures.values().any(is_connected) {
+            self.watched.iter_mut().for_each(|watched| watched.reads(now, TICK));
+        }
+        let reading = self.with_tables(world, self.reading);
         for action in self.machine.apply(now, reading, Input::Tick) {
             world.log(|| format!("source {}:     {action:?}", self.index));
             self.perform(world, action);
@@ -581,23 +610,5 @@ impl SourceAgent {
     }
 }
 
-/// What a server says of itself.
-fn facts(world: &World, id: ServerId) -> Facts {
-    Facts::from_info(&Info::parse(world.server(id).info().as_bytes()))
-}
-
 /// How replicas read in this world.
 pub(super) const TRANSPORT: TransportKind = TransportKind::Tcp;
-
-fn name(event: &CaptureEvent) -> &'static str {
-    match event {
-        CaptureEvent::Forked { .. } => "forked",
-        CaptureEvent::Started { .. } => "started",
-        CaptureEvent::Completed { .. } => "completed",
-        CaptureEvent::ModuleFailed => "module failed",
-        CaptureEvent::Failed { .. } => "failed",
-        CaptureEvent::StreamResumed => "stream resumed",
-        CaptureEvent::HistoryChanged { .. } => "history changed",
-        CaptureEvent::StreamLost { .. } => "stream lost",
-    }
-}

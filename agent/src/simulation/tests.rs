@@ -149,6 +149,11 @@ fn a_lender_that_was_taken_away_and_is_asked_is_found() {
 }
 
 #[test]
+fn a_command_that_is_given_to_an_agent_which_joined_after_it_is_found() {
+    is_found(Mutation::LateCommandsServed, "must not be applied late");
+}
+
+#[test]
 fn a_full_copy_that_is_aborted_is_found() {
     is_found(Mutation::FullCopyAborted, "takes by itself");
 }

@@ -7,15 +7,19 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use remora_fabric::sim::Random;
+use remora_redis::info::Info;
 use remora_redis::resp::{self, CommandDecoder, Limits};
 
+use super::late::Truth;
 use super::memory::Memories;
 use super::oracle::Oracle;
 use super::plan::UNREST;
 use super::queue::Queue;
 use super::server::{Changed, Server, Session, Step, Traits};
 use super::wire::{Address, Conn, Effect, End, Host, Message, ServerId, Timer};
+use crate::server::Facts;
 use crate::server::simulated::ServerEnd;
+use crate::source::capture::CaptureEvent;
 
 /// Lines of the log that a finding shows.
 const LOG_LINES: usize = 300;
@@ -112,6 +116,7 @@ pub(super) struct World {
     pub(super) foreign: Option<ServerId>,
     pub(super) oracle: Oracle,
     pub(super) memories: Memories,
+    pub(super) late: Truth,
     conns: BTreeMap<Conn, Connection>,
     clients: BTreeMap<u64, Client>,
     next_number: u64,
@@ -142,6 +147,7 @@ impl World {
             foreign: None,
             oracle: Oracle::default(),
             memories: Memories::default(),
+            late: Truth::default(),
             conns: BTreeMap::new(),
             clients: BTreeMap::new(),
             next_number: 1,
@@ -533,4 +539,23 @@ fn short(frame: &resp::Frame) -> String {
 /// The beginning of a thing's text, for the log.
 pub(super) fn shown(thing: &impl std::fmt::Debug) -> String {
     format!("{thing:?}").chars().take(160).collect()
+}
+
+/// What a server says of itself.
+pub(super) fn facts(world: &World, id: ServerId) -> Facts {
+    Facts::from_info(&Info::parse(world.server(id).info().as_bytes()))
+}
+
+/// A capture's event, as it is counted.
+pub(super) fn event_name(event: &CaptureEvent) -> &'static str {
+    match event {
+        CaptureEvent::Forked { .. } => "forked",
+        CaptureEvent::Started { .. } => "started",
+        CaptureEvent::Completed { .. } => "completed",
+        CaptureEvent::ModuleFailed => "module failed",
+        CaptureEvent::Failed { .. } => "failed",
+        CaptureEvent::StreamResumed => "stream resumed",
+        CaptureEvent::HistoryChanged { .. } => "history changed",
+        CaptureEvent::StreamLost { .. } => "stream lost",
+    }
 }

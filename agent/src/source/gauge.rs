@@ -9,9 +9,11 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use remora_redis::ReplId;
+use remora_redis::aof::Seen;
 use remora_table::server_pages::capture_page::WriterStatus;
 use remora_table::{SnapshotWriter, State};
 
+use super::arrivals::Arrivals;
 use super::capture::Method;
 use super::compression::Link;
 
@@ -27,6 +29,10 @@ pub(crate) struct Reading {
     /// Offsets of the journal's oldest byte, and of its newest one or one that follows at once.
     pub(crate) journal_first: u64,
     pub(crate) journal_end: u64,
+    /// When the first command behind the snapshot arrived that must not be applied late, as the primary and the replica
+    /// would then differ; and the first message.
+    pub(crate) first_state: Option<Instant>,
+    pub(crate) first_message: Option<Instant>,
 }
 
 /// The figures of the running captures. Counts are in bytes, except for those of slots.
@@ -50,6 +56,8 @@ pub(crate) struct Gauge {
     is_compressing: AtomicBool,
     journal_first: AtomicU64,
     journal_end: AtomicU64,
+    /// What must not be applied late in the journal: the thread that follows the stream writes, the loop reads.
+    late: Mutex<LateArrivals>,
     // Rarely used: set once per capture.
     replid: Mutex<Option<ReplId>>,
     no_fast_keys: Mutex<String>,
@@ -60,7 +68,30 @@ pub(crate) struct Gauge {
     began: Mutex<Option<Instant>>,
 }
 
+/// Commands in the journal that must not be applied late.
+#[derive(Default)]
+struct LateArrivals {
+    state: Arrivals,
+    messages: Arrivals,
+}
+
 impl Gauge {
+    /// A journal begins, which has nothing yet.
+    pub(super) fn journal_begins(&self) {
+        *lock(&self.late) = LateArrivals::default();
+    }
+
+    /// Commands that must not be applied late have arrived in the journal, or did so at an earlier time.
+    pub(super) fn arrived(&self, seen: Seen, at: Instant) {
+        let mut late = lock(&self.late);
+        if let Some(last) = seen.state {
+            late.state.note(last, at);
+        }
+        if let Some(last) = seen.message {
+            late.messages.note(last, at);
+        }
+    }
+
     /// A snapshot has begun. It holds everything up to `offset`. With `with_journal`, the same capture follows the
     /// stream.
     pub(super) fn snapshot_began(&self, replid: ReplId, offset: u64, with_journal: bool) {
@@ -144,7 +175,10 @@ impl Gauge {
     /// The figures that the machine needs for its next decision.
     pub(super) fn reading(&self) -> Reading {
         let (journal_first, journal_end) = self.journal();
+        let (mut late, offset) = (lock(&self.late), self.snapshot_offset());
         Reading {
+            first_state: late.state.first_behind(offset),
+            first_message: late.messages.first_behind(offset),
             published: self.published_slots(),
             retired: self.retired_slots(),
             writer_waits: self.waits.load(Relaxed),

@@ -232,9 +232,14 @@ async fn go_on(source: &mut Source, left: Left) -> Result<(), String> {
     let Left { record, origin, slots, journal: (view, expect) } = left;
     let plan = plan_of(source, origin.generation, true, record.own_format);
     source.gauge.snapshot_began(origin.history, origin.offset, true);
+    let age = since_1970().saturating_sub(Duration::from_millis(record.asked));
+    let (now, format) = (Instant::now(), if record.own_format { Format::Own } else { Format::Shared });
+    let asked = now.checked_sub(age).unwrap_or(now);
     let prepared = plan.clone();
     let taken = blocking(move || {
         let mut journal = prepared.new_journal(origin).map_err(|error| Failure::local(error.to_string()))?;
+        // When each command has arrived is not kept.
+        journal.written_since(asked);
         let took = journal_left(&view, expect, origin.offset + 1, |bytes| journal.append(bytes, &prepared.gauge));
         took.map_err(|error: remora_table::Error| Failure::local(error.to_string()))?;
         Ok(journal)
@@ -246,9 +251,7 @@ async fn go_on(source: &mut Source, left: Left) -> Result<(), String> {
         source.export(origin.generation, region).map_err(|failure| failure.message)?;
     }
     source.gauge.snapshot_left(record.bytes, slots);
-    let age = since_1970().saturating_sub(Duration::from_millis(record.asked));
-    let (now, format) = (Instant::now(), if record.own_format { Format::Own } else { Format::Shared });
-    machine::go_on(&mut source.machine, now, origin, record.bytes, format, now.checked_sub(age).unwrap_or(now));
+    machine::go_on(&mut source.machine, now, origin, record.bytes, format, asked);
     let end = journal.end_offset() - 1;
     source.threads.go_on(plan, journal).map_err(|failure| failure.message)?;
     tracing::info!(

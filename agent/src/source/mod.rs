@@ -26,6 +26,7 @@
 //! - This file connects them and performs the machine's actions.
 
 pub(crate) mod answers;
+pub(crate) mod arrivals;
 pub(crate) mod capture;
 pub(crate) mod captured;
 mod captures;
@@ -171,6 +172,8 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         stall_limit: args.limits.stall_timeout,
         fork_interval: args.limits.fork_interval,
         slot_bytes: u64::from(tables.snapshot.1.slot_size),
+        // There is no other snapshot than the file.
+        repeat_messages: if args.from_file.is_some() { Duration::MAX } else { args.limits.repeat_messages },
     };
     let machine = Machine::new(Instant::now(), rules, Backoff::from_system(), first_generation(), args.is_eager());
     let metrics = metrics.map(|listener| metrics::serve(listener, incoming.clone()));

@@ -17,6 +17,7 @@ mod cluster;
 mod cluster_sync;
 mod clusters;
 mod combinations;
+mod commands;
 mod compress;
 mod config;
 mod conversation;

@@ -1,30 +1,15 @@
 //! Data types of other modules: a server that loads a value of a module that it lacks ends its process, so it is refused
 //! before anything is touched.
 
-use std::path::Path;
-use std::process::Command;
-
 use remora_lab::{Server, require};
 
-use crate::kit::{LONG, Stage, assert_untouched, ends, quick, says};
-
-/// Builds the module `typed`, which has a data type. Rust links through the C compiler, so every machine that builds the
-/// tests has one.
-pub(crate) fn typed_module(stage: &Stage) -> String {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/typed.c");
-    let library = stage.path("typed.so");
-    let mut compiler = Command::new("cc");
-    compiler.args(["-shared", "-fPIC", "-Wall", "-Werror", "-o", &library]).arg(source);
-    let built = compiler.output().unwrap();
-    assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
-    library
-}
+use crate::kit::{LONG, Stage, assert_untouched, built_module, ends, quick, says};
 
 #[test]
 fn a_server_that_lacks_a_module_whose_data_the_snapshot_holds_is_refused_before_anything_is_touched() {
     for kind in require::kinds() {
         let stage = Stage::new();
-        let library = typed_module(&stage);
+        let library = built_module(&stage, "typed");
         let with_the_module = || quick(kind).config("loadmodule", &library);
         let primary = with_the_module().start().unwrap();
         primary.client().unwrap().ok(&["TYPED.SET", "key"]).unwrap();

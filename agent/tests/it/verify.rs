@@ -9,8 +9,7 @@ use std::{
 
 use remora_lab::{Agent, Client, Kind, Server, Workload, fill_every_type, require};
 
-use crate::kit::{LONG, Stage, fill};
-use crate::module_types::typed_module;
+use crate::kit::{LONG, Stage, built_module, fill};
 
 /// Far above the time that replication on one host needs.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -216,7 +215,7 @@ fn a_consumer_that_has_read_nothing_is_not_replicated_and_no_difference() {
 fn the_values_of_a_modules_type_are_compared() {
     for kind in require::kinds() {
         let stage = Stage::new();
-        let library = typed_module(&stage);
+        let library = built_module(&stage, "typed");
         let servers = [0, 1].map(|_| Server::builder(kind).config("loadmodule", &library).start().unwrap());
         for server in &servers {
             run(&mut server.client().unwrap(), &["SET plain 1", "TYPED.SET key 7"]);

@@ -7,7 +7,7 @@ use std::net::{TcpListener, TcpStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use remora_agent::conversation::Token;
 use remora_lab::server::{Builder, Program, project_root};
@@ -15,6 +15,7 @@ use remora_lab::{Agent, Server, assert_same_data, fill_every_type, require};
 use remora_messenger::handshake::{Handshake, HandshakeError, Opening, Versions};
 use remora_protocol::{NEWEST_VERSION, OLDEST_VERSION};
 
+use crate::commands::assert_table_knows;
 use crate::exact::assert_same_content;
 use crate::kit::{
     BACKLOG, LONG, Source, Stage, assert_untouched, ends, fill_keys, load, primary, says, steady_writer, syncs,
@@ -77,7 +78,51 @@ fn two_exact_replicas(of: &Program, on: &Program, module: bool) {
         says(&agents[0].output(), &["out of shared memory"]);
     }
     let after = syncs(&primary);
-    assert_eq!((after.0 - before.0, after.1 - before.1), (1, 2), "one copy in all, one continuation for each replica");
+    let (copies, continued) = (after.0 - before.0, after.1 - before.1);
+    // Before 7.0 the writer's expiries count from their commands: the replica that joins second may need its own copy.
+    let is_enough = if of.version() < [7, 0, 0] { (1..=2).contains(&copies) } else { copies == 1 };
+    assert!(is_enough && continued == 2, "{copies} copies, {continued} continuations for two replicas");
+    one_that_joins_late(&primary, of, on, &source, module);
+}
+
+/// How much later than the writes before it the late replica joins: more than the tolerance with which expiries are
+/// compared where a server does not tell them exactly.
+const LATE: Duration = Duration::from_secs(4);
+
+/// A replica that joins some seconds after expiries of all forms were set. Redis before 7.0 writes them into its stream
+/// as they were given, so that another snapshot is taken.
+fn one_that_joins_late(primary: &Server, of: &Program, on: &Program, source: &Source, module: bool) {
+    let mut client = primary.client().unwrap();
+    let payload = {
+        client.ok(&["SET", "late:1", "1", "EX", "600"]).unwrap();
+        client.bytes(&["DUMP", "late:1"]).unwrap().unwrap()
+    };
+    client.call(&[&b"RESTORE"[..], b"late:2", b"600000", &payload]).unwrap();
+    for command in [
+        "SETEX late:3 600 1",
+        "PSETEX late:4 600000 1",
+        "SET late:5 1",
+        "EXPIRE late:5 600",
+        "SET late:6 1",
+        "GETEX late:6 EX 600",
+        "EVAL redis.call('SET','late:7','1','EX','600') 0",
+        "MULTI",
+        "SET late:8 1 PX 600000",
+        "PEXPIRE late:5 500000",
+        "EXEC",
+    ] {
+        client.call(&command.split(' ').collect::<Vec<_>>()).unwrap();
+    }
+    std::thread::sleep(LATE);
+    let (before, late) = (syncs(primary), start(on, module));
+    source.replicate(&late, &[]);
+    if of.version() == on.version() {
+        assert_same_data(primary, &late);
+    } else {
+        assert_same_content(primary, &late);
+    }
+    let counts_from_now = of.version() < [7, 0, 0];
+    assert_eq!(syncs(primary).0 - before.0, u64::from(counts_from_now), "a snapshot for the late replica");
 }
 
 /// A cell of the table.
@@ -155,6 +200,9 @@ fn the_main_job_is_done_on_every_server() {
     let mut bad = Vec::new();
     for program in &programs {
         let began = Instant::now();
+        if let Cell::Bad(why) = Cell::of(|| assert_table_knows(&start(program, false), program)) {
+            bad.push(why);
+        }
         let newest = programs.iter().rev().find(|other| other.family() == program.family()).unwrap();
         let offers_module = program.family() != "Redis" || program.version() >= MODULE_FROM;
         let cells = [

@@ -23,6 +23,7 @@
 //!   nothing of.
 //! - [`contents`]: everything that a server holds, by value and without digests.
 //! - [`require`]: what a test needs of its machine, and how it is skipped if that is missing.
+//! - [`commands`]: what a server says of its commands.
 //! - [`notes`]: lines about a test that appear although it passes.
 //! - [`prometheus`]: a real Prometheus that scrapes them, and [`http`]: a page of either.
 //! - [`browser`]: a real browser that shows a page.
@@ -40,6 +41,7 @@ mod beyond_digest;
 pub mod browser;
 pub mod client;
 pub mod cluster;
+pub mod commands;
 pub mod compare;
 pub mod contents;
 pub mod error;

@@ -15,6 +15,7 @@
 //!   asserting       tries fast keys in a server that is built with its assertions and AddressSanitizer
 //!   dist            what users install: archives, packages, images, lists of crates, checksums
 //!   release         everything of a release but publishing it
+//!   commands        the table of commands of remora_redis, from what servers say of theirs
 //!   bindings        generates the types of the RDMA libraries from their headers; rarely needed
 //!   scale           a model of 1,000 replicas in racks, which drives the source's topology
 //!   rooms           draws the crates, and fails for an import circle, a long file or a large type
@@ -33,6 +34,7 @@
 //! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: generates or compares the RDMA libraries' types.
 //! - [`layout`]: the layout of a server's build, by watching it. [`asserting`]: fast keys in one that checks itself.
 //! - [`dist`] and [`release`]: packages, and a version of the project. [`process`]: programs that these run.
+//! - [`command_table`]: the table of commands.
 //! - [`scale`]: the table of the topology's model. [`net`]: a test network with hosts, servers and agents. [`stop`]:
 //!   Ctrl-C leaves nothing behind.
 #![forbid(unsafe_code)]
@@ -42,6 +44,7 @@ mod asserting;
 mod bench;
 mod bindings;
 mod chaos;
+mod command_table;
 mod commands;
 mod demo;
 mod demo_files;
@@ -105,6 +108,8 @@ enum Command {
     Dist(dist::Options),
     /// Make a release: version, changes, checks, commit, tag and packages. Nothing is published.
     Release(release::Options),
+    /// Write the table of commands that can stand in a replication stream, from what servers say of theirs.
+    Commands(command_table::Options),
     /// Generate the types of the RDMA libraries from their headers.
     Bindings(bindings::Options),
     /// Print how long 1,000 replicas in racks take, by a model that drives the source's topology.
@@ -144,6 +149,7 @@ fn main() -> ExitCode {
         Command::Asserting(options) => asserting::run(&options),
         Command::Dist(options) => dist::run(&options),
         Command::Release(options) => release::run(&options),
+        Command::Commands(options) => command_table::run(&options),
         Command::Bindings(options) => bindings::run(&options),
         Command::Scale => scale::run(),
         Command::Rooms { ties } => remora_structure::check(ties),

@@ -12,16 +12,19 @@
 //!
 //! - [`Walker`]: finds the ends of commands and transactions as bytes arrive, and holds none of the values. It reads
 //!   files, and the replication stream, which has the same form without notes. **Start here.**
+//! - [`Watch`]: finds the commands of a stream that must not be applied late.
 //! - [`Manifest`]: the list of files, as Redis 7 and Valkey write it.
 //!
-//! Not here: what a command does. Only `SELECT`, `MULTI`, `EXEC` and the commands without an effect on data are told
-//! apart.
+//! Not here: what a command does. Only `SELECT`, `MULTI`, `EXEC`, the commands without an effect on data, and those
+//! that act on more than data are told apart, by the table of [`commands`](crate::commands).
 
 mod manifest;
 mod walk;
+mod watch;
 
 pub use manifest::{FileKind, Manifest, ManifestError, NamedFile};
-pub use walk::{Found, Verb, WalkError, Walker};
+pub use walk::{Found, KEY_BYTES_MAX, Relative, SHORT_BYTES_MAX, Verb, WalkError, Walker};
+pub use watch::{Seen, Watch};
 
 /// What a note begins with that says at which second the commands behind it were run.
 pub const TIME_NOTE: &[u8] = b"#TS:";

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 
+use crate::commands::{self, Effect, Expiry, Late, Times};
 use crate::text;
 
 /// What the walker found.
@@ -28,6 +29,8 @@ pub enum Verb {
     Link,
     /// `PUBLISH` and `SPUBLISH`: for subscribers. No data is changed.
     Publish,
+    /// `CLUSTER SETSLOT` and others that change the map of the cluster.
+    Cluster,
     /// `SELECT`.
     Select,
     /// `MULTI`: a transaction begins.
@@ -39,24 +42,19 @@ pub enum Verb {
 }
 
 impl Verb {
-    /// Whether data can be changed by it, or the meaning of commands behind it.
+    /// Whether data can be changed by it, or the meaning of commands behind it: a backup needs it.
     pub fn has_effect(self) -> bool {
-        !matches!(self, Verb::Link | Verb::Publish)
+        !matches!(self, Verb::Link | Verb::Publish | Verb::Cluster)
     }
+}
 
-    fn of(name: &[u8]) -> Verb {
-        let is = |wanted: &str| name.eq_ignore_ascii_case(wanted.as_bytes());
-        match name.len() {
-            4 if is("PING") => Verb::Link,
-            4 if is("EXEC") => Verb::Exec,
-            5 if is("MULTI") => Verb::Multi,
-            6 if is("SELECT") => Verb::Select,
-            7 if is("PUBLISH") => Verb::Publish,
-            8 if is("REPLCONF") => Verb::Link,
-            8 if is("SPUBLISH") => Verb::Publish,
-            _ => Verb::Other,
-        }
-    }
+/// A time in a command that counts from the moment at which it is run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Relative<'a> {
+    /// The key that expires. `None`: several keys do, or fields of a hash, or the key is longer than [`KEY_BYTES_MAX`].
+    pub key: Option<&'a [u8]>,
+    /// The time in milliseconds. `None`: the argument is not a number, and the command fails.
+    pub milliseconds: Option<i64>,
 }
 
 /// The bytes are not commands. The position is that of the command or note in which that shows.
@@ -90,16 +88,40 @@ pub struct Walker {
     begins: u64,
     /// The present line, as far as it has arrived.
     line: Vec<u8>,
-    /// The present argument, if it is one of the first two and short.
+    /// The present argument, if it is looked at.
     short: Vec<u8>,
+    looks: bool,
     argument: u64,
     arguments: u64,
     verb: Verb,
+    command: Present,
+    /// The key of the present command, if it may get a time. Only where `keeps_keys`.
+    key: Vec<u8>,
+    keeps_keys: bool,
     in_transaction: bool,
     /// The end of the last command or note outside a transaction.
     border: u64,
     database: u64,
 }
+
+/// What is known of the present command beside its verb.
+#[derive(Debug, Clone, Copy)]
+enum Present {
+    /// It may be applied late, or its name has not arrived.
+    Any,
+    /// `CLUSTER`: the next argument says what it is.
+    Container,
+    /// A message to a channel that has not arrived.
+    Message,
+    /// It must not be applied late.
+    Late(Late),
+    /// It may have a time.
+    Times { times: Times, has_one_key: bool },
+}
+
+/// The channel on which Sentinels tell each other what they know, every two seconds. An old message changes nothing: it
+/// has a number by which they see that it is old.
+const SENTINEL: &[u8] = b"__sentinel__:hello";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
@@ -122,8 +144,14 @@ const ARGUMENTS_MAX: u64 = i32::MAX as u64;
 /// The longest argument: as long as an offset can tell.
 const ARGUMENT_BYTES_MAX: u64 = i64::MAX as u64;
 
-/// Longest argument that is looked at: the name of a command, or the number of a database.
-const SHORT_BYTES_MAX: u64 = 20;
+/// Longest argument that is looked at: the name of a command, a word of its options, or a number.
+pub const SHORT_BYTES_MAX: u64 = 20;
+
+/// Longest key that is held for a command that may get a time.
+pub const KEY_BYTES_MAX: u64 = 1 << 20;
+
+/// Digits of the numbers that are read without a copy.
+const QUICK_DIGITS: usize = 12;
 
 impl Walker {
     /// At the first byte of an append-only file.
@@ -135,9 +163,13 @@ impl Walker {
             begins: 0,
             line: Vec::new(),
             short: Vec::new(),
+            looks: false,
             argument: 0,
             arguments: 0,
             verb: Verb::Other,
+            command: Present::Any,
+            key: Vec::new(),
+            keeps_keys: false,
             in_transaction: false,
             border: 0,
             database: 0,
@@ -147,6 +179,29 @@ impl Walker {
     /// At the byte `at` of a replication stream, between two commands. `database`: the one that is selected there.
     pub fn of_stream(at: u64, database: u64) -> Walker {
         Walker { has_notes: false, at, begins: at, border: at, database, ..Walker::of_file() }
+    }
+
+    /// Holds the key of a command that may get a time, for [`Walker::relative`].
+    pub fn keeping_keys(self) -> Walker {
+        Walker { keeps_keys: true, ..self }
+    }
+
+    /// Why the command that has just ended must not be applied late; `None` if it may.
+    pub fn late(&self) -> Option<Late> {
+        match self.command {
+            Present::Late(why) => Some(why),
+            Present::Message => Some(Late::Message),
+            Present::Container => Some(Late::State),
+            Present::Times { times, .. } => times.found().map(|_| Late::State),
+            Present::Any => None,
+        }
+    }
+
+    /// The time in the command that has just ended which counts from the moment at which it is run.
+    pub fn relative(&self) -> Option<Relative<'_>> {
+        let Present::Times { times, has_one_key } = &self.command else { return None };
+        let key = (*has_one_key && self.keeps_keys && self.key.len() as u64 <= KEY_BYTES_MAX).then_some(&self.key[..]);
+        times.found().map(|time| Relative { key, milliseconds: time.milliseconds })
     }
 
     /// Position of the next byte.
@@ -182,8 +237,16 @@ impl Walker {
         let mut taken = 0;
         while let Some(rest) = input.get(taken..).filter(|rest| !rest.is_empty()) {
             let (bytes, found) = match self.state {
-                State::Begin | State::Length => self.line(rest)?,
+                State::Begin | State::Length => match self.quick(rest) {
+                    Some((bytes, number)) => (bytes, self.header(number)),
+                    None => self.line(rest)?,
+                },
                 State::Bulk { length, left } => self.bulk(length, left, rest),
+                State::End { seen: 0 } if rest.starts_with(b"\r\n") => {
+                    self.at += 1;
+                    let (bytes, found) = self.end(1, b'\n')?;
+                    (bytes + 1, found)
+                }
                 State::End { seen } => self.end(seen, rest[0])?,
             };
             taken += bytes;
@@ -192,6 +255,61 @@ impl Walker {
             }
         }
         Ok((taken, None))
+    }
+
+    /// Takes a line that is here as a whole and says a usual number. Returns its length and the number.
+    fn quick(&mut self, rest: &[u8]) -> Option<(usize, u64)> {
+        let mark = if self.state == State::Begin { b'*' } else { b'$' };
+        if !self.line.is_empty() || rest.first() != Some(&mark) {
+            return None;
+        }
+        let (mut number, mut at) = (0, 1);
+        while let Some(digit) = rest.get(at).filter(|byte| byte.is_ascii_digit()) {
+            number = number * 10 + u64::from(digit - b'0');
+            at += 1;
+            if at > QUICK_DIGITS {
+                return None;
+            }
+        }
+        let is_usual = rest.get(1).is_some_and(|first| *first != b'0' || at == 2) && at > 1;
+        let may_be = if self.state == State::Begin { number > 0 && number <= ARGUMENTS_MAX } else { true };
+        if !is_usual || !may_be || rest.get(at..at + 2) != Some(b"\r\n") {
+            return None;
+        }
+        if self.state == State::Begin {
+            self.begins = self.at;
+        }
+        self.at += at as u64 + 2;
+        Some((at + 2, number))
+    }
+
+    /// Takes the number of a line: that of arguments, or the length of one.
+    fn header(&mut self, number: u64) -> Option<Found> {
+        if self.state == State::Begin {
+            (self.argument, self.arguments, self.verb, self.command) = (0, number, Verb::Other, Present::Any);
+            self.state = State::Length;
+            return None;
+        }
+        self.short.clear();
+        self.looks = number <= SHORT_BYTES_MAX && self.looks_at();
+        if self.argument == 1 {
+            self.key.clear();
+        }
+        self.state = State::Bulk { length: number, left: number };
+        if number == 0 {
+            return self.argument_done(0);
+        }
+        (self.argument == 0 && number > SHORT_BYTES_MAX).then_some(Found::Verb(Verb::Other))
+    }
+
+    /// Whether the present argument is looked at, if it is short.
+    fn looks_at(&self) -> bool {
+        match (self.argument, &self.command) {
+            (0, _) | (1, Present::Container | Present::Message) => true,
+            (argument, Present::Times { times, .. }) => times.looks_at(argument),
+            (1, _) => self.verb == Verb::Select,
+            _ => false,
+        }
     }
 
     /// Takes bytes of a line, or all that is left of it.
@@ -233,32 +351,25 @@ impl Walker {
         let number =
             text.get(1..).and_then(text::decimal_u64).filter(|number| *number <= limit && line.ends_with(b"\r\n"));
         let Some(number) = number else { return Err(self.error(what, &line)) };
-        match self.state {
-            State::Begin if number == 0 => return Err(self.error(what, &line)),
-            State::Begin => {
-                (self.argument, self.arguments, self.verb) = (0, number, Verb::Other);
-                self.state = State::Length;
-            }
-            _ => {
-                self.short.clear();
-                self.state = State::Bulk { length: number, left: number };
-                if number == 0 {
-                    return Ok((bytes, self.argument_done(0)));
-                }
-                if self.argument == 0 && number > SHORT_BYTES_MAX {
-                    return Ok((bytes, Some(Found::Verb(Verb::Other))));
-                }
-            }
+        if self.state == State::Begin && number == 0 {
+            return Err(self.error(what, &line));
         }
-        Ok((bytes, None))
+        Ok((bytes, self.header(number)))
     }
 
     /// Takes bytes of an argument.
     fn bulk(&mut self, length: u64, left: u64, rest: &[u8]) -> (usize, Option<Found>) {
         let bytes = usize::try_from(left).unwrap_or(usize::MAX).min(rest.len());
-        let looks = self.argument == 0 || (self.argument == 1 && self.verb == Verb::Select);
-        if looks && length <= SHORT_BYTES_MAX {
-            self.short.extend_from_slice(rest.get(..bytes).unwrap_or_default());
+        let part = rest.get(..bytes).unwrap_or_default();
+        if self.looks {
+            self.short.extend_from_slice(part);
+        }
+        if self.keeps_keys
+            && self.argument == 1
+            && length <= KEY_BYTES_MAX
+            && matches!(self.command, Present::Times { has_one_key: true, .. })
+        {
+            self.key.extend_from_slice(part);
         }
         self.at += bytes as u64;
         let left = left - bytes as u64;
@@ -269,12 +380,63 @@ impl Walker {
     /// All bytes of an argument are there.
     fn argument_done(&mut self, length: u64) -> Option<Found> {
         self.state = State::End { seen: 0 };
-        // A name that is longer than any of ours was known by its length.
-        if self.argument > 0 || length > SHORT_BYTES_MAX {
-            return None;
+        let held = std::mem::take(&mut self.short);
+        let found = self.looked_at((length <= SHORT_BYTES_MAX).then_some(&held[..]));
+        self.short = held;
+        found
+    }
+
+    /// Takes the present argument, if it is short.
+    fn looked_at(&mut self, short: Option<&[u8]>) -> Option<Found> {
+        match (self.argument, &mut self.command) {
+            // A name that is longer than any of ours was known by its length.
+            (0, _) => {
+                self.named(short?);
+                let is_open = matches!(self.command, Present::Container) && self.arguments > 1;
+                (!is_open).then_some(Found::Verb(self.verb))
+            }
+            (1, Present::Container) => {
+                let below = [b"cluster|", short.unwrap_or_default()].concat();
+                if commands::find(&below).is_some_and(|known| known.effect == Effect::Data) {
+                    (self.verb, self.command) = (Verb::Other, Present::Any);
+                }
+                Some(Found::Verb(self.verb))
+            }
+            (1, Present::Message) => {
+                self.command = if short == Some(SENTINEL) { Present::Any } else { Present::Late(Late::Message) };
+                None
+            }
+            (argument, Present::Times { times, .. }) => {
+                if times.looks_at(argument) {
+                    times.take(argument, short);
+                }
+                None
+            }
+            _ => None,
         }
-        self.verb = Verb::of(&self.short);
-        Some(Found::Verb(self.verb))
+    }
+
+    /// The name of the command is known.
+    fn named(&mut self, name: &[u8]) {
+        let is = |wanted: &str| name.eq_ignore_ascii_case(wanted.as_bytes());
+        (self.verb, self.command) = match commands::find(name).map(|command| command.effect) {
+            Some(Effect::Link) => (Verb::Link, Present::Any),
+            Some(Effect::Publish) => (Verb::Publish, Present::Message),
+            Some(Effect::Script) => (Verb::Other, Present::Late(Late::State)),
+            Some(Effect::Expiry(form)) => {
+                let has_one_key = form != Expiry::OptionsBehindPairs;
+                (Verb::Other, Present::Times { times: Times::new(form), has_one_key })
+            }
+            Some(Effect::FieldExpiry(form)) => {
+                (Verb::Other, Present::Times { times: Times::new(form), has_one_key: false })
+            }
+            Some(Effect::Frame) if is("SELECT") => (Verb::Select, Present::Any),
+            Some(Effect::Frame) if is("MULTI") => (Verb::Multi, Present::Any),
+            Some(Effect::Frame) => (Verb::Exec, Present::Any),
+            Some(Effect::Data | Effect::ScriptCache | Effect::Cluster) => (Verb::Other, Present::Any),
+            None if is("CLUSTER") => (Verb::Cluster, Present::Container),
+            None => (Verb::Other, Present::Any),
+        };
     }
 
     /// Takes one of the two bytes after an argument.

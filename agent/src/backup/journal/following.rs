@@ -136,7 +136,7 @@ fn unwritable(recorder: &Recorder, error: RecordError) -> Failure {
             Ok(failure) => Failure::new(failure.code, text(&failure)),
             Err(error) => Failure::local(text(&error)),
         },
-        RecordError::Stream(error) => Failure::local(text(&error)),
+        error @ (RecordError::Stream(_) | RecordError::TimeUnknown) => Failure::local(text(&error)),
     }
 }
 
@@ -251,6 +251,7 @@ async fn session(
             ended = &mut recording.ended => {
                 let (recorder, end) = recording.joined(ended);
                 let end = end.map_err(|error| match error {
+                    ReadError::Record(error @ RecordError::TimeUnknown) => Why::Gone(error.to_string()),
                     ReadError::Record(error) => Why::Failed(unwritable(&recorder, error)),
                     ReadError::Table(error @ remora_table::Error::Overrun { .. }) => Why::Gone(error.to_string()),
                     ReadError::Table(error) => Why::Failed(Failure::new(crate::exit::Code::Source, error.to_string())),
@@ -381,8 +382,11 @@ fn read(
         let pumped = reader.pump(&mut *peer);
         let mut moved = false;
         while let Some(chunk) = reader.next_chunk() {
-            recorder.take(&chunk.bytes, Moment::now()).map_err(ReadError::Record)?;
+            recorder.take_now(&chunk.bytes).map_err(ReadError::Record)?;
             moved = true;
+        }
+        if pumped.is_ok() && reader.is_caught_up() {
+            recorder.is_in_step();
         }
         recorded.next_byte.store(recorder.next_byte(), Relaxed);
         recorded.noted.store(recorder.noted().get(), Relaxed);

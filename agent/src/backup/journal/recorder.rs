@@ -1,6 +1,8 @@
 //! Recorder: the replication stream as files of commands.
 //!
-//! What has no effect on data is left out: `PING`, `REPLCONF`, `PUBLISH`. Before the first command of each second
+//! What has no effect on data is left out: `PING`, `REPLCONF`, `PUBLISH`, and what changes the map of a cluster, where
+//! a restored node has another place. An expiry that counts from the moment of its command (Redis 6.2) is followed by
+//! the same as a time of the calendar, since the file is loaded much later. Before the first command of each second
 //! stands how far the stream is, and which second it is. A note never stands within a transaction, and a file never
 //! ends there unless the process is killed.
 
@@ -9,9 +11,11 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use remora_redis::aof::{Found, TIME_NOTE, Verb, Walker};
+use remora_redis::aof::{Found, Relative, TIME_NOTE, Verb, Walker};
 use remora_redis::rdb::crc64;
+use remora_redis::resp;
 
 use super::super::aof_file::AofFile;
 use super::super::head::HEAD_BYTES;
@@ -57,7 +61,17 @@ pub(super) struct Recorder {
     summed: usize,
     /// Checksum of what the file has behind its head up to the border.
     border_sum: u64,
+    /// Where the last whole command or transaction ends that the files have, in the stream.
+    taken: u64,
+    /// Whether a script has come.
+    has_script: bool,
+    /// When it had all that the source had. `None`: before this process.
+    in_step: Option<Instant>,
 }
+
+/// How much later than it was written a command may be recorded for which the time matters. Longer, and its time is not
+/// known: the journal has none.
+const LATE_LIMIT: Duration = Duration::from_secs(5);
 
 /// Bytes of the stream without a command after which a mark is worth its place.
 const MARK_EVERY: u64 = 64 << 10;
@@ -71,6 +85,12 @@ pub(super) enum RecordError {
     /// The stream is not one of commands.
     #[error(transparent)]
     Stream(#[from] remora_redis::aof::WalkError),
+    /// Keys would live longer than on the primary.
+    #[error(
+        "the stream has expiries that count from the moment of their command, as Redis 6.2 writes them, and it is not known when \
+         those that came while the backup was away were written"
+    )]
+    TimeUnknown,
 }
 
 impl Recorder {
@@ -98,7 +118,10 @@ impl Recorder {
             sum: 0,
             summed: 0,
             border_sum: 0,
-            walker,
+            taken: walker.border(),
+            has_script: false,
+            in_step: Some(Instant::now()),
+            walker: walker.keeping_keys(),
         }
     }
 
@@ -106,7 +129,7 @@ impl Recorder {
     pub(super) fn go_on(files: Arc<dyn Files>, offset: u64, database: u64, noted: Moment) -> io::Result<Recorder> {
         let file = files.next(None, Some(database), offset)?;
         let recorder = Recorder::new(files, Walker::of_stream(offset + 1, database), file);
-        Ok(Recorder { selected: true, noted, border_noted: noted, ..recorder })
+        Ok(Recorder { selected: true, noted, border_noted: noted, in_step: None, ..recorder })
     }
 
     /// Goes on in the last file, which is at this path, behind its last mark: what follows is cut off, and comes again.
@@ -130,7 +153,7 @@ impl Recorder {
         let recorder = Recorder::new(files, walker, (file, ends));
         let noted = walk.mark_noted.unwrap_or_default();
         let sum = walk.mark_sum;
-        Ok(Recorder { selected: true, noted, border_noted: noted, sum, border_sum: sum, ..recorder })
+        Ok(Recorder { selected: true, noted, border_noted: noted, sum, border_sum: sum, in_step: None, ..recorder })
     }
 
     /// Where its files go, for messages.
@@ -145,7 +168,7 @@ impl Recorder {
 
     /// The last byte of the stream that is recorded with its whole command and transaction.
     pub(super) fn recorded(&self) -> u64 {
-        self.walker.border().saturating_sub(1)
+        self.taken.saturating_sub(1)
     }
 
     /// The last second that was noted.
@@ -153,8 +176,20 @@ impl Recorder {
         self.noted
     }
 
-    /// Takes the next bytes of the stream.
-    pub(super) fn take(&mut self, bytes: &[u8], now: Moment) -> Result<(), RecordError> {
+    /// Takes the next bytes of the stream, as they arrive.
+    pub(super) fn take_now(&mut self, bytes: &[u8]) -> Result<(), RecordError> {
+        let is_known = self.in_step.is_some_and(|in_step| in_step.elapsed() < LATE_LIMIT);
+        self.take(bytes, Moment::now(), is_known.then(milliseconds))
+    }
+
+    /// It has taken all that the source has now.
+    pub(super) fn is_in_step(&mut self) {
+        self.in_step = Some(Instant::now());
+    }
+
+    /// Takes the next bytes of the stream. `written`: when the primary wrote them, in milliseconds since 1970; `None`:
+    /// that is not known.
+    pub(super) fn take(&mut self, bytes: &[u8], now: Moment, written: Option<u64>) -> Result<(), RecordError> {
         let mut rest = bytes;
         while !rest.is_empty() {
             let (taken, found) = self.walker.feed(rest)?;
@@ -167,7 +202,18 @@ impl Recorder {
             }
             match found {
                 Some(Found::Verb(verb)) => self.begun(verb, now),
-                Some(Found::Command { verb, .. }) => self.ended(verb)?,
+                Some(Found::Command { verb, .. }) => {
+                    if let Some(relative) = self.walker.relative() {
+                        expire(&mut self.waiting, relative, written)?;
+                    } else if self.walker.late().is_some() && verb == Verb::Other && !self.has_script {
+                        self.has_script = true;
+                        tracing::warn!(
+                            "the stream has scripts as such (lua-replicate-commands is off at the primary): expiries that they \
+                             set count from the moment at which the backup is restored"
+                        );
+                    }
+                    self.ended(verb)?;
+                }
                 Some(Found::Note(_)) | None => {}
             }
             if self.waiting.len() >= WAITING_BYTES {
@@ -202,6 +248,7 @@ impl Recorder {
             return Ok(());
         }
         self.at_border();
+        self.taken = self.walker.border();
         (self.border_database, self.border_noted) = (self.walker.database(), self.noted);
         if self.files.is_due(self.border) { self.roll() } else { Ok(()) }
     }
@@ -291,6 +338,21 @@ impl Recorder {
     }
 }
 
+/// Milliseconds since 1970, by this host's clock.
+fn milliseconds() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_millis() as u64)
+}
+
+/// Appends the time of the calendar at which a key expires, behind the command that sets its expiry.
+fn expire(waiting: &mut Vec<u8>, relative: Relative<'_>, written: Option<u64>) -> Result<(), RecordError> {
+    // Of a command that fails everywhere nothing becomes.
+    let Some(milliseconds) = relative.milliseconds else { return Ok(()) };
+    let (Some(key), Some(written)) = (relative.key, written) else { return Err(RecordError::TimeUnknown) };
+    let at = i64::try_from(written).unwrap_or(i64::MAX).saturating_add(milliseconds);
+    resp::command(waiting, &[&b"PEXPIREAT"[..], key, at.to_string().as_bytes()]);
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -299,6 +361,13 @@ mod tests {
 
     use super::super::place::Place;
     use super::*;
+
+    impl Recorder {
+        /// Takes bytes that were written at the beginning of that second.
+        fn take_at(&mut self, bytes: &[u8], now: Moment) {
+            self.take(bytes, now, Some(now.get() * 1000)).unwrap();
+        }
+    }
 
     fn recorder(folder: &Path, file_size: u64) -> Recorder {
         let place = Arc::new(Place::create(folder.to_owned(), file_size).unwrap());
@@ -332,7 +401,7 @@ mod tests {
             let second = commands(&[&["MULTI"], &["SET", "b", "2"], &["PUBLISH", "c", "SET"], &["EXEC"], &["PING"]]);
             let third = commands(&[&["PING"], &["DEL", "a"]]);
             for (at, bytes) in [(1000, &first), (1000, &second), (1002, &third)] {
-                bytes.chunks(piece).for_each(|bytes| recorder.take(bytes, Moment::seconds(at)).unwrap());
+                bytes.chunks(piece).for_each(|bytes| recorder.take_at(bytes, Moment::seconds(at)));
             }
             recorder.sync().unwrap();
             let all = first.len() + second.len() + third.len();
@@ -365,8 +434,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let mut recorder = recorder(folder.path(), 300);
         let long = "x".repeat(200);
-        recorder.take(&commands(&[&["SELECT", "7"], &["MULTI"], &["SET", "a", &long]]), Moment::seconds(5)).unwrap();
-        recorder.take(&commands(&[&["SET", "b", &long], &["EXEC"], &["SET", "c", "1"]]), Moment::seconds(5)).unwrap();
+        recorder.take_at(&commands(&[&["SELECT", "7"], &["MULTI"], &["SET", "a", &long]]), Moment::seconds(5));
+        recorder.take_at(&commands(&[&["SET", "b", &long], &["EXEC"], &["SET", "c", "1"]]), Moment::seconds(5));
         recorder.finish().unwrap();
         let (first, second) = (file(folder.path(), 1), file(folder.path(), 2));
         assert!(first.contains("EXEC\r\n#REMORA:"), "{first:?}");
@@ -382,8 +451,8 @@ mod tests {
         let mut recorder = recorder(&shelf, 1 << 20);
         let whole = commands(&[&["SELECT", "2"], &["SET", "a", "1"]]);
         let torn = commands(&[&["MULTI"], &["SET", "b", "2"]]);
-        recorder.take(&whole, Moment::seconds(5)).unwrap();
-        recorder.take(&torn, Moment::seconds(5)).unwrap();
+        recorder.take_at(&whole, Moment::seconds(5));
+        recorder.take_at(&torn, Moment::seconds(5));
         assert!(file(&shelf, 1).ends_with("$1\r\n2\r\n"));
         recorder.sync().unwrap();
         // As after a kill: the list, and a file whose end is torn.
@@ -394,8 +463,8 @@ mod tests {
         .unwrap();
         let mut again = resume(&shelf);
         assert_eq!((again.next_byte(), again.noted()), (101, Moment::seconds(0)), "at the last mark, the head's");
-        again.take(&whole, Moment::seconds(9)).unwrap();
-        again.take(&torn, Moment::seconds(9)).unwrap();
+        again.take_at(&whole, Moment::seconds(9));
+        again.take_at(&torn, Moment::seconds(9));
         again.finish().unwrap();
         let text = file(&shelf, 1);
         assert!(
@@ -404,7 +473,7 @@ mod tests {
         );
         let mut last = resume(&shelf);
         assert_eq!(last.next_byte(), 101 + whole.len() as u64);
-        last.take(&commands(&[&["SET", "z", "1"]]), Moment::seconds(9)).unwrap();
+        last.take_at(&commands(&[&["SET", "z", "1"]]), Moment::seconds(9));
         last.finish().unwrap();
         let walk = AofFile::read(&shelf.join("appendonlydir/appendonly.aof.1.incr.aof"), None).unwrap();
         assert_eq!((walk.mark_database, walk.mark.unwrap().offset), (2, last.recorded()));
@@ -415,10 +484,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let mut recorder = recorder(folder.path(), 400);
         let long = "x".repeat(200);
-        recorder.take(&commands(&[&["SELECT", "7"], &["SET", "a", &long]]), Moment::seconds(5)).unwrap();
-        recorder.take(&commands(&[&["MULTI"], &["SET", "b", &long], &["EXEC"]]), Moment::seconds(6)).unwrap();
+        recorder.take_at(&commands(&[&["SELECT", "7"], &["SET", "a", &long]]), Moment::seconds(5));
+        recorder.take_at(&commands(&[&["MULTI"], &["SET", "b", &long], &["EXEC"]]), Moment::seconds(6));
         recorder.sync().unwrap();
-        recorder.take(&commands(&[&["SET", "c", "1"]]), Moment::seconds(7)).unwrap();
+        recorder.take_at(&commands(&[&["SET", "c", "1"]]), Moment::seconds(7));
         recorder.finish().unwrap();
         for (number, is_last) in [(1, false), (2, true)] {
             let path = folder.path().join(format!("appendonlydir/appendonly.aof.{number}.incr.aof"));
@@ -436,5 +505,80 @@ mod tests {
             }
             std::fs::write(&path, &whole).unwrap();
         }
+    }
+
+    #[test]
+    fn expiries_that_count_from_their_command_are_followed_by_times_of_the_calendar() {
+        let temporary = tempfile::tempdir().unwrap();
+        let sent = commands(&[
+            &["SELECT", "0"],
+            &["SET", "a", "1", "PX", "1500"],
+            &["SET", "b", "1", "PXAT", "1764208000000"],
+            &["MULTI"],
+            &["expire", "c", "20"],
+            &["restore", "d", "300", "payload", "replace"],
+            &["EXEC"],
+            &["restore", "e", "0", "payload"],
+            &["expire", "f", "many"],
+        ]);
+        let kept = commands(&[
+            &["SELECT", "0"],
+            &["SET", "a", "1", "PX", "1500"],
+            &["PEXPIREAT", "a", "1001500"],
+            &["SET", "b", "1", "PXAT", "1764208000000"],
+            &["MULTI"],
+            &["expire", "c", "20"],
+            &["PEXPIREAT", "c", "1020000"],
+            &["restore", "d", "300", "payload", "replace"],
+            &["PEXPIREAT", "d", "1000300"],
+            &["EXEC"],
+            &["restore", "e", "0", "payload"],
+            &["expire", "f", "many"],
+        ]);
+        for piece in [1, 5, 1000] {
+            let folder = temporary.path().join(piece.to_string());
+            std::fs::create_dir(&folder).unwrap();
+            let mut recorder = recorder(&folder, 1 << 20);
+            sent.chunks(piece).for_each(|bytes| recorder.take_at(bytes, Moment::seconds(1000)));
+            recorder.finish().unwrap();
+            let text = file(&folder, 1);
+            assert!(text.contains(std::str::from_utf8(&kept).unwrap()), "{text:?}");
+            assert!(text.contains(&format!("#REMORA:{}:", 100 + sent.len())), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn the_map_of_a_cluster_is_left_out_and_what_removes_keys_of_a_slot_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut recorder = recorder(folder.path(), 1 << 20);
+        let kept = commands(&[&["SET", "a", "1"], &["cluster", "flushslot", "7", "sync"], &["DEL", "a"]]);
+        let sent = commands(&[
+            &["SET", "a", "1"],
+            &["CLUSTER", "SETSLOT", "7", "NODE", "x"],
+            &["CLUSTER", "SYNCSLOTS", "ESTABLISH", "SOURCE", "y"],
+            &["cluster", "flushslot", "7", "sync"],
+            &["SPUBLISH", "c", "m"],
+            &["DEL", "a"],
+        ]);
+        sent.chunks(3).for_each(|bytes| recorder.take_at(bytes, Moment::seconds(5)));
+        recorder.finish().unwrap();
+        let text = file(folder.path(), 1);
+        assert!(text.contains(&format!("#TS:5\r\n{}", String::from_utf8(kept).unwrap())), "{text:?}");
+        assert_eq!(recorder.recorded(), 100 + sent.len() as u64);
+    }
+
+    #[test]
+    fn an_expiry_of_an_unknown_time_ends_the_files_before_its_transaction() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut recorder = recorder(folder.path(), 1 << 20);
+        let whole = commands(&[&["SET", "a", "1"]]);
+        recorder.take(&whole, Moment::seconds(5), None).unwrap();
+        let late = commands(&[&["MULTI"], &["SET", "b", "2"], &["EXPIRE", "b", "7"], &["EXEC"]]);
+        let error = recorder.take(&late, Moment::seconds(5), None).unwrap_err();
+        assert!(matches!(error, RecordError::TimeUnknown), "{error}");
+        recorder.finish().unwrap();
+        assert_eq!(recorder.recorded(), 100 + whole.len() as u64);
+        let text = file(folder.path(), 1);
+        assert!(text.contains(&format!("$1\r\n1\r\n#REMORA:{}:", 100 + whole.len())), "{text:?}");
     }
 }

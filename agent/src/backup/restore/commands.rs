@@ -23,6 +23,8 @@ pub(super) struct Commands {
     pub(super) bytes: u64,
     pub(super) commands: u64,
     pub(super) transactions: u64,
+    /// Commands that change the map of a cluster. A backup of an earlier release may have some.
+    pub(super) cluster_changes: u64,
     /// The first and the last second that they name.
     #[serde(skip)]
     pub(super) first: Option<Moment>,
@@ -107,6 +109,7 @@ impl Commands {
         self.bytes += file.used;
         self.commands += file.commands;
         self.transactions += file.transactions;
+        self.cluster_changes += file.cluster;
         self.first = self.first.or(file.first);
         self.last = file.last.or(self.last);
         self.offset = file.mark.map(|mark| mark.offset).or(self.offset);

@@ -202,6 +202,13 @@ fn show(report: &Report) {
             "commands   {} in {} files, {} transactions",
             commands.commands, commands.files, commands.transactions
         ));
+        if commands.cluster_changes > 0 {
+            lines.push(format!(
+                "WARNING    {} of them change the map of a cluster (CLUSTER SETSLOT): a node that starts on these files may follow \
+                 another shard, and a server without cluster mode logs an error for each; make a new backup, which leaves them out",
+                commands.cluster_changes
+            ));
+        }
         if !commands.left_out.is_empty() {
             lines.push(format!("left out   {}", commands.left_out));
         }

@@ -11,6 +11,7 @@
 
 use std::fs::File;
 use std::io::Read;
+use std::time::{Duration, Instant};
 
 use remora_redis::psync::client::Options;
 use remora_table::{Kind, SnapshotWriter};
@@ -26,6 +27,8 @@ use crate::server::Facts;
 /// Bytes that are read at a time.
 const PIECE: usize = 1 << 20;
 
+const A_DAY: Duration = Duration::from_secs(24 * 3600);
+
 impl Capture {
     /// Takes the snapshot from a file, and the stream behind it from the server.
     pub(super) fn take_file(&self, file: &SnapshotFile) -> Result<Following, CaptureError> {
@@ -39,6 +42,14 @@ impl Capture {
             None if first > offset + 1 => {
                 let text =
                     format!("the journal does not reach back to the offset {offset} of {} any more", path.display());
+                return Err(CaptureError::File(text));
+            }
+            None if self.plan.gauge.reading().first_state.is_some() => {
+                let text = format!(
+                    "the stream behind {} has commands that must not be applied late (expiries that count from the moment of the \
+                     command, or changes of the cluster's slots): restart the source with a newer file, or without one",
+                    path.display()
+                );
                 return Err(CaptureError::File(text));
             }
             None => None,
@@ -57,6 +68,11 @@ impl Capture {
         let writer = SnapshotWriter::create(memory.clone(), *geometry, identity, 0)?;
         let Begun { journal, sealing } = self.begun(*replid, *offset)?;
         let mut taking = Taking::new(self, writer, sealing);
+        let journal = journal.map(|mut journal| {
+            // When the server has written what it has kept is not known.
+            journal.written_since(long_ago(Instant::now()));
+            journal
+        });
         let (Some(socket), Some(journal)) = (socket, journal) else {
             taking.append_file(&mut input, file)?;
             taking.complete(0)?;
@@ -67,6 +83,12 @@ impl Capture {
             taking.complete(0)
         })
     }
+}
+
+/// A time before anything that still plays a part. A host that has just started has no such time: then its first one,
+/// nearly.
+fn long_ago(now: Instant) -> Instant {
+    (0..32_u32).find_map(|halves| now.checked_sub(A_DAY / 2_u32.saturating_pow(halves))).unwrap_or(now)
 }
 
 impl Taking<'_> {

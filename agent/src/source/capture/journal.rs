@@ -1,5 +1,9 @@
-//! The journal of a capture: the plain one, and the sealed one if replicas on other hosts read ciphertext.
+//! The journal of a capture: the plain one, and the sealed one if replicas on other hosts read ciphertext. What is
+//! appended is watched for commands that must not be applied late.
 
+use std::time::Instant;
+
+use remora_redis::aof::{Seen, Watch};
 use remora_table::{Identity, JournalWriter, Kind, Origin};
 
 use super::plan::{CaptureError, Plan};
@@ -9,6 +13,9 @@ use crate::source::gauge::Gauge;
 pub(crate) struct Journal {
     plain: JournalWriter,
     sealed: Option<JournalWriter>,
+    watch: Watch,
+    /// The server has written what is appended next at this time, or later.
+    written: Instant,
 }
 
 impl Journal {
@@ -23,12 +30,36 @@ impl Journal {
             };
             create(sealed.memory.clone(), *geometry, identity.clone(), &sealed.key)
         });
-        Ok(Some(Journal { plain, sealed: sealed.transpose()? }))
+        plan.gauge.journal_begins();
+        let watch = Watch::new(plain.end_offset());
+        Ok(Some(Journal { plain, sealed: sealed.transpose()?, watch, written: Instant::now() }))
+    }
+
+    /// The server may have written what follows at this time already.
+    pub(crate) fn written_since(&mut self, at: Instant) {
+        self.written = at;
+    }
+
+    /// When the server may have written what is appended next.
+    pub(super) fn written(&self) -> Instant {
+        self.written
+    }
+
+    /// Notes what must not be applied late, before readers have it.
+    fn note(&mut self, bytes: &[u8], gauge: &Gauge) {
+        let (seen, fed) = self.watch.feed(bytes);
+        if let Err(error) = fed {
+            tracing::warn!(%error, "the stream is not one of commands; replicas that join from now on get another snapshot");
+        }
+        if seen != Seen::default() {
+            gauge.arrived(seen, self.written);
+        }
     }
 
     /// Appends bytes of the stream; readers may take them at once. The gauge shows them before: a replica whose server
     /// has them may ask at once for what follows, and must not be taken for one that is ahead of the stream.
     pub(crate) fn append(&mut self, bytes: &[u8], gauge: &Gauge) -> Result<(), remora_table::Error> {
+        self.note(bytes, gauge);
         let end = self.end_offset() + bytes.len() as u64;
         gauge.journal_at(self.first_offset(), end - 1);
         self.plain.append(bytes)?;

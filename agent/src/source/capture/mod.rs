@@ -75,6 +75,8 @@ pub(crate) use self::snapshot_file::SnapshotFile;
 use self::socket::Silence;
 #[cfg(any(test, feature = "simulation"))]
 pub(crate) use self::socket::{Received, Socket};
+#[cfg(any(test, feature = "simulation"))]
+pub(crate) use self::stream::Written;
 use self::stream::{Follower, Following};
 use crate::server::ServerError;
 use crate::server::own_changes::why_not_as_its_primary;

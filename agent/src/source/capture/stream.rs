@@ -42,17 +42,20 @@ pub(super) struct Follower {
     journal: Journal,
     /// Whether the server waits for this connection when it is told of slots that move.
     is_waited_for: bool,
+    written: Written,
 }
 
 impl Follower {
     pub(super) fn new(capture: &Capture, socket: Socket, journal: Journal) -> Follower {
         let is_waited_for = capture.plan.may_import_slots && capture.plan.reader_version.is_some();
-        Follower { capture: capture.clone(), socket: Some(socket), journal, is_waited_for }
+        let written = Written::new(journal.written());
+        Follower { capture: capture.clone(), socket: Some(socket), journal, is_waited_for, written }
     }
 
     /// One that connects first, and asks for the journal's next byte.
     pub(super) fn unconnected(capture: &Capture, journal: Journal) -> Follower {
-        Follower { capture: capture.clone(), socket: None, journal, is_waited_for: false }
+        let written = Written::new(journal.written());
+        Follower { capture: capture.clone(), socket: None, journal, is_waited_for: false, written }
     }
 
     /// Makes `abandoned` stop the follower too.
@@ -108,7 +111,9 @@ impl Follower {
             if let Some(ack) = acks.due(Instant::now()) {
                 socket.write_all(&ack).map_err(link)?;
             }
-            if let Some(n) = silence.check(socket.read(&mut buffer))? {
+            let read = silence.check(socket.read(&mut buffer))?;
+            self.journal.written_since(self.written.read(Instant::now(), read, buffer.len()));
+            if let Some(n) = read {
                 self.journal.append(&buffer[..n], &self.capture.plan.gauge)?;
                 acks.stream_began();
                 // A snapshot over a second connection ends with this one.
@@ -202,7 +207,67 @@ impl Follower {
         let replid = link.continued()?.ok_or(CaptureError::HistoryGone)?;
         is_same_history(history, replid, self.journal.end_offset() - 1)?;
         self.socket = Some(link.into_socket());
+        self.written.resumed();
         Ok(())
+    }
+}
+
+/// When the server may have written at the earliest what arrives.
+///
+/// What a read brings was not there when the read before it had emptied the socket. At the beginning of a connection
+/// the server sends what it has kept: while the snapshot arrived, or while there was no connection.
+#[derive(Debug)]
+pub(crate) struct Written {
+    /// The socket was empty.
+    emptied: Instant,
+    kept: Option<Kept>,
+}
+
+/// What arrives was kept by the server.
+#[derive(Clone, Copy, Debug)]
+struct Kept {
+    since: Instant,
+    /// When the first bytes of it arrived.
+    first: Option<Instant>,
+}
+
+/// The shortest and the longest time in which a server that never pauses is taken to send what it has kept; as long as
+/// it has kept it in between.
+const KEPT_TIME: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(60)];
+
+impl Written {
+    /// For a connection that begins with what was kept since then.
+    pub(crate) fn new(since: Instant) -> Written {
+        Written { emptied: since, kept: Some(Kept { since, first: None }) }
+    }
+
+    /// Another connection begins with what was kept since the last one brought nothing more.
+    pub(crate) fn resumed(&mut self) {
+        let since = self.kept.map_or(self.emptied, |kept| kept.since);
+        self.kept = Some(Kept { since, first: None });
+    }
+
+    /// A read has brought bytes into a buffer of this size, or nothing in a while. Returns when the server may have
+    /// written them.
+    pub(crate) fn read(&mut self, now: Instant, bytes: Option<usize>, buffer: usize) -> Instant {
+        let before = self.kept.map_or(self.emptied, |kept| kept.since);
+        match (&mut self.kept, bytes) {
+            (Some(Kept { first: None, .. }), None) => return before,
+            (Some(Kept { since, first }), Some(_)) => {
+                let first = *first.get_or_insert(now);
+                let limit = first.saturating_duration_since(*since).clamp(KEPT_TIME[0], KEPT_TIME[1]);
+                if now.saturating_duration_since(first) < limit {
+                    return before;
+                }
+                self.kept = None;
+            }
+            (Some(_), None) => self.kept = None,
+            (None, _) => {}
+        }
+        if bytes.is_none_or(|bytes| bytes < buffer) {
+            self.emptied = now;
+        }
+        before
     }
 }
 
@@ -257,6 +322,31 @@ impl AckClock {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_a_read_brings_was_written_since_the_socket_was_empty_or_since_the_server_began_to_keep_it() {
+        let (began, millisecond, full) = (Instant::now(), Duration::from_millis(1), 100);
+        let at = |after: u32| began + millisecond * after;
+        let mut written = Written::new(began);
+        // A snapshot of ten seconds: nothing arrives, and then what was kept meanwhile.
+        assert_eq!(written.read(at(9_900), None, full), began);
+        assert_eq!(written.read(at(10_000), Some(50), full), began);
+        assert_eq!(written.read(at(12_500), Some(50), full), began, "it was kept for longer than it has been arriving");
+        assert_eq!(written.read(at(12_700), None, full), began);
+        assert_eq!(written.read(at(12_800), Some(50), full), at(12_700));
+        assert_eq!(written.read(at(13_000), Some(full), full), at(12_800));
+        assert_eq!(written.read(at(13_001), Some(50), full), at(12_800), "the read before may have left something");
+        // The process did not run for a while.
+        assert_eq!(written.read(at(33_000), Some(50), full), at(13_001));
+        written.resumed();
+        assert_eq!(written.read(at(40_000), Some(50), full), at(33_000));
+        written.resumed();
+        assert_eq!(written.read(at(50_000), Some(50), full), at(33_000));
+        // A stream without a pause.
+        assert_eq!(written.read(at(66_900), Some(50), full), at(33_000));
+        assert_eq!(written.read(at(67_100), Some(50), full), at(33_000));
+        assert_eq!(written.read(at(67_200), Some(50), full), at(67_100));
+    }
 
     #[test]
     fn acks_come_quickly_until_the_stream_does_and_acknowledge_no_write() {

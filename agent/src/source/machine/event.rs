@@ -21,6 +21,8 @@ pub(crate) struct Rules {
     pub(crate) stall_limit: Duration,
     /// The shortest mean time between two forks of the primary, after the first few; zero: no limit.
     pub(crate) fork_interval: Duration,
+    /// How long ago a message to subscribers may have been published that a replica gets, before it joined.
+    pub(crate) repeat_messages: Duration,
     /// Size of a slot.
     pub(crate) slot_bytes: u64,
 }

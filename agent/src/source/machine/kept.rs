@@ -17,7 +17,7 @@ pub(crate) fn go_on(machine: &mut Machine, now: Instant, origin: Origin, bytes: 
     machine.stream = Some(origin);
     machine.unread_since = now;
     // Its replicas come back as after a broken connection, and their servers may still read the memory.
-    machine.lost_at = Some(now);
+    machine.lost.at = Some(now);
     machine.unfinished = true;
 }
 
@@ -42,6 +42,7 @@ mod tests {
             stall_limit: Duration::from_secs(60),
             fork_interval: Duration::ZERO,
             slot_bytes: 1 << 20,
+            repeat_messages: Duration::ZERO,
         };
         let mut machine = Machine::new(now, rules, Backoff::seeded(1), 5, false);
         let history = "a".repeat(40).parse().unwrap();

@@ -32,6 +32,7 @@ mod event;
 mod failures;
 mod forks;
 mod kept;
+mod late;
 mod pace;
 mod record;
 #[cfg(test)]
@@ -51,11 +52,12 @@ use super::capture::{CaptureError, CaptureEvent};
 use super::gauge::Reading;
 use crate::backoff::Backoff;
 
-use self::ending::{ENDING_LIMIT, Ending, UNMOVED_LIMIT};
+use self::ending::Ending;
 pub(crate) use self::event::{Action, Event, Format, Report, Resume, Rules, Session};
 pub(crate) use self::failures::Failures;
 pub(crate) use self::forks::Forks;
 pub(crate) use self::kept::go_on;
+use self::late::Lost;
 use self::pace::Pace;
 use self::record::Slowest;
 pub(crate) use self::record::{Replica, Snapshot, Stage, Status};
@@ -83,8 +85,7 @@ pub(crate) struct Machine {
     eager: bool,
     /// When a replica last needed slots of the snapshot, or its capture began.
     unread_since: Instant,
-    /// When a replica last disconnected without saying that it is done. It may come back.
-    lost_at: Option<Instant>,
+    lost: Lost,
     /// When the next capture may begin after one that failed, and what to tell the replicas that wait for it.
     retry: Option<(Instant, String)>,
     backoff: Backoff,
@@ -115,7 +116,7 @@ impl Machine {
             next_generation: first_generation,
             eager,
             unread_since: now,
-            lost_at: None,
+            lost: Lost::default(),
             retry: None,
             backoff,
             failures: Failures::default(),
@@ -158,8 +159,8 @@ impl Machine {
                 self.replicas_done += u64::from(done);
                 let gone = self.replicas.remove(&session);
                 self.unfinished |= !done && gone.as_ref().is_some_and(Replica::is_reading);
-                if !done && gone.is_some_and(|replica| replica.generation.is_some()) {
-                    self.lost_at = Some(now);
+                if let Some(replica) = gone.filter(|_| !done) {
+                    self.lost.lose(now, &replica);
                 }
                 self.failures.replica_left(self.replicas.len(), now, &mut self.retry);
             }
@@ -189,6 +190,7 @@ impl Machine {
             return;
         }
         let replica = Replica {
+            since: self.lost.joined(now, &name, resume),
             name,
             address,
             joined: now,
@@ -392,22 +394,6 @@ impl Machine {
         }
     }
 
-    /// Sends the replicas of an ended stream to the primary once they have applied all of it or make no progress, and
-    /// revokes its journal when none is left.
-    fn finish_ending(&mut self, now: Instant, actions: &mut Vec<Action>) {
-        let Some(ending) = self.ending.take() else { return };
-        let is_late = now.duration_since(ending.since) > ENDING_LIMIT && !self.waiting().is_empty();
-        let is_unmoved = |replica: &Replica| now.duration_since(replica.advanced.max(ending.since)) > UNMOVED_LIMIT;
-        let has_all = |replica: &Replica| replica.has_loaded() && replica.at.applied_offset >= ending.at;
-        let is_done = |replica: &Replica| is_late || has_all(replica) || is_unmoved(replica);
-        self.end_generations(&ending.text, is_done, actions);
-        if self.replicas.values().any(|replica| replica.generation.is_some()) {
-            self.ending = Some(ending);
-        } else {
-            actions.push(Action::EndStream { generation: ending.generation });
-        }
-    }
-
     /// Restores the invariant that the module docs state.
     fn settle(&mut self, now: Instant, actions: &mut Vec<Action>) {
         self.finish_ending(now, actions);
@@ -474,12 +460,16 @@ impl Machine {
         if unserved.is_empty() && !first_wanted {
             return;
         }
+        let late = match self.snapshot {
+            Some(_) => late::told(&self.rules, &self.reading, unserved.iter().filter_map(|of| self.replicas.get(of))),
+            None => "",
+        };
         let reason = match self.why_not_begin(now) {
             None => {
                 self.begin(now, actions);
-                (WaitCause::NotYet, "the source is requesting a snapshot from the primary".to_string())
+                (WaitCause::NotYet, format!("the source is requesting a snapshot from the primary{late}"))
             }
-            Some(reason) => reason,
+            Some((cause, text)) => (cause, format!("{text}{late}")),
         };
         for session in unserved {
             let Some(replica) = self.replicas.get_mut(&session) else { continue };
@@ -528,6 +518,11 @@ impl Machine {
             && reads_it
             && first_needed >= first_held
             && journal_first <= origin.offset + 1
+            && self
+                .replicas
+                .get(&session)
+                .and_then(|replica| late::too_late(&self.rules, &self.reading, replica))
+                .is_none()
             && (held.is_some() || snapshot.is_for(joined, now, self.rules.max_age))
     }
 
@@ -552,8 +547,8 @@ impl Machine {
                 self.forks.why_not()
             }
             Some(_) => {
-                let text = "the current snapshot no longer has its first slots, and other replicas still read it; the next one follows \
-                            when they are done";
+                let text = "other replicas still read the current snapshot, which does not serve this one (it no longer has its first \
+                            slots, or is too old); the next one follows when they are done";
                 Some((WaitCause::Busy, text.to_string()))
             }
         }
@@ -606,7 +601,7 @@ impl Machine {
         };
         let overrun = snapshot.is_sealed()
             && snapshot.origin().is_some_and(|origin| self.reading.journal_first > origin.offset + 1);
-        let may_return = self.lost_at.is_some_and(|lost| now.duration_since(lost) < RETURN_LIMIT);
+        let may_return = self.lost.at.is_some_and(|lost| now.duration_since(lost) < RETURN_LIMIT);
         if !(stuck || (is_idle && !may_return && (old || overrun))) {
             return;
         }

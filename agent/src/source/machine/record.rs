@@ -89,6 +89,8 @@ pub(crate) struct Replica {
     pub(crate) name: String,
     pub(crate) address: String,
     pub(crate) joined: Instant,
+    /// The same, or when it joined first, if its connection broke meanwhile.
+    pub(super) since: Instant,
     /// When its last message arrived.
     pub(crate) last_seen: Instant,
     /// The generation that it was offered; `None` while it waits.

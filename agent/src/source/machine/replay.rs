@@ -18,6 +18,7 @@ const RULES: Rules = Rules {
     stall_limit: Duration::from_secs(20),
     fork_interval: Duration::from_secs(5),
     slot_bytes: 1 << 20,
+    repeat_messages: Duration::ZERO,
 };
 
 /// The number of events in one run.

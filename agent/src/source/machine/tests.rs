@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use remora_protocol::{Phase, RefusalCode, WaitCause};
 use remora_redis::ReplId;
 
+use super::ending::UNMOVED_LIMIT;
 use super::*;
 use crate::mutation::Mutation;
 use crate::source::capture::{CaptureError, CaptureEvent};
@@ -16,6 +17,7 @@ const RULES: Rules = Rules {
     stall_limit: Duration::from_secs(60),
     fork_interval: Duration::from_secs(30),
     slot_bytes: 1 << 20,
+    repeat_messages: Duration::ZERO,
 };
 
 const FIRST: u64 = 100;

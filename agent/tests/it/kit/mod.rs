@@ -4,6 +4,7 @@
 //! of `remora`.
 
 mod agents;
+mod built;
 mod cluster;
 mod data;
 mod mounted;
@@ -18,6 +19,7 @@ use remora_lab::workload::Options;
 use remora_lab::{Agent, Kind, Server, Workload};
 
 pub(crate) use agents::{Source, Stage, ends, says, succeeds};
+pub(crate) use built::built_module;
 pub(crate) use cluster::{fill_cluster, id, start_cluster};
 pub(crate) use data::{fill, fill_keys, load, load_small, write_past_the_backlog};
 pub(crate) use mounted::Directory;

@@ -93,7 +93,11 @@ impl fmt::Display for Program {
 
 /// Family and version of `Redis server v=7.0.15 sha=… malloc=…`.
 fn parse(said: &str) -> Option<(String, [u32; 3])> {
-    let (family, rest) = said.split_once(" server v=")?;
+    // Valkey 7.2 leaves its name out.
+    let (family, rest) = match said.strip_prefix("Server v=") {
+        Some(rest) => ("Valkey", rest),
+        None => said.split_once(" server v=")?,
+    };
     let version = rest.split_whitespace().next()?;
     let mut numbers = version.split('.').map(|number| number.parse().ok());
     Some((family.trim().to_owned(), [numbers.next()??, numbers.next()??, numbers.next()??]))
@@ -108,6 +112,7 @@ mod tests {
         let said = "Redis server v=7.0.15 sha=00000000:0 malloc=jemalloc-5.3.0 bits=64 build=2a\n";
         assert_eq!(parse(said), Some(("Redis".into(), [7, 0, 15])));
         assert_eq!(parse("Valkey server v=9.1.2 sha=0\n"), Some(("Valkey".into(), [9, 1, 2])));
+        assert_eq!(parse("Server v=7.2.7 sha=0\n"), Some(("Valkey".into(), [7, 2, 7])));
         for wrong in ["", "bash 5", "Redis server v=", "Redis server v=7.0", "Redis server v=a.b.c d"] {
             assert_eq!(parse(wrong), None, "{wrong}");
         }
