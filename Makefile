@@ -40,10 +40,12 @@ demo-volume: setup
 	$(RELEASE) -p xtask
 	CARGO=$(CARGO) $(TARGET)/release/xtask demo-volume $(ARGS)
 
+# The command that runs them comes with the tests: built alone it would be one more build of all crates, with another set of features.
 ## test: every test, failed ones once more and alone; a test that this machine cannot run prints the reason (with CI=true it fails)
 .PHONY: test
 test: setup
-	CARGO=$(CARGO) $(CARGO) run --quiet --locked -p xtask -- test
+	$(CARGO) test --workspace --locked --no-run
+	CARGO=$(CARGO) $(TARGET)/debug/xtask test
 	$(MAKE) --no-print-directory loom
 
 # In a separate folder, because `--cfg loom` rebuilds everything; as a release, because every interleaving is a run.
