@@ -42,8 +42,8 @@ pub struct Offer {
     pub upstream: Option<Upstream>,
     /// What may make this sync fail although nothing forbids it, for people; empty if nothing is known.
     pub warning: String,
-    /// Why no snapshot of the captured server can be taken now, for people: it has no link to its own primary, it loads,
-    /// or it does not answer. Empty if nothing stands in the way.
+    /// Why no snapshot of the captured server can be taken now, for people: it has no link to its own primary, it
+    /// loads, or it does not answer. Empty if nothing stands in the way.
     pub obstacle: String,
 }
 

@@ -215,6 +215,7 @@ impl std::fmt::Debug for Server {
 
 /// One connection to a server. After any error except [`ServerError::Refused`] it must be dropped, because the next
 /// answer may belong to an earlier command. [`Client::is_usable`] tells whether it can be used.
+// Larger than the bound: a method for each way to ask, and for each error of an answer.
 #[derive(Debug)]
 pub struct Client {
     server: Server,

@@ -65,6 +65,7 @@ pub(super) enum Mode {
     Bytes { spool: bool, relay: Option<RelayPlan> },
 }
 
+#[allow(clippy::large_enum_variant)] // one for each agent
 enum Stage {
     Preparing { work: JoinHandle<Result<Prepared, Failure>>, plan: Option<oneshot::Sender<Offer>>, _end: AbortOnDrop },
     Running { machine: Box<Replica>, server: ServerHandle, kind: String, data_set: DataSet, comparing: Vec<Comparing> },
@@ -116,6 +117,7 @@ pub(super) struct ReplicaAgent {
 }
 
 /// What the world's loop waits for.
+#[allow(clippy::large_enum_variant)] // a handful at a time
 pub(super) enum Done {
     Prepared(Result<Prepared, Failure>),
     Report(Report, bool),

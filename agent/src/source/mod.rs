@@ -243,6 +243,7 @@ const INCOMING_LIMIT: usize = 1024;
 const TICK: Duration = Duration::from_millis(50);
 
 /// The driver: it owns what the source has, and performs the machine's actions.
+// Larger than the bound: a method for each message and each action.
 struct Source {
     args: SourceArgs,
     tokens: TokenFiles,

@@ -450,11 +450,9 @@ fn a_node_of_a_cluster_becomes_a_replica_by_cluster_replicate_as_ever() {
         let id = client.text(&["CLUSTER", "MYID"]).unwrap();
         server.client().unwrap().ok(&["CLUSTER", "REPLICATE", &id]).unwrap();
         handed_over(&agent, &server, 1);
-        // A source beside a Valkey in cluster mode goes on over a second connection, for which slots need not wait.
-        let partial = if kind == Kind::Valkey9 { 2 } else { 1 };
-        wait_until("one full copy, and the partial ones", LONG, || {
+        wait_until("one full copy, and the hand-off", LONG, || {
             let counted = syncs(&scene.primary);
-            Ok(if counted == (1, partial) { Ok(()) } else { Err(format!("{counted:?}\n{}", agent.output())) })
+            Ok(if counted == (1, 1) { Ok(()) } else { Err(format!("{counted:?}\n{}", agent.output())) })
         })
         .unwrap();
         wait_until("the other nodes to see a replica", LONG, || {

@@ -93,7 +93,7 @@ fn key(frame: &Frame) -> Option<Key> {
         "index" => Begin::At(number(begins, "index")?.try_into().ok()?),
         "keyword" => {
             let word = value(begins?, "keyword")?.as_str()?;
-            Begin::Behind(*WORDS.iter().find(|known| **known == word)?, number(begins, "startfrom")?.try_into().ok()?)
+            Begin::Behind(WORDS.iter().find(|known| **known == word)?, number(begins, "startfrom")?.try_into().ok()?)
         }
         _ => Begin::Anywhere,
     };

@@ -408,7 +408,10 @@ impl Files {
         let caller = self.core.caller(CHANGE_BYTES, done);
         self.core.flush(caller, |names, refused| {
             refused.check(ino)?;
-            Ok(if data_only { () } else { names.settle(ino)? })
+            if !data_only {
+                names.settle(ino)?;
+            }
+            Ok(())
         });
     }
 

@@ -1,8 +1,8 @@
 //! Guide: takes the server along to another primary where no Sentinel does.
 //!
-//! Sentinel finds replicas in the primary's `INFO`, and takes those along that it knows. A server that takes its first
-//! copy through the agent is not there before it goes on at its primary. If the primary dies meanwhile, the server would
-//! ask the dead one for ever.
+//! Sentinel finds replicas in the primary's `INFO`, and takes those along that it knows. A server that takes its
+//! first copy through the agent is not there before it goes on at its primary. If the primary dies meanwhile, the
+//! server would ask the dead one for ever.
 //!
 //! ```text
 //!   link down for ASTRAY_LIMIT, to a former primary of the group, which the Sentinels name no more
@@ -29,8 +29,8 @@ use crate::tasks::AbortOnDrop;
 /// Interval at which the Sentinels are asked which servers there are.
 const GROUP_EVERY: Duration = Duration::from_secs(2);
 
-/// How long the server's link must be down while the Sentinels name another primary. Sentinel corrects the replicas that
-/// it knows within seconds.
+/// How long the server's link must be down while the Sentinels name another primary. Sentinel corrects the replicas
+/// that it knows within seconds.
 const ASTRAY_LIMIT: Duration = Duration::from_secs(5);
 
 /// How long a name may take to be looked up.

@@ -12,7 +12,8 @@
 //!   [`tls`]: what opens an encrypted one.
 //! - [`passing`]: when a server that the primary serves through us can go on without us; [`guide`]: what becomes of it
 //!   when its primary dies and no Sentinel knows it.
-//! - [`sources`]: which source serves it. [`syncs`]: the sync, and what a connection asks for. [`once`]: a run for one full copy (`remora replica`).
+//! - [`sources`]: which source serves it. [`syncs`]: the sync, and what a connection asks for. [`once`]: a run for one
+//!   full copy (`remora replica`).
 //! - The sync is that of `remora replica`, with other hands: see `driver/server/intercepted.rs`.
 //!
 //! What must hold:

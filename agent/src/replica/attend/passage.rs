@@ -205,8 +205,8 @@ pub(super) async fn pass(server: TcpStream, peer: SocketAddr, arrivals: Sender<A
     }
 }
 
-/// Both ends of the connection, in plain, and what opened them. `None`: there is nothing to be heard, or it was passed on unread until its
-/// end.
+/// Both ends of the connection, in plain, and what opened them. `None`: there is nothing to be heard, or it was passed
+/// on unread until its end.
 async fn both_ends(
     server: TcpStream,
     address: SocketAddr,

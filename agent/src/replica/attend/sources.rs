@@ -50,7 +50,8 @@ impl Answered {
     }
 }
 
-/// Asks all sources at once, and returns the first that can serve the attended server. `attended`: what the server says of itself.
+/// Asks all sources at once, and returns the first that can serve the attended server. `attended`: what the server says
+/// of itself.
 ///
 /// # Errors
 /// None of them can, and why.

@@ -36,6 +36,10 @@ pub(super) fn find(
             && below < reading.published
             && (others_wait || (writer_waits && below <= reading.retired));
         replica.pace.look(now, below, rules.slot_bytes, is_in_the_way);
+        if below >= reading.published {
+            // It has all that there is. A server that saves to disk publishes nothing for as long as that takes.
+            replica.moved = now;
+        }
         if !is_in_the_way {
             continue;
         }

@@ -291,6 +291,20 @@ fn a_replica_that_holds_up_a_full_ring_is_dropped_alone_and_after_its_time() {
     assert_eq!(bench.retire_below, 9);
 }
 
+#[test]
+fn a_replica_that_had_nothing_to_read_has_all_its_time_when_the_slots_come_at_once() {
+    let mut bench = Bench::new();
+    bench.join(1);
+    bench.started(FIRST, replid(1), 10);
+    // A server that saves to disk first publishes nothing for long, and then more than the ring holds.
+    assert_eq!(bench.after(RULES.stall_limit * 3), []);
+    bench.reading.writer_waits += 1;
+    bench.reading.published = 8;
+    assert_eq!(bench.after(RULES.stall_limit), [], "it may take as long as any other");
+    let actions = bench.after(Duration::from_secs(1));
+    assert!(matches!(&actions[..], [Action::Drop { session: 1, code: RefusalCode::Stalled, .. }, ..]), "{actions:?}");
+}
+
 /// A replica that reads a full ring takes one slot in each `period` for an hour. Returns when it was dropped.
 fn dropped_after(period: Duration) -> Option<Duration> {
     let mut bench = Bench::new();

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use remora_lab::server::wait_until;
 use remora_lab::workload::fill_every_type;
-use remora_lab::{Agent, Kind, require};
+use remora_lab::{Agent, Kind, Server, require};
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -187,7 +187,9 @@ fn the_commands_since_survive_the_deaths_of_the_agent_and_the_primary() {
         writer.stop().unwrap();
         place.scene.quiet_digest();
         place.wait_until_stored();
-        let digest = place.scene.primary.digest().unwrap();
+        // By its own digest: to read more of a primary makes it delete keys whose time is over.
+        let digest = |server: &Server| server.client().unwrap().text(&["DEBUG", "DIGEST"]).unwrap();
+        let wanted = digest(&place.scene.primary);
         backup.kill().unwrap();
         assert_eq!(number(&place.scene.primary, "sync_full"), 1);
         place.scene.primary.kill().unwrap();
@@ -198,7 +200,7 @@ fn the_commands_since_survive_the_deaths_of_the_agent_and_the_primary() {
         let said = place.restore(&["--to", &data]);
         says(&said, &["transactions", "appendonly yes", &place.store.url()]);
         assert!(!said.contains("left out"), "{said}");
-        assert_eq!(load(kind, &data, true).digest().unwrap(), digest, "{kind}");
+        assert_eq!(digest(&load(kind, &data, true)), wanted, "{kind}");
     }
 }
 
