@@ -104,10 +104,12 @@ impl Asker {
         if self.finding.is_some() && facts.role != Some(Role::Primary) {
             return Err(format!("{primary} is not a primary: a fail-over is under way"));
         }
-        self.pins.secure(&self.primary, &facts, Position { rate, ..question }).await?;
-        if let Some((finding, at)) = self.finding.as_ref().zip(at) {
-            finding.covered(&at);
-        }
+        let Some((finding, at)) = self.finding.as_ref().zip(at) else {
+            return self.pins.secure(&self.primary, &facts, Position { rate, ..question }).await;
+        };
+        // Sentinel would list the link that pins among the replicas, without an end.
+        facts.covers(question.history, question.offset, rate)?;
+        finding.covered(&at);
         Ok(())
     }
 

@@ -148,7 +148,7 @@ fn a_server_without_a_configuration_file_is_refused_and_one_that_cannot_write_it
     std::fs::create_dir(&path).unwrap();
     let mut agent = source.replica(&server, &["--rewrite-config"]);
     let said = ends(&mut agent, 4);
-    says(&said, &["CONFIG REWRITE", "its configuration file was not written", "in step"]);
+    says(&said, &["CONFIG REWRITE", "its configuration file was not written", "follows the primary"]);
     assert_same_data(&top, &server);
 }
 
