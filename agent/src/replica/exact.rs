@@ -17,7 +17,6 @@ use remora_redis::resp::Frame;
 use serde::Serialize;
 use tokio::time::Instant;
 
-use super::report::Summary;
 use crate::exit::{Code, Failure};
 use crate::server::own_changes::{Counted, OwnChanges};
 use crate::server::{Client, Facts, Server, ServerError};
@@ -115,9 +114,8 @@ impl Exactness {
 
     /// Adds what a sync that came this far has proved.
     #[must_use]
-    pub(super) fn proved(mut self, summary: &Summary) -> Exactness {
-        let Summary { replid, snapshot_offset, hand_off_offset, .. } = summary;
-        self.add(Condition::History, Verdict::Holds, replid.clone());
+    pub(super) fn proved(mut self, replid: &str, snapshot_offset: u64, hand_off_offset: u64) -> Exactness {
+        self.add(Condition::History, Verdict::Holds, replid);
         self.add(Condition::Snapshot, Verdict::Holds, format!("at offset {snapshot_offset}"));
         self.add(Condition::Stream, Verdict::Holds, format!("from offset {snapshot_offset} to {hand_off_offset}"));
         self.0.sort_by_key(|finding| finding.condition as u8);
@@ -358,8 +356,7 @@ mod tests {
         let failure = found.clone().outcome("s").unwrap_err();
         assert_eq!(failure.code, Code::SyncFailed);
         assert!(failure.message.contains("2 commands") && failure.message.contains("FLUSHALL"), "{failure}");
-        let summary = Summary { replid: "abc".into(), ..Summary::default() };
-        let names: Vec<_> = found.proved(&summary).0.iter().map(|found| found.condition.name()).collect();
+        let names: Vec<_> = found.proved("abc", 0, 0).0.iter().map(|found| found.condition.name()).collect();
         assert_eq!(names, ["history", "snapshot", "stream", "commands", "keys"]);
     }
 

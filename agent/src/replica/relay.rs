@@ -119,8 +119,8 @@ impl Relay {
         self.assignment.offered();
     }
 
-    /// Tables were connected: lends their copy, and reads from where the source has said last. Returns what the delivery
-    /// must know.
+    /// Tables were connected: lends their copy, and reads from where the source has said last. Returns what the
+    /// delivery must know.
     pub(crate) fn attached(&mut self, offer: &Offer, chosen: &mut Chosen, loaded: bool) -> Option<ReadFrom> {
         let Some((memory, own, is_new)) = chosen.copy.take() else {
             // A replica that has loaded everything continues to lend its slots.

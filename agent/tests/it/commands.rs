@@ -111,9 +111,7 @@ fn expiries_that_count_from_their_command_are_not_applied_late() {
     ];
     for kind in require::kinds() {
         for (said, more) in said.into_iter().zip([&["--transport", "tcp"][..], &["--stay"], &[], &[]]) {
-            let said: Vec<String> = said.iter().map(|command| command.replace("EVAL redis", "EVAL redis")).collect();
-            let said: Vec<&str> = said.iter().map(String::as_str).collect();
-            let (primary, late, _) = late_joiner(kind, &said, &[], more);
+            let (primary, late, _) = late_joiner(kind, said, &[], more);
             assert_same_data(&primary, &late);
             assert_eq!(syncs(&primary).0, 2, "{said:?}: another snapshot is taken for the late joiner");
         }

@@ -76,7 +76,7 @@ struct Renamed {
 
 impl Renamed {
     /// What the agent says to its server. A link that it names gets a proxy.
-    fn from_agent(&self, piece: &[u8]) -> Vec<u8> {
+    fn of_agent(&self, piece: &[u8]) -> Vec<u8> {
         let mut link = self.link.lock().unwrap();
         if let Some(port) = port_of(piece).filter(|port| *port != self.primary) {
             let is_new = link.as_ref().is_none_or(|(known, ..)| *known != port.to_string());
@@ -90,7 +90,7 @@ impl Renamed {
     }
 
     /// What the server says.
-    fn from_server(&self, piece: &[u8]) -> Vec<u8> {
+    fn of_server(&self, piece: &[u8]) -> Vec<u8> {
         let link = self.link.lock().unwrap();
         link.as_ref().map_or_else(|| piece.to_vec(), |(to, from, _)| replaced(piece, from, to))
     }
@@ -175,12 +175,12 @@ fn join(near: TcpStream, far: TcpStream, manner: &Manner, number: u64) {
     let (there, back) = (manner.clone(), manner.clone());
     thread::spawn(move || match there {
         Manner::Cut(seed) => cut(&near, &far, Random::new(seed ^ (number * 2))),
-        Manner::Renamed(renamed) => pass(&near, &far, |piece| renamed.from_agent(piece)),
+        Manner::Renamed(renamed) => pass(&near, &far, |piece| renamed.of_agent(piece)),
         Manner::Held(_) => pass(&near, &far, <[u8]>::to_vec),
     });
     thread::spawn(move || match back {
         Manner::Cut(seed) => cut(&far_too, &near_too, Random::new(seed ^ (number * 2 + 1))),
-        Manner::Renamed(renamed) => pass(&far_too, &near_too, |piece| renamed.from_server(piece)),
+        Manner::Renamed(renamed) => pass(&far_too, &near_too, |piece| renamed.of_server(piece)),
         Manner::Held(held) => hold(&far_too, &near_too, &held),
     });
 }

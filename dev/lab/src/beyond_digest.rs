@@ -11,8 +11,8 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use remora_redis::resp::Frame;
 
 use crate::client::{Client, shown_bytes};
-use crate::compare::{ask_each, databases, each_batch};
 use crate::error::Result;
+use crate::walk::{ask_each, databases, each_batch};
 
 /// The keys that a digest does not cover, by database and name.
 pub(crate) type Beyond = BTreeMap<(u32, Vec<u8>), Value>;

@@ -4,7 +4,7 @@
 //! nor functions, nor what [`beyond_digest`] reads of streams and modules' types, so those are compared separately. The
 //! comparison needs idle servers: stop your writers first.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use remora_redis::resp::Frame;
@@ -13,6 +13,7 @@ use crate::beyond_digest::{self, beyond};
 use crate::client::{Client, shown_bytes};
 use crate::error::{Error, Result};
 use crate::server::{Server, wait_until};
+use crate::walk::{ask_each, databases, each_batch};
 
 /// The state on which two servers agree.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -300,44 +301,6 @@ fn different_functions(one: &mut Client, other: &mut Client) -> Result<Vec<Strin
         .collect())
 }
 
-/// The databases that hold keys, and how many keys of each expire.
-pub(crate) fn databases(client: &mut Client) -> Result<BTreeMap<u32, u64>> {
-    let keyspace = client.info("keyspace")?;
-    let expires = |line: &str| line.split(',').find_map(|part| part.strip_prefix("expires=")?.parse().ok());
-    let numbered = |name: &str| name.strip_prefix("db")?.parse().ok();
-    Ok(keyspace.iter().filter_map(|(name, line)| Some((numbered(name)?, expires(line)?))).collect())
-}
-
-/// Walks all keys of a database that SCAN's further options want, until `look` says that it has seen enough.
-pub(crate) fn each_batch(
-    client: &mut Client,
-    database: u32,
-    wanted: &[&str],
-    mut look: impl FnMut(&mut Client, &[Vec<u8>]) -> Result<bool>,
-) -> Result<()> {
-    client.ok(&["SELECT", &database.to_string()])?;
-    let mut cursor = "0".to_owned();
-    loop {
-        let scan = [&["SCAN", &cursor, "COUNT", SCAN_COUNT], wanted].concat();
-        let mut answer = client.list(&scan)?.into_iter();
-        let (Some(next), Some(Frame::Array(keys))) = (answer.next(), answer.next()) else {
-            return Err(Error::Garbled("SCAN's answer is not a cursor and a list".into()));
-        };
-        let keys: Vec<Vec<u8>> = keys.into_iter().filter_map(|key| key.into_bytes().ok()).collect();
-        cursor = next.as_str().unwrap_or("0").to_owned();
-        if !look(client, &keys)? || cursor == "0" {
-            return Ok(());
-        }
-    }
-}
-
-/// Sends the same command for each key, in one pipeline.
-pub(crate) fn ask_each(client: &mut Client, database: u32, question: &[&str], keys: &[Vec<u8>]) -> Result<Vec<Frame>> {
-    client.ok(&["SELECT", &database.to_string()])?;
-    let ask = |key: &Vec<u8>| question.iter().map(|word| word.as_bytes().to_vec()).chain([key.clone()]).collect();
-    client.pipeline(&keys.iter().map(ask).collect::<Vec<Vec<Vec<u8>>>>())
-}
-
 fn note(found: &mut Vec<String>, most: usize, what: String) {
     if found.len() < most {
         found.push(what);
@@ -349,9 +312,6 @@ pub const CALM_TIME: Duration = Duration::from_secs(60);
 
 /// Number of differences in a message.
 const MOST_SHOWN: usize = 10;
-
-/// Keys per SCAN.
-const SCAN_COUNT: &str = "1000";
 
 /// Milliseconds between the questions for one batch's times at two servers, on a busy machine.
 const ASKED_WITHIN: u64 = 2000;

@@ -11,8 +11,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use remora_redis::resp::Frame;
 
 use crate::client::{Client, shown_bytes};
-use crate::compare::{ask_each, databases, each_batch, knows};
+use crate::compare::knows;
 use crate::error::Result;
+use crate::walk::{ask_each, databases, each_batch};
 
 /// What a server held.
 #[derive(Clone, Debug, Default)]

@@ -60,6 +60,7 @@ pub mod scratch;
 pub mod sentinel;
 pub mod server;
 pub mod tls;
+mod walk;
 pub mod workload;
 
 pub use agent::Agent;

@@ -351,14 +351,8 @@ impl Delivery {
             return Err(failure.and("the server follows the primary"));
         }
         let seconds = |from: Instant, to: Instant| to.saturating_duration_since(from).as_secs_f64();
-        let proved = super::report::Summary {
-            replid: summary.replid.clone(),
-            snapshot_offset: summary.offset,
-            hand_off_offset: facts.offset.unwrap_or(0),
-            ..super::report::Summary::default()
-        };
         let report = Report {
-            exact: found.proved(&proved),
+            exact: found.proved(&summary.replid, summary.offset, facts.offset.unwrap_or(0)),
             server: url,
             primary: format!("{}:{}", self.primary.host, self.primary.port),
             replid: summary.replid.clone(),

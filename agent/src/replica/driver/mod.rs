@@ -579,7 +579,7 @@ impl Driver {
             strangers: self.meter.strangers.get(),
             ..Summary::default()
         };
-        summary.exact = self.meter.exactness().proved(&summary);
+        summary.exact = self.meter.exactness().proved(&summary.replid, snapshot_offset, summary.hand_off_offset);
         summary.time(moments, moments.handed_over.unwrap_or_else(Instant::now));
         summary
     }
