@@ -1,6 +1,6 @@
 //! What a command shows while it works: bars on a terminal, plain lines elsewhere, nothing with `--quiet`.
 //!
-//! Everything goes to stderr; stdout is for results, which [`print`] writes. Plain lines are printed at most every two
+//! Everything goes to stderr; stdout is for results, which [`print()`] writes. Plain lines are printed at most every two
 //! seconds and once at the end, so that they do not fill the log of a service. Log events go through [`LogWriter`],
 //! which moves the bars out of the way.
 //!
@@ -43,10 +43,10 @@ pub fn print(text: &str) -> Result<(), Failure> {
     written.map_err(|error| Failure::local(format!("the result could not be written to stdout: {error}")))
 }
 
-/// As [`print`], with the end of the line.
+/// As [`print()`], with the end of the line.
 ///
 /// # Errors
-/// As [`print`].
+/// As [`print()`].
 pub fn print_line(line: &str) -> Result<(), Failure> {
     print(&format!("{line}\n"))
 }

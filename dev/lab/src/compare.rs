@@ -1,7 +1,7 @@
 //! Whether a replica is exact: the same data, the same history, the same offset.
 //!
 //! `DEBUG DIGEST` covers keys, values of most types, and whether a key expires. It covers neither the time of expiry
-//! nor functions, nor what [`beyond_digest`] reads of streams and modules' types, so those are compared separately. The
+//! nor functions, nor what `beyond_digest` reads of streams and modules' types, so those are compared separately. The
 //! comparison needs idle servers: stop your writers first.
 
 use std::collections::BTreeSet;
