@@ -177,7 +177,7 @@ impl Manifest {
         }
     }
 
-    /// Reads a manifest; `None` if there is none, or another program wrote the file.
+    /// Reads a manifest; `None` if the file is missing or another program wrote it.
     ///
     /// # Errors
     /// It is damaged, or cannot be read.

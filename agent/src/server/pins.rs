@@ -17,7 +17,7 @@ use remora_redis::ReplId;
 use super::pin::{At, Pin, PinError};
 use super::{Facts, Server};
 
-/// How long no pin is tried after the first refusal, and at most after later ones: each may have begun a fork.
+/// The pause after the first refused pin, and the longest after later ones: each refusal may start a fork.
 const PAUSE: Duration = Duration::from_secs(5);
 const PAUSE_LIMIT: Duration = Duration::from_secs(120);
 
