@@ -67,7 +67,7 @@ impl Group {
         Group { former, ..self }
     }
 
-    /// Whether the server waits for a server that is no longer a primary, and no Sentinel looks after it. `addresses`: those
+    /// Whether the server waits for a former primary, and no Sentinel looks after it. `addresses`: those
     /// of the host that it follows.
     fn is_astray(&self, server: &Facts, url: &ServerUrl, addresses: &[IpAddr]) -> bool {
         let Some(link) = server.link.as_ref().filter(|link| is_down(link)) else { return false };
