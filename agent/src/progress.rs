@@ -1,6 +1,7 @@
 //! What a command shows while it works: bars on a terminal, plain lines elsewhere, nothing with `--quiet`.
 //!
-//! Everything goes to stderr; stdout is for results, which [`print()`] writes. Plain lines are printed at most every two
+//! Everything goes to stderr; stdout is for results, which [`print()`] writes. Plain lines are printed at most every
+//! two
 //! seconds and once at the end, so that they do not fill the log of a service. Log events go through [`LogWriter`],
 //! which moves the bars out of the way.
 //!
