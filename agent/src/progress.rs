@@ -1,9 +1,8 @@
 //! What a command shows while it works: bars on a terminal, plain lines elsewhere, nothing with `--quiet`.
 //!
 //! Everything goes to stderr; stdout is for results, which [`print()`] writes. Plain lines are printed at most every
-//! two
-//! seconds and once at the end, so that they do not fill the log of a service. Log events go through [`LogWriter`],
-//! which moves the bars out of the way.
+//! two seconds and once at the end, so that they do not fill the log of a service. Log events go through
+//! [`LogWriter`], which moves the bars out of the way.
 //!
 //! Stderr may not be writable: its disk is full, or its reader has gone. That ends no command: what cannot be written
 //! there is lost, and counted. A result that cannot be written to stdout fails the command.
