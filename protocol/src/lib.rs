@@ -34,7 +34,8 @@
 //!
 //! # Versions, newest first
 //!
-//! - 7: an offer says why no snapshot of the source's server can be taken now, and so does a cause of waiting.
+//! - 7: an offer says why no snapshot of the source's server can be taken now, and so does a cause of waiting; an offer
+//!   names the history that its own continues, and the source's process.
 //! - 6: status says what the source's upload in the background does; an offer says whether slots may be compressed, and
 //!   a status report how they are.
 //! - 5: progress and status say why a server does not use fast keys.
