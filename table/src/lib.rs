@@ -54,7 +54,7 @@ pub mod snapshot;
 pub use error::Error;
 pub use expectation::Expectation;
 pub use identity::{Identity, Kind};
-pub use journal::{Chunk, JournalReader, JournalWriter, journal_left};
+pub use journal::{Chunk, JournalReader, JournalWriter, Room, journal_left};
 pub use layout::{Geometry, MIN_SLOTS, State};
 pub use method::Method;
 pub use origin::Origin;

@@ -129,7 +129,7 @@ impl DataSet {
     ) -> Result<Source, Loss> {
         let mut source = Source::connect(read, credentials).await.map_err(unreachable)?;
         let plan = source.plan(read, name, server).await;
-        let plan = plan.map_err(|failure| Loss { passes: true, stalled: false, failure })?;
+        let plan = plan.map_err(|failure| Loss::passing(failure))?;
         self.check(&read.source, source.address(), &plan).await?;
         Ok(source)
     }
@@ -142,7 +142,7 @@ impl DataSet {
     pub(crate) async fn check(&self, source: &HostPort, at: SocketAddr, offer: &Offer) -> Result<(), Loss> {
         let passes = !matches!(self.witness, Witness::Server);
         let checked = self.compare(source, at, offer).await;
-        checked.map_err(|failure| Loss { passes, stalled: false, failure })
+        checked.map_err(|failure| Loss { passes, ..Loss::passing(failure) })
     }
 
     async fn compare(&self, source: &HostPort, at: SocketAddr, offer: &Offer) -> Result<(), Failure> {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use remora_fabric::Peer;
-use remora_table::{JournalReader, Progress, Seal, Slot, SnapshotCopy, SnapshotReader};
+use remora_table::{JournalReader, Progress, Room, Seal, Slot, SnapshotCopy, SnapshotReader};
 
 use super::meter::Meter;
 use super::parts::{FeedError, Mapped, Parts};
@@ -79,10 +79,10 @@ impl Feed {
 
     /// Creates the reader of the journal, from stream offset `next_byte` on.
     pub(super) fn begin_journal(&mut self, next_byte: u64) -> Result<(), FeedError> {
-        let Some(Parts { journal: part, .. }) = self.parts.take() else { return Ok(()) };
+        let Some(Parts { journal: part, backlog, .. }) = self.parts.take() else { return Ok(()) };
         let bytes = part.expect.geometry.memory_len();
         let reader = JournalReader::new(part.peer.view(), part.sink, part.layout, part.expect, next_byte)?;
-        self.journal = Some(JournalFeed { reader, peer: part.peer, bytes });
+        self.journal = Some(JournalFeed { reader, peer: part.peer, bytes, backlog });
         Ok(())
     }
 }
@@ -216,12 +216,20 @@ pub(super) struct JournalFeed {
     peer: Box<dyn Peer>,
     /// Bytes of the journal's region.
     pub(super) bytes: u64,
+    /// Bytes of the primary's backlog.
+    backlog: u64,
 }
 
 impl JournalFeed {
     /// One turn of the reader.
     pub(super) fn pump(&mut self) -> Result<(), FeedError> {
         Ok(self.reader.pump(&mut *self.peer)?)
+    }
+
+    /// Looks how far the writer is from what is needed next, and takes nothing.
+    /// The primary's backlog may have what the journal has not.
+    pub(super) fn look(&mut self) -> Result<Option<Room>, FeedError> {
+        Ok(self.reader.look(&mut *self.peer, self.backlog)?)
     }
 
     /// Whether no read is under way: only the source can bring something new.

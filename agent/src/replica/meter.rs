@@ -45,6 +45,10 @@ pub(crate) struct Meter {
     pub(crate) stream_fetched: Count,
     /// 1 while the stream is not read, because too much of it waits for the server: its end is not known then.
     pub(crate) stream_paused: Count,
+    /// Bytes that the source can write to its journal until it overwrites what is needed next, and what it has written
+    /// by then since the journal began. As of the last look while the stream was not read; 0 before.
+    pub(crate) journal_left: Count,
+    pub(crate) journal_written: Count,
     /// The last byte of the stream given to the server.
     pub(crate) stream_delivered: Count,
     /// The last byte of the stream that the server acknowledged.

@@ -42,6 +42,7 @@ mod exact;
 mod feed;
 mod finding;
 mod fitness;
+pub(crate) mod guard;
 mod introduction;
 mod known_primary;
 mod limit;

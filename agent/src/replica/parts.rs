@@ -26,6 +26,8 @@ pub(crate) enum FeedError {
 pub(crate) struct Parts {
     pub(crate) snapshot: Option<Part>,
     pub(crate) journal: Part,
+    /// Bytes of the primary's backlog. A server that has loaded can get from there what the journal has lost.
+    pub(crate) backlog: u64,
 }
 
 /// One connection and the table that is expected there.

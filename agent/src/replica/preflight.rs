@@ -175,9 +175,9 @@ pub(super) fn refuse_to_overwrite(args: &ReplicaArgs, server: &Server, target: &
 pub(super) struct Primary {
     pub(super) host: String,
     pub(super) port: u16,
-    /// The primary with the login of the replica's server, where the agent asks the primary itself whether it would
-    /// continue the server: it is another server than the one that the source captures, and tells its position.
-    pub(super) asked: Option<Server>,
+    /// Whether the agent asks the primary itself if it would continue the server: it is another server than the one that
+    /// the source captures, and tells its position.
+    pub(super) is_asked: bool,
     /// Whether the server's password may be sent there.
     pub(super) trust: Trust,
     /// How to find it again after a fail-over.
@@ -190,8 +190,8 @@ pub(super) struct Primary {
     has_modules: bool,
     /// Which primaries may be followed.
     known: KnownPrimaries,
-    /// The same login, for another look before the first change.
-    server: Server,
+    /// The primary with the login of the replica's server.
+    pub(super) server: Server,
     /// When it was compared with the replica's server.
     compared: Instant,
 }
@@ -346,7 +346,7 @@ pub(super) async fn primary(
     };
     let primary_server = as_the_server_would(args, target, &host, port)?;
     let mut client = primary_server.connect().await.map_err(refused)?;
-    let mut asked = known.finding.is_some().then(|| primary_server.clone());
+    let mut is_asked = known.finding.is_some();
     let (mut data, mut has_modules) = (None, false);
     match Facts::read(&mut client).await {
         Ok(facts) => {
@@ -357,7 +357,7 @@ pub(super) async fn primary(
             check_format(&facts, target, server.url())?;
             check_contents(&facts, target, server.url())?;
             if facts.run_id.as_deref() != Some(plan.run_id.as_str()) {
-                asked = Some(primary_server.clone());
+                is_asked = true;
             }
         }
         Err(ServerError::Refused { kind: RefusalKind::NoPerm, .. }) => {
@@ -371,7 +371,7 @@ pub(super) async fn primary(
     let (finding, known) = (known.finding.clone(), known.primaries.clone());
     let compared = Instant::now();
     let (server, raise_to) = (primary_server, None);
-    Ok(Primary { host, port, asked, trust, finding, raise_to, data, has_modules, known, server, compared })
+    Ok(Primary { host, port, is_asked, trust, finding, raise_to, data, has_modules, known, server, compared })
 }
 
 /// Refuses a server that has no configuration file, if it is to be written.

@@ -56,7 +56,10 @@ impl Prepared {
         let server = args.server.open(Task::Replica)?;
         let mut client = server.connect().await?;
         let (state_dir, url) = (args.state_dir.as_deref(), server.url().to_string());
-        let mut record = if args.dry_run { Record::open(state_dir, &url)? } else { Record::claim(state_dir, &url)? };
+        let mut record = match args.dry_run {
+            true => Record::open(state_dir, &url)?,
+            false => Record::claim_after_a_guard(state_dir, &url).await?,
+        };
         if !args.dry_run {
             record.put_back_but_the_login(&mut client).await?;
         }

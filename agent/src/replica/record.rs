@@ -14,6 +14,7 @@
 //! password (`masterauth`), so only its owner can read it.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use remora_redis::resp::Frame;
 use serde::{Deserialize, Serialize};
@@ -22,7 +23,7 @@ use sha2::{Digest, Sha256};
 use super::once_settled;
 use super::private::{self, Claim, Folder};
 use crate::checked_json::{self, Checksum};
-use crate::exit::Failure;
+use crate::exit::{Code, Failure};
 use crate::server::own_changes::Counted;
 use crate::server::{Client, ServerError};
 
@@ -199,6 +200,9 @@ pub(crate) struct Record {
     _claim: Option<Claim>,
 }
 
+/// How long the [guard](super::guard) of an agent that was killed holds the file: a few commands of the server.
+const GUARD_LASTS: Duration = Duration::from_secs(2);
+
 /// The version of the file that this program writes.
 const VERSION: u32 = 2;
 
@@ -217,7 +221,20 @@ impl Record {
         Record::read(folder(state_dir)?, server, None)
     }
 
-    /// The same, and keeps other agents from the server until the record is dropped. Keeps them from the whole folder
+    /// As [`Record::claim`], and waits a moment for the guard of an agent that was killed.
+    pub(super) async fn claim_after_a_guard(state_dir: Option<&Path>, server: &str) -> Result<Record, Failure> {
+        let until = tokio::time::Instant::now() + GUARD_LASTS;
+        loop {
+            match Record::claim(state_dir, server) {
+                Err(failure) if failure.code == Code::Refused && tokio::time::Instant::now() < until => {
+                    tokio::time::sleep(GUARD_LASTS / 20).await;
+                }
+                claimed => return claimed,
+            }
+        }
+    }
+
+    /// The same as [`Record::open`], and keeps other agents from the server until the record is dropped. Keeps them from the whole folder
     /// if that is `--state-dir`, where the slots of one sync are.
     pub(super) fn claim(state_dir: Option<&Path>, server: &str) -> Result<Record, Failure> {
         let folder = folder(state_dir)?;
@@ -251,6 +268,20 @@ impl Record {
     /// Whether settings are changed.
     pub(crate) fn has_settings(&self) -> bool {
         !self.contents.settings.is_empty()
+    }
+
+    /// Whether the server's login to its primary is changed.
+    pub(super) fn has_login(&self) -> bool {
+        self.login().is_some()
+    }
+
+    /// Whether the server has a password of its own for its primary, which is changed.
+    pub(super) fn has_password(&self) -> bool {
+        self.login().is_some_and(|login| !login.before.0.is_empty())
+    }
+
+    fn login(&self) -> Option<&Setting> {
+        self.contents.settings.iter().find(|setting| LOGIN.contains(&&*setting.name))
     }
 
     fn read(folder: Folder, server: &str, claim: Option<Claim>) -> Result<Record, Failure> {
@@ -427,7 +458,8 @@ impl Record {
         }
     }
 
-    fn save_if_stale(&mut self) {
+    /// Writes the file if settings were restored since it was last written.
+    pub(super) fn save_if_stale(&mut self) {
         // An entry too many does no harm: a setting with another value is left as it is.
         if self.is_stale && self.save().is_ok() {
             self.is_stale = false;

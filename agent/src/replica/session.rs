@@ -90,7 +90,7 @@ impl Session {
             Some(received) => received,
             None => {
                 let failure = Failure::local("the source's session ended unexpectedly; this is a bug of remora");
-                Received::Lost(Loss { passes: true, stalled: false, failure })
+                Received::Lost(Loss::passing(failure))
             }
         }
     }
@@ -176,8 +176,9 @@ fn only_counts(before: &Progress, report: &Progress) -> bool {
 
 /// The meaning of a conversation's error for the sync.
 fn loss(error: Error) -> Loss {
-    let stalled = matches!(error.fault, Fault::Refused { code: RefusalCode::Stalled, .. });
-    Loss { passes: error.fault.may_pass(), stalled, failure: failure(error) }
+    let is = |wanted| matches!(error.fault, Fault::Refused { code, .. } if code == wanted);
+    let (stalled, history_gone) = (is(RefusalCode::Stalled), is(RefusalCode::HistoryGone));
+    Loss { passes: error.fault.may_pass(), stalled, history_gone, failure: failure(error) }
 }
 
 /// The meaning of a failed attempt to connect to the source again. Another attempt may always succeed: the peer has not

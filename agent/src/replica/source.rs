@@ -308,7 +308,7 @@ impl Way {
         }
         let protection = self.protection(kind, is_sealed);
         let chosen = Chosen { kind, why: connectors.why(), protection, copy };
-        Ok((Feed::new(id, Parts { snapshot, journal }), chosen))
+        Ok((Feed::new(id, Parts { snapshot, journal, backlog: offer.backlog_bytes }), chosen))
     }
 
     /// Connects to the offered snapshot alone, for a reader that has no server. Blocks, within the transports'

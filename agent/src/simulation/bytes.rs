@@ -205,6 +205,11 @@ impl Deliver for ByteDelivery {
         self.turn(world);
     }
 
+    fn load_again(&mut self, world: &mut World) {
+        self.stepped.iter().for_each(Stepped::load_again);
+        self.turn(world);
+    }
+
     fn connect(&mut self, world: &mut World, source: usize, offer: &Offer) -> Option<AnyFeed> {
         let loaded = self.reading().loaded;
         let kept = self.stepped.as_ref().and_then(|stepped| stepped.kept_copy(offer.generation));

@@ -67,6 +67,8 @@ pub(super) trait Deliver {
 
     fn give_up(&mut self, world: &mut World);
 
+    fn load_again(&mut self, world: &mut World);
+
     /// Connects to the tables of an offer of this source.
     fn connect(&mut self, world: &mut World, source: usize, offer: &Offer) -> Option<AnyFeed>;
 
@@ -300,6 +302,15 @@ impl Deliver for Delivery {
         }
     }
 
+    fn load_again(&mut self, world: &mut World) {
+        if self.loaded {
+            self.stream.clear();
+            self.forget_snapshot();
+            self.drop_link(world, "the stream behind its snapshot is lost", true);
+            self.tell(DeliveryEvent::FeedWanted);
+        }
+    }
+
     fn attach(&mut self, world: &mut World, feed: AnyFeed) {
         let AnyFeed::Model(mut feed) = feed else { return };
         self.abandon_memory(world);
@@ -422,6 +433,11 @@ impl Delivery {
         (self.slots_below, self.bytes_delivered) = (0, 0);
     }
 
+    fn forget_snapshot(&mut self) {
+        (self.loaded, self.origin) = (false, None);
+        self.begin_again();
+    }
+
     fn asked(&mut self, world: &mut World, history: Option<(ReplId, u64)>) {
         self.tell(DeliveryEvent::Asked);
         if let (Some(origin), Some((replid, next)), true) = (self.origin, history, self.loaded)
@@ -430,8 +446,7 @@ impl Delivery {
             return self.resume(world, replid, next);
         }
         if self.loaded {
-            (self.loaded, self.origin) = (false, None);
-            self.begin_again();
+            self.forget_snapshot();
             self.tell(DeliveryEvent::FeedWanted);
         } else if self.feed.is_none() && self.origin.is_some() {
             self.tell(DeliveryEvent::FeedWanted);

@@ -282,6 +282,27 @@ fn draw_modes(seed: u64, replicas: &mut [ReplicaPlan]) {
     }
 }
 
+#[cfg(test)]
+impl Plan {
+    /// Whether a server that is a replica already is emptied by its module.
+    pub(super) fn empties_a_replica(&self) -> bool {
+        self.replicas.iter().any(|replica| replica.module && replica.follows_before && replica.mode == Mode::Model)
+    }
+
+    /// Whether a primary may lose its history while a server is on its way to it, and sends its data slowly then.
+    pub(super) fn may_copy_for_long_at_the_hand_off(&self) -> bool {
+        let on_the_way = ["Settle", "PointAtPrimary", "AskPrimaryLink"];
+        let is_lost = |act: &Act| matches!(act, Act::Crash(id) | Act::Restart(id) if *id == PRIMARY);
+        let lasts = |pace: Duration| pace * self.slots as u32 > Duration::from_secs(20);
+        self.traps.iter().any(|trap| {
+            let replica = self.replicas.get(trap.server.0 - FIRST_REPLICA);
+            on_the_way.contains(&trap.job)
+                && trap.acts.iter().any(|(_, act)| is_lost(act))
+                && (lasts(self.pace) || replica.is_some_and(|replica| lasts(replica.pace)))
+        })
+    }
+}
+
 impl Trap {
     fn drawn(draw: &mut Random, replicas: usize) -> Trap {
         let server = ServerId(FIRST_REPLICA + draw.below(replicas as u64) as usize);

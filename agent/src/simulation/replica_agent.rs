@@ -9,7 +9,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use remora_protocol::{Join, Message as Said, Offer, Progress};
+use remora_protocol::{Join, Message as Said, Offer, Progress, RefusalCode};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
@@ -17,8 +17,8 @@ use super::bytes::ByteDelivery;
 use super::delivery::{AnyFeed, Deliver, Delivery};
 use super::relay::RelayPlan;
 use super::source_agent::TRANSPORT;
-use super::wire::{Address, Conn, End, Message, ServerId};
-use super::world::{Event, World, shown};
+use super::wire::{Address, Conn, End, Host, Message, ServerId};
+use super::world::{Event, World, facts, shown};
 use crate::args::{HostPort, ReplicaArgs};
 use crate::backoff::Backoff;
 use crate::conversation::Protection;
@@ -40,6 +40,7 @@ const READ_PACE: u64 = 60;
 const TICK: u64 = 0;
 const PROGRESS: u64 = 1;
 const READ: u64 = 2;
+const ANSWER: u64 = 3;
 const CONNECTED: u64 = 10;
 
 /// The source's port, as agents know it.
@@ -104,6 +105,8 @@ pub(super) struct ReplicaAgent {
     /// The source's incarnation behind the present session.
     source: usize,
     tick: Option<Duration>,
+    /// The offset that the primary itself is asked about.
+    asked: Option<u64>,
     /// A read of the tables is under way.
     reads: bool,
     /// Its tasks may have something to do: it began or ended a moment ago.
@@ -156,6 +159,7 @@ impl ReplicaAgent {
             tables: None,
             source: 0,
             tick: None,
+            asked: None,
             reads: false,
             stirs: true,
             stopped: None,
@@ -298,7 +302,7 @@ impl ReplicaAgent {
             self.read_after(world, Duration::from_millis(1));
         }
         if self.session.is_none() {
-            self.handle(world, Input::Source(SourceEvent::Lost(loss(true, false))));
+            self.handle(world, Input::Source(SourceEvent::Lost(gone())));
         } else {
             self.perform(world);
         }
@@ -357,7 +361,7 @@ impl ReplicaAgent {
             (About::Session(conn), Err(failure)) => {
                 world.close(conn, self.session_end());
                 (self.session, self.greets) = (None, false);
-                let loss = Loss { passes: true, stalled: false, failure };
+                let loss = Loss::passing(failure);
                 self.handle(world, Input::Source(SourceEvent::Unreachable(loss)));
             }
             (About::Tables { attempt, offer }, Ok(())) => {
@@ -376,7 +380,7 @@ impl ReplicaAgent {
         match &mut self.stage {
             Stage::Preparing { plan, .. } => *plan = None,
             Stage::Running { .. } => {
-                let event = SourceEvent::Unreachable(loss(true, false));
+                let event = SourceEvent::Unreachable(gone());
                 self.handle(world, Input::Source(event));
             }
             Stage::Ended => {}
@@ -392,7 +396,7 @@ impl ReplicaAgent {
         match &mut self.stage {
             Stage::Preparing { plan, .. } => *plan = None,
             Stage::Running { .. } if greets => self.lost_source(world),
-            Stage::Running { .. } => self.handle(world, Input::Source(SourceEvent::Lost(loss(true, false)))),
+            Stage::Running { .. } => self.handle(world, Input::Source(SourceEvent::Lost(gone()))),
             Stage::Ended => {}
         }
     }
@@ -440,7 +444,7 @@ impl ReplicaAgent {
             Said::Refused { code, .. } => {
                 world.close(conn, self.session_end());
                 self.session = None;
-                SourceEvent::Lost(loss(code.may_pass(), code == remora_protocol::RefusalCode::Stalled))
+                SourceEvent::Lost(refused(code))
             }
             _ => return,
         };
@@ -534,7 +538,18 @@ impl ReplicaAgent {
                     self.read_after(world, Duration::from_millis(1));
                 }
             }
-            Action::AskHandOff { generation, offset } => self.say(world, Said::HandOffQuery { generation, offset }),
+            Action::AskHandOff { generation, offset } if self.session.is_some() && !self.greets => {
+                self.say(world, Said::HandOffQuery { generation, offset });
+            }
+            Action::AskHandOff { offset, .. } => {
+                self.asked = Some(offset);
+                let pause = world.latency() * 2;
+                world.after(pause, Event::Replica(self.index, ANSWER));
+            }
+            Action::LoadAgain => {
+                world.count("a snapshot loaded in the place of another");
+                self.delivery.load_again(world);
+            }
             Action::TellProgress => self.tell_progress(world),
             Action::UseModule(used) => self.delivery.use_module(used),
             Action::EndIntroduction { .. } => {} // the delivery is told with the report
@@ -615,8 +630,31 @@ impl ReplicaAgent {
                 self.reads = false;
                 self.read(world);
             }
+            ANSWER => self.primary_answers(world),
             attempt => self.connected(world, attempt - CONNECTED),
         }
+    }
+
+    /// Without a source the primary itself is asked whether it would continue the server.
+    fn primary_answers(&mut self, world: &mut World) {
+        let Stage::Running { machine, .. } = &self.stage else { return };
+        let Some(offset) = self.asked.take() else { return };
+        let at = machine.tables().map(|tables| tables.offer.clone());
+        let here = Host::Server(self.options.server);
+        let answer = at.ok_or_else(String::new).and_then(|offer| {
+            let primary = Address { host: offer.primary.host, port: offer.primary.port };
+            let servers = &world.servers;
+            let found = servers.iter().find(|server| server.traits.address == primary && server.alive);
+            let id = found.map(|server| server.traits.id).ok_or("nothing listens there")?;
+            if world.cut_until(here, Host::Server(id)).is_some() {
+                return Err("it does not answer".into());
+            }
+            let history = offer.replid.ok_or("the source has named no history")?;
+            facts(world, id).covers(history, offset, offer.write_rate)
+        });
+        let (covered, text) = (answer.is_ok(), answer.err().unwrap_or_default());
+        world.count(if covered { "the primary itself says yes" } else { "the primary itself says no" });
+        self.handle(world, Input::Source(SourceEvent::HandOffAnswer { covered, text }));
     }
 
     fn read(&mut self, world: &mut World) {
@@ -651,8 +689,13 @@ impl ReplicaAgent {
     }
 }
 
-fn loss(passes: bool, stalled: bool) -> Loss {
-    Loss { passes, stalled, failure: Failure::new(Code::Source, "the source is gone") }
+fn gone() -> Loss {
+    Loss::passing(Failure::new(Code::Source, "the source is gone"))
+}
+
+fn refused(code: RefusalCode) -> Loss {
+    let (stalled, history_gone) = (code == RefusalCode::Stalled, code == RefusalCode::HistoryGone);
+    Loss { passes: code.may_pass(), stalled, history_gone, ..gone() }
 }
 
 fn count_job(world: &mut World, server: ServerId, job: Job) {

@@ -304,7 +304,7 @@ impl World {
         self.next_number
     }
 
-    fn latency(&mut self) -> Duration {
+    pub(super) fn latency(&mut self) -> Duration {
         let most = if self.one_in(50) { 300 } else { 4 };
         self.millis(most)
     }

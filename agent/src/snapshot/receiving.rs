@@ -229,7 +229,7 @@ impl Receiving {
                     return self.leave_whole(session, present, plan, passes.as_deref()).await;
                 }
                 News::Arrival(ArrivalNews::Ended(Err(ArrivalError::Disk(error)))) => {
-                    return Ended::Lost(Loss { passes: false, stalled: false, failure: self.target.failure(&error) });
+                    return Ended::Lost(Loss { passes: false, ..Loss::passing(self.target.failure(&error)) });
                 }
                 News::Arrival(ArrivalNews::Ended(Err(ArrivalError::Feed(error)))) => {
                     present = None;
@@ -247,13 +247,13 @@ impl Receiving {
                 }
             };
             // The session is sound; the tables are not, or cannot be reached.
-            match patience.lost(&self.read, &*self.target, Loss { passes: true, stalled: false, failure: trouble }) {
+            match patience.lost(&self.read, &*self.target, Loss::passing(trouble)) {
                 Ok(pause) => {
                     if !is_set_within(&mut stopped, pause).await {
                         session.send(self.request(&plan.server, passes.as_deref()));
                     }
                 }
-                Err(failure) => return Ended::Lost(Loss { passes: false, stalled: false, failure }),
+                Err(failure) => return Ended::Lost(Loss { passes: false, ..Loss::passing(failure) }),
             }
         }
     }

@@ -29,6 +29,7 @@ mod fetch;
 mod forging;
 mod from_file;
 mod grants;
+mod guard;
 mod handoff;
 mod history;
 mod holders;

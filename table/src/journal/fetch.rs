@@ -17,7 +17,7 @@ use remora_fabric::{Memory, Peer};
 use super::{
     records::Window,
     search::Search,
-    track::{Cursor, Track},
+    track::{Cursor, Room, Track},
 };
 use crate::{
     error::Error,
@@ -97,6 +97,34 @@ impl Fetch {
         self.take_records(track)?;
         self.ask(track);
         self.reads.post(peer)
+    }
+
+    /// Asks how far the writer is, and takes nothing. The slot that must still be there is the first one whose image is
+    /// not whole.
+    pub(super) fn look(
+        &mut self,
+        track: &mut Track,
+        peer: &mut dyn Peer,
+        elsewhere: u64,
+    ) -> Result<Option<Room>, Error> {
+        let arrived = self.reads.collect(peer)?;
+        for purpose in arrived {
+            self.handle(purpose, track)?;
+        }
+        if self.head_right && !self.line_asked {
+            self.line_asked = true;
+            self.reads.queue(Purpose::Line, LINE_OFFSET, LINE_BYTES as u32, self.layout.line());
+        }
+        self.reads.post(peer)?;
+        let Some(cursor) = track.place else { return Ok(None) };
+        let geometry = &track.expect.geometry;
+        let is_here = |slot: u64| {
+            let buffer = self.buffers.get((slot % self.buffers.len() as u64) as usize);
+            buffer.is_some_and(|buffer| buffer.slot == slot && u64::from(buffer.vouched) >= geometry.slot_bytes())
+        };
+        let last = cursor.slot + self.buffers.len() as u64;
+        let needed = (cursor.slot..last).find(|&slot| !is_here(slot)).unwrap_or(last);
+        track.room_before(needed, elsewhere)
     }
 
     fn ask(&mut self, track: &Track) {

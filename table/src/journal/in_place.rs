@@ -7,7 +7,7 @@ use remora_fabric::{Completion, Peer, View};
 use super::{
     records::{Copied, Window},
     search::Search,
-    track::{Cursor, Track},
+    track::{Cursor, Room, Track},
 };
 use crate::{
     error::Error,
@@ -38,6 +38,21 @@ impl InPlace {
         peer.poll(&mut self.completions).map_err(from_peer)?;
         self.completions.clear();
         self.look(track)
+    }
+
+    /// Looks how far the writer is, and takes nothing.
+    pub(super) fn glance(
+        &mut self,
+        track: &mut Track,
+        peer: &mut dyn Peer,
+        elsewhere: u64,
+    ) -> Result<Option<Room>, Error> {
+        peer.poll(&mut self.completions).map_err(from_peer)?;
+        self.completions.clear();
+        if let Some(line) = load_line(&&*self.view, None)? {
+            track.learn(line);
+        }
+        track.place.map_or(Ok(None), |cursor| track.room_before(cursor.slot, elsewhere))
     }
 
     /// Takes what the memory holds now.

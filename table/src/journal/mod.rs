@@ -19,5 +19,5 @@ mod writer;
 
 pub use left::journal_left;
 pub use reader::JournalReader;
-pub use track::Chunk;
+pub use track::{Chunk, Room};
 pub use writer::JournalWriter;

@@ -14,7 +14,7 @@ use remora_fabric::{Memory, Peer, View};
 use super::{
     fetch::Fetch,
     in_place::InPlace,
-    track::{Chunk, Track},
+    track::{Chunk, Room, Track},
 };
 use crate::{error::Error, expectation::Expectation, snapshot::SinkLayout};
 
@@ -77,6 +77,20 @@ impl JournalReader {
             None => self.fetch.pump(&mut self.track, peer)?,
         }
         self.track.check_alive()
+    }
+
+    /// Looks how far the writer is from the first slot that is still needed, and reads none. For a caller that takes no
+    /// chunks for a while. `elsewhere`: how many of the last bytes the caller can get from someone else. `None`: not known
+    /// yet. Never blocks.
+    ///
+    /// # Errors
+    /// [`Error::Overrun`]: the ring has passed this reader, by more than is held elsewhere.
+    /// [`Error::Peer`], [`Error::Fabric`]: as for [`pump`](Self::pump).
+    pub fn look(&mut self, peer: &mut dyn Peer, elsewhere: u64) -> Result<Option<Room>, Error> {
+        match &mut self.in_place {
+            Some(in_place) => in_place.glance(&mut self.track, peer, elsewhere),
+            None => self.fetch.look(&mut self.track, peer, elsewhere),
+        }
     }
 
     /// The next bytes of the stream.

@@ -27,6 +27,15 @@ pub struct Chunk {
     pub bytes: Vec<u8>,
 }
 
+/// How far the writer of a ring is from what its reader needs next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Room {
+    /// Bytes of records, headers included, until it is held no more.
+    pub left: u64,
+    /// Bytes that were written since the table began.
+    pub written: u64,
+}
+
 /// The state of a journal's reader, shared by the two ways of reading.
 pub(super) struct Track {
     pub(super) expect: Expectation,
@@ -108,6 +117,20 @@ impl Track {
         }
         self.queue(offset, copied.bytes);
         Ok(())
+    }
+
+    /// Whether this slot is still held, as far as is known, and how much can be written until it is not. `elsewhere`: as
+    /// in [`JournalReader::look`](super::JournalReader::look).
+    pub(super) fn room_before(&self, slot: u64, elsewhere: u64) -> Result<Option<Room>, Error> {
+        let Some(line) = self.line else { return Ok(None) };
+        let geometry = &self.expect.geometry;
+        let behind = line.published.saturating_sub(geometry.start_of(slot));
+        if line.retired > slot && behind >= elsewhere {
+            return Err(self.overrun(slot));
+        }
+        let end = geometry.start_of(slot.saturating_add(u64::from(geometry.slots)));
+        let left = end.saturating_sub(line.published).max(elsewhere.saturating_sub(behind));
+        Ok(Some(Room { left, written: line.published }))
     }
 
     /// The writer has passed this reader.

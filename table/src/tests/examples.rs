@@ -307,6 +307,36 @@ fn an_offset_that_is_no_longer_held_is_refused_with_the_oldest_that_is() {
 }
 
 #[test]
+fn a_reader_that_takes_nothing_is_told_how_far_the_writer_is_and_when_it_has_passed() {
+    for in_place in [false, true] {
+        let region = memory(GEOMETRY.memory_len());
+        let mut writer = JournalWriter::create(Arc::clone(&region), GEOMETRY, identity(Kind::Journal)).unwrap();
+        writer.append(b"hello").unwrap();
+        let (sink, layout) = sink(GEOMETRY, 2);
+        let mut peer = TornPeer::new(&region, &sink, Faults::NONE, 0);
+        let view = in_place.then(|| Arc::new(region.open_view().unwrap()));
+        let mut reader = JournalReader::new(view, sink, layout, expect(GEOMETRY), FIRST_OFFSET + 1).unwrap();
+        assert_eq!(reader.look(&mut peer, 0).unwrap(), None, "it has read nothing");
+        while reader.next_chunk().is_none() {
+            reader.pump(&mut peer).unwrap();
+        }
+        let mut looks = |elsewhere| (0..50).map(|_| reader.look(&mut peer, elsewhere)).last().unwrap();
+        let before = looks(0).unwrap().unwrap();
+        writer.append(&[7; 100]).unwrap();
+        let after = looks(0).unwrap().unwrap();
+        assert_eq!(after.written - before.written, before.left - after.left);
+        assert!(after.written > before.written + 100, "a record has a header: {after:?}");
+        assert!(after.left < GEOMETRY.memory_len());
+
+        writer.append(&[7; 40_000]).unwrap();
+        let behind = writer.first_offset() - FIRST_OFFSET;
+        assert!(matches!(looks(0), Err(Error::Overrun { .. })), "{behind} bytes behind");
+        let room = looks(1 << 20).unwrap().unwrap();
+        assert_eq!(room.left, (1 << 20) - room.written, "someone else has the last MiB");
+    }
+}
+
+#[test]
 fn a_damaged_record_is_named_after_a_second_look() {
     for in_place in [false, true] {
         let region = memory(GEOMETRY.memory_len());

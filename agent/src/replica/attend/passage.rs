@@ -91,7 +91,7 @@ impl Arrival {
 }
 
 /// The server's way to its primary, with its login. It is kept for as long as a connection is passed on.
-pub(super) struct Login {
+pub(in crate::replica) struct Login {
     address: SocketAddr,
     between: Option<Between>,
     /// The server's `AUTH`, as it has sent it, and how many answers there are to it.
@@ -101,7 +101,7 @@ pub(super) struct Login {
 
 impl Login {
     /// Connects to the primary, and logs in.
-    pub(super) async fn connect(&self) -> Result<Stream, String> {
+    pub(in crate::replica) async fn connect(&self) -> Result<Stream, String> {
         let mut primary = match &self.between {
             Some(between) => limited(between.connect(self.address)).await?,
             None => Stream::Tcp(connect(self.address).await.ok_or("it cannot be reached")?),
@@ -285,7 +285,7 @@ async fn send(to: &mut (impl AsyncWrite + Unpin), bytes: &[u8]) -> io::Result<()
 }
 
 /// Asks the primary how it stands, with the server's own login.
-pub(super) async fn ask(primary: &mut Stream) -> Result<Facts, String> {
+pub(in crate::replica) async fn ask(primary: &mut Stream) -> Result<Facts, String> {
     let mut question = Vec::new();
     resp::command(&mut question, &["INFO"]);
     match exchange(primary, &question, 1).await {

@@ -278,6 +278,7 @@ impl Syncs {
                 control,
                 server,
                 primary,
+                login: arrival.login(),
                 source,
                 data_set,
                 gate,

@@ -32,6 +32,10 @@ const PACE_BEFORE: Duration = Duration::from_millis(200);
 /// Bytes of the stream in a second that must not overrun the journal in such a pause: more than a primary replicates.
 const FASTEST_STREAM: u64 = 2_000_000_000;
 
+/// Interval at which a journal that is not read is looked at: too much of it waits for the server. A second of warning
+/// less matters little to a transfer that takes minutes.
+const LOOK_PACE: Duration = Duration::from_millis(250);
+
 /// Interval at which a snapshot that is still being written is polled.
 const SNAPSHOT_PACE: Duration = Duration::from_micros(500);
 
@@ -321,6 +325,13 @@ impl Input {
         let Some(journal) = &mut feed.journal else { return Ok(None) };
         if stream.is_full() {
             self.meter.stream_paused.set(1);
+            if now >= self.journal_due {
+                self.journal_due = now + LOOK_PACE;
+                if let Some(room) = journal.look()? {
+                    self.meter.journal_left.set(room.left);
+                    self.meter.journal_written.set(room.written);
+                }
+            }
             return Ok(None);
         }
         if journal.is_idle() && now < self.journal_due {
@@ -393,13 +404,14 @@ impl Input {
                 }
             }
         }
-        if let Some(journal) = journal.as_mut().filter(|_| !stream_is_full) {
-            if journal.is_idle() {
-                // While the server's socket is full, the stream can wait. The payload goes first.
-                wait.until(if demand.is_full { wait.now() + PACE_LAST } else { self.journal_due });
-            } else {
-                wait.add(journal.arm(), PollFlags::IN);
-            }
+        let Some(journal) = journal else { return };
+        if stream_is_full {
+            wait.until(self.journal_due);
+        } else if journal.is_idle() {
+            // While the server's socket is full, the stream can wait. The payload goes first.
+            wait.until(if demand.is_full { wait.now() + PACE_LAST } else { self.journal_due });
+        } else {
+            wait.add(journal.arm(), PollFlags::IN);
         }
     }
 }

@@ -195,6 +195,7 @@ impl Delivery {
                 Ok(Order::ReadFrom(from)) => self.input.read_from(now, from),
                 Ok(Order::GiveUp) if self.at.loaded => {}
                 Ok(Order::GiveUp) => self.drop_link("the source has put us out", Cause::Ours),
+                Ok(Order::LoadAgain) => self.load_again(now),
                 Ok(Order::Adopt(newcomer)) => self.take_link(now, *newcomer),
                 Ok(Order::Hold) => self.link.iter_mut().for_each(ServerLink::hold),
                 Ok(Order::UseModule(used)) => {
@@ -238,6 +239,26 @@ impl Delivery {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Forgets what the server has loaded: the stream behind it is lost. The server comes back, and gets all of the next
+    /// snapshot.
+    fn load_again(&mut self, now: Instant) {
+        if !self.at.loaded {
+            return; // it has lost the snapshot by itself, and has asked for another feed
+        }
+        self.abandon_memory();
+        self.input.lose_feed(now);
+        self.stream.clear();
+        self.forget_snapshot();
+        self.drop_link("the stream behind its snapshot is lost", Cause::Ours);
+        self.tell(Notice::FeedWanted);
+    }
+
+    fn forget_snapshot(&mut self) {
+        self.at.loaded = false;
+        self.at.snapshot = None;
+        self.begin_again();
     }
 
     fn begin_snapshot(&mut self, feed: &Feed) -> Result<(), String> {
@@ -332,9 +353,7 @@ impl Delivery {
         }
         if self.at.loaded {
             // The server has lost the snapshot that it had loaded, and needs all of it again.
-            self.at.loaded = false;
-            self.at.snapshot = None;
-            self.begin_again();
+            self.forget_snapshot();
             self.tell(Notice::FeedWanted);
         } else if !self.input.has_feed() && self.at.snapshot.is_some() {
             self.tell(Notice::FeedWanted);

@@ -28,6 +28,9 @@ pub(in crate::replica) enum Order {
     /// Close the link of a server whose snapshot will never be whole. A server that loads from its link answers no
     /// command until then.
     GiveUp,
+    /// End the link of a server that has loaded, and give it another snapshot when it comes back. Answered by
+    /// [`Notice::FeedWanted`].
+    LoadAgain,
     /// Take this connection of the server, which was intercepted on its way to the primary, as its link.
     Adopt(Box<Newcomer>),
     /// Send the server no more of the stream until it connects again.

@@ -174,6 +174,10 @@ impl Stepped {
         self.handle.order(Order::GiveUp);
     }
 
+    pub(crate) fn load_again(&self) {
+        self.handle.order(Order::LoadAgain);
+    }
+
     pub(crate) fn hold(&self) {
         self.handle.order(Order::Hold);
     }
@@ -330,7 +334,7 @@ pub(crate) fn connect(way: &Way<'_>, offer: &Offer) -> Result<Connected, String>
     let journal = part(&way.journal, &offer.journal, sink, layout)?;
     let origin = Origin { generation: offer.generation, history, offset: offer.offset };
     let id = SnapshotId { origin, slot_size: offer.snapshot.slot_size };
-    Ok(Connected { feed: Box::new(Feed::new(id, Parts { snapshot, journal })), copy })
+    Ok(Connected { feed: Box::new(Feed::new(id, Parts { snapshot, journal, backlog: offer.backlog_bytes })), copy })
 }
 
 fn memory(name: &str, length: u64) -> Result<Arc<Memory>, String> {

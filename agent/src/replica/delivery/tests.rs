@@ -87,7 +87,7 @@ impl Source {
             Part { peer, sink, layout, expect, in_place: false, copy: None }
         };
         let id = SnapshotId { origin: origin(self.generation), slot_size: GEOMETRY.slot_size };
-        Box::new(Feed::new(id, Parts { snapshot: Some(part(0)), journal: part(1) }))
+        Box::new(Feed::new(id, Parts { snapshot: Some(part(0)), journal: part(1), backlog: 0 }))
     }
 
     /// The same with a copy of the snapshot's slots, out of which others could read.

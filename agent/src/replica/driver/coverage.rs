@@ -2,7 +2,7 @@
 //!
 //! The source answers this question for the server that it captures. With `--announce` that can be a replica of the
 //! primary, whose backlog says nothing of the primary's. The agent then asks the primary, with the address and the
-//! login that its own server will use there.
+//! login that its own server will use there. It does the same where the source is away.
 //!
 //! A task holds the connection, so that the driver never waits for it. Only the newest question is answered. Where the
 //! answer is yes, [`Pins`] keep what the server needs until this is dropped or asked again.
@@ -13,8 +13,9 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use crate::args::HostPort;
 use crate::growth::Growth;
+use crate::replica::attend::passage::{self, Login};
 use crate::replica::finding::Finding;
-use crate::server::{Client, Facts, Pins, Position, Role, Server, ServerError};
+use crate::server::{Client, Facts, Pins, Position, Role, Server, Stream};
 use crate::tasks::AbortOnDrop;
 
 /// How long the primary may take to answer. It is asked again a moment later.
@@ -38,11 +39,11 @@ struct Answer {
 }
 
 impl Coverage {
-    /// `finding`: how to find the primary anew for each question.
-    pub(super) fn start(primary: Server, finding: Option<Finding>) -> Coverage {
+    /// `finding`: how to find the primary anew for each question. Nothing is connected before the first one.
+    pub(super) fn start(primary: Asked, finding: Option<Finding>) -> Coverage {
         let (questions, asked) = unbounded_channel();
         let (tell, answers) = unbounded_channel();
-        let asker = Asker { primary, finding, client: None, growth: Growth::default(), pins: Pins::default() };
+        let asker = Asker { primary, finding, growth: Growth::default(), pins: Pins::default() };
         let task = tokio::spawn(run(asker, asked, tell));
         Coverage { questions, answers, asked: 0, _task: AbortOnDrop::new(&task) }
     }
@@ -80,10 +81,52 @@ async fn run(mut asker: Asker, mut questions: UnboundedReceiver<Position>, tell:
 }
 
 /// The primary, and a connection to it that is made when it is first asked.
+pub(super) enum Asked {
+    /// At an address, with the login that the server will use there.
+    At { server: Server, client: Option<Client> },
+    /// As a server that is attended has logged in to it.
+    As { login: Login, connection: Option<Stream> },
+}
+
+impl Asked {
+    pub(super) fn at(server: Server) -> Asked {
+        Asked::At { server, client: None }
+    }
+
+    pub(super) fn of(login: Login) -> Asked {
+        Asked::As { login, connection: None }
+    }
+
+    /// What the primary says of itself. The version says whether its backlog can be pinned, and stands in another
+    /// section than its position.
+    async fn facts(&mut self) -> Result<Facts, String> {
+        match self {
+            Asked::At { server, client } => {
+                let connected = match client.take().filter(Client::is_usable) {
+                    Some(connected) => Ok(connected),
+                    None => server.connect().await,
+                };
+                let mut connected = connected.map_err(|error| error.to_string())?;
+                let facts = Facts::from_info(&connected.info("").await.map_err(|error| error.to_string())?);
+                *client = Some(connected);
+                Ok(facts)
+            }
+            Asked::As { login, connection } => {
+                let mut connected = match connection.take() {
+                    Some(connected) => connected,
+                    None => login.connect().await?,
+                };
+                let facts = passage::ask(&mut connected).await?;
+                *connection = Some(connected);
+                Ok(facts)
+            }
+        }
+    }
+}
+
 struct Asker {
-    primary: Server,
+    primary: Asked,
     finding: Option<Finding>,
-    client: Option<Client>,
     /// The primary's offset, for the write rate.
     growth: Growth,
     /// What the primary keeps for the server while that is on its way.
@@ -93,24 +136,25 @@ struct Asker {
 impl Asker {
     async fn ask(&mut self, question: Position) -> Result<(), String> {
         let at = self.find().await?;
-        let primary = self.primary.url().to_string();
-        let no_answer = |cause: String| format!("the primary {primary} does not answer: {cause}");
-        let facts = match tokio::time::timeout(ANSWER_LIMIT, self.facts()).await {
+        let facts = match tokio::time::timeout(ANSWER_LIMIT, self.primary.facts()).await {
             Ok(Ok(facts)) => facts,
-            Ok(Err(error)) => return Err(no_answer(error.to_string())),
-            Err(_) => return Err(no_answer(format!("nothing within {} s", ANSWER_LIMIT.as_secs()))),
+            Ok(Err(error)) => return Err(format!("the primary does not answer: {error}")),
+            Err(_) => return Err(format!("the primary has not answered within {} s", ANSWER_LIMIT.as_secs())),
         };
         let rate = self.rate(Instant::now(), facts.offset).unwrap_or(question.rate);
-        if self.finding.is_some() && facts.role != Some(Role::Primary) {
-            return Err(format!("{primary} is not a primary: a fail-over is under way"));
+        if let Some((finding, at)) = self.finding.as_ref().zip(at) {
+            if facts.role != Some(Role::Primary) {
+                return Err(format!("{}:{} is not a primary: a fail-over is under way", at.host, at.port));
+            }
+            // Sentinel would list the link that pins among the replicas, without an end.
+            facts.covers(question.history, question.offset, rate)?;
+            finding.covered(&at);
+            return Ok(());
         }
-        let Some((finding, at)) = self.finding.as_ref().zip(at) else {
-            return self.pins.secure(&self.primary, &facts, Position { rate, ..question }).await;
-        };
-        // Sentinel would list the link that pins among the replicas, without an end.
-        facts.covers(question.history, question.offset, rate)?;
-        finding.covered(&at);
-        Ok(())
+        match &self.primary {
+            Asked::At { server, .. } => self.pins.secure(server, &facts, Position { rate, ..question }).await,
+            Asked::As { .. } => facts.covers(question.history, question.offset, rate),
+        }
     }
 
     /// Asks the Sentinels where the primary is, if there are any.
@@ -122,22 +166,13 @@ impl Asker {
             Ok(Err(failure)) => return Err(failure.to_string()),
             Err(_) => return Err(format!("no Sentinel has answered within {} s", ANSWER_LIMIT.as_secs())),
         };
-        if self.primary.url().host_and_port() != Some((at.host.as_str(), at.port)) {
-            self.primary = self.primary.at(&at.host, at.port);
-            (self.client, self.growth, self.pins) = (None, Growth::default(), Pins::default());
+        if let Asked::At { server, client } = &mut self.primary
+            && server.url().host_and_port() != Some((at.host.as_str(), at.port))
+        {
+            (*server, *client) = (server.at(&at.host, at.port), None);
+            (self.growth, self.pins) = (Growth::default(), Pins::default());
         }
         Ok(Some(at))
-    }
-
-    async fn facts(&mut self) -> Result<Facts, ServerError> {
-        let mut client = match self.client.take().filter(Client::is_usable) {
-            Some(client) => client,
-            None => self.primary.connect().await?,
-        };
-        // The version says whether the backlog can be pinned, and stands in another section.
-        let facts = Facts::from_info(&client.info("").await?);
-        self.client = Some(client);
-        Ok(facts)
     }
 
     /// Bytes that the primary's clients have written per second since it was last asked.
@@ -157,8 +192,8 @@ mod tests {
     fn the_write_rate_is_the_primarys_own_once_it_was_asked_twice() {
         let url = "redis://127.0.0.1:1".parse().unwrap();
         let primary = Server::new(url, Credentials::default(), &TlsOptions::default(), Task::Replica).unwrap();
-        let mut asker =
-            Asker { primary, finding: None, client: None, growth: Growth::default(), pins: Pins::default() };
+        let primary = Asked::at(primary);
+        let mut asker = Asker { primary, finding: None, growth: Growth::default(), pins: Pins::default() };
         let start = Instant::now();
         assert_eq!(asker.rate(start, None), None);
         assert_eq!(asker.rate(start, Some(1000)), None);

@@ -18,6 +18,7 @@
 mod coverage;
 mod listening;
 pub(super) mod metrics;
+mod outrun;
 mod server;
 #[cfg(any(test, feature = "simulation"))]
 pub(crate) mod simulated;
@@ -32,6 +33,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
 use tokio::sync::oneshot;
 
 use self::coverage::Coverage;
+use self::outrun::{Outrun, Seen};
 use self::server::{ServerTask, Work};
 pub(super) use self::start::{Attending, Setup};
 use super::candidates::Newcomer;
@@ -39,6 +41,7 @@ use super::data_set::DataSet;
 use super::delivery::{Handle, Notice, Order};
 use super::feed::Feed;
 use super::finding::Finding;
+use super::guard::Guard;
 use super::introduction::{Answer, Introduction};
 use super::machine::{Action, DeliveryEvent, Event, Job, Loss, Reading, Replica, SourceEvent};
 use super::meter::Meter;
@@ -84,8 +87,10 @@ pub(super) struct Driver {
     /// What the module answered.
     answer: Option<(u64, Result<Answer, String>)>,
     display: Display,
-    /// Asks the primary whether it would continue the server, where the source cannot tell.
-    coverage: Option<Coverage>,
+    /// Asks the primary whether it would continue the server: while the source is away, and where it cannot tell.
+    coverage: Coverage,
+    /// The source cannot tell: it captures another server.
+    asks_primary: bool,
     signals: (Signal, Signal),
     published: Result<(), Failure>,
 }
@@ -100,12 +105,16 @@ struct FromServer {
     lingers: Option<oneshot::Sender<()>>,
     /// The task that asks a server that stays for its own word.
     listening: Option<AbortOnDrop>,
+    /// The process that puts the server's login back if this one is killed.
+    #[allow(dead_code)] // held until the end
+    guard: Option<Guard>,
 }
 
 /// When progress is shown next, and where.
 struct Display {
     due: Instant,
     bar: Option<progress::Meter>,
+    outrun: Outrun,
     /// The questions of those who watch.
     scrapes: Scrapes,
 }
@@ -188,12 +197,6 @@ impl Driver {
                     None => std::future::pending().await,
                 }
             };
-            let covered = async {
-                match &mut self.coverage {
-                    Some(coverage) => coverage.answered().await,
-                    None => std::future::pending().await,
-                }
-            };
             let arrived = async {
                 match &mut self.from_server.arrivals {
                     Some(arrivals) => arrivals.recv().await,
@@ -209,7 +212,7 @@ impl Driver {
                     Some(Event::Server(done.report))
                 }
                 received = received => self.received(received),
-                covered = covered => {
+                covered = self.coverage.answered() => {
                     let (covered, text) = (covered.is_ok(), covered.err().unwrap_or_default());
                     Some(Event::Source(SourceEvent::HandOffAnswer { covered, text }))
                 }
@@ -369,6 +372,7 @@ impl Driver {
                 }
             }
             Action::GiveUpLoad => self.delivery.order(Order::GiveUp),
+            Action::LoadAgain => self.delivery.order(Order::LoadAgain),
             Action::HoldStream => self.delivery.order(Order::Hold),
             Action::Server(job) => self.give(job),
             Action::CancelIntroduction => self.server.cancel(),
@@ -396,14 +400,14 @@ impl Driver {
         }
     }
 
-    /// Asks whether the primary would continue the server: the primary itself, where the source captures another
-    /// server.
+    /// Asks whether the primary would continue the server: the source, or the primary itself if the source is away or
+    /// captures another server.
     fn ask_hand_off(&mut self, generation: u64, offset: u64) {
         let offer = self.machine.tables().map(|tables| &tables.offer);
         let question =
             offer.and_then(|offer| Some(Position { history: offer.replid?, offset, rate: offer.write_rate }));
-        match (&mut self.coverage, question) {
-            (Some(coverage), Some(question)) => coverage.ask(question),
+        match question {
+            Some(question) if self.asks_primary || self.session.is_none() => self.coverage.ask(question),
             _ => self.send(Message::HandOffQuery { generation, offset }),
         }
     }
@@ -504,7 +508,25 @@ impl Driver {
             }
             bar.set(self.meter.bytes_delivered.get());
         }
+        self.foresee(now);
         self.tell_progress();
+    }
+
+    /// Warns of a sync that will start over.
+    fn foresee(&mut self, now: Instant) {
+        let meter = &self.meter;
+        if meter.stream_paused.get() == 0 || self.delivery.progress().loaded {
+            return;
+        }
+        let seen = Seen {
+            written: meter.journal_written.get(),
+            left: meter.journal_left.get(),
+            arrived: meter.bytes_fetched.get().max(meter.bytes_delivered.get()),
+            whole: Some(meter.bytes_known.get()).filter(|_| meter.slots_total.get() > 0),
+        };
+        if let Some(warning) = self.display.outrun.look(now, seen) {
+            tracing::warn!("{warning}");
+        }
     }
 
     fn tell_progress(&self) {

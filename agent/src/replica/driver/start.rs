@@ -9,7 +9,8 @@ use tokio::sync::Notify;
 use tokio::sync::mpsc::{self, UnboundedReceiver};
 use tokio::sync::oneshot;
 
-use super::coverage::Coverage;
+use super::coverage::{Asked, Coverage};
+use super::outrun::Outrun;
 use super::server::{Hands, Intercepted, Keeper, ServerTask, Watched};
 use super::{Display, Driver, Facts, FromServer, listening};
 use crate::args::{ReplicaArgs, SyncArgs};
@@ -19,10 +20,13 @@ use crate::exit::Failure;
 use crate::metrics::Scrapes;
 use crate::replica::attend::gate::Gate;
 use crate::replica::attend::guide::Watcher;
+use crate::replica::attend::passage::Login;
 use crate::replica::candidates::{Candidates, Newcomer};
 use crate::replica::control::Control;
 use crate::replica::data_set::DataSet;
 use crate::replica::delivery;
+use crate::replica::guard::Guard;
+use crate::replica::link_login::LinkLogin;
 use crate::replica::locality::Locality;
 use crate::replica::machine::{Replica, Rules};
 use crate::replica::meter::Meter;
@@ -57,6 +61,8 @@ pub(in crate::replica) struct Attending {
     pub(in crate::replica) server: crate::server::Facts,
     /// The primary that it follows.
     pub(in crate::replica) primary: (String, u16),
+    /// How it has logged in there.
+    pub(in crate::replica) login: Login,
     pub(in crate::replica) source: Source,
     pub(in crate::replica) data_set: DataSet,
     pub(in crate::replica) gate: Gate,
@@ -78,7 +84,9 @@ struct Ways {
     lingers: Option<oneshot::Sender<()>>,
     facts: Facts,
     run_id: Option<String>,
-    coverage: Option<Coverage>,
+    coverage: Coverage,
+    /// The source cannot tell whether the primary would continue the server: it captures another one.
+    asks_primary: bool,
     spool: Option<Spool>,
 }
 
@@ -109,22 +117,37 @@ impl Driver {
         let args = Arc::new(args);
         let locality = Locality::of(control.present(), target.facts.process_id).or_listen(args.listen);
         let (listener, link) = locality.take_port()?;
+        let needs_guard = matches!(target.link_login, LinkLogin::Secret { .. });
         let link_tls = link_tls.filter(|_| target.tls_replication);
         let candidates = Candidates::new(listener, link_tls, target.link_login.access(), locality);
         let link_failure = candidates.failure();
         let facts = Facts::of(&control, &target.facts, (&primary.host, primary.port), spool.as_ref(), data_set);
         let finding = primary.finding.clone();
-        let coverage = primary.asked.clone().map(|asked| Coverage::start(asked, finding.clone()));
+        let asks_primary = primary.is_asked;
+        let coverage = Coverage::start(Asked::at(primary.server.clone()), finding.clone());
         let facts = Facts { finding, ..facts };
         let run_id = target.facts.run_id.clone();
         let listening = args.stay.then(|| listening::start(control.server().clone()));
         let (arrivals, lingers) = (None, None);
-        let ways = Ways { args: sync, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool };
+        let ways = Ways {
+            args: sync,
+            tokens,
+            source,
+            candidates,
+            arrivals,
+            lingers,
+            facts,
+            run_id,
+            coverage,
+            asks_primary,
+            spool,
+        };
         let keeper = |meter, hurry| {
             let watched = Watched { meter, link_failure, hurry };
             Hands::Commands(Box::new(Keeper::new(args, control, record, target, primary, link, watched)))
         };
         let mut driver = Driver::assemble(ways, keeper).await?;
+        driver.from_server.guard = needs_guard.then(Guard::start).flatten();
         driver.from_server.listening = listening;
         Ok(driver)
     }
@@ -132,20 +155,34 @@ impl Driver {
     /// Starts the tasks for a server that is on its way to its primary, and whose connections are intercepted. Changes
     /// nothing on the server, then or later.
     pub(in crate::replica) async fn begin_attending(attending: Attending) -> Result<Driver, Failure> {
-        let Attending { args, tokens, control, server, primary, source, data_set, gate, watcher, arrivals, lingers } =
-            attending;
+        let Attending {
+            args,
+            tokens,
+            control,
+            server,
+            primary,
+            login,
+            source,
+            data_set,
+            gate,
+            watcher,
+            arrivals,
+            lingers,
+        } = attending;
         let args = Arc::new(args);
         let facts = Facts::of(&control, &server, (&primary.0, primary.1), None, data_set);
         let (candidates, run_id) = (Candidates::without_a_port(), server.run_id);
         let (arrivals, lingers) = (Some(arrivals), Some(lingers));
-        let (coverage, spool) = (None, None);
-        let ways = Ways { args, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool };
+        let (coverage, asks_primary, spool) = (Coverage::start(Asked::of(login), None), false, None);
+        let ways =
+            Ways { args, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, asks_primary, spool };
         let hands = |meter, _| Hands::Interception(Box::new(Intercepted::new(control, primary, gate, watcher, meter)));
         Driver::assemble(ways, hands).await
     }
 
     async fn assemble(ways: Ways, keeper: impl FnOnce(Arc<Meter>, Arc<Notify>) -> Hands) -> Result<Driver, Failure> {
-        let Ways { args, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool } = ways;
+        let Ways { args, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, asks_primary, spool } =
+            ways;
         let no_handler = |error| Failure::local(format!("signals can't be caught: {error}"));
         let signals = (
             signal(SignalKind::interrupt()).map_err(no_handler)?,
@@ -191,7 +228,14 @@ impl Driver {
             server: ServerTask::start(keeper(meter.clone(), hurry.clone()), hurry),
             relay,
             delivery,
-            from_server: FromServer { notices, is_intercepted: arrivals.is_some(), arrivals, lingers, listening: None },
+            from_server: FromServer {
+                notices,
+                is_intercepted: arrivals.is_some(),
+                arrivals,
+                lingers,
+                listening: None,
+                guard: None,
+            },
             meter,
             sinks,
             connecting: mpsc::unbounded_channel(),
@@ -199,8 +243,9 @@ impl Driver {
             tables: None,
             introduction: None,
             answer: None,
-            display: Display { due: now, bar: None, scrapes: Scrapes::default() },
+            display: Display { due: now, bar: None, outrun: Outrun::default(), scrapes: Scrapes::default() },
             coverage,
+            asks_primary,
             signals,
             published: Ok(()),
             args,

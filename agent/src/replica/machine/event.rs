@@ -82,7 +82,7 @@ pub(crate) enum SourceEvent {
     Offer(Box<Offer>),
     /// A generation has ended.
     GenerationGone { generation: u64, text: String },
-    /// Whether the primary's backlog covers the server's offset.
+    /// Whether the primary would continue the server at the offset of the last question.
     HandOffAnswer { covered: bool, text: String },
 }
 
@@ -93,7 +93,17 @@ pub(crate) struct Loss {
     pub(crate) passes: bool,
     /// The source ended the session because the server took nothing.
     pub(crate) stalled: bool,
+    /// The source does not hold what the server needs next: a server that has loaded can only go to the primary, or
+    /// load another snapshot.
+    pub(crate) history_gone: bool,
     pub(crate) failure: Failure,
+}
+
+impl Loss {
+    /// A failure after which another attempt may succeed.
+    pub(crate) fn passing(failure: Failure) -> Loss {
+        Loss { passes: true, stalled: false, history_gone: false, failure }
+    }
 }
 
 /// How the tables are read.
@@ -367,7 +377,8 @@ pub(crate) enum Action {
     ConnectTables { attempt: u64, offer: Box<Offer> },
     /// Give the tables of this attempt to the delivery.
     Attach { attempt: u64 },
-    /// Ask the source whether the primary's backlog covers this offset.
+    /// Ask whether the primary would continue the server at this offset: the source, or the primary itself. Ends with
+    /// [`SourceEvent::HandOffAnswer`], unless the source is lost first.
     AskHandOff { generation: u64, offset: u64 },
     /// Report the progress to the source now.
     TellProgress,
@@ -377,6 +388,8 @@ pub(crate) enum Action {
     EndIntroduction { number: u64 },
     /// Close the link of a server whose snapshot will never be whole.
     GiveUpLoad,
+    /// Have the server that has loaded load another snapshot; ends with [`DeliveryEvent::FeedWanted`].
+    LoadAgain,
     /// Give the server no more of the stream.
     HoldStream,
     /// Have the server's task do this.

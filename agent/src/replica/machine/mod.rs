@@ -22,6 +22,8 @@
 //!
 //! What must hold, and is checked after every event of random runs:
 //! - The server's task has one job at a time, and reports before it gets the next.
+//! - No server is pointed at the primary before the primary was asked whether it would continue it, for some seconds at
+//!   least. One that it would not continue loads another snapshot of the source, if there is a source.
 //! - A failure before the server holds the whole snapshot ends with the server at its former primary, or detached.
 //!   Afterwards the server always goes to the primary: its own replication makes good whatever is missing.
 //! - A server that another client has taken over is not changed any more, except that settings are put back.
@@ -56,7 +58,7 @@ pub(crate) use self::event::{
 };
 use self::hand_off::{HAND_OFF_LIMIT, HandOff, Next};
 use self::server_side::ServerSide;
-use self::state::{CatchUp, State, is_near_enough};
+use self::state::{CatchUp, Otherwise, Parting, State, is_near_enough};
 use self::supply::{Supply, SupplyState, Verdict};
 use super::report::Moments;
 use crate::backoff::Backoff;
@@ -64,6 +66,10 @@ use crate::exit::{Code, Failure};
 
 /// Loads that the server may break off before the sync fails.
 const BROKEN_LOADS_LIMIT: u32 = 3;
+
+/// Snapshots that a server may load in the place of one whose stream has ended. What ended the stream of three would end
+/// the next one too: the source's journal is too short for the time that the transfer takes.
+const LOADS_AGAIN_LIMIT: u32 = 2;
 
 /// Hand-offs that may fail before the sync fails.
 const HAND_OFFS_LIMIT: u32 = 3;
@@ -80,10 +86,11 @@ pub(crate) struct Replica {
     /// What the delivery reads, or has read.
     tables: Option<Tables>,
     moments: Moments,
-    /// A signal that came while the server was on its way to the primary.
+    /// A signal that came when the server had loaded.
     stop: Option<&'static str>,
     broken_loads: u32,
     failed_hand_offs: u32,
+    loads_again: u32,
     interruptions: u32,
     told_uncovered: bool,
     hand_off_offset: u64,
@@ -105,6 +112,7 @@ impl Replica {
             stop: None,
             broken_loads: 0,
             failed_hand_offs: 0,
+            loads_again: 0,
             interruptions: 0,
             told_uncovered: false,
             hand_off_offset: 0,
@@ -139,7 +147,7 @@ impl Replica {
             State::Ending(ending) => return ending.deadline(),
             State::HandingOff(hand_off) => return hand_off.deadline(),
             State::Returning => return None,
-            State::CatchUp(catch_up) if !self.server.has(Job::AskOffset) => catch_up.deadline(),
+            State::CatchUp(catch_up) => catch_up.deadline(self.server.has(Job::AskOffset)),
             _ => None,
         };
         [of_state, self.server.look_at(), self.supply.deadline(&self.rules)].into_iter().flatten().min()
@@ -188,7 +196,7 @@ impl Replica {
                     self.join();
                 }
             }
-            SourceEvent::Unreachable(loss) => self.come_again(now, loss.passes, loss.failure),
+            SourceEvent::Unreachable(loss) => self.come_again(now, loss),
             SourceEvent::Lost(loss) => self.source_lost(now, loss),
             SourceEvent::Waiting { cause, text } => {
                 tracing::info!("waiting: {text}");
@@ -204,7 +212,7 @@ impl Replica {
                 tracing::warn!(generation, "the source has given up its snapshot: {text}");
                 self.interruptions += 1;
                 if self.reading.loaded && !self.is_on_its_way() {
-                    self.hand_off(now, "its stream through the source has ended", None);
+                    self.part(now, "its stream through the source has ended", None, Otherwise::LoadAgain);
                 }
             }
             SourceEvent::HandOffAnswer { covered, text } => self.answered(now, covered, &text),
@@ -230,39 +238,38 @@ impl Replica {
                 self.slots_wanted();
             }
         }
-        self.come_again(now, loss.passes, loss.failure);
+        self.come_again(now, loss);
     }
 
-    /// Sets the next attempt, or ends the sync where another would not help or the time for them is over.
-    fn come_again(&mut self, now: Instant, passes: bool, failure: Failure) {
+    /// Sets the next attempt, or ends the sync where another would not help or the time for them is over. Meanwhile a
+    /// server that has loaded goes to the primary as soon as that would continue it.
+    fn come_again(&mut self, now: Instant, loss: Loss) {
         if self.is_on_its_way() {
             self.supply.state = SupplyState::Idle;
-            self.supply.deferred = Some((passes, failure));
+            self.supply.deferred = Some(loss);
             return;
         }
-        match self.supply.lost(now, &self.rules, &self.reading, passes, &failure) {
+        match self.supply.lost(now, &self.rules, &self.reading, &loss) {
             Verdict::Pause(pause) => {
-                tracing::warn!("{failure}; trying again in {} ms", pause.as_millis());
+                tracing::warn!("{}; trying again in {} ms", loss.failure, pause.as_millis());
                 self.interruptions += 1;
+                if self.state == State::Staying && self.supply.is_missed(now) {
+                    self.state = State::CatchUp(CatchUp::begin(now));
+                }
             }
-            Verdict::GoToPrimary => {
-                tracing::warn!("{failure}; going to the primary without the source");
+            Verdict::Part => {
+                tracing::warn!("{}; asking whether the primary would continue the server", loss.failure);
                 self.supply.state = SupplyState::Idle;
-                self.supply.deferred = Some((passes, failure));
-                self.hand_off(now, "the source can't feed it any more", None);
+                let otherwise = if loss.history_gone { Otherwise::LoadAgain } else { Otherwise::FullCopy };
+                self.supply.deferred = Some(loss);
+                self.part(now, "the source can't feed it any more", None, otherwise);
             }
             Verdict::Fail(failure) => self.fail(failure),
         }
     }
 
     /// The pause after a loss is over.
-    fn try_again(&mut self, now: Instant) {
-        if self.reading.loaded && !self.rules.stay {
-            // The server can get the stream from the primary, where it goes next anyway.
-            let is_away = !self.supply.has_session;
-            let why = if is_away { "the source is away" } else { "the source no longer holds what it needs" };
-            return self.hand_off(now, why, None);
-        }
+    fn try_again(&mut self) {
         if self.supply.stalled {
             self.supply.state = SupplyState::CheckingServer;
             if !self.server.has(Job::Look) {
@@ -271,9 +278,13 @@ impl Replica {
         } else if self.supply.has_session {
             self.join();
         } else {
-            self.supply.state = SupplyState::Reconnecting;
-            self.actions.push_back(Action::ConnectSource);
+            self.connect_source();
         }
+    }
+
+    fn connect_source(&mut self) {
+        self.supply.state = SupplyState::Reconnecting;
+        self.actions.push_back(Action::ConnectSource);
     }
 
     fn tables_connected(&mut self, now: Instant, attempt: u64, connected: Result<Tables, Failure>) {
@@ -288,7 +299,11 @@ impl Replica {
         };
         let other_history = |before: &Tables| before.offer.replid != tables.offer.replid;
         if self.reading.loaded && self.tables.as_ref().is_some_and(other_history) {
-            return self.hand_off(now, "the source no longer has its server's history", None);
+            self.supply.state = SupplyState::Idle;
+            return self.part(now, "the source no longer has its server's history", None, Otherwise::LoadAgain);
+        }
+        if let State::CatchUp(catch_up) = &mut self.state {
+            catch_up.is_fed_again();
         }
         self.moments.offered.get_or_insert(now);
         self.supply.attached(now);
@@ -305,7 +320,7 @@ impl Replica {
     fn feed_lost(&mut self, now: Instant, failure: Failure) {
         // Without a session the driver is connecting again, and a new session brings a new feed.
         if self.supply.has_session {
-            self.come_again(now, true, failure);
+            self.come_again(now, Loss::passing(failure));
         }
     }
 
@@ -316,7 +331,13 @@ impl Replica {
             return; // the server has restarted since the question
         }
         if covered {
-            return self.hand_off(now, "caught up", None);
+            let parting = catch_up.parting();
+            let why = match parting {
+                Some(parting) => parting.why,
+                None if self.supply.is_attached() => "caught up",
+                None => "the source is away",
+            };
+            return self.hand_off(now, why, parting.and_then(|parting| parting.because));
         }
         if !std::mem::replace(&mut self.told_uncovered, true) {
             tracing::warn!(
@@ -356,13 +377,23 @@ impl Replica {
             DeliveryEvent::FeedWanted => {
                 if self.reading.loaded {
                     // On its way to the primary the server needs no feed. Should it come back, the source is asked.
-                    let waits = matches!(self.state, State::HandingOff(_));
-                    return if waits { self.supply.state = SupplyState::Idle } else { self.join() };
+                    return match self.state {
+                        State::HandingOff(_) if self.supply.has_session => self.supply.state = SupplyState::Idle,
+                        State::HandingOff(_) => {}
+                        _ => self.join(),
+                    };
                 }
                 if !self.is_on_its_way() {
+                    if let Some(signal) = self.stop {
+                        return self.fail(interrupted(signal));
+                    }
                     self.state = State::Waiting;
                 }
-                self.join();
+                if self.supply.has_session {
+                    self.join();
+                } else if self.supply.state == SupplyState::Idle {
+                    self.connect_source();
+                }
             }
             DeliveryEvent::Fatal { failure } => self.fail(failure),
         }
@@ -461,9 +492,9 @@ impl Replica {
             match &looked {
                 Ok(_) => {
                     self.supply.stalled = false;
-                    self.try_again(now);
+                    self.try_again();
                 }
-                Err(failure) => self.come_again(now, true, failure.clone()),
+                Err(failure) => self.come_again(now, Loss::passing(failure.clone())),
             }
         }
         if !self.is_on_its_way() && !self.is_over() {
@@ -479,15 +510,15 @@ impl Replica {
         match answer {
             Ok(applied) => {
                 self.server.presence.answered();
-                if !is_near_enough(&self.reading, applied, backlog) {
+                let is_fed = self.supply.is_attached() && catch_up.parting().is_none();
+                if is_fed && !is_near_enough(&self.reading, applied, backlog) {
                     catch_up.is_behind(now);
-                } else if self.rules.stay {
+                } else if is_fed && self.rules.stay {
                     self.moments.caught_up = Some(now);
                     self.state = State::Staying;
                     tracing::info!(offset = applied, "in step; staying as its feed until stopped");
                 } else {
                     let generation = self.tables.as_ref().map(|tables| tables.offer.generation);
-                    let generation = generation.filter(|_| self.supply.has_session);
                     catch_up.is_near(now, generation.is_some());
                     let question = generation.map(|generation| Action::AskHandOff { generation, offset: applied });
                     self.actions.extend(question);
@@ -511,6 +542,37 @@ impl Replica {
     }
 
     // ---- the way to the primary ----
+
+    /// The stream through the source ends for a server that has loaded. The primary is asked first whether it would
+    /// continue the server.
+    fn part(&mut self, now: Instant, why: &'static str, because: Option<&'static str>, otherwise: Otherwise) {
+        let is_parting = matches!(&self.state, State::CatchUp(catch_up) if catch_up.parting().is_some());
+        if !is_parting || because.is_some() {
+            self.state = State::CatchUp(CatchUp::part(now, why, because, otherwise));
+        }
+    }
+
+    /// The primary would not continue the server, which gets no more of the stream.
+    fn parted(&mut self, now: Instant, parting: Parting) {
+        let Parting { why, because, otherwise, .. } = parting;
+        if otherwise == Otherwise::LoadAgain && self.loads_again < LOADS_AGAIN_LIMIT {
+            tracing::warn!(
+                "{why}, and the primary would not continue the server without a full copy: the server loads another snapshot of \
+                 the source"
+            );
+            self.loads_again += 1;
+            self.interruptions += 1;
+            self.moments.fetched = None;
+            self.supply.deferred = None;
+            self.state = State::Waiting;
+            return self.actions.push_back(Action::LoadAgain);
+        }
+        tracing::warn!(
+            "the primary does not say that it would continue the server; it goes there nevertheless, and may take a full copy \
+             by its own replication"
+        );
+        self.hand_off(now, why, because);
+    }
 
     /// Points the server at the primary and waits until it is in step there.
     fn hand_off(&mut self, now: Instant, why: &str, because: Option<&'static str>) {
@@ -601,8 +663,8 @@ impl Replica {
 
     /// The server is no longer on its way to the primary, and needs the source.
     fn feed_again(&mut self, now: Instant) {
-        if let Some((passes, failure)) = self.supply.deferred.take() {
-            self.come_again(now, passes, failure);
+        if let Some(loss) = self.supply.deferred.take() {
+            self.come_again(now, loss);
         } else if self.supply.state == SupplyState::Idle {
             self.join();
         }
@@ -614,7 +676,12 @@ impl Replica {
         match &mut self.state {
             State::Ending(ending) => ending.stop(now, signal, &mut self.actions),
             State::HandingOff(_) | State::Returning => self.stop = Some(signal),
-            _ if self.reading.loaded => self.hand_off(now, "we were stopped", Some(signal)),
+            // The second signal.
+            _ if self.reading.loaded && self.stop.is_some() => self.hand_off(now, "we were stopped", Some(signal)),
+            _ if self.reading.loaded => {
+                self.stop = Some(signal);
+                self.part(now, "we were stopped", Some(signal), Otherwise::FullCopy);
+            }
             _ => self.fail(interrupted(signal)),
         }
     }
@@ -638,7 +705,10 @@ impl Replica {
     fn settle(&mut self, now: Instant) {
         if !self.reading.loaded && matches!(self.state, State::CatchUp(_) | State::Staying) {
             // The server asked for the snapshot once more, as servers do that restarted.
-            self.state = State::Transfer;
+            match self.stop {
+                Some(signal) => self.fail(interrupted(signal)),
+                None => self.state = State::Transfer,
+            }
         }
         if !self.is_over() && !self.is_on_its_way() {
             self.settle_supply(now);
@@ -648,8 +718,10 @@ impl Replica {
         }
         match &mut self.state {
             State::CatchUp(catch_up) => {
-                let is_due = catch_up.deadline().is_some_and(|at| at <= now);
-                if is_due && !self.server.has(Job::AskOffset) {
+                let is_due = catch_up.question_at().is_some_and(|at| at <= now);
+                if let Some(parting) = catch_up.parted(now) {
+                    self.parted(now, parting);
+                } else if is_due && !self.server.has(Job::AskOffset) {
                     self.server.desk.add(Job::AskOffset);
                 }
             }
@@ -678,7 +750,7 @@ impl Replica {
         if let Some(failure) = self.supply.gives_up(now, &self.rules) {
             self.fail(failure);
         } else if self.supply.is_due(now) {
-            self.try_again(now);
+            self.try_again();
         }
     }
 

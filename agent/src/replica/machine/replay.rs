@@ -51,6 +51,14 @@ struct World {
     has_session: bool,
     /// The source owes an answer to a question.
     asked: bool,
+    /// The last answer was yes, and the server was not pointed at the primary since.
+    covered: bool,
+    /// Since when the source feeds no server that has loaded.
+    parts_since: Option<Instant>,
+    /// The delivery was ordered to load another snapshot.
+    loads_again: bool,
+    /// Signals that the agent was given.
+    signals: u32,
     uses_module: bool,
     delivery_ended: bool,
     /// Another client was reported to have taken the server over.
@@ -78,6 +86,10 @@ impl World {
             connecting: false,
             has_session: true,
             asked: false,
+            covered: false,
+            parts_since: None,
+            loads_again: false,
+            signals: 0,
             uses_module: false,
             delivery_ended: false,
             taken_over: false,
@@ -111,7 +123,7 @@ impl World {
                 Action::ConnectTables { attempt, offer } => self.attempts.push((attempt, offer.generation)),
                 Action::Attach { .. } => assert!(!self.delivery_ended),
                 Action::AskHandOff { .. } => {
-                    assert!(self.has_session && self.reading.loaded);
+                    assert!(self.reading.loaded);
                     self.asked = true;
                 }
                 Action::UseModule(used) => self.uses_module = used,
@@ -123,6 +135,10 @@ impl World {
                     let code = outcome.as_ref().err().map(|failure| failure.code);
                     assert!(!self.left_alone || code == Some(Code::TakenOver), "{outcome:?} of a server taken over");
                     self.end = Some(outcome);
+                }
+                Action::LoadAgain => {
+                    assert!(self.reading.loaded, "it has loaded nothing");
+                    self.loads_again = true;
                 }
                 Action::EndIntroduction { .. }
                 | Action::TellProgress
@@ -138,7 +154,12 @@ impl World {
         assert_eq!(self.job, None, "one job at a time, and now {job:?}");
         match job {
             Job::Follow { from_nothing } => assert_eq!(self.uses_module, from_nothing),
-            Job::PointAtPrimary => assert!(self.reading.loaded, "a server with half a data set at the primary"),
+            Job::PointAtPrimary => {
+                assert!(self.reading.loaded, "a server with half a data set at the primary");
+                let parting = self.parts_since.is_some_and(|since| self.now - since >= Duration::from_secs(5));
+                assert!(self.covered || parting || self.signals > 0, "the primary was not asked");
+                self.covered = false;
+            }
             Job::Leave(how) => {
                 assert!(self.delivery_ended, "the link is still served while the server is put in order");
                 if self.taken_over {
@@ -158,7 +179,8 @@ impl World {
             return;
         }
         let due = self.machine.deadline();
-        let waits = self.job.is_some() || self.has_session || self.connecting || !self.attempts.is_empty();
+        let waits =
+            self.loads_again || self.job.is_some() || self.has_session || self.connecting || !self.attempts.is_empty();
         assert!(due.is_some() || waits, "nothing gets this run on");
         if let Some(due) = due {
             assert!(due > self.now || self.job.is_some(), "due, and nothing was done about it");
@@ -201,12 +223,18 @@ impl World {
     }
 
     fn loss(&mut self) -> Loss {
-        Loss { passes: !self.draw.one_in(12), stalled: self.draw.one_in(8), failure: failure("the source is gone") }
+        let passes = !self.draw.one_in(12);
+        if !passes {
+            self.parts_since.get_or_insert(self.now);
+        }
+        let (stalled, history_gone) = (self.draw.one_in(8), !passes && self.draw.one_in(2));
+        Loss { passes, stalled, history_gone, failure: failure("the source is gone") }
     }
 
     fn source(&mut self) -> Event {
         if !self.has_session {
-            return self.time();
+            // The primary itself answers.
+            return if self.asked && self.draw.one_in(2) { self.answer() } else { self.time() };
         }
         Event::Source(match self.draw.below(12) {
             0 => {
@@ -214,11 +242,11 @@ impl World {
                 SourceEvent::Lost(self.loss())
             }
             1 => SourceEvent::Waiting { cause: WaitCause::Busy, text: "busy".into() },
-            2 => SourceEvent::GenerationGone { generation: self.generation, text: "too old".into() },
-            3..=5 if self.asked => {
-                self.asked = false;
-                SourceEvent::HandOffAnswer { covered: self.draw.one_in(2), text: String::new() }
+            2 => {
+                self.parts_since.get_or_insert(self.now);
+                SourceEvent::GenerationGone { generation: self.generation, text: "too old".into() }
             }
+            3..=5 if self.asked => return self.answer(),
             _ => {
                 self.generation += u64::from(self.draw.one_in(3));
                 SourceEvent::Offer(offer(self.generation))
@@ -226,7 +254,17 @@ impl World {
         })
     }
 
+    fn answer(&mut self) -> Event {
+        self.asked = false;
+        self.covered = self.draw.one_in(2);
+        Event::Source(SourceEvent::HandOffAnswer { covered: self.covered, text: String::new() })
+    }
+
     fn delivery(&mut self) -> Event {
+        if self.loads_again && !self.delivery_ended {
+            (self.loads_again, self.reading.loaded) = (false, false);
+            return Event::Delivery(DeliveryEvent::FeedWanted);
+        }
         if self.delivery_ended || self.machine.tables().is_none() {
             return self.time();
         }
@@ -340,6 +378,7 @@ fn run(start: Instant, seed: u64) -> String {
         world.step(event);
     }
     // A signal ends every run: at once, or when the hand-off is done.
+    world.signals += 1;
     world.step(Event::Stop { signal: "SIGTERM" });
     for _ in 0..LAST_EVENTS {
         if world.end.is_some() {

@@ -8,8 +8,12 @@ use super::ending::Ending;
 use super::event::Reading;
 use super::hand_off::{HandOff, QUICK};
 
-/// Interval at which the source is asked whether the primary's backlog covers the server's offset.
+/// Interval at which is asked whether the primary would continue the server.
 const QUESTION_EVERY: Duration = Duration::from_millis(250);
+
+/// How long the primary is asked whether it would continue a server that gets no more of the stream. Longer than an
+/// answer takes, and short for someone who waits for the agent to stop.
+const PARTING_LIMIT: Duration = Duration::from_secs(5);
 
 /// Pause after a failed hand-off before the next one.
 const AFTER_A_FAILED_HAND_OFF: Duration = Duration::from_secs(2);
@@ -47,8 +51,32 @@ pub(super) enum State {
 pub(super) struct CatchUp {
     /// When to ask for the server's offset next.
     ask_at: Instant,
-    /// Whether the source was asked and has not answered.
+    /// Whether the hand-off was asked for and not answered.
     asked: bool,
+    /// Set when the server gets no more of the stream, or is to leave the link.
+    parting: Option<Parting>,
+}
+
+/// The end of the stream through the source. The primary is asked for a while whether it would continue the server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Parting {
+    /// Why the stream ends, for the log.
+    pub(super) why: &'static str,
+    /// The signal that ends it, if any.
+    pub(super) because: Option<&'static str>,
+    /// What follows if the primary would not.
+    pub(super) otherwise: Otherwise,
+    /// Until when it is asked.
+    pub(super) until: Instant,
+}
+
+/// What becomes of a server that the primary would not continue, and that gets no more of the stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Otherwise {
+    /// It loads another snapshot of the source. The primary serves no full copy.
+    LoadAgain,
+    /// It is left to its own replication, which takes a full copy of the primary: there is no source, or no agent.
+    FullCopy,
 }
 
 impl State {
@@ -69,17 +97,50 @@ impl State {
 impl CatchUp {
     /// The server has just loaded the snapshot.
     pub(super) fn begin(now: Instant) -> CatchUp {
-        CatchUp { ask_at: now, asked: false }
+        CatchUp { ask_at: now, asked: false, parting: None }
     }
 
     /// The server did not get in step with the primary.
     pub(super) fn begin_again(now: Instant) -> CatchUp {
-        CatchUp { ask_at: now + AFTER_A_FAILED_HAND_OFF, asked: false }
+        CatchUp { ask_at: now + AFTER_A_FAILED_HAND_OFF, asked: false, parting: None }
     }
 
-    /// When to ask for the server's offset. Not while the source is being asked.
-    pub(super) fn deadline(&self) -> Option<Instant> {
+    /// The stream through the source ends.
+    pub(super) fn part(
+        now: Instant,
+        why: &'static str,
+        because: Option<&'static str>,
+        otherwise: Otherwise,
+    ) -> CatchUp {
+        CatchUp {
+            parting: Some(Parting { why, because, otherwise, until: now + PARTING_LIMIT }),
+            ..CatchUp::begin(now)
+        }
+    }
+
+    /// The stream is there again.
+    pub(super) fn is_fed_again(&mut self) {
+        self.parting = self.parting.filter(|parting| parting.because.is_some());
+    }
+
+    pub(super) fn parting(&self) -> Option<Parting> {
+        self.parting
+    }
+
+    /// The parting whose time is over.
+    pub(super) fn parted(&self, now: Instant) -> Option<Parting> {
+        self.parting.filter(|parting| parting.until <= now)
+    }
+
+    /// When to ask for the server's offset. Not while the hand-off is being asked for.
+    pub(super) fn question_at(&self) -> Option<Instant> {
         (!self.asked).then_some(self.ask_at)
+    }
+
+    /// When something is due without an event; `is_asking`: the server is being asked for its offset.
+    pub(super) fn deadline(&self, is_asking: bool) -> Option<Instant> {
+        let question = self.question_at().filter(|_| !is_asking);
+        [question, self.parting.map(|parting| parting.until)].into_iter().flatten().min()
     }
 
     /// The server is not near enough yet.
@@ -92,12 +153,12 @@ impl CatchUp {
         self.ask_at = until;
     }
 
-    /// The server is near enough; `asked`: so the source was asked.
+    /// The server is near enough; `asked`: so the hand-off was asked for.
     pub(super) fn is_near(&mut self, now: Instant, asked: bool) {
-        *self = CatchUp { ask_at: now + QUESTION_EVERY, asked };
+        (self.ask_at, self.asked) = (now + QUESTION_EVERY, asked);
     }
 
-    /// Notes the source's answer, or that none will come. Returns whether one was awaited.
+    /// Notes the answer, or that none will come. Returns whether one was awaited.
     pub(super) fn answered(&mut self) -> bool {
         std::mem::take(&mut self.asked)
     }

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use remora_protocol::WaitCause;
 
-use super::event::{Reading, Rules};
+use super::event::{Loss, Reading, Rules};
 use crate::backoff::Backoff;
 use crate::exit::{Code, Failure};
 
@@ -16,7 +16,7 @@ const WAIT_LIMIT: Duration = Duration::from_secs(60);
 /// is back within a second or two, and the primary can serve the server meanwhile.
 const CUT_OFF_LIMIT: Duration = Duration::from_secs(3);
 
-/// How long a server that is fed (`--stay`) may be without its source. Short: the server gets nothing of the primary
+/// How long a server that is fed (`--stay`) may be without its source until the primary is asked. Short: the server gets nothing of the primary
 /// meanwhile, and a source that was started again does not know the old stream.
 const STAY_WITHOUT_SOURCE: Duration = Duration::from_secs(2);
 
@@ -42,7 +42,7 @@ pub(super) struct Supply {
     attempt: u64,
     backoff: Backoff,
     /// A loss that was noticed while the server was on its way to the primary.
-    pub(super) deferred: Option<(bool, Failure)>,
+    pub(super) deferred: Option<Loss>,
 }
 
 /// The state of the supply.
@@ -98,8 +98,8 @@ struct Waiting {
 pub(super) enum Verdict {
     /// Try again after this pause.
     Pause(Duration),
-    /// The server has all that the snapshot held: the primary can make good the rest.
-    GoToPrimary,
+    /// The source feeds the server no more, which has all that the snapshot held.
+    Part,
     Fail(Failure),
 }
 
@@ -145,6 +145,11 @@ impl Supply {
         self.deferred = None;
     }
 
+    /// Whether the delivery reads the tables of the last offer.
+    pub(super) fn is_attached(&self) -> bool {
+        self.state == SupplyState::Attached
+    }
+
     /// A new session has begun.
     pub(super) fn connected(&mut self) {
         self.has_session = true;
@@ -157,35 +162,29 @@ impl Supply {
         self.backoff.next()
     }
 
-    /// Handles a failure of the feed or the source; `passes` if another attempt may succeed.
-    pub(super) fn lost(
-        &mut self,
-        now: Instant,
-        rules: &Rules,
-        reading: &Reading,
-        passes: bool,
-        failure: &Failure,
-    ) -> Verdict {
+    /// Handles a failure of the feed or the source.
+    pub(super) fn lost(&mut self, now: Instant, rules: &Rules, reading: &Reading, loss: &Loss) -> Verdict {
         let quiet = if rules.stay && reading.loaded { STAY_WITHOUT_SOURCE } else { QUIET.max(rules.retry_for) };
         let was_quiet = self.attached_at.take().is_some_and(|at| now.duration_since(at) > quiet);
         if self.reached.has_grown(reading) || was_quiet {
             self.away_since = None;
         }
         let away = now.duration_since(*self.away_since.get_or_insert(now));
-        let enough = !passes || (rules.stay && away > STAY_WITHOUT_SOURCE);
-        if enough && reading.loaded {
-            return Verdict::GoToPrimary;
-        }
-        if !passes {
-            return Verdict::Fail(failure.clone());
+        if !loss.passes {
+            return if reading.loaded { Verdict::Part } else { Verdict::Fail(loss.failure.clone()) };
         }
         if away > rules.retry_for {
             let text = format!("tried for {} s (--retry-for)", rules.retry_for.as_secs());
-            return Verdict::Fail(failure.clone().and(&text));
+            return Verdict::Fail(loss.failure.clone().and(&text));
         }
         let pause = self.backoff.next();
         self.state = SupplyState::Pausing { until: now + pause };
         Verdict::Pause(pause)
+    }
+
+    /// Whether a server that is fed (`--stay`) has been without its source for long enough.
+    pub(super) fn is_missed(&self, now: Instant) -> bool {
+        self.away_since.is_some_and(|since| now.duration_since(since) > STAY_WITHOUT_SOURCE)
     }
 
     /// The pause is over.

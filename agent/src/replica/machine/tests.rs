@@ -64,7 +64,7 @@ pub(super) fn failure(text: &str) -> Failure {
 }
 
 fn loss(passes: bool, stalled: bool) -> Loss {
-    Loss { passes, stalled, failure: failure("it is gone") }
+    Loss { passes, stalled, ..Loss::passing(failure("it is gone")) }
 }
 
 fn taken_over() -> Lapse {
@@ -174,6 +174,31 @@ impl Play {
         play
     }
 
+    /// The stream through the source is over.
+    fn parting(rules: Rules) -> Play {
+        let mut play = Play::asked(rules);
+        let gone = SourceEvent::GenerationGone { generation: 1, text: "the history changed".into() };
+        assert_eq!(play.on(Event::Source(gone)), [Action::Server(Job::AskOffset)]);
+        assert_eq!(play.report(Report::Offset(Ok(2000))), [Action::AskHandOff { generation: 1, offset: 2000 }]);
+        play
+    }
+
+    fn stopping(rules: Rules) -> Play {
+        let mut play = Play::asked(rules);
+        assert_eq!(play.on(Event::Stop { signal: "SIGTERM" }), [Action::Server(Job::AskOffset)]);
+        assert_eq!(play.report(Report::Offset(Ok(2000))), [Action::AskHandOff { generation: 1, offset: 2000 }]);
+        play
+    }
+
+    /// On its way to the primary because of a signal.
+    fn sent_away(mut self) -> Play {
+        self.on(Event::Stop { signal: "SIGTERM" });
+        self.report(Report::Offset(Ok(2000)));
+        let answer = SourceEvent::HandOffAnswer { covered: true, text: String::new() };
+        assert_eq!(self.on(Event::Source(answer)), [Action::HoldStream, Action::Server(Job::Settle)]);
+        self
+    }
+
     fn staying() -> Play {
         let mut play = Play::catch_up(Rules { stay: true, ..rules() });
         assert_eq!(play.report(Report::Offset(Ok(2000))), []);
@@ -270,6 +295,7 @@ impl Play {
                 let text = format!("{ending:?}");
                 text[..text.find([' ', '(', '{']).unwrap_or(text.len())].to_string()
             }
+            State::CatchUp(catch_up) if catch_up.parting().is_some() => format!("{name}, parting"),
             _ => name.to_string(),
         }
     }
@@ -283,6 +309,8 @@ fn states() -> Vec<(&'static str, Play)> {
         ("Loading", Play::loading(rules())),
         ("CatchUp", Play::catch_up(rules())),
         ("CatchUp, asked", Play::asked(rules())),
+        ("CatchUp, parting", Play::parting(rules())),
+        ("CatchUp, stopping", Play::stopping(rules())),
         ("Staying", Play::staying()),
         ("HandingOff, settling", Play::settling(rules())),
         ("HandingOff, pointing", Play::pointing(rules())),
@@ -573,33 +601,150 @@ fn a_loss_long_after_the_last_one_is_a_new_one() {
     assert_eq!(actions, []);
 }
 
-#[test]
-fn a_server_that_has_loaded_goes_to_the_primary_when_the_source_is_lost() {
-    let mut play = Play::catch_up(rules());
-    play.report(Report::Offset(Ok(1000)));
-    assert_eq!(play.on(Event::Source(SourceEvent::Lost(loss(true, false)))), []);
-    let mut actions = Vec::new();
-    while !actions.contains(&Action::HoldStream) {
-        actions = play.wait();
-        if actions == [Action::Server(Job::AskOffset)] {
-            actions = play.report(Report::Offset(Ok(1000)));
+/// Answers the question whether the primary would continue the server.
+fn answer(play: &mut Play, covered: bool) -> Vec<Action> {
+    play.on(Event::Source(SourceEvent::HandOffAnswer { covered, text: String::new() }))
+}
+
+/// Lets time pass until something follows. The primary says no to each question meanwhile, and the source cannot be
+/// reached.
+fn refused_until_something_follows(play: &mut Play) -> Vec<Action> {
+    loop {
+        let actions = play.wait();
+        for action in &actions {
+            let more = match action {
+                Action::Server(Job::AskOffset) => play.report(Report::Offset(Ok(2000))),
+                Action::AskHandOff { .. } => answer(play, false),
+                Action::ConnectSource => play.on(Event::Source(SourceEvent::Unreachable(loss(true, false)))),
+                _ => return actions,
+            };
+            for action in more {
+                match action {
+                    Action::AskHandOff { .. } => assert_eq!(answer(play, false), []),
+                    other => return vec![other],
+                }
+            }
         }
     }
-    assert_eq!(actions, [Action::HoldStream, Action::Server(Job::Settle)]);
+}
+
+#[test]
+fn a_server_whose_source_is_away_goes_to_the_primary_as_soon_as_that_would_continue_it() {
+    let mut play = Play::catch_up(rules());
+    let question = [Action::AskHandOff { generation: 1, offset: 1000 }];
+    assert_eq!(play.on(Event::Source(SourceEvent::Lost(loss(true, false)))), []);
+    assert_eq!(play.report(Report::Offset(Ok(1000))), question, "without a stream it need not be near its end");
+    assert_eq!(answer(&mut play, false), [], "it would not");
+    let mut actions = play.wait();
+    while actions != [Action::Server(Job::AskOffset)] {
+        assert_eq!(actions, [Action::ConnectSource], "the source is looked for meanwhile");
+        actions = play.wait();
+    }
+    assert_eq!(play.report(Report::Offset(Ok(1000))), question);
+    assert_eq!(answer(&mut play, true), [Action::HoldStream, Action::Server(Job::Settle)]);
+}
+
+#[test]
+fn a_server_whose_source_comes_back_in_time_follows_it_again() {
+    let mut play = Play::catch_up(rules());
+    assert_eq!(play.on(Event::Source(SourceEvent::Lost(loss(true, false)))), []);
+    assert_eq!(play.report(Report::Offset(Ok(1000))), [Action::AskHandOff { generation: 1, offset: 1000 }]);
+    assert_eq!(answer(&mut play, false), []);
+    while play.wait() != [Action::ConnectSource] {}
+    assert_eq!(play.on(Event::Source(SourceEvent::Connected)), [Action::Join]);
+    assert_eq!(play.offered(), [Action::Attach { attempt: 2 }]);
+    assert_eq!(play.machine.phase(), Some(Phase::CatchUp));
+}
+
+#[test]
+fn a_server_whose_source_stays_away_is_never_handed_over_unasked() {
+    let mut play = Play::catch_up(Rules { retry_for: Duration::from_secs(60), ..rules() });
+    assert_eq!(play.on(Event::Source(SourceEvent::Lost(loss(true, false)))), []);
+    assert_eq!(play.report(Report::Offset(Ok(2000))), [Action::AskHandOff { generation: 1, offset: 2000 }]);
+    let began = play.now;
+    assert_eq!(answer(&mut play, false), []);
+    let actions = refused_until_something_follows(&mut play);
+    // The sync has failed. Its own replication is all that the server has left.
+    assert_eq!(actions, [Action::StopDelivery { done: false }]);
+    assert!(play.now - began > Duration::from_secs(60), "{:?}", play.now - began);
 }
 
 #[test]
 fn a_server_that_is_fed_may_be_without_its_source_for_two_seconds() {
     let mut play = Play::staying();
     let began = play.now;
-    let mut actions = play.on(Event::Source(SourceEvent::Lost(loss(true, false))));
-    while actions.is_empty() {
-        assert_eq!(play.wait(), [Action::ConnectSource]);
+    assert_eq!(play.on(Event::Source(SourceEvent::Lost(loss(true, false)))), []);
+    let mut actions = play.wait();
+    while actions != [Action::Server(Job::AskOffset)] {
+        assert_eq!(actions, [Action::ConnectSource]);
         actions = play.on(Event::Source(SourceEvent::Unreachable(loss(true, false))));
+        if actions.is_empty() {
+            actions = play.wait();
+        }
     }
-    assert_eq!(actions, [Action::HoldStream, Action::Server(Job::Settle)]);
     let took = play.now - began;
     assert!(took > Duration::from_secs(2) && took < Duration::from_secs(5), "{took:?}");
+    assert_eq!(play.report(Report::Offset(Ok(2000))), [Action::AskHandOff { generation: 1, offset: 2000 }]);
+    assert_eq!(answer(&mut play, true), [Action::HoldStream, Action::Server(Job::Settle)]);
+}
+
+#[test]
+fn a_server_whose_next_byte_the_source_has_lost_loads_another_snapshot_and_not_for_ever() {
+    let mut play = Play::catch_up(rules());
+    let mut loads = 0;
+    loop {
+        let gone = Loss { history_gone: true, ..loss(false, false) };
+        let began = play.now;
+        let lost = play.on(Event::Source(SourceEvent::Lost(gone)));
+        if let [Action::Server(Job::AskOffset)] = lost[..] {
+            assert_eq!(play.report(Report::Offset(Ok(2000))), [Action::AskHandOff { generation: 1, offset: 2000 }]);
+        }
+        answer(&mut play, false);
+        let actions = refused_until_something_follows(&mut play);
+        assert!(play.now - began >= Duration::from_secs(5), "the primary was not asked for long");
+        if actions != [Action::LoadAgain] {
+            assert_eq!(actions, [Action::HoldStream, Action::Server(Job::Settle)]);
+            break;
+        }
+        loads += 1;
+        assert_eq!(play.machine.deadline(), None, "the delivery answers");
+        play.reading.loaded = false;
+        assert_eq!(play.delivery(DeliveryEvent::FeedWanted), [Action::ConnectSource]);
+        assert_eq!(play.on(Event::Source(SourceEvent::Connected)), [Action::Join]);
+        play.offered();
+        play.delivery(DeliveryEvent::Asked);
+        play.delivery(DeliveryEvent::Fetched);
+        play.reading.loaded = true;
+        play.delivery(DeliveryEvent::Loaded);
+        while play.machine.server.desk.doing().is_some() {
+            play.report(Report::Offset(Ok(1)));
+            play.report(Report::SettingsPutBack(Ok(())));
+        }
+    }
+    assert_eq!(loads, 2);
+}
+
+#[test]
+fn an_agent_that_is_stopped_asks_the_primary_first_and_a_second_signal_ends_the_question() {
+    let stop = || Event::Stop { signal: "SIGTERM" };
+    let hands_over = [Action::HoldStream, Action::Server(Job::Settle)];
+    let mut play = Play::staying();
+    assert_eq!(play.on(stop()), [Action::Server(Job::AskOffset)]);
+    assert_eq!(play.report(Report::Offset(Ok(1))), [Action::AskHandOff { generation: 1, offset: 1 }]);
+    assert_eq!(answer(&mut play, true), hands_over);
+
+    let mut play = Play::staying();
+    let began = play.now;
+    play.on(stop());
+    play.report(Report::Offset(Ok(1)));
+    answer(&mut play, false);
+    assert_eq!(refused_until_something_follows(&mut play), hands_over);
+    assert_eq!((play.now - began).as_secs(), 5);
+
+    let mut play = Play::staying();
+    play.on(stop());
+    assert_eq!(play.on(stop()), [Action::HoldStream], "the question is under way");
+    assert_eq!(play.report(Report::Offset(Ok(1))), [Action::Server(Job::Settle)]);
 }
 
 #[test]
@@ -669,7 +814,9 @@ fn a_server_that_loses_its_data_on_its_way_to_the_primary_gets_the_source_back()
     play.wait();
     play.now += Duration::from_secs(3);
     let actions = play.on(Event::Source(SourceEvent::Unreachable(loss(true, false))));
-    assert_eq!(actions, [Action::HoldStream, Action::Server(Job::Settle)]);
+    assert_eq!(actions, [Action::Server(Job::AskOffset)]);
+    play.report(Report::Offset(Ok(2000)));
+    assert_eq!(answer(&mut play, true), [Action::HoldStream, Action::Server(Job::Settle)]);
     play.reading.loaded = false;
     assert_eq!(play.delivery(DeliveryEvent::FeedWanted), []);
     assert_eq!(play.report(Report::Settled(Ok(()))), []);
@@ -679,12 +826,19 @@ fn a_server_that_loses_its_data_on_its_way_to_the_primary_gets_the_source_back()
 
 #[test]
 fn a_server_that_loses_its_data_after_a_signal_is_left() {
-    let mut play = Play::staying();
-    play.on(Event::Stop { signal: "SIGTERM" });
+    let left = [Action::StopDelivery { done: false }, Action::Server(Job::Leave(Leaving::Detached))];
+    let mut play = Play::staying().sent_away();
     play.reading.loaded = false;
     play.delivery(DeliveryEvent::FeedWanted);
-    let actions = play.report(Report::Settled(Ok(())));
-    assert_eq!(actions, [Action::StopDelivery { done: false }, Action::Server(Job::Leave(Leaving::Detached))]);
+    assert_eq!(play.report(Report::Settled(Ok(()))), left);
+
+    let mut play = Play::stopping(rules());
+    play.reading.loaded = false;
+    assert_eq!(play.delivery(DeliveryEvent::FeedWanted), left, "the primary is being asked");
+
+    let mut play = Play::stopping(rules());
+    play.reading.loaded = false;
+    assert_eq!(play.on(Event::Tick), left, "and it has not been said yet");
 }
 
 #[test]
@@ -695,8 +849,10 @@ fn the_stream_of_another_history_is_not_given_to_a_server_that_has_loaded() {
     let Some(&Action::ConnectTables { attempt, .. }) = actions.first() else { panic!("{actions:?}") };
     let connected = Ok(Tables { offer: other(2), ..tables(2) });
     let actions = play.on(Event::Tables { attempt, connected });
-    assert!(!actions.contains(&Action::Attach { attempt }), "{actions:?}");
-    assert!(actions.contains(&Action::HoldStream), "{actions:?}");
+    assert_eq!(actions, [], "the server is being asked for its offset already");
+    play.report(Report::Offset(Ok(2000)));
+    answer(&mut play, false);
+    assert_eq!(refused_until_something_follows(&mut play), [Action::LoadAgain]);
 }
 
 #[test]
@@ -715,8 +871,7 @@ fn a_full_copy_by_the_server_itself_may_take_as_long_as_other_trouble() {
 
 #[test]
 fn a_full_copy_does_not_keep_an_agent_whose_signal_caused_the_hand_off() {
-    let mut play = Play::asked(Rules { retry_for: Duration::from_secs(600), ..rules() });
-    play.on(Event::Stop { signal: "SIGTERM" });
+    let mut play = Play::asked(Rules { retry_for: Duration::from_secs(600), ..rules() }).sent_away();
     play.report(Report::Settled(Ok(())));
     play.report(Report::PointedAtPrimary(Ok(())));
     play.wait();
@@ -866,8 +1021,7 @@ fn a_source_that_is_lost_during_a_hand_off_is_missed_only_if_that_fails() {
 #[test]
 fn a_stay_that_is_stopped_ends_well_and_another_sync_says_that_it_was_stopped() {
     for stay in [true, false] {
-        let mut play = if stay { Play::staying() } else { Play::asked(rules()) };
-        play.on(Event::Stop { signal: "SIGTERM" });
+        let mut play = if stay { Play::staying() } else { Play::asked(rules()) }.sent_away();
         play.report(Report::Settled(Ok(())));
         play.report(Report::PointedAtPrimary(Ok(())));
         play.wait();

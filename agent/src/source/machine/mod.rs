@@ -207,7 +207,9 @@ impl Machine {
             advanced: now,
             sent_away: false,
         };
-        self.replicas.insert(session, replica);
+        let before = self.replicas.insert(session, replica);
+        // Its server may still read what was lent to it of the snapshot that it leaves.
+        self.unfinished |= before.as_ref().is_some_and(Replica::is_reading);
     }
 
     /// Notes a report. Returns whether it may have changed more than the replica's position and rate, so that all
@@ -599,10 +601,11 @@ impl Machine {
             // No replica waits for it any more.
             false => now.duration_since(snapshot.asked) > self.rules.max_age,
         };
-        let overrun = snapshot.is_sealed()
-            && snapshot.origin().is_some_and(|origin| self.reading.journal_first > origin.offset + 1);
+        let overrun = snapshot.origin().is_some_and(|origin| self.reading.journal_first > origin.offset + 1);
+        // Its end would serve nobody: the stream behind it is lost.
+        let in_vain = overrun && !snapshot.is_sealed();
         let may_return = self.lost.at.is_some_and(|lost| now.duration_since(lost) < RETURN_LIMIT);
-        if !(stuck || (is_idle && !may_return && (old || overrun))) {
+        if !(stuck || in_vain || (is_idle && !may_return && (old || overrun))) {
             return;
         }
         if !snapshot.is_sealed() {

@@ -681,6 +681,41 @@ fn a_full_ring_without_a_reader_makes_way_for_a_replica_that_cannot_begin_with_i
 }
 
 #[test]
+fn the_memory_that_a_replica_reads_is_not_written_again_when_it_joins_once_more_over_the_same_connection() {
+    // A server in the phase of loading has read all slots.
+    for (phase, is_fresh) in [(Phase::Transfer, true), (Phase::Load, false)] {
+        let mut bench = Bench::with_snapshot();
+        bench.join(2);
+        bench.progress(2, phase, 4);
+        bench.journal_at(12, 5000);
+        let actions = bench.join(2);
+        let captures = |action: &Action| match action {
+            Action::Capture { fresh, .. } => Some(*fresh),
+            _ => None,
+        };
+        assert_eq!(actions.iter().find_map(captures), Some(is_fresh), "{phase:?}: {actions:?}");
+    }
+}
+
+#[test]
+fn a_snapshot_whose_stream_is_overwritten_while_it_is_taken_makes_way_as_soon_as_nobody_reads_it() {
+    let mut bench = Bench::new();
+    bench.join(1);
+    bench.started(FIRST, replid(1), 1000);
+    bench.progress(1, Phase::Transfer, 4);
+    bench.journal_at(1002, 5000);
+    assert_eq!(bench.after(Duration::from_secs(1)), [], "its reader may have read the stream's beginning already");
+    let actions = bench.event(Event::Gone { session: 1, done: false });
+    let ended = [
+        Action::StopCapture { generation: FIRST },
+        Action::RevokeSnapshot { generation: FIRST },
+        Action::EndStream { generation: FIRST },
+    ];
+    assert_eq!(actions, ended);
+    assert_eq!(begins(&bench.join(2)), Some((FIRST + 1, true)));
+}
+
+#[test]
 fn a_source_without_replicas_releases_the_server_after_a_while() {
     let mut bench = Bench::with_snapshot();
     assert_eq!(bench.after(RULES.max_age - Duration::from_secs(1)), []);
