@@ -188,6 +188,18 @@ impl DataSet {
         }
     }
 
+    /// Whether a primary with these facts has this data set, by its history or as the server that the source captures.
+    pub(super) fn is_of(&self, primary: &Facts) -> bool {
+        let agreed = self.agreed();
+        let Some(agreed) = &*agreed else { return true };
+        let is_former = |history| agreed.formers.iter().any(|former| Some(former.replid) == history);
+        let has_history = |history| history == Some(agreed.history) || is_former(history);
+        let is_captured = !agreed.run_id.is_empty() && primary.run_id.as_deref() == Some(agreed.run_id.as_str());
+        is_captured
+            || has_history(primary.replid)
+            || primary.former.is_some_and(|(former, _)| has_history(Some(former)))
+    }
+
     /// Notes how far a source of this data set is.
     fn note(&self, offer: &Offer) {
         let Some(history) = offer.replid else { return };

@@ -11,7 +11,7 @@ use rustix::process::Signal;
 use crate::kit::{LONG, Scene, Source, Stage, ends, fill, fill_keys, number, primary, quick, says, strs, succeeds};
 
 /// What a source of another data set is refused with.
-const ANOTHER: &str = "is the source of another data set";
+pub(crate) const ANOTHER: &str = "is the source of another data set";
 
 /// Random data in the right primary, in MiB: 32 keys.
 const MEBIBYTES: usize = 4;
@@ -31,13 +31,13 @@ fn slow(kind: Kind) -> Server {
 }
 
 /// A primary with other data.
-fn foreign(kind: Kind) -> Server {
+pub(crate) fn foreign(kind: Kind) -> Server {
     let server = quick(kind).start().unwrap();
     server.client().unwrap().ok(&["SET", "foreign", "data"]).unwrap();
     server
 }
 
-fn has_foreign_data(server: &Server) -> bool {
+pub(crate) fn has_foreign_data(server: &Server) -> bool {
     server.client().unwrap().int(&["EXISTS", "foreign"]).is_ok_and(|count| count > 0)
 }
 
@@ -46,7 +46,7 @@ fn history(server: &Server) -> String {
 }
 
 /// Kills a source, and starts one of another server at its address.
-fn replaced(stage: &Stage, mut source: Source, by: &Server, more: &[&str]) -> Source {
+pub(crate) fn replaced(stage: &Stage, mut source: Source, by: &Server, more: &[&str]) -> Source {
     let address: SocketAddr = source.address;
     source.agent.kill().unwrap();
     stage.source_at(&address.to_string(), None, &by.url(), more)

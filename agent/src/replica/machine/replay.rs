@@ -51,6 +51,8 @@ struct World {
     has_session: bool,
     /// The source owes an answer to a question.
     asked: bool,
+    /// The source owes an offer.
+    owes_an_offer: bool,
     uses_module: bool,
     delivery_ended: bool,
     /// Another client was reported to have taken the server over.
@@ -78,6 +80,7 @@ impl World {
             connecting: false,
             has_session: true,
             asked: false,
+            owes_an_offer: false,
             uses_module: false,
             delivery_ended: false,
             taken_over: false,
@@ -107,7 +110,10 @@ impl World {
                     assert!(!self.has_session && !self.connecting, "the source is connected to twice");
                     self.connecting = true;
                 }
-                Action::Join => assert!(self.has_session, "no session to ask over"),
+                Action::Join => {
+                    assert!(self.has_session, "no session to ask over");
+                    self.owes_an_offer = true;
+                }
                 Action::ConnectTables { attempt, offer } => self.attempts.push((attempt, offer.generation)),
                 Action::Attach { .. } => assert!(!self.delivery_ended),
                 Action::AskHandOff { .. } => {
@@ -160,6 +166,16 @@ impl World {
         let due = self.machine.deadline();
         let waits = self.job.is_some() || self.has_session || self.connecting || !self.attempts.is_empty();
         assert!(due.is_some() || waits, "nothing gets this run on");
+        match self.machine.supply.state {
+            _ if self.machine.is_over() => {}
+            SupplyState::Asked => assert!(self.owes_an_offer, "an offer is awaited, and the source owes none"),
+            SupplyState::Connecting { attempt } => {
+                let is_tried = self.attempts.iter().any(|(number, _)| *number == attempt);
+                assert!(is_tried, "tables are awaited, and nothing connects to them");
+            }
+            SupplyState::Idle => assert!(self.machine.is_on_its_way(), "nothing is asked for"),
+            _ => {}
+        }
         if let Some(due) = due {
             assert!(due > self.now || self.job.is_some(), "due, and nothing was done about it");
         }
@@ -210,7 +226,7 @@ impl World {
         }
         Event::Source(match self.draw.below(12) {
             0 => {
-                (self.has_session, self.asked) = (false, false);
+                (self.has_session, self.asked, self.owes_an_offer) = (false, false, false);
                 SourceEvent::Lost(self.loss())
             }
             1 => SourceEvent::Waiting { cause: WaitCause::Busy, text: "busy".into() },
@@ -220,6 +236,7 @@ impl World {
                 SourceEvent::HandOffAnswer { covered: self.draw.one_in(2), text: String::new() }
             }
             _ => {
+                self.owes_an_offer = false;
                 self.generation += u64::from(self.draw.one_in(3));
                 SourceEvent::Offer(offer(self.generation))
             }
