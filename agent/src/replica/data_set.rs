@@ -194,10 +194,14 @@ impl DataSet {
         let Some(agreed) = &*agreed else { return true };
         let is_former = |history| agreed.formers.iter().any(|former| Some(former.replid) == history);
         let has_history = |history| history == Some(agreed.history) || is_former(history);
-        let is_captured = !agreed.run_id.is_empty() && primary.run_id.as_deref() == Some(agreed.run_id.as_str());
-        is_captured
+        agreed.is_captured(primary)
             || has_history(primary.replid)
             || primary.former.is_some_and(|(former, _)| has_history(Some(former)))
+    }
+
+    /// Whether the source captures this very server.
+    pub(super) fn captures(&self, primary: &Facts) -> bool {
+        self.agreed().as_ref().is_some_and(|agreed| agreed.is_captured(primary))
     }
 
     /// Notes how far a source of this data set is.
@@ -267,6 +271,10 @@ impl Agreed {
             run_id: offer.run_id.clone(),
             server: offer.primary.source_sees_as.clone(),
         }
+    }
+
+    fn is_captured(&self, server: &Facts) -> bool {
+        !self.run_id.is_empty() && server.run_id.as_deref() == Some(self.run_id.as_str())
     }
 
     fn compare(&self, offer: &Offer) -> Compared {

@@ -143,6 +143,10 @@ fn a_server_that_stands_still_or_restarts_while_it_is_handed_over_gets_in_step()
             at.server.restart().unwrap();
             at.server.replicate(&at.scene.primary).unwrap();
         });
+        scene.at_each(&[moment], "restarted with its data", |at| {
+            at.server.restart_saved(LONG).unwrap();
+            at.server.replicate(&at.scene.primary).unwrap();
+        });
     }
 }
 

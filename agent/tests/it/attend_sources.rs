@@ -9,7 +9,7 @@ use remora_lab::{Agent, Kind, Server, assert_same_data, require};
 use crate::another_data_set::ANOTHER;
 use crate::attend::{PORT, SERVER_USER, Scene, handed_over};
 use crate::kit::{
-    LONG, Source, fill_keys, load_slowly, number, quick, says, syncs, wait_until_loading, write_past_the_backlog,
+    LONG, Source, fill, fill_keys, load_slowly, number, quick, says, syncs, wait_until_loading, write_past_the_backlog,
 };
 
 /// The user and the port of a second attended server.
@@ -243,5 +243,50 @@ fn a_source_that_is_replaced_by_that_of_another_data_set_gives_the_server_nothin
         handed_over(&agent, &server, 3);
         assert_eq!(agent.output().matches("the source serves it").count(), served + 1, "{kind}: {}", agent.output());
         assert_same_data(&scene.primary, &server);
+    }
+}
+
+/// The backlog of the source's server says nothing of the primary's, where the server goes on.
+#[test]
+fn a_server_that_is_behind_the_primarys_backlog_is_fed_on_though_that_of_the_sources_server_reaches_it() {
+    for kind in require::kinds() {
+        let primary =
+            quick(kind).config("repl-backlog-size", "1mb").config("client-output-buffer-limit", "replica 0 0 0");
+        let Some(scene) = Scene::with(primary, |primary| fill_keys(primary, 2_000, "value")) else { return };
+        let beside = quick(kind).config("repl-backlog-size", "256mb").on(&scene.host).start().unwrap();
+        follower(&scene, &beside);
+        let source = scene.stage.source_on(&scene.host, &beside.url(), &[]);
+        let server = scene.server(quick(kind).config("repl-diskless-load", "swapdb"));
+        load_slowly(&server, 2_000);
+        let agent = attend(&scene, &server, PORT, &[source.address]);
+        server.replicate(&scene.primary).unwrap();
+        wait_until_loading(&server);
+        fill(&scene.primary, 16, 7);
+        assert_eq!(number(&server, "loading"), 1, "{kind}: it has loaded before the writes were done");
+        load_slowly(&server, 0);
+        handed_over(&agent, &server, 1);
+        assert_same_data(&scene.primary, &server);
+        assert_eq!(syncs(&scene.primary).0, 1, "{kind}: the follower's alone\n{}", agent.output());
+    }
+}
+
+/// A source whose server is cut off brings the attended one no nearer to the primary, which has gone on meanwhile.
+#[test]
+fn a_server_that_is_fed_by_a_source_that_is_cut_off_goes_to_its_primary() {
+    for kind in require::kinds() {
+        let Some(scene) = scene(kind) else { return };
+        let (beside, source) = beside_a_follower(&scene, kind);
+        let server = scene.server(quick(kind).config("repl-diskless-load", "swapdb"));
+        load_slowly(&server, 2_000);
+        let agent = attend(&scene, &server, PORT, &[source.address]);
+        server.replicate(&scene.primary).unwrap();
+        wait_until_loading(&server);
+        cut_off(&scene, &beside);
+        write_past_the_backlog(&scene.primary);
+        load_slowly(&server, 0);
+        handed_over(&agent, &server, 1);
+        assert_same_data(&scene.primary, &server);
+        says(&agent.output(), &["comes no nearer to its primary", "handing the server over: caught up"]);
+        assert_eq!(syncs(&scene.primary).0, 2, "{kind}: the follower's, and the server's own");
     }
 }

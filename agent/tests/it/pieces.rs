@@ -519,7 +519,7 @@ fn many_syncs_are_exact_whatever_pieces_their_links_deliver() {
 /// Sends what a host says to one address elsewhere instead.
 fn lead(from: &Host, to: SocketAddr, instead: SocketAddr) {
     let rule = format!("ip daddr {} tcp dport {} dnat to {instead}", to.ip(), to.port());
-    let table = format!("table ip pieces {{ chain output {{ type nat hook output priority -100; {rule} }} }}");
+    let table = format!("table ip pieces {{ chain output {{ type nat hook output priority -100; {rule}; }}; }}");
     let mut nft = Command::new("nft");
     from.enter(nft.arg(table)).unwrap();
     assert!(nft.status().unwrap().success());

@@ -28,7 +28,7 @@
 pub(in crate::replica) mod gate;
 pub(in crate::replica) mod guide;
 pub(in crate::replica) mod once;
-mod passage;
+pub(in crate::replica) mod passage;
 mod passing;
 mod sources;
 mod syncs;

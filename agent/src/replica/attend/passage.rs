@@ -97,7 +97,7 @@ impl Arrival {
 
 /// Why the primary does not say how it stands.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum NoFacts {
+pub(in crate::replica) enum NoFacts {
     /// It has answered something else.
     Answer(String),
     /// It has not answered yet, or no more: it may still answer, or its connection is of no use.
@@ -112,7 +112,7 @@ impl fmt::Display for NoFacts {
 }
 
 /// The server's way to its primary, with its login. It is kept for as long as a connection is passed on.
-pub(super) struct Login {
+pub(in crate::replica) struct Login {
     address: SocketAddr,
     between: Option<Between>,
     /// The server's `AUTH`, as it has sent it, and how many answers there are to it.
@@ -122,7 +122,7 @@ pub(super) struct Login {
 
 impl Login {
     /// Connects to the primary, and logs in.
-    pub(super) async fn connect(&self) -> Result<Stream, String> {
+    pub(in crate::replica) async fn connect(&self) -> Result<Stream, String> {
         let mut primary = match &self.between {
             Some(between) => limited(between.connect(self.address)).await?,
             None => Stream::Tcp(connect(self.address).await.ok_or("it cannot be reached")?),
@@ -133,7 +133,7 @@ impl Login {
 
     /// To an address where nothing listens.
     #[cfg(test)]
-    pub(super) fn nowhere() -> Login {
+    pub(in crate::replica) fn nowhere() -> Login {
         Login { address: ([127, 0, 0, 1], 1).into(), between: None, commands: Vec::new(), count: 0 }
     }
 }
@@ -309,7 +309,7 @@ async fn send(to: &mut (impl AsyncWrite + Unpin), bytes: &[u8]) -> io::Result<()
 }
 
 /// Asks the primary how it stands, with the server's own login.
-pub(super) async fn ask(primary: &mut Stream) -> Result<Facts, NoFacts> {
+pub(in crate::replica) async fn ask(primary: &mut Stream) -> Result<Facts, NoFacts> {
     let mut question = Vec::new();
     resp::command(&mut question, &["INFO"]);
     match exchange(primary, &question, 1).await {

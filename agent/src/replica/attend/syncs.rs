@@ -290,6 +290,8 @@ impl Syncs {
             let (tokens, gate) = (self.tokens.clone(), self.gate.clone());
             let control = Control::new(self.server.clone(), client);
             let (watcher, about) = (self.watcher.clone(), data_set.clone());
+            let is_captured = arrival.facts.as_ref().is_ok_and(|primary| data_set.captures(primary));
+            let login = (!is_captured).then(|| arrival.login());
             let attending = Attending {
                 args,
                 tokens,
@@ -299,6 +301,7 @@ impl Syncs {
                 source,
                 data_set,
                 gate,
+                login,
                 watcher,
                 arrivals,
                 lingers: tell,

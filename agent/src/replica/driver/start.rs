@@ -19,6 +19,7 @@ use crate::exit::Failure;
 use crate::metrics::Scrapes;
 use crate::replica::attend::gate::Gate;
 use crate::replica::attend::guide::Watcher;
+use crate::replica::attend::passage::Login;
 use crate::replica::candidates::{Candidates, Newcomer};
 use crate::replica::control::Control;
 use crate::replica::data_set::DataSet;
@@ -60,6 +61,8 @@ pub(in crate::replica) struct Attending {
     pub(in crate::replica) source: Source,
     pub(in crate::replica) data_set: DataSet,
     pub(in crate::replica) gate: Gate,
+    /// The server's way to its primary, where the source captures another server.
+    pub(in crate::replica) login: Option<Login>,
     /// What the Sentinels say of the group, if they are asked.
     pub(in crate::replica) watcher: Option<Watcher>,
     /// Its connections that have sent `PSYNC`. Their end ends what is lent to other replicas.
@@ -132,13 +135,13 @@ impl Driver {
     /// Starts the tasks for a server that is on its way to its primary, and whose connections are intercepted. Changes
     /// nothing on the server, then or later.
     pub(in crate::replica) async fn begin_attending(attending: Attending) -> Result<Driver, Failure> {
-        let Attending { args, tokens, control, server, primary, source, data_set, gate, watcher, arrivals, lingers } =
-            attending;
+        let Attending { args, tokens, control, server, primary, source, data_set, .. } = attending;
+        let Attending { gate, login, watcher, arrivals, lingers, .. } = attending;
         let args = Arc::new(args);
         let facts = Facts::of(&control, &server, (&primary.0, primary.1), None, data_set);
         let (candidates, run_id) = (Candidates::without_a_port(), server.run_id);
         let (arrivals, lingers) = (Some(arrivals), Some(lingers));
-        let (coverage, spool) = (None, None);
+        let (coverage, spool) = (login.map(Coverage::start_as_the_server), None);
         let ways = Ways { args, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool };
         let hands = |meter, _| Hands::Interception(Box::new(Intercepted::new(control, primary, gate, watcher, meter)));
         Driver::assemble(ways, hands).await

@@ -11,6 +11,7 @@ use remora_protocol::WaitCause;
 
 use super::tests::{failure, offer, rules, tables};
 use super::*;
+use crate::mutation::Mutation;
 
 /// Events of one run before the agent is asked to stop.
 const EVENTS: usize = 300;
@@ -399,6 +400,15 @@ fn what_must_hold_does_after_every_event_of_random_runs_and_each_ends_after_a_si
         assert!(logs.contains(&format!("Server({job}")), "{job} was never ordered");
     }
     assert!(logs.contains("End { outcome: Ok(())"), "no run ended well");
+}
+
+#[test]
+fn an_offer_that_is_awaited_for_ever_is_found() {
+    let start = Instant::now();
+    Mutation::set(Some(Mutation::OfferForgotten));
+    let found = (0..200).find(|&seed| std::panic::catch_unwind(|| run(start, seed)).is_err());
+    Mutation::set(None);
+    assert!(found.is_some());
 }
 
 #[test]
