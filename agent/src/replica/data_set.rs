@@ -456,6 +456,23 @@ mod tests {
         assert!(check(&data_set, &of_another(plan('a', None, 100))).is_err(), "the former history is another one now");
     }
 
+    /// A primary that an attended server asks while its sync is under way.
+    #[test]
+    fn a_primary_is_of_the_data_set_by_its_history_or_as_the_captured_server() {
+        let data_set = DataSet::of_an_attended_server(&plan('a', Some(('c', 50)), 100));
+        let is_of = |history: char, former: Option<char>, run_id: &str| {
+            let former = former.map(|former| (replid(former), 70));
+            let (replid, run_id) = (Some(replid(history)), Some(run_id.to_owned()));
+            data_set.is_of(&Facts { replid, former, run_id, ..Facts::default() })
+        };
+        assert!(is_of('a', None, "any"));
+        assert!(is_of('b', Some('a'), "any"), "one that was promoted");
+        assert!(is_of('b', None, "run a"), "the captured server, which begins a history with its first replica");
+        assert!(!is_of('b', None, "any"), "another primary");
+        assert!(!is_of('b', Some('d'), "any"), "and one with a past of its own");
+        assert!(!data_set.captures(&Facts::default()), "a server that does not name its run");
+    }
+
     #[test]
     fn the_first_source_is_what_is_agreed_on() {
         let data_set = DataSet::of_a_source(&NO_KEY);

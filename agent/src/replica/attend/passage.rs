@@ -489,4 +489,57 @@ mod tests {
         handshake.hear(&ping);
         assert_eq!(handshake.hear(&wire(&["PSYNC", "?", "-1"])), Heard::Other { from: ping.len() });
     }
+
+    async fn pair() -> (TcpStream, TcpStream) {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (one, other) = tokio::join!(TcpStream::connect(listener.local_addr().unwrap()), listener.accept());
+        (one.unwrap(), other.unwrap().0)
+    }
+
+    /// Passes on a server's `PSYNC` after the primary was asked with this outcome. Returns what the primary gets of it.
+    async fn passed_on(facts: Result<Facts, NoFacts>) -> Vec<u8> {
+        let ((server, ours), (primary, mut got_by)) = (pair().await, pair().await);
+        let address = got_by.local_addr().unwrap();
+        let arrival = Arrival {
+            server: End::Plain(ours),
+            peer: address,
+            primary: Stream::Tcp(primary),
+            address,
+            between: None,
+            facts,
+            heard: wire(&["PSYNC", "?", "-1"]),
+            psync_at: 0,
+            asked: None,
+        };
+        drop(server);
+        got_by.shutdown().await.unwrap();
+        arrival.pass(None).await;
+        let mut got = Vec::new();
+        got_by.read_to_end(&mut got).await.unwrap();
+        got
+    }
+
+    /// The answer to our question, once it comes, would be taken for that to `PSYNC`.
+    #[tokio::test]
+    async fn a_primary_that_owes_an_answer_gets_no_psync() {
+        let psync = wire(&["PSYNC", "?", "-1"]);
+        assert_eq!(passed_on(Ok(Facts::default())).await, psync);
+        assert_eq!(passed_on(Err(NoFacts::Answer("NOPERM".into()))).await, psync, "it has answered");
+        assert_eq!(passed_on(Err(NoFacts::Silence("no answer".into()))).await, b"");
+    }
+
+    #[tokio::test]
+    async fn an_answer_that_refuses_is_told_from_none() {
+        let asked = |answer: &'static [u8]| async move {
+            let (primary, mut far) = pair().await;
+            far.write_all(answer).await.unwrap();
+            drop(far);
+            ask(&mut Stream::Tcp(primary)).await.unwrap_err()
+        };
+        let NoFacts::Answer(why) = asked(b"-NOPERM no\r\n").await else { panic!("it has answered") };
+        assert!(why.contains("+info"), "{why}");
+        assert!(matches!(asked(b"+OK\r\n").await, NoFacts::Answer(_)));
+        assert!(matches!(asked(b"$100\r\n# Server").await, NoFacts::Silence(_)), "a part of an answer");
+        assert!(matches!(asked(b"").await, NoFacts::Silence(_)));
+    }
 }
