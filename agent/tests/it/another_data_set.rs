@@ -200,9 +200,17 @@ fn a_backup_with_its_journal_records_nothing_of_it_and_goes_on_with_the_right_on
         assert_eq!(number(&other, "sync_full"), 0, "the foreign primary has forked");
         let source = replaced(&stage, source, &primary, &["--eager"]);
         primary.client().unwrap().ok(&["SET", "after", "1"]).unwrap();
-        source.wait_for_status("the backup to read again", |status| {
-            status["replicas"].as_array().is_some_and(|replicas| !replicas.is_empty())
+        source.wait_for_status("the backup to record again", |status| {
+            status["replicas"].as_array().is_some_and(|replicas| replicas.iter().any(|one| one["phase"] == "stay"))
         });
+        // A signal before a new folder has its name would find a snapshot that is not whole.
+        wait_until("the folders to be begun", LONG, || {
+            let said = agent.output();
+            let count = |text: &str| said.matches(text).count();
+            let is_done = count("the commands since are recorded") > count("a new folder begins");
+            Ok(if is_done { Ok(()) } else { Err(said) })
+        })
+        .unwrap();
         agent.signal(Signal::TERM).unwrap();
         ends(&mut agent, 0);
         let names = std::fs::read_dir(&to).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
