@@ -38,6 +38,8 @@ pub(crate) enum Mutation {
     ErrorsUnheard,
     /// A snapshot is given to a replica that joins after a command which must not be applied late.
     LateCommandsServed,
+    /// An offer that comes while the server is on its way to the primary is dropped, and awaited for ever.
+    OfferForgotten,
 }
 
 thread_local! {

@@ -188,6 +188,22 @@ impl DataSet {
         }
     }
 
+    /// Whether a primary with these facts has this data set, by its history or as the server that the source captures.
+    pub(super) fn is_of(&self, primary: &Facts) -> bool {
+        let agreed = self.agreed();
+        let Some(agreed) = &*agreed else { return true };
+        let is_former = |history| agreed.formers.iter().any(|former| Some(former.replid) == history);
+        let has_history = |history| history == Some(agreed.history) || is_former(history);
+        agreed.is_captured(primary)
+            || has_history(primary.replid)
+            || primary.former.is_some_and(|(former, _)| has_history(Some(former)))
+    }
+
+    /// Whether the source captures this very server.
+    pub(super) fn captures(&self, primary: &Facts) -> bool {
+        self.agreed().as_ref().is_some_and(|agreed| agreed.is_captured(primary))
+    }
+
     /// Notes how far a source of this data set is.
     fn note(&self, offer: &Offer) {
         let Some(history) = offer.replid else { return };
@@ -255,6 +271,10 @@ impl Agreed {
             run_id: offer.run_id.clone(),
             server: offer.primary.source_sees_as.clone(),
         }
+    }
+
+    fn is_captured(&self, server: &Facts) -> bool {
+        !self.run_id.is_empty() && server.run_id.as_deref() == Some(self.run_id.as_str())
     }
 
     fn compare(&self, offer: &Offer) -> Compared {
@@ -434,6 +454,23 @@ mod tests {
         assert!(check(&data_set, &of_another(begun.clone())).is_err(), "another source");
         assert_eq!(check(&data_set, &begun), Ok(()));
         assert!(check(&data_set, &of_another(plan('a', None, 100))).is_err(), "the former history is another one now");
+    }
+
+    /// A primary that an attended server asks while its sync is under way.
+    #[test]
+    fn a_primary_is_of_the_data_set_by_its_history_or_as_the_captured_server() {
+        let data_set = DataSet::of_an_attended_server(&plan('a', Some(('c', 50)), 100));
+        let is_of = |history: char, former: Option<char>, run_id: &str| {
+            let former = former.map(|former| (replid(former), 70));
+            let (replid, run_id) = (Some(replid(history)), Some(run_id.to_owned()));
+            data_set.is_of(&Facts { replid, former, run_id, ..Facts::default() })
+        };
+        assert!(is_of('a', None, "any"));
+        assert!(is_of('b', Some('a'), "any"), "one that was promoted");
+        assert!(is_of('b', None, "run a"), "the captured server, which begins a history with its first replica");
+        assert!(!is_of('b', None, "any"), "another primary");
+        assert!(!is_of('b', Some('d'), "any"), "and one with a past of its own");
+        assert!(!data_set.captures(&Facts::default()), "a server that does not name its run");
     }
 
     #[test]

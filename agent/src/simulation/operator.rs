@@ -106,6 +106,7 @@ impl Simulation {
             }
             Act::BreakLane(id) => self.with_agent(id, ReplicaAgent::lose_feed),
             Act::Promote(id) => self.point(id, None),
+            Act::Reattach(id) => self.reattach(id),
             Act::PointAtPrimary(id) => self.point(id, Some(PRIMARY)),
             Act::PointAtSecond(id) => self.point(id, Some(SECOND)),
             Act::Restart(id) | Act::Crash(id) => {
@@ -245,6 +246,19 @@ impl Simulation {
         self.write(id);
     }
 
+    /// `REPLICAOF NO ONE`, and then what the server follows, in one transaction.
+    fn reattach(&mut self, id: ServerId) {
+        let server = self.world.server(id);
+        if !server.alive || server.is_loading() || server.follows.is_none() {
+            return;
+        }
+        self.world.on(id, |server, step| {
+            let to = server.follows.clone();
+            server.replicaof(None, step);
+            server.replicaof(to, step);
+        });
+    }
+
     fn write(&mut self, id: ServerId) {
         let length = 8 + self.world.draw.below(40) as usize;
         let mut command = vec![0; length];
@@ -338,7 +352,9 @@ impl Simulation {
 /// The server that an act is about.
 fn of(act: Act) -> Option<ServerId> {
     match act {
-        Act::Promote(id) | Act::PointAtPrimary(id) | Act::PointAtSecond(id) | Act::Save(id) => Some(id),
+        Act::Promote(id) | Act::Reattach(id) | Act::PointAtPrimary(id) | Act::PointAtSecond(id) | Act::Save(id) => {
+            Some(id)
+        }
         _ => None,
     }
 }

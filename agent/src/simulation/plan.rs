@@ -32,6 +32,8 @@ pub(super) enum Act {
     BreakLane(ServerId),
     /// `REPLICAOF NO ONE`, and writes.
     Promote(ServerId),
+    /// `REPLICAOF NO ONE` and back, at once: the server has another history then, and nobody sees it detached.
+    Reattach(ServerId),
     /// `REPLICAOF` the primary, by hand.
     PointAtPrimary(ServerId),
     /// `REPLICAOF` the second server, by hand.
@@ -138,6 +140,11 @@ const FOREIGN_ONE_IN: u64 = 8;
 /// One schedule in this many has writes that must not be applied late.
 const LATE_ONE_IN: u64 = 4;
 
+/// One schedule in this many has a server that is reattached while it is handed over, so many milliseconds after it has
+/// begun to settle.
+const REATTACHED_ONE_IN: u64 = 6;
+const REATTACHED_WITHIN: u64 = 12;
+
 /// One schedule in this many has agents with a real delivery.
 const BYTES_ONE_IN: u64 = 16;
 
@@ -179,6 +186,13 @@ impl Plan {
         self.replicas.iter().any(|replica| replica.lacks_a_command)
     }
 
+    /// Whether a server is reattached while it is handed over.
+    #[cfg(test)]
+    pub(super) fn reattaches(&self) -> bool {
+        let is_it = |(_, act): &(Duration, Act)| matches!(act, Act::Reattach(_));
+        self.traps.iter().any(|trap| trap.acts.iter().any(is_it))
+    }
+
     /// Whether agents pass slots on to each other.
     #[cfg(test)]
     pub(super) fn has_relays(&self) -> bool {
@@ -207,7 +221,8 @@ impl Plan {
         replicas.iter_mut().for_each(|replica| replica.lacks_a_command = lacking.below(8) == 0);
         let mut acts = acts(&mut draw, number);
         cut_links(seed, &replicas, &mut acts);
-        let traps = (0..draw.below(4)).map(|_| Trap::drawn(&mut draw, number)).collect();
+        let mut traps: Vec<Trap> = (0..draw.below(4)).map(|_| Trap::drawn(&mut draw, number)).collect();
+        traps.extend(Trap::reattaching(seed, number));
         let foreign = lead_elsewhere(seed, &mut acts);
         let slow = draw.below(5) == 0;
         Plan {
@@ -304,6 +319,13 @@ impl Plan {
 }
 
 impl Trap {
+    fn reattaching(seed: u64, replicas: usize) -> Option<Trap> {
+        let mut draw = Random::split(seed, 8);
+        let server = ServerId(FIRST_REPLICA + draw.below(replicas as u64) as usize);
+        let acts = vec![(Duration::from_millis(draw.below(REATTACHED_WITHIN)), Act::Reattach(server))];
+        (draw.below(REATTACHED_ONE_IN) == 0).then_some(Trap { server, job: "Settle", acts })
+    }
+
     fn drawn(draw: &mut Random, replicas: usize) -> Trap {
         let server = ServerId(FIRST_REPLICA + draw.below(replicas as u64) as usize);
         let job = JOBS[draw.below(JOBS.len() as u64) as usize];

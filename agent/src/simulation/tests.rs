@@ -189,6 +189,11 @@ fn a_source_of_another_data_set_that_is_taken_is_found() {
 }
 
 #[test]
+fn an_offer_that_is_forgotten_while_the_server_is_handed_over_is_found() {
+    is_found_among(Mutation::OfferForgotten, "", Plan::reattaches);
+}
+
+#[test]
 fn a_source_of_another_data_set_is_met_and_refused() {
     let began = Instant::now();
     for seed in seeds(6).filter(|&seed| Plan::of(seed).foreign) {

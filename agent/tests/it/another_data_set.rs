@@ -11,7 +11,7 @@ use rustix::process::Signal;
 use crate::kit::{LONG, Scene, Source, Stage, ends, fill, fill_keys, number, primary, quick, says, strs, succeeds};
 
 /// What a source of another data set is refused with.
-const ANOTHER: &str = "is the source of another data set";
+pub(crate) const ANOTHER: &str = "is the source of another data set";
 
 /// Random data in the right primary, in MiB: 32 keys.
 const MEBIBYTES: usize = 4;
@@ -31,13 +31,13 @@ fn slow(kind: Kind) -> Server {
 }
 
 /// A primary with other data.
-fn foreign(kind: Kind) -> Server {
+pub(crate) fn foreign(kind: Kind) -> Server {
     let server = quick(kind).start().unwrap();
     server.client().unwrap().ok(&["SET", "foreign", "data"]).unwrap();
     server
 }
 
-fn has_foreign_data(server: &Server) -> bool {
+pub(crate) fn has_foreign_data(server: &Server) -> bool {
     server.client().unwrap().int(&["EXISTS", "foreign"]).is_ok_and(|count| count > 0)
 }
 
@@ -46,7 +46,7 @@ fn history(server: &Server) -> String {
 }
 
 /// Kills a source, and starts one of another server at its address.
-fn replaced(stage: &Stage, mut source: Source, by: &Server, more: &[&str]) -> Source {
+pub(crate) fn replaced(stage: &Stage, mut source: Source, by: &Server, more: &[&str]) -> Source {
     let address: SocketAddr = source.address;
     source.agent.kill().unwrap();
     stage.source_at(&address.to_string(), None, &by.url(), more)
@@ -200,9 +200,17 @@ fn a_backup_with_its_journal_records_nothing_of_it_and_goes_on_with_the_right_on
         assert_eq!(number(&other, "sync_full"), 0, "the foreign primary has forked");
         let source = replaced(&stage, source, &primary, &["--eager"]);
         primary.client().unwrap().ok(&["SET", "after", "1"]).unwrap();
-        source.wait_for_status("the backup to read again", |status| {
-            status["replicas"].as_array().is_some_and(|replicas| !replicas.is_empty())
+        source.wait_for_status("the backup to record again", |status| {
+            status["replicas"].as_array().is_some_and(|replicas| replicas.iter().any(|one| one["phase"] == "stay"))
         });
+        // A signal before a new folder has its name would find a snapshot that is not whole.
+        wait_until("the folders to be begun", LONG, || {
+            let said = agent.output();
+            let count = |text: &str| said.matches(text).count();
+            let is_done = count("the commands since are recorded") > count("a new folder begins");
+            Ok(if is_done { Ok(()) } else { Err(said) })
+        })
+        .unwrap();
         agent.signal(Signal::TERM).unwrap();
         ends(&mut agent, 0);
         let names = std::fs::read_dir(&to).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());

@@ -10,7 +10,8 @@ use remora_lab::{Agent, Host, Kind, Net, Server, Workload, assert_same_data, htt
 use rustix::process::Signal;
 
 use crate::kit::{
-    LONG, Source, Stage, ends, fill_keys, load_slowly, primary, quick, steady_writer, syncs, wait_until_loading,
+    LONG, Source, Stage, ends, fill_keys, follows, load_slowly, primary, quick, steady_writer, syncs,
+    wait_until_loading,
 };
 
 /// The user of the servers; the agents are root's.
@@ -461,10 +462,34 @@ fn a_node_of_a_cluster_becomes_a_replica_by_cluster_replicate_as_ever() {
             Ok(if replica.is_some_and(|line| line.contains(&format!("slave {id}"))) { Ok(()) } else { Err(nodes) })
         })
         .unwrap();
-        wait_until("the same data", LONG, || {
-            let (one, other) = (scene.primary.digest()?, server.digest()?);
-            Ok(if one == other { Ok(()) } else { Err(format!("{one} {other}")) })
+        let has_data_of = |primary: &Server| {
+            wait_until("the same data", LONG, || {
+                let (one, other) = (primary.digest()?, server.digest()?);
+                Ok(if one == other { Ok(()) } else { Err(format!("{one} {other}")) })
+            })
+            .unwrap();
+        };
+        has_data_of(&scene.primary);
+
+        // To another shard, back, and to the other one again in the moment of the hand-off.
+        let [other, _] = &others;
+        let other_id = other.client().unwrap().text(&["CLUSTER", "MYID"]).unwrap();
+        let follow = |id: &str| server.client().unwrap().ok(&["CLUSTER", "REPLICATE", id]).unwrap();
+        follow(&other_id);
+        handed_over(&agent, &server, 2);
+        follow(&id);
+        let until = Instant::now() + LONG;
+        while agent.output().matches("handing the server over").count() < 2 {
+            assert!(Instant::now() < until, "{}", agent.output());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        follow(&other_id);
+        wait_until("the server to be in step with the other shard's primary", LONG, || {
+            let (at, link) = (follows(&server), server.fact("master_link_status")?);
+            let is_there = at == other.address().to_string() && link == "up";
+            Ok(if is_there { Ok(()) } else { Err(format!("{at} {link}")) })
         })
         .unwrap();
+        has_data_of(other);
     }
 }

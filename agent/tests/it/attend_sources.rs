@@ -3,10 +3,14 @@
 
 use std::net::SocketAddr;
 
+use remora_lab::server::wait_until;
 use remora_lab::{Agent, Kind, Server, assert_same_data, require};
 
+use crate::another_data_set::ANOTHER;
 use crate::attend::{PORT, SERVER_USER, Scene, handed_over};
-use crate::kit::{LONG, fill_keys, quick, syncs, write_past_the_backlog};
+use crate::kit::{
+    LONG, Source, fill, fill_keys, load_slowly, number, quick, says, syncs, wait_until_loading, write_past_the_backlog,
+};
 
 /// The user and the port of a second attended server.
 const SECOND_USER: u32 = SERVER_USER - 1;
@@ -147,4 +151,142 @@ fn a_source_whose_server_does_not_answer_is_passed_over() {
     agent.wait_for_line("does not answer", LONG).unwrap();
     handed_over(&agent, &server, 1);
     assert_same_data(&scene.primary, &server);
+}
+
+/// The user by which a source's server follows the primary, until it is removed.
+const FOLLOWER: [&str; 2] = ["follower", "pa55"];
+
+/// A server that follows the primary as a user of its own, and its source.
+fn beside_a_follower(scene: &Scene, kind: Kind) -> (Server, Source) {
+    let [name, password] = FOLLOWER;
+    let rules = ["ACL", "SETUSER", name, "on", &format!(">{password}"), "+psync", "+replconf", "+ping"];
+    scene.primary.client().unwrap().ok(&rules).unwrap();
+    let server = quick(kind).master_auth(Some(name), password).on(&scene.host).start().unwrap();
+    follower(scene, &server);
+    let source = scene.stage.source_on(&scene.host, &server.url(), &[]);
+    (server, source)
+}
+
+/// The server's link to the primary breaks, and does not come back.
+fn cut_off(scene: &Scene, server: &Server) {
+    scene.primary.client().unwrap().int(&["ACL", "DELUSER", FOLLOWER[0]]).unwrap();
+    wait_until("the link to be down", LONG, || {
+        let status = server.fact("master_link_status")?;
+        Ok(if status == "down" { Ok(()) } else { Err(status) })
+    })
+    .unwrap();
+}
+
+/// The source is fit when it is asked, and cut off later: before its snapshot has begun, or in the middle of it.
+#[test]
+fn a_source_whose_server_is_cut_off_after_the_attended_one_has_joined_is_given_up() {
+    for (kind, has_begun) in require::kinds().into_iter().flat_map(|kind| [(kind, false), (kind, true)]) {
+        let Some(scene) = scene(kind) else { return };
+        let server = scene.server(quick(kind).config("repl-diskless-load", "swapdb"));
+        load_slowly(&server, 1);
+        let (beside, source) = beside_a_follower(&scene, kind);
+        if has_begun {
+            beside.configure("rdb-key-save-delay", "20000").unwrap();
+        } else {
+            beside.configure("repl-diskless-sync-delay", "3600").unwrap();
+        }
+        let mut agent = attend(&scene, &server, PORT, &[source.address]);
+        server.replicate(&scene.primary).unwrap();
+        agent.wait_for_line("the source serves it", LONG).unwrap();
+        wait_until("the follower to be asked for a snapshot", LONG, || {
+            let asked = number(&beside, "connected_slaves");
+            Ok(if asked > 0 { Ok(()) } else { Err("not yet".to_owned()) })
+        })
+        .unwrap();
+        if has_begun {
+            wait_until_loading(&server);
+        }
+        cut_off(&scene, &beside);
+        beside.client().unwrap().int(&["CLIENT", "KILL", "TYPE", "replica"]).unwrap();
+        handed_over(&agent, &server, 1);
+        assert_same_data(&scene.primary, &server);
+        says(&agent.output(), &["has had no snapshot to offer for 3 s", "has no link to its primary"]);
+        assert_eq!(syncs(&scene.primary).0, 2, "{kind}: the follower's, and the server's own");
+    }
+}
+
+/// The first answer of a source is compared with the primary's history, and so is each later one.
+#[test]
+fn a_source_that_is_replaced_by_that_of_another_data_set_gives_the_server_nothing() {
+    for kind in require::kinds() {
+        let Some(mut scene) = scene(kind) else { return };
+        scene.primary.configure("rdb-key-save-delay", "3000").unwrap();
+        let foreign = quick(kind).on(&scene.host).start().unwrap();
+        foreign.client().unwrap().ok(&["SET", "foreign", "data"]).unwrap();
+        let mut server = scene.server(quick(kind).config("repl-diskless-load", "swapdb"));
+        load_slowly(&server, 1);
+        let mut agent = attend(&scene, &server, PORT, &[scene.source.address]);
+        server.replicate(&scene.primary).unwrap();
+        wait_until_loading(&server);
+        let at = scene.source.address.to_string();
+        scene.source.agent.kill().unwrap();
+        scene.primary.configure("rdb-key-save-delay", "0").unwrap();
+        let mut other = scene.stage.source_at(&at, Some(&scene.host), &foreign.url(), &[]);
+        agent.wait_for_line(ANOTHER, LONG).unwrap();
+        handed_over(&agent, &server, 1);
+        assert_same_data(&scene.primary, &server);
+        // The next copy asks it anew.
+        fall_behind(&scene.primary, &mut [&mut server]);
+        agent.wait_for_line("it has another history", LONG).unwrap();
+        handed_over(&agent, &server, 2);
+        assert_same_data(&scene.primary, &server);
+        assert_eq!(number(&foreign, "sync_full"), 0, "{kind}: the foreign primary has forked");
+        other.agent.kill().unwrap();
+        scene.source = scene.stage.source_at(&at, Some(&scene.host), &scene.primary.url(), &[]);
+        let served = agent.output().matches("the source serves it").count();
+        fall_behind(&scene.primary, &mut [&mut server]);
+        handed_over(&agent, &server, 3);
+        assert_eq!(agent.output().matches("the source serves it").count(), served + 1, "{kind}: {}", agent.output());
+        assert_same_data(&scene.primary, &server);
+    }
+}
+
+/// The backlog of the source's server says nothing of the primary's, where the server goes on.
+#[test]
+fn a_server_that_is_behind_the_primarys_backlog_is_fed_on_though_that_of_the_sources_server_reaches_it() {
+    for kind in require::kinds() {
+        let primary =
+            quick(kind).config("repl-backlog-size", "1mb").config("client-output-buffer-limit", "replica 0 0 0");
+        let Some(scene) = Scene::with(primary, |primary| fill_keys(primary, 2_000, "value")) else { return };
+        let beside = quick(kind).config("repl-backlog-size", "256mb").on(&scene.host).start().unwrap();
+        follower(&scene, &beside);
+        let source = scene.stage.source_on(&scene.host, &beside.url(), &[]);
+        let server = scene.server(quick(kind).config("repl-diskless-load", "swapdb"));
+        load_slowly(&server, 2_000);
+        let agent = attend(&scene, &server, PORT, &[source.address]);
+        server.replicate(&scene.primary).unwrap();
+        wait_until_loading(&server);
+        fill(&scene.primary, 16, 7);
+        assert_eq!(number(&server, "loading"), 1, "{kind}: it has loaded before the writes were done");
+        load_slowly(&server, 0);
+        handed_over(&agent, &server, 1);
+        assert_same_data(&scene.primary, &server);
+        assert_eq!(syncs(&scene.primary).0, 1, "{kind}: the follower's alone\n{}", agent.output());
+    }
+}
+
+/// A source whose server is cut off brings the attended one no nearer to the primary, which has gone on meanwhile.
+#[test]
+fn a_server_that_is_fed_by_a_source_that_is_cut_off_goes_to_its_primary() {
+    for kind in require::kinds() {
+        let Some(scene) = scene(kind) else { return };
+        let (beside, source) = beside_a_follower(&scene, kind);
+        let server = scene.server(quick(kind).config("repl-diskless-load", "swapdb"));
+        load_slowly(&server, 2_000);
+        let agent = attend(&scene, &server, PORT, &[source.address]);
+        server.replicate(&scene.primary).unwrap();
+        wait_until_loading(&server);
+        cut_off(&scene, &beside);
+        write_past_the_backlog(&scene.primary);
+        load_slowly(&server, 0);
+        handed_over(&agent, &server, 1);
+        assert_same_data(&scene.primary, &server);
+        says(&agent.output(), &["comes no nearer to its primary", "handing the server over: caught up"]);
+        assert_eq!(syncs(&scene.primary).0, 2, "{kind}: the follower's, and the server's own");
+    }
 }

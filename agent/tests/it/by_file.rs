@@ -11,16 +11,17 @@ use remora_lab::workload::fill_every_type;
 use remora_lab::{Agent, Server, assert_same_data, require};
 use rustix::process::Signal;
 
+use crate::another_data_set::{ANOTHER, foreign, has_foreign_data, replaced};
 use crate::kit::{
     LONG, Source, Stage, ends, fill, fill_cluster, fill_keys, follows, number, primary, quick, says, start_cluster,
     steady_writer, succeeds, syncs, write_past_the_backlog,
 };
 
 /// A primary with its source, and a restart command that the test carries out.
-struct Scene {
-    stage: Stage,
-    primary: Server,
-    source: Source,
+pub(crate) struct Scene {
+    pub(crate) stage: Stage,
+    pub(crate) primary: Server,
+    pub(crate) source: Source,
 }
 
 impl Scene {
@@ -30,7 +31,7 @@ impl Scene {
         Scene { stage, primary, source }
     }
 
-    fn with_data(builder: Builder) -> Scene {
+    pub(crate) fn with_data(builder: Builder) -> Scene {
         let primary = builder.start().unwrap();
         fill_keys(&primary, 5_000, "value");
         fill_every_type(&mut primary.client().unwrap(), 1).unwrap();
@@ -38,21 +39,21 @@ impl Scene {
     }
 
     /// A server whose configuration includes a file that has no line yet.
-    fn server(&self, builder: Builder) -> Server {
+    pub(crate) fn server(&self, builder: Builder) -> Server {
         fs::write(self.include(), "").unwrap();
         builder.config("include", self.include()).config("save", "3600 1").start().unwrap()
     }
 
-    fn include(&self) -> String {
+    pub(crate) fn include(&self) -> String {
         self.stage.path("replicaof.conf")
     }
 
     /// The file that asks for a restart, and is removed after it.
-    fn wanted(&self) -> PathBuf {
+    pub(crate) fn wanted(&self) -> PathBuf {
         self.stage.folder().join("wanted")
     }
 
-    fn restart_command(&self) -> String {
+    pub(crate) fn restart_command(&self) -> String {
         let wanted = self.wanted().display().to_string();
         format!("echo restarting; touch {wanted}; while [ -e {wanted} ]; do sleep 0.05; done")
     }
@@ -346,5 +347,29 @@ fn a_node_of_a_cluster_is_restarted_on_the_file_of_its_shard() {
             Ok(if one == other { Ok(()) } else { Err(format!("{one} {other}")) })
         })
         .unwrap();
+    }
+}
+
+/// The server is not restarted on the file of another data set, and the run goes on when the right source is back.
+#[test]
+fn a_source_that_is_replaced_by_that_of_another_data_set_gives_the_file_nothing() {
+    for kind in require::kinds() {
+        let scene = Scene::with_data(primary(kind));
+        scene.primary.configure("rdb-key-save-delay", "2000").unwrap();
+        let mut server = scene.server(quick(kind));
+        let mut agent = scene.deliver_to_new(&server, &[]);
+        agent.wait_for_line("the snapshot arrives", LONG).unwrap();
+        let other = foreign(kind);
+        let Scene { stage, primary, source } = scene;
+        let source = replaced(&stage, source, &other, &[]);
+        agent.wait_for_line(ANOTHER, LONG).unwrap();
+        assert_eq!(number(&other, "sync_full"), 0, "{kind}: the foreign primary has forked");
+        primary.configure("rdb-key-save-delay", "0").unwrap();
+        let source = replaced(&stage, source, &primary, &[]);
+        let scene = Scene { stage, primary, source };
+        scene.restart(&mut server, &mut agent);
+        succeeds(&mut agent, &server);
+        assert_same_data(&scene.primary, &server);
+        assert!(!has_foreign_data(&server), "{kind}");
     }
 }

@@ -6,6 +6,7 @@ mod kit;
 
 mod another_data_set;
 mod attend;
+mod attend_disturbed;
 mod attend_passed;
 mod attend_sources;
 mod background;

@@ -10,7 +10,8 @@
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
@@ -18,11 +19,12 @@ use std::time::Duration;
 use remora_lab::random::{self, Random};
 use remora_lab::server::wait_until;
 use remora_lab::workload::Options;
-use remora_lab::{Client, Host, Kind, Server, Workload, assert_same_data, require};
+use remora_lab::{Client, Host, Kind, Net, Server, Workload, assert_same_data, require};
 use rustix::process::Signal;
+use serde_json::Value;
 
 use crate::attend::{self, handed_over};
-use crate::kit::{LONG, Scene, Source, Stage, ends, fill, number, primary, quick, with_or_without};
+use crate::kit::{LONG, Scene, Source, Stage, ends, fill, load_slowly, number, primary, quick, with_or_without};
 
 /// The most bytes that a proxy waits with, and so the longest piece.
 const PIECE_BYTES: usize = 64 << 10;
@@ -122,6 +124,8 @@ struct Proxy {
     address: SocketAddr,
     host: Option<Host>,
     is_over: Arc<AtomicBool>,
+    /// Connections that have passed through it.
+    count: Arc<AtomicU64>,
 }
 
 impl Proxy {
@@ -137,7 +141,8 @@ impl Proxy {
 
     fn listen(listener: TcpListener, host: Option<Host>, target: SocketAddr, manner: Manner) -> Proxy {
         let (address, is_over) = (listener.local_addr().unwrap(), Arc::new(AtomicBool::new(false)));
-        let (over, there) = (is_over.clone(), host.clone());
+        let (over, there, count) = (is_over.clone(), host.clone(), Arc::new(AtomicU64::new(0)));
+        let counted = count.clone();
         thread::spawn(move || {
             for (number, near) in (0..).zip(listener.incoming().flatten()) {
                 if over.load(Ordering::Relaxed) {
@@ -146,10 +151,16 @@ impl Proxy {
                 let connect = || TcpStream::connect(target);
                 let far = there.as_ref().map_or_else(connect, |host| host.within(connect).unwrap());
                 let Ok(far) = far else { continue };
+                counted.fetch_add(1, Ordering::Relaxed);
                 join(near, far, &manner, number);
             }
         });
-        Proxy { address, host, is_over }
+        Proxy { address, host, is_over, count }
+    }
+
+    /// How many connections have passed through it.
+    fn joined(&self) -> u64 {
+        self.count.load(Ordering::Relaxed)
     }
 
     fn url(&self) -> String {
@@ -503,4 +514,70 @@ fn a_sync_is_exact_whatever_pieces_its_links_deliver() {
 fn many_syncs_are_exact_whatever_pieces_their_links_deliver() {
     let count = std::env::var("REMORA_PIECES_ROUNDS").ok().and_then(|count| count.parse().ok());
     rounds(count.unwrap_or(1_000_u64).div_ceil(2));
+}
+
+/// Sends what a host says to one address elsewhere instead.
+fn lead(from: &Host, to: SocketAddr, instead: SocketAddr) {
+    let rule = format!("ip daddr {} tcp dport {} dnat to {instead}", to.ip(), to.port());
+    let table = format!("table ip pieces {{ chain output {{ type nat hook output priority -100; {rule}; }}; }}");
+    let mut nft = Command::new("nft");
+    from.enter(nft.arg(table)).unwrap();
+    assert!(nft.status().unwrap().success());
+}
+
+/// Slots that pass from replica to replica in other pieces, as the conversations about them do.
+#[test]
+fn a_replica_that_reads_from_another_one_is_exact_whatever_pieces_their_links_deliver() {
+    let Some(()) = require::namespaces() else { return };
+    let seed = random::seed("relayed pieces");
+    for kind in require::kinds() {
+        let mut draw = Random::new(seed);
+        let net = Net::new().unwrap();
+        let [near, lends, reads, between] =
+            ["primary", "lender", "reader", "between"].map(|name| net.host(name).unwrap());
+        let primary = primary(kind).on(&near).start().unwrap();
+        fill(&primary, 8, seed);
+        let stage = Stage::new();
+        let mut source = stage.source_on(&near, &primary.url(), &["--no-rdma", "--eager"]);
+        source.wait_for_snapshot();
+        let writer = Workload::start(
+            primary.client().unwrap(),
+            Options { big_bytes: 0, ..Options::seeded(draw.word()) }.rate(200),
+        )
+        .unwrap();
+        let cut = |to: SocketAddr, draw: &mut Random| Proxy::start_on(&between, to, Manner::Cut(draw.word()));
+        let lending = SocketAddr::new(lends.address(), 7444);
+        let (to_source, to_lender) = (cut(source.address, &mut draw), cut(lending, &mut draw));
+        lead(&lends, source.address, to_source.address);
+        lead(&reads, source.address, to_source.address);
+        lead(&reads, lending, to_lender.address);
+        let start = |host: &Host, name: &str, more: &[&str]| {
+            let server = quick(kind).on(host).start().unwrap();
+            let options = [&["--transport", "tcp", "--name", name], more].concat();
+            (stage.replica_on(host, &server.url(), source.address, &options), server)
+        };
+        let (mut lender, first) = start(&lends, "lender", &["--serve-peers", "--peer-listen", &lending.to_string()]);
+        load_slowly(&first, 50_000);
+        source.wait_for_status("the lender to hold slots", |status| held(status, "lender") >= 16);
+        let (mut reader, second) = start(&reads, "reader", &["--no-serve-peers"]);
+        reader.wait_for_line("reading slots from another replica", LONG).unwrap();
+        load_slowly(&first, 0);
+        for (agent, server) in [(&mut reader, &second), (&mut lender, &first)] {
+            if let Err(error) = agent.wait_for_success(LONG) {
+                panic!("{error}\n{}\n{}\nthe server:\n{}", agent.output(), source.agent.output(), server.log());
+            }
+        }
+        writer.stop().unwrap();
+        for server in [&first, &second] {
+            assert_same_data(&primary, server);
+        }
+        assert!(to_lender.joined() > 0, "{kind}: nothing passed the proxy before the lender\n{}", reader.output());
+        assert_eq!(number(&primary, "sync_full"), 1, "{kind}");
+    }
+}
+
+fn held(status: &Value, name: &str) -> u64 {
+    let replicas = status["replicas"].as_array().into_iter().flatten();
+    let of = |replica: &Value| replica["slots_held"].as_u64().filter(|_| replica["name"] == name);
+    replicas.filter_map(of).max().unwrap_or_default()
 }

@@ -14,6 +14,7 @@ use remora_lab::{Agent, Kind, Server, require};
 use rustix::io::Errno;
 use rustix::process::Signal;
 
+use crate::another_data_set::{ANOTHER, foreign, replaced};
 use crate::kit::{
     Directory, LONG, Source, Stage, ends, fill, kinds_and_module, number, primary, says, with_or_without,
 };
@@ -223,4 +224,28 @@ fn a_folder_without_room_ends_it_with_a_sentence() {
     let (missing, directory) = (scene.stage.path("missing"), scene.stage.path("spool"));
     let args = ["snapshot", "mount", "--source", &source, "--token-file", &token, "--retry-for", "0s"];
     says(&scene.stage.end(&[&args[..], &["--spool", &missing, &directory]].concat(), 8), &[&missing, "--spool"]);
+}
+
+#[test]
+fn a_source_that_is_replaced_by_that_of_another_data_set_gives_the_file_nothing() {
+    let (Some(()), Some(())) = (require::root(), require::fuse()) else { return };
+    for kind in require::kinds() {
+        let server = primary(kind).start().unwrap();
+        fill(&server, MEBIBYTES, 6);
+        let scene = Scene::new(server, &NEVER);
+        let (mut mounted, directory) = scene.mount(&[]);
+        let Scene { stage, primary, source, spool } = scene;
+        let other = foreign(kind);
+        let source = replaced(&stage, source, &other, &[]);
+        mounted.wait_for_line(ANOTHER, LONG).unwrap();
+        assert_eq!(number(&other, "sync_full"), 0, "{kind}: the foreign primary has forked");
+        let source = replaced(&stage, source, &primary, &[]); // with all of its upload
+        mounted.wait_for_line("the whole snapshot has arrived", LONG).unwrap();
+        let file = directory.at("dump.rdb");
+        assert!(fs::metadata(&file).unwrap().len() > (MEBIBYTES << 20) as u64);
+        assert_sound(kind, &file);
+        mounted.signal(Signal::TERM).unwrap();
+        ends(&mut mounted, 0);
+        Scene { stage, primary, source, spool }.assert_nothing_left();
+    }
 }

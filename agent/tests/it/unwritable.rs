@@ -10,7 +10,8 @@ use remora_lab::server::wait_until;
 use remora_lab::{Server, assert_same_data, require};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::kit::{LONG, Scene, Stage, fill_keys, primary};
+use crate::kit::{Directory, LONG, Scene, Stage, fill_keys, primary, quick, syncs};
+use crate::{attend, by_file};
 
 /// What is wrong with an output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -217,6 +218,85 @@ fn a_backup_with_its_journal_and_a_fetch_whose_log_cannot_be_written_do_their_wo
         let args: Vec<&str> = args.iter().map(String::as_str).collect();
         assert_eq!(without_stderr(&scene.stage, &args, wrong).code(), Some(0), "{wrong:?}");
         assert!(File::open(&file).is_ok(), "{wrong:?}");
+    }
+}
+
+#[test]
+fn an_agent_that_attends_a_server_and_whose_log_cannot_be_written_does_its_work() {
+    let Some(kind) = require::redis() else { return };
+    let Some(scene) = attend::Scene::new(kind) else { return };
+    let (address, token) = (scene.source.address.to_string(), scene.stage.token.display().to_string());
+    let port = scene.primary.port().to_string();
+    for (times, wrong) in (1..).zip(ALL) {
+        let server = scene.server(quick(kind));
+        let url = server.url();
+        let args = ["attend", "--server", &url, "--source", &address, "--token-file", &token, "--primary-port", &port];
+        let mut command = with(&scene.stage, &args, wrong, "2>&-");
+        scene.host.enter(command.env("REMORA_LOG", "debug")).unwrap();
+        let mut agent = Running(command.stderr(wrong.output()).stdout(Stdio::null()).spawn().unwrap());
+        wait_until("the agent to attend", LONG, || {
+            let rules = scene.intercept(&["show"]);
+            Ok(if rules.contains("expires") { Ok(()) } else { Err(rules) })
+        })
+        .unwrap();
+        server.replicate(&scene.primary).unwrap();
+        wait_until("the server to be handed over", LONG, || {
+            let counts = syncs(&scene.primary);
+            Ok(if counts == (1, times) { Ok(()) } else { Err(format!("{counts:?}")) })
+        })
+        .unwrap();
+        assert_same_data(&scene.primary, &server);
+        agent.assert_runs();
+        agent.stop();
+        assert_eq!(agent.code(), Some(0), "{wrong:?}");
+    }
+}
+
+#[test]
+fn a_mounted_snapshot_whose_log_cannot_be_written_is_served() {
+    let (Some(()), Some(())) = (require::root(), require::fuse()) else { return };
+    let Some(kind) = require::redis() else { return };
+    let right = primary(kind).start().unwrap();
+    fill_keys(&right, 100, "right");
+    let scene = Scene::new(right, &[]);
+    let (address, token) = (scene.source.address.to_string(), scene.source.token().display().to_string());
+    let spool = scene.stage.path("spool");
+    std::fs::create_dir(&spool).unwrap();
+    for wrong in ALL {
+        let directory = Directory::new(scene.stage.path(&format!("{wrong:?}")));
+        let args = ["snapshot", "mount", "--source", &address, "--token-file", &token, "--spool", &spool];
+        let mut mounted = without_stderr(&scene.stage, &[&args[..], &[directory.path()]].concat(), wrong);
+        let file = directory.at("dump.rdb");
+        wait_until("the file", LONG, || Ok(if file.exists() { Ok(()) } else { Err("not there".to_owned()) })).unwrap();
+        // A read waits for what has not arrived.
+        let bytes = std::fs::read(&file).unwrap();
+        assert!(bytes.starts_with(b"REDIS"), "{wrong:?}: {} bytes", bytes.len());
+        mounted.assert_runs();
+        directory.unmount();
+        assert_eq!(mounted.code(), Some(0), "{wrong:?}");
+    }
+}
+
+#[test]
+fn a_delivery_by_a_file_whose_log_cannot_be_written_does_its_work() {
+    let Some(kind) = require::redis() else { return };
+    for wrong in ALL {
+        let scene = by_file::Scene::with_data(primary(kind));
+        let mut server = scene.server(quick(kind));
+        let (command, include) = (scene.restart_command(), scene.include());
+        let more = ["--delivery", "file", "--restart-command", &command, "--write-replicaof", &include];
+        let args = scene.stage.replica_args(&server.url(), scene.source.address, &more);
+        let mut agent = without_stderr(&scene.stage, &args.iter().map(String::as_str).collect::<Vec<_>>(), wrong);
+        wait_until("the restart command", LONG, || {
+            agent.assert_runs();
+            Ok(if scene.wanted().exists() { Ok(()) } else { Err("not called".to_owned()) })
+        })
+        .unwrap();
+        server.stop(LONG).unwrap();
+        server.restart().unwrap();
+        std::fs::remove_file(scene.wanted()).unwrap();
+        assert_eq!(agent.code(), Some(0), "{wrong:?}\n{}", server.log());
+        assert_same_data(&scene.primary, &server);
     }
 }
 

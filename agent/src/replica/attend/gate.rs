@@ -115,6 +115,19 @@ impl Gate {
         Ok(Served(link))
     }
 
+    /// As [`Gate::came`], if the gate is open. `None` if it has been closed: the connections that had come by then were
+    /// ended, and this one must end too.
+    pub(super) fn came_in_time(&self, link: impl AsFd) -> io::Result<Option<Served>> {
+        let link = Arc::new(TcpStream::from(link.as_fd().try_clone_to_owned()?));
+        // Under one lock: `hand_back` closes the gate before it takes the connection.
+        let mut state = self.state();
+        if !state.is_open {
+            return Ok(None);
+        }
+        state.link = Some(Arc::clone(&link));
+        Ok(Some(Served(link)))
+    }
+
     /// Closes the gate, and then the server's connection: the server connects again by itself, to its primary. Returns
     /// when the server has closed its end too, so that what it says about its link afterwards is about another one.
     pub(in crate::replica) async fn hand_back(&self) {
@@ -194,6 +207,24 @@ mod tests {
             io::Read::read_to_end(&mut server, &mut read).unwrap();
             assert_eq!(read, if writes { &b"+FULLRESYNC"[..] } else { b"" });
         }
+    }
+
+    /// The driver closes the gate while the attending task decides on a connection.
+    #[tokio::test]
+    async fn a_connection_that_comes_after_the_gate_was_closed_is_not_served() {
+        let gate = Gate::new(0, BTreeSet::new()).unwrap();
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let server = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (link, _) = listener.accept().unwrap();
+        gate.open();
+        assert!(gate.came_in_time(&link).unwrap().is_some());
+        drop(server);
+        gate.hand_back().await;
+        let server = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (link, _) = listener.accept().unwrap();
+        assert!(gate.came_in_time(&link).unwrap().is_none());
+        assert!(gate.state().link.is_none(), "a later hand-over ends nothing");
+        drop(server);
     }
 
     #[test]

@@ -20,14 +20,15 @@
 //! - Slots are lent to other replicas as `remora replica` does, also when the server has gone on by itself: the next
 //!   sync ends that, and not the other way round.
 //! - `PSYNC` reaches the primary, or the delivery, and never both.
-//! - While a sync lasts, every connection of the server that asks goes to its delivery, until the gate is closed.
+//! - While a sync lasts, every connection of the server to the same primary that asks goes to its delivery, until the
+//!   gate is closed. A server that asks another primary ends the sync first.
 //! - A failure of ours leaves the server with its primary: the gate is closed before the connection is.
 //! - The gate opens again when the server's own connection stands: rules change no connection that is established.
 
 pub(in crate::replica) mod gate;
 pub(in crate::replica) mod guide;
 pub(in crate::replica) mod once;
-pub(super) mod passage;
+pub(in crate::replica) mod passage;
 mod passing;
 mod sources;
 mod syncs;
@@ -111,7 +112,8 @@ pub async fn run(args: AttendArgs) -> Result<(), Failure> {
     let (guide, passages) = (entrance.guide.take(), JoinSet::new());
     let watcher = guide.as_ref().map(Guide::watcher);
     let syncs = Syncs::new(args.of_a_sync(), args.sources, tokens, server, gate.clone(), watcher);
-    let attendant = Attendant { syncs, awaited: Awaited::Nothing, guide, passages, counts: Counts::default() };
+    let (awaited, counts) = (Awaited::Nothing, Counts::default());
+    let attendant = Attendant { syncs, next: None, awaited, guide, passages, counts };
     let outcome = attendant.run(&mut entrance.arrivals, &mut signals, scrapes).await;
     gate.close();
     outcome
@@ -266,6 +268,8 @@ impl Awaited {
 /// Decides what becomes of each connection.
 struct Attendant {
     syncs: Syncs,
+    /// A connection that waits for the end of the sync, since it is to another primary.
+    next: Option<Arrival>,
     awaited: Awaited,
     /// With Sentinels.
     guide: Option<Guide>,
@@ -324,6 +328,7 @@ impl Attendant {
                     }
                     self.syncs.gate.hand_back().await;
                     self.awaited = Awaited::direct();
+                    self.go_on_with_the_next().await;
                 }
                 Some(arrival) = arrivals.recv() => self.arrived(arrival).await,
                 scrape = scrapes.next() => self.show(scrape),
@@ -368,12 +373,23 @@ impl Attendant {
 
     /// Decides on a connection that asks for a sync.
     async fn arrived(&mut self, mut arrival: Arrival) {
+        if self.syncs.is_ending() {
+            // The server's latest connection counts.
+            self.next = Some(arrival);
+            return;
+        }
         if !self.syncs.gate.is_open() {
             return self.pass(arrival, "the server is on its way to its primary");
         }
         match self.syncs.asks(&arrival) {
             Asks::Continues => return self.pass(arrival, "the primary can continue it"),
             Asks::Unknown(why) => return self.pass(arrival, &why),
+            Asks::Another => {
+                tracing::info!(primary = %arrival.address, "the server asks another primary: the sync that is under way ends");
+                self.syncs.end();
+                self.next = Some(arrival);
+                return;
+            }
             Asks::Copy => {}
         }
         if !self.syncs.is_running() {
@@ -384,6 +400,16 @@ impl Attendant {
             self.awaited = Awaited::Nothing;
         }
         self.syncs.give(arrival);
+    }
+
+    /// Decides on the connection that has waited for the end of a sync.
+    async fn go_on_with_the_next(&mut self) {
+        if let Some(mut arrival) = self.next.take() {
+            arrival.ask_again().await;
+            self.awaited = Awaited::Nothing;
+            self.syncs.gate.open();
+            Box::pin(self.arrived(arrival)).await;
+        }
     }
 
     /// Answers those who watch, or has the sync that is under way answer them.

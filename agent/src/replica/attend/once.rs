@@ -286,6 +286,14 @@ impl Once {
                 let text = format!("{why}, so the server goes to its primary {} by itself", self.primary);
                 return Err(Failure::new(Code::Server, text));
             }
+            Asks::Another => {
+                self.syncs.gate.close();
+                let text = format!(
+                    "the server asks another primary now, {}: another client has told it to follow that one; it is left as it is",
+                    arrival.address
+                );
+                return Err(Failure::new(Code::TakenOver, text));
+            }
             Asks::Continues | Asks::Copy => {}
         }
         if !self.syncs.is_running()

@@ -10,9 +10,9 @@
 //! The primary checks the server's login, and answers everything but `PSYNC`. The agent keeps no password: it passes
 //! bytes on. TLS is opened on both sides ([`tls`](super::tls)), if the agent has a certificate for that.
 
-use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
+use std::{fmt, io};
 
 use remora_redis::ReplId;
 use remora_redis::info::Info;
@@ -52,8 +52,8 @@ pub(super) struct Arrival {
     pub(super) address: SocketAddr,
     /// How the agent speaks TLS in its place, if the two do.
     between: Option<Between>,
-    /// What the primary says of itself; the error says why it does not.
-    pub(super) facts: Result<Facts, String>,
+    /// What the primary says of itself.
+    pub(super) facts: Result<Facts, NoFacts>,
     /// All that the server has said.
     pub(super) heard: Vec<u8>,
     /// Where in it `PSYNC` begins.
@@ -83,10 +83,31 @@ impl Arrival {
     /// connection that the gate looks at too.
     pub(super) async fn pass(mut self, served: Option<Served>) {
         let _served = served;
+        if let Err(NoFacts::Silence(why)) = &self.facts {
+            // Its answer to our question would be taken for that to `PSYNC`. The server comes again.
+            tracing::debug!(primary = %self.address, why, "the primary owes an answer: the connection is closed");
+            return;
+        }
         let psync = &self.heard[self.psync_at..];
         if send(&mut self.primary, psync).await.is_ok() {
             let _ = copy_bidirectional(&mut self.server, &mut self.primary).await;
         }
+    }
+}
+
+/// Why the primary does not say how it stands.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::replica) enum NoFacts {
+    /// It has answered something else.
+    Answer(String),
+    /// It has not answered yet, or no more: it may still answer, or its connection is of no use.
+    Silence(String),
+}
+
+impl fmt::Display for NoFacts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (NoFacts::Answer(why) | NoFacts::Silence(why)) = self;
+        f.write_str(why)
     }
 }
 
@@ -106,13 +127,13 @@ impl Login {
             Some(between) => limited(between.connect(self.address)).await?,
             None => Stream::Tcp(connect(self.address).await.ok_or("it cannot be reached")?),
         };
-        exchange(&mut primary, &self.commands, self.count).await?;
+        exchange(&mut primary, &self.commands, self.count).await.map_err(|why| why.to_string())?;
         Ok(primary)
     }
 
     /// To an address where nothing listens.
     #[cfg(test)]
-    pub(super) fn nowhere() -> Login {
+    pub(in crate::replica) fn nowhere() -> Login {
         Login { address: ([127, 0, 0, 1], 1).into(), between: None, commands: Vec::new(), count: 0 }
     }
 }
@@ -274,8 +295,11 @@ async fn connect(address: SocketAddr) -> Option<TcpStream> {
 }
 
 async fn limited<T>(work: impl Future<Output = Result<T, String>>) -> Result<T, String> {
-    let limited = tokio::time::timeout(PRIMARY_LIMIT, work).await;
-    limited.unwrap_or_else(|_| Err(format!("no answer for {} s", PRIMARY_LIMIT.as_secs())))
+    tokio::time::timeout(PRIMARY_LIMIT, work).await.unwrap_or_else(|_| Err(no_answer()))
+}
+
+fn no_answer() -> String {
+    format!("no answer for {} s", PRIMARY_LIMIT.as_secs())
 }
 
 /// Writes all, also what TLS would keep.
@@ -285,36 +309,40 @@ async fn send(to: &mut (impl AsyncWrite + Unpin), bytes: &[u8]) -> io::Result<()
 }
 
 /// Asks the primary how it stands, with the server's own login.
-pub(in crate::replica) async fn ask(primary: &mut Stream) -> Result<Facts, String> {
+pub(in crate::replica) async fn ask(primary: &mut Stream) -> Result<Facts, NoFacts> {
     let mut question = Vec::new();
     resp::command(&mut question, &["INFO"]);
     match exchange(primary, &question, 1).await {
         Ok(Some(Frame::Bulk(text))) => Ok(Facts::from_info(&Info::parse(&text))),
-        Ok(_) => Err("its answer to INFO is not a text".to_owned()),
-        Err(why) if why.starts_with("NOPERM") => Err(format!("{why} (the user of masteruser needs +info there)")),
+        Ok(_) => Err(NoFacts::Answer("its answer to INFO is not a text".to_owned())),
+        Err(NoFacts::Answer(why)) if why.starts_with("NOPERM") => {
+            Err(NoFacts::Answer(format!("{why} (the user of masteruser needs +info there)")))
+        }
         Err(why) => Err(why),
     }
 }
 
 /// Sends commands, and returns the last of their answers. An error that the primary answers is an error here.
-async fn exchange(primary: &mut Stream, commands: &[u8], count: usize) -> Result<Option<Frame>, String> {
+async fn exchange(primary: &mut Stream, commands: &[u8], count: usize) -> Result<Option<Frame>, NoFacts> {
+    let silence = |error: &dyn fmt::Display| NoFacts::Silence(error.to_string());
     let answers = async {
-        send(primary, commands).await.map_err(|error| error.to_string())?;
+        send(primary, commands).await.map_err(|error| silence(&error))?;
         let (mut decoder, mut buffer) = (Decoder::new(Limits::default()), [0; READ_BYTES]);
         let (mut last, mut left) = (None, count);
         while left > 0 {
-            match decoder.next_frame().map_err(|error| error.to_string())? {
-                Some(Frame::Error(text)) => return Err(String::from_utf8_lossy(&text).into_owned()),
+            match decoder.next_frame().map_err(|error| silence(&error))? {
+                Some(Frame::Error(text)) if left > 1 => return Err(silence(&String::from_utf8_lossy(&text))),
+                Some(Frame::Error(text)) => return Err(NoFacts::Answer(String::from_utf8_lossy(&text).into_owned())),
                 Some(frame) => (last, left) = (Some(frame), left - 1),
-                None => match primary.read(&mut buffer).await.map_err(|error| error.to_string())? {
-                    0 => return Err("it has closed the connection".to_owned()),
+                None => match primary.read(&mut buffer).await.map_err(|error| silence(&error))? {
+                    0 => return Err(silence(&"it has closed the connection")),
                     n => decoder.feed(&buffer[..n]),
                 },
             }
         }
         Ok(last)
     };
-    limited(answers).await
+    tokio::time::timeout(PRIMARY_LIMIT, answers).await.unwrap_or_else(|_| Err(NoFacts::Silence(no_answer())))
 }
 
 /// What the server has said until now, and what of it the primary has got.
@@ -460,5 +488,58 @@ mod tests {
         let ping = wire(&["PING"]);
         handshake.hear(&ping);
         assert_eq!(handshake.hear(&wire(&["PSYNC", "?", "-1"])), Heard::Other { from: ping.len() });
+    }
+
+    async fn pair() -> (TcpStream, TcpStream) {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (one, other) = tokio::join!(TcpStream::connect(listener.local_addr().unwrap()), listener.accept());
+        (one.unwrap(), other.unwrap().0)
+    }
+
+    /// Passes on a server's `PSYNC` after the primary was asked with this outcome. Returns what the primary gets of it.
+    async fn passed_on(facts: Result<Facts, NoFacts>) -> Vec<u8> {
+        let ((server, ours), (primary, mut got_by)) = (pair().await, pair().await);
+        let address = got_by.local_addr().unwrap();
+        let arrival = Arrival {
+            server: End::Plain(ours),
+            peer: address,
+            primary: Stream::Tcp(primary),
+            address,
+            between: None,
+            facts,
+            heard: wire(&["PSYNC", "?", "-1"]),
+            psync_at: 0,
+            asked: None,
+        };
+        drop(server);
+        got_by.shutdown().await.unwrap();
+        arrival.pass(None).await;
+        let mut got = Vec::new();
+        got_by.read_to_end(&mut got).await.unwrap();
+        got
+    }
+
+    /// The answer to our question, once it comes, would be taken for that to `PSYNC`.
+    #[tokio::test]
+    async fn a_primary_that_owes_an_answer_gets_no_psync() {
+        let psync = wire(&["PSYNC", "?", "-1"]);
+        assert_eq!(passed_on(Ok(Facts::default())).await, psync);
+        assert_eq!(passed_on(Err(NoFacts::Answer("NOPERM".into()))).await, psync, "it has answered");
+        assert_eq!(passed_on(Err(NoFacts::Silence("no answer".into()))).await, b"");
+    }
+
+    #[tokio::test]
+    async fn an_answer_that_refuses_is_told_from_none() {
+        let asked = |answer: &'static [u8]| async move {
+            let (primary, mut far) = pair().await;
+            far.write_all(answer).await.unwrap();
+            drop(far);
+            ask(&mut Stream::Tcp(primary)).await.unwrap_err()
+        };
+        let NoFacts::Answer(why) = asked(b"-NOPERM no\r\n").await else { panic!("it has answered") };
+        assert!(why.contains("+info"), "{why}");
+        assert!(matches!(asked(b"+OK\r\n").await, NoFacts::Answer(_)));
+        assert!(matches!(asked(b"$100\r\n# Server").await, NoFacts::Silence(_)), "a part of an answer");
+        assert!(matches!(asked(b"").await, NoFacts::Silence(_)));
     }
 }

@@ -89,7 +89,7 @@ impl Passing {
             Some(primary) => primary,
             None => self.primary.insert(self.login.connect().await?),
         };
-        ask(primary).await
+        ask(primary).await.map_err(|why| why.to_string())
     }
 }
 

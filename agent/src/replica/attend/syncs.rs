@@ -58,7 +58,10 @@ type Running = Pin<Box<dyn Future<Output = Result<(), Failure>>>>;
 /// A sync under way.
 struct Sync {
     running: Running,
-    newcomers: UnboundedSender<Newcomer>,
+    /// `None`: it was told to end.
+    newcomers: Option<UnboundedSender<Newcomer>>,
+    /// What it is about.
+    data_set: DataSet,
     /// The sync adds its values to those of the attendant.
     scrapes: Sender<Scrape>,
     /// Told when the server needs it no more, and other replicas still read its copy.
@@ -69,7 +72,7 @@ struct Sync {
 struct Lending {
     running: Running,
     /// Its end ends the lending.
-    newcomers: UnboundedSender<Newcomer>,
+    _newcomers: Option<UnboundedSender<Newcomer>>,
 }
 
 /// How a sync goes on.
@@ -96,6 +99,8 @@ pub(super) enum Asks {
     Continues,
     /// It needs a full copy, or goes on in the sync that is under way.
     Copy,
+    /// Something of another primary than the one whose sync is under way.
+    Another,
     /// What the primary would answer is not known, and why.
     Unknown(String),
 }
@@ -135,6 +140,18 @@ impl Syncs {
         self.sync.is_some()
     }
 
+    /// Whether the sync that is under way was told to end.
+    pub(super) fn is_ending(&self) -> bool {
+        self.sync.as_ref().is_some_and(|sync| sync.newcomers.is_none())
+    }
+
+    /// Tells the sync that is under way to end.
+    pub(super) fn end(&mut self) {
+        if let Some(sync) = &mut self.sync {
+            sync.newcomers = None;
+        }
+    }
+
     /// The end of the sync that is under way: its server goes on by itself, or is left to its primary. Pending while no
     /// sync is under way. What is lent to other replicas goes on meanwhile. Cancel-safe.
     pub(super) async fn ended(&mut self) -> Result<(), Failure> {
@@ -150,7 +167,7 @@ impl Syncs {
             if let Step::Over(outcome) = step {
                 return outcome;
             }
-            self.lending = sync.map(|Sync { running, newcomers, .. }| Lending { running, newcomers });
+            self.lending = sync.map(|Sync { running, newcomers, .. }| Lending { running, _newcomers: newcomers });
             return Ok(());
         }
     }
@@ -165,7 +182,7 @@ impl Syncs {
 
     /// Ends what is lent: its readers go on elsewhere.
     pub(super) async fn stop_lending(&mut self) {
-        let Some(Lending { running, newcomers }) = self.lending.take() else { return };
+        let Some(Lending { running, _newcomers: newcomers }) = self.lending.take() else { return };
         drop(newcomers);
         if tokio::time::timeout(LENDING_END_LIMIT, running).await.is_err() {
             tracing::warn!("what is lent to other replicas has not ended within {} s", LENDING_END_LIMIT.as_secs());
@@ -217,8 +234,8 @@ impl Syncs {
                 return Asks::Unknown("it is not known whether the primary can continue it".to_owned());
             }
         };
-        if self.is_running() {
-            return Asks::Copy;
+        if let Some(sync) = &self.sync {
+            return if sync.data_set.is_of(facts) { Asks::Copy } else { Asks::Another };
         }
         // The primary is asked before it gets PSYNC: its answer +FULLRESYNC would begin the very copy that is to be
         // spared, with a fork, and cannot be taken back. It says the same in INFO: its history, the former one with
@@ -232,14 +249,15 @@ impl Syncs {
 
     /// Gives a connection to the sync that is under way.
     pub(super) fn give(&self, arrival: Arrival) {
-        let Some(sync) = &self.sync else { return };
+        let Some(newcomers) = self.sync.as_ref().and_then(|sync| sync.newcomers.as_ref()) else { return };
         let Arrival { server, peer, heard, .. } = arrival;
-        let taken = server.into_parts().and_then(|(server, tls)| {
-            let served = self.gate.came(&server)?;
-            Newcomer::intercepted(server, tls, peer, &heard, served)
+        let taken = server.into_parts().and_then(|(server, tls)| match self.gate.came_in_time(&server)? {
+            Some(served) => Newcomer::intercepted(server, tls, peer, &heard, served).map(Some),
+            None => Ok(None),
         });
         match taken {
-            Ok(newcomer) => _ = sync.newcomers.send(newcomer),
+            Ok(Some(newcomer)) => _ = newcomers.send(newcomer),
+            Ok(None) => tracing::debug!("the server is on its way to its primary: this connection of it is closed"),
             Err(error) => tracing::warn!(%error, "the server's connection could not be taken; it will come again"),
         }
     }
@@ -271,7 +289,8 @@ impl Syncs {
             let (tell, lingers) = oneshot::channel();
             let (tokens, gate) = (self.tokens.clone(), self.gate.clone());
             let control = Control::new(self.server.clone(), client);
-            let watcher = self.watcher.clone();
+            let (watcher, about) = (self.watcher.clone(), data_set.clone());
+            let is_captured = arrival.facts.as_ref().is_ok_and(|primary| data_set.captures(primary));
             let attending = Attending {
                 args,
                 tokens,
@@ -282,13 +301,14 @@ impl Syncs {
                 source,
                 data_set,
                 gate,
+                asks_primary: !is_captured,
                 watcher,
                 arrivals,
                 lingers: tell,
             };
-            Ok((Driver::begin_attending(attending).await?, newcomers, lingers))
+            Ok((Driver::begin_attending(attending).await?, newcomers, lingers, about))
         };
-        let (mut driver, newcomers, lingers) =
+        let (mut driver, newcomers, lingers, data_set) =
             tokio::time::timeout(SOURCE_LIMIT, begun).await.unwrap_or_else(|_| {
                 let seconds = SOURCE_LIMIT.as_secs();
                 Err(Failure::new(Code::Source, format!("no suitable source has answered for {seconds} s")))
@@ -296,7 +316,8 @@ impl Syncs {
         tracing::info!(primary = %arrival.address, "the server asks for a full copy: the source serves it");
         let (passed_on, scrapes) = Scrapes::passed_on();
         driver::metrics::watch(&mut driver, scrapes);
-        self.sync = Some(Sync { running: Box::pin(driver.run()), newcomers, scrapes: passed_on, lingers });
+        let (running, newcomers) = (Box::pin(driver.run()), Some(newcomers));
+        self.sync = Some(Sync { running, newcomers, data_set, scrapes: passed_on, lingers });
         Ok(())
     }
 

@@ -4,6 +4,9 @@
 //! primary, whose backlog says nothing of the primary's. The agent then asks the primary, with the address and the
 //! login that its own server will use there. It does the same where the source is away.
 //!
+//! Where the server's own connections are intercepted, the primary is asked with the login that the server has used
+//! there, and nothing pins its backlog. The server is fed on for as long as it comes nearer.
+//!
 //! A task holds the connection, so that the driver never waits for it. Only the newest question is answered. Where the
 //! answer is yes, [`Pins`] keep what the server needs until this is dropped or asked again.
 
@@ -15,7 +18,7 @@ use crate::args::HostPort;
 use crate::growth::Growth;
 use crate::replica::attend::passage::{self, Login};
 use crate::replica::finding::Finding;
-use crate::server::{Client, Facts, Pins, Position, Role, Server, Stream};
+use crate::server::{Client, Facts, Pins, Position, Role, Server, ServerError, Stream};
 use crate::tasks::AbortOnDrop;
 
 /// How long the primary may take to answer. It is asked again a moment later.
@@ -23,6 +26,10 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(3);
 
 /// The shortest time over which a write rate is measured: over less, one burst would be taken for a rate.
 const RATE_TIME: Duration = Duration::from_millis(100);
+
+/// How long a server may come no nearer to its primary. The source's server is then cut off, or the primary's backlog
+/// too small for what clients write: the primary gives the server what it lacks.
+const NO_NEARER_LIMIT: Duration = Duration::from_secs(5);
 
 /// The driver's end of the task that asks the primary.
 pub(super) struct Coverage {
@@ -40,10 +47,18 @@ struct Answer {
 
 impl Coverage {
     /// `finding`: how to find the primary anew for each question. Nothing is connected before the first one.
-    pub(super) fn start(primary: Asked, finding: Option<Finding>) -> Coverage {
+    pub(super) fn start(primary: Server, finding: Option<Finding>) -> Coverage {
+        Coverage::of(Asker { primary, finding, client: None, growth: Growth::default(), pins: Pins::default() })
+    }
+
+    /// Asks with the login by which the server has come to its primary.
+    pub(super) fn start_as_the_server(login: Login) -> Coverage {
+        Coverage::of(ByLogin { login, primary: None, growth: Growth::default(), nearing: Nearing::default() })
+    }
+
+    fn of(asker: impl Asks + Send + 'static) -> Coverage {
         let (questions, asked) = unbounded_channel();
         let (tell, answers) = unbounded_channel();
-        let asker = Asker { primary, finding, growth: Growth::default(), pins: Pins::default() };
         let task = tokio::spawn(run(asker, asked, tell));
         Coverage { questions, answers, asked: 0, _task: AbortOnDrop::new(&task) }
     }
@@ -65,7 +80,13 @@ impl Coverage {
     }
 }
 
-async fn run(mut asker: Asker, mut questions: UnboundedReceiver<Position>, tell: UnboundedSender<Answer>) {
+/// A way to ask the primary.
+trait Asks {
+    /// The error says why the primary would not continue the server.
+    fn ask(&mut self, question: Position) -> impl Future<Output = Result<(), String>> + Send;
+}
+
+async fn run(mut asker: impl Asks, mut questions: UnboundedReceiver<Position>, tell: UnboundedSender<Answer>) {
     let mut number = 0;
     while let Some(mut question) = questions.recv().await {
         number += 1;
@@ -81,82 +102,102 @@ async fn run(mut asker: Asker, mut questions: UnboundedReceiver<Position>, tell:
 }
 
 /// The primary, and a connection to it that is made when it is first asked.
-pub(super) enum Asked {
-    /// At an address, with the login that the server will use there.
-    At { server: Server, client: Option<Client> },
-    /// As a server that is attended has logged in to it.
-    As { login: Login, connection: Option<Stream> },
-}
-
-impl Asked {
-    pub(super) fn at(server: Server) -> Asked {
-        Asked::At { server, client: None }
-    }
-
-    pub(super) fn of(login: Login) -> Asked {
-        Asked::As { login, connection: None }
-    }
-
-    /// What the primary says of itself. The version says whether its backlog can be pinned, and stands in another
-    /// section than its position.
-    async fn facts(&mut self) -> Result<Facts, String> {
-        match self {
-            Asked::At { server, client } => {
-                let connected = match client.take().filter(Client::is_usable) {
-                    Some(connected) => Ok(connected),
-                    None => server.connect().await,
-                };
-                let mut connected = connected.map_err(|error| error.to_string())?;
-                let facts = Facts::from_info(&connected.info("").await.map_err(|error| error.to_string())?);
-                *client = Some(connected);
-                Ok(facts)
-            }
-            Asked::As { login, connection } => {
-                let mut connected = match connection.take() {
-                    Some(connected) => connected,
-                    None => login.connect().await?,
-                };
-                let facts = passage::ask(&mut connected).await?;
-                *connection = Some(connected);
-                Ok(facts)
-            }
-        }
-    }
-}
-
 struct Asker {
-    primary: Asked,
+    primary: Server,
     finding: Option<Finding>,
+    client: Option<Client>,
     /// The primary's offset, for the write rate.
     growth: Growth,
     /// What the primary keeps for the server while that is on its way.
     pins: Pins,
 }
 
-impl Asker {
+/// The server's own way to its primary, and a connection that is made when it is first needed.
+struct ByLogin {
+    login: Login,
+    primary: Option<Stream>,
+    growth: Growth,
+    nearing: Nearing,
+}
+
+impl Asks for ByLogin {
     async fn ask(&mut self, question: Position) -> Result<(), String> {
-        let at = self.find().await?;
-        let facts = match tokio::time::timeout(ANSWER_LIMIT, self.primary.facts()).await {
-            Ok(Ok(facts)) => facts,
-            Ok(Err(error)) => return Err(format!("the primary does not answer: {error}")),
-            Err(_) => return Err(format!("the primary has not answered within {} s", ANSWER_LIMIT.as_secs())),
-        };
-        let rate = self.rate(Instant::now(), facts.offset).unwrap_or(question.rate);
-        if let Some((finding, at)) = self.finding.as_ref().zip(at) {
-            if facts.role != Some(Role::Primary) {
-                return Err(format!("{}:{} is not a primary: a fail-over is under way", at.host, at.port));
+        let (facts, now) = (self.facts().await, Instant::now());
+        let (behind, covered) = match facts {
+            Ok(facts) => {
+                let rate = facts.offset.and_then(|offset| self.growth.look(now, offset, RATE_TIME));
+                let rate = rate.map_or(question.rate, |rate| rate as u64);
+                let behind = facts.offset.unwrap_or(0).saturating_sub(question.offset);
+                (behind, facts.covers(question.history, question.offset, rate))
             }
-            // Sentinel would list the link that pins among the replicas, without an end.
-            facts.covers(question.history, question.offset, rate)?;
-            finding.covered(&at);
-            return Ok(());
-        }
-        match &self.primary {
-            Asked::At { server, .. } => self.pins.secure(server, &facts, Position { rate, ..question }).await,
-            Asked::As { .. } => facts.covers(question.history, question.offset, rate),
+            Err(why) => {
+                self.primary = None;
+                // It may be replaced: only a server on its way to it is looked at for that.
+                (u64::MAX, Err(format!("the primary does not say what its backlog holds: {why}")))
+            }
+        };
+        match covered {
+            Err(why) if self.nearing.is_over(now, behind) => {
+                tracing::warn!("the server comes no nearer to its primary ({why}): the primary gives it what it lacks");
+                Ok(())
+            }
+            covered => covered,
         }
     }
+}
 
+impl ByLogin {
+    async fn facts(&mut self) -> Result<Facts, String> {
+        let primary = match &mut self.primary {
+            Some(primary) => primary,
+            None => self.primary.insert(self.login.connect().await?),
+        };
+        passage::ask(primary).await.map_err(|why| why.to_string())
+    }
+}
+
+/// How near a server has come to its primary, in bytes, and when.
+#[derive(Debug, Default)]
+struct Nearing(Option<(Instant, u64)>);
+
+impl Nearing {
+    /// The server is so many bytes behind now. Whether it has come no nearer for [`NO_NEARER_LIMIT`].
+    fn is_over(&mut self, now: Instant, behind: u64) -> bool {
+        match self.0 {
+            Some((since, nearest)) if behind >= nearest => now.duration_since(since) > NO_NEARER_LIMIT,
+            _ => {
+                self.0 = Some((now, behind));
+                false
+            }
+        }
+    }
+}
+
+impl Asks for Asker {
+    async fn ask(&mut self, question: Position) -> Result<(), String> {
+        let at = self.find().await?;
+        let primary = self.primary.url().to_string();
+        let no_answer = |cause: String| format!("the primary {primary} does not answer: {cause}");
+        let facts = match tokio::time::timeout(ANSWER_LIMIT, self.facts()).await {
+            Ok(Ok(facts)) => facts,
+            Ok(Err(error)) => return Err(no_answer(error.to_string())),
+            Err(_) => return Err(no_answer(format!("nothing within {} s", ANSWER_LIMIT.as_secs()))),
+        };
+        let rate = self.rate(Instant::now(), facts.offset).unwrap_or(question.rate);
+        if self.finding.is_some() && facts.role != Some(Role::Primary) {
+            return Err(format!("{primary} is not a primary: a fail-over is under way"));
+        }
+        let Some((finding, at)) = self.finding.as_ref().zip(at) else {
+            return self.pins.secure(&self.primary, &facts, Position { rate, ..question }).await;
+        };
+        // Sentinel would list the link that pins among the replicas, without an end.
+        facts.covers(question.history, question.offset, rate)?;
+        finding.covered(&at);
+        Ok(())
+    }
+}
+
+impl Asker {
     /// Asks the Sentinels where the primary is, if there are any.
     async fn find(&mut self) -> Result<Option<HostPort>, String> {
         let Some(finding) = &self.finding else { return Ok(None) };
@@ -166,13 +207,22 @@ impl Asker {
             Ok(Err(failure)) => return Err(failure.to_string()),
             Err(_) => return Err(format!("no Sentinel has answered within {} s", ANSWER_LIMIT.as_secs())),
         };
-        if let Asked::At { server, client } = &mut self.primary
-            && server.url().host_and_port() != Some((at.host.as_str(), at.port))
-        {
-            (*server, *client) = (server.at(&at.host, at.port), None);
-            (self.growth, self.pins) = (Growth::default(), Pins::default());
+        if self.primary.url().host_and_port() != Some((at.host.as_str(), at.port)) {
+            self.primary = self.primary.at(&at.host, at.port);
+            (self.client, self.growth, self.pins) = (None, Growth::default(), Pins::default());
         }
         Ok(Some(at))
+    }
+
+    async fn facts(&mut self) -> Result<Facts, ServerError> {
+        let mut client = match self.client.take().filter(Client::is_usable) {
+            Some(client) => client,
+            None => self.primary.connect().await?,
+        };
+        // The version says whether the backlog can be pinned, and stands in another section.
+        let facts = Facts::from_info(&client.info("").await?);
+        self.client = Some(client);
+        Ok(facts)
     }
 
     /// Bytes that the primary's clients have written per second since it was last asked.
@@ -189,11 +239,21 @@ mod tests {
     use crate::server::{Credentials, Task, TlsOptions};
 
     #[test]
+    fn a_server_is_fed_on_for_as_long_as_it_comes_nearer() {
+        let (start, mut nearing) = (Instant::now(), Nearing::default());
+        let mut is_over = |seconds: u64, behind: u64| nearing.is_over(start + Duration::from_secs(seconds), behind);
+        assert!(!is_over(0, 900) && !is_over(4, 800) && !is_over(8, 700), "it comes nearer");
+        assert!(!is_over(13, 750), "and not, for a moment");
+        assert!(is_over(14, 701));
+        assert!(!is_over(15, 600), "nearer than ever");
+    }
+
+    #[test]
     fn the_write_rate_is_the_primarys_own_once_it_was_asked_twice() {
         let url = "redis://127.0.0.1:1".parse().unwrap();
         let primary = Server::new(url, Credentials::default(), &TlsOptions::default(), Task::Replica).unwrap();
-        let primary = Asked::at(primary);
-        let mut asker = Asker { primary, finding: None, growth: Growth::default(), pins: Pins::default() };
+        let mut asker =
+            Asker { primary, finding: None, client: None, growth: Growth::default(), pins: Pins::default() };
         let start = Instant::now();
         assert_eq!(asker.rate(start, None), None);
         assert_eq!(asker.rate(start, Some(1000)), None);

@@ -9,7 +9,7 @@ use tokio::sync::Notify;
 use tokio::sync::mpsc::{self, UnboundedReceiver};
 use tokio::sync::oneshot;
 
-use super::coverage::{Asked, Coverage};
+use super::coverage::Coverage;
 use super::outrun::Outrun;
 use super::server::{Hands, Intercepted, Keeper, ServerTask, Watched};
 use super::{Display, Driver, Facts, FromServer, listening};
@@ -66,6 +66,8 @@ pub(in crate::replica) struct Attending {
     pub(in crate::replica) source: Source,
     pub(in crate::replica) data_set: DataSet,
     pub(in crate::replica) gate: Gate,
+    /// The source cannot tell whether the primary would continue the server: it captures another one.
+    pub(in crate::replica) asks_primary: bool,
     /// What the Sentinels say of the group, if they are asked.
     pub(in crate::replica) watcher: Option<Watcher>,
     /// Its connections that have sent `PSYNC`. Their end ends what is lent to other replicas.
@@ -124,7 +126,7 @@ impl Driver {
         let facts = Facts::of(&control, &target.facts, (&primary.host, primary.port), spool.as_ref(), data_set);
         let finding = primary.finding.clone();
         let asks_primary = primary.is_asked;
-        let coverage = Coverage::start(Asked::at(primary.server.clone()), finding.clone());
+        let coverage = Coverage::start(primary.server.clone(), finding.clone());
         let facts = Facts { finding, ..facts };
         let run_id = target.facts.run_id.clone();
         let listening = args.stay.then(|| listening::start(control.server().clone()));
@@ -155,25 +157,13 @@ impl Driver {
     /// Starts the tasks for a server that is on its way to its primary, and whose connections are intercepted. Changes
     /// nothing on the server, then or later.
     pub(in crate::replica) async fn begin_attending(attending: Attending) -> Result<Driver, Failure> {
-        let Attending {
-            args,
-            tokens,
-            control,
-            server,
-            primary,
-            login,
-            source,
-            data_set,
-            gate,
-            watcher,
-            arrivals,
-            lingers,
-        } = attending;
+        let Attending { args, tokens, control, server, primary, source, data_set, .. } = attending;
+        let Attending { gate, login, asks_primary, watcher, arrivals, lingers, .. } = attending;
         let args = Arc::new(args);
         let facts = Facts::of(&control, &server, (&primary.0, primary.1), None, data_set);
         let (candidates, run_id) = (Candidates::without_a_port(), server.run_id);
         let (arrivals, lingers) = (Some(arrivals), Some(lingers));
-        let (coverage, asks_primary, spool) = (Coverage::start(Asked::of(login), None), false, None);
+        let (coverage, spool) = (Coverage::start_as_the_server(login), None);
         let ways =
             Ways { args, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, asks_primary, spool };
         let hands = |meter, _| Hands::Interception(Box::new(Intercepted::new(control, primary, gate, watcher, meter)));

@@ -203,7 +203,10 @@ impl Replica {
                 self.supply.waits(now, cause, text);
             }
             SourceEvent::Offer(offer) => {
-                if self.supply.has_session && !self.is_on_its_way() {
+                if self.is_on_its_way() && !is_forgotten() {
+                    // The server goes to the primary. Should it come back, the source is asked again.
+                    self.supply.state = SupplyState::Idle;
+                } else if self.supply.has_session && !self.is_on_its_way() {
                     let attempt = self.supply.connecting();
                     self.actions.push_back(Action::ConnectTables { attempt, offer });
                 }
@@ -763,6 +766,14 @@ impl Replica {
     fn is_over(&self) -> bool {
         matches!(self.state, State::Ending(_))
     }
+}
+
+/// Whether the fault is put back by which an offer that comes during a hand-off counts as an answer that is awaited.
+fn is_forgotten() -> bool {
+    #[cfg(any(test, feature = "simulation"))]
+    return crate::mutation::Mutation::OfferForgotten.is_active();
+    #[cfg(not(any(test, feature = "simulation")))]
+    false
 }
 
 fn interrupted(signal: &str) -> Failure {

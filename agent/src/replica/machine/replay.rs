@@ -11,6 +11,7 @@ use remora_protocol::WaitCause;
 
 use super::tests::{failure, offer, rules, tables};
 use super::*;
+use crate::mutation::Mutation;
 
 /// Events of one run before the agent is asked to stop.
 const EVENTS: usize = 300;
@@ -59,6 +60,8 @@ struct World {
     loads_again: bool,
     /// Signals that the agent was given.
     signals: u32,
+    /// The source owes an offer.
+    owes_an_offer: bool,
     uses_module: bool,
     delivery_ended: bool,
     /// Another client was reported to have taken the server over.
@@ -90,6 +93,7 @@ impl World {
             parts_since: None,
             loads_again: false,
             signals: 0,
+            owes_an_offer: false,
             uses_module: false,
             delivery_ended: false,
             taken_over: false,
@@ -119,7 +123,10 @@ impl World {
                     assert!(!self.has_session && !self.connecting, "the source is connected to twice");
                     self.connecting = true;
                 }
-                Action::Join => assert!(self.has_session, "no session to ask over"),
+                Action::Join => {
+                    assert!(self.has_session, "no session to ask over");
+                    self.owes_an_offer = true;
+                }
                 Action::ConnectTables { attempt, offer } => self.attempts.push((attempt, offer.generation)),
                 Action::Attach { .. } => assert!(!self.delivery_ended),
                 Action::AskHandOff { .. } => {
@@ -182,6 +189,19 @@ impl World {
         let waits =
             self.loads_again || self.job.is_some() || self.has_session || self.connecting || !self.attempts.is_empty();
         assert!(due.is_some() || waits, "nothing gets this run on");
+        match self.machine.supply.state {
+            _ if self.machine.is_over() => {}
+            SupplyState::Asked => assert!(self.owes_an_offer, "an offer is awaited, and the source owes none"),
+            SupplyState::Connecting { attempt } => {
+                let is_tried = self.attempts.iter().any(|(number, _)| *number == attempt);
+                assert!(is_tried, "tables are awaited, and nothing connects to them");
+            }
+            SupplyState::Idle => {
+                let parts = matches!(&self.machine.state, State::CatchUp(catch_up) if catch_up.parting().is_some());
+                assert!(self.machine.is_on_its_way() || parts || self.loads_again, "nothing is asked for");
+            }
+            _ => {}
+        }
         if let Some(due) = due {
             assert!(due > self.now || self.job.is_some(), "due, and nothing was done about it");
         }
@@ -238,7 +258,7 @@ impl World {
         }
         Event::Source(match self.draw.below(12) {
             0 => {
-                (self.has_session, self.asked) = (false, false);
+                (self.has_session, self.asked, self.owes_an_offer) = (false, false, false);
                 SourceEvent::Lost(self.loss())
             }
             1 => SourceEvent::Waiting { cause: WaitCause::Busy, text: "busy".into() },
@@ -248,6 +268,7 @@ impl World {
             }
             3..=5 if self.asked => return self.answer(),
             _ => {
+                self.owes_an_offer = false;
                 self.generation += u64::from(self.draw.one_in(3));
                 SourceEvent::Offer(offer(self.generation))
             }
@@ -421,6 +442,15 @@ fn what_must_hold_does_after_every_event_of_random_runs_and_each_ends_after_a_si
         assert!(logs.contains(&format!("Server({job}")), "{job} was never ordered");
     }
     assert!(logs.contains("End { outcome: Ok(())"), "no run ended well");
+}
+
+#[test]
+fn an_offer_that_is_awaited_for_ever_is_found() {
+    let start = Instant::now();
+    Mutation::set(Some(Mutation::OfferForgotten));
+    let found = (0..200).find(|&seed| std::panic::catch_unwind(|| run(start, seed)).is_err());
+    Mutation::set(None);
+    assert!(found.is_some());
 }
 
 #[test]

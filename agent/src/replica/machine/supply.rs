@@ -89,8 +89,23 @@ impl Reached {
 
 struct Waiting {
     since: Instant,
+    /// Since when the source's server has been cut off. Attempts of the source to take a snapshot do not end that.
+    cut_off_since: Option<Instant>,
     cause: WaitCause,
     text: String,
+}
+
+impl Waiting {
+    /// How long the source may have nothing to offer, and since when that counts.
+    fn limit(&self, rules: &Rules) -> (Instant, Duration) {
+        match self.cause {
+            WaitCause::CutOff if rules.intercepted => {
+                (self.cut_off_since.unwrap_or(self.since), CUT_OFF_LIMIT.min(rules.retry_for))
+            }
+            WaitCause::LastAttemptFailed | WaitCause::CutOff => (self.since, rules.retry_for),
+            _ => (self.since, rules.retry_for.max(WAIT_LIMIT)),
+        }
+    }
 }
 
 /// What follows from a loss.
@@ -122,8 +137,12 @@ impl Supply {
 
     /// Notes that the source has nothing to offer yet.
     pub(super) fn waits(&mut self, now: Instant, cause: WaitCause, text: String) {
-        let since = self.waiting.take().map_or(now, |waiting| waiting.since);
-        self.waiting = Some(Waiting { since, cause, text });
+        let before = self.waiting.take().map(|waiting| (waiting.since, waiting.cut_off_since));
+        let (since, mut cut_off_since) = before.unwrap_or((now, None));
+        if cause == WaitCause::CutOff {
+            cut_off_since.get_or_insert(now);
+        }
+        self.waiting = Some(Waiting { since, cut_off_since, cause, text });
     }
 
     /// Begins to connect to the tables of an offer. Earlier attempts become void.
@@ -194,21 +213,14 @@ impl Supply {
 
     /// The source has had nothing to offer for too long.
     pub(super) fn gives_up(&self, now: Instant, rules: &Rules) -> Option<Failure> {
-        let Waiting { since, text, .. } = self.waiting.as_ref()?;
-        let waited = now.duration_since(*since);
-        (waited > self.wait_limit(rules)).then(|| {
+        let waiting = self.waiting.as_ref()?;
+        let (since, limit) = waiting.limit(rules);
+        let (waited, text) = (now.duration_since(since), &waiting.text);
+        (waited > limit).then(|| {
             let seconds = waited.as_secs();
             let text = format!("the source {} has had no snapshot to offer for {seconds} s: {text}", rules.source);
             Failure::new(Code::Source, text)
         })
-    }
-
-    fn wait_limit(&self, rules: &Rules) -> Duration {
-        match self.waiting.as_ref().map(|waiting| waiting.cause) {
-            Some(WaitCause::CutOff) if rules.intercepted => CUT_OFF_LIMIT.min(rules.retry_for),
-            Some(WaitCause::LastAttemptFailed | WaitCause::CutOff) => rules.retry_for,
-            _ => rules.retry_for.max(WAIT_LIMIT),
-        }
     }
 
     /// When something is due without an event.
@@ -218,8 +230,8 @@ impl Supply {
             _ => None,
         };
         // Behind the limit, and not at it.
-        let waited = self.waiting.as_ref();
-        let waited = waited.map(|waiting| waiting.since + self.wait_limit(rules) + Duration::from_millis(1));
+        let waited = self.waiting.as_ref().map(|waiting| waiting.limit(rules));
+        let waited = waited.map(|(since, limit)| since + limit + Duration::from_millis(1));
         [pause, waited].into_iter().flatten().min()
     }
 }

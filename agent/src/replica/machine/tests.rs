@@ -778,6 +778,26 @@ fn a_source_with_nothing_to_offer_is_waited_for_as_long_as_its_reason_deserves()
     }
 }
 
+/// A link that breaks for a moment while the source has nothing yet for another reason.
+#[test]
+fn the_time_in_which_the_source_was_not_cut_off_does_not_count_as_such() {
+    let mut play = Play::with(Rules { intercepted: true, ..rules() });
+    let waits = |play: &mut Play, cause| {
+        let actions = play.on(Event::Source(SourceEvent::Waiting { cause, text: "a reason".into() }));
+        assert_eq!(actions, [], "{cause:?}");
+    };
+    waits(&mut play, WaitCause::NotYet);
+    assert_eq!(play.after(Duration::from_secs(30)), []);
+    waits(&mut play, WaitCause::CutOff);
+    assert_eq!(play.after(Duration::from_secs(2)), []);
+    // The source tries again, and is refused again.
+    waits(&mut play, WaitCause::NotYet);
+    waits(&mut play, WaitCause::CutOff);
+    assert_eq!(play.after(Duration::from_secs(1)), []);
+    let actions = play.wait();
+    assert!(actions.contains(&Action::StopDelivery { done: false }), "{actions:?}");
+}
+
 #[test]
 fn a_load_that_the_server_breaks_off_three_times_fails() {
     let mut play = Play::loading(rules());
@@ -805,6 +825,35 @@ fn a_server_that_loses_its_data_while_it_settles_is_not_handed_over() {
     assert_eq!(play.delivery(DeliveryEvent::FeedWanted), [Action::Join]);
     assert_eq!(play.report(Report::Settled(Ok(()))), []);
     assert_eq!(play.machine.phase(), Some(Phase::Transfer));
+}
+
+/// A server that is detached and comes back while it settles: what it is offered then cannot be used yet.
+#[test]
+fn an_offer_that_comes_while_a_server_without_data_settles_is_asked_for_again() {
+    for is_connected in [false, true] {
+        let mut play = Play::settling(rules());
+        play.reading.loaded = false;
+        assert_eq!(play.delivery(DeliveryEvent::FeedWanted), [Action::Join]);
+        if is_connected {
+            // An earlier attempt: its tables are of no use by now either.
+            play.on(Event::Tables { attempt: 1, connected: Ok(tables(1)) });
+        }
+        assert_eq!(play.on(Event::Source(SourceEvent::Offer(offer(2)))), []);
+        assert_eq!(play.report(Report::Settled(Ok(()))), [Action::Join], "once more");
+        assert_eq!(play.machine.phase(), Some(Phase::Transfer));
+        let actions = play.on(Event::Source(SourceEvent::Offer(offer(2))));
+        assert!(matches!(actions[..], [Action::ConnectTables { .. }]), "{actions:?}");
+    }
+}
+
+#[test]
+fn an_offer_that_comes_while_a_server_is_pointed_back_at_the_link_is_asked_for_again() {
+    let mut play = Play::returning(rules());
+    play.reading.loaded = false;
+    assert_eq!(play.delivery(DeliveryEvent::FeedWanted), [Action::Join]);
+    assert_eq!(play.on(Event::Source(SourceEvent::Offer(offer(2)))), []);
+    assert_eq!(play.report(Report::ReturnedToLink(Ok(()))), [Action::Join]);
+    assert_eq!(play.machine.phase(), Some(Phase::Waiting));
 }
 
 #[test]
