@@ -38,6 +38,12 @@ pub(crate) enum Mutation {
     ErrorsUnheard,
     /// A snapshot is given to a replica that joins after a command which must not be applied late.
     LateCommandsServed,
+    /// A backlog is believed that holds more than its size, because a replica was not sent its bytes yet.
+    OverfullBelieved,
+    /// The estimate alone says that a primary covers a replica.
+    PinNotOpened,
+    /// What is pinned for a replica is released while that is on its way to its primary.
+    PinClosedEarly,
 }
 
 thread_local! {

@@ -59,6 +59,10 @@ pub(super) enum Act {
     CutHosts,
     /// Many writes at once.
     Burst,
+    /// Writes of more bytes than the primary's backlog holds, at once: stands for one long value.
+    LongWrite,
+    /// So many writes that a link which was not sent them for a while gets them in many pieces.
+    Flood,
     FlushPrimary,
     Quiet,
     /// Whether all is well by now.
@@ -117,6 +121,8 @@ pub(super) struct Plan {
     pub(super) foreign: bool,
     /// Some writes must not be applied late.
     pub(super) has_late_commands: bool,
+    /// The primary and the second server have private output buffers.
+    pub(super) private_buffers: bool,
 }
 
 /// The stream of randomness that says which servers lack a command: apart, so that seeds choose the same otherwise.
@@ -137,6 +143,16 @@ const FOREIGN_ONE_IN: u64 = 8;
 
 /// One schedule in this many has writes that must not be applied late.
 const LATE_ONE_IN: u64 = 4;
+
+/// One schedule in this many has primaries with private output buffers.
+const PRIVATE_ONE_IN: u64 = 4;
+
+/// One schedule in this many has primaries with a backlog that is too small for a pin, and of how many bytes.
+const TINY_ONE_IN: u64 = 6;
+const TINY: usize = 400;
+
+/// One schedule in this many has writes that are longer than the primary's backlog.
+const LONG_ONE_IN: u64 = 2;
 
 /// One schedule in this many has agents with a real delivery.
 const BYTES_ONE_IN: u64 = 16;
@@ -179,6 +195,25 @@ impl Plan {
         self.replicas.iter().any(|replica| replica.lacks_a_command)
     }
 
+    /// Whether something happens to an agent while it has a job on a server with the module.
+    #[cfg(test)]
+    pub(super) fn has_traps_at_a_module(&self) -> bool {
+        self.traps.iter().any(|trap| self.replicas[trap.server.0 - FIRST_REPLICA].module)
+    }
+
+    /// Whether writes are longer than the backlog, which is large enough to be pinned.
+    #[cfg(test)]
+    pub(super) fn has_long_writes_that_can_be_pinned(&self) -> bool {
+        !self.private_buffers && self.backlog > TINY && self.acts.iter().any(|(_, act)| *act == Act::LongWrite)
+    }
+
+    /// Whether much is written during a snapshot, and the backlog holds what the source's link was not sent.
+    #[cfg(test)]
+    pub(super) fn floods_a_shared_buffer(&self) -> bool {
+        let floods = |trap: &Trap| trap.acts.iter().any(|(_, act)| *act == Act::Flood);
+        !self.private_buffers && self.output_limit > 1500 && self.traps.iter().any(floods)
+    }
+
     /// Whether agents pass slots on to each other.
     #[cfg(test)]
     pub(super) fn has_relays(&self) -> bool {
@@ -209,11 +244,15 @@ impl Plan {
         cut_links(seed, &replicas, &mut acts);
         let traps = (0..draw.below(4)).map(|_| Trap::drawn(&mut draw, number)).collect();
         let foreign = lead_elsewhere(seed, &mut acts);
+        let mut traps: Vec<Trap> = traps;
+        write_long(seed, number, &mut acts, &mut traps);
+        let backlog = [1500, 6000, 40_000][draw.below(3) as usize];
+        let is_tiny = Random::split(seed, 9).below(TINY_ONE_IN) == 0;
         let slow = draw.below(5) == 0;
         Plan {
             foreign,
             saves_to_file: Random::split(seed, 6).below(2) == 0,
-            backlog: [1500, 6000, 40_000][draw.below(3) as usize],
+            backlog: if is_tiny { TINY } else { backlog },
             output_limit: if draw.below(5) == 0 { 1500 } else { 1 << 20 },
             slots: 3 + draw.below(25),
             pace: Duration::from_millis(if slow { 300 + draw.below(1500) } else { 1 + draw.below(80) }),
@@ -223,6 +262,7 @@ impl Plan {
             acts,
             traps,
             has_late_commands: Random::split(seed, 7).below(LATE_ONE_IN) == 0,
+            private_buffers: Random::split(seed, 8).below(PRIVATE_ONE_IN) == 0,
         }
     }
 }
@@ -239,6 +279,30 @@ fn lead_elsewhere(seed: u64, acts: &mut Vec<(Duration, Act)>) -> bool {
         acts.push((time + Duration::from_millis(500 + draw.below(12_000)), Act::StartSource));
     }
     true
+}
+
+/// Writes more than the backlog holds at once: at any time, and while servers go to their primary.
+fn write_long(seed: u64, replicas: usize, acts: &mut Vec<(Duration, Act)>, traps: &mut Vec<Trap>) {
+    let mut draw = Random::split(seed, 10);
+    if draw.below(LONG_ONE_IN) > 0 {
+        return;
+    }
+    for _ in 0..draw.below(12) {
+        acts.push((Duration::from_secs(1) + Duration::from_millis(draw.below(40_000)), Act::LongWrite));
+    }
+    for number in 0..replicas {
+        let server = ServerId(FIRST_REPLICA + number);
+        for job in ["AskOffset", "Settle", "PointAtPrimary"] {
+            if draw.below(2) == 0 {
+                let time = Duration::from_millis(draw.below(20));
+                traps.push(Trap { server, job, acts: vec![(time, Act::LongWrite)] });
+            }
+        }
+        if draw.below(2) == 0 {
+            // While the source receives the snapshot: its link is sent the stream behind it.
+            traps.push(Trap { server, job: "Prepare", acts: vec![(Duration::ZERO, Act::Flood)] });
+        }
+    }
 }
 
 /// Breaks the links of servers that a real delivery feeds for long, while much is under way.

@@ -15,9 +15,10 @@ use tokio::task::JoinHandle;
 
 use super::bytes::ByteDelivery;
 use super::delivery::{AnyFeed, Deliver, Delivery};
+use super::pins::{Pinning, Pins};
 use super::relay::RelayPlan;
 use super::source_agent::TRANSPORT;
-use super::wire::{Address, Conn, End, Message, ServerId};
+use super::wire::{Address, Conn, End, Keeper, Message, ServerId};
 use super::world::{Event, World, shown};
 use crate::args::{HostPort, ReplicaArgs};
 use crate::backoff::Backoff;
@@ -28,6 +29,7 @@ use crate::replica::machine::{
     Action, DeliveryEvent, Event as Input, Introduced, Job, Loss, Replica, Report, SourceEvent, Tables,
 };
 use crate::replica::simulated::{Prepared, ServerHandle, prepare};
+use crate::server::Position;
 use crate::tasks::AbortOnDrop;
 
 /// How often progress is reported.
@@ -111,6 +113,8 @@ pub(super) struct ReplicaAgent {
     pub(super) stopped: Option<Duration>,
     pub(super) ended: Option<Duration>,
     pub(super) killed: bool,
+    /// The pins at the primary, if the source captures another server.
+    pins: Option<Pinning<()>>,
     /// The primary that its server followed when it was started.
     pub(super) found: Option<Address>,
     pub(super) outcome: Option<Result<(), Failure>>,
@@ -161,6 +165,7 @@ impl ReplicaAgent {
             stopped: None,
             ended: None,
             killed: false,
+            pins: None,
             found: world.server(server).follows.clone(),
             outcome: None,
         };
@@ -218,6 +223,7 @@ impl ReplicaAgent {
         });
         self.delivery.stop(world);
         world.end_all(self.session_end());
+        self.pins.iter_mut().for_each(|pins| pins.end(world));
         self.stage = Stage::Ended;
         self.stirs = true;
         self.ended = Some(world.now);
@@ -285,7 +291,9 @@ impl ReplicaAgent {
     }
 
     fn begin(&mut self, world: &mut World, prepared: Prepared) {
-        let Prepared { server, rules, data_set, kind, secret } = prepared;
+        let Prepared { server, rules, data_set, kind, secret, asked } = prepared;
+        let asked = asked.and_then(|(host, port)| world.server_at(&Address { host, port }));
+        self.pins = asked.map(|primary| Pinning::new(Keeper::Replica(self.index, self.options.server), primary));
         if let Err(error) = self.delivery.start(world, secret) {
             return self.end(world, Err(Failure::local(format!("the delivery cannot start: {error}"))));
         }
@@ -534,7 +542,7 @@ impl ReplicaAgent {
                     self.read_after(world, Duration::from_millis(1));
                 }
             }
-            Action::AskHandOff { generation, offset } => self.say(world, Said::HandOffQuery { generation, offset }),
+            Action::AskHandOff { generation, offset } => self.ask_hand_off(world, generation, offset),
             Action::TellProgress => self.tell_progress(world),
             Action::UseModule(used) => self.delivery.use_module(used),
             Action::EndIntroduction { .. } => {} // the delivery is told with the report
@@ -560,6 +568,39 @@ impl ReplicaAgent {
                 self.say(world, *last);
                 self.end(world, outcome);
             }
+        }
+    }
+
+    /// As in the driver: the primary is asked where it is not the server that the source captures.
+    fn ask_hand_off(&mut self, world: &mut World, generation: u64, offset: u64) {
+        let Stage::Running { machine, .. } = &self.stage else { return };
+        let offer = machine.tables().map(|tables| &tables.offer);
+        let question =
+            offer.and_then(|offer| Some(Position { history: offer.replid?, offset, rate: offer.write_rate }));
+        match (&mut self.pins, question) {
+            (Some(pins), Some(question)) => pins.ask(world, (), question),
+            _ => self.say(world, Said::HandOffQuery { generation, offset }),
+        }
+        self.answered(world);
+    }
+
+    pub(super) fn with_pins(&mut self, world: &mut World, tell: impl FnOnce(&mut dyn Pins, &mut World)) {
+        if let Some(pins) = &mut self.pins {
+            tell(pins, world);
+            self.answered(world);
+        }
+    }
+
+    /// The primary has answered.
+    fn answered(&mut self, world: &mut World) {
+        let Some(pins) = &mut self.pins else { return };
+        let primary = pins.server();
+        for answer in pins.take_answers() {
+            if answer.outcome.is_ok() {
+                world.promised(self.options.server, primary, answer.promise);
+            }
+            let (covered, text) = (answer.outcome.is_ok(), answer.outcome.err().unwrap_or_default());
+            self.handle(world, Input::Source(SourceEvent::HandOffAnswer { covered, text }));
         }
     }
 

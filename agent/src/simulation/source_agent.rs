@@ -11,12 +11,15 @@ use super::assignments::Assignments;
 use super::cable::Cable;
 use super::late::Watched;
 use super::memory::{Journal, Snapshot};
+use super::pins::{Pinning, Pins};
 use super::plan::SourceOptions;
 use super::tables::{SLOT_BYTES, journal_geometry};
-use super::wire::{Address, Conn, End, Host, Message};
+use super::wire::{Address, Ask, Conn, End, Host, Keeper, Message};
 use super::world::{Event, World, event_name, facts, shown};
 use crate::backoff::Backoff;
 use crate::server::Facts;
+use crate::server::Position;
+use crate::server::pinning::Travellers;
 use crate::source::answers::{known_history, plan_of};
 use crate::source::capture::psync_link::is_same_history;
 use crate::source::capture::{CaptureError, CaptureEvent};
@@ -78,6 +81,9 @@ pub(super) struct SourceAgent {
     journal: Option<u64>,
     /// What it knows of the stream in the journal.
     watched: Option<Watched>,
+    /// What its server keeps for the replicas on their way to it, and who they are.
+    pins: Pinning<Session>,
+    travellers: Travellers<Session>,
 }
 
 impl SourceAgent {
@@ -96,6 +102,7 @@ impl SourceAgent {
         let facts = facts(world, options.captured);
         world.after(TICK, Event::Source(index, 0));
         let retained = options.retained;
+        let pins = Pinning::new(Keeper::Source(index), options.captured);
         SourceAgent {
             index,
             options,
@@ -110,6 +117,8 @@ impl SourceAgent {
             retained,
             journal: None,
             watched: None,
+            pins,
+            travellers: Travellers::default(),
         }
     }
 
@@ -130,6 +139,7 @@ impl SourceAgent {
         let jobs: Vec<u64> = self.captures.keys().copied().collect();
         jobs.into_iter().for_each(|job| world.end_all(End::Capture(self.index, job)));
         self.captures.clear();
+        self.pins.end(world);
         world.memories.revoke_all(self.index);
     }
 
@@ -177,23 +187,24 @@ impl SourceAgent {
                     return;
                 }
                 self.relaying(world, session, &progress);
+                if self.travellers.is_in(&session, progress.phase) {
+                    self.pins.release(world);
+                }
                 Input::Progress { session, at: Report::of(&progress) }
             }
             Said::PeerLost { generation, session: peer, cause, .. } => {
                 return self.peer_lost(world, session, generation, peer, cause);
             }
             Said::HandOffQuery { offset, .. } => {
-                let answer = if self.reaches_the_server(world) {
-                    let facts = facts(world, self.options.captured);
-                    known_history(self.machine.status().history_of(session))
-                        .and_then(|history| facts.covers(history, offset, 0))
-                } else {
-                    Err("the primary does not answer".into())
-                };
-                let (covered, text) = (answer.is_ok(), answer.err().unwrap_or_default());
-                return self.say(world, session, Said::HandOffAnswer { covered, text });
+                self.travellers.asked(session);
+                match known_history(self.machine.status().history_of(session)) {
+                    Ok(history) => self.pins.ask(world, session, Position { history, offset, rate: 0 }),
+                    Err(text) => self.say(world, session, Said::HandOffAnswer { covered: false, text }),
+                }
+                return self.answer(world);
             }
             Said::Leave { outcome, .. } => {
+                self.arrived(world, session);
                 if let Some(peer) = self.sessions.get_mut(&session) {
                     peer.done = true;
                 }
@@ -204,8 +215,36 @@ impl SourceAgent {
         self.apply(world, event);
     }
 
+    /// A session's replica needs nothing of the server any more.
+    fn arrived(&mut self, world: &mut World, session: Session) {
+        if self.travellers.left(&session) {
+            self.pins.release(world);
+        }
+    }
+
+    pub(super) fn with_pins(&mut self, world: &mut World, tell: impl FnOnce(&mut dyn Pins, &mut World)) {
+        tell(&mut self.pins, world);
+        self.answer(world);
+    }
+
+    /// Tells replicas whether they can go to the primary.
+    fn answer(&mut self, world: &mut World) {
+        for answer in self.pins.take_answers() {
+            let (session, captured) = (answer.key, self.options.captured);
+            let Some(conn) = self.sessions.get(&session).map(|peer| peer.conn) else { continue };
+            let ends = (0..2).filter_map(|side| world.end(conn, side));
+            let replica = ends.into_iter().find_map(|end| if let End::Replica(_, id) = end { Some(id) } else { None });
+            if let (Ok(()), Some(replica)) = (&answer.outcome, replica) {
+                world.promised(replica, captured, answer.promise);
+            }
+            let (covered, text) = (answer.outcome.is_ok(), answer.outcome.err().unwrap_or_default());
+            self.say(world, session, Said::HandOffAnswer { covered, text });
+        }
+    }
+
     pub(super) fn left(&mut self, world: &mut World, conn: Conn) {
         let Some(session) = self.session_of(conn) else { return };
+        self.arrived(world, session);
         let done = self.sessions.remove(&session).is_some_and(|peer| peer.done);
         self.lends_no_more(world, session);
         if !done {
@@ -386,10 +425,10 @@ impl SourceAgent {
         if capture.stage == Stage::Connecting {
             capture.stage = Stage::Asked;
         }
-        let snapshot_only = !capture.with_stream;
+        let ask = if capture.with_stream { Ask::Stream } else { Ask::SnapshotOnly };
         let by_length = world.server(self.options.captured).traits.saves_to_file;
         capture.cable = Some(Cable::new(world.draw.next(), by_length, history));
-        world.send(conn, me, Message::Psync { history, login: String::new(), snapshot_only });
+        world.send(conn, me, Message::Psync { history, login: String::new(), ask });
     }
 
     fn event(&mut self, world: &mut World, event: CaptureEvent) {

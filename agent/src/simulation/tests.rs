@@ -125,7 +125,7 @@ fn is_found_among(mutation: Mutation, as_what: &str, which: impl Fn(&Plan) -> bo
 
 #[test]
 fn a_position_that_is_kept_while_the_server_is_emptied_is_found() {
-    is_found(Mutation::PositionKept, "says that it is in step");
+    is_found_among(Mutation::PositionKept, "says that it is in step", Plan::has_traps_at_a_module);
 }
 
 #[test]
@@ -151,6 +151,26 @@ fn a_lender_that_was_taken_away_and_is_asked_is_found() {
 #[test]
 fn a_command_that_is_given_to_an_agent_which_joined_after_it_is_found() {
     is_found(Mutation::LateCommandsServed, "must not be applied late");
+}
+
+/// Plans whose writes are longer than a backlog that can be pinned.
+fn is_found_under_long_writes(mutation: Mutation, as_what: &str) {
+    is_found_among(mutation, as_what, Plan::has_long_writes_that_can_be_pinned);
+}
+
+#[test]
+fn a_hand_off_without_a_pin_is_found() {
+    is_found_under_long_writes(Mutation::PinNotOpened, "takes a full copy there");
+}
+
+#[test]
+fn a_pin_that_is_closed_before_the_server_is_there_is_found() {
+    is_found_under_long_writes(Mutation::PinClosedEarly, "takes a full copy there");
+}
+
+#[test]
+fn a_backlog_that_is_believed_while_it_is_over_full_is_found() {
+    is_found_among(Mutation::OverfullBelieved, "the primary", Plan::floods_a_shared_buffer);
 }
 
 #[test]

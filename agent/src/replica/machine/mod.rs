@@ -320,7 +320,7 @@ impl Replica {
         }
         if !std::mem::replace(&mut self.told_uncovered, true) {
             tracing::warn!(
-                "the primary would not take the server over without a full copy: {text}; following until it would"
+                "the primary would not take the server over without a full copy yet: {text}; our link feeds the server until then"
             );
         }
     }
@@ -479,7 +479,7 @@ impl Replica {
         match answer {
             Ok(applied) => {
                 self.server.presence.answered();
-                if !is_near_enough(&self.reading, applied, backlog) {
+                if !is_near_enough(&self.reading, applied, backlog, &self.rules.sizes) {
                     catch_up.is_behind(now);
                 } else if self.rules.stay {
                     self.moments.caught_up = Some(now);
