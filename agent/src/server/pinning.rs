@@ -133,6 +133,13 @@ impl Extent {
         self.from
     }
 
+    /// Whether the server still keeps it, as it says itself. The link is not read, so that its end is not seen.
+    fn is_kept(&self, facts: &Facts, sizes: &PinSizes) -> bool {
+        let first = self.first(sizes);
+        let backlog = facts.backlog.filter(|backlog| backlog.active);
+        backlog.is_some_and(|backlog| backlog.first <= first) && facts.continues(self.history, first)
+    }
+
     /// The first offset that the server keeps while the link is open.
     fn first(&self, sizes: &PinSizes) -> u64 {
         self.from.saturating_add(if self.is_firm { sizes.firm } else { 0 })
@@ -213,12 +220,10 @@ impl Bounds {
         if self.is_late(now) {
             return Some(Released::Late);
         }
-        let backlog = facts.backlog?;
-        let first = self.extent.first(&self.sizes);
-        if !backlog.active || backlog.first > first || !facts.continues(self.extent.history, first) {
+        if !self.extent.is_kept(facts, &self.sizes) {
             return Some(Released::Lost);
         }
-        let held = backlog.end().saturating_sub(self.extent.from);
+        let held = facts.backlog?.end().saturating_sub(self.extent.from);
         (held >= self.bytes).then_some(Released::TooMuch(held))
     }
 }
@@ -263,7 +268,7 @@ impl<L: Link> Book<L> {
     /// Whether the server, which has just said these facts, would continue a replica at this position, for long enough
     /// that it can go there.
     pub(crate) fn ask(&mut self, now: Instant, facts: &Facts, at: &Position) -> Next {
-        self.open.retain(|pin| pin.lives(now));
+        self.open.retain(|pin| pin.lives(now) && pin.extent.is_kept(facts, &self.sizes));
         let estimate = facts.covers(at.history, at.offset, at.rate);
         if !facts.continues(at.history, at.offset.saturating_add(1)) {
             return Next::Answer(estimate);
@@ -541,17 +546,21 @@ mod tests {
 
     #[test]
     fn a_pin_that_was_closed_holds_nothing() {
-        let (mut book, now) = (Book::new(PinSizes::SERVERS), Instant::now());
-        let at = position(21 * MIB - 1);
-        ask(&mut book, now, &facts(20 * MIB, MIB), at).unwrap();
-        let later = facts(30 * MIB, MIB);
-        assert_eq!(ask(&mut book, now, &later, at), Ok(()));
+        let (now, at) = (Instant::now(), position(21 * MIB - 1));
+        let later = facts(21 * MIB - PinSizes::SERVERS.prefill, 10 * MIB);
+        let opened = || {
+            let mut book = Book::new(PinSizes::SERVERS);
+            ask(&mut book, now, &facts(20 * MIB, MIB), at).unwrap();
+            assert_eq!(ask(&mut book, now, &later, at), Ok(()));
+            book
+        };
+        let mut book = opened();
         book.open.iter().for_each(|pin| pin.link.0.set(true));
-        assert!(ask(&mut book, now, &later, at).is_err());
-        let mut book = Book::new(PinSizes::SERVERS);
-        ask(&mut book, now, &facts(20 * MIB, MIB), at).unwrap();
+        assert!(ask(&mut book, now, &later, at).is_err(), "by its owner");
+        let mut book = opened();
         book.release();
         assert!(ask(&mut book, now, &later, at).is_err());
+        assert!(ask(&mut opened(), now, &facts(30 * MIB, MIB), at).is_err(), "by the server");
     }
 
     #[test]
