@@ -9,7 +9,8 @@
 //! ```
 //!
 //! A replica that gets a yes is on its way to the primary. [`Pins`] keep what it needs there until it has arrived, or
-//! its session has ended.
+//! its session has ended. One that has asked counts already: another one's arrival must not release what its answer
+//! rests on.
 //!
 //! So the primary is asked at most once in [`PACE`] for all hand-offs together, and what waits here is bounded by the
 //! number of sessions, however often the replicas ask.

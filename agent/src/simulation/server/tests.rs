@@ -1,3 +1,5 @@
+#![allow(clippy::unwrap_used)]
+
 use super::pair::Pair;
 use super::serve::Answer;
 use super::*;
