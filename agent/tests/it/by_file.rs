@@ -309,7 +309,8 @@ fn a_file_from_which_the_primary_would_not_continue_is_not_put_in_place() {
         write_past_the_backlog(&scene.primary);
         let server = scene.server(quick(kind));
         let said = ends(&mut scene.deliver_to_new(&server, &[]), 16);
-        says(&said, &["full sync", "repl-backlog-size", "not put in place"]);
+        says(&said, &["cannot be pinned: the server's backlog is too small", "full sync", "repl-backlog-size"]);
+        says(&said, &["not put in place"]);
         assert!(!said.contains("--allow-stale") && !dump(&server).exists() && !scene.wanted().exists(), "{said}");
         assert_eq!(
             (server.fact("role").unwrap(), server.configured("save").unwrap()),
