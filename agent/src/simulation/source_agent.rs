@@ -12,7 +12,7 @@ use super::cable::Cable;
 use super::late::Watched;
 use super::memory::{Journal, Snapshot};
 use super::pins::{Pinning, Pins};
-use super::plan::SourceOptions;
+use super::plan::{SourceOptions, UNREST};
 use super::tables::{SLOT_BYTES, journal_geometry};
 use super::wire::{Address, Ask, Conn, End, Host, Keeper, Message};
 use super::world::{Event, World, event_name, facts, shown};
@@ -28,6 +28,9 @@ use crate::source::machine::{Action, Event as Input, Format, Machine, Report, Re
 
 /// How often the machine is given the time: half as often as in the product, for twice the schedules.
 const TICK: Duration = Duration::from_millis(100);
+
+/// The room of a journal after the unrest: with less, a snapshot that takes long never succeeds.
+const CALM_JOURNAL: usize = 100_000;
 
 /// How long a broken stream is resumed, as in the product.
 const RESUME_LIMIT: Duration = Duration::from_secs(60);
@@ -79,6 +82,8 @@ pub(super) struct SourceAgent {
     reading: Reading,
     retained: bool,
     journal: Option<u64>,
+    /// The bytes for which it has room.
+    journal_room: usize,
     /// What it knows of the stream in the journal.
     watched: Option<Watched>,
     /// What its server keeps for the replicas on their way to it, and who they are.
@@ -101,7 +106,7 @@ impl SourceAgent {
         let machine = Machine::new(world.instant(), rules, backoff, first_generation, options.eager);
         let facts = facts(world, options.captured);
         world.after(TICK, Event::Source(index, 0));
-        let retained = options.retained;
+        let (retained, journal_room) = (options.retained, options.journal);
         let pins = Pinning::new(Keeper::Source(index), options.captured);
         SourceAgent {
             index,
@@ -116,6 +121,7 @@ impl SourceAgent {
             reading: Reading::default(),
             retained,
             journal: None,
+            journal_room,
             watched: None,
             pins,
             travellers: Travellers::default(),
@@ -375,7 +381,7 @@ impl SourceAgent {
             former: plan.former.filter(|_| plan.replid == Some(origin.history)),
             offset: origin.offset,
             snapshot: table(origin, self.room() as u32),
-            journal: table(stream, journal_geometry(self.options.journal).slots),
+            journal: table(stream, journal_geometry(self.journal_room).slots),
             upstream,
             ..plan
         };
@@ -523,7 +529,9 @@ impl SourceAgent {
                 world.memories.begin_snapshot(key(generation), origin, self.room());
                 self.reading = Reading { published: 0, retired: 0, writer_waits: 0, ..self.reading };
                 if with_stream {
-                    world.memories.begin_journal(key(generation), origin, self.options.journal);
+                    self.journal_room =
+                        if world.now < UNREST { self.options.journal } else { self.options.journal.max(CALM_JOURNAL) };
+                    world.memories.begin_journal(key(generation), origin, self.journal_room);
                     self.journal = Some(generation);
                     self.watched = Some(Watched::new(world.instant(), offset));
                 }
