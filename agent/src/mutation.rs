@@ -40,6 +40,12 @@ pub(crate) enum Mutation {
     LateCommandsServed,
     /// An offer that comes while the server is on its way to the primary is dropped, and awaited for ever.
     OfferForgotten,
+    /// A backlog is believed that holds more than its size, because a replica was not sent its bytes yet.
+    OverfullBelieved,
+    /// The estimate alone says that a primary covers a replica.
+    PinNotOpened,
+    /// What is pinned for a replica is released while that is on its way to its primary.
+    PinClosedEarly,
 }
 
 thread_local! {

@@ -24,7 +24,7 @@ impl Facts {
         let end = backlog.end().saturating_sub(1);
         // The bytes that the primary can still write before it may drop the byte that the replica needs next. What it
         // holds beyond the size of its backlog it drops within milliseconds.
-        let room = next.saturating_add(backlog.size).saturating_sub(backlog.end());
+        let room = backlog.room(next);
         let needed = (rate as f64 * HAND_OFF_TIME.as_secs_f64()) as u64;
         if backlog.covers(next) && next >= backlog.kept() && room >= needed {
             return Ok(());

@@ -25,6 +25,7 @@ pub(crate) mod module;
 mod output_limit;
 pub(crate) mod own_changes;
 mod pin;
+pub(crate) mod pinning;
 mod pins;
 #[cfg(any(test, feature = "simulation"))]
 pub(crate) mod simulated;
@@ -35,7 +36,8 @@ mod url;
 pub(crate) use self::args::UrlParser;
 pub(crate) use self::configuration::{Configuration, read_configuration};
 pub(crate) use self::output_limit::OutputLimit;
-pub(crate) use self::pins::{Pins, Position};
+pub(crate) use self::pinning::{PinSizes, Position};
+pub(crate) use self::pins::{Kept, Pins};
 pub use self::{
     acl::Task,
     args::{ServerArgs, TlsArgs},

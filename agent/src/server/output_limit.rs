@@ -34,6 +34,12 @@ impl OutputLimit {
         (self.hard > 0).then_some(self.hard)
     }
 
+    /// The lowest limit that a buffer can reach within this time; `None` for no limit.
+    pub(crate) fn least_within(&self, time: Duration) -> Option<u64> {
+        let soft = (self.soft > 0 && self.soft_time < time).then_some(self.soft);
+        self.hard().into_iter().chain(soft).min()
+    }
+
     /// Whether there is no limit of either kind.
     pub(crate) fn is_none(&self) -> bool {
         self.hard == 0 && self.soft == 0
@@ -108,6 +114,8 @@ mod tests {
         assert!(limit.is_reached(50, Duration::from_secs(10)) && !limit.is_reached(49, Duration::from_secs(99)));
         assert_eq!(limit.time_at(10), Some(Duration::from_secs(10)));
         assert_eq!(limit.time_at(0), None);
+        assert_eq!(limit.least_within(Duration::from_secs(25)), Some(50));
+        assert_eq!(limit.least_within(Duration::from_secs(10)), Some(100), "the soft one takes longer");
         let none = OutputLimit { hard: 0, soft: 0, ..limit };
         assert!(!none.is_reached(u64::MAX, Duration::MAX) && none.time_at(1).is_none());
         let backlog = Backlog { active: true, size: 500, first: 1, held: 1 };

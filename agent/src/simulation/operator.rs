@@ -23,6 +23,9 @@ const LOOK_EVERY: Duration = Duration::from_secs(5);
 const LATE_OF_256: u8 = 12;
 const WELL_LIMIT: Duration = Duration::from_secs(600);
 
+/// The bytes of a flood: more than most backlogs hold.
+const FLOOD: usize = 30_000;
+
 /// How long servers may take to go on by themselves after the last agent was told to stop.
 const FINAL_LIMIT: Duration = Duration::from_secs(60);
 
@@ -94,6 +97,7 @@ impl Simulation {
     fn do_it(&mut self, act: Act) {
         let name = format!("{act:?}");
         self.world.count(&format!("act: {}", name.split('(').next().unwrap_or_default()));
+        self.world.promises.act(self.world.now, act);
         match act {
             Act::StartAgent(id) => self.start_agent(id),
             Act::StopAgent(id) => self.with_agent(id, ReplicaAgent::stop),
@@ -157,6 +161,8 @@ impl Simulation {
                 self.world.cut(Host::Server(one), other, time);
             }
             Act::Burst => (0..100).for_each(|_| self.write(PRIMARY)),
+            Act::LongWrite => self.write_bytes(self.plan.backlog + self.plan.backlog / 4),
+            Act::Flood => self.write_bytes(FLOOD),
             Act::FlushPrimary => {
                 let command = [8, super::oracle::FLUSH, 0, 0, 0, 0, 0, 0];
                 self.world.on(PRIMARY, |server, step| server.write(&command, step));
@@ -271,6 +277,16 @@ impl Simulation {
         let (replid, offset) = (server.replid, server.offset);
         if is_late && offset > before {
             self.world.late.wrote(id, replid, offset, now);
+        }
+    }
+
+    /// The primary's clients write this many bytes at once.
+    fn write_bytes(&mut self, bytes: usize) {
+        for _ in 0..=bytes / 255 {
+            let mut command = [0; 255];
+            self.world.draw.fill(&mut command);
+            (command[0], command[1]) = (255, 1);
+            self.world.on(PRIMARY, |server, step| server.write(&command, step));
         }
     }
 

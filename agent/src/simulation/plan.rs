@@ -61,6 +61,10 @@ pub(super) enum Act {
     CutHosts,
     /// Many writes at once.
     Burst,
+    /// Writes of more bytes than the primary's backlog holds, at once: stands for one long value.
+    LongWrite,
+    /// So many writes that a link which was not sent them for a while gets them in many pieces.
+    Flood,
     FlushPrimary,
     Quiet,
     /// Whether all is well by now.
@@ -119,6 +123,8 @@ pub(super) struct Plan {
     pub(super) foreign: bool,
     /// Some writes must not be applied late.
     pub(super) has_late_commands: bool,
+    /// The primary and the second server have private output buffers.
+    pub(super) private_buffers: bool,
 }
 
 /// The stream of randomness that says which servers lack a command: apart, so that seeds choose the same otherwise.
@@ -144,6 +150,16 @@ const LATE_ONE_IN: u64 = 4;
 /// begun to settle.
 const REATTACHED_ONE_IN: u64 = 6;
 const REATTACHED_WITHIN: u64 = 12;
+
+/// One schedule in this many has primaries with private output buffers.
+const PRIVATE_ONE_IN: u64 = 4;
+
+/// One schedule in this many has primaries with a backlog that is too small for a pin, and of how many bytes.
+const TINY_ONE_IN: u64 = 6;
+const TINY: usize = 400;
+
+/// One schedule in this many has writes that are longer than the primary's backlog.
+const LONG_ONE_IN: u64 = 2;
 
 /// One schedule in this many has agents with a real delivery.
 const BYTES_ONE_IN: u64 = 16;
@@ -193,6 +209,25 @@ impl Plan {
         self.traps.iter().any(|trap| trap.acts.iter().any(is_it))
     }
 
+    /// Whether something happens to an agent while it has a job on a server with the module.
+    #[cfg(test)]
+    pub(super) fn has_traps_at_a_module(&self) -> bool {
+        self.traps.iter().any(|trap| self.replicas[trap.server.0 - FIRST_REPLICA].module)
+    }
+
+    /// Whether writes are longer than the backlog, which is large enough to be pinned.
+    #[cfg(test)]
+    pub(super) fn has_long_writes_that_can_be_pinned(&self) -> bool {
+        !self.private_buffers && self.backlog > TINY && self.acts.iter().any(|(_, act)| *act == Act::LongWrite)
+    }
+
+    /// Whether much is written during a snapshot, and the backlog holds what the source's link was not sent.
+    #[cfg(test)]
+    pub(super) fn floods_a_shared_buffer(&self) -> bool {
+        let floods = |trap: &Trap| trap.acts.iter().any(|(_, act)| *act == Act::Flood);
+        !self.private_buffers && self.output_limit > 1500 && self.traps.iter().any(floods)
+    }
+
     /// Whether agents pass slots on to each other.
     #[cfg(test)]
     pub(super) fn has_relays(&self) -> bool {
@@ -224,11 +259,14 @@ impl Plan {
         let mut traps: Vec<Trap> = (0..draw.below(4)).map(|_| Trap::drawn(&mut draw, number)).collect();
         traps.extend(Trap::reattaching(seed, number));
         let foreign = lead_elsewhere(seed, &mut acts);
+        write_long(seed, number, &mut acts, &mut traps);
+        let backlog = [1500, 6000, 40_000][draw.below(3) as usize];
+        let is_tiny = Random::split(seed, 9).below(TINY_ONE_IN) == 0;
         let slow = draw.below(5) == 0;
         Plan {
             foreign,
             saves_to_file: Random::split(seed, 6).below(2) == 0,
-            backlog: [1500, 6000, 40_000][draw.below(3) as usize],
+            backlog: if is_tiny { TINY } else { backlog },
             output_limit: if draw.below(5) == 0 { 1500 } else { 1 << 20 },
             slots: 3 + draw.below(25),
             pace: Duration::from_millis(if slow { 300 + draw.below(1500) } else { 1 + draw.below(80) }),
@@ -238,6 +276,7 @@ impl Plan {
             acts,
             traps,
             has_late_commands: Random::split(seed, 7).below(LATE_ONE_IN) == 0,
+            private_buffers: Random::split(seed, 8).below(PRIVATE_ONE_IN) == 0,
         }
     }
 }
@@ -254,6 +293,30 @@ fn lead_elsewhere(seed: u64, acts: &mut Vec<(Duration, Act)>) -> bool {
         acts.push((time + Duration::from_millis(500 + draw.below(12_000)), Act::StartSource));
     }
     true
+}
+
+/// Writes more than the backlog holds at once: at any time, and while servers go to their primary.
+fn write_long(seed: u64, replicas: usize, acts: &mut Vec<(Duration, Act)>, traps: &mut Vec<Trap>) {
+    let mut draw = Random::split(seed, 10);
+    if draw.below(LONG_ONE_IN) > 0 {
+        return;
+    }
+    for _ in 0..draw.below(12) {
+        acts.push((Duration::from_secs(1) + Duration::from_millis(draw.below(40_000)), Act::LongWrite));
+    }
+    for number in 0..replicas {
+        let server = ServerId(FIRST_REPLICA + number);
+        for job in ["AskOffset", "Settle", "PointAtPrimary"] {
+            if draw.below(2) == 0 {
+                let time = Duration::from_millis(draw.below(20));
+                traps.push(Trap { server, job, acts: vec![(time, Act::LongWrite)] });
+            }
+        }
+        if draw.below(2) == 0 {
+            // While the source receives the snapshot: its link is sent the stream behind it.
+            traps.push(Trap { server, job: "Prepare", acts: vec![(Duration::ZERO, Act::Flood)] });
+        }
+    }
 }
 
 /// Breaks the links of servers that a real delivery feeds for long, while much is under way.
@@ -299,11 +362,6 @@ fn draw_modes(seed: u64, replicas: &mut [ReplicaPlan]) {
 
 #[cfg(test)]
 impl Plan {
-    /// Whether a server that is a replica already is emptied by its module.
-    pub(super) fn empties_a_replica(&self) -> bool {
-        self.replicas.iter().any(|replica| replica.module && replica.follows_before && replica.mode == Mode::Model)
-    }
-
     /// Whether a primary may lose its history while a server is on its way to it, and sends its data slowly then.
     pub(super) fn may_copy_for_long_at_the_hand_off(&self) -> bool {
         let on_the_way = ["Settle", "PointAtPrimary", "AskPrimaryLink"];

@@ -15,10 +15,11 @@ use tokio::task::JoinHandle;
 
 use super::bytes::ByteDelivery;
 use super::delivery::{AnyFeed, Deliver, Delivery};
+use super::pins::{Pinning, Pins};
 use super::relay::RelayPlan;
 use super::source_agent::TRANSPORT;
-use super::wire::{Address, Conn, End, Host, Message, ServerId};
-use super::world::{Event, World, facts, shown};
+use super::wire::{Address, Conn, End, Keeper, Message, ServerId};
+use super::world::{Event, World, shown};
 use crate::args::{HostPort, ReplicaArgs};
 use crate::backoff::Backoff;
 use crate::conversation::Protection;
@@ -28,6 +29,7 @@ use crate::replica::machine::{
     Action, DeliveryEvent, Event as Input, Introduced, Job, Loss, Replica, Report, SourceEvent, Tables,
 };
 use crate::replica::simulated::{Prepared, ServerHandle, prepare};
+use crate::server::Position;
 use crate::tasks::AbortOnDrop;
 
 /// How often progress is reported.
@@ -40,7 +42,6 @@ const READ_PACE: u64 = 60;
 const TICK: u64 = 0;
 const PROGRESS: u64 = 1;
 const READ: u64 = 2;
-const ANSWER: u64 = 3;
 const CONNECTED: u64 = 10;
 
 /// The source's port, as agents know it.
@@ -105,8 +106,6 @@ pub(super) struct ReplicaAgent {
     /// The source's incarnation behind the present session.
     source: usize,
     tick: Option<Duration>,
-    /// The offset that the primary itself is asked about.
-    asked: Option<u64>,
     /// A read of the tables is under way.
     reads: bool,
     /// Its tasks may have something to do: it began or ended a moment ago.
@@ -114,6 +113,10 @@ pub(super) struct ReplicaAgent {
     pub(super) stopped: Option<Duration>,
     pub(super) ended: Option<Duration>,
     pub(super) killed: bool,
+    /// The pins at the primary.
+    pins: Option<Pinning<()>>,
+    /// The primary is asked always: the source captures another server.
+    asks_primary: bool,
     /// The primary that its server followed when it was started.
     pub(super) found: Option<Address>,
     pub(super) outcome: Option<Result<(), Failure>>,
@@ -159,12 +162,13 @@ impl ReplicaAgent {
             tables: None,
             source: 0,
             tick: None,
-            asked: None,
             reads: false,
             stirs: true,
             stopped: None,
             ended: None,
             killed: false,
+            pins: None,
+            asks_primary: false,
             found: world.server(server).follows.clone(),
             outcome: None,
         };
@@ -222,6 +226,7 @@ impl ReplicaAgent {
         });
         self.delivery.stop(world);
         world.end_all(self.session_end());
+        self.pins.iter_mut().for_each(|pins| pins.end(world));
         self.stage = Stage::Ended;
         self.stirs = true;
         self.ended = Some(world.now);
@@ -289,7 +294,10 @@ impl ReplicaAgent {
     }
 
     fn begin(&mut self, world: &mut World, prepared: Prepared) {
-        let Prepared { server, rules, data_set, kind, secret } = prepared;
+        let Prepared { server, rules, data_set, kind, secret, primary, asks_primary } = prepared;
+        let primary = world.server_at(&Address { host: primary.0, port: primary.1 });
+        self.pins = primary.map(|primary| Pinning::new(Keeper::Replica(self.index, self.options.server), primary));
+        self.asks_primary = asks_primary;
         if let Err(error) = self.delivery.start(world, secret) {
             return self.end(world, Err(Failure::local(format!("the delivery cannot start: {error}"))));
         }
@@ -538,14 +546,7 @@ impl ReplicaAgent {
                     self.read_after(world, Duration::from_millis(1));
                 }
             }
-            Action::AskHandOff { generation, offset } if self.session.is_some() && !self.greets => {
-                self.say(world, Said::HandOffQuery { generation, offset });
-            }
-            Action::AskHandOff { offset, .. } => {
-                self.asked = Some(offset);
-                let pause = world.latency() * 2;
-                world.after(pause, Event::Replica(self.index, ANSWER));
-            }
+            Action::AskHandOff { generation, offset } => self.ask_hand_off(world, generation, offset),
             Action::LoadAgain => {
                 world.count("a snapshot loaded in the place of another");
                 self.delivery.load_again(world);
@@ -575,6 +576,41 @@ impl ReplicaAgent {
                 self.say(world, *last);
                 self.end(world, outcome);
             }
+        }
+    }
+
+    /// As in the driver: the primary itself is asked while the source is away, and where the source captures another
+    /// server.
+    fn ask_hand_off(&mut self, world: &mut World, generation: u64, offset: u64) {
+        let Stage::Running { machine, .. } = &self.stage else { return };
+        let offer = machine.tables().map(|tables| &tables.offer);
+        let question =
+            offer.and_then(|offer| Some(Position { history: offer.replid?, offset, rate: offer.write_rate }));
+        let is_asked = self.asks_primary || self.session.is_none() || self.greets;
+        match (&mut self.pins, question) {
+            (Some(pins), Some(question)) if is_asked => pins.ask(world, (), question),
+            _ => self.say(world, Said::HandOffQuery { generation, offset }),
+        }
+        self.answered(world);
+    }
+
+    pub(super) fn with_pins(&mut self, world: &mut World, tell: impl FnOnce(&mut dyn Pins, &mut World)) {
+        if let Some(pins) = &mut self.pins {
+            tell(pins, world);
+            self.answered(world);
+        }
+    }
+
+    /// The primary has answered.
+    fn answered(&mut self, world: &mut World) {
+        let Some(pins) = &mut self.pins else { return };
+        let primary = pins.server();
+        for answer in pins.take_answers() {
+            if answer.outcome.is_ok() {
+                world.promised(self.options.server, primary, answer.promise);
+            }
+            let (covered, text) = (answer.outcome.is_ok(), answer.outcome.err().unwrap_or_default());
+            self.handle(world, Input::Source(SourceEvent::HandOffAnswer { covered, text }));
         }
     }
 
@@ -630,31 +666,8 @@ impl ReplicaAgent {
                 self.reads = false;
                 self.read(world);
             }
-            ANSWER => self.primary_answers(world),
             attempt => self.connected(world, attempt - CONNECTED),
         }
-    }
-
-    /// Without a source the primary itself is asked whether it would continue the server.
-    fn primary_answers(&mut self, world: &mut World) {
-        let Stage::Running { machine, .. } = &self.stage else { return };
-        let Some(offset) = self.asked.take() else { return };
-        let at = machine.tables().map(|tables| tables.offer.clone());
-        let here = Host::Server(self.options.server);
-        let answer = at.ok_or_else(String::new).and_then(|offer| {
-            let primary = Address { host: offer.primary.host, port: offer.primary.port };
-            let servers = &world.servers;
-            let found = servers.iter().find(|server| server.traits.address == primary && server.alive);
-            let id = found.map(|server| server.traits.id).ok_or("nothing listens there")?;
-            if world.cut_until(here, Host::Server(id)).is_some() {
-                return Err("it does not answer".into());
-            }
-            let history = offer.replid.ok_or("the source has named no history")?;
-            facts(world, id).covers(history, offset, offer.write_rate)
-        });
-        let (covered, text) = (answer.is_ok(), answer.err().unwrap_or_default());
-        world.count(if covered { "the primary itself says yes" } else { "the primary itself says no" });
-        self.handle(world, Input::Source(SourceEvent::HandOffAnswer { covered, text }));
     }
 
     fn read(&mut self, world: &mut World) {

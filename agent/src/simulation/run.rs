@@ -12,12 +12,13 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::check::Watch;
+use super::pins::Pins;
 use super::plan::{FIRST_REPLICA, PRIMARY, Plan, SECOND, address};
 use super::replica_agent::{Done, ReplicaAgent, SOURCE};
 use super::server::Traits;
 use super::source_agent::SourceAgent;
 use super::tables::Tables;
-use super::wire::{Conn, End, Message, ServerId, Timer};
+use super::wire::{Conn, End, Keeper, Message, ServerId, Timer};
 use super::world::{Event, World};
 use crate::mutation::Mutation;
 use crate::server::simulated::{self, SimulatedStream, Wanted};
@@ -108,6 +109,7 @@ impl Simulation {
             valkey: false,
             module: false,
             backlog_bytes: plan.backlog,
+            shares_its_buffer: !(plan.private_buffers && [PRIMARY, SECOND].contains(&id)),
             output_limit: plan.output_limit,
             idle_limit: Duration::ZERO,
             follows: (id == SECOND).then(|| address(PRIMARY)),
@@ -252,6 +254,7 @@ impl Simulation {
             Event::Answer { client, bytes } => self.world.answer(client, &bytes),
             Event::Replica(agent, number) => self.replicas[agent].wake(&mut self.world, number),
             Event::Source(source, number) => self.sources[source].wake(&mut self.world, number),
+            Event::Pin(keeper, number) => self.pins(keeper, |pins, world| pins.wake(world, number)),
             Event::Operator(number) => self.operate(number),
             Event::Write => self.writes(),
         }
@@ -284,7 +287,16 @@ impl Simulation {
             End::Server(id) => world.on(id, |server, step| server.dialed(attempt, conn, step)),
             End::Replica(agent, _) => self.replicas[agent].dialed(world, attempt, source, conn),
             End::Capture(of, job) => self.sources[of].dialed(world, job, conn),
+            End::Pin(keeper, number) => self.pins(keeper, |pins, world| pins.dialed(world, number, conn)),
             End::Link(..) | End::Source(_) => {}
+        }
+    }
+
+    /// Tells an agent's pins something.
+    fn pins(&mut self, keeper: Keeper, tell: impl FnOnce(&mut dyn Pins, &mut World)) {
+        match keeper {
+            Keeper::Source(source) => self.sources[source].with_pins(&mut self.world, tell),
+            Keeper::Replica(agent, _) => self.replicas[agent].with_pins(&mut self.world, tell),
         }
     }
 
@@ -300,6 +312,9 @@ impl Simulation {
             (End::Replica(agent, _), Message::Agents(said)) => self.replicas[agent].said(world, conn, *said),
             (End::Source(source), Message::Agents(said)) => self.sources[source].said(world, conn, *said),
             (End::Capture(source, job), message) => self.sources[source].receive(world, job, conn, message),
+            (End::Pin(keeper, number), message) => {
+                self.pins(keeper, |pins, world| pins.receive(world, number, message))
+            }
             (End::Replica(..) | End::Source(_), _) => {}
         }
     }
@@ -312,6 +327,7 @@ impl Simulation {
             End::Replica(agent, _) => self.replicas[agent].session_closed(world, conn),
             End::Source(source) => self.sources[source].left(world, conn),
             End::Capture(source, job) => self.sources[source].closed(world, job, conn),
+            End::Pin(keeper, number) => self.pins(keeper, |pins, world| pins.closed(world, number)),
         }
     }
 
@@ -328,7 +344,7 @@ impl Simulation {
         if let Err(text) = Watch::servers(&mut self.world) {
             return self.found(text);
         }
-        if let Some(text) = self.world.late.finding.take() {
+        if let Some(text) = self.world.late.finding.take().or_else(|| self.world.promises.finding.take()) {
             return self.found(text);
         }
         if let Err(text) = Watch::memory(&self.world, &self.replicas) {

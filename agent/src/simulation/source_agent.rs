@@ -11,12 +11,15 @@ use super::assignments::Assignments;
 use super::cable::Cable;
 use super::late::Watched;
 use super::memory::{Journal, Snapshot};
-use super::plan::SourceOptions;
+use super::pins::{Pinning, Pins};
+use super::plan::{SourceOptions, UNREST};
 use super::tables::{SLOT_BYTES, journal_geometry};
-use super::wire::{Address, Conn, End, Host, Message};
+use super::wire::{Address, Ask, Conn, End, Host, Keeper, Message};
 use super::world::{Event, World, event_name, facts, shown};
 use crate::backoff::Backoff;
 use crate::server::Facts;
+use crate::server::Position;
+use crate::server::pinning::Travellers;
 use crate::source::answers::{known_history, plan_of};
 use crate::source::capture::psync_link::is_same_history;
 use crate::source::capture::{CaptureError, CaptureEvent};
@@ -25,6 +28,9 @@ use crate::source::machine::{Action, Event as Input, Format, Machine, Report, Re
 
 /// How often the machine is given the time: half as often as in the product, for twice the schedules.
 const TICK: Duration = Duration::from_millis(100);
+
+/// The room of a journal after the unrest: with less, a snapshot that takes long never succeeds.
+const CALM_JOURNAL: usize = 100_000;
 
 /// How long a broken stream is resumed, as in the product.
 const RESUME_LIMIT: Duration = Duration::from_secs(60);
@@ -76,8 +82,13 @@ pub(super) struct SourceAgent {
     reading: Reading,
     retained: bool,
     journal: Option<u64>,
+    /// The bytes for which it has room.
+    journal_room: usize,
     /// What it knows of the stream in the journal.
     watched: Option<Watched>,
+    /// What its server keeps for the replicas on their way to it, and who they are.
+    pins: Pinning<Session>,
+    travellers: Travellers<Session>,
 }
 
 impl SourceAgent {
@@ -95,7 +106,8 @@ impl SourceAgent {
         let machine = Machine::new(world.instant(), rules, backoff, first_generation, options.eager);
         let facts = facts(world, options.captured);
         world.after(TICK, Event::Source(index, 0));
-        let retained = options.retained;
+        let (retained, journal_room) = (options.retained, options.journal);
+        let pins = Pinning::new(Keeper::Source(index), options.captured);
         SourceAgent {
             index,
             options,
@@ -109,7 +121,10 @@ impl SourceAgent {
             reading: Reading::default(),
             retained,
             journal: None,
+            journal_room,
             watched: None,
+            pins,
+            travellers: Travellers::default(),
         }
     }
 
@@ -130,6 +145,7 @@ impl SourceAgent {
         let jobs: Vec<u64> = self.captures.keys().copied().collect();
         jobs.into_iter().for_each(|job| world.end_all(End::Capture(self.index, job)));
         self.captures.clear();
+        self.pins.end(world);
         world.memories.revoke_all(self.index);
     }
 
@@ -177,23 +193,24 @@ impl SourceAgent {
                     return;
                 }
                 self.relaying(world, session, &progress);
+                if self.travellers.is_in(&session, progress.phase) {
+                    self.pins.release(world);
+                }
                 Input::Progress { session, at: Report::of(&progress) }
             }
             Said::PeerLost { generation, session: peer, cause, .. } => {
                 return self.peer_lost(world, session, generation, peer, cause);
             }
             Said::HandOffQuery { offset, .. } => {
-                let answer = if self.reaches_the_server(world) {
-                    let facts = facts(world, self.options.captured);
-                    known_history(self.machine.status().history_of(session))
-                        .and_then(|history| facts.covers(history, offset, 0))
-                } else {
-                    Err("the primary does not answer".into())
-                };
-                let (covered, text) = (answer.is_ok(), answer.err().unwrap_or_default());
-                return self.say(world, session, Said::HandOffAnswer { covered, text });
+                self.travellers.asked(session);
+                match known_history(self.machine.status().history_of(session)) {
+                    Ok(history) => self.pins.ask(world, session, Position { history, offset, rate: 0 }),
+                    Err(text) => self.say(world, session, Said::HandOffAnswer { covered: false, text }),
+                }
+                return self.answer(world);
             }
             Said::Leave { outcome, .. } => {
+                self.arrived(world, session);
                 if let Some(peer) = self.sessions.get_mut(&session) {
                     peer.done = true;
                 }
@@ -204,8 +221,36 @@ impl SourceAgent {
         self.apply(world, event);
     }
 
+    /// A session's replica needs nothing of the server any more.
+    fn arrived(&mut self, world: &mut World, session: Session) {
+        if self.travellers.left(&session) {
+            self.pins.release(world);
+        }
+    }
+
+    pub(super) fn with_pins(&mut self, world: &mut World, tell: impl FnOnce(&mut dyn Pins, &mut World)) {
+        tell(&mut self.pins, world);
+        self.answer(world);
+    }
+
+    /// Tells replicas whether they can go to the primary.
+    fn answer(&mut self, world: &mut World) {
+        for answer in self.pins.take_answers() {
+            let (session, captured) = (answer.key, self.options.captured);
+            let Some(conn) = self.sessions.get(&session).map(|peer| peer.conn) else { continue };
+            let ends = (0..2).filter_map(|side| world.end(conn, side));
+            let replica = ends.into_iter().find_map(|end| if let End::Replica(_, id) = end { Some(id) } else { None });
+            if let (Ok(()), Some(replica)) = (&answer.outcome, replica) {
+                world.promised(replica, captured, answer.promise);
+            }
+            let (covered, text) = (answer.outcome.is_ok(), answer.outcome.err().unwrap_or_default());
+            self.say(world, session, Said::HandOffAnswer { covered, text });
+        }
+    }
+
     pub(super) fn left(&mut self, world: &mut World, conn: Conn) {
         let Some(session) = self.session_of(conn) else { return };
+        self.arrived(world, session);
         let done = self.sessions.remove(&session).is_some_and(|peer| peer.done);
         self.lends_no_more(world, session);
         if !done {
@@ -336,7 +381,7 @@ impl SourceAgent {
             former: plan.former.filter(|_| plan.replid == Some(origin.history)),
             offset: origin.offset,
             snapshot: table(origin, self.room() as u32),
-            journal: table(stream, journal_geometry(self.options.journal).slots),
+            journal: table(stream, journal_geometry(self.journal_room).slots),
             upstream,
             ..plan
         };
@@ -386,10 +431,10 @@ impl SourceAgent {
         if capture.stage == Stage::Connecting {
             capture.stage = Stage::Asked;
         }
-        let snapshot_only = !capture.with_stream;
+        let ask = if capture.with_stream { Ask::Stream } else { Ask::SnapshotOnly };
         let by_length = world.server(self.options.captured).traits.saves_to_file;
         capture.cable = Some(Cable::new(world.draw.next(), by_length, history));
-        world.send(conn, me, Message::Psync { history, login: String::new(), snapshot_only });
+        world.send(conn, me, Message::Psync { history, login: String::new(), ask });
     }
 
     fn event(&mut self, world: &mut World, event: CaptureEvent) {
@@ -484,7 +529,9 @@ impl SourceAgent {
                 world.memories.begin_snapshot(key(generation), origin, self.room());
                 self.reading = Reading { published: 0, retired: 0, writer_waits: 0, ..self.reading };
                 if with_stream {
-                    world.memories.begin_journal(key(generation), origin, self.options.journal);
+                    self.journal_room =
+                        if world.now < UNREST { self.options.journal } else { self.options.journal.max(CALM_JOURNAL) };
+                    world.memories.begin_journal(key(generation), origin, self.journal_room);
                     self.journal = Some(generation);
                     self.watched = Some(Watched::new(world.instant(), offset));
                 }

@@ -17,7 +17,7 @@ const LEAST_SCHEDULES: u64 = 400;
 const FOUND_WITHIN: Duration = Duration::from_secs(60);
 
 /// Seeds that once found a fault, and which.
-const FOUND: [(u64, &str); 14] = [
+const FOUND: [(u64, &str); 15] = [
     (4_474_298_603_552_836_524, "a full ring without a reader held up the next replica for ever"),
     (16_555_945_931_975_370_203, "a snapshot that began again was read in the phase Load, and its window stood still"),
     (9_911_429_021_584_333_846, "a server that had loaded a snapshot was said to hold what it held before"),
@@ -38,6 +38,7 @@ const FOUND: [(u64, &str); 14] = [
     (1_870_137_823_949_232_611, "a server that came back empty on its way to the primary got no source any more"),
     (5_881_100_582_862_365_907, "a full copy was ended that began while the agent gave the server its login"),
     (3_115_134_766_651_315_598, "a slot that one lender had lost was awaited for ever from another without it"),
+    (9_075_546_820_424_752_924, "a pin that the primary had closed was trusted until the next look at it"),
 ];
 
 #[test]
@@ -125,7 +126,7 @@ fn is_found_among(mutation: Mutation, as_what: &str, which: impl Fn(&Plan) -> bo
 
 #[test]
 fn a_position_that_is_kept_while_the_server_is_emptied_is_found() {
-    is_found_among(Mutation::PositionKept, "says that it is in step", Plan::empties_a_replica);
+    is_found_among(Mutation::PositionKept, "says that it is in step", Plan::has_traps_at_a_module);
 }
 
 #[test]
@@ -151,6 +152,26 @@ fn a_lender_that_was_taken_away_and_is_asked_is_found() {
 #[test]
 fn a_command_that_is_given_to_an_agent_which_joined_after_it_is_found() {
     is_found(Mutation::LateCommandsServed, "must not be applied late");
+}
+
+/// Plans whose writes are longer than a backlog that can be pinned.
+fn is_found_under_long_writes(mutation: Mutation, as_what: &str) {
+    is_found_among(mutation, as_what, Plan::has_long_writes_that_can_be_pinned);
+}
+
+#[test]
+fn a_hand_off_without_a_pin_is_found() {
+    is_found_under_long_writes(Mutation::PinNotOpened, "takes a full copy there");
+}
+
+#[test]
+fn a_pin_that_is_closed_before_the_server_is_there_is_found() {
+    is_found_under_long_writes(Mutation::PinClosedEarly, "takes a full copy there");
+}
+
+#[test]
+fn a_backlog_that_is_believed_while_it_is_over_full_is_found() {
+    is_found_among(Mutation::OverfullBelieved, "the primary", Plan::floods_a_shared_buffer);
 }
 
 #[test]

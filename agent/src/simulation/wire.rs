@@ -29,8 +29,7 @@ impl std::fmt::Display for Address {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Message {
     /// `PSYNC`. `history`: the replid, and the offset of the next byte wanted. `login`: the password that came before.
-    /// `snapshot_only`: no stream follows.
-    Psync { history: Option<(ReplId, u64)>, login: String, snapshot_only: bool },
+    Psync { history: Option<(ReplId, u64)>, login: String, ask: Ask },
     /// `REPLCONF ACK`.
     Ack { offset: u64 },
     /// The reader has room for another slot: stands for the window of TCP.
@@ -51,6 +50,16 @@ pub(super) enum Message {
     Agents(Box<remora_protocol::Message>),
 }
 
+/// What follows the answer to `PSYNC`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ask {
+    Stream,
+    /// No stream follows the snapshot.
+    SnapshotOnly,
+    /// The stream, which is not read: stands for the window of TCP.
+    Unread,
+}
+
 /// What a server wants done.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Effect {
@@ -64,6 +73,10 @@ pub(super) enum Effect {
     After(Duration, Timer),
     /// The server answers no command for this time.
     Block(Duration),
+    /// Noted for the checks: the server does not continue what was asked for on this connection.
+    NotContinued(Conn),
+    /// The same: more waits for this connection than the server holds back.
+    Overflowed(Conn),
 }
 
 /// What a server waits for. Each names what it is for, so that one that is out of date has no effect.
@@ -77,6 +90,8 @@ pub(super) enum Timer {
     Slot { fork: u64 },
     /// The snapshot has been loaded.
     Loaded { conn: Conn },
+    /// The next bytes for a replica that was not sent the stream for a while.
+    Piece { conn: Conn },
 }
 
 /// An end of a connection.
@@ -91,6 +106,15 @@ pub(super) enum End {
     Source(usize),
     /// A capture of a source.
     Capture(usize, u64),
+    /// A link that pins, by its number.
+    Pin(Keeper, u64),
+}
+
+/// An agent that pins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Keeper {
+    Source(usize),
+    Replica(usize, ServerId),
 }
 
 /// A host. Each server has one, together with the replica agents beside it; the sources share one.
@@ -104,7 +128,8 @@ impl End {
     pub(super) fn host(self) -> Host {
         match self {
             End::Server(server) | End::Link(_, server) | End::Replica(_, server) => Host::Server(server),
-            End::Source(_) | End::Capture(..) => Host::Source,
+            End::Pin(Keeper::Replica(_, server), _) => Host::Server(server),
+            End::Source(_) | End::Capture(..) | End::Pin(Keeper::Source(_), _) => Host::Source,
         }
     }
 }

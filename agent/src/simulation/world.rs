@@ -14,9 +14,10 @@ use super::late::Truth;
 use super::memory::Memories;
 use super::oracle::Oracle;
 use super::plan::UNREST;
+use super::promises::{Promise, Promises};
 use super::queue::Queue;
 use super::server::{Changed, Server, Session, Step, Traits};
-use super::wire::{Address, Conn, Effect, End, Host, Message, ServerId, Timer};
+use super::wire::{Address, Conn, Effect, End, Host, Keeper, Message, ServerId, Timer};
 use crate::server::Facts;
 use crate::server::simulated::ServerEnd;
 use crate::source::capture::CaptureEvent;
@@ -65,6 +66,8 @@ pub(super) enum Event {
     /// An agent's own time: see the agents for the numbers.
     Replica(usize, u64),
     Source(usize, u64),
+    /// A link that pins is to be looked at, by its number.
+    Pin(Keeper, u64),
     /// The next thing that the operator does.
     Operator(usize),
     /// The clients of the primaries write.
@@ -117,6 +120,7 @@ pub(super) struct World {
     pub(super) oracle: Oracle,
     pub(super) memories: Memories,
     pub(super) late: Truth,
+    pub(super) promises: Promises,
     conns: BTreeMap<Conn, Connection>,
     clients: BTreeMap<u64, Client>,
     next_number: u64,
@@ -148,6 +152,7 @@ impl World {
             oracle: Oracle::default(),
             memories: Memories::default(),
             late: Truth::default(),
+            promises: Promises::default(),
             conns: BTreeMap::new(),
             clients: BTreeMap::new(),
             next_number: 1,
@@ -259,6 +264,11 @@ impl World {
         &self.servers[id.0]
     }
 
+    /// The server at an address.
+    pub(super) fn server_at(&self, address: &Address) -> Option<ServerId> {
+        self.servers.iter().find(|server| server.traits.address == *address).map(|server| server.traits.id)
+    }
+
     /// Does something with a server, and carries out what follows.
     pub(super) fn on<T>(&mut self, id: ServerId, what: impl FnOnce(&mut Server, &mut Step<'_>) -> T) -> T {
         let mut step = Step { oracle: &mut self.oracle, effects: std::mem::take(&mut self.effects) };
@@ -279,9 +289,27 @@ impl World {
                 Effect::Block(time) => {
                     self.blocked.insert(id, self.now + time);
                 }
+                Effect::NotContinued(conn) => {
+                    let ends = self.conns.get(&conn).map(|connection| connection.ends);
+                    let other = ends.and_then(|ends| ends.into_iter().find(|end| *end != End::Server(id)));
+                    if let Some(asks) = other {
+                        self.promises.not_continued(self.now, &self.servers[id.0], conn, asks);
+                    }
+                }
+                Effect::Overflowed(_) => self.promises.disturbed(self.now),
             }
         }
         self.effects = effects;
+    }
+
+    /// A link asks this server to be continued so that it pins.
+    pub(super) fn pin_asked(&mut self, conn: Conn, server: ServerId) {
+        self.promises.pin_asked(conn, self.now, &self.servers[server.0]);
+    }
+
+    /// A server is told that it can go to this primary.
+    pub(super) fn promised(&mut self, to: ServerId, primary: ServerId, promise: Promise) {
+        self.promises.given(to, promise, &self.servers[primary.0]);
     }
 
     /// Until when a server does nothing.
@@ -323,6 +351,7 @@ impl World {
 
     pub(super) fn cut(&mut self, a: Host, b: Host, time: Duration) {
         let until = self.now + time;
+        self.promises.disturbed(until);
         self.cuts.push((a, b, until));
     }
 

@@ -176,24 +176,37 @@ pub(crate) async fn receive(
     };
     let arrived = fetch.arrived(&left, tell, scrapes, asked).await?;
     let summary = Summary::of(args, &arrived, began);
-    if let Some(stale) = summary.stale(args.need)
-        && !args.allow_stale
-    {
-        let text = format!(
-            "{}: a server that starts on it would need a full sync: {stale}. It was not put in place, and is {}; raise \
-             repl-backlog-size at the primary",
-            args.to.display(),
-            target.slots().display()
-        );
-        return Err(Failure::new(Code::Stale, text));
+    let whole = Whole { target, arrived, summary };
+    if !args.allow_stale {
+        whole.refuse_if_stale(args)?;
     }
-    Ok(Whole { target, arrived, summary })
+    Ok(whole)
 }
 
 impl Whole {
     /// The file, before it gets its name.
     pub(crate) fn file(&self) -> PathBuf {
         self.target.slots()
+    }
+
+    /// The history and the offset of the snapshot.
+    pub(crate) fn origin(&self) -> Origin {
+        self.arrived.kept.origin()
+    }
+
+    /// Refuses a snapshot from which the primary would not continue for long enough, by its backlog alone.
+    ///
+    /// # Errors
+    /// Why not, and where the snapshot is.
+    pub(crate) fn refuse_if_stale(&self, args: &FetchArgs) -> Result<(), Failure> {
+        let Some(stale) = self.summary.stale(args.need) else { return Ok(()) };
+        let text = format!(
+            "{}: a server that starts on it would need a full sync: {stale}. It was not put in place, and is {}; raise \
+             repl-backlog-size at the primary",
+            args.to.display(),
+            self.file().display()
+        );
+        Err(Failure::new(Code::Stale, text))
     }
 
     /// Puts it in its place.

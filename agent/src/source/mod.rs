@@ -392,9 +392,7 @@ impl Source {
                     let protection = peer.protection.of_data(kind, self.tables.is_sealed(), peer.address.ip());
                     tracing::info!(replica = %replica.name, transport = kind.name(), %protection, "replica reads");
                 }
-                if progress.phase == Phase::Done {
-                    self.questions.arrived(session);
-                }
+                self.questions.is_in(session, progress.phase);
                 let report = Report::of(&progress);
                 peer.transport_why = progress.transport_why;
                 peer.no_fast_keys = progress.no_fast_keys;
@@ -411,7 +409,7 @@ impl Source {
             Message::StatusQuery => return questions::send_status(self, session),
             Message::Leave { outcome, text } => {
                 tracing::info!(session, ?outcome, %text, "replica left");
-                self.questions.arrived(session);
+                self.questions.is_in(session, Phase::Done);
                 let done = outcome == remora_protocol::Outcome::HandedOver;
                 if let Some(peer) = self.sessions.get_mut(&session) {
                     peer.done = true;

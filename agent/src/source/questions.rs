@@ -9,7 +9,8 @@
 //! ```
 //!
 //! A replica that gets a yes is on its way to the primary. [`Pins`] keep what it needs there until it has arrived, or
-//! its session has ended.
+//! its session has ended. One that has asked counts already: another one's arrival must not release what its answer
+//! rests on.
 //!
 //! So the primary is asked at most once in [`PACE`] for all hand-offs together, and what waits here is bounded by the
 //! number of sessions, however often the replicas ask.
@@ -18,7 +19,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use remora_protocol::{Message, Offer, WaitCause};
+use remora_protocol::{Message, Offer, Phase, WaitCause};
 use remora_redis::ReplId;
 use tokio::sync::Mutex;
 
@@ -27,6 +28,7 @@ use super::machine::Session;
 use super::output_buffer::OutputBuffer;
 use super::tables::expected;
 use super::{Incoming, Source, status};
+use crate::server::pinning::Travellers;
 use crate::server::{Client, Pins, Position};
 
 /// The shortest time between two questions to the primary about hand-offs: little beside a hand-off, and long beside
@@ -77,8 +79,8 @@ pub(super) struct Questions {
     pub(super) client: Arc<Mutex<Option<Client>>>,
     /// What the server keeps for the replicas on their way to it.
     pub(super) pins: Arc<Mutex<Pins>>,
-    /// The sessions of these replicas.
-    on_their_way: BTreeSet<Session>,
+    /// For whom.
+    travellers: Travellers<Session>,
 }
 
 /// What a session gets of the status.
@@ -121,6 +123,7 @@ impl Questions {
     /// asked now.
     fn put(&mut self, session: Session, question: HandOff) -> Option<Batch> {
         self.waiting.insert(session, question);
+        self.travellers.asked(session);
         if self.is_busy { None } else { self.next() }
     }
 
@@ -135,15 +138,21 @@ impl Questions {
         self.waiting.remove(&session);
         self.plans.remove(&session);
         self.reports.remove(&session);
-        self.arrived(session);
+        if self.travellers.left(&session) {
+            self.release();
+        }
     }
 
-    /// A session's replica is on its way to the primary no more.
-    pub(super) fn arrived(&mut self, session: Session) {
-        if self.on_their_way.remove(&session) && self.on_their_way.is_empty() {
-            let pins = self.pins.clone();
-            tokio::spawn(async move { pins.lock().await.release() });
+    /// A session's replica is in this phase.
+    pub(super) fn is_in(&mut self, session: Session, phase: Phase) {
+        if self.travellers.is_in(&session, phase) {
+            self.release();
         }
+    }
+
+    fn release(&self) {
+        let pins = self.pins.clone();
+        tokio::spawn(async move { pins.lock().await.release() });
     }
 
     /// The source has fresh facts.
@@ -304,9 +313,6 @@ pub(super) fn answered(source: &mut Source, answered: Answered) {
     match answered {
         Answered::HandOffs(answers) => {
             for (session, answer) in answers {
-                if answer.is_ok() && source.sessions.contains_key(&session) {
-                    source.questions.on_their_way.insert(session);
-                }
                 let (covered, text) = (answer.is_ok(), answer.err().unwrap_or_default());
                 source.send(session, Message::HandOffAnswer { covered, text });
             }

@@ -43,13 +43,22 @@ impl Scene {
 
     /// The builder is told on which host the primary will be.
     pub(crate) fn on_host(builder: impl FnOnce(&Host) -> Builder, fill: impl FnOnce(&Server)) -> Option<Scene> {
+        Scene::with_options(builder, fill, &[])
+    }
+
+    /// `options`: of the source.
+    pub(crate) fn with_options(
+        builder: impl FnOnce(&Host) -> Builder,
+        fill: impl FnOnce(&Server),
+        options: &[&str],
+    ) -> Option<Scene> {
         require::namespaces()?;
         let net = Net::new().unwrap();
         let host = net.host("pod").unwrap();
         let primary = builder(&host).on(&host).start().unwrap();
         fill(&primary);
         let stage = Stage::new();
-        let source = stage.source_on(&host, &primary.url(), &[]);
+        let source = stage.source_on(&host, &primary.url(), options);
         let scene = Scene { stage, host, primary, source, _net: net };
         scene.intercept(&["add", "--server-uid", &SERVER_USER.to_string(), "--agent-uid", "0"]);
         Some(scene)

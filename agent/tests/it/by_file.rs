@@ -310,12 +310,45 @@ fn a_file_from_which_the_primary_would_not_continue_is_not_put_in_place() {
         write_past_the_backlog(&scene.primary);
         let server = scene.server(quick(kind));
         let said = ends(&mut scene.deliver_to_new(&server, &[]), 16);
-        says(&said, &["full sync", "repl-backlog-size", "not put in place"]);
+        says(&said, &["cannot be pinned: the server's backlog is too small", "full sync", "repl-backlog-size"]);
+        says(&said, &["not put in place"]);
         assert!(!said.contains("--allow-stale") && !dump(&server).exists() && !scene.wanted().exists(), "{said}");
         assert_eq!(
             (server.fact("role").unwrap(), server.configured("save").unwrap()),
             ("master".into(), "3600 1".into())
         );
+    }
+}
+
+/// Bytes of values that are each longer than the primary's backlog.
+const LONG_VALUE: usize = 3 << 20;
+
+#[test]
+fn a_server_that_is_away_goes_on_although_clients_write_more_than_the_backlog_holds() {
+    for kind in require::kinds() {
+        let start = quick(kind).config("repl-backlog-size", "1mb").start().unwrap();
+        let mut client = start.client().unwrap();
+        // A history with bytes before the snapshot: of a replica that was there before.
+        let before = Server::start(kind).unwrap();
+        before.replicate(&start).unwrap();
+        before.wait_for_link(LONG).unwrap();
+        client.ok(&[b"SET".as_slice(), b"before", &vec![b'b'; 400 << 10]]).unwrap();
+        drop(before);
+        let scene = Scene::new(start, &[]);
+        let ((copies, _), refused) = (syncs(&scene.primary), number(&scene.primary, "sync_partial_err"));
+        let mut server = scene.server(quick(kind));
+        let mut agent = scene.deliver_to_new(&server, &[]);
+        scene.wait_for_the_command(&mut agent);
+        for n in 0..5 {
+            let value = vec![b'a' + n; LONG_VALUE];
+            client.ok(&[b"SET".as_slice(), format!("long:{n}").as_bytes(), &value]).unwrap();
+        }
+        scene.restart(&mut server, &mut agent);
+        let said = succeeds(&mut agent, &server);
+        says(&said, &["keeps its stream from the snapshot on", "partial resynchronisation"]);
+        assert_eq!(syncs(&scene.primary).0 - copies, 1, "{kind}: the source's copy\n{said}");
+        assert_eq!(number(&scene.primary, "sync_partial_err"), refused, "{}", scene.primary.log());
+        assert_same_data(&scene.primary, &server);
     }
 }
 

@@ -275,7 +275,7 @@ fn held_up(stage: &Stage, source: &Source, replica: &Server) -> Agent {
     wait_for_growth(source);
     let mut agent = stage.replica(&replica.url(), source.address, &[]);
     let warning = agent.wait_for_line("would not take the server over", LONG).unwrap();
-    says(&warning, &["WARN", "backlog", "repl-backlog-size", "following until it would"]);
+    says(&warning, &["WARN", "backlog", "repl-backlog-size", "our link feeds the server until then"]);
     agent
 }
 

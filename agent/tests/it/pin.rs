@@ -8,6 +8,7 @@ use std::time::Duration;
 use remora_lab::server::wait_until;
 use remora_lab::{Agent, Kind, Server, assert_same_data, require};
 
+use crate::attend::{self, handed_over};
 use crate::kit::{LONG, Stage, fill_keys, load_small, number, quick, says, succeeds, syncs};
 
 /// The default of Redis.
@@ -21,6 +22,8 @@ const JOURNAL: [&str; 4] = ["--memory", "1GiB", "--journal-memory", "800MiB"];
 enum Writes {
     /// Values that are each longer than the backlog: up to 60 MB a second.
     Long,
+    /// The same, three times a second: a server that is attended connects again by its own clock.
+    LongAndSeldom,
     /// Many values of 4 KiB: some 50 MB a second.
     Many,
 }
@@ -42,10 +45,11 @@ impl Writes {
         while !stop.load(Ordering::Relaxed) {
             count += 1;
             match self {
-                Writes::Long => {
+                Writes::Long | Writes::LongAndSeldom => {
                     let value = vec![b'a' + (count % 26) as u8; 3 << 20];
                     client.ok(&[b"SET".as_slice(), format!("long:{}", count % 5).as_bytes(), &value]).unwrap();
-                    thread::sleep(Duration::from_millis(50));
+                    let pause = if matches!(self, Writes::Long) { 50 } else { 330 };
+                    thread::sleep(Duration::from_millis(pause));
                 }
                 Writes::Many => {
                     let value = format!("{count:04096}");
@@ -141,5 +145,29 @@ fn the_announced_primary_is_pinned_where_the_source_captures_a_replica() {
         assert_eq!(counts(), before, "{kind} {writes:?}: {said} {}", primary.log());
         replica.wait_for_link(LONG).unwrap();
         assert_same_data(&primary, &replica);
+    }
+}
+
+#[test]
+fn an_attended_server_goes_to_its_primary_while_clients_write_more_than_the_backlog_holds() {
+    for kind in require::kinds() {
+        let builder = quick(kind).config("repl-backlog-size", BACKLOG);
+        let filled = attend::Scene::with_options(|_| builder, |primary| load_small(primary, 2000, 1000), &JOURNAL);
+        let Some(scene) = filled else { return };
+        let (server, stop) = (scene.server(quick(kind)), AtomicBool::new(false));
+        let agent = scene.attend_with(&server, &[scene.primary.port()], &[]);
+        thread::scope(|scope| {
+            let writer = scope.spawn(|| Writes::LongAndSeldom.run(&scene.primary, &stop));
+            let stops = Stop(&stop);
+            server.replicate(&scene.primary).unwrap();
+            handed_over(&agent, &server, 1);
+            assert!(!writer.is_finished(), "{}", agent.output());
+            drop(stops);
+            writer.join().unwrap();
+        });
+        assert_eq!(syncs(&scene.primary).0, 1, "one copy, the source's: {}\n{}", agent.output(), scene.primary.log());
+        assert_eq!(number(&scene.primary, "sync_partial_err"), 0, "{}", scene.primary.log());
+        server.wait_for_link(LONG).unwrap();
+        assert_same_data(&scene.primary, &server);
     }
 }

@@ -22,6 +22,7 @@ mod restart;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use remora_table::Origin;
 use serde::Serialize;
 use tokio::time::Instant;
 
@@ -37,7 +38,7 @@ use crate::conversation::tokens::{Credentials, TokenFiles};
 use crate::exit::{Code, Failure};
 use crate::metrics::Scrapes;
 use crate::progress;
-use crate::server::{Client, Facts, Server, ServerError, Task};
+use crate::server::{Client, Facts, Kept, Server, ServerError, Task};
 use crate::signals::{Signals, until_signal};
 use crate::snapshot::fetch::{self, Whole};
 use crate::tasks::blocking;
@@ -51,6 +52,12 @@ const RESTART_TIME: Duration = Duration::from_secs(3);
 
 /// How long a server that was away may take to answer after its restart.
 const AWAY_LIMIT: Duration = Duration::from_secs(60);
+
+/// How long the primary keeps what the server needs while that is away, at most.
+const PIN_LIMIT: Duration = Duration::from_secs(600);
+
+/// A part of that time: for a save that is under way, and for the server's way back to its primary.
+const PIN_MARGIN: Duration = Duration::from_secs(60);
 
 /// How long a save that the server has begun may take.
 const SAVE_LIMIT: Duration = Duration::from_secs(600);
@@ -172,6 +179,8 @@ impl Delivery {
         let mut signals = Signals::catch()?;
         let fetch = self.fetch_args();
         let whole = fetch::receive(&fetch, self.data_set.clone(), |_| {}, &mut Scrapes::default()).await?;
+        // Until the server is in step, or is left otherwise.
+        let _kept = self.keep(&fetch, &whole).await?;
         let stopped = |signal: &str| Failure::new(Code::Interrupted, format!("stopped by {signal}"));
         let quiet = tokio::select! {
             quiet = self.quieten() => quiet,
@@ -201,6 +210,32 @@ impl Delivery {
         }
     }
 
+    /// Has the primary keep the stream from the snapshot's offset on while the server is away. Where that is not
+    /// possible, its backlog must suffice.
+    async fn keep(&self, fetch: &FetchArgs, whole: &Whole) -> Result<Option<Kept>, Failure> {
+        let Origin { history, offset, .. } = whole.origin();
+        // Sentinel would list the link that pins among the replicas, without an end.
+        if self.primary.finding.is_none() {
+            let time = (self.args.by.restart_limit + 2 * fetch.need + PIN_MARGIN).min(PIN_LIMIT);
+            match Kept::after(&self.primary.as_server(), history, offset, time).await {
+                Ok(kept) => {
+                    let seconds = time.as_secs();
+                    tracing::info!(
+                        offset,
+                        seconds,
+                        "the primary keeps its stream from the snapshot on while the server is away"
+                    );
+                    return Ok(Some(kept));
+                }
+                Err(why) => tracing::info!(
+                    "the primary's backlog must reach back to the snapshot while the server is away, as it cannot be pinned: {why}"
+                ),
+            }
+        }
+        whole.refuse_if_stale(fetch)?;
+        Ok(None)
+    }
+
     /// What is fetched, and where it goes.
     fn fetch_args(&self) -> FetchArgs {
         let (args, peers, place) = (&self.args, &self.args.peers, &self.place);
@@ -217,7 +252,8 @@ impl Delivery {
             sentinel: peers.sentinel.clone(),
             owner: place.owner,
             mode: place.mode,
-            allow_stale: false,
+            // Decided when it is known whether the primary can be made to keep what the server needs.
+            allow_stale: true,
             need: RESTART_TIME + Duration::from_secs(bytes / LOAD_RATE),
             write_replicaof,
             pass_on: PassOnArgs { relay: args.lend.relay.clone(), readers: peers.readers.clone(), memory: args.memory },

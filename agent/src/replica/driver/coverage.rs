@@ -12,6 +12,7 @@
 
 use std::time::{Duration, Instant};
 
+use remora_redis::resp::Frame;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use crate::args::HostPort;
@@ -23,6 +24,9 @@ use crate::tasks::AbortOnDrop;
 
 /// How long the primary may take to answer. It is asked again a moment later.
 const ANSWER_LIMIT: Duration = Duration::from_secs(3);
+
+/// The channel over which Sentinels tell each other of the servers that they watch.
+const SENTINELS_CHANNEL: &str = "__sentinel__:hello";
 
 /// The shortest time over which a write rate is measured: over less, one burst would be taken for a rate.
 const RATE_TIME: Duration = Duration::from_millis(100);
@@ -187,12 +191,14 @@ impl Asks for Asker {
         if self.finding.is_some() && facts.role != Some(Role::Primary) {
             return Err(format!("{primary} is not a primary: a fail-over is under way"));
         }
-        let Some((finding, at)) = self.finding.as_ref().zip(at) else {
-            return self.pins.secure(&self.primary, &facts, Position { rate, ..question }).await;
-        };
         // Sentinel would list the link that pins among the replicas, without an end.
+        if at.is_none() && !self.is_watched().await {
+            return self.pins.secure(&self.primary, &facts, Position { rate, ..question }).await;
+        }
         facts.covers(question.history, question.offset, rate)?;
-        finding.covered(&at);
+        if let Some((finding, at)) = self.finding.as_ref().zip(at) {
+            finding.covered(&at);
+        }
         Ok(())
     }
 }
@@ -223,6 +229,16 @@ impl Asker {
         let facts = Facts::from_info(&client.info("").await?);
         self.client = Some(client);
         Ok(facts)
+    }
+
+    /// Whether Sentinels watch the primary: they subscribe to a channel there. Where the agent may not ask, none does.
+    async fn is_watched(&mut self) -> bool {
+        let Some(client) = &mut self.client else { return false };
+        let asked = client.command(&["PUBSUB", "NUMSUB", SENTINELS_CHANNEL]);
+        match tokio::time::timeout(ANSWER_LIMIT, asked).await {
+            Ok(Ok(Frame::Array(counts))) => matches!(counts.last(), Some(Frame::Integer(1..))),
+            _ => false,
+        }
     }
 
     /// Bytes that the primary's clients have written per second since it was last asked.

@@ -25,7 +25,10 @@ use crate::replica::machine::{Job, Report, Rules};
 use crate::replica::meter::Meter;
 use crate::replica::preflight::{self, Known};
 use crate::replica::record::Record;
-use crate::server::Task;
+use crate::server::{PinSizes, Task};
+
+/// The sizes of a simulated world, whose servers write a thousandth of the bytes.
+pub(crate) const PIN_SIZES: PinSizes = PinSizes { prefill: 256, firm: 128, least_backlog: 512, slack: 8192 };
 
 /// What the preflight gives.
 pub(crate) struct Prepared {
@@ -37,6 +40,9 @@ pub(crate) struct Prepared {
     pub(crate) kind: String,
     /// The password that the link asks for.
     pub(crate) secret: String,
+    pub(crate) primary: (String, u16),
+    /// The primary is asked always whether it covers the server: the source captures another one.
+    pub(crate) asks_primary: bool,
 }
 
 /// The server's task.
@@ -115,6 +121,7 @@ pub(crate) async fn prepare(
         source: args.read.source.to_string(),
         primary: format!("{}:{}", primary.host, primary.port),
         run_id: target.facts.run_id.clone(),
+        sizes: PIN_SIZES,
     };
     let (kind, access) = (target.facts.name(), target.link_login.access());
     let secret = match access {
@@ -123,11 +130,12 @@ pub(crate) async fn prepare(
         Access::Open => String::new(),
     };
     let data_set = primary.data_set(&plan);
+    let (asks_primary, address) = (primary.is_asked, (primary.host.clone(), primary.port));
     let control = Control::new(server, client);
     let meter = Arc::new(Meter::default());
     let hurry = Arc::new(Notify::new());
     let watched = Watched { meter: meter.clone(), link_failure: LinkFailure::default(), hurry: hurry.clone() };
     let keeper = Keeper::new(args.into(), control, record, target, primary, LinkPort::opened(link), watched);
     let server = ServerHandle { task: ServerTask::start(Hands::Commands(Box::new(keeper)), hurry), jobs: 0, meter };
-    Ok(Prepared { server, rules, data_set, kind, secret })
+    Ok(Prepared { server, rules, data_set, kind, secret, primary: address, asks_primary })
 }

@@ -36,6 +36,7 @@ use crate::replica::relay::Relay;
 use crate::replica::session::Session;
 use crate::replica::source::{Sinks, Source};
 use crate::replica::spool::Spool;
+use crate::server::PinSizes;
 
 /// The start of a sync.
 pub(in crate::replica) struct Setup {
@@ -204,6 +205,7 @@ impl Driver {
                 .as_ref()
                 .map_or_else(|| facts.primary.clone(), |found| found.sentinels().name().to_owned()),
             run_id,
+            sizes: PinSizes::SERVERS,
         };
         let name = args.name.clone().unwrap_or_else(|| facts.server.clone());
         let (read, options, has_folder) = (args.read.clone(), args.relay.clone(), args.told.state_dir.is_some());

@@ -7,6 +7,7 @@ use remora_protocol::{Message, Offer, WaitCause};
 
 use crate::conversation::Protection;
 use crate::exit::Failure;
+use crate::server::PinSizes;
 
 /// What the machine must know once.
 #[derive(Clone, Debug)]
@@ -29,6 +30,8 @@ pub(crate) struct Rules {
     pub(crate) primary: String,
     /// The server's run id at the preflight.
     pub(crate) run_id: Option<String>,
+    /// By which it is decided that the server is near enough to its primary.
+    pub(crate) sizes: PinSizes,
 }
 
 /// Readings of the delivery and the relay at the moment of an event.

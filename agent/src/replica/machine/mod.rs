@@ -344,7 +344,7 @@ impl Replica {
         }
         if !std::mem::replace(&mut self.told_uncovered, true) {
             tracing::warn!(
-                "the primary would not take the server over without a full copy: {text}; following until it would"
+                "the primary would not take the server over without a full copy yet: {text}; our link feeds the server until then"
             );
         }
     }
@@ -514,7 +514,7 @@ impl Replica {
             Ok(applied) => {
                 self.server.presence.answered();
                 let is_fed = self.supply.is_attached() && catch_up.parting().is_none();
-                if is_fed && !is_near_enough(&self.reading, applied, backlog) {
+                if is_fed && !is_near_enough(&self.reading, applied, backlog, &self.rules.sizes) {
                     catch_up.is_behind(now);
                 } else if is_fed && self.rules.stay {
                     self.moments.caught_up = Some(now);

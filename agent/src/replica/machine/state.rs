@@ -7,6 +7,7 @@ use remora_protocol::Phase;
 use super::ending::Ending;
 use super::event::Reading;
 use super::hand_off::{HandOff, QUICK};
+use crate::server::PinSizes;
 
 /// Interval at which is asked whether the primary would continue the server.
 const QUESTION_EVERY: Duration = Duration::from_millis(250);
@@ -20,12 +21,6 @@ const AFTER_A_FAILED_HAND_OFF: Duration = Duration::from_secs(2);
 
 /// The part of the primary's backlog that the server may lag behind at the hand-off: one in this number.
 const NEAR_ENOUGH_PART: u64 = 10;
-
-/// A backlog of this many bytes can be kept for the server while it catches up: see `server::pin`.
-const PINNABLE: u64 = 512 << 10;
-
-/// What the server may lag behind then, in bytes: some tenths of a second of very fast writes, or two long values.
-const PINNED_SLACK: u64 = 8 << 20;
 
 /// How far the server is.
 #[derive(Clone, Debug, PartialEq)]
@@ -167,11 +162,9 @@ impl CatchUp {
 /// Whether a server that has applied the stream up to this offset can go to the primary. Under writes the present runs
 /// ahead of every question: near enough is where the primary's backlog reaches, or can be made to reach. While the
 /// stream is not read its end may be anywhere.
-pub(super) fn is_near_enough(reading: &Reading, applied: u64, backlog_bytes: u64) -> bool {
-    let slack = match backlog_bytes {
-        PINNABLE.. => (backlog_bytes / NEAR_ENOUGH_PART).max(PINNED_SLACK),
-        _ => backlog_bytes / NEAR_ENOUGH_PART,
-    };
+pub(super) fn is_near_enough(reading: &Reading, applied: u64, backlog_bytes: u64, sizes: &PinSizes) -> bool {
+    let part = backlog_bytes / NEAR_ENOUGH_PART;
+    let slack = if backlog_bytes >= sizes.least_backlog { part.max(sizes.slack) } else { part };
     let fetched = reading.stream_fetched;
     !reading.stream_paused
         && applied.saturating_add(slack) >= fetched

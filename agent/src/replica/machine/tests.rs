@@ -9,6 +9,7 @@ use remora_protocol::{Announce, Offer, TableOffer, WaitCause};
 
 use super::*;
 use crate::conversation::Protection;
+use crate::server::PinSizes;
 
 pub(super) fn rules() -> Rules {
     Rules {
@@ -21,6 +22,7 @@ pub(super) fn rules() -> Rules {
         source: "source:7000".into(),
         primary: "primary:6379".into(),
         run_id: Some("first run".into()),
+        sizes: PinSizes::SERVERS,
     }
 }
 

@@ -178,7 +178,12 @@ impl Server {
             line("server_name", "valkey".into());
             line("valkey_version", "9.1.2".into());
         }
-        line("redis_version", if self.traits.valkey { "7.2.4" } else { "7.0.15" }.into());
+        let version = match (self.traits.valkey, self.traits.shares_its_buffer) {
+            (true, _) => "7.2.4",
+            (false, true) => "7.0.15",
+            (false, false) => "6.2.14",
+        };
+        line("redis_version", version.into());
         line("run_id", self.run_id());
         line("tcp_port", self.traits.address.port.to_string());
         line("blocked_clients", "0".into());

@@ -4,7 +4,7 @@ use remora_redis::ReplId;
 
 use super::{Backlog, KINDS, Server, Step};
 use crate::simulation::oracle::Content;
-use crate::simulation::wire::{Conn, Effect, Message, Timer};
+use crate::simulation::wire::{Ask, Conn, Effect, Message, Timer};
 
 /// A replica's link to its primary.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -66,7 +66,7 @@ impl Server {
             Some(conn) if is_wanted => {
                 let history = self.cached.map(|(replid, offset)| (replid, offset + 1));
                 let login = self.settings.get("masterauth").cloned().unwrap_or_default();
-                step.send(conn, Message::Psync { history, login, snapshot_only: false });
+                step.send(conn, Message::Psync { history, login, ask: Ask::Stream });
                 self.link = Link::Asked(conn);
             }
             Some(conn) => step.effects.push(Effect::Close(conn)),

@@ -46,6 +46,9 @@ pub(super) struct Traits {
     /// It has our module.
     pub(super) module: bool,
     pub(super) backlog_bytes: usize,
+    /// The backlog and the output buffers of its replicas are one, as since Redis 7.0: what one of them was not sent
+    /// stays, also beyond the backlog's size. Otherwise each has its own, as in Redis 6.2.
+    pub(super) shares_its_buffer: bool,
     /// `client-output-buffer-limit replica`.
     pub(super) output_limit: usize,
     /// `timeout`; zero: idle clients stay.
@@ -77,11 +80,16 @@ impl Backlog {
         Backlog { first: offset + 1, bytes: VecDeque::new() }
     }
 
-    fn push(&mut self, bytes: &[u8], limit: usize) {
-        self.bytes.extend(bytes);
+    /// Drops what is beyond this many bytes.
+    fn trim(&mut self, limit: usize) {
         let excess = self.bytes.len().saturating_sub(limit);
         self.bytes.drain(..excess);
         self.first += excess as u64;
+    }
+
+    /// The offset behind the last byte.
+    fn end(&self) -> u64 {
+        self.first + self.bytes.len() as u64
     }
 
     /// Whether a replica whose next byte is `next` can go on.
@@ -273,9 +281,10 @@ impl Server {
     /// Puts bytes of the stream into the backlog, and gives them to the replicas.
     fn pass_on(&mut self, bytes: &[u8], step: &mut Step<'_>) {
         if let Some(backlog) = &mut self.backlog {
-            backlog.push(bytes, self.traits.backlog_bytes);
+            backlog.bytes.extend(bytes);
         }
         self.feed_readers(bytes, step);
+        self.trim();
     }
 
     // ---- roles ----
@@ -348,7 +357,7 @@ impl Server {
             return;
         }
         match message {
-            Message::Psync { history, snapshot_only, .. } => self.asked(conn, history, snapshot_only, step),
+            Message::Psync { history, ask, .. } => self.asked(conn, history, ask, step),
             Message::Ack { .. } => self.acknowledged(conn, step),
             Message::Room => self.has_room(conn, step),
             other => self.primary_said(conn, other, step),
@@ -361,6 +370,7 @@ impl Server {
             return;
         }
         if self.readers.remove(&conn).is_some() {
+            self.trim();
             self.next_slot(step);
         } else if self.link.conn() == Some(conn) {
             self.leave_the_link(step);
@@ -383,6 +393,7 @@ impl Server {
                 self.slot_is_due(step);
             }
             Timer::Loaded { conn } => self.loaded(conn, step),
+            Timer::Piece { conn } => self.send_piece(conn, step),
             Timer::Cron { .. } | Timer::Fork { .. } | Timer::Slot { .. } => {}
         }
     }

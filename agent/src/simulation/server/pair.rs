@@ -25,6 +25,7 @@ fn traits(number: usize, backlog_bytes: usize) -> Traits {
         valkey: false,
         module: false,
         backlog_bytes,
+        shares_its_buffer: true,
         output_limit: 10_000,
         idle_limit: Duration::ZERO,
         follows: None,
@@ -84,7 +85,7 @@ impl Pair {
                 self.on(at, |server, step| server.dialed(attempt, conn, step));
             }
             Effect::After(_, timer) => self.timers.push_back((at, timer)),
-            Effect::Block(_) => {}
+            Effect::Block(_) | Effect::NotContinued(_) | Effect::Overflowed(_) => {}
         }
     }
 

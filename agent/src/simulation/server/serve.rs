@@ -1,12 +1,13 @@
 //! Serve: a server towards its replicas: the answers to `PSYNC`, forks, and the stream.
 
+use std::collections::VecDeque;
 use std::time::Duration;
 
 use remora_redis::ReplId;
 
 use super::{Backlog, Server, Step, fresh_id};
 use crate::simulation::oracle::Content;
-use crate::simulation::wire::{Conn, Effect, Message, Timer};
+use crate::simulation::wire::{Ask, Conn, Effect, Message, Timer};
 
 /// How long a replica waits for others that want the same snapshot.
 const FORK_DELAY: Duration = Duration::from_millis(100);
@@ -17,14 +18,23 @@ const REPL_TIMEOUT: u32 = 60;
 /// Slots that a reader takes before it must make room.
 pub(crate) const WINDOW: u32 = 4;
 
+/// Bytes that the sockets take of a link that nobody reads: a thousandth of those of a pin.
+const SOCKETS: usize = 40;
+
+/// What a replica that was not sent the stream for a while is sent at a time, and the pause behind it.
+const PIECE: usize = 512;
+const PIECE_PAUSE: Duration = Duration::from_millis(10);
+
 /// One replica.
 pub(super) struct Reader {
     stage: Stage,
-    snapshot_only: bool,
+    ask: Ask,
     /// Slots that it can take.
     room: u32,
-    /// Bytes of the stream that wait for the end of the snapshot.
-    pending: Vec<u8>,
+    /// Bytes of the stream that it was not sent yet: the last ones.
+    pending: VecDeque<u8>,
+    /// Bytes that its sockets still take although it reads nothing.
+    sockets: usize,
     /// Crons without a slot for it, while it is given a snapshot.
     silent: u32,
 }
@@ -38,6 +48,16 @@ enum Stage {
     /// It has the snapshot, by a mark. The stream follows its acknowledgement.
     Loading,
     Online,
+}
+
+impl Reader {
+    /// Keeps bytes for it, but those that its sockets take.
+    fn keep(&mut self, bytes: &[u8]) {
+        self.pending.extend(bytes);
+        let taken = self.sockets.min(self.pending.len());
+        self.pending.drain(..taken);
+        self.sockets -= taken;
+    }
 }
 
 /// A snapshot that is being written.
@@ -70,14 +90,15 @@ impl Server {
         if is_known && is_held { Answer::Continue } else { Answer::Full }
     }
 
-    pub(super) fn asked(
-        &mut self,
-        conn: Conn,
-        history: Option<(ReplId, u64)>,
-        snapshot_only: bool,
-        step: &mut Step<'_>,
-    ) {
-        let mut reader = Reader { stage: Stage::Online, snapshot_only, room: WINDOW, pending: Vec::new(), silent: 0 };
+    pub(super) fn asked(&mut self, conn: Conn, history: Option<(ReplId, u64)>, ask: Ask, step: &mut Step<'_>) {
+        let mut reader = Reader {
+            stage: Stage::Online,
+            ask,
+            room: WINDOW,
+            pending: VecDeque::new(),
+            sockets: if ask == Ask::Unread { SOCKETS } else { 0 },
+            silent: 0,
+        };
         match (self.answer(history), history) {
             (Answer::Later, _) => {
                 step.send(conn, Message::Later);
@@ -86,12 +107,15 @@ impl Server {
             (Answer::Continue, Some((_, next))) => {
                 step.send(conn, Message::Continue { replid: self.replid });
                 let held = self.backlog.as_ref().map(|backlog| backlog.from(next)).unwrap_or_default();
-                if !held.is_empty() {
+                if ask == Ask::Unread {
+                    reader.keep(&held);
+                } else if !held.is_empty() {
                     step.send(conn, Message::Stream(held));
                 }
             }
             _ => {
                 reader.stage = Stage::Waiting;
+                step.effects.push(Effect::NotContinued(conn));
                 if self.backlog.is_none() {
                     // Without a backlog nothing has counted the writes: a new history begins.
                     self.replid = fresh_id(&mut self.ids);
@@ -171,6 +195,7 @@ impl Server {
         let slot = fork.content.slot(fork.next);
         fork.next += 1;
         let is_last = fork.next == self.traits.slots;
+        let mut has_all = Vec::new();
         for conn in reading {
             let Some(reader) = self.readers.get_mut(&conn) else { continue };
             reader.silent = 0;
@@ -184,16 +209,15 @@ impl Server {
             if is_last {
                 step.send(conn, Message::End);
                 reader.stage = if to_file { Stage::Online } else { Stage::Loading };
-                let pending = if to_file { std::mem::take(&mut reader.pending) } else { Vec::new() };
-                if !pending.is_empty() && !reader.snapshot_only {
-                    step.send(conn, Message::Stream(pending));
-                }
-                if reader.snapshot_only {
+                if reader.ask == Ask::SnapshotOnly {
                     self.readers.remove(&conn);
                     step.effects.push(Effect::Close(conn));
+                } else if to_file {
+                    has_all.push(conn);
                 }
             }
         }
+        has_all.into_iter().for_each(|conn| self.send_piece(conn, step));
         if is_last {
             self.fork = None;
             self.fork_ended(step);
@@ -219,25 +243,38 @@ impl Server {
         let Some(reader) = self.readers.get_mut(&conn) else { return };
         if reader.stage == Stage::Loading {
             reader.stage = Stage::Online;
-            let pending = std::mem::take(&mut reader.pending);
-            if !pending.is_empty() {
-                step.send(conn, Message::Stream(pending));
-            }
+            self.send_piece(conn, step);
         }
+    }
+
+    /// Sends the next bytes to a replica that was not sent the stream for a while.
+    pub(super) fn send_piece(&mut self, conn: Conn, step: &mut Step<'_>) {
+        let Some(reader) = self.readers.get_mut(&conn).filter(|reader| reader.ask != Ask::Unread) else { return };
+        let length = reader.pending.len().min(PIECE);
+        if length > 0 {
+            step.send(conn, Message::Stream(reader.pending.drain(..length).collect()));
+        }
+        if !reader.pending.is_empty() {
+            step.effects.push(Effect::After(PIECE_PAUSE, Timer::Piece { conn }));
+        }
+        self.trim();
     }
 
     /// Gives bytes of the stream to the replicas. One whose output buffer is full is disconnected.
     pub(super) fn feed_readers(&mut self, bytes: &[u8], step: &mut Step<'_>) {
-        let limit = self.traits.output_limit;
+        let limit = self.output_limit();
         let mut full = Vec::new();
         for (&conn, reader) in &mut self.readers {
             match reader.stage {
                 Stage::Waiting => {}
-                Stage::Online => step.effects.push(Effect::Send(conn, Message::Stream(bytes.to_vec()))),
-                Stage::Snapshot | Stage::Loading if reader.snapshot_only => {}
-                Stage::Snapshot | Stage::Loading => {
-                    reader.pending.extend_from_slice(bytes);
+                Stage::Online if reader.ask == Ask::Stream && reader.pending.is_empty() => {
+                    step.effects.push(Effect::Send(conn, Message::Stream(bytes.to_vec())));
+                }
+                Stage::Snapshot | Stage::Loading if reader.ask == Ask::SnapshotOnly => {}
+                Stage::Snapshot | Stage::Loading | Stage::Online => {
+                    reader.keep(bytes);
                     if reader.pending.len() > limit {
+                        step.effects.push(Effect::Overflowed(conn));
                         full.push(conn);
                     }
                 }
@@ -246,8 +283,36 @@ impl Server {
         full.into_iter().for_each(|conn| self.drop_reader(conn, step));
     }
 
+    /// What the server holds back for a replica at most: never less than the backlog's size.
+    pub(crate) fn output_limit(&self) -> usize {
+        self.traits.output_limit.max(self.traits.backlog_bytes)
+    }
+
+    /// Drops what no replica needs of what is beyond the backlog's size.
+    pub(super) fn trim(&mut self) {
+        let unsent = self.readers.values().map(|reader| reader.pending.len());
+        let unsent = unsent.max().filter(|_| self.traits.shares_its_buffer).unwrap_or(0);
+        let limit = self.traits.backlog_bytes.max(unsent);
+        self.backlog.iter_mut().for_each(|backlog| backlog.trim(limit));
+    }
+
+    /// The first offset that stays in the backlog for the next moment: by its size, or because it is pinned.
+    pub(crate) fn kept_from(&self) -> u64 {
+        let Some(backlog) = &self.backlog else { return u64::MAX };
+        let pins = self.readers.values().filter(|reader| reader.ask == Ask::Unread && reader.stage == Stage::Online);
+        let pinned = pins.map(|reader| reader.pending.len()).max().filter(|_| self.traits.shares_its_buffer);
+        let kept = self.traits.backlog_bytes.max(pinned.unwrap_or(0)) as u64;
+        backlog.first.max(backlog.end().saturating_sub(kept))
+    }
+
+    /// The first offset in the backlog, and the one behind the last.
+    pub(crate) fn backlog_range(&self) -> Option<(u64, u64)> {
+        self.backlog.as_ref().map(|backlog| (backlog.first, backlog.end()))
+    }
+
     fn drop_reader(&mut self, conn: Conn, step: &mut Step<'_>) {
         if self.readers.remove(&conn).is_some() {
+            self.trim();
             step.effects.push(Effect::Close(conn));
             self.next_slot(step);
         }
