@@ -66,7 +66,7 @@ impl Guard {
         let mut command = Command::new("/proc/self/exe");
         command.args(std::env::args_os().skip(1)).env(VARIABLE, std::process::id().to_string());
         OF_THE_AGENT.iter().for_each(|name| _ = command.env_remove(name));
-        // A signal to the agent's group is not for the guard, and who reads the agent's output waits for the agent only.
+        // A signal to the agent's group is not for the guard. Who reads the agent's output waits for the agent only.
         command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).process_group(0);
         match command.spawn() {
             Ok(child) => Some(Guard(child)),

@@ -9,6 +9,7 @@ use std::sync::{Mutex, PoisonError};
 use super::exact::Exactness;
 
 /// Counters that the delivery thread writes and other tasks read.
+// Larger than the bound: a field for each number that someone looks at.
 #[derive(Default)]
 pub(crate) struct Meter {
     /// Slots that have arrived and match their checksums.

@@ -175,8 +175,8 @@ pub(super) fn refuse_to_overwrite(args: &ReplicaArgs, server: &Server, target: &
 pub(super) struct Primary {
     pub(super) host: String,
     pub(super) port: u16,
-    /// Whether the agent asks the primary itself if it would continue the server: it is another server than the one that
-    /// the source captures, and tells its position.
+    /// Whether the agent always asks the primary itself if it would continue the server: it is another server than the
+    /// one that the source captures, and tells its position.
     pub(super) is_asked: bool,
     /// Whether the server's password may be sent there.
     pub(super) trust: Trust,

@@ -234,8 +234,8 @@ impl Record {
         }
     }
 
-    /// The same as [`Record::open`], and keeps other agents from the server until the record is dropped. Keeps them from the whole folder
-    /// if that is `--state-dir`, where the slots of one sync are.
+    /// The same as [`Record::open`], and keeps other agents from the server until the record is dropped. Keeps them
+    /// from the whole folder if that is `--state-dir`, where the slots of one sync are.
     pub(super) fn claim(state_dir: Option<&Path>, server: &str) -> Result<Record, Failure> {
         let folder = folder(state_dir)?;
         let [name, _] = file_names(server);

@@ -80,8 +80,8 @@ impl JournalReader {
     }
 
     /// Looks how far the writer is from the first slot that is still needed, and reads none. For a caller that takes no
-    /// chunks for a while. `elsewhere`: how many of the last bytes the caller can get from someone else. `None`: not known
-    /// yet. Never blocks.
+    /// chunks for a while. `elsewhere`: how many of the last bytes the caller can get from someone else. `None`: not
+    /// known yet. Never blocks.
     ///
     /// # Errors
     /// [`Error::Overrun`]: the ring has passed this reader, by more than is held elsewhere.

@@ -119,8 +119,8 @@ impl Track {
         Ok(())
     }
 
-    /// Whether this slot is still held, as far as is known, and how much can be written until it is not. `elsewhere`: as
-    /// in [`JournalReader::look`](super::JournalReader::look).
+    /// Whether this slot is still held, as far as is known, and how much can be written until it is not. `elsewhere`:
+    /// as in [`JournalReader::look`](super::JournalReader::look).
     pub(super) fn room_before(&self, slot: u64, elsewhere: u64) -> Result<Option<Room>, Error> {
         let Some(line) = self.line else { return Ok(None) };
         let geometry = &self.expect.geometry;

@@ -22,6 +22,8 @@
 //! - Nothing of ours is ever put into the stream: it would move the replication offset.
 //! - Progress is published before the notice that it explains: `Loaded` without it would look like a restart.
 
+// Larger than the bound: the loop, and what it does with what each side brings, stand in one place.
+
 mod by_module;
 mod input;
 mod orders;
@@ -241,8 +243,7 @@ impl Delivery {
         }
     }
 
-    /// Forgets what the server has loaded: the stream behind it is lost. The server comes back, and gets all of the next
-    /// snapshot.
+    /// Forgets what the server has loaded: the stream behind it is lost. The server comes back for the next snapshot.
     fn load_again(&mut self, now: Instant) {
         if !self.at.loaded {
             return; // it has lost the snapshot by itself, and has asked for another feed

@@ -33,7 +33,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
 use tokio::sync::oneshot;
 
 use self::coverage::Coverage;
-use self::outrun::{Outrun, Seen};
+use self::outrun::Outrun;
 use self::server::{ServerTask, Work};
 pub(super) use self::start::{Attending, Setup};
 use super::candidates::Newcomer;
@@ -89,8 +89,6 @@ pub(super) struct Driver {
     display: Display,
     /// Asks the primary whether it would continue the server: while the source is away, and where it cannot tell.
     coverage: Coverage,
-    /// The source cannot tell: it captures another server.
-    asks_primary: bool,
     signals: (Signal, Signal),
     published: Result<(), Failure>,
 }
@@ -129,6 +127,8 @@ struct Facts {
     primary: String,
     /// Where the primary is at any time, as Sentinels say.
     finding: Option<Finding>,
+    /// The source cannot tell whether the primary would continue the server: it captures another one.
+    asks_primary: bool,
     /// What the run is about.
     data_set: DataSet,
     /// The snapshot whose slots are in the state folder, and how many of them for certain.
@@ -407,7 +407,7 @@ impl Driver {
         let question =
             offer.and_then(|offer| Some(Position { history: offer.replid?, offset, rate: offer.write_rate }));
         match question {
-            Some(question) if self.asks_primary || self.session.is_none() => self.coverage.ask(question),
+            Some(question) if self.facts.asks_primary || self.session.is_none() => self.coverage.ask(question),
             _ => self.send(Message::HandOffQuery { generation, offset }),
         }
     }
@@ -508,25 +508,10 @@ impl Driver {
             }
             bar.set(self.meter.bytes_delivered.get());
         }
-        self.foresee(now);
+        if !self.delivery.progress().loaded {
+            self.display.outrun.watch(now, &self.meter);
+        }
         self.tell_progress();
-    }
-
-    /// Warns of a sync that will start over.
-    fn foresee(&mut self, now: Instant) {
-        let meter = &self.meter;
-        if meter.stream_paused.get() == 0 || self.delivery.progress().loaded {
-            return;
-        }
-        let seen = Seen {
-            written: meter.journal_written.get(),
-            left: meter.journal_left.get(),
-            arrived: meter.bytes_fetched.get().max(meter.bytes_delivered.get()),
-            whole: Some(meter.bytes_known.get()).filter(|_| meter.slots_total.get() > 0),
-        };
-        if let Some(warning) = self.display.outrun.look(now, seen) {
-            tracing::warn!("{warning}");
-        }
     }
 
     fn tell_progress(&self) {

@@ -6,6 +6,7 @@
 use std::time::{Duration, Instant};
 
 use crate::growth::Growth;
+use crate::replica::meter::Meter;
 use crate::units::Size;
 
 /// The time over which the two rates are measured.
@@ -16,15 +17,15 @@ const NEAR: Duration = Duration::from_secs(60);
 
 /// What is watched. Bytes.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Seen {
+struct Seen {
     /// What the source has written to its journal since that began.
-    pub(super) written: u64,
-    /// What it can write until it overwrites what is needed next.
-    pub(super) left: u64,
+    written: u64,
+    /// What it can write until what is needed next is held no more.
+    left: u64,
     /// What has arrived of the snapshot.
-    pub(super) arrived: u64,
+    arrived: u64,
     /// The whole snapshot; `None` while it is not known.
-    pub(super) whole: Option<u64>,
+    whole: Option<u64>,
 }
 
 /// Watches one sync.
@@ -36,8 +37,24 @@ pub(super) struct Outrun {
 }
 
 impl Outrun {
-    /// Takes a look while the stream is not read. A warning, once, if the journal will be overwritten too early.
-    pub(super) fn look(&mut self, now: Instant, seen: Seen) -> Option<String> {
+    /// Takes a look at a sync whose server has not loaded yet, and warns, once.
+    pub(super) fn watch(&mut self, now: Instant, meter: &Meter) {
+        if meter.stream_paused.get() == 0 {
+            return;
+        }
+        let seen = Seen {
+            written: meter.journal_written.get(),
+            left: meter.journal_left.get(),
+            arrived: meter.bytes_fetched.get().max(meter.bytes_delivered.get()),
+            whole: Some(meter.bytes_known.get()).filter(|_| meter.slots_total.get() > 0),
+        };
+        if let Some(warning) = self.look(now, seen) {
+            tracing::warn!("{warning}");
+        }
+    }
+
+    /// A warning, once, if the journal will be overwritten too early.
+    fn look(&mut self, now: Instant, seen: Seen) -> Option<String> {
         if self.is_told || seen.written == 0 {
             return None;
         }

@@ -88,8 +88,6 @@ struct Ways {
     facts: Facts,
     run_id: Option<String>,
     coverage: Coverage,
-    /// The source cannot tell whether the primary would continue the server: it captures another one.
-    asks_primary: bool,
     spool: Option<Spool>,
 }
 
@@ -106,6 +104,7 @@ impl Facts {
             kind: server.name(),
             primary: format!("{}:{}", primary.0, primary.1),
             finding: None,
+            asks_primary: false,
             data_set,
             spooled: spool.map(|spool| (spool.snapshot(), spool.held_below())),
         }
@@ -128,23 +127,11 @@ impl Driver {
         let finding = primary.finding.clone();
         let asks_primary = primary.is_asked;
         let coverage = Coverage::start(primary.server.clone(), finding.clone());
-        let facts = Facts { finding, ..facts };
+        let facts = Facts { finding, asks_primary, ..facts };
         let run_id = target.facts.run_id.clone();
         let listening = args.stay.then(|| listening::start(control.server().clone()));
         let (arrivals, lingers) = (None, None);
-        let ways = Ways {
-            args: sync,
-            tokens,
-            source,
-            candidates,
-            arrivals,
-            lingers,
-            facts,
-            run_id,
-            coverage,
-            asks_primary,
-            spool,
-        };
+        let ways = Ways { args: sync, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool };
         let keeper = |meter, hurry| {
             let watched = Watched { meter, link_failure, hurry };
             Hands::Commands(Box::new(Keeper::new(args, control, record, target, primary, link, watched)))
@@ -162,18 +149,17 @@ impl Driver {
         let Attending { gate, login, asks_primary, watcher, arrivals, lingers, .. } = attending;
         let args = Arc::new(args);
         let facts = Facts::of(&control, &server, (&primary.0, primary.1), None, data_set);
+        let facts = Facts { asks_primary, ..facts };
         let (candidates, run_id) = (Candidates::without_a_port(), server.run_id);
         let (arrivals, lingers) = (Some(arrivals), Some(lingers));
         let (coverage, spool) = (Coverage::start_as_the_server(login), None);
-        let ways =
-            Ways { args, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, asks_primary, spool };
+        let ways = Ways { args, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool };
         let hands = |meter, _| Hands::Interception(Box::new(Intercepted::new(control, primary, gate, watcher, meter)));
         Driver::assemble(ways, hands).await
     }
 
     async fn assemble(ways: Ways, keeper: impl FnOnce(Arc<Meter>, Arc<Notify>) -> Hands) -> Result<Driver, Failure> {
-        let Ways { args, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, asks_primary, spool } =
-            ways;
+        let Ways { args, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool } = ways;
         let no_handler = |error| Failure::local(format!("signals can't be caught: {error}"));
         let signals = (
             signal(SignalKind::interrupt()).map_err(no_handler)?,
@@ -237,7 +223,6 @@ impl Driver {
             answer: None,
             display: Display { due: now, bar: None, outrun: Outrun::default(), scrapes: Scrapes::default() },
             coverage,
-            asks_primary,
             signals,
             published: Ok(()),
             args,

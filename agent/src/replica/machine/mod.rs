@@ -67,8 +67,8 @@ use crate::exit::{Code, Failure};
 /// Loads that the server may break off before the sync fails.
 const BROKEN_LOADS_LIMIT: u32 = 3;
 
-/// Snapshots that a server may load in the place of one whose stream has ended. What ended the stream of three would end
-/// the next one too: the source's journal is too short for the time that the transfer takes.
+/// Snapshots that a server may load in the place of one whose stream has ended. What ended the stream of three would
+/// end the next one too: the source's journal is too short for the time that the transfer takes.
 const LOADS_AGAIN_LIMIT: u32 = 2;
 
 /// Hand-offs that may fail before the sync fails.

@@ -16,8 +16,8 @@ const WAIT_LIMIT: Duration = Duration::from_secs(60);
 /// is back within a second or two, and the primary can serve the server meanwhile.
 const CUT_OFF_LIMIT: Duration = Duration::from_secs(3);
 
-/// How long a server that is fed (`--stay`) may be without its source until the primary is asked. Short: the server gets nothing of the primary
-/// meanwhile, and a source that was started again does not know the old stream.
+/// How long a server that is fed (`--stay`) may be without its source until the primary is asked. Short: the server
+/// gets nothing of the primary meanwhile, and a source that was started again does not know the old stream.
 const STAY_WITHOUT_SOURCE: Duration = Duration::from_secs(2);
 
 /// How long tables must be read without a loss, at least, before an earlier loss counts as overcome although nothing
