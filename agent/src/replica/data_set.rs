@@ -129,7 +129,7 @@ impl DataSet {
     ) -> Result<Source, Loss> {
         let mut source = Source::connect(read, credentials).await.map_err(unreachable)?;
         let plan = source.plan(read, name, server).await;
-        let plan = plan.map_err(|failure| Loss::passing(failure))?;
+        let plan = plan.map_err(Loss::passing)?;
         self.check(&read.source, source.address(), &plan).await?;
         Ok(source)
     }

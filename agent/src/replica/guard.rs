@@ -13,7 +13,8 @@
 //! it. The next agent puts the setting back; without one, the guard does. A password of the server's own stays away
 //! from the link's address, where any process may listen by now.
 //!
-//! Only this setting is put back. A server that holds half a data set must not save it over its file.
+//! Only this setting is put back. A server that holds half a data set must not save it over its file. Decision 25 says
+//! why this is a process.
 
 use std::io::Read;
 use std::os::unix::process::CommandExt;
