@@ -25,7 +25,6 @@ use crate::{
 
 /// Runs the whole process: parses, runs, and reports how it ended.
 pub fn main() -> ExitCode {
-    guard::this_is_the_command();
     // Help, version and usage errors end the process here, with status 0 or 2.
     let cli = parse();
     progress::configure(cli.global.quiet);
@@ -101,7 +100,10 @@ async fn dispatch(command: Command) -> Result<(), Failure> {
         // Source and replica have something to clean up when they are stopped, so they catch signals themselves.
         Command::Source(args) => crate::source::run(args).await,
         Command::Replica(args) if guard::is_asked() => guard::run(args).await,
-        Command::Replica(args) => crate::replica::run(args).await,
+        Command::Replica(args) => {
+            guard::this_is_the_command();
+            crate::replica::run(args).await
+        }
         Command::Attend(args) => crate::replica::attend::run(args).await,
         Command::Intercept(args) => crate::intercept::run(args).await,
         Command::Status(args) => until_signal(crate::status::run(args), "").await,

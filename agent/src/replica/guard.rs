@@ -33,6 +33,9 @@ use crate::signals::Signals;
 /// The variable by which the agent's program knows that it is to be the guard. Its value is the agent's process id.
 const VARIABLE: &str = "REMORA_GUARD_OF";
 
+/// The guard's name in a list of processes.
+const NAME: &str = "remora-guard";
+
 /// Variables of the service manager that are for the agent only.
 const OF_THE_AGENT: [&str; 4] = ["NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS"];
 
@@ -46,10 +49,11 @@ const SILENCE_LIMIT: Duration = Duration::from_secs(120);
 /// How long the guard waits for someone to point the server at another primary. Longer than a night.
 const WATCH_LIMIT: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Set where this process runs the command line that it was started with. A test that runs an agent does not.
+/// Set where this process is the command `remora replica`, so that its arguments are a guard's. A test that runs an agent
+/// is not.
 static IS_COMMAND: AtomicBool = AtomicBool::new(false);
 
-/// Notes that this process runs the command line that it was started with.
+/// Notes that this process is the command `remora replica`.
 pub(crate) fn this_is_the_command() {
     IS_COMMAND.store(true, Ordering::Relaxed);
 }
@@ -65,7 +69,7 @@ impl Guard {
             return None;
         }
         let mut command = Command::new("/proc/self/exe");
-        command.args(std::env::args_os().skip(1)).env(VARIABLE, std::process::id().to_string());
+        command.arg0(NAME).args(std::env::args_os().skip(1)).env(VARIABLE, std::process::id().to_string());
         OF_THE_AGENT.iter().for_each(|name| _ = command.env_remove(name));
         // A signal to the agent's group is not for the guard. Who reads the agent's output waits for the agent only.
         command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).process_group(0);
@@ -144,7 +148,7 @@ async fn look(args: &ReplicaArgs) -> Result<Found, Failure> {
         Err(failure) => return Err(failure),
     };
     record.put_the_login_back(&mut client).await?;
+    // The file stays for the next agent: it also says which primary the server followed before.
     record.save_if_stale();
-    record.close();
     Ok(Found::Done)
 }

@@ -210,7 +210,9 @@ fn an_interrupted_run_is_started_again_and_a_fail_over_meanwhile_changes_the_pri
         })
         .unwrap();
         load_slowly(&scene.nodes[0], 0);
-        says(&ends(&mut run, 0), &["2 replicas in step"]);
+        // The node that loads at full speed may be in step by then.
+        let said = ends(&mut run, 0);
+        assert!(said.contains("1 replica in step") || said.contains("2 replicas in step"), "{said}");
         wait_until("the new node to follow the new primary", LONG, || {
             let followed = followed(&scene.nodes[0]);
             Ok(if followed == id(promoted) { Ok(()) } else { Err(followed) })

@@ -98,10 +98,19 @@ fn a_primary_that_starts_again_with_older_data_is_not_asked_again_and_again_for_
         // answers +FULLRESYNC and closes the connection.
         primary.restart().unwrap();
         source.agent.wait_for_line("no longer reaches back", SOON).unwrap();
-        agent.wait_for_success(LONG).unwrap();
+        // The primary would not continue the server, which loads another snapshot of the source.
+        agent.wait_for_line("the server loads another snapshot", LONG).unwrap();
+        wait_until("the server to be fed again", LONG, || {
+            let times = agent.output().matches("in step; staying").count();
+            Ok(if times == 2 { Ok(()) } else { Err(agent.output()) })
+        })
+        .unwrap();
         assert_same_data(&primary, &server);
         assert!(!exists(&server, "0", "not saved"), "{kind}");
-        // The answer to the source, and the copy for the server.
+        agent.signal(Signal::TERM).unwrap();
+        agent.wait_for_success(LONG).unwrap();
+        assert_same_data(&primary, &server);
+        // The answer to the source, and its snapshot.
         assert!(number(&primary, "sync_full") <= 2, "{kind}: {}", primary.log());
     }
 }
