@@ -49,8 +49,8 @@ const SILENCE_LIMIT: Duration = Duration::from_secs(120);
 /// How long the guard waits for someone to point the server at another primary. Longer than a night.
 const WATCH_LIMIT: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Set where this process is the command `remora replica`, so that its arguments are a guard's. A test that runs an agent
-/// is not.
+/// Set where this process is the command `remora replica`, so that its arguments are a guard's. A test that runs an
+/// agent is not.
 static IS_COMMAND: AtomicBool = AtomicBool::new(false);
 
 /// Notes that this process is the command `remora replica`.
