@@ -46,6 +46,15 @@ struct State {
     link: Option<Arc<TcpStream>>,
 }
 
+impl State {
+    /// Notes the server's connection.
+    fn serve(&mut self, link: impl AsFd) -> io::Result<Served> {
+        let link = Arc::new(TcpStream::from(link.as_fd().try_clone_to_owned()?));
+        self.link = Some(Arc::clone(&link));
+        Ok(Served(link))
+    }
+}
+
 /// The service of a connection that the gate looks at too. Its end ends the connection towards the server, which the
 /// end of one descriptor does not do while the gate has another one.
 #[must_use = "the connection ends with it"]
@@ -110,22 +119,15 @@ impl Gate {
     /// Notes the server's connection, by a descriptor of its own. The connection ends with what is returned: keep it
     /// beside the descriptor that serves the server.
     pub(super) fn came(&self, link: impl AsFd) -> io::Result<Served> {
-        let link = Arc::new(TcpStream::from(link.as_fd().try_clone_to_owned()?));
-        self.state().link = Some(Arc::clone(&link));
-        Ok(Served(link))
+        self.state().serve(link)
     }
 
     /// As [`Gate::came`], if the gate is open. `None` if it has been closed: the connections that had come by then were
     /// ended, and this one must end too.
     pub(super) fn came_in_time(&self, link: impl AsFd) -> io::Result<Option<Served>> {
-        let link = Arc::new(TcpStream::from(link.as_fd().try_clone_to_owned()?));
         // Under one lock: `hand_back` closes the gate before it takes the connection.
         let mut state = self.state();
-        if !state.is_open {
-            return Ok(None);
-        }
-        state.link = Some(Arc::clone(&link));
-        Ok(Some(Served(link)))
+        state.is_open.then(|| state.serve(link)).transpose()
     }
 
     /// Closes the gate, and then the server's connection: the server connects again by itself, to its primary. Returns
