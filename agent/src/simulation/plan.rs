@@ -32,7 +32,7 @@ pub(super) enum Act {
     BreakLane(ServerId),
     /// `REPLICAOF NO ONE`, and writes.
     Promote(ServerId),
-    /// `REPLICAOF NO ONE` and back, at once: the server has another history then, and nobody sees it detached.
+    /// `REPLICAOF NO ONE` and back, at once: the server has another history then, and the agent does not see it detached.
     Reattach(ServerId),
     /// `REPLICAOF` the primary, by hand.
     PointAtPrimary(ServerId),
@@ -63,7 +63,7 @@ pub(super) enum Act {
     Burst,
     /// Writes of more bytes than the primary's backlog holds, at once: stands for one long value.
     LongWrite,
-    /// So many writes that a link which was not sent them for a while gets them in many pieces.
+    /// Many writes at once: a link that was not sent them for a while gets them in many pieces.
     Flood,
     FlushPrimary,
     Quiet,
@@ -146,8 +146,8 @@ const FOREIGN_ONE_IN: u64 = 8;
 /// One schedule in this many has writes that must not be applied late.
 const LATE_ONE_IN: u64 = 4;
 
-/// One schedule in this many has a server that is reattached while it is handed over, so many milliseconds after it has
-/// begun to settle.
+/// One schedule in this many has a server that is reattached while it is handed over, within this number of
+/// milliseconds after it begins to settle.
 const REATTACHED_ONE_IN: u64 = 6;
 const REATTACHED_WITHIN: u64 = 12;
 

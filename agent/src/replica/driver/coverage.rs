@@ -5,7 +5,7 @@
 //! login that its own server will use there. It does the same where the source is away.
 //!
 //! Where the server's own connections are intercepted, the primary is asked with the login that the server has used
-//! there, and nothing pins its backlog. The server is fed on for as long as it comes nearer.
+//! there, and nothing pins its backlog. The source feeds the server for as long as the server comes nearer.
 //!
 //! A task holds the connection, so that the driver never waits for it. Only the newest question is answered. Where the
 //! answer is yes, [`Pins`] keep what the server needs until this is dropped or asked again.
@@ -165,7 +165,7 @@ impl ByLogin {
 struct Nearing(Option<(Instant, u64)>);
 
 impl Nearing {
-    /// The server is so many bytes behind now. Whether it has come no nearer for [`NO_NEARER_LIMIT`].
+    /// Notes how many bytes the server is behind. Whether it has come no nearer for [`NO_NEARER_LIMIT`].
     fn is_over(&mut self, now: Instant, behind: u64) -> bool {
         match self.0 {
             Some((since, nearest)) if behind >= nearest => now.duration_since(since) > NO_NEARER_LIMIT,

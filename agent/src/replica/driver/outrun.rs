@@ -12,7 +12,7 @@ use crate::units::Size;
 /// The time over which the two rates are measured.
 const RATE_TIME: Duration = Duration::from_secs(2);
 
-/// How near the end must be for a warning while nobody knows how long the snapshot is.
+/// How near the end must be for a warning while the length of the snapshot is not known.
 const NEAR: Duration = Duration::from_secs(60);
 
 /// What is watched. Bytes.

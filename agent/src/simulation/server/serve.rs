@@ -18,7 +18,7 @@ const REPL_TIMEOUT: u32 = 60;
 /// Slots that a reader takes before it must make room.
 pub(crate) const WINDOW: u32 = 4;
 
-/// Bytes that the sockets take of a link that nobody reads: a thousandth of those of a pin.
+/// Bytes that the sockets take of a link that its agent does not read: a thousandth of those of a pin.
 const SOCKETS: usize = 40;
 
 /// What a replica that was not sent the stream for a while is sent at a time, and the pause behind it.
