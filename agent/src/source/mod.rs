@@ -290,6 +290,7 @@ impl Source {
                 Some(event) = mailboxes.captured.recv() => {
                     self.capture_says(&event)?;
                     self.apply(Event::Capture(event))?;
+                    ahead::look(&mut self);
                 }
                 _ = tick.tick() => {
                     self.rate.sample(Instant::now(), self.gauge.journal().1);
