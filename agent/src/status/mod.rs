@@ -153,7 +153,8 @@ fn lends(replica: &ReplicaStatus) -> String {
 }
 
 fn describe(generation: &GenerationStatus, saving: Option<Saving>, text: &mut String) {
-    let [length, state] = view::snapshot(generation);
+    let (state, length) = (view::state(generation.state), view::snapshot(generation).join(", "));
+    let length = length.trim_end_matches(", ");
     let seconds = generation.capture_millis as f64 / 1000.0;
     text.push_str(&format!(
         "snapshot   generation {}, {state}: {length} in {} slots, {seconds:.3} s to take by {}, {} old\n",
@@ -163,7 +164,7 @@ fn describe(generation: &GenerationStatus, saving: Option<Saving>, text: &mut St
         view::seconds(generation.age_seconds),
     ));
     if let Some(saving) = saving {
-        text.push_str(&format!("           the server saves: {}\n", view::saved(saving)));
+        text.push_str(&format!("           the server has saved {}\n", view::saved(saving)));
     }
     if !generation.no_fast_keys.is_empty() {
         text.push_str(&format!("           without fast keys: {}\n", generation.no_fast_keys));
@@ -282,6 +283,31 @@ mod tests {
             oldest_slot: 0,
             zone: String::new(),
         }
+    }
+
+    #[test]
+    fn a_snapshot_that_is_taken_says_how_far_how_fast_and_how_long() {
+        let mut taken = report(Vec::new());
+        taken.saving = Some(Saving { keys: 20_000, keys_total: 50_000 });
+        let generation = taken.generation.as_mut().expect("a snapshot");
+        (generation.state, generation.snapshot_bytes) = (GenerationState::Capturing, 240 << 20);
+        generation.length = Length { bytes: 600 << 20, basis: Basis::Keys };
+        generation.advance =
+            Advance { percent_permille: Some(400), rate_bytes_per_s: 120 << 20, left_seconds: Some(3) };
+        let words = "being taken: 240 MiB of about 600 MiB, 40.0 %, 120 MiB/s, 3.0 s left in 937 slots";
+        let text = table(&taken);
+        assert!(
+            text.contains(words) && text.contains("\n           the server has saved 40.0 % of 50000 keys\n"),
+            "{text}"
+        );
+        let view = view::View::of(&taken);
+        assert_eq!(view.facts[0].value, "240 MiB of about 600 MiB");
+        assert!(view.facts[0].more.starts_with("40.0 %, 120 MiB/s, 3.0 s left, being taken, by psync"), "{view:?}");
+        assert_eq!(view.facts[0].share.map(|share| share.of_one), Some(0.4));
+        // The server saves to a file first: there is no snapshot yet.
+        taken.generation = None;
+        let text = table(&taken);
+        assert!(text.contains("snapshot   requested; the server has saved 40.0 % of 50000 keys to a file"), "{text}");
     }
 
     #[test]

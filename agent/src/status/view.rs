@@ -181,8 +181,9 @@ impl Row {
 fn tables(generation: &GenerationStatus, replicas: &[ReplicaStatus]) -> Vec<Fact> {
     let windowed = if generation.windowed { ", windowed" } else { "" };
     let age = seconds(generation.age_seconds);
-    let [value, state] = snapshot(generation);
-    let more = format!("{state}{windowed}, by {}, {age} old", generation.capture);
+    let [value, how] = snapshot(generation);
+    let (state, how) = (state(generation.state), if how.is_empty() { how } else { format!("{how}, ") });
+    let more = format!("{how}{state}{windowed}, by {}, {age} old", generation.capture);
     let share = generation.advance.percent_permille.filter(|_| generation.state == GenerationState::Capturing);
     let share = share.map(|permille| Share { of_one: f64::from(permille) / 1000.0, level: Level::Low });
     let held = held(generation);
@@ -236,21 +237,24 @@ pub(super) fn source(report: &StatusReport) -> String {
 pub(super) fn no_snapshot(report: &StatusReport) -> [String; 2] {
     match report.saving {
         None => ["none".to_owned(), "the source takes one when a replica joins".to_owned()],
-        Some(saving) => ["requested".to_owned(), format!("the server saves it first: {}", saved(saving))],
+        Some(saving) => {
+            ["requested".to_owned(), format!("the server has saved {} to a file, which comes first", saved(saving))]
+        }
     }
 }
 
-/// How far a server is that saves.
+/// What a server has saved.
 pub(super) fn saved(saving: Saving) -> String {
     let permille = (u128::from(saving.keys) * 1000).checked_div(saving.keys_total.into()).unwrap_or(0);
-    format!("{} of {} keys saved", words::percent(permille.min(1000) as u16), saving.keys_total)
+    format!("{} of {} keys", words::percent(permille.min(1000) as u16), saving.keys_total)
 }
 
-/// How much of the snapshot there is, and its state, with how fast it comes and how long that takes.
+/// How much of the snapshot there is; and, while it is taken, how far it is, how fast it comes and how long the rest
+/// takes.
 pub(super) fn snapshot(generation: &GenerationStatus) -> [String; 2] {
-    let (received, state) = (Size::bytes(generation.snapshot_bytes).to_string(), state(generation.state));
+    let received = Size::bytes(generation.snapshot_bytes).to_string();
     if generation.state == GenerationState::Complete {
-        return [received, state.to_owned()];
+        return [received, String::new()];
     }
     let Advance { percent_permille, rate_bytes_per_s, left_seconds } = generation.advance;
     let value = match words::of_length(generation.length, Unit::Bytes) {
@@ -259,7 +263,7 @@ pub(super) fn snapshot(generation: &GenerationStatus) -> [String; 2] {
     };
     let left = left_seconds.map(|seconds| words::time_left(Duration::from_secs(seconds)));
     let how = [percent_permille.map(words::percent), Some(words::rate(rate_bytes_per_s)), left];
-    let how: Vec<String> = how.into_iter().flatten().chain([state.to_owned()]).collect();
+    let how: Vec<String> = how.into_iter().flatten().collect();
     [value, how.join(", ")]
 }
 
