@@ -34,8 +34,9 @@
 //!
 //! # Versions, newest first
 //!
-//! - 7: an offer says why no snapshot of the source's server can be taken now, and so does a cause of waiting; an offer
-//!   names the history that its own continues, and the source's process.
+//! - 7: Expected says how long a snapshot will be, and a status report when it will be whole; an offer says why no
+//!   snapshot of the source's server can be taken now, and so does a cause of waiting; an offer names the history that
+//!   its own continues, and the source's process.
 //! - 6: status says what the source's upload in the background does; an offer says whether slots may be compressed, and
 //!   a status report how they are.
 //! - 5: progress and status say why a server does not use fast keys.
@@ -48,13 +49,14 @@
 //!
 //! - [`message`]: the messages. **Start here.**
 //! - [`join`], [`progress`]: what a replica's agent says of itself; [`offer`]: what a source answers; [`status`]: its
-//!   report.
+//!   report; [`ahead`]: what is still to come, and how soon.
 //! - `replid`: how a replication id is encoded.
 //! - [`bounds`]: versions, and the limit of every field; [`module`]: the version of the commands between agents and
 //!   module.
 
 #![forbid(unsafe_code)]
 
+pub mod ahead;
 pub mod bounds;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
@@ -66,6 +68,7 @@ pub mod progress;
 mod replid;
 pub mod status;
 
+pub use ahead::{Advance, Basis, Expected, Length, Saving};
 pub use bounds::*;
 pub use join::{Join, Relays, Resume, Upstream};
 pub use message::{DecodeError, Message, Side};

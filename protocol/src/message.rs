@@ -4,6 +4,7 @@ use std::fmt;
 
 use remora_wire::codec::{Codec, Malformed, Maybe, Name, Reader, Text, TooLarge};
 
+use crate::ahead::Expected;
 use crate::bounds::{MAX_CLIENT_PAYLOAD_BYTES, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES, MAX_TEXT_BYTES};
 use crate::join::{Join, Upstream};
 use crate::offer::{Keys, Offer, RefusalCode, TableOffer, WaitCause};
@@ -68,6 +69,9 @@ pub enum Message {
     },
     /// Source → replica: a generation and where it is. Sent again when there is a newer one.
     Offer(Offer),
+    /// Source → replica: what the source expects of the snapshot that the replica reads or waits for. Sent behind an
+    /// offer, and at most once a second while the snapshot is taken.
+    Expected(Expected),
     /// Source → replica: the answer to [`Message::HandOffQuery`].
     HandOffAnswer {
         /// Whether the primary's backlog holds the byte after the offset asked about, with room for the time that a
@@ -142,6 +146,7 @@ impl Message {
                 Sentence::put(text, out)?;
             }
             Message::Offer(offer) => Offer::put(offer, out)?,
+            Message::Expected(expected) => Expected::put(expected, out)?,
             Message::HandOffAnswer { covered, text } => {
                 bool::put(covered, out)?;
                 Sentence::put(text, out)?;
@@ -201,6 +206,7 @@ impl Message {
             tag::PROBE_QUERY => Message::ProbeQuery,
             tag::WAITING => Message::Waiting { cause: WaitCause::take(from)?, text: Sentence::take(from)? },
             tag::OFFER => Message::Offer(Offer::take(from)?),
+            tag::EXPECTED => Message::Expected(Expected::take(from)?),
             tag::HAND_OFF_ANSWER => Message::HandOffAnswer { covered: bool::take(from)?, text: Sentence::take(from)? },
             tag::GENERATION_GONE => {
                 Message::GenerationGone { generation: u64::take(from)?, text: Sentence::take(from)? }
@@ -240,6 +246,7 @@ impl Message {
             Message::ProbeQuery => tag::PROBE_QUERY,
             Message::Waiting { .. } => tag::WAITING,
             Message::Offer(_) => tag::OFFER,
+            Message::Expected(_) => tag::EXPECTED,
             Message::HandOffAnswer { .. } => tag::HAND_OFF_ANSWER,
             Message::GenerationGone { .. } => tag::GENERATION_GONE,
             Message::Refused { .. } => tag::REFUSED,
@@ -263,6 +270,7 @@ impl Message {
             Message::ProbeQuery => "ProbeQuery",
             Message::Waiting { .. } => "Waiting",
             Message::Offer(_) => "Offer",
+            Message::Expected(_) => "Expected",
             Message::HandOffAnswer { .. } => "HandOffAnswer",
             Message::GenerationGone { .. } => "GenerationGone",
             Message::Refused { .. } => "Refused",
@@ -351,6 +359,7 @@ mod tag {
     pub(super) const PROBE_OFFER: u8 = 0x46;
     pub(super) const READ_FROM: u8 = 0x47;
     pub(super) const PEER_OFFER: u8 = 0x48;
+    pub(super) const EXPECTED: u8 = 0x49;
 }
 
 // Every message that keeps the bounds fits into one frame.
@@ -358,6 +367,7 @@ const _: () = {
     let most = MAX_PAYLOAD_BYTES as usize;
     assert!(StatusReport::MAX_BYTES <= most);
     assert!(Offer::MAX_BYTES <= most);
+    assert!(Expected::MAX_BYTES <= most);
     assert!(Keys::MAX_BYTES <= most);
     let most = MAX_CLIENT_PAYLOAD_BYTES as usize;
     assert!(Join::MAX_BYTES <= most);

@@ -5,6 +5,7 @@ use remora_wire::codec::{List, Maybe, Name, Text};
 use remora_wire::{codes, record};
 use serde::{Serialize, Serializer};
 
+use crate::ahead::{Advance, Length, Saving};
 use crate::bounds::{
     MAX_ADDRESS_BYTES, MAX_NAME_BYTES, MAX_PROTECTION_BYTES, MAX_REPLICAS, MAX_TEXT_BYTES, MAX_WHY_BYTES,
     MAX_ZONE_BYTES,
@@ -23,6 +24,8 @@ pub struct StatusReport {
     pub role: String,
     /// The generation that replicas are served from.
     pub generation: Option<GenerationStatus>,
+    /// How far the server is that saves its data set for a snapshot; `None` while it does not save, or does not say.
+    pub saving: Option<Saving>,
     /// The replicas that have joined; at most [`MAX_REPLICAS`].
     pub replicas: Vec<ReplicaStatus>,
     /// Totals since the source started.
@@ -38,6 +41,7 @@ record!(StatusReport {
     server: Name<MAX_ADDRESS_BYTES>,
     role: Name<MAX_ADDRESS_BYTES>,
     generation: Maybe<GenerationStatus>,
+    saving: Maybe<Saving>,
     replicas: List<ReplicaStatus, MAX_REPLICAS>,
     totals: Totals,
     last_failure: Text<MAX_TEXT_BYTES>,
@@ -58,6 +62,7 @@ pub struct UploadStatus {
 record!(UploadStatus { bytes_per_second: u64, queueing_micros: u64, yields: bool });
 
 /// The generation that a source holds.
+// Larger than the bound: a field for each value that is shown.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct GenerationStatus {
     /// Its number.
@@ -73,6 +78,11 @@ pub struct GenerationStatus {
     pub state: GenerationState,
     /// Bytes of the snapshot received so far.
     pub snapshot_bytes: u64,
+    /// The length of the whole snapshot, as far as it is known.
+    pub length: Length,
+    /// How far the capture is: the bytes that the source has received.
+    #[serde(flatten)]
+    pub advance: Advance,
     /// Slots in the snapshot's ring.
     pub slots: u64,
     /// Slots published so far.
@@ -111,6 +121,8 @@ record!(GenerationStatus {
     offset_now: u64,
     state: GenerationState,
     snapshot_bytes: u64,
+    length: Length,
+    advance: Advance,
     slots: u64,
     published_slots: u64,
     retired_slots: u64,
@@ -166,10 +178,9 @@ pub struct ReplicaStatus {
     pub phase: Phase,
     /// Slots of the snapshot that it holds.
     pub slots_held: u64,
-    /// The share of the snapshot that those slots are, in thousandths.
-    pub percent_permille: u16,
-    /// Read rate, in bytes per second.
-    pub rate_bytes_per_s: u64,
+    /// How far it is: the bytes of the snapshot that it holds. 1000 thousandths if it needs no more of it.
+    #[serde(flatten)]
+    pub advance: Advance,
     /// Bytes of the journal that its server has yet to apply.
     pub journal_lag_bytes: u64,
     /// Replication offset that its server has acknowledged.
@@ -199,8 +210,7 @@ record!(ReplicaStatus {
     protection: Name<MAX_PROTECTION_BYTES>,
     phase: Phase,
     slots_held: u64,
-    percent_permille: u16,
-    rate_bytes_per_s: u64,
+    advance: Advance,
     journal_lag_bytes: u64,
     applied_offset: u64,
     joined_seconds: u64,

@@ -114,29 +114,30 @@ fn offers() -> impl Strategy<Value = Message> {
     )
 }
 
+fn advances() -> impl Strategy<Value = Advance> {
+    any::<(Option<u16>, u64, Option<u64>)>().prop_map(|(percent_permille, rate_bytes_per_s, left_seconds)| Advance {
+        percent_permille,
+        rate_bytes_per_s,
+        left_seconds,
+    })
+}
+
+fn lengths() -> impl Strategy<Value = Length> {
+    use Basis::*;
+    let bases = prop::sample::select(vec![Unknown, Memory, Former, Keys, Known]);
+    (any::<u64>(), bases).prop_map(|(bytes, basis)| Length { bytes, basis })
+}
+
+fn savings() -> impl Strategy<Value = Saving> {
+    any::<(u64, u64)>().prop_map(|(keys, keys_total)| Saving { keys, keys_total })
+}
+
 fn replicas() -> impl Strategy<Value = ReplicaStatus> {
     let relay = (any::<[u64; 2]>(), any::<Option<u64>>(), any::<bool>(), "[a-z]{0,32}");
-    (
-        names(),
-        names(),
-        ("[a-z]{0,16}", names(), names(), "[a-z]{0,32}"),
-        phases(),
-        any::<[u64; 6]>(),
-        any::<u16>(),
-        relay,
-    )
+    (names(), names(), ("[a-z]{0,16}", names(), names(), "[a-z]{0,32}"), phases(), any::<[u64; 5]>(), advances(), relay)
         .prop_map(
-            |(
-                name,
-                address,
-                (transport, transport_why, no_fast_keys, protection),
-                phase,
-                numbers,
-                percent_permille,
-                relay,
-            )| {
-                let [slots_held, rate_bytes_per_s, journal_lag_bytes, applied_offset, joined_seconds, silent_seconds] =
-                    numbers;
+            |(name, address, (transport, transport_why, no_fast_keys, protection), phase, numbers, advance, relay)| {
+                let [slots_held, journal_lag_bytes, applied_offset, joined_seconds, silent_seconds] = numbers;
                 let ([session, oldest_slot], reads_from, serves, zone) = relay;
                 ReplicaStatus {
                     name,
@@ -147,8 +148,7 @@ fn replicas() -> impl Strategy<Value = ReplicaStatus> {
                     protection,
                     phase,
                     slots_held,
-                    percent_permille,
-                    rate_bytes_per_s,
+                    advance,
                     journal_lag_bytes,
                     applied_offset,
                     joined_seconds,
@@ -167,8 +167,9 @@ fn generations() -> impl Strategy<Value = GenerationStatus> {
     use GenerationState::*;
     let state = prop::sample::select(vec![Capturing, Complete]);
     let numbers = any::<[u64; 14]>();
-    (numbers, replids(), state, any::<bool>(), [names(), names(), names()]).prop_map(
-        |(n, replid, state, windowed, texts)| {
+    let ahead = (lengths(), advances());
+    (numbers, replids(), state, any::<bool>(), [names(), names(), names()], ahead).prop_map(
+        |(n, replid, state, windowed, texts, (length, advance))| {
             let [capture, no_fast_keys, compression] = texts;
             GenerationStatus {
                 generation: n[0],
@@ -177,6 +178,8 @@ fn generations() -> impl Strategy<Value = GenerationStatus> {
                 offset_now: n[2],
                 state,
                 snapshot_bytes: n[3],
+                length,
+                advance,
                 slots: n[4],
                 published_slots: n[5],
                 retired_slots: n[6],
@@ -203,11 +206,22 @@ fn statuses() -> impl Strategy<Value = Message> {
         queueing_micros,
         yields,
     });
-    (texts, option::of(generations()), vec(replicas(), 0..4), any::<[u64; 4]>(), option::of(uploads)).prop_map(
-        |((source, server, role, last_failure), generation, replicas, numbers, upload)| {
+    let snapshots = (option::of(generations()), option::of(savings()));
+    (texts, snapshots, vec(replicas(), 0..4), any::<[u64; 4]>(), option::of(uploads)).prop_map(
+        |((source, server, role, last_failure), (generation, saving), replicas, numbers, upload)| {
             let [snapshots_taken, snapshots_failed, replicas_done, bytes_served] = numbers;
             let totals = Totals { snapshots_taken, snapshots_failed, replicas_done, bytes_served };
-            Message::Status(StatusReport { source, server, role, generation, replicas, totals, last_failure, upload })
+            Message::Status(StatusReport {
+                source,
+                server,
+                role,
+                generation,
+                saving,
+                replicas,
+                totals,
+                last_failure,
+                upload,
+            })
         },
     )
 }
@@ -230,6 +244,8 @@ fn small_ones() -> impl Strategy<Value = Message> {
         Just(Message::StatusQuery),
         Just(Message::ProbeQuery),
         vec(vec(any::<u8>(), 0..50), 0..=MAX_KEYS).prop_map(|keys| Message::ProbeOffer { keys }),
+        (any::<u64>(), lengths(), option::of(savings()))
+            .prop_map(|(generation, length, saving)| { Message::Expected(Expected { generation, length, saving }) }),
         any::<(u64, u64)>().prop_map(|(generation, offset)| Message::HandOffQuery { generation, offset }),
         (outcomes, names()).prop_map(|(outcome, text)| Message::Leave { outcome, text }),
         (waits, names()).prop_map(|(cause, text)| Message::Waiting { cause, text }),
@@ -273,8 +289,7 @@ fn replica() -> ReplicaStatus {
         protection: "p".repeat(MAX_PROTECTION_BYTES),
         phase: Phase::Stay,
         slots_held: 0,
-        percent_permille: 1000,
-        rate_bytes_per_s: 0,
+        advance: Advance { percent_permille: Some(1000), rate_bytes_per_s: 0, left_seconds: Some(0) },
         journal_lag_bytes: 0,
         applied_offset: 0,
         joined_seconds: 0,
@@ -293,6 +308,7 @@ fn status(replicas: Vec<ReplicaStatus>) -> Message {
         server: String::new(),
         role: String::new(),
         generation: None,
+        saving: None,
         replicas,
         totals: Totals::default(),
         last_failure: String::new(),
@@ -321,7 +337,7 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes_are_a_message_or_an_error(tag in 0x10u8..0x4a, payload in vec(any::<u8>(), 0..300)) {
+    fn any_bytes_are_a_message_or_an_error(tag in 0x10u8..0x4b, payload in vec(any::<u8>(), 0..300)) {
         fuzzing::message(&[&[tag][..], &payload].concat());
     }
 
@@ -383,6 +399,7 @@ fn each_side_may_send_only_its_own_messages() {
         (Message::Waiting { cause: WaitCause::NotYet, text: String::new() }, false, true),
         (Message::ReadPeer { generation: 0, name: String::new() }, true, false),
         (Message::ReadFrom { generation: 0, upstream: None }, false, true),
+        (Message::Expected(Expected::default()), false, true),
     ] {
         assert_eq!(message.may_come_from(Side::Client), client, "{}", message.name());
         assert_eq!(message.may_come_from(Side::Server), server, "{}", message.name());

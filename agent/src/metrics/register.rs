@@ -222,6 +222,9 @@ families! {
         "1 for the state that the snapshot is in: none, capturing or complete", "";
     SNAPSHOT_BYTES = Gauge "snapshot_bytes" [], &[Source],
         "Bytes of the snapshot that were received; these families are missing without a snapshot", "";
+    SNAPSHOT_PROGRESS = Gauge "snapshot_progress_ratio" [], &[Source],
+        "The part of it that the source has received; 1 once it is whole, missing while its length is not known",
+        "It stands still below 1: the server's child, or replicas that read slowly from a window";
     SNAPSHOT_STORED = Gauge "snapshot_stored_bytes" [], &[Source],
         "Bytes that replicas on other hosts read for it: fewer if slots are compressed",
         "Near `remora_snapshot_bytes` on a slow link: `remora status` says why";
@@ -279,10 +282,10 @@ families! {
         "What is known of a replica, and 1",
         "Another transport than expected: `remora status` says why";
     REPLICA_PROGRESS = Gauge "replica_progress_ratio" ["replica"], &[Source],
-        "The part of the snapshot that a replica holds",
+        "The part of the snapshot that a replica holds; missing while the snapshot's length is not known",
         "It stands still below 1: the replica, its server or the network between; the agent's log";
     REPLICA_RATE = Gauge "replica_read_bytes_per_second" ["replica"], &[Source],
-        "How fast it reads",
+        "How fast it reads, on the average of five seconds",
         "Low: `remora probe` measures the path; `--upload-limit` and `--download-limit`";
     REPLICA_LAG = Gauge "replica_lag_bytes" ["replica"], &[Source],
         "Bytes of the journal that its server has yet to apply; missing before it has acknowledged any",
@@ -326,8 +329,14 @@ families! {
     SYNC_HELD = Gauge "sync_held_slots" [], SYNCS,
         "Slots of it that have arrived and match their checksums", "";
     SYNC_PROGRESS = Gauge "sync_progress_ratio" [], SYNCS,
-        "The part of the snapshot that has arrived; 0 while its size is unknown",
+        "The part of the snapshot that has arrived; 0 while its length is not known",
         "It stands still below 1: see `remora_sync_fetched_bytes`";
+    SYNC_EXPECTED = Gauge "sync_expected_bytes" [], SYNCS,
+        "Bytes of the whole snapshot, estimated while it is taken; 0 while nothing is known", "";
+    SYNC_RATE = Gauge "sync_read_bytes_per_second" [], SYNCS,
+        "How fast it arrives, on the average of five seconds", "";
+    SYNC_LEFT = Gauge "sync_left_seconds" [], SYNCS,
+        "Until the rest has arrived at that rate; missing if nothing arrives, or if that is not known", "";
     SYNC_OFFSET = Gauge "sync_snapshot_offset" [], SYNCS,
         "The snapshot's replication offset", "";
     SYNC_STREAM_FETCHED = Gauge "sync_stream_fetched_offset" [], SYNCS,

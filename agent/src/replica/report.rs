@@ -98,7 +98,7 @@ impl Summary {
         let rate = |bytes: u64, seconds: f64| Size::bytes((bytes as f64 / seconds.max(1e-6)) as u64);
         let line = |name: &str, seconds: f64, more: String| format!("  {name:<10} {seconds:>9.3} s  {more}");
         let transfer = format!(
-            "{} by {}, {}/s",
+            "{} by {}, {}/s on average",
             Size::bytes(self.snapshot_bytes),
             self.transport,
             rate(self.snapshot_bytes, self.transfer_seconds)

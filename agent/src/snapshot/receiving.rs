@@ -12,7 +12,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use remora_protocol::{Join, Message, Offer, Outcome, Phase, Progress, Resume};
+use remora_protocol::{Join, Length, Message, Offer, Outcome, Phase, Progress, Resume};
 use tokio::sync::watch;
 use tokio::time::MissedTickBehavior;
 
@@ -139,11 +139,15 @@ impl Receiving {
             }
         };
         let mut passes = self.pass_on(&source).await?;
-        let meter = Meter::start(format!("snapshot of {}", self.read.source), Unit::Bytes, None);
+        let begun = self.target.present().map_or(0, |kept| kept.reached().bytes);
+        let label = format!("snapshot of {}", self.read.source);
+        let meter = Meter::start_from(label, Unit::Bytes, begun, Length::default());
         loop {
             match self.session(source, &plan, &meter, &mut patience, passes.as_mut()).await {
                 Ended::Whole(arrived) => {
-                    meter.set(arrived.kept.reached().bytes);
+                    let whole = arrived.kept.reached().bytes;
+                    meter.set_total(whole);
+                    meter.set(whole);
                     meter.finish();
                     return Ok(Some(*arrived));
                 }
@@ -204,6 +208,10 @@ impl Receiving {
             let trouble = match news {
                 News::Received(Received::Lost(loss)) => return Ended::Lost(loss),
                 News::Received(Received::Message(message)) => {
+                    if let Message::Expected(expected) = *message {
+                        meter.expect(expected.length);
+                        continue;
+                    }
                     match self.heard(*message, &session, &mut present, passes.as_deref_mut()).await {
                         Ok(()) => continue,
                         Err(failure) => failure,

@@ -30,6 +30,11 @@ pub(super) struct Methods {
 }
 
 impl Methods {
+    /// Whether the server saves for a snapshot: it does not if a file has it.
+    pub(super) fn takes_from_the_server(&self) -> bool {
+        self.file.is_none()
+    }
+
     /// What the options say. A file is read, and must be one behind which the server continues. What a source that was
     /// killed has left changed at the server is put back.
     ///

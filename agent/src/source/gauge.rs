@@ -8,6 +8,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
+use remora_protocol::Length;
 use remora_redis::ReplId;
 use remora_redis::aof::Seen;
 use remora_table::server_pages::capture_page::WriterStatus;
@@ -29,6 +30,8 @@ pub(crate) struct Reading {
     /// Offsets of the journal's oldest byte, and of its newest one or one that follows at once.
     pub(crate) journal_first: u64,
     pub(crate) journal_end: u64,
+    /// The length of the snapshot, as far as it is known.
+    pub(crate) length: Length,
     /// When the first command behind the snapshot arrived that must not be applied late, as the primary and the replica
     /// would then differ; and the first message.
     pub(crate) first_state: Option<Instant>,
@@ -41,6 +44,10 @@ pub(crate) struct Reading {
 pub(crate) struct Gauge {
     offset: AtomicU64,
     received: AtomicU64,
+    /// The length that was announced; 0 if none was.
+    announced: AtomicU64,
+    /// Keys that the module has written.
+    walked: AtomicU64,
     published_slots: AtomicU64,
     retired_slots: AtomicU64,
     state: AtomicU8,
@@ -97,6 +104,8 @@ impl Gauge {
     pub(super) fn snapshot_began(&self, replid: ReplId, offset: u64, with_journal: bool) {
         self.offset.store(offset, Relaxed);
         self.received.store(0, Relaxed);
+        self.announced.store(0, Relaxed);
+        self.walked.store(0, Relaxed);
         self.published_slots.store(0, Relaxed);
         self.retired_slots.store(0, Relaxed);
         self.waits.store(0, Relaxed);
@@ -106,6 +115,21 @@ impl Gauge {
             *lock(&self.replid) = Some(replid);
         }
         *lock(&self.began) = Some(Instant::now());
+    }
+
+    /// The snapshot that has begun will have this many bytes.
+    pub(super) fn announced(&self, bytes: u64) {
+        self.announced.store(bytes, Relaxed);
+    }
+
+    /// The length of the snapshot, if it was announced.
+    pub(super) fn announced_length(&self) -> Option<u64> {
+        Some(self.announced.load(Relaxed)).filter(|bytes| *bytes > 0)
+    }
+
+    /// Keys that the module has written of the snapshot.
+    pub(super) fn walked_keys(&self) -> u64 {
+        self.walked.load(Relaxed)
     }
 
     /// The snapshot that has begun was completed by a former process.
@@ -125,6 +149,7 @@ impl Gauge {
     /// Shows how far a writer in another process is.
     pub(super) fn snapshot_written(&self, status: &WriterStatus) {
         self.received.store(status.received, Relaxed);
+        self.walked.store(status.keys, Relaxed);
         self.published_slots.store(status.published_slots, Relaxed);
         self.retired_slots.store(status.retired_slots, Relaxed);
         self.waits.store(status.waits, Relaxed);
@@ -184,6 +209,7 @@ impl Gauge {
             writer_waits: self.waits.load(Relaxed),
             journal_first,
             journal_end,
+            length: Length::default(),
         }
     }
 

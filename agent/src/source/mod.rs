@@ -18,13 +18,15 @@
 //!   other hosts, [`links`] observes the links to them, and [`probe_region`] exports scratch memory for `remora probe`.
 //! - [`answers`] describes the primary and whether it continues a history; [`questions`] bounds how often replicas make
 //!   the source ask it; [`rate`] measures how fast it writes;
-//!   [`status`] is for `remora status`, and [`metrics`](mod@metrics) for Prometheus and probes.
+//!   [`status`] is for `remora status`, and [`metrics`](mod@metrics) for Prometheus and probes. [`ahead`] estimates how
+//!   long the snapshot will be.
 //! - [`descriptors`] checks the limit of open descriptors. [`kept`] has the service manager keep a snapshot for the
 //!   next process, and [`socket`] takes a port that the service manager keeps open.
 //! - [`topology`] decides which replica reads the snapshot from which other one.
 //! - `conversation::listener` tells control connections from data lanes on the source's one port.
 //! - This file connects them and performs the machine's actions.
 
+mod ahead;
 pub(crate) mod answers;
 pub(crate) mod arrivals;
 pub(crate) mod capture;
@@ -62,12 +64,13 @@ use remora_protocol::{LossCause, Message, Offer, Phase, RefusalCode, Upstream, W
 use remora_table::Origin;
 use tokio::sync::mpsc;
 
+use self::ahead::Ahead;
 use self::answers::{as_others_reach_it, format_for};
 use self::capture::CaptureEvent;
 use self::captured::Captured;
 use self::captures::Methods;
 use self::exports::{Exports, tcp_exporter};
-use self::gauge::Gauge;
+use self::gauge::{Gauge, Reading};
 use self::kept::Keeper;
 use self::links::Links;
 use self::machine::{Action, Event, Machine, Report, Resume, Rules, Session};
@@ -195,6 +198,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         threads: Threads::default(),
         questions: Questions::new(),
         rate: Rate::default(),
+        ahead: Ahead::default(),
         output: OutputWatch::default(),
         links: Links::default(),
         probe_region: ProbeRegion::default(),
@@ -220,6 +224,8 @@ pub(crate) enum Incoming {
     Learned(Box<(Facts, OutputBuffer)>),
     /// The server has not told its facts, and why.
     NotLearned(String),
+    /// The server has said how far it is with a snapshot.
+    Saving(ahead::Answer),
     /// Another server of the group is captured from now on, with these facts.
     Moved(Box<Facts>),
     /// The primary has answered a question that the source asked for replicas.
@@ -261,6 +267,7 @@ struct Source {
     methods: Methods,
     questions: Questions,
     rate: Rate,
+    ahead: Ahead,
     output: OutputWatch,
     links: Links,
     probe_region: ProbeRegion,
@@ -283,10 +290,12 @@ impl Source {
                 Some(event) = mailboxes.captured.recv() => {
                     self.capture_says(&event)?;
                     self.apply(Event::Capture(event))?;
+                    ahead::look(&mut self);
                 }
                 _ = tick.tick() => {
                     self.rate.sample(Instant::now(), self.gauge.journal().1);
                     links::look(&mut self);
+                    ahead::look(&mut self);
                     self.apply(Event::Tick)?;
                     let moved = self.topology.tick(Instant::now(), self.gauge.published_slots());
                     self.assign(&moved);
@@ -319,6 +328,7 @@ impl Source {
                 self.questions.not_learned(why);
                 self.tell_of_an_obstacle();
             }
+            Incoming::Saving(answer) => ahead::answered(self, answer),
             Incoming::Moved(facts) => captured::moved(self, *facts),
             Incoming::Answered(answered) => questions::answered(self, answered),
             Incoming::Scraped(scrape) => metrics::answer(self, *scrape),
@@ -327,24 +337,8 @@ impl Source {
     }
 
     fn welcome(&mut self, connection: Connection) {
-        let (session, address, key) = (connection.session(), connection.peer_addr(), connection.session_key());
-        let (role, protection) = (connection.role(), connection.protection());
-        let is_local = address.ip().is_loopback() || address.ip() == connection.local_addr().ip();
-        let (sender, receiver) = connection.split();
-        let transport_why = String::new();
-        let peer = Peer {
-            sender,
-            address,
-            is_local,
-            key,
-            role,
-            protection,
-            done: false,
-            transport_why,
-            no_fast_keys: String::new(),
-            relays: None,
-            readable: Readable::default(),
-        };
+        let session = connection.session();
+        let (peer, receiver) = Peer::of(connection);
         self.sessions.insert(session, peer);
         listener::listen_to(receiver, self.incoming.clone(), move |heard| match heard {
             Ok(message) => Incoming::Said { session, message: Box::new(message) },
@@ -448,7 +442,8 @@ impl Source {
     // ---- the machine's actions ----
 
     fn apply(&mut self, event: Event) -> Result<(), Failure> {
-        for action in self.machine.apply(Instant::now(), self.gauge.reading(), event) {
+        let reading = Reading { length: self.ahead.expected().length, ..self.gauge.reading() };
+        for action in self.machine.apply(Instant::now(), reading, event) {
             self.perform(action)?;
         }
         kept::keep(self);
@@ -582,6 +577,7 @@ impl Source {
             ..plan
         };
         self.send(session, Message::Offer(offer));
+        self.send(session, Message::Expected(self.ahead.expected()));
     }
 
     /// Tells the replicas that the source stops, and ends the capture threads.

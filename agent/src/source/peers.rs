@@ -5,7 +5,7 @@ use remora_protocol::Relays;
 
 use super::exports::Exports;
 use super::machine::Session;
-use crate::conversation::{Protection, Role, Sender, derive};
+use crate::conversation::{Connection, Protection, Receiver, Role, Sender, derive};
 use crate::lanes::LANES_LABEL;
 
 /// One authenticated connection.
@@ -46,6 +46,28 @@ impl Readable {
 }
 
 impl Peer {
+    /// The peer at the other end of a connection, and what it says.
+    pub(super) fn of(connection: Connection) -> (Peer, Receiver) {
+        let (address, key) = (connection.peer_addr(), connection.session_key());
+        let (role, protection) = (connection.role(), connection.protection());
+        let is_local = address.ip().is_loopback() || address.ip() == connection.local_addr().ip();
+        let (sender, receiver) = connection.split();
+        let peer = Peer {
+            sender,
+            address,
+            is_local,
+            key,
+            role,
+            protection,
+            done: false,
+            transport_why: String::new(),
+            no_fast_keys: String::new(),
+            relays: None,
+            readable: Readable::default(),
+        };
+        (peer, receiver)
+    }
+
     /// Changes what it may read. Call it before the message that offers the regions.
     pub(super) fn grant(&mut self, session: Session, exports: &Exports, change: impl FnOnce(&mut Readable)) {
         change(&mut self.readable);

@@ -3,11 +3,13 @@
 use std::time::Instant;
 
 use remora_fabric::tcp::Upload;
-use remora_protocol::{GenerationState, GenerationStatus, ReplicaStatus, StatusReport, Totals, UploadStatus};
+use remora_protocol::{Advance, GenerationState, GenerationStatus, ReplicaStatus, StatusReport, Totals, UploadStatus};
 
 use super::Source;
 use super::links;
 use super::machine::{Replica, Session, Stage};
+use crate::progress::tracker::WHOLE;
+use crate::progress::words::{Unit, in_progress};
 use crate::server::{Facts, Link, Role};
 use crate::units::Size;
 
@@ -18,7 +20,8 @@ pub(super) fn report(source: &Source) -> StatusReport {
         source: env!("CARGO_PKG_VERSION").into(),
         server: source.captured.server().url().to_string(),
         role: role(&source.facts),
-        generation: generation_status(source),
+        generation: generation_status(source, now),
+        saving: source.ahead.expected().saving,
         replicas: status
             .replicas
             .iter()
@@ -42,7 +45,7 @@ pub(super) fn in_short(source: &Source) -> String {
         None => "no snapshot".to_owned(),
         Some(Stage::Asked) => "a snapshot is requested".to_owned(),
         Some(Stage::Sealed { .. }) => format!("a snapshot of {}", Size::bytes(source.gauge.received())),
-        Some(_) => format!("taking a snapshot, {} so far", Size::bytes(source.gauge.received())),
+        Some(_) => format!("taking a snapshot, {}", in_progress(&source.ahead.look(Instant::now()), Unit::Bytes)),
     };
     let replicas = match status.replicas.len() {
         0 => "no replica has joined".to_owned(),
@@ -52,7 +55,7 @@ pub(super) fn in_short(source: &Source) -> String {
     format!("{snapshot}; {replicas}; {} made so far", status.replicas_done)
 }
 
-fn generation_status(source: &Source) -> Option<GenerationStatus> {
+fn generation_status(source: &Source, now: Instant) -> Option<GenerationStatus> {
     let snapshot = source.machine.status().snapshot?;
     let origin = snapshot.origin()?;
     let (first, end) = source.gauge.journal();
@@ -66,6 +69,8 @@ fn generation_status(source: &Source) -> Option<GenerationStatus> {
             _ => GenerationState::Capturing,
         },
         snapshot_bytes: source.gauge.received(),
+        length: source.ahead.expected().length,
+        advance: source.ahead.look(now).advance(),
         slots: u64::from(source.tables.snapshot.1.slots),
         published_slots: source.gauge.published_slots(),
         retired_slots: source.gauge.retired_slots(),
@@ -84,8 +89,6 @@ fn generation_status(source: &Source) -> Option<GenerationStatus> {
 }
 
 fn replica_status(source: &Source, session: Session, replica: &Replica, now: Instant) -> ReplicaStatus {
-    let slots = source.gauge.published_slots().max(1);
-    let held = replica.at.slots_held;
     let (oldest_slot, serves) = source.topology.lends(session);
     let peer = source.sessions.get(&session);
     let relays = peer.and_then(|peer| peer.relays.as_ref());
@@ -102,9 +105,8 @@ fn replica_status(source: &Source, session: Session, replica: &Replica, now: Ins
             .map(|peer| peer.data_protection(replica.transport(), source.tables.is_sealed()).to_string())
             .unwrap_or_default(),
         phase: replica.at.phase,
-        slots_held: held,
-        percent_permille: (held.min(slots) * 1000 / slots) as u16,
-        rate_bytes_per_s: replica.rate,
+        slots_held: replica.at.slots_held,
+        advance: advance(replica, now),
         journal_lag_bytes: source.gauge.journal().1.saturating_sub(replica.at.applied_offset),
         applied_offset: replica.at.applied_offset,
         joined_seconds: now.duration_since(replica.joined).as_secs(),
@@ -114,6 +116,15 @@ fn replica_status(source: &Source, session: Session, replica: &Replica, now: Ins
         serves,
         oldest_slot,
         zone: relays.map(|relays| relays.zone.clone()).unwrap_or_default(),
+    }
+}
+
+/// How far a replica is with its snapshot: nothing is known of one that waits, and one that has all has no rate.
+fn advance(replica: &Replica, now: Instant) -> Advance {
+    match replica.generation {
+        _ if replica.has_all_slots() => WHOLE,
+        None => Advance::default(),
+        Some(_) => replica.tracker.look(now).advance(),
     }
 }
 

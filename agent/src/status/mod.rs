@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::io::IsTerminal;
 use std::time::Duration;
 
-use remora_protocol::{GenerationStatus, Message, ReplicaStatus, StatusReport};
+use remora_protocol::{GenerationStatus, Message, ReplicaStatus, Saving, StatusReport};
 
 use self::screen::{Screen, Wish};
 use crate::args::{HostPort, StatusArgs};
@@ -79,8 +79,8 @@ pub(crate) async fn ask(connection: &mut Connection, source: &HostPort) -> Resul
 pub(crate) fn table(report: &StatusReport) -> String {
     let mut text = format!("source     {}\n", view::source(report));
     match &report.generation {
-        None => text.push_str(&format!("snapshot   {}\n", view::NO_SNAPSHOT.join("; "))),
-        Some(generation) => describe(generation, &mut text),
+        None => text.push_str(&format!("snapshot   {}\n", view::no_snapshot(report).join("; "))),
+        Some(generation) => describe(generation, report.saving, &mut text),
     }
     text.push_str(&format!("so far     {}\n", view::totals(report).join(", ")));
     if let Some(upload) = &report.upload {
@@ -152,17 +152,20 @@ fn lends(replica: &ReplicaStatus) -> String {
     format!("  {what}{zone}")
 }
 
-fn describe(generation: &GenerationStatus, text: &mut String) {
-    let state = view::state(generation.state);
+fn describe(generation: &GenerationStatus, saving: Option<Saving>, text: &mut String) {
+    let (state, length) = (view::state(generation.state), view::snapshot(generation).join(", "));
+    let length = length.trim_end_matches(", ");
     let seconds = generation.capture_millis as f64 / 1000.0;
     text.push_str(&format!(
-        "snapshot   generation {}, {state}: {} in {} slots, {seconds:.3} s to take by {}, {} old\n",
+        "snapshot   generation {}, {state}: {length} in {} slots, {seconds:.3} s to take by {}, {} old\n",
         generation.generation,
-        Size::bytes(generation.snapshot_bytes),
         generation.published_slots,
         generation.capture,
         view::seconds(generation.age_seconds),
     ));
+    if let Some(saving) = saving {
+        text.push_str(&format!("           the server has saved {}\n", view::saved(saving)));
+    }
     if !generation.no_fast_keys.is_empty() {
         text.push_str(&format!("           without fast keys: {}\n", generation.no_fast_keys));
     }
@@ -185,17 +188,18 @@ fn describe(generation: &GenerationStatus, text: &mut String) {
 fn replicas(replicas: &[ReplicaStatus]) -> String {
     let width = replicas.iter().map(|replica| replica.name.chars().count()).max().unwrap_or(0).max("replica".len());
     let mut text = format!(
-        "\n{:<width$}  {:<9} {:<5} {:>7} {:>12} {:>12} {:>8} {:>7}  {}\n",
-        "replica", "phase", "by", "percent", "rate", "lag", "joined", "silent", "protection"
+        "\n{:<width$}  {:<9} {:<5} {:>7} {:>12} {:>11} {:>12} {:>8} {:>7}  {}\n",
+        "replica", "phase", "by", "percent", "rate", "left", "lag", "joined", "silent", "protection"
     );
     for replica in replicas {
         text.push_str(&format!(
-            "{:<width$}  {:<9} {:<5} {:>7} {:>12} {:>12} {:>8} {:>7}  {}\n",
+            "{:<width$}  {:<9} {:<5} {:>7} {:>12} {:>11} {:>12} {:>8} {:>7}  {}\n",
             replica.name,
             replica.phase,
             replica.transport,
             view::percent(replica),
-            view::rate(replica.rate_bytes_per_s),
+            view::reading(replica),
+            view::left(replica),
             view::lag(replica),
             view::seconds(replica.joined_seconds),
             view::seconds(replica.silent_seconds),
@@ -215,7 +219,7 @@ fn replicas(replicas: &[ReplicaStatus]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use remora_protocol::{GenerationState, Phase, Totals};
+    use remora_protocol::{Advance, Basis, GenerationState, Length, Phase, Totals};
 
     use super::*;
 
@@ -227,6 +231,8 @@ mod tests {
             offset_now: 8 << 20,
             state: GenerationState::Complete,
             snapshot_bytes: 937 << 20,
+            length: Length { bytes: 937 << 20, basis: Basis::Known },
+            advance: Advance { percent_permille: Some(1000), ..Advance::default() },
             slots: 1000,
             published_slots: 937,
             retired_slots: 0,
@@ -248,6 +254,7 @@ mod tests {
             server: "redis://10.0.0.1:6379".into(),
             role: "primary".into(),
             generation: Some(generation),
+            saving: None,
             replicas,
             totals,
             last_failure: String::new(),
@@ -265,8 +272,7 @@ mod tests {
             protection: "plaintext".into(),
             phase: Phase::Transfer,
             slots_held: 10,
-            percent_permille: 0,
-            rate_bytes_per_s: 0,
+            advance: Advance { percent_permille: Some(0), ..Advance::default() },
             journal_lag_bytes: 0,
             applied_offset: 0,
             joined_seconds: 0,
@@ -277,6 +283,31 @@ mod tests {
             oldest_slot: 0,
             zone: String::new(),
         }
+    }
+
+    #[test]
+    fn a_snapshot_that_is_taken_says_how_far_how_fast_and_how_long() {
+        let mut taken = report(Vec::new());
+        taken.saving = Some(Saving { keys: 20_000, keys_total: 50_000 });
+        let generation = taken.generation.as_mut().expect("a snapshot");
+        (generation.state, generation.snapshot_bytes) = (GenerationState::Capturing, 240 << 20);
+        generation.length = Length { bytes: 600 << 20, basis: Basis::Keys };
+        generation.advance =
+            Advance { percent_permille: Some(400), rate_bytes_per_s: 120 << 20, left_seconds: Some(3) };
+        let words = "being taken: 240 MiB of about 600 MiB, 40.0 %, 120 MiB/s, 3.0 s left in 937 slots";
+        let text = table(&taken);
+        assert!(
+            text.contains(words) && text.contains("\n           the server has saved 40.0 % of 50000 keys\n"),
+            "{text}"
+        );
+        let view = view::View::of(&taken);
+        assert_eq!(view.facts[0].value, "240 MiB of about 600 MiB");
+        assert!(view.facts[0].more.starts_with("40.0 %, 120 MiB/s, 3.0 s left, being taken, by psync"), "{view:?}");
+        assert_eq!(view.facts[0].share.map(|share| share.of_one), Some(0.4));
+        // The server saves to a file first: there is no snapshot yet.
+        taken.generation = None;
+        let text = table(&taken);
+        assert!(text.contains("snapshot   requested; the server has saved 40.0 % of 50000 keys to a file"), "{text}");
     }
 
     #[test]

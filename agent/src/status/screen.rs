@@ -6,8 +6,8 @@
 //!   stream     2.10 MiB held, to offset 73322
 //!   memory     ████████░░░░░░░░░░░░ 939.10 MiB of 2 GiB in use
 //!   ┌ 2 replicas ───────────────────────────────────────────────────────────┐
-//!   │ replica  phase     of the snapshot              rate         from     │
-//!   │ db2      transfer  ████████████░░░░░░░░  61.0%  110.20 MiB/s source   │
+//!   │ replica  phase     of the snapshot               rate         left     │
+//!   │ db2      transfer  ████████████░░░░░░░░  61.0 %  110.20 MiB/s 3.0 s    │
 //! ```
 //!
 //! What it says is decided in [`view`](super::view).
@@ -134,11 +134,9 @@ fn head(view: &View) -> Vec<Line<'static>> {
 }
 
 fn fact(fact: &Fact) -> Line<'static> {
-    let text = match (fact.share, fact.more.as_str()) {
-        (_, "") => fact.value.clone(),
-        // Beside a bar it is a sentence.
-        (Some(_), more) => format!("{} {more}", fact.value),
-        (None, more) => format!("{}, {more}", fact.value),
+    let text = match fact.more.as_str() {
+        "" => fact.value.clone(),
+        more => format!("{}, {more}", fact.value),
     };
     let Some(share) = fact.share else { return line(fact.name, text) };
     let mut line = line(fact.name, String::new());
@@ -162,7 +160,7 @@ fn replicas(replicas: &[Replica], area: Rect, buffer: &mut Buffer) {
     let rows = replicas.iter().map(|replica| {
         let progress = Line::from(vec![
             Span::styled(bar(replica.share), Style::new().fg(colour(replica.phase))),
-            Span::raw(format!(" {:>6}", replica.percent)),
+            Span::raw(format!(" {:>7}", replica.percent)),
         ]);
         let silent = if replica.is_silent { Style::new().fg(Color::Red) } else { Style::new() };
         Row::new([
@@ -170,6 +168,7 @@ fn replicas(replicas: &[Replica], area: Rect, buffer: &mut Buffer) {
             Cell::from(replica.phase.to_string()).style(Style::new().fg(colour(replica.phase))),
             Cell::from(progress),
             Cell::from(replica.rate.clone()),
+            Cell::from(replica.left.clone()),
             Cell::from(replica.lag.clone()),
             Cell::from(replica.by.clone()),
             Cell::from(replica.from.clone()),
@@ -180,8 +179,9 @@ fn replicas(replicas: &[Replica], area: Rect, buffer: &mut Buffer) {
     let widths = [
         Constraint::Fill(2),
         Constraint::Length(9),
-        Constraint::Length(BAR as u16 + 7),
+        Constraint::Length(BAR as u16 + 8),
         Constraint::Length(13),
+        Constraint::Length(11),
         Constraint::Length(11),
         Constraint::Length(5),
         Constraint::Fill(1),
@@ -216,6 +216,7 @@ fn colour(phase: Phase) -> Color {
 #[cfg(test)]
 mod tests {
     use ratatui::crossterm::event::KeyEvent;
+    use remora_protocol::Advance;
 
     use super::super::tests::{replica, report};
     use super::*;
@@ -232,9 +233,10 @@ mod tests {
     #[test]
     fn a_report_is_drawn_with_its_bars() {
         let mut half = replica(2, "second", Some(1));
-        (half.percent_permille, half.rate_bytes_per_s, half.journal_lag_bytes) = (500, 110 << 20, 3 << 20);
+        half.advance = Advance { percent_permille: Some(500), rate_bytes_per_s: 110 << 20, left_seconds: Some(4) };
+        half.journal_lag_bytes = 3 << 20;
         let mut whole = replica(1, "first", None);
-        whole.percent_permille = 1000;
+        whole.advance.percent_permille = Some(1000);
         (half.applied_offset, whole.applied_offset) = (5 << 20, 8 << 20);
         let text = drawn(&report(vec![whole, half]), 130, 16);
         for words in ["of redis://10.0.0.1:6379 (primary)", "937 MiB, whole", " 2 replicas ", "q: end"] {
@@ -242,10 +244,11 @@ mod tests {
         }
         let line = |name: &str| text.lines().find(|line| line.contains(name)).unwrap_or_default().to_owned();
         let (first, second) = (line("first  "), line("second"));
-        assert!(first.contains(&"█".repeat(BAR)) && first.contains("100.0%") && first.contains("source"), "{text}");
+        assert!(first.contains(&"█".repeat(BAR)) && first.contains("100.0 %") && first.contains("source"), "{text}");
         assert!(
             second.contains(&bar(0.5))
                 && second.contains(&format!("{}/s", Size::bytes(110 << 20)))
+                && second.contains("4.0 s")
                 && second.contains("first"),
             "{text}"
         );

@@ -4,9 +4,12 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use remora_protocol::{GenerationState, GenerationStatus, Phase, ReplicaStatus, StatusReport, UploadStatus};
+use remora_protocol::{
+    Advance, GenerationState, GenerationStatus, Phase, ReplicaStatus, Saving, StatusReport, UploadStatus,
+};
 use serde::Serialize;
 
+use crate::progress::words::{self, Unit};
 use crate::units::{Size, readable};
 
 /// A report for people.
@@ -73,6 +76,7 @@ pub(crate) struct Row {
     pub(crate) share: f64,
     pub(crate) percent: String,
     pub(crate) rate: String,
+    pub(crate) left: String,
     pub(crate) lag: String,
     pub(crate) by: String,
     /// The replica that it reads from, or the source.
@@ -84,8 +88,8 @@ pub(crate) struct Row {
 }
 
 /// The heads of the replicas' table, in the order of a row's fields.
-pub(crate) const HEADS: [&str; 9] =
-    ["replica", "phase", "of the snapshot", "rate", "lag", "by", "from", "joined", "silent"];
+pub(crate) const HEADS: [&str; 10] =
+    ["replica", "phase", "of the snapshot", "rate", "left", "lag", "by", "from", "joined", "silent"];
 
 /// Above this part of a limit a bar is yellow.
 const HIGH: f64 = 0.7;
@@ -99,15 +103,12 @@ const SILENT: Duration = Duration::from_secs(10);
 /// What stands where nothing is known yet.
 const UNKNOWN: &str = "–";
 
-/// What a source without a snapshot waits for.
-pub(super) const NO_SNAPSHOT: [&str; 2] = ["none", "the source takes one when a replica joins"];
-
 impl View {
     pub(crate) fn of(report: &StatusReport) -> View {
         let mut facts = Vec::new();
         match &report.generation {
             None => {
-                let [value, more] = NO_SNAPSHOT;
+                let [value, more] = no_snapshot(report);
                 facts.push(Fact::new("snapshot", value, more));
             }
             Some(generation) => facts.extend(tables(generation, &report.replicas)),
@@ -121,13 +122,13 @@ impl View {
         let names: HashMap<u64, &str> =
             report.replicas.iter().map(|replica| (replica.session, replica.name.as_str())).collect();
         let rows = report.replicas.iter().map(|replica| Row::of(replica, &names));
-        let total = report.replicas.iter().map(|replica| replica.rate_bytes_per_s).fold(0, u64::saturating_add);
+        let total = report.replicas.iter().map(|replica| replica.advance.rate_bytes_per_s).fold(0, u64::saturating_add);
         View {
             source: source(report),
             facts,
             failure: report.last_failure.clone(),
             replicas: rows.collect(),
-            reading: Rate { bytes_per_second: total, text: rate(total) },
+            reading: Rate { bytes_per_second: total, text: words::rate(total) },
         }
     }
 }
@@ -162,9 +163,10 @@ impl Row {
             session: replica.session,
             name: replica.name.clone(),
             phase: replica.phase,
-            share: f64::from(replica.percent_permille) / 1000.0,
+            share: f64::from(replica.advance.percent_permille.unwrap_or(0)) / 1000.0,
             percent: percent(replica),
-            rate: rate(replica.rate_bytes_per_s),
+            rate: reading(replica),
+            left: left(replica),
             lag: lag(replica),
             by: by.to_owned(),
             from: from.to_owned(),
@@ -178,12 +180,16 @@ impl Row {
 /// The facts about the two tables.
 fn tables(generation: &GenerationStatus, replicas: &[ReplicaStatus]) -> Vec<Fact> {
     let windowed = if generation.windowed { ", windowed" } else { "" };
-    let (state, age) = (state(generation.state), seconds(generation.age_seconds));
-    let more = format!("{state}{windowed}, by {}, {age} old", generation.capture);
+    let age = seconds(generation.age_seconds);
+    let [value, how] = snapshot(generation);
+    let (state, how) = (state(generation.state), if how.is_empty() { how } else { format!("{how}, ") });
+    let more = format!("{how}{state}{windowed}, by {}, {age} old", generation.capture);
+    let share = generation.advance.percent_permille.filter(|_| generation.state == GenerationState::Capturing);
+    let share = share.map(|permille| Share { of_one: f64::from(permille) / 1000.0, level: Level::Low });
     let held = held(generation);
     let (used, limit) = (generation.memory_bytes, generation.memory_limit);
     let mut facts = vec![
-        Fact::new("snapshot", Size::bytes(generation.snapshot_bytes).to_string(), more),
+        Fact { share, ..Fact::new("snapshot", value, more) },
         Fact::new("stream", format!("{} held", Size::bytes(held)), format!("to offset {}", generation.offset_now)),
         Fact::new("memory", in_use(generation), "").with_share(used, limit),
     ];
@@ -198,7 +204,7 @@ fn tables(generation: &GenerationStatus, replicas: &[ReplicaStatus]) -> Vec<Fact
     {
         let value = format!("{} behind", Size::bytes(most));
         facts.push(match has_dropped(generation) {
-            true => Fact::new("journal", value, "is the slowest replica; at the end of the bar it loses its place")
+            true => Fact::new("journal", value, "the slowest replica; at the end of the bar it loses its place")
                 .with_share(most, held),
             false => Fact::new("journal", value, "the slowest replica; nothing has been dropped"),
         });
@@ -225,6 +231,40 @@ fn behind(replica: &ReplicaStatus, generation: &GenerationStatus) -> Option<u64>
 
 pub(super) fn source(report: &StatusReport) -> String {
     format!("remora {} of {} ({})", report.source, report.server, report.role)
+}
+
+/// What a source without a snapshot waits for.
+pub(super) fn no_snapshot(report: &StatusReport) -> [String; 2] {
+    match report.saving {
+        None => ["none".to_owned(), "the source takes one when a replica joins".to_owned()],
+        Some(saving) => {
+            ["requested".to_owned(), format!("the server has saved {} to a file, which comes first", saved(saving))]
+        }
+    }
+}
+
+/// What a server has saved.
+pub(super) fn saved(saving: Saving) -> String {
+    let permille = (u128::from(saving.keys) * 1000).checked_div(saving.keys_total.into()).unwrap_or(0);
+    format!("{} of {} keys", words::percent(permille.min(1000) as u16), saving.keys_total)
+}
+
+/// How much of the snapshot there is; and, while it is taken, how far it is, how fast it comes and how long the rest
+/// takes.
+pub(super) fn snapshot(generation: &GenerationStatus) -> [String; 2] {
+    let received = Size::bytes(generation.snapshot_bytes).to_string();
+    if generation.state == GenerationState::Complete {
+        return [received, String::new()];
+    }
+    let Advance { percent_permille, rate_bytes_per_s, left_seconds } = generation.advance;
+    let value = match words::of_length(generation.length, Unit::Bytes) {
+        None => received,
+        Some(of) => format!("{received} {of}"),
+    };
+    let left = left_seconds.map(|seconds| words::time_left(Duration::from_secs(seconds)));
+    let how = [percent_permille.map(words::percent), Some(words::rate(rate_bytes_per_s)), left];
+    let how: Vec<String> = how.into_iter().flatten().collect();
+    [value, how.join(", ")]
 }
 
 pub(super) fn state(state: GenerationState) -> &'static str {
@@ -263,7 +303,7 @@ pub(super) fn upload(upload: &UploadStatus) -> [String; 2] {
     let UploadStatus { bytes_per_second, queueing_micros, yields } = *upload;
     let why = if yields { "because other traffic fills the network link, " } else { "" };
     let millis = queueing_micros as f64 / 1000.0;
-    [format!("up to {}/s", Size::bytes(bytes_per_second)), format!("{why}in the background; {millis:.1} ms of queue")]
+    [format!("up to {}", words::rate(bytes_per_second)), format!("{why}in the background; {millis:.1} ms of queue")]
 }
 
 pub(super) fn counted(count: u64, what: &str) -> String {
@@ -271,11 +311,20 @@ pub(super) fn counted(count: u64, what: &str) -> String {
 }
 
 pub(super) fn percent(replica: &ReplicaStatus) -> String {
-    format!("{:.1}%", f64::from(replica.percent_permille) / 10.0)
+    replica.advance.percent_permille.map_or_else(|| UNKNOWN.to_owned(), words::percent)
 }
 
-pub(super) fn rate(bytes_per_second: u64) -> String {
-    format!("{}/s", Size::bytes(bytes_per_second))
+/// How fast a replica reads the snapshot; nothing for one that does not.
+pub(super) fn reading(replica: &ReplicaStatus) -> String {
+    match replica.phase {
+        Phase::Transfer => words::rate(replica.advance.rate_bytes_per_s),
+        _ => UNKNOWN.to_owned(),
+    }
+}
+
+/// How long a replica reads the rest.
+pub(super) fn left(replica: &ReplicaStatus) -> String {
+    replica.advance.left_seconds.map_or_else(|| UNKNOWN.to_owned(), seconds)
 }
 
 /// How far the replica's server is behind. Before it has acknowledged an offset, that would be the whole history.
@@ -345,7 +394,7 @@ mod tests {
     #[test]
     fn rates_are_added_and_a_silent_replica_is_marked() {
         let (mut one, mut other) = (replica(1, "a", None), replica(2, "b", Some(1)));
-        (one.rate_bytes_per_s, other.rate_bytes_per_s, other.silent_seconds) = (1 << 20, 2 << 20, 11);
+        (one.advance.rate_bytes_per_s, other.advance.rate_bytes_per_s, other.silent_seconds) = (1 << 20, 2 << 20, 11);
         let view = View::of(&report(vec![one, other]));
         assert_eq!(view.reading, Rate { bytes_per_second: 3 << 20, text: "3 MiB/s".into() });
         assert_eq!((view.replicas[0].is_silent, view.replicas[1].is_silent), (false, true));

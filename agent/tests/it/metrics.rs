@@ -148,7 +148,7 @@ fn a_source_and_a_replica_show_the_sync_and_whether_they_are_ready() {
     let bytes = value(&text, "remora_snapshot_bytes ");
     assert!(bytes > 8e6 && value(&text, "remora_memory_used_bytes ") > 8e6, "{text}");
 
-    let text = check_page("replica", beside, &[]);
+    let text = check_page("replica", beside, &["remora_sync_left_seconds"]);
     says(
         &text,
         &["remora_sync_phase{phase=\"stay\"} 1.0", "remora_sync_progress_ratio 1.0", "remora_sync_source_up 1.0"],
@@ -230,7 +230,7 @@ fn the_page_of_a_source_shows_its_replicas_and_no_key() {
     })
     .unwrap();
     let row = &shown["replicas"][0];
-    assert_eq!((&row["name"], &row["percent"], &row["from"]), (&"db <2>".into(), &"100.0%".into(), &"source".into()));
+    assert_eq!((&row["name"], &row["percent"], &row["from"]), (&"db <2>".into(), &"100.0 %".into(), &"source".into()));
     says(&shown["of"].to_string(), &[&server.url(), "(primary)"]);
     for path in ["/", "/status.json", "/metrics", "/readyz"] {
         let page = get(address, path);
@@ -254,7 +254,7 @@ fn a_browser_draws_the_page_in_light_and_dark_and_has_no_complaint() {
     let view = View { width: 1100, height: 800, is_dark: false };
     let mut browser = Browser::open(&format!("http://{address}/"), view).unwrap();
     let drawn = browser
-        .wait_for_text("the replica on the page", LONG, |text| text.contains("db <2>") && text.contains("100.0%"))
+        .wait_for_text("the replica on the page", LONG, |text| text.contains("db <2>") && text.contains("100.0 %"))
         .unwrap();
     says(&drawn, &["Remora source", &server.url(), "1 replica", "stay", "ready", "read by all replicas"]);
     let colour = "getComputedStyle(document.body).backgroundColor";
@@ -274,7 +274,7 @@ fn a_browser_draws_the_page_in_light_and_dark_and_has_no_complaint() {
     });
     assert_eq!(shares.unwrap().as_array().map(Vec::len), Some(1));
     browser.evaluate("document.getElementById('all').open = true").unwrap();
-    let all = |text: &str| text.contains("remora_replica_progress_ratio") && text.contains("replica db <2>: 100.0%");
+    let all = |text: &str| text.contains("remora_replica_progress_ratio") && text.contains("replica db <2>: 100.0 %");
     browser.wait_for_text("all values", LONG, all).unwrap();
     assert_eq!(browser.complaints().unwrap(), Vec::<String>::new());
     // The server ends: the page says why the source is not ready. The source ends: the page says that too.
@@ -305,7 +305,7 @@ fn agents_that_end_leave_a_file_with_their_exit_code() {
     source.replicate(&replica, &["--metrics-file", &file("replica")]);
     let text = read(&file("replica"));
     // Nothing was written: the server has acknowledged the offset 0.
-    check("replica", &text, true, &["remora_sync_lag_bytes"]);
+    check("replica", &text, true, &["remora_sync_lag_bytes", "remora_sync_left_seconds"]);
     assert_eq!(value(&text, "remora_run_exit_code{run=\"replica\"}"), 0.0);
     assert_eq!(value(&text, "remora_sync_phase{run=\"replica\",phase=\"done\"}"), 1.0);
     assert!(value(&text, "remora_sync_phase_duration_seconds{run=\"replica\",phase=\"transfer\"}") > 0.0, "{text}");

@@ -22,6 +22,7 @@ use serde::Serialize;
 
 use super::families::{Families, Value};
 use super::register::{self as all, Family, Unit};
+use crate::progress::words;
 use crate::status::view::{Fact, HEADS, Level, Rate, Row, Share, View};
 use crate::units::{Size, readable};
 
@@ -139,6 +140,11 @@ fn sync_facts(families: &Families) -> Vec<Fact> {
     let by = label("transport").map_or_else(String::new, |by| format!(" by {by}"));
     let from = label("source").map_or_else(String::new, |source| format!("from {source}{by}"));
     let is_up = number(&all::SYNC_SOURCE_UP) == Some(1.0);
+    let expected = number(&all::SYNC_EXPECTED).filter(|bytes| *bytes > 0.0).map(|_| size(&all::SYNC_EXPECTED));
+    let of = expected.map_or_else(|| "have arrived".to_owned(), |expected| format!("of {expected} expected"));
+    let rate = number(&all::SYNC_RATE).filter(|rate| *rate > 0.0).map(|rate| words::rate(rate as u64));
+    let left = number(&all::SYNC_LEFT).and_then(|left| Duration::try_from_secs_f64(left).ok()).map(words::time_left);
+    let arriving: Vec<String> = [Some(of), rate, left].into_iter().flatten().collect();
     let (server, primary) = (label("server").cloned(), label("primary").cloned());
     let mut facts = vec![
         Fact {
@@ -147,12 +153,7 @@ fn sync_facts(families: &Families) -> Vec<Fact> {
             more: from,
             share: number(&all::SYNC_PROGRESS).map(|of_one| Share { of_one, level: Level::Low }),
         },
-        Fact {
-            name: "snapshot",
-            value: size(&all::SYNC_FETCHED).to_string(),
-            more: format!("of {} have arrived", size(&all::SYNC_KNOWN)),
-            share: None,
-        },
+        Fact { name: "snapshot", value: size(&all::SYNC_FETCHED).to_string(), more: arriving.join(", "), share: None },
         Fact {
             name: "server",
             value: server.unwrap_or_default(),
@@ -198,13 +199,13 @@ fn text(unit: Unit, value: f64, now: SystemTime) -> String {
     let duration = |seconds: f64| readable(Duration::try_from_secs_f64(seconds).unwrap_or_default());
     match unit {
         Unit::Bytes => Size::bytes(value as u64).to_string(),
-        Unit::BytesPerSecond => format!("{}/s", Size::bytes(value as u64)),
+        Unit::BytesPerSecond => words::rate(value as u64),
         Unit::Seconds => duration(value),
         Unit::Moment => {
             let now = now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
             format!("{} ago", duration(now - value))
         }
-        Unit::Ratio => format!("{:.1}%", value * 100.0),
+        Unit::Ratio => words::percent((value * 1000.0) as u16),
         Unit::One => String::new(),
         Unit::Offset | Unit::Slots | Unit::Blocks | Unit::State | Unit::Count => format!("{value}"),
     }
@@ -269,7 +270,7 @@ mod tests {
             (Unit::Seconds, 185.0, "3 min 05 s"),
             (Unit::Moment, 988.0, "12 s ago"),
             (Unit::Moment, 2000.0, "0.0 s ago"),
-            (Unit::Ratio, 0.5, "50.0%"),
+            (Unit::Ratio, 0.5, "50.0 %"),
             (Unit::Offset, 73322.0, "73322"),
             (Unit::Seconds, f64::NAN, "0.0 s"),
         ] {
@@ -285,7 +286,9 @@ mod tests {
         families.states(&all::SYNC_PHASE, ["transfer", "load"], Some("load"));
         families.gauge(&all::SYNC_PROGRESS, 0.25);
         families.number(&all::SYNC_FETCHED, 1 << 20);
-        families.number(&all::SYNC_KNOWN, 4 << 20);
+        families.number(&all::SYNC_EXPECTED, 4 << 20);
+        families.number(&all::SYNC_RATE, 1 << 19);
+        families.number(&all::SYNC_LEFT, 6);
         families.whether(&all::SYNC_SOURCE_UP, true);
         let facts = sync_facts(&families);
         let said: Vec<String> =
@@ -294,7 +297,7 @@ mod tests {
             said,
             [
                 "phase: load from a:7379 by tcp",
-                "snapshot: 1 MiB of 4 MiB have arrived",
+                "snapshot: 1 MiB of 4 MiB expected, 512 KiB/s, 6.0 s left",
                 "server: redis://b:6379 of the primary a:6379",
                 "source: connected ",
             ]

@@ -108,7 +108,7 @@ function drawReplicas(replicas, heads) {
     box.className = "bar " + replica.phase;
     fill(box, replica.share);
     say(percent, replica.percent);
-    ["rate", "lag", "by", "from", "joined", "silent"].forEach((field, after) => say(cells[3 + after], replica[field]));
+    ["rate", "left", "lag", "by", "from", "joined", "silent"].forEach((field, after) => say(cells[3 + after], replica[field]));
     row.className = replica.is_silent ? "silent" : "";
     const place = at("rows");
     if (place.children[number] !== row) place.insertBefore(row, place.children[number] || null);

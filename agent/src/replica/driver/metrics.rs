@@ -66,8 +66,13 @@ pub(super) fn show(driver: &Driver, families: &mut Families) {
     ] {
         families.number(family, value);
     }
-    let progress = if slots == 0 { 0.0 } else { held.min(slots) as f64 / slots as f64 };
-    families.gauge(&all::SYNC_PROGRESS, progress);
+    let transfer = driver.display.transfer(Instant::now());
+    families.gauge(&all::SYNC_PROGRESS, f64::from(transfer.permille.unwrap_or(0)) / 1000.0);
+    families.gauge(&all::SYNC_RATE, transfer.rate.unwrap_or(0.0));
+    if let Some(left) = transfer.left {
+        families.gauge(&all::SYNC_LEFT, left.as_secs_f64());
+    }
+    families.number(&all::SYNC_EXPECTED, transfer.length.bytes);
     if acknowledged > 0 {
         families.number(&all::SYNC_LAG, stream_fetched.saturating_sub(acknowledged));
     }

@@ -16,6 +16,7 @@
 //! the server is, and is called from here directly.
 
 mod coverage;
+mod display;
 mod listening;
 pub(super) mod metrics;
 mod outrun;
@@ -33,7 +34,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
 use tokio::sync::oneshot;
 
 use self::coverage::Coverage;
-use self::outrun::Outrun;
+use self::display::{Display, Standing};
 use self::server::{ServerTask, Work};
 pub(super) use self::start::{Attending, Setup};
 use super::candidates::Newcomer;
@@ -55,7 +56,6 @@ use super::upstream::Said;
 use crate::args::SyncArgs;
 use crate::conversation::tokens::Credentials;
 use crate::exit::{Code, Failure};
-use crate::metrics::Scrapes;
 use crate::progress;
 use crate::server::Position;
 use crate::tasks::AbortOnDrop;
@@ -108,15 +108,6 @@ struct FromServer {
     guard: Option<Guard>,
 }
 
-/// When progress is shown next, and where.
-struct Display {
-    due: Instant,
-    bar: Option<progress::Meter>,
-    outrun: Outrun,
-    /// The questions of those who watch.
-    scrapes: Scrapes,
-}
-
 /// Findings of the preflight that messages name.
 struct Facts {
     /// The server's address.
@@ -164,9 +155,7 @@ impl Driver {
 
     async fn end(mut self, outcome: Result<(), Failure>, last: Message) -> Result<(), Failure> {
         self.display.scrapes.leave(|families| metrics::show(&self, families));
-        if let Some(bar) = self.display.bar.take() {
-            bar.finish();
-        }
+        self.display.finish();
         if let Some(session) = self.session.take() {
             session.leave(last).await;
         }
@@ -262,6 +251,10 @@ impl Driver {
                 SourceEvent::Offer(Box::new(offer))
             }
             Message::GenerationGone { generation, text } => SourceEvent::GenerationGone { generation, text },
+            Message::Expected(expected) => {
+                self.display.expect(expected);
+                return None;
+            }
             Message::HandOffAnswer { covered, text } => SourceEvent::HandOffAnswer { covered, text },
             Message::ReadFrom { generation, upstream } => {
                 let from = self.relay.assigned(generation, upstream);
@@ -498,17 +491,16 @@ impl Driver {
             return;
         }
         self.display.due = now + LOOK_EVERY;
-        if self.display.bar.is_none() && self.machine.follows_link() {
-            self.display.bar = Some(progress::Meter::start(self.facts.server.clone(), progress::Unit::Bytes, None));
-        }
-        if let Some(bar) = &self.display.bar {
-            let known = self.meter.bytes_known.get();
-            if known > 0 && self.meter.slots_total.get() > 0 {
-                bar.set_total(known);
-            }
-            bar.set(self.meter.bytes_delivered.get());
-        }
-        if !self.delivery.progress().loaded {
+        let loaded = self.delivery.progress().loaded;
+        let standing = Standing {
+            server: &self.facts.server,
+            primary: &self.facts.primary,
+            generation: self.machine.tables().map(|tables| tables.offer.generation),
+            follows_link: self.machine.follows_link(),
+            loaded,
+        };
+        self.display.show(now, &self.meter, &standing);
+        if !loaded {
             self.display.outrun.watch(now, &self.meter);
         }
         self.tell_progress();
@@ -542,9 +534,7 @@ impl Driver {
 
     /// Prints the summary, for people and for programs.
     fn publish(&mut self) {
-        if let Some(bar) = self.display.bar.take() {
-            bar.finish();
-        }
+        self.display.finish();
         let summary = self.summary();
         if let Some(path) = &self.args.json {
             let text = serde_json::to_string_pretty(&summary).unwrap_or_default();

@@ -10,14 +10,13 @@ use tokio::sync::mpsc::{self, UnboundedReceiver};
 use tokio::sync::oneshot;
 
 use super::coverage::Coverage;
-use super::outrun::Outrun;
+use super::display::Display;
 use super::server::{Hands, Intercepted, Keeper, ServerTask, Watched};
-use super::{Display, Driver, Facts, FromServer, listening};
+use super::{Driver, Facts, FromServer, listening};
 use crate::args::{ReplicaArgs, SyncArgs};
 use crate::backoff::Backoff;
 use crate::conversation::tokens::TokenFiles;
 use crate::exit::Failure;
-use crate::metrics::Scrapes;
 use crate::replica::attend::gate::Gate;
 use crate::replica::attend::guide::Watcher;
 use crate::replica::attend::passage::Login;
@@ -221,7 +220,7 @@ impl Driver {
             tables: None,
             introduction: None,
             answer: None,
-            display: Display { due: now, bar: None, outrun: Outrun::default(), scrapes: Scrapes::default() },
+            display: Display::new(now),
             coverage,
             signals,
             published: Ok(()),

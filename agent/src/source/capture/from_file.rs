@@ -67,6 +67,7 @@ impl Capture {
         let identity = self.identity(Kind::Snapshot, *replid, *offset);
         let writer = SnapshotWriter::create(memory.clone(), *geometry, identity, 0)?;
         let Begun { journal, sealing } = self.begun(*replid, *offset)?;
+        self.plan.gauge.announced(file.bytes);
         let mut taking = Taking::new(self, writer, sealing);
         let journal = journal.map(|mut journal| {
             // When the server has written what it has kept is not known.

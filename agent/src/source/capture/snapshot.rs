@@ -45,6 +45,9 @@ impl Capture {
         let identity = self.identity(Kind::Snapshot, *replid, *offset);
         let writer = SnapshotWriter::create(memory.clone(), *geometry, identity, hold_back)?;
         let Begun { journal, sealing } = self.begun(*replid, *offset)?;
+        if let Payload::Length(bytes) = payload {
+            self.plan.gauge.announced(*bytes);
+        }
         Ok((Taking::new(self, writer, sealing), journal))
     }
 

@@ -23,6 +23,7 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -200,7 +201,7 @@ impl Capture {
     fn ease(&self, chosen: &mut Chosen) -> Result<Following, ModuleError> {
         let armed = Armed::new(self, chosen)?;
         // The capture itself fills the gauge, so nothing of the page goes there.
-        let done = armed.attended(&AtomicBool::new(false), || self.take_plain_snapshot())?;
+        let done = armed.attended(&Mutex::new(false), || self.take_plain_snapshot())?;
         match armed.page.stage() {
             Stage::Done => {}
             Stage::Armed => {
@@ -221,7 +222,7 @@ impl Capture {
         let work = chosen.work;
         self.touch(chosen.expected).map_err(before)?;
         let armed = Armed::new(self, chosen)?;
-        let live = AtomicBool::new(false);
+        let live = Mutex::new(false);
         armed.attended(&live, || {
             let mut link = self.handshake_for_snapshot(self.options(Channel::Whole))?;
             let (replid, offset) = resync(&mut link)?;
@@ -230,9 +231,9 @@ impl Capture {
             }
             self.plan.gauge.set_method(if work == Work::FastWalk { Method::FastWalked } else { Method::Walked });
             let Begun { journal, sealing } = self.begun(replid, offset)?;
-            live.store(true, Ordering::Release);
+            *lock(&live) = true;
             let payload = armed.first_byte(&mut link);
-            live.store(false, Ordering::Release);
+            *lock(&live) = false;
             let written = armed.walked()?;
             let mut socket = link.into_socket();
             let _claim = self.claim()?;
@@ -312,7 +313,7 @@ impl<'c> Armed<'c> {
 
     /// Runs `work` while a thread attends to the page. `live` says from when on the figures on the page belong to this
     /// snapshot.
-    fn attended<T>(&self, live: &AtomicBool, work: impl FnOnce() -> T) -> T {
+    fn attended<T>(&self, live: &Mutex<bool>, work: impl FnOnce() -> T) -> T {
         let over = AtomicBool::new(false);
         let (capture, page) = (self.capture, &self.page);
         thread::scope(|scope| {
@@ -428,6 +429,11 @@ impl Drop for Armed<'_> {
     }
 }
 
+/// A flag that is held only for a moment.
+fn lock(flag: &Mutex<bool>) -> MutexGuard<'_, bool> {
+    flag.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Sets a flag when it is dropped.
 struct SetOnDrop<'a>(&'a AtomicBool);
 
@@ -440,7 +446,7 @@ impl Drop for SetOnDrop<'_> {
 impl Capture {
     /// Beats on the page, passes the machine's decisions to it and the child's figures to the gauge, until `over` is
     /// set.
-    fn attend(&self, page: &CapturePage, live: &AtomicBool, over: &AtomicBool) {
+    fn attend(&self, page: &CapturePage, live: &Mutex<bool>, over: &AtomicBool) {
         let plan = &self.plan;
         while !over.load(Ordering::Relaxed) {
             page.beat();
@@ -450,17 +456,21 @@ impl Capture {
             if page.order().work == Work::Ease && page.stage() == Stage::Done {
                 plan.gauge.set_method(Method::Eased);
             }
-            if live.load(Ordering::Acquire) {
+            if *lock(live) {
                 if self.has_outgrown(page) {
                     page.cancel();
                 }
                 if !plan.retained {
                     page.allow_retiring(plan.gauge.retire_below());
                 }
-                let status = page.writer_status();
-                self.touch_ahead(status.received);
-                plan.gauge.snapshot_written(&status);
+                self.touch_ahead(page.writer_status().received);
             }
+            // Not after the child's end: what the source itself has written since would be shown no more.
+            let still = lock(live);
+            if *still {
+                plan.gauge.snapshot_written(&page.writer_status());
+            }
+            drop(still);
             thread::sleep(POLL);
         }
     }

@@ -51,6 +51,7 @@ use remora_table::Origin;
 use super::capture::{CaptureError, CaptureEvent};
 use super::gauge::Reading;
 use crate::backoff::Backoff;
+use crate::progress::tracker::Tracker;
 
 use self::ending::Ending;
 pub(crate) use self::event::{Action, Event, Format, Report, Resume, Rules, Session};
@@ -197,7 +198,7 @@ impl Machine {
             last_seen: now,
             generation: None,
             at: Report::NOTHING,
-            rate: 0,
+            tracker: Tracker::default(),
             resume,
             reads,
             moved: now,
@@ -217,12 +218,7 @@ impl Machine {
     fn progress(&mut self, now: Instant, session: Session, at: Report) -> bool {
         let Some(replica) = self.replicas.get_mut(&session) else { return false };
         let (was_reading, before) = (replica.is_reading(), replica.at.slots_below);
-        let span = now.duration_since(replica.last_seen).as_secs_f64();
-        if span > 0.0 {
-            let rate = at.bytes.saturating_sub(replica.at.bytes) as f64 / span;
-            // The mean of the old and the new rate: steady enough to read, quick enough to follow.
-            replica.rate = ((replica.rate as f64 + rate) / 2.0) as u64;
-        }
+        replica.tracker.reach(now, at.bytes, self.reading.length);
         if at.slots_below > replica.at.slots_below || at.phase != replica.at.phase {
             replica.moved = now;
         }
@@ -489,7 +485,7 @@ impl Machine {
         if let Some(replica) = self.replicas.get_mut(&session) {
             replica.generation = generation;
             replica.history = history;
-            replica.told = None;
+            (replica.told, replica.tracker) = (None, Tracker::default());
             let held = replica.resume.filter(|resume| Some(resume.generation) == generation);
             let slots_below = held.map_or(0, |resume| resume.held_slots);
             let phase = if replica.is_loaded() { Phase::CatchUp } else { Phase::Waiting };

@@ -12,6 +12,7 @@ use super::event::{Format, Report, Resume, Session};
 use super::failures::Failures;
 use super::forks::Forks;
 use super::pace::Pace;
+use crate::progress::tracker::Tracker;
 
 /// One snapshot, from the request to its end.
 pub(crate) struct Snapshot {
@@ -61,7 +62,7 @@ impl Snapshot {
     }
 
     /// Whether the primary has forked for it.
-    pub(super) fn has_forked(&self) -> bool {
+    pub(crate) fn has_forked(&self) -> bool {
         #[cfg(any(test, feature = "simulation"))]
         if crate::mutation::Mutation::ForkFromTheFirstByte.is_active() {
             return self.origin().is_some();
@@ -79,7 +80,7 @@ impl Snapshot {
         self.has_forked() && !self.is_sealed()
     }
 
-    pub(super) fn is_sealed(&self) -> bool {
+    pub(crate) fn is_sealed(&self) -> bool {
         matches!(self.stage, Stage::Sealed { .. })
     }
 }
@@ -96,8 +97,8 @@ pub(crate) struct Replica {
     /// The generation that it was offered; `None` while it waits.
     pub(crate) generation: Option<u64>,
     pub(crate) at: Report,
-    /// Bytes per second that it has received lately.
-    pub(crate) rate: u64,
+    /// How far it is with the snapshot, as its reports say.
+    pub(crate) tracker: Tracker,
     pub(super) resume: Option<Resume>,
     /// The newest format that its server reads.
     pub(super) reads: Format,
@@ -137,7 +138,7 @@ impl Replica {
     }
 
     /// Whether its server is loading the snapshot or has loaded it.
-    pub(super) fn has_all_slots(&self) -> bool {
+    pub(crate) fn has_all_slots(&self) -> bool {
         self.at.phase > Phase::Transfer
     }
 
@@ -147,7 +148,7 @@ impl Replica {
     }
 
     /// Whether it still needs slots of the snapshot.
-    pub(super) fn is_reading(&self) -> bool {
+    pub(crate) fn is_reading(&self) -> bool {
         self.generation.is_some() && matches!(self.at.phase, Phase::Waiting | Phase::Transfer)
     }
 }

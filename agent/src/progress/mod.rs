@@ -7,12 +7,18 @@
 //! Stderr may not be writable: its disk is full, or its reader has gone. That ends no command: what cannot be written
 //! there is lost, and counted. A result that cannot be written to stdout fails the command.
 //!
+//! How far, how fast and how long is defined in [`tracker`], and its words in [`words`]. Both are used beyond this
+//! process's terminal too.
+//!
 //! The state belongs to the process, as there is one terminal: [`configure`] is called once, before anything is shown.
+
+pub(crate) mod tracker;
+pub(crate) mod words;
 
 use std::{
     io::{self, IsTerminal, Write},
     sync::{
-        LazyLock, Mutex, PoisonError,
+        LazyLock, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
@@ -20,8 +26,11 @@ use std::{
 
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle, TermLike};
 
+use remora_protocol::Length;
+
+use self::tracker::{Look, Tracker, known};
+pub use self::words::Unit;
 use crate::exit::Failure;
-use crate::units::{Size, readable};
 
 /// Sets for the process whether anything is shown.
 pub fn configure(quiet: bool) {
@@ -64,15 +73,6 @@ fn tell(bytes: &[u8]) {
     }
 }
 
-/// The unit of a [`Meter`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Unit {
-    /// Bytes, shown as MiB and MiB/s.
-    Bytes,
-    /// Things with this name, in the plural.
-    Count(&'static str),
-}
-
 /// One piece of work in progress, with its rate and, if the total is known, percent and time left. Its bar disappears
 /// when it is dropped.
 #[derive(Debug)]
@@ -80,9 +80,16 @@ pub struct Meter {
     label: String,
     unit: Unit,
     begun: Instant,
-    position: AtomicU64,
-    total: AtomicU64,
+    work: Mutex<Work>,
     shown: Display,
+}
+
+/// How far the work is.
+#[derive(Debug, Default)]
+struct Work {
+    position: u64,
+    length: Length,
+    tracker: Tracker,
 }
 
 #[derive(Debug)]
@@ -95,39 +102,50 @@ enum Display {
 impl Meter {
     /// Begins to show work called `label`. The `total` can be set later by [`Meter::set_total`].
     pub fn start(label: impl Into<String>, unit: Unit, total: Option<u64>) -> Self {
+        Self::start_from(label, unit, 0, total.map_or_else(Length::default, known))
+    }
+
+    /// Begins to show work of which a former attempt has left a part.
+    pub(crate) fn start_from(label: impl Into<String>, unit: Unit, position: u64, length: Length) -> Self {
         let (label, begun) = (label.into(), Instant::now());
         let shown = match () {
             () if QUIET.load(Ordering::Relaxed) => Display::Nothing,
-            () if io::stderr().is_terminal() => Display::Bar(bar(&label, unit, total)),
+            () if io::stderr().is_terminal() => Display::Bar(bar(&label)),
             () => Display::Lines(Mutex::new(Pace::default())),
         };
-        Self { label, unit, begun, position: AtomicU64::new(0), total: AtomicU64::new(total.unwrap_or(0)), shown }
+        let mut work = Work { position, length, tracker: Tracker::default() };
+        work.tracker.reach(begun, position, length);
+        Self { label, unit, begun, work: Mutex::new(work), shown }
     }
 
     /// Sets how much is done.
     pub fn set(&self, position: u64) {
-        self.position.store(position, Ordering::Relaxed);
-        self.show(false);
+        self.change(|work| work.position = position);
     }
 
     /// Adds to what is done.
     pub fn add(&self, amount: u64) {
-        self.position.fetch_add(amount, Ordering::Relaxed);
-        self.show(false);
+        self.change(|work| work.position += amount);
     }
 
     /// Sets the total, once it is known or known better.
     pub fn set_total(&self, total: u64) {
-        self.total.store(total, Ordering::Relaxed);
-        if let Display::Bar(bar) = &self.shown {
-            bar.set_length(total);
-            bar.set_style(style(self.unit, Some(total)));
-        }
+        self.expect(known(total));
+    }
+
+    /// Sets what is known of the total.
+    pub(crate) fn expect(&self, length: Length) {
+        self.work().length = length;
     }
 
     /// How much is done.
     pub fn position(&self) -> u64 {
-        self.position.load(Ordering::Relaxed)
+        self.work().position
+    }
+
+    /// Whether all is done, as far as the total is known.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.work().tracker.is_whole()
     }
 
     /// The time since the work began.
@@ -140,27 +158,37 @@ impl Meter {
         self.show(true);
     }
 
-    fn show(&self, last: bool) {
-        match &self.shown {
-            Display::Nothing => {}
-            Display::Bar(bar) => {
-                bar.set_position(self.position());
-                if last {
-                    bar.finish_and_clear();
-                    say(&self.line());
-                }
-            }
-            Display::Lines(pace) => {
-                let due = pace.lock().unwrap_or_else(PoisonError::into_inner).is_due(self.elapsed(), last);
-                if due {
-                    say(&self.line());
-                }
-            }
-        }
+    fn work(&self) -> MutexGuard<'_, Work> {
+        self.work.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn line(&self) -> String {
-        line(&self.label, self.unit, self.position(), self.total.load(Ordering::Relaxed), self.elapsed())
+    fn change(&self, change: impl FnOnce(&mut Work)) {
+        change(&mut self.work());
+        self.show(false);
+    }
+
+    fn show(&self, last: bool) {
+        let now = Instant::now();
+        let mut work = self.work();
+        let (position, length) = (work.position, work.length);
+        work.tracker.reach(now, position, length);
+        let look = work.tracker.look(now);
+        drop(work);
+        let is_due = match &self.shown {
+            Display::Nothing => false,
+            Display::Bar(bar) => {
+                draw(bar, &look, self.unit);
+                if last {
+                    bar.finish_and_clear();
+                }
+                last
+            }
+            Display::Lines(pace) => pace.lock().unwrap_or_else(PoisonError::into_inner).is_due(self.elapsed(), last),
+        };
+        if is_due {
+            let words = if last { words::at_the_end(&look, self.unit) } else { words::in_progress(&look, self.unit) };
+            say(&format!("{}: {words}", self.label));
+        }
     }
 }
 
@@ -276,61 +304,25 @@ impl Pace {
     }
 }
 
-/// Formats a line such as `load: 120 of 256 keys, 47 %, 60 keys/s, 2.3 s left`. A `total` of 0 means unknown.
-fn line(label: &str, unit: Unit, position: u64, total: u64, elapsed: Duration) -> String {
-    let rate = position as f64 / elapsed.as_secs_f64().max(f64::EPSILON);
-    let amount = |number: u64| match unit {
-        Unit::Bytes => Size::bytes(number).to_string(),
-        Unit::Count(_) => number.to_string(),
-    };
-    let name = match unit {
-        Unit::Bytes => String::new(),
-        Unit::Count(name) => format!(" {name}"),
-    };
-    let mut line = match total {
-        0 => format!("{label}: {}{name}", amount(position)),
-        total => format!("{label}: {} of {}{name}, {} %", amount(position), amount(total), percent(position, total)),
-    };
-    line.push_str(&format!(", {}{name}/s", amount(rate as u64)));
-    match total.checked_sub(position) {
-        Some(rest) if rest > 0 && rate >= 1.0 => {
-            line.push_str(&format!(", {} left", readable(Duration::from_secs_f64(rest as f64 / rate))));
-        }
-        _ => line.push_str(&format!(", {} in total", readable(elapsed))),
-    }
-    line
-}
-
-/// The percentage, rounded down, so that 100 means everything.
-fn percent(position: u64, total: u64) -> u64 {
-    (u128::from(position) * 100)
-        .checked_div(u128::from(total))
-        .and_then(|percent| u64::try_from(percent).ok())
-        .unwrap_or(0)
-}
-
-fn bar(label: &str, unit: Unit, total: Option<u64>) -> ProgressBar {
-    let bar = match total {
-        Some(total) => ProgressBar::new(total),
-        None => ProgressBar::no_length(),
-    };
-    let bar = BARS.add(bar);
-    bar.set_style(style(unit, total));
+fn bar(label: &str) -> ProgressBar {
+    let bar = BARS.add(ProgressBar::no_length());
+    bar.set_style(style(false));
     bar.set_prefix(label.to_owned());
     bar
 }
 
-fn style(unit: Unit, total: Option<u64>) -> ProgressStyle {
-    let template = match (unit, total) {
-        (Unit::Bytes, Some(_)) => {
-            "{prefix:10} [{bar:30}] {percent:>3} %  {binary_bytes} of {binary_total_bytes}  {binary_bytes_per_sec}  {eta} left"
-        }
-        (Unit::Bytes, None) => "{prefix:10} {spinner} {binary_bytes}  {binary_bytes_per_sec}  {elapsed}",
-        (Unit::Count(_), Some(_)) => {
-            "{prefix:10} [{bar:30}] {percent:>3} %  {human_pos} of {human_len}  {per_sec}  {eta} left"
-        }
-        (Unit::Count(_), None) => "{prefix:10} {spinner} {human_pos}  {per_sec}  {elapsed}",
-    };
+/// Shows a look on a bar: a part of it is full if the total is known or estimated.
+fn draw(bar: &ProgressBar, look: &Look, unit: Unit) {
+    if let Some(permille) = look.permille {
+        bar.set_length(1000);
+        bar.set_position(permille.into());
+    }
+    bar.set_style(style(look.permille.is_some()));
+    bar.set_message(words::in_progress(look, unit));
+}
+
+fn style(has_length: bool) -> ProgressStyle {
+    let template = if has_length { "{prefix:10} [{bar:20}] {msg}" } else { "{prefix:10} {spinner} {msg}" };
     // A template that does not parse is a bug that a test finds; a plain bar is shown instead.
     ProgressStyle::with_template(template)
         .map_or_else(|_| ProgressStyle::default_bar(), |style| style.progress_chars("█▌ "))
@@ -350,6 +342,8 @@ const LINE_EVERY: Duration = Duration::from_secs(2);
 
 #[cfg(test)]
 mod tests {
+    use remora_protocol::Basis;
+
     use super::*;
 
     #[test]
@@ -361,34 +355,26 @@ mod tests {
     }
 
     #[test]
-    fn a_line_says_how_far_how_fast_and_how_long() {
-        let keys = Unit::Count("keys");
-        assert_eq!(
-            line("load", keys, 100, 400, Duration::from_secs(2)),
-            "load: 100 of 400 keys, 25 %, 50 keys/s, 6.0 s left"
-        );
-        assert_eq!(
-            line("load", keys, 400, 400, Duration::from_secs(8)),
-            "load: 400 of 400 keys, 100 %, 50 keys/s, 8.0 s in total"
-        );
-        let bytes = line("fetch", Unit::Bytes, 3 << 20, 0, Duration::from_secs(3));
-        assert_eq!(bytes, "fetch: 3 MiB, 1 MiB/s, 3.0 s in total");
-    }
-
-    #[test]
-    fn a_hundred_percent_means_all() {
-        assert_eq!(percent(999, 1000), 99);
-        assert_eq!(percent(u64::MAX, u64::MAX), 100);
-        assert_eq!(percent(1, 0), 0);
+    fn a_bar_says_in_the_words_of_the_lines_how_far_it_is() {
+        let bar = ProgressBar::hidden();
+        let look = |length| {
+            let (start, mut tracker) = (Instant::now(), Tracker::default());
+            tracker.reach(start, 0, length);
+            tracker.reach(start + Duration::from_secs(2), 240 << 20, length);
+            tracker.look(start + Duration::from_secs(2))
+        };
+        draw(&bar, &look(Length::default()), Unit::Bytes);
+        assert_eq!((bar.message().as_str(), bar.length()), ("240 MiB, 120 MiB/s, 2.0 s so far", None));
+        draw(&bar, &look(Length { bytes: 600 << 20, basis: Basis::Keys }), Unit::Bytes);
+        assert_eq!(bar.message(), "240 MiB of about 600 MiB, 40.0 %, 120 MiB/s, 3.0 s left");
+        assert_eq!((bar.position(), bar.length()), (400, Some(1000)));
     }
 
     #[test]
     fn the_templates_of_the_bars_are_understood() {
-        for unit in [Unit::Bytes, Unit::Count("keys")] {
-            for total in [None, Some(1)] {
-                let _ = style(unit, total);
-            }
+        for has_length in [false, true] {
+            let _ = style(has_length);
         }
-        assert!(ProgressStyle::with_template("{prefix:10} [{bar:30}] {percent:>3} %").is_ok());
+        assert!(ProgressStyle::with_template("{prefix:10} [{bar:20}] {msg}").is_ok());
     }
 }

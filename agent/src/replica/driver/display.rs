@@ -1,0 +1,182 @@
+//! Display: how far a sync is, for its operator: one bar or line at a time.
+//!
+//! ```text
+//!   the source waits for a server that saves to a file    "127.0.0.1:6379 saves"         keys
+//!   the snapshot arrives                                  "transfer to 127.0.0.1:7001"   bytes that have arrived
+//!   all has arrived, the server loads it                  "load into 127.0.0.1:7001"     bytes that it was given
+//! ```
+//!
+//! What has arrived is what the source shows of this replica, too.
+
+use std::time::Instant;
+
+use remora_protocol::{Basis, Expected, Length};
+
+use super::outrun::Outrun;
+use crate::metrics::Scrapes;
+use crate::progress::tracker::{Look, Tracker, known};
+use crate::progress::{Meter, Unit};
+use crate::replica::meter::Meter as Counters;
+
+/// When progress is shown next, and where.
+pub(super) struct Display {
+    pub(super) due: Instant,
+    shown: Option<(Step, Meter)>,
+    /// Bytes of the snapshot that have arrived.
+    arrived: Tracker,
+    expected: Expected,
+    pub(super) outrun: Outrun,
+    /// The questions of those who watch.
+    pub(super) scrapes: Scrapes,
+}
+
+/// What is shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Step {
+    Saving,
+    Transfer,
+    Load,
+}
+
+/// How the sync stands.
+pub(super) struct Standing<'a> {
+    pub(super) server: &'a str,
+    pub(super) primary: &'a str,
+    /// The generation of the tables that are read; `None`: the agent waits for an offer.
+    pub(super) generation: Option<u64>,
+    /// Whether the server was pointed at the link.
+    pub(super) follows_link: bool,
+    pub(super) loaded: bool,
+}
+
+impl Display {
+    pub(super) fn new(now: Instant) -> Display {
+        Display {
+            due: now,
+            shown: None,
+            arrived: Tracker::default(),
+            expected: Expected::default(),
+            outrun: Outrun::default(),
+            scrapes: Scrapes::default(),
+        }
+    }
+
+    /// The source has said what it expects of the snapshot.
+    pub(super) fn expect(&mut self, expected: Expected) {
+        self.expected = expected;
+    }
+
+    /// How far the transfer is.
+    pub(super) fn transfer(&self, now: Instant) -> Look {
+        self.arrived.look(now)
+    }
+
+    /// Shows how far the sync is.
+    pub(super) fn show(&mut self, now: Instant, counters: &Counters, standing: &Standing<'_>) {
+        let arrived = counters.bytes_fetched.get().max(counters.bytes_delivered.get());
+        let length = self.length(counters, standing.generation);
+        self.arrived.reach(now, arrived, length);
+        let saving = self.expected.saving.filter(|_| standing.generation.is_none() && !standing.follows_link);
+        let due = match saving {
+            _ if standing.loaded => None,
+            Some(saving) => Some((Step::Saving, saving.keys, known(saving.keys_total))),
+            None if !standing.follows_link => None,
+            None if !self.arrived.is_whole() => Some((Step::Transfer, arrived, length)),
+            None => Some((Step::Load, counters.bytes_delivered.get(), length))
+                .filter(|(_, given, length)| *given < length.bytes),
+        };
+        // The end of a transfer is shown before what follows it.
+        if let Some((Step::Transfer, meter)) = &self.shown {
+            meter.expect(length);
+            meter.set(arrived);
+        }
+        let Some((step, position, length)) = due else { return self.leave() };
+        if self.shown.as_ref().is_none_or(|(shown, _)| *shown != step) {
+            self.leave();
+            let (label, unit) = match step {
+                Step::Saving => (format!("{} saves", standing.primary), Unit::Count("keys")),
+                Step::Transfer => (format!("transfer to {}", standing.server), Unit::Bytes),
+                Step::Load => (format!("load into {}", standing.server), Unit::Bytes),
+            };
+            self.shown = Some((step, Meter::start_from(label, unit, position, length)));
+        }
+        if let Some((_, meter)) = &self.shown {
+            meter.expect(length);
+            meter.set(position);
+        }
+    }
+
+    /// Nothing is shown any more. The last line of what ended stays.
+    pub(super) fn finish(&mut self) {
+        if let Some((_, meter)) = self.shown.take() {
+            meter.finish();
+        }
+    }
+
+    /// Goes on to what is shown next. Of what did not end no line stays.
+    fn leave(&mut self) {
+        match self.shown.take() {
+            Some((Step::Transfer, meter)) if meter.is_whole() => meter.finish(),
+            Some((Step::Load, meter)) => meter.finish(),
+            _ => {}
+        }
+    }
+
+    /// The length of the snapshot: the table says it at its end, and the source before.
+    fn length(&self, counters: &Counters, generation: Option<u64>) -> Length {
+        if counters.slots_total.get() > 0 {
+            return known(counters.bytes_known.get());
+        }
+        let expected = Some(self.expected).filter(|expected| Some(expected.generation) == generation);
+        // Counters of an earlier snapshot may be there for a moment.
+        expected.map(|expected| expected.length).filter(|length| length.basis != Basis::Unknown).unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::time::Duration;
+
+    use remora_protocol::Saving;
+
+    use super::*;
+
+    fn standing(generation: Option<u64>, follows_link: bool) -> Standing<'static> {
+        Standing { server: "b:1", primary: "a:1", generation, follows_link, loaded: false }
+    }
+
+    fn step(display: &Display) -> Option<Step> {
+        display.shown.as_ref().map(|(step, _)| *step)
+    }
+
+    #[test]
+    fn a_sync_is_shown_from_the_servers_file_to_the_end_of_the_load() {
+        crate::progress::configure(true);
+        let (start, counters) = (Instant::now(), Counters::default());
+        let mut display = Display::new(start);
+        let at = |second: u64, display: &mut Display, standing: &Standing<'_>| {
+            display.show(start + Duration::from_secs(second), &counters, standing);
+            (step(display), display.transfer(start + Duration::from_secs(second)).permille)
+        };
+        assert_eq!(at(0, &mut display, &standing(None, false)), (None, None));
+        let saving = Some(Saving { keys: 5, keys_total: 10 });
+        display.expect(Expected { generation: 7, saving, ..Expected::default() });
+        assert_eq!(at(1, &mut display, &standing(None, false)).0, Some(Step::Saving));
+        let length = Length { bytes: 1000, basis: Basis::Keys };
+        display.expect(Expected { generation: 7, length, saving });
+        counters.bytes_fetched.set(250);
+        assert_eq!(at(2, &mut display, &standing(Some(7), true)), (Some(Step::Transfer), Some(250)));
+        // The source expects something of a later snapshot.
+        display.expect(Expected { generation: 8, length: Length { bytes: 10, ..length }, saving });
+        assert_eq!(at(3, &mut display, &standing(Some(7), true)), (Some(Step::Transfer), None));
+        counters.slots_total.set(4);
+        counters.bytes_known.set(900);
+        assert_eq!(at(4, &mut display, &standing(Some(7), true)), (Some(Step::Transfer), Some(277)));
+        counters.bytes_fetched.set(900);
+        assert_eq!(at(5, &mut display, &standing(Some(7), true)), (Some(Step::Load), Some(1000)));
+        counters.bytes_delivered.set(900);
+        assert_eq!(at(6, &mut display, &standing(Some(7), true)), (None, Some(1000)));
+    }
+}
