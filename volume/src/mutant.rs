@@ -63,6 +63,8 @@ pub(crate) enum Mutant {
     TailNotCleared,
     /// A record that was synced and is not readable is taken for the end of the journal.
     RotIsTheEnd,
+    /// A record that was whole and has changed is taken for one that was torn.
+    RotIsTorn,
     /// A store whose sync has failed is believed by the next process.
     LostIsBelieved,
     /// The name of a new segment is not made durable.

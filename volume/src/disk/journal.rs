@@ -229,6 +229,12 @@ impl<F: Files> Journal<F> {
         self.synced = sync.through;
     }
 
+    /// Whether everything is durable, and only the superblock can say so: no later record does. If the last one is not
+    /// readable later, it would be taken for one that was torn.
+    pub(crate) fn is_unsaid(&self) -> bool {
+        !self.is_syncing && self.synced == self.appended && self.superblock.synced < self.synced
+    }
+
     // ---- for checkpoints ----
 
     pub(super) fn files(&self) -> &Arc<F> {

@@ -20,11 +20,16 @@
 //!
 //! - A copy that is found again is the copy as it was after one event, at or after the last one that was synced.
 //! - A block in the extents that is torn is in the journal still: a segment is removed after the extents are synced.
-//! - What was synced and is not readable any more is not taken for the end of the journal: the copy is behind.
+//! - What was synced and is not readable any more is not taken for the end of the journal: the copy is lost, as what
+//!   it has promised may be missing. That it was synced, a later record says, or after half a second the superblock.
+//! - As long as the system runs, nothing is missing but a write that the process's end has interrupted.
 //! - After an error of a write or a sync nothing is believed: the store is marked as lost, and the copy is.
 //!
 //! Assumed of the device: what was synced stays, also if a neighbouring sector is written when the power fails.
 
+mod beginning;
+#[cfg(test)]
+mod changed;
 pub(crate) mod checkpoint;
 pub(crate) mod extents;
 pub(crate) mod files;

@@ -24,7 +24,7 @@ pub(crate) const UNIT: usize = 512;
 pub(crate) const HEAD_BYTES: usize = 128;
 
 /// Bytes of a change.
-const CHANGE_BYTES: usize = 8 + ENTRY_BYTES;
+pub(crate) const CHANGE_BYTES: usize = 8 + ENTRY_BYTES;
 
 /// The longest head with its changes: the entries that are lent at once.
 pub(crate) const MAX_HEAD_BYTES: usize = (HEAD_BYTES + MOST_ENTRIES * CHANGE_BYTES).next_multiple_of(UNIT);

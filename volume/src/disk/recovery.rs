@@ -11,6 +11,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use super::beginning::is_beginning;
 use super::extents;
 use super::files::{Failure, Files, Name};
 use super::journal::{Journal, write_superblock};
@@ -122,7 +123,7 @@ pub(crate) fn recover<F: Files>(
         files.sync(name).map_err(|error| Failure::of_sync(&*files, name, &error))?;
     }
     files.sync_folder().map_err(|error| Failure::of_sync(&*files, Name::Superblock, &error))?;
-    let mut superblock = superblock(&*files)?;
+    let superblock = superblock(&*files)?;
     if superblock.is_lost {
         return Err(Failure::damaged(&*files, Name::Superblock, "a write or a sync has failed earlier"));
     }
@@ -134,25 +135,30 @@ pub(crate) fn recover<F: Files>(
     let known = end.known_synced.max(superblock.synced);
     #[cfg(test)]
     let known = if crate::mutant::Mutant::RotIsTheEnd.is_active() { 0 } else { known };
+    let is_same_system = !superblock.is_clean && superblock.boot == boot;
+    let is_torn = !is_same_system
+        || is_beginning(&*files, end.segment, end.at, end.last)?
+            && is_beginning(&*files, end.segment + 1, 0, end.last)?;
+    #[cfg(test)]
+    let is_torn = is_torn || crate::mutant::Mutant::RotIsTorn.is_active();
+    if known > end.last || !is_torn {
+        // What the copy has promised and claimed may be among them, so it is not one that is behind. The files stay as
+        // they are, and the next recovery says the same.
+        let (first, last) = (end.last + 1, known.max(end.last + 1));
+        let why =
+            format!("events {first} to {last} were written, and are not readable any more: its bytes have changed");
+        return Err(Failure::damaged(&*files, Name::Segment(end.segment), &why));
+    }
     let missing = (0..memory.layout().blocks()).filter(|&block| memory.entry(block).is_none()).count();
-    let lacks = if known > end.last {
-        Some(format!("events {} to {known} were synced, and are not readable", end.last + 1))
-    } else {
-        (missing > 0).then(|| format!("{missing} blocks do not have their checksums"))
-    };
+    let lacks = (missing > 0).then(|| format!("{missing} blocks do not have their checksums"));
     let is_cut = !superblock.is_clean && superblock.boot != boot;
     let standing = Standing {
         state: if lacks.is_some() { State::Behind } else { standing.state },
         is_cut: standing.is_cut || is_cut,
         ..standing
     };
-    if known > end.last {
-        // First, or a recovery that is interrupted would take what is cleared for what was never there.
-        superblock = Superblock { counter: superblock.counter + 1, synced: known, ..superblock };
-        write_superblock(&*files, superblock)?;
-    }
     cut_off(&*files, &segments, superblock.base, &end)?;
-    let sequences = (end.last, end.last.max(known) + 1);
+    let sequences = (end.last, end.last + 1);
     let mut journal =
         Journal::begin(Arc::clone(&files), superblock, length, end.segment + 1, sequences, standing, end.dirty)?;
     // Both slots: if one rots, the other must not say that the server had ended in peace.

@@ -95,7 +95,7 @@ impl Host {
                     continue;
                 }
                 Err(failure) => {
-                    tracing::error!(path, %failure, "a copy is lost");
+                    tracing::error!(path, %failure, "{LOST}");
                     continue;
                 }
             };
@@ -110,7 +110,7 @@ impl Host {
                 }
                 // With space it would be found: it must not count as lost.
                 Err(failure @ Failure::Full { .. }) => return Err(io::Error::other(failure.to_string())),
-                Err(failure) => tracing::error!(path, %failure, "a copy is lost"),
+                Err(failure) => tracing::error!(path, %failure, "{LOST}"),
             }
         }
         Ok(())
@@ -493,3 +493,7 @@ impl fmt::Debug for Host {
         write!(f, "Host({} volumes)", lock(&self.slots).len())
     }
 }
+
+/// What the log says of a store that cannot be believed.
+const LOST: &str =
+    "a copy is lost; the next writer, or remora volume repair, gives this server one out of the other copies";

@@ -53,6 +53,7 @@ pub(super) fn keep(host: &Host) {
         for slot in host.slots() {
             if is_round {
                 checkpoint_one(host, &slot);
+                say_synced(&slot);
             }
             is_asked |= scrub_some(&slot, is_round);
         }
@@ -113,6 +114,21 @@ fn checkpoint_one(host: &Host, slot: &Slot) {
         }
         (Err(failure), _) => state.lose(&failure),
         (Ok(_), None) => {}
+    }
+}
+
+/// Writes into the superblock what is durable, if no record says it.
+fn say_synced(slot: &Slot) {
+    let mut state = slot.lock();
+    let Some(kept) = state.kept() else { return };
+    let (number, files) = (kept.number(), Arc::clone(kept.files()));
+    let Some(superblock) = kept.say_synced(Instant::now()) else { return };
+    drop(state);
+    if let Err(failure) = write_superblock(&*files, superblock) {
+        let mut state = slot.lock();
+        if state.kept().is_some_and(|kept| kept.number() == number) {
+            state.lose(&failure);
+        }
     }
 }
 

@@ -172,6 +172,8 @@ pub(super) struct Kept {
     number: u64,
     /// When the last sync began.
     synced_at: Instant,
+    /// When the last one was done.
+    done_at: Instant,
     /// A checkpoint waits for a sync.
     is_wanted: bool,
 }
@@ -185,8 +187,8 @@ impl Kept {
         standing: Standing,
     ) -> Kept {
         let tail = Tail::at(journal.appended(), standing);
-        let (stores, synced_at) = (Arc::clone(stores), Instant::now());
-        Kept { stores, files, journal, tail, number, synced_at, is_wanted: false }
+        let (stores, now) = (Arc::clone(stores), Instant::now());
+        Kept { stores, files, journal, tail, number, synced_at: now, done_at: now, is_wanted: false }
     }
 
     pub(super) fn number(&self) -> u64 {
@@ -231,8 +233,15 @@ impl Kept {
 
     /// It was synced. Returns those that waited for it.
     pub(super) fn synced(&mut self, sync: &Sync<Folder>) -> Vec<Waiter> {
+        self.done_at = Instant::now();
         self.journal.synced(sync);
         self.tail.sync(sync.through)
+    }
+
+    /// The superblock that says what is durable, if nothing was written for a while and no record says it.
+    pub(super) fn say_synced(&mut self, now: Instant) -> Option<Superblock> {
+        let is_due = self.journal.is_unsaid() && now.saturating_duration_since(self.done_at) >= SAY_AFTER;
+        is_due.then(|| self.journal.next_superblock(|_| {}))
     }
 
     /// Those that wait, and will not be answered.
@@ -300,6 +309,10 @@ fn is_scrub_due(last: u64, now: u64) -> bool {
 
 /// What was answered is durable after this and one sync, although no client has asked for it.
 pub(super) const SYNC_EVERY: Duration = Duration::from_millis(100);
+
+/// After this time without a write, the superblock says what is durable. One more write and sync of a page; a writer
+/// that pauses for less has its next record say it.
+const SAY_AFTER: Duration = Duration::from_millis(500);
 
 #[cfg(test)]
 mod tests {
