@@ -135,6 +135,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         std::fs::write(path, serde_json::to_vec_pretty(&report)?)?;
         println!("written to {}", path.display());
     }
+    for line in report.promises() {
+        println!("{line}");
+    }
     println!("{} in all", readable(begun.elapsed()));
     report.verdict()
 }
@@ -250,6 +253,17 @@ impl Report {
         }
     }
 
+    /// Says for each server what Remora promises of default settings: no more time than own replication, and one copy.
+    fn promises(&self) -> Vec<String> {
+        let of_server = |server: &ServerReport| {
+            let of =
+                |method| server.outcomes.iter().map(|entry| &entry.outcome).find(|outcome| outcome.method == method);
+            let cost = |outcome: &Outcome| (outcome.seconds, outcome.full_copies);
+            Some(promise(&server.server, cost(of(Method::RemoraDefault)?), cost(of(Method::OwnDefault)?)))
+        };
+        self.servers.iter().filter_map(of_server).collect()
+    }
+
     /// A demonstration fails if a replica differs from its primary.
     fn verdict(&self) -> Result<()> {
         let outcomes = self.servers.iter().flat_map(|server| &server.outcomes);
@@ -276,6 +290,19 @@ impl Entry {
         };
         format!("primary {}; replicas {}", list(&self.primary_settings), list(&self.replica_settings))
     }
+}
+
+/// Whether Remora took no longer than own replication, both with the servers' default settings, and how many copies the
+/// primary made. Each has seconds and copies. What was not kept stands in capitals.
+fn promise(server: &str, ours: (f64, u64), own: (f64, u64)) -> String {
+    let ratio = ours.0 / own.0;
+    let time = if ratio <= 1.0 { "not slower" } else { "SLOWER" };
+    let copies = if ours.1 <= 1 { "one copy" } else { "MORE THAN ONE COPY" };
+    format!(
+        "{server}, default settings: Remora was {time} than own replication ({:.2} s, {:.2} s, ratio {ratio:.2}), and its primary made \
+         {copies} (sync_full {}, own replication {})",
+        ours.0, own.0, ours.1, own.1
+    )
 }
 
 fn row(server: &str, outcome: &Outcome) -> Vec<String> {
@@ -362,3 +389,16 @@ const LEGEND: &str = "
   agents on loopback are by default.
 
 ";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_demonstration_says_whether_default_settings_kept_what_is_promised() {
+        let kept = promise("Redis 7.0.15", (7.0, 1), (10.0, 3));
+        assert!(kept.contains("not slower") && kept.contains("ratio 0.70") && kept.contains("one copy"), "{kept}");
+        let missed = promise("Redis 7.0.15", (16.0, 2), (8.0, 3));
+        assert!(missed.contains("SLOWER than") && missed.contains("MORE THAN ONE COPY (sync_full 2"), "{missed}");
+    }
+}

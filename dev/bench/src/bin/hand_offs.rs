@@ -34,8 +34,11 @@ struct Options {
     #[arg(long, value_delimiter = ',', default_value = "redis,valkey")]
     servers: Vec<ServerChoice>,
     /// What clients write meanwhile.
-    #[arg(long, value_delimiter = ',', default_value = "paced,quick,full,large")]
+    #[arg(long, value_delimiter = ',', default_value = "paced,quick,burst,large")]
     loads: Vec<Load>,
+    /// The method: Remora's, or a rival's for comparison.
+    #[arg(long, default_value = "remora-default")]
+    method: Method,
     /// Replicas that are made at the same moment.
     #[arg(long, default_value_t = 6)]
     replicas: usize,
@@ -72,8 +75,12 @@ enum Load {
     Paced,
     /// 2,000 values of 5,500 bytes a second.
     Quick,
-    /// `redis-benchmark -d 4096 -P 16`, as fast as the server answers.
-    Full,
+    /// `redis-benchmark -d 4096 -P 16`, as fast as the server answers, from the fork on. It ends before the server's output
+    /// limit would end every replica link.
+    Burst,
+    /// The same from the start and without an end. It is not judged: the server's output limit ends the links of every
+    /// replica, until the writes are over.
+    Endless,
     /// 2,000 commands of every kind a second, among them values of 1 to 4 MiB, which a backlog of 1 MiB cannot hold.
     Large,
 }
@@ -83,7 +90,8 @@ impl Load {
         match self {
             Load::Paced => "2 MB/s",
             Load::Quick => "11 MB/s",
-            Load::Full => "redis-benchmark -d 4096 -P 16",
+            Load::Burst => "redis-benchmark -d 4096 -P 16, 195 MiB from the fork on",
+            Load::Endless => "redis-benchmark -d 4096 -P 16",
             Load::Large => "2,000 commands/s, values to 4 MiB",
         }
     }
@@ -94,9 +102,11 @@ fn main() -> Result<ExitCode> {
     let program = Program::build()?;
     let mut run = Run::new("hand_offs", "see the case");
     run.notes.push(format!(
-        "{} replicas at the same moment beside a primary with default settings and {} values of 3.66 MiB; everything on this machine, \
-         over loopback. The greatest value of all rounds is the one that is judged.",
-        options.replicas, options.values
+        "{}: {} replicas at the same moment beside a primary with default settings and {} values of 3.66 MiB; everything on this \
+         machine, over loopback. The greatest value of all rounds is the one that is judged.",
+        options.method.name(),
+        options.replicas,
+        options.values
     ));
     for server in options.servers.clone() {
         measure(&options, &program, server.kind(), &mut run)?;
@@ -180,7 +190,7 @@ fn play(scene: &mut Scene, options: &Options, load: Load, round: usize) -> Resul
     let outputs = Outputs::watch(scene.primary())?;
     let mut writer = Some(Writer::start(load, scene.primary(), round)?);
     let trial = Trial {
-        method: Method::RemoraDefault,
+        method: options.method,
         replicas: options.replicas,
         writes: None,
         compare: options.compare.is_due(round),
@@ -217,9 +227,10 @@ fn judge(kind: Kind, run: &mut Run) {
             cases.push(sample.case.clone());
         }
     }
-    for case in cases {
+    let is_judged = |case: &&String| !case.starts_with(&format!("{}: ", Load::Endless.name()));
+    for case in cases.iter().filter(is_judged) {
         let Some((_, most)) = PROMISES.iter().find(|(what, _)| case.ends_with(what)) else { continue };
-        let of_case = run.samples.iter().filter(|sample| sample.subject == subject && sample.case == case);
+        let of_case = run.samples.iter().filter(|sample| sample.subject == subject && sample.case == *case);
         let worst = of_case.map(|sample| sample.value).fold(f64::NEG_INFINITY, f64::max);
         let goal = Goal {
             what: format!("{subject}, {case}"),
@@ -289,6 +300,11 @@ enum Writer {
         thread: JoinHandle<Result<()>>,
     },
     Every(Workload),
+    /// As many as one burst has, from the fork on.
+    Burst {
+        is_over: Arc<AtomicBool>,
+        thread: JoinHandle<Result<()>>,
+    },
     Benchmark(Process),
 }
 
@@ -297,7 +313,8 @@ impl Writer {
         match load {
             Load::Paced => Writer::values(primary, 1000),
             Load::Quick => Writer::values(primary, 5500),
-            Load::Full => Writer::benchmark(primary),
+            Load::Burst => Writer::burst(primary),
+            Load::Endless => Writer::benchmark(primary),
             Load::Large => {
                 let options = workload::Options::seeded(round as u64).rate(WRITES_PER_SECOND);
                 let options = workload::Options { flush: false, ..options };
@@ -331,20 +348,37 @@ impl Writer {
         Ok(Writer::Values { is_over, thread })
     }
 
+    fn burst(primary: &Server) -> Result<Writer> {
+        let mut client = primary.client()?;
+        let command = benchmark(primary, BURST_COMMANDS);
+        let is_over = Arc::new(AtomicBool::new(false));
+        let ended = Arc::clone(&is_over);
+        let thread = thread::spawn(move || {
+            while client.info("persistence")?.get("rdb_bgsave_in_progress") != Some("1") {
+                if ended.load(Ordering::Relaxed) {
+                    return Err("the primary has not forked, so nothing was written".into());
+                }
+                thread::sleep(WRITER_POLL);
+            }
+            let (mut process, _) = Process::start("redis-benchmark", command)?;
+            match process.wait(BURST_TIME)? {
+                Some(status) if status.success() => Ok(()),
+                other => Err(format!("redis-benchmark did not end well: {other:?}").into()),
+            }
+        });
+        Ok(Writer::Burst { is_over, thread })
+    }
+
     fn benchmark(primary: &Server) -> Result<Writer> {
-        let address = primary.address();
-        let mut command = Command::new("redis-benchmark");
-        command.args(["-h", &address.ip().to_string(), "-p", &address.port().to_string()]);
-        command.args(["-t", "set", "-d", "4096", "-P", "16", "-q"]);
-        command.args(["-n", &BENCHMARK_COMMANDS.to_string(), "-r", &KEYS.to_string()]);
-        command.stdout(Stdio::null()).stderr(Stdio::null());
-        let (process, _) = Process::start("redis-benchmark", command)?;
+        let (process, _) = Process::start("redis-benchmark", benchmark(primary, ENDLESS_COMMANDS))?;
         Ok(Writer::Benchmark(process))
     }
 
     fn is_over(&mut self) -> bool {
         match self {
             Writer::Values { thread, .. } => thread.is_finished(),
+            // It is to end by itself.
+            Writer::Burst { .. } => false,
             Writer::Every(workload) => workload.is_over(),
             Writer::Benchmark(process) => !matches!(process.ended(), Ok(None)),
         }
@@ -352,7 +386,7 @@ impl Writer {
 
     fn stop(self) -> Result<()> {
         match self {
-            Writer::Values { is_over, thread } => {
+            Writer::Values { is_over, thread } | Writer::Burst { is_over, thread } => {
                 is_over.store(true, Ordering::Relaxed);
                 thread.join().map_err(|_| "the writing thread panicked")?
             }
@@ -360,6 +394,16 @@ impl Writer {
             Writer::Benchmark(mut process) => Ok(process.kill().map(drop)?),
         }
     }
+}
+
+fn benchmark(primary: &Server, commands: u64) -> Command {
+    let address = primary.address();
+    let mut command = Command::new("redis-benchmark");
+    command.args(["-h", &address.ip().to_string(), "-p", &address.port().to_string()]);
+    command.args(["-t", "set", "-d", "4096", "-P", "16", "-q"]);
+    command.args(["-n", &commands.to_string(), "-r", &KEYS.to_string()]);
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    command
 }
 
 const FULL: &str = "sync_full";
@@ -383,8 +427,15 @@ const KEYS: u64 = 20_000;
 /// Commands that a paced load catches up with in one pipeline.
 const MOST_AT_ONCE: u64 = 200;
 
-/// Commands of `redis-benchmark`: more than it can send while the replicas are made.
-const BENCHMARK_COMMANDS: u64 = 5_000_000;
+/// Commands of a burst: 195 MiB, less than the 256 MiB at which the server ends a replica link that cannot be read while the
+/// snapshot is on it.
+const BURST_COMMANDS: u64 = 50_000;
+
+/// How long a burst may take, also on a busy machine.
+const BURST_TIME: Duration = Duration::from_secs(120);
+
+/// Commands of `redis-benchmark` that are more than it can send while replicas are made: 19 GiB.
+const ENDLESS_COMMANDS: u64 = 5_000_000;
 
 /// How often a paced load looks whether commands are due.
 const WRITER_POLL: Duration = Duration::from_millis(2);

@@ -102,6 +102,19 @@ fn mass_replacement_takes_one_full_copy_of_each_primary_with_remora() {
 }
 
 #[test]
+fn hand_offs_beside_writes_take_one_full_copy_with_default_settings() {
+    let _alone = crate::alone();
+    let Some(_) = require::valkey() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().display().to_string();
+    let small = ["--rounds", "1", "--values", "16", "--replicas", "2", "--loads", "paced,large"];
+    run(env!("CARGO_BIN_EXE_hand_offs"), &[&small[..], &["--out", &out]].concat(), &[0]);
+    let goals = kept(folder.path())["goals"].as_array().unwrap().clone();
+    assert_eq!(goals.len(), 2 * 2 * 4, "two servers, two loads, four promises: {goals:?}");
+    assert!(goals.iter().all(|goal| goal["value"]["median"].is_number()), "{goals:?}");
+}
+
+#[test]
 fn remora_bench_compares_its_syncs_over_a_network_and_under_load() {
     let _beside = crate::beside_others();
     let Some(()) = require::shaping() else { return };
