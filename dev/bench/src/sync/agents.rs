@@ -384,8 +384,8 @@ const NO_SERVE_PEERS: &str = "--no-serve-peers";
 const UPLOAD_LIMIT: &str = "--upload-limit";
 const AUTO_UPLOAD: &str = "--upload-limit <auto|none|SIZE>";
 
-/// Memory for the stream: far more than the demo's writer writes during a sync.
-const JOURNAL_MIB: u64 = 128;
+/// Memory for the stream: what `remora source` takes by default.
+const JOURNAL_MIB: u64 = 256;
 
 /// Time limit for filling a server: the slowest shape takes a tenth of it.
 const LONGEST_LOAD: Duration = Duration::from_secs(600);
