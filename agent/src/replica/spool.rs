@@ -34,6 +34,7 @@ use remora_table::{Encoded, Method, Origin, Seal, Slot};
 use serde::{Deserialize, Serialize};
 
 use super::private::Folder;
+use crate::checked_json::{self, Checksum};
 
 /// What identifies the slots of a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,7 +77,7 @@ pub(crate) struct Held {
     pub(crate) number: u64,
     /// Bytes in it.
     pub(crate) length: u32,
-    /// CRC-32C of what is kept of them.
+    /// CRC-32C of what is kept of them, and of the tag behind it.
     pub(crate) crc: u32,
     /// How they are compressed in the file, and how many bytes are kept there. `None`: as they are.
     pub(crate) encoded: Option<(Method, u32)>,
@@ -131,7 +132,7 @@ impl Spool {
         if read_snapshot(&folder) != Some((*snapshot, seal.is_some())) {
             remove_files(&folder)?;
             let origin = OriginFile::new(snapshot, seal.is_some());
-            folder.replace("origin.json", &serde_json::to_vec_pretty(&origin)?)?;
+            folder.replace("origin.json", &checked_json::to_json(&origin)?)?;
         }
         Spool::load(folder, snapshot, seal.is_some(), seal)
     }
@@ -196,7 +197,13 @@ impl Spool {
             at += n as u64;
             left -= n;
         }
-        Ok(Some(crc))
+        let Some(tags) = &self.tags else { return Ok(Some(crc)) };
+        let mut tag = [0; TAG_BYTES];
+        match tags.read_exact_at(&mut tag, record.number * TAG_BYTES as u64) {
+            Ok(()) => Ok(Some(crc::crc32c_append(crc, &tag))),
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     /// Writes what is to be kept of a slot whose content has this CRC-32C, and returns the record of what was written.
@@ -239,12 +246,15 @@ impl Spool {
 
     /// Writes these bytes of a slot, as ciphertext if slots are kept so.
     fn store_bytes(&self, record: Held, mut bytes: Vec<u8>) -> io::Result<Held> {
+        let mut tag = None;
         if let (Some(tags), Some(seal)) = (&self.tags, &self.seal) {
-            let tag = seal.seal_kept(record.number, &mut bytes).map_err(io::Error::other)?;
-            tags.write_all_at(&tag, record.number * TAG_BYTES as u64)?;
+            let of_slot = seal.seal_kept(record.number, &mut bytes).map_err(io::Error::other)?;
+            tags.write_all_at(&of_slot, record.number * TAG_BYTES as u64)?;
+            tag = Some(of_slot);
         }
         self.slots.write_all_at(&bytes, self.place(record.number))?;
-        Ok(Held { crc: crc::crc32c(&bytes), ..record })
+        let crc = crc::crc32c(&bytes);
+        Ok(Held { crc: tag.map_or(crc, |tag| crc::crc32c_append(crc, &tag)), ..record })
     }
 
     /// The plain bytes of a held slot, if it is kept as ciphertext or compressed. `None`: they are as they are in the
@@ -312,7 +322,11 @@ impl Spool {
 
 /// Which snapshot the slots belong to, and whether they are ciphertext.
 fn read_snapshot(folder: &Folder) -> Option<(SnapshotId, bool)> {
-    let file: OriginFile = serde_json::from_slice(&folder.read("origin.json", ORIGIN_LIMIT).ok()??).ok()?;
+    let text = folder.read("origin.json", ORIGIN_LIMIT).ok()??;
+    if checked_json::check(&text) != Checksum::Right {
+        return None; // whatever lies beside it may be of another snapshot
+    }
+    let file: OriginFile = serde_json::from_slice(&text).ok()?;
     Some((file.snapshot()?, file.sealed))
 }
 
@@ -415,8 +429,11 @@ mod tests {
         assert_eq!(look(folder.path()).map(|(snapshot, _)| snapshot), Some(snapshot(1)));
         let path = folder.path().join("origin.json");
         let right = std::fs::read_to_string(&path).unwrap();
+        let rest = right.split_once(",\n  \"checksum\"").unwrap().0;
         for replid in ["a".repeat(39), "g".repeat(40), String::new()] {
-            std::fs::write(&path, right.replace(&"a".repeat(40), &replid)).unwrap();
+            let text = format!("{}}}", rest.replace(&"a".repeat(40), &replid));
+            let value: serde_json::Value = serde_json::from_str(&text).unwrap();
+            std::fs::write(&path, checked_json::to_json(&value).unwrap()).unwrap();
             assert_eq!(look(folder.path()).map(|(snapshot, _)| snapshot), None, "{replid}");
         }
     }
@@ -464,6 +481,46 @@ mod tests {
         // Ciphertext is not taken for plain slots.
         assert_eq!(Spool::open(folder.path(), &snapshot(1), None).unwrap().held_below(), 0);
         assert!(!folder.path().join("tags").exists());
+    }
+
+    #[test]
+    fn a_changed_byte_in_any_file_costs_a_slot_and_never_changes_one() {
+        for seal in [None, Some(seal(7))] {
+            let home = tempfile::tempdir().unwrap();
+            let (good, tried) = (home.path().join("good"), home.path().join("tried"));
+            std::fs::create_dir(&good).unwrap();
+            std::fs::create_dir(&tried).unwrap();
+            let memory = Memory::create("spool-test", u64::from(SLOT), Pages::Small).unwrap();
+            let mut spool = Spool::open(&good, &snapshot(1), seal.clone()).unwrap();
+            slot(&mut spool, &memory, 0, 100);
+            slot(&mut spool, &memory, 1, 50);
+            drop(spool);
+            let files: Vec<_> = std::fs::read_dir(&good).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+            assert_eq!(files.len(), 3 + usize::from(seal.is_some()), "{files:?}");
+            for changed in &files {
+                let bytes = std::fs::read(good.join(changed)).unwrap();
+                for at in (0..bytes.len()).filter(|at| bytes[*at] != 0 || at % 64 == 0) {
+                    for file in &files {
+                        std::fs::copy(good.join(file), tried.join(file)).unwrap();
+                    }
+                    let mut wrong = bytes.clone();
+                    wrong[at] ^= 1 << (at % 8);
+                    std::fs::write(tried.join(changed), wrong).unwrap();
+                    let spool = Spool::open(&tried, &snapshot(1), seal.clone()).unwrap();
+                    let is_within = changed != "slots" || at < 100 || (SLOT as usize..SLOT as usize + 50).contains(&at);
+                    assert_eq!(spool.held().len() == 2, !is_within, "{changed:?}, byte {at}");
+                    for number in spool.held() {
+                        let record = spool.get(number).unwrap();
+                        let plain = spool.opened(&record).unwrap().unwrap_or_else(|| {
+                            let mut plain = vec![0; record.length as usize];
+                            spool.file().read_exact_at(&mut plain, spool.place(number)).unwrap();
+                            plain
+                        });
+                        assert_eq!(plain, vec![number as u8 + 1; [100, 50][number as usize]], "{changed:?}, byte {at}");
+                    }
+                }
+            }
+        }
     }
 
     #[test]

@@ -8,6 +8,7 @@ use remora_volume::shape::{BLOCK_BYTES, Copies, Shape, VolumeId};
 use serde::{Deserialize, Serialize};
 
 use crate::args::HostPort;
+use crate::checked_json::{self, Checksum};
 use crate::exit::Failure;
 
 /// The layout of the file.
@@ -55,6 +56,9 @@ struct Words {
     bytes: u64,
     acknowledge: usize,
     servers: Vec<String>,
+    /// The checksum of the file, which [`checked_json`] writes.
+    #[serde(default, skip_serializing)]
+    checksum: Option<String>,
 }
 
 impl VolumeFile {
@@ -76,6 +80,12 @@ impl VolumeFile {
 
     fn parse(text: &str) -> Result<VolumeFile, String> {
         let words: Words = serde_json::from_str(text).map_err(|error| error.to_string())?;
+        // A changed digit of an address would make another server a copy of the volume.
+        if words.checksum.is_some() && checked_json::check(text.as_bytes()) != Checksum::Right {
+            return Err(
+                "its checksum is wrong, so it was damaged or edited (after an edit, take its \"checksum\" out)".into(),
+            );
+        }
         if words.remora_volume != LAYOUT {
             return Err(format!("its layout is {}, and this version knows {LAYOUT}", words.remora_volume));
         }
@@ -120,8 +130,9 @@ impl VolumeFile {
             bytes: self.shape.blocks() * BLOCK_BYTES as u64,
             acknowledge: self.shape.copies().hold(),
             servers: self.servers.iter().map(HostPort::to_string).collect(),
+            checksum: None,
         };
-        let text = serde_json::to_string_pretty(&words).map_err(|error| Failure::local(error.to_string()))?;
+        let text = checked_json::to_json(&words).map_err(|error| Failure::local(error.to_string()))?;
         let created = OpenOptions::new().write(true).create_new(true).open(path);
         let mut file = created.map_err(|error| match error.kind() {
             io::ErrorKind::AlreadyExists => {
@@ -129,7 +140,7 @@ impl VolumeFile {
             }
             _ => Failure::local(format!("cannot create {name}: {error}")),
         })?;
-        writeln!(file, "{text}").and_then(|()| file.sync_all()).map_err(|error| {
+        file.write_all(&text).and_then(|()| file.sync_all()).map_err(|error| {
             // Half a description must not be used.
             let _ = std::fs::remove_file(path);
             Failure::local(format!("cannot write {name}: {error}"))
@@ -188,6 +199,25 @@ mod tests {
         larger.prepare(&path).unwrap().replace().unwrap();
         assert_eq!(VolumeFile::read(&path).unwrap(), larger);
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_changed_bit_makes_no_other_volume() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("data.volume");
+        described().write(&path).unwrap();
+        let text = std::fs::read(&path).unwrap();
+        for at in 0..text.len() {
+            for bit in 0..8 {
+                let mut changed = text.clone();
+                changed[at] ^= 1 << bit;
+                std::fs::write(&path, &changed).unwrap();
+                let refused = VolumeFile::read(&path).unwrap_err();
+                assert!(refused.message.contains("data.volume"), "byte {at}, bit {bit}: {refused}");
+            }
+        }
+        std::fs::write(&path, &text[..text.len() / 2]).unwrap();
+        VolumeFile::read(&path).unwrap_err();
     }
 
     #[test]

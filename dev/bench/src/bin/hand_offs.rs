@@ -1,8 +1,8 @@
 //! Hand-offs beside a primary with default settings that is being written to: how many copies it makes.
 //!
-//! The primary has 70 values of 3.66 MiB. Clients write while six replicas are made at the same moment. Remora hands each
-//! server over to the primary's own replication. A hand-off that comes too late costs the primary a second full copy, and
-//! its counter `sync_full` shows that. So this program counts, and does not compare times.
+//! The primary has 70 values of 3.66 MiB. Clients write while six replicas are made at the same moment. Remora hands
+//! each server over to the primary's own replication. A hand-off that comes too late costs the primary a second full
+//! copy, and its counter `sync_full` shows that. So this program counts, and does not compare times.
 //!
 //! ```text
 //! cargo run --release -p remora-bench --bin hand_offs -- --rounds 50 --out bench/runs
@@ -75,8 +75,8 @@ enum Load {
     Paced,
     /// 2,000 values of 5,500 bytes a second.
     Quick,
-    /// `redis-benchmark -d 4096 -P 16`, as fast as the server answers, from the fork on. It ends before the server's output
-    /// limit would end every replica link.
+    /// `redis-benchmark -d 4096 -P 16`, as fast as the server answers, from the fork on. It ends before the server's
+    /// output limit would end every replica link.
     Burst,
     /// The same from the start and without an end. It is not judged: the server's output limit ends the links of every
     /// replica, until the writes are over.
@@ -427,8 +427,8 @@ const KEYS: u64 = 20_000;
 /// Commands that a paced load catches up with in one pipeline.
 const MOST_AT_ONCE: u64 = 200;
 
-/// Commands of a burst: 195 MiB, less than the 256 MiB at which the server ends a replica link that cannot be read while the
-/// snapshot is on it.
+/// Commands of a burst: 195 MiB, less than the 256 MiB at which the server ends a replica link that cannot be read
+/// while the snapshot is on it.
 const BURST_COMMANDS: u64 = 50_000;
 
 /// How long a burst may take, also on a busy machine.
