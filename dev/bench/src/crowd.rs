@@ -223,7 +223,7 @@ impl Member {
                 }
             }
             Message::ReadFrom { upstream, .. } => self.reads_from = upstream.map(|upstream| upstream.session),
-            Message::Waiting { .. } => {}
+            Message::Waiting { .. } | Message::Expected(_) => {}
             other => return Err(format!("the source sent {}", other.name()).into()),
         }
         Ok(())
