@@ -8,6 +8,7 @@ use remora_lab::tls::{Authority, Tls, certificates};
 use remora_lab::{Agent, Host, Net, Random, require};
 use rustix::process::Signal;
 
+use crate::kit::volume_file::without_checksum;
 use crate::kit::{LONG, ends, says};
 use crate::volume::{Scene, qemu_io};
 
@@ -63,6 +64,7 @@ fn ways_that_are_not_encrypted_are_refused_between_hosts() {
     says(&scene.end(&serve, 3), &["--rdma-address", "without encryption", "--plaintext-network"]);
     let file = scene.create("data.volume");
     let elsewhere = fs::read_to_string(&file).unwrap().replacen(&scene.addresses[0], "192.0.2.1:7480", 1);
+    let elsewhere = without_checksum(&elsewhere);
     fs::write(&file, elsewhere).unwrap();
     let socket = scene.socket("device");
     for (option, ways) in [("--reads", ["anywhere", "far"]), ("--writes", ["pulled", "chain"])] {
