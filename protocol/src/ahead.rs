@@ -16,6 +16,13 @@ pub struct Advance {
     pub left_seconds: Option<u64>,
 }
 
+impl Advance {
+    /// The share of the whole that has arrived, from 0 to 1. `None` while the length of the whole is unknown.
+    pub fn ratio(&self) -> Option<f64> {
+        self.percent_permille.map(|permille| f64::from(permille) / 1000.0)
+    }
+}
+
 record!(Advance { percent_permille: Maybe<u16>, rate_bytes_per_s: u64, left_seconds: Maybe<u64> });
 
 /// The length of a snapshot, as far as it is known.

@@ -143,7 +143,7 @@ pub(crate) fn known(length: u64) -> Length {
 }
 
 /// Thousandths, rounded down. An estimate that was exceeded says nothing, except one that follows the work.
-fn share(position: u64, length: Length) -> Option<u16> {
+pub(crate) fn share(position: u64, length: Length) -> Option<u16> {
     match length.basis {
         Basis::Unknown => None,
         Basis::Memory | Basis::Former if position > length.bytes => None,
@@ -166,7 +166,7 @@ mod tests {
         Length { bytes, basis: Basis::Keys }
     }
 
-    /// Work that grows by a MiB each 100 ms for so many steps, and what is shown then.
+    /// What is shown of work after `steps` steps, each of which takes 100 ms and adds a MiB.
     fn after(steps: u64, length: Length) -> Look {
         let (start, mut tracker) = (Instant::now(), Tracker::default());
         let at = |step: u64| start + Duration::from_millis(100 * step);
@@ -202,7 +202,7 @@ mod tests {
         (0..600).for_each(|step| tracker.reach(at(step), step * 10 * MIB, known(10_000 * MIB)));
         (600..660).for_each(|step| tracker.reach(at(step), (6000 + step - 600) * MIB, known(10_000 * MIB)));
         assert_eq!(rate(&tracker.look(at(659))), Some(10));
-        // Nobody tells it anything any more.
+        // The tracker is told nothing for a while.
         let silent = tracker.look(at(659) + RATE_SPAN);
         assert_eq!((silent.rate, silent.left, silent.permille), (Some(0.0), None, Some(605)));
     }

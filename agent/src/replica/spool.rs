@@ -77,7 +77,7 @@ pub(crate) struct Held {
     pub(crate) number: u64,
     /// Bytes in it.
     pub(crate) length: u32,
-    /// CRC-32C of what is kept of them, and of the tag behind it.
+    /// CRC-32C of what is kept of them, followed by the slot's tag if slots are ciphertext.
     pub(crate) crc: u32,
     /// How they are compressed in the file, and how many bytes are kept there. `None`: as they are.
     pub(crate) encoded: Option<(Method, u32)>,
@@ -246,15 +246,14 @@ impl Spool {
 
     /// Writes these bytes of a slot, as ciphertext if slots are kept so.
     fn store_bytes(&self, record: Held, mut bytes: Vec<u8>) -> io::Result<Held> {
-        let mut tag = None;
-        if let (Some(tags), Some(seal)) = (&self.tags, &self.seal) {
-            let of_slot = seal.seal_kept(record.number, &mut bytes).map_err(io::Error::other)?;
-            tags.write_all_at(&of_slot, record.number * TAG_BYTES as u64)?;
-            tag = Some(of_slot);
-        }
+        let (Some(tags), Some(seal)) = (&self.tags, &self.seal) else {
+            self.slots.write_all_at(&bytes, self.place(record.number))?;
+            return Ok(Held { crc: crc::crc32c(&bytes), ..record });
+        };
+        let tag = seal.seal_kept(record.number, &mut bytes).map_err(io::Error::other)?;
+        tags.write_all_at(&tag, record.number * TAG_BYTES as u64)?;
         self.slots.write_all_at(&bytes, self.place(record.number))?;
-        let crc = crc::crc32c(&bytes);
-        Ok(Held { crc: tag.map_or(crc, |tag| crc::crc32c_append(crc, &tag)), ..record })
+        Ok(Held { crc: crc::crc32c_append(crc::crc32c(&bytes), &tag), ..record })
     }
 
     /// The plain bytes of a held slot, if it is kept as ciphertext or compressed. `None`: they are as they are in the

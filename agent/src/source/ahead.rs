@@ -104,7 +104,8 @@ impl Estimate {
         }
     }
 
-    /// The best that is known. An estimate that was exceeded is none, except for that of the keys, which follows.
+    /// The best estimate. One that the bytes have exceeded no longer counts, except that of the keys, which grows with
+    /// them.
     fn length(&self, seen: Seen) -> Length {
         if let Some(bytes) = seen.announced {
             return known(bytes);
@@ -131,7 +132,7 @@ impl Ahead {
         self.tracker.look(now)
     }
 
-    /// The current snapshot is this one; `None`: there is none.
+    /// Begins anew if the current snapshot is another one. `None`: the source has no snapshot.
     fn is_of(&mut self, generation: Option<u64>) {
         let generation = generation.unwrap_or(0);
         if self.expected.generation != generation {

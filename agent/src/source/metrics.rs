@@ -94,8 +94,8 @@ fn show_snapshot(families: &mut Families, snapshot: Option<&GenerationStatus>) {
     ] {
         families.number(family, value);
     }
-    if let Some(permille) = snapshot.advance.percent_permille {
-        families.gauge(&all::SNAPSHOT_PROGRESS, f64::from(permille) / 1000.0);
+    if let Some(ratio) = snapshot.advance.ratio() {
+        families.gauge(&all::SNAPSHOT_PROGRESS, ratio);
     }
     families.gauge(&all::SNAPSHOT_CAPTURE, snapshot.capture_millis as f64 / 1000.0);
 }
@@ -135,7 +135,7 @@ fn show_replicas(families: &mut Families, replicas: &[ReplicaStatus]) {
     let mut each = |family: &'static Family, value: fn(&ReplicaStatus) -> Option<f64>| {
         families.gauges(family, replicas.iter().filter_map(|replica| Some(([name(replica)], value(replica)?))));
     };
-    each(&all::REPLICA_PROGRESS, |replica| Some(f64::from(replica.advance.percent_permille?) / 1000.0));
+    each(&all::REPLICA_PROGRESS, |replica| replica.advance.ratio());
     each(&all::REPLICA_RATE, |replica| Some(replica.advance.rate_bytes_per_s as f64));
     // Without an acknowledged offset, the lag would be the whole history.
     each(&all::REPLICA_LAG, |replica| (replica.applied_offset > 0).then_some(replica.journal_lag_bytes as f64));

@@ -9,6 +9,7 @@ use remora_protocol::{
 };
 use serde::Serialize;
 
+use crate::progress::tracker::{known, share};
 use crate::progress::words::{self, Unit};
 use crate::units::{Size, readable};
 
@@ -163,7 +164,7 @@ impl Row {
             session: replica.session,
             name: replica.name.clone(),
             phase: replica.phase,
-            share: f64::from(replica.advance.percent_permille.unwrap_or(0)) / 1000.0,
+            share: replica.advance.ratio().unwrap_or(0.0),
             percent: percent(replica),
             rate: reading(replica),
             left: left(replica),
@@ -184,8 +185,8 @@ fn tables(generation: &GenerationStatus, replicas: &[ReplicaStatus]) -> Vec<Fact
     let [value, how] = snapshot(generation);
     let (state, how) = (state(generation.state), if how.is_empty() { how } else { format!("{how}, ") });
     let more = format!("{how}{state}{windowed}, by {}, {age} old", generation.capture);
-    let share = generation.advance.percent_permille.filter(|_| generation.state == GenerationState::Capturing);
-    let share = share.map(|permille| Share { of_one: f64::from(permille) / 1000.0, level: Level::Low });
+    let share = generation.advance.ratio().filter(|_| generation.state == GenerationState::Capturing);
+    let share = share.map(|of_one| Share { of_one, level: Level::Low });
     let held = held(generation);
     let (used, limit) = (generation.memory_bytes, generation.memory_limit);
     let mut facts = vec![
@@ -245,8 +246,8 @@ pub(super) fn no_snapshot(report: &StatusReport) -> [String; 2] {
 
 /// What a server has saved.
 pub(super) fn saved(saving: Saving) -> String {
-    let permille = (u128::from(saving.keys) * 1000).checked_div(saving.keys_total.into()).unwrap_or(0);
-    format!("{} of {} keys", words::percent(permille.min(1000) as u16), saving.keys_total)
+    let permille = share(saving.keys, known(saving.keys_total)).unwrap_or(0);
+    format!("{} of {} keys", words::percent(permille), saving.keys_total)
 }
 
 /// How much of the snapshot there is; and, while it is taken, how far it is, how fast it comes and how long the rest

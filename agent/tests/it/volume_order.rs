@@ -13,8 +13,7 @@ use remora_lab::{Agent, Kind, Server, require};
 use rustix::io::Errno;
 use rustix::process::Signal;
 
-use crate::kit::volume_file::without_checksum;
-use crate::kit::{Directory, LONG, ends, says};
+use crate::kit::{Directory, LONG, ends, says, without_checksum};
 use crate::volume::{Scene, qemu_io};
 use crate::volume_mount::mount;
 

@@ -8,8 +8,7 @@ use remora_lab::tls::{Authority, Tls, certificates};
 use remora_lab::{Agent, Host, Net, Random, require};
 use rustix::process::Signal;
 
-use crate::kit::volume_file::without_checksum;
-use crate::kit::{LONG, ends, says};
+use crate::kit::{LONG, ends, says, without_checksum};
 use crate::volume::{Scene, qemu_io};
 
 /// The number that a log line gives for this field.

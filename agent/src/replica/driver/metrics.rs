@@ -67,7 +67,7 @@ pub(super) fn show(driver: &Driver, families: &mut Families) {
         families.number(family, value);
     }
     let transfer = driver.display.transfer(Instant::now());
-    families.gauge(&all::SYNC_PROGRESS, f64::from(transfer.permille.unwrap_or(0)) / 1000.0);
+    families.gauge(&all::SYNC_PROGRESS, transfer.advance().ratio().unwrap_or(0.0));
     families.gauge(&all::SYNC_RATE, transfer.rate.unwrap_or(0.0));
     if let Some(left) = transfer.left {
         families.gauge(&all::SYNC_LEFT, left.as_secs_f64());

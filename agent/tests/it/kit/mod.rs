@@ -81,10 +81,8 @@ impl Flood {
     }
 }
 
-pub(crate) mod volume_file {
-    /// The text of a volume's file as a person writes it, without its checksum.
-    pub(crate) fn without_checksum(text: &str) -> String {
-        let (before, _) = text.split_once(",\n  \"checksum\"").unwrap();
-        format!("{before}\n}}\n")
-    }
+/// The text of a volume's file as a person writes it, without its checksum.
+pub(crate) fn without_checksum(text: &str) -> String {
+    let (before, _) = text.split_once(",\n  \"checksum\"").unwrap();
+    format!("{before}\n}}\n")
 }

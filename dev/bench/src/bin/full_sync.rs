@@ -24,6 +24,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Parser, ValueEnum};
 use remora_bench::Run;
+use remora_bench::suite::ServerChoice;
 use remora_bench::sync::{Compare, Content, Method, Program, Result, Samples, Scene, Shape, Taken, Trial};
 use remora_lab::Kind;
 
@@ -70,12 +71,6 @@ struct Options {
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
-enum ServerChoice {
-    Redis,
-    Valkey,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
 enum ShapeChoice {
     Large,
     Medium,
@@ -105,15 +100,6 @@ impl std::str::FromStr for MethodName {
 impl std::fmt::Display for MethodName {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(self.0.to_possible_value().as_ref().map_or("", |value| value.get_name()))
-    }
-}
-
-impl ServerChoice {
-    fn kind(self) -> Kind {
-        match self {
-            ServerChoice::Redis => Kind::Redis7,
-            ServerChoice::Valkey => Kind::Valkey9,
-        }
     }
 }
 

@@ -17,6 +17,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use clap::{Parser, ValueEnum};
+use remora_bench::suite::ServerChoice;
 use remora_bench::sync::{Compare, Content, Method, Outcome, Program, Result, Scene, Shape, Trial};
 use remora_bench::{Goal, Run, Sample, Spread};
 use remora_lab::process::Process;
@@ -51,21 +52,6 @@ struct Options {
     /// Keep the run in a new folder below this one.
     #[arg(long)]
     out: Option<PathBuf>,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum ServerChoice {
-    Redis,
-    Valkey,
-}
-
-impl ServerChoice {
-    fn kind(self) -> Kind {
-        match self {
-            ServerChoice::Redis => Kind::Redis7,
-            ServerChoice::Valkey => Kind::Valkey9,
-        }
-    }
 }
 
 /// What clients write while the replicas are made.
@@ -139,8 +125,8 @@ struct Seen {
     refused: u64,
     /// The largest output that the primary kept for one replica link, in bytes.
     kept: u64,
-    /// Whether the clients had stopped before the last replica was in step.
-    waited: bool,
+    /// Whether the clients had stopped before the last replica was in step. `None`: they stop by themselves.
+    waited: Option<bool>,
     /// Bytes that the clients wrote meanwhile.
     written: u64,
     source_cpu: f64,
@@ -168,11 +154,11 @@ impl Seen {
             (FULL, self.full_copies as f64),
             (REFUSED, self.refused as f64),
             (KEPT, self.kept as f64 / f64::from(1 << 20)),
-            (WAITED, f64::from(u8::from(self.waited))),
             ("seconds", self.seconds),
             ("MiB written meanwhile", self.written as f64 / f64::from(1 << 20)),
         ];
-        run.samples.extend(figures.map(|(what, value)| Sample {
+        let waited = self.waited.map(|waited| (WAITED, f64::from(u8::from(waited))));
+        run.samples.extend(figures.into_iter().chain(waited).map(|(what, value)| Sample {
             subject: kind.to_string(),
             case: format!("{}: {what}", load.name()),
             round,
@@ -197,7 +183,7 @@ fn play(scene: &mut Scene, options: &Options, load: Load, round: usize) -> Resul
     };
     let mut after = None;
     let outcome: Outcome = scene.play_then(&trial, &|_, _| {}, &mut |_| {
-        let waited = writer.as_mut().is_none_or(Writer::is_over);
+        let waited = writer.as_mut().and_then(Writer::is_over);
         after = Some((Counters::read(&mut client)?, waited));
         // Replicas are compared when nobody writes.
         writer.take().map_or(Ok(()), Writer::stop)
@@ -294,13 +280,13 @@ impl Outputs {
 
 /// The clients that write.
 enum Writer {
-    /// Values of one size, so many a second.
+    /// Values of one size, [`WRITES_PER_SECOND`] of them.
     Values {
         is_over: Arc<AtomicBool>,
         thread: JoinHandle<Result<()>>,
     },
     Every(Workload),
-    /// As many as one burst has, from the fork on.
+    /// [`BURST_COMMANDS`] of `redis-benchmark`, from the fork on.
     Burst {
         is_over: Arc<AtomicBool>,
         thread: JoinHandle<Result<()>>,
@@ -374,13 +360,13 @@ impl Writer {
         Ok(Writer::Benchmark(process))
     }
 
-    fn is_over(&mut self) -> bool {
+    /// Whether it writes no more. `None`: it is to end by itself, so that says nothing.
+    fn is_over(&mut self) -> Option<bool> {
         match self {
-            Writer::Values { thread, .. } => thread.is_finished(),
-            // It is to end by itself.
-            Writer::Burst { .. } => false,
-            Writer::Every(workload) => workload.is_over(),
-            Writer::Benchmark(process) => !matches!(process.ended(), Ok(None)),
+            Writer::Values { thread, .. } => Some(thread.is_finished()),
+            Writer::Burst { .. } => None,
+            Writer::Every(workload) => Some(workload.is_over()),
+            Writer::Benchmark(process) => Some(!matches!(process.ended(), Ok(None))),
         }
     }
 

@@ -8,8 +8,9 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Parser, ValueEnum};
+use clap::Parser;
 use remora_bench::mass::{COPIES, FORKS, FULL, Mass, REPLICAS, Replaced, SECONDS, SHARDS, VALUE_BYTES, Way, case};
+use remora_bench::suite::ServerChoice;
 use remora_bench::sync::{Compare, Program, Result};
 use remora_bench::{Run, Sample, bytes};
 use remora_lab::{BitRate, Kind};
@@ -42,21 +43,6 @@ struct Options {
     /// Keep the run in a new folder below this one.
     #[arg(long)]
     out: Option<PathBuf>,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum ServerChoice {
-    Redis,
-    Valkey,
-}
-
-impl ServerChoice {
-    fn kind(self) -> Kind {
-        match self {
-            ServerChoice::Redis => Kind::Redis7,
-            ServerChoice::Valkey => Kind::Valkey9,
-        }
-    }
 }
 
 fn main() -> Result<ExitCode> {
