@@ -14,7 +14,7 @@ use rustix::process::Signal;
 
 use crate::kit::{
     LONG, Stage, assert_untouched, ends, fill, fill_keys, kinds_and_module, load_slowly, load_small, number, quick,
-    says, succeeds, syncs, wait_until_loading, with_or_without,
+    says, succeeds, syncs, wait_until_loading, with_checksum, with_or_without,
 };
 
 /// A primary that takes a snapshot at once, and an empty server. Both have the module, or neither has.
@@ -559,7 +559,7 @@ fn large_spool(folder: &std::path::Path) {
     std::fs::create_dir_all(folder).unwrap();
     std::fs::set_permissions(folder, PermissionsExt::from_mode(0o700)).unwrap();
     let origin = format!(r#"{{"generation":1,"replid":"{}","offset":0,"slot_size":{SLOT}}}"#, "a".repeat(40));
-    std::fs::write(folder.join("origin.json"), origin).unwrap();
+    std::fs::write(folder.join("origin.json"), with_checksum(&origin)).unwrap();
     std::fs::File::create(folder.join("slots")).unwrap().set_len(SLOTS * u64::from(SLOT)).unwrap();
     let crc = |bytes: &[u8]| remora_fabric::memory::crc::crc32c_append(0, bytes);
     let of_a_slot = crc(&vec![0; SLOT as usize]);

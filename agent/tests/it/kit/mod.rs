@@ -81,6 +81,14 @@ impl Flood {
     }
 }
 
+/// The text of a JSON object with the checksum that the agent's own files carry: the CRC-64 of all bytes, with zeros in
+/// its place.
+pub(crate) fn with_checksum(object: &str) -> String {
+    let fields = object.trim_end().strip_suffix('}').unwrap();
+    let text = |digits: u64| format!("{fields},\n  \"checksum\": \"{digits:016x}\"\n}}\n");
+    text(remora_redis::rdb::crc64(0, text(0).as_bytes()))
+}
+
 /// The text of a volume's file as a person writes it, without its checksum.
 pub(crate) fn without_checksum(text: &str) -> String {
     let (before, _) = text.split_once(",\n  \"checksum\"").unwrap();
