@@ -16,6 +16,40 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(250);
 /// The pause is this part of the time that the hand-off has taken, so that it delays the end by this part at most.
 const PAUSE_PART: u32 = 50;
 
+/// After this time a server that has loaded, and that the primary would not continue, is worth a warning. A pin, and the
+/// end of a burst of writes, come sooner.
+const WARN_OF_UNCOVERED: Duration = Duration::from_secs(60);
+
+/// What was logged of a server that has loaded, and that its primary would not continue yet.
+#[derive(Debug, Default)]
+pub(super) enum Uncovered {
+    #[default]
+    Untold,
+    /// It was said then.
+    Told(Instant),
+    Warned,
+}
+
+impl Uncovered {
+    /// Says once that the server stays on the link and why, and warns once if that lasts. A pin of the backlog, which
+    /// needs no setting, ends it within moments.
+    pub(super) fn tell(&mut self, now: Instant, text: &str) {
+        let stays = "the primary would not take the server over without a full copy yet";
+        match *self {
+            Uncovered::Untold => {
+                tracing::info!("{stays}: {text}; our link feeds the server until then");
+                *self = Uncovered::Told(now);
+            }
+            Uncovered::Told(since) if now.saturating_duration_since(since) >= WARN_OF_UNCOVERED => {
+                let seconds = WARN_OF_UNCOVERED.as_secs();
+                tracing::warn!("{stays}, for {seconds} s now: {text}; our link feeds the server until then");
+                *self = Uncovered::Warned;
+            }
+            Uncovered::Told(_) | Uncovered::Warned => {}
+        }
+    }
+}
+
 /// A hand-off under way.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct HandOff {

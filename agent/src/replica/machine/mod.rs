@@ -56,7 +56,7 @@ pub(crate) use self::event::{
     Action, DeliveryEvent, Event, Followed, Follows, Introduced, Job, Lapse, Leaving, Left, Look, Loss, NoAnswer,
     NotFollowed, PrimaryLink, Reading, Report, Rules, SourceEvent, Tables,
 };
-use self::hand_off::{HAND_OFF_LIMIT, HandOff, Next};
+use self::hand_off::{HAND_OFF_LIMIT, HandOff, Next, Uncovered};
 use self::server_side::ServerSide;
 use self::state::{CatchUp, Otherwise, Parting, State, is_near_enough};
 use self::supply::{Supply, SupplyState, Verdict};
@@ -92,7 +92,7 @@ pub(crate) struct Replica {
     failed_hand_offs: u32,
     loads_again: u32,
     interruptions: u32,
-    told_uncovered: bool,
+    uncovered: Uncovered,
     hand_off_offset: u64,
     actions: VecDeque<Action>,
 }
@@ -114,7 +114,7 @@ impl Replica {
             failed_hand_offs: 0,
             loads_again: 0,
             interruptions: 0,
-            told_uncovered: false,
+            uncovered: Uncovered::default(),
             hand_off_offset: 0,
             actions: VecDeque::new(),
         };
@@ -342,11 +342,7 @@ impl Replica {
             };
             return self.hand_off(now, why, parting.and_then(|parting| parting.because));
         }
-        if !std::mem::replace(&mut self.told_uncovered, true) {
-            tracing::warn!(
-                "the primary would not take the server over without a full copy yet: {text}; our link feeds the server until then"
-            );
-        }
+        self.uncovered.tell(now, text);
     }
 
     // ---- the delivery ----

@@ -111,8 +111,8 @@ fn name(rest: &str) -> String {
     drawn
 }
 
-/// What stands before a number that a suite draws, or counts under load.
-const DRAWN_AFTER: [&str; 2] = ["#", "(x = "];
+/// What stands before a number that a suite draws, or reaches in the time that it has.
+const DRAWN_AFTER: [&str; 3] = ["#", "(x = ", "--- CYCLE "];
 
 /// The text without the sequences that colour a terminal.
 fn without_colours(text: &str) -> String {
@@ -138,6 +138,7 @@ Testing integration/x
 [\u{1b}[0;32;49mok\u{1b}[0m]: PSYNC2: Set #3 to replicate from #12 (11 ms)
 [ok]: PSYNC2: Set #1 to replicate from #0 (9 ms)
 [ok]: PSYNC2: cluster is consistent after load (x = 100764) (3 ms)
+[ok]: PSYNC2: --- CYCLE 6 --- (0 ms)
 [\u{1b}[0;31;49merr\u{1b}[0m]: Counted in tests/integration/x.tcl
 Expected '1' to be equal to '2' (context: …)
 [ok]: Counted (3 ms)
@@ -149,9 +150,10 @@ assertion:x
     #[test]
     fn tests_are_counted_by_their_names() {
         let outcome = Outcome::read(OUTPUT);
-        assert_eq!(outcome.passed(), 5);
+        assert_eq!(outcome.passed(), 6);
         assert!(outcome.has_failed() && outcome.passes("First (2) of two") && !outcome.passes("Counted"));
         assert!(outcome.passes("PSYNC2: cluster is consistent after load (x = N)"), "{outcome:?}");
+        assert!(outcome.passes("PSYNC2: --- CYCLE N ---"), "{outcome:?}");
         assert_eq!(outcome.tests["PSYNC2: Set #N to replicate from #N"].passed, 2);
         let counted = &outcome.tests["Counted"];
         assert_eq!((counted.passed, counted.failed), (1, 1));
