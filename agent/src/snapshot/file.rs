@@ -177,7 +177,7 @@ impl Keeper for Partial {
             (state.spool.file().try_clone()?, state.bytes)
         };
         file.set_len(bytes)?;
-        check(&file, bytes)?;
+        check_or_add(&file, bytes)?;
         file.sync_all()?;
         self.state().stage = Stage::Whole;
         Ok(())
@@ -192,8 +192,9 @@ impl Keeper for Partial {
 }
 
 /// Reads the whole file, and compares its checksum with the one at its end. A server with `rdbchecksum no` writes zero
-/// there: each slot was checked by a checksum of its own.
-fn check(file: &File, bytes: u64) -> io::Result<()> {
+/// there. Each slot was checked by a checksum of its own, so the file gets the right one, by which any server finds what
+/// changes later.
+fn check_or_add(file: &File, bytes: u64) -> io::Result<()> {
     let invalid = |text: String| io::Error::new(io::ErrorKind::InvalidData, text);
     let Some(end) = bytes.checked_sub(CHECKSUM_BYTES) else {
         return Err(invalid(format!("an RDB file of {bytes} bytes has no checksum")));
@@ -209,7 +210,7 @@ fn check(file: &File, bytes: u64) -> io::Result<()> {
     let mut wanted = [0; CHECKSUM_BYTES as usize];
     file.read_exact_at(&mut wanted, end)?;
     match u64::from_le_bytes(wanted) {
-        0 => Ok(()),
+        0 => file.write_all_at(&crc.to_le_bytes(), end),
         wanted if wanted == crc => Ok(()),
         wanted => Err(invalid(format!(
             "its checksum is {crc:016x}, and {wanted:016x} at its end; it was not put in place; fetch it again, and \
@@ -225,16 +226,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_with_another_checksum_is_found_and_one_without_is_not_judged() {
+    fn a_file_with_another_checksum_is_found_and_one_without_gets_it() {
         let file = tempfile::tempfile().unwrap();
         let body: Vec<u8> = (0..3_000_000_u32).map(|at| (at * 7) as u8).collect();
         file.write_all_at(&body, 0).unwrap();
-        let length = body.len() as u64 + CHECKSUM_BYTES;
-        for (checksum, is_right) in [(crc64(0, &body), true), (crc64(0, &body) + 1, false), (0, true)] {
-            file.write_all_at(&checksum.to_le_bytes(), body.len() as u64).unwrap();
-            assert_eq!(check(&file, length).is_ok(), is_right, "{checksum:x}");
+        let (right, end) = (crc64(0, &body), body.len() as u64);
+        let length = end + CHECKSUM_BYTES;
+        for (checksum, is_right) in [(right, true), (right + 1, false), (0, true)] {
+            file.write_all_at(&checksum.to_le_bytes(), end).unwrap();
+            assert_eq!(check_or_add(&file, length).is_ok(), is_right, "{checksum:x}");
+            let mut stored = [0; CHECKSUM_BYTES as usize];
+            file.read_exact_at(&mut stored, end).unwrap();
+            assert_eq!(u64::from_le_bytes(stored), if is_right { right } else { checksum });
         }
-        assert!(check(&file, 7).is_err());
+        file.write_all_at(&[!body[0]], 0).unwrap();
+        assert!(check_or_add(&file, length).is_err(), "a byte was changed later");
+        assert!(check_or_add(&file, 7).is_err());
     }
 
     #[test]
