@@ -40,7 +40,7 @@ demo-volume: setup
 	$(RELEASE) -p xtask
 	CARGO=$(CARGO) $(TARGET)/release/xtask demo-volume $(ARGS)
 
-# The command that runs them comes with the tests: built alone it would be one more build of all crates, with another set of features.
+# The command that runs them comes with the tests.
 ## test: every test, failed ones once more and alone; a test that this machine cannot run prints the reason (with CI=true it fails)
 .PHONY: test
 test: setup

@@ -192,8 +192,8 @@ impl Keeper for Partial {
 }
 
 /// Reads the whole file, and compares its checksum with the one at its end. A server with `rdbchecksum no` writes zero
-/// there. Each slot was checked by a checksum of its own, so the file gets the right one, by which any server finds what
-/// changes later.
+/// there. Each slot was checked by a checksum of its own, so the file gets the right one, by which any server finds
+/// what changes later.
 fn check_or_add(file: &File, bytes: u64) -> io::Result<()> {
     let invalid = |text: String| io::Error::new(io::ErrorKind::InvalidData, text);
     let Some(end) = bytes.checked_sub(CHECKSUM_BYTES) else {

@@ -16,8 +16,8 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(250);
 /// The pause is this part of the time that the hand-off has taken, so that it delays the end by this part at most.
 const PAUSE_PART: u32 = 50;
 
-/// After this time a server that has loaded, and that the primary would not continue, is worth a warning. A pin, and the
-/// end of a burst of writes, come sooner.
+/// After this time a server that has loaded, and that the primary would not continue, is worth a warning. A pin, and
+/// the end of a burst of writes, come sooner.
 const WARN_OF_UNCOVERED: Duration = Duration::from_secs(60);
 
 /// What was logged of a server that has loaded, and that its primary would not continue yet.

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod demo;
+mod one_build;
 mod soak;
 
 use std::process::Command;

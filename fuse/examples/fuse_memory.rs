@@ -1,6 +1,6 @@
 //! A file system in memory at the given directory, until its standard input ends or it is unmounted.
 //!
-//! `cargo run --release -p remora-fuse --example memory -- DIRECTORY [device|ring] [write-back]`
+//! `cargo run --release -p remora-fuse --example fuse_memory -- DIRECTORY [device|ring] [write-back]`
 
 use std::io::Read;
 use std::path::PathBuf;

@@ -1,7 +1,7 @@
 //! Serves memory at a unix socket until its standard input ends: for trying clients.
 //!
 //! ```text
-//! cargo run --release -p remora-nbd --example memory -- /tmp/nbd/socket 1024
+//! cargo run --release -p remora-nbd --example nbd_memory -- /tmp/nbd/socket 1024
 //! nbdinfo 'nbd+unix:///?socket=/tmp/nbd/socket'
 //! ```
 
