@@ -13,7 +13,7 @@ export PATH := $(PATH):$(HOME)/.cargo/bin
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST) | awk -F': ' '{ printf "  make %-15s %s\n", $$1, $$2 }'
 
-## setup: prepare this machine (packages, Rust check, the Valkey server); the other targets call it
+## setup: prepare this machine (packages, Rust check, the Valkey server); the targets that need it call it
 .PHONY: setup
 setup:
 	@dev/lab/setup/setup
@@ -25,12 +25,13 @@ RELEASE := $(CARGO) build --release --locked --target-dir $(TARGET) -p remora-ag
 
 ## build: the command, target/release/remora, and the module for servers beside it
 .PHONY: build
-build: setup
+build:
 	$(RELEASE)
 
 ## demo: replicas with Remora and with the servers' own replication, side by side; ARGS="--size 100MiB --json FILE"
 .PHONY: demo
-demo: setup
+demo:
+	@dev/lab/setup/setup --demo
 	$(RELEASE) -p xtask
 	CARGO=$(CARGO) $(TARGET)/release/xtask demo $(ARGS)
 
