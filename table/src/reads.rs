@@ -3,6 +3,7 @@
 //! Both readers use their peer through this. Not here: which reads to queue, and what to do with the results.
 
 use std::collections::VecDeque;
+use std::time::{Duration, Instant};
 
 use remora_fabric::{Completion, Peer, ReadError, ReadRequest};
 
@@ -125,18 +126,41 @@ impl Reads {
 /// The same for a sealed table, where wrong words are more likely a forgery: some seconds at 20 µs a round trip.
 const MAX_CAUGHT_SEALED: u32 = 1 << 16;
 
-/// Counts one more group of words that was caught in the middle of a change; too many in a row can't be a coincidence.
-/// `what` they are: "the progress line".
-pub(crate) fn caught_in_change(times: &mut u32, seal: Option<&Seal>, what: impl Fn() -> String) -> Result<(), Error> {
-    *times += 1;
-    let most = if seal.is_some() { MAX_CAUGHT_SEALED } else { MAX_CAUGHT_IN_CHANGE };
-    if *times < most {
-        return Ok(());
+/// Round trips of a slower transport that are enough, after [`FORGED_AFTER`]: a writer that runs is in the middle of a
+/// change for a millionth of the time.
+const LEAST_CAUGHT_SEALED: u32 = 1 << 7;
+
+/// A writer that has lost its processor in the middle of a change gets it back sooner, unless it was stopped.
+const FORGED_AFTER: Duration = Duration::from_secs(10);
+
+/// How often in a row a group of words was caught in the middle of a change.
+#[derive(Debug, Default)]
+pub(crate) struct Caught {
+    times: u32,
+    since: Option<Instant>,
+}
+
+impl Caught {
+    /// Counts one more; too many in a row can't be a coincidence. `what` the words are: "the progress line".
+    pub(crate) fn again(&mut self, seal: Option<&Seal>, what: impl Fn() -> String) -> Result<(), Error> {
+        self.times += 1;
+        if seal.is_none() {
+            if self.times < MAX_CAUGHT_IN_CHANGE {
+                return Ok(());
+            }
+            let text = "the table's words never match their checksum: its memory or the transport is damaged";
+            return Err(Error::Layout(text.into()));
+        }
+        // The clock is asked now and then only: most changes are over at the next look.
+        let is_long = self.times.is_multiple_of(LEAST_CAUGHT_SEALED)
+            && self.since.get_or_insert_with(Instant::now).elapsed() >= FORGED_AFTER;
+        if is_long || self.times >= MAX_CAUGHT_SEALED { Err(Error::Forged { what: what() }) } else { Ok(()) }
     }
-    if seal.is_some() {
-        return Err(Error::Forged { what: what() });
+
+    /// The words were whole.
+    pub(crate) fn over(&mut self) {
+        *self = Caught::default();
     }
-    Err(Error::Layout("the table's words never match their checksum: its memory or the transport is damaged".into()))
 }
 
 /// What a progress line is called in errors.
@@ -196,7 +220,10 @@ impl Purpose {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
+    #![allow(clippy::unwrap_used)]
+
     use super::*;
+    use crate::{Algorithm, Identity, Origin, SealKey, layout::Kind};
 
     #[test]
     fn a_tag_says_what_it_was_for_and_on_which_peer() {
@@ -225,5 +252,41 @@ mod tests {
             reads,
             [(1000, READ_BYTES, 50), (1000 + step, READ_BYTES, 50 + step), (1000 + 2 * step, 5, 50 + 2 * step)]
         );
+    }
+
+    fn seal() -> Seal {
+        let origin = Origin { generation: 1, history: [b'a'; 40].try_into().unwrap(), offset: 0 };
+        let key = SealKey::new(Algorithm::Aes256Gcm, [7; SealKey::SECRET_BYTES]);
+        Seal::new(&key, &Identity { kind: Kind::Snapshot, origin: origin }).unwrap()
+    }
+
+    /// How many times words are caught until that is an error, which is `Forged` with a seal.
+    fn until_error(mut caught: Caught, seal: Option<&Seal>) -> u32 {
+        let error = loop {
+            if let Err(error) = caught.again(seal, the_line) {
+                break error;
+            }
+        };
+        assert_eq!(matches!(error, Error::Forged { .. }), seal.is_some(), "{error}");
+        caught.times
+    }
+
+    #[test]
+    fn a_change_without_an_end_is_found_by_its_count_or_on_a_slow_transport_by_its_time() {
+        let seal = seal();
+        assert_eq!(until_error(Caught::default(), Some(&seal)), MAX_CAUGHT_SEALED);
+        assert_eq!(until_error(Caught::default(), None), MAX_CAUGHT_IN_CHANGE);
+        let long = Instant::now().checked_sub(FORGED_AFTER).unwrap();
+        assert_eq!(until_error(Caught { times: 0, since: Some(long) }, Some(&seal)), LEAST_CAUGHT_SEALED);
+        // A reader without a key has no forgery to fear, and waits for the writer.
+        assert_eq!(until_error(Caught { times: 0, since: Some(long) }, None), MAX_CAUGHT_IN_CHANGE);
+    }
+
+    #[test]
+    fn whole_words_end_the_count() {
+        let seal = seal();
+        let mut caught = Caught { times: MAX_CAUGHT_SEALED - 1, since: None };
+        caught.over();
+        assert!(caught.again(Some(&seal), the_line).is_ok());
     }
 }

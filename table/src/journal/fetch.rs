@@ -22,7 +22,7 @@ use super::{
 use crate::{
     error::Error,
     layout::{ENTRY_BYTES, Entry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line},
-    reads::{Purpose, Reads, caught_in_change, the_entry, the_line},
+    reads::{Caught, Purpose, Reads, the_entry, the_line},
     seal::Seal,
     snapshot::SinkLayout,
 };
@@ -36,7 +36,7 @@ pub(super) struct Fetch {
     head_right: bool,
     line_asked: bool,
     /// How many times in a row the line or a probe was caught in the middle of a change.
-    caught: u32,
+    caught: Caught,
     search: Option<Search>,
     probe_asked: bool,
     /// The table position up to which reads have been queued.
@@ -54,7 +54,7 @@ struct Buffer {
     position: u64,
     /// Read a second time because a checksum was wrong.
     again: bool,
-    caught: u32,
+    caught: Caught,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -74,7 +74,7 @@ impl Fetch {
             head_asked: false,
             head_right: false,
             line_asked: false,
-            caught: 0,
+            caught: Caught::default(),
             search: None,
             probe_asked: false,
             asked: 0,
@@ -213,11 +213,11 @@ impl Fetch {
         self.sink.read(self.layout.line(), &mut bytes)?;
         match Line::from_bytes(&bytes, track.expect.seal()) {
             Some(line) => {
-                self.caught = 0;
+                self.caught.over();
                 track.learn(line);
                 Ok(())
             }
-            None => caught_in_change(&mut self.caught, track.expect.seal(), the_line),
+            None => self.caught.again(track.expect.seal(), the_line),
         }
     }
 
@@ -228,10 +228,10 @@ impl Fetch {
         };
         let seal = track.expect.seal();
         let Some(entry) = read_entry(&self.sink, self.layout.probe(), seal)? else {
-            return caught_in_change(&mut self.caught, seal, || the_entry(search.probe().unwrap_or(0)));
+            return self.caught.again(seal, || the_entry(search.probe().unwrap_or(0)));
         };
         if let Some(number) = search.probe() {
-            self.caught = 0;
+            self.caught.over();
             search.answer(number, &entry);
         }
         if search.probe().is_none() {
@@ -273,7 +273,7 @@ impl Fetch {
             }
             _ => {
                 let slot = buffer.slot;
-                caught_in_change(&mut buffer.caught, track.expect.seal(), || the_entry(slot))?;
+                buffer.caught.again(track.expect.seal(), || the_entry(slot))?;
                 let offset = track.expect.geometry.entry_offset(buffer.slot);
                 self.reads.queue(
                     Purpose::Entry { buffer: index },
@@ -329,14 +329,14 @@ impl Fetch {
 
 impl Buffer {
     fn of(slot: u64, vouched: u32) -> Buffer {
-        Buffer { slot, round: Round::Idle, vouched, position: 0, again: false, caught: 0 }
+        Buffer { slot, round: Round::Idle, vouched, position: 0, again: false, caught: Caught::default() }
     }
 
     fn vouch(&mut self, up_to: u32, position: u64) {
         self.round = Round::Idle;
         self.vouched = up_to;
         self.position = position;
-        self.caught = 0;
+        self.caught.over();
     }
 
     /// The entry and the records before it must agree on the stream position at which the slot begins.

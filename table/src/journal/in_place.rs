@@ -13,14 +13,14 @@ use crate::{
     error::Error,
     layout::{Entry, Geometry, HEAD_BYTES, Kind, Line},
     publish::{load_entry, load_entry_again, load_line},
-    reads::{caught_in_change, from_peer, the_line},
+    reads::{Caught, from_peer, the_line},
 };
 
 pub(super) struct InPlace {
     view: Arc<View>,
     head_checked: bool,
     /// How many times in a row the line was caught in the middle of a change.
-    caught: u32,
+    caught: Caught,
     completions: Vec<Completion>,
 }
 
@@ -30,7 +30,7 @@ impl InPlace {
         if view.length() < wanted {
             return Err(Error::Layout(format!("the source's memory has {} bytes, its table {wanted}", view.length())));
         }
-        Ok(InPlace { view, head_checked: false, caught: 0, completions: Vec::new() })
+        Ok(InPlace { view, head_checked: false, caught: Caught::default(), completions: Vec::new() })
     }
 
     pub(super) fn pump(&mut self, track: &mut Track, peer: &mut dyn Peer) -> Result<(), Error> {
@@ -60,10 +60,10 @@ impl InPlace {
         self.check_head(track)?;
         match load_line(&&*self.view, None)? {
             Some(line) => {
-                self.caught = 0;
+                self.caught.over();
                 track.learn(line);
             }
-            None => caught_in_change(&mut self.caught, None, the_line)?,
+            None => self.caught.again(None, the_line)?,
         }
         if let (None, Some(line)) = (track.place, track.line) {
             self.find(track, &line)?;

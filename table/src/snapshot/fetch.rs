@@ -32,7 +32,7 @@ use crate::{
     error::Error,
     expectation::Expectation,
     layout::{ENTRY_BYTES, Entry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line},
-    reads::{Purpose, Reads, caught_in_change, the_entry, the_line},
+    reads::{Caught, Purpose, Reads, the_entry, the_line},
 };
 
 pub(super) struct Fetch {
@@ -43,7 +43,7 @@ pub(super) struct Fetch {
     head: Head,
     line_asked: bool,
     /// How many times in a row the line was caught in the middle of a change.
-    line_caught: u32,
+    line_caught: Caught,
     /// Opens slots of a table that needs it.
     opener: Opener,
     /// Whether compressed slots are delivered with what is stored.
@@ -72,7 +72,7 @@ struct Work {
     stored: u32,
     /// Read a second time.
     again: bool,
-    caught: u32,
+    caught: Caught,
 }
 
 impl Fetch {
@@ -84,7 +84,7 @@ impl Fetch {
             buffers: (0..layout.buffers).map(|_| Buffer::Free).collect(),
             head: Head::Unread,
             line_asked: false,
-            line_caught: 0,
+            line_caught: Caught::default(),
             opener: Opener::default(),
             keeps_encoded: false,
         }
@@ -154,7 +154,8 @@ impl Fetch {
             let Some(wanted) = plan.next_wanted()? else {
                 break;
             };
-            let mut work = Work { wanted, pieces: None, stored: wanted.length, again: false, caught: 0 };
+            let mut work =
+                Work { wanted, pieces: None, stored: wanted.length, again: false, caught: Caught::default() };
             work.begin(index, plan, &self.layout, &mut self.reads);
             *buffer = Buffer::Busy(Box::new(work));
         }
@@ -183,10 +184,10 @@ impl Fetch {
         self.sink.read(self.layout.line(), &mut bytes)?;
         match Line::from_bytes(&bytes, plan.expect.seal()) {
             Some(line) => {
-                self.line_caught = 0;
+                self.line_caught.over();
                 plan.learn(line)
             }
-            None => caught_in_change(&mut self.line_caught, plan.expect.seal(), the_line),
+            None => self.line_caught.again(plan.expect.seal(), the_line),
         }
     }
 
@@ -236,7 +237,7 @@ impl Fetch {
             Verdict::Right => self.keep(index, plan, crc, encoded),
             Verdict::Unclear => {
                 let number = work.wanted.number;
-                caught_in_change(&mut work.caught, plan.expect.seal(), || the_entry(number))?;
+                work.caught.again(plan.expect.seal(), || the_entry(number))?;
                 ask_entry(&work.wanted, index, plan, &self.layout, &mut self.reads);
             }
             Verdict::Damaged { want } if work.again => {

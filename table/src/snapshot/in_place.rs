@@ -19,7 +19,7 @@ use crate::{
     error::Error,
     layout::{Geometry, HEAD_BYTES, Kind},
     publish::{load_entry_again, load_line},
-    reads::{caught_in_change, from_peer, the_line},
+    reads::{Caught, from_peer, the_line},
 };
 
 pub(super) struct InPlace {
@@ -31,7 +31,7 @@ pub(super) struct InPlace {
     unchanging: bool,
     /// The slot being verified, and the state of its verification.
     work: Option<Work>,
-    caught: u32,
+    caught: Caught,
     /// A peer that provides a view reports nothing by completions; the buffer is only an argument for `poll`.
     completions: Vec<Completion>,
 }
@@ -55,7 +55,7 @@ impl InPlace {
             ahead: ahead as usize,
             unchanging: false,
             work: None,
-            caught: 0,
+            caught: Caught::default(),
             completions: Vec::new(),
         })
     }
@@ -72,10 +72,10 @@ impl InPlace {
         self.check_head(plan)?;
         match load_line(&&*self.view, None)? {
             Some(line) => {
-                self.caught = 0;
+                self.caught.over();
                 plan.learn(line)?;
             }
-            None => caught_in_change(&mut self.caught, None, the_line)?,
+            None => self.caught.again(None, the_line)?,
         }
         // One slot at a time: the caller may have a socket to feed in between.
         if self.work.is_none() && plan.ready() < self.ahead {

@@ -18,7 +18,7 @@ use crate::{
     error::Error,
     expectation::Expectation,
     layout::{ENTRY_BYTES, Entry, Geometry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line, State},
-    reads::{Purpose, Reads, caught_in_change, the_entry, the_line},
+    reads::{Caught, Purpose, Reads, the_entry, the_line},
 };
 
 /// Entries in one read: a page of them.
@@ -48,7 +48,7 @@ pub(super) struct Front {
     head: HeadState,
     line: Option<Line>,
     line_asked: bool,
-    caught: u32,
+    caught: Caught,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -60,7 +60,7 @@ enum HeadState {
 
 impl Front {
     pub(super) fn new(expect: Expectation, place: SmallPlace) -> Front {
-        Front { expect, place, head: HeadState::NotRequested, line: None, line_asked: false, caught: 0 }
+        Front { expect, place, head: HeadState::NotRequested, line: None, line_asked: false, caught: Caught::default() }
     }
 
     /// The line last seen; `None` until the table has proved to be the expected one.
@@ -113,11 +113,11 @@ impl Front {
         let mut bytes = [0; LINE_BYTES];
         sink.read(self.place.line(), &mut bytes)?;
         let Some(line) = Line::from_bytes(&bytes, self.expect.seal()) else {
-            caught_in_change(&mut self.caught, self.expect.seal(), the_line)?;
+            self.caught.again(self.expect.seal(), the_line)?;
             self.ask(reads, true);
             return Ok(());
         };
-        self.caught = 0;
+        self.caught.over();
         if line.state == State::Aborted {
             return Err(Error::Aborted { generation: self.expect.origin.generation });
         }
@@ -142,7 +142,7 @@ pub(super) struct SourceEntries {
     next: u64,
     asked: Option<Range<u64>>,
     batch_at: u64,
-    caught: u32,
+    caught: Caught,
 }
 
 impl SourceEntries {
@@ -150,7 +150,7 @@ impl SourceEntries {
     /// `batch_at`.
     pub(super) fn new(expect: Expectation, first: u64, place: SmallPlace, batch_at: u64) -> SourceEntries {
         let front = Front::new(expect, place);
-        SourceEntries { front, entries: BTreeMap::new(), next: first, asked: None, batch_at, caught: 0 }
+        SourceEntries { front, entries: BTreeMap::new(), next: first, asked: None, batch_at, caught: Caught::default() }
     }
 
     fn geometry(&self) -> &Geometry {
@@ -207,9 +207,9 @@ impl SourceEntries {
                 return Err(Error::slot_overrun(number, oldest));
             }
             let Some(entry) = entry.filter(|entry| entry.number == number && !entry.writing) else {
-                return caught_in_change(&mut self.caught, self.front.expect.seal(), || the_entry(number));
+                return self.caught.again(self.front.expect.seal(), || the_entry(number));
             };
-            self.caught = 0;
+            self.caught.over();
             self.check(&entry)?;
             self.entries.insert(number, entry);
             self.next = number + 1;
