@@ -87,19 +87,22 @@ impl Drop for Silence<'_> {
 
 /// Waits for a moment in which both have the same offset, and returns whether their digests are equal then.
 ///
-/// Valkey's digest leaves out hash fields that have expired at that moment. So two exact servers that compute their
-/// digests one after the other may differ, as long as fields expire. Hence the primary's digest is taken before and
-/// after the replica's: the replica's must equal one of the two. If the primary's two digests are equal, no field
-/// expired in between, and another digest of the replica is a true difference. If they are not, the servers are
-/// compared key by key.
+/// Valkey's digest leaves out hash fields that have expired at that moment. So two exact servers may differ, as long as
+/// fields expire: neither of two digests that are computed side by side is the earlier one. If they differ, the
+/// primary's digest is taken before and after the replica's, which must equal one of the two. If the primary's two
+/// digests are equal, no field expired in between, and another digest of the replica is a true difference. If they are
+/// not, the servers are compared key by key.
 fn at_rest(one: &mut Client, other: &mut Client, within: Duration) -> Result<(Agreement, bool)> {
     wait_until("the replica to reach its primary's offset", within, || {
         let (here, there) = (place(one)?, place(other)?);
         if here != there {
             return Ok(Err(format!("primary {here:?}, replica {there:?}")));
         }
-        let (before, copy) = digests(one, other)?;
-        let after = if copy == before { before.clone() } else { digest(one)? };
+        let (mut before, mut copy) = digests(one, other)?;
+        let mut after = before.clone();
+        if copy != before {
+            (before, copy, after) = (digest(one)?, digest(other)?, digest(one)?);
+        }
         // The primary sends PINGs by itself: digests count only if both offsets stood still around them.
         if place(one)? != here || place(other)? != there {
             return Ok(Err("both moved on while they were compared".into()));
