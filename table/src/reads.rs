@@ -257,7 +257,7 @@ mod tests {
     fn seal() -> Seal {
         let origin = Origin { generation: 1, history: [b'a'; 40].try_into().unwrap(), offset: 0 };
         let key = SealKey::new(Algorithm::Aes256Gcm, [7; SealKey::SECRET_BYTES]);
-        Seal::new(&key, &Identity { kind: Kind::Snapshot, origin: origin }).unwrap()
+        Seal::new(&key, &Identity { kind: Kind::Snapshot, origin }).unwrap()
     }
 
     /// How many times words are caught until that is an error, which is `Forged` with a seal.

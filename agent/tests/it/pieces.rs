@@ -465,7 +465,7 @@ fn a_server_that_is_attended_gets_the_first_writes_too() {
 /// One sync whose links all deliver in other pieces than were written.
 fn round(kind: Kind, seed: u64) {
     let mut draw = Random::new(seed);
-    let saves_to_file = seed % 2 == 0;
+    let saves_to_file = seed.is_multiple_of(2);
     println!("pieces: {kind}, saves to a file: {saves_to_file}, REMORA_SEED={seed}");
     let primary = small_primary(kind, saves_to_file, draw.one_in(3));
     if draw.one_in(3) {
