@@ -9,8 +9,10 @@ use super::event::Reading;
 use super::hand_off::{HandOff, QUICK};
 use crate::server::PinSizes;
 
-/// Interval at which is asked whether the primary would continue the server.
-const QUESTION_EVERY: Duration = Duration::from_millis(250);
+/// Pauses between questions whether the primary would continue the server: the first, and the longest. Each is twice as
+/// long as the one before. An answer that the primary keeps the stream from an offset on is out of date within
+/// milliseconds; one that its backlog is too small stays true for long.
+const QUESTION_PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_millis(250)];
 
 /// How long the primary is asked whether it would continue a server that gets no more of the stream. Longer than an
 /// answer takes, and short for someone who waits for the agent to stop.
@@ -46,6 +48,8 @@ pub(super) enum State {
 pub(super) struct CatchUp {
     /// When to ask for the server's offset next.
     ask_at: Instant,
+    /// The pause after the next question.
+    pause: Duration,
     /// Whether the hand-off was asked for and not answered.
     asked: bool,
     /// Set when the server gets no more of the stream, or is to leave the link.
@@ -92,12 +96,12 @@ impl State {
 impl CatchUp {
     /// The server has just loaded the snapshot.
     pub(super) fn begin(now: Instant) -> CatchUp {
-        CatchUp { ask_at: now, asked: false, parting: None }
+        CatchUp { ask_at: now, pause: QUESTION_PAUSES[0], asked: false, parting: None }
     }
 
     /// The server did not get in step with the primary.
     pub(super) fn begin_again(now: Instant) -> CatchUp {
-        CatchUp { ask_at: now + AFTER_A_FAILED_HAND_OFF, asked: false, parting: None }
+        CatchUp { ask_at: now + AFTER_A_FAILED_HAND_OFF, ..CatchUp::begin(now) }
     }
 
     /// The stream through the source ends.
@@ -150,7 +154,8 @@ impl CatchUp {
 
     /// The server is near enough; `asked`: so the hand-off was asked for.
     pub(super) fn is_near(&mut self, now: Instant, asked: bool) {
-        (self.ask_at, self.asked) = (now + QUESTION_EVERY, asked);
+        (self.ask_at, self.asked) = (now + self.pause, asked);
+        self.pause = (self.pause * 2).min(QUESTION_PAUSES[1]);
     }
 
     /// Notes the answer, or that none will come. Returns whether one was awaited.
@@ -169,4 +174,24 @@ pub(super) fn is_near_enough(reading: &Reading, applied: u64, backlog_bytes: u64
     !reading.stream_paused
         && applied.saturating_add(slack) >= fetched
         && reading.stream_delivered.saturating_add(slack) >= fetched
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn questions_come_quickly_at_first_and_then_four_times_a_second() {
+        let began = Instant::now();
+        let (mut now, mut pauses, mut catch_up) = (began, Vec::new(), CatchUp::begin(began));
+        for _ in 0..6 {
+            catch_up.is_near(now, true);
+            assert_eq!(catch_up.question_at(), None, "the answer is awaited");
+            assert!(catch_up.answered());
+            let next = catch_up.question_at().unwrap_or(now);
+            pauses.push(next.duration_since(now).as_millis());
+            now = next;
+        }
+        assert_eq!(pauses, [20, 40, 80, 160, 250, 250]);
+    }
 }
