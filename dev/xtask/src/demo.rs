@@ -7,8 +7,8 @@
 //! ```
 //!
 //! The demonstration is not a benchmark. Each method runs once; `make bench` runs them in turn, several times, and
-//! gives medians. What the servers' default settings give is played in [`ROUNDS`], in turn: the promise about it is told
-//! of medians.
+//! gives medians. What the servers' default settings give is played in [`ROUNDS`], in turn: the promise about it is
+//! told of medians.
 
 use std::path::PathBuf;
 use std::time::Instant;
