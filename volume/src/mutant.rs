@@ -57,6 +57,8 @@ pub(crate) enum Mutant {
     CutUnsaid,
     /// A copy is whole in the store before its blocks are.
     WholeBeforeBlocks,
+    /// A copy that refused a write is read as if it had applied it.
+    FullCopyIsRead,
     /// Segments are removed before the extents are synced.
     ExtentsNotSynced,
     /// What is behind the end of the journal stays there.

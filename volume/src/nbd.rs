@@ -110,6 +110,9 @@ impl VolumeDevice {
 
     /// Submits the parts of one change, and then a flush if it must be safe. `later` is answered after the last one.
     fn change(&self, parts: impl ExactSizeIterator<Item = Request>, fua: bool, later: Later) {
+        if let Err(error) = self.volume.has_space() {
+            return later.fail(&self.shared.failure(&error));
+        }
         let number = parts.len();
         let joined = Joined::new(number + usize::from(fua), Asked::Done, later, &self.shared);
         for (part, request) in parts.enumerate() {
@@ -238,6 +241,7 @@ impl Shared {
         let errno = match error {
             Error::Ended(_) | Error::Closed => Errno::Shutdown,
             Error::OutOfBounds { .. } | Error::Misuse => Errno::Invalid,
+            Error::NoSpace { .. } => Errno::NoSpace,
             _ => Errno::Io,
         };
         if matches!(error, Error::Ended(_)) && !self.is_told.swap(true, Ordering::Relaxed) {

@@ -37,7 +37,7 @@ mod window;
 
 use std::fmt;
 use std::io;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::mpsc;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
@@ -137,6 +137,13 @@ pub enum Error {
         /// How long it has not heard that writer.
         silent: Duration,
     },
+    /// So many servers have no space for a write that none can be acknowledged. What was accepted is kept, in its order,
+    /// and is written when there is space again; reads go on.
+    #[error("no space for writes: {why}; what was accepted is kept, and is written when there is space again")]
+    NoSpace {
+        /// The servers, each with what it says.
+        why: Arc<str>,
+    },
     /// The volume was closed by this process.
     #[error("the volume is closed")]
     Closed,
@@ -184,6 +191,13 @@ pub enum Error {
     System(Arc<io::Error>),
 }
 
+impl Error {
+    /// Whether the request waits for space: it is kept, and is done in its order.
+    pub fn is_for_space(&self) -> bool {
+        matches!(self, Error::NoSpace { .. })
+    }
+}
+
 // Larger than the bound: it is also what is asked of a volume without opening it.
 /// A volume that this process has open for writing.
 #[derive(Debug)]
@@ -208,6 +222,28 @@ struct Shared {
     regions: Arc<Here>,
     /// Why each server was left out last.
     left_out: [Mutex<String>; Copies::MOST],
+    /// So many servers lack space that writes cannot be acknowledged, and which they are.
+    is_short: AtomicBool,
+    no_space: Mutex<Option<Arc<str>>>,
+}
+
+impl Shared {
+    fn is_short(&self) -> bool {
+        self.is_short.load(Ordering::Acquire)
+    }
+
+    fn no_space(&self) -> Option<Arc<str>> {
+        if !self.is_short() {
+            return None;
+        }
+        self.no_space.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn set_no_space(&self, why: Option<String>) {
+        let is_short = why.is_some();
+        *self.no_space.lock().unwrap_or_else(PoisonError::into_inner) = why.map(Arc::from);
+        self.is_short.store(is_short, Ordering::Release);
+    }
 }
 
 impl Default for Shared {
@@ -220,6 +256,8 @@ impl Default for Shared {
             counts: Counts::default(),
             regions: Arc::default(),
             left_out: Default::default(),
+            is_short: AtomicBool::new(false),
+            no_space: Mutex::default(),
         }
     }
 }
@@ -353,7 +391,16 @@ impl Volume {
         WriteCounts { inline, pulled, bytes: sent + served }
     }
 
-    /// Submits a request, and waits only while too many are under way. `done` is called once, with the blocks that were
+    /// Whether writes are accepted. A server without space for a write still answers, and its copy can be read.
+    ///
+    /// # Errors
+    /// [`Error::NoSpace`].
+    pub fn has_space(&self) -> Result<(), Error> {
+        self.shared.no_space().map_or(Ok(()), |why| Err(Error::NoSpace { why }))
+    }
+
+    /// Submits a request, and waits only while too many are under way. While servers have no space for writes, `done`
+    /// is told so of a write or a flush that must wait, and the write is kept: see [`Volume::has_space`]. `done` is called once, with the blocks that were
     /// read, or nothing, or the error. The thread that calls it has other requests to complete: `done` must not block,
     /// and must not drop the volume. It may submit requests. No thread calls it while it is in this function itself: a
     /// caller may hold a lock that `done` takes, if it has fewer than [`LEAST_SUBMITTED_BYTES`] under way.

@@ -27,6 +27,8 @@ pub(super) struct Remote {
     /// When it may be tried again.
     next_try: Instant,
     pause: Duration,
+    /// When its connection was made.
+    connected: Instant,
     /// Whether it was asked for the region of its copy.
     is_attached: bool,
     region: Option<Region>,
@@ -56,6 +58,7 @@ impl Remote {
             window: Window::new(size, now),
             next_try: now,
             pause: FIRST_PAUSE,
+            connected: now,
             is_attached: false,
             region: None,
             outbox: Outbox::default(),
@@ -68,7 +71,7 @@ impl Remote {
 
     /// A new connection.
     pub(super) fn connected(&mut self, connection: Connection, now: Instant) {
-        self.connection = Some(connection);
+        (self.connection, self.connected) = (Some(connection), now);
         (self.is_attached, self.region) = (false, None);
         self.outbox = Outbox::default();
         (self.owed, self.bytes) = (0, 0);
@@ -143,6 +146,11 @@ impl Remote {
         self.pause = FIRST_PAUSE;
     }
 
+    /// It answers, and has no space: it is connected to again soon.
+    pub(super) fn is_tried_soon(&mut self, now: Instant) {
+        (self.pause, self.next_try) = (FIRST_PAUSE, now + FIRST_PAUSE);
+    }
+
     /// Ends its connection. It is tried again after a pause, which grows each time. Returns whether there was one.
     pub(super) fn disconnect(&mut self, now: Instant) -> bool {
         let Some(connection) = self.connection.take() else { return false };
@@ -202,6 +210,11 @@ impl Remote {
         self.connection.is_some() && self.owed == 0 && now.saturating_duration_since(self.heard) > time
     }
 
+    /// Whether it should be sent again what it had no space for.
+    pub(super) fn is_try_due(&self, now: Instant) -> bool {
+        self.connection.is_some() && self.owed == 0 && now.saturating_duration_since(self.connected) >= SPACE_PAUSE
+    }
+
     /// Whether it should be tried again.
     pub(super) fn is_due(&self, now: Instant) -> bool {
         self.connection.is_none() && now >= self.next_try
@@ -215,6 +228,9 @@ impl Remote {
 
 /// A process that was restarted is back after a few of these.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
+
+/// A server without space for a write is sent it again after this time: while it refuses, it is not read for a moment.
+const SPACE_PAUSE: Duration = Duration::from_secs(1);
 
 /// A host that boots is taken back within this time.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);

@@ -107,6 +107,11 @@ impl Completion {
         }
     }
 
+    /// Its caller is told now, by `done`. The request goes on, with its share of what may be under way.
+    pub(super) fn split(&mut self) -> Option<Done> {
+        self.done.take()
+    }
+
     /// The request was not submitted: its caller is told by another way.
     pub(super) fn forget(mut self) {
         self.done = None;

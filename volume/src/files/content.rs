@@ -84,7 +84,7 @@ impl Core {
             Content::Write { ino, .. } => state.refused.check(*ino),
             _ => Ok(()),
         };
-        let needs = match self.check().and(refused).and_then(|()| Ok(waiting.content.needs(&state.names)?)) {
+        let needs = match self.check_space().and(refused).and_then(|()| Ok(waiting.content.needs(&state.names)?)) {
             Ok(needs) => needs,
             Err(error) => {
                 state.refused.note_write(&waiting.content, &error);

@@ -167,6 +167,16 @@ impl Core {
         }
     }
 
+    /// Whether the disk still works, and accepts changes.
+    ///
+    /// # Errors
+    /// The first error of it, or why it accepts none now.
+    pub(super) fn check_space(&self) -> Result<(), FilesError> {
+        self.check()?;
+        let space = self.outgoing.disk().map_or(Ok(()), |disk| disk.has_space());
+        space.map_err(FilesError::Disk)
+    }
+
     /// Whether every request before has been submitted.
     pub(super) fn has_submitted_all(&self) -> bool {
         self.outgoing.is_empty()
@@ -208,7 +218,7 @@ impl Core {
         change: impl FnOnce(&mut Names, i64) -> Result<T, FilesError>,
     ) {
         let mut state = self.state();
-        let changed = self.check().and_then(|()| {
+        let changed = self.check_space().and_then(|()| {
             self.prepare(&mut state);
             change(&mut state.names, now())
         });
@@ -322,8 +332,9 @@ impl Core {
     }
 }
 
+/// What waits for space has not failed: it is done later.
 fn note(failure: &OnceLock<client::Error>, result: Result<(), client::Error>) {
-    if let Err(error) = result {
+    if let Err(error) = result.or_else(|error| if error.is_for_space() { Ok(()) } else { Err(error) }) {
         let _ = failure.set(error); // it may not be the first one
     }
 }

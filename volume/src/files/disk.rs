@@ -21,6 +21,15 @@ pub trait Disk: Send + Sync {
     /// anything.
     fn submit(&self, request: Request, done: DiskDone);
 
+    /// Whether changes are accepted. What was submitted is done in its order, also if it must wait for space: then
+    /// `done` is told [`Error::NoSpace`] at once.
+    ///
+    /// # Errors
+    /// Why not.
+    fn has_space(&self) -> Result<(), Error> {
+        Ok(())
+    }
+
     /// Blocks that this thread can have at once. `None`: submit the read. Every write that is done is in what is read.
     fn try_read(&self, run: Run) -> Option<Bytes> {
         let _ = run;
@@ -48,6 +57,10 @@ impl Disk for Volume {
         {
             done(Err(error));
         }
+    }
+
+    fn has_space(&self) -> Result<(), Error> {
+        Volume::has_space(self)
     }
 
     fn try_read(&self, run: Run) -> Option<Bytes> {

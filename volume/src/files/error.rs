@@ -59,6 +59,7 @@ impl FilesError {
             FilesError::Names(error) => error.errno(),
             FilesError::Length => Errno::INVAL,
             FilesError::Occupied(_) => Errno::EXIST,
+            FilesError::Disk(client::Error::NoSpace { .. }) => Errno::NOSPC,
             _ => Errno::IO,
         }
     }

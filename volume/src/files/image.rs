@@ -77,6 +77,9 @@ impl Image {
             Ok(run) => run,
             Err(error) => return done(Err(error)),
         };
+        if let Err(error) = self.disk.has_space() {
+            return done(Err(FilesError::Disk(error)));
+        }
         let order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
         let whole = match self.around(&range, data) {
             Ok(whole) => whole,
@@ -96,6 +99,9 @@ impl Image {
         if whole.is_empty() {
             let length = range.end.saturating_sub(range.start) as usize; // less than two blocks
             return self.write(offset, Bytes::from(vec![0; length]), done);
+        }
+        if let Err(error) = self.disk.has_space() {
+            return done(Err(FilesError::Disk(error)));
         }
         let order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
         let mut requests = Vec::new();

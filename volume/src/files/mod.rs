@@ -446,7 +446,7 @@ impl Files {
 
     fn next_unsettled(&self) -> Option<u64> {
         let state = self.core.state();
-        self.core.check().ok().and_then(|()| state.names.unsettled())
+        self.core.check_space().ok().and_then(|()| state.names.unsettled())
     }
 }
 

@@ -56,7 +56,15 @@ fn nothing_is_lost(stores: bool) {
         counts.into_iter().for_each(|(what, count)| *all.entry(what).or_default() += count);
     }
     // By all kinds together: with few copies, or all needed, some are rare.
-    let reached = ["a writer serves", "an acknowledgement", "a read", "a look", "a look at once", "zeros were taken"];
+    let reached = [
+        "a writer serves",
+        "an acknowledgement",
+        "a read",
+        "a look",
+        "a look at once",
+        "zeros were taken",
+        "a full copy was tried again",
+    ];
     let stored = ["a power cut", "a flush"];
     let is_reached = |what: &&str| all.contains_key(what);
     assert!(reached.iter().all(is_reached) && (!stores || stored.iter().all(is_reached)), "{all:?}");
@@ -106,6 +114,11 @@ fn an_empty_server_that_counts_is_found() {
 #[test]
 fn an_empty_server_that_is_taken_in_unasked_is_found() {
     is_found(Mutant::NotConfirmed);
+}
+
+#[test]
+fn a_full_copy_that_is_read_as_if_it_took_writes_is_found() {
+    is_found(Mutant::FullCopyIsRead);
 }
 
 #[test]

@@ -36,6 +36,8 @@ struct Server {
     copy: Copy,
     blocks: Content,
     pull: Option<Pull>,
+    /// Its device is full: it takes no write.
+    is_full: bool,
     /// `None`: it has memory only.
     store: Option<Disk>,
 }
@@ -60,7 +62,7 @@ impl Server {
     fn new(copy: Copy, has_store: bool) -> Server {
         let tail = Tail::at(0, copy.standing());
         let store = has_store.then(|| Disk { tail, before: VecDeque::new(), last: (copy, Content::new()) });
-        Server { copy, blocks: Content::new(), pull: None, store }
+        Server { copy, blocks: Content::new(), pull: None, is_full: false, store }
     }
 
     /// What the copy says is durable.
@@ -221,8 +223,10 @@ impl World {
             34..=35 => self.cut_power(),
             36..=39 => self.flush(),
             40..=45 => self.cut(),
-            46..=79 => self.take_back(),
-            80..=199 => self.write(),
+            46..=75 => self.take_back(),
+            76..=79 => self.fill(),
+            80..=193 => self.write(),
+            194..=199 => self.try_again(),
             200..=249 => self.read(),
             250..=269 => self.open_region(),
             270..=279 => self.look_at_once(),
@@ -434,6 +438,26 @@ impl World {
         }
     }
 
+    /// A server's device is full from now on, or has space again. Sometimes that of all.
+    fn fill(&mut self) {
+        let (one, all, is_full) = (self.any_server(), self.random.one_in(3), self.random.one_in(2));
+        for (number, server) in self.servers.iter_mut().enumerate() {
+            if all || ServerId(number) == one {
+                server.is_full = is_full;
+            }
+        }
+    }
+
+    fn try_again(&mut self) {
+        let Some(number) = self.any_writer() else { return };
+        for server in (0..self.servers.len()).map(ServerId) {
+            if self.writers[number].writer.is_waiting_for_space(server) {
+                self.count("a full copy was tried again");
+                self.writers[number].writer.try_again(server);
+            }
+        }
+    }
+
     /// What was seen in a region, if its reader lives.
     fn seen(&mut self, look: &Look) {
         let Look { writer, number, server, line, .. } = *look;
@@ -487,6 +511,13 @@ impl World {
         let Some((number, server)) = self.any(&waiting) else { return Ok(()) };
         let request = self.links.get_mut(&(number, server)).and_then(|link| link.requests.pop_front());
         let Some(request) = request else { return Ok(()) };
+        if matches!(request, Request::Write { .. }) && self.servers[server.0].is_full {
+            // The server refuses it, and closes the connection.
+            self.count("a write was refused");
+            self.drop_link(number, server);
+            self.writers[number].writer.refused(server);
+            return Ok(());
+        }
         let blocks = self.blocks_of(number, server, request);
         match self.execute(number, server, request)? {
             Ok(Some(answer)) => self.answer_with(number, server, answer, blocks),
@@ -697,7 +728,7 @@ impl World {
             };
             let tail = Tail::at(0, copy.standing());
             let store = Disk { tail, before: VecDeque::new(), last: (copy, blocks.clone()) };
-            self.servers[number] = Server { copy, blocks, pull: None, store: Some(store) };
+            self.servers[number] = Server { copy, blocks, pull: None, is_full: false, store: Some(store) };
             for writer in 0..self.writers.len() {
                 self.lose(writer, ServerId(number));
             }

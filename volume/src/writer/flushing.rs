@@ -78,7 +78,7 @@ impl Writer {
         if self.flushing.flushed >= self.flushing.wanted {
             return;
         }
-        for (applied, server) in self.parts.members() {
+        for (applied, server) in self.parts.whole() {
             if self.flushing.must_ask(server, applied) {
                 self.send(server, Request::Flush(holder));
             }
@@ -90,7 +90,7 @@ impl Writer {
         #[cfg(test)]
         let hold = if Mutant::FlushedEarly.is_active() { hold - 1 } else { hold };
         let durable_at = |(_, server)| self.flushing.durable.get(&server).copied().unwrap_or_default();
-        let mut durable: Vec<Version> = self.parts.members().into_iter().map(durable_at).collect();
+        let mut durable: Vec<Version> = self.parts.whole().into_iter().map(durable_at).collect();
         durable.sort_unstable_by(|a, b| b.cmp(a));
         let held = hold.checked_sub(1).and_then(|last| durable.get(last)).copied();
         if let Some(held) = held.filter(|&held| held > self.flushing.flushed) {

@@ -11,12 +11,14 @@
 //!
 //! - `opening`: from the first question to the mark.
 //! - `serving`: writes, acknowledgements, copies that come and go. `reading`: reads. `flushing`: what is durable.
+//!   `space`: copies that refuse a write for lack of space.
 
 mod flushing;
 mod opening;
 mod parts;
 mod reading;
 mod serving;
+mod space;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -167,9 +169,10 @@ impl Writer {
         self.holder.map(|holder| holder.generation)
     }
 
-    /// The servers whose copies are whole and get every write.
+    /// The servers whose copies are whole: they get every write, or have refused one that is not acknowledged, for
+    /// lack of space.
     pub fn members(&self) -> impl Iterator<Item = ServerId> {
-        self.parts.members().into_iter().map(|(_, server)| server)
+        self.parts.whole().into_iter().map(|(_, server)| server)
     }
 
     /// Its turn, as servers know it; `None` before it has one.
@@ -199,14 +202,10 @@ impl Writer {
         self.parts.set(server, Part::Out);
         match self.phase {
             Phase::Serving => {
-                if self.parts.which(|part| matches!(part, Part::Member(_) | Part::Behind)).is_empty() {
-                    // No copy is left from which another one could be taken back.
+                if self.is_without_copies() {
                     return self.end(End::NoCopyLeft);
                 }
-                self.reads.lost(server);
-                self.flushing.lost(server);
-                self.acknowledge();
-                self.go_on_reading();
+                self.forget(server);
             }
             _ => self.go_on(),
         }
@@ -214,6 +213,20 @@ impl Writer {
 
     fn send(&mut self, server: ServerId, request: Request) {
         self.actions.push_back(Action::Send(server, request));
+    }
+
+    /// Whether no copy is left from which another one could be taken back.
+    fn is_without_copies(&self) -> bool {
+        let is_left = |part| matches!(part, Part::Member(_) | Part::Behind | Part::Refused(_) | Part::Full { .. });
+        self.parts.which(is_left).is_empty()
+    }
+
+    /// What a server of a writer that serves was asked is not answered.
+    fn forget(&mut self, server: ServerId) {
+        self.reads.lost(server);
+        self.flushing.lost(server);
+        self.acknowledge();
+        self.go_on_reading();
     }
 
     /// Gives a server up until it is taken back.

@@ -31,6 +31,16 @@ pub(super) enum Part {
     Behind,
     /// It is whole, and has applied every write up to this version.
     Member(Version),
+    /// It was whole up to this version and refused the next write, which is not acknowledged: its server has no space.
+    /// Its connection is over and is made again.
+    Refused(Version),
+    /// It has refused a write, and its connection is there again. It is whole up to this version and can be read.
+    Full {
+        /// The last write that it has applied.
+        applied: Version,
+        /// Whether it was sent the next write again. It gets no other one.
+        is_tried: bool,
+    },
 }
 
 /// The part of each server.
@@ -61,12 +71,21 @@ impl Parts {
         self.0.iter().filter_map(|(&server, &part)| Some((server, of(part)?))).collect()
     }
 
+    /// The whole copies, and what they have applied: the members, and those that lack space.
+    pub(super) fn whole(&self) -> Vec<(Version, ServerId)> {
+        self.applied(|part| match part {
+            Part::Member(applied) | Part::Full { applied, .. } => Some(applied),
+            _ => None,
+        })
+    }
+
     /// The members, and what they have applied.
     pub(super) fn members(&self) -> Vec<(Version, ServerId)> {
-        let member = |(&server, &part): (&ServerId, &Part)| match part {
-            Part::Member(applied) => Some((applied, server)),
-            _ => None,
-        };
-        self.0.iter().filter_map(member).collect()
+        self.applied(|part| if let Part::Member(applied) = part { Some(applied) } else { None })
+    }
+
+    /// Servers of a kind, and what they have applied.
+    pub(super) fn applied(&self, of: impl Fn(Part) -> Option<Version>) -> Vec<(Version, ServerId)> {
+        self.0.iter().filter_map(|(&server, &part)| Some((of(part)?, server))).collect()
     }
 }

@@ -41,7 +41,8 @@ enum Read {
 #[derive(Debug, Default)]
 pub(super) struct Reads {
     last: u64,
-    under_way: BTreeMap<u64, Read>,
+    /// Each with the last write of its blocks.
+    under_way: BTreeMap<u64, (Read, Version)>,
     /// The servers whose regions can be read, and how near they are.
     regions: BTreeMap<ServerId, Nearness>,
 }
@@ -75,15 +76,15 @@ pub fn may_be_given_out(holder: Holder, acknowledged: Version, before: Standing,
 }
 
 impl Reads {
-    fn begin(&mut self, read: Read) -> u64 {
+    fn begin(&mut self, read: Read, after: Version) -> u64 {
         self.last += 1;
-        self.under_way.insert(self.last, read);
+        self.under_way.insert(self.last, (read, after));
         self.last
     }
 
     /// A server has answered, or was looked at. What comes of another one than the last does not count.
     fn proceed(&mut self, number: u64, from: Read, to: Read) {
-        if let Some(read) = self.under_way.get_mut(&number).filter(|read| **read == from) {
+        if let Some((read, _)) = self.under_way.get_mut(&number).filter(|(read, _)| *read == from) {
             *read = to;
         }
     }
@@ -102,15 +103,16 @@ impl Reads {
 
     /// Reads that are there wait for another way.
     fn leave(&mut self, there: Read) {
-        for read in self.under_way.values_mut().filter(|read| **read == there) {
+        for (read, _) in self.under_way.values_mut().filter(|(read, _)| *read == there) {
             *read = Read::Waiting;
         }
     }
 
-    /// The reads that wait for a member. This one is asked now.
-    fn ask(&mut self, server: ServerId) -> Vec<u64> {
-        let waiting = self.under_way.iter_mut().filter(|(_, read)| **read == Read::Waiting);
-        let asked = waiting.map(|(&number, read)| {
+    /// The reads that wait for a copy, of blocks that no write behind `through` changes. This server is asked now.
+    fn ask(&mut self, server: ServerId, through: Version) -> Vec<u64> {
+        let waiting = self.under_way.iter_mut();
+        let waiting = waiting.filter(|(_, (read, after))| *read == Read::Waiting && *after <= through);
+        let asked = waiting.map(|(&number, (read, _))| {
             *read = Read::Asked(server);
             number
         });
@@ -129,7 +131,7 @@ impl Reads {
             _ => false,
         };
         let ready: Vec<u64> =
-            self.under_way.iter().filter(|(_, read)| is_ready(read)).map(|(&number, _)| number).collect();
+            self.under_way.iter().filter(|(_, (read, _))| is_ready(read)).map(|(&number, _)| number).collect();
         ready.iter().for_each(|number| _ = self.under_way.remove(number));
         ready
     }
@@ -145,11 +147,11 @@ impl Writer {
         }
         let number = match self.region(after) {
             Some(server) => {
-                let number = self.reads.begin(Read::Looking(server));
+                let number = self.reads.begin(Read::Looking(server), after);
                 self.actions.push_back(Action::Look(server, number));
                 number
             }
-            None => self.reads.begin(Read::Waiting),
+            None => self.reads.begin(Read::Waiting, after),
         };
         self.go_on_reading();
         Some(number)
@@ -157,7 +159,7 @@ impl Writer {
 
     /// From now on the region of a server can be read, until the server is lost.
     pub fn region_opened(&mut self, server: ServerId, nearness: Nearness) {
-        if matches!(self.parts.of(server), Part::Member(_)) {
+        if matches!(self.parts.of(server), Part::Member(_) | Part::Full { .. }) {
             self.reads.regions.insert(server, nearness);
         }
     }
@@ -177,7 +179,7 @@ impl Writer {
             let has_it = has_it || Mutant::LookTooEarly.is_active();
             has_it
         };
-        let members = self.parts.members().into_iter().filter(|&(applied, _)| has_it(applied));
+        let members = self.parts.whole().into_iter().filter(|&(applied, _)| has_it(applied));
         let regions = members.filter_map(|(applied, server)| {
             let nearness = self.reads.regions.get(&server)?;
             Some((*nearness, applied, server))
@@ -188,7 +190,7 @@ impl Writer {
     /// The blocks of a read were read out of a server's region; `None`: they could not be, so a server is asked.
     /// Returns whether this is what the read returns.
     pub fn looked(&mut self, server: ServerId, number: u64, seen: Option<Seen>) -> bool {
-        let is_due = self.reads.under_way.get(&number) == Some(&Read::Looking(server));
+        let is_due = self.reads.under_way.get(&number).is_some_and(|(read, _)| *read == Read::Looking(server));
         let (Some(holder), true) = (self.holder, is_due && !self.has_ended()) else { return false };
         let mut found = Read::Waiting;
         if let Some(Seen { newest, line }) = seen {
@@ -214,13 +216,23 @@ impl Writer {
         let acknowledged = self.acknowledged;
         let ready = self.reads.take_ready(acknowledged);
         self.actions.extend(ready.into_iter().map(Action::Read));
-        // The one that is ahead answers soonest.
-        let server = self.parts.members().into_iter().max().map(|(_, server)| server);
+        // The one that is ahead answers soonest. It has applied what was sent before the read when it answers.
+        let member = self.parts.members().into_iter().max().map(|(_, server)| server);
         #[cfg(test)]
-        let server =
-            self.parts.which(|part| part == Part::Behind).pop().filter(|_| Mutant::ReadBehind.is_active()).or(server);
-        let (Some(holder), Some(server)) = (self.holder, server) else { return };
-        for number in self.reads.ask(server) {
+        let member =
+            self.parts.which(|part| part == Part::Behind).pop().filter(|_| Mutant::ReadBehind.is_active()).or(member);
+        if let Some(server) = member {
+            return self.ask(server, self.last);
+        }
+        for (server, through) in self.full_copies_to_read() {
+            self.ask(server, through);
+        }
+    }
+
+    /// Asks a server for the reads that wait, of blocks that no write behind `through` changes.
+    fn ask(&mut self, server: ServerId, through: Version) {
+        let Some(holder) = self.holder else { return };
+        for number in self.reads.ask(server, through) {
             self.send(server, Request::Read { holder, number });
         }
     }

@@ -28,14 +28,19 @@ impl Writer {
 
     /// A server that was out can be reached again. Its copy is taken back.
     pub fn take_back(&mut self, server: ServerId) {
-        if self.is_serving() && self.parts.of(server) == Part::Out {
-            self.parts.set(server, Part::Asked);
-            self.send(server, Request::Ask);
+        match self.parts.of(server) {
+            Part::Out if self.is_serving() => {
+                self.parts.set(server, Part::Asked);
+                self.send(server, Request::Ask);
+            }
+            Part::Refused(_) => self.send(server, Request::Ask),
+            _ => {}
         }
     }
 
     pub(super) fn answered_serving(&mut self, server: ServerId, answer: Answer) {
         match (self.parts.of(server), answer) {
+            (Part::Refused(_), Answer::Standing(standing)) => self.returned(server, standing),
             (Part::Asked, Answer::Standing(standing)) => {
                 let must_confirm = !standing.remembers();
                 #[cfg(test)]
@@ -55,6 +60,10 @@ impl Writer {
                 self.flushing.answered(server, applied, durable);
                 self.is_at(server, applied);
             }
+            (Part::Full { applied: before, .. }, Answer::Written { applied, durable }) => {
+                self.flushing.answered(server, applied, durable);
+                if applied > before { self.has_applied_again(server, applied) } else { self.go_on_flushing() }
+            }
             (_, Answer::Read { number, newest }) => {
                 self.reads.answered(server, number, newest);
                 self.go_on_reading();
@@ -65,7 +74,7 @@ impl Writer {
     }
 
     /// A member has applied every write up to this one.
-    fn is_at(&mut self, server: ServerId, applied: Version) {
+    pub(super) fn is_at(&mut self, server: ServerId, applied: Version) {
         self.parts.set(server, Part::Member(applied));
         self.acknowledge();
         self.go_on_reading();
@@ -75,11 +84,13 @@ impl Writer {
     /// A server has lost its memory, and does not know whether it has promised to obey another writer. That writer
     /// would have asked enough of the others.
     fn ask_the_others(&mut self, server: ServerId) {
-        let Some(holder) = self.holder else { return };
+        let Some(holder) = self.holder.filter(|_| !self.parts.whole().is_empty()) else {
+            return self.leave_out(server);
+        };
         self.questions += 1;
         let question = self.questions;
         self.parts.set(server, Part::Confirming { question, confirmed: [false; Copies::MOST] });
-        for (_, other) in self.parts.members() {
+        for (_, other) in self.parts.whole() {
             self.send(other, Request::Confirm { holder, question });
         }
     }
@@ -125,12 +136,13 @@ impl Writer {
         let hold = self.copies.hold();
         #[cfg(test)]
         let hold = if Mutant::AcknowledgedEarly.is_active() { hold - 1 } else { hold };
-        let mut applied: Vec<Version> = self.parts.members().into_iter().map(|(applied, _)| applied).collect();
+        let mut applied: Vec<Version> = self.parts.whole().into_iter().map(|(applied, _)| applied).collect();
         applied.sort_unstable_by(|a, b| b.cmp(a));
         let held = hold.checked_sub(1).and_then(|last| applied.get(last)).copied();
         if let Some(held) = held.filter(|&held| held > self.acknowledged) {
             self.acknowledged = held;
             self.actions.push_back(Action::Acknowledge(held));
+            self.give_up_full_copies();
         }
     }
 }

@@ -3,12 +3,13 @@
 //!
 //! Requests are begun in the order in which they were submitted. If a server has no room for the next write, that write
 //! waits, and everything behind it. `catching_up`: what is said of copies that are taken back; `looking`: reads that
-//! are answered without a message; `pulling`: writes whose blocks are not in the message; `turn`: what the thread that
+//! are answered without a message; `pulling`: writes whose blocks are not in the message; `space`: servers without space for a write; `turn`: what the thread that
 //! runs it does.
 
 mod catching_up;
 mod looking;
 mod pulling;
+mod space;
 mod turn;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -23,7 +24,7 @@ use remora_messenger::{Address, Buffer, Connection, Delivery, Message, Messenger
 
 use super::outgoing::Outgoing;
 use super::remote::Remote;
-use super::request::{Completion, Op, Request};
+use super::request::{Completion, Done, Op, Request};
 use super::window::Ask;
 use super::{AT_WORK, Bring, ClientOptions, Error, Event, LEAST_SUBMITTED_BYTES, Reads, Shared, Writes};
 use crate::layout::Entry;
@@ -34,7 +35,7 @@ use crate::rdma::Rdma;
 use crate::shape::{BLOCK_BYTES, Shape};
 use crate::store::sums;
 use crate::version::Version;
-use crate::wire::{Call, Mode, Reply, Run};
+use crate::wire::{Call, Cause, Mode, Reply, Run};
 use crate::writer::{Action, End, Writer};
 
 /// See the module's text.
@@ -79,6 +80,7 @@ pub(super) struct Driver {
     is_for_a_caller: bool,
     /// What was completed meanwhile.
     handed: Vec<(Completion, Option<Bytes>)>,
+    handed_failures: Vec<(Done, Error)>,
     is_over: bool,
 }
 
@@ -155,6 +157,7 @@ impl Driver {
             looks_soon: false,
             is_for_a_caller: false,
             handed: Vec::new(),
+            handed_failures: Vec::new(),
             is_over: false,
         }
     }
@@ -248,6 +251,7 @@ impl Driver {
                     self.catch_up_ends(server);
                     self.withdraw(server);
                     self.remote(server, |remote, now| remote.disconnect(now));
+                    self.forget_applied();
                 }
                 Action::Serving { may_lack_tail, .. } => {
                     tracing::info!(volume = %self.shape.volume(), "the volume is open");
@@ -272,8 +276,10 @@ impl Driver {
             }
         }
         self.sent = self.last;
-        let members = self.writer.members().fold(0, |bits, server| bits | 1 << server.0);
+        let takes_writes = |server: &ServerId| !self.writer.is_short_of_space(*server);
+        let members = self.writer.members().filter(takes_writes).fold(0, |bits, server| bits | 1 << server.0);
         self.shared.members.store(members, Ordering::Relaxed);
+        self.look_for_space();
     }
 
     fn acknowledged(&mut self, through: Version) {
@@ -362,6 +368,12 @@ impl Driver {
     fn lost(&mut self, server: ServerId, why: &str) {
         let Some(remote) = self.remotes.get(server.0) else { return };
         tracing::info!(server = %remote.address(), why, "a copy is left out");
+        self.disconnected(server, why);
+        self.writer.lost(server);
+    }
+
+    /// A server's connection is given up, for this reason.
+    fn disconnected(&mut self, server: ServerId, why: &str) {
         if let Some(left_out) = self.shared.left_out.get(server.0) {
             *left_out.lock().unwrap_or_else(PoisonError::into_inner) = why.to_owned();
         }
@@ -370,7 +382,6 @@ impl Driver {
         self.shared.regions.close(server);
         self.catch_up_ends(server);
         self.forget_applied();
-        self.writer.lost(server);
     }
 
     fn answered(&mut self, connection: &Connection, delivery: Delivery) {
@@ -421,6 +432,7 @@ impl Driver {
             Reply::Data { number, entries } => self.read(server, number, &entries, delivery.data),
             Reply::Mapped { number, newest, zeros } => self.mapped(server, number, newest, zeros),
             Reply::Attached { session, keys } => self.open_region(connection, session, keys),
+            Reply::Refused { cause: Cause::NoMemory, text } => self.refused(server, &text),
             Reply::Refused { text, .. } => self.lost(server, &text),
             Reply::Created
             | Reply::Lent { .. }
@@ -455,12 +467,13 @@ impl Driver {
         self.forget_applied();
     }
 
-    /// Forgets the writes that every server has applied which gets writes.
+    /// Forgets the writes that are acknowledged, and that every server has applied which gets writes.
     fn forget_applied(&mut self) {
         let first = self.remotes.iter().filter_map(Remote::first_unapplied).min();
         let mut freed = 0;
-        // Not one that is still being sent.
-        let is_over = |version: Version| version <= self.sent && first.is_none_or(|first| version < first);
+        // Not one that is still being sent, or that is sent again once there is space.
+        let kept = self.sent.min(self.writer.acknowledged());
+        let is_over = |version: Version| version <= kept && first.is_none_or(|first| version < first);
         while self.unapplied.front().is_some_and(|write| is_over(write.version)) {
             if self.unapplied.pop_front().is_some_and(|write| write.has_place) {
                 freed += 1;
@@ -510,6 +523,8 @@ impl Driver {
                 self.lost(ServerId(number), "it did not answer in time");
             } else if self.writer.is_serving() && remote.is_due(now) {
                 self.writer.take_back(ServerId(number));
+            } else if self.writer.is_waiting_for_space(ServerId(number)) && remote.is_try_due(now) {
+                self.writer.try_again(ServerId(number));
             } else if remote.is_silent(BEAT, now) {
                 self.beat(ServerId(number));
             }

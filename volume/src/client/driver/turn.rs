@@ -5,7 +5,8 @@ use std::collections::VecDeque;
 use bytes::Bytes;
 
 use super::Driver;
-use crate::client::request::{Completion, Op};
+use crate::client::Error;
+use crate::client::request::{Completion, Done, Op};
 
 impl Driver {
     /// Whether nothing is done any more, and the volume's thread should end the driver.
@@ -20,7 +21,7 @@ impl Driver {
 
     /// Whether the volume's thread has something to do now.
     pub(in crate::client) fn needs_keeper(&self) -> bool {
-        self.is_over || self.looks_soon || !self.handed.is_empty()
+        self.is_over || self.looks_soon || !self.handed.is_empty() || !self.handed_failures.is_empty()
     }
 
     /// Requests were submitted.
@@ -43,6 +44,14 @@ impl Driver {
         for (completion, data) in self.handed.drain(..) {
             completion.end(data);
         }
+        for (done, error) in self.handed_failures.drain(..) {
+            done(Err(error));
+        }
+    }
+
+    /// A caller is told that its request waits.
+    pub(in crate::client) fn tell(&mut self, done: Done, error: Error) {
+        if self.is_for_a_caller { self.handed_failures.push((done, error)) } else { done(Err(error)) }
     }
 
     pub(in crate::client) fn complete(&mut self, completion: Completion, data: Option<Bytes>) {
