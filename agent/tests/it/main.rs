@@ -87,5 +87,6 @@ mod volume_image;
 mod volume_keep;
 mod volume_mount;
 mod volume_order;
+mod volume_space;
 mod volume_ways;
 mod wire;

@@ -137,8 +137,8 @@ pub enum Error {
         /// How long it has not heard that writer.
         silent: Duration,
     },
-    /// So many servers have no space for a write that none can be acknowledged. What was accepted is kept, in its order,
-    /// and is written when there is space again; reads go on.
+    /// So many servers have no space for a write that none can be acknowledged. What was accepted is kept, in its
+    /// order, and is written when there is space again. Reads go on.
     #[error("no space for writes: {why}; what was accepted is kept, and is written when there is space again")]
     NoSpace {
         /// The servers, each with what it says.
@@ -399,11 +399,12 @@ impl Volume {
         self.shared.no_space().map_or(Ok(()), |why| Err(Error::NoSpace { why }))
     }
 
-    /// Submits a request, and waits only while too many are under way. While servers have no space for writes, `done`
-    /// is told so of a write or a flush that must wait, and the write is kept: see [`Volume::has_space`]. `done` is called once, with the blocks that were
-    /// read, or nothing, or the error. The thread that calls it has other requests to complete: `done` must not block,
-    /// and must not drop the volume. It may submit requests. No thread calls it while it is in this function itself: a
-    /// caller may hold a lock that `done` takes, if it has fewer than [`LEAST_SUBMITTED_BYTES`] under way.
+    /// Submits a request, and waits only while too many are under way. `done` is called once, with the blocks that were
+    /// read, or nothing, or the error. While servers have no space for writes, `done` gets [`Error::NoSpace`] for a
+    /// write or a flush that must wait, and the write is kept: see [`Volume::has_space`]. The thread that calls `done`
+    /// has other requests to complete: `done` must not block, and must not drop the volume. It may submit requests.
+    /// No thread calls it while it is in this function itself: a caller may hold a lock that `done` takes, if it has
+    /// fewer than [`LEAST_SUBMITTED_BYTES`] under way.
     ///
     /// # Errors
     /// The request is not one for this volume, or the volume has ended; `done` is not called.

@@ -12,6 +12,7 @@ use crate::version::Version;
 use crate::wire::Room;
 
 /// See the module's text.
+// Larger than the bound: a question for each thing that the driver must know of a server at a moment.
 pub(super) struct Remote {
     address: Address,
     connection: Option<Connection>,

@@ -42,14 +42,16 @@ impl Flushing {
         self.asked.remove(&server);
     }
 
-    /// Whether a member must be asked: it has not all that is wanted, and its answers to writes will not say it.
-    fn must_ask(&mut self, server: ServerId, applied: Version) -> bool {
+    /// Whether a copy that was sent the writes up to `sent` must be asked: it has not all of them that is wanted, and
+    /// its answers to writes will not say it.
+    fn must_ask(&mut self, server: ServerId, applied: Version, sent: Version) -> bool {
+        let wanted = self.wanted.min(sent);
         let durable = self.durable.get(&server).copied().unwrap_or_default();
-        let is_store = self.stores.contains(&server) || (applied >= self.wanted && durable < applied);
-        let is_asked = self.asked.get(&server).is_some_and(|&asked| asked >= self.wanted);
-        let must = is_store && !is_asked && durable < self.wanted;
+        let is_store = self.stores.contains(&server) || (applied >= wanted && durable < applied);
+        let is_asked = self.asked.get(&server).is_some_and(|&asked| asked >= wanted);
+        let must = is_store && !is_asked && durable < wanted;
         if must {
-            self.asked.insert(server, self.wanted);
+            self.asked.insert(server, wanted);
         }
         must
     }
@@ -79,7 +81,9 @@ impl Writer {
             return;
         }
         for (applied, server) in self.parts.whole() {
-            if self.flushing.must_ask(server, applied) {
+            // A copy that lacks space is sent what it has refused after this question.
+            let sent = if self.is_short_of_space(server) { applied } else { self.last };
+            if self.flushing.must_ask(server, applied, sent) {
                 self.send(server, Request::Flush(holder));
             }
         }

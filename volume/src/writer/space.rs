@@ -248,6 +248,35 @@ mod tests {
     }
 
     #[test]
+    fn a_flush_that_began_while_all_lack_space_asks_again_once_what_was_refused_is_applied() {
+        let (mut writer, holder) = serving();
+        let start = holder.generation.start();
+        let first = writer.write().unwrap_or_default();
+        let is = |applied, durable| Answer::Written { applied, durable };
+        (0..3).for_each(|server| writer.answered(ServerId(server), is(first, start))); // they have stores
+        let refused = writer.write().unwrap_or_default();
+        (0..3).for_each(|server| assert!(writer.refused(ServerId(server))));
+        let standing = Standing { promised: Some(holder), applied: first, ..WHOLE };
+        (0..3).for_each(|server| returns(&mut writer, server, standing));
+        actions(&mut writer);
+        assert_eq!(writer.flush(), refused);
+        let asked = |writer: &mut Writer| {
+            let sent = actions(writer).into_iter();
+            sent.filter(|action| matches!(action, Action::Send(_, Request::Flush(_)))).count()
+        };
+        assert_eq!(asked(&mut writer), 3);
+        (0..3).for_each(|server| writer.answered(ServerId(server), is(first, first)));
+        (0..3).for_each(|server| writer.try_again(ServerId(server)));
+        assert_eq!((asked(&mut writer), writer.flushed_through()), (0, first));
+        writer.answered(ServerId(0), is(refused, first));
+        writer.answered(ServerId(1), is(refused, first));
+        assert_eq!(asked(&mut writer), 2);
+        writer.answered(ServerId(0), is(refused, refused));
+        writer.answered(ServerId(1), is(refused, refused));
+        assert!(actions(&mut writer).contains(&Action::Flushed(refused)));
+    }
+
+    #[test]
     fn a_server_that_is_lost_while_all_lack_space_is_lost_and_the_last_one_ends_the_writer() {
         let (mut writer, _) = serving();
         writer.write();

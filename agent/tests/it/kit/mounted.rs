@@ -4,7 +4,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use remora_lab::server::wait_until;
 use rustix::mount::UnmountFlags;
+
+use super::LONG;
 
 /// A directory for a mount. No mount is left there.
 pub(crate) struct Directory(pub(crate) String);
@@ -26,10 +29,16 @@ impl Directory {
         Path::new(&self.0).join(name)
     }
 
-    /// Unmounts it as an operator does.
+    /// Unmounts it as an operator does. A process that another test starts at this moment holds this test's open
+    /// files until it executes its program: so it is tried until no process uses it.
     #[track_caller]
     pub(crate) fn unmount(&self) {
-        assert!(Command::new("umount").arg(&self.0).status().unwrap().success());
+        let unmount = || {
+            let output = Command::new("umount").arg(&self.0).output().unwrap();
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            Ok(if output.status.success() { Ok(()) } else { Err(said) })
+        };
+        wait_until("it is unmounted", LONG, unmount).unwrap();
     }
 }
 

@@ -3,8 +3,8 @@
 //!
 //! Requests are begun in the order in which they were submitted. If a server has no room for the next write, that write
 //! waits, and everything behind it. `catching_up`: what is said of copies that are taken back; `looking`: reads that
-//! are answered without a message; `pulling`: writes whose blocks are not in the message; `space`: servers without space for a write; `turn`: what the thread that
-//! runs it does.
+//! are answered without a message; `pulling`: writes whose blocks are not in the message; `space`: servers without
+//! space for a write; `turn`: what the thread that runs it does.
 
 mod catching_up;
 mod looking;
