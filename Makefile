@@ -41,16 +41,20 @@ demo-volume: setup
 	$(RELEASE) -p xtask
 	CARGO=$(CARGO) $(TARGET)/release/xtask demo-volume $(ARGS)
 
-# The command that runs them comes with the tests.
-## test: every test, failed ones once more and alone; a test that this machine cannot run prints the reason (with CI=true it fails)
+## test: each promise once, and all tests without servers; a test that this machine cannot run prints the reason; ARGS="-- sentinel"
 .PHONY: test
-test: setup
-	$(CARGO) test --workspace --locked --no-run
-	CARGO=$(CARGO) $(TARGET)/debug/xtask test
+test:
+	@dev/lab/setup/setup --test
+	CARGO=$(CARGO) dev/lab/run-tests $(ARGS)
+
+## test-all: every test, and the interleavings of the publishing protocol (loom); with CI=true a skipped test fails
+.PHONY: test-all
+test-all: setup
+	CARGO=$(CARGO) dev/lab/run-tests --all $(ARGS)
 	$(MAKE) --no-print-directory loom
 
 # In a separate folder, because `--cfg loom` rebuilds everything; as a release, because every interleaving is a run.
-## loom: the publishing protocol of the table, all interleavings; part of test
+## loom: the publishing protocol of the table, all interleavings; part of test-all
 .PHONY: loom
 loom:
 	RUSTFLAGS="--cfg loom" CARGO_PROFILE_RELEASE_LTO=off \

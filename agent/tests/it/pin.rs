@@ -24,7 +24,8 @@ enum Writes {
     Long,
     /// The same, three times a second: a server that is attended connects again by its own clock.
     LongAndSeldom,
-    /// Many values of 4 KiB: some 50 MB a second.
+    /// Many values of 4 KiB: some 50 MB a second. On a busy machine more than the backlog is written in one round trip:
+    /// the primary then refuses a pin, which is asked for again.
     Many,
 }
 
@@ -68,6 +69,11 @@ fn pairs() -> impl Iterator<Item = (Kind, Writes)> {
     require::kinds().into_iter().flat_map(|kind| [(kind, Writes::Long), (kind, Writes::Many)])
 }
 
+/// The copies that a primary has sent to their end.
+fn copies(primary: &Server) -> usize {
+    primary.log().lines().filter(|line| line.contains("Streamed RDB transfer") && line.contains("succeeded")).count()
+}
+
 /// Hands replicas over while clients write, and asserts that each was continued.
 fn hands_over(primary: &Server, writes: Writes, agents: impl FnOnce() -> Vec<(Agent, Server)>) {
     let (stop, full) = (AtomicBool::new(false), number(primary, "sync_full"));
@@ -85,9 +91,11 @@ fn hands_over(primary: &Server, writes: Writes, agents: impl FnOnce() -> Vec<(Ag
         agents
     });
     let (now, continued) = syncs(primary);
-    assert_eq!(now - full, 1, "one copy, the source's: {}", primary.log());
+    assert_eq!(copies(primary), 1, "one copy, the source's: {}", primary.log());
     assert!(continued as usize >= replicas.len());
-    assert_eq!(number(primary, "sync_partial_err"), 0, "{}", primary.log());
+    if matches!(writes, Writes::Long) {
+        assert_eq!((now - full, number(primary, "sync_partial_err")), (1, 0), "{}", primary.log());
+    }
     for (_, replica) in &replicas {
         replica.wait_for_link(LONG).unwrap();
         assert_same_data(primary, replica);
@@ -127,7 +135,10 @@ fn the_announced_primary_is_pinned_where_the_source_captures_a_replica() {
         middle.replicate(&primary).unwrap();
         middle.wait_for_link(LONG).unwrap();
         // The captured replica's own copy, for which it asks first with a history of its own.
-        let counts = || ["sync_full", "sync_partial_err"].map(|name| number(&primary, name));
+        let counts = || match writes {
+            Writes::Many => vec![copies(&primary) as u64],
+            _ => ["sync_full", "sync_partial_err"].map(|name| number(&primary, name)).into(),
+        };
         let before = counts();
         let announced = primary.address().to_string();
         let source = stage.source(&middle.url(), &[&JOURNAL[..], &["--announce", &announced]].concat());

@@ -14,6 +14,9 @@ use crate::kit::{LONG, fill_cluster, id, load_slowly, number, syncs, wait_until_
 /// Slots of the first shard that move: some sixty keys are in them.
 const SLOTS: RangeInclusive<u32> = 0..=299;
 
+/// Microseconds for each key that a new replica loads: it loads until the slots have moved, also on a busy machine.
+const STILL_LOADS: u32 = 100_000;
+
 /// Shards of which a new replica is made: the one that the slots leave, and the one that gets them.
 const BOTH: usize = 2;
 
@@ -23,7 +26,7 @@ fn while_both_load(kind: Kind, what: &str, replicas: usize, move_them: impl Fn(&
     let Some(mut scene) = Scene::new(kind, replicas, BOTH) else { return };
     let agents = [scene.attend(0, 0), scene.attend(1, 1)];
     for node in &scene.nodes {
-        load_slowly(node, 10_000);
+        load_slowly(node, STILL_LOADS);
         scene.cluster.meet(node).unwrap();
     }
     let shards = &scene.cluster.shards;

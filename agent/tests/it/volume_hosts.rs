@@ -103,7 +103,7 @@ fn sees_the_log_of(reader: &Directory, writer: &Directory) {
         let now = fs::metadata(&path).map_or(0, |metadata| metadata.len());
         assert!(now >= seen, "{log:?} has become shorter: {now}, and {seen} before");
         seen = now;
-        assert!(began.elapsed() < Duration::from_secs(10), "{log:?}: {seen} of {} bytes", wanted.len());
+        assert!(began.elapsed() < LONG, "{log:?}: {seen} of {} bytes", wanted.len());
         std::thread::sleep(Duration::from_millis(10));
     }
     println!("{} bytes of {log:?} were seen after {:?}", wanted.len(), began.elapsed());

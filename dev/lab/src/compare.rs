@@ -56,30 +56,39 @@ pub fn same_data(primary: &Server, replica: &Server, within: Duration) -> Result
     compared
 }
 
-/// Two servers between which no `PING` passes until this is dropped: the digests of millions of keys take longer than
-/// the ten seconds from one to the next, and each moves the offset.
-struct Silence<'s>(Vec<(&'s Server, &'static str, String)>);
+/// Two servers between which nothing passes until this is dropped. No client writes to the primary, and no `PING` is
+/// sent: the digests of millions of keys take longer than the ten seconds from one to the next.
+struct Silence<'s> {
+    primary: &'s Server,
+    settings: Vec<(&'s Server, &'static str, String)>,
+}
 
 /// Longer than any comparison.
 const SILENT_SECONDS: &str = "86400";
 
+/// Clients that write wait for ten minutes at most: longer than any comparison, if this process is killed in one.
+const PAUSE: [&str; 4] = ["CLIENT", "PAUSE", "600000", "WRITE"];
+const UNPAUSE: [&str; 2] = ["CLIENT", "UNPAUSE"];
+
 impl Silence<'_> {
     fn begin<'s>(primary: &'s Server, replica: &'s Server) -> Result<Silence<'s>> {
         let settings = [(primary, "repl-timeout"), (replica, "repl-timeout"), (primary, "repl-ping-replica-period")];
-        let mut silence = Silence(Vec::new());
+        let mut silence = Silence { primary, settings: Vec::new() };
         for (server, name) in settings {
             let before = server.configured(name)?;
             server.configure(name, SILENT_SECONDS)?;
-            silence.0.push((server, name, before));
+            silence.settings.push((server, name, before));
         }
+        primary.client()?.ok(&PAUSE)?;
         Ok(silence)
     }
 }
 
 impl Drop for Silence<'_> {
     fn drop(&mut self) {
-        for (server, name, before) in self.0.drain(..).rev() {
-            // If this fails, the server has ended, and the comparison fails too.
+        // If one of these fails, the server has ended, and the comparison fails too.
+        let _ = self.primary.client().and_then(|mut client| client.ok(&UNPAUSE));
+        for (server, name, before) in self.settings.drain(..).rev() {
             let _ = server.configure(name, &before);
         }
     }
@@ -125,6 +134,7 @@ fn at_rest(one: &mut Client, other: &mut Client, within: Duration) -> Result<(Ag
 /// Valkey 9 rarely keeps such a key after the last field of a hash has expired. Its snapshots leave it out, so its own
 /// replicas do not have it either.
 fn remove_empty_hashes(primary: &mut Client) -> Result<u64> {
+    primary.ok(&UNPAUSE)?;
     let mut removed = 0;
     for database in databases(primary)?.into_keys() {
         each_batch(primary, database, &[], |primary, keys| {
@@ -138,6 +148,7 @@ fn remove_empty_hashes(primary: &mut Client) -> Result<u64> {
             Ok(true)
         })?;
     }
+    primary.ok(&PAUSE)?;
     Ok(removed)
 }
 

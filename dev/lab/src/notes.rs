@@ -1,17 +1,17 @@
-//! Lines about a test that appear although it passes.
+//! Lines about a test that appear although it passes. A runner hides what a test prints that passes, so each line is also
+//! added to the file that `REMORA_TEST_NOTES` names, which `make test` and continuous integration print at their end.
 
 use std::io::Write;
 
-/// Reports that this test has passed with less proof than usual, such as at the second attempt. The line is printed,
-/// and added to the file that `REMORA_TEST_NOTES` names: continuous integration prints that file at its end.
+/// Reports that this test has passed with less proof than usual.
 pub fn note(what: &str) {
-    note_of(&this_test(), what);
+    add(&format!("NOTE: {}: {what}", this_test()));
 }
 
-/// [`note`] of another test.
-pub fn note_of(test: &str, what: &str) {
-    let line = format!("NOTE: {test}: {what}");
-    print(&line);
+/// Prints a line, and adds it to the file of notes.
+pub(crate) fn add(line: &str) {
+    // Directly to the terminal: the harness hides `eprintln!` of a test that passes.
+    let _ = std::io::stderr().lock().write_all(format!("\n{line}\n").as_bytes());
     let Some(file) = std::env::var_os("REMORA_TEST_NOTES") else { return };
     let opened = std::fs::OpenOptions::new().create(true).append(true).open(&file);
     let written = opened.and_then(|mut file| file.write_all(format!("{line}\n").as_bytes()));
@@ -20,9 +20,4 @@ pub fn note_of(test: &str, what: &str) {
 
 pub(crate) fn this_test() -> String {
     std::thread::current().name().unwrap_or("a test").to_owned()
-}
-
-/// Prints directly to the terminal: the harness hides `eprintln!` of a test that passes.
-pub(crate) fn print(line: &str) {
-    let _ = std::io::stderr().lock().write_all(format!("\n{line}\n").as_bytes());
 }

@@ -11,7 +11,7 @@
 use std::path::Path;
 
 use crate::net;
-use crate::notes::{print, this_test};
+use crate::notes::{add, this_test};
 use crate::rdma::RdmaVm;
 use crate::ring_allowed::RingAllowed;
 use crate::server::Kind;
@@ -182,7 +182,7 @@ pub fn rdma_vm() -> Option<RdmaVm> {
 pub fn skip<T>(why: &str) -> Option<T> {
     let test = this_test();
     assert!(!in_ci(), "{test} cannot run, and with CI=true that is a failure: {why}");
-    print(&format!("SKIPPED: {test}: {why}"));
+    add(&format!("SKIPPED: {test}: {why}"));
     None
 }
 

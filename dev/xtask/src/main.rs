@@ -6,7 +6,7 @@
 //!   prove-files     the files of a mounted volume under programs that find faults in file systems
 //!   chaos           full copy after full copy under random load and faults, compared value by value
 //!   judge           the servers' own replication tests, with Remora serving every full copy
-//!   test            every test; the failed ones once more, alone
+//!   test-times      what the tests took: a table of the crates, and the longest tests
 //!   soak            restarts, promotes, freezes and cuts off servers and agents for an hour, and compares all data
 //!   bench           runs the programs of dev/bench and keeps the results in bench/runs
 //!   net             hosts with cables of a known rate, to cut, slow down and make lossy; servers and agents in them
@@ -30,7 +30,7 @@
 //! - [`prove`]: proofs of mounted files, by other people's programs.
 //! - [`judge`]: other people's tests of replication, with Remora beside every server. [`chaos`]: random load and
 //!   faults.
-//! - [`all_tests`]: every test of the workspace. [`soak`]: the long run under a script of faults.
+//! - [`test_times`]: what the tests took. [`soak`]: the long run under a script of faults.
 //! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: generates or compares the RDMA libraries' types.
 //! - [`layout`]: the layout of a server's build, by watching it. [`asserting`]: fast keys in one that checks itself.
 //! - [`dist`] and [`release`]: packages, and a version of the project. [`process`]: programs that these run.
@@ -39,7 +39,6 @@
 //!   Ctrl-C leaves nothing behind.
 #![forbid(unsafe_code)]
 
-mod all_tests;
 mod asserting;
 mod bench;
 mod bindings;
@@ -62,6 +61,7 @@ mod show;
 mod soak;
 mod stop;
 mod table;
+mod test_times;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -89,8 +89,8 @@ enum Command {
     Chaos(chaos::Options),
     /// Run the servers' own replication tests with Remora serving every full copy. Needs root.
     Judge(judge::Options),
-    /// Run every test; those that fail, up to five, once more and alone.
-    Test(all_tests::Options),
+    /// Print what the tests took, from the report of a run.
+    TestTimes(test_times::Options),
     /// Run servers and agents for a long time under a random script of faults, and compare all data.
     Soak(soak::Options),
     /// Run the benchmarks and keep their results.
@@ -140,7 +140,7 @@ fn main() -> ExitCode {
         Command::ProveFiles(options) => stop::or_run(move || prove::run(&options)),
         Command::Chaos(options) => stop::or_run(move || chaos::run(&options)),
         Command::Judge(options) => stop::or_run(move || judge::run(&options)),
-        Command::Test(options) => all_tests::run(&options),
+        Command::TestTimes(options) => test_times::run(&options),
         Command::Soak(options) => stop::or_run(move || soak::run(&options)),
         Command::Bench(options) => stop::or_run(move || bench::run(&options)),
         Command::Net(command) => net::run(command),

@@ -15,7 +15,7 @@ use remora_redis::resp::Frame;
 use crate::kit::{LONG, Source, Stage, primary};
 
 /// A fail-over is over within seconds.
-const SOON: Duration = Duration::from_secs(60);
+const SOON: Duration = Duration::from_secs(120);
 
 /// A primary with two replicas, and three Sentinels.
 struct Scene {
@@ -49,6 +49,21 @@ impl Scene {
     fn primary(&self) -> &Server {
         let address = (0..3).find_map(|number| self.sentinels.primary(number).ok()).unwrap();
         &self.servers[self.at(&address)]
+    }
+
+    /// Waits until every Sentinel has read this `replica-priority` in the server's INFO.
+    fn wait_for_priority(&self, server: &Server, priority: &str) {
+        let port = format!("\nport\n{}\n", server.port());
+        let wanted = format!("\nslave-priority\n{priority}\n");
+        for number in 0..3 {
+            wait_until("the Sentinels to know the priority", LONG, || {
+                let known = self.sentinels.client(number)?.list(&["SENTINEL", "REPLICAS", sentinel::NAME])?;
+                let of_it = known.iter().map(|one| texts(std::slice::from_ref(one))).find(|one| one.contains(&port));
+                let of_it = of_it.unwrap_or_default();
+                Ok(if of_it.contains(&wanted) { Ok(()) } else { Err(of_it) })
+            })
+            .unwrap();
+        }
     }
 
     /// A server that no Sentinel knows.

@@ -37,8 +37,8 @@ fn a_new_server_is_handed_over_to_the_primary_of_that_moment_and_sentinel_leaves
     }
 }
 
-/// How soon an agent that waits for Sentinel ends after a signal: it looks four times a second.
-const AT_ONCE: Duration = Duration::from_secs(5);
+/// How soon an agent that waits for Sentinel ends after a signal, on a busy machine: it looks four times a second.
+const AT_ONCE: Duration = Duration::from_secs(30);
 
 #[test]
 fn a_signal_ends_the_stay_beside_a_server_that_sentinel_does_not_get_to_know() {

@@ -55,8 +55,7 @@ fn a_source_whose_server_is_promoted_goes_to_another_replica() {
         source.wait_for_snapshot();
         let sits = scene.at(word(&source.agent.output(), FOUND, "server="));
         scene.servers[3 - sits].configure("replica-priority", "0").unwrap();
-        // Sentinels learn of the priority by INFO.
-        std::thread::sleep(Duration::from_secs(2));
+        scene.wait_for_priority(&scene.servers[3 - sits], "0");
         scene.fail_over();
         assert_eq!(scene.primary().url(), scene.servers[sits].url());
         let line = source.agent.wait_for_line(MOVED, SOON).unwrap();

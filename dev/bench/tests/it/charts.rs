@@ -124,7 +124,6 @@ fn of_the_report(folder: &Path) -> Vec<(String, String)> {
 
 #[test]
 fn every_chart_of_the_report_can_be_read_in_light_and_dark() {
-    let _beside = crate::beside_others();
     let Some(()) = require::browser() else { return };
     let folder = tempfile::tempdir().unwrap();
     let charts = of_the_report(folder.path());
@@ -151,7 +150,6 @@ fn chart(name: &str, note: &str) -> (String, String) {
 
 #[test]
 fn a_broken_chart_is_found() {
-    let _beside = crate::beside_others();
     let Some(()) = require::browser() else { return };
     let (long, wide) = ("n".repeat(160), "W".repeat(40));
     let long = long.as_str();

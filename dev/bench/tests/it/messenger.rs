@@ -43,7 +43,6 @@ fn figures(json: &Path) -> Vec<Value> {
 
 #[test]
 fn both_ends_are_measured_by_one_command_and_a_kept_run_is_drawn_again() {
-    let _beside = crate::beside_others();
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().display().to_string();
     // A size without a target: this is a build with debug assertions.
@@ -81,7 +80,6 @@ fn both_ends_are_measured_by_one_command_and_a_kept_run_is_drawn_again() {
 
 #[test]
 fn a_client_alone_measures_against_a_server_alone() {
-    let _beside = crate::beside_others();
     let folder = tempfile::tempdir().unwrap();
     let bell = format!("shm:{}", folder.path().join("bell").display());
     for (place, transport) in [("127.0.0.1:0", "tcp"), (&*bell, "shm")] {
@@ -113,7 +111,6 @@ fn a_client_alone_measures_against_a_server_alone() {
 
 #[test]
 fn a_server_alone_ends_when_its_time_is_over() {
-    let _beside = crate::beside_others();
     let ran = ran(&["--serve", "127.0.0.1:0", "--millis", "50"]);
     let said = String::from_utf8_lossy(&ran.stdout).into_owned();
     assert!(ran.status.success() && said.starts_with("tcp:127.0.0.1:") && said.contains("processor time"), "{said}");
@@ -121,7 +118,6 @@ fn a_server_alone_ends_when_its_time_is_over() {
 
 #[test]
 fn an_end_alone_refuses_what_only_both_can_do() {
-    let _beside = crate::beside_others();
     for wrong in [
         &["--serve", "127.0.0.1:0", "--ask", "127.0.0.1:1"][..],
         &["--ask", "127.0.0.1:1", "--rivals", "raw"],

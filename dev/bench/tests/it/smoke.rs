@@ -48,7 +48,6 @@ fn all_equal<'v>(points: impl IntoIterator<Item = &'v Value>, count: usize) {
 
 #[test]
 fn full_sync_compares_what_every_method_makes() {
-    let _beside = crate::beside_others();
     let Some(_) = require::valkey() else { return };
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().display().to_string();
@@ -69,7 +68,6 @@ fn full_sync_compares_what_every_method_makes() {
 
 #[test]
 fn volume_requests_measures_every_scene() {
-    let _beside = crate::beside_others();
     let Some(()) = require::shaping() else { return };
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().display().to_string();
@@ -83,7 +81,6 @@ fn volume_requests_measures_every_scene() {
 
 #[test]
 fn mass_replacement_takes_one_full_copy_of_each_primary_with_remora() {
-    let _alone = crate::alone();
     let Some(()) = require::shaping() else { return };
     let Some(_) = require::valkey() else { return };
     let folder = tempfile::tempdir().unwrap();
@@ -103,7 +100,6 @@ fn mass_replacement_takes_one_full_copy_of_each_primary_with_remora() {
 
 #[test]
 fn hand_offs_beside_writes_take_one_full_copy_with_default_settings() {
-    let _alone = crate::alone();
     let Some(_) = require::valkey() else { return };
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().display().to_string();
@@ -116,7 +112,6 @@ fn hand_offs_beside_writes_take_one_full_copy_with_default_settings() {
 
 #[test]
 fn remora_bench_compares_its_syncs_over_a_network_and_under_load() {
-    let _beside = crate::beside_others();
     let Some(()) = require::shaping() else { return };
     let Some(_) = require::valkey() else { return };
     let suite = |name: &str, more: &[&str], count: usize| {
@@ -142,7 +137,6 @@ fn remora_bench_compares_its_syncs_over_a_network_and_under_load() {
 
 #[test]
 fn devices_are_measured_by_other_tools_and_the_fabric_beside_them() {
-    let _beside = crate::beside_others();
     let Some(()) = require::iperf3().and_then(|()| require::fio()) else { return };
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().display().to_string();
@@ -164,7 +158,6 @@ fn devices_are_measured_by_other_tools_and_the_fabric_beside_them() {
 
 #[test]
 fn a_source_is_measured_under_conversations() {
-    let _beside = crate::beside_others();
     let Some(_) = require::valkey() else { return };
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().display().to_string();
@@ -181,14 +174,12 @@ fn a_source_is_measured_under_conversations() {
 
 #[test]
 fn the_lag_is_measured_on_replicas_that_are_equal_afterwards() {
-    let _beside = crate::beside_others();
     let Some(_) = require::valkey() else { return };
     run(env!("CARGO_BIN_EXE_follow_lag"), &["--rounds", "1", "--seconds", "1", "--rates", "500"], &[0]);
 }
 
 #[test]
 fn reads_are_measured_beside_their_rivals() {
-    let _beside = crate::beside_others();
     let Some(()) = require::iperf3() else { return };
     let small = ["--rounds", "1", "--millis", "50", "--region-mib", "16"];
     let bandwidth = [&small[..], &["--sizes-kib", "64", "--depths", "4"]].concat();
@@ -198,7 +189,6 @@ fn reads_are_measured_beside_their_rivals() {
 
 #[test]
 fn nbd_requests_are_measured_beside_nbdkit() {
-    let _beside = crate::beside_others();
     let Some(()) = require::nbd_clients() else { return };
     let small = ["--rounds", "1", "--millis", "100", "--device-mib", "16", "--depths", "4"];
     run(env!("CARGO_BIN_EXE_nbd_requests"), &small, &[0, 1]);
@@ -206,7 +196,6 @@ fn nbd_requests_are_measured_beside_nbdkit() {
 
 #[test]
 fn files_of_a_volume_are_measured_beside_fuse_alone() {
-    let _beside = crate::beside_others();
     let Some(()) = require::fuse().and_then(|()| require::fio()).and_then(|()| require::redis_benchmark()) else {
         return;
     };
