@@ -72,14 +72,14 @@ JOBS ?= $(shell nproc)
 .PHONY: simulate-volume
 simulate-volume:
 	REMORA_PLAY_SECONDS=$(SECONDS) REMORA_PLAY_JOBS=$(JOBS) $(CARGO) test --release --locked -p remora-volume --lib -- \
-		--nocapture --test-threads=1 nothing_that_was_ a_copy_is_found_as_it_was_at_or_after_the_last_sync
+		--include-ignored --nocapture --test-threads=1 nothing_that_was_ a_copy_is_found_as_it_was_at_or_after_the_last_sync
 
 ## cut-volume: hosts whose server writes into a volume lose their cable, a hundred times (ROUNDS=100) for each kind of server, and how long a host takes to be replaced whose server has a gigabyte of data
 .PHONY: cut-volume
 cut-volume: ROUNDS ?= 100
 cut-volume: setup
 	REMORA_CABLE_ROUNDS=$(ROUNDS) REMORA_TAKE_OVER_BYTES=1000000000 $(CARGO) test --release --locked -p remora-agent --test it -- \
-		--nocapture --test-threads=1 volume_hosts::a_host_
+		--include-ignored --nocapture --test-threads=1 volume_hosts::a_host_
 
 # With the profile of the tests: overflow checks and debug assertions find more than speed does.
 ## soak: servers and agents for an hour under a random script of faults, compared again and again; ARGS="--minutes 60 --seed N"
@@ -109,20 +109,20 @@ OTHER ?=
 test-matrix: setup
 	$(if $(SERVERS),,@dev/lab/setup/versions)
 	$(if $(SERVERS),REMORA_SERVERS="$(SERVERS)") $(CARGO) test --locked -p remora-agent --test it -- --ignored --nocapture \
-		versions::the_main_job
+		versions::by_command::the_main_job
 	$(if $(OTHER),REMORA_OTHER="$(OTHER)" $(CARGO) test --locked -p remora-agent --test it -- --ignored --nocapture \
-		versions::agents_of_another_release)
+		versions::by_command::agents_of_another_release)
 
 ## pieces: syncs over proxies that deliver in other pieces than were written; ROUNDS=1000
 .PHONY: pieces
 pieces: ROUNDS ?= 1000
 pieces: setup
-	REMORA_PIECES_ROUNDS=$(ROUNDS) $(CARGO) test --locked -p remora-agent --test it pieces::many_syncs -- --ignored --nocapture
+	REMORA_PIECES_ROUNDS=$(ROUNDS) $(CARGO) test --locked -p remora-agent --test it pieces::by_command -- --ignored --nocapture
 
 ## twins: random commands on servers that have loaded in the fast way, and on twins that have not; MINUTES=60
 .PHONY: twins
 twins: setup
-	REMORA_TWINS_MINUTES=$(MINUTES) $(CARGO) test --locked -p remora-module --test it twins -- --ignored --nocapture
+	REMORA_TWINS_MINUTES=$(MINUTES) $(CARGO) test --locked -p remora-module --test it twins::by_command -- --ignored --nocapture
 
 ## layout: where a build of a server keeps its tables, for module/builds (docs/module.md); PROGRAM=/usr/bin/valkey-server PACKAGE="words"
 .PHONY: layout

@@ -46,6 +46,7 @@ pub mod conversation;
 pub mod exit;
 pub mod generate;
 mod growth;
+mod host_memory;
 pub mod intercept;
 mod lanes;
 pub mod load;

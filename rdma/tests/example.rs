@@ -7,6 +7,7 @@ use std::time::Duration;
 use remora_lab::{RdmaVm, require};
 
 #[test]
+#[ignore = "long: needs the machine with RDMA devices"]
 fn the_example_sends_and_receives_in_the_virtual_machine() {
     let Some(machine) = require::rdma_vm() else { return };
     // Cargo builds the examples of a crate with its tests.

@@ -92,6 +92,7 @@ use crate::args::{Delivery, PeerArgs, RelayArgs, ReplicaArgs, ReplicaNameArgs, S
 use crate::conversation::certificate_roles::CertificateRoles;
 use crate::conversation::tokens::TokenFiles;
 use crate::exit::{Code, Failure};
+use crate::host_memory;
 use crate::metrics::{Agent, Scrapes, Watch};
 use crate::progress;
 use crate::server::{Client, RefusalKind, ServerError};
@@ -103,6 +104,7 @@ use crate::units::Size;
 /// # Errors
 /// Why the server is not a replica; the message says in which state it was left.
 pub async fn run(args: ReplicaArgs) -> Result<(), Failure> {
+    host_memory::check("--memory", args.memory)?;
     let (watch, mut scrapes) = Watch::begin(Agent::Replica, &args.metrics, &args.metrics_file).await?;
     let outcome = sync(args, &mut scrapes).await;
     watch.end(outcome).await

@@ -344,6 +344,7 @@ impl Servers for Real {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn the_model_answers_as_real_servers_do() {
     assert_ne!(address(7), address(0), "nothing listens at the address of a server that does not exist");
     for kind in remora_lab::require::kinds() {

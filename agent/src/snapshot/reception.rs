@@ -10,6 +10,7 @@ use super::receiving::{Arrived, Passing, Receiving};
 use super::target::Target;
 use crate::args::{PassOnArgs, RelayArgs, ReplicaNameArgs, SnapshotFromArgs};
 use crate::exit::Failure;
+use crate::host_memory;
 use crate::replica::data_set::DataSet;
 use crate::replica::open_tokens;
 
@@ -42,6 +43,7 @@ impl Reception {
         data_set: DataSet,
     ) -> Result<Reception, Failure> {
         let files: Vec<PathBuf> = from.token_file.iter().cloned().collect();
+        pass_on.map_or(Ok(()), |pass_on| host_memory::check("--memory", pass_on.memory))?;
         let (readers, relay) = match pass_on {
             Some(pass_on) => (pass_on.readers.clone(), pass_on.relay.clone()),
             None => (ReplicaNameArgs::default(), RelayArgs::default()),

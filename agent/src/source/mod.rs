@@ -89,6 +89,7 @@ use crate::conversation::listener;
 use crate::conversation::tokens::TokenFiles;
 use crate::conversation::{Connection, Endpoint, Fault, Options};
 use crate::exit::Failure;
+use crate::host_memory;
 use crate::metrics::{Scrape, Site};
 use crate::server::Facts;
 use crate::server::own_changes::why_not_as_its_primary;
@@ -130,6 +131,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     let security = args.tokens.open_security()?;
     let tokens = args.tokens.read(security.clone())?;
     descriptors::check(args.max_replicas)?;
+    host_memory::check("--memory", args.memory)?;
     let captured = Captured::open(&args).await?;
     let server = captured.server();
     let mut client = server.connect_within(args.captured.wait_for_server).await?;

@@ -9,6 +9,7 @@ use super::metrics::answer_server;
 use super::servers::Protection;
 use crate::args::{MetricsFileArgs, ServeArgs};
 use crate::exit::Failure;
+use crate::host_memory;
 use crate::metrics::{Agent, Watch};
 use crate::service::Service;
 use crate::signals::Signals;
@@ -19,6 +20,7 @@ use crate::tasks::blocking;
 /// # Errors
 /// A file cannot be used, or the address cannot be listened at.
 pub(super) async fn run(args: ServeArgs) -> Result<(), Failure> {
+    host_memory::check("--memory", args.memory)?;
     let mut signals = Signals::catch()?;
     let (_watch, mut scrapes) = Watch::begin(Agent::Serve, &args.metrics, &MetricsFileArgs::default()).await?;
     let protection = Protection::read(&args.protection)?;

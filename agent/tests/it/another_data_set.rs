@@ -86,6 +86,7 @@ fn a_server_in_the_middle_of_its_load_gets_nothing_of_it_and_is_in_step_once_the
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_sync_whose_right_source_does_not_come_back_fails_by_its_name_and_the_server_has_nothing_foreign() {
     for kind in require::kinds() {
         let (stage, right, other) = (Stage::new(), slow(kind), foreign(kind));
@@ -137,6 +138,7 @@ fn a_primary_that_lost_its_data_is_still_the_primary() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_fetch_and_a_backup_in_the_middle_take_nothing_of_it_and_go_on_when_the_right_source_is_back() {
     for kind in require::kinds() {
         for command in ["fetch", "backup"] {

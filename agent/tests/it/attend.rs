@@ -147,6 +147,7 @@ fn a_full_copy_comes_from_the_source_and_the_server_goes_on_at_its_primary() {
 }
 
 #[test]
+#[ignore = "long: needs Prometheus"]
 fn those_who_watch_see_what_became_of_the_servers_requests() {
     let (Some(kind), Some(())) = (require::valkey(), require::prometheus()) else { return };
     let Some(scene) = Scene::new(kind) else { return };
@@ -223,6 +224,7 @@ fn a_partial_resynchronisation_that_the_primary_can_serve_is_the_primarys() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_whose_agent_is_killed_takes_a_native_sync_within_seconds() {
     for kind in require::kinds() {
         let Some(scene) = Scene::new(kind) else { return };
@@ -255,6 +257,7 @@ fn a_server_whose_agent_is_killed_takes_a_native_sync_within_seconds() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_stopped_agent_leaves_the_server_to_its_primary() {
     for kind in require::kinds() {
         let Some(scene) = Scene::new(kind) else { return };
@@ -295,6 +298,7 @@ fn a_full_copy_that_the_source_cannot_serve_is_the_primarys() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn the_source_is_killed_while_the_server_loads_and_the_primary_serves_it() {
     let Some(kind) = require::redis() else { return };
     let Some(mut scene) = Scene::new(kind) else { return };
@@ -437,6 +441,7 @@ fn fill_the_first_shard(primary: &Server) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_node_of_a_cluster_becomes_a_replica_by_cluster_replicate_as_ever() {
     for kind in require::kinds() {
         let builder =

@@ -17,6 +17,7 @@ fn patient(kind: Kind) -> Builder {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_snapshot_that_is_aborted_ends_the_connection_of_the_server_that_receives_it() {
     for kind in require::kinds() {
         for load in ["disabled", "swapdb"] {

@@ -50,6 +50,7 @@ fn one_connection_breaks(kind: Kind, module: bool, which: fn(usize) -> usize) ->
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_data_lane_that_breaks_is_opened_again_and_no_slot_is_sent_twice() {
     for (kind, module) in require::kinds().into_iter().zip([false, true]) {
         let [agent, source] = one_connection_breaks(kind, module, |count| count - 1);
@@ -60,6 +61,7 @@ fn a_data_lane_that_breaks_is_opened_again_and_no_slot_is_sent_twice() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_control_connection_that_breaks_is_opened_again_and_no_slot_is_sent_twice() {
     for (kind, module) in require::kinds().into_iter().zip([true, false]) {
         let [agent, source] = one_connection_breaks(kind, module, |_| 0);
@@ -69,6 +71,7 @@ fn a_control_connection_that_breaks_is_opened_again_and_no_slot_is_sent_twice() 
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_whose_load_breaks_three_times_is_reported_and_left_empty() {
     for (kind, module) in kinds_and_module() {
         let (primary, replica) = (primary(kind).start().unwrap(), server(kind, module).start().unwrap());
@@ -123,6 +126,7 @@ fn damage(source: &Agent) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_damaged_slot_reaches_no_server_over_any_transport() {
     let Some(()) = require::root() else { return };
     for (kind, module) in kinds_and_module() {
@@ -176,6 +180,7 @@ fn holds_nothing(server: &Server) -> bool {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_replica_that_the_journal_has_passed_starts_over_alone() {
     for (kind, module) in kinds_and_module() {
         is_overtaken(kind, module, "1mb");

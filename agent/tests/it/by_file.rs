@@ -188,6 +188,7 @@ fn after_a_restart_that_failed_the_former_file_is_beside_and_the_same_command_ta
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn an_agent_that_is_killed_leaves_a_server_that_the_next_run_brings_in_step() {
     for kind in require::kinds() {
         let start = primary(kind).start().unwrap();
@@ -353,6 +354,7 @@ fn a_server_that_is_away_goes_on_although_clients_write_more_than_the_backlog_ho
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_node_of_a_cluster_is_restarted_on_the_file_of_its_shard() {
     for kind in require::kinds() {
         let mut cluster = start_cluster(None, kind, 3, 1);

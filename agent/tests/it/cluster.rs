@@ -85,6 +85,7 @@ fn migration(server: &Server) -> remora_lab::Result<String> {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn replicas_are_made_of_both_primaries_while_slots_move_between_them() {
     for (kind, module) in kinds_and_module() {
         let pair = Pair::start(kind, module);

@@ -141,6 +141,7 @@ fn new_nodes_become_replicas_and_the_primaries_serve_no_full_copy() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_node_without_an_agent_ends_the_work_before_others_begin() {
     let Some(kind) = require::redis() else { return };
     let Some(scene) = Scene::new(kind, 0, 2) else { return };
@@ -184,6 +185,7 @@ fn what_cannot_be_done_is_refused_and_nothing_is_changed() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn an_interrupted_run_is_started_again_and_a_fail_over_meanwhile_changes_the_primary() {
     for kind in require::kinds() {
         let Some(scene) = Scene::new(kind, 1, 2) else { return };

@@ -49,6 +49,7 @@ impl Scene {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn each_shard_has_its_source_in_the_plan_and_its_file_in_a_backup() {
     for kind in require::kinds() {
         let scene = Scene::new(kind);
@@ -120,6 +121,7 @@ fn a_cluster_is_left_alone_that_is_not_well_or_has_a_shard_without_a_source() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_new_node_starts_on_a_file_and_goes_on_in_the_cluster_without_a_full_copy() {
     let Some(()) = require::root() else { return };
     for kind in require::kinds() {

@@ -55,12 +55,14 @@ fn every_combination_is_exact(kind: Kind) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn every_combination_is_exact_with_redis() {
     let Some(kind) = require::redis() else { return };
     every_combination_is_exact(kind);
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn every_combination_is_exact_with_valkey() {
     let Some(kind) = require::valkey() else { return };
     every_combination_is_exact(kind);

@@ -50,6 +50,7 @@ fn assert_small(source: &Source, times: f64) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn replicas_read_compressed_slots_pass_them_on_as_they_are_and_are_exact() {
     for (number, (kind, module)) in kinds_and_module().enumerate() {
         let primary = with_json(kind, module, VALUES);
@@ -109,6 +110,7 @@ fn values_that_do_not_shrink_stay_plain() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_state_folder_keeps_compressed_slots_and_the_next_agent_goes_on_with_them() {
     for (kind, security) in require::kinds().into_iter().zip([&SEALED[..], &[]]) {
         let primary = with_json(kind, false, VALUES);
@@ -134,6 +136,7 @@ fn a_state_folder_keeps_compressed_slots_and_the_next_agent_goes_on_with_them() 
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn fetch_reads_compressed_slots_and_writes_the_same_file() {
     let Some(()) = require::root() else { return };
     for security in [&SEALED[..], &[]] {
@@ -203,6 +206,7 @@ fn over_a_slow_cable(processors: fn(&Path) -> Processors) -> Option<(String, Str
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_slow_cable_is_measured_and_what_shrinks_is_compressed_from_then_on() {
     let Some((done, output, _)) = over_a_slow_cable(Processors::idle) else { return };
     assert!(done.contains("compression=lz4: ") || done.contains("compression=zstd: "), "{done}");
@@ -211,6 +215,7 @@ fn a_slow_cable_is_measured_and_what_shrinks_is_compressed_from_then_on() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn where_other_programs_use_all_processors_slots_stay_plain_and_the_log_says_why() {
     let Some((done, output, status)) = over_a_slow_cable(Processors::busy) else { return };
     says(&done, &["compression=off: the host has no processor to spare (0.0 are left); "]);

@@ -217,6 +217,7 @@ impl Refuser {
 const WRONG_TOKEN: u8 = 2;
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_refusal_without_a_proof_does_not_end_a_sync_that_is_under_way() {
     for kind in require::kinds() {
         let (stage, primary, replica) =

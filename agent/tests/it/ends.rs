@@ -31,6 +31,7 @@ fn get(server: &Server, key: &str) -> String {
 // ---- a link that never works ----
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_cannot_reach_the_link_is_given_back_and_the_cause_is_named() {
     for kind in require::kinds() {
         let (net, stage) = (Net::new().unwrap(), Stage::new());
@@ -56,6 +57,7 @@ fn a_server_that_cannot_reach_the_link_is_given_back_and_the_cause_is_named() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_does_not_accept_the_links_certificate_is_given_back_and_the_cause_is_named() {
     let Some(kind) = require::redis().filter(|kind| kind.speaks_tls()) else { return };
     let (stage, other) = (Stage::new(), Stage::new());
@@ -240,6 +242,7 @@ fn keep_a_client_waiting(server: &Server) -> Arc<AtomicBool> {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_full_copy_that_the_server_takes_by_itself_is_left_to_it() {
     for kind in require::kinds() {
         let stage = Stage::new();

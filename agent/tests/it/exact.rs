@@ -71,6 +71,7 @@ fn replicas_of_valkey_made_under_every_kind_of_write_are_exact() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn replicas_of_a_valkey_that_offers_two_channels_are_exact_under_every_kind_of_write() {
     let Some(kind) = require::valkey() else { return };
     let primary = primary(kind).config("dual-channel-replication-enabled", "yes").start().unwrap();
@@ -157,6 +158,7 @@ fn an_empty_primary_makes_an_empty_replica_that_follows_it() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_value_as_long_as_servers_allow_passes_through_a_small_window() {
     for kind in require::kinds() {
         the_longest_value_passes(kind);

@@ -102,17 +102,20 @@ fn is_exact_by(transport: &str) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_replica_is_exact_by_shared_memory() {
     is_exact_by("shm");
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_replica_is_exact_by_tcp() {
     is_exact_by("tcp");
 }
 
 /// What the child has written is an ordinary snapshot: any server loads it.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_replica_without_the_module_is_exact() {
     for kind in require::kinds() {
         let primary = with_module(kind).start().unwrap();
@@ -130,6 +133,7 @@ fn a_replica_without_the_module_is_exact() {
 
 /// What a server without the module saves is loaded in the fast way too.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_primary_without_the_module_is_copied_exactly() {
     for kind in require::kinds() {
         let primary = primary(kind).config("rdbcompression", "no").start().unwrap();
@@ -188,6 +192,7 @@ fn either_end_can_do_without() {
 
 /// The server refuses the fast walk when its child is asked, and saves everything itself.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_primary_that_withdraws_its_offer_is_copied_exactly() {
     for kind in require::kinds() {
         let primary = with_module(kind).config("remora.fast-keys", "no").start().unwrap();
@@ -202,6 +207,7 @@ fn a_primary_that_withdraws_its_offer_is_copied_exactly() {
 
 /// What keeps an end from using fast keys is in the source's status, for itself and for each replica.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_status_says_why_there_are_no_fast_keys() {
     for kind in require::kinds() {
         let primary = with_module(kind).config("remora.fast-keys", "no").start().unwrap();
@@ -255,6 +261,7 @@ fn growing(kind: Kind) -> Server {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_primary_whose_table_grows_is_copied_exactly() {
     for kind in require::kinds() {
         // All keys are taken; and some are left to the server, in both parts of the table.

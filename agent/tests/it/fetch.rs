@@ -66,6 +66,7 @@ fn a_server_that_starts_on_the_file_goes_on_by_a_partial_resynchronisation() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_fetch_that_is_killed_goes_on_where_it_was() {
     let Some(()) = require::root() else { return };
     for kind in require::kinds() {

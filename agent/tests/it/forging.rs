@@ -209,6 +209,7 @@ const KEYS: usize = 12_000;
 
 /// An attack on one lane, in its handshake, head, line, entries or slots: the sync goes on with the next lane.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_sync_goes_on_exactly_after_an_attack_on_one_of_its_lanes() {
     let Some(scene) = Scene::new(KEYS) else { return };
     let mut interrupted = 0;
@@ -269,6 +270,7 @@ fn an_attack_on_the_first_conversation_changes_no_message() {
 
 /// A replica that stays reads the journal while clients write, and reports its progress.
 #[test]
+#[ignore = "long: make test-all"]
 fn an_attack_on_a_staying_replica_changes_no_command_and_no_message() {
     let Some(scene) = Scene::new(1_000) else { return };
     let (server, proxy) = (scene.server(), scene.proxy(None));

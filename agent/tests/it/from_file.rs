@@ -26,6 +26,7 @@ fn refused(stage: &Stage, server: &Server, file: &str, words: &[&str]) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn replicas_of_a_file_that_a_replica_has_saved_are_exact() {
     for kind in require::kinds() {
         let server = primary(kind).start().unwrap();

@@ -213,6 +213,7 @@ fn tls_that_does_not_fit_is_refused_before_anything_is_touched() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_plain_port_is_refused_for_a_server_that_replicates_by_tls() {
     let Some((kind, stage)) = one_of(require::redis().filter(|kind| kind.speaks_tls())) else { return };
     let (files, start) = with_tls(&stage);
@@ -291,6 +292,7 @@ fn wait_for_growth(source: &Source) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_has_loaded_when_the_primary_restarts_is_left_to_its_own_replication() {
     for (kind, module) in kinds_and_module() {
         let stage = Stage::new();
@@ -315,6 +317,7 @@ fn a_server_that_has_loaded_when_the_primary_restarts_is_left_to_its_own_replica
 const THREE_HAND_OFFS: Duration = Duration::from_secs(150);
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_its_primary_refuses_three_times_keeps_its_data_and_is_continued_later() {
     // Both at once, since each waits for a minute.
     thread::scope(|scope| {

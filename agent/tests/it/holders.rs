@@ -87,6 +87,7 @@ fn a_peer_that_asks_for_the_status_without_end_gets_twenty_reports_a_second() {
 const SEATS: usize = 8;
 
 #[test]
+#[ignore = "long: make test-all"]
 fn silent_holders_of_the_token_keep_the_seats_of_a_lender_for_ten_seconds_only() {
     let Some(kind) = require::redis() else { return };
     let (primary, server) = (primary(kind).start().unwrap(), Server::start(kind).unwrap());
@@ -128,6 +129,7 @@ fn silent_holders_of_the_token_keep_the_seats_of_a_lender_for_ten_seconds_only()
 const AT_ONCE: u64 = 5;
 
 #[test]
+#[ignore = "long: make test-all"]
 fn replicas_that_need_one_snapshot_after_the_other_wait_after_the_first_few_and_are_told_why() {
     for kind in require::kinds() {
         let primary = primary(kind).start().unwrap();

@@ -173,6 +173,7 @@ fn permissions_that_are_missing_are_named_as_rules() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_is_loading_is_refused_as_a_replica_and_waited_for_as_a_primary() {
     for kind in require::kinds() {
         let stage = Stage::new();
@@ -192,6 +193,7 @@ fn a_server_that_is_loading_is_refused_as_a_replica_and_waited_for_as_a_primary(
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_replica_whose_own_link_is_down_is_waited_for_as_a_primary() {
     for kind in require::kinds() {
         let stage = Stage::new();

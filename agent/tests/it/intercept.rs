@@ -107,6 +107,7 @@ fn a_server_whose_link_is_down_comes_by_itself_and_a_copy_that_it_does_not_need_
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn rules_that_are_missing_are_made_for_the_run_and_go_with_it() {
     for kind in require::kinds() {
         let Some(scene) = Scene::new(kind) else { return };
@@ -124,6 +125,7 @@ fn rules_that_are_missing_are_made_for_the_run_and_go_with_it() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn an_agent_that_is_killed_or_stopped_leaves_the_server_to_its_primary_and_the_next_one_serves_it() {
     for kind in require::kinds() {
         let Some(scene) = Scene::new(kind) else { return };

@@ -35,6 +35,7 @@ mod handoff;
 mod history;
 mod holders;
 mod identity;
+mod in_the_machine;
 mod input;
 mod intercept;
 mod intercept_tls;

@@ -64,6 +64,7 @@ fn eight_replicas_at_once_are_exact_and_cost_the_primary_one_copy() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_stopped_agent_and_a_killed_agent_delay_no_other_replica() {
     for kind in require::kinds() {
         two_end_in_the_middle(kind);
@@ -119,12 +120,14 @@ fn two_end_in_the_middle(kind: Kind) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_redis_that_stops_reading_a_window_is_disconnected_and_joins_again() {
     let Some(kind) = require::redis() else { return };
     one_of_three_stops_reading(kind);
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_valkey_that_stops_reading_a_window_is_disconnected_and_joins_again() {
     let Some(kind) = require::valkey() else { return };
     one_of_three_stops_reading(kind);
@@ -165,6 +168,7 @@ fn one_of_three_stops_reading(kind: Kind) {
 /// Replicas that read from each other, with the module everywhere. The slots that a relay lends are then also the memory
 /// from which its own server loads.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_relay_that_is_killed_among_replicas_with_the_module_leaves_the_others_exact() {
     for kind in require::kinds() {
         let primary = with_or_without(primary(kind).config("repl-diskless-sync-delay", 1), true);

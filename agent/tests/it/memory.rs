@@ -20,12 +20,14 @@ fn assert_within(who: &str, agent: &Agent, memory: u64) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_redis_four_times_as_large_as_the_memory_passes_through_it() {
     let Some(kind) = require::redis() else { return };
     four_times_the_memory(kind);
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_valkey_four_times_as_large_as_the_memory_passes_through_it() {
     let Some(kind) = require::valkey() else { return };
     four_times_the_memory(kind);
@@ -61,6 +63,7 @@ fn passes_through(kind: Kind, module: bool) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_small_replica_agent_reads_a_large_table_in_place() {
     for module in [false, true] {
         a_small_replica_agent_reads(40, 256 * MIB, false, module);
@@ -68,6 +71,7 @@ fn a_small_replica_agent_reads_a_large_table_in_place() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_small_replica_agent_reads_through_a_large_window() {
     for module in [false, true] {
         a_small_replica_agent_reads(64, 256 * MIB, true, module);

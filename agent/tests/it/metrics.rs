@@ -115,6 +115,7 @@ fn value(text: &str, series: &str) -> f64 {
 }
 
 #[test]
+#[ignore = "long: needs Prometheus"]
 fn a_source_and_a_replica_show_the_sync_and_whether_they_are_ready() {
     let (Some(kind), Some(())) = (require::valkey(), require::prometheus()) else { return };
     let mut server = primary(kind).start().unwrap();
@@ -242,6 +243,7 @@ fn the_page_of_a_source_shows_its_replicas_and_no_key() {
 }
 
 #[test]
+#[ignore = "long: needs a browser"]
 fn a_browser_draws_the_page_in_light_and_dark_and_has_no_complaint() {
     let (Some(kind), Some(())) = (require::valkey(), require::browser()) else { return };
     let mut server = primary(kind).start().unwrap();
@@ -294,6 +296,7 @@ fn read(path: &str) -> String {
 }
 
 #[test]
+#[ignore = "long: needs Prometheus"]
 fn agents_that_end_leave_a_file_with_their_exit_code() {
     let (Some(kind), Some(())) = (require::valkey(), require::prometheus()) else { return };
     let server = primary(kind).start().unwrap();
@@ -352,6 +355,7 @@ fn agents_that_end_leave_a_file_with_their_exit_code() {
 }
 
 #[test]
+#[ignore = "long: needs Prometheus"]
 fn a_backup_with_commands_shows_that_it_follows_its_source() {
     let (Some(kind), Some(())) = (require::valkey(), require::prometheus()) else { return };
     let server = primary(kind).start().unwrap();
@@ -386,6 +390,7 @@ fn a_backup_with_commands_shows_that_it_follows_its_source() {
 }
 
 #[test]
+#[ignore = "long: needs Prometheus"]
 fn servers_and_writers_of_a_volume_show_its_copies() {
     let (Some(()), Some(())) = (require::nbd_clients(), require::prometheus()) else { return };
     let mut scene = Scene::new(None, &[]);
@@ -424,6 +429,7 @@ fn servers_and_writers_of_a_volume_show_its_copies() {
 }
 
 #[test]
+#[ignore = "long: needs Prometheus"]
 fn mounts_of_a_volume_show_how_it_is_read() {
     let (Some(()), Some(())) = (require::fuse(), require::prometheus()) else { return };
     let scene = Scene::new(None, &[]);

@@ -173,6 +173,7 @@ fn replicas_of_valkey_walked_under_every_kind_of_write_are_exact() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn keys_keep_their_time_and_their_age() {
     for (kind, fast) in walks() {
         for (policy, command) in [("allkeys-lru", "IDLETIME"), ("allkeys-lfu", "FREQ")] {

@@ -212,6 +212,7 @@ fn with_the_module_at_both_ends_a_replica_is_exact_through_a_small_window() {
 /// Through a module, an expiry that is set on a writable replica marks the key as written there: the replica would
 /// remove the key when the time is over, before the stream's PERSIST arrives. So such a server loads everything itself.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_writable_replica_keeps_keys_that_the_primary_persisted_while_it_loaded() {
     for kind in require::kinds() {
         let Some(builder) = with_module(kind) else { return };

@@ -99,12 +99,14 @@ fn the_source_touches_a_new_table_before_the_server_forks(kind: Kind) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn the_source_touches_a_new_table_before_redis_forks() {
     let Some(kind) = require::redis() else { return };
     the_source_touches_a_new_table_before_the_server_forks(kind);
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn the_source_touches_a_new_table_before_valkey_forks() {
     let Some(kind) = require::valkey() else { return };
     the_source_touches_a_new_table_before_the_server_forks(kind);

@@ -23,6 +23,7 @@ const IDLE_TIME: Duration = Duration::from_secs(3);
 const IDLE_WATCHES: usize = 3;
 
 #[test]
+#[ignore = "long: make test-all"]
 fn an_idle_module_costs_neither_memory_nor_time() {
     for kind in require::kinds() {
         let start = |builder: Builder| {

@@ -334,6 +334,7 @@ fn has_both_counters(server: &Server) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn the_first_writes_behind_a_small_snapshot_are_not_lost_when_they_come_with_it() {
     for kind in require::kinds() {
         for (saves_to_file, module) in [(true, false), (true, true), (false, false), (false, true)] {
@@ -506,16 +507,21 @@ fn rounds(count: u64) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_sync_is_exact_whatever_pieces_its_links_deliver() {
     rounds(2);
 }
 
-/// As many rounds as `REMORA_PIECES_ROUNDS` says, half of them with each server.
-#[test]
-#[ignore = "runs for long; make pieces runs it"]
-fn many_syncs_are_exact_whatever_pieces_their_links_deliver() {
-    let count = std::env::var("REMORA_PIECES_ROUNDS").ok().and_then(|count| count.parse().ok());
-    rounds(count.unwrap_or(1_000_u64).div_ceil(2));
+mod by_command {
+    use super::*;
+
+    /// As many rounds as `REMORA_PIECES_ROUNDS` says, half of them with each server.
+    #[test]
+    #[ignore = "runs for long; make pieces runs it"]
+    fn many_syncs_are_exact_whatever_pieces_their_links_deliver() {
+        let count = std::env::var("REMORA_PIECES_ROUNDS").ok().and_then(|count| count.parse().ok());
+        rounds(count.unwrap_or(1_000_u64).div_ceil(2));
+    }
 }
 
 /// Sends what a host says to one address elsewhere instead.

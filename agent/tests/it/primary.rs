@@ -75,12 +75,14 @@ fn wait_on_redis_never_counts_a_source() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn wait_on_valkey_never_counts_a_source() {
     let Some(kind) = require::valkey() else { return };
     wait_never_counts_a_source(primary(kind));
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn wait_on_a_valkey_that_offers_two_channels_never_counts_a_source() {
     let Some(kind) = require::valkey() else { return };
     wait_never_counts_a_source(primary(kind).config("dual-channel-replication-enabled", "yes"));
@@ -107,6 +109,7 @@ fn shut_down(primary: &mut Server, words: &[&str]) -> Duration {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_primary_that_is_shut_down_waits_for_a_source_for_its_shutdown_timeout() {
     for kind in require::kinds() {
         let with_timeout = |seconds: u64| primary(kind).config("shutdown-timeout", seconds).start().unwrap();
@@ -128,6 +131,7 @@ fn a_primary_that_is_shut_down_waits_for_a_source_for_its_shutdown_timeout() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn min_replicas_to_write_counts_a_source() {
     for kind in require::kinds() {
         let limited = primary(kind).config("min-replicas-to-write", 1).config("min-replicas-max-lag", 4);
@@ -215,12 +219,14 @@ fn an_output_buffer_that_is_too_small_is_named_and_not_met_without_end(kind: Kin
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn an_output_buffer_of_redis_that_is_too_small_is_named_and_not_met_without_end() {
     let Some(kind) = require::redis() else { return };
     an_output_buffer_that_is_too_small_is_named_and_not_met_without_end(kind);
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn an_output_buffer_of_valkey_that_is_too_small_is_named_and_not_met_without_end() {
     let Some(kind) = require::valkey() else { return };
     an_output_buffer_that_is_too_small_is_named_and_not_met_without_end(kind);

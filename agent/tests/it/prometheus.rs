@@ -15,6 +15,7 @@ fn shipped(name: &str) -> PathBuf {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn the_alerts_fire_when_they_should_and_only_then() {
     let Some(()) = require::prometheus() else { return };
     let folder = shipped("prometheus");
@@ -35,6 +36,7 @@ fn the_alerts_fire_when_they_should_and_only_then() {
 }
 
 #[test]
+#[ignore = "long: needs Prometheus"]
 fn prometheus_scrapes_a_source_and_a_replica_and_accepts_the_alerts_and_the_dashboard() {
     let (Some(kind), Some(())) = (require::valkey(), require::prometheus()) else { return };
     let server = primary(kind).start().unwrap();

@@ -68,6 +68,7 @@ fn while_both_load(kind: Kind, what: &str, replicas: usize, move_them: impl Fn(&
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn slots_move_key_by_key() {
     for kind in require::kinds() {
         while_both_load(kind, "key by key", 1, key_by_key);
@@ -76,6 +77,7 @@ fn slots_move_key_by_key() {
 
 /// `CLUSTER SETSLOT` at a Valkey primary waits for each replica that has told its version.
 #[test]
+#[ignore = "long: make test-all"]
 fn slots_move_key_by_key_between_primaries_with_sources() {
     for kind in require::kinds() {
         while_both_load(kind, "key by key, sources beside the primaries", 0, key_by_key);
@@ -98,6 +100,7 @@ fn slots_move_as_a_whole() {
 /// Since Valkey 8 a primary replicates `CLUSTER SETSLOT`. A node that ran an old one would take itself for the owner of a
 /// slot, or lose its last one, and follow another shard.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_node_that_joins_after_slots_have_moved_does_not_run_what_moved_them() {
     for kind in require::kinds() {
         let Some(mut scene) = Scene::new(kind, 0, 2) else { return };

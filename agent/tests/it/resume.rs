@@ -96,6 +96,7 @@ fn gentle_writer(server: &Server) -> Workload {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_replica_agent_that_was_killed_resumes_with_the_slots_it_lacks() {
     let Some(()) = require::shaping() else { return };
     for (kind, module) in with_and_without_module() {
@@ -138,6 +139,7 @@ fn a_replica_agent_that_was_stopped_leaves_an_empty_server_and_resumes_when_star
 const CUT: Duration = Duration::from_secs(11);
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_network_that_was_cut_between_the_agents_loses_no_slot() {
     let Some(()) = require::shaping() else { return };
     for kind in require::kinds() {
@@ -170,6 +172,7 @@ fn is_cut(kind: Kind, module: bool, keeps: bool) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_killed_source_is_reported_and_its_successor_is_read_from_the_beginning() {
     let Some(()) = require::shaping() else { return };
     for (kind, keeps) in [(Kind::Redis7, true), (Kind::Valkey9, false)] {

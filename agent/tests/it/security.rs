@@ -256,6 +256,7 @@ fn ends_that_differ_name_the_option_at_both() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_stranger_at_the_port_of_tls_gets_no_answer_and_delays_no_replica() {
     let Some(kind) = require::redis() else { return };
     let (primary, server, stage) = (primary(kind).start().unwrap(), Server::start(kind).unwrap(), Stage::new());

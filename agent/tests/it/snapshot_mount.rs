@@ -71,6 +71,7 @@ fn assert_sound(kind: Kind, file: &Path) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_snapshot_is_copied_while_it_arrives_checked_and_loaded_by_another_server() {
     let (Some(()), Some(())) = (require::root(), require::fuse()) else { return };
     for (kind, module) in kinds_and_module() {

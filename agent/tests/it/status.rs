@@ -69,6 +69,7 @@ fn percentages(output: &str, label: &str) -> Vec<f64> {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn percent_and_time_left_are_of_the_whole_data_set_while_its_snapshot_is_taken() {
     for kind in require::kinds() {
         let (primary, server) = (primary(kind).config("rdb-key-save-delay", SAVE_DELAY), Server::start(kind).unwrap());
@@ -119,6 +120,7 @@ fn percent_and_time_left_are_of_the_whole_data_set_while_its_snapshot_is_taken()
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn while_a_server_saves_to_a_file_first_both_ends_say_how_far_it_is() {
     for kind in require::kinds() {
         let primary = primary(kind).config("rdb-key-save-delay", FILE_DELAY).config("repl-diskless-sync", "no");

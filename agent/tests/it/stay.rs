@@ -46,6 +46,7 @@ const WRITES_PER_SECOND: u64 = 3_000;
 const SMALL_LAG_BYTES: u64 = 8 << 20;
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_is_fed_stays_close_and_is_handed_over_when_its_agent_is_stopped() {
     for (kind, transport) in require::kinds().into_iter().zip(["tcp", "shm"]) {
         let mut fed = Staying::start(kind, transport);
@@ -84,6 +85,7 @@ fn a_server_that_is_fed_equals_an_idle_primary_without_a_hand_off() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn when_the_source_is_killed_the_server_goes_to_the_primary_without_loss() {
     for (kind, module) in kinds_and_module() {
         let mut fed = Staying::start_with(kind, "auto", module);
@@ -118,6 +120,7 @@ fn when_the_source_is_stopped_and_started_again_the_server_goes_to_the_primary_w
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_loses_its_link_continues_at_its_offset() {
     for (kind, module) in kinds_and_module() {
         let fed = Staying::start_with(kind, "auto", module);
@@ -135,6 +138,7 @@ fn a_server_that_loses_its_link_continues_at_its_offset() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_restarts_without_its_data_is_filled_again() {
     for (kind, module) in kinds_and_module() {
         let mut fed = Staying::start_with(kind, "auto", module);

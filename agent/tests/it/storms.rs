@@ -10,6 +10,7 @@ use crate::kit::{LONG, Source, fill_keys, number, quick, succeeds};
 
 /// A primary that saves to disk first answers `+FULLRESYNC` and forks, and sends nothing if the save fails.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_primary_whose_saves_to_disk_fail_forks_less_and_less_often() {
     for kind in require::kinds() {
         let primary = quick(kind).config("repl-diskless-sync", "no").start().unwrap();

@@ -449,6 +449,7 @@ const SYNCS: usize = 8;
 const HUNTED_LIMIT: Duration = Duration::from_secs(20);
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_local_process_at_the_sockets_of_the_module_keeps_it_neither_from_the_capture_nor_from_the_load() {
     let Some(()) = require::namespaces() else { return };
     for kind in require::kinds() {

@@ -82,6 +82,7 @@ fn a_server_that_was_pointed_at_another_primary_stays_with_it_when_the_agent_is_
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_was_pointed_elsewhere_during_its_load_by_file_is_not_emptied() {
     for kind in require::kinds() {
         let (primary, other) = (primary(kind).start().unwrap(), primary(kind).start().unwrap());
@@ -110,6 +111,7 @@ fn a_server_that_was_pointed_elsewhere_during_its_load_by_file_is_not_emptied() 
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_was_written_to_while_the_agent_waited_is_not_overwritten() {
     for kind in require::kinds() {
         let primary = primary(kind).config("rdb-key-save-delay", 20_000).start().unwrap();
@@ -132,6 +134,7 @@ fn a_server_that_was_written_to_while_the_agent_waited_is_not_overwritten() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_was_pointed_elsewhere_while_the_agent_waited_is_not_touched() {
     for kind in require::kinds() {
         let other = primary(kind).start().unwrap();
@@ -159,6 +162,7 @@ fn a_server_that_was_pointed_elsewhere_while_the_agent_waited_is_not_touched() {
 const IDLE: Duration = Duration::from_secs(4);
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_control_connection_that_the_server_closed_for_idleness_is_made_anew_when_a_stay_is_stopped() {
     for kind in require::kinds() {
         let server = Server::builder(kind).config("timeout", 1).start().unwrap();
@@ -174,6 +178,7 @@ fn a_control_connection_that_the_server_closed_for_idleness_is_made_anew_when_a_
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_control_connection_that_the_server_closed_for_idleness_is_made_anew_when_the_source_is_lost() {
     for kind in require::kinds() {
         let server = Server::builder(kind).config("timeout", 1).start().unwrap();
@@ -187,6 +192,7 @@ fn a_control_connection_that_the_server_closed_for_idleness_is_made_anew_when_th
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_control_connection_that_the_server_closed_while_the_agent_waited_for_an_offer_is_made_anew() {
     for kind in require::kinds() {
         let primary = primary(kind).config("repl-diskless-sync-delay", IDLE.as_secs()).start().unwrap();
@@ -205,6 +211,7 @@ const MANY_KEYS: u64 = 1_200_000;
 const BLINK: Duration = Duration::from_millis(60);
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_the_module_emptied_is_not_continued_on_nothing_when_the_agent_is_killed() {
     for kind in require::kinds() {
         let library = match remora_lab::server::module_library() {

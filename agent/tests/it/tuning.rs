@@ -73,6 +73,7 @@ fn a_tuned_server_neither_waits_nor_compresses_and_has_its_settings_back_after_t
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_replica_that_waits_for_the_servers_delay_is_told_of_it_and_of_the_switch() {
     for kind in require::kinds() {
         let (primary, replica) = (as_it_comes(kind).start().unwrap(), Server::start(kind).unwrap());
@@ -130,6 +131,7 @@ fn a_source_that_is_stopped_before_the_fork_puts_the_settings_back() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_setting_that_another_client_changes_meanwhile_is_left_as_it_is() {
     for kind in require::kinds() {
         let (primary, mut source, _state) = tuned(kind);

@@ -279,6 +279,7 @@ fn equal_digests_do_not_hide_another_expiry() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn under_a_writer_at_full_speed_nothing_is_called_different_but_what_is() {
     for kind in require::kinds() {
         let (primary, replica) = replicated(kind);

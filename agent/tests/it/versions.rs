@@ -189,51 +189,6 @@ fn is_static(program: &Program) -> bool {
             .any(|name| beginning.windows(name.len()).any(|window| window == name.as_bytes()))
 }
 
-#[test]
-#[ignore = "minutes for each dozen of servers: make test-matrix"]
-fn the_main_job_is_done_on_every_server() {
-    let programs = programs();
-    assert!(!programs.is_empty(), "no server program: make setup, or name some by {SERVERS}");
-    let mut table = String::from(
-        "| server | folder | exact replicas | with the module | replicas on the newest |\n|---|---|---|---|---|\n",
-    );
-    let mut bad = Vec::new();
-    for program in &programs {
-        let began = Instant::now();
-        if let Cell::Bad(why) = Cell::of(|| assert_table_knows(&start(program, false), program)) {
-            bad.push(why);
-        }
-        let newest = programs.iter().rev().find(|other| other.family() == program.family()).unwrap();
-        let offers_module = program.family() != "Redis" || program.version() >= MODULE_FROM;
-        let cells = [
-            Cell::of(|| two_exact_replicas(program, program, false)),
-            match (offers_module, is_static(program)) {
-                (false, _) => Cell::Absent("not offered"),
-                (true, true) => Cell::Absent("loads no module"),
-                (true, false) => Cell::of(|| two_exact_replicas(program, program, true)),
-            },
-            match newest.version() > program.version() {
-                true => Cell::of(|| two_exact_replicas(program, newest, false)),
-                false => Cell::Absent("is the newest"),
-            },
-        ];
-        let [same, module, newer] = cells.each_ref().map(Cell::text);
-        let line = format!("| {program} | {} | {same} | {module} | {newer} |", origin(program));
-        println!("{line} {:.0} s", began.elapsed().as_secs_f64());
-        let _ = writeln!(table, "{line}");
-        for cell in cells {
-            if let Cell::Bad(why) = cell {
-                println!("{program}: {why}");
-                bad.push(format!("{program}: {why}"));
-            }
-        }
-    }
-    let path = project_root().join(TABLE);
-    std::fs::write(&path, &table).unwrap();
-    println!("{table}\nwritten to {}", path.display());
-    assert!(bad.is_empty(), "{}", bad.join("\n"));
-}
-
 // ---- agents --------------------------------------------------------------------------------------------------------
 
 /// The version before the oldest that this release speaks.
@@ -306,35 +261,84 @@ fn run(program: &Path, stage: &Stage, args: &[&str]) -> Agent {
     Agent::run(command).unwrap()
 }
 
-#[test]
-#[ignore = "needs the command of another release: make test-matrix OTHER=/path/to/remora"]
-fn agents_of_another_release_make_an_exact_replica_or_are_refused_before_anything_is_touched() {
-    let other = PathBuf::from(std::env::var_os(OTHER).unwrap_or_else(|| panic!("{OTHER} names no program")));
-    let this = PathBuf::from(env!("CARGO_BIN_EXE_remora"));
-    let kind = require::valkey().unwrap();
-    for (at_source, at_replica) in [(&this, &this), (&other, &this), (&this, &other)] {
-        let stage = Stage::new();
-        let (primary, replica) = (primary(kind).start().unwrap(), Server::start(kind).unwrap());
-        fill_every_type(&mut primary.client().unwrap(), 7).unwrap();
-        let (token, from, to) = (stage.token.display().to_string(), primary.url(), replica.url());
-        let args = ["source", "--server", &from, "--listen", "127.0.0.1:0", "--token-file", &token];
-        let mut source = run(at_source, &stage, &args);
-        let ready = source.wait_for_line("listening=", LONG).unwrap();
-        let address = ready.split_whitespace().find_map(|word| word.strip_prefix("listening=")).unwrap().to_owned();
-        let args = ["replica", "--server", &to, "--source", &address, "--token-file", &token];
-        let mut agent = run(at_replica, &stage, &args);
-        let ended = agent.wait(LONG).unwrap();
-        let pair = format!("source {}, replica {}", at_source.display(), at_replica.display());
-        match ended.code() {
-            Some(0) => {
-                assert_same_data(&primary, &replica);
-                println!("{pair}: an exact replica");
+mod by_command {
+    use super::*;
+
+    #[test]
+    #[ignore = "minutes for each dozen of servers: make test-matrix"]
+    fn the_main_job_is_done_on_every_server() {
+        let programs = programs();
+        assert!(!programs.is_empty(), "no server program: make setup, or name some by {SERVERS}");
+        let mut table = String::from(
+            "| server | folder | exact replicas | with the module | replicas on the newest |\n|---|---|---|---|---|\n",
+        );
+        let mut bad = Vec::new();
+        for program in &programs {
+            let began = Instant::now();
+            if let Cell::Bad(why) = Cell::of(|| assert_table_knows(&start(program, false), program)) {
+                bad.push(why);
             }
-            code => {
-                assert!(at_source != at_replica, "{pair}: {code:?}\n{}", agent.output());
-                says(&agent.output(), &["of the control protocol", "upgrade the older of the two"]);
-                assert_untouched(&replica);
-                println!("{pair}: refused before anything was touched ({code:?})");
+            let newest = programs.iter().rev().find(|other| other.family() == program.family()).unwrap();
+            let offers_module = program.family() != "Redis" || program.version() >= MODULE_FROM;
+            let cells = [
+                Cell::of(|| two_exact_replicas(program, program, false)),
+                match (offers_module, is_static(program)) {
+                    (false, _) => Cell::Absent("not offered"),
+                    (true, true) => Cell::Absent("loads no module"),
+                    (true, false) => Cell::of(|| two_exact_replicas(program, program, true)),
+                },
+                match newest.version() > program.version() {
+                    true => Cell::of(|| two_exact_replicas(program, newest, false)),
+                    false => Cell::Absent("is the newest"),
+                },
+            ];
+            let [same, module, newer] = cells.each_ref().map(Cell::text);
+            let line = format!("| {program} | {} | {same} | {module} | {newer} |", origin(program));
+            println!("{line} {:.0} s", began.elapsed().as_secs_f64());
+            let _ = writeln!(table, "{line}");
+            for cell in cells {
+                if let Cell::Bad(why) = cell {
+                    println!("{program}: {why}");
+                    bad.push(format!("{program}: {why}"));
+                }
+            }
+        }
+        let path = project_root().join(TABLE);
+        std::fs::write(&path, &table).unwrap();
+        println!("{table}\nwritten to {}", path.display());
+        assert!(bad.is_empty(), "{}", bad.join("\n"));
+    }
+
+    #[test]
+    #[ignore = "needs the command of another release: make test-matrix OTHER=/path/to/remora"]
+    fn agents_of_another_release_make_an_exact_replica_or_are_refused_before_anything_is_touched() {
+        let other = PathBuf::from(std::env::var_os(OTHER).unwrap_or_else(|| panic!("{OTHER} names no program")));
+        let this = PathBuf::from(env!("CARGO_BIN_EXE_remora"));
+        let kind = require::valkey().unwrap();
+        for (at_source, at_replica) in [(&this, &this), (&other, &this), (&this, &other)] {
+            let stage = Stage::new();
+            let (primary, replica) = (primary(kind).start().unwrap(), Server::start(kind).unwrap());
+            fill_every_type(&mut primary.client().unwrap(), 7).unwrap();
+            let (token, from, to) = (stage.token.display().to_string(), primary.url(), replica.url());
+            let args = ["source", "--server", &from, "--listen", "127.0.0.1:0", "--token-file", &token];
+            let mut source = run(at_source, &stage, &args);
+            let ready = source.wait_for_line("listening=", LONG).unwrap();
+            let address = ready.split_whitespace().find_map(|word| word.strip_prefix("listening=")).unwrap().to_owned();
+            let args = ["replica", "--server", &to, "--source", &address, "--token-file", &token];
+            let mut agent = run(at_replica, &stage, &args);
+            let ended = agent.wait(LONG).unwrap();
+            let pair = format!("source {}, replica {}", at_source.display(), at_replica.display());
+            match ended.code() {
+                Some(0) => {
+                    assert_same_data(&primary, &replica);
+                    println!("{pair}: an exact replica");
+                }
+                code => {
+                    assert!(at_source != at_replica, "{pair}: {code:?}\n{}", agent.output());
+                    says(&agent.output(), &["of the control protocol", "upgrade the older of the two"]);
+                    assert_untouched(&replica);
+                    println!("{pair}: refused before anything was touched ({code:?})");
+                }
             }
         }
     }

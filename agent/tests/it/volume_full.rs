@@ -39,6 +39,17 @@ fn shell(directory: &Directory, script: &str) -> Output {
     Command::new("sh").args(["-c", script]).current_dir(&directory.0).output().unwrap()
 }
 
+/// Removes what [`fill`] has made, and waits for its space: by io_uring the kernel says a little later that it has
+/// forgotten the file.
+fn free(directory: &Directory) {
+    fs::remove_file(directory.at("ballast")).unwrap();
+    wait_until("the space of a removed file", LONG, || {
+        let free = statvfs(&*directory.0).unwrap().f_bavail;
+        Ok(if free > 100 { Ok(()) } else { Err(format!("{free} blocks are free")) })
+    })
+    .unwrap();
+}
+
 fn formatted(scene: &Scene, name: &str) -> String {
     let file = scene.create(name);
     scene.end(&["format", &file], 0);
@@ -73,7 +84,7 @@ fn a_write_that_a_full_volume_cannot_keep_fails_and_no_hole_is_left_behind() {
             assert!(!ran.status.success(), "{ways:?}: {script}: {ran:?}");
         }
         assert_eq!(errno(&fs::write(directory.at("new"), [1; 9000]).unwrap_err()), no_space());
-        fs::remove_file(directory.at("ballast")).unwrap();
+        free(&directory);
         (40..60).for_each(|number| append(&mut log, number));
         log.sync_all().unwrap();
         drop(log);
@@ -115,6 +126,9 @@ said.append(os.pread(other, 5, 600000).count(0))
 os.ftruncate(fd, 1 << 20)
 tell(os.fsync, fd)
 os.unlink(sys.argv[2])
+for _ in range(1200):
+    if os.statvfs(sys.argv[1]).f_bavail > 100: break
+    time.sleep(.1)
 tell(os.pwrite, fd, b'x', 0)
 os.ftruncate(fd, 0)
 tell(os.fsync, fd)
@@ -182,7 +196,7 @@ fn the_log_of_a_server_whose_volume_was_full_can_be_loaded_with_all_it_has_said(
             }
         }
         assert!(refused.contains("MISCONF") && refused.contains("space"), "{kind:?}: {refused}");
-        fs::remove_file(directory.at("ballast")).unwrap();
+        free(&directory);
         wait_until("the server takes writes again", LONG, || Ok(set(acknowledged))).unwrap();
         acknowledged += 1;
         (0..20).for_each(|more| set(acknowledged + more).unwrap());

@@ -39,6 +39,7 @@ fn boots(guest: &mut Agent) -> String {
 }
 
 #[test]
+#[ignore = "long: needs the machine with RDMA devices"]
 fn a_machine_boots_from_a_volume_lives_through_deaths_of_servers_and_boots_elsewhere() {
     let Some(()) = require::nbd_clients() else { return };
     let Some(machine) = require::rdma_vm() else { return };

@@ -5,7 +5,7 @@ use remora_bench::sync::Result;
 use crate::process::cargo;
 
 /// The test that prints the table.
-const TABLE: &str = "source::topology::scale::table";
+const TABLE: &str = "source::topology::scale::by_command::table";
 
 /// Runs the model and prints its table.
 pub(crate) fn run() -> Result<()> {

@@ -216,7 +216,7 @@ mod in_the_machine {
     fn a_locked_memory_limit_that_is_too_low_is_named_with_its_remedies() {
         // Root may lock what it likes, by a capability.
         let mut command = Command::new("prlimit");
-        let test = "verbs::tests::a_source_that_may_lock_little_memory";
+        let test = "verbs::tests::by_command::a_source_that_may_lock_little_memory";
         command.args([&format!("--memlock={LITTLE}"), "setpriv", "--bounding-set", "-ipc_lock"]);
         command.arg(std::env::current_exe().unwrap()).args(["--exact", test, "--ignored", "--nocapture"]);
         let ran = command.output().unwrap();
@@ -563,37 +563,41 @@ mod in_the_machine {
     }
 }
 
-/// Proves nothing, so it is outside of `in_the_machine`, whose tests are counted.
-#[test]
-#[ignore = "started by other tests, as a separate process"]
-fn source_in_a_separate_process() {
-    let world = World::new(quick());
-    let key: String = world.exporter.key(ID).unwrap().as_bytes().iter().map(|byte| format!("{byte:02x}")).collect();
-    println!("\nkey={key}");
-    // Until this process is killed, or the process that started it has ended.
-    let _ = std::io::stdin().lines().next();
-}
-
-/// Bytes that [`a_source_that_may_lock_little_memory`] may lock.
+/// Bytes that [`by_command::a_source_that_may_lock_little_memory`] may lock.
 const LITTLE: u64 = 64 << 10;
 
-#[test]
-#[ignore = "started by another test, as a separate process with a low limit"]
-fn a_source_that_may_lock_little_memory() {
-    let address = SocketAddr::new(RdmaVm::address(1).into(), 0);
-    let exporter = VerbsExporter::listen(quick(), &[address]).unwrap();
-    let refused = exporter.prepare(&filled(REGION_BYTES)).unwrap_err();
-    let said = refused.to_string();
-    for words in ["4194304 bytes of memory cannot be locked", "limit is 65536 bytes", "ulimit -l", "LimitMEMLOCK"] {
-        assert!(said.contains(words), "{words:?} is not in: {said}");
+mod by_command {
+    use super::*;
+
+    /// Proves nothing, so it is outside of `in_the_machine`, whose tests are counted.
+    #[test]
+    #[ignore = "started by other tests, as a separate process"]
+    fn source_in_a_separate_process() {
+        let world = World::new(quick());
+        let key: String = world.exporter.key(ID).unwrap().as_bytes().iter().map(|byte| format!("{byte:02x}")).collect();
+        println!("\nkey={key}");
+        // Until this process is killed, or the process that started it has ended.
+        let _ = std::io::stdin().lines().next();
     }
-    assert!(matches!(refused, Error::NoRdma { .. }), "{refused:?}");
+
+    #[test]
+    #[ignore = "started by another test, as a separate process with a low limit"]
+    fn a_source_that_may_lock_little_memory() {
+        let address = SocketAddr::new(RdmaVm::address(1).into(), 0);
+        let exporter = VerbsExporter::listen(quick(), &[address]).unwrap();
+        let refused = exporter.prepare(&filled(REGION_BYTES)).unwrap_err();
+        let said = refused.to_string();
+        for words in ["4194304 bytes of memory cannot be locked", "limit is 65536 bytes", "ulimit -l", "LimitMEMLOCK"] {
+            assert!(said.contains(words), "{words:?} is not in: {said}");
+        }
+        assert!(matches!(refused, Error::NoRdma { .. }), "{refused:?}");
+    }
 }
 
 /// A source in its own process, and the key to its region.
 fn source_process() -> (Child, RegionKey) {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    let test = "verbs::tests::source_in_a_separate_process";
+    let test = "verbs::tests::by_command::source_in_a_separate_process";
     command.args(["--exact", test, "--ignored", "--nocapture"]);
     let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let lines = BufReader::new(child.stdout.take().unwrap()).lines();
@@ -619,6 +623,7 @@ fn cable(node: u8, plugged: bool) {
 }
 
 #[test]
+#[ignore = "long: needs the machine with RDMA devices"]
 fn rights_keys_forks_and_faults_hold_in_the_virtual_machine() {
     let Some(machine) = require::rdma_vm() else { return };
     let passed = machine.nodes(4).limit(Duration::from_secs(250)).run_ignored_tests("verbs::tests::in_the_machine", 1);

@@ -72,6 +72,7 @@ mod in_the_machine {
 }
 
 #[test]
+#[ignore = "long: needs the machine with RDMA devices"]
 fn the_suite_holds_for_rdma_in_the_virtual_machine() {
     let Some(machine) = require::rdma_vm() else { return };
     let machine = machine.nodes(2).limit(Duration::from_secs(280));

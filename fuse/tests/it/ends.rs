@@ -132,6 +132,7 @@ fn stuck() -> (Arc<Stuck>, Arc<Mutex<()>>) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn processes_that_wait_for_a_file_system_that_hangs_are_freed() {
     by_each_transport(|options| {
         let (file_system, free) = stuck();
@@ -192,15 +193,19 @@ fn a_killed_process_can_be_freed_by_an_interrupt() {
     });
 }
 
-/// This test's other half: serves at the directory until it is killed.
-#[test]
-#[ignore = "run by another test"]
-fn serve_until_killed() {
-    let Some(directory) = std::env::var_os("REMORA_FUSE_AT") else { return };
-    let ring = std::env::var("REMORA_FUSE_RING").is_ok_and(|ring| ring == "true");
-    let session = Session::start(Path::new(&directory), memory(), &SessionOptions { ring, ..options() }).unwrap();
-    println!("serving");
-    while !session.wait(Duration::from_secs(1)) {}
+mod by_command {
+    use super::*;
+
+    /// This test's other half: serves at the directory until it is killed.
+    #[test]
+    #[ignore = "run by another test"]
+    fn serve_until_killed() {
+        let Some(directory) = std::env::var_os("REMORA_FUSE_AT") else { return };
+        let ring = std::env::var("REMORA_FUSE_RING").is_ok_and(|ring| ring == "true");
+        let session = Session::start(Path::new(&directory), memory(), &SessionOptions { ring, ..options() }).unwrap();
+        println!("serving");
+        while !session.wait(Duration::from_secs(1)) {}
+    }
 }
 
 #[test]
@@ -209,7 +214,7 @@ fn what_a_killed_process_leaves_is_taken_away_by_the_next() {
         let folder = scratch::folder("fuse").unwrap();
         let killed = || {
             let mut server = Command::new(std::env::current_exe().unwrap())
-                .args(["--exact", "ends::serve_until_killed", "--ignored", "--nocapture"])
+                .args(["--exact", "ends::by_command::serve_until_killed", "--ignored", "--nocapture"])
                 .env("REMORA_FUSE_AT", folder.path())
                 .env("REMORA_FUSE_RING", options.ring.to_string())
                 .stdout(Stdio::piped())

@@ -159,6 +159,7 @@ fn many_threads_use_it_at_once() {
 
 /// fio writes, reads and compares: by direct requests with several jobs on one file, and by mapped memory.
 #[test]
+#[ignore = "long: make test-all"]
 fn fio_finds_what_it_has_written() {
     if require::fio().is_none() {
         return;

@@ -261,6 +261,7 @@ fn ages_are_set_as_the_server_sets_them() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_loaded_server_evicts_and_expires_and_rehashes() {
     for kind in require::kinds() {
         let server = with_module(kind).config("maxmemory-policy", "allkeys-lru").start().unwrap();

@@ -150,6 +150,7 @@ fn places(name: Name, length: usize) -> Vec<usize> {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn no_changed_byte_of_a_store_goes_unnoticed() {
     for end in [End::InPeace, End::Killed, End::PowerCut] {
         let written = written(end).unwrap_or_else(|failure| panic!("{failure}"));

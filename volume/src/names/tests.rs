@@ -446,6 +446,7 @@ fn busy(geometry: Geometry, changes: u32) -> World {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn images_are_written_while_names_change_and_every_prefix_is_a_state() {
     for area in [8, 9, 12, 33] {
         let geometry = Geometry::with_area(65536, area).unwrap();
@@ -487,6 +488,7 @@ fn entries_that_an_image_has_not_passed_change_what_it_has() {
 
 /// In a copy the log ends at a write. Should it end anywhere else, that is noticed, or the names are those of before.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_log_that_is_cut_at_any_byte_is_a_prefix_or_damaged() {
     let geometry = small();
     let world = busy(geometry, 60);
@@ -734,45 +736,49 @@ fn names_that_are_not_names_are_refused() {
     }
 }
 
-/// A measurement: how much memory a million files take, and how long their opening. Run it alone, with `--ignored`.
-#[test]
-#[ignore = "a measurement"]
-fn a_million_files() {
-    let resident = || {
-        let text = std::fs::read_to_string("/proc/self/statm").unwrap();
-        text.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4096
-    };
-    let geometry = Geometry::of(1 << 28).unwrap();
-    let mut copy = Copy::new(geometry);
-    copy.0.fill(std::hint::black_box(0)); // its pages are there before
-    let write = |copy: &mut Copy, writes: Vec<BlocksToWrite>| writes.iter().for_each(|write| copy.apply(write));
-    write(&mut copy, Names::format(geometry, &New::default(), 5));
-    let mut names = copy.load().unwrap();
-    let began = (std::time::Instant::now(), resident());
-    let mut longest = std::time::Duration::ZERO;
-    for number in 0..1_000_000_u64 {
-        let started = std::time::Instant::now();
-        let new = New { kind: NewKind::File, mode: 0o600, uid: 0, gid: 0 };
-        write(&mut copy, names.prepare());
-        let parent = if number % 1000 == 0 {
-            let new = New { kind: NewKind::Directory, ..new.clone() };
-            names.create(ROOT, format!("directory-{number}").as_bytes(), new, 9).unwrap().ino
-        } else {
-            names.lookup(ROOT, format!("directory-{}", number - number % 1000).as_bytes()).unwrap().ino
+mod by_command {
+    use super::*;
+
+    /// A measurement: how much memory a million files take, and how long their opening. Run it alone, with `--ignored`.
+    #[test]
+    #[ignore = "a measurement"]
+    fn a_million_files() {
+        let resident = || {
+            let text = std::fs::read_to_string("/proc/self/statm").unwrap();
+            text.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4096
         };
-        let ino = names.create(parent, format!("file-{number:08}").as_bytes(), new, 9).unwrap().ino;
-        names.allocate(ino, 0..1).unwrap();
-        names.written(ino, 1000, 9).unwrap();
-        write(&mut copy, names.commit().into_iter().collect());
-        write(&mut copy, names.step());
-        longest = longest.max(started.elapsed());
+        let geometry = Geometry::of(1 << 28).unwrap();
+        let mut copy = Copy::new(geometry);
+        copy.0.fill(std::hint::black_box(0)); // its pages are there before
+        let write = |copy: &mut Copy, writes: Vec<BlocksToWrite>| writes.iter().for_each(|write| copy.apply(write));
+        write(&mut copy, Names::format(geometry, &New::default(), 5));
+        let mut names = copy.load().unwrap();
+        let began = (std::time::Instant::now(), resident());
+        let mut longest = std::time::Duration::ZERO;
+        for number in 0..1_000_000_u64 {
+            let started = std::time::Instant::now();
+            let new = New { kind: NewKind::File, mode: 0o600, uid: 0, gid: 0 };
+            write(&mut copy, names.prepare());
+            let parent = if number % 1000 == 0 {
+                let new = New { kind: NewKind::Directory, ..new.clone() };
+                names.create(ROOT, format!("directory-{number}").as_bytes(), new, 9).unwrap().ino
+            } else {
+                names.lookup(ROOT, format!("directory-{}", number - number % 1000).as_bytes()).unwrap().ino
+            };
+            let ino = names.create(parent, format!("file-{number:08}").as_bytes(), new, 9).unwrap().ino;
+            names.allocate(ino, 0..1).unwrap();
+            names.written(ino, 1000, 9).unwrap();
+            write(&mut copy, names.commit().into_iter().collect());
+            write(&mut copy, names.step());
+            longest = longest.max(started.elapsed());
+        }
+        let bytes = (resident() - began.1) / 1_000_000;
+        println!("{bytes} bytes each, {:?} in all, {longest:?} at most", began.0.elapsed());
+        let began = std::time::Instant::now();
+        let again = copy.load().unwrap();
+        println!("opened in {:?}, an image of {} bytes", began.elapsed(), again.tree().image_bytes());
+        assert!(again.tree() == names.tree());
     }
-    let bytes = (resident() - began.1) / 1_000_000;
-    println!("{bytes} bytes each, {:?} in all, {longest:?} at most", began.0.elapsed());
-    let began = std::time::Instant::now();
-    let again = copy.load().unwrap();
-    println!("opened in {:?}, an image of {} bytes", began.elapsed(), again.tree().image_bytes());
-    assert!(again.tree() == names.tree());
 }
 
 #[test]

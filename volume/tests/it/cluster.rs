@@ -56,7 +56,7 @@ impl Cluster {
 
     pub fn with(number: usize, hold: usize, blocks: u64, server_options: &ServerOptions) -> Cluster {
         let shape = Shape::new(new_id().unwrap(), blocks, Copies::new(number, hold).unwrap()).unwrap();
-        let anywhere = "tcp:127.0.0.1:0".parse().unwrap();
+        let anywhere = format!("tcp:{}:0", crate::processes::own_loopback()).parse().unwrap();
         let servers: Vec<_> = (0..number).map(|_| Server::start(&anywhere, server_options).unwrap()).collect();
         let addresses: Vec<_> = servers.iter().map(|server| server.address().clone()).collect();
         Volume::create(shape, &addresses, &options()).unwrap();

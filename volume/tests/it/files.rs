@@ -134,33 +134,37 @@ fn a_file_that_is_renamed_over_another_one_is_whole() {
     assert_eq!((usage.inodes, usage.blocks - usage.free_blocks), (2, 86 * 16));
 }
 
-/// How long an append takes, beside a write of a block and of two. Run it alone, with `--ignored --nocapture`.
-#[test]
-#[ignore = "a measurement"]
-fn appends_take_this_long() {
-    const EACH: u64 = 2000;
-    for (number, hold) in [(1, 1), (3, 2)] {
-        let cluster = Cluster::new(number, hold, 64 << 10);
-        let (volume, files) = formatted(&cluster);
-        let ino = make(&files, "f");
-        let mut times: [Vec<f64>; 3] = Default::default();
-        for round in 0..9 {
-            let append = |at: u64| put(&files, ino, (round * EACH + at) * 100, &[1; 100]).unwrap();
-            let block = |at: u64| volume.write(60_000 + at % 2, vec![1; 4096]).unwrap();
-            let two = |at: u64| {
-                let runs = vec![Run { first: 60_000 + at % 2, count: 1 }, Run { first: 61_000, count: 1 }];
-                volume.request(Request::Write { runs, data: vec![1; 8192].into() }).map(drop).unwrap();
-            };
-            for (times, step) in times.iter_mut().zip([&append as &dyn Fn(u64), &block, &two]) {
-                let began = Instant::now();
-                (0..EACH).for_each(step);
-                times.push(began.elapsed().as_micros() as f64 / EACH as f64);
+mod by_command {
+    use super::*;
+
+    /// How long an append takes, beside a write of a block and of two. Run it alone, with `--ignored --nocapture`.
+    #[test]
+    #[ignore = "a measurement"]
+    fn appends_take_this_long() {
+        const EACH: u64 = 2000;
+        for (number, hold) in [(1, 1), (3, 2)] {
+            let cluster = Cluster::new(number, hold, 64 << 10);
+            let (volume, files) = formatted(&cluster);
+            let ino = make(&files, "f");
+            let mut times: [Vec<f64>; 3] = Default::default();
+            for round in 0..9 {
+                let append = |at: u64| put(&files, ino, (round * EACH + at) * 100, &[1; 100]).unwrap();
+                let block = |at: u64| volume.write(60_000 + at % 2, vec![1; 4096]).unwrap();
+                let two = |at: u64| {
+                    let runs = vec![Run { first: 60_000 + at % 2, count: 1 }, Run { first: 61_000, count: 1 }];
+                    volume.request(Request::Write { runs, data: vec![1; 8192].into() }).map(drop).unwrap();
+                };
+                for (times, step) in times.iter_mut().zip([&append as &dyn Fn(u64), &block, &two]) {
+                    let began = Instant::now();
+                    (0..EACH).for_each(step);
+                    times.push(began.elapsed().as_micros() as f64 / EACH as f64);
+                }
             }
+            let [append, block, two] = times.map(|mut times| {
+                times.sort_by(f64::total_cmp);
+                format!("{:.1} ({:.1} to {:.1})", times[4], times[0], times[8])
+            });
+            println!("{number} copies, µs: an append of 100 bytes {append}, a block of the volume {block}, two {two}");
         }
-        let [append, block, two] = times.map(|mut times| {
-            times.sort_by(f64::total_cmp);
-            format!("{:.1} ({:.1} to {:.1})", times[4], times[0], times[8])
-        });
-        println!("{number} copies, µs: an append of 100 bytes {append}, a block of the volume {block}, two {two}");
     }
 }

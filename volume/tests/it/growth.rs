@@ -308,6 +308,7 @@ fn grow_one(larger: Shape, server: &Server) {
 
 /// Servers are killed while they copy. Each has one of the two sizes then, and the command is run again.
 #[test]
+#[ignore = "long: make test-all"]
 fn servers_that_are_killed_while_they_grow_lose_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let mut servers = Remotes::with(4000, Some(folder.path()));

@@ -46,6 +46,7 @@ fn far() -> ClientOptions {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_is_cut_off_is_left_out_in_time_and_taken_back_when_its_cable_is_mended() {
     let Some(scene) = Scene::new(1000) else { return };
     for (seed, options) in [(41, options()), (42, far())] {
@@ -133,9 +134,18 @@ fn a_writer_that_is_cut_off_and_replaced_acknowledges_nothing_more() {
         (0..100).for_each(|_| assert!(checker.write(&first)));
         let second = scene.open(&scene.other, &options());
         let written = checker.check(&second);
+        // Answers that had arrived before the cut are read within moments, also on a busy machine.
+        let acknowledgements = || checker.ledger.lock().unwrap().acknowledgements;
+        let mut before = acknowledgements();
+        loop {
+            std::thread::sleep(Duration::from_secs(1));
+            match acknowledgements() {
+                now if now == before => break,
+                now => before = now,
+            }
+        }
         checker.settle(&second);
         assert!(written > 100, "{written}");
-        let before = checker.ledger.lock().unwrap().acknowledgements;
         if !is_patient {
             until("the first writer has ended", || first.end().is_some());
         }

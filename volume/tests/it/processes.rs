@@ -37,6 +37,12 @@ fn a_server_for_the_other_tests() {
     let _ = std::io::stdin().read(&mut [0]); // until it is killed, or the test ends
 }
 
+/// An address of this host that is no other test's: while a server is down, no other process takes its port.
+pub fn own_loopback() -> String {
+    let [_, _, high, low] = std::process::id().to_be_bytes();
+    format!("127.{}.{high}.{low}", 64 + (std::process::id() >> 16) % 64)
+}
+
 pub struct Remote {
     pub process: Process,
     address: Address,
@@ -96,7 +102,7 @@ impl Remotes {
         let mut remotes = Remotes { shape, is_far, servers: Vec::new(), stores, hosts };
         for number in 0..3 {
             let host = remotes.hosts.get(number);
-            let ip = host.map_or("127.0.0.1".into(), |host| host.address().to_string());
+            let ip = host.map_or_else(own_loopback, |host| host.address().to_string());
             let server = Remote::start(&format!("tcp:{ip}:0"), is_far, remotes.store(number).as_deref(), host);
             remotes.servers.push(server);
         }

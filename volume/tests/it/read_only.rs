@@ -219,6 +219,7 @@ fn reads_go_on_while_the_writer_writes() {
 /// The copy that the reader has chosen gets no writes any more, and its server does not know. Rates of a reader that
 /// stays with it would be none.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_copy_that_the_writer_does_not_reach_is_left_within_about_a_second() {
     let Some(()) = require::namespaces() else { return };
     let net = Net::new().unwrap();
@@ -349,6 +350,7 @@ fn a_grant_is_for_one_copy_and_ends_with_its_connection() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn what_cannot_be_read_is_said() {
     let cluster = Cluster::with(1, 1, 100, &ServerOptions { shm: false, ..server_options() });
     let open = |options: &ReadOnlyOptions| match ReadOnly::open(cluster.shape, &cluster.addresses, options) {

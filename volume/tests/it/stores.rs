@@ -109,7 +109,8 @@ impl Alone {
     fn new(blocks: u64, store: &Path) -> Alone {
         let shape = Shape::new(new_id().unwrap(), blocks, Copies::new(1, 1).unwrap()).unwrap();
         let options = ServerOptions { store: Some(store.into()), ..server_options() };
-        let server = Server::start(&"tcp:127.0.0.1:0".parse().unwrap(), &options).unwrap();
+        let anywhere = format!("tcp:{}:0", crate::processes::own_loopback()).parse().unwrap();
+        let server = Server::start(&anywhere, &options).unwrap();
         let address = server.address().clone();
         Alone { shape, address, server: Some(server), options }
     }

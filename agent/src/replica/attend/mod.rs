@@ -55,6 +55,7 @@ use super::tls::server_config;
 use super::{open_tokens, preflight};
 use crate::args::{AttendArgs, LinkTlsArgs, MetricsFileArgs, PeerArgs};
 use crate::exit::Failure;
+use crate::host_memory;
 use crate::metrics::register as all;
 use crate::metrics::{Agent, Scrape, Scrapes, Watch};
 use crate::sentinel::Sentinels;
@@ -83,6 +84,7 @@ const DIRECT_LIMIT: Duration = Duration::from_secs(30);
 /// # Errors
 /// The server or the rules are not suitable, a port is taken, or a signal came in the middle of a sync.
 pub async fn run(args: AttendArgs) -> Result<(), Failure> {
+    host_memory::check("--memory", args.memory)?;
     let mut signals = Signals::catch()?;
     let (_watch, mut scrapes) = Watch::begin(Agent::Attend, &args.metrics, &MetricsFileArgs::default()).await?;
     let PeerArgs { security, expected, readers, .. } = &args.peers;

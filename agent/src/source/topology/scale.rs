@@ -412,29 +412,33 @@ fn a_thousand_replicas_in_racks_take_little_longer_than_one_and_each_cable_carri
     assert!(outcome.from_source < 1.01 && outcome.uplink < 1.01, "{outcome}");
 }
 
-#[test]
-#[ignore = "a table for docs/relay.md: cargo xtask scale"]
-fn table() {
-    println!(
-        "| data | network | shape | time of one | ratio | last of all | last regular | source | uplink | hops | moves |"
-    );
-    let shapes = [Shape::Tree, Shape::Heads, Shape::NoZones, Shape::Zones];
-    for shape in shapes {
-        row("64 GiB, 10 Gb/s", &Plan::of(shape, 1000, 64.0));
+mod by_command {
+    use super::*;
+
+    #[test]
+    #[ignore = "a table for docs/relay.md: cargo xtask scale"]
+    fn table() {
+        println!(
+            "| data | network | shape | time of one | ratio | last of all | last regular | source | uplink | hops | moves |"
+        );
+        let shapes = [Shape::Tree, Shape::Heads, Shape::NoZones, Shape::Zones];
+        for shape in shapes {
+            row("64 GiB, 10 Gb/s", &Plan::of(shape, 1000, 64.0));
+        }
+        for shape in shapes {
+            row("64 GiB, source 1", &Plan { source: 1.0, ..Plan::of(shape, 1000, 64.0) });
+        }
+        let zones = |gibibytes| Plan::of(Shape::Zones, 1000, gibibytes);
+        row("64 GiB, all 1", &Plan { source: 1.0, hosts: vec![1.0], uplink: 10.0, ..zones(64.0) });
+        row("64 GiB, all 25", &Plan { source: 25.0, hosts: vec![25.0], ..zones(64.0) });
+        row("64 GiB, hosts 10 and 25", &Plan { hosts: vec![10.0, 25.0], ..zones(64.0) });
+        row("64 GiB, hosts 1, 10, 25", &Plan { hosts: vec![10.0, 25.0, 1.0], ..zones(64.0) });
+        row("8 GiB", &zones(8.0));
+        row("1 GiB", &zones(1.0));
+        row("64 GiB, 1 in 100 slow", &Plan { slow_part: 100, ..zones(64.0) });
+        row("64 GiB, 1 in 10 late", &Plan { late_part: 10, ..zones(64.0) });
+        row("64 GiB, 1 in 100 dies", &Plan { dead_part: 100, ..zones(64.0) });
     }
-    for shape in shapes {
-        row("64 GiB, source 1", &Plan { source: 1.0, ..Plan::of(shape, 1000, 64.0) });
-    }
-    let zones = |gibibytes| Plan::of(Shape::Zones, 1000, gibibytes);
-    row("64 GiB, all 1", &Plan { source: 1.0, hosts: vec![1.0], uplink: 10.0, ..zones(64.0) });
-    row("64 GiB, all 25", &Plan { source: 25.0, hosts: vec![25.0], ..zones(64.0) });
-    row("64 GiB, hosts 10 and 25", &Plan { hosts: vec![10.0, 25.0], ..zones(64.0) });
-    row("64 GiB, hosts 1, 10, 25", &Plan { hosts: vec![10.0, 25.0, 1.0], ..zones(64.0) });
-    row("8 GiB", &zones(8.0));
-    row("1 GiB", &zones(1.0));
-    row("64 GiB, 1 in 100 slow", &Plan { slow_part: 100, ..zones(64.0) });
-    row("64 GiB, 1 in 10 late", &Plan { late_part: 10, ..zones(64.0) });
-    row("64 GiB, 1 in 100 dies", &Plan { dead_part: 100, ..zones(64.0) });
 }
 
 fn row(text: &str, plan: &Plan) {

@@ -88,6 +88,7 @@ impl Place {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_backup_is_whole_and_replaces_the_oldest_once_it_is() {
     for kind in require::kinds() {
         let server = primary(kind).start().unwrap();
@@ -166,6 +167,7 @@ fn an_upload_that_was_killed_is_invisible_and_is_broken_off_by_the_next() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn the_commands_since_survive_the_deaths_of_the_agent_and_the_primary() {
     for kind in require::kinds() {
         let server = primary(kind).start().unwrap();

@@ -50,6 +50,7 @@ pub(super) fn each_change_is_refused(stage: &Stage, files: &[PathBuf], args: &[&
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_changed_byte_of_any_file_of_a_backup_is_refused_and_the_file_named() {
     for kind in require::kinds() {
         // Without a checksum of the server's, only ours can tell.

@@ -62,6 +62,7 @@ fn check_aof(kind: Kind, args: &[&str]) -> String {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_backup_is_whole_says_what_it_is_and_replaces_the_oldest() {
     let Some(()) = require::root() else { return };
     for kind in require::kinds() {
@@ -100,6 +101,7 @@ fn a_backup_is_whole_says_what_it_is_and_replaces_the_oldest() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_backup_that_is_killed_leaves_the_earlier_ones_and_goes_on() {
     let server = primary(Kind::Valkey9).start().unwrap();
     fill(&server, 16, 2);
@@ -127,6 +129,7 @@ fn a_backup_that_is_killed_leaves_the_earlier_ones_and_goes_on() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn all_that_was_written_until_the_primary_and_the_agent_were_killed_is_there() {
     for kind in require::kinds() {
         let server = primary(kind).start().unwrap();
@@ -199,6 +202,7 @@ fn a_moment_is_found_by_restore_and_by_the_servers_own_checker() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_backup_that_was_killed_goes_on_where_it_was() {
     for kind in require::kinds() {
         let server = primary(kind).start().unwrap();

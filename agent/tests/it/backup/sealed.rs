@@ -95,6 +95,7 @@ impl Place {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_snapshot_is_opened_by_its_identity_only() {
     for in_bucket in [false, true] {
         let server = primary(Kind::Valkey9).start().unwrap();
@@ -141,6 +142,7 @@ fn a_snapshot_is_opened_by_its_identity_only() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn the_commands_since_are_sealed_and_go_on_without_the_identity() {
     for in_bucket in [false, true] {
         for kind in require::kinds() {

@@ -70,6 +70,7 @@ impl Scene {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn servers_that_lose_their_data_at_once_take_about_one_copy_out_of_the_primarys_host() {
     let Some(()) = require::namespaces() else { return };
     for kind in require::kinds() {
@@ -149,6 +150,7 @@ fn fetch(scene: &Scene, name: &str, to: &str) -> Vec<String> {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_file_is_read_from_an_agent_that_attends_and_lent_while_it_arrives() {
     let Some(()) = require::namespaces() else { return };
     for kind in require::kinds() {
@@ -186,6 +188,7 @@ fn a_file_is_read_from_an_agent_that_attends_and_lent_while_it_arrives() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_replica_agent_reads_from_one_that_attends() {
     let (Some(kind), Some(())) = (require::redis(), require::namespaces()) else { return };
     let scene = Scene::new(kind);

@@ -37,6 +37,7 @@ fn site(net: &Net, kind: Kind, number: usize) -> (Host, Server) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn three_replicas_behind_one_cable_take_about_as_long_as_one() {
     let Some(()) = require::namespaces() else { return };
     let Some(kind) = require::valkey() else { return };
@@ -74,6 +75,7 @@ const SLOTS_BEFORE: [u64; 2] = [16, 160];
 const MOVED_LIMIT: Duration = Duration::from_secs(14);
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_reader_whose_lender_slows_down_in_the_middle_moves_and_finishes_in_time() {
     let Some(()) = require::namespaces() else { return };
     require::kinds().into_iter().for_each(a_lender_slows_down);

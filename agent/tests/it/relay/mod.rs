@@ -108,6 +108,7 @@ fn four_replicas_under_load_are_exact_and_one_copy_leaves_the_source() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_relay_killed_in_the_middle_costs_its_reader_only_the_slots_in_transit() {
     require::kinds().into_iter().for_each(a_relay_is_killed);
 }
@@ -166,6 +167,7 @@ fn a_peer_lends_to_the_end(kind: Kind) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn reader_and_lender_keep_the_limits_and_the_status_draws_the_chain() {
     for (kind, limit) in require::kinds().into_iter().zip(["--upload-limit-per-peer", "--upload-limit"]) {
         keeps_the_limit(kind, limit);
@@ -201,6 +203,7 @@ fn keeps_the_limit(kind: Kind, limit: &str) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_relay_that_has_done_its_work_lingers_no_longer_than_told() {
     require::kinds().into_iter().for_each(a_relay_lingers);
 }
@@ -264,6 +267,7 @@ fn a_stranger_comes(kind: Kind) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_replica_that_lends_nothing_leaves_a_slow_peer_for_the_source() {
     require::kinds().into_iter().for_each(a_peer_is_slow);
 }
@@ -322,6 +326,7 @@ fn replicas_feed_each_other_what_passes_through_a_window_at_the_source() {
 
 /// The replica that lends from a window ends: the slots that its reader lacks are still in the window.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_relay_of_a_window_that_is_killed_costs_its_reader_only_slots_in_transit() {
     require::kinds().into_iter().for_each(a_relay_of_a_window_is_killed);
 }

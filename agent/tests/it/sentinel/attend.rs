@@ -62,6 +62,7 @@ impl Watched {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_known_replica_is_served_and_sentinel_sees_its_primary_all_the_time() {
     for kind in require::kinds() {
         let Some(scene) = Watched::new(kind) else { return };
@@ -161,6 +162,7 @@ fn taken_along(scene: &Watched, server: &Server, agent: &Agent) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_new_server_whose_primary_dies_before_sentinel_knows_it_is_taken_along() {
     for kind in require::kinds() {
         let Some(mut scene) = Watched::new(kind) else { return };
@@ -177,6 +179,7 @@ fn a_new_server_whose_primary_dies_before_sentinel_knows_it_is_taken_along() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_waits_for_a_primary_that_was_replaced_is_taken_along() {
     let Some(kind) = require::redis() else { return };
     let Some(mut scene) = Watched::new(kind) else { return };
@@ -202,6 +205,7 @@ fn a_server_that_waits_for_a_primary_that_was_replaced_is_taken_along() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_known_replica_is_renewed_by_interception_without_rules_and_longer_than_sentinel_waits() {
     for kind in require::kinds() {
         let Some(scene) = Watched::new(kind) else { return };

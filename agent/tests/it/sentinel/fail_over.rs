@@ -118,6 +118,7 @@ fn in_the_middle(what: &str, reach: impl Fn(&Scene, &mut Source, &Server) -> Age
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn while_the_snapshot_is_taken() {
     in_the_middle("snapshot", |scene, source, server| {
         for replica in &scene.servers[1..] {
@@ -130,6 +131,7 @@ fn while_the_snapshot_is_taken() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn while_the_slots_are_read() {
     in_the_middle("transfer", |scene, source, server| {
         fill(&scene.servers[0], 32, 7);
@@ -141,6 +143,7 @@ fn while_the_slots_are_read() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn while_the_server_loads() {
     in_the_middle("load", |scene, source, server| {
         load_slowly(server, 200);
@@ -151,6 +154,7 @@ fn while_the_server_loads() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn while_the_server_catches_up() {
     in_the_middle("catch-up", |scene, source, server| {
         // It stays on the link: it is in step there, and not handed over.
@@ -162,6 +166,7 @@ fn while_the_server_catches_up() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn while_the_server_is_handed_over() {
     in_the_middle("hand-off", |scene, source, server| {
         let mut agent = scene.replica(server, source, &[]);
@@ -171,6 +176,7 @@ fn while_the_server_is_handed_over() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn before_the_hand_off_the_sentinels_are_asked_again() {
     for kind in require::kinds() {
         let mut scene = Scene::new(kind, &["sentinel failover-timeout mymaster 10000"]);

@@ -41,6 +41,7 @@ fn a_new_server_is_handed_over_to_the_primary_of_that_moment_and_sentinel_leaves
 const AT_ONCE: Duration = Duration::from_secs(30);
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_signal_ends_the_stay_beside_a_server_that_sentinel_does_not_get_to_know() {
     for kind in require::kinds() {
         let scene = Scene::new(kind, &[]);
@@ -60,6 +61,7 @@ fn a_signal_ends_the_stay_beside_a_server_that_sentinel_does_not_get_to_know() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_sentinel_that_has_not_heard_of_a_fail_over_does_not_count() {
     for kind in require::kinds() {
         let mut scene = Scene::new(kind, &["sentinel failover-timeout mymaster 10000"]);
@@ -186,6 +188,7 @@ fn a_known_replica_whose_sync_is_short_is_made_anew() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn the_failover_timeout_is_raised_for_a_sync_and_put_back_also_by_the_next_agent() {
     for kind in require::kinds() {
         let scene = Scene::new(kind, &["sentinel failover-timeout mymaster 1000"]);

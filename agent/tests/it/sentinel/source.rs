@@ -31,6 +31,7 @@ fn a_source_sits_beside_a_replica_and_its_servers_go_to_the_primary_that_sentine
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_source_of_the_primary_follows_the_fail_over() {
     for kind in require::kinds() {
         let scene = Scene::new(kind, &[]);
@@ -48,6 +49,7 @@ fn a_source_of_the_primary_follows_the_fail_over() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_source_whose_server_is_promoted_goes_to_another_replica() {
     for kind in require::kinds() {
         let scene = Scene::new(kind, &[]);

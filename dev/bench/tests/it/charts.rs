@@ -123,6 +123,7 @@ fn of_the_report(folder: &Path) -> Vec<(String, String)> {
 }
 
 #[test]
+#[ignore = "long: needs a browser"]
 fn every_chart_of_the_report_can_be_read_in_light_and_dark() {
     let Some(()) = require::browser() else { return };
     let folder = tempfile::tempdir().unwrap();
@@ -149,6 +150,7 @@ fn chart(name: &str, note: &str) -> (String, String) {
 }
 
 #[test]
+#[ignore = "long: needs a browser"]
 fn a_broken_chart_is_found() {
     let Some(()) = require::browser() else { return };
     let (long, wide) = ("n".repeat(160), "W".repeat(40));

@@ -9,6 +9,7 @@ use remora_lab::{RdmaVm, require};
 use serde_json::Value;
 
 #[test]
+#[ignore = "long: needs the machine with RDMA devices"]
 fn reads_are_measured_beside_perftest_in_the_virtual_machine() {
     let Some(machine) = require::rdma_vm() else { return };
     let folder = tempfile::tempdir().unwrap();

@@ -47,6 +47,7 @@ fn all_equal<'v>(points: impl IntoIterator<Item = &'v Value>, count: usize) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn full_sync_compares_what_every_method_makes() {
     let Some(_) = require::valkey() else { return };
     let folder = tempfile::tempdir().unwrap();
@@ -67,6 +68,7 @@ fn full_sync_compares_what_every_method_makes() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn volume_requests_measures_every_scene() {
     let Some(()) = require::shaping() else { return };
     let folder = tempfile::tempdir().unwrap();
@@ -80,6 +82,7 @@ fn volume_requests_measures_every_scene() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn mass_replacement_takes_one_full_copy_of_each_primary_with_remora() {
     let Some(()) = require::shaping() else { return };
     let Some(_) = require::valkey() else { return };
@@ -99,6 +102,7 @@ fn mass_replacement_takes_one_full_copy_of_each_primary_with_remora() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn hand_offs_beside_writes_take_one_full_copy_with_default_settings() {
     let Some(_) = require::valkey() else { return };
     let folder = tempfile::tempdir().unwrap();
@@ -111,6 +115,7 @@ fn hand_offs_beside_writes_take_one_full_copy_with_default_settings() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn remora_bench_compares_its_syncs_over_a_network_and_under_load() {
     let Some(()) = require::shaping() else { return };
     let Some(_) = require::valkey() else { return };
@@ -136,6 +141,7 @@ fn remora_bench_compares_its_syncs_over_a_network_and_under_load() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn devices_are_measured_by_other_tools_and_the_fabric_beside_them() {
     let Some(()) = require::iperf3().and_then(|()| require::fio()) else { return };
     let folder = tempfile::tempdir().unwrap();
@@ -173,6 +179,7 @@ fn a_source_is_measured_under_conversations() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn the_lag_is_measured_on_replicas_that_are_equal_afterwards() {
     let Some(_) = require::valkey() else { return };
     run(env!("CARGO_BIN_EXE_follow_lag"), &["--rounds", "1", "--seconds", "1", "--rates", "500"], &[0]);
@@ -195,6 +202,7 @@ fn nbd_requests_are_measured_beside_nbdkit() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn files_of_a_volume_are_measured_beside_fuse_alone() {
     let Some(()) = require::fuse().and_then(|()| require::fio()).and_then(|()| require::redis_benchmark()) else {
         return;

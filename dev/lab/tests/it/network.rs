@@ -94,6 +94,7 @@ fn programs_of_a_host_run_on_its_processors_only() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_limited_cable_carries_its_rate_both_ways() {
     let Some(()) = require::shaping() else { return };
     let Some(()) = require::iperf3() else { return };
@@ -197,6 +198,7 @@ const FAR: Shape = Shape { rate: None, delay: Some(Duration::from_millis(20)) };
 
 /// On a kernel without `netem`, the delay is measured in the virtual machine, whose kernel has it.
 #[test]
+#[ignore = "long: needs the machine with RDMA devices"]
 fn a_delay_holds_and_an_error_names_the_missing_netem() {
     let Some(()) = require::shaping() else { return };
     match Net::new().unwrap().host("probe").unwrap().shape(FAR) {

@@ -10,6 +10,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::xtask;
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_short_soak_compares_all_servers_and_finds_nothing() {
     let Some(_) = require::redis() else { return };
     let ran = xtask(&["soak", "--server", "redis", "--events", "6", "--seed", "2", "--minutes", "2"]).output().unwrap();

@@ -166,6 +166,7 @@ fn a_file_that_is_open_without_a_name_stays_until_it_is_closed_or_the_writer_die
 /// Whatever beginning of the writes is left, also in the middle of images and where the other area comes into use: a
 /// file has every append that was answered, and no size without its data.
 #[test]
+#[ignore = "long: make test-all"]
 fn appends_are_there_at_every_cut_while_images_are_written() {
     let disk = formatted(1024);
     let files = open(&disk);

@@ -1,7 +1,7 @@
 //! The whole job over RDMA, in the virtual machine that has devices: exact replicas, one-sided reads on the wire, and a
 //! link that fails.
 //!
-//! Tests for the machine are ignored on the host. The last test boots the machine once and runs them there.
+//! Tests for the machine are ignored on the host. [`crate::rdma`] boots the machine once and runs them there.
 
 mod capture;
 mod forging;
@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use capture::Capture;
 use remora_lab::workload::Options;
-use remora_lab::{Agent, Kind, RdmaVm, Server, Workload, assert_same_data, fill_every_type, random, require};
+use remora_lab::{Agent, Kind, RdmaVm, Server, Workload, assert_same_data, fill_every_type, random};
 use rustix::process::Signal;
 
 use crate::kit::{Source, Stage, fill, load_slowly, says, succeeds};
@@ -215,29 +215,4 @@ fn cable(node: u8, plugged: bool) {
     let to: &[&str] = if plugged { &["master", "br0"] } else { &["nomaster"] };
     let changed = Command::new("ip").args([&["link", "set", &port], to].concat()).status().unwrap();
     assert!(changed.success());
-}
-
-#[test]
-fn the_job_is_done_over_rdma_in_the_virtual_machine() {
-    // The machine has this host's files, and so its servers.
-    let (Some(_), Some(_)) = (require::redis(), require::valkey()) else { return };
-    let Some(machine) = require::rdma_vm() else { return };
-    let passed = machine.nodes(4).limit(Duration::from_secs(900)).run_ignored_tests("rdma::", 1);
-    assert_eq!(passed, 11);
-}
-
-#[test]
-fn a_machine_without_devices_reports_what_is_missing_and_continues() {
-    let stage = Stage::new();
-    let said = Command::new(env!("CARGO_BIN_EXE_remora"))
-        .args(["devices", "--json"])
-        .env("REMORA_RDMA_DISABLE", "1")
-        .output()
-        .unwrap();
-    assert!(said.status.success());
-    let report: serde_json::Value = serde_json::from_slice(&said.stdout).unwrap();
-    assert!(report["rdma"]["trouble"].as_str().unwrap().contains("unset that variable"));
-    assert_eq!(report["shm"]["ready"], true);
-    assert_eq!(report["tcp"]["ready"], true);
-    says(&stage.end(&["devices"], 0), &["rdma   ", "shm    ready", "tcp    ready"]);
 }
