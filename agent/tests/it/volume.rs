@@ -86,7 +86,7 @@ impl Scene {
     }
 
     pub(crate) fn nbd_with(&self, file: &str, socket: &str, more: &[&str]) -> Agent {
-        let mut nbd = self.start(&[&["nbd", file, "--socket", socket, "--copy-timeout", "1s"], more].concat());
+        let mut nbd = self.start(&[&["nbd", file, "--socket", socket, "--copy-timeout", "4s"], more].concat());
         nbd.wait_for_line("volume open", LONG).unwrap();
         nbd
     }
@@ -147,7 +147,7 @@ fn a_volume_is_made_written_taken_over_and_shown_by_commands() {
     scene.servers[1].kill().unwrap();
     scene.servers[2].kill().unwrap();
     says(&scene.end(&["status", &file], 10), &["1 servers that hold the volume answer, and 2 are needed"]);
-    says(&scene.end(&["nbd", &file, "--socket", &two, "--copy-timeout", "1s"], 10), &[&file, "2 are needed"]);
+    says(&scene.end(&["nbd", &file, "--socket", &two, "--copy-timeout", "4s"], 10), &[&file, "2 are needed"]);
 }
 
 #[test]

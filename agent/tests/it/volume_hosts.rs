@@ -66,7 +66,7 @@ impl Scene {
 
     fn try_mount(&self, host: &Host, name: &str, more: &[&str]) -> Result<(Agent, Directory), remora_lab::Error> {
         let directory = Directory::new(self.stage.path(name));
-        let args = [&["mount", &self.file, &directory.0, "--copy-timeout", "1s"], more].concat();
+        let args = [&["mount", &self.file, &directory.0, "--copy-timeout", "4s"], more].concat();
         let mut mounted = self.start(host, &args);
         mounted.wait_for_line("files mounted", LONG)?;
         Ok((mounted, directory))

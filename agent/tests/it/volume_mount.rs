@@ -23,7 +23,7 @@ pub(crate) fn mount(scene: &Scene, file: &str, name: &str, more: &[&str]) -> (Ag
 /// The same, until it says this.
 pub(crate) fn mount_as(scene: &Scene, file: &str, name: &str, more: &[&str], says: &str) -> (Agent, Directory) {
     let directory = Directory::new(scene.stage.path(name));
-    let args = [&["mount", file, &directory.0, "--copy-timeout", "1s"], more].concat();
+    let args = [&["mount", file, &directory.0, "--copy-timeout", "4s"], more].concat();
     let mut mounted = scene.start(&args);
     mounted.wait_for_line(says, LONG).unwrap();
     (mounted, directory)
