@@ -115,12 +115,28 @@ pub struct Failure {
     /// One sentence without a full stop: what happened to which thing, and what to do about it. It never contains a
     /// secret.
     pub message: String,
+    /// Whether the same attempt may succeed later although no operator does anything: the command waits for that within
+    /// its time limit. Never true for [`Code::Usage`] and [`Code::Refused`].
+    pub passes: bool,
 }
 
 impl Failure {
     /// A failure of this kind with this sentence.
     pub fn new(code: Code, message: impl Into<String>) -> Self {
-        Self { code, message: message.into() }
+        Self { code, message: message.into(), passes: false }
+    }
+
+    /// A failure whose cause may pass by itself.
+    pub fn passing(code: Code, message: impl Into<String>) -> Self {
+        Self::new(code, message).that_passes(true)
+    }
+
+    /// The same failure; `passes`: whether its cause may pass by itself. What is refused does not change by itself.
+    #[must_use]
+    pub fn that_passes(self, passes: bool) -> Self {
+        let is_final = matches!(self.code, Code::Usage | Code::Refused);
+        debug_assert!(!(passes && is_final), "refused, and yet it passes: {}", self.message);
+        Self { passes: passes && !is_final, ..self }
     }
 
     /// A failure before anything was changed, because the request is not possible.
@@ -178,6 +194,70 @@ mod tests {
             let row = format!("| {} | {} |", code.number(), code.meaning());
             assert!(manual.contains(&row), "docs/operating.md lacks {row}");
         }
+    }
+
+    /// Words for a state that passes by itself.
+    const PASSING: [&str; 12] = [
+        "yet",
+        "not now",
+        "try again",
+        "at the moment",
+        "LOADING",
+        "is loading",
+        "is busy",
+        "is down",
+        "under way",
+        "timed out",
+        "does not answer",
+        "cannot be reached",
+    ];
+
+    /// The sources of the agent without their tests.
+    fn sources(folder: &std::path::Path, found: &mut Vec<(String, String)>) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                sources(&path, found);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                let text = std::fs::read_to_string(&path).unwrap();
+                let product = text.split("#[cfg(test)]\nmod tests").next().unwrap_or_default();
+                found.push((path.display().to_string(), product.to_owned()));
+            }
+        }
+    }
+
+    /// The call with which the text begins, up to its closing bracket.
+    fn call_at(text: &str) -> &str {
+        let mut depth = 0;
+        let end = text.bytes().position(|byte| {
+            depth += i32::from(byte == b'(') - i32::from(byte == b')');
+            byte == b')' && depth == 0
+        });
+        &text[..end.unwrap_or(text.len())]
+    }
+
+    #[test]
+    fn what_is_refused_does_not_change_by_itself_at_any_place() {
+        let mut all = Vec::new();
+        sources(&std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut all);
+        let mut places = 0;
+        for (path, text) in &all {
+            for call in ["Failure::refused(", "Failure::new(Code::Refused"] {
+                for (at, _) in text.match_indices(call) {
+                    places += 1;
+                    let sentence = call_at(&text[at..]);
+                    let word = PASSING.iter().find(|word| sentence.contains(**word));
+                    assert!(word.is_none(), "{path}: code 3 for what passes ({word:?}): {sentence}");
+                }
+            }
+        }
+        assert!(places > 100, "{places} places were found");
+    }
+
+    #[test]
+    fn what_passes_keeps_its_code_and_what_is_refused_never_passes() {
+        assert!(Failure::passing(Code::Source, "it is away").and("tried").passes);
+        assert!(!Failure::refused("too small").that_passes(false).passes);
     }
 
     #[test]

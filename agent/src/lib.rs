@@ -17,7 +17,8 @@
 //!
 //! - [`args`]: the command line; [`config`]: what files and the environment add to it; [`commands`]: the process around
 //!   one command. **Start here.**
-//! - [`exit`]: how a command ends; [`progress`]: what it shows while it runs; [`units`]: sizes and times as text.
+//! - [`exit`]: how a command ends; `patience`: how long it waits before that; [`progress`]: what it shows while it
+//!   runs; [`units`]: sizes and times as text.
 //! - [`server`]: the client of a Redis or Valkey server that everything below uses.
 //! - [`conversation`]: connections between agents, and the port that either end may open.
 //! - `service`: what a service manager is told.
@@ -54,6 +55,7 @@ mod metrics;
 pub mod module_file;
 #[cfg(any(test, feature = "simulation"))]
 mod mutation;
+mod patience;
 pub mod probe;
 pub mod progress;
 pub mod ready;

@@ -355,7 +355,7 @@ pub fn info(data: &[u8]) {
     }
     assert!(info.replicas().count() <= info.iter().count());
     assert_eq!(Info::parse(text.as_bytes()), info);
-    assert!(!Refusal::sort("INFO", data).to_string().is_empty());
+    assert!(!Refusal::new("INFO", data).to_string().is_empty());
 }
 
 fn a_replid() -> ReplId {

@@ -1,7 +1,4 @@
-//! The errors that servers answer with, grouped by who can act on them.
-//!
-//! Not every `-CODE` has a variant: only those that a user of replication meets, each with what to do about it. All
-//! others keep the server's text in [`Refusal::Other`].
+//! The errors that servers answer with. What follows from each is decided by those who have sent the command.
 
 use crate::text;
 
@@ -11,110 +8,29 @@ const TEXT_BYTES_MAX: usize = 512;
 
 /// A server understood a command and refused to execute it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Refusal {
-    /// The user must supply a password (`-NOAUTH`, and `-ERR operation not permitted` before Redis 6).
-    #[error("the server requires a password: supply the user (if it has several) and the password")]
-    NoAuth,
-    /// The user must supply a different password (`-WRONGPASS`, or an `-ERR` in answer to `AUTH`).
-    #[error("the server does not accept this user and password: {text}")]
-    WrongPass {
-        /// The server's error text.
-        text: String,
-    },
-    /// The administrator must grant a permission (`-NOPERM`).
-    #[error("the server's user has no permission for {command}: {text}. Grant it with ACL SETUSER")]
-    NoPerm {
-        /// The command that was sent.
-        command: String,
-        /// The server's error text; it names the user and the command.
-        text: String,
-    },
-    /// The administrator must allow this host (`-DENIED`: protected mode).
-    #[error(
-        "the server accepts connections from its own host only (protected mode): set a password or bind it to the \
-         network"
-    )]
-    ProtectedMode,
-    /// Nothing to do but wait: the server is reading its data set (`-LOADING`).
-    #[error("the server is still loading its data set")]
-    Loading,
-    /// Nothing to do but wait: a replica whose own link is down cannot serve others (`-NOMASTERLINK`).
-    #[error("the server is a replica whose link to its own primary is down")]
-    NoMasterLink,
-    /// As [`Refusal::NoMasterLink`], in answer to a command on data (`-MASTERDOWN`).
-    #[error("the server is a replica without a link to its primary, and is configured not to serve stale data")]
-    MasterDown,
-    /// Wait, or `SCRIPT KILL`: a script is running (`-BUSY`).
-    #[error("the server is busy running a script")]
-    Busy,
-    /// Wait, or raise `maxclients` (`-ERR max number of clients reached`).
-    #[error("the server has reached its limit of clients (maxclients)")]
-    TooManyClients,
-    /// Any other error.
-    #[error("the server refused {command}: {text}")]
-    Other {
-        /// The command that was sent.
-        command: String,
-        /// The server's error text.
-        text: String,
-    },
+#[error("the server refused {command}: {text}")]
+pub struct Refusal {
+    /// The command that was sent.
+    pub command: String,
+    /// The server's error text, without its leading `-`.
+    pub text: String,
 }
 
 impl Refusal {
-    /// Classifies the text of an error reply (without its leading `-`) to `command`.
+    /// The text of an error reply (without its leading `-`) to `command`.
     ///
     /// ```
     /// use remora_redis::Refusal;
-    /// assert_eq!(Refusal::sort("PING", b"NOAUTH Authentication required."), Refusal::NoAuth);
+    /// assert_eq!(Refusal::new("PING", b"NOAUTH Authentication required.").code(), "NOAUTH");
     /// ```
-    pub fn sort(command: &str, line: &[u8]) -> Refusal {
+    pub fn new(command: &str, line: &[u8]) -> Refusal {
         let line = line.get(..TEXT_BYTES_MAX).unwrap_or(line);
-        let text = String::from_utf8_lossy(line).into_owned();
-        let code = text.split(' ').next().unwrap_or_default();
-        match code {
-            "NOAUTH" => Refusal::NoAuth,
-            "WRONGPASS" => Refusal::WrongPass { text },
-            "NOPERM" => Refusal::NoPerm { command: command.to_owned(), text },
-            "DENIED" => Refusal::ProtectedMode,
-            "LOADING" => Refusal::Loading,
-            "NOMASTERLINK" => Refusal::NoMasterLink,
-            "MASTERDOWN" => Refusal::MasterDown,
-            "BUSY" => Refusal::Busy,
-            "ERR" => Refusal::sort_err(command, text),
-            _ => Refusal::Other { command: command.to_owned(), text },
-        }
+        Refusal { command: command.to_owned(), text: String::from_utf8_lossy(line).into_owned() }
     }
 
-    /// Whether the same request may succeed later without anyone changing anything.
-    pub fn is_temporary(&self) -> bool {
-        match self {
-            Refusal::Loading
-            | Refusal::NoMasterLink
-            | Refusal::MasterDown
-            | Refusal::Busy
-            | Refusal::TooManyClients => true,
-            Refusal::NoAuth
-            | Refusal::WrongPass { .. }
-            | Refusal::NoPerm { .. }
-            | Refusal::ProtectedMode
-            | Refusal::Other { .. } => false,
-        }
-    }
-
-    /// The general code covers three errors that have a variant of their own.
-    fn sort_err(command: &str, text: String) -> Refusal {
-        let is = |wanted: &str| text.to_ascii_lowercase().starts_with(wanted);
-        if is("err max number of clients") {
-            return Refusal::TooManyClients;
-        }
-        if is("err operation not permitted") {
-            return Refusal::NoAuth;
-        }
-        // "invalid password" (Redis 5), "AUTH <password> called without any password configured …" (Redis 6 on).
-        if command == "AUTH" && (is("err invalid") || is("err auth") || is("err client sent auth")) {
-            return Refusal::WrongPass { text };
-        }
-        Refusal::Other { command: command.to_owned(), text }
+    /// The first word of the text: `ERR`, or a code of its own.
+    pub fn code(&self) -> &str {
+        self.text.split(' ').next().unwrap_or_default()
     }
 }
 
@@ -134,43 +50,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_code_of_the_servers_finds_its_kind() {
-        let sorted = |line: &str| Refusal::sort("PSYNC", line.as_bytes());
-        assert_eq!(sorted("NOAUTH Authentication required."), Refusal::NoAuth);
-        assert_eq!(sorted("LOADING Redis is loading the dataset in memory"), Refusal::Loading);
-        assert_eq!(sorted("NOMASTERLINK Can't SYNC while not connected with my master"), Refusal::NoMasterLink);
-        assert_eq!(sorted("MASTERDOWN Link with MASTER is down"), Refusal::MasterDown);
-        assert_eq!(sorted("BUSY Valkey is busy running a script."), Refusal::Busy);
-        assert_eq!(sorted("DENIED Redis is running in protected mode"), Refusal::ProtectedMode);
-        assert_eq!(sorted("ERR max number of clients reached"), Refusal::TooManyClients);
-        assert_eq!(sorted("ERR operation not permitted"), Refusal::NoAuth);
-    }
-
-    #[test]
-    fn a_missing_right_keeps_the_servers_words() {
+    fn a_refusal_keeps_the_command_and_the_servers_words() {
         let text = "NOPERM User remora has no permissions to run the 'psync' command";
-        let refusal = Refusal::sort("PSYNC", text.as_bytes());
-        assert_eq!(refusal, Refusal::NoPerm { command: "PSYNC".into(), text: text.into() });
-        assert!(refusal.to_string().contains("User remora"));
-    }
-
-    #[test]
-    fn an_error_in_answer_to_auth_is_about_the_password() {
-        for text in [
-            "WRONGPASS invalid username-password pair or user is disabled.",
-            "ERR invalid password",
-            "ERR AUTH <password> called without any password configured for the default user. Are you sure?",
-        ] {
-            assert_eq!(Refusal::sort("AUTH", text.as_bytes()), Refusal::WrongPass { text: text.into() });
-        }
-        assert!(matches!(Refusal::sort("AUTH", b"ERR unknown command 'AUTH'"), Refusal::Other { .. }));
+        let refusal = Refusal::new("PSYNC", text.as_bytes());
+        assert_eq!(refusal.code(), "NOPERM");
+        assert_eq!(refusal.to_string(), format!("the server refused PSYNC: {text}"));
+        assert_eq!(Refusal::new("PSYNC", b"").code(), "");
     }
 
     #[test]
     fn an_endless_error_text_is_clipped() {
-        let Refusal::Other { text, .. } = Refusal::sort("PING", &[b'x'; 100_000]) else {
-            panic!("an unknown code is sorted as other");
-        };
-        assert_eq!(text.len(), TEXT_BYTES_MAX);
+        assert_eq!(Refusal::new("PING", &[b'x'; 100_000]).text.len(), TEXT_BYTES_MAX);
     }
 }

@@ -8,6 +8,7 @@ use clap::Args;
 use super::replica::parse_memory;
 use super::{HostPort, LISTEN_PORT, LendArgs, LinkTlsArgs, MetricsArgs, PeerArgs, ReadArgs, SyncArgs};
 use crate::exit::{self, Code};
+use crate::patience::{Patience, RETRY_FOR};
 use crate::server::{ServerArgs, Task};
 use crate::units::{Size, parse_duration};
 
@@ -54,10 +55,11 @@ pub struct AttendArgs {
     #[allow(missing_docs)]
     pub lend: LendArgs,
 
-    /// How long the server may not answer, or load, when the agent starts: in a pod they start together. The server's
-    /// connections come here already meanwhile.
-    #[arg(long, value_name = "TIME", default_value = "0s", value_parser = parse_duration, help_heading = "Resources")]
-    pub wait_for_server: Duration,
+    /// How long to wait at the start for a server that does not answer, loads or is busy, and for Sentinels that do not
+    /// answer yet: in a pod they start together. The server's connections come here already meanwhile. Default: the
+    /// time of --retry-for.
+    #[arg(long, value_name = "TIME", value_parser = parse_duration, help_heading = "Resources")]
+    pub wait_for_server: Option<Duration>,
 
     /// The port on loopback to which the rules of `remora intercept` send connections.
     #[arg(long, value_name = "PORT", default_value_t = LISTEN_PORT, value_parser = clap::value_parser!(u16).range(1..), help_heading = "Interception")]
@@ -74,6 +76,14 @@ pub struct AttendArgs {
 }
 
 impl AttendArgs {
+    /// How long to wait at the start, and the option that says so.
+    pub(crate) fn patience(&self) -> Patience {
+        match self.wait_for_server {
+            Some(limit) => Patience::new(limit, "--wait-for-server"),
+            None => Patience::new(self.read.retry_for, RETRY_FOR),
+        }
+    }
+
     /// One sync, from the first source.
     pub(crate) fn of_a_sync(&self) -> SyncArgs {
         SyncArgs::intercepted(&self.read, &self.peers, self.memory, &self.lend)

@@ -59,6 +59,11 @@ pub struct LoadArgs {
     #[arg(long, conflicts_with = "compressible", help_heading = "Data")]
     pub json: bool,
 
+    /// How long to retry at the start while the server does not answer, loads, is busy or has too many clients, with
+    /// growing pauses. `0` tries once.
+    #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_duration, help_heading = "Server")]
+    pub retry_for: Duration,
+
     /// Commands in flight at once.
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=100_000), help_heading = "Data")]
     pub pipeline: u32,

@@ -180,8 +180,9 @@ pub struct CapturedArgs {
     #[arg(long, value_name = "FILE")]
     pub password_file: Option<PathBuf>,
 
-    /// How long the server may not answer, or load, when the agent starts: in a pod they start together.
-    #[arg(long, value_name = "TIME", default_value = "0s", value_parser = parse_duration, conflicts_with = "sentinels")]
+    /// How long to wait at the start for a server that does not answer, loads or is busy, and for Sentinels that know
+    /// no suitable one yet: in a pod they start together. `0` tries once.
+    #[arg(long, alias = "retry-for", value_name = "TIME", default_value = "5m", value_parser = parse_duration)]
     pub wait_for_server: Duration,
 
     #[command(flatten)]

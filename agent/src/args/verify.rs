@@ -1,12 +1,14 @@
 //! The arguments of `remora verify`.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
 use crate::{
     exit::{self, Code},
     server::{Credentials, Server, ServerUrl, SetupError, Task, TlsArgs, UrlParser},
+    units::parse_duration,
 };
 
 /// The arguments of `remora verify`.
@@ -56,6 +58,11 @@ pub struct VerifyArgs {
     /// How many differences to list. All are counted.
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u32).range(0..=100_000), help_heading = "Comparison")]
     pub limit: u32,
+
+    /// How long to retry while a server does not answer, loads, is busy or has too many clients, with growing pauses.
+    /// The comparison then begins anew. `0` tries once.
+    #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_duration, help_heading = "Servers")]
+    pub retry_for: Duration,
 
     /// Print the report as one JSON object.
     #[arg(long, help_heading = "Output")]

@@ -22,6 +22,7 @@ use super::sources::{self, Seen};
 use super::survey::{Shard, Survey};
 use crate::args::ClusterBackupArgs;
 use crate::exit::{Code, Failure};
+use crate::patience::{Patience, RETRY_FOR};
 use crate::progress;
 use crate::replica::data_set::DataSet;
 use crate::server::Task;
@@ -88,7 +89,8 @@ pub(super) async fn run(args: ClusterBackupArgs) -> Result<(), Failure> {
     let server = args.sources.server.open(Task::Cluster)?;
     let folder = args.to.clone();
     blocking(move || prepare(&folder)).await?;
-    let before = Survey::take(&server).await?;
+    let mut patience = Patience::new(args.retry_for, RETRY_FOR);
+    let before = patience.keep_trying(async || Survey::take(&server).await).await?;
     let sources = sources::ask(&args.sources, &credentials, &before).await;
     Plan::of(&before, &sources).verdict()?;
     let mut jobs = Vec::new();

@@ -28,7 +28,7 @@ impl Error {
             Fault::PlaintextNetwork(_) => Code::Refused,
             _ => Code::Source,
         };
-        Failure::new(code, format!("the source {self}"))
+        Failure::new(code, format!("the source {self}")).that_passes(self.fault.may_pass())
     }
 }
 

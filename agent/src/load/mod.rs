@@ -16,18 +16,18 @@ mod writer;
 use self::{content::Content, keys::Keys, writer::Writer};
 use crate::{
     args::LoadArgs,
-    exit::Failure,
+    exit::{Code, Failure},
+    patience::{Patience, RETRY_FOR},
     progress::{self, Meter, Unit},
-    server::Task,
+    server::{Client, Facts, Server, Task},
     units::{Size, readable},
 };
 
 /// Runs `remora load`.
 pub async fn run(args: LoadArgs) -> Result<(), Failure> {
-    let mut client = args.server.open(Task::Load)?.connect().await?;
-    if let Some(database) = args.db {
-        client.select(database).await?;
-    }
+    let server = args.server.open(Task::Load)?;
+    let mut patience = Patience::new(args.retry_for, RETRY_FOR);
+    let client = patience.keep_trying(async || ready(&server, args.db).await).await?;
     let bytes = args.keys.saturating_mul(args.value_size.get());
     let meter = Meter::start("load", Unit::Bytes, Some(bytes));
     let mut writer = Writer::new(client, args.pipeline);
@@ -46,4 +46,22 @@ pub async fn run(args: LoadArgs) -> Result<(), Failure> {
         args.keys as f64 / seconds,
         Size::bytes((bytes as f64 / seconds) as u64),
     ))
+}
+
+/// A connection to the server, which has loaded and accepts commands.
+async fn ready(server: &Server, database: Option<u32>) -> Result<Client, Failure> {
+    let mut client = server.connect().await?;
+    // A user without the right to ask is not told of the state, and finds it out by the first write.
+    match Facts::read(&mut client).await {
+        Ok(facts) if facts.loading == Some(true) => {
+            let text = format!("the server {} is loading its data set (-LOADING)", server.url());
+            return Err(Failure::passing(Code::Server, text));
+        }
+        Err(error) if error.is_passing() => return Err(error.into()),
+        _ => {}
+    }
+    if let Some(database) = database {
+        client.select(database).await?;
+    }
+    Ok(client)
 }

@@ -94,6 +94,7 @@ use crate::conversation::tokens::TokenFiles;
 use crate::exit::{Code, Failure};
 use crate::host_memory;
 use crate::metrics::{Agent, Scrapes, Watch};
+use crate::patience::{Patience, RETRY_FOR};
 use crate::progress;
 use crate::server::{Client, RefusalKind, ServerError};
 use crate::signals::until_signal;
@@ -157,7 +158,9 @@ const UNTOUCHED: &str = ": nothing was touched";
 
 /// Delivers by interception where the link would be refused or undone, and otherwise by the link.
 async fn by_itself(args: ReplicaArgs, tokens: TokenFiles, scrapes: &mut Scrapes) -> Result<(), Failure> {
-    let Some(why) = until_signal(way::why_not_by_the_link(&args), UNTOUCHED).await? else {
+    let mut patience = Patience::new(args.read.retry_for, RETRY_FOR);
+    let asked = patience.keep_trying(async || way::why_not_by_the_link(&args).await);
+    let Some(why) = until_signal(asked, UNTOUCHED).await? else {
         tracing::info!(
             "delivery by the link: the server is not in cluster mode, and no Sentinel that is named here knows it"
         );
@@ -169,7 +172,8 @@ async fn by_itself(args: ReplicaArgs, tokens: TokenFiles, scrapes: &mut Scrapes)
             scrapes.meanwhile(BY_INTERCEPTION, ready.run()).await
         }
         Ok(None) => Ok(()),
-        Err(failure) if failure.code == Code::Interrupted => Err(failure),
+        // What did not pass by itself would not pass for the link either.
+        Err(failure) if failure.code == Code::Interrupted || failure.passes => Err(failure),
         Err(failure) => {
             tracing::warn!("delivery by the link, although {why}: its connection cannot be intercepted: {failure}");
             by_link(args, tokens, scrapes).await

@@ -83,10 +83,7 @@ pub(super) async fn any_target(server: &Server, client: &mut Client, record: &Re
     let (facts, url) = (Facts::read(client).await?, server.url());
     let unfinished = facts.link.as_ref().is_some_and(|link| record.is_our_link(&link.host, link.port));
     if facts.loading == Some(true) && !unfinished {
-        return Err(Failure::new(
-            crate::exit::Code::Server,
-            format!("the server {url} is loading its data set (-LOADING); try again when it has done so"),
-        ));
+        return Err(Failure::passing(Code::Server, format!("the server {url} is loading its data set (-LOADING)")));
     }
     let tls_replication = client.config_get("tls-replication").await?.as_deref() == Some("yes");
     let login = login(client, record).await?;
@@ -351,7 +348,15 @@ pub(super) async fn primary(
     match Facts::read(&mut client).await {
         Ok(facts) => {
             let identity = check_identity(&facts, target, plan, &host, port);
-            identity.map_err(|failure| Unfit { failure, passes: may_pass })?;
+            // A server that is just being started does not have its history yet.
+            let is_loading = facts.loading == Some(true);
+            identity.map_err(|failure| match is_loading {
+                true => {
+                    let text = format!("the primary {host}:{port} is loading its data set (-LOADING)");
+                    Unfit::from(Failure::passing(Code::Server, text))
+                }
+                false => Unfit { failure, passes: may_pass },
+            })?;
             data = facts.used_memory_dataset;
             has_modules = !facts.modules_missing_at(&Facts::default()).is_empty();
             check_format(&facts, target, server.url())?;
@@ -518,13 +523,16 @@ fn check_modules(facts: &Facts, target: &Target, url: &ServerUrl) -> Result<(), 
     }
 }
 
-/// The primary would refuse the replica's server.
+/// The primary would refuse the replica's server, or does so now.
 fn no_entry(
     error: &ServerError,
     replica: &ServerUrl,
     (host, port, tls): (&str, u16, bool),
     target: &Target,
 ) -> Failure {
+    let is_away = matches!(error, ServerError::Unreachable { .. });
+    let speaks_otherwise = !is_away && (tls != target.tls_replication || target.tls_replication);
+    let passes = error.is_passing() && (error.refusal().is_some() || !speaks_otherwise);
     let text = match error.refusal() {
         _ if says_that_there_is_no_password(error) => format!(
             "the primary {host}:{port} has no password, and refuses the server {replica} for ever as long as that one gives it one: \
@@ -544,20 +552,21 @@ fn no_entry(
         Some(RefusalKind::NoPerm) => format!(
             "the primary {host}:{port} does not permit the user of {replica} what a replica needs (+psync +replconf +ping): {error}"
         ),
-        None if tls && !target.tls_replication => format!(
+        Some(_) => format!("the primary {host}:{port} would not take the server {replica}: {error}"),
+        None if tls && !target.tls_replication && !is_away => format!(
             "the source knows the primary by its TLS port {host}:{port}, to which the server {replica} would speak plainly \
              (tls-replication no): {error}; set tls-replication yes there, or give the source the primary's plain port with --announce"
         ),
-        None if target.tls_replication => format!(
+        None if target.tls_replication && !is_away => format!(
             "the server {replica} speaks only TLS to its primary (tls-replication yes), and {host}:{port} can't be spoken to so: \
              {error}; if that is the primary's plain port, give the source its tls-port with --announce"
         ),
-        _ => format!(
+        None => format!(
             "the primary can't be reached as {host}:{port} from here, so the server {replica} could not follow it: {error}; give the \
              source an address that replicas can use with --announce"
         ),
     };
-    Failure::refused(text)
+    if passes { Failure::passing(Code::Server, text) } else { Failure::refused(text) }
 }
 
 /// The servers report it by this text, without an error code.

@@ -12,11 +12,12 @@ use super::known_primary::KnownPrimaries;
 use super::preflight::{self, Known, Primary, Target};
 use super::raised;
 use super::record::Record;
-use super::source::{self, Source};
+use super::source::Source;
 use crate::args::ReplicaArgs;
 use crate::conversation::tokens::Credentials;
 use crate::exit::Failure;
-use crate::server::{Client, Server, Task};
+use crate::patience::{Patience, RETRY_FOR};
+use crate::server::{Client, Facts, Server, Task};
 
 /// How long a fail-over may take until the primary and the source are of one history. Sentinels need some seconds, and
 /// `down-after-milliseconds` before.
@@ -54,7 +55,8 @@ impl Prepared {
     /// One of them does not answer, or they do not suit each other.
     pub(super) async fn of(args: &ReplicaArgs, credentials: &Credentials, suits: Suits) -> Result<Prepared, Failure> {
         let server = args.server.open(Task::Replica)?;
-        let mut client = server.connect().await?;
+        let mut patience = Patience::new(args.read.retry_for, RETRY_FOR);
+        let mut client = patience.keep_trying(async || answering(&server).await).await?;
         let (state_dir, url) = (args.state_dir.as_deref(), server.url().to_string());
         let mut record = match args.dry_run {
             true => Record::open(state_dir, &url)?,
@@ -66,18 +68,27 @@ impl Prepared {
         if args.rewrite_config {
             preflight::refuse_without_a_file(&mut client).await?;
         }
-        let target = match suits {
-            Suits::Link => preflight::target(&server, &mut client, &record, args.link_tls.link_cert.is_some()).await?,
-            Suits::Any => preflight::any_target(&server, &mut client, &record).await?,
+        let look = async || {
+            if !client.is_usable() {
+                client = server.connect().await?;
+            }
+            match suits {
+                Suits::Link => {
+                    preflight::target(&server, &mut client, &record, args.link_tls.link_cert.is_some()).await
+                }
+                Suits::Any => preflight::any_target(&server, &mut client, &record).await,
+            }
         };
+        let target = patience.keep_trying(look).await?;
         if !args.dry_run && !target.unfinished {
             // A server that follows a dead link keeps the login for it until it gets another: its real password is not
             // for what may listen there now.
             record.put_back(&mut client).await?;
         }
-        let mut source = Source::connect_first(&args.read, credentials).await.map_err(source::failure)?;
+        let asks_for = (args.peers.name.as_deref(), &*target.facts.name());
+        let (mut source, mut plan) = Source::first(&args.read, credentials, &mut patience, asks_for).await?;
         let finding = match args.peers.sentinel.open()? {
-            Some(sentinels) => Some(Finding::begin(sentinels).await?),
+            Some(sentinels) => Some(patience.keep_trying(async || Finding::begin(sentinels.clone()).await).await?),
             None => None,
         };
         if !args.dry_run {
@@ -90,20 +101,41 @@ impl Prepared {
         let known = KnownPrimaries::of(args, target.followed(&record), source.address());
         let known = Known { primaries: known, finding, source: source.address() };
         let began = Instant::now();
-        let (plan, primary) = loop {
-            let plan = source.plan(&args.read, args.peers.name.as_deref(), &target.facts.name()).await?;
-            match preflight::primary(args, &server, &target, &plan, &known).await {
-                Ok(primary) => break (plan, primary),
-                Err(unfit) if unfit.passes && began.elapsed() < FAIL_OVER_LIMIT.min(args.read.retry_for) => {
-                    tracing::warn!("{}; asking the Sentinels again", unfit.failure);
-                    tokio::time::sleep(FAIL_OVER_POLL).await;
+        let primary = loop {
+            let unfit = match preflight::primary(args, &server, &target, &plan, &known).await {
+                Ok(primary) => break primary,
+                Err(unfit) => unfit,
+            };
+            let pause = if unfit.passes && began.elapsed() < FAIL_OVER_LIMIT.min(args.read.retry_for) {
+                tracing::warn!("{}; asking the Sentinels again", unfit.failure);
+                FAIL_OVER_POLL
+            } else {
+                patience.after(std::time::Instant::now(), unfit.failure)?
+            };
+            tokio::time::sleep(pause).await;
+            // What the source says of its server may be another thing now.
+            plan = match source.plan(&args.read, asks_for.0, asks_for.1).await {
+                Ok(plan) => plan,
+                Err(_) => {
+                    let again = Source::first(&args.read, credentials, &mut patience, asks_for).await?;
+                    source = again.0;
+                    again.1
                 }
-                Err(unfit) => return Err(unfit.failure),
-            }
+            };
         };
+        if !client.is_usable() {
+            client = server.connect().await?;
+        }
         preflight::refuse_to_overwrite(args, &server, &target)?;
         fitness::refuse_what_would_not_stay_exact(&mut client, &target.facts, &primary).await?;
         let data_set = primary.data_set(&plan);
         Ok(Prepared { server, client, record, target, source, plan, primary, data_set })
     }
+}
+
+/// A connection to a server that answers, and is not kept busy by a script.
+async fn answering(server: &Server) -> Result<Client, Failure> {
+    let mut client = server.connect().await?;
+    Facts::read(&mut client).await?;
+    Ok(client)
 }

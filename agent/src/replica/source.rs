@@ -20,6 +20,7 @@ use crate::conversation::tokens::Credentials;
 use crate::conversation::{Connection, Fault, Protection, Receiver, Security, Sender, derive};
 use crate::exit::{Code, Failure};
 use crate::lanes::LANES_LABEL;
+use crate::patience::Patience;
 use crate::transports::connectors::{Connectors, TransportChoices};
 
 /// A session with the source.
@@ -68,6 +69,37 @@ impl Source {
         }
     }
 
+    /// The first conversation of a command: waits for a source that is not there yet, or is busy.
+    ///
+    /// # Errors
+    /// The source refuses, or does not come within the time limit.
+    pub(crate) async fn first(
+        args: &ReadArgs,
+        credentials: &Credentials,
+        patience: &mut Patience,
+        (name, server): (Option<&str>, &str),
+    ) -> Result<(Source, Offer), Failure> {
+        let began = Instant::now();
+        loop {
+            let failure = match Source::connect(args, credentials).await {
+                Ok(mut source) => match source.plan(args, name, server).await {
+                    Ok(plan) => {
+                        patience.overcome();
+                        return Ok((source, plan));
+                    }
+                    Err(failure) => failure,
+                },
+                Err(error) => {
+                    let is_closed = matches!(error.fault, Fault::ClosedEarly | Fault::ClosedTls);
+                    let failure = failure(error);
+                    let passes = failure.passes && !(is_closed && began.elapsed() > CLOSED_LIMIT);
+                    failure.that_passes(passes)
+                }
+            };
+            tokio::time::sleep(patience.after(Instant::now(), failure)?).await;
+        }
+    }
+
     /// The address of this end.
     pub(super) fn local_address(&self) -> SocketAddr {
         self.connection.local_addr()
@@ -91,7 +123,7 @@ impl Source {
         };
         tokio::time::timeout(PLAN_LIMIT, answer).await.unwrap_or_else(|_| {
             let text = format!("the source {} told nothing of its server for {} s", args.source, PLAN_LIMIT.as_secs());
-            Err(Failure::new(Code::Source, text))
+            Err(Failure::passing(Code::Source, text))
         })
     }
 

@@ -56,7 +56,7 @@ pub(crate) async fn least_behind(sentinels: &Sentinels, like: &Server) -> Result
             "the group {} has no replica that is up and in step ({why}); repair one, or give --from primary",
             sentinels.name()
         );
-        Failure::new(Code::Refused, text)
+        Failure::passing(Code::Server, text)
     })
 }
 

@@ -64,8 +64,8 @@ struct Inner {
 #[error("{text}")]
 pub(crate) struct SentinelError {
     text: String,
-    /// Whether a Sentinel answered, and does not know the group.
-    is_unknown: bool,
+    /// Whether the Sentinels may answer later by themselves.
+    passes: bool,
 }
 
 impl Sentinels {
@@ -132,7 +132,7 @@ impl Sentinels {
     pub(crate) async fn group_at(&self, server: &Server) -> Result<Group, SentinelError> {
         let answer = self.order(server, &["SENTINEL", "MASTER", &self.0.name]).await?;
         let read = answers::group(&answer).and_then(|group| group.ok_or_else(|| "it knows no such primary".to_owned()));
-        read.map_err(|what| self.failed(server, &what))
+        read.map_err(|what| self.failed(server, &what, false))
     }
 
     /// Sets `failover-timeout` at this Sentinel, which writes it to its configuration file.
@@ -143,14 +143,14 @@ impl Sentinels {
 
     async fn order(&self, server: &Server, order: &[&str]) -> Result<Frame, SentinelError> {
         match tokio::time::timeout(ASK_LIMIT, ask_one(server, order)).await {
-            Ok(answer) => answer.map_err(|error| self.failed(server, &error.to_string())),
-            Err(_) => Err(self.failed(server, &format!("no answer within {} s", ASK_LIMIT.as_secs()))),
+            Ok(answer) => answer.map_err(|error| self.failed(server, &error.to_string(), error.is_passing())),
+            Err(_) => Err(self.failed(server, &format!("no answer within {} s", ASK_LIMIT.as_secs()), true)),
         }
     }
 
-    fn failed(&self, server: &Server, what: &str) -> SentinelError {
+    fn failed(&self, server: &Server, what: &str, passes: bool) -> SentinelError {
         let text = format!("the Sentinel {} of {}: {what}", server.url(), self.0.name);
-        SentinelError { text, is_unknown: false }
+        SentinelError { text, passes }
     }
 
     /// Asks one Sentinel after another, and returns the first answer that can be read.
@@ -184,10 +184,11 @@ impl Sentinels {
     /// None of them has answered.
     fn unanswered(&self, causes: Vec<Cause>) -> SentinelError {
         let is_unknown = causes.iter().any(|cause| cause.is_unknown);
+        let passes = causes.is_empty() || causes.iter().any(|cause| cause.passes);
         let what = if is_unknown { "correct --sentinel-name" } else { "check --sentinel" };
         let texts: Vec<String> = causes.into_iter().map(|cause| cause.text).collect();
         let text = format!("no Sentinel says where the primary {} is ({}); {what}", self.0.name, texts.join("; "));
-        SentinelError { text, is_unknown }
+        SentinelError { text, passes }
     }
 }
 
@@ -196,24 +197,32 @@ struct Cause {
     text: String,
     /// It does not know the group.
     is_unknown: bool,
+    /// It may answer later.
+    passes: bool,
 }
 
 impl Cause {
     fn of(server: &Server, name: &str, error: &ServerError) -> Cause {
-        if says_no_such_primary(error) { Cause::unknown(server, name) } else { Cause::other(error.to_string()) }
+        if says_no_such_primary(error) {
+            Cause::unknown(server, name)
+        } else {
+            Cause::other(error.to_string(), error.is_passing())
+        }
     }
 
     fn unknown(server: &Server, name: &str) -> Cause {
-        Cause { is_unknown: true, ..Cause::other(format!("{} knows no primary named {name}", server.url())) }
+        // A Sentinel that has just started may be given the group later (SENTINEL MONITOR).
+        let text = format!("{} knows no primary named {name}", server.url());
+        Cause { is_unknown: true, ..Cause::other(text, true) }
     }
 
     fn late(server: &Server) -> Cause {
-        Cause::other(format!("{} has not answered within {} s", server.url(), ASK_LIMIT.as_secs()))
+        Cause::other(format!("{} has not answered within {} s", server.url(), ASK_LIMIT.as_secs()), true)
     }
 
-    fn other(text: String) -> Cause {
+    fn other(text: String, passes: bool) -> Cause {
         tracing::debug!(cause = %text, "a Sentinel did not answer");
-        Cause { text, is_unknown: false }
+        Cause { text, is_unknown: false, passes }
     }
 
     /// Reads an answer.
@@ -227,7 +236,9 @@ impl Cause {
         match read(answer) {
             Ok(Some(answer)) => Ok(answer),
             Ok(None) => Err(Cause::unknown(server, name)),
-            Err(what) => Err(Cause::other(format!("{} answered SENTINEL {}: {what}", server.url(), question[1]))),
+            Err(what) => {
+                Err(Cause::other(format!("{} answered SENTINEL {}: {what}", server.url(), question[1]), false))
+            }
         }
     }
 }
@@ -266,7 +277,7 @@ impl fmt::Debug for Sentinels {
 
 impl From<SentinelError> for Failure {
     fn from(error: SentinelError) -> Failure {
-        Failure::new(if error.is_unknown { Code::Refused } else { Code::Server }, error.text)
+        Failure::new(Code::Server, error.text).that_passes(error.passes)
     }
 }
 
@@ -392,7 +403,8 @@ mod tests {
         for word in [gone.url().to_string(), other.url().to_string(), "nope".into(), "--sentinel-name".into()] {
             assert!(text.contains(&word), "{text}");
         }
-        assert_eq!(Failure::from(error).code, Code::Refused);
+        let failure = Failure::from(error);
+        assert!(failure.code == Code::Server && failure.passes, "it may be given the group later");
         let error = Sentinels::new(vec![gone], "mymaster".into()).primary().await.unwrap_err();
         assert!(error.to_string().contains("check --sentinel"), "{error}");
         assert_eq!(Failure::from(error).code, Code::Server);

@@ -1,12 +1,6 @@
 //! [`Server`]: an address and a login. [`Client`]: one connection, which answers commands in order.
 
-use std::{
-    future::Future,
-    io,
-    net::SocketAddr,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{future::Future, io, net::SocketAddr, sync::Arc, time::Duration};
 
 use remora_redis::{
     info::Info,
@@ -23,11 +17,8 @@ use tokio_rustls::TlsConnector;
 
 use super::{
     Credentials, Place, RefusalKind, ServerError, ServerUrl, SetupError, Stream, Task, TlsOptions, error::Shortened,
-    tls::TlsSetup,
+    refusals, tls::TlsSetup,
 };
-
-/// Pause between attempts to reach a server that is expected to start.
-const TRY_AGAIN: Duration = Duration::from_millis(200);
 
 /// Time limit for name look-up, TCP, TLS, AUTH and SELECT together. A server that needs longer is too slow to begin a
 /// copy with.
@@ -35,6 +26,9 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Time limit for one command. It is generous: a server that executes a slow command answers no other client meanwhile.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// How long the last words of a server that has closed the connection may take: they have arrived already.
+const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// The most bytes that one read takes from the socket. Larger reads gained nothing, and this fits in the L2 cache.
 const READ_BYTES: usize = 64 * 1024;
@@ -102,18 +96,6 @@ impl Server {
                 io::ErrorKind::TimedOut,
                 format!("no connection within {} s", CONNECT_TIMEOUT.as_secs()),
             ))),
-        }
-    }
-
-    /// Connects as soon as the server can be reached, and tries for this long: one that starts refuses connections at
-    /// first, or loads.
-    pub async fn connect_within(&self, limit: Duration) -> Result<Client, ServerError> {
-        let until = Instant::now() + limit;
-        loop {
-            match self.connect().await {
-                Err(error) if error.is_passing() && Instant::now() < until => time::sleep(TRY_AGAIN).await,
-                outcome => return outcome,
-            }
         }
     }
 
@@ -370,7 +352,7 @@ impl Client {
         ServerError::Refused {
             server: self.server.url().to_string(),
             command: command.to_owned(),
-            kind: RefusalKind::of(command, text.as_bytes()),
+            kind: refusals::line_for(command, &text).kind,
             text,
             task: self.server.task(),
         }
@@ -421,8 +403,25 @@ impl Client {
             stream.write_all(bytes).await?;
             stream.flush().await
         };
-        let outcome = within(limit, sending).await;
-        outcome.map_err(|trouble| self.trouble(trouble, limit, command))
+        match within(limit, sending).await {
+            Ok(()) => Ok(()),
+            Err(Trouble::TimedOut) => Err(self.trouble(Trouble::TimedOut, limit, command)),
+            Err(trouble) => Err(self.last_words(trouble, limit, command).await),
+        }
+    }
+
+    /// Why the server has closed the connection. One that accepts no more clients says so before, and what it has said
+    /// can still be read.
+    async fn last_words(&mut self, trouble: Trouble, limit: Duration, command: &str) -> ServerError {
+        loop {
+            match self.decoder.next_frame() {
+                Ok(Some(Frame::Error(text))) => return self.refused(command, &text),
+                // An answer to an earlier command.
+                Ok(Some(_)) => {}
+                Ok(None) if within(LAST_WORDS, self.read_more()).await.is_ok() => {}
+                Ok(None) | Err(_) => return self.trouble(trouble, limit, command),
+            }
+        }
     }
 
     async fn receive_within(&mut self, limit: Duration, command: &str) -> Result<Frame, ServerError> {

@@ -2,13 +2,13 @@
 //!
 //! - [`SetupError`]: an option, or a file that it names, is wrong. It is found before a connection is made.
 //! - [`ServerError`]: the server cannot be reached, is not a Redis or Valkey server, or refused a command. A refusal
-//!   has a [`RefusalKind`], so that callers can wait for a loading server and fail at once on a wrong password.
+//!   has a [`RefusalKind`], so that callers can wait for a loading server and fail at once on a wrong password. What
+//!   follows from each is in the table of [`refusals`].
 
 use std::{fmt, io, path::PathBuf, time::Duration};
 
-use remora_redis::Refusal;
-
 use super::acl::Task;
+use super::refusals::{self, RefusalKind};
 use crate::exit::{Code, Failure};
 
 /// An option or a file that cannot be used.
@@ -127,7 +127,7 @@ pub enum ServerError {
         found: String,
     },
     /// The server answered with an error.
-    #[error("{}", refusal_sentence(server, command, *kind, text, *task))]
+    #[error("{}", refusal_sentence(server, command, text, *task))]
     Refused {
         /// Its address.
         server: String,
@@ -156,70 +156,23 @@ impl ServerError {
         match self {
             Self::Unreachable { cause, .. } => cause.kind() != io::ErrorKind::PermissionDenied,
             Self::Lost { .. } | Self::TimedOut { .. } => true,
-            Self::Refused { kind, .. } => {
-                matches!(kind, RefusalKind::Loading | RefusalKind::NoMasterLink | RefusalKind::Busy)
-            }
-            Self::Tls { .. } | Self::NotRedis { .. } | Self::Unexpected { .. } => false,
+            Self::Refused { command, text, .. } => refusals::line_for(command, text).verdict.passes(),
+            // The server has closed the connection: it is stopping, or has as many clients as it allows.
+            Self::Tls { cause, .. } => matches!(
+                cause.kind(),
+                io::ErrorKind::UnexpectedEof
+                    | io::ErrorKind::ConnectionReset
+                    | io::ErrorKind::ConnectionAborted
+                    | io::ErrorKind::BrokenPipe
+            ),
+            Self::NotRedis { .. } | Self::Unexpected { .. } => false,
         }
     }
 }
 
 impl From<ServerError> for Failure {
     fn from(error: ServerError) -> Self {
-        Self::new(Code::Server, error.to_string())
-    }
-}
-
-/// The kinds of error replies. `remora_redis` sorts those of replication; the others are sorted here.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum RefusalKind {
-    /// The server requires a password.
-    NoAuth,
-    /// The password or the user is wrong.
-    WrongPass,
-    /// The user may not run this command or access these keys.
-    NoPerm,
-    /// Protected mode: the server accepts connections from its own host only.
-    ProtectedMode,
-    /// The server is loading its data set.
-    Loading,
-    /// The server is a replica whose link to its primary is down.
-    NoMasterLink,
-    /// The server is a replica and accepts no writes, or cannot persist them.
-    ReadOnly,
-    /// A script or function blocks the server, or it has too many clients.
-    Busy,
-    /// The server has reached its maxmemory.
-    OutOfMemory,
-    /// The server does not know the command or the subcommand.
-    Unknown,
-    /// Any other error.
-    Other,
-}
-
-impl RefusalKind {
-    /// Sorts the text of an error reply to `command`.
-    pub fn of(command: &str, text: &[u8]) -> Self {
-        match Refusal::sort(command, text) {
-            Refusal::NoAuth => Self::NoAuth,
-            Refusal::WrongPass { .. } => Self::WrongPass,
-            Refusal::NoPerm { .. } => Self::NoPerm,
-            Refusal::ProtectedMode => Self::ProtectedMode,
-            Refusal::Loading => Self::Loading,
-            Refusal::NoMasterLink | Refusal::MasterDown => Self::NoMasterLink,
-            Refusal::Busy | Refusal::TooManyClients => Self::Busy,
-            Refusal::Other { text, .. } => Self::of_other(&text),
-        }
-    }
-
-    fn of_other(text: &str) -> Self {
-        let begins = |words: &str| text.get(..words.len()).is_some_and(|head| head.eq_ignore_ascii_case(words));
-        match text.split(' ').next().unwrap_or_default() {
-            "READONLY" | "MISCONF" | "NOREPLICAS" => Self::ReadOnly,
-            "OOM" => Self::OutOfMemory,
-            _ if begins("ERR unknown command") || begins("ERR unknown subcommand") => Self::Unknown,
-            _ => Self::Other,
-        }
+        Self::new(Code::Server, error.to_string()).that_passes(error.is_passing())
     }
 }
 
@@ -236,27 +189,12 @@ fn hint(cause: &io::Error) -> &'static str {
     }
 }
 
-fn refusal_sentence(server: &str, command: &str, kind: RefusalKind, text: &str, task: Task) -> String {
-    let advice = match kind {
-        RefusalKind::NoAuth | RefusalKind::WrongPass if task == Task::Sentinel => {
-            "check --sentinel-user and --sentinel-password-file".into()
-        }
-        RefusalKind::NoAuth => "the server requires a password: give --password-file (and --user), or set REMORA_PASSWORD".into(),
-        RefusalKind::WrongPass => "check --user and the password file".into(),
-        RefusalKind::NoPerm => format!("{} needs these ACL rules: {}", task.command(), task.rules()),
-        RefusalKind::Loading => "the server is loading its data set: try again when it has loaded".into(),
-        RefusalKind::ProtectedMode => {
-            "the server is in protected mode and accepts its own host only: set a password on it, or run this command on its host".into()
-        }
-        RefusalKind::NoMasterLink => "the server is a replica whose link to its primary is down: repair that link first".into(),
-        RefusalKind::ReadOnly => "the server accepts no writes: check whether it is a replica, or cannot save to its disk".into(),
-        RefusalKind::Busy => "wait, or end the script or the clients that keep the server busy (SCRIPT KILL)".into(),
-        RefusalKind::OutOfMemory => "the server has reached its maxmemory: raise it, or store less data".into(),
-        RefusalKind::Unknown => "the server is too old for this command, or the command was renamed".into(),
-        RefusalKind::Other => String::new(),
-    };
-    let separator = if advice.is_empty() { "" } else { "; " };
-    format!("the server {server} refused {command}: {}{separator}{advice}", Shortened(text.as_bytes()))
+fn refusal_sentence(server: &str, command: &str, text: &str, task: Task) -> String {
+    format!(
+        "the server {server} refused {command}: {}; {}",
+        Shortened(text.as_bytes()),
+        refusals::advice(command, text, task)
+    )
 }
 
 /// Bytes from outside as text for one line of a message: printable, and shortened.
@@ -268,7 +206,13 @@ impl fmt::Display for Shortened<'_> {
             Some((head, rest)) if !rest.is_empty() => (head, "…"),
             _ => (self.0, ""),
         };
-        write!(f, "{}{more}", head.escape_ascii())
+        for byte in head {
+            match byte {
+                b' '..=b'~' => fmt::Write::write_char(f, char::from(*byte))?,
+                other => write!(f, "{}", other.escape_ascii())?,
+            }
+        }
+        f.write_str(more)
     }
 }
 
@@ -296,11 +240,12 @@ mod tests {
             ("BUSY Redis is busy running a script.", RefusalKind::Busy),
             ("OOM command not allowed when used memory > 'maxmemory'.", RefusalKind::OutOfMemory),
             ("ERR unknown command 'FUNCTION', with args beginning with: ", RefusalKind::Unknown),
-            ("ERR wrong number of arguments for 'get' command", RefusalKind::Other),
+            ("ERR wrong number of arguments for 'get' command", RefusalKind::OwnMistake),
+            ("ERR value is not an integer or out of range", RefusalKind::Other),
             ("", RefusalKind::Other),
         ];
         for (text, kind) in table {
-            assert_eq!(RefusalKind::of("AUTH", text.as_bytes()), kind, "{text}");
+            assert_eq!(refusals::line_for("AUTH", text).kind, kind, "{text}");
         }
     }
 
@@ -318,7 +263,7 @@ mod tests {
 
     #[test]
     fn foreign_bytes_are_shown_on_one_short_line() {
-        assert_eq!(Shortened(b"a\r\nb\xff").to_string(), "a\\r\\nb\\xff");
+        assert_eq!(Shortened(b"can't\r\nb\xff").to_string(), "can't\\r\\nb\\xff");
         assert!(Shortened(&[b'x'; 1000]).to_string().ends_with("x…"));
         assert_eq!(Shortened(&[b'x'; SHOWN_BYTES]).to_string().len(), SHOWN_BYTES);
     }

@@ -11,7 +11,7 @@
 //! knows nothing of replication, which is in `remora_redis::psync`.
 //!
 //! Start with [`Server`]. [`Facts`] is what a server reports about itself, and `own_changes` what of its data is not
-//! from its primary.
+//! from its primary. [`refusals`] is the table of the servers' error replies, with what follows from each.
 
 mod acl;
 mod args;
@@ -27,6 +27,7 @@ pub(crate) mod own_changes;
 mod pin;
 pub(crate) mod pinning;
 mod pins;
+pub(crate) mod refusals;
 #[cfg(any(test, feature = "simulation"))]
 pub(crate) mod simulated;
 mod stream;
@@ -43,8 +44,9 @@ pub use self::{
     args::{ServerArgs, TlsArgs},
     client::{Client, Pipeline, Server},
     credentials::{Credentials, PASSWORD_VARIABLE, Password},
-    error::{RefusalKind, ServerError, SetupError},
+    error::{ServerError, SetupError},
     facts::{Backlog, Database, Facts, Family, Link, Role, Version},
+    refusals::RefusalKind,
     stream::{Raw, Stream, TlsConnection},
     tls::TlsOptions,
     url::{Place, ServerUrl, UrlError},

@@ -12,7 +12,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use remora_protocol::{Join, Length, Message, Offer, Outcome, Phase, Progress, Resume};
+use remora_protocol::{Join, Length, Message, Offer, Outcome, Phase, Progress, Resume, WaitCause};
 use tokio::sync::watch;
 use tokio::time::MissedTickBehavior;
 
@@ -22,14 +22,15 @@ use crate::args::{ReadArgs, RelayArgs};
 use crate::backoff::Backoff;
 use crate::conversation::tokens::{Credentials, TokenFiles};
 use crate::exit::{Code, Failure};
+use crate::patience::{self as startup, RETRY_FOR};
 use crate::progress::{Meter, Unit};
 use crate::replica::data_set::DataSet;
-use crate::replica::machine::Loss;
+use crate::replica::machine::{Loss, no_snapshot, wait_limit};
 use crate::replica::meter::Meter as Counters;
 use crate::replica::relay::Relay;
 use crate::replica::relay_reader::{Lost, ReadFrom};
 use crate::replica::session::{Received, Session};
-use crate::replica::source::{Chosen, Sinks, Source, failure, join};
+use crate::replica::source::{Chosen, Sinks, Source, join};
 use crate::replica::upstream::Said;
 use crate::tasks::blocking;
 
@@ -111,11 +112,19 @@ enum Ended {
     Lost(Loss),
 }
 
-/// Losses that follow each other without a new byte in between.
+/// Losses that follow each other without a new byte in between, and a source that has nothing to offer.
 struct Patience {
     backoff: Backoff,
     away_since: Option<Instant>,
     reached: u64,
+    waiting: Option<Waiting>,
+}
+
+/// What the source waits for, and since when it has had nothing to offer.
+struct Waiting {
+    since: Instant,
+    cause: WaitCause,
+    text: String,
 }
 
 impl Receiving {
@@ -124,18 +133,21 @@ impl Receiving {
     /// # Errors
     /// The source cannot be reached for too long or refuses, or the bytes cannot be kept.
     pub(super) async fn run(mut self) -> Result<Option<Arrived>, Failure> {
-        let mut patience = Patience { backoff: Backoff::from_system(), away_since: None, reached: 0 };
-        let mut source = Source::connect_first(&self.read, &self.credentials).await.map_err(failure)?;
-        let name = self.name.clone();
-        // A snapshot in the primary's own format: it is for a server of this kind and version.
-        let plan = loop {
-            let plan = source.plan(&self.read, Some(&name), "").await?;
-            let Err(loss) = self.data_set.check(&self.read.source, source.address(), &plan).await else {
-                break plan;
+        let mut patience = Patience { backoff: Backoff::from_system(), away_since: None, reached: 0, waiting: None };
+        let mut waits = startup::Patience::new(self.read.retry_for, RETRY_FOR);
+        let (mut source, plan) = loop {
+            // A snapshot in the primary's own format: it is for a server of this kind and version.
+            let first = tokio::select! {
+                first = Source::first(&self.read, &self.credentials, &mut waits, (Some(&self.name), "")) => first?,
+                _ = until_set(&mut self.stopped) => return Ok(None),
             };
-            match self.connect_again(loss, &mut patience).await? {
-                Some(again) => source = again,
-                None => return Ok(None),
+            let (source, plan) = first;
+            let Err(loss) = self.data_set.check(&self.read.source, source.address(), &plan).await else {
+                break (source, plan);
+            };
+            let pause = patience.lost(&self.read, &*self.target, loss)?;
+            if is_set_within(&mut self.stopped, pause).await {
+                return Ok(None);
             }
         };
         let mut passes = self.pass_on(&source).await?;
@@ -212,7 +224,7 @@ impl Receiving {
                         meter.expect(expected.length);
                         continue;
                     }
-                    match self.heard(*message, &session, &mut present, passes.as_deref_mut()).await {
+                    match self.heard(*message, &session, &mut present, passes.as_deref_mut(), patience).await {
                         Ok(()) => continue,
                         Err(failure) => failure,
                     }
@@ -249,6 +261,12 @@ impl Receiving {
                     session.leave(Message::Leave { outcome: Outcome::Stopped, text }).await;
                     return Ended::Stopped;
                 }
+                News::Look if present.is_none() && patience.has_waited_for(&self.read).is_some() => {
+                    let failure = patience.has_waited_for(&self.read).unwrap_or_else(|| Failure::local("no source"));
+                    let text = failure.message.clone();
+                    session.leave(Message::Leave { outcome: Outcome::Failed, text }).await;
+                    return Ended::Lost(Loss { passes: false, ..Loss::passing(failure) });
+                }
                 News::Look => {
                     self.look(&session, present.as_ref(), meter, patience, passes.as_deref());
                     continue;
@@ -273,17 +291,22 @@ impl Receiving {
         session: &Session,
         present: &mut Option<Present>,
         passes: Option<&mut Passes>,
+        patience: &mut Patience,
     ) -> Result<(), Failure> {
         match message {
             Message::Offer(offer) => {
                 *present = None;
                 *present = Some(self.begin(session, offer, passes).await?);
+                patience.waiting = None;
             }
             Message::ReadFrom { generation, upstream } => {
                 let from = passes.and_then(|passes| passes.relay.assigned(generation, upstream));
                 read_from(present, from);
             }
-            Message::Waiting { text, .. } => tracing::info!("waiting for a snapshot: {text}"),
+            Message::Waiting { cause, text } => {
+                tracing::info!("waiting for a snapshot: {text}");
+                patience.waits(cause, text);
+            }
             Message::GenerationGone { generation, text } => {
                 *present = None;
                 self.lose(generation, &text);
@@ -425,6 +448,10 @@ impl Receiving {
     }
 }
 
+async fn until_set(flag: &mut watch::Receiver<bool>) {
+    _ = flag.wait_for(|set| *set).await; // its owner has gone otherwise
+}
+
 async fn is_set_within(flag: &mut watch::Receiver<bool>, limit: Duration) -> bool {
     tokio::time::timeout(limit, flag.wait_for(|set| *set)).await.is_ok()
 }
@@ -486,6 +513,19 @@ impl Patience {
             self.backoff.reset();
         }
         self.reached = bytes;
+    }
+
+    /// Notes that the source has nothing to offer yet.
+    fn waits(&mut self, cause: WaitCause, text: String) {
+        let since = self.waiting.take().map_or_else(Instant::now, |waiting| waiting.since);
+        self.waiting = Some(Waiting { since, cause, text });
+    }
+
+    /// The failure, if the source has had nothing to offer for too long.
+    fn has_waited_for(&self, read: &ReadArgs) -> Option<Failure> {
+        let Waiting { since, cause, text } = self.waiting.as_ref()?;
+        let waited = since.elapsed();
+        (waited > wait_limit(*cause, read.retry_for)).then(|| no_snapshot(&read.source, waited, text))
     }
 
     /// The pause before the next attempt.

@@ -16,7 +16,7 @@
 
 use std::time::{Duration, Instant};
 
-use remora_protocol::{Basis, Expected, Length, Message, Saving};
+use remora_protocol::{Basis, Expected, Length, Message, Saving, WaitCause};
 use remora_redis::info::Info;
 
 use super::capture::Method;
@@ -41,6 +41,8 @@ pub(super) struct Ahead {
     question: Question,
     /// What replicas were told last, and when.
     told: Option<(Instant, Expected)>,
+    /// How often they were told that the server saves and sends nothing.
+    told_slow: u32,
 }
 
 /// Questions to the server about one snapshot.
@@ -64,6 +66,8 @@ struct Former {
 pub(crate) struct Answer {
     generation: u64,
     saving: Result<Option<Saving>, String>,
+    /// For how long it has been saving.
+    running: Option<Duration>,
 }
 
 /// What is known of a snapshot beside the server's reports.
@@ -187,7 +191,9 @@ pub(super) fn look(source: &mut Source) {
             ahead.tracker.reach(now, bytes, ahead.expected.length);
         }
     }
-    let is_saved = !snapshot.is_sealed() && snapshot.has_forked() && source.methods.takes_from_the_server();
+    // Before the first byte the question is whether the server gets on at all.
+    let is_begun = snapshot.has_forked() || matches!(snapshot.stage, Stage::Asked);
+    let is_saved = !snapshot.is_sealed() && is_begun && source.methods.takes_from_the_server();
     let generation = snapshot.generation;
     if is_saved && source.ahead.asks(now) {
         ask(source, generation);
@@ -217,8 +223,9 @@ fn ask(source: &Source, generation: u64) {
             *client = None;
         }
         drop(client);
+        let running = asked.as_ref().ok().and_then(running);
         let saving = asked.map_err(|error| error.to_string()).and_then(|info| saving(&info));
-        let _ = incoming.send(Incoming::Saving(Answer { generation, saving })).await;
+        let _ = incoming.send(Incoming::Saving(Answer { generation, saving, running })).await;
     });
 }
 
@@ -229,6 +236,19 @@ pub(super) fn answered(source: &mut Source, answer: Answer) {
         return;
     }
     ahead.question.is_open = false;
+    let snapshot = source.machine.status().snapshot;
+    let is_waited_for = snapshot.is_some_and(|snapshot| matches!(snapshot.stage, Stage::Asked));
+    let has_forked = snapshot.is_some_and(|snapshot| snapshot.has_forked());
+    if let Some(running) = answer.running.filter(|_| is_waited_for)
+        && slowness(running) > ahead.told_slow
+    {
+        ahead.told_slow = slowness(running);
+        say_slow(source, running, answer.saving.ok().flatten());
+        return;
+    }
+    if !has_forked {
+        return; // it saves for another client, or not yet
+    }
     match answer.saving {
         Ok(Some(saving)) => {
             // The module takes out of the server's child what it has written: the child saves and counts the rest.
@@ -248,6 +268,36 @@ pub(super) fn answered(source: &mut Source, answer: Answer) {
             (ahead.question.is_over, ahead.expected.saving) = (true, None);
         }
     }
+}
+
+/// After this long a server that saves and sends nothing is named, and after each doubling of it.
+const SLOW: Duration = Duration::from_secs(10);
+
+/// How often a server that has been saving for this long was to be named.
+fn slowness(running: Duration) -> u32 {
+    (running.as_secs() / SLOW.as_secs()).checked_ilog2().map_or(0, |doublings| doublings + 1)
+}
+
+/// Says that the server has been saving for long and has sent nothing: here, and at the replicas that wait for it.
+fn say_slow(source: &mut Source, running: Duration, saving: Option<Saving>) {
+    let seconds = running.as_secs();
+    let keys = saving
+        .map_or_else(String::new, |Saving { keys, keys_total }| format!(" ({keys} of {keys_total} keys are saved)"));
+    let text = format!(
+        "the primary is preparing a snapshot: its BGSAVE has run for {seconds} s and has sent nothing yet{keys}; if that number \
+         does not grow, its child process or its disk hangs"
+    );
+    tracing::warn!(server = %source.captured.server().url(), "{text}");
+    let waiting = source.machine.status().replicas.iter().filter(|(_, replica)| replica.generation.is_none());
+    for session in waiting.map(|(session, _)| *session).collect::<Vec<_>>() {
+        source.send(session, Message::Waiting { cause: WaitCause::NotYet, text: text.clone() });
+    }
+}
+
+/// For how long the server has been saving; `None` if it does not.
+fn running(info: &Info) -> Option<Duration> {
+    let is_saving = info.get("rdb_bgsave_in_progress") == Some("1");
+    info.number("rdb_current_bgsave_time_sec").filter(|_| is_saving).map(Duration::from_secs)
 }
 
 /// What a server says of a child that saves; `None` if none does.
@@ -340,6 +390,16 @@ mod tests {
         assert_eq!(info(&fields(0, 8193, 50_000)), Ok(None), "a rewrite of the append-only file");
         assert_eq!(info(&fields(1, 0, 0)), Ok(None));
         assert!(info("rdb_bgsave_in_progress:1\r\n").is_err(), "a server before 6.2");
+    }
+
+    #[test]
+    fn a_server_that_saves_for_long_is_named_after_ten_seconds_and_at_each_doubling() {
+        let info = |text: &str| running(&Info::parse(text.as_bytes()));
+        let seconds = Duration::from_secs(42);
+        assert_eq!(info("rdb_bgsave_in_progress:1\r\nrdb_current_bgsave_time_sec:42\r\n"), Some(seconds));
+        assert_eq!(info("rdb_bgsave_in_progress:0\r\nrdb_current_bgsave_time_sec:-1\r\n"), None);
+        let named = [0, 9, 10, 19, 20, 39, 40, 80].map(|seconds| slowness(Duration::from_secs(seconds)));
+        assert_eq!(named, [0, 0, 1, 1, 2, 2, 3, 4]);
     }
 
     #[test]

@@ -18,7 +18,7 @@ use tokio::sync::mpsc::Sender;
 
 use super::{Incoming, Source};
 use crate::args::{FromChoice, HostPort, SourceArgs};
-use crate::exit::Failure;
+use crate::exit::{Code, Failure};
 use crate::sentinel::Sentinels;
 use crate::sentinel::choice::{self, Candidate};
 use crate::server::{Facts, Role, Server, ServerUrl};
@@ -145,7 +145,7 @@ impl Group {
         let server = self.like.at(&address.host, address.port);
         let facts = choice::look(&server).await?;
         match self.is_misplaced(&facts) {
-            true => Err(Failure::refused(format!("{address} is not a primary yet"))),
+            true => Err(Failure::passing(Code::Server, format!("{address} is not a primary yet"))),
             false => Ok(Candidate { address, server, facts }),
         }
     }

@@ -8,12 +8,14 @@ use remora_fabric::RegionId;
 
 use super::Source;
 use super::capture::{CaptureError, CaptureEvent, MethodHistory, ModuleRules, Plan, SnapshotFile};
+use super::captured::Captured;
 use super::links;
 use super::machine::Format;
 use super::tables::{JOURNAL_REGION, SNAPSHOT_REGION};
 use super::tuning::Tuning;
 use crate::args::SourceArgs;
 use crate::exit::Failure;
+use crate::server::own_changes::why_not_as_its_primary;
 use crate::server::{Facts, Server};
 use crate::tasks::blocking;
 use crate::units::Size;
@@ -51,6 +53,23 @@ impl Methods {
         tuning.recover(server).await?;
         Ok(Methods { rules: Arc::new(ModuleRules::new(args)), history: MethodHistory::default(), file, tuning })
     }
+}
+
+/// Finds the server, and asks it what the source needs to know before it begins.
+///
+/// # Errors
+/// It does not answer or is not suitable, or the options contradict each other.
+pub(super) async fn first_look(args: &SourceArgs) -> Result<(Captured, Facts, Methods), Failure> {
+    let captured = Captured::open(args).await?;
+    let server = captured.server();
+    let mut client = server.connect().await?;
+    let facts = Facts::read(&mut client).await?;
+    if let Some(why) = why_not_as_its_primary(&mut client).await? {
+        return Err(Failure::refused(why));
+    }
+    drop(client);
+    let methods = Methods::of(args, &server, &facts).await?;
+    Ok((captured, facts, methods))
 }
 
 impl Source {

@@ -91,8 +91,8 @@ use crate::conversation::{Connection, Endpoint, Fault, Options};
 use crate::exit::Failure;
 use crate::host_memory;
 use crate::metrics::{Scrape, Site};
+use crate::patience::Patience;
 use crate::server::Facts;
-use crate::server::own_changes::why_not_as_its_primary;
 use crate::service::Service;
 use crate::signals::{self, Signals};
 use crate::tasks::AbortOnDrop;
@@ -132,15 +132,9 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     let tokens = args.tokens.read(security.clone())?;
     descriptors::check(args.max_replicas)?;
     host_memory::check("--memory", args.memory)?;
-    let captured = Captured::open(&args).await?;
+    let mut patience = Patience::new(args.captured.wait_for_server, WAIT_FOR_SERVER);
+    let (captured, facts, methods) = patience.keep_trying(async || captures::first_look(&args).await).await?;
     let server = captured.server();
-    let mut client = server.connect_within(args.captured.wait_for_server).await?;
-    let facts = Facts::read(&mut client).await?;
-    if let Some(why) = why_not_as_its_primary(&mut client).await? {
-        return Err(Failure::refused(why));
-    }
-    drop(client);
-    let methods = Methods::of(&args, &server, &facts).await?;
     let metrics = match args.metrics.metrics {
         Some(address) => Some(crate::metrics::bind(address).await?),
         None => None,
@@ -213,6 +207,9 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     let mailboxes = Mailboxes { incoming: inbox, captured: captures, _metrics: metrics, _watching: watching, service };
     Ok((source, mailboxes, listener))
 }
+
+/// The option that limits how long the source waits for its server.
+const WAIT_FOR_SERVER: &str = "--wait-for-server";
 
 /// An event for the source's loop, from another task.
 pub(crate) enum Incoming {

@@ -35,6 +35,7 @@ use self::{
 use crate::{
     args::{DigestUse, VerifyArgs},
     exit::{Code, Failure},
+    patience::{Patience, RETRY_FOR},
     progress::{self, Meter, Unit},
     server::{Facts, ServerError},
 };
@@ -42,18 +43,32 @@ use crate::{
 /// Runs `remora verify`.
 pub async fn run(args: VerifyArgs) -> Result<(), Failure> {
     let begun = Instant::now();
-    let (primary, replica) = (args.open_primary()?, args.open_replica()?);
-    let (primary, replica) = tokio::try_join!(Side::open(&primary), Side::open(&replica))?;
-    let mut pair = Pair::new(primary, replica);
-    refuse_itself(&pair)?;
-    let mut report = Report::begin(&pair, args.limit);
-    compare(&mut pair, &args, &mut report).await?;
+    let mut patience = Patience::new(args.retry_for, RETRY_FOR);
+    let mut report = loop {
+        match compared(&args).await {
+            Ok(report) => break report,
+            // Nothing was changed: the comparison begins anew.
+            Err(failure) => tokio::time::sleep(patience.after(Instant::now(), failure)?).await,
+        }
+    };
     report.seconds = begun.elapsed().as_secs_f64();
     let told = match args.json {
         true => progress::print_line(&report.json()),
         false => progress::print(&report.to_string()),
     };
     conclude(&report).and(told)
+}
+
+/// Connects to both servers and compares them once.
+async fn compared(args: &VerifyArgs) -> Result<Report, Failure> {
+    let (primary, replica) = (args.open_primary()?, args.open_replica()?);
+    let (primary, replica) = tokio::try_join!(Side::open(&primary), Side::open(&replica))?;
+    let mut pair = Pair::new(primary, replica);
+    refuse_itself(&pair)?;
+    refuse_to_compare_too_early(&pair)?;
+    let mut report = Report::begin(&pair, args.limit);
+    compare(&mut pair, args, &mut report).await?;
+    Ok(report)
 }
 
 async fn compare(pair: &mut Pair, args: &VerifyArgs, report: &mut Report) -> Result<(), ServerError> {
@@ -114,6 +129,17 @@ fn refuse_itself(pair: &Pair) -> Result<(), Failure> {
             pair.replica.url()
         ))),
         _ => Ok(()),
+    }
+}
+
+/// A server that loads shows a part of its data.
+fn refuse_to_compare_too_early(pair: &Pair) -> Result<(), Failure> {
+    match [&pair.primary, &pair.replica].into_iter().find(|side| side.facts.loading == Some(true)) {
+        Some(side) => {
+            let text = format!("the server {} is loading its data set (-LOADING)", side.url());
+            Err(Failure::passing(Code::Server, text))
+        }
+        None => Ok(()),
     }
 }
 

@@ -56,7 +56,7 @@ fn a_server_that_is_not_there_is_named_with_its_own_exit_code() {
     // Bound and closed again: no process listens there.
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let url = format!("redis://127.0.0.1:{port}");
-    let output = remora(&["load", "--keys", "1", "--value-size", "1", "--server", &url]);
+    let output = remora(&["load", "--keys", "1", "--value-size", "1", "--server", &url, "--retry-for", "0"]);
     assert_eq!(output.status.code(), Some(4));
     assert!(stderr(&output).contains(&url) && output.stdout.is_empty(), "{}", stderr(&output));
 }

@@ -110,8 +110,9 @@ fn a_peer_that_is_not_a_server_is_recognised_by_both_ends() {
     let token = stage.token.display().to_string();
     for (address, words) in wrong {
         let url = format!("redis://{address}");
-        says(&ends(&mut stage.replica(&url, source.address, &[]), 4), &[words, &url]);
+        says(&ends(&mut stage.replica(&url, source.address, &["--retry-for", "0"]), 4), &[words, &url]);
         let args = ["source", "--server", &url, "--token-file", &token, "--listen", "127.0.0.1:0"];
+        let args = [&args[..], &["--wait-for-server", "0"]].concat();
         says(&stage.end(&args, 4), &[words, &url]);
     }
 }
@@ -174,15 +175,15 @@ fn permissions_that_are_missing_are_named_as_rules() {
 
 #[test]
 #[ignore = "long: make test-all"]
-fn a_server_that_is_loading_is_refused_as_a_replica_and_waited_for_as_a_primary() {
+fn a_server_that_is_loading_is_waited_for_as_a_replica_and_as_a_primary() {
     for kind in require::kinds() {
         let stage = Stage::new();
         let (first, replica) = (quick(kind).start().unwrap(), Server::start(kind).unwrap());
         fill_keys(&first, 1500, "x");
         let busy = busy_loading(kind, &first);
         let mut source = stage.source(&busy.url(), &[]);
-        let said = ends(&mut stage.replica(&busy.url(), source.address, &[]), 4);
-        says(&said, &["-LOADING", "try again", &busy.url()]);
+        let said = ends(&mut stage.replica(&busy.url(), source.address, &["--retry-for", "1s"]), 4);
+        says(&said, &["-LOADING", "--retry-for", &busy.url()]);
         let mut agent = stage.replica(&replica.url(), source.address, &[]);
         for end in [&mut source.agent, &mut agent] {
             end.wait_for_line("loading its data set", LONG).unwrap();

@@ -90,4 +90,5 @@ mod volume_mount;
 mod volume_order;
 mod volume_space;
 mod volume_ways;
+mod waits;
 mod wire;

@@ -306,6 +306,7 @@ fn a_failure_that_cannot_be_told_has_its_code() {
     let token = stage.token.display().to_string();
     for wrong in ALL {
         let args = ["replica", "--server", "redis://127.0.0.1:1", "--source", "127.0.0.1:1", "--token-file", &token];
+        let args = [&args[..], &["--retry-for", "0"]].concat();
         assert_eq!(without_stderr(&stage, &args, wrong).code(), Some(4), "{wrong:?}");
         assert_eq!(without_stderr(&stage, &["replica", "--no-such-option"], wrong).code(), Some(2), "{wrong:?}");
     }

@@ -16,6 +16,7 @@
 //!   dist            what users install: archives, packages, images, lists of crates, checksums
 //!   release         everything of a release but publishing it
 //!   commands        the table of commands of remora_redis, from what servers say of theirs
+//!   messages        every sentence that remora can say, in one file
 //!   bindings        generates the types of the RDMA libraries from their headers; rarely needed
 //!   scale           a model of 1,000 replicas in racks, which drives the source's topology
 //!   rooms           draws the crates, and fails for an import circle, a long file or a large type
@@ -34,7 +35,7 @@
 //! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: generates or compares the RDMA libraries' types.
 //! - [`layout`]: the layout of a server's build, by watching it. [`asserting`]: fast keys in one that checks itself.
 //! - [`dist`] and [`release`]: packages, and a version of the project. [`process`]: programs that these run.
-//! - [`command_table`]: the table of commands.
+//! - [`command_table`]: the table of commands. [`messages`]: a list of all messages.
 //! - [`scale`]: the table of the topology's model. [`net`]: a test network with hosts, servers and agents. [`stop`]:
 //!   Ctrl-C leaves nothing behind.
 #![forbid(unsafe_code)]
@@ -51,6 +52,7 @@ mod demo_volume;
 mod dist;
 mod judge;
 mod layout;
+mod messages;
 mod net;
 mod pictures;
 mod process;
@@ -110,6 +112,8 @@ enum Command {
     Release(release::Options),
     /// Write the table of commands that can stand in a replication stream, from what servers say of theirs.
     Commands(command_table::Options),
+    /// Write every sentence that remora can say into one file, for a review.
+    Messages(messages::Options),
     /// Generate the types of the RDMA libraries from their headers.
     Bindings(bindings::Options),
     /// Print how long 1,000 replicas in racks take, by a model that drives the source's topology.
@@ -150,6 +154,7 @@ fn main() -> ExitCode {
         Command::Dist(options) => dist::run(&options),
         Command::Release(options) => release::run(&options),
         Command::Commands(options) => command_table::run(&options),
+        Command::Messages(options) => messages::run(&options),
         Command::Bindings(options) => bindings::run(&options),
         Command::Scale => scale::run(),
         Command::Rooms { ties } => remora_structure::check(ties),

@@ -23,7 +23,7 @@ use crate::text;
 pub enum Frame {
     /// `+text`: a status.
     Simple(Vec<u8>),
-    /// `-CODE text`: the server refused. [`crate::Refusal::sort`] classifies it.
+    /// `-CODE text`: the server refused. [`crate::Refusal`] keeps it.
     Error(Vec<u8>),
     /// `:number`.
     Integer(i64),

@@ -61,7 +61,7 @@ pub(super) async fn ask(server: &Server, place: &HostPort, survey: &Survey) -> R
             survey.members().map(|member| &member.node).find(|node| node.host == host && node.port == port)
         };
         let own = at(&place.host, place.port).cloned().ok_or_else(|| {
-            Failure::refused(format!("{place} is loading its data, and the cluster does not know it: try again later"))
+            Failure::passing(Code::Server, format!("{place} is loading its data, and the cluster does not know it"))
         })?;
         let primary = facts.link.as_ref().and_then(|link| at(&link.host, link.port)).map(|node| node.id.clone());
         let own = Node { primary: primary.or(own.primary), ..own };

@@ -58,6 +58,7 @@ use crate::exit::Failure;
 use crate::host_memory;
 use crate::metrics::register as all;
 use crate::metrics::{Agent, Scrape, Scrapes, Watch};
+use crate::patience::Patience;
 use crate::sentinel::Sentinels;
 use crate::server::{Server, Task, TlsOptions};
 use crate::service::Service;
@@ -93,7 +94,11 @@ pub async fn run(args: AttendArgs) -> Result<(), Failure> {
     let server = args.server.open(Task::Attend)?;
     let port = args.listen_port;
     let sentinels = args.peers.sentinel.open()?;
-    let mut entrance = Entrance::open(port, args.primary_ports.iter().copied().collect(), sentinels).await?;
+    let mut patience = args.patience();
+    let mut entrance = tokio::select! {
+        entrance = Entrance::open(port, args.primary_ports.iter().copied().collect(), sentinels, &mut patience) => entrance?,
+        _ = signals.next() => return Ok(()),
+    };
     let gate = entrance.gate.clone();
     if !gate.open() {
         return Err(no_rules(port));
@@ -101,7 +106,7 @@ pub async fn run(args: AttendArgs) -> Result<(), Failure> {
     tracing::info!(server = %server.url(), port, ports = ?entrance.ports, "attending");
     // A server that starts after the agent comes here with its first connection, which waits for this.
     let why = format!("the server {} does not answer yet", server.url());
-    let suits = check(&server, args.wait_for_server, &args.link_tls, args.server.tls.options());
+    let suits = patience.keep_trying(async || check(&server, &args.link_tls, args.server.tls.options()).await);
     let suits = tokio::select! {
         suits = scrapes.meanwhile(&why, suits) => suits,
         _ = signals.next() => {
@@ -137,12 +142,17 @@ struct Entrance {
 
 impl Entrance {
     /// With a closed gate, for connections to these ports. With Sentinels the ports are those of the group.
-    async fn open(port: u16, ports: BTreeSet<u16>, sentinels: Option<Sentinels>) -> Result<Entrance, Failure> {
+    async fn open(
+        port: u16,
+        ports: BTreeSet<u16>,
+        sentinels: Option<Sentinels>,
+        patience: &mut Patience,
+    ) -> Result<Entrance, Failure> {
         let listener = listen((Ipv4Addr::LOCALHOST, port).into()).await?;
         // A host without IPv6 has no such connections either.
         let listener6 = listen((Ipv6Addr::LOCALHOST, port).into()).await.ok();
         let group = match &sentinels {
-            Some(sentinels) => Some(Group::ask(sentinels).await?),
+            Some(sentinels) => Some(patience.keep_trying(async || Group::ask(sentinels).await).await?),
             None => None,
         };
         let ports = group.as_ref().map_or(ports, Group::ports);
@@ -169,11 +179,12 @@ fn no_rules(port: u16) -> Failure {
     ))
 }
 
-/// Waits for the server to answer, and looks whether its connections can be attended, and with which TLS.
-async fn check(server: &Server, limit: Duration, link: &LinkTlsArgs, given: TlsOptions) -> Result<Tls, Failure> {
+/// Looks whether the server's connections can be attended, and with which TLS.
+async fn check(server: &Server, link: &LinkTlsArgs, given: TlsOptions) -> Result<Tls, Failure> {
     let link = server_config(link)?;
-    let mut client = server.connect_within(limit).await?;
+    let mut client = server.connect().await?;
     match (client.config_get("tls-replication").await, link) {
+        (Err(error), _) if error.is_passing() => Err(error.into()),
         (Ok(Some(setting)), None) if setting == "yes" => Err(Failure::refused(format!(
             "the server {} speaks TLS to its primary (tls-replication yes): give a certificate that it accepts as its primary's with \
              --link-cert and --link-key",

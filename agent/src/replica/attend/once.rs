@@ -28,6 +28,7 @@ use crate::args::ReplicaArgs;
 use crate::conversation::tokens::TokenFiles;
 use crate::exit::{Code, Failure};
 use crate::intercept::{self, Temporary};
+use crate::patience::{Patience, RETRY_FOR};
 use crate::progress;
 use crate::replica::exact;
 use crate::replica::locality::Locality;
@@ -56,12 +57,11 @@ struct Found {
 /// Its connection to a primary cannot be intercepted.
 async fn examine(args: &ReplicaArgs) -> Result<Found, Failure> {
     let server = args.server.open(Task::Replica)?;
-    let tls = check(&server, Duration::ZERO, &args.link_tls, args.server.tls.options()).await?;
+    let tls = check(&server, &args.link_tls, args.server.tls.options()).await?;
     let mut client = server.connect().await?;
     let (facts, url) = (Facts::read(&mut client).await?, server.url());
     if facts.loading == Some(true) {
-        let text = format!("the server {url} is loading its data set (-LOADING); try again when it has done so");
-        return Err(Failure::new(Code::Server, text));
+        return Err(Failure::passing(Code::Server, format!("the server {url} is loading its data set (-LOADING)")));
     }
     let Some(link) = facts.link.clone() else {
         return Err(Failure::refused(format!(
@@ -94,7 +94,9 @@ pub(in crate::replica) async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -
     if args.stay {
         return Err(Failure::new(Code::Usage, "--stay goes with --delivery link only"));
     }
-    let Found { server, mut client, facts, link, tls, ports: own } = examine(&args).await?;
+    let mut patience = Patience::new(args.read.retry_for, RETRY_FOR);
+    let found = patience.keep_trying(async || examine(&args).await).await?;
+    let Found { server, mut client, facts, link, tls, ports: own } = found;
     if args.rewrite_config {
         refuse_without_a_file(&mut client).await?;
     }
@@ -110,9 +112,15 @@ pub(in crate::replica) async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -
     let (dry_run, explain, sentinels) = (args.dry_run, args.explain, args.peers.sentinel.open()?);
     let args = args.of_an_intercepted_sync();
     // The source is asked before anything is changed, and again when the primary's history is known.
-    let credentials = tokens.credentials(args.source_key);
-    ask_source(args.clone(), credentials, &facts.name()).await?.obstacle()?;
-    let entrance = Entrance::open(port, BTreeSet::from([link.port]), sentinels).await?;
+    let ask = async || {
+        let credentials = tokens.credentials(args.source_key);
+        ask_source(args.clone(), credentials, &facts.name()).await?.obstacle()
+    };
+    patience.keep_trying(ask).await?;
+    if !client.is_usable() {
+        client = server.connect().await?;
+    }
+    let entrance = Entrance::open(port, BTreeSet::from([link.port]), sentinels, &mut patience).await?;
     entrance.tls.send_replace(tls);
     let (gate, rules) = open_the_gate(&entrance, &client, &facts, port).await?;
     if dry_run {

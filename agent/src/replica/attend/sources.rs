@@ -45,7 +45,10 @@ impl Answered {
     pub(super) fn obstacle(&self) -> Result<(), Failure> {
         match self.plan.obstacle.as_str() {
             "" => Ok(()),
-            why => Err(Failure::new(Code::Source, format!("the source {} cannot serve: {why}", self.args.read.source))),
+            why => {
+                let text = format!("the source {} cannot serve: {why}", self.args.read.source);
+                Err(Failure::passing(Code::Source, text))
+            }
         }
     }
 }

@@ -37,6 +37,7 @@ use crate::args::{FetchArgs, PassOnArgs, ReplicaArgs, SnapshotFromArgs};
 use crate::conversation::tokens::{Credentials, TokenFiles};
 use crate::exit::{Code, Failure};
 use crate::metrics::Scrapes;
+use crate::patience::Patience;
 use crate::progress;
 use crate::server::{Client, Facts, Kept, Server, ServerError, Task};
 use crate::signals::{Signals, until_signal};
@@ -160,7 +161,8 @@ async fn take_up(args: &ReplicaArgs, command: &str) -> Result<Option<Placed>, Fa
     let failed = |why: String| Failure::new(Code::Server, why);
     if !back::loaded(&server).await.map_err(failed)? && !args.dry_run {
         restart::run(command, args.by.restart_limit).await.map_err(failed)?;
-        server.connect_within(AWAY_LIMIT).await?;
+        let mut patience = Patience::new(AWAY_LIMIT, "after --restart-command");
+        patience.keep_trying(async || Ok(server.connect().await?)).await?;
         back::loaded(&server).await.map_err(failed)?;
     }
     Ok(Some(placed.clone()))

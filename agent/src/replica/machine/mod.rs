@@ -60,6 +60,7 @@ use self::hand_off::{HAND_OFF_LIMIT, HandOff, Next, Uncovered};
 use self::server_side::ServerSide;
 use self::state::{CatchUp, Otherwise, Parting, State, is_near_enough};
 use self::supply::{Supply, SupplyState, Verdict};
+pub(crate) use self::supply::{no_snapshot, wait_limit};
 use super::report::Moments;
 use crate::backoff::Backoff;
 use crate::exit::{Code, Failure};

@@ -102,10 +102,24 @@ impl Waiting {
             WaitCause::CutOff if rules.intercepted => {
                 (self.cut_off_since.unwrap_or(self.since), CUT_OFF_LIMIT.min(rules.retry_for))
             }
-            WaitCause::LastAttemptFailed | WaitCause::CutOff => (self.since, rules.retry_for),
-            _ => (self.since, rules.retry_for.max(WAIT_LIMIT)),
+            cause => (self.since, wait_limit(cause, rules.retry_for)),
         }
     }
+}
+
+/// How long a source may have nothing to offer, for this cause.
+pub(crate) fn wait_limit(cause: WaitCause, retry_for: Duration) -> Duration {
+    match cause {
+        WaitCause::LastAttemptFailed | WaitCause::CutOff => retry_for,
+        _ => retry_for.max(WAIT_LIMIT),
+    }
+}
+
+/// A source that has had nothing to offer for too long.
+pub(crate) fn no_snapshot(source: &dyn std::fmt::Display, waited: Duration, text: &str) -> Failure {
+    let seconds = waited.as_secs();
+    let text = format!("the source {source} has had no snapshot to offer for {seconds} s: {text}");
+    Failure::passing(Code::Source, text)
 }
 
 /// What follows from a loss.
@@ -215,12 +229,8 @@ impl Supply {
     pub(super) fn gives_up(&self, now: Instant, rules: &Rules) -> Option<Failure> {
         let waiting = self.waiting.as_ref()?;
         let (since, limit) = waiting.limit(rules);
-        let (waited, text) = (now.duration_since(since), &waiting.text);
-        (waited > limit).then(|| {
-            let seconds = waited.as_secs();
-            let text = format!("the source {} has had no snapshot to offer for {seconds} s: {text}", rules.source);
-            Failure::new(Code::Source, text)
-        })
+        let waited = now.duration_since(since);
+        (waited > limit).then(|| no_snapshot(&rules.source, waited, &waiting.text))
     }
 
     /// When something is due without an event.

@@ -5,14 +5,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use remora_fabric::Memory;
+use remora_redis::ReplId;
 use remora_redis::psync::client;
-use remora_redis::{Refusal, ReplId};
 use remora_table::Geometry;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::method::ModuleRules;
 use super::snapshot_file::SnapshotFile;
-use crate::server::{OutputLimit, Server, ServerError, Task};
+use crate::server::{OutputLimit, Server, ServerError, Task, refusals};
 use crate::source::captured::Captured;
 use crate::source::gauge::Gauge;
 use crate::source::output_buffer::REMEDY;
@@ -99,7 +99,7 @@ pub(crate) enum CaptureError {
     #[error(transparent)]
     Server(#[from] ServerError),
     /// The server's answer to the handshake announces no snapshot.
-    #[error("the server's answer to the replication handshake: {}{}", .0, rules_for(.0))]
+    #[error("the server's answer to the replication handshake: {}{}", .0, advice_for(.0))]
     Psync(#[from] client::Error),
     /// The link to the server broke.
     #[error("the link to the server broke during the {during}: {cause}")]
@@ -152,7 +152,10 @@ impl CaptureError {
     pub(crate) fn is_transient(&self) -> bool {
         match self {
             CaptureError::Server(error) => error.is_passing(),
-            CaptureError::Psync(error) => error.is_temporary(),
+            CaptureError::Psync(client::Error::Refused(refusal)) => {
+                refusals::line_for(&refusal.command, &refusal.text).verdict.passes()
+            }
+            CaptureError::Psync(_) => false,
             CaptureError::Link { .. }
             | CaptureError::OutputBuffer { .. }
             | CaptureError::ImportsSlots { .. }
@@ -169,11 +172,11 @@ impl CaptureError {
     }
 }
 
-/// The ACL rules to grant, if the server refused a command because one is missing.
-fn rules_for(error: &client::Error) -> String {
+/// What to do about a refusal.
+fn advice_for(error: &client::Error) -> String {
     match error {
-        client::Error::Refused(Refusal::NoPerm { .. }) => {
-            format!("; {} needs these rules: {}", Task::Source.command(), Task::Source.rules())
+        client::Error::Refused(refusal) => {
+            format!("; {}", refusals::advice(&refusal.command, &refusal.text, Task::Source))
         }
         _ => String::new(),
     }

@@ -372,7 +372,10 @@ mod tests {
     fn refusals_say_whether_another_attempt_may_succeed_and_what_to_grant() {
         let error = refused("-NOPERM User source has no permissions to run the 'psync' command\r\n");
         assert!(matches!(error, CaptureError::Psync(_)) && !error.is_transient());
-        assert!(error.to_string().contains("needs these rules: ") && error.to_string().contains("+psync"), "{error}");
+        assert!(
+            error.to_string().contains("needs these ACL rules: ") && error.to_string().contains("+psync"),
+            "{error}"
+        );
         for text in
             ["-LOADING Redis is loading the dataset in memory\r\n", "-NOMASTERLINK Can't SYNC while not connected\r\n"]
         {

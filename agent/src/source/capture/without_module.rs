@@ -81,7 +81,7 @@ impl Capture {
             Opening::Full { replid, offset, payload } => Ok(Opened::One(link.announced(replid, offset, payload))),
             Opening::TwoChannels => match self.open_second(link) {
                 // The user may lack the ACL rule for SYNC, which only the second channel needs.
-                Err(CaptureError::Psync(error)) if !error.is_temporary() => {
+                Err(error @ CaptureError::Psync(_)) if !error.is_transient() => {
                     tracing::info!(%error, "the server refused a second channel; using one connection for snapshot and stream");
                     Ok(Opened::One(self.open_one()?))
                 }

@@ -97,19 +97,19 @@ fn a_source_whose_server_dies_goes_on_with_the_stream_at_another_replica() {
 }
 
 #[test]
-fn a_group_without_a_suitable_replica_and_options_that_contradict_are_refused() {
+fn a_group_without_a_suitable_replica_is_waited_for_and_options_that_contradict_are_refused() {
     let Some(kind) = require::redis() else { return };
     let lone = primary(kind).start().unwrap();
     let sentinels = Sentinels::start(kind, &lone, &[], &[]).unwrap();
     let stage = Stage::new();
     let (list, token) = (sentinels.list(), stage.token.display().to_string());
     let refused = |more: &[&str], code| {
-        let args = ["source", "--token-file", &token, "--listen", "127.0.0.1:0"];
+        let args = ["source", "--token-file", &token, "--listen", "127.0.0.1:0", "--wait-for-server", "1s"];
         ends(&mut stage.start(None, &[&args, more].concat()), code)
     };
     let group = ["--sentinel", &list, "--sentinel-name", "mymaster"];
-    says(&refused(&group, 3), &["no replica that is up and in step", "--from primary"]);
-    says(&refused(&["--sentinel", &list, "--sentinel-name", "nope"], 3), &["nope", "--sentinel-name"]);
+    says(&refused(&group, 4), &["no replica that is up and in step", "--from primary"]);
+    says(&refused(&["--sentinel", &list, "--sentinel-name", "nope"], 4), &["nope", "--sentinel-name"]);
     says(&refused(&["--sentinel", &list], 2), &["--sentinel-name"]);
     for other in [["--server", "redis://127.0.0.1:1"], ["--announce", "db1:6379"]] {
         says(&refused(&[&group[..], &other[..]].concat(), 2), &[other[0]]);

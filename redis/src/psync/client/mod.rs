@@ -137,13 +137,6 @@ pub enum Error {
     Refused(#[from] Refusal),
 }
 
-impl Error {
-    /// Whether the same handshake may succeed later without anyone changing anything.
-    pub fn is_temporary(&self) -> bool {
-        matches!(self, Error::Refused(refusal) if refusal.is_temporary())
-    }
-}
-
 /// The replica's side of the handshake.
 ///
 /// ```
@@ -262,9 +255,9 @@ impl Client {
     }
 
     fn handle_refusal(&mut self, text: &[u8]) -> Result<(), Error> {
-        let refusal = Refusal::sort(self.step.command(), text);
+        let refusal = Refusal::new(self.step.command(), text);
         // Only Valkey from 8 on knows this option; for all others it makes no difference.
-        if self.step == Step::Version && matches!(refusal, Refusal::Other { .. }) {
+        if self.step == Step::Version && refusal.code() == "ERR" {
             self.handshaken();
             return Ok(());
         }

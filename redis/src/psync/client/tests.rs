@@ -130,21 +130,23 @@ fn a_partial_resync_ends_at_the_first_byte_of_the_stream() {
 }
 
 #[test]
-fn a_refusal_at_any_step_is_sorted_and_stays() {
+fn a_refusal_at_any_step_names_the_command_and_stays() {
     let mut client = Client::new(Options::default());
     let refused = client.handle_input(b"-NOAUTH Authentication required.\r\n");
-    assert_eq!(refused, Err(Refusal::NoAuth.into()));
+    assert_eq!(refused, Err(Refusal::new("PING", b"NOAUTH Authentication required.").into()));
     assert_eq!(client.handle_input(b"+PONG\r\n"), refused);
 
     let mut client = at_psync(Options::default());
     let refused = client.handle_input(b"-NOMASTERLINK Can't SYNC while not connected with my master\r\n");
-    assert_eq!(refused, Err(Refusal::NoMasterLink.into()));
+    let text = b"NOMASTERLINK Can't SYNC while not connected with my master";
+    assert_eq!(refused, Err(Refusal::new("PSYNC", text).into()));
 
     // The fork failed after the server had promised a snapshot.
     let mut client = at_psync(Options::default());
     client.handle_input(format!("+FULLRESYNC {REPLID} 1\r\n").as_bytes()).unwrap();
     let refused = client.handle_input(b"-ERR BGSAVE failed, replication can't continue\r\n");
-    assert!(matches!(refused, Err(Error::Refused(Refusal::Other { .. }))));
+    let text = b"ERR BGSAVE failed, replication can't continue";
+    assert_eq!(refused, Err(Refusal::new("PSYNC", text).into()));
 }
 
 #[test]
