@@ -530,8 +530,10 @@ fn no_entry(
     (host, port, tls): (&str, u16, bool),
     target: &Target,
 ) -> Failure {
-    let is_away = matches!(error, ServerError::Unreachable { .. });
-    let speaks_otherwise = !is_away && (tls != target.tls_replication || target.tls_replication);
+    // A plain port waits for the rest of a TLS handshake as if it were a command.
+    let is_away =
+        matches!(error, ServerError::Unreachable { cause, .. } if cause.kind() != std::io::ErrorKind::TimedOut);
+    let speaks_otherwise = !is_away && (tls || target.tls_replication);
     let passes = error.is_passing() && (error.refusal().is_some() || !speaks_otherwise);
     let text = match error.refusal() {
         _ if says_that_there_is_no_password(error) => format!(

@@ -23,7 +23,7 @@ pub enum RefusalKind {
     ProtectedMode,
     /// The server is loading its data set.
     Loading,
-    /// The server is a replica whose link to its primary is down.
+    /// The server is a replica whose link to its own primary is down.
     NoMasterLink,
     /// The server is a replica and accepts no writes.
     ReadOnly,
@@ -185,11 +185,11 @@ pub(crate) static TABLE: &[Line] = &[
     line("BUSY", ANY, Kind::Busy, Wait, Administrator,
         "a script, a function or a module keeps the server busy: wait for its end, or end it (SCRIPT KILL, FUNCTION KILL)"),
     line("MASTERDOWN", ANY, Kind::NoMasterLink, Wait, Administrator,
-        "the server is a replica whose link to its primary is down, and replica-serve-stale-data is no: repair that link"),
+        "the server is a replica whose link to its own primary is down, and replica-serve-stale-data is no: repair that link"),
     line("NOMASTERLINK Can't SYNC while failing over", SYNC, Kind::InMotion, Wait, Itself,
         "a fail-over is under way (FAILOVER)"),
     line("NOMASTERLINK", ANY, Kind::NoMasterLink, Wait, Administrator,
-        "the server is a replica whose link to its primary is down: repair that link"),
+        "the server is a replica whose link to its own primary is down: repair that link"),
     line("READONLY", ANY, Kind::ReadOnly, End, User, "the server is a replica and accepts no writes: give its primary"),
     line("MISCONF", ANY, Kind::NoWrites, TryAgain, Administrator,
         "the server cannot save to its disk and so accepts no writes: its log says why"),

@@ -28,6 +28,7 @@ use crate::cluster::nodes_conf;
 use crate::exit::{Code, Failure};
 use crate::metrics::register as all;
 use crate::metrics::{Agent, Families, Scrape, Scrapes, Watch};
+use crate::patience::{Patience, RETRY_FOR};
 use crate::progress;
 use crate::replica::data_set::DataSet;
 use crate::server::{Configuration, read_configuration};
@@ -238,7 +239,14 @@ async fn write_who_it_follows(
     if let Some(file) = args.write_replicaof.clone() {
         let (host, port) = match args.sentinel.open()? {
             Some(sentinels) => {
-                let primary = sentinels.primary().await?;
+                // The snapshot is there: what passes must not throw it away.
+                let mut patience = Patience::new(args.from.read.retry_for, RETRY_FOR);
+                let primary = loop {
+                    match sentinels.primary().await {
+                        Ok(primary) => break primary,
+                        Err(error) => tokio::time::sleep(patience.after(Instant::now(), error.into())?).await,
+                    }
+                };
                 (primary.host, primary.port)
             }
             None => (primary_host(args, &arrived.plan), summary.primary_port),
@@ -252,7 +260,13 @@ async fn write_who_it_follows(
         return Ok(());
     };
     let server = args.cluster.open(cluster)?;
-    let conf = nodes_conf::make(&server, arrived.kept.origin().history, at).await?;
+    let mut patience = Patience::new(args.from.read.retry_for, RETRY_FOR);
+    let conf = loop {
+        match nodes_conf::make(&server, arrived.kept.origin().history, at).await {
+            Ok(conf) => break conf,
+            Err(failure) => tokio::time::sleep(patience.after(Instant::now(), failure)?).await,
+        }
+    };
     let to = file.clone();
     blocking(move || match read_configuration(&to) {
         // The node has been in the cluster before, and keeps its name there.
