@@ -277,9 +277,13 @@ impl Client {
 
     /// Sends `INFO`, or `INFO` with a section.
     pub async fn info(&mut self, section: &str) -> Result<Info, ServerError> {
-        let frame =
-            if section.is_empty() { self.command(&["INFO"]).await? } else { self.command(&["INFO", section]).await? };
-        match frame {
+        let sections = if section.is_empty() { &[][..] } else { &[section] };
+        self.info_of(sections).await
+    }
+
+    /// Sends `INFO` with these sections. Servers before Redis 7.0 take one at most.
+    pub async fn info_of(&mut self, sections: &[&str]) -> Result<Info, ServerError> {
+        match self.command(&[&["INFO"], sections].concat()).await? {
             Frame::Bulk(text) => Ok(Info::parse(&text)),
             other => Err(self.unexpected("INFO", &other)),
         }

@@ -132,6 +132,7 @@ pub(super) fn plan(source: &Source, generation: u64, with_stream: bool, own_form
         gauge: source.gauge.clone(),
         events: source.events.clone(),
         stop: Arc::new(AtomicBool::new(false)),
+        presence: source.questions.presence.shared(),
         runtime: tokio::runtime::Handle::current(),
     }
 }
