@@ -112,13 +112,11 @@ impl Task {
         }
     }
 
-    /// What to check when TLS fails.
-    pub(super) const fn tls_options(self) -> &'static str {
+    /// What the names of the TLS options begin with, between `--` and `tls-`.
+    pub(super) const fn tls_prefix(self) -> &'static str {
         match self {
-            Self::Sentinel => {
-                "--sentinel-tls-ca and the client certificate, and that the port is the Sentinel's tls-port"
-            }
-            _ => "--tls-ca, --tls-server-name and the client certificate, and that the port is the server's tls-port",
+            Self::Sentinel => "sentinel-",
+            _ => "",
         }
     }
 

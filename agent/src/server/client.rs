@@ -98,10 +98,13 @@ impl Server {
     pub(super) async fn connect_with(&self, sockets: Sockets) -> Result<Client, ServerError> {
         match time::timeout(CONNECT_TIMEOUT, self.connect_unhurried(sockets)).await {
             Ok(result) => result,
-            Err(_) => Err(self.unreachable(io::Error::new(
-                io::ErrorKind::TimedOut,
-                format!("no connection within {} s", CONNECT_TIMEOUT.as_secs()),
-            ))),
+            Err(_) => {
+                // A port without TLS waits for the end of a line that never comes.
+                let tls =
+                    if self.0.tls.is_some() { " with TLS: check that the port is the server's tls-port" } else { "" };
+                let text = format!("no connection within {} s{tls}", CONNECT_TIMEOUT.as_secs());
+                Err(self.unreachable(io::Error::new(io::ErrorKind::TimedOut, text)))
+            }
         }
     }
 

@@ -31,6 +31,7 @@ mod pins;
 pub(crate) mod simulated;
 mod stream;
 mod tls;
+mod trust;
 mod url;
 
 pub(crate) use self::args::UrlParser;

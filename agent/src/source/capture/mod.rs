@@ -102,8 +102,9 @@ impl Capture {
     /// Runs the capture to its end. It is meant to be the body of a thread. A panic, which is a bug, ends the snapshot
     /// or the stream with an event as any other error does: the source's loop would wait for it without end.
     pub(crate) fn run(self) {
-        let taken = caught(|| self.not_while_the_server_ends()?.beside_a_suitable_server()?.without_imports()?.take_snapshot())
-            .unwrap_or_else(|text| Err(CaptureError::Panicked(text)));
+        let taken =
+            caught(|| self.not_while_the_server_ends()?.beside_a_suitable_server()?.without_imports()?.take_snapshot())
+                .unwrap_or_else(|text| Err(CaptureError::Panicked(text)));
         self.plan.tuning.end(&self.plan.runtime);
         match taken {
             Ok(Following::AnotherCapture) => {}
