@@ -75,3 +75,4 @@ pub mod transports;
 pub mod units;
 pub mod verify;
 pub mod volume;
+pub mod x509;

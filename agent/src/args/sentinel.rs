@@ -11,6 +11,7 @@ use super::HostPort;
 use crate::exit::Failure;
 use crate::sentinel::{MOST_SENTINELS, Sentinels};
 use crate::server::{Credentials, Password, Server, ServerUrl, SetupError, Task, TlsOptions};
+use crate::x509::Fingerprint;
 
 /// The Sentinels that know where a primary is.
 #[derive(Clone, Debug, Default, Args)]
@@ -45,6 +46,20 @@ pub struct SentinelArgs {
     /// Private key (PEM) of that certificate.
     #[arg(long, value_name = "FILE", requires = "sentinel_tls_cert")]
     pub sentinel_tls_key: Option<PathBuf>,
+
+    /// The name to expect in the Sentinels' certificates, if not the hosts of their addresses.
+    #[arg(long, value_name = "NAME", requires = "sentinels")]
+    pub sentinel_tls_server_name: Option<String>,
+
+    /// The fingerprint of a Sentinel's certificate, instead of a name and an authority. May be repeated: one for each
+    /// certificate.
+    #[arg(
+        long = "sentinel-tls-pin",
+        value_name = "sha256:HEX",
+        requires = "sentinels",
+        conflicts_with = "sentinel_tls_server_name"
+    )]
+    pub sentinel_tls_pins: Vec<Fingerprint>,
 }
 
 impl SentinelArgs {
@@ -68,7 +83,8 @@ impl SentinelArgs {
             ca: self.sentinel_tls_ca.clone(),
             certificate: self.sentinel_tls_cert.clone(),
             key: self.sentinel_tls_key.clone(),
-            server_name: None,
+            server_name: self.sentinel_tls_server_name.clone(),
+            pins: self.sentinel_tls_pins.clone(),
             prefix: "sentinel-",
         };
         let server = |url: &ServerUrl| Server::new(url.clone(), credentials.clone(), &tls, Task::Sentinel);

@@ -22,6 +22,7 @@ use super::certificate_roles::{CertificateRoles, WithRole};
 use super::control_tls;
 use super::role::Role;
 use crate::exit::Failure;
+use crate::x509::words;
 
 /// The PEM files of an agent.
 #[derive(Clone, Debug)]
@@ -111,7 +112,7 @@ impl Configs {
         let clients = clients.map_err(|error| unusable(&error))?;
         match clients.verify_client_cert(&chain[0], &chain[1..], UnixTime::now()) {
             Err(rustls::Error::InvalidCertificate(why)) if is_untimely(&why) => {
-                return Err(self::unusable(chain_file, chain_option, &why));
+                return Err(self::unusable(chain_file, chain_option, &words::plainly(&why)));
             }
             // Peers may trust other authorities than this end does, as while one replaces another.
             Err(rustls::Error::InvalidCertificate(CertificateError::UnknownIssuer)) => {
@@ -130,14 +131,14 @@ impl Configs {
             .map_err(not_set_up)?
             .with_root_certificates(roots)
             .with_client_auth_cert(chain.clone(), key.clone_key())
-            .map_err(|error| self::unusable(chain_file, chain_option, &error))?;
+            .map_err(|error| self::unusable(chain_file, chain_option, &words::of_pair(&error)))?;
         control_tls::of_client(&mut client);
         let mut server = ServerConfig::builder_with_provider(provider.clone())
             .with_protocol_versions(&[&TLS13])
             .map_err(not_set_up)?
             .with_client_cert_verifier(Arc::new(WithRole::new(clients, roles.clone())))
             .with_single_cert(chain, key)
-            .map_err(|error| self::unusable(chain_file, chain_option, &error))?;
+            .map_err(|error| self::unusable(chain_file, chain_option, &words::of_pair(&error)))?;
         control_tls::of_port(&mut server);
         Ok(Configs { client: Arc::new(client), server: Arc::new(server) })
     }
@@ -152,12 +153,18 @@ fn certificates(path: &Path, option: &str) -> Result<Vec<CertificateDer<'static>
         return Err(unusable(&TOO_LONG));
     }
     let read: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&bytes).collect();
-    let read = read.map_err(|error| unusable(&error))?;
-    if read.is_empty() { Err(unusable(&"it holds no certificate in PEM")) } else { Ok(read) }
+    let read = read.map_err(|error| unusable(&words::of_file(&error, &bytes, "certificate")))?;
+    if read.is_empty() {
+        let none = rustls::pki_types::pem::Error::NoItemsFound;
+        return Err(unusable(&words::of_file(&none, &bytes, "certificate")));
+    }
+    Ok(read)
 }
 
 fn private_key(path: &Path, option: &str) -> Result<PrivateKeyDer<'static>, Failure> {
-    PrivateKeyDer::from_pem_slice(&read_secret(path, option)?).map_err(|error| unusable(path, option, &error))
+    let text = read_secret(path, option)?;
+    PrivateKeyDer::from_pem_slice(&text)
+        .map_err(|error| unusable(path, option, &words::of_file(&error, &text, "private key")))
 }
 
 /// Reads a file with a private key.
@@ -173,7 +180,7 @@ pub(super) fn read_secret(path: &Path, option: &str) -> Result<Vec<u8>, Failure>
 fn roots(path: &Path, option: &str) -> Result<RootCertStore, Failure> {
     let mut roots = RootCertStore::empty();
     for certificate in certificates(path, option)? {
-        roots.add(certificate).map_err(|error| unusable(path, option, &error))?;
+        roots.add(certificate).map_err(|error| unusable(path, option, &words::of_pair(&error)))?;
     }
     Ok(roots)
 }
@@ -194,7 +201,7 @@ fn check_pair(
             files.chain.display(),
             files.options[0]
         ))),
-        Err(error) => Err(unusable(&files.key, files.options[1], &error)),
+        Err(error) => Err(unusable(&files.key, files.options[1], &words::of_pair(&error))),
     }
 }
 
@@ -227,8 +234,11 @@ pub(super) fn explain(error: &std::io::Error) -> Option<String> {
                     .to_owned()
             }
             why if is_untimely(why) => format!("presents a certificate that is not valid now ({why}): renew it"),
-            C::Other(why) => format!("presents a certificate that cannot be accepted: {}", why.0),
-            why => format!("presents a certificate that cannot be accepted: {why}"),
+            why => format!(
+                "presents a certificate that cannot be accepted: {}; give each agent a certificate of its own, signed by the authority \
+                 in --ca",
+                words::plainly(why)
+            ),
         },
         rustls::Error::NoCertificatesPresented => {
             "presents no certificate: start it with --security mtls, --cert and --key".to_owned()

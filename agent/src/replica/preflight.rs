@@ -457,7 +457,10 @@ fn tls_options(args: &ReplicaArgs, target: &Target) -> TlsOptions {
 pub(super) fn tls_of(given: TlsOptions, own: TlsOptions) -> TlsOptions {
     match given.certificate.is_some() {
         true => TlsOptions { ca: given.ca.or(own.ca), ..given },
-        false => TlsOptions { ca: given.ca.or(own.ca), server_name: given.server_name, ..own },
+        false => {
+            let TlsOptions { ca, server_name, pins, .. } = given;
+            TlsOptions { ca: ca.or(own.ca), server_name, pins, ..own }
+        }
     }
 }
 

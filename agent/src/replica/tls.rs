@@ -3,13 +3,14 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{RootCertStore, ServerConfig};
 
 use crate::args::LinkTlsArgs;
 use crate::exit::Failure;
+use crate::x509::words;
 
 /// The configuration that the `--link-…` options describe, if they are given.
 pub(super) fn server_config(args: &LinkTlsArgs) -> Result<Option<Arc<ServerConfig>>, Failure> {
@@ -23,7 +24,7 @@ pub(super) fn server_config(args: &LinkTlsArgs) -> Result<Option<Arc<ServerConfi
         Some(path) => {
             let mut roots = RootCertStore::empty();
             for certificate in certificates(path)? {
-                roots.add(certificate).map_err(|error| unusable(path, &error))?;
+                roots.add(certificate).map_err(|error| unusable(path, &words::of_pair(&error)))?;
             }
             let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider)
                 .build()
@@ -31,15 +32,23 @@ pub(super) fn server_config(args: &LinkTlsArgs) -> Result<Option<Arc<ServerConfi
             builder.with_client_cert_verifier(verifier)
         }
     };
-    let private = PrivateKeyDer::from_pem_file(key).map_err(|error| unusable(key, &error))?;
-    let config = builder.with_single_cert(certificates(cert)?, private).map_err(|error| unusable(cert, &error))?;
+    let text = read(key)?;
+    let private = PrivateKeyDer::from_pem_slice(&text);
+    let private = private.map_err(|error| unusable(key, &words::of_file(&error, &text, "private key")))?;
+    let config = builder.with_single_cert(certificates(cert)?, private);
+    let config = config.map_err(|error| unusable(cert, &words::of_pair(&error)))?;
     Ok(Some(Arc::new(config)))
 }
 
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, Failure> {
-    CertificateDer::pem_file_iter(path)
-        .and_then(Iterator::collect::<Result<Vec<_>, _>>)
-        .map_err(|error| unusable(path, &error))
+    let text = read(path)?;
+    let read = CertificateDer::pem_slice_iter(&text).collect::<Result<Vec<_>, _>>();
+    let read = read.and_then(|read| if read.is_empty() { Err(pem::Error::NoItemsFound) } else { Ok(read) });
+    read.map_err(|error| unusable(path, &words::of_file(&error, &text, "certificate")))
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, Failure> {
+    std::fs::read(path).map_err(|error| unusable(path, &error))
 }
 
 fn unusable(path: &Path, error: &dyn std::fmt::Display) -> Failure {

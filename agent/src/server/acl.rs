@@ -72,7 +72,8 @@ impl Task {
         match self {
             Self::Source => {
                 "without +config|get settings that would get in the way are found out only when they do; with the module in the \
-                 server: +remora.status +remora.arm +remora.disarm, and +module|load for --load-module; beside Valkey 9 in cluster mode: +cluster|getslotmigrations; for --tune-server: +config|set"
+                 server: +remora.status +remora.arm +remora.disarm, and +module|load for --load-module; beside Valkey 9 in cluster mode: +cluster|getslotmigrations; for --tune-server: +config|set; +failover ends a \
+                 FAILOVER that waits for ever because only the source is attached"
             }
             Self::Replica => {
                 "+flushall is not needed with --on-failure detached; +config|set is not needed where the server has a masterauth, which \
@@ -111,13 +112,11 @@ impl Task {
         }
     }
 
-    /// What to check when TLS fails.
-    pub(super) const fn tls_options(self) -> &'static str {
+    /// What the names of the TLS options begin with, between `--` and `tls-`.
+    pub(super) const fn tls_prefix(self) -> &'static str {
         match self {
-            Self::Sentinel => {
-                "--sentinel-tls-ca and the client certificate, and that the port is the Sentinel's tls-port"
-            }
-            _ => "--tls-ca, --tls-server-name and the client certificate, and that the port is the server's tls-port",
+            Self::Sentinel => "sentinel-",
+            _ => "",
         }
     }
 

@@ -9,6 +9,7 @@ use clap::{
 };
 
 use super::{Credentials, Server, ServerUrl, SetupError, Task, TlsOptions, UrlError};
+use crate::x509::Fingerprint;
 
 /// `--server` and its login.
 #[derive(Clone, Debug, Args)]
@@ -48,9 +49,16 @@ pub struct TlsArgs {
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     pub tls_key: Option<PathBuf>,
 
-    /// The name to expect in the server's certificate, if not the host of its address.
+    /// The name to expect in the server's certificate, if not the host of its address. For connections to servers; those
+    /// between agents have --source-name and --peer-name.
     #[arg(long, value_name = "NAME")]
     pub tls_server_name: Option<String>,
+
+    /// The fingerprint of the server's certificate, as `openssl x509 -noout -fingerprint -sha256` prints it, instead of a
+    /// name and an authority: for certificates that no name fits. May be repeated, also for the primary's certificate. For
+    /// connections to servers; those between agents have --source-key.
+    #[arg(long = "tls-pin", value_name = "sha256:HEX", conflicts_with = "tls_server_name")]
+    pub tls_pins: Vec<Fingerprint>,
 }
 
 /// Parses an address from the command line. clap's own message would repeat the argument, which may contain a password.
@@ -84,6 +92,7 @@ impl TlsArgs {
             certificate: self.tls_cert.clone(),
             key: self.tls_key.clone(),
             server_name: self.tls_server_name.clone(),
+            pins: self.tls_pins.clone(),
             prefix: "",
         }
     }

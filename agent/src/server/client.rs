@@ -92,10 +92,13 @@ impl Server {
     pub(super) async fn connect_with(&self, sockets: Sockets) -> Result<Client, ServerError> {
         match time::timeout(CONNECT_TIMEOUT, self.connect_unhurried(sockets)).await {
             Ok(result) => result,
-            Err(_) => Err(self.unreachable(io::Error::new(
-                io::ErrorKind::TimedOut,
-                format!("no connection within {} s", CONNECT_TIMEOUT.as_secs()),
-            ))),
+            Err(_) => {
+                // A port without TLS waits for the end of a line that never comes.
+                let tls =
+                    if self.0.tls.is_some() { " with TLS: check that the port is the server's tls-port" } else { "" };
+                let text = format!("no connection within {} s{tls}", CONNECT_TIMEOUT.as_secs());
+                Err(self.unreachable(io::Error::new(io::ErrorKind::TimedOut, text)))
+            }
         }
     }
 
@@ -259,9 +262,13 @@ impl Client {
 
     /// Sends `INFO`, or `INFO` with a section.
     pub async fn info(&mut self, section: &str) -> Result<Info, ServerError> {
-        let frame =
-            if section.is_empty() { self.command(&["INFO"]).await? } else { self.command(&["INFO", section]).await? };
-        match frame {
+        let sections = if section.is_empty() { &[][..] } else { &[section] };
+        self.info_of(sections).await
+    }
+
+    /// Sends `INFO` with these sections. Servers before Redis 7.0 take one at most.
+    pub async fn info_of(&mut self, sections: &[&str]) -> Result<Info, ServerError> {
+        match self.command(&[&["INFO"], sections].concat()).await? {
             Frame::Bulk(text) => Ok(Info::parse(&text)),
             other => Err(self.unexpected("INFO", &other)),
         }

@@ -10,6 +10,7 @@ use std::{fmt, io, path::PathBuf, time::Duration};
 use super::acl::Task;
 use super::refusals::{self, RefusalKind};
 use crate::exit::{Code, Failure};
+use crate::x509::words;
 
 /// An option or a file that cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -79,7 +80,7 @@ pub enum ServerError {
         cause: io::Error,
     },
     /// The TLS handshake failed.
-    #[error("TLS with the server {server} failed: {cause}; check {}", task.tls_options())]
+    #[error("TLS with the server {server} failed: {}", words::with_server(cause, task.tls_prefix()))]
     Tls {
         /// Its address.
         server: String,

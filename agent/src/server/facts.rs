@@ -3,7 +3,7 @@
 //! Every fact is optional: old servers report less, and renamed or managed ones hide things. A caller that needs a
 //! missing fact reports that; it never guesses.
 
-use std::{fmt, str::FromStr};
+use std::{fmt, str::FromStr, time::Duration};
 
 use remora_redis::{ReplId, info::Info};
 
@@ -57,6 +57,8 @@ pub struct Facts {
     pub backlog: Option<Backlog>,
     /// The number of connected replicas.
     pub connected_replicas: Option<u32>,
+    /// The server is being shut down, and waits for its replicas for this long at most (Redis since 7.0, and Valkey).
+    pub shutdown_in: Option<Duration>,
 }
 
 impl Facts {
@@ -104,7 +106,15 @@ impl Facts {
             modules: info.modules().to_vec(),
             backlog: Backlog::of(info),
             connected_replicas: info.number("connected_slaves"),
+            shutdown_in: info
+                .number::<i64>("shutdown_in_milliseconds")
+                .map(|left| Duration::from_millis(left.max(0).unsigned_abs())),
         }
+    }
+
+    /// Why no replica is to be sent to this server now, if it is being shut down.
+    pub(crate) fn ends(&self) -> Option<String> {
+        self.shutdown_in.map(|_| "the server is being shut down".to_owned())
     }
 
     /// Whether the server answers `PSYNC <history> <next>` with `+CONTINUE`, as far as histories are concerned: the

@@ -32,6 +32,7 @@ pub(crate) mod refusals;
 pub(crate) mod simulated;
 mod stream;
 mod tls;
+mod trust;
 mod url;
 
 pub(crate) use self::args::UrlParser;

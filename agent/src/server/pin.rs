@@ -115,7 +115,7 @@ async fn hold(
         }
         // A server that gives no answer is asked no more. The time limit stays.
         let Some(asked) = client.as_mut() else { continue };
-        let Ok(info) = asked.info("replication").await else {
+        let Ok(info) = asked.info_of(&["server", "replication"]).await else {
             client = None;
             continue;
         };
@@ -130,6 +130,10 @@ async fn hold(
                 server = %server.url(),
                 "the server has dropped what a link was to keep for replicas on their way: it has closed the link, or its history \
                  has changed"
+            ),
+            Some(Released::Ends) => tracing::info!(
+                server = %server.url(),
+                "the server is being shut down: the link that keeps its backlog for replicas is closed"
             ),
             Some(Released::Late) => {}
         }

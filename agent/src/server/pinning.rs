@@ -201,6 +201,8 @@ pub(crate) enum Released {
     TooMuch(u64),
     /// The server has dropped what it was to keep: it has closed the link, or has another history.
     Lost,
+    /// The server is being shut down, and would wait for this link: it acknowledges nothing.
+    Ends,
 }
 
 impl Bounds {
@@ -222,6 +224,9 @@ impl Bounds {
         }
         if !self.extent.is_kept(facts, &self.sizes) {
             return Some(Released::Lost);
+        }
+        if facts.ends().is_some() {
+            return Some(Released::Ends);
         }
         let held = facts.backlog?.end().saturating_sub(self.extent.from);
         (held >= self.bytes).then_some(Released::TooMuch(held))
@@ -268,6 +273,10 @@ impl<L: Link> Book<L> {
     /// Whether the server, which has just said these facts, would continue a replica at this position, for long enough
     /// that it can go there.
     pub(crate) fn ask(&mut self, now: Instant, facts: &Facts, at: &Position) -> Next {
+        if let Some(why) = facts.ends() {
+            self.release();
+            return Next::Answer(Err(why));
+        }
         self.open.retain(|pin| pin.lives(now) && pin.extent.is_kept(facts, &self.sizes));
         let estimate = facts.covers(at.history, at.offset, at.rate);
         if !facts.continues(at.history, at.offset.saturating_add(1)) {
@@ -593,6 +602,21 @@ mod tests {
         let none = OutputLimit::parse("slave 0 0 0").unwrap();
         let bounds = Bounds::of(now, extent, KEEP_LIMIT, &none, &PinSizes::SERVERS);
         assert_eq!(bounds.look(now, &kept(BYTES_LIMIT)), Some(Released::TooMuch(BYTES_LIMIT)));
+    }
+
+    #[test]
+    fn a_server_that_is_being_shut_down_is_left_and_no_replica_is_sent_to_it() {
+        let (mut book, now, at) = (Book::new(PinSizes::SERVERS), Instant::now(), position(21 * MIB - 1));
+        let running = facts(20 * MIB, MIB);
+        ask(&mut book, now, &running, at).unwrap();
+        let extent = Extent::of(&running, at.history, At::Offset(at.offset), &PinSizes::SERVERS).unwrap();
+        let bounds = Bounds::of(now, extent, KEEP_LIMIT, &OutputLimit::DEFAULT, &PinSizes::SERVERS);
+        let ending = Facts { shutdown_in: Some(Duration::from_secs(9)), ..running.clone() };
+        assert_eq!(bounds.look(now, &running), None);
+        assert_eq!(bounds.look(now, &ending), Some(Released::Ends));
+        assert!(ask(&mut book, now, &ending, at).unwrap_err().contains("shut down"));
+        assert!(book.open.is_empty());
+        assert_eq!(ask(&mut book, now, &running, at), Ok(()), "it was called off (SHUTDOWN ABORT)");
     }
 
     #[test]

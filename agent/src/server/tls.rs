@@ -1,7 +1,8 @@
 //! TLS to a server: the trusted authorities, the client certificate, and the name expected of the server.
 //!
 //! This uses rustls with ring. Without `--tls-ca` the system's authorities are trusted. No option disables the check of
-//! the server's certificate: to trust a server with a self-signed certificate, name that certificate as the CA.
+//! the server's certificate: to trust a server with a self-signed certificate, name that certificate as the CA, or its
+//! fingerprint. [`Trust`] decides.
 
 use std::{
     path::{Path, PathBuf},
@@ -10,10 +11,14 @@ use std::{
 
 use rustls::{
     ClientConfig, RootCertStore,
-    pki_types::{CertificateDer, PrivateKeyDer, ServerName, pem::PemObject},
+    crypto::CryptoProvider,
+    pki_types::{CertificateDer, PrivateKeyDer, ServerName, pem, pem::PemObject},
 };
 
 use super::error::SetupError;
+use super::trust::Trust;
+use crate::x509::Fingerprint;
+use crate::x509::words::{self, Asked};
 
 /// Files and names for TLS, as given.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -26,6 +31,8 @@ pub struct TlsOptions {
     pub key: Option<PathBuf>,
     /// The name to expect in the server's certificate, if not the host of its address.
     pub server_name: Option<String>,
+    /// Fingerprints of servers' certificates. If there are any, they replace the check of name and authority.
+    pub pins: Vec<Fingerprint>,
     /// What the options' names on the command line begin with, between `--` and `tls-`.
     pub prefix: &'static str,
 }
@@ -45,72 +52,106 @@ impl TlsOptions {
             (self.certificate.is_some(), "cert"),
             (self.key.is_some(), "key"),
             (self.server_name.is_some(), "server-name"),
+            (!self.pins.is_empty(), "pin"),
         ];
-        given.into_iter().find(|(given, _)| *given).map(|(_, option)| format!("--{}tls-{option}", self.prefix))
+        given.into_iter().find(|(given, _)| *given).map(|(_, option)| self.option(option))
     }
 
     /// Reads the files and sets up TLS for a server on `host`.
     pub(super) fn prepare(&self, host: &str) -> Result<TlsSetup, SetupError> {
-        let builder = ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let name = self.server_name.as_deref().unwrap_or(host).to_owned();
+        let builder = ClientConfig::builder_with_provider(provider.clone())
             .with_safe_default_protocol_versions()
             .map_err(|error| SetupError::Tls(error.to_string()))?
-            .with_root_certificates(self.roots()?);
+            .dangerous()
+            .with_custom_certificate_verifier(Arc::new(self.trust(&name, &provider)?));
         let config = match (&self.certificate, &self.key) {
             (None, None) => builder.with_no_client_auth(),
             (Some(certificate), Some(key)) => {
                 builder.with_client_auth_cert(read_certificates(certificate)?, read_key(key)?).map_err(|error| {
-                    SetupError::Tls(format!("{} and {}: {error}", certificate.display(), key.display()))
+                    let (certificate, key) = (certificate.display(), key.display());
+                    let [cert, of_key] = ["cert", "key"].map(|name| self.option(name));
+                    SetupError::Tls(format!("{certificate} ({cert}) and {key} ({of_key}): {}", words::of_pair(&error)))
                 })?
             }
-            (Some(_), None) => return Err(SetupError::Tls("--tls-cert needs --tls-key".into())),
-            (None, Some(_)) => return Err(SetupError::Tls("--tls-key needs --tls-cert".into())),
+            (Some(_), None) => {
+                return Err(SetupError::Tls(format!("{} needs {}", self.option("cert"), self.option("key"))));
+            }
+            (None, Some(_)) => {
+                return Err(SetupError::Tls(format!("{} needs {}", self.option("key"), self.option("cert"))));
+            }
         };
-        let name = self.server_name.as_deref().unwrap_or(host).to_owned();
         let name = ServerName::try_from(name.clone()).map_err(|_| {
             SetupError::Tls(format!(
-                "{name} is not a valid name of a server certificate; set another one with --tls-server-name"
+                "{name} is not a valid name of a server certificate; set another one with {}",
+                self.option("server-name")
             ))
         })?;
         Ok(TlsSetup { config: Arc::new(config), name })
     }
 
-    fn roots(&self) -> Result<RootCertStore, SetupError> {
-        let mut roots = RootCertStore::empty();
+    fn option(&self, name: &str) -> String {
+        format!("--{}tls-{name}", self.prefix)
+    }
+
+    /// What decides about the server's certificate.
+    fn trust(&self, name: &str, provider: &Arc<CryptoProvider>) -> Result<Trust, SetupError> {
+        let authorities = self.ca.as_ref().map(|path| path.display().to_string());
+        let asked = Asked { name: name.to_owned(), authorities, prefix: self.prefix };
+        if !self.pins.is_empty() {
+            return Ok(Trust::pinned(&self.pins, asked, provider));
+        }
+        let (mut roots, mut named) = (RootCertStore::empty(), Vec::new());
         match &self.ca {
             Some(path) => {
-                for certificate in read_certificates(path)? {
-                    roots.add(certificate).map_err(|error| SetupError::Tls(format!("{}: {error}", path.display())))?;
+                named = read_certificates(path)?;
+                for certificate in &named {
+                    roots.add(certificate.clone()).map_err(|error| {
+                        SetupError::Tls(format!(
+                            "{} ({}): {}",
+                            path.display(),
+                            self.option("ca"),
+                            words::of_pair(&error)
+                        ))
+                    })?;
                 }
             }
             None => {
                 roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
                 if roots.is_empty() {
                     return Err(SetupError::Tls(format!(
-                        "the system has no trusted certificate authorities: give --{}tls-ca",
-                        self.prefix
+                        "the system has no trusted certificate authorities: give {}",
+                        self.option("ca")
                     )));
                 }
             }
         }
-        Ok(roots)
+        Trust::of(roots, named, asked, provider).map_err(SetupError::Tls)
     }
 }
 
 fn read_certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, SetupError> {
     let text = read(path, "certificate file")?;
     let certificates: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&text).collect();
+    let unusable = |error| of_file(path, &error, &text, "certificate");
     match certificates {
-        Ok(certificates) if certificates.is_empty() => {
+        Ok(certificates) if certificates.is_empty() && text.trim_ascii().is_empty() => {
             Err(SetupError::Empty { what: "certificate file", path: path.to_owned() })
         }
+        Ok(certificates) if certificates.is_empty() => Err(unusable(pem::Error::NoItemsFound)),
         Ok(certificates) => Ok(certificates),
-        Err(error) => Err(SetupError::Tls(format!("{}: {error}", path.display()))),
+        Err(error) => Err(unusable(error)),
     }
 }
 
 fn read_key(path: &Path) -> Result<PrivateKeyDer<'static>, SetupError> {
     let text = read(path, "key file")?;
-    PrivateKeyDer::from_pem_slice(&text).map_err(|error| SetupError::Tls(format!("{}: {error}", path.display())))
+    PrivateKeyDer::from_pem_slice(&text).map_err(|error| of_file(path, &error, &text, "private key"))
+}
+
+fn of_file(path: &Path, error: &pem::Error, text: &[u8], wanted: &str) -> SetupError {
+    SetupError::Tls(format!("the file {} cannot be used: {}", path.display(), words::of_file(error, text, wanted)))
 }
 
 fn read(path: &Path, what: &'static str) -> Result<Vec<u8>, SetupError> {

@@ -279,6 +279,7 @@ impl<K: Copy + PartialEq> Pins for Pinning<K> {
                     Released::Late => "pin: its time was over",
                     Released::TooMuch(_) => "pin: it held back half of what the server permits",
                     Released::Lost => "pin: the server kept nothing for it",
+                    Released::Ends => "pin: the server was shut down",
                 });
                 world.promises.disturbed(world.now);
                 held.is_open.upgrade().iter().for_each(|is_open| is_open.set(false));

@@ -11,6 +11,7 @@ use super::capture::{CaptureError, CaptureEvent, MethodHistory, ModuleRules, Pla
 use super::captured::Captured;
 use super::links;
 use super::machine::Format;
+use super::presence;
 use super::tables::{JOURNAL_REGION, SNAPSHOT_REGION};
 use super::tuning::Tuning;
 use crate::args::SourceArgs;
@@ -67,6 +68,7 @@ pub(super) async fn first_look(args: &SourceArgs) -> Result<(Captured, Facts, Me
     if let Some(why) = why_not_as_its_primary(&mut client).await? {
         return Err(Failure::refused(why));
     }
+    presence::warn_of_min_replicas(&mut client).await;
     drop(client);
     let methods = Methods::of(args, &server, &facts).await?;
     Ok((captured, facts, methods))
@@ -151,6 +153,7 @@ pub(super) fn plan(source: &Source, generation: u64, with_stream: bool, own_form
         gauge: source.gauge.clone(),
         events: source.events.clone(),
         stop: Arc::new(AtomicBool::new(false)),
+        presence: source.questions.presence.shared(),
         runtime: tokio::runtime::Handle::current(),
     }
 }

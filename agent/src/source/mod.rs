@@ -20,6 +20,7 @@
 //!   the source ask it; [`rate`] measures how fast it writes;
 //!   [`status`] is for `remora status`, and [`metrics`](mod@metrics) for Prometheus and probes. [`ahead`] estimates how
 //!   long the snapshot will be.
+//! - [`presence`]: what the server does because of the source's links, and what the source does about it.
 //! - [`descriptors`] checks the limit of open descriptors. [`kept`] has the service manager keep a snapshot for the
 //!   next process, and [`socket`] takes a port that the service manager keeps open.
 //! - [`topology`] decides which replica reads the snapshot from which other one.
@@ -42,6 +43,7 @@ pub(crate) mod machine;
 mod metrics;
 mod output_buffer;
 mod peers;
+pub(crate) mod presence;
 mod probe_region;
 mod questions;
 mod rate;
@@ -295,6 +297,7 @@ impl Source {
                     self.rate.sample(Instant::now(), self.gauge.journal().1);
                     links::look(&mut self);
                     ahead::look(&mut self);
+                    presence::look(&mut self);
                     self.apply(Event::Tick)?;
                     let moved = self.topology.tick(Instant::now(), self.gauge.published_slots());
                     self.assign(&moved);

@@ -60,6 +60,11 @@ impl Threads {
         self.threads.iter().any(|thread| thread.generation == generation && thread.follows_stream)
     }
 
+    /// Whether a thread may have a link to the server.
+    pub(super) fn hold_links(&self) -> bool {
+        self.threads.iter().any(|thread| !thread.stop.load(Ordering::Relaxed) && !thread.thread.is_finished())
+    }
+
     /// Tells the capture of that generation to stop.
     pub(super) fn stop(&self, generation: u64) {
         self.stop_if(|thread| thread.generation == generation);

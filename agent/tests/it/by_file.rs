@@ -65,12 +65,12 @@ impl Scene {
     }
 
     /// A delivery to a server whose configuration has no primary yet.
-    fn deliver_to_new(&self, server: &Server, more: &[&str]) -> Agent {
+    pub(crate) fn deliver_to_new(&self, server: &Server, more: &[&str]) -> Agent {
         self.deliver(&server.url(), &[&["--write-replicaof", &self.include()], more].concat())
     }
 
     #[track_caller]
-    fn wait_for_the_command(&self, agent: &mut Agent) {
+    pub(crate) fn wait_for_the_command(&self, agent: &mut Agent) {
         let waited = wait_until("the restart command", LONG, || {
             assert!(agent.ended()?.is_none(), "{}", agent.output());
             Ok(if self.wanted().exists() { Ok(()) } else { Err(String::new()) })

@@ -12,7 +12,7 @@ use remora_lab::{Kind, Server, assert_same_data, require};
 use crate::kit::{LONG, Source, ends, fill, number, primary, says, syncs};
 
 /// Waits until the primary has one replica, to which it sends its stream, and returns the line that describes it.
-fn online(primary: &Server) -> String {
+pub(crate) fn online(primary: &Server) -> String {
     wait_until("the primary to send the source its stream", LONG, || {
         let line = primary.fact("slave0").unwrap_or_default();
         Ok(if line.contains("state=online") { Ok(line) } else { Err(line) })
@@ -22,7 +22,7 @@ fn online(primary: &Server) -> String {
 
 /// Makes the primary write a replication stream, which it does from its first replica on. The writes of a primary that
 /// never had one are at offset 0, which every replica has acknowledged.
-fn give_a_backlog(primary: &Server) {
+pub(crate) fn give_a_backlog(primary: &Server) {
     let first = Server::start(primary.kind()).unwrap();
     first.replicate(primary).unwrap();
     first.wait_for_link(LONG).unwrap();
@@ -89,45 +89,13 @@ fn wait_on_a_valkey_that_offers_two_channels_never_counts_a_source() {
 }
 
 /// Starts a source of this primary, and waits until the primary sends it its stream, which has begun.
-fn attached(primary: &Server) -> Source {
+pub(crate) fn attached(primary: &Server) -> Source {
     give_a_backlog(primary);
     primary.client().unwrap().ok(&["SET", "key", "1"]).unwrap();
     let mut source = Source::start(primary, &["--memory", "16MiB", "--eager"]);
     source.wait_for_snapshot();
     online(primary);
     source
-}
-
-/// Sends `SHUTDOWN` with these words, and waits for the primary's end. Returns how long that took.
-fn shut_down(primary: &mut Server, words: &[&str]) -> Duration {
-    let began = Instant::now();
-    primary.client().unwrap().send(&[&["SHUTDOWN", "NOSAVE"], words].concat()).unwrap();
-    let look = || Ok(primary.ended()?.ok_or("it runs".to_string()));
-    let status = wait_until("the primary to end", LONG, look).unwrap();
-    assert!(status.success(), "{status}");
-    began.elapsed()
-}
-
-#[test]
-#[ignore = "long: make test-all"]
-fn a_primary_that_is_shut_down_waits_for_a_source_for_its_shutdown_timeout() {
-    for kind in require::kinds() {
-        let with_timeout = |seconds: u64| primary(kind).config("shutdown-timeout", seconds).start().unwrap();
-        let mut waits = with_timeout(3);
-        let _source = attached(&waits);
-        let took = shut_down(&mut waits, &[]);
-        // Servers count in ticks of a tenth of a second.
-        assert!(took > Duration::from_millis(2500), "{kind}: {took:?}\n{}", waits.log());
-        assert!(waits.log().contains("0 of 1 replicas are in sync"), "{kind}: {}", waits.log());
-
-        // Longer than a wait in a test may take.
-        let mut at_once = with_timeout(10 * LONG.as_secs());
-        let _source = attached(&at_once);
-        shut_down(&mut at_once, &["NOW"]);
-        let mut alone = with_timeout(10 * LONG.as_secs());
-        attached(&alone).stop();
-        shut_down(&mut alone, &[]);
-    }
 }
 
 #[test]
@@ -141,6 +109,7 @@ fn min_replicas_to_write_counts_a_source() {
         assert!(writes().is_err_and(|refused| refused.contains("NOREPLICAS")), "{kind}");
         let source = Source::start(&primary, &["--memory", "16MiB", "--eager"]);
         online(&primary);
+        says(&source.agent.output(), &["the server has min-replicas-to-write", "one replica fewer"]);
         // The primary counts in its cron, once a second.
         wait_until("the primary to accept writes", LONG, || Ok(writes())).unwrap();
         // It is counted by its acknowledgements, also long after it has come.

@@ -68,7 +68,7 @@ use remora_table::State;
 pub(crate) use self::journal::Journal;
 pub(crate) use self::method::{Method, MethodHistory, ModuleRules};
 pub(crate) use self::plan::{CaptureError, CaptureEvent, Plan};
-use self::plan::{SILENCE_LIMIT, Stop};
+use self::plan::{SILENCE_LIMIT, Stop, TICK};
 #[cfg(any(test, feature = "simulation"))]
 pub(crate) use self::snapshot::Intake;
 pub(crate) use self::snapshot_file::SnapshotFile;
@@ -95,15 +95,16 @@ pub(crate) struct Capture {
 
 impl Capture {
     pub(crate) fn new(plan: Plan) -> Capture {
-        let stop = Stop::new(plan.stop.clone());
+        let stop = Stop::new(plan.stop.clone()).with(plan.presence.clone());
         Capture { plan, stop, silence_limit: SILENCE_LIMIT, imports_over: BTreeSet::new() }
     }
 
     /// Runs the capture to its end. It is meant to be the body of a thread. A panic, which is a bug, ends the snapshot
     /// or the stream with an event as any other error does: the source's loop would wait for it without end.
     pub(crate) fn run(self) {
-        let taken = caught(|| self.beside_a_suitable_server()?.without_imports()?.take_snapshot())
-            .unwrap_or_else(|text| Err(CaptureError::Panicked(text)));
+        let taken =
+            caught(|| self.not_while_the_server_ends()?.beside_a_suitable_server()?.without_imports()?.take_snapshot())
+                .unwrap_or_else(|text| Err(CaptureError::Panicked(text)));
         self.plan.tuning.end(&self.plan.runtime);
         match taken {
             Ok(Following::AnotherCapture) => {}
@@ -122,6 +123,16 @@ impl Capture {
     /// far. It is meant to be the body of a thread.
     pub(crate) fn go_on(self, journal: Journal) {
         self.follow(|| Follower::unconnected(&self, journal).run());
+    }
+
+    /// The capture, of a server that is not being shut down. Waits for the end of that, or until the capture is stopped.
+    fn not_while_the_server_ends(&self) -> Result<&Capture, CaptureError> {
+        let stop = self.stop.without_presence();
+        while self.plan.presence.leaves_at().is_some() {
+            stop.check()?;
+            std::thread::sleep(TICK);
+        }
+        Ok(self)
     }
 
     /// The capture, of the server that the source is to sit beside now: a fail-over may just have happened.
@@ -152,7 +163,7 @@ impl Capture {
         self.plan.runtime.block_on(async {
             tokio::select! {
                 done = work => Ok(done?),
-                () = self.stop.wait() => Err(CaptureError::Stopped),
+                why = self.stop.wait() => Err(why),
             }
         })
     }

@@ -16,6 +16,7 @@ use crate::server::{OutputLimit, Server, ServerError, Task, refusals};
 use crate::source::captured::Captured;
 use crate::source::gauge::Gauge;
 use crate::source::output_buffer::REMEDY;
+use crate::source::presence::Presence;
 use crate::source::sealing::{RemoteTable, SealedTable};
 use crate::source::tuning::Tuning;
 use crate::units::Size;
@@ -64,6 +65,8 @@ pub(crate) struct Plan {
     pub(crate) events: UnboundedSender<CaptureEvent>,
     /// Set by the source's loop to end the capture.
     pub(crate) stop: Arc<AtomicBool>,
+    /// Says when the server is to be without our links.
+    pub(crate) presence: Arc<Presence>,
     /// For the asynchronous parts of connecting (name look-up, TLS).
     pub(crate) runtime: tokio::runtime::Handle,
 }
@@ -142,6 +145,9 @@ pub(crate) enum CaptureError {
     /// The table refused a call: a bug of the source.
     #[error(transparent)]
     Table(#[from] remora_table::Error),
+    /// The server is being shut down, and waits for its replicas before it ends.
+    #[error("the server is being shut down; another snapshot is requested when it is back")]
+    ServerEnds,
     /// The source stopped the capture.
     #[error("stopped")]
     Stopped,
@@ -160,6 +166,7 @@ impl CaptureError {
             | CaptureError::OutputBuffer { .. }
             | CaptureError::ImportsSlots { .. }
             | CaptureError::Outgrown
+            | CaptureError::ServerEnds
             | CaptureError::Module(_)
             | CaptureError::Panicked(_)
             | CaptureError::HistoryChanged { .. } => true,
@@ -182,39 +189,61 @@ fn advice_for(error: &client::Error) -> String {
     }
 }
 
-/// What ends a capture early: the source's loop, and for a stream beside a snapshot also the snapshot's failure.
+/// What ends a capture early: the source's loop, for a snapshot also the server's end, and for a stream beside a
+/// snapshot also the snapshot's failure.
 #[derive(Clone)]
 pub(super) struct Stop {
     stopped: Arc<AtomicBool>,
     abandoned: Option<Arc<AtomicBool>>,
+    presence: Option<Arc<Presence>>,
 }
 
 impl Stop {
     /// A stop that `stopped` sets.
     pub(super) fn new(stopped: Arc<AtomicBool>) -> Stop {
-        Stop { stopped, abandoned: None }
+        Stop { stopped, abandoned: None, presence: None }
+    }
+
+    /// A stop that the end of the server sets too.
+    pub(super) fn with(self, presence: Arc<Presence>) -> Stop {
+        Stop { presence: Some(presence), ..self }
+    }
+
+    /// A stop that the end of the server does not set.
+    pub(super) fn without_presence(&self) -> Stop {
+        Stop { presence: None, ..self.clone() }
     }
 
     /// A stop that `abandoned` sets too.
     pub(super) fn or(&self, abandoned: Arc<AtomicBool>) -> Stop {
-        Stop { stopped: self.stopped.clone(), abandoned: Some(abandoned) }
+        Stop { abandoned: Some(abandoned), ..self.clone() }
     }
 
     /// Whether the capture has to end.
     pub(super) fn is_set(&self) -> bool {
-        self.stopped.load(Ordering::Relaxed) || self.abandoned.as_ref().is_some_and(|flag| flag.load(Ordering::Relaxed))
+        self.check().is_err()
     }
 
-    /// Waits until the stop is set.
-    pub(super) async fn wait(&self) {
-        while !self.is_set() {
-            tokio::time::sleep(TICK).await;
+    /// Waits until the stop is set, and returns why.
+    pub(super) async fn wait(&self) -> CaptureError {
+        loop {
+            match self.check() {
+                Ok(()) => tokio::time::sleep(TICK).await,
+                Err(why) => return why,
+            }
         }
     }
 
-    /// Fails with [`CaptureError::Stopped`] if the stop is set.
+    /// Fails if the stop is set.
     pub(super) fn check(&self) -> Result<(), CaptureError> {
-        if self.is_set() { Err(CaptureError::Stopped) } else { Ok(()) }
+        let is_abandoned = self.abandoned.as_ref().is_some_and(|flag| flag.load(Ordering::Relaxed));
+        if self.stopped.load(Ordering::Relaxed) || is_abandoned {
+            return Err(CaptureError::Stopped);
+        }
+        match self.presence.as_ref().and_then(|presence| presence.leaves_at()) {
+            Some(_) => Err(CaptureError::ServerEnds),
+            None => Ok(()),
+        }
     }
 }
 

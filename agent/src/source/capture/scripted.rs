@@ -128,6 +128,7 @@ impl Rig {
             gauge: Arc::new(Gauge::default()),
             events: sender,
             stop: Arc::new(AtomicBool::new(false)),
+            presence: Arc::default(),
             runtime: runtime.handle().clone(),
         };
         let capture = Capture { silence_limit: LONG, ..Capture::new(plan) };

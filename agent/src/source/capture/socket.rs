@@ -193,6 +193,20 @@ impl Socket {
         }
     }
 
+    /// Ends our direction of the connection. The server then closes it, after what it has sent.
+    pub(crate) fn end_writing(&mut self) -> io::Result<()> {
+        match &mut self.link {
+            Link::Plain(socket) => Ok(rustix::net::shutdown(&*socket, rustix::net::Shutdown::Write)?),
+            Link::Tls(stream, runtime) => runtime.block_on(async {
+                tokio::time::timeout(WRITE_LIMIT, stream.shutdown())
+                    .await
+                    .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+            }),
+            #[cfg(any(test, feature = "simulation"))]
+            Link::Pieces(_) => Ok(()),
+        }
+    }
+
     /// Writes all bytes. A write that makes no progress fails after [`WRITE_LIMIT`].
     pub(crate) fn write_all(&mut self, bytes: &[u8]) -> io::Result<()> {
         match &mut self.link {

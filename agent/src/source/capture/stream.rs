@@ -14,7 +14,7 @@ use super::Capture;
 use super::journal::Journal;
 use super::plan::{CaptureError, CaptureEvent, TICK};
 use super::psync_link::{PsyncLink, is_same_history};
-use super::socket::Socket;
+use super::socket::{Received, Socket};
 use crate::backoff::Backoff;
 use crate::server::{Facts, Server};
 
@@ -23,6 +23,15 @@ const STREAM_READ_BYTES: usize = 256 * 1024;
 
 /// The phase of a capture that this module is about, for its errors.
 pub(super) const DURING: &str = "stream";
+
+/// How long the server may take to close a link whose other end was closed: it does that in the same millisecond.
+const LEAVE_LIMIT: Duration = Duration::from_secs(1);
+
+/// The capture of a thread that follows the stream. A server that is being shut down does not stop it: it closes its
+/// link, and waits.
+fn following(capture: &Capture) -> Capture {
+    Capture { stop: capture.stop.without_presence(), ..capture.clone() }
+}
 
 /// Which thread follows the stream once a snapshot is complete.
 pub(super) enum Following {
@@ -49,13 +58,13 @@ impl Follower {
     pub(super) fn new(capture: &Capture, socket: Socket, journal: Journal) -> Follower {
         let is_waited_for = capture.plan.may_import_slots && capture.plan.reader_version.is_some();
         let written = Written::new(journal.written());
-        Follower { capture: capture.clone(), socket: Some(socket), journal, is_waited_for, written }
+        Follower { capture: following(capture), socket: Some(socket), journal, is_waited_for, written }
     }
 
     /// One that connects first, and asks for the journal's next byte.
     pub(super) fn unconnected(capture: &Capture, journal: Journal) -> Follower {
         let written = Written::new(journal.written());
-        Follower { capture: capture.clone(), socket: None, journal, is_waited_for: false, written }
+        Follower { capture: following(capture), socket: None, journal, is_waited_for: false, written }
     }
 
     /// Makes `abandoned` stop the follower too.
@@ -70,10 +79,22 @@ impl Follower {
         let mut backoff = Backoff::from_system();
         loop {
             let Err(broke) = self.pour();
-            if matches!(broke, CaptureError::Stopped) {
-                return self.journal.abort();
+            match broke {
+                CaptureError::Stopped => return self.journal.abort(),
+                CaptureError::ServerEnds => {
+                    tracing::info!(
+                        offset = self.journal.end_offset() - 1,
+                        "the server is being shut down: the source has all bytes up to this offset and has closed its link, so that the \
+                         server does not wait for it"
+                    );
+                    if self.capture.not_while_the_server_ends().is_err() {
+                        return self.journal.abort();
+                    }
+                }
+                _ => {
+                    tracing::warn!(%broke, offset = self.journal.end_offset(), "the stream broke; resuming it at the next byte");
+                }
             }
-            tracing::warn!(%broke, offset = self.journal.end_offset(), "the stream broke; resuming it at the next byte");
             match self.reconnect(&mut backoff) {
                 Ok(()) => {
                     backoff.reset();
@@ -108,6 +129,9 @@ impl Follower {
             let Some(socket) = &mut self.socket else {
                 return Err(CaptureError::Link { during: DURING, cause: "the source was started again".into() });
             };
+            if self.capture.plan.presence.leaves_at().is_some_and(|offset| self.journal.end_offset() > offset) {
+                return Err(self.leave());
+            }
             if let Some(ack) = acks.due(Instant::now()) {
                 socket.write_all(&ack).map_err(link)?;
             }
@@ -122,6 +146,28 @@ impl Follower {
                 }
             }
         }
+    }
+
+    /// Closes the link to a server that waits for it, and for nothing else that it has sent: what arrives until the
+    /// server has closed its end is appended. An acknowledgement of these bytes would do as well for the server, and
+    /// would be one for `WAIT` too.
+    fn leave(&mut self) -> CaptureError {
+        let Some(mut socket) = self.socket.take() else { return CaptureError::ServerEnds };
+        let (until, mut buffer) = (Instant::now() + LEAVE_LIMIT, vec![0; STREAM_READ_BYTES]);
+        let mut is_open = socket.end_writing().is_ok();
+        while is_open && Instant::now() < until && !self.capture.stop.is_set() {
+            match socket.read(&mut buffer) {
+                Ok(Received::Bytes(n)) => {
+                    self.journal.written_since(self.written.read(Instant::now(), Some(n), buffer.len()));
+                    if let Err(error) = self.journal.append(&buffer[..n], &self.capture.plan.gauge) {
+                        return error.into();
+                    }
+                }
+                Ok(Received::Idle) => {}
+                Ok(Received::End) | Err(_) => is_open = false,
+            }
+        }
+        CaptureError::ServerEnds
     }
 
     /// Goes on over a connection that the server does not wait for.

@@ -176,7 +176,7 @@ impl Capture {
         let (client, offer, facts) = match asked {
             Ok(asked) => asked,
             Err(error) => {
-                if !matches!(error, CaptureError::Stopped) {
+                if !matches!(error, CaptureError::Stopped | CaptureError::ServerEnds) {
                     tracing::warn!(%error, "cannot determine whether the server has loaded the module");
                 }
                 return Err(format!("it is not known whether the server has the module: {error}"));

@@ -1,0 +1,359 @@
+//! The ways in which people make certificates for servers, and what comes of each: the table in docs/operating.md. The
+//! files in `certificates/` were made by the commands in `certificates/make`; the others are made here.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose,
+};
+use remora_agent::server::{Credentials, Server, SetupError, Task, TlsOptions};
+use remora_agent::x509::Fingerprint;
+use remora_lab::tls::{Authority, Tls};
+use remora_lab::{Server as RealServer, require};
+
+use crate::kit::{Stage, ends, says};
+
+/// A file that was made by openssl.
+fn made(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/certificates").join(name)
+}
+
+/// Certificate and key that were made by openssl, with an authority that the server itself trusts.
+fn pair(certificate: &str, key: &str, ca: &str) -> Tls {
+    Tls { ca: made(ca), certificate: made(certificate), key: made(key) }
+}
+
+/// Trusts what is in this file.
+fn trusting(ca: &Path) -> TlsOptions {
+    TlsOptions { ca: Some(ca.to_owned()), ..TlsOptions::default() }
+}
+
+/// Trusts one certificate, as the message for it proposes.
+fn pinning(message: &str) -> TlsOptions {
+    let pin = message.split("--tls-pin ").nth(1).and_then(|rest| rest.split([',', ' ']).next()).unwrap_or_default();
+    TlsOptions { pins: vec![pin.parse::<Fingerprint>().unwrap()], ..TlsOptions::default() }
+}
+
+/// A real server with a certificate.
+struct Scene {
+    server: RealServer,
+    runtime: tokio::runtime::Runtime,
+}
+
+impl Scene {
+    fn new(files: &Tls) -> Scene {
+        let server = RealServer::builder(require::redis().unwrap()).tls(files.clone()).start().unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        Scene { server, runtime }
+    }
+
+    /// Connects, at this host of the loopback.
+    fn connect(&self, host: &str, tls: &TlsOptions) -> Result<(), String> {
+        let url = format!("rediss://{host}:{}", self.server.tls_port().unwrap());
+        let server = Server::new(url.parse().unwrap(), Credentials::default(), tls, Task::Source);
+        let server = server.map_err(|error: SetupError| error.to_string())?;
+        self.runtime.block_on(server.connect()).map(drop).map_err(|error| error.to_string())
+    }
+
+    #[track_caller]
+    fn accepts(&self, host: &str, tls: &TlsOptions) {
+        self.connect(host, tls).unwrap();
+    }
+
+    /// Is refused by a sentence with these parts. Returns it.
+    #[track_caller]
+    fn refuses(&self, host: &str, tls: &TlsOptions, parts: &[&str]) -> String {
+        let text = self.connect(host, tls).expect_err("it was accepted");
+        says(&text, parts);
+        says(&text, &["rediss://", &self.server.tls_port().unwrap().to_string()]);
+        is_for_people(&text);
+        text
+    }
+
+    /// Is refused by a sentence with these parts, and accepted by the fingerprint in it.
+    #[track_caller]
+    fn needs_a_pin(&self, host: &str, tls: &TlsOptions, parts: &[&str]) {
+        let text = self.refuses(host, tls, &[parts, &["--tls-pin sha256:", "openssl x509"]].concat());
+        self.accepts(host, &pinning(&text));
+    }
+}
+
+/// No text of a library's: no name of a variant, no braces.
+#[track_caller]
+fn is_for_people(text: &str) {
+    for raw in [
+        "Other",
+        "CaUsedAsEndEntity",
+        "UnsupportedCert",
+        "UnknownIssuer",
+        "InvalidCertificate",
+        "NotValid",
+        "{",
+        "Alert",
+    ] {
+        assert!(!text.contains(raw), "{raw}: {text}");
+    }
+}
+
+const HOST: &str = "127.0.0.1";
+
+#[test]
+fn a_certificate_of_one_line_works_as_its_own_authority_if_it_has_names_and_by_its_fingerprint_if_not() {
+    let Some(_) = require::redis() else { return };
+    // CA:TRUE, as `openssl req -x509` makes it, and CA:FALSE.
+    for name in ["one-line-names", "leaf-names"] {
+        let files = pair(&format!("{name}.pem"), &format!("{name}.key"), &format!("{name}.pem"));
+        let scene = Scene::new(&files);
+        for host in [HOST, "localhost"] {
+            scene.accepts(host, &trusting(&files.certificate));
+        }
+        let other = TlsOptions { server_name: Some("db1.example".into()), ..trusting(&files.certificate) };
+        scene.refuses(HOST, &other, &["is for localhost, 127.0.0.1, and not for db1.example", "--tls-server-name"]);
+        scene.needs_a_pin(HOST, &trusting(&made("test-ca.pem")), &["test-ca.pem", "--tls-ca"]);
+    }
+    let scene = Scene::new(&pair("one-line.pem", "one-line.key", "one-line.pem"));
+    let parts = ["names no host", "common name (redis) is not looked at", "subjectAltName=IP:127.0.0.1"];
+    scene.needs_a_pin(HOST, &trusting(&made("one-line.pem")), &parts);
+    // No name helps there.
+    let named = TlsOptions { server_name: Some("redis".into()), ..trusting(&made("one-line.pem")) };
+    scene.refuses(HOST, &named, &["names no host", "subjectAltName=DNS:redis"]);
+}
+
+#[test]
+fn a_certificate_of_the_first_version_is_accepted_by_its_fingerprint() {
+    let Some(_) = require::redis() else { return };
+    let scene = Scene::new(&pair("old.pem", "old.key", "old-ca.pem"));
+    let parts = ["X.509 v1", "no room for host names", "-extfile", "subjectAltName=IP:127.0.0.1"];
+    scene.needs_a_pin(HOST, &trusting(&made("old-ca.pem")), &parts);
+    // The certificate itself has no names either.
+    scene.refuses(HOST, &trusting(&made("old.pem")), &["X.509 v1"]);
+}
+
+#[test]
+fn the_servers_own_test_certificates_have_no_names() {
+    let Some(_) = require::redis() else { return };
+    let scene = Scene::new(&pair("test-server.pem", "test-server.key", "test-ca.pem"));
+    let parts = ["names no host", "common name (server-only)", "subjectAltName=IP:127.0.0.1"];
+    scene.needs_a_pin(HOST, &trusting(&made("test-ca.pem")), &parts);
+}
+
+#[test]
+fn an_address_that_the_certificate_does_not_name_is_said_and_the_name_can_be_given() {
+    let Some(_) = require::redis() else { return };
+    let stage = Stage::new();
+    let authority = Authority::new(stage.folder(), "ca").unwrap();
+    // As mkcert localhost makes it, and as cert-manager does for a Service.
+    for names in [&["localhost"][..], &["redis", "redis.data.svc", "redis.data.svc.cluster.local"]] {
+        let files = authority.sign("server", names).unwrap();
+        let scene = Scene::new(&files);
+        let parts = [names[0], "and not for 127.0.0.1", "--tls-server-name"];
+        scene.needs_a_pin(HOST, &trusting(&files.ca), &parts);
+        scene.accepts(HOST, &TlsOptions { server_name: Some(names[0].into()), ..trusting(&files.ca) });
+    }
+    // mkcert localhost 127.0.0.1
+    let files = authority.sign("both", &["localhost", HOST]).unwrap();
+    Scene::new(&files).accepts(HOST, &trusting(&files.ca));
+    Scene::new(&files).accepts("localhost", &trusting(&files.ca));
+}
+
+#[test]
+fn a_certificate_that_is_not_valid_now_is_refused_with_the_day() {
+    let Some(_) = require::redis() else { return };
+    let (stage, now, day) = (Stage::new(), SystemTime::now(), Duration::from_secs(86_400));
+    let authority = Authority::new(stage.folder(), "ca").unwrap();
+    let expired = authority.sign_until("expired", &[HOST], SystemTime::UNIX_EPOCH + 19_000 * day).unwrap();
+    let scene = Scene::new(&expired);
+    scene.refuses(HOST, &trusting(&expired.ca), &["has expired on 2022-01-08", "renew it"]);
+    // By itself too.
+    scene.refuses(HOST, &trusting(&expired.certificate), &["has expired on 2022-01-08"]);
+    let early = authority.sign_until("early", &[HOST], now + 20 * day).unwrap();
+    let scene = Scene::new(&early);
+    scene.refuses(HOST, &trusting(&early.ca), &["is valid from", "check the clocks"]);
+}
+
+/// Signs a certificate with these parameters by this issuer, and writes it with its key in front of `others`.
+fn signed(stage: &Stage, name: &str, params: CertificateParams, by: &Issuer<'_, KeyPair>, others: &str) -> Tls {
+    let key = KeyPair::generate().unwrap();
+    let own = params.signed_by(&key, by).unwrap().pem();
+    let write = |kind: &str, text: &str| {
+        let path = stage.folder().join(format!("{name}.{kind}"));
+        fs::write(&path, text).unwrap();
+        path
+    };
+    Tls { ca: made("test-ca.pem"), certificate: write("pem", &(own + others)), key: write("key", &key.serialize_pem()) }
+}
+
+fn named(name: &str, hosts: &[&str]) -> CertificateParams {
+    let mut params = CertificateParams::new(hosts.iter().map(|host| (*host).to_owned()).collect::<Vec<_>>()).unwrap();
+    params.distinguished_name = rcgen::DistinguishedName::new();
+    params.distinguished_name.push(DnType::CommonName, name);
+    params
+}
+
+/// The certificate of an authority.
+fn authority(name: &str) -> CertificateParams {
+    let mut params = named(name, &[]);
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+    params
+}
+
+/// As step ca and public authorities: the root signs an intermediate, and that the server's.
+#[test]
+fn an_intermediate_that_the_server_does_not_send_is_missed_and_may_be_given() {
+    let Some(_) = require::redis() else { return };
+    let stage = Stage::new();
+    let root = CertifiedIssuer::self_signed(authority("root"), KeyPair::generate().unwrap()).unwrap();
+    let between = CertifiedIssuer::signed_by(authority("between"), KeyPair::generate().unwrap(), &root).unwrap();
+    let [root_file, between_file] = ["root", "between"].map(|name| stage.folder().join(format!("{name}.pem")));
+    fs::write(&root_file, root.pem()).unwrap();
+    fs::write(&between_file, between.pem()).unwrap();
+    let whole = signed(&stage, "whole", named("server", &[HOST]), &between, &between.pem());
+    Scene::new(&whole).accepts(HOST, &trusting(&root_file));
+    let alone = signed(&stage, "alone", named("server", &[HOST]), &between, "");
+    let scene = Scene::new(&alone);
+    let parts =
+        ["signed by \"between\"", "root.pem (--tls-ca)", "sends no certificate beside its own", "tls-cert-file"];
+    scene.needs_a_pin(HOST, &trusting(&root_file), &parts);
+    scene.accepts(HOST, &trusting(&between_file));
+}
+
+#[test]
+fn certificates_of_other_uses_and_authorities_that_were_made_anew_are_named() {
+    let Some(_) = require::redis() else { return };
+    let stage = Stage::new();
+    let write = |name: &str, issuer: &CertifiedIssuer<'_, KeyPair>| {
+        let path = stage.folder().join(format!("{name}.pem"));
+        fs::write(&path, issuer.pem()).unwrap();
+        path
+    };
+    let root = CertifiedIssuer::self_signed(authority("root"), KeyPair::generate().unwrap()).unwrap();
+    let anew = CertifiedIssuer::self_signed(authority("root"), KeyPair::generate().unwrap()).unwrap();
+    let [root_file, anew_file] = [("root", &root), ("anew", &anew)].map(|(name, issuer)| write(name, issuer));
+
+    let mut for_clients = named("client", &[HOST]);
+    for_clients.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+    let files = signed(&stage, "for-clients", for_clients, &root, "");
+    // OpenSSL does not look at the purpose of its own certificate.
+    let scene = Scene::new(&files);
+    for trusted in [&root_file, &files.certificate] {
+        scene.needs_a_pin(HOST, &trusting(trusted), &["may not be a server's", "serverAuth"]);
+    }
+
+    let files = signed(&stage, "plain", named("server", &[HOST]), &root, "");
+    let scene = Scene::new(&files);
+    scene.refuses(HOST, &trusting(&anew_file), &["anew.pem (--tls-ca)", "made anew", "give the new one"]);
+
+    // Signed with the extensions of an authority.
+    let mut as_authority = named("server", &[HOST]);
+    as_authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let files = signed(&stage, "as-authority", as_authority, &root, "");
+    let scene = Scene::new(&files);
+    scene.needs_a_pin(HOST, &trusting(&root_file), &["that of an authority (CA:TRUE)", "give its file by --tls-ca"]);
+    scene.accepts(HOST, &trusting(&files.certificate));
+}
+
+#[test]
+fn a_fingerprint_accepts_its_certificate_and_no_other_whatever_else_is_trusted() {
+    let Some(_) = require::redis() else { return };
+    let files = pair("one-line-names.pem", "one-line-names.key", "one-line-names.pem");
+    let scene = Scene::new(&files);
+    let wrong = format!("sha256:{}", "a1".repeat(32)).parse().unwrap();
+    let pinned = TlsOptions { pins: vec![wrong], ..trusting(&files.ca) };
+    let text = scene.refuses(HOST, &pinned, &["has the fingerprint sha256:", "--tls-pin is given for another one"]);
+    let own: Fingerprint = text.split("fingerprint ").nth(1).unwrap().split(',').next().unwrap().parse().unwrap();
+    scene.accepts(HOST, &TlsOptions { pins: vec![wrong, own], ..TlsOptions::default() });
+}
+
+#[test]
+fn client_keys_of_every_form_are_read_and_pairs_that_do_not_fit_are_refused_by_name() {
+    let Some(_) = require::redis() else { return };
+    let server = pair("leaf-names.pem", "leaf-names.key", "old-client.pem");
+    let scene = Scene::new(&server);
+    let with = |certificate: &str, key: &str| TlsOptions {
+        certificate: Some(made(certificate)),
+        key: Some(made(key)),
+        ..trusting(&server.certificate)
+    };
+    // PKCS#1 and PKCS#8 of RSA; SEC1 and PKCS#8 of an elliptic curve, which this server does not know.
+    for key in ["old.key", "old-pkcs8.key"] {
+        scene.accepts(HOST, &with("old-client.pem", key));
+    }
+    for key in ["leaf-sec1.key", "leaf-names.key"] {
+        scene.refuses(HOST, &with("leaf-names.pem", key), &["does not accept the certificate in --tls-cert"]);
+    }
+    let refused = |certificate: &str, key: &str, parts: &[&str]| {
+        let text = scene.connect(HOST, &with(certificate, key)).unwrap_err();
+        says(&text, parts);
+        is_for_people(&text);
+    };
+    refused("leaf-names.pem", "old.key", &["leaf-names.pem", "old.key", "is not that of the certificate"]);
+    refused("leaf-names.pem", "leaf-encrypted.key", &["leaf-encrypted.key", "passphrase", "openssl pkey"]);
+    refused("leaf-names.pem", "leaf-names.pem", &["leaf-names.pem", "holds no private key in PEM"]);
+    refused("leaf-names.key", "leaf-names.key", &["leaf-names.key", "holds no certificate in PEM"]);
+    refused("old.pem", "old.key", &["old.pem", "X.509 v1"]);
+
+    let stage = Stage::new();
+    let der = stage.folder().join("ca.der");
+    fs::write(&der, [0x30, 0x82, 1, 0]).unwrap();
+    let text = scene.connect(HOST, &trusting(&der)).unwrap_err();
+    says(&text, &["ca.der", "DER", "-inform der"]);
+}
+
+#[test]
+fn a_server_that_asks_for_a_certificate_and_a_port_without_tls_are_explained() {
+    let Some(kind) = require::redis() else { return };
+    let files = pair("leaf-names.pem", "leaf-names.key", "leaf-names.pem");
+    let server = RealServer::builder(kind).tls(files.clone()).config("tls-auth-clients", "yes").start().unwrap();
+    let scene = Scene { server, runtime: tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap() };
+    scene.refuses(HOST, &trusting(&files.ca), &["asks for a certificate of this end", "--tls-cert and --tls-key"]);
+    let url = format!("rediss://{HOST}:{}", scene.server.port());
+    let plain = Server::new(url.parse().unwrap(), Credentials::default(), &trusting(&files.ca), Task::Source).unwrap();
+    let text = scene.runtime.block_on(plain.connect()).unwrap_err().to_string();
+    says(&text, &["tls-port"]);
+    is_for_people(&text);
+}
+
+#[test]
+fn the_options_reach_the_source_and_the_agents_own_certificates_are_explained_too() {
+    let Some(kind) = require::redis() else { return };
+    let stage = Stage::new();
+    let files = pair("one-line.pem", "one-line.key", "one-line.pem");
+    let primary = crate::kit::primary(kind).tls(files.clone()).start().unwrap();
+    let url = format!("rediss://127.0.0.1:{}", primary.tls_port().unwrap());
+    let ca = files.ca.display().to_string();
+    let token = stage.token.display().to_string();
+    let source = ["source", "--server", &url, "--listen", "127.0.0.1:0", "--token-file", &token];
+    let refused = stage.end(&[&source[..], &["--tls-ca", &ca]].concat(), 4);
+    is_for_people(&refused);
+    let pin = pinning(&refused).pins[0].to_string();
+    let digits = pin.strip_prefix("sha256:").unwrap().to_uppercase();
+    let colons: Vec<&str> = (0..32).map(|at| &digits[2 * at..2 * at + 2]).collect();
+    for pin in [pin.clone(), format!("sha256:{}", colons.join(":"))] {
+        let mut started = stage.source(&url, &["--tls-pin", &pin, "--eager"]);
+        started.wait_for_snapshot();
+        started.stop();
+    }
+    says(&stage.end(&[&source[..], &["--tls-pin", "sha256:12"]].concat(), 2), &["--tls-pin", "64 hexadecimal digits"]);
+    let both = ["--tls-pin", &pin, "--tls-server-name", "db1"];
+    says(&stage.end(&[&source[..], &both].concat(), 2), &["cannot be used with"]);
+    let plain = primary.url();
+    let unused = ["source", "--server", &plain, "--listen", "127.0.0.1:0", "--token-file", &token, "--tls-pin", &pin];
+    says(&stage.end(&unused, 3), &["--tls-pin is given", "does not use TLS"]);
+
+    // Between agents, with a certificate that is its own authority.
+    let own = pair("one-line-names.pem", "one-line-names.key", "one-line-names.pem");
+    let key = stage.secret("own.key", &fs::read_to_string(&own.key).unwrap());
+    let options = crate::mtls::options(&Tls { key: key.into(), ..own });
+    let options = crate::mtls::words(&options);
+    let source = stage.source(&primary.url(), &options);
+    let address = source.address.to_string();
+    let status = ["status", "--source", &address, "--token-file", &token];
+    let mut refused = stage.start(None, &[&status[..], &options].concat());
+    let said = ends(&mut refused, 5);
+    says(&said, &["that of an authority (CA:TRUE)", "a certificate of its own"]);
+    is_for_people(&said);
+}
