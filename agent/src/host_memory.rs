@@ -45,7 +45,7 @@ impl Limit {
         if bytes <= self.bytes {
             return None;
         }
-        let most = Size::bytes(self.bytes / USABLE.1 * USABLE.0 >> 20 << 20);
+        let most = Size::bytes(((self.bytes / USABLE.1 * USABLE.0) >> 20) << 20);
         let whose = match &self.file {
             Some(file) => format!("the control group of this process may have {} ({})", self.shown(), file.display()),
             None => format!("this machine has {}", self.shown()),
@@ -54,7 +54,7 @@ impl Limit {
     }
 
     fn shown(&self) -> Size {
-        Size::bytes(self.bytes >> 20 << 20)
+        Size::bytes((self.bytes >> 20) << 20)
     }
 }
 

@@ -82,7 +82,7 @@ async fn a_setting_is_read_written_and_missing() {
     assert_eq!(client.config_get("repl-diskless-sync-delay").await.unwrap().as_deref(), Some("3"));
     assert_eq!(client.config_get("no-such-setting").await.unwrap(), None);
     let error = client.config_set("no-such-setting", "1").await.unwrap_err();
-    assert_eq!(error.refusal(), Some(RefusalKind::Other));
+    assert_eq!(error.refusal(), Some(RefusalKind::UnknownOption));
 }
 
 #[tokio::test]

@@ -1,5 +1,6 @@
-//! Lines about a test that appear although it passes. A runner hides what a test prints that passes, so each line is also
-//! added to the file that `REMORA_TEST_NOTES` names, which `make test` and continuous integration print at their end.
+//! Lines about a test that appear although it passes. A runner hides what a test prints that passes, so each line is
+//! also added to the file that `REMORA_TEST_NOTES` names, which `make test` and continuous integration print at their
+//! end.
 
 use std::io::Write;
 

@@ -1,4 +1,4 @@
-//! What the tests took: a table of the crates, and the longest tests, from the report that cargo-nextest writes (JUnit).
+//! What the tests took: a table of the crates, and the longest tests, from the report of cargo-nextest (JUnit).
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -18,7 +18,7 @@ pub(crate) struct Options {
     /// The report, such as target/nextest/all/junit.xml.
     report: PathBuf,
 
-    /// A file to which a line is added: the time in seconds since 1970, processors, tests, and the seconds of all tests.
+    /// A file to which a line is added: the time in seconds since 1970, processors, tests, and the seconds of all.
     #[arg(long, value_name = "FILE")]
     keep: Option<PathBuf>,
 }
