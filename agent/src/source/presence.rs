@@ -24,7 +24,6 @@ use std::time::{Duration, Instant};
 
 use remora_redis::info::Info;
 
-use super::questions::Answered;
 use super::{Incoming, Source};
 use crate::server::{Client, Facts, RefusalKind, ServerError};
 
@@ -213,7 +212,7 @@ fn ask(source: &Source) {
             Err(error) if is_gone(error) => Look::Gone,
             Err(_) => Look::Silent,
         };
-        let _ = incoming.send(Incoming::Answered(Answered::Presence(look))).await;
+        let _ = incoming.send(Incoming::Presence(look)).await;
     });
 }
 
