@@ -135,9 +135,8 @@ impl Certificate {
         match kind {
             BASIC_CONSTRAINTS => self.is_authority = value.optional(der::BOOLEAN).is_some_and(|flag| flag != [0]),
             PURPOSES => {
-                let purposes = std::iter::from_fn(|| value.take(der::OBJECT));
-                self.is_for_servers =
-                    purposes.fold(false, |is, purpose| is || [SERVER_AUTH, ANY_PURPOSE].contains(&purpose));
+                let mut purposes = std::iter::from_fn(|| value.take(der::OBJECT));
+                self.is_for_servers = purposes.any(|purpose| [SERVER_AUTH, ANY_PURPOSE].contains(&purpose));
             }
             ALT_NAME => {
                 while let Some((kind, name)) = value.next() {
