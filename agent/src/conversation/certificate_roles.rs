@@ -105,7 +105,7 @@ impl ClientCertVerifier for WithRole {
 
 /// The certificate is for no name with a role.
 #[derive(Debug)]
-struct NoRole;
+pub(super) struct NoRole;
 
 impl fmt::Display for NoRole {
     fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {

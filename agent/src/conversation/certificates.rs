@@ -18,7 +18,7 @@ use rustls::sign::CertifiedKey;
 use rustls::version::TLS13;
 use rustls::{AlertDescription, CertificateError, ClientConfig, RootCertStore, ServerConfig};
 
-use super::certificate_roles::{CertificateRoles, WithRole};
+use super::certificate_roles::{CertificateRoles, NoRole, WithRole};
 use super::control_tls;
 use super::role::Role;
 use crate::exit::Failure;
@@ -234,6 +234,9 @@ pub(super) fn explain(error: &std::io::Error) -> Option<String> {
                     .to_owned()
             }
             why if is_untimely(why) => format!("presents a certificate that is not valid now ({why}): renew it"),
+            C::Other(why) if (*why.0).is::<NoRole>() => {
+                format!("presents a certificate that cannot be accepted: {}", why.0)
+            }
             why => format!(
                 "presents a certificate that cannot be accepted: {}; give each agent a certificate of its own, signed by the authority \
                  in --ca",

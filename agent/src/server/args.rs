@@ -49,14 +49,14 @@ pub struct TlsArgs {
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     pub tls_key: Option<PathBuf>,
 
-    /// The name to expect in the server's certificate, if not the host of its address. For connections to servers; those
-    /// between agents have --source-name and --peer-name.
+    /// The name to expect in the server's certificate, if not the host of its address. For connections to servers;
+    /// those between agents have --source-name and --peer-name.
     #[arg(long, value_name = "NAME")]
     pub tls_server_name: Option<String>,
 
-    /// The fingerprint of the server's certificate, as `openssl x509 -noout -fingerprint -sha256` prints it, instead of a
-    /// name and an authority: for certificates that no name fits. May be repeated, also for the primary's certificate. For
-    /// connections to servers; those between agents have --source-key.
+    /// The fingerprint of the server's certificate, as `openssl x509 -noout -fingerprint -sha256` prints it, instead of
+    /// a name and an authority: for certificates that no name fits. May be repeated, also for the primary's
+    /// certificate. For connections to servers; those between agents have --source-key.
     #[arg(long = "tls-pin", value_name = "sha256:HEX", conflicts_with = "tls_server_name")]
     pub tls_pins: Vec<Fingerprint>,
 }

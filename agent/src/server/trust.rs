@@ -6,8 +6,8 @@
 //!   otherwise ── rustls: a chain to an authority, times, purpose and name ──▶ accepted
 //! ```
 //!
-//! The second way is that of OpenSSL, and so of the servers and their command line: who is named as trusted needs no other
-//! authority. rustls alone refuses it if it may sign others (CA:TRUE), as `openssl req -x509` makes it.
+//! The second way is that of OpenSSL, and so of the servers and their command line: who is named as trusted needs no
+//! other authority. rustls alone refuses it if it may sign others (CA:TRUE), as `openssl req -x509` makes it.
 
 use std::sync::Arc;
 
@@ -114,8 +114,8 @@ impl ServerCertVerifier for Trust {
         certificate: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        // A certificate with a fingerprint that was given may be of a form that rustls does not read (X.509 v1). The server
-        // must have its key all the same.
+        // A certificate with a fingerprint that was given may be of a form that rustls does not read (X.509 v1). The
+        // server must have its key all the same.
         match Certificate::read(certificate).filter(|read| self.chains.is_none() && read.version < 3) {
             Some(read) => {
                 let key = SubjectPublicKeyInfoDer::from(read.key);

@@ -20,7 +20,6 @@
 //!   the source ask it; [`rate`] measures how fast it writes;
 //!   [`status`] is for `remora status`, and [`metrics`](mod@metrics) for Prometheus and probes. [`ahead`] estimates how
 //!   long the snapshot will be.
-//! - [`presence`]: what the server does because of the source's links, and what the source does about it.
 //! - [`descriptors`] checks the limit of open descriptors. [`kept`] has the service manager keep a snapshot for the
 //!   next process, and [`socket`] takes a port that the service manager keeps open.
 //! - [`topology`] decides which replica reads the snapshot from which other one.
@@ -231,6 +230,8 @@ pub(crate) enum Incoming {
     Moved(Box<Facts>),
     /// The primary has answered a question that the source asked for replicas.
     Answered(Answered),
+    /// What a look at the server has shown that is about the source's own links.
+    Presence(presence::Look),
     /// Metrics are wanted.
     Scraped(Box<Scrape>),
     /// The probe region was exported, or why it was not.
@@ -333,6 +334,7 @@ impl Source {
             Incoming::Saving(answer) => ahead::answered(self, answer),
             Incoming::Moved(facts) => captured::moved(self, *facts),
             Incoming::Answered(answered) => questions::answered(self, answered),
+            Incoming::Presence(look) => presence::saw(self, look),
             Incoming::Scraped(scrape) => metrics::answer(self, *scrape),
             Incoming::ProbeRegionReady { id, exported } => self.probe_region_ready(id, exported),
         }

@@ -1,21 +1,22 @@
-//! Presence: what the server does differently because the source's links are attached to it as a replica's, and what the
-//! source does about it.
+//! Presence: what the server does differently because the source's links are attached to it as a replica's, and what
+//! the source does about it.
 //!
 //! ```text
-//!   INFO server, replication, twice a second ──▶ shutdown_in_milliseconds: the links are closed, so that the server ends
+//!   INFO server, replication, twice a second ──▶ shutdown_in_milliseconds: the links are closed, the server ends
 //!                                            ──▶ neither that, nor a server: they may come back
-//!                                            ──▶ master_failover_state, and no replica that could take over: FAILOVER ABORT
+//!                                            ──▶ master_failover_state, and no replica to take over: FAILOVER ABORT
 //! ```
 //!
 //! A server of Redis 7.0 or later waits before it ends until each replica has acknowledged all that was written, for
-//! `shutdown-timeout`. A source acknowledges nothing (docs/decisions/0002-acknowledge-nothing.md). So it closes its links
-//! as soon as it has all bytes. They stay closed until the server has ended, or says that it goes on (`SHUTDOWN ABORT`).
+//! `shutdown-timeout`. A source acknowledges nothing (docs/decisions/0002-acknowledge-nothing.md). So it closes its
+//! links as soon as it has all bytes. They stay closed until the server has ended, or says that it goes on (`SHUTDOWN
+//! ABORT`).
 //!
-//! A server refuses `FAILOVER` without a replica. It takes a source for one, pauses its clients' writes, and waits for a
-//! replica that never comes. The source then ends the fail-over, if its user may do that.
+//! A server refuses `FAILOVER` without a replica. It takes a source for one, pauses its clients' writes, and waits for
+//! a replica that never comes. The source then ends the fail-over, if its user may do that.
 //!
-//! The questions go over the connection that the source has to the server anyway, one at a time, and only while a link is
-//! attached or was closed for this reason.
+//! The questions go over the connection that the source has to the server anyway, one at a time, and only while a link
+//! is attached or was closed for this reason.
 
 use std::io::ErrorKind;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -23,7 +24,6 @@ use std::time::{Duration, Instant};
 
 use remora_redis::info::Info;
 
-use super::questions::Answered;
 use super::{Incoming, Source};
 use crate::server::{Client, Facts, RefusalKind, ServerError};
 
@@ -31,7 +31,8 @@ use crate::server::{Client, Facts, RefusalKind, ServerError};
 /// writes wait meanwhile.
 const ASK_EVERY: Duration = Duration::from_millis(500);
 
-/// How long after its `shutdown-timeout` a server that answers nothing is taken to be ending: the time of its last save.
+/// How long after its `shutdown-timeout` a server that answers nothing is taken to be ending: the time of its last
+/// save.
 const SAVE_LIMIT: Duration = Duration::from_secs(60);
 
 /// Whether the links of the source are to leave the server. The capture threads read it, and the source's loop writes.
@@ -211,7 +212,7 @@ fn ask(source: &Source) {
             Err(error) if is_gone(error) => Look::Gone,
             Err(_) => Look::Silent,
         };
-        let _ = incoming.send(Incoming::Answered(Answered::Presence(look))).await;
+        let _ = incoming.send(Incoming::Presence(look)).await;
     });
 }
 

@@ -26,7 +26,7 @@ use tokio::sync::Mutex;
 use super::answers::{announce, ask, known_history, obstacle, plan_of};
 use super::machine::Session;
 use super::output_buffer::OutputBuffer;
-use super::presence::{self, Look, Lookout};
+use super::presence::Lookout;
 use super::tables::expected;
 use super::{Incoming, Source, status};
 use crate::server::pinning::Travellers;
@@ -183,8 +183,6 @@ pub(crate) enum Answered {
     Plan(Session),
     /// The time of this session's report has come.
     Report(Session),
-    /// What a look at the server has shown that is about the source's own links.
-    Presence(Look),
 }
 
 impl Source {
@@ -331,7 +329,6 @@ pub(super) fn answered(source: &mut Source, answered: Answered) {
                 tell_plan(source, session);
             }
         }
-        Answered::Presence(look) => presence::saw(source, look),
         Answered::Report(session) => {
             source.questions.reported(session);
             source.send(session, Message::Status(status::report(source)));

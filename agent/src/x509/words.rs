@@ -170,8 +170,8 @@ pub(crate) fn plainly(error: &CertificateError) -> &'static str {
     }
 }
 
-/// What went wrong in TLS with a server, as a sentence's end that begins with the server. `options`: what the names of the
-/// options begin with.
+/// What went wrong in TLS with a server, as a sentence's end that begins with the server. `options`: what the names of
+/// the options begin with.
 pub(crate) fn with_server(cause: &io::Error, prefix: &str) -> String {
     let option = |name: &str| format!("--{prefix}tls-{name}");
     let Some(error) = cause.get_ref().and_then(|error| error.downcast_ref::<Error>()) else {

@@ -125,7 +125,8 @@ impl Capture {
         self.follow(|| Follower::unconnected(&self, journal).run());
     }
 
-    /// The capture, of a server that is not being shut down. Waits for the end of that, or until the capture is stopped.
+    /// The capture, of a server that is not being shut down. Waits for the end of that, or until the capture is
+    /// stopped.
     fn not_while_the_server_ends(&self) -> Result<&Capture, CaptureError> {
         let stop = self.stop.without_presence();
         while self.plan.presence.leaves_at().is_some() {

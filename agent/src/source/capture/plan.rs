@@ -22,6 +22,7 @@ use crate::source::tuning::Tuning;
 use crate::units::Size;
 
 /// What one capture is given.
+// Larger than the bound: a field for each thing that the source's loop decides for it.
 #[derive(Clone)]
 pub(crate) struct Plan {
     /// The generation of the snapshot that the capture takes.
