@@ -296,16 +296,24 @@ pub(super) struct Known {
     pub(super) source: SocketAddr,
 }
 
+/// How long a fail-over may take until the primary and the source are of one history. Sentinels need some seconds, and
+/// `down-after-milliseconds` before.
+const FAIL_OVER_LIMIT: Duration = Duration::from_secs(60);
+
+/// How long a replica may take to continue at a new primary. A healthy one takes a second: so long an address that is
+/// simply wrong is refused later.
+const SETTLE_LIMIT: Duration = Duration::from_secs(10);
+
 /// Why a primary is refused.
 pub(super) struct Unfit {
     pub(super) failure: Failure,
-    /// Whether it may be another one in a moment: a fail-over is under way, or just over.
-    pub(super) passes: bool,
+    /// How long it may be another one in a moment: a fail-over is under way, or just over.
+    pub(super) passes_within: Duration,
 }
 
 impl From<Failure> for Unfit {
     fn from(failure: Failure) -> Unfit {
-        Unfit { failure, passes: false }
+        Unfit { failure, passes_within: Duration::ZERO }
     }
 }
 
@@ -317,7 +325,7 @@ pub(super) async fn primary(
     plan: &Offer,
     known: &Known,
 ) -> Result<Primary, Unfit> {
-    let may_pass = known.finding.is_some();
+    let may_pass = if known.finding.is_some() { FAIL_OVER_LIMIT } else { Duration::ZERO };
     if plan.run_id == target.facts.run_id.clone().unwrap_or_default() && !plan.run_id.is_empty() {
         return Err(Failure::refused(format!(
             "the server {} is the very server that the source takes its snapshot of; name another with --server",
@@ -339,7 +347,7 @@ pub(super) async fn primary(
     }
     let refused = |error: ServerError| Unfit {
         failure: no_entry(&error, server.url(), (&host, port, plan.primary.tls), target),
-        passes: may_pass && error.is_passing(),
+        passes_within: if error.is_passing() { may_pass } else { Duration::ZERO },
     };
     let primary_server = as_the_server_would(args, target, &host, port)?;
     let mut client = primary_server.connect().await.map_err(refused)?;
@@ -355,7 +363,12 @@ pub(super) async fn primary(
                     let text = format!("the primary {host}:{port} is loading its data set (-LOADING)");
                     Unfit::from(Failure::passing(Code::Server, text))
                 }
-                false => Unfit { failure, passes: may_pass },
+                // A replica that the source captures has its new primary's address before it has its history.
+                false => {
+                    let is_beside_a_replica = facts.run_id.as_deref() != Some(plan.run_id.as_str());
+                    let settles = if is_beside_a_replica { SETTLE_LIMIT } else { Duration::ZERO };
+                    Unfit { failure, passes_within: may_pass.max(settles) }
+                }
             })?;
             data = facts.used_memory_dataset;
             has_modules = !facts.modules_missing_at(&Facts::default()).is_empty();

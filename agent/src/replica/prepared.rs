@@ -19,10 +19,6 @@ use crate::exit::Failure;
 use crate::patience::{Patience, RETRY_FOR};
 use crate::server::{Client, Facts, Server, Task};
 
-/// How long a fail-over may take until the primary and the source are of one history. Sentinels need some seconds, and
-/// `down-after-milliseconds` before.
-const FAIL_OVER_LIMIT: Duration = Duration::from_secs(60);
-
 /// Pause between two looks meanwhile.
 const FAIL_OVER_POLL: Duration = Duration::from_millis(500);
 
@@ -106,8 +102,8 @@ impl Prepared {
                 Ok(primary) => break primary,
                 Err(unfit) => unfit,
             };
-            let pause = if unfit.passes && began.elapsed() < FAIL_OVER_LIMIT.min(args.read.retry_for) {
-                tracing::warn!("{}; asking the Sentinels again", unfit.failure);
+            let pause = if began.elapsed() < unfit.passes_within.min(args.read.retry_for) {
+                tracing::warn!("{}; looking again, as a fail-over may be just over", unfit.failure);
                 FAIL_OVER_POLL
             } else {
                 patience.after(std::time::Instant::now(), unfit.failure)?

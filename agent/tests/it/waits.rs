@@ -15,8 +15,10 @@ use crate::kit::{
 /// Below the limit, a command is given this long.
 const SOON: [&str; 2] = ["--retry-for", "2s"];
 
-/// The user of a server whose processes are limited.
-const LIMITED_USER: u32 = 4243;
+/// A user of this test alone, whose processes can be limited: the kernel counts those of all tests side by side.
+fn limited_user() -> u32 {
+    200_000 + std::process::id() % 100_000
+}
 
 /// A server that accepts no more clients until it is given back.
 struct Full<'a> {
@@ -271,16 +273,16 @@ struct Crowd(Vec<Child>);
 
 impl Crowd {
     fn gather() -> Crowd {
-        let sleep = || Command::new("sleep").arg("600").uid(LIMITED_USER).gid(LIMITED_USER).spawn().unwrap();
+        let sleep = || Command::new("sleep").arg("600").uid(limited_user()).gid(limited_user()).spawn().unwrap();
         Crowd((0..LIMIT).map(|_| sleep()).collect())
     }
 }
 
 impl Drop for Crowd {
     fn drop(&mut self) {
-        for process in &mut self.0 {
-            process.kill().and_then(|()| process.wait()).unwrap();
-        }
+        // All at once: a server that can start one process, and not the next one, may end.
+        self.0.iter_mut().for_each(|process| process.kill().unwrap());
+        self.0.iter_mut().for_each(|process| _ = process.wait().unwrap());
     }
 }
 
@@ -288,9 +290,12 @@ impl Drop for Crowd {
 fn a_fork_that_fails_is_tried_again_and_its_causes_are_named() {
     let Some(()) = require::root() else { return };
     for kind in require::kinds() {
-        for diskless in ["yes", "no"] {
+        // Valkey 9.1.2 ends by itself at the next diskless copy after a fork that failed, whichever replica asks for it
+        // (an assertion in rdb.c): docs/versions.md.
+        let modes: &[&str] = if kind == Kind::Valkey9 { &["no"] } else { &["yes", "no"] };
+        for diskless in modes {
             let stage = Stage::new();
-            let server = primary(kind).program(&limited(&stage, kind)).as_user(LIMITED_USER);
+            let server = primary(kind).program(&limited(&stage, kind)).as_user(limited_user());
             let top = server.config("repl-diskless-sync", diskless).start().unwrap();
             let replica = Server::start(kind).unwrap();
             fill_keys(&top, 100, "x");

@@ -70,6 +70,14 @@ fn a_source_whose_server_is_promoted_goes_to_another_replica() {
         let line = source.agent.wait_for_line(MOVED, SOON).unwrap();
         assert!(!line.contains(&format!("to={}", scene.servers[sits].url())), "{line}");
         let now = scene.at(line.split("to=").nth(1).unwrap().split(' ').next().unwrap());
+        // Sentinels tell the other replica of the new primary in their own time.
+        wait_until("the other replica to follow the new primary", SOON, || {
+            let followed = follows(&scene.servers[now]);
+            let is_new = followed == scene.primary().address().to_string();
+            Ok(if is_new { Ok(()) } else { Err(followed) })
+        })
+        .unwrap();
+        scene.servers[now].wait_for_link(SOON).unwrap();
         let before = number(&scene.servers[now], "sync_full");
         let server = scene.new_server();
         let mut agent = scene.stage.replica(&server.url(), source.address, &[]);
