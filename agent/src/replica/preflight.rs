@@ -300,8 +300,8 @@ pub(super) struct Known {
 /// `down-after-milliseconds` before.
 const FAIL_OVER_LIMIT: Duration = Duration::from_secs(60);
 
-/// How long a replica may take to continue at a new primary. A healthy one takes a second: so long an address that is
-/// simply wrong is refused later.
+/// How long a replica may take to continue at a new primary. A healthy one takes a second. An address that is wrong is
+/// refused after this time.
 const SETTLE_LIMIT: Duration = Duration::from_secs(10);
 
 /// Why a primary is refused.

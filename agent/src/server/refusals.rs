@@ -72,7 +72,7 @@ impl Verdict {
 /// Who can change something.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Actor {
-    /// Nobody has to.
+    /// It passes by itself.
     Itself,
     /// The administrator of the server.
     Administrator,
@@ -144,6 +144,11 @@ const fn line(
     Line { begins, commands, kind, verdict, who, say }
 }
 
+/// A reply to what no server accepts.
+const fn own_mistake(begins: &'static str, commands: &'static [&'static str]) -> Line {
+    line(begins, commands, Kind::OwnMistake, End, Remora, "a command that no server accepts")
+}
+
 const ANY: &[&str] = &[];
 const AUTH: &[&str] = &["AUTH", "HELLO"];
 const SYNC: &[&str] = &["PSYNC", "SYNC"];
@@ -177,7 +182,7 @@ pub(crate) static TABLE: &[Line] = &[
         "the server has no password: check --user and the password file, or give none"),
     line("ERR Client sent AUTH", AUTH, Kind::WrongPass, End, User,
         "the server has no password: check --user and the password file, or give none"),
-    line("NOPROTO", ANY, Kind::OwnMistake, End, Remora, "a command that no server accepts"),
+    own_mistake("NOPROTO", ANY),
     line("NOPERM", ANY, Kind::NoPerm, End, Administrator, "the server's user lacks a right: grant it by ACL SETUSER"),
 
     // States of a server.
@@ -203,17 +208,17 @@ pub(crate) static TABLE: &[Line] = &[
         "the server could not start the process that writes the snapshot; its log names the cause (\"Can't save in background: \
          fork\"): too little memory (set vm.overcommit_memory=1 there, or raise the memory limit of its container), or a limit of \
          processes (ulimit -u, pids.max)"),
-    line("ERR SYNC and PSYNC are invalid with pending output", SYNC, Kind::OwnMistake, End, Remora, "a command that no server accepts"),
-    line("ERR Command is not valid when client is a replica", ANY, Kind::OwnMistake, End, Remora, "a command that no server accepts"),
-    line("ERR PSYNC FAILOVER", SYNC, Kind::OwnMistake, End, Remora, "a command that no server accepts"),
-    line("ERR Filtered replica requires EOF capability", ANY, Kind::OwnMistake, End, Remora, "a command that no server accepts"),
+    own_mistake("ERR SYNC and PSYNC are invalid with pending output", SYNC),
+    own_mistake("ERR Command is not valid when client is a replica", ANY),
+    own_mistake("ERR PSYNC FAILOVER", SYNC),
+    own_mistake("ERR Filtered replica requires EOF capability", ANY),
     line("ERR Unrecognized RDB client id", REPLCONF, Kind::InMotion, TryAgain, Itself,
         "the server has given up the snapshot that this stream belongs to"),
     line("ERR Unrecognized REPLCONF option", REPLCONF, Kind::UnknownOption, End, Administrator,
         "the server is too old for this option"),
-    line("ERR Unrecognized version format", REPLCONF, Kind::OwnMistake, End, Remora, "a command that no server accepts"),
-    line("ERR REPLCONF ip-address", REPLCONF, Kind::OwnMistake, End, Remora, "a command that no server accepts"),
-    line("ERR Missing rdb-filter-only", REPLCONF, Kind::OwnMistake, End, Remora, "a command that no server accepts"),
+    own_mistake("ERR Unrecognized version format", REPLCONF),
+    own_mistake("ERR REPLCONF ip-address", REPLCONF),
+    own_mistake("ERR Missing rdb-filter-only", REPLCONF),
     line("ERR Unsupported rdb-filter-only", REPLCONF, Kind::UnknownOption, End, Administrator,
         "the server is too old for this option"),
     line("ERR REPLICAOF not allowed in cluster mode", REPLICAOF, Kind::NotAllowed, End, User,
@@ -222,8 +227,8 @@ pub(crate) static TABLE: &[Line] = &[
         "the server is in cluster mode: use remora cluster sync, remora attend, or --delivery intercept"),
     line("ERR REPLICAOF not allowed while failing over", REPLICAOF, Kind::InMotion, TryAgain, Itself,
         "a fail-over is under way (FAILOVER)"),
-    line("ERR Invalid master port", REPLICAOF, Kind::OwnMistake, End, Remora, "a command that no server accepts"),
-    line("ERR Invalid primary port", REPLICAOF, Kind::OwnMistake, End, Remora, "a command that no server accepts"),
+    own_mistake("ERR Invalid master port", REPLICAOF),
+    own_mistake("ERR Invalid primary port", REPLICAOF),
 
     // Settings.
     line("ERR CONFIG SET failed", CONFIG, Kind::NotAllowed, End, Administrator,
@@ -242,7 +247,7 @@ pub(crate) static TABLE: &[Line] = &[
     line("ERR User '", ACL, Kind::NotAllowed, End, Administrator, "the server does not have this user"),
     line("ERR Command '", ACL, Kind::Unknown, End, Administrator, "the server does not have this command, or it was renamed"),
     line("ERR Unknown category", ACL, Kind::UnknownOption, End, Administrator, "the server is too old for this question"),
-    line("ERR Error in ACL SETUSER", ACL, Kind::OwnMistake, End, Remora, "a command that no server accepts"),
+    own_mistake("ERR Error in ACL SETUSER", ACL),
     line("ERR There was an error trying to save the ACLs", ACL, Kind::NotAllowed, End, Administrator,
         "the server cannot write its ACL file: check its rights and its disk"),
     line("ERR This Redis instance is not configured to use an ACL file", ACL, Kind::NotAllowed, End, Administrator,
@@ -301,9 +306,9 @@ pub(crate) static TABLE: &[Line] = &[
     line("ERR unknown subcommand", ANY, Kind::Unknown, End, Administrator, "the server is too old for this command"),
     line("ERR unknown option", ANY, Kind::UnknownOption, End, Administrator, "the server is too old for this option"),
     line("ERR syntax error", CLIENT, Kind::UnknownOption, End, Administrator, "the server is too old for this option"),
-    line("ERR wrong number of arguments", ANY, Kind::OwnMistake, End, Remora, "a command that no server accepts"),
-    line("ERR Protocol error", ANY, Kind::OwnMistake, End, Remora, "a command that no server accepts"),
-    line("EXECABORT", ANY, Kind::OwnMistake, End, Remora, "a command that no server accepts"),
+    own_mistake("ERR wrong number of arguments", ANY),
+    own_mistake("ERR Protocol error", ANY),
+    own_mistake("EXECABORT", ANY),
     line("WRONGTYPE", ANY, Kind::NotAllowed, End, User, "the server holds another kind of value under this key"),
 ];
 

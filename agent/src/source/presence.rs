@@ -169,7 +169,7 @@ impl Watch {
             (self.had_promotable, self.is_answered) = (Some(said.promotable > 0), false);
             return None;
         }
-        // A server that fails over lets nobody attach: the source was there before.
+        // A server that fails over accepts no new replica: the source was there before.
         let is_ours = self.had_promotable != Some(true) && said.promotable == 0 && said.others > 0;
         (is_ours && !std::mem::replace(&mut self.is_answered, true)).then_some(Order::EndFailover)
     }
@@ -261,7 +261,7 @@ fn end_failover(source: &Source) {
             Err(error) => tracing::warn!(
                 %error,
                 "a client requested FAILOVER at the server, which has no replica that could take over: clients' writes wait until \
-                 somebody runs FAILOVER ABORT. The source does that if its user has +failover"
+                 a client sends FAILOVER ABORT. The source does that if its user has +failover"
             ),
         }
     });

@@ -4,7 +4,7 @@
 //! to know: the names, the times, who has signed it. Nothing is accepted because of what is read here, except that
 //! [`crate::server`] compares the times and the purpose of a certificate that the operator has named as trusted.
 //!
-//! - [`Certificate`] reads a certificate; input that is none is `None` and never panics.
+//! - [`Certificate`] reads a certificate; it returns `None` for other bytes, and never panics.
 //! - [`Fingerprint`] is what `--tls-pin` compares.
 //! - [`words`] turns errors of TLS into sentences.
 

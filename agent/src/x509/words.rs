@@ -1,4 +1,4 @@
-//! Errors of TLS in words: what is wrong with which certificate, and what to do. A library's own text reaches nobody.
+//! Errors of TLS in words: what is wrong with which certificate, and what to do. A library's own text is never shown.
 
 use std::fmt;
 use std::io;
@@ -52,7 +52,7 @@ impl Asked {
         )
     }
 
-    /// Why rustls does not accept this certificate of a server, which has sent so many others with it.
+    /// Why rustls does not accept this certificate of a server, which has sent this number of others with it.
     pub(crate) fn why_not(&self, error: &Error, certificate: &[u8], others: usize) -> String {
         use CertificateError as C;
         let pin = self.pin(certificate);
@@ -244,7 +244,7 @@ pub(crate) fn of_file(error: &pem::Error, text: &[u8], wanted: &str) -> String {
     let holds = |words: &str| text.windows(words.len()).any(|part| part == words.as_bytes());
     match error {
         pem::Error::NoItemsFound if holds("ENCRYPTED") => {
-            "its key is protected by a passphrase, for which nobody is asked: write it without one (openssl pkey -in FILE -out NEW, \
+            "its key is protected by a passphrase, which remora does not ask for: write it without one (openssl pkey -in FILE -out NEW, \
              readable by its owner alone)"
                 .to_owned()
         }

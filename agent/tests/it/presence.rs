@@ -270,7 +270,7 @@ fn the_primary_lists_a_source_without_a_port_and_keeps_its_backlog_for_it() {
         // Its address, its port and its offset: "0" and "0".
         assert_eq!(replicas.matches("Bulk([48])").count(), 2, "{replicas}");
         assert_eq!(number(&primary, "connected_slaves"), 1);
-        // Three times as long as the primary keeps a backlog that nobody uses.
+        // Three times as long as the primary keeps a backlog without replicas.
         thread::sleep(Duration::from_secs(3));
         assert_eq!(number(&primary, "repl_backlog_active"), 1, "{kind}");
         source.stop();

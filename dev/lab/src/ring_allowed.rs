@@ -1,7 +1,7 @@
 //! The kernel's setting that allows FUSE over io_uring. It is off unless an administrator switches it on.
 //!
 //! Tests of several processes need it at a time. Each holds a shared lock of one file, which also has the setting as it
-//! was before the first of them. Whoever gets the file for itself is the first, or the last.
+//! was before the first of them. A value that gets an exclusive lock is the first, or the last.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, Write};
@@ -70,7 +70,7 @@ impl RingAllowed {
 
 impl Drop for RingAllowed {
     fn drop(&mut self) {
-        let _ = self.put_back(); // the setting harms nobody, and the next test puts it back
+        let _ = self.put_back(); // the setting is harmless, and the next test puts it back
     }
 }
 
