@@ -1,6 +1,6 @@
 //! Certificates (X.509), as far as a sentence about one needs them, and their fingerprints.
 //!
-//! rustls decides whether a certificate is accepted, and says little about why not. This module reads what a person has
+//! rustls decides whether a certificate is accepted, and says little about why not. This module shows what a person has
 //! to know: the names, the times, who has signed it. Nothing is accepted because of what is read here, except that
 //! [`crate::server`] compares the times and the purpose of a certificate that the operator has named as trusted.
 //!
@@ -8,7 +8,6 @@
 //! - [`Fingerprint`] is what `--tls-pin` compares.
 //! - [`words`] turns errors of TLS into sentences.
 
-mod der;
 pub(crate) mod words;
 
 use std::fmt;
@@ -16,8 +15,8 @@ use std::net::IpAddr;
 use std::str::FromStr;
 
 use sha2::{Digest, Sha256};
-
-use self::der::Der;
+use time::OffsetDateTime;
+use x509_parser::prelude::{FromDer, GeneralName, X509Certificate, X509Name};
 
 /// The SHA-256 of a whole certificate, as `openssl x509 -fingerprint -sha256` prints it.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -91,66 +90,29 @@ pub(crate) struct Certificate {
     pub(crate) key: Vec<u8>,
 }
 
-const COMMON_NAME: &[u8] = &[0x55, 4, 3];
-const ALT_NAME: &[u8] = &[0x55, 29, 17];
-const BASIC_CONSTRAINTS: &[u8] = &[0x55, 29, 19];
-const PURPOSES: &[u8] = &[0x55, 29, 37];
-const SERVER_AUTH: &[u8] = &[0x2b, 6, 1, 5, 5, 7, 3, 1];
-const ANY_PURPOSE: &[u8] = &[0x55, 29, 37, 0];
-
 /// More names than a sentence has room for.
 const NAMES_MAX: usize = 8;
 
 impl Certificate {
     /// Reads a certificate. `None` if the bytes are none.
     pub(crate) fn read(bytes: &[u8]) -> Option<Certificate> {
-        let mut body = Der::new(bytes).inside(der::SEQUENCE)?.inside(der::SEQUENCE)?;
-        let mut read = Certificate { version: 1, is_for_servers: true, ..Certificate::default() };
-        if let Some(version) = body.optional(der::CONTEXT_0) {
-            read.version = Der::new(version).take(der::INTEGER)?.last()?.checked_add(1)?;
-        }
-        body.take(der::INTEGER)?; // the serial number
-        body.take(der::SEQUENCE)?; // the algorithm of the signature
-        read.issuer = body.take(der::SEQUENCE)?.to_vec();
-        let mut times = body.inside(der::SEQUENCE)?;
-        (read.not_before, read.not_after) = (times.time()?, times.time()?);
-        read.subject = body.take(der::SEQUENCE)?.to_vec();
-        read.key = body.whole(der::SEQUENCE)?.to_vec();
-        (read.common_name, read.issuer_name) = (common_name(&read.subject), common_name(&read.issuer));
-        body.optional(der::CONTEXT_1_PRIMITIVE);
-        body.optional(der::CONTEXT_2_PRIMITIVE);
-        if let Some(extensions) = body.optional(der::CONTEXT_3) {
-            let mut extensions = Der::new(extensions).inside(der::SEQUENCE)?;
-            while let Some(mut extension) = extensions.inside(der::SEQUENCE) {
-                let kind = extension.take(der::OBJECT)?;
-                extension.optional(der::BOOLEAN);
-                read.extension(kind, extension.take(der::OCTETS)?);
-            }
-        }
-        Some(read)
-    }
-
-    fn extension(&mut self, kind: &[u8], value: &[u8]) {
-        let Some(mut value) = Der::new(value).inside(der::SEQUENCE) else { return };
-        match kind {
-            BASIC_CONSTRAINTS => self.is_authority = value.optional(der::BOOLEAN).is_some_and(|flag| flag != [0]),
-            PURPOSES => {
-                let mut purposes = std::iter::from_fn(|| value.take(der::OBJECT));
-                self.is_for_servers = purposes.any(|purpose| [SERVER_AUTH, ANY_PURPOSE].contains(&purpose));
-            }
-            ALT_NAME => {
-                while let Some((kind, name)) = value.next() {
-                    let name = match (kind, name.len()) {
-                        (der::DNS_NAME, _) => Some(String::from_utf8_lossy(name).into_owned()),
-                        (der::IP_ADDRESS, 4) => <[u8; 4]>::try_from(name).ok().map(|at| IpAddr::from(at).to_string()),
-                        (der::IP_ADDRESS, 16) => <[u8; 16]>::try_from(name).ok().map(|at| IpAddr::from(at).to_string()),
-                        _ => None,
-                    };
-                    self.names.extend(name);
-                }
-            }
-            _ => {}
-        }
+        let (_, read) = X509Certificate::from_der(bytes).ok()?;
+        let purposes = read.extended_key_usage().ok().flatten();
+        let alternatives = read.subject_alternative_name().ok().flatten();
+        let names = alternatives.iter().flat_map(|names| &names.value.general_names);
+        Some(Certificate {
+            version: u8::try_from(read.version().0).ok()?.checked_add(1)?,
+            subject: read.subject().as_raw().to_vec(),
+            issuer: read.issuer().as_raw().to_vec(),
+            common_name: common_name(read.subject()),
+            issuer_name: common_name(read.issuer()),
+            not_before: read.validity().not_before.timestamp(),
+            not_after: read.validity().not_after.timestamp(),
+            names: names.filter_map(alternative).collect(),
+            is_authority: read.is_ca(),
+            is_for_servers: purposes.is_none_or(|purposes| purposes.value.any || purposes.value.server_auth),
+            key: read.public_key().raw.to_vec(),
+        })
     }
 
     /// Whether it has signed itself, as it says.
@@ -168,17 +130,27 @@ impl Certificate {
     }
 }
 
-fn common_name(name: &[u8]) -> Option<String> {
-    let mut sets = Der::new(name);
-    while let Some(mut set) = sets.inside(der::SET) {
-        while let Some(mut pair) = set.inside(der::SEQUENCE) {
-            if pair.take(der::OBJECT) == Some(COMMON_NAME) {
-                let (_, value) = pair.next()?;
-                return Some(String::from_utf8_lossy(value).into_owned());
-            }
+fn common_name(name: &X509Name<'_>) -> Option<String> {
+    let value = name.iter_common_name().next()?.as_slice();
+    Some(String::from_utf8_lossy(value).into_owned())
+}
+
+/// A name or an address of the subjectAltName.
+fn alternative(name: &GeneralName<'_>) -> Option<String> {
+    match *name {
+        GeneralName::DNSName(name) => Some(name.to_owned()),
+        GeneralName::IPAddress(bytes) => {
+            let v4 = <[u8; 4]>::try_from(bytes).map(IpAddr::from);
+            let v6 = <[u8; 16]>::try_from(bytes).map(IpAddr::from);
+            v4.or(v6).ok().map(|address| address.to_string())
         }
+        _ => None,
     }
-    None
+}
+
+/// The calendar's date of a time, as `2026-11-27`.
+fn date(unix: i64) -> String {
+    OffsetDateTime::from_unix_timestamp(unix).map_or_else(|_| unix.to_string(), |time| time.date().to_string())
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use std::io;
 use rustls::pki_types::pem;
 use rustls::{AlertDescription, CertificateError, Error, InconsistentKeys};
 
-use super::{Certificate, Fingerprint, der};
+use super::{Certificate, Fingerprint, date};
 
 /// Why a certificate is not accepted, as the end of a sentence that begins with it. rustls carries it.
 #[derive(Debug)]
@@ -69,11 +69,11 @@ impl Asked {
         let Error::InvalidCertificate(why) = error else { return format!("cannot be checked: {pin}") };
         match why {
             C::Expired | C::ExpiredContext { .. } => {
-                format!("has expired on {}: renew it", der::date(read.not_after))
+                format!("has expired on {}: renew it", date(read.not_after))
             }
             C::NotValidYet | C::NotValidYetContext { .. } => format!(
                 "is valid from {} on only: check the clocks of this host and of the one that made it",
-                der::date(read.not_before)
+                date(read.not_before)
             ),
             C::NotValidForName | C::NotValidForNameContext { .. } if read.names.is_empty() => {
                 let own = read.common_name.as_deref().unwrap_or("none");
