@@ -32,8 +32,8 @@ build:
 .PHONY: demo
 demo:
 	@dev/lab/setup/setup --demo
-	$(RELEASE) -p xtask
-	CARGO=$(CARGO) $(TARGET)/release/xtask demo $(ARGS)
+	$(CARGO) build --profile demo --locked --target-dir $(TARGET) -p remora-agent -p remora-module -p xtask
+	CARGO=$(CARGO) $(TARGET)/demo/xtask demo $(ARGS)
 
 ## demo-volume: a block device, and a Redis server's files, in the memory of three servers while hosts fail; ARGS="--size 1GiB --json FILE"
 .PHONY: demo-volume

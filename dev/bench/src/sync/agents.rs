@@ -38,8 +38,9 @@ impl Program {
         let mut build = Command::new(cargo);
         build.args("build --quiet --locked -p remora-agent -p remora-module --lib --bin remora".split(' '));
         build.current_dir(remora_lab::server::project_root());
-        if folder.ends_with("release") {
-            build.arg("--release");
+        // Cargo's folder has the name of the profile, except for the one of development.
+        if let Some(profile) = folder.file_name().filter(|name| *name != "debug") {
+            build.arg("--profile").arg(profile);
         }
         if let Some(target) = folder.parent() {
             build.arg("--target-dir").arg(target);
