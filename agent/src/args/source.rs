@@ -139,8 +139,8 @@ pub struct SourceArgs {
     /// How fast the source sends over TCP, to all replicas together. `auto`: as a background transfer, so that the
     /// primary's clients on other hosts hardly wait behind the snapshot: at nearly full speed while nothing else fills
     /// the network link, and less while something does. `none`: as fast as TCP does. SIZE: bytes per second (105MiB is
-    /// a little below the rate of 1 Gb/s). The source cannot observe reads over RDMA and shared memory; replicas limit
-    /// these with `--download-limit`.
+    /// a little below the rate of 1 Gb/s). The source cannot observe reads over RDMA; replicas limit these with
+    /// `--download-limit`. Reads of shared memory have no limit.
     #[arg(long, value_name = "auto|none|SIZE", default_value = "auto", help_heading = "Transports")]
     pub upload_limit: UploadLimit,
 

@@ -30,6 +30,8 @@ pub(crate) struct RdbFile {
     pub(crate) has_checksum: bool,
     /// Keys of each database. `None`: it holds something that this program does not know, or too many databases.
     pub(crate) keys: Option<BTreeMap<u64, u64>>,
+    /// Keys whose time to live has ended before the file was read. A server deletes them when it loads the file.
+    pub(crate) expired: u64,
     /// The database of the stream behind it.
     pub(crate) stream_db: u64,
 }
@@ -55,7 +57,7 @@ impl RdbFile {
         if !file.metadata().map_err(unreadable)?.is_file() {
             return Err(Failure::refused(format!("{} is not a file", path.display())));
         }
-        let mut check = Check::new();
+        let mut check = Check::at(Moment::now());
         let (mut input, mut piece) = (file, vec![0; PIECE]);
         loop {
             let length = match input.read(&mut piece) {
@@ -87,9 +89,10 @@ struct Check {
 }
 
 impl Check {
-    fn new() -> Check {
+    fn at(now: Moment) -> Check {
+        let now_ms = i64::try_from(now.get()).unwrap_or_default() * 1000;
         Check {
-            scanner: Scanner::of_runs(RUN_BELOW),
+            scanner: Scanner::of_runs(RUN_BELOW).counting_expired(now_ms),
             beginning: Vec::new(),
             head: None,
             last: Vec::new(),
@@ -167,6 +170,7 @@ impl Check {
             crc: self.crc,
             has_checksum: stored != 0,
             keys: if self.unknown.is_some() { None } else { self.scanner.keys() },
+            expired: self.scanner.expired(),
             stream_db: u64::from(head.stream_db().unwrap_or_default()),
         })
     }
@@ -187,7 +191,9 @@ mod tests {
         for database in [0, 3] {
             writer.select_db(database);
             for key in 0..100 {
-                writer.string(format!("key {key}"), vec![b'v'; 3000 * key], None);
+                // Some in a run, some by themselves.
+                let expiry = [None, Some(1), Some(i64::MAX as u64)][key % 3];
+                writer.string(format!("key {key}"), vec![b'v'; 3000 * key], expiry);
             }
         }
         writer.finish()
@@ -203,6 +209,7 @@ mod tests {
         assert_eq!((read.offset, read.stream_db, read.bytes), (77, 3, bytes.len() as u64));
         assert_eq!((&*read.server, read.taken.get(), read.has_checksum), ("redis 7.0.15", 1_795_650_300, true));
         assert_eq!(read.keys, Some(BTreeMap::from([(0, 100), (3, 100)])));
+        assert_eq!(read.expired, 2 * 33);
     }
 
     #[test]

@@ -200,6 +200,7 @@ mod tests {
             crc: 0,
             has_checksum: true,
             keys: None,
+            expired: 0,
             stream_db: 0,
         };
         Manifest::of(kind, &rdb, "redis 7.0.15", "127.0.0.1:7379".into())

@@ -9,6 +9,7 @@ use remora_messenger::handshake::{HandshakeError, Versions};
 use remora_protocol::{DecodeError, REFUSED_AS_BUSY, RefusalCode, Side};
 use remora_wire::{Malformed, TooLarge};
 
+use super::refusal::REFUSED_AS_PLAINTEXT;
 use crate::exit::{Code, Failure};
 
 /// A [`Fault`] and the peer that it happened with.
@@ -183,6 +184,7 @@ impl Fault {
     /// Whether the same attempt may succeed later without any change by an operator.
     pub fn may_pass(&self) -> bool {
         match self {
+            Fault::Greeting(_) if self.asks_for_tls() => false,
             Fault::NotRemora { .. }
             | Fault::PlaintextNetwork(_)
             | Fault::Certificate(_)
@@ -209,6 +211,11 @@ impl Fault {
             | Fault::Forged { .. }
             | Fault::QueueFull { .. } => true,
         }
+    }
+
+    /// Whether the other end refused a connection because it has no TLS.
+    pub(super) fn asks_for_tls(&self) -> bool {
+        matches!(self, Fault::Greeting(HandshakeError::Refused { code: REFUSED_AS_PLAINTEXT, .. }))
     }
 
     /// The fault that a failed handshake with a peer of that side is.

@@ -186,6 +186,16 @@ impl Engine {
         let security = &self.options.security;
         security.check(peer.ip()).map_err(Fault::PlaintextNetwork)?;
         let is_tls = security.needs_tls(peer.ip()) || self.options.source_key.is_some();
+        match self.dial(peer, is_tls, limit).await {
+            // On loopback this end would do without TLS, and the other end does not. The token is proved either way.
+            Err(fault) if !is_tls && fault.asks_for_tls() && security.may_choose() => {
+                self.dial(peer, true, limit).await
+            }
+            outcome => outcome,
+        }
+    }
+
+    async fn dial(self: &Arc<Engine>, peer: SocketAddr, is_tls: bool, limit: Duration) -> Result<Connection, Fault> {
         let address = if is_tls { Address::Tls(peer) } else { Address::Tcp(peer) };
         let met = self.meet(peer, is_tls, "connecting", limit, |messenger| {
             messenger.connect(&address);

@@ -32,8 +32,8 @@ async fn refuse(mut stream: TcpStream, code: u8, text: &str) {
     let _ = timeout(LINGER, said).await; // best effort: the outcome does not matter
 }
 
-/// The code of a refusal because the connection has no TLS. Callers show the text of codes that they do not know.
-const REFUSED_AS_PLAINTEXT: u8 = REFUSED_AS_BUSY + 1;
+/// The code of a refusal because the connection has no TLS. Callers that may choose connect again with TLS.
+pub(super) const REFUSED_AS_PLAINTEXT: u8 = REFUSED_AS_BUSY + 1;
 
 /// Size of a read from a peer that was refused.
 const TURNED_AWAY_PIECE_BYTES: usize = 512;

@@ -128,6 +128,11 @@ impl Security {
         }
     }
 
+    /// Whether the other end may decide that a connection has TLS, because no option does.
+    pub(super) fn may_choose(&self) -> bool {
+        self.mode.is_none()
+    }
+
     /// Whether connections between this end and that address may be made.
     ///
     /// # Errors

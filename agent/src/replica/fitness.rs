@@ -1,11 +1,15 @@
-//! Fitness: whether a server would stay an exact replica, as far as its settings tell before the sync.
+//! Fitness: whether a server would become an exact replica, and stay one, as far as its settings tell before the sync.
 
 use super::exact::lacking_commands;
 use super::preflight::Primary;
 use crate::exit::Failure;
 use crate::server::own_changes::OwnChanges;
-use crate::server::{Client, Facts, ServerUrl};
+use crate::server::{Client, Facts, ServerError, ServerUrl};
 use crate::units::Size;
+
+/// Seconds of `repl-timeout` from which on pauses do no harm: twice the longest pause before an agent connects to its
+/// source again.
+const PATIENCE_SECONDS: u64 = 10;
 
 /// Refuses a server that would remove keys of the primary's by itself, and warns of what may make it another one later.
 pub(super) async fn refuse_what_would_not_stay_exact(
@@ -14,6 +18,7 @@ pub(super) async fn refuse_what_would_not_stay_exact(
     primary: &Primary,
 ) -> Result<(), Failure> {
     let url = client.server().url().clone();
+    warn_of_impatience(client, &url).await?;
     warn_of_lacking_commands(client, facts, primary, &url).await;
     let Some(own) = OwnChanges::read(client).await? else {
         tracing::debug!("the server {url} does not tell its settings (CONFIG GET)");
@@ -24,6 +29,18 @@ pub(super) async fn refuse_what_would_not_stay_exact(
         tracing::warn!(
             "the server {url} has replica-read-only no: what clients write to it while it is a replica makes it another one than \
              its primary; set it to yes there"
+        );
+    }
+    Ok(())
+}
+
+/// Warns of a server that gives up a snapshot whose bytes pause for a short time.
+async fn warn_of_impatience(client: &mut Client, url: &ServerUrl) -> Result<(), ServerError> {
+    let seconds = client.config_get("repl-timeout").await?.and_then(|seconds| seconds.parse::<u64>().ok());
+    if let Some(seconds) = seconds.filter(|seconds| *seconds < PATIENCE_SECONDS) {
+        tracing::warn!(
+            "the server {url} gives up a primary that sends nothing for {seconds} s (repl-timeout), and a snapshot over a slow link \
+             may pause for longer: it would start to load again and again. Its default is 60"
         );
     }
     Ok(())

@@ -21,6 +21,7 @@ mod coverage;
 mod credentials;
 mod error;
 mod facts;
+pub(crate) mod local;
 pub(crate) mod module;
 mod output_limit;
 pub(crate) mod own_changes;

@@ -31,7 +31,7 @@ use crate::metrics::{Agent, Families, Scrape, Scrapes, Watch};
 use crate::patience::{Patience, RETRY_FOR};
 use crate::progress;
 use crate::replica::data_set::DataSet;
-use crate::server::{Configuration, read_configuration};
+use crate::server::{Configuration, local, read_configuration};
 use crate::signals::Signals;
 use crate::tasks::blocking;
 use crate::units::{Size, readable};
@@ -67,6 +67,13 @@ async fn fetch(args: FetchArgs, scrapes: &mut Scrapes) -> Result<(), Failure> {
             return Err(Failure::new(Code::Usage, text));
         }
         return scrapes.meanwhile("the snapshot is being fetched", to_stdout(args)).await;
+    }
+    if let Some(process) = args.to.parent().and_then(local::process_in) {
+        tracing::warn!(
+            file = %args.to.display(),
+            "{process} runs in the folder of the file, and writes its own data over a file of the name that its setting dbfilename has \
+             when it saves or ends: stop it before (SHUTDOWN NOSAVE) if it is to start on this file"
+        );
     }
     let fetched = to_file_telling(&args, DataSet::of_a_source(&args.from.expected), |_| {}, scrapes).await?;
     scrapes.leave(|families| fetched.measure(families));

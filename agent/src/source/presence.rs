@@ -39,7 +39,12 @@ const SAVE_LIMIT: Duration = Duration::from_secs(60);
 #[derive(Debug, Default)]
 pub(crate) struct Presence {
     leaves_at: Mutex<Option<u64>>,
+    /// The offset that the server has named last, and when.
+    offset: Mutex<Option<(Instant, u64)>>,
 }
+
+/// How long what a server has said of its offset is believed: some questions may be lost.
+const OFFSET_LIMIT: Duration = Duration::from_secs(5);
 
 impl Presence {
     /// The offset at which the stream's link is to leave; all other links leave at once. `None`: they stay.
@@ -49,6 +54,17 @@ impl Presence {
 
     pub(crate) fn leave_at(&self, offset: Option<u64>) {
         *self.leaves_at.lock().unwrap_or_else(PoisonError::into_inner) = offset;
+    }
+
+    /// Notes the offset of the server's last byte.
+    pub(crate) fn note_offset(&self, now: Instant, offset: u64) {
+        *self.offset.lock().unwrap_or_else(PoisonError::into_inner) = Some((now, offset));
+    }
+
+    /// Whether the server has just said that it has written no byte behind this offset.
+    pub(crate) fn has_no_more(&self, now: Instant, offset: u64) -> bool {
+        let said = *self.offset.lock().unwrap_or_else(PoisonError::into_inner);
+        said.is_some_and(|(when, last)| last <= offset && now.saturating_duration_since(when) < OFFSET_LIMIT)
     }
 }
 
@@ -229,8 +245,12 @@ fn is_gone(error: &ServerError) -> bool {
 /// The answer to a question has come.
 pub(super) fn saw(source: &mut Source, look: Look) {
     let lookout = &mut source.questions.presence;
+    let now = Instant::now();
     lookout.is_open = false;
-    match lookout.watch.saw(Instant::now(), look) {
+    if let Look::Said(said) = look {
+        lookout.shared.note_offset(now, said.offset);
+    }
+    match lookout.watch.saw(now, look) {
         None => {}
         Some(Order::Leave(offset)) => {
             tracing::info!(

@@ -107,6 +107,24 @@ fn a_server_whose_load_breaks_three_times_is_reported_and_left_empty() {
     }
 }
 
+/// The setting is named before the sync, and when it has made the sync fail.
+#[test]
+#[ignore = "long: make test-all"]
+fn a_server_that_gives_up_a_slow_snapshot_is_named_with_its_setting() {
+    for kind in require::kinds() {
+        let primary = primary(kind).start().unwrap();
+        let replica = Server::builder(kind).config("repl-timeout", "2").start().unwrap();
+        load_small(&primary, 1500, 2000);
+        let slow = ["--slot-size", "1MiB", "--upload-limit", "200KiB", "--no-shm", "--compress", "off"];
+        let source = Source::start(&primary, &slow);
+        let said = ends(&mut source.replica(&replica, &["--transport", "tcp"]), 6);
+        says(&said, &["for 2 s (repl-timeout)", "broke off loading the snapshot 3 times", "raise its repl-timeout"]);
+        replica.configure("repl-timeout", "60").unwrap();
+        source.replicate(&replica, &["--transport", "tcp"]);
+        assert_same_data(&primary, &replica);
+    }
+}
+
 /// Changes a byte of the source's snapshot behind its back, in the middle of the slots.
 fn damage(source: &Agent) {
     let folder = format!("/proc/{}/fd", source.pid());

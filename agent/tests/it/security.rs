@@ -231,6 +231,25 @@ fn plaintext_on_a_network_is_refused_unless_it_is_said_to_be_meant() {
     assert_same_data(&primary, &replica);
 }
 
+/// Who has the token can ask the port. Only `--security` says that an end must not.
+#[test]
+fn without_an_option_each_command_finds_out_that_a_port_on_loopback_speaks_tls() {
+    let Some(kind) = require::redis() else { return };
+    let (primary, server, stage) = (primary(kind).start().unwrap(), Server::start(kind).unwrap(), Stage::new());
+    fill_keys(&primary, 100, "value");
+    let source = stage.source(&primary.url(), &TLS);
+    let (address, token) = (source.address.to_string(), stage.token.display().to_string());
+    let common = ["--source", &address, "--token-file", &token];
+    says(&stage.end(&[&["status"][..], &common].concat(), 0), &["snapshot"]);
+    let probe = ["probe", "--transport", "tcp", "--sizes", "64KiB", "--depths", "4", "--time", "10ms"];
+    says(&stage.end(&[&probe[..], &common].concat(), 0), &["tcp"]);
+    let mut agent = stage.replica(&server.url(), source.address, &["--stay", "--transport", "tcp"]);
+    agent.wait_for_line("in step; staying", LONG).unwrap();
+    assert_eq!(source.status()["replicas"][0]["protection"], "sealed, TLS 1.3, token");
+    assert_same_data(&primary, &server);
+    says(&stage.end(&[&["status", "--security", "none"][..], &common].concat(), 5), &["accepts TLS only"]);
+}
+
 #[test]
 fn ends_that_differ_name_the_option_at_both() {
     let Some(kind) = require::redis() else { return };

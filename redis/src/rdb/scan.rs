@@ -111,6 +111,9 @@ pub struct Scanner {
     counts: Option<BTreeMap<u64, u64>>,
     prefix: Option<Prefix>,
     found: Option<Found>,
+    /// Keys that expire at this moment (milliseconds since 1970) or before it are counted.
+    expires_by_ms: i64,
+    expired: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -165,12 +168,25 @@ impl Scanner {
             counts: Some(BTreeMap::new()),
             prefix: None,
             found: None,
+            expires_by_ms: i64::MIN,
+            expired: 0,
         }
     }
 
     /// Like [`Scanner::new`], and reports smaller values too, in runs: those whose whole records are in one input.
     pub fn of_runs(least: u64) -> Scanner {
         Scanner { runs: true, ..Scanner::new(least) }
+    }
+
+    /// Like `self`, and counts the keys that expire by this moment, in milliseconds since 1970 ([`Scanner::expired`]).
+    #[must_use]
+    pub fn counting_expired(self, by_ms: i64) -> Scanner {
+        Scanner { expires_by_ms: by_ms, ..self }
+    }
+
+    /// How many of the keys read so far expire by the moment of [`Scanner::counting_expired`].
+    pub fn expired(&self) -> u64 {
+        self.expired
     }
 
     /// Bytes up to this position belong to no string that is still to be found: they may be forwarded. It lags behind
@@ -237,7 +253,12 @@ impl Scanner {
             return 0;
         }
         let mut records = Records::new(bytes, self.least);
-        let keys = records.by_ref().count() as u64;
+        let (by_ms, mut keys) = (self.expires_by_ms, 0);
+        for record in records.by_ref() {
+            keys += 1;
+            self.expired +=
+                u64::from(record.expires_ms.is_some_and(|at| i64::try_from(at).is_ok_and(|at| at <= by_ms)));
+        }
         let begins = self.at;
         self.at += records.taken() as u64;
         self.keys += keys;
@@ -343,6 +364,7 @@ impl Scanner {
             self.skip = key_bytes;
             self.enter(items, 1);
         }
+        self.expired += u64::from(prefix.expires_ms.is_some_and(|at| at <= self.expires_by_ms));
         self.prefix = None;
         self.keys += 1;
         Ok(Known)

@@ -36,6 +36,9 @@ pub(super) struct AofFolder {
 /// The servers' default name of the folder (`appenddirname`).
 pub(super) const FOLDER: &str = "appendonlydir";
 
+/// How the names of lists end.
+pub(super) const LIST_SUFFIX: &str = ".manifest";
+
 /// Bytes of a list that are read at most: more than the most files need.
 const LIST_BYTES_MAX: u64 = 16 << 20;
 
@@ -80,7 +83,10 @@ impl Found {
                 Failure::refused(format!("{} has lost its list of files ({FOLDER})", backup.path.display()))
             }),
             None if path.join("dump.rdb").is_file() => Ok(Found::Snapshot(path.join("dump.rdb"))),
-            None if is_empty => Err(Failure::refused(format!("there is no backup in {}", path.display()))),
+            None if is_empty => match AofFolder::below(path)? {
+                Some(folder) => Ok(Found::Folder(folder)),
+                None => Err(Failure::refused(format!("there is no backup in {}", path.display()))),
+            },
             None => {
                 Err(Failure::refused(format!("all backups in {} are of a later moment than --until", path.display())))
             }
@@ -89,11 +95,33 @@ impl Found {
 }
 
 impl AofFolder {
+    /// The append-only file in a folder of a server that has another `appenddirname`; `None` if there is no such file.
+    ///
+    /// # Errors
+    /// There are several, or it is damaged.
+    pub(super) fn below(path: &Path) -> Result<Option<AofFolder>, Failure> {
+        let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
+        let mut folders: Vec<PathBuf> = entries.map(|entry| entry.path()).filter(|path| path.is_dir()).collect();
+        folders.sort();
+        let mut found = None;
+        for folder in folders {
+            let Some(folder) = AofFolder::at(&folder)? else { continue };
+            if let Some(AofFolder { path: other, .. }) = found.replace(folder) {
+                return Err(Failure::refused(format!(
+                    "{} has several folders with an append-only file, such as {}: name the one that is meant",
+                    path.display(),
+                    other.display()
+                )));
+            }
+        }
+        Ok(found)
+    }
+
     /// The append-only file in this folder; `None` if the folder has no such file.
     pub(super) fn at(path: &Path) -> Result<Option<AofFolder>, Failure> {
         let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
         let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
-        let mut lists: Vec<String> = names.filter(|name| name.ends_with(".manifest")).collect();
+        let mut lists: Vec<String> = names.filter(|name| name.ends_with(LIST_SUFFIX)).collect();
         lists.sort();
         let Some(list) = lists.pop() else { return Ok(None) };
         let file = path.join(&list);

@@ -1,6 +1,7 @@
 //! Laid: the files of a backup in a server's folder. They are copied beside, brought to the disk, and get their name
 //! last.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::unix::fs::DirBuilderExt;
@@ -11,8 +12,9 @@ use rustix::fs::RenameFlags;
 
 use super::super::manifest::Kind;
 use super::commands::Commands;
-use super::found::{AofFolder, FOLDER};
+use super::found::{AofFolder, FOLDER, Found, LIST_SUFFIX};
 use crate::exit::Failure;
+use crate::server::local;
 use crate::snapshot::beside;
 use crate::snapshot::fetch::PRIVATE;
 
@@ -47,6 +49,49 @@ pub(super) fn refuse_what_is_there(folder: &Path, kind: Kind) -> Result<(), Fail
 
 fn exists(to: &Path) -> Failure {
     Failure::refused(format!("{} exists; replace it by --replace, while its server is stopped", to.display()))
+}
+
+/// Refuses the folder of a server that runs, and one whose server would load other files than those laid out.
+///
+/// # Errors
+/// It is such a folder.
+pub(super) fn refuse_a_folder_in_use(folder: &Path) -> Result<(), Failure> {
+    if let Some(process) = local::process_in(folder) {
+        return Err(Failure::refused(format!(
+            "{process} runs in {}, and would write its own data over the backup when it saves or ends: stop it first",
+            folder.display()
+        )));
+    }
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let other = entries.map(|entry| entry.path()).find(|path| {
+        path.file_name().is_some_and(|name| name != FOLDER && !name.as_encoded_bytes().starts_with(BESIDE.as_bytes()))
+            && path.is_dir()
+            && !matches!(AofFolder::at(path), Ok(None))
+    });
+    match other {
+        Some(other) => Err(Failure::refused(format!(
+            "{} is the append-only file of a server whose appenddirname is not {FOLDER}, and such a server would load it in place of \
+             the backup: move it away, and start the server with the settings that this command names",
+            other.display()
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// The settings with which a server loads the files of this backup. Each has a default that another server may have
+/// changed.
+pub(super) fn settings(found: &Found) -> BTreeMap<&'static str, String> {
+    match found {
+        Found::Snapshot(_) => BTreeMap::from([("appendonly", "no".to_owned()), ("dbfilename", SNAPSHOT.to_owned())]),
+        Found::Folder(folder) => {
+            let name = folder.list.strip_suffix(LIST_SUFFIX).unwrap_or(&folder.list).to_owned();
+            BTreeMap::from([
+                ("appendonly", "yes".to_owned()),
+                ("appenddirname", FOLDER.to_owned()),
+                ("appendfilename", name),
+            ])
+        }
+    }
 }
 
 /// Lays an RDB file out.

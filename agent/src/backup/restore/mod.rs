@@ -50,6 +50,8 @@ struct Report {
     /// Keys of each database in the snapshot.
     #[serde(skip_serializing_if = "Option::is_none")]
     keys: Option<BTreeMap<u64, u64>>,
+    /// Keys of the snapshot whose time to live has ended by now.
+    expired_keys: u64,
     /// The first moment that can be restored.
     first: String,
     /// The last one.
@@ -58,6 +60,9 @@ struct Report {
     commands: Option<Commands>,
     #[serde(skip_serializing_if = "Option::is_none")]
     laid_at: Option<PathBuf>,
+    /// The settings with which a server loads what was laid out.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    settings: BTreeMap<&'static str, String>,
 }
 
 /// Runs `remora restore`.
@@ -77,6 +82,9 @@ pub async fn run(args: RestoreArgs) -> Result<(), Failure> {
 }
 
 async fn restored(args: RestoreArgs) -> Result<Report, Failure> {
+    if let Some(to) = &args.to {
+        laid::refuse_a_folder_in_use(to)?;
+    }
     let args = Arc::new(args);
     let asked = Arc::clone(&args);
     let archived = blocking(move || Archived::find(&asked)).await?;
@@ -135,12 +143,15 @@ fn checked(args: &RestoreArgs, found: &Found, moves: bool) -> Result<Report, Fai
         }
     };
     if let Some(to) = &args.to {
+        // The check may have taken an hour.
+        laid::refuse_a_folder_in_use(to)?;
         let how = laid::How { replaces: args.replace, moves };
         let laid = match found {
             Found::Snapshot(path) => laid::snapshot(path, to, how)?,
             Found::Folder(folder) => laid::folder(folder, report.commands.as_ref(), to, how)?,
         };
         report.laid_at = Some(laid);
+        report.settings = laid::settings(found);
     }
     Ok(report)
 }
@@ -173,10 +184,12 @@ impl Report {
             bytes: rdb.map_or(0, |rdb| rdb.bytes) + commands.as_ref().map_or(0, |commands| commands.bytes),
             has_checksum: rdb.is_some_and(|rdb| rdb.has_checksum),
             keys: rdb.and_then(|rdb| rdb.keys.clone()),
+            expired_keys: rdb.map_or(0, |rdb| rdb.expired),
             first: said(first),
             last: said(last),
             commands,
             laid_at: None,
+            settings: BTreeMap::new(),
         }
     }
 }
@@ -218,9 +231,15 @@ fn show(report: &Report) {
     if !moments.is_empty() {
         lines.push(format!("moments    {moments}"));
     }
+    if report.expired_keys > 0 {
+        lines.push(format!(
+            "expired    {} keys of the snapshot: their time to live has ended since, so a server deletes them when it loads them",
+            report.expired_keys
+        ));
+    }
     if let Some(laid) = &report.laid_at {
-        let how = if report.commands.is_some() { "yes" } else { "no" };
-        lines.push(format!("laid out   {}; start the server with appendonly {how}", laid.display()));
+        let settings: Vec<String> = report.settings.iter().map(|(name, value)| format!("{name} {value}")).collect();
+        lines.push(format!("laid out   {}; start the server with {}", laid.display(), settings.join(", ")));
     }
     progress::say(&lines.join("\n"));
 }

@@ -432,8 +432,10 @@ impl Replica {
         }
         if self.broken_loads >= BROKEN_LOADS_LIMIT {
             let (server, times) = (&self.rules.server, self.broken_loads);
-            let text =
-                format!("the server {server} broke off loading the snapshot {times} times ({text}); its log says why");
+            let text = format!(
+                "the server {server} broke off loading the snapshot {times} times ({text}); its log says why. After a timeout \
+                 raise its repl-timeout"
+            );
             return self.fail(Failure::new(Code::SyncFailed, text));
         }
         tracing::warn!("the server's link ended while it was loading: {text}; it will ask again");

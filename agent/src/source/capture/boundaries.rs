@@ -2,6 +2,8 @@
 //! the journal begins with the byte behind it.
 #![allow(clippy::unwrap_used)]
 
+use std::time::{Duration, Instant};
+
 use remora_redis::psync::client::{Channel, Options};
 use remora_table::State;
 
@@ -141,5 +143,42 @@ fn a_stream_beside_its_snapshot_is_exact_wherever_it_is_cut() {
         let mut link = link.again(Options { resume: Some((history(), 78)), ..options(attach) });
         assert_eq!(link.continued().unwrap(), Some(history()));
         assert_eq!(rig.rest_of(link.into_socket()), stream, "cut at {}", first.len());
+    }
+}
+
+/// `repl-ping-replica-period` may be longer than the silence that a capture accepts.
+#[test]
+fn a_primary_that_has_written_nothing_more_may_be_silent() {
+    let (stream, payload) = (stream(), content(9));
+    let end = 77 + stream.len() as u64;
+    for (said, is_kept) in [(None, false), (Some(end + 1), false), (Some(end), true)] {
+        let mut rig = Rig::new();
+        rig.capture.silence_limit = Duration::from_millis(100);
+        rig.renew();
+        let wire = Pieces::default();
+        wire.add(&[promise().as_slice(), b"$9\r\n", &payload, &stream].concat());
+        let mut link = rig.capture.handshake_over(Socket::of_pieces(wire), Options::default());
+        let Opening::Full { replid, offset, payload: form } = link.opening().unwrap() else {
+            panic!("another opening")
+        };
+        let following = rig.capture.take_announced(link.announced(replid, offset, form)).unwrap();
+        let Following::ThisThread(mut follower) = following else { panic!("another thread follows") };
+        if let Some(offset) = said {
+            rig.capture.plan.presence.note_offset(Instant::now(), offset);
+        }
+        let began = Instant::now();
+        let end = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while is_kept && began.elapsed() < rig.capture.silence_limit * 5 {
+                    std::thread::sleep(rig.capture.silence_limit / 10);
+                }
+                if is_kept {
+                    rig.stop();
+                }
+            });
+            let Err(end) = follower.pour();
+            end
+        });
+        assert_eq!(matches!(end, CaptureError::Stopped), is_kept, "{said:?}: {end}");
     }
 }

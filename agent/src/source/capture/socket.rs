@@ -50,12 +50,28 @@ impl Silence {
     /// # Errors
     /// The server has been silent for too long or has closed the connection, or the read failed.
     pub(super) fn check(&mut self, received: io::Result<Received>) -> Result<Option<usize>, CaptureError> {
+        self.check_unless(received, || false)
+    }
+
+    /// As [`Silence::check`]. A silence that is too long begins again if it `is_excused`.
+    ///
+    /// # Errors
+    /// As [`Silence::check`].
+    pub(super) fn check_unless(
+        &mut self,
+        received: io::Result<Received>,
+        is_excused: impl FnOnce() -> bool,
+    ) -> Result<Option<usize>, CaptureError> {
         let cause = match received {
             Ok(Received::Bytes(n)) => {
                 self.restart();
                 return Ok(Some(n));
             }
             Ok(Received::Idle) if self.since.elapsed() < self.limit => return Ok(None),
+            Ok(Received::Idle) if is_excused() => {
+                self.restart();
+                return Ok(None);
+            }
             Ok(Received::Idle) => format!("no byte arrived within {} s", self.limit.as_secs()),
             Ok(Received::End) => "the server closed the connection; its log says why".to_owned(),
             Err(error) => error.to_string(),

@@ -122,7 +122,8 @@ impl Follower {
         let link = |cause: io::Error| CaptureError::Link { during: DURING, cause: cause.to_string() };
         let mut buffer = vec![0; STREAM_READ_BYTES];
         let mut acks = AckClock::new();
-        // The primary sends a PING every `repl-ping-replica-period`, 10 s by default.
+        // The primary sends a PING every `repl-ping-replica-period`, 10 s by default. One with a longer period says by
+        // INFO that it has written nothing meanwhile.
         let mut silence = self.capture.silence(DURING);
         loop {
             self.capture.stop.check()?;
@@ -135,7 +136,9 @@ impl Follower {
             if let Some(ack) = acks.due(Instant::now()) {
                 socket.write_all(&ack).map_err(link)?;
             }
-            let read = silence.check(socket.read(&mut buffer))?;
+            let (presence, last) = (&self.capture.plan.presence, self.journal.end_offset() - 1);
+            let has_no_more = || presence.has_no_more(Instant::now(), last);
+            let read = silence.check_unless(socket.read(&mut buffer), has_no_more)?;
             self.journal.written_since(self.written.read(Instant::now(), read, buffer.len()));
             if let Some(n) = read {
                 self.journal.append(&buffer[..n], &self.capture.plan.gauge)?;

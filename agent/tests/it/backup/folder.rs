@@ -5,13 +5,14 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use remora_lab::server::wait_until;
 use remora_lab::workload::fill_every_type;
 use remora_lab::{Agent, Kind, require};
 use rustix::process::Signal;
 use serde_json::Value;
 
 use super::{ALWAYS_NEW, json, load, next_second, now, wait_for_lines};
-use crate::kit::{LONG, Scene, ends, fill, number, primary, says, steady_writer, strs};
+use crate::kit::{LONG, Scene, Stage, ends, fill, number, primary, quick, says, steady_writer, strs};
 
 /// What the folder of the backups is called.
 const SHELF: &str = "backups";
@@ -326,4 +327,55 @@ fn what_is_damaged_or_foreign_is_refused_with_its_place() {
     torn.extend(b"*1\r\n$5\r\nMULTI\r\n*3\r\n$3\r\nSE");
     fs::write(&path, torn).unwrap();
     says(&scene.restore(&set, &[]), &["left out", "the last 25 bytes"]);
+}
+
+/// A server writes its own data over a file that is laid into its folder, and loads nothing that has another name than
+/// its settings say.
+#[test]
+fn a_running_servers_folder_is_refused_and_the_settings_that_load_a_backup_are_named() {
+    for kind in require::kinds() {
+        let stage = Stage::new();
+        let [own, other] = ["own", "other"].map(|name| stage.path(name));
+        fs::create_dir(&own).unwrap();
+        let names = [("appendonly", "yes"), ("appenddirname", "journal"), ("appendfilename", "orders.aof")];
+        let builder =
+            names.iter().fold(quick(kind).config("dir", &own), |builder, (name, value)| builder.config(name, value));
+        let server = builder.start().unwrap();
+        let client = &mut server.client().unwrap();
+        client.ok(&["SET", "kept", "value"]).unwrap();
+        let digest = server.digest().unwrap();
+
+        let said = stage.end(&["restore", &own, "--to", &other], 0);
+        says(&said, &["appendonly yes", "appenddirname appendonlydir", "appendfilename orders.aof"]);
+        for more in [&[][..], &["--replace"]] {
+            says(&stage.end(&[&["restore", &other, "--to", &own], more].concat(), 3), &["runs in", &own, "stop it"]);
+        }
+        drop(server);
+        says(&stage.end(&["restore", &other, "--to", &own], 3), &["journal", "whose appenddirname is not"]);
+        let loaded = quick(kind).config("dir", &other).config("appendonly", "yes");
+        let loaded = loaded.config("appendfilename", "orders.aof").start().unwrap();
+        assert_eq!(loaded.digest().unwrap(), digest, "{kind}");
+    }
+}
+
+#[test]
+fn keys_whose_time_has_ended_since_the_snapshot_are_counted() {
+    for kind in require::kinds() {
+        let stage = Stage::new();
+        let own = stage.path("own");
+        fs::create_dir(&own).unwrap();
+        let server = quick(kind).config("dir", &own).start().unwrap();
+        let client = &mut server.client().unwrap();
+        for number in 0..5 {
+            client.ok(&["SET", &format!("short {number}"), "value", "PX", "3000"]).unwrap();
+            client.ok(&["SET", &format!("long {number}"), "value", "EX", "10000"]).unwrap();
+        }
+        client.ok(&["SAVE"]).unwrap();
+        let file = format!("{own}/dump.rdb");
+        wait_until("five keys that have expired", LONG, || {
+            let said = stage.end(&["restore", &file], 0);
+            Ok(if said.contains("expired    5 keys of the snapshot") { Ok(()) } else { Err(said) })
+        })
+        .unwrap();
+    }
 }
