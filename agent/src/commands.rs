@@ -18,17 +18,20 @@ use crate::{
     args::{self, Cli, Command, GlobalArgs, LogLevel},
     config::Words,
     exit::{Code, Failure},
-    progress,
+    host_threads, progress,
     replica::guard,
-    signals::until_signal,
+    signals::{self, until_signal},
 };
 
 /// Runs the whole process: parses, runs, and reports how it ended.
 pub fn main() -> ExitCode {
     // Help, version and usage errors end the process here, with status 0 or 2.
-    let cli = parse();
+    let (cli, foreign) = parse();
     progress::configure(cli.global.quiet);
     start_logging(&cli.global);
+    for variable in foreign {
+        tracing::debug!("{variable} is Kubernetes' variable of a Service, and no option");
+    }
     protect_memory();
     raise_descriptor_limit();
     match run(cli.command) {
@@ -40,9 +43,9 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// The arguments, from the command line, the environment and the configuration file. Ends the process if there is
-/// nothing to run.
-fn parse() -> Cli {
+/// The arguments, from the command line, the environment and the configuration file, and the variables that are no
+/// options although they have the name of one. Ends the process if there is nothing to run.
+fn parse() -> (Cli, Vec<String>) {
     let words = match Words::complete(&args::definition(), std::env::args_os().collect(), |name| std::env::var_os(name))
     {
         Ok(words) => words,
@@ -51,7 +54,7 @@ fn parse() -> Cli {
             std::process::exit(failure.code.number().into());
         }
     };
-    Cli::try_parse_from(&words.words).unwrap_or_else(|error| {
+    let cli = Cli::try_parse_from(&words.words).unwrap_or_else(|error| {
         let origins = words.origins(&error.to_string());
         if error.use_stderr() && !origins.is_empty() {
             let _ = error.print(); // without a terminal there is no one to tell
@@ -61,7 +64,8 @@ fn parse() -> Cli {
         // Help and version are results. Usage errors go to stderr, which may be gone.
         let is_lost = error.print().and_then(|()| std::io::stdout().flush()).is_err() && !error.use_stderr();
         std::process::exit(if is_lost { Code::Local.number().into() } else { error.exit_code() })
-    })
+    });
+    (cli, words.foreign)
 }
 
 /// Keeps other processes of this user from reading the process's memory and descriptors, by ptrace(2) or /proc, and the
@@ -82,6 +86,10 @@ fn raise_descriptor_limit() {
 }
 
 fn run(command: Command) -> Result<(), Failure> {
+    host_threads::check()?;
+    if !matches!(command, Command::Source(_)) {
+        refuse_passed_descriptors()?;
+    }
     // Two threads: one may be busy with a large value while the other answers heartbeats. The data lanes have threads
     // of their own.
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -95,7 +103,32 @@ fn run(command: Command) -> Result<(), Failure> {
     outcome
 }
 
+/// Refuses descriptors of a service manager: a command that takes none would listen elsewhere, and its clients would wait
+/// at the manager's socket for ever.
+fn refuse_passed_descriptors() -> Result<(), Failure> {
+    match remora_fabric::memory::inherited::passed() {
+        0 => Ok(()),
+        count => Err(Failure::refused(format!(
+            "the service manager passed {count} descriptors (LISTEN_FDS), and only remora source takes one: remove the socket unit of \
+             this service, and give the address to listen on by an option"
+        ))),
+    }
+}
+
+/// Whether a command stays until it is told to end, or leaves something half done if it is ended: a SIGHUP must not.
+fn stays(command: &Command) -> bool {
+    match command {
+        Command::Status(args) => args.watch.is_some(),
+        Command::Ready(args) => args.watch.is_some(),
+        Command::Source(_) | Command::Replica(_) | Command::Attend(_) | Command::Fetch(_) | Command::Backup(_) => true,
+        Command::Cluster(_) | Command::Snapshot(_) | Command::Volume(_) => true,
+        _ => false,
+    }
+}
+
 async fn dispatch(command: Command) -> Result<(), Failure> {
+    // Before a command has any files that it could read again, too.
+    let _ignored = stays(&command).then(signals::hangups).transpose()?;
     match command {
         // Source and replica have something to clean up when they are stopped, so they catch signals themselves.
         Command::Source(args) => crate::source::run(args).await,

@@ -16,6 +16,36 @@ pub(crate) fn check(option: &str, size: Size) -> Result<(), Failure> {
     limit.refuses(&format!("{option} {size}"), size.get()).map_or(Ok(()), |why| Err(Failure::local(why)))
 }
 
+/// Why the system may have refused memory that was asked for, and what to raise: ends the text of an error. Empty: no
+/// limit of promises is set.
+pub(crate) fn why_none() -> String {
+    let address_space = rustix::process::getrlimit(rustix::process::Resource::As).current;
+    why_none_of(Path::new("/"), address_space)
+}
+
+fn why_none_of(root: &Path, address_space: Option<u64>) -> String {
+    let mut why = String::new();
+    if let Some(bytes) = address_space {
+        let size = Size::bytes((bytes >> 20) << 20);
+        why.push_str(&format!("; this process may map {size} in all (ulimit -v, LimitAS= of systemd): raise that"));
+    }
+    let read = |path: &str| fs::read_to_string(root.join(path)).unwrap_or_default();
+    if read("proc/sys/vm/overcommit_memory").trim() == "2" {
+        let memory = read("proc/meminfo");
+        let figure = |name: &str| {
+            let kibibytes = memory.lines().find_map(|line| line.strip_prefix(name)?.trim().strip_suffix(" kB"))?;
+            kibibytes.trim().parse::<u64>().ok()
+        };
+        why.push_str("; vm.overcommit_memory is 2 on this host: ");
+        if let (Some(limit), Some(promised)) = (figure("CommitLimit:"), figure("Committed_AS:")) {
+            let [limit, promised] = [limit, promised].map(|kibibytes| Size::mebibytes(kibibytes >> 10));
+            why.push_str(&format!("{promised} of {limit} are promised: "));
+        }
+        why.push_str("raise vm.overcommit_ratio there, or set it to 0 or 1");
+    }
+    why
+}
+
 /// The tightest limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Limit {
@@ -123,6 +153,19 @@ mod tests {
         assert_eq!(limit(&[v1, none]), machine);
         let unseen = ("sys/fs/cgroup/memory/memory.limit_in_bytes", "314572800\n");
         assert_eq!(limit(&[v1, unseen]), of(314_572_800, "sys/fs/cgroup/memory/memory.limit_in_bytes"));
+    }
+
+    #[test]
+    fn limits_of_promises_are_named_where_they_are_set() {
+        let strict = ("proc/sys/vm/overcommit_memory", "2\n");
+        let memory = ("proc/meminfo", "CommitLimit:     8388608 kB\nCommitted_AS:    7340032 kB\n");
+        let why = |files: &[(&str, &str)], most| why_none_of(root(files).path(), most);
+        assert_eq!(why(&[("proc/sys/vm/overcommit_memory", "1\n"), memory], None), "");
+        let said = why(&[strict, memory], None);
+        assert!(said.contains("vm.overcommit_memory is 2") && said.contains("7 GiB of 8 GiB are promised"), "{said}");
+        assert!(why(&[strict], None).contains("raise vm.overcommit_ratio"));
+        let said = why(&[], Some(1 << 30));
+        assert!(said.contains("may map 1 GiB in all (ulimit -v"), "{said}");
     }
 
     #[test]

@@ -9,6 +9,7 @@ use crate::{
     exit::{Code, Failure},
     progress,
     server::{Facts, Role, Server, ServerError, Task},
+    signals,
     units::Size,
 };
 
@@ -19,7 +20,7 @@ use crate::{
 pub async fn run(args: ReadyArgs) -> Result<(), Failure> {
     let server = args.server.open(Task::Ready)?;
     match args.watch {
-        Some(pause) => watch(&server, &args, pause).await,
+        Some(pause) => watch(server, &args, pause).await,
         None => wait(&server, &args).await,
     }
 }
@@ -41,12 +42,13 @@ async fn wait(server: &Server, args: &ReadyArgs) -> Result<(), Failure> {
     }
 }
 
-/// Prints each change until it is stopped.
-async fn watch(server: &Server, args: &ReadyArgs, pause: Duration) -> Result<(), Failure> {
+/// Prints each change until it is stopped. At a SIGHUP it reads its files again.
+async fn watch(mut server: Server, args: &ReadyArgs, pause: Duration) -> Result<(), Failure> {
+    let mut hangups = signals::hangups()?;
     let mut said = None;
     loop {
         // The state of one that is ready contains its lag, which always changes.
-        let (is_ready, text) = match judged(server, args).await? {
+        let (is_ready, text) = match judged(&server, args).await? {
             Ok(state) => (true, format!("{} is ready: {state}", server.url())),
             Err(why) => (false, why.message),
         };
@@ -55,7 +57,16 @@ async fn watch(server: &Server, args: &ReadyArgs, pause: Duration) -> Result<(),
             progress::say(&text);
             said = Some(change);
         }
-        tokio::time::sleep(pause).await;
+        tokio::select! {
+            () = tokio::time::sleep(pause) => {}
+            Some(()) = hangups.recv() => match args.server.open(Task::Ready) {
+                Ok(again) => {
+                    tracing::info!("password and certificate files read again");
+                    server = again;
+                }
+                Err(error) => tracing::error!(%error, "what was read before stays valid"),
+            }
+        }
     }
 }
 

@@ -15,18 +15,26 @@ pub struct Inherited {
     pub descriptor: OwnedFd,
 }
 
+/// How many descriptors the service manager left open for this process.
+pub fn passed() -> u32 {
+    let number = |name: &str| env::var(name).ok()?.parse::<u32>().ok();
+    // A process that this one's parent started for itself has the variables too, and not the descriptors.
+    match number("LISTEN_PID") == Some(std::process::id()) {
+        true => number("LISTEN_FDS").unwrap_or(0),
+        false => 0,
+    }
+}
+
 /// Takes the descriptors that the service manager left open for this process (`LISTEN_FDS`, as in sd_listen_fds(3)). It
 /// gives them once: a second call returns none.
 pub fn take() -> Vec<Inherited> {
     static TAKEN: AtomicBool = AtomicBool::new(false);
-    let number = |name: &str| env::var(name).ok()?.parse::<u32>().ok();
-    // A process that this one's parent started for itself has the variables too, and not the descriptors.
-    if number("LISTEN_PID") != Some(std::process::id()) || TAKEN.swap(true, Ordering::AcqRel) {
+    let count = passed().min(MAX) as RawFd;
+    if count == 0 || TAKEN.swap(true, Ordering::AcqRel) {
         return Vec::new();
     }
     let names = env::var("LISTEN_FDNAMES").unwrap_or_default();
     let mut names: VecDeque<&str> = names.split(':').collect();
-    let count = number("LISTEN_FDS").unwrap_or(0).min(MAX) as RawFd;
     let name_of = |number| {
         let name = names.pop_front().unwrap_or_default().to_owned();
         Some(Inherited { name, descriptor: open(number)? })

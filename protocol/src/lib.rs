@@ -34,7 +34,8 @@
 //!
 //! # Versions, newest first
 //!
-//! - 7: Expected says how long a snapshot will be, and a status report when it will be whole; an offer says why no
+//! - 7: Expected says how long a snapshot will be, and a status report when it will be whole, or that the source still
+//!   prepares its memory; an offer says why no
 //!   snapshot of the source's server can be taken now, and so does a cause of waiting; an offer names the history that
 //!   its own continues, and the source's process.
 //! - 6: status says what the source's upload in the background does; an offer says whether slots may be compressed, and

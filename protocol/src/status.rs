@@ -24,6 +24,8 @@ pub struct StatusReport {
     pub role: String,
     /// The generation that replicas are served from.
     pub generation: Option<GenerationStatus>,
+    /// What the source does before it can take its first snapshot; empty once it can.
+    pub preparing: String,
     /// How far the server is that saves its data set for a snapshot; `None` while it does not save, or does not say.
     pub saving: Option<Saving>,
     /// The replicas that have joined; at most [`MAX_REPLICAS`].
@@ -41,6 +43,7 @@ record!(StatusReport {
     server: Name<MAX_ADDRESS_BYTES>,
     role: Name<MAX_ADDRESS_BYTES>,
     generation: Maybe<GenerationStatus>,
+    preparing: Text<MAX_WHY_BYTES>,
     saving: Maybe<Saving>,
     replicas: List<ReplicaStatus, MAX_REPLICAS>,
     totals: Totals,

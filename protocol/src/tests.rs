@@ -200,7 +200,7 @@ fn generations() -> impl Strategy<Value = GenerationStatus> {
 }
 
 fn statuses() -> impl Strategy<Value = Message> {
-    let texts = (names(), names(), names(), names());
+    let texts = (names(), names(), names(), names(), names());
     let uploads = any::<(u64, u64, bool)>().prop_map(|(bytes_per_second, queueing_micros, yields)| UploadStatus {
         bytes_per_second,
         queueing_micros,
@@ -208,7 +208,7 @@ fn statuses() -> impl Strategy<Value = Message> {
     });
     let snapshots = (option::of(generations()), option::of(savings()));
     (texts, snapshots, vec(replicas(), 0..4), any::<[u64; 4]>(), option::of(uploads)).prop_map(
-        |((source, server, role, last_failure), (generation, saving), replicas, numbers, upload)| {
+        |((source, server, role, preparing, last_failure), (generation, saving), replicas, numbers, upload)| {
             let [snapshots_taken, snapshots_failed, replicas_done, bytes_served] = numbers;
             let totals = Totals { snapshots_taken, snapshots_failed, replicas_done, bytes_served };
             Message::Status(StatusReport {
@@ -216,6 +216,7 @@ fn statuses() -> impl Strategy<Value = Message> {
                 server,
                 role,
                 generation,
+                preparing,
                 saving,
                 replicas,
                 totals,
@@ -308,6 +309,7 @@ fn status(replicas: Vec<ReplicaStatus>) -> Message {
         server: String::new(),
         role: String::new(),
         generation: None,
+        preparing: String::new(),
         saving: None,
         replicas,
         totals: Totals::default(),

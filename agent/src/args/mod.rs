@@ -69,7 +69,7 @@ pub use self::{
     ready::ReadyArgs,
     relay::{LendArgs, RelayArgs},
     replica::{ModuleLoad, OnFailure, ReplicaArgs},
-    restore::RestoreArgs,
+    restore::{Pass, RestoreArgs},
     security::{MonitorNameArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs},
     sentinel::SentinelArgs,
     snapshot::{SnapshotAction, SnapshotArgs, SnapshotFromArgs, SnapshotMountArgs},

@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
+use clap::{Args, ValueEnum};
 
 use super::{Location, StoreArgs};
 use crate::backup::moment::Moment;
@@ -28,6 +28,11 @@ pub struct RestoreArgs {
     #[arg(long, value_name = "TIME")]
     pub until: Option<Moment>,
 
+    /// Where the clock of the host that wrote the backup went back, a second is in it twice: the first or the last one
+    /// counts. Without this option --until refuses such a second.
+    #[arg(long, value_name = "WHICH", requires = "until")]
+    pub until_pass: Option<Pass>,
+
     /// Replace a `dump.rdb` or `appendonlydir` that is there. Without this option the command refuses.
     #[arg(long, requires = "to")]
     pub replace: bool,
@@ -48,6 +53,15 @@ pub struct RestoreArgs {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub store: StoreArgs,
+}
+
+/// Which one of equal seconds is meant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Pass {
+    /// That before the clock went back.
+    First,
+    /// That after the clock went back.
+    Last,
 }
 
 const ABOUT: &str = "\

@@ -39,6 +39,8 @@ pub(super) struct AofFile {
     unchecked: String,
     /// Whether it names seconds.
     pub(super) has_times: bool,
+    /// The first second that it names, also where it is cut there.
+    pub(super) begins: Option<Moment>,
     pub(super) end: End,
 }
 
@@ -78,6 +80,7 @@ impl AofFile {
             mark_sum: 0,
             unchecked: String::new(),
             has_times: false,
+            begins: None,
             end: End::Whole,
         };
         // Counted as they come; they count when a border follows.
@@ -130,6 +133,14 @@ impl AofFile {
             walk.unchecked = "it has no head".to_owned();
         }
         Ok(walk)
+    }
+
+    /// The first second that a file of commands names, if it names one.
+    ///
+    /// # Errors
+    /// As [`AofFile::read`].
+    pub(super) fn first_second(path: &Path) -> Result<Option<Moment>, Failure> {
+        Ok(AofFile::read(path, Some(Moment::default()))?.begins)
     }
 
     /// Compares a note's checksum, and the head's.
@@ -189,6 +200,7 @@ impl AofFile {
         let Some(seconds) = digits.and_then(|digits| digits.trim().parse().ok()) else { return false };
         let moment = Moment::seconds(seconds);
         self.has_times = true;
+        self.begins = self.begins.or(Some(moment));
         if until.is_some_and(|until| moment > until) {
             return true;
         }

@@ -87,7 +87,7 @@ pub(super) struct Gap {
 }
 
 /// What a backup consists of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Kind {
     /// An RDB file.
@@ -266,10 +266,29 @@ impl Manifest {
         checked_json::to_json(self).map_err(|error| Failure::local(error.to_string()))
     }
 
-    /// By which backups are sorted: the oldest is the least.
-    pub(super) fn order(&self) -> (Moment, u64, &str) {
+    fn order(&self) -> (Moment, u64, &str) {
         (self.taken_seconds, self.offset, &self.name)
     }
+}
+
+/// Sorts backups, the oldest first: by the time at which they were taken, and those of one history by their offsets,
+/// which grow also if a clock goes back.
+pub(super) fn oldest_first<T>(mut all: Vec<T>, of: impl Fn(&T) -> &Manifest) -> Vec<T> {
+    all.sort_by(|one, other| of(one).order().cmp(&of(other).order()));
+    let mut places: BTreeMap<(Kind, &str), Vec<usize>> = BTreeMap::new();
+    for (place, backup) in all.iter().enumerate() {
+        places.entry((of(backup).kind, &of(backup).replid)).or_default().push(place);
+    }
+    // Each history keeps its places.
+    let mut moves = Vec::new();
+    for places in places.into_values() {
+        let mut sorted = places.clone();
+        sorted.sort_by_key(|place| of(&all[*place]).offset);
+        moves.extend(places.into_iter().zip(sorted));
+    }
+    moves.sort_unstable();
+    let mut all: Vec<Option<T>> = all.into_iter().map(Some).collect();
+    moves.into_iter().filter_map(|(_, from)| all.get_mut(from)?.take()).collect()
 }
 
 #[cfg(test)]

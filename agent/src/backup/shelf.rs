@@ -12,7 +12,7 @@ use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-use super::manifest::{Damaged, IN_FOLDER, Kind, Manifest};
+use super::manifest::{Damaged, IN_FOLDER, Kind, Manifest, oldest_first};
 use crate::exit::Failure;
 use crate::replica::private::{Claim, Folder, is_unsafe};
 use crate::snapshot::beside;
@@ -162,8 +162,7 @@ pub(super) fn list(folder: &Path, damaged: Damaged) -> Result<Vec<Backup>, Failu
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         all.extend(damaged.of(of_entry(&entry.path()))?.flatten());
     }
-    all.sort_by(|one: &Backup, other| one.manifest.order().cmp(&other.manifest.order()));
-    Ok(all)
+    Ok(oldest_first(all, |backup: &Backup| &backup.manifest))
 }
 
 /// The backup at this path of a folder. A manifest beside a snapshot counts by the snapshot.
@@ -255,6 +254,27 @@ mod tests {
         manifest(Kind::Journal, 2, 'a').write(&second.join(MANIFEST)).unwrap();
         shelf.keep(&manifest(Kind::Journal, 2, 'a'), 1);
         assert!(!set.exists() && second.exists());
+    }
+
+    #[test]
+    fn a_clock_that_goes_back_makes_no_backup_older_than_those_before_it() {
+        let temporary = tempfile::tempdir().unwrap();
+        let shelf = Shelf::open(temporary.path()).unwrap();
+        let put = |taken, offset, replid| {
+            fs::write(shelf.incoming_file(), "snapshot").unwrap();
+            let mut manifest = manifest(Kind::Snapshot, taken, replid);
+            manifest.offset = offset;
+            shelf.place(&manifest).unwrap();
+            manifest
+        };
+        let other = put(5000, 7, 'b');
+        // The third one is of an hour before the second one, by the clock.
+        let [first, wrong, right] = [(1000, 10), (5600, 20), (2000, 30)].map(|(taken, at)| put(taken, at, 'a'));
+        let names = || shelf.list().into_iter().map(|backup| backup.manifest.name).collect::<Vec<_>>();
+        let of = |all: &[&Manifest]| all.iter().map(|one| one.name.clone()).collect::<Vec<_>>();
+        assert_eq!(names(), of(&[&first, &wrong, &other, &right]));
+        shelf.keep(&right, 1);
+        assert_eq!(names(), of(&[&right, &other]));
     }
 
     #[test]

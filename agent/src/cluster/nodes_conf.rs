@@ -3,8 +3,13 @@
 //! A node that starts with this file is a replica while it loads its data, and so goes on at the primary by a partial
 //! resynchronisation. No other node knows it before one `CLUSTER MEET`.
 
+use std::fs::File;
+use std::path::Path;
+
 use remora_redis::ReplId;
 use remora_redis::resp::Frame;
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 
 use super::nodes::{Slots, is_id};
 use super::survey::{Shard, Survey};
@@ -49,6 +54,22 @@ pub(crate) struct NodesConf {
     pub(crate) text: String,
     /// The primary's id.
     pub(crate) primary: String,
+}
+
+/// Refuses a file that a running node uses: it has locked it, would write over what it is given, and its data too.
+///
+/// # Errors
+/// A node uses it.
+pub(crate) fn refuse_one_in_use(file: &Path) -> Result<(), Failure> {
+    let Ok(opened) = File::open(file) else { return Ok(()) };
+    match flock(&opened, FlockOperation::NonBlockingLockShared) {
+        Err(Errno::WOULDBLOCK) => Err(Failure::new(
+            Code::Refused,
+            format!("{} is in use: the node that has it runs; stop that node first", file.display()),
+        )),
+        // It is unlocked when it is closed.
+        _ => Ok(()),
+    }
 }
 
 /// The file for a node at this address that follows the primary of this history.
@@ -139,6 +160,23 @@ mod tests {
         for wrong in ["10.0.0.9", "host:6379", "10.0.0.9:6379@", "10.0.0.9:6379@0", "10.0.0.9:60000"] {
             assert!(at(wrong).is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn the_file_of_a_running_node_is_refused_and_that_of_one_that_has_ended_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("nodes.conf");
+        refuse_one_in_use(&path).unwrap();
+        let node = File::create(&path).unwrap();
+        flock(&node, FlockOperation::NonBlockingLockExclusive).unwrap();
+        for _ in 0..2 {
+            let refused = refuse_one_in_use(&path).unwrap_err();
+            assert!(refused.message.contains("is in use") && refused.code == Code::Refused, "{refused}");
+        }
+        drop(node);
+        refuse_one_in_use(&path).unwrap();
+        let again = File::open(&path).unwrap();
+        flock(&again, FlockOperation::NonBlockingLockExclusive).unwrap();
     }
 
     #[test]

@@ -15,6 +15,7 @@ pub mod check;
 mod file;
 
 use std::ffi::{OsStr, OsString};
+use std::net::SocketAddr;
 use std::path::Path;
 
 use clap::parser::ValueSource;
@@ -35,6 +36,8 @@ pub(crate) struct Words {
     pub(crate) words: Vec<OsString>,
     /// The added options, and where each comes from.
     added: Vec<(String, String)>,
+    /// Variables of Kubernetes that have an option's name.
+    pub(crate) foreign: Vec<String>,
 }
 
 impl Words {
@@ -49,7 +52,7 @@ impl Words {
     ) -> Result<Words, Failure> {
         // Mistakes are found when the completed words are parsed.
         let lenient = definition.clone().ignore_errors(true).try_get_matches_from(&words);
-        let Ok(matches) = lenient else { return Ok(Words { words, added: Vec::new() }) };
+        let Ok(matches) = lenient else { return Ok(Words { words, added: Vec::new(), foreign: Vec::new() }) };
         let (path, command, matches) = chosen(definition, &matches);
         let named = matches.try_get_one::<std::path::PathBuf>(CONFIG).ok().flatten().cloned();
         let named = named.or_else(|| environment(&variable(CONFIG)).filter(|name| !name.is_empty()).map(Into::into));
@@ -58,7 +61,7 @@ impl Words {
             Some(file) => file.options(definition, &path)?,
             None => Vec::new(),
         };
-        let mut added = Vec::new();
+        let (mut added, mut foreign) = (Vec::new(), Vec::new());
         let mut more: Vec<OsString> = Vec::new();
         for option in options(definition, command) {
             let Some(name) = option.get_long() else { continue };
@@ -68,7 +71,11 @@ impl Words {
                 continue;
             }
             let variable = variable(name);
-            let (values, from) = match environment(&variable) {
+            let mut given_there = environment(&variable);
+            if given_there.take_if(|value| is_of_kubernetes(&variable, value)).is_some() {
+                foreign.push(variable.clone());
+            }
+            let (values, from) = match given_there {
                 Some(value) => (of_environment(option, &variable, &value)?, variable),
                 None => match given.iter().find(|given| given.name == name) {
                     Some(given) => (given.words(option)?, given.place.clone()),
@@ -83,7 +90,7 @@ impl Words {
         let mut words = words;
         let end = words.iter().position(|word| word == "--").unwrap_or(words.len());
         words.splice(end..end, more);
-        Ok(Words { words, added })
+        Ok(Words { words, added, foreign })
     }
 
     /// Where the options come from that this text of an error names; empty if all stand on the command line.
@@ -128,6 +135,14 @@ fn is_help(option: &Arg) -> bool {
 /// The environment variable of an option.
 fn variable(name: &str) -> String {
     format!("{PREFIX}{}", name.replace('-', "_").to_uppercase())
+}
+
+/// Whether this is a variable that Kubernetes sets in every container for a Service of the namespace: one that is called
+/// `remora-source` has `REMORA_SOURCE_PORT=tcp://10.0.0.1:7379`. No option has such a value.
+fn is_of_kubernetes(variable: &str, value: &OsStr) -> bool {
+    let Some((protocol, address)) = value.to_str().and_then(|value| value.split_once("://")) else { return false };
+    let is_named = variable.ends_with("_PORT") || variable.contains("_PORT_");
+    is_named && ["tcp", "udp", "sctp"].contains(&protocol) && address.parse::<SocketAddr>().is_ok()
 }
 
 /// The words for an option with this value of an environment variable.
@@ -269,6 +284,41 @@ mod tests {
         let words = vec!["remora".into(), "source".into(), "--config".into(), "/nowhere/remora.toml".into()];
         let failure = Words::complete(&definition(), words, |_| None).err().unwrap();
         assert!(failure.to_string().contains("/nowhere/remora.toml"), "{failure}");
+    }
+
+    #[test]
+    fn variables_of_kubernetes_are_no_options_and_wrong_values_are_still_refused() {
+        // What a container gets for Services that are called remora-source, remora-primary and remora.
+        let variables = [
+            ("REMORA_SOURCE_SERVICE_HOST", "10.0.0.1"),
+            ("REMORA_SOURCE_SERVICE_PORT", "7379"),
+            ("REMORA_SOURCE_PORT", "tcp://10.0.0.1:7379"),
+            ("REMORA_SOURCE_PORT_7379_TCP", "tcp://10.0.0.1:7379"),
+            ("REMORA_SOURCE_PORT_7379_TCP_PROTO", "tcp"),
+            ("REMORA_PRIMARY_PORT", "tcp://[fd00::1]:6379"),
+            ("REMORA_PORT", "udp://10.0.0.1:7379"),
+            ("REMORA_LISTEN_PORT", "tcp://10.0.0.1:7379"),
+        ];
+        fn check(command: &Command, path: &str, variables: &[(&str, &str)]) {
+            let words = completed("", variables, path).unwrap();
+            assert_eq!(words.words.len(), path.split_whitespace().count() + 2, "{:?}", words.words);
+            for name in &words.foreign {
+                assert!(name.ends_with("_PORT"), "{name}");
+            }
+            command.get_subcommands().for_each(|next| {
+                check(next, &format!("{path} {}", next.get_name()), variables);
+            });
+        }
+        check(&definition(), "remora", &variables);
+        let foreign = completed("", &variables, "remora attend").unwrap().foreign;
+        assert_eq!(foreign, ["REMORA_LISTEN_PORT", "REMORA_PRIMARY_PORT"]);
+        for wrong in ["tcp://10.0.0.1", "tcp:7379", "many", "http://10.0.0.1:7379", "70000"] {
+            let words = completed("", &[("REMORA_PRIMARY_PORT", wrong)], "remora attend").unwrap();
+            assert_eq!(words.origins("--primary-port"), "--primary-port comes from REMORA_PRIMARY_PORT", "{wrong}");
+        }
+        // The file counts instead.
+        let words = completed("[attend]\nprimary-port = 7000\n", &variables, "remora attend").unwrap();
+        assert!(words.words.contains(&"--primary-port=7000".into()), "{:?}", words.words);
     }
 
     #[test]

@@ -12,8 +12,9 @@ pub(crate) const REMOVING: &[u8] = &[0];
 /// Bytes of a UDP header, which the length in it counts.
 const UDP_HEADER: usize = 8;
 
-/// Ports that may have an entry at a time. A server has one primary; in a cluster without usual ports, one for each.
-const ENTRIES: usize = 64;
+/// Ports that may have an entry at a time: far more than a cluster without usual ports has nodes. An entry that is
+/// renewed or has expired counts twice for a while. The kernel's memory grows with the entries that are there.
+const ENTRIES: usize = 4096;
 
 /// What the names of all tables begin with.
 const PREFIX: &str = "remora_";

@@ -1,11 +1,13 @@
 //! Site: the HTTP server of the metrics.
 
+use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::future::Future;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::{Duration, Instant};
 
 use http_body_util::Full;
 use hyper::body::{Bytes, Incoming};
@@ -16,7 +18,8 @@ use hyper::{HeaderMap, Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use remora_protocol::StatusReport;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::task::AbortHandle;
 
 use super::families::{Families, Form};
 use super::page;
@@ -53,6 +56,10 @@ const CONNECTION_LIMIT: Duration = Duration::from_secs(30);
 /// How long the agent may take to answer: Prometheus waits for ten seconds, and a probe of Kubernetes for one.
 pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 
+/// How long a connection is left alone that has sent its request, if others wait for its place: to answer may take half
+/// of it, and to read the answer the other half.
+const ANSWERED_LIMIT: Duration = Duration::from_secs(10);
+
 /// The pause after the system has refused a connection, for example because too many files are open.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -79,17 +86,18 @@ impl Site {
     {
         let ask: Ask = Arc::new(move || Box::pin(ask()));
         let task = tokio::spawn(async move {
-            let places = Arc::new(Semaphore::new(CONNECTIONS));
+            let mut places = Places::default();
             loop {
-                // Further clients wait in the kernel's queue.
-                let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
                 match listener.accept().await {
                     Ok((stream, _)) => {
-                        let ask = Arc::clone(&ask);
-                        tokio::spawn(async move {
-                            let _ = tokio::time::timeout(CONNECTION_LIMIT, converse(stream, ask)).await;
+                        let (ask, is_heard) = (Arc::clone(&ask), Arc::new(AtomicBool::new(false)));
+                        let place = places.free().await;
+                        let conversation = converse(stream, ask, Arc::clone(&is_heard));
+                        let task = tokio::spawn(async move {
+                            let _ = tokio::time::timeout(CONNECTION_LIMIT, conversation).await;
                             drop(place);
                         });
+                        places.taken(task.abort_handle(), is_heard);
                     }
                     Err(error) => {
                         tracing::warn!(%error, "a connection for metrics was not accepted");
@@ -102,8 +110,56 @@ impl Site {
     }
 }
 
-async fn converse(stream: TcpStream, ask: Ask) {
-    let service = service_fn(move |request| answer(request, Arc::clone(&ask)));
+/// The places of connections. One that has not sent its request gives way to the next client: a probe must not wait
+/// behind clients that say nothing.
+struct Places {
+    free: Arc<Semaphore>,
+    /// Those that are taken, the oldest first, and some that have ended.
+    open: VecDeque<Open>,
+}
+
+/// A connection.
+struct Open {
+    task: AbortHandle,
+    since: Instant,
+    /// Its request has arrived.
+    is_heard: Arc<AtomicBool>,
+}
+
+impl Default for Places {
+    fn default() -> Places {
+        Places { free: Arc::new(Semaphore::new(CONNECTIONS)), open: VecDeque::new() }
+    }
+}
+
+impl Places {
+    /// A place, which the oldest connection without a request leaves if there is none. Without such a connection, the
+    /// first that ends leaves it; further clients wait in the kernel's queue.
+    async fn free(&mut self) -> OwnedSemaphorePermit {
+        self.open.retain(|open| !open.task.is_finished());
+        if let Ok(place) = Arc::clone(&self.free).try_acquire_owned() {
+            return place;
+        }
+        let gives_way = |open: &Open| !open.is_heard.load(Relaxed) || open.since.elapsed() > ANSWERED_LIMIT;
+        if let Some(open) = self.open.iter().position(gives_way).and_then(|oldest| self.open.remove(oldest)) {
+            open.task.abort();
+        }
+        match Arc::clone(&self.free).acquire_owned().await {
+            Ok(place) => place,
+            Err(_) => std::future::pending().await, // it is never closed
+        }
+    }
+
+    fn taken(&mut self, task: AbortHandle, is_heard: Arc<AtomicBool>) {
+        self.open.push_back(Open { task, since: Instant::now(), is_heard });
+    }
+}
+
+async fn converse(stream: TcpStream, ask: Ask, is_heard: Arc<AtomicBool>) {
+    let service = service_fn(move |request| {
+        is_heard.store(true, Relaxed);
+        answer(request, Arc::clone(&ask))
+    });
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(REQUEST_LIMIT)
@@ -222,6 +278,32 @@ mod tests {
             let said = get(address, &format!("GET /metrics HTTP/1.1\r\nHost: a\r\nAccept: {accepts}\r\n\r\n")).await;
             assert!(said.contains(&format!("content-type: {kind}\r\n")), "{accepts}: {said}");
             assert_eq!(!said.contains("# EOF"), is_classic, "{accepts}: {said}");
+        }
+    }
+
+    #[tokio::test]
+    async fn half_requests_give_way_to_a_probe_and_a_client_that_is_answered_does_not() {
+        let (_site, address) = site(|| answer(None)).await;
+        let half = async |text: &str| {
+            let mut stream = TcpStream::connect(address).await.unwrap();
+            stream.write_all(text.as_bytes()).await.unwrap();
+            stream
+        };
+        for begun in ["", "GET /metrics HTTP/1.1\r\nHo"] {
+            let mut held = Vec::new();
+            for _ in 0..3 * CONNECTIONS {
+                held.push(half(begun).await);
+            }
+            for _ in 0..3 {
+                assert!(get(address, "GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n").await.contains("ok"));
+            }
+            // The probes took the oldest places: the last one, which has waited for nothing, is there still.
+            let mut last = held.pop().unwrap();
+            let rest = if begun.is_empty() { "GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n" } else { "st: a\r\n\r\n" };
+            last.write_all(rest.as_bytes()).await.unwrap();
+            let mut text = String::new();
+            last.read_to_string(&mut text).await.unwrap();
+            assert!(text.contains("# EOF"), "{text}");
         }
     }
 

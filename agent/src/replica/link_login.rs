@@ -112,6 +112,12 @@ impl LinkLogin {
     }
 }
 
+/// Whether this password may be the secret of another sync's link.
+pub(super) fn may_be_a_secret(password: &Password) -> bool {
+    let bytes = password.expose();
+    bytes.len() == 2 * SECRET_BYTES && bytes.iter().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+}
+
 fn random_secret() -> Result<Password, Failure> {
     let mut random = [0; SECRET_BYTES];
     getrandom::fill(&mut random)

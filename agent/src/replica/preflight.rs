@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use super::data_set::DataSet;
 use super::finding::Finding;
 use super::known_primary::{KnownPrimaries, Trust};
-use super::link_login::{LinkLogin, PrimaryLogin};
+use super::link_login::{LinkLogin, PrimaryLogin, may_be_a_secret};
 use super::record::{LOGIN, Record};
 use crate::args::{HostPort, OnFailure, ReplicaArgs};
 use crate::exit::{Code, Failure};
@@ -551,7 +551,14 @@ fn no_entry(
         matches!(error, ServerError::Unreachable { cause, .. } if cause.kind() != std::io::ErrorKind::TimedOut);
     let speaks_otherwise = !is_away && (tls || target.tls_replication);
     let passes = error.is_passing() && (error.refusal().is_some() || !speaks_otherwise);
+    let is_refused = matches!(error.refusal(), Some(RefusalKind::NoAuth | RefusalKind::WrongPass));
+    let is_of_a_link = target.login.password.as_ref().is_some_and(may_be_a_secret);
     let text = match error.refusal() {
+        _ if is_of_a_link && (is_refused || says_that_there_is_no_password(error)) => format!(
+            "the primary {host}:{port} does not know masterauth of the server {replica}, which looks like the secret of another remora replica's \
+             link. If one works on that server, wait until it has ended, or stop it; if it was killed, start it again in the same way \
+             (the same --state-dir): it puts the server's own masterauth back. Only if there was none, set the right one there"
+        ),
         _ if says_that_there_is_no_password(error) => format!(
             "the primary {host}:{port} has no password, and refuses the server {replica} for ever as long as that one gives it one: \
              clear masterauth there"

@@ -19,6 +19,7 @@ use crate::backoff::Backoff;
 use crate::conversation::tokens::Credentials;
 use crate::conversation::{Connection, Fault, Protection, Receiver, Security, Sender, derive};
 use crate::exit::{Code, Failure};
+use crate::host_memory;
 use crate::lanes::LANES_LABEL;
 use crate::patience::Patience;
 use crate::transports::connectors::{Connectors, TransportChoices};
@@ -234,7 +235,8 @@ impl Sinks {
 fn create(name: &str, length: u64) -> Result<Arc<Memory>, Failure> {
     Memory::create_single_writer(name, length, Pages::Small).map(Arc::new).map_err(|error| {
         Failure::local(format!(
-            "{length} bytes of memory for receive buffers cannot be allocated: {error}; give a smaller --memory"
+            "{length} bytes of memory for receive buffers cannot be allocated: {error}; give a smaller --memory{}",
+            host_memory::why_none()
         ))
     })
 }

@@ -162,8 +162,11 @@ pub(crate) async fn receive(
     scrapes: &mut Scrapes,
 ) -> Result<Whole, Failure> {
     let began = Instant::now();
-    let (to, replaces) = (args.to.clone(), args.replace);
-    let opened = blocking(move || FileTarget::open(&to, replaces));
+    let (to, replaces, beside) = (args.to.clone(), args.replace, args.write_nodes_conf.clone());
+    let opened = blocking(move || {
+        beside.as_deref().map_or(Ok(()), nodes_conf::refuse_one_in_use)?;
+        FileTarget::open(&to, replaces)
+    });
     let target = scrapes.meanwhile("what an earlier fetch has left is being checked", opened).await?;
     let target = Arc::new(target);
     let folder = target.folder().to_owned();
@@ -275,7 +278,15 @@ async fn write_who_it_follows(
         }
     };
     let to = file.clone();
-    blocking(move || match read_configuration(&to) {
+    blocking(move || {
+        nodes_conf::refuse_one_in_use(&to)?;
+        write_nodes_conf(&to, &conf, how)
+    })
+    .await
+}
+
+fn write_nodes_conf(to: &Path, conf: &nodes_conf::NodesConf, how: Placing) -> Result<(), Failure> {
+    match read_configuration(to) {
         // The node has been in the cluster before, and keeps its name there.
         Ok(text) if nodes_conf::follows(&text, &conf.primary) => Ok(()),
         Ok(_) if !how.replaces => Err(Failure::refused(format!(
@@ -283,10 +294,9 @@ async fn write_who_it_follows(
             to.display(),
             conf.primary
         ))),
-        Err(error) if error.kind() != io::ErrorKind::NotFound && !how.replaces => Err(unreadable(&to, &error)),
-        _ => beside::write(&to, conf.text.as_bytes(), &Placing { replaces: true, ..how }),
-    })
-    .await
+        Err(error) if error.kind() != io::ErrorKind::NotFound && !how.replaces => Err(unreadable(to, &error)),
+        _ => beside::write(to, conf.text.as_bytes(), &Placing { replaces: true, ..how }),
+    }
 }
 
 async fn to_stdout(args: FetchArgs) -> Result<(), Failure> {

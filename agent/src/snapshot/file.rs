@@ -125,6 +125,10 @@ impl Target for FileTarget {
         Ok(partial)
     }
 
+    fn folder(&self) -> &Path {
+        &self.folder
+    }
+
     fn failure(&self, error: &io::Error) -> Failure {
         let folder = self.folder.display();
         match error.kind() {

@@ -12,7 +12,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use remora_protocol::{Join, Length, Message, Offer, Outcome, Phase, Progress, Resume, WaitCause};
+use remora_protocol::{Basis, Join, Length, Message, Offer, Outcome, Phase, Progress, Resume, WaitCause};
 use tokio::sync::watch;
 use tokio::time::MissedTickBehavior;
 
@@ -22,6 +22,7 @@ use crate::args::{ReadArgs, RelayArgs};
 use crate::backoff::Backoff;
 use crate::conversation::tokens::{Credentials, TokenFiles};
 use crate::exit::{Code, Failure};
+use crate::free_space;
 use crate::patience::{self as startup, RETRY_FOR};
 use crate::progress::{Meter, Unit};
 use crate::replica::data_set::DataSet;
@@ -127,6 +128,20 @@ struct Waiting {
     text: String,
 }
 
+/// Why a snapshot does not arrive.
+enum Trouble {
+    /// It may pass: the source's tables cannot be read.
+    Source(Failure),
+    /// It does not: the bytes cannot be kept.
+    Disk(Failure),
+}
+
+impl From<Failure> for Trouble {
+    fn from(failure: Failure) -> Trouble {
+        Trouble::Source(failure)
+    }
+}
+
 impl Receiving {
     /// Runs until all has arrived. `None`: it was stopped before.
     ///
@@ -222,11 +237,17 @@ impl Receiving {
                 News::Received(Received::Message(message)) => {
                     if let Message::Expected(expected) = *message {
                         meter.expect(expected.length);
-                        continue;
+                        match self.has_room(expected.length) {
+                            Ok(()) => continue,
+                            Err(failure) => return Ended::Lost(Loss { passes: false, ..Loss::passing(failure) }),
+                        }
                     }
                     match self.heard(*message, &session, &mut present, passes.as_deref_mut(), patience).await {
                         Ok(()) => continue,
-                        Err(failure) => failure,
+                        Err(Trouble::Source(failure)) => failure,
+                        Err(Trouble::Disk(failure)) => {
+                            return Ended::Lost(Loss { passes: false, ..Loss::passing(failure) });
+                        }
                     }
                 }
                 News::Arrival(ArrivalNews::Lost(lost)) => {
@@ -284,7 +305,19 @@ impl Receiving {
         }
     }
 
-    /// The source has said something. The error says why its tables cannot be read.
+    /// Whether the rest of a snapshot whose length is known for certain fits.
+    ///
+    /// # Errors
+    /// It does not.
+    fn has_room(&self, length: Length) -> Result<(), Failure> {
+        if length.basis != Basis::Known {
+            return Ok(());
+        }
+        let arrived = self.target.present().map_or(0, |kept| kept.reached().bytes);
+        free_space::check("the rest of the snapshot", self.target.folder(), length.bytes.saturating_sub(arrived))
+    }
+
+    /// The source has said something. The error says why its tables cannot be read, or their bytes cannot be kept.
     async fn heard(
         &self,
         message: Message,
@@ -292,7 +325,7 @@ impl Receiving {
         present: &mut Option<Present>,
         passes: Option<&mut Passes>,
         patience: &mut Patience,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), Trouble> {
         match message {
             Message::Offer(offer) => {
                 *present = None;
@@ -347,7 +380,7 @@ impl Receiving {
     }
 
     /// Connects to the tables of an offer. The snapshot that has begun to arrive goes on, or another one begins.
-    async fn begin(&self, session: &Session, offer: Offer, passes: Option<&mut Passes>) -> Result<Present, Failure> {
+    async fn begin(&self, session: &Session, offer: Offer, passes: Option<&mut Passes>) -> Result<Present, Trouble> {
         let (way, retained) = (session.way().clone(), offer.snapshot.retained);
         self.data_set.check(&self.read.source, way.source(), &offer).await.map_err(|loss| loss.failure)?;
         let mut passes = passes;
@@ -364,7 +397,7 @@ impl Receiving {
         let same = same.filter(|kept| kept.origin() == origin && kept.reached().stage == Stage::Arriving);
         let kept = match same {
             Some(kept) => kept,
-            None => self.target.put(id).map_err(|error| self.target.failure(&error))?,
+            None => self.target.put(id).map_err(|error| Trouble::Disk(self.target.failure(&error)))?,
         };
         tracing::info!(
             generation = origin.generation,

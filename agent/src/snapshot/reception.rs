@@ -50,13 +50,18 @@ impl Reception {
         };
         let tokens = open_tokens(&files, &from.security, &from.expected, &readers, &relay)?;
         let credentials = tokens.credentials(from.expected.source_key);
+        let rereading = tokens.read_again_on_hangup()?;
         let passing = pass_on.map(|pass_on| Passing { tokens, options: relay, memory: pass_on.memory.get() });
         let (begin, begun) = watch::channel(false);
         let (stop, stopped) = watch::channel(false);
         let name = from.name.clone().unwrap_or_else(|| name.to_owned());
         let read = from.read.clone();
         let receiving = Receiving { read, credentials, data_set, name, target, asks, passing, begun: begin, stopped };
-        Ok(Reception { running: tokio::spawn(receiving.run()), stop, begun })
+        let running = tokio::spawn(async move {
+            let _rereading = rereading;
+            receiving.run().await
+        });
+        Ok(Reception { running, stop, begun })
     }
 }
 

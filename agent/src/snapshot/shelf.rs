@@ -107,6 +107,10 @@ impl Target for Shelf {
         self.show(snapshot.origin).map(|kept| kept as Arc<dyn Keeper>)
     }
 
+    fn folder(&self) -> &Path {
+        &self.folder
+    }
+
     fn failure(&self, error: &io::Error) -> Failure {
         let folder = self.folder.display();
         Failure::local(format!(

@@ -2,6 +2,7 @@
 //! the slots of a file that is put in its place at the end.
 
 use std::io;
+use std::path::Path;
 use std::sync::Arc;
 
 use remora_table::{Origin, Slot};
@@ -19,6 +20,9 @@ pub(super) trait Target: Send + Sync {
     /// # Errors
     /// There is no place for it.
     fn put(&self, snapshot: SnapshotId) -> io::Result<Arc<dyn Keeper>>;
+
+    /// The folder into whose file system its bytes go.
+    fn folder(&self) -> &Path;
 
     /// Why bytes cannot be kept, and what to do.
     fn failure(&self, error: &io::Error) -> Failure;

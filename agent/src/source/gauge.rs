@@ -21,6 +21,8 @@ use super::compression::Link;
 /// The figures of the tables when an event arrived. The machine decides about one event by one reading.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Reading {
+    /// The memory of the first snapshot is still being prepared.
+    pub(crate) is_preparing: bool,
     /// Slots of the snapshot that have been published.
     pub(crate) published: u64,
     /// The writer has reused all slots below this one.
@@ -202,6 +204,7 @@ impl Gauge {
         let (journal_first, journal_end) = self.journal();
         let (mut late, offset) = (lock(&self.late), self.snapshot_offset());
         Reading {
+            is_preparing: false,
             first_state: late.state.first_behind(offset),
             first_message: late.messages.first_behind(offset),
             published: self.published_slots(),

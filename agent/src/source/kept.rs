@@ -17,11 +17,12 @@
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use remora_fabric::memory::inherited::Inherited;
 use remora_fabric::{Memory, Pages, RegionId, View};
 use remora_table::{Expectation, Geometry, Kind, Origin, SealKey, journal_left, snapshot_left};
+use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
 use super::Source;
@@ -43,7 +44,7 @@ const JOURNAL: &str = "remora-journal";
 const NAMES: [&str; 4] = [RECORD, SNAPSHOT, REMOTE, JOURNAL];
 
 /// The format of the record. A source drops what another version has kept.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// The log's words about what was kept in vain.
 const UNUSABLE: &str =
@@ -62,7 +63,8 @@ struct Record {
     bytes: u64,
     /// Whether it is in the newest format of its server, which others may not read.
     own_format: bool,
-    /// When it was requested, in milliseconds since 1970: its age counts on.
+    /// When it was requested, in milliseconds since the system's start: its age counts on, and no clock that is set
+    /// changes it. What systemd keeps does not outlive the system either.
     asked: u64,
     snapshot: Shape,
     journal: Shape,
@@ -232,7 +234,7 @@ async fn go_on(source: &mut Source, left: Left) -> Result<(), String> {
     let Left { record, origin, slots, journal: (view, expect) } = left;
     let plan = plan_of(source, origin.generation, true, record.own_format);
     source.gauge.snapshot_began(origin.history, origin.offset, true);
-    let age = since_1970().saturating_sub(Duration::from_millis(record.asked));
+    let age = since_boot().saturating_sub(Duration::from_millis(record.asked));
     let (now, format) = (Instant::now(), if record.own_format { Format::Own } else { Format::Shared });
     let asked = now.checked_sub(age).unwrap_or(now);
     let prepared = plan.clone();
@@ -286,7 +288,7 @@ pub(super) fn keep(source: &mut Source) {
         offset: origin.offset,
         bytes,
         own_format: snapshot.format == Format::Own,
-        asked: since_1970().saturating_sub(snapshot.taken().elapsed()).as_millis() as u64,
+        asked: since_boot().saturating_sub(snapshot.taken().elapsed()).as_millis() as u64,
         snapshot: source.tables.snapshot.1.into(),
         journal: source.tables.journal.1.into(),
         stream: (stream.generation, stream.offset),
@@ -309,8 +311,9 @@ pub(super) fn keep(source: &mut Source) {
     }
 }
 
-fn since_1970() -> Duration {
-    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
+fn since_boot() -> Duration {
+    let time = clock_gettime(ClockId::Boottime);
+    Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).unwrap_or(0))
 }
 
 #[cfg(test)]

@@ -39,10 +39,11 @@ pub(super) fn answer(source: &Source, mut scrape: Scrape) {
             Err(_) => Err(format!("{} does not answer within {} s", server.url(), SERVER_LIMIT.as_secs())),
         };
         show(&mut scrape.families, &report, facts.as_ref().ok(), rate);
+        let preparing = Some(format!("the source is {}", report.preparing)).filter(|_| !report.preparing.is_empty());
         scrape.report = Some(Box::new(report));
         scrape.answer(match &facts {
             Ok(facts) if facts.loading == Some(true) => Some(format!("{} is loading its data set", server.url())),
-            Ok(_) => None,
+            Ok(_) => preparing,
             Err(why) => Some(why.clone()),
         });
     });
@@ -159,6 +160,7 @@ mod tests {
             server: "redis://10.0.0.1:6379".into(),
             role: "primary".into(),
             generation: None,
+            preparing: String::new(),
             saving: None,
             replicas: Vec::new(),
             totals: Totals { snapshots_taken: 2, ..Totals::default() },

@@ -20,6 +20,7 @@
 //!   the source ask it; [`rate`] measures how fast it writes;
 //!   [`status`] is for `remora status`, and [`metrics`](mod@metrics) for Prometheus and probes. [`ahead`] estimates how
 //!   long the snapshot will be.
+//! - [`preparation`] touches the memory before the first snapshot, while the port is open.
 //! - [`descriptors`] checks the limit of open descriptors. [`kept`] has the service manager keep a snapshot for the
 //!   next process, and [`socket`] takes a port that the service manager keeps open.
 //! - [`topology`] decides which replica reads the snapshot from which other one.
@@ -42,6 +43,7 @@ pub(crate) mod machine;
 mod metrics;
 mod output_buffer;
 mod peers;
+mod preparation;
 pub(crate) mod presence;
 mod probe_region;
 mod questions;
@@ -61,8 +63,9 @@ use std::time::{Duration, Instant};
 
 use remora_fabric::memory::inherited;
 use remora_fabric::{RegionId, TransportKind};
-use remora_protocol::{LossCause, Message, Offer, Phase, RefusalCode, Upstream, WaitCause};
+use remora_protocol::{Message, Offer, Phase, RefusalCode, Upstream, WaitCause};
 use remora_table::Origin;
+use tokio::signal::unix::Signal;
 use tokio::sync::mpsc;
 
 use self::ahead::Ahead;
@@ -77,13 +80,14 @@ use self::links::Links;
 use self::machine::{Action, Event, Machine, Report, Resume, Rules, Session};
 use self::output_buffer::{OutputBuffer, OutputWatch};
 use self::peers::{Peer, Readable};
+use self::preparation::Preparation;
 use self::probe_region::ProbeRegion;
 use self::questions::{Answered, Questions};
 use self::rate::Rate;
 use self::socket::Port;
 use self::tables::{JOURNAL_REGION, SNAPSHOT_REGION, Tables, first_generation};
 use self::threads::Threads;
-use self::topology::{Assignment, Joining, Topology, Witness};
+use self::topology::{Joining, Topology, Witness};
 use crate::args::SourceArgs;
 use crate::backoff::Backoff;
 use crate::conversation::listener;
@@ -105,7 +109,7 @@ use crate::tasks::AbortOnDrop;
 /// take snapshots.
 pub async fn run(args: SourceArgs) -> Result<(), Failure> {
     // The handlers come first: without them a signal would kill the process before it can clean up.
-    let mut signals = Signals::catch()?;
+    let (mut signals, hangups) = (Signals::catch()?, signals::hangups()?);
     let (source, mailboxes, listener) = tokio::select! {
         started = start(args) => started?,
         name = signals.next() => {
@@ -113,7 +117,7 @@ pub async fn run(args: SourceArgs) -> Result<(), Failure> {
             return Ok(());
         }
     };
-    source.run(mailboxes, listener, signals).await
+    source.run(mailboxes, listener, signals, hangups).await
 }
 
 /// What the source's loop receives.
@@ -140,13 +144,15 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         Some(address) => Some(crate::metrics::bind(address).await?),
         None => None,
     };
+    socket::tell_of_another_process();
     let mut inherited = inherited::take();
     let port = Port::take(&mut inherited, args.listen)?;
     let is_sealed = security.seals_tables(port.address().ip());
-    let (left, tables) = match kept::take(&args, is_sealed, inherited) {
+    let (left, mut tables) = match kept::take(&args, is_sealed, inherited) {
         Some((left, tables)) => (Some(left), tables),
-        None => (None, Tables::create(&args, &facts, is_sealed).await?),
+        None => (None, Tables::empty(&args, is_sealed)?),
     };
+    tables.warn_of_a_window(&args, &facts, server.url());
     let (incoming, inbox) = mpsc::channel(INCOMING_LIMIT);
     let (events, captures) = mpsc::unbounded_channel();
     let port = port.open(&security).await?;
@@ -176,6 +182,10 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         repeat_messages: if args.from_file.is_some() { Duration::MAX } else { args.limits.repeat_messages },
     };
     let machine = Machine::new(Instant::now(), rules, Backoff::from_system(), first_generation(), args.is_eager());
+    let preparation = match &left {
+        Some(_) => Preparation::none(),
+        None => Preparation::begin(tables.to_prepare(&facts), incoming.clone())?,
+    };
     let metrics = metrics.map(|listener| metrics::serve(listener, incoming.clone()));
     let watching = captured.watch(incoming.clone());
     let mut source = Source {
@@ -185,6 +195,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         captured,
         facts,
         tables,
+        preparation,
         gauge,
         machine,
         topology: Topology::default(),
@@ -234,6 +245,8 @@ pub(crate) enum Incoming {
     Presence(presence::Look),
     /// Metrics are wanted.
     Scraped(Box<Scrape>),
+    /// The tables' memory is prepared, or why it is not.
+    Prepared(Result<(), Failure>),
     /// The probe region was exported, or why it was not.
     ProbeRegionReady { id: RegionId, exported: Result<(), remora_fabric::Error> },
 }
@@ -258,6 +271,7 @@ struct Source {
     captured: Captured,
     facts: Facts,
     tables: Tables,
+    preparation: Preparation,
     gauge: Arc<Gauge>,
     machine: Machine,
     topology: Topology,
@@ -282,13 +296,13 @@ impl Source {
         mut mailboxes: Mailboxes,
         listener: listener::Listener,
         mut signals: Signals,
+        mut hangups: Signal,
     ) -> Result<(), Failure> {
-        let mut hangups = signals::hangups()?;
         let mut tick = tokio::time::interval(TICK);
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             tokio::select! {
-                Some(incoming) = mailboxes.incoming.recv() => self.receive(incoming),
+                Some(incoming) = mailboxes.incoming.recv() => self.receive(incoming)?,
                 Some(event) = mailboxes.captured.recv() => {
                     self.capture_says(&event)?;
                     self.apply(Event::Capture(event))?;
@@ -299,6 +313,7 @@ impl Source {
                     links::look(&mut self);
                     ahead::look(&mut self);
                     presence::look(&mut self);
+                    self.preparation.say(Instant::now());
                     self.apply(Event::Tick)?;
                     let moved = self.topology.tick(Instant::now(), self.gauge.published_slots());
                     self.assign(&moved);
@@ -315,7 +330,7 @@ impl Source {
         Ok(())
     }
 
-    fn receive(&mut self, incoming: Incoming) {
+    fn receive(&mut self, incoming: Incoming) -> Result<(), Failure> {
         match incoming {
             Incoming::Arrived(connection) => self.welcome(connection),
             Incoming::Said { session, message } => self.said(session, *message),
@@ -336,8 +351,14 @@ impl Source {
             Incoming::Answered(answered) => questions::answered(self, answered),
             Incoming::Presence(look) => presence::saw(self, look),
             Incoming::Scraped(scrape) => metrics::answer(self, *scrape),
+            Incoming::Prepared(done) => {
+                done?;
+                self.preparation.ended();
+                return self.apply(Event::Tick);
+            }
             Incoming::ProbeRegionReady { id, exported } => self.probe_region_ready(id, exported),
         }
+        Ok(())
     }
 
     fn welcome(&mut self, connection: Connection) {
@@ -446,7 +467,8 @@ impl Source {
     // ---- the machine's actions ----
 
     fn apply(&mut self, event: Event) -> Result<(), Failure> {
-        let reading = Reading { length: self.ahead.expected().length, ..self.gauge.reading() };
+        let (length, is_preparing) = (self.ahead.expected().length, self.preparation.is_under_way());
+        let reading = Reading { length, is_preparing, ..self.gauge.reading() };
         for action in self.machine.apply(Instant::now(), reading, event) {
             self.perform(action)?;
         }
@@ -462,14 +484,17 @@ impl Source {
                 if let Some(replaced) = self.tables.prepare(&self.args, &self.facts, fresh)? {
                     self.exports.forget_in_background(replaced);
                 }
+                self.tables.warn_of_a_window(&self.args, &self.facts, self.captured.server().url());
                 self.start_capture(generation, with_stream)?;
             }
             Action::AllowRetiring { below } => self.gauge.allow_retiring(below),
             Action::Offer { session } => self.offer(session),
             Action::Wait { session, cause, text } => {
                 let cut_off = (cause == WaitCause::LastAttemptFailed).then(|| self.is_cut_off()).flatten();
+                let preparing = self.preparation.words();
                 let (cause, text) = match cut_off {
                     Some(why) => (WaitCause::CutOff, why),
+                    None if !preparing.is_empty() => (cause, format!("the source is {preparing}")),
                     None if cause == WaitCause::NotYet => (cause, self.methods.tuning.explained(text)),
                     None => (cause, text),
                 };
@@ -525,36 +550,6 @@ impl Source {
     fn upstream(&self, session: Session) -> Option<Upstream> {
         let address = self.sessions.get(&session)?.relays.as_ref()?.serves_at.clone();
         Some(Upstream { session, name: self.machine.status().replica(session)?.name.clone(), address })
-    }
-
-    /// Tells replicas the upstreams that the topology has assigned to them.
-    fn assign(&mut self, assignments: &[Assignment]) {
-        let Some(generation) = self.machine.status().generation() else { return };
-        for &Assignment { reader, from } in assignments {
-            let upstream = from.and_then(|from| self.upstream(from));
-            let name = upstream.as_ref().map_or("the source", |upstream| upstream.name.as_str());
-            tracing::info!(reader, from = name, "replica assigned a different upstream");
-            self.send(reader, Message::ReadFrom { generation, upstream });
-        }
-    }
-
-    fn peer_lost(&mut self, reader: Session, generation: u64, peer: Session, cause: LossCause, text: &str) {
-        if self.machine.status().offered(reader) != Some(generation) {
-            return;
-        }
-        let was_banned = self.topology.accusations.is_banned(peer);
-        let moved = self.topology.lost(reader, peer, cause);
-        let name = |session| self.machine.status().replica(session).map_or("gone", |replica| replica.name.as_str());
-        match cause {
-            LossCause::Lied if self.topology.accusations.is_banned(peer) && !was_banned => {
-                tracing::warn!(peer = name(peer), reader = name(reader), %text, "a second replica reports that this one lent slots that differ from the source's; no other replica will read from it");
-            }
-            LossCause::Lied => {
-                tracing::warn!(peer = name(peer), reader = name(reader), %text, "a replica reports that another one lent slots that differ from the source's; it will not read from it again");
-            }
-            _ => tracing::info!(peer = name(peer), reader = name(reader), %text, "replica lost its upstream"),
-        }
-        self.assign(&moved);
     }
 
     fn offer(&mut self, session: Session) {

@@ -1,10 +1,12 @@
-//! Authenticated connections, and what each may read.
+//! Authenticated connections, what each may read, and how replicas learn from which other one they read.
 
 use remora_fabric::{RegionId, Regions, TransportKind};
-use remora_protocol::Relays;
+use remora_protocol::{LossCause, Message, Relays};
 
+use super::Source;
 use super::exports::Exports;
 use super::machine::Session;
+use super::topology::Assignment;
 use crate::conversation::{Connection, Protection, Receiver, Role, Sender, derive};
 use crate::lanes::LANES_LABEL;
 
@@ -77,5 +79,37 @@ impl Peer {
     /// What protects the data that it reads over this transport, or its conversation as long as it reads nothing.
     pub(super) fn data_protection(&self, transport: Option<TransportKind>, is_sealed: bool) -> Protection {
         transport.map_or(self.protection, |kind| self.protection.of_data(kind, is_sealed, self.address.ip()))
+    }
+}
+
+impl Source {
+    /// Tells replicas the upstreams that the topology has assigned to them.
+    pub(super) fn assign(&mut self, assignments: &[Assignment]) {
+        let Some(generation) = self.machine.status().generation() else { return };
+        for &Assignment { reader, from } in assignments {
+            let upstream = from.and_then(|from| self.upstream(from));
+            let name = upstream.as_ref().map_or("the source", |upstream| upstream.name.as_str());
+            tracing::info!(reader, from = name, "replica assigned a different upstream");
+            self.send(reader, Message::ReadFrom { generation, upstream });
+        }
+    }
+
+    pub(super) fn peer_lost(&mut self, reader: Session, generation: u64, peer: Session, cause: LossCause, text: &str) {
+        if self.machine.status().offered(reader) != Some(generation) {
+            return;
+        }
+        let was_banned = self.topology.accusations.is_banned(peer);
+        let moved = self.topology.lost(reader, peer, cause);
+        let name = |session| self.machine.status().replica(session).map_or("gone", |replica| replica.name.as_str());
+        match cause {
+            LossCause::Lied if self.topology.accusations.is_banned(peer) && !was_banned => {
+                tracing::warn!(peer = name(peer), reader = name(reader), %text, "a second replica reports that this one lent slots that differ from the source's; no other replica will read from it");
+            }
+            LossCause::Lied => {
+                tracing::warn!(peer = name(peer), reader = name(reader), %text, "a replica reports that another one lent slots that differ from the source's; it will not read from it again");
+            }
+            _ => tracing::info!(peer = name(peer), reader = name(reader), %text, "replica lost its upstream"),
+        }
+        self.assign(&moved);
     }
 }

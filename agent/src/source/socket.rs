@@ -8,9 +8,11 @@
 //! A port of the source's own is closed while the source is started again: a replica that connects meanwhile is
 //! refused. The manager's port stays open, and the connection waits in the system's queue. The manager can also start
 //! the source for the first connection.
+//!
+//! A socket is known by its name. Without one of that name, the only socket that there is counts: who passes one means
+//! that the source listens there, and nowhere else.
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
-use std::os::fd::OwnedFd;
 
 use remora_fabric::memory::inherited::Inherited;
 use rustix::net::sockopt::{socket_acceptconn, socket_type};
@@ -37,18 +39,19 @@ impl Port {
     ///
     /// # Errors
     /// The socket is not one at which connections over TCP can be accepted, it has another address than `listen`, or
-    /// there are several.
+    /// there are several, of which none or more than one has the name.
     pub(super) fn take(inherited: &mut Vec<Inherited>, listen: Option<SocketAddr>) -> Result<Port, Failure> {
-        let mut sockets = Vec::new();
-        for passed in std::mem::take(inherited) {
-            match passed.name == NAME {
-                true => sockets.push(passed.descriptor),
-                false => inherited.push(passed),
-            }
-        }
+        let is_named = inherited.iter().any(|passed| passed.name == NAME);
+        let is_meant = |passed: &Inherited| match is_named {
+            true => passed.name == NAME,
+            false => getsockname(&passed.descriptor).is_ok(),
+        };
+        let (mut sockets, others): (Vec<_>, Vec<_>) = std::mem::take(inherited).into_iter().partition(is_meant);
+        *inherited = others;
         if sockets.len() > 1 {
             let text = format!(
-                "the service manager passed {} sockets to listen on; leave one ListenStream= in the socket unit",
+                "the service manager passed {} sockets to listen on: leave one ListenStream= in the socket unit, or set \
+                 FileDescriptorName={NAME} for the one that is meant",
                 sockets.len()
             );
             return Err(Failure::refused(text));
@@ -85,10 +88,10 @@ impl Port {
 }
 
 /// The socket, if connections over TCP can be accepted at it, and its address.
-fn checked(socket: OwnedFd) -> Result<(SocketAddr, TcpListener), Failure> {
+fn checked(Inherited { name, descriptor: socket }: Inherited) -> Result<(SocketAddr, TcpListener), Failure> {
     let refused = |what: &str| {
         let text =
-            format!("the socket {NAME} of the service manager {what}: it must be one of ListenStream=ADDRESS:PORT");
+            format!("the socket {name:?} of the service manager {what}: it must be one of ListenStream=ADDRESS:PORT");
         Err(Failure::refused(text))
     };
     let family = getsockname(&socket).map(|address| address.address_family());
@@ -105,13 +108,23 @@ fn checked(socket: OwnedFd) -> Result<(SocketAddr, TcpListener), Failure> {
     }
 }
 
+/// Logs that sockets were passed to another process, such as a shell that has started this one.
+pub(super) fn tell_of_another_process() {
+    let number = |name: &str| std::env::var(name).ok()?.parse::<u32>().ok();
+    if let (Some(process), Some(1..)) = (number("LISTEN_PID"), number("LISTEN_FDS"))
+        && process != std::process::id()
+    {
+        tracing::warn!(
+            "the service manager passed sockets to process {process}, and this is another one: they are not used; start \
+             remora itself, or by exec"
+        );
+    }
+}
+
 /// Logs what the service manager has passed and nothing has taken.
 pub(super) fn tell_of_others<'a>(names: impl Iterator<Item = &'a String>) {
     for name in names {
-        tracing::warn!(
-            name,
-            "the service manager passed a descriptor that the source does not know; a socket to listen on needs FileDescriptorName={NAME}"
-        );
+        tracing::warn!(name, "the service manager passed a descriptor that the source does not know");
     }
 }
 
@@ -120,6 +133,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use std::net::UdpSocket;
+    use std::os::fd::OwnedFd;
     use std::os::unix::net::UnixListener;
 
     use super::*;
@@ -180,5 +194,24 @@ mod tests {
         refused(vec![passed(NAME, std::net::TcpStream::connect(address).unwrap())], "accepts no connections");
         refused(vec![passed(NAME, std::fs::File::open("/dev/null").unwrap())], "no address of a network");
         refused(vec![passed(NAME, socket), passed(NAME, listening().0)], "2 sockets");
+    }
+
+    #[test]
+    fn a_socket_of_another_name_or_none_is_taken_if_it_is_the_only_one_and_never_passed_over() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["", "unknown", "remora-source@6379.socket"] {
+            let (socket, address) = listening();
+            let file = std::fs::File::open("/dev/null").unwrap();
+            let mut inherited = vec![passed("remora-journal", file), passed(name, socket)];
+            let port = Port::take(&mut inherited, None).unwrap();
+            assert_eq!((port.address(), port.socket.is_some(), inherited.len()), (address, true, 1), "{name:?}");
+
+            let several = Port::take(&mut vec![passed(name, listening().0), passed("", listening().0)], None);
+            let said = several.unwrap_err().message;
+            assert!(said.contains("2 sockets") && said.contains("FileDescriptorName=remora-listen"), "{said}");
+            let unix = UnixListener::bind(folder.path().join(format!("socket{name}"))).unwrap();
+            let said = Port::take(&mut vec![passed(name, unix)], None).unwrap_err().message;
+            assert!(said.contains("no address of a network"), "{said}");
+        }
     }
 }

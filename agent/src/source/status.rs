@@ -21,6 +21,7 @@ pub(super) fn report(source: &Source) -> StatusReport {
         server: source.captured.server().url().to_string(),
         role: role(&source.facts),
         generation: generation_status(source, now),
+        preparing: source.preparation.words(),
         saving: source.ahead.expected().saving,
         replicas: status
             .replicas
@@ -42,6 +43,7 @@ pub(super) fn report(source: &Source) -> StatusReport {
 pub(super) fn in_short(source: &Source) -> String {
     let status = source.machine.status();
     let snapshot = match status.snapshot.map(|snapshot| &snapshot.stage) {
+        None if source.preparation.is_under_way() => source.preparation.words(),
         None => "no snapshot".to_owned(),
         Some(Stage::Asked) => "a snapshot is requested".to_owned(),
         Some(Stage::Sealed { .. }) => format!("a snapshot of {}", Size::bytes(source.gauge.received())),

@@ -11,7 +11,8 @@ pub(super) use super::regions::{JOURNAL_REGION, SNAPSHOT_REGION};
 use super::sealing::{RemoteTables, Seals};
 use crate::args::{CompressChoice, ModuleCapture, SourceArgs};
 use crate::exit::Failure;
-use crate::server::Facts;
+use crate::host_memory;
+use crate::server::{Facts, ServerUrl};
 use crate::service;
 use crate::units::Size;
 
@@ -41,51 +42,27 @@ pub(super) struct Tables {
     pub(super) retained: bool,
     /// A snapshot was larger than the server's INFO suggested. Later snapshots are windowed.
     pub(super) outgrown: bool,
+    /// The log says that snapshots are windowed.
+    is_window_told: bool,
 }
 
 impl Tables {
-    /// `is_sealed`: replicas on other hosts read ciphertext. The pages that the snapshot will need are there already.
-    pub(super) async fn create(args: &SourceArgs, facts: &Facts, is_sealed: bool) -> Result<Tables, Failure> {
-        let tables = Tables::empty(args, is_sealed)?;
-        let (snapshot, geometry) = &tables.snapshot;
-        let touch = geometry.data_offset() + expected(facts, *geometry);
-        let memory = snapshot.clone();
+    /// The memory whose pages the first snapshot will need, and how many bytes of it.
+    pub(super) fn to_prepare(&self, facts: &Facts) -> Vec<(Arc<Memory>, u64)> {
+        let (snapshot, geometry) = &self.snapshot;
+        let bytes = (geometry.data_offset() + expected(facts, *geometry)).min(snapshot.length());
         // Slots that are compressed for sure touch less of it.
-        let remote = tables.remote.as_ref();
+        let remote = self.remote.as_ref();
         let remote = remote.filter(|remote| matches!(remote.compress, CompressChoice::Off | CompressChoice::Auto));
-        let remote_memory = remote.map(|remote| remote.snapshot.clone());
-        let touch = touch.min(memory.length());
-        tracing::debug!(bytes = touch, "prefaulting the snapshot's memory");
-        let touched = tokio::task::spawn_blocking(move || {
-            memory.prefault(0..touch)?;
-            remote_memory.map_or(Ok(()), |memory| memory.prefault(0..touch))
-        });
-        let touched = touched.await;
-        match touched {
-            Ok(Ok(())) => Ok(tables),
-            Ok(Err(error)) => Err(no_memory(error)),
-            Err(error) => Err(no_memory(error)),
-        }
+        iter::once(snapshot)
+            .chain(remote.map(|remote| &remote.snapshot))
+            .map(|memory| (memory.clone(), bytes))
+            .collect()
     }
 
-    /// Tables whose memory no pages back yet.
+    /// Tables whose memory no pages back yet. `is_sealed`: replicas on other hosts read ciphertext.
     pub(super) fn empty(args: &SourceArgs, is_sealed: bool) -> Result<Tables, Failure> {
-        let total = args.memory.get();
-        let journal = args.journal_memory.map_or(total / JOURNAL_SHARE, Size::get);
-        if journal >= total {
-            let text = format!(
-                "--journal-memory {} leaves nothing of --memory {} for the snapshot; set a smaller --journal-memory",
-                Size::bytes(journal),
-                args.memory
-            );
-            return Err(Failure::refused(text));
-        }
-        let slot = |size: u64| u32::try_from(size).unwrap_or(u32::MAX);
-        let compress = compressing(args.compress, is_sealed);
-        // What other hosts read takes half of it.
-        let share = |is_twice: bool| if is_twice { 2 } else { 1 };
-        let is_twice = is_sealed || compress != CompressChoice::Off;
-        let (snapshot, journal) = ((total - journal) / share(is_twice), journal / share(is_sealed));
+        let Shares { snapshot, journal, is_twice, compress } = Shares::of(args, is_sealed)?;
         let snapshot = table("remora-snapshot", snapshot, slot(args.slot_size().get()), module_writes(args))?;
         let journal =
             table("remora-journal", journal, JOURNAL_SLOT.min(slot(journal / 8).next_power_of_two() / 2), false)?;
@@ -97,7 +74,7 @@ impl Tables {
             true => Some(RemoteTables { snapshot: remote_memory("remora-sealed", &snapshot.1)?, seals, compress }),
             false => None,
         };
-        Ok(Tables { snapshot, journal, remote, retained: false, outgrown: false })
+        Ok(Tables { snapshot, journal, remote, retained: false, outgrown: false, is_window_told: false })
     }
 
     /// Prepares the snapshot's memory for another generation. With `fresh`, a reader may still use the current memory.
@@ -130,6 +107,33 @@ impl Tables {
     /// Whether a snapshot of this server is larger than its table, so that slots are reused.
     pub(super) fn is_windowed_for(&self, facts: &Facts) -> bool {
         self.outgrown || expected(facts, self.snapshot.1) > self.ring()
+    }
+
+    /// Says once that the snapshots of this server will be windowed, what that means, and how much memory would do.
+    pub(super) fn warn_of_a_window(&mut self, args: &SourceArgs, facts: &Facts, server: &ServerUrl) {
+        if self.is_window_told || !self.is_windowed_for(facts) {
+            return;
+        }
+        self.is_window_told = true;
+        let (most, held) = (mebibytes(expected(facts, self.snapshot.1)), mebibytes(self.ring()));
+        let twice = match (self.is_sealed(), &self.remote) {
+            (true, _) => ", as it is held twice: plain for this host, and encrypted for others",
+            (false, Some(_)) => ", as it is held twice: plain for this host, and compressed for others",
+            (false, None) => "",
+        };
+        let remedy = match enough(args, facts, self.is_sealed()) {
+            Some(enough) if host_memory::check("--memory", enough).is_ok() => {
+                format!("; --memory {enough} keeps it whole")
+            }
+            Some(enough) => format!("; --memory {enough} would keep it whole, and there is less than that here"),
+            None => String::new(),
+        };
+        tracing::warn!(
+            "the snapshot of {server} has {most} at most, and --memory {} has room for {held} of it{twice}: a window moves over \
+             it, so replicas must join together, the primary's child lives as long as the slowest of them reads, and each \
+             later replica costs another fork{remedy}",
+            args.memory
+        );
     }
 
     /// The bytes of all slots of the snapshot.
@@ -193,6 +197,61 @@ pub(super) fn expected(facts: &Facts, geometry: Geometry) -> u64 {
     dataset.saturating_add(dataset / 16).saturating_add(2 * u64::from(geometry.slot_size))
 }
 
+/// The memory of the two tables, in bytes.
+struct Shares {
+    snapshot: u64,
+    journal: u64,
+    /// Whether the snapshot is held a second time, for other hosts.
+    is_twice: bool,
+    compress: CompressChoice,
+}
+
+impl Shares {
+    fn of(args: &SourceArgs, is_sealed: bool) -> Result<Shares, Failure> {
+        let total = args.memory.get();
+        let journal = args.journal_memory.map_or(total / JOURNAL_SHARE, Size::get);
+        if journal >= total {
+            let text = format!(
+                "--journal-memory {} leaves nothing of --memory {} for the snapshot; set a smaller --journal-memory",
+                Size::bytes(journal),
+                args.memory
+            );
+            return Err(Failure::refused(text));
+        }
+        let compress = compressing(args.compress, is_sealed);
+        // What other hosts read takes half of it.
+        let share = |is_twice: bool| if is_twice { 2 } else { 1 };
+        let is_twice = is_sealed || compress != CompressChoice::Off;
+        let (snapshot, journal) = ((total - journal) / share(is_twice), journal / share(is_sealed));
+        Ok(Shares { snapshot, journal, is_twice, compress })
+    }
+}
+
+/// The `--memory` with which the snapshot of this server is kept whole, in round figures; `None` if no figure does.
+fn enough(args: &SourceArgs, facts: &Facts, is_sealed: bool) -> Option<Size> {
+    let holds = |args: &SourceArgs| {
+        let budget = Shares::of(args, is_sealed).ok()?.snapshot;
+        let geometry = Geometry::within(budget, slot(args.slot_size().get())).ok()?;
+        (expected(facts, geometry) <= u64::from(geometry.slot_size) * u64::from(geometry.slots)).then_some(())
+    };
+    let mut args = args.clone();
+    while holds(&args).is_none() {
+        let step = (args.memory.get() / 16).next_power_of_two().max(1 << 24);
+        args.memory = Size::bytes((args.memory.get() / step + 1).checked_mul(step)?);
+    }
+    Some(args.memory)
+}
+
+/// The size in whole MiB, rounded up.
+fn mebibytes(bytes: u64) -> Size {
+    Size::mebibytes(bytes.div_ceil(1 << 20))
+}
+
+/// The size of a slot. None is larger than the type.
+fn slot(size: u64) -> u32 {
+    u32::try_from(size).unwrap_or(u32::MAX)
+}
+
 /// The journal's default share of the memory: one in this many bytes.
 const JOURNAL_SHARE: u64 = 4;
 
@@ -229,12 +288,57 @@ fn remote_memory(name: &str, geometry: &Geometry) -> Result<Arc<Memory>, Failure
     create(name, geometry.memory_len(), Pages::Small).map(Arc::new).map_err(no_memory)
 }
 
-fn no_memory(error: impl std::fmt::Display) -> Failure {
-    Failure::local(format!("cannot allocate the memory for the tables: {error}; give a smaller --memory"))
+pub(super) fn no_memory(error: impl std::fmt::Display) -> Failure {
+    let why = host_memory::why_none();
+    Failure::local(format!("cannot allocate the memory for the tables: {error}; give a smaller --memory{why}"))
 }
 
 /// A generation number above those of all earlier runs of a source on this host.
 pub(super) fn first_generation() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     (now.as_millis() as u64) << 8
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use clap::Parser;
+
+    use super::*;
+    use crate::args::{Cli, Command};
+
+    fn args(more: &str) -> SourceArgs {
+        let line = format!("remora source --server redis://127.0.0.1:1 --token-file t {more}");
+        let Command::Source(args) = Cli::try_parse_from(line.split_whitespace()).unwrap().command else { panic!() };
+        args
+    }
+
+    #[test]
+    fn the_memory_that_is_said_to_be_enough_is_enough_and_not_much_more() {
+        for more in ["", "--journal-memory 64MiB", "--slot-size 64KiB", "--compress zstd"] {
+            for is_sealed in [false, true] {
+                for data in [1 << 30, 60 << 30, 1_u64 << 42] {
+                    let facts = Facts { used_memory_dataset: Some(data), ..Facts::default() };
+                    let few = args(more);
+                    let Some(enough) = enough(&few, &facts, is_sealed) else {
+                        assert!(few.slot_size.is_some() && data > 1 << 40, "only so many slots can be: {more} {data}");
+                        continue;
+                    };
+                    let held = |memory: u64| {
+                        let budget = Shares::of(&SourceArgs { memory: Size::bytes(memory), ..few.clone() }, is_sealed);
+                        budget.unwrap().snapshot
+                    };
+                    assert!(held(enough.get()) > data, "{more} {is_sealed} {data}: {enough}");
+                    assert!(held(enough.get()) < data + data / 3 + (256 << 20), "{more} {is_sealed} {data}: {enough}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn no_figure_is_said_for_data_that_no_memory_holds() {
+        let facts = Facts { used_memory_dataset: Some(u64::MAX), ..Facts::default() };
+        assert_eq!(enough(&args(""), &facts, true), None);
+    }
 }

@@ -9,12 +9,14 @@ use std::io::IsTerminal;
 use std::time::Duration;
 
 use remora_protocol::{GenerationStatus, Message, ReplicaStatus, Saving, StatusReport};
+use tokio::signal::unix::Signal;
 
 use self::screen::{Screen, Wish};
-use crate::args::{HostPort, StatusArgs};
+use crate::args::{AskArgs, HostPort, StatusArgs};
 use crate::conversation::{Connection, Error};
 use crate::exit::{Code, Failure};
 use crate::progress;
+use crate::signals;
 use crate::units::Size;
 
 /// How long a source may take to answer.
@@ -25,13 +27,12 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 /// # Errors
 /// The token file is not usable, or the source cannot be reached, refuses the request or does not answer.
 pub async fn run(args: StatusArgs) -> Result<(), Failure> {
-    let (credentials, source) = (args.ask.credentials()?, args.ask.source);
-    let mut connection = credentials.connect(&source.host, source.port).await.map_err(Error::of_source)?;
+    let mut source = Asked::of(args.ask, args.watch.is_some()).await?;
     if let Some(pause) = args.watch.filter(|_| !args.json && std::io::stdout().is_terminal()) {
-        return watch(&mut connection, &source, pause).await;
+        return watch(&mut source, pause).await;
     }
     loop {
-        let report = ask(&mut connection, &source).await?;
+        let report = source.report().await?;
         if args.json {
             let text = serde_json::to_string(&report).map_err(|error| Failure::local(error.to_string()))?;
             progress::print_line(&text)?;
@@ -39,21 +40,74 @@ pub async fn run(args: StatusArgs) -> Result<(), Failure> {
             progress::print(&table(&report))?;
         }
         let Some(pause) = args.watch else { return Ok(()) };
-        tokio::time::sleep(pause).await;
+        tokio::select! {
+            () = tokio::time::sleep(pause) => {}
+            () = source.files_changed() => match source.connect_again().await {
+                Ok(()) => tracing::info!("token files read again"),
+                Err(failure) => tracing::error!("{failure}; the tokens read before stay valid"),
+            }
+        }
     }
 }
 
+/// A source that is asked again and again.
+struct Asked {
+    args: AskArgs,
+    connection: Connection,
+    /// Requests to read files again (SIGHUP); `None`: it is asked once.
+    hangups: Option<Signal>,
+}
+
+impl Asked {
+    async fn of(args: AskArgs, is_watched: bool) -> Result<Asked, Failure> {
+        let hangups = if is_watched { Some(signals::hangups()?) } else { None };
+        Ok(Asked { connection: connect(&args).await?, args, hangups })
+    }
+
+    async fn report(&mut self) -> Result<StatusReport, Failure> {
+        ask(&mut self.connection, &self.args.source).await
+    }
+
+    /// Returns when a SIGHUP comes. Cancel-safe.
+    async fn files_changed(&mut self) {
+        let hung_up = match &mut self.hangups {
+            Some(hangups) => hangups.recv().await,
+            None => None,
+        };
+        if hung_up.is_none() {
+            std::future::pending().await
+        }
+    }
+
+    /// Connects with what is in the files now. After an error the present connection stays.
+    async fn connect_again(&mut self) -> Result<(), Failure> {
+        self.connection = connect(&self.args).await?;
+        Ok(())
+    }
+}
+
+async fn connect(args: &AskArgs) -> Result<Connection, Failure> {
+    let HostPort { host, port } = &args.source;
+    args.credentials()?.connect(host, *port).await.map_err(Error::of_source)
+}
+
 /// Shows the status on the terminal until a key ends it.
-async fn watch(connection: &mut Connection, source: &HostPort, pause: Duration) -> Result<(), Failure> {
+async fn watch(source: &mut Asked, pause: Duration) -> Result<(), Failure> {
     // The first answer comes before the terminal is taken: an error is then an ordinary line.
-    let mut report = ask(connection, source).await?;
+    let mut report = source.report().await?;
     let mut screen = Screen::begin()?;
     loop {
         screen.show(&report)?;
-        if screen.wait(&report, pause).await? == Wish::Quit {
-            return Ok(());
+        tokio::select! {
+            wish = screen.wait(&report, pause) => {
+                if wish? == Wish::Quit {
+                    return Ok(());
+                }
+            }
+            // A line about it would stand in the middle of the screen; without new files the old ones were right.
+            () = source.files_changed() => { _ = source.connect_again().await }
         }
-        report = ask(connection, source).await?;
+        report = source.report().await?;
     }
 }
 
@@ -254,6 +308,7 @@ mod tests {
             server: "redis://10.0.0.1:6379".into(),
             role: "primary".into(),
             generation: Some(generation),
+            preparing: String::new(),
             saving: None,
             replicas,
             totals,

@@ -237,6 +237,9 @@ pub(super) fn source(report: &StatusReport) -> String {
 /// What a source without a snapshot waits for.
 pub(super) fn no_snapshot(report: &StatusReport) -> [String; 2] {
     match report.saving {
+        _ if !report.preparing.is_empty() => {
+            ["none".to_owned(), format!("{}; replicas that join wait for it", report.preparing)]
+        }
         None => ["none".to_owned(), "the source takes one when a replica joins".to_owned()],
         Some(saving) => {
             ["requested".to_owned(), format!("the server has saved {} to a file, which comes first", saved(saving))]

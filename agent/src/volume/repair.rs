@@ -35,6 +35,7 @@ enum Stage {
 pub(super) async fn run(args: RepairArgs) -> Result<(), Failure> {
     let mut signals = Signals::catch()?;
     let protection = Protection::read(&args.protection)?;
+    let _rereading = protection.tokens.read_again_on_hangup()?;
     let VolumeFile { shape, servers: names } = VolumeFile::read(&args.file)?;
     let name = args.file.display().to_string();
     let options = ClientOptions {

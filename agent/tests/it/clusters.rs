@@ -188,5 +188,15 @@ fn a_node_is_not_written_for_a_cluster_that_the_source_is_not_in() {
     let args = ["fetch", "--source", &address, "--token-file", &token, "--to", &to, "--write-nodes-conf", &conf];
     let mut fetch = stage.start(None, &[&args[..], &["--cluster", &url, "--node-address", "127.0.0.1:7"]].concat());
     says(&ends(&mut fetch, 3), &["no primary in the cluster", "has the snapshot's history"]);
+    // A node that runs has locked its file, would write over another one, and over the data beside it.
+    let running = format!("{}/nodes.conf", cluster.shards[0].primary.folder().display());
+    let before = fs::read(&running).unwrap();
+    let args = ["fetch", "--source", &address, "--token-file", &token, "--to", &to, "--write-nodes-conf", &running];
+    for more in [&[][..], &["--replace"]] {
+        let own = ["--cluster", &url, "--node-address", "127.0.0.1:7"];
+        let said = ends(&mut stage.start(None, &[&args[..], &own, more].concat()), 3);
+        says(&said, &[&running, "is in use", "stop that node first"]);
+    }
+    assert_eq!(fs::read(&running).unwrap(), before);
     assert!(!fs::exists(&to).unwrap() && !fs::exists(&conf).unwrap());
 }

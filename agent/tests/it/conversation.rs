@@ -57,6 +57,7 @@ impl Dispatcher for Pretender {
             server: "redis://unknown".into(),
             role: "no role".into(),
             generation: None,
+            preparing: String::new(),
             saving: None,
             replicas: Vec::new(),
             totals: Totals { snapshots_taken: 7, ..Totals::default() },

@@ -409,6 +409,39 @@ fn a_full_state_directory_ends_the_sync_and_nothing_else() {
     assert_eq!(number(&primary, "sync_full"), 1);
 }
 
+#[test]
+fn a_file_that_does_not_fit_is_refused_with_figures_and_a_full_disk_ends_it_at_once() {
+    let Some(()) = require::root() else { return };
+    let Some(kind) = require::valkey() else { return };
+    let stage = Stage::new();
+    let primary = quick(kind).start().unwrap();
+    fill(&primary, 16, 1);
+    let mut source = stage.source(&primary.url(), &[]);
+    let (small, large) = (stage.path("small"), stage.path("large"));
+    std::fs::create_dir(&small).unwrap();
+    let (address, token) = (source.address.to_string(), stage.token.display().to_string());
+    let from = ["--source", &address, "--token-file", &token, "--to"];
+    let at =
+        |command: &str, to: &str| [&[command][..], &from, &[to]].concat().iter().map(|&word| word.into()).collect();
+    let file = format!("{small}/dump.rdb");
+    let (fetch, backup): (Vec<String>, Vec<String>) = (at("fetch", &file), at("backup", &small));
+    // How long the snapshot will be is not known before it is there.
+    let full = ends(&mut on_a_small_disk(&stage, &small, 3 << 20, &fetch), 8);
+    says(&full, &[&small]);
+    source.wait_for_snapshot();
+    for args in [&fetch, &backup] {
+        let said = ends(&mut on_a_small_disk(&stage, &small, 3 << 20, args), 8);
+        says(&said, &["the rest of the snapshot needs 16", &small, "left: make room"]);
+        assert!(![said, full.clone()].iter().any(|said| said.contains("trying again")), "{full}");
+    }
+
+    let whole: Vec<String> = at("backup", &large);
+    stage.end(&whole.iter().map(String::as_str).collect::<Vec<_>>(), 0);
+    let restore = ["restore", &large, "--to", &small].map(str::to_owned);
+    let said = ends(&mut on_a_small_disk(&stage, &small, 3 << 20, &restore), 8);
+    says(&said, &["dump.rdb needs 16", &small, "left: make room"]);
+}
+
 /// Runs `remora` within this limit of the shell's `ulimit`.
 fn within(stage: &Stage, limit: &str, args: &[&str]) -> Agent {
     let mut command = std::process::Command::new("sh");
@@ -427,7 +460,7 @@ fn missing_memory_is_reported_before_anything_is_touched() {
     let args =
         ["source", "--server", &url, "--token-file", &token, "--listen", "127.0.0.1:0", "--memory", "8GiB", "--eager"];
     let said = ends(&mut within(&stage, "-v 2097152", &args), 8);
-    says(&said, &["memory", "give a smaller --memory"]);
+    says(&said, &["memory", "give a smaller --memory", "may map 2 GiB in all (ulimit -v"]);
     assert_eq!(number(&server, "sync_full"), 0);
 }
 
@@ -444,6 +477,20 @@ fn a_limit_of_descriptors_that_is_too_low_for_the_replicas_is_named() {
     assert_eq!(number(&server, "sync_full"), 0);
     // The default number fits into the usual limit.
     within(&stage, "-n 1024", &args).wait_for_line("source ready", LONG).unwrap();
+}
+
+#[test]
+fn threads_that_cannot_be_started_are_an_error_and_no_panic() {
+    let Some(()) = require::root() else { return };
+    for most in [1, 2, 5] {
+        // Root has no such limit. No other process is of this user.
+        let mut command = std::process::Command::new("setpriv");
+        command.args(["--reuid", "54321", "--regid", "54321", "--clear-groups", "--bounding-set", "-all"]);
+        command.args(["prlimit", &format!("--nproc={most}"), env!("CARGO_BIN_EXE_remora"), "devices"]);
+        let said = ends(&mut Agent::run(command).unwrap(), 8);
+        says(&said, &["cannot start 8 threads", "ulimit -u", "TasksMax="]);
+        assert!(!said.contains("panicked"), "{said}");
+    }
 }
 
 #[test]

@@ -35,6 +35,7 @@ mod guard;
 mod handoff;
 mod history;
 mod holders;
+mod host;
 mod identity;
 mod in_the_machine;
 mod input;

@@ -12,7 +12,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::super::manifest::{Damaged, Kind, Manifest, is_name};
+use super::super::manifest::{Damaged, Kind, Manifest, is_name, oldest_first};
 use super::super::moment::Moment;
 use super::super::sealing::ENDING;
 use super::super::store::{Object, Store, get};
@@ -147,8 +147,7 @@ pub(in super::super) fn list(store: &dyn Store, damaged: Damaged) -> Result<Vec<
         let Some(name) = key.strip_suffix(".json").filter(|name| is_name(name)) else { continue };
         all.extend(damaged.of(read(store, name))?.flatten());
     }
-    all.sort_by(|one, other| one.order().cmp(&other.order()));
-    Ok(all)
+    Ok(oldest_first(all, |manifest| manifest))
 }
 
 /// The backup of this name.

@@ -18,6 +18,7 @@ mod place;
 mod recorder;
 mod sets;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -34,7 +35,7 @@ use super::rdb_file::RdbFile;
 use super::target::Target;
 use crate::args::BackupArgs;
 use crate::conversation::certificate_roles::CertificateRoles;
-use crate::conversation::tokens::Credentials;
+use crate::conversation::tokens::TokenFiles;
 use crate::exit::{Code, Failure};
 use crate::metrics::Scrapes;
 use crate::progress;
@@ -79,7 +80,10 @@ pub(super) async fn run(
     let mut signals = Signals::catch()?;
     let from = args.from.clone();
     let security = from.security.open_for(&from.expected, CertificateRoles::default())?;
-    let credentials = Credentials::read(from.token_file.as_ref(), security, from.expected.source_key)?;
+    let files: Vec<PathBuf> = from.token_file.iter().cloned().collect();
+    let tokens = TokenFiles::read(&files, &[], security)?;
+    let _rereading = tokens.read_again_on_hangup()?;
+    let credentials = tokens.credentials(from.expected.source_key);
     let name = from.name.clone().unwrap_or_else(|| "backup".to_owned());
     let data_set = DataSet::of_a_source(&from.expected);
     let from = From { read: from.read, credentials, data_set, name, sync_every: args.sync_every };

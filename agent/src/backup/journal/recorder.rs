@@ -4,7 +4,8 @@
 //! a restored node has another place. An expiry that counts from the moment of its command (Redis 6.2) is followed by
 //! the same as a time of the calendar, since the file is loaded much later. Before the first command of each second
 //! stands how far the stream is, and which second it is. A note never stands within a transaction, and a file never
-//! ends there unless the process is killed.
+//! ends there unless the process is killed. Seconds never go back within a file: where the clock of this host does, the
+//! next file begins.
 
 use std::fs::File;
 use std::io;
@@ -72,6 +73,10 @@ pub(super) struct Recorder {
 /// How much later than it was written a command may be recorded for which the time matters. Longer, and its time is not
 /// known: the journal has none.
 const LATE_LIMIT: Duration = Duration::from_secs(5);
+
+/// A clock that goes back by no more than this is corrected: commands count for the last second until it has passed
+/// again. Once more, and the seconds are noted anew.
+const STEP_BACK_SECONDS: u64 = 2;
 
 /// Bytes of the stream without a command after which a mark is worth its place.
 const MARK_EVERY: u64 = 64 << 10;
@@ -201,7 +206,7 @@ impl Recorder {
                 Some(_) => {}
             }
             match found {
-                Some(Found::Verb(verb)) => self.begun(verb, now),
+                Some(Found::Verb(verb)) => self.begun(verb, now)?,
                 Some(Found::Command { verb, .. }) => {
                     if let Some(relative) = self.walker.relative() {
                         expire(&mut self.waiting, relative, written)?;
@@ -224,11 +229,20 @@ impl Recorder {
     }
 
     /// A command has begun.
-    fn begun(&mut self, verb: Verb, now: Moment) {
+    fn begun(&mut self, verb: Verb, now: Moment) -> io::Result<()> {
         self.verb = Some(verb);
         let begun = std::mem::take(&mut self.pending);
         if !verb.has_effect() {
-            return;
+            return Ok(());
+        }
+        if !self.walker.is_in_transaction() && now.get().saturating_add(STEP_BACK_SECONDS) < self.noted.get() {
+            tracing::warn!(
+                "the clock of this host went back from {} to {now}: the backup has the seconds between them twice, and remora restore \
+                 --until asks which ones are meant",
+                self.noted
+            );
+            self.roll()?;
+            (self.noted, self.border_noted) = (Moment::default(), Moment::default());
         }
         if !self.walker.is_in_transaction() && now > self.noted {
             self.mark();
@@ -238,6 +252,7 @@ impl Recorder {
             self.noted = now;
         }
         self.waiting.extend_from_slice(&begun);
+        Ok(())
     }
 
     /// A command has ended.
@@ -441,6 +456,41 @@ mod tests {
         assert!(first.contains("EXEC\r\n#REMORA:"), "{first:?}");
         assert!(second.starts_with("*2\r\n$6\r\nSELECT\r\n$1\r\n7\r\n#REMORA:"), "{second:?}");
         assert!(second.contains("$1\r\nc\r\n"));
+    }
+
+    #[test]
+    fn where_the_clock_goes_back_the_next_file_begins_and_no_second_within_a_file_is_less_than_the_one_before() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut recorder = recorder(folder.path(), 1 << 20);
+        let mut sent = 0;
+        // By an hour, within a transaction too, where no file ends; and by a second, which is corrected.
+        for (second, words) in [
+            (7200, &[&["SELECT", "3"][..], &["SET", "a", "1"]][..]),
+            (7199, &[&["SET", "b", "1"]]),
+            (7201, &[&["MULTI"], &["SET", "c", "1"]]),
+            (3600, &[&["EXEC"], &["SET", "d", "1"]]),
+            (3601, &[&["SET", "e", "1"]]),
+            (7300, &[&["SET", "f", "1"]]),
+        ] {
+            let bytes = commands(words);
+            sent += bytes.len() as u64;
+            recorder.take_at(&bytes, Moment::seconds(second));
+        }
+        recorder.finish().unwrap();
+        assert_eq!(recorder.recorded(), 100 + sent, "nothing is lost");
+        let [first, second] = [1, 2].map(|number| file(folder.path(), number));
+        let seconds = |text: &str| {
+            let notes = text.lines().filter_map(|line| line.strip_prefix("#TS:")?.parse().ok());
+            notes.collect::<Vec<u64>>()
+        };
+        assert_eq!((seconds(&first), seconds(&second)), (vec![7200, 7201], vec![3600, 3601, 7300]));
+        assert!(first.contains("EXEC\r\n") && !first.contains("$1\r\nd\r\n"), "{first}");
+        assert!(second.starts_with("*2\r\n$6\r\nSELECT\r\n$1\r\n3\r\n"), "{second}");
+        for number in [1, 2] {
+            let path = folder.path().join(format!("appendonlydir/appendonly.aof.{number}.incr.aof"));
+            let read = AofFile::read(&path, None).unwrap();
+            read.refuse_what_is_not_checked(&path, number == 2).unwrap();
+        }
     }
 
     #[test]

@@ -24,6 +24,7 @@ use super::super::store::{self, Store};
 use super::found::{AofFolder, FOLDER, Found};
 use crate::args::{Location, RestoreArgs};
 use crate::exit::Failure;
+use crate::free_space;
 use crate::progress::{Meter, Unit};
 
 /// Bytes that are read at a time.
@@ -99,6 +100,7 @@ impl Archived {
         let base = Expected { key: stored.object.clone(), bytes: stored.bytes, crc };
         if self.manifest.kind == Kind::Snapshot {
             let to = into.join("dump.rdb");
+            free_space::check("the backup", into, base.bytes)?;
             let meter = Meter::start("fetched", Unit::Bytes, Some(base.bytes));
             self.object(&base, &to, &meter)?;
             meter.finish();
@@ -107,10 +109,12 @@ impl Archived {
             return Ok(Found::Snapshot(to));
         }
         // Before anything is fetched: what is missing is known by then.
-        let segments = self.segments()?;
-        let wanted: Vec<Segment> =
-            segments.into_iter().filter(|segment| until.is_none_or(|until| segment.begun <= until)).collect();
+        let mut wanted = self.segments()?;
+        // Up to the last one, without a gap: if the clock went back, there are later ones between them.
+        let last = wanted.iter().rposition(|segment| until.is_none_or(|until| segment.begun <= until));
+        wanted.truncate(last.map_or(0, |last| last + 1));
         let total = base.bytes + wanted.iter().map(|segment| segment.bytes).sum::<u64>();
+        free_space::check("the backup", into, total)?;
         let meter = Meter::start("fetched", Unit::Bytes, Some(total));
         let folder = into.join(FOLDER);
         let failed = |error: io::Error| Failure::local(format!("{}: {error}", folder.display()));

@@ -134,9 +134,9 @@ fn checked(args: &RestoreArgs, found: &Found, moves: bool) -> Result<Report, Fai
             Report::of(path.clone(), Some(&rdb), None)
         }
         Found::Folder(folder) => {
-            let (base, commands) = commands::check(folder, args.until)?;
+            let (base, commands) = commands::check(folder, args.until, args.until_pass)?;
             let taken = base.as_ref().map_or(Moment::default(), |base| base.taken);
-            if let Some(until) = args.until.filter(|until| *until < taken) {
+            if let Some(until) = args.until.filter(|until| *until < taken && !commands.is_after_a_step) {
                 return Err(too_early(&folder.path, taken, until));
             }
             Report::of(folder.path.clone(), base.as_ref(), Some(commands))

@@ -526,6 +526,9 @@ impl Machine {
 
     /// Why no new snapshot can begin now; `None` if one can.
     fn why_not_begin(&self, now: Instant) -> Option<(WaitCause, String)> {
+        if self.reading.is_preparing {
+            return Some((WaitCause::NotYet, "the source is preparing its memory".to_owned()));
+        }
         if let Some((at, text)) = &self.retry
             && now < *at
         {

@@ -154,6 +154,22 @@ fn an_eager_source_does_not_wait_for_the_first_replica() {
 }
 
 #[test]
+fn while_the_memory_is_prepared_replicas_wait_and_then_the_snapshot_is_taken() {
+    for eager in [false, true] {
+        let mut bench = Bench::with(RULES, eager);
+        bench.reading.is_preparing = true;
+        assert_eq!(begins(&bench.after(Duration::from_secs(1))), None);
+        let actions = bench.join(1);
+        assert_eq!(begins(&actions), None);
+        let is_told = |action: &Action| matches!(action, Action::Wait { session: 1, cause: WaitCause::NotYet, .. });
+        assert!(actions.iter().any(is_told), "{actions:?}");
+        assert_eq!(bench.after(Duration::from_secs(600)), [], "told once, and not ended");
+        bench.reading.is_preparing = false;
+        assert_eq!(begins(&bench.after(Duration::ZERO)), Some((FIRST, true)));
+    }
+}
+
+#[test]
 fn a_late_joiner_gets_the_old_snapshot_as_long_as_the_journal_reaches_back() {
     let mut bench = Bench::with_snapshot();
     bench.after(Duration::from_secs(600));
