@@ -35,6 +35,7 @@ use crate::replica::machine::{
     Followed, Follows, Introduced, Job, Lapse, Look, NoAnswer, NotFollowed, PrimaryLink, Report,
 };
 use crate::replica::meter::Meter;
+use crate::replica::needs::FOLLOW;
 use crate::replica::preflight::{self, Primary, Target};
 use crate::replica::raised;
 use crate::replica::record::Record;
@@ -353,7 +354,7 @@ impl Keeper {
         }
         let (port, began) = (port.to_string(), Instant::now());
         loop {
-            match self.control.command_after_look(&["REPLICAOF", &host, &port]).await {
+            match self.control.command_after_look(&[FOLLOW, &host, &port]).await {
                 Ok(_) => return Ok(()),
                 Err(error) if error.refusal() == Some(RefusalKind::Loading) && began.elapsed() < SETTLE_LIMIT => {}
                 Err(error) => {
