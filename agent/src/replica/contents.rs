@@ -1,6 +1,6 @@
 //! Contents: whether a server can load, and then hold, what a primary holds.
 
-use super::preflight::Target;
+use super::target::Target;
 use crate::exit::Failure;
 use crate::server::{Facts, ServerUrl};
 

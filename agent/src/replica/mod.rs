@@ -6,7 +6,8 @@
 //!    touched)     └─ retry ◀┘ source or feed lost: goes on at the first slot  └─▶ --stay: goes on relaying
 //! ```
 //!
-//! - [`preflight`] finds foreseeable failures before anything is changed, and [`prepared`] is what it leaves;
+//! - [`preflight`] finds foreseeable failures before anything is changed, from what is known of the server ([`target`]),
+//!   and [`prepared`] is what it leaves;
 //!   [`known_primary`] says whether the primary may be given the server's password; [`control`] is the connection that
 //!   changes the server, and checks whether no other client has taken the server over; [`record`] notes each changed
 //!   setting.
@@ -73,6 +74,7 @@ mod report;
 pub(crate) mod session;
 pub(crate) mod source;
 pub(crate) mod spool;
+mod target;
 mod tls;
 mod unread;
 pub(crate) mod upstream;

@@ -3,8 +3,8 @@
 //! They are asked for before the first change, by a dry run and by a sync alike. A server can lack one because its ACL
 //! forbids it to our user, or because it was renamed. [`crate::server::permission`] says how it is asked.
 
-use super::preflight::Target;
 use super::record::SAVE;
+use super::target::Target;
 use crate::args::{OnFailure, ReplicaArgs};
 use crate::exit::Failure;
 use crate::server::permission::{ALWAYS, Needed, Permission};

@@ -7,7 +7,8 @@
 use std::net::IpAddr;
 
 use super::locality::Locality;
-use super::preflight::{Primary, Target};
+use super::preflight::Primary;
+use super::target::Target;
 use crate::exit::{Code, Failure};
 use crate::server::permission::{Permission, TO_REPLICATE};
 use crate::server::{Client, Facts, ServerError};

@@ -36,9 +36,10 @@ use crate::replica::machine::{
 };
 use crate::replica::meter::Meter;
 use crate::replica::needs::FOLLOW;
-use crate::replica::preflight::{self, Primary, Target};
+use crate::replica::preflight::{self, Primary};
 use crate::replica::raised;
 use crate::replica::record::Record;
+use crate::replica::target::Target;
 use crate::replica::{SETTLE_LIMIT, SETTLE_POLL};
 use crate::server::own_changes::Counted;
 use crate::server::{Client, Facts, RefusalKind, Server, ServerError};
