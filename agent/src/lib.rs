@@ -18,7 +18,7 @@
 //! - [`args`]: the command line; [`config`]: what files and the environment add to it; [`commands`]: the process around
 //!   one command. **Start here.**
 //! - [`exit`]: how a command ends; `patience`: how long it waits before that; [`progress`]: what it shows while it
-//!   runs; [`units`]: sizes and times as text.
+//!   runs; [`units`]: sizes and times as text; `estimate`: how long a sync will take.
 //! - [`server`]: the client of a Redis or Valkey server that everything below uses.
 //! - [`conversation`]: connections between agents, and the port that either end may open.
 //! - `service`: what a service manager is told.
@@ -44,6 +44,7 @@ pub mod cluster;
 pub mod commands;
 pub mod config;
 pub mod conversation;
+mod estimate;
 pub mod exit;
 mod free_space;
 pub mod generate;

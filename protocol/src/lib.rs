@@ -37,7 +37,7 @@
 //! - 7: Expected says how long a snapshot will be, and a status report when it will be whole, or that the source still
 //!   prepares its memory; an offer says why no
 //!   snapshot of the source's server can be taken now, and so does a cause of waiting; an offer names the history that
-//!   its own continues, and the source's process.
+//!   its own continues, the source's process, and what a snapshot would be.
 //! - 6: status says what the source's upload in the background does; an offer says whether slots may be compressed, and
 //!   a status report how they are.
 //! - 5: progress and status say why a server does not use fast keys.
@@ -74,7 +74,7 @@ pub use bounds::*;
 pub use join::{Join, Relays, Resume, Upstream};
 pub use message::{DecodeError, Message, Side};
 pub use module::MODULE_PROTOCOL;
-pub use offer::{Announce, Former, Offer, RefusalCode, TableOffer, WaitCause};
+pub use offer::{Announce, Former, Offer, RefusalCode, TableOffer, Terms, WaitCause};
 pub use progress::{LossCause, Outcome, Phase, Progress, Relaying};
 pub use status::{GenerationState, GenerationStatus, ReplicaStatus, StatusReport, Totals, UploadStatus};
 

@@ -45,6 +45,8 @@ pub struct Offer {
     /// Why no snapshot of the captured server can be taken now, for people: it has no link to its own primary, it
     /// loads, or it does not answer. Empty if nothing stands in the way.
     pub obstacle: String,
+    /// What a snapshot of the captured server would be; `None` from a source that does not know it.
+    pub terms: Option<Terms>,
 }
 
 record!(Offer {
@@ -63,6 +65,39 @@ record!(Offer {
     upstream: Maybe<Upstream>,
     warning: Text<MAX_TEXT_BYTES>,
     obstacle: Text<MAX_TEXT_BYTES>,
+    terms: Maybe<Terms>,
+});
+
+/// What a replica that joins now gets, and what it costs the captured server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Terms {
+    /// Bytes of the snapshot: of the present one, or as many as the server's memory suggests.
+    pub snapshot_bytes: u64,
+    /// Bytes of the source's memory for it.
+    pub ring_bytes: u64,
+    /// Whether slots of that memory are reused, so that no replica can join late.
+    pub windowed: bool,
+    /// Whether the present snapshot serves, and the server does not fork.
+    pub held: bool,
+    /// Whether other hosts read sealed tables.
+    pub sealed: bool,
+    /// Seconds that the server waits before it forks; 0 if it does not wait, or does not say.
+    pub fork_delay_seconds: u64,
+    /// Whether the source does without that wait (`--tune-server`).
+    pub tunes_server: bool,
+    /// Whether the obstacle stays until an administrator changes the server.
+    pub is_refused: bool,
+}
+
+record!(Terms {
+    snapshot_bytes: u64,
+    ring_bytes: u64,
+    windowed: bool,
+    held: bool,
+    sealed: bool,
+    fork_delay_seconds: u64,
+    tunes_server: bool,
+    is_refused: bool,
 });
 
 /// A history that a server has left for another one, which is the same up to some byte (`master_replid2` and

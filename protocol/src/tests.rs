@@ -87,11 +87,20 @@ fn announces() -> impl Strategy<Value = Announce> {
     })
 }
 
+fn terms() -> impl Strategy<Value = Terms> {
+    any::<([u64; 3], [bool; 5])>().prop_map(|([snapshot_bytes, ring_bytes, fork_delay_seconds], flags)| {
+        let [windowed, held, sealed, tunes_server, is_refused] = flags;
+        Terms { snapshot_bytes, ring_bytes, windowed, held, sealed, fork_delay_seconds, tunes_server, is_refused }
+    })
+}
+
 fn offers() -> impl Strategy<Value = Message> {
     let formers = (replids(), any::<u64>()).prop_map(|(replid, end)| Former { replid, end });
-    let rest = (names(), names(), option::of(upstreams()), names(), names(), option::of(formers));
+    let rest =
+        (names(), names(), option::of(upstreams()), names(), names(), (option::of(formers), option::of(terms())));
     (any::<[u64; 5]>(), option::of(replids()), tables(), tables(), announces(), rest).prop_map(
-        |(numbers, replid, snapshot, journal, primary, (server, run_id, upstream, warning, obstacle, former))| {
+        |(numbers, replid, snapshot, journal, primary, (server, run_id, upstream, warning, obstacle, rest))| {
+            let (former, terms) = rest;
             let [generation, offset, process, backlog_bytes, write_rate] = numbers;
             Message::Offer(Offer {
                 generation,
@@ -109,6 +118,7 @@ fn offers() -> impl Strategy<Value = Message> {
                 upstream,
                 warning,
                 obstacle,
+                terms,
             })
         },
     )

@@ -49,7 +49,8 @@ pub struct ReplicaArgs {
     #[arg(long, help_heading = "What to do")]
     pub stay: bool,
 
-    /// Check both servers, the source and the connection to the primary, print the result, and change nothing.
+    /// Check both servers, the source, its transport and the connection to the primary, print what a sync will do, and
+    /// change nothing. The exit code is that of the sync.
     #[arg(long, conflicts_with = "stay", help_heading = "What to do")]
     pub dry_run: bool,
 
@@ -127,7 +128,7 @@ pub struct ReplicaArgs {
     #[arg(long, help_heading = "Output")]
     pub explain: bool,
 
-    /// Write the summary as JSON to this file too.
+    /// Write the summary as JSON to this file too; with --dry-run, what a sync will do.
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub json: Option<PathBuf>,
 }

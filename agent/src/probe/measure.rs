@@ -89,6 +89,23 @@ pub(super) fn transport(peer: &mut dyn Peer, region: u64, plan: &Plan, deadline:
     Outcome::Measured { cells, trouble }
 }
 
+/// Bytes per second of a transport that is read in large pieces, measured for a moment; `None` if it could not be
+/// measured. The peer's sink must have [`MOMENT_SINK`] bytes.
+pub(crate) fn in_a_moment(peer: &mut dyn Peer, region: u64) -> Option<u64> {
+    let deadline = Instant::now() + MOMENT_LIMIT;
+    let cell = Pump::new(WARM_BYTES, WARM_DEPTH, region, MOMENT, deadline).run(peer).ok()?;
+    Some(cell.bytes_per_second() as u64).filter(|rate| *rate > 0)
+}
+
+/// How long a transport is read for that.
+const MOMENT: Duration = Duration::from_millis(300);
+
+/// How long that may take: what is in flight at the end may be late on a slow link.
+const MOMENT_LIMIT: Duration = Duration::from_secs(10);
+
+/// Bytes of memory for that.
+pub(crate) const MOMENT_SINK: u64 = WARM_BYTES as u64 * WARM_DEPTH as u64;
+
 /// Why a measurement ended early.
 #[derive(Debug, thiserror::Error)]
 enum Stopped {

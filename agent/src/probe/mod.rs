@@ -13,7 +13,7 @@
 //! This is not a benchmark of Remora: it compares with nothing, takes each figure once, and shares the hosts with other
 //! work.
 
-mod measure;
+pub(crate) mod measure;
 mod show;
 
 use std::net::SocketAddr;

@@ -16,6 +16,7 @@ use remora_redis::ReplId;
 use remora_redis::resp::Frame;
 use tokio::time::Instant;
 
+use super::needs::{EMPTY, FOLLOW};
 #[cfg(any(test, feature = "simulation"))]
 use crate::mutation::Mutation;
 use crate::server::{Client, Facts, Server, ServerError};
@@ -199,7 +200,7 @@ impl Control {
     ) -> Result<Option<Facts>, NotOurs> {
         let port = primary.1.to_string();
         let is_done = |facts: &Facts| followed(facts) == Some(primary);
-        self.change(&["REPLICAOF", primary.0, &port], expected, may, is_done).await
+        self.change(&[FOLLOW, primary.0, &port], expected, may, is_done).await
     }
 
     /// Detaches the server (`REPLICAOF NO ONE`). Returns what the server was just before.
@@ -207,13 +208,13 @@ impl Control {
     /// If the connection is lost under the command, a server that follows no primary afterwards counts as taken over:
     /// another client may have promoted it just then, and the agent must not go on to remove its keys.
     pub(super) async fn detach(&mut self, expected: Expected<'_>) -> Result<Facts, NotOurs> {
-        let before = self.change(&["REPLICAOF", "NO", "ONE"], expected, |_| true, |_| false).await?;
+        let before = self.change(&[FOLLOW, "NO", "ONE"], expected, |_| true, |_| false).await?;
         Ok(before.unwrap_or_default())
     }
 
     /// Removes all keys of the server.
     pub(super) async fn empty(&mut self, expected: Expected<'_>) -> Result<(), NotOurs> {
-        self.change(&["FLUSHALL"], expected, |_| true, |_| false).await.map(drop)
+        self.change(&[EMPTY], expected, |_| true, |_| false).await.map(drop)
     }
 
     /// Points the server at `link` and makes its replication position worthless on the way. Returns the replication
@@ -226,12 +227,12 @@ impl Control {
     /// which `NO ONE` alone does nothing. In one transaction, so that no client writes in between.
     pub(super) async fn follow_from_nothing(&mut self, link: (&str, u16)) -> Result<ReplId, ServerError> {
         let port = link.1.to_string();
-        let follow = ["REPLICAOF", link.0, port.as_str()];
+        let follow = [FOLLOW, link.0, port.as_str()];
         // The connection of the look that the caller has just taken.
         let client = &mut self.client;
         // Alone first: were MULTI refused in a pipeline, the commands behind it would be carried out one by one.
         client.command(&["MULTI"]).await?;
-        for command in [&follow, &["REPLICAOF", "NO", "ONE"], &follow] {
+        for command in [&follow, &[FOLLOW, "NO", "ONE"], &follow] {
             // A command that cannot be queued makes EXEC fail, and nothing is carried out.
             match client.command(command).await {
                 Ok(_) => {}
@@ -246,7 +247,7 @@ impl Control {
             Frame::Array(answers) => {
                 for answer in answers {
                     if let Frame::Error(text) = answer {
-                        return Err(client.refused("REPLICAOF", &text));
+                        return Err(client.refused(FOLLOW, &text));
                     }
                 }
             }

@@ -358,6 +358,7 @@ mod tests {
             upstream: None,
             warning: String::new(),
             obstacle: String::new(),
+            terms: None,
         }
     }
 

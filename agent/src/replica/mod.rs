@@ -6,10 +6,13 @@
 //!    touched)     └─ retry ◀┘ source or feed lost: goes on at the first slot  └─▶ --stay: goes on relaying
 //! ```
 //!
-//! - [`preflight`] finds foreseeable failures before anything is changed, and [`prepared`] is what it leaves;
+//! - [`preflight`] finds foreseeable failures before anything is changed, from what is known of the server ([`target`]),
+//!   and [`prepared`] is what it leaves;
 //!   [`known_primary`] says whether the primary may be given the server's password; [`control`] is the connection that
 //!   changes the server, and checks whether no other client has taken the server over; [`record`] notes each changed
 //!   setting.
+//! - [`contents`], [`needs`] and [`reach`] are parts of it: what the server can hold, which commands it permits, and
+//!   whether the primary is in its reach. [`reading`] tries the transport, and [`forecast`] is what a dry run prints.
 //! - [`delivery`] plays the primary towards the server, on a thread of its own. It uses [`feed`] with its [`parts`],
 //!   [`link`], [`unread`], [`pacer`], [`spool`] and [`meter`]. [`candidates`] keeps other processes from the server's
 //!   link, [`link_login`] is how the server proves itself there, [`link_failure`] says why a connection did not become
@@ -34,6 +37,7 @@ pub(crate) mod assignment;
 pub mod attend;
 mod by_file;
 mod candidates;
+mod contents;
 mod control;
 pub(crate) mod data_set;
 mod delivery;
@@ -42,6 +46,7 @@ mod exact;
 mod feed;
 mod finding;
 mod fitness;
+mod forecast;
 pub(crate) mod guard;
 mod introduction;
 mod known_primary;
@@ -52,12 +57,15 @@ mod link_login;
 mod locality;
 pub(crate) mod machine;
 pub(crate) mod meter;
+mod needs;
 mod pacer;
 pub(crate) mod parts;
 mod preflight;
 mod prepared;
 pub(crate) mod private;
 mod raised;
+mod reach;
+mod reading;
 pub(crate) mod record;
 pub(crate) mod relay;
 pub(crate) mod relay_reader;
@@ -66,6 +74,7 @@ mod report;
 pub(crate) mod session;
 pub(crate) mod source;
 pub(crate) mod spool;
+mod target;
 mod tls;
 mod unread;
 pub(crate) mod upstream;
@@ -95,7 +104,6 @@ use crate::exit::{Code, Failure};
 use crate::host_memory;
 use crate::metrics::{Agent, Scrapes, Watch};
 use crate::patience::{Patience, RETRY_FOR};
-use crate::progress;
 use crate::server::{Client, RefusalKind, ServerError};
 use crate::signals::until_signal;
 use crate::units::Size;
@@ -197,8 +205,10 @@ async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -> Result<Option<Driver>
     let credentials = tokens.credentials(args.peers.expected.source_key);
     let link_tls = tls::server_config(&args.link_tls)?;
     let prepared = Prepared::of(&args, &credentials, Suits::Link).await?;
-    let Prepared { server, client, mut record, target, source, plan, mut primary, data_set } = prepared;
+    let Prepared { server, mut client, mut record, target, source, plan, mut primary, data_set, reading, unchecked } =
+        prepared;
     preflight::refuse_what_sentinel_undoes(&args, &server, &target, &mut primary).await?;
+    needs::refuse_what_is_not_permitted(&args, &mut client, &target).await?;
     warn_of_a_small_backlog(&plan);
     if !plan.warning.is_empty() {
         tracing::warn!("{}", plan.warning);
@@ -207,18 +217,15 @@ async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -> Result<Option<Driver>
         tracing::warn!(source = %args.read.source, "no snapshot can be taken yet: {}", plan.obstacle);
     }
     if args.dry_run {
-        progress::say(&format!(
+        let verdict = format!(
             "{} ({}) can become a replica of {}:{} ({}); nothing was touched",
             server.url(),
             target.facts.name(),
             primary.host,
             primary.port,
             plan.server
-        ));
-        if args.explain {
-            exact::what_will_be_checked().for_each(|line| progress::say(&line));
-        }
-        return Ok(None);
+        );
+        return forecast::tell(&args, verdict, &plan, primary.facts.as_ref(), (reading, unchecked)).map(|()| None);
     }
     // A delivery by file that did not end is not taken up any more.
     if record.placed().is_some() {

@@ -13,47 +13,20 @@ use std::time::Duration;
 use remora_protocol::Offer;
 use tokio::time::Instant;
 
+use super::contents::{check_contents, check_format};
 use super::data_set::DataSet;
 use super::finding::Finding;
 use super::known_primary::{KnownPrimaries, Trust};
 use super::link_login::{LinkLogin, PrimaryLogin, may_be_a_secret};
+use super::needs;
 use super::record::{LOGIN, Record};
+use super::target::Target;
 use crate::args::{HostPort, OnFailure, ReplicaArgs};
 use crate::exit::{Code, Failure};
 use crate::sentinel::guard;
 use crate::server::{
     Client, Credentials, Facts, Password, RefusalKind, Role, Server, ServerError, ServerUrl, Task, TlsOptions,
 };
-
-/// Facts about the replica's server.
-#[derive(Debug)]
-pub(super) struct Target {
-    pub(super) facts: Facts,
-    /// How it logs in to its primary.
-    pub(super) login: PrimaryLogin,
-    /// How it logs in at our link.
-    pub(super) link_login: LinkLogin,
-    /// Whether it requires TLS to its primary, and so at the link.
-    pub(super) tls_replication: bool,
-    /// The certificates that it then uses, as far as the agent can read them.
-    tls: TlsOptions,
-    /// The value of `repl-diskless-load`.
-    pub(super) diskless_load: Option<String>,
-    /// The number of databases (`databases`).
-    databases: Option<u32>,
-    /// Whether it follows the link of a killed agent. What it holds is then the rest of an unfinished sync.
-    pub(super) unfinished: bool,
-}
-
-impl Target {
-    /// The primary that the server followed before the sync.
-    pub(super) fn followed(&self, record: &Record) -> Option<(String, u16)> {
-        match &self.facts.link {
-            _ if self.unfinished => record.former(),
-            link => link.as_ref().map(|link| (link.host.clone(), link.port)),
-        }
-    }
-}
 
 /// Examines the replica's server, and whether it can follow a link.
 pub(super) async fn target(
@@ -95,6 +68,7 @@ pub(super) async fn any_target(server: &Server, client: &mut Client, record: &Re
         tls_replication,
         diskless_load: client.config_get("repl-diskless-load").await?,
         databases: client.config_get("databases").await?.and_then(|count| count.parse().ok()),
+        reads_newer: client.config_get("rdb-version-check").await?.as_deref() == Some("relaxed"),
         unfinished,
         facts,
     })
@@ -181,8 +155,8 @@ pub(super) struct Primary {
     pub(super) finding: Option<Finding>,
     /// The fail-over time that the Sentinels are given for the time of the sync.
     pub(super) raise_to: Option<Duration>,
-    /// Bytes of its data, as it says.
-    data: Option<u64>,
+    /// What it has said of itself; `None` if it does not tell the server's user.
+    pub(super) facts: Option<Facts>,
     /// Whether it has modules that may have put data into the snapshot.
     has_modules: bool,
     /// Which primaries may be followed.
@@ -218,7 +192,7 @@ impl Primary {
 impl Primary {
     /// Bytes of its data, as it says.
     pub(super) fn data(&self) -> Option<u64> {
-        self.data
+        self.facts.as_ref()?.used_memory_dataset
     }
 
     /// How many full copies it has sent; `None` if it does not tell the server's user.
@@ -352,7 +326,7 @@ pub(super) async fn primary(
     let primary_server = as_the_server_would(args, target, &host, port)?;
     let mut client = primary_server.connect().await.map_err(refused)?;
     let mut is_asked = known.finding.is_some();
-    let (mut data, mut has_modules) = (None, false);
+    let (mut told, mut has_modules) = (None, false);
     match Facts::read(&mut client).await {
         Ok(facts) => {
             let identity = check_identity(&facts, target, plan, &host, port);
@@ -370,13 +344,13 @@ pub(super) async fn primary(
                     Unfit { failure, passes_within: may_pass.max(settles) }
                 }
             })?;
-            data = facts.used_memory_dataset;
             has_modules = !facts.modules_missing_at(&Facts::default()).is_empty();
             check_format(&facts, target, server.url())?;
             check_contents(&facts, target, server.url())?;
             if facts.run_id.as_deref() != Some(plan.run_id.as_str()) {
                 is_asked = true;
             }
+            told = Some(facts);
         }
         Err(ServerError::Refused { kind: RefusalKind::NoPerm, .. }) => {
             tracing::info!(
@@ -388,13 +362,14 @@ pub(super) async fn primary(
     }
     let (finding, known) = (known.finding.clone(), known.primaries.clone());
     let compared = Instant::now();
-    let (server, raise_to) = (primary_server, None);
-    Ok(Primary { host, port, is_asked, trust, finding, raise_to, data, has_modules, known, server, compared })
+    let (server, raise_to, facts) = (primary_server, None, told);
+    Ok(Primary { host, port, is_asked, trust, finding, raise_to, facts, has_modules, known, server, compared })
 }
 
-/// Refuses a server that has no configuration file, if it is to be written.
+/// Refuses a server that has no configuration file, or may not be told to write it, if it is to be written.
 pub(super) async fn refuse_without_a_file(client: &mut Client) -> Result<(), Failure> {
     let info = client.info("server").await?;
+    needs::refuse_without_rewriting(client, &Facts::from_info(&info)).await?;
     match info.get("config_file") {
         Some("") => Err(Failure::refused(format!(
             "the server {} was started without a configuration file, so --rewrite-config cannot write one: start it with a file, \
@@ -423,7 +398,7 @@ pub(super) async fn refuse_what_sentinel_undoes(
              again; omit {option}"
         )));
     }
-    let data = primary.data.unwrap_or(u64::MAX >> 20);
+    let data = primary.data().unwrap_or(u64::MAX >> 20);
     let longest = guard::longest(data, args.lend.relay.download_limit);
     match known.is_too_late(longest) {
         false => Ok(()),
@@ -495,48 +470,6 @@ fn check_identity(facts: &Facts, target: &Target, plan: &Offer, host: &str, port
         plan.primary.source_sees_as,
         facts.replid.map_or_else(|| "none told".to_string(), |replid| replid.to_string())
     )))
-}
-
-/// Refuses a server that cannot read the snapshot: it would find out only after it has discarded its own data.
-fn check_format(facts: &Facts, target: &Target, url: &ServerUrl) -> Result<(), Failure> {
-    match facts.unreadable_for(&target.facts) {
-        None => Ok(()),
-        Some(why) => Err(Failure::refused(format!(
-            "the server {url} can't be a replica of this primary: {why}; run a server there that is as new as the primary, of the same \
-             kind"
-        ))),
-    }
-}
-
-/// Refuses a server that cannot hold what the primary holds.
-fn check_contents(facts: &Facts, target: &Target, url: &ServerUrl) -> Result<(), Failure> {
-    check_databases(facts, target, url)?;
-    check_modules(facts, target, url)
-}
-
-/// Refuses a server that has fewer databases than the primary uses. A server that loads a key of a database that it
-/// lacks ends its process, after its own data were removed.
-fn check_databases(facts: &Facts, target: &Target, url: &ServerUrl) -> Result<(), Failure> {
-    match (facts.highest_database(), target.databases) {
-        (Some(highest), Some(count)) if highest >= count => Err(Failure::refused(format!(
-            "the server {url} has {count} databases, and the primary holds keys in database {highest}: start the server with databases \
-             {} or more",
-            highest + 1
-        ))),
-        _ => Ok(()),
-    }
-}
-
-/// Refuses a server that lacks a module of the primary, for the same reason.
-fn check_modules(facts: &Facts, target: &Target, url: &ServerUrl) -> Result<(), Failure> {
-    match facts.modules_missing_at(&target.facts).as_slice() {
-        [] => Ok(()),
-        missing => Err(Failure::refused(format!(
-            "the server {url} lacks modules that the primary has loaded: {}; a snapshot with their data would end the server: load them \
-             there",
-            missing.join(", ")
-        ))),
-    }
 }
 
 /// The primary would refuse the replica's server, or does so now.

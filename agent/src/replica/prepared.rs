@@ -9,13 +9,16 @@ use super::data_set::DataSet;
 use super::finding::Finding;
 use super::fitness;
 use super::known_primary::KnownPrimaries;
-use super::preflight::{self, Known, Primary, Target};
+use super::preflight::{self, Known, Primary};
 use super::raised;
+use super::reach;
+use super::reading::{self, Reading};
 use super::record::Record;
 use super::source::Source;
+use super::target::Target;
 use crate::args::ReplicaArgs;
 use crate::conversation::tokens::Credentials;
-use crate::exit::Failure;
+use crate::exit::{Code, Failure};
 use crate::patience::{Patience, RETRY_FOR};
 use crate::server::{Client, Facts, Server, Task};
 
@@ -42,6 +45,10 @@ pub(super) struct Prepared {
     pub(super) primary: Primary,
     /// What the source and the primary were found to be about.
     pub(super) data_set: DataSet,
+    /// How the source is read, if that was tried.
+    pub(super) reading: Option<Reading>,
+    /// What could not be checked.
+    pub(super) unchecked: Vec<String>,
 }
 
 impl Prepared {
@@ -94,6 +101,7 @@ impl Prepared {
                 tracing::warn!("an earlier agent has ended without its clean-up{left}");
             }
         }
+        refuse_what_the_source_refuses(args, &plan)?;
         let known = KnownPrimaries::of(args, target.followed(&record), source.address());
         let known = Known { primaries: known, finding, source: source.address() };
         let began = Instant::now();
@@ -124,8 +132,30 @@ impl Prepared {
         }
         preflight::refuse_to_overwrite(args, &server, &target)?;
         fitness::refuse_what_would_not_stay_exact(&mut client, &target.facts, &primary).await?;
+        let reach = async || {
+            if !client.is_usable() {
+                client = server.connect().await?;
+            }
+            reach::check(&mut client, &target, &primary).await
+        };
+        let unchecked = patience.keep_trying(reach).await?;
+        let reading = reading::of_a_run(args, credentials, &plan, &mut patience).await?;
         let data_set = primary.data_set(&plan);
-        Ok(Prepared { server, client, record, target, source, plan, primary, data_set })
+        Ok(Prepared { server, client, record, target, source, plan, primary, data_set, reading, unchecked })
+    }
+}
+
+/// Refuses a source whose server sends it no snapshot until an administrator changes something there.
+///
+/// # Errors
+/// As the sync would end.
+pub(super) fn refuse_what_the_source_refuses(args: &ReplicaArgs, plan: &Offer) -> Result<(), Failure> {
+    match plan.terms {
+        Some(terms) if terms.is_refused => {
+            let source = &args.read.source;
+            Err(Failure::new(Code::Source, format!("the source {source} cannot take a snapshot: {}", plan.obstacle)))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -22,7 +22,7 @@ use crate::exit::{Code, Failure};
 use crate::host_memory;
 use crate::lanes::LANES_LABEL;
 use crate::patience::Patience;
-use crate::transports::connectors::{Connectors, TransportChoices};
+use crate::transports::connectors::{Connectors, TransportChoices, not_offered};
 
 /// A session with the source.
 pub(crate) struct Source {
@@ -32,6 +32,9 @@ pub(crate) struct Source {
 
 /// Time limit for a plan, which the source has ready.
 const PLAN_LIMIT: Duration = Duration::from_secs(10);
+
+/// Time limit for memory to try transports with: the source touches 64 MiB, and registers them with an RDMA device.
+const PROBE_LIMIT: Duration = Duration::from_secs(20);
 
 /// How long to try again if the first connection is closed during its handshake. A server of another protocol may close
 /// it too, so the limit is short.
@@ -136,6 +139,28 @@ impl Source {
                 return Ok(offer);
             }
         }
+    }
+
+    /// Asks for memory without data, over each transport that the source offers. The source keeps it until the session
+    /// ends. Returns its keys.
+    ///
+    /// # Errors
+    /// The source refuses, or does not answer in time.
+    pub(super) async fn probe_keys(&mut self, args: &ReadArgs) -> Result<Vec<Vec<u8>>, Failure> {
+        self.connection.send(Message::ProbeQuery).await.map_err(failure)?;
+        let answer = async {
+            loop {
+                if let Message::ProbeOffer { keys } = self.connection.receive().await.map_err(failure)? {
+                    return Ok(keys);
+                }
+            }
+        };
+        tokio::time::timeout(PROBE_LIMIT, answer).await.unwrap_or_else(|_| {
+            let limit = PROBE_LIMIT.as_secs();
+            let text =
+                format!("the source {} exported no memory to try the transports with for {limit} s", args.source);
+            Err(Failure::passing(Code::Source, text))
+        })
     }
 
     /// The two directions of the session, for its task.
@@ -345,6 +370,33 @@ impl Way {
         Ok((Feed::new(id, Parts { snapshot, journal, backlog: offer.backlog_bytes }), chosen))
     }
 
+    /// Why no transport that was asked for can be used, as far as this end knows.
+    pub(super) fn why_none(&self, is_sealed: bool) -> Option<String> {
+        let mut connectors = self.wish.connectors(self.source, is_sealed);
+        match connectors.best() {
+            Some(_) => None,
+            None => Some(connectors.why()),
+        }
+    }
+
+    /// Whether this transport may be used.
+    pub(super) fn permits(&self, kind: TransportKind) -> bool {
+        self.wish.kinds().contains(&kind)
+    }
+
+    /// Connects to memory with these keys, as to the tables of a source that seals them or not. Blocks, within the
+    /// transports' time-outs. Returns also why better transports were not used.
+    pub(super) fn try_out(
+        &self,
+        keys: Vec<Vec<u8>>,
+        is_sealed: bool,
+        sink: &Arc<Memory>,
+    ) -> Result<(Box<dyn Peer>, TransportKind, String), Failure> {
+        let mut connectors = self.wish.connectors(self.source, is_sealed);
+        let (peer, kind) = self.connect_by(&mut connectors, &keys, sink)?;
+        Ok((peer, kind, connectors.why()))
+    }
+
     /// Connects to the offered snapshot alone, for a reader that has no server. Blocks, within the transports'
     /// time-outs.
     pub(crate) fn snapshot(
@@ -458,14 +510,22 @@ impl Way {
         table: &TableOffer,
         sink: &Arc<Memory>,
     ) -> Result<(Box<dyn Peer>, TransportKind), Failure> {
-        let keys: Vec<RegionKey> =
-            table.keys.iter().filter_map(|bytes| RegionKey::from_bytes(bytes.clone()).ok()).collect();
+        self.connect_by(connectors, &table.keys, sink)
+    }
+
+    fn connect_by(
+        &self,
+        connectors: &mut Connectors,
+        keys: &[Vec<u8>],
+        sink: &Arc<Memory>,
+    ) -> Result<(Box<dyn Peer>, TransportKind), Failure> {
+        let keys: Vec<RegionKey> = keys.iter().filter_map(|bytes| RegionKey::from_bytes(bytes.clone()).ok()).collect();
         while let Some(connector) = connectors.best() {
             let kind = connector.kind();
             let tried = match keys.iter().find(|key| key.transport() == kind) {
                 Some(key) => connector.connect(key, self.session, &self.secret, sink.clone()),
                 None => {
-                    connectors.pass_over("the source does not offer it");
+                    connectors.pass_over(not_offered(kind));
                     continue;
                 }
             };
@@ -542,6 +602,7 @@ mod tests {
             upstream: None,
             warning: String::new(),
             obstacle: String::new(),
+            terms: None,
         }
     }
 

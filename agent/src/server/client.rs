@@ -1,6 +1,12 @@
 //! [`Server`]: an address and a login. [`Client`]: one connection, which answers commands in order.
 
-use std::{future::Future, io, net::SocketAddr, sync::Arc, time::Duration};
+use std::{
+    future::Future,
+    io,
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+    time::Duration,
+};
 
 use remora_redis::{
     info::Info,
@@ -88,6 +94,12 @@ impl Server {
         self.connect_with(Sockets::Usual).await
     }
 
+    /// Connects from this address of this host, or as usual if it is none: the servers' `bind-source-addr` is no more
+    /// than a wish either.
+    pub(crate) async fn connect_from(&self, address: IpAddr) -> Result<Client, ServerError> {
+        self.connect_with(Sockets::From(address)).await
+    }
+
     /// Connects over sockets of this kind.
     pub(super) async fn connect_with(&self, sockets: Sockets) -> Result<Client, ServerError> {
         match time::timeout(CONNECT_TIMEOUT, self.connect_unhurried(sockets)).await {
@@ -135,6 +147,7 @@ impl Server {
         let tcp = match sockets {
             Sockets::Usual => TcpStream::connect((host, port)).await,
             Sockets::Small => connect_small(host, port).await,
+            Sockets::From(own) => connect_from(own, host, port).await,
         };
         let tcp = tcp.map_err(|cause| self.unreachable(cause))?;
         // Commands are small, and each waits for its answer. To hold them back until a packet is full would only add
@@ -157,13 +170,45 @@ impl Server {
     }
 }
 
-/// How many bytes the sockets of a connection hold.
+/// The sockets of a connection: how many bytes they hold, and at which address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Sockets {
     /// What the kernel thinks right.
     Usual,
     /// As few as possible, at both ends.
     Small,
+    /// At this address of this host.
+    From(IpAddr),
+}
+
+/// Whether the kernel refuses a connection because of the address that it would come from.
+fn is_unusable(error: &io::Error) -> bool {
+    use io::ErrorKind::{AddrNotAvailable, InvalidInput, NetworkUnreachable};
+    matches!(error.kind(), AddrNotAvailable | InvalidInput | NetworkUnreachable)
+}
+
+/// Connects from this address to the first one of the host that answers, as the servers do: as usual if nothing can be
+/// reached from there.
+async fn connect_from(own: IpAddr, host: &str, port: u16) -> io::Result<TcpStream> {
+    let mut failed = None;
+    for address in tokio::net::lookup_host((host, port)).await? {
+        if address.is_ipv4() != own.is_ipv4() {
+            continue;
+        }
+        let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+        if socket.bind(SocketAddr::new(own, 0)).is_err() {
+            continue;
+        }
+        match socket.connect(address).await {
+            Ok(tcp) => return Ok(tcp),
+            Err(error) => failed = Some(error),
+        }
+    }
+    match failed {
+        // From an address such as this one, there is no way to any of them.
+        Some(error) if !is_unusable(&error) => Err(error),
+        _ => TcpStream::connect((host, port)).await,
+    }
 }
 
 /// Connects to the first address of the host that answers, with small sockets.

@@ -197,6 +197,17 @@ impl Facts {
         }
     }
 
+    /// Whether the server can hold the fields that expire of a hash of this primary: Redis since 7.4 and Valkey since
+    /// 9.0 write them differently. True if it is not known.
+    pub fn holds_field_ttls_of(&self, primary: &Facts) -> bool {
+        let Some(version) = self.version else { return true };
+        let is_new = match self.family {
+            Family::Redis => (version.major, version.minor) >= (7, 4),
+            Family::Valkey => self.own_format().is_some(),
+        };
+        is_new && self.family == primary.family
+    }
+
     /// Whether the server is at least that version of Redis, or a Valkey (whose first release has the features of Redis
     /// 7.2). False if it does not report a version.
     pub fn has_redis(&self, wanted: Version) -> bool {

@@ -11,7 +11,8 @@
 //! knows nothing of replication, which is in `remora_redis::psync`.
 //!
 //! Start with [`Server`]. [`Facts`] is what a server reports about itself, and `own_changes` what of its data is not
-//! from its primary. [`refusals`] is the table of the servers' error replies, with what follows from each.
+//! from its primary. `permission` asks what a server would carry out. [`refusals`] is the table of the servers' error
+//! replies, with what follows from each.
 
 mod acl;
 mod args;
@@ -25,6 +26,7 @@ pub(crate) mod local;
 pub(crate) mod module;
 mod output_limit;
 pub(crate) mod own_changes;
+pub(crate) mod permission;
 mod pin;
 pub(crate) mod pinning;
 mod pins;

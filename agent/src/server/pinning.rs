@@ -103,8 +103,8 @@ pub(crate) struct Extent {
 impl Extent {
     /// Where a link begins that pins this place, as the server is now.
     pub(crate) fn of(facts: &Facts, history: ReplId, at: At, sizes: &PinSizes) -> Result<Extent, NoPin> {
-        if !facts.shares_its_buffer() {
-            return Err(NoPin::Impossible("the server keeps its backlog apart from the buffers of its replicas"));
+        if let Some(why) = facts.why_no_pin(sizes) {
+            return Err(NoPin::Impossible(why));
         }
         let next = match at {
             At::Offset(offset) => offset.saturating_add(1),
@@ -113,9 +113,6 @@ impl Extent {
         let Some(backlog) = facts.backlog.filter(|backlog| backlog.active && facts.continues(history, next)) else {
             return Err(NoPin::NotKept("the server does not continue this history".into()));
         };
-        if backlog.size < sizes.least_backlog {
-            return Err(NoPin::Impossible("the server's backlog is too small"));
-        }
         let safe = backlog.safe();
         if next < safe || next > backlog.end() {
             return Err(NoPin::NotKept(format!(
@@ -397,6 +394,18 @@ impl<K: Ord> Travellers<K> {
     #[must_use]
     pub(crate) fn left(&mut self, replica: &K) -> bool {
         self.0.remove(replica) && self.0.is_empty()
+    }
+}
+
+impl Facts {
+    /// Why nothing of this server's stream can be pinned, whatever its offset is.
+    pub(crate) fn why_no_pin(&self, sizes: &PinSizes) -> Option<&'static str> {
+        if !self.shares_its_buffer() {
+            return Some("the server keeps its backlog apart from the buffers of its replicas");
+        }
+        self.backlog
+            .is_some_and(|backlog| backlog.size < sizes.least_backlog)
+            .then_some("the server's backlog is too small")
     }
 }
 

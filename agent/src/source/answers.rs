@@ -36,6 +36,7 @@ pub(crate) fn plan_of(facts: &Facts, primary: Announce, write_rate: u64, process
         upstream: None,
         warning: String::new(),
         obstacle: String::new(),
+        terms: None,
     }
 }
 

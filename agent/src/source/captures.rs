@@ -13,6 +13,7 @@ use super::links;
 use super::machine::Format;
 use super::presence;
 use super::tables::{JOURNAL_REGION, SNAPSHOT_REGION};
+use super::terms::Rights;
 use super::tuning::Tuning;
 use crate::args::SourceArgs;
 use crate::exit::Failure;
@@ -30,6 +31,8 @@ pub(super) struct Methods {
     file: Option<Arc<SnapshotFile>>,
     /// What is changed at the server meanwhile.
     pub(super) tuning: Arc<Tuning>,
+    /// What the server has permitted.
+    pub(super) rights: Arc<Rights>,
 }
 
 impl Methods {
@@ -52,7 +55,8 @@ impl Methods {
         }
         let tuning = Arc::new(Tuning::new(&args.tune));
         tuning.recover(server).await?;
-        Ok(Methods { rules: Arc::new(ModuleRules::new(args)), history: MethodHistory::default(), file, tuning })
+        let (rules, history) = (Arc::new(ModuleRules::new(args)), MethodHistory::default());
+        Ok(Methods { rules, history, file, tuning, rights: Arc::default() })
     }
 }
 
@@ -69,8 +73,12 @@ pub(super) async fn first_look(args: &SourceArgs) -> Result<(Captured, Facts, Me
         return Err(Failure::refused(why));
     }
     presence::warn_of_min_replicas(&mut client).await;
-    drop(client);
     let methods = Methods::of(args, &server, &facts).await?;
+    if methods.takes_from_the_server()
+        && let Some(why) = methods.rights.why_refused(&mut client, &facts).await?
+    {
+        tracing::warn!("no replica can be served until this is changed: {why}");
+    }
     Ok((captured, facts, methods))
 }
 

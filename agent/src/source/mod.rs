@@ -17,7 +17,7 @@
 //!   hosts read, and [`exports`] the transports that export it. [`compression`] decides how slots are compressed for
 //!   other hosts, [`links`] observes the links to them, and [`probe_region`] exports scratch memory for `remora probe`.
 //! - [`answers`] describes the primary and whether it continues a history; [`questions`] bounds how often replicas make
-//!   the source ask it; [`rate`] measures how fast it writes;
+//!   the source ask it; [`rate`] measures how fast it writes; [`terms`] says what a replica would get;
 //!   [`status`] is for `remora status`, and [`metrics`](mod@metrics) for Prometheus and probes. [`ahead`] estimates how
 //!   long the snapshot will be.
 //! - [`preparation`] touches the memory before the first snapshot, while the port is open.
@@ -53,6 +53,7 @@ pub(crate) mod sealing;
 mod socket;
 mod status;
 mod tables;
+mod terms;
 mod threads;
 pub(crate) mod topology;
 pub(crate) mod tuning;
@@ -231,8 +232,8 @@ pub(crate) enum Incoming {
     Said { session: Session, message: Box<Message> },
     /// The connection of that peer has ended.
     Left { session: Session, fault: Fault },
-    /// Fresh facts of the server.
-    Learned(Box<(Facts, OutputBuffer)>),
+    /// Fresh facts of the server, and why it sends no snapshot.
+    Learned(Box<(Facts, OutputBuffer, Option<String>)>),
     /// The server has not told its facts, and why.
     NotLearned(String),
     /// The server has said how far it is with a snapshot.
@@ -336,9 +337,9 @@ impl Source {
             Incoming::Said { session, message } => self.said(session, *message),
             Incoming::Left { session, fault } => self.left(session, &fault),
             Incoming::Learned(learned) => {
-                let (facts, buffer) = *learned;
+                let (facts, buffer, refusal) = *learned;
                 self.output.learned(Instant::now(), &facts, buffer);
-                self.questions.learned(Instant::now());
+                self.questions.learned(Instant::now(), refusal);
                 self.facts = facts;
                 self.tell_of_an_obstacle();
             }

@@ -28,6 +28,7 @@ use super::machine::Session;
 use super::output_buffer::OutputBuffer;
 use super::presence::Lookout;
 use super::tables::expected;
+use super::terms::{needs_fork, terms};
 use super::{Incoming, Source, status};
 use crate::server::pinning::Travellers;
 use crate::server::{Client, Pins, Position};
@@ -76,6 +77,8 @@ pub(super) struct Questions {
     learned: Option<Instant>,
     /// Why the server has not answered the last question about them.
     silent: Option<String>,
+    /// Why the server sends no snapshot until an administrator changes something there.
+    refusal: Option<String>,
     /// One connection to the server, opened when first needed and again after a failure.
     pub(super) client: Arc<Mutex<Option<Client>>>,
     /// What the server keeps for the replicas on their way to it.
@@ -159,8 +162,8 @@ impl Questions {
     }
 
     /// The source has fresh facts.
-    pub(super) fn learned(&mut self, now: Instant) {
-        (self.learned, self.silent) = (Some(now), None);
+    pub(super) fn learned(&mut self, now: Instant, refusal: Option<String>) {
+        (self.learned, self.silent, self.refusal) = (Some(now), None, refusal);
     }
 
     /// The server has not answered.
@@ -169,7 +172,9 @@ impl Questions {
     }
 
     fn is_fresh(&self, now: Instant) -> bool {
-        self.learned.is_some_and(|learned| now.saturating_duration_since(learned) < FRESH)
+        let is_recent = self.learned.is_some_and(|learned| now.saturating_duration_since(learned) < FRESH);
+        // What an administrator has just granted is to be seen at once.
+        is_recent && self.refusal.is_none()
     }
 }
 
@@ -222,7 +227,11 @@ impl Source {
         let holds_back = self.machine.status().stream.is_none() && self.tables.is_windowed_for(&self.facts);
         let expected = expected(&self.facts, self.tables.snapshot.1);
         let warning = if holds_back { self.output.warning(expected, self.tables.ring()) } else { String::new() };
-        Offer { warning, obstacle: self.obstacle().unwrap_or_default(), ..plan }
+        let obstacle = self.obstacle();
+        // What the source holds needs no further word of the server.
+        let refusal = self.questions.refusal.as_deref().filter(|_| obstacle.is_none() && needs_fork(self));
+        let terms = Some(terms(self, refusal));
+        Offer { warning, obstacle: obstacle.or(refusal.map(str::to_owned)).unwrap_or_default(), terms, ..plan }
     }
 
     /// Why no snapshot of the server can be taken now.
@@ -252,7 +261,8 @@ impl Source {
     /// Reads the server's facts in the background.
     pub(super) fn learn(&self) -> tokio::task::JoinHandle<()> {
         let (client, server, incoming) = (self.questions.client.clone(), self.captured.server(), self.incoming.clone());
-        let tuning = self.methods.tuning.clone();
+        let (tuning, rights) = (self.methods.tuning.clone(), self.methods.rights.clone());
+        let takes_from_the_server = self.methods.takes_from_the_server();
         tokio::spawn(async move {
             let facts = match ask(&client, &server).await {
                 Ok(facts) => facts,
@@ -262,7 +272,11 @@ impl Source {
             let Some(client) = client.as_mut() else { return };
             let buffer = OutputBuffer::read(client, &facts).await;
             tuning.learn(client).await;
-            let _ = incoming.send(Incoming::Learned(Box::new((facts, buffer)))).await;
+            let refusal = match takes_from_the_server {
+                true => rights.why_refused(client, &facts).await.unwrap_or_default(),
+                false => None,
+            };
+            let _ = incoming.send(Incoming::Learned(Box::new((facts, buffer, refusal)))).await;
         })
     }
 }
@@ -339,9 +353,8 @@ pub(super) fn answered(source: &mut Source, answered: Answered) {
 /// Sends a plan. It says if the source would leave the primary alone for a while before the next snapshot.
 fn tell_plan(source: &mut Source, session: Session) {
     let mut plan = source.plan();
-    let status = source.machine.status();
-    let needs_fork = status.snapshot.is_none() || source.tables.is_windowed_for(&source.facts);
-    if let Some((_, why)) = status.forks.why_not().filter(|_| needs_fork && plan.warning.is_empty()) {
+    let why_not = source.machine.status().forks.why_not();
+    if let Some((_, why)) = why_not.filter(|_| needs_fork(source) && plan.warning.is_empty()) {
         plan.warning = why;
     }
     source.send(session, Message::Offer(plan));
@@ -405,7 +418,9 @@ mod tests {
     fn facts_are_fresh_for_a_moment() {
         let (mut questions, now) = (Questions::default(), Instant::now());
         assert!(!questions.is_fresh(now));
-        questions.learned(now);
+        questions.learned(now, None);
         assert!(questions.is_fresh(now + FRESH / 2) && !questions.is_fresh(now + FRESH));
+        questions.learned(now, Some("it refuses PSYNC".into()));
+        assert!(!questions.is_fresh(now), "an administrator may have granted it");
     }
 }

@@ -75,6 +75,16 @@ impl Tuning {
         self.delay.store(delay.unwrap_or(0), Relaxed);
     }
 
+    /// How long the server waits before it forks, in seconds; 0 if it does not, or does not say.
+    pub(crate) fn fork_delay(&self) -> u64 {
+        self.delay.load(Relaxed)
+    }
+
+    /// Whether the source does without that wait.
+    pub(crate) fn is_wanted(&self) -> bool {
+        self.is_wanted
+    }
+
     /// What a replica is told that waits for the snapshot.
     pub(crate) fn explained(&self, text: String) -> String {
         match self.delay.load(Relaxed) {

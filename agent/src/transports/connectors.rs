@@ -86,9 +86,6 @@ impl TransportChoices {
     }
 
     fn verbs(&self, source: SocketAddr, is_sealed: bool) -> Result<VerbsConnector, Error> {
-        if !is_sealed && !self.security.permits_plain_network() {
-            return Err(Error::Misuse(NOT_SEALED));
-        }
         let rdma = &self.rdma;
         let options = VerbsOptions {
             queue_pairs: rdma.rdma_queue_pairs,
@@ -106,7 +103,12 @@ impl TransportChoices {
             connect_timeout: CONNECT_LIMIT,
             ..VerbsOptions::default()
         };
-        VerbsConnector::new(options, Some(source), rdma.end.addresses()?)
+        // A host without a device is the better reason.
+        let connector = VerbsConnector::new(options, Some(source), rdma.end.addresses()?)?;
+        match is_sealed || self.security.permits_plain_network() {
+            true => Ok(connector),
+            false => Err(Error::Misuse(NOT_SEALED)),
+        }
     }
 }
 
@@ -145,6 +147,17 @@ impl Connectors {
 /// How long RDMA may take to connect before the next transport is tried. A lost request is repeated once, after about 4
 /// s.
 const CONNECT_LIMIT: std::time::Duration = std::time::Duration::from_secs(6);
+
+/// Why a transport is not used for which the other end has no key.
+pub(crate) fn not_offered(kind: TransportKind) -> &'static str {
+    match kind {
+        TransportKind::Verbs => {
+            "the source does not offer it: its host has no RDMA device, or it was started with --no-rdma or with --security none"
+        }
+        TransportKind::Shm => "the source does not offer it: it was started with --no-shm",
+        _ => "the source does not offer it",
+    }
+}
 
 /// Why a lender's key is not used.
 const ELSEWHERE: &str = "it leads to another address than that of the replica that the source has assigned";

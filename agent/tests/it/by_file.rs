@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io::copy;
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::thread;
 
@@ -243,11 +243,20 @@ fn a_stopped_agent_says_how_it_left_the_server() {
 
 /// Passes connections on: their other end is not the server's.
 fn proxy(to: SocketAddr) -> SocketAddr {
+    gate(to, |_| true)
+}
+
+/// Passes on the connections from these addresses, and closes others.
+pub(crate) fn gate(to: SocketAddr, is_let_in: fn(IpAddr) -> bool) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     thread::spawn(move || {
         for near in listener.incoming() {
-            let (near, far) = (near.unwrap(), TcpStream::connect(to).unwrap());
+            let near = near.unwrap();
+            if !near.peer_addr().is_ok_and(|peer| is_let_in(peer.ip())) {
+                continue;
+            }
+            let far = TcpStream::connect(to).unwrap();
             let (mut near_out, mut far_out) = (near.try_clone().unwrap(), far.try_clone().unwrap());
             let (mut near, mut far) = (near, far);
             thread::spawn(move || copy(&mut near, &mut far_out));
@@ -260,7 +269,7 @@ fn proxy(to: SocketAddr) -> SocketAddr {
 #[test]
 fn what_would_not_work_is_refused_before_the_server_is_touched() {
     for kind in require::kinds() {
-        let scene = Scene::with_data(primary(kind));
+        let scene = Scene::with_data(primary(kind).user("follower", "pw", "~* &* +@all"));
         let server = scene.server(quick(kind));
         let include = scene.include();
         let refused = |url: &str, more: &[&str], words: &[&str]| {
@@ -285,6 +294,14 @@ fn what_would_not_work_is_refused_before_the_server_is_touched() {
         let node = quick(kind).cluster().start().unwrap();
         refused(&node.url(), &[], &["does not follow the source's primary", "CLUSTER REPLICATE"]);
         refused(&node.url(), &["--write-replicaof", &include], &["cluster mode", "omit --write-replicaof"]);
+
+        let tied = quick(kind).user("tied", "pw", "~* &* -@all +ping +info +config|get");
+        let tied = scene.server(tied.master_auth(Some("follower"), "pw"));
+        let file = scene.stage.secret("pw", "pw");
+        let as_tied = ["--user", "tied", "--password-file", &file, "--write-replicaof", &include, "--dry-run"];
+        for options in [&as_tied[..], &as_tied[..6]] {
+            refused(&tied.url(), options, &["does not let its saves be turned off", "+config|set"]);
+        }
 
         let said = ends(&mut scene.deliver_to_new(&server, &["--dry-run"]), 0);
         says(&said, &["can be restarted on", "nothing was touched"]);

@@ -23,6 +23,7 @@ mod commands;
 mod compress;
 mod config;
 mod conversation;
+mod dry_run;
 mod ends;
 mod exact;
 mod expect_primary;

@@ -30,9 +30,11 @@ use crate::exit::{Code, Failure};
 use crate::intercept::{self, Temporary};
 use crate::patience::{Patience, RETRY_FOR};
 use crate::progress;
-use crate::replica::exact;
+use crate::replica::forecast;
 use crate::replica::locality::Locality;
+use crate::replica::needs::{self, CUT, REWRITE};
 use crate::replica::preflight::refuse_without_a_file;
+use crate::replica::reading;
 use crate::server::{Client, Facts, Link, RefusalKind, Server, ServerError, Task};
 use crate::signals::Signals;
 use crate::tasks::blocking;
@@ -109,30 +111,31 @@ pub(in crate::replica) async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -
         return Ok(None);
     }
     let (port, anew, rewrites) = (args.by.listen_port, args.replace, args.rewrite_config);
-    let (dry_run, explain, sentinels) = (args.dry_run, args.explain, args.peers.sentinel.open()?);
-    let args = args.of_an_intercepted_sync();
+    if is_in_step {
+        needs::refuse_without_cutting(&mut client, &facts).await?;
+    }
+    let (sentinels, wanted) = (args.peers.sentinel.open()?, args);
+    let args = wanted.of_an_intercepted_sync();
     // The source is asked before anything is changed, and again when the primary's history is known.
     let ask = async || {
-        let credentials = tokens.credentials(args.source_key);
-        ask_source(args.clone(), credentials, &facts.name()).await?.obstacle()
+        let answered = ask_source(args.clone(), tokens.credentials(args.source_key), &facts.name()).await?;
+        answered.obstacle().map(|()| answered.plan)
     };
-    patience.keep_trying(ask).await?;
+    let plan = patience.keep_trying(ask).await?;
+    let reading = reading::of_a_run(&wanted, &tokens.credentials(args.source_key), &plan, &mut patience).await?;
     if !client.is_usable() {
         client = server.connect().await?;
     }
     let entrance = Entrance::open(port, BTreeSet::from([link.port]), sentinels, &mut patience).await?;
     entrance.tls.send_replace(tls);
     let (gate, rules) = open_the_gate(&entrance, &client, &facts, port).await?;
-    if dry_run {
+    if wanted.dry_run {
         gate.close();
-        progress::say(&format!(
+        let verdict = format!(
             "{url} ({}) can take a full copy by interception of its connection to {primary}; nothing was touched",
             facts.name()
-        ));
-        if explain {
-            exact::what_will_be_checked().for_each(|line| progress::say(&line));
-        }
-        return Ok(None);
+        );
+        return forecast::tell(&wanted, verdict, &plan, None, (reading, Vec::new())).map(|()| None);
     }
     let watcher = entrance.guide.as_ref().map(Guide::watcher);
     let syncs = Syncs::new(args, Vec::new(), tokens, server, gate, watcher);
@@ -378,7 +381,7 @@ impl Once {
 
     /// Ends the server's connection to its primary. It connects again at once.
     async fn cut(&self, client: &mut Client) -> Result<(), Failure> {
-        match client.command(&["CLIENT", "KILL", "TYPE", "master"]).await {
+        match client.command(&CUT).await {
             Ok(Frame::Integer(count)) => {
                 tracing::info!(count, primary = self.primary, "the server's connection to its primary was ended");
                 Ok(())
@@ -392,7 +395,7 @@ impl Once {
     }
 
     async fn write_the_file(&self) -> Result<(), Failure> {
-        let written = async { self.syncs.server.connect().await?.command(&["CONFIG", "REWRITE"]).await };
+        let written = async { self.syncs.server.connect().await?.command(&REWRITE).await };
         let advice = "its configuration file was not written (--rewrite-config needs +config|rewrite, and a file and a folder that \
                       the server may write)";
         written.await.map(drop).map_err(|error| Failure::from(error).and(advice))

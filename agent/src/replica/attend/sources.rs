@@ -47,7 +47,8 @@ impl Answered {
             "" => Ok(()),
             why => {
                 let text = format!("the source {} cannot serve: {why}", self.args.read.source);
-                Err(Failure::passing(Code::Source, text))
+                let is_refused = self.plan.terms.is_some_and(|terms| terms.is_refused);
+                Err(Failure::new(Code::Source, text).that_passes(!is_refused))
             }
         }
     }

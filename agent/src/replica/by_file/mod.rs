@@ -30,6 +30,8 @@ use self::back::Back;
 use self::place::Place;
 use super::data_set::DataSet;
 use super::exact::{self, Exactness};
+use super::forecast;
+use super::needs::{REWRITE, refuse_without_turning_saves_off, saves_stay_on};
 use super::preflight::Primary;
 use super::prepared::{Prepared, Suits};
 use super::record::{Placed, Record, SAVE};
@@ -106,7 +108,7 @@ async fn prepare(args: ReplicaArgs, credentials: Credentials, command: String) -
     // What a server holds that was restarted on our file is ours to replace.
     let looks = ReplicaArgs { replace: args.replace || left.is_some(), ..args.clone() };
     let prepared = Prepared::of(&looks, &credentials, Suits::Any).await?;
-    let Prepared { server, mut client, mut record, target, plan, primary, data_set, .. } = prepared;
+    let Prepared { server, mut client, mut record, target, plan, primary, data_set, reading, unchecked, .. } = prepared;
     let facts = target.facts.clone();
     if let Some(left) = left.filter(|left| left.run_id != facts.run_id && !args.dry_run) {
         // It was restarted since, and may be on its way.
@@ -130,9 +132,10 @@ async fn prepare(args: ReplicaArgs, credentials: Credentials, command: String) -
         )));
     }
     fitness::refuse_what_would_not_load(&args, &mut client, &facts, &primary, &plan).await?;
+    refuse_without_turning_saves_off(&mut client, &facts).await?;
     let place = Place::find(&mut client, &facts).await?;
     if args.dry_run {
-        progress::say(&format!(
+        let verdict = format!(
             "{} ({}) can be restarted on {} and go on as a replica of {}:{} ({}); nothing was touched",
             server.url(),
             facts.name(),
@@ -140,11 +143,8 @@ async fn prepare(args: ReplicaArgs, credentials: Credentials, command: String) -
             primary.host,
             primary.port,
             plan.server
-        ));
-        if args.explain {
-            exact::what_will_be_checked().for_each(|line| progress::say(&line));
-        }
-        return Ok(None);
+        );
+        return forecast::tell(&args, verdict, &plan, primary.facts.as_ref(), (reading, unchecked)).map(|()| None);
     }
     Ok(Some(Delivery { args, command, server, client, record, facts, primary, data_set, place, began }))
 }
@@ -279,16 +279,13 @@ impl Delivery {
         }
         if self.args.rewrite_config {
             // Before the saves are off, which must not get into the file.
-            self.client.command(&["CONFIG", "REWRITE"]).await?;
+            self.client.command(&REWRITE).await?;
             tracing::info!("the server has written its configuration file, with the primary that it follows");
         }
         if let Some(before) = self.client.config_bytes(SAVE).await?
             && !self.record.change(&mut self.client, SAVE, &before, b"").await?
         {
-            return Err(Failure::refused(format!(
-                "the server {url} does not let its saves be turned off, and would write over the file at its end: grant our \
-                 user +config|set there"
-            )));
+            return Err(saves_stay_on(self.server.url()));
         }
         let until = Instant::now() + SAVE_LIMIT;
         loop {

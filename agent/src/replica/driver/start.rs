@@ -29,12 +29,13 @@ use crate::replica::link_login::LinkLogin;
 use crate::replica::locality::Locality;
 use crate::replica::machine::{Replica, Rules};
 use crate::replica::meter::Meter;
-use crate::replica::preflight::{Primary, Target};
+use crate::replica::preflight::Primary;
 use crate::replica::record::Record;
 use crate::replica::relay::Relay;
 use crate::replica::session::Session;
 use crate::replica::source::{Sinks, Source};
 use crate::replica::spool::Spool;
+use crate::replica::target::Target;
 use crate::server::PinSizes;
 
 /// The start of a sync.

@@ -53,6 +53,7 @@ pub(super) fn offer(generation: u64) -> Box<Offer> {
         upstream: None,
         warning: String::new(),
         obstacle: String::new(),
+        terms: None,
     })
 }
 

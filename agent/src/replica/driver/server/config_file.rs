@@ -6,6 +6,7 @@
 
 use super::Keeper;
 use crate::exit::Failure;
+use crate::replica::needs::REWRITE;
 use crate::replica::record::Rewrites;
 use crate::server::ServerError;
 
@@ -36,7 +37,7 @@ impl Keeper {
         if facts.run_id == noted.run_id && calls.is_none_or(|calls| calls == noted.calls) {
             return String::new();
         }
-        match self.control.command(&["CONFIG", "REWRITE"]).await {
+        match self.control.command(&REWRITE).await {
             Ok(_) => {
                 tracing::info!(
                     "another client wrote the server's configuration file during the sync; it is written again, without the \
@@ -54,7 +55,7 @@ impl Keeper {
     /// Writes the file with the primary that the server follows now (`--rewrite-config`): a restarted server without
     /// `replicaof` in its file would be a primary.
     pub(super) async fn write_the_file(&mut self) -> Result<(), Failure> {
-        match self.control.command(&["CONFIG", "REWRITE"]).await {
+        match self.control.command(&REWRITE).await {
             Ok(_) => {
                 tracing::info!("the server has written its configuration file, with the primary that it follows");
                 Ok(())

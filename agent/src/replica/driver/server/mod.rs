@@ -35,9 +35,11 @@ use crate::replica::machine::{
     Followed, Follows, Introduced, Job, Lapse, Look, NoAnswer, NotFollowed, PrimaryLink, Report,
 };
 use crate::replica::meter::Meter;
-use crate::replica::preflight::{self, Primary, Target};
+use crate::replica::needs::FOLLOW;
+use crate::replica::preflight::{self, Primary};
 use crate::replica::raised;
 use crate::replica::record::Record;
+use crate::replica::target::Target;
 use crate::replica::{SETTLE_LIMIT, SETTLE_POLL};
 use crate::server::own_changes::Counted;
 use crate::server::{Client, Facts, RefusalKind, Server, ServerError};
@@ -353,7 +355,7 @@ impl Keeper {
         }
         let (port, began) = (port.to_string(), Instant::now());
         loop {
-            match self.control.command_after_look(&["REPLICAOF", &host, &port]).await {
+            match self.control.command_after_look(&[FOLLOW, &host, &port]).await {
                 Ok(_) => return Ok(()),
                 Err(error) if error.refusal() == Some(RefusalKind::Loading) && began.elapsed() < SETTLE_LIMIT => {}
                 Err(error) => {

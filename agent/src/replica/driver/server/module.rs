@@ -7,6 +7,8 @@ use crate::args::{FastKeys, ModuleLoad};
 use crate::exit::Failure;
 use crate::replica::introduction::{Answer, Introduction};
 use crate::replica::machine::{Followed, Introduced, Lapse, NotFollowed};
+#[cfg(any(test, feature = "simulation"))]
+use crate::replica::needs::FOLLOW;
 use crate::replica::{SETTLE_LIMIT, SETTLE_POLL};
 use crate::server::module::{field, speaks_our_protocol};
 use crate::server::{RefusalKind, ServerError};
@@ -112,7 +114,7 @@ impl Keeper {
         if crate::mutation::Mutation::PositionKept.is_active() {
             let client = self.control.client().await;
             let client = client.map_err(|error| NotFollowed::Failed { lapse: error.into(), told: false })?;
-            let followed = client.command(&["REPLICAOF", &host, &port.to_string()]).await;
+            let followed = client.command(&[FOLLOW, &host, &port.to_string()]).await;
             return followed.map(drop).map_err(|error| NotFollowed::Failed { lapse: error.into(), told: true });
         }
         let began = Instant::now();

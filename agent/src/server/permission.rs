@@ -1,0 +1,132 @@
+//! Permission: whether a server would carry out a command for our user, asked without carrying it out.
+//!
+//! ```text
+//!   ACL DRYRUN <user> <command>          Redis since 7.0, and Valkey; our user needs +acl|whoami +acl|dryrun
+//!      └─ not permitted, or not there ──▶ the command with arguments that it refuses by itself
+//!                                            └─ there are none ──▶ unknown
+//! ```
+//!
+//! A server looks for the command, then counts its arguments, then asks its ACL, and only then looks at what the
+//! arguments are. So arguments that are as many as they must be, and make no sense, show the first three. They change
+//! nothing, and the server counts an error.
+
+use remora_redis::resp::Frame;
+
+use super::{Client, Facts, RefusalKind, ServerError, Version};
+
+/// A command that a task needs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Needed {
+    /// The command as the task sends it.
+    pub(crate) command: &'static [&'static str],
+    /// The same with arguments that it refuses by itself; empty if there are none.
+    pub(crate) refused_by_itself: &'static [&'static str],
+    /// The first version of Redis that looks at those arguments before it does anything.
+    pub(crate) since: Version,
+}
+
+/// Any version.
+pub(crate) const ALWAYS: Version = Version { major: 0, minor: 0, patch: 0 };
+
+/// The first version of Redis with `ACL DRYRUN`, and with subcommands in its ACL.
+const REDIS_7: Version = Version { major: 7, minor: 0, patch: 0 };
+
+/// What a replica sends to its primary. Before 7.0, some versions take an offset that is no number for a wish for a
+/// full copy.
+pub(crate) const TO_REPLICATE: [Needed; 2] = [
+    Needed { command: &["REPLCONF", "capa", "eof"], refused_by_itself: &["REPLCONF", "remora"], since: ALWAYS },
+    Needed { command: &["PSYNC", "?", "-1"], refused_by_itself: &["PSYNC", "?", "remora"], since: REDIS_7 },
+];
+
+/// What a server says of a command.
+#[derive(Debug)]
+pub(crate) enum Permission {
+    Granted,
+    /// It lacks the command, or its ACL forbids it, as the server would answer.
+    Refused(ServerError),
+    /// The server does not tell.
+    Unknown,
+}
+
+impl Needed {
+    /// The command's name as in messages: `CONFIG REWRITE`, `PSYNC`.
+    pub(crate) fn name(&self) -> String {
+        match self.command {
+            [container @ ("CONFIG" | "CLIENT"), subcommand, ..] => format!("{container} {subcommand}"),
+            [name, ..] => (*name).to_owned(),
+            [] => String::new(),
+        }
+    }
+
+    /// Asks the server. `facts`: what it says of itself.
+    ///
+    /// # Errors
+    /// The connection failed.
+    pub(crate) async fn ask(&self, client: &mut Client, facts: &Facts) -> Result<Permission, ServerError> {
+        if facts.has_redis(REDIS_7) {
+            match self.ask_the_acl(client).await? {
+                Permission::Unknown => {}
+                known => return Ok(known),
+            }
+        }
+        if self.refused_by_itself.is_empty() || (self.since > ALWAYS && !facts.has_redis(self.since)) {
+            return Ok(Permission::Unknown);
+        }
+        match client.command(self.refused_by_itself).await {
+            Ok(_) => Ok(Permission::Granted),
+            Err(error) => match error.refusal() {
+                Some(RefusalKind::NoPerm | RefusalKind::Unknown) => Ok(Permission::Refused(error)),
+                Some(_) => Ok(Permission::Granted),
+                None => Err(error),
+            },
+        }
+    }
+
+    async fn ask_the_acl(&self, client: &mut Client) -> Result<Permission, ServerError> {
+        let user = match client.command(&["ACL", "WHOAMI"]).await {
+            Ok(Frame::Bulk(user)) => user,
+            Ok(_) => return Ok(Permission::Unknown),
+            Err(error) if error.refusal().is_some() => return Ok(Permission::Unknown),
+            Err(error) => return Err(error),
+        };
+        let question = [b"ACL".as_slice(), b"DRYRUN", &user].into_iter();
+        let question: Vec<_> = question.chain(self.command.iter().map(|word| word.as_bytes())).collect();
+        match client.command(&question).await {
+            Ok(Frame::Simple(_)) => Ok(Permission::Granted),
+            Ok(Frame::Bulk(why)) => {
+                Ok(Permission::Refused(client.refused(&self.name(), &[b"NOPERM ".as_slice(), &why].concat())))
+            }
+            Ok(_) => Ok(Permission::Unknown),
+            Err(ServerError::Refused { text, .. }) if is_not_there(&text) => {
+                let text = format!("ERR unknown command '{}'", self.name());
+                Ok(Permission::Refused(client.refused(&self.name(), text.as_bytes())))
+            }
+            Err(error) if error.refusal().is_some() => Ok(Permission::Unknown),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// Whether `ACL DRYRUN` says that the server has no such command: `ERR Command 'x' not found`.
+fn is_not_there(text: &str) -> bool {
+    text.starts_with("ERR Command '") && text.contains("not found")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_is_named_with_its_subcommand() {
+        let named = |command| Needed { command, refused_by_itself: &[], since: ALWAYS }.name();
+        assert_eq!(named(&["CONFIG", "REWRITE"]), "CONFIG REWRITE");
+        assert_eq!(named(&["PSYNC", "?", "-1"]), "PSYNC");
+    }
+
+    #[test]
+    fn a_missing_command_is_told_from_a_missing_acl() {
+        assert!(is_not_there("ERR Command 'REPLICAOF' not found"));
+        assert!(!is_not_there("ERR unknown command 'ACL', with args beginning with: 'DRYRUN'"));
+        assert!(!is_not_there("ERR User 'x' not found"));
+    }
+}
