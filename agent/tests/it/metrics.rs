@@ -216,7 +216,12 @@ fn the_page_of_a_source_shows_its_replicas_and_no_key() {
     let address = free_address();
     let source = Source::start(&server, &["--metrics", &address.to_string()]);
     let ask = || -> serde_json::Value { serde_json::from_str(&get(address, "/status.json").text).unwrap() };
-    let before = ask();
+    // Its port is open before its memory is prepared.
+    let before = wait_until("the source to be ready", LONG, || {
+        let shown = ask();
+        Ok(if shown["why"] == "" { Ok(shown) } else { Err(shown.to_string()) })
+    })
+    .unwrap();
     assert_eq!(
         (&before["agent"], &before["why"], &before["replicas"]),
         (&"source".into(), &"".into(), &serde_json::json!([]))
