@@ -292,8 +292,8 @@ pub(super) fn oldest_first<T>(mut all: Vec<T>, of: impl Fn(&T) -> &Manifest) -> 
     moves.into_iter().filter_map(|(_, from)| all.get_mut(from)?.take()).collect()
 }
 
-/// The newest of these backups, the oldest of which is first, that is not of a later moment. `pass`: before or after the
-/// clock went back, if it did between backups.
+/// The newest of these backups, the oldest of which is first, that is not of a later moment. `pass`: before or after
+/// the clock went back, if it did between backups.
 ///
 /// # Errors
 /// The moment is both before and after that, and `pass` does not say which one is meant.
