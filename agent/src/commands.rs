@@ -103,8 +103,8 @@ fn run(command: Command) -> Result<(), Failure> {
     outcome
 }
 
-/// Refuses descriptors of a service manager: a command that takes none would listen elsewhere, and its clients would wait
-/// at the manager's socket for ever.
+/// Refuses descriptors of a service manager: a command that takes none would listen elsewhere, and its clients would
+/// wait at the manager's socket for ever.
 fn refuse_passed_descriptors() -> Result<(), Failure> {
     match remora_fabric::memory::inherited::passed() {
         0 => Ok(()),

@@ -12,6 +12,9 @@ use crate::exit::Failure;
 /// Threads at once: two of the runtime, some that wait in blocking calls, and those of data lanes and of a delivery.
 const THREADS: usize = 8;
 
+/// Bytes of the stack of a thread that only waits: limits of memory have messages of their own.
+const STACK: usize = 64 << 10;
+
 /// Checks that this many threads can be started.
 ///
 /// # Errors
@@ -27,7 +30,7 @@ fn start(count: usize) -> io::Result<()> {
     thread::scope(|scope| {
         let closed = gate.lock().unwrap_or_else(PoisonError::into_inner);
         let started = (0..count).try_for_each(|_| {
-            let thread = thread::Builder::new().name("trial".into()).spawn_scoped(scope, pass)?;
+            let thread = thread::Builder::new().name("trial".into()).stack_size(STACK).spawn_scoped(scope, pass)?;
             drop(thread); // the scope waits for it
             Ok(())
         });

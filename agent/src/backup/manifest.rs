@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::moment::Moment;
 use super::rdb_file::RdbFile;
+use crate::args::Pass;
 use crate::checked_json::{self, Checksum};
 use crate::exit::{Code, Failure};
 use crate::snapshot::beside;
@@ -291,6 +292,39 @@ pub(super) fn oldest_first<T>(mut all: Vec<T>, of: impl Fn(&T) -> &Manifest) -> 
     moves.into_iter().filter_map(|(_, from)| all.get_mut(from)?.take()).collect()
 }
 
+/// The newest of these backups, the oldest of which is first, that is not of a later moment. `pass`: before or after
+/// the clock went back, if it did between backups.
+///
+/// # Errors
+/// The moment is both before and after that, and `pass` does not say which one is meant.
+pub(super) fn newest_until<T>(
+    all: Vec<T>,
+    of: impl Fn(&T) -> &Manifest,
+    until: Option<Moment>,
+    pass: Option<Pass>,
+) -> Result<Option<T>, Failure> {
+    let Some(until) = until else { return Ok(all.into_iter().next_back()) };
+    let is_later = |backup: &T| of(backup).taken_seconds > until;
+    let Some(last) = all.iter().rposition(|backup| !is_later(backup)) else { return Ok(None) };
+    let history = |backup: &T| (of(backup).kind, of(backup).replid.clone());
+    let meant = all.get(last).map(history);
+    // Within a history, what stands before was taken before, whatever its time says.
+    let later = all.iter().take(last).position(|backup| is_later(backup) && Some(history(backup)) == meant);
+    let chosen = match (later, pass) {
+        (None, _) | (Some(_), Some(Pass::Last)) => Some(last),
+        (Some(later), Some(Pass::First)) => all.iter().take(later).rposition(|backup| !is_later(backup)),
+        (Some(later), None) => {
+            let names = [later, last].map(|at| all.get(at).map_or("", |backup| of(backup).name.as_str()));
+            return Err(Failure::refused(format!(
+                "the moment {until} is there twice: the clock of the host that wrote the backups went back between {} and {}. Give \
+                 --until-pass first for the data before it went back, or --until-pass last for those after",
+                names[0], names[1]
+            )));
+        }
+    };
+    Ok(chosen.and_then(|at| all.into_iter().nth(at)))
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -335,6 +369,41 @@ mod tests {
             std::fs::write(file, &whole).unwrap();
         }
         checked_snapshot(&rdb).unwrap();
+    }
+
+    #[test]
+    fn a_moment_that_backups_have_twice_is_refused_until_it_is_said_which_one_is_meant() {
+        let backup = |(taken, offset, history): (u64, u64, &str)| {
+            let text = format!(
+                r#"{{"format": "remora backup", "version": 1, "kind": "snapshot", "name": "{taken}", "replid": "{history}",
+                    "offset": {offset}, "server": "s", "rdb_version": 11, "taken": "", "taken_seconds": {taken}, "bytes": 9,
+                    "crc64": "0", "source": "h"}}"#
+            );
+            Manifest::parse(text.as_bytes(), NAME, &"here").unwrap().unwrap()
+        };
+        let chosen = |all: &[(u64, u64, &str)], until: Option<u64>, pass| {
+            let all = oldest_first(all.iter().copied().map(backup).collect(), |manifest| manifest);
+            let chosen = newest_until(all, |manifest| manifest, until.map(Moment::seconds), pass);
+            chosen.map(|chosen| chosen.map(|manifest| manifest.offset)).map_err(|failure| failure.message)
+        };
+        let (first, last) = (Some(Pass::First), Some(Pass::Last));
+        // The clock went back between the third and the fourth one.
+        let back = [(1000, 1, "a"), (3000, 2, "a"), (5000, 3, "a"), (2000, 4, "a"), (4000, 5, "a"), (6000, 6, "a")];
+        for pass in [None, first, last] {
+            assert_eq!(chosen(&back, Some(999), pass), Ok(None));
+            assert_eq!(chosen(&back, Some(1500), pass), Ok(Some(1)));
+            assert_eq!(chosen(&back, Some(5500), pass), Ok(Some(5)));
+            assert_eq!(chosen(&back, None, pass), Ok(Some(6)));
+        }
+        for (until, before, after) in [(2000, 1, 4), (3500, 2, 4), (4500, 2, 5)] {
+            let refused = chosen(&back, Some(until), None).unwrap_err();
+            assert!(refused.contains("is there twice") && refused.contains("--until-pass last"), "{refused}");
+            assert_eq!(chosen(&back, Some(until), first), Ok(Some(before)), "{until}");
+            assert_eq!(chosen(&back, Some(until), last), Ok(Some(after)), "{until}");
+        }
+        // Offsets of another history say nothing.
+        let others = [(1000, 50, "a"), (2000, 10, "b"), (3000, 40, "c")];
+        assert_eq!(chosen(&others, Some(2500), None), Ok(Some(10)));
     }
 
     #[test]

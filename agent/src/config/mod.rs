@@ -137,8 +137,8 @@ fn variable(name: &str) -> String {
     format!("{PREFIX}{}", name.replace('-', "_").to_uppercase())
 }
 
-/// Whether this is a variable that Kubernetes sets in every container for a Service of the namespace: one that is called
-/// `remora-source` has `REMORA_SOURCE_PORT=tcp://10.0.0.1:7379`. No option has such a value.
+/// Whether this is a variable that Kubernetes sets in every container for a Service of the namespace: one that is
+/// called `remora-source` has `REMORA_SOURCE_PORT=tcp://10.0.0.1:7379`. No option has such a value.
 fn is_of_kubernetes(variable: &str, value: &OsStr) -> bool {
     let Some((protocol, address)) = value.to_str().and_then(|value| value.split_once("://")) else { return false };
     let is_named = variable.ends_with("_PORT") || variable.contains("_PORT_");

@@ -9,8 +9,8 @@
 //! refused. The manager's port stays open, and the connection waits in the system's queue. The manager can also start
 //! the source for the first connection.
 //!
-//! A socket is known by its name. Without one of that name, the only socket that there is counts: who passes one means
-//! that the source listens there, and nowhere else.
+//! A socket is known by its name. Without one of that name, the only socket that there is counts: a manager that passes
+//! one wants the source to listen there, and nowhere else.
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 

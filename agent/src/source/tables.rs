@@ -293,7 +293,8 @@ pub(super) fn no_memory(error: impl std::fmt::Display) -> Failure {
     Failure::local(format!("cannot allocate the memory for the tables: {error}; give a smaller --memory{why}"))
 }
 
-/// A generation number above those of all earlier runs of a source on this host.
+/// A generation number that no earlier run of a source on this host had. It is above theirs unless the clock went back:
+/// nothing compares which one of two generations is higher.
 pub(super) fn first_generation() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     (now.as_millis() as u64) << 8

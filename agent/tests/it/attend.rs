@@ -1,6 +1,8 @@
 //! Interception: servers whose own connections to their primary come to `remora attend`. Each test is a network
 //! namespace of its own, where the rules of `remora intercept` stand.
 
+use std::collections::BTreeSet;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use remora_lab::cluster::wait_for_nodes;
@@ -119,6 +121,27 @@ pub(crate) fn handed_over(agent: &Agent, server: &Server, times: usize) {
     });
     assert!(waited.is_ok(), "{waited:?}\n{}\nthe server:\n{}", agent.output(), server.log());
     in_step(server, LONG, agent);
+}
+
+#[test]
+fn the_rules_have_room_for_the_ports_of_a_large_cluster() {
+    let Some(kind) = require::redis() else { return };
+    let Some(scene) = Scene::with(primary(kind), |_| ()) else { return };
+    let server = scene.server(quick(kind));
+    let ports: Vec<u16> = (20_000..20_150).collect();
+    let agent = scene.attend(&server, &ports);
+    // Several times: entries are renewed each second, and must not end meanwhile.
+    for time in 0..5 {
+        let listed = wait_until("an entry for each port", LONG, || {
+            let mut nft = Command::new("nft");
+            scene.host.enter(nft.args(["list", "set", "inet", &format!("remora_{PORT}"), "wanted"])).unwrap();
+            let listed = String::from_utf8(nft.output().unwrap().stdout).unwrap();
+            let words: BTreeSet<&str> = listed.split(|letter: char| !letter.is_ascii_digit()).collect();
+            let there = ports.iter().filter(|port| words.contains(&*port.to_string())).count();
+            Ok(if there == ports.len() { Ok(()) } else { Err(format!("{there} of {}", ports.len())) })
+        });
+        assert!(listed.is_ok(), "{time}: {listed:?}\n{}", agent.output());
+    }
 }
 
 #[test]

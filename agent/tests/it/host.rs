@@ -5,7 +5,10 @@ use std::net::TcpListener;
 use remora_lab::{Agent, Server, assert_same_data, require};
 use rustix::process::Signal;
 
+use crate::attend;
 use crate::kit::{Directory, LONG, Stage, ends, fill, primary, says, succeeds};
+use crate::volume;
+use crate::volume_mount;
 
 /// Sets keys with values of 100 KB, at the server itself.
 fn populate(server: &Server, keys: u32) {
@@ -103,15 +106,42 @@ fn a_hangup_ends_no_command_that_stays_and_has_it_read_its_files_again() {
     for (args, at_work, again) in commands {
         let mut agent = stage.start(None, &args);
         agent.wait_for_line(at_work, LONG).unwrap_or_else(|error| panic!("{args:?}: {error}\n{}", agent.output()));
-        agent.signal(Signal::HUP).unwrap();
-        if !again.is_empty() {
-            agent.wait_for_line(again, LONG).unwrap_or_else(|error| panic!("{args:?}: {error}\n{}", agent.output()));
-        }
-        // Signals are delivered in the order of their numbers: the first one would have ended it.
-        agent.signal(Signal::TERM).unwrap();
-        let ended = agent.wait(LONG).unwrap();
-        assert!(matches!(ended.code(), Some(0 | 7)), "{args:?}: {ended}\n{}", agent.output());
+        stays(&mut agent, again);
     }
+}
+
+/// Sends the agent a SIGHUP, which it survives and after which it says this, and then a SIGTERM.
+#[track_caller]
+fn stays(agent: &mut Agent, says: &str) {
+    agent.signal(Signal::HUP).unwrap();
+    if !says.is_empty() {
+        agent.wait_for_line(says, LONG).unwrap_or_else(|error| panic!("{error}\n{}", agent.output()));
+    }
+    // Signals are delivered in the order of their numbers: the first one would have ended it.
+    agent.signal(Signal::TERM).unwrap();
+    let ended = agent.wait(LONG).unwrap();
+    assert!(matches!(ended.code(), Some(0 | 7)), "{ended}\n{}", agent.output());
+}
+
+#[test]
+fn a_hangup_does_not_end_attend() {
+    let Some(kind) = require::redis() else { return };
+    let Some(scene) = attend::Scene::with(primary(kind), |_| ()) else { return };
+    let server = scene.server(Server::builder(kind));
+    let mut agent = scene.attend_with(&server, &[scene.primary.port()], &[]);
+    stays(&mut agent, "token files read again");
+}
+
+#[test]
+fn a_hangup_ends_nothing_that_serves_a_volume() {
+    let (Some(()), Some(())) = (require::root(), require::fuse()) else { return };
+    let scene = volume::Scene::new(None, &[]);
+    let file = scene.create("files.volume");
+    scene.end(&["format", &file], 0);
+    let (mut mounted, _directory) = volume_mount::mount(&scene, &file, "mnt", &[]);
+    stays(&mut mounted, "token files read again");
+    let device = scene.create("device.volume");
+    stays(&mut scene.nbd(&device, &scene.socket("one")), "token files read again");
 }
 
 #[test]

@@ -216,12 +216,16 @@ fn the_page_of_a_source_shows_its_replicas_and_no_key() {
     let address = free_address();
     let source = Source::start(&server, &["--metrics", &address.to_string()]);
     let ask = || -> serde_json::Value { serde_json::from_str(&get(address, "/status.json").text).unwrap() };
-    let before = wait_until("the source's memory to be prepared", LONG, || {
-        let page = ask();
-        Ok(if page["why"] == "" { Ok(page) } else { Err(page.to_string()) })
+    // Its port is open before its memory is prepared.
+    let before = wait_until("the source to be ready", LONG, || {
+        let shown = ask();
+        Ok(if shown["why"] == "" { Ok(shown) } else { Err(shown.to_string()) })
     })
     .unwrap();
-    assert_eq!((&before["agent"], &before["replicas"]), (&"source".into(), &serde_json::json!([])));
+    assert_eq!(
+        (&before["agent"], &before["why"], &before["replicas"]),
+        (&"source".into(), &"".into(), &serde_json::json!([]))
+    );
     says(&before["facts"][0].to_string(), &["none", "takes one when a replica joins"]);
     let replica = Server::start(kind).unwrap();
     let mut stays = source.replica(&replica, &["--stay", "--name", "db <2>"]);

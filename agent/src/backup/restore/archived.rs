@@ -16,13 +16,13 @@ use remora_redis::rdb::crc64;
 use super::super::archive::failure_of;
 use super::super::archive::layout::{self, Segment, missing};
 use super::super::list::checked_list;
-use super::super::manifest::{Damaged, IN_FOLDER, Kind, Manifest};
+use super::super::manifest::{Damaged, IN_FOLDER, Kind, Manifest, newest_until};
 use super::super::moment::Moment;
 use super::super::sealing::{ENDING, Identities};
 use super::super::shelf;
 use super::super::store::{self, Store};
 use super::found::{AofFolder, FOLDER, Found};
-use crate::args::{Location, RestoreArgs};
+use crate::args::{Location, Pass, RestoreArgs};
 use crate::exit::Failure;
 use crate::free_space;
 use crate::progress::{Meter, Unit};
@@ -55,7 +55,7 @@ impl Archived {
         let at = &args.from;
         let identities = args.identity.as_deref().map(Identities::read).transpose()?;
         if let Some(store) = store::open(at, &args.store)?
-            && let Some(manifest) = newest(&*store, args.until)?
+            && let Some(manifest) = newest(&*store, args.until, args.until_pass)?
         {
             if let Location::Path(path) = at
                 && !shelf::list(path, Damaged::Refused)?.is_empty()
@@ -188,7 +188,7 @@ fn no_segment(at: &str, number: u64) -> Failure {
 }
 
 /// The newest backup that is not of a later moment; `None` if there is no backup at all.
-fn newest(store: &dyn Store, until: Option<Moment>) -> Result<Option<Manifest>, Failure> {
+fn newest(store: &dyn Store, until: Option<Moment>, pass: Option<Pass>) -> Result<Option<Manifest>, Failure> {
     let all = layout::list(store, Damaged::Refused)?;
     if all.is_empty() {
         return Ok(None);
@@ -201,8 +201,7 @@ fn newest(store: &dyn Store, until: Option<Moment>) -> Result<Option<Manifest>, 
             "{at} has snapshots and backups with commands: name the one that is meant, as {at}/NAME"
         )));
     }
-    let not_later = |backup: &Manifest| until.is_none_or(|until| backup.taken_seconds <= until);
-    match all.into_iter().rev().find(not_later) {
+    match newest_until(all, |backup| backup, until, pass)? {
         Some(manifest) => Ok(Some(manifest)),
         None => Err(Failure::refused(format!("all backups in {at} are of a later moment than --until"))),
     }

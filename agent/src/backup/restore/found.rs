@@ -7,9 +7,10 @@ use std::path::{Path, PathBuf};
 use remora_redis::aof::Manifest;
 
 use super::super::list;
-use super::super::manifest::{Damaged, IN_FOLDER, Kind, Manifest as About};
+use super::super::manifest::{Damaged, IN_FOLDER, Kind, Manifest as About, newest_until};
 use super::super::moment::Moment;
 use super::super::shelf::{self, Backup};
+use crate::args::Pass;
 use crate::checked_json::Checksum;
 use crate::exit::Failure;
 
@@ -54,8 +55,8 @@ impl Found {
     /// Looks at the path, and chooses the newest backup that is not of a later moment.
     ///
     /// # Errors
-    /// The path holds no such backup.
-    pub(super) fn at(path: &Path, until: Option<Moment>) -> Result<Found, Failure> {
+    /// The path holds no such backup, or the moment is there twice and `pass` does not say which one is meant.
+    pub(super) fn at(path: &Path, until: Option<Moment>, pass: Option<Pass>) -> Result<Found, Failure> {
         let kind = path.metadata();
         let kind = kind.map_err(|error| Failure::refused(format!("{} cannot be read: {error}", path.display())))?;
         if kind.is_file() {
@@ -76,8 +77,7 @@ impl Found {
                 path.display()
             )));
         }
-        let not_later = |backup: &Backup| until.is_none_or(|until| backup.manifest.taken_seconds <= until);
-        match all.into_iter().rev().find(not_later) {
+        match newest_until(all, |backup: &Backup| &backup.manifest, until, pass)? {
             Some(backup) if backup.manifest.kind == Kind::Snapshot => Ok(Found::Snapshot(backup.path)),
             Some(backup) => AofFolder::at(&backup.path.join(FOLDER))?.map(Found::Folder).ok_or_else(|| {
                 Failure::refused(format!("{} has lost its list of files ({FOLDER})", backup.path.display()))

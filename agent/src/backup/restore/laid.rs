@@ -108,7 +108,7 @@ pub(super) fn snapshot(from: &Path, folder: &Path, how: How) -> Result<PathBuf, 
         beside::put(&file, from, &to, &placing)?;
         return Ok(to);
     }
-    free_space::check(SNAPSHOT, folder, from.metadata().map_or(0, |found| found.len()))?;
+    free_space::check_copies(SNAPSHOT, from, folder, from.metadata().map_or(0, |found| found.len()))?;
     let beside = tempfile::Builder::new().prefix(BESIDE).tempfile_in(folder).map_err(failed(&to))?;
     let (mut file, fresh) = beside.into_parts();
     File::open(from).and_then(|mut from| io::copy(&mut from, &mut file)).map_err(failed(&to))?;
@@ -142,7 +142,7 @@ pub(super) fn folder(
         let length = |name: &str| from.path.join(name).metadata().map_or(0, |found| found.len());
         let last = files.last().map_or(0, |file| length(&file.name).saturating_sub(last_bytes));
         let all: u64 = files.iter().map(|file| length(&file.name)).sum();
-        free_space::check(FOLDER, folder, all.saturating_sub(last))?;
+        free_space::check_copies(FOLDER, &from.path, folder, all.saturating_sub(last))?;
     }
     for (number, file) in files.iter().enumerate() {
         // The last one that was read is used up to there. One that is not copied was empty.

@@ -105,7 +105,7 @@ async fn restored(args: RestoreArgs) -> Result<Report, Failure> {
             let Location::Path(path) = &asked.from else {
                 return Err(Failure::refused(format!("there is no backup in {}", asked.from)));
             };
-            let found = Found::at(path, asked.until)?;
+            let found = Found::at(path, asked.until, asked.until_pass)?;
             if let (Some(to), false) = (&asked.to, asked.replace) {
                 laid::refuse_what_is_there(to, found.kind())?;
             }

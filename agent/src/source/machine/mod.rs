@@ -102,7 +102,7 @@ pub(crate) struct Machine {
 }
 
 impl Machine {
-    /// Creates the machine of a source. `first_generation` must be higher than all generations of its earlier runs.
+    /// Creates the machine of a source. No earlier run of it may have had `first_generation`, or one after it.
     pub(crate) fn new(now: Instant, rules: Rules, backoff: Backoff, first_generation: u64, eager: bool) -> Machine {
         Machine {
             forks: Forks::new(now, rules.fork_interval),
