@@ -1,9 +1,9 @@
 //! Permission: whether a server would carry out a command for our user, asked without carrying it out.
 //!
 //! ```text
-//!   ACL DRYRUN <user> <command>          Redis since 7.0, and Valkey; our user needs +acl|whoami +acl|dryrun
-//!      └─ not permitted, or not there ──▶ the command with arguments that it refuses by itself
-//!                                            └─ there are none ──▶ unknown
+//!   the default user: ACL DRYRUN default <command>          Redis since 7.0, and Valkey
+//!      └─ not permitted, or not there ──▶ the command with arguments that it refuses by itself ◀── another user
+//!                                            └─ there are none ──▶ ACL DRYRUN, or it is unknown
 //! ```
 //!
 //! A server looks for the command, then counts its arguments, then asks its ACL, and only then looks at what the
@@ -27,6 +27,9 @@ pub(crate) struct Needed {
 
 /// Any version.
 pub(crate) const ALWAYS: Version = Version { major: 0, minor: 0, patch: 0 };
+
+/// The user of a connection that has not named one.
+const DEFAULT_USER: &[u8] = b"default";
 
 /// The first version of Redis with `ACL DRYRUN`, and with subcommands in its ACL.
 const REDIS_7: Version = Version { major: 7, minor: 0, patch: 0 };
@@ -63,13 +66,17 @@ impl Needed {
     /// # Errors
     /// The connection failed.
     pub(crate) async fn ask(&self, client: &mut Client, facts: &Facts) -> Result<Permission, ServerError> {
-        if facts.has_redis(REDIS_7) {
+        let asks_directly = !self.refused_by_itself.is_empty() && (self.since <= ALWAYS || facts.has_redis(self.since));
+        // A user with a name may have the rules that a help page lists, and no more. The server would log a question that
+        // it may not ask (ACL LOG), and administrators watch that log.
+        let may_ask_the_acl = client.server().credentials().user.is_none() || !asks_directly;
+        if facts.has_redis(REDIS_7) && may_ask_the_acl {
             match self.ask_the_acl(client).await? {
                 Permission::Unknown => {}
                 known => return Ok(known),
             }
         }
-        if self.refused_by_itself.is_empty() || (self.since > ALWAYS && !facts.has_redis(self.since)) {
+        if !asks_directly {
             return Ok(Permission::Unknown);
         }
         match client.command(self.refused_by_itself).await {
@@ -83,12 +90,7 @@ impl Needed {
     }
 
     async fn ask_the_acl(&self, client: &mut Client) -> Result<Permission, ServerError> {
-        let user = match client.command(&["ACL", "WHOAMI"]).await {
-            Ok(Frame::Bulk(user)) => user,
-            Ok(_) => return Ok(Permission::Unknown),
-            Err(error) if error.refusal().is_some() => return Ok(Permission::Unknown),
-            Err(error) => return Err(error),
-        };
+        let user = client.server().credentials().user.clone().unwrap_or_else(|| DEFAULT_USER.to_vec());
         let question = [b"ACL".as_slice(), b"DRYRUN", &user].into_iter();
         let question: Vec<_> = question.chain(self.command.iter().map(|word| word.as_bytes())).collect();
         match client.command(&question).await {
