@@ -141,6 +141,7 @@ async fn dispatch(command: Command) -> Result<(), Failure> {
         Command::Intercept(args) => crate::intercept::run(args).await,
         Command::Status(args) => until_signal(crate::status::run(args), "").await,
         Command::Devices(args) => crate::transports::devices::run(&args),
+        Command::Plan(args) => until_signal(crate::plan::run(args), "").await,
         Command::Probe(args) => {
             until_signal(crate::probe::run(args), ": the figures measured so far are not shown").await
         }

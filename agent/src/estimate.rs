@@ -11,6 +11,9 @@ use serde::Serialize;
 /// bytes. Long values are several times faster, and tiny ones slower.
 pub(crate) const SERVER_RATE: u64 = 200 << 20;
 
+/// Seconds of writes that a primary's backlog should hold: a hand-off takes less than one.
+pub(crate) const BACKLOG_SECONDS: u64 = 10;
+
 /// The time from the last byte to the end: the server follows its primary at the next turn of its clock, and the agent
 /// looks for that.
 const HAND_OFF: Duration = Duration::from_secs(1);

@@ -5,7 +5,7 @@
 //!   redis-server ◀──server──▶ source ══ data lanes, messenger ══▶ replica ◀──server──▶ redis-server
 //!
 //!   remora source │ replica │ attend │ status   the job: one snapshot, any number of exact replicas
-//!   remora devices │ probe                which transports there are, and how fast
+//!   remora plan │ devices │ probe         what replicas will need; which transports there are, and how fast
 //!   remora verify │ load │ module │ generate   compare two servers; fill a server; the module; completions and man pages
 //! ```
 //!
@@ -31,7 +31,8 @@
 //! - [`backup`]: snapshots in a folder, with the writes since, and what can be restored from them.
 //! - [`metrics`]: what agents show to Prometheus and probes.
 //! - [`volume`]: block devices in the memory of other hosts, as commands.
-//! - [`verify`], [`ready`], [`load`], [`module_file`], [`generate`]: further commands.
+//! - [`plan`]: what replicas will need and cost. [`verify`], [`ready`], [`load`], [`module_file`], [`generate`]: further
+//!   commands.
 #![forbid(unsafe_code)]
 // The docs of the two ends name private items: read them in the source, or with `--document-private-items`.
 #![allow(rustdoc::private_intra_doc_links)]
@@ -59,6 +60,7 @@ pub mod module_file;
 #[cfg(any(test, feature = "simulation"))]
 mod mutation;
 mod patience;
+pub mod plan;
 pub mod probe;
 pub mod progress;
 pub mod ready;

@@ -90,6 +90,29 @@ pub fn readable(time: Duration) -> String {
     }
 }
 
+/// A size that was estimated or measured, in whole steps: more digits would say too much.
+pub(crate) fn rounded(bytes: u64) -> Size {
+    let step = match bytes {
+        0..=0xF_FFFF => 1 << 10,
+        0x10_0000..=0x3FFF_FFFF => 1 << 20,
+        _ => (1 << 30) / 10,
+    };
+    Size::bytes(bytes / step * step)
+}
+
+/// Parses the rate of a network: `10Gbit/s`, `200Mbit`, or bytes per second as a [`Size`]. Bits come in powers of ten.
+pub fn parse_bit_rate(text: &str) -> Result<Size, UnitError> {
+    let text = text.strip_suffix("/s").unwrap_or(text);
+    let (number, suffix) = number_and_suffix(text)?;
+    let bits: u64 = match suffix.to_ascii_lowercase().as_str() {
+        "kbit" => 1_000,
+        "mbit" => 1_000_000,
+        "gbit" => 1_000_000_000,
+        _ => return text.parse(),
+    };
+    number.checked_mul(bits).map(|bits| Size(bits / 8)).ok_or(UnitError::TooLarge)
+}
+
 /// Why a size or a time is not valid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UnitError {
@@ -187,5 +210,21 @@ mod tests {
             let size = Size(count * UNITS[unit].0);
             prop_assert_eq!(size.to_string().parse::<Size>(), Ok(size));
         }
+    }
+
+    #[test]
+    fn sizes_are_rounded_down_to_what_is_known_of_them() {
+        assert_eq!(rounded((3 << 20) + 77).to_string(), "3 MiB");
+        assert_eq!(rounded(5000).to_string(), "4 KiB");
+        assert_eq!(rounded(0).to_string(), "0 B");
+    }
+
+    #[test]
+    fn rates_of_networks_are_in_bits_and_of_others_in_bytes() {
+        let rate = |text: &str| parse_bit_rate(text).unwrap().get();
+        assert_eq!([rate("10Gbit/s"), rate("1gbit"), rate("200Mbit/s")], [1_250_000_000, 125_000_000, 25_000_000]);
+        assert_eq!([rate("100MiB"), rate("100MiB/s"), rate("8kbit")], [100 << 20, 100 << 20, 1000]);
+        assert!(parse_bit_rate("10GB").is_err() && parse_bit_rate("99999999999999999999Gbit").is_err());
+        assert_eq!(parse_bit_rate("99999999999Gbit"), Err(UnitError::TooLarge));
     }
 }

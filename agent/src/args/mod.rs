@@ -20,6 +20,7 @@ mod load;
 mod metrics;
 mod module;
 mod peers;
+mod plan;
 mod probe;
 mod rdma;
 mod read;
@@ -41,6 +42,7 @@ mod volume;
 
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 
+pub(crate) use self::source::default_slot_size;
 pub(crate) use self::sync::{SyncArgs, ToldArgs};
 pub use self::{
     ask::AskArgs,
@@ -63,6 +65,7 @@ pub use self::{
     metrics::{MetricsArgs, MetricsFileArgs},
     module::{ModuleArgs, ModuleQuestion},
     peers::PeerArgs,
+    plan::{PlanArgs, PlannedSecurity},
     probe::ProbeArgs,
     rdma::{CompletionChoice, RdmaEnd, RdmaOffer, RdmaRead},
     read::{ReadArgs, TransportChoice},
@@ -144,6 +147,9 @@ pub enum Command {
     #[command(about = "Show the transports of this host: RDMA devices, shared memory, TCP")]
     #[allow(missing_docs)]
     Devices(DevicesArgs),
+    #[command(about = "Say what replicas of a primary will need: memory, backlog, time")]
+    #[allow(missing_docs)]
+    Plan(PlanArgs),
     #[command(about = "Measure the latency and bandwidth of each transport to a source")]
     #[allow(missing_docs)]
     Probe(ProbeArgs),

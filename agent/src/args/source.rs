@@ -388,7 +388,8 @@ impl SourceArgs {
     }
 }
 
-fn default_slot_size(memory: Size) -> Size {
+/// The size of a slot for this much memory.
+pub(crate) fn default_slot_size(memory: Size) -> Size {
     let few_enough = memory.get().div_ceil(MOST_DEFAULT_SLOTS).next_power_of_two();
     Size::bytes(few_enough.clamp(DEFAULT_SLOT, LARGEST_SLOT))
 }

@@ -7,13 +7,11 @@ use serde::Serialize;
 use super::sources::{self, Sources};
 use super::survey::{Shard, Survey};
 use crate::args::ClusterPlanArgs;
+use crate::estimate::BACKLOG_SECONDS;
 use crate::exit::Failure;
 use crate::progress;
 use crate::server::Task;
 use crate::units::{Size, readable};
-
-/// Seconds of writes that a primary's backlog should hold: a hand-off takes less than one.
-const LEAST_HEADROOM: u64 = 10;
 
 /// The plan of a cluster.
 #[derive(Debug, Serialize)]
@@ -182,7 +180,7 @@ impl Row {
 fn warning(backlog: Option<u64>, write_rate: Option<u64>, of_source: Option<&str>) -> String {
     let seconds = backlog.zip(write_rate).and_then(|(backlog, rate)| backlog.checked_div(rate));
     match (seconds, of_source) {
-        (Some(seconds), _) if seconds < LEAST_HEADROOM => {
+        (Some(seconds), _) if seconds < BACKLOG_SECONDS => {
             format!("its backlog holds {seconds} s of writes: raise repl-backlog-size")
         }
         (_, Some(warning)) => warning.to_owned(),

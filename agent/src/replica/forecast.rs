@@ -16,7 +16,7 @@ use crate::estimate::{Course, Times};
 use crate::exit::Failure;
 use crate::progress;
 use crate::server::{Facts, PinSizes};
-use crate::units::{Size, readable};
+use crate::units::{Size, readable, rounded};
 
 /// What a sync will do.
 #[derive(Clone, Debug, Serialize)]
@@ -219,16 +219,6 @@ fn delay(terms: &Terms) -> Duration {
     }
 }
 
-/// A size that was estimated or measured: two digits behind the point would say too much.
-fn rounded(bytes: u64) -> Size {
-    let step = match bytes {
-        0..=0xF_FFFF => 1 << 10,
-        0x10_0000..=0x3FFF_FFFF => 1 << 20,
-        _ => (1 << 30) / 10,
-    };
-    Size::bytes(bytes / step * step)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -271,12 +261,5 @@ mod tests {
         assert_eq!(delay(&terms), Duration::from_secs(5));
         assert_eq!(delay(&Terms { held: true, ..terms }), Duration::ZERO);
         assert_eq!(delay(&Terms { tunes_server: true, ..terms }), Duration::ZERO);
-    }
-
-    #[test]
-    fn sizes_are_rounded_down_to_what_is_known_of_them() {
-        assert_eq!(rounded((3 << 20) + 77).to_string(), "3 MiB");
-        assert_eq!(rounded(5000).to_string(), "4 KiB");
-        assert_eq!(rounded(0).to_string(), "0 B");
     }
 }

@@ -23,6 +23,7 @@ use crate::host_memory;
 use crate::lanes::LANES_LABEL;
 use crate::patience::Patience;
 use crate::transports::connectors::{Connectors, TransportChoices, not_offered};
+use crate::units::Size;
 
 /// A session with the source.
 pub(crate) struct Source {
@@ -227,9 +228,17 @@ const SNAPSHOT_BUFFERS: u64 = 64 << 20;
 /// Slot buffers of the journal: one is checked while another is read.
 const JOURNAL_BUFFERS: u32 = 2;
 
+/// The default of `--memory` of a replica agent.
+pub(crate) const DEFAULT_MEMORY: Size = Size::mebibytes(256);
+
 impl Sinks {
     pub(crate) fn new(memory: u64) -> Sinks {
         Sinks { budget: memory }
+    }
+
+    /// Whether that many slots of this table are all kept for other replicas.
+    pub(crate) fn holds(&self, snapshot: &Geometry, slots: u64, needs_opening: bool) -> bool {
+        self.copy(snapshot, true, needs_opening).is_some_and(|own| u64::from(own.slots) >= slots)
     }
 
     /// Bytes of the stream that may wait for the server.

@@ -19,6 +19,8 @@ pub enum Task {
     Load,
     /// `remora ready`, on a server and its primary.
     Ready,
+    /// `remora plan`, on the primary.
+    Plan,
     /// `remora cluster`, on every node.
     Cluster,
     /// Any command with `--sentinel`, at the Sentinels.
@@ -27,13 +29,14 @@ pub enum Task {
 
 impl Task {
     /// All tasks.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Source,
         Self::Replica,
         Self::Attend,
         Self::Verify,
         Self::Load,
         Self::Ready,
+        Self::Plan,
         Self::Cluster,
         Self::Sentinel,
     ];
@@ -47,6 +50,7 @@ impl Task {
             Self::Verify => "remora verify",
             Self::Load => "remora load",
             Self::Ready => "remora ready",
+            Self::Plan => "remora plan",
             Self::Cluster => "remora cluster",
             Self::Sentinel => "--sentinel",
         }
@@ -62,6 +66,7 @@ impl Task {
             Self::Verify => "~* +@read +ping +info +select +scan +memory|usage +function|list +debug",
             Self::Load => "~* +@write +ping +info +select",
             Self::Ready => "+ping +info",
+            Self::Plan => "+ping +info",
             Self::Cluster => "+ping +info +cluster|info +cluster|nodes",
             Self::Sentinel => "+ping +sentinel|get-master-addr-by-name +sentinel|replicas +sentinel|master",
         }
@@ -95,6 +100,10 @@ impl Task {
             }
             Self::Sentinel => "at the Sentinels; +sentinel|set for --extend-failover-timeout",
             Self::Ready => "on a replica's primary too, unless --link-only is given",
+            Self::Plan => {
+                "without +config|get it is not known how long the primary waits before it forks, and without ~* +randomkey \
+                 +memory|usage +dump +strlen +select how much smaller the snapshot is than the data"
+            }
         }
     }
 

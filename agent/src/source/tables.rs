@@ -9,6 +9,8 @@ use remora_table::Geometry;
 
 pub(super) use super::regions::{JOURNAL_REGION, SNAPSHOT_REGION};
 use super::sealing::{RemoteTables, Seals};
+pub(super) use super::sizing::expected;
+use super::sizing::{Shares, Wanted, least_memory, ring, within};
 use crate::args::{CompressChoice, ModuleCapture, SourceArgs};
 use crate::exit::Failure;
 use crate::host_memory;
@@ -62,16 +64,18 @@ impl Tables {
 
     /// Tables whose memory no pages back yet. `is_sealed`: replicas on other hosts read ciphertext.
     pub(super) fn empty(args: &SourceArgs, is_sealed: bool) -> Result<Tables, Failure> {
-        let Shares { snapshot, journal, is_twice, compress } = Shares::of(args, is_sealed)?;
-        let snapshot = table("remora-snapshot", snapshot, slot(args.slot_size().get()), module_writes(args))?;
-        let journal =
-            table("remora-journal", journal, JOURNAL_SLOT.min(slot(journal / 8).next_power_of_two() / 2), false)?;
+        let shares = Shares::of(&Wanted::of(args, is_sealed))?;
+        let snapshot = table("remora-snapshot", shares.snapshot, module_writes(args))?;
+        let journal = table("remora-journal", shares.journal, false)?;
         let seals = match is_sealed {
             true => Some(Seals::new(remote_memory("remora-sealed-journal", &journal.1)?)?),
             false => None,
         };
-        let remote = match is_twice {
-            true => Some(RemoteTables { snapshot: remote_memory("remora-sealed", &snapshot.1)?, seals, compress }),
+        let remote = match shares.is_twice() {
+            true => {
+                let snapshot = remote_memory("remora-sealed", &snapshot.1)?;
+                Some(RemoteTables { snapshot, seals, compress: shares.compress })
+            }
             false => None,
         };
         Ok(Tables { snapshot, journal, remote, retained: false, outgrown: false, is_window_told: false })
@@ -92,7 +96,7 @@ impl Tables {
             let slot_size = self.snapshot.1.slot_size;
             let budget = self.snapshot.0.length();
             tracing::debug!(memory = %args.memory, "a replica disconnected while it was reading; allocating new memory for the snapshot");
-            let fresh = table("remora-snapshot", budget, slot_size, module_writes(args))?;
+            let fresh = table("remora-snapshot", within(budget, slot_size)?, module_writes(args))?;
             let former = self.memory(SNAPSHOT_REGION);
             if let Some(remote) = &mut self.remote {
                 remote.snapshot = remote_memory("remora-sealed", &fresh.1)?;
@@ -138,7 +142,7 @@ impl Tables {
 
     /// The bytes of all slots of the snapshot.
     pub(super) fn ring(&self) -> u64 {
-        u64::from(self.snapshot.1.slot_size) * u64::from(self.snapshot.1.slots)
+        ring(&self.snapshot.1)
     }
 
     /// The memory of a region.
@@ -190,56 +194,13 @@ impl Tables {
     }
 }
 
-/// An upper estimate of the snapshot's size in bytes, from the server's INFO. Data take more bytes in memory than in a
-/// snapshot, except for large values, which take about as many.
-pub(super) fn expected(facts: &Facts, geometry: Geometry) -> u64 {
-    let dataset = facts.used_memory_dataset.or(facts.used_memory).unwrap_or(0);
-    dataset.saturating_add(dataset / 16).saturating_add(2 * u64::from(geometry.slot_size))
-}
-
-/// The memory of the two tables, in bytes.
-struct Shares {
-    snapshot: u64,
-    journal: u64,
-    /// Whether the snapshot is held a second time, for other hosts.
-    is_twice: bool,
-    compress: CompressChoice,
-}
-
-impl Shares {
-    fn of(args: &SourceArgs, is_sealed: bool) -> Result<Shares, Failure> {
-        let total = args.memory.get();
-        let journal = args.journal_memory.map_or(total / JOURNAL_SHARE, Size::get);
-        if journal >= total {
-            let text = format!(
-                "--journal-memory {} leaves nothing of --memory {} for the snapshot; set a smaller --journal-memory",
-                Size::bytes(journal),
-                args.memory
-            );
-            return Err(Failure::refused(text));
-        }
-        let compress = compressing(args.compress, is_sealed);
-        // What other hosts read takes half of it.
-        let share = |is_twice: bool| if is_twice { 2 } else { 1 };
-        let is_twice = is_sealed || compress != CompressChoice::Off;
-        let (snapshot, journal) = ((total - journal) / share(is_twice), journal / share(is_sealed));
-        Ok(Shares { snapshot, journal, is_twice, compress })
-    }
-}
-
-/// The `--memory` with which the snapshot of this server is kept whole, in round figures; `None` if no figure does.
+/// The least `--memory` with which the snapshot of this server is kept whole; `None` if none does.
 fn enough(args: &SourceArgs, facts: &Facts, is_sealed: bool) -> Option<Size> {
-    let holds = |args: &SourceArgs| {
-        let budget = Shares::of(args, is_sealed).ok()?.snapshot;
-        let geometry = Geometry::within(budget, slot(args.slot_size().get())).ok()?;
-        (expected(facts, geometry) <= u64::from(geometry.slot_size) * u64::from(geometry.slots)).then_some(())
-    };
-    let mut args = args.clone();
-    while holds(&args).is_none() {
-        let step = (args.memory.get() / 16).next_power_of_two().max(1 << 24);
-        args.memory = Size::bytes((args.memory.get() / step + 1).checked_mul(step)?);
-    }
-    Some(args.memory)
+    let bytes = least_memory(|memory| {
+        let args = SourceArgs { memory: Size::bytes(memory), ..args.clone() };
+        Shares::of(&Wanted::of(&args, is_sealed)).is_ok_and(|shares| shares.hold(facts))
+    });
+    bytes.map(Size::bytes)
 }
 
 /// The size in whole MiB, rounded up.
@@ -247,39 +208,16 @@ fn mebibytes(bytes: u64) -> Size {
     Size::mebibytes(bytes.div_ceil(1 << 20))
 }
 
-/// The size of a slot. None is larger than the type.
-fn slot(size: u64) -> u32 {
-    u32::try_from(size).unwrap_or(u32::MAX)
-}
-
-/// The journal's default share of the memory: one in this many bytes.
-const JOURNAL_SHARE: u64 = 4;
-
-/// The largest slot of the journal, in bytes: small enough that late readers lose little when the oldest slot is
-/// overwritten, large enough that readers load entries seldom.
-const JOURNAL_SLOT: u32 = 1 << 20;
-
 /// Whether the server's module may write the snapshot.
 fn module_writes(args: &SourceArgs) -> bool {
     args.module_capture != ModuleCapture::Off
 }
 
-fn table(name: &str, budget: u64, slot_size: u32, module_writes: bool) -> Result<(Arc<Memory>, Geometry), Failure> {
-    let geometry = Geometry::within(budget, slot_size)
-        .map_err(|error| Failure::refused(format!("--memory is too small for its slots: {error}")))?;
+fn table(name: &str, geometry: Geometry, module_writes: bool) -> Result<(Arc<Memory>, Geometry), Failure> {
     // Memory that a service manager keeps is written by the next process of the service.
     let create = if module_writes || service::keeps() { Memory::create } else { Memory::create_single_writer };
     let memory = create(name, geometry.memory_len(), Pages::Small).map_err(no_memory)?;
     Ok((Arc::new(memory), geometry))
-}
-
-/// How slots are compressed. Where nothing is sealed, other hosts read the plain table, and `auto` leaves it at that:
-/// compressed slots would need as much memory again.
-fn compressing(choice: CompressChoice, is_sealed: bool) -> CompressChoice {
-    match choice {
-        CompressChoice::Auto if !is_sealed => CompressChoice::Off,
-        choice => choice,
-    }
 }
 
 /// Memory for what other hosts read, which only this process writes, or the next one of its service.
@@ -327,8 +265,8 @@ mod tests {
                         continue;
                     };
                     let held = |memory: u64| {
-                        let budget = Shares::of(&SourceArgs { memory: Size::bytes(memory), ..few.clone() }, is_sealed);
-                        budget.unwrap().snapshot
+                        let args = SourceArgs { memory: Size::bytes(memory), ..few.clone() };
+                        Shares::of(&Wanted::of(&args, is_sealed)).unwrap().ring()
                     };
                     assert!(held(enough.get()) > data, "{more} {is_sealed} {data}: {enough}");
                     assert!(held(enough.get()) < data + data / 3 + (256 << 20), "{more} {is_sealed} {data}: {enough}");

@@ -282,6 +282,27 @@ fn the_primary_is_tried_from_the_address_that_the_server_connects_from() {
 }
 
 #[test]
+fn a_server_of_another_kind_is_taken_or_refused_by_both_runs() {
+    let kinds = require::kinds();
+    for (of_primary, of_server) in kinds.iter().flat_map(|one| kinds.iter().map(move |other| (*one, *other))) {
+        let (top, server) = (quick(of_primary).start().unwrap(), quick(of_server).start().unwrap());
+        fill_keys(&top, 10, "x");
+        let mut client = top.client().unwrap();
+        client.call(&["HSET", "hash", "field", "value"]).unwrap();
+        // Answered with an error by servers whose fields do not expire.
+        let expires = client.call(&["HEXPIRE", "hash", "1000", "FIELDS", "1", "field"]).is_ok();
+        let is_older = expires && of_primary != of_server;
+        let runs = Runs::new();
+        let source = runs.stage.source(&top.url(), &[]);
+        let said = runs.both(source.address, &server, &top, &[], if is_older { 3 } else { 0 });
+        assert_eq!(said.contains("can become a replica of"), !is_older, "{said}");
+        if !is_older {
+            assert_same_data(&top, &server);
+        }
+    }
+}
+
+#[test]
 fn both_runs_end_with_the_same_code_for_what_was_refused_before() {
     for kind in require::kinds() {
         let top = quick(kind).config("databases", 20).start().unwrap();

@@ -58,6 +58,7 @@ mod module_types;
 mod mtls;
 mod pieces;
 mod pin;
+mod plan;
 mod presence;
 mod primary;
 mod probe;
