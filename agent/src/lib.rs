@@ -31,8 +31,8 @@
 //! - [`backup`]: snapshots in a folder, with the writes since, and what can be restored from them.
 //! - [`metrics`]: what agents show to Prometheus and probes.
 //! - [`volume`]: block devices in the memory of other hosts, as commands.
-//! - [`plan`]: what replicas will need and cost. [`verify`], [`ready`], [`load`], [`module_file`], [`generate`]: further
-//!   commands.
+//! - [`plan`]: what replicas will need and cost.
+//! - [`verify`], [`ready`], [`load`], [`module_file`], [`generate`]: further commands.
 #![forbid(unsafe_code)]
 // The docs of the two ends name private items: read them in the source, or with `--document-private-items`.
 #![allow(rustdoc::private_intra_doc_links)]

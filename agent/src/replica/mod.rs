@@ -6,11 +6,10 @@
 //!    touched)     └─ retry ◀┘ source or feed lost: goes on at the first slot  └─▶ --stay: goes on relaying
 //! ```
 //!
-//! - [`preflight`] finds foreseeable failures before anything is changed, from what is known of the server ([`target`]),
-//!   and [`prepared`] is what it leaves;
-//!   [`known_primary`] says whether the primary may be given the server's password; [`control`] is the connection that
-//!   changes the server, and checks whether no other client has taken the server over; [`record`] notes each changed
-//!   setting.
+//! - [`preflight`] finds foreseeable failures before anything is changed, from what is known of the server
+//!   ([`target`]), and [`prepared`] is what it leaves; [`known_primary`] says whether the primary may be given the
+//!   server's password; [`control`] is the connection that changes the server, and checks whether no other client has
+//!   taken the server over; [`record`] notes each changed setting.
 //! - [`contents`], [`needs`] and [`reach`] are parts of it: what the server can hold, which commands it permits, and
 //!   whether the primary is in its reach. [`reading`] tries the transport, and [`forecast`] is what a dry run prints.
 //! - [`delivery`] plays the primary towards the server, on a thread of its own. It uses [`feed`] with its [`parts`],

@@ -13,10 +13,9 @@
 //! - [`captures`] starts captures and handles their events; [`output_buffer`] knows the limit of what the primary holds
 //!   back for a source.
 //! - [`gauge`] holds the figures that the capture threads show while they run.
-//! - [`sizing`] divides the memory; [`tables`] is the memory, [`regions`] the numbers under which it is exported,
-//!   [`sealing`] the part that other hosts read, and [`exports`] the transports that export it. [`compression`] decides
-//!   how slots are compressed for other hosts, [`links`] observes the links to them, and [`probe_region`] exports scratch
-//!   memory for `remora probe`.
+//! - [`sizing`] divides the memory of [`tables`], [`regions`] numbers its parts, [`sealing`] is what other hosts read,
+//!   and [`exports`] the transports that export it. [`compression`] decides how slots are compressed for other hosts,
+//!   [`links`] observes the links to them, and [`probe_region`] exports scratch memory for `remora probe`.
 //! - [`answers`] describes the primary and whether it continues a history; [`questions`] bounds how often replicas make
 //!   the source ask it; [`rate`] measures how fast it writes; [`terms`] says what a replica would get;
 //!   [`status`] is for `remora status`, and [`metrics`](mod@metrics) for Prometheus and probes. [`ahead`] estimates how
