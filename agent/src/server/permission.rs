@@ -67,8 +67,8 @@ impl Needed {
     /// The connection failed.
     pub(crate) async fn ask(&self, client: &mut Client, facts: &Facts) -> Result<Permission, ServerError> {
         let asks_directly = !self.refused_by_itself.is_empty() && (self.since <= ALWAYS || facts.has_redis(self.since));
-        // A user with a name may have the rules that a help page lists, and no more. The server would log a question that
-        // it may not ask (ACL LOG), and administrators watch that log.
+        // A user with a name may have the rules that a help page lists, and no more. The server would log a question
+        // that it may not ask (ACL LOG), and administrators watch that log.
         let may_ask_the_acl = client.server().credentials().user.is_none() || !asks_directly;
         if facts.has_redis(REDIS_7) && may_ask_the_acl {
             match self.ask_the_acl(client).await? {
