@@ -1,6 +1,7 @@
 //! The arguments of `remora restore`.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{Args, ValueEnum};
@@ -8,6 +9,7 @@ use clap::{Args, ValueEnum};
 use super::{Location, StoreArgs};
 use crate::backup::moment::Moment;
 use crate::exit::{self, Code};
+use crate::units::parse_duration;
 
 /// The arguments of `remora restore`.
 #[derive(Clone, Debug, Args)]
@@ -45,6 +47,10 @@ pub struct RestoreArgs {
     /// With --to it is fetched into that folder.
     #[arg(long, value_name = "DIR", default_value = "/var/tmp")]
     pub spool: PathBuf,
+
+    /// How long to retry while the store of a bucket cannot be reached, with growing pauses. `0` tries once.
+    #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_duration)]
+    pub retry_for: Duration,
 
     /// Print one JSON object instead of text.
     #[arg(long, help_heading = "Output")]

@@ -41,7 +41,7 @@ impl Target {
             }
             Location::Bucket { bucket, prefix } => {
                 let recipients = sealing::recipients(&args.encrypt_to)?;
-                let store = store::of_bucket(bucket, prefix, &args.store)?;
+                let store = store::of_bucket(bucket, prefix, &args.store, args.from.read.retry_for)?;
                 Archive::open(store, &args.spool, recipients, None)
             }
         };

@@ -1,4 +1,5 @@
-//! `remora plan`: what replicas of a primary need and cost, before an agent is started. It changes nothing.
+//! `remora plan`: what replicas of a primary need and cost, before an agent is started. It changes nothing, but that some
+//! keys count as used (LRU, LFU).
 //!
 //! - [`figures`]: from the primary's facts and the options to the figures, pure. [`sample`]: what some keys take.
 //!   [`show`]: text and JSON.

@@ -54,7 +54,7 @@ impl Archived {
     pub(super) fn find(args: &RestoreArgs) -> Result<Option<Archived>, Failure> {
         let at = &args.from;
         let identities = args.identity.as_deref().map(Identities::read).transpose()?;
-        if let Some(store) = store::open(at, &args.store)?
+        if let Some(store) = store::open(at, &args.store, args.retry_for)?
             && let Some(manifest) = newest(&*store, args.until, args.until_pass)?
         {
             if let Location::Path(path) = at
@@ -67,7 +67,7 @@ impl Archived {
             return Ok(Some(Archived { store, identities, manifest }));
         }
         if let Some((above, name)) = named(at)
-            && let Some(store) = store::open(&above, &args.store)?
+            && let Some(store) = store::open(&above, &args.store, args.retry_for)?
             && let Some(manifest) = layout::read(&*store, &name)?
         {
             return Ok(Some(Archived { store, identities, manifest }));

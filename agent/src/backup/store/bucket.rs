@@ -39,11 +39,12 @@ const PARTS: u64 = 9_000;
 /// Parts on their way at once: on a link with a long delay one does not fill it. Each takes its bytes of memory.
 const AT_ONCE: usize = 4;
 
-/// How long a request is tried again while the store cannot be reached or is busy.
-const RETRY_FOR: Duration = Duration::from_secs(180);
+/// How often the role of this machine is asked for: some twenty seconds. A machine that has none would be asked for all
+/// of `--retry-for`.
+const ROLE_RETRIES: usize = 20;
 
-/// How often a request is tried again: with pauses up to 15 s, more than the time above permits.
-const RETRIES: usize = 20;
+/// More tries than `--retry-for` has time for: pauses grow to 15 s.
+const WAITING_RETRIES: usize = 100_000;
 
 /// How long the next bytes of an object that is read may take.
 const READ_LIMIT: Duration = Duration::from_secs(60);
@@ -74,18 +75,23 @@ struct Note {
 }
 
 impl BucketStore {
-    /// Prepares requests. It sends none. Only in a runtime.
+    /// Prepares requests, which are tried again for so long while the store cannot be reached or is busy. It sends none.
+    /// Only in a runtime.
     ///
     /// # Errors
     /// The keys cannot be read, or the address of the store is not usable.
-    pub(super) fn open(bucket: &str, prefix: &str, args: &StoreArgs) -> Result<BucketStore, Failure> {
+    pub(super) fn open(
+        bucket: &str,
+        prefix: &str,
+        args: &StoreArgs,
+        retry_for: Duration,
+    ) -> Result<BucketStore, Failure> {
         let at = Location::Bucket { bucket: bucket.to_owned(), prefix: prefix.to_owned() };
         let mut builder = AmazonS3Builder::from_env()
             .with_bucket_name(bucket)
             .with_http_connector(Connector)
             // Not every store has it, and few objects are removed.
-            .with_disable_bulk_delete(true)
-            .with_retry(RetryConfig { max_retries: RETRIES, retry_timeout: RETRY_FOR, ..RetryConfig::default() });
+            .with_disable_bulk_delete(true);
         if let Some(endpoint) = &args.s3_endpoint {
             builder = builder.with_config(AmazonS3ConfigKey::S3Endpoint, endpoint);
         }
@@ -104,6 +110,9 @@ impl BucketStore {
         ];
         let has_others = has_others.into_iter().any(|key| set(key).is_some());
         let file = args.s3_credentials_file.clone();
+        let is_role = file.is_none() && !has_others && credentials::usual_file().is_none();
+        let max_retries = if is_role { ROLE_RETRIES } else { WAITING_RETRIES };
+        builder = builder.with_retry(RetryConfig { max_retries, retry_timeout: retry_for, ..RetryConfig::default() });
         match file.or_else(|| credentials::usual_file().filter(|_| !has_others)) {
             Some(file) => {
                 let keys = credentials::read(&file)?;

@@ -17,6 +17,7 @@ use std::fmt::Debug;
 use std::io::{Read, Write};
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use self::folder::FolderStore;
 use crate::args::{Location, StoreArgs};
@@ -78,12 +79,13 @@ pub(super) fn get(store: &dyn Store, key: &str) -> Result<Option<Vec<u8>>, Failu
     Ok(Some(bytes))
 }
 
-/// The store at this place, for reading; `None` for a path that is not a folder.
-pub(super) fn open(at: &Location, args: &StoreArgs) -> Result<Option<Arc<dyn Store>>, Failure> {
+/// The store at this place, for reading; `None` for a path that is not a folder. `retry_for`: how long a request is tried
+/// again while a bucket's store cannot be reached.
+pub(super) fn open(at: &Location, args: &StoreArgs, retry_for: Duration) -> Result<Option<Arc<dyn Store>>, Failure> {
     match at {
         Location::Path(path) if path.is_dir() => Ok(Some(Arc::new(FolderStore::new(path)))),
         Location::Path(_) => Ok(None),
-        Location::Bucket { bucket, prefix } => of_bucket(bucket, prefix, args).map(Some),
+        Location::Bucket { bucket, prefix } => of_bucket(bucket, prefix, args, retry_for).map(Some),
     }
 }
 
@@ -94,12 +96,17 @@ pub(super) fn in_folder(path: &Path) -> Arc<dyn Store> {
 
 /// The store in a bucket.
 #[cfg(feature = "s3")]
-pub(super) fn of_bucket(bucket: &str, prefix: &str, args: &StoreArgs) -> Result<Arc<dyn Store>, Failure> {
-    Ok(Arc::new(bucket::BucketStore::open(bucket, prefix, args)?))
+pub(super) fn of_bucket(
+    bucket: &str,
+    prefix: &str,
+    args: &StoreArgs,
+    retry_for: Duration,
+) -> Result<Arc<dyn Store>, Failure> {
+    Ok(Arc::new(bucket::BucketStore::open(bucket, prefix, args, retry_for)?))
 }
 
 /// The store in a bucket.
 #[cfg(not(feature = "s3"))]
-pub(super) fn of_bucket(bucket: &str, _: &str, _: &StoreArgs) -> Result<Arc<dyn Store>, Failure> {
+pub(super) fn of_bucket(bucket: &str, _: &str, _: &StoreArgs, _: Duration) -> Result<Arc<dyn Store>, Failure> {
     Err(Failure::refused(format!("this remora was built without the feature s3, so s3://{bucket} cannot be used")))
 }

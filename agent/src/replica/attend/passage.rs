@@ -22,6 +22,7 @@ use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt, copy_bidirectional};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc::Sender;
 use tokio::sync::watch;
+use tokio::time::Instant;
 
 use super::gate::Served;
 use super::tls::{Between, End, Tls};
@@ -35,6 +36,9 @@ const KNOWN_LIMIT: Duration = Duration::from_secs(20);
 
 /// Bytes of a handshake that are kept: a server says some hundred bytes. A longer one is not a replica's.
 const HANDSHAKE_LIMIT: usize = 16 << 10;
+
+/// How long the rest of a command is awaited. A server writes each command of its handshake at once.
+const PART_LIMIT: Duration = Duration::from_secs(1);
 
 /// Bytes of one read.
 const READ_BYTES: usize = 4096;
@@ -182,45 +186,66 @@ pub(super) async fn pass(server: TcpStream, peer: SocketAddr, arrivals: Sender<A
         return;
     };
     let _ = server.set_nodelay(true);
-    let Some((mut server, mut primary, between)) = both_ends(server, address, tls).await else { return };
+    let Some((server, primary, between)) = both_ends(server, address, tls).await else { return };
+    let Some(Asking { server, mut primary, heard, at, asked }) = until_psync(server, primary).await else { return };
+    let facts = ask(&mut primary).await;
+    let arrival = Arrival { server, peer, primary, address, between, facts, heard, psync_at: at, asked };
+    let _ = arrivals.send(arrival).await;
+}
+
+/// A connection whose server has sent `PSYNC`.
+struct Asking {
+    server: End,
+    primary: Stream,
+    /// All that the server has said.
+    heard: Vec<u8>,
+    /// Where in it `PSYNC` begins.
+    at: usize,
+    asked: Option<(ReplId, u64)>,
+}
+
+/// Passes a connection until its server sends `PSYNC`. `None`: it has ended.
+async fn until_psync(mut server: End, mut primary: Stream) -> Option<Asking> {
     let mut handshake = Handshake::new();
     let (mut said, mut answered) = ([0; READ_BYTES], [0; READ_BYTES]);
+    let mut part_until = None;
     loop {
+        let rest_is_late = async move {
+            match part_until {
+                Some(until) => tokio::time::sleep_until(until).await,
+                None => std::future::pending().await,
+            }
+        };
         let outcome = tokio::select! {
             read = server.read(&mut said) => match read {
-                Ok(0) | Err(_) => return,
+                Ok(0) | Err(_) => return None,
                 Ok(n) => handshake.hear(&said[..n]),
             },
             read = primary.read(&mut answered) => match read {
-                Ok(0) | Err(_) => return,
+                Ok(0) | Err(_) => return None,
                 Ok(n) => {
                     handshake.answers_seen = true;
-                    if send(&mut server, &answered[..n]).await.is_err() {
-                        return;
-                    }
+                    send(&mut server, &answered[..n]).await.ok()?;
                     continue;
                 }
             },
+            () = rest_is_late => Heard::Other { from: handshake.forwarded },
         };
         match outcome {
-            Heard::Part => {}
+            Heard::Part => {
+                part_until.get_or_insert_with(|| Instant::now() + PART_LIMIT);
+            }
             Heard::Forward { from } => {
-                if send(&mut primary, &handshake.heard[from..]).await.is_err() {
-                    return;
-                }
+                part_until = None;
+                send(&mut primary, &handshake.heard[from..]).await.ok()?;
             }
             Heard::Other { from } => {
-                if send(&mut primary, &handshake.heard[from..]).await.is_ok() {
-                    let _ = copy_bidirectional(&mut server, &mut primary).await;
-                }
-                return;
+                send(&mut primary, &handshake.heard[from..]).await.ok()?;
+                let _ = copy_bidirectional(&mut server, &mut primary).await;
+                return None;
             }
             Heard::Psync { at, asked } => {
-                let facts = ask(&mut primary).await;
-                let heard = handshake.heard;
-                let arrival = Arrival { server, peer, primary, address, between, facts, heard, psync_at: at, asked };
-                let _ = arrivals.send(arrival).await;
-                return;
+                return Some(Asking { server, primary, heard: handshake.heard, at, asked });
             }
         }
     }
@@ -465,6 +490,29 @@ mod tests {
             )
         );
         assert_eq!(logins(&wire(&["PING"])), (Vec::new(), 0));
+    }
+
+    #[tokio::test]
+    async fn the_beginning_of_a_command_is_the_primarys_if_nothing_more_comes() {
+        async fn pair() -> (TcpStream, TcpStream) {
+            let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let (near, far) = tokio::join!(TcpStream::connect(listener.local_addr().unwrap()), listener.accept());
+            (near.unwrap(), far.unwrap().0)
+        }
+        let ((mut client, server), (near, mut primary)) = (pair().await, pair().await);
+        let passing = tokio::spawn(until_psync(End::Plain(server), Stream::Tcp(near)));
+        let begun = b"*1\r\n$4\r\nPI";
+        client.write_all(begun).await.unwrap();
+        let mut heard = [0; 10];
+        primary.read_exact(&mut heard).await.unwrap();
+        assert_eq!(&heard, begun);
+        client.write_all(b"NG\r\n").await.unwrap();
+        primary.read_exact(&mut heard[..4]).await.unwrap();
+        primary.write_all(b"+PONG\r\n").await.unwrap();
+        client.read_exact(&mut heard[..7]).await.unwrap();
+        assert_eq!(&heard[..7], b"+PONG\r\n");
+        drop((client, primary));
+        assert!(passing.await.unwrap().is_none());
     }
 
     #[test]

@@ -127,6 +127,28 @@ fn a_backup_is_whole_and_replaces_the_oldest_once_it_is() {
     }
 }
 
+/// As a source is by those who read it: for `--retry-for`.
+#[test]
+fn a_store_that_is_away_is_waited_for() {
+    let Some(kind) = require::redis() else { return };
+    let server = primary(kind).start().unwrap();
+    fill(&server, 1, 1);
+    let mut place = Place::new(Scene::new(server, &ALWAYS_NEW));
+    place.store.stop();
+    says(&place.restore_of(&place.store.url(), &["--retry-for", "0"], 17), &[&place.store.url()]);
+    let mut backup = place.backup(&[]);
+    place.store.wait_for_a_client();
+    place.store.start_again();
+    says(&ends(&mut backup, 0), &["taken"]);
+    place.store.stop();
+    let (url, spool) = (place.store.url(), place.scene.stage.path("spool"));
+    let restore = [&["restore", &url, "--spool", &spool][..], &strs(&place.options)].concat();
+    let mut restore = place.scene.stage.start(None, &restore);
+    place.store.wait_for_a_client();
+    place.store.start_again();
+    says(&ends(&mut restore, 0), &["history"]);
+}
+
 #[test]
 fn an_upload_that_was_killed_is_invisible_and_is_broken_off_by_the_next() {
     let server = primary(Kind::Valkey9).start().unwrap();

@@ -30,7 +30,9 @@ pub(super) struct Store {
     folder: TempDir,
     address: SocketAddr,
     held: Arc<Held>,
-    _runtime: Runtime,
+    service: Arc<S3Service>,
+    /// `None` while it is stopped.
+    runtime: Option<Runtime>,
 }
 
 /// Requests that are not answered.
@@ -56,12 +58,29 @@ impl Store {
         fs::create_dir(folder.path().join(BUCKET)).unwrap();
         let mut service = S3ServiceBuilder::new(FileSystem::new(folder.path()).unwrap());
         service.set_auth(SimpleAuth::from_single("the-id", "the-secret"));
-        let service = Arc::new(service.build());
+        let (service, held) = (Arc::new(service.build()), Arc::new(Held::default()));
+        let mut store = Store { folder, address: ([127, 0, 0, 1], 0).into(), held, service, runtime: None };
+        store.start_again();
+        store
+    }
+
+    /// Ends the server. Its objects and its address stay.
+    pub(super) fn stop(&mut self) {
+        self.runtime = None;
+    }
+
+    /// Starts the server at its address.
+    pub(super) fn start_again(&mut self) {
         let runtime = Runtime::new().unwrap();
-        let listener = runtime.block_on(TcpListener::bind("127.0.0.1:0")).unwrap();
-        let (address, held) = (listener.local_addr().unwrap(), Arc::new(Held::default()));
-        runtime.spawn(serve(listener, service, Arc::clone(&held)));
-        Store { folder, address, held, _runtime: runtime }
+        let listener = runtime.block_on(TcpListener::bind(self.address)).unwrap();
+        self.address = listener.local_addr().unwrap();
+        runtime.spawn(serve(listener, Arc::clone(&self.service), Arc::clone(&self.held)));
+        self.runtime = Some(runtime);
+    }
+
+    /// Waits in the place of the stopped server until a client has connected, and closes that connection.
+    pub(super) fn wait_for_a_client(&self) {
+        drop(std::net::TcpListener::bind(self.address).unwrap().accept().unwrap());
     }
 
     pub(super) fn url(&self) -> String {
