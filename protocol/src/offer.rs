@@ -87,6 +87,10 @@ pub struct Terms {
     pub tunes_server: bool,
     /// Whether the obstacle stays until an administrator changes the server.
     pub is_refused: bool,
+    /// Whether the source offers shared memory to readers on its host.
+    pub offers_shm: bool,
+    /// Whether the source offers reads over RDMA.
+    pub offers_verbs: bool,
 }
 
 record!(Terms {
@@ -98,6 +102,8 @@ record!(Terms {
     fork_delay_seconds: u64,
     tunes_server: bool,
     is_refused: bool,
+    offers_shm: bool,
+    offers_verbs: bool,
 });
 
 /// A history that a server has left for another one, which is the same up to some byte (`master_replid2` and

@@ -88,9 +88,20 @@ fn announces() -> impl Strategy<Value = Announce> {
 }
 
 fn terms() -> impl Strategy<Value = Terms> {
-    any::<([u64; 3], [bool; 5])>().prop_map(|([snapshot_bytes, ring_bytes, fork_delay_seconds], flags)| {
-        let [windowed, held, sealed, tunes_server, is_refused] = flags;
-        Terms { snapshot_bytes, ring_bytes, windowed, held, sealed, fork_delay_seconds, tunes_server, is_refused }
+    any::<([u64; 3], [bool; 7])>().prop_map(|([snapshot_bytes, ring_bytes, fork_delay_seconds], flags)| {
+        let [windowed, held, sealed, tunes_server, is_refused, offers_shm, offers_verbs] = flags;
+        Terms {
+            snapshot_bytes,
+            ring_bytes,
+            windowed,
+            held,
+            sealed,
+            fork_delay_seconds,
+            tunes_server,
+            is_refused,
+            offers_shm,
+            offers_verbs,
+        }
     })
 }
 

@@ -257,6 +257,8 @@ mod tests {
             fork_delay_seconds: 5,
             tunes_server: false,
             is_refused: false,
+            offers_shm: true,
+            offers_verbs: false,
         };
         assert_eq!(delay(&terms), Duration::from_secs(5));
         assert_eq!(delay(&Terms { held: true, ..terms }), Duration::ZERO);

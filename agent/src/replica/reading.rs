@@ -17,6 +17,7 @@ use crate::exit::{Code, Failure};
 use crate::patience::Patience;
 use crate::probe::measure;
 use crate::tasks::blocking;
+use crate::transports::connectors::not_offered;
 
 /// How the source is read.
 pub(crate) struct Reading {
@@ -32,17 +33,10 @@ pub(crate) struct Reading {
 ///
 /// # Errors
 /// The source cannot be read over what `--transport` permits.
-async fn try_out(
-    args: &ReadArgs,
-    credentials: &Credentials,
-    is_sealed: bool,
-    measures: bool,
-) -> Result<Reading, Failure> {
+async fn try_out(args: &ReadArgs, credentials: &Credentials, is_sealed: bool) -> Result<Reading, Failure> {
     let mut source = Source::connect(args, credentials).await.map_err(super::source::failure)?;
+    refuse_what_this_host_lacks(args, &source, is_sealed)?;
     let way = source.way(args);
-    if let Some(why) = way.why_none(is_sealed) {
-        return Err(Failure::refused(format!("the source {} cannot be read as --transport asks: {why}", args.source)));
-    }
     let keys = source.probe_keys(args).await?;
     let offered: Vec<_> = keys.iter().filter_map(|bytes| RegionKey::from_bytes(bytes.clone()).ok()).collect();
     let region = offered.iter().map(RegionKey::length).max().unwrap_or(0);
@@ -51,7 +45,7 @@ async fn try_out(
         let sink = Memory::create("remora-trial", measure::MOMENT_SINK, Pages::Small).map(Arc::new);
         let sink = sink.map_err(|error| Failure::local(format!("no memory to try the transports with: {error}")))?;
         let (mut peer, transport, why) = way.try_out(keys, is_sealed, &sink)?;
-        let rate = if measures { measure::in_a_moment(&mut *peer, region) } else { None };
+        let rate = measure::in_a_moment(&mut *peer, region);
         let protection = way.protection(transport, is_sealed);
         Ok(Reading { transport, why, protection, rate })
     });
@@ -62,8 +56,9 @@ async fn try_out(
     })
 }
 
-/// Tries the transports for a run with these options: a dry run tries and measures all, and a sync the one that was
-/// asked for, which may not be there. Of several, TCP is always left.
+/// Looks at the transports for a run with these options. A dry run tries and measures all. A sync with `--transport shm`
+/// or `verbs` is told what this host or the source lacks, and connects to the tables themselves: memory to try it with
+/// would be memory of the source beyond its `--memory`.
 ///
 /// # Errors
 /// As [`try_out`].
@@ -73,11 +68,37 @@ pub(super) async fn of_a_run(
     plan: &Offer,
     patience: &mut Patience,
 ) -> Result<Option<Reading>, Failure> {
-    let is_asked_for = matches!(args.read.transport, TransportChoice::Shm | TransportChoice::Verbs);
-    if !args.dry_run && !is_asked_for {
-        return Ok(None);
+    let (read, is_sealed) = (&args.read, plan.terms.is_some_and(|terms| terms.sealed));
+    if args.dry_run {
+        return patience.keep_trying(async || try_out(read, credentials, is_sealed).await).await.map(Some);
     }
-    let is_sealed = plan.terms.is_some_and(|terms| terms.sealed);
-    let tried = async || try_out(&args.read, credentials, is_sealed, args.dry_run).await;
-    patience.keep_trying(tried).await.map(Some)
+    let kind = match read.transport {
+        TransportChoice::Shm => TransportKind::Shm,
+        TransportChoice::Verbs => TransportKind::Verbs,
+        _ => return Ok(None),
+    };
+    let look = async || {
+        let source = Source::connect(read, credentials).await.map_err(super::source::failure)?;
+        refuse_what_this_host_lacks(read, &source, is_sealed)
+    };
+    patience.keep_trying(look).await?;
+    let is_offered = plan.terms.is_none_or(|terms| match kind {
+        TransportKind::Shm => terms.offers_shm,
+        _ => terms.offers_verbs,
+    });
+    match is_offered {
+        true => Ok(None),
+        false => Err(Failure::new(Code::Source, format!("{}: {kind}: {}", unreadable(read), not_offered(kind)))),
+    }
+}
+
+fn refuse_what_this_host_lacks(args: &ReadArgs, source: &Source, is_sealed: bool) -> Result<(), Failure> {
+    match source.way(args).why_none(is_sealed) {
+        Some(why) => Err(Failure::refused(format!("{}: {why}", unreadable(args)))),
+        None => Ok(()),
+    }
+}
+
+fn unreadable(args: &ReadArgs) -> String {
+    format!("the source {} cannot be read as --transport asks", args.source)
 }

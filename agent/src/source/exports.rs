@@ -109,6 +109,11 @@ impl Exports {
         self.exporters.iter().for_each(|exporter| exporter.withdraw(session));
     }
 
+    /// Whether readers are offered this transport.
+    pub(super) fn offer(&self, kind: TransportKind) -> bool {
+        self.exporters.iter().any(|exporter| exporter.kind() == kind)
+    }
+
     /// The keys of a region, one for each transport that exports it.
     pub(super) fn keys(&self, id: RegionId) -> Vec<Vec<u8>> {
         let keys = self.exporters.iter().filter_map(|exporter| exporter.key(id).ok());

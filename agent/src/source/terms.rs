@@ -6,6 +6,7 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use remora_fabric::TransportKind;
 use remora_protocol::Terms;
 
 use super::Source;
@@ -63,6 +64,8 @@ pub(super) fn terms(source: &Source, refusal: Option<&str>) -> Terms {
         fork_delay_seconds: if source.methods.takes_from_the_server() { tuning.fork_delay() } else { 0 },
         tunes_server: tuning.is_wanted(),
         is_refused: refusal.is_some(),
+        offers_shm: source.exports.offer(TransportKind::Shm),
+        offers_verbs: source.exports.offer(TransportKind::Verbs),
     }
 }
 
