@@ -1,4 +1,4 @@
-//! `remora plan`: what replicas of a primary need and cost, before an agent is started. It changes nothing, but that some
+//! `remora plan`: what replicas of a primary need and cost, before an agent is started. It changes nothing, but some
 //! keys count as used (LRU, LFU).
 //!
 //! - [`figures`]: from the primary's facts and the options to the figures, pure. [`sample`]: what some keys take.

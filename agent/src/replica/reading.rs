@@ -56,9 +56,9 @@ async fn try_out(args: &ReadArgs, credentials: &Credentials, is_sealed: bool) ->
     })
 }
 
-/// Looks at the transports for a run with these options. A dry run tries and measures all. A sync with `--transport shm`
-/// or `verbs` is told what this host or the source lacks, and connects to the tables themselves: memory to try it with
-/// would be memory of the source beyond its `--memory`.
+/// Looks at the transports for a run with these options. A dry run tries and measures all. A sync with `--transport
+/// shm` or `verbs` is told what this host or the source lacks, and connects to the tables themselves: memory to try it
+/// with would be memory of the source beyond its `--memory`.
 ///
 /// # Errors
 /// As [`try_out`].
