@@ -79,8 +79,8 @@ pub(super) fn get(store: &dyn Store, key: &str) -> Result<Option<Vec<u8>>, Failu
     Ok(Some(bytes))
 }
 
-/// The store at this place, for reading; `None` for a path that is not a folder. `retry_for`: how long a request is tried
-/// again while a bucket's store cannot be reached.
+/// The store at this place, for reading; `None` for a path that is not a folder. `retry_for`: how long a request is
+/// tried again while a bucket's store cannot be reached.
 pub(super) fn open(at: &Location, args: &StoreArgs, retry_for: Duration) -> Result<Option<Arc<dyn Store>>, Failure> {
     match at {
         Location::Path(path) if path.is_dir() => Ok(Some(Arc::new(FolderStore::new(path)))),
