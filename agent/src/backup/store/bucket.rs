@@ -75,8 +75,8 @@ struct Note {
 }
 
 impl BucketStore {
-    /// Prepares requests, which are tried again for so long while the store cannot be reached or is busy. It sends none.
-    /// Only in a runtime.
+    /// Prepares requests, which are tried again for so long while the store cannot be reached or is busy. It sends
+    /// none. Only in a runtime.
     ///
     /// # Errors
     /// The keys cannot be read, or the address of the store is not usable.
