@@ -179,7 +179,8 @@ fn a_message_is_not_repeated_to_a_replica_that_joins_after_it() {
 #[test]
 fn replicas_that_come_together_share_a_snapshot_while_messages_never_stop() {
     let Some(kind) = require::valkey() else { return };
-    let primary = primary(kind).start().unwrap();
+    // On a busy machine they come within seconds of each other: those who come during the delay come together.
+    let primary = primary(kind).config("repl-diskless-sync-delay", 3).start().unwrap();
     // Not more snapshots than it may take without a pause.
     let source = Source::start(&primary, &["--fork-interval", "1h"]);
     let mut publisher = primary.client().unwrap();
