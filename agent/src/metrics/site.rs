@@ -133,8 +133,8 @@ impl Default for Places {
 }
 
 impl Places {
-    /// A place, which the oldest connection without a request leaves if there is none. Without such a connection, the
-    /// first that ends leaves it; further clients wait in the kernel's queue.
+    /// Waits for a free place. If all are taken, it ends the oldest connection that has sent no request. If each has
+    /// sent one, it waits until a connection ends, and further clients wait in the kernel's queue.
     async fn free(&mut self) -> OwnedSemaphorePermit {
         self.open.retain(|open| !open.task.is_finished());
         if let Ok(place) = Arc::clone(&self.free).try_acquire_owned() {
@@ -289,17 +289,17 @@ mod tests {
             stream.write_all(text.as_bytes()).await.unwrap();
             stream
         };
-        for begun in ["", "GET /metrics HTTP/1.1\r\nHo"] {
+        for beginning in ["", "GET /metrics HTTP/1.1\r\nHo"] {
             let mut held = Vec::new();
             for _ in 0..3 * CONNECTIONS {
-                held.push(half(begun).await);
+                held.push(half(beginning).await);
             }
             for _ in 0..3 {
                 assert!(get(address, "GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n").await.contains("ok"));
             }
             // The probes took the oldest places: the last one, which has waited for nothing, is there still.
             let mut last = held.pop().unwrap();
-            let rest = if begun.is_empty() { "GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n" } else { "st: a\r\n\r\n" };
+            let rest = if beginning.is_empty() { "GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n" } else { "st: a\r\n\r\n" };
             last.write_all(rest.as_bytes()).await.unwrap();
             let mut text = String::new();
             last.read_to_string(&mut text).await.unwrap();

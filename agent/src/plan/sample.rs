@@ -83,8 +83,8 @@ impl Sample {
         Ok(sample)
     }
 
-    /// Bytes of the snapshot of so many keys, which take so many bytes in memory. What the sample does not explain,
-    /// such as a few large values, is taken as it is in memory.
+    /// Bytes of the snapshot of this number of keys. `data`: the bytes that all of them take in memory. What the sample
+    /// does not explain, such as a few large values, counts as many bytes as it takes in memory.
     pub(super) fn snapshot_of(&self, keys: u64, data: u64) -> u64 {
         let of_all = |bytes: u64| {
             u64::try_from(u128::from(bytes) * u128::from(keys) / u128::from(self.keys.max(1))).unwrap_or(u64::MAX)

@@ -104,8 +104,7 @@ fn fork(plan: &Plan) -> String {
         fork.last_copied_bytes.map_or_else(String::new, |bytes| format!("; the last save copied {}", rounded(bytes)));
     let left = fork.left_bytes.map_or_else(String::new, |bytes| format!("; the host has {} beside it", rounded(bytes)));
     format!(
-        "{} for all that begin together; {} to {} are copied because clients write meanwhile{last}{left}",
-        if fork.count == 1 { "one".to_owned() } else { fork.count.to_string() },
+        "one for all that begin together; {} to {} are copied because clients write meanwhile{last}{left}",
         rounded(least),
         rounded(most)
     )

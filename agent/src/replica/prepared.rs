@@ -139,7 +139,7 @@ impl Prepared {
             reach::check(&mut client, &target, &primary).await
         };
         let unchecked = patience.keep_trying(reach).await?;
-        let reading = reading::of_a_run(args, credentials, &plan, &mut patience).await?;
+        let reading = reading::of_a_run(args, credentials, &plan, &source.way(&args.read), &mut patience).await?;
         let data_set = primary.data_set(&plan);
         Ok(Prepared { server, client, record, target, source, plan, primary, data_set, reading, unchecked })
     }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use remora_fabric::{Memory, Pages, RegionKey, TransportKind};
 use remora_protocol::Offer;
 
-use super::source::Source;
+use super::source::{Source, Way};
 use crate::args::{ReadArgs, ReplicaArgs, TransportChoice};
 use crate::conversation::Protection;
 use crate::conversation::tokens::Credentials;
@@ -35,8 +35,8 @@ pub(crate) struct Reading {
 /// The source cannot be read over what `--transport` permits.
 async fn try_out(args: &ReadArgs, credentials: &Credentials, is_sealed: bool) -> Result<Reading, Failure> {
     let mut source = Source::connect(args, credentials).await.map_err(super::source::failure)?;
-    refuse_what_this_host_lacks(args, &source, is_sealed)?;
     let way = source.way(args);
+    refuse_what_this_host_lacks(args, &way, is_sealed)?;
     let keys = source.probe_keys(args).await?;
     let offered: Vec<_> = keys.iter().filter_map(|bytes| RegionKey::from_bytes(bytes.clone()).ok()).collect();
     let region = offered.iter().map(RegionKey::length).max().unwrap_or(0);
@@ -58,7 +58,7 @@ async fn try_out(args: &ReadArgs, credentials: &Credentials, is_sealed: bool) ->
 
 /// Looks at the transports for a run with these options. A dry run tries and measures all. A sync with `--transport
 /// shm` or `verbs` is told what this host or the source lacks, and connects to the tables themselves: memory to try it
-/// with would be memory of the source beyond its `--memory`.
+/// with would be memory of the source beyond its `--memory`. `way`: of the conversation that `plan` comes from.
 ///
 /// # Errors
 /// As [`try_out`].
@@ -66,6 +66,7 @@ pub(super) async fn of_a_run(
     args: &ReplicaArgs,
     credentials: &Credentials,
     plan: &Offer,
+    way: &Way,
     patience: &mut Patience,
 ) -> Result<Option<Reading>, Failure> {
     let (read, is_sealed) = (&args.read, plan.terms.is_some_and(|terms| terms.sealed));
@@ -77,11 +78,7 @@ pub(super) async fn of_a_run(
         TransportChoice::Verbs => TransportKind::Verbs,
         _ => return Ok(None),
     };
-    let look = async || {
-        let source = Source::connect(read, credentials).await.map_err(super::source::failure)?;
-        refuse_what_this_host_lacks(read, &source, is_sealed)
-    };
-    patience.keep_trying(look).await?;
+    refuse_what_this_host_lacks(read, way, is_sealed)?;
     let is_offered = plan.terms.is_none_or(|terms| match kind {
         TransportKind::Shm => terms.offers_shm,
         _ => terms.offers_verbs,
@@ -92,8 +89,8 @@ pub(super) async fn of_a_run(
     }
 }
 
-fn refuse_what_this_host_lacks(args: &ReadArgs, source: &Source, is_sealed: bool) -> Result<(), Failure> {
-    match source.way(args).why_none(is_sealed) {
+fn refuse_what_this_host_lacks(args: &ReadArgs, way: &Way, is_sealed: bool) -> Result<(), Failure> {
+    match way.why_none(is_sealed) {
         Some(why) => Err(Failure::refused(format!("{}: {why}", unreadable(args)))),
         None => Ok(()),
     }

@@ -94,8 +94,8 @@ impl Server {
         self.connect_with(Sockets::Usual).await
     }
 
-    /// Connects from this address of this host, or as usual if it is none: the servers' `bind-source-addr` is no more
-    /// than a wish either.
+    /// Connects from this address of this host. If nothing can be reached from it, connects as usual, as servers do
+    /// with their `bind-source-addr`.
     pub(crate) async fn connect_from(&self, address: IpAddr) -> Result<Client, ServerError> {
         self.connect_with(Sockets::From(address)).await
     }

@@ -68,7 +68,9 @@ async fn fetch(args: FetchArgs, scrapes: &mut Scrapes) -> Result<(), Failure> {
         }
         return scrapes.meanwhile("the snapshot is being fetched", to_stdout(args)).await;
     }
-    if let Some(process) = args.to.parent().and_then(local::process_in) {
+    let to = args.to.clone();
+    let running = blocking(move || Ok(to.parent().and_then(local::process_in)));
+    if let Some(process) = running.await? {
         tracing::warn!(
             file = %args.to.display(),
             "{process} runs in the folder of the file, and writes its own data over a file of the name that its setting dbfilename has \

@@ -94,17 +94,22 @@ impl Found {
     }
 }
 
+/// The folders in this one, in order.
+pub(super) fn folders_in(path: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
+    let mut folders: Vec<PathBuf> = entries.map(|entry| entry.path()).filter(|path| path.is_dir()).collect();
+    folders.sort();
+    folders
+}
+
 impl AofFolder {
     /// The append-only file in a folder of a server that has another `appenddirname`; `None` if there is no such file.
     ///
     /// # Errors
     /// There are several, or it is damaged.
     pub(super) fn below(path: &Path) -> Result<Option<AofFolder>, Failure> {
-        let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
-        let mut folders: Vec<PathBuf> = entries.map(|entry| entry.path()).filter(|path| path.is_dir()).collect();
-        folders.sort();
         let mut found = None;
-        for folder in folders {
+        for folder in folders_in(path) {
             let Some(folder) = AofFolder::at(&folder)? else { continue };
             if let Some(AofFolder { path: other, .. }) = found.replace(folder) {
                 return Err(Failure::refused(format!(

@@ -12,7 +12,7 @@ use rustix::fs::RenameFlags;
 
 use super::super::manifest::Kind;
 use super::commands::Commands;
-use super::found::{AofFolder, FOLDER, Found, LIST_SUFFIX};
+use super::found::{AofFolder, FOLDER, Found, LIST_SUFFIX, folders_in};
 use crate::exit::Failure;
 use crate::free_space;
 use crate::server::local;
@@ -63,10 +63,8 @@ pub(super) fn refuse_a_folder_in_use(folder: &Path) -> Result<(), Failure> {
             folder.display()
         )));
     }
-    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-    let other = entries.map(|entry| entry.path()).find(|path| {
+    let other = folders_in(folder).into_iter().find(|path| {
         path.file_name().is_some_and(|name| name != FOLDER && !name.as_encoded_bytes().starts_with(BESIDE.as_bytes()))
-            && path.is_dir()
             && !matches!(AofFolder::at(path), Ok(None))
     });
     match other {

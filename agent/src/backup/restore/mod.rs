@@ -82,12 +82,13 @@ pub async fn run(args: RestoreArgs) -> Result<(), Failure> {
 }
 
 async fn restored(args: RestoreArgs) -> Result<Report, Failure> {
-    if let Some(to) = &args.to {
-        laid::refuse_a_folder_in_use(to)?;
-    }
     let args = Arc::new(args);
     let asked = Arc::clone(&args);
-    let archived = blocking(move || Archived::find(&asked)).await?;
+    let archived = blocking(move || {
+        asked.to.as_deref().map_or(Ok(()), laid::refuse_a_folder_in_use)?;
+        Archived::find(&asked)
+    });
+    let archived = archived.await?;
     // The folder goes with this function, and so with a signal.
     let beside = archived.as_ref().map(|_| folder_for(&args)).transpose()?;
     let (asked, into) = (Arc::clone(&args), beside.as_ref().map(|folder| folder.path().to_owned()));

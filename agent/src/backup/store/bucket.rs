@@ -109,16 +109,16 @@ impl BucketStore {
             AmazonS3ConfigKey::ContainerCredentialsFullUri,
         ];
         let has_others = has_others.into_iter().any(|key| set(key).is_some());
-        let file = args.s3_credentials_file.clone();
-        let is_role = file.is_none() && !has_others && credentials::usual_file().is_none();
+        let file = args.s3_credentials_file.clone().or_else(|| credentials::usual_file().filter(|_| !has_others));
+        let is_role = file.is_none() && !has_others;
         let max_retries = if is_role { ROLE_RETRIES } else { WAITING_RETRIES };
         builder = builder.with_retry(RetryConfig { max_retries, retry_timeout: retry_for, ..RetryConfig::default() });
-        match file.or_else(|| credentials::usual_file().filter(|_| !has_others)) {
+        match file {
             Some(file) => {
                 let keys = credentials::read(&file)?;
                 builder = builder.with_credentials(Arc::new(StaticCredentialProvider::new(keys)));
             }
-            None if !has_others => tracing::info!("no keys for {at} are given: the role of this machine is asked for"),
+            None if is_role => tracing::info!("no keys for {at} are given: the role of this machine is asked for"),
             None => {}
         }
         let built = builder.with_allow_http(true).build();

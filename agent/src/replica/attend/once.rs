@@ -119,10 +119,12 @@ pub(in crate::replica) async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -
     // The source is asked before anything is changed, and again when the primary's history is known.
     let ask = async || {
         let answered = ask_source(args.clone(), tokens.credentials(args.source_key), &facts.name()).await?;
-        answered.obstacle().map(|()| answered.plan)
+        answered.obstacle()?;
+        Ok((answered.source.way(&answered.args.read), answered.plan))
     };
-    let plan = patience.keep_trying(ask).await?;
-    let reading = reading::of_a_run(&wanted, &tokens.credentials(args.source_key), &plan, &mut patience).await?;
+    let (way, plan) = patience.keep_trying(ask).await?;
+    let credentials = tokens.credentials(args.source_key);
+    let reading = reading::of_a_run(&wanted, &credentials, &plan, &way, &mut patience).await?;
     if !client.is_usable() {
         client = server.connect().await?;
     }

@@ -501,11 +501,11 @@ mod tests {
         }
         let ((mut client, server), (near, mut primary)) = (pair().await, pair().await);
         let passing = tokio::spawn(until_psync(End::Plain(server), Stream::Tcp(near)));
-        let begun = b"*1\r\n$4\r\nPI";
-        client.write_all(begun).await.unwrap();
+        let beginning = b"*1\r\n$4\r\nPI";
+        client.write_all(beginning).await.unwrap();
         let mut heard = [0; 10];
         primary.read_exact(&mut heard).await.unwrap();
-        assert_eq!(&heard, begun);
+        assert_eq!(&heard, beginning);
         client.write_all(b"NG\r\n").await.unwrap();
         primary.read_exact(&mut heard[..4]).await.unwrap();
         primary.write_all(b"+PONG\r\n").await.unwrap();

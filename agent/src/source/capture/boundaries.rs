@@ -163,22 +163,23 @@ fn a_primary_that_has_written_nothing_more_may_be_silent() {
         };
         let following = rig.capture.take_announced(link.announced(replid, offset, form)).unwrap();
         let Following::ThisThread(mut follower) = following else { panic!("another thread follows") };
-        if let Some(offset) = said {
-            rig.capture.plan.presence.note_offset(Instant::now(), offset);
-        }
+        let note = || said.iter().for_each(|&offset| rig.capture.plan.presence.note_offset(Instant::now(), offset));
+        note();
         let began = Instant::now();
-        let end = std::thread::scope(|scope| {
+        let why = std::thread::scope(|scope| {
+            // The source's loop asks again and again, for several times the longest silence.
             scope.spawn(|| {
                 while is_kept && began.elapsed() < rig.capture.silence_limit * 5 {
                     std::thread::sleep(rig.capture.silence_limit / 10);
+                    note();
                 }
                 if is_kept {
                     rig.stop();
                 }
             });
-            let Err(end) = follower.pour();
-            end
+            let Err(why) = follower.pour();
+            why
         });
-        assert_eq!(matches!(end, CaptureError::Stopped), is_kept, "{said:?}: {end}");
+        assert_eq!(matches!(why, CaptureError::Stopped), is_kept, "{said:?}: {why}");
     }
 }
