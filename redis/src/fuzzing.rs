@@ -20,13 +20,14 @@ use crate::{Refusal, ReplId};
 pub type Body = fn(&[u8]);
 
 /// All bodies, with the names of their fuzz targets and seed folders.
-pub const TARGETS: [(&str, Body); 10] = [
+pub const TARGETS: [(&str, Body); 11] = [
     ("resp_decode", resp_decode),
     ("command_decode", command_decode),
     ("psync_client", psync_client),
     ("psync_server", psync_server),
     ("rdb_head", rdb_head),
     ("rdb_scan", rdb_scan),
+    ("rdb_convert", rdb_convert),
     ("rdb_reference", rdb_reference),
     ("info", info),
     ("aof_walk", aof_walk),
@@ -343,6 +344,51 @@ fn scan(parts: &[&[u8]]) -> (Vec<rdb::Found>, bool) {
         }
     }
     (all, false)
+}
+
+/// A snapshot is converted the same for every cut. What was converted is a snapshot that the target's scanner reads, with
+/// as many keys, and that needs no further conversion. The first byte says for which target, and what is left out.
+pub fn rdb_convert(data: &[u8]) {
+    const FORMATS: [rdb::Format; 6] = [
+        rdb::Format::REDIS_6,
+        rdb::Format::REDIS_7_0,
+        rdb::Format::COMMON,
+        rdb::Format::REDIS_7_4,
+        rdb::Format::REDIS_8_6,
+        rdb::Format::VALKEY_9,
+    ];
+    let Some((choice, data)) = data.split_first() else { return };
+    let format = FORMATS[usize::from(choice & 7) % FORMATS.len()];
+    let bit = |bit: u8| choice & (1 << bit) != 0;
+    let options = rdb::Options { drop_field_expiry: bit(3), skip_modules: bit(4), skip_functions: bit(5) };
+    let whole = convert(&[data], format, options);
+    for_each_cut(data, |parts| {
+        let again = convert(parts, format, options);
+        assert_eq!(again.is_some(), whole.is_some());
+        if let (Some(again), Some(whole)) = (again, &whole) {
+            assert_eq!(
+                (again.0, again.1.done(), again.1.is_over()),
+                (whole.0.clone(), whole.1.done(), whole.1.is_over())
+            );
+        }
+    });
+    let Some((converted, converter)) = whole.filter(|(_, converter)| converter.is_over()) else { return };
+    let mut scanner = rdb::Scanner::new(u64::MAX);
+    let (taken, end) = scanner.feed(&converted).expect("what was converted can be read");
+    assert!(matches!(end, Some(rdb::Found::End { .. })) && converted.len() - taken == 8);
+    let keys: Option<u64> = scanner.keys().map(|keys| keys.values().sum());
+    let read = converter.done().keys;
+    assert!(keys.is_none_or(|keys| if options.skip_modules { keys <= read } else { keys == read }));
+    let (again, _) = convert(&[&converted], format, options).expect("what was converted is converted again");
+    assert_eq!(again, converted, "nothing is left to convert");
+}
+
+fn convert(parts: &[&[u8]], format: rdb::Format, options: rdb::Options) -> Option<(Vec<u8>, rdb::Converter)> {
+    let (mut converter, mut out) = (rdb::Converter::new(format, options), Vec::new());
+    for part in parts {
+        converter.convert(part, &mut out).ok()?;
+    }
+    Some((out, converter))
 }
 
 /// Every field is found by its name, and the fields survive encoding.

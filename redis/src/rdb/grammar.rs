@@ -47,6 +47,7 @@ pub(super) fn value(kind: u8, magic: Magic) -> Option<&'static [Item]> {
         (22, Magic::Valkey) => &[Times(&[String, String, Bytes(8)])], // hash with expiring fields, Valkey 9.0
         (24, Magic::Redis) => &[Bytes(8), Times(&[Length, String, String])], // the same, Redis 7.4
         (25, Magic::Redis) => &[Bytes(8), String],                    // the same as one listpack
+        (26, Magic::Redis) => STREAM_4,                               // Redis 8.6
         _ => return None,
     })
 }
@@ -94,6 +95,25 @@ const STREAM_3: &[Item] = &[
     Length,
     Length,
     Times(&[String, Length, Length, Length, Times(PENDING), Times(CONSUMER_3)]),
+];
+
+/// As `STREAM_3`, then how long and how many ids of messages are remembered, these ids by producer, and two counts.
+const STREAM_4: &[Item] = &[
+    Times(NODE),
+    Length,
+    Length,
+    Length,
+    Length,
+    Length,
+    Length,
+    Length,
+    Length,
+    Times(&[String, Length, Length, Length, Times(PENDING), Times(CONSUMER_3)]),
+    Length,
+    Length,
+    Times(&[String, Times(&[String, Length, Length])]),
+    Length,
+    Length,
 ];
 
 /// An id and a listpack.

@@ -1,4 +1,5 @@
-//! The envelope of a snapshot, and the boundaries of the records in it. Values are never decoded.
+//! The envelope of a snapshot, and the boundaries of the records in it. Values are decoded only to be given to a server
+//! that does not know their type.
 //!
 //! ```text
 //!   ┌───────────┬───────────────────────────┬──────────────────────────────────────┬────┬──────────────┐
@@ -13,15 +14,18 @@
 //! - [`Scanner`]: walks over the records and points at the long strings among them.
 //! - [`Records`]: small values that follow each other, read in place. [`Collection`]: one of them that is not a string.
 //! - [`mod@reference`]: how a server is given such a string without its bytes.
+//! - [`Converter`]: rewrites a snapshot for a server of another family or an older version.
 //! - [`crc64`]: the checksum that the servers use.
 //! - [`Writer`]: small snapshots of our own: an empty data set, or a few strings for tests.
 
 mod collection;
+mod convert;
 mod crc64;
 mod grammar;
 mod head;
 mod input;
 mod lzf;
+mod packed;
 mod reader;
 mod records;
 pub mod reference;
@@ -29,6 +33,7 @@ mod scan;
 mod writer;
 
 pub use collection::{COLLECTION_TYPES, Collection, CollectionError};
+pub use convert::{ConvertError, Converted, Converter, Format, Obstacle, Obstacles, Options, SAMPLE_KEYS};
 pub use crc64::crc64;
 pub use head::{Head, Magic};
 pub use reader::Content;

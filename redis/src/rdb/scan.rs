@@ -444,7 +444,7 @@ fn count(counts: &mut BTreeMap<u64, u64>, database: u64, keys: u64) -> bool {
 }
 
 /// Kinds of values that modules write: the end, signed and unsigned numbers, of four and eight bytes, strings.
-const MODULE_END: u64 = 0;
+pub(super) const MODULE_END: u64 = 0;
 const MODULE_SIGNED: u64 = 1;
 const MODULE_UNSIGNED: u64 = 2;
 const MODULE_FLOAT: u64 = 3;
@@ -452,7 +452,7 @@ const MODULE_DOUBLE: u64 = 4;
 const MODULE_STRING: u64 = 5;
 
 /// How many bytes of it follow.
-fn module_value(kind: u64, input: &mut Input<'_>) -> Result<u64, Stop> {
+pub(super) fn module_value(kind: u64, input: &mut Input<'_>) -> Result<u64, Stop> {
     match kind {
         MODULE_SIGNED | MODULE_UNSIGNED => input.number().map(|_| 0),
         MODULE_FLOAT => Ok(4),
