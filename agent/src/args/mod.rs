@@ -71,7 +71,7 @@ pub use self::{
     read::{ReadArgs, TransportChoice},
     ready::ReadyArgs,
     relay::{LendArgs, RelayArgs},
-    replica::{ModuleLoad, OnFailure, ReplicaArgs},
+    replica::{LeftOut, ModuleLoad, OnFailure, ReplicaArgs},
     restore::{Pass, RestoreArgs},
     security::{MonitorNameArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs},
     sentinel::SentinelArgs,

@@ -54,6 +54,17 @@ pub struct ReplicaArgs {
     #[arg(long, conflicts_with = "stay", help_heading = "What to do")]
     pub dry_run: bool,
 
+    /// Convert the snapshot for a server of the other family, or of an older version (docs/migration.md). What the server
+    /// can't hold is refused. A command of the stream that it does not know ends the sync before it.
+    #[arg(long, help_heading = "What to do")]
+    pub convert: bool,
+
+    /// What to leave out of the conversion, instead of refusing it, and count in the log. `field-expiry`: the times at
+    /// which fields of hashes expire, so that such fields stay; `module-keys`: keys of modules' types; `functions`:
+    /// libraries of functions.
+    #[arg(long, value_name = "WHAT", value_delimiter = ',', requires = "convert", help_heading = "What to do")]
+    pub leave_out: Vec<LeftOut>,
+
     /// Replace the data that the server holds. Without this option a server with keys is refused.
     #[arg(long, help_heading = "What to do")]
     pub replace: bool,
@@ -145,6 +156,17 @@ impl ReplicaArgs {
         let sync = SyncArgs::intercepted(&self.read, &self.peers, self.memory, &self.lend);
         SyncArgs { json: self.json.clone(), explain: self.explain, ..sync }
     }
+}
+
+/// What a conversion leaves out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum LeftOut {
+    /// The times at which fields of hashes expire.
+    FieldExpiry,
+    /// Keys of modules' types.
+    ModuleKeys,
+    /// Libraries of functions.
+    Functions,
 }
 
 /// Whether the server's module is used.

@@ -8,6 +8,7 @@ use crate::server::{Facts, ServerUrl};
 pub(super) fn check_format(facts: &Facts, target: &Target, url: &ServerUrl) -> Result<(), Failure> {
     match facts.unreadable_for(&target.facts) {
         None => Ok(()),
+        Some(_) if target.conversion.is_some() => Ok(()),
         Some(why) if target.reads_newer => {
             tracing::warn!(
                 "the server {url} may not load this primary's snapshots: {why}; it is told to try (rdb-version-check relaxed), and \
@@ -17,7 +18,7 @@ pub(super) fn check_format(facts: &Facts, target: &Target, url: &ServerUrl) -> R
         }
         Some(why) => Err(Failure::refused(format!(
             "the server {url} can't be a replica of this primary: {why}; run a server there that is as new as the primary, of the same \
-             kind"
+             kind, or give --convert (docs/migration.md)"
         ))),
     }
 }
@@ -25,15 +26,25 @@ pub(super) fn check_format(facts: &Facts, target: &Target, url: &ServerUrl) -> R
 /// Refuses a server that cannot hold what the primary holds.
 pub(super) fn check_contents(facts: &Facts, target: &Target, url: &ServerUrl) -> Result<(), Failure> {
     check_databases(facts, target, url)?;
+    if let Some(conversion) = &target.conversion {
+        // The converter finds keys of modules, wherever there are some: servers have modules that no key is of.
+        let holds_them = |target: &Facts| target.holds_field_ttls() || conversion.drops_field_expiry();
+        return check_field_ttls(facts, &target.facts, url, holds_them);
+    }
     check_modules(facts, target, url)?;
-    check_field_ttls(facts, &target.facts, url)
+    check_field_ttls(facts, &target.facts, url, |target| target.holds_field_ttls_of(facts))
 }
 
 /// Refuses a server that cannot hold hashes whose fields expire, if the primary has any: the primary's snapshot for it
 /// would fail, or its own load.
-fn check_field_ttls(facts: &Facts, target: &Facts, url: &ServerUrl) -> Result<(), Failure> {
+fn check_field_ttls(
+    facts: &Facts,
+    target: &Facts,
+    url: &ServerUrl,
+    holds_them: impl Fn(&Facts) -> bool,
+) -> Result<(), Failure> {
     let hashes = facts.databases.iter().map(|database| database.field_expires).fold(0, u64::saturating_add);
-    if hashes == 0 || target.holds_field_ttls_of(facts) {
+    if hashes == 0 || holds_them(target) {
         return Ok(());
     }
     let plural = if hashes == 1 { "hash" } else { "hashes" };
@@ -91,7 +102,9 @@ mod tests {
             server("server_name:valkey valkey_version:9.1.2 db3:keys=5,expires=0,avg_ttl=0,keys_with_volatile_items=2");
         let newer = server("redis_version:7.4.0 db0:keys=5,expires=0,avg_ttl=0,subexpiry=1");
         let why = |primary: &Facts, target: &Facts| {
-            check_field_ttls(primary, target, &url).err().map(|failure| failure.message)
+            check_field_ttls(primary, target, &url, |target| target.holds_field_ttls_of(primary))
+                .err()
+                .map(|failure| failure.message)
         };
         for (primary, target) in [
             (&primary, valkey("8.1.8")),

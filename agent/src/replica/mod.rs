@@ -38,6 +38,7 @@ mod by_file;
 mod candidates;
 mod contents;
 mod control;
+mod conversion;
 pub(crate) mod data_set;
 mod delivery;
 mod driver;
@@ -143,6 +144,10 @@ async fn sync(args: ReplicaArgs, scrapes: &mut Scrapes) -> Result<(), Failure> {
     let tokens = open_tokens(&args.token_files, security, expected, readers, &args.lend.relay)?;
     let _rereading = tokens.read_again_on_hangup()?;
     match args.by.delivery {
+        Delivery::File | Delivery::Intercept if args.convert => Err(Failure::new(
+            Code::Usage,
+            "--convert goes with --delivery link only: the server gets what the agent writes",
+        )),
         Delivery::File => scrapes.meanwhile(BY_FILE, by_file::run(args, tokens)).await,
         _ if args.by.restart_command.is_some() => {
             Err(Failure::new(Code::Usage, "--restart-command goes with --delivery file only"))
@@ -151,8 +156,8 @@ async fn sync(args: ReplicaArgs, scrapes: &mut Scrapes) -> Result<(), Failure> {
             Some(ready) => scrapes.meanwhile(BY_INTERCEPTION, ready.run()).await,
             None => Ok(()),
         },
-        Delivery::Auto => by_itself(args, tokens, scrapes).await,
-        Delivery::Link => by_link(args, tokens, scrapes).await,
+        Delivery::Auto if !args.convert => by_itself(args, tokens, scrapes).await,
+        Delivery::Auto | Delivery::Link => by_link(args, tokens, scrapes).await,
     }
 }
 

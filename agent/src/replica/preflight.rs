@@ -69,6 +69,7 @@ pub(super) async fn any_target(server: &Server, client: &mut Client, record: &Re
         diskless_load: client.config_get("repl-diskless-load").await?,
         databases: client.config_get("databases").await?.and_then(|count| count.parse().ok()),
         reads_newer: client.config_get("rdb-version-check").await?.as_deref() == Some("relaxed"),
+        conversion: None,
         unfinished,
         facts,
     })
@@ -347,6 +348,10 @@ pub(super) async fn primary(
             has_modules = !facts.modules_missing_at(&Facts::default()).is_empty();
             check_format(&facts, target, server.url())?;
             check_contents(&facts, target, server.url())?;
+            if let Some(conversion) = &target.conversion {
+                let ran = client.info("commandstats").await.map_err(refused)?;
+                conversion.check_commands(&ran, facts.family, server.url())?;
+            }
             if facts.run_id.as_deref() != Some(plan.run_id.as_str()) {
                 is_asked = true;
             }

@@ -5,6 +5,7 @@ use std::time::Duration;
 use remora_protocol::Offer;
 use tokio::time::Instant;
 
+use super::conversion::Conversion;
 use super::data_set::DataSet;
 use super::finding::Finding;
 use super::fitness;
@@ -82,13 +83,16 @@ impl Prepared {
                 Suits::Any => preflight::any_target(&server, &mut client, &record).await,
             }
         };
-        let target = patience.keep_trying(look).await?;
+        let mut target = patience.keep_trying(look).await?;
+        if args.convert {
+            target.conversion = Some(Conversion::of(&mut client, &target.facts, &args.leave_out).await?);
+        }
         if !args.dry_run && !target.unfinished {
             // A server that follows a dead link keeps the login for it until it gets another: its real password is not
             // for what may listen there now.
             record.put_back(&mut client).await?;
         }
-        let asks_for = (args.peers.name.as_deref(), &*target.facts.name());
+        let asks_for = (args.peers.name.as_deref(), &*target.name());
         let (mut source, mut plan) = Source::first(&args.read, credentials, &mut patience, asks_for).await?;
         let finding = match args.peers.sentinel.open()? {
             Some(sentinels) => Some(patience.keep_trying(async || Finding::begin(sentinels.clone()).await).await?),

@@ -200,12 +200,16 @@ impl Facts {
     /// Whether the server can hold the fields that expire of a hash of this primary: Redis since 7.4 and Valkey since
     /// 9.0 write them differently. True if it is not known.
     pub fn holds_field_ttls_of(&self, primary: &Facts) -> bool {
+        self.version.is_none() || (self.holds_field_ttls() && self.family == primary.family)
+    }
+
+    /// Whether the server can hold fields that expire, in the form of its own. True if it is not known.
+    pub fn holds_field_ttls(&self) -> bool {
         let Some(version) = self.version else { return true };
-        let is_new = match self.family {
+        match self.family {
             Family::Redis => (version.major, version.minor) >= (7, 4),
             Family::Valkey => self.own_format().is_some(),
-        };
-        is_new && self.family == primary.family
+        }
     }
 
     /// Whether the server is at least that version of Redis, or a Valkey (whose first release has the features of Redis
@@ -218,6 +222,9 @@ impl Facts {
         equivalent.is_some_and(|version| version >= wanted)
     }
 }
+
+/// Stands behind the name of a server whose agent converts the snapshot: it takes each format.
+pub(crate) const CONVERTED: &str = ", converted";
 
 /// Modules that keep no data in a snapshot: our own, and Valkey's engine for Lua scripts.
 const MODULES_WITHOUT_DATA: [&str; 2] = ["remora", "lua"];

@@ -40,6 +40,7 @@ mod url;
 
 pub(crate) use self::args::UrlParser;
 pub(crate) use self::configuration::{Configuration, read_configuration};
+pub(crate) use self::facts::CONVERTED;
 pub(crate) use self::output_limit::OutputLimit;
 pub(crate) use self::pinning::{PinSizes, Position};
 pub(crate) use self::pins::{Kept, Pins};

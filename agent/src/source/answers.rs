@@ -6,7 +6,7 @@ use tokio::sync::Mutex;
 
 use super::machine::Format;
 use crate::args::HostPort;
-use crate::server::{Client, Facts, Place, Server, ServerUrl};
+use crate::server::{CONVERTED, Client, Facts, Place, Server, ServerUrl};
 
 /// An offer without tables, for a dry run.
 pub(crate) fn plan_of(facts: &Facts, primary: Announce, write_rate: u64, process: u64) -> Offer {
@@ -78,6 +78,9 @@ pub(crate) fn announce(told: Option<&HostPort>, url: &ServerUrl, facts: &Facts) 
 
 /// The primary's format that a server with this name and version (`Valkey 9.1.2`) reads.
 pub(crate) fn format_for(facts: &Facts, server: &str) -> Format {
+    if server.ends_with(CONVERTED) {
+        return Format::Own;
+    }
     let major = server.strip_prefix("Valkey ").and_then(|version| version.split('.').next()?.parse::<u32>().ok());
     match facts.own_format() {
         Some(own) if major.is_none_or(|major| major < own.major) => Format::Shared,

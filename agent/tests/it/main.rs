@@ -50,6 +50,7 @@ mod load;
 mod many;
 mod memory;
 mod metrics;
+mod migration;
 mod module;
 mod module_load;
 mod module_memory;

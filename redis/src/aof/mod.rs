@@ -13,15 +13,18 @@
 //! - [`Walker`]: finds the ends of commands and transactions as bytes arrive, and holds none of the values. It reads
 //!   files, and the replication stream, which has the same form without notes. **Start here.**
 //! - [`Watch`]: finds the commands of a stream that must not be applied late.
+//! - [`Foreign`]: finds the commands of a stream that a server does not know.
 //! - [`Manifest`]: the list of files, as Redis 7 and Valkey write it.
 //!
 //! Not here: what a command does. Only `SELECT`, `MULTI`, `EXEC`, the commands without an effect on data, and those
 //! that act on more than data are told apart, by the table of [`commands`](crate::commands).
 
+mod foreign;
 mod manifest;
 mod walk;
 mod watch;
 
+pub use foreign::{Foreign, Known, Unfit};
 pub use manifest::{FileKind, Manifest, ManifestError, NamedFile};
 pub use walk::{Found, KEY_BYTES_MAX, Relative, SHORT_BYTES_MAX, Verb, WalkError, Walker};
 pub use watch::{Seen, Watch};

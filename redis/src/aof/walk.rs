@@ -98,6 +98,9 @@ pub struct Walker {
     /// The key of the present command, if it may get a time. Only where `keeps_keys`.
     key: Vec<u8>,
     keeps_keys: bool,
+    /// The words of the present command, if it is one of [`WORDS_OF`] and `keeps_words`.
+    words: Vec<Vec<u8>>,
+    keeps_words: bool,
     in_transaction: bool,
     /// The end of the last command or note outside a transaction.
     border: u64,
@@ -150,6 +153,12 @@ pub const SHORT_BYTES_MAX: u64 = 20;
 /// Longest key that is held for a command that may get a time.
 pub const KEY_BYTES_MAX: u64 = 1 << 20;
 
+/// Commands whose words are held where they are asked for: those with options that only some servers know.
+const WORDS_OF: [&str; 3] = ["SET", "XADD", "XTRIM"];
+
+/// Words that are held of a command: all options of `SET` and `XTRIM`, and those of `XADD` before its fields.
+const WORDS_MAX: u64 = 20;
+
 /// Digits of the numbers that are read without a copy.
 const QUICK_DIGITS: usize = 12;
 
@@ -170,6 +179,8 @@ impl Walker {
             command: Present::Any,
             key: Vec::new(),
             keeps_keys: false,
+            words: Vec::new(),
+            keeps_words: false,
             in_transaction: false,
             border: 0,
             database: 0,
@@ -184,6 +195,17 @@ impl Walker {
     /// Holds the key of a command that may get a time, for [`Walker::relative`].
     pub fn keeping_keys(self) -> Walker {
         Walker { keeps_keys: true, ..self }
+    }
+
+    /// Holds the words of the commands that have options which only some servers know, for [`Walker::words`].
+    pub fn keeping_words(self) -> Walker {
+        Walker { keeps_words: true, ..self }
+    }
+
+    /// The first words of the command that has just ended, its name first, if it is one of those that
+    /// [`Walker::keeping_words`] names. A word of more than [`SHORT_BYTES_MAX`] bytes is empty.
+    pub fn words(&self) -> &[Vec<u8>] {
+        &self.words
     }
 
     /// Why the command that has just ended must not be applied late; `None` if it may.
@@ -207,6 +229,17 @@ impl Walker {
     /// Position of the next byte.
     pub fn position(&self) -> u64 {
         self.at
+    }
+
+    /// Where the present command begins.
+    pub fn begins(&self) -> u64 {
+        self.begins
+    }
+
+    /// The name of the present command, just after [`Found::Verb`]; empty if it has more than [`SHORT_BYTES_MAX`] bytes.
+    pub fn name(&self) -> &[u8] {
+        // The kind of this one is known with its second word only.
+        if self.argument == 0 { &self.short } else { b"cluster" }
     }
 
     /// The end of the last command or note outside of a transaction: what is cut here is whole.
@@ -287,11 +320,12 @@ impl Walker {
     fn header(&mut self, number: u64) -> Option<Found> {
         if self.state == State::Begin {
             (self.argument, self.arguments, self.verb, self.command) = (0, number, Verb::Other, Present::Any);
+            self.words.clear();
             self.state = State::Length;
             return None;
         }
         self.short.clear();
-        self.looks = number <= SHORT_BYTES_MAX && self.looks_at();
+        self.looks = number <= SHORT_BYTES_MAX && (self.looks_at() || self.keeps_this_word());
         if self.argument == 1 {
             self.key.clear();
         }
@@ -300,6 +334,15 @@ impl Walker {
             return self.argument_done(0);
         }
         (self.argument == 0 && number > SHORT_BYTES_MAX).then_some(Found::Verb(Verb::Other))
+    }
+
+    /// Whether the present argument is kept. Until its name is known, a command may be one of those that are.
+    fn keeps_this_word(&self) -> bool {
+        let is_one = || match self.words.first() {
+            Some(name) => WORDS_OF.iter().any(|known| name.eq_ignore_ascii_case(known.as_bytes())),
+            None => true,
+        };
+        self.keeps_words && self.argument < WORDS_MAX && is_one()
     }
 
     /// Whether the present argument is looked at, if it is short.
@@ -381,6 +424,9 @@ impl Walker {
     fn argument_done(&mut self, length: u64) -> Option<Found> {
         self.state = State::End { seen: 0 };
         let held = std::mem::take(&mut self.short);
+        if self.keeps_this_word() {
+            self.words.push(held.clone());
+        }
         let found = self.looked_at((length <= SHORT_BYTES_MAX).then_some(&held[..]));
         self.short = held;
         found

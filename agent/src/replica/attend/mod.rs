@@ -74,6 +74,9 @@ const ARRIVALS: usize = 16;
 /// Interval at which the server is asked for its link while something depends on it.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
+/// How often it is looked whether a sync gives its server nothing more.
+const STUCK_EVERY: Duration = Duration::from_secs(1);
+
 /// Interval at which a server under Sentinel is looked at for a primary that was replaced.
 const GUIDE_EVERY: Duration = Duration::from_secs(1);
 
@@ -314,6 +317,8 @@ impl Attendant {
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut guided = interval(GUIDE_EVERY);
         guided.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut stuck = interval(STUCK_EVERY);
+        stuck.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             let is_looked_at = !self.syncs.is_running() && !matches!(self.awaited, Awaited::Nothing);
             tokio::select! {
@@ -349,6 +354,7 @@ impl Attendant {
                     let looked = self.syncs.look().await;
                     self.saw(looked).await;
                 }
+                _ = stuck.tick(), if self.syncs.is_running() => self.syncs.end_if_stuck(),
                 _ = guided.tick(), if self.guide.is_some() && !self.syncs.is_running() => self.guide_it().await,
             }
             while self.passages.try_join_next().is_some() {}

@@ -23,7 +23,7 @@ use super::passage::Arrival;
 use super::sources::ask_source;
 use super::syncs::{Asks, LinkState, Looked, Syncs};
 use super::tls::Tls;
-use super::{DIRECT_LIMIT, Entrance, LOOK_EVERY, check, no_rules};
+use super::{DIRECT_LIMIT, Entrance, LOOK_EVERY, STUCK_EVERY, check, no_rules};
 use crate::args::ReplicaArgs;
 use crate::conversation::tokens::TokenFiles;
 use crate::exit::{Code, Failure};
@@ -251,6 +251,8 @@ impl Once {
         let mut is_stopping = false;
         let mut look = interval(LOOK_EVERY);
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut stuck = interval(STUCK_EVERY);
+        stuck.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             let is_running = self.syncs.is_running();
             let over = tokio::select! {
@@ -265,6 +267,10 @@ impl Once {
                 }
                 outcome = self.syncs.ended() => Some(outcome),
                 Some(arrival) = entrance.arrivals.recv() => self.arrived(arrival).await.err().map(Err),
+                _ = stuck.tick(), if is_running => {
+                    self.syncs.end_if_stuck();
+                    None
+                }
                 _ = look.tick(), if !is_running => {
                     let Looked { link, .. } = self.syncs.look().await;
                     self.saw(link).transpose()

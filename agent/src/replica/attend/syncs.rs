@@ -5,8 +5,10 @@
 //!                                                      └──▶ lending, until none does, --linger is over, or the next sync begins
 //! ```
 
+use std::net::SocketAddr;
 use std::pin::Pin;
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use remora_redis::ReplId;
 use tokio::sync::mpsc::{Sender, UnboundedSender, unbounded_channel};
@@ -24,12 +26,17 @@ use crate::replica::candidates::Newcomer;
 use crate::replica::control::Control;
 use crate::replica::data_set::DataSet;
 use crate::replica::driver::{self, Attending, Driver};
+use crate::replica::meter::Meter;
 use crate::replica::source::Source;
 use crate::server::{Client, Facts, Server, ServerError};
 
 /// How long the source may take to say what it serves, before the primary serves the server. The server waits for
 /// `repl-timeout`, 60 s by default.
 const SOURCE_LIMIT: Duration = Duration::from_secs(10);
+
+/// How long the source may give nothing of a snapshot whose server asks another primary by now. A primary forks within
+/// that; one that hangs does not.
+const MOVED_LIMIT: Duration = Duration::from_secs(5);
 
 /// How long the end of what is lent may take: a word to the source, and the closing of a port.
 const LENDING_END_LIMIT: Duration = Duration::from_secs(5);
@@ -66,6 +73,12 @@ struct Sync {
     scrapes: Sender<Scrape>,
     /// Told when the server needs it no more, and other replicas still read its copy.
     lingers: oneshot::Receiver<()>,
+    /// The primary that the server asked when it began.
+    primary: SocketAddr,
+    meter: Arc<Meter>,
+    /// Since when the server asks another primary of the same history, and how much had come of the snapshot when that
+    /// was looked at last.
+    moved: Option<(Instant, u64)>,
 }
 
 /// A sync whose server goes on by itself, and whose copy other replicas still read.
@@ -83,6 +96,17 @@ enum Step {
 }
 
 impl Sync {
+    /// Whether nothing more comes of a snapshot whose server asks another primary now. The source may be beside the one
+    /// before, and hang with it.
+    fn is_stuck(&mut self, now: Instant) -> bool {
+        let Some((since, bytes)) = &mut self.moved else { return false };
+        let now_here = self.meter.bytes_fetched.get();
+        if now_here != *bytes || self.meter.end_given.get() > 0 {
+            (*since, *bytes) = (now, now_here);
+        }
+        now.duration_since(*since) > MOVED_LIMIT
+    }
+
     async fn next(&mut self) -> Step {
         tokio::select! {
             biased;
@@ -143,6 +167,20 @@ impl Syncs {
     /// Whether the sync that is under way was told to end.
     pub(super) fn is_ending(&self) -> bool {
         self.sync.as_ref().is_some_and(|sync| sync.newcomers.is_none())
+    }
+
+    /// Ends the sync that is under way if its server asks another primary by now, and its source gives it nothing more.
+    /// The server's connection is closed then, and it comes again: a source of the new primary serves it, or the
+    /// primary itself.
+    pub(super) fn end_if_stuck(&mut self) {
+        let now = Instant::now();
+        if !self.is_ending() && self.sync.as_mut().is_some_and(|sync| sync.is_stuck(now)) {
+            let seconds = MOVED_LIMIT.as_secs();
+            tracing::warn!(
+                "the server asks another primary, and the source has given nothing for {seconds} s: the sync ends"
+            );
+            self.end();
+        }
     }
 
     /// Tells the sync that is under way to end.
@@ -248,7 +286,11 @@ impl Syncs {
     }
 
     /// Gives a connection to the sync that is under way.
-    pub(super) fn give(&self, arrival: Arrival) {
+    pub(super) fn give(&mut self, arrival: Arrival) {
+        if let Some(sync) = self.sync.as_mut().filter(|sync| sync.primary != arrival.address) {
+            let bytes = sync.meter.bytes_fetched.get();
+            sync.moved.get_or_insert((Instant::now(), bytes));
+        }
         let Some(newcomers) = self.sync.as_ref().and_then(|sync| sync.newcomers.as_ref()) else { return };
         let Arrival { server, peer, heard, .. } = arrival;
         let taken = server.into_parts().and_then(|(server, tls)| match self.gate.came_in_time(&server)? {
@@ -316,8 +358,10 @@ impl Syncs {
         tracing::info!(primary = %arrival.address, "the server asks for a full copy: the source serves it");
         let (passed_on, scrapes) = Scrapes::passed_on();
         driver::metrics::watch(&mut driver, scrapes);
+        let (primary, meter) = (arrival.address, driver.meter());
         let (running, newcomers) = (Box::pin(driver.run()), Some(newcomers));
-        self.sync = Some(Sync { running, newcomers, data_set, scrapes: passed_on, lingers });
+        self.sync =
+            Some(Sync { running, newcomers, data_set, scrapes: passed_on, lingers, primary, meter, moved: None });
         Ok(())
     }
 

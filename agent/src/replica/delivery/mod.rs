@@ -46,6 +46,7 @@ use std::sync::mpsc::TryRecvError;
 use std::time::Instant;
 
 use remora_redis::ReplId;
+use remora_redis::rdb::Converted;
 use rustix::event::PollFlags;
 use tokio::sync::mpsc::UnboundedSender;
 
@@ -58,9 +59,11 @@ use self::poller::{Demand, Readiness, Wait};
 use self::server_link::{LinkEvent, Reached, Read, ServerLink, Stage};
 use self::stream::Stream;
 use super::candidates::{Candidates, Newcomer};
+use super::conversion::Conversion;
 use super::feed::Feed;
 use super::meter::Meter;
 use super::parts::FeedError;
+use crate::exit::{Code, Failure};
 
 /// Bytes written to the link in one turn. The bound keeps a fast server from delaying the loop's other work.
 const TURN_BYTES: usize = 8 << 20;
@@ -83,6 +86,10 @@ struct Delivery {
     link: Option<ServerLink>,
     /// Whether the next payload refers to shared memory.
     by_module: bool,
+    /// How the snapshot is converted for the server.
+    conversion: Option<Conversion>,
+    /// Whether the server was refused: it is sent nothing more.
+    refused: bool,
     /// Number of introductions so far.
     introductions: u64,
     ready: Readiness,
@@ -134,9 +141,11 @@ impl Delivery {
             candidates: setup.candidates,
             at: Progress::default(),
             input: Input::new(now, setup.spool, setup.found, setup.meter),
-            stream: Stream::new(setup.backlog_limit),
+            stream: Stream::new(setup.backlog_limit, setup.conversion.as_ref().map(|found| found.known.clone())),
             link: None,
             by_module: false,
+            conversion: setup.conversion,
+            refused: false,
             introductions: 0,
             ready: Readiness::all(now),
             clock: Clock::default(),
@@ -451,28 +460,40 @@ impl Delivery {
 
     /// Writes to the server as much as its socket takes.
     fn write(&mut self) -> bool {
+        if let Some(unfit) = self.stream.unfit().filter(|_| !self.refused) {
+            let text = format!(
+                "the primary's stream has {unfit}: the sync stops before it, and the server was given nothing of it"
+            );
+            self.refuse(Failure::refused(text));
+        }
         match self.try_write() {
             Ok(moved) => moved,
-            Err(WriteError::Link(error)) => {
-                self.drop_link(&error.to_string(), Cause::Broken);
+            Err(error) => {
+                self.unwritten(error);
                 true
             }
-            Err(WriteError::Feed(error)) => {
+        }
+    }
+
+    /// Takes back what could not be written.
+    fn unwritten(&mut self, error: WriteError) {
+        match error {
+            WriteError::Link(error) => self.drop_link(&error.to_string(), Cause::Broken),
+            WriteError::Feed(error) => {
                 // The payload may contain overwritten bytes. Without the mark the server discards it.
                 self.drop_link("a slot was overwritten while it was being used", Cause::Broken);
                 self.lose_feed(self.clock.now(), error);
-                true
             }
-            Err(WriteError::Damaged(error)) => {
-                self.damaged(error);
-                true
+            WriteError::Damaged(error) => self.damaged(error),
+            WriteError::Refused(failure) => {
+                self.refuse(failure);
+                self.drop_link("it can't be given this snapshot", Cause::Ours);
             }
-            Err(WriteError::Module(text)) => {
+            WriteError::Module(text) => {
                 self.by_module = false;
                 self.meter.by_module.set(0);
                 tracing::warn!("loading out of shared memory failed: {text}; the snapshot goes by the link");
                 self.drop_link("the module could not load it", Cause::Broken);
-                true
             }
         }
     }
@@ -480,7 +501,7 @@ impl Delivery {
     fn try_write(&mut self) -> Result<bool, WriteError> {
         let (mut moved, mut left) = (false, TURN_BYTES);
         loop {
-            let Some(link) = &mut self.link else { return Ok(moved) };
+            let Some(link) = self.link.as_mut().filter(|_| !self.refused) else { return Ok(moved) };
             if !link.flush()? {
                 return Ok(moved);
             }
@@ -514,7 +535,34 @@ impl Delivery {
 
     fn begin_plain(&mut self, now: Instant, piece: Option<Piece>) -> Option<usize> {
         let mark = random_mark();
-        self.promise(mark, Stage::Plain(PlainPayload::new(now, mark, piece)))
+        let converter = self.conversion.as_ref().map(|conversion| Box::new(conversion.converter()));
+        self.promise(mark, Stage::Plain(PlainPayload::new(now, mark, converter)))?;
+        match piece.map(|piece| self.give(piece)) {
+            Some(Err(error)) => {
+                // As if it had been found in the writing.
+                self.unwritten(error);
+                None
+            }
+            _ => Some(0),
+        }
+    }
+
+    /// Gives the payload its next piece, converted if need be.
+    fn give(&mut self, piece: Piece) -> Result<(), WriteError> {
+        let Some(Stage::Plain(payload)) = self.link.as_mut().map(|link| &mut link.stage) else { return Ok(()) };
+        let (piece, slot, converted) = payload.convert(piece, self.input.spool());
+        payload.give(piece);
+        // What was read of a slot that the source has overwritten says nothing.
+        if let Some(slot) = slot {
+            self.input.used(Used { slot, alone: false }).map_err(WriteError::Feed)?;
+        }
+        converted
+    }
+
+    /// The server cannot be given this data set, or what follows in its stream.
+    fn refuse(&mut self, failure: Failure) {
+        self.refused = true;
+        self.tell(Notice::Refused { failure });
     }
 
     /// Announces to the server a payload that ends with a mark.
@@ -544,12 +592,21 @@ impl Delivery {
             #[cfg(any(test, feature = "simulation"))]
             let is_whole = is_whole || (number > 0 && crate::mutation::Mutation::PayloadEndedEarly.is_active());
             if is_whole && !payload.lends() {
+                if let Some(converter) = payload.converter() {
+                    let is_over = converter.is_over();
+                    report(converter.done());
+                    if !is_over {
+                        let why = "the snapshot ends in the middle of a value";
+                        return Err(WriteError::Refused(Failure::new(Code::SyncFailed, why)));
+                    }
+                }
                 let mark = *payload.mark();
                 return Ok(Some(self.end_payload(&mark)));
             }
             let Some(piece) = self.input.next_piece(number) else { return Ok(None) };
-            payload.give(piece);
+            self.give(piece)?;
         }
+        let Some(link) = &mut self.link else { return Ok(None) };
         let Wrote::Bytes { bytes, next_slot, used } = link.write_plain(now, self.input.spool())? else {
             return Ok(None);
         };
@@ -605,5 +662,15 @@ impl Delivery {
         let a_candidate = candidates.iter().any(|&at| ready.has(at)) || due.is_some_and(|due| due <= waited);
         let the_link = link.is_some_and(|at| ready.has(at));
         self.ready = Readiness::after(waited, ready.has(waker), a_candidate, the_link);
+    }
+}
+
+/// Says what a conversion has changed and left out.
+fn report(done: &Converted) {
+    let changed: u64 = done.changed.values().sum();
+    tracing::info!(keys = done.keys, changed, "the snapshot was converted for the server");
+    for (what, found) in &done.obstacles {
+        let keys: Vec<_> = found.keys.iter().map(|(_, key)| String::from_utf8_lossy(key)).collect();
+        tracing::warn!(count = found.count, "left out: {what}; the first: {}", keys.join(", "));
     }
 }

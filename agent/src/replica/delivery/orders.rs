@@ -11,7 +11,9 @@ use remora_fabric::Memory;
 use rustix::event::{EventfdFlags, eventfd};
 use tokio::sync::mpsc::UnboundedSender;
 
+use crate::exit::Failure;
 use crate::replica::candidates::{Candidates, Newcomer};
+use crate::replica::conversion::Conversion;
 use crate::replica::feed::Feed;
 use crate::replica::introduction::{Answer, Introduction};
 use crate::replica::meter::Meter;
@@ -71,6 +73,8 @@ pub(in crate::replica) enum Notice {
     FeedWanted,
     /// A slot in the source's memory is damaged.
     Damaged { error: FeedError },
+    /// The server cannot be given this data set, or what follows in its stream.
+    Refused { failure: Failure },
     /// The delivery cannot continue.
     Fatal { text: String },
 }
@@ -184,6 +188,8 @@ pub(in crate::replica) struct Setup {
     pub(in crate::replica) spool: Option<PathBuf>,
     /// The slots that were found there.
     pub(in crate::replica) found: Option<spool::Spool>,
+    /// How the snapshot is converted; `None`: the server gets the primary's own.
+    pub(in crate::replica) conversion: Option<Conversion>,
     /// Bytes of the stream that may wait here while the server loads.
     pub(in crate::replica) backlog_limit: usize,
     pub(in crate::replica) meter: Arc<Meter>,

@@ -2,6 +2,7 @@
 
 use std::io;
 
+use crate::exit::Failure;
 use crate::replica::parts::FeedError;
 
 /// Bytes handed to the socket at once.
@@ -13,6 +14,8 @@ pub(super) enum WriteError {
     Feed(FeedError),
     /// A slot of the source's own memory is damaged: reading it again would give the same bytes.
     Damaged(FeedError),
+    /// The server cannot be given this snapshot.
+    Refused(Failure),
     /// The server's module refused, or cannot be sent this.
     Module(String),
 }

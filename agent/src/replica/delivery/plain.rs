@@ -2,11 +2,14 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
+use remora_redis::rdb::{ConvertError, Converter, Obstacle};
 use remora_table::{Place, Slot};
 
-use super::payload::WRITE_PIECE;
+use super::payload::{WRITE_PIECE, WriteError};
+use crate::exit::{Code, Failure};
 use crate::replica::link::Link;
 use crate::replica::pacer::Pacer;
 use crate::replica::spool::{Held, Spool};
@@ -20,6 +23,8 @@ const LENT_LIMIT: Duration = Duration::from_secs(60);
 /// A snapshot that is written to the server byte for byte.
 pub(super) struct PlainPayload {
     mark: [u8; 40],
+    /// Rewrites the snapshot on its way.
+    converter: Option<Box<Converter>>,
     next_slot: u64,
     piece: Option<Piece>,
     /// Bytes of the piece that have been written.
@@ -36,7 +41,7 @@ pub(super) enum Piece {
     Fresh(Slot),
     /// As it is in the file of the spool.
     Spooled(Held),
-    /// Out of the spool, decrypted.
+    /// Out of the spool, decrypted; or converted.
     Opened(Vec<u8>),
 }
 
@@ -81,9 +86,14 @@ pub(super) enum Wrote {
 }
 
 impl PlainPayload {
-    pub(super) fn new(now: Instant, mark: [u8; 40], piece: Option<Piece>) -> PlainPayload {
+    pub(super) fn new(now: Instant, mark: [u8; 40], converter: Option<Box<Converter>>) -> PlainPayload {
         let lent = VecDeque::new();
-        PlainPayload { mark, next_slot: 0, piece, written: 0, lent, lent_since: now, lent_due: now }
+        PlainPayload { mark, converter, next_slot: 0, piece: None, written: 0, lent, lent_since: now, lent_due: now }
+    }
+
+    /// The conversion, as far as it has come.
+    pub(super) fn converter(&self) -> Option<&Converter> {
+        self.converter.as_deref()
     }
 
     /// The end of the payload.
@@ -102,6 +112,39 @@ impl PlainPayload {
 
     pub(super) fn give(&mut self, piece: Piece) {
         self.piece = Some(piece);
+    }
+
+    /// Converts a piece that is given next. Returns the slot that was read for it, which must be checked before the
+    /// result is believed.
+    pub(super) fn convert(
+        &mut self,
+        piece: Piece,
+        spool: Option<&Spool>,
+    ) -> (Piece, Option<Slot>, Result<(), WriteError>) {
+        let Some(converter) = &mut self.converter else { return (piece, None, Ok(())) };
+        let (slot, bytes) = match piece {
+            Piece::Fresh(slot) => {
+                let (view, range) = slot.bytes();
+                let mut bytes = vec![0; slot.length as usize];
+                let read = view.read(range.start, &mut bytes).map_err(io::Error::other);
+                (Some(slot), read.map(|()| bytes))
+            }
+            Piece::Opened(bytes) => (None, Ok(bytes)),
+            Piece::Spooled(held) => {
+                let mut bytes = vec![0; held.length as usize];
+                let read = match spool {
+                    Some(spool) => spool.file().read_exact_at(&mut bytes, spool.place(held.number)),
+                    None => Err(io::ErrorKind::NotFound.into()),
+                };
+                (None, read.map(|()| bytes))
+            }
+        };
+        let mut out = Vec::new();
+        let result = bytes.map_err(WriteError::Link).and_then(|bytes| {
+            out.reserve(bytes.len());
+            converter.convert(&bytes, &mut out).map_err(|error| WriteError::Refused(refusal(&error)))
+        });
+        (Piece::Opened(out), slot, result)
     }
 
     /// Whether the server still has slots to read that were lent to its socket.
@@ -165,6 +208,8 @@ impl PlainPayload {
         let length = (piece.length() - self.written).min(WRITE_PIECE as u32) as usize;
         let written = self.written as usize;
         let wrote = match piece {
+            // All of it belongs to a value that is converted as a whole.
+            _ if length == 0 => Some(0),
             Piece::Fresh(slot) => {
                 let (view, range) = slot.bytes();
                 let start = range.start + u64::from(self.written);
@@ -213,6 +258,24 @@ impl PlainPayload {
             self.lent_since = now;
         }
         self.lent.push_back(Lent { slot, end, alone: false });
+    }
+}
+
+/// Why a conversion ends the sync.
+fn refusal(error: &ConvertError) -> Failure {
+    match error {
+        ConvertError::Refused { what, .. } => {
+            let option = match what {
+                Obstacle::FieldExpiry => "field-expiry",
+                Obstacle::Module(_) => "module-keys",
+                Obstacle::Functions => "functions",
+            };
+            Failure::refused(format!("{error}; it holds what it held. --leave-out {option} leaves such things out"))
+        }
+        ConvertError::Unknown { .. } => {
+            Failure::refused(format!("{error}: this release can't convert snapshots of that primary"))
+        }
+        ConvertError::Damaged { .. } => Failure::new(Code::SyncFailed, format!("the snapshot is damaged: {error}")),
     }
 }
 

@@ -92,6 +92,7 @@ impl Stepped {
             candidates: Candidates::new(listener, None, Access::Secret(secret.into()), locality),
             spool,
             found: None,
+            conversion: None,
             backlog_limit: BACKLOG_LIMIT,
             meter: meter.clone(),
             notices: tell,
@@ -257,6 +258,7 @@ fn event(notice: Notice) -> Option<DeliveryEvent> {
     let fatal = |text: String| DeliveryEvent::Fatal { failure: Failure::local(text) };
     Some(match notice {
         Notice::Fatal { text } => fatal(text),
+        Notice::Refused { failure } => DeliveryEvent::Fatal { failure },
         Notice::Damaged { error } => {
             DeliveryEvent::Fatal { failure: Failure::new(Code::SyncFailed, error.to_string()) }
         }

@@ -2,7 +2,9 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::sync::Arc;
 
+use remora_redis::aof::{Foreign, Known, Unfit};
 use remora_table::Chunk;
 
 /// Bytes of the replication stream that wait for the server. Chunks follow one another without a gap.
@@ -11,6 +13,10 @@ pub(super) struct Stream {
     bytes: usize,
     /// Bytes that may wait. What the last turn has read comes on top: at most what the journal's buffers hold.
     limit: usize,
+    /// Looks for what the server does not know.
+    foreign: Option<Foreign>,
+    /// What ends the stream.
+    unfit: Option<Unfit>,
 }
 
 /// The result of a write.
@@ -22,8 +28,15 @@ pub(super) struct Wrote {
 }
 
 impl Stream {
-    pub(super) fn new(limit: usize) -> Stream {
-        Stream { chunks: VecDeque::new(), bytes: 0, limit }
+    /// `known`: what the server knows, if anything else must not reach it.
+    pub(super) fn new(limit: usize, known: Option<Arc<Known>>) -> Stream {
+        let foreign = known.map(|known| Foreign::new(0, known));
+        Stream { chunks: VecDeque::new(), bytes: 0, limit, foreign, unfit: None }
+    }
+
+    /// What the server does not know, once all before it has been written.
+    pub(super) fn unfit(&self) -> Option<&Unfit> {
+        self.unfit.as_ref().filter(|_| self.chunks.is_empty())
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -32,7 +45,7 @@ impl Stream {
 
     /// Whether reading must pause.
     pub(super) fn is_full(&self) -> bool {
-        self.bytes >= self.limit
+        self.bytes >= self.limit || self.unfit.is_some()
     }
 
     /// Offset of the first byte that waits.
@@ -40,14 +53,29 @@ impl Stream {
         self.chunks.front().map(|chunk| chunk.offset)
     }
 
-    pub(super) fn push(&mut self, chunk: Chunk) {
+    pub(super) fn push(&mut self, mut chunk: Chunk) {
+        if self.unfit.is_some() {
+            return;
+        }
+        if let Some(foreign) = &mut self.foreign {
+            if foreign.position() != chunk.offset {
+                foreign.go_to(chunk.offset);
+            }
+            self.unfit = foreign.feed(&chunk.bytes).err();
+            if let Some(unfit) = &self.unfit {
+                chunk.bytes.truncate(unfit.border().saturating_sub(chunk.offset) as usize);
+            }
+            if chunk.bytes.is_empty() {
+                return;
+            }
+        }
         self.bytes += chunk.bytes.len();
         self.chunks.push_back(chunk);
     }
 
     pub(super) fn clear(&mut self) {
         self.chunks.clear();
-        self.bytes = 0;
+        (self.bytes, self.unfit) = (0, None);
     }
 
     /// Hands the first chunk to `write`, which returns how much the socket took. `None` if nothing waits, or if there
@@ -77,7 +105,7 @@ mod tests {
     use super::*;
 
     fn stream() -> Stream {
-        let mut stream = Stream::new(8);
+        let mut stream = Stream::new(8, None);
         stream.push(Chunk { offset: 101, bytes: b"hello".to_vec() });
         stream.push(Chunk { offset: 106, bytes: b"world".to_vec() });
         stream

@@ -137,6 +137,7 @@ impl World {
             candidates: Candidates::new(listener, None, Access::Secret(PASSWORD.into()), locality),
             spool: spool.map(Path::to_path_buf),
             found: None,
+            conversion: None,
             backlog_limit: 1 << 20,
             meter: Arc::default(),
             notices: tell,

@@ -139,6 +139,11 @@ enum Flow {
 }
 
 impl Driver {
+    /// How far the sync is.
+    pub(super) fn meter(&self) -> Arc<Meter> {
+        Arc::clone(&self.meter)
+    }
+
     /// Runs to the end, and leaves the server in the state that the outcome names.
     pub(super) async fn run(mut self) -> Result<(), Failure> {
         loop {
@@ -294,6 +299,7 @@ impl Driver {
         let event = match notice {
             None => fatal("the delivery ended unexpectedly; this is a bug of remora".into()),
             Some(Notice::Fatal { text }) => fatal(text),
+            Some(Notice::Refused { failure }) => DeliveryEvent::Fatal { failure },
             Some(Notice::Damaged { error }) => {
                 let text = format!("{error}; restart remora source, which then takes a new snapshot");
                 DeliveryEvent::Fatal { failure: Failure::new(Code::SyncFailed, text) }

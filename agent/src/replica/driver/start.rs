@@ -22,6 +22,7 @@ use crate::replica::attend::guide::Watcher;
 use crate::replica::attend::passage::Login;
 use crate::replica::candidates::{Candidates, Newcomer};
 use crate::replica::control::Control;
+use crate::replica::conversion::Conversion;
 use crate::replica::data_set::DataSet;
 use crate::replica::delivery;
 use crate::replica::guard::Guard;
@@ -89,6 +90,7 @@ struct Ways {
     run_id: Option<String>,
     coverage: Coverage,
     spool: Option<Spool>,
+    conversion: Option<Conversion>,
 }
 
 impl Facts {
@@ -127,11 +129,23 @@ impl Driver {
         let finding = primary.finding.clone();
         let asks_primary = primary.is_asked;
         let coverage = Coverage::start(primary.server.clone(), finding.clone());
-        let facts = Facts { finding, asks_primary, ..facts };
-        let run_id = target.facts.run_id.clone();
+        let facts = Facts { finding, asks_primary, kind: target.name(), ..facts };
+        let (run_id, conversion) = (target.facts.run_id.clone(), target.conversion.clone());
         let listening = args.stay.then(|| listening::start(control.server().clone()));
         let (arrivals, lingers) = (None, None);
-        let ways = Ways { args: sync, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool };
+        let ways = Ways {
+            args: sync,
+            tokens,
+            source,
+            candidates,
+            arrivals,
+            lingers,
+            facts,
+            run_id,
+            coverage,
+            spool,
+            conversion,
+        };
         let keeper = |meter, hurry| {
             let watched = Watched { meter, link_failure, hurry };
             Hands::Commands(Box::new(Keeper::new(args, control, record, target, primary, link, watched)))
@@ -152,14 +166,16 @@ impl Driver {
         let facts = Facts { asks_primary, ..facts };
         let (candidates, run_id) = (Candidates::without_a_port(), server.run_id);
         let (arrivals, lingers) = (Some(arrivals), Some(lingers));
-        let (coverage, spool) = (Coverage::start_as_the_server(login), None);
-        let ways = Ways { args, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool };
+        let (coverage, spool, conversion) = (Coverage::start_as_the_server(login), None, None);
+        let ways =
+            Ways { args, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool, conversion };
         let hands = |meter, _| Hands::Interception(Box::new(Intercepted::new(control, primary, gate, watcher, meter)));
         Driver::assemble(ways, hands).await
     }
 
     async fn assemble(ways: Ways, keeper: impl FnOnce(Arc<Meter>, Arc<Notify>) -> Hands) -> Result<Driver, Failure> {
-        let Ways { args, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool } = ways;
+        let Ways { args, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool, conversion } =
+            ways;
         let no_handler = |error| Failure::local(format!("signals can't be caught: {error}"));
         let signals = (
             signal(SignalKind::interrupt()).map_err(no_handler)?,
@@ -172,6 +188,7 @@ impl Driver {
             candidates,
             spool: args.told.state_dir.clone(),
             found: spool,
+            conversion,
             backlog_limit: sinks.backlog_limit(),
             meter: meter.clone(),
             notices: tell,

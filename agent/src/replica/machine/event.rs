@@ -209,6 +209,9 @@ pub(crate) enum Leaving {
     AsItIs,
     /// Its data set is complete: its own replication fetches the rest.
     ToPrimary,
+    /// Its data set is complete up to an offset, behind which the primary's stream has what it does not know: it keeps
+    /// its data, and follows no primary.
+    Alone,
     /// Its data set is incomplete, or still what it was before: it gets its former primary back, or is detached.
     Detached,
 }

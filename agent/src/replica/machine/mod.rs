@@ -395,7 +395,12 @@ impl Replica {
                     self.connect_source();
                 }
             }
-            DeliveryEvent::Fatal { failure } => self.fail(failure),
+            DeliveryEvent::Fatal { failure } => {
+                if failure.code == Code::Refused {
+                    self.server.note_unfit();
+                }
+                self.fail(failure);
+            }
         }
     }
 

@@ -19,6 +19,8 @@ pub(super) struct ServerSide {
     redirect: Redirect,
     /// Another client has taken the server over.
     taken_over: bool,
+    /// It does not know what the primary's stream has next.
+    unfit: bool,
     /// It comes by itself, and has come before the sync began ([`Rules::intercepted`]).
     intercepted: bool,
 }
@@ -41,6 +43,7 @@ impl ServerSide {
             presence: Presence::new(run_id),
             redirect: Redirect::Not,
             taken_over: false,
+            unfit: false,
             intercepted,
         }
     }
@@ -158,11 +161,17 @@ impl ServerSide {
         self.desk.has(|other| other == job)
     }
 
+    /// Notes that the server does not know what comes next in the primary's stream.
+    pub(super) fn note_unfit(&mut self) {
+        self.unfit = true;
+    }
+
     /// The state in which to leave the server.
     pub(super) fn leaving(&self, loaded: bool) -> Leaving {
         match self.redirect {
             Redirect::Not | Redirect::UnderWay { again: false } => Leaving::Untouched,
             _ if self.taken_over => Leaving::AsItIs,
+            _ if loaded && self.unfit => Leaving::Alone,
             _ if loaded => Leaving::ToPrimary,
             _ => Leaving::Detached,
         }

@@ -11,6 +11,11 @@ use crate::random::Random;
 /// Fills the databases 0 to 15 with every type. Returns the number of keys in all of them.
 pub fn fill_every_type(client: &mut Client, seed: u64) -> Result<u64> {
     let abilities = Abilities::of(client)?;
+    fill_with(client, seed, abilities)
+}
+
+/// The same with these features only.
+pub fn fill_with(client: &mut Client, seed: u64, abilities: Abilities) -> Result<u64> {
     let mut random = Random::new(seed);
     let mut commands = Commands::default();
     for database in 0..DATABASES {

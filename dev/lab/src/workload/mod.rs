@@ -28,7 +28,7 @@ use crate::error::{Error, Result};
 use crate::random;
 use crate::server::Server;
 
-pub use fill::{fill_every_type, key_count};
+pub use fill::{fill_every_type, fill_with, key_count};
 pub use mix::{MIX_BYTES, fill_mix};
 
 /// How a writer writes.
@@ -44,12 +44,14 @@ pub struct Options {
     pub flush: bool,
     /// Length of the longest of the big values, in bytes (the shortest has 1 MiB); 0 for no big values.
     pub big_bytes: u64,
+    /// Which features are used; `None`: those of the server that is written to.
+    pub abilities: Option<Abilities>,
 }
 
 impl Options {
     /// Full speed with every operation, from this seed.
     pub fn seeded(seed: u64) -> Options {
-        Options { seed, rate: None, pipeline: 32, flush: true, big_bytes: 4 << 20 }
+        Options { seed, rate: None, pipeline: 32, flush: true, big_bytes: 4 << 20, abilities: None }
     }
 
     /// Limits the rate to `per_second` commands per second.
@@ -87,7 +89,10 @@ impl Workload {
 
     /// Starts a writer on this connection.
     pub fn start(mut client: Client, options: Options) -> Result<Workload> {
-        let abilities = Abilities::of(&mut client)?;
+        let abilities = match options.abilities {
+            Some(abilities) => abilities,
+            None => Abilities::of(&mut client)?,
+        };
         let (stop, sent) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let mut writer = Writer { client, options, abilities, sent: Arc::clone(&sent), counts: Counts::default() };
         let is_stopped = Arc::clone(&stop);
@@ -191,19 +196,28 @@ impl Counts {
 
 /// Features that only some servers have.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Abilities {
+pub struct Abilities {
     hash_field_expiry: bool,
     functions: bool,
 }
 
 impl Abilities {
     /// Asks the server.
-    pub(crate) fn of(client: &mut Client) -> Result<Abilities> {
+    pub fn of(client: &mut Client) -> Result<Abilities> {
         let mut knows = |command: &str| -> Result<bool> {
             let answer = client.list(&["COMMAND", "INFO", command])?;
             Ok(matches!(answer.first(), Some(Frame::Array(facts)) if !facts.is_empty()))
         };
         Ok(Abilities { hash_field_expiry: knows("HPEXPIREAT")?, functions: knows("FUNCTION")? })
+    }
+
+    /// Those that this server and another one have in common.
+    #[must_use]
+    pub fn and(self, other: Abilities) -> Abilities {
+        Abilities {
+            hash_field_expiry: self.hash_field_expiry && other.hash_field_expiry,
+            functions: self.functions && other.functions,
+        }
     }
 }
 

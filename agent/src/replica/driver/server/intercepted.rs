@@ -150,7 +150,7 @@ impl Intercepted {
         let (host, port) = &self.primary;
         match how {
             Leaving::AsItIs => Left::as_it_is("the server is left as it is"),
-            Leaving::ToPrimary => Left::in_order(format!(
+            Leaving::ToPrimary | Leaving::Alone => Left::in_order(format!(
                 "the server holds a whole data set, and goes on at its primary {host}:{port} by itself"
             )),
             Leaving::Untouched | Leaving::Detached => Left::in_order(format!(

@@ -89,8 +89,28 @@ impl Keeper {
             }
             Leaving::AsItIs => Left::as_it_is(format!("the server is left as it is{}", self.put_settings_back().await)),
             Leaving::ToPrimary => self.leave_to_the_primary().await,
+            Leaving::Alone => self.leave_alone().await,
             Leaving::Detached => self.give_back().await,
         }
+    }
+
+    /// Detaches a server that holds all data up to an offset, and cannot follow any further.
+    async fn leave_alone(&mut self) -> Left {
+        let left = self.leave_the_link(None).await;
+        let settings = self.put_settings_back().await;
+        Left::in_order(match left {
+            Ok(_) => format!(
+                "the server was detached (REPLICAOF NO ONE) and holds all that the primary had before it{settings}"
+            ),
+            Err(NotOurs::TakenOver(how)) => {
+                return Left::as_it_is(format!("the server {how} and is left as it is{settings}"));
+            }
+            Err(NotOurs::Unknown(error)) => format!(
+                "the server holds all that the primary had before it, and could not be told to leave our closed link {} ({error}): \
+                 REPLICAOF NO ONE detaches it{settings}",
+                self.link
+            ),
+        })
     }
 
     /// Points a server at the primary whose data set was complete. Its own replication fetches the rest.

@@ -260,7 +260,12 @@ impl Keeper {
         if let Some(before) = self.target.diskless_load.clone() {
             // Straight from the link, without a file, where there is nothing to lose by it.
             let empty = self.target.facts.keys() == 0 || self.target.unfinished;
-            let wanted = if empty { "on-empty-db" } else { "flush-before-load" };
+            let wanted = match (empty, &self.target.conversion) {
+                (true, _) => "on-empty-db",
+                (false, None) => "flush-before-load",
+                // A conversion may be refused in its middle. From a file the server loads all or nothing.
+                (false, Some(_)) => "disabled",
+            };
             if before != "swapdb" {
                 if self
                     .record

@@ -78,6 +78,9 @@ impl Keeper {
             }
             None => return no("we may not read replica-read-only"),
         }
+        if self.target.conversion.is_some() {
+            return no("the snapshot is converted for it");
+        }
         if self.args.state_dir.is_some() {
             return no("with --state-dir the snapshot comes from files");
         }

@@ -1,0 +1,199 @@
+//! Conversion: what a server of another family, or of an older version, is given (`--convert`).
+//!
+//! The snapshot is rewritten on its way to the server ([`remora_redis::rdb::Converter`]). Its stream cannot be: an
+//! offset counts its bytes. So a command that the server does not know must not be in it: before the sync the primary's
+//! own counters are asked, and while the agent feeds the stream each command is looked at before it is sent on.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use remora_redis::aof::Known;
+use remora_redis::commands::{self, Release};
+use remora_redis::info::Info;
+use remora_redis::rdb::{Converter, Format, Options};
+use remora_redis::resp::Frame;
+
+use crate::args::LeftOut;
+use crate::exit::Failure;
+use crate::server::{Client, Facts, Family, ServerUrl, Version};
+
+/// The first version of Redis, and all of Valkey, that list the names of their commands alone.
+const LISTS_COMMANDS: Version = Version { major: 7, minor: 0, patch: 0 };
+
+/// Names that a refusal shows.
+const SHOWN_NAMES: usize = 8;
+
+/// A command that servers of these families write into their stream as other ones.
+struct Rewritten {
+    name: &'static str,
+    by: &'static [Family],
+    /// What the stream has in its place; a replica needs all of them.
+    becomes: &'static [&'static str],
+}
+
+const BOTH: &[Family] = &[Family::Redis, Family::Valkey];
+
+/// Measured with the servers that docs/migration.md names.
+const REWRITTEN: [Rewritten; 12] = [
+    Rewritten { name: "lmpop", by: BOTH, becomes: &["lpop", "rpop"] },
+    Rewritten { name: "blmpop", by: BOTH, becomes: &["lpop", "rpop"] },
+    Rewritten { name: "zmpop", by: BOTH, becomes: &["zpopmin", "zpopmax"] },
+    Rewritten { name: "bzmpop", by: BOTH, becomes: &["zpopmin", "zpopmax"] },
+    Rewritten { name: "hexpire", by: BOTH, becomes: &["hpexpireat"] },
+    Rewritten { name: "hpexpire", by: BOTH, becomes: &["hpexpireat"] },
+    Rewritten { name: "hexpireat", by: BOTH, becomes: &["hpexpireat"] },
+    Rewritten { name: "hgetex", by: BOTH, becomes: &["hpexpireat", "hpersist"] },
+    // Valkey 9.1 writes it as it is.
+    Rewritten { name: "hgetdel", by: &[Family::Redis], becomes: &["hdel"] },
+    Rewritten { name: "getex", by: BOTH, becomes: &["pexpireat", "persist"] },
+    Rewritten { name: "delifeq", by: &[Family::Valkey], becomes: &["del"] },
+    Rewritten { name: "delex", by: &[Family::Redis], becomes: &["del"] },
+];
+
+/// What is known of a server that a snapshot is converted for.
+#[derive(Clone, Debug)]
+pub(super) struct Conversion {
+    /// The format that it reads.
+    format: Format,
+    /// What is left out of the snapshot.
+    left_out: Options,
+    /// What it knows of the stream.
+    pub(super) known: Arc<Known>,
+}
+
+impl Conversion {
+    /// Asks a server.
+    ///
+    /// # Errors
+    /// It does not tell its version or its commands.
+    pub(super) async fn of(client: &mut Client, facts: &Facts, leave_out: &[LeftOut]) -> Result<Conversion, Failure> {
+        let Some(version) = facts.version else {
+            let url = client.server().url();
+            return Err(Failure::refused(format!(
+                "the server {url} does not tell its version (INFO server), so that no snapshot can be converted for it: \
+                 omit --convert"
+            )));
+        };
+        let (is_valkey, Version { major, minor, .. }) = (facts.family == Family::Valkey, version);
+        let release = Release { family: if is_valkey { "Valkey" } else { "Redis" }, major, minor };
+        let format = Format::of_server(is_valkey, (major, minor));
+        let answer = match facts.has_redis(LISTS_COMMANDS) {
+            true => client.command(&["COMMAND", "LIST"]).await?,
+            false => client.command(&["COMMAND"]).await?,
+        };
+        let left_out = Options {
+            drop_field_expiry: leave_out.contains(&LeftOut::FieldExpiry),
+            skip_modules: leave_out.contains(&LeftOut::ModuleKeys),
+            skip_functions: leave_out.contains(&LeftOut::Functions),
+        };
+        Ok(Conversion { format, left_out, known: Arc::new(Known { commands: names(answer), release }) })
+    }
+
+    /// A conversion of one snapshot.
+    pub(super) fn converter(&self) -> Converter {
+        Converter::new(self.format, self.left_out)
+    }
+
+    /// Whether fields of hashes lose the time at which they expire.
+    pub(super) fn drops_field_expiry(&self) -> bool {
+        self.left_out.drop_field_expiry
+    }
+
+    /// Refuses a primary that has run commands which the server does not know: they come again. `ran`: its `INFO
+    /// commandstats`.
+    pub(super) fn check_commands(&self, ran: &Info, by: Family, url: &ServerUrl) -> Result<(), Failure> {
+        let unknown: Vec<&str> = self.unknown_of(ran, by).collect();
+        if unknown.is_empty() {
+            return Ok(());
+        }
+        let more = unknown.len().saturating_sub(SHOWN_NAMES);
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        let shown = unknown.iter().take(SHOWN_NAMES).map(|name| name.to_uppercase()).collect::<Vec<_>>().join(", ");
+        Err(Failure::refused(format!(
+            "the primary has run commands that the server {url} does not know, and which would fail there: {shown}{more} \
+             (INFO commandstats). If no client sends them any more, reset the counters with CONFIG RESETSTAT"
+        )))
+    }
+
+    fn unknown_of<'i>(&self, ran: &'i Info, by: Family) -> impl Iterator<Item = &'i str> {
+        let names = ran.iter().filter_map(|(field, _)| field.strip_prefix("cmdstat_"));
+        names.filter(move |name| {
+            // A command of a module is in no table, and can write.
+            let writes = commands::find(name.as_bytes()).map_or(WRITES_OF_MODULES.contains(name), |known| known.writes);
+            writes && !self.knows(name, by)
+        })
+    }
+
+    /// Whether the server knows a command, or what the primary's stream has in its place.
+    fn knows(&self, name: &str, by: Family) -> bool {
+        let has = |name: &str| self.known.commands.contains(name.split('|').next().unwrap_or(name));
+        let rewritten = REWRITTEN.iter().find(|rewritten| rewritten.name == name && rewritten.by.contains(&by));
+        match rewritten {
+            Some(rewritten) => rewritten.becomes.iter().all(|name| has(name)),
+            None => has(name),
+        }
+    }
+}
+
+/// Commands that write of the modules that are a part of Redis 8. Those of other modules come with a module that the
+/// server lacks, whose keys are refused.
+const WRITES_OF_MODULES: [&str; 3] = ["vadd", "vrem", "vsetattr"];
+
+/// The names in an answer to `COMMAND` or `COMMAND LIST`.
+fn names(answer: Frame) -> BTreeSet<String> {
+    let Frame::Array(commands) = answer else { return BTreeSet::new() };
+    let name = |command: Frame| match command {
+        Frame::Array(fields) => fields.first().and_then(Frame::as_str).map(str::to_ascii_lowercase),
+        name => name.as_str().map(str::to_ascii_lowercase),
+    };
+    commands.into_iter().filter_map(name).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    fn conversion(known: &[&str]) -> Conversion {
+        let commands = known.iter().map(|name| (*name).to_owned()).collect();
+        let release = Release { family: "Valkey", major: 8, minor: 1 };
+        Conversion {
+            format: Format::COMMON,
+            left_out: Options::default(),
+            known: Arc::new(Known { commands, release }),
+        }
+    }
+
+    #[test]
+    fn a_primary_that_has_run_what_the_server_lacks_is_refused_by_name() {
+        let url: ServerUrl = "redis://h:1".parse().unwrap();
+        let ran = |names: &[&str]| {
+            let text: String = names.iter().map(|name| format!("cmdstat_{name}:calls=1,usec=2\r\n")).collect();
+            Info::parse(text.as_bytes())
+        };
+        let conversion = conversion(&["set", "xgroup", "get", "lpop", "rpop", "hdel", "del"]);
+        for fine in [&["set", "get", "xgroup|create"][..], &["lmpop"], &["hgetdel", "delex"], &["ft.search", "vsim"]] {
+            conversion.check_commands(&ran(fine), Family::Redis, &url).unwrap();
+        }
+        let refused = conversion.check_commands(&ran(&["set", "hexpire", "vadd", "xackdel"]), Family::Redis, &url);
+        let refused = refused.unwrap_err();
+        for name in ["HEXPIRE", "VADD", "XACKDEL", "redis://h:1", "CONFIG RESETSTAT"] {
+            assert!(refused.message.contains(name), "{refused}");
+        }
+        for (name, by) in [("function|load", Family::Redis), ("hgetdel", Family::Valkey), ("delifeq", Family::Redis)] {
+            assert!(conversion.check_commands(&ran(&[name]), by, &url).is_err(), "{name}");
+        }
+    }
+
+    #[test]
+    fn both_answers_name_the_commands() {
+        let text = |text: &str| Frame::Bulk(text.as_bytes().to_vec());
+        let list = Frame::Array(vec![text("GET"), text("set")]);
+        let rows =
+            Frame::Array(vec![Frame::Array(vec![text("get"), Frame::Integer(2)]), Frame::Array(vec![text("set")])]);
+        let wanted: BTreeSet<String> = ["get", "set"].map(str::to_owned).into();
+        assert_eq!(names(list), wanted);
+        assert_eq!(names(rows), wanted);
+    }
+}

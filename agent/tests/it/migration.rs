@@ -1,0 +1,174 @@
+//! Migration: a server of the other family, or of an older version, becomes an exact replica (`--convert`), and the way
+//! back is a partial resynchronisation.
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+use remora_lab::contents::{Contents, differences};
+use remora_lab::server::wait_until;
+use remora_lab::workload::{Abilities, Options, Workload, fill_with};
+use remora_lab::{Kind, Server, require};
+
+use crate::exact::assert_same_content;
+use crate::kit::{BACKLOG, LONG, Source, ends, number, primary, says, syncs};
+
+/// Commands that the writer sends before and after a switch.
+const WRITES: u64 = 3_000;
+
+/// What both servers know.
+pub(crate) fn of_both(one: &Server, other: &Server) -> Abilities {
+    let of = |server: &Server| Abilities::of(&mut server.client().unwrap()).unwrap();
+    of(one).and(of(other))
+}
+
+/// Writes every kind of change that both servers know.
+pub(crate) fn writer(to: &Server, abilities: Abilities) -> Workload {
+    let options = Options {
+        big_bytes: 1 << 20,
+        abilities: Some(abilities),
+        ..Options::seeded(remora_lab::random::seed("workload"))
+    };
+    Workload::start(to.client().unwrap(), options.rate(4_000)).unwrap()
+}
+
+/// Makes `new` a replica of `old` under every kind of write, promotes it, lets the old one follow it, and goes back.
+/// Full copies: one, for the source.
+pub(crate) fn there_and_back(old: &Server, new: &Server) {
+    let abilities = of_both(old, new);
+    fill_with(&mut old.client().unwrap(), 7, abilities).unwrap();
+    let writing = writer(old, abilities);
+    writing.wait_for(WRITES);
+    let source = Source::start(old, &[]);
+    let agent = source.replicate(new, &["--convert"]);
+    drop(agent);
+    writing.wait_for(WRITES);
+    writing.stop().unwrap();
+    assert_same(old, new);
+    assert_eq!(number(new, "unexpected_error_replies"), 0);
+    source.stop();
+
+    let copies = syncs(old).0;
+    switch(old, new);
+    let writing = writer(new, abilities);
+    writing.wait_for(WRITES);
+    writing.stop().unwrap();
+    assert_same(new, old);
+    assert_eq!(syncs(new).0, 0, "the old primary follows without a full copy");
+    switch(new, old);
+    old.client().unwrap().ok(&["SET", "written last", "at the old primary"]).unwrap();
+    assert_same(old, new);
+    assert_eq!((syncs(old).0, syncs(new).0), (copies, 0), "the way back needs no full copy");
+}
+
+/// Promotes a replica, and has its primary follow it.
+fn switch(primary: &Server, replica: &Server) {
+    primary.client().unwrap().ok(&["CLIENT", "PAUSE", "60000", "WRITE"]).unwrap();
+    assert_same(primary, replica);
+    replica.client().unwrap().ok(&["REPLICAOF", "NO", "ONE"]).unwrap();
+    let port = replica.port().to_string();
+    primary.client().unwrap().ok(&["REPLICAOF", "127.0.0.1", &port]).unwrap();
+    primary.wait_for_link(LONG).unwrap();
+    primary.client().unwrap().ok(&["CLIENT", "UNPAUSE"]).unwrap();
+}
+
+/// As [`assert_same_content`]; says what differs.
+fn assert_same(primary: &Server, replica: &Server) {
+    let compared = catch_unwind(AssertUnwindSafe(|| assert_same_content(primary, replica)));
+    if let Err(panic) = compared {
+        let of = |server: &Server| Contents::of(&mut server.client().unwrap()).unwrap();
+        eprintln!("primary / replica: {:#?}", differences(&of(primary), &of(replica), 20));
+        resume_unwind(panic);
+    }
+}
+
+fn both() -> Option<(Kind, Kind)> {
+    Some((require::redis()?, require::valkey()?))
+}
+
+#[test]
+fn valkey_becomes_redis_and_goes_back_without_another_copy() {
+    let Some((redis, valkey)) = both() else { return };
+    let (old, new) = (primary(valkey).start().unwrap(), primary(redis).start().unwrap());
+    there_and_back(&old, &new);
+}
+
+#[test]
+fn redis_becomes_valkey_and_goes_back_without_another_copy() {
+    let Some((redis, valkey)) = both() else { return };
+    let (old, new) = (primary(redis).start().unwrap(), primary(valkey).start().unwrap());
+    there_and_back(&old, &new);
+}
+
+#[test]
+fn what_the_server_cannot_hold_is_refused_before_it_is_touched_or_left_out_if_asked() {
+    let Some((redis, valkey)) = both() else { return };
+    let (old, new) = (primary(valkey).start().unwrap(), primary(redis).start().unwrap());
+    let client = &mut old.client().unwrap();
+    client.ok(&["SET", "string", "value"]).unwrap();
+    client.int(&["HSET", "hash", "field", "value", "other", "value"]).unwrap();
+    let source = Source::start(&old, &[]);
+    new.client().unwrap().ok(&["SET", "own", "data"]).unwrap();
+    // Without the option, the versions alone are a reason.
+    says(&ends(&mut source.replica(&new, &["--replace"]), 3), &["RDB version", "--convert"]);
+    client.call(&["HPEXPIREAT", "hash", "4102444800000", "FIELDS", "1", "field"]).unwrap();
+    for more in [&["--convert", "--replace"][..], &["--convert", "--replace", "--dry-run"]] {
+        says(&ends(&mut source.replica(&new, more), 3), &["fields that expire", "1 hash"]);
+    }
+    // The command that made them is known to the primary's counters.
+    let more = ["--convert", "--replace", "--leave-out", "field-expiry"];
+    says(&ends(&mut source.replica(&new, &more), 3), &["HPEXPIREAT", "CONFIG RESETSTAT"]);
+    assert_eq!(new.client().unwrap().bytes(&["GET", "own"]).unwrap(), Some(b"data".to_vec()));
+    client.ok(&["CONFIG", "RESETSTAT"]).unwrap();
+    says(&ends(&mut source.replica(&new, &more), 0), &["left out: a hash whose fields expire", "hash"]);
+    let read = |name: &str| new.client().unwrap().list(&["HVALS", name]).unwrap().len();
+    assert_eq!((read("hash"), new.client().unwrap().bytes(&["GET", "own"]).unwrap()), (2, None));
+}
+
+#[test]
+fn a_command_that_the_server_does_not_know_ends_the_sync_before_it() {
+    let Some((redis, valkey)) = both() else { return };
+    for words in
+        [&["SET", "conditional", "new", "IFEQ", "old"][..], &["HSETEX", "hash", "EX", "100", "FIELDS", "1", "f", "v"]]
+    {
+        let (old, new) = (primary(valkey).start().unwrap(), primary(redis).start().unwrap());
+        let client = &mut old.client().unwrap();
+        client.ok(&["SET", "conditional", "old"]).unwrap();
+        let source = Source::start(&old, &[]);
+        let mut agent = source.replica(&new, &["--convert", "--stay"]);
+        agent.wait_for_line("in step; staying", LONG).unwrap();
+        client.ok(&["SET", "before", "it"]).unwrap();
+        client.call(words).unwrap();
+        client.ok(&["SET", "after", "it"]).unwrap();
+        says(&ends(&mut agent, 3), &[words[0], "which the server does not know", "offset"]);
+        let read = |name: &str| new.client().unwrap().bytes(&["GET", name]).unwrap();
+        assert_eq!((read("before"), read("after")), (Some(b"it".to_vec()), None), "{words:?}");
+        assert_eq!(new.fact("role").unwrap(), "master", "it is detached");
+        assert_eq!(number(&new, "unexpected_error_replies"), 0);
+    }
+}
+
+#[test]
+fn an_older_redis_follows_a_newer_valkey_over_tcp_and_from_a_state_directory() {
+    let Some((redis, valkey)) = both() else { return };
+    let old = primary(valkey).config("repl-backlog-size", BACKLOG).start().unwrap();
+    let plain = [Server::builder(redis).start().unwrap(), Server::builder(redis).start().unwrap()];
+    let abilities = of_both(&old, &plain[0]);
+    fill_with(&mut old.client().unwrap(), 11, abilities).unwrap();
+    let source = Source::start(&old, &[]);
+    let folder = tempfile::tempdir().unwrap();
+    let state = folder.path().join("state").display().to_string();
+    let mut agents = [
+        source.replica(&plain[0], &["--convert", "--transport", "tcp"]),
+        source.replica(&plain[1], &["--convert", "--state-dir", &state]),
+    ];
+    for agent in &mut agents {
+        agent.wait_for_success(LONG).unwrap();
+    }
+    for replica in &plain {
+        wait_until("the replica to follow", LONG, || {
+            Ok(replica.wait_for_link(LONG).map_err(|error| error.to_string()))
+        })
+        .unwrap();
+        assert_same(&old, replica);
+    }
+    assert_eq!(syncs(&old).0, 1, "one snapshot for both");
+}
