@@ -75,7 +75,7 @@ fn a_server_in_the_middle_of_its_load_gets_nothing_of_it_and_is_in_step_once_the
         right.configure("rdb-key-save-delay", "0").unwrap();
         let _source = replaced(&stage, source, &right, &[]);
         if stay {
-            agent.wait_for_line("in step; staying", LONG).unwrap();
+            agent.wait_for_event("in_step", LONG).unwrap();
             assert!(!has_foreign_data(&server), "{kind}");
             agent.signal(Signal::TERM).unwrap();
         }
@@ -145,7 +145,7 @@ fn a_fetch_and_a_backup_in_the_middle_take_nothing_of_it_and_go_on_when_the_righ
             let scene = Scene::new(slow(kind), &[]);
             let to = scene.stage.path(if command == "fetch" { "dump.rdb" } else { "backups" });
             let mut agent = scene.start(command, &to, &[]);
-            agent.wait_for_line("the snapshot arrives", LONG).unwrap();
+            agent.wait_for_event("snapshot_arrives", LONG).unwrap();
             let args = strs_of(&scene, command, &to);
             let Scene { stage, primary, source } = scene;
             let other = foreign(kind);
@@ -165,7 +165,7 @@ fn a_fetch_and_a_backup_in_the_middle_take_nothing_of_it_and_go_on_when_the_righ
             again[at + 1].clone_from(&to);
             again.extend(["--retry-for".to_owned(), "2s".to_owned()]);
             let mut agent = stage.start(None, &strs(&again));
-            agent.wait_for_line("the snapshot arrives", LONG).unwrap();
+            agent.wait_for_event("snapshot_arrives", LONG).unwrap();
             let _foreign = replaced(&stage, source, &other, &[]);
             says(&ends(&mut agent, 5), &[ANOTHER]);
             let rdb = std::fs::read_dir(&to).map_or(0, |folder| {

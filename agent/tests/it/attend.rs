@@ -92,7 +92,7 @@ impl Scene {
         ports.iter().for_each(|port| args.extend(["--primary-port", port]));
         args.extend(more);
         let mut agent = self.stage.start(Some(&self.host), &args);
-        agent.wait_for_line("attending", LONG).unwrap();
+        agent.wait_for_event("attending", LONG).unwrap();
         agent
     }
 
@@ -251,7 +251,7 @@ fn a_partial_resynchronisation_that_the_primary_can_serve_is_the_primarys() {
 fn a_server_whose_agent_is_killed_takes_a_native_sync_within_seconds() {
     for kind in require::kinds() {
         let Some(scene) = Scene::new(kind) else { return };
-        for phase in ["attending", "the server asks for a full copy", "loading", "handing the server over"] {
+        for phase in ["attending", "copy_served", "loading", "handing_over"] {
             let server = scene.server(quick(kind));
             let mut agent = scene.attend_the_primary(&server);
             if phase == "loading" {
@@ -263,7 +263,7 @@ fn a_server_whose_agent_is_killed_takes_a_native_sync_within_seconds() {
             match phase {
                 "attending" => {}
                 "loading" => wait_until_loading(&server),
-                line => _ = agent.wait_for_line(line, LONG).unwrap(),
+                event => _ = agent.wait_for_event(event, LONG).unwrap(),
             }
             agent.kill().unwrap();
             let killed = Instant::now();

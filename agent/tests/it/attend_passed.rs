@@ -37,7 +37,7 @@ fn a_snapshot_that_is_aborted_ends_the_connection_of_the_server_that_receives_it
             .unwrap();
             scene.primary.client().unwrap().int(&["CLIENT", "KILL", "TYPE", "replica"]).unwrap();
             scene.primary.configure("rdb-key-save-delay", "0").unwrap();
-            agent.wait_for_line("the source has given up its snapshot", LONG).unwrap();
+            agent.wait_for_event("snapshot_given_up", LONG).unwrap();
             handed_over(&agent, &server, 1);
             assert_same_data(&scene.primary, &server);
         }

@@ -40,7 +40,7 @@ fn attend(scene: &Scene, server: &Server, port: &str, sources: &[SocketAddr]) ->
         args.extend(["--sources", &others]);
     }
     let mut agent = scene.stage.start(Some(&scene.host), &args);
-    agent.wait_for_line("attending", LONG).unwrap();
+    agent.wait_for_event("attending", LONG).unwrap();
     agent
 }
 
@@ -194,7 +194,7 @@ fn a_source_whose_server_is_cut_off_after_the_attended_one_has_joined_is_given_u
         }
         let mut agent = attend(&scene, &server, PORT, &[source.address]);
         server.replicate(&scene.primary).unwrap();
-        agent.wait_for_line("the source serves it", LONG).unwrap();
+        agent.wait_for_event("copy_served", LONG).unwrap();
         wait_until("the follower to be asked for a snapshot", LONG, || {
             let asked = number(&beside, "connected_slaves");
             Ok(if asked > 0 { Ok(()) } else { Err("not yet".to_owned()) })

@@ -80,7 +80,7 @@ fn a_server_whose_load_breaks_three_times_is_reported_and_left_empty() {
         load_slowly(&replica, 1000);
         let source = Source::start(&primary, &["--memory", "64MiB"]);
         let mut agent = source.replica(&replica, &[]);
-        let line = agent.wait_for_line("listening for the link", LONG).unwrap();
+        let line = agent.wait_for_event("link_listening", LONG).unwrap();
         let link = line.split("link=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap().parse().unwrap();
         wait_until("the agent to end", LONG, || {
             if agent.ended()?.is_some() {
@@ -222,7 +222,7 @@ fn is_overtaken(kind: Kind, module: bool, backlog: &str) {
     load_slowly(&slow, 5_000);
     let source = Source::start(&primary, &["--memory", "64MiB", "--journal-memory", "8MiB", "--slot-size", "256KiB"]);
     let mut fed = source.replica(&fast, &["--name", "fast", "--stay"]);
-    fed.wait_for_line("in step; staying", LONG).unwrap();
+    fed.wait_for_event("in_step", LONG).unwrap();
     let mut overtaken = source.replica(&slow, &["--name", "slow", "--memory", "16MiB"]);
     wait_until("the slow server to load", LONG, || {
         let loading = slow.fact("loading")?;
@@ -313,7 +313,7 @@ fn writes_are_buffered_in_the_primary_only_while_it_takes_the_snapshot() {
         load_slowly(&replica, 1000);
         let mut source = Source::start(&primary, &["--memory", "256MiB"]);
         let mut agent = source.replica(&replica, &[]);
-        source.agent.wait_for_line("snapshot started", LONG).unwrap();
+        source.agent.wait_for_event("snapshot_started", LONG).unwrap();
         (0..4).for_each(|part| load_part(&primary, part));
         let meanwhile = buffered(&primary);
         source.wait_for_snapshot();

@@ -410,7 +410,7 @@ fn a_source_that_is_replaced_by_that_of_another_data_set_gives_the_file_nothing(
         scene.primary.configure("rdb-key-save-delay", "2000").unwrap();
         let mut server = scene.server(quick(kind));
         let mut agent = scene.deliver_to_new(&server, &[]);
-        agent.wait_for_line("the snapshot arrives", LONG).unwrap();
+        agent.wait_for_event("snapshot_arrives", LONG).unwrap();
         let other = foreign(kind);
         let Scene { stage, primary, source } = scene;
         let source = replaced(&stage, source, &other, &[]);

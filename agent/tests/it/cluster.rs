@@ -123,7 +123,7 @@ fn no_snapshot_is_used_that_was_taken_while_the_server_imported_slots() {
         pair.empty.configure("repl-diskless-sync-delay", if begins_after_the_request { "3" } else { "0" }).unwrap();
         let asked = begins_after_the_request.then(|| {
             let mut source = Source::start(&pair.empty, &["--eager"]);
-            source.agent.wait_for_line("requesting a snapshot", LONG).unwrap();
+            source.agent.wait_for_event("snapshot_requested", LONG).unwrap();
             wait_until("the server to be asked", LONG, || {
                 let waiting = pair.empty.fact("connected_slaves")?;
                 Ok(if waiting == "1" { Ok(()) } else { Err(waiting) })

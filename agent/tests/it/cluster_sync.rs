@@ -59,7 +59,7 @@ impl Scene {
         args.extend(["--listen-port", &port, "--retry-for", "10s"]);
         ports.iter().for_each(|port| args.extend(["--primary-port", port]));
         let mut agent = self.stage.start(Some(&self.host), &args);
-        agent.wait_for_line("attending", LONG).unwrap();
+        agent.wait_for_event("attending", LONG).unwrap();
         agent
     }
 

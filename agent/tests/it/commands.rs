@@ -89,7 +89,7 @@ fn late_joiner(kind: Kind, said: &[&str], options: &[&str], more: &[&str]) -> (S
     let late = talkative(&stage, kind);
     if more.contains(&"--stay") {
         let mut agent = source.replica(&late, more);
-        agent.wait_for_line("in step", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         assert_same_data(&primary, &late);
         agent.signal(rustix::process::Signal::TERM).unwrap();
         agent.wait_for_success(LONG).unwrap();

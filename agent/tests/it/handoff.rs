@@ -316,7 +316,7 @@ fn a_server_that_has_loaded_when_the_primary_restarts_is_left_to_its_own_replica
         primary.restart().unwrap();
         writer.join().unwrap();
         fill_keys(&primary, 50, "new");
-        agent.wait_for_line("handing the server over", LONG).unwrap();
+        agent.wait_for_event("handing_over", LONG).unwrap();
         succeeds(&mut agent, &replica);
         // The other history has nothing of the first: only its own 50 keys.
         assert_same_data(&primary, &replica);
@@ -490,7 +490,7 @@ fn a_setting_changed_for_the_sync_is_put_back_after_success_failure_and_crash() 
 /// An agent whose server is in the middle of loading.
 fn loading(stage: &Stage, replica: &Server, source: &Source) -> Agent {
     let mut agent = stage.replica(&replica.url(), source.address, &[]);
-    agent.wait_for_line("follows our link", LONG).unwrap();
+    agent.wait_for_event("link_followed", LONG).unwrap();
     wait_until("the server to load", LONG, || {
         let info = replica.client()?.call(&["INFO", "persistence"])?;
         let is_loading = matches!(&info, Frame::Bulk(text) if String::from_utf8_lossy(text).contains("\nloading:1"));

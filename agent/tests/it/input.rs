@@ -367,7 +367,7 @@ fn unauthenticated_connections_do_not_harm_a_sync() {
     succeeds(&mut agent, &replica);
     assert!(!agent.output().contains("trying again"), "{}", agent.output());
     assert_same_data(&primary, &replica);
-    source.agent.wait_for_line("connection rejected", LONG).unwrap();
+    source.agent.wait_for_event("connection_rejected", LONG).unwrap();
     assert!(source.agent.peak_memory() < 400 << 20, "{}", source.agent.peak_memory());
 
     // A replica that joins while the listener is crowded is accepted between the others, or retries until it is.
@@ -476,7 +476,7 @@ fn a_limit_of_descriptors_that_is_too_low_for_the_replicas_is_named() {
     says(&said, &["--max-replicas 1024", "4352", "1024 (RLIMIT_NOFILE)", "at most 192"]);
     assert_eq!(number(&server, "sync_full"), 0);
     // The default number fits into the usual limit.
-    within(&stage, "-n 1024", &args).wait_for_line("source ready", LONG).unwrap();
+    within(&stage, "-n 1024", &args).wait_for_event("source_ready", LONG).unwrap();
 }
 
 #[test]
@@ -511,7 +511,7 @@ fn an_agent_that_is_stopped_while_its_server_loads_leaves_it_as_was_chosen() {
         ];
         for (signal, why, chosen, left) in cases {
             let mut agent = stage.replica(&replica.url(), source.address, chosen);
-            agent.wait_for_line("follows our link", LONG).unwrap();
+            agent.wait_for_event("link_followed", LONG).unwrap();
             wait_until_loading(&replica);
             agent.signal(signal).unwrap();
             let said = ends(&mut agent, 7);
@@ -594,7 +594,7 @@ fn a_database_that_the_primary_uses_only_while_the_agent_waits_is_found_before_a
         let mut client = primary.client().unwrap();
         client.ok(&["BGSAVE"]).unwrap();
         let mut agent = stage.replica(&server.url(), source.address, &[]);
-        agent.wait_for_line("waiting:", LONG).unwrap();
+        agent.wait_for_event("snapshot_awaited", LONG).unwrap();
         client.ok(&["SELECT", "4"]).unwrap();
         client.ok(&["SET", "a", "1"]).unwrap();
         says(&ends(&mut agent, 3), &["databases 5 or more", "not touched"]);
@@ -654,7 +654,7 @@ fn two_agents_never_work_on_one_server_or_with_one_state_folder() {
     let mut first = stage.replica(&one.url(), source.address, &["--stay"]);
     let mut second = stage.replica(&other.url(), source.address, &["--stay", "--state-dir", &state]);
     for agent in [&mut first, &mut second] {
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
     }
     let output = ends(&mut stage.replica(&one.url(), source.address, &["--replace"]), 3);
     says(&output, &["another remora replica works on the server", &one.address().to_string()]);

@@ -76,7 +76,7 @@ fn the_source_touches_a_new_table_before_the_server_forks(kind: Kind) {
     source.wait_for_snapshot();
     source.wait_for_slots(&mut agent, 1);
     agent.kill().unwrap();
-    source.agent.wait_for_line("replica disconnected", LONG).unwrap();
+    source.agent.wait_for_event("replica_disconnected", LONG).unwrap();
     // The next snapshot is another one.
     source.wait_for_status("the snapshot to be too old", |status| status["generation"].is_null());
 

@@ -44,7 +44,7 @@ fn while_both_load(kind: Kind, what: &str, replicas: usize, move_them: impl Fn(&
     scene.nodes.iter().for_each(wait_until_loading);
     if kind == Kind::Valkey9 && replicas == 0 {
         for source in &mut scene.sources[..BOTH] {
-            source.agent.wait_for_line("the server waits for this source no more", LONG).unwrap();
+            source.agent.wait_for_event("slot_moves_free", LONG).unwrap();
         }
     }
     let keys = |server: &Server| server.client().unwrap().int(&["DBSIZE"]).unwrap();
@@ -118,7 +118,7 @@ fn a_node_that_joins_after_slots_have_moved_does_not_run_what_moved_them() {
         join(&scene.nodes[0], &shard);
         handed_over(&agents[0], &scene.nodes[0], 1);
         if kind == Kind::Valkey9 {
-            scene.sources[0].agent.wait_for_line("the server waits for this source no more", LONG).unwrap();
+            scene.sources[0].agent.wait_for_event("slot_moves_free", LONG).unwrap();
         }
         let [left, got] = [0, 1].map(|shard| &scene.cluster.shards[shard].primary);
         let before = syncs(left).0;

@@ -162,8 +162,8 @@ fn is_cut(kind: Kind, module: bool, keeps: bool) {
     };
     source.wait_for_slots(&mut agent, A_QUARTER);
     hosts.there.cut().unwrap();
-    agent.wait_for_line("trying again in", CUT * 3).unwrap();
-    source.agent.wait_for_line("replica disconnected", CUT * 3).unwrap();
+    agent.wait_for_event("source_lost", CUT * 3).unwrap();
+    source.agent.wait_for_event("replica_disconnected", CUT * 3).unwrap();
     hosts.there.heal().unwrap();
     succeeds(&mut agent, &hosts.replica);
     hosts.assert_one_snapshot_once(&source);
@@ -187,7 +187,7 @@ fn a_killed_source_is_reported_and_its_successor_is_read_from_the_beginning() {
         source.wait_for_slots(&mut agent, A_QUARTER);
         let (address, generation) = (source.address, source.generation());
         source.agent.kill().unwrap();
-        let warning = agent.wait_for_line("trying again in", LONG).unwrap();
+        let warning = agent.wait_for_event("source_lost", LONG).unwrap();
         says(&warning, &["WARN", "the source", &address.to_string()]);
 
         let source = hosts.source_again(address);
@@ -212,8 +212,8 @@ fn a_primary_killed_while_it_makes_the_snapshot_is_asked_again_when_it_is_back()
         let mut agent = stage.replica(&replica.url(), source.address, &[]);
         source.wait_for_slots(&mut agent, 2);
         primary.kill().unwrap();
-        says(&source.agent.wait_for_line("snapshot failed", LONG).unwrap(), &["WARN"]);
-        agent.wait_for_line("given up its snapshot", LONG).unwrap();
+        says(&source.agent.wait_for_event("snapshot_failed", LONG).unwrap(), &["WARN"]);
+        agent.wait_for_event("snapshot_given_up", LONG).unwrap();
 
         primary.restart().unwrap();
         fill_keys(&primary, 300, "new");
@@ -235,10 +235,10 @@ fn a_primary_that_restarts_while_its_snapshot_is_being_loaded_causes_a_new_gener
         let mut agent = stage.replica(&replica.url(), source.address, &[]);
         source.wait_for_snapshot();
         let generation = source.generation();
-        agent.wait_for_line("follows our link", LONG).unwrap();
+        agent.wait_for_event("link_followed", LONG).unwrap();
         primary.restart().unwrap();
         fill_keys(&primary, 300, "new");
-        source.agent.wait_for_line("replication stream lost", LONG).unwrap();
+        source.agent.wait_for_event("stream_lost", LONG).unwrap();
         succeeds(&mut agent, &replica);
         assert!(source.generation() > generation);
         assert_same_data(&primary, &replica);
@@ -262,7 +262,7 @@ fn a_server_that_restarts_while_it_loads_is_redirected_again() {
         })
         .unwrap();
         replica.restart().unwrap();
-        agent.wait_for_line("restarted", LONG).unwrap();
+        agent.wait_for_event("server_restarted", LONG).unwrap();
         succeeds(&mut agent, &replica);
         assert_same_data(&primary, &replica);
         assert_eq!(number(&primary, "sync_full"), 1);
@@ -284,7 +284,7 @@ fn a_server_that_another_client_takes_over_meanwhile_is_left_to_it() {
     primary.configure("rdb-key-save-delay", "1000").unwrap();
     let source = stage.source(&primary.url(), &[]);
     let mut agent = stage.replica(&replica.url(), source.address, &[]);
-    agent.wait_for_line("follows our link", LONG).unwrap();
+    agent.wait_for_event("link_followed", LONG).unwrap();
     wait_until("the server to be redirected", LONG, || {
         let answer = replica.client()?.ok(&["REPLICAOF", "127.0.0.1", &other.port().to_string()]);
         Ok(answer.map_err(|error| error.to_string()))

@@ -51,7 +51,7 @@ impl Scene {
         let (source, token) = (self.source.address.to_string(), self.source.token().display().to_string());
         let args = ["snapshot", "mount", "--source", &source, "--token-file", &token, "--spool", &self.spool];
         let mut mounted = self.stage.start(None, &[&args, &[directory.path()][..], more].concat());
-        mounted.wait_for_line("dump.rdb is there", LONG).unwrap();
+        mounted.wait_for_event("snapshot_mounted", LONG).unwrap();
         (mounted, directory)
     }
 
@@ -88,7 +88,7 @@ fn a_snapshot_is_copied_while_it_arrives_checked_and_loaded_by_another_server() 
         fs::create_dir(&clone).unwrap();
         let copied = Command::new("cp").arg(&file).arg(format!("{clone}/dump.rdb")).status().unwrap();
         assert!(copied.success(), "{kind}: {}", mounted.output());
-        mounted.wait_for_line("the whole snapshot has arrived", LONG).unwrap();
+        mounted.wait_for_event("snapshot_arrived", LONG).unwrap();
         let bytes = fs::read(&file).unwrap();
         assert_eq!(fs::metadata(&file).unwrap().len(), bytes.len() as u64);
         assert!(bytes.len() > MEBIBYTES << 20);
@@ -177,7 +177,7 @@ fn another_snapshot_is_another_file_and_no_byte_of_it_is_in_the_one_before() {
         before.read_exact_at(&mut begin, 0).unwrap();
         scene.primary.client().unwrap().ok(&["SET", "one", "more"]).unwrap();
         scene.source.restart(&scene.primary); // with all of its upload
-        mounted.wait_for_line("the whole snapshot has arrived", LONG).unwrap();
+        mounted.wait_for_event("snapshot_arrived", LONG).unwrap();
 
         let rest = (&before).read_to_end(&mut Vec::new()).unwrap_err();
         assert_eq!(rest.raw_os_error(), Some(Errno::IO.raw_os_error()));
@@ -241,7 +241,7 @@ fn a_source_that_is_replaced_by_that_of_another_data_set_gives_the_file_nothing(
         mounted.wait_for_line(ANOTHER, LONG).unwrap();
         assert_eq!(number(&other, "sync_full"), 0, "{kind}: the foreign primary has forked");
         let source = replaced(&stage, source, &primary, &[]); // with all of its upload
-        mounted.wait_for_line("the whole snapshot has arrived", LONG).unwrap();
+        mounted.wait_for_event("snapshot_arrived", LONG).unwrap();
         let file = directory.at("dump.rdb");
         assert!(fs::metadata(&file).unwrap().len() > (MEBIBYTES << 20) as u64);
         assert_sound(kind, &file);

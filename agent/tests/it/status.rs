@@ -46,7 +46,7 @@ fn a_status_says_how_far_a_replica_is_and_how_fast_it_reads() {
         let drawn = source.drawn_status();
         assert!(drawn_percent(&drawn) >= permille as f64 / 10.0 && drawn.contains("/s"), "{kind}: {drawn}");
 
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         source.wait_for_status("the replica to be whole", |status| status["replicas"][0]["percent_permille"] == 1000);
         assert_eq!(drawn_percent(&source.drawn_status()), 100.0);
         agent.signal(Signal::TERM).unwrap();
@@ -102,7 +102,7 @@ fn percent_and_time_left_are_of_the_whole_data_set_while_its_snapshot_is_taken()
         assert!(first.0 < 900 && end.0 > first.0 && end.1 > first.1, "{kind}: {seen:?}");
         assert_eq!(last["generation"]["percent_permille"], 1000, "{kind}: {last}");
 
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         let status = source
             .wait_for_status("the replica to be whole", |status| status["replicas"][0]["percent_permille"] == 1000);
         assert_eq!(status["replicas"][0]["left_seconds"], Value::Null);

@@ -28,7 +28,7 @@ fn staying(kind: Kind, server: Server) -> (Server, Source, Server, Agent) {
     fill_every_type(&mut primary.client().unwrap(), 5).unwrap();
     let source = Source::start(&primary, &["--memory", "128MiB"]);
     let mut agent = source.replica(&server, &["--stay"]);
-    agent.wait_for_line("in step; staying", LONG).unwrap();
+    agent.wait_for_event("in_step", LONG).unwrap();
     (primary, source, server, agent)
 }
 
@@ -94,7 +94,7 @@ fn a_server_that_was_pointed_elsewhere_during_its_load_by_file_is_not_emptied() 
         let source = Source::start(&primary, &["--memory", "128MiB"]);
         let limits = ["--replace", "--module-load", "off", "--download-limit", "8MiB", "--transport", "tcp"];
         let mut agent = source.replica(&server, &limits);
-        agent.wait_for_line("follows our link", LONG).unwrap();
+        agent.wait_for_event("link_followed", LONG).unwrap();
         let way = wait_until("the server to receive the snapshot", LONG, || Ok(way_of_loading(&server))).unwrap();
         if way == Way::Link {
             assert!(matches!(kind, Kind::Valkey9), "{}", agent.output());
@@ -121,7 +121,7 @@ fn a_server_that_was_written_to_while_the_agent_waited_is_not_overwritten() {
         // The primary runs a child for another purpose: the source has no snapshot to offer before it ends.
         primary.client().unwrap().ok(&["BGSAVE"]).unwrap();
         let mut agent = source.replica(&server, &[]);
-        agent.wait_for_line("waiting:", LONG).unwrap();
+        agent.wait_for_event("snapshot_awaited", LONG).unwrap();
         server.client().unwrap().ok(&["SET", "fresh", "1"]).unwrap();
         let said = ends(&mut agent, REFUSED);
         assert!(said.contains("--replace") && said.contains("not touched"), "{said}");
@@ -146,7 +146,7 @@ fn a_server_that_was_pointed_elsewhere_while_the_agent_waited_is_not_touched() {
         // The primary runs a child for another purpose: the source has no snapshot to offer before it ends.
         primary.client().unwrap().ok(&["BGSAVE"]).unwrap();
         let mut agent = source.replica(&server, &["--replace"]);
-        agent.wait_for_line("waiting:", LONG).unwrap();
+        agent.wait_for_event("snapshot_awaited", LONG).unwrap();
         server.replicate(&other).unwrap();
         server.wait_for_link(LONG).unwrap();
         let said = ends(&mut agent, TAKEN_OVER);
@@ -232,7 +232,7 @@ fn a_server_that_the_module_emptied_is_not_continued_on_nothing_when_the_agent_i
         server.wait_for_link(LONG).unwrap();
         let source = Source::start(&primary, &["--memory", "1GiB", "--module-capture", "off"]);
         let mut agent = source.replica(&server, &["--replace"]);
-        agent.wait_for_line("follows our link", LONG).unwrap();
+        agent.wait_for_event("link_followed", LONG).unwrap();
         // The module empties Redis, which answers no client meanwhile: the agent is killed just then. Valkey empties
         // itself after it has dropped its replication position (flush-before-load).
         let mut client = server.client().unwrap();

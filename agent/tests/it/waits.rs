@@ -99,12 +99,12 @@ fn a_server_that_is_full_or_busy_is_named_and_waited_for_by_every_command() {
         let mut first = source(&stage, &["--server", &top.url()]);
         first.wait_for_line(max_clients, LONG).unwrap();
         full.open();
-        first.wait_for_line("source ready", LONG).unwrap();
+        first.wait_for_event("source_ready", LONG).unwrap();
         let busy = Busy::make(&top);
         let mut second = source(&stage, &["--server", &top.url()]);
         second.wait_for_line(script, LONG).unwrap();
         busy.end();
-        second.wait_for_line("source ready", LONG).unwrap();
+        second.wait_for_event("source_ready", LONG).unwrap();
 
         // The replica's own server, and the primary.
         let source = stage.source(&top.url(), &[]);
@@ -167,7 +167,7 @@ fn a_server_that_starts_after_the_source_is_waited_for_and_so_is_a_group_without
         let mut agent = source(&stage, &["--server", &server.url()]);
         agent.wait_for_line("check that it is running", LONG).unwrap();
         server.restart().unwrap();
-        agent.wait_for_line("source ready", LONG).unwrap();
+        agent.wait_for_event("source_ready", LONG).unwrap();
 
         let sentinels = Sentinels::start(kind, &server, &[], &[]).unwrap();
         let list = sentinels.list();
@@ -176,7 +176,7 @@ fn a_server_that_starts_after_the_source_is_waited_for_and_so_is_a_group_without
         agent.wait_for_line("has no replica that is up and in step", LONG).unwrap();
         let replica = quick(kind).start().unwrap();
         replica.replicate(&server).unwrap();
-        agent.wait_for_line("source ready", LONG).unwrap();
+        agent.wait_for_event("source_ready", LONG).unwrap();
     }
 }
 
@@ -246,7 +246,7 @@ fn a_source_that_comes_late_is_read() {
     let mut fetch = stage.start(None, &["fetch", "--source", &at, "--token-file", &token, "--to", &to]);
     let mut agent = stage.replica(&server.url(), at.parse().unwrap(), &[]);
     for waiting in [&mut fetch, &mut agent] {
-        waiting.wait_for_line("trying again for", LONG).unwrap();
+        waiting.wait_for_event("retrying", LONG).unwrap();
     }
     let _source = stage.source_at(&at, None, &top.url(), &[]);
     ends(&mut fetch, 0);

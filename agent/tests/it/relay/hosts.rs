@@ -107,7 +107,7 @@ fn a_lender_slows_down(kind: Kind) {
     let took = began.elapsed();
     println!("{took:?} after the lender slowed down");
     assert!(took < MOVED_LIMIT, "{took:?}; the source:\n{}", source.agent.output());
-    source.agent.wait_for_line("replica assigned a different upstream", LONG).unwrap();
+    source.agent.wait_for_event("upstream_assigned", LONG).unwrap();
     assert_same_data(&primary, &reader.1);
 }
 

@@ -124,7 +124,7 @@ fn a_relay_is_killed(kind: Kind) {
     });
     let (mut first, mut second, mut third) = (agents.next().unwrap(), agents.next().unwrap(), agents.next().unwrap());
     second.kill().unwrap();
-    third.wait_for_line("no more slots come from another replica", LONG).unwrap();
+    third.wait_for_event("upstream_left", LONG).unwrap();
     for agent in [&mut first, &mut third] {
         agent.wait_for_success(LONG).unwrap();
     }
@@ -149,7 +149,7 @@ fn a_peer_lends_to_the_end(kind: Kind) {
     load(&primary, 24, MIB);
     let (servers, source) = (servers(kind, 2), source(&primary));
     let mut first = source.replica(&servers[0], &[&FAR[..], &["--name", "first", "--stay"]].concat());
-    first.wait_for_line("in step; staying", LONG).unwrap();
+    first.wait_for_event("in_step", LONG).unwrap();
     let before = served(&source);
     let limited = ["--name", "late", "--download-limit", "16MiB"];
     let mut late = source.replica(&servers[1], &[&FAR[..], &limited].concat());
@@ -179,7 +179,7 @@ fn keeps_the_limit(kind: Kind, limit: &str) {
     let (servers, source) = (servers(kind, 2), source(&primary));
     let head = ["--name", "head", "--zone", "east", limit, "4MiB", "--stay"];
     let mut first = source.replica(&servers[0], &[&FAR[..], &head].concat());
-    first.wait_for_line("in step; staying", LONG).unwrap();
+    first.wait_for_event("in_step", LONG).unwrap();
     let began = Instant::now();
     let mut second = source.replica(&servers[1], &[&FAR[..], &["--name", "tail", "--no-serve-peers"]].concat());
     let status = source.wait_for_status("the tail to read from the head", |status| {
@@ -215,7 +215,7 @@ fn a_relay_lingers(kind: Kind) {
     let brief = ["--name", "first", "--stay", "--linger", "1s"];
     let mut first = source.replica(&servers[0], &[&FAR[..], &brief].concat());
     let link = link_of(&mut first);
-    first.wait_for_line("in step; staying", LONG).unwrap();
+    first.wait_for_event("in_step", LONG).unwrap();
     assert!(TcpStream::connect(link).is_ok(), "the server may come again");
     // Takes six seconds, so the first replica ends in the middle.
     let mut late = source.replica(&servers[1], &[&FAR[..], &["--name", "late", "--download-limit", "4MiB"]].concat());
@@ -251,9 +251,9 @@ fn a_stranger_comes(kind: Kind) {
     load(&primary, 8, MIB);
     let (servers, source) = (servers(kind, 2), source(&primary));
     let mut first = source.replica(&servers[0], &[&FAR[..], &["--name", "first", "--stay"]].concat());
-    let line = first.wait_for_line("lending slots to other replicas", LONG).unwrap();
+    let line = first.wait_for_event("lending", LONG).unwrap();
     let door = line.split("listening=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap();
-    first.wait_for_line("in step; staying", LONG).unwrap();
+    first.wait_for_event("in_step", LONG).unwrap();
     stranger::has_no_success(door.parse().unwrap(), source.generation());
     // The relay still lends to a replica that has the token.
     let before = served(&source);
@@ -406,7 +406,7 @@ fn a_lender_cannot_have_its_readers_connect_elsewhere() {
         let liar = Liar::start_with(source.address, source.token(), Security::new(None, false), leads_to);
         let server = Server::start(kind).unwrap();
         let mut reader = source.replica(&server, &[&FAR[..], &["--name", "reader"]].concat());
-        let said = reader.wait_for_line("no more slots come from another replica", LONG).unwrap();
+        let said = reader.wait_for_event("upstream_left", LONG).unwrap();
         assert!(said.contains("liar") && said.contains("it leads to another address"), "{said}");
         reader.wait_for_success(LONG).unwrap();
         assert_same_data(&primary, &server);

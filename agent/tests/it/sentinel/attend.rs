@@ -74,7 +74,7 @@ fn a_known_replica_is_served_and_sentinel_sees_its_primary_all_the_time() {
         let (url, address, token) = (known.url(), source.address.to_string(), stage.token.display().to_string());
         let args = ["attend", "--server", &url, "--source", &address, "--token-file", &token];
         let mut agent = stage.start(Some(host), &[&args[..], &group].concat());
-        agent.wait_for_line("attending", LONG).unwrap();
+        agent.wait_for_event("attending", LONG).unwrap();
 
         // A full copy: it has lost its position and its data.
         let before = syncs(&servers[0]).0;
@@ -128,7 +128,7 @@ impl Watched {
         let args = ["attend", "--server", &url, "--source", &address, "--token-file", &token];
         let group = ["--sentinel", &list, "--sentinel-name", "mymaster", "--retry-for", "10s"];
         let mut agent = self.stage.start(Some(&self.host), &[&args[..], &group].concat());
-        agent.wait_for_line("attending", LONG).unwrap();
+        agent.wait_for_event("attending", LONG).unwrap();
         agent
     }
 
@@ -169,7 +169,7 @@ fn a_new_server_whose_primary_dies_before_sentinel_knows_it_is_taken_along() {
         let server = scene.new_server(kind);
         let mut agent = scene.attend(&server);
         server.replicate(&scene.servers[0]).unwrap();
-        agent.wait_for_line("the source serves it", LONG).unwrap();
+        agent.wait_for_event("copy_served", LONG).unwrap();
         wait_until_loading(&server);
         scene.lose_the_primary();
         load_slowly(&server, 0);

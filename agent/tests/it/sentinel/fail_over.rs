@@ -125,7 +125,7 @@ fn while_the_snapshot_is_taken() {
             replica.configure("rdb-key-save-delay", "300").unwrap();
         }
         let agent = scene.replica(server, source, &[]);
-        source.agent.wait_for_line("snapshot started", LONG).unwrap();
+        source.agent.wait_for_event("snapshot_started", LONG).unwrap();
         agent
     });
 }
@@ -159,7 +159,7 @@ fn while_the_server_catches_up() {
     in_the_middle("catch-up", |scene, source, server| {
         // It stays on the link: it is in step there, and not handed over.
         let mut agent = scene.replica(server, source, &["--stay"]);
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         fill_keys(&scene.servers[0], 2_000, "more");
         agent
     });
@@ -170,7 +170,7 @@ fn while_the_server_catches_up() {
 fn while_the_server_is_handed_over() {
     in_the_middle("hand-off", |scene, source, server| {
         let mut agent = scene.replica(server, source, &[]);
-        agent.wait_for_line("handing the server over", LONG).unwrap();
+        agent.wait_for_event("handing_over", LONG).unwrap();
         agent
     });
 }
@@ -184,7 +184,7 @@ fn before_the_hand_off_the_sentinels_are_asked_again() {
         let server = scene.new_server();
         // The old primary stands still: nothing tells the agent but the Sentinels.
         let mut agent = scene.replica(&server, &source, &["--stay"]);
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         let forks = number(&scene.servers[0], "total_forks");
         scene.servers[0].pause().unwrap();
         let former = scene.servers[0].address().to_string();

@@ -49,7 +49,7 @@ fn a_signal_ends_the_stay_beside_a_server_that_sentinel_does_not_get_to_know() {
         // The primary does not show it to Sentinel.
         let server = Server::builder(kind).config("replica-announced", "no").start().unwrap();
         let mut agent = scene.replica(&server, &source, &[]);
-        agent.wait_for_line("staying until a Sentinel knows it", LONG).unwrap();
+        agent.wait_for_event("sentinel_awaited", LONG).unwrap();
         let signalled = Instant::now();
         agent.signal(Signal::TERM).unwrap();
         let said = ends(&mut agent, 7);

@@ -6,7 +6,6 @@ use super::*;
 use crate::kit::{ends, follows, number, says, succeeds};
 
 const FOUND: &str = "found by the Sentinels";
-const MOVED: &str = "the source captures another server of the group";
 
 #[test]
 fn a_source_sits_beside_a_replica_and_its_servers_go_to_the_primary_that_sentinel_names() {
@@ -38,7 +37,7 @@ fn a_source_of_the_primary_follows_the_fail_over() {
         let mut source = scene.source(&["--from", "primary"]);
         assert_eq!(scene.at(word(&source.agent.output(), FOUND, "server=")), 0);
         scene.fail_over();
-        let line = source.agent.wait_for_line(MOVED, SOON).unwrap();
+        let line = source.agent.wait_for_event("source_moved", SOON).unwrap();
         assert_eq!(line.split("to=").nth(1).unwrap().split(' ').next().unwrap(), scene.primary().url());
         let server = scene.new_server();
         let mut agent = scene.stage.replica(&server.url(), source.address, &[]);
@@ -67,7 +66,7 @@ fn a_source_whose_server_is_promoted_goes_to_another_replica() {
             Ok(if known.iter().all(|one| *one == wanted) { Ok(()) } else { Err(format!("{known:?}, not {wanted}")) })
         })
         .unwrap();
-        let line = source.agent.wait_for_line(MOVED, SOON).unwrap();
+        let line = source.agent.wait_for_event("source_moved", SOON).unwrap();
         assert!(!line.contains(&format!("to={}", scene.servers[sits].url())), "{line}");
         let now = scene.at(line.split("to=").nth(1).unwrap().split(' ').next().unwrap());
         // Sentinels tell the other replica of the new primary in their own time.
@@ -96,15 +95,15 @@ fn a_source_whose_server_dies_goes_on_with_the_stream_at_another_replica() {
         let sits = scene.at(word(&source.agent.output(), FOUND, "server="));
         let server = scene.new_server();
         let mut agent = scene.stage.replica(&server.url(), source.address, &["--stay"]);
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         let generation = source.generation();
         scene.servers[sits].kill().unwrap();
         let mut client = scene.servers[0].client().unwrap();
         for number in 0..1000 {
             client.ok(&["SET", &format!("after {number}"), "1"]).unwrap();
         }
-        source.agent.wait_for_line(MOVED, SOON).unwrap();
-        source.agent.wait_for_line("replication stream resumed", SOON).unwrap();
+        source.agent.wait_for_event("source_moved", SOON).unwrap();
+        source.agent.wait_for_event("stream_resumed", SOON).unwrap();
         assert_same_data(&scene.servers[0], &server);
         assert_eq!(source.generation(), generation, "{kind}: no other snapshot\n{}", source.agent.output());
         assert_eq!(number(&scene.servers[3 - sits], "sync_full"), 0, "{kind}");
