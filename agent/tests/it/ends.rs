@@ -12,7 +12,8 @@ use remora_lab::{Address, Agent, Client, Kind, Net, Server, assert_same_data, re
 use rustix::process::Signal;
 
 use crate::kit::{
-    LONG, Source, Stage, Way, ends, fill_keys, follows, load, number, primary, says, succeeds, syncs, way_of_loading,
+    LONG, Source, Stage, Way, at_once, ends, fill_keys, follows, load, number, primary, says, succeeds, syncs,
+    way_of_loading,
 };
 
 /// The exit code of a sync that failed after the server had been touched.
@@ -33,7 +34,7 @@ fn get(server: &Server, key: &str) -> String {
 #[test]
 #[ignore = "long: make test-all"]
 fn a_server_that_cannot_reach_the_link_is_given_back_and_the_cause_is_named() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let (net, stage) = (Net::new().unwrap(), Stage::new());
         let container = net.host("container").unwrap();
         let primary = primary(kind).start().unwrap();
@@ -53,7 +54,7 @@ fn a_server_that_cannot_reach_the_link_is_given_back_and_the_cause_is_named() {
         assert_eq!((follows(&server), get(&server, "old")), ("192.0.2.1:6379".into(), "1".into()));
         assert_eq!(server.configured("masterauth").unwrap(), "");
         assert_eq!(server.configured("repl-diskless-load").unwrap(), "disabled");
-    }
+    });
 }
 
 #[test]
@@ -244,7 +245,7 @@ fn keep_a_client_waiting(server: &Server) -> Arc<AtomicBool> {
 #[test]
 #[ignore = "long: make test-all"]
 fn a_full_copy_that_the_server_takes_by_itself_is_left_to_it() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let stage = Stage::new();
         let primary = primary(kind).config("repl-backlog-size", "16kb").start().unwrap();
         let server = Server::start(kind).unwrap();
@@ -268,5 +269,5 @@ fn a_full_copy_that_the_server_takes_by_itself_is_left_to_it() {
         assert_same_data(&primary, &server);
         // The source's, and the server's own.
         assert_eq!(number(&primary, "sync_full"), 2);
-    }
+    });
 }

@@ -10,8 +10,8 @@ use remora_lab::{Agent, Host, Kind, Net, Server, Tls, assert_same_data, require,
 use remora_redis::resp::Frame;
 
 use crate::kit::{
-    LONG, Source, Stage, assert_untouched, ends, fill_keys, follows, kinds_and_module, load_slowly, load_small, number,
-    quick, says, succeeds, syncs, wait_until_loading, with_or_without,
+    LONG, Source, Stage, assert_untouched, at_once, ends, fill_keys, follows, kinds_and_module, load_slowly,
+    load_small, number, quick, says, succeeds, syncs, wait_until_loading, with_or_without,
 };
 
 const PASSWORD: &str = "correct-horse";
@@ -305,7 +305,7 @@ fn wait_for_growth(source: &Source) {
 #[test]
 #[ignore = "long: make test-all"]
 fn a_server_that_has_loaded_when_the_primary_restarts_is_left_to_its_own_replication() {
-    for (kind, module) in kinds_and_module() {
+    at_once(kinds_and_module(), |(kind, module)| {
         let stage = Stage::new();
         let mut primary = with_or_without(quick(kind).config("repl-backlog-size", "16kb"), module);
         let replica = with_or_without(Server::builder(kind), module);
@@ -321,7 +321,7 @@ fn a_server_that_has_loaded_when_the_primary_restarts_is_left_to_its_own_replica
         // The other history has nothing of the first: only its own 50 keys.
         assert_same_data(&primary, &replica);
         assert_eq!(replica.client().unwrap().int(&["DBSIZE"]).unwrap(), 50);
-    }
+    });
 }
 
 /// Time limit for three hand-offs that fail, of which each has 20 s.

@@ -8,7 +8,7 @@ use remora_lab::server::wait_until;
 use remora_lab::{Agent, Kind, Server, assert_same_data, fill_every_type, require};
 use rustix::process::Signal;
 
-use crate::kit::{LONG, Source, number, primary, steady_writer, syncs};
+use crate::kit::{LONG, Source, at_once, number, primary, steady_writer, syncs};
 
 /// A server that follows `source`'s stream through an agent that stays.
 fn staying(source: &Source, kind: Kind) -> (Server, Agent) {
@@ -85,7 +85,7 @@ const SOON: Duration = Duration::from_secs(30);
 #[test]
 #[ignore = "long: make test-all"]
 fn a_primary_that_starts_again_with_older_data_is_not_asked_again_and_again_for_the_old_stream() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let mut primary = filled(kind);
         primary.client().unwrap().ok(&["SAVE"]).unwrap();
         let mut source = Source::start(&primary, &["--memory", "128MiB"]);
@@ -110,7 +110,7 @@ fn a_primary_that_starts_again_with_older_data_is_not_asked_again_and_again_for_
         assert_same_data(&primary, &server);
         // The answer to the source, and its snapshot.
         assert!(number(&primary, "sync_full") <= 2, "{kind}: {}", primary.log());
-    }
+    });
 }
 
 #[test]

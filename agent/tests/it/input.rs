@@ -13,8 +13,8 @@ use remora_lab::{Agent, Kind, Random, Server, assert_same_data, require, scratch
 use rustix::process::Signal;
 
 use crate::kit::{
-    LONG, Stage, assert_untouched, ends, fill, fill_keys, kinds_and_module, load_slowly, load_small, number, quick,
-    says, succeeds, syncs, wait_until_loading, with_checksum, with_or_without,
+    LONG, Stage, assert_untouched, at_once, ends, fill, fill_keys, kinds_and_module, load_slowly, load_small, number,
+    quick, says, succeeds, syncs, wait_until_loading, with_checksum, with_or_without,
 };
 
 /// A primary that takes a snapshot at once, and an empty server. Both have the module, or neither has.
@@ -176,7 +176,7 @@ fn permissions_that_are_missing_are_named_as_rules() {
 #[test]
 #[ignore = "long: make test-all"]
 fn a_server_that_is_loading_is_waited_for_as_a_replica_and_as_a_primary() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let stage = Stage::new();
         let (first, replica) = (quick(kind).start().unwrap(), Server::start(kind).unwrap());
         fill_keys(&first, 1500, "x");
@@ -190,7 +190,7 @@ fn a_server_that_is_loading_is_waited_for_as_a_replica_and_as_a_primary() {
         }
         succeeds(&mut agent, &replica);
         assert_same_data(&first, &replica);
-    }
+    });
 }
 
 #[test]
@@ -431,7 +431,7 @@ fn a_file_that_does_not_fit_is_refused_with_figures_and_a_full_disk_ends_it_at_o
     source.wait_for_snapshot();
     for args in [&fetch, &backup] {
         let said = ends(&mut on_a_small_disk(&stage, &small, 3 << 20, args), 8);
-        says(&said, &["the rest of the snapshot needs 16", &small, "left: make room"]);
+        says(&said, &["the rest of the snapshot needs ", &small, "left: make room"]);
         assert!(![said, full.clone()].iter().any(|said| said.contains("trying again")), "{full}");
     }
 
@@ -495,7 +495,7 @@ fn threads_that_cannot_be_started_are_an_error_and_no_panic() {
 
 #[test]
 fn an_agent_that_is_stopped_while_its_server_loads_leaves_it_as_was_chosen() {
-    for (kind, module) in kinds_and_module() {
+    at_once(kinds_and_module(), |(kind, module)| {
         let stage = Stage::new();
         let (primary, replica) = primary_and_server(kind, module);
         fill_keys(&primary, 3000, "x");
@@ -524,7 +524,7 @@ fn an_agent_that_is_stopped_while_its_server_loads_leaves_it_as_was_chosen() {
             replica.client().unwrap().ok(&["FLUSHALL"]).unwrap();
         }
         assert_eq!(number(&primary, "sync_full"), 1);
-    }
+    });
 }
 
 #[test]

@@ -8,7 +8,7 @@ use remora_lab::server::{Builder, wait_until};
 use remora_lab::{Kind, Server, Workload, assert_same_data, fill_every_type, require};
 use rustix::process::Signal;
 
-use crate::kit::{Flood, LONG, Source, load, number, primary, syncs};
+use crate::kit::{Flood, LONG, Source, at_once, load, number, primary, syncs};
 
 /// A primary that has the module.
 pub(crate) fn with_module(kind: Kind) -> Builder {
@@ -175,11 +175,11 @@ fn replicas_of_valkey_walked_under_every_kind_of_write_are_exact() {
 #[test]
 #[ignore = "long: make test-all"]
 fn keys_keep_their_time_and_their_age() {
-    for (kind, fast) in walks() {
+    at_once(walks(), |(kind, fast)| {
         for (policy, command) in [("allkeys-lru", "IDLETIME"), ("allkeys-lfu", "FREQ")] {
             keeps_times_and_ages(kind, fast, policy, command);
         }
-    }
+    });
 }
 
 fn keeps_times_and_ages(kind: Kind, fast: [&str; 2], policy: &str, command: &str) {

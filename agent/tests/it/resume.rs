@@ -9,7 +9,7 @@ use remora_lab::workload::Options;
 use remora_lab::{Host, Kind, Net, Server, Shape, Workload, assert_same_data, require};
 use rustix::process::Signal;
 
-use crate::kit::{LONG, Source, Stage, ends, fill, fill_keys, load_slowly, number, says, succeeds};
+use crate::kit::{LONG, Source, Stage, at_once, ends, fill, fill_keys, load_slowly, number, says, succeeds};
 
 /// Random data in the primary, in MiB.
 const MEBIBYTES: usize = 16;
@@ -99,7 +99,7 @@ fn gentle_writer(server: &Server) -> Workload {
 #[ignore = "long: make test-all"]
 fn a_replica_agent_that_was_killed_resumes_with_the_slots_it_lacks() {
     let Some(()) = require::shaping() else { return };
-    for (kind, module) in with_and_without_module() {
+    at_once(with_and_without_module(), |(kind, module)| {
         let hosts = Hosts::new(kind, module);
         let source = hosts.source();
         let writer = gentle_writer(&hosts.primary);
@@ -113,7 +113,7 @@ fn a_replica_agent_that_was_killed_resumes_with_the_slots_it_lacks() {
         succeeds(&mut second, &hosts.replica);
         writer.stop().unwrap();
         hosts.assert_one_snapshot_once(&source);
-    }
+    });
 }
 
 #[test]
@@ -142,11 +142,11 @@ const CUT: Duration = Duration::from_secs(11);
 #[ignore = "long: make test-all"]
 fn a_network_that_was_cut_between_the_agents_loses_no_slot() {
     let Some(()) = require::shaping() else { return };
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         // With and without a state folder, and with and without the module.
         is_cut(kind, kind == Kind::Redis7, true);
         is_cut(kind, kind == Kind::Valkey9, false);
-    }
+    });
 }
 
 fn is_cut(kind: Kind, module: bool, keeps: bool) {
@@ -175,8 +175,8 @@ fn is_cut(kind: Kind, module: bool, keeps: bool) {
 #[ignore = "long: make test-all"]
 fn a_killed_source_is_reported_and_its_successor_is_read_from_the_beginning() {
     let Some(()) = require::shaping() else { return };
-    for (kind, keeps) in [(Kind::Redis7, true), (Kind::Valkey9, false)] {
-        let Some(kind) = require::kind(kind) else { continue };
+    at_once([(Kind::Redis7, true), (Kind::Valkey9, false)], |(kind, keeps)| {
+        let Some(kind) = require::kind(kind) else { return };
         let hosts = Hosts::new(kind, !keeps);
         let mut source = hosts.source();
         let writer = gentle_writer(&hosts.primary);
@@ -196,7 +196,7 @@ fn a_killed_source_is_reported_and_its_successor_is_read_from_the_beginning() {
         assert!(source.generation() > generation);
         assert_eq!(number(&hosts.primary, "sync_full"), 2);
         hosts.assert_exact();
-    }
+    });
 }
 
 #[test]

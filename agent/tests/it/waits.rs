@@ -8,8 +8,8 @@ use remora_lab::server::{Program, wait_until};
 use remora_lab::{Agent, Client, Kind, Sentinels, Server, assert_same_data, require, scratch, sentinel};
 
 use crate::kit::{
-    Directory, LONG, Stage, assert_untouched, ends, fill_keys, load_slowly, number, primary, quick, says, succeeds,
-    wait_until_loading,
+    Directory, LONG, Stage, assert_untouched, at_once, ends, fill_keys, load_slowly, number, primary, quick, says,
+    succeeds, wait_until_loading,
 };
 
 /// Below the limit, a command is given this long.
@@ -204,7 +204,7 @@ fn readers(stage: &Stage, at: &str, server: &Server) -> Vec<(Agent, Option<Direc
 
 #[test]
 fn every_reader_of_a_source_gives_up_after_the_same_time_with_the_same_code() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         // A source that is not there.
         let (stage, server) = (Stage::new(), Server::start(kind).unwrap());
         let absent = format!("127.0.0.1:{}", scratch::free_port().unwrap());
@@ -233,7 +233,7 @@ fn every_reader_of_a_source_gives_up_after_the_same_time_with_the_same_code() {
             says(said.lines().last().unwrap(), &["has had no snapshot to offer for", "loading"]);
         }
         assert_untouched(&server);
-    }
+    });
 }
 
 #[test]
@@ -315,7 +315,7 @@ fn a_fork_that_fails_is_tried_again_and_its_causes_are_named() {
 
 #[test]
 fn a_snapshot_that_does_not_begin_says_since_when_the_server_saves() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let (stage, replica) = (Stage::new(), Server::start(kind).unwrap());
         let slow = primary(kind).config("repl-diskless-sync", "no").config("rdb-key-save-delay", 10_000_000);
         let top = slow.start().unwrap();
@@ -326,5 +326,5 @@ fn a_snapshot_that_does_not_begin_says_since_when_the_server_saves() {
             end.wait_for_line("its BGSAVE has run for", LONG + Duration::from_secs(10)).unwrap();
         }
         top.configure("rdb-key-save-delay", "0").unwrap();
-    }
+    });
 }

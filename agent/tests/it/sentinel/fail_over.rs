@@ -5,7 +5,7 @@ use remora_lab::compare::same_data;
 use remora_lab::{Error, require};
 
 use super::*;
-use crate::kit::{fill, fill_keys, follows, load_slowly, number, wait_until_loading};
+use crate::kit::{at_once, fill, fill_keys, follows, load_slowly, number, wait_until_loading};
 
 /// How the primary is replaced.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -97,24 +97,24 @@ const TIMES: [&str; 2] = ["sentinel failover-timeout mymaster 10000", "sentinel 
 
 /// Plays one phase with each kind of server and each way to replace the primary. `reach` gives the agent that is in
 /// that phase.
-fn in_the_middle(what: &str, reach: impl Fn(&Scene, &mut Source, &Server) -> Agent) {
-    for kind in require::kinds() {
-        for how in [Replaced::ByOrder, Replaced::ByDeath] {
-            let mut scene = Scene::new(kind, &TIMES);
-            fill_keys(&scene.servers[0], 20_000, "value");
-            let mut source = scene.source(&[]);
-            let server = scene.new_server();
-            // On a busy machine the Sentinels may fail over a second time. They must not promote the server under test.
-            server.configure("replica-priority", "0").unwrap();
-            let agent = reach(&scene, &mut source, &server);
-            scene.replace(how);
-            load_slowly(&server, 0);
-            for number in 1..3 {
-                let _ = scene.servers[number].configure("rdb-key-save-delay", "0");
-            }
-            scene.must_become_a_replica(&format!("{kind}, {what}, {how:?}"), agent, &server, &source);
+fn in_the_middle(what: &str, reach: impl Fn(&Scene, &mut Source, &Server) -> Agent + Sync) {
+    let ways = |kind| [Replaced::ByOrder, Replaced::ByDeath].map(|how| (kind, how));
+    // Each waits for the Sentinels most of the time.
+    at_once(require::kinds().into_iter().flat_map(ways), |(kind, how)| {
+        let mut scene = Scene::new(kind, &TIMES);
+        fill_keys(&scene.servers[0], 20_000, "value");
+        let mut source = scene.source(&[]);
+        let server = scene.new_server();
+        // On a busy machine the Sentinels may fail over a second time. They must not promote the server under test.
+        server.configure("replica-priority", "0").unwrap();
+        let agent = reach(&scene, &mut source, &server);
+        scene.replace(how);
+        load_slowly(&server, 0);
+        for number in 1..3 {
+            let _ = scene.servers[number].configure("rdb-key-save-delay", "0");
         }
-    }
+        scene.must_become_a_replica(&format!("{kind}, {what}, {how:?}"), agent, &server, &source);
+    });
 }
 
 #[test]
@@ -178,7 +178,7 @@ fn while_the_server_is_handed_over() {
 #[test]
 #[ignore = "long: make test-all"]
 fn before_the_hand_off_the_sentinels_are_asked_again() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let mut scene = Scene::new(kind, &["sentinel failover-timeout mymaster 10000"]);
         let source = scene.source(&[]);
         let server = scene.new_server();
@@ -192,5 +192,5 @@ fn before_the_hand_off_the_sentinels_are_asked_again() {
         scene.must_become_a_replica(&format!("{kind}, paused"), agent, &server, &source);
         scene.servers[0].resume().unwrap();
         assert_eq!(number(&scene.servers[0], "total_forks"), forks);
-    }
+    });
 }

@@ -3,13 +3,13 @@
 use remora_lab::require;
 
 use super::*;
-use crate::kit::{ends, follows, number, says, succeeds};
+use crate::kit::{at_once, ends, follows, number, says, succeeds};
 
 const FOUND: &str = "found by the Sentinels";
 
 #[test]
 fn a_source_sits_beside_a_replica_and_its_servers_go_to_the_primary_that_sentinel_names() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let scene = Scene::new(kind, &[]);
         let before = number(&scene.servers[0], "sync_full");
         let source = scene.source(&[]);
@@ -26,13 +26,13 @@ fn a_source_sits_beside_a_replica_and_its_servers_go_to_the_primary_that_sentine
         let listed = texts(&client.list(&["SENTINEL", "REPLICAS", sentinel::NAME]).unwrap());
         assert!(listed.contains(&scene.servers[1].address().to_string()), "{listed}");
         assert!(!listed.contains("127.0.0.1:0"), "Sentinel does not see the source: {listed}");
-    }
+    });
 }
 
 #[test]
 #[ignore = "long: make test-all"]
 fn a_source_of_the_primary_follows_the_fail_over() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let scene = Scene::new(kind, &[]);
         let mut source = scene.source(&["--from", "primary"]);
         assert_eq!(scene.at(word(&source.agent.output(), FOUND, "server=")), 0);
@@ -44,13 +44,13 @@ fn a_source_of_the_primary_follows_the_fail_over() {
         succeeds(&mut agent, &server);
         assert_eq!(follows(&server), scene.primary().address().to_string());
         assert_same_data(scene.primary(), &server);
-    }
+    });
 }
 
 #[test]
 #[ignore = "long: make test-all"]
 fn a_source_whose_server_is_promoted_goes_to_another_replica() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         // A primary that does not answer for a moment is not replaced a second time.
         let scene = Scene::new(kind, &["sentinel down-after-milliseconds mymaster 10000"]);
         let mut source = scene.source(&["--eager"]);
@@ -84,12 +84,12 @@ fn a_source_whose_server_is_promoted_goes_to_another_replica() {
         assert_eq!(follows(&server), scene.primary().address().to_string());
         assert_same_data(scene.primary(), &server);
         assert_eq!(number(&scene.servers[now], "sync_full"), before + 1, "{kind}: the snapshot is a replica's");
-    }
+    });
 }
 
 #[test]
 fn a_source_whose_server_dies_goes_on_with_the_stream_at_another_replica() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let mut scene = Scene::new(kind, &[]);
         let mut source = scene.source(&[]);
         let sits = scene.at(word(&source.agent.output(), FOUND, "server="));
@@ -107,7 +107,7 @@ fn a_source_whose_server_dies_goes_on_with_the_stream_at_another_replica() {
         assert_same_data(&scene.servers[0], &server);
         assert_eq!(source.generation(), generation, "{kind}: no other snapshot\n{}", source.agent.output());
         assert_eq!(number(&scene.servers[3 - sits], "sync_full"), 0, "{kind}");
-    }
+    });
 }
 
 #[test]
@@ -125,9 +125,9 @@ fn a_group_without_a_suitable_replica_is_waited_for_and_options_that_contradict_
     says(&refused(&group, 4), &["no replica that is up and in step", "--from primary"]);
     says(&refused(&["--sentinel", &list, "--sentinel-name", "nope"], 4), &["nope", "--sentinel-name"]);
     says(&refused(&["--sentinel", &list], 2), &["--sentinel-name"]);
-    for other in [["--server", "redis://127.0.0.1:1"], ["--announce", "db1:6379"]] {
+    at_once([["--server", "redis://127.0.0.1:1"], ["--announce", "db1:6379"]], |other| {
         says(&refused(&[&group[..], &other[..]].concat(), 2), &[other[0]]);
-    }
+    });
     says(&refused(&["--server", "redis://127.0.0.1:1", "--from", "primary"], 2), &["--sentinel"]);
     drop(sentinels);
     says(&refused(&group, 4), &["check --sentinel"]);
