@@ -16,7 +16,7 @@ use rustix::process::Signal;
 
 use crate::another_data_set::{ANOTHER, foreign, replaced};
 use crate::kit::{
-    Directory, LONG, Source, Stage, ends, fill, kinds_and_module, number, primary, says, with_or_without,
+    Directory, LONG, Source, Stage, at_once, ends, fill, kinds_and_module, number, primary, says, with_or_without,
 };
 
 /// Random data in the primary, in MiB.
@@ -74,7 +74,7 @@ fn assert_sound(kind: Kind, file: &Path) {
 #[ignore = "long: make test-all"]
 fn a_snapshot_is_copied_while_it_arrives_checked_and_loaded_by_another_server() {
     let (Some(()), Some(())) = (require::root(), require::fuse()) else { return };
-    for (kind, module) in kinds_and_module() {
+    at_once(kinds_and_module(), |(kind, module)| {
         let server = with_or_without(primary(kind), module);
         fill(&server, MEBIBYTES, 1);
         fill_every_type(&mut server.client().unwrap(), 1).unwrap();
@@ -110,7 +110,7 @@ fn a_snapshot_is_copied_while_it_arrives_checked_and_loaded_by_another_server() 
         directory.unmount();
         says(&ends(&mut mounted, 0), &["unmounted"]);
         assert_eq!(fs::read_dir(&spool).unwrap().count(), 0);
-    }
+    });
 }
 
 #[test]
