@@ -4,7 +4,7 @@ use remora_lab::{Agent, Host, Kind, Net, Server, Shape, assert_same_data, requir
 use rustix::process::Signal;
 
 use crate::attend::{PORT, SERVER_USER, handed_over};
-use crate::kit::{LONG, Source, Stage, at_once, ends, fill, load_slowly, quick, succeeds, syncs};
+use crate::kit::{LONG, Source, Stage, ends, fill, load_slowly, quick, succeeds, syncs};
 
 /// Random data in the primary, in MiB: some hundred slots.
 const MEBIBYTES: usize = 24;
@@ -106,8 +106,8 @@ enum Then {
 #[test]
 fn a_lender_goes_on_when_its_server_has_and_its_next_sync_or_a_signal_ends_that() {
     let Some(()) = require::namespaces() else { return };
-    let cases = require::kinds().into_iter().flat_map(|kind| [(kind, Then::AnotherCopy), (kind, Then::Stopped)]);
-    at_once(cases, |(kind, then)| {
+    for (kind, then) in require::kinds().into_iter().flat_map(|kind| [(kind, Then::AnotherCopy), (kind, Then::Stopped)])
+    {
         let scene = Scene::new(kind);
         let (lender, reader) = (scene.site("lender"), scene.site("reader"));
         let mut lending = scene.attend(&lender, &[]);
@@ -140,7 +140,7 @@ fn a_lender_goes_on_when_its_server_has_and_its_next_sync_or_a_signal_ends_that(
         for (_, server) in [&lender, &reader] {
             assert_same_data(&scene.primary, server);
         }
-    });
+    }
 }
 
 /// The arguments of a fetch that shows itself under this name.
@@ -153,7 +153,7 @@ fn fetch(scene: &Scene, name: &str, to: &str) -> Vec<String> {
 #[ignore = "long: make test-all"]
 fn a_file_is_read_from_an_agent_that_attends_and_lent_while_it_arrives() {
     let Some(()) = require::namespaces() else { return };
-    at_once(require::kinds(), |kind| {
+    for kind in require::kinds() {
         let scene = Scene::new(kind);
         let before = scene.source.bytes_served();
         let (lender, reader) = (scene.site("lender"), scene.site("reader"));
@@ -184,7 +184,7 @@ fn a_file_is_read_from_an_agent_that_attends_and_lent_while_it_arrives() {
         }
         let loaded = quick(kind).config("dir", scene.stage.folder().display()).start().unwrap();
         assert_eq!(loaded.digest().unwrap(), scene.primary.digest().unwrap(), "{kind}: {}", fetching.output());
-    });
+    }
 }
 
 #[test]

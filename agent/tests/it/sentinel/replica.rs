@@ -9,7 +9,7 @@ use crate::kit::{at_once, ends, follows, load_slowly, number, says, steady_write
 #[test]
 fn a_new_server_is_handed_over_to_the_primary_of_that_moment_and_sentinel_leaves_it_there() {
     at_once(require::kinds(), |kind| {
-        let scene = Scene::new(kind, &["sentinel failover-timeout mymaster 3000"]);
+        let scene = Scene::new(kind, &["sentinel failover-timeout mymaster 3000", NEVER_DOWN]);
         let source = scene.source(&[]);
         let server = scene.new_server();
         load_slowly(&server, 2_000);
@@ -39,7 +39,7 @@ fn a_new_server_is_handed_over_to_the_primary_of_that_moment_and_sentinel_leaves
 #[ignore = "long: make test-all"]
 fn a_signal_ends_the_stay_beside_a_server_that_sentinel_does_not_get_to_know() {
     at_once(require::kinds(), |kind| {
-        let scene = Scene::new(kind, &[]);
+        let scene = Scene::new(kind, &[NEVER_DOWN]);
         let source = scene.source(&[]);
         // The primary does not show it to Sentinel.
         let server = Server::builder(kind).config("replica-announced", "no").start().unwrap();
@@ -151,7 +151,7 @@ fn a_server_without_a_configuration_file_is_refused_and_one_that_cannot_write_it
 #[test]
 fn a_known_replica_whose_sync_sentinel_would_undo_is_refused_with_the_way_out() {
     at_once(require::kinds(), |kind| {
-        let scene = Scene::new(kind, &["sentinel failover-timeout mymaster 1000"]);
+        let scene = Scene::new(kind, &["sentinel failover-timeout mymaster 1000", NEVER_DOWN]);
         let source = scene.source(&[]);
         let sits = scene.at(word(&source.agent.output(), "found by the Sentinels", "server="));
         let known = &scene.servers[3 - sits];
@@ -169,7 +169,7 @@ fn a_known_replica_whose_sync_sentinel_would_undo_is_refused_with_the_way_out() 
 #[test]
 fn a_known_replica_whose_sync_is_short_is_made_anew() {
     at_once(require::kinds(), |kind| {
-        let scene = Scene::new(kind, &["sentinel failover-timeout mymaster 60000"]);
+        let scene = Scene::new(kind, &["sentinel failover-timeout mymaster 60000", NEVER_DOWN]);
         let before = number(&scene.servers[0], "sync_full");
         let source = scene.source(&[]);
         let sits = scene.at(word(&source.agent.output(), "found by the Sentinels", "server="));
@@ -185,7 +185,7 @@ fn a_known_replica_whose_sync_is_short_is_made_anew() {
 #[ignore = "long: make test-all"]
 fn the_failover_timeout_is_raised_for_a_sync_and_put_back_also_by_the_next_agent() {
     at_once(require::kinds(), |kind| {
-        let scene = Scene::new(kind, &["sentinel failover-timeout mymaster 1000"]);
+        let scene = Scene::new(kind, &["sentinel failover-timeout mymaster 1000", NEVER_DOWN]);
         let source = scene.source(&[]);
         let sits = scene.at(word(&source.agent.output(), "found by the Sentinels", "server="));
         let known = &scene.servers[3 - sits];

@@ -10,7 +10,7 @@ const FOUND: &str = "found by the Sentinels";
 #[test]
 fn a_source_sits_beside_a_replica_and_its_servers_go_to_the_primary_that_sentinel_names() {
     at_once(require::kinds(), |kind| {
-        let scene = Scene::new(kind, &[]);
+        let scene = Scene::new(kind, &[NEVER_DOWN]);
         let before = number(&scene.servers[0], "sync_full");
         let source = scene.source(&[]);
         let sits = scene.at(word(&source.agent.output(), FOUND, "server="));
@@ -33,7 +33,7 @@ fn a_source_sits_beside_a_replica_and_its_servers_go_to_the_primary_that_sentine
 #[ignore = "long: make test-all"]
 fn a_source_of_the_primary_follows_the_fail_over() {
     at_once(require::kinds(), |kind| {
-        let scene = Scene::new(kind, &[]);
+        let scene = Scene::new(kind, &[NEVER_DOWN]);
         let mut source = scene.source(&["--from", "primary"]);
         assert_eq!(scene.at(word(&source.agent.output(), FOUND, "server=")), 0);
         scene.fail_over();
