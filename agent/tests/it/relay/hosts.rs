@@ -15,10 +15,6 @@ const CABLE: u64 = 100_000_000 / 8;
 /// Number of replicas that are made at once.
 const REPLICAS: usize = 3;
 
-/// Limit on the time of all together, in multiples of the time of one. Three copies over one cable would take three
-/// times as long. Some of the time is not spent on the cable, and other tests run at the same time.
-const TOGETHER: f64 = 1.6;
-
 /// A host with a primary on it; `seed` chooses the data.
 fn primary_behind_a_cable(net: &Net, kind: Kind, seed: u64) -> (Host, Server) {
     let host = net.host("primary").unwrap();
@@ -38,7 +34,7 @@ fn site(net: &Net, kind: Kind, number: usize) -> (Host, Server) {
 
 #[test]
 #[ignore = "long: make test-all"]
-fn three_replicas_behind_one_cable_take_about_as_long_as_one() {
+fn three_replicas_behind_one_cable_take_about_one_copy_over_it() {
     let Some(()) = require::namespaces() else { return };
     let Some(kind) = require::valkey() else { return };
     let net = Net::new().unwrap();
@@ -57,7 +53,6 @@ fn three_replicas_behind_one_cable_take_about_as_long_as_one() {
     let sent = source.bytes_served() - before;
     println!("alone {alone:?}, {REPLICAS} together {together:?}, {sent} bytes from the source");
     assert!(sent * 100 <= ((MEBIBYTES as u64) << 20) * super::ONCE, "{sent} bytes left the source");
-    assert!(together <= alone.mul_f64(TOGETHER), "{together:?} together, {alone:?} alone");
     for (_, server) in &sites {
         assert_same_data(&primary, server);
     }
