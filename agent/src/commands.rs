@@ -17,6 +17,7 @@ use tracing_subscriber::EnvFilter;
 use crate::{
     args::{self, Cli, Command, GlobalArgs, LogLevel},
     config::Words,
+    events,
     exit::{Code, Failure},
     host_threads, progress,
     replica::guard,
@@ -171,6 +172,9 @@ fn start_logging(global: &GlobalArgs) {
     // This fails only if logging has been set up already, as in tests that share a process.
     let _ = match global.log_json {
         true => builder.json().try_init(),
-        false => builder.with_target(false).with_ansi(std::io::stderr().is_terminal()).try_init(),
+        false => {
+            let builder = builder.fmt_fields(events::ForPeople::from_environment());
+            builder.with_target(false).with_ansi(std::io::stderr().is_terminal()).try_init()
+        }
     };
 }

@@ -17,6 +17,7 @@
 //!
 //! - [`args`]: the command line; [`config`]: what files and the environment add to it; [`commands`]: the process around
 //!   one command. **Start here.**
+//! - `events`: what a reader of the log may rely on.
 //! - [`exit`]: how a command ends; `patience`: how long it waits before that; [`progress`]: what it shows while it
 //!   runs; [`units`]: sizes and times as text; `estimate`: how long a sync will take.
 //! - [`server`]: the client of a Redis or Valkey server that everything below uses.
@@ -46,6 +47,7 @@ pub mod commands;
 pub mod config;
 pub mod conversation;
 mod estimate;
+mod events;
 pub mod exit;
 mod free_space;
 pub mod generate;

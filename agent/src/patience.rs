@@ -7,6 +7,7 @@
 use std::time::{Duration, Instant};
 
 use crate::backoff::Backoff;
+use crate::events;
 use crate::exit::Failure;
 
 /// The longest pause between two attempts: a server that is started beside the agent is not waited for much longer.
@@ -52,7 +53,12 @@ impl Patience {
             .as_ref()
             .is_none_or(|(at, text)| *text != failure.message || now.saturating_duration_since(*at) >= SAY_EVERY);
         if is_news {
-            tracing::warn!("{failure}; trying again for {} s at most ({})", left.as_secs().max(1), self.option);
+            tracing::warn!(
+                event = events::RETRYING,
+                "{failure}; trying again for {} s at most ({})",
+                left.as_secs().max(1),
+                self.option
+            );
             self.said = Some((now, failure.message));
         }
         Ok(self.backoff.next().min(LONGEST_PAUSE).min(left))

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::{
     args::ReadyArgs,
+    events,
     exit::{Code, Failure},
     progress,
     server::{Facts, Role, Server, ServerError, Task},
@@ -61,10 +62,10 @@ async fn watch(mut server: Server, args: &ReadyArgs, pause: Duration) -> Result<
             () = tokio::time::sleep(pause) => {}
             Some(()) = hangups.recv() => match args.server.open(Task::Ready) {
                 Ok(again) => {
-                    tracing::info!("password and certificate files read again");
+                    tracing::info!(event = events::CERTIFICATES_REREAD, "password and certificate files read again");
                     server = again;
                 }
-                Err(error) => tracing::error!(%error, "what was read before stays valid"),
+                Err(error) => tracing::error!(event = events::CERTIFICATES_KEPT, %error, "what was read before stays valid"),
             }
         }
     }

@@ -111,7 +111,7 @@ pub struct GlobalArgs {
     #[arg(long, global = true, value_name = "LEVEL", default_value = "info")]
     pub log_level: LogLevel,
 
-    /// Log one JSON object per line, for log collectors.
+    /// Log one JSON object per line, for log collectors. Its field `event` names what has happened.
     #[arg(long, global = true)]
     pub log_json: bool,
 

@@ -21,6 +21,7 @@ use rustls::{AlertDescription, CertificateError, ClientConfig, RootCertStore, Se
 use super::certificate_roles::{CertificateRoles, NoRole, WithRole};
 use super::control_tls;
 use super::role::Role;
+use crate::events;
 use crate::exit::Failure;
 use crate::x509::words;
 
@@ -71,9 +72,11 @@ impl Certificates {
         match Configs::read(&self.files, &self.roles) {
             Ok(configs) => {
                 *self.configs.lock().unwrap_or_else(PoisonError::into_inner) = configs;
-                tracing::info!("certificate files read again");
+                tracing::info!(event = events::CERTIFICATES_REREAD, "certificate files read again");
             }
-            Err(error) => tracing::error!(%error, "the certificates read before stay in use"),
+            Err(error) => {
+                tracing::error!(event = events::CERTIFICATES_KEPT, %error, "the certificates read before stay in use")
+            }
         }
     }
 

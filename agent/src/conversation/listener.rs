@@ -37,6 +37,7 @@ use super::control_tls;
 use super::refusal;
 use super::rejections::Rejections;
 use super::{Connection, Endpoint, Error, Receiver, Security};
+use crate::events;
 use crate::exit::Failure;
 
 /// Connections that may be in their handshake at once: enough for a burst of replicas, and a bound for a flood of other
@@ -138,7 +139,7 @@ where
                 }
             };
             let Some(place) = doorway.place_for(&stream, peer) else {
-                doorway.rejections.add(|| tracing::warn!(%peer, "connection rejected: too many handshakes at once"));
+                doorway.rejections.add(|| tracing::warn!(event = events::CONNECTION_REJECTED, %peer, "connection rejected: too many handshakes at once"));
                 if let Ok(permit) = turned_away.clone().try_acquire_owned() {
                     tokio::spawn(async move {
                         refusal::turn_away(stream).await;
@@ -151,7 +152,9 @@ where
             let number = place.number;
             let greeting = tokio::spawn(async move {
                 if let Err(text) = greet(stream, &conversations, &lanes, &incoming).await {
-                    place.doorway.rejections.add(|| tracing::warn!(%peer, "connection rejected: {text}"));
+                    place.doorway.rejections.add(
+                        || tracing::warn!(event = events::CONNECTION_REJECTED, %peer, "connection rejected: {text}"),
+                    );
                 }
                 drop(place);
             });

@@ -9,6 +9,7 @@ use tokio::net::ToSocketAddrs;
 
 use super::role::Role;
 use super::{Connection, Error, Fault, Options, Security, SourceKey, Token};
+use crate::events;
 use crate::exit::Failure;
 use crate::signals;
 use crate::tasks::AbortOnDrop;
@@ -100,8 +101,8 @@ impl TokenFiles {
         let replaced = keys(&self.files)
             .and_then(|keys| self.keyring.replace(keys).map_err(|count| Failure::refused(count.to_string())));
         match replaced {
-            Ok(()) => tracing::info!("token files read again"),
-            Err(error) => tracing::error!(%error, "the tokens read before stay valid"),
+            Ok(()) => tracing::info!(event = events::TOKENS_REREAD, "token files read again"),
+            Err(error) => tracing::error!(event = events::TOKENS_KEPT, %error, "the tokens read before stay valid"),
         }
     }
 

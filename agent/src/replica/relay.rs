@@ -13,6 +13,7 @@ use super::source::{Chosen, RelayWish, Source, wish};
 use super::upstream::{self, Conversation, Goal, Said};
 use crate::args::{RdmaOffer, ReadArgs, RelayArgs, TransportChoice, UploadLimit};
 use crate::conversation::tokens::{Credentials, TokenFiles};
+use crate::events;
 use crate::exit::Failure;
 use crate::units::Size;
 
@@ -168,7 +169,7 @@ impl Relay {
         let copy = self.copy.as_ref()?;
         let session = upstream.as_ref().map(|upstream| upstream.session);
         if let Some((before, _)) = self.upstream.take_if(|(_, present)| Some(present.session) != session) {
-            tracing::info!(peer = %before.name, "no more slots come from another replica: the source has said so");
+            tracing::info!(event = events::UPSTREAM_LEFT, peer = %before.name, "no more slots come from another replica: the source has said so");
         }
         let Some(upstream) = upstream else { return Some(ReadFrom::Source) };
         if self.upstream.is_some() {
@@ -195,9 +196,11 @@ impl Relay {
         let name = &upstream.name;
         match cause {
             LossCause::Lied => {
-                tracing::warn!(peer = %name, "a replica passed on bytes that are not the source's: {text}")
+                tracing::warn!(event = events::UPSTREAM_LEFT, peer = %name, "a replica passed on bytes that are not the source's: {text}")
             }
-            _ => tracing::info!(peer = %name, "no more slots come from another replica: {text}"),
+            _ => {
+                tracing::info!(event = events::UPSTREAM_LEFT, peer = %name, "no more slots come from another replica: {text}")
+            }
         }
         let generation = self.copy.as_ref()?.generation;
         Some(Message::PeerLost { generation, session, cause, text })

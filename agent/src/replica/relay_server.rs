@@ -29,6 +29,7 @@ use super::meter::Meter;
 use crate::args::RdmaOffer;
 use crate::conversation::listener::{self, Listener};
 use crate::conversation::{Connection, Endpoint, Options, Protection, Security, Sender, derive};
+use crate::events;
 use crate::exit::Failure;
 use crate::lanes::LANES_LABEL;
 use crate::transports;
@@ -134,7 +135,7 @@ impl RelayServer {
         }
         exporters.push(tcp);
         let address = door.address();
-        tracing::info!(listening = %address, "lending slots to other replicas");
+        tracing::info!(event = events::LENDING, listening = %address, "lending slots to other replicas");
         let (orders, lendings) = mpsc::unbounded_channel();
         let readers = Arc::new(AtomicUsize::new(0));
         let lender = Lender {

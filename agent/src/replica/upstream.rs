@@ -22,6 +22,7 @@ use super::relay_reader::{Lost, ReadFrom, Reading};
 use super::source::Way;
 use crate::conversation::tokens::Credentials;
 use crate::conversation::{Connection, Options, Protection};
+use crate::events;
 use crate::exit::Failure;
 use crate::transports::connectors::TransportChoices;
 
@@ -116,6 +117,7 @@ async fn converse(goal: Goal, tell: &UnboundedSender<Said>) -> Result<(), Lost> 
     let (reading, kind, protection) =
         reach(&goal, way, table, rate).await.map_err(|text| lost(LossCause::Gone, text))?;
     tracing::info!(
+        event = events::UPSTREAM_READ,
         peer = %goal.upstream.name,
         address = %goal.upstream.address,
         transport = kind.name(),

@@ -10,6 +10,7 @@ use super::reception::{Reception, end, outcome};
 use super::shelf::Shelf;
 use super::target::{Keeper, Target};
 use crate::args::SnapshotMountArgs;
+use crate::events;
 use crate::exit::Failure;
 use crate::replica::data_set::DataSet;
 use crate::signals::Signals;
@@ -57,7 +58,7 @@ pub(super) async fn run(args: SnapshotMountArgs) -> Result<(), Failure> {
     let failure = |error: StartError| Failure::local(error.to_string());
     let mounted = blocking(move || Session::start(&directory, served, &options).map_err(failure)).await?;
     let directory = args.directory.display();
-    tracing::info!(%directory, transport = ?mounted.transport(), "{NAME} is there");
+    tracing::info!(event = events::SNAPSHOT_MOUNTED, %directory, transport = ?mounted.transport(), "{NAME} is there");
     let failed = loop {
         tokio::select! {
             done = &mut running, if received.is_none() => match outcome(done) {

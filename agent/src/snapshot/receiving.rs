@@ -21,6 +21,7 @@ use super::target::{Keeper, Stage, Target};
 use crate::args::{ReadArgs, RelayArgs};
 use crate::backoff::Backoff;
 use crate::conversation::tokens::{Credentials, TokenFiles};
+use crate::events;
 use crate::exit::{Code, Failure};
 use crate::free_space;
 use crate::patience::{self as startup, RETRY_FOR};
@@ -337,7 +338,7 @@ impl Receiving {
                 read_from(present, from);
             }
             Message::Waiting { cause, text } => {
-                tracing::info!("waiting for a snapshot: {text}");
+                tracing::info!(event = events::SNAPSHOT_AWAITED, "waiting for a snapshot: {text}");
                 patience.waits(cause, text);
             }
             Message::GenerationGone { generation, text } => {
@@ -400,6 +401,7 @@ impl Receiving {
             None => self.target.put(id).map_err(|error| Trouble::Disk(self.target.failure(&error)))?,
         };
         tracing::info!(
+            event = events::SNAPSHOT_ARRIVES,
             generation = origin.generation,
             replid = %origin.history,
             offset = origin.offset,
@@ -437,7 +439,12 @@ impl Receiving {
     ) -> Ended {
         let Some(present) = present else { return Ended::Stopped };
         let reached = present.kept.reached();
-        tracing::info!(bytes = reached.bytes, slots = reached.slots, "the whole snapshot has arrived");
+        tracing::info!(
+            event = events::SNAPSHOT_ARRIVED,
+            bytes = reached.bytes,
+            slots = reached.slots,
+            "the whole snapshot has arrived"
+        );
         session.report(Progress { phase: Phase::Load, ..present.progress(passes) }, present.retained);
         let mut arrived = Arrived { kept: Arc::clone(&present.kept), plan: plan.clone(), covered: None };
         if self.asks {
@@ -576,7 +583,7 @@ impl Patience {
             return Err(loss.failure.and(&text));
         }
         let pause = self.backoff.next();
-        tracing::warn!("{}; trying again in {} ms", loss.failure, pause.as_millis());
+        tracing::warn!(event = events::SOURCE_LOST, "{}; trying again in {} ms", loss.failure, pause.as_millis());
         Ok(pause)
     }
 }

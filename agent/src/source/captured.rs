@@ -18,6 +18,7 @@ use tokio::sync::mpsc::Sender;
 
 use super::{Incoming, Source};
 use crate::args::{FromChoice, HostPort, SourceArgs};
+use crate::events;
 use crate::exit::{Code, Failure};
 use crate::sentinel::Sentinels;
 use crate::sentinel::choice::{self, Candidate};
@@ -253,7 +254,7 @@ impl Watch {
     }
 
     fn say_moved(&mut self, server: &Server) {
-        tracing::warn!(from = %self.told.url(), to = %server.url(), "the source captures another server of the group");
+        tracing::warn!(event = events::SOURCE_MOVED, from = %self.told.url(), to = %server.url(), "the source captures another server of the group");
         (self.unwell_since, self.is_warned, self.told) = (None, false, server.clone());
     }
 }

@@ -16,6 +16,7 @@ use super::tables::{JOURNAL_REGION, SNAPSHOT_REGION};
 use super::terms::Rights;
 use super::tuning::Tuning;
 use crate::args::SourceArgs;
+use crate::events;
 use crate::exit::Failure;
 use crate::server::own_changes::why_not_as_its_primary;
 use crate::server::{Facts, Server};
@@ -88,7 +89,12 @@ impl Source {
         // The replicas that it is for have joined.
         links::look(self);
         let plan = plan(self, generation, with_stream, own_format);
-        tracing::info!(generation, with_stream, "requesting a snapshot from the server");
+        tracing::info!(
+            event = events::SNAPSHOT_REQUESTED,
+            generation,
+            with_stream,
+            "requesting a snapshot from the server"
+        );
         self.threads.start(plan)
     }
 
@@ -96,7 +102,7 @@ impl Source {
     pub(super) fn capture_says(&mut self, event: &CaptureEvent) -> Result<(), Failure> {
         match event {
             CaptureEvent::Started { generation, replid, offset } => {
-                tracing::info!(generation, %replid, offset, "snapshot started");
+                tracing::info!(event = events::SNAPSHOT_STARTED, generation, %replid, offset, "snapshot started");
                 let follows = self.threads.follows_stream(*generation);
                 self.export(*generation, SNAPSHOT_REGION)?;
                 if follows {
@@ -109,24 +115,27 @@ impl Source {
             CaptureEvent::Completed { generation, bytes } => {
                 let seconds = self.gauge.began().map_or(0.0, |began| began.elapsed().as_secs_f64());
                 let rate = Size::bytes((*bytes as f64 / seconds.max(1e-9)) as u64);
-                tracing::info!(generation, size = %Size::bytes(*bytes), compression = %links::compression(self), method = %self.gauge.method(), "snapshot completed in {seconds:.3} s ({rate}/s)");
+                tracing::info!(event = events::SNAPSHOT_COMPLETED, generation, size = %Size::bytes(*bytes), compression = %links::compression(self), method = %self.gauge.method(), "snapshot completed in {seconds:.3} s ({rate}/s)");
             }
             CaptureEvent::ModuleFailed => self.methods.history.module_failed(Instant::now()),
             CaptureEvent::Failed { generation, error } => {
                 self.tables.outgrown |= matches!(error, CaptureError::Outgrown);
-                tracing::warn!(generation, %error, "snapshot failed");
+                tracing::warn!(event = events::SNAPSHOT_FAILED, generation, %error, "snapshot failed");
                 self.learn();
             }
-            CaptureEvent::StreamResumed => tracing::info!("replication stream resumed"),
+            CaptureEvent::StreamResumed => tracing::info!(event = events::STREAM_RESUMED, "replication stream resumed"),
             CaptureEvent::HistoryChanged { generation, from, to, at } => {
                 tracing::warn!(
+                    event = events::HISTORY_CHANGED,
                     generation, old = %from, new = %to, offset = at,
                     "the server's replication history changed (a promotion, a failover or a restart): the stream of the old history \
                      ends at this offset; replicas that have loaded are handed over to the primary, the others get a new snapshot"
                 );
                 self.learn();
             }
-            CaptureEvent::StreamLost { text } => tracing::warn!(%text, "replication stream lost"),
+            CaptureEvent::StreamLost { text } => {
+                tracing::warn!(event = events::STREAM_LOST, %text, "replication stream lost")
+            }
         }
         Ok(())
     }

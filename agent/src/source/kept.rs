@@ -32,6 +32,7 @@ use super::sealing::RemoteTables;
 use super::socket;
 use super::tables::{JOURNAL_REGION, SNAPSHOT_REGION, Tables};
 use crate::args::{CompressChoice, SourceArgs};
+use crate::events;
 use crate::exit::Failure;
 use crate::service::Store;
 use crate::tasks::blocking;
@@ -140,7 +141,7 @@ pub(super) fn take(args: &SourceArgs, is_sealed: bool, inherited: Vec<Inherited>
     match adopt(args, is_sealed, record, kept) {
         Ok(left) => Some(left),
         Err(why) => {
-            tracing::warn!(%why, "{UNUSABLE}");
+            tracing::warn!(event = events::SNAPSHOT_UNUSABLE, %why, "{UNUSABLE}");
             None
         }
     }
@@ -221,7 +222,7 @@ impl Keeper {
 pub(super) async fn go_on_with(source: &mut Source, left: Option<Left>) {
     let Some(left) = left else { return source.keeper.forget() };
     if let Err(why) = go_on(source, left).await {
-        tracing::warn!(%why, "{UNUSABLE}");
+        tracing::warn!(event = events::SNAPSHOT_UNUSABLE, %why, "{UNUSABLE}");
         source.keeper.forget();
     }
 }
@@ -257,6 +258,7 @@ async fn go_on(source: &mut Source, left: Left) -> Result<(), String> {
     let end = journal.end_offset() - 1;
     source.threads.go_on(plan, journal).map_err(|failure| failure.message)?;
     tracing::info!(
+        event = events::SNAPSHOT_KEPT,
         generation = origin.generation,
         size = %crate::units::Size::bytes(record.bytes),
         offset = end,

@@ -95,6 +95,7 @@ use crate::backoff::Backoff;
 use crate::conversation::listener;
 use crate::conversation::tokens::TokenFiles;
 use crate::conversation::{Connection, Endpoint, Fault, Options};
+use crate::events;
 use crate::exit::Failure;
 use crate::host_memory;
 use crate::metrics::{Scrape, Site};
@@ -165,6 +166,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     let listener = listener::start(port, conversations, tcp.clone(), incoming.clone());
     let exports = Exports::open(&args, &security, listener.address(), &tables, tcp).await?;
     tracing::info!(
+        event = events::SOURCE_READY,
         listening = %listener.address(),
         server = %server.url(),
         facts = %facts.name(),
@@ -389,6 +391,7 @@ impl Source {
                 let address = peer.address.to_string();
                 let name = if join.name.is_empty() { address.clone() } else { join.name };
                 tracing::info!(
+                    event = events::REPLICA_JOINED,
                     replica = %name,
                     %address,
                     server = %join.server,
@@ -411,7 +414,7 @@ impl Source {
                     && replica.transport() != transport
                 {
                     let protection = peer.protection.of_data(kind, self.tables.is_sealed(), peer.address.ip());
-                    tracing::info!(replica = %replica.name, transport = kind.name(), %protection, "replica reads");
+                    tracing::info!(event = events::REPLICA_READS, replica = %replica.name, transport = kind.name(), %protection, "replica reads");
                 }
                 self.questions.is_in(session, progress.phase);
                 let report = Report::of(&progress);
@@ -429,7 +432,7 @@ impl Source {
             Message::HandOffQuery { offset, .. } => return self.answer_hand_off(session, offset),
             Message::StatusQuery => return questions::send_status(self, session),
             Message::Leave { outcome, text } => {
-                tracing::info!(session, ?outcome, %text, "replica left");
+                tracing::info!(event = events::REPLICA_LEFT, session, ?outcome, %text, "replica left");
                 self.questions.is_in(session, Phase::Done);
                 let done = outcome == remora_protocol::Outcome::HandedOver;
                 if let Some(peer) = self.sessions.get_mut(&session) {
@@ -451,7 +454,7 @@ impl Source {
         self.questions.left(session);
         if !peer.done {
             if self.machine.status().replica(session).is_some() {
-                tracing::warn!(address = %peer.address, %fault, "replica disconnected");
+                tracing::warn!(event = events::REPLICA_DISCONNECTED, address = %peer.address, %fault, "replica disconnected");
             }
             let _ = self.apply(Event::Gone { session, done: false });
         }

@@ -8,6 +8,7 @@ use super::exports::Exports;
 use super::machine::Session;
 use super::topology::Assignment;
 use crate::conversation::{Connection, Protection, Receiver, Role, Sender, derive};
+use crate::events;
 use crate::lanes::LANES_LABEL;
 
 /// One authenticated connection.
@@ -89,7 +90,12 @@ impl Source {
         for &Assignment { reader, from } in assignments {
             let upstream = from.and_then(|from| self.upstream(from));
             let name = upstream.as_ref().map_or("the source", |upstream| upstream.name.as_str());
-            tracing::info!(reader, from = name, "replica assigned a different upstream");
+            tracing::info!(
+                event = events::UPSTREAM_ASSIGNED,
+                reader,
+                from = name,
+                "replica assigned a different upstream"
+            );
             self.send(reader, Message::ReadFrom { generation, upstream });
         }
     }

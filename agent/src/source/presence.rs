@@ -25,6 +25,7 @@ use std::time::{Duration, Instant};
 use remora_redis::info::Info;
 
 use super::{Incoming, Source};
+use crate::events;
 use crate::server::{Client, Facts, RefusalKind, ServerError};
 
 /// How often the server is asked. A server looks ten times a second whether its replicas have caught up, and clients'
@@ -275,10 +276,12 @@ fn end_failover(source: &Source) {
         let Some(open) = client.as_mut() else { return };
         match open.command(&["FAILOVER", "ABORT"]).await {
             Ok(_) => tracing::warn!(
+                event = events::FAILOVER_ENDED,
                 "a client requested FAILOVER at the server, which has no replica that could take over. The server would have refused it \
                  without this source, and waited for ever with it, so the source has ended the fail-over (FAILOVER ABORT)"
             ),
             Err(error) => tracing::warn!(
+                event = events::FAILOVER_WAITS,
                 %error,
                 "a client requested FAILOVER at the server, which has no replica that could take over: clients' writes wait until \
                  a client sends FAILOVER ABORT. The source does that if its user has +failover"

@@ -14,6 +14,7 @@ use tokio::signal::unix::Signal;
 use self::screen::{Screen, Wish};
 use crate::args::{AskArgs, HostPort, StatusArgs};
 use crate::conversation::{Connection, Error};
+use crate::events;
 use crate::exit::{Code, Failure};
 use crate::progress;
 use crate::signals;
@@ -43,8 +44,8 @@ pub async fn run(args: StatusArgs) -> Result<(), Failure> {
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
             () = source.files_changed() => match source.connect_again().await {
-                Ok(()) => tracing::info!("token files read again"),
-                Err(failure) => tracing::error!("{failure}; the tokens read before stay valid"),
+                Ok(()) => tracing::info!(event = events::TOKENS_REREAD, "token files read again"),
+                Err(failure) => tracing::error!(event = events::TOKENS_KEPT, "{failure}; the tokens read before stay valid"),
             }
         }
     }

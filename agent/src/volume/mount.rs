@@ -16,6 +16,7 @@ use super::failure::{ended, files_failure};
 use super::metrics::Shown;
 use super::opening::{IS_OPENED, Opening};
 use crate::args::{MetricsFileArgs, MountArgs};
+use crate::events;
 use crate::exit::Failure;
 use crate::metrics::{Agent, Scrape, Scrapes, Watch};
 use crate::service::Service;
@@ -56,7 +57,7 @@ pub(super) async fn run(args: MountArgs) -> Result<(), Failure> {
             Ok((mounted.map_err(|error| mount_failure(&of, error))?, counter))
         });
         let ((mounted, counter), _rereading) = scrapes.meanwhile(IS_OPENED, opened).await?;
-        tracing::info!(volume = %name, directory = %at.display(), transport = ?mounted.transport(),
+        tracing::info!(event = events::FILES_MOUNTED, volume = %name, directory = %at.display(), transport = ?mounted.transport(),
             "files mounted read-only");
         let answer = |scrape| shown.answer_reader(counter.counts(), scrape);
         let over = until_over(&mut signals, at, || None, |limit| mounted.wait(limit), &mut scrapes, answer).await;
@@ -74,7 +75,7 @@ pub(super) async fn run(args: MountArgs) -> Result<(), Failure> {
             Ok((mounted.map_err(|error| mount_failure(&of, error))?, volume))
         });
         let ((mounted, volume), _rereading) = scrapes.meanwhile(IS_OPENED, opened).await?;
-        tracing::info!(volume = %name, file = %at.join("image").display(), transport = ?mounted.transport(),
+        tracing::info!(event = events::IMAGE_MOUNTED, volume = %name, file = %at.join("image").display(), transport = ?mounted.transport(),
             "image mounted");
         return serve((&shown, at, at_end), &mut signals, mounted, volume, &mut scrapes).await;
     }
@@ -84,7 +85,7 @@ pub(super) async fn run(args: MountArgs) -> Result<(), Failure> {
         Ok((mounted.map_err(|error| mount_failure(&of, error))?, volume))
     });
     let ((mounted, volume), _rereading) = scrapes.meanwhile(IS_OPENED, opened).await?;
-    tracing::info!(volume = %name, directory = %at.display(), transport = ?mounted.transport(), "files mounted");
+    tracing::info!(event = events::FILES_MOUNTED, volume = %name, directory = %at.display(), transport = ?mounted.transport(), "files mounted");
     serve((&shown, at, at_end), &mut signals, mounted, volume, &mut scrapes).await
 }
 

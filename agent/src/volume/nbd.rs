@@ -17,6 +17,7 @@ use super::opening::{IS_OPENED, Opening};
 use crate::args::{MetricsFileArgs, NbdArgs, NbdTlsArgs};
 use crate::conversation::certificate_roles::CertificateRoles;
 use crate::conversation::certificates::{CertificateFiles, Certificates};
+use crate::events;
 use crate::exit::Failure;
 use crate::metrics::{Agent, Watch};
 use crate::service::Service;
@@ -53,7 +54,7 @@ pub(super) async fn run(args: NbdArgs) -> Result<(), Failure> {
     });
     let (server, _rereading) = scrapes.meanwhile(IS_OPENED, opened).await?;
     let address = server.address().map(Address::to_string).unwrap_or_default();
-    tracing::info!(volume = %name, listening = address, "volume open");
+    tracing::info!(event = events::VOLUME_OPEN, volume = %name, listening = address, "volume open");
     let service = Service::ready(&format!("serving NBD clients at {address}"));
     let end = loop {
         tokio::select! {

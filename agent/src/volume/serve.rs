@@ -8,6 +8,7 @@ use remora_volume::server::{Server, ServerOptions};
 use super::metrics::answer_server;
 use super::servers::Protection;
 use crate::args::{MetricsFileArgs, ServeArgs};
+use crate::events;
 use crate::exit::Failure;
 use crate::host_memory;
 use crate::metrics::{Agent, Watch};
@@ -55,7 +56,7 @@ pub(super) async fn run(args: ServeArgs) -> Result<(), Failure> {
     };
     let protection = protection.text(args.listen);
     let store = args.store.as_ref().map_or("none".to_owned(), |store| store.display().to_string());
-    tracing::info!(listening = %address, memory = %args.memory, protection, store, "volume server ready");
+    tracing::info!(event = events::VOLUME_SERVER_READY, listening = %address, memory = %args.memory, protection, store, "volume server ready");
     let service = Service::ready(&format!("serving volumes at {address}"));
     let signal = loop {
         tokio::select! {

@@ -8,7 +8,9 @@ use remora_lab::server::wait_until;
 use remora_lab::{Agent, Kind, Server, assert_same_data, require};
 use rustix::process::Signal;
 
-use crate::kit::{LONG, Scene, Source, Stage, ends, fill, fill_keys, number, primary, quick, says, strs, succeeds};
+use crate::kit::{
+    LONG, Scene, Source, Stage, at_once, ends, fill, fill_keys, number, primary, quick, says, strs, succeeds,
+};
 
 /// What a source of another data set is refused with.
 pub(crate) const ANOTHER: &str = "is the source of another data set";
@@ -75,7 +77,7 @@ fn a_server_in_the_middle_of_its_load_gets_nothing_of_it_and_is_in_step_once_the
         right.configure("rdb-key-save-delay", "0").unwrap();
         let _source = replaced(&stage, source, &right, &[]);
         if stay {
-            agent.wait_for_line("in step; staying", LONG).unwrap();
+            agent.wait_for_event("in_step", LONG).unwrap();
             assert!(!has_foreign_data(&server), "{kind}");
             agent.signal(Signal::TERM).unwrap();
         }
@@ -88,7 +90,7 @@ fn a_server_in_the_middle_of_its_load_gets_nothing_of_it_and_is_in_step_once_the
 #[test]
 #[ignore = "long: make test-all"]
 fn a_sync_whose_right_source_does_not_come_back_fails_by_its_name_and_the_server_has_nothing_foreign() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let (stage, right, other) = (Stage::new(), slow(kind), foreign(kind));
         let server = Server::start(kind).unwrap();
         let source = stage.source(&right.url(), &[]);
@@ -103,7 +105,7 @@ fn a_sync_whose_right_source_does_not_come_back_fails_by_its_name_and_the_server
         .unwrap();
         assert!(!has_foreign_data(&server), "{kind}");
         assert_eq!(number(&other, "sync_full"), 0, "the foreign primary has forked");
-    }
+    });
 }
 
 /// `--expect-primary` is for every conversation: the address that a later source names counts as that of the first.
@@ -140,12 +142,12 @@ fn a_primary_that_lost_its_data_is_still_the_primary() {
 #[test]
 #[ignore = "long: make test-all"]
 fn a_fetch_and_a_backup_in_the_middle_take_nothing_of_it_and_go_on_when_the_right_source_is_back() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         for command in ["fetch", "backup"] {
             let scene = Scene::new(slow(kind), &[]);
             let to = scene.stage.path(if command == "fetch" { "dump.rdb" } else { "backups" });
             let mut agent = scene.start(command, &to, &[]);
-            agent.wait_for_line("the snapshot arrives", LONG).unwrap();
+            agent.wait_for_event("snapshot_arrives", LONG).unwrap();
             let args = strs_of(&scene, command, &to);
             let Scene { stage, primary, source } = scene;
             let other = foreign(kind);
@@ -165,7 +167,7 @@ fn a_fetch_and_a_backup_in_the_middle_take_nothing_of_it_and_go_on_when_the_righ
             again[at + 1].clone_from(&to);
             again.extend(["--retry-for".to_owned(), "2s".to_owned()]);
             let mut agent = stage.start(None, &strs(&again));
-            agent.wait_for_line("the snapshot arrives", LONG).unwrap();
+            agent.wait_for_event("snapshot_arrives", LONG).unwrap();
             let _foreign = replaced(&stage, source, &other, &[]);
             says(&ends(&mut agent, 5), &[ANOTHER]);
             let rdb = std::fs::read_dir(&to).map_or(0, |folder| {
@@ -173,7 +175,7 @@ fn a_fetch_and_a_backup_in_the_middle_take_nothing_of_it_and_go_on_when_the_righ
             });
             assert_eq!((rdb, std::path::Path::new(&to).is_file()), (0, false), "{command}");
         }
-    }
+    });
 }
 
 fn is_a_snapshot(path: &std::path::Path) -> bool {

@@ -12,7 +12,7 @@ use remora_lab::{Agent, Host, Kind, Net, Server, Workload, assert_same_data, htt
 use rustix::process::Signal;
 
 use crate::kit::{
-    LONG, Source, Stage, ends, fill_keys, follows, load_slowly, primary, quick, steady_writer, syncs,
+    LONG, Source, Stage, at_once, ends, fill_keys, follows, load_slowly, primary, quick, steady_writer, syncs,
     wait_until_loading,
 };
 
@@ -92,7 +92,7 @@ impl Scene {
         ports.iter().for_each(|port| args.extend(["--primary-port", port]));
         args.extend(more);
         let mut agent = self.stage.start(Some(&self.host), &args);
-        agent.wait_for_line("attending", LONG).unwrap();
+        agent.wait_for_event("attending", LONG).unwrap();
         agent
     }
 
@@ -249,9 +249,9 @@ fn a_partial_resynchronisation_that_the_primary_can_serve_is_the_primarys() {
 #[test]
 #[ignore = "long: make test-all"]
 fn a_server_whose_agent_is_killed_takes_a_native_sync_within_seconds() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let Some(scene) = Scene::new(kind) else { return };
-        for phase in ["attending", "the server asks for a full copy", "loading", "handing the server over"] {
+        for phase in ["attending", "copy_served", "loading", "handing_over"] {
             let server = scene.server(quick(kind));
             let mut agent = scene.attend_the_primary(&server);
             if phase == "loading" {
@@ -263,7 +263,7 @@ fn a_server_whose_agent_is_killed_takes_a_native_sync_within_seconds() {
             match phase {
                 "attending" => {}
                 "loading" => wait_until_loading(&server),
-                line => _ = agent.wait_for_line(line, LONG).unwrap(),
+                event => _ = agent.wait_for_event(event, LONG).unwrap(),
             }
             agent.kill().unwrap();
             let killed = Instant::now();
@@ -276,13 +276,13 @@ fn a_server_whose_agent_is_killed_takes_a_native_sync_within_seconds() {
             println!("{kind}, {phase}: in step {:.1} s after the kill", killed.elapsed().as_secs_f64());
             assert_same_data(&scene.primary, &server);
         }
-    }
+    });
 }
 
 #[test]
 #[ignore = "long: make test-all"]
 fn a_stopped_agent_leaves_the_server_to_its_primary() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let Some(scene) = Scene::new(kind) else { return };
         let server = scene.server(quick(kind));
         let mut agent = scene.attend_the_primary(&server);
@@ -303,7 +303,7 @@ fn a_stopped_agent_leaves_the_server_to_its_primary() {
         in_step(&server, LONG, &agent);
         assert_eq!(syncs(&scene.primary).0, 2, "the source's, and the server's own");
         assert_same_data(&scene.primary, &server);
-    }
+    });
 }
 
 #[test]
@@ -466,7 +466,7 @@ fn fill_the_first_shard(primary: &Server) {
 #[test]
 #[ignore = "long: make test-all"]
 fn a_node_of_a_cluster_becomes_a_replica_by_cluster_replicate_as_ever() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let builder =
             || quick(kind).cluster().config("cluster-require-full-coverage", "no").config("repl-backlog-size", "256mb");
         let Some(scene) = Scene::with(builder(), fill_the_first_shard) else { return };
@@ -528,5 +528,5 @@ fn a_node_of_a_cluster_becomes_a_replica_by_cluster_replicate_as_ever() {
         })
         .unwrap();
         has_data_of(other);
-    }
+    });
 }

@@ -158,9 +158,9 @@ fn a_server_that_is_pointed_elsewhere_before_it_loads_is_given_nothing_of_its_fo
         // The source has no snapshot before the test lets go.
         at.scene.primary.configure("repl-diskless-sync-delay", "3600").unwrap();
         at.server.replicate(&at.scene.primary).unwrap();
-        at.agent.wait_for_line("the source serves it", LONG).unwrap();
+        at.agent.wait_for_event("copy_served", LONG).unwrap();
         at.server.replicate(&at.other).unwrap();
-        at.agent.wait_for_line("the server asks another primary", LONG).unwrap();
+        at.agent.wait_for_event("primary_changed", LONG).unwrap();
         at.scene.primary.configure("repl-diskless-sync-delay", "0").unwrap();
         handed_over(&at.agent, &at.server, 1);
         assert_same_data(&at.other, &at.server);

@@ -4,7 +4,7 @@ use remora_lab::server::{Builder, wait_until};
 use remora_lab::{Kind, Server, assert_same_data, require};
 
 use crate::attend::{Scene, handed_over};
-use crate::kit::{LONG, fill, fill_keys, load_slowly, load_small, number, quick, syncs, wait_until_loading};
+use crate::kit::{LONG, at_once, fill, fill_keys, load_slowly, load_small, number, quick, syncs, wait_until_loading};
 
 /// Seconds after which a server gives up a link on which it hears nothing. No test takes as long.
 const NEVER: u32 = 600;
@@ -19,29 +19,28 @@ fn patient(kind: Kind) -> Builder {
 #[test]
 #[ignore = "long: make test-all"]
 fn a_snapshot_that_is_aborted_ends_the_connection_of_the_server_that_receives_it() {
-    for kind in require::kinds() {
-        for load in ["disabled", "swapdb"] {
-            // A source of its own: one that has the snapshot would give it to the second server as it is.
-            let Some(scene) = Scene::new(kind) else { return };
-            let server = scene.server(patient(kind).config("repl-diskless-load", load));
-            let mut agent = scene.attend_with(&server, &[scene.primary.port()], &["--no-serve-peers"]);
-            // Ten seconds and more.
-            scene.primary.configure("rdb-key-save-delay", "1000").unwrap();
-            server.replicate(&scene.primary).unwrap();
-            // Before its first bytes nothing would be aborted.
-            wait_until("the server to receive", LONG, || {
-                let (read, loading) = (server.fact("master_sync_read_bytes"), server.fact("loading")?);
-                let receives = loading == "1" || read.is_ok_and(|bytes| bytes != "0");
-                Ok(if receives { Ok(()) } else { Err(loading) })
-            })
-            .unwrap();
-            scene.primary.client().unwrap().int(&["CLIENT", "KILL", "TYPE", "replica"]).unwrap();
-            scene.primary.configure("rdb-key-save-delay", "0").unwrap();
-            agent.wait_for_line("the source has given up its snapshot", LONG).unwrap();
-            handed_over(&agent, &server, 1);
-            assert_same_data(&scene.primary, &server);
-        }
-    }
+    let cases = require::kinds().into_iter().flat_map(|kind| [(kind, "disabled"), (kind, "swapdb")]);
+    at_once(cases, |(kind, load)| {
+        // A source of its own: one that has the snapshot would give it to the second server as it is.
+        let Some(scene) = Scene::new(kind) else { return };
+        let server = scene.server(patient(kind).config("repl-diskless-load", load));
+        let mut agent = scene.attend_with(&server, &[scene.primary.port()], &["--no-serve-peers"]);
+        // Ten seconds and more.
+        scene.primary.configure("rdb-key-save-delay", "1000").unwrap();
+        server.replicate(&scene.primary).unwrap();
+        // Before its first bytes nothing would be aborted.
+        wait_until("the server to receive", LONG, || {
+            let (read, loading) = (server.fact("master_sync_read_bytes"), server.fact("loading")?);
+            let receives = loading == "1" || read.is_ok_and(|bytes| bytes != "0");
+            Ok(if receives { Ok(()) } else { Err(loading) })
+        })
+        .unwrap();
+        scene.primary.client().unwrap().int(&["CLIENT", "KILL", "TYPE", "replica"]).unwrap();
+        scene.primary.configure("rdb-key-save-delay", "0").unwrap();
+        agent.wait_for_event("snapshot_given_up", LONG).unwrap();
+        handed_over(&agent, &server, 1);
+        assert_same_data(&scene.primary, &server);
+    });
 }
 
 /// Whether bytes wait for the process that listens at this port, on an established connection.
@@ -100,9 +99,9 @@ fn a_copy_under_writes(kind: Kind, primary: Builder, server: Builder) {
 
 #[test]
 fn a_copy_of_the_primary_under_writes_is_made_once() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         a_copy_under_writes(kind, quick(kind), quick(kind));
-    }
+    });
 }
 
 #[test]

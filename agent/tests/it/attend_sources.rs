@@ -9,7 +9,8 @@ use remora_lab::{Agent, Kind, Server, assert_same_data, require};
 use crate::another_data_set::ANOTHER;
 use crate::attend::{PORT, SERVER_USER, Scene, handed_over};
 use crate::kit::{
-    LONG, Source, fill, fill_keys, load_slowly, number, quick, says, syncs, wait_until_loading, write_past_the_backlog,
+    LONG, Source, at_once, fill, fill_keys, load_slowly, number, quick, says, syncs, wait_until_loading,
+    write_past_the_backlog,
 };
 
 /// The user and the port of a second attended server.
@@ -40,7 +41,7 @@ fn attend(scene: &Scene, server: &Server, port: &str, sources: &[SocketAddr]) ->
         args.extend(["--sources", &others]);
     }
     let mut agent = scene.stage.start(Some(&scene.host), &args);
-    agent.wait_for_line("attending", LONG).unwrap();
+    agent.wait_for_event("attending", LONG).unwrap();
     agent
 }
 
@@ -182,7 +183,7 @@ fn cut_off(scene: &Scene, server: &Server) {
 #[test]
 #[ignore = "long: make test-all"]
 fn a_source_whose_server_is_cut_off_after_the_attended_one_has_joined_is_given_up() {
-    for (kind, has_begun) in require::kinds().into_iter().flat_map(|kind| [(kind, false), (kind, true)]) {
+    at_once(require::kinds().into_iter().flat_map(|kind| [(kind, false), (kind, true)]), |(kind, has_begun)| {
         let Some(scene) = scene(kind) else { return };
         let server = scene.server(quick(kind).config("repl-diskless-load", "swapdb"));
         load_slowly(&server, 1);
@@ -194,7 +195,7 @@ fn a_source_whose_server_is_cut_off_after_the_attended_one_has_joined_is_given_u
         }
         let mut agent = attend(&scene, &server, PORT, &[source.address]);
         server.replicate(&scene.primary).unwrap();
-        agent.wait_for_line("the source serves it", LONG).unwrap();
+        agent.wait_for_event("copy_served", LONG).unwrap();
         wait_until("the follower to be asked for a snapshot", LONG, || {
             let asked = number(&beside, "connected_slaves");
             Ok(if asked > 0 { Ok(()) } else { Err("not yet".to_owned()) })
@@ -209,7 +210,7 @@ fn a_source_whose_server_is_cut_off_after_the_attended_one_has_joined_is_given_u
         assert_same_data(&scene.primary, &server);
         says(&agent.output(), &["has had no snapshot to offer for 3 s", "has no link to its primary"]);
         assert_eq!(syncs(&scene.primary).0, 2, "{kind}: the follower's, and the server's own");
-    }
+    });
 }
 
 /// The first answer of a source is compared with the primary's history, and so is each later one.
@@ -276,7 +277,7 @@ fn a_server_that_is_behind_the_primarys_backlog_is_fed_on_though_that_of_the_sou
 #[test]
 #[ignore = "long: make test-all"]
 fn a_server_that_is_fed_by_a_source_that_is_cut_off_goes_to_its_primary() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let Some(scene) = scene(kind) else { return };
         let (beside, source) = beside_a_follower(&scene, kind);
         let server = scene.server(quick(kind).config("repl-diskless-load", "swapdb"));
@@ -291,5 +292,5 @@ fn a_server_that_is_fed_by_a_source_that_is_cut_off_goes_to_its_primary() {
         assert_same_data(&scene.primary, &server);
         says(&agent.output(), &["comes no nearer to its primary", "handing the server over: caught up"]);
         assert_eq!(syncs(&scene.primary).0, 2, "{kind}: the follower's, and the server's own");
-    }
+    });
 }

@@ -9,8 +9,8 @@ use remora_lab::server::{Builder, wait_until};
 use remora_lab::{Agent, Kind, Server, assert_same_data, process, require};
 
 use crate::kit::{
-    BACKLOG, LONG, Source, ends, fill_keys, kinds_and_module, load, load_slowly, load_small, number, primary, says,
-    succeeds, syncs,
+    BACKLOG, LONG, Source, at_once, ends, fill_keys, kinds_and_module, load, load_slowly, load_small, number, primary,
+    says, succeeds, syncs,
 };
 
 const MIB: u64 = 1 << 20;
@@ -73,14 +73,14 @@ fn a_control_connection_that_breaks_is_opened_again_and_no_slot_is_sent_twice() 
 #[test]
 #[ignore = "long: make test-all"]
 fn a_server_whose_load_breaks_three_times_is_reported_and_left_empty() {
-    for (kind, module) in kinds_and_module() {
+    at_once(kinds_and_module(), |(kind, module)| {
         let (primary, replica) = (primary(kind).start().unwrap(), server(kind, module).start().unwrap());
         // Too short for the module: the server loads them itself.
         load_small(&primary, 4000, 100);
         load_slowly(&replica, 1000);
         let source = Source::start(&primary, &["--memory", "64MiB"]);
         let mut agent = source.replica(&replica, &[]);
-        let line = agent.wait_for_line("listening for the link", LONG).unwrap();
+        let line = agent.wait_for_event("link_listening", LONG).unwrap();
         let link = line.split("link=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap().parse().unwrap();
         wait_until("the agent to end", LONG, || {
             if agent.ended()?.is_some() {
@@ -104,14 +104,14 @@ fn a_server_whose_load_breaks_three_times_is_reported_and_left_empty() {
         source.replicate(&replica, &[]);
         assert_same_data(&primary, &replica);
         assert_eq!(source.snapshots_taken(), 1);
-    }
+    });
 }
 
 /// The setting is named before the sync, and when it has made the sync fail.
 #[test]
 #[ignore = "long: make test-all"]
 fn a_server_that_gives_up_a_slow_snapshot_is_named_with_its_setting() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let primary = primary(kind).start().unwrap();
         let replica = Server::builder(kind).config("repl-timeout", "2").start().unwrap();
         load_small(&primary, 1500, 2000);
@@ -122,7 +122,7 @@ fn a_server_that_gives_up_a_slow_snapshot_is_named_with_its_setting() {
         replica.configure("repl-timeout", "60").unwrap();
         source.replicate(&replica, &["--transport", "tcp"]);
         assert_same_data(&primary, &replica);
-    }
+    });
 }
 
 /// Changes a byte of the source's snapshot behind its back, in the middle of the slots.
@@ -147,7 +147,7 @@ fn damage(source: &Agent) {
 #[ignore = "long: make test-all"]
 fn a_damaged_slot_reaches_no_server_over_any_transport() {
     let Some(()) = require::root() else { return };
-    for (kind, module) in kinds_and_module() {
+    at_once(kinds_and_module(), |(kind, module)| {
         for transport in ["shm", "tcp"] {
             let (primary, replica) = (primary(kind).start().unwrap(), server(kind, module).start().unwrap());
             load(&primary, 12, MIB);
@@ -179,7 +179,7 @@ fn a_damaged_slot_reaches_no_server_over_any_transport() {
             agent.kill().unwrap();
             assert!(holds_nothing(&replica), "{kind} {transport}: {said}");
         }
-    }
+    });
 }
 
 /// Whether a server holds nothing once it is not loading any more. Servers end if the checksum of a snapshot is wrong;
@@ -222,7 +222,7 @@ fn is_overtaken(kind: Kind, module: bool, backlog: &str) {
     load_slowly(&slow, 5_000);
     let source = Source::start(&primary, &["--memory", "64MiB", "--journal-memory", "8MiB", "--slot-size", "256KiB"]);
     let mut fed = source.replica(&fast, &["--name", "fast", "--stay"]);
-    fed.wait_for_line("in step; staying", LONG).unwrap();
+    fed.wait_for_event("in_step", LONG).unwrap();
     let mut overtaken = source.replica(&slow, &["--name", "slow", "--memory", "16MiB"]);
     wait_until("the slow server to load", LONG, || {
         let loading = slow.fact("loading")?;
@@ -313,7 +313,7 @@ fn writes_are_buffered_in_the_primary_only_while_it_takes_the_snapshot() {
         load_slowly(&replica, 1000);
         let mut source = Source::start(&primary, &["--memory", "256MiB"]);
         let mut agent = source.replica(&replica, &[]);
-        source.agent.wait_for_line("snapshot started", LONG).unwrap();
+        source.agent.wait_for_event("snapshot_started", LONG).unwrap();
         (0..4).for_each(|part| load_part(&primary, part));
         let meanwhile = buffered(&primary);
         source.wait_for_snapshot();

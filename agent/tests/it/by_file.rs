@@ -13,8 +13,8 @@ use rustix::process::Signal;
 
 use crate::another_data_set::{ANOTHER, foreign, has_foreign_data, replaced};
 use crate::kit::{
-    LONG, Source, Stage, ends, fill, fill_cluster, fill_keys, follows, number, primary, quick, says, start_cluster,
-    steady_writer, succeeds, syncs, write_past_the_backlog,
+    LONG, Source, Stage, at_once, ends, fill, fill_cluster, fill_keys, follows, number, primary, quick, says,
+    start_cluster, steady_writer, succeeds, syncs, write_past_the_backlog,
 };
 
 /// A primary with its source, and a restart command that the test carries out.
@@ -190,7 +190,7 @@ fn after_a_restart_that_failed_the_former_file_is_beside_and_the_same_command_ta
 #[test]
 #[ignore = "long: make test-all"]
 fn an_agent_that_is_killed_leaves_a_server_that_the_next_run_brings_in_step() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let start = primary(kind).start().unwrap();
         fill(&start, 16, 2);
         // Four seconds for the snapshot.
@@ -219,7 +219,7 @@ fn an_agent_that_is_killed_leaves_a_server_that_the_next_run_brings_in_step() {
         assert_eq!(server.configured("save").unwrap(), "3600 1");
         let served = scene.source.bytes_served() as f64;
         assert!(served < 1.4 * fs::metadata(dump(&server)).unwrap().len() as f64, "{served} bytes: the rest only");
-    }
+    });
 }
 
 #[test]
@@ -373,7 +373,7 @@ fn a_server_that_is_away_goes_on_although_clients_write_more_than_the_backlog_ho
 #[test]
 #[ignore = "long: make test-all"]
 fn a_node_of_a_cluster_is_restarted_on_the_file_of_its_shard() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let mut cluster = start_cluster(None, kind, 3, 1);
         fill_cluster(&cluster, 2_000, 1);
         let stage = Stage::new();
@@ -399,7 +399,7 @@ fn a_node_of_a_cluster_is_restarted_on_the_file_of_its_shard() {
             Ok(if one == other { Ok(()) } else { Err(format!("{one} {other}")) })
         })
         .unwrap();
-    }
+    });
 }
 
 /// The server is not restarted on the file of another data set, and the run goes on when the right source is back.
@@ -410,7 +410,7 @@ fn a_source_that_is_replaced_by_that_of_another_data_set_gives_the_file_nothing(
         scene.primary.configure("rdb-key-save-delay", "2000").unwrap();
         let mut server = scene.server(quick(kind));
         let mut agent = scene.deliver_to_new(&server, &[]);
-        agent.wait_for_line("the snapshot arrives", LONG).unwrap();
+        agent.wait_for_event("snapshot_arrives", LONG).unwrap();
         let other = foreign(kind);
         let Scene { stage, primary, source } = scene;
         let source = replaced(&stage, source, &other, &[]);

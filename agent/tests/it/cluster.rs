@@ -5,7 +5,9 @@ use remora_lab::server::wait_until;
 use remora_lab::{Agent, Client, Kind, Server, assert_same_data, require};
 use remora_redis::resp::Frame;
 
-use crate::kit::{LONG, Source, fill_keys, id, kinds_and_module, primary, quick, succeeds, syncs, with_or_without};
+use crate::kit::{
+    LONG, Source, at_once, fill_keys, id, kinds_and_module, primary, quick, succeeds, syncs, with_or_without,
+};
 
 /// Two primaries that know each other.
 struct Pair {
@@ -87,7 +89,7 @@ fn migration(server: &Server) -> remora_lab::Result<String> {
 #[test]
 #[ignore = "long: make test-all"]
 fn replicas_are_made_of_both_primaries_while_slots_move_between_them() {
-    for (kind, module) in kinds_and_module() {
+    at_once(kinds_and_module(), |(kind, module)| {
         let pair = Pair::start(kind, module);
         fill_keys(&pair.full, KEYS, "value");
         let sources = [&pair.full, &pair.empty].map(|server| Source::start(server, &["--upload-limit", "2MiB"]));
@@ -110,20 +112,20 @@ fn replicas_are_made_of_both_primaries_while_slots_move_between_them() {
         assert_same_data(&pair.full, &servers[0]);
         assert_same_data(&pair.empty, &servers[1]);
         assert_eq!((syncs(&pair.full).0, syncs(&pair.empty).0), (1, 1), "one full copy each: the source's");
-    }
+    });
 }
 
 #[test]
 fn no_snapshot_is_used_that_was_taken_while_the_server_imported_slots() {
     let Some(kind) = require::valkey() else { return };
-    for (module, begins_after_the_request) in [(false, false), (false, true), (true, false)] {
+    at_once([(false, false), (false, true), (true, false)], |(module, begins_after_the_request)| {
         let mut pair = Pair::start(kind, module);
         fill_keys(&pair.full, KEYS, "value");
         // The server forks this number of seconds after it was asked for a snapshot.
         pair.empty.configure("repl-diskless-sync-delay", if begins_after_the_request { "3" } else { "0" }).unwrap();
         let asked = begins_after_the_request.then(|| {
             let mut source = Source::start(&pair.empty, &["--eager"]);
-            source.agent.wait_for_line("requesting a snapshot", LONG).unwrap();
+            source.agent.wait_for_event("snapshot_requested", LONG).unwrap();
             wait_until("the server to be asked", LONG, || {
                 let waiting = pair.empty.fact("connected_slaves")?;
                 Ok(if waiting == "1" { Ok(()) } else { Err(waiting) })
@@ -158,7 +160,7 @@ fn no_snapshot_is_used_that_was_taken_while_the_server_imported_slots() {
             assert_same_data(&pair.empty, &server);
         }
         assert_eq!(settled(&pair.full), "success", "with the module too, Valkey moves slots");
-    }
+    });
 }
 
 /// Keys of half a kilobyte: at 2 MiB/s, a sync of them takes a second.

@@ -7,7 +7,8 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::kit::{
-    LONG, Source, Stage, ends, fill_cluster, id, load_slowly, primary, says, start_cluster, syncs, wait_until_loading,
+    LONG, Source, Stage, at_once, ends, fill_cluster, id, load_slowly, primary, says, start_cluster, syncs,
+    wait_until_loading,
 };
 
 const SHARDS: usize = 3;
@@ -59,7 +60,7 @@ impl Scene {
         args.extend(["--listen-port", &port, "--retry-for", "10s"]);
         ports.iter().for_each(|port| args.extend(["--primary-port", port]));
         let mut agent = self.stage.start(Some(&self.host), &args);
-        agent.wait_for_line("attending", LONG).unwrap();
+        agent.wait_for_event("attending", LONG).unwrap();
         agent
     }
 
@@ -104,7 +105,7 @@ fn followed(node: &Server) -> String {
 
 #[test]
 fn new_nodes_become_replicas_and_the_primaries_serve_no_full_copy() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let Some(scene) = Scene::new(kind, 0, SHARDS) else { return };
         let agents: Vec<Agent> = (0..SHARDS).map(|number| scene.attend(number, number)).collect();
         let before = scene.full_copies();
@@ -137,7 +138,7 @@ fn new_nodes_become_replicas_and_the_primaries_serve_no_full_copy() {
             assert_eq!(seen, 2, "{}", agents[number].output());
         }
         scene.cluster.wait_for_nodes(2 * SHARDS).unwrap();
-    }
+    });
 }
 
 #[test]
@@ -187,7 +188,7 @@ fn what_cannot_be_done_is_refused_and_nothing_is_changed() {
 #[test]
 #[ignore = "long: make test-all"]
 fn an_interrupted_run_is_started_again_and_a_fail_over_meanwhile_changes_the_primary() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let Some(scene) = Scene::new(kind, 1, 2) else { return };
         let agents = [scene.attend(0, 0), scene.attend(1, 1)];
         let nodes = scene.new_nodes();
@@ -224,5 +225,5 @@ fn an_interrupted_run_is_started_again_and_a_fail_over_meanwhile_changes_the_pri
         assert_same_data(promoted, &scene.nodes[0]);
         assert_same_data(&scene.cluster.shards[1].primary, &scene.nodes[1]);
         drop(agents);
-    }
+    });
 }

@@ -38,7 +38,7 @@ fn every_combination_is_exact(kind: Kind) {
         writer.stop().unwrap();
         assert_same_data(&primary, &replica);
 
-        let said = source.agent.wait_for_line("snapshot completed", LONG).unwrap();
+        let said = source.agent.wait_for_event("snapshot_completed", LONG).unwrap();
         assert_eq!(said.contains("method=the module"), at.source, "{at:?} {transport}: {said}");
         let loaded = agent.output().contains("out of shared memory");
         assert_eq!(loaded, at.replica, "{at:?} {transport}: {}", agent.output());

@@ -8,7 +8,7 @@ use remora_lab::server::Program;
 use remora_lab::{Client, Kind, Server, assert_same_data, commands, require};
 use remora_redis::commands::{RELEASES, Release, TABLE, find};
 
-use crate::kit::{LONG, Scene, Source, Stage, built_module, number, primary, quick, syncs};
+use crate::kit::{LONG, Scene, Source, Stage, at_once, built_module, number, primary, quick, syncs};
 
 // ---- the table -----------------------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ fn late_joiner(kind: Kind, said: &[&str], options: &[&str], more: &[&str]) -> (S
     let late = talkative(&stage, kind);
     if more.contains(&"--stay") {
         let mut agent = source.replica(&late, more);
-        agent.wait_for_line("in step", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         assert_same_data(&primary, &late);
         agent.signal(rustix::process::Signal::TERM).unwrap();
         agent.wait_for_success(LONG).unwrap();
@@ -110,13 +110,13 @@ fn expiries_that_count_from_their_command_are_not_applied_late() {
         &["EVAL redis.call('say','SETEX','other','600','1') 0"],
         &["SAY GETEX key EX 600", "SET last 1"],
     ];
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         for (said, more) in said.into_iter().zip([&["--transport", "tcp"][..], &["--stay"], &[], &[]]) {
             let (primary, late, _) = late_joiner(kind, said, &[], more);
             assert_same_data(&primary, &late);
             assert_eq!(syncs(&primary).0, 2, "{said:?}: another snapshot is taken for the late joiner");
         }
-    }
+    });
 }
 
 #[test]

@@ -73,7 +73,7 @@ fn replicas_read_compressed_slots_pass_them_on_as_they_are_and_are_exact() {
             assert_eq!(syncs(&primary).0 - before.0, 1, "one snapshot");
             let relayed = agents.iter().filter(|agent| agent.output().contains("reading slots from another replica"));
             assert_eq!(relayed.count(), 2);
-            let line = source.agent.wait_for_line("snapshot completed", LONG).unwrap();
+            let line = source.agent.wait_for_event("snapshot_completed", LONG).unwrap();
             says(&line, &[&format!("{method}: --compress {method}; "), "% of the snapshot is stored"]);
             says(&source.drawn_status(), &[&format!("compression {method}: --compress {method}; ")]);
             let (stored, bytes) = (of(&source, "stored_bytes"), of(&source, "snapshot_bytes"));
@@ -200,7 +200,7 @@ fn over_a_slow_cable(processors: fn(&Path) -> Processors) -> Option<(String, Str
     let mut agent = stage.replica_on(&there, &replica.url(), source.address, &[]);
     succeeds(&mut agent, &replica);
     assert_same_data(&primary, &replica);
-    let done = source.agent.wait_for_line("snapshot completed", LONG).unwrap();
+    let done = source.agent.wait_for_event("snapshot_completed", LONG).unwrap();
     println!("{done}");
     Some((done, source.agent.output(), source.status()))
 }

@@ -24,7 +24,7 @@ fn a_source_and_a_replica_with_all_options_in_one_file_make_an_exact_replica() {
     };
     write("127.0.0.1:1");
     let mut source = stage.start(None, &["source", "--config", &file]);
-    let line = source.wait_for_line("listening=", LONG).unwrap();
+    let line = source.wait_for_event("source_ready", LONG).unwrap();
     let address = line.split_whitespace().find_map(|word| word.strip_prefix("listening=")).unwrap().to_owned();
     write(&address);
     stage.end(&["replica", "--config", &file], 0);

@@ -12,7 +12,8 @@ use remora_lab::{Address, Agent, Client, Kind, Net, Server, assert_same_data, re
 use rustix::process::Signal;
 
 use crate::kit::{
-    LONG, Source, Stage, Way, ends, fill_keys, follows, load, number, primary, says, succeeds, syncs, way_of_loading,
+    LONG, Source, Stage, Way, at_once, ends, fill_keys, follows, load, number, primary, says, succeeds, syncs,
+    way_of_loading,
 };
 
 /// The exit code of a sync that failed after the server had been touched.
@@ -33,7 +34,7 @@ fn get(server: &Server, key: &str) -> String {
 #[test]
 #[ignore = "long: make test-all"]
 fn a_server_that_cannot_reach_the_link_is_given_back_and_the_cause_is_named() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let (net, stage) = (Net::new().unwrap(), Stage::new());
         let container = net.host("container").unwrap();
         let primary = primary(kind).start().unwrap();
@@ -53,7 +54,7 @@ fn a_server_that_cannot_reach_the_link_is_given_back_and_the_cause_is_named() {
         assert_eq!((follows(&server), get(&server, "old")), ("192.0.2.1:6379".into(), "1".into()));
         assert_eq!(server.configured("masterauth").unwrap(), "");
         assert_eq!(server.configured("repl-diskless-load").unwrap(), "disabled");
-    }
+    });
 }
 
 #[test]
@@ -84,7 +85,7 @@ fn a_server_that_does_not_accept_the_links_certificate_is_given_back_and_the_cau
 fn in_the_middle(source: &Source, server: &Server, more: &[&str]) -> (Agent, Way) {
     let slow = ["--replace", "--module-load", "off", "--download-limit", "4MiB", "--transport", "tcp"];
     let mut agent = source.replica(server, &[&slow, more].concat());
-    agent.wait_for_line("follows our link", LONG).unwrap();
+    agent.wait_for_event("link_followed", LONG).unwrap();
     let way = wait_until("the server to receive the snapshot", LONG, || Ok(way_of_loading(server))).unwrap();
     (agent, way)
 }
@@ -198,7 +199,7 @@ fn a_configuration_file_that_another_client_wrote_during_the_sync_is_written_aga
         let mut server = Server::start(kind).unwrap();
         let source = Source::start(&primary, &[]);
         let mut agent = source.replica(&server, &["--stay"]);
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         let mut client = server.client().unwrap();
         client.ok(&["CONFIG", "REWRITE"]).unwrap();
         let link = follows(&server);
@@ -244,7 +245,7 @@ fn keep_a_client_waiting(server: &Server) -> Arc<AtomicBool> {
 #[test]
 #[ignore = "long: make test-all"]
 fn a_full_copy_that_the_server_takes_by_itself_is_left_to_it() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let stage = Stage::new();
         let primary = primary(kind).config("repl-backlog-size", "16kb").start().unwrap();
         let server = Server::start(kind).unwrap();
@@ -255,10 +256,10 @@ fn a_full_copy_that_the_server_takes_by_itself_is_left_to_it() {
         primary.configure("rdb-key-save-delay", "75000").unwrap();
         let stop = keep_a_client_waiting(&server);
         let mut agent = stage.replica(&server.url(), source.address, &["--retry-for", "1s"]);
-        agent.wait_for_line("handing the server over", LONG).unwrap();
+        agent.wait_for_event("handing_over", LONG).unwrap();
         // The backlog no longer reaches back to where the server is.
         fill_keys(&primary, 300, "y");
-        agent.wait_for_line("taking a full copy", LONG).unwrap();
+        agent.wait_for_event("full_copy", LONG).unwrap();
         let said = ends(&mut agent, SYNC_FAILED);
         stop.store(true, Ordering::Relaxed);
         says(&said, &["is taking a full copy of the primary", "by itself"]);
@@ -268,5 +269,5 @@ fn a_full_copy_that_the_server_takes_by_itself_is_left_to_it() {
         assert_same_data(&primary, &server);
         // The source's, and the server's own.
         assert_eq!(number(&primary, "sync_full"), 2);
-    }
+    });
 }

@@ -98,7 +98,7 @@ fn the_stream_of_a_captured_replica_continues_in_the_database_that_it_is_in() {
         let source = Source::start(&captured, &["--memory", "64MiB", "--announce", &top.address().to_string()]);
         let server = Server::start(kind).unwrap();
         let mut agent = source.replica(&server, &["--stay"]);
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         client.ok(&["SET", "after", "1"]).unwrap();
         assert_same_data(&top, &server);
     }

@@ -138,7 +138,7 @@ fn a_password_that_the_server_gets_during_the_sync_is_not_for_an_unknown_primary
         let announced = format!("localhost:{}", primary.port());
         let source = stage.source(&primary.url(), &["--announce", &announced]);
         let mut agent = stage.replica(&replica.url(), source.address, &["--stay"]);
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         let link = follows(&replica);
         replica.configure("masterauth", PASSWORD).unwrap();
         agent.signal(Signal::TERM).unwrap();

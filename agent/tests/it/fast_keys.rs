@@ -183,7 +183,7 @@ fn either_end_can_do_without() {
         let replica = loading(kind);
         let mut source = Source::start(&primary, &["--memory", "64MiB", "--fast-keys", "off"]);
         source.replicate(&replica, &["--fast-keys", "off"]);
-        let line = source.agent.wait_for_line("snapshot completed", LONG).unwrap();
+        let line = source.agent.wait_for_event("snapshot_completed", LONG).unwrap();
         assert!(!line.contains("fast keys"), "{line}");
         assert_same_data(&primary, &replica);
         assert!(number_of(&replica, "remora_loaded_keys") < 10_000);

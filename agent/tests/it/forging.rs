@@ -275,7 +275,7 @@ fn an_attack_on_a_staying_replica_changes_no_command_and_no_message() {
     let Some(scene) = Scene::new(1_000) else { return };
     let (server, proxy) = (scene.server(), scene.proxy(None));
     let mut agent = scene.replica(&server, &proxy, &["--stay"]);
-    agent.wait_for_line("in step; staying", LONG).unwrap();
+    agent.wait_for_event("in_step", LONG).unwrap();
     let writer = steady_writer(&scene.primary);
     let mut attacks = 0;
     for target in [Target::Lanes, Target::Conversations] {

@@ -65,7 +65,7 @@ fn a_server_whose_agent_was_killed_when_it_was_in_step_follows_its_primary_by_ha
         for password in ["", PASSWORD] {
             let scene = Scene::new(kind, password);
             let mut agent = scene.agent(&["--stay"]);
-            agent.wait_for_line("in step; staying", LONG).unwrap();
+            agent.wait_for_event("in_step", LONG).unwrap();
             agent.kill().unwrap();
             scene.assert_follows_by_hand(password);
         }
@@ -78,7 +78,7 @@ fn a_guard_leaves_the_server_to_the_next_agent_and_ends() {
     for kind in require::kinds() {
         let scene = Scene::new(kind, PASSWORD);
         let mut agent = scene.agent(&["--stay"]);
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         let guards = || guards_of(&scene.replica);
         assert_eq!(guards().len(), 1, "one guard beside the agent");
         agent.kill().unwrap();

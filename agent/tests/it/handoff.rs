@@ -10,8 +10,8 @@ use remora_lab::{Agent, Host, Kind, Net, Server, Tls, assert_same_data, require,
 use remora_redis::resp::Frame;
 
 use crate::kit::{
-    LONG, Source, Stage, assert_untouched, ends, fill_keys, follows, kinds_and_module, load_slowly, load_small, number,
-    quick, says, succeeds, syncs, wait_until_loading, with_or_without,
+    LONG, Source, Stage, assert_untouched, at_once, ends, fill_keys, follows, kinds_and_module, load_slowly,
+    load_small, number, quick, says, succeeds, syncs, wait_until_loading, with_or_without,
 };
 
 const PASSWORD: &str = "correct-horse";
@@ -305,7 +305,7 @@ fn wait_for_growth(source: &Source) {
 #[test]
 #[ignore = "long: make test-all"]
 fn a_server_that_has_loaded_when_the_primary_restarts_is_left_to_its_own_replication() {
-    for (kind, module) in kinds_and_module() {
+    at_once(kinds_and_module(), |(kind, module)| {
         let stage = Stage::new();
         let mut primary = with_or_without(quick(kind).config("repl-backlog-size", "16kb"), module);
         let replica = with_or_without(Server::builder(kind), module);
@@ -316,12 +316,12 @@ fn a_server_that_has_loaded_when_the_primary_restarts_is_left_to_its_own_replica
         primary.restart().unwrap();
         writer.join().unwrap();
         fill_keys(&primary, 50, "new");
-        agent.wait_for_line("handing the server over", LONG).unwrap();
+        agent.wait_for_event("handing_over", LONG).unwrap();
         succeeds(&mut agent, &replica);
         // The other history has nothing of the first: only its own 50 keys.
         assert_same_data(&primary, &replica);
         assert_eq!(replica.client().unwrap().int(&["DBSIZE"]).unwrap(), 50);
-    }
+    });
 }
 
 /// Time limit for three hand-offs that fail, of which each has 20 s.
@@ -490,7 +490,7 @@ fn a_setting_changed_for_the_sync_is_put_back_after_success_failure_and_crash() 
 /// An agent whose server is in the middle of loading.
 fn loading(stage: &Stage, replica: &Server, source: &Source) -> Agent {
     let mut agent = stage.replica(&replica.url(), source.address, &[]);
-    agent.wait_for_line("follows our link", LONG).unwrap();
+    agent.wait_for_event("link_followed", LONG).unwrap();
     wait_until("the server to load", LONG, || {
         let info = replica.client()?.call(&["INFO", "persistence"])?;
         let is_loading = matches!(&info, Frame::Bulk(text) if String::from_utf8_lossy(text).contains("\nloading:1"));

@@ -8,16 +8,13 @@ use remora_lab::server::wait_until;
 use remora_lab::{Agent, Kind, Server, assert_same_data, fill_every_type, require};
 use rustix::process::Signal;
 
-use crate::kit::{LONG, Source, number, primary, steady_writer, syncs};
-
-/// What the source logs when the stream of the old history has ended.
-const CHANGED: &str = "the server's replication history changed";
+use crate::kit::{LONG, Source, at_once, number, primary, steady_writer, syncs};
 
 /// A server that follows `source`'s stream through an agent that stays.
 fn staying(source: &Source, kind: Kind) -> (Server, Agent) {
     let server = Server::start(kind).unwrap();
     let mut agent = source.replica(&server, &["--stay"]);
-    agent.wait_for_line("in step; staying", LONG).unwrap();
+    agent.wait_for_event("in_step", LONG).unwrap();
     (server, agent)
 }
 
@@ -77,7 +74,7 @@ fn a_primary_that_is_shut_down_and_started_again_continues_its_replicas() {
         handed_over(&mut agent, || exists(&server, "3", "after 99"));
         assert_same_data(&primary, &server);
         assert_eq!(number(&primary, "sync_full"), 0, "{kind}: a full copy since the restart");
-        source.agent.wait_for_line(CHANGED, LONG).unwrap();
+        source.agent.wait_for_event("history_changed", LONG).unwrap();
         assert_eq!(server.fact("master_port").unwrap(), primary.port().to_string());
     }
 }
@@ -88,7 +85,7 @@ const SOON: Duration = Duration::from_secs(30);
 #[test]
 #[ignore = "long: make test-all"]
 fn a_primary_that_starts_again_with_older_data_is_not_asked_again_and_again_for_the_old_stream() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let mut primary = filled(kind);
         primary.client().unwrap().ok(&["SAVE"]).unwrap();
         let mut source = Source::start(&primary, &["--memory", "128MiB"]);
@@ -100,7 +97,7 @@ fn a_primary_that_starts_again_with_older_data_is_not_asked_again_and_again_for_
         primary.restart().unwrap();
         source.agent.wait_for_line("no longer reaches back", SOON).unwrap();
         // The primary would not continue the server, which loads another snapshot of the source.
-        agent.wait_for_line("the server loads another snapshot", LONG).unwrap();
+        agent.wait_for_event("loading_again", LONG).unwrap();
         wait_until("the server to be fed again", LONG, || {
             let times = agent.output().matches("in step; staying").count();
             Ok(if times == 2 { Ok(()) } else { Err(agent.output()) })
@@ -113,7 +110,7 @@ fn a_primary_that_starts_again_with_older_data_is_not_asked_again_and_again_for_
         assert_same_data(&primary, &server);
         // The answer to the source, and its snapshot.
         assert!(number(&primary, "sync_full") <= 2, "{kind}: {}", primary.log());
-    }
+    });
 }
 
 #[test]
@@ -124,7 +121,7 @@ fn a_server_that_joins_after_the_change_gets_a_snapshot_of_the_new_history() {
         let (_server, mut agent) = staying(&source, kind);
         primary.restart_saved(LONG).unwrap();
         set(&primary, "0", "after");
-        source.agent.wait_for_line(CHANGED, LONG).unwrap();
+        source.agent.wait_for_event("history_changed", LONG).unwrap();
         agent.wait_for_success(LONG).unwrap();
 
         let late = Server::start(kind).unwrap();
@@ -159,7 +156,7 @@ fn a_captured_replica_that_is_promoted_does_not_give_its_new_writes_to_replicas_
         assert!(exists(&server, "1", "a-only-key") && !exists(&server, "0", "b-only-key"), "{kind}");
         assert_eq!(server.fact("master_port").unwrap(), top.port().to_string());
         assert_eq!(syncs(&top), (before.0, before.1 + 1), "{kind}: no full copy");
-        source.agent.wait_for_line(CHANGED, LONG).unwrap();
+        source.agent.wait_for_event("history_changed", LONG).unwrap();
     }
 }
 
@@ -183,7 +180,7 @@ fn a_captured_replica_that_is_promoted_takes_over_the_servers_that_were_fed_from
         assert_same_data(&captured, &server);
         assert!(exists(&server, "2", "after"), "{kind}");
         assert_eq!(number(&captured, "sync_full"), before.0, "{kind}: no full copy");
-        source.agent.wait_for_line(CHANGED, LONG).unwrap();
+        source.agent.wait_for_event("history_changed", LONG).unwrap();
         assert_eq!(server.fact("master_port").unwrap(), captured.port().to_string());
     }
 }
@@ -206,6 +203,6 @@ fn a_promotion_in_the_middle_of_writes_loses_none_of_them() {
 
         assert_same_data(&captured, &server);
         assert_eq!(number(&captured, "sync_full"), before.0, "{kind}: no full copy");
-        source.agent.wait_for_line(CHANGED, LONG).unwrap();
+        source.agent.wait_for_event("history_changed", LONG).unwrap();
     }
 }

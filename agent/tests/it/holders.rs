@@ -7,7 +7,7 @@ use remora_lab::{Server, assert_same_data, require};
 use remora_protocol::{Join, Message};
 use tokio::runtime::Runtime;
 
-use crate::kit::{LONG, Source, fill, fill_keys, primary};
+use crate::kit::{LONG, Source, at_once, fill, fill_keys, primary};
 
 /// Questions that a holder asks in a row.
 const QUESTIONS: u64 = 2000;
@@ -94,9 +94,9 @@ fn silent_holders_of_the_token_keep_the_seats_of_a_lender_for_ten_seconds_only()
     fill_keys(&primary, 100, "value");
     let source = Source::start(&primary, &["--no-shm"]);
     let mut lender = source.replica(&server, &["--stay", "--transport", "tcp"]);
-    let line = lender.wait_for_line("lending slots to other replicas", LONG).unwrap();
+    let line = lender.wait_for_event("lending", LONG).unwrap();
     let port = line.split("listening=").nth(1).and_then(|rest| rest.split_whitespace().next()).unwrap().to_owned();
-    lender.wait_for_line("in step; staying", LONG).unwrap();
+    lender.wait_for_event("in_step", LONG).unwrap();
     let token = Token::read_file(source.token()).unwrap();
     let options = Options::default();
     Runtime::new().unwrap().block_on(async {
@@ -131,7 +131,7 @@ const AT_ONCE: u64 = 5;
 #[test]
 #[ignore = "long: make test-all"]
 fn replicas_that_need_one_snapshot_after_the_other_wait_after_the_first_few_and_are_told_why() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let primary = primary(kind).start().unwrap();
         fill(&primary, 40, 1);
         // Windowed: each replica that comes after the last one needs a snapshot of its own.
@@ -154,5 +154,5 @@ fn replicas_that_need_one_snapshot_after_the_other_wait_after_the_first_few_and_
         assert!(began.elapsed() > Duration::from_secs(2), "it waited {:?} only", began.elapsed());
         assert_eq!(source.snapshots_taken(), AT_ONCE + 1);
         assert_same_data(&primary, &server);
-    }
+    });
 }

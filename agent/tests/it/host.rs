@@ -82,8 +82,9 @@ fn a_hangup_ends_no_command_that_stays_and_has_it_read_its_files_again() {
     let (backups, empty) = (stage.path("backups"), stage.path("empty"));
     let mount = Directory::new(stage.path("mount"));
     let waits = "trying again";
-    let tokens = "token files read again";
-    // What each command says once it is at work, and once it has read its files again; empty: it has none that count.
+    let tokens = "tokens_reread";
+    // What each command says once it is at work, and the event once it has read its files
+    // again; empty: it has none that count.
     let table: &[(&[&str], &str, &str)] = &[
         (&["source", "--listen", "127.0.0.1:0", "--server", &lost], waits, ""),
         (&["source", "--listen", "127.0.0.1:0", "--server", &url], "source ready", tokens),
@@ -102,7 +103,7 @@ fn a_hangup_ends_no_command_that_stays_and_has_it_read_its_files_again() {
         .iter()
         .map(|(args, at_work, again)| ([args, &["--token-file", &token][..]].concat(), *at_work, *again))
         .collect();
-    commands.push((vec!["ready", "--watch", "1s", "--server", &url], "is ready", "certificate files read again"));
+    commands.push((vec!["ready", "--watch", "1s", "--server", &url], "is ready", "certificates_reread"));
     for (args, at_work, again) in commands {
         let mut agent = stage.start(None, &args);
         agent.wait_for_line(at_work, LONG).unwrap_or_else(|error| panic!("{args:?}: {error}\n{}", agent.output()));
@@ -110,12 +111,12 @@ fn a_hangup_ends_no_command_that_stays_and_has_it_read_its_files_again() {
     }
 }
 
-/// Sends the agent a SIGHUP, which it survives and after which it says this, and then a SIGTERM.
+/// Sends the agent a SIGHUP, which it survives and after which its log has this event, and then a SIGTERM.
 #[track_caller]
-fn stays(agent: &mut Agent, says: &str) {
+fn stays(agent: &mut Agent, event: &str) {
     agent.signal(Signal::HUP).unwrap();
-    if !says.is_empty() {
-        agent.wait_for_line(says, LONG).unwrap_or_else(|error| panic!("{error}\n{}", agent.output()));
+    if !event.is_empty() {
+        agent.wait_for_event(event, LONG).unwrap_or_else(|error| panic!("{error}\n{}", agent.output()));
     }
     // Signals are delivered in the order of their numbers: the first one would have ended it.
     agent.signal(Signal::TERM).unwrap();
@@ -129,7 +130,7 @@ fn a_hangup_does_not_end_attend() {
     let Some(scene) = attend::Scene::with(primary(kind), |_| ()) else { return };
     let server = scene.server(Server::builder(kind));
     let mut agent = scene.attend_with(&server, &[scene.primary.port()], &[]);
-    stays(&mut agent, "token files read again");
+    stays(&mut agent, "tokens_reread");
 }
 
 #[test]
@@ -139,9 +140,9 @@ fn a_hangup_ends_nothing_that_serves_a_volume() {
     let file = scene.create("files.volume");
     scene.end(&["format", &file], 0);
     let (mut mounted, _directory) = volume_mount::mount(&scene, &file, "mnt", &[]);
-    stays(&mut mounted, "token files read again");
+    stays(&mut mounted, "tokens_reread");
     let device = scene.create("device.volume");
-    stays(&mut scene.nbd(&device, &scene.socket("one")), "token files read again");
+    stays(&mut scene.nbd(&device, &scene.socket("one")), "tokens_reread");
 }
 
 #[test]

@@ -9,8 +9,8 @@ use rustix::process::Signal;
 
 use crate::attend::{PORT, SERVER_USER, Scene, in_step};
 use crate::kit::{
-    LONG, ends, follows, id, load_slowly, number, primary, quick, says, start_cluster, steady_writer, succeeds, syncs,
-    wait_until_loading,
+    LONG, at_once, ends, follows, id, load_slowly, number, primary, quick, says, start_cluster, steady_writer,
+    succeeds, syncs, wait_until_loading,
 };
 
 impl Scene {
@@ -127,7 +127,7 @@ fn rules_that_are_missing_are_made_for_the_run_and_go_with_it() {
 #[test]
 #[ignore = "long: make test-all"]
 fn an_agent_that_is_killed_or_stopped_leaves_the_server_to_its_primary_and_the_next_one_serves_it() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let Some(scene) = Scene::new(kind) else { return };
         let server = scene.follower(scene.server(quick(kind)));
         scene.intercept(&["remove"]);
@@ -149,7 +149,7 @@ fn an_agent_that_is_killed_or_stopped_leaves_the_server_to_its_primary_and_the_n
         let said = succeeds(&mut scene.deliver(&server, "intercept", &["--replace"]), &server);
         assert_eq!(number(&scene.primary, "sync_full"), full, "{kind}: the source has its snapshot\n{said}");
         assert_same_data(&scene.primary, &server);
-    }
+    });
 }
 
 #[test]

@@ -79,7 +79,7 @@ impl Manager {
     /// Starts a source with what is kept, as a service, and waits until it is ready.
     fn source(&self, stage: &Stage, host: Option<&Host>, primary: &Server, listen: &str) -> (Agent, String) {
         let mut agent = self.start(stage, host, primary, &["--listen", listen]);
-        let ready = agent.wait_for_line("source ready", LONG).unwrap();
+        let ready = agent.wait_for_event("source_ready", LONG).unwrap();
         let address = ready.split("listening=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap();
         (agent, address.to_owned())
     }
@@ -168,7 +168,7 @@ fn a_source_that_was_killed_goes_on_with_its_snapshot_and_with_what_was_written_
         fill_keys(&primary, 1000, "meanwhile");
         let (mut source, again) = manager.source(&stage, None, &primary, &address);
         assert_eq!(again, address);
-        source.wait_for_line("going on with the snapshot", LONG).unwrap();
+        source.wait_for_event("snapshot_kept", LONG).unwrap();
         fill_keys(&primary, 1000, "after");
         succeeds(&mut stage.replica(&late.url(), address.parse().unwrap(), &[]), &late);
 
@@ -201,8 +201,8 @@ fn a_replica_whose_source_is_killed_in_the_middle_of_the_transfer_goes_on_where_
     source.kill().unwrap();
     fill_keys(&primary, 100, "meanwhile");
     let (mut source, _) = manager.source(&stage, Some(&here), &primary, &address);
-    source.wait_for_line("going on with the snapshot", LONG).unwrap();
-    let joined = source.wait_for_line("replica joined", LONG).unwrap();
+    source.wait_for_event("snapshot_kept", LONG).unwrap();
+    let joined = source.wait_for_event("replica_joined", LONG).unwrap();
     assert!(joined.contains("resumes=true"), "{joined}");
     succeeds(&mut agent, &replica);
     assert_eq!(number(&primary, "sync_full"), 1, "the primary says:\n{}", primary.log());
@@ -223,7 +223,7 @@ fn a_source_whose_server_has_gone_too_far_drops_what_was_kept_and_says_so() {
     source.kill().unwrap();
     fill(&primary, 1, 2);
     let (mut source, _) = manager.source(&stage, None, &primary, &address);
-    let line = source.wait_for_line("cannot be used", LONG).unwrap();
+    let line = source.wait_for_event("snapshot_unusable", LONG).unwrap();
     assert!(line.contains("backlog"), "{line}");
     manager.wait_for(&[]);
     succeeds(&mut stage.replica(&late.url(), address.parse().unwrap(), &[]), &late);

@@ -70,7 +70,7 @@ impl Cluster {
             let name = container["name"].as_str().unwrap();
             if container["restartPolicy"] == "Always" {
                 if name == "attend" {
-                    agent.wait_for_line("attending", LONG).unwrap();
+                    agent.wait_for_event("attending", LONG).unwrap();
                 }
                 pod.containers.insert(name.into(), agent);
             } else {

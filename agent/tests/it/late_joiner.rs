@@ -115,7 +115,7 @@ fn a_new_snapshot_joins_the_stream_that_a_staying_replica_reads() {
         let source = Source::start(&primary, &["--memory", "64MiB", "--journal-memory", "2MiB"]);
 
         let mut staying = source.replica(&servers[0], &["--stay"]);
-        staying.wait_for_line("in step; staying", LONG).unwrap();
+        staying.wait_for_event("in_step", LONG).unwrap();
         let generation = source.generation();
         for _ in 0..16 {
             // The writer never writes more than the journal holds beyond what its reader has read.

@@ -62,7 +62,7 @@ impl Guarded {
 
 /// Where the agent listens for its server.
 pub(crate) fn link_of(agent: &mut Agent) -> SocketAddr {
-    let line = agent.wait_for_line("listening for the link", LONG).unwrap();
+    let line = agent.wait_for_event("link_listening", LONG).unwrap();
     line.split("link=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap().parse().unwrap()
 }
 
@@ -136,7 +136,7 @@ fn strangers_at_the_link_of_a_server_that_is_fed_change_nothing() {
         let guarded = Guarded::new(kind, 500);
         let mut agent = guarded.agent(&["--stay"]);
         let link = link_of(&mut agent);
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         let synchronisations = || {
             let log = guarded.replica.log();
             log.matches("sync started").count() + log.matches("Full resync").count()
@@ -165,7 +165,7 @@ fn strangers_at_the_link_are_named_in_the_log_and_counted_in_the_summary() {
         let summary = guarded.stage.path("summary.json");
         let mut agent = guarded.agent(&["--stay", "--json", &summary]);
         let link = link_of(&mut agent);
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         let is_first = !agent.output().contains("before it had logged in");
         let stranger = TcpStream::connect(link).unwrap();
         let name = stranger.local_addr().unwrap();
@@ -240,7 +240,7 @@ fn a_process_of_another_user_is_disconnected_before_it_sends_anything() {
         let guarded = Guarded::new(kind, 100);
         let mut agent = guarded.agent(&["--stay"]);
         let link = link_of(&mut agent);
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         let script = format!("exec 3<>/dev/tcp/{}/{} && cat <&3", link.ip(), link.port());
         let mut stranger = Command::new("bash");
         stranger.args(["-c", &script]).uid(ANOTHER_USER).gid(ANOTHER_USER);
@@ -295,7 +295,7 @@ fn a_process_on_the_port_of_a_killed_agent_reads_only_an_expired_secret() {
         let guarded = Guarded::new(kind, 500);
         let mut agent = guarded.agent(&["--stay"]);
         let link = link_of(&mut agent);
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         // A connection that was closed in the usual way would keep the port for another minute. One with unread bytes,
         // the server's next ACK, is reset.
         agent.signal(Signal::STOP).unwrap();
@@ -330,7 +330,7 @@ fn a_login_that_an_operator_sets_meanwhile_is_restored() {
     for kind in require::kinds() {
         let guarded = Guarded::new(kind, 500);
         let mut agent = guarded.agent(&["--stay"]);
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         guarded.primary.configure("requirepass", "rotated").unwrap();
         guarded.replica.configure("masterauth", "rotated").unwrap();
         // The server logs in again with it, and gets the secret once more.
@@ -389,7 +389,7 @@ fn a_server_on_this_host_is_served_on_loopback_whatever_its_address() {
     assert!(!replica.address().ip().is_loopback());
     let mut beside = stage.replica_on(&there, &replica.url(), source.address, &["--stay"]);
     assert!(link_of(&mut beside).ip().is_loopback());
-    beside.wait_for_line("in step; staying", LONG).unwrap();
+    beside.wait_for_event("in_step", LONG).unwrap();
     assert_eq!(replica.fact("master_host").unwrap(), "127.0.0.1");
     beside.signal(Signal::TERM).unwrap();
     beside.wait_for_success(LONG).unwrap();

@@ -144,7 +144,7 @@ fn one_of_three_stops_reading(kind: Kind) {
     let mut lame = source.replica(&paused, &[]);
     let begun = Instant::now();
     let mut agents: Vec<Agent> = others.iter().map(|server| source.replica(server, &[])).collect();
-    lame.wait_for_line("the server follows our link", LONG).unwrap();
+    lame.wait_for_event("link_followed", LONG).unwrap();
     paused.pause().unwrap();
     for agent in &mut agents {
         agent.wait_for_success(LONG).unwrap();

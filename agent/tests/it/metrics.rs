@@ -126,7 +126,7 @@ fn a_source_and_a_replica_show_the_sync_and_whether_they_are_ready() {
     says(&before, &["remora_source_server_up 1.0", "remora_snapshot_state{state=\"none\"} 1.0", "# EOF"]);
     let (replica, beside) = (Server::start(kind).unwrap(), free_address());
     let mut stays = source.replica(&replica, &["--stay", "--name", "a-replica", "--metrics", &beside.to_string()]);
-    stays.wait_for_line("in step; staying", LONG).unwrap();
+    stays.wait_for_event("in_step", LONG).unwrap();
     // Before the first write of its life, the server's offset is 0.
     server.client().unwrap().ok(&["SET", "a", "1"]).unwrap();
     wait_until("the replica to be shown as staying", LONG, || {
@@ -229,7 +229,7 @@ fn the_page_of_a_source_shows_its_replicas_and_no_key() {
     says(&before["facts"][0].to_string(), &["none", "takes one when a replica joins"]);
     let replica = Server::start(kind).unwrap();
     let mut stays = source.replica(&replica, &["--stay", "--name", "db <2>"]);
-    stays.wait_for_line("in step; staying", LONG).unwrap();
+    stays.wait_for_event("in_step", LONG).unwrap();
     let shown = wait_until("the replica to stay", LONG, || {
         let shown = ask();
         Ok(if shown["replicas"][0]["phase"] == "stay" { Ok(shown) } else { Err(shown.to_string()) })
@@ -257,7 +257,7 @@ fn a_browser_draws_the_page_in_light_and_dark_and_has_no_complaint() {
     let source = Source::start(&server, &["--metrics", &address.to_string()]);
     let replica = Server::start(kind).unwrap();
     let mut stays = source.replica(&replica, &["--stay", "--name", "db <2>"]);
-    stays.wait_for_line("in step; staying", LONG).unwrap();
+    stays.wait_for_event("in_step", LONG).unwrap();
     let view = View { width: 1100, height: 800, is_dark: false };
     let mut browser = Browser::open(&format!("http://{address}/"), view).unwrap();
     let drawn = browser
@@ -442,13 +442,13 @@ fn mounts_of_a_volume_show_how_it_is_read() {
     says(&scene.end(&["format", &file], 0), &["an empty file system"]);
     let (at_writer, at_reader) = (free_address(), free_address());
     let more = ["--take-over", "--metrics", &at_writer.to_string()];
-    let (mut writer, directory) = crate::volume_mount::mount_as(&scene, &file, "mnt", &more, "files mounted");
+    let (mut writer, directory) = crate::volume_mount::mount_as(&scene, &file, "mnt", &more, "files_mounted");
     std::fs::write(directory.at("small"), "a few bytes").unwrap();
     std::fs::File::open(directory.at("small")).unwrap().sync_all().unwrap();
     let absent = ["remora_volume_compared_blocks", "remora_volume_questions_total"];
     check_page("volume mount", at_writer, &absent);
     let more = ["--read-only", "--metrics", &at_reader.to_string()];
-    let (mut reader, copy) = crate::volume_mount::mount_as(&scene, &file, "copy", &more, "files mounted read-only");
+    let (mut reader, copy) = crate::volume_mount::mount_as(&scene, &file, "copy", &more, "files_mounted");
     wait_until("the file to be there", LONG, || {
         let read = std::fs::read_to_string(copy.at("small")).unwrap_or_default();
         Ok(if read == "a few bytes" { Ok(()) } else { Err(read) })

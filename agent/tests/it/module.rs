@@ -8,7 +8,7 @@ use remora_lab::server::{Builder, wait_until};
 use remora_lab::{Kind, Server, Workload, assert_same_data, fill_every_type, require};
 use rustix::process::Signal;
 
-use crate::kit::{Flood, LONG, Source, load, number, primary, syncs};
+use crate::kit::{Flood, LONG, Source, at_once, load, number, primary, syncs};
 
 /// A primary that has the module.
 pub(crate) fn with_module(kind: Kind) -> Builder {
@@ -35,7 +35,7 @@ pub(crate) fn method(source: &mut Source) -> String {
 
 /// The method in the source's own words.
 pub(crate) fn exact_method(source: &mut Source) -> String {
-    let line = source.agent.wait_for_line("snapshot completed", LONG).unwrap();
+    let line = source.agent.wait_for_event("snapshot_completed", LONG).unwrap();
     line.split("method=").nth(1).unwrap_or_default().to_owned()
 }
 
@@ -175,11 +175,11 @@ fn replicas_of_valkey_walked_under_every_kind_of_write_are_exact() {
 #[test]
 #[ignore = "long: make test-all"]
 fn keys_keep_their_time_and_their_age() {
-    for (kind, fast) in walks() {
+    at_once(walks(), |(kind, fast)| {
         for (policy, command) in [("allkeys-lru", "IDLETIME"), ("allkeys-lfu", "FREQ")] {
             keeps_times_and_ages(kind, fast, policy, command);
         }
-    }
+    });
 }
 
 fn keeps_times_and_ages(kind: Kind, fast: [&str; 2], policy: &str, command: &str) {
@@ -459,11 +459,11 @@ fn a_killed_child_fails_the_snapshot_and_the_next_one_is_taken_without_the_modul
     let replica = Server::start(kind).unwrap();
     let mut source =
         Source::start(&primary, &["--memory", "16MiB", "--slot-size", "256KiB", "--module-capture", "walk", "--eager"]);
-    source.agent.wait_for_line("snapshot started", LONG).unwrap();
+    source.agent.wait_for_event("snapshot_started", LONG).unwrap();
     let children = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", primary.pid())).unwrap();
     let child: i32 = children.split_ascii_whitespace().next().unwrap().parse().unwrap();
     rustix::process::kill_process(rustix::process::Pid::from_raw(child).unwrap(), Signal::KILL).unwrap();
-    source.agent.wait_for_line("snapshot failed", LONG).unwrap();
+    source.agent.wait_for_event("snapshot_failed", LONG).unwrap();
     source.replicate(&replica, &["--memory", "16MiB"]);
     assert!(source.agent.output().contains("the module failed a short time ago"), "{}", source.agent.output());
     assert_same_data(&primary, &replica);

@@ -65,7 +65,7 @@ fn the_source_touches_a_new_table_before_the_server_forks(kind: Kind) {
     // Time between the request for the snapshot and the fork.
     let primary = with_module(kind).config("repl-diskless-sync-delay", 3).start().unwrap();
     load(&primary, DATA_BYTES >> 20, 1 << 20);
-    let args = ["--memory", "256MiB", "--module-capture", "walk", "--max-age", "6s"];
+    let args = ["--memory", "256MiB", "--module-capture", "walk"];
     let mut source = Source::start(&primary, &args);
     let first = tables(&source);
     assert_eq!(first.len(), 1, "{first:?}");
@@ -76,9 +76,13 @@ fn the_source_touches_a_new_table_before_the_server_forks(kind: Kind) {
     source.wait_for_snapshot();
     source.wait_for_slots(&mut agent, 1);
     agent.kill().unwrap();
-    source.agent.wait_for_line("replica disconnected", LONG).unwrap();
-    // The next snapshot is another one.
-    source.wait_for_status("the snapshot to be too old", |status| status["generation"].is_null());
+    source.agent.wait_for_event("replica_disconnected", LONG).unwrap();
+    // The next snapshot is another one: nothing continues this one, as the primary has another history now.
+    let mut client = primary.client().unwrap();
+    client.ok(&["DEBUG", "CHANGE-REPL-ID"]).unwrap();
+    client.int(&["CLIENT", "KILL", "TYPE", "replica"]).unwrap();
+    source.agent.wait_for_event("stream_lost", LONG).unwrap();
+    source.wait_for_status("the snapshot to be given up", |status| status["generation"].is_null());
 
     let forks = number(&primary, "total_forks");
     let replica = Server::start(kind).unwrap();

@@ -36,7 +36,7 @@ fn source_without_token(stage: &Stage, server: &Server, files: &Tls) -> (Agent, 
     let (url, options) = (server.url(), options(files));
     let args = ["source", "--server", &url, "--listen", "127.0.0.1:0", "--no-shm", "--slot-size", "64KiB"];
     let mut agent = stage.start(None, &[&args[..], &words(&options)].concat());
-    let ready = agent.wait_for_line("source ready", LONG).unwrap();
+    let ready = agent.wait_for_event("source_ready", LONG).unwrap();
     let address = ready.split("listening=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap().to_owned();
     (agent, address)
 }
@@ -58,10 +58,10 @@ fn replicas_with_certificates_need_no_token_and_feed_each_other() {
         stage.start(None, &[&args[..], &words(&given), more].concat())
     };
     let mut lender = replica(&servers[0], &["--stay"]);
-    lender.wait_for_line("in step; staying", LONG).unwrap();
+    lender.wait_for_event("in_step", LONG).unwrap();
     says(&lender.output(), &["protection=sealed, TLS 1.3, certificates"]);
     let mut reader = replica(&servers[1], &[]);
-    let read = reader.wait_for_line("reading slots from another replica", LONG).unwrap();
+    let read = reader.wait_for_event("upstream_read", LONG).unwrap();
     says(&read, &["transport=\"tcp\"", "protection=sealed, TLS 1.3, certificates"]);
     reader.wait_for_success(LONG).unwrap();
 
@@ -259,14 +259,14 @@ fn with_names_of_their_own_a_replicas_certificate_is_neither_the_sources_nor_ano
         stage.start(None, &[&args[..], &words(&given), &shared, &source_name, more].concat())
     };
     let mut lender = replica(&servers[0], &of_lender, &["--stay"]);
-    lender.wait_for_line("in step; staying", LONG).unwrap();
+    lender.wait_for_event("in_step", LONG).unwrap();
     // The lender's certificate is not for the name that this reader expects, so it reads from the source.
     let mut reader = replica(&servers[1], &of_replica, &["--lender-name", "other.invalid", "--no-serve-peers"]);
     reader.wait_for_success(LONG).unwrap();
     assert!(!reader.output().contains("reading slots from another replica"), "{}", reader.output());
     says(&source.output(), &["certificate for another name", "--lender-name"]);
     let mut reader = replica(&servers[2], &of_replica, &["--lender-name", "lender.invalid"]);
-    reader.wait_for_line("reading slots from another replica", LONG).unwrap();
+    reader.wait_for_event("upstream_read", LONG).unwrap();
     reader.wait_for_success(LONG).unwrap();
     for agent in [&mut lender, &mut source] {
         agent.signal(Signal::TERM).unwrap();
@@ -354,20 +354,20 @@ fn authorities_are_replaced_without_a_gap_by_sighup() {
     status(&source, &of_new, 5);
     // It stays through all of it.
     let mut staying = source.replica(&server, &[&words(&options(&of_old))[..], &["--stay"]].concat());
-    staying.wait_for_line("in step; staying", LONG).unwrap();
+    staying.wait_for_event("in_step", LONG).unwrap();
 
-    let hang_up = |source: &mut Source, line: &str| {
+    let hang_up = |source: &mut Source, event: &str| {
         source.agent.signal(Signal::HUP).unwrap();
-        source.agent.wait_for_line(line, LONG).unwrap();
+        source.agent.wait_for_event(event, LONG).unwrap();
     };
     // A file that cannot be used changes nothing.
     fs::write(&bundle, "not a certificate").unwrap();
-    hang_up(&mut source, "the certificates read before stay in use");
+    hang_up(&mut source, "certificates_kept");
     status(&source, &of_old, 0);
 
     // Both authorities, then a certificate of the new one, then the new authority alone.
     fs::copy(&both, &bundle).unwrap();
-    hang_up(&mut source, "certificate files read again");
+    hang_up(&mut source, "certificates_reread");
     status(&source, &of_new, 0);
     let next = new.sign("next", &[HOST]).unwrap();
     fs::copy(&next.certificate, &of_source.certificate).unwrap();
@@ -383,7 +383,7 @@ fn authorities_are_replaced_without_a_gap_by_sighup() {
     status(&source, &only_new, 0);
 
     staying.signal(Signal::HUP).unwrap();
-    staying.wait_for_line("certificate files read again", LONG).unwrap();
+    staying.wait_for_event("certificates_reread", LONG).unwrap();
     staying.signal(Signal::TERM).unwrap();
     staying.wait_for_success(LONG).unwrap();
     assert_same_data(&primary, &server);

@@ -568,7 +568,7 @@ fn a_replica_that_reads_from_another_one_is_exact_whatever_pieces_their_links_de
         load_slowly(&first, 50_000);
         source.wait_for_status("the lender to hold slots", |status| held(status, "lender") >= 16);
         let (mut reader, second) = start(&reads, "reader", &["--no-serve-peers"]);
-        reader.wait_for_line("reading slots from another replica", LONG).unwrap();
+        reader.wait_for_event("upstream_read", LONG).unwrap();
         load_slowly(&first, 0);
         for (agent, server) in [(&mut reader, &second), (&mut lender, &first)] {
             if let Err(error) = agent.wait_for_success(LONG) {

@@ -74,12 +74,12 @@ fn a_primary_with_a_source_ends_at_once_and_nothing_is_lost_quiet_and_under_writ
         let mut source = Source::start(&primary, &["--memory", "128MiB"]);
         let server = Server::start(kind).unwrap();
         let mut agent = source.replica(&server, &["--stay"]);
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         let writer = writes.then(|| write_until_the_end(&primary));
         shut_down(&primary, "SAVE");
         has_ended(&mut primary);
         let acknowledged = writer.map_or(0, |writer| writer.join().unwrap());
-        source.agent.wait_for_line("has closed its link", LONG).unwrap();
+        source.agent.wait_for_event("shutdown_seen", LONG).unwrap();
 
         primary.restart().unwrap();
         agent.wait_for_success(LONG).unwrap();
@@ -142,7 +142,7 @@ fn a_shutdown_that_is_called_off_costs_no_copy_and_wait_never_counts_the_source(
             wait_for_replicas(&primary, 2);
             assert_eq!(counts(), [before[0], before[1] + round], "{kind}: {}", primary.log());
         }
-        source.agent.wait_for_line("replication stream resumed", LONG).unwrap();
+        source.agent.wait_for_event("stream_resumed", LONG).unwrap();
         client.ok(&["SET", "after", "that"]).unwrap();
         assert_eq!(client.int(&["WAIT", "1", "1000"]).unwrap(), 0, "{kind}: one stands still, one is a source");
         let server = Server::start(kind).unwrap();
@@ -203,7 +203,7 @@ fn a_failover_that_only_a_source_makes_possible_is_ended_and_one_to_a_replica_su
         // The source has looked by then.
         wait_for_replicas(&primary, 1);
         primary.client().unwrap().ok(&["FAILOVER"]).unwrap();
-        source.agent.wait_for_line("the source has ended the fail-over", LONG).unwrap();
+        source.agent.wait_for_event("failover_ended", LONG).unwrap();
         assert_eq!(primary.fact("master_failover_state").unwrap(), "no-failover");
         primary.client().unwrap().ok(&["SET", "writes", "go on"]).unwrap();
 
@@ -217,7 +217,7 @@ fn a_failover_that_only_a_source_makes_possible_is_ended_and_one_to_a_replica_su
         })
         .unwrap();
         primary.wait_for_link(LONG).unwrap();
-        source.agent.wait_for_line("the server's replication history changed", LONG).unwrap();
+        source.agent.wait_for_event("history_changed", LONG).unwrap();
         primary.stop(LONG).unwrap();
     }
 }
@@ -231,7 +231,7 @@ fn a_failover_of_a_primary_without_a_stream_is_ended_too() {
         source.wait_for_snapshot();
         online(&primary);
         primary.client().unwrap().ok(&["FAILOVER"]).unwrap();
-        source.agent.wait_for_line("the source has ended the fail-over", LONG).unwrap();
+        source.agent.wait_for_event("failover_ended", LONG).unwrap();
         assert_eq!(primary.fact("master_failover_state").unwrap(), "no-failover");
         assert_eq!(primary.fact("role").unwrap(), "master");
         primary.client().unwrap().ok(&["SET", "writes", "go on"]).unwrap();
@@ -251,7 +251,7 @@ fn a_failover_that_a_source_may_not_end_is_named_with_the_command_that_does() {
         online(&primary);
         primary.client().unwrap().ok(&["SET", "written", "1"]).unwrap();
         primary.client().unwrap().ok(&["FAILOVER"]).unwrap();
-        let line = source.agent.wait_for_line("clients' writes wait until", LONG).unwrap();
+        let line = source.agent.wait_for_event("failover_waits", LONG).unwrap();
         says(&line, &["FAILOVER ABORT", "+failover"]);
         assert_eq!(primary.fact("master_failover_state").unwrap(), "waiting-for-sync");
         primary.client().unwrap().ok(&["FAILOVER", "ABORT"]).unwrap();
@@ -313,7 +313,7 @@ fn a_manual_failover_of_a_cluster_goes_to_the_replica_beside_a_source() {
             Ok(if role == "master" { Ok(()) } else { Err(role) })
         })
         .unwrap();
-        source.agent.wait_for_line("the server's replication history changed", LONG).unwrap();
+        source.agent.wait_for_event("history_changed", LONG).unwrap();
         let mut agent = source.agent;
         agent.signal(Signal::TERM).unwrap();
         ends(&mut agent, 0);

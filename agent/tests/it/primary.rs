@@ -53,7 +53,7 @@ fn wait_never_counts_a_source(builder: Builder) {
 
     // A source that resumes its stream acknowledges nothing either.
     client.call(&["CLIENT", "KILL", "TYPE", "replica"]).unwrap();
-    source.agent.wait_for_line("replication stream resumed", LONG).unwrap();
+    source.agent.wait_for_event("stream_resumed", LONG).unwrap();
     online(&primary);
     assert_eq!(client.int(&["WAIT", "1", "6000"]).unwrap(), 0, "counted after the stream was resumed");
 

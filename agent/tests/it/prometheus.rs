@@ -45,7 +45,7 @@ fn prometheus_scrapes_a_source_and_a_replica_and_accepts_the_alerts_and_the_dash
     let source = Source::start(&server, &["--metrics", &at_source.to_string()]);
     let replica = Server::start(kind).unwrap();
     let mut stays = source.replica(&replica, &["--stay", "--name", "db2", "--metrics", &at_replica.to_string()]);
-    stays.wait_for_line("in step; staying", LONG).unwrap();
+    stays.wait_for_event("in_step", LONG).unwrap();
     let rules = shipped("prometheus/remora.rules.yml").canonicalize().unwrap();
     let prometheus = Prometheus::start("remora", &[at_source, at_replica], &rules).unwrap();
     // Its answers are of the past: at most a scrape and an evaluation.

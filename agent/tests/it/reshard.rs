@@ -9,7 +9,7 @@ use remora_lab::{Kind, Server, assert_same_data, require};
 use crate::attend::handed_over;
 use crate::cluster::{move_slot, move_slots, settled};
 use crate::cluster_sync::Scene;
-use crate::kit::{LONG, fill_cluster, id, load_slowly, number, syncs, wait_until_loading};
+use crate::kit::{LONG, at_once, fill_cluster, id, load_slowly, number, syncs, wait_until_loading};
 
 /// Slots of the first shard that move: some sixty keys are in them.
 const SLOTS: RangeInclusive<u32> = 0..=299;
@@ -44,7 +44,7 @@ fn while_both_load(kind: Kind, what: &str, replicas: usize, move_them: impl Fn(&
     scene.nodes.iter().for_each(wait_until_loading);
     if kind == Kind::Valkey9 && replicas == 0 {
         for source in &mut scene.sources[..BOTH] {
-            source.agent.wait_for_line("the server waits for this source no more", LONG).unwrap();
+            source.agent.wait_for_event("slot_moves_free", LONG).unwrap();
         }
     }
     let keys = |server: &Server| server.client().unwrap().int(&["DBSIZE"]).unwrap();
@@ -70,18 +70,18 @@ fn while_both_load(kind: Kind, what: &str, replicas: usize, move_them: impl Fn(&
 #[test]
 #[ignore = "long: make test-all"]
 fn slots_move_key_by_key() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         while_both_load(kind, "key by key", 1, key_by_key);
-    }
+    });
 }
 
 /// `CLUSTER SETSLOT` at a Valkey primary waits for each replica that has told its version.
 #[test]
 #[ignore = "long: make test-all"]
 fn slots_move_key_by_key_between_primaries_with_sources() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         while_both_load(kind, "key by key, sources beside the primaries", 0, key_by_key);
-    }
+    });
 }
 
 fn key_by_key(from: &Server, to: &Server) {
@@ -102,7 +102,7 @@ fn slots_move_as_a_whole() {
 #[test]
 #[ignore = "long: make test-all"]
 fn a_node_that_joins_after_slots_have_moved_does_not_run_what_moved_them() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let Some(mut scene) = Scene::new(kind, 0, 2) else { return };
         let agents = [scene.attend(0, 0), scene.attend(1, 0)];
         scene.nodes.iter().for_each(|node| scene.cluster.meet(node).unwrap());
@@ -118,7 +118,7 @@ fn a_node_that_joins_after_slots_have_moved_does_not_run_what_moved_them() {
         join(&scene.nodes[0], &shard);
         handed_over(&agents[0], &scene.nodes[0], 1);
         if kind == Kind::Valkey9 {
-            scene.sources[0].agent.wait_for_line("the server waits for this source no more", LONG).unwrap();
+            scene.sources[0].agent.wait_for_event("slot_moves_free", LONG).unwrap();
         }
         let [left, got] = [0, 1].map(|shard| &scene.cluster.shards[shard].primary);
         let before = syncs(left).0;
@@ -137,5 +137,5 @@ fn a_node_that_joins_after_slots_have_moved_does_not_run_what_moved_them() {
         assert!(!node.log().contains("Reconfiguring myself as a replica of"), "{}", node.log());
         // Redis keeps the map out of its stream, so the snapshot serves.
         assert_eq!(syncs(left).0, before + u64::from(kind == Kind::Valkey9));
-    }
+    });
 }

@@ -9,7 +9,7 @@ use remora_lab::workload::Options;
 use remora_lab::{Host, Kind, Net, Server, Shape, Workload, assert_same_data, require};
 use rustix::process::Signal;
 
-use crate::kit::{LONG, Source, Stage, ends, fill, fill_keys, load_slowly, number, says, succeeds};
+use crate::kit::{LONG, Source, Stage, at_once, ends, fill, fill_keys, load_slowly, number, says, succeeds};
 
 /// Random data in the primary, in MiB.
 const MEBIBYTES: usize = 16;
@@ -99,7 +99,7 @@ fn gentle_writer(server: &Server) -> Workload {
 #[ignore = "long: make test-all"]
 fn a_replica_agent_that_was_killed_resumes_with_the_slots_it_lacks() {
     let Some(()) = require::shaping() else { return };
-    for (kind, module) in with_and_without_module() {
+    at_once(with_and_without_module(), |(kind, module)| {
         let hosts = Hosts::new(kind, module);
         let source = hosts.source();
         let writer = gentle_writer(&hosts.primary);
@@ -113,7 +113,7 @@ fn a_replica_agent_that_was_killed_resumes_with_the_slots_it_lacks() {
         succeeds(&mut second, &hosts.replica);
         writer.stop().unwrap();
         hosts.assert_one_snapshot_once(&source);
-    }
+    });
 }
 
 #[test]
@@ -142,11 +142,11 @@ const CUT: Duration = Duration::from_secs(11);
 #[ignore = "long: make test-all"]
 fn a_network_that_was_cut_between_the_agents_loses_no_slot() {
     let Some(()) = require::shaping() else { return };
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         // With and without a state folder, and with and without the module.
         is_cut(kind, kind == Kind::Redis7, true);
         is_cut(kind, kind == Kind::Valkey9, false);
-    }
+    });
 }
 
 fn is_cut(kind: Kind, module: bool, keeps: bool) {
@@ -162,8 +162,8 @@ fn is_cut(kind: Kind, module: bool, keeps: bool) {
     };
     source.wait_for_slots(&mut agent, A_QUARTER);
     hosts.there.cut().unwrap();
-    agent.wait_for_line("trying again in", CUT * 3).unwrap();
-    source.agent.wait_for_line("replica disconnected", CUT * 3).unwrap();
+    agent.wait_for_event("source_lost", CUT * 3).unwrap();
+    source.agent.wait_for_event("replica_disconnected", CUT * 3).unwrap();
     hosts.there.heal().unwrap();
     succeeds(&mut agent, &hosts.replica);
     hosts.assert_one_snapshot_once(&source);
@@ -175,8 +175,8 @@ fn is_cut(kind: Kind, module: bool, keeps: bool) {
 #[ignore = "long: make test-all"]
 fn a_killed_source_is_reported_and_its_successor_is_read_from_the_beginning() {
     let Some(()) = require::shaping() else { return };
-    for (kind, keeps) in [(Kind::Redis7, true), (Kind::Valkey9, false)] {
-        let Some(kind) = require::kind(kind) else { continue };
+    at_once([(Kind::Redis7, true), (Kind::Valkey9, false)], |(kind, keeps)| {
+        let Some(kind) = require::kind(kind) else { return };
         let hosts = Hosts::new(kind, !keeps);
         let mut source = hosts.source();
         let writer = gentle_writer(&hosts.primary);
@@ -187,7 +187,7 @@ fn a_killed_source_is_reported_and_its_successor_is_read_from_the_beginning() {
         source.wait_for_slots(&mut agent, A_QUARTER);
         let (address, generation) = (source.address, source.generation());
         source.agent.kill().unwrap();
-        let warning = agent.wait_for_line("trying again in", LONG).unwrap();
+        let warning = agent.wait_for_event("source_lost", LONG).unwrap();
         says(&warning, &["WARN", "the source", &address.to_string()]);
 
         let source = hosts.source_again(address);
@@ -196,7 +196,7 @@ fn a_killed_source_is_reported_and_its_successor_is_read_from_the_beginning() {
         assert!(source.generation() > generation);
         assert_eq!(number(&hosts.primary, "sync_full"), 2);
         hosts.assert_exact();
-    }
+    });
 }
 
 #[test]
@@ -212,8 +212,8 @@ fn a_primary_killed_while_it_makes_the_snapshot_is_asked_again_when_it_is_back()
         let mut agent = stage.replica(&replica.url(), source.address, &[]);
         source.wait_for_slots(&mut agent, 2);
         primary.kill().unwrap();
-        says(&source.agent.wait_for_line("snapshot failed", LONG).unwrap(), &["WARN"]);
-        agent.wait_for_line("given up its snapshot", LONG).unwrap();
+        says(&source.agent.wait_for_event("snapshot_failed", LONG).unwrap(), &["WARN"]);
+        agent.wait_for_event("snapshot_given_up", LONG).unwrap();
 
         primary.restart().unwrap();
         fill_keys(&primary, 300, "new");
@@ -235,10 +235,10 @@ fn a_primary_that_restarts_while_its_snapshot_is_being_loaded_causes_a_new_gener
         let mut agent = stage.replica(&replica.url(), source.address, &[]);
         source.wait_for_snapshot();
         let generation = source.generation();
-        agent.wait_for_line("follows our link", LONG).unwrap();
+        agent.wait_for_event("link_followed", LONG).unwrap();
         primary.restart().unwrap();
         fill_keys(&primary, 300, "new");
-        source.agent.wait_for_line("replication stream lost", LONG).unwrap();
+        source.agent.wait_for_event("stream_lost", LONG).unwrap();
         succeeds(&mut agent, &replica);
         assert!(source.generation() > generation);
         assert_same_data(&primary, &replica);
@@ -262,7 +262,7 @@ fn a_server_that_restarts_while_it_loads_is_redirected_again() {
         })
         .unwrap();
         replica.restart().unwrap();
-        agent.wait_for_line("restarted", LONG).unwrap();
+        agent.wait_for_event("server_restarted", LONG).unwrap();
         succeeds(&mut agent, &replica);
         assert_same_data(&primary, &replica);
         assert_eq!(number(&primary, "sync_full"), 1);
@@ -284,7 +284,7 @@ fn a_server_that_another_client_takes_over_meanwhile_is_left_to_it() {
     primary.configure("rdb-key-save-delay", "1000").unwrap();
     let source = stage.source(&primary.url(), &[]);
     let mut agent = stage.replica(&replica.url(), source.address, &[]);
-    agent.wait_for_line("follows our link", LONG).unwrap();
+    agent.wait_for_event("link_followed", LONG).unwrap();
     wait_until("the server to be redirected", LONG, || {
         let answer = replica.client()?.ok(&["REPLICAOF", "127.0.0.1", &other.port().to_string()]);
         Ok(answer.map_err(|error| error.to_string()))

@@ -105,7 +105,7 @@ fn replicas_feed_each_other_over_tls() {
     let source = Source::start(&primary, &[&TLS[..], &["--memory", "128MiB", "--slot-size", "128KiB"]].concat());
     let far = [&TLS[..], &["--transport", "tcp"]].concat();
     let mut lender = source.replica(&servers[0], &[&far[..], &["--stay"]].concat());
-    lender.wait_for_line("in step; staying", LONG).unwrap();
+    lender.wait_for_event("in_step", LONG).unwrap();
     let mut reader = source.replica(&servers[1], &far);
     reader.wait_for_success(LONG).unwrap();
     assert!(reader.output().contains("reading slots from another replica"), "{}", reader.output());
@@ -130,11 +130,11 @@ fn the_status_and_the_logs_of_both_ends_name_what_protects_the_data() {
         let server = Server::start(kind).unwrap();
         let mut source = stage.source(&primary.url(), security);
         let mut replica = source.replica(&server, &[security, &["--transport", transport, "--stay"]].concat());
-        replica.wait_for_line("in step; staying", LONG).unwrap();
+        replica.wait_for_event("in_step", LONG).unwrap();
         let quoted = format!("protection={text}");
-        let read = replica.wait_for_line("reading the source's tables", LONG).unwrap();
+        let read = replica.wait_for_event("source_read", LONG).unwrap();
         says(&read, &[&quoted]);
-        says(&source.agent.wait_for_line("replica reads", LONG).unwrap(), &[&quoted]);
+        says(&source.agent.wait_for_event("replica_reads", LONG).unwrap(), &[&quoted]);
         says(&source.drawn_status(), &[text]);
         assert_eq!(source.status()["replicas"][0]["protection"], text);
     }
@@ -166,10 +166,10 @@ fn the_default_is_tls_for_every_address_but_loopback() {
 
     // Another host, and a third that reads from that one.
     let mut lender = stage.replica_on(&there, &far.url(), own, &["--stay"]);
-    says(&lender.wait_for_line("reading the source's tables", LONG).unwrap(), &["protection=sealed, TLS 1.3, token"]);
-    lender.wait_for_line("in step; staying", LONG).unwrap();
+    says(&lender.wait_for_event("source_read", LONG).unwrap(), &["protection=sealed, TLS 1.3, token"]);
+    lender.wait_for_event("in_step", LONG).unwrap();
     let mut reader = stage.replica_on(&there, &second.url(), own, &["--transport", "tcp"]);
-    let read = reader.wait_for_line("reading slots from another replica", LONG).unwrap();
+    let read = reader.wait_for_event("upstream_read", LONG).unwrap();
     says(&read, &["transport=\"tcp\"", "protection=sealed, TLS 1.3, token"]);
     succeeds(&mut reader, &second);
 
@@ -225,7 +225,7 @@ fn plaintext_on_a_network_is_refused_unless_it_is_said_to_be_meant() {
     let meant = [&none[..], &["--plaintext-network"]].concat();
     let source = stage.source_on(&here, &primary.url(), &meant);
     let mut agent = stage.replica_on(&there, &url, source.address, &[&meant[..], &["--stay"]].concat());
-    agent.wait_for_line("in step; staying", LONG).unwrap();
+    agent.wait_for_event("in_step", LONG).unwrap();
     says(&agent.output(), &["protection=plaintext"]);
     assert_eq!(source.status()["replicas"][0]["protection"], "plaintext");
     assert_same_data(&primary, &replica);
@@ -244,7 +244,7 @@ fn without_an_option_each_command_finds_out_that_a_port_on_loopback_speaks_tls()
     let probe = ["probe", "--transport", "tcp", "--sizes", "64KiB", "--depths", "4", "--time", "10ms"];
     says(&stage.end(&[&probe[..], &common].concat(), 0), &["tcp"]);
     let mut agent = stage.replica(&server.url(), source.address, &["--stay", "--transport", "tcp"]);
-    agent.wait_for_line("in step; staying", LONG).unwrap();
+    agent.wait_for_event("in_step", LONG).unwrap();
     assert_eq!(source.status()["replicas"][0]["protection"], "sealed, TLS 1.3, token");
     assert_same_data(&primary, &server);
     says(&stage.end(&[&["status", "--security", "none"][..], &common].concat(), 5), &["accepts TLS only"]);

@@ -70,7 +70,7 @@ fn a_source_is_ready_lives_says_what_it_does_and_stops() {
     manager.wait_for("WATCHDOG=1");
     manager.wait_for("WATCHDOG=1");
 
-    let line = source.wait_for_line("listening=", LONG).unwrap();
+    let line = source.wait_for_event("source_ready", LONG).unwrap();
     let address = line.split_whitespace().find_map(|word| word.strip_prefix("listening=")).unwrap();
     succeeds(&mut stage.replica(&replica.url(), address.parse().unwrap(), &[]), &replica);
     while !manager.wait_for("STATUS=a snapshot of ").ends_with("; 1 made so far") {}

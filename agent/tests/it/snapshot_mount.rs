@@ -16,7 +16,7 @@ use rustix::process::Signal;
 
 use crate::another_data_set::{ANOTHER, foreign, replaced};
 use crate::kit::{
-    Directory, LONG, Source, Stage, ends, fill, kinds_and_module, number, primary, says, with_or_without,
+    Directory, LONG, Source, Stage, at_once, ends, fill, kinds_and_module, number, primary, says, with_or_without,
 };
 
 /// Random data in the primary, in MiB.
@@ -51,7 +51,7 @@ impl Scene {
         let (source, token) = (self.source.address.to_string(), self.source.token().display().to_string());
         let args = ["snapshot", "mount", "--source", &source, "--token-file", &token, "--spool", &self.spool];
         let mut mounted = self.stage.start(None, &[&args, &[directory.path()][..], more].concat());
-        mounted.wait_for_line("dump.rdb is there", LONG).unwrap();
+        mounted.wait_for_event("snapshot_mounted", LONG).unwrap();
         (mounted, directory)
     }
 
@@ -74,7 +74,7 @@ fn assert_sound(kind: Kind, file: &Path) {
 #[ignore = "long: make test-all"]
 fn a_snapshot_is_copied_while_it_arrives_checked_and_loaded_by_another_server() {
     let (Some(()), Some(())) = (require::root(), require::fuse()) else { return };
-    for (kind, module) in kinds_and_module() {
+    at_once(kinds_and_module(), |(kind, module)| {
         let server = with_or_without(primary(kind), module);
         fill(&server, MEBIBYTES, 1);
         fill_every_type(&mut server.client().unwrap(), 1).unwrap();
@@ -88,7 +88,7 @@ fn a_snapshot_is_copied_while_it_arrives_checked_and_loaded_by_another_server() 
         fs::create_dir(&clone).unwrap();
         let copied = Command::new("cp").arg(&file).arg(format!("{clone}/dump.rdb")).status().unwrap();
         assert!(copied.success(), "{kind}: {}", mounted.output());
-        mounted.wait_for_line("the whole snapshot has arrived", LONG).unwrap();
+        mounted.wait_for_event("snapshot_arrived", LONG).unwrap();
         let bytes = fs::read(&file).unwrap();
         assert_eq!(fs::metadata(&file).unwrap().len(), bytes.len() as u64);
         assert!(bytes.len() > MEBIBYTES << 20);
@@ -110,7 +110,7 @@ fn a_snapshot_is_copied_while_it_arrives_checked_and_loaded_by_another_server() 
         directory.unmount();
         says(&ends(&mut mounted, 0), &["unmounted"]);
         assert_eq!(fs::read_dir(&spool).unwrap().count(), 0);
-    }
+    });
 }
 
 #[test]
@@ -177,7 +177,7 @@ fn another_snapshot_is_another_file_and_no_byte_of_it_is_in_the_one_before() {
         before.read_exact_at(&mut begin, 0).unwrap();
         scene.primary.client().unwrap().ok(&["SET", "one", "more"]).unwrap();
         scene.source.restart(&scene.primary); // with all of its upload
-        mounted.wait_for_line("the whole snapshot has arrived", LONG).unwrap();
+        mounted.wait_for_event("snapshot_arrived", LONG).unwrap();
 
         let rest = (&before).read_to_end(&mut Vec::new()).unwrap_err();
         assert_eq!(rest.raw_os_error(), Some(Errno::IO.raw_os_error()));
@@ -241,7 +241,7 @@ fn a_source_that_is_replaced_by_that_of_another_data_set_gives_the_file_nothing(
         mounted.wait_for_line(ANOTHER, LONG).unwrap();
         assert_eq!(number(&other, "sync_full"), 0, "{kind}: the foreign primary has forked");
         let source = replaced(&stage, source, &primary, &[]); // with all of its upload
-        mounted.wait_for_line("the whole snapshot has arrived", LONG).unwrap();
+        mounted.wait_for_event("snapshot_arrived", LONG).unwrap();
         let file = directory.at("dump.rdb");
         assert!(fs::metadata(&file).unwrap().len() > (MEBIBYTES << 20) as u64);
         assert_sound(kind, &file);

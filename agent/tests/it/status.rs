@@ -6,7 +6,7 @@ use remora_lab::{Server, require};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::kit::{LONG, Source, fill, fill_keys, primary, says};
+use crate::kit::{LONG, Source, at_once, fill, fill_keys, primary, says};
 
 /// Bytes per second that the replica reads at, as its `--download-limit`.
 const RATE: u64 = 4 << 20;
@@ -23,7 +23,7 @@ fn drawn_percent(drawn: &str) -> f64 {
 
 #[test]
 fn a_status_says_how_far_a_replica_is_and_how_fast_it_reads() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let (primary, server) = (primary(kind).start().unwrap(), Server::start(kind).unwrap());
         fill(&primary, 32, 1);
         let mut source = Source::start(&primary, &["--memory", "128MiB", "--slot-size", "64KiB", "--eager"]);
@@ -46,12 +46,12 @@ fn a_status_says_how_far_a_replica_is_and_how_fast_it_reads() {
         let drawn = source.drawn_status();
         assert!(drawn_percent(&drawn) >= permille as f64 / 10.0 && drawn.contains("/s"), "{kind}: {drawn}");
 
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         source.wait_for_status("the replica to be whole", |status| status["replicas"][0]["percent_permille"] == 1000);
         assert_eq!(drawn_percent(&source.drawn_status()), 100.0);
         agent.signal(Signal::TERM).unwrap();
         agent.wait_for_success(LONG).unwrap();
-    }
+    });
 }
 
 /// Microseconds that the server waits behind each key that it saves: of these keys, some seconds.
@@ -71,7 +71,7 @@ fn percentages(output: &str, label: &str) -> Vec<f64> {
 #[test]
 #[ignore = "long: make test-all"]
 fn percent_and_time_left_are_of_the_whole_data_set_while_its_snapshot_is_taken() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let (primary, server) = (primary(kind).config("rdb-key-save-delay", SAVE_DELAY), Server::start(kind).unwrap());
         let primary = primary.start().unwrap();
         fill_keys(&primary, KEYS, "value");
@@ -102,7 +102,7 @@ fn percent_and_time_left_are_of_the_whole_data_set_while_its_snapshot_is_taken()
         assert!(first.0 < 900 && end.0 > first.0 && end.1 > first.1, "{kind}: {seen:?}");
         assert_eq!(last["generation"]["percent_permille"], 1000, "{kind}: {last}");
 
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         let status = source
             .wait_for_status("the replica to be whole", |status| status["replicas"][0]["percent_permille"] == 1000);
         assert_eq!(status["replicas"][0]["left_seconds"], Value::Null);
@@ -116,13 +116,13 @@ fn percent_and_time_left_are_of_the_whole_data_set_while_its_snapshot_is_taken()
         let line = line.unwrap_or_else(|| panic!("{kind}: no estimate in\n{output}"));
         says(line, &["MiB of about ", " %, ", "/s, ", " s left"]);
         says(&output, &[" in total, ", "/s on average"]);
-    }
+    });
 }
 
 #[test]
 #[ignore = "long: make test-all"]
 fn while_a_server_saves_to_a_file_first_both_ends_say_how_far_it_is() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let primary = primary(kind).config("rdb-key-save-delay", FILE_DELAY).config("repl-diskless-sync", "no");
         let (primary, server) = (primary.start().unwrap(), Server::start(kind).unwrap());
         fill_keys(&primary, KEYS, "value");
@@ -138,5 +138,5 @@ fn while_a_server_saves_to_a_file_first_both_ends_say_how_far_it_is() {
         says(&output, &[&format!("{} saves: ", primary.address()), &format!(" of {KEYS} keys, "), " keys/s, "]);
         // The rest may take less time than there is between two reports.
         says(&output, &["  transfer  ", "is a replica of"]);
-    }
+    });
 }

@@ -27,7 +27,7 @@ impl Staying {
         fill_every_type(&mut primary.client().unwrap(), 31).unwrap();
         let source = Source::start(&primary, &["--memory", "128MiB"]);
         let mut agent = source.replica(&server, &["--stay", "--transport", transport]);
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         Staying { primary, server, source, agent }
     }
 
@@ -93,7 +93,7 @@ fn when_the_source_is_killed_the_server_goes_to_the_primary_without_loss() {
         let writer = fed.writer();
         writer.wait_for(WRITES_PER_SECOND / 2);
         fed.source.agent.kill().unwrap();
-        fed.agent.wait_for_line("handing the server over", LONG).unwrap();
+        fed.agent.wait_for_event("handing_over", LONG).unwrap();
         fed.agent.wait_for_success(LONG).unwrap();
         writer.stop().unwrap();
         assert_same_data(&fed.primary, &fed.server);
@@ -163,7 +163,7 @@ fn a_primary_that_drops_the_sources_link_loses_nothing_of_the_stream() {
         let writer = fed.writer();
         writer.wait_for(WRITES_PER_SECOND / 2);
         fed.primary.client().unwrap().call(&["CLIENT", "KILL", "TYPE", "replica"]).unwrap();
-        fed.source.agent.wait_for_line("replication stream resumed", LONG).unwrap();
+        fed.source.agent.wait_for_event("stream_resumed", LONG).unwrap();
         writer.wait_for(WRITES_PER_SECOND / 2);
         writer.stop().unwrap();
         assert_same_data(&fed.primary, &fed.server);

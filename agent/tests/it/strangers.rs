@@ -135,7 +135,7 @@ fn a_flood_of_connections_delays_neither_a_replica_nor_the_capture_and_costs_few
         assert!(most <= before + DESCRIPTORS, "{before} descriptors before, {most} during the flood");
         assert_eq!(source.snapshots_taken(), 0);
         let mut agent = source.replica(&replica, &["--transport", "tcp"]);
-        source.agent.wait_for_line("snapshot completed", JOIN_LIMIT).unwrap();
+        source.agent.wait_for_event("snapshot_completed", JOIN_LIMIT).unwrap();
         agent.wait_for_success(LONG).unwrap();
         drop(flood);
         assert_same_data(&primary, &replica);
@@ -233,7 +233,7 @@ fn a_local_process_with_a_lingering_descriptor_delays_neither_the_source_nor_a_r
     for kind in require::kinds() {
         let (primary, source, replica) = setting(kind);
         let mut running = source.replica(&replica, &["--transport", "shm", "--stay"]);
-        running.wait_for_line("in step; staying", LONG).unwrap();
+        running.wait_for_event("in_step", LONG).unwrap();
         let sockets = local_sockets(source.agent.pid());
         assert!(!sockets.is_empty(), "the source listens on no local socket");
         let mut lingering = Vec::new();
@@ -323,7 +323,7 @@ fn another_process_of_the_sources_user_reads_neither_its_memory_nor_its_descript
         command.args(["source", "--server", &server.url(), "--token-file", &token, "--listen", "127.0.0.1:0"]);
         command.args(["--eager", "--memory", "64MiB"]).env("XDG_RUNTIME_DIR", stage.folder()).current_dir("/");
         let mut source = Agent::run(user(command)).unwrap();
-        source.wait_for_line("snapshot completed", LONG).unwrap();
+        source.wait_for_event("snapshot_completed", LONG).unwrap();
         assert_eq!(read_by_another_user(source.pid()), "EACCES EACCES");
         // The descriptors of another program of that user can be listed: the test is able to fail.
         let mut command = Command::new("sleep");
@@ -444,9 +444,9 @@ impl Drop for Hunter {
 /// Syncs after which a hunter must have found a socket. A handover takes some milliseconds.
 const SYNCS: usize = 8;
 
-/// The longest time of a sync of 1,000 small keys while a hunter is at work. A lingering descriptor alone would hold it
-/// up for a minute.
-const HUNTED_LIMIT: Duration = Duration::from_secs(20);
+/// The longest time of a sync of 1,000 small keys while a hunter is at work, on any machine. A lingering descriptor alone
+/// would hold it up for a minute.
+const HUNTED_LIMIT: Duration = Duration::from_secs(50);
 
 #[test]
 #[ignore = "long: make test-all"]
@@ -464,7 +464,7 @@ fn a_local_process_at_the_sockets_of_the_module_keeps_it_neither_from_the_captur
             // A new source each time, so that there is a handover for the capture too.
             let mut source = stage.source_on(&host, &server.url(), &["--eager", "--module-capture", "walk"]);
             let began = Instant::now();
-            let completed = source.agent.wait_for_line("snapshot completed", LONG).unwrap();
+            let completed = source.agent.wait_for_event("snapshot_completed", LONG).unwrap();
             assert!(completed.contains("method=the module"), "{}", source.agent.output());
             let mut agent =
                 stage.replica_on(&host, &replica.url(), source.address, &["--transport", "shm", "--replace"]);

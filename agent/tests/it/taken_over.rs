@@ -8,7 +8,7 @@ use remora_lab::server::wait_until;
 use remora_lab::{Agent, Client, Kind, Server, assert_same_data, fill_every_type, require};
 use rustix::process::Signal;
 
-use crate::kit::{LONG, Source, Way, ends, load, number, primary, syncs, way_of_loading};
+use crate::kit::{LONG, Source, Way, at_once, ends, load, number, primary, syncs, way_of_loading};
 
 /// The exit code of a sync whose server another client has taken over, whatever else happened.
 const TAKEN_OVER: i32 = 14;
@@ -28,7 +28,7 @@ fn staying(kind: Kind, server: Server) -> (Server, Source, Server, Agent) {
     fill_every_type(&mut primary.client().unwrap(), 5).unwrap();
     let source = Source::start(&primary, &["--memory", "128MiB"]);
     let mut agent = source.replica(&server, &["--stay"]);
-    agent.wait_for_line("in step; staying", LONG).unwrap();
+    agent.wait_for_event("in_step", LONG).unwrap();
     (primary, source, server, agent)
 }
 
@@ -94,7 +94,7 @@ fn a_server_that_was_pointed_elsewhere_during_its_load_by_file_is_not_emptied() 
         let source = Source::start(&primary, &["--memory", "128MiB"]);
         let limits = ["--replace", "--module-load", "off", "--download-limit", "8MiB", "--transport", "tcp"];
         let mut agent = source.replica(&server, &limits);
-        agent.wait_for_line("follows our link", LONG).unwrap();
+        agent.wait_for_event("link_followed", LONG).unwrap();
         let way = wait_until("the server to receive the snapshot", LONG, || Ok(way_of_loading(&server))).unwrap();
         if way == Way::Link {
             assert!(matches!(kind, Kind::Valkey9), "{}", agent.output());
@@ -113,7 +113,7 @@ fn a_server_that_was_pointed_elsewhere_during_its_load_by_file_is_not_emptied() 
 #[test]
 #[ignore = "long: make test-all"]
 fn a_server_that_was_written_to_while_the_agent_waited_is_not_overwritten() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let primary = primary(kind).config("rdb-key-save-delay", 20_000).start().unwrap();
         fill(&primary, 200);
         let server = Server::start(kind).unwrap();
@@ -121,7 +121,7 @@ fn a_server_that_was_written_to_while_the_agent_waited_is_not_overwritten() {
         // The primary runs a child for another purpose: the source has no snapshot to offer before it ends.
         primary.client().unwrap().ok(&["BGSAVE"]).unwrap();
         let mut agent = source.replica(&server, &[]);
-        agent.wait_for_line("waiting:", LONG).unwrap();
+        agent.wait_for_event("snapshot_awaited", LONG).unwrap();
         server.client().unwrap().ok(&["SET", "fresh", "1"]).unwrap();
         let said = ends(&mut agent, REFUSED);
         assert!(said.contains("--replace") && said.contains("not touched"), "{said}");
@@ -130,13 +130,13 @@ fn a_server_that_was_written_to_while_the_agent_waited_is_not_overwritten() {
             (role(&server), server.configured("repl-diskless-load").unwrap()),
             ("master".into(), "disabled".into())
         );
-    }
+    });
 }
 
 #[test]
 #[ignore = "long: make test-all"]
 fn a_server_that_was_pointed_elsewhere_while_the_agent_waited_is_not_touched() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let other = primary(kind).start().unwrap();
         fill(&other, 10);
         let primary = primary(kind).config("rdb-key-save-delay", 20_000).start().unwrap();
@@ -146,7 +146,7 @@ fn a_server_that_was_pointed_elsewhere_while_the_agent_waited_is_not_touched() {
         // The primary runs a child for another purpose: the source has no snapshot to offer before it ends.
         primary.client().unwrap().ok(&["BGSAVE"]).unwrap();
         let mut agent = source.replica(&server, &["--replace"]);
-        agent.wait_for_line("waiting:", LONG).unwrap();
+        agent.wait_for_event("snapshot_awaited", LONG).unwrap();
         server.replicate(&other).unwrap();
         server.wait_for_link(LONG).unwrap();
         let said = ends(&mut agent, TAKEN_OVER);
@@ -154,7 +154,7 @@ fn a_server_that_was_pointed_elsewhere_while_the_agent_waited_is_not_touched() {
         assert_eq!(server.fact("master_port").unwrap(), other.port().to_string());
         assert_eq!(server.configured("repl-diskless-load").unwrap(), "disabled");
         assert_same_data(&other, &server);
-    }
+    });
 }
 
 /// Longer than the `timeout` of one second that these tests give their servers; servers look for idle clients once a
@@ -164,7 +164,7 @@ const IDLE: Duration = Duration::from_secs(4);
 #[test]
 #[ignore = "long: make test-all"]
 fn a_control_connection_that_the_server_closed_for_idleness_is_made_anew_when_a_stay_is_stopped() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let server = Server::builder(kind).config("timeout", 1).start().unwrap();
         let (primary, _source, server, mut agent) = staying(kind, server);
         let before = syncs(&primary);
@@ -174,13 +174,13 @@ fn a_control_connection_that_the_server_closed_for_idleness_is_made_anew_when_a_
         assert_eq!(server.fact("master_port").unwrap(), primary.port().to_string());
         assert_same_data(&primary, &server);
         assert_eq!(syncs(&primary), (before.0, before.1 + 1));
-    }
+    });
 }
 
 #[test]
 #[ignore = "long: make test-all"]
 fn a_control_connection_that_the_server_closed_for_idleness_is_made_anew_when_the_source_is_lost() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let server = Server::builder(kind).config("timeout", 1).start().unwrap();
         let (primary, mut source, server, mut agent) = staying(kind, server);
         std::thread::sleep(IDLE);
@@ -188,20 +188,20 @@ fn a_control_connection_that_the_server_closed_for_idleness_is_made_anew_when_th
         agent.wait_for_success(LONG).unwrap();
         assert_eq!(server.fact("master_port").unwrap(), primary.port().to_string());
         assert_same_data(&primary, &server);
-    }
+    });
 }
 
 #[test]
 #[ignore = "long: make test-all"]
 fn a_control_connection_that_the_server_closed_while_the_agent_waited_for_an_offer_is_made_anew() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let primary = primary(kind).config("repl-diskless-sync-delay", IDLE.as_secs()).start().unwrap();
         fill(&primary, 100);
         let server = Server::builder(kind).config("timeout", 1).start().unwrap();
         let source = Source::start(&primary, &["--memory", "64MiB"]);
         source.replicate(&server, &[]);
         assert_same_data(&primary, &server);
-    }
+    });
 }
 
 /// Emptying a server of this many keys takes long enough for a test to interfere.
@@ -232,7 +232,7 @@ fn a_server_that_the_module_emptied_is_not_continued_on_nothing_when_the_agent_i
         server.wait_for_link(LONG).unwrap();
         let source = Source::start(&primary, &["--memory", "1GiB", "--module-capture", "off"]);
         let mut agent = source.replica(&server, &["--replace"]);
-        agent.wait_for_line("follows our link", LONG).unwrap();
+        agent.wait_for_event("link_followed", LONG).unwrap();
         // The module empties Redis, which answers no client meanwhile: the agent is killed just then. Valkey empties
         // itself after it has dropped its replication position (flush-before-load).
         let mut client = server.client().unwrap();

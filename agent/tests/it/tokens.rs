@@ -74,13 +74,13 @@ fn a_token_is_replaced_while_the_source_runs_and_conversations_go_on() {
         status(token, 0);
     }
     let mut staying = source.replica(&server, &["--stay"]);
-    staying.wait_for_line("in step; staying", LONG).unwrap();
+    staying.wait_for_event("in_step", LONG).unwrap();
 
     let former = stage.secret("former", "the first of two tokens");
     stage.secret("first", "a token of the next year");
     status(&first, 5); // the source has not read it yet
     source.agent.signal(Signal::HUP).unwrap();
-    source.agent.wait_for_line("token files read again", LONG).unwrap();
+    source.agent.wait_for_event("tokens_reread", LONG).unwrap();
     status(&first, 0);
     status(&second, 0);
     says(&status(&former, 5), &["token"]);
@@ -88,7 +88,7 @@ fn a_token_is_replaced_while_the_source_runs_and_conversations_go_on() {
     // A file that cannot be used changes nothing.
     stage.secret("first", "short");
     source.agent.signal(Signal::HUP).unwrap();
-    source.agent.wait_for_line("the tokens read before stay valid", LONG).unwrap();
+    source.agent.wait_for_event("tokens_kept", LONG).unwrap();
     status(&second, 0);
 
     let writer = Workload::on(&primary).unwrap();
@@ -109,22 +109,22 @@ fn a_replica_that_stays_reads_its_token_again_and_joins_a_source_that_knows_only
     let start = |listen: &str| {
         let args = ["source", "--server", &primary.url(), "--listen", listen, "--token-file", &token];
         let mut source = stage.start(None, &args);
-        let ready = source.wait_for_line("source ready", LONG).unwrap();
+        let ready = source.wait_for_event("source_ready", LONG).unwrap();
         let address = ready.split("listening=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap().to_owned();
         (source, address)
     };
     let (mut source, address) = start("127.0.0.1:0");
     let args = ["replica", "--server", &server.url(), "--source", &address, "--token-file", &token, "--stay"];
     let mut staying = stage.start(None, &args);
-    staying.wait_for_line("in step; staying", LONG).unwrap();
+    staying.wait_for_event("in_step", LONG).unwrap();
 
     stage.secret("rotated", "a token of the next year");
     staying.signal(Signal::HUP).unwrap();
-    staying.wait_for_line("token files read again", LONG).unwrap();
+    staying.wait_for_event("tokens_reread", LONG).unwrap();
     source.signal(Signal::TERM).unwrap();
     source.wait_for_success(LONG).unwrap();
     let (source, _) = start(&address);
-    staying.wait_for_line("in step; staying", LONG).unwrap();
+    staying.wait_for_event("in_step", LONG).unwrap();
     drop(source);
     staying.signal(Signal::TERM).unwrap();
     staying.wait_for_success(LONG).unwrap();

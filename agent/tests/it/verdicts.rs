@@ -60,14 +60,14 @@ fn keys_that_expire_at_the_primary_and_a_server_without_del_fail_the_sync() {
         // Both names by which servers delete what has expired.
         let replica = without(kind, "DEL").config("rename-command", "UNLINK \"\"").start().unwrap();
         let mut agent = source.replica(&replica, &["--stay", "--on-failure", "detached"]);
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         client.ok(&["SET", "short", "1", "PX", "1"]).unwrap();
         wait_until("the key to expire", LONG, || {
             let left = client.int(&["EXISTS", "short"])?;
             Ok(if left == 0 && number(&server, "expired_keys") == 1 { Ok(()) } else { Err(left.to_string()) })
         })
         .unwrap();
-        agent.wait_for_line("could not execute", LONG).unwrap();
+        agent.wait_for_event("commands_failed", LONG).unwrap();
         agent.signal(Signal::TERM).unwrap();
         says(&ends(&mut agent, 6), &["is not an exact replica", "could not execute 1 command"]);
     }
@@ -82,12 +82,12 @@ fn a_command_that_fails_at_the_server_alone_is_named() {
         let source = Source::start(&server, &["--memory", "64MiB"]);
         let replica = quick(kind).config("replica-read-only", "no").start().unwrap();
         let mut agent = source.replica(&replica, &["--stay"]);
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         let mut other = replica.client().unwrap();
         other.int(&["DEL", "counter"]).unwrap();
         other.int(&["RPUSH", "counter", "a list"]).unwrap();
         client.int(&["INCR", "counter"]).unwrap();
-        agent.wait_for_line("could not execute", LONG).unwrap();
+        agent.wait_for_event("commands_failed", LONG).unwrap();
         agent.signal(Signal::TERM).unwrap();
         says(&ends(&mut agent, 6), &["could not execute 1 command", "(INCR)"]);
     }
@@ -258,7 +258,7 @@ fn keys_that_the_server_has_removed_by_itself_fail_the_sync() {
         let roomy = quick(kind).config("replica-ignore-maxmemory", "no").config("maxmemory", "100mb");
         let replica = roomy.config("maxmemory-policy", "allkeys-lru").start().unwrap();
         let mut agent = source.replica(&replica, &["--stay"]);
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         replica.configure("maxmemory", "3mb").unwrap();
         wait_until("it to remove keys", LONG, || {
             let count = number(&replica, "evicted_keys");
@@ -278,7 +278,7 @@ fn keys_that_only_one_of_both_holds_at_one_offset_fail_the_sync() {
         let source = Source::start(&server, &["--memory", "64MiB"]);
         let replica = quick(kind).config("replica-read-only", "no").start().unwrap();
         let mut agent = source.replica(&replica, &["--stay"]);
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         replica.client().unwrap().ok(&["SET", "its own", "1"]).unwrap();
         agent.signal(Signal::TERM).unwrap();
         let said = ends(&mut agent, 6);
@@ -375,7 +375,7 @@ fn passwords_of_any_bytes_are_used_and_put_back_unchanged() {
                 assert_eq!(get(&replica, "masterauth"), password, "{kind} takes these bytes");
                 let state = stage.path("state");
                 let mut agent = source.replica(&replica, &["--stay", "--state-dir", &state]);
-                agent.wait_for_line("in step; staying", LONG).unwrap();
+                agent.wait_for_event("in_step", LONG).unwrap();
                 assert_ne!(get(&replica, "masterauth"), password, "the link has a secret of its own");
                 if round == 2 {
                     // What the next agent puts back, it has from the file.

@@ -73,7 +73,7 @@ fn two_exact_replicas(of: &Program, on: &Program, module: bool) {
         }
     }
     if module {
-        let said = source.agent.wait_for_line("snapshot completed", LONG).unwrap();
+        let said = source.agent.wait_for_event("snapshot_completed", LONG).unwrap();
         says(&said, &["method=the module"]);
         says(&agents[0].output(), &["out of shared memory"]);
     }

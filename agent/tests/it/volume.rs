@@ -65,7 +65,7 @@ impl Scene {
 
     pub(crate) fn serve_with(&self, args: &[&str]) -> (Agent, String) {
         let mut server = self.start(args);
-        let line = server.wait_for_line("volume server ready", LONG).unwrap();
+        let line = server.wait_for_event("volume_server_ready", LONG).unwrap();
         let address = line.split("listening=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap().to_owned();
         (server, address)
     }
@@ -87,7 +87,7 @@ impl Scene {
 
     pub(crate) fn nbd_with(&self, file: &str, socket: &str, more: &[&str]) -> Agent {
         let mut nbd = self.start(&[&["nbd", file, "--socket", socket, "--copy-timeout", "4s"], more].concat());
-        nbd.wait_for_line("volume open", LONG).unwrap();
+        nbd.wait_for_event("volume_open", LONG).unwrap();
         nbd
     }
 }

@@ -28,9 +28,9 @@ fn unreached(scene: &Scene, file: &str, files: &Tls) {
     assert_eq!(whole_copies(&status), 0, "{status}");
 }
 
-fn hang_up(agent: &mut Agent, line: &str) -> String {
+fn hang_up(agent: &mut Agent, event: &str) -> String {
     agent.signal(Signal::HUP).unwrap();
-    agent.wait_for_line(line, LONG).unwrap()
+    agent.wait_for_event(event, LONG).unwrap()
 }
 
 #[test]
@@ -59,7 +59,7 @@ fn servers_and_a_writer_use_new_certificates_from_sighup_on() {
     replace();
     unreached(&scene, &file, &of_new);
     for server in &mut scene.servers {
-        hang_up(server, "certificate files read again");
+        hang_up(server, "certificates_reread");
     }
     assert_eq!(whole_copies(&status(&scene, &file, &of_new, 0)), 3);
     unreached(&scene, &file, &of_old);
@@ -69,7 +69,7 @@ fn servers_and_a_writer_use_new_certificates_from_sighup_on() {
     // A file that cannot be used changes nothing.
     fs::write(&files.ca, "not a certificate").unwrap();
     for agent in scene.servers.iter_mut().chain([&mut nbd]) {
-        let line = hang_up(agent, "the certificates read before stay in use");
+        let line = hang_up(agent, "certificates_kept");
         says(&line, &["ERROR", files.ca.to_str().unwrap(), "--ca", "no certificate"]);
     }
     replace();
@@ -84,7 +84,7 @@ fn servers_and_a_writer_use_new_certificates_from_sighup_on() {
     (scene.servers[0], _) = scene.serve(&address);
     scene.servers[0].wait_for_line("a connection was rejected", LONG).unwrap();
     assert_eq!(whole_copies(&status(&scene, &file, &of_new, 0)), 2);
-    hang_up(&mut nbd, "certificate files read again");
+    hang_up(&mut nbd, "certificates_reread");
     wait_until("three whole copies", LONG, || {
         let status = status(&scene, &file, &of_new, 0);
         Ok(if whole_copies(&status) == 3 { Ok(()) } else { Err(status) })

@@ -40,7 +40,7 @@ impl Scene {
             let listen = format!("{}:0", host.address());
             let serve = ["serve", "--listen", &listen, "--memory", "4GiB", "--lanes", "0", "--no-shm"];
             let mut server = scene.start(&host, &serve);
-            let line = server.wait_for_line("volume server ready", LONG).unwrap();
+            let line = server.wait_for_event("volume_server_ready", LONG).unwrap();
             let address = line.split("listening=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap().to_owned();
             addresses.push(address);
             scene.servers.push(server);
@@ -68,7 +68,7 @@ impl Scene {
         let directory = Directory::new(self.stage.path(name));
         let args = [&["mount", &self.file, &directory.0, "--copy-timeout", "4s"], more].concat();
         let mut mounted = self.start(host, &args);
-        mounted.wait_for_line("files mounted", LONG)?;
+        mounted.wait_for_event("files_mounted", LONG)?;
         Ok((mounted, directory))
     }
 

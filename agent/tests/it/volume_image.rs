@@ -66,7 +66,7 @@ fn a_file_system_of_the_kernel_outlives_its_host() {
     let scene = Scene::new(None, &[]);
     let file = scene.create("image.volume");
     let image = |name: &str, more: &[&str]| {
-        let (mounted, directory) = mount_as(&scene, &file, name, &[&["--image"], more].concat(), "image mounted");
+        let (mounted, directory) = mount_as(&scene, &file, name, &[&["--image"], more].concat(), "image_mounted");
         let image = directory.at("image");
         (mounted, directory, image)
     };

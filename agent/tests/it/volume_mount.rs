@@ -17,15 +17,15 @@ use crate::volume::Scene;
 
 /// Mounts the files of a volume at a directory, which it makes if it is missing.
 pub(crate) fn mount(scene: &Scene, file: &str, name: &str, more: &[&str]) -> (Agent, Directory) {
-    mount_as(scene, file, name, more, "files mounted")
+    mount_as(scene, file, name, more, "files_mounted")
 }
 
-/// The same, until it says this.
-pub(crate) fn mount_as(scene: &Scene, file: &str, name: &str, more: &[&str], says: &str) -> (Agent, Directory) {
+/// The same, until its log has this event.
+pub(crate) fn mount_as(scene: &Scene, file: &str, name: &str, more: &[&str], event: &str) -> (Agent, Directory) {
     let directory = Directory::new(scene.stage.path(name));
     let args = [&["mount", file, &directory.0, "--copy-timeout", "4s"], more].concat();
     let mut mounted = scene.start(&args);
-    mounted.wait_for_line(says, LONG).unwrap();
+    mounted.wait_for_event(event, LONG).unwrap();
     (mounted, directory)
 }
 

@@ -82,7 +82,7 @@ fn a_device_without_a_socket_of_its_own_has_one_in_the_folder_of_its_user() {
     let mut nbd = scene.start_with(&["nbd", &file], |command| {
         command.env("XDG_RUNTIME_DIR", scene.stage.folder());
     });
-    let line = nbd.wait_for_line("volume open", LONG).unwrap();
+    let line = nbd.wait_for_event("volume_open", LONG).unwrap();
     let socket = scene.stage.path("remora/data.nbd");
     says(&line, &[&socket]);
     qemu_io(&socket, &["write -P 7 0 1M", "flush", "read -P 7 0 1M"]).unwrap();
@@ -93,7 +93,7 @@ fn a_device_without_a_socket_of_its_own_has_one_in_the_folder_of_its_user() {
 
 /// The port of `remora volume nbd`, when the volume is open.
 fn listening(nbd: &mut Agent) -> String {
-    let line = nbd.wait_for_line("volume open", LONG).unwrap();
+    let line = nbd.wait_for_event("volume_open", LONG).unwrap();
     line.split("listening=\"tcp:").nth(1).and_then(|rest| rest.split('"').next()).unwrap().to_owned()
 }
 
@@ -135,19 +135,19 @@ fn certificates_for_nbd_clients_are_replaced_by_sighup_and_a_broken_file_changes
         command.output().unwrap().status.success()
     };
     assert_eq!([&of_old, &of_new, &of_new_only].map(|folder| is_served(folder)), [true, false, false]);
-    let hang_up = |nbd: &mut Agent, line: &str| {
+    let hang_up = |nbd: &mut Agent, event: &str| {
         nbd.signal(Signal::HUP).unwrap();
-        nbd.wait_for_line(line, LONG).unwrap()
+        nbd.wait_for_event(event, LONG).unwrap()
     };
     fs::write(&bundle, "not a certificate").unwrap();
-    says(&hang_up(&mut nbd, "the certificates read before stay in use"), &["ERROR", ca, "--tls-ca", "no certificate"]);
+    says(&hang_up(&mut nbd, "certificates_kept"), &["ERROR", ca, "--tls-ca", "no certificate"]);
     assert_eq!([&of_old, &of_new, &of_new_only].map(|folder| is_served(folder)), [true, false, false]);
 
     let next = new.sign("next", &["127.0.0.1"]).unwrap();
     for (from, to) in [(&next.certificate, &server.certificate), (&next.key, &server.key), (&new.ca, &bundle)] {
         fs::copy(from, to).unwrap();
     }
-    hang_up(&mut nbd, "certificate files read again");
+    hang_up(&mut nbd, "certificates_reread");
     assert_eq!([&of_old, &of_new, &of_new_only].map(|folder| is_served(folder)), [false, true, true]);
     nbd.signal(Signal::TERM).unwrap();
     ends(&mut nbd, 0);

@@ -8,8 +8,8 @@ use remora_lab::server::{Program, wait_until};
 use remora_lab::{Agent, Client, Kind, Sentinels, Server, assert_same_data, require, scratch, sentinel};
 
 use crate::kit::{
-    Directory, LONG, Stage, assert_untouched, ends, fill_keys, load_slowly, number, primary, quick, says, succeeds,
-    wait_until_loading,
+    Directory, LONG, Stage, assert_untouched, at_once, ends, fill_keys, load_slowly, number, primary, quick, says,
+    succeeds, wait_until_loading,
 };
 
 /// Below the limit, a command is given this long.
@@ -99,12 +99,12 @@ fn a_server_that_is_full_or_busy_is_named_and_waited_for_by_every_command() {
         let mut first = source(&stage, &["--server", &top.url()]);
         first.wait_for_line(max_clients, LONG).unwrap();
         full.open();
-        first.wait_for_line("source ready", LONG).unwrap();
+        first.wait_for_event("source_ready", LONG).unwrap();
         let busy = Busy::make(&top);
         let mut second = source(&stage, &["--server", &top.url()]);
         second.wait_for_line(script, LONG).unwrap();
         busy.end();
-        second.wait_for_line("source ready", LONG).unwrap();
+        second.wait_for_event("source_ready", LONG).unwrap();
 
         // The replica's own server, and the primary.
         let source = stage.source(&top.url(), &[]);
@@ -167,7 +167,7 @@ fn a_server_that_starts_after_the_source_is_waited_for_and_so_is_a_group_without
         let mut agent = source(&stage, &["--server", &server.url()]);
         agent.wait_for_line("check that it is running", LONG).unwrap();
         server.restart().unwrap();
-        agent.wait_for_line("source ready", LONG).unwrap();
+        agent.wait_for_event("source_ready", LONG).unwrap();
 
         let sentinels = Sentinels::start(kind, &server, &[], &[]).unwrap();
         let list = sentinels.list();
@@ -176,7 +176,7 @@ fn a_server_that_starts_after_the_source_is_waited_for_and_so_is_a_group_without
         agent.wait_for_line("has no replica that is up and in step", LONG).unwrap();
         let replica = quick(kind).start().unwrap();
         replica.replicate(&server).unwrap();
-        agent.wait_for_line("source ready", LONG).unwrap();
+        agent.wait_for_event("source_ready", LONG).unwrap();
     }
 }
 
@@ -204,7 +204,7 @@ fn readers(stage: &Stage, at: &str, server: &Server) -> Vec<(Agent, Option<Direc
 
 #[test]
 fn every_reader_of_a_source_gives_up_after_the_same_time_with_the_same_code() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         // A source that is not there.
         let (stage, server) = (Stage::new(), Server::start(kind).unwrap());
         let absent = format!("127.0.0.1:{}", scratch::free_port().unwrap());
@@ -233,7 +233,7 @@ fn every_reader_of_a_source_gives_up_after_the_same_time_with_the_same_code() {
             says(said.lines().last().unwrap(), &["has had no snapshot to offer for", "loading"]);
         }
         assert_untouched(&server);
-    }
+    });
 }
 
 #[test]
@@ -246,7 +246,7 @@ fn a_source_that_comes_late_is_read() {
     let mut fetch = stage.start(None, &["fetch", "--source", &at, "--token-file", &token, "--to", &to]);
     let mut agent = stage.replica(&server.url(), at.parse().unwrap(), &[]);
     for waiting in [&mut fetch, &mut agent] {
-        waiting.wait_for_line("trying again for", LONG).unwrap();
+        waiting.wait_for_event("retrying", LONG).unwrap();
     }
     let _source = stage.source_at(&at, None, &top.url(), &[]);
     ends(&mut fetch, 0);
@@ -315,7 +315,7 @@ fn a_fork_that_fails_is_tried_again_and_its_causes_are_named() {
 
 #[test]
 fn a_snapshot_that_does_not_begin_says_since_when_the_server_saves() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let (stage, replica) = (Stage::new(), Server::start(kind).unwrap());
         let slow = primary(kind).config("repl-diskless-sync", "no").config("rdb-key-save-delay", 10_000_000);
         let top = slow.start().unwrap();
@@ -326,5 +326,5 @@ fn a_snapshot_that_does_not_begin_says_since_when_the_server_saves() {
             end.wait_for_line("its BGSAVE has run for", LONG + Duration::from_secs(10)).unwrap();
         }
         top.configure("rdb-key-save-delay", "0").unwrap();
-    }
+    });
 }

@@ -58,11 +58,11 @@ fn overheard(security: &[&str], protection: &str) -> Option<([usize; 5], [usize;
         stage.replica_on(host, &server.url(), source.address, &options)
     };
     let mut lender = replica(&there, &lent);
-    lender.wait_for_line("in step; staying", LONG).unwrap();
+    lender.wait_for_event("in_step", LONG).unwrap();
     let mut reader = replica(&beyond, &last);
-    let read = reader.wait_for_line("reading slots from another replica", LONG).unwrap();
+    let read = reader.wait_for_event("upstream_read", LONG).unwrap();
     assert!(read.contains(&format!("protection={protection}")), "{read}");
-    reader.wait_for_line("in step; staying", LONG).unwrap();
+    reader.wait_for_event("in_step", LONG).unwrap();
     set(&primary, "streamed");
     for server in [&lent, &last] {
         assert_same_data(&primary, server);

@@ -46,6 +46,7 @@ impl Agent {
     pub fn run(mut command: Command) -> Result<Agent> {
         let name = Path::new(command.get_program()).file_name().unwrap_or_default().to_string_lossy().into_owned();
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.env(EVENT_NAMES, "yes");
         let (process, pipes) = Process::start(name, command)?;
         let output = Arc::new(Output::default());
         if let Some(stdout) = pipes.stdout {
@@ -82,18 +83,38 @@ impl Agent {
     /// Waits for a line that contains `part`, on either stream, and returns it. Lines that were written before count.
     /// Fails at once if the program ends without such a line.
     pub fn wait_for_line(&mut self, part: &str, within: Duration) -> Result<String> {
+        self.wait_for(|line| line.text.contains(part), within, || format!("a line with {part:?}"))
+    }
+
+    /// Waits until the log has this event (`docs/operating.md` lists them), and returns its line as a person reads it.
+    /// Events that were logged before count. Fails at once if the program ends without it.
+    pub fn wait_for_event(&mut self, event: &str, within: Duration) -> Result<String> {
+        self.wait_for(|line| line.event.as_deref() == Some(event), within, || format!("the event {event:?}"))
+    }
+
+    /// How often the log has had this event so far.
+    pub fn count_events(&self, event: &str) -> usize {
+        lock(&self.output.state).lines.iter().filter(|line| line.event.as_deref() == Some(event)).count()
+    }
+
+    fn wait_for(
+        &mut self,
+        wanted: impl Fn(&Line) -> bool,
+        within: Duration,
+        what: impl Fn() -> String,
+    ) -> Result<String> {
         let deadline = Instant::now() + within;
         loop {
             // Checked before the search, so that the last lines of a program that ends in between are not missed.
             let silent = self.output.is_over();
-            if let Some(line) = self.output.find(part) {
+            if let Some(line) = self.output.find(&wanted) {
                 return Ok(line);
             }
             if silent && let Some(status) = self.ended()? {
                 return Err(self.ended_error(status));
             }
             if Instant::now() >= deadline {
-                return Err(self.too_late(&format!("a line with {part:?}"), within));
+                return Err(self.too_late(&what(), within));
             }
             self.output.wait(LOOK_TIME);
         }
@@ -193,9 +214,33 @@ struct Output {
     news: Condvar,
 }
 
+/// A line of output.
+#[derive(Debug)]
+struct Line {
+    from: Stream,
+    /// As a person reads it, without the name of the event.
+    text: String,
+    /// The event of the log that it tells of.
+    event: Option<String>,
+}
+
+impl Line {
+    fn new(from: Stream, mut text: String) -> Line {
+        let is_name =
+            |name: &str| !name.is_empty() && name.bytes().all(|byte| byte == b'_' || byte.is_ascii_lowercase());
+        let named = text.rsplit_once(EVENT_MARK).filter(|(_, name)| from == Stream::Stderr && is_name(name));
+        let event = named.map(|(rest, name)| (rest.len(), name.to_owned()));
+        let event = event.map(|(length, name)| {
+            text.truncate(length);
+            name
+        });
+        Line { from, text, event }
+    }
+}
+
 #[derive(Debug, Default)]
 struct OutputState {
-    lines: Vec<(Stream, String)>,
+    lines: Vec<Line>,
     streams_ended: usize,
 }
 
@@ -203,12 +248,12 @@ impl Output {
     fn text(&self, wanted: impl Fn(Stream) -> bool) -> String {
         let state = lock(&self.state);
         let lines: Vec<&str> =
-            state.lines.iter().filter(|(from, _)| wanted(*from)).map(|(_, line)| line.as_str()).collect();
+            state.lines.iter().filter(|line| wanted(line.from)).map(|line| line.text.as_str()).collect();
         lines.join("\n")
     }
 
-    fn find(&self, part: &str) -> Option<String> {
-        lock(&self.state).lines.iter().find(|(_, line)| line.contains(part)).map(|(_, line)| line.clone())
+    fn find(&self, wanted: impl Fn(&Line) -> bool) -> Option<String> {
+        lock(&self.state).lines.iter().find(|line| wanted(line)).map(|line| line.text.clone())
     }
 
     fn is_over(&self) -> bool {
@@ -240,7 +285,7 @@ fn read_lines(from: impl Read + Send + 'static, stream: Stream, output: &Arc<Out
         while reader.read_until(b'\n', &mut line).is_ok_and(|read| read > 0) {
             let text = String::from_utf8_lossy(&line).trim_end_matches(['\n', '\r']).to_owned();
             line.clear();
-            output.update(|state| state.lines.push((stream, text)));
+            output.update(|state| state.lines.push(Line::new(stream, text)));
         }
         output.update(|state| state.streams_ended += 1);
     });
@@ -285,6 +330,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// The variable that has the agents' log name the event of each line, at the line's end.
+const EVENT_NAMES: &str = "REMORA_LOG_EVENTS";
+
+/// What stands before such a name.
+const EVENT_MARK: &str = " event=";
+
 /// Interval between two checks of a process.
 const LOOK_TIME: Duration = Duration::from_millis(10);
 
@@ -313,6 +364,17 @@ mod tests {
         assert_eq!((agent.stdout(), agent.stderr()), ("one\nthree".into(), "two".into()));
         let error = agent.wait_for_success(SOON).unwrap_err().to_string();
         assert!(error.contains("exit status 4") && error.contains("three"), "{error}");
+    }
+
+    #[test]
+    fn an_event_is_awaited_by_its_name_and_the_line_is_without_it() {
+        let mut agent = shell("echo \"INFO in step a=$REMORA_LOG_EVENTS event=in_step\" >&2; echo else event=else");
+        assert_eq!(agent.wait_for_event("in_step", SOON).unwrap(), "INFO in step a=yes");
+        agent.wait_for_success(SOON).unwrap();
+        assert_eq!((agent.stderr(), agent.stdout()), ("INFO in step a=yes".into(), "else event=else".into()));
+        assert_eq!((agent.count_events("in_step"), agent.count_events("else")), (1, 0));
+        let error = agent.wait_for_event("else", SOON).unwrap_err().to_string();
+        assert!(error.contains("exit status 0"), "{error}");
     }
 
     #[test]

@@ -54,6 +54,7 @@ use self::tls::{Between, Tls};
 use super::tls::server_config;
 use super::{open_tokens, preflight};
 use crate::args::{AttendArgs, LinkTlsArgs, MetricsFileArgs, PeerArgs};
+use crate::events;
 use crate::exit::Failure;
 use crate::host_memory;
 use crate::metrics::register as all;
@@ -106,7 +107,7 @@ pub async fn run(args: AttendArgs) -> Result<(), Failure> {
     if !gate.open() {
         return Err(no_rules(port));
     }
-    tracing::info!(server = %server.url(), port, ports = ?entrance.ports, "attending");
+    tracing::info!(event = events::ATTENDING, server = %server.url(), port, ports = ?entrance.ports, "attending");
     // A server that starts after the agent comes here with its first connection, which waits for this.
     let why = format!("the server {} does not answer yet", server.url());
     let suits = patience.keep_trying(async || check(&server, &args.link_tls, args.server.tls.options()).await);
@@ -337,7 +338,7 @@ impl Attendant {
                     match outcome {
                         Ok(()) => {
                             self.counts.done += 1;
-                            tracing::info!("the server follows its primary by itself");
+                            tracing::info!(event = events::COPY_DONE, "the server follows its primary by itself");
                         }
                         Err(failure) => {
                             self.counts.failed += 1;
@@ -404,7 +405,7 @@ impl Attendant {
             Asks::Continues => return self.pass(arrival, "the primary can continue it"),
             Asks::Unknown(why) => return self.pass(arrival, &why),
             Asks::Another => {
-                tracing::info!(primary = %arrival.address, "the server asks another primary: the sync that is under way ends");
+                tracing::info!(event = events::PRIMARY_CHANGED, primary = %arrival.address, "the server asks another primary: the sync that is under way ends");
                 self.syncs.end();
                 self.next = Some(arrival);
                 return;
@@ -449,7 +450,7 @@ impl Attendant {
 
     fn pass(&mut self, arrival: Arrival, why: &str) {
         self.counts.passed += 1;
-        tracing::info!(primary = %arrival.address, "the server's request goes to its primary: {why}");
+        tracing::info!(event = events::PASSED_ON, primary = %arrival.address, "the server's request goes to its primary: {why}");
         let mut served = None;
         if !self.syncs.is_running() {
             match self.syncs.gate.came(arrival.server.socket()) {

@@ -20,6 +20,7 @@ use super::passage::Arrival;
 use super::sources;
 use crate::args::{HostPort, SyncArgs};
 use crate::conversation::tokens::TokenFiles;
+use crate::events;
 use crate::exit::{Code, Failure};
 use crate::metrics::{Scrape, Scrapes};
 use crate::replica::candidates::Newcomer;
@@ -355,7 +356,7 @@ impl Syncs {
                 let seconds = SOURCE_LIMIT.as_secs();
                 Err(Failure::new(Code::Source, format!("no suitable source has answered for {seconds} s")))
             })?;
-        tracing::info!(primary = %arrival.address, "the server asks for a full copy: the source serves it");
+        tracing::info!(event = events::COPY_SERVED, primary = %arrival.address, "the server asks for a full copy: the source serves it");
         let (passed_on, scrapes) = Scrapes::passed_on();
         driver::metrics::watch(&mut driver, scrapes);
         let (primary, meter) = (arrival.address, driver.meter());

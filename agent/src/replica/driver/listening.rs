@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use tokio::time::{MissedTickBehavior, interval};
 
+use crate::events;
 use crate::server::own_changes::Counted;
 use crate::server::{Client, Server, ServerError};
 use crate::tasks::AbortOnDrop;
@@ -34,6 +35,7 @@ async fn listen(server: Server) {
         let since = before.as_ref().map(|before| now.since(before)).unwrap_or_default();
         if let Some(count) = since.unexpected.filter(|count| *count > 0) {
             tracing::warn!(
+                event = events::COMMANDS_FAILED,
                 "the server {} could not execute {count} commands of its primary's stream, and is not an exact replica any more; \
                  its log names them, and the agent will end with code 6",
                 server.url()

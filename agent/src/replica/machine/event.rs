@@ -6,6 +6,7 @@ use remora_fabric::TransportKind;
 use remora_protocol::{Message, Offer, WaitCause};
 
 use crate::conversation::Protection;
+use crate::events;
 use crate::exit::Failure;
 use crate::server::PinSizes;
 
@@ -128,11 +129,16 @@ impl Tables {
             return;
         }
         if before.is_some_and(|before| before.transport == TransportKind::Verbs) {
-            tracing::warn!(now = transport.name(), why, "RDMA to the source has ended; going on by another transport");
+            tracing::warn!(
+                event = events::RDMA_ENDED,
+                now = transport.name(),
+                why,
+                "RDMA to the source has ended; going on by another transport"
+            );
         }
         let (generation, offset) = (offer.generation, offer.offset);
         let transport = transport.name();
-        tracing::info!(transport, why, %protection, generation, offset, "reading the source's tables");
+        tracing::info!(event = events::SOURCE_READ, transport, why, %protection, generation, offset, "reading the source's tables");
     }
 }
 

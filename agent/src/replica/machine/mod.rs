@@ -63,6 +63,7 @@ use self::supply::{Supply, SupplyState, Verdict};
 pub(crate) use self::supply::{no_snapshot, wait_limit};
 use super::report::Moments;
 use crate::backoff::Backoff;
+use crate::events;
 use crate::exit::{Code, Failure};
 
 /// Loads that the server may break off before the sync fails.
@@ -200,7 +201,7 @@ impl Replica {
             SourceEvent::Unreachable(loss) => self.come_again(now, loss),
             SourceEvent::Lost(loss) => self.source_lost(now, loss),
             SourceEvent::Waiting { cause, text } => {
-                tracing::info!("waiting: {text}");
+                tracing::info!(event = events::SNAPSHOT_AWAITED, "waiting: {text}");
                 self.supply.waits(now, cause, text);
             }
             SourceEvent::Offer(offer) => {
@@ -213,7 +214,11 @@ impl Replica {
                 }
             }
             SourceEvent::GenerationGone { generation, text } => {
-                tracing::warn!(generation, "the source has given up its snapshot: {text}");
+                tracing::warn!(
+                    event = events::SNAPSHOT_GIVEN_UP,
+                    generation,
+                    "the source has given up its snapshot: {text}"
+                );
                 self.interruptions += 1;
                 if self.reading.loaded && !self.is_on_its_way() {
                     self.part(now, "its stream through the source has ended", None, Otherwise::LoadAgain);
@@ -255,7 +260,12 @@ impl Replica {
         }
         match self.supply.lost(now, &self.rules, &self.reading, &loss) {
             Verdict::Pause(pause) => {
-                tracing::warn!("{}; trying again in {} ms", loss.failure, pause.as_millis());
+                tracing::warn!(
+                    event = events::SOURCE_LOST,
+                    "{}; trying again in {} ms",
+                    loss.failure,
+                    pause.as_millis()
+                );
                 self.interruptions += 1;
                 if self.state == State::Staying && self.supply.is_missed(now) {
                     self.state = State::CatchUp(CatchUp::begin(now));
@@ -458,7 +468,7 @@ impl Replica {
         }
         match report {
             Report::Prepared(Ok(by_module)) => self.server.prepared(now, by_module, &mut self.actions),
-            Report::Followed(Ok(())) => tracing::info!("the server follows our link"),
+            Report::Followed(Ok(())) => tracing::info!(event = events::LINK_FOLLOWED, "the server follows our link"),
             Report::Followed(Err(NotFollowed::NoTransaction(text))) => {
                 self.server.without_transaction(now, &text, &mut self.actions);
             }
@@ -523,7 +533,11 @@ impl Replica {
                 } else if is_fed && self.rules.stay {
                     self.moments.caught_up = Some(now);
                     self.state = State::Staying;
-                    tracing::info!(offset = applied, "in step; staying as its feed until stopped");
+                    tracing::info!(
+                        event = events::IN_STEP,
+                        offset = applied,
+                        "in step; staying as its feed until stopped"
+                    );
                 } else {
                     let generation = self.tables.as_ref().map(|tables| tables.offer.generation);
                     catch_up.is_near(now, generation.is_some());
@@ -564,6 +578,7 @@ impl Replica {
         let Parting { why, because, otherwise, .. } = parting;
         if otherwise == Otherwise::LoadAgain && self.loads_again < LOADS_AGAIN_LIMIT {
             tracing::warn!(
+                event = events::LOADING_AGAIN,
                 "{why}, and the primary would not continue the server without a full copy: the server loads another snapshot of \
                  the source"
             );
@@ -584,7 +599,7 @@ impl Replica {
     /// Points the server at the primary and waits until it is in step there.
     fn hand_off(&mut self, now: Instant, why: &str, because: Option<&'static str>) {
         self.moments.caught_up.get_or_insert(now);
-        tracing::info!(primary = %self.rules.primary, "handing the server over: {why}");
+        tracing::info!(event = events::HANDING_OVER, primary = %self.rules.primary, "handing the server over: {why}");
         self.state = State::HandingOff(HandOff::begin(now, because));
         self.actions.push_back(Action::HoldStream);
         self.server.desk.add(Job::Settle);
@@ -601,6 +616,7 @@ impl Replica {
             Next::Watch => {}
             Next::Do(job) => self.server.desk.add(job),
             Next::FullCopy => tracing::warn!(
+                event = events::FULL_COPY,
                 "the server did not go on where it was and is taking a full copy of the primary by itself; its log says \
                  why. If the primary's backlog did not reach back far enough, raise repl-backlog-size there"
             ),

@@ -10,6 +10,7 @@ use std::time::Instant;
 use super::desk::Desk;
 use super::event::{Action, Followed, Introduced, Job, Lapse, Leaving, Look, NotFollowed, Report, Rules};
 use super::presence::{Presence, Seen};
+use crate::events;
 use crate::exit::Failure;
 
 /// The state of the replica's server as far as this agent has changed it.
@@ -139,7 +140,10 @@ impl ServerSide {
             Seen::Verify => self.desk.add(Job::Verify(Followed::Link)),
             Seen::Redirect => {
                 let server = &rules.server;
-                tracing::warn!("the server {server} restarted and follows no primary: it is redirected again");
+                tracing::warn!(
+                    event = events::SERVER_RESTARTED,
+                    "the server {server} restarted and follows no primary: it is redirected again"
+                );
                 self.redirect = Redirect::UnderWay { again: true };
                 self.desk.add(Job::Prepare { after_restart: true });
             }

@@ -16,6 +16,7 @@ use super::plan::{CaptureError, CaptureEvent, TICK};
 use super::psync_link::{PsyncLink, is_same_history};
 use super::socket::{Received, Socket};
 use crate::backoff::Backoff;
+use crate::events;
 use crate::server::{Facts, Server};
 
 /// The most bytes that one read of the stream takes: a few of the server's writes, which have 16 KiB each.
@@ -83,6 +84,7 @@ impl Follower {
                 CaptureError::Stopped => return self.journal.abort(),
                 CaptureError::ServerEnds => {
                     tracing::info!(
+                        event = events::SHUTDOWN_SEEN,
                         offset = self.journal.end_offset() - 1,
                         "the server is being shut down: the source has all bytes up to this offset and has closed its link, so that the \
                          server does not wait for it"
@@ -181,7 +183,10 @@ impl Follower {
     fn step_aside(&mut self) {
         self.is_waited_for = false;
         match self.is_covered().and_then(|()| self.try_reconnect()) {
-            Ok(()) => tracing::info!("the server waits for this source no more when slots move key by key"),
+            Ok(()) => tracing::info!(
+                event = events::SLOT_MOVES_FREE,
+                "the server waits for this source no more when slots move key by key"
+            ),
             Err(error) => {
                 tracing::warn!(%error, "CLUSTER SETSLOT at the server will fail: it waits for this source");
             }

@@ -206,7 +206,7 @@ fn a_record_that_is_changed_on_its_way_by_rdma_never_reaches_the_server() {
     let source = source(&stage, &primary, &[]);
     let server = Server::start(Kind::Redis7).unwrap();
     let mut agent = replica(&stage, &server, &source, REPLICA_NODES[0], &["--transport", "verbs", "--stay"]);
-    agent.wait_for_line("in step; staying", LONG).unwrap();
+    agent.wait_for_event("in_step", LONG).unwrap();
     let table = Table::of(source.agent.pid(), "remora-sealed-journal");
     let published = table.number::<8>(128);
     // The agent does not read while the record is written and changed.

@@ -104,7 +104,7 @@ fn a_late_joiner_reads_from_another_replica_by_rdma_and_the_source_sends_it_next
     let by_rdma = ["--transport", "verbs"];
     let staying = [&by_rdma[..], &["--stay"]].concat();
     let mut lender = replica(&stage, &servers[0], &source, lender_node, &staying);
-    lender.wait_for_line("in step; staying", Duration::from_secs(60)).unwrap();
+    lender.wait_for_event("in_step", Duration::from_secs(60)).unwrap();
     let wires = [SOURCE_NODE, late_node].map(|node| Capture::start(node, &stage.path(&format!("{node}.pcap"))));
     let mut late = replica(&stage, &servers[1], &source, late_node, &by_rdma);
     succeeds(&mut late, &servers[1]);
@@ -137,7 +137,7 @@ fn a_link_that_fails_in_the_middle_is_reported_and_tcp_carries_the_rest() {
     source.wait_for_slots(&mut agent, 20);
     assert_eq!(source.status()["replicas"][0]["transport"], "verbs", "{}", agent.output());
     cable(SOURCE_NODE, false);
-    agent.wait_for_line("RDMA to the source has ended", Duration::from_secs(60)).unwrap();
+    agent.wait_for_event("rdma_ended", Duration::from_secs(60)).unwrap();
     let status =
         source.wait_for_status("the replica to read by TCP", |status| status["replicas"][0]["transport"] == "tcp");
     let why = status["replicas"][0]["transport_why"].as_str().unwrap_or_default().to_owned();

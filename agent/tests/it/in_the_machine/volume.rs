@@ -70,7 +70,7 @@ impl Scene {
         let (ip, listen) = (RdmaVm::address(node).to_string(), format!("{}:{port}", RdmaVm::address(node)));
         let args = ["serve", "--listen", &listen, "--memory", "128MiB", "--no-shm", "--rdma-address", &ip];
         let mut server = self.start(&[&args, more].concat());
-        let line = server.wait_for_line("volume server ready", LONG).unwrap();
+        let line = server.wait_for_event("volume_server_ready", LONG).unwrap();
         let address = line.split("listening=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap().to_owned();
         (server, address)
     }
@@ -79,7 +79,7 @@ impl Scene {
         let ip = RdmaVm::address(WRITER_NODE).to_string();
         let nbd = ["nbd", &self.file, "--socket", &self.socket, "--copy-timeout", "20s", "--rdma-address", &ip];
         let mut nbd = self.start(&[&nbd[..], more].concat());
-        nbd.wait_for_line("volume open", LONG).unwrap();
+        nbd.wait_for_event("volume_open", LONG).unwrap();
         nbd
     }
 
@@ -235,7 +235,7 @@ impl Way {
         let says_how = if more.contains(&"--read-only") { "a copy can be read" } else { "without asking" };
         let opened = mounted.wait_for_line(says_how, LONG).unwrap();
         says(&opened, &[&format!("transport={}", self.transport)]);
-        mounted.wait_for_line("files mounted", LONG).unwrap();
+        mounted.wait_for_event("files_mounted", LONG).unwrap();
         println!("{}: {}", self.transport, opened.split("connected_in=").nth(1).unwrap());
         (mounted, directory)
     }

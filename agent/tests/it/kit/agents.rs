@@ -143,7 +143,7 @@ impl Source {
         let token = stage.token.display().to_string();
         let args = ["source", "--token-file", &token, "--listen", listen];
         let mut agent = stage.start(host, &[&args, of, more].concat());
-        let ready = agent.wait_for_line("source ready", LONG).unwrap();
+        let ready = agent.wait_for_event("source_ready", LONG).unwrap();
         let address = ready.split("listening=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap();
         let mut security = Vec::new();
         for option in ["--security", "--cert", "--key", "--ca"] {
@@ -233,7 +233,7 @@ impl Source {
 
     /// Waits until its snapshot is complete.
     pub(crate) fn wait_for_snapshot(&mut self) {
-        self.agent.wait_for_line("snapshot completed", LONG).unwrap();
+        self.agent.wait_for_event("snapshot_completed", LONG).unwrap();
     }
 
     /// Bytes that its data lanes have sent.

@@ -53,7 +53,7 @@ impl Scene {
         let args = ["attend", "--server", &url, "--source", &source, "--token-file", &token, "--listen-port", PORT];
         let args = [&args[..], &["--primary-port", &port, "--name", host.name()], more].concat();
         let mut agent = self.stage.start(Some(host), &args);
-        agent.wait_for_line("attending", LONG).unwrap();
+        agent.wait_for_event("attending", LONG).unwrap();
         agent
     }
 

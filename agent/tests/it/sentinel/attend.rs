@@ -4,7 +4,7 @@
 use remora_lab::{Host, Net, require};
 
 use super::*;
-use crate::kit::{follows, load_slowly, number, quick, says, succeeds, syncs, wait_until_loading};
+use crate::kit::{at_once, follows, load_slowly, number, quick, says, succeeds, syncs, wait_until_loading};
 
 /// The user of the attended server; the agents are root's.
 const SERVER_USER: u32 = 65_534;
@@ -64,7 +64,7 @@ impl Watched {
 #[test]
 #[ignore = "long: make test-all"]
 fn a_known_replica_is_served_and_sentinel_sees_its_primary_all_the_time() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let Some(scene) = Watched::new(kind) else { return };
         let Watched { stage, host, servers, known, sentinels, source, .. } = &scene;
         let rules = ["intercept", "add", "--server-uid", &SERVER_USER.to_string(), "--agent-uid", "0"];
@@ -74,7 +74,7 @@ fn a_known_replica_is_served_and_sentinel_sees_its_primary_all_the_time() {
         let (url, address, token) = (known.url(), source.address.to_string(), stage.token.display().to_string());
         let args = ["attend", "--server", &url, "--source", &address, "--token-file", &token];
         let mut agent = stage.start(Some(host), &[&args[..], &group].concat());
-        agent.wait_for_line("attending", LONG).unwrap();
+        agent.wait_for_event("attending", LONG).unwrap();
 
         // A full copy: it has lost its position and its data.
         let before = syncs(&servers[0]).0;
@@ -103,7 +103,7 @@ fn a_known_replica_is_served_and_sentinel_sees_its_primary_all_the_time() {
         promoted.client().unwrap().ok(&["SET", "after", "1"]).unwrap();
         assert_same_data(promoted, follower);
         scene.nothing_was_corrected();
-    }
+    });
 }
 
 /// The user of a server that no Sentinel knows.
@@ -128,7 +128,7 @@ impl Watched {
         let args = ["attend", "--server", &url, "--source", &address, "--token-file", &token];
         let group = ["--sentinel", &list, "--sentinel-name", "mymaster", "--retry-for", "10s"];
         let mut agent = self.stage.start(Some(&self.host), &[&args[..], &group].concat());
-        agent.wait_for_line("attending", LONG).unwrap();
+        agent.wait_for_event("attending", LONG).unwrap();
         agent
     }
 
@@ -164,18 +164,18 @@ fn taken_along(scene: &Watched, server: &Server, agent: &Agent) {
 #[test]
 #[ignore = "long: make test-all"]
 fn a_new_server_whose_primary_dies_before_sentinel_knows_it_is_taken_along() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let Some(mut scene) = Watched::new(kind) else { return };
         let server = scene.new_server(kind);
         let mut agent = scene.attend(&server);
         server.replicate(&scene.servers[0]).unwrap();
-        agent.wait_for_line("the source serves it", LONG).unwrap();
+        agent.wait_for_event("copy_served", LONG).unwrap();
         wait_until_loading(&server);
         scene.lose_the_primary();
         load_slowly(&server, 0);
         taken_along(&scene, &server, &agent);
         says(&agent.output(), &["it was pointed at the new primary"]);
-    }
+    });
 }
 
 #[test]
@@ -207,7 +207,7 @@ fn a_server_that_waits_for_a_primary_that_was_replaced_is_taken_along() {
 #[test]
 #[ignore = "long: make test-all"]
 fn a_known_replica_is_renewed_by_interception_without_rules_and_longer_than_sentinel_waits() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let Some(scene) = Watched::new(kind) else { return };
         let list = scene.sentinels.list();
         let options = ["--sentinel", &list, "--sentinel-name", "mymaster", "--delivery", "auto", "--replace"];
@@ -234,5 +234,5 @@ fn a_known_replica_is_renewed_by_interception_without_rules_and_longer_than_sent
         succeeds(&mut agent, &new);
         says(&agent.output(), &["delivery by the link", "no Sentinel that is named here knows it"]);
         assert_same_data(&scene.servers[0], &new);
-    }
+    });
 }

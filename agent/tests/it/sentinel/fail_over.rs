@@ -5,7 +5,7 @@ use remora_lab::compare::same_data;
 use remora_lab::{Error, require};
 
 use super::*;
-use crate::kit::{fill, fill_keys, follows, load_slowly, number, wait_until_loading};
+use crate::kit::{at_once, fill, fill_keys, follows, load_slowly, number, wait_until_loading};
 
 /// How the primary is replaced.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -92,15 +92,22 @@ impl Scene {
     }
 }
 
-/// A primary that does not answer for a second is not dead on a busy machine.
-const TIMES: [&str; 2] = ["sentinel failover-timeout mymaster 10000", "sentinel down-after-milliseconds mymaster 3000"];
+/// What the Sentinels are told. A primary that does not answer for some seconds is not dead on a busy machine, and one
+/// that lives is replaced by order alone.
+fn times(how: Replaced) -> [&'static str; 2] {
+    let down = match how {
+        Replaced::ByOrder => "sentinel down-after-milliseconds mymaster 60000",
+        Replaced::ByDeath => "sentinel down-after-milliseconds mymaster 5000",
+    };
+    ["sentinel failover-timeout mymaster 10000", down]
+}
 
 /// Plays one phase with each kind of server and each way to replace the primary. `reach` gives the agent that is in
 /// that phase.
-fn in_the_middle(what: &str, reach: impl Fn(&Scene, &mut Source, &Server) -> Agent) {
-    for kind in require::kinds() {
-        for how in [Replaced::ByOrder, Replaced::ByDeath] {
-            let mut scene = Scene::new(kind, &TIMES);
+fn in_the_middle(what: &str, reach: impl Fn(&Scene, &mut Source, &Server) -> Agent + Sync) {
+    for how in [Replaced::ByOrder, Replaced::ByDeath] {
+        at_once(require::kinds(), |kind| {
+            let mut scene = Scene::new(kind, &times(how));
             fill_keys(&scene.servers[0], 20_000, "value");
             let mut source = scene.source(&[]);
             let server = scene.new_server();
@@ -113,7 +120,7 @@ fn in_the_middle(what: &str, reach: impl Fn(&Scene, &mut Source, &Server) -> Age
                 let _ = scene.servers[number].configure("rdb-key-save-delay", "0");
             }
             scene.must_become_a_replica(&format!("{kind}, {what}, {how:?}"), agent, &server, &source);
-        }
+        });
     }
 }
 
@@ -125,7 +132,7 @@ fn while_the_snapshot_is_taken() {
             replica.configure("rdb-key-save-delay", "300").unwrap();
         }
         let agent = scene.replica(server, source, &[]);
-        source.agent.wait_for_line("snapshot started", LONG).unwrap();
+        source.agent.wait_for_event("snapshot_started", LONG).unwrap();
         agent
     });
 }
@@ -159,7 +166,7 @@ fn while_the_server_catches_up() {
     in_the_middle("catch-up", |scene, source, server| {
         // It stays on the link: it is in step there, and not handed over.
         let mut agent = scene.replica(server, source, &["--stay"]);
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         fill_keys(&scene.servers[0], 2_000, "more");
         agent
     });
@@ -170,7 +177,7 @@ fn while_the_server_catches_up() {
 fn while_the_server_is_handed_over() {
     in_the_middle("hand-off", |scene, source, server| {
         let mut agent = scene.replica(server, source, &[]);
-        agent.wait_for_line("handing the server over", LONG).unwrap();
+        agent.wait_for_event("handing_over", LONG).unwrap();
         agent
     });
 }
@@ -178,13 +185,13 @@ fn while_the_server_is_handed_over() {
 #[test]
 #[ignore = "long: make test-all"]
 fn before_the_hand_off_the_sentinels_are_asked_again() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let mut scene = Scene::new(kind, &["sentinel failover-timeout mymaster 10000"]);
         let source = scene.source(&[]);
         let server = scene.new_server();
         // The old primary stands still: nothing tells the agent but the Sentinels.
         let mut agent = scene.replica(&server, &source, &["--stay"]);
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         let forks = number(&scene.servers[0], "total_forks");
         scene.servers[0].pause().unwrap();
         let former = scene.servers[0].address().to_string();
@@ -192,5 +199,5 @@ fn before_the_hand_off_the_sentinels_are_asked_again() {
         scene.must_become_a_replica(&format!("{kind}, paused"), agent, &server, &source);
         scene.servers[0].resume().unwrap();
         assert_eq!(number(&scene.servers[0], "total_forks"), forks);
-    }
+    });
 }

@@ -17,6 +17,9 @@ use crate::kit::{LONG, Source, Stage, primary};
 /// A fail-over is over within seconds.
 const SOON: Duration = Duration::from_secs(120);
 
+/// For Sentinels that replace a primary by order alone, however long it does not answer on a busy machine.
+const NEVER_DOWN: &str = "sentinel down-after-milliseconds mymaster 60000";
+
 /// A primary with two replicas, and three Sentinels.
 struct Scene {
     stage: Stage,

@@ -3,15 +3,14 @@
 use remora_lab::require;
 
 use super::*;
-use crate::kit::{ends, follows, number, says, succeeds};
+use crate::kit::{at_once, ends, follows, number, says, succeeds};
 
 const FOUND: &str = "found by the Sentinels";
-const MOVED: &str = "the source captures another server of the group";
 
 #[test]
 fn a_source_sits_beside_a_replica_and_its_servers_go_to_the_primary_that_sentinel_names() {
-    for kind in require::kinds() {
-        let scene = Scene::new(kind, &[]);
+    at_once(require::kinds(), |kind| {
+        let scene = Scene::new(kind, &[NEVER_DOWN]);
         let before = number(&scene.servers[0], "sync_full");
         let source = scene.source(&[]);
         let sits = scene.at(word(&source.agent.output(), FOUND, "server="));
@@ -27,31 +26,31 @@ fn a_source_sits_beside_a_replica_and_its_servers_go_to_the_primary_that_sentine
         let listed = texts(&client.list(&["SENTINEL", "REPLICAS", sentinel::NAME]).unwrap());
         assert!(listed.contains(&scene.servers[1].address().to_string()), "{listed}");
         assert!(!listed.contains("127.0.0.1:0"), "Sentinel does not see the source: {listed}");
-    }
+    });
 }
 
 #[test]
 #[ignore = "long: make test-all"]
 fn a_source_of_the_primary_follows_the_fail_over() {
-    for kind in require::kinds() {
-        let scene = Scene::new(kind, &[]);
+    at_once(require::kinds(), |kind| {
+        let scene = Scene::new(kind, &[NEVER_DOWN]);
         let mut source = scene.source(&["--from", "primary"]);
         assert_eq!(scene.at(word(&source.agent.output(), FOUND, "server=")), 0);
         scene.fail_over();
-        let line = source.agent.wait_for_line(MOVED, SOON).unwrap();
+        let line = source.agent.wait_for_event("source_moved", SOON).unwrap();
         assert_eq!(line.split("to=").nth(1).unwrap().split(' ').next().unwrap(), scene.primary().url());
         let server = scene.new_server();
         let mut agent = scene.stage.replica(&server.url(), source.address, &[]);
         succeeds(&mut agent, &server);
         assert_eq!(follows(&server), scene.primary().address().to_string());
         assert_same_data(scene.primary(), &server);
-    }
+    });
 }
 
 #[test]
 #[ignore = "long: make test-all"]
 fn a_source_whose_server_is_promoted_goes_to_another_replica() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         // A primary that does not answer for a moment is not replaced a second time.
         let scene = Scene::new(kind, &["sentinel down-after-milliseconds mymaster 10000"]);
         let mut source = scene.source(&["--eager"]);
@@ -67,7 +66,7 @@ fn a_source_whose_server_is_promoted_goes_to_another_replica() {
             Ok(if known.iter().all(|one| *one == wanted) { Ok(()) } else { Err(format!("{known:?}, not {wanted}")) })
         })
         .unwrap();
-        let line = source.agent.wait_for_line(MOVED, SOON).unwrap();
+        let line = source.agent.wait_for_event("source_moved", SOON).unwrap();
         assert!(!line.contains(&format!("to={}", scene.servers[sits].url())), "{line}");
         let now = scene.at(line.split("to=").nth(1).unwrap().split(' ').next().unwrap());
         // Sentinels tell the other replica of the new primary in their own time.
@@ -85,30 +84,30 @@ fn a_source_whose_server_is_promoted_goes_to_another_replica() {
         assert_eq!(follows(&server), scene.primary().address().to_string());
         assert_same_data(scene.primary(), &server);
         assert_eq!(number(&scene.servers[now], "sync_full"), before + 1, "{kind}: the snapshot is a replica's");
-    }
+    });
 }
 
 #[test]
 fn a_source_whose_server_dies_goes_on_with_the_stream_at_another_replica() {
-    for kind in require::kinds() {
+    at_once(require::kinds(), |kind| {
         let mut scene = Scene::new(kind, &[]);
         let mut source = scene.source(&[]);
         let sits = scene.at(word(&source.agent.output(), FOUND, "server="));
         let server = scene.new_server();
         let mut agent = scene.stage.replica(&server.url(), source.address, &["--stay"]);
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         let generation = source.generation();
         scene.servers[sits].kill().unwrap();
         let mut client = scene.servers[0].client().unwrap();
         for number in 0..1000 {
             client.ok(&["SET", &format!("after {number}"), "1"]).unwrap();
         }
-        source.agent.wait_for_line(MOVED, SOON).unwrap();
-        source.agent.wait_for_line("replication stream resumed", SOON).unwrap();
+        source.agent.wait_for_event("source_moved", SOON).unwrap();
+        source.agent.wait_for_event("stream_resumed", SOON).unwrap();
         assert_same_data(&scene.servers[0], &server);
         assert_eq!(source.generation(), generation, "{kind}: no other snapshot\n{}", source.agent.output());
         assert_eq!(number(&scene.servers[3 - sits], "sync_full"), 0, "{kind}");
-    }
+    });
 }
 
 #[test]
@@ -126,9 +125,9 @@ fn a_group_without_a_suitable_replica_is_waited_for_and_options_that_contradict_
     says(&refused(&group, 4), &["no replica that is up and in step", "--from primary"]);
     says(&refused(&["--sentinel", &list, "--sentinel-name", "nope"], 4), &["nope", "--sentinel-name"]);
     says(&refused(&["--sentinel", &list], 2), &["--sentinel-name"]);
-    for other in [["--server", "redis://127.0.0.1:1"], ["--announce", "db1:6379"]] {
+    at_once([["--server", "redis://127.0.0.1:1"], ["--announce", "db1:6379"]], |other| {
         says(&refused(&[&group[..], &other[..]].concat(), 2), &[other[0]]);
-    }
+    });
     says(&refused(&["--server", "redis://127.0.0.1:1", "--from", "primary"], 2), &["--sentinel"]);
     drop(sentinels);
     says(&refused(&group, 4), &["check --sentinel"]);

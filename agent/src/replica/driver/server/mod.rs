@@ -25,6 +25,7 @@ use tokio::time::Instant;
 pub(super) use self::intercepted::Intercepted;
 use self::module::Standing;
 use crate::args::ReplicaArgs;
+use crate::events;
 use crate::exit::{Code, Failure};
 use crate::replica::control::{Control, Expected, NotOurs};
 use crate::replica::introduction::{Answer, Introduction};
@@ -284,7 +285,7 @@ impl Keeper {
         let (host, port) = self.link();
         self.record.note_link(&host, port)?;
         self.link.open()?;
-        tracing::info!(link = %self.link, "listening for the link of {}", self.control.server().url());
+        tracing::info!(event = events::LINK_LISTENING, link = %self.link, "listening for the link of {}", self.control.server().url());
         Ok(by_module)
     }
 

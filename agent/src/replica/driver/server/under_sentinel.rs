@@ -6,6 +6,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::Keeper;
+use crate::events;
 use crate::exit::{Code, Failure};
 use crate::replica::control::{Expected, NotOurs};
 use crate::replica::machine::Lapse;
@@ -46,7 +47,11 @@ impl Keeper {
     pub(super) async fn stay_until_sentinel_knows_it(&mut self) -> Result<(), Failure> {
         let Some(finding) = self.primary.finding.clone() else { return Ok(()) };
         let until = Instant::now() + KNOWN_LIMIT;
-        tracing::info!("the server is in step; staying until a Sentinel knows it, {} s at most", KNOWN_LIMIT.as_secs());
+        tracing::info!(
+            event = events::SENTINEL_AWAITED,
+            "the server is in step; staying until a Sentinel knows it, {} s at most",
+            KNOWN_LIMIT.as_secs()
+        );
         loop {
             let before = self.primary.address();
             self.primary.find_again().await;
