@@ -134,7 +134,7 @@ fn a_command_that_the_server_does_not_know_ends_the_sync_before_it() {
         client.ok(&["SET", "conditional", "old"]).unwrap();
         let source = Source::start(&old, &[]);
         let mut agent = source.replica(&new, &["--convert", "--stay"]);
-        agent.wait_for_line("in step; staying", LONG).unwrap();
+        agent.wait_for_event("in_step", LONG).unwrap();
         client.ok(&["SET", "before", "it"]).unwrap();
         client.call(words).unwrap();
         client.ok(&["SET", "after", "it"]).unwrap();
