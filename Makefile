@@ -109,7 +109,7 @@ OTHER ?=
 test-matrix: setup
 	$(if $(SERVERS),,@dev/lab/setup/versions)
 	$(if $(SERVERS),REMORA_SERVERS="$(SERVERS)") $(CARGO) test --locked -p remora-agent --test it -- --ignored --nocapture \
-		versions::by_command::the_main_job
+		versions::by_command::the_main_job migration::by_command
 	$(if $(OTHER),REMORA_OTHER="$(OTHER)" $(CARGO) test --locked -p remora-agent --test it -- --ignored --nocapture \
 		versions::by_command::agents_of_another_release)
 

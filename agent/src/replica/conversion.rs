@@ -27,27 +27,32 @@ const SHOWN_NAMES: usize = 8;
 struct Rewritten {
     name: &'static str,
     by: &'static [Family],
+    /// The first version of Redis that does it; of Valkey, all do.
+    since: (u32, u32),
     /// What the stream has in its place; a replica needs all of them.
     becomes: &'static [&'static str],
 }
 
+const ANY: (u32, u32) = (0, 0);
+
 const BOTH: &[Family] = &[Family::Redis, Family::Valkey];
 
 /// Measured with the servers that docs/migration.md names.
-const REWRITTEN: [Rewritten; 12] = [
-    Rewritten { name: "lmpop", by: BOTH, becomes: &["lpop", "rpop"] },
-    Rewritten { name: "blmpop", by: BOTH, becomes: &["lpop", "rpop"] },
-    Rewritten { name: "zmpop", by: BOTH, becomes: &["zpopmin", "zpopmax"] },
-    Rewritten { name: "bzmpop", by: BOTH, becomes: &["zpopmin", "zpopmax"] },
-    Rewritten { name: "hexpire", by: BOTH, becomes: &["hpexpireat"] },
-    Rewritten { name: "hpexpire", by: BOTH, becomes: &["hpexpireat"] },
-    Rewritten { name: "hexpireat", by: BOTH, becomes: &["hpexpireat"] },
-    Rewritten { name: "hgetex", by: BOTH, becomes: &["hpexpireat", "hpersist"] },
+const REWRITTEN: [Rewritten; 13] = [
+    Rewritten { name: "lmpop", by: BOTH, since: ANY, becomes: &["lpop", "rpop"] },
+    Rewritten { name: "blmpop", by: BOTH, since: ANY, becomes: &["lpop", "rpop"] },
+    Rewritten { name: "zmpop", by: BOTH, since: ANY, becomes: &["zpopmin", "zpopmax"] },
+    Rewritten { name: "bzmpop", by: BOTH, since: ANY, becomes: &["zpopmin", "zpopmax"] },
+    Rewritten { name: "hexpire", by: BOTH, since: ANY, becomes: &["hpexpireat"] },
+    Rewritten { name: "hpexpire", by: BOTH, since: ANY, becomes: &["hpexpireat"] },
+    Rewritten { name: "hexpireat", by: BOTH, since: ANY, becomes: &["hpexpireat"] },
+    Rewritten { name: "hgetex", by: BOTH, since: ANY, becomes: &["hpexpireat", "hpersist"] },
     // Valkey 9.1 writes it as it is.
-    Rewritten { name: "hgetdel", by: &[Family::Redis], becomes: &["hdel"] },
-    Rewritten { name: "getex", by: BOTH, becomes: &["pexpireat", "persist"] },
-    Rewritten { name: "delifeq", by: &[Family::Valkey], becomes: &["del"] },
-    Rewritten { name: "delex", by: &[Family::Redis], becomes: &["del"] },
+    Rewritten { name: "hgetdel", by: &[Family::Redis], since: ANY, becomes: &["hdel"] },
+    Rewritten { name: "hincrbyfloat", by: &[Family::Redis], since: (8, 0), becomes: &["hsetex"] },
+    Rewritten { name: "getex", by: BOTH, since: ANY, becomes: &["pexpireat", "persist"] },
+    Rewritten { name: "delifeq", by: &[Family::Valkey], since: ANY, becomes: &["del"] },
+    Rewritten { name: "delex", by: &[Family::Redis], since: ANY, becomes: &["del"] },
 ];
 
 /// What is known of a server that a snapshot is converted for.
@@ -101,8 +106,8 @@ impl Conversion {
 
     /// Refuses a primary that has run commands which the server does not know: they come again. `ran`: its `INFO
     /// commandstats`.
-    pub(super) fn check_commands(&self, ran: &Info, by: Family, url: &ServerUrl) -> Result<(), Failure> {
-        let unknown: Vec<&str> = self.unknown_of(ran, by).collect();
+    pub(super) fn check_commands(&self, ran: &Info, primary: &Facts, url: &ServerUrl) -> Result<(), Failure> {
+        let unknown: Vec<&str> = self.unknown_of(ran, primary).collect();
         if unknown.is_empty() {
             return Ok(());
         }
@@ -115,7 +120,8 @@ impl Conversion {
         )))
     }
 
-    fn unknown_of<'i>(&self, ran: &'i Info, by: Family) -> impl Iterator<Item = &'i str> {
+    fn unknown_of<'i>(&self, ran: &'i Info, primary: &Facts) -> impl Iterator<Item = &'i str> {
+        let by = (primary.family, primary.version.map_or(ANY, |version| (version.major, version.minor)));
         let names = ran.iter().filter_map(|(field, _)| field.strip_prefix("cmdstat_"));
         names.filter(move |name| {
             // A command of a module is in no table, and can write.
@@ -125,9 +131,13 @@ impl Conversion {
     }
 
     /// Whether the server knows a command, or what the primary's stream has in its place.
-    fn knows(&self, name: &str, by: Family) -> bool {
+    fn knows(&self, name: &str, (family, version): (Family, (u32, u32))) -> bool {
         let has = |name: &str| self.known.commands.contains(name.split('|').next().unwrap_or(name));
-        let rewritten = REWRITTEN.iter().find(|rewritten| rewritten.name == name && rewritten.by.contains(&by));
+        let is_done = |rewritten: &&Rewritten| {
+            let is_new_enough = family == Family::Valkey || version >= rewritten.since;
+            rewritten.name == name && rewritten.by.contains(&family) && is_new_enough
+        };
+        let rewritten = REWRITTEN.iter().find(is_done);
         match rewritten {
             Some(rewritten) => rewritten.becomes.iter().all(|name| has(name)),
             None => has(name),
@@ -172,17 +182,25 @@ mod tests {
             let text: String = names.iter().map(|name| format!("cmdstat_{name}:calls=1,usec=2\r\n")).collect();
             Info::parse(text.as_bytes())
         };
-        let conversion = conversion(&["set", "xgroup", "get", "lpop", "rpop", "hdel", "del"]);
+        let conversion = conversion(&["set", "xgroup", "get", "lpop", "rpop", "hdel", "del", "hincrbyfloat"]);
+        let server =
+            |family, major| Facts { family, version: Some(Version { major, minor: 0, patch: 0 }), ..Facts::default() };
+        let (redis, valkey) = (server(Family::Redis, 8), server(Family::Valkey, 9));
         for fine in [&["set", "get", "xgroup|create"][..], &["lmpop"], &["hgetdel", "delex"], &["ft.search", "vsim"]] {
-            conversion.check_commands(&ran(fine), Family::Redis, &url).unwrap();
+            conversion.check_commands(&ran(fine), &redis, &url).unwrap();
         }
-        let refused = conversion.check_commands(&ran(&["set", "hexpire", "vadd", "xackdel"]), Family::Redis, &url);
-        let refused = refused.unwrap_err();
+        let refused =
+            conversion.check_commands(&ran(&["set", "hexpire", "vadd", "xackdel"]), &redis, &url).unwrap_err();
         for name in ["HEXPIRE", "VADD", "XACKDEL", "redis://h:1", "CONFIG RESETSTAT"] {
             assert!(refused.message.contains(name), "{refused}");
         }
-        for (name, by) in [("function|load", Family::Redis), ("hgetdel", Family::Valkey), ("delifeq", Family::Redis)] {
+        for (name, by) in
+            [("function|load", &redis), ("hgetdel", &valkey), ("delifeq", &redis), ("hincrbyfloat", &redis)]
+        {
             assert!(conversion.check_commands(&ran(&[name]), by, &url).is_err(), "{name}");
+        }
+        for by in [server(Family::Redis, 7), valkey] {
+            conversion.check_commands(&ran(&["hincrbyfloat"]), &by, &url).unwrap();
         }
     }
 

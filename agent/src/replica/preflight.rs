@@ -350,7 +350,7 @@ pub(super) async fn primary(
             check_contents(&facts, target, server.url())?;
             if let Some(conversion) = &target.conversion {
                 let ran = client.info("commandstats").await.map_err(refused)?;
-                conversion.check_commands(&ran, facts.family, server.url())?;
+                conversion.check_commands(&ran, &facts, server.url())?;
             }
             if facts.run_id.as_deref() != Some(plan.run_id.as_str()) {
                 is_asked = true;

@@ -83,7 +83,7 @@ impl Task {
             Self::Replica => {
                 "+flushall is not needed with --on-failure detached; +config|set is not needed where the server has a masterauth, which \
                  our link then asks for; with the module in the server: +remora.status +remora.load +multi +exec \
-                 +discard; with --delivery intercept and --replace: +client|kill"
+                 +discard; with --convert: +command; with --delivery intercept and --replace: +client|kill"
             }
             Self::Attend => {
                 "without +config|get TLS to the primary is noticed only when the server connects; with --sentinel: +replicaof, for a \

@@ -62,7 +62,7 @@ fn a_reset_by_the_primary_reaches_a_server_whose_copy_is_passed_on() {
         scene.source.agent.kill().unwrap();
         let server = scene.server(patient(kind).config("repl-diskless-load", "swapdb"));
         let _agent = scene.attend_with(&server, &[scene.primary.port()], &[]);
-        load_slowly(&server, 2_000);
+        load_slowly(&server, 20_000);
         server.replicate(&scene.primary).unwrap();
         wait_until_loading(&server);
         scene.primary.pause().unwrap();

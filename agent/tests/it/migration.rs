@@ -172,3 +172,56 @@ fn an_older_redis_follows_a_newer_valkey_over_tcp_and_from_a_state_directory() {
     }
     assert_eq!(syncs(&old).0, 1, "one snapshot for both");
 }
+
+mod by_command {
+    use std::collections::BTreeMap;
+    use std::fmt::Write as _;
+
+    use remora_lab::server::{Program, project_root};
+
+    use super::*;
+    use crate::versions::{builder, programs};
+
+    /// Where the table is written.
+    const TABLE: &str = "target/migration.md";
+
+    /// A family and the first two numbers of a version.
+    fn release(program: &Program) -> String {
+        let [major, minor, _] = program.version();
+        format!("{} {major}.{minor}", program.family())
+    }
+
+    #[test]
+    #[ignore = "a quarter of an hour for a dozen of releases: make test-matrix"]
+    fn every_release_becomes_every_other_and_goes_back() {
+        // The newest of each release.
+        let releases: BTreeMap<String, Program> =
+            programs().into_iter().map(|program| (release(&program), program)).collect();
+        let names: Vec<&String> = releases.keys().collect();
+        let columns = names.iter().map(|name| name.as_str()).collect::<Vec<_>>().join(" | ");
+        let mut table = format!("| from \\ to | {columns} |\n|---|{}\n", "---|".repeat(names.len()));
+        let mut bad = Vec::new();
+        for (from, old) in &releases {
+            let _ = write!(table, "| {from} |");
+            for (to, new) in &releases {
+                if from == to {
+                    table.push_str(" |");
+                    continue;
+                }
+                let played = catch_unwind(AssertUnwindSafe(|| {
+                    there_and_back(&builder(old).start().unwrap(), &builder(new).start().unwrap());
+                }));
+                println!("{from} to {to} and back: {}", if played.is_ok() { "exact" } else { "NOT exact" });
+                table.push_str(if played.is_ok() { " yes |" } else { " **no** |" });
+                if played.is_err() {
+                    bad.push(format!("{from} to {to}"));
+                }
+            }
+            table.push('\n');
+        }
+        let path = project_root().join(TABLE);
+        std::fs::write(&path, &table).unwrap();
+        println!("{table}\nwritten to {}", path.display());
+        assert!(bad.is_empty(), "{bad:?}");
+    }
+}

@@ -38,7 +38,7 @@ const WRITES_MEANWHILE: u64 = 2_000;
 /// The first version of Redis whose modules can do what ours needs.
 const MODULE_FROM: [u32; 3] = [7, 0, 0];
 
-fn builder(program: &Program) -> Builder {
+pub(crate) fn builder(program: &Program) -> Builder {
     let builder = Server::builder(program.kind()).program(program);
     builder.config("repl-diskless-sync-delay", 0).config("repl-backlog-size", BACKLOG).config("rdbcompression", "no")
 }
@@ -155,7 +155,7 @@ impl Cell {
 }
 
 /// The server programs to try: those of the variable, or else those of the set-up.
-fn programs() -> Vec<Program> {
+pub(crate) fn programs() -> Vec<Program> {
     let named: Vec<PathBuf> = match std::env::var_os(SERVERS) {
         Some(list) => std::env::split_paths(&list).collect(),
         None => {

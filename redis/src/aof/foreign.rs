@@ -35,7 +35,7 @@ struct NewOption {
 }
 
 /// By the servers' documentation, and tried on those that docs/migration.md names.
-const NEW_OPTIONS: [NewOption; 11] = [
+const NEW_OPTIONS: [NewOption; 12] = [
     NewOption { command: "set", word: "IFEQ", redis: (8, 4), valkey: Some((8, 1)) },
     NewOption { command: "set", word: "IFNE", redis: (8, 4), valkey: None },
     NewOption { command: "set", word: "IFDEQ", redis: (8, 4), valkey: None },
@@ -44,6 +44,7 @@ const NEW_OPTIONS: [NewOption; 11] = [
     NewOption { command: "xadd", word: "DELREF", redis: (8, 2), valkey: None },
     NewOption { command: "xadd", word: "ACKED", redis: (8, 2), valkey: None },
     NewOption { command: "xadd", word: "IDMP", redis: (8, 6), valkey: None },
+    NewOption { command: "xgroup", word: "ENTRIESREAD", redis: (7, 0), valkey: Some((7, 2)) },
     NewOption { command: "xtrim", word: "KEEPREF", redis: (8, 2), valkey: None },
     NewOption { command: "xtrim", word: "DELREF", redis: (8, 2), valkey: None },
     NewOption { command: "xtrim", word: "ACKED", redis: (8, 2), valkey: None },
@@ -59,15 +60,22 @@ impl NewOption {
 /// The options among the words of a command, as far as they can be new ones.
 fn options(words: &[Vec<u8>]) -> impl Iterator<Item = &[u8]> {
     let (name, rest) = words.split_first().map_or((&[][..], &[][..]), |(name, rest)| (&name[..], rest));
-    // SET key value options; XTRIM key options; XADD key options id field value …
-    let from = if name.eq_ignore_ascii_case(b"SET") { 2 } else { 1 };
+    // SET key value options; XTRIM key options; XADD key options id field value …; XGROUP SETID key group id options
+    let is = |wanted: &str| name.eq_ignore_ascii_case(wanted.as_bytes());
+    let from = if is("SET") {
+        2
+    } else if is("XGROUP") {
+        4
+    } else {
+        1
+    };
     let options = rest.get(from..).unwrap_or_default();
     let is_threshold = |at: usize| {
         let before = at.checked_sub(1).and_then(|at| options.get(at));
         before.is_some_and(|word| [&b"MINID"[..], b"=", b"~"].iter().any(|known| word.eq_ignore_ascii_case(known)))
     };
     let is_end = |(at, word): &(usize, &Vec<u8>)| is_entry_id(word) && !is_threshold(*at);
-    let end = match name.eq_ignore_ascii_case(b"XADD") {
+    let end = match is("XADD") {
         true => options.iter().enumerate().find(is_end).map(|(at, _)| at),
         false => None,
     };
@@ -229,6 +237,7 @@ mod tests {
             ("XADD s NOMKSTREAM KEEPREF MAXLEN ~ 5 LIMIT 7 1-1 f v", &[redis(8, 2)], &[valkey(9, 1)]),
             ("XADD s MINID ~ 5-1 KEEPREF 1-1 f v", &[redis(8, 2)], &[valkey(9, 1)]),
             ("XADD s IDMP producer id 1-1 f v", &[redis(8, 6)], &[redis(8, 2)]),
+            ("XGROUP SETID s g 1-1 ENTRIESREAD 5", &[redis(7, 0), valkey(7, 2)], &[redis(6, 2)]),
             ("XTRIM s MAXLEN = 5 ACKED", &[redis(8, 2)], &[redis(7, 4)]),
         ] {
             for release in knows {
@@ -243,9 +252,13 @@ mod tests {
             }
         }
         // Values and fields of that name.
-        for fine in
-            ["SET IFEQ IFEQ", "XADD KEEPREF 1-1 KEEPREF ACKED", "XADD s MAXLEN ~ 5 1-1 IDMP v", "XTRIM ACKED MAXLEN 5"]
-        {
+        for fine in [
+            "SET IFEQ IFEQ",
+            "XADD KEEPREF 1-1 KEEPREF ACKED",
+            "XADD s MAXLEN ~ 5 1-1 IDMP v",
+            "XTRIM ACKED MAXLEN 5",
+            "XGROUP SETID ENTRIESREAD g 1-1",
+        ] {
             assert_eq!(fed(&[fine]).0, Ok(()), "{fine}");
         }
         let (found, begins) = fed(&["MULTI", "SET a b", "SET k v IFEQ w", "EXEC"]);

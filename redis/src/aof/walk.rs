@@ -154,7 +154,7 @@ pub const SHORT_BYTES_MAX: u64 = 20;
 pub const KEY_BYTES_MAX: u64 = 1 << 20;
 
 /// Commands whose words are held where they are asked for: those with options that only some servers know.
-const WORDS_OF: [&str; 3] = ["SET", "XADD", "XTRIM"];
+const WORDS_OF: [&str; 4] = ["SET", "XADD", "XGROUP", "XTRIM"];
 
 /// Words that are held of a command: all options of `SET` and `XTRIM`, and those of `XADD` before its fields.
 const WORDS_MAX: u64 = 20;

@@ -199,6 +199,11 @@ impl Counts {
 pub struct Abilities {
     hash_field_expiry: bool,
     functions: bool,
+    /// Whether it writes `HINCRBYFLOAT` into its stream as `HSETEX`, as Redis does since 8.0.
+    writes_hsetex: bool,
+    knows_hsetex: bool,
+    /// Whether it knows how many entries a group has read, which servers since 7.0 write into their stream.
+    counts_of_groups: bool,
 }
 
 impl Abilities {
@@ -208,7 +213,13 @@ impl Abilities {
             let answer = client.list(&["COMMAND", "INFO", command])?;
             Ok(matches!(answer.first(), Some(Frame::Array(facts)) if !facts.is_empty()))
         };
-        Ok(Abilities { hash_field_expiry: knows("HPEXPIREAT")?, functions: knows("FUNCTION")? })
+        let (hash_field_expiry, functions) = (knows("HPEXPIREAT")?, knows("FUNCTION")?);
+        let knows_hsetex = knows("HSETEX")?;
+        let info = client.info("server")?;
+        let is_redis_8 = info.get("server_name") != Some("valkey")
+            && info.get("redis_version").and_then(|version| version.split('.').next()?.parse().ok()) >= Some(8_u32);
+        let writes_hsetex = is_redis_8 && knows_hsetex;
+        Ok(Abilities { hash_field_expiry, functions, writes_hsetex, knows_hsetex, counts_of_groups: functions })
     }
 
     /// Those that this server and another one have in common.
@@ -217,7 +228,15 @@ impl Abilities {
         Abilities {
             hash_field_expiry: self.hash_field_expiry && other.hash_field_expiry,
             functions: self.functions && other.functions,
+            writes_hsetex: self.writes_hsetex || other.writes_hsetex,
+            knows_hsetex: self.knows_hsetex && other.knows_hsetex,
+            counts_of_groups: self.counts_of_groups && other.counts_of_groups,
         }
+    }
+
+    /// Whether floating-point numbers are added to fields: it is known what stands for that in the stream.
+    fn adds_to_fields(self) -> bool {
+        self.knows_hsetex || !self.writes_hsetex
     }
 }
 

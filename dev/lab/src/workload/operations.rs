@@ -21,6 +21,8 @@ pub(super) struct Operation {
 pub(super) fn operations(abilities: Abilities, flush: bool, big_bytes: u64) -> Vec<&'static Operation> {
     let fits = |operation: &&Operation| match operation.name {
         "hash-field-expiry" => abilities.hash_field_expiry,
+        "hash-float" => abilities.adds_to_fields(),
+        "stream-group" => abilities.counts_of_groups,
         "function" => abilities.functions,
         "flush" | "swap" => flush,
         "big" => big_bytes > 0,
@@ -102,7 +104,8 @@ const OPERATIONS: &[Operation] = &[
     operation("delete", 600, delete),
     operation("count", 500, count),
     operation("list", 800, list),
-    operation("hash", 800, hash),
+    operation("hash", 700, hash),
+    operation("hash-float", 100, hash_float),
     operation("set-type", 800, set_type),
     operation("random-pick", 400, random_pick),
     operation("sorted-set", 800, sorted_set),
@@ -183,10 +186,9 @@ fn list(script: &mut Script) {
 
 fn hash(script: &mut Script) {
     let (key, field, value) = (script.key("hash"), script.member(), script.value());
-    match script.random.below(6) {
+    match script.random.below(5) {
         0..3 => say!(script.commands, "HSET", key, field, value, "always", "here"),
         3 => say!(script.commands, "HINCRBY", key, "counter", 1_u32),
-        4 => say!(script.commands, "HINCRBYFLOAT", key, "balance", "1.25"),
         // One field each: Valkey's replicas differ from their primary after an HDEL of a live field and of one that has
         // expired but is still stored (https://github.com/valkey-io/valkey/issues/4732).
         _ if script.random.one_in(2) => say!(script.commands, "HDEL", key, field),
@@ -233,6 +235,11 @@ fn stream(script: &mut Script) {
         // A script deletes the first entry, because only the server knows its id.
         _ => say!(script.commands, "EVAL", DELETE_FIRST_ENTRY, 1_u32, key),
     }
+}
+
+fn hash_float(script: &mut Script) {
+    let key = script.key("hash");
+    say!(script.commands, "HINCRBYFLOAT", key, "balance", "1.25");
 }
 
 fn stream_group(script: &mut Script) {
