@@ -33,8 +33,8 @@
 //! Two examples drive the machines against real servers: `examples/snapshot.rs` takes a snapshot of a primary, and
 //! `examples/feed.rs` makes a replica of it.
 //!
-//! What it is not: a Redis client (there is no connection), an RDB parser (values are decoded only to be converted), or RESP3 (we
-//! never send `HELLO 3`, so no server answers in it).
+//! What it is not: a Redis client (there is no connection), an RDB parser (values are decoded only to be converted), or
+//! RESP3 (we never send `HELLO 3`, so no server answers in it).
 //!
 //! Everything read from a peer has a named limit. Exceeding a limit is an error that names it. Memory use grows with
 //! the bytes that have arrived, never with a length that was only announced.

@@ -235,7 +235,7 @@ impl Walker {
     pub fn begins(&self) -> u64 {
         self.begins
     }
-
+    /// The name of the present command, just after [`Found::Verb`]; empty if it is longer than [`SHORT_BYTES_MAX`].
     /// The name of the present command, just after [`Found::Verb`]; empty if it has more than [`SHORT_BYTES_MAX`] bytes.
     pub fn name(&self) -> &[u8] {
         // The kind of this one is known with its second word only.
