@@ -3,8 +3,8 @@
 //!
 //! The secret is never sent. Each proof is made under a label that says which end signs.
 
-use remora_wire::proof;
-pub use remora_wire::proof::PROOF_BYTES;
+use remora_wire::token;
+pub use remora_wire::token::PROOF_BYTES;
 
 use crate::{error::Error, memory, region::Secret};
 
@@ -14,13 +14,13 @@ pub const NONCE_BYTES: usize = 32;
 /// HMAC over `label` and `transcript`, keyed by `secret`: proves knowledge of the secret and of the transcript. `label`
 /// says which end signs.
 pub fn prove(secret: &Secret, label: &[u8], transcript: &[u8]) -> [u8; PROOF_BYTES] {
-    proof::proof(secret, &[&length_of(label), label, transcript])
+    token::proof(secret, &[&length_of(label), label, transcript])
 }
 
 /// Whether [`prove`] makes `proof` of the same secret, label and transcript. Takes constant time.
 #[must_use]
 pub fn verify(secret: &Secret, label: &[u8], transcript: &[u8], proof: &[u8; PROOF_BYTES]) -> bool {
-    proof::verify(secret, &[&length_of(label), label, transcript], proof)
+    token::verify(secret, &[&length_of(label), label, transcript], proof)
 }
 
 /// As [`verify`], for a secret that may not exist. Then the result is `false`, after the same time as for a wrong

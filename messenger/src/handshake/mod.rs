@@ -42,7 +42,7 @@ use std::ops::Deref;
 use std::time::{Duration, Instant};
 
 use remora_wire::codec::{Codec, Reader, TooLarge, cut};
-use remora_wire::proof::{PROOF_BYTES, proof, verify};
+use remora_wire::token::{PROOF_BYTES, proof, verify};
 use remora_wire::{Token, printable, record};
 
 use frame::{Decoder, Frame, MAX_HANDSHAKE_PAYLOAD_BYTES};
