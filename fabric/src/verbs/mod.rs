@@ -58,8 +58,7 @@ pub use peer::VerbsPeer;
 use remora_rdma::cm::ConnectOptions;
 pub use remora_rdma::{
     DISABLE,
-    ports::{RdmaAddress, addresses_of, rdma_addresses},
-    report::{DeviceReport, PortReport, Report, devices},
+    report::{DeviceReport, PortReport, RdmaAddress, Report, addresses_of, devices, rdma_addresses},
 };
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) use wire::{Verbs, check_refusal};
