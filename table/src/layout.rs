@@ -29,9 +29,9 @@ use remora_redis::ReplId;
 
 use crate::encoding::is_worth;
 use crate::error::Error;
+use crate::identity::Origin;
 pub use crate::identity::{Identity, Kind};
 use crate::method::Method;
-use crate::origin::Origin;
 use crate::seal::{Algorithm, DIGEST_BYTES, Seal, SlotSeal, TAG_BYTES};
 
 /// The first eight bytes of every table.

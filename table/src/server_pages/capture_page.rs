@@ -33,8 +33,8 @@ use remora_redis::ReplId;
 
 use super::status_text::StatusText;
 use crate::error::Error;
+use crate::identity::Origin;
 use crate::layout::Geometry;
-use crate::origin::Origin;
 
 /// Bytes of a capture page.
 pub const CAPTURE_PAGE_BYTES: u64 = 4096;
