@@ -1,7 +1,7 @@
 //! A forward reader over the bytes of a snapshot that have arrived: lengths and strings in all their encodings. Not a
 //! buffer: the caller keeps the bytes and tries again with more of them.
 
-use super::{Error, lzf};
+use super::{Error, reader};
 
 /// Longest string that is read instead of skipped, in bytes: names and values of fields, keys. The longest that servers
 /// write in a field is the replid with its 40 bytes; a key may be longer, and is then not examined.
@@ -90,7 +90,7 @@ impl<'a> Input<'a> {
             return Err(malformed("a compressed string without its lengths"));
         };
         let (packed, length) = (bounded(what, packed)?, bounded(what, length)?);
-        lzf::expand(self.take(packed)?, length).ok_or_else(|| malformed("a compressed string that does not expand"))
+        reader::expand(self.take(packed)?, length).ok_or_else(|| malformed("a compressed string that does not expand"))
     }
 
     /// The beginning of a string that is skipped: how many bytes follow.

@@ -18,10 +18,8 @@
 
 mod collection;
 mod crc64;
-mod grammar;
 mod head;
 mod input;
-mod lzf;
 mod reader;
 mod records;
 pub mod reference;

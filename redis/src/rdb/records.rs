@@ -9,8 +9,7 @@
 //! A run ends at the first record that is anything else: of another type, compressed, too long, cut off or damaged. The
 //! scanner or the server's own loader then says what it is.
 
-use super::collection::{COLLECTION_TYPES, Collection};
-use super::grammar::TYPE_STRING;
+use super::collection::{COLLECTION_TYPES, Collection, TYPE_STRING};
 use super::input::STRING_BYTES_MAX;
 use super::reader::{Content, Reader};
 use super::{OPCODE_EXPIRETIME_MS, OPCODE_FREQ, OPCODE_IDLE};

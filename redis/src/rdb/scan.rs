@@ -14,7 +14,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::grammar::{self, Item, TYPE_STRING};
+use super::collection::{self, Item, TYPE_STRING};
 use super::head::read_magic;
 use super::input::{Input, Length, STRING_BYTES_MAX, Stop, malformed};
 use super::records::{Records, Usage};
@@ -344,11 +344,11 @@ impl Scanner {
 
     /// A key and the beginning of its value, or what follows an opcode.
     fn key(&mut self, code: u8, prefix: Prefix, input: &mut Input<'_>) -> Result<Known, Trouble> {
-        if let Some(items) = grammar::aside(code) {
+        if let Some(items) = collection::aside(code) {
             self.enter(items, 1);
             return Ok(Known);
         }
-        let items = grammar::value(code, self.magic).ok_or(Trouble::Unknown(code))?;
+        let items = collection::value(code, self.magic).ok_or(Trouble::Unknown(code))?;
         let key_at = input.position;
         let key_bytes = input.string_to_skip()?;
         if code == TYPE_STRING && key_bytes <= STRING_BYTES_MAX as u64 {

@@ -32,8 +32,8 @@
 use std::collections::VecDeque;
 use std::fmt;
 
+pub use super::EofMark;
 use super::Payload;
-pub use super::eof_mark::EofMark;
 use crate::{Refusal, ReplId, refusal, resp, text};
 
 /// Longest line of the handshake, in bytes. The servers' own replicas read answers into 1,024 bytes; errors of modules
