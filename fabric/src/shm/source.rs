@@ -1,26 +1,121 @@
-//! The regions, grants and reader connections of one exporter: what the exporter and its thread share.
+//! The source's end: its regions and who may read them, and the thread that admits readers and passes them the memory.
 
-use std::{
-    collections::HashMap,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::{Duration, Instant},
-};
+use std::collections::HashMap;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
-use rustix::{
-    event::{Timespec, epoll},
-    io::Errno,
-};
+use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
+use rustix::io::Errno;
 
-use super::wire::{self, Shm};
-use crate::{
-    auth::{self, PROOF_BYTES},
-    error::{Denial, Error},
-    grants::Grants,
-    lane_handshake::{Format, Hello, Refusal, Source},
-    memory::local::{self, Packet, PeerSocket},
-    region::RegionId,
-};
+use super::wire::{self, BootId, Namespace, Shm};
+use super::{Place, ShmOptions};
+use crate::auth::{self, PROOF_BYTES};
+use crate::error::{Denial, Error};
+use crate::grants::{Grants, Regions};
+use crate::lane_handshake::{Format, Hello, Refusal, Source};
+use crate::memory::Memory;
+use crate::memory::local::{self, Address, Admits, Listener, Packet, PeerSocket};
+use crate::region::{RegionId, RegionKey, Secret, TransportKind};
+use crate::transport::Exporter;
+
+// The source's end: which regions there are and who may read them. The thread that talks to readers is in `serve`.
+
+/// Exports memory to other processes of this host. Dropping it closes all connections and ends its thread.
+pub struct ShmExporter {
+    shared: Arc<Shared>,
+    address: Address,
+    boot_id: BootId,
+    /// Where the address is meant for one network namespace.
+    namespace: Option<Namespace>,
+    owner: Option<JoinHandle<()>>,
+}
+
+impl ShmExporter {
+    /// Binds the socket and starts the thread.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for options out of range; [`Error::System`] if the socket cannot be created. A folder must
+    /// exist, be writable, and have a short path.
+    pub fn bind(options: ShmOptions) -> Result<ShmExporter, Error> {
+        options.check()?;
+        let listener = Listener::bind(&options.place, Admits::Us)?;
+        ShmExporter::over(listener, &options)
+    }
+
+    /// Serves the connections of this listener.
+    pub(super) fn over(listener: Listener, options: &ShmOptions) -> Result<ShmExporter, Error> {
+        let address = listener.address().clone();
+        // The file is removed if a step fails.
+        ShmExporter::start(listener, options).inspect_err(|_| address.remove())
+    }
+
+    fn start(listener: Listener, options: &ShmOptions) -> Result<ShmExporter, Error> {
+        let boot_id = BootId::of_this_host()?;
+        let namespace = if options.place == Place::Private { Some(Namespace::of_this_process()?) } else { None };
+        let stop =
+            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("creating an eventfd"))?;
+        let address = listener.address().clone();
+        let server = Server::new(options.connections, options.handshake_timeout);
+        let shared = Arc::new(Shared { server: Mutex::new(server), stop });
+        let owner = Some(start(shared.clone(), listener)?);
+        Ok(ShmExporter { shared, address, boot_id, namespace, owner })
+    }
+}
+
+impl Exporter for ShmExporter {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Shm
+    }
+
+    fn export(&self, id: RegionId, memory: Arc<Memory>) -> Result<(), Error> {
+        let read_only = memory.reopen_read_only()?;
+        self.shared.server().export(id, memory.length(), read_only)
+    }
+
+    fn revoke(&self, id: RegionId) {
+        let mut server = self.shared.server();
+        server.forget_region(id);
+        server.cut_readers(Denial::Revoked, |_, region| region == id);
+    }
+
+    fn grant(&self, session: u64, secret: Secret, regions: Regions) {
+        let mut server = self.shared.server();
+        let closes = server.grants.insert(session, secret, regions);
+        server.cut_readers(Denial::NotGranted, |reader, id| reader == session && closes(id));
+    }
+
+    fn withdraw(&self, session: u64) {
+        let mut server = self.shared.server();
+        server.grants.remove(session);
+        server.cut_readers(Denial::NotGranted, |reader, _| reader == session);
+    }
+
+    fn key(&self, id: RegionId) -> Result<RegionKey, Error> {
+        let length = self.shared.server().region_length(id).ok_or(Error::NotExported(id))?;
+        wire::make(id, length, &self.boot_id, self.namespace.as_ref(), &self.address)
+    }
+
+    /// Always 0: readers copy the bytes themselves, without a trace here.
+    fn bytes_served(&self) -> u64 {
+        0
+    }
+}
+
+impl Drop for ShmExporter {
+    fn drop(&mut self) {
+        if rustix::io::write(self.shared.stop.as_fd(), &1u64.to_ne_bytes()).is_err() {
+            tracing::error!("the thread of a shm exporter cannot be stopped");
+        }
+        if self.owner.take().is_some_and(|owner| owner.join().is_err()) {
+            tracing::error!("the thread of a shm exporter has panicked");
+        }
+        self.address.remove();
+    }
+}
+
+// The regions, grants and reader connections of one exporter: what the exporter and its thread share.
 
 /// What the exporter and its thread share.
 pub(super) struct Shared {
@@ -268,8 +363,117 @@ pub(super) fn refuse(reader: &PeerSocket, denial: Denial) {
 
 /// Number of the first reader connection.
 pub(super) const FIRST_READER: u64 = 2;
+
 /// Connections per session, so that one session cannot take all: 2 regions, and room for a reader that reconnects
 /// before its old connections are found closed.
 const READERS_PER_SESSION: usize = 16;
+
 /// Connections that have not proved their session yet. A handshake takes microseconds.
 const UNPROVED_MAX: usize = 64;
+
+// The thread that accepts connections, checks proofs, passes the memory, and notices closed connections. It copies no
+// bytes of a region.
+//
+// ```text
+//   accepted ─▶ AwaitingHello ──hello──▶ AwaitingProof ──proof──▶ Reading ──any packet, or the end──▶ closed
+//                  │ late, malformed        │ late, wrong            └─ revoked, withdrawn ─ farewell ─▶ closed
+//                  ▼                        ▼
+//                closed                  denied with a reason, closed
+// ```
+//
+// No call blocks on a reader: the sockets are non-blocking, every packet is smaller than an empty connection's buffer,
+// and a connection whose handshake takes too long is closed. Packets are received without the lock, and connections
+// and received descriptors are closed on another thread, as closing a descriptor that a peer has sent can block.
+
+/// Starts the thread.
+pub(super) fn start(shared: Arc<Shared>, listener: Listener) -> Result<JoinHandle<()>, Error> {
+    let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::system("creating an epoll instance"))?;
+    watch(&epoll, &shared.stop, STOP).map_err(Error::system("watching an eventfd"))?;
+    watch(&epoll, &listener, LISTENER).map_err(Error::system("watching a local socket"))?;
+    thread::Builder::new()
+        .name("remora-shm".into())
+        .spawn(move || {
+            Owner { shared: &shared, epoll: Arc::new(epoll), listener }.run();
+            shared.server().readers.clear();
+        })
+        .map_err(Error::system("starting a thread"))
+}
+
+/// What only the thread uses.
+struct Owner<'a> {
+    shared: &'a Shared,
+    epoll: Arc<OwnedFd>,
+    listener: Listener,
+}
+
+impl Owner<'_> {
+    fn run(&self) {
+        let mut events = Vec::with_capacity(EVENTS_PER_TURN);
+        loop {
+            events.clear();
+            let patience = self.shared.server().next_timeout(Instant::now());
+            match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), patience.as_ref()) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(error) => return tracing::error!(%error, "shm: epoll_wait failed; no connection can be served"),
+            }
+            for event in &events {
+                match event.data.u64() {
+                    STOP => return,
+                    LISTENER => self.accept(),
+                    number => self.receive(number),
+                }
+            }
+            self.shared.server().cut_late(Instant::now());
+        }
+    }
+
+    /// Accepts waiting connections, up to the limit of one turn.
+    fn accept(&self) {
+        for _ in 0..EVENTS_PER_TURN {
+            match self.listener.accept() {
+                Ok(Some(reader)) => self.admit(reader),
+                Ok(None) => return,
+                Err(error) => {
+                    // Probably out of descriptors. The connections stay in the backlog; without a pause this loop would
+                    // spin.
+                    tracing::warn!(%error, "shm: cannot accept a connection, retrying");
+                    return thread::sleep(ACCEPT_PAUSE);
+                }
+            }
+        }
+    }
+
+    fn admit(&self, reader: PeerSocket) {
+        let (number, full) = self.shared.server().next_reader();
+        if full {
+            return refuse(&reader, Denial::Busy);
+        }
+        if let Err(error) = watch(&self.epoll, &reader, number) {
+            return tracing::warn!(%error, "shm: cannot watch a connection");
+        }
+        self.shared.server().admit(number, WatchedSocket::new(reader, self.epoll.clone()), Instant::now());
+    }
+
+    /// Receives a packet of a reader, or the end of its connection, without the lock.
+    fn receive(&self, number: u64) {
+        let Some(socket) = self.shared.server().socket(number) else { return };
+        let packet = local::receive(&*socket);
+        self.shared.server().on_packet(number, packet);
+    }
+}
+
+fn watch(epoll: &OwnedFd, fd: impl AsFd, number: u64) -> Result<(), Errno> {
+    epoll::add(epoll, fd, epoll::EventData::new_u64(number), epoll::EventFlags::IN | epoll::EventFlags::RDHUP)
+}
+
+/// Numbers of the two descriptors that are not reader connections.
+const STOP: u64 = 0;
+
+const LISTENER: u64 = 1;
+
+/// Events handled, and connections accepted, per turn: enough to be efficient, few enough that new connections do not
+/// starve existing ones.
+const EVENTS_PER_TURN: usize = 64;
+
+/// Pause after a failed accept.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);

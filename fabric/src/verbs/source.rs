@@ -1,49 +1,233 @@
-//! The regions, grants, readers and devices of one exporter: what the exporter and its thread share. No byte of a
-//! region passes through here.
-//!
-//! ```text
-//!   request ─▶ AwaitingProof ── proof is right, region exists ─▶ Reading ── closed, revoked, withdrawn ─▶ (dropped)
-//!                 │                                                                                          ▲
-//!                 └── wrong, or too late ─▶ Refused (the denial is being sent) ── sent ──────────────────────┘
-//! ```
-//!
-//! What is true at every moment:
-//!
-//! - A reader's queue pair has rights to the source's memory only in the stage `Reading`: with a grant for its region,
-//!   which is exported. The card knows keys only, no grants: see the parent's text.
-//! - A reader's connection has one receive posted (the proof) and sends at most one message (the welcome): two
-//!   completions, for which its queue has room.
-//! - A reader's connection in another stage has a deadline, and one of the places in [`Unproved`].
-//! - A failed device has no context, no readers and no registrations here. Its addresses are listened at again as soon
-//!   as possible.
+//! The source's end: its regions, readers and devices, and the thread that admits readers. No thread sends bytes: the
+//! card does.
 
-use std::{
-    collections::HashMap,
-    net::SocketAddr,
-    os::fd::OwnedFd,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::{Duration, Instant},
-};
+use std::collections::HashMap;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
-use remora_rdma::{
-    bindings as ffi,
-    cm::{Event, Events, Id, ReadDepths},
-    device::{Alarm, Device, NO_QUEUE_PAIR},
-    objects::{Access, Capacity, Channel, Completed, Completions, Domain, NO_RIGHTS, QueuePair, Registration},
+use remora_rdma::bindings as ffi;
+use remora_rdma::cm::{Event, Events, Id, ReadDepths};
+use remora_rdma::device::{Alarm, Device, NO_QUEUE_PAIR};
+use remora_rdma::objects::{
+    Access, Capacity, Channel, Completed, Completions, Domain, NO_RIGHTS, QueuePair, Registration,
 };
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd};
 
-use super::{
-    VerbsOptions,
-    handshake::{INCOMING, OUTGOING, buffer},
-    unproved::Unproved,
-    wire::{Grant, Verbs},
-};
-use crate::{
-    Denial, Error, Memory, RegionId, Regions, Secret,
-    auth::{self, PROOF_BYTES},
-    grants::Grants,
-    lane_handshake::{Format, Hello, Refusal, Source},
-};
+use super::VerbsOptions;
+use super::wire::{self, Grant, INCOMING, OUTGOING, Verbs, buffer};
+use crate::admission::{Admission, Limits, Verdict};
+use crate::auth::{self, PROOF_BYTES};
+use crate::grants::Grants;
+use crate::lane_handshake::{Format, Hello, Refusal, Source};
+use crate::{Denial, Error, Exporter, Memory, RegionId, RegionKey, Regions, Secret, TransportKind};
+
+// The source's end: which regions there are and who may read them. The thread that talks to readers is in `serve`. No
+// thread sends bytes: the card does.
+
+/// Exports memory by RDMA. Dropping it closes all connections and ends its thread.
+pub struct VerbsExporter {
+    shared: Arc<Shared>,
+    addresses: Vec<SocketAddr>,
+    devices: Vec<String>,
+    owner: Option<JoinHandle<()>>,
+}
+
+impl VerbsExporter {
+    /// Listens at each of `addresses`, by the device that the address belongs to; an unspecified address stands for all
+    /// devices. Port 0 selects a free port. Several addresses are several ports that a reader may use in parallel.
+    ///
+    /// # Errors
+    /// [`Error::NoRdma`], with what is missing; [`Error::Unreachable`] for an address that belongs to no RDMA device;
+    /// [`Error::Misuse`] for options out of range.
+    pub fn listen(options: VerbsOptions, addresses: &[SocketAddr]) -> Result<VerbsExporter, Error> {
+        options.check()?;
+        if addresses.is_empty() || addresses.len() > wire::MAX_ADDRESSES {
+            return Err(Error::Misuse("RDMA addresses: give 1 to 8"));
+        }
+        let devices = Device::all()?;
+        let stop =
+            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("creating an eventfd"))?;
+        let events = Events::new()?;
+        let (mut listeners, mut bound) = (Vec::new(), Vec::new());
+        for address in addresses {
+            let id = Id::new(&events)?;
+            let port = id.listen(*address).map_err(|source| unreachable(*address, source))?;
+            bound.push(SocketAddr::new(address.ip(), port));
+            listeners.push(id);
+        }
+        let contexts = contexts(&listeners, devices)?;
+        for context in &contexts {
+            let device = context.device();
+            permit(device.name(), device.is_iwarp(), options.iwarp)?;
+        }
+        let listeners = bound.iter().zip(listeners).map(|(address, id)| Listener::new(*address, id)).collect();
+        let names = contexts.iter().map(|context| context.device().name().to_owned()).collect();
+        let server = Server::new(options, events, listeners, contexts);
+        let shared = Arc::new(Shared { server: Mutex::new(server), stop });
+        let mut exporter = VerbsExporter { shared, addresses: bound, devices: names, owner: None };
+        exporter.owner = Some(start(exporter.shared.clone())?);
+        Ok(exporter)
+    }
+
+    /// The addresses that it listens at.
+    pub fn addresses(&self) -> &[SocketAddr] {
+        &self.addresses
+    }
+
+    /// The names of the devices that it serves by.
+    pub fn devices(&self) -> &[String] {
+        &self.devices
+    }
+
+    /// The devices, for tests of failures.
+    #[cfg(test)]
+    pub(super) fn raw_devices(&self) -> Vec<Arc<Device>> {
+        self.shared.server().domains().iter().map(|domain| domain.device().clone()).collect()
+    }
+
+    /// Number of connections, including those in the handshake.
+    pub fn connections(&self) -> usize {
+        self.shared.server().readers()
+    }
+
+    /// Registers with every device, without holding the lock, as it may take long.
+    fn register(&self, memory: &Arc<Memory>) -> Result<Exported, Error> {
+        let domains = self.shared.server().domains();
+        Exported::to(&domains, memory)
+    }
+}
+
+impl Exporter for VerbsExporter {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Verbs
+    }
+
+    fn export(&self, id: RegionId, memory: Arc<Memory>) -> Result<(), Error> {
+        let cached = self.shared.server().regions.cached(&memory);
+        let exported = match cached {
+            Some(exported) => exported,
+            None => self.register(&memory)?,
+        };
+        self.shared.server().regions.export(id, exported)
+    }
+
+    /// Registers `memory` now and keeps it registered until it is [forgotten](Exporter::forget), so that exporting it
+    /// is fast. Backs all of it with pages, which stay in place.
+    ///
+    /// # Errors
+    /// [`Error::NoRdma`] if the locked-memory limit is too low; [`Error::System`].
+    fn prepare(&self, memory: &Arc<Memory>) -> Result<(), Error> {
+        if self.shared.server().regions.cached(memory).is_some() {
+            return Ok(());
+        }
+        let exported = self.register(memory)?;
+        self.shared.server().regions.cache(exported);
+        Ok(())
+    }
+
+    fn forget(&self, memory: &Arc<Memory>) {
+        let forgotten = self.shared.server().regions.forget(memory);
+        // Without holding the lock: removing a registration unpins all its pages.
+        drop(forgotten);
+    }
+
+    /// When this returns, the connections are closed and with them the right to read. The registration is removed,
+    /// unless it was [prepared](Exporter::prepare) for the next region of the same memory.
+    fn revoke(&self, id: RegionId) {
+        let region = self.shared.server().revoke(id);
+        // Without holding the lock: removing a registration unpins all its pages.
+        drop(region);
+    }
+
+    fn grant(&self, session: u64, secret: Secret, regions: Regions) {
+        self.shared.server().grant(session, secret, regions);
+    }
+
+    fn withdraw(&self, session: u64) {
+        self.shared.server().withdraw(session);
+    }
+
+    fn key(&self, id: RegionId) -> Result<RegionKey, Error> {
+        let length = self.shared.server().region_length(id).ok_or(Error::NotExported(id))?;
+        wire::encode(id, length, &self.addresses)
+    }
+
+    /// Always 0: the readers' cards read the memory, without a trace here.
+    fn bytes_served(&self) -> u64 {
+        0
+    }
+}
+
+impl Drop for VerbsExporter {
+    fn drop(&mut self) {
+        if rustix::io::write(self.shared.stop.as_fd(), &1u64.to_ne_bytes()).is_err() {
+            tracing::error!("the thread of a verbs exporter cannot be stopped");
+        }
+        if self.owner.take().is_some_and(|owner| owner.join().is_err()) {
+            tracing::error!("the thread of a verbs exporter has panicked");
+        }
+        self.shared.server().close();
+    }
+}
+
+/// The devices that the listeners use: those of their addresses, or all.
+fn contexts(listeners: &[Id], all: Vec<Arc<Device>>) -> Result<Vec<DeviceContext>, Error> {
+    let mut devices: Vec<Arc<Device>> = Vec::new();
+    let wanted = if listeners.iter().all(Id::has_device) {
+        listeners.iter().map(Id::device).collect::<Result<_, _>>()?
+    } else {
+        all
+    };
+    for device in wanted {
+        if !devices.iter().any(|known| Arc::ptr_eq(known, &device)) {
+            devices.push(device);
+        }
+    }
+    if devices.is_empty() {
+        return Err(Error::NoRdma {
+            what: "this machine has no RDMA device".into(),
+            cure: "run `remora devices`".into(),
+        });
+    }
+    devices.iter().map(DeviceContext::new).collect()
+}
+
+/// Fails for an iWARP device that the caller has not asked for.
+fn permit(device: &str, is_iwarp: bool, asked: bool) -> Result<(), Error> {
+    if !is_iwarp || asked {
+        return Ok(());
+    }
+    Err(Error::NoRdma {
+        what: format!("{device} is an iWARP device, on which a connection can read before it proves its session"),
+        cure: format!("to use it on a network without strangers, name it: --rdma-device {device}"),
+    })
+}
+
+fn unreachable(address: SocketAddr, source: std::io::Error) -> Error {
+    Error::Unreachable { what: format!("an RDMA device with the address {address}"), source }
+}
+
+// The regions, grants, readers and devices of one exporter: what the exporter and its thread share. No byte of a
+// region passes through here.
+//
+// ```text
+//   request ─▶ AwaitingProof ── proof is right, region exists ─▶ Reading ── closed, revoked, withdrawn ─▶ (dropped)
+//                 │                                                                                          ▲
+//                 └── wrong, or too late ─▶ Refused (the denial is being sent) ── sent ──────────────────────┘
+// ```
+//
+// What is true at every moment:
+//
+// - A reader's queue pair has rights to the source's memory only in the stage `Reading`: with a grant for its region,
+//   which is exported. The card knows keys only, no grants: see the parent's text.
+// - A reader's connection has one receive posted (the proof) and sends at most one message (the welcome): two
+//   completions, for which its queue has room.
+// - A reader's connection in another stage has a deadline, and one of the places in [`Unproved`].
+// - A failed device has no context, no readers and no registrations here. Its addresses are listened at again as soon
+//   as possible.
 
 /// What the exporter and its thread share.
 pub(super) struct Shared {
@@ -587,6 +771,7 @@ fn refuse(id: &Id, answer: Option<Vec<u8>>) {
 
 /// Names of a reader's two work requests.
 const PROOF: u64 = 1;
+
 const WELCOME: u64 = 2;
 
 /// Completions per reader: one receive and one send, doubled.
@@ -598,3 +783,149 @@ const MAX_CONNECTIONS_PER_SESSION: usize = 32;
 
 /// Interval of listening again at an address whose device was removed: a reset takes a second or more.
 const LISTEN_PACE: Duration = Duration::from_secs(1);
+
+// The connections at the source that have not proved a session yet: how many there may be, and which one gives way.
+
+/// Connections without a proof, by the name of each connection's id.
+pub(super) struct Unproved {
+    admission: Admission,
+    /// The place of each connection.
+    places: HashMap<usize, u64>,
+}
+
+impl Unproved {
+    pub(super) fn new() -> Unproved {
+        Unproved { admission: Admission::new(LIMITS), places: HashMap::new() }
+    }
+
+    /// Finds a place for the connection `name` from this address. Returns the name of the connection that the caller
+    /// has to close for it, if there is one.
+    ///
+    /// All connections whose address is not known share the places of one address.
+    ///
+    /// # Errors
+    /// [`Denial::Busy`] if there is no place.
+    pub(super) fn enter(&mut self, now: Instant, name: usize, peer: Option<IpAddr>) -> Result<Option<usize>, Denial> {
+        let peer = peer.unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
+        let Verdict::Admitted { place, instead } = self.admission.admit(now, peer) else { return Err(Denial::Busy) };
+        let gives_way = self.places.iter().find_map(|(&name, &of)| (Some(of) == instead).then_some(name));
+        self.places.retain(|_, of| Some(*of) != instead);
+        self.places.insert(name, place);
+        Ok(gives_way)
+    }
+
+    /// Frees a connection's place, if it has one: it has proved its session, or has ended.
+    pub(super) fn leave(&mut self, name: usize) {
+        if let Some(place) = self.places.remove(&name) {
+            self.admission.leave(place);
+        }
+    }
+}
+
+/// Connections without a proof. They can thus not exclude readers with a grant: each of them ends at the handshake
+/// time-out. One address has half of them, enough for a reader that opens all its queue pairs again at once.
+const LIMITS: Limits = Limits { total: 64, per_address: 32 };
+
+// The source's thread: waits for events of connections and devices, and passes them to the server.
+
+/// Starts the thread. It ends when `stop` is written.
+pub(super) fn start(shared: Arc<Shared>) -> Result<JoinHandle<()>, Error> {
+    std::thread::Builder::new()
+        .name("verbs-exporter".into())
+        .spawn(move || serve(&shared))
+        .map_err(Error::system("starting the thread of a verbs exporter"))
+}
+
+fn serve(shared: &Shared) {
+    let events = shared.server().events.clone();
+    let mut next_deadline = None;
+    loop {
+        // Collected each time: the descriptors of a removed device would be readable forever.
+        let contexts = shared.server().watched();
+        let mut fds: Vec<BorrowedFd<'_>> = vec![shared.stop.as_fd(), events.as_fd()];
+        fds.extend(
+            contexts.iter().flat_map(|(channel, device, alarm)| [channel.as_fd(), device.as_fd(), alarm.as_fd()]),
+        );
+        if wait(&fds, next_deadline) {
+            return;
+        }
+        let mut server = shared.server();
+        server.on_events();
+        for (channel, device, _) in &contexts {
+            device.handle_events();
+            while let Some(queue) = channel.next() {
+                server.completed(queue);
+            }
+        }
+        next_deadline = server.sweep();
+    }
+}
+
+/// Sleeps until something may have happened. Returns whether the thread must end.
+fn wait(fds: &[BorrowedFd<'_>], until: Option<Instant>) -> bool {
+    let mut polled: Vec<PollFd<'_>> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
+    let left = until.map_or(LONGEST_SLEEP, |until| until.saturating_duration_since(Instant::now()).min(LONGEST_SLEEP));
+    let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+    // Interrupted or not, everything is checked again.
+    let _ = rustix::event::poll(&mut polled, Some(&left));
+    polled.first().is_some_and(|stop| stop.revents().contains(PollFlags::IN))
+}
+
+/// Longest sleep, if no descriptor becomes readable.
+const LONGEST_SLEEP: Duration = Duration::from_secs(60);
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+    use crate::admission::GRACE;
+
+    #[test]
+    fn an_iwarp_device_is_used_only_if_it_is_asked_for() {
+        permit("mlx5_0", false, false).unwrap();
+        permit("siw0", true, true).unwrap();
+        let refused = permit("siw0", true, VerbsOptions::default().iwarp).unwrap_err().to_string();
+        assert!(refused.contains("siw0 is an iWARP device") && refused.contains("--rdma-device siw0"), "{refused}");
+    }
+
+    fn host(number: u8) -> Option<IpAddr> {
+        Some(IpAddr::from([10, 0, 0, number]))
+    }
+
+    #[test]
+    fn connections_of_one_address_leave_places_for_others_and_the_oldest_gives_way() {
+        let (mut unproved, start) = (Unproved::new(), Instant::now());
+        for name in 0..LIMITS.per_address {
+            assert_eq!(unproved.enter(start, name, host(1)), Ok(None));
+        }
+        assert_eq!(unproved.enter(start, 100, host(1)), Err(Denial::Busy));
+        assert_eq!(unproved.enter(start, 101, host(2)), Ok(None));
+        assert_eq!(unproved.enter(start + GRACE, 102, host(1)), Ok(Some(0)));
+        assert_eq!(unproved.enter(start + GRACE, 103, host(1)), Ok(Some(1)));
+    }
+
+    #[test]
+    fn a_flood_never_replaces_a_connection_of_another_address_or_one_that_has_left() {
+        let (mut unproved, start) = (Unproved::new(), Instant::now());
+        unproved.enter(start, 1, host(2)).unwrap();
+        unproved.enter(start, 2, host(1)).unwrap();
+        unproved.leave(2);
+        let flood = (0..5000).map(|number| (number, start + GRACE * (number / 10)));
+        let replaced: Vec<usize> =
+            flood.filter_map(|(number, now)| unproved.enter(now, 10 + number as usize, host(1)).ok()?).collect();
+        assert!(replaced.len() > 400 && replaced.iter().all(|&name| name >= 10), "{replaced:?}");
+        assert_eq!(unproved.places.len(), unproved.admission.waiting());
+    }
+
+    #[test]
+    fn connections_without_a_known_address_share_the_places_of_one() {
+        let (mut unproved, start) = (Unproved::new(), Instant::now());
+        for name in 0..LIMITS.per_address {
+            assert_eq!(unproved.enter(start, name, None), Ok(None));
+        }
+        assert_eq!(unproved.enter(start, 100, None), Err(Denial::Busy));
+        unproved.leave(7);
+        assert_eq!(unproved.enter(start, 100, None), Ok(None));
+    }
+}
