@@ -25,7 +25,7 @@
 //! - The caller proves itself first. Until then the called end sends nothing that depends on the token.
 //! - The session's key depends on the token and the whole handshake, both proofs included. No part of it crosses the
 //!   wire.
-//! - Everything after the handshake is sealed with keys derived from the session's key ([`crate::seal`]).
+//! - Everything after the handshake is sealed with keys derived from the session's key ([`crate::frame`]).
 //! - On a link that is a secure channel, the proofs and the key also depend on the channel ([`Handshake::bind`]). An
 //!   attacker in the middle who terminates the channel at both ends has two channels, so neither proof is valid.
 //! - A called end that fails sends at most one `Refuse`. It is not authenticated: the caller only shows it in the

@@ -11,11 +11,10 @@
 //!                                                                     └──────────┘
 //! ```
 //!
-//! - `message`: the bytes; `credits`: flow control. Pure. **Start here.**
-//! - `pool`: registered memory, bounded, growing and shrinking; `device`: one device with its pools and its shared
-//!   receives; `retired`: deferred destruction of queue pairs.
-//! - `link`: a connection, as a worker sees it, with its `requests` on the queue and its `arrivals`; `listener`:
-//!   accepts connections.
+//! - `message`: the bytes; `credits`: flow control, and what has arrived. Pure. **Start here.**
+//! - `pool`: registered memory, bounded, growing and shrinking; `device`: one device with its pools, its shared
+//!   receives, the requests on its queues, and the deferred destruction of queue pairs.
+//! - `link`: a connection, as a worker sees it, and what it is yet to send; `listener`: accepts connections.
 //!
 //! Invariants:
 //!
@@ -32,7 +31,6 @@
 //! - Bytes are copied once into registered memory and once out of it. Owners send from and receive into ordinary
 //!   memory; registering it for each message would cost more than the copy, up to about 100 KiB.
 
-mod arrivals;
 mod credits;
 mod device;
 #[cfg(any(test, feature = "fuzzing"))]
@@ -41,9 +39,6 @@ mod link;
 mod listener;
 mod message;
 mod pool;
-mod requests;
-mod rest;
-mod retired;
 
 use std::io;
 use std::net::IpAddr;
