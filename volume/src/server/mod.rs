@@ -8,15 +8,15 @@
 //!                          Slot: the copy's rules, its store, its connections ◀── Borrower: a thread per catch-up
 //! ```
 //!
-//! - `host`: connections, and the memory that volumes share.
-//! - `slot`: one volume. Every call of a connection is done here, in order, and answered.
-//! - `exports`: the regions of copies, readable for their writers; `registering`: by RDMA.
-//! - `staging`: what writers may have under way.
+//! - `host`: connections, the memory that volumes share, and what clients ask of a volume without opening it.
+//! - `slot`: one volume. Every call of a connection is done here, in order, and answered; and the steps of its
+//!   failures, reads, catch-up and scrub. `slot::grow`: those of its growth.
+//! - `exports`: the regions of copies, readable for their writers, also by RDMA.
 //! - `kept`: a copy's store, and who waits for it; `keeper`: the threads that sync, make checkpoints, and scrub;
 //!   `scrubbing`: how far that is.
-//! - `questions`: what clients ask of a volume without opening it; `growing`: copies a copy into a larger one.
-//! - `borrower`: brings a copy up to date from another server.
-//! - `puller`: takes large writes out of their writer's memory; `upstream`: or out of another server's.
+//! - `growing`: copies a copy into a larger one. `borrower`: brings a copy up to date from another server.
+//! - `puller`: takes large writes out of their writer's memory, or out of another server's, and what writers may have
+//!   under way.
 //!
 //! Who ends what: the [`Server`] its messenger's workers, the threads of borrowers, pullers and growth, and the
 //! keeper's; its exports the one that registers. A borrower ends by itself when its copy is whole, or when its writer's
@@ -33,14 +33,10 @@ mod kept;
 mod puller;
 #[cfg(test)]
 mod question_tests;
-mod questions;
-mod registering;
 mod scrubbing;
 mod slot;
-mod staging;
 #[cfg(test)]
 mod tests;
-mod upstream;
 
 use std::io;
 use std::path::PathBuf;
@@ -49,12 +45,11 @@ use std::thread::JoinHandle;
 
 use remora_messenger::{Address, Messenger};
 
-use self::exports::Exports;
-use self::host::Host;
-use crate::link::{self, Security};
-use crate::rdma::Rdma;
+use crate::link::{self, Rdma, Security};
 use crate::shape::VolumeId;
 use crate::wire::{Status, Used};
+use exports::Exports;
+use host::Host;
 
 /// Settings of a server.
 #[derive(Clone, Debug)]

@@ -10,7 +10,7 @@ use remora_messenger::Address;
 
 use super::{Server, ServerOptions};
 use crate::client::{ClientOptions, Volume, new_id};
-use crate::disk::folder::failing;
+use crate::disk::files::failing;
 use crate::message::State;
 use crate::shape::{BLOCK_BYTES, Copies, Shape};
 

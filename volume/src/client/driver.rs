@@ -6,12 +6,6 @@
 //! are answered without a message; `pulling`: writes whose blocks are not in the message; `space`: servers without
 //! space for a write; `turn`: what the thread that runs it does.
 
-mod catching_up;
-mod looking;
-mod pulling;
-mod space;
-mod turn;
-
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::SyncSender;
@@ -23,23 +17,22 @@ use bytes::Bytes;
 use remora_messenger::{Address, Buffer, Connection, Delivery, Message, Messenger};
 
 use super::outgoing::Outgoing;
-use super::remote::Remote;
+use super::regions::{Job, News, Opening, Region};
+use super::remote::{Ask, Remote};
 use super::request::{Completion, Done, Op, Request};
-use super::window::Ask;
-use super::{AT_WORK, Bring, ClientOptions, Error, Event, LEAST_SUBMITTED_BYTES, Reads, Shared, Writes};
-use crate::layout::Entry;
-use crate::link;
-use crate::message::{self, Answer, ServerId};
-use crate::overlap::newest;
-use crate::rdma::Rdma;
+use super::{AT_WORK, Bring, ClientOptions, Error, Event, LEAST_SUBMITTED_BYTES, NO_CATCH_UP, Reads, Shared, Writes};
+use crate::layout::{Entry, Layout};
+use crate::link::{self, Rdma};
+use crate::message::{self, Answer, Holder, ServerId};
+use crate::overlap::{last_write_of, newest};
+use crate::reader::Found;
 use crate::shape::{BLOCK_BYTES, Shape};
 use crate::store::sums;
 use crate::version::Version;
 use crate::wire::{Call, Cause, Mode, Reply, Run};
-use crate::writer::{Action, End, Writer};
+use crate::writer::{Action, End, Nearness, Seen, Writer};
 
 /// See the module's text.
-// Larger than the bound: a method for each event and each action, in the files named after what they are about.
 pub(super) struct Driver {
     shape: Shape,
     id: u64,
@@ -563,6 +556,306 @@ impl Driver {
             self.send(server, message::Request::Confirm { holder, question: NO_QUESTION });
         }
     }
+
+    /// Whether nothing is done any more, and the volume's thread should end the driver.
+    pub(super) fn is_over(&self) -> bool {
+        self.is_over
+    }
+
+    /// A turn has panicked: what the driver has in mind may be half done.
+    pub(super) fn give_up(&mut self) {
+        self.is_over = true;
+    }
+
+    /// Whether the volume's thread has something to do now.
+    pub(super) fn needs_keeper(&self) -> bool {
+        self.is_over || self.looks_soon || !self.handed.is_empty() || !self.handed_failures.is_empty()
+    }
+
+    /// Requests were submitted.
+    pub(super) fn submitted(&mut self, mut ops: VecDeque<Op>) {
+        self.queue.append(&mut ops);
+    }
+
+    /// Begins requests and carries out what is decided, without calling a caller's `done`.
+    pub(super) fn go_on_for_a_caller(&mut self) {
+        self.is_for_a_caller = true;
+        self.begin();
+        self.carry_out();
+        self.is_for_a_caller = false;
+    }
+
+    /// Begins requests, carries out what is decided, and completes what is done.
+    pub(super) fn go_on(&mut self) {
+        self.begin();
+        self.carry_out();
+        for (completion, data) in self.handed.drain(..) {
+            completion.end(data);
+        }
+        for (done, error) in self.handed_failures.drain(..) {
+            done(Err(error));
+        }
+    }
+
+    /// A caller is told that its request waits.
+    pub(super) fn tell(&mut self, done: Done, error: Error) {
+        if self.is_for_a_caller { self.handed_failures.push((done, error)) } else { done(Err(error)) }
+    }
+
+    pub(super) fn complete(&mut self, completion: Completion, data: Option<Bytes>) {
+        if self.is_for_a_caller { self.handed.push((completion, data)) } else { completion.end(data) }
+    }
+
+    fn catch_up_begins(&self, server: ServerId) {
+        if let Some(remote) = self.remotes.get(server.0) {
+            tracing::info!(server = %remote.address(), "a copy catches up");
+        }
+        self.set_compared(server, 0);
+    }
+
+    /// A server says how far it is.
+    fn catch_up_goes_on(&self, server: ServerId, compared: u64) {
+        let (before, blocks) = (self.set_compared(server, compared), self.shape.blocks());
+        let Some(remote) = self.remotes.get(server.0).filter(|_| before != NO_CATCH_UP) else { return };
+        if let Some(percent) = part_reached(before, compared, blocks) {
+            tracing::info!(server = %remote.address(), compared, blocks, "a copy catches up: {percent} %");
+        }
+    }
+
+    fn catch_up_is_complete(&self, server: ServerId) {
+        self.set_compared(server, NO_CATCH_UP);
+        if let Some(remote) = self.remotes.get(server.0) {
+            tracing::info!(server = %remote.address(), "a copy is whole");
+        }
+    }
+
+    /// The server was left out.
+    fn catch_up_ends(&self, server: ServerId) {
+        self.set_compared(server, NO_CATCH_UP);
+    }
+
+    /// Returns what it was before.
+    fn set_compared(&self, server: ServerId, compared: u64) -> u64 {
+        let slot = self.shared.compared.get(server.0);
+        slot.map_or(NO_CATCH_UP, |slot| slot.swap(compared, Ordering::Relaxed))
+    }
+
+    /// Asks the members for their regions, each connection once.
+    fn attach(&mut self) {
+        let Some(holder) = self.writer.holder().filter(|_| self.reads_by != Reads::Asked && self.writer.is_serving())
+        else {
+            return;
+        };
+        let members: Vec<ServerId> = self.writer.members().collect();
+        for server in members {
+            let is_due = self.remotes.get_mut(server.0).is_some_and(|remote| remote.attach());
+            if let (true, Ok(message)) = (is_due, link::call(&Call::Attach(holder), bytes::Bytes::new())) {
+                let is_sent = self.remote(server, |remote, now| remote.send(message, now));
+                self.unless(is_sent, server);
+            }
+        }
+    }
+
+    /// A server permits to read its copy.
+    fn open_region(&mut self, connection: &Connection, session: u64, keys: Vec<Vec<u8>>) {
+        self.readers.retain(|reader| !reader.is_finished());
+        let (layout, reads, bring) = (Layout::of(self.shape), self.reads_by, Arc::clone(&self.bring));
+        let rdma = self.rdma.clone();
+        let opening = Opening { layout, reads, rdma, session, keys, connection: connection.clone(), bring };
+        match std::thread::Builder::new().name("volume-reader".into()).spawn(|| opening.run()) {
+            Ok(thread) => self.readers.push(thread),
+            Err(error) => tracing::warn!(%error, "no thread to read a copy: its server is asked"),
+        }
+    }
+
+    /// A thread has something to say of its region. It does not count if the connection was given up meanwhile.
+    fn region(&mut self, connection: &Connection, news: News) {
+        let Some(server) = self.server_at(connection) else { return };
+        match news {
+            News::Open(region) => {
+                let nearness = match (&region, self.writer.holder()) {
+                    (Region::Here(reader, _), Some(holder)) => {
+                        self.shared.regions.open(server, holder, Arc::clone(reader));
+                        Nearness::Here
+                    }
+                    _ => Nearness::Far,
+                };
+                self.remotes[server.0].open_region(Some(region));
+                self.writer.region_opened(server, nearness);
+            }
+            News::Looked { number, found } => {
+                self.shared.counts.far.fetch_add(found.is_some().into(), Ordering::Relaxed);
+                self.looked(server, number, found);
+            }
+            News::Closed => {
+                self.remotes[server.0].open_region(None);
+                self.writer.region_closed(server);
+            }
+        }
+    }
+
+    /// Reads blocks out of a region: now if it is here, or by its thread.
+    fn look(&mut self, server: ServerId, number: u64) {
+        let Some(&Read { run, is_map, .. }) = self.reads.get(&number) else { return };
+        if is_map {
+            return self.looked(server, number, None); // few ask for it: the server answers
+        }
+        match self.remotes.get(server.0).and_then(|remote| remote.region()) {
+            Some(Region::Here(reader, _)) => {
+                let mut data = vec![0; run.count as usize * BLOCK_BYTES];
+                let found = reader.blocks(run.first, &mut data).ok().map(|found| (data, found));
+                self.shared.counts.here.fetch_add(found.is_some().into(), Ordering::Relaxed);
+                self.looked(server, number, found);
+            }
+            Some(Region::Far(jobs)) if jobs.send(Job { number, run }).is_ok() => {}
+            _ => self.looked(server, number, None),
+        }
+    }
+
+    fn looked(&mut self, server: ServerId, number: u64, found: Option<(Vec<u8>, Found)>) {
+        let seen = found.as_ref().map(|(_, found)| Seen { newest: found.newest(), line: found.line });
+        let counts = self.writer.looked(server, number, seen);
+        if let (true, Some((data, _)), Some(read)) = (counts, found, self.reads.get_mut(&number)) {
+            read.data = data.into();
+        }
+    }
+
+    /// The last write of any of these blocks that some server has not applied yet.
+    fn last_write_of(&self, run: Run) -> Version {
+        let writes = self.unapplied.iter().map(|write| (write.version, &write.runs[..]));
+        last_write_of(run, writes).unwrap_or_default()
+    }
+
+    /// Offers the outbox to the members, each connection once.
+    fn offer(&mut self) {
+        if self.outgoing.is_none() || !self.writer.is_serving() {
+            return;
+        }
+        let members: Vec<ServerId> = self.writer.members().collect();
+        for server in members {
+            let connection = self.remotes.get_mut(server.0).and_then(|remote| remote.offer());
+            let Some((connection, outgoing)) = connection.zip(self.outgoing.as_ref()) else { continue };
+            let Some(keys) = outgoing.grant(&connection) else { continue };
+            let call = Call::Offer { session: connection.id(), keys };
+            if let Ok(message) = link::call(&call, Bytes::new()) {
+                let is_sent = self.remote(server, |remote, now| remote.send(message, now));
+                self.unless(is_sent, server);
+            }
+        }
+    }
+
+    /// A server's connection is about to be given up.
+    fn withdraw(&self, server: ServerId) {
+        let connection = self.remotes.get(server.0).and_then(|remote| remote.connection());
+        if let (Some(connection), Some(outgoing)) = (connection, &self.outgoing) {
+            outgoing.withdraw(connection);
+        }
+    }
+
+    /// The message by which a server gets a write, and the bytes of its blocks.
+    fn message_of(&mut self, server: ServerId, holder: Holder, version: Version) -> Option<(Message, u64)> {
+        let pulls = self.remotes.get(server.0).is_some_and(|remote| remote.outbox.pulls);
+        let source = self.source_of(server, version);
+        let write = self.writes.get_mut(&version)?;
+        let runs = write.runs.clone();
+        let place = write.place.filter(|_| pulls);
+        let message = match (&write.blocks, place) {
+            (Some(blocks), Some(at)) => {
+                let call = Call::Pull { holder, version, runs, sums: blocks.sums.clone(), at, source };
+                link::call(&call, Bytes::new()).ok()?
+            }
+            // The same for each server.
+            _ if write.inline.is_some() => write.inline.clone()?,
+            (Some(blocks), None) => {
+                let call = Call::Write { holder, version, runs, sums: blocks.sums.clone() };
+                let message = link::call(&call, blocks.data.clone()).ok()?;
+                write.inline.insert(message).clone()
+            }
+            (None, _) => {
+                let call = Call::Zero { holder, version, run: *runs.first()? };
+                write.inline.insert(link::call(&call, Bytes::new()).ok()?).clone()
+            }
+        };
+        let bytes = write.blocks.as_ref().map_or(0, |blocks| blocks.data.len() as u64);
+        let counts = &self.shared.counts;
+        let count = if place.is_some() { &counts.pulled } else { &counts.inline };
+        count.fetch_add(1, Ordering::Relaxed);
+        counts.sent.fetch_add((message.front.len() + message.data.len()) as u64, Ordering::Relaxed);
+        Some((message, bytes))
+    }
+
+    /// The server before this one that pulls this write as well; empty if there is none, or it shall pull from here.
+    fn source_of(&self, server: ServerId, version: Version) -> String {
+        if self.writes_by != Writes::Chain {
+            return String::new();
+        }
+        let mut before = self.remotes.iter().take(server.0).rev();
+        let source = before.find(|remote| remote.outbox.lends && remote.last_sent() == Some(version));
+        source.map(|source| source.address().to_string()).unwrap_or_default()
+    }
+
+    /// Frees a place of the outbox.
+    fn free_place(&mut self) {
+        if let Some(outgoing) = &mut self.outgoing {
+            outgoing.free();
+        }
+    }
+
+    fn count_served(&self) {
+        if let Some(outgoing) = &self.outgoing {
+            self.shared.counts.served.store(outgoing.served(), Ordering::Relaxed);
+        }
+    }
+
+    /// A server has no space, or no memory, for what it was asked.
+    fn refused(&mut self, server: ServerId, why: &str) {
+        let Some(remote) = self.remotes.get(server.0) else { return };
+        tracing::debug!(server = %remote.address(), why, "a server refuses");
+        self.disconnected(server, why);
+        if self.writer.refused(server) {
+            self.remote(server, |remote, now| {
+                remote.is_tried_soon(now);
+                true
+            });
+        }
+    }
+
+    /// Whether there is space enough has perhaps changed. Callers that wait for a write are told that it has to wait.
+    fn look_for_space(&mut self) {
+        let servers = if self.is_over { Vec::new() } else { self.writer.lacks_space() };
+        let was_short = self.shared.is_short();
+        if servers.is_empty() {
+            if was_short {
+                self.shared.set_no_space(None);
+            }
+            if was_short && !self.is_over {
+                tracing::info!(volume = %self.shape.volume(), "there is space again: writes are accepted");
+            }
+            return;
+        }
+        if !was_short {
+            let why = self.reasons(&servers);
+            tracing::warn!(volume = %self.shape.volume(), why, "writes are refused for lack of space, and reads go on");
+            self.shared.set_no_space(Some(why));
+        }
+        let Some(why) = self.shared.no_space() else { return };
+        let late = self.writes.values_mut().filter_map(|write| write.completion.split());
+        let told: Vec<_> = late.collect();
+        let flushes = self.flushes.drain(..).filter_map(|(_, mut flush)| flush.split());
+        let told: Vec<_> = told.into_iter().chain(flushes).collect();
+        told.into_iter().for_each(|done| self.tell(done, Error::NoSpace { why: why.clone() }));
+    }
+
+    /// Each server with its reason.
+    fn reasons(&self, servers: &[ServerId]) -> String {
+        let reason = |server: &ServerId| {
+            let address = self.remotes.get(server.0).map(|remote| remote.address().to_string()).unwrap_or_default();
+            let why = self.shared.left_out.get(server.0);
+            let why = why.map(|why| why.lock().unwrap_or_else(PoisonError::into_inner).clone()).unwrap_or_default();
+            format!("{address}: {why}")
+        };
+        servers.iter().map(reason).collect::<Vec<_>>().join("; ")
+    }
 }
 
 /// How long a server may be silent before it is asked something: together with the limit for answers, this is how long
@@ -581,3 +874,39 @@ pub(super) const LOOK_AGAIN: Duration = Duration::from_millis(20);
 /// A process that has not looked at the time for so long was stopped, or its host was. Much longer than the events
 /// between two looks take on a busy host, and shorter than any time limit for servers.
 const STOPPED: Duration = Duration::from_millis(500);
+
+// What the thread that has the driver does with it ([`super::turns`]).
+
+// What is said of it, in the log and to callers. Once when it begins, at each tenth of the copy, and when
+// the copy is whole.
+
+/// Parts of a copy after each of which the log says how far a catch-up is.
+const PARTS: u64 = 10;
+
+/// The percentage that is to be said, if a part was completed between the two.
+fn part_reached(before: u64, now: u64, blocks: u64) -> Option<u64> {
+    let part = |compared: u64| compared.min(blocks).saturating_mul(PARTS).checked_div(blocks).unwrap_or(0);
+    (part(now) > part(before)).then(|| part(now) * 100 / PARTS)
+}
+
+// Reads that are answered out of regions, without a message. The rules say which ones
+// ([`crate::writer`]).
+
+// Large writes whose blocks servers take out of this process's outbox, or out of each other's stagings.
+
+// Servers that have no space for a write. If writes cannot be acknowledged without them, callers are told so at
+// once. What was accepted is kept, in its order, and is written when there is space again.
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_tenth_is_said_once() {
+        let said: Vec<u64> = (0..1000).filter_map(|at| part_reached(at, at + 1, 1000)).collect();
+        assert_eq!(said, [10, 20, 30, 40, 50, 60, 70, 80, 90, 100]);
+        assert_eq!(part_reached(0, 555, 1000), Some(50));
+        assert_eq!(part_reached(555, 599, 1000), None);
+        assert_eq!(part_reached(0, u64::MAX, 0), None);
+    }
+}
