@@ -57,7 +57,8 @@
 //! # Modules, in reading order
 //!
 //! - [`policy`]: what happens to a session when its link breaks, chosen by name. **Start here.**
-//! - [`connection`], [`messenger`]: the owner's side of the layer: the handle of a session, messages and callbacks.
+//! - [`message`], [`connection`], [`messenger`]: the owner's side of the layer: messages, the handle of a session, and
+//!   callbacks.
 //! - [`session`]: the state machine of a session, pure. It numbers, acknowledges, replays, resumes, and detects resets.
 //! - [`handshake`]: how the two ends of a link prove to each other that they hold the same token; pure.
 //! - [`keyring`]: the tokens of an endpoint.
@@ -81,6 +82,7 @@ pub mod frame;
 pub mod fuzzing;
 pub mod handshake;
 pub mod keyring;
+pub mod message;
 pub mod messenger;
 pub mod policy;
 pub mod session;
@@ -93,8 +95,9 @@ pub use remora_wire::Token;
 
 pub use buffer::{Buffer, Pool};
 pub use common::{Options, Polling};
-pub use connection::{Arrival, Connection, Delivery, Dispatcher, Message, Negotiated, SendError};
+pub use connection::{Connection, Dispatcher, Negotiated, SendError};
 pub use keyring::{Key, Keyring};
+pub use message::{Arrival, Delivery, Message};
 pub use messenger::Messenger;
 pub use policy::Policy;
 pub use signal::Refusal;

@@ -380,7 +380,7 @@ const _: () = {
     assert!(Sentence::MAX_BYTES + 32 <= most); // the small messages: a text and at most three numbers
 };
 
-// Offers: where a generation's tables are and how to reach them. Also why there is no offer: waiting and refusals.
+// Where a generation's tables are and how to reach them. Also why there is no offer: waiting and refusals.
 
 /// A generation and where it is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -619,7 +619,7 @@ codes!(RefusalCode is "refusal" {
 /// The keys of a region, one per transport.
 pub(crate) type Keys = List<Bytes<MAX_KEY_BYTES>, MAX_KEYS>;
 
-// Joining: what a replica's agent reports about itself when it connects.
+// What a replica's agent reports about itself when it connects.
 
 /// What a replica's agent reports about itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -687,7 +687,7 @@ pub struct Resume {
 
 record!(Resume { generation: u64, held_slots: u64, loaded: bool, replid: Digits, next_byte: u64 });
 
-// Progress: what a replica is doing, how far it is, and how it ended.
+// What a replica is doing, how far it is, and how it ended.
 
 /// A replica's progress.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -823,7 +823,7 @@ codes!(LossCause is "cause of a loss" {
     3 => Refused,
 });
 
-// Ahead: what is still to come of a snapshot or of a transfer of it, and how soon.
+// What is still to come of a snapshot or of a transfer of it, and how soon.
 
 /// How far a transfer is, how fast it is, and how long the rest takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
@@ -906,7 +906,7 @@ pub struct Expected {
 
 record!(Expected { generation: u64, length: Length, saving: Maybe<Saving> });
 
-// Status: what a source reports to `remora status`.
+// What a source reports to `remora status`.
 
 /// The state of a source, for `remora status`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -960,7 +960,6 @@ pub struct UploadStatus {
 record!(UploadStatus { bytes_per_second: u64, queueing_micros: u64, yields: bool });
 
 /// The generation that a source holds.
-// Larger than the bound: a field for each value that is shown.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct GenerationStatus {
     /// Its number.

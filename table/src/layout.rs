@@ -1,4 +1,3 @@
-// Larger than the bound: all bytes of a table, with their invariants, in one place.
 //! The layout of a table's memory, and its encoding as bytes.
 //!
 //! Not here: the order in which the words are stored and loaded (`publish`), and the writers of the slots (`snapshot`,

@@ -344,7 +344,7 @@ pub fn cut(text: &str, max: usize) -> &str {
     text.get(..end.unwrap_or(0)).unwrap_or_default()
 }
 
-// Printable: text from a peer that is safe to show on a terminal and in a log.
+// Text from a peer that is safe to show on a terminal and in a log.
 //
 // A control character in a replica's name could move the cursor, hide a line, or begin a line that looks like another
 // program's. Directional controls can make a line read differently from what it says.

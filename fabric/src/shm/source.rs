@@ -11,9 +11,8 @@ use rustix::io::Errno;
 
 use super::wire::{self, BootId, Namespace, Shm};
 use super::{Place, ShmOptions};
-use crate::auth::{self, PROOF_BYTES};
 use crate::error::{Denial, Error};
-use crate::grants::{Grants, Regions};
+use crate::grants::{self, Grants, PROOF_BYTES, Regions};
 use crate::lane_handshake::{Format, Hello, Refusal, Source};
 use crate::memory::Memory;
 use crate::memory::local::{self, Address, Admits, Listener, Packet, PeerSocket};
@@ -289,7 +288,7 @@ impl Server {
     }
 
     fn greet(&self, reader: &ReaderConnection, packet: &[u8], deadline: Instant) -> Option<Stage> {
-        match Source::challenge(packet, &auth::nonce().ok()?) {
+        match Source::challenge(packet, &grants::nonce().ok()?) {
             Ok((handshake, challenge)) => {
                 local::send(&*reader.socket, &challenge, None).ok()?;
                 Some(Stage::AwaitingProof { deadline, handshake })

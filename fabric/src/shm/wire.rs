@@ -3,8 +3,8 @@
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 
-use crate::auth::{NONCE_BYTES, PROOF_BYTES};
 use crate::error::{Denial, Error};
+use crate::grants::{NONCE_BYTES, PROOF_BYTES};
 use crate::lane_handshake::{Format, Hello, Refusal};
 use crate::memory::local::{Address, PACKET_MAX_BYTES};
 use crate::region::{KeyError, RegionId, RegionKey, TransportKind};

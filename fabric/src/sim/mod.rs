@@ -31,9 +31,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::auth;
 use crate::error::{Denial, Error, ReadError};
-use crate::grants::{Grants, Regions};
+use crate::grants::{self, Grants, Regions};
 use crate::memory::{self, Memory, View};
 use crate::region::{KeyError, RegionId, RegionKey, Secret, TransportKind};
 use crate::transport::{Completion, Connector, Exporter, Peer, ReadRequest};
@@ -366,8 +365,8 @@ impl Drop for SimExporter {
 impl Source {
     /// Admits or refuses a reader. The proof is made and checked as on a real transport.
     fn admit(&self, session: u64, secret: &Secret, id: RegionId) -> Result<Admission, Denial> {
-        let proof = auth::prove(secret, b"sim", &session.to_le_bytes());
-        if !auth::verify_known(self.grants.secret(session), b"sim", &session.to_le_bytes(), &proof) {
+        let proof = grants::prove(secret, b"sim", &session.to_le_bytes());
+        if !grants::verify_known(self.grants.secret(session), b"sim", &session.to_le_bytes(), &proof) {
             return Err(Denial::NotGranted);
         }
         self.grants.permit(session, id)?;

@@ -18,7 +18,7 @@ use crate::outstanding::{self, Slots, StallTimer};
 use crate::transport::Completion;
 use crate::{
     Connector, Denial, Error, Memory, Peer, ReadError, ReadRequest, RegionId, RegionKey, Secret, TransportKind, View,
-    auth,
+    grants,
 };
 
 // Connects the lanes and shakes hands on each. Reads are in `peer`.
@@ -86,7 +86,7 @@ impl TcpConnector {
     fn shake_hands(&self, streams: &[TcpStream], key: &RegionKey, session: u64, secret: &Secret) -> Result<(), Error> {
         let deadline = Deadline::after(self.options.handshake_timeout);
         let hello = |(lane, stream)| {
-            HelloSent::hello(stream, deadline, &Hello { lane, session, id: key.id(), nonce: auth::nonce()? })
+            HelloSent::hello(stream, deadline, &Hello { lane, session, id: key.id(), nonce: grants::nonce()? })
         };
         let greeted: Vec<_> = (0u8..).zip(streams).map(hello).collect::<Result<_, Error>>()?;
         let answered: Vec<_> = greeted.into_iter().map(|lane| lane.prove(secret)).collect::<Result<_, _>>()?;

@@ -19,7 +19,7 @@
 
 use std::net::SocketAddr;
 
-use crate::auth::{NONCE_BYTES, PROOF_BYTES};
+use crate::grants::{NONCE_BYTES, PROOF_BYTES};
 use crate::lane_handshake::{Format, Hello, Refusal};
 use crate::{Denial, Error, KeyError, RegionId, RegionKey, TransportKind, address};
 

@@ -18,7 +18,7 @@ use rustix::event::{EventfdFlags, epoll, eventfd};
 
 use super::wire::{self, INCOMING, OUTGOING, TRIAL, TRIAL_BYTES, Verbs, WELCOME_BYTES, buffer};
 use super::{CompletionMode, MAX_SCATTER, VerbsOptions};
-use crate::auth::{self, PROOF_BYTES};
+use crate::grants::{self, PROOF_BYTES};
 use crate::lane_handshake::{Format, Hello, Reader, Refusal};
 use crate::outstanding::{self, Slots, StallTimer};
 use crate::transport::wait_readable;
@@ -99,7 +99,7 @@ impl VerbsConnector {
     ) -> Result<Lane, Error> {
         let route = Route::find(&self.options, local, remote)?;
         let sink = sink_at(sinks, &route.device, sink)?;
-        let hello = Hello { session, id: key.id(), lane: number, nonce: auth::nonce()? };
+        let hello = Hello { session, id: key.id(), lane: number, nonce: grants::nonce()? };
         route.connect(&hello, sink)?.shake_hands(secret, key.length())
     }
 }
@@ -275,7 +275,7 @@ pub(super) fn read_without_proof(
     let route = Route::find(options, Some(local), source)?;
     let sink = Arc::new(Memory::create("unproved", 4096, crate::Pages::Small)?);
     let sink = Registration::new(&Domain::new(&route.device)?, &sink, Access::Landing)?;
-    let hello = Hello { session: 0, id, lane: 0, nonce: auth::nonce()? };
+    let hello = Hello { session: 0, id, lane: 0, nonce: grants::nonce()? };
     let connected = route.connect(&hello, sink)?;
     let guess = RemoteRead { name: TRIAL_READ, address: remote.base, key: remote.key, length: 64, offset: TRIAL };
     connected.parts.pair.post_read(&guess, &connected.parts.buffer)?;

@@ -19,8 +19,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd};
 use super::VerbsOptions;
 use super::wire::{self, Grant, INCOMING, OUTGOING, Verbs, buffer};
 use crate::admission::{Admission, Limits, Verdict};
-use crate::auth::{self, PROOF_BYTES};
-use crate::grants::Grants;
+use crate::grants::{self, Grants, PROOF_BYTES};
 use crate::lane_handshake::{Format, Hello, Refusal, Source};
 use crate::{Denial, Error, Exporter, Memory, RegionId, RegionKey, Regions, Secret, TransportKind};
 
@@ -497,7 +496,7 @@ impl Server {
     }
 
     fn receive(&mut self, id: Id, request: &Event) {
-        let nonce = match auth::nonce() {
+        let nonce = match grants::nonce() {
             Ok(nonce) => nonce,
             Err(error) => return tracing::error!(%error, "cannot accept a reader's RDMA connection"),
         };

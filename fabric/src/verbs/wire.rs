@@ -20,7 +20,7 @@ use std::sync::Arc;
 use remora_rdma::objects::{Access, Domain, Registration};
 
 use crate::address::{self, ADDRESS_BYTES};
-use crate::auth::{NONCE_BYTES, PROOF_BYTES};
+use crate::grants::{NONCE_BYTES, PROOF_BYTES};
 use crate::lane_handshake::{Format, Hello, Refusal};
 use crate::{Denial, Error, KeyError, Memory, Pages, RegionId, RegionKey, TransportKind};
 

@@ -35,7 +35,6 @@
 
 pub mod error;
 pub mod frame;
-mod unauthenticated;
 
 use std::fmt;
 use std::ops::Deref;
@@ -294,7 +293,7 @@ impl<T: Deref<Target = Token>> Handshake<T> {
         let length = wanted.len().min(bytes.len());
         if bytes[..length] != wanted[..length] {
             let begun = [&MAGIC[..self.magic_received], bytes].concat();
-            return Err(HandshakeError::NotRemora { looks_like: unauthenticated::looks_like(&begun) });
+            return Err(HandshakeError::NotRemora { looks_like: error::looks_like(&begun) });
         }
         self.magic_received += length;
         if length > 0 && self.magic_received == MAGIC.len() {

@@ -31,7 +31,7 @@ use std::sync::atomic::Ordering::{Acquire, Release};
 use remora_fabric::{Memory, Pages};
 use remora_redis::ReplId;
 
-use super::status_text::StatusText;
+use super::StatusText;
 use crate::error::Error;
 use crate::identity::Origin;
 use crate::layout::Geometry;

@@ -60,7 +60,6 @@ struct Work {
 }
 
 /// The copy of one snapshot. See the module docs.
-// Larger than the bound: reader and writer of one table. Half of the methods are views of a line for its owner.
 pub struct SnapshotCopy {
     memory: Arc<Memory>,
     /// The shape of our own table.

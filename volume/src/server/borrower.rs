@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use remora_messenger::{Address, Buffer, Connection};
 
-use super::answers::{answer, refuse};
 use super::slot::{Abandoned, Slot};
+use super::{answer, refuse};
 use crate::layout::Entry;
 use crate::link::{Caller, LOOK_AGAIN, Security};
 use crate::message::Holder;

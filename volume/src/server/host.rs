@@ -11,15 +11,13 @@ use remora_fabric::TransportKind;
 use remora_messenger::error::LinkError;
 use remora_messenger::{Address, Connection, Delivery, Dispatcher, Refusal};
 
-use super::ServerOptions;
-use super::answers::{ONLY_LOANS, ONLY_READS, answer, refuse};
 use super::borrower::Borrower;
-use super::budget::Budget;
 use super::exports::Exports;
 use super::growing::{Asked, Growing, Larger, no_memory};
 use super::kept::{Kept, Stores};
 use super::puller::{Puller, Pulling, Staging};
 use super::slot::{self, Done, GROWS, Means, NO_WRITER, Slot, millis};
+use super::{Budget, ONLY_LOANS, ONLY_READS, ServerOptions, answer, refuse};
 use crate::copy::Copy;
 use crate::disk::files::Failure;
 use crate::disk::recovery;

@@ -22,9 +22,7 @@
 //! keeper's; its exports the one that registers. A borrower ends by itself when its copy is whole, or when its writer's
 //! connection is over; a puller with that connection; growth when the copy is the larger one.
 
-mod answers;
 mod borrower;
-mod budget;
 mod exports;
 mod growing;
 mod host;
@@ -40,14 +38,15 @@ mod tests;
 
 use std::io;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use remora_messenger::{Address, Messenger};
+use bytes::Bytes;
+use remora_messenger::{Address, Connection, Messenger};
 
 use crate::link::{self, Rdma, Security};
 use crate::shape::VolumeId;
-use crate::wire::{Status, Used};
+use crate::wire::{Cause, Reply, Status, Used};
 use exports::Exports;
 use host::Host;
 
@@ -172,3 +171,69 @@ const WORKERS: usize = 2;
 
 /// A volume has one writer and at most four borrowers: enough for some hundred volumes.
 const MAX_SESSIONS: usize = 1024;
+
+/// Budget: the memory of a server that copies may take.
+#[derive(Debug)]
+struct Budget {
+    left: Mutex<u64>,
+    most: u64,
+}
+
+/// A part of the budget, until dropped.
+#[derive(Debug)]
+struct Grant {
+    budget: Arc<Budget>,
+    bytes: u64,
+}
+
+impl Budget {
+    fn new(bytes: u64) -> Arc<Budget> {
+        Arc::new(Budget { left: Mutex::new(bytes), most: bytes })
+    }
+
+    /// Takes a part, if so much is left.
+    fn take(self: &Arc<Budget>, bytes: u64) -> Option<Grant> {
+        let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        *left = left.checked_sub(bytes)?;
+        Some(Grant { budget: Arc::clone(self), bytes })
+    }
+
+    /// How much of it was taken.
+    fn used(&self) -> Used {
+        let left = *self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        Used { bytes: self.most - left, most: self.most }
+    }
+}
+
+impl Drop for Grant {
+    fn drop(&mut self) {
+        *self.budget.left.lock().unwrap_or_else(PoisonError::into_inner) += self.bytes;
+    }
+}
+
+// Answers: how a client is answered, and what happens to one that cannot be.
+
+/// Answers. A client that does not read its answers is disconnected.
+fn answer(connection: &Connection, reply: &Reply, data: Bytes) {
+    let sent = match link::reply(reply, data) {
+        Ok(message) => connection.send(message).map_err(|error| error.to_string()),
+        Err(error) => Err(error.to_string()),
+    };
+    if let Err(error) = sent {
+        tracing::info!(peer = %connection.peer(), %error, "a client could not be answered: its connection is ended");
+        connection.abort();
+    }
+}
+
+/// Refuses, and ends the connection: what its client sends further builds on what was refused.
+fn refuse(connection: &Connection, cause: Cause, text: &str) {
+    tracing::debug!(peer = %connection.peer(), ?cause, text, "refused");
+    answer(connection, &Reply::Refused { cause, text: text.into() }, Bytes::new());
+    connection.close();
+}
+
+/// What a connection for reading is told that asks for anything else.
+const ONLY_READS: &str = "this connection is for reading the copy's region";
+
+/// What a connection for loans is told that asks for anything else.
+const ONLY_LOANS: &str = "this connection is for loans";

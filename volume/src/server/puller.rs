@@ -10,9 +10,8 @@ use bytes::Bytes;
 use remora_fabric::{Memory, Pages, Peer, ReadRequest, RegionId, TransportKind};
 use remora_messenger::{Address, Connection, Delivery};
 
-use super::answers::{answer, refuse};
-use super::budget::{Budget, Grant};
 use super::exports::Exports;
+use super::{Budget, Grant, answer, refuse};
 use crate::link::{
     Caller, LEAST_ROOM, Laid, Lane, MOST_ROOM, PROGRESS_AT, REACH_LIMIT, REGION_BYTES, Rdma, SEEN_AT, Security,
     has_place,

@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use remora_rdma::duplex::{Completion, Connection as RdmaConnection, Request, Step};
+use remora_rdma::duplex::{Completion, Connection as RdmaConnection, Listener as ConnectionListener, Request, Step};
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::credits::{Arrivals, CONTROL_RECEIVES, Credits};
@@ -14,7 +14,7 @@ use super::device::{Chunk, Device, RECEIVE, RdmaContext, Requests, Retired, Wake
 use super::message::{
     self, Body, HEAD_BYTES, Hello, Kind, MAX_RENDEZVOUS_BYTES, RENDEZVOUS_BYTES, Rendezvous, START_BYTES, Violation,
 };
-use crate::stack::{Address, Link};
+use crate::stack::{Address, Link, Listener};
 
 /// A connection by RDMA.
 pub struct RdmaLink {
@@ -622,6 +622,47 @@ impl<'a, 'b> Rest<'a, 'b> {
             at += piece.len();
         }
     }
+}
+
+// Accepts RDMA links.
+
+/// A listener of the connection manager.
+pub struct RdmaListener {
+    door: ConnectionListener,
+    context: Arc<RdmaContext>,
+}
+
+impl RdmaListener {
+    pub(in crate::stack) fn bind(context: &Arc<RdmaContext>, address: SocketAddr) -> io::Result<RdmaListener> {
+        Ok(RdmaListener { door: ConnectionListener::listen(&context.stations, address)?, context: context.clone() })
+    }
+}
+
+impl Listener for RdmaListener {
+    fn descriptor(&self) -> BorrowedFd<'_> {
+        self.door.as_fd()
+    }
+
+    fn accept(&mut self) -> io::Result<Box<dyn Link>> {
+        while let Some(request) = self.door.next_call()? {
+            match Hello::decode(request.hello()) {
+                Ok(hello) => return take(&self.context, request, hello),
+                Err(violation) => {
+                    tracing::debug!(%violation, "an RDMA connection of another protocol");
+                    request.refuse(b"");
+                }
+            }
+        }
+        Err(io::ErrorKind::WouldBlock.into())
+    }
+
+    fn address(&self) -> Address {
+        Address::Rdma(self.door.address())
+    }
+}
+
+fn take(context: &Arc<RdmaContext>, request: Request, hello: Hello) -> io::Result<Box<dyn Link>> {
+    Ok(Box::new(RdmaLink::accept(context, request, hello)?))
 }
 
 #[cfg(test)]

@@ -36,7 +36,6 @@ mod device;
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) mod fuzzing;
 mod link;
-mod listener;
 mod message;
 mod pool;
 
@@ -47,8 +46,7 @@ use std::sync::Arc;
 use remora_rdma::duplex::{Devices, DuplexOptions};
 
 pub(super) use device::RdmaContext;
-pub use link::RdmaLink;
-pub use listener::RdmaListener;
+pub use link::{RdmaLink, RdmaListener};
 
 /// Settings of a messenger's RDMA links. Memory is locked, and counted per device.
 #[derive(Debug, Clone)]

@@ -11,11 +11,10 @@ use bytes::Bytes;
 use remora_fabric::RegionId;
 use remora_messenger::{Connection, Pool};
 
-use super::answers;
-use super::budget::{Budget, Grant};
 use super::exports::Exports;
 use super::kept::{Kept, Stores, Waiter};
 use super::scrubbing::Scrubbing;
+use super::{Budget, Grant};
 use crate::copy::{Copy, Refusal};
 use crate::disk::checkpoint::{self, Batch, Checkpoint, Findings};
 use crate::disk::files::{Failure, Folder};
@@ -24,6 +23,7 @@ use crate::disk::record::Superblock;
 use crate::layout::{Entry, Layout, Need};
 use crate::message::{Holder, Standing};
 use crate::overlap::newest;
+use crate::server;
 use crate::shape::{BLOCK_BYTES, Shape};
 use crate::store::{Damaged, Store, sums};
 use crate::version::Version;
@@ -332,10 +332,10 @@ impl State {
         });
         let done = match call {
             Call::Look if mode == Some(Mode::Read) => Ok(self.look(connection, exports)),
-            _ if mode == Some(Mode::Read) => return Done::Refused(Cause::Misuse, answers::ONLY_READS.into()),
+            _ if mode == Some(Mode::Read) => return Done::Refused(Cause::Misuse, server::ONLY_READS.into()),
             Call::Lend { holder, since, run, with_blocks } => self.lend(holder, since, run, with_blocks),
             _ if mode != Some(Mode::Write) => {
-                return Done::Refused(Cause::Misuse, answers::ONLY_LOANS.into());
+                return Done::Refused(Cause::Misuse, server::ONLY_LOANS.into());
             }
             Call::Promise(holder) => self.promise(connection, holder, room),
             Call::Mark { holder, may_lack_tail } => self.mark(connection, holder, may_lack_tail, room),
@@ -528,8 +528,8 @@ impl State {
         let waiters = self.kept.as_mut().map(|kept| kept.synced(sync)).unwrap_or_default();
         for waiter in waiters.into_iter().filter(|waiter| self.has(&waiter.connection)) {
             match self.reached(&waiter) {
-                Done::Answer(reply, data) => answers::answer(&waiter.connection, &reply, data),
-                Done::Refused(cause, text) => answers::refuse(&waiter.connection, cause, &text),
+                Done::Answer(reply, data) => server::answer(&waiter.connection, &reply, data),
+                Done::Refused(cause, text) => server::refuse(&waiter.connection, cause, &text),
                 Done::Later | Done::Borrow { .. } => {}
             }
         }
@@ -559,7 +559,7 @@ impl State {
         self.say();
         for session in self.sessions.iter().filter(|session| session.mode == Mode::Write) {
             let text = format!("a scrub has found {} damaged blocks in the memory of this host", blocks.len());
-            answers::refuse(&session.connection, Cause::Damaged, &text);
+            server::refuse(&session.connection, Cause::Damaged, &text);
         }
     }
 
@@ -598,7 +598,7 @@ impl State {
         self.compared = None;
         let asker = self.scrubbing.end();
         let connections = self.sessions.iter().map(|session| &session.connection).chain(&asker);
-        connections.for_each(|connection| answers::refuse(connection, Cause::Lost, why));
+        connections.for_each(|connection| server::refuse(connection, Cause::Lost, why));
     }
 
     fn read(&mut self, holder: Holder, number: u64, run: Run) -> Result<Done, Refusal> {
@@ -798,7 +798,7 @@ impl State {
         let found = (findings.repaired.len(), findings.damaged.len());
         let (is_complete, told) = self.scrubbing.read(piece, self.shape.blocks(), found);
         if let Some((asker, findings)) = told {
-            answers::answer(&asker, &Reply::Scrubbing(findings), Bytes::new());
+            server::answer(&asker, &Reply::Scrubbing(findings), Bytes::new());
         }
         if !is_complete {
             return None;
