@@ -19,11 +19,9 @@
 
 use std::marker::PhantomData;
 
-use crate::{
-    auth::{self, NONCE_BYTES, PROOF_BYTES},
-    error::{Denial, Error},
-    region::{RegionId, Secret},
-};
+use crate::error::{Denial, Error};
+use crate::grants::{self, NONCE_BYTES, PROOF_BYTES};
+use crate::region::{RegionId, Secret};
 
 /// The reader's first message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,7 +102,7 @@ impl<F: Format> Reader<F> {
     ) -> Result<(Proving<'s, F>, [u8; PROOF_BYTES]), Error> {
         F::parse_challenge(challenge)?;
         self.transcript.add(challenge, F::CHALLENGE_BYTES)?;
-        let proof = auth::prove(secret, F::READER, &self.transcript.0);
+        let proof = grants::prove(secret, F::READER, &self.transcript.0);
         Ok((Proving { transcript: self.transcript, secret, format: PhantomData }, proof))
     }
 }
@@ -123,7 +121,11 @@ impl<F: Format> Proving<'_, F> {
     /// [`Error::Refused`] if the source refuses, [`Error::Impostor`] if its proof is wrong, [`Error::Protocol`].
     pub(crate) fn finish(self, welcome: &[u8]) -> Result<F::Grant, Error> {
         let (grant, proof) = F::parse_welcome(welcome)?;
-        if auth::verify(self.secret, F::SOURCE, &self.transcript.0, &proof) { Ok(grant) } else { Err(Error::Impostor) }
+        if grants::verify(self.secret, F::SOURCE, &self.transcript.0, &proof) {
+            Ok(grant)
+        } else {
+            Err(Error::Impostor)
+        }
     }
 }
 
@@ -173,7 +175,7 @@ impl<F: Format> Source<F> {
         proof: &[u8; PROOF_BYTES],
         secret: Option<&'s Secret>,
     ) -> Result<Proved<'_, 's, F>, Denial> {
-        let fits = auth::verify_known(secret, F::READER, &self.transcript.0, proof);
+        let fits = grants::verify_known(secret, F::READER, &self.transcript.0, proof);
         match secret {
             Some(secret) if fits => Ok(Proved { transcript: &self.transcript, secret, format: PhantomData }),
             _ => Err(Denial::NotGranted),
@@ -191,7 +193,7 @@ pub(crate) struct Proved<'h, 's, F> {
 impl<F: Format> Proved<'_, '_, F> {
     /// The welcome, with the source's own proof.
     pub(crate) fn welcome(&self, grant: &F::Grant) -> Vec<u8> {
-        F::welcome(grant, &auth::prove(self.secret, F::SOURCE, &self.transcript.0))
+        F::welcome(grant, &grants::prove(self.secret, F::SOURCE, &self.transcript.0))
     }
 }
 
@@ -350,7 +352,7 @@ mod tests {
         let (_, challenge) = Source::<Plain>::challenge(&hello, &NONCE).unwrap();
         let (reader, _) = reader.prove(&challenge, &SECRET).unwrap();
         let transcript = [hello, challenge].concat();
-        let welcome = Plain::welcome(&77, &auth::prove(&SECRET, b"other source", &transcript));
+        let welcome = Plain::welcome(&77, &grants::prove(&SECRET, b"other source", &transcript));
         assert!(matches!(reader.finish(&welcome), Err(Error::Impostor)));
     }
 
@@ -360,7 +362,7 @@ mod tests {
         let (_, challenge) = Source::<Plain>::challenge(&hello, &NONCE).unwrap();
         let (reader, _) = reader.prove(&challenge, &SECRET).unwrap();
         let transcript = [hello, challenge].concat();
-        let welcome = Plain::welcome(&77, &auth::prove(&[9; 32], Plain::SOURCE, &transcript));
+        let welcome = Plain::welcome(&77, &grants::prove(&[9; 32], Plain::SOURCE, &transcript));
         assert!(matches!(reader.finish(&welcome), Err(Error::Impostor)));
     }
 
@@ -373,7 +375,7 @@ mod tests {
         assert!(matches!(reader.finish(&Plain::welcome(&77, &proof)), Err(Error::Impostor)));
         // A reader without the secret returns a proof that a source has made.
         let transcript = [hello, challenge].concat();
-        let of_source = auth::prove(&SECRET, Plain::SOURCE, &transcript);
+        let of_source = grants::prove(&SECRET, Plain::SOURCE, &transcript);
         assert!(matches!(source.examine(&of_source, Some(&SECRET)), Err(Denial::NotGranted)));
     }
 

@@ -32,7 +32,6 @@
 
 mod address;
 pub mod admission;
-pub mod auth;
 pub mod error;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;

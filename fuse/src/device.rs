@@ -3,17 +3,18 @@
 //! Each thread has a descriptor of its own and reads one request at a time. It has it done, and writes the answer
 //! to the same descriptor. An answer that is given later is written by the thread that gives it.
 
-use std::io::IoSlice;
-use std::os::fd::OwnedFd;
+use std::io::{self, IoSlice};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
+use rustix::ioctl::{Opcode, Setter, opcode};
 
-use crate::abi::{IN_HEADER_BYTES, InHeader, OUT_HEADER_BYTES, op, out_header};
-use crate::answer::{Asked, LaterReplier, Replier, WRONG_LENGTH};
-use crate::dispatch;
-use crate::file_system::FileSystem;
-use crate::payload::{Buffer, Buffers, Payload, Sink, SinkPlace};
+use crate::abi::{IN_HEADER_BYTES, InHeader, OUT_HEADER_BYTES, Put, notify, op, out_header};
+use crate::answer::{Asked, Buffer, Buffers, LaterReplier, Payload, Replier, Sink, SinkPlace, WRONG_LENGTH};
+use crate::error::DEVICE;
+use crate::file_system::{self, FileSystem};
 use crate::request::{Request, operation_bytes, parse};
 
 /// A descriptor of the device.
@@ -109,17 +110,17 @@ fn one(buffer: &mut Buffer, length: usize, file_system: &dyn FileSystem, replier
     let split = operation_bytes(header.opcode).min(body.len());
     let (operation, payload) = body.split_at(split);
     if header.length as usize != length {
-        return dispatch::request(file_system, &header, Err(Errno::INVAL), replier);
+        return file_system::request(file_system, &header, Err(Errno::INVAL), replier);
     }
     match parse(&header, operation, payload) {
         Ok(Request::Write(fields)) => {
             let start = IN_HEADER_BYTES + split;
             let data = Payload::in_buffer(buffer, start..start + fields.size as usize);
-            dispatch::write(file_system, &header, fields, data, replier);
+            file_system::write(file_system, &header, fields, data, replier);
         }
         // These have no answer, not even that they are wrong.
         Err(_) if matches!(header.opcode, op::FORGET | op::BATCH_FORGET | op::INTERRUPT) => {}
-        parsed => dispatch::request(file_system, &header, parsed, replier),
+        parsed => file_system::request(file_system, &header, parsed, replier),
     }
 }
 
@@ -162,5 +163,79 @@ struct DeviceLater(Arc<Channel>);
 impl LaterReplier for DeviceLater {
     fn reply(self: Box<Self>, unique: u64, answer: Result<&[&[u8]], Errno>) {
         self.0.send(unique, answer);
+    }
+}
+
+// One `ioctl(2)`: another descriptor of a mounted file system, with requests under way of its own.
+
+/// Opens the device for the connection that `first` has.
+#[allow(unsafe_code)] // one ioctl
+pub(crate) fn clone(first: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    let device = rustix::fs::open(DEVICE, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+    let number = first.as_raw_fd().cast_unsigned();
+    // SAFETY: The code is that of FUSE_DEV_IOC_CLONE. The kernel reads a u32 behind the pointer and writes nothing;
+    // `Setter` gives it a pointer to `number`, which is a u32 and lives through the call.
+    let setter = unsafe { Setter::<CLONE, u32>::new(number) };
+    // SAFETY: The device is open. For a descriptor that is not of the device, the kernel says ENOTTY and touches
+    // nothing.
+    unsafe { rustix::ioctl::ioctl(&device, setter) }?;
+    Ok(device)
+}
+
+/// `FUSE_DEV_IOC_CLONE`, which is `_IOR(229, 0, uint32_t)`.
+const CLONE: Opcode = opcode::read::<u32>(229, 0);
+
+// The kernel is told what has changed without it, and asks again.
+//
+// For file systems that others change too. Not to be called while a request about the same inode waits for its
+// answer in the same thread: the kernel may wait for that answer first.
+
+/// Tells the kernel what has changed. Can be used from any thread. After the session the kernel
+/// knows nothing.
+#[derive(Clone)]
+pub struct Notifier(Arc<Channel>);
+
+impl Notifier {
+    pub(crate) fn new(channel: Arc<Channel>) -> Notifier {
+        Notifier(channel)
+    }
+
+    /// The inode has other attributes, and from `offset` on other content; with a `length` of 0 up to its end.
+    /// Returns whether the kernel knew the inode.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn changed(&self, node: u64, offset: u64, length: u64) -> Result<bool, Errno> {
+        let mut body = Vec::with_capacity(24);
+        body.put_u64(node).put_u64(offset).put_u64(length);
+        self.tell(notify::INVAL_INODE, &body)
+    }
+
+    /// The inode has other attributes. Returns whether the kernel knew the inode.
+    ///
+    /// # Errors
+    /// As for [`Notifier::changed`].
+    pub fn changed_attributes(&self, node: u64) -> Result<bool, Errno> {
+        let mut body = Vec::with_capacity(24);
+        body.put_u64(node).put_u64(u64::MAX).put_u64(0);
+        self.tell(notify::INVAL_INODE, &body)
+    }
+
+    /// The name in this directory means something else, or nothing. Returns whether the kernel knew the name.
+    ///
+    /// # Errors
+    /// As for [`Notifier::changed`].
+    pub fn renamed(&self, parent: u64, name: &[u8]) -> Result<bool, Errno> {
+        let mut body = Vec::with_capacity(17 + name.len());
+        body.put_u64(parent).put_u32(name.len() as u32).put_u32(0).put(name).put(&[0]);
+        self.tell(notify::INVAL_ENTRY, &body)
+    }
+
+    fn tell(&self, code: i32, body: &[u8]) -> Result<bool, Errno> {
+        match self.0.write(0, code, &[body]) {
+            Ok(()) => Ok(true),
+            Err(Errno::NOENT) => Ok(false),
+            Err(errno) => Err(errno),
+        }
     }
 }

@@ -4,10 +4,8 @@
 use rustix::io::Errno;
 
 use crate::abi::{DIRENT_BYTES, ENTRY_BYTES, IN_HEADER_BYTES, InHeader, op};
-use crate::answer::{Answer, Asked, LaterReplier, Replier};
-use crate::dispatch;
-use crate::file_system::FileSystem;
-use crate::payload::{Payload, Sink, SinkPlace};
+use crate::answer::{Answer, Asked, LaterReplier, Payload, Replier, Sink, SinkPlace};
+use crate::file_system::{self, FileSystem};
 use crate::reply::{
     Attributes, Created, Data, DirectoryEntry, Done, Entry, FileKind, KnownAttributes, Listing, ListingPlus, Opened,
     Position, Statistics, Target, Timestamp, Written,
@@ -53,9 +51,9 @@ fn one(header: &InHeader, body: &[u8]) {
         match parsed.clone() {
             Ok(Request::Write(fields)) => {
                 let data = Payload::borrowed(&payload[..fields.size as usize]);
-                dispatch::write(&file_system, header, fields, data, &mut count);
+                file_system::write(&file_system, header, fields, data, &mut count);
             }
-            parsed => dispatch::request(&file_system, header, parsed, &mut count),
+            parsed => file_system::request(&file_system, header, parsed, &mut count),
         }
         assert_eq!(count.answers, usize::from(has_answer || parsed.is_err()), "answers to {parsed:?}");
         assert_eq!(count.error, parsed.as_ref().err().copied());
@@ -164,7 +162,6 @@ fn known() -> KnownAttributes {
 
 const ENTRY: DirectoryEntry<'static> = DirectoryEntry { node: 5, kind: FileKind::File, name: b"name", offset: 9 };
 
-// Larger than the bound: as the trait.
 impl FileSystem for Checker {
     fn lookup(&self, asked: Lookup<'_>, answer: Answer<'_, Entry>) {
         name(asked.name);

@@ -10,19 +10,20 @@
 //!
 //! - [`abi`]: the numbers of the protocol. [`request`]: what the kernel asks, typed and checked. [`reply`]: what
 //!   answers say, and their bytes.
-//! - [`file_system`]: what is asked of a file system. **Start here.** [`answer`]: how it answers, in the caller's
-//!   thread or later from any other. [`payload`]: where the bytes of writes and reads are.
-//! - `dispatch`: each request to its method. `negotiation`: what both ends can do.
+//! - [`file_system`]: what is asked of a file system, and which request calls what. **Start here.** [`answer`]: how it
+//!   answers, in the caller's thread or later from any other, and where the bytes of writes and reads are.
+//! - `negotiation`: what both ends can do.
 //!
 //! What carries it, two sisters:
 //!
-//! - `device`: threads that read `/dev/fuse`, each with a descriptor of its own (`clone`).
+//! - `device`: threads that read `/dev/fuse`, each with a descriptor of its own; and what the kernel is told without
+//!   asking ([`Notifier`]).
 //! - `ring`: threads that share queues with the kernel, each on a processor of its own.
 //!
 //! What holds it together:
 //!
 //! - [`session`]: a file system that is mounted and served. [`mount`]: how a directory becomes one, and an ordinary
-//!   directory again. [`notify`]: what the kernel is told without asking. [`error`]: what can go wrong.
+//!   directory again. [`error`]: what can go wrong.
 //!
 //! [`memory`] is a file system in this process's memory.
 //!
@@ -32,10 +33,7 @@
 
 pub mod abi;
 pub mod answer;
-#[allow(unsafe_code)] // one ioctl
-mod clone;
 mod device;
-mod dispatch;
 pub mod error;
 pub mod file_system;
 #[cfg(any(test, feature = "fuzzing"))]
@@ -43,19 +41,17 @@ pub mod fuzzing;
 pub mod memory;
 pub mod mount;
 mod negotiation;
-pub mod notify;
-pub mod payload;
 pub mod reply;
 pub mod request;
 mod ring;
 pub mod session;
 
+pub use rustix::io::Errno;
+
 pub use abi::ROOT;
-pub use answer::{Answer, Later};
+pub use answer::{Answer, Later, Payload, Sink};
+pub use device::Notifier;
 pub use error::{EndError, StartError};
 pub use file_system::FileSystem;
 pub use mount::MountOptions;
-pub use notify::Notifier;
-pub use payload::{Payload, Sink};
-pub use rustix::io::Errno;
 pub use session::{Session, SessionOptions, Transport};

@@ -25,14 +25,12 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use crate::abi::{IN_HEADER_BYTES, InHeader, LEAST_READ_BYTES, op};
-use crate::clone::clone;
-use crate::device::{self, Channel, Received};
+use crate::answer::Buffers;
+use crate::device::{self, Channel, Notifier, Received, clone};
 use crate::error::{DEVICE, EndError, StartError};
 use crate::file_system::FileSystem;
 use crate::mount::{MountOptions, Mounted};
 use crate::negotiation::{Agreed, Offer, Wish, page_bytes};
-use crate::notify::Notifier;
-use crate::payload::Buffers;
 use crate::ring::{Mailbox, Queue, Rings};
 
 /// How a file system is served.

@@ -12,19 +12,15 @@
 //!        ─── one packet for each descriptor ───▶
 //! ```
 
-use std::{
-    collections::{HashMap, VecDeque},
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
-    time::{Duration, Instant},
-};
+use std::collections::{HashMap, VecDeque};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
 
-use rustix::{io::Errno, net::sockopt::socket_peercred};
+use rustix::io::Errno;
+use rustix::net::sockopt::socket_peercred;
 
-use crate::{
-    Error, Place,
-    local::{self, Admits, Listener, PeerSocket},
-    wait::wait_readable_any,
-};
+use crate::local::{self, Admits, Listener, PeerSocket, wait_readable_any};
+use crate::{Error, Place};
 
 /// An offer of descriptors to the process that knows its address and its secret.
 pub struct Handover {

@@ -38,29 +38,21 @@
 
 #![deny(unsafe_code)]
 
-mod bounds;
 mod closer;
 pub mod crc;
 mod error;
-mod folder;
 pub mod handover;
 pub mod inherited;
 pub mod local;
 #[allow(unsafe_code)] // the only module that dereferences mapped addresses
 mod mapping;
-mod owned;
-mod passing;
-mod sealed;
-mod view;
-mod wait;
+mod shared;
 
-pub use bounds::check;
 pub use error::Error;
 pub use handover::Handover;
-pub use local::Place;
-pub use owned::Memory;
-pub use view::{Claim, View};
-pub use wait::wait_readable;
+pub use local::{Place, wait_readable};
+pub use mapping::check;
+pub use shared::{Claim, Memory, View};
 
 /// The page size of a [`Memory`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]

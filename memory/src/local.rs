@@ -1,29 +1,27 @@
-//! Local sockets: packets, descriptors attached to packets, and no call that blocks without a deadline.
+//! Local sockets: packets, descriptors attached to packets, the folder where the sockets stand, and no call that blocks
+//! without a deadline.
 
-use std::{
-    ffi::OsStr,
-    fs,
-    io::{IoSlice, IoSliceMut},
-    mem::MaybeUninit,
-    os::{
-        fd::{AsFd, BorrowedFd, OwnedFd},
-        unix::ffi::OsStrExt,
-    },
-    path::{Path, PathBuf},
-    time::{Duration, Instant},
+use std::ffi::OsStr;
+use std::fs::{self, DirBuilder, Metadata};
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::fs::{AtFlags, CWD, Gid, Mode};
+use rustix::io::Errno;
+use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 
-use rustix::{
-    io::Errno,
-    net::{
-        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-        SendFlags, SocketAddrUnix, SocketFlags, SocketType,
-        sockopt::{Timeout, set_socket_timeout, socket_peercred},
-    },
-};
-
+use crate::Error;
 pub use crate::closer::{PeerSocket, close_elsewhere};
-use crate::{Error, folder, passing, wait_readable};
 
 /// Where a socket is bound.
 ///
@@ -140,7 +138,7 @@ impl Listener {
         let mut admits = admits;
         // Before it listens: no process can connect until then.
         if let Address::File(path) = &address
-            && folder::restrict(Path::new(OsStr::from_bytes(path)))?
+            && restrict(Path::new(OsStr::from_bytes(path)))?
         {
             // The system has checked the connecting process against the mode, with all of its groups.
             admits = Admits::Everyone;
@@ -154,7 +152,7 @@ impl Listener {
     /// # Errors
     /// Linux before 6.16 does not have the option.
     pub fn set_pass_rights(&self, allowed: bool) -> std::io::Result<()> {
-        passing::set_pass_rights(&self.socket, allowed)
+        set_pass_rights(&self.socket, allowed)
     }
 
     /// The address.
@@ -201,7 +199,7 @@ fn bind(place: &Place) -> Result<(OwnedFd, Address), Error> {
     };
     let in_folder = |folder: &Path| bind_to(Address::File(path_bytes(&folder.join(format!("{name}.sock")))));
     let address = match place {
-        Place::Private => folder::in_private_folder(in_folder)?,
+        Place::Private => in_private_folder(in_folder)?,
         Place::Folder(folder) => in_folder(folder)?,
         Place::Abstract => bind_to(Address::Abstract(name.clone().into_bytes()))?,
     };
@@ -357,3 +355,175 @@ const DESCRIPTORS_PER_PACKET_MAX: usize = 253;
 
 /// Connections of other users that one call closes.
 const REFUSED_PER_CALL: usize = 64;
+
+// The folder for sockets that only this user's processes may reach, and the modes of sockets.
+
+/// Calls `bind` with the first folder in which a socket may be bound: one that exists, or could be created, and that no
+/// stranger can change. If `bind` fails there, the next folder is tried. No folder is created after the one that is
+/// used.
+///
+/// # Errors
+/// [`Error::System`] if no folder can be used. The error names each folder and says why it was rejected.
+pub(crate) fn in_private_folder<T>(bind: impl FnMut(&Path) -> Result<T, Error>) -> Result<T, Error> {
+    in_first_of(candidates(), bind)
+}
+
+fn in_first_of<T>(folders: Vec<PathBuf>, mut bind: impl FnMut(&Path) -> Result<T, Error>) -> Result<T, Error> {
+    let mut rejected = Vec::new();
+    for folder in folders {
+        let why = match prepare(&folder).map(|()| bind(&folder)) {
+            Ok(Ok(bound)) => return Ok(bound),
+            Ok(Err(error)) => error.to_string(),
+            Err(error) => error.to_string(),
+        };
+        rejected.push(format!("{}: {why}", folder.display()));
+    }
+    let text = format!("{} (set XDG_RUNTIME_DIR to a folder of this user)", rejected.join("; "));
+    Err(Error::system("looking for a folder for a local socket")(io::Error::other(text)))
+}
+
+fn candidates() -> Vec<PathBuf> {
+    let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|folder| folder.is_absolute());
+    let user = rustix::process::geteuid().as_raw();
+    let temporary = std::env::temp_dir().join(format!("remora-{user}"));
+    runtime.map(|folder| folder.join("remora")).into_iter().chain(["/run/remora".into(), temporary]).collect()
+}
+
+/// Creates the folder, or checks an existing one.
+fn prepare(folder: &Path) -> io::Result<()> {
+    match DirBuilder::new().mode(FOLDER_MODE).create(folder) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
+    }
+    // Does not follow a symbolic link.
+    let about = folder.symlink_metadata()?;
+    if !about.is_dir() {
+        return Err(io::Error::other("it is not a folder"));
+    }
+    let us = rustix::process::geteuid().as_raw();
+    if about.uid() != us && about.uid() != ROOT {
+        return Err(io::Error::other(format!("it belongs to the user {}", about.uid())));
+    }
+    if about.mode() & 0o002 != 0 {
+        return Err(io::Error::other("every user can write to it"));
+    }
+    Ok(())
+}
+
+/// Gives the socket at `path` its mode: 0600, or 0660 in a folder that its group may enter and others may not. Returns
+/// whether the group may connect.
+///
+/// # Errors
+/// [`Error::System`].
+pub(crate) fn restrict(path: &Path) -> Result<bool, Error> {
+    let group = path.parent().and_then(|folder| folder.metadata().ok()).and_then(|about| group(&about));
+    let to_group = group.is_some_and(|group| {
+        let group = Some(Gid::from_raw(group));
+        rustix::fs::chownat(CWD, path, None, group, AtFlags::SYMLINK_NOFOLLOW).is_ok()
+    });
+    let mode = if to_group { Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::WGRP } else { Mode::RUSR | Mode::WUSR };
+    rustix::fs::chmodat(CWD, path, mode, AtFlags::empty())
+        .map_err(Error::system("setting the mode of a local socket"))?;
+    Ok(to_group)
+}
+
+/// The group that may enter a folder which is closed to other users.
+fn group(folder: &Metadata) -> Option<u32> {
+    let mode = folder.permissions().mode();
+    (mode & 0o010 != 0 && mode & 0o007 == 0).then(|| folder.gid())
+}
+
+/// Mode of a folder that this process creates.
+const FOLDER_MODE: u32 = 0o700;
+
+/// The user id of root.
+const ROOT: u32 = 0;
+
+// Waiting for descriptors, with a bound.
+
+/// Sleeps until `fd` is readable (`true`) or `timeout` has passed (`false`). A signal does not end the wait.
+///
+/// # Errors
+/// [`Error::System`] if `poll(2)` fails.
+pub fn wait_readable(fd: BorrowedFd<'_>, timeout: Duration) -> Result<bool, Error> {
+    wait_readable_any(std::iter::once(fd), timeout)
+}
+
+/// Sleeps until one of the descriptors is readable, as [`wait_readable`].
+pub(crate) fn wait_readable_any<'f>(
+    fds: impl Iterator<Item = BorrowedFd<'f>>,
+    timeout: Duration,
+) -> Result<bool, Error> {
+    let mut polled: Vec<PollFd<'_>> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+    // A longer time-out would not fit a timespec or an Instant.
+    let deadline = Instant::now() + timeout.min(LONGEST_WAIT);
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let timespec = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        match rustix::event::poll(&mut polled, Some(&timespec)) {
+            Ok(ready) => return Ok(ready > 0),
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(errno) => return Err(Error::system("waiting for a descriptor")(errno)),
+        }
+    }
+}
+
+/// Longest single wait: one day, so that no arithmetic on time can overflow. The caller wakes and waits again.
+const LONGEST_WAIT: Duration = Duration::from_secs(24 * 60 * 60);
+
+// One socket option that no crate wraps. The only unsafe code for local sockets.
+
+/// Says whether peers of this local socket may attach descriptors to their packets. The system refuses such a packet
+/// with `EPERM` otherwise, before it reaches the socket. The connections of a listening socket inherit the setting.
+///
+/// # Errors
+/// `ENOPROTOOPT` before Linux 6.16.
+#[allow(unsafe_code)] // no crate wraps this option
+pub(crate) fn set_pass_rights(socket: impl AsFd, allowed: bool) -> io::Result<()> {
+    let value = libc::c_int::from(allowed);
+    let length = size_of_val(&value) as libc::socklen_t;
+    let socket = socket.as_fd();
+    // SAFETY: The socket is open, as it is borrowed. The value is a local variable of exactly that length, which
+    // outlives the call, and the system only reads it.
+    let set = unsafe {
+        libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, SO_PASSRIGHTS, (&raw const value).cast(), length)
+    };
+    if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// The number of the option on x86-64, arm64 and all other systems that use the generic numbers. `libc` does not have
+/// it yet.
+const SO_PASSRIGHTS: libc::c_int = 83;
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    fn never(folder: &Path) -> Result<(), Error> {
+        Err(Error::system("binding")(io::Error::other(format!("no room in {}", folder.display()))))
+    }
+
+    #[test]
+    fn only_the_folder_that_is_used_is_created() {
+        let home = tempfile::tempdir().unwrap();
+        let folders: Vec<PathBuf> = ["a", "b", "c"].map(|name| home.path().join(name)).into();
+        std::fs::write(&folders[0], "a file where the best folder would be").unwrap();
+        let used = in_first_of(folders.clone(), |folder| Ok(folder.to_owned())).unwrap();
+        assert_eq!(used, folders[1]);
+        assert_eq!(used.metadata().unwrap().mode() & 0o777, FOLDER_MODE);
+        assert!(!folders[2].exists(), "a folder was created that is not used");
+    }
+
+    #[test]
+    fn a_folder_in_which_no_socket_can_be_bound_is_passed_over_and_named_if_it_was_the_last() {
+        let home = tempfile::tempdir().unwrap();
+        let folders: Vec<PathBuf> = ["a", "b"].map(|name| home.path().join(name)).into();
+        let pick = |folder: &Path| if folder.ends_with("a") { never(folder) } else { Ok(()) };
+        in_first_of(folders.clone(), pick).unwrap();
+        let refused = in_first_of(folders.clone(), never).unwrap_err();
+        let text = format!("{refused} {:?}", std::error::Error::source(&refused));
+        assert!(folders.iter().all(|folder| text.contains(&format!("no room in {}", folder.display()))), "{text}");
+    }
+}

@@ -7,17 +7,17 @@
 //! are used here compile to ordinary moves of the processor: a copy may be torn, and no decision depends on its bytes
 //! before they are copied. vm-memory and other shared-memory queues make the same assumption.
 
-use std::{
-    io,
-    marker::PhantomData,
-    os::fd::{AsRawFd, BorrowedFd},
-    ptr::NonNull,
-    sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering},
-};
+use std::io;
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
+use rustix::fs::SealFlags;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use crate::{Error, bounds, sealed::Sealed};
+use crate::Error;
 
 /// A mapping of a file with `MAP_SHARED`, removed on drop.
 pub(crate) struct Mapping {
@@ -73,7 +73,7 @@ impl Mapping {
     /// [`Error::OutOfBounds`].
     #[inline]
     pub(crate) fn span(&self, offset: u64, length: u64) -> Result<Span<'_>, Error> {
-        bounds::check(offset, length, self.size())?;
+        check(offset, length, self.size())?;
         // SAFETY: `offset <= size <= isize::MAX`, as just checked: the sum does not overflow and is inside the mapping
         // or at its end.
         let start = unsafe { self.base.add(offset as usize) };
@@ -296,4 +296,95 @@ fn retry(mut call: impl FnMut() -> isize) -> io::Result<usize> {
 /// Converts a file offset to the system's type.
 fn file_position(offset: u64) -> io::Result<libc::off_t> {
     libc::off_t::try_from(offset).map_err(|_| io::Error::new(io::ErrorKind::InvalidInput, "a file offset above 2^63"))
+}
+
+// Checks that a range is inside a memory, without overflow. No other module decides this.
+
+/// Fails unless `length` bytes at `offset` are inside `size` bytes. An empty range at the very end is inside.
+///
+/// # Errors
+/// [`Error::OutOfBounds`] with these three numbers.
+#[inline]
+pub fn check(offset: u64, length: u64, size: u64) -> Result<(), Error> {
+    match offset.checked_add(length) {
+        Some(end) if end <= size => Ok(()),
+        _ => Err(Error::OutOfBounds { offset, length, size }),
+    }
+}
+
+/// Length of a range; an error for a range whose end is before its start.
+pub(crate) fn length(range: &Range<u64>, size: u64) -> Result<u64, Error> {
+    match range.end.checked_sub(range.start) {
+        Some(length) => Ok(length),
+        None => Err(Error::OutOfBounds { offset: range.start, length: 0, size }),
+    }
+}
+
+/// The part of a range that is inside `size` bytes. For hints, which accept any range.
+pub(crate) fn clamp(range: &Range<u64>, size: u64) -> Range<u64> {
+    let end = range.end.min(size);
+    range.start.min(end)..end
+}
+
+// Proof that a file can be mapped without danger.
+
+/// A memfd that has at least `length` bytes and cannot shrink. An access beyond the end of a mapped file kills the
+/// process by SIGBUS.
+pub(crate) struct Sealed<'f> {
+    fd: BorrowedFd<'f>,
+    length: u64,
+}
+
+impl<'f> Sealed<'f> {
+    /// Checks the seals and the length of `fd`.
+    ///
+    /// # Errors
+    /// [`Error::Unsealed`] if the file could shrink, or is shorter than `length`; [`Error::System`].
+    pub(crate) fn check(fd: BorrowedFd<'f>, length: u64) -> Result<Sealed<'f>, Error> {
+        let seals = rustix::fs::fcntl_get_seals(fd).map_err(|_| Error::Unsealed("it is not a memfd"))?;
+        if !seals.contains(SealFlags::SHRINK) {
+            return Err(Error::Unsealed("it could shrink: the seal F_SEAL_SHRINK is missing"));
+        }
+        // Read after the seals: from then on the length can only grow.
+        let stat = rustix::fs::fstat(fd).map_err(Error::system("asking for a memory's length"))?;
+        if u64::try_from(stat.st_size).is_ok_and(|size| size >= length) {
+            return Ok(Sealed { fd, length });
+        }
+        Err(Error::Unsealed("it is shorter than was announced"))
+    }
+
+    /// The file.
+    pub(crate) fn fd(&self) -> BorrowedFd<'f> {
+        self.fd
+    }
+
+    /// Bytes that the file has for as long as it exists.
+    pub(crate) fn length(&self) -> u64 {
+        self.length
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn a_range_is_inside_exactly_if_arithmetic_without_limits_says_so(
+            offset in prop_oneof![0u64..100, u64::MAX - 100..=u64::MAX],
+            length in prop_oneof![0u64..100, u64::MAX - 100..=u64::MAX],
+            size in prop_oneof![0u64..100, u64::MAX - 100..=u64::MAX],
+        ) {
+            let inside = u128::from(offset) + u128::from(length) <= u128::from(size);
+            prop_assert_eq!(check(offset, length, size).is_ok(), inside);
+        }
+
+        #[test]
+        fn a_clamped_range_is_always_inside(start: u64, end: u64, size: u64) {
+            let range = clamp(&(start..end), size);
+            prop_assert!(range.start <= range.end && range.end <= size);
+        }
+    }
 }

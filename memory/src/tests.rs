@@ -316,7 +316,7 @@ fn a_descriptor_for_reading_gives_no_way_to_write() {
     let read_only = memory.reopen_read_only().unwrap();
     assert!(rustix::io::write(&read_only, b"x").is_err());
     assert!(
-        super::mapping::Mapping::new(&sealed::Sealed::check(read_only.as_fd(), SIZE).unwrap(), true).is_err(),
+        super::mapping::Mapping::new(&mapping::Sealed::check(read_only.as_fd(), SIZE).unwrap(), true).is_err(),
         "not mapped writable"
     );
     let window = View::open(read_only, SIZE).unwrap();

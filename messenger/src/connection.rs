@@ -1,7 +1,4 @@
-//! The owner's handle of a session: its send queue. Cheap to clone; every method may be called from any thread.
-//!
-//! The session itself lives on one worker's thread. A message enters the queue under a lock that is held only for as
-//! long as it takes to move the queue's content. The worker is woken only if the queue was empty and it sleeps.
+//! What an owner has of a session: the handle by which it sends, and the callbacks by which it receives.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -10,10 +7,19 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
+
+use crate::buffer::Buffer;
 use crate::error::LinkError;
-use crate::message::Message;
+use crate::message::{Arrival, Delivery, Message};
+use crate::signal::Refusal;
 use crate::stack::Address;
 use crate::throttle::{Permit, Throttle};
+
+// The owner's handle of a session: its send queue. Cheap to clone; every method may be called from any thread.
+//
+// The session itself lives on one worker's thread. A message enters the queue under a lock that is held only for as
+// long as it takes to move the queue's content. The worker is woken only if the queue was empty and it sleeps.
 
 /// The handle of a session with a peer. See [`crate::Messenger::connect`].
 #[derive(Clone)]
@@ -312,3 +318,48 @@ pub(crate) const UNASSIGNED: u64 = u64::MAX;
 
 /// How often a thread that waits for room checks whether the connection is over.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
+
+// The callbacks of a messenger. They run on the thread of the worker that the connection lives on.
+//
+// A dispatcher must not block: every connection of that worker would wait with it. It may send on any connection;
+// sending never blocks. It must not panic: a panic ends the worker's thread and everything on it.
+
+/// Receives what happens on a messenger's connections. Only [`Dispatcher::message`] has no default.
+pub trait Dispatcher: Send + Sync + 'static {
+    /// A message has arrived: in order, and with lossless policies exactly once.
+    fn message(&self, connection: &Connection, delivery: Delivery);
+
+    /// Chooses the memory for a message's data, before any of it is read: a buffer of exactly its length, or `None` for
+    /// one of the messenger's own.
+    fn memory(&self, connection: &Connection, arrival: &Arrival) -> Option<Buffer> {
+        let _ = (connection, arrival);
+        None
+    }
+
+    /// Messages flow: for the first time, or again after a broken link.
+    fn connected(&self, connection: &Connection) {
+        let _ = connection;
+    }
+
+    /// The peer has forgotten the session, or the link of a lossy session broke. `unacknowledged` messages of this end
+    /// were not acknowledged (lossy: not written). They are dropped, and the peer may or may not have received them. If
+    /// the session `goes_on`, it is empty and numbers start again; otherwise the connection is over.
+    fn reset(&self, connection: &Connection, unacknowledged: usize, goes_on: bool) {
+        let _ = (connection, unacknowledged, goes_on);
+    }
+
+    /// Either end has closed the connection.
+    fn closed(&self, connection: &Connection) {
+        let _ = connection;
+    }
+
+    /// The peer refuses the session. The connection is over.
+    fn refused(&self, connection: &Connection, why: Refusal) {
+        let _ = (connection, why);
+    }
+
+    /// A peer connected and did not get as far as a session; usually it was not authenticated.
+    fn rejected(&self, peer: &Address, why: &LinkError) {
+        let _ = (peer, why);
+    }
+}

@@ -57,13 +57,15 @@
 //! # Modules, in reading order
 //!
 //! - [`policy`]: what happens to a session when its link breaks, chosen by name. **Start here.**
-//! - [`message`], [`dispatcher`], [`connection`], [`messenger`], [`config`]: the owner's side of the layer.
+//! - [`message`], [`connection`], [`messenger`]: the owner's side of the layer: messages, the handle of a session, and
+//!   callbacks.
 //! - [`session`]: the state machine of a session, pure. It numbers, acknowledges, replays, resumes, and detects resets.
 //! - [`handshake`]: how the two ends of a link prove to each other that they hold the same token; pure.
 //! - [`keyring`]: the tokens of an endpoint.
-//! - [`signal`], [`frame`], [`seal`]: the bytes that the ends exchange; pure.
+//! - [`signal`], [`frame`]: the bytes that the ends exchange, and their seals; pure.
 //! - [`buffer`], [`throttle`]: memory for received data, and bounds on what is under way.
-//! - `worker`, `common`, `registry`, [`stack`]: the thread that moves bytes between links and sessions, and the links.
+//! - `worker`, `common`, [`stack`]: the thread that moves bytes between links and sessions, what it shares with the
+//!   others, and the links.
 //! - [`error`]: why a link ended.
 //!
 //! A worker waits only in epoll. Every state of a session but two ends by a time limit. Whichever end connects,
@@ -73,9 +75,7 @@
 
 pub mod buffer;
 mod common;
-pub mod config;
 pub mod connection;
-pub mod dispatcher;
 pub mod error;
 pub mod frame;
 #[cfg(any(test, feature = "fuzzing"))]
@@ -85,23 +85,21 @@ pub mod keyring;
 pub mod message;
 pub mod messenger;
 pub mod policy;
-mod registry;
-pub mod seal;
 pub mod session;
 pub mod signal;
 pub mod stack;
 pub mod throttle;
 mod worker;
 
+pub use remora_wire::Token;
+
 pub use buffer::{Buffer, Pool};
-pub use config::{Options, Polling};
-pub use connection::{Connection, Negotiated, SendError};
-pub use dispatcher::Dispatcher;
+pub use common::{Options, Polling};
+pub use connection::{Connection, Dispatcher, Negotiated, SendError};
 pub use keyring::{Key, Keyring};
 pub use message::{Arrival, Delivery, Message};
 pub use messenger::Messenger;
 pub use policy::Policy;
-pub use remora_wire::Token;
 pub use signal::Refusal;
 pub use stack::Address;
 pub use throttle::{Permit, Throttle};

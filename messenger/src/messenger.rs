@@ -1,22 +1,18 @@
 //! An endpoint of the layer: listens, connects, and owns its workers and through them its sessions.
 
-use std::fmt;
-use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
+use std::{fmt, io};
 
 use remora_wire::Token;
 use rustls::ServerConfig;
 
 use crate::buffer::Pool;
-use crate::common::Common;
-use crate::config::{HandshakeConfig, Options};
-use crate::connection::{Connection, Mailbox};
-use crate::dispatcher::Dispatcher;
+use crate::common::{Common, HandshakeConfig, Name, Options};
+use crate::connection::{Connection, Dispatcher, Mailbox};
 use crate::keyring::Keyring;
 use crate::policy::Policy;
-use crate::registry::Name;
 use crate::signal::Entity;
 use crate::stack::posix::TcpLink;
 use crate::stack::tls::TlsLink;

@@ -72,7 +72,7 @@ impl Module for Remora {
         context.set_module_options(options | moves_slots);
         // A server does not unload a module that has a type, and the loading half needs a type.
         let capture_only = arguments.iter().any(|argument| argument.as_bytes() == CAPTURE_ONLY);
-        let loads = capture_only || (command::<load::arm::Load>(context) && load::register(context));
+        let loads = capture_only || (command::<load::field::Load>(context) && load::register(context));
         if !loads {
             return refuse(context, "the server already has a type named RemoraRef");
         }

@@ -12,7 +12,7 @@ use bytes::Bytes;
 use crate::export::Geometry;
 use crate::outbox::Outbox;
 pub use crate::outbox::{MOST_BYTES, MOST_REQUESTS};
-use crate::reply::{Asked, Errno, Extent, Failure};
+use crate::protocol::{Asked, Errno, Extent, Failure};
 use crate::request::Zero;
 
 /// A block device. Requests are checked: they lie inside it, and are of whole blocks. Many are under way at once, from

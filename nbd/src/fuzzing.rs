@@ -5,8 +5,10 @@ use std::sync::Arc;
 
 use crate::export::{Export, Geometry};
 use crate::handshake::{Error, Handshake, Session, Step, Tls};
-use crate::protocol::{OPTION_REPLY_MAGIC, SIMPLE_REPLY_MAGIC, STRUCTURED_REPLY_MAGIC, option};
-use crate::reply::{Asked, CHUNK_BYTES, Extent, Failure, SIMPLE_BYTES};
+use crate::protocol::{
+    Asked, CHUNK_BYTES, Extent, Failure, OPTION_REPLY_MAGIC, SIMPLE_BYTES, SIMPLE_REPLY_MAGIC, STRUCTURED_REPLY_MAGIC,
+    option,
+};
 use crate::request::{Op, Request};
 
 /// The body of a target.

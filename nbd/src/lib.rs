@@ -8,16 +8,16 @@
 //!
 //! What is said, and no I/O:
 //!
-//! - [`protocol`]: the numbers of the protocol. [`export`]: what is served.
+//! - [`protocol`]: the numbers of the protocol, and replies as bytes. [`export`]: what is served.
 //! - [`handshake`]: negotiation, option by option. **Start here.**
-//! - [`request`]: one request, and whether it may take place. [`reply`]: replies as bytes.
+//! - [`request`]: one request, and whether it may take place.
 //!
 //! What carries it:
 //!
 //! - [`device`]: what a block device must do, and how it answers: in the caller's thread, or later from any other.
 //! - [`memory`]: a device in this process's memory.
-//! - `stream`: a socket, with TLS or without. `outbox`: what waits to be sent on it.
-//! - [`server`]: listens, and has a thread for each connection. [`tls`]: its certificates.
+//! - `stream`: a socket, with TLS or without, and its certificates. `outbox`: what waits to be sent on it.
+//! - [`server`]: listens, and has a thread for each connection.
 //!
 //! A device that answers at once is served by one thread with one `recv` and one `send` for as many requests as have
 //! arrived. One that answers later may have [`device::MOST_REQUESTS`] under way on each connection, answered in the
@@ -34,13 +34,11 @@ pub mod handshake;
 pub mod memory;
 mod outbox;
 pub mod protocol;
-pub mod reply;
 pub mod request;
 pub mod server;
 mod stream;
-pub mod tls;
 
 pub use device::Device;
 pub use export::{Export, Geometry};
 pub use server::{Address, Offer, Server, ServerOptions};
-pub use tls::TlsConfig;
+pub use stream::TlsConfig;

@@ -4,8 +4,8 @@ use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::device::{Answer, Device, Payload};
 use crate::export::Geometry;
+use crate::protocol::Extent;
 use crate::protocol::extent_flags::{HOLE, ZERO};
-use crate::reply::Extent;
 use crate::request::Zero;
 
 /// A device in memory. It answers at once.

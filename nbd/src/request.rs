@@ -2,8 +2,7 @@
 
 use crate::export::Geometry;
 use crate::handshake::Session;
-use crate::protocol::{MAX_PAYLOAD_BYTES, REQUEST_MAGIC, command, command_flags as flag};
-use crate::reply::{Errno, Failure};
+use crate::protocol::{Errno, Failure, MAX_PAYLOAD_BYTES, REQUEST_MAGIC, command, command_flags as flag};
 
 /// The head of a request. A write's bytes follow it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

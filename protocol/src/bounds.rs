@@ -1,4 +1,8 @@
-//! Versions, and the bounds of every list, name and text.
+//! What both ends agree on before a message is read: the versions of the protocol, the bounds of every list, name and
+//! text, and the encoding of a replication id.
+
+use remora_redis::ReplId;
+use remora_wire::codec::{Codec, Malformed, Name, Reader, TooLarge};
 
 /// Oldest version of this protocol that this build speaks.
 pub const OLDEST_VERSION: u16 = 7;
@@ -47,3 +51,82 @@ pub const MAX_SEAL_BYTES: usize = 64;
 
 /// Greatest number of replicas that a source serves, and so of replicas in a status report.
 pub const MAX_REPLICAS: usize = 1024;
+
+// What the agents and the server's module agree on. `docs/module.md` describes the commands.
+
+/// The version of the commands between the agents and the server's module (`REMORA.STATUS` reports it as `protocol`).
+/// Both sides work together only if they have the same one.
+///
+/// Versions, newest first:
+///
+/// - 5: runs have small collections among their strings; `fast_keys` and `fast_capture` are `yes`, or `no` and why.
+/// - 4: `REMORA.LOAD` answers whether the module takes runs of short strings (`fast_keys`), and `REMORA.STATUS` whether
+///   its fork child writes them (`fast_capture`).
+/// - 3: `REMORA.LOAD` answers names and values (`idle_times`) where it answered `OK` or `OK NOIDLE`.
+/// - 2: the fork child writes long strings only, and asks for permission before it begins.
+/// - 1: the fork child writes the whole snapshot.
+pub const MODULE_PROTOCOL: u32 = 5;
+
+// The encodings of a replication id: 40 digits in lower case, and nothing else.
+
+/// The 40 digits.
+pub(crate) struct Digits;
+
+impl Codec for Digits {
+    type Value = ReplId;
+    const MAX_BYTES: usize = DIGITS;
+
+    fn put(value: &ReplId, out: &mut Vec<u8>) -> Result<(), TooLarge> {
+        <[u8; DIGITS]>::put(value.as_bytes(), out)
+    }
+
+    fn take(from: &mut Reader<'_>) -> Result<ReplId, Malformed> {
+        exact(<[u8; DIGITS]>::take(from)?)
+    }
+}
+
+/// The 40 digits, or 40 zeros where the replication id is unknown. Servers generate their ids at random, and use the
+/// zeros for "none" themselves.
+pub(crate) struct DigitsIfKnown;
+
+impl Codec for DigitsIfKnown {
+    type Value = Option<ReplId>;
+    const MAX_BYTES: usize = DIGITS;
+
+    fn put(value: &Option<ReplId>, out: &mut Vec<u8>) -> Result<(), TooLarge> {
+        <[u8; DIGITS]>::put(value.as_ref().map_or(&UNKNOWN, ReplId::as_bytes), out)
+    }
+
+    fn take(from: &mut Reader<'_>) -> Result<Option<ReplId>, Malformed> {
+        let digits = <[u8; DIGITS]>::take(from)?;
+        if digits == UNKNOWN { Ok(None) } else { exact(digits).map(Some) }
+    }
+}
+
+/// The 40 digits as a name, with its count.
+pub(crate) struct Text;
+
+impl Codec for Text {
+    type Value = ReplId;
+    const MAX_BYTES: usize = Name::<DIGITS>::MAX_BYTES;
+
+    fn put(value: &ReplId, out: &mut Vec<u8>) -> Result<(), TooLarge> {
+        Name::<DIGITS>::put(&value.to_string(), out)
+    }
+
+    fn take(from: &mut Reader<'_>) -> Result<ReplId, Malformed> {
+        let text = Name::<DIGITS>::take(from)?;
+        text.as_bytes().try_into().map_err(|_| INVALID).and_then(exact)
+    }
+}
+
+fn exact(digits: [u8; DIGITS]) -> Result<ReplId, Malformed> {
+    ReplId::try_from(digits).map_err(|_| INVALID)
+}
+
+const INVALID: Malformed = Malformed::Invalid { what: "replid" };
+
+/// Digits of a replication id.
+const DIGITS: usize = 40;
+
+const UNKNOWN: [u8; DIGITS] = [b'0'; DIGITS];

@@ -48,35 +48,23 @@
 //!
 //! # Modules
 //!
-//! - [`message`]: the messages. **Start here.**
-//! - [`join`], [`progress`]: what a replica's agent says of itself; [`offer`]: what a source answers; [`status`]: its
-//!   report; [`ahead`]: what is still to come, and how soon.
-//! - `replid`: how a replication id is encoded.
-//! - [`bounds`]: versions, and the limit of every field; [`module`]: the version of the commands between agents and
-//!   module.
+//! - [`message`]: the messages and what they carry, in the order of a sync. **Start here.**
+//! - [`bounds`]: versions, the limit of every field, how a replication id is encoded, and the version of the commands
+//!   between agents and module.
 
 #![forbid(unsafe_code)]
 
-pub mod ahead;
 pub mod bounds;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
-pub mod join;
 pub mod message;
-pub mod module;
-pub mod offer;
-pub mod progress;
-mod replid;
-pub mod status;
 
-pub use ahead::{Advance, Basis, Expected, Length, Saving};
-pub use bounds::*;
-pub use join::{Join, Relays, Resume, Upstream};
-pub use message::{DecodeError, Message, Side};
-pub use module::MODULE_PROTOCOL;
-pub use offer::{Announce, Former, Offer, RefusalCode, TableOffer, Terms, WaitCause};
-pub use progress::{LossCause, Outcome, Phase, Progress, Relaying};
-pub use status::{GenerationState, GenerationStatus, ReplicaStatus, StatusReport, Totals, UploadStatus};
+pub use bounds::{MODULE_PROTOCOL, *};
+pub use message::{
+    Advance, Announce, Basis, DecodeError, Expected, Former, GenerationState, GenerationStatus, Join, Length,
+    LossCause, Message, Offer, Outcome, Phase, Progress, RefusalCode, Relaying, Relays, ReplicaStatus, Resume, Saving,
+    Side, StatusReport, TableOffer, Terms, Totals, UploadStatus, Upstream, WaitCause,
+};
 
 #[cfg(test)]
 mod tests;

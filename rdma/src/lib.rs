@@ -4,7 +4,7 @@
 //! one-sided transport is `remora-fabric`'s `verbs`, and what messages mean is the messenger's.
 //!
 //! ```text
-//!   report, ports, walkthrough      duplex: connections on which both ends send
+//!   report, walkthrough             duplex: connections on which both ends send
 //!                 │                     │
 //!                 └──────▶ cm ◀─────────┘      addresses, connecting, accepting
 //!                           ▼
@@ -20,8 +20,7 @@
 //! - [`device`]: devices, and alarms that report their failure.
 //! - `library`: the two libraries, opened at run time; [`bindings`]: their types.
 //! - [`duplex`]: connections on which both ends send, for the messenger.
-//! - [`ports`]: which address of this host belongs to which port of which device.
-//! - [`report`]: what this machine has, and what it lacks.
+//! - [`report`]: what this machine has and what it lacks, and which address belongs to which port of which device.
 //! - [`walkthrough`]: one connection and one message, step by step.
 
 pub mod bindings;
@@ -30,12 +29,9 @@ pub mod device;
 pub mod duplex;
 mod error;
 mod library;
-mod missing;
 pub mod objects;
-pub mod ports;
 pub mod report;
 pub mod walkthrough;
 
-pub use error::Error;
+pub use error::{Error, no_device};
 pub use library::{DISABLE, status_name};
-pub use missing::no_device;

@@ -2,12 +2,10 @@
 
 use std::sync::Arc;
 
-use crate::{
-    error::Error,
-    layout::{Geometry, HEAD_BYTES, Head, Identity, Kind},
-    origin::Origin,
-    seal::{Seal, SealKey},
-};
+use crate::error::Error;
+use crate::identity::Origin;
+use crate::layout::{Geometry, HEAD_BYTES, Head, Identity, Kind};
+use crate::seal::{Seal, SealKey};
 
 /// The content of the source's offer. A reader trusts nothing in the memory before it has found the same there.
 #[derive(Debug, Clone)]

@@ -1,6 +1,10 @@
-//! What a table is, and where it begins.
+//! What a table is: the point of a primary's history at which it begins, and its identity.
 
-use crate::{error::Error, origin::Origin};
+use std::fmt;
+
+use remora_redis::ReplId;
+
+use crate::error::Error;
 
 /// The identity of a table. No two tables of one source share it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -34,5 +38,24 @@ impl Kind {
             2 => Ok(Kind::Journal),
             other => Err(Error::Layout(format!("unknown kind of table: {other}"))),
         }
+    }
+}
+
+/// The point of a primary's history at which a snapshot was taken, or at which a journal begins, and the number of that
+/// snapshot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Origin {
+    /// Number of the snapshot; no two snapshots of one source share it.
+    pub generation: u64,
+    /// The history in which the offset is valid.
+    pub history: ReplId,
+    /// Replication offset of the last byte of the stream that the snapshot contains. The first byte of the journal has
+    /// the next offset.
+    pub offset: u64,
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of {}:{}", self.generation, self.history, self.offset)
     }
 }

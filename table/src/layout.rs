@@ -1,4 +1,3 @@
-// Larger than the bound: all bytes of a table, with their invariants, in one place.
 //! The layout of a table's memory, and its encoding as bytes.
 //!
 //! Not here: the order in which the words are stored and loaded (`publish`), and the writers of the slots (`snapshot`,
@@ -29,9 +28,9 @@ use remora_redis::ReplId;
 
 use crate::encoding::is_worth;
 use crate::error::Error;
+use crate::identity::Origin;
 pub use crate::identity::{Identity, Kind};
 use crate::method::Method;
-use crate::origin::Origin;
 use crate::seal::{Algorithm, DIGEST_BYTES, Seal, SlotSeal, TAG_BYTES};
 
 /// The first eight bytes of every table.

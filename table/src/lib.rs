@@ -27,8 +27,7 @@
 //!   others read.
 //! * [`journal`]: an endless stream of records.
 //! * [`server_pages`]: pages on which a process of a server gets its instructions and reports its progress.
-//! * `reads`, [`expectation`]: shared by the two readers. [`identity`], [`origin`]: which table it is, and
-//!   where it begins.
+//! * `reads`, [`expectation`]: shared by the two readers. [`identity`]: which table it is, and where it begins.
 //! * [`error`]: errors, grouped by who can act on them.
 //!
 //! `docs/table.md` describes the same with drawings and the measurements behind it.
@@ -44,7 +43,6 @@ pub mod identity;
 pub mod journal;
 pub mod layout;
 pub mod method;
-pub mod origin;
 mod publish;
 mod reads;
 pub mod seal;
@@ -53,11 +51,10 @@ pub mod snapshot;
 
 pub use error::Error;
 pub use expectation::Expectation;
-pub use identity::{Identity, Kind};
+pub use identity::{Identity, Kind, Origin};
 pub use journal::{Chunk, JournalReader, JournalWriter, Room, journal_left};
 pub use layout::{Geometry, MIN_SLOTS, State};
 pub use method::Method;
-pub use origin::Origin;
 pub use seal::{Algorithm, Seal, SealKey};
 pub use server_pages::capture_page::CapturePage;
 pub use server_pages::load_page::LoadPage;

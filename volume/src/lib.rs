@@ -20,10 +20,10 @@
 //!
 //! What carries the rules out, over the network:
 //!
-//! - [`wire`]: the messages as bytes, and what the network needs beside the rules; `link`: how they use the messenger.
+//! - [`wire`]: the messages as bytes, and what the network needs beside the rules.
 //! - `overlap`: what requests of several blocks have in common.
-//! - `caller`: one question at a time, of a server to another one, or of a host that only reads.
-//! - `outbox`: memory out of which servers pull large writes; `lane`: connections to such memory; `rdma`: by RDMA.
+//! - `link`: how they use the messenger; one question at a time, of a server to another one, or of a host that only
+//!   reads; memory out of which servers pull large writes, and connections to it, by TCP and RDMA.
 //! - [`server`]: the memory of a host, lent to volumes.
 //! - [`client`]: a volume as its one writer has it open.
 //! - [`read_only`]: a volume as a host reads it that does not write.
@@ -42,12 +42,10 @@
 //! taken out.
 #![forbid(unsafe_code)]
 
-mod caller;
 pub mod client;
 pub mod copy;
 mod disk;
 pub mod files;
-mod lane;
 pub mod layout;
 mod link;
 pub mod message;
@@ -57,20 +55,16 @@ mod mutant;
 pub mod names;
 pub mod nbd;
 
-mod outbox;
 mod overlap;
-mod rdma;
 pub mod read_only;
 pub mod reader;
 pub mod server;
 pub mod shape;
 pub mod store;
-mod tail;
 #[cfg(test)]
 mod tests;
 pub mod version;
 pub mod wire;
 pub mod writer;
 
-pub use link::Security;
-pub use rdma::Rdma;
+pub use link::{Rdma, Security};

@@ -18,7 +18,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use remora_nbd::device::{Answer, Later, Payload};
 use remora_nbd::protocol::extent_flags::{HOLE, ZERO};
-use remora_nbd::reply::{Errno, Extent, Failure};
+use remora_nbd::protocol::{Errno, Extent, Failure};
 use remora_nbd::request::Zero;
 use remora_nbd::server::{Bound, StartError};
 use remora_nbd::{Address, Device, Geometry, Offer, Server, ServerOptions};

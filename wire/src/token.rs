@@ -1,8 +1,12 @@
-//! The secret that both ends share, and the file that holds it. It keys HMACs and has no other use: it never crosses a
-//! wire, and people need not remember it.
+//! The secret that both ends share, the file that holds it, and the proofs of holding it.
+//!
+//! The token keys HMACs and has no other use: it never crosses a wire, and people need not remember it.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
+
+use hmac::{Hmac, Mac};
+use sha2::Sha256;
 
 use crate::secret_file::{self, SecretFileError};
 
@@ -117,12 +121,48 @@ pub const MAX_BYTES: usize = 1024;
 /// The longest token, a `\r\n`, and one byte that shows that the file is longer.
 const READ_BYTES: usize = MAX_BYTES + 3;
 
+// Proofs of possession: HMAC-SHA256, keyed by a secret, over a label and a transcript; and keys derived from a
+// session's key.
+//
+// A label says what an HMAC is for. Each label ends with its only zero byte, so no label is a prefix of another one
+// and no two purposes can be given the same input.
+
+/// Length of a proof and of a key, in bytes.
+pub const PROOF_BYTES: usize = 32;
+
+/// Computes the HMAC of `parts`, one after the other, keyed by `secret`.
+///
+/// It proves knowledge of `secret` and of all of `parts`.
+pub fn proof(secret: &[u8], parts: &[&[u8]]) -> [u8; PROOF_BYTES] {
+    keyed(secret, parts).finalize().into_bytes().into()
+}
+
+/// Returns whether `candidate` is the proof over `parts`. The time it takes does not depend on the bytes compared.
+pub fn verify(secret: &[u8], parts: &[&[u8]], candidate: &[u8]) -> bool {
+    keyed(secret, parts).verify_slice(candidate).is_ok()
+}
+
+/// Derives another key from a session's key. Neither the session's key nor the key of another label can be computed
+/// from it.
+pub fn derive(session_key: &[u8; PROOF_BYTES], label: &[u8]) -> [u8; PROOF_BYTES] {
+    proof(session_key, &[LABEL_DERIVE, label])
+}
+
+fn keyed(secret: &[u8], parts: &[&[u8]]) -> Hmac<Sha256> {
+    let mut hmac = <Hmac<Sha256> as Mac>::new_from_slice(secret).expect("HMAC takes keys of any length");
+    parts.iter().for_each(|part| hmac.update(part));
+    hmac
+}
+
+const LABEL_DERIVE: &[u8] = b"remora control: derived key\0";
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
 
-    use super::*;
     use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
 
     fn file(name: &str, content: &[u8], mode: u32) -> PathBuf {
         let path = std::env::temp_dir().join(format!("remora-token-{}-{name}", std::process::id()));
@@ -207,5 +247,24 @@ mod tests {
     fn debug_output_hides_the_secret() {
         let token = Token::new(b"a very secret value").unwrap();
         assert_eq!(format!("{token:?}"), "Token(hidden)");
+    }
+
+    #[test]
+    fn a_proof_holds_for_its_secret_and_its_parts_only() {
+        let made = proof(b"secret", &[b"label\0", b"transcript"]);
+        assert!(verify(b"secret", &[b"label\0", b"transcript"], &made));
+        assert!(!verify(b"other", &[b"label\0", b"transcript"], &made));
+        assert!(!verify(b"secret", &[b"other\0", b"transcript"], &made));
+        assert!(!verify(b"secret", &[b"label\0", b"transcript"], &made[..31]));
+    }
+
+    #[test]
+    fn a_key_derived_for_one_purpose_is_not_the_key_of_another() {
+        let key = [7; 32];
+        let keys = [derive(&key, b"lane"), derive(&key, b"lanes"), derive(&[8; 32], b"lane"), key];
+        for (index, one) in keys.iter().enumerate() {
+            assert!(!keys[..index].contains(one));
+        }
+        assert_eq!(derive(&key, b"lane"), derive(&key, b"lane"));
     }
 }

@@ -3,12 +3,12 @@
 //! ```text
 //!   cargo metadata ──▶ workspace: crates, drawn from the top floor down
 //!   sources ──syn──▶ modules ──▶ imports: file ──▶ file, by the items it names ──▶ rooms: no circles
-//!                       ├──────▶ bounds: lines of a file, fields and methods of a type
-//!                       └──────▶ style: where module files stand, width of comments
+//!                       ├──────▶ bounds: lines of a file
+//!                       └──────▶ style: width of comments
 //!   lock files, cargo metadata ──▶ dependencies: sources, licences and versions of other crates
 //! ```
 //!
-//! - `rooms`: import circles. `bounds`: long files and large types. `style`: what rustfmt does not check.
+//! - `rooms`: import circles. `bounds`: long files, and short ones. `style`: what rustfmt does not check.
 //! - `dependencies`: where crates of others come from, and under which licence.
 //! - `workspace`, `modules`, `imports`: shared by these.
 //!
@@ -20,7 +20,6 @@ mod bounds;
 mod dependencies;
 mod imports;
 mod modules;
-mod rooms;
 mod style;
 mod workspace;
 
@@ -35,25 +34,22 @@ pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + S
 /// Draws the crates, and checks the files of each. `print_ties`: also prints every import between two files.
 ///
 /// # Errors
-/// The import circles, everything that exceeds a bound or is out of style; a source that cannot be read.
+/// The import circles, every file that is out of a bound or of style; a source that cannot be read.
 pub fn check(print_ties: bool) -> Result<()> {
     let workspace = workspace::read()?;
     println!("{}", workspace::drawing(&workspace.members));
-    let (mut circles, mut styles, mut exceeded) = (Vec::new(), Vec::new(), bounds::Exceeded::default());
+    let (mut circles, mut styles, mut unbounded) = (Vec::new(), Vec::new(), Vec::new());
     for target in workspace.members.iter().flat_map(|member| &member.targets) {
         let modules = Modules::read(target, &workspace.root)?;
         let imports = Imports::of(&modules);
         if print_ties {
             print!("{imports}");
         }
-        circles.extend(rooms::circles(&imports));
-        bounds::check(&modules, &mut exceeded);
-        styles.extend(style::check(&modules, &workspace.root));
+        circles.extend(imports::circles(&imports));
+        unbounded.extend(bounds::check(&modules));
+        styles.extend(style::check(&modules));
     }
-    for known in exceeded.obsolete() {
-        eprintln!("note: {known} exceeds no bound any more; remove it from KNOWN in dev/structure/src/bounds.rs");
-    }
-    let (mut failures, large) = (Vec::new(), exceeded.found);
+    let mut failures = Vec::new();
     if !circles.is_empty() {
         failures.push(format!(
             "{} among the files of a crate:\n{}",
@@ -61,12 +57,13 @@ pub fn check(print_ties: bool) -> Result<()> {
             circles.join("\n\n")
         ));
     }
-    if !large.is_empty() {
+    if !unbounded.is_empty() {
         failures.push(format!(
-            "{}; split it, or put `{} <reason>` at the head of the file or above the type:\n{}",
-            count(&large, "exceeded bound"),
-            bounds::MARKER,
-            large.join("\n")
+            "{} out of bounds; cut it where an idea ends, merge it with its caller, or put `{} <reason>` or `{} <reason>` at its head:\n{}",
+            count(&unbounded, "file"),
+            bounds::LARGER,
+            bounds::ALONE,
+            unbounded.join("\n")
         ));
     }
     if !styles.is_empty() {

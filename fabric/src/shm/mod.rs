@@ -12,11 +12,10 @@
 //!     └───── farewell, or the end of the connection ════▶          view: or read in place, no copy at all
 //! ```
 //!
-//! - `wire`: the five messages, pure. **Start here.**
-//! - `exporter`: the source's interface. `server`: regions, grants and connections. `serve`: the thread, and its
-//!   limits.
-//! - `connector`: makes connections. `peer`: the reader's data path.
-//! - `key`: the body of a [`RegionKey`](crate::RegionKey) of this transport.
+//! - `wire`: the five messages, and the body of a [`RegionKey`](crate::RegionKey) of this transport; pure. **Start
+//!   here.**
+//! - `source`: regions, grants and connections, and the thread that admits readers.
+//! - `reader`: makes connections, and copies.
 //!
 //! **Who can connect:** see [`Place`]. A connection without a proof uses none of the places of readers, and nothing
 //! that a peer sends can block a thread: descriptors that it attaches are refused by the system, or closed on a thread
@@ -29,12 +28,8 @@
 //! [`Peer`](crate::Peer) still sees the memory, and zeros after [`Memory::release`](crate::Memory::release). It can see
 //! nothing else, as each generation has its own memory.
 
-mod connector;
-mod exporter;
-mod key;
-mod peer;
-mod serve;
-mod server;
+mod reader;
+mod source;
 mod wire;
 
 #[cfg(test)]
@@ -42,17 +37,15 @@ mod tests;
 
 use std::time::Duration;
 
-pub use connector::ShmConnector;
-pub use exporter::ShmExporter;
+use crate::error::Error;
+pub use crate::memory::Place;
+pub use reader::{ShmConnector, ShmPeer};
+pub use source::ShmExporter;
+
 #[cfg(any(test, feature = "fuzzing"))]
-pub(crate) use key::check_key;
-pub use peer::ShmPeer;
+pub(crate) use wire::check_key;
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) use wire::{Shm, check_farewell};
-
-pub use crate::memory::Place;
-
-use crate::error::Error;
 
 /// Options of the source.
 #[derive(Clone, Debug, PartialEq, Eq)]

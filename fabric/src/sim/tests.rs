@@ -151,3 +151,33 @@ fn a_key_of_another_network_is_refused() {
     let refused = here.network.connector().connect(&key, 1, &SECRET, here.sink.clone());
     assert!(matches!(refused, Err(crate::Error::Key(_))));
 }
+
+#[test]
+fn the_numbers_are_those_of_splitmix64_for_ever() {
+    // The reference implementation's first outputs for the seed 1234567.
+    let mut random = Random::new(1_234_567);
+    assert_eq!(
+        [random.next(), random.next(), random.next()],
+        [6_457_827_717_110_365_317, 3_203_168_211_198_807_973, 9_817_491_932_198_370_423]
+    );
+}
+
+#[test]
+fn what_never_happens_never_does_and_what_always_happens_always_does() {
+    let mut random = Random::new(1);
+    for _ in 0..1000 {
+        assert!(!random.happens(Chance::NEVER));
+        assert!(random.happens(Chance::ALWAYS));
+        assert!((3..=5).contains(&random.within(&(3..=5))));
+        assert!(random.below(7) < 7);
+    }
+}
+
+#[test]
+fn a_shuffle_loses_nothing() {
+    let mut things: Vec<u32> = (0..100).collect();
+    Random::new(2).shuffle(&mut things);
+    assert_ne!(things, (0..100).collect::<Vec<_>>());
+    things.sort_unstable();
+    assert_eq!(things, (0..100).collect::<Vec<_>>());
+}

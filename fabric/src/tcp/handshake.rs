@@ -3,15 +3,11 @@
 
 use std::net::TcpStream;
 
-use super::{
-    socket::Deadline,
-    wire::{Tcp, WELCOME_BYTES},
-};
-use crate::{
-    Denial, Error, Secret,
-    auth::{self, PROOF_BYTES},
-    lane_handshake::{Format, Hello, Proved, Proving, Reader, Refusal, Source},
-};
+use super::socket::Deadline;
+use super::wire::{Tcp, WELCOME_BYTES};
+use crate::grants::{self, PROOF_BYTES};
+use crate::lane_handshake::{Format, Hello, Proved, Proving, Reader, Refusal, Source};
+use crate::{Denial, Error, Secret};
 
 /// The reader's end, which has said hello. The steps are separate, so that the round trips of several lanes overlap.
 pub(super) struct HelloSent<'a> {
@@ -67,7 +63,7 @@ impl<'a> Responder<'a> {
     pub(super) fn challenge(stream: &'a TcpStream, deadline: Deadline) -> Result<Responder<'a>, Error> {
         let mut bytes = [0; Tcp::HELLO_BYTES];
         deadline.read(stream, &mut bytes)?;
-        match Source::challenge(&bytes, &auth::nonce()?) {
+        match Source::challenge(&bytes, &grants::nonce()?) {
             Ok((source, challenge)) => {
                 deadline.write(stream, &challenge)?;
                 Ok(Responder { stream, deadline, source })

@@ -16,45 +16,42 @@
 //!                                                          peer   depth, order, time-outs
 //! ```
 //!
-//! - `wire`: the bytes, pure. **Start here**, or with `docs/fabric-tcp.md`.
+//! - `wire`: the bytes, and the body of a [`RegionKey`](crate::RegionKey) of this transport; pure. **Start here**, or
+//!   with `docs/fabric-tcp.md`.
 //! - `handshake`: the first four messages over a stream, with deadlines.
-//! - `exporter`: regions, grants, threads and their limits. `serve`: the source's data path. `pacer`: its rate limit,
-//!   and `background`: that of a transfer which leaves the network link to others.
-//! - `connector`: makes connections. `peer` and `lane`: the reader's data path.
-//! - `socket`: options of a connection; `key`: the body of a [`RegionKey`](crate::RegionKey) of this transport.
+//! - `source`: regions, grants, threads and their limits, and the source's data path. `pacer`: its rate limit, and
+//!   `background`: that of a transfer which leaves the network link to others.
+//! - `reader`: makes connections; lanes, and how reads are distributed over them.
+//! - `socket`: options of a connection.
 //!
 //! The reader has no receiving thread: it would have to wake the thread that wants the bytes, which on two cores shared
 //! with the source is a context switch per read. [`Peer::poll`](crate::Peer::poll) receives on the caller's thread
 //! instead. What is not polled for waits in the kernel's buffer, which is the desired back-pressure.
 
 mod background;
-mod connector;
-mod exporter;
 mod handshake;
-mod key;
-mod lane;
 mod pacer;
-mod peer;
-mod serve;
+mod reader;
 mod socket;
+mod source;
 mod wire;
 
 #[cfg(test)]
 mod tests;
 
-use std::{num::NonZeroU64, time::Duration};
-
-pub use background::Upload;
-pub use connector::TcpConnector;
-pub use exporter::TcpExporter;
-#[cfg(any(test, feature = "fuzzing"))]
-pub(crate) use key::check_key;
-pub use peer::TcpPeer;
-pub use wire::LANE_MAGIC;
-#[cfg(any(test, feature = "fuzzing"))]
-pub(crate) use wire::{Tcp, check_messages};
+use std::num::NonZeroU64;
+use std::time::Duration;
 
 use crate::Error;
+pub use background::Upload;
+pub use reader::{TcpConnector, TcpPeer};
+pub use source::TcpExporter;
+pub use wire::LANE_MAGIC;
+
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) use wire::check_key;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) use wire::{Tcp, check_messages};
 
 /// Options of both ends. The ends need not agree: each uses the options that concern it.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -3,31 +3,26 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::{
-    io::{Read, Write},
-    net::{SocketAddr, TcpListener, TcpStream},
-    num::NonZeroU64,
-    sync::Arc,
-    thread,
-    time::{Duration, Instant},
-};
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::num::NonZeroU64;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
-use super::{
-    exporter::UNPROVED,
-    handshake::Responder,
-    key,
-    socket::Deadline,
-    wire::{Answer, Request, Status, TAG_LANE, Tcp, WELCOME_BYTES, decode_challenge},
-    *,
-};
+use super::handshake::Responder;
+use super::socket::Deadline;
+use super::source::UNPROVED;
+use super::wire::{self, Answer, Request, Status, TAG_LANE, Tcp, WELCOME_BYTES, decode_challenge};
+use super::*;
 use crate::admission::GRACE;
+use crate::lane_handshake::{Format, Hello};
+use crate::transport::wait_readable;
 use crate::{
     Completion, Connector, Denial, Exporter, Memory, Pages, Peer, ReadError, ReadRequest, RegionId, RegionKey, Regions,
     Secret,
-    lane_handshake::{Format, Hello},
-    transport::wait_readable,
 };
 
 const ID: RegionId = RegionId { generation: 7, region: 1 };
@@ -554,7 +549,7 @@ struct FakeSource {
 impl FakeSource {
     fn new(play: impl FnOnce(&TcpStream) + Send + 'static) -> FakeSource {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let key = key::encode(ID, REGION_BYTES, listener.local_addr().unwrap()).unwrap();
+        let key = wire::encode(ID, REGION_BYTES, listener.local_addr().unwrap()).unwrap();
         let thread = thread::spawn(move || {
             let (stream, _) = listener.accept().unwrap();
             play(&stream);

@@ -14,9 +14,9 @@
 //!   (the card answers)                                           peer   depth, order, time-outs, waiting
 //! ```
 //!
-//! - `wire`: the handshake's bytes, pure. **Start here.** `handshake`: the memory for its messages.
-//! - `exporter`: the source's interface; `server`: regions, grants and connections; `serve`: the source's thread.
-//! - `connector`: makes connections; `lane` and `peer`: the reader's data path.
+//! - `wire`: the handshake's bytes, the memory for them, and the body of a region key; pure. **Start here.**
+//! - `source`: regions, grants, connections and devices, and the source's thread.
+//! - `reader`: makes connections; lanes, and how reads are distributed over them.
 //!
 //! Queue pairs, completion queues, registrations and the connection manager are in `remora-rdma`.
 //!
@@ -34,15 +34,8 @@
 //! - Any error retires the peer, which destroys its queue pairs: after that no card writes to the sink.
 //! - Exported memory must not be [released](crate::Memory::release): the card would keep the old pages.
 
-mod connector;
-mod exporter;
-mod handshake;
-mod key;
-mod lane;
-mod peer;
-mod serve;
-mod server;
-mod unproved;
+mod reader;
+mod source;
 mod wire;
 
 #[cfg(test)]
@@ -50,21 +43,18 @@ mod tests;
 
 use std::time::Duration;
 
-pub use connector::VerbsConnector;
-pub use exporter::VerbsExporter;
-#[cfg(any(test, feature = "fuzzing"))]
-pub(crate) use key::check_key;
-pub use peer::VerbsPeer;
+pub use remora_rdma::DISABLE;
 use remora_rdma::cm::ConnectOptions;
-pub use remora_rdma::{
-    DISABLE,
-    ports::{RdmaAddress, addresses_of, rdma_addresses},
-    report::{DeviceReport, PortReport, Report, devices},
-};
-#[cfg(any(test, feature = "fuzzing"))]
-pub(crate) use wire::{Verbs, check_refusal};
+pub use remora_rdma::report::{DeviceReport, PortReport, RdmaAddress, Report, addresses_of, devices, rdma_addresses};
 
 use crate::Error;
+pub use reader::{VerbsConnector, VerbsPeer};
+pub use source::VerbsExporter;
+
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) use wire::check_key;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) use wire::{Verbs, check_refusal};
 
 /// Options of both ends. The ends need not agree: each uses the options that concern it, and the lower number of READs
 /// in flight applies.

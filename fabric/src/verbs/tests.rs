@@ -243,7 +243,7 @@ mod in_the_machine {
         let friend = world.connect().unwrap();
         let address = world.exporter.addresses()[0];
         let status =
-            connector::read_without_proof(&world.options, RdmaVm::address(0).into(), address, ID, friend.remote());
+            reader::read_without_proof(&world.options, RdmaVm::address(0).into(), address, ID, friend.remote());
         assert!(status.unwrap() != ffi::IBV_WC_SUCCESS);
         world.exporter.withdraw(SESSION);
     }

@@ -14,11 +14,15 @@
 //!
 //! All integers are little-endian.
 
-use crate::{
-    Denial, Error, RegionId, TransportKind,
-    auth::{NONCE_BYTES, PROOF_BYTES},
-    lane_handshake::{Format, Hello, Refusal},
-};
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use remora_rdma::objects::{Access, Domain, Registration};
+
+use crate::address::{self, ADDRESS_BYTES};
+use crate::grants::{NONCE_BYTES, PROOF_BYTES};
+use crate::lane_handshake::{Format, Hello, Refusal};
+use crate::{Denial, Error, KeyError, Memory, Pages, RegionId, RegionKey, TransportKind};
 
 /// Bytes of the reader's nonce: what is left of the private data. 192 random bits do not repeat either.
 pub(super) const READER_NONCE_BYTES: usize = 24;
@@ -233,6 +237,58 @@ fn denial(code: u32) -> Result<Denial, Malformed> {
     u8::try_from(code).ok().and_then(Denial::from_code).ok_or(Malformed::Denial)
 }
 
+// The memory for the handshake's messages, and its layout. `lane_handshake` decides what is sent.
+
+/// One page for the two messages that are sent over the connection, and for the reader's first READ. It is shared
+/// memory, like all memory that is registered, so that a fork copies nothing. No remote end has rights to it.
+pub(super) fn buffer(domain: &Arc<Domain>) -> Result<Arc<Registration>, Error> {
+    let memory = Memory::create("remora-verbs-buffer", BUFFER_BYTES, Pages::Small)?;
+    Ok(Registration::new(domain, &Arc::new(memory), Access::Landing)?)
+}
+
+const BUFFER_BYTES: u64 = 4096;
+
+/// Offsets of the outgoing message, of the incoming one, and of the trial READ.
+pub(super) const OUTGOING: u64 = 0;
+
+pub(super) const INCOMING: u64 = 128;
+
+pub(super) const TRIAL: u64 = 2048;
+
+/// Maximum size of the trial READ.
+pub(super) const TRIAL_BYTES: u64 = 1024;
+
+// The body of a [`RegionKey`] of this transport: the addresses to connect to, one per port of the source. The card's
+// key is not included: only readers that have proved their session get it.
+
+/// The key of `id`, to be read at any of `addresses`. An unspecified host stands for the host by which the reader
+/// reached the source.
+pub(super) fn encode(id: RegionId, length: u64, addresses: &[SocketAddr]) -> Result<RegionKey, Error> {
+    let body: Vec<u8> = addresses.iter().take(MAX_ADDRESSES).flat_map(|at| address::encode(*at)).collect();
+    Ok(RegionKey::new(TransportKind::Verbs, id, length, &body)?)
+}
+
+/// The addresses in `key`; at least one.
+pub(super) fn addresses(key: &RegionKey, fallback_host: Option<SocketAddr>) -> Result<Vec<SocketAddr>, Error> {
+    key.expect(TransportKind::Verbs)?;
+    let (entries, rest) = key.body().as_chunks::<ADDRESS_BYTES>();
+    if entries.is_empty() || !rest.is_empty() || entries.len() > MAX_ADDRESSES {
+        return Err(KeyError::Body("its verbs part does not contain 1 to 8 addresses").into());
+    }
+    entries.iter().map(|entry| address::decode(entry, fallback_host)).collect()
+}
+
+/// Maximum number of ports of one source. A key of that many addresses is far below its size limit.
+pub(super) const MAX_ADDRESSES: usize = 8;
+
+/// For the fuzz targets: the addresses in a key survive encoding.
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) fn check_key(key: &RegionKey) {
+    let Ok(at) = addresses(key, None) else { return };
+    let again = encode(key.id(), key.length(), &at).and_then(|key| addresses(&key, None));
+    assert_eq!(again.ok(), Some(at));
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -304,6 +360,23 @@ mod tests {
     fn every_refusal_keeps_its_reason() {
         for refusal in [Refusal::Malformed, Refusal::Denied(Denial::Busy), Refusal::Denied(Denial::NotGranted)] {
             assert_eq!(decode_refusal(&padded(&Verbs::refusal(refusal).unwrap())), Ok(refusal));
+        }
+    }
+
+    const ID: RegionId = RegionId { generation: 1, region: 2 };
+
+    #[test]
+    fn addresses_come_back_out_of_their_key() {
+        let given: Vec<SocketAddr> = vec!["10.0.0.1:7".parse().unwrap(), "[fd00::1]:8".parse().unwrap()];
+        assert_eq!(addresses(&encode(ID, 1, &given).unwrap(), None).unwrap(), given);
+        assert!(matches!(addresses(&encode(ID, 1, &[]).unwrap(), None), Err(Error::Key(_))));
+    }
+
+    proptest! {
+        #[test]
+        fn any_body_is_addresses_or_an_error(body in prop::collection::vec(any::<u8>(), 0..200)) {
+            let key = RegionKey::new(TransportKind::Verbs, ID, 1, &body).unwrap();
+            let _ = addresses(&key, None);
         }
     }
 }

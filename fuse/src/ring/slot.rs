@@ -12,7 +12,7 @@ use std::sync::Arc;
 use remora_memory::Memory;
 
 use crate::abi::{IN_HEADER_BYTES, out_header};
-use crate::payload::{Payload, Sink, SinkPlace};
+use crate::answer::{Payload, Sink, SinkPlace};
 
 /// `fuse_uring_req_header`: the request's head or the answer's, the operation's fields, and what belongs to the
 /// ring.

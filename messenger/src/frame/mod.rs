@@ -23,12 +23,20 @@
 //! receiver chooses where the data lands before a byte of it is read, and a receiver without room does not go on.
 
 mod reader;
-mod writer;
+#[cfg(test)]
+mod tests;
 
-pub use self::reader::{Reader, Step, Unfit};
-pub use self::writer::Writer;
+use std::collections::VecDeque;
+use std::io::IoSlice;
+
+use bytes::Bytes;
+use hmac::{Hmac, Mac};
+use remora_wire::derive;
+use sha2::Sha256;
 
 use crate::buffer::Buffer;
+use crate::handshake::Role;
+pub use reader::{Reader, Step, Unfit};
 
 /// The content of the first 32 bytes of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -198,10 +206,222 @@ pub const DIRECT_FROM_BYTES: usize = 16 * 1024;
 pub const COPIED_UP_TO_BYTES: usize = 1024;
 
 const MAX_ALIGNMENT_LOG2: u8 = crate::buffer::MAX_ALIGNMENT.trailing_zeros() as u8;
+
 const SUMS_BYTES: usize = 4 * BODIES;
+
 const PARTS: [&str; BODIES] = ["front", "middle", "data"];
+
 const FLAG_SUMMED: u8 = 1;
+
 const FLAG_SEALED: u8 = 2;
 
-#[cfg(test)]
-mod tests;
+// Frames on their way out, in as few pieces as possible.
+
+/// Frames to be sent: small parts are copied one after the other, large ones are referred to, so that many frames go in
+/// one vectored send.
+pub struct Writer {
+    summed: bool,
+    seals: Option<Seals>,
+    pieces: VecDeque<Piece>,
+    /// Small parts, which pieces refer to by position. Emptied when everything is sent.
+    scratch: Vec<u8>,
+    /// Bytes of the first piece that are sent.
+    gone: usize,
+    bytes: usize,
+}
+
+enum Piece {
+    Scratch { start: usize, end: usize },
+    Shared(Bytes),
+}
+
+impl Writer {
+    /// A writer that adds checksums of bodies if `summed`, and ends each frame with a seal if there are `seals`.
+    pub fn new(summed: bool, seals: Option<Seals>) -> Writer {
+        Writer { summed, seals, pieces: VecDeque::new(), scratch: Vec::new(), gone: 0, bytes: 0 }
+    }
+
+    /// Appends a frame. Its bodies are held until they are sent. `alignment` is the wanted alignment of the data in
+    /// bytes, a power of two.
+    ///
+    /// # Panics
+    /// If the head is longer than [`HEAD_BYTES`] or a body longer than [`MAX_SEGMENT_BYTES`]: the makers of
+    /// messages check that.
+    pub fn frame(&mut self, tag: u8, head: &[u8], bodies: [Bytes; BODIES], alignment: usize) {
+        assert!(head.len() <= HEAD_BYTES, "heads are fixed records of at most HEAD_BYTES");
+        let length = |body: &Bytes| u32::try_from(body.len()).expect("messages are checked against MAX_SEGMENT_BYTES");
+        let preamble = Preamble {
+            tag,
+            summed: self.summed,
+            sealed: self.seals.is_some(),
+            head: head.len() as u16,
+            bodies: bodies.each_ref().map(length),
+            alignment: (alignment.max(1).ilog2() as u8).min(MAX_ALIGNMENT_LOG2),
+            head_sum: checksum(head),
+        };
+        let bytes = preamble.encode();
+        let seal: Option<Seal> =
+            self.seals.as_mut().map(|seals| seals.next(&bytes, head, bodies.each_ref().map(|body| -> &[u8] { body })));
+        let sums = preamble.has_sums().then(|| bodies.each_ref().map(|body| checksum(body).to_le_bytes()));
+        self.copy([&bytes, head]);
+        bodies.into_iter().for_each(|body| self.body(body));
+        if let Some(sums) = sums {
+            self.copy([sums.as_flattened()]);
+        }
+        if let Some(seal) = seal {
+            self.copy([&seal]);
+        }
+    }
+
+    /// Whether there is nothing to send.
+    pub fn is_empty(&self) -> bool {
+        self.bytes == 0
+    }
+
+    /// Number of bytes to be sent.
+    pub fn len(&self) -> usize {
+        self.bytes
+    }
+
+    /// Fills `slices` with the next bytes to send. Returns the number of slices used.
+    pub fn slices<'a>(&'a self, slices: &mut [IoSlice<'a>]) -> usize {
+        let mut count = 0;
+        for (piece, slice) in self.pieces.iter().zip(slices) {
+            let bytes = self.piece(piece);
+            let from = if count == 0 { self.gone } else { 0 };
+            *slice = IoSlice::new(&bytes[from..]);
+            count += 1;
+        }
+        count
+    }
+
+    /// The bytes to send, if they are in one piece: small messages are, and need no vector.
+    pub fn only_piece(&self) -> Option<&[u8]> {
+        match self.pieces.len() {
+            1 => self.piece(&self.pieces[0]).get(self.gone..),
+            _ => None,
+        }
+    }
+
+    /// Notes that `count` bytes are sent.
+    pub fn sent(&mut self, mut count: usize) {
+        self.bytes -= count.min(self.bytes);
+        while let Some(piece) = self.pieces.front() {
+            let rest = self.piece(piece).len() - self.gone;
+            if count < rest {
+                self.gone += count;
+                return;
+            }
+            count -= rest;
+            self.gone = 0;
+            self.pieces.pop_front();
+        }
+        self.scratch.clear();
+        self.scratch.shrink_to(SCRATCH_KEPT_BYTES);
+    }
+
+    fn piece<'a>(&'a self, piece: &'a Piece) -> &'a [u8] {
+        match piece {
+            Piece::Scratch { start, end } => &self.scratch[*start..*end],
+            Piece::Shared(bytes) => bytes,
+        }
+    }
+
+    fn body(&mut self, body: Bytes) {
+        if body.len() <= COPIED_UP_TO_BYTES {
+            return self.copy([&body]);
+        }
+        self.bytes += body.len();
+        self.pieces.push_back(Piece::Shared(body));
+    }
+
+    fn copy<const N: usize>(&mut self, parts: [&[u8]; N]) {
+        let start = self.scratch.len();
+        parts.into_iter().for_each(|part| self.scratch.extend_from_slice(part));
+        let now = self.scratch.len();
+        self.bytes += now - start;
+        match self.pieces.back_mut() {
+            Some(Piece::Scratch { end, .. }) => *end = now,
+            _ if now == start => {}
+            _ => self.pieces.push_back(Piece::Scratch { start, end: now }),
+        }
+    }
+}
+
+/// A connection keeps at most this much scratch memory: the heads of a hundred messages. Opening a session needs a few
+/// hundred bytes.
+const SCRATCH_KEPT_BYTES: usize = 16 * 1024;
+
+// A keyed hash at the end of each frame, over its direction, its number and all its bytes. A checksum finds
+// accidental changes; a seal also finds deliberate ones. The key comes from the handshake ([`crate::handshake`]).
+
+/// A truncated HMAC-SHA256. With sixteen bytes a guess succeeds with probability 2^-128, and a wrong guess ends the
+/// connection.
+pub type Seal = [u8; SEAL_BYTES];
+
+/// The seals of one direction of a connection, in order.
+pub struct Seals {
+    /// Keyed once: each frame's seal starts from a copy.
+    key: Hmac<Sha256>,
+    direction: u8,
+    sequence: u64,
+}
+
+impl Seals {
+    /// The seals of the frames that `sender` sends, for a key that only the two ends know.
+    pub fn new(session_key: &[u8; 32], sender: Role) -> Seals {
+        let (direction, label) = match sender {
+            Role::Caller => (0, LABEL_CLIENT),
+            Role::Called => (1, LABEL_SERVER),
+        };
+        let key =
+            <Hmac<Sha256> as Mac>::new_from_slice(&derive(session_key, label)).expect("HMAC takes keys of any length");
+        Seals { key, direction, sequence: 0 }
+    }
+
+    /// Computes the next frame's seal.
+    pub fn next(&mut self, preamble: &[u8], head: &[u8], bodies: [&[u8]; BODIES]) -> Seal {
+        let whole = self.hash(preamble, head, bodies).finalize().into_bytes();
+        let mut seal = [0; SEAL_BYTES];
+        seal.copy_from_slice(&whole[..SEAL_BYTES]);
+        self.sequence += 1;
+        seal
+    }
+
+    /// Checks the next frame's seal. The time it takes does not depend on the bytes compared.
+    ///
+    /// # Errors
+    /// [`Malformed::Forged`].
+    pub fn check(
+        &mut self,
+        seal: &[u8],
+        preamble: &[u8],
+        head: &[u8],
+        bodies: [&[u8]; BODIES],
+    ) -> Result<(), Malformed> {
+        let forged = Malformed::Forged { sequence: self.sequence };
+        if seal.len() != SEAL_BYTES {
+            return Err(forged);
+        }
+        self.hash(preamble, head, bodies).verify_truncated_left(seal).map_err(|_| forged)?;
+        self.sequence += 1;
+        Ok(())
+    }
+
+    fn hash(&self, preamble: &[u8], head: &[u8], bodies: [&[u8]; BODIES]) -> Hmac<Sha256> {
+        let mut hash = self.key.clone();
+        hash.update(&[self.direction]);
+        hash.update(&self.sequence.to_le_bytes());
+        hash.update(preamble); // holds all lengths: the bytes that follow can be split in one way only
+        hash.update(head);
+        bodies.iter().for_each(|body| hash.update(body));
+        hash
+    }
+}
+
+/// Length of a seal, in bytes.
+pub const SEAL_BYTES: usize = 16;
+
+const LABEL_CLIENT: &[u8] = b"message seals of the client";
+
+const LABEL_SERVER: &[u8] = b"message seals of the server";

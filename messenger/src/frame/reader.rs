@@ -3,11 +3,10 @@
 use remora_memory::crc;
 
 use super::{
-    BODIES, DIRECT_FROM_BYTES, HEAD_BYTES, Limits, Malformed, NO_BODIES, PARTS, PREAMBLE_BYTES, Preamble, SUMS_BYTES,
-    checksum,
+    BODIES, DIRECT_FROM_BYTES, HEAD_BYTES, Limits, Malformed, NO_BODIES, PARTS, PREAMBLE_BYTES, Preamble, SEAL_BYTES,
+    SUMS_BYTES, Seals, checksum,
 };
 use crate::buffer::Buffer;
-use crate::seal::{SEAL_BYTES, Seals};
 
 /// The memory does not fit the bodies of the frame that is being read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]

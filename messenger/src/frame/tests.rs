@@ -1,13 +1,14 @@
 //! Frames survive any splitting of their bytes, and bytes that are not frames are refused.
 #![allow(clippy::unwrap_used)]
 
-use super::*;
-use crate::handshake::Role;
-use crate::seal::Seals;
+use std::io::IoSlice;
+
 use bytes::Bytes;
 use proptest::collection::vec;
 use proptest::prelude::*;
-use std::io::IoSlice;
+
+use super::{Seals, *};
+use crate::handshake::Role;
 
 const LIMITS: Limits = Limits { front: 1 << 20, data: 1 << 20 };
 

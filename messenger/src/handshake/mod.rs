@@ -25,7 +25,7 @@
 //! - The caller proves itself first. Until then the called end sends nothing that depends on the token.
 //! - The session's key depends on the token and the whole handshake, both proofs included. No part of it crosses the
 //!   wire.
-//! - Everything after the handshake is sealed with keys derived from the session's key ([`crate::seal`]).
+//! - Everything after the handshake is sealed with keys derived from the session's key ([`crate::frame`]).
 //! - On a link that is a secure channel, the proofs and the key also depend on the channel ([`Handshake::bind`]). An
 //!   attacker in the middle who terminates the channel at both ends has two channels, so neither proof is valid.
 //! - A called end that fails sends at most one `Refuse`. It is not authenticated: the caller only shows it in the
@@ -35,14 +35,13 @@
 
 pub mod error;
 pub mod frame;
-mod unauthenticated;
 
 use std::fmt;
 use std::ops::Deref;
 use std::time::{Duration, Instant};
 
 use remora_wire::codec::{Codec, Reader, TooLarge, cut};
-use remora_wire::proof::{PROOF_BYTES, proof, verify};
+use remora_wire::token::{PROOF_BYTES, proof, verify};
 use remora_wire::{Token, printable, record};
 
 use frame::{Decoder, Frame, MAX_HANDSHAKE_PAYLOAD_BYTES};
@@ -294,7 +293,7 @@ impl<T: Deref<Target = Token>> Handshake<T> {
         let length = wanted.len().min(bytes.len());
         if bytes[..length] != wanted[..length] {
             let begun = [&MAGIC[..self.magic_received], bytes].concat();
-            return Err(HandshakeError::NotRemora { looks_like: unauthenticated::looks_like(&begun) });
+            return Err(HandshakeError::NotRemora { looks_like: error::looks_like(&begun) });
         }
         self.magic_received += length;
         if length > 0 && self.magic_received == MAGIC.len() {

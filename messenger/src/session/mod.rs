@@ -44,22 +44,15 @@
 //! - **No circular wait.** Every state but Ready and Closed ends after a time limit, except Standby of a peer, which
 //!   waits for nothing.
 
-mod events;
-mod queue;
-mod receipts;
-mod retries;
-mod standing;
+#[cfg(test)]
+mod tests;
 
 use std::collections::VecDeque;
-use std::time::Instant;
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
 
-pub use self::events::{Action, LinkId, LocalEnd, News, Outgoing, Over, Payload, Verdict, Violation};
-
-use self::queue::SendQueue;
-use self::receipts::Receipts;
-use self::retries::Retries;
 use crate::policy::Policy;
-use crate::signal::{Cookie, Label, Open, Refusal, Signal};
+use crate::signal::{Cookie, Entity, Label, Open, Refusal, Signal};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
@@ -73,7 +66,6 @@ enum State {
 }
 
 /// One end of a session. `T` is a message.
-// Larger than the bound: one state machine. Each event is a method, and so is each step that several events share.
 pub struct Session<T> {
     policy: Policy,
     local_end: LocalEnd,
@@ -569,7 +561,376 @@ impl<T> Session<T> {
         self.queue.clear();
         self.actions.push_back(Action::Tell(news));
     }
+
+    /// Whether a link serves the session.
+    pub fn has_link(&self) -> bool {
+        self.link.is_some()
+    }
+
+    /// Whether the session is over.
+    pub fn is_closed(&self) -> bool {
+        self.state == State::Closed
+    }
+
+    /// Whether messages flow.
+    pub fn is_ready(&self) -> bool {
+        self.state == State::Ready
+    }
+
+    /// Whether messages flow, the peer has received all that were sent, and there is nothing to do for the owner.
+    pub fn is_quiet(&self) -> bool {
+        self.is_ready() && self.link.is_some() && self.actions.is_empty() && !self.closing && self.queue.is_heard()
+    }
+
+    /// The link that serves the session.
+    pub fn link(&self) -> Option<LinkId> {
+        self.link
+    }
+
+    /// The cookie of this end.
+    pub fn cookie(&self) -> Cookie {
+        self.ours
+    }
+
+    /// Number of messages queued and not acknowledged (lossy: not written).
+    pub fn unacknowledged(&self) -> usize {
+        self.queue.len()
+    }
 }
 
-#[cfg(test)]
-mod tests;
+// What a session is told, and what it asks of its owner.
+
+/// A link, by a number that the session's owner gives it. No number is used twice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct LinkId(pub u64);
+
+/// The end that a session belongs to, and how it reaches the other end.
+#[derive(Debug, Clone, Copy)]
+pub struct LocalEnd {
+    /// This messenger.
+    pub entity: Entity,
+    /// The address that this end listens at, if it does: the peer may connect there, so this end may stand by.
+    pub address: Option<SocketAddr>,
+    /// Whether this end knows where to connect.
+    pub can_call: bool,
+}
+
+/// What the owner of a session has to do, in this order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Action {
+    /// Connect to the peer, then call `link_up` or `call_failed`.
+    Call,
+    /// Serve the session by this link from now on. Half-written and half-read frames of another link are void.
+    Adopt(LinkId),
+    /// Send that signal on that link, which does not serve the session. Its peer may send OPEN again, or close.
+    Answer(LinkId, Signal),
+    /// Close that link.
+    Hang(LinkId),
+    /// Tell the owner of the connection.
+    Tell(News),
+}
+
+/// An event for the owner of the connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum News {
+    /// The session is ready: for the first time, or again after a broken link.
+    Connected,
+    /// The peer has forgotten the session, or the link of a lossy session broke. A lossless session starts again by
+    /// itself.
+    Reset {
+        /// Messages that were not acknowledged (lossy: not written). The peer may or may not have received them.
+        unacknowledged: usize,
+        /// Whether this end goes on, with an empty queue.
+        goes_on: bool,
+    },
+    /// The session is over, and everything that this end had queued was written.
+    Closed,
+    /// The peer refuses the session. This end does not try again.
+    Refused(Refusal),
+}
+
+impl News {
+    /// Whether the session is over with this event.
+    pub fn is_last(self) -> bool {
+        !matches!(self, News::Connected | News::Reset { goes_on: true, .. })
+    }
+}
+
+/// What to write next on the session's link.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Outgoing<'a, T> {
+    /// A frame of the session itself.
+    Signal(Signal),
+    /// A message, with its number and its acknowledgement.
+    Message {
+        /// Its number.
+        number: u64,
+        /// Number of the last message received.
+        heard: u64,
+        /// The message.
+        message: Payload<'a, T>,
+    },
+}
+
+/// A message to be written.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Payload<'a, T> {
+    /// Written once, and not kept by the session.
+    Owned(T),
+    /// Kept by the session until it is acknowledged, to be written again.
+    Kept(&'a T),
+}
+
+/// What to do with a received message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// Deliver it to the owner.
+    Deliver,
+    /// Drop it: it was received before.
+    Known,
+}
+
+/// The peer violates the protocol. Close its link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Violation {
+    /// The current state does not allow the frame.
+    #[error("sent a frame out of turn")]
+    OutOfTurn,
+    /// A message is missing.
+    #[error("sent message {found}; expected {wanted}")]
+    Gap {
+        /// The number that was received.
+        found: u64,
+        /// The number that was expected.
+        wanted: u64,
+    },
+    /// The peer acknowledges a message that was not sent.
+    #[error("acknowledged message {found}; only {sent} were sent")]
+    Unsent {
+        /// The number that it acknowledges.
+        found: u64,
+        /// The last number written.
+        sent: u64,
+    },
+}
+
+/// The session is over: nothing can be sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the session is over")]
+pub struct Over;
+
+// What a session says of itself.
+
+// How long to wait before the next attempt to connect.
+
+/// Attempts that failed in a row. Pauses double, and vary at random.
+struct Retries {
+    failures: u32,
+    jitter: u64,
+}
+
+impl Retries {
+    /// `seed`: any number that differs between sessions.
+    fn new(seed: u64) -> Retries {
+        Retries { failures: 0, jitter: seed | 1 }
+    }
+
+    /// An attempt has succeeded.
+    fn succeeded(&mut self) {
+        self.failures = 0;
+    }
+
+    /// An attempt has failed. Returns how long to wait before the next one.
+    fn failed(&mut self, policy: &Policy) -> Duration {
+        self.failures += 1;
+        let doubled = policy.first_pause * 2u32.saturating_pow(self.failures.min(20) - 1);
+        let pause = doubled.min(policy.longest_pause);
+        pause / 2 + pause.mul_f64(self.random() / 2.0)
+    }
+
+    /// A number from 0 to 1 (xorshift): enough to keep sessions that broke together from connecting together.
+    fn random(&mut self) -> f64 {
+        self.jitter ^= self.jitter << 13;
+        self.jitter ^= self.jitter >> 7;
+        self.jitter ^= self.jitter << 17;
+        (self.jitter >> 11) as f64 / (1u64 << 53) as f64
+    }
+}
+
+// Messages on their way to the peer, by their numbers.
+
+/// Messages that are queued and not acknowledged (lossy: not written), in order. They are numbered from 1.
+struct SendQueue<T> {
+    messages: VecDeque<T>,
+    /// The number of the first message.
+    first: u64,
+    /// How many of the messages are written on the current link.
+    written: usize,
+    /// The last message that the peer says to have received.
+    heard: u64,
+}
+
+impl<T> SendQueue<T> {
+    fn new() -> SendQueue<T> {
+        SendQueue { messages: VecDeque::new(), first: 1, written: 0, heard: 0 }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.messages.is_empty()
+    }
+
+    fn len(&self) -> usize {
+        self.messages.len()
+    }
+
+    /// The messages.
+    #[cfg(test)]
+    fn messages(&self) -> &VecDeque<T> {
+        &self.messages
+    }
+
+    /// Queues messages, and empties `messages`.
+    fn append(&mut self, messages: &mut VecDeque<T>) {
+        match self.messages.is_empty() {
+            true => std::mem::swap(&mut self.messages, messages), // the usual case, in which nothing is moved
+            false => self.messages.append(messages),
+        }
+    }
+
+    /// Whether a message is to be written on the current link.
+    fn has_unwritten(&self) -> bool {
+        self.written < self.messages.len()
+    }
+
+    /// Number of the last message queued.
+    fn last(&self) -> u64 {
+        self.first - 1 + self.messages.len() as u64
+    }
+
+    /// Number of the last message written on the current link.
+    fn last_written(&self) -> u64 {
+        self.first - 1 + self.written as u64
+    }
+
+    /// Whether a peer of this session can have received messages up to that number, and no more.
+    fn may_be_heard(&self, heard: u64) -> bool {
+        (self.first - 1..=self.last()).contains(&heard)
+    }
+
+    /// Takes the next message out, for a session that writes each message once.
+    fn take_next(&mut self) -> Option<(u64, T)> {
+        let message = self.messages.pop_front()?;
+        let number = self.first;
+        self.first += 1;
+        Some((number, message))
+    }
+
+    /// The next message to write. It is kept until it is acknowledged.
+    fn write_next(&mut self) -> Option<(u64, &T)> {
+        let number = self.first + self.written as u64;
+        let message = self.messages.get(self.written)?;
+        self.written += 1;
+        Some((number, message))
+    }
+
+    /// The peer says that it has received messages up to that number.
+    fn note_heard(&mut self, heard: u64) {
+        self.heard = heard;
+    }
+
+    /// Whether the peer has received every message.
+    fn is_heard(&self) -> bool {
+        self.heard == self.last()
+    }
+
+    /// Drops messages up to that number.
+    fn release(&mut self, heard: u64) {
+        while self.first <= heard && self.messages.pop_front().is_some() {
+            self.first += 1;
+            self.written = self.written.saturating_sub(1);
+        }
+    }
+
+    /// Nothing is written on the current link.
+    fn rewind(&mut self) {
+        self.written = 0;
+    }
+
+    /// Drops all messages. Later ones keep counting.
+    fn clear(&mut self) {
+        self.messages.clear();
+        self.written = 0;
+    }
+
+    /// Drops all messages, and numbers later ones from 1 again.
+    fn restart(&mut self) {
+        self.clear();
+        (self.first, self.heard) = (1, 0);
+    }
+}
+
+// What was received of the peer's messages, and what the peer knows of that.
+
+/// The numbers of the messages received and acknowledged.
+#[derive(Default)]
+struct Receipts {
+    /// Number of the last message received.
+    heard: u64,
+    /// The last number that was acknowledged, and when the rest must be.
+    told: u64,
+    due: Option<Instant>,
+}
+
+impl Receipts {
+    /// Number of the last message received.
+    fn heard(&self) -> u64 {
+        self.heard
+    }
+
+    /// When the messages received must be acknowledged.
+    fn due(&self) -> Option<Instant> {
+        self.due
+    }
+
+    /// Takes only the next message. `lossy`: messages are not acknowledged.
+    fn receive(&mut self, number: u64, lossy: bool, now: Instant) -> Result<Verdict, Violation> {
+        let wanted = self.heard + 1;
+        if number < wanted {
+            return Ok(Verdict::Known);
+        }
+        if number > wanted {
+            return Err(Violation::Gap { found: number, wanted });
+        }
+        self.heard = wanted;
+        if lossy {
+            self.told = self.heard;
+        } else if self.due.is_none() {
+            self.due = Some(now + ACK_AFTER);
+        }
+        Ok(Verdict::Deliver)
+    }
+
+    /// Whether enough messages were received for an acknowledgement of their own.
+    fn are_many(&self) -> bool {
+        self.heard - self.told >= ACK_AFTER_MESSAGES
+    }
+
+    /// The number to acknowledge: a frame that carries it is about to be written.
+    fn acknowledge(&mut self) -> u64 {
+        self.told = self.heard;
+        self.due = None;
+        self.heard
+    }
+
+    /// The peer numbers its messages from 1 again.
+    fn restart(&mut self) {
+        (self.heard, self.told) = (0, 0);
+    }
+}
+
+/// Messages that may be received before they are acknowledged in a frame of their own: one small frame for this many.
+const ACK_AFTER_MESSAGES: u64 = 64;
+
+/// The longest delay of an acknowledgement. Short compared with what a sender can queue, and long enough that a reply
+/// usually carries it.
+const ACK_AFTER: Duration = Duration::from_millis(20);

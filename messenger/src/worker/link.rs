@@ -1,19 +1,23 @@
-//! The state of one link: the handshake, then frames in and frames out. What the frames mean is the session's business;
-//! a link only knows which session it serves.
+//! The state of one link: the handshake, then frames in and frames out. Also the keys that find links and sessions,
+//! timers, and how links end.
+//!
+//! What the frames mean is the session's business; a link only knows which session it serves.
 
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 use std::io::{self, IoSlice, IoSliceMut};
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+use slotmap::{Key as _, KeyData, new_key_type};
 
 use super::Context;
-use super::keys::SessionKey;
-use crate::common::Common;
-use crate::config::{HandshakeConfig, MAY_LEAVE_SEALS, MAY_LEAVE_SUMS};
-use crate::connection::Negotiated;
+use crate::common::{Common, HandshakeConfig, MAY_LEAVE_SEALS, MAY_LEAVE_SUMS};
+use crate::connection::{Connection, Negotiated};
 use crate::error::LinkError;
-use crate::frame::{Limits, Preamble, Reader, Writer};
+use crate::frame::{Limits, Preamble, Reader, Seals, Writer};
 use crate::handshake::{Established, Handshake, Opening, Role};
 use crate::keyring::Key;
-use crate::seal::Seals;
+use crate::session::LinkId;
 use crate::signal::{Label, Signal};
 use crate::stack::Link;
 use crate::throttle::Permit;
@@ -292,6 +296,24 @@ impl LinkState {
             },
         }
     }
+
+    /// Sends the last bytes, then reads and drops what comes until the peer closes.
+    ///
+    /// A socket that is closed with unread bytes in it takes back what it has yet to deliver. So the peer closes first.
+    pub(super) fn leave(&mut self, now: Instant) -> Result<(), LinkError> {
+        if !self.flush(now)? {
+            return Ok(());
+        }
+        let mut rest = [0; PIECE_BYTES];
+        loop {
+            match self.link.receive(&mut [IoSliceMut::new(&mut rest)]) {
+                Ok(0) => return Err(LinkError::Ended),
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(error) => return Err(LinkError::Io(error)),
+            }
+        }
+    }
 }
 
 fn random<const N: usize>() -> Result<[u8; N], LinkError> {
@@ -306,3 +328,108 @@ const HANDSHAKE_PIECE_BYTES: usize = 512;
 /// Pieces per vectored send. Two per message with data, and one behind the last: all that is written ahead in messages
 /// of 4 KiB goes in one call. A call for the rest would cost a segment of its own, and at the peer another waking.
 const SLICES_PER_SEND: usize = 128;
+
+// The keys by which a worker finds its links and its sessions. A key that is out of date finds nothing.
+
+new_key_type! {
+    /// A link of a worker. A key is never used for two links.
+    pub(crate) struct LinkKey;
+}
+
+impl LinkKey {
+    /// The same as a session knows it.
+    pub(super) fn id(self) -> LinkId {
+        LinkId(self.data().as_ffi())
+    }
+
+    pub(super) fn of(id: LinkId) -> LinkKey {
+        LinkKey::from_raw(id.0)
+    }
+
+    pub(super) fn from_raw(raw: u64) -> LinkKey {
+        KeyData::from_ffi(raw).into()
+    }
+}
+
+new_key_type! {
+    /// A session of a worker. A key is never used for two sessions.
+    pub(crate) struct SessionKey;
+}
+
+impl SessionKey {
+    /// The session of a connection, as its worker has noted it there.
+    pub(super) fn of(connection: &Connection) -> SessionKey {
+        KeyData::from_ffi(connection.session_key()).into()
+    }
+}
+
+// A timer heap. An entry is not removed when its deadline moves: the owner sets another one, and ignores the stale
+// entry when it fires.
+
+/// Deadlines with a key each, the earliest first.
+pub(crate) struct Timers<K>(BinaryHeap<Reverse<(Instant, K)>>);
+
+impl<K: Ord + Copy> Default for Timers<K> {
+    fn default() -> Timers<K> {
+        Timers(BinaryHeap::new())
+    }
+}
+
+impl<K: Ord + Copy> Timers<K> {
+    /// Adds a deadline.
+    pub(crate) fn set(&mut self, at: Instant, name: K) {
+        self.0.push(Reverse((at, name)));
+    }
+
+    /// The earliest deadline.
+    pub(crate) fn next(&self) -> Option<Instant> {
+        self.0.peek().map(|Reverse((at, _))| *at)
+    }
+
+    /// Takes an entry whose deadline has passed.
+    pub(crate) fn pop(&mut self, now: Instant) -> Option<(Instant, K)> {
+        if self.next()? > now {
+            return None;
+        }
+        self.0.pop().map(|Reverse(entry)| entry)
+    }
+
+    /// Removes stale entries if there are many more entries than keys. `meant` is the number of keys in use.
+    pub(crate) fn tidy(&mut self, meant: usize, is_meant: impl Fn(Instant, K) -> bool) {
+        if self.0.len() > ENTRIES_PER_NAME * meant + ENTRIES_ALWAYS {
+            self.0.retain(|Reverse((at, name))| is_meant(*at, *name));
+        }
+    }
+}
+
+/// Stale entries are cheap; removing them costs a walk over the heap.
+const ENTRIES_PER_NAME: usize = 4;
+
+const ENTRIES_ALWAYS: usize = 1024;
+
+// How links end in good order: what is written is sent, then the peer closes first.
+
+/// How long the last bytes of a link may take to be sent.
+pub(super) const LEAVING_LIMIT: Duration = Duration::from_secs(1);
+
+/// How often links that are leaving are looked at while the worker stops.
+pub(super) const LEAVING_PACE: Duration = Duration::from_millis(5);
+
+/// One read of what a peer sends to an end that no longer reads it.
+const PIECE_BYTES: usize = 4096;
+
+#[cfg(test)]
+mod tests {
+    use slotmap::SlotMap;
+
+    use super::*;
+
+    #[test]
+    fn a_key_survives_the_ways_through_epoll_and_a_session() {
+        let mut links: SlotMap<LinkKey, ()> = SlotMap::with_key();
+        let key = links.insert(());
+        assert_eq!(LinkKey::from_raw(key.data().as_ffi()), key);
+        assert_eq!(LinkKey::of(key.id()), key);
+        assert_eq!(links.get(LinkKey::from_raw(u64::MAX)), None);
+    }
+}

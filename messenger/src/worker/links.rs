@@ -1,17 +1,18 @@
 //! The links of a worker: found by key, watched by the reactor, looked at when their time has come.
 
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use slotmap::SlotMap;
 
-use super::Context;
-use super::keys::{LinkKey, SessionKey};
-use super::link::{LinkState, Phase};
-use super::reactor::Reactor;
-use super::timers::Timers;
+use super::link::{LinkKey, LinkState, Phase, SessionKey, Timers};
+use super::{Command, Context, Reactor};
 use crate::connection::Negotiated;
 use crate::error::LinkError;
 use crate::frame::Limits;
+use crate::stack::Listener;
 
 /// See the module's documentation.
 pub(super) struct LinkTable {
@@ -189,6 +190,62 @@ impl LinkTable {
         self.links.iter().filter(|(_, link)| is_leaving(link)).map(|(key, _)| key).collect()
     }
 }
+
+// Accepts connections, and shares them out among the workers of the messenger.
+
+/// The listeners of a worker.
+#[derive(Default)]
+pub(super) struct Acceptor {
+    listeners: Vec<Box<dyn Listener>>,
+}
+
+/// Where an accepted connection goes.
+pub(super) enum Accepted {
+    /// This worker is to serve it.
+    Here(Box<LinkState>),
+    /// Another worker has it.
+    Elsewhere,
+}
+
+impl Acceptor {
+    /// Begins to accept there.
+    pub(super) fn listen(&mut self, listener: Box<dyn Listener>, reactor: &Reactor) {
+        match reactor.add_listener(self.listeners.len(), listener.descriptor()) {
+            Ok(()) => self.listeners.push(listener),
+            Err(error) => tracing::error!(address = %listener.address(), %error, "cannot listen"),
+        }
+    }
+
+    /// Accepts the next connection of a listener and begins its handshake. `None`: there is none, or it failed.
+    pub(super) fn accept(&mut self, index: usize, cx: &Context) -> Option<Accepted> {
+        let listener = self.listeners.get_mut(index)?;
+        let link = match listener.accept() {
+            Ok(link) => link,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return None,
+            Err(error) => {
+                tracing::warn!(address = %listener.address(), %error, "cannot accept");
+                return None;
+            }
+        };
+        let link = match LinkState::called(link, &cx.common, cx.now) {
+            Ok(link) => Box::new(link),
+            Err(broken) => {
+                tracing::warn!(%broken, "cannot begin a handshake");
+                return None;
+            }
+        };
+        let next = cx.common.next_worker.fetch_add(1, Ordering::Relaxed);
+        let worker = cx.workers.get(next % cx.workers.len().max(1));
+        match worker.filter(|worker| !Arc::ptr_eq(worker, &cx.inbox)) {
+            Some(worker) => worker.post(Command::Take(link)),
+            None => return Some(Accepted::Here(link)),
+        }
+        Some(Accepted::Elsewhere)
+    }
+}
+
+/// Connections accepted in a row, after which other events have their turn.
+pub(super) const ACCEPTS_PER_TURN: usize = 64;
 
 #[cfg(test)]
 mod tests {

@@ -13,50 +13,37 @@
 //! What the owner sends while a message is dispatched stays in the connection's queue until all messages that came
 //! together are dispatched, and then goes in one system call. A single message goes at once.
 //!
-//! - this file: the thread, one turn after the other. **Start here.**
-//! - `tables`: what happens between links and sessions; `links`, `sessions`: the two tables, and `keys` their keys;
-//!   `link`: the state of a link.
-//! - `receive`, `transmit`: from bytes to messages, and back; `accept`: listeners; `shutdown`: how links end.
-//! - `reactor`: epoll and what it watches besides; `inbox`: commands of other threads; `desk`: how they send while the
-//!   worker sleeps; `timers`, `spin`: when to look, and how long.
+//! - this file: the thread, one turn after the other; commands of other threads, and how these send while it sleeps;
+//!   epoll, and how long to poll. **Start here.**
+//! - `tables`: what happens between links and sessions: from bytes to messages, and back.
+//! - `links`: the table of links, and the listeners that they come from. `link`: the state of one, keys, timers, and
+//!   how links end.
 
-mod accept;
-mod desk;
-mod inbox;
-mod keys;
 mod link;
 mod links;
-mod reactor;
-mod receive;
-mod sessions;
-mod shutdown;
-mod spin;
 mod tables;
-mod timers;
-mod transmit;
 
 use std::io;
-use std::sync::{Arc, PoisonError};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use rustix::event::epoll;
+use rustix::event::{EventfdFlags, epoll, eventfd};
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
+};
 
-pub(crate) use self::inbox::{Command, Inbox};
-pub(crate) use self::link::LinkState;
-
-use self::accept::{ACCEPTS_PER_TURN, Accepted, Acceptor};
-use self::desk::Desk;
-use self::keys::SessionKey;
-use self::links::LinkTable;
-use self::reactor::{EVENTS_PER_TURN, Reactor, Ready, Sleeper};
-use self::shutdown::{LEAVING_LIMIT, LEAVING_PACE};
-use self::spin::Spin;
-use self::tables::Tables;
-use crate::common::Common;
-use crate::connection::Request;
+use crate::common::{Common, Polling};
+use crate::connection::{Connection, Mailbox, Request};
 use crate::session::{LocalEnd, Session};
-use crate::stack::Address;
+use crate::signal::Open;
+use crate::stack::{Address, Listener};
+pub(crate) use link::LinkState;
+use link::{Interest, LEAVING_LIMIT, LEAVING_PACE, LinkKey, SessionKey};
+use links::{ACCEPTS_PER_TURN, Accepted, Acceptor, LinkTable};
+use tables::Tables;
 
 /// A running worker.
 pub(crate) struct Handle {
@@ -286,3 +273,358 @@ fn poll_ready(tables: &mut Tables) -> bool {
 
 /// What a peer without a session has failed to do.
 const OPENING: &str = "greet and open a session";
+
+// What other threads ask of a worker, and how they wake it.
+
+/// A request to a worker.
+pub(crate) enum Command {
+    /// The workers of the messenger, in order.
+    Workers(Vec<Arc<Inbox>>),
+    /// Accept connections there.
+    Listen(Box<dyn Listener>),
+    /// Begin that session.
+    Connect(Connection),
+    /// What a connection asks for.
+    Request(Request),
+    /// Serve a link that a peer opened, with the handshake begun.
+    Take(Box<LinkState>),
+    /// Serve a link whose peer has named a session of this worker.
+    Adopt(Box<LinkState>, Open, Connection),
+    /// There may be room for the message that blocks that link.
+    Room(LinkKey),
+    /// End the thread.
+    Stop,
+}
+
+/// Sends in the calling thread, while the worker sleeps.
+trait SendsNow: Send + Sync {
+    /// Sends what the connection has queued. `false`: the worker must. Calls no owner, and never waits.
+    fn send_now(&self, connection: &Connection) -> bool;
+}
+
+/// The queue of a worker's commands. Any thread may post; only the worker takes.
+pub(crate) struct Inbox {
+    /// The worker's number in its messenger.
+    worker: usize,
+    commands: Mutex<Vec<Command>>,
+    /// Whether there are commands. Read without the lock.
+    waiting: AtomicBool,
+    /// Whether the worker sleeps, or is about to: a thread that posts must wake it.
+    asleep: AtomicBool,
+    waker: OwnedFd,
+    /// What can send while the worker sleeps.
+    desk: OnceLock<Arc<dyn SendsNow>>,
+}
+
+impl Inbox {
+    fn new(worker: usize) -> io::Result<Inbox> {
+        let waker = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Inbox {
+            worker,
+            commands: Mutex::default(),
+            waiting: false.into(),
+            asleep: false.into(),
+            waker,
+            desk: OnceLock::new(),
+        })
+    }
+
+    /// What can send while the worker sleeps. Set once.
+    fn set_desk(&self, desk: Arc<dyn SendsNow>) {
+        let _ = self.desk.set(desk);
+    }
+
+    /// Queues a command, and wakes the worker if it sleeps.
+    pub(crate) fn post(&self, command: Command) {
+        self.commands.lock().unwrap_or_else(PoisonError::into_inner).push(command);
+        self.waiting.store(true, Ordering::SeqCst);
+        if self.asleep.load(Ordering::SeqCst) && self.asleep.swap(false, Ordering::SeqCst) {
+            let _ = rustix::io::write(&self.waker, &1u64.to_ne_bytes()); // fails only when the counter is full
+        }
+    }
+
+    /// Whether there are commands.
+    fn is_waiting(&self) -> bool {
+        self.waiting.load(Ordering::Acquire)
+    }
+
+    /// Moves the commands to `into`, which must be empty.
+    fn take(&self, into: &mut Vec<Command>) {
+        // A load before the exchange: usually there is nothing, and this is called after each event.
+        if self.is_waiting() && self.waiting.swap(false, Ordering::SeqCst) {
+            std::mem::swap(&mut *self.commands.lock().unwrap_or_else(PoisonError::into_inner), into);
+        }
+    }
+
+    /// Announces that the worker is about to sleep. Returns whether it may: no command came before the announcement.
+    fn fall_asleep(&self) -> bool {
+        self.asleep.store(true, Ordering::SeqCst);
+        !self.waiting.load(Ordering::SeqCst)
+    }
+
+    /// Announces that the worker is awake.
+    fn wake_up(&self) {
+        self.asleep.store(false, Ordering::SeqCst);
+    }
+
+    /// The eventfd that wakes the worker.
+    fn waker(&self) -> &OwnedFd {
+        &self.waker
+    }
+}
+
+impl Mailbox for Inbox {
+    fn worker(&self) -> usize {
+        self.worker
+    }
+
+    fn request(&self, request: Request) {
+        let is_sent = match &request {
+            Request::Flush(connection) if self.asleep.load(Ordering::SeqCst) => {
+                self.desk.get().is_some_and(|desk| desk.send_now(connection))
+            }
+            _ => false,
+        };
+        if !is_sent {
+            self.post(Command::Request(request));
+        }
+    }
+}
+
+// Where a worker leaves its tables while it sleeps: a thread that sends finds them there, and sends by itself what is
+// the only message under way. To wake the worker for it would take longer than everything else that a small request
+// costs.
+//
+// Messages that follow each other go by the worker: it sends many of them in one system call.
+
+/// See the module's documentation. Empty while the worker is awake, and after its end.
+#[derive(Default)]
+struct Desk(Mutex<Option<Box<Tables>>>);
+
+impl Desk {
+    /// The worker is about to sleep.
+    fn lay(&self, tables: Box<Tables>) {
+        *self.lock() = Some(tables);
+    }
+
+    /// The worker is awake. Waits for a thread that sends.
+    fn take(&self) -> Option<Box<Tables>> {
+        self.lock().take()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Box<Tables>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl SendsNow for Desk {
+    fn send_now(&self, connection: &Connection) -> bool {
+        let mut tables = match self.0.try_lock() {
+            Ok(tables) => tables,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return false, // the worker takes them, or another thread sends
+        };
+        let Some(tables) = tables.as_mut() else { return false };
+        tables.cx.now = Instant::now();
+        let (key, Tables { cx, links, sessions, transmitter, .. }) = (SessionKey::of(connection), &mut **tables);
+        if !sessions.find(key).is_some_and(|entry| transmitter.send_now(entry, links, cx)) {
+            return false;
+        }
+        sessions.schedule(key);
+        // The worker has set the clock for what it knew of.
+        if let Some(next) = [sessions.next_timer(), links.next_timer()].into_iter().flatten().min() {
+            links.reactor.set_timer(next);
+        }
+        true
+    }
+}
+
+// What a worker sleeps on: one epoll instance with an eventfd for other threads, a timerfd, listeners and links.
+
+/// See the module's documentation.
+struct Reactor {
+    epoll: Arc<OwnedFd>,
+    /// The inbox, whose eventfd is watched.
+    inbox: Arc<Inbox>,
+    timerfd: OwnedFd,
+    /// When the timerfd fires, if it is set.
+    timer_at: Option<Instant>,
+}
+
+/// Waits for what a reactor watches.
+struct Sleeper(Arc<OwnedFd>);
+
+impl Sleeper {
+    /// Waits for events, for ever without a limit. An interrupted wait returns none.
+    fn wait(&self, events: &mut Vec<epoll::Event>, limit: Option<Duration>) {
+        let limit = limit.map(timespec);
+        events.clear();
+        let _ = epoll::wait(&self.0, rustix::buffer::spare_capacity(events), limit.as_ref());
+    }
+}
+
+/// An event that the worker has to handle.
+enum Ready {
+    /// The listener of that index has connections to accept.
+    Listener(usize),
+    /// That link is ready: to be read, unless `readable` is false.
+    Link { key: LinkKey, readable: bool },
+}
+
+impl Reactor {
+    fn new(inbox: Arc<Inbox>) -> io::Result<Reactor> {
+        let epoll = Arc::new(epoll::create(epoll::CreateFlags::CLOEXEC)?);
+        epoll::add(&epoll, inbox.waker(), epoll::EventData::new_u64(WAKER), epoll::EventFlags::IN)?;
+        let timerfd = timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK)?;
+        epoll::add(&epoll, &timerfd, epoll::EventData::new_u64(TIMER), epoll::EventFlags::IN)?;
+        Ok(Reactor { epoll, inbox, timerfd, timer_at: None })
+    }
+
+    fn add_listener(&self, index: usize, descriptor: BorrowedFd<'_>) -> io::Result<()> {
+        let data = epoll::EventData::new_u64(LISTENERS + index as u64);
+        Ok(epoll::add(&self.epoll, descriptor, data, epoll::EventFlags::IN)?)
+    }
+
+    fn add_link(&self, key: LinkKey, descriptor: BorrowedFd<'_>, interest: Interest) -> io::Result<()> {
+        Ok(epoll::add(&self.epoll, descriptor, epoll::EventData::new_u64(key.id().0), flags(interest))?)
+    }
+
+    fn change_link(&self, key: LinkKey, descriptor: BorrowedFd<'_>, interest: Interest) -> io::Result<()> {
+        Ok(epoll::modify(&self.epoll, descriptor, epoll::EventData::new_u64(key.id().0), flags(interest))?)
+    }
+
+    fn remove_link(&self, descriptor: BorrowedFd<'_>) {
+        let _ = epoll::delete(&self.epoll, descriptor); // epoll has already forgotten a closed descriptor
+    }
+
+    /// What waits for its events, also while the reactor is elsewhere.
+    fn sleeper(&self) -> Sleeper {
+        Sleeper(Arc::clone(&self.epoll))
+    }
+
+    /// Makes sure that the timerfd fires no later than `next`. A timeout of epoll would serve too, but the system would
+    /// set and unset a clock for each sleep; the first timer changes some times a second at most.
+    fn set_timer(&mut self, next: Instant) {
+        if self.timer_at.is_some_and(|at| at <= next) {
+            return;
+        }
+        let left = next.saturating_duration_since(Instant::now()).max(Duration::from_nanos(1)); // 0 would unset it
+        let once = Itimerspec { it_interval: Timespec::default(), it_value: timespec(left) };
+        match timerfd_settime(&self.timerfd, TimerfdTimerFlags::empty(), &once) {
+            Ok(_) => self.timer_at = Some(next),
+            Err(error) => tracing::error!(%error, "timerfd_settime failed; timers will fire late"),
+        }
+    }
+
+    /// Decodes an event. Those of the eventfd and the timerfd are handled here: they only end a wait.
+    fn decode(&mut self, event: epoll::Event) -> Option<Ready> {
+        let (data, flags) = (event.data, event.flags); // the struct is packed
+        match data.u64() {
+            WAKER => {
+                let _ = rustix::io::read(self.inbox.waker().as_fd(), &mut [0; 8]);
+                None
+            }
+            TIMER => {
+                let _ = rustix::io::read(&self.timerfd, &mut [0; 8]);
+                self.timer_at = None;
+                None
+            }
+            listener if listener >= LISTENERS => Some(Ready::Listener((listener - LISTENERS) as usize)),
+            link => Some(Ready::Link { key: LinkKey::from_raw(link), readable: flags != epoll::EventFlags::OUT }),
+        }
+    }
+}
+
+fn flags(interest: Interest) -> epoll::EventFlags {
+    let mut flags = epoll::EventFlags::empty();
+    flags.set(epoll::EventFlags::IN, interest.readable);
+    flags.set(epoll::EventFlags::OUT, interest.writable);
+    flags
+}
+
+fn timespec(time: Duration) -> Timespec {
+    Timespec { tv_sec: time.as_secs() as i64, tv_nsec: i64::from(time.subsec_nanos()) }
+}
+
+// The data of epoll events. Keys of links are below: one would have to be reused 2^30 times to reach `LISTENERS`.
+const WAKER: u64 = u64::MAX;
+
+const TIMER: u64 = u64::MAX - 1;
+
+const LISTENERS: u64 = 1 << 63;
+
+/// Events taken from epoll at once.
+const EVENTS_PER_TURN: usize = 256;
+
+// How long to poll before sleeping. Polling avoids the delay of the scheduler, and costs processor time that other
+// processes may need. So it is off by default, and the adaptive kind stops where it rarely finds something.
+
+/// The polling of one worker.
+pub(crate) struct Spin {
+    polling: Polling,
+    until: Option<Instant>,
+    /// Polls in this round.
+    looks: u32,
+    /// Share of recent rounds that found something, as a decaying average in 256ths.
+    paying: u32,
+    rounds: u32,
+}
+
+impl Spin {
+    pub(crate) fn new(polling: Polling) -> Spin {
+        Spin { polling, until: None, looks: 0, paying: 256, rounds: 0 }
+    }
+
+    /// Begins a round.
+    pub(crate) fn begin(&mut self, now: Instant) {
+        self.looks = 0;
+        self.rounds = self.rounds.wrapping_add(1);
+        self.until = match self.polling {
+            Polling::Adaptive(limit) if self.is_worth_it() => Some(now + limit.min(LONGEST)),
+            _ => None,
+        };
+    }
+
+    /// Whether to poll once more.
+    pub(crate) fn goes_on(&mut self) -> bool {
+        self.looks = self.looks.wrapping_add(1);
+        match (self.polling, self.until) {
+            (Polling::Spin, _) => true,
+            (_, None) => false,
+            // Reading the clock costs as much as several polls.
+            (_, Some(until)) if self.looks.is_multiple_of(LOOKS_PER_CLOCK) && Instant::now() >= until => {
+                self.paying -= self.paying / 8;
+                self.until = None;
+                false
+            }
+            _ => true,
+        }
+    }
+
+    /// Whether this poll should ask epoll, which is a system call. `only_way`: there is nothing else to poll.
+    pub(crate) fn asks_the_system(&self, only_way: bool) -> bool {
+        only_way || self.looks.is_multiple_of(LOOKS_PER_CALL)
+    }
+
+    /// Notes that the round found something.
+    pub(crate) fn paid(&mut self) {
+        if self.looks > 0 {
+            self.paying += (256 - self.paying) / 8;
+        }
+    }
+
+    /// Whether at least every fourth round found something. Sometimes a round is tried anyway.
+    fn is_worth_it(&self) -> bool {
+        self.paying >= 64 || self.rounds.is_multiple_of(ROUNDS_PER_TRIAL)
+    }
+}
+
+/// The longest round. A worker that sleeps for longer gains nothing by waking faster.
+const LONGEST: Duration = Duration::from_millis(10);
+
+const LOOKS_PER_CLOCK: u32 = 16;
+
+/// Sockets are polled once in this many polls of memory.
+const LOOKS_PER_CALL: u32 = 256;
+
+const ROUNDS_PER_TRIAL: u32 = 64;

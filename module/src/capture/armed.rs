@@ -1,19 +1,11 @@
-//! The armed state: what the server keeps from `REMORA.ARM` until a fork child has used it. Not here: what the child
-//! does.
-//!
-//! ```text
-//!            REMORA.ARM                 a child begins           that child is gone
-//!   idle ───────────────────▶ armed ──────────────────▶ begun ────────────────────▶ idle
-//!     ▲                         │                         │
-//!     └─── REMORA.DISARM, or the agent's beat stops ──────┘
-//! ```
-//!
-//! Only one agent can be armed at a time: two agents that share a primary take turns. The armed state does not outlive
-//! its agent: the agent beats on the capture page, and a timer checks the beat once a second. While that timer runs,
-//! the server does not unload the module.
+//! The armed state, and what a fork child finds out before it uses it: whether it works for one replica, and which
+//! version of the file format its server writes.
 
+use std::ffi::CString;
+use std::fmt;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -21,8 +13,25 @@ use remora_fabric::{Memory, handover};
 use remora_table::CapturePage;
 use remora_table::server_pages::capture_page::{CAPTURE_PAGE_BYTES, Stage, Work, WriterStatus};
 
-use super::format;
-use crate::api::{Context, EVENT_FORK_CHILD, EventHandler, FORK_CHILD_DIED, Flag, LogLevel, Number, Timer, TimerId};
+use super::record;
+use crate::api::{
+    Context, EVENT_FORK_CHILD, EventHandler, FORK_CHILD_DIED, Flag, LogLevel, Number, OwnedStr, ServerInfo, Timer,
+    TimerId,
+};
+
+// The armed state: what the server keeps from `REMORA.ARM` until a fork child has used it. Not here: what the child
+// does.
+//
+// ```text
+//            REMORA.ARM                 a child begins           that child is gone
+//   idle ───────────────────▶ armed ──────────────────▶ begun ────────────────────▶ idle
+//     ▲                         │                         │
+//     └─── REMORA.DISARM, or the agent's beat stops ──────┘
+// ```
+//
+// Only one agent can be armed at a time: two agents that share a primary take turns. The armed state does not outlive
+// its agent: the agent beats on the capture page, and a timer checks the beat once a second. While that timer runs,
+// the server does not unload the module.
 
 /// Whether captures are allowed.
 pub(crate) static ALLOWED: Flag = Flag { name: c"capture", default: true, value: AtomicBool::new(true) };
@@ -123,7 +132,7 @@ pub(crate) fn arm(context: &Context<'_>, address: &str, secret: &str) -> Result<
     if page.order().work != Work::Ease && table.is_none() {
         return Err(incomplete(2));
     }
-    format::learn(context);
+    learn(context);
     let generation = page.order().generation;
     let timer = context.set_timer::<AgentCheck>(LOOK_EVERY_MILLIS, generation);
     let beat = page.orderer_beat();
@@ -222,5 +231,188 @@ impl EventHandler for ChildEnded {
         if what == FORK_CHILD_DIED && used() {
             disarm(context, None);
         }
+    }
+}
+
+// Checks that this fork child works for one replica, and that nothing else relies on what it saves. Only then may
+// anything be deleted from its memory.
+//
+// The evidence is spread over two processes, and each of them checks only what it knows for certain:
+//
+// ```text
+//   the child, of the moment of the fork                     the agent, of its own connection
+//   ─ it does not write a file                               ─ +FULLRESYNC has come, with this very replid and offset
+//   ─ syncs go to sockets (repl-diskless-sync yes)         ─ it is still open when the child asks
+//   ─ one replica, and no more, is waiting for a snapshot
+// ```
+//
+// A server has one child at a time, and sends `+FULLRESYNC` to a replica just before it forks for it; if the fork
+// fails, it closes the connection. So if the agent got the line, and its connection is open while this child lives,
+// the child belongs to that sync. Since syncs go to sockets, no replica can join it later; since one replica is
+// waiting, that replica is the agent. A child for a file (`BGSAVE`), or for another replica, waits in vain for its
+// permission, up to three seconds, and then saves everything, uncompressed.
+
+/// Checks that one replica is waiting, and that its snapshot does not go through a file. `info`: INFO replication.
+pub(super) fn check(context: &Context<'_>, info: &ServerInfo<'_>) -> Result<(), CaptureError> {
+    if !syncs_go_to_sockets(context)? {
+        return Err(CaptureError::NotExclusive(SharedWith::File));
+    }
+    let connected = info.number(c"connected_slaves").ok_or(CaptureError::NotReported("number of replicas"))?;
+    let lines = (0..connected).map(|number| {
+        let name = CString::new(format!("slave{number}")).unwrap_or_default();
+        info.get(&name).map(str::to_owned)
+    });
+    match busy(lines) {
+        1 => Ok(()),
+        count => Err(CaptureError::NotExclusive(SharedWith::Replicas(count))),
+    }
+}
+
+/// Counts the replicas that are not up to date. A replica that the server counts but does not describe is counted too.
+fn busy(lines: impl Iterator<Item = Option<String>>) -> usize {
+    lines.filter(|line| !line.as_ref().is_some_and(|line| line.split(',').any(|pair| pair == "state=online"))).count()
+}
+
+/// Whether the server sends the snapshot of a sync straight to its replicas.
+pub(super) fn syncs_go_to_sockets(context: &Context<'_>) -> Result<bool, CaptureError> {
+    let words = ["GET", "repl-diskless-sync"].map(|word| OwnedStr::new(context, word.as_bytes()));
+    let arguments: Vec<_> = words.iter().map(OwnedStr::borrow).collect();
+    let reply = context.call(c"CONFIG", &arguments).ok_or(CaptureError::NoAnswer("CONFIG GET"))?;
+    Ok(reply.element(1).is_some_and(|value| value.as_bytes() == Some(b"yes".as_slice())))
+}
+
+/// Whether this child was forked to write a file (`BGSAVE`, a save point). Servers set the process title of their
+/// children by their task, and name the file after the process that writes it.
+pub(super) fn saves_to_disk() -> bool {
+    let title = std::fs::read("/proc/self/cmdline").unwrap_or_default();
+    title.windows(BGSAVE.len()).any(|part| part == BGSAVE) || holds_a_dump()
+}
+
+fn holds_a_dump() -> bool {
+    let name = format!("temp-{}.rdb", std::process::id());
+    let Ok(descriptors) = std::fs::read_dir("/proc/self/fd") else { return false };
+    descriptors
+        .flatten()
+        .any(|descriptor| std::fs::read_link(descriptor.path()).is_ok_and(|file| file.ends_with(&name)))
+}
+
+const BGSAVE: &[u8] = b"rdb-bgsave";
+
+// Which version of the file format the server writes.
+
+/// The version of the format that the server writes, as it was when the server was armed, if it could be asked then.
+pub(super) fn format_version(context: &Context<'_>) -> Result<u16, CaptureError> {
+    match FORMAT_VERSION.load(Relaxed) {
+        0 => ask_format_version(context),
+        version => Ok(version),
+    }
+}
+
+/// Asks the server itself, before it forks: in a child, the reply would copy some thirty pages.
+pub(super) fn learn(context: &Context<'_>) {
+    FORMAT_VERSION.store(ask_format_version(context).unwrap_or(0), Relaxed);
+}
+
+/// 0: not known.
+static FORMAT_VERSION: AtomicU16 = AtomicU16::new(0);
+
+/// That of its own DUMP. `FUNCTION DUMP` gives it even if there is no key at all.
+fn ask_format_version(context: &Context<'_>) -> Result<u16, CaptureError> {
+    let dump = OwnedStr::new(context, b"DUMP");
+    let reply = context.call(c"FUNCTION", &[dump.borrow()]).ok_or(CaptureError::NoAnswer("FUNCTION DUMP"))?;
+    if let Some(text) = reply.error() {
+        return Err(CaptureError::Refused { command: "FUNCTION DUMP", text });
+    }
+    reply.as_bytes().and_then(record::dump_version).ok_or(CaptureError::NoAnswer("FUNCTION DUMP"))
+}
+
+// Why a fork child did not capture.
+
+/// Why a capture in the child was declined or failed; the message becomes the status text on the page.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum CaptureError {
+    #[error("it was cancelled")]
+    Cancelled,
+    #[error("the table was full and its agent did not beat for {0} s")]
+    Abandoned(u64),
+    #[error("no table was handed over")]
+    NoTable,
+    #[error("another process is writing to that table")]
+    Claimed,
+    #[error("{0}")]
+    NotExclusive(SharedWith),
+    #[error("its agent did not say within {0} s that this child works for it only")]
+    NotPermitted(u64),
+    #[error("{0}")]
+    System(String),
+    #[error("the server gave no reply to {0}")]
+    NoAnswer(&'static str),
+    #[error("the server refused {command}: {text}")]
+    Refused { command: &'static str, text: String },
+    #[error("the server does not report its {0}")]
+    NotReported(&'static str),
+    #[error("the key {key:?} of database {database} could not be read")]
+    Unreadable { database: u32, key: String },
+    #[error(
+        "the string {key:?} of database {database} was written, but could not be deleted from what the server saves"
+    )]
+    Undeletable { database: u32, key: String },
+    #[error("the fast walk is not offered: {0}")]
+    NoFastWalk(String),
+    #[error("the tables of database {database} have {seen} keys, and the server says {wanted}")]
+    Miscounted { database: u32, seen: u64, wanted: u64 },
+    #[error(transparent)]
+    Memory(#[from] remora_fabric::memory::Error),
+    #[error(transparent)]
+    Table(#[from] remora_table::Error),
+}
+
+/// Who else may rely on this child.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum SharedWith {
+    /// The server writes a sync's snapshot to a file first.
+    File,
+    /// This many replicas are waiting for a snapshot, or are being sent one, or the server does not tell their state.
+    Replicas(usize),
+}
+
+impl fmt::Display for SharedWith {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            SharedWith::File => {
+                f.write_str("the server writes snapshots of syncs to a file first (repl-diskless-sync no)")
+            }
+            SharedWith::Replicas(0) => f.write_str("no replica is waiting for this child"),
+            SharedWith::Replicas(count) => {
+                write!(f, "{count} replicas are waiting, and each of them gets what this child saves")
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    fn line(state: &str) -> Option<String> {
+        Some(format!("ip=127.0.0.1,port=0,state={state},offset=0,lag=0"))
+    }
+
+    #[test]
+    fn a_replica_that_is_not_up_to_date_is_busy() {
+        assert_eq!(busy([line("online"), line("wait_bgsave"), line("online")].into_iter()), 1);
+        assert_eq!(busy([line("wait_bgsave"), line("send_bulk")].into_iter()), 2);
+        assert_eq!(busy([line("wait_bgsave"), None].into_iter()), 2, "the server counts one that it does not describe");
+        assert_eq!(busy([line("online")].into_iter()), 0);
+    }
+
+    #[test]
+    fn a_process_that_holds_its_own_dump_file_saves_to_disk() {
+        assert!(!saves_to_disk());
+        let folder = tempfile::tempdir().unwrap();
+        let _file = std::fs::File::create(folder.path().join(format!("temp-{}.rdb", std::process::id()))).unwrap();
+        assert!(saves_to_disk());
     }
 }

@@ -13,9 +13,8 @@ use remora_fabric::Memory;
 use remora_table::CapturePage;
 use remora_table::server_pages::capture_page::{Stage, Work};
 
-use super::armed::{self, Armed};
-use super::error::{CaptureError, SharedWith};
-use super::{exclusive, fast_walk, walk};
+use super::armed::{self, Armed, CaptureError, SharedWith};
+use super::{fast_walk, walk};
 use crate::api::{
     Command, Context, EVENT_PERSISTENCE, EventHandler, LogLevel, OPTION_HANDLE_IO_ERRORS,
     OPTION_HANDLE_REPL_ASYNC_LOAD, OPTION_NO_IMPLICIT_SIGNAL_MODIFIED, OwnContext, OwnedStr, PERSISTENCE_RDB_START,
@@ -38,10 +37,10 @@ impl EventHandler for SnapshotBegins {
             return;
         }
         let own = OwnContext::new(context);
-        if exclusive::saves_to_disk() {
+        if armed::saves_to_disk() {
             // The file may be that of the sync for which the agent waits, if syncs go to files now. Otherwise it is no
             // concern of the agent: its child is still to come.
-            if matches!(exclusive::syncs_go_to_sockets(&own), Ok(false)) {
+            if matches!(armed::syncs_go_to_sockets(&own), Ok(false)) {
                 armed.page.decline(&CaptureError::NotExclusive(SharedWith::File).to_string());
             }
             return;
@@ -121,7 +120,7 @@ fn capture(context: &Context<'_>, armed: &Armed) -> Result<(), CaptureError> {
             page.begin()?;
         }
         work @ (Work::Walk | Work::FastWalk) => {
-            exclusive::check(context, &info)?;
+            armed::check(context, &info)?;
             let fast = (work == Work::FastWalk).then(|| fast_walk::checked(context)).transpose()?;
             let table = armed.table.as_ref().ok_or(CaptureError::NoTable)?;
             let descriptor = table.try_clone().map_err(|error| CaptureError::System(error.to_string()))?;

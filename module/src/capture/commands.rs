@@ -4,7 +4,7 @@ use std::ffi::CStr;
 
 use remora_protocol::MODULE_PROTOCOL;
 
-use super::{armed, exclusive};
+use super::armed;
 use crate::api::{Command, Context, StrRef};
 use crate::{fast, load};
 
@@ -68,7 +68,7 @@ impl Command for Status {
             ("fast_capture", fast::offer_walk(context).map_or_else(|why| format!("no: {why}"), |_| "yes".to_owned())),
             (
                 "syncs_go_to",
-                if exclusive::syncs_go_to_sockets(context).unwrap_or(true) { "sockets" } else { "files" }.to_owned(),
+                if armed::syncs_go_to_sockets(context).unwrap_or(true) { "sockets" } else { "files" }.to_owned(),
             ),
             ("load_state", load::state().to_owned()),
             ("state", state.to_owned()),

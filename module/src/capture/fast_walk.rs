@@ -17,8 +17,7 @@ use remora_fabric::Memory;
 use remora_table::CapturePage;
 use remora_table::server_pages::capture_page::ForkPoint;
 
-use super::error::CaptureError;
-use super::format::format_version;
+use super::armed::{CaptureError, format_version};
 use super::output::Output;
 use super::record::{self, Age, Value};
 use super::walk::{Ages, expiring, header};

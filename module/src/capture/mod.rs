@@ -11,14 +11,14 @@
 //!   REMORA.DISARM, or the agent is gone: the server forgets
 //! ```
 //!
-//! - [`armed`]: what the server keeps between arming and fork, and when it is dropped. **Start there.**
+//! - [`armed`]: what the server keeps between arming and fork, and when it is dropped; whether anything else relies on
+//!   the child; the version of the file format; why a capture fails. **Start there.**
 //! - [`commands`]: the commands for agents and people.
-//! - [`child`]: the work of a fork child before its first byte. [`exclusive`]: whether anything else relies on that
-//!   child.
+//! - [`child`]: the work of a fork child before its first byte.
 //! - [`walk`]: iterates over the data set. [`fast_walk`]: the same in the server's own tables, where its build is
 //!   known.
 //! - [`output`]: writes into the table, and waits while there is no space.
-//! - [`record`]: the encoding. [`format`](self::format): its version. [`error`]: why a capture fails.
+//! - [`record`]: the encoding.
 //!
 //! The server's own process only keeps two descriptors and checks once a second whether the agent is alive. All work is
 //! done in the child, where a bug costs a snapshot and not the server.
@@ -26,10 +26,7 @@
 pub(crate) mod armed;
 pub(crate) mod child;
 pub(crate) mod commands;
-mod error;
-mod exclusive;
 mod fast_walk;
-mod format;
 mod output;
 mod record;
 mod walk;

@@ -9,8 +9,7 @@ use remora_fabric::Memory;
 use remora_table::server_pages::capture_page::{ForkPoint, WriterStatus};
 use remora_table::{CapturePage, Identity, Kind, SnapshotWriter};
 
-use super::armed::AGENT_TIMEOUT;
-use super::error::CaptureError;
+use super::armed::{AGENT_TIMEOUT, CaptureError};
 
 /// The snapshot being written.
 pub(super) struct Output<'b> {

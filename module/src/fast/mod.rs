@@ -11,18 +11,23 @@
 //!                         the agent is told, and refers to runs of records
 //! ```
 //!
-//! - [`layout`]: the builds that are known. [`trial`]: what the child tries. [`identity`]: which build this is.
+//! - [`layout`]: the builds that are known. [`trial`]: what the child tries.
 //!
 //! The unsafe part is `crate::ffi::fast`.
 
-mod identity;
 pub(crate) mod layout;
 mod trial;
 
 use std::cell::RefCell;
+use std::fmt::Write;
+use std::fs::File;
+use std::io;
 use std::sync::atomic::AtomicBool;
 
+use sha2::{Digest, Sha256};
+
 use crate::api::{Context, FastServer, Flag, LogLevel, OwnedStr};
+use layout::Layout;
 
 /// Whether fast keys may be used on this server.
 pub(crate) static ALLOWED: Flag = Flag { name: c"fast-keys", default: true, value: AtomicBool::new(true) };
@@ -47,7 +52,7 @@ thread_local! {
 /// Finds out which build of a server this is. Only while the module is being loaded. `more`: the path of a layout file
 /// of the operator's.
 pub(crate) fn identify(context: &Context<'_>, more: Option<&str>) {
-    let known = match identity::recognize(context, more) {
+    let known = match recognize(context, more) {
         Ok(server) => Known::Build(server),
         Err(why) => Known::No(why),
     };
@@ -155,3 +160,43 @@ fn other_module(context: &Context<'_>) -> Option<String> {
 /// This module, and what servers bring: an engine for scripts (Valkey), and vector sets (Redis 8), which wait for no
 /// event.
 const OWN_MODULES: [&str; 3] = ["remora", "lua", "vectorset"];
+
+// Which build of a server this module runs in.
+
+/// The running program, also where another has taken its place on the disk.
+const PROGRAM: &str = "/proc/self/exe";
+
+/// Finds the layout of this build, and its functions.
+///
+/// # Errors
+/// Why fast keys are not offered.
+fn recognize(context: &Context<'_>, more: Option<&str>) -> Result<FastServer, String> {
+    if !cfg!(all(target_os = "linux", target_arch = "x86_64")) {
+        return Err("they are known for x86-64 only".into());
+    }
+    let version = version(context).ok_or("the server does not report its version")?;
+    let sha256 = fingerprint(PROGRAM).map_err(|error| format!("{PROGRAM} could not be read: {error}"))?;
+    let text = more.map(|path| {
+        std::fs::read_to_string(path).map_err(|error| format!("the layout file {path} could not be read: {error}"))
+    });
+    let layout = Layout::find(&version, &sha256, text.transpose()?.as_deref()).map_err(|error| error.to_string())?;
+    FastServer::of_build(context, &layout)
+        .map_err(|name| format!("the server's program does not show {name}: it was linked without -rdynamic"))
+}
+
+/// The server's own version: Valkey also reports the version of Redis that it is compatible with.
+fn version(context: &Context<'_>) -> Option<String> {
+    let info = context.server_info(c"server")?;
+    info.get(c"valkey_version").or_else(|| info.get(c"redis_version")).map(str::to_owned)
+}
+
+/// The SHA-256 of a file, hexadecimal.
+fn fingerprint(path: &str) -> io::Result<String> {
+    let mut hash = Sha256::new();
+    io::copy(&mut File::open(path)?, &mut hash)?;
+    Ok(hash.finalize().iter().fold(String::new(), |mut text, byte| {
+        // Writing to a string does not fail.
+        let _ = write!(text, "{byte:02x}");
+        text
+    }))
+}

@@ -10,7 +10,7 @@ use std::ptr::NonNull;
 
 use super::context::Context;
 use super::functions::{ERR, OK, RawContext, RawEvent, RawString};
-use super::string::StrRef;
+use super::key::StrRef;
 
 /// Runs `work`; returns `otherwise` if it panics.
 pub(crate) fn guard<T>(otherwise: T, work: impl FnOnce() -> T) -> T {

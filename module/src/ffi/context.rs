@@ -1,5 +1,5 @@
 //! One call of the server into the module, and what it replies and logs. The other functions that are available during
-//! the call are in `dataset` and `register`.
+//! the call are in `dataset`.
 
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::marker::PhantomData;
@@ -8,7 +8,6 @@ use std::ptr::{self, NonNull};
 use super::functions::{ERR, OK, RawContext, server};
 
 /// A call of the server into the module; also the proof of being on the server's thread.
-// Larger than the bound: a method for each function of the server's API that needs a context.
 pub(crate) struct Context<'s> {
     raw: NonNull<RawContext>,
     call: PhantomData<&'s RawContext>,

@@ -1,11 +1,18 @@
-//! An open key: its value, its expiry and its age.
+//! The server's objects as safe handles: an open key, a string, the reply to a command, and its heap.
 
 use std::ffi::{c_int, c_longlong};
 use std::marker::PhantomData;
-use std::ptr::NonNull;
+use std::ops::Range;
+use std::ptr::{self, NonNull};
 
-use super::functions::{OK, RawContext, RawKey, server};
-use super::string::StrRef;
+use remora_fabric::View;
+use rustix::mm::Advice;
+use rustix::param::page_size;
+
+use super::context::Context;
+use super::functions::{OK, RawContext, RawKey, RawReply, RawString, server};
+
+// An open key: its value, its expiry and its age.
 
 /// The kind of a key's value, as far as this module distinguishes kinds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -146,9 +153,218 @@ impl Drop for Key<'_> {
 
 /// `REDISMODULE_READ`.
 pub(super) const READ: c_int = 1;
+
 /// `REDISMODULE_WRITE`.
 pub(super) const WRITE: c_int = 2;
+
 /// `REDISMODULE_KEYTYPE_EMPTY`.
 const KEY_EMPTY: c_int = 0;
+
 /// `REDISMODULE_KEYTYPE_STRING`.
 const KEY_STRING: c_int = 1;
+
+// The server's strings: bytes with a length, owned by the server or by us.
+
+/// A string of the server that something else keeps alive for `'s`. It has the representation of the server's pointer,
+/// so a list of arguments can be borrowed as it is.
+#[repr(transparent)]
+#[derive(Clone, Copy)]
+pub(crate) struct StrRef<'s> {
+    raw: NonNull<RawString>,
+    lender: PhantomData<&'s RawString>,
+}
+
+impl<'s> StrRef<'s> {
+    /// # Safety
+    /// `raw` is a string of the server that lives and is not changed for `'s`.
+    pub(super) unsafe fn new(raw: NonNull<RawString>) -> StrRef<'s> {
+        StrRef { raw, lender: PhantomData }
+    }
+
+    /// The bytes.
+    pub(crate) fn as_bytes(&self) -> &'s [u8] {
+        let mut length = 0;
+        // SAFETY: A living string (handle rule), and room for its length.
+        let start = unsafe { (server().string_bytes)(self.raw.as_ptr(), &mut length) };
+        if start.is_null() || length == 0 {
+            return &[];
+        }
+        // SAFETY: The server guarantees that `length` bytes are there, and they stay as long as the string does, which
+        // is `'s`.
+        unsafe { std::slice::from_raw_parts(start.cast(), length) }
+    }
+
+    /// The text, if the bytes are UTF-8.
+    pub(crate) fn as_str(&self) -> Option<&'s str> {
+        std::str::from_utf8(self.as_bytes()).ok()
+    }
+
+    pub(super) fn raw(&self) -> *mut RawString {
+        self.raw.as_ptr()
+    }
+}
+
+/// A string owned by this module.
+pub(crate) struct OwnedStr {
+    raw: NonNull<RawString>,
+}
+
+impl OwnedStr {
+    /// A copy of `bytes`. The context proves that this is the server's thread.
+    pub(crate) fn new(_context: &Context<'_>, bytes: &[u8]) -> OwnedStr {
+        // SAFETY: A null context is allowed and means that only we free the string; the bytes are copied.
+        let raw = unsafe { (server().create_string)(ptr::null_mut(), bytes.as_ptr().cast(), bytes.len()) };
+        OwnedStr { raw: NonNull::new(raw).expect("the server ends itself rather than return no string") }
+    }
+
+    /// A copy of bytes in shared memory, made by the server itself.
+    pub(crate) fn of_memory(
+        _context: &Context<'_>,
+        memory: &View,
+        range: &Range<u64>,
+    ) -> Result<OwnedStr, remora_fabric::memory::Error> {
+        let (start, length) = (memory.address(range)?, (range.end - range.start) as usize);
+        // SAFETY: A null context as for `new`. The bytes stay mapped for as long as `memory` is borrowed, and the
+        // server only copies them. Another process may change them meanwhile: the copy is valid only if the agent finds
+        // later that this did not happen.
+        let raw = unsafe { (server().create_string)(ptr::null_mut(), start.cast(), length) };
+        Ok(OwnedStr { raw: NonNull::new(raw).expect("the server ends itself rather than return no string") })
+    }
+
+    /// Borrows the string.
+    pub(crate) fn borrow(&self) -> StrRef<'_> {
+        // SAFETY: Owned by us, and alive as long as `self` is borrowed.
+        unsafe { StrRef::new(self.raw) }
+    }
+}
+
+impl Drop for OwnedStr {
+    fn drop(&mut self) {
+        // SAFETY: Created without a context, hence freed without; owned by us, and not used again.
+        unsafe { (server().free_string)(ptr::null_mut(), self.raw.as_ptr()) };
+    }
+}
+
+// The reply to a command that this module called.
+
+/// The kind of a [`Reply`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ReplyKind {
+    /// Bytes.
+    String,
+    /// An error's text.
+    Error,
+    /// A number.
+    Integer,
+    /// A list.
+    Array,
+    /// Nothing.
+    Null,
+    /// Kinds that only RESP3 has; this module does not request RESP3.
+    Other,
+}
+
+/// A reply, freed when dropped; an element of a list is part of its list.
+pub(crate) struct Reply<'c> {
+    raw: NonNull<RawReply>,
+    ours: bool,
+    context: PhantomData<&'c RawContext>,
+}
+
+impl<'c> Reply<'c> {
+    /// # Safety
+    /// `raw` is a reply that lives for `'c`; with `ours`, nothing else frees it.
+    pub(super) unsafe fn new(raw: NonNull<RawReply>, ours: bool) -> Reply<'c> {
+        Reply { raw, ours, context: PhantomData }
+    }
+
+    /// Its kind.
+    pub(crate) fn kind(&self) -> ReplyKind {
+        // SAFETY: A living reply (handle rule).
+        match unsafe { (server().reply_type)(self.raw.as_ptr()) } {
+            0 => ReplyKind::String,
+            1 => ReplyKind::Error,
+            2 => ReplyKind::Integer,
+            3 => ReplyKind::Array,
+            4 => ReplyKind::Null,
+            _ => ReplyKind::Other,
+        }
+    }
+
+    /// The bytes of a string or of an error's text.
+    pub(crate) fn as_bytes(&self) -> Option<&[u8]> {
+        if !matches!(self.kind(), ReplyKind::String | ReplyKind::Error) {
+            return None;
+        }
+        let mut length = 0;
+        // SAFETY: A living reply, and room for a length.
+        let start = unsafe { (server().reply_string)(self.raw.as_ptr(), &mut length) };
+        if start.is_null() {
+            return None;
+        }
+        // SAFETY: The server guarantees that `length` bytes are there; they live as long as the reply.
+        Some(unsafe { std::slice::from_raw_parts(start.cast(), length) })
+    }
+
+    /// The number, if the reply is one.
+    pub(crate) fn integer(&self) -> Option<i64> {
+        // SAFETY: A living reply of the right kind.
+        (self.kind() == ReplyKind::Integer).then(|| unsafe { (server().reply_number)(self.raw.as_ptr()) })
+    }
+
+    /// Number of elements; 0 if the reply is not an array.
+    pub(crate) fn len(&self) -> usize {
+        // SAFETY: A living reply of the right kind.
+        if self.kind() == ReplyKind::Array { unsafe { (server().reply_length)(self.raw.as_ptr()) } } else { 0 }
+    }
+
+    /// An element of a list.
+    pub(crate) fn element(&self, index: usize) -> Option<Reply<'_>> {
+        if index >= self.len() {
+            return None;
+        }
+        // SAFETY: A living list and an index in it.
+        let raw = unsafe { (server().reply_element)(self.raw.as_ptr(), index) };
+        // SAFETY: It lives as long as its list, which is borrowed, and is freed with it.
+        NonNull::new(raw).map(|raw| unsafe { Reply::new(raw, false) })
+    }
+
+    /// The text of an error; `None` if the reply is not an error.
+    pub(crate) fn error(&self) -> Option<String> {
+        let text = self.as_bytes().filter(|_| self.kind() == ReplyKind::Error)?;
+        Some(String::from_utf8_lossy(text).into_owned())
+    }
+}
+
+impl Drop for Reply<'_> {
+    fn drop(&mut self) {
+        if self.ours {
+            // SAFETY: Owned by us, freed once.
+            unsafe { (server().free_reply)(self.raw.as_ptr()) };
+        }
+    }
+}
+
+/// The size of the API's numbers, so that a change there fails here.
+const _: () = assert!(size_of::<c_int>() == 4, "the API's numbers have 32 bits");
+
+// The server's heap: populates memory that the server will need soon.
+
+/// Populates the pages of a block of `bytes` bytes with one system call, and returns the block to the server's
+/// allocator, which will use it again: a write to a missing page costs a fault, a write to a present one nothing.
+/// Returns the range of the pages, or `None` if the system does not support it (before Linux 5.14).
+///
+/// (Whole pages, since jemalloc places large blocks anywhere inside their first page.)
+pub(crate) fn warm(_context: &Context<'_>, bytes: usize) -> Option<Range<usize>> {
+    // SAFETY: The only condition is the thread, which the context proves. The server exits instead of returning null.
+    let block = unsafe { (server().alloc)(bytes) };
+    let page = page_size();
+    let pages = block.addr() / page * page..(block.addr() + bytes).next_multiple_of(page);
+    let first = block.wrapping_byte_sub(block.addr() - pages.start);
+    // SAFETY: Whole pages, each of which contains a byte of a block that is owned by us and mapped for writing. The
+    // advice changes no byte: it only populates pages that the next write would populate.
+    let done = unsafe { rustix::mm::madvise(first, pages.end - pages.start, Advice::LinuxPopulateWrite) };
+    // SAFETY: Allocated above, freed once.
+    unsafe { (server().free)(block) };
+    done.ok().map(|()| pages)
+}

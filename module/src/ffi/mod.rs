@@ -8,8 +8,8 @@
 //!
 //! `fast` has the server's private functions and tables, for builds that are known exactly.
 //!
-//! `context` has the functions that need no other handle; `dataset` adds those for keys, commands and INFO, and
-//! `register` those for commands, events, timers and settings.
+//! `context` has the functions that need no other handle; `dataset` adds those for keys, commands and INFO, and for
+//! what a callback registers: commands, events, timers and settings.
 //!
 //! The rules that every SAFETY comment here relies on:
 //!
@@ -30,24 +30,13 @@ mod dataset;
 mod entry;
 mod fast;
 mod functions;
-mod heap;
-mod info;
 mod io;
 mod key;
-mod register;
-mod reply;
-mod settings;
-mod string;
 
 pub(crate) use callback::{Command, EventHandler, Timer};
 pub(crate) use context::{Context, LogLevel, OwnContext};
-pub(crate) use dataset::{Cursor, ServerInfo};
-pub(crate) use entry::Module;
+pub(crate) use dataset::{Cursor, ServerInfo, TimerId};
+pub(crate) use entry::{Flag, InfoSection, Informer, Module, Number};
 pub(crate) use fast::{AddError, BATCH, FastServer, FoundKey, FoundValue, Scratch, Step, in_child};
-pub(crate) use heap::warm;
-pub(crate) use info::{InfoSection, Informer};
 pub(crate) use io::{AuxLoad, Io, register_aux};
-pub(crate) use key::{Key, KeyKind};
-pub(crate) use register::TimerId;
-pub(crate) use settings::{Flag, Number};
-pub(crate) use string::{OwnedStr, StrRef};
+pub(crate) use key::{Key, KeyKind, OwnedStr, StrRef, warm};

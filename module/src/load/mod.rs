@@ -12,8 +12,8 @@
 //!         ◀──load page────────────────────────────────────┘ one more is done
 //! ```
 //!
-//! - [`arm`]: the command. [`field`]: the loader's callback for a field. [`strings`]: the keys. [`runs`]: many short
-//!   ones at a time.
+//! - [`field`]: the command, and the loader's callback for a field. [`strings`]: the keys. [`runs`]: many short ones at
+//!   a time.
 //!
 //! Conditions that this relies on:
 //!
@@ -24,8 +24,7 @@
 //!   `REMORA.LOAD`. Besides, the agent sends nothing that such a server could begin to load before we have counted the
 //!   first field.
 
-pub(crate) mod arm;
-mod field;
+pub(crate) mod field;
 mod runs;
 mod strings;
 

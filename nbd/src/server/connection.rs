@@ -10,14 +10,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::device::{Answer, Device, Payload};
-use crate::export::Export;
-use crate::export::Geometry;
+use crate::export::{Export, Geometry};
 use crate::handshake::{self, Handshake, Session, Step, Tls};
 use crate::outbox::Outbox;
-use crate::reply::Asked;
+use crate::protocol::Asked;
 use crate::request::{Broken, Op, Request};
-use crate::stream::Stream;
-use crate::tls::TlsConfig;
+use crate::stream::{Stream, TlsConfig};
 
 /// What all connections of a server serve.
 pub(super) struct Served {

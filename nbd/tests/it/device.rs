@@ -11,7 +11,7 @@ use bytes::Bytes;
 use remora_lab::{Random, scratch};
 use remora_nbd::device::{Answer, Later, Payload};
 use remora_nbd::protocol::extent_flags::{HOLE, ZERO};
-use remora_nbd::reply::{Errno, Extent, Failure};
+use remora_nbd::protocol::{Errno, Extent, Failure};
 use remora_nbd::request::Zero;
 use remora_nbd::{Address, Device, Geometry, Offer, Server, ServerOptions};
 

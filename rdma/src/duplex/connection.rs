@@ -14,14 +14,11 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, epoll};
 
-use super::{DeviceContext, Devices, DuplexOptions, Region, Request, watched};
-use crate::{Error, status_name};
-use crate::{
-    bindings as ffi,
-    cm::{Event, Events, Id, ReadDepths, is_end},
-    device::Alarm,
-    objects::{Capacity, Channel, Completed, Completions, NO_RIGHTS, PairOptions, QueuePair, RemoteRead},
-};
+use super::{DeviceContext, Devices, DuplexOptions, Region, watched};
+use crate::cm::{Event, Events, Id, ReadDepths, is_end};
+use crate::device::Alarm;
+use crate::objects::{Capacity, Channel, Completed, Completions, NO_RIGHTS, PairOptions, QueuePair, RemoteRead};
+use crate::{Error, bindings as ffi, status_name};
 
 /// A connection on which both ends send. Dropping it ends the connection. When the drop returns, the card no longer
 /// accesses memory that was given to it for this connection, except shared receives.
@@ -105,6 +102,21 @@ impl Request {
         accepted.map_err(Error::system("accepting an RDMA connection"))?;
         connection.linked = Some(linked);
         Ok(connection)
+    }
+
+    /// What the caller sent with the request, padded with zeros by the connection manager.
+    pub fn hello(&self) -> &[u8] {
+        &self.event.message
+    }
+
+    /// The device that the request arrived on. Post receives there before accepting.
+    pub fn station(&self) -> &Arc<DeviceContext> {
+        &self.station
+    }
+
+    /// Refuses the request, with a reason for the caller.
+    pub fn refuse(self, why: &[u8]) {
+        let _ = self.id.reject(why); // it is refused by being dropped as well
     }
 }
 
@@ -469,13 +481,90 @@ const MOST_RECEIVED: u32 = 4096;
 
 /// Identities of the descriptors in the epoll instance.
 const EVENTS: u64 = 0;
+
 const COMPLETIONS: u64 = 1;
+
 const ALARM: u64 = 2;
+
 const DEVICE: u64 = 3;
+
 const ALSO: u64 = 4;
+
 const WATCHED: usize = 5;
 
 /// Shortest and longest slice of resolving an address, and the limit of all: as in `cm`.
 const FIRST_SLICE: Duration = Duration::from_millis(50);
+
 const LAST_SLICE: Duration = Duration::from_secs(1);
+
 const LOOKING_LIMIT: Duration = Duration::from_secs(10);
+
+// A connection request that a listener received. It is accepted in `connection`.
+
+/// A connection request. Dropping it refuses the request.
+pub struct Request {
+    pub(super) id: Id,
+    pub(super) events: Arc<Events>,
+    pub(super) event: Event,
+    pub(super) station: Arc<DeviceContext>,
+    pub(super) stations: Arc<Devices>,
+}
+
+// Accepts two-sided connections.
+
+/// A listener. Its descriptor is readable when a connection request may be waiting.
+pub struct Listener {
+    id: Id,
+    events: Arc<Events>,
+    stations: Arc<Devices>,
+    address: SocketAddr,
+}
+
+impl Listener {
+    /// Listens at an address of an RDMA device, or of all devices if the address is unspecified. Port 0 selects a free
+    /// one.
+    ///
+    /// # Errors
+    /// [`Error::NoRdma`]; [`Error::System`] if the address is in use, or belongs to no device.
+    pub fn listen(stations: &Arc<Devices>, address: SocketAddr) -> Result<Listener, Error> {
+        let events = Events::new()?;
+        let id = Id::new(&events)?;
+        let port = id.listen(address).map_err(Error::system("listening for RDMA connections"))?;
+        let address = SocketAddr::new(address.ip(), port);
+        Ok(Listener { id, events, stations: stations.clone(), address })
+    }
+
+    /// The address, with the port that was selected.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// The next connection request; `None` if there is none.
+    ///
+    /// # Errors
+    /// The failure of one request, after which the listener can be used; [`Error::Unreachable`] if its device was
+    /// removed.
+    pub fn next_call(&mut self) -> Result<Option<Request>, Error> {
+        while let Some(event) = self.events.next() {
+            if event.kind == ffi::RDMA_CM_EVENT_DEVICE_REMOVAL && event.of == self.id.name() {
+                return Err(Error::Unreachable {
+                    what: format!("the RDMA device of {}", self.address),
+                    source: std::io::ErrorKind::NotConnected.into(),
+                });
+            }
+            if let Some((mut id, event)) = event.into_request() {
+                let station = self.stations.on(&id.device()?)?;
+                let events = Events::new()?;
+                id.migrate(&events)?;
+                return Ok(Some(Request { id, events, event, station, stations: self.stations.clone() }));
+            }
+        }
+        Ok(None)
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.events.as_fd()
+    }
+}

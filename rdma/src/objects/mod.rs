@@ -12,17 +12,11 @@
 //! threads on the same object (ibv_get_device_list(3) and "Thread safety" of rdma-core), which is why all types are
 //! `Send` and `Sync`.
 
-mod batch;
 mod completions;
 mod domain;
 mod queue_pair;
-mod receives;
-mod registration;
 
-pub use batch::{Batch, RemoteRead};
 pub use completions::{BATCH, Channel, Completed, Completions};
-pub use domain::Domain;
-pub use queue_pair::{Capacity, NO_RIGHTS, QueuePair};
-pub(crate) use queue_pair::{PairOptions, no_attributes};
-pub(crate) use receives::SharedReceives;
-pub use registration::{Access, Registration};
+pub use domain::{Access, Domain, Registration};
+pub use queue_pair::{Batch, Capacity, NO_RIGHTS, QueuePair, RemoteRead};
+pub(crate) use queue_pair::{PairOptions, SharedReceives, no_attributes};

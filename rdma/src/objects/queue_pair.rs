@@ -1,15 +1,12 @@
-//! Queue pairs: their states, and the requests posted on them.
+//! Queue pairs: their states, the requests posted on them, several READs in one call, and receive queues that pairs
+//! share.
 
-use std::{
-    ptr::{NonNull, null_mut},
-    sync::Arc,
-};
+use std::ptr::{NonNull, null_mut};
+use std::sync::Arc;
 
-use super::{Batch, Completions, Domain, Registration, RemoteRead, SharedReceives, batch::empty_request};
-use crate::{
-    Error, bindings as ffi,
-    library::{check_code, check_pointer, warn_on_failure},
-};
+use super::{Completions, Domain, Registration};
+use crate::library::{check_code, check_pointer, warn_on_failure};
+use crate::{Error, bindings as ffi};
 
 /// No rights for the other end of a queue pair.
 pub const NO_RIGHTS: u32 = 0;
@@ -312,5 +309,166 @@ pub(crate) fn no_attributes() -> ffi::ibv_qp_attr {
 
 // SAFETY: The object behind the pointer is not bound to a thread.
 unsafe impl Send for QueuePair {}
+
 // SAFETY: The library locks where two threads use one object.
 unsafe impl Sync for QueuePair {}
+
+// READs of the other end's memory, several per call.
+
+/// A READ to be posted.
+#[derive(Clone, Copy, Debug)]
+pub struct RemoteRead {
+    /// The name that the completion returns.
+    pub name: u64,
+    /// Address of the first byte, as the other end's card knows it.
+    pub address: u64,
+    /// The other end's key.
+    pub key: u32,
+    /// Number of bytes.
+    pub length: u32,
+    /// Offset in the sink where the first byte is written.
+    pub offset: u64,
+}
+
+/// READs that are passed to the card by one call, and so by one write to its doorbell. The owner reuses it, because a
+/// request takes some 200 bytes in the card's format.
+#[derive(Default)]
+pub struct Batch {
+    requests: Vec<ffi::ibv_send_wr>,
+    /// The segments of all requests, in their order.
+    places: Vec<ffi::ibv_sge>,
+}
+
+// SAFETY: Pointers in it are set and used within one call of `post_reads`, and point into its own vectors.
+unsafe impl Send for Batch {}
+
+impl Batch {
+    /// Whether it contains no READ.
+    pub fn is_empty(&self) -> bool {
+        self.requests.is_empty()
+    }
+
+    /// Number of READs.
+    pub fn len(&self) -> usize {
+        self.requests.len()
+    }
+
+    /// Adds a READ.
+    ///
+    /// # Errors
+    /// [`remora_memory::Error::OutOfBounds`] if its place is outside the sink; the batch does not change.
+    pub fn add(&mut self, read: &RemoteRead, sink: &Registration) -> Result<(), Error> {
+        let place = sink.piece(read.offset, read.length)?;
+        let mut request = empty_request(read.name, ffi::IBV_WR_RDMA_READ);
+        request.wr.rdma = ffi::ibv_send_wr__bindgen_ty_2__bindgen_ty_1 { remote_addr: read.address, rkey: read.key };
+        request.num_sge = 1;
+        self.requests.push(request);
+        self.places.push(place);
+        Ok(())
+    }
+
+    /// Extends the last READ by `length` bytes, which are written at `offset` in the sink.
+    ///
+    /// # Errors
+    /// [`remora_memory::Error::OutOfBounds`] if the place is outside the sink, [`Error::Misuse`] if the batch is empty;
+    /// the batch does not change.
+    pub fn extend(&mut self, sink: &Registration, offset: u64, length: u32) -> Result<(), Error> {
+        let place = sink.piece(offset, length)?;
+        let Some(request) = self.requests.last_mut() else { return Err(Error::Misuse("no read to extend")) };
+        request.num_sge += 1;
+        self.places.push(place);
+        Ok(())
+    }
+
+    /// Links the requests to each other and to their segments, and returns the first.
+    pub(super) fn link(&mut self) -> *mut ffi::ibv_send_wr {
+        let (mut next, mut places) = (null_mut(), self.places.as_mut_slice());
+        for request in self.requests.iter_mut().rev() {
+            let before = places.len().saturating_sub(usize::try_from(request.num_sge).unwrap_or(0));
+            let (others, own) = std::mem::take(&mut places).split_at_mut(before);
+            (places, request.sg_list) = (others, own.as_mut_ptr());
+            request.next = next;
+            next = request;
+        }
+        next
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.requests.clear();
+        self.places.clear();
+    }
+}
+
+/// A request without segments.
+pub(super) fn empty_request(name: u64, operation: ffi::ibv_wr_opcode) -> ffi::ibv_send_wr {
+    // SAFETY: Numbers, pointers and unions of them: all zero bytes are a valid, empty request.
+    let mut request: ffi::ibv_send_wr = unsafe { std::mem::zeroed() };
+    request.wr_id = name;
+    request.opcode = operation;
+    request
+}
+
+/// A shared receive queue, for all queue pairs that were made with it.
+pub(crate) struct SharedReceives {
+    raw: NonNull<ffi::ibv_srq>,
+    domain: Arc<Domain>,
+    room: u32,
+}
+
+// SAFETY: A shared receive queue is not bound to a thread.
+unsafe impl Send for SharedReceives {}
+
+// SAFETY: The library locks where two threads post at the same time.
+unsafe impl Sync for SharedReceives {}
+
+impl SharedReceives {
+    /// A queue with room for `wanted` receives, or as many as the device allows.
+    pub(crate) fn new(domain: &Arc<Domain>, wanted: u32) -> Result<Arc<SharedReceives>, Error> {
+        let device = domain.device();
+        let most = u32::try_from(device.attributes().max_srq_wr).unwrap_or(0);
+        if most == 0 {
+            return Err(Error::NoRdma {
+                what: format!("{} does not support shared receive queues", device.name()),
+                cure: "use another device".into(),
+            });
+        }
+        let room = wanted.min(most);
+        let attributes = ffi::ibv_srq_attr { max_wr: room, max_sge: 1, srq_limit: 0 };
+        let mut wanted = ffi::ibv_srq_init_attr { srq_context: null_mut(), attr: attributes };
+        // SAFETY: The domain exists as long as this object, which holds it; all attributes are set.
+        let raw = check_pointer(unsafe { (device.library().verbs.ibv_create_srq)(domain.raw(), &mut wanted) });
+        let raw = raw.map_err(Error::system("creating a shared receive queue"))?;
+        Ok(Arc::new(SharedReceives { raw, domain: domain.clone(), room }))
+    }
+
+    /// The library's pointer, for queue pairs that hold this queue.
+    pub(crate) fn raw(&self) -> *mut ffi::ibv_srq {
+        self.raw.as_ptr()
+    }
+
+    pub(crate) fn room(&self) -> u32 {
+        self.room
+    }
+
+    /// Posts a receive. The caller counts posted receives.
+    pub(crate) fn post(&self, name: u64, memory: &Registration, offset: u64, length: u32) -> Result<(), Error> {
+        let Some(post) = self.domain.device().operations().post_srq_recv else {
+            return Err(Error::Misuse("the device accepts no shared receive requests"));
+        };
+        let mut piece = memory.piece(offset, length)?;
+        let mut request = ffi::ibv_recv_wr { wr_id: name, next: null_mut(), sg_list: &mut piece, num_sge: 1 };
+        let mut failed = null_mut();
+        // SAFETY: The queue exists. Request and segment are read during the call only. The card writes at most `length`
+        // bytes into shared memory to which no references exist, and which is registered in this queue's domain.
+        check_code(unsafe { post(self.raw.as_ptr(), &mut request, &mut failed) })
+            .map_err(Error::system("posting a shared receive request"))
+    }
+}
+
+impl Drop for SharedReceives {
+    fn drop(&mut self) {
+        // SAFETY: Made by the library, freed once. Queue pairs that used it held an Arc and are dropped.
+        let code = unsafe { (self.domain.device().library().verbs.ibv_destroy_srq)(self.raw.as_ptr()) };
+        warn_on_failure(code, "a shared receive queue");
+    }
+}

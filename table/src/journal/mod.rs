@@ -9,15 +9,11 @@
 //! continue in the next one. Offsets are replication offsets: the first byte of the journal is `first_offset + 1`.
 
 mod fetch;
-mod in_place;
-mod left;
 mod reader;
 mod records;
-mod search;
 mod track;
 mod writer;
 
-pub use left::journal_left;
 pub use reader::JournalReader;
 pub use track::{Chunk, Room};
-pub use writer::JournalWriter;
+pub use writer::{JournalWriter, journal_left};

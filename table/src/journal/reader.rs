@@ -11,12 +11,11 @@ use std::sync::Arc;
 
 use remora_fabric::{Memory, Peer, View};
 
-use super::{
-    fetch::Fetch,
-    in_place::InPlace,
-    track::{Chunk, Room, Track},
-};
-use crate::{error::Error, expectation::Expectation, snapshot::SinkLayout};
+use super::fetch::{Fetch, InPlace};
+use super::track::{Chunk, Room, Track};
+use crate::error::Error;
+use crate::expectation::Expectation;
+use crate::snapshot::SinkLayout;
 
 /// Follows one journal.
 ///

@@ -1,17 +1,22 @@
-//! The writer of a journal: appends, and overwrites the oldest slot when it must. It does not wait for readers.
+//! The writer of a journal, and what a journal holds whose writer has ended.
 
-use std::{collections::VecDeque, sync::Arc};
+use std::collections::VecDeque;
+use std::sync::Arc;
 
-use remora_fabric::{Memory, memory::crc};
+use remora_fabric::memory::crc;
+use remora_fabric::{Memory, View};
 
-use crate::{
-    encoding::{Encoder, LEAST_RECORD_BYTES, MOST_RECORD_BYTES, Method},
-    error::Error,
-    layout::{Entry, Geometry, Identity, Kind, RECORD_HEADER_BYTES, RecordHeader, State, record_header_bytes},
-    publish::Publisher,
-    seal::{Seal, SealKey},
-    snapshot::lay_out,
-};
+use super::fetch::InPlace;
+use super::track::Track;
+use crate::encoding::{Encoder, LEAST_RECORD_BYTES, MOST_RECORD_BYTES, Method};
+use crate::error::Error;
+use crate::expectation::Expectation;
+use crate::layout::{Entry, Geometry, Identity, Kind, RECORD_HEADER_BYTES, RecordHeader, State, record_header_bytes};
+use crate::publish::Publisher;
+use crate::seal::{Seal, SealKey};
+use crate::snapshot::lay_out;
+
+// The writer of a journal: appends, and overwrites the oldest slot when it must. It does not wait for readers.
 
 /// Writes one journal into one memory.
 pub struct JournalWriter {
@@ -213,5 +218,97 @@ impl JournalWriter {
         self.used += header_bytes + header.length;
         self.end_offset += bytes.len() as u64;
         self.publisher.publish(self.geometry.start_of(slot) + u64::from(self.used))
+    }
+}
+
+/// Passes all bytes of a journal from `start` on to `take`, in order. No process may write it any more. An append that
+/// its writer did not complete is not there: readers could not have got it either.
+///
+/// # Errors
+/// It is another table than expected, no longer reaches back to `start`, or is damaged; and what `take` fails with.
+pub fn journal_left<E: From<Error>>(
+    view: &Arc<View>,
+    expect: Expectation,
+    start: u64,
+    mut take: impl FnMut(&[u8]) -> Result<(), E>,
+) -> Result<(), E> {
+    let geometry = expect.geometry.checked()?;
+    let mut memory = InPlace::new(view.clone(), &geometry)?;
+    let mut track = Track::new(expect, start);
+    while !track.is_at_end() {
+        // It fails after some attempts if its writer ended in the middle of a change of the line.
+        memory.look(&mut track)?;
+        while let Some(chunk) = track.take() {
+            take(&chunk.bytes)?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use remora_fabric::Memory;
+
+    use super::*;
+    use crate::tests::{FIRST_OFFSET, Random, expect, identity, used_memory};
+    use crate::{Geometry, Kind};
+
+    const GEOMETRY: Geometry = Geometry { slot_size: 4096, slots: 4 };
+
+    fn view(memory: &Memory) -> Arc<View> {
+        Arc::new(View::open(memory.as_fd().try_clone_to_owned().unwrap(), memory.length()).unwrap())
+    }
+
+    fn left(memory: &Memory, start: u64) -> Result<Vec<u8>, Error> {
+        let mut found = Vec::new();
+        journal_left(&view(memory), expect(GEOMETRY), start, |bytes| {
+            found.extend_from_slice(bytes);
+            Ok::<_, Error>(())
+        })?;
+        Ok(found)
+    }
+
+    #[test]
+    fn all_bytes_from_the_offset_on_are_found_after_every_append_and_after_an_abort() {
+        for seed in 0..20 {
+            let mut random = Random(seed);
+            let memory = used_memory(&GEOMETRY, &mut random);
+            let mut writer = JournalWriter::create(memory.clone(), GEOMETRY, identity(Kind::Journal)).unwrap();
+            let mut truth = Vec::new();
+            assert_eq!(left(&memory, FIRST_OFFSET + 1).unwrap(), b"", "nothing was appended");
+            for _ in 0..80 {
+                let length = 1 + random.below(900) as usize;
+                let bytes = random.bytes(length);
+                writer.append(&bytes).unwrap();
+                truth.extend_from_slice(&bytes);
+                let skip = (writer.first_offset() - FIRST_OFFSET - 1) as usize;
+                assert_eq!(left(&memory, writer.first_offset()).unwrap(), &truth[skip..], "seed {seed}");
+            }
+            assert_eq!(left(&memory, writer.end_offset() - 1).unwrap(), &truth[truth.len() - 1..]);
+            assert_eq!(left(&memory, writer.end_offset()).unwrap(), b"");
+            let error = left(&memory, FIRST_OFFSET + 1).unwrap_err();
+            assert!(matches!(error, Error::Overrun { .. }), "the first bytes were overwritten: {error}");
+            writer.abort();
+            assert_eq!(left(&memory, writer.end_offset() - 1).unwrap(), &truth[truth.len() - 1..]);
+        }
+    }
+
+    #[test]
+    fn what_its_writer_did_not_publish_is_not_there_and_damage_is_found() {
+        let memory = used_memory(&GEOMETRY, &mut Random(3));
+        let mut writer = JournalWriter::create(memory.clone(), GEOMETRY, identity(Kind::Journal)).unwrap();
+        writer.append(b"published").unwrap();
+        // A writer that was killed between the bytes of a record and the line.
+        memory.write(GEOMETRY.slot_offset(0) + 8 + 9, &[0xff; 64]).unwrap();
+        assert_eq!(left(&memory, FIRST_OFFSET + 1).unwrap(), b"published");
+        memory.write(GEOMETRY.slot_offset(0) + 8, b"P").unwrap();
+        left(&memory, FIRST_OFFSET + 1).unwrap_err();
+        // A writer that was killed in the middle of a change of the line.
+        let memory = used_memory(&GEOMETRY, &mut Random(4));
+        JournalWriter::create(memory.clone(), GEOMETRY, identity(Kind::Journal)).unwrap();
+        memory.write(crate::layout::LINE_OFFSET, &[1]).unwrap();
+        left(&memory, FIRST_OFFSET + 1).unwrap_err();
     }
 }

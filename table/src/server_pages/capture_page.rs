@@ -31,10 +31,10 @@ use std::sync::atomic::Ordering::{Acquire, Release};
 use remora_fabric::{Memory, Pages};
 use remora_redis::ReplId;
 
-use super::status_text::StatusText;
+use super::StatusText;
 use crate::error::Error;
+use crate::identity::Origin;
 use crate::layout::Geometry;
-use crate::origin::Origin;
 
 /// Bytes of a capture page.
 pub const CAPTURE_PAGE_BYTES: u64 = 4096;

@@ -15,7 +15,7 @@ use std::sync::atomic::Ordering::{self, Acquire, Relaxed, Release};
 
 use remora_fabric::{Memory, Pages};
 
-use super::status_text::StatusText;
+use super::StatusText;
 use crate::error::Error;
 
 /// Bytes of a load page.

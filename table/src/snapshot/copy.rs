@@ -16,7 +16,7 @@
 //!
 //! - A slot of our own table is published only if its bytes have the checksum in the source's own entry, and the
 //!   digest if the table is sealed. A copy holds what the source has stored, with the source's own entries: ciphertext,
-//!   or compressed slots. They are opened elsewhere for our own use (`opening`).
+//!   or compressed slots. They are opened elsewhere for our own use (`slot`).
 //! - A slot's place is reused only after every reader that *we* gave it to has released it. A reader on another host
 //!   detects the reuse by `retired` and the entry, as with every table. While the ring has space for all slots, no
 //!   place is written twice.
@@ -27,22 +27,15 @@ use std::sync::Arc;
 
 use remora_fabric::{Memory, Peer};
 
-use super::{
-    opening::{Opened, Opening, forged_slot},
-    pieces::Pieces,
-    slot::{Encoded, Holder, Lent, Place, Progress, Slot},
-    source_entries::{Front, SmallPlace, SourceEntries},
-    turn::{Loss, Turn},
-    verdict::{Verdict, Wanted},
-    writer::lay_out,
-};
-use crate::{
-    error::Error,
-    expectation::Expectation,
-    layout::{Entry, Geometry, Identity, Kind, MAGIC, State},
-    publish::Publisher,
-    reads::{Purpose, READ_BYTES, Reads},
-};
+use super::fetch::Pieces;
+use super::slot::{Encoded, Holder, Lent, Opened, Opening, Place, Progress, Slot, Verdict, Wanted, forged_slot};
+use super::source_entries::{Front, SmallPlace, SourceEntries};
+use super::writer::lay_out;
+use crate::error::Error;
+use crate::expectation::Expectation;
+use crate::layout::{Entry, Geometry, Identity, Kind, MAGIC, State};
+use crate::publish::Publisher;
+use crate::reads::{Purpose, READ_BYTES, Reads};
 
 /// The source of the bytes of slots.
 enum Way {
@@ -67,7 +60,6 @@ struct Work {
 }
 
 /// The copy of one snapshot. See the module docs.
-// Larger than the bound: reader and writer of one table. Half of the methods are views of a line for its owner.
 pub struct SnapshotCopy {
     memory: Arc<Memory>,
     /// The shape of our own table.
@@ -594,3 +586,45 @@ const READ_AHEAD_BYTES: u64 = 16 * READ_BYTES as u64;
 
 /// Maximum number of slots on their way: a number that fits the tag of a read, for tables with small slots.
 const MOST_WORKS: u64 = 64;
+
+// What one turn of a copy may do, and what may come of it.
+
+/// What one call of [`SnapshotCopy::pump`](crate::SnapshotCopy::pump) is allowed to do.
+#[derive(Debug, Clone, Copy)]
+pub struct Turn {
+    /// Lines may be read again to look for news. Not at every turn: each such read costs both ends a small read.
+    pub look: bool,
+    /// Slots are requested while this is above 0, and their bytes are subtracted: the last read may take it below 0.
+    pub allowance: i64,
+}
+
+impl Turn {
+    /// Without any limit.
+    pub const FREE: Turn = Turn { look: true, allowance: i64::MAX };
+}
+
+/// Why nothing more can be read from a peer. The copy continues with another peer.
+#[derive(Debug, thiserror::Error)]
+pub enum Loss {
+    /// The peer is gone, or does not answer.
+    #[error("{0}")]
+    Gone(Error),
+    /// The bytes are not those that the source wrote, though the peer had not overwritten them.
+    #[error("slot {slot} has the checksum {got:#010x}, the source's entry has {want:#010x}{}", if want == got { ", and another digest" } else { "" })]
+    Lied {
+        /// Number of the slot.
+        slot: u64,
+        /// CRC-32C in the source's own entry.
+        want: u32,
+        /// CRC-32C of the peer's bytes.
+        got: u32,
+    },
+    /// The peer no longer holds the slot that we need next.
+    #[error("it no longer holds slot {slot} (the oldest it holds is {oldest})")]
+    Passed {
+        /// The slot that was wanted.
+        slot: u64,
+        /// The oldest slot that it holds.
+        oldest: u64,
+    },
+}

@@ -16,24 +16,16 @@
 //! was read before, so the entry is complete. The small read costs a round trip of this buffer only: the reads of the
 //! other buffers are outstanding meanwhile.
 
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use remora_fabric::{Memory, Peer};
 
-use super::{
-    opening::{Opener, WasStored},
-    pieces::Pieces,
-    plan::Plan,
-    sink::SinkLayout,
-    slot::{Encoded, Holder, Place, Slot},
-    verdict::{Verdict, Wanted},
-};
-use crate::{
-    error::Error,
-    expectation::Expectation,
-    layout::{ENTRY_BYTES, Entry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line},
-    reads::{Caught, Purpose, Reads, the_entry, the_line},
-};
+use super::slot::{Encoded, Holder, Opener, Place, Slot, Verdict, Wanted, WasStored};
+use crate::error::Error;
+use crate::expectation::Expectation;
+use crate::layout::{ENTRY_BYTES, Entry, Geometry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line, State};
+use crate::reads::{Caught, Purpose, READ_BYTES, Reads, the_entry, the_line};
 
 pub(super) struct Fetch {
     sink: Arc<Memory>,
@@ -325,4 +317,246 @@ fn ask(wanted: &Wanted, stored: u32, index: u8, plan: &Plan, layout: &SinkLayout
 fn ask_entry(wanted: &Wanted, index: u8, plan: &Plan, layout: &SinkLayout, reads: &mut Reads) {
     let offset = plan.geometry().entry_offset(wanted.number);
     reads.queue(Purpose::Entry { buffer: index }, offset, ENTRY_BYTES as u32, layout.entry(index));
+}
+
+// One slot that arrives in pieces: which pieces are here, and the checksum of those that are here without a gap.
+//
+// Not here: the source of the slot, and the checksum that it should have.
+
+/// The pieces of one slot. See the module docs.
+pub(super) struct Pieces {
+    /// Bytes of the slot.
+    length: u32,
+    count: u8,
+    /// One bit per piece that has arrived. `MAX_SLOT_BYTES / READ_BYTES` bits fit.
+    landed: u64,
+    /// Number of pieces whose CRC is included in `crc`, in order.
+    summed: u8,
+    crc: u32,
+}
+
+const _: () = assert!(crate::layout::MAX_SLOT_BYTES / READ_BYTES <= u64::BITS);
+
+impl Pieces {
+    /// Queues reads of all pieces of the `length` bytes at `from`, to land at `to`, tagged with `buffer`.
+    pub(super) fn ask(reads: &mut Reads, buffer: u8, from: u64, length: u32, to: u64) -> Pieces {
+        let count = reads.queue_pieces(buffer, from, length, to);
+        Pieces { length, count, landed: 0, summed: 0, crc: 0 }
+    }
+
+    /// One more piece has arrived, of that many bytes.
+    pub(super) fn land(&mut self, piece: u8) -> u64 {
+        self.landed |= 1 << piece;
+        u64::from((self.length - u32::from(piece) * READ_BYTES).min(READ_BYTES))
+    }
+
+    /// Whether all pieces have arrived.
+    pub(super) fn are_here(&self) -> bool {
+        self.landed.count_ones() == u32::from(self.count)
+    }
+
+    /// Continues the CRC over all pieces that are here without a gap; the first byte of the first piece is at `at`.
+    pub(super) fn sum(&mut self, sink: &Memory, at: u64) -> Result<(), Error> {
+        while self.summed < self.count && self.landed >> self.summed & 1 == 1 {
+            let start = u64::from(self.summed) * u64::from(READ_BYTES);
+            let end = (start + u64::from(READ_BYTES)).min(u64::from(self.length));
+            self.crc = sink.crc32c_append(self.crc, at + start..at + end)?;
+            self.summed += 1;
+        }
+        Ok(())
+    }
+
+    /// The CRC-32C of the pieces summed so far.
+    pub(super) fn crc(&self) -> u32 {
+        self.crc
+    }
+}
+
+// The state of a snapshot's reader: which slots are published, which to get next, which are ready to be delivered.
+//
+// No reads here: `fetch` and `in_place` take the next slot from the plan and report what they found.
+
+/// Tells by a slot's number whether the caller holds that slot already.
+pub(super) type Held = Box<dyn Fn(u64) -> bool + Send>;
+
+pub(super) struct Plan {
+    pub(super) expect: Expectation,
+    held: Held,
+    line: Option<Line>,
+    /// The first number not yet planned.
+    next: u64,
+    /// Planned and lost with a former peer: planned again before any other.
+    again: VecDeque<u64>,
+    /// Planned and not delivered, in order.
+    order: VecDeque<u64>,
+    /// Verified, by number.
+    ready: BTreeMap<u64, Slot>,
+}
+
+impl Plan {
+    pub(super) fn new(expect: Expectation, held: Held) -> Plan {
+        Plan {
+            expect,
+            held,
+            line: None,
+            next: 0,
+            again: VecDeque::new(),
+            order: VecDeque::new(),
+            ready: BTreeMap::new(),
+        }
+    }
+
+    pub(super) fn geometry(&self) -> &Geometry {
+        &self.expect.geometry
+    }
+
+    pub(super) fn line(&self) -> Option<&Line> {
+        self.line.as_ref()
+    }
+
+    /// A newer progress line has been read.
+    pub(super) fn learn(&mut self, line: Line) -> Result<(), Error> {
+        if line.state == State::Aborted {
+            return Err(Error::Aborted { generation: self.expect.origin.generation });
+        }
+        self.line = Some(line);
+        Ok(())
+    }
+
+    /// Whether the next slot, if there will be one, is not published as far as we know: the line must be read again.
+    pub(super) fn wants_news(&self) -> bool {
+        match self.line {
+            None => true,
+            Some(line) => line.end.is_none() && self.next >= self.published_slots(),
+        }
+    }
+
+    /// The next slot to get, and the length of its content. The caller must verify it.
+    pub(super) fn next_wanted(&mut self) -> Result<Option<Wanted>, Error> {
+        let Some(line) = self.line else {
+            return Ok(None);
+        };
+        let Some(number) = self.again.pop_front().or_else(|| self.next_new()) else {
+            return Ok(None);
+        };
+        if number < line.retired {
+            return Err(Error::slot_overrun(number, line.retired));
+        }
+        let position = self.geometry().start_of(number);
+        let length = (line.published.saturating_sub(position)).min(self.geometry().slot_bytes()) as u32;
+        Ok(Some(Wanted { number, position, length, compressed: self.expect.compressed }))
+    }
+
+    /// A slot has been verified.
+    pub(super) fn deliver(&mut self, slot: Slot) {
+        self.ready.insert(slot.number, slot);
+    }
+
+    /// These slots were on their way from a peer that is gone.
+    pub(super) fn lost(&mut self, mut numbers: Vec<u64>) {
+        numbers.extend(self.again.drain(..));
+        numbers.sort_unstable();
+        self.again = numbers.into();
+    }
+
+    /// The next verified slot, in order.
+    pub(super) fn take(&mut self) -> Option<Slot> {
+        let slot = self.ready.remove(self.order.front()?)?;
+        self.order.pop_front();
+        Some(slot)
+    }
+
+    pub(super) fn ready(&self) -> usize {
+        self.ready.len()
+    }
+
+    /// Whether every planned slot has been delivered.
+    pub(super) fn is_drained(&self) -> bool {
+        self.order.is_empty()
+    }
+
+    /// Whether all slots that will ever exist have been planned.
+    pub(super) fn is_exhausted(&self) -> bool {
+        let end = self.line.and_then(|line| line.end);
+        end.is_some_and(|end| (self.next..self.geometry().slots_for(end)).all(|number| (self.held)(number)))
+    }
+
+    pub(super) fn published_slots(&self) -> u64 {
+        self.line.map_or(0, |line| self.geometry().slots_for(line.published))
+    }
+
+    fn next_new(&mut self) -> Option<u64> {
+        while self.next < self.published_slots() {
+            let number = self.next;
+            self.next += 1;
+            if !(self.held)(number) {
+                self.order.push_back(number);
+                return Some(number);
+            }
+        }
+        None
+    }
+}
+
+// The part of the sink that one reader uses: where its small reads land, and its slot buffers.
+
+/// The part of the sink in which the reads of one [`SnapshotReader`](crate::SnapshotReader) land: a page for the small
+/// reads, then the slot buffers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SinkLayout {
+    /// Offset of the page, in bytes from the start of the sink. A multiple of 64.
+    pub offset: u64,
+    /// Slot buffers, each of `slot_size` bytes. Enough that one slot may be verified and another used while
+    /// [`Peer::depth`] reads are outstanding.
+    pub buffers: u32,
+}
+
+impl SinkLayout {
+    /// Bytes of the page for small reads: line, head, probe, and an entry per buffer.
+    pub const SMALL_BYTES: u64 = 4096;
+    /// Maximum number of buffers: as many as have an entry in the page beside the four lines of the other reads.
+    pub const MAX_BUFFERS: u32 = 60;
+
+    /// Bytes of the sink that this layout takes from `offset` on.
+    pub fn length(&self, geometry: &Geometry) -> u64 {
+        Self::SMALL_BYTES + u64::from(self.buffers) * geometry.slot_bytes()
+    }
+
+    pub(crate) const fn line(&self) -> u64 {
+        self.offset
+    }
+
+    pub(crate) const fn head(&self) -> u64 {
+        self.offset + 64
+    }
+
+    pub(crate) const fn probe(&self) -> u64 {
+        self.offset + 192
+    }
+
+    pub(crate) fn entry(&self, buffer: u8) -> u64 {
+        self.offset + 256 + 64 * u64::from(buffer)
+    }
+
+    pub(crate) fn buffer(&self, buffer: u8, geometry: &Geometry) -> u64 {
+        self.offset + Self::SMALL_BYTES + u64::from(buffer) * geometry.slot_bytes()
+    }
+
+    /// Checks that the layout fits the sink.
+    pub(crate) fn check(&self, sink: &Memory, geometry: &Geometry) -> Result<(), Error> {
+        if !(1..=Self::MAX_BUFFERS).contains(&self.buffers) {
+            return Err(Error::Layout(format!("{} slot buffers: must be 1 to {}", self.buffers, Self::MAX_BUFFERS)));
+        }
+        let end = self.offset.checked_add(self.length(geometry));
+        if end.is_none_or(|end| end > sink.length()) {
+            return Err(Error::Layout(format!(
+                "a sink of {} bytes does not hold {} slot buffers of {} bytes from {} on",
+                sink.length(),
+                self.buffers,
+                geometry.slot_size,
+                self.offset
+            )));
+        }
+        Ok(())
+    }
 }

@@ -11,25 +11,17 @@
 mod copy;
 mod fetch;
 mod in_place;
-mod left;
-mod opening;
-mod pieces;
-mod plan;
 mod reader;
 mod sealer;
-mod sink;
 mod slot;
 mod source_entries;
-mod turn;
-mod verdict;
 mod writer;
 
-pub use copy::SnapshotCopy;
-pub use left::snapshot_left;
+pub use copy::{Loss, SnapshotCopy, Turn};
+pub use fetch::SinkLayout;
+pub use in_place::snapshot_left;
 pub use reader::SnapshotReader;
 pub use sealer::{SnapshotSealer, StoredSlot};
-pub use sink::SinkLayout;
 pub use slot::{Encoded, Place, Progress, Slot};
-pub use turn::{Loss, Turn};
 pub use writer::SnapshotWriter;
 pub(crate) use writer::lay_out;

@@ -12,14 +12,12 @@ use std::sync::Arc;
 
 use remora_fabric::{Memory, Peer, View};
 
-use super::{
-    fetch::Fetch,
-    in_place::InPlace,
-    plan::Plan,
-    sink::SinkLayout,
-    slot::{Holder, Progress, Slot},
-};
-use crate::{error::Error, expectation::Expectation, layout::State};
+use super::fetch::{Fetch, Plan, SinkLayout};
+use super::in_place::InPlace;
+use super::slot::{Holder, Progress, Slot};
+use crate::error::Error;
+use crate::expectation::Expectation;
+use crate::layout::State;
 
 /// Reads one snapshot. See the drawing at the top of this file.
 ///

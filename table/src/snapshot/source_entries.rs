@@ -9,17 +9,16 @@
 //!            └─ read again only when the caller says so: it has the clock
 //! ```
 
-use std::{collections::BTreeMap, ops::Range};
+use std::collections::BTreeMap;
+use std::ops::Range;
 
 use remora_fabric::Memory;
 
-use super::verdict::wrong_content;
-use crate::{
-    error::Error,
-    expectation::Expectation,
-    layout::{ENTRY_BYTES, Entry, Geometry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line, State},
-    reads::{Caught, Purpose, Reads, the_entry, the_line},
-};
+use super::slot::wrong_content;
+use crate::error::Error;
+use crate::expectation::Expectation;
+use crate::layout::{ENTRY_BYTES, Entry, Geometry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line, State};
+use crate::reads::{Caught, Purpose, Reads, the_entry, the_line};
 
 /// Entries in one read: a page of them.
 const BATCH: u64 = 64;

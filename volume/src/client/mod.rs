@@ -6,64 +6,52 @@
 //!      ╰─── completion ──────╯  Remote (one per server: what is under way, time limits)
 //! ```
 //!
-//! - `request`: what can be asked, and how it is completed. **Start here.**
+//! - `request`: what can be asked, how it is completed, and requests of any length, as several. **Start here.**
 //! - `driver`: carries out what [`crate::writer`] decides; `turns`: which thread runs it.
-//! - `remote`: one server, as the driver sees it.
-//! - `here`: reads that a caller's thread answers itself; `buffers`: the memory into which it reads.
-//! - `reads`: the ways to read; `regions`: copies that are read without asking their servers.
-//! - `outgoing`: memory out of which servers pull large writes.
-//! - `window`: how much may be under way at a server.
-//! - `long`: requests of any length, as several.
-//! - `peek`: what a volume holds, looked at before its writer is replaced.
-//! - `once`: what is asked without opening a volume: to make it, how its copies stand, to scrub or remove them.
+//! - `remote`: one server, as the driver sees it, and how much may be under way there.
+//! - `reads`: the ways to read; `regions`: copies that are read without asking their servers, and reads that a caller's
+//!   thread answers itself.
+//! - `outgoing`: memory out of which servers pull large writes, and memory for long reads.
+//! - `once`: what is asked without opening a volume: to make it, how its copies stand, to scrub or remove them, and
+//!   what it holds.
 //!
 //! A write is completed when as many copies as must hold it have applied it, a read when everything that it returns is
 //! acknowledged, a flush when every write that was submitted before is. A read returns every write that was submitted
 //! before it. Once the volume has ended (another writer has opened it, or no copy is left), every request fails.
 
-mod buffers;
 mod driver;
-mod here;
-mod long;
 mod once;
 mod outgoing;
-mod peek;
 mod reads;
 mod regions;
 mod remote;
 mod request;
 mod turns;
-mod window;
 
-use std::fmt;
-use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use std::sync::mpsc;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
+use std::{fmt, io};
 
 use bytes::Bytes;
 use remora_messenger::{Address, Connection, Delivery, Dispatcher, Messenger, Refusal, Throttle};
 
-use self::driver::Driver;
-use self::here::{Here, UnderWay};
-pub use self::once::Left;
-pub use self::outgoing::{NotAWay, Writes};
-pub use self::peek::Peek;
-pub use self::reads::{NotAWayToRead, Reads};
-use self::regions::News;
-pub use self::request::Request;
-use self::request::{Completion, Op};
-use self::turns::Turns;
-pub use self::window::{NotAWindow, WindowSize};
 pub use crate::link::AT_WORK;
-use crate::link::{self, LEAST_ROOM, MOST_ROOM, Security};
+use crate::link::{self, LEAST_ROOM, MOST_ROOM, Rdma, Security};
 use crate::message::ServerId;
-use crate::rdma::Rdma;
 use crate::shape::{Copies, Shape};
 use crate::wire::{MOST_BLOCKS, MOST_ENTRIES, Run};
 use crate::writer::End;
+use driver::Driver;
+pub use once::{Left, Peek};
+pub use outgoing::{NotAWay, Writes};
+pub use reads::{NotAWayToRead, Reads};
+use regions::{Here, News, UnderWay};
+pub use remote::{NotAWindow, WindowSize};
+pub use request::Request;
+use request::{Completion, Op};
+use turns::Turns;
 
 /// Settings of a client.
 #[derive(Clone, Debug)]
@@ -198,7 +186,6 @@ impl Error {
     }
 }
 
-// Larger than the bound: it is also what is asked of a volume without opening it.
 /// A volume that this process has open for writing.
 #[derive(Debug)]
 pub struct Volume {

@@ -7,9 +7,9 @@ use remora_lab::Random;
 
 use super::files::{Failure, Files, Name};
 use super::journal::{Journal, write_superblock};
+use super::record::SLOT_BYTES;
 use super::recovery;
 use super::simulated::Simulated;
-use super::superblock::SLOT_BYTES;
 use crate::layout::Entry;
 use crate::message::{Holder, Standing, State};
 use crate::mutant::Mutant;

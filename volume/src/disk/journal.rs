@@ -7,8 +7,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::files::{Failure, Files, Name};
-use super::record::{Head, MAX_RECORD_BYTES};
-use super::superblock::Superblock;
+use super::record::{Head, MAX_RECORD_BYTES, Superblock};
 use crate::layout::{Entry, Layout};
 use crate::message::Standing;
 

@@ -7,14 +7,13 @@
 //!            a segment is full ─▶ checkpoint: its blocks go to the extents, fdatasync, the segment is removed
 //! ```
 //!
-//! - `record`: an event as bytes: how the copy stands after it, and the blocks that it changed. **Start here.**
-//! - `superblock`: what recovery begins with: which segment is needed, and how the store was left.
-//! - `files`: what a store asks of its folder; `folder`: the system's; `root`: the folders of a server's copies.
+//! - `record`: an event as bytes: how the copy stands after it, and the blocks that it changed; and the superblock,
+//!   with which recovery begins. **Start here.**
+//! - `files`: what a store asks of its folder, and the system's; `root`: the folders of a server's copies.
 //! - `journal`: appends, and knows what is synced.
-//! - `checkpoint`: moves blocks from the journal's segments to the extents.
-//! - `recovery`: finds the copy again.
-//! - `growth`: the store of a copy that becomes larger.
-//! - `scrub`: reads what no client reads, before it is needed.
+//! - `checkpoint`: moves blocks from the journal's segments to the extents, and scrubs: it reads what no client reads,
+//!   before it is needed.
+//! - `recovery`: finds the copy again, and makes the store of one that becomes larger.
 //!
 //! What holds:
 //!
@@ -27,21 +26,15 @@
 //!
 //! Assumed of the device: what was synced stays, also if a neighbouring sector is written when the power fails.
 
-mod beginning;
 #[cfg(test)]
 mod changed;
 pub(crate) mod checkpoint;
-pub(crate) mod extents;
 pub(crate) mod files;
-pub(crate) mod folder;
-pub(crate) mod growth;
 pub(crate) mod journal;
 pub(crate) mod record;
 pub(crate) mod recovery;
 pub(crate) mod root;
-pub(crate) mod scrub;
 #[cfg(test)]
 mod simulated;
-pub(crate) mod superblock;
 #[cfg(test)]
 mod tests;

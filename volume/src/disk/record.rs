@@ -1,21 +1,24 @@
-//! Record: an event of a copy, as the journal has it.
-//!
-//! ```text
-//! 0       8       12        16       20      24      32        40         48         56       64     112   128
-//! │ magic │ check │ changes │ blocks │ flags │ store │ segment │ sequence │ previous │ synced │ line │ (0) │
-//! │ for each change: block 8, entry 16 │ (0) up to a multiple of 512 │ the blocks of entries that have bytes │
-//! ```
-//!
-//! The check is a CRC-32C of all that follows it in front of the blocks. The blocks have theirs in the entries, which
-//! the writer has computed: no byte is summed twice. `synced` is the last event that was known as durable when this one
-//! was appended: a record before it that is unreadable was not torn by a power cut.
+//! The bytes of a store: a record is an event of a copy as the journal has it, and the superblock is what a recovery
+//! begins with.
 
 use remora_fabric::memory::crc::crc32c;
 
-use crate::layout::{ENTRY_BYTES, Entry, LINE_WORDS, Line};
+use crate::layout::{self, ENTRY_BYTES, Entry, LINE_WORDS, Line};
 use crate::message::Standing;
-use crate::shape::BLOCK_BYTES;
+use crate::shape::{BLOCK_BYTES, Shape};
 use crate::wire::{MOST_BLOCKS, MOST_ENTRIES};
+
+// An event of a copy, as the journal has it.
+//
+// ```text
+// 0       8       12        16       20      24      32        40         48         56       64     112   128
+// │ magic │ check │ changes │ blocks │ flags │ store │ segment │ sequence │ previous │ synced │ line │ (0) │
+// │ for each change: block 8, entry 16 │ (0) up to a multiple of 512 │ the blocks of entries that have bytes │
+// ```
+//
+// The check is a CRC-32C of all that follows it in front of the blocks. The blocks have theirs in the entries, which
+// the writer has computed: no byte is summed twice. `synced` is the last event that was known as durable when this one
+// was appended: a record before it that is unreadable was not torn by a power cut.
 
 /// Records begin at multiples of this: a sector, so that no record shares one.
 pub(crate) const UNIT: usize = 512;
@@ -156,6 +159,100 @@ pub(crate) fn fuzz(bytes: &[u8]) {
     let _ = head.with_blocks(&bytes[head.bytes()..]);
 }
 
+/// Bytes of a slot: a page, so that no write of one touches the other.
+pub(crate) const SLOT_BYTES: usize = 4096;
+
+/// Bytes of the fields.
+const FIELDS: usize = 80 + layout::SUPERBLOCK_BYTES;
+
+const SUPERBLOCK_MAGIC: [u8; 8] = *b"REMORAST";
+
+/// Changes with every change of a store's files.
+pub(crate) const LAYOUT_VERSION: u32 = 2;
+
+/// Flag: the server has ended in peace, and everything is synced.
+const CLEAN: u32 = 1;
+
+/// Flag: a write or a sync has failed.
+const LOST: u32 = 2;
+
+/// What the recovery of a store begins with. Two slots are written in turn, so that one is always whole.
+///
+/// ```text
+/// 0       8       12       16        24      32     40       48     64      68    72          80               132
+/// │ magic │ check │ layout │ counter │ store │ base │ synced │ boot │ flags │ (0) │ scrubbed │ the volume's shape │
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Superblock {
+    /// Rises with every write. The higher one counts.
+    pub(crate) counter: u64,
+    /// A random number, which each record repeats.
+    pub(crate) store: u64,
+    pub(crate) shape: Shape,
+    /// The first segment that is needed.
+    pub(crate) base: u64,
+    /// Events up to this one were synced.
+    pub(crate) synced: u64,
+    /// Of the system that ran when it was written.
+    pub(crate) boot: [u8; 16],
+    pub(crate) is_clean: bool,
+    pub(crate) is_lost: bool,
+    /// When all blocks were last read and checked, in seconds since 1970; 0: never.
+    pub(crate) scrubbed: u64,
+}
+
+impl Superblock {
+    /// Where it is written.
+    pub(crate) fn at(&self) -> u64 {
+        self.counter % 2 * SLOT_BYTES as u64
+    }
+
+    /// The bytes of its slot.
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(SLOT_BYTES);
+        out.extend(SUPERBLOCK_MAGIC);
+        out.extend([0; 4]);
+        out.extend(LAYOUT_VERSION.to_le_bytes());
+        [self.counter, self.store, self.base, self.synced].iter().for_each(|word| out.extend(word.to_le_bytes()));
+        out.extend(self.boot);
+        let flags = if self.is_clean { CLEAN } else { 0 } | if self.is_lost { LOST } else { 0 };
+        out.extend(u64::from(flags).to_le_bytes());
+        out.extend(self.scrubbed.to_le_bytes());
+        out.extend(layout::Superblock(self.shape).to_bytes());
+        let check = crc32c(&out[12..]);
+        out[8..12].copy_from_slice(&check.to_le_bytes());
+        out.resize(SLOT_BYTES, 0);
+        out
+    }
+
+    /// The newest of the slots of these bytes; `None` if both are damaged, or of another release.
+    pub(crate) fn newest(bytes: &[u8]) -> Option<Superblock> {
+        bytes.chunks(SLOT_BYTES).filter_map(Superblock::parse).max_by_key(|superblock| superblock.counter)
+    }
+
+    /// The layout of these bytes, if they are whole and of another release.
+    pub(crate) fn other_layout(bytes: &[u8]) -> Option<u32> {
+        let fields = bytes.chunks(SLOT_BYTES).filter_map(fields);
+        fields.map(|fields| u32_at(fields, 12)).find(|&layout| layout != LAYOUT_VERSION)
+    }
+
+    fn parse(slot: &[u8]) -> Option<Superblock> {
+        let fields = fields(slot).filter(|fields| u32_at(fields, 12) == LAYOUT_VERSION)?;
+        let [counter, store, base, synced] = std::array::from_fn(|number| u64_at(fields, 16 + number * 8));
+        let flags = u32_at(fields, 64);
+        let layout::Superblock(shape) = layout::Superblock::parse(fields.last_chunk()?).ok()?;
+        let boot = *fields.get(48..)?.first_chunk()?;
+        let (is_clean, is_lost) = (flags & CLEAN != 0, flags & LOST != 0);
+        Some(Superblock { counter, store, shape, base, synced, boot, is_clean, is_lost, scrubbed: u64_at(fields, 72) })
+    }
+}
+
+/// The fields of a slot, if they have their checksum.
+fn fields(slot: &[u8]) -> Option<&[u8]> {
+    let fields = slot.get(..FIELDS)?;
+    (fields[..8] == SUPERBLOCK_MAGIC && u32_at(fields, 8) == crc32c(&fields[12..])).then_some(fields)
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::collection::vec;
@@ -163,6 +260,7 @@ mod tests {
 
     use super::*;
     use crate::message::State;
+    use crate::shape::{Copies, VolumeId};
     use crate::version::Version;
 
     fn heads() -> impl Strategy<Value = Head> {
@@ -202,5 +300,37 @@ mod tests {
             bytes[8..12].copy_from_slice(&check.to_le_bytes());
             fuzz(&bytes);
         }
+    }
+
+    #[test]
+    fn the_newer_slot_counts_and_a_damaged_one_does_not() {
+        let shape = Copies::new(3, 2).and_then(|copies| Shape::new(VolumeId([7; 16]), 9, copies));
+        let Some(shape) = shape else { unreachable!("nine blocks") };
+        let older = Superblock {
+            counter: 6,
+            store: 1,
+            shape,
+            base: 2,
+            synced: 3,
+            boot: [4; 16],
+            is_clean: true,
+            is_lost: false,
+            scrubbed: 5,
+        };
+        let newer = Superblock { counter: 7, is_clean: false, is_lost: true, ..older };
+        let mut bytes = [older.encode(), newer.encode()].concat();
+        assert_eq!((older.at(), newer.at()), (0, SLOT_BYTES as u64));
+        assert_eq!(Superblock::newest(&bytes), Some(newer));
+        bytes[SLOT_BYTES + 20] ^= 1;
+        assert_eq!(Superblock::newest(&bytes), Some(older));
+        bytes[100] ^= 1;
+        assert_eq!(Superblock::newest(&bytes), None);
+        assert_eq!((Superblock::newest(&[]), Superblock::other_layout(&bytes)), (None, None));
+        // As an earlier release has written it.
+        let mut bytes = newer.encode();
+        bytes[12..16].copy_from_slice(&1_u32.to_le_bytes());
+        let check = crc32c(&bytes[12..FIELDS]);
+        bytes[8..12].copy_from_slice(&check.to_le_bytes());
+        assert_eq!((Superblock::newest(&bytes), Superblock::other_layout(&bytes)), (None, Some(1)));
     }
 }

@@ -11,15 +11,15 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use super::beginning::is_beginning;
-use super::extents;
+use super::checkpoint::{self, Batch};
 use super::files::{Failure, Files, Name};
 use super::journal::{Journal, write_superblock};
-use super::record::{Head, MAX_HEAD_BYTES, UNIT};
-use super::superblock::{LAYOUT_VERSION, SLOT_BYTES, Superblock};
+use super::record::{
+    CHANGE_BYTES, HEAD_BYTES, Head, LAYOUT_VERSION, MAX_HEAD_BYTES, MAX_RECORD_BYTES, SLOT_BYTES, Superblock, UNIT,
+};
 use crate::layout::Layout;
 use crate::message::{Standing, State};
-use crate::shape::Shape;
+use crate::shape::{BLOCK_BYTES, Shape};
 use crate::store::Store;
 
 /// A copy that was found.
@@ -57,7 +57,7 @@ pub(crate) fn create<F: Files>(
 /// # Errors
 /// [`Failure`].
 pub(super) fn make_extents(files: &impl Files, shape: Shape) -> Result<(), Failure> {
-    let length = extents::length(Layout::of(shape));
+    let length = checkpoint::length(Layout::of(shape));
     files.create(Name::Extents, length).map_err(|error| Failure::of(files, Name::Extents, &error))
 }
 
@@ -127,7 +127,7 @@ pub(crate) fn recover<F: Files>(
     if superblock.is_lost {
         return Err(Failure::damaged(&*files, Name::Superblock, "a write or a sync has failed earlier"));
     }
-    extents::load(&*files, memory);
+    checkpoint::load(&*files, memory);
     let end = replay(&*files, superblock, memory)?;
     let Some(standing) = end.standing else {
         return Err(Failure::damaged(&*files, Name::Segment(superblock.base), "its first record is damaged"));
@@ -277,3 +277,160 @@ fn cut_off(files: &impl Files, segments: &[u64], base: u64, end: &End) -> Result
 
 /// What is searched for records at once.
 const SCAN_BYTES: usize = 1 << 20;
+
+// Judges what is behind the end of a journal if its process has ended, and its system runs on.
+//
+// The page cache then has all that the process has written. A write that its end has interrupted left a beginning of
+// a record: whole sectors, and zeros behind them. Anything else was a whole record, whose bytes have changed since.
+
+/// Whether at this place is nothing, or what an interrupted write behind event `last` can have left.
+pub(super) fn is_beginning(files: &impl Files, segment: u64, at: u64, last: u64) -> Result<bool, Failure> {
+    let mut bytes = vec![0; MAX_RECORD_BYTES];
+    match files.read(Name::Segment(segment), at, &mut bytes) {
+        Ok(has) => bytes.truncate(has),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(true),
+        Err(error) => return Err(Failure::of(files, Name::Segment(segment), &error)),
+    }
+    Ok(can_be_torn(&bytes, last))
+}
+
+fn can_be_torn(bytes: &[u8], last: u64) -> bool {
+    let Some(end) = bytes.iter().rposition(|&byte| byte != 0) else { return true };
+    // At least this many bytes were written.
+    let written = (end + 1).next_multiple_of(UNIT);
+    // The lengths are in the first sector.
+    let Some((head_bytes, record_bytes)) = Head::lengths(bytes) else { return false };
+    let Some(head) = Head::parse(bytes) else {
+        // Fewer changes than it says, and zeros behind them: it is the number that has changed.
+        let is_missing = |change: &[u8]| change.iter().all(|&byte| byte == 0);
+        let has = bytes.get(HEAD_BYTES..written).unwrap_or_default();
+        return written < head_bytes && !has.chunks_exact(CHANGE_BYTES).skip(1).any(is_missing);
+    };
+    let mut blocks = (head_bytes..).step_by(BLOCK_BYTES);
+    let mut is_whole = bytes.len() >= record_bytes;
+    for (_, entry) in head.changes.iter().filter(|(_, entry)| entry.has_bytes()) {
+        let from = blocks.next().unwrap_or(record_bytes);
+        let is_right = bytes.get(from..from + BLOCK_BYTES).is_some_and(|block| entry.is_of(block));
+        if !is_right && from + BLOCK_BYTES <= written {
+            return false;
+        }
+        is_whole &= is_right;
+    }
+    // A whole record is a part of the journal, or one before it has gone.
+    !is_whole && head.previous == last
+}
+
+/// The store of a copy that becomes larger. It is made beside the one that counts, and takes its place at once.
+///
+/// ```text
+///   extents with every block ─▶ journal, superblock, everything synced ─▶ the two folders change their names
+/// ```
+///
+/// Where blocks are in the extents depends on their number, so those of the smaller copy cannot be used.
+#[derive(Debug)]
+pub(crate) struct Growth<F> {
+    files: Arc<F>,
+    shape: Shape,
+}
+
+impl<F: Files> Growth<F> {
+    /// In an empty folder.
+    ///
+    /// # Errors
+    /// [`Failure`].
+    pub(crate) fn begin(files: F, shape: Shape) -> Result<Growth<F>, Failure> {
+        make_extents(&files, shape)?;
+        Ok(Growth { files: Arc::new(files), shape })
+    }
+
+    /// The volume as it is to be.
+    pub(crate) fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    /// Its files.
+    pub(crate) fn files(&self) -> &Arc<F> {
+        &self.files
+    }
+
+    /// Writes these blocks, which ascend.
+    ///
+    /// # Errors
+    /// [`Failure`].
+    pub(crate) fn write(&self, batch: &Batch) -> Result<(), Failure> {
+        checkpoint::write(&*self.files, Layout::of(self.shape), batch)
+    }
+
+    /// Every block was written, and the copy stands like this. Its segments have numbers that the earlier store's never
+    /// had, so that a checkpoint of that one that is under way removes none of them.
+    ///
+    /// # Errors
+    /// [`Failure`].
+    pub(crate) fn complete(
+        &self,
+        (number, boot): (u64, [u8; 16]),
+        earlier: &Journal<F>,
+        standing: Standing,
+    ) -> Result<Journal<F>, Failure> {
+        let length = Journal::<F>::segment_bytes(Layout::of(self.shape));
+        let begins = (earlier.segment() + 1, earlier.scrubbed());
+        complete(Arc::clone(&self.files), self.shape, length, (number, boot), standing, begins)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use remora_fabric::memory::crc::crc32c;
+    use remora_lab::Random;
+
+    use super::*;
+    use crate::layout::Entry;
+    use crate::message::Standing;
+    use crate::version::Generation;
+
+    /// A record behind event 4, of some blocks, and zeros behind it.
+    fn record(blocks: usize, zeros: usize) -> (Vec<u8>, usize) {
+        let version = Generation::NONE.next().unwrap().start();
+        let mut random = Random::new(7);
+        let content: Vec<Vec<u8>> = (0..blocks).map(|_| random.bytes(BLOCK_BYTES)).collect();
+        let entries = content.iter().map(|bytes| Entry::of(version, crc32c(bytes)));
+        let zeros = (0..zeros).map(|_| Entry::zeros(version));
+        let changes: Vec<_> = (0..).zip(entries.chain(zeros)).collect();
+        let standing = Standing { applied: version, ..Standing::default() };
+        let head = Head { store: 1, segment: 2, sequence: 5, previous: 4, synced: 3, standing, changes };
+        let mut bytes = head.encode();
+        bytes.extend(content.concat());
+        let length = bytes.len();
+        bytes.resize(length + 16 * UNIT, 0);
+        (bytes, length)
+    }
+
+    #[test]
+    fn every_beginning_of_whole_sectors_can_be_torn_and_a_whole_record_cannot() {
+        assert!(can_be_torn(&[], 4) && can_be_torn(&[0; 9000], 4));
+        for (blocks, zeros) in [(0, 0), (1, 0), (3, 2), (0, 100), (2, 60)] {
+            let (whole, length) = record(blocks, zeros);
+            assert!(!can_be_torn(&whole, 4), "it was there, and is not a part of the journal");
+            for written in (0..length).step_by(UNIT) {
+                let mut torn = whole.clone();
+                torn[written..].fill(0);
+                assert!(can_be_torn(&torn, 4), "{written} of {length}");
+                assert!(written < 1024 + zeros * 24 || !can_be_torn(&torn, 3), "it follows another event");
+            }
+        }
+    }
+
+    #[test]
+    fn a_record_with_a_changed_byte_is_not_taken_for_a_beginning() {
+        for (blocks, zeros) in [(0, 0), (1, 0), (3, 2), (0, 100)] {
+            let (whole, length) = record(blocks, zeros);
+            for at in (0..length).filter(|at| *at < 1024 || at % 61 == 0) {
+                let mut changed = whole.clone();
+                changed[at] ^= 0x10;
+                assert!(!can_be_torn(&changed, 4), "byte {at} of {length}");
+            }
+        }
+    }
+}

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{CWD, FlockOperation, OFlags, RenameFlags, flock, renameat_with};
 
-use super::folder::Folder;
+use super::files::Folder;
 use super::recovery;
 use crate::shape::VolumeId;
 

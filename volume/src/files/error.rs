@@ -5,7 +5,7 @@ use rustix::io::Errno;
 use crate::client;
 use crate::names::NamesError;
 use crate::names::layout::{HeadError, LEAST_BLOCKS};
-use crate::names::record::Malformed;
+use crate::names::log::Malformed;
 use crate::shape::BLOCK_BYTES;
 
 /// Why something was not done.

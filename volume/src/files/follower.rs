@@ -26,16 +26,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
+use super::FilesError;
+use super::parts::{Piece, blocks_of, clusters_of, pieces};
 use crate::message::State;
 use crate::names::layout::{Geometry, Head};
-use crate::names::record::Malformed;
+use crate::names::log::Malformed;
 use crate::names::{Attr, Listed, NamesError, Run, Usage, View};
 use crate::reader::{Found, InPlace, ReaderError};
 use crate::shape::BLOCK_BYTES;
 use crate::version::{Generation, Version};
-
-use super::FilesError;
-use super::parts::{Piece, blocks_of, clusters_of, pieces};
 
 /// Why blocks were not read.
 #[derive(Clone, Debug, thiserror::Error)]

@@ -10,12 +10,10 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 
-use super::disk::{Disk, DiskDone};
+use super::disk::{Disk, DiskDone, Gate, MOST_BYTES, Outgoing, Visits};
 use super::error::FilesError;
 use super::opening::has_no_files;
-use super::outgoing::{Gate, MOST_BYTES, Outgoing};
 use super::parts::{BLOCK, blocks_of};
-use super::visits::Visits;
 use crate::client::{Error, Request};
 use crate::shape::BLOCK_BYTES;
 use crate::wire::{MOST_BLOCKS, MOST_ENTRIES, Run};

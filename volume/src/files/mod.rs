@@ -6,11 +6,11 @@
 //!               ╰───────────────── acknowledged: the caller is told ◀───────╯
 //! ```
 //!
-//! - `disk`: the blocks below. **Start here.**
-//! - `core`: the lock, and what is under way; `outgoing`: requests in their order; `ahead`: what is answered early;
-//!   `visits`: threads of the disk.
-//! - `parts`: which blocks a range of a file is; `content`: changes of what is in files; `reading`.
-//! - `refused`: what a page cache has accepted and the volume has not. `image`: all of a volume as one file.
+//! - `disk`: the blocks below, requests to them in their order, what is answered early, and threads of the disk.
+//!   **Start here.**
+//! - `core`: the lock, what is under way, changes of what is in files, and reads.
+//! - `parts`: which blocks a range of a file is, and what a page cache has accepted and the volume has not. `image`:
+//!   all of a volume as one file.
 //! - `opening`: a volume gets files, or has some. `follower`: files on a host that only reads.
 //! - `error`: why something cannot be done.
 //!
@@ -23,38 +23,31 @@
 //! Names change in memory when a change is submitted. So another caller can see a change that is not acknowledged yet;
 //! if the writer dies at that moment, the change may be lost.
 
-mod ahead;
-mod content;
 mod core;
 mod disk;
 mod error;
 mod follower;
 mod image;
 mod opening;
-mod outgoing;
 mod parts;
-mod reading;
-mod refused;
 #[cfg(test)]
 mod tests;
-mod visits;
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
 
-use self::content::check_end;
-use self::core::Core;
-pub use self::disk::{Disk, DiskDone};
-pub use self::error::FilesError;
-pub(crate) use self::follower::history;
-pub use self::follower::{Blocks, BlocksError, Follower, Seen};
-pub use self::image::Image;
-pub use self::opening::Purpose;
-use self::parts::Content;
 use crate::names::layout::CLUSTER_BYTES;
 use crate::names::{Attr, Listed, MOST_ALLOCATED, NamesError, New, Rename, SetAttributes, Usage};
+use core::{Core, check_end};
+pub use disk::{Disk, DiskDone};
+pub use error::FilesError;
+pub(crate) use follower::history;
+pub use follower::{Blocks, BlocksError, Follower, Seen};
+pub use image::Image;
+pub use opening::Purpose;
+use parts::Content;
 
 /// The most bytes of a write.
 pub const MOST_WRITE_BYTES: usize = 4 << 20;
@@ -93,7 +86,6 @@ enum Answered {
 
 /// The files of a volume that this process has open for writing. It is dropped by a thread that is not the disk's: what
 /// completions own must not own it.
-// Larger than the bound: a file system is asked so many things.
 pub struct Files {
     core: Arc<Core>,
     /// The core has it too, but does not keep it.

@@ -112,7 +112,7 @@ fn view(blocks: u64, mut read: impl FnMut(Run) -> Result<Bytes, FilesError>) -> 
             break;
         }
         if count == 0 {
-            return Err(FilesError::Damaged(crate::names::record::Malformed("the end of an area")));
+            return Err(FilesError::Damaged(crate::names::log::Malformed("the end of an area")));
         }
     }
     Ok((head, view))

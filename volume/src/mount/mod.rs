@@ -12,39 +12,39 @@
 //!
 //! When the volume has ended, requests fail with `EIO`.
 //!
-//! - `mounted`: what is mounted, and how it ends. `uses`: which files are open, and what the kernel must forget.
-//! - `words`: what both sides call things. `read_only`: the same files on a host that does not write.
-//!   `image`: all of a volume as one file.
+//! In reading order: the mount, what is mounted and how it ends, which files are open and what the kernel must forget,
+//! and what both sides call things. `read_only`: the same files on a host that does not write. `image`: all of a volume
+//! as one file.
 
 mod image;
-mod mounted;
 mod read_only;
-mod uses;
-mod words;
 
+use std::collections::HashMap;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError, Weak, mpsc};
-use std::time::Duration;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use remora_fuse::reply::{
-    Created, Data, DirectoryEntry, Done, Entry, FileKind, KnownAttributes, Listing, ListingPlus, Opened, Position,
-    Reply, Statistics, Target, Written,
+    Attributes, Created, Data, DirectoryEntry, Done, Entry, FileKind, KnownAttributes, Listing, ListingPlus, Opened,
+    Position, Reply, Statistics, Target, Timestamp, Written,
 };
 use remora_fuse::request::{
-    Allocate, Close, Create, Fsync, GetAttributes, Link, Lookup, MakeDirectory, MakeNode, Open, OpenFlags, Read,
-    ReadDirectory, Remove, Rename, RenameHow, Seek, SetAttributes, Symlink, Write,
+    Allocate, Close, Create, Fsync, GetAttributes, Link, Lookup, MakeDirectory, MakeNode, NewTime, Open, OpenFlags,
+    Read, ReadDirectory, Remove, Rename, RenameHow, Seek, SetAttributes, Symlink, Write,
 };
-use remora_fuse::{Answer, Errno, FileSystem, Later, MountOptions, Session, SessionOptions, StartError};
+use remora_fuse::{
+    Answer, EndError, Errno, FileSystem, Later, MountOptions, Notifier, Session, SessionOptions, StartError, Transport,
+};
 
-use self::image::ServedImage;
-pub use self::mounted::{AtEnd, Contents, Mounted};
-pub use self::read_only::FollowedFiles;
-use self::uses::{Uses, forget_refused};
-use self::words::{entry, file_kind, known, mode, statistics, time_to_set};
 use crate::client::Volume;
 use crate::files::{self, Files, FilesError, Image};
-use crate::names::{self, Attr, New, NewKind};
+use crate::names::{self, Attr, Kind, New, NewKind, SetTime, Usage};
+use crate::shape::BLOCK_BYTES;
+use image::ServedImage;
+pub use read_only::FollowedFiles;
 
 /// Files of a volume that are mounted.
 pub type MountedFiles = Mounted<Files>;
@@ -488,5 +488,293 @@ const MOST_LISTED: usize = 1024;
 
 // Of `fallocate(2)`.
 const KEEP_SIZE: u32 = 1;
+
 const PUNCH_HOLE: u32 = 2;
+
 const ZERO_RANGE: u32 = 16;
+
+// What of a volume is mounted, and how it ends.
+
+/// What of a volume is mounted. When it is dropped, it is unmounted first; then the volume is closed, unless others
+/// have it.
+pub struct Mounted<T: Contents> {
+    /// `None` once it has ended.
+    session: Option<Session>,
+    contents: Option<Arc<T>>,
+    /// Has the kernel forget what the volume has refused. It ends after the session.
+    forgetting: Option<JoinHandle<()>>,
+}
+
+/// What becomes of the mount when it ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AtEnd {
+    /// It stays if processes use it, or if the volume has ended, and every use of it fails: a service manager that
+    /// starts these processes again must not have them write into the directory below.
+    Leave,
+    /// It is taken out of the tree.
+    Unmount,
+}
+
+impl AtEnd {
+    fn end(self, session: Session) -> Result<(), EndError> {
+        match self {
+            AtEnd::Leave => session.end_or_leave(),
+            AtEnd::Unmount => session.end(),
+        }
+    }
+}
+
+/// What can be mounted of a volume.
+pub trait Contents: Send + Sync + 'static {
+    /// Calls this when everything that was written is as safe as the volume makes it.
+    fn sync(&self, done: Box<dyn FnOnce(Result<(), FilesError>) + Send>);
+}
+
+impl Contents for Files {
+    fn sync(&self, done: Box<dyn FnOnce(Result<(), FilesError>) + Send>) {
+        Files::sync(self, done);
+    }
+}
+
+impl Contents for Image {
+    fn sync(&self, done: Box<dyn FnOnce(Result<(), FilesError>) + Send>) {
+        self.flush(done);
+    }
+}
+
+impl<T: Contents> Mounted<T> {
+    /// Waits until it is not mounted any more, because another process has unmounted it, but not longer than `limit`.
+    /// Returns whether it is so.
+    pub fn wait(&self, limit: Duration) -> bool {
+        self.session.as_ref().is_none_or(|session| session.wait(limit))
+    }
+
+    /// How the kernel's requests come.
+    pub fn transport(&self) -> Transport {
+        self.session.as_ref().map_or(Transport::Device, Session::transport)
+    }
+
+    /// Whether it is in the tree. What is over and is still there was not unmounted: its connection has failed.
+    pub fn is_mounted(&self) -> bool {
+        self.session.as_ref().is_some_and(Session::is_mounted)
+    }
+
+    /// Ends it when the volume has ended: nothing can be written any more.
+    ///
+    /// # Errors
+    /// [`EndError`].
+    pub fn abandon(mut self, at_end: AtEnd) -> Result<(), EndError> {
+        let end = match at_end {
+            AtEnd::Leave => Session::leave,
+            AtEnd::Unmount => Session::end,
+        };
+        self.session.take().map_or(Ok(()), end)
+    }
+
+    /// Unmounts it, and waits until everything that was written is as safe as the volume makes it.
+    ///
+    /// # Errors
+    /// [`EndError`].
+    pub fn end(mut self, at_end: AtEnd) -> Result<(), EndError> {
+        let ended = self.session.take().map_or(Ok(()), |session| at_end.end(session));
+        if let Some(contents) = &self.contents {
+            let (done, is_done) = mpsc::sync_channel(1);
+            contents.sync(Box::new(move |result| _ = done.send(result))); // the other end may have given up
+            match is_done.recv_timeout(SYNC_LIMIT) {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) => tracing::error!("what was written may not be safe: {error}"),
+                Err(_) => tracing::error!("what was written may not be safe: no answer within {SYNC_LIMIT:?}"),
+            }
+        }
+        ended
+    }
+}
+
+impl<T: Contents> Drop for Mounted<T> {
+    fn drop(&mut self) {
+        drop(self.session.take());
+        if let Some(forgetting) = self.forgetting.take() {
+            join(forgetting);
+        }
+        // A completion may have it for a moment. It must not be the last one: it runs in the volume's own threads.
+        let (mut contents, until) = (self.contents.take(), Instant::now() + LAST_COMPLETION_LIMIT);
+        while let Some(shared) = contents.take() {
+            match Arc::try_unwrap(shared) {
+                Ok(last) => drop(last),
+                Err(_) if Instant::now() > until => tracing::error!("a completion has kept what was mounted"),
+                Err(shared) => {
+                    contents = Some(shared);
+                    std::thread::sleep(LOOK_AGAIN);
+                }
+            }
+        }
+    }
+}
+
+/// How long the last flush may take: longer than the volume waits for a server.
+const SYNC_LIMIT: Duration = Duration::from_secs(30);
+
+/// Which files processes have open, and what the kernel must forget of them.
+///
+/// A page cache whose bytes the volume has refused (mapped memory, see [`crate::files`]) still shows them. A thread has
+/// the kernel drop them, so that a process reads what the volume has. It is not the thread that answers the kernel: the
+/// kernel may wait for other answers first.
+#[derive(Clone)]
+struct Uses {
+    /// How many times each file is open.
+    open: Arc<Mutex<HashMap<u64, u32>>>,
+    refused: Sender<u64>,
+}
+
+impl Uses {
+    /// Files whose bytes were refused are sent there.
+    fn new(refused: Sender<u64>) -> Uses {
+        Uses { open: Arc::default(), refused }
+    }
+
+    /// A file is open once more.
+    fn opened(&self, node: u64) {
+        *self.open.lock().unwrap_or_else(PoisonError::into_inner).entry(node).or_default() += 1;
+    }
+
+    /// A file is open once less. Returns whether no process has it open now.
+    fn closed(&self, node: u64) -> bool {
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(uses) = open.get_mut(&node) else { return true };
+        *uses -= 1;
+        let is_last = *uses == 0;
+        if is_last {
+            open.remove(&node);
+        }
+        is_last
+    }
+
+    /// The volume has refused what the kernel has of a file.
+    fn refused(&self, node: u64) {
+        let _ = self.refused.send(node); // the session may be over
+    }
+}
+
+/// The thread: ends when the session is dropped, and with it all senders.
+fn forget_refused(refused: &Receiver<u64>, notifier: &Notifier) {
+    while let Ok(node) = refused.recv() {
+        tracing::error!(
+            node,
+            "the volume has refused bytes that a process had written to a mapped file: later writes and flushes of \
+             this inode fail until it is truncated or closed"
+        );
+        match notifier.changed(node, 0, 0) {
+            Ok(_) | Err(Errno::NODEV | Errno::NOTCONN | Errno::CONNABORTED) => {}
+            Err(errno) => tracing::warn!(node, "the kernel may still show these bytes: {errno}"),
+        }
+    }
+}
+
+/// Waits for that thread, for a bounded time: a call of the file system that hangs keeps it.
+fn join(thread: JoinHandle<()>) {
+    let until = Instant::now() + LAST_COMPLETION_LIMIT;
+    while !thread.is_finished() {
+        if Instant::now() > until {
+            return tracing::error!("a completion has kept the thread that has the kernel forget refused bytes");
+        }
+        std::thread::sleep(LOOK_AGAIN);
+    }
+    let _ = thread.join(); // a panic was reported where it happened
+}
+
+/// How long a completion may run.
+const LAST_COMPLETION_LIMIT: Duration = Duration::from_secs(10);
+
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
+
+// What the files say, as the kernel is told, and the other way round.
+
+/// What a name stands for. The kernel may use it for as long as it is `valid`.
+fn entry(attr: &Attr, valid: Duration) -> Entry {
+    Entry { attributes: Some(attributes(attr)), generation: 0, name_valid: valid, attributes_valid: valid }
+}
+
+/// What is known of an inode. The kernel may use it for as long as it is `valid`.
+fn known(attr: &Attr, valid: Duration) -> KnownAttributes {
+    KnownAttributes { attributes: attributes(attr), valid }
+}
+
+fn attributes(attr: &Attr) -> Attributes {
+    let names::Attributes { mode, uid, gid, accessed, modified, changed } = attr.attributes;
+    Attributes {
+        node: attr.ino,
+        kind: file_kind(attr.kind),
+        permissions: mode.into(),
+        links: attr.links,
+        uid,
+        gid,
+        size: attr.size,
+        blocks: attr.blocks,
+        block_bytes: BLOCK_BYTES as u32,
+        accessed: timestamp(accessed),
+        modified: timestamp(modified),
+        changed: timestamp(changed),
+    }
+}
+
+/// The kernel's word for it.
+fn file_kind(kind: Kind) -> FileKind {
+    match kind {
+        Kind::File => FileKind::File,
+        Kind::Directory => FileKind::Directory,
+        Kind::Symlink => FileKind::Symlink,
+        Kind::Fifo => FileKind::Pipe,
+        Kind::Socket => FileKind::Socket,
+    }
+}
+
+/// Permissions, with the bits for set-user-id, set-group-id and sticky.
+fn mode(permissions: u32) -> u16 {
+    (permissions & 0o7777) as u16
+}
+
+fn timestamp(nanoseconds: i64) -> Timestamp {
+    let second = NANOSECONDS;
+    Timestamp { seconds: nanoseconds.div_euclid(second), nanoseconds: nanoseconds.rem_euclid(second) as u32 }
+}
+
+/// Times that do not fit are the first or the last that do, some 292 years from 1970.
+fn time_to_set(time: NewTime) -> SetTime {
+    match time {
+        NewTime::Now => SetTime::Now,
+        NewTime::At(Timestamp { seconds, nanoseconds }) => {
+            SetTime::To(seconds.saturating_mul(NANOSECONDS).saturating_add(nanoseconds.into()))
+        }
+    }
+}
+
+/// How much is used.
+fn statistics(usage: &Usage) -> Statistics {
+    Statistics {
+        block_bytes: BLOCK_BYTES as u32,
+        blocks: usage.blocks,
+        free_blocks: usage.free_blocks,
+        available_blocks: usage.free_blocks,
+        files: usage.inodes.saturating_add(usage.free_inodes),
+        free_files: usage.free_inodes,
+        name_bytes: u32::try_from(usage.name_bytes).unwrap_or(u32::MAX),
+    }
+}
+
+const NANOSECONDS: i64 = 1_000_000_000;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_before_1970_and_beyond_what_is_kept_are_told_apart() {
+        let back = |nanoseconds| time_to_set(NewTime::At(timestamp(nanoseconds)));
+        for nanoseconds in [0, 1, -1, 1_700_000_000_123_456_789, -1_500_000_000, i64::MIN + NANOSECONDS, i64::MAX] {
+            assert_eq!(back(nanoseconds), SetTime::To(nanoseconds), "{nanoseconds}");
+        }
+        assert_eq!(timestamp(-1), Timestamp { seconds: -1, nanoseconds: 999_999_999 });
+        let far = NewTime::At(Timestamp { seconds: i64::MAX, nanoseconds: 5 });
+        assert_eq!(time_to_set(far), SetTime::To(i64::MAX));
+    }
+}

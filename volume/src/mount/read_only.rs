@@ -14,8 +14,7 @@ use remora_fuse::reply::{Data, DirectoryEntry, Entry, KnownAttributes, Listing, 
 use remora_fuse::request::{GetAttributes, Lookup, Open, Read, ReadDirectory};
 use remora_fuse::{Answer, EndError, FileSystem, Session, SessionOptions, Transport};
 
-use super::words::{entry, file_kind, known, statistics};
-use super::{AtEnd, MountError};
+use super::{AtEnd, MountError, entry, file_kind, known, statistics};
 use crate::files::{Blocks, FilesError, Follower};
 use crate::names;
 

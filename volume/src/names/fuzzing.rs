@@ -2,7 +2,7 @@
 //! never in a panic, an endless loop, or names that contradict themselves.
 
 use super::layout::{Geometry, Head};
-use super::record::{FRAME_HEAD_BYTES, MOST_FRAME_BYTES, Place, Record, encode_frame};
+use super::log::{FRAME_HEAD_BYTES, MOST_FRAME_BYTES, Place, Record, encode_frame};
 use super::{Kind, Names, ROOT, View};
 use crate::shape::BLOCK_BYTES;
 
@@ -67,7 +67,7 @@ fn put_frame(area: &mut Vec<u8>, number: u64, records: &[u8]) {
         area.resize(area.len() + left, 0);
     }
     let place = Place { lap: 1, at: area.len() as u64 };
-    super::record::encode_frame_of(place, number, |into| into.extend_from_slice(records), area);
+    super::log::encode_frame_of(place, number, |into| into.extend_from_slice(records), area);
     let mut rest = records;
     while let Ok(record) = Record::decode(&mut rest) {
         let mut again = Vec::new();

@@ -1,7 +1,11 @@
-//! Inode: a file, a directory or a link as it is in memory.
+//! Inodes, and the entries of directories that lead to them.
 
-use super::directory::Directory;
-use super::runs::Runs;
+use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hasher};
+
+use super::clusters::Runs;
+
+// A file, a directory or a link as it is in memory.
 
 /// The most bytes of a link's target: a path, as Linux takes it, without its zero.
 pub const MOST_TARGET_BYTES: usize = 4095;
@@ -135,5 +139,123 @@ impl Inode {
         };
         let blocks = clusters * (super::layout::CLUSTER_BYTES / 512);
         Attr { ino, kind: self.kind(), links, size, blocks, attributes: self.attributes }
+    }
+}
+
+// Names, and what they stand for.
+//
+// An entry's key is a hash of its name. So a search compares numbers, and the key is a position for `readdir` that
+// stays the same while other entries come and go. The lowest four bits tell entries with the same hash apart.
+
+/// A directory in memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Directory {
+    /// The directory in which it is; 0: it has no name.
+    pub(super) parent: u64,
+    /// How many of the entries are directories.
+    directories: u32,
+    entries: BTreeMap<u64, Entry>,
+}
+
+/// A name in a directory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Entry {
+    pub(super) ino: u64,
+    pub(super) name: Box<[u8]>,
+}
+
+/// Entries of a directory whose names have the same hash, at most. The hash has 57 bits: two of them do not happen by
+/// chance.
+const MOST_ALIKE: u64 = 16;
+
+/// Keys are above the positions of `.` and `..`, and below the sign of the kernel's offsets.
+const KEY: u64 = 1 << 62;
+
+/// Where entries of a name's hash are.
+fn slots(name: &[u8]) -> std::ops::Range<u64> {
+    let mut hasher = DefaultHasher::new(); // its keys are constants
+    hasher.write(name);
+    let first = (hasher.finish() >> 3) & !(KEY | (MOST_ALIKE - 1)) | KEY;
+    first..first + MOST_ALIKE
+}
+
+impl Directory {
+    pub(super) fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    pub(super) fn directories(&self) -> u32 {
+        self.directories
+    }
+
+    pub(super) fn find(&self, name: &[u8]) -> Option<u64> {
+        self.place(name).map(|(_, entry)| entry.ino)
+    }
+
+    /// The key of an entry, or the one that it would get.
+    pub(super) fn key(&self, name: &[u8]) -> Option<u64> {
+        let found = self.place(name).map(|(key, _)| key);
+        found.or_else(|| slots(name).find(|key| !self.entries.contains_key(key)))
+    }
+
+    fn place(&self, name: &[u8]) -> Option<(u64, &Entry)> {
+        self.entries.range(slots(name)).find(|(_, entry)| *entry.name == *name).map(|(key, entry)| (*key, entry))
+    }
+
+    /// `false`: there is such an entry, or there is no room for it.
+    pub(super) fn add(&mut self, name: Box<[u8]>, ino: u64) -> bool {
+        if self.find(&name).is_some() {
+            return false;
+        }
+        let Some(key) = self.key(&name) else { return false };
+        self.entries.insert(key, Entry { ino, name });
+        true
+    }
+
+    /// `false`: there is no such entry.
+    pub(super) fn remove(&mut self, name: &[u8], ino: u64) -> bool {
+        let place = self.place(name).filter(|(_, entry)| entry.ino == ino).map(|(key, _)| key);
+        place.is_some_and(|key| self.entries.remove(&key).is_some())
+    }
+
+    /// One directory more or less is in it.
+    pub(super) fn count_directory(&mut self, is_more: bool) {
+        self.directories = if is_more { self.directories + 1 } else { self.directories.saturating_sub(1) };
+    }
+
+    /// Entries behind a key, in the order of keys.
+    pub(super) fn after(&self, key: u64) -> impl Iterator<Item = (u64, &Entry)> {
+        let from = key.saturating_add(1);
+        self.entries.range(from..).map(|(key, entry)| (*key, entry))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_with_the_same_hash_are_told_apart() {
+        let mut directory = Directory::default();
+        let [one, two] = [&b"one"[..], b"two"];
+        assert!(directory.add(one.into(), 2) && !directory.add(one.into(), 3));
+        // As if "two" had the hash of "one".
+        let first = slots(one).start;
+        directory.entries.insert(first + 1, Entry { ino: 9, name: two.into() });
+        assert_eq!((directory.find(one), directory.key(one), directory.len()), (Some(2), Some(first), 2));
+        assert!(!directory.remove(one, 9) && directory.remove(one, 2) && !directory.remove(one, 2));
+        assert_eq!(directory.key(one), Some(first));
+        for slot in slots(one) {
+            directory.entries.insert(slot, Entry { ino: slot, name: format!("{slot}").into_bytes().into() });
+        }
+        assert!(directory.key(one).is_none() && !directory.add(one.into(), 2), "no slot is left");
+    }
+
+    #[test]
+    fn keys_are_positions_for_the_kernel() {
+        for name in [&b"a"[..], b"dump.rdb", &[0xff; 255]] {
+            let slots = slots(name);
+            assert!(slots.start >= KEY && slots.end < 1 << 63 && slots.start.is_multiple_of(MOST_ALIKE));
+        }
     }
 }

@@ -10,43 +10,32 @@
 //! it
 //! ```
 //!
-//! - `tree`: inodes, directories and clusters, as the records make them. **Start here.**
-//! - `inode`, `directory`, `runs`, `clusters`: what it consists of.
-//! - [`layout`]: where the parts are in a volume; [`record`]: what the log says.
-//! - `log`: frames as blocks, written and read; `image`: everything, written while it changes.
-//! - `view`: names as they are read, for the one who follows; `writer`: [`Names`], for the one who changes them.
-//! - `change`: what is asked; `operations`: what can be done to names; [`error`]: and why it cannot.
+//! - `tree`: inodes, directories and clusters, as the records make them; what is asked, and why it cannot be done.
+//!   **Start here.**
+//! - `inode`, `clusters`: what it consists of.
+//! - [`layout`]: where the parts are in a volume; [`log`]: what the log says, and its frames as blocks, written and
+//!   read.
+//! - `writer`: [`Names`], for the one who changes them; as they are read, for the one who follows; and everything,
+//!   written while it changes.
 //!
 //! [docs/volume-files.md](../../../docs/volume-files.md) has the format with sizes and offsets.
 
-mod change;
 mod clusters;
-mod directory;
-pub mod error;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
-mod image;
 mod inode;
 pub mod layout;
-mod log;
-mod operations;
-pub mod record;
-mod runs;
+pub mod log;
 #[cfg(test)]
 mod tests;
 mod tree;
-mod view;
 mod writer;
 
-pub use change::{New, NewKind, Rename, SetAttributes, SetTime};
-pub use error::NamesError;
+pub use clusters::Run;
 pub use inode::{Attr, Attributes, Kind, MOST_LINKS, MOST_TARGET_BYTES};
 pub use log::BlocksToWrite;
-pub use operations::MOST_ALLOCATED;
-pub use runs::Run;
-pub use tree::ROOT;
-pub use view::{Listed, Usage, View};
-pub use writer::{MOST_STEP_BYTES, Names};
+pub use tree::{NamesError, New, NewKind, ROOT, Rename, SetAttributes, SetTime};
+pub use writer::{Listed, MOST_ALLOCATED, MOST_STEP_BYTES, Names, Usage, View};
 
 /// The most clusters of a file: their numbers have 28 bits, as in the largest volume.
 pub const MOST_FILE_CLUSTERS: u64 = 1 << 28;

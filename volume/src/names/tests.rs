@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use rustix::io::Errno;
 
 use super::layout::{Area, CLUSTER_BYTES, Geometry, Head};
-use super::record::{Found, Name, Place, Record, encode_frame, find_frame};
+use super::log::{Found, Name, Place, Record, encode_frame, find_frame};
 use super::tree::Tree;
 use super::*;
 use crate::shape::BLOCK_BYTES;
@@ -72,7 +72,7 @@ impl World {
         let result = change(&mut self.names, self.now);
         let written = self.names.commit();
         if let Some(blocks) = written {
-            assert!(blocks.data.len() <= super::record::MOST_FRAME_BYTES + 2 * BLOCK_BYTES);
+            assert!(blocks.data.len() <= super::log::MOST_FRAME_BYTES + 2 * BLOCK_BYTES);
             self.writes.push(blocks);
             self.states.push((self.writes.len(), self.names.tree().clone()));
         }

@@ -1,28 +1,29 @@
-//! Tree: all inodes, directories and clusters in memory, as the records make them.
-//!
-//! Changes of this program and what is read from a volume go the same way, [`Tree::apply`]. So what is read is what was
-//! in memory. A record that does not fit is refused, and leaves everything as it was. What is always true once an image
-//! is complete:
-//!
-//! 1. A cluster belongs to one file at most.
-//! 2. An inode has as many names as there are entries that stand for it, and every entry stands for an inode.
-//! 3. Each directory but the root has one name, or none and is empty; and from each a way of parents leads to the root.
-//!
-//! An image is written while names change. While it is read, entries may stand for inodes that come later. The second
-//! and third sentence are checked at its end.
+//! The tree of names, what a change of it changes, and why a change is refused.
 
 use std::collections::BTreeMap;
 
-use super::clusters::Clusters;
-use super::inode::{Attributes, Body, Inode, Kind, MOST_LINKS};
+use rustix::io::Errno;
+
+use super::clusters::{Clusters, Run, Space};
+use super::inode::{Attributes, Body, Inode, Kind, MOST_LINKS, MOST_TARGET_BYTES};
 use super::layout::Geometry;
-use super::record::{Malformed, NO_TIME, Record};
-use super::runs::{Run, Space};
+use super::log::{MOST_NAME_BYTES, Malformed, NO_TIME, Record};
 
 /// The number of the root.
 pub const ROOT: u64 = 1;
 
-/// See the module's text.
+/// All inodes, directories and clusters in memory, as the records make them.
+///
+/// Changes of this program and what is read from a volume go the same way, [`Tree::apply`]. So what is read is what was
+/// in memory. A record that does not fit is refused, and leaves everything as it was. What is always true once an image
+/// is complete:
+///
+/// 1. A cluster belongs to one file at most.
+/// 2. An inode has as many names as there are entries that stand for it, and every entry stands for an inode.
+/// 3. Each directory but the root has one name, or none and is empty; and from each a way of parents leads to the root.
+///
+/// An image is written while names change. While it is read, entries may stand for inodes that come later. The second
+/// and third sentence are checked at its end.
 #[derive(Clone, Debug)]
 pub(crate) struct Tree {
     pub(super) inodes: BTreeMap<u64, Box<Inode>>,
@@ -346,5 +347,156 @@ fn touch(attributes: &mut Attributes, time: i64) {
 }
 
 const NO_INODE: Malformed = Malformed("the number of an inode");
+
 const NO_DIRECTORY: Malformed = Malformed("an entry of an inode that is not a directory");
+
 const NO_FILE: Malformed = Malformed("a change of an inode that is not a file");
+
+// What is asked of names.
+
+/// An inode to be made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct New {
+    /// What it is.
+    pub kind: NewKind,
+    /// Its permissions.
+    pub mode: u16,
+    /// Its owner.
+    pub uid: u32,
+    /// Its group. In a directory with the set-group-id bit it is the directory's.
+    pub gid: u32,
+}
+
+/// The root of a new file system.
+impl Default for New {
+    fn default() -> New {
+        New { kind: NewKind::Directory, mode: 0o755, uid: 0, gid: 0 }
+    }
+}
+
+/// What an inode to be made is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NewKind {
+    /// A file.
+    File,
+    /// A directory.
+    Directory,
+    /// A symbolic link with this target.
+    Symlink(Vec<u8>),
+    /// A named pipe.
+    Fifo,
+    /// The name of a socket.
+    Socket,
+}
+
+/// How an entry is renamed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Rename {
+    /// What has the new name loses it.
+    #[default]
+    Replace,
+    /// It fails if something has the new name.
+    NoReplace,
+    /// The two change places.
+    Exchange,
+}
+
+/// What of an inode is set.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SetAttributes {
+    /// Its permissions.
+    pub mode: Option<u16>,
+    /// Its owner.
+    pub uid: Option<u32>,
+    /// Its group.
+    pub gid: Option<u32>,
+    /// When it was read.
+    pub accessed: Option<SetTime>,
+    /// When its contents were changed.
+    pub modified: Option<SetTime>,
+}
+
+/// A time that is set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SetTime {
+    /// The present one.
+    Now,
+    /// This one, in nanoseconds since 1970.
+    To(i64),
+}
+
+// Why something cannot be done to names.
+
+/// Why something was not done. Nothing has changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NamesError {
+    /// There is no such name; or the directory was removed.
+    #[error("no such file or directory")]
+    NotFound,
+    /// There is no inode of this number.
+    #[error("inode {0} does not exist any more")]
+    Stale(u64),
+    /// There is such a name.
+    #[error("the name exists")]
+    Exists,
+    /// It must be a directory.
+    #[error("not a directory")]
+    NotADirectory,
+    /// It must not be a directory.
+    #[error("is a directory")]
+    IsADirectory,
+    /// It must be a file.
+    #[error("not a file")]
+    NotAFile,
+    /// A directory with entries cannot be removed.
+    #[error("the directory is not empty")]
+    NotEmpty,
+    /// A directory cannot be moved into itself.
+    #[error("a directory cannot be moved into itself")]
+    WithinItself,
+    /// A directory has one name.
+    #[error("a directory has one name")]
+    LinkOfDirectory,
+    /// The inode has the most names.
+    #[error("an inode has at most {MOST_LINKS} names")]
+    TooManyLinks,
+    /// The name is too long.
+    #[error("a name has at most {MOST_NAME_BYTES} bytes")]
+    NameTooLong,
+    /// The target is too long.
+    #[error("the target of a link has 1 to {MOST_TARGET_BYTES} bytes")]
+    TargetTooLong,
+    /// Not a name, or not a range of bytes.
+    #[error("the name or the range is not valid")]
+    Invalid,
+    /// The file would be too long.
+    #[error("a file has at most {} bytes", super::MOST_FILE_BYTES)]
+    FileTooLong,
+    /// No cluster is free, or the areas have no room for more names.
+    #[error("no space is left in the volume")]
+    NoSpace,
+    /// What is in memory does not permit what was checked before: a bug.
+    #[error("{0}: this is a bug")]
+    Bug(Malformed),
+}
+
+impl NamesError {
+    /// What the system calls it.
+    pub fn errno(self) -> Errno {
+        match self {
+            NamesError::NotFound => Errno::NOENT,
+            NamesError::Stale(_) => Errno::STALE,
+            NamesError::Exists => Errno::EXIST,
+            NamesError::NotADirectory => Errno::NOTDIR,
+            NamesError::IsADirectory => Errno::ISDIR,
+            NamesError::NotEmpty => Errno::NOTEMPTY,
+            NamesError::WithinItself | NamesError::Invalid | NamesError::NotAFile => Errno::INVAL,
+            NamesError::LinkOfDirectory => Errno::PERM,
+            NamesError::TooManyLinks => Errno::MLINK,
+            NamesError::NameTooLong | NamesError::TargetTooLong => Errno::NAMETOOLONG,
+            NamesError::FileTooLong => Errno::FBIG,
+            NamesError::NoSpace => Errno::NOSPC,
+            NamesError::Bug(_) => Errno::IO,
+        }
+    }
+}

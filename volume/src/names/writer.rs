@@ -5,18 +5,17 @@
 
 use std::collections::BTreeSet;
 
-use super::NamesError;
-use super::change::New;
-use super::clusters::Clusters;
-use super::image::Image;
-use super::inode::{Attributes, Inode, Kind};
-use super::layout::{Area, Geometry, Head};
-use super::log::{BlocksToWrite, Log};
-use super::record::{FRAME_HEAD_BYTES, MOST_FRAME_BYTES, Malformed, Record};
-use super::tree::{ROOT, Tree};
-use super::view::{Listed, Usage, View};
+use super::clusters::{Clusters, Run, Runs};
+use super::inode::{Attr, Attributes, Body, Inode, Kind, MOST_LINKS, MOST_TARGET_BYTES};
+use super::layout::{Area, CLUSTER_BYTES, Geometry, Head};
+use super::log::{
+    BlocksToWrite, FRAME_HEAD_BYTES, Log, LogReader, MOST_FRAME_BYTES, MOST_NAME_BYTES, Malformed, NO_TIME, Next,
+    Record, is_name,
+};
+use super::tree::{New, NewKind, ROOT, RUN_BYTES, Rename, SetAttributes, SetTime, Tree, entry_bytes};
+use super::{MOST_FILE_BYTES, MOST_FILE_CLUSTERS, MOST_INODES, NamesError};
+use crate::shape::BLOCK_BYTES;
 
-// Larger than the bound: what can be done to names is here and in `operations`.
 /// See the module's text.
 #[derive(Clone, Debug)]
 pub struct Names {
@@ -44,7 +43,7 @@ const LONGEST_STEP_BYTES: u64 = 32 << 10;
 
 /// The most that [`Names::step`] returns, in bytes. On average it is no more than 32 KiB.
 pub const MOST_STEP_BYTES: usize =
-    super::image::CHUNK_BYTES + LONGEST_STEP_BYTES as usize + 3 * MOST_FRAME_BYTES + 2 * crate::shape::BLOCK_BYTES;
+    CHUNK_BYTES + LONGEST_STEP_BYTES as usize + 3 * MOST_FRAME_BYTES + 2 * crate::shape::BLOCK_BYTES;
 
 impl Names {
     /// The blocks that make an empty file system, in their order, whose root is like this.
@@ -266,7 +265,786 @@ impl Names {
     pub fn usage(&self) -> Usage {
         self.tree.usage(self.head.geometry.image_limit())
     }
+
+    /// What an entry stands for.
+    ///
+    /// # Errors
+    /// [`NamesError`].
+    pub fn lookup(&self, parent: u64, name: &[u8]) -> Result<Attr, NamesError> {
+        self.tree().lookup(parent, name)
+    }
+
+    /// What is known of an inode.
+    ///
+    /// # Errors
+    /// [`NamesError::Stale`].
+    pub fn attr(&self, ino: u64) -> Result<Attr, NamesError> {
+        Ok(self.tree().inode_of(ino)?.attr(ino))
+    }
+
+    /// Makes an inode, and a name for it.
+    ///
+    /// # Errors
+    /// [`NamesError`].
+    pub fn create(&mut self, parent: u64, name: &[u8], new: New, now: i64) -> Result<Attr, NamesError> {
+        let New { kind, mut mode, uid, mut gid } = new;
+        let directory = self.tree().inode_of(parent)?.attributes;
+        self.check_new_name(parent, name)?;
+        let (kind, target) = match kind {
+            NewKind::File => (Kind::File, Vec::new()),
+            NewKind::Directory => (Kind::Directory, Vec::new()),
+            NewKind::Symlink(target) => (Kind::Symlink, target),
+            NewKind::Fifo => (Kind::Fifo, Vec::new()),
+            NewKind::Socket => (Kind::Socket, Vec::new()),
+        };
+        if kind == Kind::Symlink && !(1..=MOST_TARGET_BYTES).contains(&target.len()) {
+            return Err(NamesError::TargetTooLong);
+        }
+        if target.contains(&0) {
+            return Err(NamesError::Invalid);
+        }
+        if directory.mode & SET_GROUP_ID != 0 {
+            gid = directory.gid;
+            if kind == Kind::Directory {
+                mode |= SET_GROUP_ID;
+            }
+        }
+        let mode = mode & Attributes::MODE;
+        let attributes = Attributes { mode, uid, gid, accessed: now, modified: now, changed: now };
+        let ino = self.tree().next;
+        let made = Record::Made { ino, kind, attributes, target: target.into() };
+        self.check_room(made.bytes() as u64 + RUN_BYTES + entry_bytes(name))?;
+        if self.tree().inodes.len() as u64 >= MOST_INODES {
+            return Err(NamesError::NoSpace);
+        }
+        self.record(made)?;
+        self.record(Record::Named { parent, ino, time: now, name: name.into() })?;
+        self.attr(ino)
+    }
+
+    /// Makes another name for an inode.
+    ///
+    /// # Errors
+    /// [`NamesError`].
+    pub fn link(&mut self, ino: u64, parent: u64, name: &[u8], now: i64) -> Result<Attr, NamesError> {
+        let inode = self.tree().inode_of(ino)?;
+        match inode.kind() {
+            Kind::Directory => return Err(NamesError::LinkOfDirectory),
+            _ if inode.names == 0 => return Err(NamesError::NotFound),
+            _ if inode.names >= MOST_LINKS => return Err(NamesError::TooManyLinks),
+            _ => {}
+        }
+        self.check_new_name(parent, name)?;
+        self.check_room(entry_bytes(name))?;
+        self.record(Record::Named { parent, ino, time: now, name: name.into() })?;
+        self.attr(ino)
+    }
+
+    /// Removes a name of what is not a directory.
+    ///
+    /// # Errors
+    /// [`NamesError`].
+    pub fn unlink(&mut self, parent: u64, name: &[u8], now: i64) -> Result<(), NamesError> {
+        let found = self.entry(parent, name)?;
+        if found.kind == Kind::Directory {
+            return Err(NamesError::IsADirectory);
+        }
+        self.remove_name(parent, name, found.ino, now)
+    }
+
+    /// Removes an empty directory.
+    ///
+    /// # Errors
+    /// [`NamesError`].
+    pub fn rmdir(&mut self, parent: u64, name: &[u8], now: i64) -> Result<(), NamesError> {
+        let found = self.entry(parent, name)?;
+        let Body::Directory(directory) = &self.tree().inode_of(found.ino)?.body else {
+            return Err(NamesError::NotADirectory);
+        };
+        if directory.len() > 0 {
+            return Err(NamesError::NotEmpty);
+        }
+        self.remove_name(parent, name, found.ino, now)
+    }
+
+    /// Renames an entry.
+    ///
+    /// # Errors
+    /// [`NamesError`].
+    pub fn rename(
+        &mut self,
+        (parent, name): (u64, &[u8]),
+        (to, to_name): (u64, &[u8]),
+        how: Rename,
+        now: i64,
+    ) -> Result<(), NamesError> {
+        let moved = self.entry(parent, name)?;
+        let replaced = match self.entry(to, to_name) {
+            Err(NamesError::NotFound) => {
+                self.check_new_name(to, to_name)?;
+                None
+            }
+            found => Some(found?),
+        };
+        let within =
+            |names: &Names, at, attr: Attr| attr.kind == Kind::Directory && names.tree().is_within(at, attr.ino);
+        if within(self, to, moved) {
+            return Err(NamesError::WithinItself);
+        }
+        let is_longer = to_name.len() > name.len();
+        if is_longer {
+            self.check_room((to_name.len() - name.len()) as u64)?;
+        }
+        match (how, replaced) {
+            (Rename::NoReplace, Some(_)) => return Err(NamesError::Exists),
+            (Rename::Exchange, None) => return Err(NamesError::NotFound),
+            // Two names of one inode, or the same one.
+            (_, Some(replaced)) if replaced.ino == moved.ino => return Ok(()),
+            (Rename::Exchange, Some(replaced)) => {
+                if within(self, parent, replaced) {
+                    return Err(NamesError::WithinItself);
+                }
+                self.record(Record::Unnamed { parent, ino: moved.ino, time: now, name: name.into() })?;
+                self.record(Record::Unnamed { parent: to, ino: replaced.ino, time: now, name: to_name.into() })?;
+                self.record(Record::Named { parent: to, ino: moved.ino, time: now, name: to_name.into() })?;
+                return self.record(Record::Named { parent, ino: replaced.ino, time: now, name: name.into() });
+            }
+            (_, Some(replaced)) => self.check_replaced(moved, replaced)?,
+            (_, None) => {}
+        }
+        if let Some(replaced) = replaced {
+            self.remove_name(to, to_name, replaced.ino, now)?;
+        }
+        self.record(Record::Unnamed { parent, ino: moved.ino, time: now, name: name.into() })?;
+        self.record(Record::Named { parent: to, ino: moved.ino, time: now, name: to_name.into() })
+    }
+
+    /// Whether one may take the other's name.
+    fn check_replaced(&self, moved: Attr, replaced: Attr) -> Result<(), NamesError> {
+        match (moved.kind, &self.tree().inode_of(replaced.ino)?.body) {
+            (Kind::Directory, Body::Directory(directory)) if directory.len() > 0 => Err(NamesError::NotEmpty),
+            (Kind::Directory, Body::Directory(_)) => Ok(()),
+            (Kind::Directory, _) => Err(NamesError::NotADirectory),
+            (_, Body::Directory(_)) => Err(NamesError::IsADirectory),
+            _ => Ok(()),
+        }
+    }
+
+    /// Sets what is to be set.
+    ///
+    /// # Errors
+    /// [`NamesError`].
+    pub fn set(&mut self, ino: u64, set: SetAttributes, now: i64) -> Result<(), NamesError> {
+        let before = self.tree().inode_of(ino)?.attributes;
+        let time = |time: Option<SetTime>, before| match time {
+            None => before,
+            Some(SetTime::Now) => now,
+            Some(SetTime::To(time)) => time.max(i64::MIN + 1),
+        };
+        let attributes = Attributes {
+            mode: set.mode.unwrap_or(before.mode) & Attributes::MODE,
+            uid: set.uid.unwrap_or(before.uid),
+            gid: set.gid.unwrap_or(before.gid),
+            accessed: time(set.accessed, before.accessed),
+            modified: time(set.modified, before.modified),
+            changed: now,
+        };
+        self.record(Record::Set { ino, attributes })
+    }
+
+    /// The size of a file, and the clusters that it has of these ones.
+    ///
+    /// # Errors
+    /// [`NamesError::Stale`], [`NamesError::NotAFile`].
+    pub fn file(&self, ino: u64, clusters: std::ops::Range<u64>) -> Result<(u64, Vec<Run>), NamesError> {
+        let (size, runs) = self.tree().file(ino)?;
+        Ok((size, runs.within(clusters).collect()))
+    }
+
+    /// How many of these clusters a file lacks.
+    ///
+    /// # Errors
+    /// [`NamesError::Stale`], [`NamesError::NotAFile`].
+    pub fn lacks(&self, ino: u64, clusters: std::ops::Range<u64>) -> Result<u64, NamesError> {
+        let (_, runs) = self.tree().file(ino)?;
+        Ok(runs.holes(clusters).iter().map(|hole| hole.end - hole.start).sum())
+    }
+
+    /// Gives a file the clusters that it lacks of these ones, at most [`MOST_ALLOCATED`]. Returns the new ones.
+    ///
+    /// # Errors
+    /// [`NamesError::NoSpace`]: not all of them are free. Nothing has changed.
+    pub fn allocate(&mut self, ino: u64, clusters: std::ops::Range<u64>) -> Result<Vec<Run>, NamesError> {
+        if clusters.end > MOST_FILE_CLUSTERS {
+            return Err(NamesError::FileTooLong);
+        }
+        let (_, runs) = self.tree().file(ino)?;
+        let holes = runs.holes(clusters);
+        let needed: u64 = holes.iter().map(|hole| hole.end - hole.start).sum();
+        if needed == 0 {
+            return Ok(Vec::new());
+        }
+        self.end_rests(needed);
+        if u64::from(self.tree().clusters.ready()) < needed {
+            return Err(NamesError::NoSpace);
+        }
+        self.check_room(needed * RUN_BYTES)?;
+        let mut new = Vec::new();
+        for hole in holes {
+            let mut at = hole.start;
+            while at < hole.end {
+                let before = self.tree().file(ino)?.1.before(at);
+                let goal = before.and_then(|run| run.at.checked_add(run.count));
+                let wanted = (hole.end - at) as u32; // MOST_FILE_CLUSTERS
+                let space = self.clusters().find(goal, wanted).ok_or(NamesError::NoSpace)?;
+                let run = Run { first: at as u32, at: space.at, count: space.count };
+                self.record(Record::Mapped { ino, run })?;
+                new.push(run);
+                at = run.clusters().end;
+            }
+        }
+        Ok(new)
+    }
+
+    /// Sets the size of a file. Clusters behind its end are free.
+    ///
+    /// # Errors
+    /// [`NamesError`].
+    pub fn resize(&mut self, ino: u64, size: u64, now: i64) -> Result<(), NamesError> {
+        if size > MOST_FILE_BYTES {
+            return Err(NamesError::FileTooLong);
+        }
+        self.tree().file(ino)?;
+        self.unmap(ino, size.div_ceil(CLUSTER_BYTES)..MOST_FILE_CLUSTERS)?;
+        self.record(Record::Sized { ino, size, time: now })
+    }
+
+    /// A file was written up to this byte.
+    ///
+    /// # Errors
+    /// [`NamesError`].
+    pub fn written(&mut self, ino: u64, end: u64, now: i64) -> Result<(), NamesError> {
+        let (size, _) = self.tree().file(ino)?;
+        if end > size {
+            return self.record(Record::Sized { ino, size: end, time: now });
+        }
+        self.touch(ino, now)
+    }
+
+    /// Frees the clusters that a file has of these ones.
+    ///
+    /// # Errors
+    /// [`NamesError`].
+    pub fn unmap(&mut self, ino: u64, clusters: std::ops::Range<u64>) -> Result<(), NamesError> {
+        let (_, runs) = self.tree().file(ino)?;
+        let mut there = runs.within(clusters);
+        let (Some(first), last) = (there.next(), there.last()) else { return Ok(()) };
+        let end = last.unwrap_or(first).clusters().end;
+        // A hole in the middle of a run makes two of it.
+        self.check_room_if(RUN_BYTES, first.clusters().end >= end)?;
+        let (first, count) = (first.first, (end - u64::from(first.first)) as u32);
+        self.record(Record::Unmapped { ino, first, count })
+    }
+
+    /// Counts a use of an inode. While it is held it stays, also without a name.
+    ///
+    /// # Errors
+    /// [`NamesError::Stale`].
+    pub fn hold(&mut self, ino: u64) -> Result<Attr, NamesError> {
+        let inode = self.inode(ino)?;
+        inode.holds = inode.holds.saturating_add(1);
+        Ok(inode.attr(ino))
+    }
+
+    /// Whether an inode is there and in use.
+    pub fn is_held(&self, ino: u64) -> bool {
+        self.tree().get(ino).is_some_and(|inode| inode.holds > 0)
+    }
+
+    /// Gives uses back. An inode that is not held and has no name is gone.
+    ///
+    /// # Errors
+    /// [`NamesError::Stale`].
+    pub fn release(&mut self, ino: u64, count: u32) -> Result<(), NamesError> {
+        let inode = self.inode(ino)?;
+        inode.holds = inode.holds.saturating_sub(count);
+        self.end_if_unused(ino)
+    }
+
+    /// Removes inodes that no name stands for, up to `most` of them: those that a program had open when the writer
+    /// died. Returns whether there may be more.
+    ///
+    /// # Errors
+    /// [`NamesError`].
+    pub fn remove_orphans(&mut self, most: usize) -> Result<bool, NamesError> {
+        let inodes = self.tree().inodes.iter();
+        let orphans = inodes.filter(|(ino, inode)| **ino != ROOT && inode.names == 0 && inode.holds == 0);
+        let orphans: Vec<u64> = orphans.map(|(ino, _)| *ino).take(most).collect();
+        orphans.iter().try_for_each(|ino| self.end_if_unused(*ino))?;
+        Ok(orphans.len() == most)
+    }
+
+    fn end_if_unused(&mut self, ino: u64) -> Result<(), NamesError> {
+        let inode = self.inode(ino)?;
+        if inode.names == 0 && inode.holds == 0 { self.record(Record::Gone { ino }) } else { Ok(()) }
+    }
+
+    fn remove_name(&mut self, parent: u64, name: &[u8], ino: u64, now: i64) -> Result<(), NamesError> {
+        self.record(Record::Unnamed { parent, ino, time: now, name: name.into() })?;
+        self.end_if_unused(ino)
+    }
+
+    /// What an entry stands for that is to be changed. `.` and `..` are not.
+    fn entry(&self, parent: u64, name: &[u8]) -> Result<Attr, NamesError> {
+        let found = self.lookup(parent, name)?;
+        if is_name(name) { Ok(found) } else { Err(NamesError::Invalid) }
+    }
+
+    /// Whether a directory can have this entry, which it does not have.
+    fn check_new_name(&self, parent: u64, name: &[u8]) -> Result<(), NamesError> {
+        if name.len() > MOST_NAME_BYTES {
+            return Err(NamesError::NameTooLong);
+        }
+        let inode = self.tree().inode_of(parent)?;
+        let Body::Directory(directory) = &inode.body else { return Err(NamesError::NotADirectory) };
+        if directory.find(name).is_some() || name == b"." || name == b".." {
+            return Err(NamesError::Exists);
+        }
+        match () {
+            () if inode.names == 0 => Err(NamesError::NotFound), // it was removed
+            () if !is_name(name) => Err(NamesError::Invalid),
+            () if directory.key(name).is_none() => Err(NamesError::NoSpace),
+            () => Ok(()),
+        }
+    }
 }
 
 /// An image that is needed at once is written in steps of this number of bytes.
 const LONG_STEP_BYTES: u64 = 256 << 10;
+
+/// An entry of a directory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Listed<'a> {
+    /// Its name.
+    pub name: &'a [u8],
+    /// What it stands for.
+    pub ino: u64,
+    /// What that is.
+    pub kind: Kind,
+    /// Its position, for the next call. It stays the same while other entries come and go.
+    pub cookie: u64,
+}
+
+/// How much of a volume is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Usage {
+    /// Blocks for files.
+    pub blocks: u64,
+    /// Those that no file has.
+    pub free_blocks: u64,
+    /// Inodes there are.
+    pub inodes: u64,
+    /// About how many more there can be.
+    pub free_inodes: u64,
+    /// The most bytes of a name.
+    pub name_bytes: usize,
+}
+
+/// What names in memory are asked.
+impl Tree {
+    pub(super) fn inode_of(&self, ino: u64) -> Result<&Inode, NamesError> {
+        self.get(ino).ok_or(NamesError::Stale(ino))
+    }
+
+    pub(super) fn file(&self, ino: u64) -> Result<(u64, &Runs), NamesError> {
+        match &self.inode_of(ino)?.body {
+            Body::File { size, runs } => Ok((*size, runs)),
+            Body::Directory(_) => Err(NamesError::IsADirectory),
+            _ => Err(NamesError::NotAFile),
+        }
+    }
+
+    pub(super) fn lookup(&self, parent: u64, name: &[u8]) -> Result<Attr, NamesError> {
+        let inode = self.inode_of(parent)?;
+        let Body::Directory(directory) = &inode.body else { return Err(NamesError::NotADirectory) };
+        if name.len() > MOST_NAME_BYTES {
+            return Err(NamesError::NameTooLong);
+        }
+        let ino = match name {
+            b"." => parent,
+            b".." if directory.parent == 0 => return Err(NamesError::NotFound),
+            b".." => directory.parent,
+            _ => directory.find(name).ok_or(NamesError::NotFound)?,
+        };
+        Ok(self.inode_of(ino)?.attr(ino))
+    }
+
+    pub(super) fn target(&self, ino: u64) -> Result<&[u8], NamesError> {
+        match &self.inode_of(ino)?.body {
+            Body::Symlink(target) => Ok(target),
+            _ => Err(NamesError::Invalid),
+        }
+    }
+
+    pub(super) fn list(
+        &self,
+        ino: u64,
+        after: u64,
+        mut each: impl FnMut(Listed<'_>) -> bool,
+    ) -> Result<(), NamesError> {
+        let Body::Directory(directory) = &self.inode_of(ino)?.body else { return Err(NamesError::NotADirectory) };
+        let parent = if directory.parent == 0 { ino } else { directory.parent };
+        for (cookie, name, ino) in [(1, &b"."[..], ino), (2, b"..", parent)] {
+            if after < cookie && !each(Listed { name, ino, kind: Kind::Directory, cookie }) {
+                return Ok(());
+            }
+        }
+        for (cookie, entry) in directory.after(after) {
+            let kind = self.inode_of(entry.ino)?.kind();
+            if !each(Listed { name: &entry.name, ino: entry.ino, kind, cookie }) {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn usage(&self, image_limit: u64) -> Usage {
+        let blocks = |clusters: u32| u64::from(clusters) * super::layout::CLUSTER_BLOCKS;
+        let inodes = self.inodes.len() as u64;
+        let room = image_limit.saturating_sub(self.image_bytes()) / TYPICAL_BYTES;
+        Usage {
+            blocks: blocks(self.clusters.number()),
+            free_blocks: blocks(self.clusters.free()),
+            inodes,
+            free_inodes: room.min(MOST_INODES.saturating_sub(inodes)),
+            name_bytes: MOST_NAME_BYTES,
+        }
+    }
+}
+
+/// Bytes of a file with a short name in an image.
+const TYPICAL_BYTES: u64 = 128;
+
+/// Names as they are read from a volume. The writer begins with one, and a reader follows the log with one.
+#[derive(Clone, Debug)]
+pub struct View {
+    pub(super) tree: Tree,
+    pub(super) reader: LogReader,
+    pub(super) head: Head,
+}
+
+impl View {
+    /// Before anything of the area was read that the head names.
+    pub fn new(head: Head) -> View {
+        View { tree: Tree::new(head.geometry), reader: LogReader::new(&head), head }
+    }
+
+    /// Which head it is of.
+    pub fn head(&self) -> &Head {
+        &self.head
+    }
+
+    /// The blocks of the volume that are needed next: the first one, and how many there are up to the area's end.
+    pub fn wants(&self) -> (u64, u64) {
+        let (first, count) = self.reader.wants();
+        (self.head.geometry.area_at(self.head.area) + first, count)
+    }
+
+    /// These blocks of the volume are the next ones. Returns whether more are needed. If not, all that was written is
+    /// read.
+    ///
+    /// # Errors
+    /// [`Malformed`]: what was read is damaged. Or, unless the reader is the writer, it was read in the middle of a
+    /// write: call [`View::look_again`].
+    pub fn push(&mut self, blocks: &[u8]) -> Result<bool, Malformed> {
+        debug_assert!(blocks.len().is_multiple_of(BLOCK_BYTES), "whole blocks");
+        self.reader.push(blocks);
+        loop {
+            match self.reader.next()? {
+                Next::Records(records) => records.iter().try_for_each(|record| self.tree.apply(record))?,
+                Next::More => return Ok(true),
+                Next::End => return Ok(false),
+            }
+            if self.tree.is_complete() != self.reader.number().is_some() {
+                return Err(Malformed("the end of an image"));
+            }
+        }
+    }
+
+    /// Whether the image was read, and all that the log says is of it.
+    pub fn is_complete(&self) -> bool {
+        self.tree.is_complete()
+    }
+
+    /// How far it was read: the use of the area, and the place in it.
+    pub fn position(&self) -> (u64, u64) {
+        (self.head.lap, self.reader.at())
+    }
+
+    /// Forgets the blocks behind the last frame: they may have been changed, and are wanted again.
+    pub fn look_again(&mut self) {
+        self.reader.look_again();
+    }
+
+    /// Whether everything was read that is in the image which this head names.
+    pub fn is_followed_by(&self, head: &Head) -> bool {
+        self.reader.number() == Some(head.first) && self.head.geometry == head.geometry
+    }
+
+    /// There is a new image, and a log behind it. If everything before was read, it goes on there. Otherwise it begins
+    /// again: then `false`.
+    pub fn go_on(&mut self, head: Head) -> bool {
+        let is_next = self.is_followed_by(&head);
+        if is_next {
+            self.reader = LogReader::behind_image(&head);
+            self.head = head;
+        } else {
+            *self = View::new(head);
+        }
+        is_next
+    }
+
+    /// What an entry stands for.
+    ///
+    /// # Errors
+    /// [`NamesError`].
+    pub fn lookup(&self, parent: u64, name: &[u8]) -> Result<Attr, NamesError> {
+        self.tree.lookup(parent, name)
+    }
+
+    /// What is known of an inode.
+    ///
+    /// # Errors
+    /// [`NamesError::Stale`].
+    pub fn attr(&self, ino: u64) -> Result<Attr, NamesError> {
+        Ok(self.tree.inode_of(ino)?.attr(ino))
+    }
+
+    /// The target of a link.
+    ///
+    /// # Errors
+    /// [`NamesError`].
+    pub fn target(&self, ino: u64) -> Result<&[u8], NamesError> {
+        self.tree.target(ino)
+    }
+
+    /// Entries of a directory behind a position, until `each` says `false`.
+    ///
+    /// # Errors
+    /// [`NamesError`].
+    pub fn list(&self, ino: u64, after: u64, each: impl FnMut(Listed<'_>) -> bool) -> Result<(), NamesError> {
+        self.tree.list(ino, after, each)
+    }
+
+    /// The size of a file, and the clusters that it has of these ones.
+    ///
+    /// # Errors
+    /// [`NamesError`].
+    pub fn file(&self, ino: u64, clusters: std::ops::Range<u64>) -> Result<(u64, Vec<Run>), NamesError> {
+        let (size, runs) = self.tree.file(ino)?;
+        Ok((size, runs.within(clusters).collect()))
+    }
+
+    /// How much is used.
+    pub fn usage(&self) -> Usage {
+        self.tree.usage(self.head.geometry.image_limit())
+    }
+}
+
+const _: () = assert!(ROOT == 1); // as FUSE has it
+
+// Everything that the names are, written into the other area a part at a time while they change.
+//
+// It goes through the inodes in the order of their numbers. A change of what it has passed is written into it as well,
+// in its turn; a change of what it has not passed will be found there. So at its end it is what the names are.
+
+/// Bytes of records after which a frame of the image ends.
+const FRAME_BYTES: usize = 4 << 10;
+
+/// Whole blocks of the image are written when they have so many bytes.
+pub(super) const CHUNK_BYTES: usize = 64 << 10;
+
+/// An image that is being written.
+#[derive(Clone, Debug)]
+pub(super) struct Image {
+    pub(super) area: Area,
+    log: Log,
+    /// Records of the next frame, and their bytes.
+    records: Vec<Record>,
+    bytes: usize,
+    /// Inodes before this one have been passed.
+    at: u64,
+    /// If this inode was begun: its entries, or clusters, before this one have been passed.
+    part: Option<u64>,
+}
+
+impl Image {
+    pub(super) fn new(geometry: Geometry, area: Area, lap: u64) -> Image {
+        Image { area, log: Log::new(geometry, area, lap), records: Vec::new(), bytes: 0, at: 0, part: None }
+    }
+
+    /// Whether an inode's attributes have been passed.
+    fn has(&self, ino: u64) -> bool {
+        ino < self.at || (ino == self.at && self.part.is_some())
+    }
+
+    /// Up to which entry or cluster an inode has been passed.
+    fn passed(&self, ino: u64) -> u64 {
+        match self.part {
+            _ if ino < self.at => u64::MAX,
+            Some(part) if ino == self.at => part,
+            _ => 0,
+        }
+    }
+
+    /// What to write of this change, before it is carried out; and the inodes whose attributes must be written after.
+    pub(super) fn change(&mut self, tree: &Tree, record: &Record) -> Vec<u64> {
+        match record {
+            Record::Named { parent, ino, name, .. } | Record::Unnamed { parent, ino, name, .. } => {
+                let key = match tree.get(*parent).map(|inode| &inode.body) {
+                    Some(Body::Directory(directory)) => directory.key(name).unwrap_or(u64::MAX),
+                    _ => u64::MAX,
+                };
+                if key < self.passed(*parent) {
+                    self.put(record.clone());
+                    return Vec::new();
+                }
+                [*parent, *ino].into_iter().filter(|ino| self.has(*ino)).collect()
+            }
+            Record::Mapped { ino, run } => {
+                let end = run.clusters().end.min(self.passed(*ino));
+                if end > run.first.into() {
+                    let run = Run { count: (end - u64::from(run.first)) as u32, ..*run };
+                    self.put(Record::Mapped { ino: *ino, run });
+                }
+                Vec::new()
+            }
+            Record::Unmapped { ino, first, count } => {
+                let end = (u64::from(*first) + u64::from(*count)).min(self.passed(*ino));
+                if end > u64::from(*first) {
+                    let count = (end - u64::from(*first)) as u32;
+                    self.put(Record::Unmapped { ino: *ino, first: *first, count });
+                }
+                Vec::new()
+            }
+            Record::Gone { ino } | Record::Set { ino, .. } | Record::Sized { ino, .. } if self.has(*ino) => {
+                self.put(record.clone());
+                Vec::new()
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// These inodes have other attributes now.
+    pub(super) fn set(&mut self, tree: &Tree, inodes: Vec<u64>) {
+        for ino in inodes {
+            if let Some(inode) = tree.get(ino) {
+                self.put(Record::Set { ino, attributes: inode.attributes });
+            }
+        }
+    }
+
+    fn put(&mut self, record: Record) {
+        self.bytes += record.bytes();
+        self.records.push(record);
+        if self.bytes >= FRAME_BYTES {
+            self.end_frame();
+        }
+    }
+
+    fn end_frame(&mut self) {
+        if !self.records.is_empty() {
+            self.log.append(&self.records);
+            self.records.clear();
+            self.bytes = 0;
+        }
+    }
+
+    /// Writes about this number of bytes of what follows. Returns whether nothing follows.
+    pub(super) fn step(&mut self, tree: &Tree, bytes: u64) -> bool {
+        let end = self.written() + bytes;
+        while self.written() < end {
+            let Some((ino, inode)) = tree.inodes.range(self.at..).next() else { return true };
+            let ino = *ino;
+            let part = match self.part {
+                Some(part) if ino == self.at => part,
+                _ => {
+                    (self.at, self.part) = (ino, Some(0));
+                    self.begin(ino, tree);
+                    0
+                }
+            };
+            let next = match &inode.body {
+                Body::Directory(directory) => {
+                    let next = directory.after(part.saturating_sub(1)).next();
+                    next.map(|(key, entry)| {
+                        let (ino, name) = (entry.ino, entry.name.clone());
+                        (Record::Named { parent: self.at, ino, time: NO_TIME, name }, key + 1)
+                    })
+                }
+                Body::File { runs, .. } => {
+                    let next = runs.within(part..u64::MAX).next();
+                    next.map(|run| (Record::Mapped { ino, run }, run.clusters().end))
+                }
+                _ => None,
+            };
+            match next {
+                Some((record, part)) => {
+                    self.put(record);
+                    self.part = Some(part);
+                }
+                None => (self.at, self.part) = (ino + 1, None),
+            }
+        }
+        false
+    }
+
+    /// Writes what an inode is, without what is in it.
+    fn begin(&mut self, ino: u64, tree: &Tree) {
+        let Some(inode) = tree.get(ino) else { return };
+        let target = match &inode.body {
+            Body::Symlink(target) => target.clone(),
+            _ => Box::default(),
+        };
+        self.put(Record::Made { ino, kind: inode.kind(), attributes: inode.attributes, target });
+        if let Body::File { size: size @ 1.., .. } = inode.body {
+            self.put(Record::Sized { ino, size, time: NO_TIME });
+        }
+    }
+
+    fn written(&self) -> u64 {
+        self.log.at() + self.bytes as u64
+    }
+
+    /// Whether an area has no room for much more of it. Then it is begun again.
+    pub(super) fn is_too_long(&self) -> bool {
+        self.log.room() < 2 * super::log::MOST_FRAME_BYTES as u64
+    }
+
+    /// Blocks that can be written now; `None` until they are some.
+    pub(super) fn take(&mut self) -> Option<BlocksToWrite> {
+        (self.log.whole_bytes() >= CHUNK_BYTES).then(|| self.log.take(true))
+    }
+
+    /// The image is complete: its last blocks, the log behind it whose next frame has this number, and the head with
+    /// which it is used.
+    pub(super) fn finish(mut self, tree: &Tree, head: &Head, number: u64) -> (BlocksToWrite, Log, Head) {
+        self.end_frame();
+        self.log.append(&[Record::Complete { next: tree.next }]);
+        let blocks = self.log.take(false);
+        let image_bytes = self.log.at();
+        self.log.continue_at(number);
+        let head = Head { area: self.area, lap: head.last_lap, image_bytes, first: number, ..*head };
+        (blocks, self.log, head)
+    }
+}
+
+// What can be done to names, as POSIX and Linux say it. Each is checked first, and changes everything or
+// nothing. Permissions are the kernel's.
+
+const SET_GROUP_ID: u16 = 0o2000;
+
+/// Clusters that a file gets at a time: so many new runs fit a frame.
+pub const MOST_ALLOCATED: u64 = 256;
+
+const _: () = assert!(MOST_ALLOCATED * RUN_BYTES + 1024 <= super::log::MOST_FRAME_BYTES as u64);

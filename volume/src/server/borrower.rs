@@ -16,11 +16,10 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use remora_messenger::{Address, Buffer, Connection};
 
-use super::answers::{answer, refuse};
 use super::slot::{Abandoned, Slot};
-use crate::caller::{Caller, LOOK_AGAIN};
+use super::{answer, refuse};
 use crate::layout::Entry;
-use crate::link::Security;
+use crate::link::{Caller, LOOK_AGAIN, Security};
 use crate::message::Holder;
 use crate::shape::BLOCK_BYTES;
 use crate::store::sums;

@@ -11,13 +11,12 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use remora_messenger::Connection;
 
-use super::answers::{answer, refuse};
-use super::budget::{Budget, Grant};
 use super::exports::Exports;
 use super::kept::Stores;
 use super::slot::Slot;
-use crate::disk::folder::Folder;
-use crate::disk::growth::Growth;
+use super::{Budget, Grant, answer, refuse};
+use crate::disk::files::Folder;
+use crate::disk::recovery::Growth;
 use crate::layout::Layout;
 use crate::shape::Shape;
 use crate::store::Store;

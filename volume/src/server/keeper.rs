@@ -9,9 +9,9 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use super::host::Host;
 use super::kept::{SYNC_EVERY, Stores};
 use super::slot::{Slot, State};
+use crate::disk::checkpoint::{self, Findings};
 use crate::disk::files::{Failure, Files, Name};
 use crate::disk::journal::write_superblock;
-use crate::disk::scrub::{self, Findings};
 
 /// Syncs until the server ends.
 pub(super) fn sync(host: &Host, stores: &Stores) {
@@ -148,12 +148,12 @@ fn scrub_some(slot: &Slot, is_round: bool) -> bool {
     };
     let (number, files, layout) = (kept.number(), Arc::clone(kept.files()), memory.layout());
     drop(state);
-    let bad = scrub::in_extents(&*files, layout, &moved);
+    let bad = checkpoint::in_extents(&*files, layout, &moved);
     let mut state = slot.lock();
     let Some((kept, memory)) = state.kept_and_memory().filter(|(kept, _)| kept.number() == number) else {
         return false; // it was lost meanwhile
     };
-    let repaired = scrub::repair(kept.journal(), memory, &bad, &mut findings);
+    let repaired = checkpoint::repair(kept.journal(), memory, &bad, &mut findings);
     if !findings.repaired.is_empty() {
         let blocks = &findings.repaired;
         tracing::error!(file = files.path(Name::Extents), ?blocks, "blocks were damaged in a store, and are repaired");

@@ -8,19 +8,17 @@ use std::time::{Duration, Instant};
 use remora_messenger::Connection;
 
 use super::scrubbing::SCRUB_EVERY;
+use crate::copy::Tail;
 use crate::disk::checkpoint::{Batch, Checkpoint};
-use crate::disk::files::{Failure, Name};
-use crate::disk::folder::Folder;
-use crate::disk::growth::Growth;
+use crate::disk::files::{Failure, Folder, Name};
 use crate::disk::journal::{Journal, Sync, write_superblock};
-use crate::disk::recovery::{self, Found};
+use crate::disk::record::Superblock;
+use crate::disk::recovery::{self, Found, Growth};
 use crate::disk::root::Root;
-use crate::disk::superblock::Superblock;
 use crate::layout::{Entry, Layout};
 use crate::message::{Holder, Standing};
 use crate::shape::{Shape, VolumeId};
 use crate::store::Store;
-use crate::tail::Tail;
 use crate::version::Version;
 use crate::wire::Room;
 

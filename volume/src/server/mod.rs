@@ -8,23 +8,21 @@
 //!                          Slot: the copy's rules, its store, its connections ◀── Borrower: a thread per catch-up
 //! ```
 //!
-//! - `host`: connections, and the memory that volumes share.
-//! - `slot`: one volume. Every call of a connection is done here, in order, and answered.
-//! - `exports`: the regions of copies, readable for their writers; `registering`: by RDMA.
-//! - `staging`: what writers may have under way.
+//! - `host`: connections, the memory that volumes share, and what clients ask of a volume without opening it.
+//! - `slot`: one volume. Every call of a connection is done here, in order, and answered; and the steps of its
+//!   failures, reads, catch-up and scrub. `slot::grow`: those of its growth.
+//! - `exports`: the regions of copies, readable for their writers, also by RDMA.
 //! - `kept`: a copy's store, and who waits for it; `keeper`: the threads that sync, make checkpoints, and scrub;
 //!   `scrubbing`: how far that is.
-//! - `questions`: what clients ask of a volume without opening it; `growing`: copies a copy into a larger one.
-//! - `borrower`: brings a copy up to date from another server.
-//! - `puller`: takes large writes out of their writer's memory; `upstream`: or out of another server's.
+//! - `growing`: copies a copy into a larger one. `borrower`: brings a copy up to date from another server.
+//! - `puller`: takes large writes out of their writer's memory, or out of another server's, and what writers may have
+//!   under way.
 //!
 //! Who ends what: the [`Server`] its messenger's workers, the threads of borrowers, pullers and growth, and the
 //! keeper's; its exports the one that registers. A borrower ends by itself when its copy is whole, or when its writer's
 //! connection is over; a puller with that connection; growth when the copy is the larger one.
 
-mod answers;
 mod borrower;
-mod budget;
 mod exports;
 mod growing;
 mod host;
@@ -33,28 +31,24 @@ mod kept;
 mod puller;
 #[cfg(test)]
 mod question_tests;
-mod questions;
-mod registering;
 mod scrubbing;
 mod slot;
-mod staging;
 #[cfg(test)]
 mod tests;
-mod upstream;
 
 use std::io;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use remora_messenger::{Address, Messenger};
+use bytes::Bytes;
+use remora_messenger::{Address, Connection, Messenger};
 
-use self::exports::Exports;
-use self::host::Host;
-use crate::link::{self, Security};
-use crate::rdma::Rdma;
+use crate::link::{self, Rdma, Security};
 use crate::shape::VolumeId;
-use crate::wire::{Status, Used};
+use crate::wire::{Cause, Reply, Status, Used};
+use exports::Exports;
+use host::Host;
 
 /// Settings of a server.
 #[derive(Clone, Debug)]
@@ -177,3 +171,69 @@ const WORKERS: usize = 2;
 
 /// A volume has one writer and at most four borrowers: enough for some hundred volumes.
 const MAX_SESSIONS: usize = 1024;
+
+/// Budget: the memory of a server that copies may take.
+#[derive(Debug)]
+struct Budget {
+    left: Mutex<u64>,
+    most: u64,
+}
+
+/// A part of the budget, until dropped.
+#[derive(Debug)]
+struct Grant {
+    budget: Arc<Budget>,
+    bytes: u64,
+}
+
+impl Budget {
+    fn new(bytes: u64) -> Arc<Budget> {
+        Arc::new(Budget { left: Mutex::new(bytes), most: bytes })
+    }
+
+    /// Takes a part, if so much is left.
+    fn take(self: &Arc<Budget>, bytes: u64) -> Option<Grant> {
+        let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        *left = left.checked_sub(bytes)?;
+        Some(Grant { budget: Arc::clone(self), bytes })
+    }
+
+    /// How much of it was taken.
+    fn used(&self) -> Used {
+        let left = *self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        Used { bytes: self.most - left, most: self.most }
+    }
+}
+
+impl Drop for Grant {
+    fn drop(&mut self) {
+        *self.budget.left.lock().unwrap_or_else(PoisonError::into_inner) += self.bytes;
+    }
+}
+
+// Answers: how a client is answered, and what happens to one that cannot be.
+
+/// Answers. A client that does not read its answers is disconnected.
+fn answer(connection: &Connection, reply: &Reply, data: Bytes) {
+    let sent = match link::reply(reply, data) {
+        Ok(message) => connection.send(message).map_err(|error| error.to_string()),
+        Err(error) => Err(error.to_string()),
+    };
+    if let Err(error) = sent {
+        tracing::info!(peer = %connection.peer(), %error, "a client could not be answered: its connection is ended");
+        connection.abort();
+    }
+}
+
+/// Refuses, and ends the connection: what its client sends further builds on what was refused.
+fn refuse(connection: &Connection, cause: Cause, text: &str) {
+    tracing::debug!(peer = %connection.peer(), ?cause, text, "refused");
+    answer(connection, &Reply::Refused { cause, text: text.into() }, Bytes::new());
+    connection.close();
+}
+
+/// What a connection for reading is told that asks for anything else.
+const ONLY_READS: &str = "this connection is for reading the copy's region";
+
+/// What a connection for loans is told that asks for anything else.
+const ONLY_LOANS: &str = "this connection is for loans";

@@ -1,38 +1,27 @@
-//! Puller: takes the blocks of a writer's large writes out of its outbox, or out of the staging of the server before
-//! this one in a chain.
-//!
-//! ```text
-//!   writer's calls ──▶ Host ── nothing waits ─────────────────────────▶ Slot
-//!                        ╰──── a write is being pulled ──▶ queue ──▶ thread: pulls, then as if it were inline ──▶ Slot
-//! ```
-//!
-//! Calls of the connection that arrive behind a pull wait for it, so that they take place and are answered in their
-//! order. Nothing else waits. A pulled write is checked and applied as one whose blocks came with it. The thread ends
-//! with the connection or the server.
+//! Takes the blocks of a writer's large writes out of its outbox, or out of the staging of the server before this one
+//! in a chain, and counts how much each writer may have under way here.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use remora_fabric::{Memory, Pages, Peer, ReadRequest, RegionId, TransportKind};
-use remora_messenger::{Connection, Delivery};
+use remora_messenger::{Address, Connection, Delivery};
 
-use super::answers::{answer, refuse};
-use super::budget::{Budget, Grant};
 use super::exports::Exports;
-use super::upstream::{Link, Upstream};
-use crate::lane::{Laid, Lane};
-use crate::link::Security;
+use super::{Budget, Grant, answer, refuse};
+use crate::link::{
+    Caller, LEAST_ROOM, Laid, Lane, MOST_ROOM, PROGRESS_AT, REACH_LIMIT, REGION_BYTES, Rdma, SEEN_AT, Security,
+    has_place,
+};
 use crate::message::Holder;
-use crate::outbox::{PROGRESS_AT, REACH_LIMIT, REGION_BYTES, has_place};
-use crate::rdma::Rdma;
 use crate::reader::fetch;
 use crate::shape::{BLOCK_BYTES, Shape};
 use crate::store::sums;
 use crate::version::Version;
-use crate::wire::{Call, Cause, Reply};
+use crate::wire::{Call, Cause, Mode, Reply, Used};
 
 /// What the host and the thread share.
 pub(super) struct Puller {
@@ -292,3 +281,311 @@ const PULL_LIMIT: Duration = Duration::from_secs(4);
 
 /// How often a thread that waits looks whether it should end.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
+
+/// The server before this one in a chain. It permits to read its staging, into which it pulls the same
+/// writes.
+///
+/// ```text
+///   Open{Borrow}, Follow ──▶ Attached{keys}      once
+///   progress ≥ this write?                       read again after a pause, for up to WAIT_LIMIT
+///   blocks, at the same place                    one read; the caller checks them
+/// ```
+///
+/// A chain only saves bytes: if it fails, the blocks are pulled from their writer, and the chain is tried again later.
+#[derive(Default)]
+pub(super) struct Upstream {
+    address: String,
+    link: Option<Link>,
+    /// After a failure it is not tried before.
+    next_try: Option<Instant>,
+}
+
+/// A connection to it.
+pub(super) struct Link {
+    peer: Box<dyn Peer>,
+    /// Keeps the grant.
+    _caller: Caller,
+}
+
+impl Upstream {
+    /// The connection to this server, made by `open` if there is none.
+    pub(super) fn at(&mut self, address: &str, open: &dyn Fn() -> Result<Link, String>) -> Result<&mut Link, String> {
+        if self.address != address {
+            *self = Upstream { address: address.to_owned(), link: None, next_try: None };
+        }
+        if self.next_try.is_some_and(|at| Instant::now() < at) {
+            return Err("it failed a moment ago".into());
+        }
+        if self.link.is_none() {
+            self.next_try = Some(Instant::now() + PAUSE); // unless it can be opened
+            self.link = Some(open()?);
+            self.next_try = None;
+        }
+        self.link.as_mut().ok_or_else(|| "there is no connection".to_owned())
+    }
+
+    /// It could not be pulled from.
+    pub(super) fn failed(&mut self) {
+        (self.link, self.next_try) = (None, Some(Instant::now() + PAUSE));
+    }
+}
+
+impl Link {
+    /// Connects to the staging of a server. Reads arrive in `staging`.
+    pub(super) fn open(
+        (shape, holder): (Shape, Holder),
+        address: &str,
+        security: &Security,
+        lane: &Lane<'_>,
+        (staging, goes_on): (&Arc<Memory>, &dyn Fn() -> bool),
+    ) -> Result<Link, String> {
+        let address = address.parse::<Address>().map_err(|error| error.to_string())?;
+        let caller = Caller::connect(&address, security)?;
+        let ends = || if goes_on() { Ok(()) } else { Err("the writer has gone".to_owned()) };
+        let open = Call::Open { shape, mode: Mode::Borrow, writer: holder.writer };
+        match caller.ask(&open, REACH_LIMIT, ends)? {
+            (Reply::Standing { .. }, _) => {}
+            (reply, _) => return Err(unexpected(reply)),
+        }
+        match caller.ask(&Call::Follow(holder), REACH_LIMIT, ends)? {
+            (Reply::Attached { session, keys }, _) => {
+                let Laid { peer, transport, why, .. } = lane.connect(caller.connection(), (session, &keys), staging)?;
+                tracing::info!(server = %address, %transport, why, "writes are pulled along a chain");
+                Ok(Link { peer, _caller: caller })
+            }
+            (reply, _) => Err(unexpected(reply)),
+        }
+    }
+
+    /// Reads the blocks of a write into the same place of this server's staging, once they are there.
+    pub(super) fn fetch(
+        &mut self,
+        staging: &Memory,
+        version: Version,
+        (at, length): (u64, u32),
+        goes_on: &dyn Fn() -> bool,
+    ) -> Result<(), String> {
+        let (deadline, mut pause) = (Instant::now() + WAIT_LIMIT, FIRST_PAUSE);
+        let mut read = |request| {
+            let left = deadline.saturating_duration_since(Instant::now());
+            fetch(&mut *self.peer, &[request], left, goes_on).map_err(|error| error.to_string())
+        };
+        loop {
+            read(ReadRequest { tag: 0, offset: PROGRESS_AT, length: 8, sink_offset: SEEN_AT })?;
+            let mut word = [0; 8];
+            staging.read(SEEN_AT, &mut word).map_err(|error| error.to_string())?;
+            if u64::from_le_bytes(word) >= version.word() {
+                return read(ReadRequest { tag: 0, offset: at, length, sink_offset: at });
+            }
+            if Instant::now() >= deadline {
+                return Err(format!("it does not have write {version} after {WAIT_LIMIT:?}"));
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+}
+
+fn unexpected(reply: Reply) -> String {
+    match reply {
+        Reply::Refused { text, .. } => text,
+        other => format!("an answer to another question: {other:?}"),
+    }
+}
+
+/// Longest time in which a write must arrive along a chain, from when this server is ready for it. The longest write
+/// takes 0.3 s over 100 Mbit/s, and a writer waits for several seconds.
+const WAIT_LIMIT: Duration = Duration::from_secs(1);
+
+/// Pauses between two looks at the progress: from a round trip to what is little beside the transfer of 1 MiB.
+const FIRST_PAUSE: Duration = Duration::from_micros(100);
+
+const LONGEST_PAUSE: Duration = Duration::from_millis(1);
+
+/// How long a chain that has failed is not tried again. The writer leaves a dead server out meanwhile.
+const PAUSE: Duration = Duration::from_secs(5);
+
+/// How many bytes each writer may have under way here. Together never more than the server has for it.
+///
+/// ```text
+///   writer                                  server
+///     │ Window{wants, obeys} ─────────────▶ │ held := obeys; as much more as its fair share and the rest permit
+///     │ ◀───────────────── Granted{room}    │
+///     │ ◀── Written{…, room}, room < held   │ another writer is short: give some back
+///     │ Window{wants, obeys: that room} ──▶ │ held := obeys, and now there is some for the other one
+/// ```
+///
+/// What a writer *holds* is what it may have under way at most, whatever messages are on their way: it grows only with
+/// an answer to the writer's question, of which there is one at a time, and shrinks only when the writer says so. The
+/// *level* is the fair share: writers that want less than it get what they want, and the others get as much as it.
+#[derive(Debug)]
+pub(super) struct Staging {
+    bytes: u64,
+    /// By the numbers of their connections.
+    writers: BTreeMap<u64, Writer>,
+    /// The sum of what they hold, and its maximum so far.
+    held: u64,
+    most_held: u64,
+    level: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Writer {
+    held: u64,
+    wants: u64,
+}
+
+impl Staging {
+    pub(super) fn new(bytes: u64) -> Staging {
+        Staging { bytes, writers: BTreeMap::new(), held: 0, most_held: 0, level: MOST_ROOM.bytes }
+    }
+
+    /// Adds a writer, with the least that one can do with. `false`: there is not as much left.
+    pub(super) fn enter(&mut self, writer: u64) -> bool {
+        let least = LEAST_ROOM.bytes;
+        let enters = self.held + least <= self.bytes && !self.writers.contains_key(&writer);
+        if enters {
+            self.writers.insert(writer, Writer { held: least, wants: least });
+            self.changed();
+        }
+        enters
+    }
+
+    /// Removes a writer. It may never have been added.
+    pub(super) fn leave(&mut self, writer: u64) {
+        self.writers.remove(&writer);
+        self.changed();
+    }
+
+    /// A writer wants so much, and has no more under way than it `obeys` until it is answered. Returns what it holds
+    /// from now on; `None` if it is not known.
+    pub(super) fn ask(&mut self, writer: u64, wants: u64, obeys: u64) -> Option<u64> {
+        let (least, most) = (LEAST_ROOM.bytes, MOST_ROOM.bytes);
+        let asking = self.writers.get_mut(&writer)?;
+        asking.wants = wants.clamp(least, most);
+        asking.held = asking.held.min(obeys.max(least));
+        self.changed();
+        let free = self.shared().saturating_sub(self.held);
+        let level = self.level;
+        let asking = self.writers.get_mut(&writer)?;
+        let more = asking.wants.min(level).saturating_sub(asking.held).min(free);
+        asking.held += more;
+        let held = asking.held;
+        self.changed();
+        Some(held)
+    }
+
+    /// What a writer is told with each answer: less than it holds if another one is short.
+    pub(super) fn told(&self, writer: u64) -> u64 {
+        self.writers.get(&writer).map_or(LEAST_ROOM.bytes, |writer| writer.held.min(self.level))
+    }
+
+    /// What all writers together hold, and the most that they ever held.
+    pub(super) fn held(&self) -> (u64, u64) {
+        (self.held, self.most_held)
+    }
+
+    /// How much of it the writers hold.
+    pub(super) fn used(&self) -> Used {
+        Used { bytes: self.held, most: self.bytes }
+    }
+
+    /// What grants beyond the least are taken from. The rest is for writers that come.
+    fn shared(&self) -> u64 {
+        self.bytes - self.bytes / RESERVE
+    }
+
+    fn changed(&mut self) {
+        self.held = self.writers.values().map(|writer| writer.held).sum();
+        self.most_held = self.most_held.max(self.held);
+        self.level = self.fair_share();
+    }
+
+    fn fair_share(&self) -> u64 {
+        let mut wants: Vec<u64> = self.writers.values().map(|writer| writer.wants).collect();
+        wants.sort_unstable();
+        let mut left = self.shared();
+        for (number, want) in wants.iter().enumerate() {
+            let share = left / (wants.len() - number) as u64;
+            if *want > share {
+                return share.max(LEAST_ROOM.bytes);
+            }
+            left -= want;
+        }
+        MOST_ROOM.bytes
+    }
+}
+
+/// A quarter is kept for writers that come: sixteen at once, of 256 MiB.
+const RESERVE: u64 = 4;
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn a_lone_writer_gets_what_it_wants_and_gives_back_what_another_one_lacks() {
+        let mut staging = Staging::new(64 * MIB); // 48 shared
+        assert!(staging.enter(1));
+        assert_eq!((staging.told(1), staging.ask(1, 20 * MIB, 4 * MIB)), (4 * MIB, Some(20 * MIB)));
+        assert_eq!(staging.ask(1, 1 << 40, 20 * MIB), Some(MOST_ROOM.bytes), "as much as a writer can have");
+        assert!(staging.enter(2));
+        assert_eq!(staging.told(1), MOST_ROOM.bytes, "the second one does not want more than the least");
+        assert_eq!(staging.ask(2, 1 << 40, 4 * MIB), Some(16 * MIB), "what is left over");
+        assert_eq!((staging.told(1), staging.told(2)), (24 * MIB, 16 * MIB));
+        assert_eq!(staging.ask(1, 1 << 40, 24 * MIB), Some(24 * MIB));
+        assert_eq!(staging.ask(2, 1 << 40, 16 * MIB), Some(24 * MIB), "both are equal");
+        staging.leave(1);
+        assert_eq!(staging.ask(2, 1 << 40, 24 * MIB), Some(MOST_ROOM.bytes));
+        assert_eq!(staging.held(), (MOST_ROOM.bytes, 48 * MIB));
+    }
+
+    #[test]
+    fn as_many_writers_enter_as_have_the_least() {
+        let mut staging = Staging::new(17 * MIB);
+        let entered = (0..10).filter(|writer| staging.enter(*writer)).count();
+        assert_eq!(entered, 4);
+        assert!(!staging.enter(0), "twice");
+        assert_eq!(staging.ask(0, 1 << 40, 0), Some(4 * MIB), "there is no more");
+        staging.leave(3);
+        assert!(staging.enter(77) && !staging.enter(78));
+        assert_eq!(staging.ask(99, 1, 1), None);
+    }
+
+    proptest! {
+        /// Writers that do as they say never have more under way together than the server has.
+        #[test]
+        fn what_is_held_stays_within_the_budget(
+            bytes in 4 * MIB..300 * MIB,
+            steps in prop::collection::vec((0..12_u64, 0..5_u8, 0..80 * MIB), 1..200),
+        ) {
+            let mut staging = Staging::new(bytes);
+            let mut obeyed: BTreeMap<u64, u64> = BTreeMap::new();
+            for (writer, step, wants) in steps {
+                match step {
+                    0 if staging.enter(writer) => _ = obeyed.insert(writer, LEAST_ROOM.bytes),
+                    1 => {
+                        staging.leave(writer);
+                        obeyed.remove(&writer);
+                    }
+                    _ => {
+                        let Some(room) = obeyed.get_mut(&writer) else { continue };
+                        *room = (*room).min(staging.told(writer));
+                        *room = staging.ask(writer, wants, *room).unwrap();
+                    }
+                }
+                prop_assert!(obeyed.values().sum::<u64>() <= bytes && staging.held().1 <= bytes);
+                for (writer, room) in &obeyed {
+                    prop_assert!(*room >= LEAST_ROOM.bytes && *room <= MOST_ROOM.bytes);
+                    prop_assert!(staging.told(*writer) <= *room);
+                }
+            }
+        }
+    }
+}

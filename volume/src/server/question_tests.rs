@@ -8,9 +8,8 @@ use remora_messenger::Address;
 
 use super::slot::Slot;
 use super::{Server, ServerOptions};
-use crate::caller::Caller;
 use crate::client::{ClientOptions, Volume, new_id};
-use crate::link::Security;
+use crate::link::{Caller, Security};
 use crate::message::{ServerId, State};
 use crate::shape::{BLOCK_BYTES, Copies, Shape};
 use crate::wire::{Call, Cause, Findings, Reply};

@@ -119,7 +119,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
-    use crate::caller::Caller;
+    use crate::link::Caller;
     use crate::link::Security;
 
     #[test]

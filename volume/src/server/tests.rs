@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use remora_messenger::Address;
 
-use super::{Server, ServerOptions};
+use super::{Budget, Server, ServerOptions, Used};
 use crate::client::{ClientOptions, Volume, new_id};
-use crate::disk::folder::failing;
+use crate::disk::files::failing;
 use crate::message::State;
 use crate::shape::{BLOCK_BYTES, Copies, Shape};
 
@@ -153,4 +153,14 @@ fn repairs(scene: &Scene, extents: &Path) {
     slot.lock().kept().unwrap().journal().next_superblock(|superblock| superblock.scrubbed = 0);
     until("the block is repaired", || std::fs::read(extents).unwrap() == before);
     assert_eq!(scene.state(0), State::Whole);
+}
+
+#[test]
+fn what_is_taken_is_missing_until_it_is_dropped() {
+    let budget = Budget::new(10);
+    let grant = budget.take(8);
+    assert!(grant.is_some() && budget.take(3).is_none());
+    assert_eq!(budget.used(), Used { bytes: 8, most: 10 });
+    drop(grant);
+    assert!(budget.take(10).is_some());
 }

@@ -7,13 +7,12 @@ use std::ops::Bound;
 
 use remora_lab::Random;
 
-use crate::copy::{Copy, Refusal};
+use crate::copy::{Copy, Refusal, Tail};
 use crate::layout::{Entry, Need};
 use crate::message::{Answer, Holder, Request, ServerId, Standing, State};
 use crate::mutant::Mutant;
 use crate::overlap::{last_write_of, newest, overlap};
 use crate::shape::Copies;
-use crate::tail::Tail;
 use crate::version::{Generation, Version};
 use crate::wire::Run;
 use crate::writer::{Action, Nearness, Seen, Writer, may_be_given_out};

@@ -31,7 +31,7 @@
 //!     │ ◀─────────────────────────── Progress, … · Grown │
 //! ```
 //!
-//! - `call`: what clients ask; `reply`: what servers answer; `fields`: what both consist of.
+//! - `call`: what clients ask, and what servers answer; `fields`: what both consist of.
 //!
 //! The kind of a message is its kind at the messenger, its fields are the front, and blocks are the data. A message
 //! that says something else than its data is malformed: what decodes can be done without further checks of lengths.
@@ -41,18 +41,16 @@ mod call;
 mod fields;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
-mod reply;
 #[cfg(test)]
 mod tests;
 
 use remora_wire::Malformed;
 use remora_wire::codec::{Codec, List};
 
-pub use self::call::Call;
-pub use self::fields::{Cause, Findings, Mode, Room, Run, Status, Used};
-pub use self::reply::Reply;
 use crate::layout::Entry;
 use crate::shape::BLOCK_BYTES;
+pub use call::{Call, Reply};
+pub use fields::{Cause, Findings, Mode, Room, Run, Status, Used};
 
 /// The version of these messages, for the messenger's handshake.
 pub const VERSION: u16 = 6;

@@ -23,7 +23,6 @@ use super::Case;
 use crate::perftest::Ends;
 
 /// Requests per second and latency of the messenger and its rivals.
-// Larger than the bound: a field for each option of the command line.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
     /// Rounds; the figures are medians over them.

@@ -7,7 +7,6 @@ use super::load::ClientLatency;
 use crate::Spread;
 use crate::sync::Method;
 
-// Larger than the bound: a row of a table, written as it is into kept runs.
 /// One sync.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SyncPoint {

@@ -6,7 +6,6 @@ use serde::{Deserialize, Serialize};
 
 use super::Method;
 
-// Larger than the bound: each field is a figure of its own.
 /// One sync of N replicas by one method. All times are in seconds.
 #[derive(Clone, Debug, Serialize)]
 pub struct Outcome {

@@ -73,7 +73,6 @@ impl fmt::Display for Kind {
 }
 
 /// A running server. Dropping it kills the process and removes its folder.
-// Larger than the bound: a method for each thing that a test asks of a server or does to it.
 #[derive(Debug)]
 pub struct Server {
     plan: Builder,

@@ -402,3 +402,23 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn the_rate_is_that_of_whole_slots_and_ends_with_them() {
+    let (mut reception, start) = (Reception::default(), Instant::now());
+    let slot = 4 << 20;
+    for milliseconds in 0..3_000 {
+        // A slot each 160 ms: 26 MB/s.
+        reception.note(start + Duration::from_millis(milliseconds), milliseconds / 160 * slot);
+        if milliseconds > 500 {
+            let rate = reception.rate() / (slot as f64 / 0.16);
+            assert!((0.95..1.05).contains(&rate), "{rate} at {milliseconds} ms");
+        }
+    }
+    reception.note(start + Duration::from_millis(4_500), 2_999 / 160 * slot);
+    assert!(reception.rate() == 0.0);
+    reception.note(start + Duration::from_millis(5_000), slot);
+    assert!(reception.rate() == 0.0, "a new copy begins");
+    reception.note(start + Duration::from_millis(5_500), 3 * slot);
+    assert!((reception.rate() - 4.0 * slot as f64).abs() < 1.0);
+}

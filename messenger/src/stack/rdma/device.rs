@@ -10,14 +10,15 @@
 //! A posted receive cannot be withdrawn. What a link no longer needs stays as *surplus* until another link needs it, or
 //! until a used receive is not posted again. The receives of a link that ends become surplus too, but not at once: its
 //! queue pair may have taken one from the queue and not reported it yet. So the queue pair is *retired* for some time
-//! (`retired`), in the error state, while its completions are counted; then it is destroyed, and only then is the
+//! (below), in the error state, while its completions are counted; then it is destroyed, and only then is the
 //! memory reused that its requests named. Workers do this by their timers, so it happens without any traffic.
 
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use remora_memory::{Memory, Pages};
 use remora_rdma::duplex::{Completion, Connection as RdmaConnection, DeviceContext, Devices, Region};
@@ -25,7 +26,6 @@ use remora_rdma::duplex::{Completion, Connection as RdmaConnection, DeviceContex
 use super::RdmaOptions;
 use super::message::MAX_RENDEZVOUS_BYTES;
 use super::pool::{self, Pool};
-use super::retired::RetiredQueue;
 
 /// A chunk of registered memory.
 pub(super) type Chunk = pool::Chunk<Region>;
@@ -242,3 +242,134 @@ pub(super) type Waker = Arc<OwnedFd>;
 
 /// Set in the ids of receives only.
 pub(super) const RECEIVE: u64 = 1 << 63;
+
+// The requests of a link that are on the card's queue.
+
+/// Requests on the queue, the oldest first: a card completes them in this order.
+#[derive(Default)]
+pub(super) struct Requests {
+    posted: VecDeque<Posted>,
+    last_name: u64,
+    /// Requests posted since the last signaled one.
+    unsignaled: u32,
+}
+
+/// A request on the queue.
+pub(super) struct Posted {
+    name: u64,
+    /// The memory that it uses.
+    pub(super) memory: Option<Chunk>,
+    pub(super) is_read: bool,
+}
+
+impl Requests {
+    /// Whether the queue, which takes `depth` requests, takes another one.
+    pub(super) fn has_room(&self, depth: u32) -> bool {
+        self.posted.len() < depth as usize
+    }
+
+    /// A name for the next request.
+    pub(super) fn name(&mut self) -> u64 {
+        self.last_name += 1;
+        self.last_name
+    }
+
+    /// Whether the next message is signaled: if memory waits for its completion, and regularly, so that the queue,
+    /// which takes `depth` requests, empties.
+    pub(super) fn is_signaled(&mut self, has_memory: bool, depth: u32) -> bool {
+        let signaled = has_memory || self.unsignaled + 1 >= depth / SIGNALED_PER_QUEUE;
+        self.unsignaled = if signaled { 0 } else { self.unsignaled + 1 };
+        signaled
+    }
+
+    /// Notes a message that was posted, and the memory that it uses.
+    pub(super) fn post_send(&mut self, name: u64, memory: Option<Chunk>) {
+        self.posted.push_back(Posted { name, memory, is_read: false });
+    }
+
+    /// Notes a READ that was posted into `memory`. It is signaled.
+    pub(super) fn post_read(&mut self, name: u64, memory: Chunk) {
+        self.posted.push_back(Posted { name, memory: Some(memory), is_read: true });
+        self.unsignaled = 0;
+    }
+
+    /// Takes the oldest request, if the completion of `name` completes it too.
+    pub(super) fn pop_completed(&mut self, name: u64) -> Option<Posted> {
+        let is_completed = self.posted.front().is_some_and(|posted| posted.name <= name);
+        if is_completed { self.posted.pop_front() } else { None }
+    }
+
+    /// The memory of all requests. The queue must be retired with it.
+    pub(super) fn take_memory(&mut self) -> impl Iterator<Item = Chunk> {
+        self.posted.drain(..).filter_map(|posted| posted.memory)
+    }
+}
+
+/// Signaled requests per turn of a queue, among messages that need no signal.
+const SIGNALED_PER_QUEUE: u32 = 4;
+
+// Deferred destruction of queue pairs. Pure: `device` adds entries, and a worker's timer says when to look.
+
+/// Entries, each kept for [`RETIRE_TIME`], oldest first.
+#[derive(Debug)]
+pub(super) struct RetiredQueue<G>(VecDeque<(Instant, G)>);
+
+impl<G> Default for RetiredQueue<G> {
+    fn default() -> RetiredQueue<G> {
+        RetiredQueue(VecDeque::new())
+    }
+}
+
+impl<G> RetiredQueue<G> {
+    pub(super) fn push(&mut self, now: Instant, link: G) {
+        self.0.push_back((now + RETIRE_TIME, link));
+    }
+
+    /// When to look again; `None` if there are no entries.
+    pub(super) fn next(&self) -> Option<Instant> {
+        self.0.front().map(|(expired, _)| *expired)
+    }
+
+    /// Takes the entries whose time is over.
+    pub(super) fn take_expired(&mut self, now: Instant) -> Vec<G> {
+        let count = self.0.iter().take_while(|(expired, _)| *expired <= now).count();
+        self.0.drain(..count).map(|(_, link)| link).collect()
+    }
+}
+
+/// Long after this time a card has flushed a queue pair in the error state.
+const RETIRE_TIME: Duration = Duration::from_millis(200);
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// A caller that looks only when told takes all entries eventually.
+        #[test]
+        fn a_caller_that_looks_when_told_takes_each_entry_once_and_in_time(pauses in proptest::collection::vec(0u64..500, 1..40)) {
+            let mut retired = RetiredQueue::default();
+            let mut now = Instant::now();
+            let mut pushed = Vec::new();
+            let mut out = Vec::new();
+            let look = |retired: &mut RetiredQueue<usize>, until: Option<Instant>, out: &mut Vec<(usize, Instant)>| {
+                while let Some(at) = retired.next().filter(|at| until.is_none_or(|until| *at <= until)) {
+                    let expired = retired.take_expired(at);
+                    assert!(!expired.is_empty(), "told to look for nothing");
+                    out.extend(expired.into_iter().map(|link| (link, at)));
+                }
+            };
+            for (link, pause) in pauses.iter().enumerate() {
+                now += Duration::from_millis(*pause);
+                look(&mut retired, Some(now), &mut out);
+                retired.push(now, link);
+                pushed.push((link, now + RETIRE_TIME));
+            }
+            look(&mut retired, None, &mut out);
+            prop_assert_eq!(out, pushed);
+            prop_assert!(retired.next().is_none());
+        }
+    }
+}

@@ -6,18 +6,15 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use remora_rdma::duplex::{Completion, Connection as RdmaConnection, Request, Step};
+use remora_rdma::duplex::{Completion, Connection as RdmaConnection, Listener as ConnectionListener, Request, Step};
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::arrivals::Arrivals;
-use super::credits::{CONTROL_RECEIVES, Credits};
-use super::device::{Chunk, Device, RECEIVE, RdmaContext, Retired, Waker};
+use super::credits::{Arrivals, CONTROL_RECEIVES, Credits};
+use super::device::{Chunk, Device, RECEIVE, RdmaContext, Requests, Retired, Waker};
 use super::message::{
     self, Body, HEAD_BYTES, Hello, Kind, MAX_RENDEZVOUS_BYTES, RENDEZVOUS_BYTES, Rendezvous, START_BYTES, Violation,
 };
-use super::requests::Requests;
-use super::rest::Rest;
-use crate::stack::{Address, Link};
+use crate::stack::{Address, Link, Listener};
 
 /// A connection by RDMA.
 pub struct RdmaLink {
@@ -551,3 +548,149 @@ fn unknown() -> io::Error {
 
 /// Larger messages in the request itself are not worth it on any card.
 const MAX_INLINE_BYTES: usize = 1024;
+
+// Slices that are yet to be sent, cut into messages and large pieces. Pure.
+
+/// Slices that are yet to be sent.
+pub(super) struct Rest<'a, 'b> {
+    slices: &'a [IoSlice<'b>],
+    /// Bytes of the first slice that are sent.
+    gone: usize,
+}
+
+impl<'a, 'b> Rest<'a, 'b> {
+    pub(super) fn new(slices: &'a [IoSlice<'b>]) -> Rest<'a, 'b> {
+        let mut rest = Rest { slices, gone: 0 };
+        rest.advance(0);
+        rest
+    }
+
+    /// The first piece, if anything is left.
+    pub(super) fn front(&self) -> Option<&'a [u8]> {
+        self.slices.first().map(|slice| &slice[self.gone..])
+    }
+
+    pub(super) fn advance(&mut self, mut count: usize) {
+        while let Some(slice) = self.slices.first() {
+            let left = slice.len() - self.gone;
+            if count < left {
+                self.gone += count;
+                return;
+            }
+            count -= left;
+            self.gone = 0;
+            self.slices = &self.slices[1..];
+        }
+    }
+
+    /// Number of bytes, at most `most`, before the next large piece. At least one, and so part of a large piece if it
+    /// is the first.
+    pub(super) fn small(&self, most: usize, large_from: usize) -> usize {
+        let mut count = 0;
+        for (at, piece) in self.all().enumerate() {
+            if at > 0 && piece.len() >= large_from {
+                break;
+            }
+            count += piece.len();
+            if count >= most {
+                return most;
+            }
+        }
+        count
+    }
+
+    pub(super) fn all(&self) -> impl Iterator<Item = &'a [u8]> {
+        let gone = self.gone;
+        self.slices.iter().enumerate().map(move |(at, slice)| &slice[if at == 0 { gone } else { 0 }..])
+    }
+
+    /// The first `count` bytes, in pieces.
+    pub(super) fn pieces(&self, count: usize) -> impl Iterator<Item = &'a [u8]> {
+        let mut left = count;
+        self.all().map_while(move |piece| {
+            let piece = &piece[..piece.len().min(left)];
+            left -= piece.len();
+            (!piece.is_empty() || left > 0).then_some(piece)
+        })
+    }
+
+    /// Copies as many bytes from the front as `into` has.
+    pub(super) fn copy(&self, into: &mut [u8]) {
+        let mut at = 0;
+        for piece in self.pieces(into.len()) {
+            into[at..at + piece.len()].copy_from_slice(piece);
+            at += piece.len();
+        }
+    }
+}
+
+// Accepts RDMA links.
+
+/// A listener of the connection manager.
+pub struct RdmaListener {
+    door: ConnectionListener,
+    context: Arc<RdmaContext>,
+}
+
+impl RdmaListener {
+    pub(in crate::stack) fn bind(context: &Arc<RdmaContext>, address: SocketAddr) -> io::Result<RdmaListener> {
+        Ok(RdmaListener { door: ConnectionListener::listen(&context.stations, address)?, context: context.clone() })
+    }
+}
+
+impl Listener for RdmaListener {
+    fn descriptor(&self) -> BorrowedFd<'_> {
+        self.door.as_fd()
+    }
+
+    fn accept(&mut self) -> io::Result<Box<dyn Link>> {
+        while let Some(request) = self.door.next_call()? {
+            match Hello::decode(request.hello()) {
+                Ok(hello) => return take(&self.context, request, hello),
+                Err(violation) => {
+                    tracing::debug!(%violation, "an RDMA connection of another protocol");
+                    request.refuse(b"");
+                }
+            }
+        }
+        Err(io::ErrorKind::WouldBlock.into())
+    }
+
+    fn address(&self) -> Address {
+        Address::Rdma(self.door.address())
+    }
+}
+
+fn take(context: &Arc<RdmaContext>, request: Request, hello: Hello) -> io::Result<Box<dyn Link>> {
+    Ok(Box::new(RdmaLink::accept(context, request, hello)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn the_rest_is_cut_without_losing_a_byte(
+            slices in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..40), 0..8),
+            most in 1usize..50,
+            large_from in 1usize..50,
+        ) {
+            let whole: Vec<u8> = slices.concat();
+            let slices: Vec<IoSlice<'_>> = slices.iter().map(|slice| IoSlice::new(slice)).collect();
+            let (mut rest, mut cut) = (Rest::new(&slices), Vec::new());
+            while let Some(front) = rest.front() {
+                prop_assert!(!front.is_empty());
+                let count = rest.small(most, large_from);
+                prop_assert!((1..=most).contains(&count));
+                let mut message = vec![0; count];
+                rest.copy(&mut message);
+                cut.extend(message);
+                rest.advance(count);
+            }
+            prop_assert_eq!(cut, whole);
+        }
+    }
+}

@@ -11,11 +11,10 @@
 //!                                                                     └──────────┘
 //! ```
 //!
-//! - `message`: the bytes; `credits`: flow control. Pure. **Start here.**
-//! - `pool`: registered memory, bounded, growing and shrinking; `device`: one device with its pools and its shared
-//!   receives; `retired`: deferred destruction of queue pairs.
-//! - `link`: a connection, as a worker sees it, with its `requests` on the queue and its `arrivals`; `listener`:
-//!   accepts connections.
+//! - `message`: the bytes; `credits`: flow control, and what has arrived. Pure. **Start here.**
+//! - `pool`: registered memory, bounded, growing and shrinking; `device`: one device with its pools, its shared
+//!   receives, the requests on its queues, and the deferred destruction of queue pairs.
+//! - `link`: a connection, as a worker sees it, and what it is yet to send; `listener`: accepts connections.
 //!
 //! Invariants:
 //!
@@ -32,18 +31,13 @@
 //! - Bytes are copied once into registered memory and once out of it. Owners send from and receive into ordinary
 //!   memory; registering it for each message would cost more than the copy, up to about 100 KiB.
 
-mod arrivals;
 mod credits;
 mod device;
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) mod fuzzing;
 mod link;
-mod listener;
 mod message;
 mod pool;
-mod requests;
-mod rest;
-mod retired;
 
 use std::io;
 use std::net::IpAddr;
@@ -52,8 +46,7 @@ use std::sync::Arc;
 use remora_rdma::duplex::{Devices, DuplexOptions};
 
 pub(super) use device::RdmaContext;
-pub use link::RdmaLink;
-pub use listener::RdmaListener;
+pub use link::{RdmaLink, RdmaListener};
 
 /// Settings of a messenger's RDMA links. Memory is locked, and counted per device.
 #[derive(Debug, Clone)]

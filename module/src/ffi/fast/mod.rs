@@ -5,9 +5,9 @@
 //! (prefetch); then **each key is added by the functions that the server's own loader calls, in its order**. Of the
 //! server's private memory only the place of a database and of its table are read, and one counter is written.
 //!
-//! - `symbols`: the functions. `dicts`, `hashtables`: keys added to tables of both kinds. `values`: values of all
-//!   types, over the streams of `rio`. `trial`: work in a forked child, which may crash there. `walk`: over the tables
-//!   of a fork child; `entries`: what they have there.
+//! In reading order: the rule, the entries of a `dict`, keys added to tables of both kinds, and values of all types.
+//! `symbols` has the functions, `rio` the streams of values, `trial` the work in a forked child, which may crash there,
+//! and `walk` the way over the tables of a fork child.
 //!
 //! The rule that every SAFETY comment here relies on, besides those of `ffi`:
 //!
@@ -15,27 +15,23 @@
 //!   (`crate::fast::layout`). Offsets and signatures were taken from that build's own sources and compiler, and a
 //!   forked child has tried them before the first use in the server itself.
 
-mod dicts;
-mod entries;
-mod hashtables;
 mod rio;
 mod symbols;
 mod trial;
-mod values;
 mod walk;
 
-pub(crate) use trial::in_child;
-pub(crate) use walk::{FoundKey, FoundValue, Step};
-
 use std::ffi::{c_char, c_int, c_longlong, c_void};
+use std::ptr;
 
-use remora_redis::rdb::{CollectionError, Content, Record, Usage, Value};
+use remora_redis::rdb::{COLLECTION_TYPES, Collection, CollectionError, Content, Record, Usage, Value};
 
-pub(crate) use hashtables::Scratch;
-
-use self::symbols::{Common, Database, DictsOnly, Object, Own, Sds, Symbols};
 use super::context::Context;
 use crate::fast::layout::{Layout, Offsets};
+use rio::{Rio, Sink, Source};
+use symbols::{Common, Database, Dicts, DictsOnly, Object, Own, Sds, Symbols, Valkey, ValkeyOnly};
+pub(crate) use trial::in_child;
+use walk::{BUCKET_BYTES, bucket_of, candidates, is_embedded};
+pub(crate) use walk::{FoundKey, FoundValue, Step};
 
 /// Records that may be added together.
 pub(crate) const BATCH: usize = 32;
@@ -200,6 +196,171 @@ impl FastServer {
         let buckets = u32::try_from(exponent).ok().and_then(|exponent| 1_u64.checked_shl(exponent)).unwrap_or(1);
         (first, buckets - 1)
     }
+
+    fn add_to_dict(
+        &self,
+        (own, only): (&Dicts, &DictsOnly),
+        (into, number): (Database, c_int),
+        scratch: &mut Scratch,
+        records: &[Record<'_>],
+    ) -> Result<(), AddError> {
+        let common = &self.symbols.common;
+        let table = self.table(into);
+        let (first, mask) = if table.is_null() { (ptr::null(), 0) } else { self.buckets(table) };
+        let mut batch = [Prepared::NONE; BATCH];
+        let mut digits = [0; DIGITS_BYTES];
+        for (prepared, record) in batch.iter_mut().zip(records) {
+            let key = bytes_of(&record.key, &mut digits);
+            let bucket = first.wrapping_add((own.hash_of(key) & mask) as usize * size_of::<*const u8>());
+            prefetch(bucket);
+            let key = common.sds(key);
+            *prepared = Prepared { key, value: own.value(only, common, &record.value, key, number), bucket };
+        }
+        let batch = batch.get_mut(..records.len()).unwrap_or_default();
+        all_made(common, batch, records)?;
+        // The entries that are in the buckets, and then their keys, with which the server compares.
+        if !first.is_null() {
+            let mut entries = [ptr::null(); BATCH];
+            for (entry, prepared) in entries.iter_mut().zip(batch.iter()) {
+                *entry = head(prepared.bucket);
+                prefetch(*entry);
+            }
+            for entry in entries.iter().filter(|entry| !entry.is_null()) {
+                prefetch(entry_key(*entry).cast_const().cast::<u8>().wrapping_sub(1));
+            }
+        }
+        let mut clock = None;
+        for at in 0..batch.len() {
+            let (Some(prepared), Some(record)) = (batch.get(at), records.get(at)) else { break };
+            let (key, value) = (prepared.key, prepared.value);
+            scratch.made_at = value.addr();
+            if !own.added(into, key, value) {
+                common.free(batch.get(at..).unwrap_or_default());
+                return Err(repeated(record));
+            }
+            if matches!(only, DictsOnly::Valkey8(_)) {
+                // The server has copied it.
+                common.free_sds(key);
+            }
+            if let Some(expires_ms) = record.expires_ms {
+                own.expire(common, into, bytes_of(&record.key, &mut digits), expires_ms);
+            }
+            if let Some(usage) = record.usage {
+                own.use_as(value, usage, *clock.get_or_insert_with(|| own.now()));
+            }
+        }
+        Ok(())
+    }
+
+    /// What [`FastServer::add`] uses again from key to key. It must end on the server's main thread.
+    pub(crate) fn scratch(&self) -> Scratch {
+        let common = self.symbols.common;
+        let key = common.sds(&[0; KEY_BYTES]);
+        Scratch { common, key, templates: [ptr::null_mut(); TEMPLATES], made_at: 0 }
+    }
+
+    fn add_to_valkey(
+        &self,
+        (own, only): (&Valkey, &ValkeyOnly),
+        (into, number): (Database, c_int),
+        scratch: &mut Scratch,
+        records: &[Record<'_>],
+    ) -> Result<(), AddError> {
+        self.prefetch_places(own, into, records);
+        let mut digits = [0; DIGITS_BYTES];
+        for record in records {
+            let key = bytes_of(&record.key, &mut digits);
+            let name = scratch.fill_key(own, key);
+            let (mut value, is_template) = match &record.value {
+                Value::String(Content::Bytes(bytes)) => scratch.string(own, only, bytes),
+                value => (own.value(only, &scratch.common, value, name, number), false),
+            };
+            if value.is_null() {
+                return Err(refused(record));
+            }
+            let given = value;
+            if !own.added(into, name, &mut value) {
+                scratch.common.release(value);
+                return Err(repeated(record));
+            }
+            if is_template && value == given {
+                scratch.give_up(value);
+            }
+            if let Some(expires_ms) = record.expires_ms {
+                value = own.expire(&scratch.common, into, key, expires_ms);
+            }
+            if let Some(usage) = record.usage {
+                only.use_as(value, usage);
+            }
+            scratch.made_at = value.addr();
+        }
+        Ok(())
+    }
+
+    /// Requests the memory of the buckets into which these keys go, of what hangs on them, and of the keys with which
+    /// the server will compare.
+    fn prefetch_places(&self, own: &Valkey, into: Database, records: &[Record<'_>]) {
+        let table = self.table(into);
+        if table.is_null() {
+            return;
+        }
+        let (first, mask) = self.buckets(table);
+        if first.is_null() {
+            return;
+        }
+        let mut places = [(ptr::null(), 0); BATCH];
+        let mut digits = [0; DIGITS_BYTES];
+        for (place, record) in places.iter_mut().zip(records) {
+            let hash = own.hash_of(bytes_of(&record.key, &mut digits));
+            let bucket = first.wrapping_add((hash & mask) as usize * BUCKET_BYTES);
+            prefetch(bucket);
+            *place = (bucket, (hash >> HASH_SHIFT) as u8);
+        }
+        for (bucket, hash) in places.iter().take(records.len()) {
+            let (presence, next) = bucket_of(*bucket);
+            prefetch(next);
+            for object in candidates(*bucket, presence, *hash) {
+                prefetch(object.cast_const().cast());
+            }
+        }
+    }
+
+    /// As which type the server's saver writes that value, in that version of the format. `None`: it is not of the
+    /// types that are written here.
+    fn saved_type(&self, object: Object, version: u16) -> Option<SavedType> {
+        let code = match self.symbols.own {
+            Own::Dicts(own, _) => written_type(|rio| {
+                // SAFETY: A stream of our own; a value of a table, which is only read.
+                unsafe { (own.save_type)(rio, object) };
+            })?,
+            Own::Valkey(_, ValkeyOnly::Eight(only)) => written_type(|rio| {
+                // SAFETY: As above.
+                unsafe { (only.save_type)(rio, object) };
+            })?,
+            Own::Valkey(_, ValkeyOnly::Nine(only)) => {
+                // SAFETY: A value of a table, which is only read.
+                u8::try_from(unsafe { (only.saved_type)(object, version.into()) }).ok()?
+            }
+        };
+        (COLLECTION_TYPES.contains(&code) || STREAM_TYPES.contains(&code)).then_some(SavedType(code))
+    }
+
+    /// Writes what follows the key in a record. False: `put` has returned false.
+    fn save(&self, object: Object, kind: SavedType, put: &mut dyn FnMut(&[u8]) -> bool) -> bool {
+        let mut sink = Sink::new(put);
+        let rio: *mut Rio = ptr::from_mut(&mut sink).cast();
+        // The key is used for types of modules only.
+        let key = ptr::null_mut();
+        let written = match self.symbols.own {
+            // SAFETY: A stream of our own; a value of a table that is not of a module's type, and is only read.
+            Own::Dicts(own, _) => unsafe { (own.save)(rio, object, key, 0) },
+            // SAFETY: As above.
+            Own::Valkey(_, ValkeyOnly::Eight(only)) => unsafe { (only.save)(rio, object, key, 0) },
+            // SAFETY: As above, and its own type.
+            Own::Valkey(_, ValkeyOnly::Nine(only)) => unsafe { (only.save)(rio, object, key, 0, kind.0) },
+        };
+        written >= 0
+    }
 }
 
 fn refused(record: &Record<'_>) -> AddError {
@@ -242,6 +403,16 @@ impl Common {
     fn release(&self, object: Object) {
         // SAFETY: A reference of the caller's, who does not use it again.
         unsafe { (self.release)(object) }
+    }
+
+    /// Frees keys and values that the server has not taken.
+    fn free(&self, batch: &[Prepared]) {
+        for prepared in batch {
+            self.free_sds(prepared.key);
+            if !prepared.value.is_null() {
+                self.release(prepared.value);
+            }
+        }
     }
 }
 
@@ -307,3 +478,340 @@ fn prefetch(address: *const u8) {
 }
 
 const _: () = assert!(size_of::<c_char>() == 1 && size_of::<c_longlong>() == 8);
+
+// Entries of a `dict`, which hang on its buckets in chains.
+
+/// The first entry of a bucket, or null. Its low bits say what an entry is like.
+fn head(bucket: *const u8) -> *const u8 {
+    // SAFETY: The place of a bucket in a table that exists: an address, by the build rule.
+    unsafe { read(bucket, 0) }
+}
+
+/// Whether an entry has its key inside.
+fn is_embedding(entry: *const u8) -> bool {
+    entry.addr() & ENTRY_KIND == ENTRY_EMBEDS
+}
+
+/// What an entry has at that offset, which depends on what the entry is like.
+///
+/// # Safety
+/// A `T` is there.
+unsafe fn of_entry<T: Copy>(entry: *const u8, plain: usize, embedding: usize) -> T {
+    let offset = if is_embedding(entry) { embedding } else { plain };
+    // SAFETY: Guaranteed by the caller.
+    unsafe { read(entry.map_addr(|address| address & !ENTRY_KIND), offset) }
+}
+
+fn entry_key(entry: *const u8) -> Sds {
+    if is_embedding(entry) {
+        // SAFETY: An entry of a table that embeds its key: a byte is there, and as many bytes behind it is the key.
+        let before: u8 = unsafe { of_entry(entry, 0, EMBEDDED_KEY_AT) };
+        let first = entry.map_addr(|address| address & !ENTRY_KIND);
+        return first.wrapping_add(EMBEDDED_KEY_AT + 1 + usize::from(before)).cast_mut().cast();
+    }
+    // SAFETY: An entry of a table, which begins with the address of its key.
+    unsafe { read(entry, 0) }
+}
+
+fn entry_value(entry: *const u8) -> Object {
+    // SAFETY: An entry of a table of keys: the address of its value is there.
+    unsafe { of_entry(entry, ENTRY_VALUE_AT, 0) }
+}
+
+fn entry_next(entry: *const u8) -> *const u8 {
+    // SAFETY: An entry of a table: behind its value is the address of the next, or null.
+    unsafe { of_entry(entry, ENTRY_NEXT_AT, EMBEDDING_NEXT_AT) }
+}
+
+fn set_entry_next(entry: *const u8, next: *const u8) {
+    let offset = if is_embedding(entry) { EMBEDDING_NEXT_AT } else { ENTRY_NEXT_AT };
+    // SAFETY: As in `entry_next`; this is a fork child.
+    unsafe { write(entry.map_addr(|address| address & !ENTRY_KIND), offset, next) };
+}
+
+/// `dictEntry`: key, value, next.
+const ENTRY_VALUE_AT: usize = 8;
+
+const ENTRY_NEXT_AT: usize = 16;
+
+/// `dictEntryEmbedded` of Valkey 8.0: value, next, the size of the key's head, and the key. Addresses of such entries
+/// have a bit.
+const EMBEDDING_NEXT_AT: usize = 8;
+
+const EMBEDDED_KEY_AT: usize = 16;
+
+const ENTRY_KIND: usize = 7;
+
+const ENTRY_EMBEDS: usize = 4;
+
+// Keys added to the tables of Redis, and to those of Valkey 8.0 (`dict`): chains of entries, each with the addresses
+// of its value and of its key, or with the key inside.
+
+/// The server has made the value of each record. If not, all of them are freed.
+fn all_made(common: &Common, batch: &[Prepared], records: &[Record<'_>]) -> Result<(), AddError> {
+    let missing = batch.iter().zip(records).find(|(prepared, _)| prepared.value.is_null());
+    missing.map_or(Ok(()), |(_, record)| {
+        common.free(batch);
+        Err(refused(record))
+    })
+}
+
+/// A key and a value that were made, and the bucket into which the key goes. The value is null if the server has
+/// refused it.
+#[derive(Clone, Copy)]
+struct Prepared {
+    key: Sds,
+    value: Object,
+    bucket: *const u8,
+}
+
+impl Prepared {
+    const NONE: Prepared = Prepared { key: ptr::null_mut(), value: ptr::null_mut(), bucket: ptr::null() };
+}
+
+impl Dicts {
+    fn hash_of(&self, key: &[u8]) -> u64 {
+        // SAFETY: The bytes are there and are only read.
+        unsafe { (self.hash)(key.as_ptr().cast(), key.len()) }
+    }
+
+    /// False if the key exists. The server takes the value if not, and the key unless it copies keys.
+    fn added(&self, into: Database, key: Sds, value: Object) -> bool {
+        // SAFETY: An existing database, a string and an object of our own.
+        unsafe { (self.add)(into, key, value) != 0 }
+    }
+
+    fn expire(&self, common: &Common, database: Database, key: &[u8], at_ms: u64) {
+        let name = common.name(key);
+        let at_ms = c_longlong::try_from(at_ms).unwrap_or(c_longlong::MAX);
+        // SAFETY: No client, as in the server's loader; an existing database with that key.
+        unsafe { (self.set_expiry)(ptr::null_mut(), database, name, at_ms) };
+        common.release(name);
+    }
+
+    fn now(&self) -> c_longlong {
+        // SAFETY: No conditions.
+        c_longlong::from(unsafe { (self.clock)() })
+    }
+
+    fn use_as(&self, value: Object, usage: Usage, now: c_longlong) {
+        let (frequency, idle) = numbers(usage);
+        // SAFETY: A value that was just added. The multiplier for seconds, as in the server's loader.
+        unsafe { (self.set_usage)(value, frequency, idle, now, 1000) };
+    }
+
+    /// As `rdbLoadObject` makes it; null if the server does not take it.
+    fn value(&self, only: &DictsOnly, common: &Common, value: &Value<'_>, key: Sds, database: c_int) -> Object {
+        match value {
+            Value::String(Content::Number(number)) => common.number(*number),
+            Value::String(Content::Bytes(bytes)) => {
+                let object = common.string(bytes);
+                match only {
+                    // SAFETY: A string of our own; the function returns it or another in its place.
+                    DictsOnly::Redis7(only) => unsafe { (only.encode)(object) },
+                    // SAFETY: As above. 0: its unused bytes stay, as in the server's loader.
+                    DictsOnly::Redis8(only) | DictsOnly::Valkey8(only) => unsafe { (only.encode)(object, 0) },
+                }
+            }
+            Value::Collection(Collection { kind, bytes }) => {
+                let (mut source, mut error) = (Source::new(bytes), 0);
+                let rio = ptr::from_mut(&mut source).cast();
+                // SAFETY: A stream and a key of our own; by the caller the value was checked.
+                unsafe { (self.load)(c_int::from(*kind), rio, key, database, &raw mut error) }
+            }
+        }
+    }
+}
+
+// Keys added to Valkey's tables (`hashtable`), from 8.1 on: buckets of seven objects, each with its key inside.
+//
+// Such a server copies the key, and a short string, into an object of its own. So neither is made anew for each key:
+// a [`Scratch`] has one key, and one string of each length, into which the next bytes are written.
+
+/// Strings that are kept to be used again: of less than this many bytes. Servers embed strings of up to 115.
+const TEMPLATES: usize = 128;
+
+/// Room for the first keys.
+const KEY_BYTES: usize = 64;
+
+/// What is used again from key to key.
+pub(crate) struct Scratch {
+    common: Common,
+    /// A key, where the server copies keys.
+    key: Sds,
+    /// For each length a string of that length, or null. We hold a reference to each, and the server never gets the
+    /// last one.
+    templates: [Object; TEMPLATES],
+    /// Where the last value is that the server has made.
+    made_at: usize,
+}
+
+impl Scratch {
+    /// Where the last value is that the server has made: what its allocator uses now.
+    pub(crate) fn made_at(&self) -> usize {
+        self.made_at
+    }
+
+    fn fill_key(&mut self, own: &Valkey, key: &[u8]) -> Sds {
+        // SAFETY: A string of our own; the function returns it, or another in its place.
+        self.key = unsafe { (own.set_sds)(self.key, key.as_ptr().cast(), key.len()) };
+        self.key
+    }
+
+    /// A string as the server's loader makes it. True: it is a template, which the server must copy, and with it comes
+    /// a reference of its own.
+    fn string(&mut self, own: &Valkey, only: &ValkeyOnly, bytes: &[u8]) -> (Object, bool) {
+        let kept = self.templates.get_mut(bytes.len()).filter(|_| !may_be_number(bytes));
+        if let Some(template) = kept.as_deref().copied().filter(|template| !template.is_null()) {
+            let place: *mut u8 = only.value_of(template).cast();
+            // SAFETY: An embedded string of this length, which is ours alone.
+            unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), place, bytes.len()) };
+            own.retain(template);
+            return (template, true);
+        }
+        let object = own.string(&self.common, bytes);
+        match kept.filter(|_| is_embedded(object)) {
+            None => (object, false),
+            Some(template) => {
+                own.retain(object);
+                *template = object;
+                (object, true)
+            }
+        }
+    }
+
+    /// The server has taken a template as it is: it is not ours any more. Nor is any other kept.
+    fn give_up(&mut self, object: Object) {
+        self.common.release(object);
+        for template in &mut self.templates {
+            let template = std::mem::replace(template, ptr::null_mut());
+            if !template.is_null() && template != object {
+                self.common.release(template);
+            }
+        }
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        self.common.free_sds(self.key);
+        for template in self.templates.iter().filter(|template| !template.is_null()) {
+            self.common.release(*template);
+        }
+    }
+}
+
+/// Whether servers might keep this string as a number: then its encoding depends on its bytes.
+fn may_be_number(bytes: &[u8]) -> bool {
+    bytes.len() <= NUMBER_BYTES_MAX && bytes.first().is_none_or(|first| first.is_ascii_digit() || *first == b'-')
+}
+
+/// Digits and sign of the longest number.
+const NUMBER_BYTES_MAX: usize = 20;
+
+/// A bucket keeps the highest byte of each hash.
+const HASH_SHIFT: u32 = 56;
+
+impl Valkey {
+    fn hash_of(&self, key: &[u8]) -> u64 {
+        // SAFETY: The bytes are there and are only read.
+        unsafe { (self.hash)(key.as_ptr().cast(), key.len()) }
+    }
+
+    /// The table of a store that is not in cluster mode; null before it has a key.
+    fn only_table(&self, store: *mut c_void) -> *mut c_void {
+        // SAFETY: A store that exists; outside of cluster mode it has one table, of number 0.
+        unsafe { (self.table)(store, 0) }
+    }
+
+    fn retain(&self, object: Object) {
+        // SAFETY: An object to which the caller has a reference.
+        unsafe { (self.retain)(object) }
+    }
+
+    /// False if the key exists. The server copies the key, and takes the value or puts another in its place.
+    fn added(&self, into: Database, key: Sds, value: &mut Object) -> bool {
+        // SAFETY: An existing database, a string and an object of our own.
+        unsafe { (self.add)(into, key, value) != 0 }
+    }
+
+    /// Returns the value, which the server may have moved.
+    fn expire(&self, common: &Common, database: Database, key: &[u8], at_ms: u64) -> Object {
+        let name = common.name(key);
+        let at_ms = c_longlong::try_from(at_ms).unwrap_or(c_longlong::MAX);
+        // SAFETY: No client, as in the server's loader; an existing database with that key.
+        let value = unsafe { (self.set_expiry)(ptr::null_mut(), database, name, at_ms) };
+        common.release(name);
+        value
+    }
+
+    fn string(&self, common: &Common, bytes: &[u8]) -> Object {
+        let object = common.string(bytes);
+        // SAFETY: A string of our own; the function returns it or another in its place. 0: its unused bytes stay, as in
+        // the server's loader.
+        unsafe { (self.encode)(object, 0) }
+    }
+
+    /// As `rdbLoadObject` makes it; null if the server does not take it.
+    fn value(&self, only: &ValkeyOnly, common: &Common, value: &Value<'_>, key: Sds, database: c_int) -> Object {
+        match value {
+            Value::String(Content::Number(number)) => common.number(*number),
+            Value::String(Content::Bytes(bytes)) => self.string(common, bytes),
+            Value::Collection(Collection { kind, bytes }) => {
+                let (mut source, mut error) = (Source::new(bytes), 0);
+                let (rio, kind) = (ptr::from_mut(&mut source).cast(), c_int::from(*kind));
+                match only {
+                    // SAFETY: A stream and a key of our own; by the caller the value was checked.
+                    ValkeyOnly::Eight(eight) => unsafe { (eight.load)(kind, rio, key, database, &raw mut error) },
+                    // SAFETY: As above. The time is used only for fields that expire, which no collection has.
+                    ValkeyOnly::Nine(nine) => unsafe {
+                        (nine.load)(kind, rio, key, database, &raw mut error, REPLICATION, 0)
+                    },
+                }
+            }
+        }
+    }
+}
+
+impl ValkeyOnly {
+    fn use_as(&self, value: Object, usage: Usage) {
+        let (frequency, idle) = numbers(usage);
+        match self {
+            ValkeyOnly::Eight(eight) => {
+                // SAFETY: No conditions.
+                let now = c_longlong::from(unsafe { (eight.clock)() });
+                // SAFETY: A value that was just added. The multiplier for seconds, as in the server's loader.
+                unsafe { (eight.set_usage)(value, frequency, idle, now, 1000) };
+            }
+            ValkeyOnly::Nine(nine) => {
+                // SAFETY: A value that was just added.
+                unsafe { (nine.set_usage)(value, frequency, idle) };
+            }
+        }
+    }
+}
+
+// Values of all types, made and written by the server's own loader and saver of one value.
+//
+// Both work on streams of our own kinds ([`rio`](rio)). So encodings, conversions by the server's limits, and
+// counters are the server's.
+//
+// A loader that meets a damaged value ends its server: callers check values first (`Collection::check`).
+
+/// `RDBFLAGS_REPLICATION`: what the server's loader passes when it loads from its primary.
+const REPLICATION: c_int = 1 << 1;
+
+/// `RDB_TYPE_STREAM_LISTPACKS` and its two later forms.
+const STREAM_TYPES: [u8; 3] = [15, 19, 21];
+
+/// The type that a server's function writes as one byte.
+fn written_type(write: impl FnOnce(*mut Rio)) -> Option<u8> {
+    let mut code = None;
+    let mut put = |bytes: &[u8]| {
+        code = bytes.first().copied();
+        true
+    };
+    let mut sink = Sink::new(&mut put);
+    write(ptr::from_mut(&mut sink).cast());
+    code
+}

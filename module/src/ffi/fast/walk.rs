@@ -14,10 +14,12 @@ use std::ffi::{c_int, c_longlong, c_void};
 use std::marker::PhantomData;
 use std::ptr;
 
-use super::super::context::Context;
-use super::entries::{ENTRY_VALUE_AT, entry_key, entry_next, entry_value, head, set_entry_next};
 use super::symbols::{Dicts, Object, Own, Sds, Valkey, ValkeyOnly};
-use super::{FastServer, SavedType, prefetch, read, write};
+use super::{
+    ENTRY_VALUE_AT, FastServer, SavedType, entry_key, entry_next, entry_value, head, prefetch, read, set_entry_next,
+    write,
+};
+use crate::ffi::context::Context;
 
 /// Buckets that are looked at together: a few hundred keys, whose heads fit in a first-level cache.
 const WINDOW: usize = 128;

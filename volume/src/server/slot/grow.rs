@@ -7,7 +7,7 @@ use super::State;
 use crate::disk::checkpoint::Batch;
 use crate::disk::files::Failure;
 use crate::message::Standing;
-use crate::server::answers;
+use crate::server;
 use crate::server::exports::Exports;
 use crate::server::growing::{Beside, Larger};
 use crate::server::scrubbing::Scrubbing;
@@ -46,7 +46,7 @@ impl State {
         self.compared = None;
         for session in self.sessions.drain(..) {
             exports.withdraw(&session.connection);
-            answers::refuse(&session.connection, Cause::InUse, GROWS);
+            server::refuse(&session.connection, Cause::InUse, GROWS);
         }
     }
 

@@ -1,12 +1,9 @@
 //! Slot: one volume at this server. The copy's rules, its blocks and its connections are behind one lock, so that calls
 //! take place one after the other, each as a whole.
 
-mod catch_up;
-mod failing;
 mod grow;
-mod reading;
-mod scrub;
 
+use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -14,25 +11,24 @@ use bytes::Bytes;
 use remora_fabric::RegionId;
 use remora_messenger::{Connection, Pool};
 
-pub(in crate::server) use self::catch_up::Abandoned;
-pub(in crate::server) use self::grow::GROWS;
-use super::answers;
-use super::budget::{Budget, Grant};
 use super::exports::Exports;
 use super::kept::{Kept, Stores, Waiter};
 use super::scrubbing::Scrubbing;
+use super::{Budget, Grant};
 use crate::copy::{Copy, Refusal};
-use crate::disk::checkpoint::{Batch, Checkpoint};
-use crate::disk::files::Failure;
-use crate::disk::folder::Folder;
+use crate::disk::checkpoint::{self, Batch, Checkpoint, Findings};
+use crate::disk::files::{Failure, Folder};
 use crate::disk::journal::Sync;
-use crate::layout::{Entry, Layout};
+use crate::disk::record::Superblock;
+use crate::layout::{Entry, Layout, Need};
 use crate::message::{Holder, Standing};
 use crate::overlap::newest;
+use crate::server;
 use crate::shape::{BLOCK_BYTES, Shape};
-use crate::store::{Store, sums};
+use crate::store::{Damaged, Store, sums};
 use crate::version::Version;
-use crate::wire::{Call, Cause, Mode, Reply, Room, Run, Status};
+use crate::wire::{Call, Cause, MOST_BLOCKS, Mode, Reply, Room, Run, Status};
+pub(super) use grow::GROWS;
 
 /// See the module's text.
 pub(super) struct Slot {
@@ -42,7 +38,6 @@ pub(super) struct Slot {
 }
 
 /// What the lock guards.
-// Larger than the bound: a method for each call, for each of the store, and for each connection.
 pub(super) struct State {
     shape: Shape,
     copy: Copy,
@@ -114,7 +109,7 @@ impl Slot {
         let (copy, sessions) = (Copy::default(), Vec::new());
         let (catch_ups, compared, scrubbing) = (0, None, Scrubbing::new());
         let (store, kept, grant, region, is_growing) = (None, None, None, None, false);
-        let answered = Pool::new(reading::IDLE_BYTES);
+        let answered = Pool::new(IDLE_BYTES);
         let state = State {
             shape,
             copy,
@@ -337,10 +332,10 @@ impl State {
         });
         let done = match call {
             Call::Look if mode == Some(Mode::Read) => Ok(self.look(connection, exports)),
-            _ if mode == Some(Mode::Read) => return Done::Refused(Cause::Misuse, answers::ONLY_READS.into()),
+            _ if mode == Some(Mode::Read) => return Done::Refused(Cause::Misuse, server::ONLY_READS.into()),
             Call::Lend { holder, since, run, with_blocks } => self.lend(holder, since, run, with_blocks),
             _ if mode != Some(Mode::Write) => {
-                return Done::Refused(Cause::Misuse, answers::ONLY_LOANS.into());
+                return Done::Refused(Cause::Misuse, server::ONLY_LOANS.into());
             }
             Call::Promise(holder) => self.promise(connection, holder, room),
             Call::Mark { holder, may_lack_tail } => self.mark(connection, holder, may_lack_tail, room),
@@ -533,8 +528,8 @@ impl State {
         let waiters = self.kept.as_mut().map(|kept| kept.synced(sync)).unwrap_or_default();
         for waiter in waiters.into_iter().filter(|waiter| self.has(&waiter.connection)) {
             match self.reached(&waiter) {
-                Done::Answer(reply, data) => answers::answer(&waiter.connection, &reply, data),
-                Done::Refused(cause, text) => answers::refuse(&waiter.connection, cause, &text),
+                Done::Answer(reply, data) => server::answer(&waiter.connection, &reply, data),
+                Done::Refused(cause, text) => server::refuse(&waiter.connection, cause, &text),
                 Done::Later | Done::Borrow { .. } => {}
             }
         }
@@ -556,6 +551,261 @@ impl State {
     pub(super) fn kept_and_memory(&mut self) -> Option<(&mut Kept, &Store)> {
         self.kept.as_mut().zip(self.store.as_ref())
     }
+
+    /// A scrub has found damage. The writers are told, and take the copy back.
+    pub(super) fn found_damaged(&mut self, blocks: &[u64]) {
+        tracing::error!(volume = %self.shape.volume(), ?blocks, "blocks are damaged in memory: the copy is behind");
+        self.damaged();
+        self.say();
+        for session in self.sessions.iter().filter(|session| session.mode == Mode::Write) {
+            let text = format!("a scrub has found {} damaged blocks in the memory of this host", blocks.len());
+            server::refuse(&session.connection, Cause::Damaged, &text);
+        }
+    }
+
+    /// The store has failed, and the copy is lost with it: nothing of what it has promised can be kept. The server is
+    /// one without a copy, until a writer gives it one.
+    pub(super) fn lose(&mut self, failure: &Failure) {
+        tracing::error!(volume = %self.shape.volume(), %failure, "the copy is lost");
+        if let Some(kept) = &mut self.kept {
+            kept.lose();
+        }
+        self.forget(&failure.to_string());
+    }
+
+    /// The copy is removed, because a client wants that. Its folder is the caller's. Returns whether there was a copy.
+    pub(super) fn remove(&mut self, exports: &Exports) -> bool {
+        let was_there = self.store.is_some();
+        if let Some(region) = self.region {
+            exports.revoke(region);
+        }
+        if let Some(kept) = &mut self.kept {
+            kept.lose(); // what is left of it if the folder cannot be removed is not believed
+        }
+        if was_there {
+            tracing::info!(volume = %self.shape.volume(), "a copy is removed: a client wants it");
+            self.forget("the copy was removed");
+        }
+        was_there
+    }
+
+    /// This server has no copy any more. Its clients are told why.
+    fn forget(&mut self, why: &str) {
+        self.copy = Copy::default();
+        self.say(); // its region may still be mapped
+        (self.store, self.kept, self.grant, self.region) = (None, None, None, None);
+        self.catch_ups += 1;
+        self.compared = None;
+        let asker = self.scrubbing.end();
+        let connections = self.sessions.iter().map(|session| &session.connection).chain(&asker);
+        connections.for_each(|connection| server::refuse(connection, Cause::Lost, why));
+    }
+
+    fn read(&mut self, holder: Holder, number: u64, run: Run) -> Result<Done, Refusal> {
+        self.copy.read(holder)?;
+        Ok(self
+            .blocks(run, true)
+            .map_or_else(|done| done, |(entries, blocks)| Done::Answer(Reply::Data { number, entries }, blocks)))
+    }
+
+    fn lend(&mut self, holder: Holder, since: Version, run: Run, with_blocks: bool) -> Result<Done, Refusal> {
+        let applied = match self.copy.lend(holder, since) {
+            Ok(applied) => applied,
+            Err(Refusal::OutOfStep) => {
+                let text = "the lender has not applied what the borrower needs".into();
+                return Ok(answer(Reply::Refused { cause: Cause::NotYet, text }));
+            }
+            Err(refusal) => return Err(refusal),
+        };
+        Ok(self
+            .blocks(run, with_blocks)
+            .map_or_else(|done| done, |(entries, blocks)| Done::Answer(Reply::Lent { applied, entries }, blocks)))
+    }
+
+    /// The entries of a run, and its blocks.
+    fn blocks(&mut self, run: Run, with_blocks: bool) -> Result<(Vec<Entry>, Bytes), Done> {
+        let Some(store) = &self.store else { return Err(Done::from(Refusal::OutOfStep)) };
+        if !store.layout().has(run.first, run.count.into()) {
+            return Err(beyond_the_end());
+        }
+        let taken = if with_blocks {
+            // Not zeroed: each block is written as a whole, or nothing is answered.
+            let mut bytes = self.answered.take(run.count as usize * BLOCK_BYTES, 1);
+            let blocks = run.blocks().zip(bytes.chunks_exact_mut(BLOCK_BYTES));
+            let entries: Result<Vec<Entry>, Damaged> = blocks.map(|(block, into)| store.get(block, into)).collect();
+            entries.map(|entries| (entries, Bytes::from(bytes)))
+        } else {
+            let entries = run.blocks().map(|block| store.entry(block).ok_or(Damaged { block }));
+            entries.collect::<Result<_, _>>().map(|entries| (entries, Bytes::new()))
+        };
+        taken.map_err(|damaged| {
+            tracing::error!(volume = %self.shape.volume(), %damaged, "the copy must be taken back");
+            self.damaged();
+            Done::Refused(Cause::Damaged, damaged.to_string())
+        })
+    }
+
+    /// A copy that is behind begins to take blocks; one that is not there is made first.
+    fn begin_catch_up(
+        &mut self,
+        holder: Holder,
+        since: Version,
+        lender: String,
+        means: Means<'_>,
+    ) -> Result<Done, Refusal> {
+        let mut next = self.copy;
+        next.begin_catch_up(holder, since)?;
+        if self.store.is_some() {
+            if let Err(done) = self.commit(next, &[], &[]) {
+                return Ok(done);
+            }
+        } else if let Err(text) = self.allocate(next.standing(), means.budget, means.exports, means.stores) {
+            return Ok(Done::Refused(Cause::NoMemory, text));
+        }
+        self.copy = next;
+        self.catch_ups += 1;
+        self.compared = Some(0);
+        Ok(Done::Borrow { number: self.catch_ups, holder, since, lender })
+    }
+
+    /// Whether this catch-up is the present one, and its writer is there.
+    fn expect(&self, number: u64, writer: &Connection) -> Result<&Store, Abandoned> {
+        let is_present = self.catch_ups == number && self.has(writer);
+        self.store.as_ref().filter(|_| is_present).ok_or(Abandoned::Replaced)
+    }
+
+    /// Compares entries of the lender, which had applied `applied`, with those here. Returns the blocks that are
+    /// needed. Blocks that are zeros there become so here: no bytes of them are needed.
+    pub(super) fn compare(
+        &mut self,
+        (number, writer): (u64, &Connection),
+        first: u64,
+        theirs: &[Entry],
+        applied: Version,
+    ) -> Result<Vec<u64>, Abandoned> {
+        self.expect(number, writer)?;
+        let (mut needed, mut zeros) = (Vec::new(), Vec::new());
+        for (block, &their) in (first..).zip(theirs) {
+            let ours = self.store.as_ref().and_then(|store| store.entry(block));
+            let is_taken = self.takes(ours, their, applied)?;
+            match their.need(ours) {
+                _ if !is_taken => {}
+                Need::Nothing => {}
+                Need::Entry => zeros.push((block, their)),
+                Need::Block => needed.push(block),
+            }
+        }
+        self.commit(self.copy, &zeros, &[]).map_err(Abandoned::from)?;
+        for (block, entry) in zeros {
+            if let Some(store) = &self.store {
+                store.put(block, entry, &[]);
+            }
+        }
+        self.compared = Some(first + theirs.len() as u64);
+        Ok(needed)
+    }
+
+    /// Takes blocks of the lender, whose checksums are right.
+    pub(super) fn take(
+        &mut self,
+        (number, writer): (u64, &Connection),
+        first: u64,
+        theirs: &[Entry],
+        applied: Version,
+        data: &[u8],
+    ) -> Result<(), Abandoned> {
+        self.expect(number, writer)?;
+        let mut taken = Vec::new();
+        for ((block, &their), bytes) in (first..).zip(theirs).zip(data.chunks_exact(BLOCK_BYTES)) {
+            let ours = self.store.as_ref().and_then(|store| store.entry(block));
+            if self.takes(ours, their, applied)? {
+                taken.push((block, their, bytes));
+            }
+        }
+        let changes: Vec<_> = taken.iter().map(|&(block, entry, _)| (block, entry)).collect();
+        let with_bytes = taken.iter().filter(|(_, entry, _)| entry.has_bytes());
+        let blocks: Vec<_> = with_bytes.map(|&(.., bytes)| bytes).collect();
+        self.commit(self.copy, &changes, &blocks).map_err(Abandoned::from)?;
+        for (block, entry, bytes) in taken {
+            if let Some(store) = &self.store {
+                store.put(block, entry, bytes);
+            }
+        }
+        Ok(())
+    }
+
+    /// A catch-up is over, whatever became of it.
+    pub(super) fn end_catch_up(&mut self, number: u64) {
+        if self.catch_ups == number {
+            self.compared = None;
+        }
+    }
+
+    fn takes(&mut self, ours: Option<Entry>, theirs: Entry, applied: Version) -> Result<bool, Abandoned> {
+        let ours = ours.map_or(Version::NONE, |entry| entry.version); // a damaged block is taken
+        self.copy.takes(ours, theirs.version, applied).map_err(|_| Abandoned::Replaced)
+    }
+
+    /// All blocks were compared. Returns the version up to which the copy is whole, if it is.
+    pub(super) fn try_complete(&mut self, number: u64, writer: &Connection) -> Result<Option<Version>, Abandoned> {
+        self.expect(number, writer)?;
+        let mut next = self.copy;
+        if !next.try_complete() {
+            return Ok(None);
+        }
+        self.commit(next, &[], &[]).map_err(Abandoned::from)?;
+        self.say();
+        self.compared = None;
+        Ok(Some(self.copy.standing().applied))
+    }
+
+    /// A client wants a scrub. It is answered by the keeper's thread.
+    pub(super) fn ask_for_scrub(&mut self, connection: &Connection) -> Done {
+        if self.store.is_none() {
+            return Done::Refused(Cause::OutOfStep, "the server has no copy of this volume".into());
+        }
+        if !self.scrubbing.ask(connection) {
+            return Done::Refused(Cause::OutOfStep, "another client waits for a scrub of this copy: try again".into());
+        }
+        Done::Later
+    }
+
+    pub(super) fn is_scrub_asked(&self) -> bool {
+        self.scrubbing.is_asked()
+    }
+
+    /// The blocks that are to be read now.
+    pub(super) fn next_piece(&mut self, now: u64) -> Option<Range<u64>> {
+        let blocks = self.store.as_ref()?.layout().blocks();
+        let is_due = self.kept.as_ref().map_or_else(|| self.scrubbing.is_due(), |kept| kept.is_scrub_due(now));
+        self.scrubbing.next_piece(blocks, is_due)
+    }
+
+    /// Reads these blocks in memory. Returns those that the extents must have, too.
+    pub(super) fn scrub_memory(&mut self, piece: Range<u64>, findings: &mut Findings) -> Vec<u64> {
+        let (Some(store), kept) = (&self.store, &mut self.kept) else { return Vec::new() };
+        let journal = kept.as_mut().map(Kept::journal);
+        let is_moved = |block| journal.as_ref().is_some_and(|journal| journal.is_moved(block));
+        let moved = checkpoint::in_memory(is_moved, store, piece, findings);
+        if !findings.damaged.is_empty() {
+            self.found_damaged(&findings.damaged);
+        }
+        moved
+    }
+
+    /// This was found. At the end, the superblock says when that was.
+    pub(super) fn scrubbed(&mut self, piece: &Range<u64>, findings: &Findings, now: u64) -> Option<Superblock> {
+        let found = (findings.repaired.len(), findings.damaged.len());
+        let (is_complete, told) = self.scrubbing.read(piece, self.shape.blocks(), found);
+        if let Some((asker, findings)) = told {
+            server::answer(&asker, &Reply::Scrubbing(findings), Bytes::new());
+        }
+        if !is_complete {
+            return None;
+        }
+        tracing::info!(volume = %self.shape.volume(), "all blocks of a copy were read and checked");
+        self.kept.as_mut().map(|kept| kept.scrubbed(now))
+    }
 }
 
 fn answer(reply: Reply) -> Done {
@@ -575,3 +825,33 @@ pub(super) fn millis(time: Duration) -> u32 {
 pub(super) const NO_WRITER: u64 = 0;
 
 const NO_MEMORY: &str = "the server has no memory left for this copy: give it more, or choose another server";
+
+// What becomes of a copy whose memory or store has failed, or that is removed, and what its clients are told.
+
+// The blocks of a copy, for its writer and for servers that catch up.
+
+/// Memory of answers that is kept for the next ones: that of the longest, or of four as the kernel asks for.
+const IDLE_BYTES: usize = MOST_BLOCKS * BLOCK_BYTES;
+
+// The steps by which a copy that is behind, or is not there yet, takes the blocks of another one. The
+// borrower's thread calls them, with the lock held for one step at a time.
+
+/// Why a borrower must end.
+pub(super) enum Abandoned {
+    /// Its writer has gone or has begun another catch-up, or the server obeys another writer.
+    Replaced,
+    /// The store has no space for what it takes.
+    Full(String),
+}
+
+impl From<Done> for Abandoned {
+    fn from(done: Done) -> Abandoned {
+        match done {
+            Done::Refused(_, text) => Abandoned::Full(text),
+            _ => Abandoned::Replaced,
+        }
+    }
+}
+
+// The steps in which every block of a copy is read and checked. The keeper's thread calls them, with the lock
+// held for one step at a time.
