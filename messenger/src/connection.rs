@@ -7,8 +7,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
-
 use crate::buffer::Buffer;
 use crate::error::LinkError;
 use crate::message::{Arrival, Delivery, Message};

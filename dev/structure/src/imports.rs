@@ -55,8 +55,6 @@ impl fmt::Display for Imports {
 pub(crate) struct Definition<'a> {
     /// The file that contains it.
     pub(crate) file: &'a str,
-    /// Its path from the crate's root.
-    pub(crate) path: Names,
 }
 
 /// The item that a path written in the module `at` names. `None` for an item of another crate, and for a module itself.
@@ -101,7 +99,7 @@ fn defined_at<'a>(modules: &'a Modules, path: &Names, left: usize) -> Option<Def
             at.push(name.clone());
             continue;
         }
-        let here = || Definition { file: &module.file, path: at.iter().cloned().chain([name.clone()]).collect() };
+        let here = || Definition { file: &module.file };
         let rest = &path[depth + 1..];
         // A function and a module can have the same name: the last name of a path is the item, earlier names are
         // modules.

@@ -32,8 +32,6 @@ pub(crate) struct Module {
 
 /// One file of a crate.
 pub(crate) struct Source {
-    /// The module that the file is.
-    pub(crate) path: Names,
     pub(crate) text: String,
     pub(crate) parsed: syn::File,
 }
@@ -81,8 +79,8 @@ impl Files<'_> {
         let text = fs::read_to_string(file).map_err(|error| format!("{}: {error}", file.display()))?;
         let parsed = syn::parse_file(&text).map_err(|error| format!("{}: {error}", file.display()))?;
         let name = file.strip_prefix(self.base).unwrap_or(file).display().to_string();
-        self.add(path.clone(), &name, &parsed.items, folder)?;
-        self.modules.files.insert(name, Source { path, text, parsed });
+        self.add(path, &name, &parsed.items, folder)?;
+        self.modules.files.insert(name, Source { text, parsed });
         Ok(())
     }
 

@@ -38,7 +38,7 @@ mod tests {
     use super::*;
 
     fn source(text: &str) -> Source {
-        Source { path: Vec::new(), text: text.to_string(), parsed: syn::parse_file(text).unwrap() }
+        Source { text: text.to_string(), parsed: syn::parse_file(text).unwrap() }
     }
 
     #[test]

@@ -22,8 +22,8 @@ use remora_bench::{Machine, Spread};
 use remora_lab::Kind;
 use serde::Serialize;
 
-use crate::process;
 use crate::show::Screen;
+use crate::table;
 
 /// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]
@@ -215,7 +215,7 @@ impl Report {
             self.writes_per_second,
         );
         let rows: Vec<Vec<String>> = self.servers.iter().flat_map(ServerReport::rows).collect();
-        text.push_str(&process::lay_out(&HEAD, TEXT_COLUMNS, &rows));
+        text.push_str(&table::lay_out(&HEAD, TEXT_COLUMNS, &rows));
         text.push_str(LEGEND);
         text.push_str(
             "Transports of this machine (all agents ran on it, and read by shared memory unless the row says tcp):\n",

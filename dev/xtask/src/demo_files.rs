@@ -11,7 +11,7 @@ use remora_lab::{Agent, Kind, Server};
 use rustix::mount::UnmountFlags;
 use serde::Serialize;
 
-use crate::process::{START_LIMIT, TOKEN, ended_well, started};
+use crate::commands::{START_LIMIT, TOKEN, ended_well, started};
 use crate::show::Screen;
 
 /// What one client sees of the server.

@@ -23,9 +23,9 @@ use rustix::process::Signal;
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::demo_files;
-use crate::process::{self, START_LIMIT, TOKEN, ended_well, started};
+use crate::commands::{START_LIMIT, TOKEN, ended_well, started};
 use crate::show::Screen;
+use crate::{demo_files, table};
 
 /// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]
@@ -247,7 +247,7 @@ impl Report {
              The other host had the volume open after {:.2} s. The door of the first one ended {former}.\n{}",
             self.remora,
             Size::bytes(self.size),
-            process::lay_out(&HEAD, TEXT_COLUMNS, &rows),
+            table::lay_out(&HEAD, TEXT_COLUMNS, &rows),
             self.take_over_seconds,
             self.files.as_ref().map(demo_files::Report::text).unwrap_or_default(),
         )

@@ -45,6 +45,7 @@ mod bench;
 mod bindings;
 mod chaos;
 mod command_table;
+mod commands;
 mod demo;
 mod demo_files;
 mod demo_volume;
@@ -60,6 +61,8 @@ mod release;
 mod scale;
 mod show;
 mod soak;
+mod stop;
+mod table;
 mod test_times;
 
 use std::path::PathBuf;
@@ -85,7 +88,7 @@ enum Command {
     /// Try the files of a mounted volume by programs that find faults in file systems. Needs root.
     ProveFiles(prove::Options),
     /// Make full copy after full copy under random load and faults, and compare every value. Needs root.
-    Chaos(chaos::ChaosOptions),
+    Chaos(chaos::Options),
     /// Run the servers' own replication tests with Remora serving every full copy. Needs root.
     Judge(judge::Options),
     /// Print what the tests took, from the report of a run.
@@ -96,7 +99,7 @@ enum Command {
     Bench(bench::Options),
     /// Hosts of a test network, with servers and agents in them. Needs root.
     #[command(subcommand)]
-    Net(net::NetCommand),
+    Net(net::Command),
     /// Make the pictures of README.md and the manual anew, from the program itself.
     Pictures(pictures::Options),
     /// Print the layout of a server's build, for `module/builds`, by watching the server.
@@ -136,16 +139,16 @@ enum Command {
 
 fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
-        Command::Demo(options) => process::or_run(move || demo::run(&options)),
-        Command::DemoVolume(options) => process::or_run(move || demo_volume::run(&options)),
-        Command::ProveFiles(options) => process::or_run(move || prove::run(&options)),
-        Command::Chaos(options) => process::or_run(move || chaos::run(&options)),
-        Command::Judge(options) => process::or_run(move || judge::run(&options)),
+        Command::Demo(options) => stop::or_run(move || demo::run(&options)),
+        Command::DemoVolume(options) => stop::or_run(move || demo_volume::run(&options)),
+        Command::ProveFiles(options) => stop::or_run(move || prove::run(&options)),
+        Command::Chaos(options) => stop::or_run(move || chaos::run(&options)),
+        Command::Judge(options) => stop::or_run(move || judge::run(&options)),
         Command::TestTimes(options) => test_times::run(&options),
-        Command::Soak(options) => process::or_run(move || soak::run(&options)),
-        Command::Bench(options) => process::or_run(move || bench::run(&options)),
+        Command::Soak(options) => stop::or_run(move || soak::run(&options)),
+        Command::Bench(options) => stop::or_run(move || bench::run(&options)),
         Command::Net(command) => net::run(command),
-        Command::Pictures(options) => process::or_run(move || pictures::run(&options)),
+        Command::Pictures(options) => stop::or_run(move || pictures::run(&options)),
         Command::Layout(options) => layout::run(&options),
         Command::Asserting(options) => asserting::run(&options),
         Command::Dist(options) => dist::run(&options),
@@ -162,7 +165,7 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("xtask: {error}");
-            ExitCode::from(error.downcast_ref::<process::Stopped>().map_or(1, |stopped| stopped.code()))
+            ExitCode::from(error.downcast_ref::<stop::Stopped>().map_or(1, |stopped| stopped.code()))
         }
     }
 }

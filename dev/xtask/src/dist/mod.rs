@@ -13,7 +13,9 @@
 //! `dev/lab/dist/tools` gets the programs that this one calls, into `.cache/dist`.
 
 mod build;
+mod needs;
 mod packages;
+mod tree;
 
 use std::ffi::OsString;
 use std::fs;
@@ -90,7 +92,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     for architecture in options.architectures()? {
         let programs = build::run(architecture)?;
         let tree = tempfile::tempdir()?;
-        packages::plant(&programs, tree.path())?;
+        tree::plant(&programs, tree.path())?;
         archive(tree.path(), out, &format!("remora-{version}-linux-{}", architecture.name()), &date)?;
         for package in &PACKAGES {
             package.build(tree.path(), out, version, architecture, &date)?;

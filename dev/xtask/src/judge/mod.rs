@@ -12,7 +12,9 @@
 //! - [`suite`]: which files of which suite. [`scene`]: how one is run. [`outcome`]: what it printed.
 //! - [`differs`]: the list, and the verdict.
 
+mod differs;
 mod outcome;
+mod scene;
 mod suite;
 
 use std::fs;
@@ -22,10 +24,13 @@ use std::process::Command;
 use clap::ValueEnum;
 use remora_bench::sync::Result;
 
-use crate::process::{self, said};
+use self::differs::Verdict;
+use self::outcome::Outcome;
+use self::scene::{Copies, Played, Scene};
+use self::suite::Suite;
+use crate::process::said;
 use crate::show::Screen;
-use outcome::{Outcome, Verdict};
-use suite::{Copies, Played, Scene, Suite};
+use crate::stop;
 
 /// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]
@@ -96,7 +101,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
                 let busy = screen.busy(&format!("{} {file}, {}", suite.name(), with.name()));
                 let played = scene.play(suite, file, with, &keep)?;
                 drop(busy);
-                process::check()?;
+                stop::check()?;
                 let verdict = differs.judge(file, with, &plain, &played.outcome);
                 let line = row(suite, file, with, &plain, Some((&played, &verdict)));
                 screen.say(&line);
@@ -148,7 +153,7 @@ fn without_remora(options: &Options, screen: &Screen, scene: &Scene, suite: Suit
     let busy = screen.busy(&format!("{} {file}, without Remora", suite.name()));
     let played = scene.play(suite, file, With::Nothing, &keep)?;
     drop(busy);
-    process::check()?;
+    stop::check()?;
     let line = row(suite, file, With::Nothing, &played.outcome, None);
     screen.say(&line);
     not_judged(screen, suite, file, &played);

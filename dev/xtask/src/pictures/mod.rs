@@ -8,6 +8,7 @@
 //! that of the recording, that the page's files are those of its pictures, that the plots are those of the kept runs,
 //! and that every picture that a page names is there.
 
+mod cast;
 mod page;
 mod session;
 mod terminal;

@@ -12,7 +12,7 @@ use remora_lab::{Agent, Kind, Server, Workload, http, scratch};
 use sha2::{Digest as _, Sha256};
 
 use super::made;
-use crate::process::{START_LIMIT, TOKEN, started};
+use crate::commands::{START_LIMIT, TOKEN, started};
 
 /// The data: enough for some seconds at [`UPLOAD`].
 const VALUES: u64 = 480;

@@ -15,8 +15,9 @@ use remora_bench::sync::{Program, Result};
 use remora_lab::server::project_root;
 use remora_lab::{Net, scratch};
 
+use super::cast::{Cast, Head};
 use super::made;
-use super::terminal::{self, Cast, Head};
+use super::terminal;
 
 /// The heading of the part that is recorded.
 const HEADING: &str = "## Five minutes by hand";

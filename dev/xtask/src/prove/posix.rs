@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use remora_bench::sync::Result;
 
-use super::{Scene, built};
+use super::scene::{Scene, built};
 
 /// Runs all of its tests. One that fails must be in [`OF_DEVICES`], and one that is there must fail.
 pub(super) fn run(scene: &Scene<'_>) -> Result<String> {
