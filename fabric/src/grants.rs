@@ -1,5 +1,5 @@
-//! Which sessions may read which regions of an exporter, and the proofs that a data connection belongs to a session. Every
-//! transport asks here when it admits a connection, which reads one region. Pure.
+//! Which sessions may read which regions of an exporter, and the proofs that a data connection belongs to a session.
+//! Every transport asks here when it admits a connection, which reads one region. Pure.
 
 use std::collections::{BTreeSet, HashMap};
 

@@ -23,7 +23,7 @@
 //! - [`grants`]: which sessions may read which regions.
 //! - [`transport`]: the three traits of every transport: [`Exporter`], [`Connector`], [`Peer`].
 //! - [`admission`]: which connections may wait for their proof, when strangers connect too.
-//! - [`auth`] and `lane_handshake`: how a data connection proves its session; one machine for `shm`, `tcp` and `verbs`.
+//! - `lane_handshake`: how a data connection proves its session; one machine for `shm`, `tcp` and `verbs`.
 //! - [`shm`], [`tcp`], [`verbs`], and `sim` behind a feature: the transports. `tests/conformance/` tests all of them by
 //!   one suite.
 //! - [`error`]: errors outside a read, sorted by who can act on them.

@@ -54,8 +54,8 @@ pub struct ReplicaArgs {
     #[arg(long, conflicts_with = "stay", help_heading = "What to do")]
     pub dry_run: bool,
 
-    /// Convert the snapshot for a server of the other family, or of an older version (docs/migration.md). What the server
-    /// can't hold is refused. A command of the stream that it does not know ends the sync before it.
+    /// Convert the snapshot for a server of the other family, or of an older version (docs/migration.md). What the
+    /// server can't hold is refused. A command of the stream that it does not know ends the sync before it.
     #[arg(long, help_heading = "What to do")]
     pub convert: bool,
 

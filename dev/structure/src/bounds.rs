@@ -25,8 +25,26 @@ pub(crate) const ALONE: &str = "// Stands alone:";
 /// How generated files begin.
 const GENERATED: &str = "/* automatically generated";
 
-/// Folders whose files may be short for now: they were cut under an older bound of 600 lines, and are still to be merged.
-const STILL_CUT: &[&str] = &["agent/", "dev/bench/", "dev/xtask/", "redis/"];
+/// Folders whose files may be short for now, and single files. They were cut under an older bound of 600 lines, and are
+/// still to be merged.
+const STILL_CUT: &[&str] = &[
+    "agent/",
+    "dev/bench/",
+    "dev/xtask/",
+    "redis/",
+    "dev/lab/src/http.rs",
+    "dev/lab/src/notes.rs",
+    "dev/lab/src/scratch.rs",
+    "dev/lab/src/walk.rs",
+    "dev/structure/src/style.rs",
+    "memory/src/crc.rs",
+    "memory/src/inherited.rs",
+    "messenger/src/error.rs",
+    "module/src/api.rs",
+    "table/src/method.rs",
+    "table/src/tests/threads.rs",
+    "volume/src/overlap.rs",
+];
 
 /// The files of one crate that are out of a bound, a line for each.
 pub(crate) fn check(modules: &Modules) -> Vec<String> {

@@ -236,7 +236,6 @@ impl Walker {
         self.begins
     }
     /// The name of the present command, just after [`Found::Verb`]; empty if it is longer than [`SHORT_BYTES_MAX`].
-    /// The name of the present command, just after [`Found::Verb`]; empty if it has more than [`SHORT_BYTES_MAX`] bytes.
     pub fn name(&self) -> &[u8] {
         // The kind of this one is known with its second word only.
         if self.argument == 0 { &self.short } else { b"cluster" }
