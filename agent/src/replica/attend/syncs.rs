@@ -77,9 +77,8 @@ struct Sync {
     /// The primary that the server asked when it began.
     primary: SocketAddr,
     meter: Arc<Meter>,
-    /// Since when the server asks another primary of the same history, and how much had come of the snapshot when that
-    /// was looked at last.
-    moved: Option<(Instant, u64)>,
+    /// Set once the server asks another primary of the same history.
+    moved: Option<Stall>,
 }
 
 /// A sync whose server goes on by itself, and whose copy other replicas still read.
@@ -96,16 +95,32 @@ enum Step {
     Lends,
 }
 
-impl Sync {
-    /// Whether nothing more comes of a snapshot whose server asks another primary now. The source may be beside the one
-    /// before, and hang with it.
-    fn is_stuck(&mut self, now: Instant) -> bool {
-        let Some((since, bytes)) = &mut self.moved else { return false };
-        let now_here = self.meter.bytes_fetched.get();
-        if now_here != *bytes || self.meter.end_given.get() > 0 {
-            (*since, *bytes) = (now, now_here);
+/// How long a server that waits for more of a snapshot has got nothing.
+#[derive(Debug)]
+struct Stall {
+    since: Instant,
+    /// Bytes of the snapshot that had come by then.
+    fetched: u64,
+}
+
+impl Stall {
+    /// Whether nothing has come for [`MOVED_LIMIT`], although the server has taken all that did. A server that is slow
+    /// to load keeps nobody waiting but itself.
+    fn is_long(&mut self, now: Instant, fetched: u64, waits_for_more: bool) -> bool {
+        if fetched != self.fetched || !waits_for_more {
+            *self = Stall { since: now, fetched };
         }
-        now.duration_since(*since) > MOVED_LIMIT
+        now.duration_since(self.since) > MOVED_LIMIT
+    }
+}
+
+impl Sync {
+    /// Whether the server asks another primary now, and the source gives nothing more of its snapshot. The source may be
+    /// beside the primary before, and hang with it.
+    fn is_stuck(&mut self, now: Instant) -> bool {
+        let (fetched, delivered) = (self.meter.bytes_fetched.get(), self.meter.bytes_delivered.get());
+        let waits_for_more = delivered >= fetched && self.meter.end_given.get() == 0;
+        self.moved.as_mut().is_some_and(|stall| stall.is_long(now, fetched, waits_for_more))
     }
 
     async fn next(&mut self) -> Step {
@@ -289,8 +304,8 @@ impl Syncs {
     /// Gives a connection to the sync that is under way.
     pub(super) fn give(&mut self, arrival: Arrival) {
         if let Some(sync) = self.sync.as_mut().filter(|sync| sync.primary != arrival.address) {
-            let bytes = sync.meter.bytes_fetched.get();
-            sync.moved.get_or_insert((Instant::now(), bytes));
+            let fetched = sync.meter.bytes_fetched.get();
+            sync.moved.get_or_insert(Stall { since: Instant::now(), fetched });
         }
         let Some(newcomers) = self.sync.as_ref().and_then(|sync| sync.newcomers.as_ref()) else { return };
         let Arrival { server, peer, heard, .. } = arrival;
@@ -385,5 +400,25 @@ async fn lent(lending: &mut Option<Lending>) {
     let Some(lending) = lending else { return std::future::pending().await };
     if let Err(failure) = lending.running.as_mut().await {
         tracing::debug!("{failure}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_server_that_waits_for_more_of_a_source_that_gives_nothing_is_stuck() {
+        let began = Instant::now();
+        let at = |seconds: u64| began + Duration::from_secs(seconds);
+        let mut stall = Stall { since: began, fetched: 0 };
+        assert!(!stall.is_long(at(5), 0, true));
+        assert!(stall.is_long(at(6), 0, true));
+        // The source goes on, and then nothing comes any more.
+        assert!(!stall.is_long(at(7), 100, true) && !stall.is_long(at(12), 100, true));
+        assert!(stall.is_long(at(13), 100, true));
+        // The server is slow: it has not taken what has come.
+        assert!(!stall.is_long(at(14), 100, false) && !stall.is_long(at(60), 100, false));
+        assert!(!stall.is_long(at(64), 100, true) && stall.is_long(at(66), 100, true));
     }
 }
