@@ -65,7 +65,7 @@ events! {
     SOURCE_READY = "source_ready" ["listening", "server", "facts", "memory", "security"];
     /// The source asks its server for a snapshot.
     SNAPSHOT_REQUESTED = "snapshot_requested" ["generation", "with_stream"];
-    /// The server's snapshot has begun, at this offset of this history.
+    /// The server began a snapshot, at this offset of this history.
     SNAPSHOT_STARTED = "snapshot_started" ["generation", "replid", "offset"];
     /// The whole snapshot is in the source's memory.
     SNAPSHOT_COMPLETED = "snapshot_completed" ["generation", "size", "compression", "method"];
@@ -93,7 +93,7 @@ events! {
     SLOT_MOVES_FREE = "slot_moves_free" [];
     /// A replica has joined.
     REPLICA_JOINED = "replica_joined" ["replica", "address", "server", "resumes", "protection"];
-    /// A replica has begun to read by this transport.
+    /// A replica reads by this transport from now on.
     REPLICA_READS = "replica_reads" ["replica", "transport", "protection"];
     /// The source has told a replica to read from another replica, or from the source again.
     UPSTREAM_ASSIGNED = "upstream_assigned" ["reader", "from"];

@@ -28,23 +28,18 @@ pub(super) fn check_contents(facts: &Facts, target: &Target, url: &ServerUrl) ->
     check_databases(facts, target, url)?;
     if let Some(conversion) = &target.conversion {
         // The converter finds keys of modules, wherever there are some: servers have modules that no key is of.
-        let holds_them = |target: &Facts| target.holds_field_ttls() || conversion.drops_field_expiry();
+        let holds_them = target.facts.holds_field_ttls() || conversion.drops_field_expiry();
         return check_field_ttls(facts, &target.facts, url, holds_them);
     }
     check_modules(facts, target, url)?;
-    check_field_ttls(facts, &target.facts, url, |target| target.holds_field_ttls_of(facts))
+    check_field_ttls(facts, &target.facts, url, target.facts.holds_field_ttls_of(facts))
 }
 
 /// Refuses a server that cannot hold hashes whose fields expire, if the primary has any: the primary's snapshot for it
 /// would fail, or its own load.
-fn check_field_ttls(
-    facts: &Facts,
-    target: &Facts,
-    url: &ServerUrl,
-    holds_them: impl Fn(&Facts) -> bool,
-) -> Result<(), Failure> {
+fn check_field_ttls(facts: &Facts, target: &Facts, url: &ServerUrl, holds_them: bool) -> Result<(), Failure> {
     let hashes = facts.databases.iter().map(|database| database.field_expires).fold(0, u64::saturating_add);
-    if hashes == 0 || holds_them(target) {
+    if hashes == 0 || holds_them {
         return Ok(());
     }
     let plural = if hashes == 1 { "hash" } else { "hashes" };
@@ -102,9 +97,8 @@ mod tests {
             server("server_name:valkey valkey_version:9.1.2 db3:keys=5,expires=0,avg_ttl=0,keys_with_volatile_items=2");
         let newer = server("redis_version:7.4.0 db0:keys=5,expires=0,avg_ttl=0,subexpiry=1");
         let why = |primary: &Facts, target: &Facts| {
-            check_field_ttls(primary, target, &url, |target| target.holds_field_ttls_of(primary))
-                .err()
-                .map(|failure| failure.message)
+            let holds_them = target.holds_field_ttls_of(primary);
+            check_field_ttls(primary, target, &url, holds_them).err().map(|failure| failure.message)
         };
         for (primary, target) in [
             (&primary, valkey("8.1.8")),

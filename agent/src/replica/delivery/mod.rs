@@ -462,7 +462,7 @@ impl Delivery {
     fn write(&mut self) -> bool {
         if let Some(unfit) = self.stream.unfit().filter(|_| !self.refused) {
             let text = format!(
-                "the primary's stream has {unfit}: the sync stops before it, and the server was given nothing of it"
+                "the primary's stream has {unfit}: the sync stops before it, and the server applies nothing of it"
             );
             self.refuse(Failure::refused(text));
         }
