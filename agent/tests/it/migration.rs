@@ -5,12 +5,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::Duration;
 
 use remora_lab::contents::{Contents, differences};
-use remora_lab::server::wait_until;
 use remora_lab::workload::{Abilities, Options, Workload, fill_with};
 use remora_lab::{Kind, Server, require};
 
 use crate::exact::assert_same_content;
-use crate::kit::{BACKLOG, LONG, Source, ends, number, primary, says, syncs};
+use crate::kit::{BACKLOG, LONG, Source, Stage, built_module, ends, number, primary, says, syncs};
 
 /// Commands that the writer sends before and after a switch.
 const WRITES: u64 = 3_000;
@@ -135,6 +134,30 @@ fn what_the_server_cannot_hold_is_refused_before_it_is_touched_or_left_out_if_as
     assert_eq!((read("hash"), new.client().unwrap().bytes(&["GET", "own"]).unwrap()), (2, None));
 }
 
+/// A key of a module's type is found in the middle of the snapshot only. The server loads from a file then.
+#[test]
+fn a_refusal_in_the_middle_of_the_snapshot_costs_the_server_nothing() {
+    let Some((redis, valkey)) = both() else { return };
+    let stage = Stage::new();
+    let old = primary(valkey).config("loadmodule", built_module(&stage, "typed")).start().unwrap();
+    let client = &mut old.client().unwrap();
+    client.ok(&["SET", "string", "value"]).unwrap();
+    client.ok(&["TYPED.SET", "typed", "1"]).unwrap();
+    let new = primary(redis).start().unwrap();
+    new.client().unwrap().ok(&["SET", "own", "data"]).unwrap();
+    let source = Source::start(&old, &[]);
+    says(
+        &ends(&mut source.replica(&new, &["--convert", "--replace"]), 3),
+        &["module type", "typed", "--leave-out module-keys"],
+    );
+    let read = |name: &str| new.client().unwrap().bytes(&["GET", name]).unwrap();
+    assert_eq!((read("own"), read("string")), (Some(b"data".to_vec()), None));
+    assert_eq!(new.fact("role").unwrap(), "master");
+    let more = ["--convert", "--replace", "--leave-out", "module-keys"];
+    says(&ends(&mut source.replica(&new, &more), 0), &["left out: a value of the module type"]);
+    assert_eq!((read("own"), read("string")), (None, Some(b"value".to_vec())));
+}
+
 #[test]
 fn a_command_that_the_server_does_not_know_ends_the_sync_before_it() {
     let Some((redis, valkey)) = both() else { return };
@@ -176,10 +199,7 @@ fn an_older_redis_follows_a_newer_valkey_over_tcp_and_from_a_state_directory() {
         agent.wait_for_success(LONG).unwrap();
     }
     for replica in &plain {
-        wait_until("the replica to follow", LONG, || {
-            Ok(replica.wait_for_link(LONG).map_err(|error| error.to_string()))
-        })
-        .unwrap();
+        replica.wait_for_link(LONG).unwrap();
         assert_same(&old, replica);
     }
     assert_eq!(syncs(&old).0, 1, "one snapshot for both");
