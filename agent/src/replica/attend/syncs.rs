@@ -115,8 +115,8 @@ impl Stall {
 }
 
 impl Sync {
-    /// Whether the server asks another primary now, and the source gives nothing more of its snapshot. The source may be
-    /// beside the primary before, and hang with it.
+    /// Whether the server asks another primary now, and the source gives nothing more of its snapshot. The source may
+    /// be beside the primary before, and hang with it.
     fn is_stuck(&mut self, now: Instant) -> bool {
         let (fetched, delivered) = (self.meter.bytes_fetched.get(), self.meter.bytes_delivered.get());
         let waits_for_more = delivered >= fetched && self.meter.end_given.get() == 0;
