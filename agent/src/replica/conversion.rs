@@ -4,17 +4,16 @@
 //! offset counts its bytes. So a command that the server does not know must not be in it: before the sync the primary's
 //! own counters are asked, and while the agent feeds the stream each command is looked at before it is sent on.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use remora_redis::aof::Known;
 use remora_redis::commands::{self, Release};
 use remora_redis::info::Info;
 use remora_redis::rdb::{Converter, Format, Options};
-use remora_redis::resp::Frame;
 
+use super::exact::command_names;
 use crate::args::LeftOut;
-use crate::exit::Failure;
+use crate::exit::{Code, Failure};
 use crate::server::{Client, Facts, Family, ServerUrl, Version};
 
 /// The first version of Redis, and all of Valkey, that list the names of their commands alone.
@@ -91,7 +90,11 @@ impl Conversion {
             skip_modules: leave_out.contains(&LeftOut::ModuleKeys),
             skip_functions: leave_out.contains(&LeftOut::Functions),
         };
-        Ok(Conversion { format, left_out, known: Arc::new(Known { commands: names(answer), release }) })
+        let Some(commands) = command_names(answer) else {
+            let url = client.server().url();
+            return Err(Failure::new(Code::Server, format!("the server {url} does not tell its commands (COMMAND)")));
+        };
+        Ok(Conversion { format, left_out, known: Arc::new(Known { commands, release }) })
     }
 
     /// A conversion of one snapshot.
@@ -149,16 +152,6 @@ impl Conversion {
 /// server lacks, whose keys are refused.
 const WRITES_OF_MODULES: [&str; 3] = ["vadd", "vrem", "vsetattr"];
 
-/// The names in an answer to `COMMAND` or `COMMAND LIST`.
-fn names(answer: Frame) -> BTreeSet<String> {
-    let Frame::Array(commands) = answer else { return BTreeSet::new() };
-    let name = |command: Frame| match command {
-        Frame::Array(fields) => fields.first().and_then(Frame::as_str).map(str::to_ascii_lowercase),
-        name => name.as_str().map(str::to_ascii_lowercase),
-    };
-    commands.into_iter().filter_map(name).collect()
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -202,16 +195,5 @@ mod tests {
         for by in [server(Family::Redis, 7), valkey] {
             conversion.check_commands(&ran(&["hincrbyfloat"]), &by, &url).unwrap();
         }
-    }
-
-    #[test]
-    fn both_answers_name_the_commands() {
-        let text = |text: &str| Frame::Bulk(text.as_bytes().to_vec());
-        let list = Frame::Array(vec![text("GET"), text("set")]);
-        let rows =
-            Frame::Array(vec![Frame::Array(vec![text("get"), Frame::Integer(2)]), Frame::Array(vec![text("set")])]);
-        let wanted: BTreeSet<String> = ["get", "set"].map(str::to_owned).into();
-        assert_eq!(names(list), wanted);
-        assert_eq!(names(rows), wanted);
     }
 }

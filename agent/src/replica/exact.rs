@@ -253,8 +253,16 @@ pub(crate) async fn lacking_commands(primary: &mut Client, server: &mut Client) 
 }
 
 async fn writing_commands(client: &mut Client) -> Option<BTreeSet<String>> {
-    let listed = client.command(&["COMMAND", "LIST", "FILTERBY", "ACLCAT", "write"]).await.ok()?.into_array().ok()?;
-    Some(listed.iter().filter_map(Frame::as_str).map(str::to_ascii_lowercase).collect())
+    command_names(client.command(&["COMMAND", "LIST", "FILTERBY", "ACLCAT", "write"]).await.ok()?)
+}
+
+/// The names in an answer to `COMMAND LIST`, or to `COMMAND`, in lower case.
+pub(super) fn command_names(answer: Frame) -> Option<BTreeSet<String>> {
+    let name = |command: &Frame| match command {
+        Frame::Array(fields) => fields.first().and_then(Frame::as_str).map(str::to_ascii_lowercase),
+        name => name.as_str().map(str::to_ascii_lowercase),
+    };
+    Some(answer.into_array().ok()?.iter().filter_map(name).collect())
 }
 
 /// Compares the numbers of keys at a moment at which both servers have the same offset. `INFO` has the offset and the
@@ -374,5 +382,17 @@ mod tests {
         ] {
             assert_eq!(different_keys(&primary, &facts(server)).is_some(), differs, "{server}");
         }
+    }
+
+    #[test]
+    fn both_answers_name_the_commands() {
+        let text = |text: &str| Frame::Bulk(text.as_bytes().to_vec());
+        let list = Frame::Array(vec![text("GET"), text("set")]);
+        let rows =
+            Frame::Array(vec![Frame::Array(vec![text("get"), Frame::Integer(2)]), Frame::Array(vec![text("set")])]);
+        let wanted: BTreeSet<String> = ["get", "set"].map(str::to_owned).into();
+        assert_eq!(command_names(list), Some(wanted.clone()));
+        assert_eq!(command_names(rows), Some(wanted));
+        assert_eq!(command_names(Frame::Null), None);
     }
 }
