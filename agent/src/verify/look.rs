@@ -7,9 +7,9 @@
 //!
 //! Differences between a primary and its own replica are left out: the shape of trees, idle times, and the number of
 //! entries that a group has read where servers do not replicate it ([`Abilities::entries_read`]). A consumer without
-//! pending entries may be at the primary alone: an `XREADGROUP` that finds nothing creates it there, and no server
-//! replicates that. One that only the replica has is a difference, and so is either between servers that do not
-//! replicate ([`Consumers`]).
+//! pending entries may be at one of them alone: an `XREADGROUP` that finds nothing creates it at the primary, no server
+//! replicates that, and that primary may be the replica since. Between servers that do not replicate, it is a
+//! difference ([`Consumers`]).
 
 use std::{
     collections::BTreeSet,
@@ -40,21 +40,19 @@ pub(super) enum Look {
     },
 }
 
-/// The consumers of a stream's groups.
+/// The consumers of a stream's groups. Those that have pending entries are a part of the content.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Consumers {
     /// Fingerprints of group and name.
     names: BTreeSet<[u8; 32]>,
-    /// The other server need not have all of them: this is the primary that it replicates.
-    may_exceed: bool,
+    /// The other server may have others: it replicates this one, or this one it.
+    may_differ: bool,
 }
 
 impl Consumers {
     /// Whether each server has the consumers that it must have.
     fn agree(&self, other: &Self) -> bool {
-        self.names == other.names
-            || self.may_exceed && self.names.is_superset(&other.names)
-            || other.may_exceed && other.names.is_superset(&self.names)
+        self.may_differ || other.may_differ || self.names == other.names
     }
 }
 
@@ -129,7 +127,7 @@ pub(super) async fn look(side: &mut Side, abilities: Abilities, key: &[u8]) -> R
         // A module names its types, and the name is shown.
         Some(kind) => printable(kind).into_owned(),
     };
-    let consumers = Consumers { names: BTreeSet::new(), may_exceed: side.is_replicated };
+    let consumers = Consumers { names: BTreeSet::new(), may_differ: side.is_replicated };
     let mut reader = Reader { side, abilities, key, stride: Stride::default(), consumers };
     let content = match reader.content(&kind).await {
         Ok(content) => content,
@@ -592,13 +590,14 @@ mod tests {
     }
 
     #[test]
-    fn a_primary_may_have_consumers_that_its_replica_lacks_but_not_the_other_way_round() {
+    fn servers_that_replicate_may_have_other_consumers() {
         let consumers =
-            |names: &[u8], may_exceed| Consumers { names: names.iter().map(|name| [*name; 32]).collect(), may_exceed };
-        let (primary, replica) = (consumers(&[1, 2], true), consumers(&[1], false));
-        assert!(primary.agree(&replica) && replica.agree(&primary));
-        assert!(!consumers(&[1], true).agree(&consumers(&[1, 2], false)), "only the replica has it");
-        assert!(!consumers(&[1, 2], false).agree(&replica), "the servers do not replicate");
+            |names: &[u8], may_differ| Consumers { names: names.iter().map(|name| [*name; 32]).collect(), may_differ };
+        for (one, other) in [(&[1, 2][..], &[1][..]), (&[1], &[1, 2]), (&[1], &[2])] {
+            assert!(consumers(one, true).agree(&consumers(other, false)));
+            assert!(consumers(one, false).agree(&consumers(other, true)));
+            assert!(!consumers(one, false).agree(&consumers(other, false)), "the servers do not replicate");
+        }
         assert!(consumers(&[], false).agree(&Consumers::default()));
     }
 

@@ -17,11 +17,10 @@ const WRITES: u64 = 3_000;
 /// By then the keys that the writer lets expire soon are gone.
 const SHORT_LIVED: Duration = Duration::from_secs(6);
 
-/// What both servers know, without groups of consumers: in one of some ten runs `verify` tells one of their streams
-/// apart, where a compare of all that both servers say of it finds nothing. The data that are there before have groups.
+/// What both servers know.
 pub(crate) fn of_both(one: &Server, other: &Server) -> Abilities {
     let of = |server: &Server| Abilities::of(&mut server.client().unwrap()).unwrap();
-    of(one).and(of(other)).without_groups()
+    of(one).and(of(other))
 }
 
 /// Writes every kind of change that both servers know.

@@ -7,13 +7,16 @@ use remora_lab::require;
 
 use crate::kit::{Stage, says};
 
+/// Four times what the tests take in an emulated machine that has two processors for itself.
+const LIMIT: Duration = Duration::from_secs(1_500);
+
 #[test]
 #[ignore = "long: needs the machine with RDMA devices"]
 fn the_job_is_done_over_rdma_in_the_virtual_machine() {
     // The machine has this host's files, and so its servers.
     let (Some(_), Some(_)) = (require::redis(), require::valkey()) else { return };
     let Some(machine) = require::rdma_vm() else { return };
-    let passed = machine.nodes(4).limit(Duration::from_secs(900)).run_ignored_tests("in_the_machine::", 1);
+    let passed = machine.nodes(4).limit(LIMIT).run_ignored_tests("in_the_machine::", 1);
     assert_eq!(passed, 11);
 }
 

@@ -9,7 +9,7 @@ use std::{
 
 use remora_lab::{Agent, Client, Kind, Server, Workload, fill_every_type, require};
 
-use crate::kit::{LONG, Stage, built_module, fill};
+use crate::kit::{LONG, Stage, built_module, fill, number};
 
 /// Far above the time that replication on one host needs.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -204,9 +204,20 @@ fn a_consumer_that_has_read_nothing_is_not_replicated_and_no_difference() {
             let (code, report) = found(&verify(&primary, &replica, &["--json", "--digest", digest]));
             assert_eq!((code, &report["same"]), (0, &true.into()), "{kind} {digest}: {report}");
         }
-        // A replica has no consumer that its primary lacks.
-        run(&mut replica.client().unwrap(), &["XGROUP CREATECONSUMER idle:stream g strange"]);
-        let (code, report) = found(&verify(&primary, &replica, &["--json"]));
+        // The primary becomes the replica, and keeps its consumer.
+        replica.client().unwrap().ok(&["REPLICAOF", "NO", "ONE"]).unwrap();
+        one.ok(&["REPLICAOF", "127.0.0.1", &replica.port().to_string()]).unwrap();
+        primary.wait_for_link(LONG).unwrap();
+        assert_eq!(number(&replica, "sync_full"), 0, "{kind}");
+        let (code, report) = found(&verify(&replica, &primary, &["--json"]));
+        assert_eq!((code, &report["same"]), (0, &true.into()), "{kind}: {report}");
+        // What the consumer has not acknowledged is compared.
+        one.ok(&["CONFIG", "SET", "replica-read-only", "no"]).unwrap();
+        let mut other = replica.client().unwrap();
+        run(&mut other, &["XADD idle:stream 1-1 a b"]);
+        assert_eq!(other.int(&["WAIT", "1", "30000"]).unwrap(), 1, "{kind}");
+        run(&mut one, &["XREADGROUP GROUP g idle STREAMS idle:stream >"]);
+        let (code, report) = found(&verify(&replica, &primary, &["--json"]));
         assert_eq!((code, &report["shown"][0]["key"]), (1, &"idle:stream".into()), "{kind}: {report}");
     }
 }

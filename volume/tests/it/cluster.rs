@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use remora_messenger::{Address, Keyring, Token};
 use remora_volume::Security;
 use remora_volume::client::{ClientOptions, Error, Volume, new_id};
-use remora_volume::message::State;
+use remora_volume::message::{Standing, State};
 use remora_volume::server::{Server, ServerOptions};
 use remora_volume::shape::{Copies, Shape};
 
@@ -90,5 +90,15 @@ impl Cluster {
     pub fn applied(&self, number: usize) -> remora_volume::version::Version {
         let standing = self.servers[number].as_ref().and_then(|server| server.standing(self.shape.volume()));
         standing.unwrap().applied
+    }
+
+    /// How the first server's copy stands once all of them have what any has: an acknowledged write is in as many as the
+    /// volume holds for it, and may be on its way to the others.
+    pub fn settled(&self) -> Standing {
+        until("all copies have the last write", || {
+            let all = 0..self.servers.len();
+            all.clone().all(|number| self.is_whole(number) && self.applied(number) == self.applied(0))
+        });
+        self.servers[0].as_ref().unwrap().standing(self.shape.volume()).unwrap()
     }
 }

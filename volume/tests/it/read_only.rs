@@ -260,7 +260,7 @@ fn a_connection_for_reading_is_for_nothing_else() {
     let volume = cluster.open().unwrap();
     volume.write(3, vec![7; 4096]).unwrap();
     let server = cluster.servers[0].as_ref().unwrap();
-    let before = server.standing(cluster.shape.volume()).unwrap();
+    let before = cluster.settled();
     let holder = before.promised.unwrap();
     let shape = cluster.shape;
     for (call, blocks) in calls_of(shape, holder).into_iter().chain(calls_of_server(shape)) {
@@ -289,7 +289,7 @@ fn a_connection_for_loans_is_for_nothing_else() {
     let volume = cluster.open().unwrap();
     volume.write(3, vec![7; 4096]).unwrap();
     let server = cluster.servers[0].as_ref().unwrap();
-    let before = server.standing(cluster.shape.volume()).unwrap();
+    let before = cluster.settled();
     let (shape, holder) = (cluster.shape, before.promised.unwrap());
     let is_for_it = |call: &Call| matches!(call, Call::Lend { .. } | Call::Follow(_));
     let calls = calls_of(shape, holder).into_iter().chain(calls_of_server(shape)).chain([(Call::Look, 0)]);

@@ -4,6 +4,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
+use remora_lab::contents::Contents;
 use remora_lab::server::wait_until;
 use remora_lab::workload::fill_every_type;
 use remora_lab::{Agent, Kind, require};
@@ -75,6 +76,15 @@ impl Place {
             Ok(if reached["offset"].as_u64() >= Some(wanted) { Ok(()) } else { Err(reached.to_string()) })
         })
         .unwrap();
+    }
+
+    /// All that the primary holds, which writes nothing more by itself, once all of it is in the bucket.
+    fn quiet_contents(&self) -> Contents {
+        // What is set again when all is stored is there already.
+        self.scene.set(0, "the last");
+        let contents = self.scene.quiet_contents();
+        self.wait_until_stored();
+        contents
     }
 
     /// Nothing of a killed or ended command is left on this host.
@@ -209,8 +219,7 @@ fn the_commands_since_survive_the_deaths_of_the_agent_and_the_primary() {
         }
         writer.wait_for(20_000);
         writer.stop().unwrap();
-        let contents = place.scene.quiet_contents();
-        place.wait_until_stored();
+        let contents = place.quiet_contents();
         backup.kill().unwrap();
         assert_eq!(number(&place.scene.primary, "sync_full"), 1);
         place.scene.primary.kill().unwrap();

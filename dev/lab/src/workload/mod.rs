@@ -234,12 +234,6 @@ impl Abilities {
         }
     }
 
-    /// The same without commands on groups of consumers.
-    #[must_use]
-    pub fn without_groups(self) -> Abilities {
-        Abilities { counts_of_groups: false, ..self }
-    }
-
     /// Whether floating-point numbers are added to fields: it is known what stands for that in the stream.
     fn adds_to_fields(self) -> bool {
         self.knows_hsetex || !self.writes_hsetex
