@@ -35,6 +35,13 @@ demo:
 	$(CARGO) build --profile demo --locked --target-dir $(TARGET) -p remora-agent -p remora-module -p xtask
 	CARGO=$(CARGO) $(TARGET)/demo/xtask demo $(ARGS)
 
+## demo-migrate: a server with clients becomes one of the other family, and goes back; ARGS="--size 1GiB --rate 5000"
+.PHONY: demo-migrate
+demo-migrate:
+	@dev/lab/setup/setup --demo
+	$(CARGO) build --profile demo --locked --target-dir $(TARGET) -p remora-agent -p remora-module -p xtask
+	CARGO=$(CARGO) $(TARGET)/demo/xtask demo-migrate $(ARGS)
+
 ## demo-volume: a block device, and a Redis server's files, in the memory of three servers while hosts fail; ARGS="--size 1GiB --json FILE"
 .PHONY: demo-volume
 demo-volume: setup

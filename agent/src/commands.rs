@@ -11,7 +11,10 @@ use std::{
 };
 
 use clap::Parser;
-use rustix::process::{DumpableBehavior, Resource, Rlimit, getrlimit, set_dumpable_behavior, setrlimit};
+use rustix::process::{
+    DumpableBehavior, Resource, Rlimit, Signal, getppid, getrlimit, set_dumpable_behavior,
+    set_parent_process_death_signal, setrlimit,
+};
 use tracing_subscriber::EnvFilter;
 
 use crate::{
@@ -34,6 +37,7 @@ pub fn main() -> ExitCode {
         tracing::debug!("{variable} is Kubernetes' variable of a Service, and no option");
     }
     protect_memory();
+    end_with_parent();
     raise_descriptor_limit();
     match run(cli.command) {
         Ok(()) => ExitCode::SUCCESS,
@@ -74,6 +78,20 @@ fn parse() -> (Cli, Vec<String>) {
 fn protect_memory() {
     if let Err(error) = set_dumpable_behavior(DumpableBehavior::NotDumpable) {
         tracing::warn!(%error, "other processes of this user can read this process's memory");
+    }
+}
+
+/// The variable by which an agent knows that a command of ours has started it, and that it must end with that one. Its
+/// value is that command's process id.
+pub(crate) const CHILD_OF: &str = "REMORA_CHILD_OF";
+
+/// Has the system tell this process to end when the command that has started it ends, however that is.
+fn end_with_parent() {
+    let Some(parent) = std::env::var(CHILD_OF).ok().and_then(|text| text.parse::<i32>().ok()) else { return };
+    let told = set_parent_process_death_signal(Some(Signal::TERM));
+    // It may have ended before that.
+    if told.is_ok() && getppid().is_none_or(|pid| pid.as_raw_nonzero().get() != parent) {
+        std::process::exit(Code::Interrupted.number().into());
     }
 }
 
@@ -122,7 +140,9 @@ fn stays(command: &Command) -> bool {
         Command::Status(args) => args.watch.is_some(),
         Command::Ready(args) => args.watch.is_some(),
         Command::Source(_) | Command::Replica(_) | Command::Attend(_) | Command::Fetch(_) | Command::Backup(_) => true,
-        Command::Cluster(_) | Command::Snapshot(_) | Command::Volume(_) => true,
+        Command::Cluster(_) | Command::Snapshot(_) | Command::Volume(_) | Command::Switch(_) | Command::Migrate(_) => {
+            true
+        }
         _ => false,
     }
 }
@@ -148,6 +168,8 @@ async fn dispatch(command: Command) -> Result<(), Failure> {
         }
         Command::Verify(args) => until_signal(crate::verify::run(args), ": nothing was changed on the servers").await,
         Command::Ready(args) => until_signal(crate::ready::run(args), "").await,
+        Command::Switch(args) => crate::switch::run(args).await,
+        Command::Migrate(args) => crate::migrate::run(args).await,
         Command::Load(args) => until_signal(crate::load::run(args), ": the keys written so far are still there").await,
         Command::Module(args) => crate::module_file::run(&args),
         Command::Token(args) => crate::token::run(&args),

@@ -44,11 +44,15 @@ pub enum Code {
     Stale = 16,
     /// The object store cannot be reached, or refuses a request.
     Store = 17,
+    /// The old primary still takes the writes. If it is otherwise, the message says so.
+    NotSwitched = 18,
+    /// The switch is done, and the hook that leads clients to the new primary failed.
+    HookFailed = 19,
 }
 
 impl Code {
     /// All codes, in order.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 19] = [
         Self::Differs,
         Self::Usage,
         Self::Refused,
@@ -66,6 +70,8 @@ impl Code {
         Self::Damaged,
         Self::Stale,
         Self::Store,
+        Self::NotSwitched,
+        Self::HookFailed,
     ];
 
     /// The exit status of the process.
@@ -103,6 +109,8 @@ impl Code {
                 "fetch, delivery by file: the primary would not continue a server that starts on the file, which was not put in place"
             }
             Self::Store => "backup and restore: the object store cannot be reached, or refuses a request",
+            Self::NotSwitched => "switch: it did not happen; the message says which server takes the writes",
+            Self::HookFailed => "switch: it is done, but the hook that leads clients to the new primary failed",
         }
     }
 }

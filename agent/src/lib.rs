@@ -6,6 +6,7 @@
 //!
 //!   remora source │ replica │ attend │ status   the job: one snapshot, any number of exact replicas
 //!   remora plan │ devices │ probe         what replicas will need; which transports there are, and how fast
+//!   remora migrate │ switch             from one server to another one, and back
 //!   remora verify │ load │ module │ generate   compare two servers; fill a server; the module; completions and man pages
 //! ```
 //!
@@ -32,6 +33,8 @@
 //! - [`backup`]: snapshots in a folder, with the writes since, and what can be restored from them.
 //! - [`metrics`]: what agents show to Prometheus and probes.
 //! - [`volume`]: block devices in the memory of other hosts, as commands.
+//! - [`migrate`]: a server of another family or version becomes an exact replica, by both agents.
+//! - [`switch`]: a replica and its primary change their roles.
 //! - [`plan`]: what replicas will need and cost.
 //! - [`verify`], [`ready`], [`load`], [`module_file`], [`generate`]: further commands.
 #![forbid(unsafe_code)]
@@ -58,6 +61,7 @@ pub mod intercept;
 mod lanes;
 pub mod load;
 mod metrics;
+pub mod migrate;
 pub mod module_file;
 #[cfg(any(test, feature = "simulation"))]
 mod mutation;
@@ -76,6 +80,7 @@ pub mod simulation;
 pub mod snapshot;
 pub mod source;
 pub mod status;
+pub mod switch;
 mod tasks;
 pub mod token;
 pub mod transports;

@@ -10,6 +10,7 @@ mod cluster;
 mod config;
 mod delivery;
 mod devices;
+mod ends;
 mod fast_keys;
 mod fetch;
 mod generate;
@@ -18,6 +19,7 @@ mod intercept;
 mod link_tls;
 mod load;
 mod metrics;
+mod migrate;
 mod module;
 mod peers;
 mod plan;
@@ -34,6 +36,7 @@ mod snapshot;
 mod source;
 mod status;
 mod store;
+mod switch;
 mod sync;
 mod token;
 mod upload;
@@ -55,6 +58,7 @@ pub use self::{
     config::{ConfigAction, ConfigArgs},
     delivery::{Delivery, DeliveryArgs, LISTEN_PORT},
     devices::DevicesArgs,
+    ends::EndsArgs,
     fast_keys::{FastKeys, WalkArgs},
     fetch::{ClusterNodeArgs, FetchArgs, PassOnArgs},
     generate::{GenerateArgs, Generated},
@@ -63,6 +67,7 @@ pub use self::{
     link_tls::LinkTlsArgs,
     load::{LoadArgs, ValueType},
     metrics::{MetricsArgs, MetricsFileArgs},
+    migrate::MigrateArgs,
     module::{ModuleArgs, ModuleQuestion},
     peers::PeerArgs,
     plan::{PlanArgs, PlannedSecurity},
@@ -79,6 +84,7 @@ pub use self::{
     source::{CapturedArgs, CompressChoice, FromChoice, ModuleCapture, SendChoice, SourceArgs, TuneArgs},
     status::StatusArgs,
     store::{Location, StoreArgs},
+    switch::SwitchArgs,
     token::{TokenAction, TokenCommandArgs},
     upload::UploadLimit,
     verify::{DigestUse, VerifyArgs},
@@ -159,6 +165,12 @@ pub enum Command {
     #[command(about = "Say whether a server is ready for work, by the exit code", visible_alias = "wait")]
     #[allow(missing_docs)]
     Ready(ReadyArgs),
+    #[command(about = "Make a server of another family or version an exact replica")]
+    #[allow(missing_docs)]
+    Migrate(MigrateArgs),
+    #[command(about = "Promote a replica, and make its primary follow it")]
+    #[allow(missing_docs)]
+    Switch(SwitchArgs),
     #[command(about = "The shards of a cluster, and the sources beside them")]
     #[allow(missing_docs)]
     Cluster(ClusterArgs),

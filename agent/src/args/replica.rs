@@ -169,6 +169,17 @@ pub enum LeftOut {
     Functions,
 }
 
+impl LeftOut {
+    /// The word on the command line.
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            Self::FieldExpiry => "field-expiry",
+            Self::ModuleKeys => "module-keys",
+            Self::Functions => "functions",
+        }
+    }
+}
+
 /// Whether the server's module is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum ModuleLoad {

@@ -23,13 +23,15 @@ pub enum Task {
     Plan,
     /// `remora cluster`, on every node.
     Cluster,
+    /// `remora switch`, on both servers.
+    Switch,
     /// Any command with `--sentinel`, at the Sentinels.
     Sentinel,
 }
 
 impl Task {
     /// All tasks.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Source,
         Self::Replica,
         Self::Attend,
@@ -38,6 +40,7 @@ impl Task {
         Self::Ready,
         Self::Plan,
         Self::Cluster,
+        Self::Switch,
         Self::Sentinel,
     ];
 
@@ -52,6 +55,7 @@ impl Task {
             Self::Ready => "remora ready",
             Self::Plan => "remora plan",
             Self::Cluster => "remora cluster",
+            Self::Switch => "remora switch",
             Self::Sentinel => "--sentinel",
         }
     }
@@ -68,6 +72,7 @@ impl Task {
             Self::Ready => "+ping +info",
             Self::Plan => "+ping +info",
             Self::Cluster => "+ping +info +cluster|info +cluster|nodes",
+            Self::Switch => "+ping +info +failover +config|get +pubsub|numsub",
             Self::Sentinel => "+ping +sentinel|get-master-addr-by-name +sentinel|replicas +sentinel|master",
         }
     }
@@ -97,6 +102,11 @@ impl Task {
                 "on every node; +cluster|getslotmigrations on Valkey 9; for --write-nodes-conf: +cluster|myshardid where \
                  the server has it; for remora cluster sync: +cluster|meet +cluster|replicate +cluster|reset on the nodes that it \
                  names"
+            }
+            Self::Switch => {
+                "+failover at the old primary only; without +pubsub|numsub it is not known whether Sentinels watch it; for \
+                 --close-clients: +client|kill there; for --rewrite-config: +config|rewrite on both; +client|pause \
+                 +client|unpause +replicaof, where the new primary does not answer"
             }
             Self::Sentinel => "at the Sentinels; +sentinel|set for --extend-failover-timeout",
             Self::Ready => "on a replica's primary too, unless --link-only is given",

@@ -79,6 +79,12 @@ impl Server {
         self.0.task
     }
 
+    /// The same server with another login.
+    pub(crate) fn with_login(&self, credentials: Credentials) -> Self {
+        let Inner { url, tls, task, .. } = &*self.0;
+        Self(Arc::new(Inner { url: url.clone(), credentials, tls: tls.clone(), task: *task }))
+    }
+
     /// A server at another host and port with the same login and TLS options, such as the primary that a replica names.
     pub fn at(&self, host: &str, port: u16) -> Self {
         let url = ServerUrl::tcp_like(&self.0.url, host, port);

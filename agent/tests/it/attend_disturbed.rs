@@ -151,6 +151,34 @@ fn a_server_that_stands_still_or_restarts_while_it_is_handed_over_gets_in_step()
 }
 
 /// The primary's snapshot is not for a server that follows another one by now.
+/// A fail-over: the new primary has the old one's history, so what the server has got is of use there. But its source
+/// hangs with the old primary.
+#[test]
+fn a_server_whose_primary_stands_still_in_the_copy_gets_in_step_with_the_one_that_a_fail_over_gives_it() {
+    for kind in require::kinds() {
+        let builder = quick(kind).config("repl-backlog-size", "1mb");
+        let Some(mut scene) = Scene::with(builder, |primary| fill_keys(primary, KEYS, "value")) else { return };
+        let promoted = quick(kind).on(&scene.host).start().unwrap();
+        promoted.replicate(&scene.primary).unwrap();
+        promoted.wait_for_link(LONG).unwrap();
+        // The snapshot takes ten seconds.
+        scene.primary.configure("rdb-key-save-delay", "5000").unwrap();
+        let server = scene.server(quick(kind));
+        let ports = [scene.primary.port(), promoted.port()];
+        let mut agent = scene.attend_with(&server, &ports, &["--no-serve-peers"]);
+        server.replicate(&scene.primary).unwrap();
+        agent.wait_for_event("source_read", LONG).unwrap();
+        scene.primary.pause().unwrap();
+        promoted.client().unwrap().ok(&["REPLICAOF", "NO", "ONE"]).unwrap();
+        promoted.client().unwrap().ok(&["SET", "after", "the fail-over"]).unwrap();
+        server.replicate(&promoted).unwrap();
+        in_step(&server, LONG, &agent);
+        assert!(follows(&server).ends_with(&format!(":{}", promoted.port())), "{}", agent.output());
+        assert_same_data(&promoted, &server);
+        scene.primary.resume().unwrap();
+    }
+}
+
 #[test]
 fn a_server_that_is_pointed_elsewhere_before_it_loads_is_given_nothing_of_its_former_primary() {
     for kind in require::kinds() {

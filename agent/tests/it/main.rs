@@ -78,6 +78,7 @@ mod status;
 mod stay;
 mod storms;
 mod strangers;
+mod switch;
 mod taken_over;
 mod tokens;
 mod tuning;

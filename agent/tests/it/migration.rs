@@ -5,6 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::Duration;
 
 use remora_lab::contents::{Contents, differences};
+use remora_lab::server::wait_until;
 use remora_lab::workload::{Abilities, Options, Workload, fill_with};
 use remora_lab::{Kind, Server, require};
 
@@ -106,6 +107,64 @@ fn redis_becomes_valkey_and_goes_back_without_another_copy() {
     let Some((redis, valkey)) = both() else { return };
     let (old, new) = (primary(redis).start().unwrap(), primary(valkey).start().unwrap());
     there_and_back(&old, &new);
+}
+
+/// One command for the sync and the comparison, and one for each switch, as docs/migration.md has them.
+#[test]
+fn one_command_migrates_and_another_one_switches_there_and_back() {
+    let Some((redis, valkey)) = both() else { return };
+    let stage = Stage::new();
+    for (from, to) in [(redis, valkey), (valkey, redis)] {
+        let (old, new) = (primary(from).start().unwrap(), primary(to).start().unwrap());
+        let abilities = of_both(&old, &new);
+        fill_with(&mut old.client().unwrap(), 3, abilities).unwrap();
+        old.configure("timeout", "77").unwrap();
+        old.client().unwrap().ok(&["ACL", "SETUSER", "of-the-old-one"]).unwrap();
+        let writing = writer(&old, abilities);
+        writing.wait_for(WRITES);
+        let (one, other) = (old.url(), new.url());
+        let said = stage.end(&["migrate", "--dry-run", "--from", &one, "--to", &other], 0);
+        says(&said, &["of-the-old-one", "timeout \"77\" and \"0\"", "nothing was touched"]);
+        assert_eq!(new.fact("role").unwrap(), "master");
+        let said = stage.end(&["migrate", "--from", &one, "--to", &other], 0);
+        says(&said, &["is an exact replica of", "next: remora switch --from"]);
+        // Again: there is nothing to copy.
+        says(&stage.end(&["migrate", "--from", &one, "--to", &other], 0), &["no sync is needed", "exact replica"]);
+        writing.stop().unwrap();
+        let copies = syncs(&old).0;
+        stage.end(&["switch", "--from", &one, "--to", &other], 0);
+        let writing = writer(&new, abilities);
+        writing.wait_for(WRITES);
+        writing.stop().unwrap();
+        stage.end(&["switch", "--from", &other, "--to", &one], 0);
+        assert_same(&old, &new);
+        assert_eq!((syncs(&old).0, syncs(&new).0), (copies, 0));
+    }
+}
+
+#[test]
+fn a_migration_that_is_refused_ends_with_the_agents_code_and_leaves_no_process() {
+    let Some((redis, valkey)) = both() else { return };
+    let stage = Stage::new();
+    let (old, new) = (primary(valkey).start().unwrap(), primary(redis).start().unwrap());
+    new.client().unwrap().ok(&["SET", "own", "data"]).unwrap();
+    let said = stage.end(&["migrate", "--from", &old.url(), "--to", &new.url()], 3);
+    says(&said, &["--replace", "the replica agent has failed"]);
+    says(&stage.end(&["migrate", "--from", &old.url(), "--to", &old.url()], 3), &["the same server"]);
+    // Killed, it leaves no source behind.
+    let mut agent = stage.start(None, &["migrate", "--replace", "--from", &old.url(), "--to", &new.url()]);
+    let connected = |server: &Server| server.client()?.text(&["CLIENT", "LIST"]).map(|list| list.lines().count());
+    wait_until("the agents at work", LONG, || {
+        let count = connected(&old)?;
+        Ok(if count > 1 { Ok(()) } else { Err(format!("{count} connections")) })
+    })
+    .unwrap();
+    agent.kill().unwrap();
+    wait_until("the source to end", LONG, || {
+        let count = connected(&old)?;
+        Ok(if count == 1 { Ok(()) } else { Err(format!("{count} connections")) })
+    })
+    .unwrap();
 }
 
 #[test]

@@ -50,6 +50,7 @@ pub mod iperf;
 pub mod link;
 pub mod net;
 pub mod notes;
+pub mod pair_writer;
 pub mod process;
 pub mod prometheus;
 pub mod random;

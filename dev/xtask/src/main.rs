@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   demo            replicas by Remora and by the servers' own replication, side by side, in one table
+//!   demo-migrate    a server with clients becomes one of the other family, and goes back; a picture of the writes
 //!   demo-volume     a block device, and a server's files, in the memory of three servers, while hosts fail
 //!   prove-files     the files of a mounted volume under programs that find faults in file systems
 //!   chaos           full copy after full copy under random load and faults, compared value by value
@@ -26,6 +27,7 @@
 //! Nothing here is part of the product. `remora_bench` does the measuring; this crate starts it and shows the results.
 //!
 //! - [`demo`]: the demonstration. **Start here.** [`show`]: the display while it runs; [`table`]: the table at its end.
+//! - [`demo_migrate`]: the demonstration of a migration.
 //! - [`demo_volume`]: the demonstration of volumes; [`demo_files`]: of files in one; [`commands`]: `remora` in both.
 //! - [`pictures`]: the pictures of the manual.
 //! - [`prove`]: proofs of mounted files, by other people's programs.
@@ -48,6 +50,7 @@ mod command_table;
 mod commands;
 mod demo;
 mod demo_files;
+mod demo_migrate;
 mod demo_volume;
 mod dist;
 mod judge;
@@ -83,6 +86,8 @@ struct Cli {
 enum Command {
     /// Make replicas with Remora and with the servers' own replication, and print one table.
     Demo(demo::Options),
+    /// Move a server with clients to the other family and back, and draw the writes over time.
+    DemoMigrate(demo_migrate::Options),
     /// Use a volume of three servers while one is killed and its host hangs, and print one table.
     DemoVolume(demo_volume::Options),
     /// Try the files of a mounted volume by programs that find faults in file systems. Needs root.
@@ -140,6 +145,7 @@ enum Command {
 fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Demo(options) => stop::or_run(move || demo::run(&options)),
+        Command::DemoMigrate(options) => stop::or_run(move || demo_migrate::run(&options)),
         Command::DemoVolume(options) => stop::or_run(move || demo_volume::run(&options)),
         Command::ProveFiles(options) => stop::or_run(move || prove::run(&options)),
         Command::Chaos(options) => stop::or_run(move || chaos::run(&options)),

@@ -1,0 +1,233 @@
+//! `remora switch`: a replica and its primary change their roles, clients write meanwhile, and no write that was
+//! acknowledged is lost.
+
+use std::os::unix::fs::PermissionsExt;
+
+use remora_lab::pair_writer::{PairWriter, assert_has_all};
+use remora_lab::server::wait_until;
+use remora_lab::{Kind, Server, require};
+use rustix::process::Signal;
+
+use crate::exact::assert_same_content;
+use crate::kit::{LONG, Source, Stage, ends, fill, number, primary, quick, says, syncs};
+
+fn switch(stage: &Stage, from: &Server, to: &Server, more: &[&str], code: i32) -> String {
+    stage.end(&[&["switch", "--from", &from.url(), "--to", &to.url()], more].concat(), code)
+}
+
+/// A primary with some data, and a replica of it by the servers' own replication.
+fn pair(kind: Kind) -> (Server, Server) {
+    let (old, new) = (quick(kind).start().unwrap(), quick(kind).start().unwrap());
+    fill(&old, 1, 3);
+    new.replicate(&old).unwrap();
+    new.wait_for_link(LONG).unwrap();
+    (old, new)
+}
+
+fn roles(servers: [&Server; 2]) -> [String; 2] {
+    servers.map(|server| server.fact("role").unwrap())
+}
+
+#[test]
+fn no_acknowledged_write_is_lost_between_two_families_and_back() {
+    let (Some(redis), Some(valkey)) = (require::redis(), require::valkey()) else { return };
+    for (from, to) in [(valkey, redis), (redis, valkey)] {
+        let (old, new) = (primary(from).start().unwrap(), primary(to).start().unwrap());
+        fill(&old, 1, 3);
+        let source = Source::start(&old, &[]);
+        source.replicate(&new, &["--convert"]);
+        source.stop();
+        let copies = syncs(&old).0;
+        let stage = Stage::new();
+        let writer = PairWriter::start([&old, &new], 2_000);
+        writer.wait_for_more(500, LONG).unwrap();
+        for (one, other) in [(&old, &new), (&new, &old), (&old, &new), (&new, &old)] {
+            let said = switch(&stage, one, other, &[], 0);
+            says(&said, &["is the primary since a pause of", "without a full copy", "back: remora switch --from"]);
+            assert_eq!(roles([one, other]), ["slave", "master"]);
+            writer.wait_for_more(500, LONG).unwrap();
+        }
+        let acknowledged = writer.stop();
+        assert_has_all(&old, acknowledged).unwrap();
+        assert_same_content(&old, &new);
+        assert_eq!((syncs(&old).0, syncs(&new).0), (copies, 0), "no full copy but the first");
+        assert_eq!((number(&old, "unexpected_error_replies"), number(&new, "unexpected_error_replies")), (0, 0));
+    }
+}
+
+#[test]
+fn a_dry_run_changes_nothing_and_what_is_done_is_not_done_again() {
+    let stage = Stage::new();
+    for kind in require::kinds() {
+        let (old, new) = pair(kind);
+        says(&switch(&stage, &old, &new, &["--dry-run"], 0), &["can become the primary", "nothing was changed"]);
+        assert_eq!(roles([&old, &new]), ["master", "slave"]);
+        let said = switch(&stage, &old, &new, &["--json"], 0);
+        let line = said.lines().find(|line| line.starts_with('{')).expect(&said);
+        let report: serde_json::Value = serde_json::from_str(line).unwrap();
+        assert_eq!((&report["new"], &report["continued"]), (&new.url().into(), &true.into()), "{report}");
+        says(&switch(&stage, &old, &new, &[], 0), &["is the primary already"]);
+    }
+}
+
+/// A pair, and a second replica.
+fn pair_and_another(kind: Kind) -> (Server, Server, Server) {
+    let ((old, new), another) = (pair(kind), quick(kind).start().unwrap());
+    another.replicate(&old).unwrap();
+    another.wait_for_link(LONG).unwrap();
+    (old, new, another)
+}
+
+#[test]
+fn a_replica_that_does_not_come_up_in_time_leaves_the_primary_as_it_was() {
+    let stage = Stage::new();
+    for kind in require::kinds() {
+        for signal in [None, Some(Signal::TERM)] {
+            let (old, new, mut lame) = pair_and_another(kind);
+            let writer = PairWriter::start([&old, &new], 100);
+            lame.pause().unwrap();
+            writer.wait_for_more(20, LONG).unwrap();
+            let address = lame.address().to_string();
+            let words = ["switch", "--from", &old.url(), "--to", &new.url(), "--to-address", &address];
+            let mut agent = stage.start(None, &[&words[..], &["--max-pause", "3s"]].concat());
+            wait_until("the old primary to wait", LONG, || {
+                let state = old.fact("master_failover_state")?;
+                Ok(if state == "waiting-for-sync" { Ok(()) } else { Err(state) })
+            })
+            .unwrap();
+            if let Some(signal) = signal {
+                agent.signal(signal).unwrap();
+            }
+            let said = ends(&mut agent, if signal.is_some() { 7 } else { 18 });
+            says(&said, &["is the primary as before"]);
+            lame.resume().unwrap();
+            assert_eq!(roles([&old, &new]), ["master", "slave"], "{said}");
+            writer.wait_for_more(10, LONG).unwrap();
+            assert_has_all(&old, writer.stop()).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_replica_that_refuses_or_stands_still_leaves_the_primary_as_it_was() {
+    let stage = Stage::new();
+    for kind in require::kinds() {
+        let (old, new, mut closed) = pair_and_another(kind);
+        let address = closed.address().to_string();
+        // Its link stays; the old primary cannot log in there.
+        closed.configure("requirepass", "secret").unwrap();
+        let said = switch(&stage, &old, &new, &["--to-address", &address], 18);
+        says(&said, &["refused to be the primary", "is the primary as before"]);
+        assert_eq!(roles([&old, &new]), ["master", "slave"]);
+
+        // It has all there is, and does not answer any more.
+        let in_step = || Ok(if number(&old, "connected_slaves") == 2 { Ok(()) } else { Err(String::new()) });
+        wait_until("both replicas", LONG, in_step).unwrap();
+        assert_eq!(old.client().unwrap().int(&["WAIT", "2", "60000"]).unwrap(), 2);
+        closed.pause().unwrap();
+        let said = switch(&stage, &old, &new, &["--to-address", &address], 18);
+        says(&said, &["is the primary as before"]);
+        closed.kill().unwrap();
+        assert_eq!(roles([&old, &new]), ["master", "slave"]);
+        let writer = PairWriter::start([&old, &new], 100);
+        writer.wait_for_more(10, LONG).unwrap();
+        assert_has_all(&old, writer.stop()).unwrap();
+    }
+}
+
+#[test]
+fn what_cannot_change_its_role_is_refused_before_anything_is_changed() {
+    let stage = Stage::new();
+    for kind in require::kinds() {
+        let (old, new) = pair(kind);
+        let other = quick(kind).start().unwrap();
+        says(&switch(&stage, &old, &other, &[], 3), &["not its replica", "remora migrate"]);
+        says(&switch(&stage, &new, &other, &[], 3), &["no primary"]);
+        says(&switch(&stage, &old, &old, &[], 3), &["same server"]);
+        says(&switch(&stage, &old, &new, &["--to-address", "127.0.0.1:1"], 18), &["refuses the switch", "goes on"]);
+
+        // A Sentinel, as far as the server knows.
+        let mut sentinel = old.client().unwrap();
+        sentinel.call(&["SUBSCRIBE", "__sentinel__:hello"]).unwrap();
+        says(&switch(&stage, &old, &new, &[], 3), &["Sentinels watch", "SENTINEL FAILOVER"]);
+        drop(sentinel);
+        wait_until("the subscriber to be gone", LONG, || {
+            let count = old.client()?.list(&["PUBSUB", "NUMSUB", "__sentinel__:hello"])?[1].as_int();
+            Ok(if count == Some(0) { Ok(()) } else { Err(format!("{count:?}")) })
+        })
+        .unwrap();
+
+        new.configure("replica-read-only", "no").unwrap();
+        says(&switch(&stage, &old, &new, &[], 3), &["replica-read-only"]);
+        new.configure("replica-read-only", "yes").unwrap();
+
+        // The old one could not log in where it is to follow.
+        new.configure("requirepass", "secret").unwrap();
+        let file = stage.path("password");
+        std::fs::write(&file, "secret\n").unwrap();
+        std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o600)).unwrap();
+        let with_password = ["--to-password-file", &file];
+        says(&switch(&stage, &old, &new, &with_password, 3), &["could not follow", "masterauth"]);
+        assert_eq!(old.fact("role").unwrap(), "master");
+        old.configure("masterauth", "secret").unwrap();
+        switch(&stage, &old, &new, &with_password, 0);
+        assert_eq!(old.fact("role").unwrap(), "slave");
+    }
+}
+
+#[test]
+fn a_hook_leads_clients_to_the_new_primary() {
+    let stage = Stage::new();
+    for kind in require::kinds() {
+        let (old, new) = pair(kind);
+        let hook = stage.path("hook");
+        let told = stage.path("told");
+        std::fs::write(&hook, format!("#!/bin/sh\necho \"$1 $2\" >{told}\ntest ! -e {told}.fails\n")).unwrap();
+        std::fs::set_permissions(&hook, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let mut client = old.client().unwrap();
+        switch(&stage, &old, &new, &["--hook", &hook, "--close-clients"], 0);
+        assert_eq!(std::fs::read_to_string(&told).unwrap(), format!("{} {}\n", old.url(), new.url()));
+        assert!(client.call(&["PING"]).is_err(), "the connection was closed");
+
+        std::fs::write(format!("{told}.fails"), "").unwrap();
+        let mut client = new.client().unwrap();
+        let said = switch(&stage, &new, &old, &["--hook", &hook, "--close-clients"], 19);
+        says(&said, &["the switch is done", "has failed", "switch back"]);
+        assert!(client.call(&["PING"]).is_ok(), "clients stay where the hook has left them");
+        assert_eq!(roles([&old, &new]), ["master", "slave"]);
+        std::fs::remove_file(format!("{told}.fails")).unwrap();
+    }
+}
+
+mod by_command {
+    use super::*;
+
+    /// How long writes wait, in fifty switches at 5,000 writes a second (docs/migration.md).
+    #[test]
+    #[ignore = "a measurement"]
+    fn how_long_writes_wait() {
+        let (Some(redis), Some(valkey)) = (require::redis(), require::valkey()) else { return };
+        let (old, new) = (primary(redis).start().unwrap(), primary(valkey).start().unwrap());
+        fill(&old, 64, 3);
+        let source = Source::start(&old, &[]);
+        source.replicate(&new, &["--convert"]);
+        source.stop();
+        let (stage, writer) = (Stage::new(), PairWriter::start([&old, &new], 5_000));
+        writer.wait_for_more(5_000, LONG).unwrap();
+        let mut waited = Vec::new();
+        for round in 0..50 {
+            let (one, other) = if round % 2 == 0 { (&old, &new) } else { (&new, &old) };
+            writer.take_longest();
+            switch(&stage, one, other, &["--quiet"], 0);
+            writer.wait_for_more(1_000, LONG).unwrap();
+            waited.push(writer.take_longest());
+        }
+        let acknowledged = writer.stop();
+        assert_has_all(&old, acknowledged).unwrap();
+        waited.sort_unstable();
+        println!(
+            "{} writes, none lost; between two of them at a switch: median {:?}, 49 of 50 within {:?}, at most {:?}",
+            acknowledged, waited[25], waited[48], waited[49]
+        );
+    }
+}
