@@ -69,7 +69,12 @@ impl Stage {
 /// # Errors
 /// It did not happen; the message says what state the servers are in.
 pub(super) async fn perform(ready: &mut Ready, limit: Duration, signals: &mut Signals) -> Result<Duration, Failure> {
-    await_moment(ready).await?;
+    tokio::select! {
+        waited = await_moment(ready) => waited?,
+        name = signals.next() => {
+            return Err(Failure::new(Code::Interrupted, format!("stopped by {name}: nothing was changed")));
+        }
+    }
     let began = Instant::now();
     begin(ready, limit).await?;
     let until = began + limit + HANDSHAKE_LIMIT;
@@ -98,8 +103,8 @@ pub(super) async fn perform(ready: &mut Ready, limit: Duration, signals: &mut Si
     Ok(pause)
 }
 
-/// Waits until the replica is about to tell how far it is. The old primary steps down when it has heard that the replica
-/// has everything, and writes wait for that word; a replica gives it once a second.
+/// Waits until the replica is about to tell how far it is. The old primary steps down when it has heard that the
+/// replica has everything, and writes wait for that word; a replica gives it once a second.
 async fn await_moment(ready: &mut Ready) -> Result<(), Failure> {
     let until = Instant::now() + ACK_LIMIT;
     let mut before = None;

@@ -39,6 +39,10 @@ pub(crate) struct Options {
 /// Where the set-up of `make test-matrix` puts servers of several versions.
 const VERSIONS: &str = ".cache/servers/versions";
 
+/// The families, as the lab calls them.
+const REDIS: &str = "Redis";
+const VALKEY: &str = "Valkey";
+
 /// Bytes of a random value.
 const VALUE_BYTES: u64 = 1024;
 
@@ -58,7 +62,7 @@ const BETWEEN: u32 = 2;
 pub(crate) fn run(options: &Options) -> Result<()> {
     let screen = Screen::new();
     let program = screen.build_for(&[])?;
-    let (old, new) = (start(Kind::Redis7, "redis")?, start(Kind::Valkey9, "valkey")?);
+    let (old, new) = (start(Kind::Redis7, REDIS)?, start(Kind::Valkey9, VALKEY)?);
     screen.say(&format!("filling {} with {}", named(&old)?, options.size));
     fill_every_type(&mut old.client()?, 7)?;
     let keys = (options.size.get() / VALUE_BYTES).to_string();
@@ -102,8 +106,10 @@ fn start(kind: Kind, family: &str) -> Result<Server> {
     })
 }
 
+/// Family and version.
 fn named(server: &Server) -> Result<String> {
-    Ok(server.version()?)
+    let family = if server.fact("valkey_version").is_ok() { VALKEY } else { REDIS };
+    Ok(format!("{family} {}", server.version()?))
 }
 
 struct Demo<'a> {
