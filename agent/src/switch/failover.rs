@@ -99,7 +99,7 @@ pub(super) async fn perform(ready: &mut Ready, limit: Duration, signals: &mut Si
     if let Some(name) = signal {
         tracing::warn!("{name} came too late to stop the switch");
     }
-    await_follower(ready).await?;
+    await_follower(ready).await;
     Ok(pause)
 }
 
@@ -135,7 +135,9 @@ async fn begin(ready: &mut Ready, limit: Duration) -> Result<(), Failure> {
             let old = ready.old.server().url();
             Err(Failure::new(Code::NotSwitched, format!("{old} refuses the switch, and goes on as it was: {text}")))
         }
-        Err(error) => Err(error.into()),
+        Err(error) if error.refusal().is_some() => Err(error.into()),
+        // It may have got the command.
+        Err(error) => Err(unknown(ready, &error)),
     }
 }
 
@@ -143,18 +145,24 @@ async fn begin(ready: &mut Ready, limit: Duration) -> Result<(), Failure> {
 /// nevertheless, and the old one follows it now.
 ///
 /// The new one may have been told, and not have answered yet. So it must answer here, as one that stands still could be
-/// promoted when it wakes; and writes stay paused at the old one until what is on its way has arrived.
+/// promoted when it wakes; and writes stay paused at the old one until what is on its way has arrived. (Redis 6.2 has one
+/// pause for all purposes, which ends with the `FAILOVER`.)
 async fn take_back(ready: &mut Ready) -> Result<(), Failure> {
     let (old, new) = (ready.old.server().url().to_string(), ready.new.server().url().to_string());
-    if let Err(error) = role_of(&mut ready.new).await {
+    let left_alone = |why: String| {
         let text = format!(
-            "{old} has stepped down and cannot tell {new} to be the primary, which does not answer ({error}): writes wait at \
-             {old}. If {new} stays away, send FAILOVER ABORT to {old}; if it comes back, it may still be promoted"
+            "{old} has stepped down and cannot tell {new} to be the primary, and this is not taken back, since {why}: writes wait \
+             at {old}. If {new} stays a replica, send FAILOVER ABORT to {old}"
         );
-        return Err(Failure::new(Code::NotSwitched, text));
+        Failure::new(Code::NotSwitched, text)
+    };
+    if let Err(error) = role_of(&mut ready.new).await {
+        return Err(left_alone(format!("{new} does not answer and may be promoted when it does ({error})")));
     }
     let pause = (2 * SETTLE).as_millis().to_string();
-    ready.old.command(&["CLIENT", "PAUSE", &pause, "WRITE"]).await?;
+    if let Err(error) = ready.old.command(&["CLIENT", "PAUSE", &pause, "WRITE"]).await {
+        return Err(left_alone(format!("writes could not be paused ({error})")));
+    }
     match ready.old.command(&["FAILOVER", "ABORT"]).await {
         Ok(_) => {}
         // It has ended by itself.
@@ -225,25 +233,19 @@ async fn await_promotion(ready: &mut Ready, began: Instant) -> Result<Duration, 
     }
 }
 
-/// Waits until the old primary is a replica in step.
-async fn await_follower(ready: &mut Ready) -> Result<(), Failure> {
+/// Waits until the old primary is a replica in step. The switch is done, so whatever happens to it is a warning: clients
+/// must be led to the new one.
+async fn await_follower(ready: &mut Ready) {
     let until = Instant::now() + FOLLOW_LIMIT;
-    loop {
-        let facts = Facts::from_info(&ready.old.info("replication").await?);
-        if facts.link.as_ref().is_some_and(|link| link.up == Some(true)) {
-            return Ok(());
+    let why = loop {
+        match ready.old.info("replication").await {
+            Ok(info) if Facts::from_info(&info).link.is_some_and(|link| link.up == Some(true)) => return,
+            Ok(_) if Instant::now() < until => sleep(POLL).await,
+            Ok(_) => break format!("its link is not up after {} s", FOLLOW_LIMIT.as_secs()),
+            Err(error) => break error.to_string(),
         }
-        if Instant::now() >= until {
-            tracing::warn!(
-                "{} does not follow {} yet: its link is not up after {} s",
-                ready.old.server().url(),
-                ready.new.server().url(),
-                FOLLOW_LIMIT.as_secs()
-            );
-            return Ok(());
-        }
-        sleep(POLL).await;
-    }
+    };
+    tracing::warn!("{} does not follow {} yet: {why}", ready.old.server().url(), ready.new.server().url());
 }
 
 #[cfg(test)]

@@ -13,9 +13,9 @@ const LOOK_EVERY: Duration = Duration::from_millis(10);
 /// our stdout is for results.
 ///
 /// # Errors
-/// Why clients may not have been led there, to stand behind "the hook".
+/// Why clients may not have been led there.
 pub(super) async fn run(program: &Path, limit: Duration, (old, new): (&str, &str)) -> Result<(), String> {
-    let named = program.display();
+    let named = format!("the hook {}", program.display());
     let mut command = Command::new(program);
     command.args([old, new]).stdin(Stdio::null()).stdout(std::io::stderr());
     let mut child = command.spawn().map_err(|error| format!("{named} could not be started ({error})"))?;

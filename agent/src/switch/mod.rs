@@ -59,23 +59,23 @@ pub async fn run(args: SwitchArgs) -> Result<(), Failure> {
     if args.rewrite_config {
         rewrite_config(&mut ready).await;
     }
-    let hooked = match &args.hook {
+    let mut led = match &args.hook {
         Some(program) => hook::run(program, args.hook_timeout, (&report.old, &report.new)).await,
         None => Ok(()),
     };
-    if hooked.is_ok() && args.close_clients {
-        close_clients(&mut ready).await?;
+    if led.is_ok() && args.close_clients {
+        led = close_clients(&mut ready).await;
     }
     let told = match args.json {
         true => progress::print_line(&serde_json::to_string(&report).unwrap_or_default()),
         false => progress::print_line(&report.text()),
     };
-    hooked.map_err(|why| hook_failed(&report, &why)).and(told)
+    led.map_err(|why| hook_failed(&report, &why)).and(told)
 }
 
 fn hook_failed(report: &Report, why: &str) -> Failure {
     let text = format!(
-        "the switch is done: {} is the primary; but the hook {why}, so clients may still be at {}: run it by hand, or switch back",
+        "the switch is done: {} is the primary; but {why}, so clients may still be at {}: lead them by hand, or switch back",
         report.new, report.old
     );
     Failure::new(Code::HookFailed, text)
@@ -90,8 +90,9 @@ async fn rewrite_config(ready: &mut Ready) {
     }
 }
 
-async fn close_clients(ready: &mut Ready) -> Result<(), Failure> {
-    let closed = ready.old.command(&["CLIENT", "KILL", "TYPE", "normal"]).await?;
+async fn close_clients(ready: &mut Ready) -> Result<(), String> {
+    let closed = ready.old.command(&["CLIENT", "KILL", "TYPE", "normal"]).await;
+    let closed = closed.map_err(|error| format!("its clients' connections could not be closed ({error})"))?;
     tracing::info!(
         "{} connections of clients were closed at {}",
         closed.as_int().unwrap_or(0),

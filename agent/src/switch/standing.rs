@@ -9,7 +9,7 @@ use crate::{
     args::{HostPort, SwitchArgs},
     exit::{Code, Failure},
     server::{
-        Client, Credentials, Facts, Password, Role, Server, Version,
+        Client, Credentials, Facts, Password, Role, Server, ServerError, Version,
         own_changes::{Counted, OwnChanges},
         permission::{Permission, TO_REPLICATE},
     },
@@ -82,8 +82,11 @@ pub(super) async fn look(args: &SwitchArgs) -> Result<Found, Failure> {
     let ports = ports_of(&mut new, &of_new).await?;
     let listed = match &args.to_address {
         Some(HostPort { host, port }) => (host.clone(), *port),
-        None => listed(&before, &ports, &addresses(args.ends.to.host_and_port()))
-            .map_err(|why| Failure::refused(format!("{} {why}", from.url())))?,
+        None => {
+            let is_direct = follows_directly(&from, &of_old, &of_new).await;
+            listed(&before, &ports, &addresses(args.ends.to.host_and_port()), is_direct)
+                .map_err(|why| Failure::refused(format!("{} {why}", from.url())))?
+        }
     };
     check_login(&mut old, &to, &listed, &mut warnings).await?;
     let full_copies = full_copies(&mut new).await;
@@ -185,6 +188,19 @@ async fn refuse_an_inexact_replica(new: &mut Client) -> Result<Vec<String>, Fail
         .collect())
 }
 
+/// Whether a replica is known to follow the old primary itself, and not another one of its replicas: the address that it
+/// follows leads there.
+async fn follows_directly(from: &Server, old: &Facts, new: &Facts) -> bool {
+    let Some(link) = &new.link else { return false };
+    if from.url().host_and_port() == Some((link.host.as_str(), link.port)) {
+        return true;
+    }
+    let asked = async { Facts::read(&mut from.at(&link.host, link.port).connect().await?).await };
+    let asked: Result<Facts, ServerError> = asked.await;
+    // An address that leads nowhere from here proves nothing.
+    asked.is_ok_and(|facts| facts.run_id.is_some() && facts.run_id == old.run_id)
+}
+
 /// The ports under which a primary may list this server.
 async fn ports_of(new: &mut Client, facts: &Facts) -> Result<Vec<u16>, Failure> {
     let announced = match new.config_get("replica-announce-port").await {
@@ -202,16 +218,17 @@ fn addresses(place: Option<(&str, u16)>) -> Vec<String> {
     resolved.map(|address| address.ip().to_string()).chain(named).collect()
 }
 
-/// The replica with one of these ports, as its primary lists it; among several, the one with such an address.
-fn listed(info: &Info, ports: &[u16], hosts: &[String]) -> Result<(String, u16), String> {
+/// The replica with one of these ports and addresses, as its primary lists it. One that is listed with another address is
+/// it if `is_direct` and there is no other: its primary may see it behind a translation of addresses.
+fn listed(info: &Info, ports: &[u16], hosts: &[String], is_direct: bool) -> Result<(String, u16), String> {
     let with_port: Vec<Replica> = info.replicas().filter(|replica| ports.contains(&replica.port)).collect();
     let here: Vec<&Replica> = with_port.iter().filter(|replica| hosts.contains(&replica.ip)).collect();
     match (&here[..], &with_port[..]) {
         ([one], _) => Ok((one.ip.clone(), one.port)),
-        ([], [one]) => Ok((one.ip.clone(), one.port)),
-        ([], []) => Err(format!(
-            "lists no replica with the port {ports:?} (INFO replication): the new one may follow another replica; name it with \
-             --to-address as it is listed"
+        ([], [one]) if is_direct => Ok((one.ip.clone(), one.port)),
+        ([], [] | [_]) => Err(format!(
+            "lists no replica at {hosts:?} with the port {ports:?} (INFO replication): the new one may follow another replica; if \
+             it follows this one, name it with --to-address as it is listed"
         )),
         _ => Err("lists several replicas with that port: name the new one with --to-address as it is listed".into()),
     }
@@ -313,9 +330,10 @@ mod tests {
               slave2:ip=10.0.0.3,port=6380,state=online,offset=1,lag=0\r\n",
         );
         let hosts = |hosts: &[&str]| hosts.iter().map(|host| (*host).to_owned()).collect::<Vec<_>>();
-        assert_eq!(listed(&info, &[6379], &hosts(&["10.0.0.2"])).unwrap(), ("10.0.0.2".into(), 6379));
-        assert_eq!(listed(&info, &[6380, 6390], &hosts(&["127.0.0.1"])).unwrap(), ("10.0.0.3".into(), 6380));
-        assert!(listed(&info, &[6379], &hosts(&["127.0.0.1"])).unwrap_err().contains("several"));
-        assert!(listed(&info, &[7000], &hosts(&["10.0.0.1"])).unwrap_err().contains("lists no replica"));
+        assert_eq!(listed(&info, &[6379], &hosts(&["10.0.0.2"]), false).unwrap(), ("10.0.0.2".into(), 6379));
+        assert_eq!(listed(&info, &[6380, 6390], &hosts(&["127.0.0.1"]), true).unwrap(), ("10.0.0.3".into(), 6380));
+        assert!(listed(&info, &[6380], &hosts(&["127.0.0.1"]), false).unwrap_err().contains("another replica"));
+        assert!(listed(&info, &[6379], &hosts(&["127.0.0.1"]), true).unwrap_err().contains("several"));
+        assert!(listed(&info, &[7000], &hosts(&["10.0.0.1"]), true).unwrap_err().contains("lists no replica"));
     }
 }
