@@ -145,8 +145,8 @@ async fn begin(ready: &mut Ready, limit: Duration) -> Result<(), Failure> {
 /// nevertheless, and the old one follows it now.
 ///
 /// The new one may have been told, and not have answered yet. So it must answer here, as one that stands still could be
-/// promoted when it wakes; and writes stay paused at the old one until what is on its way has arrived. (Redis 6.2 has one
-/// pause for all purposes, which ends with the `FAILOVER`.)
+/// promoted when it wakes; and writes stay paused at the old one until what is on its way has arrived. (Redis 6.2 has
+/// one pause for all purposes, which ends with the `FAILOVER`.)
 async fn take_back(ready: &mut Ready) -> Result<(), Failure> {
     let (old, new) = (ready.old.server().url().to_string(), ready.new.server().url().to_string());
     let left_alone = |why: String| {
@@ -233,8 +233,8 @@ async fn await_promotion(ready: &mut Ready, began: Instant) -> Result<Duration, 
     }
 }
 
-/// Waits until the old primary is a replica in step. The switch is done, so whatever happens to it is a warning: clients
-/// must be led to the new one.
+/// Waits until the old primary is a replica in step. The switch is done, so whatever happens to it is a warning:
+/// clients must be led to the new one.
 async fn await_follower(ready: &mut Ready) {
     let until = Instant::now() + FOLLOW_LIMIT;
     let why = loop {

@@ -188,8 +188,8 @@ async fn refuse_an_inexact_replica(new: &mut Client) -> Result<Vec<String>, Fail
         .collect())
 }
 
-/// Whether a replica is known to follow the old primary itself, and not another one of its replicas: the address that it
-/// follows leads there.
+/// Whether a replica is known to follow the old primary itself, and not another one of its replicas: the address that
+/// it follows leads there.
 async fn follows_directly(from: &Server, old: &Facts, new: &Facts) -> bool {
     let Some(link) = &new.link else { return false };
     if from.url().host_and_port() == Some((link.host.as_str(), link.port)) {
@@ -218,8 +218,8 @@ fn addresses(place: Option<(&str, u16)>) -> Vec<String> {
     resolved.map(|address| address.ip().to_string()).chain(named).collect()
 }
 
-/// The replica with one of these ports and addresses, as its primary lists it. One that is listed with another address is
-/// it if `is_direct` and there is no other: its primary may see it behind a translation of addresses.
+/// The replica with one of these ports and addresses, as its primary lists it. One that is listed with another address
+/// is it if `is_direct` and there is no other: its primary may see it behind a translation of addresses.
 fn listed(info: &Info, ports: &[u16], hosts: &[String], is_direct: bool) -> Result<(String, u16), String> {
     let with_port: Vec<Replica> = info.replicas().filter(|replica| ports.contains(&replica.port)).collect();
     let here: Vec<&Replica> = with_port.iter().filter(|replica| hosts.contains(&replica.ip)).collect();
