@@ -135,6 +135,8 @@ fn the_announced_primary_is_pinned_where_the_source_captures_a_replica() {
         fill_keys(&primary, 100, "x");
         middle.replicate(&primary).unwrap();
         middle.wait_for_link(LONG).unwrap();
+        // The primary hears a moment later that the copy has arrived, and notes it.
+        assert_eq!(primary.client().unwrap().int(&["WAIT", "1", "60000"]).unwrap(), 1);
         // The captured replica's own copy, for which it asks first with a history of its own.
         let counts = || match writes {
             Writes::Many => vec![copies(&primary) as u64],
