@@ -11,10 +11,7 @@ use std::{
 };
 
 use clap::Parser;
-use rustix::process::{
-    DumpableBehavior, Resource, Rlimit, Signal, getppid, getrlimit, set_dumpable_behavior,
-    set_parent_process_death_signal, setrlimit,
-};
+use rustix::process::{DumpableBehavior, Resource, Rlimit, getrlimit, set_dumpable_behavior, setrlimit};
 use tracing_subscriber::EnvFilter;
 
 use crate::{
@@ -37,7 +34,7 @@ pub fn main() -> ExitCode {
         tracing::debug!("{variable} is Kubernetes' variable of a Service, and no option");
     }
     protect_memory();
-    end_with_parent();
+    signals::end_with_parent();
     raise_descriptor_limit();
     match run(cli.command) {
         Ok(()) => ExitCode::SUCCESS,
@@ -78,20 +75,6 @@ fn parse() -> (Cli, Vec<String>) {
 fn protect_memory() {
     if let Err(error) = set_dumpable_behavior(DumpableBehavior::NotDumpable) {
         tracing::warn!(%error, "other processes of this user can read this process's memory");
-    }
-}
-
-/// The variable by which an agent knows that a command of ours has started it, and that it must end with that one. Its
-/// value is that command's process id.
-pub(crate) const CHILD_OF: &str = "REMORA_CHILD_OF";
-
-/// Has the system tell this process to end when the command that has started it ends, however that is.
-fn end_with_parent() {
-    let Some(parent) = std::env::var(CHILD_OF).ok().and_then(|text| text.parse::<i32>().ok()) else { return };
-    let told = set_parent_process_death_signal(Some(Signal::TERM));
-    // It may have ended before that.
-    if told.is_ok() && getppid().is_none_or(|pid| pid.as_raw_nonzero().get() != parent) {
-        std::process::exit(Code::Interrupted.number().into());
     }
 }
 

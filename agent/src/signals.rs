@@ -1,5 +1,7 @@
-//! Signals that end a command, SIGINT and SIGTERM, and the one at which files are read again: SIGHUP.
+//! Signals that end a command, SIGINT and SIGTERM, also when the command that has started it ends, and the one at which
+//! files are read again: SIGHUP.
 
+use rustix::process;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::exit::{Code, Failure};
@@ -29,6 +31,20 @@ impl Signals {
             _ = self.interrupt.recv() => "SIGINT",
             _ = self.terminate.recv() => "SIGTERM",
         }
+    }
+}
+
+/// The variable by which an agent knows that a command of ours has started it, and that it must end with that one. Its
+/// value is that command's process id.
+pub(crate) const CHILD_OF: &str = "REMORA_CHILD_OF";
+
+/// Has the system tell this process to end when the command that has started it ends, however that is.
+pub(crate) fn end_with_parent() {
+    let Some(parent) = std::env::var(CHILD_OF).ok().and_then(|text| text.parse::<i32>().ok()) else { return };
+    let told = process::set_parent_process_death_signal(Some(process::Signal::TERM));
+    // It may have ended before that.
+    if told.is_ok() && process::getppid().is_none_or(|pid| pid.as_raw_nonzero().get() != parent) {
+        std::process::exit(Code::Interrupted.number().into());
     }
 }
 

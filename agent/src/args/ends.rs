@@ -1,10 +1,10 @@
 //! The options that name the two ends of a move: the server that clients leave, and the one that they come to.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::Args;
 
-use crate::server::{Credentials, Server, ServerUrl, SetupError, Task, TlsArgs, UrlParser};
+use crate::server::{Server, ServerUrl, SetupError, Task, TlsArgs, UrlParser};
 
 /// `--from`, `--to`, and the login of each.
 #[derive(Clone, Debug, Args)]
@@ -44,23 +44,11 @@ pub struct EndsArgs {
 impl EndsArgs {
     /// The old primary.
     pub fn open_from(&self, task: Task) -> Result<Server, SetupError> {
-        self.open(&self.from, self.from_user.as_deref(), self.from_password_file.as_deref(), task)
+        self.tls.open(&self.from, self.from_user.as_deref(), self.from_password_file.as_deref(), task)
     }
 
     /// The server that is to take its place.
     pub fn open_to(&self, task: Task) -> Result<Server, SetupError> {
-        self.open(&self.to, self.to_user.as_deref(), self.to_password_file.as_deref(), task)
-    }
-
-    fn open(
-        &self,
-        url: &ServerUrl,
-        user: Option<&str>,
-        password: Option<&Path>,
-        task: Task,
-    ) -> Result<Server, SetupError> {
-        // One of the two may have no TLS. The TLS options then apply to the other one only, which is no error.
-        let tls = if url.is_tls() { self.tls.options() } else { Default::default() };
-        Server::new(url.clone(), Credentials::gather(user, password)?, &tls, task)
+        self.tls.open(&self.to, self.to_user.as_deref(), self.to_password_file.as_deref(), task)
     }
 }

@@ -7,7 +7,7 @@ use clap::Args;
 use super::{EndsArgs, HostPort, LeftOut};
 use crate::{
     exit::{self, Code},
-    server::{Task, TlsArgs},
+    server::Task,
     units::Size,
 };
 
@@ -51,21 +51,6 @@ pub struct MigrateArgs {
     /// Memory of the replica agent: as `--memory` of `remora replica`.
     #[arg(long, value_name = "SIZE", default_value = "256MiB", help_heading = "Resources")]
     pub memory: Size,
-}
-
-impl MigrateArgs {
-    /// The TLS options of a child that connects to a server, where its address has TLS.
-    pub(crate) fn tls_words(tls: &TlsArgs) -> Vec<String> {
-        let file = |name: &str, path: &Option<PathBuf>| {
-            path.iter().flat_map(|path| [name.to_owned(), path.display().to_string()]).collect::<Vec<_>>()
-        };
-        let mut words = file("--tls-ca", &tls.tls_ca);
-        words.extend(file("--tls-cert", &tls.tls_cert));
-        words.extend(file("--tls-key", &tls.tls_key));
-        words.extend(tls.tls_server_name.iter().flat_map(|name| ["--tls-server-name".to_owned(), name.clone()]));
-        words.extend(tls.tls_pins.iter().flat_map(|pin| ["--tls-pin".to_owned(), pin.to_string()]));
-        words
-    }
 }
 
 const ABOUT: &str = "\

@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 
 use crate::{
     exit::{self, Code},
-    server::{Credentials, Server, ServerUrl, SetupError, Task, TlsArgs, UrlParser},
+    server::{Server, ServerUrl, SetupError, Task, TlsArgs, UrlParser},
     units::parse_duration,
 };
 
@@ -81,23 +81,12 @@ pub enum DigestUse {
 impl VerifyArgs {
     /// The primary.
     pub fn open_primary(&self) -> Result<Server, SetupError> {
-        self.open(&self.primary, self.primary_user.as_deref(), self.primary_password_file.as_deref())
+        self.tls.open(&self.primary, self.primary_user.as_deref(), self.primary_password_file.as_deref(), Task::Verify)
     }
 
     /// The replica.
     pub fn open_replica(&self) -> Result<Server, SetupError> {
-        self.open(&self.replica, self.replica_user.as_deref(), self.replica_password_file.as_deref())
-    }
-
-    fn open(
-        &self,
-        url: &ServerUrl,
-        user: Option<&str>,
-        password: Option<&std::path::Path>,
-    ) -> Result<Server, SetupError> {
-        // One of the two may have no TLS. The TLS options then apply to the other one only, which is no error.
-        let tls = if url.is_tls() { self.tls.options() } else { Default::default() };
-        Server::new(url.clone(), Credentials::gather(user, password)?, &tls, Task::Verify)
+        self.tls.open(&self.replica, self.replica_user.as_deref(), self.replica_password_file.as_deref(), Task::Verify)
     }
 }
 

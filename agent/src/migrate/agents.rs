@@ -1,23 +1,23 @@
 //! The two agents, as processes of this program.
 
 use std::io::{BufRead, BufReader};
+use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
-use tokio::sync::mpsc;
-use tokio::time::{Instant, sleep};
+use tokio::sync::oneshot;
+use tokio::time::{sleep, timeout};
 
 use super::ended;
 use crate::{
-    args::{MigrateArgs, TokenAction, TokenCommandArgs},
-    commands::CHILD_OF,
+    args::{HostPort, MigrateArgs, TokenAction, TokenCommandArgs},
     events,
     exit::{Code, Failure},
     server::ServerUrl,
-    signals::Signals,
+    signals::{CHILD_OF, Signals},
 };
 
 /// How long a source may take until it listens. It waits for its server for five minutes itself.
@@ -28,9 +28,6 @@ const END_LIMIT: Duration = Duration::from_secs(30);
 
 /// Pause between two looks whether an agent has ended.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
-
-/// Lines of a source's log that wait to be read.
-const LINES: usize = 256;
 
 /// Both agents at work.
 pub(super) struct Agents {
@@ -116,15 +113,15 @@ impl Source {
         }
         command.stderr(Stdio::piped());
         let mut process = Process::spawn(&mut command, "the source")?;
-        let (tell, mut told) = mpsc::channel(LINES);
+        let (tell, told) = oneshot::channel();
         if let Some(log) = process.child.stderr.take() {
             // It ends with the source.
-            let reader = std::thread::Builder::new().name("source-log".into()).spawn(move || read_log(log, &tell));
+            let reader = std::thread::Builder::new().name("source-log".into()).spawn(move || read_log(log, tell));
             reader.map_err(|error| Failure::local(format!("no thread could be started: {error}")))?;
         }
         let address = tokio::select! {
-            address = told.recv() => address,
-            () = sleep(READY_LIMIT) => None,
+            // The other end is dropped when the log ends.
+            address = timeout(READY_LIMIT, told) => address.ok().and_then(Result::ok),
             name = signals.next() => {
                 return Err(Failure::new(Code::Interrupted, format!("stopped by {name}: nothing was changed")));
             }
@@ -147,7 +144,8 @@ impl Source {
 }
 
 /// Tells the address once the source listens, and passes on what people should read.
-fn read_log(log: impl std::io::Read, tell: &mpsc::Sender<String>) {
+fn read_log(log: impl std::io::Read, tell: oneshot::Sender<String>) {
+    let mut tell = Some(tell);
     for line in BufReader::new(log).lines().map_while(Result::ok) {
         let Ok(said) = serde_json::from_str::<Value>(&line) else {
             // Its last words.
@@ -160,9 +158,10 @@ fn read_log(log: impl std::io::Read, tell: &mpsc::Sender<String>) {
             Some("ERROR" | "WARN") => tracing::warn!("source: {text}"),
             _ => tracing::debug!("source: {text}"),
         }
-        if let (Some(events::SOURCE_READY), Some(address)) = (fields["event"].as_str(), fields["listening"].as_str()) {
-            // Only a command that waits no more does not take it.
-            let _ = tell.blocking_send(address.to_owned());
+        if let (Some(events::SOURCE_READY), Some(address)) = (fields["event"].as_str(), fields["listening"].as_str())
+            && let Some(tell) = tell.take()
+        {
+            let _ = tell.send(address.to_owned()); // a command that does not wait any more needs no address
         }
     }
 }
@@ -180,15 +179,11 @@ impl Process {
         Ok(Process { child, name, status: None })
     }
 
-    fn look(&mut self) -> Result<Option<ExitStatus>, Failure> {
-        let failed = |error| Failure::local(format!("{} could not be waited for: {error}", self.name));
-        self.status = self.child.try_wait().map_err(failed)?;
-        Ok(self.status)
-    }
-
     async fn wait(&mut self) -> Result<ExitStatus, Failure> {
         loop {
-            if let Some(status) = self.look()? {
+            let failed = |error| Failure::local(format!("{} could not be waited for: {error}", self.name));
+            self.status = self.child.try_wait().map_err(failed)?;
+            if let Some(status) = self.status {
                 return Ok(status);
             }
             sleep(LOOK_EVERY).await;
@@ -197,15 +192,11 @@ impl Process {
 
     /// Waits for its end, and kills it if it takes longer.
     async fn end_within(&mut self, limit: Duration) -> Result<ExitStatus, Failure> {
-        let until = Instant::now() + limit;
-        while self.look()?.is_none() {
-            if Instant::now() >= until {
-                tracing::warn!("{} did not end within {} s and is killed", self.name, limit.as_secs());
-                let _ = self.child.kill(); // it may have ended meanwhile
-                return self.wait().await;
-            }
-            sleep(LOOK_EVERY).await;
+        if let Ok(ended) = timeout(limit, self.wait()).await {
+            return ended;
         }
+        tracing::warn!("{} did not end within {} s and is killed", self.name, limit.as_secs());
+        let _ = self.child.kill(); // it may have ended meanwhile
         self.wait().await
     }
 
@@ -234,7 +225,7 @@ fn server_words(
     command: &mut Command,
     url: &ServerUrl,
     user: Option<&str>,
-    password: &Option<std::path::PathBuf>,
+    password: &Option<PathBuf>,
     args: &MigrateArgs,
 ) {
     command.args(["--server", &url.to_string()]);
@@ -243,13 +234,13 @@ fn server_words(
         command.arg("--password-file").arg(file);
     }
     if url.is_tls() {
-        command.args(MigrateArgs::tls_words(&args.ends.tls));
+        command.args(args.ends.tls.words());
     }
 }
 
 fn host_port(url: &ServerUrl) -> Option<String> {
     let (host, port) = url.host_and_port()?;
-    Some(crate::args::HostPort { host: host.to_owned(), port }.to_string())
+    Some(HostPort { host: host.to_owned(), port }.to_string())
 }
 
 /// The file with the token, in a folder of its own.

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use remora_redis::resp::Frame;
+use remora_wire::printable;
 
 use crate::server::{Client, Facts, ServerError};
 
@@ -57,7 +58,7 @@ pub(super) async fn between(
     let mut lines = Vec::new();
     let missing = of_old.modules_missing_at(of_new);
     if !missing.is_empty() {
-        lines.push(format!("modules that the new server lacks: {}", missing.join(", ")));
+        lines.push(format!("modules that the new server lacks: {}", printable(&missing.join(", "))));
     }
     if let (Some(here), Some(there)) = (users(old).await?, users(new).await?) {
         let missing: Vec<_> = here.difference(&there).cloned().collect();
@@ -77,7 +78,7 @@ pub(super) async fn between(
 async fn users(server: &mut Client) -> Result<Option<BTreeSet<String>>, ServerError> {
     let answer = optional(server.command(&["ACL", "USERS"]).await)?;
     Ok(answer.and_then(|answer| {
-        Some(answer.as_array()?.iter().filter_map(|name| Some(name.as_str()?.to_owned())).collect())
+        Some(answer.as_array()?.iter().filter_map(|name| Some(printable(name.as_str()?).into_owned())).collect())
     }))
 }
 

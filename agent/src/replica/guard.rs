@@ -28,7 +28,7 @@ use super::record::Record;
 use crate::args::ReplicaArgs;
 use crate::exit::{Code, Failure};
 use crate::server::{Facts, Task};
-use crate::signals::Signals;
+use crate::signals::{CHILD_OF, Signals};
 
 /// The variable by which the agent's program knows that it is to be the guard. Its value is the agent's process id.
 const VARIABLE: &str = "REMORA_GUARD_OF";
@@ -36,8 +36,9 @@ const VARIABLE: &str = "REMORA_GUARD_OF";
 /// The guard's name in a list of processes.
 const NAME: &str = "remora-guard";
 
-/// Variables of the service manager that are for the agent only.
-const OF_THE_AGENT: [&str; 4] = ["NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS"];
+/// Variables that are for the agent only: of the service manager, and of a command that has started the agent. The
+/// guard must outlive that one too.
+const OF_THE_AGENT: [&str; 5] = ["NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", CHILD_OF];
 
 /// Pause between two looks at the server.
 const PACE: Duration = Duration::from_secs(1);

@@ -1,6 +1,9 @@
 //! The options that name a server and its login.
 
-use std::{ffi::OsStr, path::PathBuf};
+use std::{
+    ffi::{OsStr, OsString},
+    path::{Path, PathBuf},
+};
 
 use clap::{
     Arg, Args, Command,
@@ -85,6 +88,28 @@ impl ServerArgs {
 }
 
 impl TlsArgs {
+    /// Prepares connections to one of several servers to which these options apply. One without TLS has no use for
+    /// them, which is not an error.
+    pub(crate) fn open(
+        &self,
+        url: &ServerUrl,
+        user: Option<&str>,
+        password_file: Option<&Path>,
+        task: Task,
+    ) -> Result<Server, SetupError> {
+        let tls = if url.is_tls() { self.options() } else { TlsOptions::default() };
+        Server::new(url.clone(), Credentials::gather(user, password_file)?, &tls, task)
+    }
+
+    /// The options as words of a command line, for a process that connects to the same server.
+    pub(crate) fn words(&self) -> Vec<OsString> {
+        let files = [("--tls-ca", &self.tls_ca), ("--tls-cert", &self.tls_cert), ("--tls-key", &self.tls_key)];
+        let files = files.into_iter().filter_map(|(name, file)| Some((name, file.as_ref()?.clone().into_os_string())));
+        let names = self.tls_server_name.iter().map(|name| ("--tls-server-name", name.into()));
+        let pins = self.tls_pins.iter().map(|pin| ("--tls-pin", pin.to_string().into()));
+        files.chain(names).chain(pins).flat_map(|(option, value)| [option.into(), value]).collect()
+    }
+
     /// The TLS options without their clap attributes.
     pub fn options(&self) -> TlsOptions {
         TlsOptions {

@@ -92,6 +92,24 @@ fn a_guard_leaves_the_server_to_the_next_agent_and_ends() {
     }
 }
 
+/// An agent that `remora migrate` has started ends with it. Its guard must not.
+#[test]
+fn an_agent_that_migrate_has_started_has_a_guard_too() {
+    let Some(()) = require::root() else { return }; // other processes cannot look at the guard
+    for kind in require::kinds() {
+        let scene = Scene::new(kind, "");
+        load_slowly(&scene.replica, 1000);
+        let (from, to) = (scene.primary.url(), scene.replica.url());
+        let mut agent = scene.stage.start(None, &["migrate", "--from", &from, "--to", &to]);
+        wait_until_loading(&scene.replica);
+        assert_eq!(guards_of(&scene.replica).len(), 1, "{}", agent.output());
+        agent.kill().unwrap();
+        scene.replica.configure("key-load-delay", "0").unwrap();
+        wait_until_it_has_loaded(&scene.replica);
+        scene.assert_follows_by_hand("");
+    }
+}
+
 /// A server that loads from a link that has ended notices that soon, and takes no command before.
 fn wait_until_it_has_loaded(server: &Server) {
     wait_until("the server to load no more", LONG, || {

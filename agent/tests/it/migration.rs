@@ -139,6 +139,21 @@ fn one_command_migrates_and_another_one_switches_there_and_back() {
 }
 
 #[test]
+fn a_migration_reads_from_a_source_that_runs_already() {
+    let Some((redis, valkey)) = both() else { return };
+    let (old, new) = (primary(redis).start().unwrap(), primary(valkey).start().unwrap());
+    fill_with(&mut old.client().unwrap(), 5, of_both(&old, &new)).unwrap();
+    let source = Source::start(&old, &[]);
+    let (address, token) = (source.address.to_string(), source.token().display().to_string());
+    let ends = ["--from", &old.url(), "--to", &new.url()].map(String::from);
+    let words = ["migrate", &ends[0], &ends[1], &ends[2], &ends[3], "--source", &address, "--token-file", &token];
+    says(&Stage::new().end(&words, 0), &["is an exact replica of"]);
+    assert_eq!(syncs(&old).0, 1);
+    assert_same(&old, &new);
+    source.stop();
+}
+
+#[test]
 fn a_migration_that_is_refused_ends_with_the_agents_code_and_leaves_no_process() {
     let Some((redis, valkey)) = both() else { return };
     let stage = Stage::new();
