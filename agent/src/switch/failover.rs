@@ -113,7 +113,7 @@ async fn await_moment(ready: &mut Ready) -> Result<(), Failure> {
         let told = info.replicas().find(|replica| (&replica.ip, replica.port) == (&ready.listed.0, ready.listed.1));
         let told = told.map(|replica| replica.offset);
         if told.is_some() && told == info.number("master_repl_offset") {
-            return Ok(()); // nobody writes
+            return Ok(()); // no client writes
         }
         if before.is_some_and(|before| before != told) {
             sleep(ACK_PERIOD - ACK_LEAD).await;
@@ -184,7 +184,8 @@ async fn take_back(ready: &mut Ready) -> Result<(), Failure> {
     Err(Failure::new(Code::NotSwitched, text))
 }
 
-async fn role_of(server: &mut Client) -> Result<Option<Role>, ServerError> {
+/// Whether a server is a primary or a replica now.
+pub(super) async fn role_of(server: &mut Client) -> Result<Option<Role>, ServerError> {
     Ok(Facts::from_info(&server.info("replication").await?).role)
 }
 

@@ -27,7 +27,7 @@ use crate::{
     args::SwitchArgs,
     exit::{Code, Failure},
     progress,
-    server::Task,
+    server::{Role, ServerError, Task},
     signals::Signals,
 };
 
@@ -47,9 +47,6 @@ pub async fn run(args: SwitchArgs) -> Result<(), Failure> {
         Found::Already(text) => return progress::print_line(&text),
         Found::Ready(ready) => *ready,
     };
-    for warning in &ready.warnings {
-        tracing::warn!("{warning}");
-    }
     if args.dry_run {
         return progress::print_line(&ready.would());
     }
@@ -90,9 +87,13 @@ async fn rewrite_config(ready: &mut Ready) {
     }
 }
 
+/// Closes the connections of clients at the old primary, unless somebody has made it the primary again meanwhile.
 async fn close_clients(ready: &mut Ready) -> Result<(), String> {
-    let closed = ready.old.command(&["CLIENT", "KILL", "TYPE", "normal"]).await;
-    let closed = closed.map_err(|error| format!("its clients' connections could not be closed ({error})"))?;
+    let failed = |error: ServerError| format!("its clients' connections could not be closed ({error})");
+    if failover::role_of(&mut ready.old).await.map_err(failed)? != Some(Role::Replica) {
+        return Err("the old one is no replica any more, and the connections of its clients were left alone".into());
+    }
+    let closed = ready.old.command(&["CLIENT", "KILL", "TYPE", "normal"]).await.map_err(failed)?;
     tracing::info!(
         "{} connections of clients were closed at {}",
         closed.as_int().unwrap_or(0),
@@ -110,8 +111,8 @@ struct Report {
     new: String,
     /// Seconds during which the old primary accepted no writes and the new one not yet.
     pause_seconds: f64,
-    /// Whether the old primary has continued at its offset: it needed no full copy.
-    continued: bool,
+    /// Whether the old primary has continued at its offset: it needed no full copy. `None` if that is not known.
+    continued: Option<bool>,
 }
 
 impl Report {
@@ -121,19 +122,19 @@ impl Report {
             old: ready.old.server().url().to_string(),
             new: ready.new.server().url().to_string(),
             pause_seconds: pause.as_secs_f64(),
-            // Unknown is no proof.
-            continued: copies.is_some() && copies == ready.full_copies,
+            continued: copies.zip(ready.full_copies).map(|(now, before)| now == before),
         }
     }
 
     fn text(&self) -> String {
         let Report { old, new, pause_seconds, continued } = self;
         let how = match continued {
-            true => "without a full copy",
-            false => "after a full copy: its backlog did not reach back to the switch",
+            Some(true) => " without a full copy",
+            Some(false) => " after a full copy: the new one's backlog did not reach back to the switch",
+            None => "",
         };
         format!(
-            "{new} is the primary since a pause of {:.0} ms; {old} follows it {how}\nback: remora switch --from {new} --to {old}",
+            "{new} is the primary since a pause of {:.0} ms; {old} follows it{how}\nback: remora switch --from {new} --to {old}",
             pause_seconds * 1000.0
         )
     }

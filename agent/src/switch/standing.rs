@@ -1,7 +1,5 @@
 //! What both servers must be before a switch: nothing is changed here.
 
-use std::net::ToSocketAddrs;
-
 use remora_redis::info::{Info, Replica};
 
 use super::TASK;
@@ -36,8 +34,6 @@ pub(super) struct Ready {
     pub(super) listed: (String, u16),
     /// Full copies that the new one has served, before.
     pub(super) full_copies: Option<u64>,
-    /// What may be in the way of the way back, or of clients.
-    pub(super) warnings: Vec<String>,
     /// Bytes that the new one has yet to execute.
     behind: u64,
 }
@@ -78,20 +74,20 @@ pub(super) async fn look(args: &SwitchArgs) -> Result<Found, Failure> {
         }
     }
     refuse_sentinels(&mut old).await?;
-    let mut warnings = refuse_an_inexact_replica(&mut new).await?;
+    refuse_an_inexact_replica(&mut new).await?;
     let ports = ports_of(&mut new, &of_new).await?;
     let listed = match &args.to_address {
         Some(HostPort { host, port }) => (host.clone(), *port),
         None => {
             let is_direct = follows_directly(&from, &of_old, &of_new).await;
-            listed(&before, &ports, &addresses(args.ends.to.host_and_port()), is_direct)
+            listed(&before, &ports, &addresses(args.ends.to.host_and_port()).await, is_direct)
                 .map_err(|why| Failure::refused(format!("{} {why}", from.url())))?
         }
     };
-    check_login(&mut old, &to, &listed, &mut warnings).await?;
+    check_login(&mut old, &to, &of_new, &listed).await?;
     let full_copies = full_copies(&mut new).await;
     let behind = of_old.offset.unwrap_or(0).saturating_sub(of_new.offset.unwrap_or(0));
-    Ok(Found::Ready(Box::new(Ready { old, new, listed, full_copies, warnings, behind })))
+    Ok(Found::Ready(Box::new(Ready { old, new, listed, full_copies, behind })))
 }
 
 /// Full copies that a server has served since its start; `None` if it does not tell.
@@ -165,8 +161,8 @@ async fn refuse_sentinels(old: &mut Client) -> Result<(), Failure> {
     }
 }
 
-/// Refuses a replica that does not hold what its primary holds. Returns what speaks against it and is no proof.
-async fn refuse_an_inexact_replica(new: &mut Client) -> Result<Vec<String>, Failure> {
+/// Refuses a replica that does not hold what its primary holds.
+async fn refuse_an_inexact_replica(new: &mut Client) -> Result<(), Failure> {
     let (counted, own) = (Counted::read(new).await?, OwnChanges::read(new).await?);
     let url = new.server().url();
     if let Some(errors) = counted.unexpected.filter(|errors| *errors > 0) {
@@ -181,11 +177,10 @@ async fn refuse_an_inexact_replica(new: &mut Client) -> Result<Vec<String>, Fail
              with remora verify"
         )));
     }
-    let evicted = counted.evicted.filter(|keys| *keys > 0);
-    Ok(evicted
-        .map(|keys| format!("{url} has removed {keys} keys since its start because its memory was full"))
-        .into_iter()
-        .collect())
+    if let Some(keys) = counted.evicted.filter(|keys| *keys > 0) {
+        tracing::warn!("{url} has removed {keys} keys since its start because its memory was full");
+    }
+    Ok(())
 }
 
 /// Whether a replica is known to follow the old primary itself, and not another one of its replicas: the address that
@@ -211,11 +206,11 @@ async fn ports_of(new: &mut Client, facts: &Facts) -> Result<Vec<u16>, Failure> 
     Ok([announced, facts.tcp_port, facts.tls_port].into_iter().flatten().collect())
 }
 
-/// The addresses that a host's name leads to.
-fn addresses(place: Option<(&str, u16)>) -> Vec<String> {
-    let resolved = place.and_then(|place| place.to_socket_addrs().ok()).into_iter().flatten();
-    let named = place.map(|(host, _)| host.to_owned());
-    resolved.map(|address| address.ip().to_string()).chain(named).collect()
+/// A host's name, and the addresses that it leads to.
+async fn addresses(place: Option<(&str, u16)>) -> Vec<String> {
+    let Some((host, port)) = place else { return Vec::new() };
+    let found = tokio::net::lookup_host((host, port)).await.into_iter().flatten();
+    found.map(|address| address.ip().to_string()).chain([host.to_owned()]).collect()
 }
 
 /// The replica with one of these ports and addresses, as its primary lists it. One that is listed with another address
@@ -236,20 +231,15 @@ fn listed(info: &Info, ports: &[u16], hosts: &[String], is_direct: bool) -> Resu
 
 /// Checks that the old primary's login for replication (`masteruser`, `masterauth`) is valid at the new one. Without it
 /// the old primary could not follow.
-async fn check_login(
-    old: &mut Client,
-    to: &Server,
-    listed: &(String, u16),
-    warnings: &mut Vec<String>,
-) -> Result<(), Failure> {
+async fn check_login(old: &mut Client, to: &Server, new: &Facts, listed: &(String, u16)) -> Result<(), Failure> {
     let (user, password) = match (old.config_bytes("masteruser").await, old.config_bytes("masterauth").await) {
         (Ok(user), Ok(password)) => (user, password),
         (Err(error), _) | (_, Err(error)) if error.refusal().is_some() => {
-            warnings.push(format!(
+            tracing::warn!(
                 "whether {} may log in at {} to follow it is not known: it does not tell its masterauth (CONFIG GET)",
                 old.server().url(),
                 to.url()
-            ));
+            );
             return Ok(());
         }
         (Err(error), _) | (_, Err(error)) => return Err(error.into()),
@@ -270,9 +260,8 @@ async fn check_login(
         Err(error) if error.refusal().is_some() => return Err(refused(error.to_string())),
         Err(error) => return Err(error.into()),
     };
-    let facts = Facts::from_info(&client.info("server").await.unwrap_or_default());
     for needed in TO_REPLICATE {
-        if let Permission::Refused(error) = needed.ask(&mut client, &facts).await? {
+        if let Permission::Refused(error) = needed.ask(&mut client, new).await? {
             return Err(refused(error.to_string()));
         }
     }

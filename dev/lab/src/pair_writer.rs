@@ -23,11 +23,11 @@ pub struct PairWriter {
 /// How long the writer waits for an answer. A pause of writes is shorter.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
-/// The longest sleep between two writes: so soon it notices its end.
+/// The longest sleep between two writes, and so the time in which the thread notices that it is to end.
 const NAP: Duration = Duration::from_millis(20);
 
 impl PairWriter {
-    /// Sets so many keys a second, each to its number, one after the other.
+    /// Sets `rate` keys a second, one after the other. The name and the value of a key hold its number.
     pub fn start(servers: [&Server; 2], rate: u32) -> PairWriter {
         let addresses = servers.map(Server::address);
         let (is_done, acknowledged, longest) = <(Arc<AtomicBool>, Arc<AtomicU64>, Arc<AtomicU64>)>::default();
@@ -61,7 +61,7 @@ impl PairWriter {
         self.acknowledged.load(Ordering::Relaxed)
     }
 
-    /// Waits until so many more are.
+    /// Waits until `writes` more are acknowledged.
     ///
     /// # Errors
     /// [`Error::TooLate`] if that takes longer than `within`.

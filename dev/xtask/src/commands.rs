@@ -16,8 +16,13 @@ pub(crate) fn started(program: &Program, folder: &Path, args: &[&str]) -> Result
 
 /// Runs a command to its end, and returns what it says.
 pub(crate) fn ended_well(program: &Program, folder: &Path, args: &[&str]) -> Result<String> {
+    ended_within(START_LIMIT, program, folder, args)
+}
+
+/// The same for a command that takes as long as there are data.
+pub(crate) fn ended_within(limit: Duration, program: &Program, folder: &Path, args: &[&str]) -> Result<String> {
     let mut agent = started(program, folder, args)?;
-    agent.wait_for_success(START_LIMIT)?;
+    agent.wait_for_success(limit)?;
     Ok(agent.stdout())
 }
 

@@ -21,7 +21,7 @@ use remora_lab::server::{self, project_root};
 use remora_lab::workload::fill_every_type;
 use remora_lab::{Kind, Server};
 
-use crate::commands::{START_LIMIT, ended_well};
+use crate::commands::{START_LIMIT, ended_within};
 use crate::show::Screen;
 
 /// Command-line arguments.
@@ -55,6 +55,9 @@ const HEIGHT: u64 = 8;
 /// Columns of the picture that fit a terminal.
 const WIDTH: usize = 100;
 
+/// How long a command may take that reads all data: some gigabytes on a busy machine.
+const DATA_LIMIT: Duration = Duration::from_secs(1_800);
+
 /// Seconds that the client writes between two steps.
 const BETWEEN: u32 = 2;
 
@@ -68,19 +71,21 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let keys = (options.size.get() / VALUE_BYTES).to_string();
     let bytes = VALUE_BYTES.to_string();
     let words = ["load", "--server", &old.url(), "--keys", &keys, "--value-size", &bytes];
-    ended_well(&program, Path::new("."), &words)?;
+    ended_within(DATA_LIMIT, &program, Path::new("."), &words)?;
     let writer = Arc::new(PairWriter::start([&old, &new], options.rate));
-    let columns = Columns::start(writer.clone());
-    let demo = Demo { screen: &screen, program: &program, writer: &writer, columns: &columns, rate: options.rate };
+    let (columns, rate) = (Columns::start(writer.clone()), options.rate);
+    let mut demo =
+        Demo { screen: &screen, program: &program, writer: &writer, columns: &columns, rate, steps: Vec::new() };
     let (one, other) = (old.url(), new.url());
     demo.step(&format!("{} becomes an exact replica of {}", named(&new)?, named(&old)?), "migrate", [&one, &other])?;
     demo.step(&format!("{} is the primary", named(&new)?), "switch", [&one, &other])?;
     demo.step(&format!("back: {} is the primary", named(&old)?), "switch", [&other, &one])?;
-    let (picture, steps) = columns.end();
+    let steps = demo.steps;
+    let picture = columns.end();
     let acknowledged = Arc::into_inner(writer).ok_or("the writer is still in use")?.stop();
     assert_has_all(&old, acknowledged)?;
     let words = ["verify", "--digest", "never", "--primary", &one, "--replica", &other];
-    ended_well(&program, Path::new("."), &words)?;
+    ended_within(DATA_LIMIT, &program, Path::new("."), &words)?;
     let copies = (old.fact("sync_full")?, new.fact("sync_full")?);
     println!("{}", draw(&picture, &steps));
     for (column, text) in &steps {
@@ -118,20 +123,23 @@ struct Demo<'a> {
     writer: &'a PairWriter,
     columns: &'a Columns,
     rate: u32,
+    /// What was done, and the column in which it was over.
+    steps: Vec<(usize, String)>,
 }
 
 impl Demo<'_> {
     /// Runs a command between two servers, and lets the client write on.
-    fn step(&self, what: &str, command: &str, [from, to]: [&str; 2]) -> Result<()> {
+    fn step(&mut self, what: &str, command: &str, [from, to]: [&str; 2]) -> Result<()> {
         self.screen.say(&format!("remora {command} --from {from} --to {to}"));
         let more = u64::from(self.rate * BETWEEN);
         self.writer.wait_for_more(more, START_LIMIT)?;
         self.writer.take_longest();
-        let said = ended_well(self.program, Path::new("."), &[command, "--from", from, "--to", to])?;
+        let said = ended_within(DATA_LIMIT, self.program, Path::new("."), &[command, "--from", from, "--to", to])?;
         self.writer.wait_for_more(more, START_LIMIT)?;
         self.screen.say(said.lines().next().unwrap_or_default());
         let longest = self.writer.take_longest().as_millis();
-        self.columns.mark(format!("{what}; the longest time between two writes was {longest} ms"));
+        let text = format!("{what}; the longest time between two writes was {longest} ms");
+        self.steps.push((self.columns.present(), text));
         Ok(())
     }
 }
@@ -141,7 +149,6 @@ struct Columns {
     is_done: Arc<AtomicBool>,
     thread: thread::JoinHandle<Vec<u64>>,
     began: Instant,
-    steps: std::sync::Mutex<Vec<(usize, String)>>,
 }
 
 impl Columns {
@@ -158,19 +165,17 @@ impl Columns {
             }
             counts
         });
-        Columns { is_done, thread, began: Instant::now(), steps: Default::default() }
+        Columns { is_done, thread, began: Instant::now() }
     }
 
-    fn mark(&self, text: String) {
-        let column = self.began.elapsed().as_millis() / COLUMN.as_millis();
-        if let Ok(mut steps) = self.steps.lock() {
-            steps.push((column as usize, text));
-        }
+    /// The column that is being counted.
+    fn present(&self) -> usize {
+        (self.began.elapsed().as_millis() / COLUMN.as_millis()) as usize
     }
 
-    fn end(self) -> (Vec<u64>, Vec<(usize, String)>) {
+    fn end(self) -> Vec<u64> {
         self.is_done.store(true, Ordering::Relaxed);
-        (self.thread.join().unwrap_or_default(), self.steps.into_inner().unwrap_or_default())
+        self.thread.join().unwrap_or_default()
     }
 }
 
