@@ -295,8 +295,8 @@ mod by_command {
     const HEAD: &str = "\
 # Which server becomes which
 
-Written by `make test-matrix`, which plays each pair that this machine has servers for. Each cell is one run: the server of the row is filled with all types and encodings that both know, and is
-written to with every kind of command that both know. The server of the column becomes its replica by `remora replica --convert`, follows it by its own replication, and takes its place by `remora
+Written by `make test-matrix`, which plays each pair that this machine has servers for. Each cell is one run: the server of the row is filled with all types and encodings that both know, and the
+tests' random writer (`dev/lab/src/workload/`) writes to it, as far as both know its commands. The server of the column becomes its replica by `remora replica --convert`, follows it by its own replication, and takes its place by `remora
 switch`. It is written to, and the first one takes its place back. After each step all data of both are compared by `remora verify`, and no server may have served a full copy but the one for the
 source, nor have failed to execute a command.
 
