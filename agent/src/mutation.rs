@@ -46,6 +46,16 @@ pub(crate) enum Mutation {
     PinNotOpened,
     /// What is pinned for a replica is released while that is on its way to its primary.
     PinClosedEarly,
+    /// A connection that the primary serves through `remora attend` is ended as soon as the link is up.
+    HandedBackUncovered,
+    /// A sync of `remora attend` gets the connection by which its server asks another primary.
+    AnotherPrimaryGiven,
+    /// A server that does not reach its primary by itself is waited for without a limit.
+    DirectForEver,
+    /// A server whose primary was replaced, and that no Sentinel knows, is left waiting for the former one.
+    AstrayLeft,
+    /// The first source that has the right history serves, also one beside a server that stands still.
+    FirstSourceKept,
 }
 
 thread_local! {

@@ -17,6 +17,8 @@
 #[cfg(test)]
 mod against_real;
 mod assignments;
+#[cfg(test)]
+mod attended;
 mod bytes;
 mod cable;
 mod check;

@@ -31,18 +31,18 @@ const GROUP_EVERY: Duration = Duration::from_secs(2);
 
 /// How long the server's link must be down while the Sentinels name another primary. Sentinel corrects the replicas
 /// that it knows within seconds.
-const ASTRAY_LIMIT: Duration = Duration::from_secs(5);
+pub(crate) const ASTRAY_LIMIT: Duration = Duration::from_secs(5);
 
 /// How long a name may take to be looked up.
 const LOOKUP_LIMIT: Duration = Duration::from_secs(1);
 
 /// What the Sentinels say of the group.
 #[derive(Clone, Debug)]
-pub(super) struct Group {
-    primary: HostPort,
-    replicas: Vec<KnownReplica>,
+pub(crate) struct Group {
+    pub(crate) primary: HostPort,
+    pub(crate) replicas: Vec<KnownReplica>,
     /// The primaries that they have named before.
-    former: Vec<HostPort>,
+    pub(crate) former: Vec<HostPort>,
 }
 
 impl Group {
@@ -58,7 +58,7 @@ impl Group {
     }
 
     /// What they say now, with what is known from before.
-    fn follows(self, before: &Group) -> Group {
+    pub(crate) fn follows(self, before: &Group) -> Group {
         let mut former = before.former.clone();
         if !former.contains(&before.primary) {
             former.push(before.primary.clone());
@@ -69,7 +69,11 @@ impl Group {
 
     /// Whether the server waits for a former primary, and no Sentinel looks after it. `addresses`: those
     /// of the host that it follows.
-    fn is_astray(&self, server: &Facts, url: &ServerUrl, addresses: &[IpAddr]) -> bool {
+    pub(crate) fn is_astray(&self, server: &Facts, url: &ServerUrl, addresses: &[IpAddr]) -> bool {
+        #[cfg(any(test, feature = "simulation"))]
+        if crate::mutation::Mutation::AstrayLeft.is_active() {
+            return false;
+        }
         let Some(link) = server.link.as_ref().filter(|link| is_down(link)) else { return false };
         let is_there = |at: &HostPort| {
             let is_host = at.host == link.host || at.host.parse().is_ok_and(|ip| addresses.contains(&ip));

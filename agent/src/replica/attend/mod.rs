@@ -8,6 +8,7 @@
 //!   server ── connects to its primary by itself ──▶ +CONTINUE; link up ──▶ the gate opens again
 //! ```
 //!
+//! - [`attendance`]: what becomes of each connection, and when they come here: it decides, and does nothing.
 //! - [`gate`]: whether connections come here; [`passage`](mod@passage): one connection until it asks for a sync;
 //!   [`tls`]: what opens an encrypted one.
 //! - [`passing`]: when a server that the primary serves through us can go on without us; [`guide`]: what becomes of it
@@ -16,7 +17,7 @@
 //!   full copy (`remora replica`).
 //! - The sync is that of `remora replica`, with other hands: see `driver/server/intercepted.rs`.
 //!
-//! What must hold:
+//! What must hold, beside what [`attendance`] says:
 //! - Slots are lent to other replicas as `remora replica` does, also when the server has gone on by itself: the next
 //!   sync ends that, and not the other way round.
 //! - `PSYNC` reaches the primary, or the delivery, and never both.
@@ -25,31 +26,33 @@
 //! - A failure of ours leaves the server with its primary: the gate is closed before the connection is.
 //! - The gate opens again when the server's own connection stands: rules change no connection that is established.
 
+pub(crate) mod attendance;
 pub(in crate::replica) mod gate;
-pub(in crate::replica) mod guide;
+pub(crate) mod guide;
 pub(in crate::replica) mod once;
 pub(in crate::replica) mod passage;
 mod passing;
-mod sources;
+pub(crate) mod sources;
 mod syncs;
 mod tls;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
-use tokio::task::JoinSet;
-use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio::task::{self, JoinSet};
+use tokio::time::{MissedTickBehavior, interval};
 
+use self::attendance::{Action, Attendance, Event, LinkState, Rules, Why};
 use self::gate::{Gate, RENEW_EVERY};
 use self::guide::{Group, Guide};
 use self::passage::Arrival;
 use self::passing::Passing;
-use self::syncs::{Asks, LinkState, Looked, Syncs};
+use self::syncs::{Looked, Syncs};
 use self::tls::{Between, Tls};
 use super::tls::server_config;
 use super::{open_tokens, preflight};
@@ -80,9 +83,6 @@ const STUCK_EVERY: Duration = Duration::from_secs(1);
 
 /// Interval at which a server under Sentinel is looked at for a primary that was replaced.
 const GUIDE_EVERY: Duration = Duration::from_secs(1);
-
-/// How long the gate stays closed for a server that does not reach its primary. Later its connections come here again.
-const DIRECT_LIMIT: Duration = Duration::from_secs(30);
 
 /// Runs `remora attend` until it is stopped.
 ///
@@ -123,8 +123,9 @@ pub async fn run(args: AttendArgs) -> Result<(), Failure> {
     let (guide, passages) = (entrance.guide.take(), JoinSet::new());
     let watcher = guide.as_ref().map(Guide::watcher);
     let syncs = Syncs::new(args.of_a_sync(), args.sources, tokens, server, gate.clone(), watcher);
-    let (awaited, counts) = (Awaited::Nothing, Counts::default());
-    let attendant = Attendant { syncs, next: None, awaited, guide, passages, counts };
+    let attendance = Attendance::new(Instant::now(), Rules::Stay);
+    let (passing, kept, counts) = (None, None, Counts::default());
+    let attendant = Attendant { syncs, attendance, passing, kept, guide, passages, counts };
     let outcome = attendant.run(&mut entrance.arrivals, &mut signals, scrapes).await;
     gate.close();
     outcome
@@ -267,27 +268,19 @@ struct Counts {
     passed: u64,
 }
 
-/// What the server's link must show before the next step.
-enum Awaited {
-    Nothing,
-    /// The link through us is up, and the primary would continue the server without us: it is handed back then.
-    Passed(Box<Passing>),
-    /// The server's own connection to its primary, or this moment: the gate opens then.
-    Direct(Instant),
+/// A connection that its primary serves through the agent, and that the gate has noted.
+struct Noted {
+    passage: task::Id,
+    passing: Passing,
 }
 
-impl Awaited {
-    fn direct() -> Awaited {
-        Awaited::Direct(Instant::now() + DIRECT_LIMIT)
-    }
-}
-
-/// Decides what becomes of each connection.
+/// Carries out what becomes of each connection.
 struct Attendant {
     syncs: Syncs,
+    attendance: Attendance,
+    passing: Option<Noted>,
     /// A connection that waits for the end of the sync, since it is to another primary.
-    next: Option<Arrival>,
-    awaited: Awaited,
+    kept: Option<Arrival>,
     /// With Sentinels.
     guide: Option<Guide>,
     /// Connections that the primary serves through us.
@@ -313,123 +306,175 @@ impl Attendant {
         signals: &mut Signals,
         mut scrapes: Scrapes,
     ) -> Result<(), Failure> {
-        let mut stopping = None;
-        let mut look = interval(LOOK_EVERY);
-        look.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut guided = interval(GUIDE_EVERY);
-        guided.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut stuck = interval(STUCK_EVERY);
-        stuck.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let [mut look, mut guided, mut stuck] = [LOOK_EVERY, GUIDE_EVERY, STUCK_EVERY].map(|every| {
+            let mut due = interval(every);
+            due.set_missed_tick_behavior(MissedTickBehavior::Delay);
+            due
+        });
         loop {
-            let is_looked_at = !self.syncs.is_running() && !matches!(self.awaited, Awaited::Nothing);
-            tokio::select! {
+            let is_syncing = self.attendance.is_syncing();
+            let mut outcome = Ok(());
+            let (event, arrival) = tokio::select! {
                 biased;
-                signal = signals.next(), if stopping.is_none() => {
-                    // A sync hears of the signal too, and leaves the server with its primary.
-                    if !self.syncs.is_running() {
-                        return Ok(());
-                    }
-                    stopping = Some(signal);
+                _ = signals.next(), if !self.attendance.is_stopping() => (Event::Signal, None),
+                ended = self.syncs.ended() => {
+                    self.note(&ended);
+                    outcome = ended;
+                    (Event::SyncEnded, None)
                 }
-                outcome = self.syncs.ended() => {
-                    if stopping.is_some() {
-                        return outcome;
+                Some(arrival) = arrivals.recv() => (self.arrived(&arrival), Some(arrival)),
+                Some(ended) = self.passages.join_next_with_id() => {
+                    let (Ok((id, ())) | Err(id)) = ended.map_err(|error| error.id());
+                    if self.passing.take_if(|noted| noted.passage == id).is_none() {
+                        continue;
                     }
-                    match outcome {
-                        Ok(()) => {
-                            self.counts.done += 1;
-                            tracing::info!(event = events::COPY_DONE, "the server follows its primary by itself");
-                        }
-                        Err(failure) => {
-                            self.counts.failed += 1;
-                            tracing::warn!("{failure}");
-                        }
+                    (Event::PassageEnded { is_open: self.syncs.gate.is_open() }, None)
+                }
+                scrape = scrapes.next() => {
+                    self.show(scrape);
+                    continue;
+                }
+                _ = look.tick(), if self.attendance.looks() => (self.looked().await, None),
+                _ = stuck.tick(), if is_syncing => {
+                    if !self.syncs.is_stuck() {
+                        continue;
                     }
-                    self.syncs.gate.hand_back().await;
-                    self.awaited = Awaited::direct();
-                    self.go_on_with_the_next().await;
+                    (Event::Stuck, None)
                 }
-                Some(arrival) = arrivals.recv() => self.arrived(arrival).await,
-                scrape = scrapes.next() => self.show(scrape),
-                _ = look.tick(), if is_looked_at => {
-                    let looked = self.syncs.look().await;
-                    self.saw(looked).await;
+                _ = guided.tick(), if self.guide.is_some() && !is_syncing => {
+                    if !self.guides().await {
+                        continue;
+                    }
+                    (Event::Guided, None)
                 }
-                _ = stuck.tick(), if self.syncs.is_running() => self.syncs.end_if_stuck(),
-                _ = guided.tick(), if self.guide.is_some() && !self.syncs.is_running() => self.guide_it().await,
+            };
+            if self.handle(event, arrival).await == Over::Yes {
+                return outcome;
             }
-            while self.passages.try_join_next().is_some() {}
         }
     }
 
-    async fn saw(&mut self, looked: Looked) {
-        let Looked { link, history, offset } = looked;
-        // The stream through us began: the server goes on where it is, without us.
-        if let Awaited::Passed(passing) = &mut self.awaited
-            && link == LinkState::Up
-            && passing.may_end(history, offset).await
-        {
-            self.syncs.gate.hand_back().await;
-            self.awaited = Awaited::direct();
-            return;
-        }
-        if let Awaited::Direct(until) = self.awaited
-            && (link != LinkState::Down || Instant::now() >= until)
-        {
-            self.awaited = Awaited::Nothing;
-            self.syncs.gate.open();
-            tracing::debug!(?link, "the server's new connections come here again");
-        }
-    }
-
-    /// Takes the server along to another primary, where no Sentinel does. Its connection comes here again then.
-    async fn guide_it(&mut self) {
-        let Some(guide) = &mut self.guide else { return };
-        if guide.look(&self.syncs.server).await && matches!(self.awaited, Awaited::Direct(_)) {
-            self.awaited = Awaited::Nothing;
-            self.syncs.gate.open();
-        }
-    }
-
-    /// Decides on a connection that asks for a sync.
-    async fn arrived(&mut self, mut arrival: Arrival) {
-        if self.syncs.is_ending() {
-            // The server's latest connection counts.
-            self.next = Some(arrival);
-            return;
-        }
-        if !self.syncs.gate.is_open() {
-            return self.pass(arrival, "the server is on its way to its primary");
-        }
-        match self.syncs.asks(&arrival) {
-            Asks::Continues => return self.pass(arrival, "the primary can continue it"),
-            Asks::Unknown(why) => return self.pass(arrival, &why),
-            Asks::Another => {
-                tracing::info!(event = events::PRIMARY_CHANGED, primary = %arrival.address, "the server asks another primary: the sync that is under way ends");
-                self.syncs.end();
-                self.next = Some(arrival);
-                return;
+    /// Counts a sync that has ended, and says so.
+    fn note(&mut self, ended: &Result<(), Failure>) {
+        match ended {
+            _ if self.attendance.is_stopping() => {}
+            Ok(()) => {
+                self.counts.done += 1;
+                tracing::info!(event = events::COPY_DONE, "the server follows its primary by itself");
             }
-            Asks::Copy => {}
-        }
-        if !self.syncs.is_running() {
-            if let Err(failure) = self.syncs.begin(&mut arrival).await {
+            Err(failure) => {
+                self.counts.failed += 1;
                 tracing::warn!("{failure}");
-                return self.pass(arrival, "the source cannot serve it");
             }
-            self.awaited = Awaited::Nothing;
         }
-        self.syncs.give(arrival);
     }
 
-    /// Decides on the connection that has waited for the end of a sync.
-    async fn go_on_with_the_next(&mut self) {
-        if let Some(mut arrival) = self.next.take() {
-            arrival.ask_again().await;
-            self.awaited = Awaited::Nothing;
-            self.syncs.gate.open();
-            Box::pin(self.arrived(arrival)).await;
+    fn arrived(&self, arrival: &Arrival) -> Event {
+        let (asks, is_open) = (self.syncs.asks(arrival), self.syncs.gate.is_open());
+        Event::Arrived { asks, is_of_another_server: false, is_open }
+    }
+
+    async fn looked(&mut self) -> Event {
+        let Looked { link, history, offset } = self.syncs.look().await;
+        let is_up = link == LinkState::Up && self.attendance.needs_cover();
+        let is_covered = match &mut self.passing {
+            Some(noted) if is_up => noted.passing.may_end(history, offset).await,
+            _ => false,
+        };
+        Event::Looked { link, is_covered }
+    }
+
+    /// Takes the server along to another primary, where no Sentinel does.
+    async fn guides(&mut self) -> bool {
+        match &mut self.guide {
+            Some(guide) => guide.look(&self.syncs.server).await,
+            None => false,
         }
+    }
+
+    /// Has the attendance decide, and does what it says.
+    async fn handle(&mut self, event: Event, mut arrival: Option<Arrival>) -> Over {
+        let mut actions = VecDeque::from(self.attendance.handle(Instant::now(), event));
+        while let Some(action) = actions.pop_front() {
+            let follows = match action {
+                Action::Begin => match &mut arrival {
+                    Some(asking) => Some(self.begin(asking).await),
+                    None => None,
+                },
+                Action::Give => {
+                    arrival.take().into_iter().for_each(|arrival| self.syncs.give(arrival));
+                    None
+                }
+                Action::Pass { why, is_noted } => {
+                    arrival.take().into_iter().for_each(|arrival| self.pass(arrival, &why, is_noted));
+                    None
+                }
+                Action::Drop => {
+                    arrival = None;
+                    None
+                }
+                Action::Keep => {
+                    self.kept = arrival.take();
+                    None
+                }
+                Action::TakeKept => {
+                    arrival = self.kept.take();
+                    match &mut arrival {
+                        Some(kept) => {
+                            kept.ask_again().await;
+                            Some(self.arrived(kept))
+                        }
+                        None => None,
+                    }
+                }
+                Action::EndSync => {
+                    self.end(arrival.as_ref());
+                    None
+                }
+                Action::Open => {
+                    self.syncs.gate.open();
+                    tracing::debug!("the server's new connections come here again");
+                    None
+                }
+                Action::Close => {
+                    self.syncs.gate.close();
+                    None
+                }
+                Action::HandBack => {
+                    self.syncs.gate.hand_back().await;
+                    self.passing = None;
+                    None
+                }
+                Action::End(_) => return Over::Yes,
+            };
+            actions.extend(follows.into_iter().flat_map(|event| self.attendance.handle(Instant::now(), event)));
+        }
+        Over::No
+    }
+
+    async fn begin(&mut self, arrival: &mut Arrival) -> Event {
+        match self.syncs.begin(arrival).await {
+            Ok(()) => {
+                self.passing = None;
+                Event::Begun
+            }
+            Err(failure) => {
+                tracing::warn!("{failure}");
+                Event::NotBegun
+            }
+        }
+    }
+
+    /// `arrival`: the connection for which the sync ends.
+    fn end(&mut self, arrival: Option<&Arrival>) {
+        match arrival {
+            Some(arrival) => {
+                tracing::info!(event = events::PRIMARY_CHANGED, primary = %arrival.address, "the server asks another primary: the sync that is under way ends");
+            }
+            // It is stuck, as was said.
+            None => {}
+        }
+        self.syncs.end();
     }
 
     /// Answers those who watch, or has the sync that is under way answer them.
@@ -448,19 +493,27 @@ impl Attendant {
         }
     }
 
-    fn pass(&mut self, arrival: Arrival, why: &str) {
+    fn pass(&mut self, arrival: Arrival, why: &Why, is_noted: bool) {
         self.counts.passed += 1;
         tracing::info!(event = events::PASSED_ON, primary = %arrival.address, "the server's request goes to its primary: {why}");
-        let mut served = None;
-        if !self.syncs.is_running() {
-            match self.syncs.gate.came(arrival.server.socket()) {
-                Ok(came) => {
-                    self.awaited = Awaited::Passed(Box::new(Passing::new(arrival.login())));
-                    served = Some(came);
-                }
-                Err(error) => tracing::warn!(%error, "the connection is passed on until it ends"),
+        let login = arrival.login();
+        let served = match is_noted.then(|| self.syncs.gate.came(arrival.server.socket())).transpose() {
+            Ok(served) => served,
+            Err(error) => {
+                tracing::warn!(%error, "the connection is passed on until it ends");
+                None
             }
+        };
+        let passage = self.passages.spawn(arrival.pass(served)).id();
+        if is_noted {
+            self.passing = Some(Noted { passage, passing: Passing::new(login) });
         }
-        self.passages.spawn(arrival.pass(served));
     }
+}
+
+/// Whether the attendance is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Over {
+    Yes,
+    No,
 }

@@ -10,20 +10,22 @@
 //! What must hold: whatever fails, the gate closes before the server's connection does, so the server goes to its
 //! primary by itself. Rules that this run has made go with it.
 
-use std::collections::BTreeSet;
-use std::time::Duration;
+use std::collections::{BTreeSet, VecDeque};
+use std::net::SocketAddr;
+use std::time::Instant;
 
 use remora_redis::resp::Frame;
 use tokio::task::JoinSet;
-use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio::time::{MissedTickBehavior, interval};
 
+use super::attendance::{Action, Asks, Attendance, DIRECT_LIMIT, End, Event, LinkState, Rules};
 use super::gate::Gate;
 use super::guide::Guide;
 use super::passage::Arrival;
 use super::sources::ask_source;
-use super::syncs::{Asks, LinkState, Looked, Syncs};
+use super::syncs::{Looked, Syncs};
 use super::tls::Tls;
-use super::{DIRECT_LIMIT, Entrance, LOOK_EVERY, STUCK_EVERY, check, no_rules};
+use super::{Entrance, LOOK_EVERY, STUCK_EVERY, check, no_rules};
 use crate::args::ReplicaArgs;
 use crate::conversation::tokens::TokenFiles;
 use crate::exit::{Code, Failure};
@@ -38,9 +40,6 @@ use crate::replica::reading;
 use crate::server::{Client, Facts, Link, RefusalKind, Server, ServerError, Task};
 use crate::signals::Signals;
 use crate::tasks::blocking;
-
-/// How long a server may take to connect again. It does so each second.
-const ASK_LIMIT: Duration = Duration::from_secs(60);
 
 /// What can be found out about a server whose connection is to be intercepted.
 struct Found {
@@ -141,18 +140,9 @@ pub(in crate::replica) async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -
     }
     let watcher = entrance.guide.as_ref().map(Guide::watcher);
     let syncs = Syncs::new(args, Vec::new(), tokens, server, gate, watcher);
-    let awaited = Awaited::Asking { until: Instant::now() + ASK_LIMIT };
-    let once = Once {
-        syncs,
-        awaited,
-        own,
-        others: JoinSet::new(),
-        primary,
-        anew,
-        rewrites,
-        told_of_copy: false,
-        _rules: rules,
-    };
+    let attends = Rules::Once { anew, copy_limit: syncs.args.read.retry_for };
+    let attendance = Attendance::new(Instant::now(), attends);
+    let once = Once { syncs, attendance, own, others: JoinSet::new(), primary, rewrites, _rules: rules };
     Ok(Some(Ready { once, entrance, cut: is_in_step.then_some(client) }))
 }
 
@@ -220,171 +210,186 @@ async fn make_rules(client: &Client, facts: &Facts, port: u16) -> Result<Tempora
     Ok(rules)
 }
 
-/// What the server's link must show before the next step.
-enum Awaited {
-    /// It asks for a sync.
-    Asking { until: Instant },
-    /// It was let through, and gets in step at its primary.
-    Through { until: Instant },
-}
-
 /// A run for one full copy.
 struct Once {
     syncs: Syncs,
-    awaited: Awaited,
+    attendance: Attendance,
     /// The ports that it may announce.
     own: Vec<u16>,
     /// Connections of other servers of its user, which are passed on.
     others: JoinSet<()>,
     /// The primary that the server follows.
     primary: String,
-    /// It takes a full copy although its primary could continue it.
-    anew: bool,
     /// It writes its configuration file at the end.
     rewrites: bool,
-    told_of_copy: bool,
     _rules: Option<Temporary>,
 }
 
 impl Once {
     async fn run(&mut self, entrance: &mut Entrance, signals: &mut Signals) -> Result<(), Failure> {
-        let mut is_stopping = false;
-        let mut look = interval(LOOK_EVERY);
-        look.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut stuck = interval(STUCK_EVERY);
-        stuck.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let [mut look, mut stuck] = [LOOK_EVERY, STUCK_EVERY].map(|every| {
+            let mut due = interval(every);
+            due.set_missed_tick_behavior(MissedTickBehavior::Delay);
+            due
+        });
         loop {
-            let is_running = self.syncs.is_running();
-            let over = tokio::select! {
+            let is_syncing = self.attendance.is_syncing();
+            let (event, arrival, ended) = tokio::select! {
                 biased;
-                signal = signals.next(), if !is_stopping => {
-                    is_stopping = true;
-                    // A sync hears of the signal too, and leaves the server with its primary.
-                    (!is_running).then(|| {
-                        let text = format!("stopped by {signal}; the server goes to its primary by itself");
-                        Err(Failure::new(Code::Interrupted, text))
-                    })
+                signal = signals.next(), if !self.attendance.is_stopping() => {
+                    let text = format!("stopped by {signal}; the server goes to its primary by itself");
+                    (Event::Signal, None, Err(Failure::new(Code::Interrupted, text)))
                 }
-                outcome = self.syncs.ended() => Some(outcome),
-                Some(arrival) = entrance.arrivals.recv() => self.arrived(arrival).await.err().map(Err),
-                _ = stuck.tick(), if is_running => {
-                    self.syncs.end_if_stuck();
-                    None
+                outcome = self.syncs.ended() => (Event::SyncEnded, None, outcome),
+                Some(arrival) = entrance.arrivals.recv() => (self.arrived(&arrival), Some(arrival), Ok(())),
+                _ = stuck.tick(), if is_syncing => {
+                    if !self.syncs.is_stuck() {
+                        continue;
+                    }
+                    (Event::Stuck, None, Ok(()))
                 }
-                _ = look.tick(), if !is_running => {
+                _ = look.tick(), if self.attendance.looks() => {
                     let Looked { link, .. } = self.syncs.look().await;
-                    self.saw(link).transpose()
+                    (Event::Looked { link, is_covered: false }, None, Ok(()))
                 }
             };
-            if let Some(outcome) = over {
+            if let Some(outcome) = self.handle(event, arrival, ended).await {
                 return outcome;
             }
         }
     }
 
-    /// Decides on a connection that asks for a sync. The error ends the run.
-    async fn arrived(&mut self, mut arrival: Arrival) -> Result<(), Failure> {
-        if !self.syncs.gate.is_open() {
-            // It was on its way here when the gate was closed, and comes again without us.
-            return Ok(());
+    fn arrived(&self, arrival: &Arrival) -> Event {
+        let is_of_another_server = arrival.announced_port().is_some_and(|port| !self.own.contains(&port));
+        // What a connection of another server asks for is nobody's question.
+        let asks = if is_of_another_server { Asks::Continues } else { self.syncs.asks(arrival) };
+        Event::Arrived { asks, is_of_another_server, is_open: self.syncs.gate.is_open() }
+    }
+
+    /// Has the attendance decide, and does what it says. `ended`: how the run ends with the sync, or with a signal.
+    async fn handle(
+        &mut self,
+        event: Event,
+        mut arrival: Option<Arrival>,
+        ended: Result<(), Failure>,
+    ) -> Option<Result<(), Failure>> {
+        let saw_a_copy = self.attendance.saw_a_copy();
+        let mut actions = VecDeque::from(self.attendance.handle(Instant::now(), event));
+        if self.attendance.saw_a_copy() && !saw_a_copy {
+            tracing::warn!("the server is taking a full copy of its primary by itself; waiting for its end");
         }
-        if arrival.announced_port().is_some_and(|port| !self.own.contains(&port)) {
-            tracing::debug!(primary = %arrival.address, "a connection of another server of this user is passed on");
-            self.others.spawn(arrival.pass(None));
-            return Ok(());
+        let address = arrival.as_ref().map(|arrival| arrival.address);
+        let (mut refused, mut is_closed) = (None, false);
+        while let Some(action) = actions.pop_front() {
+            let follows = match action {
+                Action::Begin => match &mut arrival {
+                    Some(asking) => Some(match self.syncs.begin(asking).await {
+                        Ok(()) => Event::Begun,
+                        Err(failure) => {
+                            refused = Some(failure);
+                            Event::NotBegun
+                        }
+                    }),
+                    None => None,
+                },
+                Action::Give => {
+                    arrival.take().into_iter().for_each(|arrival| self.syncs.give(arrival));
+                    None
+                }
+                Action::Pass { .. } => {
+                    arrival.take().into_iter().for_each(|arrival| self.pass(arrival));
+                    None
+                }
+                Action::EndSync => {
+                    self.syncs.end();
+                    None
+                }
+                Action::Close => {
+                    self.syncs.gate.close();
+                    is_closed = true;
+                    None
+                }
+                Action::Drop => {
+                    // One that was on its way when the gate was closed comes again without us.
+                    if is_closed && let Some(arrival) = arrival.take() {
+                        tracing::info!(primary = %arrival.address, "the primary can continue the server: it is let through");
+                    }
+                    None
+                }
+                Action::End(end) => return Some(self.outcome(end, address, refused, ended)),
+                // These are for a server that is attended on.
+                Action::Keep | Action::TakeKept | Action::Open | Action::HandBack => None,
+            };
+            actions.extend(follows.into_iter().flat_map(|event| self.attendance.handle(Instant::now(), event)));
         }
-        match self.syncs.asks(&arrival) {
-            Asks::Continues if !self.anew => {
-                tracing::info!(primary = %arrival.address, "the primary can continue the server: it is let through");
-                self.syncs.gate.close();
-                self.awaited = Awaited::Through { until: Instant::now() + DIRECT_LIMIT };
+        None
+    }
+
+    fn pass(&mut self, arrival: Arrival) {
+        tracing::debug!(primary = %arrival.address, "a connection of another server of this user is passed on");
+        self.others.spawn(arrival.pass(None));
+    }
+
+    /// What the end of the attendance means for the run.
+    fn outcome(
+        &self,
+        end: End,
+        asked: Option<SocketAddr>,
+        refused: Option<Failure>,
+        ended: Result<(), Failure>,
+    ) -> Result<(), Failure> {
+        let primary = &self.primary;
+        let failure = match end {
+            End::Stopped | End::AsTheSync => return ended,
+            End::InStep => {
+                progress::say(&format!("the server goes on at its primary {primary}, without a full copy through us"));
                 return Ok(());
             }
-            Asks::Unknown(why) => {
-                self.syncs.gate.close();
-                let text = format!("{why}, so the server goes to its primary {} by itself", self.primary);
-                return Err(Failure::new(Code::Server, text));
+            End::Unknown(why) => {
+                Failure::new(Code::Server, format!("{why}, so the server goes to its primary {primary} by itself"))
             }
-            Asks::Another => {
-                self.syncs.gate.close();
+            End::Another => {
+                let asked = asked.map_or_else(String::new, |address| format!(", {address}"));
                 let text = format!(
-                    "the server asks another primary now, {}: another client has told it to follow that one; it is left as it is",
-                    arrival.address
+                    "the server asks another primary now{asked}: another client has told it to follow that one; it is left as it is"
                 );
-                return Err(Failure::new(Code::TakenOver, text));
+                Failure::new(Code::TakenOver, text)
             }
-            Asks::Continues | Asks::Copy => {}
-        }
-        if !self.syncs.is_running()
-            && let Err(failure) = self.syncs.begin(&mut arrival).await
-        {
-            self.syncs.gate.close();
-            let goes = "the server goes to its primary by itself, which sends it what it lacks";
-            return Err(failure.and(goes));
-        }
-        self.syncs.give(arrival);
-        Ok(())
-    }
-
-    /// What follows from a look at the server's link while no sync is under way. `Some`: the run ends well.
-    fn saw(&mut self, link: LinkState) -> Result<Option<()>, Failure> {
-        let now = Instant::now();
-        match (&mut self.awaited, link) {
-            (Awaited::Asking { .. }, LinkState::Up) if self.anew && !self.told_of_copy => {
-                return Err(self.too_late(link));
+            End::NoSource => {
+                let failure = refused.unwrap_or_else(|| Failure::new(Code::Source, "no source serves the server"));
+                failure.and("the server goes to its primary by itself, which sends it what it lacks")
             }
-            (_, LinkState::Up) => {
-                progress::say(&format!(
-                    "the server goes on at its primary {}, without a full copy through us",
-                    self.primary
-                ));
-                return Ok(Some(()));
-            }
-            (_, LinkState::Nothing) => {
-                let text = "another client has detached the server from its primary; it is left as it is";
-                return Err(Failure::new(Code::TakenOver, text));
-            }
-            (Awaited::Asking { until }, LinkState::Copying) if !self.told_of_copy => {
-                // One that began before us, and that nothing but its end lets go.
-                self.told_of_copy = true;
-                *until = now + self.syncs.args.read.retry_for.max(ASK_LIMIT);
-                tracing::warn!("the server is taking a full copy of its primary by itself; waiting for its end");
-            }
-            (Awaited::Through { .. }, LinkState::Copying) => {
-                let text = format!(
-                    "the server is taking a full copy of its primary {} by itself, which had said that it can continue the server",
-                    self.primary
-                );
-                return Err(Failure::new(Code::SyncFailed, text));
-            }
-            (Awaited::Asking { until } | Awaited::Through { until }, _) if now >= *until => {
-                return Err(self.too_late(link));
-            }
-            _ => {}
-        }
-        Ok(None)
-    }
-
-    fn too_late(&self, link: LinkState) -> Failure {
-        let text = match (&self.awaited, link) {
-            (_, LinkState::Copying) => {
-                format!(
-                    "the server is taking a full copy of its primary {} by itself, which has not ended",
-                    self.primary
-                )
-            }
-            (Awaited::Asking { .. }, _) => format!(
-                "the server has not connected to its primary {} through us: do the rules that remora intercept shows name its user, \
-                 and are the agent and the server in one network namespace?",
-                self.primary
+            End::Detached => Failure::new(
+                Code::TakenOver,
+                "another client has detached the server from its primary; it is left as it is",
             ),
-            (Awaited::Through { .. }, _) => format!(
-                "the server does not get in step with its primary {} within {} s; its log says why",
-                self.primary,
+            End::CopiedAfterAll => Failure::new(
+                Code::SyncFailed,
+                format!(
+                    "the server is taking a full copy of its primary {primary} by itself, which had said that it can continue the server"
+                ),
+            ),
+            End::TooLate { was_let_through, link } => {
+                Failure::new(Code::SyncFailed, self.too_late(was_let_through, link))
+            }
+        };
+        Err(failure)
+    }
+
+    fn too_late(&self, was_let_through: bool, link: LinkState) -> String {
+        let primary = &self.primary;
+        match (was_let_through, link) {
+            (_, LinkState::Copying) => {
+                format!("the server is taking a full copy of its primary {primary} by itself, which has not ended")
+            }
+            (false, _) => format!(
+                "the server has not connected to its primary {primary} through us: do the rules that remora intercept shows name its                  user, and are the agent and the server in one network namespace?"
+            ),
+            (true, _) => format!(
+                "the server does not get in step with its primary {primary} within {} s; its log says why",
                 DIRECT_LIMIT.as_secs()
             ),
-        };
-        Failure::new(Code::SyncFailed, text)
+        }
     }
 
     /// Ends the server's connection to its primary. It connects again at once.

@@ -116,15 +116,15 @@ async fn ask_one(args: SyncArgs, credentials: Credentials, needs: Needs) -> Resu
 
 /// What a source must have.
 #[derive(Clone)]
-struct Needs {
+pub(crate) struct Needs {
     /// What the primary of the attended server says of itself.
-    primary: Facts,
-    attended: Facts,
+    pub(crate) primary: Facts,
+    pub(crate) attended: Facts,
 }
 
 /// Whether a source can serve the attended server.
 #[derive(Debug, PartialEq, Eq)]
-enum Fit {
+pub(crate) enum Fit {
     Yes,
     /// If its server is seen to follow: it is behind what the primary's backlog holds.
     IfItMoves,
@@ -132,7 +132,7 @@ enum Fit {
 }
 
 impl Needs {
-    fn fit(&self, plan: &Offer) -> Fit {
+    pub(crate) fn fit(&self, plan: &Offer) -> Fit {
         if !plan.obstacle.is_empty() {
             return Fit::No(plan.obstacle.clone());
         }
@@ -141,6 +141,10 @@ impl Needs {
         }
         if !plan.run_id.is_empty() && self.attended.run_id.as_deref() == Some(plan.run_id.as_str()) {
             return Fit::No("it is beside the very server that asks".to_owned());
+        }
+        #[cfg(any(test, feature = "simulation"))]
+        if crate::mutation::Mutation::FirstSourceKept.is_active() {
+            return Fit::Yes;
         }
         match self.primary.backlog {
             Some(backlog) if backlog.active && plan.offset.saturating_add(1) < backlog.first => Fit::IfItMoves,

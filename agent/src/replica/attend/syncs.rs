@@ -14,6 +14,7 @@ use remora_redis::ReplId;
 use tokio::sync::mpsc::{Sender, UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
 
+use super::attendance::{Asks, LinkState};
 use super::gate::Gate;
 use super::guide::Watcher;
 use super::passage::Arrival;
@@ -132,19 +133,6 @@ impl Sync {
     }
 }
 
-/// What a connection asks for.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Asks {
-    /// It goes on where it is: the primary can continue it.
-    Continues,
-    /// It needs a full copy, or goes on in the sync that is under way.
-    Copy,
-    /// Something of another primary than the one whose sync is under way.
-    Another,
-    /// What the primary would answer is not known, and why.
-    Unknown(String),
-}
-
 /// What a look at the server shows.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Looked {
@@ -152,16 +140,6 @@ pub(super) struct Looked {
     /// The history that it executes, and up to where.
     pub(super) history: Option<ReplId>,
     pub(super) offset: u64,
-}
-
-/// How far the server's link to its primary is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum LinkState {
-    Down,
-    Copying,
-    Up,
-    /// It follows no primary.
-    Nothing,
 }
 
 impl Syncs {
@@ -180,23 +158,17 @@ impl Syncs {
         self.sync.is_some()
     }
 
-    /// Whether the sync that is under way was told to end.
-    pub(super) fn is_ending(&self) -> bool {
-        self.sync.as_ref().is_some_and(|sync| sync.newcomers.is_none())
-    }
-
-    /// Ends the sync that is under way if its server asks another primary by now, and its source gives it nothing more.
-    /// The server's connection is closed then, and it comes again: a source of the new primary serves it, or the
-    /// primary itself.
-    pub(super) fn end_if_stuck(&mut self) {
-        let now = Instant::now();
-        if !self.is_ending() && self.sync.as_mut().is_some_and(|sync| sync.is_stuck(now)) {
+    /// Whether the server asks another primary by now, and the source of the sync gives it nothing more. The server's
+    /// connection is closed then, and it comes again: a source of the new primary serves it, or the primary itself.
+    pub(super) fn is_stuck(&mut self) -> bool {
+        let is_stuck = self.sync.as_mut().is_some_and(|sync| sync.newcomers.is_some() && sync.is_stuck(Instant::now()));
+        if is_stuck {
             let seconds = MOVED_LIMIT.as_secs();
             tracing::warn!(
                 "the server asks another primary, and the source has given nothing for {seconds} s: the sync ends"
             );
-            self.end();
         }
+        is_stuck
     }
 
     /// Tells the sync that is under way to end.
