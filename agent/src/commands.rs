@@ -10,7 +10,7 @@ use std::{
     process::ExitCode,
 };
 
-use clap::Parser;
+use clap::FromArgMatches;
 use rustix::process::{DumpableBehavior, Resource, Rlimit, getrlimit, set_dumpable_behavior, setrlimit};
 use tracing_subscriber::EnvFilter;
 
@@ -48,15 +48,16 @@ pub fn main() -> ExitCode {
 /// The arguments, from the command line, the environment and the configuration file, and the variables that are no
 /// options although they have the name of one. Ends the process if there is nothing to run.
 fn parse() -> (Cli, Vec<String>) {
-    let words = match Words::complete(&args::definition(), std::env::args_os().collect(), |name| std::env::var_os(name))
-    {
+    let definition = args::definition();
+    let words = match Words::complete(&definition, std::env::args_os().collect(), |name| std::env::var_os(name)) {
         Ok(words) => words,
         Err(failure) => {
             progress::say(&format!("remora: {failure}"));
             std::process::exit(failure.code.number().into());
         }
     };
-    let cli = Cli::try_parse_from(&words.words).unwrap_or_else(|error| {
+    let parsed = definition.try_get_matches_from(&words.words).and_then(|matches| Cli::from_arg_matches(&matches));
+    let cli = parsed.unwrap_or_else(|error| {
         let origins = words.origins(&error.to_string());
         if error.use_stderr() && !origins.is_empty() {
             let _ = error.print(); // without a terminal there is no one to tell

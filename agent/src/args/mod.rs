@@ -32,6 +32,7 @@ mod replica;
 mod restore;
 mod security;
 mod sentinel;
+mod short_help;
 mod snapshot;
 mod source;
 mod status;
@@ -237,7 +238,7 @@ impl LogLevel {
 
 /// The definition of the whole command line, for completions, man pages and tests.
 pub fn definition() -> clap::Command {
-    Cli::command()
+    short_help::shorten(Cli::command())
 }
 
 const ABOUT: &str = "\

@@ -41,6 +41,7 @@ pub enum TransportChoice {
     /// Shared memory of this host.
     Shm,
     /// RDMA.
+    #[value(alias = "rdma")]
     Verbs,
     /// TCP.
     Tcp,
