@@ -10,7 +10,7 @@ use crate::estimate::{BACKLOG_SECONDS, Course, Times};
 use crate::exit::Failure;
 use crate::replica::source::{DEFAULT_MEMORY, Sinks};
 use crate::server::{Facts, PinSizes};
-use crate::source::sizing::{Shares, Wanted, expected, least_memory};
+use crate::source::tables::{Shares, Wanted, expected, least_memory};
 use crate::units::Size;
 
 /// What clients write.

@@ -4,7 +4,7 @@
 //! - [`figures`]: from the primary's facts and the options to the figures, pure. [`sample`]: what some keys take.
 //!   [`show`]: text and JSON.
 //!
-//! The figures are those of the agents: [`sizing`](crate::source::sizing) divides the source's memory, `Sinks` a
+//! The figures are those of the agents: [`tables`](crate::source::tables) divides the source's memory, `Sinks` a
 //! replica's, `estimate` has the times, and the primary's own facts say whether a hand-off can be pinned.
 
 mod figures;
