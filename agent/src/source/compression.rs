@@ -8,9 +8,10 @@
 //!                                       ╰──────── plain ◀────────┴───── plain is faster ──┴──▶ the faster one
 //! ```
 //!
-//! [`Policy`] decides, without I/O: it is told how slots were stored and how long that took, what is known of the
-//! link to the readers ([`Link`]), and what the processors have to spare ([`Processors`]). The thread that seals the snapshot asks it before each slot, so
-//! compression never runs on a thread that the server waits for, and uses one processor at most.
+//! [`Policy`] decides, without I/O: it is told how slots were stored and how long that took, what is known of the link
+//! to the readers ([`Link`]), and what the processors have to spare ([`Processors`]). The thread that seals the
+//! snapshot asks it before each slot, so compression never runs on a thread that the server waits for, and uses one
+//! processor at most.
 
 use std::fmt::{self, Write};
 use std::fs;
