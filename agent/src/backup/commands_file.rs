@@ -1,16 +1,19 @@
-//! AOF file: reads all of a file of commands, or up to a moment, and finds its last border and its last mark.
+//! A file of commands (AOF): its head, its marks, its list, and how all of it, or a beginning up to a moment, is read
+//! and checked.
 
 use std::fs::File;
 use std::io::{self, Read, Seek};
 use std::path::Path;
 
-use remora_redis::aof::{Found, TIME_NOTE, Verb, Walker};
+use remora_redis::aof::{Found, Manifest as List, TIME_NOTE, Verb, Walker};
 use remora_redis::rdb::crc64;
+use remora_redis::resp;
 
-use super::head::{HEAD_BYTES, head};
-use super::mark::{BEGIN, Mark};
 use super::moment::Moment;
+use crate::checked_json::Checksum;
 use crate::exit::Failure;
+
+// AOF file: reads all of a file of commands, or up to a moment, and finds its last border and its last mark.
 
 /// Bytes that are read at a time.
 const PIECE: usize = 1 << 20;
@@ -253,6 +256,110 @@ fn has_a_mark(path: &Path, from: u64, to: u64) -> Result<bool, Failure> {
     }
 }
 
+// Mark: a note in a file of commands that says how far the stream is there, and has a checksum of what stands before.
+//
+// ```text
+//   head (128 bytes)   commands …   #REMORA:307366:8c1c6b2f307366aa   #TS:…   commands …   #REMORA:…
+//   has no checksum    ╰────────── the checksum is of all from the end of the head to here, and of the offset ───╯
+// ```
+//
+// Servers and their tools skip notes that they do not know. A backup that is started again goes on at the last mark.
+
+/// The end of a note.
+pub(super) const NOTE_END: &[u8] = b"\r\n";
+
+/// How far the stream is: everything up to this offset is in front of the mark.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Mark {
+    pub(super) offset: u64,
+    /// Checksum of all that stands before, behind the head, and of the mark's own offset. `None` in a head, and in
+    /// files of older programs.
+    pub(super) sum: Option<u64>,
+}
+
+/// What a mark begins with.
+pub(super) const BEGIN: &str = "#REMORA:";
+
+/// Digits of a checksum.
+const SUM_DIGITS: usize = 16;
+
+impl Mark {
+    /// A mark without a checksum, as heads have it.
+    pub(super) fn of_a_head(offset: u64) -> Mark {
+        Mark { offset, sum: None }
+    }
+
+    /// A mark behind bytes with this checksum.
+    pub(super) fn behind(offset: u64, before: u64) -> Mark {
+        Mark { offset, sum: Some(crc64(before, format!("{BEGIN}{offset}:").as_bytes())) }
+    }
+
+    /// Reads a note; `None` if it is another one.
+    pub(super) fn parse(note: &[u8]) -> Option<Mark> {
+        let text = std::str::from_utf8(note).ok()?.strip_prefix(BEGIN)?;
+        let (digits, sum) = match text.split_once(':') {
+            Some((digits, sum)) if sum.len() == SUM_DIGITS => (digits, Some(u64::from_str_radix(sum, 16).ok()?)),
+            Some(_) => return None,
+            None => (text, None),
+        };
+        let offset = digits.parse().ok().filter(|offset| *offset <= remora_redis::MAX_OFFSET)?;
+        Some(Mark { offset, sum })
+    }
+
+    /// Whether the checksum is that of bytes with this checksum before it. True if it has none.
+    pub(super) fn fits(self, before: u64) -> bool {
+        self.sum.is_none() || self == Mark::behind(self.offset, before)
+    }
+
+    /// Appends the note.
+    pub(super) fn write(self, out: &mut Vec<u8>) {
+        let sum = self.sum.map_or_else(String::new, |sum| format!(":{sum:016x}"));
+        out.extend_from_slice(format!("{BEGIN}{}{sum}", self.offset).as_bytes());
+        out.extend_from_slice(NOTE_END);
+    }
+}
+
+// Head: the beginning of a file of commands, always of the same length: each file is loaded by itself, from database 0
+// on.
+
+/// Bytes at the beginning of each file of commands: which database, how far the stream is, and a note with a checksum
+/// of both that fills the rest. Enough for both with their longest numbers, so that the database can be put in later.
+pub(super) const HEAD_BYTES: usize = 128;
+
+/// The head of a file that begins in this database, behind this offset of the stream.
+pub(super) fn head(database: u64, offset: u64) -> Vec<u8> {
+    let mut head = Vec::with_capacity(HEAD_BYTES);
+    resp::command(&mut head, &["SELECT", &database.to_string()]);
+    Mark::of_a_head(offset).write(&mut head);
+    let sum = format!("# {:016x}", crc64(0, &head));
+    head.extend_from_slice(sum.as_bytes());
+    let fill = HEAD_BYTES.saturating_sub(head.len() + NOTE_END.len());
+    head.extend(std::iter::repeat_n(b' ', fill));
+    head.extend_from_slice(NOTE_END);
+    head
+}
+
+// List: the list of an append-only file's parts, with a checksum in a comment, which servers skip.
+
+/// What stands before the checksum.
+const COMMENT: &str = "# remora crc64 ";
+
+/// The text of a list, with its checksum.
+pub(super) fn checked_list(list: &List) -> String {
+    let text = list.to_string();
+    let crc = crc64(0, text.as_bytes());
+    format!("{text}{COMMENT}{crc:016x}\n")
+}
+
+/// Compares the checksum of such a text.
+pub(super) fn check(text: &[u8]) -> Checksum {
+    let comment = COMMENT.as_bytes();
+    let Some(at) = text.windows(comment.len()).rposition(|window| window == comment) else { return Checksum::Missing };
+    let (before, rest) = text.split_at(at);
+    let wanted = format!("{COMMENT}{:016x}\n", crc64(0, before));
+    if rest == wanted.as_bytes() { Checksum::Right } else { Checksum::Wrong }
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -305,5 +412,49 @@ mod tests {
         assert!(AofFile::read(Path::new("/dev/zero"), None).is_err());
         let walk = AofFile::read(file(b"").path(), None).unwrap();
         assert_eq!((walk.used, walk.end), (0, End::Whole));
+    }
+
+    #[test]
+    fn a_mark_is_read_as_it_was_written_and_other_notes_are_none() {
+        for mark in [Mark::of_a_head(307_366), Mark::behind(307_366, 42)] {
+            let mut out = Vec::new();
+            mark.write(&mut out);
+            assert_eq!(Mark::parse(out.strip_suffix(NOTE_END).unwrap()), Some(mark));
+            assert!(mark.fits(42));
+        }
+        assert!(!Mark::behind(307_366, 42).fits(43));
+        assert!(!Mark { offset: 307_367, ..Mark::behind(307_366, 42) }.fits(42));
+        for other in [
+            &b"#TS:1"[..],
+            b"#REMORA:",
+            b"#REMORA:x",
+            b"#REMORA:99999999999999999999",
+            b"#REMORA:-1",
+            b"#REMORA:1:2",
+            b"#REMORA:1:gggggggggggggggg",
+            b"\xFF",
+        ] {
+            assert_eq!(Mark::parse(other), None, "{other:?}");
+        }
+    }
+
+    #[test]
+    fn a_head_has_the_same_length_whatever_its_numbers() {
+        for (database, offset) in [(0, 0), (i32::MAX as u64, remora_redis::MAX_OFFSET)] {
+            assert_eq!(head(database, offset).len(), HEAD_BYTES);
+        }
+    }
+
+    #[test]
+    fn every_changed_byte_of_a_list_is_found_and_servers_skip_the_checksum() {
+        let list = List::parse(b"file a.1.base.rdb seq 1 type b\nfile a.1.incr.aof seq 1 type i\n").unwrap();
+        let text = checked_list(&list);
+        assert_eq!((check(text.as_bytes()), List::parse(text.as_bytes()).unwrap()), (Checksum::Right, list.clone()));
+        for at in 0..text.len() {
+            let mut changed = text.clone().into_bytes();
+            changed[at] ^= 1;
+            assert_ne!(check(&changed), Checksum::Right, "byte {at}");
+        }
+        assert_eq!(check(list.to_string().as_bytes()), Checksum::Missing);
     }
 }
