@@ -144,7 +144,7 @@ async fn dispatch(command: Command) -> Result<(), Failure> {
         Command::Attend(args) => crate::replica::attend::run(args).await,
         Command::Intercept(args) => crate::intercept::run(args).await,
         Command::Status(args) => until_signal(crate::status::run(args), "").await,
-        Command::Devices(args) => crate::transports::devices::run(&args),
+        Command::Devices(args) => crate::transports::run(&args),
         Command::Plan(args) => until_signal(crate::plan::run(args), "").await,
         Command::Probe(args) => {
             until_signal(crate::probe::run(args), ": the figures measured so far are not shown").await
@@ -154,8 +154,8 @@ async fn dispatch(command: Command) -> Result<(), Failure> {
         Command::Switch(args) => crate::switch::run(args).await,
         Command::Migrate(args) => crate::migrate::run(args).await,
         Command::Load(args) => until_signal(crate::load::run(args), ": the keys written so far are still there").await,
-        Command::Module(args) => crate::module_file::run(&args),
-        Command::Token(args) => crate::token::run(&args),
+        Command::Module(args) => crate::tools::module(&args),
+        Command::Token(args) => crate::tools::token(&args),
         // Servers and clients of volumes, and mounts, catch signals themselves.
         Command::Fetch(args) => crate::snapshot::fetch::run(args).await,
         Command::Backup(args) => crate::backup::run(args).await,
@@ -163,8 +163,8 @@ async fn dispatch(command: Command) -> Result<(), Failure> {
         Command::Cluster(args) => crate::cluster::run(args).await,
         Command::Snapshot(args) => crate::snapshot::run(args).await,
         Command::Volume(args) => crate::volume::run(args).await,
-        Command::Config(args) => crate::config::check::run(&args),
-        Command::Generate(args) => crate::generate::run(&args),
+        Command::Config(args) => crate::config::run(&args),
+        Command::Generate(args) => crate::tools::generate(&args),
     }
 }
 

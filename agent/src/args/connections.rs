@@ -12,8 +12,7 @@ use remora_wire::is_printable;
 use rustls::pki_types::ServerName;
 
 use super::SentinelArgs;
-use crate::conversation::certificate_roles::CertificateRoles;
-use crate::conversation::certificates::{CertificateFiles, Certificates, MTLS_OPTIONS};
+use crate::conversation::certificates::{CertificateFiles, CertificateRoles, Certificates, MTLS_OPTIONS};
 use crate::conversation::tokens::Credentials;
 use crate::conversation::{Mode, Security, SourceKey};
 use crate::exit::{Code, Failure};

@@ -9,7 +9,7 @@ use clap::{Args, ValueEnum};
 use super::{
     HostPort, MetricsArgs, MonitorNameArgs, RdmaOffer, ReplicaNameArgs, SecurityArgs, SentinelArgs, UploadLimit,
 };
-use crate::conversation::certificate_roles::CertificateRoles;
+use crate::conversation::certificates::CertificateRoles;
 use crate::conversation::tokens::TokenFiles;
 use crate::conversation::{Identity, Mode, Role, Security};
 use crate::exit::{self, Code, Failure};

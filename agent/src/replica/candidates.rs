@@ -30,7 +30,7 @@ use super::link::Link;
 use super::link_failure::LinkFailure;
 use super::locality::Locality;
 use super::unread::owner;
-use crate::conversation::rejections::Rejections;
+use crate::conversation::listener::Rejections;
 
 /// Connections that may wait at a time. A server makes one.
 const PLACES: usize = 4;

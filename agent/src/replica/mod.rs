@@ -80,11 +80,6 @@ mod unread;
 pub(crate) mod upstream;
 mod way;
 
-#[cfg(any(test, feature = "simulation"))]
-pub(crate) use self::delivery::simulated as simulated_delivery;
-#[cfg(any(test, feature = "simulation"))]
-pub(crate) use self::driver::simulated;
-
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -94,11 +89,15 @@ use tokio::time::Instant;
 
 use self::attend::once;
 use self::control::Control;
+#[cfg(any(test, feature = "simulation"))]
+pub(crate) use self::delivery::simulated as simulated_delivery;
+#[cfg(any(test, feature = "simulation"))]
+pub(crate) use self::driver::simulated;
 use self::driver::{Driver, Setup};
 use self::prepared::{Prepared, Suits};
 use self::spool::Spool;
 use crate::args::{Delivery, PeerArgs, RelayArgs, ReplicaArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs};
-use crate::conversation::certificate_roles::CertificateRoles;
+use crate::conversation::certificates::CertificateRoles;
 use crate::conversation::tokens::TokenFiles;
 use crate::exit::{Code, Failure};
 use crate::host_memory;

@@ -15,9 +15,9 @@ use crate::conversation::Protection;
 use crate::conversation::tokens::Credentials;
 use crate::exit::{Code, Failure};
 use crate::patience::Patience;
-use crate::probe::measure;
+use crate::probe;
 use crate::tasks::blocking;
-use crate::transports::connectors::not_offered;
+use crate::transports::not_offered;
 
 /// How the source is read.
 pub(crate) struct Reading {
@@ -42,10 +42,10 @@ async fn try_out(args: &ReadArgs, credentials: &Credentials, is_sealed: bool) ->
     let region = offered.iter().map(RegionKey::length).max().unwrap_or(0);
     let is_offered = offered.iter().any(|key| way.permits(key.transport()));
     let reading = blocking(move || {
-        let sink = Memory::create("remora-trial", measure::MOMENT_SINK, Pages::Small).map(Arc::new);
+        let sink = Memory::create("remora-trial", probe::MOMENT_SINK, Pages::Small).map(Arc::new);
         let sink = sink.map_err(|error| Failure::local(format!("no memory to try the transports with: {error}")))?;
         let (mut peer, transport, why) = way.try_out(keys, is_sealed, &sink)?;
-        let rate = measure::in_a_moment(&mut *peer, region);
+        let rate = probe::in_a_moment(&mut *peer, region);
         let protection = way.protection(transport, is_sealed);
         Ok(Reading { transport, why, protection, rate })
     });

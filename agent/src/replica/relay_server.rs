@@ -325,7 +325,7 @@ impl Lender {
         }
         // A copy is lent once: nothing is kept registered beyond that.
         let address = self.address;
-        let open = move || transports::exporters::rdma(&offer, address, READERS_LIMIT, &[]);
+        let open = move || transports::rdma(&offer, address, READERS_LIMIT, &[]);
         let opened = tokio::task::spawn_blocking(open).await;
         match opened {
             Ok(Ok(Some(exporter))) => self.exporters.insert(0, exporter),

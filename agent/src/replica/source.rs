@@ -22,7 +22,7 @@ use crate::exit::{Code, Failure};
 use crate::host_memory;
 use crate::lanes::LANES_LABEL;
 use crate::patience::Patience;
-use crate::transports::connectors::{Connectors, TransportChoices, not_offered};
+use crate::transports::{Connectors, TransportChoices, not_offered};
 use crate::units::Size;
 
 /// A session with the source.

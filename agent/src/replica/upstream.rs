@@ -24,7 +24,7 @@ use crate::conversation::tokens::Credentials;
 use crate::conversation::{Connection, Options, Protection};
 use crate::events;
 use crate::exit::Failure;
-use crate::transports::connectors::TransportChoices;
+use crate::transports::TransportChoices;
 
 /// Which peer to read, and into which memory.
 pub(crate) struct Goal {

@@ -51,7 +51,7 @@ impl Exports {
         }
         let memories = [SNAPSHOT_REGION, JOURNAL_REGION].map(|region| tables.memory(region).remote);
         let (rdma, replicas) = (allowed_rdma(&args.rdma, security, listen.ip())?, args.max_replicas as usize);
-        let open = move || transports::exporters::rdma(&rdma, listen, replicas, &memories);
+        let open = move || transports::rdma(&rdma, listen, replicas, &memories);
         let rdma = tokio::task::spawn_blocking(open).await;
         exporters
             .extend(rdma.map_err(|error| Failure::local(format!("the search for RDMA devices failed: {error}")))??);

@@ -36,7 +36,7 @@ use super::{Recorded, Seen, Target};
 use crate::args::{BackupArgs, ReadArgs};
 use crate::backoff::Backoff;
 use crate::conversation::Fault;
-use crate::conversation::certificate_roles::CertificateRoles;
+use crate::conversation::certificates::CertificateRoles;
 use crate::conversation::tokens::{Credentials, TokenFiles};
 use crate::exit::{Code, Failure};
 use crate::metrics::Scrapes;

@@ -26,7 +26,7 @@
 //! after it was promoted, when it follows another primary, or after it was shut down and started again. Then the stream
 //! ends before a byte of the new history is appended.
 //!
-//! A capture decides nothing: [`super::machine`] decides which one runs when. It ends within one [`TICK`](TICK)
+//! A capture decides nothing: [`super::machine`] decides which one runs when. It ends within one [`TICK`]
 //! after its `stop` is set, or when the primary ends it.
 //!
 //! - [`Plan`]: what a capture is given; [`CaptureEvent`]: what it reports. `method`: how it takes the snapshot.
@@ -219,7 +219,7 @@ pub(crate) struct Plan {
     pub(crate) sealed_journal: Option<SealedTable>,
     /// What a module in the server may be asked to do.
     pub(crate) module: Arc<ModuleRules>,
-    /// Whether the module failed a short time ago ([`MethodHistory`](MethodHistory)). It is not asked then.
+    /// Whether the module failed a short time ago ([`MethodHistory`]). It is not asked then.
     pub(crate) module_failed_lately: bool,
     /// Figures that the capture shows while it runs.
     pub(crate) gauge: Arc<Gauge>,

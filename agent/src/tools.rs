@@ -1,22 +1,24 @@
-//! New tokens: `remora token new`.
+//! The small commands around the job: `remora token`, `remora module` and `remora generate`.
 
 use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use rustix::fs::OFlags;
 
-use crate::args::{TokenAction, TokenCommandArgs};
+use crate::args::{self, GenerateArgs, Generated, ModuleArgs, ModuleQuestion, TokenAction, TokenCommandArgs};
 use crate::conversation::Identity;
 use crate::exit::Failure;
 use crate::progress;
+
+// New tokens: `remora token new`.
 
 /// Runs `remora token`.
 ///
 /// # Errors
 /// The file exists or cannot be written, stdout cannot be written, or the system gives no random bytes.
-pub fn run(args: &TokenCommandArgs) -> Result<(), Failure> {
+pub fn token(args: &TokenCommandArgs) -> Result<(), Failure> {
     let file = match &args.action {
         TokenAction::New { file } => file,
         TokenAction::Identity { file } => {
@@ -68,6 +70,72 @@ const TOKEN_BYTES: usize = 32;
 /// The mode of a new token file: its owner alone reads and writes it.
 const MODE: u32 = 0o600;
 
+// Where the server module's library is: `remora module path`, and `remora source --load-module`.
+
+/// Runs `remora module`.
+///
+/// # Errors
+/// The library is not found, or stdout cannot be written.
+pub fn module(args: &ModuleArgs) -> Result<(), Failure> {
+    match args.question {
+        ModuleQuestion::Path => {
+            let path = find_module()?;
+            progress::print_line(&path.display().to_string())
+        }
+    }
+}
+
+/// The path of the library that belongs to this program.
+///
+/// # Errors
+/// The library is in none of the places where it is searched; the message names them.
+pub fn find_module() -> Result<PathBuf, Failure> {
+    let program = std::env::current_exe()
+        .map_err(|error| Failure::local(format!("cannot find out the path of this program: {error}")))?;
+    let places = places(&program);
+    places.iter().find(|path| path.is_file()).cloned().ok_or_else(|| {
+        let looked: Vec<String> = places.iter().map(|path| path.display().to_string()).collect();
+        let text = format!(
+            "there is no {LIBRARY} at {}: build it with `cargo build --release -p remora-module`, or put it beside this program",
+            looked.join(" or ")
+        );
+        Failure::local(text)
+    })
+}
+
+/// Where the library is searched: beside the program, as cargo builds it; as packages install it; and, for a test's
+/// program, one folder up.
+fn places(program: &Path) -> Vec<PathBuf> {
+    let folder = program.parent().unwrap_or(Path::new("."));
+    let above = folder.parent().unwrap_or(folder);
+    vec![folder.join(LIBRARY), above.join("lib/remora").join(LIBRARY), above.join(LIBRARY)]
+}
+
+/// The file's name.
+pub const LIBRARY: &str = "libremora_module.so";
+
+// Shell completions and man pages, made from the definition of the command line, so that they always agree with it.
+
+/// Runs `remora generate`.
+pub fn generate(args: &GenerateArgs) -> Result<(), Failure> {
+    match &args.what {
+        Generated::Completions { shell } => {
+            let mut text = Vec::new();
+            clap_complete::generate(*shell, &mut args::definition(), NAME, &mut text);
+            progress::print(&String::from_utf8_lossy(&text))
+        }
+        Generated::Man { directory } => write_man_pages(directory),
+    }
+}
+
+fn write_man_pages(directory: &Path) -> Result<(), Failure> {
+    let failed = |error| Failure::local(format!("cannot write man pages to {}: {error}", directory.display()));
+    std::fs::create_dir_all(directory).map_err(failed)?;
+    clap_mangen::generate_to(args::definition(), directory).map_err(failed)
+}
+
+const NAME: &str = "remora";
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -111,5 +179,30 @@ mod tests {
     fn a_folder_that_does_not_exist_is_named() {
         let failure = write(Path::new("/nonexistent/token"), "new").unwrap_err();
         assert!(failure.message.contains("/nonexistent/token"), "{failure}");
+    }
+
+    #[test]
+    fn the_library_is_looked_for_beside_the_program_and_where_packages_put_it() {
+        let places = places(Path::new("/usr/bin/remora"));
+        assert_eq!(places[0], Path::new("/usr/bin/libremora_module.so"));
+        assert_eq!(places[1], Path::new("/usr/lib/remora/libremora_module.so"));
+    }
+
+    #[test]
+    fn there_is_a_man_page_for_every_command() {
+        let folder = tempfile::tempdir().unwrap();
+        write_man_pages(folder.path()).unwrap();
+        for command in ["remora", "remora-source", "remora-replica", "remora-verify", "remora-load", "remora-status"] {
+            let page = std::fs::read_to_string(folder.path().join(format!("{command}.1"))).unwrap();
+            assert!(page.contains("Exit codes"), "{command}");
+        }
+    }
+
+    #[test]
+    fn completions_know_the_options() {
+        let mut text = Vec::new();
+        clap_complete::generate(clap_complete::Shell::Bash, &mut args::definition(), NAME, &mut text);
+        let text = String::from_utf8(text).unwrap();
+        assert!(text.contains("--token-file") && text.contains("--value-size"));
     }
 }
