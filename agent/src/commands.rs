@@ -5,24 +5,19 @@
 //!   parse ──▶ logging, progress ──▶ runtime ──▶ one command's run(args) ──▶ Ok: 0 │ Failure: a sentence on stderr, its code
 //! ```
 
-use std::{
-    io::{IsTerminal, Write},
-    process::ExitCode,
-};
+use std::io::{IsTerminal, Write};
+use std::process::ExitCode;
 
 use clap::Parser;
 use rustix::process::{DumpableBehavior, Resource, Rlimit, getrlimit, set_dumpable_behavior, setrlimit};
 use tracing_subscriber::EnvFilter;
 
-use crate::{
-    args::{self, Cli, Command, GlobalArgs, LogLevel},
-    config::Words,
-    events,
-    exit::{Code, Failure},
-    host_threads, progress,
-    replica::guard,
-    signals::{self, until_signal},
-};
+use crate::args::{self, Cli, Command, GlobalArgs, LogLevel};
+use crate::config::Words;
+use crate::exit::{Code, Failure};
+use crate::replica::control;
+use crate::signals::{self, until_signal};
+use crate::{events, host_threads, progress};
 
 /// Runs the whole process: parses, runs, and reports how it ended.
 pub fn main() -> ExitCode {
@@ -136,9 +131,9 @@ async fn dispatch(command: Command) -> Result<(), Failure> {
     match command {
         // Source and replica have something to clean up when they are stopped, so they catch signals themselves.
         Command::Source(args) => crate::source::run(args).await,
-        Command::Replica(args) if guard::is_asked() => guard::run(args).await,
+        Command::Replica(args) if control::is_guard() => control::run_guard(args).await,
         Command::Replica(args) => {
-            guard::this_is_the_command();
+            control::this_is_the_command();
             crate::replica::run(args).await
         }
         Command::Attend(args) => crate::replica::attend::run(args).await,

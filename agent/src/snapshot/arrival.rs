@@ -14,9 +14,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use crate::exit::Failure;
-use crate::replica::meter::Meter;
-use crate::replica::parts::{FeedError, Mapped, Part};
-use crate::replica::relay_reader::{Lost, ReadFrom, RelayReader};
+use crate::replica::parts::{FeedError, Mapped, Meter, Part};
+use crate::replica::relay::reader::{Lost, ReadFrom, RelayReader};
 use crate::replica::spool::{Held, SnapshotId};
 
 /// How long the thread sleeps at most when nothing has arrived: it adds to the time until a new slot is seen, and to

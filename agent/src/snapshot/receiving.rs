@@ -27,13 +27,11 @@ use crate::patience::RETRY_FOR;
 use crate::progress::{Meter, Unit};
 use crate::replica::data_set::DataSet;
 use crate::replica::machine::{Loss, no_snapshot, wait_limit};
-use crate::replica::meter::Meter as Counters;
 use crate::replica::open_tokens;
-use crate::replica::relay::Relay;
-use crate::replica::relay_reader::{Lost, ReadFrom};
-use crate::replica::session::{Received, Session};
-use crate::replica::source::{Chosen, Sinks, Source, join};
-use crate::replica::upstream::Said;
+use crate::replica::parts::Meter as Counters;
+use crate::replica::relay::reader::{Lost, ReadFrom};
+use crate::replica::relay::{Relay, Said};
+use crate::replica::source::{Chosen, Received, Session, Sinks, Source, join};
 use crate::tasks::blocking;
 use crate::{events, free_space, host_memory, patience as startup};
 

@@ -8,12 +8,13 @@
 //! ```
 //!
 //! One task owns all of it. The source decides which replicas read here; this task knows them and divides the upload
-//! limit among them. Not here: how the copy is filled ([`super::relay_reader`]).
+//! limit among them. Not here: how the copy is filled ([`super::reader`]).
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::{Duration, Instant};
 
 use remora_fabric::shm::{ShmExporter, ShmOptions};
@@ -25,36 +26,35 @@ use remora_table::Geometry;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use super::meter::Meter;
 use crate::args::RdmaOffer;
 use crate::conversation::listener::{self, Listener};
 use crate::conversation::{Connection, Endpoint, Options, Protection, Security, Sender, derive};
-use crate::events;
 use crate::exit::Failure;
 use crate::lanes::LANES_LABEL;
-use crate::transports;
+use crate::replica::parts::Meter;
+use crate::{events, transports};
 
 /// A copy for other replicas to read.
-pub(super) struct LentCopy {
-    pub(super) generation: u64,
-    pub(super) memory: Arc<Memory>,
-    pub(super) own: Geometry,
-    pub(super) first_offset: u64,
+pub(crate) struct LentCopy {
+    pub(crate) generation: u64,
+    pub(crate) memory: Arc<Memory>,
+    pub(crate) own: Geometry,
+    pub(crate) first_offset: u64,
     /// Whether every slot is written only once.
-    pub(super) keeps_all: bool,
+    pub(crate) keeps_all: bool,
     /// How to offer RDMA; `None`: not at all.
-    pub(super) rdma: Option<RdmaOffer>,
+    pub(crate) rdma: Option<RdmaOffer>,
     /// Whether it is filled over TCP, and so over the link by which it is lent.
-    pub(super) by_tcp: bool,
+    pub(crate) by_tcp: bool,
 }
 
 /// Bytes per second that other replicas may read; 0: no limit.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct UploadLimits {
-    pub(super) in_all: u64,
-    pub(super) per_peer: u64,
+pub(crate) struct UploadLimits {
+    pub(crate) in_all: u64,
+    pub(crate) per_peer: u64,
     /// Whether this end limits what it sends over TCP, as a background transfer.
-    pub(super) in_background: bool,
+    pub(crate) in_background: bool,
 }
 
 impl UploadLimits {
@@ -76,7 +76,7 @@ impl UploadLimits {
 
 /// The server through which other replicas read this replica's copy. Dropping it ends the task and every
 /// reader's connection.
-pub(super) struct RelayServer {
+pub(crate) struct RelayServer {
     address: SocketAddr,
     orders: mpsc::UnboundedSender<LentCopy>,
     readers: Arc<AtomicUsize>,
@@ -109,7 +109,7 @@ impl RelayServer {
     ///
     /// # Errors
     /// The address cannot be bound.
-    pub(super) async fn open(
+    pub(crate) async fn open(
         listen: SocketAddr,
         keyring: Arc<Keyring>,
         limits: UploadLimits,
@@ -154,19 +154,19 @@ impl RelayServer {
     }
 
     /// The address of the listener.
-    pub(super) fn address(&self) -> SocketAddr {
+    pub(crate) fn address(&self) -> SocketAddr {
         self.address
     }
 
     /// Lends this copy from now on, in place of the one before.
-    pub(super) fn lend(&self, lending: LentCopy) {
+    pub(crate) fn lend(&self, lending: LentCopy) {
         self.by_tcp.store(lending.by_tcp, Relaxed);
         // The task ends with us.
         let _ = self.orders.send(lending);
     }
 
     /// Replicas that read here now.
-    pub(super) fn readers(&self) -> usize {
+    pub(crate) fn readers(&self) -> usize {
         self.readers.load(Relaxed)
     }
 }

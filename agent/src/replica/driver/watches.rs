@@ -1,26 +1,34 @@
-//! Coverage: asks the primary itself whether it would continue the server.
-//!
-//! The source answers this question for the server that it captures. With `--announce` that can be a replica of the
-//! primary, whose backlog says nothing of the primary's. The agent then asks the primary, with the address and the
-//! login that its own server will use there. It does the same where the source is away.
-//!
-//! Where the server's own connections are intercepted, the primary is asked with the login that the server has used
-//! there, and nothing pins its backlog. The source feeds the server for as long as the server comes nearer.
-//!
-//! A task holds the connection, so that the driver never waits for it. Only the newest question is answered. Where the
-//! answer is yes, [`Pins`] keep what the server needs until this is dropped or asked again.
+//! What the driver looks at while it waits: whether the primary would continue the server, whether the source's journal
+//! is overwritten first, and what the server at the link says of itself.
 
 use std::time::{Duration, Instant};
 
 use remora_redis::resp::Frame;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::time::{MissedTickBehavior, interval};
 
 use crate::args::HostPort;
+use crate::events;
 use crate::growth::Growth;
 use crate::replica::attend::passage::{self, Login};
-use crate::replica::finding::Finding;
+use crate::replica::parts::Meter;
+use crate::replica::primary::Finding;
+use crate::server::own_changes::Counted;
 use crate::server::{Client, Facts, Pins, Position, Role, Server, ServerError, Stream};
 use crate::tasks::AbortOnDrop;
+use crate::units::Size;
+
+// Coverage: asks the primary itself whether it would continue the server.
+//
+// The source answers this question for the server that it captures. With `--announce` that can be a replica of the
+// primary, whose backlog says nothing of the primary's. The agent then asks the primary, with the address and the
+// login that its own server will use there. It does the same where the source is away.
+//
+// Where the server's own connections are intercepted, the primary is asked with the login that the server has used
+// there, and nothing pins its backlog. The source feeds the server for as long as the server comes nearer.
+//
+// A task holds the connection, so that the driver never waits for it. Only the newest question is answered. Where the
+// answer is yes, [`Pins`] keep what the server needs until this is dropped or asked again.
 
 /// How long the primary may take to answer. It is asked again a moment later.
 const ANSWER_LIMIT: Duration = Duration::from_secs(3);
@@ -247,6 +255,139 @@ impl Asker {
     }
 }
 
+// Outrun: foresees that the source's journal will be overwritten before the server can read on in it.
+//
+// The stream is read ahead into the agent's memory up to a limit. From then on the journal fills, and the snapshot
+// must be loaded before the journal comes round. The rates of both say minutes before whether it will.
+
+/// The time over which the two rates are measured.
+const JOURNAL_RATE_TIME: Duration = Duration::from_secs(2);
+
+/// How near the end must be for a warning while the length of the snapshot is not known.
+const NEAR: Duration = Duration::from_secs(60);
+
+/// What is watched. Bytes.
+#[derive(Clone, Copy, Debug, Default)]
+struct Seen {
+    /// What the source has written to its journal since that began.
+    written: u64,
+    /// What it can write until what is needed next is held no more.
+    left: u64,
+    /// What has arrived of the snapshot.
+    arrived: u64,
+    /// The whole snapshot; `None` while it is not known.
+    whole: Option<u64>,
+}
+
+/// Watches one sync.
+#[derive(Debug, Default)]
+pub(super) struct Outrun {
+    written: Growth,
+    arrived: Growth,
+    is_told: bool,
+}
+
+impl Outrun {
+    /// Takes a look at a sync whose server has not loaded yet, and warns, once.
+    pub(super) fn watch(&mut self, now: Instant, meter: &Meter) {
+        if meter.stream_paused.get() == 0 {
+            return;
+        }
+        let seen = Seen {
+            written: meter.journal_written.get(),
+            left: meter.journal_left.get(),
+            arrived: meter.bytes_fetched.get().max(meter.bytes_delivered.get()),
+            whole: Some(meter.bytes_known.get()).filter(|_| meter.slots_total.get() > 0),
+        };
+        if let Some(warning) = self.look(now, seen) {
+            tracing::warn!("{warning}");
+        }
+    }
+
+    /// A warning, once, if the journal will be overwritten too early.
+    fn look(&mut self, now: Instant, seen: Seen) -> Option<String> {
+        if self.is_told || seen.written == 0 {
+            return None;
+        }
+        let arrives = self.arrived.look(now, seen.arrived, JOURNAL_RATE_TIME);
+        let written = self.written.look(now, seen.written, JOURNAL_RATE_TIME)?;
+        let (left, needed) = (time(seen.left, written)?, seen.whole.zip(arrives));
+        let needed = needed.map(|(whole, rate)| time(whole.saturating_sub(seen.arrived), rate));
+        let is_outrun = match needed {
+            Some(Some(needed)) => left < needed,
+            Some(None) | None => left < NEAR,
+        };
+        if !is_outrun {
+            return None;
+        }
+        self.is_told = true;
+        let transfer = match needed.flatten() {
+            Some(needed) => format!("the transfer takes about {} s more", needed.as_secs()),
+            None => "the end of the transfer is not known".to_owned(),
+        };
+        Some(format!(
+            "clients write {}/s, so the source will have overwritten the stream that follows this snapshot in about {} s, and \
+             {transfer}: the sync will start over then. Give the source more --journal-memory, or a faster link to it",
+            Size::bytes(written as u64),
+            left.as_secs()
+        ))
+    }
+}
+
+/// How long these bytes take at this rate. `None`: for ever.
+fn time(bytes: u64, rate: f64) -> Option<Duration> {
+    Duration::try_from_secs_f64(bytes as f64 / rate).ok()
+}
+
+// Listening: a server that stays at the link is asked for its own word each second, so that a command that it could
+// not execute is told at once, and not only at the end of the stay.
+
+/// How often the server is asked.
+const LISTEN_EVERY: Duration = Duration::from_secs(1);
+
+/// Asks the server until the handle is dropped. It changes nothing.
+pub(super) fn start(server: Server) -> AbortOnDrop {
+    AbortOnDrop::new(&tokio::spawn(listen(server)))
+}
+
+async fn listen(server: Server) {
+    let (mut client, mut before) = (None, None::<Counted>);
+    let mut due = interval(LISTEN_EVERY);
+    due.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        due.tick().await;
+        let now = match look(&server, &mut client).await {
+            Ok(now) => now,
+            Err(error) => {
+                tracing::debug!("{error}; asked again");
+                client = None;
+                continue;
+            }
+        };
+        let since = before.as_ref().map(|before| now.since(before)).unwrap_or_default();
+        if let Some(count) = since.unexpected.filter(|count| *count > 0) {
+            tracing::warn!(
+                event = events::COMMANDS_FAILED,
+                "the server {} could not execute {count} commands of its primary's stream, and is not an exact replica any more; \
+                 its log names them, and the agent will end with code 6",
+                server.url()
+            );
+        }
+        if let Some(count) = since.evicted.filter(|count| *count > 0) {
+            tracing::warn!("the server {} has removed {count} keys by itself, as its memory is full", server.url());
+        }
+        before = Some(now);
+    }
+}
+
+async fn look(server: &Server, client: &mut Option<Client>) -> Result<Counted, ServerError> {
+    let client = match client {
+        Some(client) if client.is_usable() => client,
+        other => other.insert(server.connect().await?),
+    };
+    Ok(Counted::of(&client.info("stats").await?))
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -277,5 +418,48 @@ mod tests {
         assert_eq!(asker.rate(start + Duration::from_secs(2), Some(5000)), Some(2000));
         assert_eq!(asker.rate(start + Duration::from_secs(4), Some(5000)), Some(0));
         assert_eq!(asker.rate(start + Duration::from_secs(5), Some(10)), Some(0), "a primary that restarted");
+    }
+
+    const MIB: u64 = 1 << 20;
+
+    /// Looks once a second at a journal of 100 MiB that grows by `stream` MiB a second, beside a transfer of 1000 MiB.
+    /// Gives the second of the warning.
+    fn warned_at(stream: u64, transfer: u64, is_known: bool) -> Option<u64> {
+        let (start, mut outrun) = (Instant::now(), Outrun::default());
+        (0..1000 / transfer.max(1)).find(|second| {
+            let seen = Seen {
+                written: (1 + second * stream) * MIB,
+                left: (100 * MIB).saturating_sub(second * stream * MIB),
+                arrived: second * transfer * MIB,
+                whole: is_known.then_some(1000 * MIB),
+            };
+            outrun.look(start + Duration::from_secs(*second), seen).is_some()
+        })
+    }
+
+    #[test]
+    fn a_transfer_that_is_slower_than_the_journal_fills_is_warned_of_at_once_and_once() {
+        assert_eq!(warned_at(2, 10, true), Some(2), "50 s of journal, 100 s of transfer");
+        assert_eq!(warned_at(1, 50, true), None, "100 s of journal, 20 s of transfer");
+        assert_eq!(warned_at(0, 10, true), None, "nobody writes");
+        assert_eq!(warned_at(1, 0, true), Some(42), "nothing arrives: a minute before");
+        assert_eq!(warned_at(1, 10, false), Some(42), "the length is not known: a minute before");
+    }
+
+    #[test]
+    fn the_warning_names_both_times_and_what_to_do() {
+        let (start, mut outrun) = (Instant::now(), Outrun::default());
+        let seen = |second: u64| Seen {
+            written: (1 + 2 * second) * MIB,
+            left: (100 - 2 * second) * MIB,
+            arrived: 10 * second * MIB,
+            whole: Some(1000 * MIB),
+        };
+        assert_eq!(outrun.look(start, seen(0)), None);
+        let text = outrun.look(start + Duration::from_secs(2), seen(2)).unwrap();
+        for part in ["2 MiB/s", "in about 48 s", "about 98 s more", "--journal-memory"] {
+            assert!(text.contains(part), "{text}");
+        }
+        assert_eq!(outrun.look(start + Duration::from_secs(9), seen(9)), None, "once");
     }
 }

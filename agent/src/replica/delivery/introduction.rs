@@ -15,17 +15,17 @@ use crate::server::Client;
 use crate::server::module::{field, yes_or_why};
 
 /// The delivery's half of an introduction: the memory that the server's module was given.
-pub(super) struct GrantedMemory {
+pub(crate) struct GrantedMemory {
     /// The first field of the payload must contain this.
-    pub(super) ticket: [u8; TICKET_BYTES],
+    pub(crate) ticket: [u8; TICKET_BYTES],
     /// The page on which the server counts.
-    pub(super) tally: LoadPage,
+    pub(crate) tally: LoadPage,
 }
 
 /// The half of the server's task: the descriptors and the command.
-pub(super) struct Introduction {
+pub(crate) struct Introduction {
     /// The number of the introduction, so that a late answer is not taken for another's.
-    pub(super) number: u64,
+    pub(crate) number: u64,
     /// The descriptors, and the socket over which they pass. `None` in a simulation, which has no memory to pass.
     means: Option<(Handover, Vec<OwnedFd>)>,
     ticket: [u8; TICKET_BYTES],
@@ -40,11 +40,11 @@ impl fmt::Debug for Introduction {
 
 /// What the server's module answered.
 #[derive(Clone, Debug)]
-pub(super) struct Answer {
+pub(crate) struct Answer {
     /// Whether it can set idle times.
-    pub(super) idle_times: bool,
+    pub(crate) idle_times: bool,
     /// Whether it takes runs of small values (fast keys), or why not.
-    pub(super) fast_keys: Result<(), String>,
+    pub(crate) fast_keys: Result<(), String>,
 }
 
 /// How long the server may take to fetch the descriptors: it gets the command at once, but may be busy.
@@ -54,7 +54,7 @@ const HANDOVER_LIMIT: Duration = Duration::from_secs(3);
 const ANSWER_LIMIT: Duration = Duration::from_secs(300);
 
 /// Prepares both halves for this memory.
-pub(super) fn prepare(view: &View, number: u64) -> Result<(GrantedMemory, Introduction), String> {
+pub(crate) fn prepare(view: &View, number: u64) -> Result<(GrantedMemory, Introduction), String> {
     let text = |error: &dyn fmt::Display| format!("memory cannot be given to the server: {error}");
     let mut ticket = [0; TICKET_BYTES];
     getrandom::fill(&mut ticket).map_err(|error| text(&error))?;
@@ -73,12 +73,12 @@ pub(super) fn prepare(view: &View, number: u64) -> Result<(GrantedMemory, Introd
 impl Introduction {
     /// An introduction without memory.
     #[cfg(any(test, feature = "simulation"))]
-    pub(super) fn simulated(number: u64) -> Introduction {
+    pub(crate) fn simulated(number: u64) -> Introduction {
         Introduction { number, means: None, ticket: [0; TICKET_BYTES], length: 0 }
     }
 
     /// Sends the command, and passes the descriptors. The server removes its keys.
-    pub(super) async fn perform(self, client: &mut Client) -> Result<Answer, String> {
+    pub(crate) async fn perform(self, client: &mut Client) -> Result<Answer, String> {
         let Introduction { means, ticket, length, .. } = self;
         let ticket: String = ticket.iter().map(|byte| format!("{byte:02x}")).collect();
         let (mut address, mut secret, length) = (String::new(), String::new(), length.to_string());
