@@ -7,8 +7,8 @@
 //! ```
 //!
 //! - [`preflight`] finds foreseeable failures before anything is changed: what the server can hold, which commands it
-//!   permits, and whether the primary is in its reach. [`prepared`] is what it leaves, with the transport that was tried
-//!   and the way of delivery. [`report`] has what a dry run prints, and says where the time went.
+//!   permits, and whether the primary is in its reach. [`prepared`] is what it leaves, with the transport that was
+//!   tried and the way of delivery. [`report`] has what a dry run prints, and says where the time went.
 //! - [`primary`] says where the primary is at this moment, and whether it may be given the server's password.
 //! - [`control`] is the connection that changes the server, checks whether no other client has taken the server over,
 //!   and has the guard, which acts after a killed agent; [`record`] notes each changed setting.

@@ -678,7 +678,8 @@ pub(super) const CUT: [&str; 4] = ["CLIENT", "KILL", "TYPE", "master"];
 /// Writes its configuration file.
 pub(super) const REWRITE: [&str; 2] = ["CONFIG", "REWRITE"];
 
-/// Those of each sync by the link, but `CONFIG SET`, for which [`super::link::candidates`] asks because it can do without.
+/// Those of each sync by the link, but `CONFIG SET`, for which [`super::link::candidates`] asks because it can do
+/// without.
 const NEEDS: [Need; 2] = [
     Need {
         needed: Needed {
