@@ -5,24 +5,19 @@
 //!   parse ──▶ logging, progress ──▶ runtime ──▶ one command's run(args) ──▶ Ok: 0 │ Failure: a sentence on stderr, its code
 //! ```
 
-use std::{
-    io::{IsTerminal, Write},
-    process::ExitCode,
-};
+use std::io::{IsTerminal, Write};
+use std::process::ExitCode;
 
 use clap::FromArgMatches;
 use rustix::process::{DumpableBehavior, Resource, Rlimit, getrlimit, set_dumpable_behavior, setrlimit};
 use tracing_subscriber::EnvFilter;
 
-use crate::{
-    args::{self, Cli, Command, GlobalArgs, LogLevel},
-    config::Words,
-    events,
-    exit::{Code, Failure},
-    host_threads, progress,
-    replica::guard,
-    signals::{self, until_signal},
-};
+use crate::args::{self, Cli, Command, GlobalArgs, LogLevel};
+use crate::config::Words;
+use crate::exit::{Code, Failure};
+use crate::replica::control;
+use crate::signals::{self, until_signal};
+use crate::{events, host_threads, progress};
 
 /// Runs the whole process: parses, runs, and reports how it ended.
 pub fn main() -> ExitCode {
@@ -137,15 +132,15 @@ async fn dispatch(command: Command) -> Result<(), Failure> {
     match command {
         // Source and replica have something to clean up when they are stopped, so they catch signals themselves.
         Command::Source(args) => crate::source::run(args).await,
-        Command::Replica(args) if guard::is_asked() => guard::run(args).await,
+        Command::Replica(args) if control::is_guard() => control::run_guard(args).await,
         Command::Replica(args) => {
-            guard::this_is_the_command();
+            control::this_is_the_command();
             crate::replica::run(args).await
         }
         Command::Attend(args) => crate::replica::attend::run(args).await,
         Command::Intercept(args) => crate::intercept::run(args).await,
         Command::Status(args) => until_signal(crate::status::run(args), "").await,
-        Command::Devices(args) => crate::transports::devices::run(&args),
+        Command::Devices(args) => crate::transports::run(&args),
         Command::Plan(args) => until_signal(crate::plan::run(args), "").await,
         Command::Probe(args) => {
             until_signal(crate::probe::run(args), ": the figures measured so far are not shown").await
@@ -155,8 +150,8 @@ async fn dispatch(command: Command) -> Result<(), Failure> {
         Command::Switch(args) => crate::switch::run(args).await,
         Command::Migrate(args) => crate::migrate::run(args).await,
         Command::Load(args) => until_signal(crate::load::run(args), ": the keys written so far are still there").await,
-        Command::Module(args) => crate::module_file::run(&args),
-        Command::Token(args) => crate::token::run(&args),
+        Command::Module(args) => crate::tools::module(&args),
+        Command::Token(args) => crate::tools::token(&args),
         // Servers and clients of volumes, and mounts, catch signals themselves.
         Command::Fetch(args) => crate::snapshot::fetch::run(args).await,
         Command::Backup(args) => crate::backup::run(args).await,
@@ -164,8 +159,8 @@ async fn dispatch(command: Command) -> Result<(), Failure> {
         Command::Cluster(args) => crate::cluster::run(args).await,
         Command::Snapshot(args) => crate::snapshot::run(args).await,
         Command::Volume(args) => crate::volume::run(args).await,
-        Command::Config(args) => crate::config::check::run(&args),
-        Command::Generate(args) => crate::generate::run(&args),
+        Command::Config(args) => crate::config::run(&args),
+        Command::Generate(args) => crate::tools::generate(&args),
     }
 }
 

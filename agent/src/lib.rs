@@ -36,7 +36,7 @@
 //! - [`migrate`]: a server of another family or version becomes an exact replica, by both agents.
 //! - [`switch`]: a replica and its primary change their roles.
 //! - [`plan`]: what replicas will need and cost.
-//! - [`verify`], [`ready`], [`load`], [`module_file`], [`generate`]: further commands.
+//! - [`verify`], [`ready`], [`load`], [`tools`]: further commands.
 #![forbid(unsafe_code)]
 // The docs of the two ends name private items: read them in the source, or with `--document-private-items`.
 #![allow(rustdoc::private_intra_doc_links)]
@@ -53,7 +53,6 @@ mod estimate;
 mod events;
 pub mod exit;
 mod free_space;
-pub mod generate;
 mod growth;
 mod host_memory;
 mod host_threads;
@@ -62,7 +61,6 @@ mod lanes;
 pub mod load;
 mod metrics;
 pub mod migrate;
-pub mod module_file;
 #[cfg(any(test, feature = "simulation"))]
 mod mutation;
 mod patience;
@@ -82,7 +80,7 @@ pub mod source;
 pub mod status;
 pub mod switch;
 mod tasks;
-pub mod token;
+pub mod tools;
 pub mod transports;
 pub mod units;
 pub mod verify;

@@ -1,98 +1,59 @@
 //! The command line: the arguments of every command, and its help pages.
 //!
-//! Each command has a file of its own under `args/`, with a help page: what the command does, examples, exit codes, ACL
-//! rules. Nothing here runs a command: [`crate::commands`] does.
+//! Each command has a help page: what it does, examples, exit codes, ACL rules. Nothing here runs a command:
+//! [`crate::commands`] does.
 
-mod ask;
 mod attend;
 mod backup;
 mod cluster;
-mod config;
-mod delivery;
-mod devices;
-mod ends;
-mod fast_keys;
+mod connections;
 mod fetch;
-mod generate;
-mod host_port;
-mod intercept;
-mod link_tls;
-mod load;
-mod metrics;
+mod inspect;
 mod migrate;
-mod module;
-mod peers;
-mod plan;
-mod probe;
-mod rdma;
-mod read;
-mod ready;
-mod relay;
 mod replica;
-mod restore;
-mod security;
 mod sentinel;
 mod short_help;
-mod snapshot;
 mod source;
-mod status;
-mod store;
-mod switch;
-mod sync;
-mod token;
-mod upload;
-mod verify;
+mod tools;
 mod volume;
 
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 
+pub use self::attend::{
+    AddArgs, AttendArgs, Cgroup, InterceptAction, InterceptArgs, InterceptPortArgs, PRIMARY_PORT, ShowArgs,
+};
+pub use self::backup::{BackupArgs, Location, Pass, RestoreArgs, StoreArgs};
+pub use self::cluster::{
+    ClusterAction, ClusterArgs, ClusterBackupArgs, ClusterPlanArgs, ClusterSourcesArgs, ClusterStatusArgs,
+    ClusterSyncArgs, Renew,
+};
+pub use self::connections::{
+    CompletionChoice, LinkTlsArgs, MetricsArgs, MetricsFileArgs, MonitorNameArgs, PeerArgs, RdmaEnd, RdmaOffer,
+    RdmaRead, ReplicaNameArgs, SecurityArgs, SourceKeyArgs, UploadLimit,
+};
+pub use self::fetch::{
+    ClusterNodeArgs, FetchArgs, PassOnArgs, SnapshotAction, SnapshotArgs, SnapshotFromArgs, SnapshotMountArgs,
+};
+pub use self::inspect::{
+    AskArgs, DevicesArgs, PlanArgs, PlannedSecurity, ProbeArgs, ReadArgs, ReadyArgs, StatusArgs, TransportChoice,
+};
+pub use self::migrate::{DigestUse, EndsArgs, MigrateArgs, SwitchArgs, VerifyArgs};
+pub(crate) use self::replica::SyncArgs;
+pub use self::replica::{
+    Delivery, DeliveryArgs, LISTEN_PORT, LeftOut, LendArgs, ModuleLoad, OnFailure, RelayArgs, ReplicaArgs,
+};
+pub use self::sentinel::SentinelArgs;
 pub(crate) use self::source::default_slot_size;
-pub(crate) use self::sync::{SyncArgs, ToldArgs};
-pub use self::{
-    ask::AskArgs,
-    attend::{AttendArgs, PRIMARY_PORT},
-    backup::BackupArgs,
-    cluster::{
-        ClusterAction, ClusterArgs, ClusterBackupArgs, ClusterPlanArgs, ClusterSourcesArgs, ClusterStatusArgs,
-        ClusterSyncArgs, Renew,
-    },
-    config::{ConfigAction, ConfigArgs},
-    delivery::{Delivery, DeliveryArgs, LISTEN_PORT},
-    devices::DevicesArgs,
-    ends::EndsArgs,
-    fast_keys::{FastKeys, WalkArgs},
-    fetch::{ClusterNodeArgs, FetchArgs, PassOnArgs},
-    generate::{GenerateArgs, Generated},
-    host_port::HostPort,
-    intercept::{AddArgs, Cgroup, InterceptAction, InterceptArgs, InterceptPortArgs, ShowArgs},
-    link_tls::LinkTlsArgs,
-    load::{LoadArgs, ValueType},
-    metrics::{MetricsArgs, MetricsFileArgs},
-    migrate::MigrateArgs,
-    module::{ModuleArgs, ModuleQuestion},
-    peers::PeerArgs,
-    plan::{PlanArgs, PlannedSecurity},
-    probe::ProbeArgs,
-    rdma::{CompletionChoice, RdmaEnd, RdmaOffer, RdmaRead},
-    read::{ReadArgs, TransportChoice},
-    ready::ReadyArgs,
-    relay::{LendArgs, RelayArgs},
-    replica::{LeftOut, ModuleLoad, OnFailure, ReplicaArgs},
-    restore::{Pass, RestoreArgs},
-    security::{MonitorNameArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs},
-    sentinel::SentinelArgs,
-    snapshot::{SnapshotAction, SnapshotArgs, SnapshotFromArgs, SnapshotMountArgs},
-    source::{CapturedArgs, CompressChoice, FromChoice, ModuleCapture, SendChoice, SourceArgs, TuneArgs},
-    status::StatusArgs,
-    store::{Location, StoreArgs},
-    switch::SwitchArgs,
-    token::{TokenAction, TokenCommandArgs},
-    upload::UploadLimit,
-    verify::{DigestUse, VerifyArgs},
-    volume::{
-        CreateArgs, FormatArgs, GrowArgs, MountArgs, NbdArgs, NbdTlsArgs, RemoveArgs, RepairArgs, ScrubArgs, ServeArgs,
-        VolumeAction, VolumeArgs, VolumeSecurityArgs, VolumeStatusArgs, WaysArgs, WriterArgs,
-    },
+pub use self::source::{
+    CapturedArgs, CompressChoice, FastKeys, FromChoice, ModuleCapture, SendChoice, SourceArgs, TuneArgs, WalkArgs,
+};
+pub use self::tools::{
+    ConfigAction, ConfigArgs, GenerateArgs, Generated, LoadArgs, ModuleArgs, ModuleQuestion, TokenAction,
+    TokenCommandArgs, ValueType,
+};
+pub use self::volume::{
+    CreateArgs, FormatArgs, GrowArgs, MountArgs, NbdArgs, NbdTlsArgs, RemoveArgs, RepairArgs, ScrubArgs, ServeArgs,
+    VolumeAction, VolumeArgs, VolumeSecurityArgs, VolumeStatusArgs, WaysArgs, WriterArgs,
 };
 use crate::exit::Code;
 
@@ -266,6 +227,39 @@ Two servers, one host, in five lines:
     )
 }
 
+/// A host (name or address) and a port, written `HOST:PORT` or `[IPV6]:PORT`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct HostPort {
+    /// Name or address; IPv6 without brackets.
+    pub host: String,
+    /// The port, never 0.
+    pub port: u16,
+}
+
+impl std::str::FromStr for HostPort {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let has_port = text.rsplit_once(':').is_some_and(|(host, _)| !host.contains(':') || host.ends_with(']'));
+        if !has_port || text.contains('/') {
+            return Err("expected HOST:PORT, as in db1:6379 or [::1]:6379".into());
+        }
+        // The rules are those of a server's address, without its scheme.
+        let url = format!("redis://{text}").parse::<crate::server::ServerUrl>().map_err(|error| error.to_string())?;
+        let (host, port) = url.host_and_port().ok_or("expected HOST:PORT")?;
+        Ok(Self { host: host.to_owned(), port })
+    }
+}
+
+impl std::fmt::Display for HostPort {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.host.contains(':') {
+            true => write!(f, "[{}]:{}", self.host, self.port),
+            false => write!(f, "{}:{}", self.host, self.port),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -293,6 +287,15 @@ mod tests {
                 let name = argument.get_id().as_str();
                 assert!(!name.contains("password") || name.ends_with("file"), "{name}");
             }
+        }
+    }
+
+    #[test]
+    fn a_host_and_a_port_are_both_needed() {
+        assert_eq!("db1:6379".parse::<HostPort>().unwrap(), HostPort { host: "db1".into(), port: 6379 });
+        assert_eq!("[::1]:80".parse::<HostPort>().unwrap().to_string(), "[::1]:80");
+        for wrong in ["db1", "[::1]", "::1", "db1:", "db1:0", "db1:80/2", ":80", "user@db1:80", "redis://db1:80"] {
+            assert!(wrong.parse::<HostPort>().is_err(), "{wrong}");
         }
     }
 }

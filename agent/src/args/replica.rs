@@ -1,18 +1,17 @@
 //! The arguments of `remora replica`.
 
-use std::{net::IpAddr, path::PathBuf};
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
-use super::{
-    DeliveryArgs, FastKeys, HostPort, LendArgs, LinkTlsArgs, MetricsArgs, MetricsFileArgs, PeerArgs, ReadArgs,
-    SyncArgs, ToldArgs,
-};
-use crate::{
-    exit::{self, Code},
-    server::{ServerArgs, Task},
-    units::{Size, UnitError},
-};
+use super::connections::{LenderNameArgs, parse_rate};
+use super::{FastKeys, HostPort, LinkTlsArgs, MetricsArgs, MetricsFileArgs, PeerArgs, ReadArgs, UploadLimit};
+use crate::conversation::SourceKey;
+use crate::exit::{self, Code};
+use crate::server::{ServerArgs, Task};
+use crate::units::{Size, UnitError, parse_duration};
 
 /// The arguments of `remora replica`.
 // Larger than the bound: a field for each option of the command line.
@@ -265,4 +264,175 @@ Examples:
             Code::Stale
         ])
     )
+}
+
+/// What the command line says about a sync: that of `remora replica`, or of `remora attend`.
+#[derive(Clone, Debug)]
+pub(crate) struct SyncArgs {
+    pub(crate) read: ReadArgs,
+    /// The key that the source must hold.
+    pub(crate) source_key: Option<SourceKey>,
+    /// The name in the source's status.
+    pub(crate) name: Option<String>,
+    pub(crate) memory: Size,
+    pub(crate) relay: RelayArgs,
+    /// How long slots are lent when the server has been handed over.
+    pub(crate) linger: Duration,
+    /// The file for the summary.
+    pub(crate) json: Option<PathBuf>,
+    /// Whether the conditions of an exact replica are printed.
+    pub(crate) explain: bool,
+    pub(crate) told: ToldArgs,
+}
+
+impl SyncArgs {
+    /// The sync of a server whose own connection to its primary is intercepted, without a summary.
+    pub(super) fn intercepted(read: &ReadArgs, peers: &PeerArgs, memory: Size, lend: &LendArgs) -> SyncArgs {
+        SyncArgs {
+            read: read.clone(),
+            source_key: peers.expected.source_key,
+            name: peers.name.clone(),
+            memory,
+            relay: lend.relay.clone(),
+            linger: lend.linger,
+            json: None,
+            explain: false,
+            told: ToldArgs::default(),
+        }
+    }
+}
+
+/// What is said about a server that is told to follow the agent's link. The default is for one whose own connection to
+/// its primary is intercepted.
+#[derive(Clone, Debug)]
+pub(crate) struct ToldArgs {
+    pub(crate) stay: bool,
+    /// Whether the data that the server holds may be replaced.
+    pub(crate) replaces: bool,
+    pub(crate) state_dir: Option<PathBuf>,
+}
+
+impl Default for ToldArgs {
+    fn default() -> ToldArgs {
+        // The server has asked its primary for a full copy: it replaces its data whatever the agent does.
+        ToldArgs { stay: false, replaces: true, state_dir: None }
+    }
+}
+
+/// The port to which intercepted connections go: next to the source's.
+pub const LISTEN_PORT: u16 = 7380;
+
+/// By which way a server gets the snapshot, and what that way needs.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Delivery")]
+pub struct DeliveryArgs {
+    /// By which way the server gets the snapshot (docs/operating.md). `link`: the server follows the agent, and then
+    /// the primary. `intercept`: the server's own connection to its primary is intercepted once; it must follow the
+    /// primary already. `file`: the snapshot becomes the server's RDB file, and --restart-command restarts the server.
+    /// `auto`: by interception for a server in cluster mode or one that Sentinel knows, if it follows its primary and
+    /// its connections can be intercepted; otherwise by the link.
+    #[arg(long, value_name = "WAY", default_value = "link")]
+    pub delivery: Delivery,
+
+    /// With --delivery file: the command that restarts the server, such as 'systemctl restart valkey@6380'. `sh -c`
+    /// runs it, it must return, and exit code 0 means that the server was restarted. The agent must run on the server's
+    /// host, as root or as the server's user.
+    #[arg(long, value_name = "COMMAND", required_if_eq("delivery", "file"))]
+    pub restart_command: Option<String>,
+
+    /// How long the restart command may take.
+    #[arg(long, value_name = "TIME", default_value = "10m", value_parser = parse_duration)]
+    pub restart_limit: Duration,
+
+    /// With --delivery file: write a line `replicaof HOST PORT` into this file before the restart, for the server's
+    /// configuration to include. Needed for a server whose configuration does not name its primary.
+    #[arg(long, value_name = "FILE", requires = "restart_command")]
+    pub write_replicaof: Option<PathBuf>,
+
+    /// With --delivery intercept: the port on loopback to which the rules of `remora intercept` send connections.
+    #[arg(long, value_name = "PORT", default_value_t = LISTEN_PORT, value_parser = clap::value_parser!(u16).range(1..))]
+    pub listen_port: u16,
+}
+
+/// The ways.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Delivery {
+    /// By interception where the link would be undone, otherwise by the link.
+    Auto,
+    /// The server follows the agent first.
+    Link,
+    /// The server is restarted on its RDB file.
+    File,
+    /// Its own connection to its primary is intercepted.
+    Intercept,
+}
+
+/// How a replica lends slots to other replicas.
+#[derive(Clone, Debug, Default, Args)]
+pub struct RelayArgs {
+    /// Lend received slots to other replicas, so that the source sends each of them about once. This opens a port,
+    /// which is printed. The default, unless the source is on this host (`--transport auto`), or read by shared memory,
+    /// or `--state-dir` is given.
+    #[arg(long, overrides_with = "no_serve_peers", help_heading = "Other replicas")]
+    pub serve_peers: bool,
+
+    /// Serve no slots to other replicas. The agent can still read slots from them.
+    #[arg(long, overrides_with = "serve_peers", help_heading = "Other replicas")]
+    pub no_serve_peers: bool,
+
+    /// Address and port to lend slots at. Default: the local address of the connection to the source, and any free
+    /// port.
+    #[arg(long, value_name = "ADDR:PORT", help_heading = "Other replicas")]
+    pub peer_listen: Option<SocketAddr>,
+
+    /// How fast all other replicas together read from this one. `auto`: over TCP as a background transfer, which leaves
+    /// the network link to other traffic. `none`: as fast as they can. SIZE: bytes per second, over every transport.
+    #[arg(long, value_name = "auto|none|SIZE", default_value = "auto", help_heading = "Other replicas")]
+    pub upload_limit: UploadLimit,
+
+    /// Bytes per second that each other replica reads from this one.
+    #[arg(long, value_name = "SIZE", value_parser = parse_rate, help_heading = "Other replicas")]
+    pub upload_limit_per_peer: Option<Size>,
+
+    /// Bytes per second received from the source and from other replicas together, if slots can be read from other
+    /// replicas. The stream of writes is never delayed; the snapshot gets the rest.
+    #[arg(long, value_name = "SIZE", value_parser = parse_rate, help_heading = "Other replicas")]
+    pub download_limit: Option<Size>,
+
+    /// Location of this replica: a rack, a room, a region. Replicas prefer upstreams in the same zone.
+    #[arg(long, value_name = "LABEL", default_value = "", value_parser = parse_zone, help_heading = "Other replicas")]
+    pub zone: String,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub lender: LenderNameArgs,
+}
+
+/// The same, and how long it goes on when it needs the slots no more.
+#[derive(Clone, Debug, Args)]
+pub struct LendArgs {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub relay: RelayArgs,
+
+    /// How long to keep serving slots to other replicas after this replica's own server was handed over, at most. The
+    /// agent ends that earlier if no replica reads from it.
+    #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_duration, help_heading = "Other replicas")]
+    pub linger: Duration,
+}
+
+fn parse_zone(text: &str) -> Result<String, String> {
+    let most = remora_protocol::MAX_ZONE_BYTES;
+    if text.len() > most { Err(format!("at most {most} bytes are allowed")) } else { Ok(text.to_owned()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_zone_is_no_longer_than_its_field() {
+        assert!(parse_zone(&"z".repeat(32)).is_ok());
+        assert!(parse_zone(&"z".repeat(33)).is_err());
+    }
 }

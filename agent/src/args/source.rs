@@ -1,21 +1,20 @@
 //! The arguments of `remora source`.
 
-use std::{net::SocketAddr, path::PathBuf, time::Duration};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
 use super::{
     HostPort, MetricsArgs, MonitorNameArgs, RdmaOffer, ReplicaNameArgs, SecurityArgs, SentinelArgs, UploadLimit,
-    WalkArgs,
 };
-use crate::{
-    conversation::certificate_roles::CertificateRoles,
-    conversation::tokens::TokenFiles,
-    conversation::{Identity, Mode, Role, Security},
-    exit::{self, Code, Failure},
-    server::{Credentials, Server, ServerUrl, SetupError, Task, TlsArgs, UrlParser},
-    units::{Size, parse_duration},
-};
+use crate::conversation::certificates::CertificateRoles;
+use crate::conversation::tokens::TokenFiles;
+use crate::conversation::{Identity, Mode, Role, Security};
+use crate::exit::{self, Code, Failure};
+use crate::server::{Credentials, Server, ServerUrl, SetupError, Task, TlsArgs, UrlParser};
+use crate::units::{Size, parse_duration};
 
 /// The arguments of `remora source`.
 // Larger than the bound: a field for each option of the command line.
@@ -458,6 +457,31 @@ Examples:
         Task::Source.help() + &Task::Sentinel.help_beside(),
         exit::help_table(&[Code::Usage, Code::Refused, Code::Server, Code::Local])
     )
+}
+
+// What both ends do with short strings, and from which length on a fork child writes strings.
+
+/// What a fork child with the module writes.
+#[derive(Args, Clone, Debug)]
+pub struct WalkArgs {
+    /// Size from which strings are long, for `walk`. For shorter ones the module costs the server more than its own
+    /// saver does. Default: with fast keys all keys, else 1KiB if the server's allocator is jemalloc, else 64KiB.
+    #[arg(long, value_name = "SIZE", help_heading = "Snapshot")]
+    pub module_walk_from: Option<Size>,
+
+    /// Whether the server's fork child writes small values too, in the fast way (docs/module.md). `auto`: if the
+    /// server is a build that the module knows exactly, and a trial in a forked child succeeds. `off`: never.
+    #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Snapshot")]
+    pub fast_keys: FastKeys,
+}
+
+/// Whether small values are handled in the fast way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum FastKeys {
+    /// Where the module offers it.
+    Auto,
+    /// Never.
+    Off,
 }
 
 #[cfg(test)]

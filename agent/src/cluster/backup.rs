@@ -17,8 +17,7 @@ use serde::Serialize;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
-use super::plan::Plan;
-use super::sources::{self, Seen};
+use super::plan::{self, Plan, Seen};
 use super::survey::{Shard, Survey};
 use crate::args::ClusterBackupArgs;
 use crate::exit::{Code, Failure};
@@ -85,13 +84,13 @@ struct Job {
 /// The cluster is not well, a shard has no source, slots have moved meanwhile, or a file cannot be fetched.
 pub(super) async fn run(args: ClusterBackupArgs) -> Result<(), Failure> {
     let (began, started) = (seconds_since_1970(), Instant::now());
-    let credentials = sources::credentials(&args.sources)?;
+    let credentials = plan::credentials(&args.sources)?;
     let server = args.sources.server.open(Task::Cluster)?;
     let folder = args.to.clone();
     blocking(move || prepare(&folder)).await?;
     let mut patience = Patience::new(args.retry_for, RETRY_FOR);
     let before = patience.keep_trying(async || Survey::take(&server).await).await?;
-    let sources = sources::ask(&args.sources, &credentials, &before).await;
+    let sources = plan::ask(&args.sources, &credentials, &before).await;
     Plan::of(&before, &sources).verdict()?;
     let mut jobs = Vec::new();
     for (number, shard) in before.shards.iter().enumerate() {

@@ -7,16 +7,14 @@
 //! ```
 //!
 //! - [`nodes`]: `CLUSTER NODES` as data; [`survey`]: the cluster at one moment. **Start here.**
-//! - [`sources`]: which source is beside which shard: the one whose server has the primary's replication history.
-//! - [`plan`], [`status`], [`backup`], [`sync`]: the commands.
+//! - [`plan`]: which source is beside which shard: the one whose server has the primary's replication history; and the
+//!   commands that say so. [`backup`], [`sync`]: the commands that do something.
 //! - [`nodes_conf`]: the configuration of a node that is to join.
 
 mod backup;
 mod nodes;
 pub(crate) mod nodes_conf;
 mod plan;
-mod sources;
-mod status;
 mod survey;
 mod sync;
 
@@ -33,7 +31,7 @@ use crate::signals::until_signal;
 pub async fn run(args: ClusterArgs) -> Result<(), Failure> {
     match args.action {
         ClusterAction::Plan(args) => until_signal(plan::run(args), "").await,
-        ClusterAction::Status(args) => until_signal(status::run(args), "").await,
+        ClusterAction::Status(args) => until_signal(plan::status(args), "").await,
         // The fetches catch signals themselves.
         ClusterAction::Backup(args) => backup::run(args).await,
         ClusterAction::Sync(args) => sync::run(args).await,

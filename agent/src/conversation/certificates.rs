@@ -4,26 +4,30 @@
 //! the name in it. A [`Certificates`] is shared by all connections of an agent, so that they use new files as soon as
 //! these have been read again.
 
+use std::fmt;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use remora_protocol::Message;
 use remora_wire::secret_file;
+use rustls::client::danger::HandshakeSignatureValid;
+use rustls::client::{Resumption, verify_server_name};
 use rustls::crypto::{CryptoProvider, ring};
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, UnixTime};
-use rustls::server::WebPkiClientVerifier;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::server::{ParsedCertificate, WebPkiClientVerifier};
 use rustls::sign::CertifiedKey;
 use rustls::version::TLS13;
-use rustls::{AlertDescription, CertificateError, ClientConfig, RootCertStore, ServerConfig};
+use rustls::{
+    AlertDescription, CertificateError, ClientConfig, DigitallySignedStruct, DistinguishedName, OtherError,
+    RootCertStore, ServerConfig, SignatureScheme,
+};
 
-use super::certificate_roles::{CertificateRoles, NoRole, WithRole};
-use super::control_tls;
-use super::role::Role;
-use crate::events;
 use crate::exit::Failure;
-use crate::x509::words;
+use crate::{events, x509};
 
 /// The PEM files of an agent.
 #[derive(Clone, Debug)]
@@ -115,7 +119,7 @@ impl Configs {
         let clients = clients.map_err(|error| unusable(&error))?;
         match clients.verify_client_cert(&chain[0], &chain[1..], UnixTime::now()) {
             Err(rustls::Error::InvalidCertificate(why)) if is_untimely(&why) => {
-                return Err(self::unusable(chain_file, chain_option, &words::plainly(&why)));
+                return Err(self::unusable(chain_file, chain_option, &x509::plainly(&why)));
             }
             // Peers may trust other authorities than this end does, as while one replaces another.
             Err(rustls::Error::InvalidCertificate(CertificateError::UnknownIssuer)) => {
@@ -134,15 +138,15 @@ impl Configs {
             .map_err(not_set_up)?
             .with_root_certificates(roots)
             .with_client_auth_cert(chain.clone(), key.clone_key())
-            .map_err(|error| self::unusable(chain_file, chain_option, &words::of_pair(&error)))?;
-        control_tls::of_client(&mut client);
+            .map_err(|error| self::unusable(chain_file, chain_option, &x509::of_pair(&error)))?;
+        of_client(&mut client);
         let mut server = ServerConfig::builder_with_provider(provider.clone())
             .with_protocol_versions(&[&TLS13])
             .map_err(not_set_up)?
             .with_client_cert_verifier(Arc::new(WithRole::new(clients, roles.clone())))
             .with_single_cert(chain, key)
-            .map_err(|error| self::unusable(chain_file, chain_option, &words::of_pair(&error)))?;
-        control_tls::of_port(&mut server);
+            .map_err(|error| self::unusable(chain_file, chain_option, &x509::of_pair(&error)))?;
+        of_port(&mut server);
         Ok(Configs { client: Arc::new(client), server: Arc::new(server) })
     }
 }
@@ -156,10 +160,10 @@ fn certificates(path: &Path, option: &str) -> Result<Vec<CertificateDer<'static>
         return Err(unusable(&TOO_LONG));
     }
     let read: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&bytes).collect();
-    let read = read.map_err(|error| unusable(&words::of_file(&error, &bytes, "certificate")))?;
+    let read = read.map_err(|error| unusable(&x509::of_file(&error, &bytes, "certificate")))?;
     if read.is_empty() {
         let none = rustls::pki_types::pem::Error::NoItemsFound;
-        return Err(unusable(&words::of_file(&none, &bytes, "certificate")));
+        return Err(unusable(&x509::of_file(&none, &bytes, "certificate")));
     }
     Ok(read)
 }
@@ -167,7 +171,7 @@ fn certificates(path: &Path, option: &str) -> Result<Vec<CertificateDer<'static>
 fn private_key(path: &Path, option: &str) -> Result<PrivateKeyDer<'static>, Failure> {
     let text = read_secret(path, option)?;
     PrivateKeyDer::from_pem_slice(&text)
-        .map_err(|error| unusable(path, option, &words::of_file(&error, &text, "private key")))
+        .map_err(|error| unusable(path, option, &x509::of_file(&error, &text, "private key")))
 }
 
 /// Reads a file with a private key.
@@ -183,7 +187,7 @@ pub(super) fn read_secret(path: &Path, option: &str) -> Result<Vec<u8>, Failure>
 fn roots(path: &Path, option: &str) -> Result<RootCertStore, Failure> {
     let mut roots = RootCertStore::empty();
     for certificate in certificates(path, option)? {
-        roots.add(certificate).map_err(|error| unusable(path, option, &words::of_pair(&error)))?;
+        roots.add(certificate).map_err(|error| unusable(path, option, &x509::of_pair(&error)))?;
     }
     Ok(roots)
 }
@@ -204,7 +208,7 @@ fn check_pair(
             files.chain.display(),
             files.options[0]
         ))),
-        Err(error) => Err(unusable(&files.key, files.options[1], &words::of_pair(&error))),
+        Err(error) => Err(unusable(&files.key, files.options[1], &x509::of_pair(&error))),
     }
 }
 
@@ -243,7 +247,7 @@ pub(super) fn explain(error: &std::io::Error) -> Option<String> {
             why => format!(
                 "presents a certificate that cannot be accepted: {}; give each agent a certificate of its own, signed by the authority \
                  in --ca",
-                words::plainly(why)
+                x509::plainly(why)
             ),
         },
         rustls::Error::NoCertificatesPresented => {
@@ -273,3 +277,207 @@ fn alerted(alert: AlertDescription) -> Option<&'static str> {
 /// The longest file, in bytes. Hundreds of certificates fit; a longer file is some other file.
 const FILE_BYTES: usize = 1 << 20;
 const TOO_LONG: &str = "it is longer than 1 MiB, which no file of keys or certificates is";
+
+// What peers may ask for by the names in their certificates, with `--security mtls`.
+//
+// A port checks a peer's certificate in two steps: an authority has signed it (rustls), and it is for a name with a
+// role. Which role that is, the conversation asks again once the handshake is complete.
+
+/// The names that give certificates a role.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct CertificateRoles {
+    /// Of replicas; empty: every certificate that has no other role.
+    pub(crate) replicas: Vec<ServerName<'static>>,
+    /// Of those that may measure.
+    pub(crate) probers: Vec<ServerName<'static>>,
+    /// Of monitors.
+    pub(crate) monitors: Vec<ServerName<'static>>,
+}
+
+impl CertificateRoles {
+    /// Whether no name has a role.
+    pub(crate) fn is_empty(&self) -> bool {
+        [&self.replicas, &self.probers, &self.monitors].iter().all(|names| names.is_empty())
+    }
+
+    /// The role of a peer with this certificate, which an authority has signed; `None`: it has no name with a role. A
+    /// certificate with names of several roles has the one that permits most.
+    pub(super) fn role_of(&self, certificate: &CertificateDer<'_>) -> Option<Role> {
+        let certificate = ParsedCertificate::try_from(certificate).ok()?;
+        let is_for = |names: &[ServerName<'_>]| names.iter().any(|name| verify_server_name(&certificate, name).is_ok());
+        if is_for(&self.replicas) {
+            Some(Role::Replica)
+        } else if is_for(&self.probers) {
+            Some(Role::Probe)
+        } else if is_for(&self.monitors) {
+            Some(Role::Monitor)
+        } else {
+            self.replicas.is_empty().then_some(Role::Replica)
+        }
+    }
+}
+
+/// Accepts what `clients` does, if it has a role.
+#[derive(Debug)]
+pub(super) struct WithRole {
+    clients: Arc<dyn ClientCertVerifier>,
+    roles: CertificateRoles,
+}
+
+impl WithRole {
+    pub(super) fn new(clients: Arc<dyn ClientCertVerifier>, roles: CertificateRoles) -> WithRole {
+        WithRole { clients, roles }
+    }
+}
+
+impl ClientCertVerifier for WithRole {
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        self.clients.root_hint_subjects()
+    }
+
+    fn verify_client_cert(
+        &self,
+        certificate: &CertificateDer<'_>,
+        chain: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, rustls::Error> {
+        let verified = self.clients.verify_client_cert(certificate, chain, now)?;
+        match self.roles.role_of(certificate) {
+            Some(_) => Ok(verified),
+            None => Err(CertificateError::Other(OtherError(Arc::new(NoRole))).into()),
+        }
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.clients.verify_tls12_signature(message, certificate, signed)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.clients.verify_tls13_signature(message, certificate, signed)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.clients.supported_verify_schemes()
+    }
+}
+
+/// The certificate is for no name with a role.
+#[derive(Debug)]
+pub(super) struct NoRole;
+
+impl fmt::Display for NoRole {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        to.write_str("it is for no name in --replica-name, --probe-name or --monitor-name")
+    }
+}
+
+impl std::error::Error for NoRole {}
+
+// Roles: what a peer may ask for.
+
+/// What a peer may ask for. It follows from the token that the peer proved, and from the names in its certificate. Each
+/// role permits what those before it permit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Role {
+    /// The status, and nothing else. No byte of the data set is in it.
+    Monitor,
+    /// The status, and memory to measure the transports with. No byte of the data set is in either.
+    Probe,
+    /// Everything: the peer may become a replica.
+    Replica,
+}
+
+impl Role {
+    /// Whether a peer with this role may send this message.
+    pub(crate) fn may_send(self, message: &Message) -> bool {
+        match message {
+            Message::StatusQuery | Message::Leave { .. } => true,
+            Message::ProbeQuery => self >= Role::Probe,
+            _ => self == Role::Replica,
+        }
+    }
+
+    /// What the role permits, for a peer that asked for more.
+    pub(crate) fn permits(self) -> &'static str {
+        match self {
+            Role::Monitor => "the status only",
+            Role::Probe => "the status and measurements only",
+            Role::Replica => "everything",
+        }
+    }
+
+    /// The mark of a token with this role in a keyring.
+    pub(super) fn mark(self) -> u16 {
+        match self {
+            Role::Replica => 0,
+            Role::Monitor => 1,
+            Role::Probe => 2,
+        }
+    }
+
+    /// The role with this mark. A mark of no role permits the least.
+    pub(super) fn of_mark(mark: u16) -> Role {
+        [Role::Replica, Role::Probe].into_iter().find(|role| role.mark() == mark).unwrap_or(Role::Monitor)
+    }
+
+    /// What both roles permit.
+    pub(super) fn and(self, other: Role) -> Role {
+        self.min(other)
+    }
+}
+
+// What all TLS connections between agents have in common. They carry conversations: data lanes have no TLS.
+
+/// The ALPN protocol of conversations.
+const PROTOCOL: &[u8] = b"remora/control";
+
+/// The first byte of each TLS record that belongs to a handshake. Neither a conversation nor a lane begins with it.
+pub(super) const FIRST_BYTE: u8 = 0x16;
+
+/// Sets up an end that connects. No session is resumed: each one is proved anew.
+pub(super) fn of_client(config: &mut ClientConfig) {
+    config.alpn_protocols = vec![PROTOCOL.to_vec()];
+    config.resumption = Resumption::disabled();
+}
+
+/// Sets up a port.
+pub(super) fn of_port(config: &mut ServerConfig) {
+    config.alpn_protocols = vec![PROTOCOL.to_vec()];
+    config.send_tls13_tickets = 0;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ROLES: [Role; 3] = [Role::Monitor, Role::Probe, Role::Replica];
+
+    #[test]
+    fn a_role_permits_its_own_requests_and_those_of_the_roles_before_it() {
+        let join = Message::HandOffQuery { generation: 1, offset: 1 };
+        let permitted =
+            |role: Role| [&Message::StatusQuery, &Message::ProbeQuery, &join].map(|message| role.may_send(message));
+        assert_eq!(ROLES.map(permitted), [[true, false, false], [true, true, false], [true, true, true]]);
+    }
+
+    #[test]
+    fn a_token_and_a_certificate_together_permit_what_both_do() {
+        for (at, role) in ROLES.into_iter().enumerate() {
+            assert_eq!(Role::of_mark(role.mark()), role);
+            for (other_at, other) in ROLES.into_iter().enumerate() {
+                assert_eq!(role.and(other), ROLES[at.min(other_at)]);
+            }
+        }
+        assert_eq!(Role::of_mark(u16::MAX), Role::Monitor);
+    }
+}

@@ -33,10 +33,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::{AbortHandle, JoinHandle};
 
-use super::control_tls;
-use super::refusal;
-use super::rejections::Rejections;
-use super::{Connection, Endpoint, Error, Receiver, Security};
+use super::{Connection, Endpoint, Error, Receiver, Security, certificates, error};
 use crate::events;
 use crate::exit::Failure;
 
@@ -142,7 +139,7 @@ where
                 doorway.rejections.add(|| tracing::warn!(event = events::CONNECTION_REJECTED, %peer, "connection rejected: too many handshakes at once"));
                 if let Ok(permit) = turned_away.clone().try_acquire_owned() {
                     tokio::spawn(async move {
-                        refusal::turn_away(stream).await;
+                        error::turn_away(stream).await;
                         drop(permit);
                     });
                 }
@@ -283,7 +280,7 @@ async fn greet<T: From<Connection>>(
             let mut first = [0];
             let is_agent = matches!(stream.peek(&mut first).await, Ok(1)) && first[0] == MAGIC[0];
             if is_agent {
-                refusal::refuse_plaintext(stream, option).await;
+                error::refuse_plaintext(stream, option).await;
             }
             return Err(format!("it does not speak TLS: start it with --security {option}"));
         }
@@ -325,7 +322,7 @@ enum Opening {
 
 /// What these first bytes say; `None` if more are needed.
 fn opening(bytes: &[u8]) -> Option<Opening> {
-    if bytes.first() == Some(&control_tls::FIRST_BYTE) {
+    if bytes.first() == Some(&certificates::FIRST_BYTE) {
         return Some(Opening::Tls);
     }
     let length = bytes.len().min(LANE_MAGIC.len());
@@ -361,6 +358,47 @@ async fn first_word(stream: &TcpStream) -> Result<Opening, String> {
     }
 }
 
+// Rejections: log lines about connections that strangers make, at a bounded rate.
+
+/// Time after a log line in which further rejections are only counted.
+const QUIET: Duration = Duration::from_secs(10);
+
+/// Logs rejections. During a flood it logs the first one, and every ten seconds how many there were.
+#[derive(Default)]
+pub(crate) struct Rejections(Mutex<Count>);
+
+#[derive(Debug, Default)]
+struct Count {
+    /// When the last line was logged.
+    logged: Option<Instant>,
+    /// Rejections since then.
+    more: u64,
+}
+
+impl Rejections {
+    /// Calls `log` for a rejection, unless another one was logged shortly before.
+    pub(crate) fn add(&self, log: impl FnOnce()) {
+        let more = self.0.lock().unwrap_or_else(PoisonError::into_inner).add(Instant::now());
+        let Some(more) = more else { return };
+        if more > 0 {
+            tracing::warn!(more, "more connections were rejected since the last line about one");
+        }
+        log();
+    }
+}
+
+impl Count {
+    /// The number of rejections that were not logged, if this one is to be logged.
+    fn add(&mut self, now: Instant) -> Option<u64> {
+        if self.logged.is_some_and(|logged| now.saturating_duration_since(logged) < QUIET) {
+            self.more += 1;
+            return None;
+        }
+        self.logged = Some(now);
+        Some(std::mem::take(&mut self.more))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -373,7 +411,18 @@ mod tests {
         assert_eq!(opening(&LANE_MAGIC), Some(Opening::Lane));
         assert_eq!((opening(&MAGIC[..1]), opening(&MAGIC[..2])), (None, Some(Opening::Plain)));
         assert_eq!(opening(b"GET / HT"), Some(Opening::Plain));
-        assert_eq!(opening(&[control_tls::FIRST_BYTE]), Some(Opening::Tls));
-        assert!(![MAGIC[0], LANE_MAGIC[0]].contains(&control_tls::FIRST_BYTE));
+        assert_eq!(opening(&[certificates::FIRST_BYTE]), Some(Opening::Tls));
+        assert!(![MAGIC[0], LANE_MAGIC[0]].contains(&certificates::FIRST_BYTE));
+    }
+
+    #[test]
+    fn a_flood_has_one_line_and_then_a_count() {
+        let (mut count, start) = (Count::default(), Instant::now());
+        assert_eq!(count.add(start), Some(0));
+        for millis in 1..1000 {
+            assert_eq!(count.add(start + Duration::from_millis(millis)), None);
+        }
+        assert_eq!(count.add(start + QUIET), Some(999));
+        assert_eq!(count.add(start + QUIET * 3), Some(0));
     }
 }

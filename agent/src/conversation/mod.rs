@@ -14,18 +14,10 @@
 //! They prove that the peer's process and the network work, but not that the peer makes progress:
 //! [`remora_protocol::Progress`] proves that.
 
-pub(crate) mod certificate_roles;
 pub(crate) mod certificates;
-mod control_tls;
 pub mod error;
-mod identity;
 pub(crate) mod listener;
-mod options;
 mod post;
-mod protection;
-mod refusal;
-pub(crate) mod rejections;
-mod role;
 pub(crate) mod security;
 pub(crate) mod tokens;
 
@@ -41,22 +33,19 @@ use remora_messenger::stack::tls::TlsOptions;
 use remora_messenger::{Keyring, Messenger, Options as MessengerOptions};
 use remora_protocol::{Message, NEWEST_VERSION, OLDEST_VERSION, Side};
 use remora_wire::Malformed;
+pub use remora_wire::{Token, derive};
 use rustls::ServerConfig;
 use tokio::net::{TcpStream, ToSocketAddrs};
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::timeout;
 
-pub use self::error::{Error, Fault, Result};
-pub(crate) use self::identity::Identity;
-pub use self::identity::SourceKey;
-pub use self::options::Options;
+pub use self::certificates::Role;
+pub use self::error::{Error, Fault, Result, turn_away};
 use self::post::{Introduced, Post};
-pub(crate) use self::protection::Protection;
-pub use self::refusal::turn_away;
-pub use self::role::Role;
-pub use self::security::{Mode, Security};
+pub(crate) use self::security::{Identity, Protection};
+pub use self::security::{Mode, Security, SourceKey};
+pub use self::tokens::Options;
 use self::tokens::keyring_of;
-pub use remora_wire::{Token, derive};
 
 /// Connects to a source. Both ends prove to each other that they hold the token.
 ///

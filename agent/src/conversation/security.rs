@@ -10,21 +10,24 @@
 //!
 //! Data lanes have no TLS. Their proofs derive from a conversation, and what they carry to other hosts is sealed.
 
+use std::fmt;
 use std::net::IpAddr;
+use std::path::Path;
+use std::str::FromStr;
 use std::sync::Arc;
 
 use clap::ValueEnum;
-use rcgen::{CertificateParams, KeyPair};
+use rcgen::{CertificateParams, KeyPair, PKCS_ED25519};
+use remora_fabric::TransportKind;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::{WebPkiSupportedAlgorithms, ring, verify_tls12_signature, verify_tls13_signature};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use rustls::server::ParsedCertificate;
 use rustls::version::TLS13;
 use rustls::{CertificateError, ClientConfig, DigitallySignedStruct, ServerConfig, SignatureScheme};
 
-use super::certificates::Certificates;
-use super::control_tls;
-use super::identity::{Identity, SourceKey};
-use super::protection::{Protection, is_loopback};
+use super::certificates::{self, Certificates, read_secret};
+use crate::exit::Failure;
 
 /// The values of `--security`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -202,7 +205,7 @@ impl Security {
         let config = ClientConfig::builder_with_provider(provider).with_protocol_versions(&[&TLS13]);
         let config = config.map_err(|error| error.to_string())?;
         let mut config = config.dangerous().with_custom_certificate_verifier(verifier).with_no_client_auth();
-        control_tls::of_client(&mut config);
+        certificates::of_client(&mut config);
         Ok(Some(Arc::new(config)))
     }
 
@@ -234,7 +237,7 @@ impl Security {
             .with_protocol_versions(&[&TLS13])
             .and_then(|config| config.with_no_client_auth().with_single_cert(vec![made.der().clone()], key));
         let mut config = config.map_err(|error| failed(&error))?;
-        control_tls::of_port(&mut config);
+        certificates::of_port(&mut config);
         Ok(Some(Arc::new(config)))
     }
 }
@@ -293,3 +296,185 @@ const PLAINTEXT_REFUSED: &str = "would send the data over the network without en
 
 /// The name in the certificate, which no end checks.
 const CERTIFICATE_NAME: &str = "remora";
+
+// What protects the bytes of a connection, for logs and `remora status`.
+
+/// What protects the bytes of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Protection {
+    /// TLS 1.3; both ends have proved that they hold the token.
+    Token,
+    /// TLS 1.3; both ends have presented certificates.
+    Certificates,
+    /// The data are ciphertext. Their key came by TLS 1.3; both ends have proved that they hold the token.
+    SealedByToken,
+    /// The data are ciphertext. Their key came by TLS 1.3; both ends have presented certificates.
+    SealedByCertificates,
+    /// The bytes do not leave the host: both ends have loopback addresses. They can be those of a tunnel.
+    Loopback,
+    /// Nothing: the bytes can be read and changed on their way.
+    Plaintext,
+    /// The bytes do not leave the host: both ends share its memory.
+    SharedMemory,
+}
+
+impl Protection {
+    /// The protection of data that are read over this transport, in a session whose control connection has this one.
+    /// `is_sealed`: other hosts read ciphertext. `peer`: the other end of the session. Data lanes have no TLS.
+    pub(crate) fn of_data(self, transport: TransportKind, is_sealed: bool, peer: IpAddr) -> Protection {
+        match (transport, self) {
+            (TransportKind::Shm, _) => Protection::SharedMemory,
+            (_, Protection::Token) if is_sealed => Protection::SealedByToken,
+            (_, Protection::Certificates) if is_sealed => Protection::SealedByCertificates,
+            (TransportKind::Tcp, _) if is_loopback(peer) => Protection::Loopback,
+            _ => Protection::Plaintext,
+        }
+    }
+}
+
+impl fmt::Display for Protection {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        to.write_str(match self {
+            Protection::Token => "TLS 1.3, token",
+            Protection::Certificates => "TLS 1.3, certificates",
+            Protection::SealedByToken => "sealed, TLS 1.3, token",
+            Protection::SealedByCertificates => "sealed, TLS 1.3, certificates",
+            Protection::Loopback => "plaintext on loopback",
+            Protection::Plaintext => "plaintext",
+            Protection::SharedMemory => "local: shared memory",
+        })
+    }
+}
+
+/// Whether only this host can reach the address.
+pub(super) fn is_loopback(address: IpAddr) -> bool {
+    address.to_canonical().is_loopback()
+}
+
+// The key of a source, by which replicas know it. The token cannot prove who is the source: every replica holds it.
+//
+// The source's certificate is made with this key, so TLS proves that the source holds it. The end that connects
+// compares the public half with the one that it was given, and with nothing else in the certificate. The proofs of
+// lanes derive from that conversation, so no other end can serve them.
+
+/// The Ed25519 key of a source.
+#[derive(Debug)]
+pub(crate) struct Identity(KeyPair);
+
+/// The public half of an [`Identity`]: 64 hexadecimal digits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SourceKey([u8; KEY_BYTES]);
+
+impl Identity {
+    /// Makes a new key.
+    ///
+    /// # Errors
+    /// The system gives no random bytes.
+    pub(crate) fn new() -> Result<Identity, Failure> {
+        let made = KeyPair::generate_for(&PKCS_ED25519);
+        made.map(Identity).map_err(|error| Failure::local(format!("cannot make a key: {error}")))
+    }
+
+    /// Reads the key from a PEM file.
+    ///
+    /// # Errors
+    /// The file cannot be read, other users have access to it, or it does not hold an Ed25519 key.
+    pub(crate) fn read(path: &Path) -> Result<Identity, Failure> {
+        let text = read_secret(path, "--identity")?;
+        let key = String::from_utf8(text).ok().and_then(|text| KeyPair::from_pem(&text).ok());
+        key.filter(|key| key.is_compatible(&PKCS_ED25519)).map(Identity).ok_or_else(|| {
+            let path = path.display();
+            Failure::refused(format!(
+                "the file {path} (--identity) holds no private Ed25519 key in PEM: make one by `remora token identity FILE`"
+            ))
+        })
+    }
+
+    /// The private key, as [`Identity::read`] reads it.
+    pub(crate) fn to_pem(&self) -> String {
+        self.0.serialize_pem()
+    }
+
+    /// The public half.
+    pub(crate) fn public(&self) -> SourceKey {
+        let mut public = [0; KEY_BYTES];
+        public.copy_from_slice(self.0.public_key_raw());
+        SourceKey(public)
+    }
+
+    /// The key, for a certificate.
+    pub(super) fn key(&self) -> &KeyPair {
+        &self.0
+    }
+}
+
+impl SourceKey {
+    /// Whether a certificate is for this key. Only TLS's handshake shows that the peer holds the private half.
+    pub(super) fn is_of(&self, certificate: &CertificateDer<'_>) -> bool {
+        let Ok(parsed) = ParsedCertificate::try_from(certificate) else { return false };
+        parsed.subject_public_key_info().as_ref() == [SPKI_OF_ED25519, &self.0].concat()
+    }
+}
+
+impl fmt::Display for SourceKey {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(to, "{byte:02x}"))
+    }
+}
+
+impl FromStr for SourceKey {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<SourceKey, &'static str> {
+        let wrong = "expected 64 hexadecimal digits, as the source logs them and `remora token identity` prints them";
+        let is_hex = text.len() == 2 * KEY_BYTES && text.bytes().all(|digit| digit.is_ascii_hexdigit());
+        let mut key = [0; KEY_BYTES];
+        for (at, byte) in key.iter_mut().enumerate() {
+            let digits = text.get(2 * at..2 * at + 2).filter(|_| is_hex).ok_or(wrong)?;
+            *byte = u8::from_str_radix(digits, 16).map_err(|_| wrong)?;
+        }
+        Ok(SourceKey(key))
+    }
+}
+
+/// Bytes of a public key of Ed25519.
+const KEY_BYTES: usize = 32;
+
+/// What comes before the key in its SubjectPublicKeyInfo (RFC 8410, section 4).
+const SPKI_OF_ED25519: &[u8] = &[0x30, 0x2a, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x03, 0x21, 0x00];
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use rcgen::CertificateParams;
+
+    use super::*;
+
+    #[test]
+    fn a_certificate_is_of_the_key_that_made_it_and_of_no_other() {
+        let [one, other] = [(); 2].map(|()| Identity::new().unwrap());
+        let certificate = CertificateParams::new([]).unwrap().self_signed(one.key()).unwrap();
+        assert!(one.public().is_of(certificate.der()));
+        assert!(!other.public().is_of(certificate.der()));
+        let usual = rcgen::generate_simple_self_signed([]).unwrap();
+        assert!(!one.public().is_of(usual.cert.der()));
+        assert!(!one.public().is_of(&CertificateDer::from(vec![1, 2, 3])));
+    }
+
+    #[test]
+    fn a_public_key_is_written_in_hexadecimal_digits() {
+        let key = Identity::new().unwrap().public();
+        assert_eq!(key.to_string().parse(), Ok(key));
+        for wrong in ["", "12", &"g".repeat(64), &"é".repeat(32), &"0".repeat(65)] {
+            assert!(wrong.parse::<SourceKey>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_key_is_the_same_after_it_was_written_to_a_file() {
+        let key = Identity::new().unwrap();
+        let again = KeyPair::from_pem(&key.to_pem()).unwrap();
+        assert_eq!(Identity(again).public(), key.public());
+    }
+}

@@ -10,7 +10,7 @@
 //! that is not scraped does nothing for it.
 //!
 //! - [`register`]: every family. **Start here.**
-//! - [`families`]: names and values as text; [`process`]: those that every process has.
+//! - [`families`]: names and values as text, and those that every process has.
 //! - [`site`]: the HTTP server; [`page`]: the page for people.
 //! - [`watch`](mod@watch): how an agent is asked, and the file.
 //!
@@ -18,15 +18,13 @@
 
 pub(crate) mod families;
 mod page;
-mod process;
 pub(crate) mod register;
 #[cfg(test)]
 mod shipped;
 mod site;
 mod watch;
 
-pub(crate) use self::families::Families;
-pub(crate) use self::process::own_ticks;
+pub(crate) use self::families::{Families, own_ticks};
 pub(crate) use self::register::Agent;
 pub(crate) use self::site::{Site, bind};
 pub(crate) use self::watch::{Scrape, Scrapes, Watch};

@@ -1,5 +1,5 @@
 //! Shipped: the rules, the dashboard and the manual name only what agents export. Their expressions are tried by a real
-//! Prometheus in `agent/tests/it/prometheus.rs`.
+//! Prometheus in `agent/tests/it/metrics.rs`.
 
 #![allow(clippy::unwrap_used)]
 

@@ -8,8 +8,7 @@ use remora_protocol::StatusReport;
 use rustix::fs::Mode;
 use tokio::sync::{mpsc, oneshot};
 
-use super::families::{Families, Form};
-use super::process;
+use super::families::{self, Families, Form};
 use super::register::{Agent, RUN_ENDED, RUN_EXIT_CODE, RUN_STARTED};
 use super::site::{ANSWER_LIMIT, Answer, CONNECTIONS, Site, bind};
 use crate::args::{MetricsArgs, MetricsFileArgs};
@@ -37,7 +36,7 @@ impl Scrape {
     /// A question, and where the answer arrives.
     pub(crate) fn of(agent: Agent) -> (Scrape, oneshot::Receiver<Answer>) {
         let mut families = Families::new(agent);
-        process::show(&mut families);
+        families::show(&mut families);
         Scrape::with(families)
     }
 

@@ -20,11 +20,9 @@ use std::time::Duration;
 use remora_protocol::{Former, Offer};
 use remora_redis::ReplId;
 
-use super::finding::Finding;
-use super::known_primary::KnownPrimaries;
 use super::machine::Loss;
-use super::session::unreachable;
-use super::source::Source;
+use super::primary::{Finding, KnownPrimaries};
+use super::source::{Source, unreachable};
 use crate::args::{HostPort, ReadArgs, SourceKeyArgs};
 use crate::conversation::tokens::Credentials;
 use crate::exit::{Code, Failure};

@@ -10,9 +10,8 @@ use std::time::Instant;
 use remora_fabric::Peer;
 use remora_table::{JournalReader, Progress, Room, Seal, Slot, SnapshotCopy, SnapshotReader};
 
-use super::meter::Meter;
-use super::parts::{FeedError, Mapped, Parts};
-use super::relay_reader::{Lost, RelayReader};
+use super::parts::{FeedError, Mapped, Meter, Parts};
+use super::relay::reader::{Lost, RelayReader};
 use super::spool;
 
 /// A snapshot and a journal of one source, and the connections through which they are read.

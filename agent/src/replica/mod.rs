@@ -6,84 +6,48 @@
 //!    touched)     └─ retry ◀┘ source or feed lost: goes on at the first slot  └─▶ --stay: goes on relaying
 //! ```
 //!
-//! - [`preflight`] finds foreseeable failures before anything is changed, from what is known of the server
-//!   ([`target`]), and [`prepared`] is what it leaves; [`known_primary`] says whether the primary may be given the
-//!   server's password; [`control`] is the connection that changes the server, and checks whether no other client has
-//!   taken the server over; [`record`] notes each changed setting.
-//! - [`contents`], [`needs`] and [`reach`] are parts of it: what the server can hold, which commands it permits, and
-//!   whether the primary is in its reach. [`reading`] tries the transport, and [`forecast`] is what a dry run prints.
+//! - [`preflight`] finds foreseeable failures before anything is changed: what the server can hold, which commands it
+//!   permits, and whether the primary is in its reach. [`prepared`] is what it leaves, with the transport that was
+//!   tried and the way of delivery. [`report`] has what a dry run prints, and says where the time went.
+//! - [`primary`] says where the primary is at this moment, and whether it may be given the server's password.
+//! - [`control`] is the connection that changes the server, checks whether no other client has taken the server over,
+//!   and has the guard, which acts after a killed agent; [`record`] notes each changed setting.
 //! - [`delivery`] plays the primary towards the server, on a thread of its own. It uses [`feed`] with its [`parts`],
-//!   [`link`], [`unread`], [`pacer`], [`spool`] and [`meter`]. [`candidates`] keeps other processes from the server's
-//!   link, [`link_login`] is how the server proves itself there, [`link_failure`] says why a connection did not become
-//!   the link, and [`locality`] finds out where the server is.
-//! - [`exact`] has the conditions under which a server is called an exact replica; [`fitness`] is what can be said of
-//!   them before the sync.
-//! - [`finding`] asks the Sentinels where the primary is; [`raised`] is the fail-over time that they are given
-//!   meanwhile.
+//!   [`link`] and [`spool`]. [`link::candidates`] keeps other processes from the server's link, and finds out where the
+//!   server is.
+//! - [`exact`] has the conditions under which a server is called an exact replica.
 //! - [`private`] keeps other users from what is written to disk.
-//! - [`introduction`] gives memory to a server that has our module.
-//! - [`source`] is the conversation with the source agent, and [`session`] the task that has it. [`data_set`] is what
-//!   the first conversation has agreed on, and compares every later one with it. A snapshot without a
-//!   server ([`crate::snapshot`]) begins with them too.
-//! - [`relay`] is this agent's part in passing slots on: [`relay_reader`] reads slots from other replicas and
-//!   [`relay_server`] lends them; [`upstream`] is the connection to another one, [`limit`] the rate.
+//! - [`source`] is the conversation with the source agent, and the task that has it. [`data_set`] is what the first
+//!   conversation has agreed on, and compares every later one with it. A snapshot without a server
+//!   ([`crate::snapshot`]) begins with them too.
+//! - [`relay`] is this agent's part in passing slots on: [`relay::reader`] reads slots from other replicas, and
+//!   [`relay::server`] lends them.
 //! - [`attend`] stays beside a server whose own connections to its primary are intercepted, or does so once;
-//!   [`by_file`] restarts a server on its RDB file. [`way`] chooses.
+//!   [`by_file`] restarts a server on its RDB file.
 //! - [`machine`] decides, without I/O, what follows from each event on the way from joining to the hand-off; [`driver`]
-//!   carries it out, and owns the tasks. [`report`] says where the time went.
+//!   carries it out, and owns the tasks.
 
-pub(crate) mod assignment;
 pub mod attend;
 mod by_file;
-mod candidates;
-mod contents;
-mod control;
+pub(crate) mod control;
 mod conversion;
 pub(crate) mod data_set;
 mod delivery;
 mod driver;
 mod exact;
 mod feed;
-mod finding;
-mod fitness;
-mod forecast;
-pub(crate) mod guard;
-mod introduction;
-mod known_primary;
-mod limit;
 mod link;
-mod link_failure;
-mod link_login;
-mod locality;
 pub(crate) mod machine;
-pub(crate) mod meter;
-mod needs;
-mod pacer;
 pub(crate) mod parts;
 mod preflight;
 mod prepared;
+mod primary;
 pub(crate) mod private;
-mod raised;
-mod reach;
-mod reading;
 pub(crate) mod record;
 pub(crate) mod relay;
-pub(crate) mod relay_reader;
-mod relay_server;
 mod report;
-pub(crate) mod session;
 pub(crate) mod source;
 pub(crate) mod spool;
-mod target;
-mod tls;
-mod unread;
-pub(crate) mod upstream;
-mod way;
-
-#[cfg(any(test, feature = "simulation"))]
-pub(crate) use self::delivery::simulated as simulated_delivery;
-#[cfg(any(test, feature = "simulation"))]
-pub(crate) use self::driver::simulated;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -94,11 +58,15 @@ use tokio::time::Instant;
 
 use self::attend::once;
 use self::control::Control;
+#[cfg(any(test, feature = "simulation"))]
+pub(crate) use self::delivery::simulated as simulated_delivery;
+#[cfg(any(test, feature = "simulation"))]
+pub(crate) use self::driver::simulated;
 use self::driver::{Driver, Setup};
 use self::prepared::{Prepared, Suits};
 use self::spool::Spool;
 use crate::args::{Delivery, PeerArgs, RelayArgs, ReplicaArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs};
-use crate::conversation::certificate_roles::CertificateRoles;
+use crate::conversation::certificates::CertificateRoles;
 use crate::conversation::tokens::TokenFiles;
 use crate::exit::{Code, Failure};
 use crate::host_memory;
@@ -171,7 +139,7 @@ const UNTOUCHED: &str = ": nothing was touched";
 /// Delivers by interception where the link would be refused or undone, and otherwise by the link.
 async fn by_itself(args: ReplicaArgs, tokens: TokenFiles, scrapes: &mut Scrapes) -> Result<(), Failure> {
     let mut patience = Patience::new(args.read.retry_for, RETRY_FOR);
-    let asked = patience.keep_trying(async || way::why_not_by_the_link(&args).await);
+    let asked = patience.keep_trying(async || prepared::why_not_by_the_link(&args).await);
     let Some(why) = until_signal(asked, UNTOUCHED).await? else {
         tracing::info!(
             "delivery by the link: the server is not in cluster mode, and no Sentinel that is named here knows it"
@@ -197,7 +165,7 @@ async fn by_link(args: ReplicaArgs, tokens: TokenFiles, scrapes: &mut Scrapes) -
     let prepared = until_signal(prepare(args, tokens), UNTOUCHED);
     match scrapes.meanwhile("the sync is being prepared", prepared).await? {
         Some(mut driver) => {
-            driver::metrics::watch(&mut driver, std::mem::take(scrapes));
+            driver::display::watch(&mut driver, std::mem::take(scrapes));
             driver.run().await
         }
         None => Ok(()),
@@ -207,12 +175,12 @@ async fn by_link(args: ReplicaArgs, tokens: TokenFiles, scrapes: &mut Scrapes) -
 /// Does everything that comes before the first change; `None` after a dry run.
 async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -> Result<Option<Driver>, Failure> {
     let credentials = tokens.credentials(args.peers.expected.source_key);
-    let link_tls = tls::server_config(&args.link_tls)?;
+    let link_tls = link::server_config(&args.link_tls)?;
     let prepared = Prepared::of(&args, &credentials, Suits::Link).await?;
     let Prepared { server, mut client, mut record, target, source, plan, mut primary, data_set, reading, unchecked } =
         prepared;
     preflight::refuse_what_sentinel_undoes(&args, &server, &target, &mut primary).await?;
-    needs::refuse_what_is_not_permitted(&args, &mut client, &target).await?;
+    preflight::refuse_what_is_not_permitted(&args, &mut client, &target).await?;
     warn_of_a_small_backlog(&plan);
     if !plan.warning.is_empty() {
         tracing::warn!("{}", plan.warning);
@@ -229,7 +197,7 @@ async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -> Result<Option<Driver>
             primary.port,
             plan.server
         );
-        return forecast::tell(&args, verdict, &plan, primary.facts.as_ref(), (reading, unchecked)).map(|()| None);
+        return report::tell(&args, verdict, &plan, primary.facts.as_ref(), (reading, unchecked)).map(|()| None);
     }
     // A delivery by file that did not end is not taken up any more.
     if record.placed().is_some() {

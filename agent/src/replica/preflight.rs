@@ -13,19 +13,18 @@ use std::time::Duration;
 use remora_protocol::Offer;
 use tokio::time::Instant;
 
-use super::contents::{check_contents, check_format};
+use super::conversion::Conversion;
 use super::data_set::DataSet;
-use super::finding::Finding;
-use super::known_primary::{KnownPrimaries, Trust};
-use super::link_login::{LinkLogin, PrimaryLogin, may_be_a_secret};
-use super::needs;
-use super::record::{LOGIN, Record};
-use super::target::Target;
+use super::link::candidates::{LinkLogin, Locality, PrimaryLogin, may_be_a_secret};
+use super::primary::{Finding, KnownPrimaries, Trust};
+use super::record::{LOGIN, Record, SAVE};
 use crate::args::{HostPort, OnFailure, ReplicaArgs};
 use crate::exit::{Code, Failure};
 use crate::sentinel::guard;
+use crate::server::permission::{ALWAYS, Needed, Permission, TO_REPLICATE};
 use crate::server::{
-    Client, Credentials, Facts, Password, RefusalKind, Role, Server, ServerError, ServerUrl, Task, TlsOptions,
+    CONVERTED, Client, Credentials, Facts, Password, RefusalKind, Role, Server, ServerError, ServerUrl, Task,
+    TlsOptions,
 };
 
 /// Examines the replica's server, and whether it can follow a link.
@@ -374,7 +373,7 @@ pub(super) async fn primary(
 /// Refuses a server that has no configuration file, or may not be told to write it, if it is to be written.
 pub(super) async fn refuse_without_a_file(client: &mut Client) -> Result<(), Failure> {
     let info = client.info("server").await?;
-    needs::refuse_without_rewriting(client, &Facts::from_info(&info)).await?;
+    refuse_without_rewriting(client, &Facts::from_info(&info)).await?;
     match info.get("config_file") {
         Some("") => Err(Failure::refused(format!(
             "the server {} was started without a configuration file, so --rewrite-config cannot write one: start it with a file, \
@@ -535,4 +534,351 @@ fn no_entry(
 /// The servers report it by this text, without an error code.
 fn says_that_there_is_no_password(error: &ServerError) -> bool {
     matches!(error, ServerError::Refused { text, .. } if text.contains("without any password configured"))
+}
+
+// [`Target`]: what is known of the replica's server before a sync.
+
+/// Facts about the replica's server.
+#[derive(Debug)]
+pub(super) struct Target {
+    pub(super) facts: Facts,
+    /// How it logs in to its primary.
+    pub(super) login: PrimaryLogin,
+    /// How it logs in at our link.
+    pub(super) link_login: LinkLogin,
+    /// Whether it requires TLS to its primary, and so at the link.
+    pub(super) tls_replication: bool,
+    /// The certificates that it then uses, as far as the agent can read them.
+    pub(super) tls: TlsOptions,
+    /// The value of `repl-diskless-load`.
+    pub(super) diskless_load: Option<String>,
+    /// The number of databases (`databases`).
+    pub(super) databases: Option<u32>,
+    /// Whether it tries to load snapshots of formats that it does not know (`rdb-version-check relaxed`).
+    pub(super) reads_newer: bool,
+    /// What the snapshot is converted to; `None`: it gets the primary's own.
+    pub(super) conversion: Option<Conversion>,
+    /// Whether it follows the link of a killed agent. What it holds is then the rest of an unfinished sync.
+    pub(super) unfinished: bool,
+}
+
+impl Target {
+    /// What the source is told of the server: its name and version, and whether the snapshot is converted for it.
+    pub(super) fn name(&self) -> String {
+        let name = self.facts.name();
+        if self.conversion.is_some() { name + CONVERTED } else { name }
+    }
+
+    /// The primary that the server followed before the sync.
+    pub(super) fn followed(&self, record: &Record) -> Option<(String, u16)> {
+        match &self.facts.link {
+            _ if self.unfinished => record.former(),
+            link => link.as_ref().map(|link| (link.host.clone(), link.port)),
+        }
+    }
+}
+
+// Contents: whether a server can load, and then hold, what a primary holds.
+
+/// Refuses a server that cannot read the snapshot: it would find out only after it has discarded its own data.
+pub(super) fn check_format(facts: &Facts, target: &Target, url: &ServerUrl) -> Result<(), Failure> {
+    match facts.unreadable_for(&target.facts) {
+        None => Ok(()),
+        Some(_) if target.conversion.is_some() => Ok(()),
+        Some(why) if target.reads_newer => {
+            tracing::warn!(
+                "the server {url} may not load this primary's snapshots: {why}; it is told to try (rdb-version-check relaxed), and \
+                 loses its own data if it cannot"
+            );
+            Ok(())
+        }
+        Some(why) => Err(Failure::refused(format!(
+            "the server {url} can't be a replica of this primary: {why}; run a server there that is as new as the primary, of the same \
+             kind, or give --convert (docs/migration.md)"
+        ))),
+    }
+}
+
+/// Refuses a server that cannot hold what the primary holds.
+pub(super) fn check_contents(facts: &Facts, target: &Target, url: &ServerUrl) -> Result<(), Failure> {
+    check_databases(facts, target, url)?;
+    if let Some(conversion) = &target.conversion {
+        // The converter finds keys of modules, wherever there are some: servers have modules that no key is of.
+        let holds_them = target.facts.holds_field_ttls() || conversion.drops_field_expiry();
+        return check_field_ttls(facts, &target.facts, url, holds_them);
+    }
+    check_modules(facts, target, url)?;
+    check_field_ttls(facts, &target.facts, url, target.facts.holds_field_ttls_of(facts))
+}
+
+/// Refuses a server that cannot hold hashes whose fields expire, if the primary has any: the primary's snapshot for it
+/// would fail, or its own load.
+fn check_field_ttls(facts: &Facts, target: &Facts, url: &ServerUrl, holds_them: bool) -> Result<(), Failure> {
+    let hashes = facts.databases.iter().map(|database| database.field_expires).fold(0, u64::saturating_add);
+    if hashes == 0 || holds_them {
+        return Ok(());
+    }
+    let plural = if hashes == 1 { "hash" } else { "hashes" };
+    Err(Failure::refused(format!(
+        "the server {url} ({}) cannot hold fields that expire, and the primary ({}) has {hashes} {plural} with such fields (INFO \
+         keyspace): run a server there that is as new as the primary, of the same kind",
+        target.name(),
+        facts.name()
+    )))
+}
+
+/// Refuses a server that has fewer databases than the primary uses. A server that loads a key of a database that it
+/// lacks ends its process, after its own data were removed.
+fn check_databases(facts: &Facts, target: &Target, url: &ServerUrl) -> Result<(), Failure> {
+    match (facts.highest_database(), target.databases) {
+        (Some(highest), Some(count)) if highest >= count => Err(Failure::refused(format!(
+            "the server {url} has {count} databases, and the primary holds keys in database {highest}: start the server with databases \
+             {} or more",
+            highest + 1
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// Refuses a server that lacks a module of the primary, for the same reason.
+fn check_modules(facts: &Facts, target: &Target, url: &ServerUrl) -> Result<(), Failure> {
+    match facts.modules_missing_at(&target.facts).as_slice() {
+        [] => Ok(()),
+        missing => Err(Failure::refused(format!(
+            "the server {url} lacks modules that the primary has loaded: {}; a snapshot with their data would end the server: load them \
+             there",
+            missing.join(", ")
+        ))),
+    }
+}
+
+// Needs: the commands by which a sync changes the replica's server, and whether the server would carry them out.
+//
+// They are asked for before the first change, by a dry run and by a sync alike. A server can lack one because its ACL
+// forbids it to our user, or because it was renamed. [`crate::server::permission`] says how it is asked.
+
+/// A command, and what a sync without it is.
+struct Need {
+    needed: Needed,
+    /// Whether a sync with these options sends it.
+    is_sent: fn(&ReplicaArgs) -> bool,
+    /// What happens without it; `None`: there is no sync without it.
+    without: Option<&'static str>,
+}
+
+/// Points the server at the link and at the primary, and detaches it.
+pub(super) const FOLLOW: &str = "REPLICAOF";
+
+/// Removes its keys.
+pub(super) const EMPTY: &str = "FLUSHALL";
+
+/// Ends its connection to its primary.
+pub(super) const CUT: [&str; 4] = ["CLIENT", "KILL", "TYPE", "master"];
+
+/// Writes its configuration file.
+pub(super) const REWRITE: [&str; 2] = ["CONFIG", "REWRITE"];
+
+/// Those of each sync by the link, but `CONFIG SET`, for which [`super::link::candidates`] asks because it can do
+/// without.
+const NEEDS: [Need; 2] = [
+    Need {
+        needed: Needed {
+            command: &[FOLLOW, "NO", "ONE"],
+            refused_by_itself: &[FOLLOW, "remora", "remora"],
+            since: ALWAYS,
+        },
+        is_sent: |_| true,
+        without: None,
+    },
+    Need {
+        needed: Needed { command: &[EMPTY], refused_by_itself: &[EMPTY, "remora"], since: ALWAYS },
+        is_sent: |args| args.on_failure == OnFailure::Empty,
+        without: Some("a sync that fails in its middle leaves a part of the data set there (--on-failure empty)"),
+    },
+];
+
+const WRITE_THE_FILE: Needed = Needed { command: &REWRITE, refused_by_itself: &[], since: ALWAYS };
+
+const CUT_THE_LINK: Needed =
+    Needed { command: &CUT, refused_by_itself: &["CLIENT", "KILL", "ID", "remora"], since: ALWAYS };
+
+/// Any setting stands for `save`, as the servers' rules name the command only.
+const SET_SAVES: Needed = Needed {
+    command: &["CONFIG", "SET", SAVE, ""],
+    refused_by_itself: &["CONFIG", "SET", "remora", "remora"],
+    since: ALWAYS,
+};
+
+/// Refuses a server that would not carry out a command of the sync, and warns of one that a sync can do without.
+pub(super) async fn refuse_what_is_not_permitted(
+    args: &ReplicaArgs,
+    client: &mut Client,
+    target: &Target,
+) -> Result<(), Failure> {
+    for need in NEEDS.iter().filter(|need| (need.is_sent)(args)) {
+        match (need.needed.ask(client, &target.facts).await?, need.without) {
+            (Permission::Refused(error), None) => return Err(Failure::from(error).and(UNTOUCHED)),
+            (Permission::Refused(error), Some(without)) => tracing::warn!("{without}: {error}"),
+            (Permission::Granted | Permission::Unknown, _) => {}
+        }
+    }
+    Ok(())
+}
+
+/// Refuses a server whose configuration file is to be written and which does not permit that.
+pub(super) async fn refuse_without_rewriting(client: &mut Client, facts: &Facts) -> Result<(), Failure> {
+    refuse_without(WRITE_THE_FILE, "--rewrite-config needs +config|rewrite there", client, facts).await
+}
+
+/// Refuses a server whose connection to its primary is to be cut and which does not permit that.
+pub(super) async fn refuse_without_cutting(client: &mut Client, facts: &Facts) -> Result<(), Failure> {
+    refuse_without(CUT_THE_LINK, "--delivery intercept with --replace needs +client|kill there", client, facts).await
+}
+
+/// Refuses a server that saves by itself and does not permit that to be turned off (`--delivery file`).
+pub(super) async fn refuse_without_turning_saves_off(client: &mut Client, facts: &Facts) -> Result<(), Failure> {
+    if client.config_bytes(SAVE).await?.is_none_or(|value| value.is_empty()) {
+        return Ok(());
+    }
+    match SET_SAVES.ask(client, facts).await? {
+        Permission::Refused(_) => Err(saves_stay_on(client.server().url())),
+        Permission::Granted | Permission::Unknown => Ok(()),
+    }
+}
+
+/// Why a server that saves by itself gets no file.
+pub(super) fn saves_stay_on(url: &ServerUrl) -> Failure {
+    Failure::refused(format!(
+        "the server {url} does not let its saves be turned off, and would write over the file at its end: grant our user \
+         +config|set there"
+    ))
+}
+
+async fn refuse_without(needed: Needed, advice: &str, client: &mut Client, facts: &Facts) -> Result<(), Failure> {
+    match needed.ask(client, facts).await? {
+        Permission::Refused(error) => Err(Failure::from(error).and(advice).and(UNTOUCHED)),
+        Permission::Granted | Permission::Unknown => Ok(()),
+    }
+}
+
+/// What a refusal leaves.
+const UNTOUCHED: &str = "the server was not touched";
+
+// Reach: whether the primary would have the replica's server, asked from where that connects and as its user.
+//
+// The preflight connects from an address of the kernel's choice. A server with `bind-source-addr` connects from
+// another one, from which a firewall, or the primary's protected mode, may keep it away. And a user that may log in
+// need not be one that may replicate.
+
+/// Connects to the primary as the server would. Returns what could not be checked.
+///
+/// # Errors
+/// The primary cannot be reached from there, or does not permit what a replica needs.
+pub(super) async fn check(client: &mut Client, target: &Target, primary: &Primary) -> Result<Vec<String>, Failure> {
+    let (mut unchecked, url) = (Vec::new(), client.server().url().clone());
+    let own = client.config_get("bind-source-addr").await?.filter(|text| !text.is_empty());
+    let locality = Locality::of(client, target.facts.process_id);
+    let is_here = locality.server.is_none() || locality.uid.is_some();
+    let at = format!("{}:{}", primary.host, primary.port);
+    let address = own.as_ref().and_then(|text| text.parse::<IpAddr>().ok()).filter(|_| is_here);
+    let mut asked = match (address, own) {
+        (Some(address), _) => primary.server.connect_from(address).await.map_err(|error| {
+            let text = format!(
+                "the server {url} connects to its primary from {address} (bind-source-addr), and {at} cannot be used from there: \
+                 {error}; correct bind-source-addr, or let the primary accept that address"
+            );
+            if error.is_passing() { Failure::passing(Code::Server, text) } else { Failure::refused(text) }
+        })?,
+        (None, own) => {
+            unchecked.extend(own.map(|own| format!("whether {at} can be reached from {own}, the server's bind-source-addr")));
+            primary.server.connect().await?
+        }
+    };
+    let unknown = Facts::default();
+    for needed in TO_REPLICATE {
+        match needed.ask(&mut asked, primary.facts.as_ref().unwrap_or(&unknown)).await? {
+            Permission::Granted => {}
+            Permission::Unknown => {
+                unchecked.push(format!("whether {at} permits {} to the server's user", needed.name()));
+            }
+            Permission::Refused(ServerError::Refused { text, .. }) => {
+                return Err(Failure::refused(format!(
+                    "the primary {at} does not permit the user of {url} what a replica needs (+psync +replconf +ping): {text}"
+                )));
+            }
+            Permission::Refused(error) => return Err(error.into()),
+        }
+    }
+    Ok(unchecked)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use remora_redis::info::Info;
+
+    use super::*;
+
+    fn server(text: &str) -> Facts {
+        Facts::from_info(&Info::parse(text.replace(' ', "\n").as_bytes()))
+    }
+
+    #[test]
+    fn fields_that_expire_are_for_servers_that_can_hold_them() {
+        let url: ServerUrl = "redis://h:1".parse().unwrap();
+        let redis = |version: &str| server(&format!("redis_version:{version}"));
+        let valkey = |version: &str| server(&format!("server_name:valkey valkey_version:{version}"));
+        let primary =
+            server("server_name:valkey valkey_version:9.1.2 db3:keys=5,expires=0,avg_ttl=0,keys_with_volatile_items=2");
+        let newer = server("redis_version:7.4.0 db0:keys=5,expires=0,avg_ttl=0,subexpiry=1");
+        let why = |primary: &Facts, target: &Facts| {
+            let holds_them = target.holds_field_ttls_of(primary);
+            check_field_ttls(primary, target, &url, holds_them).err().map(|failure| failure.message)
+        };
+        for (primary, target) in [
+            (&primary, valkey("8.1.8")),
+            (&primary, redis("8.2.0")),
+            (&newer, redis("7.2.4")),
+            (&newer, valkey("9.1.2")),
+        ] {
+            let why = why(primary, &target).unwrap();
+            assert!(why.contains(&target.name()) && why.contains(&primary.name()), "{why}");
+        }
+        assert!(why(&primary, &valkey("8.0.1")).unwrap().contains("2 hashes"));
+        for (primary, target) in [(&primary, valkey("9.0.0")), (&newer, redis("8.0.0")), (&newer, Facts::default())] {
+            assert_eq!(why(primary, &target), None);
+        }
+        assert_eq!(why(&valkey("9.1.2"), &valkey("8.1.8")), None, "there are none");
+    }
+
+    /// A command that is sent and not asked for would be refused in the middle of a sync.
+    #[test]
+    fn every_command_that_changes_the_server_is_asked_for() {
+        let sources = [
+            include_str!("control.rs"),
+            include_str!("driver/server/mod.rs"),
+            include_str!("driver/server/leave.rs"),
+            include_str!("driver/server/module.rs"),
+            include_str!("attend/once.rs"),
+        ];
+        // Those that read, and those of the module, without which the sync goes by the link.
+        let harmless = ["ROLE", "MULTI", "DISCARD", "EXEC", "REMORA.STATUS"];
+        for source in sources {
+            let product = source.split("#[cfg(test)]\nmod tests").next().unwrap();
+            for sent in product.split("&[\"").skip(1) {
+                let name = sent.split('"').next().unwrap();
+                let is_command = name.len() > 2 && name.chars().all(|one| one.is_ascii_uppercase() || one == '.');
+                assert!(!is_command || harmless.contains(&name), "{name} is not named by a constant of this file");
+            }
+        }
+    }
+
+    #[test]
+    fn what_the_server_refuses_by_itself_is_the_same_command() {
+        for needed in NEEDS.iter().map(|need| need.needed).chain([CUT_THE_LINK, SET_SAVES]) {
+            let (sent, asked) = (needed.command, needed.refused_by_itself);
+            assert!(asked.is_empty() || sent[0] == asked[0], "{sent:?}, {asked:?}");
+        }
+    }
 }

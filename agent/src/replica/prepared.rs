@@ -1,27 +1,31 @@
 //! Prepared: what is known before the first change: the server, its source and its primary, found to suit each other.
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use remora_fabric::{Memory, Pages, RegionKey, TransportKind};
 use remora_protocol::Offer;
 use tokio::time::Instant;
 
 use super::conversion::Conversion;
 use super::data_set::DataSet;
-use super::finding::Finding;
-use super::fitness;
-use super::known_primary::KnownPrimaries;
-use super::preflight::{self, Known, Primary};
-use super::raised;
-use super::reach;
-use super::reading::{self, Reading};
+use super::exact::lacking_commands;
+use super::preflight::{self, Known, Primary, Target};
+use super::primary::{self, Finding, KnownPrimaries};
 use super::record::Record;
-use super::source::Source;
-use super::target::Target;
-use crate::args::ReplicaArgs;
+use super::source::{Source, Way};
+use crate::args::{ReadArgs, ReplicaArgs, TransportChoice};
+use crate::conversation::Protection;
 use crate::conversation::tokens::Credentials;
 use crate::exit::{Code, Failure};
 use crate::patience::{Patience, RETRY_FOR};
-use crate::server::{Client, Facts, Server, Task};
+use crate::probe;
+use crate::sentinel::guard;
+use crate::server::own_changes::OwnChanges;
+use crate::server::{Client, Facts, Server, ServerError, ServerUrl, Task};
+use crate::tasks::blocking;
+use crate::transports::not_offered;
+use crate::units::Size;
 
 /// Pause between two looks meanwhile.
 const FAIL_OVER_POLL: Duration = Duration::from_millis(500);
@@ -100,7 +104,7 @@ impl Prepared {
         };
         if !args.dry_run {
             // An agent before us may have been killed.
-            let left = raised::put_back(&mut record, finding.as_ref().map(Finding::sentinels)).await;
+            let left = primary::put_back(&mut record, finding.as_ref().map(Finding::sentinels)).await;
             if !left.is_empty() {
                 tracing::warn!("an earlier agent has ended without its clean-up{left}");
             }
@@ -135,15 +139,15 @@ impl Prepared {
             client = server.connect().await?;
         }
         preflight::refuse_to_overwrite(args, &server, &target)?;
-        fitness::refuse_what_would_not_stay_exact(&mut client, &target.facts, &primary).await?;
+        refuse_what_would_not_stay_exact(&mut client, &target.facts, &primary).await?;
         let reach = async || {
             if !client.is_usable() {
                 client = server.connect().await?;
             }
-            reach::check(&mut client, &target, &primary).await
+            preflight::check(&mut client, &target, &primary).await
         };
         let unchecked = patience.keep_trying(reach).await?;
-        let reading = reading::of_a_run(args, credentials, &plan, &source.way(&args.read), &mut patience).await?;
+        let reading = of_a_run(args, credentials, &plan, &source.way(&args.read), &mut patience).await?;
         let data_set = primary.data_set(&plan);
         Ok(Prepared { server, client, record, target, source, plan, primary, data_set, reading, unchecked })
     }
@@ -168,4 +172,219 @@ async fn answering(server: &Server) -> Result<Client, Failure> {
     let mut client = server.connect().await?;
     Facts::read(&mut client).await?;
     Ok(client)
+}
+
+// Fitness: whether a server would become an exact replica, and stay one, as far as its settings tell before the sync.
+
+/// Seconds of `repl-timeout` from which on pauses do no harm: twice the longest pause before an agent connects to its
+/// source again.
+const PATIENCE_SECONDS: u64 = 10;
+
+/// Refuses a server that would remove keys of the primary's by itself, and warns of what may make it another one later.
+pub(super) async fn refuse_what_would_not_stay_exact(
+    client: &mut Client,
+    facts: &Facts,
+    primary: &Primary,
+) -> Result<(), Failure> {
+    let url = client.server().url().clone();
+    warn_of_impatience(client, &url).await?;
+    warn_of_lacking_commands(client, facts, primary, &url).await;
+    let Some(own) = OwnChanges::read(client).await? else {
+        tracing::debug!("the server {url} does not tell its settings (CONFIG GET)");
+        return Ok(());
+    };
+    refuse_too_little_memory(&own, facts, primary.data(), &url)?;
+    if own.is_writable {
+        tracing::warn!(
+            "the server {url} has replica-read-only no: what clients write to it while it is a replica makes it another one than \
+             its primary; set it to yes there"
+        );
+    }
+    Ok(())
+}
+
+/// Warns of a server that gives up a snapshot whose bytes pause for a short time.
+async fn warn_of_impatience(client: &mut Client, url: &ServerUrl) -> Result<(), ServerError> {
+    let seconds = client.config_get("repl-timeout").await?.and_then(|seconds| seconds.parse::<u64>().ok());
+    if let Some(seconds) = seconds.filter(|seconds| *seconds < PATIENCE_SECONDS) {
+        tracing::warn!(
+            "the server {url} gives up a primary that sends nothing for {seconds} s (repl-timeout), and a snapshot over a slow link \
+             may pause for longer: it would start to load again and again. Its default is 60"
+        );
+    }
+    Ok(())
+}
+
+/// `data`: bytes of the primary's data.
+fn refuse_too_little_memory(
+    own: &OwnChanges,
+    facts: &Facts,
+    data: Option<u64>,
+    url: &ServerUrl,
+) -> Result<(), Failure> {
+    let (Some((limit, _)), Some(what)) = (&own.limit, own.of_the_limit()) else { return Ok(()) };
+    // What the server uses beside its data, which the sync replaces.
+    let beside = facts.used_memory.unwrap_or(0).saturating_sub(facts.used_memory_dataset.unwrap_or(0));
+    match data {
+        Some(data) if data.saturating_add(beside) > *limit => Err(Failure::refused(format!(
+            "the server {url} {what}, and the primary's data take {}: it would not stay an exact replica; set \
+             replica-ignore-maxmemory yes there, or a larger maxmemory",
+            Size::bytes(data)
+        ))),
+        _ => {
+            tracing::warn!(
+                "the server {url} {what}: from then on it is not an exact replica any more; set replica-ignore-maxmemory yes there"
+            );
+            Ok(())
+        }
+    }
+}
+
+/// A stream with one of these commands makes the sync fail. A newer primary has commands that clients may never send.
+async fn warn_of_lacking_commands(client: &mut Client, facts: &Facts, primary: &Primary, url: &ServerUrl) {
+    // Users with names have the rules that the help page lists, and this is not among them.
+    let primary = primary.as_server();
+    if primary.credentials().user.is_some() || client.server().credentials().user.is_some() {
+        return;
+    }
+    let Ok(mut asked) = primary.connect().await else { return };
+    let lacking: Vec<_> =
+        lacking_commands(&mut asked, client).await.iter().map(|name| name.to_ascii_uppercase()).collect();
+    if lacking.is_empty() {
+        return;
+    }
+    let (names, own) = (lacking.join(", "), facts.name());
+    tracing::warn!(
+        "the server {url} ({own}) lacks commands that the primary has: {names}; a sync whose stream has one of them fails \
+         (rename-command, modules, versions)"
+    );
+}
+
+// Reading: by which transport the source's memory can be read, tried before anything is changed.
+//
+// The source exports memory without data (as for `remora probe`), and the agent connects to it as it will connect to
+// the tables: the same choice, the same keys, the same refusals. A conversation of its own does it, so that the source
+// lets go of that memory at once.
+
+/// How the source is read.
+pub(crate) struct Reading {
+    pub(crate) transport: TransportKind,
+    /// Why better transports are not used; empty if this is the best one.
+    pub(crate) why: String,
+    pub(crate) protection: Protection,
+    /// Bytes per second, measured for a moment.
+    pub(crate) rate: Option<u64>,
+}
+
+/// Tries the transports. `is_sealed`: the source's tables are, for other hosts.
+///
+/// # Errors
+/// The source cannot be read over what `--transport` permits.
+async fn try_out(args: &ReadArgs, credentials: &Credentials, is_sealed: bool) -> Result<Reading, Failure> {
+    let mut source = Source::connect(args, credentials).await.map_err(super::source::failure)?;
+    let way = source.way(args);
+    refuse_what_this_host_lacks(args, &way, is_sealed)?;
+    let keys = source.probe_keys(args).await?;
+    let offered: Vec<_> = keys.iter().filter_map(|bytes| RegionKey::from_bytes(bytes.clone()).ok()).collect();
+    let region = offered.iter().map(RegionKey::length).max().unwrap_or(0);
+    let is_offered = offered.iter().any(|key| way.permits(key.transport()));
+    let reading = blocking(move || {
+        let sink = Memory::create("remora-trial", probe::MOMENT_SINK, Pages::Small).map(Arc::new);
+        let sink = sink.map_err(|error| Failure::local(format!("no memory to try the transports with: {error}")))?;
+        let (mut peer, transport, why) = way.try_out(keys, is_sealed, &sink)?;
+        let rate = probe::in_a_moment(&mut *peer, region);
+        let protection = way.protection(transport, is_sealed);
+        Ok(Reading { transport, why, protection, rate })
+    });
+    // What the source does not offer, it will not offer in a moment.
+    reading.await.map_err(|failure| {
+        let passes = is_offered && failure.code == Code::Source;
+        failure.that_passes(passes)
+    })
+}
+
+/// Looks at the transports for a run with these options. A dry run tries and measures all. A sync with `--transport
+/// shm` or `verbs` is told what this host or the source lacks, and connects to the tables themselves: memory to try it
+/// with would be memory of the source beyond its `--memory`. `way`: of the conversation that `plan` comes from.
+///
+/// # Errors
+/// As [`try_out`].
+pub(super) async fn of_a_run(
+    args: &ReplicaArgs,
+    credentials: &Credentials,
+    plan: &Offer,
+    way: &Way,
+    patience: &mut Patience,
+) -> Result<Option<Reading>, Failure> {
+    let (read, is_sealed) = (&args.read, plan.terms.is_some_and(|terms| terms.sealed));
+    if args.dry_run {
+        return patience.keep_trying(async || try_out(read, credentials, is_sealed).await).await.map(Some);
+    }
+    let kind = match read.transport {
+        TransportChoice::Shm => TransportKind::Shm,
+        TransportChoice::Verbs => TransportKind::Verbs,
+        _ => return Ok(None),
+    };
+    refuse_what_this_host_lacks(read, way, is_sealed)?;
+    let is_offered = plan.terms.is_none_or(|terms| match kind {
+        TransportKind::Shm => terms.offers_shm,
+        _ => terms.offers_verbs,
+    });
+    match is_offered {
+        true => Ok(None),
+        false => Err(Failure::new(Code::Source, format!("{}: {kind}: {}", unreadable(read), not_offered(kind)))),
+    }
+}
+
+fn refuse_what_this_host_lacks(args: &ReadArgs, way: &Way, is_sealed: bool) -> Result<(), Failure> {
+    match way.why_none(is_sealed) {
+        Some(why) => Err(Failure::refused(format!("{}: {why}", unreadable(args)))),
+        None => Ok(()),
+    }
+}
+
+fn unreadable(args: &ReadArgs) -> String {
+    format!("the source {} cannot be read as --transport asks", args.source)
+}
+
+// Way: by which way `--delivery auto` delivers, and why.
+
+/// Why a delivery by the link would be refused or undone; `None` if nothing speaks against it.
+///
+/// # Errors
+/// The server or the Sentinels do not answer.
+pub(super) async fn why_not_by_the_link(args: &ReplicaArgs) -> Result<Option<String>, Failure> {
+    let server = args.server.open(Task::Replica)?;
+    let facts = Facts::read(&mut server.connect().await?).await?;
+    if facts.cluster_enabled == Some(true) {
+        return Ok(Some("the server runs in cluster mode, where servers refuse REPLICAOF".to_owned()));
+    }
+    let Some(sentinels) = args.peers.sentinel.open()? else { return Ok(None) };
+    let known = guard::known(&sentinels, &facts, server.url()).await?;
+    Ok(known.map(|_| {
+        format!("Sentinel knows the server as a replica of {}, and makes it follow its primary again", sentinels.name())
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn a_server_whose_limit_is_below_the_data_is_refused_whatever_its_policy() {
+        let url: ServerUrl = "redis://h:1".parse().unwrap();
+        let facts = Facts { used_memory: Some(3 << 20), used_memory_dataset: Some(1 << 20), ..Facts::default() };
+        let refused = |limit: Option<u64>, policy: &str, data| {
+            let own = OwnChanges { limit: limit.map(|bytes| (bytes, policy.to_owned())), is_writable: false };
+            refuse_too_little_memory(&own, &facts, data, &url).err().map(|failure| failure.message)
+        };
+        let lru = refused(Some(10 << 20), "allkeys-lru", Some(9 << 20)).unwrap();
+        assert!(lru.contains("removes keys by itself") && lru.contains("replica-ignore-maxmemory yes"), "{lru}");
+        assert!(refused(Some(10 << 20), "noeviction", Some(9 << 20)).unwrap().contains("refuses its primary's writes"));
+        assert_eq!(refused(Some(10 << 20), "allkeys-lru", Some(7 << 20)), None);
+        assert_eq!(refused(Some(10 << 20), "allkeys-lru", None), None);
+        assert_eq!(refused(None, "allkeys-lru", Some(9 << 30)), None);
+    }
 }

@@ -200,7 +200,7 @@ pub(crate) struct Record {
     _claim: Option<Claim>,
 }
 
-/// How long the [guard](super::guard) of an agent that was killed holds the file: a few commands of the server.
+/// How long the [guard](super::control) of an agent that was killed holds the file: a few commands of the server.
 const GUARD_LASTS: Duration = Duration::from_secs(2);
 
 /// The version of the file that this program writes.

@@ -5,12 +5,14 @@
 //!   has a [`RefusalKind`], so that callers can wait for a loading server and fail at once on a wrong password. What
 //!   follows from each is in the table of [`refusals`].
 
-use std::{fmt, io, path::PathBuf, time::Duration};
+use std::path::PathBuf;
+use std::time::Duration;
+use std::{fmt, io};
 
 use super::acl::Task;
 use super::refusals::{self, RefusalKind};
 use crate::exit::{Code, Failure};
-use crate::x509::words;
+use crate::x509;
 
 /// An option or a file that cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -80,7 +82,7 @@ pub enum ServerError {
         cause: io::Error,
     },
     /// The TLS handshake failed.
-    #[error("TLS with the server {server} failed: {}", words::with_server(cause, task.tls_prefix()))]
+    #[error("TLS with the server {server} failed: {}", x509::with_server(cause, task.tls_prefix()))]
     Tls {
         /// Its address.
         server: String,

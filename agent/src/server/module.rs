@@ -6,7 +6,7 @@ use remora_protocol::MODULE_PROTOCOL;
 use remora_redis::resp::Frame;
 
 use super::{Client, RefusalKind, ServerError};
-use crate::module_file;
+use crate::tools;
 
 /// What a module of this version offers for captures.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -55,7 +55,7 @@ pub(crate) async fn find(client: &mut Client, wished: Option<&Path>) -> Result<O
 async fn load(client: &mut Client, path: &Path) {
     let path = match path.as_os_str().is_empty() {
         false => path.to_owned(),
-        true => match module_file::find() {
+        true => match tools::find_module() {
             Ok(path) => path,
             Err(failure) => return tracing::warn!(%failure, "the module was not loaded"),
         },

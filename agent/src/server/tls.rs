@@ -4,21 +4,17 @@
 //! the server's certificate: to trust a server with a self-signed certificate, name that certificate as the CA, or its
 //! fingerprint. [`Trust`] decides.
 
-use std::{
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use rustls::{
-    ClientConfig, RootCertStore,
-    crypto::CryptoProvider,
-    pki_types::{CertificateDer, PrivateKeyDer, ServerName, pem, pem::PemObject},
-};
+use rustls::crypto::CryptoProvider;
+use rustls::pki_types::pem::{self, PemObject};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::{ClientConfig, RootCertStore};
 
 use super::error::SetupError;
 use super::trust::Trust;
-use crate::x509::Fingerprint;
-use crate::x509::words::{self, Asked};
+use crate::x509::{self, Asked, Fingerprint};
 
 /// Files and names for TLS, as given.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -72,7 +68,7 @@ impl TlsOptions {
                 builder.with_client_auth_cert(read_certificates(certificate)?, read_key(key)?).map_err(|error| {
                     let (certificate, key) = (certificate.display(), key.display());
                     let [cert, of_key] = ["cert", "key"].map(|name| self.option(name));
-                    SetupError::Tls(format!("{certificate} ({cert}) and {key} ({of_key}): {}", words::of_pair(&error)))
+                    SetupError::Tls(format!("{certificate} ({cert}) and {key} ({of_key}): {}", x509::of_pair(&error)))
                 })?
             }
             (Some(_), None) => {
@@ -112,7 +108,7 @@ impl TlsOptions {
                             "{} ({}): {}",
                             path.display(),
                             self.option("ca"),
-                            words::of_pair(&error)
+                            x509::of_pair(&error)
                         ))
                     })?;
                 }
@@ -151,7 +147,7 @@ fn read_key(path: &Path) -> Result<PrivateKeyDer<'static>, SetupError> {
 }
 
 fn of_file(path: &Path, error: &pem::Error, text: &[u8], wanted: &str) -> SetupError {
-    SetupError::Tls(format!("the file {} cannot be used: {}", path.display(), words::of_file(error, text, wanted)))
+    SetupError::Tls(format!("the file {} cannot be used: {}", path.display(), x509::of_file(error, text, wanted)))
 }
 
 fn read(path: &Path, what: &'static str) -> Result<Vec<u8>, SetupError> {

@@ -21,8 +21,7 @@ use rustls::pki_types::{CertificateDer, ServerName, SubjectPublicKeyInfoDer, Uni
 use rustls::server::ParsedCertificate;
 use rustls::{CertificateError, DigitallySignedStruct, Error, OtherError, RootCertStore, SignatureScheme};
 
-use crate::x509::words::{Asked, Unfit};
-use crate::x509::{Certificate, Fingerprint};
+use crate::x509::{Asked, Certificate, Fingerprint, Unfit};
 
 /// Checks the certificates of servers.
 #[derive(Debug)]

@@ -1,6 +1,7 @@
 //! Arrival: reads the slots of a source's snapshot into a [`Keeper`], on a thread of its own.
 
 use std::io;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -8,14 +9,14 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use remora_fabric::Peer;
-use remora_table::{SnapshotCopy, SnapshotReader};
+use remora_table::{Origin, Slot, SnapshotCopy, SnapshotReader};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
-use super::target::Keeper;
-use crate::replica::meter::Meter;
-use crate::replica::parts::{FeedError, Mapped, Part};
-use crate::replica::relay_reader::{Lost, ReadFrom, RelayReader};
+use crate::exit::Failure;
+use crate::replica::parts::{FeedError, Mapped, Meter, Part};
+use crate::replica::relay::reader::{Lost, ReadFrom, RelayReader};
+use crate::replica::spool::{Held, SnapshotId};
 
 /// How long the thread sleeps at most when nothing has arrived: it adds to the time until a new slot is seen, and to
 /// the time that stopping takes.
@@ -185,4 +186,73 @@ fn turn(
         moved = true;
     }
     Ok(moved)
+}
+
+// Target: where a snapshot goes as it arrives. One keeps each snapshot as a file that is mounted, another one keeps
+// the slots of a file that is put in its place at the end.
+
+/// Where snapshots go, one after the other.
+pub(super) trait Target: Send + Sync {
+    /// The one that has come last.
+    fn present(&self) -> Option<Arc<dyn Keeper>>;
+
+    /// Another one comes: what has not arrived of the one before will not.
+    ///
+    /// # Errors
+    /// There is no place for it.
+    fn put(&self, snapshot: SnapshotId) -> io::Result<Arc<dyn Keeper>>;
+
+    /// The folder into whose file system its bytes go.
+    fn folder(&self) -> &Path;
+
+    /// Why bytes cannot be kept, and what to do.
+    fn failure(&self, error: &io::Error) -> Failure;
+}
+
+/// Where the slots of one snapshot go, in their order.
+pub(super) trait Keeper: Send + Sync {
+    /// Which snapshot it is.
+    fn origin(&self) -> Origin;
+
+    /// How far it is.
+    fn reached(&self) -> Reached;
+
+    /// Writes the bytes of the next slot, which count once they are [`Keeper::add`]ed.
+    ///
+    /// # Errors
+    /// They cannot be written.
+    fn keep(&self, slot: &Slot) -> io::Result<Held>;
+
+    /// The slot was right: its memory had not been used for another one when it had been written.
+    ///
+    /// # Errors
+    /// It cannot be recorded.
+    fn add(&self, held: Held) -> io::Result<()>;
+
+    /// Everything has arrived.
+    ///
+    /// # Errors
+    /// It cannot be made safe, or is not what it should be.
+    fn complete(&self) -> io::Result<()>;
+
+    /// What has not arrived will not come.
+    fn lose(&self);
+}
+
+/// Whether more will come.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Stage {
+    #[default]
+    Arriving,
+    Whole,
+    /// The source has withdrawn it before all had arrived.
+    Lost,
+}
+
+/// How far a snapshot is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Reached {
+    pub(super) bytes: u64,
+    pub(super) slots: u64,
+    pub(super) stage: Stage,
 }

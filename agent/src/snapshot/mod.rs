@@ -6,11 +6,10 @@
 //! ```
 //!
 //! - [`receiving`] has the conversation with the source, as a replica has it, and [`arrival`] reads the slots into a
-//!   [`target`]; [`reception`] is what a command holds of it.
-//! - [`mount`]: [`kept`] has the bytes and the readers that wait for them, [`shelf`] has one for each snapshot, and
-//!   [`file_system`] shows them to the kernel.
-//! - [`fetch`]: [`file`](mod@file) has the slots beside the file that they become, and [`out`] is for standard output;
-//!   [`beside`] puts files in their places.
+//!   target.
+//! - [`mount`] keeps the bytes on a shelf, for the readers that wait for them, and shows them to the kernel.
+//! - [`fetch`] has the slots beside the file that they become, or writes them to standard output; [`beside`] puts files
+//!   in their places.
 //!
 //! A slot's bytes count when they match the source's checksum. What has arrived stays, whatever becomes of the source.
 //! What does not arrive is an error, and never the end of the file.
@@ -18,15 +17,8 @@
 mod arrival;
 pub(crate) mod beside;
 pub mod fetch;
-mod file;
-mod file_system;
-mod kept;
 mod mount;
-mod out;
 mod receiving;
-mod reception;
-mod shelf;
-mod target;
 
 use crate::args::{SnapshotAction, SnapshotArgs};
 use crate::exit::Failure;

@@ -1,19 +1,27 @@
-//! The transports that export the tables' memory to replicas.
+//! The transports that export the tables' memory to replicas, who may read what, and the links to those who read.
 
+use std::collections::{BTreeMap, HashSet};
 use std::net::IpAddr;
 use std::num::NonZeroU64;
 use std::sync::Arc;
+use std::time::Instant;
 
 use remora_fabric::shm::{MAX_CONNECTIONS, ShmExporter, ShmOptions};
 use remora_fabric::tcp::{MAX_LANES_PER_SESSION, SendMode, TcpExporter, TcpOptions, Upload, UploadRate};
-use remora_fabric::{Exporter, Memory, RegionId, Regions, TransportKind};
+use remora_fabric::{Error, Exporter, Memory, Pages, RegionId, Regions, TransportKind};
+use remora_protocol::{LossCause, Message, RefusalCode, Relays};
 
+use super::compression::{Link, Measure, Said, said_by_interface};
 use super::machine::Session;
 use super::tables::{Exported, JOURNAL_REGION, SNAPSHOT_REGION, Tables};
-use crate::args::{RdmaOffer, SendChoice, SourceArgs, UploadLimit};
-use crate::conversation::Security;
+use super::topology::Assignment;
+use super::{Incoming, Source};
+use crate::args::{CompressChoice, RdmaOffer, SendChoice, SourceArgs, UploadLimit};
+use crate::conversation::{Connection, Protection, Receiver, Role, Security, Sender, derive};
 use crate::exit::Failure;
-use crate::transports;
+use crate::lanes::LANES_LABEL;
+use crate::units::Size;
+use crate::{events, transports};
 
 /// One exporter for each transport, used as one.
 #[derive(Clone)]
@@ -43,7 +51,7 @@ impl Exports {
         }
         let memories = [SNAPSHOT_REGION, JOURNAL_REGION].map(|region| tables.memory(region).remote);
         let (rdma, replicas) = (allowed_rdma(&args.rdma, security, listen.ip())?, args.max_replicas as usize);
-        let open = move || transports::exporters::rdma(&rdma, listen, replicas, &memories);
+        let open = move || transports::rdma(&rdma, listen, replicas, &memories);
         let rdma = tokio::task::spawn_blocking(open).await;
         exporters
             .extend(rdma.map_err(|error| Failure::local(format!("the search for RDMA devices failed: {error}")))??);
@@ -182,6 +190,331 @@ fn allowed_rdma(wanted: &RdmaOffer, security: &Security, listen: IpAddr) -> Resu
     Ok(RdmaOffer { no_rdma: true, ..wanted.clone() })
 }
 
+// Authenticated connections, what each may read, and how replicas learn from which other one they read.
+
+/// One authenticated connection.
+pub(super) struct Peer {
+    pub(super) sender: Sender,
+    pub(super) address: std::net::SocketAddr,
+    /// Whether it is on this host, as far as its address says.
+    pub(super) is_local: bool,
+    pub(super) key: [u8; 32],
+    /// What it may ask for.
+    pub(super) role: Role,
+    /// What protects the conversation.
+    pub(super) protection: Protection,
+    pub(super) done: bool,
+    /// Why the peer uses no better transport, as it reported.
+    pub(super) transport_why: String,
+    /// Why its server does not load in the fast way.
+    pub(super) no_fast_keys: String,
+    /// How the peer lends its slots to other replicas, with its address as they reach it.
+    pub(super) relays: Option<Relays>,
+    /// What it was offered, and may read.
+    pub(super) readable: Readable,
+}
+
+/// The regions that a session may read: those that it was offered last.
+#[derive(Default)]
+pub(super) struct Readable {
+    /// The snapshot and the journal of an offer.
+    pub(super) tables: Option<[RegionId; 2]>,
+    /// Memory to measure with.
+    pub(super) probe: Option<RegionId>,
+}
+
+impl Readable {
+    pub(super) fn regions(&self) -> Regions {
+        Regions::only(self.tables.into_iter().flatten().chain(self.probe))
+    }
+}
+
+impl Peer {
+    /// The peer at the other end of a connection, and what it says.
+    pub(super) fn of(connection: Connection) -> (Peer, Receiver) {
+        let (address, key) = (connection.peer_addr(), connection.session_key());
+        let (role, protection) = (connection.role(), connection.protection());
+        let is_local = address.ip().is_loopback() || address.ip() == connection.local_addr().ip();
+        let (sender, receiver) = connection.split();
+        let peer = Peer {
+            sender,
+            address,
+            is_local,
+            key,
+            role,
+            protection,
+            done: false,
+            transport_why: String::new(),
+            no_fast_keys: String::new(),
+            relays: None,
+            readable: Readable::default(),
+        };
+        (peer, receiver)
+    }
+
+    /// Changes what it may read. Call it before the message that offers the regions.
+    pub(super) fn grant(&mut self, session: Session, exports: &Exports, change: impl FnOnce(&mut Readable)) {
+        change(&mut self.readable);
+        exports.grant(session, derive(&self.key, LANES_LABEL), &self.readable.regions());
+    }
+
+    /// What protects the data that it reads over this transport, or its conversation as long as it reads nothing.
+    pub(super) fn data_protection(&self, transport: Option<TransportKind>, is_sealed: bool) -> Protection {
+        transport.map_or(self.protection, |kind| self.protection.of_data(kind, is_sealed, self.address.ip()))
+    }
+}
+
+impl Source {
+    /// Tells replicas the upstreams that the topology has assigned to them.
+    pub(super) fn assign(&mut self, assignments: &[Assignment]) {
+        let Some(generation) = self.machine.status().generation() else { return };
+        for &Assignment { reader, from } in assignments {
+            let upstream = from.and_then(|from| self.upstream(from));
+            let name = upstream.as_ref().map_or("the source", |upstream| upstream.name.as_str());
+            tracing::info!(
+                event = events::UPSTREAM_ASSIGNED,
+                reader,
+                from = name,
+                "replica assigned a different upstream"
+            );
+            self.send(reader, Message::ReadFrom { generation, upstream });
+        }
+    }
+
+    pub(super) fn peer_lost(&mut self, reader: Session, generation: u64, peer: Session, cause: LossCause, text: &str) {
+        if self.machine.status().offered(reader) != Some(generation) {
+            return;
+        }
+        let was_banned = self.topology.accusations.is_banned(peer);
+        let moved = self.topology.lost(reader, peer, cause);
+        let name = |session| self.machine.status().replica(session).map_or("gone", |replica| replica.name.as_str());
+        match cause {
+            LossCause::Lied if self.topology.accusations.is_banned(peer) && !was_banned => {
+                tracing::warn!(peer = name(peer), reader = name(reader), %text, "a second replica reports that this one lent slots that differ from the source's; no other replica will read from it");
+            }
+            LossCause::Lied => {
+                tracing::warn!(peer = name(peer), reader = name(reader), %text, "a replica reports that another one lent slots that differ from the source's; it will not read from it again");
+            }
+            _ => tracing::info!(peer = name(peer), reader = name(reader), %text, "replica lost its upstream"),
+        }
+        self.assign(&moved);
+    }
+}
+
+// The probe region: scratch memory that the source exports to peers that measure the transports (`remora probe`), with
+// or without a snapshot.
+//
+// ```text
+//   Absent ── a request ──▶ Creating (a thread of its own) ──▶ Exported ── the last session has ended ──▶ Absent
+// ```
+//
+// The region is memory beyond `--memory`: [`REGION_BYTES`], shared by all sessions that measure at a time, and none
+// while no session does. Read access to it is granted with its offer, per session, as for tables. A session that
+// measures gets no access to these.
+
+/// The state of the region, and the sessions that use it.
+#[derive(Default)]
+pub(super) struct ProbeRegion {
+    state: State,
+    sessions: HashSet<Session>,
+    /// The generation of the last region. Each region has its own, so that one that is being revoked is never taken for
+    /// the next.
+    generation: u64,
+}
+
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+enum State {
+    #[default]
+    Absent,
+    Creating,
+    Exported(RegionId),
+}
+
+/// What the source has to do after a request.
+pub(super) enum Request {
+    /// Create the region with this id.
+    Create(RegionId),
+    /// Wait: the region is being created.
+    Wait,
+    /// Offer the region.
+    Offer(RegionId),
+}
+
+impl ProbeRegion {
+    /// A session requests the region.
+    pub(super) fn requested(&mut self, session: Session) -> Request {
+        self.sessions.insert(session);
+        match self.state {
+            State::Creating => Request::Wait,
+            State::Exported(id) => Request::Offer(id),
+            State::Absent => {
+                self.state = State::Creating;
+                self.generation += 1;
+                Request::Create(RegionId { generation: self.generation, region: PROBE_REGION })
+            }
+        }
+    }
+
+    /// The region was created, or could not be (`id` is `None`). Returns the sessions that wait for it. `None` if all
+    /// of them have ended: the caller revokes the region at once.
+    pub(super) fn created(&mut self, id: Option<RegionId>) -> Option<Vec<Session>> {
+        self.state = id.map_or(State::Absent, State::Exported);
+        if self.sessions.is_empty() {
+            self.state = State::Absent;
+            return None;
+        }
+        let waiting = self.sessions.iter().copied().collect();
+        if id.is_none() {
+            self.sessions.clear();
+        }
+        Some(waiting)
+    }
+
+    /// A session has ended. Returns the region to revoke if it was the last that used it.
+    pub(super) fn left(&mut self, session: Session) -> Option<RegionId> {
+        let was_here = self.sessions.remove(&session);
+        match self.state {
+            State::Exported(id) if was_here && self.sessions.is_empty() => {
+                self.state = State::Absent;
+                Some(id)
+            }
+            _ => None,
+        }
+    }
+}
+
+impl Source {
+    /// A session requests memory to measure with.
+    pub(super) fn probe_requested(&mut self, session: Session) {
+        match self.probe_region.requested(session) {
+            Request::Create(id) => {
+                let (exports, incoming) = (self.exports.clone(), self.incoming.clone());
+                tokio::task::spawn_blocking(move || {
+                    let exported = create(id, &exports);
+                    // Fails only while the source stops.
+                    let _ = incoming.blocking_send(Incoming::ProbeRegionReady { id, exported });
+                });
+            }
+            Request::Wait => {}
+            Request::Offer(id) => self.offer_probe_region(session, id),
+        }
+    }
+
+    /// The region is exported, or could not be.
+    pub(super) fn probe_region_ready(&mut self, id: RegionId, exported: Result<(), Error>) {
+        let waiting = self.probe_region.created(exported.is_ok().then_some(id));
+        match (waiting, exported) {
+            (None, _) => self.exports.revoke_in_background(id),
+            (Some(waiting), Ok(())) => waiting.into_iter().for_each(|session| self.offer_probe_region(session, id)),
+            (Some(waiting), Err(error)) => {
+                let text = format!("the source cannot provide memory to measure with: {error}");
+                let refusal = Message::Refused { code: RefusalCode::Busy, text };
+                waiting.into_iter().for_each(|session| self.send(session, refusal.clone()));
+            }
+        }
+    }
+
+    fn offer_probe_region(&mut self, session: Session, id: RegionId) {
+        let Some(peer) = self.sessions.get_mut(&session) else { return };
+        peer.grant(session, &self.exports, |readable| readable.probe = Some(id));
+        self.send(session, Message::ProbeOffer { keys: self.exports.keys(id) });
+    }
+
+    /// A session has ended that may have measured.
+    pub(super) fn probe_left(&mut self, session: Session) {
+        if let Some(id) = self.probe_region.left(session) {
+            self.exports.revoke_in_background(id);
+        }
+    }
+}
+
+/// Creates the region and exports it over every transport that accepts it. Blocks: it touches the pages, and an RDMA
+/// device registers them.
+///
+/// # Errors
+/// There is not enough memory, or no transport accepts the region.
+fn create(id: RegionId, exports: &Exports) -> Result<(), Error> {
+    let memory = Arc::new(Memory::create("remora-probe", REGION_BYTES, Pages::Small)?);
+    memory.prefault(0..REGION_BYTES)?;
+    // Pages with different content, in case a layer below merges or compresses equal ones.
+    for (page, offset) in (0..REGION_BYTES).step_by(PAGE_BYTES).enumerate() {
+        memory.fill(offset..offset + PAGE_BYTES as u64, (page % 251) as u8)?;
+    }
+    exports.export(id, &Exported::plain(&memory))
+}
+
+/// The region's number, beside the two of the tables.
+const PROBE_REGION: u32 = 2;
+
+/// Bytes of the region: sixteen of the largest reads that are measured. That is more than a processor's caches hold, so
+/// that reads are not served from there.
+const REGION_BYTES: u64 = 64 << 20;
+
+/// Bytes of a page.
+const PAGE_BYTES: usize = 4096;
+
+// Links: what the source's loop observes of the links to the replicas, for the decision how slots are compressed.
+
+/// What was observed.
+#[derive(Debug, Default)]
+pub(super) struct Links {
+    measure: Measure,
+    /// The last rate that was measured.
+    measured: Option<u64>,
+    /// What the interface on the way to each replica says.
+    said: BTreeMap<Session, Option<Said>>,
+}
+
+impl Links {
+    /// A snapshot begins, after that many bytes were served in all.
+    pub(super) fn begin(&mut self, served: u64) {
+        self.measure.begin(served);
+    }
+}
+
+/// Looks at the replicas that read from the source, and shows the threads that compress what the link is like.
+pub(super) fn look(source: &mut Source) {
+    if source.tables.compress() != CompressChoice::Auto {
+        return;
+    }
+    let direct = source.machine.status().replicas.iter().filter_map(|(session, replica)| {
+        let peer = source.sessions.get(session).filter(|peer| !peer.is_local)?;
+        let is_by_tcp = replica.transport().is_none_or(|kind| kind == TransportKind::Tcp);
+        let reads_here = !replica.is_loaded() && source.topology.reads_from(*session).is_none();
+        (is_by_tcp && reads_here).then_some((*session, peer.address.ip()))
+    });
+    let direct: BTreeMap<Session, IpAddr> = direct.collect();
+    let links = &mut source.links;
+    links.said.retain(|session, _| direct.contains_key(session));
+    for (session, address) in &direct {
+        links.said.entry(*session).or_insert_with(|| said_by_interface(*address));
+    }
+    let stored = source.gauge.stored_bytes();
+    if let Some(rate) = links.measure.look(Instant::now(), source.exports.bytes_served(), stored, direct.len()) {
+        links.measured = Some(rate);
+    }
+    let limit = source.args.upload_limit.rate().map(|limit| Said { rate: limit.get(), by: "--upload-limit".into() });
+    let said = limit.into_iter().chain(links.said.values().flatten().cloned()).min_by_key(|said| said.rate);
+    let joined = source.machine.status().replicas.len();
+    source.gauge.show_link(Link { joined, readers: direct.len(), said, measured: links.measured });
+}
+
+/// How slots are compressed for replicas on other hosts, in words.
+pub(super) fn compression(source: &Source) -> String {
+    let stored = source.gauge.compression();
+    match (source.tables.compress(), source.args.compress) {
+        (CompressChoice::Off, CompressChoice::Auto) => {
+            let memory = Size::bytes(source.tables.ring());
+            format!(
+                "off: the tables are not encrypted, and compressed slots would need {memory} more; --compress lz4 or \
+                     zstd compresses them"
+            )
+        }
+        (CompressChoice::Off, _) => "off: --compress off".into(),
+        _ => stored,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -302,5 +635,30 @@ mod tests {
 
         let none = Exports { exporters: vec![refusing], tcp: exports.tcp.clone() };
         assert!(none.export(ID, &memory).is_err(), "no replica could read it");
+    }
+
+    #[test]
+    fn it_is_created_once_for_all_and_revoked_with_the_last() {
+        let mut region = ProbeRegion::default();
+        let Request::Create(id) = region.requested(1) else { panic!("the region existed") };
+        assert!(matches!(region.requested(2), Request::Wait));
+        let mut waiting = region.created(Some(id)).unwrap();
+        waiting.sort_unstable();
+        assert_eq!(waiting, [1, 2]);
+        assert!(matches!(region.requested(3), Request::Offer(again) if again == id));
+        assert_eq!((region.left(1), region.left(3), region.left(9), region.left(2)), (None, None, None, Some(id)));
+        let Request::Create(next) = region.requested(4) else { panic!("the region was not revoked") };
+        assert!(next.generation > id.generation);
+    }
+
+    #[test]
+    fn a_region_that_no_session_waits_for_is_revoked_at_once() {
+        let mut region = ProbeRegion::default();
+        let Request::Create(id) = region.requested(1) else { panic!("the region existed") };
+        assert_eq!(region.left(1), None, "the region does not exist yet");
+        assert_eq!(region.created(Some(id)), None);
+        assert!(matches!(region.requested(1), Request::Create(_)));
+        assert_eq!(region.created(None), Some(vec![1]), "it could not be created: those who wait are refused");
+        assert!(matches!(region.requested(2), Request::Create(_)));
     }
 }

@@ -1,11 +1,10 @@
-//! Gauge: figures that the capture threads show while they run, and one number that the source's loop shows them.
-//!
-//! Each is an atomic with one writer. The capture threads write the figures of the snapshot and of the journal; the
-//! source's loop writes `retire_below`, as the machine decides. They are for display, and for decisions that stay right
-//! if a value is old. Only the tables themselves are exact.
+//! The figures that the capture threads show while they run, among them how fast the primary writes and when late
+//! commands have arrived.
 
+use std::collections::VecDeque;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64};
 use std::time::{Duration, Instant};
 
 use remora_protocol::Length;
@@ -14,9 +13,15 @@ use remora_redis::aof::Seen;
 use remora_table::server_pages::capture_page::WriterStatus;
 use remora_table::{SnapshotWriter, State};
 
-use super::arrivals::Arrivals;
 use super::capture::Method;
 use super::compression::Link;
+use crate::growth::Growth;
+
+// Gauge: figures that the capture threads show while they run, and one number that the source's loop shows them.
+//
+// Each is an atomic with one writer. The capture threads write the figures of the snapshot and of the journal; the
+// source's loop writes `retire_below`, as the machine decides. They are for display, and for decisions that stay right
+// if a value is old. Only the tables themselves are exact.
 
 /// The figures of the tables when an event arrived. The machine decides about one event by one reading.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -321,4 +326,165 @@ impl Gauge {
 /// Locks a mutex whose holders never panic while they hold it. If one did, the value would still be complete.
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+// How fast the primary writes.
+
+/// How fast the stream has grown in the last few seconds, and just now.
+#[derive(Default)]
+pub(super) struct Rate {
+    growth: Growth,
+    bytes_per_second: f64,
+    now: Growth,
+    bytes_per_second_now: f64,
+}
+
+impl Rate {
+    /// The least time between two samples.
+    const SPAN: Duration = Duration::from_millis(500);
+
+    /// The least time between two samples of what happens just now. Clients that were kept waiting, by a busy host or a
+    /// fork, write what they owe in a burst that is over in less than a second.
+    const SPAN_NOW: Duration = Duration::from_millis(100);
+
+    /// Takes the stream's offset at a time.
+    pub(super) fn sample(&mut self, now: Instant, position: u64) {
+        // The first sample of a new journal gives no rate: offsets are absolute.
+        let is_new = [&self.growth, &self.now].map(|growth| growth.last() == Some(0));
+        if let Some(fresh) = self.growth.look(now, position, Self::SPAN) {
+            let fresh = if is_new[0] { 0.0 } else { fresh };
+            self.bytes_per_second = (self.bytes_per_second + fresh) / 2.0;
+        }
+        if let Some(fresh) = self.now.look(now, position, Self::SPAN_NOW) {
+            self.bytes_per_second_now = if is_new[1] { 0.0 } else { fresh };
+        }
+    }
+
+    /// On the average of the last few seconds.
+    pub(super) fn bytes_per_second(&self) -> u64 {
+        self.bytes_per_second as u64
+    }
+
+    /// The average, or the present rate while that is higher: in a burst, the backlog is gone faster than the average
+    /// says.
+    pub(super) fn highest(&self) -> u64 {
+        self.bytes_per_second.max(self.bytes_per_second_now) as u64
+    }
+}
+
+// Arrivals: when commands that must not be applied late have arrived in the journal.
+//
+// A snapshot holds everything up to an offset, and replicas apply the stream behind it. Which snapshot that is shows
+// later than the commands arrive: so all of them are noted, those of a short time together.
+
+/// Commands that arrive within this time are one entry. A replica that joined in it is taken for one that came after
+/// all of them.
+const TOGETHER: Duration = Duration::from_millis(50);
+
+/// The most entries. With more, neighbours become one. So the oldest become coarse, and a snapshot that is taken now
+/// begins among the newest.
+const ENTRIES_MAX: usize = 1024;
+
+/// The commands of one kind.
+#[derive(Debug, Default)]
+pub(crate) struct Arrivals {
+    /// In the order of the stream.
+    entries: VecDeque<Entry>,
+}
+
+/// Some commands.
+#[derive(Debug, Clone, Copy)]
+struct Entry {
+    /// When the first of them arrived.
+    at: Instant,
+    /// Offset of the last byte of the last one.
+    last: u64,
+}
+
+impl Arrivals {
+    /// A command whose last byte has this offset has arrived, and maybe others before it.
+    pub(crate) fn note(&mut self, last: u64, at: Instant) {
+        match self.entries.back_mut() {
+            Some(entry) if at.saturating_duration_since(entry.at) < TOGETHER => entry.last = last,
+            _ => self.entries.push_back(Entry { at, last }),
+        }
+        if self.entries.len() > ENTRIES_MAX {
+            let all: Vec<Entry> = self.entries.drain(..).collect();
+            let joined = all.chunks(2).filter_map(|pair| Some(Entry { at: pair.first()?.at, last: pair.last()?.last }));
+            self.entries.extend(joined);
+        }
+    }
+
+    /// When the first command behind a snapshot at this offset arrived, or a little before; `None`: there is none. What
+    /// the snapshot holds is forgotten: the next one is taken later.
+    pub(crate) fn first_behind(&mut self, offset: u64) -> Option<Instant> {
+        while self.entries.front().is_some_and(|entry| entry.last <= offset) {
+            self.entries.pop_front();
+        }
+        self.entries.front().map(|entry| entry.at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_sample_of_a_journal_is_not_a_rate_and_later_ones_are_averaged() {
+        let (mut rate, start) = (Rate::default(), Instant::now());
+        rate.sample(start, 0);
+        rate.sample(start + Rate::SPAN, 1_000_000);
+        assert_eq!(rate.bytes_per_second(), 0, "offsets are absolute");
+        rate.sample(start + Rate::SPAN * 2, 1_000_500);
+        assert_eq!(rate.bytes_per_second(), 500);
+        rate.sample(start + Rate::SPAN * 2 + Rate::SPAN / 2, 9_000_000);
+        assert_eq!(rate.bytes_per_second(), 500, "less than a span has passed");
+    }
+
+    #[test]
+    fn a_burst_is_a_rate_while_it_lasts() {
+        let (mut rate, start) = (Rate::default(), Instant::now());
+        let mut at = |millis: u64, position| {
+            rate.sample(start + Duration::from_millis(millis), position);
+            (rate.bytes_per_second(), rate.highest())
+        };
+        at(0, 0);
+        assert_eq!(at(100, 1_000_000), (0, 0), "offsets are absolute");
+        assert_eq!(at(200, 1_000_100), (0, 1000));
+        assert_eq!(at(300, 2_000_100), (0, 10_000_000));
+        assert_eq!(at(350, 2_000_100), (0, 10_000_000), "less than a span has passed");
+        assert_eq!(at(400, 2_000_100), (0, 0));
+    }
+
+    #[test]
+    fn the_first_command_behind_a_snapshot_is_known_and_what_is_in_it_is_forgotten() {
+        let (began, second) = (Instant::now(), Duration::from_secs(1));
+        let mut arrivals = Arrivals::default();
+        assert_eq!(arrivals.first_behind(0), None);
+        (1..=5).for_each(|step| arrivals.note(u64::from(step) * 100, began + second * step));
+        arrivals.note(510, began + second * 5 + TOGETHER / 2);
+        assert_eq!(arrivals.first_behind(99), Some(began + second));
+        assert_eq!(arrivals.first_behind(100), Some(began + second * 2));
+        assert_eq!(arrivals.first_behind(499), Some(began + second * 5));
+        // A part of an entry is behind it: never later than in truth.
+        assert_eq!(arrivals.first_behind(505), Some(began + second * 5));
+        assert_eq!(arrivals.first_behind(510), None);
+        assert!(arrivals.entries.is_empty());
+    }
+
+    #[test]
+    fn memory_is_bounded_and_no_time_is_later_than_in_truth() {
+        let (began, step) = (Instant::now(), TOGETHER * 2);
+        let mut arrivals = Arrivals::default();
+        for number in 1..=20_000_u32 {
+            arrivals.note(u64::from(number), began + step * number);
+            assert!(arrivals.entries.len() <= ENTRIES_MAX);
+        }
+        for offset in (0..19_900).step_by(777) {
+            let first = arrivals.first_behind(u64::from(offset)).unwrap_or(began);
+            assert!(first <= began + step * (offset + 1), "{offset}");
+        }
+        let first = arrivals.first_behind(19_900).unwrap_or(began);
+        assert!(first + step * 4 >= began + step * 19_901, "the newest are coarse too");
+    }
 }

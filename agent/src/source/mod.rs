@@ -10,54 +10,40 @@
 //! - [`machine`] decides, without I/O. Start there.
 //! - [`capture`] speaks PSYNC with the server and fills the tables.
 //! - [`captured`] is the server that is captured, which Sentinels may name.
-//! - [`captures`] starts captures and handles their events; [`output_buffer`] knows the limit of what the primary holds
-//!   back for a source.
-//! - [`gauge`] holds the figures that the capture threads show while they run.
-//! - [`sizing`] divides the memory of [`tables`], [`regions`] numbers its parts, [`sealing`] is what other hosts read,
-//!   and [`exports`] the transports that export it. [`compression`] decides how slots are compressed for other hosts,
-//!   [`links`] observes the links to them, and [`probe_region`] exports scratch memory for `remora probe`.
-//! - [`answers`] describes the primary and whether it continues a history; [`questions`] bounds how often replicas make
-//!   the source ask it; [`rate`] measures how fast it writes; [`terms`] says what a replica would get;
-//!   [`status`] is for `remora status`, and [`metrics`](mod@metrics) for Prometheus and probes. [`ahead`] estimates how
-//!   long the snapshot will be.
-//! - [`preparation`] touches the memory before the first snapshot, while the port is open.
-//! - [`descriptors`] checks the limit of open descriptors. [`kept`] has the service manager keep a snapshot for the
-//!   next process, and [`socket`] takes a port that the service manager keeps open.
+//! - [`captures`] starts captures and handles their events; [`server_settings`] changes settings of the server for the
+//!   fork, and knows the limit of what the primary holds back for a source.
+//! - [`gauge`] holds the figures that the capture threads show while they run, and how fast the primary writes.
+//! - [`tables`] is the memory, and divides it between what this host and what others read. [`exports`] are the
+//!   transports that export it, and scratch memory for `remora probe`. [`compression`] decides how slots are compressed
+//!   for other hosts.
+//! - [`answers`] describes the primary, whether it continues a history, and what a replica would get; [`questions`]
+//!   bounds how often replicas make the source ask it; [`status`](mod@status) is for `remora status`, Prometheus and
+//!   probes. [`ahead`] estimates how long the snapshot will be.
+//! - [`preparation`] checks the limit of open descriptors, and touches the memory before the first snapshot, while the
+//!   port is open.
+//! - [`service_manager`] has the service manager keep a snapshot for the next process, and takes a port that it keeps
+//!   open.
 //! - [`topology`] decides which replica reads the snapshot from which other one.
 //! - `conversation::listener` tells control connections from data lanes on the source's one port.
 //! - This file connects them and performs the machine's actions.
 
 mod ahead;
 pub(crate) mod answers;
-pub(crate) mod arrivals;
 pub(crate) mod capture;
 pub(crate) mod captured;
 mod captures;
-mod compression;
-mod descriptors;
+pub(crate) mod compression;
 mod exports;
 pub(crate) mod gauge;
-mod kept;
-mod links;
 pub(crate) mod machine;
-mod metrics;
-mod output_buffer;
-mod peers;
 mod preparation;
 pub(crate) mod presence;
-mod probe_region;
 mod questions;
-mod rate;
-mod regions;
-pub(crate) mod sealing;
-pub(crate) mod sizing;
-mod socket;
+pub(crate) mod server_settings;
+mod service_manager;
 mod status;
-mod tables;
-mod terms;
-mod threads;
+pub(crate) mod tables;
 pub(crate) mod topology;
-pub(crate) mod tuning;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -74,36 +60,28 @@ use self::ahead::Ahead;
 use self::answers::{as_others_reach_it, format_for};
 use self::capture::CaptureEvent;
 use self::captured::Captured;
-use self::captures::Methods;
-use self::exports::{Exports, tcp_exporter};
-use self::gauge::{Gauge, Reading};
-use self::kept::Keeper;
-use self::links::Links;
+use self::captures::{Methods, Threads};
+use self::exports::{Exports, Links, Peer, ProbeRegion, Readable, tcp_exporter};
+use self::gauge::{Gauge, Rate, Reading};
 use self::machine::{Action, Event, Machine, Report, Resume, Rules, Session};
-use self::output_buffer::{OutputBuffer, OutputWatch};
-use self::peers::{Peer, Readable};
 use self::preparation::Preparation;
-use self::probe_region::ProbeRegion;
 use self::questions::{Answered, Questions};
-use self::rate::Rate;
-use self::socket::Port;
+use self::server_settings::{OutputBuffer, OutputWatch};
+use self::service_manager::{Keeper, Port};
 use self::tables::{JOURNAL_REGION, SNAPSHOT_REGION, Tables, first_generation};
-use self::threads::Threads;
 use self::topology::{Joining, Topology, Witness};
 use crate::args::SourceArgs;
 use crate::backoff::Backoff;
-use crate::conversation::listener;
 use crate::conversation::tokens::TokenFiles;
-use crate::conversation::{Connection, Endpoint, Fault, Options};
-use crate::events;
+use crate::conversation::{Connection, Endpoint, Fault, Options, listener};
 use crate::exit::Failure;
-use crate::host_memory;
 use crate::metrics::{Scrape, Site};
 use crate::patience::Patience;
 use crate::server::Facts;
 use crate::service::Service;
 use crate::signals::{self, Signals};
 use crate::tasks::AbortOnDrop;
+use crate::{events, host_memory};
 
 /// Runs a source until SIGINT or SIGTERM stops it.
 ///
@@ -138,7 +116,7 @@ struct Mailboxes {
 async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listener), Failure> {
     let security = args.tokens.open_security()?;
     let tokens = args.tokens.read(security.clone())?;
-    descriptors::check(args.max_replicas)?;
+    preparation::check(args.max_replicas)?;
     host_memory::check("--memory", args.memory)?;
     let mut patience = Patience::new(args.captured.wait_for_server, WAIT_FOR_SERVER);
     let (captured, facts, methods) = patience.keep_trying(async || captures::first_look(&args).await).await?;
@@ -147,11 +125,11 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         Some(address) => Some(crate::metrics::bind(address).await?),
         None => None,
     };
-    socket::tell_of_another_process();
+    service_manager::tell_of_another_process();
     let mut inherited = inherited::take();
     let port = Port::take(&mut inherited, args.listen)?;
     let is_sealed = security.seals_tables(port.address().ip());
-    let (left, mut tables) = match kept::take(&args, is_sealed, inherited) {
+    let (left, mut tables) = match service_manager::take(&args, is_sealed, inherited) {
         Some((left, tables)) => (Some(left), tables),
         None => (None, Tables::empty(&args, is_sealed)?),
     };
@@ -190,7 +168,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         Some(_) => Preparation::none(),
         None => Preparation::begin(tables.to_prepare(&facts), incoming.clone())?,
     };
-    let metrics = metrics.map(|listener| metrics::serve(listener, incoming.clone()));
+    let metrics = metrics.map(|listener| status::serve(listener, incoming.clone()));
     let watching = captured.watch(incoming.clone());
     let mut source = Source {
         args,
@@ -216,7 +194,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         probe_region: ProbeRegion::default(),
         keeper: Keeper::new(),
     };
-    kept::go_on_with(&mut source, left).await;
+    service_manager::go_on_with(&mut source, left).await;
     // The first look at the write rate. Later ones measure from it.
     source.learn();
     let service = Service::ready_in_a_loop("ready");
@@ -314,7 +292,7 @@ impl Source {
                 }
                 _ = tick.tick() => {
                     self.rate.sample(Instant::now(), self.gauge.journal().1);
-                    links::look(&mut self);
+                    exports::look(&mut self);
                     ahead::look(&mut self);
                     presence::look(&mut self);
                     self.preparation.say(Instant::now());
@@ -354,7 +332,7 @@ impl Source {
             Incoming::Moved(facts) => captured::moved(self, *facts),
             Incoming::Answered(answered) => questions::answered(self, answered),
             Incoming::Presence(look) => presence::saw(self, look),
-            Incoming::Scraped(scrape) => metrics::answer(self, *scrape),
+            Incoming::Scraped(scrape) => status::answer(self, *scrape),
             Incoming::Prepared(done) => {
                 done?;
                 self.preparation.ended();
@@ -477,7 +455,7 @@ impl Source {
         for action in self.machine.apply(Instant::now(), reading, event) {
             self.perform(action)?;
         }
-        kept::keep(self);
+        service_manager::keep(self);
         Ok(())
     }
 

@@ -23,12 +23,11 @@ use remora_protocol::{Message, Offer, Phase, WaitCause};
 use remora_redis::ReplId;
 use tokio::sync::Mutex;
 
-use super::answers::{announce, ask, known_history, obstacle, plan_of};
+use super::answers::{announce, ask, known_history, needs_fork, obstacle, plan_of, terms};
 use super::machine::Session;
-use super::output_buffer::OutputBuffer;
 use super::presence::Lookout;
+use super::server_settings::OutputBuffer;
 use super::tables::expected;
-use super::terms::{needs_fork, terms};
 use super::{Incoming, Source, status};
 use crate::server::pinning::Travellers;
 use crate::server::{Client, Pins, Position};

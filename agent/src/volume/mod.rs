@@ -2,26 +2,16 @@
 //!
 //! - `file`: what a client must know of a volume. **Start here.**
 //! - `servers`: what protects connections, and where the servers of a volume are.
-//! - `opening`: how a volume is opened for writing.
-//! - `serve`, `create`, `status`, `scrub`, `repair`, `grow`, `remove`, `nbd`, `format`, `mount`: the subcommands.
-//! - `metrics`: what is shown to those who watch.
-//! - `failure`: how a volume ended, and what to do.
+//!   `remora volume serve`, and what is shown to those who watch.
+//! - `opening`: how a volume is opened for writing, how it ended, and what to do.
+//! - `lifecycle`, `clients`, `health`: the other subcommands.
 
-mod create;
-mod failure;
+mod clients;
 mod file;
-mod format;
-mod grow;
-mod metrics;
-mod mount;
-mod nbd;
+mod health;
+mod lifecycle;
 mod opening;
-mod remove;
-mod repair;
-mod scrub;
-mod serve;
 mod servers;
-mod status;
 
 use crate::args::{VolumeAction, VolumeArgs};
 use crate::exit::Failure;
@@ -33,15 +23,15 @@ use crate::tasks::blocking;
 /// What the subcommand says.
 pub async fn run(args: VolumeArgs) -> Result<(), Failure> {
     match args.action {
-        VolumeAction::Serve(args) => serve::run(args).await,
-        VolumeAction::Create(args) => blocking(move || create::run(&args)).await,
-        VolumeAction::Status(args) => blocking(move || status::run(&args)).await,
-        VolumeAction::Scrub(args) => blocking(move || scrub::run(&args)).await,
-        VolumeAction::Repair(args) => repair::run(args).await,
-        VolumeAction::Grow(args) => blocking(move || grow::run(&args)).await,
-        VolumeAction::Remove(args) => blocking(move || remove::run(&args)).await,
-        VolumeAction::Nbd(args) => nbd::run(args).await,
-        VolumeAction::Format(args) => format::run(args).await,
-        VolumeAction::Mount(args) => mount::run(args).await,
+        VolumeAction::Serve(args) => servers::run(args).await,
+        VolumeAction::Create(args) => blocking(move || lifecycle::create(&args)).await,
+        VolumeAction::Status(args) => blocking(move || health::status(&args)).await,
+        VolumeAction::Scrub(args) => blocking(move || health::scrub(&args)).await,
+        VolumeAction::Repair(args) => health::repair(args).await,
+        VolumeAction::Grow(args) => blocking(move || lifecycle::grow(&args)).await,
+        VolumeAction::Remove(args) => blocking(move || lifecycle::remove(&args)).await,
+        VolumeAction::Nbd(args) => clients::nbd(args).await,
+        VolumeAction::Format(args) => lifecycle::format(args).await,
+        VolumeAction::Mount(args) => clients::mount(args).await,
     }
 }

@@ -1,18 +1,28 @@
 //! What protects the connections between the clients and servers of volumes, and where the servers are.
 
+use std::io::ErrorKind;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
 
 use remora_messenger::Address;
 use remora_messenger::stack::tls::{TlsConfig, TlsOptions};
+use remora_volume::client::{ReadCounts, Volume, WriteCounts};
+use remora_volume::message::{ServerId, State};
+use remora_volume::read_only::ReadOnlyCounts;
+use remora_volume::server::{Server, ServerOptions};
+use remora_volume::shape::Shape;
 use remora_volume::{Rdma, Security};
 use rustls::{ClientConfig, ServerConfig};
 
-use crate::args::{HostPort, RdmaEnd, VolumeSecurityArgs};
-use crate::conversation;
-use crate::conversation::certificate_roles::CertificateRoles;
+use crate::args::{HostPort, MetricsFileArgs, RdmaEnd, ServeArgs, VolumeSecurityArgs};
+use crate::conversation::certificates::CertificateRoles;
 use crate::conversation::tokens::TokenFiles;
 use crate::exit::{Code, Failure};
+use crate::metrics::{Agent, Families, Scrape, Watch, register as all};
+use crate::service::Service;
+use crate::signals::Signals;
+use crate::tasks::blocking;
+use crate::{conversation, events, host_memory};
 
 /// The ALPN protocol of volumes. The ports of sources and lenders have another one.
 const PROTOCOL: &[u8] = b"remora/volume";
@@ -130,6 +140,159 @@ fn resolve(server: &HostPort) -> Result<SocketAddr, Failure> {
     };
     let mut found = (server.host.as_str(), server.port).to_socket_addrs().map_err(|error| failed(&error))?;
     found.next().ok_or_else(|| failed(&"the name is unknown"))
+}
+
+// `remora volume serve`.
+
+/// Runs `remora volume serve` until a signal.
+///
+/// # Errors
+/// A file cannot be used, or the address cannot be listened at.
+pub(super) async fn run(args: ServeArgs) -> Result<(), Failure> {
+    host_memory::check("--memory", args.memory)?;
+    let mut signals = Signals::catch()?;
+    let (_watch, mut scrapes) = Watch::begin(Agent::Serve, &args.metrics, &MetricsFileArgs::default()).await?;
+    let protection = Protection::read(&args.protection)?;
+    let _rereading = protection.tokens.read_again_on_hangup()?;
+    let (listen, security) = (protection.address("--listen", args.listen)?, protection.of_connections()?);
+    let (memory, staging) = (args.memory.get(), args.staging.get());
+    if args.lanes.is_some() {
+        protection.check_plain("--lanes", std::slice::from_ref(&listen))?;
+    }
+    let options = ServerOptions {
+        memory,
+        staging,
+        security,
+        shm: !args.no_shm,
+        lanes: args.lanes,
+        rdma: protection.rdma(&args.rdma)?,
+        store: args.store.clone(),
+        ..ServerOptions::default()
+    };
+    let started = blocking(move || Ok(Server::start(&listen, &options)));
+    let started = scrapes.meanwhile("the copies of the store are being read", started).await?;
+    let server = started.map_err(|error| match error.kind() {
+        ErrorKind::AddrInUse | ErrorKind::AddrNotAvailable => {
+            Failure::local(format!("cannot listen on {}: {error}; set another address with --listen", args.listen))
+        }
+        ErrorKind::Unsupported => Failure::refused(error.to_string()),
+        _ => Failure::local(format!("cannot start the server at {}: {error}", args.listen)),
+    })?;
+    let address = match server.address() {
+        Address::Tcp(address) | Address::Tls(address) => *address,
+        _ => args.listen,
+    };
+    let protection = protection.text(args.listen);
+    let store = args.store.as_ref().map_or("none".to_owned(), |store| store.display().to_string());
+    tracing::info!(event = events::VOLUME_SERVER_READY, listening = %address, memory = %args.memory, protection, store, "volume server ready");
+    let service = Service::ready(&format!("serving volumes at {address}"));
+    let signal = loop {
+        tokio::select! {
+            signal = signals.next() => break signal,
+            scrape = scrapes.next() => answer_server(&server, scrape),
+        }
+    };
+    drop(service);
+    match args.store {
+        Some(_) => tracing::info!("stopped by {signal}: the copies are in {store}"),
+        None => tracing::info!("stopped by {signal}: the copies in this server's memory are gone"),
+    }
+    blocking(move || {
+        server.stop();
+        Ok(())
+    })
+    .await
+}
+
+// Metrics: what servers of volumes and their clients show to those who watch them.
+
+/// What clients of a volume show.
+#[derive(Clone)]
+pub(super) struct Shown {
+    pub(super) file: String,
+    pub(super) shape: Shape,
+    /// The servers, in the order of the volume's file.
+    pub(super) servers: Vec<String>,
+}
+
+/// Answers for a server.
+pub(super) fn answer_server(server: &Server, mut scrape: Scrape) {
+    let families = &mut scrape.families;
+    let copies = server.statuses();
+    families.number(&all::SERVER_COPIES, copies.len() as u64);
+    let name = |volume: remora_volume::shape::VolumeId| volume.to_string();
+    let states = [("whole", State::Whole), ("behind", State::Behind), ("empty", State::Empty)];
+    families.gauges(
+        &all::COPY_STATE,
+        copies.iter().flat_map(|(volume, status)| {
+            states.map(|(word, state)| ([name(*volume), word.to_owned()], flag(status.standing.state == state)))
+        }),
+    );
+    families.gauges(&all::COPY_CUT, copies.iter().map(|(of, status)| ([name(*of)], flag(status.standing.is_cut))));
+    families.gauges(&all::COPY_STORED, copies.iter().map(|(of, status)| ([name(*of)], flag(status.has_store))));
+    families.gauges(
+        &all::COPY_WRITER_SILENT,
+        copies.iter().filter_map(|(of, status)| Some(([name(*of)], f64::from(status.writer_silent?) / 1000.0))),
+    );
+    families.gauges(
+        &all::COPY_CATCH_UP,
+        copies.iter().filter_map(|(of, status)| Some(([name(*of)], status.compared? as f64))),
+    );
+    families.gauges(
+        &all::COPY_SCRUB,
+        copies.iter().filter_map(|(of, status)| Some(([name(*of)], status.scrubbed? as f64))),
+    );
+    let (memory, staging) = server.used();
+    families.number(&all::SERVER_MEMORY_USED, memory.bytes);
+    families.number(&all::SERVER_MEMORY_LIMIT, memory.most);
+    families.number(&all::SERVER_STAGING_USED, staging.bytes);
+    families.number(&all::SERVER_STAGING_LIMIT, staging.most);
+    scrape.answer(None);
+}
+
+impl Shown {
+    /// Answers for a volume that is open for writing.
+    pub(super) fn answer(&self, volume: &Volume, mut scrape: Scrape) {
+        let families = &mut scrape.families;
+        let end = volume.end();
+        self.show(families, end.is_none());
+        let members = volume.members();
+        families.number(&all::VOLUME_MEMBERS, members.len() as u64);
+        let servers = || self.servers.iter().enumerate().map(|(number, name)| (ServerId(number), [&**name]));
+        families.gauges(&all::VOLUME_MEMBER, servers().map(|(id, name)| (name, flag(members.contains(&id)))));
+        families.gauges(
+            &all::VOLUME_COMPARED,
+            servers().filter_map(|(id, name)| Some((name, volume.compared(id)? as f64))),
+        );
+        let (ReadCounts { here, far, asked }, WriteCounts { inline, pulled, bytes }) =
+            (volume.read_counts(), volume.write_counts());
+        families.counters(&all::VOLUME_READS, [(["here"], here), (["far"], far), (["asked"], asked)]);
+        families.counters(&all::VOLUME_WRITES, [(["inline"], inline), (["pulled"], pulled)]);
+        families.counter(&all::VOLUME_WRITTEN, bytes);
+        scrape.answer(end.map(|_| format!("the volume {} has ended", self.file)));
+    }
+
+    /// Answers for a volume that is open for reading alone.
+    pub(super) fn answer_reader(&self, counts: ReadOnlyCounts, mut scrape: Scrape) {
+        let families = &mut scrape.families;
+        self.show(families, true);
+        families.counters(&all::VOLUME_READS, [(["memory"], counts.reads)]);
+        families.counter(&all::VOLUME_QUESTIONS, counts.questions);
+        scrape.answer(None);
+    }
+
+    fn show(&self, families: &mut Families, is_open: bool) {
+        let copies = self.shape.copies();
+        families.info(&all::VOLUME, [self.shape.volume().to_string(), self.file.clone()]);
+        families.whether(&all::VOLUME_OPEN, is_open);
+        families.number(&all::VOLUME_BLOCKS, self.shape.blocks());
+        families.number(&all::VOLUME_COPIES, copies.number() as u64);
+        families.number(&all::VOLUME_ACKNOWLEDGE, copies.hold() as u64);
+    }
+}
+
+fn flag(is_so: bool) -> f64 {
+    f64::from(u8::from(is_so))
 }
 
 #[cfg(test)]

@@ -1,17 +1,16 @@
 //! `remora replica --delivery file`: servers that are restarted on a snapshot, and those for which that would not work.
 
-use std::fs;
 use std::io::copy;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::path::PathBuf;
-use std::thread;
+use std::{fs, thread};
 
 use remora_lab::server::{Builder, wait_until};
 use remora_lab::workload::fill_every_type;
 use remora_lab::{Agent, Server, assert_same_data, require};
 use rustix::process::Signal;
 
-use crate::another_data_set::{ANOTHER, foreign, has_foreign_data, replaced};
+use crate::history::{ANOTHER, foreign, has_foreign_data, replaced};
 use crate::kit::{
     LONG, Source, Stage, at_once, ends, fill, fill_cluster, fill_keys, follows, number, primary, quick, says,
     start_cluster, steady_writer, succeeds, syncs, write_past_the_backlog,

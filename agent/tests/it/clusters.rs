@@ -3,10 +3,14 @@
 use std::fs;
 
 use remora_lab::server::wait_until;
-use remora_lab::{Cluster, Kind, Server, assert_same_data, require};
+use remora_lab::{Agent, Cluster, Host, Kind, Net, Server, assert_same_data, require};
+use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::kit::{LONG, Source, Stage, ends, fill_cluster, id, number, primary, quick, says, start_cluster, syncs};
+use crate::kit::{
+    LONG, Source, Stage, at_once, ends, fill_cluster, id, load_slowly, number, primary, quick, says, start_cluster,
+    syncs, wait_until_loading,
+};
 
 const SHARDS: usize = 3;
 const KEYS: usize = 3000;
@@ -199,4 +203,221 @@ fn a_node_is_not_written_for_a_cluster_that_the_source_is_not_in() {
     }
     assert_eq!(fs::read(&running).unwrap(), before);
     assert!(!fs::exists(&to).unwrap() && !fs::exists(&conf).unwrap());
+}
+
+// Nodes that become replicas by `remora cluster sync`: `remora attend` beside each, in a namespace where the rules of
+// `remora intercept` stand.
+
+/// The user of the first new node; the agents are root's, as the primaries are.
+const FIRST_USER: u32 = 60_001;
+
+/// The port of the first agent.
+const FIRST_PORT: u16 = 7380;
+
+/// A cluster on one host, a source for each shard, and new nodes.
+pub(crate) struct SyncScene {
+    stage: Stage,
+    host: Host,
+    pub(crate) cluster: Cluster,
+    pub(crate) sources: Vec<Source>,
+    pub(crate) nodes: Vec<Server>,
+    _net: Net,
+}
+
+impl SyncScene {
+    /// The sources are beside the primaries, or beside the first replicas where there are some.
+    pub(crate) fn new(kind: Kind, replicas: usize, nodes: usize) -> Option<SyncScene> {
+        require::namespaces()?;
+        let net = Net::new().unwrap();
+        let (stage, host) = (Stage::new(), net.host("hosts").unwrap());
+        let cluster = start_cluster(Some(&host), kind, SHARDS, replicas);
+        fill_cluster(&cluster, KEYS, 1);
+        let server = |number: usize| {
+            let shard = &cluster.shards[number];
+            shard.replicas.first().unwrap_or(&shard.primary).url()
+        };
+        let sources = (0..SHARDS).map(|number| stage.source_on(&host, &server(number), &[])).collect();
+        let node = |user: u32| primary(kind).cluster().as_user(user).on(&host).start().unwrap();
+        let nodes = (0..nodes).map(|number| node(user(number))).collect();
+        Some(SyncScene { stage, host, cluster, sources, nodes, _net: net })
+    }
+
+    /// An agent beside a new node, which reads from the source of this shard.
+    pub(crate) fn attend(&self, number: usize, shard: usize) -> Agent {
+        let (user, port) = (user(number).to_string(), (FIRST_PORT + u16::try_from(number).unwrap()).to_string());
+        let rules = ["intercept", "add", "--server-uid", &user, "--agent-uid", "0", "--listen-port", &port];
+        self.stage.start(Some(&self.host), &rules).wait_for_success(LONG).unwrap();
+        let (url, source) = (self.nodes[number].url(), self.sources[shard].address.to_string());
+        let token = self.stage.token.display().to_string();
+        let ports: Vec<String> = self.cluster.nodes().map(|node| node.port().to_string()).collect();
+        let mut args = vec!["attend", "--server", &url, "--source", &source, "--token-file", &token];
+        args.extend(["--listen-port", &port, "--retry-for", "10s"]);
+        ports.iter().for_each(|port| args.extend(["--primary-port", port]));
+        let mut agent = self.stage.start(Some(&self.host), &args);
+        agent.wait_for_event("attending", LONG).unwrap();
+        agent
+    }
+
+    fn args(&self, more: &[&str]) -> Vec<String> {
+        let (server, token) = (self.cluster.shards[0].primary.url(), self.stage.token.display().to_string());
+        let sources: Vec<String> = self.sources.iter().map(|source| source.address.to_string()).collect();
+        let sources = sources.join(",");
+        let args = ["cluster", "sync", "--server", &server, "--sources", &sources, "--token-file", &token];
+        args.iter().chain(more).map(|arg| (*arg).to_owned()).collect()
+    }
+
+    fn start(&self, more: &[&str]) -> Agent {
+        let args = self.args(more);
+        self.stage.start(Some(&self.host), &args.iter().map(String::as_str).collect::<Vec<_>>())
+    }
+
+    #[track_caller]
+    fn end(&self, more: &[&str], code: i32) -> String {
+        ends(&mut self.start(more), code)
+    }
+
+    /// The addresses of all new nodes, for `--add`.
+    fn new_nodes(&self) -> String {
+        self.nodes.iter().map(|node| node.address().to_string()).collect::<Vec<_>>().join(",")
+    }
+
+    fn full_copies(&self) -> Vec<u64> {
+        self.cluster.shards.iter().map(|shard| syncs(&shard.primary).0).collect()
+    }
+}
+
+fn user(number: usize) -> u32 {
+    FIRST_USER + u32::try_from(number).unwrap()
+}
+
+/// The primary's id that the node names as its own.
+fn followed(node: &Server) -> String {
+    let text = node.client().unwrap().text(&["CLUSTER", "NODES"]).unwrap();
+    let own = text.lines().find(|line| line.contains("myself")).unwrap();
+    own.split(' ').nth(3).unwrap().to_owned()
+}
+
+#[test]
+fn new_nodes_become_replicas_and_the_primaries_serve_no_full_copy() {
+    at_once(require::kinds(), |kind| {
+        let Some(scene) = SyncScene::new(kind, 0, SHARDS) else { return };
+        let agents: Vec<Agent> = (0..SHARDS).map(|number| scene.attend(number, number)).collect();
+        let before = scene.full_copies();
+        // Without --yes the plan is shown, and nothing is changed.
+        let nodes = scene.new_nodes();
+        let said = scene.end(&["--add", &nodes], 3);
+        says(&said, &["becomes a replica", "0-5460", "--yes"]);
+        assert!(scene.nodes.iter().all(|node| followed(node) == "-"));
+
+        let said = scene.end(&["--add", &nodes, "--yes", "--json"], 0);
+        let done: Value = serde_json::from_str(said.lines().find(|line| line.starts_with('[')).unwrap()).unwrap();
+        assert_eq!(done.as_array().map(Vec::len), Some(SHARDS), "{said}");
+        for (number, (node, shard)) in scene.nodes.iter().zip(&scene.cluster.shards).enumerate() {
+            assert_eq!(followed(node), id(&shard.primary));
+            assert_same_data(&shard.primary, node);
+            let full = syncs(&shard.primary).0 - before[number];
+            assert_eq!(full, 1, "{kind}: the source's snapshot, and no other; {}", agents[number].output());
+        }
+        says(&scene.end(&["--add", &nodes, "--yes"], 0), &["already", "nothing is left to do"]);
+
+        // The whole cluster anew, two shards at once.
+        let at_first = scene.full_copies();
+        let said = scene.end(&["--renew", "all", "--at-once", "2", "--yes"], 0);
+        says(&said, &["takes its data anew", "has no other replica meanwhile", "3 replicas in step"]);
+        for (number, (node, shard)) in scene.nodes.iter().zip(&scene.cluster.shards).enumerate() {
+            assert_eq!(followed(node), id(&shard.primary));
+            assert_same_data(&shard.primary, node);
+            assert!(syncs(&shard.primary).0 - at_first[number] <= 1, "at most a new snapshot of the source");
+            let seen = agents[number].output().matches("the source serves it").count();
+            assert_eq!(seen, 2, "{}", agents[number].output());
+        }
+        scene.cluster.wait_for_nodes(2 * SHARDS).unwrap();
+    });
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn a_node_without_an_agent_ends_the_work_before_others_begin() {
+    let Some(kind) = require::redis() else { return };
+    let Some(scene) = SyncScene::new(kind, 0, 2) else { return };
+    let nodes = scene.new_nodes();
+    let said = scene.end(&["--add", &nodes, "--yes"], 6);
+    says(&said, &["has served a full copy itself", "is remora attend beside the node"]);
+    assert_eq!(followed(&scene.nodes[0]), id(&scene.cluster.shards[0].primary));
+    assert_eq!(followed(&scene.nodes[1]), "-", "it has not begun");
+    // With agents the same command goes on.
+    let _agents = [scene.attend(0, 0), scene.attend(1, 1)];
+    says(&scene.end(&["--add", &nodes, "--yes"], 0), &["already", "1 replica in step"]);
+    assert_same_data(&scene.cluster.shards[1].primary, &scene.nodes[1]);
+}
+
+#[test]
+fn what_cannot_be_done_is_refused_and_nothing_is_changed() {
+    let Some(kind) = require::redis() else { return };
+    let Some(scene) = SyncScene::new(kind, 0, 1) else { return };
+    let node = &scene.nodes[0];
+    let address = node.address().to_string();
+    let alone = primary(kind).on(&scene.host).start().unwrap();
+    says(&scene.end(&["--add", &alone.address().to_string(), "--yes"], 3), &["not in cluster mode"]);
+    let of_the_cluster = scene.cluster.shards[1].primary.address().to_string();
+    says(&scene.end(&["--add", &of_the_cluster, "--yes"], 3), &["a primary with slots"]);
+    says(&scene.end(&["--renew", &of_the_cluster, "--yes"], 3), &["no replica"]);
+    says(&scene.end(&["--yes"], 2), &["--add"]);
+    // A slot is on its way.
+    let (from, to) = (&scene.cluster.shards[0].primary, id(&scene.cluster.shards[1].primary));
+    from.client().unwrap().ok(&["CLUSTER", "SETSLOT", "7", "MIGRATING", &to]).unwrap();
+    says(&scene.end(&["--add", &address, "--yes"], 3), &["not well", "slot 7"]);
+    from.client().unwrap().ok(&["CLUSTER", "SETSLOT", "7", "STABLE"]).unwrap();
+    // A source is gone.
+    let sources = [&scene.sources[1], &scene.sources[2]].map(|source| source.address.to_string()).join(",");
+    let mut args = scene.args(&["--add", &address, "--yes"]);
+    let at = args.iter().position(|arg| arg == "--sources").unwrap() + 1;
+    args[at] = sources;
+    let mut agent = scene.stage.start(Some(&scene.host), &args.iter().map(String::as_str).collect::<Vec<_>>());
+    says(&ends(&mut agent, 3), &["no source has its history"]);
+    assert_eq!(followed(node), "-");
+    assert_eq!(node.client().unwrap().text(&["CLUSTER", "NODES"]).unwrap().lines().count(), 1);
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn an_interrupted_run_is_started_again_and_a_fail_over_meanwhile_changes_the_primary() {
+    at_once(require::kinds(), |kind| {
+        let Some(scene) = SyncScene::new(kind, 1, 2) else { return };
+        let agents = [scene.attend(0, 0), scene.attend(1, 1)];
+        let nodes = scene.new_nodes();
+        // The source of the first shard is beside its replica, whose data are the only ones that it can give.
+        let replica = scene.cluster.shards[0].replicas[0].address().to_string();
+        says(&scene.end(&["--renew", &replica, "--yes"], 3), &["the only source", "would throw them away"]);
+        load_slowly(&scene.nodes[0], 2000);
+        let mut run = scene.start(&["--add", &nodes, "--yes"]);
+        wait_until_loading(&scene.nodes[0]);
+        run.signal(Signal::TERM).unwrap();
+        says(&ends(&mut run, 7), &["the same command goes on here"]);
+
+        // The replica of the first shard becomes its primary, while the new node loads.
+        let mut run = scene.start(&["--add", &nodes, "--yes"]);
+        run.wait_for_line("goes on", LONG).unwrap();
+        let shard = &scene.cluster.shards[0];
+        let promoted = &shard.replicas[0];
+        promoted.client().unwrap().ok(&["CLUSTER", "FAILOVER"]).unwrap();
+        wait_until("the replica to be promoted", LONG, || {
+            let role = promoted.fact("role")?;
+            Ok(if role == "master" { Ok(()) } else { Err(role) })
+        })
+        .unwrap();
+        load_slowly(&scene.nodes[0], 0);
+        // The node that loads at full speed may be in step by then.
+        let said = ends(&mut run, 0);
+        assert!(said.contains("1 replica in step") || said.contains("2 replicas in step"), "{said}");
+        wait_until("the new node to follow the new primary", LONG, || {
+            let followed = followed(&scene.nodes[0]);
+            Ok(if followed == id(promoted) { Ok(()) } else { Err(followed) })
+        })
+        .unwrap();
+        scene.nodes[0].wait_for_link(LONG).unwrap();
+        assert_same_data(promoted, &scene.nodes[0]);
+        assert_same_data(&scene.cluster.shards[1].primary, &scene.nodes[1]);
+        drop(agents);
+    });
 }

@@ -1,14 +1,21 @@
 //! Snapshots with the module: whatever the server's child writes into the table, the replica is exact. If anything
 //! fails, the snapshot is taken without the module, and the primary is not harmed.
 
+use std::collections::BTreeMap;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::thread;
 use std::time::Duration;
 
-use remora_lab::server::{Builder, wait_until};
-use remora_lab::{Kind, Server, Workload, assert_same_data, fill_every_type, require};
+use remora_agent::server::Task;
+use remora_lab::server::{Builder, module_library, wait_until};
+use remora_lab::{Agent, Kind, Server, Workload, assert_same_data, fill_every_type, require};
 use rustix::process::Signal;
 
-use crate::kit::{Flood, LONG, Source, at_once, load, number, primary, syncs};
+use crate::kit::{
+    Flood, LONG, Source, Stage, at_once, fill, load, load_small, number, primary, steady_writer, succeeds, syncs,
+    with_or_without,
+};
 
 /// A primary that has the module.
 pub(crate) fn with_module(kind: Kind) -> Builder {
@@ -532,4 +539,287 @@ fn a_primary_without_the_module_is_asked_for_it_once_only() {
     assert_eq!(method(&mut source), "psync");
     assert_eq!(number(&primary, "sync_full"), 1);
     assert_same_data(&primary, &replica);
+}
+
+// The source's memory in the hands of the server's child: who may write it, and whose memory it is.
+
+/// The user `nobody`, and its group.
+const OTHER_USER: u32 = 65534;
+
+/// Packages run the server as a user of its own. Its child must write the table of a source that runs as another user.
+fn a_server_of_another_user_walks(kind: Kind) {
+    let folder = tempfile::tempdir().unwrap();
+    fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).unwrap();
+    let library = folder.path().join("libremora_module.so");
+    fs::copy(module_library().unwrap(), &library).unwrap();
+    fs::set_permissions(&library, Permissions::from_mode(0o755)).unwrap();
+
+    let primary = primary(kind).config("loadmodule", library.display()).as_user(OTHER_USER).start().unwrap();
+    let owner = fs::metadata(format!("/proc/{}", primary.pid())).unwrap().uid();
+    assert_eq!(owner, OTHER_USER);
+    fill_every_type(&mut primary.client().unwrap(), 41).unwrap();
+    load(&primary, 50, 100_000);
+    let replica = Server::start(kind).unwrap();
+    let mut source = Source::start(&primary, &["--memory", "64MiB", "--module-capture", "walk"]);
+    source.replicate(&replica, &[]);
+    assert_eq!(method(&mut source), "the module", "{}", source.agent.output());
+    assert_same_data(&primary, &replica);
+}
+
+#[test]
+fn a_redis_of_another_user_walks() {
+    let (Some(kind), Some(())) = (require::redis(), require::root()) else { return };
+    a_server_of_another_user_walks(kind);
+}
+
+#[test]
+fn a_valkey_of_another_user_walks() {
+    let (Some(kind), Some(())) = (require::valkey(), require::root()) else { return };
+    a_server_of_another_user_walks(kind);
+}
+
+/// Bytes that back each of the source's snapshot tables, by the file's number.
+fn tables(source: &Source) -> BTreeMap<u64, u64> {
+    let folder = format!("/proc/{}/fd", source.agent.pid());
+    let entries = fs::read_dir(folder).unwrap().filter_map(Result::ok).map(|entry| entry.path());
+    let is_table = |path: &std::path::PathBuf| {
+        fs::read_link(path).is_ok_and(|target| target.to_string_lossy().contains("memfd:remora-snapshot"))
+    };
+    let opened = entries.filter(is_table).filter_map(|path| fs::metadata(path).ok());
+    opened.map(|file| (file.ino(), file.blocks() * 512)).collect()
+}
+
+/// Bytes of long strings in the primary.
+const DATA_BYTES: u64 = 40 << 20;
+
+/// A page of shared memory counts for the control group of the process that touches it first, and stays there when the
+/// process has ended. A server in a container would pay for the source's table if its child touched it first.
+fn the_source_touches_a_new_table_before_the_server_forks(kind: Kind) {
+    // Time between the request for the snapshot and the fork.
+    let primary = with_module(kind).config("repl-diskless-sync-delay", 3).start().unwrap();
+    load(&primary, DATA_BYTES >> 20, 1 << 20);
+    let args = ["--memory", "256MiB", "--module-capture", "walk"];
+    let mut source = Source::start(&primary, &args);
+    let first = tables(&source);
+    assert_eq!(first.len(), 1, "{first:?}");
+
+    // A replica that is lost while it reads leaves the table to its server, which may still read it.
+    let lost = Server::start(kind).unwrap();
+    let mut agent = source.replica(&lost, &["--download-limit", "1MiB", "--transport", "tcp"]);
+    source.wait_for_snapshot();
+    source.wait_for_slots(&mut agent, 1);
+    agent.kill().unwrap();
+    source.agent.wait_for_event("replica_disconnected", LONG).unwrap();
+    // The next snapshot is another one: nothing continues this one, as the primary has another history now.
+    let mut client = primary.client().unwrap();
+    client.ok(&["DEBUG", "CHANGE-REPL-ID"]).unwrap();
+    client.int(&["CLIENT", "KILL", "TYPE", "replica"]).unwrap();
+    source.agent.wait_for_event("stream_lost", LONG).unwrap();
+    source.wait_for_status("the snapshot to be given up", |status| status["generation"].is_null());
+
+    let forks = number(&primary, "total_forks");
+    let replica = Server::start(kind).unwrap();
+    let mut agent = source.replica(&replica, &[]);
+    wait_until("the source to touch its new table", LONG, || {
+        let bytes = tables(&source)
+            .into_iter()
+            .filter(|(file, _)| !first.contains_key(file))
+            .map(|(_, bytes)| bytes)
+            .sum::<u64>();
+        Ok(if bytes >= DATA_BYTES { Ok(()) } else { Err(format!("{bytes} bytes")) })
+    })
+    .unwrap();
+    assert_eq!(number(&primary, "total_forks"), forks, "the server forked before the table was touched");
+    agent.wait_for_success(LONG).unwrap();
+    assert_eq!(source.agent.output().matches("method=the module").count(), 2, "{}", source.agent.output());
+    assert_same_data(&primary, &replica);
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn the_source_touches_a_new_table_before_redis_forks() {
+    let Some(kind) = require::redis() else { return };
+    the_source_touches_a_new_table_before_the_server_forks(kind);
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn the_source_touches_a_new_table_before_valkey_forks() {
+    let Some(kind) = require::valkey() else { return };
+    the_source_touches_a_new_table_before_the_server_forks(kind);
+}
+
+// The module beside a server's own work: what an idle one costs, which rules a user needs for it, and what clients see
+// while it loads.
+
+/// Used memory that an idle module may add: its commands and its type.
+const IDLE_BYTES: u64 = 128 << 10;
+
+/// Processor time that an idle module may add in [`IDLE_TIME`], in seconds: less than one tick of the kernel's clock.
+const IDLE_CPU: f64 = 0.015;
+
+/// How long servers are watched. A server by itself uses about three milliseconds of processor time a second.
+const IDLE_TIME: Duration = Duration::from_secs(3);
+
+/// How often they are watched: what a module costs it costs each time.
+const IDLE_WATCHES: usize = 3;
+
+#[test]
+#[ignore = "long: make test-all"]
+fn an_idle_module_costs_neither_memory_nor_time() {
+    for kind in require::kinds() {
+        let start = |builder: Builder| {
+            let server = builder.start().unwrap();
+            fill_every_type(&mut server.client().unwrap(), 3).unwrap();
+            server
+        };
+        let without = start(Server::builder(kind));
+        let with = start(Server::builder(kind).module("").unwrap());
+        let (bytes, more) = (number(&without, "used_memory"), number(&with, "used_memory"));
+        assert!(more < bytes + IDLE_BYTES, "{kind}: {more} bytes with the module, {bytes} without");
+        let watch = || {
+            let before = [&without, &with].map(|server| server.cpu_seconds().unwrap());
+            thread::sleep(IDLE_TIME);
+            let after = [&without, &with].map(|server| server.cpu_seconds().unwrap());
+            [after[0] - before[0], after[1] - before[1]]
+        };
+        // The kernel counts in ticks, and on a busy machine one more may hit either server.
+        let watched: Vec<[f64; 2]> = std::iter::repeat_with(watch).take(IDLE_WATCHES).collect();
+        let is_idle = watched.iter().any(|[alone, with_it]| with_it <= &(alone + IDLE_CPU));
+        assert!(is_idle, "{kind}: seconds without a module, and with an idle one: {watched:?}");
+    }
+}
+
+/// Rules without which the module is not used.
+const SOURCE_RULES: &str = "+remora.status +remora.arm +remora.disarm";
+const REPLICA_RULES: &str = "+remora.status +remora.load +multi +exec +discard";
+
+/// Makes a replica with users that have `source` and `replica` besides the rules that are always needed. Returns the
+/// outputs of both agents.
+fn with_rules(kind: Kind, source: &str, replica: &str) -> [String; 2] {
+    let stage = Stage::new();
+    let (source, replica) =
+        (format!("{} {source}", Task::Source.rules()), format!("{} {replica}", Task::Replica.rules()));
+    let primary = primary(kind).module("").unwrap().user("agent", "secret", &source).start().unwrap();
+    let server = Server::builder(kind).module("").unwrap().user("agent", "secret", &replica).start().unwrap();
+    fill(&primary, 8, 1);
+    let file = stage.secret("password", "secret");
+    let login = ["--user", "agent", "--password-file", &file];
+    let source = stage.source(&primary.url(), &[&login[..], &["--module-capture", "walk"]].concat());
+    let mut agent = stage.replica(&server.url(), source.address, &login);
+    succeeds(&mut agent, &server);
+    assert_same_data(&primary, &server);
+    [source.agent.output(), agent.output()]
+}
+
+fn is_loaded_by_module(agent: &str) -> bool {
+    agent.contains("out of shared memory")
+}
+
+#[test]
+fn a_user_with_the_rules_of_the_help_page_uses_the_module_and_one_without_them_works_without_it() {
+    // The rules are those that the help pages and docs/operating.md name.
+    for (task, rules) in [(Task::Source, SOURCE_RULES), (Task::Replica, REPLICA_RULES)] {
+        assert!(task.optional().contains(rules), "{}", task.optional());
+    }
+    for kind in require::kinds() {
+        let [source, replica] = with_rules(kind, SOURCE_RULES, REPLICA_RULES);
+        assert!(source.contains("method=the module") && is_loaded_by_module(&replica), "{source}\n{replica}");
+        let [source, replica] = with_rules(kind, "", "");
+        assert!(source.contains("method=psync") && !is_loaded_by_module(&replica), "{source}\n{replica}");
+    }
+}
+
+#[test]
+fn clients_are_told_that_the_server_is_loading_while_the_module_loads() {
+    for kind in require::kinds() {
+        let primary = primary(kind).start().unwrap();
+        let replica = Server::builder(kind).module("").unwrap().start().unwrap();
+        fill(&primary, 8, 1);
+        // Too short for the module: the server loads them itself, at a fifth of a millisecond each.
+        load_small(&primary, 10_000, 100);
+        replica.configure("loading-process-events-interval-bytes", "1024").unwrap();
+        replica.configure("key-load-delay", "200").unwrap();
+        let source = Source::start(&primary, &["--memory", "64MiB"]);
+        let mut agent: Agent = source.replica(&replica, &[]);
+        wait_until("the module to load", LONG, || {
+            let state = replica.fact("remora_load_state")?;
+            Ok(if state == "loading" { Ok(()) } else { Err(format!("{state}: {}", agent.output())) })
+        })
+        .unwrap();
+        let mut client = replica.client().unwrap();
+        let refused = client.call(&["GET", "small 1"]).unwrap_err().to_string();
+        assert!(refused.contains("LOADING"), "{refused}");
+        assert_eq!(number(&replica, "loading"), 1);
+        replica.configure("key-load-delay", "0").unwrap();
+        succeeds(&mut agent, &replica);
+        assert!(is_loaded_by_module(&agent.output()), "{}", agent.output());
+        assert_same_data(&primary, &replica);
+    }
+}
+
+// The module at the source, at the replica, at both, at neither: the replica is exact in each case, whatever is
+// written meanwhile.
+
+/// Commands that the writer must send before the replica is made, and again before it is compared.
+const WRITES_IN_EACH_CASE: u64 = 3_000;
+
+/// The servers that have the module.
+#[derive(Clone, Copy, Debug)]
+struct Combination {
+    source: bool,
+    replica: bool,
+}
+
+const COMBINATIONS: [Combination; 4] = [
+    Combination { source: false, replica: false },
+    Combination { source: true, replica: false },
+    Combination { source: false, replica: true },
+    Combination { source: true, replica: true },
+];
+
+fn every_combination_is_exact(kind: Kind) {
+    for (at, transport) in COMBINATIONS.into_iter().flat_map(|at| ["shm", "tcp"].map(|transport| (at, transport))) {
+        let primary = with_or_without(primary(kind).config("rdbcompression", "no"), at.source);
+        let replica = with_or_without(Server::builder(kind), at.replica);
+        fill_every_type(&mut primary.client().unwrap(), 41).unwrap();
+        load(&primary, 60, 300_000);
+        let mut source = Source::start(&primary, &["--memory", "128MiB", "--module-capture", "walk"]);
+        let before = syncs(&primary);
+        let writer = steady_writer(&primary);
+        writer.wait_for(WRITES_IN_EACH_CASE);
+        let mut agent = source.replica(&replica, &["--transport", transport]);
+        agent.wait_for_success(LONG).unwrap();
+        writer.wait_for(WRITES_IN_EACH_CASE);
+        writer.stop().unwrap();
+        assert_same_data(&primary, &replica);
+
+        let said = source.agent.wait_for_event("snapshot_completed", LONG).unwrap();
+        assert_eq!(said.contains("method=the module"), at.source, "{at:?} {transport}: {said}");
+        let loaded = agent.output().contains("out of shared memory");
+        assert_eq!(loaded, at.replica, "{at:?} {transport}: {}", agent.output());
+        let after = syncs(&primary);
+        assert_eq!(
+            (after.0 - before.0, after.1 - before.1),
+            (1, 1),
+            "{at:?} {transport}: one copy, one continuation\n{}\nthe primary:\n{}\nthe replica:\n{}",
+            agent.output(),
+            primary.log(),
+            replica.log()
+        );
+    }
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn every_combination_is_exact_with_redis() {
+    let Some(kind) = require::redis() else { return };
+    every_combination_is_exact(kind);
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn every_combination_is_exact_with_valkey() {
+    let Some(kind) = require::valkey() else { return };
+    every_combination_is_exact(kind);
 }

@@ -1,15 +1,16 @@
 //! What the primary sees of a source: a replica that acknowledges nothing, and that may be slower than its limits
 //! allow.
 
+use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use remora_lab::server::{Builder, wait_until};
-use remora_lab::{Kind, Server, assert_same_data, require};
+use remora_lab::{Kind, Net, Server, Shape, assert_same_data, require};
 
-use crate::kit::{LONG, Source, ends, fill, number, primary, says, syncs};
+use crate::kit::{LONG, Source, Stage, ends, fill, fill_keys, number, primary, quick, says, succeeds, syncs};
 
 /// Waits until the primary has one replica, to which it sends its stream, and returns the line that describes it.
 pub(crate) fn online(primary: &Server) -> String {
@@ -199,4 +200,91 @@ fn an_output_buffer_of_redis_that_is_too_small_is_named_and_not_met_without_end(
 fn an_output_buffer_of_valkey_that_is_too_small_is_named_and_not_met_without_end() {
     let Some(kind) = require::valkey() else { return };
     an_output_buffer_that_is_too_small_is_named_and_not_met_without_end(kind);
+}
+
+// Forks that come to nothing, and snapshots that take longer than they may be old: the primary forks rarely, and those
+// who wait are served.
+
+/// A primary that saves to disk first answers `+FULLRESYNC` and forks, and sends nothing if the save fails.
+#[test]
+#[ignore = "long: make test-all"]
+fn a_primary_whose_saves_to_disk_fail_forks_less_and_less_often() {
+    for kind in require::kinds() {
+        let primary = quick(kind).config("repl-diskless-sync", "no").start().unwrap();
+        fill_keys(&primary, 100, "value");
+        // The child cannot give its file this name.
+        let in_the_way = primary.folder().join("dump.rdb");
+        fs::create_dir(&in_the_way).unwrap();
+        let source = Source::start(&primary, &["--fork-interval", "0s"]);
+        let server = Server::start(kind).unwrap();
+        let mut agent = source.replica(&server, &[]);
+        agent.wait_for_line("4 snapshots in a row failed after the primary had forked", LONG).unwrap();
+        let forks = number(&primary, "total_forks");
+        assert!((4..=5).contains(&forks), "{kind}: {forks} forks");
+        fs::remove_dir(&in_the_way).unwrap();
+        succeeds(&mut agent, &server);
+        assert_same_data(&primary, &server);
+        let forks = number(&primary, "total_forks");
+        assert!(forks <= 6, "{kind}: {forks} forks");
+    }
+}
+
+#[test]
+fn a_snapshot_that_takes_longer_than_max_age_serves_who_waited_and_who_joined_meanwhile() {
+    for (kind, diskless) in require::kinds().into_iter().flat_map(|kind| [(kind, "no"), (kind, "yes")]) {
+        let primary = quick(kind).config("repl-diskless-sync", diskless).start().unwrap();
+        fill_keys(&primary, 100, "value");
+        primary.configure("rdb-key-save-delay", "30000").unwrap();
+        let source = Source::start(&primary, &["--max-age", "1s", "--fork-interval", "0s"]);
+        let servers = [(); 2].map(|()| Server::start(kind).unwrap());
+        let mut first = source.replica(&servers[0], &[]);
+        wait_until("the primary to save", LONG, || {
+            let saves = primary.fact("rdb_bgsave_in_progress")?;
+            Ok(if saves == "1" { Ok(()) } else { Err(saves) })
+        })
+        .unwrap();
+        let mut second = source.replica(&servers[1], &[]);
+        for (agent, server) in [&mut first, &mut second].into_iter().zip(&servers) {
+            succeeds(agent, server);
+            assert_same_data(&primary, server);
+        }
+        assert_eq!(source.snapshots_taken(), 1, "{kind}, repl-diskless-sync {diskless}");
+        assert_eq!(number(&primary, "sync_full"), 1, "{kind}, repl-diskless-sync {diskless}");
+    }
+}
+
+// The default upload limit: a sync of a distant replica stays in the background of the primary's cable. What its clients
+// notice is measured by `remora-bench feel`. Needs root, for network namespaces.
+
+/// Random data in the primary, in MiB, and the rate of every cable in bytes per second: 100 Mb/s. A sync takes three
+/// seconds.
+const MEBIBYTES: usize = 32;
+const CABLE: u64 = 100_000_000 / 8;
+
+#[test]
+fn a_sync_without_options_is_in_the_background_and_one_without_a_limit_is_not() {
+    let Some(()) = require::namespaces() else { return };
+    let Some(kind) = require::valkey() else { return };
+    let net = Net::new().unwrap();
+    let here = net.host("primary").unwrap();
+    here.shape(Shape::rate(CABLE)).unwrap();
+    let primary = Server::builder(kind).on(&here).config("repl-diskless-sync-delay", 0).start().unwrap();
+    fill(&primary, MEBIBYTES, 1);
+    for limit in [&["--upload-limit", "none"][..], &[]] {
+        let stage = Stage::new();
+        let mut source = stage.source_on(&here, &primary.url(), &[&["--eager"], limit].concat());
+        source.wait_for_snapshot();
+        let there = net.host("replica").unwrap();
+        there.shape(Shape::rate(CABLE)).unwrap();
+        let replica = Server::builder(kind).on(&there).start().unwrap();
+        let mut agent = stage.replica_on(&there, &replica.url(), source.address, &["--no-serve-peers"]);
+        succeeds(&mut agent, &replica);
+        assert_same_data(&primary, &replica);
+        let status = source.status();
+        assert_eq!(status["upload"].is_object(), limit.is_empty(), "{status}");
+        if limit.is_empty() {
+            says(&source.drawn_status(), &["upload", "up to", "in the background", "of queue"]);
+            assert!(status["upload"]["bytes_per_second"].as_u64() >= Some(1 << 20), "{status}");
+        }
+    }
 }

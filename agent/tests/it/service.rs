@@ -1,14 +1,23 @@
 //! What a service manager is told, and the units in `deploy/systemd`.
 
+use std::io::IoSliceMut;
+use std::net::TcpListener;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use remora_lab::{Agent, Server, require};
+use remora_lab::server::wait_until;
+use remora_lab::{Agent, Host, Net, Server, Shape, assert_same_data, require};
+use rustix::io::FdFlags;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 use rustix::process::Signal;
 
-use crate::kit::{LONG, Stage, fill_keys, succeeds};
+use crate::kit::{LONG, Stage, fill, fill_keys, number, primary, quick, succeeds};
 
 /// The socket of a service manager.
 struct Manager {
@@ -136,4 +145,282 @@ fn systemd_finds_nothing_to_object_to_in_the_units() {
     let said = String::from_utf8_lossy(&output.stderr);
     let about_ours: Vec<&str> = said.lines().filter(|line| line.contains("remora-")).collect();
     assert!(output.status.success() && about_ours.is_empty(), "{said}");
+}
+
+// A source that is killed and started again by its service manager, which has kept its snapshot or its port.
+//
+// The manager is this test: it takes the descriptors that the source asks it to keep (`FDSTORE=1`) and passes them to
+// the next process, as systemd does. `make try-dist` does the same under systemd itself.
+
+/// Random data in the primary, in MiB.
+const MEBIBYTES: usize = 16;
+
+type Kept = Arc<Mutex<Vec<(String, OwnedFd)>>>;
+
+/// A service manager with a descriptor store.
+struct KeepingManager {
+    path: PathBuf,
+    kept: Kept,
+    /// The port that the manager opens for the source.
+    port: Option<TcpListener>,
+    over: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl KeepingManager {
+    /// One that opens a port, as with a socket unit.
+    fn with_port(stage: &Stage, at: &str) -> KeepingManager {
+        let mut manager = KeepingManager::new(stage);
+        manager.port = Some(TcpListener::bind(at).unwrap());
+        manager
+    }
+
+    fn new(stage: &Stage) -> KeepingManager {
+        let path = stage.folder().join("notify");
+        let socket = UnixDatagram::bind(&path).unwrap();
+        socket.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+        let (kept, over) = (Kept::default(), Arc::new(AtomicBool::new(false)));
+        let (store, stop) = (kept.clone(), over.clone());
+        let thread = std::thread::spawn(move || {
+            while !stop.load(Ordering::Relaxed) {
+                hear(&socket, &store);
+            }
+        });
+        KeepingManager { path, kept, port: None, over, thread: Some(thread) }
+    }
+
+    fn names(&self) -> Vec<String> {
+        let mut names: Vec<String> = self.kept.lock().unwrap().iter().map(|(name, _)| name.clone()).collect();
+        names.sort();
+        names
+    }
+
+    /// Waits until these and no others are kept.
+    #[track_caller]
+    fn wait_for(&self, names: &[&str]) {
+        let what = format!("the manager keeps {names:?}");
+        wait_until(&what, LONG, || {
+            let found = self.names();
+            Ok(if found == names { Ok(()) } else { Err(format!("{found:?}")) })
+        })
+        .unwrap();
+    }
+
+    /// Starts a source with what is kept, as a service, and waits until it is ready.
+    fn source(&self, stage: &Stage, host: Option<&Host>, primary: &Server, listen: &str) -> (Agent, String) {
+        let mut agent = self.start(stage, host, primary, &["--listen", listen]);
+        let ready = agent.wait_for_event("source_ready", LONG).unwrap();
+        let address = ready.split("listening=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap();
+        (agent, address.to_owned())
+    }
+
+    /// Starts a source with the port and with what is kept.
+    fn start(&self, stage: &Stage, host: Option<&Host>, primary: &Server, listen: &[&str]) -> Agent {
+        let kept = self.kept.lock().unwrap();
+        let (mut redirects, mut names, mut passed) = (String::new(), Vec::new(), Vec::new());
+        // systemd passes sockets first.
+        let port = self.port.iter().map(|port| ("remora-listen", port.as_fd()));
+        let kept = kept.iter().map(|(name, descriptor)| (name.as_str(), descriptor.as_fd()));
+        for (at, (name, descriptor)) in port.chain(kept).enumerate() {
+            // Above those that the shell uses, and open in the program.
+            let copy = rustix::io::fcntl_dupfd_cloexec(descriptor, 100).unwrap();
+            rustix::io::fcntl_setfd(&copy, FdFlags::empty()).unwrap();
+            redirects.push_str(&format!(" {}<&{}", 3 + at, copy.as_raw_fd()));
+            names.push(name);
+            passed.push(copy);
+        }
+        // Not every sh passes descriptors above 9.
+        let mut command = Command::new("bash");
+        command.arg("-c").arg(format!("export LISTEN_PID=$$; exec \"$0\" \"$@\"{redirects}"));
+        command.arg(env!("CARGO_BIN_EXE_remora"));
+        let token = stage.token.display().to_string();
+        command.args(["source", "--server", &primary.url(), "--token-file", &token]).args(listen);
+        command.args(["--memory", "128MiB", "--slot-size", "64KiB"]);
+        command.env("NOTIFY_SOCKET", &self.path).env("XDG_STATE_HOME", stage.folder());
+        command.env("LISTEN_FDS", passed.len().to_string()).env("LISTEN_FDNAMES", names.join(":"));
+        command.env("REMORA_LOG", "info,remora_agent=debug");
+        if let Some(host) = host {
+            host.enter(&mut command).unwrap();
+        }
+        Agent::run(command).unwrap()
+    }
+}
+
+impl Drop for KeepingManager {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::Relaxed);
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+/// Takes one message, and does what it says about descriptors.
+fn hear(socket: &UnixDatagram, kept: &Kept) {
+    let (mut bytes, mut space) = ([0; 4096], [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))]);
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let received =
+        rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC);
+    let Ok(received) = received else { return };
+    let mut descriptors: Vec<OwnedFd> = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = message {
+            descriptors.extend(rights);
+        }
+    }
+    let text = String::from_utf8_lossy(&bytes[..received.bytes]).into_owned();
+    let has = |line: &str| text.lines().any(|found| found == line);
+    let Some(name) = text.lines().find_map(|line| line.strip_prefix("FDNAME=")) else { return };
+    let mut kept = kept.lock().unwrap();
+    if has("FDSTOREREMOVE=1") {
+        kept.retain(|(found, _)| found != name);
+    }
+    if has("FDSTORE=1") {
+        kept.extend(descriptors.into_iter().map(|descriptor| (name.to_owned(), descriptor)));
+    }
+}
+
+const PLAIN: [&str; 3] = ["remora-journal", "remora-record", "remora-snapshot"];
+const SEALED: [&str; 4] = ["remora-journal", "remora-record", "remora-sealed", "remora-snapshot"];
+
+#[test]
+fn a_source_that_was_killed_goes_on_with_its_snapshot_and_with_what_was_written_meanwhile() {
+    for kind in require::kinds() {
+        let primary = primary(kind).start().unwrap();
+        let (early, late) = (quick(kind).start().unwrap(), quick(kind).start().unwrap());
+        fill(&primary, MEBIBYTES, 1);
+        let stage = Stage::new();
+        let manager = KeepingManager::new(&stage);
+        let (mut source, address) = manager.source(&stage, None, &primary, "127.0.0.1:0");
+        succeeds(&mut stage.replica(&early.url(), address.parse().unwrap(), &[]), &early);
+        fill_keys(&primary, 1000, "before");
+        manager.wait_for(&PLAIN);
+
+        source.kill().unwrap();
+        fill_keys(&primary, 1000, "meanwhile");
+        let (mut source, again) = manager.source(&stage, None, &primary, &address);
+        assert_eq!(again, address);
+        source.wait_for_event("snapshot_kept", LONG).unwrap();
+        fill_keys(&primary, 1000, "after");
+        succeeds(&mut stage.replica(&late.url(), address.parse().unwrap(), &[]), &late);
+
+        assert_eq!(number(&primary, "sync_full"), 1, "the primary says:\n{}", primary.log());
+        assert_same_data(&primary, &late);
+        manager.wait_for(&PLAIN);
+    }
+}
+
+#[test]
+fn a_replica_whose_source_is_killed_in_the_middle_of_the_transfer_goes_on_where_it_was() {
+    let Some(kind) = require::redis() else { return };
+    let Some(()) = require::namespaces() else { return };
+    let net = Net::new().unwrap();
+    let (here, there) = (net.host("primary").unwrap(), net.host("replica").unwrap());
+    let server = |host| Server::builder(kind).on(host).config("repl-diskless-sync-delay", 0).start().unwrap();
+    let (primary, replica) = (server(&here), server(&there));
+    fill(&primary, MEBIBYTES, 1);
+    there.shape(Shape::rate(6 << 20)).unwrap();
+    let stage = Stage::new();
+    let manager = KeepingManager::new(&stage);
+    let listen = format!("{}:0", here.address());
+    let (mut source, address) = manager.source(&stage, Some(&here), &primary, &listen);
+    let mut agent = stage.replica_on(&there, &replica.url(), address.parse().unwrap(), &[]);
+    manager.wait_for(&SEALED);
+    // About a third of the snapshot, which takes three seconds.
+    std::thread::sleep(Duration::from_secs(1));
+    assert_eq!(agent.ended().unwrap(), None, "{}", agent.output());
+
+    source.kill().unwrap();
+    fill_keys(&primary, 100, "meanwhile");
+    let (mut source, _) = manager.source(&stage, Some(&here), &primary, &address);
+    source.wait_for_event("snapshot_kept", LONG).unwrap();
+    let joined = source.wait_for_event("replica_joined", LONG).unwrap();
+    assert!(joined.contains("resumes=true"), "{joined}");
+    succeeds(&mut agent, &replica);
+    assert_eq!(number(&primary, "sync_full"), 1, "the primary says:\n{}", primary.log());
+    assert_same_data(&primary, &replica);
+}
+
+#[test]
+fn a_source_whose_server_has_gone_too_far_drops_what_was_kept_and_says_so() {
+    let Some(kind) = require::redis() else { return };
+    let primary = quick(kind).config("repl-backlog-size", "16kb").start().unwrap();
+    let (early, late) = (quick(kind).start().unwrap(), quick(kind).start().unwrap());
+    fill_keys(&primary, 100, "x");
+    let stage = Stage::new();
+    let manager = KeepingManager::new(&stage);
+    let (mut source, address) = manager.source(&stage, None, &primary, "127.0.0.1:0");
+    succeeds(&mut stage.replica(&early.url(), address.parse().unwrap(), &[]), &early);
+    manager.wait_for(&PLAIN);
+    source.kill().unwrap();
+    fill(&primary, 1, 2);
+    let (mut source, _) = manager.source(&stage, None, &primary, &address);
+    let line = source.wait_for_event("snapshot_unusable", LONG).unwrap();
+    assert!(line.contains("backlog"), "{line}");
+    manager.wait_for(&[]);
+    succeeds(&mut stage.replica(&late.url(), address.parse().unwrap(), &[]), &late);
+    assert_same_data(&primary, &late);
+    manager.wait_for(&PLAIN);
+}
+
+#[test]
+fn a_snapshot_that_is_over_is_kept_no_longer() {
+    let Some(kind) = require::redis() else { return };
+    let (primary, replica) = (primary(kind).start().unwrap(), quick(kind).start().unwrap());
+    fill_keys(&primary, 100, "x");
+    let stage = Stage::new();
+    let manager = KeepingManager::new(&stage);
+    let (_source, address) = manager.source(&stage, None, &primary, "127.0.0.1:0");
+    succeeds(&mut stage.replica(&replica.url(), address.parse().unwrap(), &[]), &replica);
+    manager.wait_for(&PLAIN);
+    // Another history: nothing of the former one is offered any more.
+    primary.client().unwrap().ok(&["DEBUG", "CHANGE-REPL-ID"]).unwrap();
+    primary.client().unwrap().call(&["CLIENT", "KILL", "TYPE", "replica"]).unwrap();
+    manager.wait_for(&[]);
+}
+
+#[test]
+fn a_replica_that_comes_while_its_source_is_started_again_waits_at_the_port_of_the_manager() {
+    for kind in require::kinds() {
+        let primary = primary(kind).start().unwrap();
+        let [first, second, third] = [(); 3].map(|()| quick(kind).start().unwrap());
+        fill_keys(&primary, 1000, "before");
+        let stage = Stage::new();
+        // As `ListenStream=7379` is opened: at all addresses of both kinds.
+        let manager = KeepingManager::with_port(&stage, "[::]:0");
+        let port = manager.port.as_ref().unwrap().local_addr().unwrap().port();
+        let address = format!("127.0.0.1:{port}").parse().unwrap();
+        // A source that was never started before is waited for, too.
+        let mut early = stage.replica(&first.url(), address, &[]);
+        std::thread::sleep(Duration::from_millis(500));
+        let mut source = manager.start(&stage, None, &primary, &[]);
+        succeeds(&mut early, &first);
+        assert_same_data(&primary, &first);
+        manager.wait_for(&SEALED);
+
+        for (signal, replica) in [(Signal::TERM, &second), (Signal::KILL, &third)] {
+            source.signal(signal).unwrap();
+            source.wait(LONG).unwrap();
+            fill_keys(&primary, 1000, &format!("while {signal:?}"));
+            let mut late = stage.replica(&replica.url(), address, &[]);
+            std::thread::sleep(Duration::from_millis(500));
+            assert_eq!(late.ended().unwrap(), None, "{}", late.output());
+            source = manager.start(&stage, None, &primary, &[]);
+            succeeds(&mut late, replica);
+            assert!(!late.output().contains("trying again"), "{}", late.output());
+            assert_same_data(&primary, replica);
+        }
+        assert_eq!(number(&primary, "sync_full"), 1, "the primary says:\n{}", primary.log());
+    }
+}
+
+#[test]
+fn a_source_refuses_a_port_of_the_manager_that_is_not_the_one_of_its_options() {
+    let Some(kind) = require::redis() else { return };
+    let primary = quick(kind).start().unwrap();
+    let stage = Stage::new();
+    let manager = KeepingManager::with_port(&stage, "127.0.0.1:0");
+    let mut source = manager.start(&stage, None, &primary, &["--listen", "127.0.0.1:1"]);
+    let status = source.wait(LONG).unwrap();
+    assert_eq!(status.code(), Some(3), "{}", source.output());
+    let port = manager.port.as_ref().unwrap().local_addr().unwrap().to_string();
+    assert!(source.output().contains(&port) && source.output().contains("127.0.0.1:1"), "{}", source.output());
 }

@@ -1,12 +1,14 @@
 //! How far a sync is, how fast, and how long it takes: as `remora status` and the lines of `remora replica` say it.
 
 use std::cell::RefCell;
+use std::time::{Duration, Instant};
 
+use remora_lab::server::wait_until;
 use remora_lab::{Server, require};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::kit::{LONG, Source, at_once, fill, fill_keys, primary, says};
+use crate::kit::{LONG, Source, Stage, at_once, ends, fill, fill_keys, primary, quick, says, succeeds};
 
 /// Bytes per second that the replica reads at, as its `--download-limit`.
 const RATE: u64 = 4 << 20;
@@ -139,4 +141,239 @@ fn while_a_server_saves_to_a_file_first_both_ends_say_how_far_it_is() {
         // The rest may take less time than there is between two reports.
         says(&output, &["  transfer  ", "is a replica of"]);
     });
+}
+
+// `remora plan` against what a sync then takes.
+
+/// Whether two figures are the same within this share of the greater one.
+#[track_caller]
+fn assert_near(what: &str, planned: &Value, found: u64, share: f64) {
+    let planned = planned.as_f64().unwrap();
+    let differs = (planned - found as f64).abs() / planned.max(found as f64);
+    assert!(differs <= share, "{what}: planned {planned}, found {found}");
+}
+
+/// Memory may differ by this share.
+const MEMORY: f64 = 0.15;
+
+#[test]
+fn what_was_planned_is_what_a_sync_then_takes() {
+    for kind in require::kinds() {
+        let top = primary(kind).config("rdbcompression", "no").config("repl-backlog-size", "4mb").start().unwrap();
+        fill(&top, 64, 1);
+        let stage = Stage::new();
+        let planned = stage.end(&["plan", "--server", &top.url(), "--measure", "1s", "--json"], 0);
+        let plan: Value = serde_json::from_str(&planned[planned.find('{').unwrap()..]).unwrap();
+        assert_eq!(plan["source"]["sealed"], true);
+        assert_eq!(plan["fork"]["count"], 1);
+
+        // Exactly what was said to be needed, and of the same security.
+        let memory = plan["source"]["whole_memory_bytes"].to_string();
+        let options = ["--memory", &memory, "--security", "token"];
+        let source = Source::start(&top, &options);
+        let began = Instant::now();
+        let server = Server::start(kind).unwrap();
+        let transport = ["--security", "token", "--transport", "tcp", "--no-serve-peers"];
+        succeeds(&mut source.replica(&server, &transport), &server);
+        let took = began.elapsed().as_secs_f64();
+        let status = source.status();
+        let generation = &status["generation"];
+        assert_eq!(generation["windowed"], false, "{status}");
+        let bytes = |value: &Value| value.as_u64().unwrap();
+        assert_near("the snapshot", &plan["snapshot_bytes"], bytes(&generation["snapshot_bytes"]), MEMORY);
+        assert_near(
+            "the source's memory",
+            &plan["source"]["whole_in_use_bytes"],
+            bytes(&generation["memory_bytes"]),
+            MEMORY,
+        );
+        let used = server.fact("used_memory").unwrap().parse().unwrap();
+        assert_near("the server's memory", &plan["replicas"]["server_bytes"], used, MEMORY);
+        let served = source.bytes_served();
+        assert_near("what left the source", &plan["snapshot_bytes"], served, MEMORY);
+        // The machine may be busy.
+        let seconds = plan["total_seconds"].as_f64().unwrap();
+        assert!(took < 20.0 * seconds && took > seconds / 20.0, "planned {seconds} s, took {took} s");
+
+        // One mebibyte less, and the snapshot does not fit.
+        let less = (memory.parse::<u64>().unwrap() - (2 << 20)).to_string();
+        let said = stage.end(&["plan", "--server", &top.url(), "--write-rate", "1MiB", "--memory", &less], 0);
+        says(&said, &["holds the snapshot", "is a window of", "makes the primary fork and send its data again"]);
+        let said = stage.end(&["plan", "--server", &top.url(), "--write-rate", "1MiB", "--memory", &memory], 0);
+        says(&said, &["is enough", "costs the primary nothing", "set repl-backlog-size to 16 MiB or more"]);
+    }
+}
+
+#[test]
+fn a_primary_that_cannot_be_asked_is_an_error_and_nothing_is_changed() {
+    for kind in require::kinds() {
+        let top = primary(kind).user("planner", "pw", "-@all +ping +info").start().unwrap();
+        let stage = Stage::new();
+        let file = stage.secret("pw", "pw");
+        let login = ["--user", "planner", "--password-file", &file, "--measure", "1s"];
+        let said = stage.end(&[&["plan", "--server", &top.url(), "--replicas", "3"][..], &login].concat(), 0);
+        says(&said, &["replicas  3, each with about", "the primary has no backlog yet"]);
+        let said = stage.end(&["plan", "--server", &top.url(), "--memory", "1MiB"], 3);
+        says(&said, &["--memory is too small"]);
+        stage.end(&["plan", "--server", "redis://127.0.0.1:1", "--measure", "1s"], 4);
+        assert_eq!(top.fact("sync_full").unwrap(), "0");
+        // A snapshot compresses such strings, and the allocator rounds their memory up: a user that may not look at keys
+        // knows neither.
+        fill_keys(&top, 5_000, &"0123456789".repeat(100));
+        let planned = |login: &[&str]| {
+            let url = top.url();
+            let args = [&["plan", "--server", &url, "--write-rate", "1MiB", "--json"][..], login].concat();
+            let said = stage.end(&args, 0);
+            let plan: Value = serde_json::from_str(&said[said.find('{').unwrap()..]).unwrap();
+            assert!(plan["snapshot_bytes"].as_u64() <= plan["snapshot_at_most_bytes"].as_u64(), "{plan}");
+            plan["snapshot_bytes"].as_u64().unwrap()
+        };
+        let (with, without) = (planned(&[]), planned(&login[..4]));
+        assert!(with < without * 4 / 5, "{with} {without}");
+    }
+}
+
+// `remora probe` against a source of a server without data: figures for the transports that work, reasons for those
+// that do not, and nothing left behind. `rdma/` tests it over RDMA.
+
+/// Runs a probe to its end, which must have this exit code, and returns what it printed.
+fn probe(stage: &Stage, source: &Source, more: &[&str], code: i32) -> String {
+    let (address, token) = (source.address.to_string(), stage.token.display().to_string());
+    let mut command = stage.remora(&["probe", "--source", &address, "--token-file", &token]);
+    command.args(more).env("REMORA_RDMA_DISABLE", "1");
+    let output = command.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(code), "{said}");
+    String::from_utf8(output.stdout).unwrap() + if code == 0 { "" } else { &said }
+}
+
+/// Whether the source has a probe region mapped.
+fn exports_a_probe_region(source: &Source) -> bool {
+    std::fs::read_to_string(format!("/proc/{}/maps", source.agent.pid())).unwrap().contains("remora-probe")
+}
+
+#[test]
+fn a_source_without_data_is_measured_by_each_transport_and_takes_no_snapshot() {
+    let Some(kind) = require::redis() else { return };
+    let (stage, primary) = (Stage::new(), Server::start(kind).unwrap());
+    let source = stage.source(&primary.url(), &[]);
+    let printed = probe(&stage, &source, &["--json", "--time", "3ms"], 0);
+    let report: Value = serde_json::from_str(&printed).unwrap();
+    let transports = report["transports"].as_array().unwrap();
+    let names: Vec<&str> = transports.iter().map(|one| one["transport"].as_str().unwrap()).collect();
+    assert_eq!(names, ["shm", "verbs", "tcp"]);
+    for one in transports.iter().filter(|one| one["transport"] != "verbs") {
+        assert_eq!((&one["usable"], &one["trouble"]), (&Value::Bool(true), &Value::Null), "{one}");
+        let figures = one["figures"].as_array().unwrap();
+        assert_eq!(figures.len(), 8 * 3, "8 sizes at 3 depths");
+        for figure in figures {
+            let number = |name: &str| figure[name].as_f64().unwrap();
+            assert!(number("median_micros") > 0.0 && number("median_micros") <= number("p99_micros"), "{figure}");
+            assert!(number("reads") >= 1.0 && number("bytes_per_second") >= number("read_bytes"), "{figure}");
+        }
+    }
+    assert_eq!(transports[1]["usable"], false);
+    says(transports[1]["trouble"].as_str().unwrap(), &["REMORA_RDMA_DISABLE"]);
+    assert_eq!(source.status()["totals"]["snapshots_taken"], 0);
+    wait_until("the probe region to be revoked", LONG, || {
+        Ok(if exports_a_probe_region(&source) { Err("it is mapped".into()) } else { Ok(()) })
+    })
+    .unwrap();
+    source.stop();
+}
+
+#[test]
+fn the_tables_say_which_transports_are_unusable_and_why_and_the_time_limit_holds() {
+    let Some(kind) = require::redis() else { return };
+    let (stage, primary) = (Stage::new(), Server::start(kind).unwrap());
+    let source = stage.source(&primary.url(), &["--no-shm"]);
+    let printed = probe(&stage, &source, &["--time", "3ms", "--sizes", "64,4KiB", "--depths", "1,16"], 0);
+    says(
+        &printed,
+        &["shm: cannot be used: the source does not offer it", "verbs: cannot be used: RDMA", "64 B", "4 KiB"],
+    );
+    let begun = Instant::now();
+    let late = ["--transport", "tcp", "--time", "10s", "--limit", "300ms"];
+    let said = probe(&stage, &source, &late, 5);
+    assert!(begun.elapsed() < LONG, "{:?}", begun.elapsed());
+    says(&said, &["24 of 24 figures are missing", "--limit", "could be measured"]);
+    source.stop();
+}
+
+#[test]
+fn two_probes_at_once_share_the_region_and_a_wrong_token_gets_none() {
+    let Some(kind) = require::redis() else { return };
+    let (stage, primary) = (Stage::new(), Server::start(kind).unwrap());
+    let source = stage.source(&primary.url(), &[]);
+    let token = stage.token.display().to_string();
+    let address = source.address.to_string();
+    let args = ["probe", "--source", &address, "--token-file", &token, "--transport", "tcp", "--time", "20ms"];
+    let mut both = [stage.start(None, &args), stage.start(None, &args)];
+    for one in &mut both {
+        says(&ends(one, 0), &["4 MiB"]);
+    }
+    let wrong = stage.secret("wrong", "another secret altogether");
+    let mut stranger = stage.start(None, &["probe", "--source", &address, "--token-file", &wrong]);
+    ends(&mut stranger, 5);
+    source.stop();
+}
+
+// `remora ready`: the exit code tells a probe whether a server can be given work.
+
+fn ready(stage: &Stage, server: &Server, more: &[&str], code: i32) -> String {
+    stage.end(&[&["ready", "--server", &server.url()], more].concat(), code)
+}
+
+#[test]
+fn a_replica_is_ready_once_it_is_in_step_with_its_primary() {
+    for kind in require::kinds() {
+        let (stage, first) = (Stage::new(), primary(kind).start().unwrap());
+        fill_keys(&first, 100, "x");
+        says(&ready(&stage, &first, &[], 0), &["is ready: a primary"]);
+        let server = Server::start(kind).unwrap();
+        Source::start(&first, &[]).replicate(&server, &[]);
+        let (host, port) = (first.address().ip().to_string(), first.port().to_string());
+        let at = format!("{host}:{port}");
+        says(&ready(&stage, &server, &["--max-lag", "1MiB", "--timeout", "20s"], 0), &["a replica of", &at]);
+
+        // Nothing listens where it is sent: it waits as long as it is told to.
+        server.client().unwrap().ok(&["REPLICAOF", "127.0.0.1", "1"]).unwrap();
+        let began = Instant::now();
+        let said = ready(&stage, &server, &["--timeout", "1s", "--link-only"], 13);
+        says(&said, &["is not ready", "link to 127.0.0.1:1 is down"]);
+        assert!(began.elapsed() > Duration::from_millis(700) && began.elapsed() < LONG);
+        says(&ready(&stage, &server, &[], 13), &["its primary cannot be asked"]);
+
+        // Its primary follows another server meanwhile, and it goes along.
+        let other = quick(kind).start().unwrap();
+        server.client().unwrap().ok(&["REPLICAOF", &host, &port]).unwrap();
+        ready(&stage, &server, &["--timeout", "60s"], 0);
+        first.client().unwrap().ok(&["REPLICAOF", &host, &other.port().to_string()]).unwrap();
+        ready(&stage, &first, &["--timeout", "60s"], 0);
+        ready(&stage, &server, &["--timeout", "60s"], 0);
+    }
+}
+
+#[test]
+fn each_change_is_said_while_it_is_watched() {
+    let Some(kind) = require::redis() else { return };
+    let (stage, first, server) = (Stage::new(), primary(kind).start().unwrap(), quick(kind).start().unwrap());
+    let mut watch = stage.start(None, &["ready", "--server", &server.url(), "--watch", "100ms"]);
+    watch.wait_for_line("is ready: a primary", LONG).unwrap();
+    server.client().unwrap().ok(&["REPLICAOF", "127.0.0.1", "1"]).unwrap();
+    watch.wait_for_line("is not ready", LONG).unwrap();
+    let (host, port) = (first.address().ip().to_string(), first.port().to_string());
+    server.client().unwrap().ok(&["REPLICAOF", &host, &port]).unwrap();
+    watch.wait_for_line("is ready: a replica of", LONG).unwrap();
+    assert_eq!(watch.output().matches("is ready: a primary").count(), 1, "{}", watch.output());
+    watch.signal(rustix::process::Signal::TERM).unwrap();
+    ends(&mut watch, 7);
+}
+
+#[test]
+fn a_server_that_is_gone_is_an_error_of_its_own() {
+    let Some(kind) = require::redis() else { return };
+    let (stage, mut server) = (Stage::new(), quick(kind).start().unwrap());
+    server.kill().unwrap();
+    says(&ready(&stage, &server, &[], 4), &[&server.url()]);
 }

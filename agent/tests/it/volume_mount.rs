@@ -2,14 +2,18 @@
 
 use std::fs;
 use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use remora_lab::server::wait_until;
 use remora_lab::{Agent, Kind, Server, require};
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
+use rustix::mount::UnmountFlags;
 use rustix::process::Signal;
 
 use crate::kit::{Directory, LONG, ends, says};
@@ -215,4 +219,194 @@ fn a_server_whose_host_dies_goes_on_elsewhere_with_every_acknowledged_write() {
         third_mount.signal(Signal::TERM).unwrap();
         ends(&mut third_mount, 0);
     }
+}
+
+// `remora volume mount --image`: a file system of the kernel on a loop device on a volume.
+
+/// Runs a program, which must end with one of these codes. Returns what it says.
+#[track_caller]
+fn run(program: &str, args: &[&str], codes: &[i32]) -> String {
+    let ran = Command::new(program).args(args).output().unwrap();
+    let said = String::from_utf8_lossy(&[ran.stdout, ran.stderr].concat()).trim().to_owned();
+    assert!(
+        ran.status.code().is_some_and(|code| codes.contains(&code)),
+        "{program} {args:?}: {:?}: {said}",
+        ran.status
+    );
+    said
+}
+
+/// A loop device on a file, until it is dropped.
+struct Loop(String);
+
+impl Loop {
+    fn new(file: &Path) -> Loop {
+        let file = file.to_str().unwrap();
+        Loop(run("losetup", &["--find", "--show", "--direct-io=on", file], &[0]))
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").args(["--detach", &self.0]).status(); // a test that fails leaves none behind
+    }
+}
+
+/// What is mounted of a loop device, until it is dropped.
+struct Tree(PathBuf);
+
+impl Tree {
+    fn new(device: &Loop, at: &str) -> Tree {
+        let _ = fs::create_dir(at); // it may be there
+        run("mount", &["-t", "ext4", &device.0, at], &[0]);
+        Tree(at.into())
+    }
+}
+
+impl Drop for Tree {
+    fn drop(&mut self) {
+        let _ = rustix::mount::unmount(&self.0, UnmountFlags::DETACH); // its device may be gone
+    }
+}
+
+/// ext4, written while its host is replaced. The next host replays its journal, and finds it in order, with everything
+/// that was flushed.
+#[test]
+fn a_file_system_of_the_kernel_outlives_its_host() {
+    let (Some(()), Some(()), Some(())) = (require::root(), require::fuse(), require::loop_devices()) else { return };
+    let scene = Scene::new(None, &[]);
+    let file = scene.create("image.volume");
+    let image = |name: &str, more: &[&str]| {
+        let (mounted, directory) = mount_as(&scene, &file, name, &[&["--image"], more].concat(), "image_mounted");
+        let image = directory.at("image");
+        (mounted, directory, image)
+    };
+    let (mut first, _directory, at): (_, Directory, _) = image("one", &[]);
+    assert_eq!(fs::metadata(&at).unwrap().len(), 16 << 20);
+    let loop_device = Loop::new(&at);
+    run("mkfs.ext4", &["-q", &loop_device.0], &[0]);
+    let tree = Tree::new(&loop_device, &scene.stage.path("ext4-one"));
+    let content = |number: u64| (0..number * 5000).map(|at| (at * 7 / 3 + number) as u8).collect::<Vec<_>>();
+    let put = |tree: &Tree, number: u64| {
+        let path = tree.0.join(format!("file-{number}"));
+        fs::write(&path, content(number)).unwrap();
+        fs::File::open(path).unwrap().sync_all().unwrap();
+    };
+    (1..20).for_each(|number| put(&tree, number));
+    fs::remove_file(tree.0.join("file-7")).unwrap();
+    run("fstrim", &[tree.0.to_str().unwrap()], &[0]);
+    (20..30).for_each(|number| put(&tree, number));
+    // Something that is not flushed when the next host comes.
+    fs::write(tree.0.join("unflushed"), content(3)).unwrap();
+
+    let (mut second, directory, at) = image("two", &["--take-over"]);
+    says(&ends(&mut first, 11), &["another writer has opened the volume"]);
+    drop(tree);
+    drop(loop_device);
+    let loop_device = Loop::new(&at);
+    // It replays the journal.
+    drop(Tree::new(&loop_device, &scene.stage.path("ext4-two")));
+    run("e2fsck", &["-f", "-n", &loop_device.0], &[0]);
+    let tree = Tree::new(&loop_device, &scene.stage.path("ext4-two"));
+    for number in (1..30).filter(|number| *number != 7) {
+        assert!(fs::read(tree.0.join(format!("file-{number}"))).unwrap() == content(number), "file-{number}");
+    }
+    assert!(!tree.0.join("file-7").exists());
+    put(&tree, 7);
+    run("umount", &[tree.0.to_str().unwrap()], &[0]);
+    drop((tree, loop_device));
+    second.signal(Signal::TERM).unwrap();
+    ends(&mut second, 0);
+    drop(directory);
+    // It is not a volume with files, and says so.
+    let directory = scene.stage.path("three");
+    fs::create_dir(&directory).unwrap();
+    says(&scene.end(&["mount", &file, &directory], 10), &[&file, "something other than files"]);
+}
+
+#[test]
+fn a_volume_with_files_is_not_mounted_as_an_image() {
+    let (Some(()), Some(())) = (require::root(), require::fuse()) else { return };
+    let scene = Scene::new(None, &[]);
+    let file = scene.create("files.volume");
+    says(&scene.end(&["format", &file], 0), &["an empty file system"]);
+    let directory = scene.stage.path("mnt");
+    fs::create_dir(&directory).unwrap();
+    says(&scene.end(&["mount", &file, &directory, "--image", "--take-over"], 10), &[&file, "has files", "--image"]);
+}
+
+// `remora volume`: a machine whose only disk is a volume.
+
+/// A machine that is emulated boots in ten seconds on an idle host.
+const BOOT: Duration = Duration::from_secs(180);
+
+/// The last round that the guest has said to be on its disk.
+fn kept(guest: &Agent) -> u32 {
+    let said = guest.stdout();
+    let rounds =
+        said.lines().filter_map(|line| line.split("guest: round ").nth(1)?.strip_suffix(" is kept")?.parse().ok());
+    rounds.max().unwrap_or(0)
+}
+
+/// Waits for three more rounds, and returns the last one.
+#[track_caller]
+fn goes_on(guest: &Agent) -> u32 {
+    let before = kept(guest);
+    wait_until("three more rounds of the guest", BOOT, || {
+        Ok(if kept(guest) >= before + 3 { Ok(()) } else { Err(guest.output()) })
+    })
+    .unwrap();
+    kept(guest)
+}
+
+/// The first line of a guest after its boot.
+#[track_caller]
+fn boots(guest: &mut Agent) -> String {
+    guest.wait_for_line("guest: booted", BOOT).unwrap().trim().to_owned()
+}
+
+#[test]
+#[ignore = "long: needs the machine with RDMA devices"]
+fn a_machine_boots_from_a_volume_lives_through_deaths_of_servers_and_boots_elsewhere() {
+    let Some(()) = require::nbd_clients() else { return };
+    let Some(machine) = require::rdma_vm() else { return };
+    let mut scene = Scene::new(None, &[]);
+    let (file, servers) = (scene.stage.path("system.volume"), scene.addresses.join(","));
+    says(&scene.end(&["create", &file, "--size", "32MiB", "--servers", &servers], 0), &["3 copies"]);
+    let (disk, socket) = (scene.stage.path("disk"), scene.socket("here"));
+    let url = |socket: &str| format!("nbd+unix:///?socket={socket}");
+    machine.make_disk(Path::new(&disk)).unwrap();
+    let mut nbd = scene.nbd(&file, &socket);
+    let copied = Command::new("nbdcopy").args(["--flush", &disk, &url(&socket)]).output().unwrap();
+    assert!(copied.status.success(), "{}", String::from_utf8_lossy(&copied.stderr));
+
+    let mut guest = Agent::run(machine.boot(&url(&socket))).unwrap();
+    assert_eq!(boots(&mut guest), "guest: booted, 0 rounds are there, the last is 0, broken: none");
+    goes_on(&guest);
+    scene.servers[0].kill().unwrap();
+    goes_on(&guest);
+    let address = scene.addresses[0].clone();
+    (scene.servers[0], _) = scene.serve(&address);
+    wait_until("three whole copies", LONG, || {
+        let status = scene.end(&["status", &file, "--json"], 0);
+        Ok(if status.matches("\"state\":\"whole\"").count() == 3 { Ok(()) } else { Err(status) })
+    })
+    .unwrap();
+    scene.servers[1].kill().unwrap();
+    let last = goes_on(&guest);
+
+    // The host loses its power, with the machine and the door to the volume.
+    guest.kill().unwrap();
+    nbd.kill().unwrap();
+    let last = last.max(kept(&guest));
+    let elsewhere = scene.socket("elsewhere");
+    let _nbd = scene.nbd_with(&file, &elsewhere, &["--take-over"]);
+    let mut guest = Agent::run(machine.boot(&url(&elsewhere))).unwrap();
+    let line = boots(&mut guest);
+    let found = line.split("the last is ").nth(1).and_then(|rest| rest.split(',').next()?.parse::<u32>().ok());
+    assert!(found.is_some_and(|found| found >= last), "round {last} was synced: {line}");
+    let broken = line.split("broken:").nth(1).unwrap().split_whitespace().filter_map(|word| word.parse::<u32>().ok());
+    let synced: Vec<u32> = broken.filter(|round| *round <= last).collect();
+    assert!(synced.is_empty(), "rounds {synced:?} were synced: {line}");
+    goes_on(&guest);
 }

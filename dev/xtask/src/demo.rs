@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use clap::ValueEnum;
-use remora_agent::transports::devices::verdicts;
+use remora_agent::transports::verdicts;
 use remora_agent::units::{Size, readable};
 use remora_bench::bars::{Bar, Chart, Family, Group};
 use remora_bench::sync::{Content, Method, Outcome, Program, Result, Scene, Setting, Shape, Trial};

@@ -181,7 +181,7 @@ fn completions(shell: &str) -> remora_bench::sync::Result<()> {
 }
 
 fn generate(what: Generated) -> remora_bench::sync::Result<()> {
-    remora_agent::generate::run(&GenerateArgs { what }).map_err(|failure| failure.to_string().into())
+    remora_agent::tools::run(&GenerateArgs { what }).map_err(|failure| failure.to_string().into())
 }
 
 #[cfg(test)]

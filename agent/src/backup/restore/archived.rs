@@ -13,15 +13,14 @@ use std::sync::Arc;
 use remora_redis::aof::{FileKind, Manifest as List, NamedFile};
 use remora_redis::rdb::crc64;
 
-use super::super::archive::failure_of;
-use super::super::archive::layout::{self, Segment, missing};
-use super::super::list::checked_list;
+use super::super::archive::{self, Segment, failure_of, missing};
+use super::super::commands_file::checked_list;
 use super::super::manifest::{Damaged, IN_FOLDER, Kind, Manifest, newest_until};
 use super::super::moment::Moment;
 use super::super::sealing::{ENDING, Identities};
 use super::super::shelf;
 use super::super::store::{self, Store};
-use super::found::{AofFolder, FOLDER, Found};
+use super::{AofFolder, FOLDER, Found};
 use crate::args::{Location, Pass, RestoreArgs};
 use crate::exit::Failure;
 use crate::free_space;
@@ -68,7 +67,7 @@ impl Archived {
         }
         if let Some((above, name)) = named(at)
             && let Some(store) = store::open(&above, &args.store, args.retry_for)?
-            && let Some(manifest) = layout::read(&*store, &name)?
+            && let Some(manifest) = archive::read(&*store, &name)?
         {
             return Ok(Some(Archived { store, identities, manifest }));
         }
@@ -135,8 +134,8 @@ impl Archived {
     /// All segments that are counted.
     fn segments(&self) -> Result<Vec<Segment>, Failure> {
         let name = &self.manifest.name;
-        let reached = layout::reached(&*self.store, name)?;
-        let mut all = layout::segments(&*self.store, name)?;
+        let reached = archive::reached(&*self.store, name)?;
+        let mut all = archive::segments(&*self.store, name)?;
         // One that was sent, and not counted before its command was killed.
         all.retain(|segment| (1..=reached.segments).contains(&segment.number));
         let at = self.store.address(name);
@@ -189,7 +188,7 @@ fn no_segment(at: &str, number: u64) -> Failure {
 
 /// The newest backup that is not of a later moment; `None` if there is no backup at all.
 fn newest(store: &dyn Store, until: Option<Moment>, pass: Option<Pass>) -> Result<Option<Manifest>, Failure> {
-    let all = layout::list(store, Damaged::Refused)?;
+    let all = archive::list(store, Damaged::Refused)?;
     if all.is_empty() {
         return Ok(None);
     }

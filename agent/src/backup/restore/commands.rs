@@ -7,11 +7,11 @@ use std::path::Path;
 use remora_redis::aof::FileKind;
 use serde::Serialize;
 
-use super::super::aof_file::{AofFile, End};
+use super::super::commands_file::{AofFile, End};
 use super::super::manifest::checked_snapshot;
 use super::super::moment::Moment;
 use super::super::rdb_file::RdbFile;
-use super::found::AofFolder;
+use super::AofFolder;
 use crate::args::Pass;
 use crate::exit::Failure;
 

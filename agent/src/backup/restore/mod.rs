@@ -6,34 +6,42 @@
 //!   objects ──╯ archived: fetched into a folder                ╰──▶ laid: copies beside, synced, renamed
 //! ```
 //!
-//! - [`found`]: what there is at a path. [`archived`]: the files of a backup in a bucket, or another archive.
+//! - [`archived`]: the files of a backup in a bucket, or another archive.
 //! - [`commands`]: append-only files, read to their end or to a moment.
-//! - [`laid`]: the files for a server.
+//! - This file: what there is at a path ([`Found`]), and the files for a server.
 
 mod archived;
 mod commands;
-mod found;
-mod laid;
 
 use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use remora_redis::aof::Manifest;
+use rustix::fs::RenameFlags;
 use serde::Serialize;
 use tempfile::TempDir;
 
 use self::archived::Archived;
 use self::commands::Commands;
-use self::found::Found;
-use super::manifest::checked_snapshot;
+use super::commands_file;
+use super::manifest::{Damaged, IN_FOLDER, Kind, Manifest as About, checked_snapshot, newest_until};
 use super::moment::Moment;
 use super::rdb_file::RdbFile;
-use crate::args::{Location, RestoreArgs};
+use super::shelf::{self, Backup};
+use crate::args::{Location, Pass, RestoreArgs};
+use crate::checked_json::Checksum;
 use crate::exit::Failure;
-use crate::progress;
+use crate::server::local;
 use crate::signals::until_signal;
+use crate::snapshot::beside;
+use crate::snapshot::fetch::PRIVATE;
 use crate::tasks::blocking;
 use crate::units::Size;
+use crate::{free_space, progress};
 
 /// What a backup holds.
 #[derive(Debug, Serialize)]
@@ -85,7 +93,7 @@ async fn restored(args: RestoreArgs) -> Result<Report, Failure> {
     let args = Arc::new(args);
     let asked = Arc::clone(&args);
     let archived = blocking(move || {
-        asked.to.as_deref().map_or(Ok(()), laid::refuse_a_folder_in_use)?;
+        asked.to.as_deref().map_or(Ok(()), refuse_a_folder_in_use)?;
         Archived::find(&asked)
     });
     let archived = archived.await?;
@@ -95,7 +103,7 @@ async fn restored(args: RestoreArgs) -> Result<Report, Failure> {
     blocking(move || match (archived, into) {
         (Some(archived), Some(into)) => {
             if let (Some(to), false) = (&asked.to, asked.replace) {
-                laid::refuse_what_is_there(to, archived.manifest.kind)?;
+                refuse_what_is_there(to, archived.manifest.kind)?;
             }
             let found = archived.fetch(asked.until, &into)?;
             let mut report = checked(&asked, &found, true)?;
@@ -108,7 +116,7 @@ async fn restored(args: RestoreArgs) -> Result<Report, Failure> {
             };
             let found = Found::at(path, asked.until, asked.until_pass)?;
             if let (Some(to), false) = (&asked.to, asked.replace) {
-                laid::refuse_what_is_there(to, found.kind())?;
+                refuse_what_is_there(to, found.kind())?;
             }
             checked(&asked, &found, false)
         }
@@ -121,7 +129,7 @@ fn folder_for(args: &RestoreArgs) -> Result<TempDir, Failure> {
     let above = args.to.as_ref().unwrap_or(&args.spool);
     let unusable = |error| Failure::local(format!("{} cannot be used: {error}", above.display()));
     std::fs::create_dir_all(above).map_err(unusable)?;
-    tempfile::Builder::new().prefix(laid::BESIDE).tempdir_in(above).map_err(unusable)
+    tempfile::Builder::new().prefix(BESIDE).tempdir_in(above).map_err(unusable)
 }
 
 /// Checks what was found, and lays it out. `moves`: its files are of no further use.
@@ -145,14 +153,14 @@ fn checked(args: &RestoreArgs, found: &Found, moves: bool) -> Result<Report, Fai
     };
     if let Some(to) = &args.to {
         // The check may have taken an hour.
-        laid::refuse_a_folder_in_use(to)?;
-        let how = laid::How { replaces: args.replace, moves };
+        refuse_a_folder_in_use(to)?;
+        let how = How { replaces: args.replace, moves };
         let laid = match found {
-            Found::Snapshot(path) => laid::snapshot(path, to, how)?,
-            Found::Folder(folder) => laid::folder(folder, report.commands.as_ref(), to, how)?,
+            Found::Snapshot(path) => lay_out_snapshot(path, to, how)?,
+            Found::Folder(aof) => lay_out_folder(aof, report.commands.as_ref(), to, how)?,
         };
         report.laid_at = Some(laid);
-        report.settings = laid::settings(found);
+        report.settings = settings(found);
     }
     Ok(report)
 }
@@ -243,4 +251,304 @@ fn show(report: &Report) {
         lines.push(format!("laid out   {}; start the server with {}", laid.display(), settings.join(", ")));
     }
     progress::say(&lines.join("\n"));
+}
+
+// Found: what there is at a path.
+
+/// A backup that was found.
+#[derive(Debug)]
+enum Found {
+    /// An RDB file.
+    Snapshot(PathBuf),
+    /// An append-only file of several parts.
+    Folder(AofFolder),
+}
+
+/// The folder of an append-only file.
+#[derive(Debug)]
+struct AofFolder {
+    path: PathBuf,
+    /// The name of the list.
+    list: String,
+    manifest: Manifest,
+    /// The command files have checksums.
+    is_checked: bool,
+}
+
+/// The servers' default name of the folder (`appenddirname`).
+const FOLDER: &str = "appendonlydir";
+
+/// How the names of lists end.
+const LIST_SUFFIX: &str = ".manifest";
+
+/// Bytes of a list that are read at most: more than the most files need.
+const LIST_BYTES_MAX: u64 = 16 << 20;
+
+impl Found {
+    /// What kind of backup it is.
+    fn kind(&self) -> Kind {
+        match self {
+            Found::Snapshot(_) => Kind::Snapshot,
+            Found::Folder(_) => Kind::Journal,
+        }
+    }
+
+    /// Looks at the path, and chooses the newest backup that is not of a later moment.
+    ///
+    /// # Errors
+    /// The path holds no such backup, or the moment is there twice and `pass` does not say which one is meant.
+    fn at(path: &Path, until: Option<Moment>, pass: Option<Pass>) -> Result<Found, Failure> {
+        let kind = path.metadata();
+        let kind = kind.map_err(|error| Failure::refused(format!("{} cannot be read: {error}", path.display())))?;
+        if kind.is_file() {
+            return Ok(Found::Snapshot(path.to_owned()));
+        }
+        for folder in [path.join(FOLDER), path.to_owned()] {
+            if let Some(folder) = AofFolder::at(&folder)? {
+                return Ok(Found::Folder(folder));
+            }
+        }
+        let all = shelf::list(path, Damaged::Refused)?;
+        let is_empty = all.is_empty();
+        let snapshots = all.iter().filter(|backup| backup.manifest.kind == Kind::Snapshot).count();
+        if snapshots > 0 && snapshots < all.len() {
+            // Commands may reach further than a snapshot that was taken later, or may not.
+            return Err(Failure::refused(format!(
+                "{} has snapshots and folders with commands: name the one that is meant",
+                path.display()
+            )));
+        }
+        match newest_until(all, |backup: &Backup| &backup.manifest, until, pass)? {
+            Some(backup) if backup.manifest.kind == Kind::Snapshot => Ok(Found::Snapshot(backup.path)),
+            Some(backup) => AofFolder::at(&backup.path.join(FOLDER))?.map(Found::Folder).ok_or_else(|| {
+                Failure::refused(format!("{} has lost its list of files ({FOLDER})", backup.path.display()))
+            }),
+            None if path.join("dump.rdb").is_file() => Ok(Found::Snapshot(path.join("dump.rdb"))),
+            None if is_empty => match AofFolder::below(path)? {
+                Some(folder) => Ok(Found::Folder(folder)),
+                None => Err(Failure::refused(format!("there is no backup in {}", path.display()))),
+            },
+            None => {
+                Err(Failure::refused(format!("all backups in {} are of a later moment than --until", path.display())))
+            }
+        }
+    }
+}
+
+/// The folders in this one, in order.
+fn folders_in(path: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
+    let mut folders: Vec<PathBuf> = entries.map(|entry| entry.path()).filter(|path| path.is_dir()).collect();
+    folders.sort();
+    folders
+}
+
+impl AofFolder {
+    /// The append-only file in a folder of a server that has another `appenddirname`; `None` if there is no such file.
+    ///
+    /// # Errors
+    /// There are several, or it is damaged.
+    fn below(path: &Path) -> Result<Option<AofFolder>, Failure> {
+        let mut found = None;
+        for folder in folders_in(path) {
+            let Some(folder) = AofFolder::at(&folder)? else { continue };
+            if let Some(AofFolder { path: other, .. }) = found.replace(folder) {
+                return Err(Failure::refused(format!(
+                    "{} has several folders with an append-only file, such as {}: name the one that is meant",
+                    path.display(),
+                    other.display()
+                )));
+            }
+        }
+        Ok(found)
+    }
+
+    /// The append-only file in this folder; `None` if the folder has no such file.
+    fn at(path: &Path) -> Result<Option<AofFolder>, Failure> {
+        let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
+        let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+        let mut lists: Vec<String> = names.filter(|name| name.ends_with(LIST_SUFFIX)).collect();
+        lists.sort();
+        let Some(list) = lists.pop() else { return Ok(None) };
+        let file = path.join(&list);
+        if let Some(other) = lists.pop() {
+            let text = format!("{} has two lists of files: {other} and {list}; remove the wrong one", path.display());
+            return Err(Failure::refused(text));
+        }
+        let unreadable = |error: &dyn std::fmt::Display| Failure::refused(format!("{}: {error}", file.display()));
+        let mut bytes = Vec::new();
+        let read = File::open(&file).and_then(|opened| opened.take(LIST_BYTES_MAX).read_to_end(&mut bytes));
+        read.map_err(|error| unreadable(&error))?;
+        let about = path.parent().map(|above| About::read(&above.join(IN_FOLDER))).transpose()?.flatten();
+        let is_checked = about.is_some_and(|about| about.is_checked());
+        match commands_file::check(&bytes) {
+            Checksum::Wrong => return Err(unreadable(&"it is damaged: its checksum does not match")),
+            Checksum::Missing if is_checked => return Err(unreadable(&"it is damaged: it has lost its checksum")),
+            Checksum::Missing | Checksum::Right => {}
+        }
+        let manifest = Manifest::parse(&bytes).map_err(|error| unreadable(&error))?;
+        if manifest.files.is_empty() {
+            return Err(unreadable(&"it names no file"));
+        }
+        Ok(Some(AofFolder { path: path.to_owned(), list, manifest, is_checked }))
+    }
+}
+
+// Laid: the files of a backup in a server's folder. They are copied beside, brought to the disk, and get their name
+// last.
+
+/// The servers' default name of an RDB file (`dbfilename`).
+const SNAPSHOT: &str = "dump.rdb";
+
+/// What files and folders are called that have no name yet.
+const BESIDE: &str = ".remora-restore";
+
+/// How files are laid out.
+#[derive(Clone, Copy, Debug)]
+struct How {
+    /// What is there already goes.
+    replaces: bool,
+    /// The files of the backup are on the same file system, and of no further use.
+    moves: bool,
+}
+
+fn failed(path: &Path) -> impl Fn(io::Error) -> Failure {
+    let path = path.display().to_string();
+    move |error| Failure::local(format!("{path} cannot be written: {error}"))
+}
+
+/// Refuses a folder that has data already, before a long check.
+///
+/// # Errors
+/// It has.
+fn refuse_what_is_there(folder: &Path, kind: Kind) -> Result<(), Failure> {
+    let to = folder.join(if kind == Kind::Snapshot { SNAPSHOT } else { FOLDER });
+    if to.symlink_metadata().is_ok() { Err(exists(&to)) } else { Ok(()) }
+}
+
+fn exists(to: &Path) -> Failure {
+    Failure::refused(format!("{} exists; replace it by --replace, while its server is stopped", to.display()))
+}
+
+/// Refuses the folder of a server that runs, and one whose server would load other files than those laid out.
+///
+/// # Errors
+/// It is such a folder.
+fn refuse_a_folder_in_use(folder: &Path) -> Result<(), Failure> {
+    if let Some(process) = local::process_in(folder) {
+        return Err(Failure::refused(format!(
+            "{process} runs in {}, and would write its own data over the backup when it saves or ends: stop it first",
+            folder.display()
+        )));
+    }
+    let other = folders_in(folder).into_iter().find(|path| {
+        path.file_name().is_some_and(|name| name != FOLDER && !name.as_encoded_bytes().starts_with(BESIDE.as_bytes()))
+            && !matches!(AofFolder::at(path), Ok(None))
+    });
+    match other {
+        Some(other) => Err(Failure::refused(format!(
+            "{} is the append-only file of a server whose appenddirname is not {FOLDER}, and such a server would load it in place of \
+             the backup: move it away, and start the server with the settings that this command names",
+            other.display()
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// The settings with which a server loads the files of this backup. Each has a default that another server may have
+/// changed.
+fn settings(found: &Found) -> BTreeMap<&'static str, String> {
+    match found {
+        Found::Snapshot(_) => BTreeMap::from([("appendonly", "no".to_owned()), ("dbfilename", SNAPSHOT.to_owned())]),
+        Found::Folder(folder) => {
+            let name = folder.list.strip_suffix(LIST_SUFFIX).unwrap_or(&folder.list).to_owned();
+            BTreeMap::from([
+                ("appendonly", "yes".to_owned()),
+                ("appenddirname", FOLDER.to_owned()),
+                ("appendfilename", name),
+            ])
+        }
+    }
+}
+
+/// Lays an RDB file out.
+///
+/// # Errors
+/// It cannot be written, or there is one and it is not to be replaced.
+fn lay_out_snapshot(from: &Path, folder: &Path, how: How) -> Result<PathBuf, Failure> {
+    let to = folder.join(SNAPSHOT);
+    fs::create_dir_all(folder).map_err(failed(folder))?;
+    let placing = beside::Placing { replaces: how.replaces, ..PRIVATE };
+    if how.moves {
+        let file = File::open(from).map_err(failed(&to))?;
+        beside::put(&file, from, &to, &placing)?;
+        return Ok(to);
+    }
+    free_space::check_copies(SNAPSHOT, from, folder, from.metadata().map_or(0, |found| found.len()))?;
+    let beside = tempfile::Builder::new().prefix(BESIDE).tempfile_in(folder).map_err(failed(&to))?;
+    let (mut file, fresh) = beside.into_parts();
+    File::open(from).and_then(|mut from| io::copy(&mut from, &mut file)).map_err(failed(&to))?;
+    beside::put(&file, &fresh, &to, &placing)?;
+    _ = fresh.keep(); // it has another name by now
+    Ok(to)
+}
+
+/// Lays the files of an append-only file out, the last one up to where it is cut.
+///
+/// # Errors
+/// They cannot be written, or there are some and they are not to be replaced.
+fn lay_out_folder(from: &AofFolder, commands: Option<&Commands>, folder: &Path, how: How) -> Result<PathBuf, Failure> {
+    let to = folder.join(FOLDER);
+    fs::create_dir_all(folder).map_err(failed(folder))?;
+    let beside = tempfile::Builder::new().prefix(BESIDE).tempdir_in(folder).map_err(failed(&to))?;
+    let inner = beside.path().join(FOLDER);
+    fs::DirBuilder::new().mode(0o700).create(&inner).map_err(failed(&inner))?;
+    let mut files = from.manifest.files.clone();
+    let last_bytes = commands.map_or(u64::MAX, |commands| commands.last_bytes);
+    files.truncate(commands.map_or(usize::MAX, |commands| commands.files));
+    if last_bytes == 0 && files.len() > 1 {
+        files.pop();
+    }
+    if !how.moves {
+        let length = |name: &str| from.path.join(name).metadata().map_or(0, |found| found.len());
+        let last = files.last().map_or(0, |file| length(&file.name).saturating_sub(last_bytes));
+        let all: u64 = files.iter().map(|file| length(&file.name)).sum();
+        free_space::check_copies(FOLDER, &from.path, folder, all.saturating_sub(last))?;
+    }
+    for (number, file) in files.iter().enumerate() {
+        // The last one that was read is used up to there. One that is not copied was empty.
+        let is_cut = commands.is_some_and(|commands| commands.files == number + 1);
+        let path = inner.join(&file.name);
+        let bytes = if is_cut { last_bytes } else { u64::MAX };
+        let lay = if how.moves { cut_and_move } else { copy };
+        lay(&from.path.join(&file.name), &path, bytes).map_err(failed(&path))?;
+    }
+    let list = Manifest { files }.to_string();
+    beside::write(&inner.join(&from.list), list.as_bytes(), &PRIVATE)?;
+    let flags =
+        if how.replaces && to.symlink_metadata().is_ok() { RenameFlags::EXCHANGE } else { RenameFlags::NOREPLACE };
+    match rustix::fs::renameat_with(rustix::fs::CWD, &inner, rustix::fs::CWD, &to, flags) {
+        Err(rustix::io::Errno::EXIST) => return Err(exists(&to)),
+        renamed => renamed.map_err(|errno| failed(&to)(errno.into()))?,
+    }
+    File::open(folder).and_then(|folder| folder.sync_all()).map_err(failed(&to))?;
+    // What was replaced goes with the folder beside.
+    Ok(to)
+}
+
+fn copy(from: &Path, to: &Path, bytes: u64) -> io::Result<()> {
+    let mut file = File::options().write(true).create_new(true).open(to)?;
+    io::copy(&mut File::open(from)?.take(bytes), &mut file)?;
+    rustix::fs::fchmod(&file, PRIVATE.mode)?;
+    file.sync_all()
+}
+
+fn cut_and_move(from: &Path, to: &Path, bytes: u64) -> io::Result<()> {
+    let file = File::options().write(true).open(from)?;
+    if file.metadata()?.len() > bytes {
+        file.set_len(bytes)?;
+    }
+    rustix::fs::fchmod(&file, PRIVATE.mode)?;
+    file.sync_all()?;
+    fs::rename(from, to)
 }

@@ -8,25 +8,38 @@
 //!   begin ──▶ .remora-uploads/5f1c… ──▶ part, part, part ──▶ complete ──▶ the note is removed
 //! ```
 
+use std::error::Error;
 use std::fmt;
 use std::io::{self, Read, Write};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{Buf, Bytes};
 use futures_util::stream::{self, BoxStream, StreamExt};
-use object_store::aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey};
+use http_body_util::BodyExt;
+use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector as Tcp;
+use hyper_util::rt::{TokioExecutor, TokioTimer};
+use object_store::aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey, AwsCredential};
+use object_store::client::{
+    HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpRequestBody, HttpResponse, HttpResponseBody,
+    HttpService,
+};
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path;
-use object_store::{MultipartId, ObjectStore, ObjectStoreExt, PutPayload, RetryConfig, StaticCredentialProvider};
+use object_store::{
+    ClientOptions, MultipartId, ObjectStore, ObjectStoreExt, PutPayload, RetryConfig, StaticCredentialProvider,
+};
 use remora_redis::rdb::crc64;
+use remora_wire::secret_file;
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-use super::http::Connector;
-use super::{Object, Store, Upload, credentials};
+use super::{Object, Store, Upload};
 use crate::args::{Location, StoreArgs};
 use crate::exit::{Code, Failure};
 
@@ -109,13 +122,13 @@ impl BucketStore {
             AmazonS3ConfigKey::ContainerCredentialsFullUri,
         ];
         let has_others = has_others.into_iter().any(|key| set(key).is_some());
-        let file = args.s3_credentials_file.clone().or_else(|| credentials::usual_file().filter(|_| !has_others));
+        let file = args.s3_credentials_file.clone().or_else(|| usual_file().filter(|_| !has_others));
         let is_role = file.is_none() && !has_others;
         let max_retries = if is_role { ROLE_RETRIES } else { WAITING_RETRIES };
         builder = builder.with_retry(RetryConfig { max_retries, retry_timeout: retry_for, ..RetryConfig::default() });
         match file {
             Some(file) => {
-                let keys = credentials::read(&file)?;
+                let keys = read(&file)?;
                 builder = builder.with_credentials(Arc::new(StaticCredentialProvider::new(keys)));
             }
             None if is_role => tracing::info!("no keys for {at} are given: the role of this machine is asked for"),
@@ -436,8 +449,138 @@ impl Drop for Sending {
     }
 }
 
+// HTTP: the requests of the object store's client by hyper, with the TLS and the certificate authorities that the rest
+// of this program uses.
+
+/// How long a connection may take to come up.
+const CONNECT_LIMIT: Duration = Duration::from_secs(10);
+
+/// How long an answer may take to begin, from the first byte of the request on: a part of an upload in two minutes is
+/// half a megabit per second.
+const ANSWER_LIMIT: Duration = Duration::from_secs(120);
+
+/// How long an unused connection is kept.
+const IDLE_LIMIT: Duration = Duration::from_secs(60);
+
+/// Makes the clients.
+#[derive(Debug)]
+pub(super) struct Connector;
+
+impl HttpConnector for Connector {
+    fn connect(&self, _: &ClientOptions) -> object_store::Result<HttpClient> {
+        let unusable = |source: std::io::Error| object_store::Error::Generic { store: "S3", source: Box::new(source) };
+        let mut tcp = Tcp::new();
+        tcp.enforce_http(false);
+        tcp.set_connect_timeout(Some(CONNECT_LIMIT));
+        tcp.set_nodelay(true);
+        // Which addresses may be without TLS was decided before. A machine's credentials come by http always.
+        let builder = HttpsConnectorBuilder::new().with_native_roots().map_err(unusable)?;
+        let connector = builder.https_or_http().enable_http1().wrap_connector(tcp);
+        let mut client = Client::builder(TokioExecutor::new());
+        client.pool_timer(TokioTimer::new()).pool_idle_timeout(IDLE_LIMIT);
+        Ok(HttpClient::new(Service { client: client.build(connector) }))
+    }
+}
+
+/// A client.
+#[derive(Debug)]
+struct Service {
+    client: Client<HttpsConnector<Tcp>, HttpRequestBody>,
+}
+
+#[async_trait::async_trait]
+impl HttpService for Service {
+    async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let answer = tokio::time::timeout(ANSWER_LIMIT, self.client.request(request)).await;
+        let answer = answer.map_err(|late| HttpError::new(HttpErrorKind::Timeout, late))?;
+        let answer = answer.map_err(|error| {
+            let kind = if error.is_connect() { HttpErrorKind::Connect } else { HttpErrorKind::Interrupted };
+            HttpError::new(kind, Chain::of(&error))
+        })?;
+        Ok(answer.map(|body| {
+            let body = body.map_err(|error| HttpError::new(HttpErrorKind::Interrupted, Chain::of(&error)));
+            HttpResponseBody::new(body)
+        }))
+    }
+}
+
+/// An error with its causes: hyper's own texts do not name them.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct Chain(String);
+
+impl Chain {
+    fn of(error: &dyn Error) -> Chain {
+        let (mut text, mut cause) = (error.to_string(), error.source());
+        while let Some(error) = cause {
+            text = format!("{text}: {error}");
+            cause = error.source();
+        }
+        Chain(text)
+    }
+}
+
+// Credentials: keys from a file in the format of `~/.aws/credentials`.
+
+/// Bytes of a file at most: some hundred profiles.
+const FILE_BYTES: usize = 64 << 10;
+
+/// The profile that counts if none is named.
+const PROFILE: &str = "default";
+
+/// The file that the tools of AWS read, if it is there.
+pub(super) fn usual_file() -> Option<PathBuf> {
+    let named = std::env::var_os("AWS_SHARED_CREDENTIALS_FILE").map(PathBuf::from);
+    let file =
+        named.or_else(|| std::env::var_os("HOME").map(|home| std::path::Path::new(&home).join(".aws/credentials")));
+    file.filter(|file| file.is_file())
+}
+
+/// Reads the keys of the profile `AWS_PROFILE`, or `default`.
+///
+/// # Errors
+/// The file cannot be read, is not for its owner alone, or has no such profile.
+pub(super) fn read(file: &std::path::Path) -> Result<AwsCredential, Failure> {
+    let unusable = |what: &dyn std::fmt::Display| {
+        Failure::refused(format!("the credentials in {} cannot be used: {what}", file.display()))
+    };
+    let bytes = secret_file::read(file, FILE_BYTES + 1).map_err(|error| unusable(&error))?;
+    if bytes.len() > FILE_BYTES {
+        return Err(unusable(&"the file is too long"));
+    }
+    let text = String::from_utf8(bytes).map_err(|_| unusable(&"the file is not text"))?;
+    let profile = std::env::var("AWS_PROFILE").ok().filter(|name| !name.is_empty());
+    let profile = profile.as_deref().unwrap_or(PROFILE);
+    parse(&text, profile).map_err(|what| unusable(&what))
+}
+
+fn parse(text: &str, profile: &str) -> Result<AwsCredential, String> {
+    let (mut key_id, mut secret_key, mut token, mut is_meant, mut is_there) = (None, None, None, false, false);
+    for line in text.lines().map(str::trim).filter(|line| !line.starts_with(['#', ';'])) {
+        if let Some(name) = line.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+            is_meant = name.trim() == profile;
+            is_there |= is_meant;
+        } else if let (true, Some((name, value))) = (is_meant, line.split_once('=')) {
+            let value = Some(value.trim().to_owned()).filter(|value| !value.is_empty());
+            match &*name.trim().to_ascii_lowercase() {
+                "aws_access_key_id" => key_id = value,
+                "aws_secret_access_key" => secret_key = value,
+                "aws_session_token" => token = value,
+                _ => {}
+            }
+        }
+    }
+    match (key_id, secret_key) {
+        (Some(key_id), Some(secret_key)) => Ok(AwsCredential { key_id, secret_key, token }),
+        _ if is_there => Err(format!("the profile {profile} needs aws_access_key_id and aws_secret_access_key")),
+        _ => Err(format!("it has no profile {profile}; AWS_PROFILE names another one")),
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
+
     use super::*;
 
     #[test]
@@ -455,5 +598,18 @@ mod tests {
         ] {
             assert_eq!(check_endpoint(endpoint, allowed).is_ok(), is_taken, "{endpoint}");
         }
+    }
+
+    const TEXT: &str = "# keys\n[default]\naws_access_key_id = id\naws_secret_access_key=se=cret\n\n\
+                        [other]\nAWS_ACCESS_KEY_ID=id2\naws_secret_access_key = s2\naws_session_token = t2\n[half]\naws_access_key_id=x\n";
+
+    #[test]
+    fn the_keys_of_one_profile_are_read() {
+        let read = parse(TEXT, "default").unwrap();
+        assert_eq!((&*read.key_id, &*read.secret_key, read.token), ("id", "se=cret", None));
+        let read = parse(TEXT, "other").unwrap();
+        assert_eq!((&*read.key_id, &*read.secret_key, read.token.as_deref()), ("id2", "s2", Some("t2")));
+        assert!(parse(TEXT, "half").unwrap_err().contains("half needs"));
+        assert!(parse(TEXT, "missing").unwrap_err().contains("no profile missing"));
     }
 }

@@ -8,7 +8,7 @@
 //!
 //! - [`program`]: which node goes to which shard, and whose turn it is. Pure.
 //! - [`node`]: one node, from its first command until it is in step.
-//! - [`proof`]: whether a copy came from the source, or was a full copy of the primary's.
+//! - This file also knows whether a copy came from the source, or was a full copy of the primary's.
 //!
 //! The data come through `remora attend` beside each node, which this command does not see. So the first node goes
 //! alone, until its source shows that it reads there; and a full copy of a primary's own ends the work. Nothing is
@@ -16,7 +16,6 @@
 
 mod node;
 mod program;
-mod proof;
 
 use std::io::{BufRead, IsTerminal, Write};
 use std::time::{Duration, Instant};
@@ -26,15 +25,13 @@ use tokio::task::JoinSet;
 
 use self::node::Limits;
 use self::program::{Job, Program, Turns};
-use self::proof::Counts;
-use super::plan::{Plan, aligned};
-use super::sources::{self, Seen, Sources};
+use super::plan::{self, Plan, Seen, Sources, aligned};
 use super::survey::Survey;
 use crate::args::ClusterSyncArgs;
 use crate::conversation::tokens::Credentials;
 use crate::exit::{Code, Failure};
 use crate::progress;
-use crate::server::{Server, Task};
+use crate::server::{Facts, Server, ServerError, Task};
 use crate::signals::Signals;
 use crate::tasks::blocking;
 use crate::units::{Size, readable};
@@ -66,10 +63,10 @@ struct Outcome {
 /// # Errors
 /// The cluster is not well, a node is not suitable, a node does not get in step, or a primary has served a full copy.
 pub(super) async fn run(args: ClusterSyncArgs) -> Result<(), Failure> {
-    let credentials = sources::credentials(&args.sources)?;
+    let credentials = plan::credentials(&args.sources)?;
     let server = args.sources.server.open(Task::Cluster)?;
     let survey = Survey::take(&server).await?;
-    let sources = sources::ask(&args.sources, &credentials, &survey).await;
+    let sources = plan::ask(&args.sources, &credentials, &survey).await;
     let mut newcomers = Vec::new();
     for place in &args.add {
         newcomers.push(node::ask(&server.at(&place.host, place.port), place, &survey).await?);
@@ -294,7 +291,7 @@ impl Work {
         })?;
         let source = source_for(job, &self.survey, &self.sources)?.clone();
         let primary = shard.primary.node.clone();
-        let before = proof::count(&self.server.at(&primary.host, primary.port), &source, &self.credentials).await?;
+        let before = count(&self.server.at(&primary.host, primary.port), &source, &self.credentials).await?;
         let server = self.server.at(&job.node.host, job.node.port);
         let (job, limits, at_begin) = (job.clone(), self.limits, before.clone());
         let total = shard.primary.facts.as_ref().ok().and_then(|facts| facts.used_memory_dataset);
@@ -329,7 +326,7 @@ impl Work {
     /// Whether the node that went first reads from its source.
     async fn is_read(&self, first: &Running) -> bool {
         let Ok(source) = source_for(&first.job, &self.survey, &self.sources) else { return false };
-        proof::sessions(source, &self.credentials).await.is_some_and(|now| now > first.before.sessions)
+        sessions(source, &self.credentials).await.is_some_and(|now| now > first.before.sessions)
     }
 
     /// Takes down what became of a node.
@@ -338,7 +335,7 @@ impl Work {
         self.turns.ended(job.shard);
         let source = source_for(&job, &self.survey, &self.sources)?.clone();
         let primary = self.server.at(&before.primary.0, before.primary.1);
-        let native = proof::full_copies_since(&before, &primary, &source, &self.credentials).await?;
+        let native = full_copies_since(&before, &primary, &source, &self.credentials).await?;
         if native > 0 {
             let text = format!(
                 "{} is in step, but its primary {} has served a full copy itself (sync_full): is remora attend beside the node, with \
@@ -377,4 +374,116 @@ struct Ended {
     in_step: node::InStep,
     before: Counts,
     took: Duration,
+}
+
+// Whether a copy came from the source. A primary counts the full copies that it has begun (`sync_full`); those that
+// its source has taken as snapshots are not the nodes'.
+
+/// How often, and after which pause, a count that is too high is looked at again: a snapshot that the source has just
+/// begun is counted by the primary first.
+const LOOKS: u32 = 10;
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// How things stand at a primary and its source.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Counts {
+    /// Host and port of the primary.
+    primary: (String, u16),
+    /// The run of the primary that has counted.
+    run_id: Option<String>,
+    full_copies: u64,
+    /// Snapshots that the source has taken of this primary, also those that failed.
+    snapshots: u64,
+    /// Replicas that read from the source, or have done so.
+    sessions: u64,
+}
+
+/// Counts.
+///
+/// # Errors
+/// The primary or the source does not answer.
+async fn count(primary: &Server, source: &Seen, credentials: &Credentials) -> Result<Counts, Failure> {
+    let status = plan::source_status(&source.address, credentials).await?;
+    let read = async {
+        let info = primary.connect().await?.info("").await?;
+        let facts = Facts::from_info(&info);
+        Ok::<_, ServerError>((facts.run_id, info.number("sync_full").unwrap_or(0)))
+    };
+    let (run_id, full_copies) = read.await?;
+    let (host, port) = primary.url().host_and_port().unwrap_or_default();
+    let is_beside = status.role == "primary";
+    let taken = status.totals.snapshots_taken.saturating_add(status.totals.snapshots_failed);
+    Ok(Counts {
+        primary: (host.to_owned(), port),
+        run_id,
+        full_copies,
+        snapshots: if is_beside { taken } else { 0 },
+        sessions: sessions_of(&status),
+    })
+}
+
+/// Replicas that read from the source, or have done so. `None`: it does not answer.
+async fn sessions(source: &Seen, credentials: &Credentials) -> Option<u64> {
+    plan::source_status(&source.address, credentials).await.ok().map(|status| sessions_of(&status))
+}
+
+fn sessions_of(status: &remora_protocol::StatusReport) -> u64 {
+    let now = u64::try_from(status.replicas.len()).unwrap_or(u64::MAX);
+    status.totals.replicas_done.saturating_add(now)
+}
+
+/// Full copies that the primary has served since then, besides the source's. A primary that was restarted or replaced
+/// counts anew, and says nothing.
+///
+/// # Errors
+/// The source does not answer.
+async fn full_copies_since(
+    before: &Counts,
+    primary: &Server,
+    source: &Seen,
+    credentials: &Credentials,
+) -> Result<u64, Failure> {
+    let mut seen = 0;
+    for look in 0..LOOKS {
+        if look > 0 {
+            tokio::time::sleep(PAUSE).await;
+        }
+        // A primary that is gone has been replaced.
+        let Ok(now) = count(primary, source, credentials).await else { return Ok(0) };
+        seen = before.until(&now);
+        if seen == 0 {
+            break;
+        }
+    }
+    Ok(seen)
+}
+
+impl Counts {
+    fn until(&self, now: &Counts) -> u64 {
+        if self.run_id != now.run_id {
+            return 0;
+        }
+        let full = now.full_copies.saturating_sub(self.full_copies);
+        full.saturating_sub(now.snapshots.saturating_sub(self.snapshots))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_copy_that_is_not_the_sources_is_the_primarys() {
+        let at = |run: &str, full_copies, snapshots| Counts {
+            primary: ("10.0.0.1".into(), 6379),
+            run_id: Some(run.into()),
+            full_copies,
+            snapshots,
+            sessions: 0,
+        };
+        assert_eq!(at("a", 5, 2).until(&at("a", 6, 3)), 0);
+        assert_eq!(at("a", 5, 2).until(&at("a", 7, 3)), 1);
+        assert_eq!(at("a", 5, 0).until(&at("a", 6, 0)), 1, "a source beside a replica takes none of the primary");
+        assert_eq!(at("a", 5, 2).until(&at("b", 9, 2)), 0, "another run");
+    }
 }

@@ -9,13 +9,12 @@
 //! ```
 //!
 //! - [`attendance`]: what becomes of each connection, and when they come here: it decides, and does nothing.
-//! - [`gate`]: whether connections come here; [`passage`](mod@passage): one connection until it asks for a sync;
-//!   [`tls`]: what opens an encrypted one.
-//! - [`passing`]: when a server that the primary serves through us can go on without us; [`guide`]: what becomes of it
-//!   when its primary dies and no Sentinel knows it.
+//! - [`gate`]: whether connections come here; [`passage`](mod@passage): one connection until it asks for a sync, what
+//!   opens an encrypted one, and when a server that the primary serves through us can go on without us.
+//! - [`guide`]: what becomes of a server when its primary dies and no Sentinel knows it.
 //! - [`sources`]: which source serves it. [`syncs`]: the sync, and what a connection asks for. [`once`]: a run for one
 //!   full copy (`remora replica`).
-//! - The sync is that of `remora replica`, with other hands: see `driver/server/intercepted.rs`.
+//! - The sync is that of `remora replica`, with other hands: see `driver/server/mod.rs`.
 //!
 //! What must hold, beside what [`attendance`] says:
 //! - Slots are lent to other replicas as `remora replica` does, also when the server has gone on by itself: the next
@@ -31,10 +30,8 @@ pub(in crate::replica) mod gate;
 pub(crate) mod guide;
 pub(in crate::replica) mod once;
 pub(in crate::replica) mod passage;
-mod passing;
 pub(crate) mod sources;
 mod syncs;
-mod tls;
 
 use std::collections::{BTreeSet, VecDeque};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -50,24 +47,20 @@ use tokio::time::{MissedTickBehavior, interval};
 use self::attendance::{Action, Attendance, Event, LinkState, Rules, Why};
 use self::gate::{Gate, RENEW_EVERY};
 use self::guide::{Group, Guide};
-use self::passage::Arrival;
-use self::passing::Passing;
+use self::passage::{Arrival, Between, Passing, Tls};
 use self::syncs::{Looked, Syncs};
-use self::tls::{Between, Tls};
-use super::tls::server_config;
+use super::link::server_config;
 use super::{open_tokens, preflight};
 use crate::args::{AttendArgs, LinkTlsArgs, MetricsFileArgs, PeerArgs};
-use crate::events;
 use crate::exit::Failure;
-use crate::host_memory;
-use crate::metrics::register as all;
-use crate::metrics::{Agent, Scrape, Scrapes, Watch};
+use crate::metrics::{Agent, Scrape, Scrapes, Watch, register as all};
 use crate::patience::Patience;
 use crate::sentinel::Sentinels;
 use crate::server::{Server, Task, TlsOptions};
 use crate::service::Service;
 use crate::signals::Signals;
 use crate::tasks::AbortOnDrop;
+use crate::{events, host_memory};
 
 /// Connections that are passed on at a time: a server makes one to its primary, and some to move slots.
 const PASSAGES: usize = 256;

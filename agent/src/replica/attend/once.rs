@@ -21,10 +21,9 @@ use tokio::time::{MissedTickBehavior, interval};
 use super::attendance::{Action, Asks, Attendance, DIRECT_LIMIT, End, Event, LinkState, Rules};
 use super::gate::Gate;
 use super::guide::Guide;
-use super::passage::Arrival;
+use super::passage::{Arrival, Tls};
 use super::sources::ask_source;
 use super::syncs::{Looked, Syncs};
-use super::tls::Tls;
 use super::{Entrance, LOOK_EVERY, STUCK_EVERY, check, no_rules};
 use crate::args::ReplicaArgs;
 use crate::conversation::tokens::TokenFiles;
@@ -32,11 +31,9 @@ use crate::exit::{Code, Failure};
 use crate::intercept::{self, Temporary};
 use crate::patience::{Patience, RETRY_FOR};
 use crate::progress;
-use crate::replica::forecast;
-use crate::replica::locality::Locality;
-use crate::replica::needs::{self, CUT, REWRITE};
-use crate::replica::preflight::refuse_without_a_file;
-use crate::replica::reading;
+use crate::replica::link::candidates::Locality;
+use crate::replica::preflight::{self, CUT, REWRITE, refuse_without_a_file};
+use crate::replica::{prepared, report};
 use crate::server::{Client, Facts, Link, RefusalKind, Server, ServerError, Task};
 use crate::signals::Signals;
 use crate::tasks::blocking;
@@ -111,7 +108,7 @@ pub(in crate::replica) async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -
     }
     let (port, anew, rewrites) = (args.by.listen_port, args.replace, args.rewrite_config);
     if is_in_step {
-        needs::refuse_without_cutting(&mut client, &facts).await?;
+        preflight::refuse_without_cutting(&mut client, &facts).await?;
     }
     let (sentinels, wanted) = (args.peers.sentinel.open()?, args);
     let args = wanted.of_an_intercepted_sync();
@@ -123,7 +120,7 @@ pub(in crate::replica) async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -
     };
     let (way, plan) = patience.keep_trying(ask).await?;
     let credentials = tokens.credentials(args.source_key);
-    let reading = reading::of_a_run(&wanted, &credentials, &plan, &way, &mut patience).await?;
+    let reading = prepared::of_a_run(&wanted, &credentials, &plan, &way, &mut patience).await?;
     if !client.is_usable() {
         client = server.connect().await?;
     }
@@ -136,7 +133,7 @@ pub(in crate::replica) async fn prepare(args: ReplicaArgs, tokens: TokenFiles) -
             "{url} ({}) can take a full copy by interception of its connection to {primary}; nothing was touched",
             facts.name()
         );
-        return forecast::tell(&wanted, verdict, &plan, None, (reading, Vec::new())).map(|()| None);
+        return report::tell(&wanted, verdict, &plan, None, (reading, Vec::new())).map(|()| None);
     }
     let watcher = entrance.guide.as_ref().map(Guide::watcher);
     let syncs = Syncs::new(args, Vec::new(), tokens, server, gate, watcher);

@@ -8,9 +8,12 @@
 //! ```
 //!
 //! The primary checks the server's login, and answers everything but `PSYNC`. The agent keeps no password: it passes
-//! bytes on. TLS is opened on both sides ([`tls`](super::tls)), if the agent has a certificate for that.
+//! bytes on. TLS is opened on both sides ([`Tls`]), if the agent has a certificate for that.
 
 use std::net::{IpAddr, SocketAddr};
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
 use std::time::Duration;
 use std::{fmt, io};
 
@@ -18,15 +21,17 @@ use remora_redis::ReplId;
 use remora_redis::info::Info;
 use remora_redis::resp::{self, CommandDecoder, Decoder, Frame, Limits};
 use rustix::net::sockopt;
-use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt, copy_bidirectional};
+use rustls::{ServerConfig, ServerConnection};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf, copy_bidirectional};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc::Sender;
 use tokio::sync::watch;
 use tokio::time::Instant;
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
 
 use super::gate::Served;
-use super::tls::{Between, End, Tls};
-use crate::server::{Facts, Stream};
+use crate::server::{Credentials, Facts, Server, Stream, Task, TlsOptions};
 
 /// How long the primary may take to accept a connection, or to say how it stands. The server waits for `repl-timeout`.
 const PRIMARY_LIMIT: Duration = Duration::from_secs(5);
@@ -432,11 +437,215 @@ impl Handshake {
     }
 }
 
+// Passing: a connection that the primary serves through the agent, and when the server can go on without the agent.
+//
+// ```text
+//   link up? ── INFO at the primary, with the server's login ──▶ would it continue the server from what it has executed?
+//      no: again in LOOK_EVERY                                      yes: handed back        no: the connection stays
+// ```
+//
+// The link is up as soon as the server has loaded. What clients have written since the fork still waits in the
+// primary's output buffer for this connection, and goes with it. So the connection is closed only when the primary's
+// backlog has the server's next byte, with room for what is written meanwhile: otherwise its end would cost a second
+// fork. Until then it stays in place and costs the copying of its bytes.
+
+/// How long the primary is asked at each look. A server catches up within seconds where it can.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Pause between two questions afterwards: the server may stay behind for as long as clients write.
+const SLOW_LOOK: Duration = Duration::from_secs(5);
+
+/// A connection that is passed on.
+pub(super) struct Passing {
+    login: Login,
+    /// The primary, once it was asked.
+    primary: Option<Stream>,
+    up_since: Option<Instant>,
+    /// Where the primary was when it was asked last.
+    before: Option<(Instant, u64)>,
+    due: Instant,
+    is_told: bool,
+}
+
+impl Passing {
+    pub(super) fn new(login: Login) -> Passing {
+        Passing { login, primary: None, up_since: None, before: None, due: Instant::now(), is_told: false }
+    }
+
+    /// The server's link is up, and it has executed this history up to this offset. Whether its primary would continue
+    /// it there over another connection.
+    pub(super) async fn may_end(&mut self, history: Option<ReplId>, offset: u64) -> bool {
+        let now = Instant::now();
+        let is_late = now.duration_since(*self.up_since.get_or_insert(now)) > PATIENCE;
+        if now < self.due {
+            return false;
+        }
+        let asked = self.ask().await;
+        let now = Instant::now();
+        let covered = match (asked, history) {
+            (Ok(primary), Some(history)) => self.covers(now, &primary, history, offset),
+            (Ok(_), None) => Err(Some("the server does not name its history".to_owned())),
+            (Err(why), _) => {
+                self.primary = None;
+                Err(Some(format!("the primary does not say what its backlog holds: {why}")))
+            }
+        };
+        match covered {
+            Ok(()) => true,
+            Err(why) => {
+                if let Some(why) = why.filter(|_| is_late && !std::mem::replace(&mut self.is_told, true)) {
+                    tracing::warn!(
+                        "the server's connection to its primary stays with the agent, as the primary would not continue the server over \
+                         another one: {why}. If the agent ends now, the server takes another full copy"
+                    );
+                }
+                if is_late {
+                    self.due = now + SLOW_LOOK;
+                }
+                false
+            }
+        }
+    }
+
+    /// The error says why not; without a text it is not known yet, since nothing is known of the rate of the writes.
+    fn covers(&mut self, now: Instant, primary: &Facts, history: ReplId, offset: u64) -> Result<(), Option<String>> {
+        let at = primary.offset.unwrap_or(0);
+        let (since, before) = self.before.replace((now, at)).ok_or(None)?;
+        let rate = at.saturating_sub(before) as f64 / now.duration_since(since).as_secs_f64().max(0.001);
+        primary.covers(history, offset, rate as u64).map_err(Some)
+    }
+
+    async fn ask(&mut self) -> Result<Facts, String> {
+        let primary = match &mut self.primary {
+            Some(primary) => primary,
+            None => self.primary.insert(self.login.connect().await?),
+        };
+        ask(primary).await.map_err(|why| why.to_string())
+    }
+}
+
+// TLS: an intercepted connection that is encrypted. Towards the server the agent is its primary, with a certificate
+// that the server accepts; towards the primary it is the server, with the server's own certificate.
+//
+// A connection that cannot be opened so is passed on unread: the server is never cut off from its primary for long.
+
+/// How long connections are passed on unread after the server has refused our certificate. Each try costs it one
+/// connection.
+const REFUSED_FOR: Duration = Duration::from_secs(60);
+
+/// What is known of the TLS between the server and its primary.
+#[derive(Clone)]
+pub(super) enum Tls {
+    /// The server has not been asked yet.
+    NotKnown,
+    /// Its connections cannot be opened.
+    Closed,
+    Open(Between),
+}
+
+/// What the agent needs to stand between.
+#[derive(Clone)]
+pub(super) struct Between {
+    acceptor: TlsAcceptor,
+    /// With which the server speaks to its primary.
+    primary: TlsOptions,
+    /// When the server has refused our certificate.
+    refused: Arc<Mutex<Option<std::time::Instant>>>,
+}
+
+impl Between {
+    pub(super) fn new(link: Arc<ServerConfig>, primary: TlsOptions) -> Between {
+        Between { acceptor: link.into(), primary, refused: Arc::default() }
+    }
+
+    /// Whether the server has just refused our certificate.
+    pub(super) fn is_refused(&self) -> bool {
+        let refused = self.refused.lock().unwrap_or_else(PoisonError::into_inner);
+        refused.is_some_and(|at| at.elapsed() < REFUSED_FOR)
+    }
+
+    /// Connects to the primary as the server would.
+    pub(super) async fn connect(&self, address: SocketAddr) -> Result<Stream, String> {
+        let url = format!("rediss://{address}").parse().map_err(|error| format!("{address}: {error}"))?;
+        let primary = Server::new(url, Credentials::default(), &self.primary, Task::Attend);
+        let primary = primary.map_err(|error| error.to_string())?;
+        primary.open_stream().await.map_err(|error| error.to_string())
+    }
+
+    /// Is the primary towards the server. The server has said its first bytes.
+    pub(super) async fn accept(&self, server: TcpStream) -> io::Result<End> {
+        let accepted = self.acceptor.accept(server).await;
+        let mut refused = self.refused.lock().unwrap_or_else(PoisonError::into_inner);
+        *refused = accepted.is_err().then(std::time::Instant::now);
+        Ok(End::Tls(Box::new(accepted?)))
+    }
+}
+
+/// The agent's end of a connection of the server.
+pub(super) enum End {
+    Plain(TcpStream),
+    /// It is boxed because its state takes a kilobyte.
+    Tls(Box<TlsStream<TcpStream>>),
+}
+
+impl End {
+    pub(super) fn socket(&self) -> &TcpStream {
+        match self {
+            End::Plain(socket) => socket,
+            End::Tls(stream) => stream.get_ref().0,
+        }
+    }
+
+    /// The socket without tokio, and the TLS on it.
+    pub(super) fn into_parts(self) -> io::Result<(std::net::TcpStream, Option<Box<ServerConnection>>)> {
+        match self {
+            End::Plain(socket) => Ok((socket.into_std()?, None)),
+            End::Tls(stream) => {
+                let (socket, tls) = stream.into_inner();
+                Ok((socket.into_std()?, Some(Box::new(tls))))
+            }
+        }
+    }
+}
+
+impl AsyncRead for End {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            End::Plain(stream) => Pin::new(stream).poll_read(cx, buffer),
+            End::Tls(stream) => Pin::new(stream).poll_read(cx, buffer),
+        }
+    }
+}
+
+impl AsyncWrite for End {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        match self.get_mut() {
+            End::Plain(stream) => Pin::new(stream).poll_write(cx, bytes),
+            End::Tls(stream) => Pin::new(stream).poll_write(cx, bytes),
+        }
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            End::Plain(stream) => Pin::new(stream).poll_flush(cx),
+            End::Tls(stream) => Pin::new(stream).poll_flush(cx),
+        }
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            End::Plain(stream) => Pin::new(stream).poll_shutdown(cx),
+            End::Tls(stream) => Pin::new(stream).poll_shutdown(cx),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
+    use crate::server::Backlog;
 
     fn wire(words: &[&str]) -> Vec<u8> {
         let mut out = Vec::new();
@@ -589,5 +798,33 @@ mod tests {
         assert!(matches!(asked(b"+OK\r\n").await, NoFacts::Answer(_)));
         assert!(matches!(asked(b"$100\r\n# Server").await, NoFacts::Silence(_)), "a part of an answer");
         assert!(matches!(asked(b"").await, NoFacts::Silence(_)));
+    }
+
+    /// A primary with a backlog of 1000 bytes up to this offset.
+    fn primary(at: u64) -> Facts {
+        let backlog = Backlog { active: true, size: 1000, first: at - 999, held: 1000 };
+        Facts {
+            replid: Some("a".repeat(40).parse().unwrap()),
+            offset: Some(at),
+            backlog: Some(backlog),
+            ..Facts::default()
+        }
+    }
+
+    #[tokio::test]
+    async fn a_server_is_let_go_when_the_primary_has_its_next_byte_and_room_for_the_writes() {
+        let history = "a".repeat(40).parse().unwrap();
+        let mut passing = Passing::new(Login::nowhere());
+        let mut now = Instant::now();
+        let mut covers = |at, offset| {
+            now += Duration::from_secs(1);
+            passing.covers(now, &primary(at), history, offset)
+        };
+        assert_eq!(covers(100_000, 100_000), Err(None), "the rate is not known yet");
+        assert!(covers(110_000, 50_000).is_err_and(|why| why.unwrap().contains("repl-backlog-size")), "it is behind");
+        assert!(covers(120_000, 120_000).is_err(), "caught up, and 10 kB/s: 250 ms are more than the backlog has");
+        assert_eq!(covers(120_100, 120_100), Ok(()));
+        assert_eq!(covers(120_100, 119_200), Ok(()), "the oldest bytes, and no writes");
+        assert!(covers(120_100, 119_000).is_err());
     }
 }

@@ -24,11 +24,11 @@ use crate::conversation::tokens::TokenFiles;
 use crate::events;
 use crate::exit::{Code, Failure};
 use crate::metrics::{Scrape, Scrapes};
-use crate::replica::candidates::Newcomer;
 use crate::replica::control::Control;
 use crate::replica::data_set::DataSet;
 use crate::replica::driver::{self, Attending, Driver};
-use crate::replica::meter::Meter;
+use crate::replica::link::candidates::Newcomer;
+use crate::replica::parts::Meter;
 use crate::replica::source::Source;
 use crate::server::{Client, Facts, Server, ServerError};
 
@@ -345,7 +345,7 @@ impl Syncs {
             })?;
         tracing::info!(event = events::COPY_SERVED, primary = %arrival.address, "the server asks for a full copy: the source serves it");
         let (passed_on, scrapes) = Scrapes::passed_on();
-        driver::metrics::watch(&mut driver, scrapes);
+        driver::display::watch(&mut driver, scrapes);
         let (primary, meter) = (arrival.address, driver.meter());
         let (running, newcomers) = (Box::pin(driver.run()), Some(newcomers));
         self.sync =

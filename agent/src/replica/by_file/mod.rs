@@ -6,35 +6,36 @@
 //!   touched       its place  when it ends                          stays beside       command           saves as before
 //! ```
 //!
-//! - [`place`] proves that the server's file is here; [`fitness`] that the server will load it, as a replica.
-//! - [`restart`] runs the command, and [`back`] waits for the server.
+//! - [`file`](mod@file) proves that the server's file is here, and that the server will load it, as a replica.
+//! - This file also runs the command that restarts the server, and waits for the server.
 //!
 //! What must hold:
 //! - Before the file has its place, a failure leaves the server as it was.
 //! - The record names the file before it has its place. An agent that is killed leaves a server that the next one
 //!   takes up: also one that is away.
 
-mod back;
-mod fitness;
-mod place;
-mod restart;
+mod file;
 
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use remora_table::Origin;
+use rustix::process::{Pid, Signal, kill_process_group};
 use serde::Serialize;
 use tokio::time::Instant;
 
-use self::back::Back;
-use self::place::Place;
+use self::file::Place;
 use super::data_set::DataSet;
 use super::exact::{self, Exactness};
-use super::forecast;
-use super::needs::{REWRITE, refuse_without_turning_saves_off, saves_stay_on};
-use super::preflight::Primary;
+use super::preflight::{Primary, REWRITE, refuse_without_turning_saves_off, saves_stay_on};
 use super::prepared::{Prepared, Suits};
 use super::record::{Placed, Record, SAVE};
+use super::report;
 use crate::args::{FetchArgs, PassOnArgs, ReplicaArgs, SnapshotFromArgs};
 use crate::conversation::tokens::{Credentials, TokenFiles};
 use crate::exit::{Code, Failure};
@@ -45,7 +46,7 @@ use crate::server::{Client, Facts, Kept, Server, ServerError, Task};
 use crate::signals::{Signals, until_signal};
 use crate::snapshot::fetch::{self, Whole};
 use crate::tasks::blocking;
-use crate::units::Size;
+use crate::units::{Size, readable};
 
 /// Bytes of a snapshot that a server loads in a second, at least. Large values take a tenth of the time.
 const LOAD_RATE: u64 = 64 << 20;
@@ -112,7 +113,7 @@ async fn prepare(args: ReplicaArgs, credentials: Credentials, command: String) -
     let facts = target.facts.clone();
     if let Some(left) = left.filter(|left| left.run_id != facts.run_id && !args.dry_run) {
         // It was restarted since, and may be on its way.
-        match back::in_step(&server, left.run_id.as_deref()).await {
+        match in_step(&server, left.run_id.as_deref()).await {
             Ok((_, now)) if now.replid.is_some() && now.replid == plan.replid => {
                 finish(&mut client, &mut record).await;
                 let (url, host, port) = (server.url(), &primary.host, primary.port);
@@ -131,7 +132,7 @@ async fn prepare(args: ReplicaArgs, credentials: Credentials, command: String) -
             server.url()
         )));
     }
-    fitness::refuse_what_would_not_load(&args, &mut client, &facts, &primary, &plan).await?;
+    file::refuse_what_would_not_load(&args, &mut client, &facts, &primary, &plan).await?;
     refuse_without_turning_saves_off(&mut client, &facts).await?;
     let place = Place::find(&mut client, &facts).await?;
     if args.dry_run {
@@ -144,7 +145,7 @@ async fn prepare(args: ReplicaArgs, credentials: Credentials, command: String) -
             primary.port,
             plan.server
         );
-        return forecast::tell(&args, verdict, &plan, primary.facts.as_ref(), (reading, unchecked)).map(|()| None);
+        return report::tell(&args, verdict, &plan, primary.facts.as_ref(), (reading, unchecked)).map(|()| None);
     }
     Ok(Some(Delivery { args, command, server, client, record, facts, primary, data_set, place, began }))
 }
@@ -159,11 +160,11 @@ async fn take_up(args: &ReplicaArgs, command: &str) -> Result<Option<Placed>, Fa
         "an earlier run has put this file in place, and ended before the server was in step"
     );
     let failed = |why: String| Failure::new(Code::Server, why);
-    if !back::loaded(&server).await.map_err(failed)? && !args.dry_run {
-        restart::run(command, args.by.restart_limit).await.map_err(failed)?;
+    if !loaded(&server).await.map_err(failed)? && !args.dry_run {
+        restart(command, args.by.restart_limit).await.map_err(failed)?;
         let mut patience = Patience::new(AWAY_LIMIT, "after --restart-command");
         patience.keep_trying(async || Ok(server.connect().await?)).await?;
-        back::loaded(&server).await.map_err(failed)?;
+        loaded(&server).await.map_err(failed)?;
     }
     Ok(Some(placed.clone()))
 }
@@ -198,8 +199,8 @@ impl Delivery {
         };
         let restarted = async {
             let restarting = Instant::now();
-            restart::run(&self.command, self.args.by.restart_limit).await?;
-            let (back, facts) = back::in_step(&self.server, self.facts.run_id.as_deref()).await?;
+            restart(&self.command, self.args.by.restart_limit).await?;
+            let (back, facts) = in_step(&self.server, self.facts.run_id.as_deref()).await?;
             Ok::<_, String>((restarting, back, facts))
         };
         let restarted = tokio::select! {
@@ -307,7 +308,7 @@ impl Delivery {
         let full_copies = self.primary.full_copies().await;
         let (place, ours) = (self.place.clone(), self.record.placed().map(|placed| placed.inode));
         let former = blocking(move || place.keep_the_former(ours)).await?;
-        let inode = place::inode(&whole.file()).unwrap_or(0);
+        let inode = file::inode(&whole.file()).unwrap_or(0);
         let run_id = self.facts.run_id.clone();
         let placed = Placed { file: self.place.file.clone(), inode, former, run_id };
         self.record.note_placed(Some(placed.clone()))?;
@@ -369,7 +370,7 @@ impl Delivery {
                 now.saturating_sub(before)
             );
         }
-        if place::inode(&placed.file) != Some(placed.inode) {
+        if file::inode(&placed.file) != Some(placed.inode) {
             tracing::warn!(
                 file = %placed.file.display(),
                 "another file is in its place by now: the server has saved its own data, at its end or since"
@@ -472,5 +473,309 @@ impl Report {
         let json = serde_json::to_vec_pretty(self).map_err(|error| Failure::local(error.to_string()))?;
         std::fs::write(file, json)
             .map_err(|error| Failure::local(format!("{} cannot be written: {error}", file.display())))
+    }
+}
+
+// Restart: the operator's command that restarts the server.
+
+/// Pause between two looks whether the command has ended.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+
+/// Bytes of its output that are logged. A server that logs there would fill our log with its own.
+const OUTPUT_BYTES: u64 = 64 << 10;
+
+/// Bytes of its output that are read at a time, and logged as one line at most.
+const LINE_BYTES: usize = 4096;
+
+/// Runs the command, and logs its output line by line. The error says how it failed.
+///
+/// The command does not end with this agent: a server between its end and its next start would stay away. So its output
+/// goes into a file without a name, and not into a pipe, whose end would end the command too.
+async fn restart(command: &str, limit: Duration) -> Result<(), String> {
+    tracing::info!("restarting the server: {command}");
+    let command = command.to_owned();
+    let ended = blocking(move || Ok(run_here(&command, limit))).await;
+    ended.map_err(|failure| failure.to_string())?
+}
+
+fn run_here(command: &str, limit: Duration) -> Result<(), String> {
+    let failed = |error: io::Error| format!("the restart command cannot be run: {error}");
+    let file = tempfile::tempfile().map_err(failed)?;
+    let (out, errors) = (file.try_clone().map_err(failed)?, file.try_clone().map_err(failed)?);
+    let started = Command::new("/bin/sh")
+        .args(["-c", command])
+        .stdin(Stdio::null())
+        .stdout(out)
+        .stderr(errors)
+        // Ctrl-C is for the agent.
+        .process_group(0)
+        .spawn();
+    let mut child = started.map_err(failed)?;
+    let (mut output, until) = (Output { file, read: 0 }, std::time::Instant::now() + limit);
+    loop {
+        let ended = child.try_wait().map_err(|error| format!("the restart command cannot be waited for: {error}"))?;
+        output.log(ended.is_some());
+        match ended {
+            Some(status) if status.success() => return Ok(()),
+            Some(status) => return Err(format!("the restart command failed ({status}); its output is in the log")),
+            None if std::time::Instant::now() >= until => {
+                end(&child);
+                return Err(format!(
+                    "the restart command has not ended within {} (--restart-limit), and was told to; it must return when the \
+                     server was started",
+                    readable(limit)
+                ));
+            }
+            None => std::thread::sleep(LOOK_EVERY),
+        }
+    }
+}
+
+/// Asks a command that has not been reaped, and all that it has started, to end.
+fn end(child: &Child) {
+    if let Some(group) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
+        let _ = kill_process_group(group, Signal::TERM);
+    }
+}
+
+/// The command's output.
+struct Output {
+    file: File,
+    read: u64,
+}
+
+impl Output {
+    /// Logs the lines that have come; at the end, the rest too.
+    fn log(&mut self, is_last: bool) {
+        let mut piece = [0; LINE_BYTES];
+        while self.read < OUTPUT_BYTES {
+            let piece = match self.file.read_at(&mut piece, self.read) {
+                Ok(0) | Err(_) => return,
+                Ok(bytes) => piece.get(..bytes).unwrap_or_default(),
+            };
+            let whole = piece.iter().rposition(|byte| *byte == b'\n').map(|at| at + 1);
+            let taken = match whole {
+                Some(bytes) => bytes,
+                None if is_last || piece.len() == LINE_BYTES => piece.len(),
+                None => return,
+            };
+            for line in String::from_utf8_lossy(piece.get(..taken).unwrap_or_default()).lines() {
+                tracing::info!("restart: {line}");
+            }
+            self.read += taken as u64;
+        }
+    }
+}
+
+// Back: a server that was restarted, until it is in step with its primary.
+//
+// ```text
+//   away ──▶ another run ──▶ loading ──▶ link down ──▶ link up: in step
+//                               │            ├──▶ takes a full copy ─┐
+//                               │            └──▶ no primary ────────┴─▶ failed
+//                               └── each step has a time of its own; loading has it as long as it goes on
+// ```
+
+/// How long the server may take for the next step: to end its former run, to answer again, to load the next bytes, to
+/// get in step.
+const STEP_LIMIT: Duration = Duration::from_secs(60);
+
+/// How long a server may follow no primary: a node of a cluster is told by its own clock, ten times a second.
+const ALONE_LIMIT: Duration = Duration::from_secs(5);
+
+/// Pause between two looks.
+const LOOK_AT_SERVER_EVERY: Duration = Duration::from_millis(20);
+
+/// How long one look may take. A server that loads answers now and then.
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+
+/// When a restarted server had come how far.
+#[derive(Clone, Copy, Debug)]
+struct Back {
+    /// It was seen in its new run, after the restart began.
+    answered: Instant,
+    /// It was in step.
+    in_step: Instant,
+}
+
+/// What one look has shown.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Stage {
+    Away(String),
+    SameRun,
+    /// This number of bytes is loaded.
+    Loading(u64),
+    /// The link to its primary is not up.
+    Down,
+    InStep,
+    FullCopy,
+    NoPrimary,
+}
+
+/// Waits until the server is in step in another run than `before`. The error says how it stands instead.
+async fn in_step(server: &Server, before: Option<&str>) -> Result<(Back, Facts), String> {
+    let (mut furthest, mut until, mut answered) = (Stage::SameRun.rank(), Instant::now() + STEP_LIMIT, None);
+    let mut alone_since = None;
+    loop {
+        let (stage, facts) = match look(server).await {
+            Ok((facts, loaded)) => (Stage::of(&facts, loaded, before), facts),
+            Err(error) if error.is_passing() => (Stage::Away(error.to_string()), Facts::default()),
+            Err(error) => return Err(error.to_string()),
+        };
+        let now = Instant::now();
+        if !matches!(stage, Stage::Away(_) | Stage::SameRun) {
+            answered.get_or_insert(now);
+        }
+        match (&stage, answered) {
+            (Stage::InStep, Some(answered)) => return Ok((Back { answered, in_step: now }, facts)),
+            (Stage::FullCopy, _) => return Err(stage.failure()),
+            (Stage::NoPrimary, _) => {
+                if now >= *alone_since.get_or_insert(now) + ALONE_LIMIT {
+                    return Err(stage.failure());
+                }
+            }
+            _ => alone_since = None,
+        }
+        // Only what was never reached before counts: a server that ends again and again is not on its way.
+        if stage.rank() > furthest {
+            (furthest, until) = (stage.rank(), now + STEP_LIMIT);
+        } else if now >= until {
+            return Err(stage.failure());
+        }
+        tokio::time::sleep(LOOK_AT_SERVER_EVERY).await;
+    }
+}
+
+/// Waits until a server has loaded its data set. Returns whether it answers.
+async fn loaded(server: &Server) -> Result<bool, String> {
+    let (mut last, mut until) = (0, Instant::now() + STEP_LIMIT);
+    loop {
+        match look(server).await {
+            Ok((facts, _)) if facts.loading != Some(true) => return Ok(true),
+            Ok((_, loaded)) if loaded > last => (last, until) = (loaded, Instant::now() + STEP_LIMIT),
+            Ok(_) => {}
+            Err(error) if error.is_passing() => return Ok(false),
+            Err(error) => return Err(error.to_string()),
+        }
+        if Instant::now() >= until {
+            return Err(Stage::Loading(last).failure());
+        }
+        tokio::time::sleep(LOOK_AT_SERVER_EVERY).await;
+    }
+}
+
+/// What a server says of itself, and the bytes that it has loaded.
+async fn look(server: &Server) -> Result<(Facts, u64), ServerError> {
+    let mut client = server.connect().await?;
+    client.set_timeout(ANSWER_LIMIT);
+    let info = client.info("").await?;
+    Ok((Facts::from_info(&info), info.number("loading_loaded_bytes").unwrap_or(0)))
+}
+
+impl Stage {
+    fn of(facts: &Facts, loaded: u64, before: Option<&str>) -> Stage {
+        match &facts.link {
+            _ if before.is_some() && facts.run_id.as_deref() == before => Stage::SameRun,
+            _ if facts.loading == Some(true) => Stage::Loading(loaded),
+            None => Stage::NoPrimary,
+            Some(link) if link.syncing == Some(true) => Stage::FullCopy,
+            Some(link) if link.up == Some(true) => Stage::InStep,
+            Some(_) => Stage::Down,
+        }
+    }
+
+    /// How far the server is.
+    fn rank(&self) -> (u8, u64) {
+        match self {
+            Stage::SameRun => (0, 0),
+            Stage::Away(_) => (1, 0),
+            Stage::Loading(bytes) => (2, *bytes),
+            Stage::NoPrimary => (3, 0),
+            Stage::Down => (4, 0),
+            Stage::FullCopy | Stage::InStep => (5, 0),
+        }
+    }
+
+    /// Why nothing more is waited for.
+    fn failure(&self) -> String {
+        let seconds = STEP_LIMIT.as_secs();
+        match self {
+            Stage::FullCopy => {
+                "the server does not go on where the snapshot ends: it is taking a full copy of its primary by \
+                                itself; its log says why"
+                    .to_owned()
+            }
+            Stage::NoPrimary => {
+                "the server follows no primary after its restart, and serves the snapshot as a primary would: \
+                                 make it follow one, and give its configuration a replicaof"
+                    .to_owned()
+            }
+            Stage::Away(why) => format!("the server has not come back for {seconds} s: {why}"),
+            Stage::SameRun => format!("the server has not been restarted within {seconds} s: it is the same run"),
+            Stage::Loading(bytes) => format!("the server has loaded nothing more for {seconds} s, after {bytes} bytes"),
+            Stage::Down | Stage::InStep => {
+                format!("the server does not get in step with its primary within {seconds} s; the logs of both say why")
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use remora_redis::info::Info;
+
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn the_end_of_the_command_counts_and_not_that_of_what_it_has_started() {
+        let began = std::time::Instant::now();
+        run_here("echo out; echo err >&2; sleep 20 & exit 0", LONG).unwrap();
+        assert!(began.elapsed() < Duration::from_secs(15), "{:?}", began.elapsed());
+    }
+
+    #[test]
+    fn a_command_that_fails_or_does_not_end_says_so() {
+        assert!(run_here("exit 3", LONG).unwrap_err().contains("exit status: 3"));
+        assert!(run_here("/nowhere/systemctl", LONG).unwrap_err().contains("127"));
+        let said = run_here("sleep 30", Duration::from_millis(50)).unwrap_err();
+        assert!(said.contains("--restart-limit"), "{said}");
+        run_here("yes | head -n 100000", LONG).unwrap();
+    }
+
+    #[test]
+    fn output_is_taken_line_by_line_and_its_rest_at_the_end() {
+        let file = tempfile::tempfile().unwrap();
+        let mut output = Output { file: file.try_clone().unwrap(), read: 0 };
+        file.write_all_at(b"one\ntwo\nthr", 0).unwrap();
+        output.log(false);
+        assert_eq!(output.read, 8);
+        file.write_all_at(b"ee", 11).unwrap();
+        output.log(true);
+        assert_eq!(output.read, 13);
+        file.write_all_at(&vec![b'x'; 1 << 20], 13).unwrap();
+        output.log(true);
+        assert!((OUTPUT_BYTES..OUTPUT_BYTES + LINE_BYTES as u64).contains(&output.read), "{}", output.read);
+    }
+
+    #[test]
+    fn what_a_server_says_of_itself_is_a_step_on_its_way() {
+        let stage = |text: &str| Stage::of(&Facts::from_info(&Info::parse(text.as_bytes())), 7, Some("old"));
+        let link = "run_id:new\nmaster_host:a\nmaster_port:1\n";
+        for (text, wanted) in [
+            ("run_id:old\nrole:master\n".to_owned(), Stage::SameRun),
+            (format!("{link}loading:1\n"), Stage::Loading(7)),
+            ("run_id:new\nrole:master\n".to_owned(), Stage::NoPrimary),
+            (format!("{link}master_link_status:down\nmaster_sync_in_progress:0\n"), Stage::Down),
+            (format!("{link}master_link_status:down\nmaster_sync_in_progress:1\n"), Stage::FullCopy),
+            (format!("{link}master_link_status:up\nmaster_sync_in_progress:0\n"), Stage::InStep),
+        ] {
+            assert_eq!(stage(&text), wanted, "{text}");
+        }
+        let way = [Stage::SameRun, Stage::Away("x".into()), Stage::Loading(1), Stage::Loading(2), Stage::Down];
+        assert!(way.windows(2).all(|two| two[0].rank() < two[1].rank()), "{way:?}");
     }
 }

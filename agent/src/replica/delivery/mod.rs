@@ -11,7 +11,7 @@
 //!
 //! It reads from the [`Input`] and writes to the [`ServerLink`]. Neither knows the other: each returns values, and this
 //! loop decides. The [`Stream`] holds bytes that have arrived too early. A connection becomes the server's link when it
-//! has logged in and sent `PSYNC`. Until then it is one of the [`candidates`](super::candidates).
+//! has logged in and sent `PSYNC`. Until then it is one of the [`candidates`](super::link::candidates).
 //!
 //! What must hold:
 //! - A server is never given bytes of two snapshots in one payload: another generation drops the link first.
@@ -21,48 +21,37 @@
 //!   came with the mark; one that loads from a file looks for the mark at the end of what it has read.
 //! - Nothing of ours is ever put into the stream: it would move the replication offset.
 //! - Progress is published before the notice that it explains: `Loaded` without it would look like a restart.
-
 // Larger than the bound: the loop, and what it does with what each side brings, stand in one place.
 
-mod by_module;
 mod input;
+pub(super) mod introduction;
 mod orders;
 mod payload;
-mod plain;
-mod poller;
 mod reference_plan;
-mod referenced;
 mod server_link;
 #[cfg(any(test, feature = "simulation"))]
 pub(crate) mod simulated;
-mod stream;
-#[cfg(test)]
-mod tests;
 
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::mpsc::TryRecvError;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use remora_redis::ReplId;
 use remora_redis::rdb::Converted;
-use rustix::event::PollFlags;
+use rustix::event::{PollFd, PollFlags, Timespec};
 use tokio::sync::mpsc::UnboundedSender;
 
-use self::input::{Fetched, Input, InputError};
+use self::input::{Fetched, Input, InputError, Stream};
 use self::orders::Control;
 pub(super) use self::orders::{Handle, Notice, Order, Progress, Setup};
-use self::payload::WriteError;
-use self::plain::{Piece, PlainPayload, Used, Wrote, random_mark};
-use self::poller::{Demand, Readiness, Wait};
+use self::payload::{Piece, PlainPayload, Used, WriteError, Wrote, random_mark};
 use self::server_link::{LinkEvent, Reached, Read, ServerLink, Stage};
-use self::stream::Stream;
-use super::candidates::{Candidates, Newcomer};
 use super::conversion::Conversion;
 use super::feed::Feed;
-use super::meter::Meter;
-use super::parts::FeedError;
+use super::link::candidates::{Candidates, Newcomer};
+use super::parts::{FeedError, Meter};
 use crate::exit::{Code, Failure};
 
 /// Bytes written to the link in one turn. The bound keeps a fast server from delaying the loop's other work.
@@ -672,5 +661,154 @@ fn report(done: &Converted) {
     for (what, found) in &done.obstacles {
         let keys: Vec<_> = found.keys.iter().map(|(_, key)| String::from_utf8_lossy(key)).collect();
         tracing::warn!(count = found.count, "left out: {what}; the first: {}", keys.join(", "));
+    }
+}
+
+// Poller: the descriptors that the delivery's thread waits on, and which of them are tried afterwards.
+
+/// Interval at which all descriptors are tried while the loop is too busy to wait on them.
+const LOOK_PACE: Duration = Duration::from_millis(1);
+
+/// The longest sleep, should every descriptor be silent.
+const SLEEP_LIMIT: Duration = Duration::from_millis(500);
+
+/// The shortest sleep: less than the system needs to wake a thread.
+const SLEEP_LEAST: Duration = Duration::from_micros(20);
+
+/// Descriptors that may have something to read. A try that finds nothing costs a system call, and `accept` even creates
+/// a socket first: so only those are tried that poll(2) has found ready, and all of them now and then.
+#[derive(Debug, PartialEq, Eq)]
+struct Readiness {
+    waker: bool,
+    candidates: bool,
+    link: bool,
+    looked: Instant,
+}
+
+impl Readiness {
+    fn all(now: Instant) -> Readiness {
+        Readiness { waker: true, candidates: true, link: true, looked: now }
+    }
+
+    /// Marks all descriptors as ready if none was waited on for long.
+    fn look(&mut self, now: Instant) {
+        if now.duration_since(self.looked) >= LOOK_PACE {
+            *self = Readiness::all(now);
+        }
+    }
+
+    /// The result of a wait.
+    fn after(now: Instant, waker: bool, candidates: bool, link: bool) -> Readiness {
+        Readiness { waker, candidates, link, looked: now }
+    }
+}
+
+/// What the link needs from the input.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Demand {
+    /// The link has something to write.
+    is_full: bool,
+    /// The link pauses although there is something to write.
+    is_paused: bool,
+    /// The link has no slot to write.
+    wants_slots: bool,
+}
+
+/// Descriptors to wait on, up to a time.
+struct Wait<'a> {
+    now: Instant,
+    until: Instant,
+    fds: Vec<(BorrowedFd<'a>, PollFlags)>,
+}
+
+/// A descriptor among those that are waited on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Place(usize);
+
+impl<'a> Wait<'a> {
+    fn new(now: Instant) -> Wait<'a> {
+        Wait { now, until: now + SLEEP_LIMIT, fds: Vec::new() }
+    }
+
+    fn now(&self) -> Instant {
+        self.now
+    }
+
+    /// Ends the wait at this time.
+    fn until(&mut self, at: Instant) {
+        self.until = self.until.min(at);
+    }
+
+    fn add(&mut self, fd: BorrowedFd<'a>, events: PollFlags) -> Place {
+        self.fds.push((fd, events));
+        Place(self.fds.len() - 1)
+    }
+
+    /// Waits. After an interruption the loop checks everything again, as after any wait.
+    fn poll(self) -> Ready {
+        let timeout = self.timeout();
+        let timeout = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: i64::from(timeout.subsec_nanos()) };
+        let mut fds: Vec<PollFd<'_>> = self.fds.iter().map(|(fd, events)| PollFd::new(fd, *events)).collect();
+        let _ = rustix::event::poll(&mut fds, Some(&timeout));
+        Ready(fds.iter().map(|fd| !fd.revents().is_empty()).collect())
+    }
+
+    fn timeout(&self) -> Duration {
+        self.until.saturating_duration_since(self.now).max(SLEEP_LEAST)
+    }
+}
+
+/// The descriptors that a wait found ready.
+struct Ready(Vec<bool>);
+
+impl Ready {
+    fn has(&self, place: Place) -> bool {
+        self.0.get(place.0).is_some_and(|ready| *ready)
+    }
+}
+
+#[cfg(test)]
+mod tests;
+
+#[cfg(test)]
+mod poller_tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::io::Write;
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn the_earliest_deadline_bounds_the_wait_and_a_past_one_does_not_spin() {
+        let now = Instant::now();
+        let mut wait = Wait::new(now);
+        assert_eq!(wait.timeout(), SLEEP_LIMIT);
+        wait.until(now + Duration::from_millis(7));
+        wait.until(now + Duration::from_millis(9));
+        assert_eq!(wait.timeout(), Duration::from_millis(7));
+        wait.until(now);
+        assert_eq!(wait.timeout(), SLEEP_LEAST);
+    }
+
+    #[test]
+    fn only_what_has_something_is_ready() {
+        let ((one, mut far), (other, _kept)) = (UnixStream::pair().unwrap(), UnixStream::pair().unwrap());
+        far.write_all(b"x").unwrap();
+        let mut wait = Wait::new(Instant::now());
+        let (with, without) = (wait.add(one.as_fd(), PollFlags::IN), wait.add(other.as_fd(), PollFlags::IN));
+        let ready = wait.poll();
+        assert!(ready.has(with) && !ready.has(without));
+    }
+
+    #[test]
+    fn everything_is_tried_again_after_a_while_without_a_wait() {
+        let now = Instant::now();
+        let mut readiness = Readiness::after(now, false, false, false);
+        readiness.look(now + LOOK_PACE / 2);
+        assert_eq!(readiness, Readiness::after(now, false, false, false));
+        readiness.look(now + LOOK_PACE);
+        assert_eq!(readiness, Readiness::all(now + LOOK_PACE));
     }
 }

@@ -12,13 +12,12 @@ use rustix::event::{EventfdFlags, eventfd};
 use tokio::sync::mpsc::UnboundedSender;
 
 use crate::exit::Failure;
-use crate::replica::candidates::{Candidates, Newcomer};
 use crate::replica::conversion::Conversion;
+use crate::replica::delivery::introduction::{Answer, Introduction};
 use crate::replica::feed::Feed;
-use crate::replica::introduction::{Answer, Introduction};
-use crate::replica::meter::Meter;
-use crate::replica::parts::FeedError;
-use crate::replica::relay_reader::{Lost, ReadFrom};
+use crate::replica::link::candidates::{Candidates, Newcomer};
+use crate::replica::parts::{FeedError, Meter};
+use crate::replica::relay::reader::{Lost, ReadFrom};
 use crate::replica::spool;
 
 /// An order of the driver to the delivery.

@@ -18,13 +18,11 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use super::orders::ends;
 use super::{Delivery, Handle, Notice, Order, Readiness, Setup, Turned};
 use crate::exit::{Code, Failure};
-use crate::replica::candidates::Candidates;
 use crate::replica::feed::Feed;
-use crate::replica::locality::Locality;
+use crate::replica::link::candidates::{Candidates, Locality};
 use crate::replica::machine::{DeliveryEvent, Reading};
-use crate::replica::meter::Meter;
-use crate::replica::parts::{CopyPlan, Part, Parts};
-use crate::replica::relay_reader::{Lost, ReadFrom, Reading as PeerReading};
+use crate::replica::parts::{CopyPlan, Meter, Part, Parts};
+use crate::replica::relay::reader::{Lost, ReadFrom, Reading as PeerReading};
 use crate::replica::spool::SnapshotId;
 
 /// Bytes of the stream that may wait for the server.

@@ -15,15 +15,12 @@
 //! The driver owns every task: dropping it ends them. [`Relay`] has its own decisions, which do not depend on how far
 //! the server is, and is called from here directly.
 
-mod coverage;
-mod display;
-mod listening;
-pub(super) mod metrics;
-mod outrun;
+pub(super) mod display;
 mod server;
 #[cfg(any(test, feature = "simulation"))]
 pub(crate) mod simulated;
 mod start;
+mod watches;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -33,26 +30,24 @@ use tokio::signal::unix::Signal;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
 use tokio::sync::oneshot;
 
-use self::coverage::Coverage;
 use self::display::{Display, Standing};
 use self::server::{ServerTask, Work};
 pub(super) use self::start::{Attending, Setup};
-use super::candidates::Newcomer;
+use self::watches::Coverage;
+use super::control::Guard;
 use super::data_set::DataSet;
+use super::delivery::introduction::{Answer, Introduction};
 use super::delivery::{Handle, Notice, Order};
 use super::feed::Feed;
-use super::finding::Finding;
-use super::guard::Guard;
-use super::introduction::{Answer, Introduction};
+use super::link::candidates::Newcomer;
 use super::machine::{Action, DeliveryEvent, Event, Job, Loss, Reading, Replica, SourceEvent};
-use super::meter::Meter;
-use super::relay::Relay;
-use super::relay_reader::ReadFrom;
+use super::parts::Meter;
+use super::primary::Finding;
+use super::relay::reader::ReadFrom;
+use super::relay::{Relay, Said};
 use super::report::{PROGRESS_EVERY, Summary};
-use super::session::{Received, Session};
-use super::source::{Chosen, Sinks, Source, join_again};
+use super::source::{Chosen, Received, Session, Sinks, Source, join_again};
 use super::spool::SnapshotId;
-use super::upstream::Said;
 use crate::args::SyncArgs;
 use crate::conversation::tokens::Credentials;
 use crate::exit::{Code, Failure};
@@ -159,7 +154,7 @@ impl Driver {
     }
 
     async fn end(mut self, outcome: Result<(), Failure>, last: Message) -> Result<(), Failure> {
-        self.display.scrapes.leave(|families| metrics::show(&self, families));
+        self.display.scrapes.leave(|families| display::show(&self, families));
         self.display.finish();
         if let Some(session) = self.session.take() {
             session.leave(last).await;
@@ -229,7 +224,7 @@ impl Driver {
                     None
                 }
                 scrape = self.display.scrapes.next() => {
-                    metrics::answer(self, scrape);
+                    display::answer(self, scrape);
                     None
                 }
                 () = tokio::time::sleep_until(due.into()) => Some(Event::Tick),
@@ -342,7 +337,7 @@ impl Driver {
         }
     }
 
-    fn upstream_lost(&mut self, lost: super::relay_reader::Lost) {
+    fn upstream_lost(&mut self, lost: super::relay::reader::Lost) {
         if let (Some(message), Some(session)) = (self.relay.lost(lost), &self.session) {
             session.send(message);
         }

@@ -17,13 +17,12 @@ use crate::args::ReplicaArgs;
 use crate::exit::Failure;
 use crate::replica::control::Control;
 use crate::replica::data_set::DataSet;
-use crate::replica::introduction::Introduction;
-use crate::replica::known_primary::KnownPrimaries;
-use crate::replica::link_failure::LinkFailure;
-use crate::replica::locality::LinkPort;
+use crate::replica::delivery::introduction::Introduction;
+use crate::replica::link::candidates::{LinkFailure, LinkPort};
 use crate::replica::machine::{Job, Report, Rules};
-use crate::replica::meter::Meter;
+use crate::replica::parts::Meter;
 use crate::replica::preflight::{self, Known};
+use crate::replica::primary::KnownPrimaries;
 use crate::replica::record::Record;
 use crate::server::{PinSizes, Task};
 

@@ -5,14 +5,13 @@ use std::time::Instant;
 
 use rustls::ServerConfig;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::Notify;
 use tokio::sync::mpsc::{self, UnboundedReceiver};
-use tokio::sync::oneshot;
+use tokio::sync::{Notify, oneshot};
 
-use super::coverage::Coverage;
 use super::display::Display;
 use super::server::{Hands, Intercepted, Keeper, ServerTask, Watched};
-use super::{Driver, Facts, FromServer, listening};
+use super::watches::{self, Coverage};
+use super::{Driver, Facts, FromServer};
 use crate::args::{ReplicaArgs, SyncArgs};
 use crate::backoff::Backoff;
 use crate::conversation::tokens::TokenFiles;
@@ -20,23 +19,18 @@ use crate::exit::Failure;
 use crate::replica::attend::gate::Gate;
 use crate::replica::attend::guide::Watcher;
 use crate::replica::attend::passage::Login;
-use crate::replica::candidates::{Candidates, Newcomer};
-use crate::replica::control::Control;
+use crate::replica::control::{Control, Guard};
 use crate::replica::conversion::Conversion;
 use crate::replica::data_set::DataSet;
 use crate::replica::delivery;
-use crate::replica::guard::Guard;
-use crate::replica::link_login::LinkLogin;
-use crate::replica::locality::Locality;
+use crate::replica::link::candidates::{Candidates, LinkLogin, Locality, Newcomer};
 use crate::replica::machine::{Replica, Rules};
-use crate::replica::meter::Meter;
-use crate::replica::preflight::Primary;
+use crate::replica::parts::Meter;
+use crate::replica::preflight::{Primary, Target};
 use crate::replica::record::Record;
 use crate::replica::relay::Relay;
-use crate::replica::session::Session;
-use crate::replica::source::{Sinks, Source};
+use crate::replica::source::{Session, Sinks, Source};
 use crate::replica::spool::Spool;
-use crate::replica::target::Target;
 use crate::server::PinSizes;
 
 /// The start of a sync.
@@ -131,7 +125,7 @@ impl Driver {
         let coverage = Coverage::start(primary.server.clone(), finding.clone());
         let facts = Facts { finding, asks_primary, kind: target.name(), ..facts };
         let (run_id, conversion) = (target.facts.run_id.clone(), target.conversion.clone());
-        let listening = args.stay.then(|| listening::start(control.server().clone()));
+        let listening = args.stay.then(|| watches::start(control.server().clone()));
         let (arrivals, lingers) = (None, None);
         let ways = Ways {
             args: sync,

@@ -33,32 +33,24 @@
 //! - Every state waits for a report, a deadline or the source, so that no run stands still.
 // Larger than the bound: the reactions to all events stand in one place, in the order of a sync.
 
-mod desk;
-mod ending;
 mod event;
 mod hand_off;
-mod presence;
 #[cfg(test)]
 mod replay;
 mod server_side;
-mod state;
 mod supply;
-#[cfg(test)]
-mod tests;
 
 use std::collections::VecDeque;
 use std::time::Instant;
 
 use remora_protocol::Phase;
 
-use self::ending::{Ending, HandedOver};
 pub(crate) use self::event::{
     Action, DeliveryEvent, Event, Followed, Follows, Introduced, Job, Lapse, Leaving, Left, Look, Loss, NoAnswer,
     NotFollowed, PrimaryLink, Reading, Report, Rules, SourceEvent, Tables,
 };
-use self::hand_off::{HAND_OFF_LIMIT, HandOff, Next, Uncovered};
-use self::server_side::ServerSide;
-use self::state::{CatchUp, Otherwise, Parting, State, is_near_enough};
+use self::hand_off::{Ending, HAND_OFF_LIMIT, HandOff, HandedOver, Next, Uncovered};
+use self::server_side::{CatchUp, Otherwise, Parting, ServerSide, State, is_near_enough};
 use self::supply::{Supply, SupplyState, Verdict};
 pub(crate) use self::supply::{no_snapshot, wait_limit};
 use super::report::Moments;
@@ -799,3 +791,65 @@ fn is_forgotten() -> bool {
 fn interrupted(signal: &str) -> Failure {
     Failure::new(Code::Interrupted, format!("stopped by {signal}"))
 }
+
+// Desk: the jobs for the server's task, one at a time and in order.
+
+/// A queue of jobs for the task that changes the server. One job runs at a time.
+#[derive(Default)]
+struct Desk {
+    doing: Option<Job>,
+    queue: VecDeque<Job>,
+}
+
+impl Desk {
+    /// Appends a job.
+    fn add(&mut self, job: Job) {
+        self.queue.push_back(job);
+    }
+
+    /// The next job for the task, if the task is free.
+    fn next(&mut self) -> Option<Job> {
+        if self.doing.is_some() {
+            return None;
+        }
+        self.doing = self.queue.pop_front();
+        self.doing
+    }
+
+    /// Notes a report. Returns whether it belongs to the task's present job, or says that the task has ended.
+    fn done(&mut self, report: &Report) -> bool {
+        let is_it = matches!(report, Report::Ended) || self.doing.is_some_and(|job| report.answers(job));
+        if is_it {
+            self.doing = None;
+        }
+        is_it
+    }
+
+    /// Marks this job as the task's present one.
+    #[cfg(test)]
+    fn pretend(&mut self, job: Job) {
+        self.doing = Some(job);
+    }
+
+    /// The task's present job.
+    fn doing(&self) -> Option<Job> {
+        self.doing
+    }
+
+    /// Whether such a job waits or is being done.
+    fn has(&self, is_it: impl Fn(Job) -> bool) -> bool {
+        self.doing.iter().chain(&self.queue).any(|&job| is_it(job))
+    }
+
+    /// Drops the jobs that wait.
+    fn clear(&mut self) {
+        self.queue.clear();
+    }
+
+    fn is_idle(&self) -> bool {
+        self.doing.is_none() && self.queue.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests;

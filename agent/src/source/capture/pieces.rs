@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::socket::Received;
+use super::psync_link::Received;
 
 /// The end of a connection whose pieces the other end chooses. A clone is the same connection.
 #[derive(Clone, Default)]

@@ -20,16 +20,15 @@ use remora_table::{
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
-use super::Capture;
 use super::method::ModuleRules;
-use super::plan::{CaptureError, CaptureEvent, Plan, TICK};
-use super::socket::{Received, Socket};
+use super::psync_link::{Received, Socket};
+use super::{Capture, CaptureError, CaptureEvent, Plan, TICK};
 use crate::args::{CompressChoice, FastKeys, ModuleCapture, TuneArgs};
 use crate::server::{Credentials, Server, Stream, Task, TlsOptions};
 use crate::source::captured::Captured;
 use crate::source::gauge::Gauge;
-use crate::source::sealing::{RemoteTable, SealedTable};
-use crate::source::tuning::Tuning;
+use crate::source::server_settings::Tuning;
+use crate::source::tables::{RemoteTable, SealedTable};
 
 /// A time that only a broken machine exceeds.
 pub(super) const LONG: Duration = Duration::from_secs(30);

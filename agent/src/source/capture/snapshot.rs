@@ -1,22 +1,29 @@
 //! The snapshot's bytes: from the connection into slots of the table.
 
-use std::io;
-use std::time::Duration;
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use remora_fabric::Memory;
 use remora_redis::ReplId;
 use remora_redis::psync::Payload;
-use remora_redis::psync::client::EofMark;
-use remora_table::{Identity, Kind, Origin, SnapshotWriter, State};
+use remora_redis::psync::client::{Channel, EofMark, Options};
+use remora_table::{Identity, Kind, Method, Origin, SnapshotSealer, SnapshotWriter, State};
 
-use super::Capture;
-use super::journal::Journal;
-use super::plan::{CaptureError, CaptureEvent};
-use super::psync_link::Announced;
-use super::sealing::Sealing;
-use super::socket::{Received, Socket};
+use super::psync_link::{Announced, Opening, PsyncLink, Received, Socket, is_same_history, out_of_place};
+use super::stream::{self, Follower, Following, Journal};
+use super::{Capture, CaptureError, CaptureEvent, Plan};
+use crate::args::CompressChoice;
+use crate::backup::checked_snapshot;
+use crate::exit::Failure;
 use crate::server::Facts;
-use crate::source::output_buffer::OutputBuffer;
+use crate::source::compression::{Policy, Processors, World};
+use crate::source::gauge::Gauge;
+use crate::source::server_settings::OutputBuffer;
 
 /// Pause of a writer whose ring is full, before it checks again whether a slot was retired.
 const RETIRE_POLL: Duration = Duration::from_micros(500);
@@ -285,6 +292,382 @@ fn mark_seen(mark: &mut EofMark, memory: &Memory, start: u64, received: usize) -
     let at = start + (received - n) as u64;
     memory.read(at, &mut tail[..n]).map_err(remora_table::Error::from)?;
     Ok(mark.observe(&tail[..n], received))
+}
+
+// The thread that compresses and seals a snapshot while this process or a child of the server writes it.
+
+/// Pause before the plain table is looked at again. A fast server fills a slot of 4 MiB in two milliseconds.
+const SEALING_PAUSE: Duration = Duration::from_micros(500);
+
+/// A snapshot that is being sealed. If it is dropped before its end, its table is aborted.
+pub(super) struct Sealing {
+    over: Arc<AtomicBool>,
+    thread: Option<JoinHandle<Result<(), remora_table::Error>>>,
+}
+
+impl Sealing {
+    /// Creates the table of the snapshot for other hosts, if the plan has one, and begins to fill it. The plain table
+    /// must exist, and replicas must not be able to read the other one yet.
+    pub(super) fn begin(plan: &Plan, identity: Identity) -> Result<Option<Sealing>, CaptureError> {
+        let Some(remote) = &plan.remote else {
+            plan.gauge.not_compressed();
+            return Ok(None);
+        };
+        let ((plain, geometry), memory, choice) = (plan.snapshot.clone(), remote.memory.clone(), remote.compress);
+        let sealer = match &remote.key {
+            Some(key) if choice == CompressChoice::Off => {
+                SnapshotSealer::create(plain, memory, geometry, identity, key)?
+            }
+            key => SnapshotSealer::create_compressed(plain, memory, geometry, identity, key.as_ref())?,
+        };
+        plan.gauge.sealing_begins();
+        let (over, gauge) = (Arc::new(AtomicBool::new(false)), plan.gauge.clone());
+        let stop = over.clone();
+        let thread = std::thread::Builder::new().name("seal".into()).spawn(move || seal(sealer, choice, &gauge, &stop));
+        let thread = thread.map_err(|cause| CaptureError::Link {
+            during: "snapshot",
+            cause: format!("no thread to seal it: {cause}"),
+        })?;
+        Ok(Some(Sealing { over, thread: Some(thread) }))
+    }
+
+    /// The snapshot is complete: waits until all of it is sealed. At most the last slots are not yet.
+    pub(super) fn finish(mut self) -> Result<(), CaptureError> {
+        match self.thread.take().map(JoinHandle::join) {
+            None | Some(Ok(Ok(()))) => Ok(()),
+            Some(Ok(Err(error))) => Err(error.into()),
+            Some(Err(_)) => Err(CaptureError::Panicked("the thread that seals it panicked".into())),
+        }
+    }
+}
+
+impl Drop for Sealing {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            // Its result no longer matters: the snapshot failed.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Decides how slots are compressed, and shows it.
+struct Compressing<'g> {
+    policy: Policy,
+    processors: Processors,
+    gauge: &'g Gauge,
+    /// The method that was logged last.
+    logged: Option<Method>,
+}
+
+impl Compressing<'_> {
+    /// How the next slot is compressed.
+    fn next(&mut self, now: Instant) -> Option<Method> {
+        let world = World { link: self.gauge.link(), spare: self.processors.spare(now) };
+        self.policy.next(&world)
+    }
+
+    /// A slot was stored.
+    fn stored(&mut self, sealer: &mut SnapshotSealer, took: Duration) {
+        let Some(slot) = sealer.take_stored() else { return };
+        self.policy.stored(slot, took);
+        // Slots of a trial say nothing of what comes of it.
+        let method = self.policy.method();
+        self.gauge.stored(self.policy.stored_bytes(), method.is_some(), self.policy.text());
+        if self.logged != method && slot.wanted == method {
+            tracing::info!(compression = %self.policy.text(), "slots for other hosts are compressed in another way from now on");
+            self.logged = method;
+        }
+    }
+}
+
+/// Seals slot after slot until the snapshot is complete or aborted, or `stop` is set.
+fn seal(
+    mut sealer: SnapshotSealer,
+    choice: CompressChoice,
+    gauge: &Gauge,
+    stop: &AtomicBool,
+) -> Result<(), remora_table::Error> {
+    let (policy, processors) = (Policy::new(choice), Processors::default());
+    let mut compressing = Compressing { policy, processors, gauge, logged: None };
+    while sealer.state() == State::Open {
+        let began = Instant::now();
+        sealer.compress_with(compressing.next(began));
+        match sealer.pump() {
+            Ok(true) => {
+                compressing.stored(&mut sealer, began.elapsed());
+                gauge.sealed(sealer.sealed_slots());
+            }
+            Ok(false) if stop.load(Ordering::Relaxed) => sealer.abort(),
+            Ok(false) => std::thread::sleep(SEALING_PAUSE),
+            Err(error) => {
+                sealer.abort();
+                tracing::error!(%error, "the snapshot cannot be sealed");
+                // The writer must not wait for slots that are never sealed. It learns of this when it is done.
+                gauge.sealed(u64::MAX);
+                return Err(error);
+            }
+        }
+    }
+    Ok(())
+}
+
+// The snapshot as the server sends it to its replicas, over one connection or two.
+
+/// How the server sends a snapshot and the stream.
+enum Opened {
+    /// One after the other, over one connection.
+    One(Announced),
+    /// Both at once, over two connections.
+    Two { snapshot: Announced, stream: Socket },
+}
+
+impl Capture {
+    /// Takes the snapshot as the server sends it to its replicas.
+    pub(super) fn take_plain_snapshot(&self) -> Result<Following, CaptureError> {
+        match self.open()? {
+            Opened::One(announced) => self.take_announced(announced),
+            Opened::Two { snapshot, stream } => self.take_both(snapshot, stream),
+        }
+    }
+
+    /// Takes the snapshot. The stream follows over the same connection.
+    pub(super) fn take_announced(&self, announced: Announced) -> Result<Following, CaptureError> {
+        let (taking, journal) = self.begin(&announced)?;
+        let socket = taking.fill(announced).map_err(|error| self.explained(error))?;
+        Ok(match journal {
+            Some(journal) => Following::ThisThread(Box::new(Follower::new(self, socket, journal))),
+            None => Following::AnotherCapture,
+        })
+    }
+
+    /// Takes the snapshot, while another thread follows the stream. A stream without its snapshot is of no use, so that
+    /// thread has ended when this fails.
+    fn take_both(&self, announced: Announced, stream: Socket) -> Result<Following, CaptureError> {
+        let (taking, journal) = self.begin(&announced)?;
+        let Some(journal) = journal else { return Ok(Following::AnotherCapture) };
+        self.beside_the_stream(stream, journal, || taking.fill(announced).map(drop))
+    }
+
+    /// Runs `fill` while another thread follows the stream. That thread has ended when this fails.
+    pub(super) fn beside_the_stream(
+        &self,
+        stream: Socket,
+        journal: Journal,
+        fill: impl FnOnce() -> Result<(), CaptureError>,
+    ) -> Result<Following, CaptureError> {
+        let abandoned = Arc::new(AtomicBool::new(false));
+        let follower = Follower::new(self, stream, journal).until(abandoned.clone());
+        let capture = self.clone();
+        let following = thread::Builder::new().name("stream".into()).spawn(move || capture.follow(|| follower.run()));
+        let following = following.map_err(|cause| CaptureError::Link {
+            during: stream::DURING,
+            cause: format!("no thread for it: {cause}"),
+        })?;
+        if let Err(error) = fill() {
+            abandoned.store(true, Ordering::Relaxed);
+            let _ = following.join();
+            return Err(error);
+        }
+        Ok(Following::OwnThread(following))
+    }
+
+    /// Requests a snapshot, and the stream if no other capture follows it.
+    fn open(&self) -> Result<Opened, CaptureError> {
+        if self.plan.journal.is_none() {
+            return Ok(Opened::One(self.open_one()?));
+        }
+        let mut link = self.handshake(self.options(Channel::WholeOrStream))?;
+        match link.opening()? {
+            Opening::Full { replid, offset, payload } => Ok(Opened::One(link.announced(replid, offset, payload))),
+            Opening::TwoChannels => match self.open_second(link) {
+                // The user may lack the ACL rule for SYNC, which only the second channel needs.
+                Err(error @ CaptureError::Psync(_)) if !error.is_transient() => {
+                    tracing::info!(%error, "the server refused a second channel; using one connection for snapshot and stream");
+                    Ok(Opened::One(self.open_one()?))
+                }
+                opened => opened,
+            },
+            Opening::Continue { .. } | Opening::Channel { .. } => Err(out_of_place("to continue")),
+        }
+    }
+
+    /// Requests snapshot and stream over one connection.
+    fn open_one(&self) -> Result<Announced, CaptureError> {
+        let mut link = self.handshake_for_snapshot(self.options(Channel::Whole))?;
+        match link.opening()? {
+            Opening::Full { replid, offset, payload } => Ok(link.announced(replid, offset, payload)),
+            _ => Err(out_of_place("to continue")),
+        }
+    }
+
+    /// Requests the snapshot over a second connection, and the stream from the byte after it over the first one.
+    fn open_second(&self, stream: PsyncLink) -> Result<Opened, CaptureError> {
+        let mut link = self.handshake(self.options(Channel::Snapshot))?;
+        let (snapshot, client) = match link.opening()? {
+            Opening::Channel { replid, offset, payload, client } => (link.announced(replid, offset, payload), client),
+            _ => return Err(out_of_place("something else than a channel")),
+        };
+        let (replid, offset) = (snapshot.replid, snapshot.offset);
+        let channel = Channel::Stream { snapshot_client: client };
+        let mut stream = stream.again(Options { resume: Some((replid, offset + 1)), channel, ..Options::default() });
+        let now = stream.continued()?.ok_or_else(|| out_of_place("another snapshot"))?;
+        is_same_history(replid, now, offset)?;
+        Ok(Opened::Two { snapshot, stream: stream.into_socket() })
+    }
+
+    /// The options of a handshake for a snapshot.
+    pub(super) fn options(&self, channel: Channel) -> Options {
+        Options { rdb_version: self.plan.reader_version.clone(), channel, ..Options::default() }
+    }
+}
+
+// The snapshot from a file that some server has written, and the stream behind it from the server that is followed.
+//
+// ```text
+//   dump.rdb: repl-id, repl-offset ──▶ does the server's backlog reach back to there? ── no: refused, nothing is asked for
+//        │                                    │ yes
+//        ▼ bytes                              ▼ PSYNC <repl-id> <repl-offset + 1> ──▶ +CONTINUE
+//   snapshot table                          journal
+// ```
+//
+// The server is asked by `INFO` first: a `PSYNC` that it cannot continue would have it take a snapshot.
+
+/// Bytes that are read at a time.
+const PIECE: usize = 1 << 20;
+
+const A_DAY: Duration = Duration::from_secs(24 * 3600);
+
+impl Capture {
+    /// Takes the snapshot from a file, and the stream behind it from the server.
+    pub(super) fn take_file(&self, file: &SnapshotFile) -> Result<Following, CaptureError> {
+        let SnapshotFile { path, replid, offset, .. } = file;
+        let unreadable =
+            |error: std::io::Error| CaptureError::File(format!("{} cannot be read: {error}", path.display()));
+        let mut input = File::open(path).map_err(unreadable)?;
+        let (first, _) = self.plan.gauge.journal();
+        let socket = match self.plan.journal {
+            // Another capture follows the stream.
+            None if first > offset + 1 => {
+                let text =
+                    format!("the journal does not reach back to the offset {offset} of {} any more", path.display());
+                return Err(CaptureError::File(text));
+            }
+            None if self.plan.gauge.reading().first_state.is_some() => {
+                let text = format!(
+                    "the stream behind {} has commands that must not be applied late (expiries that count from the moment of the \
+                     command, or changes of the cluster's slots): restart the source with a newer file, or without one",
+                    path.display()
+                );
+                return Err(CaptureError::File(text));
+            }
+            None => None,
+            Some(_) => {
+                let facts = self.wait_for(async { Facts::read(&mut self.plan.server.connect().await?).await })?;
+                file.check(&facts).map_err(CaptureError::File)?;
+                let resume = Some((*replid, offset + 1));
+                let mut link = self.handshake(Options { resume, ..Options::default() })?;
+                let now = link.continued()?.ok_or(CaptureError::HistoryGone)?;
+                is_same_history(*replid, now, *offset)?;
+                Some(link.into_socket())
+            }
+        };
+        let (memory, geometry) = &self.plan.snapshot;
+        let identity = self.identity(Kind::Snapshot, *replid, *offset);
+        let writer = SnapshotWriter::create(memory.clone(), *geometry, identity, 0)?;
+        let Begun { journal, sealing } = self.begun(*replid, *offset)?;
+        self.plan.gauge.announced(file.bytes);
+        let mut taking = Taking::new(self, writer, sealing);
+        let journal = journal.map(|mut journal| {
+            // When the server has written what it has kept is not known.
+            journal.written_since(long_ago(Instant::now()));
+            journal
+        });
+        let (Some(socket), Some(journal)) = (socket, journal) else {
+            taking.append_file(&mut input, file)?;
+            taking.complete(0)?;
+            return Ok(Following::AnotherCapture);
+        };
+        self.beside_the_stream(socket, journal, || {
+            taking.append_file(&mut input, file)?;
+            taking.complete(0)
+        })
+    }
+}
+
+/// A time before anything that still plays a part. A host that has just started has no such time: then its first one,
+/// nearly.
+fn long_ago(now: Instant) -> Instant {
+    (0..32_u32).find_map(|halves| now.checked_sub(A_DAY / 2_u32.saturating_pow(halves))).unwrap_or(now)
+}
+
+impl Taking<'_> {
+    /// Appends all of a file, which must have the length that it had when it was checked.
+    fn append_file(&mut self, input: &mut File, file: &SnapshotFile) -> Result<(), CaptureError> {
+        let failed = |what: &dyn std::fmt::Display| CaptureError::File(format!("{}: {what}", file.path.display()));
+        let (mut piece, mut read) = (vec![0; PIECE], 0);
+        loop {
+            let length = match input.read(&mut piece) {
+                Ok(0) if read == file.bytes => return Ok(()),
+                Ok(0) => return Err(failed(&"it is shorter than it was")),
+                Ok(length) => length,
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(failed(&error)),
+            };
+            read += length as u64;
+            if read > file.bytes {
+                return Err(failed(&"it is longer than it was"));
+            }
+            self.append(piece.get(..length).unwrap_or_default())?;
+        }
+    }
+}
+
+// A file that has a snapshot which some server has written.
+
+/// A snapshot in a file.
+#[derive(Debug)]
+pub(crate) struct SnapshotFile {
+    pub(super) path: PathBuf,
+    /// The history that it belongs to.
+    pub(super) replid: ReplId,
+    /// The last byte of the stream that it holds.
+    pub(super) offset: u64,
+    pub(super) bytes: u64,
+}
+
+impl SnapshotFile {
+    /// Reads all of a file, to check it.
+    ///
+    /// # Errors
+    /// It cannot be read, is damaged, or does not say where in which history it was taken.
+    pub(crate) fn open(path: &Path) -> Result<SnapshotFile, Failure> {
+        let rdb = checked_snapshot(path)?;
+        let Ok(replid) = rdb.replid.parse() else {
+            return Err(Failure::refused(format!(
+                "{} does not say to which replication history it belongs (repl-id, repl-offset): a server writes that only \
+                 while it is a replica, or has replicas or a backlog",
+                path.display()
+            )));
+        };
+        Ok(SnapshotFile { path: path.to_owned(), replid, offset: rdb.offset, bytes: rdb.bytes })
+    }
+
+    /// Whether the server would continue behind it, with room for what it writes in the meantime.
+    ///
+    /// # Errors
+    /// It would not.
+    pub(crate) fn check(&self, facts: &Facts) -> Result<(), String> {
+        let covered = facts.covers(self.replid, self.offset, 0);
+        covered.map_err(|text| {
+            format!(
+                "the server would not continue behind {} ({}:{}): {text}; take a newer file, or raise repl-backlog-size",
+                self.path.display(),
+                self.replid,
+                self.offset
+            )
+        })
+    }
 }
 
 #[cfg(test)]

@@ -27,19 +27,11 @@
 //! replica.
 // Larger than the bound: all decisions about snapshots and replicas stand in one place.
 
-mod ending;
 mod event;
-mod failures;
-mod forks;
-mod kept;
 mod late;
-mod pace;
-mod record;
+mod pauses;
 #[cfg(test)]
 mod replay;
-mod stalls;
-#[cfg(test)]
-mod tests;
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -48,20 +40,15 @@ use remora_protocol::{Phase, RefusalCode, WaitCause};
 use remora_redis::ReplId;
 use remora_table::Origin;
 
+use self::event::Slowest;
+pub(crate) use self::event::{Action, Event, Format, Replica, Report, Resume, Rules, Session, Snapshot, Stage, Status};
+use self::late::Lost;
+pub(crate) use self::pauses::{Failures, Forks};
+use self::pauses::{LEAST_RATE, Pace};
 use super::capture::{CaptureError, CaptureEvent};
 use super::gauge::Reading;
 use crate::backoff::Backoff;
 use crate::progress::tracker::Tracker;
-
-use self::ending::Ending;
-pub(crate) use self::event::{Action, Event, Format, Report, Resume, Rules, Session};
-pub(crate) use self::failures::Failures;
-pub(crate) use self::forks::Forks;
-pub(crate) use self::kept::go_on;
-use self::late::Lost;
-use self::pace::Pace;
-use self::record::Slowest;
-pub(crate) use self::record::{Replica, Snapshot, Stage, Status};
 
 /// How long a stream without replicas is kept for one whose connection broke. A replica tries again for as long, by
 /// default (`--retry-for`).
@@ -423,7 +410,7 @@ impl Machine {
         let is_sealed = snapshot.is_sealed();
         let others_wait = is_sealed && self.waiting().iter().any(|&session| !self.can_serve(now, session));
         let given = (&self.rules, self.reading);
-        for (session, text) in stalls::find(now, given, (is_sealed, others_wait), &mut self.replicas) {
+        for (session, text) in find(now, given, (is_sealed, others_wait), &mut self.replicas) {
             self.replicas.remove(&session);
             self.unfinished = true;
             actions.push(Action::Drop { session, code: RefusalCode::Stalled, text });
@@ -616,5 +603,179 @@ impl Machine {
         if self.stream.is_some_and(|stream| is_idle || stream.generation == generation) {
             self.end_stream(text, actions);
         }
+    }
+}
+
+// Streams that have ended and are still read.
+
+/// A stream whose history the primary has left. Its journal holds every byte of the old history that the source
+/// received, and stays readable until the replicas that have the whole snapshot have applied it.
+struct Ending {
+    /// The generation that began the stream.
+    generation: u64,
+    /// Offset of the last byte.
+    at: u64,
+    /// When it ended.
+    since: Instant,
+    /// Why it ended, to be sent to the replicas.
+    text: String,
+}
+
+/// How long the replicas of an ended history may take to apply the rest of it while others wait for a snapshot of the
+/// new one. A server that was in step acknowledges all of it within a second.
+const ENDING_LIMIT: Duration = Duration::from_secs(10);
+
+/// How long such a replica may acknowledge nothing new before it is sent to the primary. Servers acknowledge once a
+/// second. The end of a broken stream may be a part of a command or transaction, which a server never acknowledges.
+const UNMOVED_LIMIT: Duration = Duration::from_secs(3);
+
+impl Machine {
+    /// Sends the replicas of an ended stream to the primary once they have applied all of it or make no progress, and
+    /// revokes its journal when none is left.
+    fn finish_ending(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        let Some(ending) = self.ending.take() else { return };
+        let is_late = now.duration_since(ending.since) > ENDING_LIMIT && !self.waiting().is_empty();
+        let is_unmoved = |replica: &Replica| now.duration_since(replica.advanced.max(ending.since)) > UNMOVED_LIMIT;
+        let has_all = |replica: &Replica| replica.has_loaded() && replica.at.applied_offset >= ending.at;
+        let is_done = |replica: &Replica| is_late || has_all(replica) || is_unmoved(replica);
+        self.end_generations(&ending.text, is_done, actions);
+        if self.replicas.values().any(|replica| replica.generation.is_some()) {
+            self.ending = Some(ending);
+        } else {
+            actions.push(Action::EndStream { generation: ending.generation });
+        }
+    }
+}
+
+// A snapshot that a former process of the source has completed.
+
+/// Goes on with a snapshot of which all slots are there, and with the stream behind it. `asked`: when the
+/// primary forked for it. Called before the first event.
+pub(crate) fn go_on(machine: &mut Machine, now: Instant, origin: Origin, bytes: u64, format: Format, asked: Instant) {
+    let generation = origin.generation;
+    machine.next_generation = machine.next_generation.max(generation + 1);
+    let (stage, taken) = (Stage::Sealed { origin, bytes }, Some(asked));
+    machine.snapshot = Some(Snapshot { generation, stage, format, asked, forked: taken, sealed: taken });
+    machine.stream = Some(origin);
+    machine.unread_since = now;
+    // Its replicas come back as after a broken connection, and their servers may still read the memory.
+    machine.lost.at = Some(now);
+    machine.unfinished = true;
+}
+
+// Readers that hold up a snapshot: those that take nothing for a while, and those that take too little for long.
+//
+// A reader is in the way if the writer of a windowed snapshot waits for the slot that it needs next, or if it still
+// reads a complete snapshot that replicas which wait cannot use. The primary's fork, and what the primary holds back
+// for the source, last as long as that. So a reader loses its place
+//
+// - if it passes no slot for the stall limit, or
+// - if it is late: while it is in the way, its lateness grows with the time, and shrinks by what [`LEAST_RATE`] would
+//   take for the slots that it passes. A reader that keeps this rate is never late. One that takes a slot just before
+//   each stall limit is late after a few of them.
+
+/// How late a reader may be, in stall limits: with the default of 15 s, a minute. Less would drop a reader whose link
+/// or server pauses now and then.
+const LATE_LIMITS: u32 = 4;
+
+/// Finds the replicas that have to make room, each with what it is told. `others_wait`: replicas wait for the next
+/// snapshot, which cannot begin before the readers of this one are done.
+fn find(
+    now: Instant,
+    (rules, reading): (&Rules, Reading),
+    (is_sealed, others_wait): (bool, bool),
+    replicas: &mut BTreeMap<Session, Replica>,
+) -> Vec<(Session, String)> {
+    let writer_waits = reading.writer_waits > 0 && !is_sealed;
+    let mut stalled = Vec::new();
+    for (&session, replica) in replicas {
+        let below = replica.at.slots_below;
+        let is_in_the_way = replica.is_reading()
+            && below < reading.published
+            && (others_wait || (writer_waits && below <= reading.retired));
+        replica.pace.look(now, below, rules.slot_bytes, is_in_the_way);
+        if below >= reading.published {
+            // It has all that there is. A server that saves to disk publishes nothing for as long as that takes.
+            replica.moved = now;
+        }
+        if !is_in_the_way {
+            continue;
+        }
+        let limit = rules.stall_limit;
+        let what = if now.duration_since(replica.moved) > limit {
+            format!("no slot for {} s", limit.as_secs())
+        } else if replica.pace.late > limit * LATE_LIMITS {
+            format!("less than {} KiB/s for more than {} s", LEAST_RATE >> 10, (limit * LATE_LIMITS).as_secs())
+        } else {
+            continue;
+        };
+        let text = format!(
+            "the replica took {what} while the source's table was full or others waited for the next snapshot; give \
+             the source more --memory or the replica a faster server, or raise --stall-timeout on the source"
+        );
+        stalled.push((session, text));
+    }
+    stalled
+}
+
+#[cfg(test)]
+mod tests;
+
+#[cfg(test)]
+mod kept_tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::time::Duration;
+
+    use super::*;
+    use crate::backoff::Backoff;
+    use crate::source::gauge::Reading;
+
+    const OFFSET: u64 = 10;
+
+    /// A machine that goes on with a snapshot of that age, whose generation is above its own first one.
+    fn machine(now: Instant, age: Duration) -> (Machine, Origin) {
+        let rules = Rules {
+            max_age: Duration::from_secs(60),
+            max_replicas: 3,
+            stall_limit: Duration::from_secs(60),
+            fork_interval: Duration::ZERO,
+            slot_bytes: 1 << 20,
+            repeat_messages: Duration::ZERO,
+        };
+        let mut machine = Machine::new(now, rules, Backoff::seeded(1), 5, false);
+        let history = "a".repeat(40).parse().unwrap();
+        let origin = Origin { generation: 7, history, offset: OFFSET };
+        go_on(&mut machine, now, origin, 1 << 30, Format::Shared, now.checked_sub(age).unwrap());
+        (machine, origin)
+    }
+
+    fn join(machine: &mut Machine, now: Instant, resume: Option<Resume>) -> Vec<Action> {
+        let reading = Reading { published: 9, journal_first: OFFSET + 1, journal_end: 500, ..Reading::default() };
+        let (name, address) = ("r1".to_owned(), String::new());
+        machine.apply(now, reading, Event::Joined { session: 1, name, address, resume, reads: Format::Own })
+    }
+
+    #[test]
+    fn replicas_old_and_new_are_offered_the_snapshot_and_nothing_is_asked_of_the_primary() {
+        let now = Instant::now() + Duration::from_secs(3600);
+        let (mut machine, origin) = machine(now, Duration::from_secs(30));
+        assert_eq!(machine.apply(now, Reading::default(), Event::Tick), []);
+        assert_eq!(join(&mut machine, now, None), [Action::Offer { session: 1 }]);
+        for loaded in [None, Some((origin.history, 400))] {
+            let resume = Resume { generation: 7, held_slots: 4, loaded };
+            assert_eq!(join(&mut machine, now, Some(resume)), [Action::Offer { session: 1 }], "{resume:?}");
+        }
+        assert_eq!(machine.status().replica(1).unwrap().at.slots_below, Report::NOTHING.slots_below + 4);
+    }
+
+    #[test]
+    fn its_age_counts_on_and_the_next_snapshot_has_a_higher_number_and_other_memory() {
+        let now = Instant::now() + Duration::from_secs(3600);
+        let (mut machine, _) = machine(now, Duration::from_secs(61));
+        let actions = join(&mut machine, now, None);
+        assert!(actions.contains(&Action::RevokeSnapshot { generation: 7 }), "{actions:?}");
+        let next = Action::Capture { generation: 8, with_stream: false, fresh: true };
+        assert!(actions.contains(&next), "{actions:?}");
     }
 }

@@ -6,8 +6,7 @@ use std::time::{Duration, Instant};
 use remora_protocol::{Phase, RefusalCode, WaitCause};
 use remora_redis::ReplId;
 
-use super::ending::UNMOVED_LIMIT;
-use super::*;
+use super::{UNMOVED_LIMIT, *};
 use crate::mutation::Mutation;
 use crate::source::capture::{CaptureError, CaptureEvent};
 

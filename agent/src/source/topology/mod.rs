@@ -11,7 +11,7 @@
 //! Invariants, after every event:
 //!
 //! - Following `from` from any replica ends at the source: there are no rings.
-//! - No replica reads from a peer that does not serve, is silent, is barred for it by an accusation ([`accusations`]),
+//! - No replica reads from a peer that does not serve, is silent, is barred for it by an accusation ([`Witness`]),
 //!   was lost to this reader, no longer holds the slot that the reader needs next, or holds less than the reader.
 //! - No replica has more than [`MAX_READERS`] readers.
 //! - A replica that could read from a peer does not read from the source, unless it began there, or it left a slow
@@ -35,15 +35,15 @@
 //! the same way. Either its peer lends slowly or its own link has become slow, and a swap would put a slow link in
 //! front of a fast one.
 
-mod accusations;
+#[cfg(test)]
+mod scale;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use remora_protocol::{LossCause, Relaying};
 
-use self::accusations::Accusations;
-pub(crate) use self::accusations::Witness;
 use super::machine::Session;
 
 /// The most readers of one peer. One makes a chain; the second is for another zone's first reader, and for replicas
@@ -585,7 +585,62 @@ enum Pace {
     Unclear,
 }
 
-#[cfg(test)]
-mod scale;
+// Accusations: replicas that report that a peer lent them wrong bytes, and what follows from their reports.
+//
+// The source does not see what one replica lends to another. A report may be false: the accuser may have bad memory,
+// or its operator wants the others to read from the source. So a report costs the peer the accuser as a reader, and no
+// other one. The second report, from an accuser that is independent of the first, bans the peer for all.
+
+/// The number of independent accusers after which no replica reads from a peer.
+const ACCUSERS_FOR_A_BAN: usize = 2;
+
+/// A replica as an accuser. Two accusers are independent if they are different witnesses.
+///
+/// A replica that connects again is the same witness, and so are all replicas of another host: they share their memory
+/// and their operator. The replicas of the source's own host have one address, and are told apart by their names.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Witness {
+    /// All replicas at this address.
+    Host(IpAddr),
+    /// The replica of this name on the source's host.
+    Local(String),
+}
+
+impl Witness {
+    /// The replica of this name that connected from this address.
+    pub(crate) fn new(address: IpAddr, name: &str) -> Witness {
+        match address.to_canonical() {
+            address if address.is_loopback() => Witness::Local(name.to_owned()),
+            address => Witness::Host(address),
+        }
+    }
+}
+
+/// The accusers of each peer.
+#[derive(Debug, Default)]
+pub(super) struct Accusations {
+    by_peer: BTreeMap<Session, BTreeSet<Witness>>,
+}
+
+impl Accusations {
+    /// Notes a report. Further ones about a peer that is banned are not kept.
+    fn accuse(&mut self, peer: Session, witness: &Witness) {
+        let accusers = self.by_peer.entry(peer).or_default();
+        if accusers.len() < ACCUSERS_FOR_A_BAN {
+            accusers.insert(witness.clone());
+        }
+    }
+
+    /// Whether no replica may read from this peer.
+    pub(super) fn is_banned(&self, peer: Session) -> bool {
+        self.by_peer.get(&peer).is_some_and(|accusers| accusers.len() >= ACCUSERS_FOR_A_BAN)
+    }
+
+    /// Whether this reader may not read from the peer: the peer is banned, or the reader itself accused it.
+    fn bars(&self, peer: Session, reader: &Witness) -> bool {
+        self.by_peer.get(&peer).is_some_and(|accusers| accusers.contains(reader)) || self.is_banned(peer)
+    }
+}
+
 #[cfg(test)]
 mod tests;

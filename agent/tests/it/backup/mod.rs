@@ -1,10 +1,8 @@
 //! `remora backup` and `remora restore`: whole files with manifests, the commands since, and moments between.
 
 mod bucket;
-mod damaged;
 mod folder;
 mod sealed;
-mod store;
 
 use std::fmt::Display;
 use std::fs;

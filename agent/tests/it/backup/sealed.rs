@@ -10,7 +10,7 @@ use remora_lab::workload::fill_every_type;
 use remora_lab::{Agent, Kind, require};
 use rustix::process::Signal;
 
-use super::store::Store;
+use super::bucket::Store;
 use super::{ALWAYS_NEW, assert_holds, json, load, next_second};
 use crate::kit::{LONG, Scene, Stage, ends, fill, number, primary, says, steady_writer, strs};
 
@@ -195,7 +195,7 @@ fn a_changed_byte_of_any_encrypted_object_is_refused_and_the_object_named() {
     ends(&mut backup, 0);
     let (url, spool) = (place.url(), place.scene.stage.path("spool"));
     let args = ["restore", &url, "--spool", &spool, "--identity", &place.keys.identity];
-    let files = super::damaged::files(Path::new(&url));
+    let files = super::folder::files(Path::new(&url));
     assert!(files.len() >= 4, "the manifest, the snapshot, the commands and how far they reach: {files:?}");
-    super::damaged::each_change_is_refused(&place.scene.stage, &files, &args);
+    super::folder::each_change_is_refused(&place.scene.stage, &files, &args);
 }

@@ -4,30 +4,26 @@
 //! of `remora`.
 
 mod agents;
-mod built;
-mod cluster;
-mod data;
-mod mounted;
-mod processors;
-mod scene;
 mod server;
 
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
+pub(crate) use agents::{Source, Stage, ends, says, succeeds};
 use remora_lab::server::{Builder, wait_until};
 use remora_lab::workload::Options;
 use remora_lab::{Agent, Kind, Server, Workload};
-
-pub(crate) use agents::{Source, Stage, ends, says, succeeds};
-pub(crate) use built::built_module;
-pub(crate) use cluster::{fill_cluster, id, start_cluster};
-pub(crate) use data::{fill, fill_keys, load, load_small, write_past_the_backlog};
-pub(crate) use mounted::Directory;
-pub(crate) use processors::Processors;
-pub(crate) use scene::{Scene, strs};
+use rustix::mount::UnmountFlags;
 pub(crate) use server::{
     Way, assert_untouched, follows, kinds_and_module, load_slowly, number, quick, syncs, wait_until_loading,
     way_of_loading, with_or_without,
+};
+
+pub(crate) use self::agents::Processors;
+pub(crate) use self::server::{
+    fill, fill_cluster, fill_keys, id, load, load_small, start_cluster, write_past_the_backlog,
 };
 
 /// Time limit that only a broken machine exceeds.
@@ -100,4 +96,94 @@ pub(crate) fn with_checksum(object: &str) -> String {
 pub(crate) fn without_checksum(text: &str) -> String {
     let (before, _) = text.split_once(",\n  \"checksum\"").unwrap();
     format!("{before}\n}}\n")
+}
+
+// Modules of the tests, for servers.
+
+/// Builds a module from its one file beside the tests. Rust links through the C compiler, so every machine that builds
+/// the tests has one.
+pub(crate) fn built_module(stage: &Stage, name: &str) -> String {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/it/{name}.c"));
+    let library = stage.path(&format!("{name}.so"));
+    let mut compiler = Command::new("cc");
+    compiler.args(["-shared", "-fPIC", "-Wall", "-Werror", "-o", &library]).arg(source);
+    let built = compiler.output().unwrap();
+    assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+    library
+}
+
+// A primary with a source beside it, and commands that read from the source.
+
+/// A primary, its source, and the stage of the commands that read from the source.
+pub(crate) struct Scene {
+    pub(crate) stage: Stage,
+    pub(crate) primary: Server,
+    pub(crate) source: Source,
+}
+
+impl Scene {
+    /// Starts a source of the primary with these options.
+    pub(crate) fn new(primary: Server, options: &[&str]) -> Scene {
+        let stage = Stage::new();
+        let source = stage.source(&primary.url(), options);
+        Scene { stage, primary, source }
+    }
+
+    /// The arguments of a command that reads from the source and writes to this place.
+    pub(crate) fn args(&self, command: &str, to: &str, more: &[&str]) -> Vec<String> {
+        let (source, token) = (self.source.address.to_string(), self.source.token().display().to_string());
+        let args = [command, "--source", &source, "--token-file", &token, "--to", to];
+        args.iter().chain(more).map(|arg| (*arg).to_owned()).collect()
+    }
+
+    /// Starts such a command.
+    pub(crate) fn start(&self, command: &str, to: &str, more: &[&str]) -> Agent {
+        self.stage.start(None, &strs(&self.args(command, to, more)))
+    }
+}
+
+/// The same arguments, borrowed.
+pub(crate) fn strs(args: &[String]) -> Vec<&str> {
+    args.iter().map(String::as_str).collect()
+}
+
+// Directories at which something is mounted.
+
+/// A directory for a mount. No mount is left there.
+pub(crate) struct Directory(pub(crate) String);
+
+impl Directory {
+    /// Makes it if it is missing. It may be there, and be what a killed process has left.
+    pub(crate) fn new(path: String) -> Directory {
+        let _ = fs::create_dir(&path);
+        Directory(path)
+    }
+
+    /// Where it is.
+    pub(crate) fn path(&self) -> &str {
+        &self.0
+    }
+
+    /// A file in it.
+    pub(crate) fn at(&self, name: &str) -> PathBuf {
+        Path::new(&self.0).join(name)
+    }
+
+    /// Unmounts it as an operator does. A process that another test starts at this moment holds this test's open
+    /// files until it executes its program: so it is tried until no process uses it.
+    #[track_caller]
+    pub(crate) fn unmount(&self) {
+        let unmount = || {
+            let output = Command::new("umount").arg(&self.0).output().unwrap();
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            Ok(if output.status.success() { Ok(()) } else { Err(said) })
+        };
+        wait_until("it is unmounted", LONG, unmount).unwrap();
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        let _ = rustix::mount::unmount(&*self.0, UnmountFlags::DETACH); // usually nothing is mounted there any more
+    }
 }

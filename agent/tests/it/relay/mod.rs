@@ -1,9 +1,7 @@
 //! Relay: replicas feed each other. The bytes leave the source about once, even if a relay ends or sends wrong data.
 
-mod attended;
 mod hosts;
 mod liar;
-mod stranger;
 
 use std::io::ErrorKind;
 use std::net::{TcpListener, TcpStream};
@@ -252,7 +250,7 @@ fn a_stranger_comes(kind: Kind) {
     let line = first.wait_for_event("lending", LONG).unwrap();
     let door = line.split("listening=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap();
     first.wait_for_event("in_step", LONG).unwrap();
-    stranger::has_no_success(door.parse().unwrap(), source.generation());
+    liar::has_no_success(door.parse().unwrap(), source.generation());
     // The relay still lends to a replica that has the token.
     let before = served(&source);
     source.replicate(&servers[1], &FAR);

@@ -7,11 +7,8 @@
 //!
 //! Only an introduction can take long (the module empties the server first), so only that can be cancelled.
 
-mod config_file;
-mod intercepted;
 mod leave;
-mod module;
-mod under_sentinel;
+pub(crate) mod module;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,26 +19,23 @@ use tokio::sync::Notify;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::Instant;
 
-pub(super) use self::intercepted::Intercepted;
 use self::module::Standing;
 use crate::args::ReplicaArgs;
 use crate::events;
 use crate::exit::{Code, Failure};
+use crate::replica::attend::gate::Gate;
+use crate::replica::attend::guide::Watcher;
 use crate::replica::control::{Control, Expected, NotOurs};
-use crate::replica::introduction::{Answer, Introduction};
-use crate::replica::known_primary::Trust;
-use crate::replica::link_failure::LinkFailure;
-use crate::replica::locality::LinkPort;
+use crate::replica::delivery::introduction::{Answer, Introduction};
+use crate::replica::link::candidates::{LinkFailure, LinkPort};
 use crate::replica::machine::{
-    Followed, Follows, Introduced, Job, Lapse, Look, NoAnswer, NotFollowed, PrimaryLink, Report,
+    Followed, Follows, Introduced, Job, Lapse, Leaving, Left, Look, NoAnswer, NotFollowed, PrimaryLink, Report,
 };
-use crate::replica::meter::Meter;
-use crate::replica::needs::FOLLOW;
-use crate::replica::preflight::{self, Primary};
-use crate::replica::raised;
-use crate::replica::record::Record;
-use crate::replica::target::Target;
-use crate::replica::{SETTLE_LIMIT, SETTLE_POLL};
+use crate::replica::parts::Meter;
+use crate::replica::preflight::{self, FOLLOW, Primary, REWRITE, Target};
+use crate::replica::primary::{self, Trust};
+use crate::replica::record::{Record, Rewrites};
+use crate::replica::{SETTLE_LIMIT, SETTLE_POLL, exact};
 use crate::server::own_changes::Counted;
 use crate::server::{Client, Facts, RefusalKind, Server, ServerError};
 use crate::tasks::AbortOnDrop;
@@ -255,7 +249,7 @@ impl Keeper {
         if let (Some(to), Some(finding), None) =
             (self.primary.raise_to, self.primary.finding.clone(), self.record.raised())
         {
-            raised::raise(&mut self.record, finding.sentinels(), to).await?;
+            primary::raise(&mut self.record, finding.sentinels(), to).await?;
         }
         let mut way = self.target.diskless_load.clone();
         if let Some(before) = self.target.diskless_load.clone() {
@@ -555,4 +549,231 @@ impl From<Failure> for Lapse {
 
 fn no_answer(error: ServerError) -> NoAnswer {
     NoAnswer { passes: error.is_passing(), failure: error.into() }
+}
+
+// Configuration file: written again if another client wrote it while the settings of the sync were in force.
+//
+// `CONFIG REWRITE`, which Sentinel sends too, writes the link and the link's password into the server's configuration
+// file. They would come back with the server's next start, long after the agent has put the settings back. The servers
+// count the calls of `CONFIG REWRITE` since their start (`INFO commandstats`, from Redis 7 on).
+
+/// How `INFO commandstats` names the calls of `CONFIG REWRITE`.
+const REWRITE_CALLS: &str = "cmdstat_config|rewrite";
+
+impl Keeper {
+    /// Notes how often the file has been written, before the first change. What an agent before us noted for a server
+    /// that still follows its link stays: the file may have been written since.
+    async fn note_rewrites(&mut self, after_restart: bool) -> Result<(), Failure> {
+        if self.target.unfinished && !after_restart && self.record.rewrites().is_some() {
+            return Ok(());
+        }
+        let run_id = self.target.facts.run_id.clone();
+        let calls = self.rewrite_calls().await?;
+        self.record.note_rewrites(calls.map(|calls| Rewrites { run_id, calls }));
+        Ok(())
+    }
+
+    /// Writes the file again if another client wrote it since. To be called when the server is as it is to stay. The
+    /// text goes on behind the state of the server; it is empty unless something is to be done by hand.
+    async fn write_the_file_again(&mut self) -> String {
+        let Some(noted) = self.record.rewrites().cloned() else { return String::new() };
+        let (Ok(facts), Ok(calls)) = (self.control.facts().await, self.rewrite_calls().await) else {
+            return String::new();
+        };
+        // A server that restarted into the link has read it from the file.
+        if facts.run_id == noted.run_id && calls.is_none_or(|calls| calls == noted.calls) {
+            return String::new();
+        }
+        match self.control.command(&REWRITE).await {
+            Ok(_) => {
+                tracing::info!(
+                    "another client wrote the server's configuration file during the sync; it is written again, without the \
+                     settings of the sync"
+                );
+                String::new()
+            }
+            Err(error) => format!(
+                "; another client wrote the server's configuration file during the sync, with the link and its password, and \
+                 it can't be written again ({error}): send CONFIG REWRITE, or start the server with another file"
+            ),
+        }
+    }
+
+    /// Writes the file with the primary that the server follows now (`--rewrite-config`): a restarted server without
+    /// `replicaof` in its file would be a primary.
+    async fn write_the_file(&mut self) -> Result<(), Failure> {
+        match self.control.command(&REWRITE).await {
+            Ok(_) => {
+                tracing::info!("the server has written its configuration file, with the primary that it follows");
+                Ok(())
+            }
+            Err(error) => {
+                let advice = "its configuration file was not written (--rewrite-config needs +config|rewrite, and a file and \
+                              a folder that the server may write): it would not follow the primary after a restart";
+                Err(Failure::from(error).and(advice))
+            }
+        }
+    }
+
+    /// How often the file was written since the server's start; `None` if the server does not count that.
+    async fn rewrite_calls(&mut self) -> Result<Option<u64>, ServerError> {
+        let stats = self.control.client().await?.info("commandstats").await?;
+        if stats.iter().all(|(name, _)| !name.starts_with("cmdstat_")) {
+            return Ok(None);
+        }
+        // Servers list only what was called. Before Redis 7 there is one line for all of CONFIG.
+        let calls = stats.get(REWRITE_CALLS).and_then(|line| line.strip_prefix("calls="));
+        let is_split = stats.iter().any(|(name, _)| name.starts_with("cmdstat_config|"));
+        let calls = calls.and_then(|calls| calls.split(',').next()?.parse().ok());
+        Ok(calls.or(is_split.then_some(0)))
+    }
+}
+
+// Intercepted: the jobs on a server whose own connections to its primary come to this agent. The server is told
+// nothing: it follows its primary all the time, and no setting of it changes.
+
+/// Owns the connection to the server and the gate.
+pub(super) struct Intercepted {
+    control: Control,
+    /// The primary that the server followed when the sync began.
+    primary: (String, u16),
+    gate: Gate,
+    /// What the Sentinels say of the group, if they are asked.
+    watcher: Option<Watcher>,
+    /// What the server had counted before the sync.
+    counted: Option<Counted>,
+    meter: Arc<Meter>,
+}
+
+impl Intercepted {
+    pub(super) fn new(
+        control: Control,
+        primary: (String, u16),
+        gate: Gate,
+        watcher: Option<Watcher>,
+        meter: Arc<Meter>,
+    ) -> Intercepted {
+        Intercepted { control, primary, gate, watcher, counted: None, meter }
+    }
+
+    async fn perform(&mut self, job: Job) -> Report {
+        match job {
+            // The module would empty the server first, which makes it lose its position, and that needs REPLICAOF.
+            Job::Prepare { .. } => Report::Prepared(self.count().await.map(|()| false)),
+            Job::Follow { .. } => Report::Followed(Ok(())),
+            Job::Introduce { number } => Report::Introduced { number, outcome: Introduced::Cancelled },
+            Job::PutSettingsBack => Report::SettingsPutBack(Ok(())),
+            Job::AskOffset => Report::Offset(self.offset().await.map_err(Failure::from)),
+            Job::Look => Report::Looked(self.look().await),
+            Job::GiveLogin => Report::LoginGiven(Ok(())),
+            Job::Verify(_) => Report::Verified(self.verify().await),
+            Job::Settle => Report::Settled(self.control.settle().await.map_err(Failure::from)),
+            Job::PointAtPrimary => Report::PointedAtPrimary(self.point_at_primary().await),
+            Job::AskPrimaryLink => Report::PrimaryLink(self.primary_link().await),
+            Job::ReturnToLink => Report::ReturnedToLink(Err(Lapse::Failed(self.out_of_step()))),
+            Job::Finish => Report::Finished(self.judge().await),
+            Job::Leave(how) => Report::Left(self.leave(how).await),
+        }
+    }
+
+    /// Notes what the server has counted so far.
+    async fn count(&mut self) -> Result<(), Lapse> {
+        self.counted = Some(Counted::read(self.control.client().await?).await?);
+        Ok(())
+    }
+
+    /// Whether the server is an exact replica. The primary is asked by the server's own login only, which is not known
+    /// here.
+    async fn judge(&mut self) -> Result<(), Failure> {
+        let server = self.control.server().url().to_string();
+        let found = exact::judge(self.control.client().await?, self.counted.as_ref(), None).await?;
+        let outcome = found.outcome(&server);
+        self.meter.set_exactness(found);
+        outcome
+    }
+
+    async fn offset(&mut self) -> Result<u64, ServerError> {
+        Ok(self.control.replication().await?.offset.unwrap_or(0))
+    }
+
+    fn is_followed(&self, facts: &Facts) -> bool {
+        facts.link.as_ref().is_some_and(|link| (&link.host, link.port) == (&self.primary.0, self.primary.1))
+    }
+
+    /// Asks the server about itself.
+    async fn look(&mut self) -> Result<Look, Failure> {
+        let (mut client, facts) = ask_anew(self.control.server()).await?;
+        let follows = match &facts.link {
+            None => Follows::Nothing,
+            Some(_) if self.is_followed(&facts) => Follows::Link,
+            Some(_) => Follows::Another,
+        };
+        let state = state_of_its_link(&mut client).await.unwrap_or_else(|| "down".into());
+        self.control.replace(client);
+        let trouble = format!("it shows its link to its primary as \"{state}\"; its log says why");
+        let loading = facts.loading == Some(true);
+        Ok(Look { run_id: facts.run_id.clone(), follows, loading, keys: facts.keys(), trouble })
+    }
+
+    /// Fails unless the server follows the same primary still.
+    async fn verify(&mut self) -> Result<(), Lapse> {
+        let primary = [(self.primary.0.as_str(), self.primary.1)];
+        self.control.still_ours(Expected::OneOf(&primary)).await?;
+        Ok(())
+    }
+
+    /// Lets the server connect to its primary by itself.
+    async fn point_at_primary(&mut self) -> Result<(), Lapse> {
+        self.verify().await?;
+        self.gate.hand_back().await;
+        Ok(())
+    }
+
+    async fn primary_link(&mut self) -> Result<PrimaryLink, NoAnswer> {
+        let facts = self.control.replication().await.map_err(no_answer)?;
+        let is_followed = self.is_followed(&facts);
+        if is_followed && self.is_astray(&facts).await {
+            let (host, port) = &self.primary;
+            let text = format!("the server's primary {host}:{port} was replaced before the server was in step with it");
+            return Err(NoAnswer { passes: false, failure: Failure::new(Code::SyncFailed, text) });
+        }
+        let link = facts.link.as_ref().filter(|_| is_followed);
+        Ok(PrimaryLink {
+            is_followed,
+            up: link.is_some_and(|link| link.up == Some(true)),
+            syncing: link.is_some_and(|link| link.syncing == Some(true)),
+            offset: facts.offset.unwrap_or(0),
+        })
+    }
+
+    /// Whether the server waits for a primary that was replaced, and no Sentinel looks after it. Who attends it does.
+    async fn is_astray(&mut self, replication: &Facts) -> bool {
+        let Some(watcher) = self.watcher.clone() else { return false };
+        let is_down = replication.link.as_ref().is_some_and(|link| link.up == Some(false));
+        match if is_down { self.control.facts().await.ok() } else { None } {
+            Some(facts) => watcher.is_astray(&facts, self.control.server().url()).await,
+            None => false,
+        }
+    }
+
+    fn out_of_step(&self) -> Failure {
+        let (host, port) = &self.primary;
+        let text =
+            format!("the server does not get in step with its primary {host}:{port} by itself; its log says why");
+        Failure::new(Code::SyncFailed, text)
+    }
+
+    async fn leave(&mut self, how: Leaving) -> Left {
+        self.gate.hand_back().await;
+        let (host, port) = &self.primary;
+        match how {
+            Leaving::AsItIs => Left::as_it_is("the server is left as it is"),
+            Leaving::ToPrimary | Leaving::Alone => Left::in_order(format!(
+                "the server holds a whole data set, and goes on at its primary {host}:{port} by itself"
+            )),
+            Leaving::Untouched | Leaving::Detached => Left::in_order(format!(
+                "the server goes to its primary {host}:{port} by itself, which sends it what it lacks"
+            )),
+        }
+    }
 }

@@ -5,10 +5,10 @@ use tokio::time::Instant;
 use super::Keeper;
 use crate::args::{FastKeys, ModuleLoad};
 use crate::exit::Failure;
-use crate::replica::introduction::{Answer, Introduction};
+use crate::replica::delivery::introduction::{Answer, Introduction};
 use crate::replica::machine::{Followed, Introduced, Lapse, NotFollowed};
 #[cfg(any(test, feature = "simulation"))]
-use crate::replica::needs::FOLLOW;
+use crate::replica::preflight::FOLLOW;
 use crate::replica::{SETTLE_LIMIT, SETTLE_POLL};
 use crate::server::module::{field, speaks_our_protocol};
 use crate::server::{RefusalKind, ServerError};

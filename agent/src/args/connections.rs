@@ -1,0 +1,486 @@
+//! The options of every agent's connections: what protects them, which peers there are, how fast they get slots, by
+//! which RDMA devices, and what is shown to those who watch.
+
+use std::fmt;
+use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use clap::{Args, ValueEnum};
+use remora_fabric::verbs::addresses_of;
+use remora_wire::is_printable;
+use rustls::pki_types::ServerName;
+
+use super::SentinelArgs;
+use crate::conversation::certificates::{CertificateFiles, CertificateRoles, Certificates, MTLS_OPTIONS};
+use crate::conversation::tokens::Credentials;
+use crate::conversation::{Mode, Security, SourceKey};
+use crate::exit::{Code, Failure};
+use crate::units::{Size, UnitError};
+
+// The options that say what protects the connections between agents.
+
+/// What protects the connections between agents.
+#[derive(Clone, Debug, Args)]
+pub struct SecurityArgs {
+    /// What protects the connections between agents. `token`: TLS 1.3, authenticated by the token, and tables that are
+    /// encrypted once for all replicas on other hosts. `mtls`: the same with certificates of both ends (--cert, --key,
+    /// --ca), and with a token only if one is given. `none`: the data can be read and changed on the network. Default:
+    /// `token` for every address that is not loopback, `none` for loopback.
+    #[arg(long, value_name = "HOW", help_heading = "Security")]
+    pub security: Option<Mode>,
+
+    /// With `--security none`: allow addresses that are not loopback, and RDMA without encryption. A host that can read
+    /// the network's packets can then read the data, and one that can change them can change a value without notice.
+    #[arg(long, help_heading = "Security")]
+    pub plaintext_network: bool,
+
+    /// For `mtls`: the certificate of this agent (PEM), then those between it and its authority. It must be valid for
+    /// servers at a source and a replica that lends slots, and for clients at every other command and a replica.
+    #[arg(long, value_name = "FILE", help_heading = "Security")]
+    pub cert: Option<PathBuf>,
+
+    /// For `mtls`: the private key (PEM) of that certificate, which other users may not read.
+    #[arg(long, value_name = "FILE", help_heading = "Security")]
+    pub key: Option<PathBuf>,
+
+    /// For `mtls`: the certificates (PEM) of the authorities that sign those of all agents. Give several in one file
+    /// while one replaces another. Commands that serve read the three files again on SIGHUP.
+    #[arg(long, value_name = "FILE", help_heading = "Security")]
+    pub ca: Option<PathBuf>,
+
+    /// For `mtls`: the name that the certificates of source and lending replicas must be for, where no option names
+    /// that of the one or the other. Default: the host in --source, and the IP address of a replica that lends slots.
+    #[arg(long, value_name = "NAME", help_heading = "Security")]
+    pub peer_name: Option<String>,
+}
+
+/// Which source a command expects.
+#[derive(Clone, Debug, Args)]
+pub struct SourceKeyArgs {
+    /// The key that the source must hold, as `remora source --identity` logs it: 64 hexadecimal digits. A holder of the
+    /// token without that key cannot pose as the source. The conversation has TLS then, on loopback too.
+    #[arg(long, value_name = "KEY", help_heading = "Security")]
+    pub source_key: Option<SourceKey>,
+
+    /// For `mtls`: the name that the source's certificate must be for. Default: that of --peer-name, or the host in
+    /// --source. If no other agent's certificate is for this name, none of them can pose as the source.
+    #[arg(long, value_name = "NAME", value_parser = parse_name_of_peer, help_heading = "Security")]
+    pub source_name: Option<String>,
+}
+
+/// Which replicas a replica reads from.
+#[derive(Clone, Debug, Default, Args)]
+pub struct LenderNameArgs {
+    /// For `mtls`: the name that the certificates of replicas that lend slots to this one must be for. Default: that of
+    /// --peer-name, or the IP address of the replica.
+    #[arg(long, value_name = "NAME", value_parser = parse_name_of_peer, help_heading = "Security")]
+    pub lender_name: Option<String>,
+}
+
+impl LenderNameArgs {
+    /// Adds the name to what the other options say.
+    ///
+    /// # Errors
+    /// These are not for certificates.
+    pub(crate) fn apply(&self, given: &SecurityArgs, security: Security) -> Result<Security, Failure> {
+        match (&self.lender_name, given.security) {
+            (None, _) => Ok(security),
+            (Some(name), Some(Mode::Mtls)) => Ok(security.with_lender_name(name.clone())),
+            _ => usage("--lender-name goes with --security mtls only"),
+        }
+    }
+}
+
+/// Which certificates may become replicas.
+#[derive(Clone, Debug, Default, Args)]
+pub struct ReplicaNameArgs {
+    /// For `mtls`: a name (DNS or IP address) in the certificates of replicas: only these may read the data. May be
+    /// repeated. Default: every certificate that an authority in --ca has signed.
+    #[arg(long = "replica-name", value_name = "NAME", value_parser = parse_certificate_name, help_heading = "Security")]
+    pub replica_names: Vec<ServerName<'static>>,
+}
+
+/// Which certificates may ask for the status, or measure, and no more.
+#[derive(Clone, Debug, Default, Args)]
+pub struct MonitorNameArgs {
+    /// For `mtls`: a name (DNS or IP address) in the certificates of monitors: `remora status` with such a certificate
+    /// gets the status, and every other request is refused. May be repeated.
+    #[arg(long = "monitor-name", value_name = "NAME", value_parser = parse_certificate_name, help_heading = "Security")]
+    pub monitor_names: Vec<ServerName<'static>>,
+
+    /// For `mtls`: a name (DNS or IP address) in the certificates of those who measure: `remora probe` and `remora
+    /// status` work with such a certificate, and every other request is refused. May be repeated.
+    #[arg(long = "probe-name", value_name = "NAME", value_parser = parse_certificate_name, help_heading = "Security")]
+    pub probe_names: Vec<ServerName<'static>>,
+}
+
+fn parse_certificate_name(text: &str) -> Result<ServerName<'static>, String> {
+    ServerName::try_from(text.to_owned()).map_err(|_| "is neither a DNS name nor an IP address".to_owned())
+}
+
+/// The same, as an option for the end that connects.
+fn parse_name_of_peer(text: &str) -> Result<String, String> {
+    parse_certificate_name(text).map(|_| text.to_owned())
+}
+
+impl SecurityArgs {
+    /// What the options say, for an end that expects this source, and where certificates have these roles.
+    ///
+    /// # Errors
+    /// As [`SecurityArgs::open`].
+    pub(crate) fn open_for(&self, source: &SourceKeyArgs, roles: CertificateRoles) -> Result<Security, Failure> {
+        match (source.source_key, self.security) {
+            (Some(_), Some(Mode::None)) => usage("--source-key needs TLS: omit --security none"),
+            (Some(_), Some(Mode::Mtls)) => {
+                usage("--source-key goes with the token; --security mtls checks certificates")
+            }
+            (None, mode) if source.source_name.is_some() && mode != Some(Mode::Mtls) => {
+                usage("--source-name goes with --security mtls only")
+            }
+            _ => Ok(self.open(roles)?.with_source_name(source.source_name.clone())),
+        }
+    }
+
+    /// What proves a command to this source that asks, and lends nothing.
+    ///
+    /// # Errors
+    /// As [`SecurityArgs::open_for`], or the token cannot be used.
+    pub(crate) fn credentials(
+        &self,
+        token_file: Option<&PathBuf>,
+        source: &SourceKeyArgs,
+    ) -> Result<Credentials, Failure> {
+        let security = self.open_for(source, CertificateRoles::default())?;
+        Credentials::read(token_file, security, source.source_key)
+    }
+
+    /// What the options say.
+    ///
+    /// # Errors
+    /// They contradict each other, or a file cannot be used.
+    pub(crate) fn open(&self, roles: CertificateRoles) -> Result<Security, Failure> {
+        if !roles.is_empty() && self.security != Some(Mode::Mtls) {
+            return usage("--replica-name, --probe-name and --monitor-name go with --security mtls only");
+        }
+        match (self.security, &self.cert, &self.key, &self.ca) {
+            (Some(Mode::Mtls), Some(cert), Some(key), Some(ca)) => {
+                if self.plaintext_network {
+                    return usage(PLAINTEXT_ALONE);
+                }
+                let (chain, key, authorities) = (cert.clone(), key.clone(), ca.clone());
+                let files = CertificateFiles { chain, key, authorities, options: MTLS_OPTIONS };
+                Ok(Security::mtls(Certificates::read(files, roles)?, self.peer_name.clone()))
+            }
+            (Some(Mode::Mtls), ..) => usage("--security mtls needs --cert, --key and --ca"),
+            (_, None, None, None) if self.peer_name.is_none() => {
+                if self.plaintext_network && self.security != Some(Mode::None) {
+                    return usage(PLAINTEXT_ALONE);
+                }
+                Ok(Security::new(self.security, self.plaintext_network))
+            }
+            _ => usage("--cert, --key, --ca and --peer-name go with --security mtls only"),
+        }
+    }
+}
+
+const PLAINTEXT_ALONE: &str = "--plaintext-network goes with --security none only: give both or neither";
+
+fn usage<T>(text: &str) -> Result<T, Failure> {
+    Err(Failure::new(Code::Usage, text))
+}
+
+// The options of an agent that makes replicas: its peers are the source, and other replicas.
+
+/// How the agent proves itself to its peers, which of them it believes, and its name among them.
+#[derive(Clone, Debug, Args)]
+pub struct PeerArgs {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub security: SecurityArgs,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub readers: ReplicaNameArgs,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub expected: SourceKeyArgs,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub sentinel: SentinelArgs,
+
+    /// Name to appear under in `remora status` and the source's log. Default: the server's address.
+    #[arg(long, value_name = "NAME", value_parser = parse_name, help_heading = "Source")]
+    pub name: Option<String>,
+}
+
+pub(super) fn parse_name(text: &str) -> Result<String, String> {
+    match text.chars().find(|character| !is_printable(*character)) {
+        Some(character) => Err(format!("a name has printable characters only, and not {character:?}")),
+        None => Ok(text.to_owned()),
+    }
+}
+
+// How fast an agent sends slots to others: `auto`, `none`, or a rate.
+
+/// The value of `--upload-limit`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum UploadLimit {
+    /// As fast as leaves the queue of the network link short for others.
+    #[default]
+    Auto,
+    /// As fast as TCP does.
+    Unlimited,
+    /// Bytes per second.
+    Rate(Size),
+}
+
+impl UploadLimit {
+    /// The rate; `None` if none is given.
+    pub fn rate(self) -> Option<Size> {
+        match self {
+            UploadLimit::Rate(rate) => Some(rate),
+            UploadLimit::Auto | UploadLimit::Unlimited => None,
+        }
+    }
+}
+
+impl FromStr for UploadLimit {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<UploadLimit, String> {
+        match text {
+            "auto" => Ok(UploadLimit::Auto),
+            "none" => Ok(UploadLimit::Unlimited),
+            rate => parse_rate(rate).map(UploadLimit::Rate).map_err(|error| format!("{error}; or auto, or none")),
+        }
+    }
+}
+
+impl fmt::Display for UploadLimit {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            UploadLimit::Auto => to.write_str("auto"),
+            UploadLimit::Unlimited => to.write_str("none"),
+            UploadLimit::Rate(rate) => write!(to, "{}", rate.get()),
+        }
+    }
+}
+
+/// The lowest rate: below it a slot of the default size takes longer than its reader waits for a byte of it.
+const LEAST_RATE: Size = Size::bytes(64 << 10);
+
+pub(super) fn parse_rate(text: &str) -> Result<Size, String> {
+    let size: Size = text.parse().map_err(|error: crate::units::UnitError| error.to_string())?;
+    if size < LEAST_RATE { Err(format!("the rate must be at least {LEAST_RATE} per second")) } else { Ok(size) }
+}
+
+// The RDMA options of source and replica, and of the ends of a volume.
+
+/// Which RDMA devices an end uses, and how its packets are marked.
+#[derive(Clone, Debug, Default, Args)]
+pub struct RdmaEnd {
+    /// Use the RDMA device that has this local address; may be repeated, once per port. Default: a source uses the
+    /// device with the address of --listen, a reader the one to which the system's routes lead. What belongs to
+    /// volumes (a server's copies, a writer's large writes) is offered only by devices that are named, and without
+    /// encryption: that needs `--security none` and `--plaintext-network`.
+    #[arg(long, value_name = "ADDR", help_heading = "RDMA")]
+    pub rdma_address: Vec<IpAddr>,
+
+    /// Use the RDMA device with this name, as `remora devices` lists it, by an address of each of its active ports; may
+    /// be repeated.
+    #[arg(long, value_name = "NAME", conflicts_with = "rdma_address", help_heading = "RDMA")]
+    pub rdma_device: Vec<String>,
+
+    /// Use only this port of the device that `--rdma-device` names.
+    #[arg(long, value_name = "N", requires = "rdma_device", value_parser = clap::value_parser!(u8).range(1..), help_heading = "RDMA")]
+    pub rdma_port: Option<u8>,
+
+    /// Traffic class of RoCE packets (the IP type-of-service byte), by which switches recognise lossless traffic.
+    #[arg(long, value_name = "N", help_heading = "RDMA")]
+    pub rdma_traffic_class: Option<u8>,
+
+    /// Service level of packets, 0 to 15: on InfiniBand it chooses the virtual lane, on RoCE the Ethernet priority.
+    /// Default: the one that the subnet manager, or the traffic class, assigns.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(..=15), help_heading = "RDMA")]
+    pub rdma_service_level: Option<u8>,
+}
+
+impl RdmaEnd {
+    /// Whether an option names the device to use.
+    pub fn is_named(&self) -> bool {
+        !self.rdma_address.is_empty() || !self.rdma_device.is_empty()
+    }
+
+    /// The addresses of the named devices; empty if none was named.
+    ///
+    /// # Errors
+    /// The named device, or its port, has no address of this host.
+    pub fn addresses(&self) -> Result<Vec<IpAddr>, remora_fabric::Error> {
+        let mut addresses = self.rdma_address.clone();
+        for device in &self.rdma_device {
+            addresses.extend(addresses_of(device, self.rdma_port)?);
+        }
+        Ok(addresses)
+    }
+}
+
+/// How a source offers RDMA.
+#[derive(Clone, Debug, Default, Args)]
+pub struct RdmaOffer {
+    /// Do not offer RDMA even if there are devices. (If an option names a device and RDMA is not available, that is an
+    /// error.)
+    #[arg(long, conflicts_with_all = ["rdma_address", "rdma_device"], help_heading = "RDMA")]
+    pub no_rdma: bool,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub end: RdmaEnd,
+}
+
+/// How a reader (a replica or a probe) reads over RDMA.
+#[derive(Clone, Debug, Args)]
+pub struct RdmaRead {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub end: RdmaEnd,
+
+    /// Queue pairs per table, 1 to 8: more for a network that spreads its load by flow, or to use several ports.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8), help_heading = "RDMA")]
+    pub rdma_queue_pairs: u8,
+
+    /// Pieces posted per queue pair, 1 to 1024. The number of buffers follows from --memory.
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1024), help_heading = "RDMA")]
+    pub rdma_queue_depth: u32,
+
+    /// READs in flight per queue pair, 1 to 16; the limits of both devices can lower it.
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u8).range(1..=16), help_heading = "RDMA")]
+    pub rdma_reads: u8,
+
+    /// Reads that are longer are cut into pieces of this size, so that connections take turns: 4KiB to 1GiB.
+    #[arg(long, value_name = "SIZE", default_value = "256KiB", value_parser = parse_piece, help_heading = "RDMA")]
+    pub rdma_piece: Size,
+
+    /// How to wait for the device: `polling` keeps a processor busy, `event` sleeps at once, `poll-then-arm` polls for
+    /// a moment first.
+    #[arg(long, value_name = "HOW", default_value = "poll-then-arm", help_heading = "RDMA")]
+    pub rdma_completion: CompletionChoice,
+
+    /// How long `poll-then-arm` polls before it sleeps, in microseconds.
+    #[arg(long, value_name = "US", default_value_t = 20, value_parser = clap::value_parser!(u64).range(0..=1_000_000), help_heading = "RDMA")]
+    pub rdma_poll_us: u64,
+}
+
+/// How to wait for completions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum CompletionChoice {
+    /// Poll without pause.
+    Polling,
+    /// Sleep until the device interrupts.
+    Event,
+    /// Poll for a while, then sleep.
+    PollThenArm,
+}
+
+fn parse_piece(text: &str) -> Result<Size, String> {
+    let size: Size = text.parse().map_err(|error: UnitError| error.to_string())?;
+    let fits = (LEAST_PIECE..=LARGEST_PIECE).contains(&size.get()) && size.get().is_multiple_of(LEAST_PIECE);
+    if fits { Ok(size) } else { Err("the size must be whole pages, 4KiB to 1GiB".into()) }
+}
+
+/// The smallest piece, one page: below it the requests cost more than the bytes.
+const LEAST_PIECE: u64 = 4 << 10;
+/// The largest piece: every device accepts it in one request.
+const LARGEST_PIECE: u64 = 1 << 30;
+
+// The options for a server that speaks TLS to its primary: towards it the agent is a TLS server.
+
+/// With which certificate the agent plays a primary.
+#[derive(Clone, Debug, Default, Args)]
+#[command(next_help_heading = "Link to the server")]
+pub struct LinkTlsArgs {
+    /// Certificate chain (PEM) of the agent for a server with `tls-replication yes`.
+    #[arg(long, value_name = "FILE", requires = "link_key")]
+    pub link_cert: Option<PathBuf>,
+
+    /// The private key (PEM) of that certificate.
+    #[arg(long, value_name = "FILE", requires = "link_cert")]
+    pub link_key: Option<PathBuf>,
+
+    /// Certificates (PEM) of the authorities that must have signed the server's own certificate. Without this option
+    /// the agent asks the server for none.
+    #[arg(long, value_name = "FILE", requires = "link_cert")]
+    pub link_client_ca: Option<PathBuf>,
+}
+
+// What an agent shows to those who watch it.
+
+/// What an agent shows to those who watch it.
+#[derive(Clone, Debug, Default, Args)]
+pub struct MetricsArgs {
+    /// Serve metrics for Prometheus at this address (`/metrics`), the answers for probes (`/healthz`, `/readyz`), and a
+    /// page for people (`/`). They name servers and replicas with their addresses, and hold no data; the port asks for
+    /// no password.
+    #[arg(long, value_name = "ADDR:PORT", help_heading = "Metrics")]
+    pub metrics: Option<SocketAddr>,
+}
+
+/// The metrics of an agent that ends.
+#[derive(Clone, Debug, Default, Args)]
+pub struct MetricsFileArgs {
+    /// Write metrics into this file, for the textfile collector of node_exporter: every 15 s, and at the end with the
+    /// exit code. Its name must end with `.prom`. It replaces an earlier one as a whole, and every user can read it.
+    #[arg(long, value_name = "FILE.prom", value_parser = parse_file, help_heading = "Metrics")]
+    pub metrics_file: Option<PathBuf>,
+}
+
+/// What node_exporter does not read would be missed too late.
+fn parse_file(text: &str) -> Result<PathBuf, String> {
+    let path = Path::new(text);
+    match path.extension().is_some_and(|end| end == "prom") {
+        true => Ok(path.to_owned()),
+        false => Err("the name must end with .prom, or node_exporter does not read the file".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rate_that_would_stall_every_reader_is_refused() {
+        assert!(parse_rate("1MiB").is_ok());
+        assert!(parse_rate("0").is_err() && parse_rate("1KiB").is_err());
+    }
+
+    #[test]
+    fn it_is_a_word_or_a_rate() {
+        assert_eq!("auto".parse(), Ok(UploadLimit::Auto));
+        assert_eq!("none".parse(), Ok(UploadLimit::Unlimited));
+        assert_eq!("105MiB".parse(), Ok(UploadLimit::Rate(Size::mebibytes(105))));
+        for wrong in ["", "0", "1KiB", "Auto", "fast"] {
+            assert!(wrong.parse::<UploadLimit>().is_err_and(|error| error.ends_with("or auto, or none")), "{wrong}");
+        }
+        for same in ["auto", "none", "110100480"] {
+            assert_eq!(same.parse::<UploadLimit>().map(|limit| limit.to_string()), Ok(same.to_owned()));
+        }
+    }
+
+    #[test]
+    fn pieces_are_whole_pages_within_reason() {
+        assert!(parse_piece("256KiB").is_ok());
+        for wrong in ["0", "5000", "2GiB"] {
+            assert!(parse_piece(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_file_that_node_exporter_ignores_is_refused() {
+        assert_eq!(parse_file("/a/b.prom").as_deref(), Ok(Path::new("/a/b.prom")));
+        for wrong in ["/a/b", "b.txt", ".prom", ""] {
+            assert!(parse_file(wrong).is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,376 @@
+//! The arguments of the commands that look and change nothing: `remora status`, `ready`, `plan`, `probe` and `devices`,
+//! and how they name their source.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+
+use super::{HostPort, RdmaRead, SecurityArgs, SourceKeyArgs};
+use crate::conversation::tokens::Credentials;
+use crate::exit::{self, Code, Failure};
+use crate::server::{ServerArgs, Task};
+use crate::units::{Size, UnitError, parse_bit_rate, parse_duration};
+
+/// The arguments of `remora status`.
+#[derive(Clone, Debug, Args)]
+#[command(long_about = STATUS_ABOUT, after_long_help = status_help())]
+pub struct StatusArgs {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub ask: AskArgs,
+
+    /// Print one JSON object instead of the table.
+    #[arg(long)]
+    pub json: bool,
+
+    /// Show it anew every TIME (default: one second), until stopped: on a terminal as a screen, which `q` ends, and
+    /// otherwise as text.
+    #[arg(long, value_name = "TIME", num_args = 0..=1, default_missing_value = "1s", value_parser = parse_duration)]
+    pub watch: Option<Duration>,
+}
+
+const STATUS_ABOUT: &str = "\
+Shows what a source holds and which replicas read it: the snapshot's generation, offset, bytes, memory and age, and for every joined \
+replica its phase, percent, rate and lag.";
+
+fn status_help() -> String {
+    format!(
+        "\
+Examples:
+  Once, as a table:
+    remora status --source 10.0.0.5:7379 --token-file token
+  Every five seconds:
+    remora status --source 10.0.0.5:7379 --token-file token --watch 5s
+  For a script:
+    remora status --source 10.0.0.5:7379 --token-file token --json
+
+{}",
+        exit::help_table(&[Code::Usage, Code::Refused, Code::Source, Code::Interrupted])
+    )
+}
+
+// The options of a command that asks one source.
+
+/// Which source a command asks, and how it proves itself.
+#[derive(Clone, Debug, Args)]
+pub struct AskArgs {
+    /// Host and port of the source agent.
+    #[arg(long, value_name = "HOST:PORT")]
+    pub source: HostPort,
+
+    /// File with the secret that this command shares with the source. Needed unless the source has `--security mtls`
+    /// and no token.
+    #[arg(long, value_name = "FILE", required_unless_present = "cert")]
+    pub token_file: Option<PathBuf>,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub security: SecurityArgs,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub expected: SourceKeyArgs,
+}
+
+impl AskArgs {
+    /// What proves this command to the source.
+    ///
+    /// # Errors
+    /// As [`SecurityArgs::credentials`].
+    pub(crate) fn credentials(&self) -> Result<Credentials, Failure> {
+        self.security.credentials(self.token_file.as_ref(), &self.expected)
+    }
+}
+
+// Which source a command reads, and how.
+
+/// Which source a command reads, and how.
+#[derive(Clone, Debug, Args)]
+pub struct ReadArgs {
+    /// Host and port of the source agent.
+    #[arg(long, value_name = "HOST:PORT", help_heading = "Source")]
+    pub source: HostPort,
+
+    /// How to read the source's memory: `shm` if both agents share a host, `verbs` (RDMA) or `tcp` between hosts;
+    /// `auto` uses the first of these over which a read works, and reports which one and why.
+    #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Source")]
+    pub transport: TransportChoice,
+
+    /// TCP connections for reading. More than one helps if a single connection does not fill the link. Several take a
+    /// larger share of the link from other traffic: clients of the primary on other hosts wait longer.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=4), help_heading = "Source")]
+    pub lanes: u8,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub rdma: RdmaRead,
+
+    /// How long to retry while the source or the server is unreachable, with growing pauses. `0` tries once.
+    #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_duration, help_heading = "Source")]
+    pub retry_for: Duration,
+}
+
+/// The transport to read over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum TransportChoice {
+    /// The first that works, the fastest first.
+    Auto,
+    /// Shared memory of this host.
+    Shm,
+    /// RDMA.
+    #[value(alias = "rdma")]
+    Verbs,
+    /// TCP.
+    Tcp,
+}
+
+/// The arguments of `remora ready`.
+#[derive(Clone, Debug, Args)]
+#[command(long_about = READY_ABOUT, after_long_help = ready_help())]
+pub struct ReadyArgs {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub server: ServerArgs,
+
+    /// How far a replica may be behind its primary, in bytes of the stream. Default: as far as it is.
+    #[arg(long, value_name = "SIZE", conflicts_with = "link_only")]
+    pub max_lag: Option<Size>,
+
+    /// Do not connect to the replica's primary: the link alone counts. For a user that the primary does not have.
+    #[arg(long)]
+    pub link_only: bool,
+
+    /// Look again until the server is ready, for this time. Default: look once.
+    #[arg(long, value_name = "TIME", default_value = "0s", value_parser = parse_duration)]
+    pub timeout: Duration,
+
+    /// Look every TIME (default: one second) until stopped, and print each change. For a container beside the server,
+    /// whose probe runs `remora ready`.
+    #[arg(long, value_name = "TIME", num_args = 0..=1, default_missing_value = "1s", value_parser = parse_duration, conflicts_with = "timeout")]
+    pub watch: Option<Duration>,
+}
+
+const READY_ABOUT: &str = "\
+Says whether a server is ready for work, by the exit code.
+
+A primary is ready when it has loaded its data set. A replica is ready when it loads and copies nothing, its link is up, and its primary, \
+which is asked with the same user and password, has the same history. A server that follows the link of an agent is not ready: its \
+hand-off is still to come.";
+
+fn ready_help() -> String {
+    format!(
+        "\
+Examples:
+  As the readiness probe of a container:
+    remora ready --server redis://127.0.0.1:6379 --max-lag 1MiB
+  In a script, before the next server is replaced:
+    remora ready --server redis://127.0.0.1:6380 --timeout 10m
+
+{}
+{}",
+        exit::help_table(&[Code::Usage, Code::Refused, Code::Server, Code::Interrupted, Code::NotReady]),
+        Task::Ready.help()
+    )
+}
+
+/// The arguments of `remora plan`.
+#[derive(Clone, Debug, Args)]
+#[command(long_about = PLAN_ABOUT, after_long_help = plan_help())]
+pub struct PlanArgs {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub server: ServerArgs,
+
+    /// How many replicas are to be made at once.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub replicas: u32,
+
+    /// How fast the network is between the source's host and the replicas': `10Gbit/s`, `1Gbit/s`, `200Mbit/s`, or
+    /// bytes per second as `100MiB`. Default: faster than the servers.
+    #[arg(long, alias = "link", value_name = "RATE", value_parser = parse_bit_rate)]
+    pub rate: Option<Size>,
+
+    /// The `--memory` that the source will get. Default: the source's own default. The memory that holds the whole
+    /// snapshot is printed in any case.
+    #[arg(long, value_name = "SIZE", default_value = "1GiB")]
+    pub memory: Size,
+
+    /// The `--journal-memory` that the source will get. Default: a quarter of the memory.
+    #[arg(long, value_name = "SIZE")]
+    pub journal_memory: Option<Size>,
+
+    /// The `--security` of the agents: `none` if all of them are on one host or the network needs no encryption, and
+    /// otherwise `token` or `mtls`, where the source holds everything twice, in plain and sealed.
+    #[arg(long, value_name = "HOW", default_value = "token")]
+    pub security: PlannedSecurity,
+
+    /// Bytes per second that clients write to the primary. Default: measured.
+    #[arg(long, value_name = "SIZE")]
+    pub write_rate: Option<Size>,
+
+    /// How long to measure what clients write.
+    #[arg(long, value_name = "TIME", default_value = "3s", value_parser = parse_duration, conflicts_with = "write_rate")]
+    pub measure: Duration,
+
+    /// Print the plan as JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// What protects the connections between agents.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum PlannedSecurity {
+    /// Nothing.
+    None,
+    /// A token.
+    Token,
+    /// Certificates.
+    Mtls,
+}
+
+const PLAN_ABOUT: &str = "\
+Says what replicas of a primary need and cost: memory, backlog, and time.
+
+It asks the primary for its facts and changes nothing. The figures come from the functions by which the agents divide their memory and \
+decide; they are estimates of what is not known before, such as the size of the snapshot. remora replica --dry-run says the same of one \
+replica and a source that is there, and tries the way to it.";
+
+fn plan_help() -> String {
+    format!(
+        "\
+Examples:
+  Three replicas over 10 Gbit/s:
+    remora plan --server redis://10.0.0.5:6379 --replicas 3 --rate 10Gbit/s
+  What a source with 64 GiB can do, for clients that write 20 MiB each second:
+    remora plan --server redis://10.0.0.5:6379 --memory 64GiB --write-rate 20MiB
+
+{}
+{}",
+        exit::help_table(&[Code::Usage, Code::Refused, Code::Server, Code::Interrupted]),
+        Task::Plan.help()
+    )
+}
+
+/// The arguments of `remora probe`.
+#[derive(Clone, Debug, Args)]
+#[command(long_about = PROBE_ABOUT, after_long_help = probe_help())]
+pub struct ProbeArgs {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub ask: AskArgs,
+
+    /// Print one JSON object instead of the tables.
+    #[arg(long)]
+    pub json: bool,
+
+    /// Measure this transport only; `auto` measures each of them.
+    #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "What to measure")]
+    pub transport: TransportChoice,
+
+    /// Bytes of one read, 1 to 4MiB; several values are separated by commas.
+    #[arg(long, value_name = "SIZES", value_delimiter = ',', value_parser = parse_read, default_value = "8,64,512,4KiB,64KiB,256KiB,1MiB,4MiB", help_heading = "What to measure")]
+    pub sizes: Vec<Size>,
+
+    /// Reads in flight at once, 1 to 16; several values are separated by commas. A replica has up to 16.
+    #[arg(long, value_name = "DEPTHS", value_delimiter = ',', value_parser = clap::value_parser!(u8).range(1..=16), default_value = "1,4,16", help_heading = "What to measure")]
+    pub depths: Vec<u8>,
+
+    /// How long to read each size at each depth, 1ms to 10s.
+    #[arg(long, value_name = "TIME", default_value = "100ms", value_parser = parse_time, help_heading = "What to measure")]
+    pub time: Duration,
+
+    /// Time limit of all measurements, without connecting. Figures that are missing then are left out. Up to 1h.
+    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = parse_limit, help_heading = "What to measure")]
+    pub limit: Duration,
+
+    /// TCP connections for reading.
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=4), help_heading = "TCP")]
+    pub lanes: u8,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub rdma: RdmaRead,
+}
+
+fn parse_read(text: &str) -> Result<Size, String> {
+    let size: Size = text.parse().map_err(|error: UnitError| error.to_string())?;
+    if (1..=LARGEST_READ).contains(&size.get()) { Ok(size) } else { Err("a read has 1 byte to 4MiB".into()) }
+}
+
+fn parse_time(text: &str) -> Result<Duration, String> {
+    within(text, Duration::from_millis(1), Duration::from_secs(10), "the time must be 1ms to 10s")
+}
+
+fn parse_limit(text: &str) -> Result<Duration, String> {
+    within(text, Duration::from_millis(100), Duration::from_secs(3600), "the time must be 100ms to 1h")
+}
+
+fn within(text: &str, least: Duration, most: Duration, sentence: &str) -> Result<Duration, String> {
+    let time = parse_duration(text).map_err(|error| error.to_string())?;
+    if (least..=most).contains(&time) { Ok(time) } else { Err(sentence.into()) }
+}
+
+/// The most bytes that a replica reads by one request.
+const LARGEST_READ: u64 = 4 << 20;
+
+const PROBE_ABOUT: &str = "\
+Measures the latency and the bandwidth of reads of a source's memory, over shared memory, RDMA and TCP, for reads of 8 bytes to 4 MiB \
+and 1 to 16 reads at once. The source needs no data and takes no snapshot: it exports a scratch region of 64 MiB, and revokes it when \
+the probe ends. For a transport that cannot be used, the probe prints the reason. The probe keeps the network busy while it runs.";
+
+fn probe_help() -> String {
+    format!(
+        "\
+Examples:
+  All transports, as tables:
+    remora probe --source 10.0.0.5:7379 --token-file token
+  RDMA by one device, whole slots, for a script:
+    remora probe --source 10.0.0.5:7379 --token-file token --transport verbs \\
+      --rdma-device mlx5_0 --sizes 4MiB --depths 16 --time 1s --json
+
+{}",
+        exit::help_table(&[Code::Usage, Code::Refused, Code::Source, Code::Interrupted, Code::Local])
+    )
+}
+
+/// The arguments of `remora devices`.
+#[derive(Clone, Copy, Debug, Args)]
+#[command(long_about = DEVICES_ABOUT, after_long_help = devices_help())]
+pub struct DevicesArgs {
+    /// Print one JSON object instead of the text.
+    #[arg(long)]
+    pub json: bool,
+}
+
+const DEVICES_ABOUT: &str = "\
+Shows the transports over which this host can read the memory of other agents: its RDMA devices with their ports, addresses and \
+limits, shared memory, and TCP with its congestion control. For each it prints a verdict: ready, or what is missing and how to get \
+it. It opens no connection and changes nothing.";
+
+fn devices_help() -> String {
+    format!(
+        "\
+Examples:
+  See whether RDMA would be used, and why not:
+    remora devices
+  For a script (exit code 0 whatever there is):
+    remora devices --json
+
+{}",
+        exit::help_table(&[Code::Usage])
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_and_times_are_kept_within_what_can_be_measured() {
+        assert!(parse_read("1").is_ok() && parse_read("4MiB").is_ok());
+        assert!(parse_read("0").is_err() && parse_read("5MiB").is_err());
+        assert!(parse_time("100ms").is_ok() && parse_time("11s").is_err() && parse_time("0").is_err());
+        assert!(parse_limit("1h").is_ok() && parse_limit("2h").is_err());
+    }
+}

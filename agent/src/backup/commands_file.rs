@@ -1,0 +1,460 @@
+//! A file of commands (AOF): its head, its marks, its list, and how all of it, or a beginning up to a moment, is read
+//! and checked.
+
+use std::fs::File;
+use std::io::{self, Read, Seek};
+use std::path::Path;
+
+use remora_redis::aof::{Found, Manifest as List, TIME_NOTE, Verb, Walker};
+use remora_redis::rdb::crc64;
+use remora_redis::resp;
+
+use super::moment::Moment;
+use crate::checked_json::Checksum;
+use crate::exit::Failure;
+
+// AOF file: reads all of a file of commands, or up to a moment, and finds its last border and its last mark.
+
+/// Bytes that are read at a time.
+const PIECE: usize = 1 << 20;
+
+/// A file that was read.
+#[derive(Debug)]
+pub(super) struct AofFile {
+    /// Bytes up to the last border, or to the moment.
+    pub(super) used: u64,
+    pub(super) commands: u64,
+    pub(super) transactions: u64,
+    /// Commands that change the map of a cluster: no backup has them any more.
+    pub(super) cluster: u64,
+    pub(super) first: Option<Moment>,
+    pub(super) last: Option<Moment>,
+    /// The last mark before the end of what is used, and where it ends.
+    pub(super) mark: Option<Mark>,
+    pub(super) mark_ends: u64,
+    /// The database that is selected there.
+    pub(super) mark_database: u64,
+    /// The last second that is named before it.
+    pub(super) mark_noted: Option<Moment>,
+    /// Checksum of what is behind the head, up to there.
+    pub(super) mark_sum: u64,
+    /// What of it no checksum covers; empty if all is covered up to the last mark.
+    unchecked: String,
+    /// Whether it names seconds.
+    pub(super) has_times: bool,
+    /// The first second that it names, also where it is cut there.
+    pub(super) begins: Option<Moment>,
+    pub(super) end: End,
+}
+
+/// Where a file ends.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum End {
+    /// At a border.
+    Whole,
+    /// Behind one. This is its length.
+    Torn(u64),
+    /// A later moment begins there.
+    Cut,
+}
+
+impl AofFile {
+    /// Reads a file of commands up to the end of the second `until`.
+    ///
+    /// # Errors
+    /// It cannot be read, or holds something else than commands.
+    pub(super) fn read(path: &Path, until: Option<Moment>) -> Result<AofFile, Failure> {
+        let unreadable = |error: io::Error| Failure::refused(format!("{} cannot be read: {error}", path.display()));
+        let mut file = File::open(path).map_err(unreadable)?;
+        if !file.metadata().map_err(unreadable)?.is_file() {
+            return Err(Failure::refused(format!("{} is not a file", path.display())));
+        }
+        let mut walk = AofFile {
+            used: 0,
+            commands: 0,
+            transactions: 0,
+            cluster: 0,
+            first: None,
+            last: None,
+            mark: None,
+            mark_ends: 0,
+            mark_database: 0,
+            mark_noted: None,
+            mark_sum: 0,
+            unchecked: String::new(),
+            has_times: false,
+            begins: None,
+            end: End::Whole,
+        };
+        // Counted as they come; they count when a border follows.
+        let (mut commands, mut walker, mut piece) = (0, Walker::of_file(), vec![0; PIECE]);
+        let mut sums = Sums::default();
+        loop {
+            let length = match file.read(&mut piece) {
+                Ok(0) => break,
+                Ok(length) => length,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(unreadable(error)),
+            };
+            let mut rest = piece.get(..length).unwrap_or_default();
+            while !rest.is_empty() {
+                let fed = walker.feed(rest);
+                let (taken, found) = fed.map_err(|error| Failure::refused(format!("{}: {error}", path.display())))?;
+                let (part, after) = rest.split_at_checked(taken).unwrap_or((rest, &[]));
+                rest = after;
+                sums.take(part);
+                match found {
+                    Some(Found::Command { verb, .. }) => {
+                        sums.line = sums.all;
+                        commands += u64::from(!matches!(verb, Verb::Multi | Verb::Exec));
+                        walk.transactions += u64::from(verb == Verb::Exec);
+                        walk.cluster += u64::from(verb == Verb::Cluster);
+                    }
+                    Some(Found::Note(note)) => {
+                        walk.compare(&note, &walker, &sums).map_err(|what| {
+                            let at = walker.position();
+                            Failure::refused(format!("{} is damaged before byte {at}: {what}", path.display()))
+                        })?;
+                        sums.line = sums.all;
+                        if walk.note(&note, until, &walker, sums.all) {
+                            walk.end = End::Cut;
+                            return Ok(walk);
+                        }
+                    }
+                    Some(Found::Verb(_)) | None => {}
+                }
+                if walker.border() > walk.used {
+                    walk.used = walker.border();
+                    walk.commands += std::mem::take(&mut commands);
+                }
+            }
+        }
+        if walk.used < walker.position() {
+            walk.end = End::Torn(walker.position());
+        }
+        if sums.head.len() < HEAD_BYTES && walk.unchecked.is_empty() {
+            walk.unchecked = "it has no head".to_owned();
+        }
+        Ok(walk)
+    }
+
+    /// The first second that a file of commands names, if it names one.
+    ///
+    /// # Errors
+    /// As [`AofFile::read`].
+    pub(super) fn first_second(path: &Path) -> Result<Option<Moment>, Failure> {
+        Ok(AofFile::read(path, Some(Moment::default()))?.begins)
+    }
+
+    /// Compares a note's checksum, and the head's.
+    fn compare(&mut self, note: &[u8], walker: &Walker, sums: &Sums) -> Result<(), String> {
+        let mut unchecked = |what: &str| {
+            if self.unchecked.is_empty() {
+                self.unchecked = format!("{what} at byte {}", walker.position());
+            }
+        };
+        if walker.position() <= HEAD_BYTES as u64 {
+            let is_last_of_it = walker.position() == HEAD_BYTES as u64;
+            let offset = self.mark.map_or(0, |mark| mark.offset);
+            if is_last_of_it && sums.head != head(walker.database(), offset) {
+                unchecked("the head is not one of ours, or was changed,");
+            }
+            return Ok(());
+        }
+        match Mark::parse(note) {
+            Some(mark) if !mark.fits(sums.line) => return Err("its checksum does not match".to_owned()),
+            Some(Mark { sum: None, .. }) => unchecked("a mark has no checksum"),
+            None if !note.starts_with(TIME_NOTE) => unchecked("a note is not one of ours, or was changed,"),
+            Some(_) | None => {}
+        }
+        Ok(())
+    }
+
+    /// Refuses a file of ours of which a part has no checksum: that part was changed. What follows the last mark of the
+    /// last file has none if the agent was killed.
+    ///
+    /// # Errors
+    /// There is such a part.
+    pub(super) fn refuse_what_is_not_checked(&self, path: &Path, is_last: bool) -> Result<(), Failure> {
+        let damaged = |what: &str| Err(Failure::refused(format!("{} is damaged: {what}", path.display())));
+        if !self.unchecked.is_empty() {
+            return damaged(&self.unchecked);
+        }
+        match self.end {
+            End::Cut => Ok(()),
+            _ if !is_last && self.mark_ends != self.used => damaged("no mark stands at its end"),
+            End::Torn(length) if has_a_mark(path, self.used.saturating_sub(1), length)? => {
+                damaged(&format!("a mark follows what seems to be torn at byte {}", self.used))
+            }
+            End::Whole | End::Torn(_) => Ok(()),
+        }
+    }
+
+    /// Takes a note. Returns whether it begins a later second.
+    fn note(&mut self, note: &[u8], until: Option<Moment>, walker: &Walker, sum: u64) -> bool {
+        if let Some(mark) = Mark::parse(note) {
+            if !walker.is_in_transaction() {
+                (self.mark, self.mark_ends, self.mark_sum) = (Some(mark), walker.border(), sum);
+                (self.mark_database, self.mark_noted) = (walker.database(), self.last);
+            }
+            return false;
+        }
+        let digits = note.strip_prefix(TIME_NOTE).and_then(|digits| std::str::from_utf8(digits).ok());
+        let Some(seconds) = digits.and_then(|digits| digits.trim().parse().ok()) else { return false };
+        let moment = Moment::seconds(seconds);
+        self.has_times = true;
+        self.begins = self.begins.or(Some(moment));
+        if until.is_some_and(|until| moment > until) {
+            return true;
+        }
+        self.first = self.first.or(Some(moment));
+        self.last = Some(moment);
+        false
+    }
+}
+
+/// Checksums of what has been read.
+#[derive(Default)]
+struct Sums {
+    /// The first bytes of the file.
+    head: Vec<u8>,
+    /// Of all behind the head.
+    all: u64,
+    /// The same up to the last command or note.
+    line: u64,
+}
+
+impl Sums {
+    fn take(&mut self, bytes: &[u8]) {
+        let of_head = bytes.len().min(HEAD_BYTES - self.head.len());
+        let (of_head, rest) = bytes.split_at(of_head);
+        self.head.extend_from_slice(of_head);
+        self.all = crc64(self.all, rest);
+    }
+}
+
+/// Whether there is a mark between these bytes of a file.
+fn has_a_mark(path: &Path, from: u64, to: u64) -> Result<bool, Failure> {
+    let unreadable = |error: io::Error| Failure::refused(format!("{} cannot be read: {error}", path.display()));
+    let mut file = File::open(path).map_err(unreadable)?;
+    file.seek(io::SeekFrom::Start(from)).map_err(unreadable)?;
+    let (mut file, wanted) = (file.take(to.saturating_sub(from)), format!("\n{BEGIN}"));
+    let (mut seen, mut piece) = (Vec::new(), vec![0; PIECE]);
+    loop {
+        let length = match file.read(&mut piece) {
+            Ok(0) => return Ok(false),
+            Ok(length) => length,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => return Err(unreadable(error)),
+        };
+        seen.extend_from_slice(piece.get(..length).unwrap_or_default());
+        if seen.windows(wanted.len()).any(|window| window == wanted.as_bytes()) {
+            return Ok(true);
+        }
+        // It may stand across two pieces.
+        seen.drain(..seen.len().saturating_sub(wanted.len()));
+    }
+}
+
+// Mark: a note in a file of commands that says how far the stream is there, and has a checksum of what stands before.
+//
+// ```text
+//   head (128 bytes)   commands …   #REMORA:307366:8c1c6b2f307366aa   #TS:…   commands …   #REMORA:…
+//   has no checksum    ╰────────── the checksum is of all from the end of the head to here, and of the offset ───╯
+// ```
+//
+// Servers and their tools skip notes that they do not know. A backup that is started again goes on at the last mark.
+
+/// The end of a note.
+pub(super) const NOTE_END: &[u8] = b"\r\n";
+
+/// How far the stream is: everything up to this offset is in front of the mark.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Mark {
+    pub(super) offset: u64,
+    /// Checksum of all that stands before, behind the head, and of the mark's own offset. `None` in a head, and in
+    /// files of older programs.
+    pub(super) sum: Option<u64>,
+}
+
+/// What a mark begins with.
+pub(super) const BEGIN: &str = "#REMORA:";
+
+/// Digits of a checksum.
+const SUM_DIGITS: usize = 16;
+
+impl Mark {
+    /// A mark without a checksum, as heads have it.
+    pub(super) fn of_a_head(offset: u64) -> Mark {
+        Mark { offset, sum: None }
+    }
+
+    /// A mark behind bytes with this checksum.
+    pub(super) fn behind(offset: u64, before: u64) -> Mark {
+        Mark { offset, sum: Some(crc64(before, format!("{BEGIN}{offset}:").as_bytes())) }
+    }
+
+    /// Reads a note; `None` if it is another one.
+    pub(super) fn parse(note: &[u8]) -> Option<Mark> {
+        let text = std::str::from_utf8(note).ok()?.strip_prefix(BEGIN)?;
+        let (digits, sum) = match text.split_once(':') {
+            Some((digits, sum)) if sum.len() == SUM_DIGITS => (digits, Some(u64::from_str_radix(sum, 16).ok()?)),
+            Some(_) => return None,
+            None => (text, None),
+        };
+        let offset = digits.parse().ok().filter(|offset| *offset <= remora_redis::MAX_OFFSET)?;
+        Some(Mark { offset, sum })
+    }
+
+    /// Whether the checksum is that of bytes with this checksum before it. True if it has none.
+    pub(super) fn fits(self, before: u64) -> bool {
+        self.sum.is_none() || self == Mark::behind(self.offset, before)
+    }
+
+    /// Appends the note.
+    pub(super) fn write(self, out: &mut Vec<u8>) {
+        let sum = self.sum.map_or_else(String::new, |sum| format!(":{sum:016x}"));
+        out.extend_from_slice(format!("{BEGIN}{}{sum}", self.offset).as_bytes());
+        out.extend_from_slice(NOTE_END);
+    }
+}
+
+// Head: the beginning of a file of commands, always of the same length: each file is loaded by itself, from database 0
+// on.
+
+/// Bytes at the beginning of each file of commands: which database, how far the stream is, and a note with a checksum
+/// of both that fills the rest. Enough for both with their longest numbers, so that the database can be put in later.
+pub(super) const HEAD_BYTES: usize = 128;
+
+/// The head of a file that begins in this database, behind this offset of the stream.
+pub(super) fn head(database: u64, offset: u64) -> Vec<u8> {
+    let mut head = Vec::with_capacity(HEAD_BYTES);
+    resp::command(&mut head, &["SELECT", &database.to_string()]);
+    Mark::of_a_head(offset).write(&mut head);
+    let sum = format!("# {:016x}", crc64(0, &head));
+    head.extend_from_slice(sum.as_bytes());
+    let fill = HEAD_BYTES.saturating_sub(head.len() + NOTE_END.len());
+    head.extend(std::iter::repeat_n(b' ', fill));
+    head.extend_from_slice(NOTE_END);
+    head
+}
+
+// List: the list of an append-only file's parts, with a checksum in a comment, which servers skip.
+
+/// What stands before the checksum.
+const COMMENT: &str = "# remora crc64 ";
+
+/// The text of a list, with its checksum.
+pub(super) fn checked_list(list: &List) -> String {
+    let text = list.to_string();
+    let crc = crc64(0, text.as_bytes());
+    format!("{text}{COMMENT}{crc:016x}\n")
+}
+
+/// Compares the checksum of such a text.
+pub(super) fn check(text: &[u8]) -> Checksum {
+    let comment = COMMENT.as_bytes();
+    let Some(at) = text.windows(comment.len()).rposition(|window| window == comment) else { return Checksum::Missing };
+    let (before, rest) = text.split_at(at);
+    let wanted = format!("{COMMENT}{:016x}\n", crc64(0, before));
+    if rest == wanted.as_bytes() { Checksum::Right } else { Checksum::Wrong }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use remora_redis::resp::command;
+
+    use super::*;
+
+    fn file(bytes: &[u8]) -> tempfile::NamedTempFile {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), bytes).unwrap();
+        file
+    }
+
+    fn commands(all: &[&[&str]]) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        all.iter().for_each(|words| command(&mut bytes, words));
+        bytes
+    }
+
+    #[test]
+    fn a_moment_ends_before_the_first_later_second_and_never_in_a_transaction() {
+        let first = [b"#TS:100\r\n", &commands(&[&["SET", "a", "1"]])[..]].concat();
+        let second = [b"#TS:102\r\n", &commands(&[&["MULTI"], &["SET", "b", "2"]])[..], b"#TS:103\r\n"].concat();
+        let third = commands(&[&["SET", "c", "3"], &["EXEC"]]);
+        let all = file(&[&first[..], &second, &third, b"#TS:104\r\n"].concat());
+        let at = |seconds| {
+            let walk = AofFile::read(all.path(), Some(Moment::seconds(seconds))).unwrap();
+            (walk.used as usize, walk.commands, walk.end == End::Cut)
+        };
+        let whole = first.len() + second.len() + third.len();
+        assert_eq!(at(99), (0, 0, true));
+        assert_eq!((at(100), at(101)), ((first.len(), 1, true), (first.len(), 1, true)));
+        // The transaction was not over when 102 was.
+        assert_eq!(at(102), (first.len() + 9, 1, true));
+        assert_eq!(at(103), (whole, 3, true));
+        assert_eq!(at(104), (whole + 9, 3, false));
+    }
+
+    #[test]
+    fn what_is_torn_ends_at_the_last_border_and_damage_is_an_error() {
+        let good = commands(&[&["SET", "a", "1"]]);
+        for torn in [&b"*3\r\n$3\r\nSE"[..], &commands(&[&["MULTI"], &["SET", "b", "2"]])] {
+            let walk = AofFile::read(file(&[&good[..], torn].concat()).path(), None).unwrap();
+            assert_eq!((walk.used as usize, walk.commands), (good.len(), 1));
+            assert_eq!(walk.end, End::Torn((good.len() + torn.len()) as u64));
+        }
+        let error = AofFile::read(file(&[&good[..], b"junk"].concat()).path(), None).unwrap_err();
+        assert!(error.message.contains(&format!("byte {}", good.len())), "{error}");
+        assert!(AofFile::read(Path::new("/dev/zero"), None).is_err());
+        let walk = AofFile::read(file(b"").path(), None).unwrap();
+        assert_eq!((walk.used, walk.end), (0, End::Whole));
+    }
+
+    #[test]
+    fn a_mark_is_read_as_it_was_written_and_other_notes_are_none() {
+        for mark in [Mark::of_a_head(307_366), Mark::behind(307_366, 42)] {
+            let mut out = Vec::new();
+            mark.write(&mut out);
+            assert_eq!(Mark::parse(out.strip_suffix(NOTE_END).unwrap()), Some(mark));
+            assert!(mark.fits(42));
+        }
+        assert!(!Mark::behind(307_366, 42).fits(43));
+        assert!(!Mark { offset: 307_367, ..Mark::behind(307_366, 42) }.fits(42));
+        for other in [
+            &b"#TS:1"[..],
+            b"#REMORA:",
+            b"#REMORA:x",
+            b"#REMORA:99999999999999999999",
+            b"#REMORA:-1",
+            b"#REMORA:1:2",
+            b"#REMORA:1:gggggggggggggggg",
+            b"\xFF",
+        ] {
+            assert_eq!(Mark::parse(other), None, "{other:?}");
+        }
+    }
+
+    #[test]
+    fn a_head_has_the_same_length_whatever_its_numbers() {
+        for (database, offset) in [(0, 0), (i32::MAX as u64, remora_redis::MAX_OFFSET)] {
+            assert_eq!(head(database, offset).len(), HEAD_BYTES);
+        }
+    }
+
+    #[test]
+    fn every_changed_byte_of_a_list_is_found_and_servers_skip_the_checksum() {
+        let list = List::parse(b"file a.1.base.rdb seq 1 type b\nfile a.1.incr.aof seq 1 type i\n").unwrap();
+        let text = checked_list(&list);
+        assert_eq!((check(text.as_bytes()), List::parse(text.as_bytes()).unwrap()), (Checksum::Right, list.clone()));
+        for at in 0..text.len() {
+            let mut changed = text.clone().into_bytes();
+            changed[at] ^= 1;
+            assert_ne!(check(&changed), Checksum::Right, "byte {at}");
+        }
+        assert_eq!(check(list.to_string().as_bytes()), Checksum::Missing);
+    }
+}

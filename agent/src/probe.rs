@@ -1,0 +1,613 @@
+//! `remora probe`: measures how long a read of a source's memory takes, and how many bytes per second arrive, over each
+//! transport.
+//!
+//! ```text
+//!   probe ── ProbeQuery ──▶ source: exports a probe region        (no snapshot, no data)
+//!         ◀─ ProbeOffer ──  its keys
+//!         ══ reads ═══════▶ the region, by one transport after the other
+//!         the session ends: the source revokes the region
+//! ```
+//!
+//! This is not a benchmark of Remora: it compares with nothing, takes each figure once, and shares the hosts with other
+//! work.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use remora_fabric::{
+    Completion, Connector, Error, Memory, Pages, Peer, ReadError, ReadRequest, RegionKey, Secret, TransportKind,
+};
+use remora_protocol::Message;
+use serde_json::{Value, json};
+
+use crate::args::{HostPort, ProbeArgs};
+use crate::conversation::{Connection, derive};
+use crate::exit::{Code, Failure};
+use crate::lanes::LANES_LABEL;
+use crate::progress;
+use crate::transports::TransportChoices;
+use crate::units::{Size, readable};
+
+/// How long the source may take to create its region: it touches 64 MiB, and registers them with an RDMA device.
+const OFFER_LIMIT: Duration = Duration::from_secs(20);
+
+/// The region holds no data, so it may be read as if it were sealed.
+const HOLDS_NO_DATA: bool = true;
+
+/// Measures, and prints the result on stdout.
+///
+/// # Errors
+/// The token file is not usable, the source cannot be reached or refuses the request, or no transport could be
+/// measured.
+pub async fn run(args: ProbeArgs) -> Result<(), Failure> {
+    let (credentials, source) = (args.ask.credentials()?, &args.ask.source);
+    let mut connection = credentials.connect(&source.host, source.port).await.map_err(denied)?;
+    let keys = ask(&mut connection, source).await?;
+    let way = Way {
+        session: connection.session(),
+        secret: derive(&connection.session_key(), LANES_LABEL),
+        source: connection.peer_addr(),
+        keys,
+    };
+    let (plan, json) = (Plan::new(&args), args.json);
+    let wish =
+        TransportChoices { choice: args.transport, lanes: args.lanes, rdma: args.rdma, security: credentials.security };
+    let mut measuring = tokio::task::spawn_blocking(move || way.measure(&wish, &plan));
+    let report = loop {
+        tokio::select! {
+            done = &mut measuring => {
+                break done.map_err(|error| Failure::local(format!("the measurement failed: {error}")))??;
+            }
+            // No further message is expected. But the session must stay open, because the source revokes the region at
+            // its end.
+            heard = connection.receive() => drop(heard.map_err(denied)?),
+        }
+    };
+    let told = match json {
+        true => progress::print_line(&as_json(&report).to_string()),
+        false => progress::print(&as_text(&report)),
+    };
+    report.verdict().and(told)
+}
+
+async fn ask(connection: &mut Connection, source: &HostPort) -> Result<Vec<RegionKey>, Failure> {
+    connection.send(Message::ProbeQuery).await.map_err(denied)?;
+    let answer = async {
+        loop {
+            if let Message::ProbeOffer { keys } = connection.receive().await.map_err(denied)? {
+                return Ok(keys.into_iter().filter_map(|bytes| RegionKey::from_bytes(bytes).ok()).collect());
+            }
+        }
+    };
+    tokio::time::timeout(OFFER_LIMIT, answer).await.unwrap_or_else(|_| {
+        let text =
+            format!("the source {} exported no memory to measure with within {} s", source, OFFER_LIMIT.as_secs());
+        Err(Failure::new(Code::Source, text))
+    })
+}
+
+fn denied(error: crate::conversation::Error) -> Failure {
+    error.of_source()
+}
+
+/// How to connect to the region.
+struct Way {
+    session: u64,
+    secret: Secret,
+    source: SocketAddr,
+    keys: Vec<RegionKey>,
+}
+
+/// The result of all measurements.
+struct Report {
+    source: SocketAddr,
+    /// Bytes of the probe region.
+    region: u64,
+    plan: Plan,
+    /// The requested transports, best first.
+    transports: Vec<(TransportKind, Outcome)>,
+}
+
+/// The result for one transport.
+enum Outcome {
+    /// It was measured. If it ended early, this says why.
+    Measured { cells: Vec<Cell>, trouble: Option<String> },
+    /// It cannot be used, for this reason.
+    Unusable(String),
+}
+
+impl Way {
+    /// Measures one transport after the other, so that they do not disturb each other. It blocks for at most the plan's
+    /// limit and the time to connect.
+    fn measure(&self, wish: &TransportChoices, plan: &Plan) -> Result<Report, Failure> {
+        let sink = self.sink(plan)?;
+        let deadline = Instant::now() + plan.limit;
+        let transports = wish.each(self.source, HOLDS_NO_DATA).into_iter().map(|(kind, connector)| {
+            let outcome = connector.and_then(|connector| self.transport(&*connector, &sink, plan, deadline));
+            (kind, outcome.unwrap_or_else(|error| Outcome::Unusable(error.to_string())))
+        });
+        let transports = transports.collect();
+        let region = self.keys.iter().map(RegionKey::length).max().unwrap_or(0);
+        Ok(Report { source: self.source, region, plan: plan.clone(), transports })
+    }
+
+    fn transport(
+        &self,
+        connector: &dyn Connector,
+        sink: &Arc<Memory>,
+        plan: &Plan,
+        deadline: Instant,
+    ) -> Result<Outcome, Error> {
+        let Some(key) = self.keys.iter().find(|key| key.transport() == connector.kind()) else {
+            return Ok(Outcome::Unusable("the source does not offer it".into()));
+        };
+        let mut peer = connector.connect(key, self.session, &self.secret, sink.clone())?;
+        Ok(transport(&mut *peer, key.length(), plan, deadline))
+    }
+
+    /// Memory for the reads: a place for each that is in flight at once. The pages are touched, so that no read pays
+    /// for that.
+    fn sink(&self, plan: &Plan) -> Result<Arc<Memory>, Failure> {
+        let length = plan.sink_bytes();
+        let memory = Memory::create("remora-probe", length, Pages::Small)
+            .and_then(|memory| memory.prefault(0..length).map(|()| memory));
+        memory.map(Arc::new).map_err(|error| {
+            let text = format!(
+                "cannot allocate {length} bytes of memory to read into: {error}; give smaller --sizes or --depths"
+            );
+            Failure::local(text)
+        })
+    }
+}
+
+impl Report {
+    /// A probe that could measure nothing has failed.
+    fn verdict(&self) -> Result<(), Failure> {
+        let is_measured = |(_, outcome): &(TransportKind, Outcome)| match outcome {
+            Outcome::Measured { cells, .. } => !cells.is_empty(),
+            Outcome::Unusable(_) => false,
+        };
+        if self.transports.iter().any(is_measured) {
+            return Ok(());
+        }
+        Err(Failure::new(
+            Code::Source,
+            format!("no transport to the source {} could be measured: the report says why", self.source),
+        ))
+    }
+}
+
+// Measures one transport: a number of reads is kept in flight for a time, and each read is timed.
+//
+// The region is read from front to back again and again, each read from a page of its own, as the parts of a table
+// are. Before the first figure the region is read once (for no longer than some figures take), so that no figure
+// includes first-time costs.
+
+/// What to measure.
+#[derive(Clone, Debug)]
+struct Plan {
+    /// Bytes of one read, ascending.
+    sizes: Vec<u32>,
+    /// Reads in flight at once, ascending.
+    depths: Vec<usize>,
+    /// How long each size is read at each depth.
+    time: Duration,
+    /// The time limit of the whole measurement.
+    limit: Duration,
+}
+
+/// The figures for one size at one depth.
+#[derive(Clone, Debug)]
+struct Cell {
+    /// Bytes of one read.
+    size: u32,
+    /// Reads in flight at once.
+    depth: usize,
+    /// Reads that completed.
+    reads: u64,
+    /// The time from the first request to the last byte.
+    elapsed: Duration,
+    /// The median time from a read's request to its last byte.
+    median: Duration,
+    /// The time within which 99 of 100 reads completed.
+    p99: Duration,
+}
+
+impl Plan {
+    fn new(args: &ProbeArgs) -> Plan {
+        let mut sizes: Vec<u32> = args.sizes.iter().map(|size| u32::try_from(size.get()).unwrap_or(u32::MAX)).collect();
+        let mut depths: Vec<usize> = args.depths.iter().map(|depth| usize::from(*depth)).collect();
+        sizes.sort_unstable();
+        sizes.dedup();
+        depths.sort_unstable();
+        depths.dedup();
+        Plan { sizes, depths, time: args.time, limit: args.limit }
+    }
+
+    /// Bytes of memory that all reads in flight at once need.
+    fn sink_bytes(&self) -> u64 {
+        let largest = self.sizes.last().copied().unwrap_or(1).max(WARM_BYTES);
+        place_bytes(largest) * self.depths.last().copied().unwrap_or(1).max(WARM_DEPTH) as u64
+    }
+
+    /// The number of figures per transport.
+    fn cells(&self) -> usize {
+        self.sizes.len() * self.depths.len()
+    }
+}
+
+impl Cell {
+    fn bytes_per_second(&self) -> f64 {
+        self.reads as f64 * f64::from(self.size) / self.elapsed.as_secs_f64().max(1e-9)
+    }
+
+    fn reads_per_second(&self) -> f64 {
+        self.reads as f64 / self.elapsed.as_secs_f64().max(1e-9)
+    }
+}
+
+/// Measures all sizes at all depths, small sizes first, until `deadline`.
+fn transport(peer: &mut dyn Peer, region: u64, plan: &Plan, deadline: Instant) -> Outcome {
+    let mut cells = Vec::new();
+    let measured = (|| {
+        let warm = Pump::new(WARM_BYTES, WARM_DEPTH, region, WARM_TIMES * plan.time, deadline);
+        warm.once_around().run(peer)?;
+        for (size, depth) in plan.sizes.iter().flat_map(|size| plan.depths.iter().map(move |depth| (*size, *depth))) {
+            cells.push(Pump::new(size, depth, region, plan.time, deadline).run(peer)?);
+        }
+        Ok(())
+    })();
+    let trouble = measured.err().map(|why: Stopped| why.to_string());
+    Outcome::Measured { cells, trouble }
+}
+
+/// Bytes per second of a transport that is read in large pieces, measured for a moment; `None` if it could not be
+/// measured. The peer's sink must have [`MOMENT_SINK`] bytes.
+pub(crate) fn in_a_moment(peer: &mut dyn Peer, region: u64) -> Option<u64> {
+    let deadline = Instant::now() + MOMENT_LIMIT;
+    let cell = Pump::new(WARM_BYTES, WARM_DEPTH, region, MOMENT, deadline).run(peer).ok()?;
+    Some(cell.bytes_per_second() as u64).filter(|rate| *rate > 0)
+}
+
+/// How long a transport is read for that.
+const MOMENT: Duration = Duration::from_millis(300);
+
+/// How long that may take: what is in flight at the end may be late on a slow link.
+const MOMENT_LIMIT: Duration = Duration::from_secs(10);
+
+/// Bytes of memory for that.
+pub(crate) const MOMENT_SINK: u64 = WARM_BYTES as u64 * WARM_DEPTH as u64;
+
+/// Why a measurement ended early.
+#[derive(Debug, thiserror::Error)]
+enum Stopped {
+    #[error("the time of --limit was over")]
+    Late,
+    #[error("{0}")]
+    Peer(#[from] Error),
+    #[error("a read failed: {0}")]
+    Read(#[from] ReadError),
+}
+
+/// Keeps reads in flight.
+struct Pump {
+    size: u32,
+    depth: usize,
+    region: u64,
+    time: Duration,
+    deadline: Instant,
+    /// The number of bytes after which it ends before its time.
+    most: u64,
+    /// The offset of the next read in the region.
+    offset: u64,
+    /// When the read into each place was requested.
+    asked: Vec<Instant>,
+    nanos: Vec<u64>,
+}
+
+impl Pump {
+    fn new(size: u32, depth: usize, region: u64, time: Duration, deadline: Instant) -> Pump {
+        let asked = vec![Instant::now(); depth];
+        Pump {
+            size,
+            depth,
+            region,
+            time,
+            deadline,
+            most: u64::MAX,
+            offset: 0,
+            asked,
+            nanos: Vec::with_capacity(FIRST_SAMPLES),
+        }
+    }
+
+    fn once_around(self) -> Pump {
+        Pump { most: self.region, ..self }
+    }
+
+    fn run(mut self, peer: &mut dyn Peer) -> Result<Cell, Stopped> {
+        let began = Instant::now();
+        let (mut now, mut reads, mut under_way) = (began, 0_u64, 0);
+        let mut free: Vec<u64> = (0..self.depth as u64).rev().collect();
+        let mut requests = Vec::with_capacity(self.depth);
+        let mut completions: Vec<Completion> = Vec::with_capacity(self.depth);
+        loop {
+            let is_over = now - began >= self.time || reads * u64::from(self.size) >= self.most;
+            if is_over && under_way == 0 {
+                return Ok(self.cell(reads, now - began));
+            }
+            let left = self.deadline.saturating_duration_since(now);
+            if left.is_zero() {
+                return Err(Stopped::Late);
+            }
+            if !is_over {
+                requests.clear();
+                requests.extend(free.drain(..).map(|place| self.next(place, now)));
+                let accepted = peer.post_read(&requests)?;
+                free.extend(requests.iter().skip(accepted).map(|request| request.tag));
+                under_way += accepted;
+            }
+            completions.clear();
+            if peer.poll(&mut completions)? == 0 {
+                peer.wait(left.min(PATIENCE))?;
+            }
+            now = Instant::now();
+            for done in &completions {
+                done.result?;
+                self.took(done.tag, now);
+            }
+            free.extend(completions.iter().map(|done| done.tag));
+            reads += completions.len() as u64;
+            under_way -= completions.len();
+        }
+    }
+
+    /// The next read, into this place.
+    fn next(&mut self, place: u64, now: Instant) -> ReadRequest {
+        if self.offset + u64::from(self.size) > self.region {
+            self.offset = 0;
+        }
+        let request = ReadRequest {
+            tag: place,
+            offset: self.offset,
+            length: self.size,
+            sink_offset: place * place_bytes(self.size),
+        };
+        self.offset += place_bytes(self.size);
+        if let Some(asked) = self.asked.get_mut(place as usize) {
+            *asked = now;
+        }
+        request
+    }
+
+    fn took(&mut self, place: u64, now: Instant) {
+        let Some(asked) = self.asked.get(place as usize).filter(|_| self.nanos.len() < MOST_SAMPLES) else { return };
+        self.nanos.push(u64::try_from((now - *asked).as_nanos()).unwrap_or(u64::MAX));
+    }
+
+    fn cell(mut self, reads: u64, elapsed: Duration) -> Cell {
+        self.nanos.sort_unstable();
+        let at = |hundredths: usize| {
+            let index = (self.nanos.len() * hundredths / 100).min(self.nanos.len().saturating_sub(1));
+            Duration::from_nanos(self.nanos.get(index).copied().unwrap_or(0))
+        };
+        Cell { size: self.size, depth: self.depth, reads, elapsed, median: at(50), p99: at(99) }
+    }
+}
+
+/// Bytes of a place. Reads are at least a page apart.
+fn place_bytes(size: u32) -> u64 {
+    u64::from(size).next_multiple_of(PAGE_BYTES)
+}
+
+const PAGE_BYTES: u64 = 4096;
+
+/// The size of the reads that read the region once beforehand, and for how many times the time of a figure they may
+/// take.
+const WARM_BYTES: u32 = 1 << 20;
+const WARM_DEPTH: usize = 4;
+const WARM_TIMES: u32 = 5;
+
+/// The longest sleep: then the clock is read again.
+const PATIENCE: Duration = Duration::from_millis(100);
+
+/// The most times that are kept for one figure: enough for its percentiles, and at most 8 MiB. Later reads are counted
+/// and not timed.
+const MOST_SAMPLES: usize = 1 << 20;
+/// Room for this many times from the beginning, so that reads do not pay for allocations.
+const FIRST_SAMPLES: usize = 1 << 16;
+
+// Formats the figures as tables and as JSON.
+
+fn as_text(report: &Report) -> String {
+    let mut text = format!(
+        "source {}: a probe region of {}, {} ms per figure\n",
+        report.source,
+        Size::bytes(report.region),
+        report.plan.time.as_millis()
+    );
+    for (kind, outcome) in &report.transports {
+        match outcome {
+            Outcome::Unusable(why) => text.push_str(&format!("\n{kind}: cannot be used: {why}\n")),
+            Outcome::Measured { cells, trouble } => {
+                text.push_str(&table(kind.name(), cells, &report.plan.depths));
+                if let Some(why) = trouble {
+                    let missing = report.plan.cells() - cells.len();
+                    text.push_str(&format!("{missing} of {} figures are missing: {why}\n", report.plan.cells()));
+                }
+            }
+        }
+    }
+    text
+}
+
+/// A row for each size: how long one read takes with few in flight, and the rate at each depth.
+fn table(kind: &str, cells: &[Cell], depths: &[usize]) -> String {
+    let few = depths.first().copied().unwrap_or(1);
+    let at_once = if few == 1 { "one read at a time".to_owned() } else { format!("{few} reads at a time") };
+    let mut text = format!("\n{kind:<9} {at_once:>25}   MB/s, by reads at a time:\n");
+    text.push_str(&format!("{:>9} {:>12} {:>12}  ", "size", "median", "99 of 100"));
+    depths.iter().for_each(|depth| text.push_str(&format!(" {depth:>10}")));
+    text.push('\n');
+    for row in cells.chunk_by(|one, other| one.size == other.size) {
+        let Some(first) = row.first() else { continue };
+        let size = Size::bytes(first.size.into()).to_string();
+        text.push_str(&format!("{size:>9} {:>12} {:>12}  ", micros(first.median), micros(first.p99)));
+        row.iter().for_each(|cell| text.push_str(&format!(" {:>10}", megabytes(cell.bytes_per_second()))));
+        text.push('\n');
+    }
+    text
+}
+
+fn micros(time: Duration) -> String {
+    match time {
+        time if time >= Duration::from_secs(1) => readable(time),
+        time => format!("{:.1} µs", time.as_nanos() as f64 / 1e3),
+    }
+}
+
+/// At least three significant digits.
+fn megabytes(bytes_per_second: f64) -> String {
+    match bytes_per_second / 1e6 {
+        rate if rate < 10.0 => format!("{rate:.2}"),
+        rate if rate < 100.0 => format!("{rate:.1}"),
+        rate => format!("{rate:.0}"),
+    }
+}
+
+fn as_json(report: &Report) -> Value {
+    let transports = report.transports.iter().map(|(kind, outcome)| match outcome {
+        Outcome::Unusable(why) => json!({ "transport": kind.name(), "usable": false, "trouble": why, "figures": [] }),
+        Outcome::Measured { cells, trouble } => json!({
+            "transport": kind.name(),
+            "usable": true,
+            "trouble": trouble,
+            "figures": cells.iter().map(cell_as_json).collect::<Vec<_>>(),
+        }),
+    });
+    json!({
+        "source": report.source.to_string(),
+        "region_bytes": report.region,
+        "figure_millis": report.plan.time.as_millis() as u64,
+        "transports": transports.collect::<Vec<_>>(),
+    })
+}
+
+fn cell_as_json(cell: &Cell) -> Value {
+    json!({
+        "read_bytes": cell.size,
+        "depth": cell.depth,
+        "reads": cell.reads,
+        "seconds": cell.elapsed.as_secs_f64(),
+        "bytes_per_second": cell.bytes_per_second(),
+        "reads_per_second": cell.reads_per_second(),
+        "median_micros": cell.median.as_nanos() as f64 / 1e3,
+        "p99_micros": cell.p99.as_nanos() as f64 / 1e3,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::sync::Arc;
+
+    use remora_fabric::shm::{ShmConnector, ShmExporter, ShmOptions};
+    use remora_fabric::{Connector, Exporter, Memory, Pages, RegionId, Regions, TransportKind};
+
+    use super::*;
+
+    const REGION: u64 = 4 << 20;
+
+    fn plan(time: Duration) -> Plan {
+        Plan { sizes: vec![8, 5000], depths: vec![1, 3], time, limit: Duration::from_secs(60) }
+    }
+
+    fn peer() -> (ShmExporter, Box<dyn Peer>) {
+        let exporter = ShmExporter::bind(ShmOptions::default()).unwrap();
+        let id = RegionId { generation: 1, region: 2 };
+        exporter.export(id, Arc::new(Memory::create("region", REGION, Pages::Small).unwrap())).unwrap();
+        exporter.grant(1, [1; 32], Regions::All);
+        let sink = Memory::create("sink", plan(Duration::ZERO).sink_bytes(), Pages::Small).unwrap();
+        let peer = ShmConnector::new().connect(&exporter.key(id).unwrap(), 1, &[1; 32], Arc::new(sink)).unwrap();
+        (exporter, peer)
+    }
+
+    #[test]
+    fn each_size_is_measured_at_each_depth_and_the_figures_fit_one_another() {
+        let (_exporter, mut peer) = peer();
+        let plan = plan(Duration::from_millis(5));
+        let Outcome::Measured { cells, trouble } = transport(&mut *peer, REGION, &plan, Instant::now() + plan.limit)
+        else {
+            panic!("not measured")
+        };
+        assert!(trouble.is_none(), "{trouble:?}");
+        let shapes: Vec<(u32, usize)> = cells.iter().map(|cell| (cell.size, cell.depth)).collect();
+        assert_eq!(shapes, [(8, 1), (8, 3), (5000, 1), (5000, 3)]);
+        for cell in &cells {
+            assert!(cell.reads > 0 && cell.elapsed >= plan.time, "{cell:?}");
+            assert!(cell.median > Duration::ZERO && cell.median <= cell.p99 && cell.p99 <= cell.elapsed, "{cell:?}");
+        }
+    }
+
+    #[test]
+    fn when_the_time_is_over_the_rest_is_left_out_and_said_to_be() {
+        let (_exporter, mut peer) = peer();
+        let Outcome::Measured { cells, trouble } =
+            transport(&mut *peer, REGION, &plan(Duration::from_secs(5)), Instant::now())
+        else {
+            panic!("not measured")
+        };
+        assert!(cells.is_empty(), "{cells:?}");
+        assert!(trouble.unwrap().contains("--limit"));
+    }
+
+    fn report() -> Report {
+        let cell = |size, depth, micros| Cell {
+            size,
+            depth,
+            reads: 1000,
+            elapsed: Duration::from_millis(100),
+            median: Duration::from_micros(micros),
+            p99: Duration::from_micros(2 * micros),
+        };
+        let cells = vec![cell(8, 1, 3), cell(8, 16, 10), cell(1 << 20, 1, 90)];
+        Report {
+            source: "10.0.0.5:7379".parse().unwrap(),
+            region: 64 << 20,
+            plan: Plan {
+                sizes: vec![8, 1 << 20],
+                depths: vec![1, 16],
+                time: Duration::from_millis(100),
+                limit: Duration::from_secs(1),
+            },
+            transports: vec![
+                (TransportKind::Shm, Outcome::Unusable("another host".into())),
+                (TransportKind::Tcp, Outcome::Measured { cells, trouble: Some("too late".into()) }),
+            ],
+        }
+    }
+
+    #[test]
+    fn the_table_has_a_row_for_each_size_and_says_what_is_missing() {
+        let text = as_text(&report());
+        let row = |begin: &str| text.lines().find(|line| line.trim_start().starts_with(begin)).unwrap().to_owned();
+        assert_eq!(
+            row("8 B").split_whitespace().collect::<Vec<_>>(),
+            ["8", "B", "3.0", "µs", "6.0", "µs", "0.08", "0.08"]
+        );
+        assert_eq!(row("1 MiB").split_whitespace().last(), Some("10486"));
+        assert!(text.contains("shm: cannot be used: another host"), "{text}");
+        assert!(text.contains("1 of 4 figures are missing: too late"), "{text}");
+    }
+
+    #[test]
+    fn programs_get_the_same_figures() {
+        let value = as_json(&report());
+        assert_eq!(value["transports"][0]["usable"], false);
+        let figures = &value["transports"][1]["figures"];
+        assert_eq!((&figures[0]["median_micros"], &figures[2]["read_bytes"]), (&json!(3.0), &json!(1 << 20)));
+        assert_eq!(figures[2]["bytes_per_second"], 1000.0 * f64::from(1 << 20) / 0.1);
+    }
+}

@@ -1,0 +1,429 @@
+//! Relay reader: the reading half of a relay. Fills a copy of the snapshot with bytes of the source or of another
+//! replica (the peer), which it checks against the source's entries.
+//!
+//! ```text
+//!   the source assigns …         ── Order::ReadFrom ──▶  Awaiting ──▶ Source
+//!                                                          ▲  │  ╰──▶ Peer ── lost ─╮   reported to the driver, which tells the source,
+//!                                                          ╰──┼─────────────────────╯   which assigns another
+//!                                                             ╰─ nothing was assigned in time: Source, as the last resort
+//! ```
+//!
+//! It belongs to the delivery's thread and outlives a feed: if the lanes to the source break, the slots held stay, and
+//! other replicas continue to read them. Not here: how peers are connected ([`crate::replica::Upstream`]), and how
+//! others read this copy ([`super::server`]).
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use remora_fabric::{Memory, Peer};
+use remora_protocol::LossCause;
+use remora_table::{Loss, Progress, Slot, SnapshotCopy, Turn};
+
+use crate::replica::parts::{CopyPlan, FeedError, Mapped, Meter};
+
+/// A peer's copy, ready to be read.
+pub(crate) struct Reading {
+    /// The peer's session with the source.
+    pub(crate) session: u64,
+    pub(crate) peer: Box<dyn Peer>,
+    /// How many slots its ring has.
+    pub(crate) slots: u32,
+    /// Bytes per second that can be read from it; 0: no limit.
+    pub(crate) rate: u64,
+}
+
+/// Where slots are read from.
+pub(crate) enum ReadFrom {
+    /// A peer is being connected.
+    Awaited,
+    Source,
+    Peer(Reading),
+    /// The rate of the present peer has changed.
+    Rate {
+        session: u64,
+        rate: u64,
+    },
+    /// The conversation with the present peer has ended.
+    Left {
+        session: u64,
+    },
+}
+
+/// A peer cannot be read any more.
+#[derive(Debug)]
+pub(crate) struct Lost {
+    pub(crate) session: u64,
+    pub(crate) cause: LossCause,
+    pub(crate) text: String,
+}
+
+enum Way {
+    Awaiting { since: Instant },
+    Source,
+    Peer { session: u64, peer: Box<dyn Peer>, limit: Limit, mapped: Mapped },
+}
+
+/// Fills a copy of the snapshot from the source or from a peer, and checks each slot.
+pub(crate) struct RelayReader {
+    copy: SnapshotCopy,
+    /// The connection to the source; `None` between two feeds.
+    source: Option<Box<dyn Peer>>,
+    way: Way,
+    download: Limit,
+    /// The source keeps all slots.
+    retained: bool,
+    looked: Instant,
+}
+
+/// How long to wait for an assignment before slots are read from the source: longer than connecting to a working peer
+/// takes.
+const AWAIT_LIMIT: Duration = Duration::from_secs(6);
+
+/// How often a progress line is read while slots are on their way: each look costs a small read.
+const LOOK_PACE: Duration = Duration::from_millis(1);
+
+/// How often a limit is checked for room.
+const LIMIT_PACE: Duration = Duration::from_millis(2);
+
+impl RelayReader {
+    /// Reads nothing until a source or peer is assigned, or the wait for that is over.
+    pub(crate) fn new(now: Instant, copy: SnapshotCopy, source: Box<dyn Peer>, plan: CopyPlan) -> RelayReader {
+        let way = Way::Awaiting { since: now };
+        let download = Limit::new(now, plan.download_rate);
+        RelayReader { copy, source: Some(source), way, download, retained: plan.retained, looked: now }
+    }
+
+    /// Reads the source over this connection from now on.
+    pub(crate) fn reconnect(&mut self, source: Box<dyn Peer>) {
+        self.copy.reconnect();
+        self.source = Some(source);
+    }
+
+    /// Closes the connection to the source, and the one to the peer if no slots are missing.
+    pub(crate) fn disconnect(&mut self, now: Instant) {
+        self.source = None;
+        if self.copy.is_whole() {
+            self.await_word(now);
+        }
+    }
+
+    /// The memory of the copy.
+    pub(crate) fn memory(&self) -> &Arc<Memory> {
+        self.copy.memory()
+    }
+
+    /// Continues at slot `first`, which may still be in use. `false`: the copy does not hold it any more.
+    pub(crate) fn resume_at(&mut self, first: u64) -> bool {
+        self.copy.resume_at(first)
+    }
+
+    /// Delivers all slots again. `false`: this copy cannot. The number of slots of a windowed snapshot is not known
+    /// beforehand.
+    pub(crate) fn rewind(&mut self) -> bool {
+        self.retained && self.copy.rewind(0)
+    }
+
+    /// Changes where slots are read from.
+    pub(crate) fn read_from(&mut self, now: Instant, from: ReadFrom) {
+        match from {
+            ReadFrom::Awaited => self.await_word(now),
+            ReadFrom::Source => self.turn_to_source(now),
+            ReadFrom::Peer(Reading { session, peer, slots, rate }) => {
+                self.await_word(now);
+                // A number of slots out of bounds: as if there were no such peer.
+                if self.copy.read_from_peer(slots).is_ok() {
+                    let (limit, mapped) = (Limit::new(now, rate), Mapped::new(peer.view()));
+                    self.way = Way::Peer { session, peer, limit, mapped };
+                }
+            }
+            ReadFrom::Rate { session, rate } => {
+                if let Way::Peer { session: present, limit, .. } = &mut self.way
+                    && *present == session
+                {
+                    limit.set_rate(rate);
+                }
+            }
+            ReadFrom::Left { session } if self.reads_from() == Some(session) => self.await_word(now),
+            ReadFrom::Left { .. } => {}
+        }
+    }
+
+    /// The session of the peer; `None` if slots come from the source, or from nowhere.
+    pub(crate) fn reads_from(&self) -> Option<u64> {
+        match &self.way {
+            Way::Peer { session, .. } => Some(*session),
+            Way::Awaiting { .. } | Way::Source => None,
+        }
+    }
+
+    /// Closes the connection to the peer before the copy discards its reads: none of them may complete afterwards.
+    fn await_word(&mut self, now: Instant) {
+        self.way = Way::Awaiting { since: now };
+        self.copy.hold();
+    }
+
+    fn turn_to_source(&mut self, now: Instant) {
+        self.await_word(now);
+        self.copy.read_from_source();
+        self.way = Way::Source;
+    }
+
+    /// Runs one turn. If the peer was lost, disconnects from it and returns the reason.
+    pub(crate) fn pump(&mut self, now: Instant) -> Result<Option<Lost>, FeedError> {
+        self.copy.check()?;
+        if self.copy.is_whole() {
+            return Ok(None);
+        }
+        if let Way::Awaiting { since } = self.way
+            && now.duration_since(since) > AWAIT_LIMIT
+        {
+            tracing::info!("no upstream assigned; reading from the source");
+            self.turn_to_source(now);
+        }
+        let Some(source) = &mut self.source else { return Ok(None) };
+        let look = self.copy.is_idle() || now.duration_since(self.looked) >= LOOK_PACE;
+        if look {
+            self.looked = now;
+        }
+        let (peer, limit) = match &mut self.way {
+            Way::Peer { peer, limit, .. } => (Some(&mut **peer), Some(limit)),
+            Way::Awaiting { .. } | Way::Source => (None, None),
+        };
+        let own = self.download.allowance(now);
+        let theirs = limit.map_or(i64::MAX, |limit| limit.allowance(now));
+        let mut turn = Turn { look, allowance: own.min(theirs) };
+        let loss = self.copy.pump(&mut **source, peer, &mut turn)?;
+        let asked = own.min(theirs).abs_diff(turn.allowance);
+        self.download.spend(asked);
+        if let Way::Peer { limit, mapped, .. } = &mut self.way {
+            limit.spend(asked);
+            mapped.copied(asked);
+        }
+        Ok(loss.and_then(|loss| self.lose(now, &loss)))
+    }
+
+    fn lose(&mut self, now: Instant, loss: &Loss) -> Option<Lost> {
+        let session = self.reads_from()?;
+        self.await_word(now);
+        let cause = match loss {
+            Loss::Gone(_) => LossCause::Gone,
+            Loss::Lied { .. } => LossCause::Lied,
+            Loss::Passed { .. } => LossCause::Passed,
+        };
+        Some(Lost { session, cause, text: loss.to_string() })
+    }
+
+    /// Subtracts bytes of the stream from the limit: they go before slots.
+    pub(crate) fn stream_took(&mut self, bytes: u64) {
+        self.download.spend(bytes);
+    }
+
+    /// Publishes the progress of the copy.
+    pub(crate) fn show(&self, meter: &Meter) {
+        meter.slots_held.set(self.copy.held());
+        meter.bytes_fetched.set(self.copy.arrived());
+        meter.copy_oldest.set(self.copy.oldest());
+        meter.copy_full.set(u64::from(self.copy.is_full()));
+        meter.reads_from.set(self.reads_from().unwrap_or(0));
+    }
+
+    pub(crate) fn next_slot(&mut self) -> Option<Slot> {
+        self.copy.next_slot()
+    }
+
+    pub(crate) fn release(&mut self, slot: Slot) {
+        self.copy.release(slot);
+    }
+
+    pub(crate) fn progress(&self) -> Progress {
+        self.copy.progress()
+    }
+
+    /// Whether all slots have arrived.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.copy.is_whole()
+    }
+
+    pub(crate) fn is_idle(&self) -> bool {
+        self.copy.is_idle()
+    }
+
+    /// When to turn again without an arrival, while a limit holds reads back.
+    pub(crate) fn due(&self, now: Instant) -> Option<Instant> {
+        let is_limited = match &self.way {
+            Way::Peer { limit, .. } => limit.is_set() || self.download.is_set(),
+            Way::Awaiting { .. } | Way::Source => self.download.is_set(),
+        };
+        is_limited.then_some(now + LIMIT_PACE)
+    }
+
+    /// The descriptors to wait on.
+    pub(crate) fn arms(&mut self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let peer = match &mut self.way {
+            Way::Peer { peer, .. } => Some(peer.arm()),
+            Way::Awaiting { .. } | Way::Source => None,
+        };
+        self.source.as_mut().map(|source| source.arm()).into_iter().chain(peer)
+    }
+}
+
+// Limit: how many bytes the reader may request now to keep a rate in bytes per second. Pure: the caller hands the time
+// in.
+//
+// The reader keeps the limit: the end that is read does not notice a one-sided read. Bytes of the stream always go
+// first. They are subtracted as well, below zero if necessary, and slots then wait.
+
+/// A rate limit in bytes per second.
+#[derive(Debug)]
+pub(crate) struct Limit {
+    /// Bytes per second; 0: no limit.
+    rate: u64,
+    /// Bytes that can be requested; below 0: bytes that were requested beyond the limit.
+    tokens: f64,
+    last: Instant,
+}
+
+/// The time for which unused allowance accumulates: what was not used for longer is lost, and never becomes a burst.
+const SAVED: Duration = Duration::from_millis(100);
+
+impl Limit {
+    pub(crate) fn new(now: Instant, rate: u64) -> Limit {
+        Limit { rate, tokens: 0.0, last: now }
+    }
+
+    /// Whether there is a limit.
+    pub(crate) fn is_set(&self) -> bool {
+        self.rate > 0
+    }
+
+    pub(crate) fn set_rate(&mut self, rate: u64) {
+        self.rate = rate;
+    }
+
+    /// Bytes that can be requested now. The caller requests while this is above 0, and [`spend`](Self::spend)s what it
+    /// requested.
+    pub(crate) fn allowance(&mut self, now: Instant) -> i64 {
+        if self.rate == 0 {
+            return i64::MAX;
+        }
+        let gained = now.duration_since(self.last).as_secs_f64() * self.rate as f64;
+        let most = (SAVED.as_secs_f64() * self.rate as f64).max(1.0);
+        self.tokens = (self.tokens + gained).min(most);
+        self.last = now;
+        self.tokens as i64
+    }
+
+    /// Subtracts bytes that were requested, or that arrived.
+    pub(crate) fn spend(&mut self, bytes: u64) {
+        if self.rate > 0 {
+            self.tokens -= bytes as f64;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use remora_fabric::sim::{Faults, Network, SimExporter};
+    use remora_fabric::{Connector, Exporter, Pages, RegionId, Regions};
+    use remora_table::{Expectation, Geometry, Identity, Kind, Origin, SnapshotWriter};
+
+    use super::*;
+
+    const GEOMETRY: Geometry = Geometry { slot_size: 4096, slots: 4 };
+    const REGION: RegionId = RegionId { generation: 1, region: 0 };
+    const SECRET: [u8; 32] = [7; 32];
+
+    /// Turns that suffice for all slots: each read of the simulated network takes some.
+    const TURNS: usize = 400;
+
+    /// A reader of a whole snapshot of four slots, and the source's memory, which it can read as long as that lives.
+    fn reader(now: Instant) -> (RelayReader, SimExporter) {
+        let history = "8c1c6b2f0d6a4e7b9a0f1e2d3c4b5a6978695a4b".parse().unwrap();
+        let origin = Origin { generation: REGION.generation, history, offset: 0 };
+        let table = Arc::new(Memory::create("table", GEOMETRY.memory_len(), Pages::Small).unwrap());
+        let identity = Identity { kind: Kind::Snapshot, origin };
+        let mut writer = SnapshotWriter::create(table.clone(), GEOMETRY, identity, 0).unwrap();
+        for _ in 0..GEOMETRY.slots {
+            writer.append(&[5; 4096]).unwrap();
+        }
+        writer.finish(0).unwrap();
+        let network = Network::new(1, Faults::honest());
+        let exporter = network.exporter();
+        exporter.export(REGION, table).unwrap();
+        exporter.grant(1, SECRET, Regions::All);
+        let sink = Arc::new(Memory::create("copy", SnapshotCopy::memory_len(&GEOMETRY), Pages::Small).unwrap());
+        let source = network.connector().connect(&exporter.key(REGION).unwrap(), 1, &SECRET, sink.clone()).unwrap();
+        let copy = SnapshotCopy::create(sink, GEOMETRY, Expectation::plain(origin, GEOMETRY), 0).unwrap();
+        let plan = CopyPlan { own: GEOMETRY, download_rate: 0, retained: true };
+        (RelayReader::new(now, copy, source, plan), exporter)
+    }
+
+    /// The slots that have arrived after many turns at this moment.
+    fn arrived(reader: &mut RelayReader, now: Instant) -> u64 {
+        for _ in 0..TURNS {
+            reader.pump(now).unwrap();
+        }
+        reader.copy.held()
+    }
+
+    #[test]
+    fn without_an_assignment_slots_come_from_the_source_after_six_seconds_and_not_before() {
+        let began = Instant::now();
+        let (mut reader, _source) = reader(began);
+        assert_eq!(arrived(&mut reader, began + Duration::from_secs(6)), 0);
+        assert_eq!(arrived(&mut reader, began + Duration::from_millis(6001)), u64::from(GEOMETRY.slots));
+    }
+
+    #[test]
+    fn each_wait_for_an_assignment_has_the_whole_time() {
+        let began = Instant::now();
+        let (mut reader, _source) = reader(began);
+        // A peer was assigned and is being connected. It takes as long as an assignment may.
+        let again = began + Duration::from_secs(4);
+        reader.read_from(again, ReadFrom::Awaited);
+        assert_eq!(arrived(&mut reader, began + Duration::from_secs(10)), 0);
+        assert_eq!(arrived(&mut reader, began + Duration::from_millis(10_001)), u64::from(GEOMETRY.slots));
+    }
+
+    /// Bytes that a reader gets in ten seconds if it requests a piece each millisecond that the limit permits.
+    fn run(rate: u64, piece: u64, stream: u64) -> u64 {
+        let start = Instant::now();
+        let mut limit = Limit::new(start, rate);
+        let mut got = 0;
+        for tick in 0..10_000 {
+            limit.spend(stream / 1000);
+            if limit.allowance(start + Duration::from_millis(tick)) > 0 {
+                limit.spend(piece);
+                got += piece;
+            }
+        }
+        got
+    }
+
+    #[test]
+    fn no_more_comes_than_the_rate_and_hardly_less() {
+        for (rate, piece) in [(10_000_000, 1 << 20), (1_000_000, 1 << 20), (50_000_000, 65_536), (300_000, 4096)] {
+            let got = run(rate, piece, 0);
+            let want = rate * 10;
+            assert!(got <= want + want / 20 + piece && got + want / 20 + piece >= want, "{got} of {want}");
+        }
+    }
+
+    #[test]
+    fn the_stream_comes_first_and_the_rest_gets_what_is_left() {
+        let got = run(10_000_000, 65_536, 6_000_000);
+        assert!((38_000_000..=42_000_000).contains(&got), "{got}");
+        assert_eq!(run(10_000_000, 65_536, 12_000_000), 0, "the stream alone is beyond the limit");
+    }
+
+    #[test]
+    fn without_a_rate_there_is_no_limit() {
+        let now = Instant::now();
+        let mut limit = Limit::new(now, 0);
+        limit.spend(u64::MAX);
+        assert_eq!(limit.allowance(now), i64::MAX);
+    }
+}

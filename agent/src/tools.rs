@@ -1,0 +1,208 @@
+//! The small commands around the job: `remora token`, `remora module` and `remora generate`.
+
+use std::fs::OpenOptions;
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::OFlags;
+
+use crate::args::{self, GenerateArgs, Generated, ModuleArgs, ModuleQuestion, TokenAction, TokenCommandArgs};
+use crate::conversation::Identity;
+use crate::exit::Failure;
+use crate::progress;
+
+// New tokens: `remora token new`.
+
+/// Runs `remora token`.
+///
+/// # Errors
+/// The file exists or cannot be written, stdout cannot be written, or the system gives no random bytes.
+pub fn token(args: &TokenCommandArgs) -> Result<(), Failure> {
+    let file = match &args.action {
+        TokenAction::New { file } => file,
+        TokenAction::Identity { file } => {
+            let identity = Identity::new()?;
+            write(file, identity.to_pem().trim_end())?;
+            return print(&identity.public().to_string());
+        }
+    };
+    let token = random()?;
+    if file.as_os_str() == "-" {
+        return print(&token);
+    }
+    write(file, &token)
+}
+
+fn print(text: &str) -> Result<(), Failure> {
+    progress::print_line(text)
+}
+
+/// A new token: hexadecimal digits, which survive every editor, terminal and environment variable.
+fn random() -> Result<String, Failure> {
+    let mut random = [0; TOKEN_BYTES];
+    getrandom::fill(&mut random)
+        .map_err(|error| Failure::local(format!("the system gives no random bytes: {error}")))?;
+    Ok(random.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// Writes the token into a new file. A file, a symbolic link or a pipe at this path is left alone.
+fn write(path: &Path, token: &str) -> Result<(), Failure> {
+    let name = path.display();
+    let mut options = OpenOptions::new();
+    options.write(true).create_new(true).mode(MODE).custom_flags(OFlags::NOFOLLOW.bits() as i32);
+    let mut file = options.open(path).map_err(|error| match error.kind() {
+        io::ErrorKind::AlreadyExists => Failure::refused(format!(
+            "{name} exists and is left alone: agents may use what is in it; choose another file, or remove this one first"
+        )),
+        _ => Failure::local(format!("cannot create the token file {name}: {error}")),
+    })?;
+    writeln!(file, "{token}").and_then(|()| file.sync_all()).map_err(|error| {
+        // A part of a token must not be used.
+        let _ = std::fs::remove_file(path);
+        Failure::local(format!("cannot write the token file {name}: {error}"))
+    })
+}
+
+/// Random bytes in a new token: no computer can try 2^256 of them.
+const TOKEN_BYTES: usize = 32;
+
+/// The mode of a new token file: its owner alone reads and writes it.
+const MODE: u32 = 0o600;
+
+// Where the server module's library is: `remora module path`, and `remora source --load-module`.
+
+/// Runs `remora module`.
+///
+/// # Errors
+/// The library is not found, or stdout cannot be written.
+pub fn module(args: &ModuleArgs) -> Result<(), Failure> {
+    match args.question {
+        ModuleQuestion::Path => {
+            let path = find_module()?;
+            progress::print_line(&path.display().to_string())
+        }
+    }
+}
+
+/// The path of the library that belongs to this program.
+///
+/// # Errors
+/// The library is in none of the places where it is searched; the message names them.
+pub fn find_module() -> Result<PathBuf, Failure> {
+    let program = std::env::current_exe()
+        .map_err(|error| Failure::local(format!("cannot find out the path of this program: {error}")))?;
+    let places = places(&program);
+    places.iter().find(|path| path.is_file()).cloned().ok_or_else(|| {
+        let looked: Vec<String> = places.iter().map(|path| path.display().to_string()).collect();
+        let text = format!(
+            "there is no {LIBRARY} at {}: build it with `cargo build --release -p remora-module`, or put it beside this program",
+            looked.join(" or ")
+        );
+        Failure::local(text)
+    })
+}
+
+/// Where the library is searched: beside the program, as cargo builds it; as packages install it; and, for a test's
+/// program, one folder up.
+fn places(program: &Path) -> Vec<PathBuf> {
+    let folder = program.parent().unwrap_or(Path::new("."));
+    let above = folder.parent().unwrap_or(folder);
+    vec![folder.join(LIBRARY), above.join("lib/remora").join(LIBRARY), above.join(LIBRARY)]
+}
+
+/// The file's name.
+pub const LIBRARY: &str = "libremora_module.so";
+
+// Shell completions and man pages, made from the definition of the command line, so that they always agree with it.
+
+/// Runs `remora generate`.
+pub fn generate(args: &GenerateArgs) -> Result<(), Failure> {
+    match &args.what {
+        Generated::Completions { shell } => {
+            let mut text = Vec::new();
+            clap_complete::generate(*shell, &mut args::definition(), NAME, &mut text);
+            progress::print(&String::from_utf8_lossy(&text))
+        }
+        Generated::Man { directory } => write_man_pages(directory),
+    }
+}
+
+fn write_man_pages(directory: &Path) -> Result<(), Failure> {
+    let failed = |error| Failure::local(format!("cannot write man pages to {}: {error}", directory.display()));
+    std::fs::create_dir_all(directory).map_err(failed)?;
+    clap_mangen::generate_to(args::definition(), directory).map_err(failed)
+}
+
+const NAME: &str = "remora";
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+    use crate::conversation::Token;
+    use crate::exit::Code;
+
+    #[test]
+    fn a_new_token_is_accepted_belongs_to_its_owner_alone_and_differs_from_the_next() {
+        let folder = tempfile::tempdir().unwrap();
+        let [one, other] = ["one", "other"].map(|name| {
+            let path = folder.path().join(name);
+            write(&path, &random().unwrap()).unwrap();
+            assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o600);
+            Token::read_file(path).unwrap()
+        });
+        assert_ne!(one.bytes(), other.bytes());
+        assert_eq!(one.bytes().len(), 2 * TOKEN_BYTES);
+    }
+
+    #[test]
+    fn what_stands_at_the_path_is_neither_overwritten_nor_followed() {
+        let folder = tempfile::tempdir().unwrap();
+        let [file, link, target] = ["file", "link", "target"].map(|name| folder.path().join(name));
+        std::fs::write(&file, "the token in use").unwrap();
+        // Planted by another user, who owns the file that the token would go to.
+        std::os::unix::fs::symlink(&target, &link).unwrap();
+        for path in [&file, &link] {
+            let failure = write(path, "new").unwrap_err();
+            assert_eq!(failure.code, Code::Refused, "{failure}");
+            assert!(failure.message.contains(&path.display().to_string()), "{failure}");
+        }
+        assert_eq!(std::fs::read_to_string(&file).unwrap(), "the token in use");
+        assert!(!target.exists());
+    }
+
+    #[test]
+    fn a_folder_that_does_not_exist_is_named() {
+        let failure = write(Path::new("/nonexistent/token"), "new").unwrap_err();
+        assert!(failure.message.contains("/nonexistent/token"), "{failure}");
+    }
+
+    #[test]
+    fn the_library_is_looked_for_beside_the_program_and_where_packages_put_it() {
+        let places = places(Path::new("/usr/bin/remora"));
+        assert_eq!(places[0], Path::new("/usr/bin/libremora_module.so"));
+        assert_eq!(places[1], Path::new("/usr/lib/remora/libremora_module.so"));
+    }
+
+    #[test]
+    fn there_is_a_man_page_for_every_command() {
+        let folder = tempfile::tempdir().unwrap();
+        write_man_pages(folder.path()).unwrap();
+        for command in ["remora", "remora-source", "remora-replica", "remora-verify", "remora-load", "remora-status"] {
+            let page = std::fs::read_to_string(folder.path().join(format!("{command}.1"))).unwrap();
+            assert!(page.contains("Exit codes"), "{command}");
+        }
+    }
+
+    #[test]
+    fn completions_know_the_options() {
+        let mut text = Vec::new();
+        clap_complete::generate(clap_complete::Shell::Bash, &mut args::definition(), NAME, &mut text);
+        let text = String::from_utf8(text).unwrap();
+        assert!(text.contains("--token-file") && text.contains("--value-size"));
+    }
+}
