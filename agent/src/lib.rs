@@ -42,7 +42,6 @@
 #![allow(rustdoc::private_intra_doc_links)]
 
 pub mod args;
-mod backoff;
 pub mod backup;
 mod checked_json;
 pub mod cluster;
@@ -54,7 +53,6 @@ mod events;
 pub mod exit;
 mod free_space;
 pub mod generate;
-mod growth;
 mod host_memory;
 mod host_threads;
 pub mod intercept;
@@ -63,16 +61,12 @@ pub mod load;
 mod metrics;
 pub mod migrate;
 pub mod module_file;
-#[cfg(any(test, feature = "simulation"))]
-mod mutation;
 mod patience;
 pub mod plan;
 pub mod probe;
 pub mod progress;
 pub mod ready;
 pub mod replica;
-mod sentinel;
-pub mod server;
 mod service;
 mod signals;
 #[cfg(any(test, feature = "simulation"))]
@@ -84,7 +78,13 @@ pub mod switch;
 mod tasks;
 pub mod token;
 pub mod transports;
-pub mod units;
 pub mod verify;
 pub mod volume;
-pub mod x509;
+
+// The rooms below, under the names that the modules here know.
+#[cfg(any(test, feature = "simulation"))]
+use remora_base::mutation;
+use remora_base::{pace as backoff, pace as growth};
+pub use remora_base::{units, x509};
+pub use remora_server as server;
+use remora_server::sentinel;

@@ -4,7 +4,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use crate::server::{Server, ServerUrl, SetupError, Task, TlsArgs, UrlParser};
+use super::server::{TlsArgs, UrlParser};
+use crate::server::{Server, ServerUrl, SetupError, Task};
 
 /// `--from`, `--to`, and the login of each.
 #[derive(Clone, Debug, Args)]

@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
+use super::server::ServerArgs;
 use crate::{
     exit::{self, Code},
-    server::{ServerArgs, Task},
+    server::Task,
     units::{Size, UnitError, parse_duration},
 };
 

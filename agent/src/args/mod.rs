@@ -14,7 +14,6 @@ mod ends;
 mod fast_keys;
 mod fetch;
 mod generate;
-mod host_port;
 mod intercept;
 mod link_tls;
 mod load;
@@ -32,6 +31,7 @@ mod replica;
 mod restore;
 mod security;
 mod sentinel;
+mod server;
 mod snapshot;
 mod source;
 mod status;
@@ -44,6 +44,7 @@ mod verify;
 mod volume;
 
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
+pub use remora_server::HostPort;
 
 pub(crate) use self::source::default_slot_size;
 pub(crate) use self::sync::{SyncArgs, ToldArgs};
@@ -62,7 +63,6 @@ pub use self::{
     fast_keys::{FastKeys, WalkArgs},
     fetch::{ClusterNodeArgs, FetchArgs, PassOnArgs},
     generate::{GenerateArgs, Generated},
-    host_port::HostPort,
     intercept::{AddArgs, Cgroup, InterceptAction, InterceptArgs, InterceptPortArgs, ShowArgs},
     link_tls::LinkTlsArgs,
     load::{LoadArgs, ValueType},
@@ -80,6 +80,7 @@ pub use self::{
     restore::{Pass, RestoreArgs},
     security::{MonitorNameArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs},
     sentinel::SentinelArgs,
+    server::{ServerArgs, TlsArgs},
     snapshot::{SnapshotAction, SnapshotArgs, SnapshotFromArgs, SnapshotMountArgs},
     source::{CapturedArgs, CompressChoice, FromChoice, ModuleCapture, SendChoice, SourceArgs, TuneArgs},
     status::StatusArgs,

@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use clap::Args;
 
+use super::server::ServerArgs;
 use crate::{
     exit::{self, Code},
-    server::{ServerArgs, Task},
+    server::Task,
     units::{Size, parse_duration},
 };
 

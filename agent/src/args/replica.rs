@@ -4,13 +4,14 @@ use std::{net::IpAddr, path::PathBuf};
 
 use clap::{Args, ValueEnum};
 
+use super::server::ServerArgs;
 use super::{
     DeliveryArgs, FastKeys, HostPort, LendArgs, LinkTlsArgs, MetricsArgs, MetricsFileArgs, PeerArgs, ReadArgs,
     SyncArgs, ToldArgs,
 };
 use crate::{
     exit::{self, Code},
-    server::{ServerArgs, Task},
+    server::Task,
     units::{Size, UnitError},
 };
 

@@ -7,9 +7,9 @@ use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 
 use super::{Location, StoreArgs};
-use crate::backup::moment::Moment;
 use crate::exit::{self, Code};
 use crate::units::parse_duration;
+use remora_base::moment::Moment;
 
 /// The arguments of `remora restore`.
 #[derive(Clone, Debug, Args)]

@@ -4,6 +4,7 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use clap::{Args, ValueEnum};
 
+use super::server::{TlsArgs, UrlParser};
 use super::{
     HostPort, MetricsArgs, MonitorNameArgs, RdmaOffer, ReplicaNameArgs, SecurityArgs, SentinelArgs, UploadLimit,
     WalkArgs,
@@ -13,7 +14,7 @@ use crate::{
     conversation::tokens::TokenFiles,
     conversation::{Identity, Mode, Role, Security},
     exit::{self, Code, Failure},
-    server::{Credentials, Server, ServerUrl, SetupError, Task, TlsArgs, UrlParser},
+    server::{Credentials, Server, ServerUrl, SetupError, Task},
     units::{Size, parse_duration},
 };
 

@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
+use super::server::{TlsArgs, UrlParser};
 use crate::{
     exit::{self, Code},
-    server::{Server, ServerUrl, SetupError, Task, TlsArgs, UrlParser},
+    server::{Server, ServerUrl, SetupError, Task},
     units::parse_duration,
 };
 

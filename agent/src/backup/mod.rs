@@ -23,7 +23,6 @@ mod list;
 mod manifest;
 mod mark;
 mod metrics;
-pub mod moment;
 pub(crate) mod rdb_file;
 pub mod restore;
 mod sealing;
@@ -41,6 +40,8 @@ use self::manifest::{Kind, Manifest};
 use self::metrics::Seen;
 use self::rdb_file::RdbFile;
 use self::target::Target;
+use remora_base::moment;
+
 use crate::args::BackupArgs;
 use crate::exit::{Code, Failure};
 use crate::metrics::{Agent, Scrapes, Watch};

@@ -6,13 +6,12 @@
 //!                                               ╰─▶ sync: nodes that become replicas
 //! ```
 //!
-//! - [`nodes`]: `CLUSTER NODES` as data; [`survey`]: the cluster at one moment. **Start here.**
+//! - [`survey`]: the cluster at one moment. **Start here.**
 //! - [`sources`]: which source is beside which shard: the one whose server has the primary's replication history.
 //! - [`plan`], [`status`], [`backup`], [`sync`]: the commands.
 //! - [`nodes_conf`]: the configuration of a node that is to join.
 
 mod backup;
-mod nodes;
 pub(crate) mod nodes_conf;
 mod plan;
 mod sources;
@@ -20,8 +19,8 @@ mod status;
 mod survey;
 mod sync;
 
-pub(crate) use self::nodes::{Node, is_id};
-pub use self::nodes_conf::NodeAddress;
+use remora_server::nodes;
+
 use crate::args::{ClusterAction, ClusterArgs};
 use crate::exit::Failure;
 use crate::signals::until_signal;

@@ -62,7 +62,6 @@ mod pacer;
 pub(crate) mod parts;
 mod preflight;
 mod prepared;
-pub(crate) mod private;
 mod raised;
 mod reach;
 mod reading;
@@ -88,6 +87,7 @@ pub(crate) use self::driver::simulated;
 use std::path::PathBuf;
 use std::time::Duration;
 
+pub(crate) use remora_base::files as private;
 use remora_redis::resp::Frame;
 use tokio::sync::oneshot;
 use tokio::time::Instant;

@@ -16,7 +16,6 @@
 //! What does not arrive is an error, and never the end of the file.
 
 mod arrival;
-pub(crate) mod beside;
 pub mod fetch;
 mod file;
 mod file_system;
@@ -27,6 +26,8 @@ mod receiving;
 mod reception;
 mod shelf;
 mod target;
+
+pub(crate) use remora_base::files as beside;
 
 use crate::args::{SnapshotAction, SnapshotArgs};
 use crate::exit::Failure;
