@@ -12,7 +12,8 @@
 //!
 //! The crate has the loops that drive the pure state machines and the memory of the crates below, and the command line.
 //! Protocols are in `remora_redis`, `remora_protocol` and `remora_messenger`, transports in `remora_fabric`, and the
-//! layout of tables in `remora_table`.
+//! layout of tables in `remora_table`. [`remora_server`] is the client of a Redis or Valkey server, with Sentinels, and
+//! [`remora_base`] what all of them stand on.
 //!
 //! The modules, in the order in which to read them:
 //!
@@ -20,11 +21,9 @@
 //!   one command. **Start here.**
 //! - `events`: what a reader of the log may rely on.
 //! - [`exit`]: how a command ends; `patience`: how long it waits before that; [`progress`]: what it shows while it
-//!   runs; [`units`]: sizes and times as text; `estimate`: how long a sync will take.
-//! - [`server`]: the client of a Redis or Valkey server that everything below uses.
+//!   runs; `estimate`: how long a sync will take.
 //! - [`conversation`]: connections between agents, and the port that either end may open.
 //! - `service`: what a service manager is told.
-//! - `sentinel`: what Sentinels say about a group of servers.
 //! - [`source`], [`replica`], [`status`]: the job.
 //! - [`transports`]: which transports to the memory there are, and the command that reports them; [`probe`] measures
 //!   them.

@@ -19,8 +19,8 @@
 //! - [`module`]: our module in the server. [`local`]: processes of servers on this host.
 //!
 //! Errors are sorted by who can act: [`SetupError`] is an option or a file that the user has to correct, before any
-//! connection; [`ServerError`] is the server or the way to it, and says whether it passes by itself. [`refusals`] is the
-//! table of the servers' error replies, with what follows from each.
+//! connection; [`ServerError`] is the server or the way to it, and says whether it passes by itself. [`refusals`] is
+//! the table of the servers' error replies, with what follows from each.
 //!
 //! [`simulated`] puts servers of a test in the place of sockets.
 
