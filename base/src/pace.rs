@@ -30,6 +30,7 @@ impl Backoff {
     }
 
     /// The pause before the next attempt.
+    #[allow(clippy::should_implement_trait, reason = "it has no end, and nobody collects pauses")]
     pub fn next(&mut self) -> Duration {
         let whole = self.next;
         self.next = (whole * 2).min(Self::LAST);
