@@ -6,6 +6,10 @@
 
 use std::{fmt, process::ExitCode};
 
+use remora_base::files::PutError;
+use remora_server::sentinel::SentinelError;
+use remora_server::{ServerError, SetupError};
+
 /// The kind of a command's end. The numbers never change their meaning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
@@ -174,6 +178,33 @@ impl fmt::Display for Failure {
 
 impl std::error::Error for Failure {}
 
+impl From<SetupError> for Failure {
+    fn from(error: SetupError) -> Self {
+        Self::new(Code::Refused, error.to_string())
+    }
+}
+
+impl From<ServerError> for Failure {
+    fn from(error: ServerError) -> Self {
+        Self::new(Code::Server, error.to_string()).that_passes(error.is_passing())
+    }
+}
+
+impl From<SentinelError> for Failure {
+    fn from(error: SentinelError) -> Self {
+        Self::new(Code::Server, error.to_string()).that_passes(error.is_passing())
+    }
+}
+
+impl From<PutError> for Failure {
+    fn from(error: PutError) -> Self {
+        match error {
+            PutError::Exists(_) => Self::refused(error.to_string()),
+            PutError::Failed { .. } => Self::local(error.to_string()),
+        }
+    }
+}
+
 impl From<Failure> for ExitCode {
     fn from(failure: Failure) -> Self {
         failure.code.number().into()
@@ -266,6 +297,39 @@ mod tests {
     fn what_passes_keeps_its_code_and_what_is_refused_never_passes() {
         assert!(Failure::passing(Code::Source, "it is away").and("tried").passes);
         assert!(!Failure::refused("too small").that_passes(false).passes);
+    }
+
+    #[test]
+    fn an_error_of_a_server_keeps_its_words_and_says_whether_it_passes() {
+        let refused = |text: &str| {
+            let error = ServerError::Refused {
+                server: "redis://a:1".into(),
+                command: "INFO".into(),
+                kind: remora_server::RefusalKind::Other,
+                text: text.into(),
+                task: remora_server::Task::Source,
+            };
+            (error.to_string(), Failure::from(error))
+        };
+        for (text, passes) in [("LOADING Redis is loading the dataset in memory", true), ("NOAUTH log in", false)] {
+            let (words, failure) = refused(text);
+            assert_eq!(failure, Failure::new(Code::Server, words).that_passes(passes));
+        }
+        let wrong = SetupError::UserWithoutPassword { user: "me".into() };
+        assert_eq!(Failure::from(wrong).code, Code::Refused);
+    }
+
+    #[test]
+    fn a_file_that_is_in_the_way_is_refused_and_what_the_system_refuses_is_this_host_s() {
+        let exists = PutError::Exists("/a/b".into());
+        assert_eq!(Failure::from(exists), Failure::refused("/a/b exists by now; replace it by --replace"));
+        let failed = PutError::Failed {
+            path: "/a/b".into(),
+            step: " cannot be written",
+            cause: std::io::ErrorKind::StorageFull.into(),
+        };
+        let failure = Failure::from(failed);
+        assert_eq!((failure.code, failure.message.starts_with("/a/b cannot be written: ")), (Code::Local, true));
     }
 
     #[test]

@@ -12,7 +12,8 @@
 //!
 //! The crate has the loops that drive the pure state machines and the memory of the crates below, and the command line.
 //! Protocols are in `remora_redis`, `remora_protocol` and `remora_messenger`, transports in `remora_fabric`, and the
-//! layout of tables in `remora_table`.
+//! layout of tables in `remora_table`. [`remora_server`] is the client of a Redis or Valkey server, with Sentinels, and
+//! [`remora_base`] what all of them stand on.
 //!
 //! The modules, in the order in which to read them:
 //!
@@ -20,11 +21,9 @@
 //!   one command. **Start here.**
 //! - `events`: what a reader of the log may rely on.
 //! - [`exit`]: how a command ends; `patience`: how long it waits before that; [`progress`]: what it shows while it
-//!   runs; [`units`]: sizes and times as text; `estimate`: how long a sync will take.
-//! - [`server`]: the client of a Redis or Valkey server that everything below uses.
+//!   runs; `estimate`: how long a sync will take.
 //! - [`conversation`]: connections between agents, and the port that either end may open.
 //! - `service`: what a service manager is told.
-//! - `sentinel`: what Sentinels say about a group of servers.
 //! - [`source`], [`replica`], [`status`]: the job.
 //! - [`transports`]: which transports to the memory there are, and the command that reports them; [`probe`] measures
 //!   them.
@@ -42,7 +41,6 @@
 #![allow(rustdoc::private_intra_doc_links)]
 
 pub mod args;
-mod backoff;
 pub mod backup;
 mod checked_json;
 pub mod cluster;
@@ -53,7 +51,6 @@ mod estimate;
 mod events;
 pub mod exit;
 mod free_space;
-mod growth;
 mod host_memory;
 mod host_threads;
 pub mod intercept;
@@ -61,16 +58,12 @@ mod lanes;
 pub mod load;
 mod metrics;
 pub mod migrate;
-#[cfg(any(test, feature = "simulation"))]
-mod mutation;
 mod patience;
 pub mod plan;
 pub mod probe;
 pub mod progress;
 pub mod ready;
 pub mod replica;
-mod sentinel;
-pub mod server;
 mod service;
 mod signals;
 #[cfg(any(test, feature = "simulation"))]
@@ -82,7 +75,13 @@ pub mod switch;
 mod tasks;
 pub mod tools;
 pub mod transports;
-pub mod units;
 pub mod verify;
 pub mod volume;
-pub mod x509;
+
+// The rooms below, under the names that the modules here know.
+#[cfg(any(test, feature = "simulation"))]
+use remora_base::mutation;
+use remora_base::{pace as backoff, pace as growth};
+pub use remora_base::{units, x509};
+pub use remora_server as server;
+use remora_server::sentinel;

@@ -1,24 +1,8 @@
 //! Tasks that end with their owner, and work that blocks.
 
-use tokio::task::{AbortHandle, JoinHandle};
+pub(crate) use remora_base::AbortOnDrop;
 
 use crate::exit::Failure;
-
-/// Aborts its task when it is dropped.
-#[derive(Debug)]
-pub(crate) struct AbortOnDrop(AbortHandle);
-
-impl AbortOnDrop {
-    pub(crate) fn new<T>(task: &JoinHandle<T>) -> AbortOnDrop {
-        AbortOnDrop(task.abort_handle())
-    }
-}
-
-impl Drop for AbortOnDrop {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
-}
 
 /// Runs work that may block a thread. It has time limits of its own.
 ///

@@ -3,7 +3,7 @@
 use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use rustix::fs::OFlags;
 
@@ -79,40 +79,11 @@ const MODE: u32 = 0o600;
 pub fn module(args: &ModuleArgs) -> Result<(), Failure> {
     match args.question {
         ModuleQuestion::Path => {
-            let path = find_module()?;
+            let path = remora_server::module::library().map_err(|error| Failure::local(error.to_string()))?;
             progress::print_line(&path.display().to_string())
         }
     }
 }
-
-/// The path of the library that belongs to this program.
-///
-/// # Errors
-/// The library is in none of the places where it is searched; the message names them.
-pub fn find_module() -> Result<PathBuf, Failure> {
-    let program = std::env::current_exe()
-        .map_err(|error| Failure::local(format!("cannot find out the path of this program: {error}")))?;
-    let places = places(&program);
-    places.iter().find(|path| path.is_file()).cloned().ok_or_else(|| {
-        let looked: Vec<String> = places.iter().map(|path| path.display().to_string()).collect();
-        let text = format!(
-            "there is no {LIBRARY} at {}: build it with `cargo build --release -p remora-module`, or put it beside this program",
-            looked.join(" or ")
-        );
-        Failure::local(text)
-    })
-}
-
-/// Where the library is searched: beside the program, as cargo builds it; as packages install it; and, for a test's
-/// program, one folder up.
-fn places(program: &Path) -> Vec<PathBuf> {
-    let folder = program.parent().unwrap_or(Path::new("."));
-    let above = folder.parent().unwrap_or(folder);
-    vec![folder.join(LIBRARY), above.join("lib/remora").join(LIBRARY), above.join(LIBRARY)]
-}
-
-/// The file's name.
-pub const LIBRARY: &str = "libremora_module.so";
 
 // Shell completions and man pages, made from the definition of the command line, so that they always agree with it.
 
@@ -179,13 +150,6 @@ mod tests {
     fn a_folder_that_does_not_exist_is_named() {
         let failure = write(Path::new("/nonexistent/token"), "new").unwrap_err();
         assert!(failure.message.contains("/nonexistent/token"), "{failure}");
-    }
-
-    #[test]
-    fn the_library_is_looked_for_beside_the_program_and_where_packages_put_it() {
-        let places = places(Path::new("/usr/bin/remora"));
-        assert_eq!(places[0], Path::new("/usr/bin/libremora_module.so"));
-        assert_eq!(places[1], Path::new("/usr/lib/remora/libremora_module.so"));
     }
 
     #[test]

@@ -6,10 +6,11 @@ use std::time::Duration;
 use clap::{Args, Subcommand};
 
 use super::replica::parse_memory;
+use super::server::ServerArgs;
 use super::{HostPort, LISTEN_PORT, LendArgs, LinkTlsArgs, MetricsArgs, PeerArgs, ReadArgs, SyncArgs};
 use crate::exit::{self, Code};
 use crate::patience::{Patience, RETRY_FOR};
-use crate::server::{ServerArgs, Task};
+use crate::server::Task;
 use crate::units::{Size, parse_duration};
 
 /// The port of a primary, unless another is given: the servers' own default.

@@ -9,9 +9,9 @@ use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 
 use super::{FetchArgs, MetricsArgs, MetricsFileArgs, SnapshotFromArgs};
-use crate::backup::moment::Moment;
 use crate::exit::{self, Code};
 use crate::units::{Size, parse_duration};
+use remora_base::moment::Moment;
 
 /// The arguments of `remora backup`.
 #[derive(Clone, Debug, Args)]

@@ -5,10 +5,11 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand};
 
+use super::server::ServerArgs;
 use super::{FetchArgs, HostPort, RdmaRead, ReadArgs, SecurityArgs, SnapshotFromArgs, SourceKeyArgs, TransportChoice};
-use crate::cluster::{Node, is_id};
 use crate::exit::{self, Code};
-use crate::server::{ServerArgs, Task};
+use crate::server::Task;
+use crate::server::nodes::{Node, is_id};
 use crate::units::parse_duration;
 
 /// The arguments of `remora cluster`.

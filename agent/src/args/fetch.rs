@@ -7,10 +7,11 @@ use clap::{Args, Subcommand};
 use rustix::fs::{Gid, Mode, Uid};
 
 use super::replica::parse_memory;
+use super::server::{TlsArgs, UrlParser};
 use super::{MetricsFileArgs, ReadArgs, RelayArgs, ReplicaNameArgs, SecurityArgs, SentinelArgs, SourceKeyArgs};
-use crate::cluster::NodeAddress;
 use crate::exit::{self, Code};
-use crate::server::{Credentials, Server, ServerUrl, SetupError, Task, TlsArgs, UrlParser};
+use crate::server::nodes::NodeAddress;
+use crate::server::{Credentials, Server, ServerUrl, SetupError, Task};
 use crate::units::{Size, parse_duration};
 
 /// The arguments of `remora fetch`.

@@ -6,10 +6,11 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
+use super::server::ServerArgs;
 use super::{HostPort, RdmaRead, SecurityArgs, SourceKeyArgs};
 use crate::conversation::tokens::Credentials;
 use crate::exit::{self, Code, Failure};
-use crate::server::{ServerArgs, Task};
+use crate::server::Task;
 use crate::units::{Size, UnitError, parse_bit_rate, parse_duration};
 
 /// The arguments of `remora status`.

@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
+use super::server::{TlsArgs, UrlParser};
 use super::{HostPort, LeftOut};
 use crate::exit::{self, Code};
-use crate::server::{Server, ServerUrl, SetupError, Task, TlsArgs, UrlParser};
+use crate::server::{Server, ServerUrl, SetupError, Task};
 use crate::units::{Size, parse_duration};
 
 /// The arguments of `remora migrate`.

@@ -12,12 +12,14 @@ mod inspect;
 mod migrate;
 mod replica;
 mod sentinel;
+mod server;
 mod short_help;
 mod source;
 mod tools;
 mod volume;
 
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
+pub use remora_server::HostPort;
 
 pub use self::attend::{
     AddArgs, AttendArgs, Cgroup, InterceptAction, InterceptArgs, InterceptPortArgs, PRIMARY_PORT, ShowArgs,
@@ -43,6 +45,7 @@ pub use self::replica::{
     Delivery, DeliveryArgs, LISTEN_PORT, LeftOut, LendArgs, ModuleLoad, OnFailure, RelayArgs, ReplicaArgs,
 };
 pub use self::sentinel::SentinelArgs;
+pub use self::server::{ServerArgs, TlsArgs};
 pub(crate) use self::source::default_slot_size;
 pub use self::source::{
     CapturedArgs, CompressChoice, FastKeys, FromChoice, ModuleCapture, SendChoice, SourceArgs, TuneArgs, WalkArgs,
@@ -225,39 +228,6 @@ Two servers, one host, in five lines:
 {}",
         crate::exit::help_table(&Code::ALL)
     )
-}
-
-/// A host (name or address) and a port, written `HOST:PORT` or `[IPV6]:PORT`.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct HostPort {
-    /// Name or address; IPv6 without brackets.
-    pub host: String,
-    /// The port, never 0.
-    pub port: u16,
-}
-
-impl std::str::FromStr for HostPort {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let has_port = text.rsplit_once(':').is_some_and(|(host, _)| !host.contains(':') || host.ends_with(']'));
-        if !has_port || text.contains('/') {
-            return Err("expected HOST:PORT, as in db1:6379 or [::1]:6379".into());
-        }
-        // The rules are those of a server's address, without its scheme.
-        let url = format!("redis://{text}").parse::<crate::server::ServerUrl>().map_err(|error| error.to_string())?;
-        let (host, port) = url.host_and_port().ok_or("expected HOST:PORT")?;
-        Ok(Self { host: host.to_owned(), port })
-    }
-}
-
-impl std::fmt::Display for HostPort {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self.host.contains(':') {
-            true => write!(f, "[{}]:{}", self.host, self.port),
-            false => write!(f, "{}:{}", self.host, self.port),
-        }
-    }
 }
 
 #[cfg(test)]

@@ -7,10 +7,11 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 
 use super::connections::{LenderNameArgs, parse_rate};
+use super::server::ServerArgs;
 use super::{FastKeys, HostPort, LinkTlsArgs, MetricsArgs, MetricsFileArgs, PeerArgs, ReadArgs, UploadLimit};
 use crate::conversation::SourceKey;
 use crate::exit::{self, Code};
-use crate::server::{ServerArgs, Task};
+use crate::server::Task;
 use crate::units::{Size, UnitError, parse_duration};
 
 /// The arguments of `remora replica`.

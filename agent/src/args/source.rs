@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
+use super::server::{TlsArgs, UrlParser};
 use super::{
     HostPort, MetricsArgs, MonitorNameArgs, RdmaOffer, ReplicaNameArgs, SecurityArgs, SentinelArgs, UploadLimit,
 };
@@ -13,7 +14,7 @@ use crate::conversation::certificates::CertificateRoles;
 use crate::conversation::tokens::TokenFiles;
 use crate::conversation::{Identity, Mode, Role, Security};
 use crate::exit::{self, Code, Failure};
-use crate::server::{Credentials, Server, ServerUrl, SetupError, Task, TlsArgs, UrlParser};
+use crate::server::{Credentials, Server, ServerUrl, SetupError, Task};
 use crate::units::{Size, parse_duration};
 
 /// The arguments of `remora source`.

@@ -6,8 +6,9 @@ use std::time::Duration;
 use clap::{Args, Subcommand, ValueEnum};
 use clap_complete::Shell;
 
+use super::server::ServerArgs;
 use crate::exit::{self, Code};
-use crate::server::{ServerArgs, Task};
+use crate::server::Task;
 use crate::units::{Size, UnitError, parse_duration};
 
 /// The arguments of `remora load`.

@@ -256,7 +256,7 @@ impl Manifest {
     /// # Errors
     /// The file cannot be written.
     pub(super) fn write(&self, to: &Path) -> Result<(), Failure> {
-        beside::write(to, &self.to_json()?, &PRIVATE)
+        Ok(beside::write(to, &self.to_json()?, &PRIVATE)?)
     }
 
     /// Its text.

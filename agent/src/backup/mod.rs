@@ -17,7 +17,6 @@ pub(crate) mod archive;
 mod commands_file;
 mod journal;
 mod manifest;
-pub mod moment;
 pub(crate) mod rdb_file;
 pub mod restore;
 mod sealing;
@@ -35,7 +34,6 @@ use std::time::Instant;
 use self::archive::Archive;
 pub(crate) use self::manifest::checked_snapshot;
 use self::manifest::{Damaged, Kind, Manifest};
-use self::moment::Moment;
 use self::rdb_file::RdbFile;
 use self::shelf::Shelf;
 use crate::args::{BackupArgs, Location};
@@ -47,6 +45,7 @@ use crate::signals::Signals;
 use crate::snapshot::fetch;
 use crate::tasks::blocking;
 use crate::units::Size;
+use remora_base::moment::{self, Moment};
 
 /// Runs `remora backup`.
 ///

@@ -119,7 +119,7 @@ pub(super) async fn run(args: ClusterBackupArgs) -> Result<(), Failure> {
     let folder = args.to.clone();
     blocking(move || {
         beside::write(&folder.join("nodes.json"), &nodes, &fetch::PRIVATE)?;
-        beside::write(&folder.join(MANIFEST), &manifest, &fetch::PRIVATE)
+        Ok(beside::write(&folder.join(MANIFEST), &manifest, &fetch::PRIVATE)?)
     })
     .await?;
     progress::say(&format!(

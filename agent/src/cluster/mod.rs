@@ -6,20 +6,19 @@
 //!                                               ╰─▶ sync: nodes that become replicas
 //! ```
 //!
-//! - [`nodes`]: `CLUSTER NODES` as data; [`survey`]: the cluster at one moment. **Start here.**
+//! - [`survey`]: the cluster at one moment. **Start here.**
 //! - [`plan`]: which source is beside which shard: the one whose server has the primary's replication history; and the
 //!   commands that say so. [`backup`], [`sync`]: the commands that do something.
 //! - [`nodes_conf`]: the configuration of a node that is to join.
 
 mod backup;
-mod nodes;
 pub(crate) mod nodes_conf;
 mod plan;
 mod survey;
 mod sync;
 
-pub(crate) use self::nodes::{Node, is_id};
-pub use self::nodes_conf::NodeAddress;
+use remora_server::nodes;
+
 use crate::args::{ClusterAction, ClusterArgs};
 use crate::exit::Failure;
 use crate::signals::until_signal;

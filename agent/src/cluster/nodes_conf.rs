@@ -11,42 +11,10 @@ use remora_redis::resp::Frame;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
-use super::nodes::{Slots, is_id};
+use super::nodes::{NodeAddress, Slots, is_id};
 use super::survey::{Shard, Survey};
 use crate::exit::{Code, Failure};
 use crate::server::{Facts, Server};
-
-/// Where a new node will listen.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NodeAddress {
-    pub(crate) host: String,
-    pub(crate) port: u16,
-    pub(crate) bus_port: u16,
-}
-
-/// Servers have their bus at this distance from their port, unless `cluster-port` says otherwise.
-const BUS_DISTANCE: u16 = 10_000;
-
-impl std::str::FromStr for NodeAddress {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<NodeAddress, String> {
-        let (place, bus) = match text.split_once('@') {
-            Some((place, bus)) => (place, Some(bus)),
-            None => (text, None),
-        };
-        let crate::args::HostPort { host, port } = place.parse()?;
-        // The file has an address, and a name in another place.
-        if host.parse::<std::net::IpAddr>().is_err() {
-            return Err(format!("{host} is not an IP address: nodes of a cluster know each other by these"));
-        }
-        let bus_port = match bus {
-            Some(bus) => bus.parse().ok().filter(|port| *port != 0).ok_or("the port of the bus is behind the @")?,
-            None => port.checked_add(BUS_DISTANCE).ok_or("give the port of the bus too: HOST:PORT@BUSPORT")?,
-        };
-        Ok(NodeAddress { host, port, bus_port })
-    }
-}
 
 /// What a file of a node that follows a primary says.
 #[derive(Clone, Debug, PartialEq, Eq)]

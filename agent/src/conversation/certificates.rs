@@ -119,7 +119,7 @@ impl Configs {
         let clients = clients.map_err(|error| unusable(&error))?;
         match clients.verify_client_cert(&chain[0], &chain[1..], UnixTime::now()) {
             Err(rustls::Error::InvalidCertificate(why)) if is_untimely(&why) => {
-                return Err(self::unusable(chain_file, chain_option, &x509::plainly(&why)));
+                return Err(self::unusable(chain_file, chain_option, &x509::words::plainly(&why)));
             }
             // Peers may trust other authorities than this end does, as while one replaces another.
             Err(rustls::Error::InvalidCertificate(CertificateError::UnknownIssuer)) => {
@@ -138,14 +138,14 @@ impl Configs {
             .map_err(not_set_up)?
             .with_root_certificates(roots)
             .with_client_auth_cert(chain.clone(), key.clone_key())
-            .map_err(|error| self::unusable(chain_file, chain_option, &x509::of_pair(&error)))?;
+            .map_err(|error| self::unusable(chain_file, chain_option, &x509::words::of_pair(&error)))?;
         of_client(&mut client);
         let mut server = ServerConfig::builder_with_provider(provider.clone())
             .with_protocol_versions(&[&TLS13])
             .map_err(not_set_up)?
             .with_client_cert_verifier(Arc::new(WithRole::new(clients, roles.clone())))
             .with_single_cert(chain, key)
-            .map_err(|error| self::unusable(chain_file, chain_option, &x509::of_pair(&error)))?;
+            .map_err(|error| self::unusable(chain_file, chain_option, &x509::words::of_pair(&error)))?;
         of_port(&mut server);
         Ok(Configs { client: Arc::new(client), server: Arc::new(server) })
     }
@@ -160,10 +160,10 @@ fn certificates(path: &Path, option: &str) -> Result<Vec<CertificateDer<'static>
         return Err(unusable(&TOO_LONG));
     }
     let read: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&bytes).collect();
-    let read = read.map_err(|error| unusable(&x509::of_file(&error, &bytes, "certificate")))?;
+    let read = read.map_err(|error| unusable(&x509::words::of_file(&error, &bytes, "certificate")))?;
     if read.is_empty() {
         let none = rustls::pki_types::pem::Error::NoItemsFound;
-        return Err(unusable(&x509::of_file(&none, &bytes, "certificate")));
+        return Err(unusable(&x509::words::of_file(&none, &bytes, "certificate")));
     }
     Ok(read)
 }
@@ -171,7 +171,7 @@ fn certificates(path: &Path, option: &str) -> Result<Vec<CertificateDer<'static>
 fn private_key(path: &Path, option: &str) -> Result<PrivateKeyDer<'static>, Failure> {
     let text = read_secret(path, option)?;
     PrivateKeyDer::from_pem_slice(&text)
-        .map_err(|error| unusable(path, option, &x509::of_file(&error, &text, "private key")))
+        .map_err(|error| unusable(path, option, &x509::words::of_file(&error, &text, "private key")))
 }
 
 /// Reads a file with a private key.
@@ -187,7 +187,7 @@ pub(super) fn read_secret(path: &Path, option: &str) -> Result<Vec<u8>, Failure>
 fn roots(path: &Path, option: &str) -> Result<RootCertStore, Failure> {
     let mut roots = RootCertStore::empty();
     for certificate in certificates(path, option)? {
-        roots.add(certificate).map_err(|error| unusable(path, option, &x509::of_pair(&error)))?;
+        roots.add(certificate).map_err(|error| unusable(path, option, &x509::words::of_pair(&error)))?;
     }
     Ok(roots)
 }
@@ -208,7 +208,7 @@ fn check_pair(
             files.chain.display(),
             files.options[0]
         ))),
-        Err(error) => Err(unusable(&files.key, files.options[1], &x509::of_pair(&error))),
+        Err(error) => Err(unusable(&files.key, files.options[1], &x509::words::of_pair(&error))),
     }
 }
 
@@ -247,7 +247,7 @@ pub(super) fn explain(error: &std::io::Error) -> Option<String> {
             why => format!(
                 "presents a certificate that cannot be accepted: {}; give each agent a certificate of its own, signed by the authority \
                  in --ca",
-                x509::plainly(why)
+                x509::words::plainly(why)
             ),
         },
         rustls::Error::NoCertificatesPresented => {

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use remora_base::files::{self, Placing};
 use remora_protocol::StatusReport;
 use rustix::fs::Mode;
 use tokio::sync::{mpsc, oneshot};
@@ -13,7 +14,6 @@ use super::register::{Agent, RUN_ENDED, RUN_EXIT_CODE, RUN_STARTED};
 use super::site::{ANSWER_LIMIT, Answer, CONNECTIONS, Site, bind};
 use crate::args::{MetricsArgs, MetricsFileArgs};
 use crate::exit::Failure;
-use crate::snapshot::beside::{self, Placing};
 use crate::tasks::{AbortOnDrop, blocking};
 
 /// How often the file is written while the agent runs: as often as Prometheus asks node_exporter by default.
@@ -226,7 +226,7 @@ impl File {
             return Ok(());
         }
         *is_ended = ends;
-        beside::write(&self.path, families.text(Form::Classic).as_bytes(), &READABLE)
+        Ok(files::write(&self.path, families.text(Form::Classic).as_bytes(), &READABLE)?)
     }
 }
 

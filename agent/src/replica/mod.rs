@@ -42,7 +42,6 @@ pub(crate) mod parts;
 mod preflight;
 mod prepared;
 mod primary;
-pub(crate) mod private;
 pub(crate) mod record;
 pub(crate) mod relay;
 mod report;
@@ -52,6 +51,7 @@ pub(crate) mod spool;
 use std::path::PathBuf;
 use std::time::Duration;
 
+pub(crate) use remora_base::files as private;
 use remora_redis::resp::Frame;
 use tokio::sync::oneshot;
 use tokio::time::Instant;

@@ -1,5 +1,5 @@
 //! Pins: the links by which an agent has a primary keep what a replica needs on its way there. What is pinned, and what a
-//! replica is answered, the product decides (`server::pinning`); the links are this world's.
+//! replica is answered, the product decides (`server::pins::rules`); the links are this world's.
 //!
 //! ```text
 //!   question ──▶ Book::ask ── Open ──▶ dial ──▶ INFO, PSYNC ──▶ +CONTINUE, or not ──▶ Book::opened ──▶ answer
@@ -15,7 +15,7 @@ use super::promises::Promise;
 use super::wire::{Ask, Conn, End, Keeper, Message, ServerId};
 use super::world::{Event, World, facts};
 use crate::replica::simulated::PIN_SIZES;
-use crate::server::pinning::{Book, Bounds, Extent, KEEP_LIMIT, Link, Next, NoPin, Pin, Released, Request};
+use crate::server::pins::rules::{Book, Bounds, Extent, KEEP_LIMIT, Link, Next, NoPin, Pin, Released, Request};
 use crate::server::{Facts, OutputLimit, Position};
 
 /// How often it is looked how much a link holds back: half as often as in the product.

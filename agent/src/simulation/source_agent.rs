@@ -19,7 +19,7 @@ use super::world::{Event, World, event_name, facts, shown};
 use crate::backoff::Backoff;
 use crate::server::Facts;
 use crate::server::Position;
-use crate::server::pinning::Travellers;
+use crate::server::pins::rules::Travellers;
 use crate::source::answers::{known_history, plan_of};
 use crate::source::capture::psync_link::is_same_history;
 use crate::source::capture::{CaptureError, CaptureEvent};

@@ -266,7 +266,7 @@ async fn write_who_it_follows(
         };
         let line = format!("replicaof {host} {port}\n");
         let how = Placing { replaces: true, ..how };
-        blocking(move || beside::write(&file, line.as_bytes(), &how)).await?;
+        blocking(move || Ok(beside::write(&file, line.as_bytes(), &how)?)).await?;
     }
     let (Some(file), Some(cluster), Some(at)) = (&args.write_nodes_conf, &args.cluster.cluster, &args.node_address)
     else {
@@ -298,7 +298,7 @@ fn write_nodes_conf(to: &Path, conf: &nodes_conf::NodesConf, how: Placing) -> Re
             conf.primary
         ))),
         Err(error) if error.kind() != io::ErrorKind::NotFound && !how.replaces => Err(unreadable(to, &error)),
-        _ => beside::write(to, conf.text.as_bytes(), &Placing { replaces: true, ..how }),
+        _ => Ok(beside::write(to, conf.text.as_bytes(), &Placing { replaces: true, ..how })?),
     }
 }
 

@@ -15,10 +15,11 @@
 //! What does not arrive is an error, and never the end of the file.
 
 mod arrival;
-pub(crate) mod beside;
 pub mod fetch;
 mod mount;
 mod receiving;
+
+pub(crate) use remora_base::files as beside;
 
 use crate::args::{SnapshotAction, SnapshotArgs};
 use crate::exit::Failure;

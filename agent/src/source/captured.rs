@@ -132,7 +132,7 @@ impl Group {
     /// Another server to sit beside, if there is one. `primary`: where it is, if that was just asked.
     async fn another(&self, primary: Option<HostPort>) -> Option<Candidate> {
         let found = match self.from {
-            FromChoice::Replica => choice::least_behind(&self.sentinels, &self.like).await,
+            FromChoice::Replica => choice::least_behind(&self.sentinels, &self.like).await.map_err(Failure::from),
             FromChoice::Primary => self.at_the_primary(primary).await,
         };
         found.inspect_err(|failure| tracing::debug!("{failure}")).ok()

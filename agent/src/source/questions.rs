@@ -29,7 +29,7 @@ use super::presence::Lookout;
 use super::server_settings::OutputBuffer;
 use super::tables::expected;
 use super::{Incoming, Source, status};
-use crate::server::pinning::Travellers;
+use crate::server::pins::rules::Travellers;
 use crate::server::{Client, Pins, Position};
 
 /// The shortest time between two questions to the primary about hand-offs: little beside a hand-off, and long beside

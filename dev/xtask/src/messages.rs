@@ -22,7 +22,8 @@ pub(crate) struct Options {
 }
 
 /// Folders of sources whose sentences a person can meet.
-const FOLDERS: [&str; 6] = ["agent/src", "fabric/src", "messenger/src", "protocol/src", "redis/src", "wire/src"];
+const FOLDERS: [&str; 8] =
+    ["agent/src", "base/src", "fabric/src", "messenger/src", "protocol/src", "redis/src", "server/src", "wire/src"];
 
 /// Folders and files that say nothing to a person.
 const LEFT_OUT: [&str; 4] = ["simulation", "tests.rs", "fuzzing.rs", "mutation.rs"];

@@ -289,6 +289,7 @@ impl State {
         let base = NamedFile { name: BASE.to_owned(), number: 1, kind: FileKind::Base };
         let file = |number: &u64| NamedFile { name: name_of(*number), number: *number, kind: FileKind::Incremental };
         let files = std::iter::once(base).chain(self.numbers.iter().map(file)).collect();
-        beside::write(&self.folder.join(FOLDER).join(LIST), checked_list(&List { files }).as_bytes(), &PRIVATE)
+        let list = checked_list(&List { files });
+        Ok(beside::write(&self.folder.join(FOLDER).join(LIST), list.as_bytes(), &PRIVATE)?)
     }
 }

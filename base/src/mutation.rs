@@ -1,0 +1,75 @@
+//! Mutation: known faults that a test can put back into the product, one at a time.
+//!
+//! Each hook stands where the product decides, and only tests and the simulation contain it. The simulation must find
+//! every one of them: see `docs/testing.md`.
+
+use std::cell::Cell;
+
+/// A fault that the product once had.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mutation {
+    /// The server is emptied while its replication position is still valid: a primary then continues an empty server.
+    PositionKept,
+    /// The primary's promotion is undone: the agent changes the server's primary without a look at the present one.
+    NoLook,
+    /// `+CONTINUE` with another replid is taken for the same history.
+    OtherHistoryIgnored,
+    /// A control connection that the server has closed is used on.
+    ClosedConnectionKept,
+    /// The hand-off ends the full copy that the server takes by itself.
+    FullCopyAborted,
+    /// The delivery ends a payload when the next slot has not arrived yet.
+    PayloadEndedEarly,
+    /// The delivery continues a server that asks for another offset than the one that it would send next.
+    OffsetIgnored,
+    /// What the source has said about where slots are read is forgotten when the tables of an offer are connected.
+    AssignmentForgotten,
+    /// A source of another data set is taken in a later conversation.
+    ForeignSourceTaken,
+    /// A fork is counted when the first byte of its snapshot arrives.
+    ForkFromTheFirstByte,
+    /// The age of a snapshot counts from its request, also for replicas that waited for it.
+    AgeFromTheRequest,
+    /// The delivery sends the stream behind the mark before the server's first ACK.
+    StreamBeforeTheAck,
+    /// The capture drops what it has read together with a snapshot and lies behind it: the first bytes of the stream.
+    AheadDropped,
+    /// A sync is called done though the server has counted commands that it could not execute.
+    ErrorsUnheard,
+    /// A snapshot is given to a replica that joins after a command which must not be applied late.
+    LateCommandsServed,
+    /// An offer that comes while the server is on its way to the primary is dropped, and awaited for ever.
+    OfferForgotten,
+    /// A backlog is believed that holds more than its size, because a replica was not sent its bytes yet.
+    OverfullBelieved,
+    /// The estimate alone says that a primary covers a replica.
+    PinNotOpened,
+    /// What is pinned for a replica is released while that is on its way to its primary.
+    PinClosedEarly,
+    /// A connection that the primary serves through `remora attend` is ended as soon as the link is up.
+    HandedBackUncovered,
+    /// A sync of `remora attend` gets the connection by which its server asks another primary.
+    AnotherPrimaryGiven,
+    /// A server that does not reach its primary by itself is waited for without a limit.
+    DirectForEver,
+    /// A server whose primary was replaced, and that no Sentinel knows, is left waiting for the former one.
+    AstrayLeft,
+    /// The first source that has the right history serves, also one beside a server that stands still.
+    FirstSourceKept,
+}
+
+thread_local! {
+    static ACTIVE: Cell<Option<Mutation>> = const { Cell::new(None) };
+}
+
+impl Mutation {
+    /// Whether this fault is put back in this thread. Never in a release build, where the hook compiles to nothing.
+    pub fn is_active(self) -> bool {
+        cfg!(debug_assertions) && ACTIVE.get() == Some(self)
+    }
+
+    /// Puts this fault back in this thread, or none.
+    pub fn set(mutation: Option<Mutation>) {
+        ACTIVE.set(mutation);
+    }
+}

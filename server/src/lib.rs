@@ -1,0 +1,63 @@
+//! What Remora knows of a Redis or Valkey server, and what it says to one.
+//!
+//! ```text
+//!  ServerUrl, Credentials,
+//!  TlsOptions, Task ──new()──▶ Server ──connect()──▶ Client ──into_stream()──▶ Stream ──raw()──▶ the plain socket
+//!  what the user named         address and login,    commands and replies,     for PSYNC          for bytes received
+//!                              cheap to clone        each with a time-out                         straight into a region
+//! ```
+//!
+//! The client is for few commands: one at a time, or a counted pipeline. Everything has a time-out, and every refusal
+//! is sorted by what the user can do about it. It keeps no pool and does not reconnect: its callers decide when to. It
+//! knows nothing of replication, which is in `remora_redis::psync`.
+//!
+//! - Start with [`Server`], and [`Task`]: what the connection is for, which a refusal's advice depends on.
+//! - [`Facts`] is what a server reports about itself: its role, history, offset, backlog. [`own_changes`] finds what of
+//!   its data is not from its primary, and [`permission`] asks what it would carry out.
+//! - [`pins`]: a server keeps the part of its stream that a replica needs next.
+//! - [`sentinel`]: what the Sentinels of a group say. [`nodes`]: what a node of a cluster says of all nodes.
+//! - [`module`]: our module in the server. [`local`]: processes of servers on this host.
+//!
+//! Errors are sorted by who can act: [`SetupError`] is an option or a file that the user has to correct, before any
+//! connection; [`ServerError`] is the server or the way to it, and says whether it passes by itself. [`refusals`] is
+//! the table of the servers' error replies, with what follows from each.
+//!
+//! [`simulated`] puts servers of a test in the place of sockets.
+
+#![forbid(unsafe_code)]
+
+mod acl;
+mod client;
+mod configuration;
+mod credentials;
+mod error;
+mod facts;
+pub mod local;
+pub mod module;
+pub mod nodes;
+mod output_limit;
+pub mod own_changes;
+pub mod permission;
+pub mod pins;
+pub mod refusals;
+pub mod sentinel;
+pub mod simulated;
+mod stream;
+mod tls;
+mod trust;
+mod url;
+
+pub use self::{
+    acl::Task,
+    client::{Client, Pipeline, Server},
+    configuration::{Configuration, read_configuration},
+    credentials::{Credentials, PASSWORD_VARIABLE, Password},
+    error::{ServerError, SetupError},
+    facts::{Backlog, CONVERTED, Database, Facts, Family, Link, Role, Version},
+    output_limit::OutputLimit,
+    pins::{Kept, PinSizes, Pins, Position},
+    refusals::RefusalKind,
+    stream::{Raw, Stream, TlsConnection},
+    tls::TlsOptions,
+    url::{HostPort, Place, ServerUrl, UrlError},
+};
