@@ -31,7 +31,6 @@ const STILL_CUT: &[&str] = &[
     "agent/",
     "dev/bench/",
     "dev/xtask/",
-    "redis/",
     "dev/lab/src/http.rs",
     "dev/lab/src/notes.rs",
     "dev/lab/src/scratch.rs",

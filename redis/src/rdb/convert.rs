@@ -16,24 +16,18 @@
 //! node by node. A value that has no form at the target is a [`ConvertError::Refused`] that names its key, or is left
 //! out and counted if [`Options`] say so. A [`Converter::survey`] finds all of them without writing anything.
 
-mod format;
-mod values;
-mod ways;
+use std::collections::BTreeMap;
 
-use super::grammar::{self, Item};
+use super::grammar::Item;
 use super::head::read_magic;
-use super::input::{Input, Length, STRING_BYTES_MAX, Stop, malformed, too_long};
-use super::packed::{Element, Listpack, ziplist};
+use super::input::{Input, Length, STRING_BYTES_MAX, Stop, expand_lzf, malformed, too_long};
+use super::packed::{Damaged, Element, Listpack, ziplist};
 use super::scan::{MODULE_END, module_value};
 use super::{
-    Error, Magic, OPCODE_AUX, OPCODE_EOF, OPCODE_EXPIRETIME, OPCODE_EXPIRETIME_MS, OPCODE_FREQ, OPCODE_FUNCTION,
-    OPCODE_IDLE, OPCODE_MODULE_AUX, OPCODE_RESIZEDB, OPCODE_SELECTDB, OPCODE_SLOT_INFO, TAIL_BYTES, lzf, magic,
+    Error, Head, Magic, OPCODE_AUX, OPCODE_EOF, OPCODE_EXPIRETIME, OPCODE_EXPIRETIME_MS, OPCODE_FREQ, OPCODE_FUNCTION,
+    OPCODE_IDLE, OPCODE_MODULE_AUX, OPCODE_RESIZEDB, OPCODE_SELECTDB, OPCODE_SLOT_INFO, TAIL_BYTES, grammar, magic,
     put_length,
 };
-pub use format::{ConvertError, Converted, Format, Obstacle, Obstacles, Options, SAMPLE_KEYS};
-use format::{SHOWN_KEY_BYTES, Trouble};
-use values::{FIELD_TIME_BASE, NEVER, module_name, put_form};
-use ways::{Form, Part, Way, way};
 
 /// Longest listpack, ziplist or element that is rewritten, in bytes: servers bound a listpack to 1 GiB.
 const REWRITTEN_BYTES_MAX: u64 = 1 << 30;
@@ -565,7 +559,7 @@ impl Converter {
     fn rewrite(&self, collected: Collecting, out: &mut Vec<u8>) -> Result<(), Trouble> {
         let bytes = match collected.expanded {
             None => collected.bytes,
-            Some(length) => lzf::expand(&collected.bytes, length)
+            Some(length) => expand_lzf(&collected.bytes, length)
                 .ok_or_else(|| malformed("a compressed string that does not expand"))?,
         };
         if self.skipping || self.survey {
@@ -587,12 +581,443 @@ impl Converter {
     }
 }
 
+// The formats of targets, and what a conversion says.
+
+/// The version of the format that a server reads, which is the newest one that it writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Format(pub(super) u32);
+
+impl Format {
+    /// Redis 5 and 6.
+    pub const REDIS_6: Format = Format(9);
+    /// Redis 7.0.
+    pub const REDIS_7_0: Format = Format(10);
+    /// Redis 7.2, and Valkey 7.2 to 8.1.
+    pub const COMMON: Format = Format(11);
+    /// Redis 7.4 to 8.4.
+    pub const REDIS_7_4: Format = Format(12);
+    /// Redis 8.6.
+    pub const REDIS_8_6: Format = Format(13);
+    /// Valkey 9.
+    pub const VALKEY_9: Format = Format(80);
+
+    /// The format of a server of this family and version, given as `(major, minor)`.
+    pub fn of_server(is_valkey: bool, version: (u32, u32)) -> Format {
+        match (is_valkey, version) {
+            (true, (9.., _)) => Format::VALKEY_9,
+            (true, _) | (false, (7, 2..4)) => Format::COMMON,
+            (false, (..7, _)) => Format::REDIS_6,
+            (false, (7, ..2)) => Format::REDIS_7_0,
+            (false, (7, _) | (8, ..6)) => Format::REDIS_7_4,
+            (false, _) => Format::REDIS_8_6,
+        }
+    }
+
+    /// Whether a server that reads this format reads a snapshot that begins so, without conversion.
+    pub fn reads(self, head: &Head) -> bool {
+        match (self.family(), head.magic) {
+            (Magic::Redis, Magic::Redis) => head.version <= self.0,
+            (Magic::Valkey, Magic::Redis) => head.version <= Format::COMMON.0,
+            (Magic::Valkey, Magic::Valkey) => true,
+            (Magic::Redis, Magic::Valkey) => false,
+        }
+    }
+
+    fn family(self) -> Magic {
+        if self >= Format::VALKEY_9 { Magic::Valkey } else { Magic::Redis }
+    }
+
+    /// Whether values of this type can be read.
+    fn knows(self, kind: u8) -> bool {
+        match kind {
+            ..=5 | 9..=15 => true,
+            16..=19 => self >= Format::REDIS_7_0,
+            20 | 21 => self >= Format::COMMON,
+            22 => self.family() == Magic::Valkey,
+            24 | 25 => self >= Format::REDIS_7_4 && self.family() == Magic::Redis,
+            26 => self >= Format::REDIS_8_6 && self.family() == Magic::Redis,
+            _ => false,
+        }
+    }
+
+    fn has_functions(self) -> bool {
+        self >= Format::REDIS_7_0
+    }
+}
+
+/// What is left out instead of refused, because a person has said so.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Options {
+    /// The times at which fields of hashes expire, for a server that knows none: such fields stay for ever.
+    pub drop_field_expiry: bool,
+    /// Keys of modules' types, and what modules wrote beside keys.
+    pub skip_modules: bool,
+    /// Libraries of functions, for a server that knows none.
+    pub skip_functions: bool,
+}
+
+/// What a target can't hold.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
+pub enum Obstacle {
+    /// Hashes whose fields expire.
+    #[error("a hash whose fields expire")]
+    FieldExpiry,
+    /// A module's type, by its name.
+    #[error("a value of the module type {0:?}")]
+    Module(String),
+    /// A library of functions.
+    #[error("a library of functions")]
+    Functions,
+}
+
+/// Why a conversion can't continue.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ConvertError {
+    /// The target has no form for this.
+    #[error("{what} can't be given to the server{}", shown_key(key, *database))]
+    Refused {
+        /// What it is.
+        what: Obstacle,
+        /// The beginning of its key; empty if it is beside the keys.
+        key: Vec<u8>,
+        /// Its database.
+        database: u64,
+    },
+    /// A type or an opcode of a server that is newer than this program, or that was never released.
+    #[error("the snapshot holds something of an unknown type, {code}, at byte {at}{}", shown_key(key, *database))]
+    Unknown {
+        /// The number of the type.
+        code: u8,
+        /// Its position.
+        at: u64,
+        /// The key before it; empty if there is none.
+        key: Vec<u8>,
+        /// The database.
+        database: u64,
+    },
+    /// No server writes this.
+    #[error("byte {at}: {error}")]
+    Damaged {
+        /// The position.
+        at: u64,
+        /// What is wrong there.
+        error: Error,
+    },
+}
+
+fn shown_key(key: &[u8], database: u64) -> String {
+    if key.is_empty() {
+        String::new()
+    } else {
+        format!(" (key {:?} of database {database})", String::from_utf8_lossy(key))
+    }
+}
+
+/// What a conversion has done so far.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Converted {
+    /// Keys that were read.
+    pub keys: u64,
+    /// Keys that were written in another type, by the numbers of both types.
+    pub changed: BTreeMap<(u8, u8), u64>,
+    /// What the target can't hold: how often, and the keys of the first ones.
+    pub obstacles: BTreeMap<Obstacle, Obstacles>,
+}
+
+/// How often a snapshot holds something that its target can't hold.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Obstacles {
+    /// How many keys; or libraries or fields beside keys.
+    pub count: u64,
+    /// The first [`SAMPLE_KEYS`] keys, with their databases.
+    pub keys: Vec<(u64, Vec<u8>)>,
+}
+
+/// Keys that are named of each kind of obstacle.
+pub const SAMPLE_KEYS: usize = 5;
+
+/// Bytes of a key that a message shows.
+const SHOWN_KEY_BYTES: usize = 128;
+
+/// Why an item was not parsed.
+enum Trouble {
+    Stop(Stop),
+    Unknown(u8),
+    Refused(Obstacle),
+}
+
+impl From<Stop> for Trouble {
+    fn from(stop: Stop) -> Trouble {
+        Trouble::Stop(stop)
+    }
+}
+
+impl From<Damaged> for Trouble {
+    fn from(_: Damaged) -> Trouble {
+        Trouble::Stop(malformed("a listpack"))
+    }
+}
+
+// Ways: in which type a value is written for a target, and how its parts are.
+//
+// Names and numbers of the types are those of the servers' `rdb.h`, as in [`grammar`].
+
+/// A part of a value that is written in another type.
+#[derive(Debug)]
+enum Part {
+    /// The same in both types.
+    Same(&'static [Item]),
+    /// All of these.
+    All(&'static [Part]),
+    /// What only the old type has: a number, bytes, a string; a length, and these parts that many times.
+    LeaveNumber,
+    LeaveBytes(u8),
+    LeaveString,
+    LeaveTimes(&'static [Part]),
+    /// A length, and these parts that many times.
+    Times(&'static [Part]),
+    /// A listpack, as one string, in another form.
+    Rewrite(Form),
+    /// What a list's node is: one long element, or a listpack. The node follows.
+    NodeKind,
+    Node,
+    /// Redis: what times of fields count from. The target's own is written.
+    Base,
+    PutBase,
+    /// Redis: the time of the field that follows; it is written behind it.
+    FieldTime,
+    PutFieldTime,
+    /// Valkey: a field or its value, which are held until their time is known, and the time.
+    Hold,
+    HeldTime,
+}
+
+/// The form that a listpack is given.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Form {
+    /// A number of elements, and each as a string.
+    Elements,
+    /// The same of pairs.
+    Pairs,
+    /// Pairs of a member and a score in binary.
+    Scores,
+    /// Fields, values and times as Valkey writes them.
+    TimedFields,
+    /// Of the same, only fields and values.
+    UntimedFields,
+}
+
+const SET_AS_TABLE: &[Part] = &[Part::Rewrite(Form::Elements)];
+const HASH_AS_TABLE: &[Part] = &[Part::Rewrite(Form::Pairs)];
+const SORTED_SET_AS_TABLE: &[Part] = &[Part::Rewrite(Form::Scores)];
+const LIST_OF_ZIPLISTS: &[Part] = &[Part::Times(&[Part::NodeKind, Part::Node])];
+
+/// Redis' hashes with times, as Valkey writes them, and without.
+const TIMED_TABLE_FOR_VALKEY: &[Part] =
+    &[Part::Base, Part::Times(&[Part::FieldTime, Part::Same(&[Item::String, Item::String]), Part::PutFieldTime])];
+const TIMED_LISTPACK_FOR_VALKEY: &[Part] = &[Part::LeaveBytes(8), Part::Rewrite(Form::TimedFields)];
+const UNTIMED_TABLE: &[Part] =
+    &[Part::LeaveBytes(8), Part::Times(&[Part::LeaveNumber, Part::Same(&[Item::String, Item::String])])];
+const UNTIMED_LISTPACK: &[Part] = &[Part::LeaveBytes(8), Part::Rewrite(Form::UntimedFields)];
+
+/// Valkey's hashes with times, as Redis writes them, and without.
+const TIMED_FOR_REDIS: &[Part] = &[Part::PutBase, Part::Times(&[Part::Hold, Part::Hold, Part::HeldTime])];
+const UNTIMED_OF_VALKEY: &[Part] = &[Part::Times(&[Part::Same(&[Item::String, Item::String]), Part::LeaveBytes(8)])];
+
+/// Streams without what later servers added. For 7.2 and Valkey without the ids of messages that producers gave; for
+/// 7.0 also without the time at which a consumer was last active; for 6.2 also without the first id, the greatest
+/// deleted id, the entries ever added, and each group's own count of them.
+const STREAM_4_FOR_7_2: &[Part] = &[
+    STREAM_FROM_7_0,
+    Part::Same(&[Item::Times(&[
+        Item::String,
+        Item::Length,
+        Item::Length,
+        Item::Length,
+        Item::Times(PENDING),
+        Item::Times(&[Item::String, Item::Bytes(8), Item::Bytes(8), Item::Times(&[Item::Bytes(16)])]),
+    ])]),
+    LEAVE_MESSAGE_IDS,
+];
+const STREAM_3_FOR_7_0: &[Part] = &[STREAM_FROM_7_0, GROUPS_FOR_7_0];
+const STREAM_4_FOR_7_0: &[Part] = &[STREAM_FROM_7_0, GROUPS_FOR_7_0, LEAVE_MESSAGE_IDS];
+const STREAM_3_FOR_6_2: &[Part] = &[STREAM_OF_6_2, LEAVE_COUNTERS_OF_7_0, GROUPS_OF_7_2_FOR_6_2];
+const STREAM_4_FOR_6_2: &[Part] = &[STREAM_OF_6_2, LEAVE_COUNTERS_OF_7_0, GROUPS_OF_7_2_FOR_6_2, LEAVE_MESSAGE_IDS];
+const STREAM_2_FOR_6_2: &[Part] = &[
+    STREAM_OF_6_2,
+    LEAVE_COUNTERS_OF_7_0,
+    Part::Times(&[
+        Part::Same(&[Item::String, Item::Length, Item::Length]),
+        Part::LeaveNumber,
+        Part::Same(&[
+            Item::Times(PENDING),
+            Item::Times(&[Item::String, Item::Bytes(8), Item::Times(&[Item::Bytes(16)])]),
+        ]),
+    ]),
+];
+
+const STREAM_OF_6_2: Part = Part::Same(&[Item::Times(STREAM_NODE), Item::Length, Item::Length, Item::Length]);
+const STREAM_FROM_7_0: Part = Part::Same(&[
+    Item::Times(STREAM_NODE),
+    Item::Length,
+    Item::Length,
+    Item::Length,
+    Item::Length,
+    Item::Length,
+    Item::Length,
+    Item::Length,
+    Item::Length,
+]);
+const LEAVE_COUNTERS_OF_7_0: Part =
+    Part::All(&[Part::LeaveNumber, Part::LeaveNumber, Part::LeaveNumber, Part::LeaveNumber, Part::LeaveNumber]);
+const GROUPS_FOR_7_0: Part = Part::Times(&[
+    Part::Same(&[Item::String, Item::Length, Item::Length, Item::Length, Item::Times(PENDING)]),
+    Part::Times(CONSUMER_WITHOUT_ACTIVE_TIME),
+]);
+const GROUPS_OF_7_2_FOR_6_2: Part = Part::Times(&[
+    Part::Same(&[Item::String, Item::Length, Item::Length]),
+    Part::LeaveNumber,
+    Part::Same(&[Item::Times(PENDING)]),
+    Part::Times(CONSUMER_WITHOUT_ACTIVE_TIME),
+]);
+const LEAVE_MESSAGE_IDS: Part = Part::All(&[
+    Part::LeaveNumber,
+    Part::LeaveNumber,
+    Part::LeaveTimes(&[
+        Part::LeaveString,
+        Part::LeaveTimes(&[Part::LeaveString, Part::LeaveNumber, Part::LeaveNumber]),
+    ]),
+    Part::LeaveNumber,
+    Part::LeaveNumber,
+]);
+const CONSUMER_WITHOUT_ACTIVE_TIME: &[Part] =
+    &[Part::Same(&[Item::String, Item::Bytes(8)]), Part::LeaveBytes(8), Part::Same(&[Item::Times(&[Item::Bytes(16)])])];
+const STREAM_NODE: &[Item] = &[Item::String, Item::String];
+const PENDING: &[Item] = &[Item::Bytes(16), Item::Bytes(8), Item::Length];
+
+/// The type of a value at the target, and how it is written.
+enum Way {
+    Same(&'static [Item]),
+    Changed(u8, &'static [Part]),
+    Without(Obstacle, u8, &'static [Part]),
+}
+
+/// How a value of this type is written for a target. `None`: the type is not known.
+fn way(kind: u8, from: Magic, to: Format) -> Option<Way> {
+    let same = grammar::value(kind, from)?;
+    // Numbers from 22 on mean other things in the other family.
+    let is_other_family = kind >= 22 && from != to.family();
+    if to.knows(kind) && !is_other_family {
+        return Some(Way::Same(same));
+    }
+    Some(match (kind, to.family()) {
+        (16, _) => Way::Changed(4, HASH_AS_TABLE),
+        (17, _) => Way::Changed(5, SORTED_SET_AS_TABLE),
+        (18, _) => Way::Changed(14, LIST_OF_ZIPLISTS),
+        (19, _) => Way::Changed(15, STREAM_2_FOR_6_2),
+        (20, _) => Way::Changed(2, SET_AS_TABLE),
+        (21, _) if to.knows(19) => Way::Changed(19, STREAM_3_FOR_7_0),
+        (21, _) => Way::Changed(15, STREAM_3_FOR_6_2),
+        (26, _) if to.knows(21) => Way::Changed(21, STREAM_4_FOR_7_2),
+        (26, _) if to.knows(19) => Way::Changed(19, STREAM_4_FOR_7_0),
+        (26, _) => Way::Changed(15, STREAM_4_FOR_6_2),
+        (22, _) if to.knows(24) => Way::Changed(24, TIMED_FOR_REDIS),
+        (24, Magic::Valkey) => Way::Changed(22, TIMED_TABLE_FOR_VALKEY),
+        (25, Magic::Valkey) => Way::Changed(22, TIMED_LISTPACK_FOR_VALKEY),
+        (22, _) => Way::Without(Obstacle::FieldExpiry, 4, UNTIMED_OF_VALKEY),
+        (24, _) => Way::Without(Obstacle::FieldExpiry, 4, UNTIMED_TABLE),
+        (25, _) => Way::Without(Obstacle::FieldExpiry, 4, UNTIMED_LISTPACK),
+        // Modules' values: what reads them at the target is not known.
+        _ => Way::Same(same),
+    })
+}
+
+// Values: the elements of a listpack, written as other types have them.
+
+/// What stands for "expires never" in Valkey's hashes.
+const NEVER: i64 = -1;
+
+/// The time from which a hash written for Redis counts the times of its fields. The server adds it to each of them; it
+/// needs only to be before all of them, which are not known yet when it is written.
+const FIELD_TIME_BASE: u64 = 1;
+
+/// Writes the elements of a listpack in another form.
+fn put_form(form: Form, elements: &[Element<'_>], out: &mut Vec<u8>) -> Result<(), Trouble> {
+    let each = match form {
+        Form::Elements => 1,
+        Form::Pairs | Form::Scores => 2,
+        Form::TimedFields | Form::UntimedFields => 3,
+    };
+    if elements.is_empty() || !elements.len().is_multiple_of(each) {
+        return Err(malformed("the number of elements of a listpack").into());
+    }
+    put_length(out, (elements.len() / each) as u64);
+    for group in elements.chunks_exact(each) {
+        match (form, group) {
+            (Form::Elements, [element]) => put_element(out, *element),
+            (Form::Pairs, [field, value]) | (Form::UntimedFields, [field, value, _]) => {
+                put_element(out, *field);
+                put_element(out, *value);
+            }
+            (Form::Scores, [member, score]) => {
+                put_element(out, *member);
+                out.extend_from_slice(&score_of(*score)?.to_le_bytes());
+            }
+            (Form::TimedFields, [field, value, Element::Number(time @ 0..)]) => {
+                put_element(out, *field);
+                put_element(out, *value);
+                out.extend_from_slice(&(if *time == 0 { NEVER } else { *time }).to_le_bytes());
+            }
+            _ => return Err(malformed("the time of a field").into()),
+        }
+    }
+    Ok(())
+}
+
+/// Writes an element as a string; a number in binary where servers do so.
+fn put_element(out: &mut Vec<u8>, element: Element<'_>) {
+    match element {
+        Element::Text(text) => {
+            put_length(out, text.len() as u64);
+            out.extend_from_slice(text);
+        }
+        Element::Number(number) => {
+            if let Ok(number) = i8::try_from(number) {
+                out.extend_from_slice(&[0xC0, number as u8]);
+            } else if let Ok(number) = i16::try_from(number) {
+                out.push(0xC1);
+                out.extend_from_slice(&number.to_le_bytes());
+            } else if let Ok(number) = i32::try_from(number) {
+                out.push(0xC2);
+                out.extend_from_slice(&number.to_le_bytes());
+            } else {
+                put_element(out, Element::Text(number.to_string().as_bytes()));
+            }
+        }
+    }
+}
+
+/// A score as servers write it into a listpack: a number, or text for one with a fraction and for the infinities.
+fn score_of(element: Element<'_>) -> Result<f64, Trouble> {
+    let score = match element {
+        Element::Number(number) => Some(number as f64),
+        Element::Text(text) => std::str::from_utf8(text).ok().and_then(|text| text.parse::<f64>().ok()),
+    };
+    score.filter(|score| !score.is_nan()).ok_or_else(|| malformed("a score").into())
+}
+
+/// The name of a module's type: nine characters of six bits, and ten bits for its version.
+fn module_name(id: u64) -> String {
+    const LETTERS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
+    let letter = |place: u32| LETTERS.get((id >> (10 + 6 * place)) as usize & 0x3F).copied().unwrap_or_default();
+    (0..9).rev().map(|place| char::from(letter(place))).collect()
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::super::Head;
-    use super::values::put_element;
     use super::*;
 
     fn text(bytes: &[u8]) -> Vec<u8> {
