@@ -3,12 +3,11 @@
 //! ```text
 //!   cargo metadata ──▶ workspace: crates, drawn from the top floor down
 //!   sources ──syn──▶ modules ──▶ imports: file ──▶ file, by the items it names ──▶ rooms: no circles
-//!                       ├──────▶ bounds: lines of a file
-//!                       └──────▶ style: width of comments
+//!                       └──────▶ bounds: lines of a file, width of comments
 //!   lock files, cargo metadata ──▶ dependencies: sources, licences and versions of other crates
 //! ```
 //!
-//! - `rooms`: import circles. `bounds`: long files, and short ones. `style`: what rustfmt does not check.
+//! - `rooms`: import circles. `bounds`: long files, short ones, and wide comments, which rustfmt does not check.
 //! - `dependencies`: where crates of others come from, and under which licence.
 //! - `workspace`, `modules`, `imports`: shared by these.
 //!
@@ -20,7 +19,6 @@ mod bounds;
 mod dependencies;
 mod imports;
 mod modules;
-mod style;
 mod workspace;
 
 use std::path::Path;
@@ -47,7 +45,7 @@ pub fn check(print_ties: bool) -> Result<()> {
         }
         circles.extend(imports::circles(&imports));
         unbounded.extend(bounds::check(&modules));
-        styles.extend(style::check(&modules));
+        styles.extend(bounds::check_comments(&modules));
     }
     let mut failures = Vec::new();
     if !circles.is_empty() {
