@@ -1,19 +1,321 @@
-//! One round: its servers, its agents, and what happens to them.
+//! The chaos: random load, and full copy after full copy while links are killed and agents stand still; after each,
+//! every key is compared by its value.
+//!
+//! ```text
+//!   writers ──▶ primary ◀── source ──▶ attend ──▶ A      copies again and again; links killed, agents stopped
+//!                              │──▶ replicas that serve each other ──▶ B, C, D
+//!                              │──▶ replica, late ──▶ E
+//!                              └──▶ backup --journal ── restore --until a moment ──▶ F
+//! ```
+//!
+//! What the soak does not look for: its data are large, its primaries save without a disk, and it compares digests.
+//! Here half of the primaries save to disk, half of the data sets are so small that a snapshot and the first writes
+//! arrive together, and what is compared are the values themselves (`remora_lab::contents`). A round is one draw of all
+//! that:
+//!
+//! In this order: what a round draws, its writers, and the servers and agents and what happens to them.
 
 use std::path::{Path, PathBuf};
-use std::thread;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::{fmt, thread};
 
 use remora_bench::sync::Result;
 use remora_lab::contents::{Contents, differences};
 use remora_lab::server::{Builder, wait_until};
-use remora_lab::{Agent, Host, Net, Random, Server, fill_every_type, scratch};
+use remora_lab::{
+    Agent, Client, Host, Kind, Net, Random, Server, Workload, fill_every_type, random, scratch, workload,
+};
 use rustix::process::Signal;
 
-use super::Totals;
-use super::load::Load;
-use super::plan::{Data, Plan};
+use crate::demo::Which;
 use crate::show::Screen;
+use crate::stop;
+
+/// Command-line arguments.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct Options {
+    /// How many rounds to play.
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u64).range(1..))]
+    rounds: u64,
+
+    /// Begin no round after this many minutes.
+    #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=10_000))]
+    minutes: u64,
+
+    /// Seed of the first round; the next one has the next. Default: a random one, which is printed.
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+
+    /// Which servers to use. Both: in turn.
+    #[arg(long, value_name = "WHICH", default_value = "both")]
+    server: Which,
+
+    /// After a finding, go on with the next round.
+    #[arg(long)]
+    keep_going: bool,
+}
+
+/// What rounds have done.
+#[derive(Debug, Default)]
+pub(crate) struct Totals {
+    /// Servers that were compared with their primary, or with what it held, key by key.
+    compared: u64,
+    /// Keys of these comparisons.
+    keys: u64,
+    /// Full copies that `attend` began from the source.
+    served: u64,
+    /// Commands that were written.
+    commands: u64,
+}
+
+/// Plays the rounds.
+pub(crate) fn run(options: &Options) -> Result<()> {
+    if !rustix::process::geteuid().is_root() {
+        return Err("namespaces, rules and users of servers need root".into());
+    }
+    let begun = Instant::now();
+    let screen = Screen::new();
+    let kinds = options.server.kinds();
+    let program = screen.build_for(&kinds)?;
+    let first = options.seed.unwrap_or_else(|| random::seed("chaos"));
+    let (mut totals, mut findings, mut played) = (Totals::default(), Vec::new(), 0);
+    for (number, kind) in (0..options.rounds).zip(kinds.iter().copied().cycle()) {
+        if begun.elapsed() > Duration::from_secs(options.minutes * 60) {
+            screen.say(&format!("{} minutes are over", options.minutes));
+            break;
+        }
+        let seed = first.wrapping_add(number);
+        let mut random = Random::new(seed);
+        let plan = Plan::draw(kind, &mut random);
+        screen.say(&format!("round {}: seed {seed}, {plan}", number + 1));
+        let round_begun = Instant::now();
+        let folder = scratch::folder("chaos")?;
+        let outcome = Round::start(program.path(), folder.path(), &plan)
+            .and_then(|round| round.play(&mut random, &screen, &mut totals));
+        stop::check()?;
+        played += 1;
+        match outcome {
+            Ok(said) => screen.say(&format!("  exact: {said}; {:.0} s", round_begun.elapsed().as_secs_f64())),
+            Err(error) => {
+                let kept = folder.keep();
+                let finding = format!(
+                    "FINDING in round {}, {plan}: {error}\n  again: make chaos ARGS=\"--rounds 1 --seed {seed} --server {}\"; folder {}",
+                    number + 1,
+                    plan.server(),
+                    kept.display()
+                );
+                screen.say(&finding);
+                findings.push(finding);
+                if !options.keep_going {
+                    break;
+                }
+            }
+        }
+    }
+    println!(
+        "{played} rounds from seed {first}: {} comparisons of {} keys, {} full copies begun from a source through attend, {} commands, {} \
+         findings; {:.1} minutes",
+        totals.compared,
+        totals.keys,
+        totals.served,
+        totals.commands,
+        findings.len(),
+        begun.elapsed().as_secs_f64() / 60.0
+    );
+    match findings.len() {
+        0 => Ok(()),
+        count => Err(format!("{count} findings, described above").into()),
+    }
+}
+
+// What a round draws: its servers, their settings and their data.
+
+/// One draw.
+#[derive(Clone, Debug)]
+pub(crate) struct Plan {
+    pub(crate) kind: Kind,
+    /// The primary saves to disk before it sends (`repl-diskless-sync no`).
+    pub(crate) to_disk: bool,
+    pub(crate) data: Data,
+    /// Which have the module: the primary, the others.
+    pub(crate) modules: [bool; 2],
+    /// How replicas load (`repl-diskless-load`).
+    pub(crate) load: &'static str,
+    /// Valkey's replication over two channels.
+    pub(crate) dual_channel: bool,
+    /// The primary's backlog.
+    pub(crate) backlog: &'static str,
+    /// Microseconds that the primary's child takes for each key.
+    pub(crate) save_delay: u64,
+    /// Full copies of A.
+    pub(crate) copies: u64,
+    /// The writers' seed.
+    pub(crate) seed: u64,
+}
+
+/// How much there is to copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Data {
+    /// A dozen keys: the snapshot is below the 16 KiB of a socket's first read, and the first writes arrive with it.
+    Small,
+    /// Every type, some hundred keys of each.
+    Every,
+    /// The same, beside megabytes of small values.
+    Middle,
+}
+
+impl Plan {
+    pub(crate) fn draw(kind: Kind, random: &mut Random) -> Plan {
+        let data = pick(random, &[Data::Small, Data::Small, Data::Every, Data::Middle]);
+        Plan {
+            kind,
+            to_disk: random.one_in(2),
+            data,
+            modules: [random.one_in(3), random.one_in(3)],
+            load: pick(random, &LOADS),
+            dual_channel: kind == Kind::Valkey9 && random.one_in(2),
+            // A small one makes hand-offs wait until the writers pause; see the load's rate.
+            backlog: pick(random, &BACKLOGS),
+            // A snapshot of some tenths of a second: there is time for writes and for disturbances.
+            save_delay: if data == Data::Small { random.between(5_000, 50_000) } else { 20 },
+            copies: random.between(3, 6),
+            seed: random.word(),
+        }
+    }
+
+    /// The word of `--server`.
+    pub(crate) fn server(&self) -> &'static str {
+        match self.kind {
+            Kind::Redis7 => "redis",
+            Kind::Valkey9 => "valkey",
+        }
+    }
+}
+
+/// The values of `repl-diskless-load`.
+const LOADS: [&str; 3] = ["disabled", "swapdb", "on-empty-db"];
+
+/// Sizes of a backlog.
+const BACKLOGS: [&str; 2] = ["1mb", "16mb"];
+
+/// One of these.
+fn pick<T: Copy>(random: &mut Random, from: &[T]) -> T {
+    from[random.below(from.len() as u64) as usize]
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let how = if self.to_disk { "to disk" } else { "diskless" };
+        let modules = match self.modules {
+            [false, false] => "no module",
+            [true, false] => "module in the primary",
+            [false, true] => "module in the replicas",
+            [true, true] => "module everywhere",
+        };
+        let dual = if self.dual_channel { ", dual channel" } else { "" };
+        let Plan { kind, data, load, backlog, copies, save_delay, .. } = self;
+        write!(
+            f,
+            "{kind} {how}{dual}, {data:?} data ({save_delay} us a key), {modules}, load {load}, backlog {backlog}, {copies} copies"
+        )
+    }
+}
+
+// The writers of a round.
+
+/// Writers, until they are stopped.
+pub(crate) enum Load {
+    /// Every kind of write.
+    Every(Workload),
+    /// A dozen keys that stay small.
+    Small(Small),
+}
+
+impl Load {
+    /// Starts writing.
+    pub(crate) fn start(primary: &Server, plan: &Plan, seed: u64) -> Result<Load> {
+        Ok(match plan.data {
+            Data::Small => Load::Small(Small::start(primary.client()?, seed)),
+            Data::Every | Data::Middle => {
+                let options =
+                    workload::Options { big_bytes: 0, pipeline: 16, ..workload::Options::seeded(seed) }.rate(RATE);
+                Load::Every(Workload::start(primary.client()?, options)?)
+            }
+        })
+    }
+
+    /// Stops; all that was written has been answered. Returns how many commands there were.
+    pub(crate) fn stop(self) -> Result<u64> {
+        match self {
+            Load::Every(workload) => Ok(workload.stop()?.commands),
+            Load::Small(small) => small.stop(),
+        }
+    }
+}
+
+/// A writer of small keys.
+pub(crate) struct Small {
+    stop: Arc<AtomicBool>,
+    writer: Option<JoinHandle<Result<u64>>>,
+}
+
+impl Small {
+    fn start(mut client: Client, seed: u64) -> Small {
+        let stop = Arc::new(AtomicBool::new(false));
+        let is_stopped = Arc::clone(&stop);
+        let writer = thread::spawn(move || {
+            let (mut random, mut commands) = (Random::new(seed), 0);
+            while !is_stopped.load(Ordering::Relaxed) {
+                let batch: Vec<Vec<String>> = (0..random.between(1, 40)).map(|_| small(&mut random)).collect();
+                commands += client.pipeline(&batch)?.len() as u64;
+                thread::sleep(Duration::from_micros(random.below(LONGEST_PAUSE_US)));
+            }
+            Ok(commands)
+        });
+        Small { stop, writer: Some(writer) }
+    }
+
+    fn stop(mut self) -> Result<u64> {
+        self.halt().unwrap_or(Ok(0))
+    }
+
+    fn halt(&mut self) -> Option<Result<u64>> {
+        self.stop.store(true, Ordering::Relaxed);
+        Some(self.writer.take()?.join().unwrap_or_else(|_| Err("the writer's thread panicked".into())))
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        let _ = self.halt();
+    }
+}
+
+/// A command none of whose effects may be lost, doubled or moved: counters, and lists that say who came when.
+fn small(random: &mut Random) -> Vec<String> {
+    let key = random.below(4);
+    let words = match random.below(8) {
+        // As long as `SELECT 0`, which a replica executes for nothing.
+        0..4 => format!("INCR a{key}a"),
+        4 => format!("INCRBYFLOAT f{key} 0.5"),
+        5 => format!("RPUSH l{key} {:x}", random.below(1 << 16)),
+        6 => format!("LTRIM l{key} -20 -1"),
+        _ if random.one_in(4) => format!("SELECT {}", random.below(3)),
+        _ => format!("SETRANGE s{key} {} {:x}", random.below(60), random.below(1 << 16)),
+    };
+    words.split(' ').map(str::to_owned).collect()
+}
+
+/// Commands per second: a hand-off through a backlog of a megabyte is possible under them.
+const RATE: u64 = 1500;
+
+/// Pause between two batches: the load has gaps, so that the border of a snapshot falls into one now and then.
+const LONGEST_PAUSE_US: u64 = 20_000;
+
+// One round: its servers, its agents, and what happens to them.
 
 /// A round that is being played. Dropping it ends its servers and agents.
 pub(crate) struct Round<'p> {
