@@ -454,7 +454,7 @@ fn prove_posix(scene: &Scene<'_>) -> Result<String> {
     command.arg("--path").arg(scene.files()).arg("--secondary-fs").arg(&other);
     let said = scene.run(&mut command)?;
     let summary = said.lines().rev().find(|line| line.starts_with("Summary")).ok_or("it printed no summary")?;
-    Ok(format!("{} (those that fail, and why: dev/xtask/src/prove/posix.rs)", summary.trim_start_matches("Summary: ")))
+    Ok(format!("{} (those that fail, and why: dev/xtask/src/prove.rs)", summary.trim_start_matches("Summary: ")))
 }
 
 /// What the file system has, users that every Debian has, and what must fail.

@@ -47,7 +47,7 @@ struct Test {
 }
 
 #[derive(Debug, PartialEq)]
-pub(crate) struct Report(Vec<Test>);
+struct Report(Vec<Test>);
 
 impl Report {
     fn read(text: &str) -> Result<Report> {

@@ -1,16 +1,20 @@
 //! Remora as a user starts it: the program itself, one process per agent.
 
-use std::fs;
+use std::collections::HashSet;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use std::{fs, thread};
 
 use remora_lab::{Agent, Host, Server, scratch};
 use rustix::process::Signal;
 
 use super::method::{NO_LIMIT, Upload};
-use super::outcome::Summary;
+use super::summary::Summary;
 use super::{Method, Result};
 
 /// The command `remora`.
@@ -194,18 +198,6 @@ impl Source {
         Source::launch(program, server, folder, data_bytes, security, &more)
     }
 
-    /// Starts a source with places for this many replicas, and with small slots.
-    pub(crate) fn start_for(
-        program: &Program,
-        server: &Server,
-        folder: &Path,
-        data_bytes: u64,
-        replicas: u32,
-    ) -> Result<Source> {
-        let more = ["--max-replicas", &replicas.to_string(), "--slot-size", "64KiB"];
-        Source::launch(program, server, folder, data_bytes, program.security(server, false), &more)
-    }
-
     fn launch(
         program: &Program,
         server: &Server,
@@ -236,21 +228,6 @@ impl Source {
     /// Processor seconds since its start.
     pub fn cpu(&self) -> Result<f64> {
         Ok(self.agent.cpu_seconds()?)
-    }
-
-    /// Its process id.
-    pub(crate) fn pid(&self) -> u32 {
-        self.agent.pid()
-    }
-
-    /// The address on which it listens.
-    pub(crate) fn address(&self) -> Result<SocketAddr> {
-        Ok(self.address.parse()?)
-    }
-
-    /// The file with its token.
-    pub(crate) fn token(&self) -> &Path {
-        &self.token
     }
 
     /// The output of `remora status` for it.
@@ -400,3 +377,214 @@ const END_TIME: Duration = Duration::from_secs(60);
 
 /// Time limit for an agent that was asked to stop.
 const STOP_TIME: Duration = Duration::from_secs(20);
+
+// Tools: programs of others that people copy servers with, each with the settings that suit it best.
+//
+// ```text
+//   redis-cli --rdb   SYNC ───▶ a file in the replica's folder ──▶ the server starts on it as a replica
+//                                                                └─▶ PSYNC, +CONTINUE
+//   RedisShake 4      PSYNC ──▶ a file ──▶ commands, 1024 under way ──▶ a server of its own, not a replica
+// ```
+//
+// RedisShake is in no package registry of Debian, Rust or Python, and the Go module proxy does not serve it (its
+// module is named `RedisShake`, which is not its address), so the set-up does not bring it: `REMORA_REDIS_SHAKE` names
+// the program.
+
+/// What one replica received, and how long the parts took.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Made {
+    /// Until the file had arrived; for a tool without a file of ours, until the end.
+    pub(crate) arrived: Duration,
+    /// Until the server had started on it.
+    pub(crate) loaded: Duration,
+    /// Processor seconds of the tool.
+    pub(crate) cpu: f64,
+}
+
+/// How long a tool may take.
+const LONGEST: Duration = Duration::from_secs(30 * 60);
+
+/// How long a server may take to start on a file.
+pub(crate) const LONGEST_START: Duration = Duration::from_secs(30 * 60);
+
+/// What names RedisShake's program.
+const SHAKE_VARIABLE: &str = "REMORA_REDIS_SHAKE";
+
+/// RedisShake's program.
+///
+/// # Errors
+/// None is named, or it is not there; the text says what to do.
+pub(crate) fn shake_program() -> std::result::Result<PathBuf, String> {
+    let named = std::env::var_os(SHAKE_VARIABLE).map(PathBuf::from);
+    match named {
+        None => Err(format!("{SHAKE_VARIABLE} names no program, and no package registry that the set-up uses has it")),
+        Some(path) if !path.is_file() => Err(format!("{SHAKE_VARIABLE}: {} is not a file", path.display())),
+        Some(path) => Ok(path),
+    }
+}
+
+/// Fetches a snapshot for each of these servers by `redis-cli --rdb`, and starts each on its file as a replica, all at
+/// once. Its default settings are its best: it has none that matters here.
+pub(crate) fn by_rdb_file(primary: &Server, replicas: &mut [Server], begun: Instant) -> Result<Vec<Made>> {
+    at_once(replicas, |replica| {
+        let address = primary.address();
+        let (host, port) = (address.ip().to_string(), address.port().to_string());
+        let folder = replica.folder().to_owned();
+        let file = folder.join(RDB_FILE);
+        let mut command = Command::new("redis-cli");
+        command.args(["-h", &host, "-p", &port, "--rdb"]).arg(&file);
+        let cpu = run(command, replica)?;
+        let arrived = begun.elapsed();
+        // The replication id and offset in the file let the server continue from there, if it starts as a replica.
+        replica.configure_file(&format!("replicaof {host} {port}\ndbfilename {RDB_FILE}"))?;
+        replica.restart()?;
+        Ok(Made { arrived, loaded: begun.elapsed(), cpu })
+    })
+}
+
+/// The name of the file in the folder of a replica's server.
+const RDB_FILE: &str = "fetched.rdb";
+
+/// Has RedisShake copy to each of these servers, all at once, and waits until all commands are answered.
+pub(crate) fn by_shake(primary: &Server, replicas: &mut [Server], begun: Instant) -> Result<Vec<Made>> {
+    let program = shake_program()?;
+    at_once(replicas, |replica| {
+        let folder = replica.folder().join("shake");
+        std::fs::create_dir_all(&folder)?;
+        let file = folder.join("shake.toml");
+        std::fs::write(&file, shake_settings(primary, replica, &folder))?;
+        let mut command = Command::new(&program);
+        command.arg(&file).current_dir(&folder);
+        let cpu = run(command, replica)?;
+        let took = begun.elapsed();
+        Ok(Made { arrived: took, loaded: took, cpu })
+    })
+}
+
+/// Its best settings where nothing is written meanwhile; the names are those of its `shake.toml`. `try_diskless` takes
+/// the snapshot from the primary's child without a file at the primary; without `sync_aof` it ends when all is copied,
+/// and otherwise never. Answers are not turned off (`off_reply`): without them nothing says that the commands were
+/// carried out.
+fn shake_settings(primary: &Server, replica: &Server, folder: &Path) -> String {
+    format!(
+        "[sync_reader]\naddress = \"{}\"\nsync_rdb = true\nsync_aof = false\ntry_diskless = true\n\n\
+         [redis_writer]\naddress = \"{}\"\noff_reply = false\n\n\
+         [advanced]\ndir = \"{}\"\nncpu = 0\nlog_level = \"warn\"\npipeline_count_limit = 1024\n",
+        primary.address(),
+        replica.address(),
+        folder.join("data").display(),
+    )
+}
+
+/// Runs a tool on the replica's host to its end. Returns its processor seconds.
+fn run(mut command: Command, replica: &Server) -> Result<f64> {
+    if let Some(host) = replica.host() {
+        host.enter(&mut command)?;
+    }
+    let mut tool = Agent::run(command)?;
+    tool.wait_for_success(LONGEST)?;
+    Ok(tool.cpu_seconds()?)
+}
+
+/// Does this for all servers at once.
+fn at_once(replicas: &mut [Server], make: impl Fn(&mut Server) -> Result<Made> + Sync) -> Result<Vec<Made>> {
+    let make = &make;
+    thread::scope(|scope| {
+        let threads: Vec<_> = replicas.iter_mut().map(|replica| scope.spawn(move || make(replica))).collect();
+        threads.into_iter().map(|thread| thread.join().map_err(|_| "a thread that runs a tool panicked")?).collect()
+    })
+}
+
+// How long a server has a fork child.
+
+/// Looks for children of a process until stopped. It reads `/proc`, so that the server is not asked.
+pub(super) struct ChildWatch {
+    is_over: Arc<AtomicBool>,
+    looking: Option<JoinHandle<Duration>>,
+}
+
+impl ChildWatch {
+    pub(super) fn begin(parent: u32) -> ChildWatch {
+        let is_over = Arc::new(AtomicBool::new(false));
+        let is_stopped = Arc::clone(&is_over);
+        let looking = thread::spawn(move || {
+            let (mut strangers, mut child, mut lived) = (HashSet::new(), None, Duration::ZERO);
+            let mut last = Instant::now();
+            while !is_stopped.load(Ordering::Relaxed) {
+                child = child.filter(|child| is_alive(*child)).or_else(|| find(parent, &mut strangers));
+                let now = Instant::now();
+                if child.is_some() {
+                    lived += now - last;
+                }
+                last = now;
+                thread::sleep(LOOK_EVERY);
+            }
+            lived
+        });
+        ChildWatch { is_over, looking: Some(looking) }
+    }
+
+    /// Seconds in which there was a child.
+    pub(super) fn end(&mut self) -> f64 {
+        self.is_over.store(true, Ordering::Relaxed);
+        self.looking.take().and_then(|thread| thread.join().ok()).unwrap_or_default().as_secs_f64()
+    }
+}
+
+impl Drop for ChildWatch {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// A child of that process. `strangers`: processes that are not its children, so that they are read once.
+fn find(parent: u32, strangers: &mut HashSet<u32>) -> Option<u32> {
+    let all = fs::read_dir("/proc").ok()?;
+    let numbers = all.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    numbers.into_iter().find(|pid| {
+        if strangers.contains(pid) {
+            return false;
+        }
+        let is_child = state(*pid).is_some_and(|(_, of)| of == parent);
+        if !is_child {
+            strangers.insert(*pid);
+        }
+        is_child
+    })
+}
+
+fn is_alive(pid: u32) -> bool {
+    // One that has ended stays in the table until its parent has looked.
+    state(pid).is_some_and(|(state, _)| state != 'Z')
+}
+
+/// A process's state, and its parent.
+fn state(pid: u32) -> Option<(char, u32)> {
+    let line = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name before it may have any characters.
+    let mut words = line.rsplit_once(')')?.1.split_whitespace();
+    Some((words.next()?.chars().next()?, words.next()?.parse().ok()?))
+}
+
+/// A look costs a tenth of a millisecond.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_child_counts_while_it_lives() {
+        // A parent of its own: other tests have children too. It waits for the end of its input.
+        let mut shell = std::process::Command::new("sh");
+        shell.args(["-c", "sleep 0.4 & wait; read line"]).stdin(std::process::Stdio::piped());
+        let parent = shell.spawn();
+        let lived = parent.as_ref().ok().map(|parent| {
+            let mut watch = ChildWatch::begin(parent.id());
+            thread::sleep(Duration::from_millis(1200));
+            watch.end()
+        });
+        assert!(parent.is_ok_and(|mut parent| parent.wait().is_ok()));
+        assert!(lived.is_some_and(|lived| (0.2..0.9).contains(&lived)), "{lived:?}");
+    }
+}

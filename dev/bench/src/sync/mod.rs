@@ -4,9 +4,8 @@
 //!   Scene: one primary with data ──▶ Trial: N fresh servers, one Method, perhaps a writer ──▶ Outcome
 //!                                       │
 //!                                       ├─ watch: the same measurement for every method, from INFO of the replicas' servers
-//!                                       ├─ agents: `remora source` and `remora replica`, as a user starts them
-//!                                       ├─ copier: GET here, SET there
-//!                                       └─ tools: programs of others
+//!                                       ├─ agents: `remora source` and `remora replica`, as a user starts them, and programs of others
+//!                                       └─ copier: GET here, SET there
 //!   Place: where all of it runs: this machine's loopback, or hosts of a test network with cables of a given rate
 //! ```
 //!
@@ -14,27 +13,17 @@
 //! true primary is up, and it has reached the primary's offset of that moment). [`Method`] says what differs.
 
 mod agents;
-mod child;
 mod copier;
-mod costs;
-mod lost;
 mod method;
-mod outcome;
-mod peak;
-mod place;
 mod scene;
 mod summary;
-mod tools;
 mod watch;
 
 pub use agents::{Attend, Program, Source, Stay};
 pub use method::{Method, Setting, Upload};
-pub use outcome::{Outcome, Phases};
-pub use place::Place;
 pub(crate) use scene::available_memory;
-pub(crate) use scene::difference;
-pub use scene::{Compare, Content, Scene, Shape, Trial};
-pub use summary::{Samples, Taken};
+pub use scene::{Compare, Content, Place, Scene, Shape, Trial};
+pub use summary::{Outcome, Phases, Samples, Taken};
 pub use watch::{Show, Sight};
 
 /// A sync can fail in many layers; the caller can only report the error.

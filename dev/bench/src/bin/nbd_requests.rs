@@ -28,10 +28,10 @@ use std::{
 };
 
 use clap::Parser;
-use remora_bench::copies::{CopyServer, Place, new_volume};
+use remora_bench::source::{CopyPlace, CopyServer, new_volume};
+use remora_bench::suite::volume::Place as FilePlace;
 use remora_bench::suite::volume::cases::Subject;
-use remora_bench::suite::volume::place;
-use remora_bench::{Run, Sample, bytes, copies, cpu};
+use remora_bench::{Run, Sample, bytes, cpu, source};
 use remora_lab::process::Process;
 use remora_nbd::{Address, Offer, Server, ServerOptions, memory::MemoryDevice};
 use remora_volume::client::{ClientOptions, Volume};
@@ -68,7 +68,7 @@ struct Options {
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
 fn main() -> Result<ExitCode, Failure> {
-    copies::be_one_if_asked()?;
+    source::be_one_if_asked()?;
     be_the_server_if_asked()?;
     let options = Options::parse();
     let mut run = Run::new("nbd_requests", "requests/s");
@@ -85,7 +85,7 @@ fn main() -> Result<ExitCode, Failure> {
             }
         }
     }
-    match place::Place::start(Subject::Gluster, options.device_mib, &[]) {
+    match FilePlace::start(Subject::Gluster, options.device_mib, &[]) {
         Ok(gluster) => servers.push(Rival { name: GLUSTER, copies: Vec::new(), door: Door::File(gluster) }),
         Err(error) => {
             run.notes.push(format!("{GLUSTER} is missing: {error}; `dev/lab/setup/setup --rivals` installs it"))
@@ -198,7 +198,7 @@ struct Rival {
 /// How fio gets to it.
 enum Door {
     Nbd { process: Process, socket: PathBuf },
-    File(place::Place),
+    File(FilePlace),
 }
 
 impl Rival {
@@ -222,7 +222,7 @@ impl Rival {
         let mut servers = Vec::new();
         for number in 0..copies {
             let copy = folder.join(format!("copy-{copies}-{number}"));
-            servers.push(CopyServer::start(&format!("shm:{}", copy.display()), Place::default())?);
+            servers.push(CopyServer::start(&format!("shm:{}", copy.display()), CopyPlace::default())?);
             command.arg(copy);
         }
         Ok(Rival { copies: servers, ..Rival::start(name, command, socket)? })
