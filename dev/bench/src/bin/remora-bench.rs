@@ -7,6 +7,8 @@
 //! cargo run --release -p remora-bench --bin remora-bench -- report
 //! ```
 
+// Stands alone: a program's command line.
+
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};

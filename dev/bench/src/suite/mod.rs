@@ -12,7 +12,8 @@
 //! `messenger` is a subcommand as well, but is implemented in [`crate::messenger`].
 //!
 //! [`crate::sync`] runs the syncs, the same as for `full_sync` and the demo. This module chooses the networks, and
-//! records and prints the results. Only `sync`, `feel` and `volume` measure figures, and they write them at once. `report` measures none, so tables can be made again from any kept run.
+//! records and prints the results. Only `sync`, `feel` and `volume` measure figures, and they write them at once.
+//! `report` measures none, so tables can be made again from any kept run.
 
 pub mod feel;
 pub mod kept;

@@ -4,7 +4,7 @@ use clap::ValueEnum;
 use remora_lab::Kind;
 use serde::{Deserialize, Serialize};
 
-use super::agents::shake_program;
+use super::tools::shake_program;
 
 /// One method of making replicas.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, ValueEnum)]

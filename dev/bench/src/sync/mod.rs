@@ -4,8 +4,9 @@
 //!   Scene: one primary with data ──▶ Trial: N fresh servers, one Method, perhaps a writer ──▶ Outcome
 //!                                       │
 //!                                       ├─ watch: the same measurement for every method, from INFO of the replicas' servers
-//!                                       ├─ agents: `remora source` and `remora replica`, as a user starts them, and programs of others
-//!                                       └─ copier: GET here, SET there
+//!                                       ├─ agents: `remora source` and `remora replica`, as a user starts them
+//!                                       ├─ copier: GET here, SET there
+//!                                       └─ tools: programs of others
 //!   Place: where all of it runs: this machine's loopback, or hosts of a test network with cables of a given rate
 //! ```
 //!
@@ -14,9 +15,11 @@
 
 mod agents;
 mod copier;
+mod lost;
 mod method;
 mod scene;
 mod summary;
+mod tools;
 mod watch;
 
 pub use agents::{Attend, Program, Source, Stay};

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use remora_lab::{Client, Server};
 use remora_redis::info::Info;
 
-use super::scene::Lost;
+use super::lost::Lost;
 use super::{Phases, Result};
 
 /// The progress of a replica, for display.

@@ -207,6 +207,16 @@ impl<'a> Figures<'a> {
     }
 }
 
+/// What is measured of connections, in the tables.
+pub const CONNECTION: &str = "new connection";
+
+/// TCP on this host.
+pub const TCP: &str = "TCP";
+/// TCP in the emulated machine.
+pub const EMULATED_TCP: &str = "TCP, emulated";
+/// RDMA in the emulated machine.
+pub const EMULATED_RDMA: &str = "RDMA, emulated";
+
 // What must be reached: ratios within one run, as medians over its rounds.
 
 /// A target: a figure of ours in multiples of another subject's, in the same round.

@@ -15,7 +15,7 @@ use remora_messenger::{
 };
 use serde_json::Value;
 
-use super::cases::{Case, Cell, Figures, MANY_CLIENTS, Point, Subject};
+use super::cases::{CONNECTION, Case, Cell, EMULATED_RDMA, EMULATED_TCP, Figures, MANY_CLIENTS, Point, Subject, TCP};
 use super::{NAME, Options, Part, Place, Transport, cases, tables};
 use crate::messenger::ours;
 use crate::suite::{Budget, Kept};
@@ -281,7 +281,7 @@ pub fn fill(place: &Place, subject: Subject, jobs: &[u32], mib: u64) -> Result<(
 }
 
 /// Measures one cell for at most so long. Past the page cache the same files are used again and again for that time.
-/// Otherwise each file is read_fio or written once: a second lap would only be one of the page cache. fio drops it before.
+/// Otherwise each file is read or written once: a second lap would only be one of the page cache. fio drops it before.
 ///
 /// # Errors
 /// fio fails, or does not end.
@@ -487,16 +487,6 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 // What a new connection costs: from the wish to connect until the first answer, one after the other.
 
-/// What is measured of connections, in the tables.
-pub const CONNECTION: &str = "new connection";
-
-/// TCP on this host.
-pub const TCP: &str = "TCP";
-/// TCP in the emulated_connections machine.
-pub const EMULATED_TCP: &str = "TCP, emulated_connections";
-/// RDMA in the emulated_connections machine.
-pub const EMULATED_RDMA: &str = "RDMA, emulated_connections";
-
 /// Opens connections from this process to itself, by TCP, for one round.
 ///
 /// # Errors
@@ -515,7 +505,7 @@ pub fn connections_by_rdma(round: usize) -> Result<Point> {
     measure_connection(EMULATED_RDMA, round, &format!("rdma:{}:0", RdmaVm::address(1)), Some(RdmaVm::address(0).into()))
 }
 
-/// The same by TCP and by RDMA in an emulated_connections machine.
+/// The same by TCP and by RDMA in an emulated machine.
 ///
 /// # Errors
 /// There is no such machine, or it fails.
@@ -587,7 +577,7 @@ const CONNECTIONS: usize = 100;
 const ANSWER_BYTES: usize = 64;
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
-/// Time limit for booting an emulated_connections machine and measuring in it.
+/// Time limit for booting an emulated machine and measuring in it.
 const CONNECTIONS_TIME: Duration = Duration::from_secs(240);
 
 #[cfg(test)]

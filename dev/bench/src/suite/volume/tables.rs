@@ -4,8 +4,9 @@ use std::fmt::Write as _;
 
 use clap::ValueEnum;
 
-use super::cases::{self, BLOCKS_KIB, Case, Cell, Figures, Pattern, Point, Subject};
-use super::run::{CONNECTION, EMULATED_RDMA, EMULATED_TCP, TCP};
+use super::cases::{
+    self, BLOCKS_KIB, CONNECTION, Case, Cell, EMULATED_RDMA, EMULATED_TCP, Figures, Pattern, Point, Subject, TCP,
+};
 use crate::suite::Kept;
 use crate::{Spread, bytes};
 
